@@ -1,0 +1,39 @@
+# Every target sets up .venv by itself. PYTHONSAFEPATH keeps the root folders (kernels, export, ...) off sys.path.
+export PYTHONSAFEPATH := 1
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+FOLDERS := runtime policies kernels export android_bench evals pocket tests src/kvcap/__init__.py src/kvcap/__main__.py src/kvcap/cli.py
+
+.PHONY: chat test check build-check format bench clean
+
+chat: $(VENV)/.ready ## chat with the built-in model under a 256-token cap
+	@$(BIN)/kvcap chat pocket --kv-budget-tokens 256
+
+test: $(VENV)/.ready ## all tests, and those of the cache again on the oldest transformers
+	$(BIN)/pytest
+	scripts/test-oldest
+
+check: $(VENV)/.ready ## lint, format, types, import rules
+	$(BIN)/ruff check $(FOLDERS)
+	$(BIN)/ruff format --check $(FOLDERS)
+	$(BIN)/mypy
+	$(BIN)/pytest -q -n 0 tests/test_imports.py
+
+build-check: $(VENV)/.ready ## wheel from the sdist, in a fresh environment
+	scripts/build-check
+
+format: $(VENV)/.ready
+	$(BIN)/ruff check --fix $(FOLDERS)
+	$(BIN)/ruff format $(FOLDERS)
+
+$(VENV)/.ready: pyproject.toml constraints.txt
+	@test -d $(VENV) || $(PYTHON) -m venv $(VENV)
+	@echo "setting up $(VENV) (once, a few minutes) ..."
+	@$(BIN)/pip install --quiet --requirement constraints.txt
+	@$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev,plot]'
+	@touch $@
+
+clean:
+	rm -rf $(VENV) .venv-oldest build dist

@@ -1,0 +1,86 @@
+"""What a policy may look at when it scores one layer's slots.
+
+Letters, here and in every policy: `B` batch, `H` query heads, `K` KV heads, `G = H/K`, `n` slots
+held (cache and block), `w` observed queries, `D` head size. Pure tensor code: no cache, no model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+Saliency = Callable[["Observation"], Tensor]
+
+
+@dataclass
+class Observation:
+    """One layer's slots and, where the policy asks, its last queries.
+
+    Keys and queries are rotated as attention saw them. Everything derived is float32, computed
+    once and only when read. Attributes a policy did not declare in `observes` are `None`.
+    """
+
+    keys: Tensor  # [B, K, n, D]
+    values: Tensor  # [B, K, n, D]
+    positions: Tensor  # [B, K, n] int, the token's place in the conversation
+    seen: int  # tokens read so far, those of this block included
+    budget: int  # slots per KV head that stay
+    queries: Tensor | None = None  # [B, H, w, D], the last w queries, oldest first
+    scaling: float = 1.0  # of the logits, usually 1/sqrt(D)
+    softcap: float | None = None  # Gemma 2: logits = softcap * tanh(logits / softcap)
+    state: Mapping[str, Tensor] = field(default_factory=dict)  # name -> [B, K, n]
+    saliency: Saliency | None = None  # replaces the attention weights, see `weight`
+
+    @property
+    def groups(self) -> int:
+        """`G`: how many query heads share a KV head."""
+        assert self.queries is not None
+        return self.queries.shape[1] // self.keys.shape[1]
+
+    @cached_property
+    def visible(self) -> Tensor:
+        """Which slots a query may see: its own token's and older ones. Bool [B, K, 1, w, n]."""
+        assert self.queries is not None
+        w = self.queries.shape[2]
+        times = torch.arange(self.seen - w, self.seen, device=self.positions.device)  # [w]
+        visible: Tensor = self.positions[:, :, None, None, :] <= times[:, None]
+        return visible
+
+    @cached_property
+    def logits(self) -> Tensor:
+        """`z = scaling · q·k`, 0 (not -inf) where masked, so that products stay finite.
+
+        Shape [B, K, G, w, n].
+        """
+        assert self.queries is not None, "the policy must name 'queries' in observes"
+        q = self.queries.float().unflatten(1, (-1, self.groups))  # [B, K, G, w, D]
+        z: Tensor = (
+            torch.matmul(q.flatten(2, 3), self.keys.float().mT) * self.scaling
+        )  # [B, K, G·w, n]
+        if self.softcap is not None:
+            z = self.softcap * torch.tanh(z / self.softcap)
+        grouped: Tensor = z.unflatten(2, (self.groups, -1))
+        return grouped.masked_fill(~self.visible, 0.0)
+
+    @cached_property
+    def attention(self) -> Tensor:
+        """`A = softmax(z)` over the visible slots. Shape [B, K, G, w, n]."""
+        return self.logits.masked_fill(~self.visible, float("-inf")).softmax(-1)
+
+    @cached_property
+    def output(self) -> Tensor:
+        """`a = A·v`, before the output projection. Shape [B, K, G, w, D]."""
+        out: Tensor = torch.matmul(self.attention.flatten(2, 3), self.values.float())
+        return out.view(*self.attention.shape[:4], -1)
+
+    @cached_property
+    def weight(self) -> Tensor:
+        """What attention-based scores add up: the saliency if one is set, else `A`.
+
+        Shape [B, K, G, w, n].
+        """
+        return self.attention if self.saliency is None else self.saliency(self)

@@ -1,0 +1,23 @@
+"""Full: never evict."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from kvcap.policies.base import Observation, Policy
+
+
+@dataclass(frozen=True)
+class Full(Policy):
+    """Keep everything; a token beyond the budget is refused by the cache, not dropped."""
+
+    observes: ClassVar = frozenset()
+    evicts: ClassVar = False
+    paper: ClassVar = "the uncapped model, refused past the cap"
+    formula: ClassVar = "none: nothing is evicted"
+
+    def score(self, seen: Observation) -> Tensor:
+        return seen.positions.float()

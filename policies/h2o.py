@@ -1,0 +1,43 @@
+"""H2O: keep the heavy hitters of accumulated attention."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from kvcap.policies.base import Observation, Policy
+
+
+@dataclass(frozen=True)
+class H2O(Policy):
+    """`φ_j <- φ_j + Σ_t A_tj` over every query of every block; `score = φ`.
+
+    H2O, https://arxiv.org/abs/2306.14048; the block form is KeyDiff's appendix A.1. Mean over the
+    query group. `recent` is 0.5 in the official code and CaliDrop, 0 in KeyDiff's table.
+    """
+
+    recent: float = 0.5  # fraction of the budget reserved for the newest tokens
+
+    observes: ClassVar = frozenset({"keys", "queries", "attention", "state"})
+    state: ClassVar = {"accumulated": torch.float32}
+    paper: ClassVar = "H2O, arXiv 2306.14048"
+    formula: ClassVar = "sum over all queries of A_tj"
+
+    def __post_init__(self) -> None:
+        self.require("recent", 0 <= self.recent < 1, "a fraction of the budget, 0 to below 1")
+
+    @property
+    def queries_observed(self) -> None:
+        return None
+
+    def recents_pinned(self, budget: int) -> int:
+        return int(self.recent * budget)
+
+    def update(self, seen: Observation) -> dict[str, Tensor]:
+        return {"accumulated": seen.state["accumulated"] + seen.weight.sum(-2).mean(2)}
+
+    def score(self, seen: Observation) -> Tensor:
+        return seen.state["accumulated"]

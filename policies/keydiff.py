@@ -1,0 +1,62 @@
+"""KeyDiff: evict the keys that look like all the others."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cosine_similarity, normalize
+
+from kvcap.policies.base import Observation, Policy
+
+
+@dataclass(frozen=True)
+class KeyDiff(Policy):
+    """`score_j = -cos(k_j, μ)`, `μ` the mean of the held keys.
+
+    KeyDiff, https://arxiv.org/abs/2504.15364, Eq. 7-8 and Fig. 3; metrics of Tables 15-16;
+    sliding window of Table 14.
+    """
+
+    anchor: Literal["mean", "unit_mean", "median", "pairwise"] = "mean"
+    metric: Literal["cosine", "dot", "euclidean"] = "cosine"
+    recent: float = 0.0  # fraction of the budget reserved for the newest tokens
+
+    observes: ClassVar = frozenset({"keys"})
+    paper: ClassVar = "KeyDiff, arXiv 2504.15364, Eq. 7-8"
+    formula: ClassVar = "-cos(k_j, mean of held keys)"
+    presets: ClassVar = {"keydiff-window": {"recent": 0.2}}
+
+    def __post_init__(self) -> None:
+        anchors, metrics = (
+            ("mean", "unit_mean", "median", "pairwise"),
+            ("cosine", "dot", "euclidean"),
+        )
+        self.require("anchor", self.anchor in anchors, f"one of {', '.join(anchors)}")
+        self.require("metric", self.metric in metrics, f"one of {', '.join(metrics)}")
+        self.require("recent", 0 <= self.recent < 1, "a fraction of the budget, 0 to below 1")
+
+    def recents_pinned(self, budget: int) -> int:
+        return int(self.recent * budget)
+
+    def score(self, seen: Observation) -> Tensor:
+        keys = seen.keys.float()  # [B, K, n, D]; a float16 mean over thousands of keys loses bits
+        if self.anchor == "pairwise":  # Eq. 7, O(n²)
+            return -self._similarity(keys[..., :, None, :], keys[..., None, :, :]).mean(-1)
+        if self.anchor == "median":
+            anchor = keys.median(dim=-2, keepdim=True).values
+        else:
+            anchor = (normalize(keys, dim=-1) if self.anchor == "unit_mean" else keys).mean(
+                dim=-2, keepdim=True
+            )
+        return -self._similarity(keys, anchor)
+
+    def _similarity(self, a: Tensor, b: Tensor) -> Tensor:
+        if self.metric == "dot":
+            return (a * b).sum(-1)
+        if self.metric == "euclidean":
+            distance: Tensor = torch.linalg.vector_norm(a - b, dim=-1)
+            return -distance
+        return cosine_similarity(a, b, dim=-1)

@@ -1,0 +1,28 @@
+"""Knorm: keys of small norm are the ones attention looks for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from kvcap.policies.base import Observation, Policy
+
+
+@dataclass(frozen=True)
+class Knorm(Policy):
+    """`score_j = -‖k_j‖₂`.
+
+    Devoto et al. 2024, https://arxiv.org/abs/2406.11430. Their code leaves the first two layers
+    whole; here the cap holds in every layer.
+    """
+
+    observes: ClassVar = frozenset({"keys"})
+    paper: ClassVar = "L2 norm, arXiv 2406.11430"
+    formula: ClassVar = "-|k_j|"
+
+    def score(self, seen: Observation) -> Tensor:
+        norms: Tensor = torch.linalg.vector_norm(seen.keys, dim=-1, dtype=torch.float32)
+        return -norms

@@ -1,0 +1,36 @@
+"""Random eviction: the floor of every comparison."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from kvcap.policies.base import Observation, Policy
+
+
+@dataclass(frozen=True)
+class Random(Policy):
+    """A score for every token and head that depends on its position and the seed alone.
+
+    A hash rather than a generator: the same for any block size, on any device, in any export.
+    """
+
+    seed: int = 0
+
+    observes: ClassVar = frozenset({"positions"})
+    paper: ClassVar = "the floor of every comparison"
+    formula: ClassVar = "hash(position_j, head, seed)"
+
+    def __post_init__(self) -> None:
+        self.require("seed", 0 <= self.seed < 2**31, "an integer from 0 to 2^31 - 1")
+
+    def score(self, seen: Observation) -> Tensor:
+        heads = torch.arange(seen.positions.shape[1], device=seen.positions.device)[:, None]
+        x = seen.positions.long() + 0x9E3779B1 * (heads + 1) + 0x85EBCA6B * (self.seed + 1)
+        for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B), (16, 1)):  # a 32-bit mixer
+            x = (x & 0xFFFFFFFF) ^ ((x & 0xFFFFFFFF) >> shift)
+            x = x * factor
+        return (x & 0xFFFFFF).float()  # 24 bits: exact in float32

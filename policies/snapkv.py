@@ -1,0 +1,43 @@
+"""SnapKV: what the last queries look at, and its neighbours."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from torch import Tensor
+
+from kvcap.policies.base import Observation, Policy, pool_in_time
+
+
+@dataclass(frozen=True)
+class SnapKV(Policy):
+    """`score_j = Σ_t A_tj` over the last `window` queries, pooled in time; the window pinned.
+
+    SnapKV, https://arxiv.org/abs/2404.14469. Pooled per query head, then mean over the group: a
+    maximum does not commute with the mean. KeyDiff's baseline is `pool='avg'`.
+    """
+
+    window: int = 32
+    kernel: int = 7
+    pool: Literal["max", "avg"] = "max"
+
+    observes: ClassVar = frozenset({"keys", "positions", "queries", "attention"})
+    paper: ClassVar = "SnapKV, arXiv 2404.14469"
+    formula: ClassVar = "pool(sum over the window of A_tj)"
+
+    def __post_init__(self) -> None:
+        self.require("window", self.window >= 1, "a number of queries, 1 or more")
+        self.require("kernel", self.kernel % 2 == 1 and self.kernel > 0, "an odd number of tokens")
+        self.require("pool", self.pool in ("max", "avg"), "max or avg")
+
+    @property
+    def queries_observed(self) -> int:
+        return self.window
+
+    def recents_pinned(self, budget: int) -> int:
+        return min(self.window, budget)  # the cap wins over the window
+
+    def score(self, seen: Observation) -> Tensor:
+        summed = seen.weight.sum(-2)  # [B, K, G, n]
+        return pool_in_time(summed, seen.positions, self.kernel, self.pool).mean(2)

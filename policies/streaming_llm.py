@@ -1,0 +1,34 @@
+"""StreamingLLM: the first tokens and the newest ones."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from kvcap.policies.base import Observation, Policy
+
+
+@dataclass(frozen=True)
+class StreamingLLM(Policy):
+    """Keep the first `sinks` tokens and the `N - sinks` newest.
+
+    StreamingLLM, https://arxiv.org/abs/2309.17453 ('Sink' in KeyDiff).
+    """
+
+    sinks: int = 4
+
+    observes: ClassVar = frozenset({"positions"})
+    paper: ClassVar = "StreamingLLM, arXiv 2309.17453"
+    formula: ClassVar = "position_j, the first sinks pinned"
+
+    def __post_init__(self) -> None:
+        self.require("sinks", self.sinks >= 0, "a number of tokens, 0 or more")
+
+    def sinks_pinned(self) -> int:
+        return self.sinks
+
+    def score(self, seen: Observation) -> Tensor:
+        # Ages are small where positions of a long conversation are beyond float32's integers.
+        return (seen.positions - seen.seen).float()

@@ -1,0 +1,66 @@
+"""kvcap: run a language model's chat inside a fixed amount of KV memory.
+
+Everything is imported when first used, so that `import kvcap` is instant and `kvcap --help` loads
+neither torch nor transformers. Importing kvcap also makes `attn_implementation="kvcap"` known to
+transformers, whenever transformers is imported.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+import wrapt
+
+if TYPE_CHECKING:
+    from kvcap.policies import Eviction, Observation, Policy, PolicyError, load_policy
+    from kvcap.runtime.budget_cache import BudgetCache
+    from kvcap.runtime.errors import KvcapError
+    from kvcap.runtime.fixed_cache import FixedKVCache
+    from kvcap.runtime.plan import MemoryPlan
+    from kvcap.runtime.runtime import Runtime
+    from kvcap.runtime.session import Session
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "BudgetCache": "runtime.budget_cache",
+    "Eviction": "policies",
+    "FixedKVCache": "runtime.fixed_cache",
+    "KvcapError": "runtime.errors",
+    "MemoryPlan": "runtime.plan",
+    "Observation": "policies",
+    "Policy": "policies",
+    "PolicyError": "policies",
+    "Runtime": "runtime.runtime",
+    "Session": "runtime.session",
+    "load_policy": "policies",
+}
+__all__ = [
+    "BudgetCache",
+    "Eviction",
+    "FixedKVCache",
+    "KvcapError",
+    "MemoryPlan",
+    "Observation",
+    "Policy",
+    "PolicyError",
+    "Runtime",
+    "Session",
+    "load_policy",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+
+
+def _register(_: Any) -> None:
+    from kvcap.runtime.attention import register
+
+    register()
+
+
+wrapt.register_post_import_hook(_register, "transformers.modeling_utils")
