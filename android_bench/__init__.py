@@ -1,0 +1,1 @@
+"""On-device latency of the policies. Nothing is measured yet."""

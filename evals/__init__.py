@@ -1,0 +1,1 @@
+"""Quality under a cap: tasks, sweeps, tables. Runs the runtime, knows no command line."""

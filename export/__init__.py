@@ -1,0 +1,1 @@
+"""Score graphs and decoders to ONNX. Nothing is exported yet."""

@@ -1,0 +1,1 @@
+"""The fixed-memory runtime: cache, attention function, block loop, plan, session, chat."""

@@ -1,0 +1,63 @@
+"""Every error kvcap raises by name, as one tree.
+
+```
+KvcapError
+├── UnsupportedModel        the model, its attention or its positions cannot be run under a cap
+├── PlanInfeasible          no setting fits what was asked; names the largest that does
+├── MemoryCapExceeded       the cap would be passed; nothing was read, the session is as it was
+│   └── BlockTooLarge       one block does not fit the block's slots; read in smaller blocks
+├── PositionMismatch        tokens arrived at positions the cache does not expect
+├── PaddingUnsupported      a padded or custom attention mask
+├── EmptyPrompt             nothing to read
+├── ModelNotFound           no directory, repository or config of that name
+├── ChatTemplateMissing     the tokenizer has no chat template, or one that cannot be continued
+└── SessionBroken           a forward pass failed half-way; reset the session
+PolicyError (ValueError)    a policy, an option, or pins that do not fit; from kvcap.policies
+```
+"""
+
+from __future__ import annotations
+
+
+class KvcapError(Exception):
+    """Base of all; also a `ValueError` where bad input is the cause."""
+
+
+class UnsupportedModel(KvcapError, ValueError):
+    """The model cannot be run under a cap; the message says which can."""
+
+
+class PlanInfeasible(KvcapError, ValueError):
+    """No setting fits what was asked; the message names the largest feasible one."""
+
+
+class MemoryCapExceeded(KvcapError):
+    """Reading on would pass the cap. Nothing was read: the session is as it was."""
+
+
+class BlockTooLarge(MemoryCapExceeded, ValueError):
+    """One block is larger than the slots kept free for it."""
+
+
+class PositionMismatch(KvcapError, ValueError):
+    """Tokens arrived at positions the cache does not expect; logits would be wrong."""
+
+
+class PaddingUnsupported(KvcapError, ValueError):
+    """A padded batch or a custom mask; slots are evicted per head, so no mask can follow them."""
+
+
+class EmptyPrompt(KvcapError, ValueError):
+    """Nothing to read."""
+
+
+class ModelNotFound(KvcapError, OSError):
+    """No model of that name can be reached."""
+
+
+class ChatTemplateMissing(KvcapError, ValueError):
+    """The tokenizer has no chat template, or one whose turns cannot be told apart."""
+
+
+class SessionBroken(KvcapError):
+    """A forward pass failed half-way, layers disagree on what was read."""

@@ -1,0 +1,107 @@
+"""Which buffers a cache has and how many bytes they take. Sizes only; nothing is allocated here.
+
+The one place that counts: `MemoryPlan` predicts with it, `BudgetCache` allocates by it.
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+import torch
+
+from kvcap.policies import Eviction
+from kvcap.runtime.errors import PlanInfeasible, UnsupportedModel
+from kvcap.runtime.model_shape import ModelShape
+from kvcap.runtime.rope import Rope
+
+Positions = Literal["compact", "true"]
+
+
+@dataclass(frozen=True)
+class CacheLayout:
+    """The sizes of a cache for a model, an eviction and a budget.
+
+    Raises:
+        PlanInfeasible: sizes below 1.
+        UnsupportedModel: compact positions where keys cannot be moved exactly.
+    """
+
+    shape: ModelShape
+    eviction: Eviction
+    budget_tokens: int  # N
+    block_size: int  # T
+    positions: Positions
+
+    def __post_init__(self) -> None:
+        if self.block_size < 1:
+            raise PlanInfeasible(f"block_size={self.block_size}: a block holds 1 or more tokens")
+        if self.positions not in ("compact", "true"):
+            raise PlanInfeasible(f"positions={self.positions!r}: use 'compact' or 'true'")
+        if self.positions == "compact" and not self.shape.moves_exactly:
+            raise UnsupportedModel(
+                f"positions='compact' are not exact for RoPE of type {self.shape.rope_kinds}, "
+                "whose frequencies depend on the length; use positions='true'"
+            )
+
+    @cached_property
+    def budgets(self) -> list[int]:
+        """Slots per KV head kept in each capped layer."""
+        return self.eviction.split(self.budget_tokens, len(self.shape.capped))
+
+    @cached_property
+    def rotates(self) -> list[bool]:
+        """Whether the keys of each capped layer are moved to other positions."""
+        compact = self.positions == "compact"
+        return [compact and self.shape.layers[i].rope is not None for i in self.shape.capped]
+
+    @property
+    def ring_length(self) -> int:
+        """Queries kept per layer between blocks."""
+        observed = self.eviction.policy.queries_observed
+        return observed if observed is not None and observed > 1 else 0
+
+    @property
+    def rotation_span(self) -> int:
+        """Shifts that can occur: a key's within the slots, a kept query's within ring and block."""
+        if not any(self.rotates):
+            return 0
+        return max(*self.budgets, self.ring_length) + self.block_size + 1
+
+    @property
+    def rope(self) -> Rope | None:
+        """The rotary embedding that capped layers share."""
+        return next((r for i in self.shape.capped if (r := self.shape.layers[i].rope)), None)
+
+    def nbytes(self, batch: int, dtype: torch.dtype) -> dict[str, int]:
+        """Exact bytes of every component for `batch` sequences of `dtype` keys."""
+        heads, vector = self.shape.kv_heads, self.shape.head_size * dtype.itemsize
+        slots = [batch * heads * (budget + self.block_size) for budget in self.budgets]
+        moved = sum(n for n, rotates in zip(slots, self.rotates, strict=True) if rotates)
+        windows = [layer.window for layer in self.shape.layers if layer.window is not None]
+        rotated = 0 if self.rope is None or self.rope.inv_freq is None else len(self.rope.inv_freq)
+        state = sum(dt.itemsize for dt in self.eviction.policy.state.values())
+        return {
+            "keys_values": 2 * sum(slots) * vector,
+            "slot_positions": 4 * (sum(slots) + moved),  # int32 positions, and shifts
+            "policy_state": sum(slots) * state,
+            "query_window": len(slots) * self.ring_length * (batch * self.shape.heads * vector + 4),
+            "rotation_table": self.rotation_span * 2 * rotated * 4,
+            "sliding_layers": sum(
+                2 * batch * heads * (window - 1 + self.block_size) * vector for window in windows
+            ),
+        }
+
+
+def default_positions(shape: ModelShape) -> Positions:
+    """The default of chat and generate: compact where exact, else true with a warning."""
+    if shape.moves_exactly:
+        return "compact"
+    warnings.warn(
+        f"RoPE of type {shape.rope_kinds} changes with the length, so positions stay true; "
+        f"answers will suffer beyond {shape.trained_length} tokens",
+        stacklevel=2,
+    )
+    return "true"

@@ -1,0 +1,116 @@
+"""The block loop: reads tokens into a budgeted cache, at most a block at a time.
+
+Works on token ids and logits; knows no text and no sampling.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from kvcap.runtime.budget_cache import BudgetCache
+from kvcap.runtime.errors import MemoryCapExceeded, SessionBroken
+
+
+class BlockLoop:
+    """Runs `model` over `cache`; after every call the cache holds at most its budget.
+
+    Args:
+        model: a causal language model loaded with `attn_implementation='kvcap'`.
+        cache: made for the model's config.
+    """
+
+    def __init__(self, model: Any, cache: BudgetCache) -> None:
+        self.model, self.cache = model, cache
+        self.peak_bytes = 0  # the most storage the cache has held
+
+    def prefill(self, ids: Tensor, on_block: Callable[[int], None] | None = None) -> Tensor:
+        """Read `ids` [B, T_total] block by block; returns the last token's logits [B, V].
+
+        A Ctrl-C takes effect between blocks: what was read stays, the cache stays whole.
+
+        Args:
+            ids: token ids.
+            on_block: called after each block with the number of tokens read so far.
+
+        Raises:
+            MemoryCapExceeded: a policy that never evicts, and too many tokens; nothing is read.
+        """
+        self.check_room(ids.shape[1])
+        done, logits = 0, None
+        while done < ids.shape[1]:
+            block = ids[:, done : done + self.cache.room]
+            logits = self.read(block)
+            done += block.shape[1]
+            if on_block is not None:
+                on_block(done)
+        assert logits is not None, "prefill of no tokens"
+        return logits
+
+    @torch.inference_mode()
+    def read(self, ids: Tensor) -> Tensor:
+        """Read one block [B, T], T up to `cache.room`; returns the last token's logits [B, V].
+
+        Raises:
+            MemoryCapExceeded, BlockTooLarge: before anything is read.
+            SessionBroken: an earlier pass failed half-way; reset the cache.
+        """
+        cache = self.cache
+        if not cache.consistent:
+            raise SessionBroken(
+                "an earlier forward pass failed half-way, so layers have read different tokens; "
+                "reset the cache (in chat: /clear) and read again"
+            )
+        start = cache.next_position
+        position_ids = torch.arange(start, start + ids.shape[1], device=ids.device)[None]
+        cache.reading_at = start
+        try:
+            with interrupts_deferred():
+                out = self.model(
+                    input_ids=ids,
+                    position_ids=position_ids.expand(ids.shape[0], -1),
+                    past_key_values=cache,
+                    use_cache=True,
+                    logits_to_keep=1,
+                )
+        finally:
+            cache.reading_at = None
+        self.peak_bytes = max(self.peak_bytes, cache.nbytes)
+        return cast(Tensor, out.logits[:, -1])
+
+    def check_room(self, tokens: int) -> None:
+        """Refuse a prompt that a policy without eviction cannot take, before reading any of it.
+
+        Raises:
+            MemoryCapExceeded: naming the budget that would do.
+        """
+        cache = self.cache
+        budget = cache.layout.budget_tokens
+        if not cache.eviction.policy.evicts and cache.held + tokens > budget:
+            raise MemoryCapExceeded(
+                f"policy {cache.eviction.name!r} never evicts: {cache.held} tokens are held, "
+                f"{tokens} more were given, and the cap is {budget}; raise the budget to "
+                f"{cache.held + tokens} or choose a policy that evicts"
+            )
+
+
+@contextmanager
+def interrupts_deferred() -> Iterator[None]:
+    """Hold back Ctrl-C until the block is through, so that no layer is left behind another."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # only the main thread is interrupted
+        return
+    caught: list[int] = []
+    previous = signal.signal(signal.SIGINT, lambda number, _: caught.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, previous)
+    if caught:
+        signal.raise_signal(signal.SIGINT)

@@ -1,0 +1,191 @@
+"""What a run will hold in memory, in bytes, from the model's config alone.
+
+The cache's figures are exact: the allocated cache equals them to the byte. Weights are exact for
+the config's architecture; the workspace of a block is an estimate and says so.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from kvcap.policies import Eviction, load_policy
+from kvcap.runtime.errors import PlanInfeasible
+from kvcap.runtime.layout import CacheLayout, Positions, default_positions
+from kvcap.runtime.model_shape import ModelShape
+
+BLOCK_SIZE = 128
+UNITS = {"": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "t": 1000**4,
+         "ki": 1024, "mi": 1024**2, "gi": 1024**3, "ti": 1024**4}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Bytes per component of a run. `cache` is the sum that a `--kv-budget` caps.
+
+    >>> from transformers import LlamaConfig
+    >>> config = LlamaConfig(num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+    ...                      hidden_size=64, head_dim=16, intermediate_size=128, vocab_size=100)
+    >>> MemoryPlan.of(config, kv_budget_tokens=64, block_size=16).cache_bytes
+    57856
+    """
+
+    policy: str
+    positions: Positions
+    budget_tokens: int  # N, slots per KV head and layer kept after a block
+    block_size: int  # T
+    dtype: str
+    keys_values: int
+    slot_positions: int  # the tokens' positions, and in compact mode their shifts
+    policy_state: int
+    query_window: int
+    rotation_table: int
+    sliding_layers: int  # at most, native layers with a window of their own
+    workspace: int  # estimate, one layer at a time
+    logits: int
+    weights: int
+
+    @property
+    def cache_bytes(self) -> int:
+        """Everything the cache holds: what `BudgetCache.nbytes` counts once it is full."""
+        return (
+            self.keys_values
+            + self.slot_positions
+            + self.policy_state
+            + self.query_window
+            + self.rotation_table
+            + self.sliding_layers
+        )
+
+    @property
+    def total_bytes(self) -> int:
+        """Cache, workspace, logits and weights; the interpreter is not in it."""
+        return self.cache_bytes + self.workspace + self.logits + self.weights
+
+    def as_dict(self) -> dict[str, Any]:
+        """All fields and the two sums, for `kvcap plan --json`."""
+        return {
+            **asdict(self),
+            "cache_bytes": self.cache_bytes,
+            "total_bytes": self.total_bytes,
+            "fits": True,
+        }
+
+    @classmethod
+    def of(
+        cls,
+        config: Any,
+        *,
+        policy: str | Eviction = "keydiff",
+        kv_budget_tokens: int | None = None,
+        kv_budget: str | int | None = None,
+        block_size: int | None = None,
+        dtype: torch.dtype | None = None,
+        positions: Positions | None = None,
+        batch: int = 1,
+    ) -> MemoryPlan:
+        """Plan a run.
+
+        Args:
+            config: the model's transformers config.
+            policy: a name or an `Eviction`.
+            kv_budget_tokens: slots per KV head and layer (`N`); or else
+            kv_budget: bytes for the whole cache, an integer or such as '256KiB' or '2GB': the
+                largest `N` that fits is taken.
+            block_size: tokens read at once; by default 128, less where bytes are few.
+            dtype: of keys and values; the config's by default.
+            positions: 'compact' or 'true'; compact where exact by default.
+            batch: sequences.
+
+        Raises:
+            PlanInfeasible: nothing fits, naming what would.
+        """
+        config = config.get_text_config(decoder=True)
+        eviction = load_policy(policy) if isinstance(policy, str) else policy
+        dtype = dtype or getattr(config, "dtype", None) or torch.float32
+        positions = positions or default_positions(ModelShape.of(config))
+        plan = partial(_plan, config, eviction, dtype, positions, batch, _weight_count(config))
+        if kv_budget is None:
+            tokens = 256 if kv_budget_tokens is None else kv_budget_tokens
+            found = plan(tokens, BLOCK_SIZE if block_size is None else block_size)
+        elif kv_budget_tokens is None:
+            found = _largest(plan, parse_bytes(kv_budget), block_size)
+        else:
+            raise PlanInfeasible("give kv_budget_tokens or kv_budget (bytes), not both")
+        eviction.check(eviction.split(found.budget_tokens, len(ModelShape.of(config).capped)))
+        return found
+
+
+def parse_bytes(size: str | int) -> int:
+    """Bytes from 4096, '4096', '256KiB', '1.5 GB' (KiB = 1,024, KB = 1,000).
+
+    Raises:
+        PlanInfeasible: not a size.
+    """
+    if isinstance(size, int):
+        return size
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?\s*", size.lower())
+    if not match or match[2] not in UNITS:
+        raise PlanInfeasible(f"{size!r} is not a size; write 1048576, 256KiB, 64MiB or 2GB")
+    return int(float(match[1]) * UNITS[match[2]])
+
+
+def _weight_count(config: Any) -> int:
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    return sum(p.numel() for p in model.parameters())  # tied ones once
+
+
+def _plan(
+    config: Any,
+    eviction: Eviction,
+    dtype: torch.dtype,
+    positions: Positions,
+    batch: int,
+    weights: int,
+    tokens: int,
+    block: int,
+) -> MemoryPlan:
+    shape = ModelShape.of(config, tokens + block)
+    layout = CacheLayout(shape, eviction, tokens, block, positions)
+    most = max(layout.budgets) + block  # slots of the largest layer
+    observed = eviction.policy.queries_observed
+    rows = block if observed is None else observed  # queries whose attention is recomputed
+    hidden = block * (4 * shape.hidden_size + 3 * shape.mlp_size) * dtype.itemsize
+    rotated = 4 * shape.kv_heads * most * shape.head_size * 4 * any(layout.rotates)
+    return MemoryPlan(
+        policy=eviction.name,
+        positions=positions,
+        budget_tokens=tokens,
+        block_size=block,
+        dtype=str(dtype).removeprefix("torch."),
+        **layout.nbytes(batch, dtype),
+        workspace=batch * (hidden + rotated + 3 * shape.heads * rows * most * 4),
+        logits=batch * shape.vocabulary * (dtype.itemsize + 4),
+        weights=weights * dtype.itemsize,
+    )
+
+
+def _largest(plan: Callable[[int, int], MemoryPlan], cap: int, block: int | None) -> MemoryPlan:
+    """The plan with the most slots whose cache fits `cap` bytes.
+
+    Unless the user chose it, the block is halved until it takes at most a third of the slots.
+    """
+    for size in [block] if block else [BLOCK_SIZE >> i for i in range(8)]:
+        fixed = plan(0, size).cache_bytes  # bytes grow by the same step with every slot
+        step = plan(1, size).cache_bytes - fixed
+        tokens = (cap - fixed) // step
+        while tokens > 0 and plan(tokens, size).cache_bytes > cap:
+            tokens -= 1  # layer budgets may round the rotation table up
+        if tokens >= (1 if block else 2 * size):
+            return plan(tokens, size)
+    raise PlanInfeasible(
+        f"a cache of {cap:,} bytes holds no token at block_size={size}; the least that works is "
+        f"{plan(1, size).cache_bytes:,} bytes" + (", less with a smaller block" if block else "")
+    )

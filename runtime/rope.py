@@ -1,0 +1,94 @@
+"""Rotary positions: which models can move a key to another position exactly, and how.
+
+A key rotated at position p is moved to p - shift by rotating it back by `shift`; that needs only
+the model's inverse frequencies. Exact where these do not depend on the length of the sequence.
+Knows configs and tensors, no cache.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+EXACT = ("default", "linear", "llama3", "yarn")
+
+
+@dataclass(frozen=True)
+class Rope:
+    """A layer's rotary embedding: its type and, where moving keys is exact, its frequencies."""
+
+    kind: str
+    inv_freq: Tensor | None  # [R/2] float32, R rotated dimensions; None: cannot be moved exactly
+
+    @property
+    def exact(self) -> bool:
+        """Whether a key can be moved to another position without knowing the sequence's length."""
+        return self.inv_freq is not None
+
+
+def rope_of(config: Any, layer_type: str = "full_attention") -> Rope:
+    """The rotary embedding of `layer_type` layers, from a transformers config (4.57 or 5.x)."""
+    parameters = _parameters(config, layer_type)
+    kind = parameters.get("rope_type", parameters.get("type", "default"))
+    if kind not in EXACT:
+        return Rope(kind, None)
+    if kind == "default":
+        part = parameters.get("partial_rotary_factor", getattr(config, "partial_rotary_factor", 1))
+        size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        dims = int(size * (1 if part is None else part))
+        inv_freq = parameters["rope_theta"] ** -(torch.arange(0, dims, 2).float() / dims)
+    elif hasattr(config, "rope_parameters") and layer_type in config.rope_parameters:
+        inv_freq, _ = ROPE_INIT_FUNCTIONS[kind](config, "cpu", layer_type=layer_type)
+    else:
+        inv_freq, _ = ROPE_INIT_FUNCTIONS[kind](config, "cpu")
+    return Rope(kind, inv_freq)
+
+
+def _parameters(config: Any, layer_type: str) -> dict[str, Any]:
+    """`rope_parameters` of 5.x (one, or one per layer type), or 4.57's separate fields."""
+    parameters = getattr(config, "rope_parameters", None)
+    if parameters is not None:
+        return dict(parameters.get(layer_type, parameters))
+    return {"rope_theta": config.rope_theta, **(config.rope_scaling or {})}
+
+
+class Rotation:
+    """Cosines and sines of every shift a cache can need, and the rotation by them.
+
+    The table is `[span, 2, R/2]` float32: 8 bytes per shift and rotated pair, shared by all layers
+    of one frequency. Angles are computed in float64: the table is exact at any shift.
+    """
+
+    def __init__(self, inv_freq: Tensor, span: int, device: torch.device | str) -> None:
+        self._inv_freq = inv_freq.double().cpu()
+        self.device = torch.device(device)
+        self.table = self._rows(torch.arange(span)).to(device)
+
+    def back(self, x: Tensor, shift: Tensor) -> Tensor:
+        """Rotate `x` [..., n, D] back by `shift` [..., n], below the table's span; in x's dtype."""
+        rows = self.table.index_select(0, shift.flatten())  # [.. · n, 2, R/2]
+        return _rotate_back(x, rows.view(*shift.shape, *rows.shape[1:]))
+
+    def back_by(self, x: Tensor, offset: int) -> Tensor:
+        """Rotate all of `x` [..., D] back by any one offset."""
+        return _rotate_back(x, self._rows(torch.tensor(offset)).to(x.device))
+
+    def _rows(self, shifts: Tensor) -> Tensor:
+        angles = shifts.double()[..., None] * self._inv_freq
+        return torch.stack((angles.cos(), angles.sin()), dim=-2).float()
+
+
+def _rotate_back(x: Tensor, rows: Tensor) -> Tensor:
+    """Rotate the halves (i, i + R/2) of x [..., D] by minus the angles in rows [..., 2, R/2]."""
+    cos, sin = rows.unbind(-2)
+    half = cos.shape[-1]
+    a, b = x[..., :half].float(), x[..., half : 2 * half].float()
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    out[..., :half] = a * cos + b * sin
+    out[..., half : 2 * half] = b * cos - a * sin
+    out[..., 2 * half :] = x[..., 2 * half :]
+    return out

@@ -1,0 +1,193 @@
+"""A model, its tokenizer and a memory plan, loaded together; conversations are made from it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+from kvcap.policies import Eviction, load_policy
+from kvcap.runtime.attention import NAME
+from kvcap.runtime.budget_cache import BudgetCache
+from kvcap.runtime.errors import ModelNotFound
+from kvcap.runtime.layout import Positions
+from kvcap.runtime.model_shape import ModelShape
+from kvcap.runtime.plan import MemoryPlan, parse_bytes
+from kvcap.runtime.session import Session
+
+POCKET = "pocket"  # the built-in model
+
+
+class Runtime:
+    """A loaded model that chats under a cap.
+
+    >>> runtime = Runtime.from_pretrained("pocket", policy="keydiff", kv_budget_tokens=256)
+    >>> session = runtime.session()
+    >>> answer = "".join(session.send("Please remember: the code for the blue door is 4821."))
+    >>> session.stats.held_tokens <= 256
+    True
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        plan: MemoryPlan,
+        eviction: Eviction,
+        *,
+        name: str = "",
+        cap_bytes: int | None = None,
+        evict_every: int = 1,
+    ) -> None:
+        self.model, self.tokenizer, self.plan, self.eviction = model, tokenizer, plan, eviction
+        self.name = name
+        self.cap_bytes = plan.cache_bytes if cap_bytes is None else cap_bytes
+        self.evict_every = evict_every
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        model: str | Path = POCKET,
+        policy: str | Eviction = "keydiff",
+        *,
+        kv_budget_tokens: int | None = None,
+        kv_budget: str | int | None = None,
+        block_size: int | None = None,
+        dtype: str | torch.dtype | None = None,
+        device: str | torch.device | None = None,
+        positions: Positions | None = None,
+        evict_every: int = 1,
+    ) -> Runtime:
+        """Load a model to chat in fixed memory.
+
+        Args:
+            model: 'pocket', a local directory, or a repository of the hub.
+            policy: a name (see `kvcap policies`) or an `Eviction` from `load_policy`.
+            kv_budget_tokens: slots kept per KV head and layer; 256 if neither budget is given.
+            kv_budget: or the bytes of the whole cache, such as '256KiB'.
+            block_size: tokens read at once, 128 by default.
+            dtype: 'float32', 'bfloat16' or 'float16'; what the checkpoint says by default.
+            device: 'cpu', 'cuda' or 'mps'; the best there is by default.
+            positions: 'compact' or 'true'; compact where exact by default.
+            evict_every: in generation, evict every so many tokens.
+
+        Raises:
+            ModelNotFound, UnsupportedModel, PlanInfeasible, PolicyError: before weights are read.
+        """
+        where = resolve(model)
+        config = load_config(where)
+        eviction = load_policy(policy) if isinstance(policy, str) else policy
+        chosen = device or best_device()
+        precision = parse_dtype(dtype) or getattr(config, "dtype", None) or torch.float32
+        plan = MemoryPlan.of(
+            config,
+            policy=eviction,
+            kv_budget_tokens=kv_budget_tokens,
+            kv_budget=kv_budget,
+            block_size=block_size,
+            dtype=precision,
+            positions=positions,
+        )
+        ModelShape.of(config, plan.budget_tokens + plan.block_size)
+        loaded = AutoModelForCausalLM.from_pretrained(
+            where, dtype=precision, attn_implementation=NAME
+        )
+        return cls(
+            loaded.to(chosen).eval(),
+            AutoTokenizer.from_pretrained(where),
+            plan,
+            eviction,
+            name=str(model),
+            cap_bytes=None if kv_budget is None else parse_bytes(kv_budget),
+            evict_every=evict_every,
+        )
+
+    def new_cache(self) -> BudgetCache:
+        """An empty cache of the planned size, allocated in full."""
+        cache = BudgetCache(
+            self.model.config,
+            self.plan.budget_tokens,
+            self.plan.block_size,
+            self.eviction,
+            positions=self.plan.positions,
+            evict_every=self.evict_every,
+        )
+        return cache.allocate(1, self.model.dtype, self.model.device)
+
+    def session(
+        self,
+        system: str | None = None,
+        *,
+        seed: int | None = None,
+        generation: GenerationConfig | None = None,
+    ) -> Session:
+        """A new conversation with a cache of its own."""
+        return Session(self, system, seed, generation)
+
+    def with_policy(self, policy: Eviction) -> Runtime:
+        """The same model and budget under another policy; weights are shared."""
+        plan = MemoryPlan.of(
+            self.model.config,
+            policy=policy,
+            kv_budget_tokens=self.plan.budget_tokens,
+            block_size=self.plan.block_size,
+            dtype=self.model.dtype,
+            positions=self.plan.positions,
+        )
+        return Runtime(
+            self.model, self.tokenizer, plan, policy, name=self.name, evict_every=self.evict_every
+        )
+
+
+def resolve(model: str | Path) -> str:
+    """The directory or repository that `model` names."""
+    if str(model) == POCKET:
+        from kvcap import pocket
+
+        return str(pocket.path())
+    return str(model)
+
+
+def load_config(where: str) -> Any:
+    """The model's config.
+
+    Raises:
+        ModelNotFound: no such directory or repository, or it holds no config.
+    """
+    try:
+        return AutoConfig.from_pretrained(where)
+    except (OSError, ValueError) as error:
+        raise ModelNotFound(
+            f"no model at {where!r}: give 'pocket', a directory with config.json, or a repository "
+            f"of the hub that can be reached ({str(error).splitlines()[0]})"
+        ) from error
+
+
+def best_device() -> str:
+    """'cuda', 'mps' or 'cpu', whichever there is."""
+    if torch.cuda.is_available():
+        return "cuda"
+    return "mps" if torch.backends.mps.is_available() else "cpu"
+
+
+def parse_dtype(name: str | torch.dtype | None) -> torch.dtype | None:
+    """A torch dtype from its name or short name.
+
+    Raises:
+        ValueError: not one that models run in.
+    """
+    if name is None or isinstance(name, torch.dtype):
+        return name
+    known = {
+        "float32": torch.float32,
+        "fp32": torch.float32,
+        "bfloat16": torch.bfloat16,
+        "bf16": torch.bfloat16,
+        "float16": torch.float16,
+        "fp16": torch.float16,
+    }
+    if name not in known:
+        raise ValueError(f"dtype {name!r} is not known; use one of {', '.join(known)}")
+    return known[name]

@@ -1,0 +1,75 @@
+"""From logits to the next token, through transformers' own logits processors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig
+from transformers.generation import (
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from kvcap.runtime.errors import UnsupportedModel
+
+UNSUPPORTED = {"num_beams": 1, "penalty_alpha": None, "num_return_sequences": 1,
+               "constraints": None, "force_words_ids": None, "guidance_scale": None}  # fmt: skip
+
+
+class Sampler:
+    """Draws the next token as a `GenerationConfig` says, reproducibly.
+
+    Args:
+        config: temperature, top_k, top_p, min_p, repetition_penalty, do_sample.
+        seed: of the draws; None takes a new one.
+
+    Raises:
+        UnsupportedModel: for beams and other modes that reorder the cache.
+    """
+
+    def __init__(self, config: GenerationConfig, seed: int | None = None) -> None:
+        for name, neutral in UNSUPPORTED.items():
+            value = getattr(config, name, neutral)
+            if value not in (neutral, None):
+                raise UnsupportedModel(
+                    f"{name}={value} needs a cache that can be reordered or run twice; evicted "
+                    f"tokens cannot come back. Use {name}={neutral}"
+                )
+        self.greedy = not config.do_sample or config.temperature == 0
+        self.generator = torch.Generator()
+        self.generator.manual_seed(torch.seed() if seed is None else seed)
+        self.processors = _processors(config, self.greedy)
+
+    def next(self, logits: Tensor, history: Tensor) -> Tensor:
+        """Token ids [B] from logits [B, V]; `history` [B, T] are the tokens that count as said."""
+        scores: Tensor = self.processors(history, logits.float())
+        if self.greedy:
+            return scores.argmax(-1)
+        weights = scores.softmax(-1).cpu()  # drawn on the CPU: one seed, the same on any device
+        return torch.multinomial(weights, 1, generator=self.generator)[:, 0].to(logits.device)
+
+
+def _processors(config: GenerationConfig, greedy: bool) -> LogitsProcessorList:
+    def given(value: Any, neutral: float) -> bool:
+        return value is not None and value != neutral
+
+    chosen = LogitsProcessorList()
+    if given(config.repetition_penalty, 1.0):
+        chosen.append(RepetitionPenaltyLogitsProcessor(config.repetition_penalty))
+    if greedy:
+        return chosen
+    if given(config.temperature, 1.0):
+        chosen.append(TemperatureLogitsWarper(float(config.temperature)))
+    if given(config.top_k, 0):
+        chosen.append(TopKLogitsWarper(config.top_k))
+    if given(config.top_p, 1.0):
+        chosen.append(TopPLogitsWarper(config.top_p))
+    if given(getattr(config, "min_p", None), 0.0):
+        chosen.append(MinPLogitsWarper(config.min_p))
+    return chosen

@@ -1,0 +1,230 @@
+"""One conversation in a fixed amount of memory: turns in, streamed text out, figures kept."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from transformers import GenerationConfig
+
+from kvcap.runtime.budget_cache import BudgetCache
+from kvcap.runtime.errors import EmptyPrompt
+from kvcap.runtime.loop import BlockLoop
+from kvcap.runtime.sampling import Sampler
+from kvcap.runtime.text import Message, TextStream, render, render_turn
+
+if TYPE_CHECKING:
+    from kvcap.runtime.runtime import Runtime
+
+FinishReason = Literal["stop", "length", "interrupted", "cap"]
+MAX_NEW_TOKENS = 512
+
+
+@dataclass
+class Turn:
+    """What one answer read, wrote and took. Times in seconds."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    finish_reason: FinishReason = "interrupted"
+    ttft_s: float = 0.0  # from the call to the first token
+    decode_s: float = 0.0
+
+    @property
+    def prefill_tok_s(self) -> float:
+        """Prompt tokens read per second."""
+        return self.prompt_tokens / self.ttft_s if self.ttft_s else 0.0
+
+    @property
+    def decode_tok_s(self) -> float:
+        """Tokens written per second after the first."""
+        return (self.completion_tokens - 1) / self.decode_s if self.decode_s else 0.0
+
+
+@dataclass(frozen=True)
+class Stats:
+    """Where the conversation stands. Tokens per KV head and layer, bytes over all layers."""
+
+    policy: str
+    budget_tokens: int
+    seen_tokens: int
+    held_tokens: int
+    evicted_tokens: int
+    bytes: int  # of the slots in use, and of what is always held
+    cap_bytes: int  # what was asked for, or what the plan needs
+    peak_bytes: int  # the most storage the cache has ever had, used or not
+    turn: Turn  # the last answer
+
+    def as_dict(self) -> dict[str, Any]:
+        """All fields, for JSON."""
+        return asdict(self)
+
+
+class Session:
+    """A conversation over one cache. Made by `Runtime.session`.
+
+    >>> session = Runtime.from_pretrained("pocket", kv_budget_tokens=256).session()
+    >>> print("".join(session.send("Hello!")))  # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        system: str | None = None,
+        seed: int | None = None,
+        generation: GenerationConfig | None = None,
+    ) -> None:
+        self.runtime = runtime
+        self.system = system
+        self.messages: list[Message] = []
+        self.generation = copy.deepcopy(generation or runtime.model.generation_config)
+        self.seed = seed
+        self.turn = Turn()
+        self.on_block: Callable[[int, int], None] | None = None
+        """Called while a prompt is read: (tokens read, tokens of the prompt)."""
+        self._sampler: Sampler | None = None
+        self._loop = BlockLoop(runtime.model, runtime.new_cache())
+
+    @property
+    def cache(self) -> BudgetCache:
+        """The conversation's cache."""
+        return self._loop.cache
+
+    @property
+    def stats(self) -> Stats:
+        """Tokens, bytes and the last turn's timing, now."""
+        cache, plan = self.cache, self.runtime.plan
+        return Stats(
+            policy=cache.eviction.name,
+            budget_tokens=plan.budget_tokens,
+            seen_tokens=cache.seen,
+            held_tokens=cache.held,
+            evicted_tokens=cache.seen - cache.held,
+            bytes=cache.used_bytes,
+            cap_bytes=self.runtime.cap_bytes,
+            peak_bytes=self._loop.peak_bytes,
+            turn=self.turn,
+        )
+
+    def send(self, text: str) -> Iterator[str]:
+        """Say `text` and stream the answer.
+
+        Stopping early (closing the iterator, Ctrl-C) keeps what was said so far as the answer.
+
+        Raises:
+            EmptyPrompt: nothing to say.
+            ChatTemplateMissing: the tokenizer cannot chat.
+            MemoryCapExceeded: the policy never evicts and the cap is reached.
+        """
+        if not text.strip():
+            raise EmptyPrompt("the message is empty; write something to answer")
+        turn = render_turn(
+            self.runtime.tokenizer,
+            self.system,
+            text,
+            first=not self.messages and not self.cache.seen,
+        )
+        ids = self.encode(turn)
+        self._loop.check_room(len(ids))
+        self.messages.append({"role": "user", "content": text})
+        yield from self._answer(ids)
+
+    def complete(self, text: str) -> Iterator[str]:
+        """Read `text` as it is, without a chat template, and stream the continuation."""
+        ids = self.encode(text, special=not self.cache.seen)
+        if not ids:
+            raise EmptyPrompt("the prompt is empty; give at least one token of text")
+        self._loop.check_room(len(ids))
+        yield from self._generate(ids)
+
+    def regenerate(self) -> Iterator[str]:
+        """Answer the last message again, reading the conversation anew: evicted tokens are gone."""
+        while self.messages and self.messages[-1]["role"] == "assistant":
+            self.messages.pop()
+        if not self.messages:
+            raise EmptyPrompt("there is nothing to answer again; say something first")
+        opening = [{"role": "system", "content": self.system}] if self.system else []
+        ids = self.encode(render(self.runtime.tokenizer, [*opening, *self.messages]))
+        self.cache.reset()
+        self._loop.check_room(len(ids))
+        yield from self._answer(ids)
+
+    def clear(self) -> None:
+        """Forget the conversation; memory and settings stay."""
+        self.cache.reset()
+        self.messages.clear()
+        self.turn = Turn()
+        self._sampler = None
+
+    def encode(self, text: str, *, special: bool = False) -> list[int]:
+        """Token ids of `text`; `special` lets the tokenizer add its opening token."""
+        ids: list[int] = self.runtime.tokenizer(text, add_special_tokens=special)["input_ids"]
+        return ids
+
+    def _answer(self, ids: list[int]) -> Iterator[str]:
+        said: list[str] = []
+        try:
+            for piece in self._generate(ids):
+                said.append(piece)
+                yield piece
+        finally:
+            self.messages.append({"role": "assistant", "content": "".join(said)})
+
+    def _generate(self, ids: list[int]) -> Iterator[str]:
+        """Read `ids` and stream what follows; `self.turn` is filled as it goes."""
+        config, device = self.generation, self.runtime.model.device
+        if self._sampler is None:
+            self._sampler = Sampler(config, self.seed)
+        stream = TextStream(self.runtime.tokenizer, config.stop_strings or ())
+        limit = config.max_new_tokens or MAX_NEW_TOKENS
+        ends = _as_list(config.eos_token_id)
+        turn = self.turn = Turn(prompt_tokens=len(ids))
+        report = self.on_block
+        prompt = torch.tensor([ids], device=device)
+        start = time.perf_counter()
+        logits = self._loop.prefill(prompt, report and (lambda done: report(done, len(ids))))
+        # A penalty looks back at this turn only: the history of a conversation has no bound.
+        history = prompt[:, -self.runtime.plan.budget_tokens :]
+        while True:
+            token = self._sampler.next(logits, history)
+            now = time.perf_counter()
+            turn.completion_tokens += 1
+            if turn.completion_tokens == 1:
+                turn.ttft_s = now - start
+            turn.decode_s = now - start - turn.ttft_s
+            ended = int(token) in ends
+            if text := "" if ended else stream.put(int(token)):
+                yield text
+            if ended or stream.stopped:
+                turn.finish_reason = "stop"
+                break
+            if turn.completion_tokens >= limit:
+                turn.finish_reason = "length"
+                break
+            history = torch.cat((history, token[:, None]), dim=1)
+            logits = self._loop.read(token[:, None])
+        if text := stream.end():
+            yield text
+
+    def set_generation(self, **options: Any) -> None:
+        """Change sampling from the next answer on: temperature, top_p, top_k, min_p, seed, ...
+
+        Raises:
+            ValueError: transformers refuses the value.
+        """
+        if "seed" in options:
+            self.seed = options.pop("seed")
+        self.generation.update(**options)
+        if "temperature" in options:
+            self.generation.do_sample = options["temperature"] > 0
+        self._sampler = Sampler(self.generation, self.seed)
+
+
+def _as_list(ids: Any) -> list[int]:
+    if ids is None:
+        return []
+    return list(ids) if isinstance(ids, (list, tuple)) else [int(ids)]
