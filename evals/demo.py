@@ -75,6 +75,12 @@ class Demo:
         self._order = rng.sample(self.facts, facts)
         self.session: Session = runtime.session(seed=seed)
         self.read = 0  # filler tokens so far, turn marks and acknowledgements included
+        self._reading_since = 0.0
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Filler read per second so far."""
+        return self.read / (time.perf_counter() - self._reading_since)
 
     def run(
         self,
@@ -100,6 +106,7 @@ class Demo:
     def _read(self, on_progress: Callable[[Demo], None]) -> None:
         session = self.session
         before = session.stats.seen_tokens
+        self._reading_since = time.perf_counter()
 
         def count(*_: int) -> None:
             self.read = session.stats.seen_tokens - before

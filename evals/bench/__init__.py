@@ -1,0 +1,78 @@
+"""Benchmarks: one file per benchmark, and the file's name is the benchmark's name.
+
+Each file defines `run(options) -> Result`: a table to read, and one JSON object. What is compared
+is measured side by side in the same run. Timing asserts nothing; correctness is for the tests.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvcap.evals.machine import environment
+from kvcap.evals.table import grid
+
+
+@dataclass(frozen=True)
+class Options:
+    """Sizes of a benchmark. Each reads those that its docstring names."""
+
+    lengths: Sequence[int] = (8192, 32768)  # tokens of a prompt
+    budgets: Sequence[int] = (1024,)
+    policies: Sequence[str] = ("keydiff",)
+    block_size: int = 128
+    repeats: int = 3
+    steps: int = 64  # tokens decoded
+    evictions: int = 10_000
+    layers: int = 8
+    hidden: int = 512
+
+
+@dataclass(frozen=True)
+class Result:
+    """Rows of one shape, the columns a reader sees, and figures derived from the rows."""
+
+    name: str
+    columns: Sequence[str]
+    rows: Sequence[dict[str, Any]]
+    derived: dict[str, Any]
+
+    def table(self) -> str:
+        """The rows as a table."""
+        rows = [[_cell(row[column]) for column in self.columns] for row in self.rows]
+        return "\n".join(grid(self.columns, rows))
+
+    def as_dict(self) -> dict[str, Any]:
+        """The machine-readable line."""
+        return {
+            "bench": self.name,
+            **environment("cpu"),
+            **self.derived,
+            "rows": list(self.rows),
+        }
+
+
+def benchmarks() -> list[str]:
+    """Names of all benchmarks."""
+    return sorted(module.name for module in pkgutil.iter_modules(__path__))
+
+
+def load(name: str) -> Callable[[Options], Result]:
+    """The benchmark of that name.
+
+    Raises:
+        ValueError: no such benchmark.
+    """
+    if name not in benchmarks():
+        raise ValueError(f"no benchmark is called {name!r}; known: {', '.join(benchmarks())}")
+    run: Callable[[Options], Result] = importlib.import_module(f"{__name__}.{name}").run
+    return run
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, dict):  # percentiles
+        return f"{value['p50']:.4g} ({value['p20']:.4g}–{value['p80']:.4g})"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

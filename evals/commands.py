@@ -1,0 +1,212 @@
+"""`kvcap eval`, `kvcap demo` and `kvcap bench`, for the command line to register.
+
+Imports of torch wait until a command runs. Results go to stdout, everything else to stderr.
+"""
+
+from __future__ import annotations
+
+import json as jsonlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+if TYPE_CHECKING:
+    from kvcap.evals.cells import Cell
+    from kvcap.evals.demo import Demo, Question, Report
+
+Model = Annotated[str, typer.Argument(help="'pocket', a directory, or a repository of the hub.")]
+BlockSize = Annotated[int, typer.Option(help="Tokens read at once.")]
+Seed = Annotated[int, typer.Option(help="Of texts and facts.")]
+Dtype = Annotated[str | None, typer.Option(help="float32, bfloat16 or float16.")]
+Device = Annotated[str | None, typer.Option(help="cpu, cuda or mps; the best there is.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
+
+
+def eval_command(
+    model: Model = "pocket",
+    policies: Annotated[str, typer.Option(help="Names, with commas.")] = (
+        "keydiff,streaming_llm,full"
+    ),
+    budgets: Annotated[str, typer.Option(help="Slots per KV head, with commas.")] = "128,256",
+    tasks: Annotated[str, typer.Option(help="Names, with commas.")] = "niah_single",
+    lengths: Annotated[str, typer.Option(help="Tokens of a prompt, with commas.")] = "4096",
+    samples: Annotated[int, typer.Option(help="Prompts per cell.")] = 50,
+    positions: Annotated[str, typer.Option(help="compact, true or both.")] = "compact,true",
+    block_size: BlockSize = 128,
+    seed: Seed = 0,
+    out: Annotated[Path, typer.Option(help="Folder of cells.jsonl and results.md.")] = Path(
+        "out/eval"
+    ),
+    batch_size: Annotated[int, typer.Option(help="Prompts read at once.")] = 8,
+    dtype: Dtype = None,
+    device: Device = None,
+    json: Json = False,
+) -> None:
+    """Recall under a cap: policies × budgets × positions, each cell with its interval.
+
+    Cells that the folder already holds are not run again; after Ctrl-C, run the same command.
+    """
+    from kvcap.evals.runner import Sweep, run
+    from kvcap.evals.table import results
+
+    sweep = Sweep(
+        policies=_names(policies),
+        budgets=_numbers("budgets", budgets),
+        tasks=_names(tasks),
+        lengths=_numbers("lengths", lengths),
+        positions=_names(positions),  # type: ignore[arg-type]  # run() refuses other names
+        samples=samples,
+        model=model,
+        block_size=block_size,
+        seed=seed,
+        dtype=dtype,
+        device=device,
+        batch_size=batch_size,
+    )
+    with _meter("{task.completed}/{task.total} cells", "{task.fields[last]}") as progress:
+        meter = progress.add_task("eval", total=None, last="")
+
+        def report(done: int, total: int, cell: Cell | None) -> None:
+            last = _cell_line(cell) if cell else ""
+            progress.update(meter, completed=done, total=total, last=last)
+
+        cells = run(sweep, out, report)
+    print(jsonlib.dumps([cell.as_dict() for cell in cells]) if json else results(cells))
+
+
+def demo_command(
+    model: Model = "pocket",
+    tokens: Annotated[int, typer.Option(help="Of text between facts and questions.")] = 1_000_000,
+    kv_budget_tokens: Annotated[int, typer.Option(help="Slots per KV head.")] = 256,
+    facts: Annotated[int, typer.Option(help="Facts told first and asked for last.")] = 16,
+    policy: Annotated[str, typer.Option(help="See `kvcap policies`.")] = "keydiff",
+    positions: Annotated[
+        str | None, typer.Option(help="compact or true; compact where exact.")
+    ] = None,
+    block_size: BlockSize = 128,
+    seed: Seed = 0,
+    dtype: Dtype = None,
+    device: Device = None,
+    json: Json = False,
+) -> None:
+    """Tell facts, read a very long text in fixed memory, then ask for every fact."""
+    from kvcap.evals.demo import Demo
+    from kvcap.runtime.runtime import Runtime
+
+    runtime = Runtime.from_pretrained(
+        model,
+        policy,
+        kv_budget_tokens=kv_budget_tokens,
+        block_size=block_size,
+        dtype=dtype,
+        device=device,
+        positions=positions,  # type: ignore[arg-type]  # the plan refuses other names
+    )
+    demo = Demo(runtime, tokens=tokens, facts=facts, seed=seed)
+    with _meter("{task.fields[figures]}", "eta") as progress:
+        meter = progress.add_task("demo", total=tokens, figures="")
+
+        def report(state: Demo) -> None:
+            progress.update(meter, completed=state.read, figures=_figures(state))
+
+        def answered(question: Question) -> None:
+            progress.stop()  # it would break the lines
+            if not json:
+                print(_question_line(question), flush=True)
+
+        measured = demo.run(report, answered)
+    print(jsonlib.dumps(measured.as_dict()) if json else _summary(measured))
+
+
+def bench_command(
+    name: Annotated[str, typer.Argument(help="prefill, decode or positions.")],
+    lengths: Annotated[str | None, typer.Option(help="prefill: tokens, with commas.")] = None,
+    budgets: Annotated[str | None, typer.Option(help="Slots per KV head, with commas.")] = None,
+    policies: Annotated[str | None, typer.Option(help="Names, with commas.")] = None,
+    block_size: Annotated[int | None, typer.Option(help="prefill, decode: tokens.")] = None,
+    repeats: Annotated[int | None, typer.Option(help="Measurements per row.")] = None,
+    steps: Annotated[int | None, typer.Option(help="prefill, decode: tokens decoded.")] = None,
+    evictions: Annotated[int | None, typer.Option(help="positions: before measuring.")] = None,
+    layers: Annotated[int | None, typer.Option(help="prefill, decode: of the model.")] = None,
+    hidden: Annotated[int | None, typer.Option(help="prefill, decode: multiple of 64.")] = None,
+) -> None:
+    """Time and memory against plain transformers, on random weights. The last line is JSON."""
+    from kvcap.evals.bench import Options, load
+
+    given: dict[str, Any] = {
+        "lengths": lengths and _numbers("lengths", lengths),
+        "budgets": budgets and _numbers("budgets", budgets),
+        "policies": policies and _names(policies),
+        "block_size": block_size,
+        "repeats": repeats,
+        "steps": steps,
+        "evictions": evictions,
+        "layers": layers,
+        "hidden": hidden,
+    }
+    run = load(name)
+    result = run(Options(**{key: value for key, value in given.items() if value is not None}))
+    print(result.table())
+    print(jsonlib.dumps(result.as_dict()))
+
+
+@contextmanager
+def _meter(*columns: str) -> Iterator[Progress]:
+    """A live line on stderr that is gone when the work is done."""
+    shown = [BarColumn(bar_width=24), *(TextColumn(c) for c in columns), TimeRemainingColumn()]
+    console = Console(stderr=True, soft_wrap=True, highlight=False)
+    with Progress(*shown, TimeElapsedColumn(), console=console, transient=True) as progress:
+        yield progress
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(name.strip() for name in text.split(",") if name.strip())
+
+
+def _numbers(option: str, text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part.replace("_", "")) for part in _names(text))
+    except ValueError as error:
+        raise ValueError(f"--{option} {text!r}: give whole numbers, such as 128,256") from error
+
+
+def _cell_line(cell: Cell) -> str:
+    s = cell.setting
+    return f"{s.policy} {s.positions} {s.budget or 'uncapped'} at {s.length:,}: {cell.score:.2f}"
+
+
+def _figures(demo: Demo) -> str:
+    stats = demo.session.stats
+    return (
+        f"{demo.read:,} tokens  {demo.tokens_per_second:,.0f} tok/s  "
+        f"{stats.held_tokens}/{stats.budget_tokens} slots  "
+        f"{_size(stats.bytes)}/{_size(stats.cap_bytes)}"
+    )
+
+
+def _question_line(q: Question) -> str:
+    return f"{'right' if q.right else 'wrong'}  {q.question} {q.answer!r}"
+
+
+def _summary(report: Report) -> str:
+    kv = report.kv
+    right = sum(q.right for q in report.questions)
+    return "\n".join(
+        [
+            f"recall   {right} of {len(report.questions)} facts after {report.filler_tokens:,} tokens",
+            f"kv       {kv['held_tokens']} of {kv['budget_tokens']} slots held, "
+            f"{kv['evicted_tokens']:,} tokens evicted ({kv['policy']}, {report.positions})",
+            f"bytes    {_size(kv['bytes'])} held, {_size(kv['cap_bytes'])} cap, "
+            f"{_size(kv['peak_bytes'])} peak",
+            f"tokens   {report.tokens:,} in {report.seconds:,.1f} s",
+        ]
+    )
+
+
+def _size(count: int) -> str:
+    return f"{count / 1024:,.0f} KiB" if count < 1024**2 else f"{count / 1024**2:,.1f} MiB"

@@ -1,0 +1,112 @@
+"""How benchmarks measure: percentiles of times, exact peaks of memory, models of random weights."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+
+from kvcap.evals.bench import Options
+from kvcap.runtime.budget_cache import BudgetCache
+
+VOCABULARY = 4096
+MIB = 1024 * 1024
+
+
+def seconds(function: Callable[[], Any]) -> float:
+    """How long one call takes."""
+    start = time.perf_counter()
+    function()
+    return time.perf_counter() - start
+
+
+def percentiles(values: Sequence[float]) -> dict[str, float]:
+    """The 20th, 50th and 80th percentile."""
+    quantiles = torch.tensor(values, dtype=torch.float64).quantile(
+        torch.tensor([0.2, 0.5, 0.8], dtype=torch.float64)
+    )
+    return dict(zip(("p20", "p50", "p80"), quantiles.tolist(), strict=True))
+
+
+def allocator_peak(function: Callable[[], Any]) -> int:
+    """The most bytes of CPU tensors that `function` holds at once, beyond what there was before.
+
+    Exact: the running sum of every allocation and release that PyTorch's profiler sees. Resident
+    memory would not do, since a warm process reuses pages it already has.
+    """
+    gc.collect()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        kept = function()
+    assert recorded.profiler is not None
+    events = recorded.profiler.kineto_results.events()
+    changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
+    now = peak = 0
+    for _, change in changes:
+        now += change
+        peak = max(peak, now)
+    del kept
+    return peak
+
+
+def random_llama(options: Options, attention: str) -> Any:
+    """A Llama of random float32 weights; equal options give equal weights."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        num_hidden_layers=options.layers,
+        hidden_size=options.hidden,
+        num_attention_heads=options.hidden // 64,
+        num_key_value_heads=max(1, options.hidden // 256),
+        head_dim=64,
+        intermediate_size=options.hidden * 43 // 16,
+        vocab_size=VOCABULARY,
+        max_position_embeddings=131072,
+    )
+    return LlamaForCausalLM._from_config(config, attn_implementation=attention).eval()
+
+
+def random_prompt(length: int) -> torch.Tensor:
+    """Token ids [1, length]."""
+    return torch.randint(VOCABULARY, (1, length), generator=torch.Generator().manual_seed(length))
+
+
+class Plain:
+    """The peer: transformers with sdpa and a growing cache, the prompt read at once.
+
+    `logits_to_keep=1` spares it the logits of the whole prompt, its best plain use.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self.cache = DynamicCache(config=model.config)
+
+    @torch.inference_mode()
+    def read(self, ids: torch.Tensor) -> torch.Tensor:
+        """Read [1, T]; returns the last token's logits [1, V]."""
+        out = self.model(ids, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
+        logits: torch.Tensor = out.logits[:, -1]
+        return logits
+
+    prefill = read
+
+
+def decode_ms(read: Callable[[torch.Tensor], Any], steps: int, chunk: int = 1) -> list[float]:
+    """Milliseconds per token, averaged over chunks of `chunk` tokens, after one to warm up."""
+    token = torch.zeros(1, 1, dtype=torch.long)
+    read(token)
+
+    def some() -> None:
+        for _ in range(chunk):
+            read(token)
+
+    return [seconds(some) * 1000 / chunk for _ in range(max(1, steps // chunk))]
+
+
+def budget_cache(model: Any, options: Options, budget: int, **more: Any) -> BudgetCache:
+    """An allocated cache for one sequence."""
+    cache = BudgetCache(model.config, budget, options.block_size, **more)
+    return cache.allocate(1, model.dtype, model.device)
