@@ -198,7 +198,7 @@ def _summary(report: Report) -> str:
     right = sum(q.right for q in report.questions)
     return "\n".join(
         [
-            f"recall   {right} of {len(report.questions)} facts after {report.filler_tokens:,} tokens",
+            f"recall   {right} of {len(report.questions)} after {report.filler_tokens:,} tokens",
             f"kv       {kv['held_tokens']} of {kv['budget_tokens']} slots held, "
             f"{kv['evicted_tokens']:,} tokens evicted ({kv['policy']}, {report.positions})",
             f"bytes    {_size(kv['bytes'])} held, {_size(kv['cap_bytes'])} cap, "
