@@ -113,6 +113,7 @@ class Session:
     def send(self, text: str) -> Iterator[str]:
         """Say `text` and stream the answer.
 
+        Where the cache is empty, as after `cache.reset()`, earlier messages are read again.
         Stopping early (closing the iterator, Ctrl-C) keeps what was said so far as the answer.
 
         Raises:
@@ -122,15 +123,14 @@ class Session:
         """
         if not text.strip():
             raise EmptyPrompt("the message is empty; write something to answer")
-        turn = render_turn(
-            self.runtime.tokenizer,
-            self.system,
-            text,
-            first=not self.messages and not self.cache.seen,
-        )
+        tokenizer, message = self.runtime.tokenizer, {"role": "user", "content": text}
+        if self.messages and not self.cache.seen:  # the cache is new, or was reset
+            turn = render(tokenizer, [*self._opening, *self.messages, message])
+        else:
+            turn = render_turn(tokenizer, self.system, text, first=not self.cache.seen)
         ids = self.encode(turn)
         self._loop.check_room(len(ids))
-        self.messages.append({"role": "user", "content": text})
+        self.messages.append(message)
         yield from self._answer(ids)
 
     def complete(self, text: str) -> Iterator[str]:
@@ -147,8 +147,7 @@ class Session:
             self.messages.pop()
         if not self.messages:
             raise EmptyPrompt("there is nothing to answer again; say something first")
-        opening = [{"role": "system", "content": self.system}] if self.system else []
-        ids = self.encode(render(self.runtime.tokenizer, [*opening, *self.messages]))
+        ids = self.encode(render(self.runtime.tokenizer, [*self._opening, *self.messages]))
         self.cache.reset()
         self._loop.check_room(len(ids))
         yield from self._answer(ids)
@@ -164,6 +163,10 @@ class Session:
         """Token ids of `text`; `special` lets the tokenizer add its opening token."""
         ids: list[int] = self.runtime.tokenizer(text, add_special_tokens=special)["input_ids"]
         return ids
+
+    @property
+    def _opening(self) -> list[Message]:
+        return [{"role": "system", "content": self.system}] if self.system else []
 
     def _answer(self, ids: list[int]) -> Iterator[str]:
         said: list[str] = []

@@ -1,0 +1,198 @@
+"""The chat: lines in, answers and commands out. Knows no terminal, see `terminal.py`."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import shlex
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+import psutil  # type: ignore[import-untyped]
+
+import kvcap
+from kvcap.policies import load_policy
+from kvcap.runtime.answer import answer
+from kvcap.runtime.errors import EmptyPrompt, KvcapError
+from kvcap.runtime.meter import figures, kv
+from kvcap.runtime.options import Output, Sampling, pairs
+from kvcap.runtime.runtime import POCKET
+from kvcap.runtime.screen import INTERRUPTED, OK, complain, dim, exit_code, size
+from kvcap.runtime.session import MAX_NEW_TOKENS, Session
+
+SETTINGS = ("temperature", "top_p", "top_k", "min_p", "max_new_tokens", "seed", "stop")
+
+
+@dataclass
+class Chat:
+    """One conversation and its commands.
+
+    Answers go to stdout, all else to stderr. What a command refuses is said and ends nothing.
+    """
+
+    session: Session
+    output: Output
+    code: int = OK
+    """The first exit code that was not 0."""
+    over: bool = False
+
+    def script(self, lines: Iterable[str]) -> int:
+        """Take every line as a turn; a final backslash continues it. Returns the exit code."""
+        for turn in joined(lines):
+            self.take(turn)
+            if self.over or self.code == INTERRUPTED:
+                break
+        return self.code
+
+    def take(self, text: str) -> None:
+        """One turn: a command if it starts with a slash, else something to answer."""
+        if not text.strip():
+            return
+        try:
+            code = self._command(text) if text.startswith("/") else self._say(text)
+        except (KvcapError, ValueError) as error:
+            complain(error)
+            code = exit_code(error)
+        self.code = self.code or code
+
+    def banner(self) -> list[str]:
+        """What a user should know at the start."""
+        runtime, model = self.session.runtime, self.session.runtime.model
+        plan = runtime.plan
+        lines = [
+            f"kvcap {kvcap.__version__} · {runtime.name} · {model.device.type} {plan.dtype}",
+            f"{plan.policy} keeps {plan.budget_tokens:,} slots in {size(runtime.cap_bytes)} of KV "
+            f"memory · {plan.positions} positions",
+        ]
+        if runtime.name == POCKET:
+            lines.append(
+                "pocket is a small model for tests and demonstrations: it recalls what it is told "
+                "and knows nothing else"
+            )
+        return [*lines, "/help lists the commands · Ctrl-C stops an answer · Ctrl-D leaves"]
+
+    def _say(self, text: str) -> int:
+        return answer(self.session, self.session.send(text), self.output)
+
+    def _command(self, text: str) -> int:
+        name, _, rest = text[1:].partition(" ")
+        if name not in self.COMMANDS:
+            close = difflib.get_close_matches(name, self.COMMANDS, n=1)
+            hint = f"did you mean /{close[0]}?" if close else "/help lists all"
+            raise ValueError(f"no command /{name}; {hint} (a space before it makes it a message)")
+        return self.COMMANDS[name][2](self, rest.strip()) or OK
+
+    def _help(self, _: str) -> None:
+        usages = {f"/{name} {usage}": says for name, (usage, says, _) in self.COMMANDS.items()}
+        width = max(map(len, usages))
+        dim("\n".join(f"{usage:<{width}}  {says}" for usage, says in usages.items()))
+
+    def _clear(self, _: str) -> None:
+        self.session.clear()
+        dim("the conversation is forgotten; settings stay")
+
+    def _set(self, rest: str) -> None:
+        name, _, value = rest.partition(" ")
+        if not name:
+            dim("\n".join(f"{key} = {self._setting(key)}" for key in SETTINGS))
+            return
+        if name not in SETTINGS:
+            close = difflib.get_close_matches(name, SETTINGS, n=1)
+            hint = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(SETTINGS)}"
+            raise ValueError(f"no setting {name!r}; {hint}")
+        if name == "stop" and not value:
+            self.session.generation.stop_strings = None
+        else:
+            self.session.set_generation(**Sampling.parse(name, value.strip()).given())
+        dim(f"{name} = {self._setting(name)}")
+
+    def _setting(self, name: str) -> object:
+        generation = self.session.generation
+        if name == "seed":
+            return self.session.seed
+        if name == "temperature" and not generation.do_sample:
+            return 0
+        if name == "max_new_tokens":
+            return generation.max_new_tokens or MAX_NEW_TOKENS
+        return getattr(generation, "stop_strings" if name == "stop" else name, None)
+
+    def _stats(self, _: str) -> None:
+        stats = self.session.stats
+        turns = sum(message["role"] == "user" for message in self.session.messages)
+        turn = stats.turn
+        dim(
+            f"{turns:,} turns · policy {stats.policy} · {figures(stats)}\n"
+            f"last answer: read {turn.prompt_tokens:,} tokens, first word after {turn.ttft_s:.2f} "
+            f"s, wrote {turn.completion_tokens:,} tokens at {turn.decode_tok_s:,.0f} tok/s, "
+            f"ended by {turn.finish_reason}"
+        )
+
+    def _mem(self, _: str) -> None:
+        stats, plan = self.session.stats, self.session.runtime.plan
+        dim(
+            f"{kv(stats)} in use, {size(stats.peak_bytes)} allocated at the peak\n"
+            f"weights {size(plan.weights)} · workspace of a block about {size(plan.workspace)} · "
+            f"this process {size(psutil.Process(os.getpid()).memory_info().rss)}"
+        )
+
+    def _policy(self, rest: str) -> None:
+        name, *texts = shlex.split(rest)
+        old = self.session
+        pins = {
+            "sink_tokens": old.runtime.eviction.sink_tokens,
+            "recent_tokens": old.runtime.eviction.recent_tokens,
+        }
+        runtime = old.runtime.with_policy(load_policy(name, **{**pins, **pairs(texts)}))
+        messages, system, seed, generation = old.messages, old.system, old.seed, old.generation
+        del self.session, old  # their memory first: two caches would be over the cap
+        self.session = runtime.session(system, seed=seed, generation=generation)
+        self.session.messages = messages
+        cap = f"policy {name}, {runtime.plan.budget_tokens:,} slots in {size(runtime.cap_bytes)}"
+        dim(f"{cap}{REREAD if messages else ''}")
+
+    def _system(self, rest: str) -> None:
+        if rest:
+            self.session.system = None if rest in ('""', "''") else rest
+            self.session.cache.reset()
+            dim(f"system prompt set{REREAD if self.session.messages else ''}")
+        else:
+            dim(self.session.system or 'no system prompt; /system TEXT sets one, /system "" none')
+
+    def _regen(self, _: str) -> int:
+        if not self.session.messages:
+            raise EmptyPrompt("there is nothing to answer again; say something first")
+        self.session.cache.reset()  # so that what this turn evicts is counted from nothing
+        return answer(self.session, self.session.regenerate(), self.output)
+
+    def _exit(self, _: str) -> None:
+        self.over = True
+
+    COMMANDS: ClassVar[dict[str, tuple[str, str, Callable[[Chat, str], int | None]]]] = {
+        "help": ("", "list the commands", _help),
+        "clear": ("", "forget the conversation", _clear),
+        "set": ("[KEY VALUE]", f"show or change sampling: {', '.join(SETTINGS)}", _set),
+        "stats": ("", "tokens seen, kept and evicted", _stats),
+        "mem": ("", "memory in use", _mem),
+        "policy": ("NAME [K=V ...]", "switch the policy; reads the conversation again", _policy),
+        "system": ("[TEXT]", "show or set the system prompt", _system),
+        "regen": ("", "answer again; reads the conversation again", _regen),
+        "exit": ("", "leave", _exit),
+    }
+
+
+REREAD = "; the conversation is read again with the next message, evicted tokens included"
+
+
+def joined(lines: Iterable[str]) -> Iterator[str]:
+    """Lines without their ends; a line that ends with a backslash goes on in the next."""
+    held = ""
+    for line in lines:
+        text = line.rstrip("\r\n")
+        if text.endswith("\\"):
+            held += text[:-1] + "\n"
+        else:
+            yield held + text
+            held = ""
+    if held:
+        yield held

@@ -1,0 +1,338 @@
+"""The commands of the runtime: chat, generate, plan, policies.
+
+`kvcap --help` imports this; what a command needs is imported when it runs.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from kvcap.runtime.options import Budget, Json, Model, Output, Running, Sampling, grouped
+from kvcap.runtime.screen import INFEASIBLE, complain, dim, size, styled
+
+if TYPE_CHECKING:
+    from kvcap.policies import Policy
+    from kvcap.runtime.plan import MemoryPlan
+    from kvcap.runtime.runtime import Runtime
+    from kvcap.runtime.session import Session
+
+POCKET = "pocket"
+STDIN = "-"
+
+
+@grouped
+def chat_command(
+    model: Model = POCKET,
+    *,
+    budget: Budget,
+    running: Running,
+    sampling: Sampling,
+    output: Output,
+) -> None:
+    """Chat with a model in a fixed amount of KV memory.
+
+    On a terminal, /help lists the commands, Alt+Enter or a final backslash starts a new line,
+    Ctrl-C stops an answer. Without a terminal every line of stdin is a turn, and stdout has
+    nothing but the answers.
+    """
+    from kvcap.runtime.chat import Chat
+
+    runtime = load(model, budget, running, output)
+    chat = Chat(start(runtime, running, sampling), output)
+    if sys.stdin.isatty() and styled():
+        from kvcap.runtime.terminal import converse
+
+        raise typer.Exit(converse(chat))
+    raise typer.Exit(chat.script(sys.stdin))
+
+
+@grouped
+def generate_command(
+    first: Annotated[
+        str | None, typer.Argument(metavar="MODEL", help="Needed only before a PROMPT or -f.")
+    ] = None,
+    second: Annotated[
+        str | None, typer.Argument(metavar="PROMPT", help="What to answer; - reads stdin.")
+    ] = None,
+    file: Annotated[
+        str | None,
+        typer.Option(
+            "--file", "-f", metavar="FILE", help="Read the prompt from a file; - is stdin."
+        ),
+    ] = None,
+    model: Annotated[
+        str,
+        typer.Option(
+            "--model",
+            "-m",
+            metavar="MODEL",
+            envvar="KVCAP_MODEL",
+            show_envvar=False,
+            help="The model, where no MODEL is given.",
+        ),
+    ] = POCKET,
+    raw: Annotated[
+        bool, typer.Option("--raw", help="Continue the prompt, without the chat template.")
+    ] = False,
+    *,
+    budget: Budget,
+    running: Running,
+    sampling: Sampling,
+    output: Output,
+) -> None:
+    r"""Answer one prompt and print the answer.
+
+    A single argument is the prompt; with two, the first is the model; with -f, the only one is.
+
+    \b
+    kvcap generate "Hello!"
+    kvcap generate Qwen/Qwen3-0.6B "Hello!" --kv-budget 64MiB
+    kvcap generate -f long.txt --json
+    """
+    from kvcap.runtime.answer import answer
+
+    prompt, model = prompt_and_model(first, second, file, model)
+    if raw and running.system_prompt is not None:
+        raise ValueError("--system-prompt needs the chat template; leave --raw out")
+    if not prompt.strip():
+        raise ValueError("the prompt is empty; give at least one word")
+    session = start(load(model, budget, running, output), running, sampling)
+    pieces = session.complete(prompt) if raw else session.send(prompt)
+    raise typer.Exit(answer(session, pieces, output))
+
+
+@grouped
+def plan_command(
+    model: Model = POCKET,
+    *,
+    budget: Budget,
+    json_: Json = False,
+) -> None:
+    """Predict what a run will hold in memory; no weights are opened.
+
+    Exits with 3 if no setting fits, and says which would.
+    """
+    quiet_libraries()
+    from kvcap.runtime.errors import PlanInfeasible
+    from kvcap.runtime.plan import MemoryPlan
+    from kvcap.runtime.runtime import load_config, parse_dtype, resolve
+
+    sizes, eviction, dtype = budget.sizes(), budget.eviction(), parse_dtype(budget.dtype)
+    try:
+        plan = MemoryPlan.of(load_config(resolve(model)), policy=eviction, dtype=dtype, **sizes)
+    except PlanInfeasible as error:
+        if not json_:
+            raise
+        print(json.dumps({"fits": False, "error": str(error)}))
+        complain(error)
+        raise typer.Exit(INFEASIBLE) from error
+    if json_:
+        print(json.dumps(plan.as_dict()))
+    else:
+        print_plan(model, plan)
+
+
+def policies_command(
+    json_: Json = False,
+) -> None:
+    """List the eviction policies and what each costs."""
+    quiet_libraries()
+    from kvcap.policies import policies
+
+    rows = [describe(name, cls(**preset)) for name, (cls, preset) in policies().items()]
+    if json_:
+        print(json.dumps(rows))
+    else:
+        print_policies(rows)
+
+
+def load(model: str, budget: Budget, running: Running, output: Output) -> Runtime:
+    """The model under its budget, with a note on stderr while it loads."""
+    note = not output.quiet and styled()
+    if note:
+        sys.stderr.write(f"\x1b[2mloading {model} ...\x1b[0m")
+        sys.stderr.flush()
+    try:
+        quiet_libraries()
+        from kvcap.runtime.runtime import Runtime
+
+        return Runtime.from_pretrained(
+            model,
+            budget.eviction(),
+            **budget.sizes(),
+            dtype=budget.dtype,
+            device=usable(running.device),
+            evict_every=running.evict_every,
+        )
+    finally:
+        if note:
+            sys.stderr.write("\r\x1b[2K")
+            sys.stderr.flush()
+
+
+def start(runtime: Runtime, running: Running, sampling: Sampling) -> Session:
+    """A conversation with the settings that were given."""
+    given = sampling.given()
+    session = runtime.session(running.system_prompt, seed=given.pop("seed", None))
+    if given:
+        session.set_generation(**given)
+    without = [name for name in ("top_p", "top_k", "min_p") if name in given]
+    if without and not session.generation.do_sample:
+        dim(f"{', '.join(without)}: no effect, as this model takes the likeliest token; add --temp")
+    return session
+
+
+def prompt_and_model(
+    first: str | None, second: str | None, file: str | None, model: str
+) -> tuple[str, str]:
+    """What to answer and who answers, from the arguments of `generate`.
+
+    Raises:
+        ValueError: too many or too few of them.
+    """
+    if file is not None:
+        if second is not None:
+            raise ValueError("give the prompt as an argument or with -f, not both")
+        return read(file), first or model
+    if first is None:
+        raise ValueError("no prompt: give one as an argument, with -f FILE, or - to read stdin")
+    prompt, model = (first, model) if second is None else (second, first)
+    if second is None and (prompt == POCKET or Path(prompt, "config.json").is_file()):
+        raise ValueError(f"no prompt: {prompt!r} is a model; add what it is to answer")
+    return read(STDIN) if prompt == STDIN else prompt, model
+
+
+def read(file: str) -> str:
+    """The text of a file, or of stdin for '-', without the newline that ends it.
+
+    Raises:
+        ValueError: no such file, not readable, or not UTF-8 text.
+    """
+    name = "stdin" if file == STDIN else repr(file)
+    try:
+        data = sys.stdin.buffer.read() if file == STDIN else Path(file).read_bytes()
+    except OSError as error:
+        raise ValueError(f"cannot read {name}: {error.strerror}") from error
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{name} is not UTF-8 text (at byte {error.start:,})") from error
+    if "\0" in text:
+        raise ValueError(f"{name} is not text: it holds NUL bytes")
+    return text.replace("\r\n", "\n").removesuffix("\n")
+
+
+def usable(device: str | None) -> str | None:
+    """`device`, if tensors can live there.
+
+    Raises:
+        ValueError: they cannot.
+    """
+    import torch
+
+    try:
+        if device is not None:
+            torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:  # torch without CUDA asserts
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"device {device!r} cannot be used here: {reason}") from error
+    return device
+
+
+def quiet_libraries() -> None:
+    """Keep transformers' bars and advice off the screen; downloads still show how far they are."""
+    from huggingface_hub.utils.tqdm import are_progress_bars_disabled, enable_progress_bars
+    from transformers.utils import logging
+
+    downloads = not are_progress_bars_disabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()  # the hub's too
+    if downloads:
+        enable_progress_bars()
+
+
+def describe(name: str, policy: Policy) -> dict[str, Any]:
+    """One policy for `kvcap policies --json`."""
+    state = {key: dtype.itemsize for key, dtype in policy.state.items()}
+    return {
+        "name": name,
+        "formula": policy.formula,
+        "paper": policy.paper,
+        "options": policy.options(),
+        "observes": sorted(policy.observes),
+        "evicts": policy.evicts,
+        "window_queries": policy.queries_observed,  # null: every query of the block
+        "state": state,
+        "state_bytes_per_slot": sum(state.values()),
+    }
+
+
+def print_policies(rows: list[dict[str, Any]]) -> None:
+    """The table of `kvcap policies`."""
+    from rich.table import Table
+
+    table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
+    for title in (
+        "policy",
+        "score (the highest stay)",
+        "queries",
+        "bytes/slot",
+        "options",
+        "paper",
+    ):
+        table.add_column(title, justify="right" if title == "bytes/slot" else "left")
+    for row in rows:
+        queries = "all" if row["window_queries"] is None else str(row["window_queries"])
+        options = " ".join(f"{key}={value}" for key, value in row["options"].items())
+        extra = str(row["state_bytes_per_slot"])
+        table.add_row(row["name"], row["formula"], queries, extra, options, row["paper"])
+    show(table)
+    dim("queries: how many of the last ones are looked at; bytes/slot: memory besides K and V")
+
+
+def print_plan(model: str, plan: MemoryPlan) -> None:
+    """The table of `kvcap plan`."""
+    from rich.table import Table
+
+    table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
+    table.add_column("memory")
+    table.add_column("size", justify="right")
+    table.add_column("bytes", justify="right")
+    table.add_column("figure")
+    parts = [
+        ("keys and values", plan.keys_values, "exact"),
+        ("positions of the slots", plan.slot_positions, "exact"),
+        ("state of the policy", plan.policy_state, "exact"),
+        ("window of queries", plan.query_window, "exact"),
+        ("table of rotations", plan.rotation_table, "exact"),
+        ("layers with a window of their own", plan.sliding_layers, "at most"),
+    ]
+    rows = [(name, count, how) for name, count, how in parts if count]
+    rows += [("KV cache, all of the above", plan.cache_bytes, "exact")]
+    rows += [("workspace of a block", plan.workspace, "estimate")]
+    rows += [("logits of a token", plan.logits, "estimate")]
+    rows += [("weights", plan.weights, "exact"), ("total", plan.total_bytes, "estimate")]
+    for name, count, how in rows:
+        bold = "bold" if name.startswith(("KV cache", "total")) else ""
+        table.add_row(name, size(count), f"{count:,}", how, style=bold)
+    print(
+        f"{model}: policy {plan.policy}, {plan.budget_tokens:,} slots + blocks of "
+        f"{plan.block_size:,}, {plan.dtype}, {plan.positions} positions\n"
+    )
+    show(table)
+    dim("the total is without Python and PyTorch themselves")
+
+
+def show(table: Any) -> None:
+    """A table on stdout, as wide as the terminal, or wide enough where there is none."""
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = 200
+    console.print(table)

@@ -1,0 +1,83 @@
+"""The command line: which commands there are, and how errors end it.
+
+Imports neither torch nor transformers before a command runs, so that `kvcap --help` is instant.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import typer
+
+from kvcap.evals import commands as evals
+from kvcap.runtime import commands
+from kvcap.runtime.screen import INTERRUPTED, USAGE, complain, exit_code
+
+app = typer.Typer(
+    name="kvcap",
+    add_completion=False,
+    rich_markup_mode=None,  # its tables cut option names off
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    epilog="Every option can be set by the environment too: --kv-budget by KVCAP_KV_BUDGET. "
+    "KVCAP_DEBUG=1 shows tracebacks. Exit codes: 0 done, 1 failed, 2 wrong input, 3 no plan fits, "
+    "4 cap reached, 130 interrupted.",
+)
+app.command("chat")(commands.chat_command)
+app.command("generate")(commands.generate_command)
+app.command("plan")(commands.plan_command)
+app.command("policies")(commands.policies_command)
+app.command("demo")(evals.demo_command)
+app.command("eval")(evals.eval_command)
+app.command("bench")(evals.bench_command)
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        from kvcap import __version__
+
+        print(f"kvcap {__version__}")
+        raise typer.Exit()
+
+
+@app.callback(invoke_without_command=True)
+def _kvcap(
+    context: typer.Context,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Run a language model's chat inside a fixed amount of KV memory."""
+    if context.invoked_subcommand is None:
+        print(context.get_help())
+
+
+def run(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit code. Errors are one line on stderr."""
+    try:
+        code = app(arguments, prog_name="kvcap", standalone_mode=False)
+    except (KeyboardInterrupt, typer.Abort):
+        return INTERRUPTED
+    except Exception as error:
+        if hasattr(error, "format_message"):  # typer's own, for wrong options
+            complain(f"{error.format_message()} (--help lists what there is)")
+            return USAGE
+        complain(error)
+        return exit_code(error)
+    return int(code or 0)
+
+
+def main() -> None:
+    """The entry point of the `kvcap` script."""
+    for stream in (sys.stdout, sys.stderr):
+        reconfigure: Any = getattr(stream, "reconfigure", None)
+        if reconfigure:
+            reconfigure(errors="replace")  # an answer may hold what the terminal cannot show
+    if not sys.warnoptions:  # kvcap's own warnings are for users, those of libraries are not
+        warnings.simplefilter("ignore")
+        warnings.filterwarnings("always", module="kvcap")
+        warnings.showwarning = lambda message, *_, **__: complain(f"warning: {message}")
+    sys.exit(run())
