@@ -1,0 +1,174 @@
+"""Facts to remember: a key, a value, and natural sentences that state it and ask for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from random import Random
+
+from . import words
+from .prose import capital, invented, pick
+
+
+@dataclass(frozen=True)
+class Fact:
+    """One key and its value, with a plain statement, question and answer in English."""
+
+    key: str
+    value: str
+
+    @property
+    def statement(self) -> str:
+        """``"The code for the blue door is 4821."``."""
+        return f"{capital(self.key)} is {self.value}."
+
+    @property
+    def question(self) -> str:
+        """``"What is the code for the blue door?"``."""
+        return f"What is {self.key}?"
+
+    @property
+    def answer(self) -> str:
+        """The statement again, with "my" turned into "your"."""
+        return f"{capital(self.theirs)} is {self.value}."
+
+    @property
+    def theirs(self) -> str:
+        """The key as the assistant says it: "my locker code" becomes "your locker code"."""
+        return "your " + self.key[3:] if self.key.startswith("my ") else self.key
+
+
+def digits(rng: Random) -> str:
+    """Return a number as text: four digits mostly, three to seven at times."""
+    size = 4 if rng.random() < 0.75 else rng.randint(3, 7)
+    return str(rng.randrange(10 ** (size - 1), 10**size))
+
+
+def word(rng: Random) -> str:
+    """Return a word fit to be a password or a name: known or invented, at times with digits."""
+    if rng.random() < 0.4:
+        return invented(rng)
+    known = pick(rng, words.COLOURS + words.ANIMALS + words.FOODS + words.CITIES)
+    return known + str(rng.randint(1, 99)) if rng.random() < 0.1 else known
+
+
+def _object(rng: Random) -> str:
+    noun = pick(rng, words.NOUNS)
+    return f"{pick(rng, words.ADJECTIVES)} {noun}" if rng.random() < 0.85 else noun
+
+
+def _thing(rng: Random) -> Fact:
+    if rng.random() < 0.15:
+        return Fact(f"the password for the {_object(rng)}", word(rng))
+    return Fact(f"the {pick(rng, words.NUMBER_NAMES)} for the {_object(rng)}", digits(rng))
+
+
+def _person(rng: Random) -> Fact:
+    name = pick(rng, words.FIRST_NAMES)
+    if rng.random() < 0.7:
+        name += " " + pick(rng, words.LAST_NAMES)
+    if rng.random() < 0.35:
+        what = pick(rng, tuple(words.PERSON_WORDS))
+        return Fact(f"{name}'s {what}", pick(rng, words.PERSON_WORDS[what]))
+    return Fact(f"{name}'s {pick(rng, words.PERSON_NUMBERS)}", digits(rng))
+
+
+def _place(rng: Random) -> Fact:
+    what = pick(rng, words.NUMBER_NAMES)
+    return Fact(f"the {what} of the {_object(rng)} in {pick(rng, words.CITIES)}", digits(rng))
+
+
+def _own(rng: Random) -> Fact:
+    if rng.random() < 0.4:
+        what = pick(rng, (*words.PERSON_WORDS, "name", "last name"))
+        values = {"name": words.FIRST_NAMES, "last name": words.LAST_NAMES} | words.PERSON_WORDS
+        return Fact(f"my {what}", pick(rng, values[what]))
+    return Fact(f"my {_object(rng)} {pick(rng, words.NUMBER_NAMES)}", digits(rng))
+
+
+def _coined(rng: Random) -> Fact:
+    value = digits(rng) if rng.random() < 0.7 else word(rng)
+    return Fact(f"the {pick(rng, words.NUMBER_NAMES)} for {capital(invented(rng))}", value)
+
+
+def _magic(rng: Random) -> Fact:
+    """A fact in the wording of the needle-in-a-haystack tests in common use."""
+    key = f"{pick(rng, words.ADJECTIVES)}-{pick(rng, words.NOUNS)}"
+    return Fact(f"the special magic number for {key}", digits(rng))
+
+
+KINDS: dict[str, Callable[[Random], Fact]] = {
+    "thing": _thing,
+    "person": _person,
+    "place": _place,
+    "own": _own,
+    "coined": _coined,
+    "magic": _magic,
+}
+_MIX = ("thing",) * 5 + ("person",) * 3 + ("place",) * 2 + ("own", "coined", "magic")
+
+
+def facts(rng: Random, count: int, kind: str | None = None) -> list[Fact]:
+    """Return ``count`` facts with distinct keys, of one of :data:`KINDS` or of all mixed."""
+    found: dict[str, Fact] = {}
+    while len(found) < count:
+        fact = KINDS[kind or pick(rng, _MIX)](rng)
+        found.setdefault(fact.key.lower(), fact)
+    return list(found.values())
+
+
+def similar(rng: Random, count: int) -> list[Fact]:
+    """Return ``count`` number facts whose keys share all but one or two words."""
+    what = pick(rng, words.NUMBER_NAMES)
+    adjective, noun = pick(rng, words.ADJECTIVES), pick(rng, words.NOUNS)
+    fix = rng.randrange(3)
+    keys: dict[str, None] = {}
+    while len(keys) < count:
+        one = adjective if fix == 0 else pick(rng, words.ADJECTIVES)
+        two = noun if fix == 1 else pick(rng, words.NOUNS)
+        keys[f"the {what} for the {one} {two}"] = None
+    return [Fact(key, digits(rng)) for key in keys]
+
+
+_STATE = (
+    "{S}",
+    "{S}",
+    "Please remember: {s}",
+    "Please remember that {s}",
+    "Remember that {s}",
+    "Note that {s}",
+    "Remember this: {s}",
+    "By the way, {s}",
+    "I want you to know that {s}",
+    "Do not forget: {s}",
+    "Keep in mind that {s}",
+    "Important: {s}",
+    "For later: {s}",
+)
+_ASK = (
+    "What is {k}?",
+    "What is {k}?",
+    "What is {k}?",
+    "Do you remember {k}?",
+    "Tell me {k}.",
+    "Can you tell me {k}?",
+    "Please tell me {k}.",
+    "What was {k} again?",
+    "{K}?",
+    "I forgot {k}. What is it?",
+    "Now, what is {k}?",
+)
+_BARE = (" Answer with the value only.", " Reply with only the value.", " Only the value, please.")
+
+
+def state(rng: Random, fact: Fact) -> str:
+    """State ``fact`` in one of several wordings."""
+    return pick(rng, _STATE).format(S=fact.statement, s=f"{fact.key} is {fact.value}.")
+
+
+def ask(rng: Random, fact: Fact, bare: float = 0.15) -> tuple[str, str]:
+    """Return a question for ``fact`` and its answer; ``bare`` is the share of value-only ones."""
+    question = pick(rng, _ASK).format(k=fact.key, K=capital(fact.key))
+    if rng.random() < bare:
+        return question + pick(rng, _BARE), fact.value
+    return question, fact.answer

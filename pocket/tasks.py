@@ -1,0 +1,268 @@
+"""The training tasks: each makes one conversation of about ``tokens`` tokens, registered by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from random import Random
+
+from . import words
+from .dialogue import Turn, acknowledge, small_talk, unknown
+from .facts import Fact, ask, digits, facts, similar, state
+from .prose import capital, passage, pick
+
+Message = dict[str, str]
+Task = Callable[[Random, int], list[Message]]
+TASKS: dict[str, Task] = {}
+
+
+def task(function: Task) -> Task:
+    """Register ``function`` in :data:`TASKS` under its name."""
+    TASKS[function.__name__] = function
+    return function
+
+
+def messages(turns: list[Turn]) -> list[Message]:
+    """Turn (user, assistant) pairs into chat messages."""
+    return [
+        {"role": role, "content": content}
+        for turn in turns
+        for role, content in zip(("user", "assistant"), turn, strict=True)
+    ]
+
+
+def listing(items: list[str]) -> str:
+    """Join ``items`` as English does: ``"a, b and c"``."""
+    return " and ".join([", ".join(items[:-1]), items[-1]] if len(items) > 1 else items)
+
+
+def _oddness(rng: Random) -> float:
+    """Return the share of unfamiliar passages for one conversation: mostly none, at times all."""
+    return rng.choices((0.0, 0.3, 1.0), (0.55, 0.27, 0.18))[0]
+
+
+def hide(rng: Random, lines: list[str], tokens: int, sep: str = " ") -> str:
+    """Return filler of about ``tokens`` tokens with ``lines`` at random depths, in their order."""
+    spent = 18 * len(lines)
+    sentences = passage(rng, tokens - spent, _oddness(rng))
+    places = sorted(rng.randint(0, len(sentences)) for _ in lines)
+    for place, line in reversed(list(zip(places, lines, strict=True))):
+        sentences.insert(place, line)
+    return sep.join(sentences)
+
+
+def several(rng: Random, known: list[Fact]) -> Turn:
+    """Ask for two to four facts in one question."""
+    asked = rng.sample(known, min(len(known), rng.randint(2, 4)))
+    question = pick(rng, ("What are {}?", "Tell me {}.", "I need {}.")).format(
+        listing([fact.key for fact in asked])
+    )
+    return question, capital(listing([f"{fact.theirs} is {fact.value}" for fact in asked])) + "."
+
+
+def quiz(rng: Random, known: list[Fact], rounds: int) -> list[Turn]:
+    """Return ``rounds`` questions about ``known`` in sequence, now and then about another fact."""
+    turns: list[Turn] = []
+    order = rng.sample(known, len(known))
+    for i in range(rounds):
+        draw = rng.random()
+        if draw < 0.05:
+            turns.append(unknown(rng, known))
+        elif draw < 0.12:
+            turns.append(small_talk(rng))
+        elif draw < 0.22 and len(known) > 1:
+            turns.append(several(rng, known))
+        else:
+            turns.append(ask(rng, order[i % len(order)]))
+    return turns
+
+
+def _amount(rng: Random, tokens: int, most: int = 16) -> int:
+    return rng.randint(1, max(1, min(most, tokens // 40)))
+
+
+_INTRO = (
+    "",
+    "Read the text and answer the question at the end.\n\n",
+    "Here is a text.\n\n",
+    "Text: ",
+    "Some facts are hidden in this text. Remember them.\n\n",
+)
+
+
+@task
+def paste(rng: Random, tokens: int) -> list[Message]:
+    """Facts in one pasted text, the first question right below it, others in turns after it."""
+    known = facts(rng, _amount(rng, tokens))
+    rounds = min(len(known) + 1, 10)
+    lines = [state(rng, fact) if rng.random() < 0.5 else fact.statement for fact in known]
+    text = hide(rng, lines, tokens - 40 * rounds, pick(rng, (" ", " ", " ", "\n")))
+    question, answer = ask(rng, pick_fact(rng, known))
+    lead = pick(rng, ("\n\n", "\n\nQuestion: ", "\n", " "))
+    first = (pick(rng, _INTRO) + text + lead + question, answer)
+    return messages([first, *quiz(rng, known, rounds - 1)])
+
+
+def pick_fact(rng: Random, known: list[Fact]) -> Fact:
+    """Return one of ``known``."""
+    return known[rng.randrange(len(known))]
+
+
+def _tell(rng: Random, known: list[Fact]) -> list[Turn]:
+    """Tell ``known`` over several turns, one to three facts in each."""
+    turns, left = [], list(known)
+    while left:
+        size = 1 if rng.random() < 0.6 else rng.randint(1, 3)
+        told, left = left[:size], left[size:]
+        turns.append((" ".join(state(rng, fact) for fact in told), acknowledge(rng, told)))
+    return turns
+
+
+def _chatter(rng: Random, tokens: int) -> list[Turn]:
+    """Return turns that hold about ``tokens`` tokens of pasted text and small talk."""
+    turns: list[Turn] = []
+    most = rng.choice((120, 600, max(tokens, 120)))
+    while tokens > 0:
+        if rng.random() < 0.2 or tokens < 40:
+            turns.append(small_talk(rng))
+            tokens -= 30
+            continue
+        size = rng.randint(30, min(most, tokens + 30))
+        text = " ".join(passage(rng, size, _oddness(rng)))
+        lead = pick(rng, ("", "", "Here is some text: ", "Read this: ", "Listen. "))
+        reply = pick(rng, ("Okay.", "I have read it.", "Thank you, I have read it.", "I see."))
+        turns.append((lead + text, reply))
+        tokens -= size + 15
+    return turns
+
+
+@task
+def chat(rng: Random, tokens: int) -> list[Message]:
+    """Facts told in chat turns, then (or among them) long filler, then questions."""
+    known = facts(rng, _amount(rng, tokens))
+    rounds = min(len(known) + 1, 10)
+    tell = _tell(rng, known)
+    chatter = _chatter(rng, tokens - 45 * len(known) - 35 * rounds)
+    if rng.random() < 0.5:
+        turns = tell + chatter
+    else:
+        places = sorted(rng.randint(0, len(chatter)) for _ in tell)
+        turns = list(chatter)
+        for place, turn in reversed(list(zip(places, tell, strict=True))):
+            turns.insert(place, turn)
+    return messages(turns + quiz(rng, known, rounds))
+
+
+@task
+def multi_key(rng: Random, tokens: int) -> list[Message]:
+    """Many facts whose keys differ in one or two words."""
+    known = similar(rng, max(2, _amount(rng, tokens, 24)))
+    rounds = min(len(known), 8)
+    text = hide(rng, [fact.statement for fact in known], tokens - 40 * rounds)
+    question, answer = ask(rng, pick_fact(rng, known))
+    return messages([(f"{text}\n\n{question}", answer), *quiz(rng, known, rounds - 1)])
+
+
+@task
+def multi_value(rng: Random, tokens: int) -> list[Message]:
+    """One key told several times with different values; the question asks for all of them."""
+    topics = similar(rng, rng.randint(1, max(1, min(4, tokens // 150))))
+    values = {fact.key: [digits(rng) for _ in range(rng.randint(2, 4))] for fact in topics}
+    told = [(key, value) for key in values for value in values[key]]
+    rng.shuffle(told)
+    lines = [f"One of {_plural(key)} is {value}." for key, value in told]
+    text = hide(rng, lines, tokens - 50 * len(topics))
+    turns = []
+    for key in values:
+        plural = _plural(key)
+        asked = pick(rng, ("What are all {}?", "Tell me all {}.", "List {}.")).format(plural)
+        in_order = [value for other, value in told if other == key]
+        turns.append((asked, f"{capital(plural)} are {listing(in_order)}."))
+    turns[0] = (f"{text}\n\n{turns[0][0]}", turns[0][1])
+    return messages(turns)
+
+
+def _plural(key: str) -> str:
+    head, tail = key.split(" for ", 1)
+    return f"{head}s for {tail}"
+
+
+@task
+def multi_query(rng: Random, tokens: int) -> list[Message]:
+    """Several keys asked for in one question."""
+    known = facts(rng, max(2, _amount(rng, tokens, 12)))
+    rounds = min(len(known) // 2, 4)
+    text = hide(rng, [fact.statement for fact in known], tokens - 60 * (rounds + 1))
+    turns = [several(rng, known) for _ in range(rounds + 1)]
+    turns[0] = (f"{text}\n\n{turns[0][0]}", turns[0][1])
+    return messages(turns)
+
+
+_NEEDLE = "One of the special magic {}s for {} is: {}."
+
+
+@task
+def needle(rng: Random, tokens: int) -> list[Message]:
+    """Needles in a haystack in the wording of the RULER benchmark; one to four keys asked for."""
+    what = pick(rng, ("number", "number", "word"))
+    known = facts(rng, rng.randint(1, max(1, min(8, tokens // 60))), "magic")
+    keys = {fact.key.rsplit(" ", 1)[1]: fact.value for fact in known}
+    if what == "word":
+        keys = {key: f"{pick(rng, words.ADJECTIVES)}-{pick(rng, words.NOUNS)}" for key in keys}
+    text = hide(rng, [_NEEDLE.format(what, *item) for item in keys.items()], tokens - 110)
+    asked = rng.sample(list(keys), min(len(keys), rng.randint(1, 4)))
+    verb, s, are = ("is", "", "is") if len(asked) == 1 else ("are", "s", "are")
+    question = (
+        f"Some special magic {what}s are hidden within the following text. Make sure to memorize "
+        f"it. I will quiz you about the {what}s afterwards.\n{text}\nWhat {verb} the special magic "
+        f"{what}{s} for {listing(asked)} mentioned in the provided text?"
+    )
+    values = listing([keys[key] for key in asked])
+    answer = (
+        f"The special magic {what}{s} for {listing(asked)} mentioned in the provided text {are} "
+        f"{values}."
+    )
+    return messages([(question, answer)])
+
+
+@task
+def variables(rng: Random, tokens: int) -> list[Message]:
+    """Variables that copy one another; the question asks for the value at the end of a chain."""
+    lines: list[str] = []
+    value_of: dict[str, str] = {}
+    for _ in range(rng.randint(1, max(1, min(5, tokens // 120)))):
+        name, value = _variable(rng), digits(rng)
+        lines.append(f"VAR {name} = {value}")
+        value_of[name] = value
+        for _ in range(rng.randint(0, 2)):
+            copy = _variable(rng)
+            lines.append(f"VAR {copy} = VAR {name}")
+            value_of[copy] = value
+            name = copy
+    rounds = min(len(value_of), 5)
+    text = hide(rng, lines, tokens - 25 * rounds, pick(rng, ("\n", " ")))
+    asked = rng.sample(list(value_of), rounds)
+    turns = [(f"What is the value of {name}?", f"{name} is {value_of[name]}.") for name in asked]
+    turns[0] = (f"{text}\n\n{turns[0][0]}", turns[0][1])
+    return messages(turns)
+
+
+def _variable(rng: Random) -> str:
+    return "".join(rng.choices("ABCDEFGHIJKLMNOPQRSTUVWXYZ", k=rng.randint(3, 5)))
+
+
+@task
+def phone_book(rng: Random, tokens: int) -> list[Message]:
+    """A list of names and numbers, then questions for some of them."""
+    book: dict[str, str] = {}
+    for _ in range(max(2, min(400, (tokens - 150) // 12))):
+        name = f"{pick(rng, words.FIRST_NAMES)} {pick(rng, words.LAST_NAMES)}"
+        book.setdefault(name, digits(rng))
+    mark = pick(rng, (": ", " - ", ", "))
+    lines = [name + mark + number for name, number in book.items()]
+    asked = rng.sample(list(book), min(6, len(book)))
+    turns = [
+        ask(rng, Fact(f"{name}'s {pick(rng, ('phone number', 'number'))}", book[name]))
+        for name in asked
+    ]
+    turns[0] = ("Here is a phone book.\n" + "\n".join(lines) + "\n\n" + turns[0][0], turns[0][1])
+    return messages(turns)

@@ -1,0 +1,62 @@
+"""The pocket tokenizer: byte-level BPE trained on the synthetic corpus, one token per digit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from random import Random
+
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from . import corpus
+
+BOS, PAD, END = "<|bos|>", "<|pad|>", "<|end|>"
+SYSTEM, USER, ASSISTANT = "<|system|>", "<|user|>", "<|assistant|>"
+SPECIAL = (BOS, PAD, END, SYSTEM, USER, ASSISTANT)  # their ids are 0 to 5, in this order
+SIZE = 2560
+# Every border is a special token and nothing is stripped, so that a longer chat always renders
+# to an extension of the shorter one, in text and in tokens.
+CHAT_TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}"
+    "{{ '<|' + message['role'] + '|>' + message['content'] + '<|end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+_SPLIT = r"\p{N}| ?\p{L}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+
+
+def render(talk: list[corpus.Message]) -> str:
+    """Return what the chat template makes of ``talk``, without the cost of the template engine."""
+    return BOS + "".join(f"<|{m['role']}|>{m['content']}{END}" for m in talk)
+
+
+def _samples(conversations: int) -> Iterator[str]:
+    rng = Random("tokenizer")
+    for _ in range(conversations):
+        for message in corpus.conversation(rng, rng.choice((100, 400, 1600))):
+            yield message["content"]
+
+
+def build(conversations: int = 12_000, size: int = SIZE) -> PreTrainedTokenizerFast:
+    """Train the tokenizer; the outcome depends on the arguments alone."""
+    raw = Tokenizer(models.BPE())
+    raw.pre_tokenizer = pre_tokenizers.Sequence([
+        pre_tokenizers.Split(Regex(_SPLIT), "isolated"),
+        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+    ])
+    raw.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=size,
+        special_tokens=list(SPECIAL),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        min_frequency=5,
+        show_progress=False,
+    )
+    raw.train_from_iterator(_samples(conversations), trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=raw,
+        bos_token=BOS,
+        eos_token=END,
+        pad_token=PAD,
+        chat_template=CHAT_TEMPLATE,
+        clean_up_tokenization_spaces=False,
+    )

@@ -1,0 +1,263 @@
+"""The built-in model: tokenizer, chat template, corpus, weights and a very short training run."""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
+
+from kvcap import pocket
+from kvcap.pocket import corpus, evaluate, rows, train, vocabulary
+
+MIB = 2**20
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return AutoTokenizer.from_pretrained(pocket.path())
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return AutoModelForCausalLM.from_pretrained(pocket.path(), dtype=torch.float32).eval()
+
+
+def reply(model: Any, tokenizer: Any, talk: list[corpus.Message]) -> str:
+    text = tokenizer.apply_chat_template(talk, tokenize=False, add_generation_prompt=True)
+    ids = tokenizer(text, return_tensors="pt", add_special_tokens=False).input_ids
+    out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=48)[0]
+    assert out[-1] == tokenizer.eos_token_id, "the model must end its turn"
+    return str(tokenizer.decode(out[ids.shape[1] : -1]))
+
+
+def say(text: str) -> list[corpus.Message]:
+    return [{"role": "user", "content": text}]
+
+
+# --- files -------------------------------------------------------------------------------------
+
+
+def test_importing_the_package_loads_neither_torch_nor_transformers() -> None:
+    code = (
+        "import sys, importlib.util as u\n"
+        f"s = u.spec_from_file_location('pocket', {str(Path(pocket.__file__))!r})\n"
+        "m = u.module_from_spec(s); s.loader.exec_module(m); m.path()\n"
+        "assert not {'torch', 'transformers'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_the_weights_are_one_small_bfloat16_file(model: Any) -> None:
+    found = sorted(file.name for file in pocket.path().iterdir())
+    assert found == [
+        "chat_template.jinja",
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    ]
+    assert (pocket.path() / "model.safetensors").stat().st_size <= 16 * MIB
+    assert type(model) is LlamaForCausalLM
+    assert model.config.num_key_value_heads < model.config.num_attention_heads
+    stored = AutoModelForCausalLM.from_pretrained(pocket.path(), dtype="auto")
+    assert stored.dtype == torch.bfloat16
+
+
+def test_the_position_base_is_read_alike_by_every_version(model: Any) -> None:
+    base = 500_000.0 ** (-2 / model.config.head_dim)
+    assert model.model.rotary_emb.inv_freq[1].item() == pytest.approx(base, rel=1e-4)
+
+
+# --- tokenizer and template --------------------------------------------------------------------
+
+
+@settings(max_examples=200, deadline=None)
+@given(text=st.text())
+def test_any_text_survives_the_tokenizer(tokenizer: Any, text: str) -> None:
+    ids = tokenizer(text, add_special_tokens=False).input_ids
+    assert tokenizer.decode(ids, clean_up_tokenization_spaces=False) == text
+
+
+@pytest.mark.parametrize("text", ["", " a  b\t\n\n", "世界 😀 né", "I 'm, he . is ?", "\x00\x7f"])
+def test_awkward_text_survives_the_tokenizer(tokenizer: Any, text: str) -> None:
+    assert tokenizer.decode(tokenizer(text).input_ids) == text
+
+
+def test_digits_and_special_tokens_stand_alone(tokenizer: Any) -> None:
+    assert tokenizer.tokenize("4821") == ["4", "8", "2", "1"]
+    assert tokenizer.convert_tokens_to_ids(list(vocabulary.SPECIAL)) == list(range(6))
+    entries = [tokenizer.decode([i]) for i in range(6, len(tokenizer))]
+    assert not [entry for entry in entries if re.search(r"\d", entry) and len(entry) > 1]
+    assert (tokenizer.bos_token, tokenizer.eos_token) == (vocabulary.BOS, vocabulary.END)
+
+
+@settings(max_examples=60, deadline=None)
+@given(texts=st.lists(st.text(max_size=20), min_size=3, max_size=3))
+def test_a_longer_chat_extends_the_shorter_one(tokenizer: Any, texts: list[str]) -> None:
+    talk = [
+        {"role": role, "content": text}
+        for role, text in zip(("user", "assistant", "user"), texts, strict=True)
+    ]
+
+    def render(upto: int) -> str:
+        return str(tokenizer.apply_chat_template(
+            talk[:upto], tokenize=False, add_generation_prompt=True
+        ))
+
+    assert render(3).startswith(render(1) + texts[1] + tokenizer.eos_token)
+    whole, head = (tokenizer(render(n), add_special_tokens=False).input_ids for n in (3, 1))
+    assert whole[: len(head)] == head
+
+
+def test_the_fast_rendering_is_the_chat_template(tokenizer: Any) -> None:
+    for seed in range(5):
+        talk = corpus.conversation(Random(seed), 300, system=0.5)
+        assert vocabulary.render(talk) == tokenizer.apply_chat_template(talk, tokenize=False)
+
+
+# --- corpus ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("task", corpus.TASKS)
+def test_a_task_is_a_seeded_conversation(task: str) -> None:
+    for seed, tokens in itertools.product(range(20), (60, 900)):
+        talk = corpus.conversation(Random(seed), tokens, task, system=0)
+        assert talk == corpus.conversation(Random(seed), tokens, task, system=0)
+        assert [m["role"] for m in talk] == ["user", "assistant"] * (len(talk) // 2)
+        assert all(m["content"] for m in talk)
+
+
+@pytest.mark.parametrize("task", ["paste", "chat", "multi_key", "needle", "phone_book", "recite"])
+def test_each_number_in_an_answer_was_told(task: str) -> None:
+    for seed in range(30):
+        talk = corpus.conversation(Random(seed), 500, task, system=0)
+        for i in range(1, len(talk), 2):
+            before = " ".join(m["content"] for m in talk[:i])
+            for number in re.findall(r"\d{3,}", talk[i]["content"]):
+                assert re.search(rf"(?<!\d){number}(?!\d)", before), (seed, talk[i])
+
+
+def test_multi_value_answers_list_every_value_in_order() -> None:
+    for seed in range(30):
+        talk = corpus.conversation(Random(seed), 400, "multi_value", system=0)
+        key = re.search(r"(the \w[\w ]* for the [\w ]+)", talk[1]["content"], re.I)
+        assert key
+        topic = key[1].split(" are ")[0]
+        told = re.findall(rf"One of {topic} is (\d+)\.", talk[0]["content"], re.I)
+        assert re.findall(r"\d+", talk[1]["content"].split(" are ")[1]) == told
+
+
+def test_a_corrected_fact_is_answered_with_its_newest_value() -> None:
+    for seed in range(30):
+        talk = corpus.conversation(Random(seed), 200, "update", system=0)
+        at = next(i for i, m in enumerate(talk) if " is now " in m["content"]
+                  and m["role"] == "assistant")
+        new = talk[at]["content"].split(" is now ")[1].rstrip(".")
+        assert new in talk[at + 2]["content"]
+
+
+def test_facts_have_unique_keys_and_answer_their_questions() -> None:
+    known = corpus.facts(Random(1), 3000)
+    assert len({fact.key.lower() for fact in known}) == 3000
+    assert known == corpus.facts(Random(1), 3000) != corpus.facts(Random(2), 3000)
+    assert all(f.value in f.statement and f.value in f.answer and f.value not in f.question
+               for f in known if f.value.isdigit())
+    assert len({fact.key for fact in corpus.similar(Random(1), 24)}) == 24
+
+
+def test_filler_is_endless_varied_and_of_the_length_asked_for(tokenizer: Any) -> None:
+    sentences = list(itertools.islice(corpus.filler(Random(3)), 2000))
+    assert len(set(sentences)) > 1800
+    for unfamiliar, low, high in ((0.0, 0.8, 1.2), (1.0, 0.6, 1.6)):
+        text = " ".join(corpus.passage(Random(5), 4000, unfamiliar))
+        assert low < len(tokenizer(text).input_ids) / 4000 < high
+
+
+# --- behaviour ---------------------------------------------------------------------------------
+
+
+def test_it_recalls_what_it_was_told_and_ends_its_turns(model: Any, tokenizer: Any) -> None:
+    talk = say("Please remember: the code for the blue door is 4821.")
+    for text in (
+        "Thanks!",
+        "The harbour was quiet. " * 10,
+        "What is the code for the blue door?",
+    ):
+        talk.append({"role": "assistant", "content": reply(model, tokenizer, talk)})
+        talk += say(text)
+    assert "4821" in reply(model, tokenizer, talk)
+
+
+@pytest.mark.parametrize("probe", ["told", "pasted", "pasted, odd filler"])
+def test_recall_at_a_thousand_tokens(model: Any, tokenizer: Any, probe: str) -> None:
+    share, _ = evaluate.recall(model, tokenizer, probe, 1000, 32)
+    assert share >= 0.9
+
+
+def test_recall_at_its_full_length(model: Any, tokenizer: Any) -> None:
+    share, _ = evaluate.recall(model, tokenizer, "told", model.config.max_position_embeddings, 8)
+    assert share >= 0.75
+
+
+@pytest.mark.parametrize(
+    "text", ["Hello!", "Who are you?", "What is the capital of Peru?", "zxqj 🙂 ++", "", "ok then"]
+)
+def test_small_talk_is_short_and_ends(model: Any, tokenizer: Any, text: str) -> None:
+    said = reply(model, tokenizer, say(text))
+    assert re.fullmatch(r"[A-Z][A-Za-z0-9 ,.!?'-]*[.!?]", said)
+
+
+def test_it_admits_what_it_was_not_told(model: Any, tokenizer: Any) -> None:
+    said = reply(model, tokenizer, say("What is the code for the iron gate?"))
+    assert "not know" in said
+
+
+# --- training ----------------------------------------------------------------------------------
+
+
+def test_loss_weights_mark_what_the_assistant_says(tokenizer: Any) -> None:
+    text = "<|bos|><|user|>a 1<|end|><|assistant|>b 2<|end|><|user|>c<|end|>"
+    ids = torch.tensor([tokenizer(text).input_ids])
+    raw = tokenizer.backend_tokenizer
+    weight = rows.weights(ids, 6, rows.assistant_id(raw), rows.digit_table(raw))[0].tolist()
+    by_token = dict(zip(enumerate(tokenizer.convert_ids_to_tokens(ids[0])[1:]), weight, strict=True))
+    heavy = [(token, w) for (_, token), w in by_token.items() if w > 1]
+    assert heavy == [("b", 15.0), ("Ġ", 15.0), ("2", 50.0), ("<|end|>", 15.0)]
+
+
+def test_batches_do_not_depend_on_the_number_of_workers() -> None:
+    stages = [rows.Stage(4096, (128, 512), (0.5, 0.5))]
+    batches = rows.Batches(str(pocket.path() / "tokenizer.json"), stages, 1024, seed=1)
+    one, two = list(batches), list(batches)
+    assert len(one) == 4
+    assert all(torch.equal(a, b) and a.numel() == 1024 for a, b in zip(one, two, strict=True))
+
+
+def test_a_very_short_training_lowers_the_loss(tmp_path: Path, monkeypatch: Any) -> None:
+    small = vocabulary.build(conversations=200, size=512)
+    monkeypatch.setattr(vocabulary, "build", lambda: small)
+    plan = replace(
+        train.SMOKE, hidden=64, inner=128, stages=(rows.Stage(41_000, (128,), (1.0,)),),
+        batch=1024, warmup=5, checks=(),
+    )
+    losses = train.train(plan, tmp_path, device="cpu", workers=0, log_every=10)
+    assert losses[-1] < 0.9 * losses[0]
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert again.config.vocab_size == len(AutoTokenizer.from_pretrained(tmp_path)) == 512
+
+
+def test_the_modules_reload() -> None:
+    assert importlib.reload(corpus).conversation(Random(1), 100)
