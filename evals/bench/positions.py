@@ -2,7 +2,9 @@
 
 'at attention': a key stays as the model made it, with the shift its position has moved down since;
 attention rotates a copy, once, whatever happened before. 'in place': every eviction rotates the
-stored keys a little further, and rounds them each time. Reads `budgets`, `evictions`, `repeats`.
+stored keys a little further and rounds them each time; in bfloat16 the turn of a slow frequency is
+smaller than the rounding, so that such a pair never moves at all. Reads `budgets`, `evictions`,
+`repeats`.
 """
 
 from __future__ import annotations
