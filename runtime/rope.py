@@ -53,7 +53,7 @@ def _parameters(config: Any, layer_type: str) -> dict[str, Any]:
     parameters = getattr(config, "rope_parameters", None)
     if parameters is not None:
         return dict(parameters.get(layer_type, parameters))
-    return {"rope_theta": config.rope_theta, **(config.rope_scaling or {})}
+    return {"rope_theta": config.rope_theta, **(getattr(config, "rope_scaling", None) or {})}
 
 
 class Rotation:

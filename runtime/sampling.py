@@ -23,17 +23,17 @@ UNSUPPORTED = {"num_beams": 1, "penalty_alpha": None, "num_return_sequences": 1,
 
 
 class Sampler:
-    """Draws the next token as a `GenerationConfig` says, reproducibly.
+    """Draws the next token as a `GenerationConfig` says.
 
     Args:
         config: temperature, top_k, top_p, min_p, repetition_penalty, do_sample.
-        seed: of the draws; None takes a new one.
+        generator: of the draws, on the CPU: one seed gives the same on any device.
 
     Raises:
         UnsupportedModel: for beams and other modes that reorder the cache.
     """
 
-    def __init__(self, config: GenerationConfig, seed: int | None = None) -> None:
+    def __init__(self, config: GenerationConfig, generator: torch.Generator) -> None:
         for name, neutral in UNSUPPORTED.items():
             value = getattr(config, name, neutral)
             if value not in (neutral, None):
@@ -42,8 +42,7 @@ class Sampler:
                     f"tokens cannot come back. Use {name}={neutral}"
                 )
         self.greedy = not config.do_sample or config.temperature == 0
-        self.generator = torch.Generator()
-        self.generator.manual_seed(torch.seed() if seed is None else seed)
+        self.generator = generator
         self.processors = _processors(config, self.greedy)
 
     def next(self, logits: Tensor, history: Tensor) -> Tensor:
@@ -51,7 +50,7 @@ class Sampler:
         scores: Tensor = self.processors(history, logits.float())
         if self.greedy:
             return scores.argmax(-1)
-        weights = scores.softmax(-1).cpu()  # drawn on the CPU: one seed, the same on any device
+        weights = scores.softmax(-1).cpu()
         return torch.multinomial(weights, 1, generator=self.generator)[:, 0].to(logits.device)
 
 

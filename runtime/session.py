@@ -82,11 +82,11 @@ class Session:
         self.system = system
         self.messages: list[Message] = []
         self.generation = copy.deepcopy(generation or runtime.model.generation_config)
-        self.seed = seed
         self.turn = Turn()
         self.on_block: Callable[[int, int], None] | None = None
         """Called while a prompt is read: (tokens read, tokens of the prompt)."""
-        self._sampler: Sampler | None = None
+        self._draws = torch.Generator()
+        self._seed(seed)
         self._loop = BlockLoop(runtime.model, runtime.new_cache())
 
     @property
@@ -157,7 +157,6 @@ class Session:
         self.cache.reset()
         self.messages.clear()
         self.turn = Turn()
-        self._sampler = None
 
     def encode(self, text: str, *, special: bool = False) -> list[int]:
         """Token ids of `text`; `special` lets the tokenizer add its opening token."""
@@ -180,8 +179,7 @@ class Session:
     def _generate(self, ids: list[int]) -> Iterator[str]:
         """Read `ids` and stream what follows; `self.turn` is filled as it goes."""
         config, device = self.generation, self.runtime.model.device
-        if self._sampler is None:
-            self._sampler = Sampler(config, self.seed)
+        sampler = Sampler(config, self._draws)
         stream = TextStream(self.runtime.tokenizer, config.stop_strings or ())
         limit = config.max_new_tokens or MAX_NEW_TOKENS
         ends = _as_list(config.eos_token_id)
@@ -193,7 +191,7 @@ class Session:
         # A penalty looks back at this turn only: the history of a conversation has no bound.
         history = prompt[:, -self.runtime.plan.budget_tokens :]
         while True:
-            token = self._sampler.next(logits, history)
+            token = sampler.next(logits, history)
             now = time.perf_counter()
             turn.completion_tokens += 1
             if turn.completion_tokens == 1:
@@ -220,11 +218,19 @@ class Session:
             ValueError: transformers refuses the value.
         """
         if "seed" in options:
-            self.seed = options.pop("seed")
-        self.generation.update(**options)
+            self._seed(options.pop("seed"))
         if "temperature" in options:
             self.generation.do_sample = options["temperature"] > 0
-        self._sampler = Sampler(self.generation, self.seed)
+        elif options.keys() & {"top_p", "top_k", "min_p"}:
+            self.generation.do_sample = True
+        self.generation.update(**options)
+
+    def _seed(self, seed: int | None) -> None:
+        self.seed = seed
+        if seed is None:
+            self._draws.seed()
+        else:
+            self._draws.manual_seed(seed)
 
 
 def _as_list(ids: Any) -> list[int]:

@@ -1,0 +1,212 @@
+"""A slow, independent reference: what a budgeted cache should compute, as plainly as can be.
+
+Nothing of kvcap is used. It is another cache and another attention function for the same models:
+per head a Python list of tokens with unrotated keys, float64, sorted by time, scored by loops.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+NAME = "slow_reference"
+
+
+@dataclass
+class Slot:
+    time: int
+    key: Tensor  # [D] unrotated, float64
+    value: Tensor  # [D]
+    mass: float = 0.0  # H2O's state
+
+
+@dataclass
+class Setting:
+    policy: str
+    budget: int
+    positions: str
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+def rotate(x: Tensor, position: float, inv_freq: Tensor) -> Tensor:
+    """X [D] at another position, the halves (i, i + R/2) paired."""
+    half = len(inv_freq)
+    out = x.clone()
+    for i in range(half):
+        cos, sin = math.cos(position * inv_freq[i]), math.sin(position * inv_freq[i])
+        out[i] = x[i] * cos - x[i + half] * sin
+        out[i + half] = x[i + half] * cos + x[i] * sin
+    return out
+
+
+class ReferenceLayer(CacheLayerMixin):
+    is_sliding = False
+
+    def __init__(self, setting: Setting, inv_freq: Tensor | None) -> None:
+        super().__init__()
+        self.setting, self.inv_freq, self.seen = setting, inv_freq, 0
+        self.heads: list[list[Slot]] = []
+        self.queries: list[list[Tensor]] = []  # per query head, unrotated, all of them
+
+    def lazy_initialization(self, *_: Any) -> None: ...
+
+    def update(self, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        self.heads = self.heads or [[] for _ in range(keys.shape[1])]
+        for head, slots in enumerate(self.heads):
+            for t in range(keys.shape[2]):
+                raw = self.unrotate(keys[0, head, t].double(), self.seen + t)
+                slots.append(Slot(self.seen + t, raw, values[0, head, t].double()))
+        self.seen += keys.shape[2]
+        keys = keys.clone()
+        keys.reference = self
+        return keys, values
+
+    def unrotate(self, x: Tensor, position: int) -> Tensor:
+        return x if self.inv_freq is None else rotate(x, -position, self.inv_freq)
+
+    def place(self, x: Tensor, position: int) -> Tensor:
+        return x if self.inv_freq is None else rotate(x, position, self.inv_freq)
+
+    def attend(self, query: Tensor, scaling: float) -> Tensor:
+        heads, length = query.shape[1], query.shape[2]
+        self.queries = self.queries or [[] for _ in range(heads)]
+        out = torch.zeros_like(query, dtype=torch.float64)
+        group = heads // len(self.heads)
+        start = self.seen - length
+        for h in range(heads):
+            for t in range(length):
+                self.queries[h].append(self.unrotate(query[0, h, t].double(), start + t))
+            for t in range(length):
+                weights = self.row(h, h // group, start + t, scaling)
+                for weight, slot in zip(weights, self.heads[h // group], strict=True):
+                    out[0, h, t] += weight * slot.value
+        self.evict(group, length, scaling)
+        return out.to(query.dtype)
+
+    def position(self, slots: list[Slot], time: int) -> int:
+        """Where a token counts: its own time, or right-aligned by rank in compact mode."""
+        if self.setting.positions == "true":
+            return time
+        older = sum(s.time < time for s in slots)
+        held = [s.time for s in slots]
+        # A query whose own token is gone counts back from the newest.
+        return older if time in held else len(slots) - (self.seen - time)
+
+    def row(self, h: int, k: int, time: int, scaling: float) -> list[float]:
+        """Attention of query head h at `time` over KV head k's slots, 0 for later tokens."""
+        slots = self.heads[k]
+        q = self.place(self.queries[h][time], self.position(slots, time))
+        logits = [
+            float(q @ self.place(s.key, self.position(slots, s.time))) * scaling
+            if s.time <= time
+            else -math.inf
+            for s in slots
+        ]
+        top = max(logits)
+        exps = [math.exp(z - top) for z in logits]
+        return [e / sum(exps) for e in exps]
+
+    def evict(self, group: int, length: int, scaling: float) -> None:
+        rows = {}
+        if self.setting.policy in ("tova", "h2o", "snapkv"):
+            count = {
+                "tova": 1,
+                "h2o": length,
+                "snapkv": self.setting.options.get("window", 32),
+            }[self.setting.policy]
+            times = range(max(0, self.seen - count), self.seen)
+            for h in range(len(self.queries)):
+                rows[h] = [self.row(h, h // group, t, scaling) for t in times]
+        scored = [self.score(k, group, rows) for k in range(len(self.heads))]
+        for k, slots in enumerate(self.heads):
+            pinned = [s.time < self.sinks() or s.time >= self.seen - self.recents() for s in slots]
+            order = sorted(range(len(slots)), key=lambda j: (not pinned[j], -scored[k][j]))
+            kept = sorted(order[: self.setting.budget])
+            self.heads[k] = [slots[j] for j in kept]
+
+    def sinks(self) -> int:
+        return self.setting.options.get("sinks", 4) if self.setting.policy == "streaming_llm" else 0
+
+    def recents(self) -> int:
+        options, budget = self.setting.options, self.setting.budget
+        return {
+            "h2o": int(options.get("recent", 0.5) * budget),
+            "snapkv": min(options.get("window", 32), budget),
+            "keydiff": int(options.get("recent", 0.0) * budget),
+        }.get(self.setting.policy, 0)
+
+    def score(self, k: int, group: int, rows: dict[int, list[list[float]]]) -> list[float]:
+        slots, options = self.heads[k], self.setting.options
+        policy = self.setting.policy
+        if policy == "streaming_llm":
+            return [s.time for s in slots]
+        keys = [self.place(s.key, self.position(slots, s.time)) for s in slots]
+        if policy == "knorm":
+            return [-float(key.norm()) for key in keys]
+        if policy == "keydiff":
+            if options.get("anchor") == "unit_mean":
+                mean = sum(key / key.norm() for key in keys) / len(keys)
+            else:
+                mean = sum(keys) / len(keys)
+            return [-float(key @ mean / (key.norm() * mean.norm())) for key in keys]
+        mine = [rows[h] for h in range(k * group, (k + 1) * group)]
+        n = len(slots)
+        if policy == "tova":
+            return [sum(head[-1][j] for head in mine) / group for j in range(n)]
+        if policy == "h2o":
+            for j, slot in enumerate(slots):
+                slot.mass += sum(row[j] for head in mine for row in head) / group
+            return [slot.mass for slot in slots]
+        assert policy == "snapkv"
+        half = options.get("kernel", 7) // 2
+        scores = [0.0] * n
+        for head in mine:
+            sums = [sum(row[j] for row in head) for j in range(n)]
+            for j in range(n):
+                near = sums[max(0, j - half) : j + half + 1]
+                pooled = max(near) if options.get("pool", "max") == "max" else sum(near) / len(near)
+                scores[j] += pooled / group
+        return scores
+
+    def get_seq_length(self) -> int:
+        return self.seen
+
+    def get_mask_sizes(self, _: Any) -> tuple[int, int]:
+        return 1, 0  # no mask is built for this attention
+
+    def get_max_cache_shape(self) -> int:
+        return -1
+
+    get_max_length = get_max_cache_shape
+
+
+class ReferenceCache(Cache):
+    def __init__(self, model: Any, setting: Setting) -> None:
+        rotary = getattr(model.model, "rotary_emb", None)
+        inv_freq = rotary.inv_freq.double()
+        rotated = getattr(model.config, "no_rope_layers", None) or [1] * 99
+        super().__init__(
+            layers=[
+                ReferenceLayer(setting, inv_freq if rotated[i] else None)
+                for i in range(model.config.num_hidden_layers)
+            ]
+        )
+
+    def kept(self, layer: int) -> list[list[int]]:
+        return [[slot.time for slot in slots] for slots in self.layers[layer].heads]
+
+
+def _forward(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any
+) -> Any:
+    out = key.reference.attend(query, kwargs["scaling"])
+    return out.transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register(NAME, _forward)

@@ -1,0 +1,85 @@
+"""The plan: bytes from the config alone, and what is refused."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from conftest import FAMILIES, tiny_config, tiny_model
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvcap import KvcapError, MemoryPlan, PolicyError
+from kvcap.runtime.errors import PlanInfeasible
+from kvcap.runtime.plan import parse_bytes
+
+CONFIG = tiny_config("llama")  # 2 layers, 2 KV heads of 16
+
+
+def test_bytes_by_hand():
+    plan = MemoryPlan.of(
+        CONFIG, policy="h2o", kv_budget_tokens=100, block_size=28, dtype=torch.bfloat16
+    )
+    slots = 2 * 2 * 128  # layers · KV heads · (N + T)
+    assert plan.keys_values == slots * 2 * 16 * 2
+    assert plan.slot_positions == slots * (4 + 4)
+    assert plan.policy_state == slots * 4
+    assert plan.query_window == 0
+    assert plan.rotation_table == 129 * 16 * 4
+    assert plan.cache_bytes == slots * (64 + 8 + 4) + 129 * 64
+    window = MemoryPlan.of(CONFIG, policy="snapkv", kv_budget_tokens=100, dtype=torch.bfloat16)
+    assert window.query_window == 2 * (32 * 4 * 16 * 2 + 32 * 4)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_weights_are_counted_without_loading_them(family):
+    model = tiny_model(family)
+    plan = MemoryPlan.of(model.config, dtype=torch.float32)
+    assert plan.weights == sum(p.numel() * 4 for p in model.parameters())
+
+
+@given(cap=st.integers(20_000, 3_000_000), policy=st.sampled_from(["keydiff", "h2o", "snapkv"]))
+def test_a_byte_budget_takes_the_most_slots_that_fit(cap, policy):
+    plan = MemoryPlan.of(CONFIG, policy=policy, kv_budget=cap, dtype=torch.float32)
+    one_more = MemoryPlan.of(
+        CONFIG, policy=policy, kv_budget_tokens=plan.budget_tokens + 1,
+        block_size=plan.block_size, dtype=torch.float32,
+    )  # fmt: skip
+    assert plan.cache_bytes <= cap < one_more.cache_bytes
+    assert plan.block_size <= 128
+    assert plan.budget_tokens >= 2 * plan.block_size
+
+
+def test_what_is_infeasible_names_what_is_not():
+    for block in (1, 64, None):
+        with pytest.raises(PlanInfeasible, match="the least that works is") as caught:
+            MemoryPlan.of(CONFIG, kv_budget=500, block_size=block, dtype=torch.float32)
+        assert isinstance(caught.value, KvcapError)
+        least = int(re.search(r"works is ([\d,]+)", str(caught.value))[1].replace(",", ""))
+        plan = MemoryPlan.of(CONFIG, kv_budget=least, block_size=block or 1, dtype=torch.float32)
+        assert plan.budget_tokens == 1
+    with pytest.raises(PlanInfeasible, match="not both"):
+        MemoryPlan.of(CONFIG, kv_budget="1MiB", kv_budget_tokens=5)
+    with pytest.raises(PlanInfeasible, match="block_size=0"):
+        MemoryPlan.of(CONFIG, block_size=0)
+    with pytest.raises(PolicyError, match="1 or more"):
+        MemoryPlan.of(CONFIG, kv_budget_tokens=0)
+    with pytest.raises(PolicyError, match="at least 4"):
+        MemoryPlan.of(CONFIG, kv_budget_tokens=3, policy="streaming_llm")
+    with pytest.raises(PlanInfeasible, match="positions='sideways'"):
+        MemoryPlan.of(CONFIG, positions="sideways")
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("4096", 4096), ("256KiB", 262144), ("1.5 MB", 1_500_000), ("2G", 2 * 10**9), ("1gib", 2**30)],
+)
+def test_sizes(text, size):
+    assert parse_bytes(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "lots", "-1KiB", "1KiBi", "12 parsecs", "i"])
+def test_bad_sizes(text):
+    with pytest.raises(PlanInfeasible, match="is not a size"):
+        parse_bytes(text)

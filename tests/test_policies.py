@@ -1,0 +1,346 @@
+"""Scores against plain formulas, golden facts, options, names and selection."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import kvcap
+from kvcap import policies
+from kvcap.policies import Eviction, Observation, Policy, PolicyError, load_policy
+from kvcap.policies.base import pool_in_time
+
+
+def observe(
+    n: int = 23,
+    *,
+    batch: int = 2,
+    kv_heads: int = 2,
+    group: int = 2,
+    size: int = 8,
+    window: int = 5,
+    budget: int = 10,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    gaps: bool = True,
+) -> Observation:
+    """Random slots in no order, with gaps between the tokens' times as after evictions."""
+    g = torch.Generator().manual_seed(seed)
+    shape = (batch, kv_heads, n, size)
+    times = torch.stack(
+        [
+            torch.cat(
+                (torch.randperm(2 * n, generator=g)[: n - window], 2 * n + torch.arange(window))
+            )
+            if gaps
+            else torch.arange(n)
+            for _ in range(batch * kv_heads)
+        ]
+    )
+    order = torch.stack([torch.randperm(n, generator=g) for _ in range(batch * kv_heads)])
+    return Observation(
+        keys=torch.randn(shape, generator=g).to(dtype),
+        values=torch.randn(shape, generator=g).to(dtype),
+        positions=times.gather(1, order).view(batch, kv_heads, n).int(),
+        seen=2 * n + window if gaps else n,
+        budget=budget,
+        queries=torch.randn(batch, kv_heads * group, window, size, generator=g).to(dtype),
+        scaling=size**-0.5,
+        state={"accumulated": torch.zeros(batch, kv_heads, n)},
+    )
+
+
+def attention_by_loops(seen: Observation) -> torch.Tensor:
+    """[B, K, G, w, n] with Python loops and math.exp."""
+    batch, kv_heads, n, _ = seen.keys.shape
+    group, w = seen.groups, seen.queries.shape[2]
+    out = torch.zeros(batch, kv_heads, group, w, n, dtype=torch.float64)
+    for b in range(batch):
+        for h in range(kv_heads * group):
+            for t in range(w):
+                now = seen.seen - w + t
+                k = h // group
+                z = [
+                    float(seen.queries[b, h, t].double() @ seen.keys[b, k, j].double())
+                    * seen.scaling
+                    if seen.positions[b, k, j] <= now
+                    else -math.inf
+                    for j in range(n)
+                ]
+                exps = [math.exp(x - max(z)) for x in z]
+                out[b, k, h % group, t] = torch.tensor(exps) / sum(exps)
+    return out
+
+
+def same(a: torch.Tensor, b: torch.Tensor) -> None:
+    torch.testing.assert_close(a.double(), b.double(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("group", [1, 2, 4, 8])
+@pytest.mark.parametrize("n", [7, 23])
+def test_attention_is_causal_softmax_on_unordered_slots(group, n):
+    seen = observe(n, group=group)
+    same(seen.attention, attention_by_loops(seen))
+    expected = torch.einsum("bkgwn,bknd->bkgwd", attention_by_loops(seen), seen.values.double())
+    same(seen.output, expected)
+
+
+def test_masked_logits_are_finite_and_softcap_applies():
+    seen = observe(gaps=False)  # some slots are newer than some queries
+    assert torch.isfinite(seen.logits).all()
+    assert (seen.logits[~seen.visible.expand_as(seen.logits)] == 0).all()
+    capped = observe(gaps=False)
+    capped.softcap = 0.5
+    same(capped.logits, 0.5 * torch.tanh(seen.logits / 0.5))
+
+
+@pytest.mark.parametrize("group", [1, 4])
+def test_tova_h2o_snapkv_are_sums_of_attention(group):
+    seen = observe(group=group)
+    a = attention_by_loops(seen)
+    same(load_policy("tova").policy.score(seen), a[..., -1, :].mean(2))
+    layer = load_policy("tova", across="layer").policy.score(seen)
+    same(layer, a[..., -1, :].mean(2).mean(1, keepdim=True).expand_as(layer))
+    same(load_policy("h2o").policy.update(seen)["accumulated"], a.sum(-2).mean(2))
+    summed = a.sum(-2)  # [B, K, G, n]
+    for pool in ("max", "avg"):
+        policy = load_policy("snapkv", window=5, kernel=3, pool=pool).policy
+        expected = torch.zeros(2, 2, 23, dtype=torch.float64)
+        for b in range(2):
+            for k in range(2):
+                order = seen.positions[b, k].argsort().tolist()
+                for place, slot in enumerate(order):
+                    near = order[max(0, place - 1) : place + 2]
+                    for g in range(group):
+                        x = summed[b, k, g, near]
+                        expected[b, k, slot] += (x.max() if pool == "max" else x.mean()) / group
+        same(policy.score(seen), expected)
+
+
+def test_h2o_adds_to_what_was_accumulated():
+    seen = observe()
+    before = torch.rand(2, 2, 23)
+    first = load_policy("h2o").policy.update(seen)["accumulated"]
+    seen.state = {"accumulated": before}
+    same(load_policy("h2o").policy.update(seen)["accumulated"], before + first)
+
+
+def test_keydiff_by_its_formula():
+    seen = observe()
+    keys = seen.keys.double()
+    mean = keys.mean(2, keepdim=True)
+    cos = (keys * mean).sum(-1) / keys.norm(dim=-1) / mean.norm(dim=-1)
+    same(load_policy("keydiff").policy.score(seen), -cos)
+    same(load_policy("keydiff", metric="dot").policy.score(seen), -(keys * mean).sum(-1))
+    distance = (keys - mean).norm(dim=-1)
+    same(load_policy("keydiff", metric="euclidean").policy.score(seen), distance)
+    median = keys.median(2, keepdim=True).values
+    cos = (keys * median).sum(-1) / keys.norm(dim=-1) / median.norm(dim=-1)
+    same(load_policy("keydiff", anchor="median").policy.score(seen), -cos)
+
+
+def test_keydiff_pairwise_and_unit_mean_keep_the_same():
+    """Eq. 7 = Eq. 8: the mean cosine is the cosine with the mean unit key times a constant."""
+    seen = observe(40, budget=12)
+    kept = [
+        set(
+            load_policy("keydiff", anchor=anchor).policy.score(seen)[0, 0].topk(12).indices.tolist()
+        )
+        for anchor in ("pairwise", "unit_mean")
+    ]
+    assert kept[0] == kept[1]
+
+
+def test_zero_keys_are_no_nan():
+    seen = observe()
+    seen.keys = torch.zeros_like(seen.keys)
+    for name in ("keydiff", "knorm", "tova", "snapkv"):
+        assert torch.isfinite(load_policy(name).policy.score(seen)).all()
+
+
+def test_knorm_and_streaming_llm():
+    seen = observe()
+    same(load_policy("knorm").policy.score(seen), -seen.keys.double().norm(dim=-1))
+    eviction = load_policy("streaming_llm", sinks=3)
+    gone = seen.positions.gather(-1, eviction.select(seen, 13))
+    for b in range(2):
+        for k in range(2):
+            times = sorted(seen.positions[b, k].tolist())
+            sinks = [t for t in times if t < 3]
+            rest = [t for t in times if t >= 3]
+            assert sorted(gone[b, k].tolist()) == rest[:13], sinks
+
+
+def test_random_depends_on_the_token_alone():
+    seen = observe()
+    policy = load_policy("random", seed=3).policy
+    scores = policy.score(seen)
+    order = seen.positions.argsort(-1)
+    shuffled = observe()
+    shuffled.positions = seen.positions.gather(-1, order)
+    same(policy.score(shuffled), scores.gather(-1, order))
+    other = load_policy("random", seed=4).policy.score(seen)
+    assert not torch.equal(scores, other)
+    positions = torch.arange(100_000, dtype=torch.int32).expand(1, 2, -1)
+    shuffled.positions = positions
+    many = policy.score(shuffled)
+    assert abs(float(many.mean()) / 2**24 - 0.5) < 0.01
+    correlation = torch.corrcoef(torch.cat((many[0], positions[0, :1].float())))
+    assert correlation.fill_diagonal_(0).abs().max() < 0.02
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", [n for n in policies.policies() if n != "full"])
+def test_low_precision_inputs_score_in_float32(name, dtype):
+    """The same numbers, given in low precision, are scored as float32 scores them."""
+    seen = observe(dtype=dtype)
+    wide = observe(dtype=dtype)
+    wide.keys, wide.values, wide.queries = (
+        seen.keys.float(),
+        seen.values.float(),
+        seen.queries.float(),
+    )
+    policy = load_policy(name).policy
+    assert policy.score(seen).dtype == torch.float32
+    assert torch.equal(policy.score(seen), policy.score(wide))
+
+
+@pytest.mark.parametrize("pool", ["max", "avg"])
+def test_pooling_goes_through_time(pool):
+    scores = torch.tensor([[[5.0, 1.0, 3.0]]])
+    positions = torch.tensor([[[30, 10, 20]]])  # in time: 1, 3, 5
+    pooled = pool_in_time(scores, positions, 3, pool)
+    expected = [5.0, 3.0, 5.0] if pool == "max" else [4.0, 2.0, 3.0]
+    assert pooled[0, 0].tolist() == expected
+
+
+@given(seed=st.integers(0, 10_000), extreme=st.sampled_from([math.inf, -math.inf, math.nan, 3e38]))
+def test_pins_survive_any_score(seed, extreme):
+    """Pinning is a mask: infinite, huge or missing scores cannot push a pinned token out."""
+
+    @dataclass(frozen=True)
+    class Wild(Policy):
+        observes: ClassVar = frozenset({"keys"})
+
+        def score(self, seen: Observation) -> torch.Tensor:
+            g = torch.Generator().manual_seed(seed)
+            scores = torch.randn(seen.positions.shape, generator=g)
+            return scores.masked_fill(scores > 0, extreme)
+
+    seen = observe(seed=seed, gaps=False)
+    eviction = Eviction(Wild(), sink_tokens=4, recent_tokens=6)
+    gone = seen.positions.gather(-1, eviction.select(seen, 13))
+    assert (gone >= 4).all()
+    assert (gone < 23 - 6).all()
+    assert all(len(set(head.tolist())) == 13 for head in gone.flatten(0, 1))
+
+
+def test_names_presets_and_nearest():
+    names = policies.policies()
+    assert {"keydiff", "streaming_llm", "knorm", "tova", "h2o", "snapkv", "random", "full"} <= set(
+        names
+    )
+    assert load_policy("keydiff-window").policy.recent == 0.2
+    assert load_policy("keydiff-window", recent=0.1).policy.recent == 0.1
+    with pytest.raises(PolicyError, match="did you mean 'keydiff'"):
+        load_policy("keydif")
+    with pytest.raises(PolicyError, match="did you mean 'anchor'"):
+        load_policy("keydiff", anchr="mean")
+    with pytest.raises(PolicyError, match="sink_tokens"):
+        load_policy("keydiff", sinktokens=3)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("keydiff", {"anchor": "mode"}),
+        ("keydiff", {"metric": "manhattan"}),
+        ("keydiff", {"recent": 1.0}),
+        ("keydiff", {"recent": "much"}),
+        ("streaming_llm", {"sinks": -1}),
+        ("tova", {"across": "model"}),
+        ("h2o", {"recent": -0.1}),
+        ("snapkv", {"window": 0}),
+        ("snapkv", {"kernel": 4}),
+        ("snapkv", {"pool": "sum"}),
+        ("random", {"seed": -1}),
+        ("keydiff", {"sink_tokens": -1}),
+    ],
+)
+def test_bad_options_are_refused_by_name(name, options):
+    with pytest.raises(PolicyError):
+        load_policy(name, **options)
+
+
+def test_pins_larger_than_the_budget():
+    eviction = load_policy("streaming_llm", sinks=8)
+    with pytest.raises(PolicyError, match="at least 8"):
+        eviction.check(eviction.split(6, 2))
+    with pytest.raises(PolicyError, match="1 or more"):
+        eviction.check(eviction.split(0, 2))
+
+
+def test_slots_of_an_eviction_compose():
+    """A saliency replaces attention, a rescorer the scores, a layer budget the split."""
+    seen = observe()
+    saliency = Eviction(load_policy("tova").policy, saliency=lambda o: o.attention**2)
+    seen.saliency = saliency.saliency
+    same(saliency.policy.score(seen), (attention_by_loops(seen)[..., -1, :] ** 2).mean(2))
+
+    class Flip:
+        def rescore(self, scores, seen):
+            return -scores
+
+    plain = load_policy("knorm")
+    flipped = Eviction(plain.policy, rescorer=Flip())
+    a = plain.select(seen, 11)[0, 0].tolist()
+    b = flipped.select(seen, 12)[0, 0].tolist()
+    assert not set(a) & set(b)
+
+    class Funnel:
+        def split(self, budget, layers):
+            return [budget + (layers - 1 - 2 * i) for i in range(layers)]
+
+    assert Eviction(plain.policy, layer_budget=Funnel()).split(10, 3) == [12, 10, 8]
+    with pytest.raises(PolicyError, match="ragged"):
+        Eviction(plain.policy, head_budget=object())
+
+
+def test_third_party_policy_by_entry_point(monkeypatch):
+    @dataclass(frozen=True)
+    class Newest(Policy):
+        observes: ClassVar = frozenset({"positions"})
+
+        def score(self, seen: Observation) -> torch.Tensor:
+            return seen.positions.float()
+
+    class Point:
+        name, value = "newest", "elsewhere:Newest"
+
+        def load(self):
+            return Newest
+
+    monkeypatch.setattr(policies, "entry_points", lambda group: [Point()])
+    policies.policies.cache_clear()
+    assert isinstance(load_policy("newest").policy, Newest)
+    Point.name = "keydiff"
+    policies.policies.cache_clear()
+    with pytest.raises(PolicyError, match="kvcap's own name"):
+        load_policy("keydiff")
+    monkeypatch.undo()
+    policies.policies.cache_clear()
+
+
+def test_every_policy_documents_itself():
+    for name, (cls, _) in policies.policies().items():
+        assert cls.paper, name
+        assert cls.formula, name
+        assert cls.__doc__, name
+        assert cls.observes <= policies.base.policy.VIEWS, name
+    assert kvcap.load_policy("full").policy.evicts is False
