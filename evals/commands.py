@@ -68,12 +68,13 @@ def eval_command(
         device=device,
         batch_size=batch_size,
     )
-    with _meter("{task.completed}/{task.total} cells", "{task.fields[last]}") as progress:
-        meter = progress.add_task("eval", total=None, last="")
+    with _meter("{task.completed}/{task.total} cells") as progress:
+        meter = progress.add_task("eval", total=None)
 
         def report(done: int, total: int, cell: Cell | None) -> None:
-            last = _cell_line(cell) if cell else ""
-            progress.update(meter, completed=done, total=total, last=last)
+            progress.update(meter, completed=done, total=total)
+            if cell is not None:
+                progress.console.print(_cell_line(cell))
 
         cells = run(sweep, out, report)
     print(jsonlib.dumps([cell.as_dict() for cell in cells]) if json else results(cells))
@@ -177,7 +178,11 @@ def _numbers(option: str, text: str) -> tuple[int, ...]:
 
 def _cell_line(cell: Cell) -> str:
     s = cell.setting
-    return f"{s.policy} {s.positions} {s.budget or 'uncapped'} at {s.length:,}: {cell.score:.2f}"
+    budget = "uncapped" if s.budget is None else f"{s.budget} slots"
+    return (
+        f"{cell.score:.2f}  {s.task}, {s.length:,} tokens, {s.policy}, {budget}, {s.positions}"
+        f"  ({cell.seconds:.1f} s)"
+    )
 
 
 def _figures(demo: Demo) -> str:

@@ -1,7 +1,7 @@
 """A sweep: policies × budgets × positions × tasks × lengths, every cell under its own cap.
 
 Writes `cells.jsonl`, a line as soon as a cell is finished, and `results.md`. A sweep that is run
-again with the same folder runs only the cells that are missing.
+again with the same folder and version of kvcap runs only the cells that are missing.
 """
 
 from __future__ import annotations
@@ -117,7 +117,8 @@ def run(
     for setting in settings:
         new_cache(config, setting)
     path = out / "cells.jsonl"
-    done = {cell.setting: cell for cell in read_cells(path)}
+    current = versions()["kvcap"]  # cells of another version are measured anew
+    done = {c.setting: c for c in read_cells(path) if c.versions["kvcap"] == current}
     missing = [setting for setting in settings if setting not in done]
     prompts = _prompts(AutoTokenizer.from_pretrained(where), missing) if missing else {}
     out.mkdir(parents=True, exist_ok=True)

@@ -212,6 +212,14 @@ def test_an_interrupted_sweep_goes_on_where_it_stopped(
     assert run(sweep, tmp_path) == cells  # nothing is missing: no model is loaded
 
 
+def test_cells_of_another_version_are_measured_anew(
+    sweep: Sweep, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run(sweep, tmp_path)
+    monkeypatch.setattr("kvcap.__version__", "99")
+    assert {cell.versions["kvcap"] for cell in run(sweep, tmp_path)} == {"99"}
+
+
 @pytest.mark.parametrize(
     ("change", "error", "match"),
     [
