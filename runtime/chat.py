@@ -67,8 +67,7 @@ class Chat:
         ]
         if runtime.name == POCKET:
             lines.append(
-                "pocket is a small model for tests and demonstrations: it recalls what it is told "
-                "and knows nothing else"
+                "pocket is a small test and demonstration model: it only knows what it is told"
             )
         return [*lines, "/help lists the commands · Ctrl-C stops an answer · Ctrl-D leaves"]
 
@@ -95,7 +94,7 @@ class Chat:
     def _set(self, rest: str) -> None:
         name, _, value = rest.partition(" ")
         if not name:
-            dim("\n".join(f"{key} = {self._setting(key)}" for key in SETTINGS))
+            dim("\n".join(map(self._setting, SETTINGS)))
             return
         if name not in SETTINGS:
             close = difflib.get_close_matches(name, SETTINGS, n=1)
@@ -105,24 +104,25 @@ class Chat:
             self.session.generation.stop_strings = None
         else:
             self.session.set_generation(**Sampling.parse(name, value.strip()).given())
-        dim(f"{name} = {self._setting(name)}")
+        dim(self._setting(name))
 
-    def _setting(self, name: str) -> object:
+    def _setting(self, name: str) -> str:
         generation = self.session.generation
+        value = getattr(generation, "stop_strings" if name == "stop" else name, None)
         if name == "seed":
-            return self.session.seed
-        if name == "temperature" and not generation.do_sample:
-            return 0
-        if name == "max_new_tokens":
-            return generation.max_new_tokens or MAX_NEW_TOKENS
-        return getattr(generation, "stop_strings" if name == "stop" else name, None)
+            value = self.session.seed
+        elif name == "max_new_tokens":
+            value = value or MAX_NEW_TOKENS
+        elif name == "temperature" and not generation.do_sample:
+            value = 0
+        return f"{name} = {'not set' if value is None else value}"
 
     def _stats(self, _: str) -> None:
         stats = self.session.stats
         turns = sum(message["role"] == "user" for message in self.session.messages)
         turn = stats.turn
         dim(
-            f"{turns:,} turns · policy {stats.policy} · {figures(stats)}\n"
+            f"turns {turns:,} · policy {stats.policy} · {figures(stats)}\n"
             f"last answer: read {turn.prompt_tokens:,} tokens, first word after {turn.ttft_s:.2f} "
             f"s, wrote {turn.completion_tokens:,} tokens at {turn.decode_tok_s:,.0f} tok/s, "
             f"ended by {turn.finish_reason}"
@@ -137,6 +137,8 @@ class Chat:
         )
 
     def _policy(self, rest: str) -> None:
+        if not rest:
+            raise ValueError("give a policy, such as /policy snapkv window=16; see kvcap policies")
         name, *texts = shlex.split(rest)
         old = self.session
         pins = {
@@ -181,7 +183,7 @@ class Chat:
     }
 
 
-REREAD = "; the conversation is read again with the next message, evicted tokens included"
+REREAD = "; the next message reads the conversation again"
 
 
 def joined(lines: Iterable[str]) -> Iterator[str]:

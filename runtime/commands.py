@@ -181,9 +181,6 @@ def start(runtime: Runtime, running: Running, sampling: Sampling) -> Session:
     session = runtime.session(running.system_prompt, seed=given.pop("seed", None))
     if given:
         session.set_generation(**given)
-    without = [name for name in ("top_p", "top_k", "min_p") if name in given]
-    if without and not session.generation.do_sample:
-        dim(f"{', '.join(without)}: no effect, as this model takes the likeliest token; add --temp")
     return session
 
 

@@ -94,10 +94,14 @@ def figures(stats: Stats) -> str:
     return f"{kv(stats)} · seen {stats.seen_tokens:,} · evicted {stats.evicted_tokens:,}"
 
 
+ENDINGS = {"length": " · at max_new_tokens", "interrupted": " · stopped", "cap": " · at the cap"}
+
+
 def summary(stats: Stats, evicted: int) -> str:
     """The line after an answer; `evicted` are the tokens that this turn cost."""
     return (
         f"seen {stats.seen_tokens:,} · kept {stats.held_tokens:,} · "
         f"evicted {stats.evicted_tokens:,} (+{evicted:,} now) · "
         f"KV {size(stats.bytes, of=stats.cap_bytes)} · {stats.turn.decode_tok_s:,.0f} tok/s"
+        f"{ENDINGS.get(stats.turn.finish_reason, '')}"
     )

@@ -1,0 +1,32 @@
+"""A random model that can chat, saved to disk: the smallest thing the command line can load."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from kvcap import pocket
+
+
+def save(folder: Path, *, template: bool = True) -> str:
+    """Write model and tokenizer to `folder`; answers are noise that does not end by itself."""
+    tokenizer = AutoTokenizer.from_pretrained(pocket.path())
+    if not template:
+        tokenizer.chat_template = None
+    config = LlamaConfig(
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        hidden_size=32,
+        intermediate_size=32,
+        vocab_size=len(tokenizer),
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=None,
+    )
+    torch.manual_seed(0)
+    LlamaForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
