@@ -17,6 +17,8 @@ from typing import Any, Protocol, cast
 
 from kvcap.runtime.text import render
 
+GOLDEN = (5**0.5 - 1) / 2
+
 
 @dataclass(frozen=True)
 class Sample:
@@ -38,8 +40,14 @@ class Task(Protocol):
     MAX_NEW_TOKENS: int
     """Tokens an answer may take."""
 
-    def make(self, rng: Random, tokenizer: Any, length: int) -> Sample:
+    def make(self, rng: Random, tokenizer: Any, length: int, depth: float) -> Sample:
         """A sample whose prompt has exactly `length` tokens (`prompt_ids`).
+
+        Args:
+            rng: the only source of chance.
+            tokenizer: the model's.
+            length: tokens.
+            depth: where in the text what is asked for should stand, 0 (start) to 1 (end).
 
         Raises:
             ValueError: the length is too short, naming one that works.
@@ -72,10 +80,15 @@ def load_task(name: str) -> Task:
 
 
 def make_samples(name: str, tokenizer: Any, length: int, count: int, seed: int) -> list[Sample]:
-    """`count` samples; the first ones stay the same when more are asked for."""
-    task = load_task(name)
+    """`count` samples; the first ones stay the same when more are asked for.
+
+    Depths start at random and step by the golden ratio: few samples are spread evenly too.
+    """
+    task, key = load_task(name), f"{name}/{length}/{seed}"
+    start = Random(key).random()
     return [
-        task.make(Random(f"{name}/{length}/{seed}/{i}"), tokenizer, length) for i in range(count)
+        task.make(Random(f"{key}/{i}"), tokenizer, length, (start + i * GOLDEN) % 1)
+        for i in range(count)
     ]
 
 

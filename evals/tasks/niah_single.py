@@ -1,4 +1,4 @@
-"""One fact at a random depth of a long text, and a question for it below the text."""
+"""One fact somewhere in a long text, and a question for it below the text."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from kvcap.pocket.corpus import filler
 MAX_NEW_TOKENS = 32
 
 
-def make(rng: Random, tokenizer: Any, length: int) -> Sample:
-    """A text that states one number once, anywhere between its sentences."""
+def make(rng: Random, tokenizer: Any, length: int, depth: float) -> Sample:
+    """A text that states one number once, between two of its sentences."""
     while True:
-        sample = _draw(rng, tokenizer, length)
+        sample = _draw(rng, tokenizer, length, depth)
         if sample.context.count(sample.answer) == 1:  # filler has numbers too
             return sample
 
@@ -25,8 +25,8 @@ def is_right(sample: Sample, reply: str) -> bool:
     return has_word(reply, sample.answer)
 
 
-def _draw(rng: Random, tokenizer: Any, length: int) -> Sample:
-    fact, depth = number_facts(rng, 1)[0], rng.random()
+def _draw(rng: Random, tokenizer: Any, length: int, depth: float) -> Sample:
+    fact = number_facts(rng, 1)[0]
 
     def write(sentences: list[str]) -> Sample:
         place = int(depth * (len(sentences) + 1))
