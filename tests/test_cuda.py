@@ -1,0 +1,61 @@
+"""The same promises on a GPU; skipped where there is none."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from conftest import FAMILIES, tiny_model
+
+import kvcap
+from kvcap.policies import policies
+from kvcap.runtime.loop import BlockLoop
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+EVICTING = [name for name in policies() if name != "full"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_equal_the_uncapped_model_while_tokens_fit(family, dtype, tokens):
+    ids = tokens(60).cuda()
+    with torch.no_grad():
+        exact = tiny_model(family, "eager").cuda()(ids).logits[:, -1]
+        plain = tiny_model(family, "eager", dtype=dtype).cuda()(ids).logits[:, -1].float()
+    model = tiny_model(family, dtype=dtype).cuda()
+    allowed = 2 * float((plain - exact).abs().max()) + 2e-4
+    for block in (1, 16, 60):
+        loop = BlockLoop(model, kvcap.BudgetCache(model.config, 64, block))
+        assert (loop.prefill(ids).float() - exact).abs().max() <= allowed
+
+
+@pytest.mark.parametrize("positions", ["compact", "true"])
+@pytest.mark.parametrize("policy", EVICTING)
+def test_the_same_tokens_stay_as_on_the_cpu(policy, positions, tokens):
+    ids, kept, logits = tokens(120), [], []
+    for device in ("cpu", "cuda"):
+        model = tiny_model("llama").to(device)
+        cache = kvcap.BudgetCache(model.config, 40, 16, policy, positions=positions)
+        loop = BlockLoop(model, cache)
+        logits.append(loop.prefill(ids.to(device)).cpu())
+        logits[-1] = loop.read(torch.tensor([[5]], device=device)).cpu()
+        kept.append([sorted(head.tolist()) for head in cache.layers[0].store.positions[0]])
+    assert kept[0] == kept[1]
+    torch.testing.assert_close(logits[0], logits[1], rtol=1e-3, atol=1e-3)
+
+
+def test_bytes_on_the_device_equal_the_plan(tokens):
+    model = tiny_model("llama", dtype=torch.bfloat16).cuda()
+    plan = kvcap.MemoryPlan.of(
+        model.config, policy="snapkv", kv_budget_tokens=512, dtype=torch.bfloat16
+    )
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    cache = kvcap.BudgetCache(model.config, 512, 128, "snapkv")
+    cache.allocate(1, torch.bfloat16, "cuda")
+    allocated = torch.cuda.memory_allocated() - before
+    assert cache.nbytes == plan.cache_bytes
+    # The allocator rounds every buffer up to 512 bytes; index rows add a little.
+    assert plan.cache_bytes <= allocated <= plan.cache_bytes + 64 * 512
+    loop = BlockLoop(model, cache)
+    loop.prefill(tokens(3000).cuda())
+    assert cache.nbytes == plan.cache_bytes
