@@ -8,20 +8,18 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from kvcap.runtime.options import Budget, Json, Model, Output, Running, Sampling, grouped
-from kvcap.runtime.screen import INFEASIBLE, complain, dim, size, styled
+from kvcap.runtime.screen import INFEASIBLE, complain, styled
 
 if TYPE_CHECKING:
-    from kvcap.policies import Policy
-    from kvcap.runtime.plan import MemoryPlan
     from kvcap.runtime.runtime import Runtime
     from kvcap.runtime.session import Session
 
-POCKET = "pocket"
+POCKET = "pocket"  # as in runtime.py, which imports torch
 STDIN = "-"
 
 
@@ -41,8 +39,10 @@ def chat_command(
     nothing but the answers.
     """
     from kvcap.runtime.chat import Chat
+    from kvcap.runtime.text import render_turn
 
     runtime = load(model, budget, running, output)
+    render_turn(runtime.tokenizer, None, "Hello!", first=False)  # can it chat?
     chat = Chat(start(runtime, running, sampling), output)
     if sys.stdin.isatty() and styled():
         from kvcap.runtime.terminal import converse
@@ -121,6 +121,7 @@ def plan_command(
     from kvcap.runtime.errors import PlanInfeasible
     from kvcap.runtime.plan import MemoryPlan
     from kvcap.runtime.runtime import load_config, parse_dtype, resolve
+    from kvcap.runtime.tables import print_plan
 
     sizes, eviction, dtype = budget.sizes(), budget.eviction(), parse_dtype(budget.dtype)
     try:
@@ -143,6 +144,7 @@ def policies_command(
     """List the eviction policies and what each costs."""
     quiet_libraries()
     from kvcap.policies import policies
+    from kvcap.runtime.tables import describe, print_policies
 
     rows = [describe(name, cls(**preset)) for name, (cls, preset) in policies().items()]
     if json_:
@@ -251,85 +253,3 @@ def quiet_libraries() -> None:
     logging.disable_progress_bar()  # the hub's too
     if downloads:
         enable_progress_bars()
-
-
-def describe(name: str, policy: Policy) -> dict[str, Any]:
-    """One policy for `kvcap policies --json`."""
-    state = {key: dtype.itemsize for key, dtype in policy.state.items()}
-    return {
-        "name": name,
-        "formula": policy.formula,
-        "paper": policy.paper,
-        "options": policy.options(),
-        "observes": sorted(policy.observes),
-        "evicts": policy.evicts,
-        "window_queries": policy.queries_observed,  # null: every query of the block
-        "state": state,
-        "state_bytes_per_slot": sum(state.values()),
-    }
-
-
-def print_policies(rows: list[dict[str, Any]]) -> None:
-    """The table of `kvcap policies`."""
-    from rich.table import Table
-
-    table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
-    for title in (
-        "policy",
-        "score (the highest stay)",
-        "queries",
-        "bytes/slot",
-        "options",
-        "paper",
-    ):
-        table.add_column(title, justify="right" if title == "bytes/slot" else "left")
-    for row in rows:
-        queries = "all" if row["window_queries"] is None else str(row["window_queries"])
-        options = " ".join(f"{key}={value}" for key, value in row["options"].items())
-        extra = str(row["state_bytes_per_slot"])
-        table.add_row(row["name"], row["formula"], queries, extra, options, row["paper"])
-    show(table)
-    dim("queries: how many of the last ones are looked at; bytes/slot: memory besides K and V")
-
-
-def print_plan(model: str, plan: MemoryPlan) -> None:
-    """The table of `kvcap plan`."""
-    from rich.table import Table
-
-    table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
-    table.add_column("memory")
-    table.add_column("size", justify="right")
-    table.add_column("bytes", justify="right")
-    table.add_column("figure")
-    parts = [
-        ("keys and values", plan.keys_values, "exact"),
-        ("positions of the slots", plan.slot_positions, "exact"),
-        ("state of the policy", plan.policy_state, "exact"),
-        ("window of queries", plan.query_window, "exact"),
-        ("table of rotations", plan.rotation_table, "exact"),
-        ("layers with a window of their own", plan.sliding_layers, "at most"),
-    ]
-    rows = [(name, count, how) for name, count, how in parts if count]
-    rows += [("KV cache, all of the above", plan.cache_bytes, "exact")]
-    rows += [("workspace of a block", plan.workspace, "estimate")]
-    rows += [("logits of a token", plan.logits, "estimate")]
-    rows += [("weights", plan.weights, "exact"), ("total", plan.total_bytes, "estimate")]
-    for name, count, how in rows:
-        bold = "bold" if name.startswith(("KV cache", "total")) else ""
-        table.add_row(name, size(count), f"{count:,}", how, style=bold)
-    print(
-        f"{model}: policy {plan.policy}, {plan.budget_tokens:,} slots + blocks of "
-        f"{plan.block_size:,}, {plan.dtype}, {plan.positions} positions\n"
-    )
-    show(table)
-    dim("the total is without Python and PyTorch themselves")
-
-
-def show(table: Any) -> None:
-    """A table on stdout, as wide as the terminal, or wide enough where there is none."""
-    from rich.console import Console
-
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console.width = 200
-    console.print(table)

@@ -6,7 +6,7 @@ nothing of how text is made.
 
 from __future__ import annotations
 
-import shutil
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -68,7 +68,7 @@ class Meter:
             self._drawn = False
 
     def _draw(self, line: str) -> None:
-        width = shutil.get_terminal_size().columns
+        width = os.get_terminal_size(sys.stderr.fileno()).columns or 80
         if self._column and self._column % width == 0:
             return  # the next character wraps; moving the cursor would make it overwrite the last
         sys.stderr.write(BELOW.format(line[: width - 1]))

@@ -40,7 +40,12 @@ def dim(text: str) -> None:
 
 def styled() -> bool:
     """Whether stderr is a terminal that understands escape sequences."""
-    return sys.stderr.isatty() and os.environ.get("TERM", "") not in ("", "dumb", "unknown")
+    if not sys.stderr.isatty():
+        return False
+    from rich.console import Console
+
+    console = Console(stderr=True)
+    return not (console.is_dumb_terminal or console.legacy_windows)
 
 
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB")

@@ -17,8 +17,9 @@ from typing import Any
 import pytest
 import tiny_chat
 
-from kvcap import Runtime, cli
+from kvcap import Runtime, cli, pocket
 from kvcap.runtime.chat import Chat, joined
+from kvcap.runtime.meter import Meter
 from kvcap.runtime.options import Output, Sampling
 
 ROOT = Path(cli.__file__).parents[1]
@@ -238,6 +239,25 @@ def test_ctrl_c_in_generate(
     assert json.loads(capsys.readouterr().out)["finish_reason"] == "interrupted"
 
 
+def test_a_model_cannot_speak_escape_sequences(
+    chat: Chat, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    Meter(lambda: chat.session.stats).write("a\x1b[2J\tb\n")
+    assert capsys.readouterr().out == "a\N{REPLACEMENT CHARACTER}[2J\tb\n"
+
+
+@pytest.mark.skipif(
+    not (pocket.path() / "model.safetensors").exists(), reason="pocket's weights are not here"
+)
+def test_pocket_recalls(capsys: pytest.CaptureFixture[str]) -> None:
+    chat = Chat(Runtime.from_pretrained("pocket").session(), Output(quiet=True))
+    told = "Please remember: the code for the blue door is 4821."
+    chat.script([told, "What is the code for the blue door?"])
+    assert "4821" in capsys.readouterr().out
+    assert "small test and demonstration model" in "".join(chat.banner())
+
+
 def test_settings_have_the_bounds_of_their_options() -> None:
     assert Sampling.parse("top_p", "0.5").given() == {"top_p": 0.5}
     assert Sampling.parse("seed", "0").given() == {"seed": 0}
@@ -329,7 +349,7 @@ def test_a_conversation_on_a_terminal(terminal: Any, tmp_path: Path) -> None:
     at.wait_for("max_new_tokens = 8")
     at.type("Hello there\\\rmy friend\r")
     at.wait_for("at max_new_tokens")
-    assert "KV " in at.seen  # the meter was there
+    assert "\x1b7\r\n\x1b[2K\x1b[2mKV " in at.seen  # the meter was below the answer
     at.type("/stats\r")
     at.wait_for("turns 1 ·")
     at.type("/set max_new_tokens 100000\r")

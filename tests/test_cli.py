@@ -257,6 +257,9 @@ def test_a_base_model_is_named_as_such(kvcap: Any, tmp_path: Path) -> None:
     code, out, err = kvcap("generate", base, "Hi", "-q")
     assert (code, out) == (2, "")
     assert "--raw" in err
+    code, out, err = kvcap("chat", base, "-q")
+    assert (code, out) == (2, "")
+    assert one_line(err)
     assert kvcap("generate", base, "Hi", "--raw", "--max-new-tokens", "2")[0] == 0
 
 
