@@ -38,13 +38,18 @@ class Runtime:
         eviction: Eviction,
         *,
         name: str = "",
-        cap_bytes: int | None = None,
+        kv_budget: int | None = None,
         evict_every: int = 1,
     ) -> None:
         self.model, self.tokenizer, self.plan, self.eviction = model, tokenizer, plan, eviction
         self.name = name
-        self.cap_bytes = plan.cache_bytes if cap_bytes is None else cap_bytes
+        self.kv_budget = kv_budget  # bytes, where the cap was given in bytes
         self.evict_every = evict_every
+
+    @property
+    def cap_bytes(self) -> int:
+        """The cap of the cache: what was asked for in bytes, else what the slots need."""
+        return self.plan.cache_bytes if self.kv_budget is None else self.kv_budget
 
     @classmethod
     def from_pretrained(
@@ -100,7 +105,7 @@ class Runtime:
             plan,
             eviction,
             name=str(model),
-            cap_bytes=None if kv_budget is None else parse_bytes(kv_budget),
+            kv_budget=None if kv_budget is None else parse_bytes(kv_budget),
             evict_every=evict_every,
         )
 
@@ -127,17 +132,28 @@ class Runtime:
         return Session(self, system, seed, generation)
 
     def with_policy(self, policy: Eviction) -> Runtime:
-        """The same model and budget under another policy; weights are shared."""
+        """The same model and budget under another policy; weights are shared.
+
+        A budget in bytes stays one: the new policy may keep fewer slots in it.
+        """
+        tokens = self.plan.budget_tokens if self.kv_budget is None else None
         plan = MemoryPlan.of(
             self.model.config,
             policy=policy,
-            kv_budget_tokens=self.plan.budget_tokens,
+            kv_budget_tokens=tokens,
+            kv_budget=self.kv_budget,
             block_size=self.plan.block_size,
             dtype=self.model.dtype,
             positions=self.plan.positions,
         )
         return Runtime(
-            self.model, self.tokenizer, plan, policy, name=self.name, evict_every=self.evict_every
+            self.model,
+            self.tokenizer,
+            plan,
+            policy,
+            name=self.name,
+            kv_budget=self.kv_budget,
+            evict_every=self.evict_every,
         )
 
 

@@ -237,6 +237,16 @@ def test_other_policies_share_the_weights(directory):
     "".join(other.session(seed=0).send("Hello!"))
 
 
+def test_a_byte_cap_holds_for_every_policy_that_is_switched_to(directory):
+    runtime = kvcap.Runtime.from_pretrained(directory, kv_budget="48KiB", device="cpu")
+    for policy in ("keydiff", "h2o", "snapkv"):
+        other = runtime.with_policy(kvcap.load_policy(policy))
+        session = other.session(seed=0)
+        "".join(session.send("word " * 100))
+        assert session.stats.peak_bytes <= other.cap_bytes == 48 * 1024
+        assert session.stats.held_tokens <= other.plan.budget_tokens
+
+
 def test_tokenizers_without_a_usable_template(tokenizer):
     class Plain:
         chat_template = None
