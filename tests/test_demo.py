@@ -117,4 +117,4 @@ def test_pocket_remembers_what_it_no_longer_holds() -> None:
     runtime = Runtime.from_pretrained("pocket", kv_budget_tokens=512, device="cpu")
     report = Demo(runtime, tokens=3000, facts=8).run()
     assert report.recall >= 0.6
-    assert report.kv["evicted_tokens"] > 3000
+    assert report.kv["evicted_tokens"] > 2500
