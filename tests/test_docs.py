@@ -9,10 +9,10 @@ import re
 from pathlib import Path
 
 import pytest
-from kvcap.cli import app
 
 import kvcap
 from kvcap import pocket
+from kvcap.cli import app
 from kvcap.runtime import errors
 
 ROOT = Path(__file__).parents[1]
