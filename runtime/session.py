@@ -85,6 +85,7 @@ class Session:
         self.turn = Turn()
         self.on_block: Callable[[int, int], None] | None = None
         """Called while a prompt is read: (tokens read, tokens of the prompt)."""
+        self._unread: list[int] = []
         self._draws = torch.Generator()
         self._seed(seed)
         self._loop = BlockLoop(runtime.model, runtime.new_cache())
@@ -128,7 +129,7 @@ class Session:
             turn = render(tokenizer, [*self._opening, *self.messages, message])
         else:
             turn = render_turn(tokenizer, self.system, text, first=not self.cache.seen)
-        ids = self.encode(turn)
+        ids = self._after_unread(self.encode(turn))
         self._loop.check_room(len(ids))
         self.messages.append(message)
         yield from self._answer(ids)
@@ -138,6 +139,7 @@ class Session:
         ids = self.encode(text, special=not self.cache.seen)
         if not ids:
             raise EmptyPrompt("the prompt is empty; give at least one token of text")
+        ids = self._after_unread(ids)
         self._loop.check_room(len(ids))
         yield from self._generate(ids)
 
@@ -163,6 +165,10 @@ class Session:
         ids: list[int] = self.runtime.tokenizer(text, add_special_tokens=special)["input_ids"]
         return ids
 
+    def _after_unread(self, ids: list[int]) -> list[int]:
+        """`ids` behind the last token of an answer that was cut short, said but not yet read."""
+        return self._unread + ids if self.cache.seen else ids
+
     @property
     def _opening(self) -> list[Message]:
         return [{"role": "system", "content": self.system}] if self.system else []
@@ -186,6 +192,7 @@ class Session:
         turn = self.turn = Turn(prompt_tokens=len(ids))
         report = self.on_block
         prompt = torch.tensor([ids], device=device)
+        self._unread = []
         start = time.perf_counter()
         logits = self._loop.prefill(prompt, report and (lambda done: report(done, len(ids))))
         # A penalty looks back at this turn only: the history of a conversation has no bound.
@@ -198,6 +205,7 @@ class Session:
                 turn.ttft_s = now - start
             turn.decode_s = now - start - turn.ttft_s
             ended = int(token) in ends
+            self._unread = [] if ended else [int(token)]
             if text := "" if ended else stream.put(int(token)):
                 yield text
             if ended or stream.stopped:

@@ -51,7 +51,7 @@ def test_figures_add_up(directory):
         assert session.messages[-1] == {"role": "assistant", "content": said}
         assert stats.turn.finish_reason == "length"
         assert stats.turn.completion_tokens == 12
-        # The last token of an answer is read with the next turn, or never.
+        # The last token of an answer is read with the next turn.
         assert stats.seen_tokens - before == stats.turn.prompt_tokens + 11
         assert stats.held_tokens == min(stats.seen_tokens, 64)
         assert stats.evicted_tokens == stats.seen_tokens - stats.held_tokens
