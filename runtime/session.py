@@ -85,7 +85,8 @@ class Session:
         self.turn = Turn()
         self.on_block: Callable[[int, int], None] | None = None
         """Called while a prompt is read: (tokens read, tokens of the prompt)."""
-        self._unread: list[int] = []
+        self._unread: list[int] = []  # the last token said, until it is read
+        self._unread_since = 0  # what the cache had seen when it was said
         self._draws = torch.Generator()
         self._seed(seed)
         self._loop = BlockLoop(runtime.model, runtime.new_cache())
@@ -167,7 +168,7 @@ class Session:
 
     def _after_unread(self, ids: list[int]) -> list[int]:
         """`ids` behind the last token of an answer that was cut short, said but not yet read."""
-        return self._unread + ids if self.cache.seen else ids
+        return self._unread + ids if self.cache.seen == self._unread_since else ids
 
     @property
     def _opening(self) -> list[Message]:
@@ -192,7 +193,6 @@ class Session:
         turn = self.turn = Turn(prompt_tokens=len(ids))
         report = self.on_block
         prompt = torch.tensor([ids], device=device)
-        self._unread = []
         start = time.perf_counter()
         logits = self._loop.prefill(prompt, report and (lambda done: report(done, len(ids))))
         # A penalty looks back at this turn only: the history of a conversation has no bound.
@@ -205,7 +205,7 @@ class Session:
                 turn.ttft_s = now - start
             turn.decode_s = now - start - turn.ttft_s
             ended = int(token) in ends
-            self._unread = [] if ended else [int(token)]
+            self._unread, self._unread_since = [] if ended else [int(token)], self.cache.seen
             if text := "" if ended else stream.put(int(token)):
                 yield text
             if ended or stream.stopped:

@@ -113,6 +113,7 @@ def test_stopping_early_keeps_what_was_said(directory):
     stream = session.send("Hello!")
     said = next(stream) + next(stream)
     stream.close()
+    assert len(session._after_unread([])) == 1  # said, and read with the next turn
     assert session.messages[-1]["content"] == said
     assert session.turn.finish_reason == "interrupted"
     assert session.cache.consistent
@@ -135,6 +136,7 @@ def test_ctrl_c_waits_for_the_block(directory):
     assert session.cache.consistent
     assert session.turn.finish_reason == "interrupted"
     assert [m["role"] for m in session.messages] == ["user", "assistant"]
+    assert session._after_unread([]) == []  # the token was read before Ctrl-C took effect
     with pytest.raises(KeyboardInterrupt), interrupts_deferred():
         os.kill(os.getpid(), signal.SIGINT)
 
