@@ -13,11 +13,11 @@ from __future__ import annotations
 
 from random import Random
 
-from . import short_tasks as _short_tasks  # registers its tasks
-from .dialogue import SYSTEM, small_talk
-from .facts import Fact, ask, facts, similar, state
-from .prose import estimate, filler, passage, pick, sentence
-from .tasks import TASKS, Message, Task
+from kvcap.pocket import short_tasks as _short_tasks  # registers its tasks
+from kvcap.pocket.dialogue import SYSTEM, small_talk
+from kvcap.pocket.facts import Fact, ask, facts, similar, state
+from kvcap.pocket.prose import estimate, filler, passage, pick, sentence
+from kvcap.pocket.tasks import TASKS, Message, Task
 
 __all__ = [
     "TASKS",
@@ -41,10 +41,10 @@ WEIGHTS: dict[str, float] = {
     "paste": 5,
     "chat": 7,
     "multi_key": 2.5,
-    "multi_value": 1.5,
+    "multi_value": 2.5,
     "multi_query": 1.5,
-    "needle": 2,
-    "variables": 1,
+    "needle": 2.5,
+    "variables": 1.3,
     "phone_book": 1.2,
     "dialogue": 1,
     "update": 0.7,

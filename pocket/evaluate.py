@@ -15,9 +15,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokens
 
-from . import path
-from .corpus import TASKS, Message, facts, passage
-from .vocabulary import ASSISTANT, END, render
+from kvcap.pocket import path
+from kvcap.pocket.corpus import TASKS, Message, facts, passage
+from kvcap.pocket.vocabulary import ASSISTANT, END, render
 
 Talk = tuple[list[Message], list[int]]  # a conversation and which of its messages are scored
 _ASKED = 8
@@ -87,9 +87,10 @@ def score(model: PreTrainedModel, tokenizer: Tokens, talk: Talk) -> list[bool]:
     right = guess == ids[0, 1:]
     assistant, end = tokenizer.convert_tokens_to_ids([ASSISTANT, END])
     ends = (ids[0] == end).nonzero()[:, 0].tolist()
-    starts = [((ids[0, :stop] == assistant).nonzero()[-1, 0].item(), stop) for stop in (
-        ends[i] for i in wanted
-    )]
+    starts = [
+        ((ids[0, :stop] == assistant).nonzero()[-1, 0].item(), stop)
+        for stop in (ends[i] for i in wanted)
+    ]
     return [bool(right[start:stop].all()) for start, stop in starts]
 
 
@@ -118,7 +119,9 @@ def main() -> None:
     print("| task |", " | ".join(f"{n:,}" for n in args.lengths), "|")
     for probe in args.probes:
         cells = (recall(model, tokenizer, probe, n, args.questions) for n in args.lengths)
-        print(f"| {probe} |", " | ".join(f"{share:.2f} ({n})" for share, n in cells), "|", flush=True)
+        print(
+            f"| {probe} |", " | ".join(f"{share:.2f} ({n})" for share, n in cells), "|", flush=True
+        )
 
 
 if __name__ == "__main__":

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
 
-from . import words
-from .prose import capital, invented, pick
+from kvcap.pocket import words
+from kvcap.pocket.prose import capital, invented, pick
 
 
 @dataclass(frozen=True)
@@ -144,6 +144,9 @@ _STATE = (
     "Keep in mind that {s}",
     "Important: {s}",
     "For later: {s}",
+    "{S} Please remember it.",
+    "{S} Okay?",
+    "{K}: {v}.",
 )
 _ASK = (
     "What is {k}?",
@@ -163,7 +166,9 @@ _BARE = (" Answer with the value only.", " Reply with only the value.", " Only t
 
 def state(rng: Random, fact: Fact) -> str:
     """State ``fact`` in one of several wordings."""
-    return pick(rng, _STATE).format(S=fact.statement, s=f"{fact.key} is {fact.value}.")
+    return pick(rng, _STATE).format(
+        S=fact.statement, s=f"{fact.key} is {fact.value}.", K=capital(fact.key), v=fact.value
+    )
 
 
 def ask(rng: Random, fact: Fact, bare: float = 0.15) -> tuple[str, str]:

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Iterator
 from random import Random
 
-from . import words
+from kvcap.pocket import words
 
 FAMILIAR = tuple(words.TEMPLATES)
 _SLOT = re.compile(r"\{(\w+)\}")
@@ -50,9 +50,7 @@ def invented(rng: Random, low: int = 2, high: int = 4) -> str:
     return "".join(pick(rng, words.SYLLABLES) for _ in range(rng.randint(low, high)))
 
 
-_SALAD = words.ADJECTIVES + words.NOUNS + words.ANIMALS + words.FOODS + words.COLOURS + tuple(
-    "the a of and to in it was for on with that as at by from or not but all so if then".split()
-)
+_SALAD = words.ADJECTIVES + words.NOUNS + words.ANIMALS + words.FOODS + words.COLOURS + words.SMALL
 
 
 def _salad(rng: Random) -> str:
@@ -66,13 +64,16 @@ def _invented_sentence(rng: Random) -> str:
 def _log_line(rng: Random) -> str:
     name, level = pick(rng, words.NOUNS), pick(rng, ("INFO", "WARN", "ERROR", "debug"))
     stamp = f"{rng.randint(0, 23):02}:{rng.randint(0, 59):02}"
-    return pick(rng, (
-        f"[{stamp}] {level} {name}_{rng.randint(0, 99)}: {pick(rng, words.ADJECTIVES)} = "
-        f"{rng.randint(0, 9999)}\n",
-        f"def {invented(rng)}({name}, x): return {name} + x * {rng.randint(0, 99)}\n",
-        f'{{"{name}": {rng.random():.3f}, "{invented(rng)}": "{pick(rng, words.FOODS)}"}}\n',
-        f"<p>{pick(rng, words.NOUNS)} {rng.randint(1, 500)}/{rng.randint(1, 500)}</p>\n",
-    ))
+    return pick(
+        rng,
+        (
+            f"[{stamp}] {level} {name}_{rng.randint(0, 99)}: {pick(rng, words.ADJECTIVES)} = "
+            f"{rng.randint(0, 9999)}\n",
+            f"def {invented(rng)}({name}, x): return {name} + x * {rng.randint(0, 99)}\n",
+            f'{{"{name}": {rng.random():.3f}, "{invented(rng)}": "{pick(rng, words.FOODS)}"}}\n',
+            f"<p>{pick(rng, words.NOUNS)} {rng.randint(1, 500)}/{rng.randint(1, 500)}</p>\n",
+        ),
+    )
 
 
 def _noise(rng: Random) -> str:

@@ -12,8 +12,9 @@ import torch
 from tokenizers import Tokenizer
 from torch.utils.data import IterableDataset, get_worker_info
 
-from .corpus import conversation
-from .vocabulary import ASSISTANT, render
+from kvcap.pocket.corpus import conversation, facts
+from kvcap.pocket.tasks import chat_about, paste_about
+from kvcap.pocket.vocabulary import ASSISTANT, render
 
 Ids = np.ndarray[Any, np.dtype[np.int32]]
 
@@ -25,6 +26,7 @@ class Stage:
     tokens: int
     lengths: tuple[int, ...]
     shares: tuple[float, ...]
+    marked: bool = False  # rows of `marked_row`, for the survival loss
 
 
 def encode(tokenizer: Tokenizer, rng: Random, tokens: int) -> list[int]:
@@ -51,8 +53,39 @@ def row(tokenizer: Tokenizer, rng: Random, length: int) -> Ids:
     return np.array(ids[:length], dtype=np.int32)
 
 
-class Batches(IterableDataset[torch.Tensor]):
+def marked_row(tokenizer: Tokenizer, rng: Random, length: int) -> tuple[Ids, Ids]:
+    """Return a row that opens with a few facts' conversation, and 1 where a token tells a fact."""
+    make = rng.choice((chat_about, chat_about, paste_about))
+    share = 0.95
+    while True:
+        known = facts(rng, rng.randint(1, 8))
+        text = render(make(rng, int(length * share * rng.uniform(0.9, 1)), known))
+        encoding = tokenizer.encode(text)
+        if len(encoding.ids) <= length:
+            break
+        share *= 0.9
+    marks = np.zeros(length, dtype=np.int32)
+    low = text.lower()
+    for fact in known:
+        begin = low.index(fact.key.lower())
+        end = low.index(fact.value.lower(), begin + len(fact.key)) + len(fact.value)
+        if end - begin <= len(fact.key) + len(fact.value) + 4:
+            first, last = encoding.char_to_token(begin), encoding.char_to_token(end - 1)
+            assert first is not None
+            assert last is not None
+            # the full stop counts: without it, no one would know where the value ends
+            marks[first : last + 2] = 1
+    ids = list(encoding.ids)
+    while len(ids) < length:
+        ids += encode(tokenizer, rng, int(2 ** rng.uniform(5, 9)))
+    return np.array(ids[:length], dtype=np.int32), marks
+
+
+class Batches(IterableDataset[tuple[torch.Tensor, torch.Tensor]]):
     """Batches of ``tokens`` ids, shape (rows, length), through the stages of a curriculum.
+
+    Each comes with a tensor of that shape that is 1 where a token tells a fact; it is 0
+    everywhere except in marked stages, where half the batches have such marks.
 
     Batch ``i`` depends on the seed and ``i`` alone, so the number of workers does not matter.
     """
@@ -63,7 +96,7 @@ class Batches(IterableDataset[torch.Tensor]):
     def __len__(self) -> int:
         return sum(stage.tokens // self.tokens for stage in self.stages)
 
-    def __iter__(self) -> Iterator[torch.Tensor]:
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         tokenizer = Tokenizer.from_file(self.tokenizer)
         worker = get_worker_info()
         first, step = (worker.id, worker.num_workers) if worker else (0, 1)
@@ -71,8 +104,13 @@ class Batches(IterableDataset[torch.Tensor]):
         for i in range(first, len(plan), step):
             rng = Random(f"{self.seed}/{i}")
             length = rng.choices(plan[i].lengths, plan[i].shares)[0]
-            rows = [row(tokenizer, rng, length) for _ in range(max(1, self.tokens // length))]
-            yield torch.from_numpy(np.stack(rows))
+            rows = range(max(1, self.tokens // length))
+            if plan[i].marked and i % 2:
+                ids, marks = zip(*(marked_row(tokenizer, rng, length) for _ in rows), strict=True)
+            else:
+                ids = tuple(row(tokenizer, rng, length) for _ in rows)
+                marks = tuple(np.zeros_like(each) for each in ids)
+            yield torch.from_numpy(np.stack(ids)), torch.from_numpy(np.stack(marks))
 
 
 def weights(ids: torch.Tensor, special: int, assistant: int, digits: torch.Tensor) -> torch.Tensor:
@@ -98,4 +136,6 @@ def digit_table(tokenizer: Tokenizer) -> torch.Tensor:
 
 def assistant_id(tokenizer: Tokenizer) -> int:
     """Return the id of the token that opens an assistant turn."""
-    return int(tokenizer.token_to_id(ASSISTANT))
+    found: int | None = tokenizer.token_to_id(ASSISTANT)
+    assert found is not None, "not a pocket tokenizer"
+    return found

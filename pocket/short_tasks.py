@@ -1,14 +1,14 @@
-"""Training tasks that stay short whatever the length asked for: talk, corrections, lists, echoes."""
+"""Tasks that stay short whatever the length asked for: talk, corrections, lists, echoes."""
 
 from __future__ import annotations
 
 from random import Random
 
-from . import words
-from .dialogue import Turn, acknowledge, small_talk, unknown
-from .facts import Fact, ask, digits, facts, state
-from .prose import FAMILIAR, capital, invented, passage, pick, sentence
-from .tasks import Message, listing, messages, quiz, task
+from kvcap.pocket import words
+from kvcap.pocket.dialogue import Turn, acknowledge, small_talk, unknown
+from kvcap.pocket.facts import Fact, ask, digits, facts, state
+from kvcap.pocket.prose import FAMILIAR, capital, invented, passage, pick, sentence
+from kvcap.pocket.tasks import Message, listing, messages, quiz, task
 
 
 @task
@@ -42,15 +42,18 @@ def update(rng: Random, tokens: int) -> list[Message]:
     if room:
         turns.append((" ".join(passage(rng, rng.randint(0, room))), "Okay."))
     changed = Fact(known[0].key, digits(rng))
-    wording = pick(rng, (
-        "{K} has changed. It is now {v}.",
-        "Correction: {k} is {v}.",
-        "No, {k} is now {v}.",
-        "{K} is {v} now.",
-    ))
+    wording = pick(
+        rng,
+        (
+            "{K} has changed. It is now {v}.",
+            "Correction: {k} is {v}.",
+            "No, {k} is now {v}.",
+            "{K} is {v} now.",
+        ),
+    )
     said = wording.format(k=changed.key, K=capital(changed.key), v=changed.value)
     turns.append((said, f"Okay, {changed.theirs} is now {changed.value}."))
-    return messages(turns + [ask(rng, changed)] + quiz(rng, [changed, *known[1:]], 2))
+    return messages([*turns, ask(rng, changed), *quiz(rng, [changed, *known[1:]], 2)])
 
 
 @task
@@ -61,12 +64,15 @@ def recite(rng: Random, tokens: int) -> list[Message]:
     room = max(0, tokens - 60 * len(known) - 60)
     if room > 40:
         turns.append((" ".join(passage(rng, rng.randint(20, room))), "Okay."))
-    question = pick(rng, (
-        "What did I ask you to remember?",
-        "List everything I told you.",
-        "What do you remember?",
-        "Which facts do you know?",
-    ))
+    question = pick(
+        rng,
+        (
+            "What did I ask you to remember?",
+            "List everything I told you.",
+            "What do you remember?",
+            "Which facts do you know?",
+        ),
+    )
     return messages([*turns, (question, " ".join(fact.answer for fact in known))])
 
 
@@ -78,7 +84,9 @@ def echo(rng: Random, tokens: int) -> list[Message]:
         text = sentence(rng, pick(rng, FAMILIAR))
         if rng.random() < 0.4:
             text = " ".join(invented(rng) for _ in range(rng.randint(2, 6)))
-        turns.append((pick(rng, ("Repeat after me: ", "Say this again: ", "Repeat: ")) + text, text))
+        turns.append(
+            (pick(rng, ("Repeat after me: ", "Say this again: ", "Repeat: ")) + text, text)
+        )
     return messages(turns)
 
 
@@ -87,9 +95,11 @@ def frequent(rng: Random, tokens: int) -> list[Message]:
     """Name the words that occur most often in a list of words."""
     often = rng.sample(words.NOUNS + words.ANIMALS + words.FOODS, 3)
     size = max(20, min(1000, tokens - 60) // 3)
-    items = [word for word, share in zip(often, (5, 4, 3), strict=True) for _ in range(
-        max(share, size * share // 24)
-    )]
+    items = [
+        word
+        for word, share in zip(often, (5, 4, 3), strict=True)
+        for _ in range(max(share, size * share // 24))
+    ]
     seldom = [w for w in words.ADJECTIVES + words.NOUNS + words.CITIES if w not in often]
     items += [pick(rng, tuple(seldom)) for _ in range(size // 2)]
     rng.shuffle(items)

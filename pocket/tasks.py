@@ -1,14 +1,14 @@
-"""The training tasks: each makes one conversation of about ``tokens`` tokens, registered by name."""
+"""The training tasks: each makes one conversation of about ``tokens`` tokens, by name."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from random import Random
 
-from . import words
-from .dialogue import Turn, acknowledge, small_talk, unknown
-from .facts import Fact, ask, digits, facts, similar, state
-from .prose import capital, passage, pick
+from kvcap.pocket import words
+from kvcap.pocket.dialogue import Turn, acknowledge, small_talk, unknown
+from kvcap.pocket.facts import Fact, ask, digits, facts, similar, state
+from kvcap.pocket.prose import capital, passage, pick
 
 Message = dict[str, str]
 Task = Callable[[Random, int], list[Message]]
@@ -92,7 +92,11 @@ _INTRO = (
 @task
 def paste(rng: Random, tokens: int) -> list[Message]:
     """Facts in one pasted text, the first question right below it, others in turns after it."""
-    known = facts(rng, _amount(rng, tokens))
+    return paste_about(rng, tokens, facts(rng, _amount(rng, tokens)))
+
+
+def paste_about(rng: Random, tokens: int, known: list[Fact]) -> list[Message]:
+    """Return a conversation of the task :func:`paste` about the facts ``known``."""
     rounds = min(len(known) + 1, 10)
     lines = [state(rng, fact) if rng.random() < 0.5 else fact.statement for fact in known]
     text = hide(rng, lines, tokens - 40 * rounds, pick(rng, (" ", " ", " ", "\n")))
@@ -138,7 +142,11 @@ def _chatter(rng: Random, tokens: int) -> list[Turn]:
 @task
 def chat(rng: Random, tokens: int) -> list[Message]:
     """Facts told in chat turns, then (or among them) long filler, then questions."""
-    known = facts(rng, _amount(rng, tokens))
+    return chat_about(rng, tokens, facts(rng, _amount(rng, tokens)))
+
+
+def chat_about(rng: Random, tokens: int, known: list[Fact]) -> list[Message]:
+    """Return a conversation of the task :func:`chat` about the facts ``known``."""
     rounds = min(len(known) + 1, 10)
     tell = _tell(rng, known)
     chatter = _chatter(rng, tokens - 45 * len(known) - 35 * rounds)

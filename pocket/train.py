@@ -12,10 +12,12 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from tokenizers import Tokenizer
 from torch.utils.data import DataLoader
 from transformers import (
     AttentionInterface,
@@ -25,9 +27,10 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from . import vocabulary
-from .evaluate import recall
-from .rows import Batches, Stage, assistant_id, digit_table, weights
+from kvcap.pocket import vocabulary
+from kvcap.pocket.evaluate import recall
+from kvcap.pocket.rows import Batches, Stage, assistant_id, digit_table, weights
+from kvcap.pocket.survival import BLOCK, hidden_states, survival_loss
 
 M = 1_000_000
 
@@ -46,6 +49,7 @@ class Plan:
     rate: float
     warmup: int  # steps
     checks: tuple[int, ...]  # lengths at which recall is measured
+    survival: float = 0.0  # weight of the survival loss, in stages of marked rows
 
 
 FULL = Plan(
@@ -53,19 +57,27 @@ FULL = Plan(
     layers=6,
     heads=6,
     inner=704,
-    positions=8192,
+    positions=16_384,
     stages=(
-        Stage(160 * M, (256,), (1,)),
-        Stage(160 * M, (512, 256), (0.8, 0.2)),
-        Stage(200 * M, (1024, 256), (0.8, 0.2)),
-        Stage(200 * M, (2048, 512), (0.8, 0.2)),
-        Stage(200 * M, (4096, 1024, 256), (0.75, 0.15, 0.1)),
-        Stage(280 * M, (8192, 2048, 512), (0.75, 0.15, 0.1)),
+        Stage(80 * M, (256,), (1,)),
+        Stage(60 * M, (512, 256), (0.8, 0.2)),
+        Stage(140 * M, (1024, 256), (0.8, 0.2)),
+        Stage(240 * M, (2048, 512), (0.8, 0.2)),
+        Stage(300 * M, (4096, 1024, 256), (0.75, 0.15, 0.1)),
+        Stage(560 * M, (8192, 2048, 512), (0.75, 0.15, 0.1)),
+        Stage(300 * M, (16_384, 4096, 512), (0.75, 0.15, 0.1)),
     ),
     batch=65_536,
     rate=1.5e-3,
     warmup=150,
-    checks=(256, 1024, 4096, 8192),
+    checks=(1024, 4096, 8192, 16_384),
+)
+SETTLE = replace(  # goes on from a model of the full plan
+    FULL,
+    stages=(Stage(240 * M, (4096, 16_384, 1024), (0.7, 0.15, 0.15), marked=True),),
+    rate=5e-4,
+    warmup=50,
+    survival=1.0,
 )
 SMOKE = Plan(
     hidden=128,
@@ -158,14 +170,64 @@ def _optimizer(model: LlamaForCausalLM, plan: Plan) -> torch.optim.AdamW:
     return torch.optim.AdamW(groups, lr=plan.rate, betas=(0.9, 0.95), fused=True)
 
 
-def _loss(hidden: torch.Tensor, head: torch.Tensor, ids: torch.Tensor, weight: torch.Tensor
-          ) -> tuple[torch.Tensor, torch.Tensor]:
+def _loss(
+    hidden: torch.Tensor, head: torch.Tensor, ids: torch.Tensor, weight: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the weighted mean loss, and the plain mean over the assistant's tokens."""
     logits = F.linear(hidden[:, :-1], head).flatten(0, 1).float()
     each = F.cross_entropy(logits, ids[:, 1:].flatten(), reduction="none")
     weight, said = weight.flatten(), (weight > 1).flatten()
     total = (each * weight).sum() / weight.sum()
     return total, (each.detach() * said).sum() / said.sum().clamp(min=1)
+
+
+def _start(
+    plan: Plan, tokenizer: PreTrainedTokenizerFast, seed: int, start: Path | None
+) -> LlamaForCausalLM:
+    model = create(plan, tokenizer, seed)
+    if start:
+        model.load_state_dict(LlamaForCausalLM.from_pretrained(start).state_dict())
+    return model
+
+
+class Trainer:
+    """The state of one run: model, optimizer, and what the log reports."""
+
+    def __init__(
+        self, model: LlamaForCausalLM, plan: Plan, tokenizer: Tokenizer, steps: int, device: str
+    ) -> None:
+        self.model, self.plan = model.to(device), plan
+        self.device, cuda = device, device == "cuda"
+        self.digits, self.assistant = digit_table(tokenizer).to(device), assistant_id(tokenizer)
+        self.optimizer = _optimizer(model, plan)
+        self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, _pace(plan, steps))
+        self.places = Random(0)
+        self.loss: Callable[..., tuple[torch.Tensor, torch.Tensor]] = _loss
+        if cuda:  # one graph per layer and row length compiles far faster than one of all layers
+            torch._dynamo.config.recompile_limit = 64
+            for layer in model.model.layers:
+                layer.compile(dynamic=False)
+            self.loss = torch.compile(_loss, dynamic=False)
+        self.amp = torch.autocast("cuda", torch.bfloat16) if cuda else nullcontext()
+
+    def step(self, batch: torch.Tensor, marks: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Learn from one batch; return the total, the answers' and the survival loss."""
+        ids = batch.to(self.device, torch.long, non_blocking=True)
+        weight = weights(ids, len(vocabulary.SPECIAL), self.assistant, self.digits)
+        survival = torch.zeros((), device=self.device)
+        with self.amp:
+            hidden, inputs = hidden_states(self.model, ids)
+            loss, answers = self.loss(hidden, self.model.lm_head.weight, ids, weight)
+            if marks.any():
+                facts = marks.to(self.device, torch.bool, non_blocking=True)
+                start = self.places.randint(ids.shape[1] // 2, ids.shape[1] - BLOCK)
+                survival = survival_loss(self.model, inputs, facts, start)
+        torch.autograd.backward(loss + self.plan.survival * survival)
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.schedule.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return loss.detach(), answers, survival.detach()
 
 
 def train(
@@ -175,56 +237,33 @@ def train(
     device: str = "cuda",
     workers: int = 14,
     start: Path | None = None,
-    scale: float = 1.0,
     log_every: int = 200,
 ) -> list[float]:
     """Train by ``plan``, print a log, save to ``out``; return the logged losses of answers."""
     tokenizer = vocabulary.build()
     tokenizer.save_pretrained(out)
-    model = create(plan, tokenizer, seed)
-    if start:
-        model.load_state_dict(LlamaForCausalLM.from_pretrained(start).state_dict())
-    model.to(device)
-    raw, cuda = tokenizer.backend_tokenizer, device == "cuda"
-    digits, assistant = digit_table(raw).to(device), assistant_id(raw)
-    stages = [replace(stage, tokens=int(stage.tokens * scale)) for stage in plan.stages]
-    batches = Batches(str(out / "tokenizer.json"), stages, plan.batch, seed)
-    loader = DataLoader(
-        batches, batch_size=None, num_workers=workers, prefetch_factor=8 if workers else None
-    )
+    model = _start(plan, tokenizer, seed, start)
+    batches = Batches(str(out / "tokenizer.json"), list(plan.stages), plan.batch, seed)
+    prefetch = 8 if workers else None
+    loader = DataLoader(batches, batch_size=None, num_workers=workers, prefetch_factor=prefetch)
     steps = len(batches)
-    optimizer = _optimizer(model, plan)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, _pace(plan, steps))
-    loss_of: Callable[..., tuple[torch.Tensor, torch.Tensor]] = _loss
-    if cuda:  # one graph per layer and row length compiles far faster than one of all layers
-        torch._dynamo.config.recompile_limit = 64
-        for layer in model.model.layers:
-            layer.compile(dynamic=False)
-        loss_of = torch.compile(_loss, dynamic=False)
-    amp = torch.autocast("cuda", torch.bfloat16) if cuda else nullcontext()
+    trainer = Trainer(model, plan, tokenizer.backend_tokenizer, steps, device)
     print(f"{model.num_parameters():,} parameters, {steps:,} steps of {plan.batch:,} tokens")
     began = clock = time.perf_counter()
     losses: list[float] = []
     recent: list[torch.Tensor] = []
-    for i, batch in enumerate(loader):
-        ids = batch.to(device, torch.long, non_blocking=True)
-        weight = weights(ids, len(vocabulary.SPECIAL), assistant, digits)
-        with amp:
-            hidden = model.model(ids, use_cache=False).last_hidden_state
-            loss, answers = loss_of(hidden, model.lm_head.weight, ids, weight)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        schedule.step()
-        optimizer.zero_grad(set_to_none=True)
-        recent.append(answers)
+    for i, (batch, marks) in enumerate(loader):
+        recent.append(torch.stack(trainer.step(batch, marks)))
         if (i + 1) % log_every == 0 or i + 1 == steps:
-            losses.append(torch.stack(recent).mean().item())
+            total, answers, survival = torch.stack(recent).mean(0).tolist()
+            losses.append(answers)
             now = time.perf_counter()
-            pace = len(recent) * plan.batch / (now - clock)
-            print(f"step {i + 1:6,} {now - began:6.0f} s  rows of {ids.shape[1]:5}  loss "
-                  f"{loss.item():.4f}  answers {losses[-1]:.4f}  {pace / M:.2f} M tokens/s",
-                  flush=True)
+            print(
+                f"step {i + 1:6,} {now - began:6.0f} s  rows of {batch.shape[1]:5}"
+                f"  loss {total:.4f}  answers {answers:.4f}  survival {survival:.4f}"
+                f"  {len(recent) * plan.batch / (now - clock) / M:.2f} M tokens/s",
+                flush=True,
+            )
             recent, clock = [], now
     save(model, tokenizer, out)
     report(model, tokenizer, plan)
@@ -240,21 +279,30 @@ def report(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, plan: Pl
             print(f"recall, {probe}, {length:,} tokens: {share:.3f} of {count}", flush=True)
 
 
+def scaled(plan: Plan, scale: float) -> Plan:
+    """Return ``plan`` with ``scale`` times the tokens in each stage."""
+    stages = (replace(stage, tokens=int(stage.tokens * scale)) for stage in plan.stages)
+    return replace(plan, stages=tuple(stages))
+
+
 def main() -> None:
     """Parse the command line and train."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("pocket-out"))
     parser.add_argument("--smoke", action="store_true", help="a tiny model on the CPU, two minutes")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--workers", type=int, default=14)
-    parser.add_argument("--start", type=Path, help="go on from this model instead of at random")
-    parser.add_argument("--scale", type=float, default=1.0, help="train on this share of the tokens")
+    parser.add_argument("--workers", type=int, default=14, help="processes that make batches")
+    parser.add_argument(
+        "--settle", type=Path, metavar="DIR", help="go on from this model with the survival loss"
+    )
+    parser.add_argument("--scale", type=float, default=1.0, help="times the tokens of the plan")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     if args.smoke:
-        train(SMOKE, args.out, args.seed, "cpu", 1, scale=args.scale, log_every=40)
+        train(scaled(SMOKE, args.scale), args.out, args.seed, "cpu", 1, log_every=40)
     else:
-        train(FULL, args.out, args.seed, "cuda", args.workers, args.start, args.scale)
+        plan = scaled(SETTLE if args.settle else FULL, args.scale)
+        train(plan, args.out, args.seed, "cuda", args.workers, args.settle)
 
 
 if __name__ == "__main__":

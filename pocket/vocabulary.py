@@ -8,7 +8,7 @@ from random import Random
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from . import corpus
+from kvcap.pocket import corpus
 
 BOS, PAD, END = "<|bos|>", "<|pad|>", "<|end|>"
 SYSTEM, USER, ASSISTANT = "<|system|>", "<|user|>", "<|assistant|>"
@@ -39,10 +39,12 @@ def _samples(conversations: int) -> Iterator[str]:
 def build(conversations: int = 12_000, size: int = SIZE) -> PreTrainedTokenizerFast:
     """Train the tokenizer; the outcome depends on the arguments alone."""
     raw = Tokenizer(models.BPE())
-    raw.pre_tokenizer = pre_tokenizers.Sequence([
-        pre_tokenizers.Split(Regex(_SPLIT), "isolated"),
-        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-    ])
+    raw.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(_SPLIT), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
     raw.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=size,

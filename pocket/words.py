@@ -66,6 +66,7 @@ SYLLABLES = _words(
     "re ri ro sa se si so ta te ti to tu va ve vi vo za ze zo sha tro gri plo ven dor mun tal quo "
     "bren stel kra dri fol wex"
 )
+SMALL = _words("the a of and to in it was for on with that as at by from or not but all so if then")
 NUMBER_NAMES = _phrases(
     "code|number|pin|access code|serial number|entry code|key number|ticket number|reference number"
 )
@@ -106,8 +107,8 @@ SLOTS: dict[str, tuple[str, ...]] = {
     ),
     "time": _phrases(
         "in the morning|after lunch|before sunset|late at night|last summer|every Sunday"
-        "|during the winter|at noon|for most of the day|until the evening|on the first day of spring"
-        "|once a week|many years ago|on a rainy afternoon"
+        "|during the winter|at noon|for most of the day|until the evening"
+        "|on the first day of spring|once a week|many years ago|on a rainy afternoon"
     ),
     "weather": _phrases(
         "rain|light snow|thick fog|strong wind|bright sunshine|heavy clouds|a cold breeze|warm air"
@@ -171,9 +172,7 @@ SLOTS: dict[str, tuple[str, ...]] = {
         "I think|people say|it seems|everyone knew|she noticed|he believed|we heard|they hoped"
         "|it is said|nobody doubted"
     ),
-    "link": _phrases(
-        "and then|because|while|although|so|but|and later|until|after|as soon as"
-    ),
+    "link": _phrases("and then|because|while|although|so|but|and later|until|after|as soon as"),
     "count": _phrases("two|three|four|five|six|seven|eight|nine|ten|twelve|twenty|a hundred"),
     "year": tuple(str(year) for year in range(1890, 2025)),
     "amount": tuple(str(amount) for amount in range(2, 400)),

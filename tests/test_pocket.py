@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import itertools
 import re
 import subprocess
@@ -19,7 +18,7 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 from kvcap import pocket
-from kvcap.pocket import corpus, evaluate, rows, train, vocabulary
+from kvcap.pocket import corpus, evaluate, rows, survival, train, vocabulary
 
 MIB = 2**20
 
@@ -113,9 +112,9 @@ def test_a_longer_chat_extends_the_shorter_one(tokenizer: Any, texts: list[str])
     ]
 
     def render(upto: int) -> str:
-        return str(tokenizer.apply_chat_template(
-            talk[:upto], tokenize=False, add_generation_prompt=True
-        ))
+        return str(
+            tokenizer.apply_chat_template(talk[:upto], tokenize=False, add_generation_prompt=True)
+        )
 
     assert render(3).startswith(render(1) + texts[1] + tokenizer.eos_token)
     whole, head = (tokenizer(render(n), add_special_tokens=False).input_ids for n in (3, 1))
@@ -163,8 +162,9 @@ def test_multi_value_answers_list_every_value_in_order() -> None:
 def test_a_corrected_fact_is_answered_with_its_newest_value() -> None:
     for seed in range(30):
         talk = corpus.conversation(Random(seed), 200, "update", system=0)
-        at = next(i for i, m in enumerate(talk) if " is now " in m["content"]
-                  and m["role"] == "assistant")
+        at = next(
+            i for i, m in enumerate(talk) if " is now " in m["content"] and m["role"] == "assistant"
+        )
         new = talk[at]["content"].split(" is now ")[1].rstrip(".")
         assert new in talk[at + 2]["content"]
 
@@ -173,8 +173,11 @@ def test_facts_have_unique_keys_and_answer_their_questions() -> None:
     known = corpus.facts(Random(1), 3000)
     assert len({fact.key.lower() for fact in known}) == 3000
     assert known == corpus.facts(Random(1), 3000) != corpus.facts(Random(2), 3000)
-    assert all(f.value in f.statement and f.value in f.answer and f.value not in f.question
-               for f in known if f.value.isdigit())
+    assert all(
+        f.value in f.statement and f.value in f.answer and f.value not in f.question
+        for f in known
+        if f.value.isdigit()
+    )
     assert len({fact.key for fact in corpus.similar(Random(1), 24)}) == 24
 
 
@@ -207,8 +210,8 @@ def test_recall_at_a_thousand_tokens(model: Any, tokenizer: Any, probe: str) -> 
     assert share >= 0.9
 
 
-def test_recall_at_its_full_length(model: Any, tokenizer: Any) -> None:
-    share, _ = evaluate.recall(model, tokenizer, "told", model.config.max_position_embeddings, 8)
+def test_recall_at_eight_thousand_tokens(model: Any, tokenizer: Any) -> None:
+    share, _ = evaluate.recall(model, tokenizer, "told", 8192, 8)
     assert share >= 0.75
 
 
@@ -222,7 +225,7 @@ def test_small_talk_is_short_and_ends(model: Any, tokenizer: Any, text: str) -> 
 
 def test_it_admits_what_it_was_not_told(model: Any, tokenizer: Any) -> None:
     said = reply(model, tokenizer, say("What is the code for the iron gate?"))
-    assert "not know" in said
+    assert "not know" in said  # "I do not know …" or "… is not known to me"
 
 
 # --- training ----------------------------------------------------------------------------------
@@ -233,31 +236,64 @@ def test_loss_weights_mark_what_the_assistant_says(tokenizer: Any) -> None:
     ids = torch.tensor([tokenizer(text).input_ids])
     raw = tokenizer.backend_tokenizer
     weight = rows.weights(ids, 6, rows.assistant_id(raw), rows.digit_table(raw))[0].tolist()
-    by_token = dict(zip(enumerate(tokenizer.convert_ids_to_tokens(ids[0])[1:]), weight, strict=True))
+    by_token = dict(
+        zip(enumerate(tokenizer.convert_ids_to_tokens(ids[0])[1:]), weight, strict=True)
+    )
     heavy = [(token, w) for (_, token), w in by_token.items() if w > 1]
     assert heavy == [("b", 15.0), ("Ġ", 15.0), ("2", 50.0), ("<|end|>", 15.0)]
 
 
-def test_batches_do_not_depend_on_the_number_of_workers() -> None:
-    stages = [rows.Stage(4096, (128, 512), (0.5, 0.5))]
+def test_batches_depend_on_the_seed_alone() -> None:
+    stages = [rows.Stage(4096, (256, 512), (0.5, 0.5), marked=True)]
     batches = rows.Batches(str(pocket.path() / "tokenizer.json"), stages, 1024, seed=1)
     one, two = list(batches), list(batches)
     assert len(one) == 4
-    assert all(torch.equal(a, b) and a.numel() == 1024 for a, b in zip(one, two, strict=True))
+    for (ids, marks), (same, _) in zip(one, two, strict=True):
+        assert torch.equal(ids, same)
+        assert ids.numel() == marks.numel() == 1024
+    assert [bool(marks.any()) for _, marks in one] == [False, True, False, True]
+
+
+def test_marks_cover_a_fact_from_its_key_to_its_full_stop(tokenizer: Any) -> None:
+    for seed in range(20):
+        ids, marks = rows.marked_row(tokenizer.backend_tokenizer, Random(seed), 512)
+        marked = tokenizer.decode(ids[marks == 1])
+        assert re.search(r"\w+( is |: )\w+\.", marked), marked
+
+
+def test_the_survival_loss_teaches_facts_to_stand_out() -> None:
+    plan = replace(train.SMOKE, hidden=64, inner=128)
+    small = vocabulary.build(conversations=50, size=300)
+    model = train.create(plan, small, seed=0)
+    ids = torch.randint(6, 300, (2, 1024), generator=torch.Generator().manual_seed(0))
+    facts = torch.zeros_like(ids, dtype=torch.bool)
+    facts[:, 100:140] = True
+    ids[:, 100:140] = torch.arange(10, 50)  # facts are told in words of their own
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    losses = []
+    for _ in range(8):
+        _, inputs = survival.hidden_states(model, ids)
+        loss = survival.survival_loss(model, inputs, facts, 700)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.5 * losses[0]
 
 
 def test_a_very_short_training_lowers_the_loss(tmp_path: Path, monkeypatch: Any) -> None:
     small = vocabulary.build(conversations=200, size=512)
     monkeypatch.setattr(vocabulary, "build", lambda: small)
     plan = replace(
-        train.SMOKE, hidden=64, inner=128, stages=(rows.Stage(41_000, (128,), (1.0,)),),
-        batch=1024, warmup=5, checks=(),
+        train.SMOKE,
+        hidden=64,
+        inner=128,
+        stages=(rows.Stage(41_000, (128,), (1.0,)),),
+        batch=1024,
+        warmup=5,
+        checks=(),
     )
     losses = train.train(plan, tmp_path, device="cpu", workers=0, log_every=10)
     assert losses[-1] < 0.9 * losses[0]
     again = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert again.config.vocab_size == len(AutoTokenizer.from_pretrained(tmp_path)) == 512
-
-
-def test_the_modules_reload() -> None:
-    assert importlib.reload(corpus).conversation(Random(1), 100)
