@@ -170,7 +170,7 @@ def _optimizer(model: LlamaForCausalLM, plan: Plan) -> torch.optim.AdamW:
     return torch.optim.AdamW(groups, lr=plan.rate, betas=(0.9, 0.95), fused=True)
 
 
-def _loss(
+def weighted_loss(
     hidden: torch.Tensor, head: torch.Tensor, ids: torch.Tensor, weight: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the weighted mean loss, and the plain mean over the assistant's tokens."""
@@ -181,7 +181,7 @@ def _loss(
     return total, (each.detach() * said).sum() / said.sum().clamp(min=1)
 
 
-def _start(
+def begin(
     plan: Plan, tokenizer: PreTrainedTokenizerFast, seed: int, start: Path | None
 ) -> LlamaForCausalLM:
     model = create(plan, tokenizer, seed)
@@ -202,12 +202,12 @@ class Trainer:
         self.optimizer = _optimizer(model, plan)
         self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, _pace(plan, steps))
         self.places = Random(0)
-        self.loss: Callable[..., tuple[torch.Tensor, torch.Tensor]] = _loss
+        self.loss: Callable[..., tuple[torch.Tensor, torch.Tensor]] = weighted_loss
         if cuda:  # one graph per layer and row length compiles far faster than one of all layers
             torch._dynamo.config.recompile_limit = 64
             for layer in model.model.layers:
                 layer.compile(dynamic=False)
-            self.loss = torch.compile(_loss, dynamic=False)
+            self.loss = torch.compile(weighted_loss, dynamic=False)
         self.amp = torch.autocast("cuda", torch.bfloat16) if cuda else nullcontext()
 
     def step(self, batch: torch.Tensor, marks: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -242,7 +242,7 @@ def train(
     """Train by ``plan``, print a log, save to ``out``; return the logged losses of answers."""
     tokenizer = vocabulary.build()
     tokenizer.save_pretrained(out)
-    model = _start(plan, tokenizer, seed, start)
+    model = begin(plan, tokenizer, seed, start)
     batches = Batches(str(out / "tokenizer.json"), list(plan.stages), plan.batch, seed)
     prefetch = 8 if workers else None
     loader = DataLoader(batches, batch_size=None, num_workers=workers, prefetch_factor=prefetch)

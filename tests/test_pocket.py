@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 from kvcap import pocket
-from kvcap.pocket import corpus, evaluate, rows, survival, train, vocabulary
+from kvcap.pocket import corpus, evaluate, evicted, rows, settle, survival, train, vocabulary
 
 MIB = 2**20
 
@@ -297,3 +297,50 @@ def test_a_very_short_training_lowers_the_loss(tmp_path: Path, monkeypatch: Any)
     assert losses[-1] < 0.9 * losses[0]
     again = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert again.config.vocab_size == len(AutoTokenizer.from_pretrained(tmp_path)) == 512
+
+
+@pytest.mark.parametrize("slots", [64, 200])
+def test_reading_evicted_is_what_a_capped_chat_reads(slots: int, model: Any) -> None:
+    """The training code's cache against the runtime's: the same logits after many evictions."""
+    import kvcap
+    from kvcap.runtime.loop import BlockLoop
+
+    ids = torch.randint(300, 2000, (1, 6 * 128), generator=torch.Generator().manual_seed(0))
+    hidden = evicted.read_evicted(model, ids, slots, 128)
+    with torch.no_grad():
+        expected = model.lm_head(hidden[:, -1])
+    capped = AutoModelForCausalLM.from_pretrained(
+        pocket.path(), dtype=torch.float32, attn_implementation="kvcap"
+    )
+    cache = kvcap.BudgetCache(capped.config, slots, 128, "keydiff", positions="compact")
+    torch.testing.assert_close(
+        BlockLoop(capped, cache).prefill(ids), expected, rtol=1e-3, atol=1e-3
+    )
+
+
+def test_only_the_graded_tokens_have_gradients(model: Any) -> None:
+    ids = torch.randint(300, 2000, (1, 3 * 128))
+    hidden = evicted.read_evicted(model, ids, 64, 128)
+    assert hidden.shape[1] == 128
+    (grad,) = torch.autograd.grad(hidden.sum(), [model.model.layers[0].self_attn.v_proj.weight])
+    assert grad.abs().sum() > 0
+    with torch.no_grad():
+        assert not evicted.read_evicted(model, ids, 64, 128).requires_grad
+
+
+def test_quiz_rows_end_with_an_answer(tokenizer: Any) -> None:
+    raw = tokenizer.backend_tokenizer
+    for seed in range(5):
+        ids = settle.quiz_row(raw, Random(seed), 1024)
+        assert len(ids) == 1024
+        assert ids[-1] == tokenizer.eos_token_id
+        assert (ids == tokenizer.bos_token_id).any()
+
+
+def test_a_very_short_settling_runs_and_saves(tmp_path: Path) -> None:
+    losses = settle.settle(
+        pocket.path(), tmp_path, seconds=8, rate=1e-5, workers=0, seed=0, tokens=1024, device="cpu"
+    )
+    assert losses
+    assert all(0 < x < 5 for x in losses)
+    AutoModelForCausalLM.from_pretrained(tmp_path)
