@@ -33,7 +33,7 @@ class MemoryPlan:
     >>> config = LlamaConfig(num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
     ...                      hidden_size=64, head_dim=16, intermediate_size=128, vocab_size=100)
     >>> MemoryPlan.of(config, kv_budget_tokens=64, block_size=16).cache_bytes
-    57856
+    48704
     """
 
     policy: str

@@ -6,7 +6,9 @@ import doctest
 import importlib
 import pkgutil
 import re
+import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -57,7 +59,8 @@ def test_the_policy_example_in_contributing():
     import torch
 
     (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "CONTRIBUTING.md").read_text(), re.DOTALL)
-    module = {"__name__": "oldest"}
+    # A dataclass looks its module up, so the example runs as one.
+    module = vars(sys.modules.setdefault("oldest", ModuleType("oldest")))
     exec(compile(code, "oldest.py", "exec"), module)
     seen = kvcap.Observation(
         keys=torch.zeros(1, 1, 3, 2), values=torch.zeros(1, 1, 3, 2),
@@ -73,7 +76,7 @@ def test_every_command_and_make_target_is_named():
         assert f"kvcap {command}" in README, f"README does not say what kvcap {command} is for"
     targets = re.findall(r"^(\w[\w-]*):", (ROOT / "Makefile").read_text(), re.MULTILINE)
     texts = README + (ROOT / "CONTRIBUTING.md").read_text()
-    for name in re.findall(r"make ([a-z-]+)", texts):
+    for name in re.findall(r"make ([a-z-]+) +#", texts):
         assert name in targets
 
 
