@@ -24,7 +24,7 @@ from kvcap.pocket.evicted import read_evicted
 from kvcap.pocket.rows import Ids, encode, marked_row, row, weights
 from kvcap.pocket.survival import BLOCK
 from kvcap.pocket.tasks import chat_about, paste_about
-from kvcap.pocket.train import SETTLE, Trainer, weighted_loss, begin, save
+from kvcap.pocket.train import SETTLE, Trainer, begin, save, weighted_loss
 from kvcap.pocket.vocabulary import render
 
 GRADED = 3 * BLOCK  # tokens at the end of a row: its questions and answers

@@ -184,6 +184,7 @@ def weighted_loss(
 def begin(
     plan: Plan, tokenizer: PreTrainedTokenizerFast, seed: int, start: Path | None
 ) -> LlamaForCausalLM:
+    """Return a fresh model, or one with the weights of the directory ``start``."""
     model = create(plan, tokenizer, seed)
     if start:
         model.load_state_dict(LlamaForCausalLM.from_pretrained(start).state_dict())
