@@ -33,6 +33,7 @@ from kvcap.pocket.rows import Batches, Stage, assistant_id, digit_table, weights
 from kvcap.pocket.survival import BLOCK, hidden_states, survival_loss
 
 M = 1_000_000
+ROPE_THETA = 500_000.0
 
 
 @dataclass(frozen=True)
@@ -124,7 +125,7 @@ def create(plan: Plan, tokenizer: PreTrainedTokenizerFast, seed: int) -> LlamaFo
         num_key_value_heads=2,
         head_dim=plan.hidden // plan.heads,
         max_position_embeddings=plan.positions,
-        rope_theta=500_000.0,
+        rope_theta=ROPE_THETA,
         tie_word_embeddings=True,
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
@@ -148,9 +149,12 @@ def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, out: Path)
     copy.save_pretrained(out)
     tokenizer.save_pretrained(out)
     # transformers 4 looks for these two under other names than transformers 5 writes them
-    theta = model.config.rope_parameters["rope_theta"]
-    _amend(out / "config.json", rope_theta=theta)
-    _amend(out / "tokenizer_config.json", tokenizer_class="PreTrainedTokenizerFast")
+    _amend(out / "config.json", rope_theta=ROPE_THETA)
+    _amend(
+        out / "tokenizer_config.json",
+        tokenizer_class="PreTrainedTokenizerFast",
+        model_input_names=["input_ids", "attention_mask"],
+    )
 
 
 def _amend(file: Path, **entries: object) -> None:
