@@ -6,7 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 FOLDERS := runtime policies kernels export android_bench evals pocket tests src/kvcap/__init__.py src/kvcap/__main__.py src/kvcap/cli.py
 
-.PHONY: chat test check build-check format bench clean
+.PHONY: chat test check build-check format clean
 
 chat: $(VENV)/.ready ## chat with the built-in model under a 256-token cap
 	@$(BIN)/kvcap chat pocket --kv-budget-tokens 256

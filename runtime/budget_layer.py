@@ -145,7 +145,7 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
             PositionMismatch: where the caller's `position_ids` do not follow what was read.
         """
         assert self.store is not None
-        if self is self._cache.capped_layers[0] and self._cache.reading_at is None:
+        if self._cache.reading_at is None and self is self._cache.capped_layers[0]:
             self._check_positions(position_ids)
         self._attended = True
         if self._offset:
@@ -230,7 +230,7 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
     def _check(self, length: int) -> None:
         """Refuse a block that cannot be read rightly, before anything has changed."""
         cache, policy = self._cache, self._cache.eviction.policy
-        if not self._attended and self.seen and (policy.needs_queries):
+        if not self._attended and self.seen and policy.needs_queries:
             raise UnsupportedModel(
                 f"policy {cache.eviction.name!r} observes queries, which stock attention does not "
                 "show; load the model with attn_implementation='kvcap'"
