@@ -1,7 +1,8 @@
 """Eviction policies: one file per score, and the file's name is the policy's name.
 
-Pure tensor code; imports nothing else of kvcap. To add a policy, add a file (CONTRIBUTING.md), or
-register a `Policy` class under the entry point group `kvcap.policies`.
+`saliencies/`, `budgets/`, `rescorers/` and `correctors/` hold what a score can be combined with,
+one file each. Pure tensor code; imports nothing else of kvcap. To add a policy, add a file
+(CONTRIBUTING.md), or register a `Policy` class under the entry point group `kvcap.policies`.
 """
 
 from __future__ import annotations
@@ -10,69 +11,173 @@ import difflib
 import importlib
 import inspect
 import pkgutil
+from collections.abc import Mapping
 from functools import cache
 from importlib.metadata import entry_points
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple, cast
 
-from kvcap.policies.base import Eviction, Observation, Policy, PolicyError
+from kvcap.policies.base import (
+    Component,
+    Corrector,
+    Eviction,
+    HeadBudget,
+    LayerBudget,
+    Observation,
+    Policy,
+    PolicyError,
+    Rescorer,
+    Saliency,
+)
 
-__all__ = ["Eviction", "Observation", "Policy", "PolicyError", "load_policy", "policies"]
+__all__ = [
+    "Eviction",
+    "Observation",
+    "Policy",
+    "PolicyError",
+    "companions",
+    "load_policy",
+    "policies",
+]
 
 ENTRY_POINTS = "kvcap.policies"
 PINS = ("sink_tokens", "recent_tokens")  # options of every policy
+FOLDERS = ("saliencies", "budgets", "rescorers", "correctors")
+SLOTS: dict[str, type[Component]] = {
+    "policy": Policy,
+    "saliency": Saliency,
+    "layer_budget": LayerBudget,
+    "head_budget": HeadBudget,
+    "rescorer": Rescorer,
+    "corrector": Corrector,
+}
+
+# The systems of the papers: a policy, what it is combined with, and the papers' own settings.
+PRESETS: dict[str, tuple[str, dict[str, Any]]] = {
+    "keydiff-window": ("keydiff", {"recent": 0.2}),
+    "obcache": ("snapkv+obcache", {}),
+    "obcache-h2o": ("h2o+obcache", {"recent": 0.25, "sink_tokens": 4}),
+    "obcache-tova": ("tova+obcache", {"sink_tokens": 4}),
+    "pyramidkv": ("snapkv+pyramidkv", {}),
+    "cake": ("cake+cake", {}),
+    "adakv": ("snapkv+adakv", {}),
+    "headkv": ("snapkv+headkv", {}),
+    "duoattention": ("keydiff+duoattention", {}),
+    "criticalkv": ("snapkv+criticalkv", {}),
+    "criticalkv-adakv": ("snapkv+adakv+criticalkv", {}),
+    "criticalkv-headkv": ("snapkv+headkv+criticalkv", {}),
+    "calidrop": ("snapkv+calidrop", {"kernel": 5, "pool": "avg"}),
+    "calidrop-h2o": ("h2o+calidrop", {}),
+    "calidrop-streaming_llm": ("streaming_llm+calidrop", {"sinks": 32}),
+}
+
+
+class Recipe(NamedTuple):
+    """What a name stands for: a class for every slot that is filled, and options to set."""
+
+    parts: Mapping[str, type[Component]]
+    options: Mapping[str, Any]
 
 
 @cache
-def policies() -> dict[str, tuple[type[Policy], dict[str, Any]]]:
-    """Every policy and preset by name: its class and the options the preset sets."""
-    found: dict[str, tuple[type[Policy], dict[str, Any]]] = {}
-    classes = {m.name: _class_in(m.name) for m in pkgutil.iter_modules(__path__) if not m.ispkg}
-    for point in entry_points(group=ENTRY_POINTS):
-        if point.name in classes:
-            raise PolicyError(
-                f"{point.value} registers a policy named {point.name!r}, which is kvcap's own name"
-            )
-        classes[point.name] = point.load()
-    for name, cls in classes.items():
-        found[name] = (cls, {})
-        found.update({preset: (cls, dict(opts)) for preset, opts in cls.presets.items()})
+def companions() -> dict[str, type[Component]]:
+    """Everything a policy can be combined with, by name."""
+    return {name: cls for folder in FOLDERS for name, cls in _modules(folder).items()}
+
+
+@cache
+def policies() -> dict[str, Recipe]:
+    """Every policy and preset by name."""
+    found = {name: Recipe({"policy": cls}, {}) for name, cls in _scores().items()}
+    for name, (parts, options) in PRESETS.items():
+        if all(part in companions() for part in parts.split("+")[1:]):  # TODO until all exist
+            if parts.split("+")[0] in found:
+                found[name] = _compose(parts, options)
     return dict(sorted(found.items()))
 
 
 def load_policy(name: str, **options: Any) -> Eviction:
-    """The policy or preset `name` with `options` over its defaults.
+    """The policy, preset or combination `name` with `options` over its defaults.
 
-    `sink_tokens` and `recent_tokens` (pinned besides what the policy pins) work with every policy.
+    A combination is a policy and companions with plus signs: `h2o+criticalkv`. An option goes to
+    the first part that has it. `sink_tokens` and `recent_tokens` (pinned besides what the policy
+    pins) work with every policy.
 
     Raises:
         PolicyError: unknown name or option (the nearest one is named), or a value that is refused.
 
     >>> load_policy("keydiff", anchor="unit_mean").policy.anchor
     'unit_mean'
+    >>> load_policy("h2o+criticalkv", recent=0.1, alpha=0.25).rescorer.alpha
+    0.25
     """
-    if name not in policies():
+    if name not in policies() and "+" not in name:
         raise PolicyError(f"no policy is called {name!r}{_nearest(name, list(policies()))}")
-    cls, preset = policies()[name]
-    pins = {key: options.pop(key) for key in PINS if key in options}
-    known = list(inspect.signature(cls).parameters)
-    for option in options:
-        if option not in known:
-            hint = _nearest(option, [*known, *PINS])
-            raise PolicyError(f"policy {name} has no option {option!r}{hint}")
-    try:
-        return Eviction(cls(**{**preset, **options}), name=name, **pins)
-    except TypeError as error:  # such as '3' < 1
-        raise PolicyError(f"policy {name}: {error}; got {options}") from error
+    recipe = policies().get(name) or _compose(name, {})
+    given = {**recipe.options, **options}
+    pins = {key: given.pop(key) for key in PINS if key in given}
+    filled: dict[str, Any] = {}
+    known: list[str] = []
+    for slot, cls in recipe.parts.items():
+        own = {key: given.pop(key) for key in inspect.signature(cls).parameters if key in given}
+        known += inspect.signature(cls).parameters
+        try:
+            filled[slot] = cls(**own)
+        except TypeError as error:  # such as '3' < 1
+            raise PolicyError(f"policy {name}: {error}; got {own}") from error
+    for option in given:
+        hint = _nearest(option, [*known, *PINS])
+        raise PolicyError(f"policy {name} has no option {option!r}{hint}")
+    return Eviction(**filled, name=name, **pins)
 
 
-def _class_in(module: str) -> type[Policy]:
-    members = vars(importlib.import_module(f"{__name__}.{module}")).values()
-    (cls,) = (
+def _scores() -> dict[str, type[Component]]:
+    """The policies alone, those of other packages too."""
+    found = _modules(".")
+    for point in entry_points(group=ENTRY_POINTS):
+        if point.name in found:
+            raise PolicyError(
+                f"{point.value} registers a policy named {point.name!r}, which is kvcap's own name"
+            )
+        found[point.name] = point.load()
+    return found
+
+
+def _compose(combination: str, options: Mapping[str, Any]) -> Recipe:
+    """The parts of 'policy+companion+companion'."""
+    scores = _scores()
+    base, *others = combination.split("+")
+    if base not in scores:
+        raise PolicyError(f"no policy is called {base!r}{_nearest(base, list(scores))}")
+    parts = {"policy": scores[base]}
+    for other in others:
+        if other not in companions():
+            hint = _nearest(other, list(companions()))
+            raise PolicyError(f"nothing to combine is called {other!r}{hint}")
+        cls = companions()[other]
+        slot = next(slot for slot, kind in SLOTS.items() if issubclass(cls, kind))
+        if slot in parts:
+            raise PolicyError(f"{combination!r} has two parts for one place ({slot})")
+        parts[slot] = cls
+    return Recipe(parts, options)
+
+
+def _modules(folder: str) -> dict[str, type[Component]]:
+    """The one component that each module of a folder defines, by the module's name."""
+    path = Path(__path__[0]) / folder
+    names = [m.name for m in pkgutil.iter_modules([str(path)]) if not m.ispkg]
+    package = __name__ if folder == "." else f"{__name__}.{folder}"
+    return {name: _class_in(f"{package}.{name}") for name in names}
+
+
+def _class_in(module: str) -> type[Component]:
+    members = vars(importlib.import_module(module)).values()
+    (found,) = (
         m
         for m in members
-        if isinstance(m, type) and issubclass(m, Policy) and m.__module__.endswith(f".{module}")
+        if isinstance(m, type) and issubclass(m, Component) and m.__module__ == module
     )
-    return cls
+    return cast(type[Component], found)
 
 
 def _nearest(name: str, known: list[str]) -> str:

@@ -27,7 +27,6 @@ class KeyDiff(Policy):
     observes: ClassVar = frozenset({"keys"})
     paper: ClassVar = "KeyDiff, arXiv 2504.15364, Eq. 7-8"
     formula: ClassVar = "-cos(k_j, mean of held keys)"
-    presets: ClassVar = {"keydiff-window": {"recent": 0.2}}
 
     def __post_init__(self) -> None:
         anchors, metrics = (

@@ -150,10 +150,10 @@ class BudgetCache(Cache):  # type: ignore[misc]
         attention = getattr(config, "_attn_implementation", None)
         stock = attention not in (None, NAME)
         load = "load the model with attn_implementation='kvcap'"
-        if stock and self.eviction.policy.needs_queries:
+        if stock and self.eviction.needs_attention:
             raise UnsupportedModel(
-                f"policy {self.eviction.name!r} observes queries, which attention {attention!r} "
-                f"does not show; {load}"
+                f"policy {self.eviction.name!r} works inside attention, which {attention!r} does not "
+                f"show; {load}"
             )
         if stock and positions == "compact":
             raise UnsupportedModel(

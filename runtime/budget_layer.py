@@ -230,10 +230,10 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
     def _check(self, length: int) -> None:
         """Refuse a block that cannot be read rightly, before anything has changed."""
         cache, policy = self._cache, self._cache.eviction.policy
-        if not self._attended and self.seen and policy.needs_queries:
+        if not self._attended and self.seen and cache.eviction.needs_attention:
             raise UnsupportedModel(
-                f"policy {cache.eviction.name!r} observes queries, which stock attention does not "
-                "show; load the model with attn_implementation='kvcap'"
+                f"policy {cache.eviction.name!r} works inside attention, which stock attention does "
+                "not show; load the model with attn_implementation='kvcap'"
             )
         if not self._attended and self.seen and self.rotates:
             raise UnsupportedModel(

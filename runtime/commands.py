@@ -143,10 +143,10 @@ def policies_command(
 ) -> None:
     """List the eviction policies and what each costs."""
     quiet_libraries()
-    from kvcap.policies import policies
+    from kvcap.policies import load_policy, policies
     from kvcap.runtime.tables import describe, print_policies
 
-    rows = [describe(name, cls(**preset)) for name, (cls, preset) in policies().items()]
+    rows = [describe(name, load_policy(name).policy) for name in policies()]
     if json_:
         print(json.dumps(rows))
     else:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import kvcap
 from kvcap import policies
 from kvcap.policies import Eviction, Observation, Policy, PolicyError, load_policy
-from kvcap.policies.base import pool_in_time
+from kvcap.policies.base import LayerBudget, Rescorer, Saliency, pool_in_time
 
 
 def observe(
@@ -289,12 +289,17 @@ def test_pins_larger_than_the_budget():
 def test_slots_of_an_eviction_compose():
     """A saliency replaces attention, a rescorer the scores, a layer budget the split."""
     seen = observe()
-    saliency = Eviction(load_policy("tova").policy, saliency=lambda o: o.attention**2)
+
+    class Square(Saliency):
+        def weigh(self, seen):
+            return seen.attention**2
+
+    saliency = Eviction(load_policy("tova").policy, saliency=Square())
     seen.saliency = saliency.saliency
     same(saliency.policy.score(seen), (attention_by_loops(seen)[..., -1, :] ** 2).mean(2))
 
-    class Flip:
-        def rescore(self, scores, seen):
+    class Flip(Rescorer):
+        def rescore(self, scores, pinned, seen):
             return -scores
 
     plain = load_policy("knorm")
@@ -303,13 +308,15 @@ def test_slots_of_an_eviction_compose():
     b = flipped.select(seen, 12)[0, 0].tolist()
     assert not set(a) & set(b)
 
-    class Funnel:
-        def split(self, budget, layers):
+    class Funnel(LayerBudget):
+        def split(self, budget, layers, pinned):
             return [budget + (layers - 1 - 2 * i) for i in range(layers)]
 
     assert Eviction(plain.policy, layer_budget=Funnel()).split(10, 3) == [12, 10, 8]
-    with pytest.raises(PolicyError, match="ragged"):
-        Eviction(plain.policy, head_budget=object())
+    with pytest.raises(PolicyError, match="nothing to replace"):
+        Eviction(plain.policy, saliency=Square())
+    with pytest.raises(PolicyError, match="never evicts"):
+        Eviction(load_policy("full").policy, rescorer=Flip())
 
 
 def test_third_party_policy_by_entry_point(monkeypatch):
@@ -338,9 +345,10 @@ def test_third_party_policy_by_entry_point(monkeypatch):
 
 
 def test_every_policy_documents_itself():
-    for name, (cls, _) in policies.policies().items():
-        assert cls.paper, name
-        assert cls.formula, name
-        assert cls.__doc__, name
-        assert cls.observes <= policies.base.policy.VIEWS, name
+    parts = {cls for recipe in policies.policies().values() for cls in recipe.parts.values()}
+    for cls in parts | set(policies.companions().values()):
+        assert cls.paper, cls
+        assert cls.formula, cls
+        assert cls.__doc__, cls
+        assert cls.observes <= policies.base.component.VIEWS, cls
     assert kvcap.load_policy("full").policy.evicts is False

@@ -1,7 +1,31 @@
-"""What every policy is made of: `Observation`, `Policy`, `Eviction`. Knows no model, no cache."""
+"""What every eviction is made of: `Observation`, `Policy`, its companions, and `Eviction`."""
 
+from kvcap.policies.base.component import Component, PolicyError
 from kvcap.policies.base.eviction import Eviction
 from kvcap.policies.base.observation import Observation
-from kvcap.policies.base.policy import Policy, PolicyError, pool_in_time
+from kvcap.policies.base.policy import Group, Policy, over_group, pool_in_time
+from kvcap.policies.base.slots import (
+    Corrector,
+    HeadBudget,
+    LayerBudget,
+    Rescorer,
+    Saliency,
+    apportion,
+)
 
-__all__ = ["Eviction", "Observation", "Policy", "PolicyError", "pool_in_time"]
+__all__ = [
+    "Component",
+    "Corrector",
+    "Eviction",
+    "Group",
+    "HeadBudget",
+    "LayerBudget",
+    "Observation",
+    "Policy",
+    "PolicyError",
+    "Rescorer",
+    "Saliency",
+    "apportion",
+    "over_group",
+    "pool_in_time",
+]

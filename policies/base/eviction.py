@@ -6,46 +6,18 @@ selection, never arithmetic on scores. Knows no cache and no model.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from kvcap.policies.base.observation import Observation, Saliency
-from kvcap.policies.base.policy import Policy, PolicyError
+from kvcap.policies.base.component import ATTENTION_VIEWS, Component, PolicyError
+from kvcap.policies.base.observation import Observation
+from kvcap.policies.base.policy import Policy
+from kvcap.policies.base.slots import Corrector, HeadBudget, LayerBudget, Rescorer, Saliency
 
-
-class LayerBudget(Protocol):
-    """Spreads `layers · budget` slots over the layers; the sum is exact."""
-
-    def split(self, budget: int, layers: int) -> list[int]:
-        """Slots per KV head for each layer."""
-        ...
-
-
-class HeadBudget(Protocol):
-    """Spreads a layer's `K · budget` slots over its KV heads; the sum is exact."""
-
-    def split(self, scores: Tensor, budget: int) -> Tensor:
-        """Slots [B, K] from the scores [B, K, n]."""
-        ...
-
-
-class Rescorer(Protocol):
-    """Replaces the scores once the budget is known."""
-
-    def rescore(self, scores: Tensor, seen: Observation) -> Tensor:
-        """New scores [B, K, n] from the old."""
-        ...
-
-
-class Corrector(Protocol):
-    """Corrects attention's output for what was evicted."""
-
-    def correct(self, output: Tensor, seen: Observation) -> Tensor:
-        """New output [B, H, T, D] from attention's."""
-        ...
+LOWEST = torch.finfo(torch.float32).min
 
 
 @dataclass(frozen=True)
@@ -72,12 +44,56 @@ class Eviction:
                 f"sink_tokens={self.sink_tokens}, recent_tokens={self.recent_tokens}: "
                 "pins are counted in tokens, 0 or more"
             )
-        for slot in ("head_budget", "corrector"):
-            if getattr(self, slot) is not None:
+        if not self.policy.evicts and len(self.components) > 1:
+            raise PolicyError(f"{self.name or 'full'} never evicts, so it cannot be combined")
+        if self.saliency is not None and "attention" not in self.policy.observes:
+            raise PolicyError(
+                f"{self.name or 'the policy'} does not score by attention, so a saliency has "
+                "nothing to replace; use it with h2o, tova or snapkv"
+            )
+        if self.layer_budget is not None and self.layer_budget.moves:
+            if self.head_budget is not None and not self.head_budget.moves:
                 raise PolicyError(
-                    f"{slot} needs ragged or offloaded storage, which this version of the cache "
-                    "does not have; layer_budget, saliency and rescorer work"
+                    "a layer budget that moves cannot be combined with a fixed table of heads; "
+                    "use pyramidkv, or adakv"
                 )
+            if not self.policy.queries_observed:
+                raise PolicyError(
+                    "a layer budget that moves looks at a window of queries; use it with a "
+                    "policy that has one, such as snapkv"
+                )
+
+    @property
+    def components(self) -> list[Component]:
+        """The policy and whatever fills the other slots, in the order of the slots."""
+        slots = (
+            self.policy,
+            self.saliency,
+            self.layer_budget,
+            self.head_budget,
+            self.rescorer,
+            self.corrector,
+        )
+        return [component for component in slots if component is not None]
+
+    @property
+    def observes(self) -> frozenset[str]:
+        """Everything the components read."""
+        return frozenset[str]().union(*(c.observes for c in self.components))
+
+    @property
+    def state(self) -> Mapping[str, torch.dtype]:
+        """Per-slot memory of all components."""
+        return {name: dtype for c in self.components for name, dtype in c.state.items()}
+
+    @property
+    def needs_attention(self) -> bool:
+        """Whether it must see inside attention, which stock attention functions do not allow."""
+        inside = ATTENTION_VIEWS | {"output_projection"}
+        moving = self.layer_budget is not None and self.layer_budget.moves
+        return bool(
+            self.observes & inside or self.head_budget is not None or self.corrector or moving
+        )
 
     def sinks(self) -> int:
         """First tokens of the conversation that are never evicted."""
@@ -87,40 +103,76 @@ class Eviction:
         """Newest tokens that are never evicted."""
         return max(self.policy.recents_pinned(budget), self.recent_tokens)
 
+    def pins(self, budget: int) -> int:
+        """Slots of a head that its pins take."""
+        return self.sinks() + self.recents(budget)
+
     def split(self, budget: int, layers: int) -> list[int]:
         """Slots per KV head for each layer, summing to `layers · budget`."""
-        split = self.layer_budget.split(budget, layers) if self.layer_budget else [budget] * layers
+        if self.layer_budget is None:
+            return [budget] * layers
+        split = self.layer_budget.split(budget, layers, self.pins(budget))
         assert sum(split) == budget * layers, "a layer budget must spread exactly what it was given"
         return split
 
-    def check(self, split: list[int]) -> None:
-        """Refuse budgets that hold no token or not the pinned ones.
+    def allot(self, budget: int, layers: int, kv_heads: int) -> list[list[int]]:
+        """Slots of every KV head of every layer, [L][K], summing to `layers · K · budget`."""
+        split = self.split(budget, layers)
+        if self.head_budget is None:
+            return [[slots] * kv_heads for slots in split]
+        heads = self.head_budget.allot(split, kv_heads, self.pins(budget))
+        assert sum(map(sum, heads)) == budget * layers * kv_heads, "heads must share what there is"
+        return heads
+
+    def check(self, budgets: list[int]) -> None:
+        """Refuse budgets (slots of a head) that hold no token or not the pinned ones.
 
         Raises:
             PolicyError: naming the smallest budget that would work.
         """
-        for slots in split:
+        for slots in budgets:
             if slots < 1:
                 raise PolicyError(f"a budget of {slots} slots cannot hold a token; use 1 or more")
-            pinned = self.sinks() + self.recents(slots)
-            if pinned > slots:
+            if self.pins(slots) > slots:
                 raise PolicyError(
                     f"{self.name or 'the policy'} pins {self.sinks()} sinks and "
                     f"{self.recents(slots)} recent tokens, more than the budget of {slots} slots; "
-                    f"use a budget of at least {pinned} or pin fewer"
+                    f"use a budget of at least {self.pins(slots)} or pin fewer"
                 )
 
-    def select(self, seen: Observation, count: int) -> Tensor:
-        """The `count` slots of each head to give up. Shape [B, K, count], unordered."""
-        scores = self.policy.score(seen)
+    def update(self, seen: Observation) -> dict[str, Tensor]:
+        """New values of the state of all components, [B, K, n] each."""
+        parts = [self._policy(seen), *self.components[1:]]
+        return {name: value for part in parts for name, value in part.update(seen).items()}
+
+    def score(self, seen: Observation) -> Tensor:
+        """The policy's scores, made finite. Shape [B, K, n], float32."""
+        scores = self._policy(seen).score(seen).float()
+        return scores.nan_to_num(nan=LOWEST)
+
+    def pinned(self, seen: Observation) -> Tensor:
+        """Slots that are never evicted. Bool [B, K, n]."""
+        policy = self._policy(seen)
+        sinks = max(policy.sinks_pinned(), self.sink_tokens)
+        recents = max(policy.recents_pinned(seen.budget), self.recent_tokens)
+        return (seen.positions < sinks) | (seen.positions >= seen.seen - recents)
+
+    def choose(self, scores: Tensor, pinned: Tensor, seen: Observation, count: int) -> Tensor:
+        """The `count` slots of each head to give up, by `score`'s result. [B, K, count], unordered.
+
+        `seen.budget` slots of each head stay.
+        """
         if self.rescorer is not None:
-            scores = self.rescorer.rescore(scores, seen)
-        # Finite first, so that a pinned slot's +inf is above every score, whatever it was.
-        scores = scores.float().nan_to_num(nan=torch.finfo(torch.float32).min)
-        scores = scores.masked_fill(self._pinned(seen), float("inf"))
+            scores = self.rescorer.rescore(scores, pinned, seen).float().nan_to_num(nan=LOWEST)
+        # All scores are finite, so that a pinned slot's +inf is above every one of them.
+        scores = scores.masked_fill(pinned, float("inf"))
         return scores.topk(count, dim=-1, largest=False, sorted=False).indices
 
-    def _pinned(self, seen: Observation) -> Tensor:
-        """Bool [B, K, n]."""
-        recents = self.recents(seen.budget)
-        return (seen.positions < self.sinks()) | (seen.positions >= seen.seen - recents)
+    def select(self, seen: Observation, count: int) -> Tensor:
+        """Score and choose: the `count` slots of each head to give up. [B, K, count], unordered."""
+        return self.choose(self.score(seen), self.pinned(seen), seen, count)
+
+    def _policy(self, seen: Observation) -> Policy:
+        if self.head_budget is None:
+            return self.policy
+        return self.head_budget.policy_of(seen.layer, seen.first_head, self.policy)

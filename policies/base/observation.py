@@ -6,14 +6,16 @@ held (cache and block), `w` observed queries, `D` head size. Pure tensor code: n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-Saliency = Callable[["Observation"], Tensor]
+if TYPE_CHECKING:
+    from kvcap.policies.base.slots import Saliency
 
 
 @dataclass
@@ -29,10 +31,14 @@ class Observation:
     positions: Tensor  # [B, K, n] int, the token's place in the conversation
     seen: int  # tokens read so far, those of this block included
     budget: int  # slots per KV head that stay
+    new: int = 0  # tokens of this block: the last slots in memory
+    layer: int = 0  # index among the capped layers
+    first_head: int = 0  # the KV head of row 0; heads of unequal lengths are observed one by one
     queries: Tensor | None = None  # [B, H, w, D], the last w queries, oldest first
     scaling: float = 1.0  # of the logits, usually 1/sqrt(D)
     softcap: float | None = None  # Gemma 2: logits = softcap * tanh(logits / softcap)
     state: Mapping[str, Tensor] = field(default_factory=dict)  # name -> [B, K, n]
+    output_projection: Tensor | None = None  # [K, G, D, hidden], W_O cut by query head
     saliency: Saliency | None = None  # replaces the attention weights, see `weight`
 
     @property
@@ -83,4 +89,4 @@ class Observation:
 
         Shape [B, K, G, w, n].
         """
-        return self.attention if self.saliency is None else self.saliency(self)
+        return self.attention if self.saliency is None else self.saliency.weigh(self)

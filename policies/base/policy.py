@@ -1,58 +1,33 @@
-"""The contract of a policy, and the one helper that scores share.
+"""The contract of a policy, and what scores share.
 
-A policy is a frozen dataclass in a file of its own; the file's name is the policy's name. Its
-`score` is pure tensor code (no `.item()`, no data-dependent Python, no in-place writes), because
-the same method is traced for ONNX and mirrored by a Triton kernel.
+A policy's `score` is pure tensor code (no `.item()`, no data-dependent Python, no in-place
+writes), because the same method is traced for ONNX and mirrored by a Triton kernel.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from typing import Any, ClassVar
+from dataclasses import dataclass
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
+from kvcap.policies.base.component import Component
 from kvcap.policies.base.observation import Observation
 
-ATTENTION_VIEWS = frozenset({"queries", "attention", "logits", "output"})
-VIEWS = ATTENTION_VIEWS | {"keys", "values", "positions", "output_projection", "state"}
-
-
-class PolicyError(ValueError):
-    """A policy, one of its options, or a combination with a budget that cannot work."""
+Group = Literal["mean", "sum", "max"]
 
 
 @dataclass(frozen=True)
-class Policy:
+class Policy(Component):
     """Decides what every slot is worth. Subclasses add options as fields and define `score`."""
-
-    observes: ClassVar[frozenset[str]] = frozenset()
-    """What `score` reads: names of `Observation` attributes. The runtime keeps nothing else."""
-
-    paper: ClassVar[str] = ""
-    """Where the formula comes from."""
-
-    formula: ClassVar[str] = ""
-    """The formula in one line, shown by `kvcap policies`."""
 
     evicts: ClassVar[bool] = True
     """False only for `full`, which refuses instead."""
 
-    state: ClassVar[Mapping[str, torch.dtype]] = {}
-    """Per-slot memory [B, K, n] that moves with its slot: name -> dtype."""
-
-    presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
-    """Further names for this policy with other options."""
-
     def score(self, seen: Observation) -> Tensor:
         """Worth of every slot, higher is kept. Shape [B, K, n], float32."""
         raise NotImplementedError
-
-    def update(self, seen: Observation) -> dict[str, Tensor]:
-        """New values of `state`, [B, K, n] each, computed after every block before `score`."""
-        return {}
 
     @property
     def queries_observed(self) -> int | None:
@@ -67,21 +42,12 @@ class Policy:
         """How many of the newest tokens are never evicted at this budget (slots per KV head)."""
         return 0
 
-    @property
-    def needs_queries(self) -> bool:
-        """Whether it must see inside attention, which stock attention functions do not allow."""
-        return bool(self.observes & ATTENTION_VIEWS)
 
-    def options(self) -> dict[str, Any]:
-        """The options and their values."""
-        return {f.name: getattr(self, f.name) for f in fields(self)}
-
-    def require(self, name: str, ok: bool, expected: str) -> None:
-        """Raise `PolicyError` unless option `name` is `ok`, saying what was got and expected."""
-        if not ok:
-            policy = type(self).__module__.rsplit(".", 1)[-1]
-            got = getattr(self, name)
-            raise PolicyError(f"{policy}: {name}={got!r} will not work; expected {expected}")
+def over_group(scores: Tensor, group: Group) -> Tensor:
+    """One score per KV head from those of its query heads: [B, K, G, n] -> [B, K, n]."""
+    if group == "max":
+        return scores.amax(2)
+    return scores.sum(2) if group == "sum" else scores.mean(2)
 
 
 def pool_in_time(scores: Tensor, positions: Tensor, kernel: int, pool: str) -> Tensor:

@@ -1,0 +1,51 @@
+"""What every part of an eviction has in common: options, sources, and memory per slot."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from kvcap.policies.base.observation import Observation
+
+ATTENTION_VIEWS = frozenset({"queries", "attention", "logits", "output"})
+VIEWS = ATTENTION_VIEWS | {"keys", "values", "positions", "output_projection", "state"}
+
+
+class PolicyError(ValueError):
+    """A policy, one of its options, or a combination with a budget that cannot work."""
+
+
+@dataclass(frozen=True)
+class Component:
+    """A frozen dataclass in a file of its own; the file's name is its name, its fields its options."""
+
+    observes: ClassVar[frozenset[str]] = frozenset()
+    """What it reads: names of `Observation` attributes. The runtime keeps nothing else."""
+
+    paper: ClassVar[str] = ""
+    """Where the formula comes from."""
+
+    formula: ClassVar[str] = ""
+    """The formula in one line, shown by `kvcap policies`."""
+
+    state: ClassVar[Mapping[str, torch.dtype]] = {}
+    """Per-slot memory [B, K, n] that moves with its slot: name -> dtype."""
+
+    def update(self, seen: Observation) -> dict[str, Tensor]:
+        """New values of `state`, [B, K, n] each, computed after every block before scoring."""
+        return {}
+
+    def options(self) -> dict[str, Any]:
+        """The options and their values."""
+        return {f.name: getattr(self, f.name) for f in fields(self)}
+
+    def require(self, name: str, ok: bool, expected: str) -> None:
+        """Raise `PolicyError` unless option `name` is `ok`, saying what was got and expected."""
+        if not ok:
+            component = type(self).__module__.rsplit(".", 1)[-1]
+            got = getattr(self, name)
+            raise PolicyError(f"{component}: {name}={got!r} will not work; expected {expected}")

@@ -1,0 +1,1 @@
+"""How slots are spread over layers or heads, one file each."""

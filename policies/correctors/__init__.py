@@ -1,0 +1,1 @@
+"""What corrects the output for the tokens that were evicted, one file each."""

@@ -1,0 +1,1 @@
+"""What replaces the scores once the budget is known, one file each."""

@@ -1,0 +1,1 @@
+"""What replaces the attention weights inside a score, one file each."""
