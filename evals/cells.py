@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from statistics import NormalDist
 from typing import Any
 
+from kvcap.evals.machine import versions
 from kvcap.runtime.layout import Positions
 
+Options = tuple[tuple[str, Any], ...]
 Z = NormalDist().inv_cdf(0.975)  # two-sided 95 %
 
 
@@ -27,11 +30,12 @@ class Setting:
     samples: int
     seed: int
     block_size: int
+    options: Options = ()  # given to the policy, sorted by name
 
 
 @dataclass(frozen=True)
 class Cell:
-    """A setting and its result."""
+    """A setting and its result. What has a default is missing in cells of earlier versions."""
 
     setting: Setting
     score: float  # share of right answers
@@ -41,6 +45,8 @@ class Cell:
     seconds: float
     device: str
     versions: dict[str, str]
+    scoring_ms: dict[str, float] | None = None  # percentiles per block, all layers; None: no run
+    extra_bytes: int | None = None  # of `kv_bytes`, what only this policy makes the cache hold
 
     def as_dict(self) -> dict[str, Any]:
         """One flat object, as in `cells.jsonl`."""
@@ -50,8 +56,26 @@ class Cell:
     @classmethod
     def from_dict(cls, row: dict[str, Any]) -> Cell:
         """The cell of a row of `cells.jsonl`."""
-        setting = Setting(**{field.name: row.pop(field.name) for field in fields(Setting)})
-        return cls(setting, **row)
+        given = {f.name: row.pop(f.name) for f in fields(Setting) if f.name in row}
+        given["options"] = as_options(dict(given.get("options", ())))
+        return cls(Setting(**given), **row)
+
+
+def as_options(given: Mapping[str, Any]) -> Options:
+    """Options of a policy as part of a setting: hashable, and the same after a trip through JSON.
+
+    >>> as_options({"window": 16, "layers": [0, 1]})
+    (('layers', (0, 1)), ('window', 16))
+    """
+    return tuple((name, _frozen(name, given[name])) for name in sorted(given))
+
+
+def _frozen(name: str, value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return tuple(_frozen(name, part) for part in value)
+    if value is not None and not isinstance(value, str | int | float):
+        raise ValueError(f"option {name}: {value!r} is not text, a number or a list of these")
+    return value
 
 
 def wilson(right: int, samples: int) -> tuple[float, float]:
@@ -73,6 +97,16 @@ def read_cells(path: Path) -> list[Cell]:
     """
     lines = path.read_text().splitlines() if path.exists() else []
     return [_cell(line, f"{path}, line {number},") for number, line in enumerate(lines, 1)]
+
+
+def current_cells(path: Path) -> list[Cell]:
+    """Those measured with this version of kvcap.
+
+    Raises:
+        ValueError: a line that is no cell.
+    """
+    current = versions()["kvcap"]
+    return [cell for cell in read_cells(path) if cell.versions["kvcap"] == current]
 
 
 def _cell(line: str, where: str) -> Cell:

@@ -29,9 +29,13 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 
 def eval_command(
     model: Model = "pocket",
-    policies: Annotated[str, typer.Option(help="Names, with commas.")] = (
-        "keydiff,streaming_llm,full"
-    ),
+    policies: Annotated[
+        str, typer.Option(help="Names, with commas; all is every one that kvcap policies lists.")
+    ] = "keydiff,streaming_llm,full",
+    policy_option: Annotated[
+        list[str] | None,
+        typer.Option(metavar="KEY=VALUE", help="Of every policy that has it; repeatable."),
+    ] = None,
     budgets: Annotated[str, typer.Option(help="Slots per KV head, with commas.")] = "128,256",
     tasks: Annotated[str, typer.Option(help="Names, with commas.")] = "niah_single",
     lengths: Annotated[str, typer.Option(help="Tokens of a prompt, with commas.")] = "4096",
@@ -45,15 +49,22 @@ def eval_command(
     batch_size: Annotated[int, typer.Option(help="Prompts read at once.")] = 8,
     dtype: Dtype = None,
     device: Device = None,
+    plot: Annotated[bool, typer.Option("--plot", help="Draw results.png (kvcap[plot]).")] = False,
     json: Json = False,
 ) -> None:
     """Recall under a cap: policies × budgets × positions, each cell with its interval.
 
     Cells that the folder already holds are not run again; after Ctrl-C, run the same command.
     """
+    from kvcap.evals.cells import current_cells
+    from kvcap.evals.plot import plot as draw
+    from kvcap.evals.plot import require_matplotlib
     from kvcap.evals.runner import Sweep, run
     from kvcap.evals.table import results
+    from kvcap.runtime.options import pairs
 
+    if plot:
+        require_matplotlib()
     sweep = Sweep(
         policies=_names(policies),
         budgets=_numbers("budgets", budgets),
@@ -67,6 +78,7 @@ def eval_command(
         dtype=dtype,
         device=device,
         batch_size=batch_size,
+        options=pairs(policy_option or []),
     )
     with _meter("{task.completed}/{task.total} cells") as progress:
         meter = progress.add_task("eval", total=None)
@@ -77,6 +89,8 @@ def eval_command(
                 progress.console.print(_cell_line(cell))
 
         cells = run(sweep, out, report)
+    if plot:
+        draw(current_cells(out / "cells.jsonl"), out / "results.png")
     print(jsonlib.dumps([cell.as_dict() for cell in cells]) if json else results(cells))
 
 
@@ -179,8 +193,9 @@ def _numbers(option: str, text: str) -> tuple[int, ...]:
 def _cell_line(cell: Cell) -> str:
     s = cell.setting
     budget = "uncapped" if s.budget is None else f"{s.budget} slots"
+    policy = " ".join([s.policy, *(f"{name}={value}" for name, value in s.options)])
     return (
-        f"{cell.score:.2f}  {s.task}, {s.length:,} tokens, {s.policy}, {budget}, {s.positions}"
+        f"{cell.score:.2f}  {s.task}, {s.length:,} tokens, {policy}, {budget}, {s.positions}"
         f"  ({cell.seconds:.1f} s)"
     )
 

@@ -1,4 +1,4 @@
-"""How benchmarks measure: percentiles of times, exact peaks of memory, models of random weights."""
+"""How evals measure: percentiles of times, exact peaks of memory, models of random weights."""
 
 from __future__ import annotations
 
@@ -13,9 +13,12 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from kvcap.evals.bench import Options
 from kvcap.runtime.budget_cache import BudgetCache
+from kvcap.runtime.loop import BlockLoop
 
 VOCABULARY = 4096
 MIB = 1024 * 1024
+EVICTION = ("_window", "_observe", "_look")  # what a capped layer does once attention is done
+WARM_UP_BLOCKS, MEASURED_BLOCKS = 4, 12
 
 
 def seconds(function: Callable[[], Any]) -> float:
@@ -51,6 +54,60 @@ def allocator_peak(function: Callable[[], Any]) -> int:
         peak = max(peak, now)
     del kept
     return peak
+
+
+def eviction_ms(
+    model: Any, cache: BudgetCache, ids: torch.Tensor, blocks: int = MEASURED_BLOCKS
+) -> list[float]:
+    """Milliseconds that eviction takes in each of `blocks` blocks, all layers together.
+
+    That is everything a layer does after its attention: its window, state, scores, selection and
+    compaction. The cache is full by then, so that every block evicts as many tokens as it brings.
+
+    Args:
+        model: loaded with `attn_implementation='kvcap'`.
+        cache: empty.
+        ids: what is read, [1, any length], over and over.
+        blocks: how many are measured, after `WARM_UP_BLOCKS` more.
+    """
+    spent: list[float] = []
+    for layer in cache.capped_layers:
+        for name in EVICTION:
+            setattr(layer, name, _timed(getattr(layer, name), spent, model.device))
+    loop, size, budget = BlockLoop(model, cache), cache.block_size, cache.layout.budget_tokens
+
+    def read() -> float:
+        spent.clear()
+        place = torch.arange(cache.seen, cache.seen + size, device=ids.device)
+        loop.read(ids[:, place % ids.shape[1]])
+        return sum(spent) * 1000
+
+    read()
+    # A head with far more slots than the others may never fill up; four budgets are enough.
+    while cache.held < budget and cache.seen < 4 * budget:
+        read()
+    return [read() for _ in range(WARM_UP_BLOCKS + blocks)][WARM_UP_BLOCKS:]
+
+
+def _timed(
+    function: Callable[..., Any], spent: list[float], device: torch.device
+) -> Callable[..., Any]:
+    """`function`, whose times are added to `spent`."""
+
+    def timed(*args: Any) -> Any:
+        _wait_for(device)
+        start = time.perf_counter()
+        result = function(*args)
+        _wait_for(device)
+        spent.append(time.perf_counter() - start)
+        return result
+
+    return timed
+
+
+def _wait_for(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def random_llama(options: Options, attention: str) -> Any:

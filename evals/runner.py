@@ -6,9 +6,10 @@ again with the same folder and version of kvcap runs only the cells that are mis
 
 from __future__ import annotations
 
+import difflib
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
 from typing import Any, get_args
@@ -17,16 +18,20 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer
 
-from kvcap.evals.cells import Cell, Setting, add_cell, read_cells, wilson
+from kvcap.evals.cells import Cell, Options, Setting, add_cell, as_options, current_cells, wilson
 from kvcap.evals.machine import device_name, versions
+from kvcap.evals.measure import eviction_ms, percentiles
 from kvcap.evals.table import results
 from kvcap.evals.tasks import Sample, load_task, make_samples, prompt_ids
-from kvcap.policies import load_policy
+from kvcap.policies import PINS, load_policy, policies
 from kvcap.runtime.budget_cache import BudgetCache
 from kvcap.runtime.layout import Positions
 from kvcap.runtime.loop import BlockLoop
 from kvcap.runtime.runtime import Runtime, load_config, parse_dtype, resolve
 
+ALL = "all"  # among the names of a sweep's policies
+# What every cache holds, whatever its policy is.
+COMMON = ("keys_values", "slot_positions", "rotation_table", "sliding_layers")
 Prompts = tuple[list[Sample], Tensor]  # samples, and their token ids [samples, length]
 
 
@@ -46,6 +51,7 @@ class Sweep:
     dtype: str | None = None
     device: str | None = None
     batch_size: int = 8  # prompts read at once
+    options: Mapping[str, Any] = field(default_factory=dict)  # for every policy that has them
 
     def check(self) -> None:
         """Refuse numbers and names that cannot be run.
@@ -71,12 +77,25 @@ class Sweep:
                 raise ValueError(f"positions: {mode!r} is not one of {get_args(Positions)}")
         for task in self.tasks:
             load_task(task)
+        as_options(self.options)
+        known = {option for name in self.names for option in options_of(name)}
+        for option in self.options:
+            if option not in known:
+                close = difflib.get_close_matches(option, sorted(known), n=1)
+                hint = f"did you mean {close[0]!r}?" if close else f"known: {sorted(known)}"
+                raise ValueError(f"no policy of this sweep has an option {option!r}; {hint}")
+
+    @property
+    def names(self) -> list[str]:
+        """The policies once each, 'all' spelled out."""
+        parts = ([*policies()] if name == ALL else [name] for name in self.policies)
+        return list(dict.fromkeys(name for part in parts for name in part))
 
     def settings(self, dtype: str) -> list[Setting]:
         """Every cell of the sweep once, in the order they are run."""
         found: dict[Setting, None] = {}
         for task, length, policy, budget, mode in product(
-            self.tasks, self.lengths, self.policies, self.budgets, self.positions
+            self.tasks, self.lengths, self.names, self.budgets, self.positions
         ):
             capped = load_policy(policy).policy.evicts
             setting = Setting(
@@ -90,9 +109,22 @@ class Sweep:
                 samples=self.samples,
                 seed=self.seed,
                 block_size=self.block_size,
+                options=self._options_for(policy),
             )
             found.setdefault(setting)
         return list(found)
+
+    def _options_for(self, policy: str) -> Options:
+        known = options_of(policy)
+        return as_options({name: self.options[name] for name in self.options if name in known})
+
+
+def options_of(policy: str) -> set[str]:
+    """Names of the options a policy or combination has, pins included; none if it never evicts."""
+    eviction = load_policy(policy)
+    if not eviction.policy.evicts:
+        return set()
+    return {name for part in eviction.components for name in part.options()}.union(PINS)
 
 
 def run(
@@ -117,8 +149,7 @@ def run(
     for setting in settings:
         new_cache(config, setting)
     path = out / "cells.jsonl"
-    current = versions()["kvcap"]  # cells of another version are measured anew
-    done = {c.setting: c for c in read_cells(path) if c.versions["kvcap"] == current}
+    done = {cell.setting: cell for cell in current_cells(path)}  # others are measured anew
     missing = [setting for setting in settings if setting not in done]
     prompts = _prompts(AutoTokenizer.from_pretrained(where), missing) if missing else {}
     out.mkdir(parents=True, exist_ok=True)
@@ -142,7 +173,7 @@ def new_cache(config: Any, setting: Setting) -> BudgetCache:
         config,
         setting.budget or setting.length + load_task(setting.task).MAX_NEW_TOKENS,
         setting.block_size,
-        setting.policy,
+        load_policy(setting.policy, **dict(setting.options)),
         positions=setting.positions,
     )
 
@@ -161,17 +192,27 @@ def measure(
     seconds = time.perf_counter() - start
     right = sum(task.is_right(s, text) for s, text in zip(samples, texts, strict=True))
     low, high = wilson(right, len(samples))
-    kv_bytes = sum(new_cache(model.config, setting).layout.nbytes(1, model.dtype).values())
+    sizes = new_cache(model.config, setting).layout.nbytes(1, model.dtype)
     return Cell(
         setting=setting,
         score=right / len(samples),
         ci_low=low,
         ci_high=high,
-        kv_bytes=kv_bytes,
+        kv_bytes=sum(sizes.values()),
         seconds=round(seconds, 2),
         device=device_name(model.device),
         versions=versions(),
+        scoring_ms=_scoring_ms(model, setting, ids[:1]),
+        extra_bytes=sum(size for name, size in sizes.items() if name not in COMMON),
     )
+
+
+def _scoring_ms(model: Any, setting: Setting, ids: Tensor) -> dict[str, float] | None:
+    """Milliseconds of eviction per block for one sequence; None for a policy that never evicts."""
+    cache = new_cache(model.config, setting)
+    if not cache.eviction.policy.evicts:
+        return None
+    return percentiles(eviction_ms(model, cache, ids.to(model.device)))
 
 
 def answer(model: Any, cache: BudgetCache, ids: Tensor, limit: int) -> list[list[int]]:

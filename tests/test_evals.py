@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -12,16 +13,16 @@ import torch
 from conftest import tiny_config, tiny_model
 from transformers import AutoTokenizer
 
-from kvcap import pocket
-from kvcap.evals import runner
+from kvcap import cli, pocket
+from kvcap.evals import plot, runner
 from kvcap.evals.bench import Options, benchmarks, load
-from kvcap.evals.cells import read_cells, wilson
-from kvcap.evals.measure import MIB, allocator_peak, percentiles
+from kvcap.evals.cells import Cell, Setting, as_options, read_cells, wilson
+from kvcap.evals.measure import MIB, allocator_peak, eviction_ms, percentiles
 from kvcap.evals.runner import Sweep, answer, run
 from kvcap.evals.table import results
 from kvcap.evals.tasks import Sample, load_task, make_samples, prompt_ids, tasks
 from kvcap.evals.text import fit, has_word, number_facts
-from kvcap.policies import PolicyError
+from kvcap.policies import PolicyError, policies
 from kvcap.runtime.budget_cache import BudgetCache
 from kvcap.runtime.errors import ModelNotFound, UnsupportedModel
 
@@ -186,7 +187,17 @@ def test_a_sweep_writes_every_cell_and_a_table(sweep: Sweep, tmp_path: Path) -> 
     text = (tmp_path / "results.md").read_text()
     assert text == results(cells)
     assert "| keydiff | compact   | 0.00 (0.00–0.56) | 0.00 (0.00–0.56) |" in text
-    assert "uncapped" in text
+    header = next(line for line in text.splitlines() if line.startswith("| policy"))
+    columns = [column.strip() for column in header.strip("|").split("|")]
+    assert columns == [
+        "policy",
+        "positions",
+        "24",
+        "48",
+        "uncapped",
+        "ms per block",
+        "extra memory",
+    ]
 
 
 def test_cell_bytes_are_those_of_an_allocated_cache(sweep: Sweep, tmp_path: Path) -> None:
@@ -194,6 +205,115 @@ def test_cell_bytes_are_those_of_an_allocated_cache(sweep: Sweep, tmp_path: Path
     for cell in run(sweep, tmp_path):
         cache = runner.new_cache(config, cell.setting).allocate(1, torch.float32, "cpu")
         assert cell.kv_bytes == cache.nbytes
+
+
+def test_a_cell_says_what_eviction_costs(sweep: Sweep, tmp_path: Path) -> None:
+    policies = ("keydiff", "h2o", "snapkv", "full")
+    changes = {"policies": policies, "budgets": (40,), "positions": ("true",), "samples": 1}
+    found = {cell.setting.policy: cell for cell in run(replace(sweep, **changes), tmp_path)}
+    for name in policies[:-1]:
+        took = found[name].scoring_ms
+        assert took is not None
+        assert 0 < took["p20"] <= took["p50"] <= took["p80"]
+        assert found[name].extra_bytes == found[name].kv_bytes - found["keydiff"].kv_bytes
+    assert found["full"].scoring_ms is None
+    extra = {name: found[name].extra_bytes for name in policies}
+    assert extra["keydiff"] == extra["full"] == 0
+    assert extra["h2o"] == 2 * 2 * (40 + 16) * 4  # layers, KV heads, slots, a float32 each
+    assert (extra["snapkv"] or 0) >= 2 * 4 * 32 * 16 * 4  # layers, heads, queries, size, float32
+    assert f"| {extra['h2o']} B " in results(found.values())
+
+
+def test_every_measured_block_evicts() -> None:
+    model = tiny_model("llama")
+    cache = BudgetCache(model.config, 40, 16, "keydiff")
+    times = eviction_ms(model, cache, torch.arange(3, 80)[None], blocks=3)
+    assert len(times) == 3
+    assert cache.held == 40
+    assert cache.seen == 16 * (3 + 4 + 3)  # to fill the cache, to warm up, measured
+
+
+def test_all_is_every_policy_once(sweep: Sweep) -> None:
+    named = replace(sweep, policies=("snapkv", "all", "keydiff")).names
+    assert sorted(named) == sorted(policies())
+    assert named[0] == "snapkv"
+
+
+def test_options_go_to_the_policies_that_have_them(sweep: Sweep, tmp_path: Path) -> None:
+    changes = {"policies": ("keydiff", "snapkv", "full"), "budgets": (24,), "samples": 1}
+    changed = replace(sweep, **changes, options={"window": 4, "sink_tokens": 2})
+    cells = run(changed, tmp_path)
+    assert [cell.setting.options for cell in cells[::2]] == [
+        (("sink_tokens", 2),),
+        (("sink_tokens", 2), ("window", 4)),
+        (),
+    ]
+    assert read_cells(tmp_path / "cells.jsonl") == cells
+    assert "| snapkv, sink_tokens=2, window=4 | compact " in (tmp_path / "results.md").read_text()
+    cache = runner.new_cache(tiny_config("llama"), cells[2].setting)
+    assert cache.eviction.policy.options()["window"] == 4
+    again: list[int] = []
+    run(replace(changed, options={"window": 4}), tmp_path, lambda done, *_: again.append(done))
+    assert again[0] == 1  # only `full` is the same
+
+
+@pytest.mark.parametrize("options", [{"a": 1.5, "table": "x.json"}, {"b": [1, [2]], "a": True}])
+def test_options_survive_json(options: dict[str, Any]) -> None:
+    given = as_options(options)
+    hash(given)
+    assert as_options(dict(json.loads(json.dumps(given)))) == given
+
+
+def test_cells_without_the_newer_fields_are_read(sweep: Sweep, tmp_path: Path) -> None:
+    run(sweep, tmp_path)
+    path = tmp_path / "cells.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    for row in rows:
+        del row["options"], row["scoring_ms"], row["extra_bytes"]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    cells = run(sweep, tmp_path)
+    assert [(c.scoring_ms, c.extra_bytes, c.setting.options) for c in cells] == [
+        (None, None, ())
+    ] * 5
+    assert len(path.read_text().splitlines()) == 5  # none was measured again
+
+
+def cell(policy: str, budget: int | None, score: float, mode: Any = "true") -> Cell:
+    setting = Setting("m", "float32", "t", 64, policy, mode, budget, 10, 0, 16)
+    return Cell(setting, score, score / 2, score, 0, 0.0, "cpu", {})
+
+
+@pytest.mark.parametrize("count", [1, 7])
+def test_a_plot_is_a_picture(count: int, tmp_path: Path) -> None:
+    many = [cell(f"policy-{i}", b, i / 8, m) for i in range(count) for b in (8, 16)
+            for m in ("compact", "true")]  # fmt: skip
+    plot.plot([*many, cell("full", None, 0.9)], tmp_path / "results.png")
+    assert (tmp_path / "results.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+
+
+def test_a_plot_needs_budgets_and_matplotlib(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ValueError, match="no cell has a budget"):
+        plot.plot([cell("full", None, 0.9)], tmp_path / "results.png")
+    monkeypatch.setattr(plot, "find_spec", lambda _: None)
+    with pytest.raises(ValueError, match=r"pip install kvcap\[plot\]"):
+        plot.require_matplotlib()
+
+
+def test_the_command_plots_and_takes_options(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
+) -> None:
+    command = ["eval", str(folder), "--policies", "snapkv,full", "--policy-option", "window=4"]
+    command += ["--budgets", "24", "--lengths", "64", "--samples", "1", "--block-size", "16"]
+    command += ["--positions", "true", "--out", str(tmp_path / "out"), "--json", "--plot"]
+    assert cli.run([*command, "--device", "cpu"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert [row["options"] for row in rows] == [[["window", 4]], []]
+    assert (tmp_path / "out" / "results.png").exists()
+    monkeypatch.setattr(plot, "find_spec", lambda _: None)
+    assert cli.run([*command, "--out", str(tmp_path / "other")]) == 2
+    assert not (tmp_path / "other").exists()  # refused before the sweep
 
 
 def test_an_interrupted_sweep_goes_on_where_it_stopped(
@@ -234,6 +354,9 @@ def test_cells_of_another_version_are_measured_anew(
         ({"budgets": (0,)}, ValueError, "budgets: 0"),
         ({"budgets": ()}, ValueError, "budgets: give"),
         ({"samples": 0}, ValueError, "samples: 0"),
+        ({"options": {"ancor": "mean"}}, ValueError, "did you mean 'anchor'"),
+        ({"options": {"anchor": "maen"}}, PolicyError, "one of mean"),
+        ({"options": {"anchor": {"mean": 1}}}, ValueError, "option anchor"),
         ({"lengths": (12,)}, ValueError, "too short"),
         ({"model": "no-such-folder"}, ModelNotFound, "no-such-folder"),
     ],
