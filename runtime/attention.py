@@ -23,7 +23,12 @@ class CappedLayer(Protocol):
     """A cache layer that attends and evicts by itself."""
 
     def attend(
-        self, query: Tensor, scaling: float, softcap: float | None, position_ids: Tensor | None
+        self,
+        module: nn.Module,
+        query: Tensor,
+        scaling: float,
+        softcap: float | None,
+        position_ids: Tensor | None,
     ) -> Tensor:
         """Attention output [B, H, T, D] of the block just appended."""
         ...
@@ -109,7 +114,7 @@ def attention_forward(
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     layer: CappedLayer | None = getattr(key, "kvcap_layer", None)
     if layer is not None:
-        out = layer.attend(query, scaling, softcap, position_ids)
+        out = layer.attend(module, query, scaling, softcap, position_ids)
     else:
         out = attend(query, key, value, scaling, softcap, attention_mask)
     return out.transpose(1, 2).contiguous(), None

@@ -5,15 +5,18 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers.cache_utils import Cache, DynamicSlidingWindowLayer
 
 from kvcap.policies import Eviction, load_policy
+from kvcap.policies.base import apportion
 from kvcap.runtime.attention import NAME
-from kvcap.runtime.budget_layer import BudgetLayer
+from kvcap.runtime.budget_layer import SHIFT, BudgetLayer
 from kvcap.runtime.errors import PlanInfeasible, UnsupportedModel
 from kvcap.runtime.layout import CacheLayout, Positions
 from kvcap.runtime.model_shape import ModelShape
 from kvcap.runtime.rope import Rotation
+from kvcap.runtime.slot_pool import Segment, SlotPool, resize
 
 
 class BudgetCache(Cache):  # type: ignore[misc]
@@ -56,15 +59,19 @@ class BudgetCache(Cache):  # type: ignore[misc]
         stock = self._check_attention(config, positions)
         positions = positions or ("true" if stock or not shape.moves_exactly else "compact")
         self.layout = CacheLayout(shape, self.eviction, budget_tokens, block_size, positions)
-        self.eviction.check(self.layout.budgets)
+        for kept in self.layout.allotments:
+            self.eviction.check(kept)
         self.reading_at: int | None = None
         """The position the next block is read at; `None`: at the logical length, as transformers
         does. The block loop sets it so that compact positions need no rotation on arrival."""
+        self.frame = 0
+        """What `longest` was when the block in hand arrived: all heads count it from there."""
         self._rotation: Rotation | None = None
-        capped = iter(zip(self.layout.budgets, self.layout.rotates, strict=True))
+        self._shared: list[list[Segment]] = []  # of all layers, where they share one pool
+        indices = iter(range(len(shape.capped)))
         super().__init__(
             layers=[
-                BudgetLayer(self, *next(capped))
+                BudgetLayer(self, next(indices))
                 if layer.window is None
                 else DynamicSlidingWindowLayer(layer.window)
                 for layer in shape.layers
@@ -83,6 +90,13 @@ class BudgetCache(Cache):  # type: ignore[misc]
 
     @property
     def held(self) -> int:
+        """Slots in use per KV head and layer, on average (rounded up)."""
+        rows = [s.batch * s.heads for s in self._segments]
+        held = sum(n * s.held for n, s in zip(rows, self._segments, strict=True))
+        return -(-held // sum(rows)) if rows else 0
+
+    @property
+    def longest(self) -> int:
         """The most slots any head of any layer holds."""
         return max(layer.held for layer in self.capped_layers)
 
@@ -90,15 +104,15 @@ class BudgetCache(Cache):  # type: ignore[misc]
     def next_position(self) -> int:
         """Where the block loop reads the next token."""
         compact = self.layout.positions == "compact" and self.layout.shape.all_capped
-        return self.held if compact else self.seen
+        return self.longest if compact else self.seen
 
     @property
     def room(self) -> int:
         """Tokens the next block may have."""
-        layers = self.capped_layers
+        free = [segment.budget - segment.held for segment in self._segments]
         if not self.eviction.policy.evicts:
-            return min(self.block_size, min(layer.budget - layer.held for layer in layers))
-        return self.block_size - max(0, *(layer.held - layer.budget for layer in layers))
+            return min(self.block_size, self.layout.budget_tokens, *free)
+        return self.block_size + min(0, 0, *free)
 
     @property
     def consistent(self) -> bool:
@@ -109,9 +123,10 @@ class BudgetCache(Cache):  # type: ignore[misc]
     def nbytes(self) -> int:
         """Exact bytes of all storage this cache holds, native sliding layers included."""
         total = 0 if self._rotation is None else self._rotation.table.untyped_storage().nbytes()
+        total += sum(pool.nbytes for pool in self._pools)
         for layer in self.layers:
             if isinstance(layer, BudgetLayer):
-                total += layer.nbytes
+                total += 0 if layer.ring is None else layer.ring.nbytes
             elif layer.is_initialized:
                 total += sum(x.untyped_storage().nbytes() for x in (layer.keys, layer.values))
         return total
@@ -120,11 +135,17 @@ class BudgetCache(Cache):  # type: ignore[misc]
     def used_bytes(self) -> int:
         """Bytes of the slots in use, and of what is held whatever is in use."""
         free = sum(
-            layer.store.slot_bytes * (layer.store.capacity - layer.held)
-            for layer in self.capped_layers
-            if layer.store is not None
+            s.pool.slot_bytes * s.batch * s.heads * (s.capacity - s.held) for s in self._segments
         )
         return self.nbytes - free
+
+    @property
+    def _segments(self) -> list[Segment]:
+        return [segment for layer in self.capped_layers for segment in layer.segments]
+
+    @property
+    def _pools(self) -> list[SlotPool]:
+        return list({id(s.pool): s.pool for s in self._segments}.values())
 
     def allocate(self, batch: int, dtype: torch.dtype, device: torch.device | str) -> BudgetCache:
         """Allocate now rather than at the first token. Returns itself."""
@@ -135,6 +156,79 @@ class BudgetCache(Cache):  # type: ignore[misc]
         if self.layout.rotation_span:
             self.rotation(like.device)
         return self
+
+    def new_segments(self, index: int, like: Tensor) -> list[Segment]:
+        """The segments of a capped layer, allocated. `like`: its keys [B, K, T, D]."""
+        if not self.layout.pooled:
+            return self._allocate([index], like)[0]
+        if not self._shared:
+            self._shared = self._allocate(list(range(len(self.layout.budgets))), like)
+        return self._shared[index]
+
+    def _allocate(self, layers: list[int], like: Tensor) -> list[list[Segment]]:
+        """One pool for some layers, cut into segments: one a layer, or one a head."""
+        layout, (batch, heads, _, size) = self.layout, like.shape
+        side = {**self.eviction.state, **({SHIFT: torch.int32} if layout.shifts(layers) else {})}
+        slots = sum(layout.slots(index, batch) for index in layers)
+        pool = SlotPool(slots, size, like.dtype, like.device, side)
+        found, start = [], 0
+        for index in layers:
+            kept = layout.allotments[index]
+            rows = [(0, 0, batch, heads, kept[0])]  # sequence, head, how many of both, budget
+            if layout.ragged:
+                rows = [(b, k, 1, 1, slots) for b in range(batch) for k, slots in enumerate(kept)]
+            found.append(list[Segment]())
+            for row, head, b, k, budget in rows:
+                segment = Segment(
+                    pool, start, budget, self.block_size, b, k,
+                    row=row, head=head, layer_heads=heads,
+                )  # fmt: skip
+                found[-1].append(segment)
+                start += segment.slots
+        return found
+
+    def target(self, layer: BudgetLayer) -> int:
+        """Slots that a layer should keep by what all layers prefer now; at most its budget."""
+        (segment,) = layer.segments
+        wanted = self._wanted()
+        return segment.budget if wanted is None else min(segment.budget, wanted[layer.index])
+
+    def _wanted(self) -> list[int] | None:
+        """Slots of every layer by today's preferences, once all are known."""
+        preferences = [layer.preference for layer in self.capped_layers]
+        known = [p for p in preferences if p is not None]
+        if len(known) < len(preferences):
+            return None
+        budget = self.eviction.layer_budget
+        assert budget is not None
+        total = self.layout.budget_tokens
+        most = [min(len(known) * total, self.seen)] * len(known)
+        return budget.resplit(known, total, most, self.eviction.pins(total))
+
+    def rebalance(self) -> None:
+        """After a block, give layers that want more the slots that others no longer hold.
+
+        The pool never grows: a layer that should shrink does so when it evicts next, and only then
+        can another take its slots.
+        """
+        wanted = self._wanted() if self.layout.pooled else None
+        if wanted is None:
+            return
+        segments = [layer.segments[0] for layer in self.capped_layers]
+        shares = [max(0, w - s.held) for w, s in zip(wanted, segments, strict=True)]
+        free = self.layout.budget_tokens * len(segments) - sum(s.held for s in segments)
+        more = apportion(shares, free)
+        resize(segments, [s.held + extra for s, extra in zip(segments, more, strict=True)])
+        for segment, slots in zip(segments, wanted, strict=True):
+            segment.stay = max(1, min(segment.budget, slots))
+
+    def reset(self) -> None:
+        """Forget everything; the buffers stay."""
+        super().reset()
+        for pool in self._pools:
+            mine = [(c.index, s) for c in self.capped_layers for s in c.segments if s.pool is pool]
+            kept = [self.layout.allotments[index][segment.head] for index, segment in mine]
+            resize([segment for _, segment in mine], kept)
 
     def rotation(self, device: torch.device) -> Rotation:
         """The table of rotations that all capped layers share."""
@@ -152,8 +246,8 @@ class BudgetCache(Cache):  # type: ignore[misc]
         load = "load the model with attn_implementation='kvcap'"
         if stock and self.eviction.needs_attention:
             raise UnsupportedModel(
-                f"policy {self.eviction.name!r} works inside attention, which {attention!r} does not "
-                f"show; {load}"
+                f"policy {self.eviction.name!r} works inside attention, which {attention!r} does "
+                f"not show; {load}"
             )
         if stock and positions == "compact":
             raise UnsupportedModel(

@@ -1,9 +1,9 @@
 """One capped layer of the cache: appends, attends, lets the policy look, evicts.
 
 Positions. `true`: keys keep the rotation they were read with. `compact`: the survivors count as
-the tokens 0..held-1 in time order and the next block is read at `held`, so nothing ever leaves the
-window the model was trained on. A key is stored exactly as the model made it, with the `shift` its
-position has moved down since; attention rotates a copy, so errors never add up.
+the tokens 0..held-1 in time order and the next block is read behind the longest head, so nothing
+ever leaves the window the model was trained on. A key is stored exactly as the model made it, with
+the `shift` its position has moved down since; attention rotates a copy, so errors never add up.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.cache_utils import CacheLayerMixin
 
 from kvcap.policies import Observation
@@ -22,9 +22,10 @@ from kvcap.runtime.errors import (
     PositionMismatch,
     UnsupportedModel,
 )
-from kvcap.runtime.fixed_cache import FixedKVCache
+from kvcap.runtime.projection import output_projection
 from kvcap.runtime.query_ring import QueryRing
 from kvcap.runtime.rope import Rotation
+from kvcap.runtime.slot_pool import Segment, SlotPool, resize
 
 if TYPE_CHECKING:
     from kvcap.runtime.budget_cache import BudgetCache
@@ -33,28 +34,33 @@ SHIFT = "shift"  # side tensor: how far a slot's position has moved down since i
 
 
 class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
-    """One capped layer of a `BudgetCache`."""
+    """One capped layer of a `BudgetCache`: the one at `index` among them."""
 
     is_sliding = False
     is_compileable = False
 
-    def __init__(self, cache: BudgetCache, budget: int, rotates: bool) -> None:
+    def __init__(self, cache: BudgetCache, index: int) -> None:
         super().__init__()
         self._cache = cache
-        self.budget = budget
-        self.rotates = rotates  # its keys are moved to other positions
+        self.index = index
+        self.rotates = cache.layout.rotates[index]  # its keys are moved to other positions
         self.seen = 0  # tokens read
-        self.store: FixedKVCache | None = None
+        self.segments: list[Segment] = []  # one, or one for every head where lengths differ
+        self.ring: QueryRing | None = None
+        self.preference: float | None = None  # of a layer budget that moves
         self._offset = 0  # how far past the cache's positions the block in hand was rotated
-        self._evicted = False  # compact positions differ from true ones
+        self._residual: list[int] = []  # how far the block lies past each segment's own tokens
+        self._moved = False  # compact positions differ from true ones
         self._length = 0  # tokens in the last block
         self._attended = True  # the registered attention function has seen the last block
-        self.ring: QueryRing | None = None
 
     @property
     def keys(self) -> Tensor | None:
-        """The held keys [B, K, held, D] as they are stored (a view), or None before the first."""
-        return None if self.store is None else self.store.keys
+        """The held keys [B, K, held, D] as they are stored (a view), or None before the first.
+
+        Heads that hold unequally many have no such tensor: read their `segments`.
+        """
+        return self.segments[0].keys if len(self.segments) == 1 else None
 
     @keys.setter
     def keys(self, value: None) -> None:
@@ -62,8 +68,8 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
 
     @property
     def values(self) -> Tensor | None:
-        """The held values [B, K, held, D] (a view), or None before the first token."""
-        return None if self.store is None else self.store.values
+        """The held values [B, K, held, D] (a view), as `keys`."""
+        return self.segments[0].values if len(self.segments) == 1 else None
 
     @values.setter
     def values(self, value: None) -> None:
@@ -71,8 +77,8 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
 
     @property
     def held(self) -> int:
-        """Slots in use per KV head."""
-        return 0 if self.store is None else self.store.held
+        """The most slots in use by a head."""
+        return max((segment.held for segment in self.segments), default=0)
 
     def get_seq_length(self) -> int:
         """Tokens read so far: the logical length, which positions and masks count in."""
@@ -92,20 +98,10 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor | None = None) -> None:
         """Allocate everything this layer will ever hold."""
-        batch, kv_heads, _, head_size = key_states.shape
-        cache, policy = self._cache, self._cache.eviction.policy
-        self.store = FixedKVCache(
-            batch,
-            kv_heads,
-            budget=self.budget,
-            block=cache.block_size,
-            head_size=head_size,
-            dtype=key_states.dtype,
-            device=key_states.device,
-            side={**policy.state, **({SHIFT: torch.int32} if self.rotates else {})},
-        )
-        if length := cache.layout.ring_length:
-            self.ring = QueryRing(key_states, cache.layout.shape.heads, length)
+        layout = self._cache.layout
+        self.segments = self._cache.new_segments(self.index, key_states)
+        if layout.ring_length:
+            self.ring = QueryRing(key_states, layout.shape.heads, layout.ring_length)
         self.is_initialized = True
 
     def update(
@@ -113,115 +109,203 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
     ) -> tuple[Tensor, Tensor]:
         """Append a block [B, K, T, D]; returns all held keys and values (views).
 
+        Where heads hold unequally many, the block is returned: only the registered attention
+        function, which does not read what is returned, runs then.
+
         Raises:
             BlockTooLarge, MemoryCapExceeded: before anything is changed.
             UnsupportedModel: the policy or the positions need the registered attention function.
         """
         length = key_states.shape[2]
-        if self.store is None:
+        if not self.segments:
             self.lazy_initialization(key_states)
-            assert self.store is not None
         self._check(length)
         if overdue := self._overdue():  # stock attention never calls attend()
-            self._evict(self._observe(self.store.keys, None, 1.0, None), overdue)
-        held = self.store.held
-        read_at = self._cache.reading_at
-        self._offset = (self.seen if read_at is None else read_at) - held if self.rotates else 0
+            (segment,) = self.segments
+            seen = self._observe(segment, segment.keys, None, 1.0, None)
+            self._give_up(segment, self._cache.eviction.select(seen, overdue))
+        self._place()
         if self._offset:
             key_states = self._cache.rotation(key_states.device).back_by(key_states, self._offset)
-        self.store.append(key_states, value_states, self.seen)
+        for segment, residual in zip(self.segments, self._residual, strict=True):
+            segment.append(segment.rows_of(key_states), segment.rows_of(value_states), self.seen)
+            if residual:
+                segment.side(SHIFT)[:, :, -length:] = residual
         self.seen += length
         self._length, self._attended = length, False
-        keys = self.store.keys
+        keys = key_states.view_as(key_states) if self.keys is None else self.keys
         keys.kvcap_layer = self  # type: ignore[attr-defined]  # attention_forward finds it here
-        return keys, self.store.values
+        return keys, value_states if self.values is None else self.values
+
+    def _place(self) -> None:
+        """Say where the next block counts: `_offset` for all heads, `_residual` for each."""
+        cache = self._cache
+        if self.index == 0:
+            cache.frame = cache.longest
+        self._offset, self._residual = 0, [0] * len(self.segments)
+        if self.rotates:
+            read_at = self.seen if cache.reading_at is None else cache.reading_at
+            self._offset = read_at - cache.frame
+            self._residual = [cache.frame - segment.held for segment in self.segments]
+            self._moved = self._moved or any(self._residual)
 
     def attend(
-        self, query: Tensor, scaling: float, softcap: float | None, position_ids: Tensor | None
+        self,
+        module: nn.Module,
+        query: Tensor,
+        scaling: float,
+        softcap: float | None,
+        position_ids: Tensor | None,
     ) -> Tensor:
         """Attention of the block just appended, then eviction. [B, H, T, D] -> [B, H, T, D].
 
         Raises:
             PositionMismatch: where the caller's `position_ids` do not follow what was read.
+            UnsupportedModel: the policy reads the output projection, which cannot be read.
         """
-        assert self.store is not None
-        if self._cache.reading_at is None and self is self._cache.capped_layers[0]:
+        if self._cache.reading_at is None and self.index == 0:
             self._check_positions(position_ids)
         self._attended = True
-        if self._offset:
-            query = self._cache.rotation(query.device).back_by(query, self._offset)
-        keys = self.store.keys
-        if (rotation := self._moving(keys.device)) is not None:
-            keys = rotation.back(keys, self.store.side(SHIFT))
-        out = attend(query, keys, self.store.values, scaling, softcap)
-        self._look(query, keys, scaling, softcap)
-        return out
-
-    def _look(self, query: Tensor, keys: Tensor, scaling: float, softcap: float | None) -> None:
-        """Keep what the policy will ask for, update its state, evict when it is time."""
-        assert self.store is not None
-        policy = self._cache.eviction.policy
+        rotation = self._rotation(query.device)
+        if rotation is not None and self._offset:
+            query = rotation.back_by(query, self._offset)
         if self.ring is not None:
             self.ring.append(query)
-        due = self._due()
-        if not due and not policy.state:
-            return
-        observation = self._observe(keys, self._window(query), scaling, softcap)
-        for name, tensor in policy.update(observation).items():
-            self.store.side(name).copy_(tensor)
-        if due:
-            self._evict(observation, due)
+        out = query if len(self.segments) == 1 else torch.empty_like(query)
+        seens = []
+        for segment, residual in zip(self.segments, self._residual, strict=True):
+            queries, keys = segment.rows_of(query), segment.keys
+            if rotation is not None and residual:
+                queries = rotation.back_by(queries, residual)
+                if self.ring is not None:
+                    self.ring.moved(segment, residual, self._length)
+            if rotation is not None and self._moved:
+                keys = rotation.back(keys, segment.side(SHIFT))
+            attended = attend(queries, keys, segment.values, scaling, softcap)
+            if len(self.segments) == 1:
+                out = attended
+            else:
+                segment.rows_of(out).copy_(attended)
+            if self._looks:
+                window = self._window(segment, queries)
+                seens.append(self._observe(segment, keys, window, scaling, softcap, module))
+        if self._looks:
+            self._look(seens)
+        return out
 
-    def _window(self, query: Tensor) -> Tensor | None:
-        """The queries the policy observes, rotated for today's positions."""
+    @property
+    def _looks(self) -> bool:
+        """Whether the policy has anything to do after this block."""
+        eviction = self._cache.eviction
+        moves = eviction.layer_budget is not None and eviction.layer_budget.moves
+        return bool(self._due() or eviction.state or (moves and self._length > 1))
+
+    def _look(self, seens: list[Observation]) -> None:
+        """Update the policy's state, evict when it is time."""
+        eviction, cache = self._cache.eviction, self._cache
+        for segment, seen in zip(self.segments, seens, strict=True):
+            for name, tensor in eviction.update(seen).items():
+                segment.side(name).copy_(tensor)
+        if eviction.layer_budget is not None and eviction.layer_budget.moves and self._length > 1:
+            self.preference = float(eviction.layer_budget.preference(seens[0]))
+            self.segments[0].stay = cache.target(self)
+        if self._due():
+            self._evict(seens)
+        if self is cache.capped_layers[-1]:
+            cache.rebalance()
+
+    def _evict(self, seens: list[Observation]) -> None:
+        """Score, share out the layer's slots, choose, compact."""
+        eviction = self._cache.eviction
+        scores = [eviction.score(seen) for seen in seens]
+        pinned = [eviction.pinned(seen) for seen in seens]
+        stays = [min(segment.stay, segment.held) for segment in self.segments]
+        moves = eviction.head_budget is not None and eviction.head_budget.moves
+        if moves:
+            stays = self._split(scores, pinned)
+        for i, (segment, seen) in enumerate(zip(self.segments, seens, strict=True)):
+            if (count := segment.held - stays[i]) > 0:
+                seen.budget = stays[i]
+                self._give_up(segment, eviction.choose(scores[i], pinned[i], seen, count))
+        if moves:
+            resize(self.segments, stays)
+
+    def _split(self, scores: list[Tensor], pinned: list[Tensor]) -> list[int]:
+        """Slots that every head keeps, sequence by sequence."""
+        budget = self._cache.eviction.head_budget
+        assert budget is not None
+        heads, stays = self._cache.layout.shape.kv_heads, list[int]()
+        for first in range(0, len(scores), heads):
+            mine = slice(first, first + heads)
+            stays += budget.split(
+                [x[0, 0] for x in scores[mine]],
+                [x[0, 0] for x in pinned[mine]],
+                self._cache.layout.budgets[self.index],
+            )
+        return stays
+
+    def _give_up(self, segment: Segment, evicted: Tensor) -> None:
+        """Evict the slots [b, k, e] of a segment."""
+        if self.rotates:
+            # A survivor moves down by the number of evicted tokens older than itself.
+            gone = segment.positions.gather(-1, evicted).sort(dim=-1).values
+            older = torch.searchsorted(gone, segment.positions.contiguous(), out_int32=True)
+            segment.side(SHIFT).add_(older)
+            self._moved = True
+        if self.ring is not None:
+            self.ring.moved(segment, evicted.shape[-1])
+        segment.compact(evicted)
+
+    def _window(self, segment: Segment, queries: Tensor) -> Tensor | None:
+        """The queries the policy observes, at today's positions. `queries`: the block's."""
         count = self._cache.eviction.policy.queries_observed
         if count is None:
-            return query
+            return queries
         if count == 0:
             return None
         if self.ring is None:
-            return query[:, :, -count:]
-        return self.ring.last(min(count, self.seen), self._moving(query.device))
+            return queries[:, :, -count:]
+        rotation = self._rotation(queries.device) if self._moved else None
+        return self.ring.last(segment, min(count, self.seen), rotation)
 
-    def _moving(self, device: torch.device) -> Rotation | None:
-        """The rotation, once positions have moved."""
-        return self._cache.rotation(device) if self.rotates and self._evicted else None
+    def _rotation(self, device: torch.device) -> Rotation | None:
+        return self._cache.rotation(device) if self.rotates else None
 
     def _observe(
-        self, keys: Tensor, queries: Tensor | None, scaling: float, softcap: float | None
+        self,
+        segment: Segment,
+        keys: Tensor,
+        queries: Tensor | None,
+        scaling: float,
+        softcap: float | None,
+        module: nn.Module | None = None,
     ) -> Observation:
-        assert self.store is not None
         eviction = self._cache.eviction
+        projection = None
+        if "output_projection" in eviction.observes:
+            projection = output_projection(module, self._cache.layout.shape)
+            projection = projection[segment.head : segment.head + segment.heads]
         return Observation(
             keys=keys,
-            values=self.store.values,
-            positions=self.store.positions,
+            values=segment.values,
+            positions=segment.positions,
             seen=self.seen,
-            budget=self.budget,
+            budget=segment.stay,
+            new=self._length,
+            layer=self.index,
+            first_head=segment.head,
             queries=queries,
             scaling=scaling,
             softcap=softcap,
-            state={name: self.store.side(name) for name in eviction.policy.state},
+            state={name: segment.side(name) for name in eviction.state},
+            output_projection=projection,
             saliency=eviction.saliency,
         )
 
-    def _evict(self, observation: Observation, count: int) -> None:
-        assert self.store is not None
-        evicted = self._cache.eviction.select(observation, count)  # [B, K, e]
-        if self.rotates:
-            # A survivor moves down by the number of evicted tokens older than itself.
-            gone = self.store.positions.gather(-1, evicted).sort(dim=-1).values
-            older = torch.searchsorted(gone, self.store.positions.contiguous(), out_int32=True)
-            self.store.side(SHIFT).add_(older)
-            self._evicted = True
-        if self.ring is not None:
-            self.ring.evicted(count)
-        self.store.compact(evicted)
-
     def _due(self) -> int:
         """Slots to give up after the last block: at once after a block, in steps by the way."""
-        excess = max(0, self.held - self.budget)
-        return excess if self._length > 1 or excess >= self._cache.evict_every else 0
+        excess = max((segment.held - segment.stay for segment in self.segments), default=0)
+        return max(0, excess) if self._length > 1 or excess >= self._cache.evict_every else 0
 
     def _overdue(self) -> int:
         """Slots that must go before the next block, as no attention function evicted them."""
@@ -232,22 +316,22 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
         cache, policy = self._cache, self._cache.eviction.policy
         if not self._attended and self.seen and cache.eviction.needs_attention:
             raise UnsupportedModel(
-                f"policy {cache.eviction.name!r} works inside attention, which stock attention does "
-                "not show; load the model with attn_implementation='kvcap'"
+                f"policy {cache.eviction.name!r} works inside attention, which stock attention "
+                "does not show; load the model with attn_implementation='kvcap'"
             )
         if not self._attended and self.seen and self.rotates:
             raise UnsupportedModel(
                 "positions='compact' need the registered attention function; load the model with "
                 "attn_implementation='kvcap', or use positions='true'"
             )
-        held = self.held - self._overdue()
-        if not policy.evicts and held + length > self.budget:
+        room = min(s.capacity - s.held for s in self.segments) + self._overdue()
+        if not policy.evicts and length > room - cache.block_size:
+            budget = cache.layout.budget_tokens
             raise MemoryCapExceeded(
                 f"policy {cache.eviction.name!r} never evicts: {self.held} tokens are held and "
-                f"{length} more were given, the budget is {self.budget}; use a larger budget or a "
+                f"{length} more were given, the budget is {budget}; use a larger budget or a "
                 "policy that evicts"
             )
-        room = self.budget + cache.block_size - held
         if length > room:
             raise BlockTooLarge(
                 f"a block of {length} tokens was given and {room} slots are free for it; "
@@ -264,16 +348,15 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
             )
 
     @property
-    def nbytes(self) -> int:
-        """Exact bytes of storage."""
-        buffers = (self.store, self.ring)
-        return sum(buffer.nbytes for buffer in buffers if buffer is not None)
+    def pools(self) -> list[SlotPool]:
+        """Where its slots are; more than one layer may name the same pool."""
+        return [self.segments[0].pool] if self.segments else []
 
     def reset(self) -> None:
         """Forget everything; the buffers stay."""
-        if self.store is not None:
-            self.store.reset()
-        self.seen, self._evicted, self._attended = 0, False, True
+        for segment in self.segments:
+            segment.held = 0
+        self.seen, self._moved, self._attended, self.preference = 0, False, True, None
 
     def _refuse(self, *_: Any, **__: Any) -> None:
         raise UnsupportedModel(

@@ -48,14 +48,51 @@ class CacheLayout:
 
     @cached_property
     def budgets(self) -> list[int]:
-        """Slots per KV head kept in each capped layer."""
+        """Slots per KV head kept in each capped layer, on average over its heads."""
         return self.eviction.split(self.budget_tokens, len(self.shape.capped))
+
+    @cached_property
+    def allotments(self) -> list[list[int]]:
+        """Slots kept by each KV head of each capped layer before anything is read."""
+        layers, heads = len(self.shape.capped), self.shape.kv_heads
+        return self.eviction.allot(self.budget_tokens, layers, heads)
+
+    @property
+    def ragged(self) -> bool:
+        """Whether the heads of a layer may hold unequally many slots."""
+        return self.eviction.head_budget is not None
+
+    @property
+    def pooled(self) -> bool:
+        """Whether slots move between layers, so that all layers share one pool."""
+        budget = self.eviction.layer_budget
+        return budget is not None and budget.moves
+
+    @property
+    def longest(self) -> int:
+        """The most slots a head can ever keep."""
+        layers, heads = len(self.shape.capped), self.shape.kv_heads
+        if self.pooled:
+            return layers * self.budget_tokens
+        head_budget = self.eviction.head_budget
+        if head_budget is not None and head_budget.moves:
+            return heads * max(self.budgets)
+        return max(map(max, self.allotments))
 
     @cached_property
     def rotates(self) -> list[bool]:
         """Whether the keys of each capped layer are moved to other positions."""
         compact = self.positions == "compact"
         return [compact and self.shape.layers[i].rope is not None for i in self.shape.capped]
+
+    def slots(self, index: int, batch: int) -> int:
+        """Slots of a capped layer, over all heads of `batch` sequences."""
+        kept = self.allotments[index]
+        return batch * (sum(kept) + len(kept) * self.block_size)
+
+    def shifts(self, layers: list[int]) -> bool:
+        """Whether the slots of capped layers that share a pool remember how far they moved."""
+        return any(self.rotates[index] for index in layers)
 
     @property
     def ring_length(self) -> int:
@@ -65,10 +102,10 @@ class CacheLayout:
 
     @property
     def rotation_span(self) -> int:
-        """Shifts that can occur: a key's within the slots, a kept query's within ring and block."""
+        """Shifts that can occur: a key's within the slots, a kept query's by the ring more."""
         if not any(self.rotates):
             return 0
-        return max(*self.budgets, self.ring_length) + self.block_size + 1
+        return self.longest + self.ring_length + self.block_size + 1
 
     @property
     def rope(self) -> Rope | None:
@@ -78,16 +115,19 @@ class CacheLayout:
     def nbytes(self, batch: int, dtype: torch.dtype) -> dict[str, int]:
         """Exact bytes of every component for `batch` sequences of `dtype` keys."""
         heads, vector = self.shape.kv_heads, self.shape.head_size * dtype.itemsize
-        slots = [batch * heads * (budget + self.block_size) for budget in self.budgets]
-        moved = sum(n for n, rotates in zip(slots, self.rotates, strict=True) if rotates)
+        layers = range(len(self.budgets))
+        slots = [self.slots(index, batch) for index in layers]
+        groups = [list(layers)] if self.pooled else [[index] for index in layers]
+        moved = sum(slots[index] for group in groups if self.shifts(group) for index in group)
         windows = [layer.window for layer in self.shape.layers if layer.window is not None]
         rotated = 0 if self.rope is None or self.rope.inv_freq is None else len(self.rope.inv_freq)
-        state = sum(dt.itemsize for dt in self.eviction.policy.state.values())
+        state = sum(dt.itemsize for dt in self.eviction.state.values())
+        queries = batch * self.shape.heads * vector + 4 * batch * heads  # and their shifts
         return {
             "keys_values": 2 * sum(slots) * vector,
             "slot_positions": 4 * (sum(slots) + moved),  # int32 positions, and shifts
             "policy_state": sum(slots) * state,
-            "query_window": len(slots) * self.ring_length * (batch * self.shape.heads * vector + 4),
+            "query_window": len(slots) * self.ring_length * queries,
             "rotation_table": self.rotation_span * 2 * rotated * 4,
             "sliding_layers": sum(
                 2 * batch * heads * (window - 1 + self.block_size) * vector for window in windows

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from kvcap.runtime.budget_cache import BudgetCache
 from kvcap.runtime.errors import MemoryCapExceeded, SessionBroken
+from kvcap.runtime.projection import check_projections
 
 
 class BlockLoop:
@@ -24,9 +25,14 @@ class BlockLoop:
     Args:
         model: a causal language model loaded with `attn_implementation='kvcap'`.
         cache: made for the model's config.
+
+    Raises:
+        UnsupportedModel: the policy reads the output projection, which is quantised or adapted.
     """
 
     def __init__(self, model: Any, cache: BudgetCache) -> None:
+        if "output_projection" in cache.eviction.observes:
+            check_projections(model, cache.layout.shape)
         self.model, self.cache = model, cache
         self.peak_bytes = 0  # the most storage the cache has held
 

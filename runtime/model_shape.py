@@ -41,6 +41,11 @@ class ModelShape:
     trained_length: int
 
     @property
+    def groups(self) -> int:
+        """`G`: query heads that share a KV head."""
+        return self.heads // self.kv_heads
+
+    @property
     def capped(self) -> list[int]:
         """Indices of the layers that kvcap caps."""
         return [i for i, layer in enumerate(self.layers) if layer.window is None]

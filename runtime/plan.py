@@ -118,7 +118,9 @@ class MemoryPlan:
             found = _largest(plan, parse_bytes(kv_budget), block_size)
         else:
             raise PlanInfeasible("give kv_budget_tokens or kv_budget (bytes), not both")
-        eviction.check(eviction.split(found.budget_tokens, len(ModelShape.of(config).capped)))
+        shape = ModelShape.of(config)
+        for kept in eviction.allot(found.budget_tokens, len(shape.capped), shape.kv_heads):
+            eviction.check(kept)
         return found
 
 
@@ -154,11 +156,13 @@ def _plan(
 ) -> MemoryPlan:
     shape = ModelShape.of(config, tokens + block)
     layout = CacheLayout(shape, eviction, tokens, block, positions)
-    most = max(layout.budgets) + block  # slots of the largest layer
+    largest = max(map(sum, layout.allotments)) + shape.kv_heads * block  # slots of a layer
     observed = eviction.policy.queries_observed
     rows = block if observed is None else observed  # queries whose attention is recomputed
     hidden = block * (4 * shape.hidden_size + 3 * shape.mlp_size) * dtype.itemsize
-    rotated = 4 * shape.kv_heads * most * shape.head_size * 4 * any(layout.rotates)
+    # Norms after the output projection are taken one query head at a time.
+    projected = 4 * block * shape.hidden_size * ("output_projection" in eviction.observes)
+    rotated = 4 * largest * shape.head_size * 4 * any(layout.rotates)
     return MemoryPlan(
         policy=eviction.name,
         positions=positions,
@@ -166,7 +170,7 @@ def _plan(
         block_size=block,
         dtype=str(dtype).removeprefix("torch."),
         **layout.nbytes(batch, dtype),
-        workspace=batch * (hidden + rotated + 3 * shape.heads * rows * most * 4),
+        workspace=batch * (hidden + rotated + 3 * shape.groups * rows * largest * 4 + projected),
         logits=batch * shape.vocabulary * (dtype.itemsize + 4),
         weights=weights * dtype.itemsize,
     )

@@ -1,7 +1,7 @@
 """The last queries of a layer, kept between blocks for policies that observe a window.
 
-Compact positions move down with every eviction; a kept query's moves by as many as were evicted,
-since every slot is older than it or pinned with it. It is rotated when it is read.
+Compact positions move down with every eviction; a kept query's moves by as many as its head
+evicted, since every slot is older than it or pinned with it. It is rotated when it is read.
 """
 
 from __future__ import annotations
@@ -10,14 +10,19 @@ import torch
 from torch import Tensor
 
 from kvcap.runtime.rope import Rotation
+from kvcap.runtime.slot_pool import Segment
 
 
 class QueryRing:
-    """`[B, H, w, D]` queries, oldest first, and how far each one's position has moved, `[w]`."""
+    """`[B, H, w, D]` queries, oldest first, and how far each one's position has moved, `[B, K, w]`.
+
+    A segment reads and moves its own heads' part.
+    """
 
     def __init__(self, like: Tensor, heads: int, length: int) -> None:
-        self.queries = like.new_zeros(like.shape[0], heads, length, like.shape[3])
-        self.shift = torch.zeros(length, dtype=torch.int32, device=like.device)
+        batch, kv_heads, _, size = like.shape
+        self.queries = like.new_zeros(batch, heads, length, size)
+        self.shift = torch.zeros(batch, kv_heads, length, dtype=torch.int32, device=like.device)
 
     @property
     def nbytes(self) -> int:
@@ -30,17 +35,20 @@ class QueryRing:
         new = min(size, queries.shape[2])
         if new < size:  # a copy of the part that stays, as source and target overlap
             self.queries[:, :, :-new] = self.queries[:, :, new:].clone()
-            self.shift[:-new] = self.shift[new:].clone()
+            self.shift[:, :, :-new] = self.shift[:, :, new:].clone()
         self.queries[:, :, size - new :] = queries[:, :, queries.shape[2] - new :]
-        self.shift[size - new :] = 0
+        self.shift[:, :, size - new :] = 0
 
-    def last(self, count: int, rotation: Rotation | None) -> Tensor:
-        """The newest `count` queries [B, H, count, D], at today's positions if they move."""
-        queries, shift = self.queries[:, :, -count:], self.shift[-count:]
-        return (
-            queries if rotation is None else rotation.back(queries, shift.expand(queries.shape[:3]))
-        )
+    def last(self, segment: Segment, count: int, rotation: Rotation | None) -> Tensor:
+        """A segment's newest `count` queries [b, k·G, count, D], at today's positions."""
+        queries = segment.rows_of(self.queries)[:, :, -count:]
+        if rotation is None:
+            return queries
+        shift = segment.rows_of(self.shift)[:, :, -count:]
+        group = queries.shape[1] // shift.shape[1]
+        return rotation.back(queries, shift.repeat_interleave(group, dim=1))
 
-    def evicted(self, count: int) -> None:
-        """Move down by `count` evicted slots."""
-        self.shift.add_(count)
+    def moved(self, segment: Segment, count: int, newest: int | None = None) -> None:
+        """Move a segment's queries down by `count` positions, or only its `newest` ones."""
+        shift = segment.rows_of(self.shift)
+        (shift if newest is None else shift[:, :, -newest:]).add_(count)

@@ -7,6 +7,7 @@ per head a Python list of tokens with unrotated keys, float64, sorted by time, s
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,6 +33,9 @@ class Setting:
     budget: int
     positions: str
     options: dict[str, Any] = field(default_factory=dict)
+    start: list[list[int]] | None = None  # slots of each layer's heads, if not all `budget`
+    # (layer, scores per head, pinned per head) -> slots per head, where they move
+    split: Callable[[int, list[list[float]], list[list[bool]]], list[int]] | None = None
 
 
 def rotate(x: Tensor, position: float, inv_freq: Tensor) -> Tensor:
@@ -48,8 +52,9 @@ def rotate(x: Tensor, position: float, inv_freq: Tensor) -> Tensor:
 class ReferenceLayer(CacheLayerMixin):
     is_sliding = False
 
-    def __init__(self, setting: Setting, inv_freq: Tensor | None) -> None:
+    def __init__(self, setting: Setting, inv_freq: Tensor | None, index: int) -> None:
         super().__init__()
+        self.index, self.stay = index, list[int]()
         self.setting, self.inv_freq, self.seen = setting, inv_freq, 0
         self.heads: list[list[Slot]] = []
         self.queries: list[list[Tensor]] = []  # per query head, unrotated, all of them
@@ -124,10 +129,21 @@ class ReferenceLayer(CacheLayerMixin):
             for h in range(len(self.queries)):
                 rows[h] = [self.row(h, h // group, t, scaling) for t in times]
         scored = [self.score(k, group, rows) for k in range(len(self.heads))]
+        pinned = [
+            [s.time < self.sinks() or s.time >= self.seen - self.recents() for s in slots]
+            for slots in self.heads
+        ]
+        start = self.setting.start
+        self.stay = (
+            self.stay
+            or (start[self.index] if start else [self.setting.budget] * 99)[: len(self.heads)]
+        )
+        full = any(len(x) > n for x, n in zip(self.heads, self.stay, strict=True))
+        if self.setting.split is not None and full:
+            self.stay = self.setting.split(self.index, scored, pinned)
         for k, slots in enumerate(self.heads):
-            pinned = [s.time < self.sinks() or s.time >= self.seen - self.recents() for s in slots]
-            order = sorted(range(len(slots)), key=lambda j: (not pinned[j], -scored[k][j]))
-            kept = sorted(order[: self.setting.budget])
+            order = sorted(range(len(slots)), key=lambda j: (not pinned[k][j], -scored[k][j]))
+            kept = sorted(order[: self.stay[k]])
             self.heads[k] = [slots[j] for j in kept]
 
     def sinks(self) -> int:
@@ -193,7 +209,7 @@ class ReferenceCache(Cache):
         rotated = getattr(model.config, "no_rope_layers", None) or [1] * 99
         super().__init__(
             layers=[
-                ReferenceLayer(setting, inv_freq if rotated[i] else None)
+                ReferenceLayer(setting, inv_freq if rotated[i] else None, i)
                 for i in range(model.config.num_hidden_layers)
             ]
         )

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 import kvcap
 from kvcap.policies import policies
-from kvcap.runtime.fixed_cache import FixedKVCache
 from kvcap.runtime.loop import BlockLoop
+from kvcap.runtime.slot_pool import Segment, SlotPool, resize
 
 EVICTING = [name for name in policies() if name != "full"]
 
@@ -26,11 +26,11 @@ EVICTING = [name for name in policies() if name != "full"]
 def test_compact_moves_everything_of_a_slot_together(budget, block, batch, heads, seed):
     """Against Python lists: after any evictions each head holds the survivors, whole."""
     g = torch.Generator().manual_seed(seed)
-    store = FixedKVCache(
-        batch, heads, budget=budget, block=block, head_size=4, dtype=torch.float32,
-        side={"mass": torch.float32},
-    )  # fmt: skip
-    nbytes, pointer = store.nbytes, store._keys.data_ptr()
+    pool = SlotPool(
+        batch * heads * (budget + block), 4, torch.float32, side={"mass": torch.float32}
+    )
+    store = Segment(pool, 0, budget, block, batch, heads)
+    nbytes, pointer = pool.nbytes, pool.keys.data_ptr()
     expected = [[set() for _ in range(heads)] for _ in range(batch)]
     seen = 0
     for _ in range(6):
@@ -49,7 +49,7 @@ def test_compact_moves_everything_of_a_slot_together(budget, block, batch, heads
             for b in range(batch):
                 for h in range(heads):
                     expected[b][h] -= set(store.positions[b, h, gone[b, h]].tolist())
-            before = store._positions.clone()
+            before = store.positions.clone()
             store.compact(gone)
             # Only evicted slots below the budget are written: survivors stay where they are.
             stayed = store.positions == before[:, :, :budget]
@@ -63,7 +63,7 @@ def test_compact_moves_everything_of_a_slot_together(budget, block, batch, heads
         assert torch.equal(store.keys[..., 0], store.positions.float())
         assert torch.equal(store.values[..., 0], -store.positions.float())
         assert torch.equal(store.side("mass"), store.positions.float() * 2)
-        assert (store.nbytes, store._keys.data_ptr()) == (nbytes, pointer)
+        assert (pool.nbytes, pool.keys.data_ptr()) == (nbytes, pointer)
 
 
 @pytest.mark.parametrize("policy", EVICTING)
@@ -95,7 +95,7 @@ def test_never_above_the_cap(policy, budget, block, length, evict_every, compact
         assert cache.nbytes == plan.cache_bytes == loop.peak_bytes
         assert cache.used_bytes <= cache.nbytes
         for layer in cache.capped_layers:
-            for head in layer.store.positions[0]:
+            for head in layer.segments[0].positions[0]:
                 assert len(set(head.tolist())) == layer.held
                 assert head.max() == layer.seen - 1 or policy != "streaming_llm"
                 assert head.max() < layer.seen
@@ -135,7 +135,7 @@ def test_position_only_policies_do_not_depend_on_the_block(tokens):
         for block in (1, 5, 64, 70):
             cache = kvcap.BudgetCache(MODEL.config, 24, block, policy)
             BlockLoop(MODEL, cache).prefill(ids)
-            store = cache.layers[1].store
+            store = cache.layers[1].segments[0]
             kept.append([sorted(head.tolist()) for head in store.positions[0]])
         assert all(k == kept[0] for k in kept), policy
 
@@ -148,7 +148,7 @@ def test_evict_every_keeps_the_same_tokens_for_position_only_policies(tokens):
         loop.prefill(tokens(30))
         for i in range(8):
             loop.read(torch.tensor([[i + 5]]))
-        kept.append(sorted(cache.layers[0].store.positions[0, 0].tolist()))
+        kept.append(sorted(cache.layers[0].segments[0].positions[0, 0].tolist()))
     assert kept[0] == kept[1]
 
 

@@ -41,7 +41,7 @@ def test_the_same_tokens_stay_as_on_the_cpu(policy, positions):
         loop = BlockLoop(model, cache)
         logits.append(loop.prefill(ids.to(device)).cpu())
         logits[-1] = loop.read(torch.tensor([[94]], device=device)).cpu()
-        kept.append([sorted(head.tolist()) for head in cache.layers[0].store.positions[0]])
+        kept.append([sorted(head.tolist()) for head in cache.layers[0].segments[0].positions[0]])
     assert kept[0] == kept[1]
     torch.testing.assert_close(logits[0], logits[1], rtol=1e-3, atol=1e-3)
 

@@ -29,7 +29,7 @@ def test_bytes_by_hand():
     assert plan.rotation_table == 129 * 16 * 4
     assert plan.cache_bytes == slots * (64 + 8 + 4) + 129 * 64
     window = MemoryPlan.of(CONFIG, policy="snapkv", kv_budget_tokens=100, dtype=torch.bfloat16)
-    assert window.query_window == 2 * (32 * 4 * 16 * 2 + 32 * 4)
+    assert window.query_window == 2 * (32 * 4 * 16 * 2 + 32 * 2 * 4)  # queries, a shift per KV head
 
 
 @pytest.mark.parametrize("family", FAMILIES)

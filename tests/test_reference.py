@@ -51,7 +51,7 @@ def run_reference(
 
 
 def kept(cache: kvcap.BudgetCache, layer: int) -> list[list[int]]:
-    store = cache.layers[layer].store
+    store = cache.layers[layer].segments[0]
     return [sorted(head.tolist()) for head in store.positions[0]]
 
 
@@ -120,7 +120,7 @@ def test_planted_faults_of_positions_are_seen(fault, monkeypatch):
     elif fault == "keys moved too far":
         monkeypatch.setattr(Rotation, "back", lambda self, x, shift: back(self, x, shift + 1))
     else:
-        monkeypatch.setattr(QueryRing, "last", lambda self, count, _: window(self, count, None))
+        monkeypatch.setattr(QueryRing, "last", lambda self, seg, n, _: window(self, seg, n, None))
     setting = Setting("snapkv", 12, "compact", {"window": 9, "kernel": 5, "pool": "avg"})
     ids = 3 + torch.randperm(50)[None, :31]
     cache, logits = run(tiny_model("llama"), ids, 6, setting)
@@ -136,14 +136,14 @@ def test_no_drift_in_bfloat16_after_ten_thousand_evictions():
     loop = BlockLoop(model, cache)
     for i in range(10_000 // 8 + 2):  # eight evictions a block
         loop.read(3 + (torch.arange(8)[None] * 7 + i) % 90)
-    store = cache.layers[0].store
+    store = cache.layers[0].segments[0]
     assert cache.seen > 10_000
     fresh = kvcap.BudgetCache(model.config, 16, 8)
     BlockLoop(model, fresh).read(3 + (torch.arange(8)[None] * 7) % 90)
     order = store.positions[0, 0].argsort()[:8]  # the sinks, read first and never rewritten
     rotation = cache.rotation(torch.device("cpu"))
     moved = rotation.back(store.keys, store.side("shift"))[0, 0, order]
-    assert torch.equal(moved, fresh.layers[0].store.keys[0, 0])
+    assert torch.equal(moved, fresh.layers[0].segments[0].keys[0, 0])
     newest = store.positions[0, 0].argsort()[-8:]
     exact = rotate_all(store.keys[0, 0, newest], -store.side("shift")[0, 0, newest], cache)
     error = (rotation.back(store.keys, store.side("shift"))[0, 0, newest].double() - exact).abs()

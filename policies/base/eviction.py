@@ -52,10 +52,10 @@ class Eviction:
                 "nothing to replace; use it with h2o, tova or snapkv"
             )
         if self.layer_budget is not None and self.layer_budget.moves:
-            if self.head_budget is not None and not self.head_budget.moves:
+            if self.head_budget is not None:
                 raise PolicyError(
-                    "a layer budget that moves cannot be combined with a fixed table of heads; "
-                    "use pyramidkv, or adakv"
+                    "a layer budget that moves cannot be combined with a head budget; use "
+                    "pyramidkv, whose layers are fixed"
                 )
             if not self.policy.queries_observed:
                 raise PolicyError(
@@ -175,4 +175,4 @@ class Eviction:
     def _policy(self, seen: Observation) -> Policy:
         if self.head_budget is None:
             return self.policy
-        return self.head_budget.policy_of(seen.layer, seen.first_head, self.policy)
+        return self.head_budget.policy_of(seen, self.policy)

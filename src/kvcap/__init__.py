@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from kvcap.policies import Eviction, Observation, Policy, PolicyError, load_policy
     from kvcap.runtime.budget_cache import BudgetCache
     from kvcap.runtime.errors import KvcapError
-    from kvcap.runtime.fixed_cache import FixedKVCache
     from kvcap.runtime.plan import MemoryPlan
     from kvcap.runtime.runtime import Runtime
     from kvcap.runtime.session import Session
@@ -26,7 +25,6 @@ __version__ = "0.1.0"
 _HOMES = {
     "BudgetCache": "runtime.budget_cache",
     "Eviction": "policies",
-    "FixedKVCache": "runtime.fixed_cache",
     "KvcapError": "runtime.errors",
     "MemoryPlan": "runtime.plan",
     "Observation": "policies",
@@ -39,7 +37,6 @@ _HOMES = {
 __all__ = [
     "BudgetCache",
     "Eviction",
-    "FixedKVCache",
     "KvcapError",
     "MemoryPlan",
     "Observation",

@@ -1,0 +1,212 @@
+"""Keys, values and side tensors of a fixed number of slots, cut into segments.
+
+Allocated once, never grown, never replaced. A segment is the slots of heads that hold equally many:
+a whole layer where budgets are uniform, one head where they are not, so that nothing is padded and
+nothing masked. Slots lie unordered within a row: `positions` says where a token belongs, and moving
+a boundary between rows moves only the slots on the wrong side of it. Knows no policy, no model and
+no transformers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+
+class SlotPool:
+    """Flat buffers `[slots, D]` of keys and values, `[slots]` of positions and side tensors."""
+
+    def __init__(
+        self,
+        slots: int,
+        head_size: int,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+        side: Mapping[str, torch.dtype] | None = None,
+    ) -> None:
+        self.slots = slots
+        self.keys = torch.zeros(slots, head_size, dtype=dtype, device=device)
+        self.values = torch.zeros(slots, head_size, dtype=dtype, device=device)
+        self.positions = torch.zeros(slots, dtype=torch.int32, device=device)
+        self.side = {
+            name: torch.zeros(slots, dtype=dt, device=device) for name, dt in (side or {}).items()
+        }
+
+    @property
+    def nbytes(self) -> int:
+        """Exact bytes of storage, used or not; constant for the life of the pool."""
+        return sum(x.untyped_storage().nbytes() for x in self.buffers())
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes that one slot of one head takes."""
+        return self.nbytes // self.slots
+
+    def buffers(self) -> list[Tensor]:
+        """Everything that belongs to a slot and moves with it."""
+        return [self.keys, self.values, self.positions, *self.side.values()]
+
+
+class Segment:
+    """`[b, k]` rows of equally many slots, side by side in a pool from slot `start`.
+
+    `budget` slots of a row stay after an eviction, or fewer where `stay` is set lower; `block` more
+    take the arriving tokens.
+
+    Args:
+        pool: where the slots are.
+        start: its first slot.
+        budget: slots of a row.
+        block: more slots of a row.
+        batch: `b`, sequences.
+        heads: `k`, KV heads.
+        row: the first of its sequences within the batch.
+        head: the first of its KV heads within the layer.
+        layer_heads: KV heads of the layer; by default it has no others.
+
+    >>> pool = SlotPool(12, head_size=8, dtype=torch.float32)
+    >>> segment = Segment(pool, 0, budget=4, block=2, heads=2)
+    >>> segment.append(torch.ones(1, 2, 2, 8), torch.ones(1, 2, 2, 8), first_position=0)
+    >>> segment.held, segment.keys.shape, pool.nbytes
+    (2, torch.Size([1, 2, 2, 8]), 816)
+    """
+
+    def __init__(
+        self,
+        pool: SlotPool,
+        start: int,
+        budget: int,
+        block: int,
+        batch: int = 1,
+        heads: int = 1,
+        *,
+        row: int = 0,
+        head: int = 0,
+        layer_heads: int | None = None,
+    ) -> None:
+        self.pool, self.start, self.budget, self.block = pool, start, budget, block
+        self.batch, self.heads, self.row, self.head = batch, heads, row, head
+        self.layer_heads = layer_heads or heads
+        self.stay = budget
+        self.held = 0
+        device = pool.positions.device
+        self._rows = torch.arange(batch * heads, device=device).view(batch, heads, 1)
+
+    @property
+    def capacity(self) -> int:
+        """Slots of a row."""
+        return self.budget + self.block
+
+    @property
+    def slots(self) -> int:
+        """Slots of all rows."""
+        return self.batch * self.heads * self.capacity
+
+    @property
+    def keys(self) -> Tensor:
+        """The held keys, a view [b, k, held, D]."""
+        return self._view(self.pool.keys, 0, self.held)
+
+    @property
+    def values(self) -> Tensor:
+        """The held values, a view [b, k, held, D]."""
+        return self._view(self.pool.values, 0, self.held)
+
+    @property
+    def positions(self) -> Tensor:
+        """The held tokens' places in the conversation, a view [b, k, held] int32."""
+        return self._view(self.pool.positions, 0, self.held)
+
+    def side(self, name: str) -> Tensor:
+        """A side tensor's held part, a view [b, k, held]."""
+        return self._view(self.pool.side[name], 0, self.held)
+
+    def rows_of(self, x: Tensor) -> Tensor:
+        """This segment's part of a layer's tensor [B, K, ...] or [B, H, ...], a view."""
+        group = x.shape[1] // self.layer_heads
+        first = self.head * group
+        return x[self.row : self.row + self.batch, first : first + self.heads * group]
+
+    def append(self, keys: Tensor, values: Tensor, first_position: int) -> None:
+        """Write a block [b, k, T, D] whose first token is number `first_position`."""
+        length = keys.shape[2]
+        start, stop = self.held, self.held + length
+        assert stop <= self.capacity, f"{stop} slots needed, {self.capacity} allocated"
+        self._view(self.pool.keys, start, stop).copy_(keys)
+        self._view(self.pool.values, start, stop).copy_(values)
+        times = torch.arange(first_position, first_position + length, device=self._rows.device)
+        self._view(self.pool.positions, start, stop).copy_(times)
+        for tensor in self.pool.side.values():
+            self._view(tensor, start, stop).zero_()
+        self.held = stop
+
+    def compact(self, evicted: Tensor) -> None:
+        """Give up the slots `evicted` [b, k, e], each head's its own; `held` falls by `e`.
+
+        Survivors beyond the new `held` move into evicted slots below it, in place: at most `e`
+        slots are written, and no temporary is larger than that.
+        """
+        count = evicted.shape[-1]
+        kept = self.held - count
+        target = evicted.sort(dim=-1).values  # [b, k, e]: first the holes below `kept`
+        # Tail slots [kept, held) survive unless they are evicted themselves; a spare last place
+        # takes the marks of the holes. Survivors come first, as many as there are holes.
+        gone = torch.zeros(*target.shape[:2], count + 1, dtype=torch.int8, device=target.device)
+        gone.scatter_(-1, torch.where(target < kept, count, target - kept), 1)
+        source = kept + gone[..., :count].argsort(dim=-1, stable=True)
+        source = torch.where(target < kept, source, target)  # no hole: the slot onto itself
+        rows = self._rows * self.capacity + self.start
+        rows_to, rows_from = (rows + target).flatten(), (rows + source).flatten()
+        for buffer in self.pool.buffers():
+            buffer.index_copy_(0, rows_to, buffer.index_select(0, rows_from))
+        self.held = kept
+
+    def _view(self, buffer: Tensor, start: int, stop: int) -> Tensor:
+        """Slots [start, stop) of every row, [b, k, stop - start, ...]."""
+        step = buffer.stride(0)
+        row = self.capacity * step
+        size = (self.batch, self.heads, stop - start, *buffer.shape[1:])
+        stride = (self.heads * row, row, step, *buffer.stride()[1:])
+        return buffer.as_strided(size, stride, (self.start + start) * step)
+
+
+def resize(segments: Sequence[Segment], budgets: Sequence[int]) -> None:
+    """Move the boundaries between neighbouring segments of a pool; what they take stays the same.
+
+    In place: a slot moves only where its row's new place does not cover it, so that a row's
+    neighbours must have left before it comes. Rows that move right go last to first, then those
+    that move left first to last.
+
+    Args:
+        segments: side by side, in the order of their slots.
+        budgets: the new one of each, with room for what it holds.
+    """
+    before = sum(segment.slots for segment in segments)
+    start = segments[0].start
+    moves: list[tuple[Segment, int, int]] = []  # from and to, of every row
+    places = []
+    for segment, budget in zip(segments, budgets, strict=True):
+        capacity = budget + segment.block
+        assert segment.held <= capacity, "a segment must have room for what it holds"
+        rows = range(segment.batch * segment.heads)
+        old = segment.start
+        moves += [(segment, old + i * segment.capacity, start + i * capacity) for i in rows]
+        places.append((segment, start, budget))
+        start += segment.batch * segment.heads * capacity
+    assert start - segments[0].start == before, "segments must share exactly what they have"
+    for segment, old, new in [m for m in reversed(moves) if m[2] > m[1]]:
+        count = min(new - old, segment.held)
+        _move(segment.pool, old, new + segment.held - count, count)
+    for segment, old, new in [m for m in moves if m[2] < m[1]]:
+        count = min(old - new, segment.held)
+        _move(segment.pool, old + segment.held - count, new, count)
+    for segment, first, budget in places:
+        segment.start, segment.budget, segment.stay = first, budget, budget
+
+
+def _move(pool: SlotPool, source: int, target: int, count: int) -> None:
+    if count:
+        for buffer in pool.buffers():
+            buffer[target : target + count] = buffer[source : source + count]
