@@ -89,8 +89,13 @@ class HeadBudget(Component):
         """
         raise NotImplementedError
 
-    def policy_of(self, layer: int, head: int, base: Policy) -> Policy:
-        """The policy of one KV head, for budgets that treat classes of heads differently."""
+    def policy_of(self, seen: Observation, base: Policy) -> Policy:
+        """The policy of the KV head that is looked at, where classes of heads are treated apart.
+
+        Args:
+            seen: one head: `seen.layer`, `seen.first_head`, and its `seen.budget` slots.
+            base: what it is where all heads are alike.
+        """
         return base
 
 
