@@ -8,18 +8,19 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvcap.policies.base import Observation, Policy
+from kvcap.policies.base import Group, Observation, Policy, over_group
 
 
 @dataclass(frozen=True)
 class H2O(Policy):
     """`φ_j <- φ_j + Σ_t A_tj` over every query of every block; `score = φ`.
 
-    H2O, https://arxiv.org/abs/2306.14048; the block form is KeyDiff's appendix A.1. Mean over the
-    query group. `recent` is 0.5 in the official code and CaliDrop, 0 in KeyDiff's table.
+    H2O, https://arxiv.org/abs/2306.14048; the block form is KeyDiff's appendix A.1.
+    `recent` is 0.5 in the official code and CaliDrop, 0 in KeyDiff's table.
     """
 
     recent: float = 0.5  # fraction of the budget reserved for the newest tokens
+    group: Group = "mean"
 
     observes: ClassVar = frozenset({"keys", "queries", "attention", "state"})
     state: ClassVar = {"accumulated": torch.float32}
@@ -28,6 +29,7 @@ class H2O(Policy):
 
     def __post_init__(self) -> None:
         self.require("recent", 0 <= self.recent < 1, "a fraction of the budget, 0 to below 1")
+        self.require("group", self.group in ("mean", "sum", "max"), "mean, sum or max")
 
     @property
     def queries_observed(self) -> None:
@@ -37,7 +39,8 @@ class H2O(Policy):
         return int(self.recent * budget)
 
     def update(self, seen: Observation) -> dict[str, Tensor]:
-        return {"accumulated": seen.state["accumulated"] + seen.weight.sum(-2).mean(2)}
+        block = over_group(seen.weight.sum(-2), self.group)  # [B, K, n]
+        return {"accumulated": seen.state["accumulated"] + block}
 
     def score(self, seen: Observation) -> Tensor:
         return seen.state["accumulated"]

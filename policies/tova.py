@@ -7,18 +7,19 @@ from typing import ClassVar, Literal
 
 from torch import Tensor
 
-from kvcap.policies.base import Observation, Policy
+from kvcap.policies.base import Group, Observation, Policy, over_group
 
 
 @dataclass(frozen=True)
 class TOVA(Policy):
-    """`score_j = A[last, j]`, mean over the query group, or over the whole layer's heads.
+    """`score_j = A[last, j]`, over the query group, or the mean of all heads of the layer.
 
     Oren et al. 2024, https://arxiv.org/abs/2401.06104 (their code: `layer`; KeyDiff's baseline:
     `group`). Nothing is pinned.
     """
 
     across: Literal["group", "layer"] = "group"
+    group: Group = "mean"
 
     observes: ClassVar = frozenset({"keys", "queries", "attention"})
     paper: ClassVar = "TOVA, arXiv 2401.06104"
@@ -26,15 +27,16 @@ class TOVA(Policy):
 
     def __post_init__(self) -> None:
         self.require("across", self.across in ("group", "layer"), "group or layer")
+        self.require("group", self.group in ("mean", "sum", "max"), "mean, sum or max")
 
     @property
     def queries_observed(self) -> int:
         return 1
 
     def score(self, seen: Observation) -> Tensor:
-        weight = seen.weight[..., -1, :].mean(2)  # [B, K, n]
+        weight = seen.weight[..., -1, :]  # [B, K, G, n]
         if self.across == "layer":
             # Heads hold different tokens once they evict alone; here they never do, since every
             # head gets the same scores at the same slots.
-            weight = weight.mean(1, keepdim=True).expand_as(weight)
-        return weight
+            weight = weight.mean((1, 2), keepdim=True).expand_as(weight)
+        return over_group(weight, self.group)
