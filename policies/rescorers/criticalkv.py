@@ -1,0 +1,58 @@
+"""CriticalKV: the second half of the budget by what a value does behind the output projection."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from kvcap.policies.base import Observation, Rescorer
+
+
+@dataclass(frozen=True)
+class CriticalKV(Rescorer):
+    """First the top `α` of the unpinned budget by score `S`, then by `(S̄ + ε)·‖v_j W_O‖₁`.
+
+    CriticalKV, https://arxiv.org/abs/2502.03805, Alg. 1 (box: `α` 0.25; experiments: 0.5). `S̄` is
+    `S` per observed query, as Alg. 2 averages attention over the window. The norm is the mean over
+    the group of those through each query head's slice of `W_O`, computed once a token. Scores below
+    0, which the paper has none of, are first raised by the head's lowest, lest small norms win.
+    """
+
+    alpha: float = 0.5
+    epsilon: float = 1e-4
+
+    observes: ClassVar = frozenset({"values", "output_projection", "state"})
+    state: ClassVar = {"output_norm": torch.float32}
+    paper: ClassVar = "CriticalKV, arXiv 2502.03805, Alg. 1"
+    formula: ClassVar = "the top α by score S, then by (S + ε) |v_j W_O|₁"
+
+    def __post_init__(self) -> None:
+        self.require("alpha", 0 <= self.alpha <= 1, "a fraction of the budget, 0 to 1 (the base)")
+        self.require("epsilon", self.epsilon >= 0, "a number, 0 or more")
+
+    def update(self, seen: Observation) -> dict[str, Tensor]:
+        assert seen.output_projection is not None
+        old = seen.values.shape[2] - seen.new
+        heads = zip(seen.values[:, :, old:].unbind(1), seen.output_projection, strict=True)
+        norms = torch.stack([_norms(values, weights) for values, weights in heads], 1)  # [B, K, T]
+        return {"output_norm": torch.cat((seen.state["output_norm"][..., :old], norms), -1)}
+
+    def rescore(self, scores: Tensor, pinned: Tensor, seen: Observation) -> Tensor:
+        if self.alpha == 1:
+            return scores
+        lowest = scores.masked_fill(pinned, 0.0).amin(-1, keepdim=True).clamp(max=0.0)  # [B, K, 1]
+        rows = 1 if seen.queries is None else seen.queries.shape[2]
+        second = ((scores - lowest) / rows + self.epsilon) * seen.state["output_norm"]
+        free = seen.budget - pinned.sum(-1, keepdim=True)  # [B, K, 1]
+        ranks = scores.masked_fill(pinned, -torch.inf).argsort(-1, descending=True).argsort(-1)
+        first = ranks < (self.alpha * free).floor()  # [B, K, n]
+        return second.masked_fill(first, torch.finfo(torch.float32).max)
+
+
+def _norms(values: Tensor, weights: Tensor) -> Tensor:
+    """Mean `‖v W‖₁` of the group's heads, one at a time: [B, T, D], [G, D, hidden] -> [B, T]."""
+    norms = [(values.float() @ weight.float()).abs().sum(-1) for weight in weights]
+    return torch.stack(norms).mean(0)
