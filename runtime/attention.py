@@ -59,7 +59,9 @@ def attend(
     """
     length, slots = query.shape[2], keys.shape[2]
     if softcap is not None:
-        return _softcapped(query, keys, values, scaling, softcap, mask)
+        # No fused kernel here takes a softcap.
+        mask = causal(length, slots, query.device) if mask is None else mask
+        return attend_with_lse(query, keys, values, scaling, softcap, mask)[0]
     if mask is None and length > 1:
         mask = cast(Tensor, causal_lower_right(length, slots))
     if mask is None and query.device.type == "cpu":
@@ -75,27 +77,53 @@ def attend(
     )
 
 
-def _softcapped(
+def attend_with_lse(
     query: Tensor,
     keys: Tensor,
     values: Tensor,
     scaling: float,
-    softcap: float,
-    mask: Tensor | None,
-) -> Tensor:
-    """Plain attention, since no fused kernel here takes a softcap. Workspace [B, H, T, n]."""
-    group = query.shape[1] // keys.shape[1]
-    length, slots = query.shape[2], keys.shape[2]
+    softcap: float | None = None,
+    mask: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Plain attention and the logarithm of its denominator, which no fused kernel here tells.
+
+    Arguments as in `attend`, but without a mask every slot is visible. Workspace [B, H, T, n].
+
+    Returns:
+        [B, H, T, D] in the values' dtype, and log-sum-exp of the logits [B, H, T] in float32.
+    """
+    group, length = query.shape[1] // keys.shape[1], query.shape[2]
     q = query.unflatten(1, (-1, group)).flatten(2, 3)  # [B, K, G·T, D]
     z = torch.matmul(q, keys.mT).unflatten(2, (group, length)) * scaling
-    z = softcap * torch.tanh(z / softcap)
-    if mask is None:
-        mask = torch.ones(length, slots, dtype=torch.bool, device=q.device).tril(slots - length)
-    else:
+    if softcap is not None:
+        z = softcap * torch.tanh(z / softcap)
+    if mask is not None:
         mask = mask.unsqueeze(1)  # one head's mask over [B, K, G, T, n]
-    z = z.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else z + mask
-    weights = z.softmax(-1, dtype=torch.float32).to(values.dtype)
-    return torch.matmul(weights.flatten(2, 3), values).view(query.shape)
+        z = z.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else z + mask
+    lse = z.float().logsumexp(-1, keepdim=True)
+    weights = (z - lse).exp().to(values.dtype)
+    out = torch.matmul(weights.flatten(2, 3), values).view(query.shape)
+    return out, lse.view(query.shape[:3])
+
+
+def causal(length: int, slots: int, device: torch.device) -> Tensor:
+    """The mask of a block whose own tokens are the last slots. Bool [1, 1, T, n]."""
+    mask = torch.ones(length, slots, dtype=torch.bool, device=device).tril(slots - length)
+    return mask[None, None]
+
+
+def merge(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:
+    """Attention over two sets of tokens from that over each.
+
+    Args:
+        out: [B, H, T, D].
+        lse: log-sum-exp of its logits [B, H, T].
+        other: [B, H, T, D] over the other set.
+        other_lse: [B, H, T], -inf where there is none.
+    """
+    share = torch.sigmoid(other_lse - lse)[..., None]  # of the other set
+    merged = out.float() + share * (other.float() - out.float())
+    return merged, torch.logaddexp(lse, other_lse)
 
 
 def attention_forward(

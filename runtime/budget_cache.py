@@ -12,8 +12,10 @@ from kvcap.policies import Eviction, load_policy
 from kvcap.policies.base import apportion
 from kvcap.runtime.attention import NAME
 from kvcap.runtime.budget_layer import SHIFT, BudgetLayer
+from kvcap.runtime.calibration import Calibration
 from kvcap.runtime.errors import PlanInfeasible, UnsupportedModel
 from kvcap.runtime.layout import CacheLayout, Positions
+from kvcap.runtime.mapped_file import MappedFile
 from kvcap.runtime.model_shape import ModelShape
 from kvcap.runtime.rope import Rotation
 from kvcap.runtime.slot_pool import Segment, SlotPool, resize
@@ -67,6 +69,7 @@ class BudgetCache(Cache):  # type: ignore[misc]
         self.frame = 0
         """What `longest` was when the block in hand arrived: all heads count it from there."""
         self._rotation: Rotation | None = None
+        self._file: MappedFile | None = None  # of evicted tokens
         self._shared: list[list[Segment]] = []  # of all layers, where they share one pool
         indices = iter(range(len(shape.capped)))
         super().__init__(
@@ -126,7 +129,7 @@ class BudgetCache(Cache):  # type: ignore[misc]
         total += sum(pool.nbytes for pool in self._pools)
         for layer in self.layers:
             if isinstance(layer, BudgetLayer):
-                total += 0 if layer.ring is None else layer.ring.nbytes
+                total += sum(x.nbytes for x in (layer.ring, layer.calibration) if x is not None)
             elif layer.is_initialized:
                 total += sum(x.untyped_storage().nbytes() for x in (layer.keys, layer.values))
         return total
@@ -135,7 +138,8 @@ class BudgetCache(Cache):  # type: ignore[misc]
     def used_bytes(self) -> int:
         """Bytes of the slots in use, and of what is held whatever is in use."""
         free = sum(
-            s.pool.slot_bytes * s.batch * s.heads * (s.capacity - s.held) for s in self._segments
+            s.pool.slot_bytes * s.batch * s.heads * (s.capacity - s.held)
+            for s in (*self._segments, *self._evicted)
         )
         return self.nbytes - free
 
@@ -144,8 +148,22 @@ class BudgetCache(Cache):  # type: ignore[misc]
         return [segment for layer in self.capped_layers for segment in layer.segments]
 
     @property
+    def _evicted(self) -> list[Segment]:
+        kept = [c.calibration for c in self.capped_layers if c.calibration is not None]
+        return [segment for calibration in kept for segment in calibration.evicted]
+
+    @property
     def _pools(self) -> list[SlotPool]:
-        return list({id(s.pool): s.pool for s in self._segments}.values())
+        return list({id(s.pool): s.pool for s in (*self._segments, *self._evicted)}.values())
+
+    @property
+    def recomputed(self) -> list[float]:
+        """Share of (query head, generated token) that attended to evicted tokens anew, by layer.
+
+        Empty where evicted tokens are not kept.
+        """
+        kept = [c.calibration for c in self.capped_layers if c.calibration is not None]
+        return [c.recomputed / max(1, c.steps) for c in kept]
 
     def allocate(self, batch: int, dtype: torch.dtype, device: torch.device | str) -> BudgetCache:
         """Allocate now rather than at the first token. Returns itself."""
@@ -187,6 +205,33 @@ class BudgetCache(Cache):  # type: ignore[misc]
                 start += segment.slots
         return found
 
+    def new_calibration(self, segments: list[Segment]) -> Calibration | None:
+        """Where a layer's evicted tokens go, if the eviction has a corrector.
+
+        Raises:
+            StoreFailed: its file cannot be made.
+        """
+        corrector = self.eviction.corrector
+        if corrector is None:
+            return None
+        heads, dtype = self.layout.shape.heads, segments[0].pool.keys.dtype
+        if corrector.directory is None:
+            return Calibration(corrector, segments, heads)
+        if self._file is None:
+            batch = 1 + max(s.row + s.batch - 1 for s in segments)
+            needed = self.layout.nbytes(batch, dtype)["evicted_store"]
+            self._file = MappedFile(corrector.directory, needed)
+        return Calibration(corrector, segments, heads, self._file.new)
+
+    def check_store(self) -> None:
+        """Refuse to go on with a file of evicted tokens that was cut short.
+
+        Raises:
+            StoreFailed: before anything is read.
+        """
+        if self._file is not None:
+            self._file.check()
+
     def target(self, layer: BudgetLayer) -> int:
         """Slots that a layer should keep by what all layers prefer now; at most its budget."""
         (segment,) = layer.segments
@@ -225,7 +270,7 @@ class BudgetCache(Cache):  # type: ignore[misc]
     def reset(self) -> None:
         """Forget everything; the buffers stay."""
         super().reset()
-        for pool in self._pools:
+        for pool in {id(s.pool): s.pool for s in self._segments}.values():
             mine = [(c.index, s) for c in self.capped_layers for s in c.segments if s.pool is pool]
             kept = [self.layout.allotments[index][segment.head] for index, segment in mine]
             resize([segment for _, segment in mine], kept)

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from transformers.cache_utils import CacheLayerMixin
 
 from kvcap.policies import Observation
-from kvcap.runtime.attention import attend
+from kvcap.runtime.attention import attend, attend_with_lse, causal
+from kvcap.runtime.calibration import Calibration
 from kvcap.runtime.errors import (
     BlockTooLarge,
     MemoryCapExceeded,
@@ -25,7 +26,7 @@ from kvcap.runtime.errors import (
 from kvcap.runtime.projection import output_projection
 from kvcap.runtime.query_ring import QueryRing
 from kvcap.runtime.rope import Rotation
-from kvcap.runtime.slot_pool import Segment, SlotPool, resize
+from kvcap.runtime.slot_pool import Segment, resize
 
 if TYPE_CHECKING:
     from kvcap.runtime.budget_cache import BudgetCache
@@ -47,6 +48,7 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
         self.seen = 0  # tokens read
         self.segments: list[Segment] = []  # one, or one for every head where lengths differ
         self.ring: QueryRing | None = None
+        self.calibration: Calibration | None = None  # evicted tokens, where they are kept
         self.preference: float | None = None  # of a layer budget that moves
         self._offset = 0  # how far past the cache's positions the block in hand was rotated
         self._residual: list[int] = []  # how far the block lies past each segment's own tokens
@@ -100,6 +102,7 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
         """Allocate everything this layer will ever hold."""
         layout = self._cache.layout
         self.segments = self._cache.new_segments(self.index, key_states)
+        self.calibration = self._cache.new_calibration(self.segments)
         if layout.ring_length:
             self.ring = QueryRing(key_states, layout.shape.heads, layout.ring_length)
         self.is_initialized = True
@@ -115,6 +118,7 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
         Raises:
             BlockTooLarge, MemoryCapExceeded: before anything is changed.
             UnsupportedModel: the policy or the positions need the registered attention function.
+            StoreFailed: the file of evicted tokens was cut short.
         """
         length = key_states.shape[2]
         if not self.segments:
@@ -181,7 +185,7 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
                     self.ring.moved(segment, residual, self._length)
             if rotation is not None and self._moved:
                 keys = rotation.back(keys, segment.side(SHIFT))
-            attended = attend(queries, keys, segment.values, scaling, softcap)
+            attended = self._attend(segment, queries, keys, scaling, softcap)
             if len(self.segments) == 1:
                 out = attended
             else:
@@ -192,6 +196,17 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
         if self._looks:
             self._look(seens)
         return out
+
+    def _attend(
+        self, segment: Segment, query: Tensor, keys: Tensor, scaling: float, softcap: float | None
+    ) -> Tensor:
+        """Attention of a segment's queries over what it holds, corrected where the policy does."""
+        if self.calibration is None:
+            return attend(query, keys, segment.values, scaling, softcap)
+        mask = causal(query.shape[2], segment.held, query.device)
+        out, lse = attend_with_lse(query, keys, segment.values, scaling, softcap, mask)
+        rotation, index = self._rotation(query.device), self.segments.index(segment)
+        return self.calibration.correct(index, segment, query, out, lse, rotation, scaling, softcap)
 
     @property
     def _looks(self) -> bool:
@@ -226,7 +241,11 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
         for i, (segment, seen) in enumerate(zip(self.segments, seens, strict=True)):
             if (count := segment.held - stays[i]) > 0:
                 seen.budget = stays[i]
-                self._give_up(segment, eviction.choose(scores[i], pinned[i], seen, count))
+                evicted = eviction.choose(scores[i], pinned[i], seen, count)
+                if self.calibration is not None:
+                    shift = segment.side(SHIFT) if self.rotates else None
+                    self.calibration.take(i, segment, evicted, scores[i], seen.keys, shift)
+                self._give_up(segment, evicted)
         if moves:
             resize(self.segments, stays)
 
@@ -314,6 +333,8 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
     def _check(self, length: int) -> None:
         """Refuse a block that cannot be read rightly, before anything has changed."""
         cache, policy = self._cache, self._cache.eviction.policy
+        if self.index == 0:
+            cache.check_store()
         if not self._attended and self.seen and cache.eviction.needs_attention:
             raise UnsupportedModel(
                 f"policy {cache.eviction.name!r} works inside attention, which stock attention "
@@ -347,15 +368,12 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
                 "read; leave position_ids out, the cache keeps count"
             )
 
-    @property
-    def pools(self) -> list[SlotPool]:
-        """Where its slots are; more than one layer may name the same pool."""
-        return [self.segments[0].pool] if self.segments else []
-
     def reset(self) -> None:
         """Forget everything; the buffers stay."""
         for segment in self.segments:
             segment.held = 0
+        if self.calibration is not None:
+            self.calibration.reset()
         self.seen, self._moved, self._attended, self.preference = 0, False, True, None
 
     def _refuse(self, *_: Any, **__: Any) -> None:

@@ -11,6 +11,7 @@ KvcapError
 ├── EmptyPrompt             nothing to read
 ├── ModelNotFound           no directory, repository or config of that name
 ├── ChatTemplateMissing     the tokenizer has no chat template, or one that cannot be continued
+├── StoreFailed             the file for evicted tokens cannot be made, or was cut short
 └── SessionBroken           a forward pass failed half-way; reset the session
 PolicyError (ValueError)    a policy, an option, or pins that do not fit; from kvcap.policies
 ```
@@ -57,6 +58,10 @@ class ModelNotFound(KvcapError, OSError):
 
 class ChatTemplateMissing(KvcapError, ValueError):
     """The tokenizer has no chat template, or one whose turns cannot be told apart."""
+
+
+class StoreFailed(KvcapError, OSError):
+    """The file that holds evicted tokens cannot be made or no longer has its size."""
 
 
 class SessionBroken(KvcapError):

@@ -122,17 +122,29 @@ class CacheLayout:
         windows = [layer.window for layer in self.shape.layers if layer.window is not None]
         rotated = 0 if self.rope is None or self.rope.inv_freq is None else len(self.rope.inv_freq)
         state = sum(dt.itemsize for dt in self.eviction.state.values())
+        evicted, remembered = self._corrector_bytes(batch, dtype)
         queries = batch * self.shape.heads * vector + 4 * batch * heads  # and their shifts
         return {
             "keys_values": 2 * sum(slots) * vector,
             "slot_positions": 4 * (sum(slots) + moved),  # int32 positions, and shifts
-            "policy_state": sum(slots) * state,
+            "policy_state": sum(slots) * state + remembered,
+            "evicted_store": evicted,
             "query_window": len(slots) * self.ring_length * queries,
             "rotation_table": self.rotation_span * 2 * rotated * 4,
             "sliding_layers": sum(
                 2 * batch * heads * (window - 1 + self.block_size) * vector for window in windows
             ),
         }
+
+    def _corrector_bytes(self, batch: int, dtype: torch.dtype) -> tuple[int, int]:
+        """Of the evicted tokens that are kept, and of what queries got from them."""
+        if self.eviction.corrector is None:
+            return 0, 0
+        layers, shape = len(self.budgets), self.shape
+        rows = layers * batch * shape.kv_heads
+        slot = 2 * shape.head_size * dtype.itemsize + 4 + 4 + 4  # time, score, position
+        remembered = batch * shape.heads * (shape.head_size * (dtype.itemsize + 4) + 4)
+        return rows * (self.eviction.corrector.size + self.block_size) * slot, layers * remembered
 
 
 def default_positions(shape: ModelShape) -> Positions:

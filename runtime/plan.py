@@ -44,6 +44,7 @@ class MemoryPlan:
     keys_values: int
     slot_positions: int  # the tokens' positions, and in compact mode their shifts
     policy_state: int
+    evicted_store: int  # evicted tokens that a corrector keeps, in memory or in a file
     query_window: int
     rotation_table: int
     sliding_layers: int  # at most, native layers with a window of their own
@@ -58,6 +59,7 @@ class MemoryPlan:
             self.keys_values
             + self.slot_positions
             + self.policy_state
+            + self.evicted_store
             + self.query_window
             + self.rotation_table
             + self.sliding_layers

@@ -57,6 +57,7 @@ class Stats:
     bytes: int  # of the slots in use, and of what is always held
     cap_bytes: int  # what was asked for, or what the plan needs
     peak_bytes: int  # the most storage the cache has ever had, used or not
+    recomputed: list[float]  # per layer: share of steps that attended to evicted tokens anew
     turn: Turn  # the last answer
 
     def as_dict(self) -> dict[str, Any]:
@@ -109,6 +110,7 @@ class Session:
             bytes=cache.used_bytes,
             cap_bytes=self.runtime.cap_bytes,
             peak_bytes=self._loop.peak_bytes,
+            recomputed=cache.recomputed,
             turn=self.turn,
         )
 

@@ -9,14 +9,17 @@ no transformers.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 
 class SlotPool:
-    """Flat buffers `[slots, D]` of keys and values, `[slots]` of positions and side tensors."""
+    """Flat buffers `[slots, D]` of keys and values, `[slots]` of positions and side tensors.
+
+    `new` makes them, as `torch.zeros` does.
+    """
 
     def __init__(
         self,
@@ -25,14 +28,13 @@ class SlotPool:
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
         side: Mapping[str, torch.dtype] | None = None,
+        new: Callable[..., Tensor] = torch.zeros,
     ) -> None:
         self.slots = slots
-        self.keys = torch.zeros(slots, head_size, dtype=dtype, device=device)
-        self.values = torch.zeros(slots, head_size, dtype=dtype, device=device)
-        self.positions = torch.zeros(slots, dtype=torch.int32, device=device)
-        self.side = {
-            name: torch.zeros(slots, dtype=dt, device=device) for name, dt in (side or {}).items()
-        }
+        self.keys = new(slots, head_size, dtype=dtype, device=device)
+        self.values = new(slots, head_size, dtype=dtype, device=device)
+        self.positions = new(slots, dtype=torch.int32, device=device)
+        self.side = {name: new(slots, dtype=dt, device=device) for name, dt in (side or {}).items()}
 
     @property
     def nbytes(self) -> int:

@@ -55,6 +55,7 @@ def print_plan(model: str, plan: MemoryPlan) -> None:
         ("keys and values", plan.keys_values, "exact"),
         ("positions of the slots", plan.slot_positions, "exact"),
         ("state of the policy", plan.policy_state, "exact"),
+        ("evicted tokens kept aside", plan.evicted_store, "exact"),
         ("window of queries", plan.query_window, "exact"),
         ("table of rotations", plan.rotation_table, "exact"),
         ("layers with a window of their own", plan.sliding_layers, "at most"),

@@ -19,7 +19,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 NAME = "slow_reference"
 
 
-@dataclass
+@dataclass(eq=False)
 class Slot:
     time: int
     key: Tensor  # [D] unrotated, float64
@@ -34,6 +34,7 @@ class Setting:
     positions: str
     options: dict[str, Any] = field(default_factory=dict)
     start: list[list[int]] | None = None  # slots of each layer's heads, if not all `budget`
+    recalls: bool = False  # attends to evicted tokens too
     # (layer, scores per head, pinned per head) -> slots per head, where they move
     split: Callable[[int, list[list[float]], list[list[bool]]], list[int]] | None = None
 
@@ -55,6 +56,7 @@ class ReferenceLayer(CacheLayerMixin):
     def __init__(self, setting: Setting, inv_freq: Tensor | None, index: int) -> None:
         super().__init__()
         self.index, self.stay = index, list[int]()
+        self.gone: list[list[Slot]] = []  # evicted, where they are attended to
         self.setting, self.inv_freq, self.seen = setting, inv_freq, 0
         self.heads: list[list[Slot]] = []
         self.queries: list[list[Tensor]] = []  # per query head, unrotated, all of them
@@ -88,8 +90,11 @@ class ReferenceLayer(CacheLayerMixin):
             for t in range(length):
                 self.queries[h].append(self.unrotate(query[0, h, t].double(), start + t))
             for t in range(length):
-                weights = self.row(h, h // group, start + t, scaling)
-                for weight, slot in zip(weights, self.heads[h // group], strict=True):
+                slots = self.heads[h // group]
+                if self.setting.recalls and self.gone:
+                    slots = slots + self.gone[h // group]
+                weights = self.row(h, h // group, start + t, scaling, slots)
+                for weight, slot in zip(weights, slots, strict=True):
                     out[0, h, t] += weight * slot.value
         self.evict(group, length, scaling)
         return out.to(query.dtype)
@@ -103,16 +108,20 @@ class ReferenceLayer(CacheLayerMixin):
         # A query whose own token is gone counts back from the newest.
         return older if time in held else len(slots) - (self.seen - time)
 
-    def row(self, h: int, k: int, time: int, scaling: float) -> list[float]:
+    def row(
+        self, h: int, k: int, time: int, scaling: float, slots: list[Slot] | None = None
+    ) -> list[float]:
         """Attention of query head h at `time` over KV head k's slots, 0 for later tokens."""
-        slots = self.heads[k]
-        q = self.place(self.queries[h][time], self.position(slots, time))
-        logits = [
-            float(q @ self.place(s.key, self.position(slots, s.time))) * scaling
-            if s.time <= time
-            else -math.inf
-            for s in slots
-        ]
+        held = self.heads[k]
+        q = self.place(self.queries[h][time], self.position(held, time))
+        logits = []
+        for s in slots or held:
+            # An evicted token counts behind the held ones that are older than it.
+            position = self.position(held, s.time)
+            if self.setting.positions == "compact" and s not in held:
+                position = sum(other.time < s.time for other in held)
+            z = float(q @ self.place(s.key, position)) * scaling
+            logits.append(z if s.time <= time else -math.inf)
         top = max(logits)
         exps = [math.exp(z - top) for z in logits]
         return [e / sum(exps) for e in exps]
@@ -144,6 +153,8 @@ class ReferenceLayer(CacheLayerMixin):
         for k, slots in enumerate(self.heads):
             order = sorted(range(len(slots)), key=lambda j: (not pinned[k][j], -scored[k][j]))
             kept = sorted(order[: self.stay[k]])
+            self.gone = self.gone or [[] for _ in self.heads]
+            self.gone[k] += [slots[j] for j in order[self.stay[k] :]]
             self.heads[k] = [slots[j] for j in kept]
 
     def sinks(self) -> int:

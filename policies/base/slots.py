@@ -1,4 +1,4 @@
-"""What a policy is combined with: one class per slot of `Eviction`, and how slots are shared out."""
+"""What a policy is combined with, one class per slot of `Eviction`; how slots are shared out."""
 
 from __future__ import annotations
 
@@ -122,6 +122,11 @@ class Corrector(Component):
     def size(self) -> int:
         """Evicted tokens kept per KV head and layer."""
         raise NotImplementedError
+
+    @property
+    def directory(self) -> str | None:
+        """Where to map them into memory from a file; None: in memory."""
+        return None
 
     def decide(self, query: Tensor, cached: Tensor) -> tuple[Tensor, Tensor]:
         """Which queries [B, H, T, D] need a recomputation, and which a correction.

@@ -1,0 +1,50 @@
+"""CaliDrop: what evicted tokens would have added, remembered from a similar query."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+from torch.nn.functional import cosine_similarity
+
+from kvcap.policies.base import Corrector
+
+
+@dataclass(frozen=True)
+class CaliDrop(Corrector):
+    """Merge attention over evicted tokens into the output, as query `C_q` had it, by log-sum-exp.
+
+    CaliDrop, Alg. 1: with `ρ = cos(q, C_q)`, `ρ < θ1` attends to the evicted tokens anew and
+    corrects, `ρ > θ2` corrects with what is remembered, between them nothing is done. Evicted
+    tokens stay on the host, at most `calibration_size` for each KV head, those of the highest
+    scores (Fig. 3c); the cap counts them.
+    """
+
+    theta1: float = 0.7
+    theta2: float = 0.85
+    calibration_size: int = 512  # tokens per KV head and layer
+    store: str = "memory"  # or a directory, for a file mapped into memory
+
+    observes: ClassVar = frozenset({"queries", "keys", "values"})
+    paper: ClassVar = "CaliDrop, Alg. 1"
+    formula: ClassVar = "merge(Att(q, kept), Att(C_q, evicted)) by log-sum-exp"
+
+    def __post_init__(self) -> None:
+        self.require("theta1", -1 <= self.theta1 <= 1, "a cosine, -1 to 1")
+        self.require("theta2", -1 <= self.theta2 <= 1, "a cosine, -1 to 1")
+        self.require("calibration_size", self.calibration_size >= 1, "a number of tokens")
+        self.require("store", bool(self.store), "'memory' or a directory")
+
+    @property
+    def size(self) -> int:
+        return self.calibration_size
+
+    @property
+    def directory(self) -> str | None:
+        return None if self.store == "memory" else self.store
+
+    def decide(self, query: Tensor, cached: Tensor) -> tuple[Tensor, Tensor]:
+        rho = cosine_similarity(query.float(), cached.float(), dim=-1)  # [B, H, T]
+        anew = rho < self.theta1
+        return anew, anew | (rho > self.theta2)
