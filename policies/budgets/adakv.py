@@ -1,0 +1,50 @@
+"""Ada-KV: a layer's slots go to the heads whose tokens score highest."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from kvcap.policies.base import HeadBudget, apportion
+
+
+@dataclass(frozen=True)
+class AdaKV(HeadBudget):
+    """`(1-f)·c_k + f·R` slots for head `k`, and its pinned ones; `f` is `safeguard`.
+
+    Ada-KV, https://arxiv.org/abs/2407.11550, Alg. 1. `R` slots per head are left by the pins, and
+    `c_k` of the layer's `K·R` best scores are head `k`'s. No head goes without a slot.
+    """
+
+    safeguard: float = 0.2
+
+    moves: ClassVar = True
+    paper: ClassVar = "Ada-KV, arXiv 2407.11550, Alg. 1"
+    formula: ClassVar = "(1-f) · (a head's part of the layer's best scores) + f · R + pinned"
+
+    def __post_init__(self) -> None:
+        self.require("safeguard", 0 <= self.safeguard <= 1, "a fraction, 0 to 1 (uniform)")
+
+    def split(self, scores: Sequence[Tensor], pinned: Sequence[Tensor], budget: int) -> list[int]:
+        device = scores[0].device
+        free = [s.masked_fill(p, -torch.inf) for s, p in zip(scores, pinned, strict=True)]
+        heads = [torch.full_like(p, k, dtype=torch.long) for k, p in enumerate(pinned)]
+        fixed = torch.stack([p.sum() for p in pinned])  # [K]
+        order = torch.cat(free).argsort(descending=True, stable=True)  # [Σ n_k]
+        best = torch.arange(len(order), device=device) < budget * len(scores) - fixed.sum()
+        counts = torch.zeros_like(fixed).index_add(0, torch.cat(heads)[order], best.long())
+        pins, wins = torch.stack((fixed, counts)).tolist()  # the one synchronisation
+        left = budget * len(scores) - sum(pins)
+        even = self.safeguard * left / len(scores)
+        sure = [max(pin, min(1, len(s))) for pin, s in zip(pins, scores, strict=True)]
+        shares = [
+            max(0.0, (1 - self.safeguard) * won + even - (s - pin))
+            for won, s, pin in zip(wins, sure, pins, strict=True)
+        ]
+        most = [len(x) - s for x, s in zip(scores, sure, strict=True)]
+        more = apportion(shares, left - (sum(sure) - sum(pins)), most)
+        return [s + m for s, m in zip(sure, more, strict=True)]

@@ -1,0 +1,52 @@
+"""CAKE's layers: slots go where attention is spread out and keeps moving."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from kvcap.policies.base import LayerBudget, Observation, apportion
+
+
+@dataclass(frozen=True)
+class Cake(LayerBudget):
+    """`(-Σ A ln A)^(1/τ1) · (Σ_j var_t A_tj)^(1/τ2)` of the window: a layer's share of the slots.
+
+    CAKE, https://arxiv.org/abs/2503.12491, Eq. 5-7. Every layer keeps at least `floor` of the
+    uniform budget: entropy falls with the slots, so a layer that lost once would go on losing.
+    """
+
+    tau1: float = 1.0
+    tau2: float = 1.0
+    floor: float = 0.25
+
+    moves: ClassVar = True
+    observes: ClassVar = frozenset({"keys", "queries", "attention"})
+    paper: ClassVar = "CAKE, arXiv 2503.12491"
+    formula: ClassVar = "slots in proportion to entropy^(1/τ1) · variance^(1/τ2) of attention"
+
+    def __post_init__(self) -> None:
+        self.require("tau1", self.tau1 > 0, "a temperature above 0")
+        self.require("tau2", self.tau2 > 0, "a temperature above 0")
+        self.require("floor", 0 <= self.floor <= 1, "a fraction of the budget, 0 to 1")
+
+    def preference(self, seen: Observation) -> Tensor:
+        a = seen.attention  # [B, K, G, w, n]
+        entropy = torch.special.entr(a).sum((-2, -1)).mean()
+        variance = a.var(-2, correction=0).sum(-1).mean()
+        wanted: Tensor = entropy ** (1 / self.tau1) * variance ** (1 / self.tau2)  # []
+        return wanted.nan_to_num(nan=0.0)
+
+    def resplit(
+        self, preferences: Sequence[float], budget: int, most: Sequence[int], pinned: int
+    ) -> list[int]:
+        least = min(budget, max(math.ceil(self.floor * budget), pinned + 1))
+        sure = [min(least, slots) for slots in most]
+        rest = budget * len(most) - sum(sure)
+        more = apportion(preferences, rest, [m - s for m, s in zip(most, sure, strict=True)])
+        return [s + m for s, m in zip(sure, more, strict=True)]

@@ -1,0 +1,40 @@
+"""HeadKV: slots by a table of how much each head matters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from kvcap.policies.base import HeadBudget, apportion
+from kvcap.policies.base.table import read_table
+
+
+@dataclass(frozen=True)
+class HeadKV(HeadBudget):
+    """`base - base//β + pool · importance / Σ importance` slots, and the pinned ones.
+
+    HeadKV, https://arxiv.org/abs/2410.19258; `base` is what the pins leave. The pool is what all
+    heads of the model give up and share again, by importance. `kvcap policies calibrate headkv`
+    makes a `table`.
+    """
+
+    table: str = ""
+    beta: float = 1.5
+
+    paper: ClassVar = "HeadKV, arXiv 2410.19258"
+    formula: ClassVar = "base - base//β + pool · importance / Σ importance + pinned"
+
+    def __post_init__(self) -> None:
+        self.require("table", isinstance(self.table, str), "the name of a JSON file")
+        self.require("beta", 1.01 <= self.beta <= 10, "a number, 1.01 (most uneven) to 10")
+
+    def allot(self, budgets: Sequence[int], kv_heads: int, pinned: int) -> list[list[int]]:
+        table = read_table(self.table, len(budgets), kv_heads, "headkv")
+        given = [int(max(0, budget - pinned) // self.beta) for budget in budgets]
+        importance = [score for row in table.scores for score in row]
+        shares = iter(apportion(importance, kv_heads * sum(given)))
+        return [
+            [budget - gave + next(shares) for _ in range(kv_heads)]
+            for budget, gave in zip(budgets, given, strict=True)
+        ]
