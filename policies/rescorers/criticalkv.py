@@ -47,7 +47,9 @@ class CriticalKV(Rescorer):
         rows = 1 if seen.queries is None else seen.queries.shape[2]
         second = ((scores - lowest) / rows + self.epsilon) * seen.state["output_norm"]
         free = seen.budget - pinned.sum(-1, keepdim=True)  # [B, K, 1]
-        ranks = scores.masked_fill(pinned, -torch.inf).argsort(-1, descending=True).argsort(-1)
+        others = scores.masked_fill(pinned, -torch.inf)
+        # A pooled base has ties: stable, so that they are decided alike on every device.
+        ranks = others.argsort(dim=-1, descending=True, stable=True).argsort(-1)  # [B, K, n]
         first = ranks < (self.alpha * free).floor()  # [B, K, n]
         return second.masked_fill(first, torch.finfo(torch.float32).max)
 
