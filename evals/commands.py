@@ -61,8 +61,10 @@ def eval_command(
     from kvcap.evals.plot import require_matplotlib
     from kvcap.evals.runner import Sweep, run
     from kvcap.evals.table import results
+    from kvcap.runtime.commands import quiet_libraries
     from kvcap.runtime.options import pairs
 
+    quiet_libraries()
     if plot:
         require_matplotlib()
     sweep = Sweep(
@@ -139,20 +141,28 @@ def demo_command(
 
 
 def bench_command(
-    name: Annotated[str, typer.Argument(help="prefill, decode or positions.")],
-    lengths: Annotated[str | None, typer.Option(help="prefill: tokens, with commas.")] = None,
+    name: Annotated[
+        str,
+        typer.Argument(
+            help="prefill, decode, scoring, positions, ragged; on pocket: perturbation "
+            "(CriticalKV), proxy (DropKV), saliency (OBCache)."
+        ),
+    ],
+    lengths: Annotated[str | None, typer.Option(help="Tokens of a text, with commas.")] = None,
     budgets: Annotated[str | None, typer.Option(help="Slots per KV head, with commas.")] = None,
-    policies: Annotated[str | None, typer.Option(help="Names, with commas.")] = None,
-    block_size: Annotated[int | None, typer.Option(help="prefill, decode: tokens.")] = None,
-    repeats: Annotated[int | None, typer.Option(help="Measurements per row.")] = None,
+    policies: Annotated[str | None, typer.Option(help="Names, with commas; or all.")] = None,
+    block_size: Annotated[int | None, typer.Option(help="Tokens read at once.")] = None,
+    repeats: Annotated[int | None, typer.Option(help="Measurements per row, or texts.")] = None,
     steps: Annotated[int | None, typer.Option(help="prefill, decode: tokens decoded.")] = None,
     evictions: Annotated[int | None, typer.Option(help="positions: before measuring.")] = None,
-    layers: Annotated[int | None, typer.Option(help="prefill, decode: of the model.")] = None,
-    hidden: Annotated[int | None, typer.Option(help="prefill, decode: multiple of 64.")] = None,
+    layers: Annotated[int | None, typer.Option(help="Of a model of random weights.")] = None,
+    hidden: Annotated[int | None, typer.Option(help="Of such a model, multiple of 64.")] = None,
 ) -> None:
-    """Time and memory against plain transformers, on random weights. The last line is JSON."""
-    from kvcap.evals.bench import Options, load
+    """Time and memory on random weights; the papers' claims on pocket. The last line is JSON."""
+    from kvcap.evals.bench import load, options_for
+    from kvcap.runtime.commands import quiet_libraries
 
+    quiet_libraries()
     given: dict[str, Any] = {
         "lengths": lengths and _numbers("lengths", lengths),
         "budgets": budgets and _numbers("budgets", budgets),
@@ -165,7 +175,7 @@ def bench_command(
         "hidden": hidden,
     }
     run = load(name)
-    result = run(Options(**{key: value for key, value in given.items() if value is not None}))
+    result = run(options_for(name, {k: value for k, value in given.items() if value is not None}))
     print(result.table())
     print(jsonlib.dumps(result.as_dict()))
 

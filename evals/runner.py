@@ -78,24 +78,22 @@ class Sweep:
         for task in self.tasks:
             load_task(task)
         as_options(self.options)
-        known = {option for name in self.names for option in options_of(name)}
+        known = {option for name in spelled_out(self.policies) for option in options_of(name)}
         for option in self.options:
             if option not in known:
                 close = difflib.get_close_matches(option, sorted(known), n=1)
                 hint = f"did you mean {close[0]!r}?" if close else f"known: {sorted(known)}"
                 raise ValueError(f"no policy of this sweep has an option {option!r}; {hint}")
 
-    @property
-    def names(self) -> list[str]:
-        """The policies once each, 'all' spelled out."""
-        parts = ([*policies()] if name == ALL else [name] for name in self.policies)
-        return list(dict.fromkeys(name for part in parts for name in part))
-
     def settings(self, dtype: str) -> list[Setting]:
         """Every cell of the sweep once, in the order they are run."""
         found: dict[Setting, None] = {}
         for task, length, policy, budget, mode in product(
-            self.tasks, self.lengths, self.names, self.budgets, self.positions
+            self.tasks,
+            self.lengths,
+            spelled_out(self.policies),
+            self.budgets,
+            self.positions,
         ):
             capped = load_policy(policy).policy.evicts
             setting = Setting(
@@ -117,6 +115,12 @@ class Sweep:
     def _options_for(self, policy: str) -> Options:
         known = options_of(policy)
         return as_options({name: self.options[name] for name in self.options if name in known})
+
+
+def spelled_out(names: Iterable[str]) -> list[str]:
+    """Every policy once, 'all' as the names it stands for."""
+    parts = ([*policies()] if name == ALL else [name] for name in names)
+    return list(dict.fromkeys(name for part in parts for name in part))
 
 
 def options_of(policy: str) -> set[str]:

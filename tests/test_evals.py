@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 
 from kvcap import cli, pocket
 from kvcap.evals import plot, runner
-from kvcap.evals.bench import Options, benchmarks, load
+from kvcap.evals.bench import Options, benchmarks, load, options_for
 from kvcap.evals.cells import Cell, Setting, as_options, read_cells, wilson
 from kvcap.evals.measure import MIB, allocator_peak, eviction_ms, percentiles
 from kvcap.evals.runner import Sweep, answer, run
@@ -36,6 +36,9 @@ TOY = Options(
     layers=2,
     hidden=128,
 )
+
+
+PAPERS = ("perturbation", "proxy", "saliency")  # their own test file
 
 
 @pytest.fixture(scope="module")
@@ -233,8 +236,8 @@ def test_every_measured_block_evicts() -> None:
     assert cache.seen == 16 * (3 + 4 + 3)  # to fill the cache, to warm up, measured
 
 
-def test_all_is_every_policy_once(sweep: Sweep) -> None:
-    named = replace(sweep, policies=("snapkv", "all", "keydiff")).names
+def test_all_is_every_policy_once() -> None:
+    named = runner.spelled_out(("snapkv", "all", "keydiff"))
     assert sorted(named) == sorted(policies())
     assert named[0] == "snapkv"
 
@@ -356,6 +359,7 @@ def test_cells_of_another_version_are_measured_anew(
         ({"samples": 0}, ValueError, "samples: 0"),
         ({"options": {"ancor": "mean"}}, ValueError, "did you mean 'anchor'"),
         ({"options": {"anchor": "maen"}}, PolicyError, "one of mean"),
+        ({"policies": ("keydiff", "headkv"), "budgets": (48,)}, PolicyError, "needs a table"),
         ({"options": {"anchor": {"mean": 1}}}, ValueError, "option anchor"),
         ({"lengths": (12,)}, ValueError, "too short"),
         ({"model": "no-such-folder"}, ModelNotFound, "no-such-folder"),
@@ -386,15 +390,16 @@ def test_a_broken_line_is_named(sweep: Sweep, tmp_path: Path) -> None:
         run(sweep, tmp_path)
 
 
-@pytest.mark.parametrize("name", benchmarks())
+@pytest.mark.parametrize("name", [name for name in benchmarks() if name not in PAPERS])
 def test_a_benchmark_gives_a_table_and_one_json_object(name: str) -> None:
     result = load(name)(TOY)
     row = json.loads(json.dumps(result.as_dict()))
     assert {"bench", "device", "versions", "threads", "rows"} <= set(row)
     assert len(result.table().splitlines()) == 2 + len(row["rows"])
-    timed = "prefill_s" if name == "prefill" else "step_ms" if name == "positions" else "decode_ms"
     for line in row["rows"]:
-        assert 0 < line[timed]["p20"] <= line[timed]["p50"] <= line[timed]["p80"]
+        times = [value for value in line.values() if isinstance(value, dict)]
+        assert times
+        assert all(0 < t["p20"] <= t["p50"] <= t["p80"] for t in times)
 
 
 def test_prefill_memory_is_flat_and_the_peer_grows() -> None:
@@ -405,6 +410,23 @@ def test_prefill_memory_is_flat_and_the_peer_grows() -> None:
     assert set(result.derived["ratios"]) == {"64", "128"}
 
 
+def test_scoring_compares_policies_with_keydiff() -> None:
+    names = ("snapkv", "full", "headkv", "h2o+criticalkv")  # headkv gets a table of its own
+    result = load("scoring")(replace(TOY, policies=names, budgets=(40, 48)))
+    found = {(row["policy"], row["budget"]): row for row in result.rows}
+    assert {name for name, _ in found} == {"keydiff", *names} - {"full"}
+    assert len(found) == 8
+    assert found["keydiff", 48]["ratio"] == 1
+    assert found["keydiff", 48]["extra_bytes"] == 0
+    assert found["h2o+criticalkv", 48]["extra_bytes"] == 2 * (48 + 16) * 2 * 4
+
+
+@pytest.mark.parametrize("name", benchmarks())
+def test_defaults_of_benchmarks_are_options(name: str) -> None:
+    assert options_for(name, {"repeats": 7, "budgets": (9,)}).repeats == 7
+    assert options_for("scoring", {}).policies == ("all",)
+
+
 def test_keys_rotated_in_place_drift() -> None:
     error = {(r["keys"], r["dtype"]): r["error_max"] for r in load("positions")(TOY).rows}
     for dtype in ("float32", "bfloat16"):
@@ -412,7 +434,7 @@ def test_keys_rotated_in_place_drift() -> None:
 
 
 def test_unknown_benchmarks_name_the_known() -> None:
-    with pytest.raises(ValueError, match="decode, positions, prefill"):
+    with pytest.raises(ValueError, match=r"known: decode, .*positions, prefill"):
         load("prefil")
 
 

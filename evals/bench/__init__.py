@@ -1,15 +1,17 @@
 """Benchmarks: one file per benchmark, and the file's name is the benchmark's name.
 
-Each file defines `run(options) -> Result`: a table to read, and one JSON object. What is compared
-is measured side by side in the same run. Timing asserts nothing; correctness is for the tests.
+Each file defines `run(options) -> Result`: a table to read, and one JSON object; and `DEFAULTS`
+where sizes of its own suit it better than those of `Options`. What is compared is measured side by
+side in the same run. Timing asserts nothing; correctness is for the tests.
 """
 
 from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 from kvcap.evals.machine import environment
@@ -68,8 +70,17 @@ def load(name: str) -> Callable[[Options], Result]:
     """
     if name not in benchmarks():
         raise ValueError(f"no benchmark is called {name!r}; known: {', '.join(benchmarks())}")
-    run: Callable[[Options], Result] = importlib.import_module(f"{__name__}.{name}").run
+    run: Callable[[Options], Result] = _module(name).run
     return run
+
+
+def options_for(name: str, given: Mapping[str, Any]) -> Options:
+    """What was `given`, and the defaults of the benchmark of that name."""
+    return Options(**{**getattr(_module(name), "DEFAULTS", {}), **given})
+
+
+def _module(name: str) -> ModuleType:
+    return importlib.import_module(f"{__name__}.{name}")
 
 
 def _cell(value: Any) -> str:

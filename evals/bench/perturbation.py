@@ -1,0 +1,106 @@
+"""CriticalKV's Figure 4: how far the next token's attention output moves, with and without it.
+
+Every policy keeps `budget` of a text's tokens, once as it is and once with `+criticalkv`. For each
+query head, `‖o - ô‖₁` behind that head's slice of `W_O` is averaged over the texts, for the query
+of the token that follows, which no policy has seen. `mass` is the paper's σ, the attention that
+query pays to its top `α · budget` tokens: Theorem 3.5 asks for more than half (Assumption 3.4).
+Reads `lengths` (the first), `budgets`, `policies`, `repeats` (texts).
+"""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvcap.evals.bench import Options, Result
+from kvcap.evals.captured import pocket_layers, until
+from kvcap.evals.measure import percentiles
+from kvcap.policies import Eviction, Observation, load_policy
+
+DEFAULTS = {"lengths": (1024,), "budgets": (256,), "policies": ("snapkv", "h2o"), "repeats": 16}
+WHERE = ("policy", "budget", "layer", "heads", "mass")
+COLUMNS = (*WHERE, "base", "critical", "ratio", "spread", "better")
+ALPHA = 0.5  # criticalkv's own default
+LEAST = 1e-4  # of ‖o‖₁: a head that loses less has no error to compare
+
+
+def run(options: Options) -> Result:
+    """Errors of both, mean and percentiles over heads of critical/base, share of heads better.
+
+    Only `heads` that lose something count; `better`: criticalkv's error is at most the base's.
+    """
+    tokens = options.lengths[0]
+    cases = list(product(options.policies, options.budgets))
+    sums: dict[tuple[str, int], Tensor] = {}
+    for layers in pocket_layers(options.repeats, tokens + 1):
+        for name, budget in cases:
+            found = torch.stack([measure(layer, name, tokens, budget) for layer in layers], 1)
+            sums[name, budget] = sums.get((name, budget), torch.zeros(())) + found
+    rows = []
+    for name, budget in cases:
+        mean = sums[name, budget] / options.repeats  # [4, L, H]
+        whole = mean.flatten(1)
+        parts: list[tuple[int | str, Tensor]] = [*enumerate(mean.unbind(1))]
+        parts += [("all", whole), ("mass > 0.5", whole[:, whole[3] > 0.5])]
+        rows += [_row(name, budget, layer, part) for layer, part in parts]
+    return Result("perturbation", COLUMNS, rows, {"tokens": tokens, "texts": options.repeats})
+
+
+def measure(whole: Observation, policy: str, tokens: int, budget: int) -> Tensor:
+    """One layer and the token after `tokens`, by query head [4, H].
+
+    The error of the policy, that with criticalkv, `‖o‖₁`, and the mass of the top `α · budget`.
+    """
+    base = load_policy(policy)
+    critical = load_policy(f"{policy}+criticalkv", alpha=ALPHA)
+    seen = until(whole, tokens, base.policy.queries_observed, budget)
+    empty = torch.zeros(seen.positions.shape)
+    seen.state = {name: empty.to(dtype) for name, dtype in critical.state.items()}
+    seen.state = critical.update(seen)
+    after = until(whole, tokens + 1, 1)
+    errors = [error(after, kept(seen, eviction)) for eviction in (base, critical)]
+    size = projected(after, after.attention[0, :, :, 0])
+    mass = after.attention[0, :, :, 0].topk(int(ALPHA * budget)).values.sum(-1).flatten()
+    return torch.stack((*errors, size, mass))
+
+
+def kept(seen: Observation, eviction: Eviction) -> Tensor:
+    """The slots that stay. Bool [1, K, n]."""
+    evicted = eviction.select(seen, seen.positions.shape[-1] - seen.budget)
+    return torch.ones_like(seen.positions, dtype=torch.bool).scatter(-1, evicted, False)
+
+
+def error(after: Observation, kept: Tensor) -> Tensor:
+    """`‖(A - A') V W_O‖₁` of the last token by query head, where `kept` [1, K, n - 1] stay. [H]."""
+    own = kept.new_ones(*kept.shape[:2], 1)  # the token sees itself, whatever was evicted
+    attention = after.attention[0, :, :, 0]  # [K, G, n]
+    left = attention * torch.cat((kept, own), -1)[0, :, None]
+    return projected(after, attention - left / left.sum(-1, keepdim=True))
+
+
+def projected(after: Observation, weights: Tensor) -> Tensor:
+    """`‖weights · V W_O‖₁` by query head: [K, G, n] -> [H]."""
+    assert after.output_projection is not None
+    mixed = torch.matmul(weights, after.values[0].float())  # [K, G, D]
+    out = torch.einsum("kgd,kgde->kge", mixed, after.output_projection.float())
+    return out.abs().sum(-1).flatten()
+
+
+def _row(policy: str, budget: int, layer: int | str, mean: Tensor) -> dict[str, Any]:
+    """A row of what `measure` found [4, heads]."""
+    base, critical, _, mass = mean[:, mean[0] > LEAST * mean[2]]
+    row: dict[str, Any] = {"policy": policy, "budget": budget, "layer": layer, "heads": len(base)}
+    if not len(base):
+        return {**row, **dict.fromkeys(COLUMNS[len(WHERE) - 1 :], "")}
+    return {
+        **row,
+        "mass": float(mass.mean()),
+        "base": float(base.mean()),
+        "critical": float(critical.mean()),
+        "ratio": float((critical / base).mean()),
+        "spread": percentiles((critical / base).tolist()),
+        "better": float((critical <= base).float().mean()),
+    }

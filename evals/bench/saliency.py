@@ -1,0 +1,72 @@
+"""OBCache's Figure 2: which scores find the tokens whose eviction will move the next output most.
+
+The oracle is the true eviction error: how far the attention output of the token that follows moves
+when one token alone is evicted. A score sees the text before it, through its last `window` queries.
+`recall` is the share of the oracle's first `budget` tokens among the score's first `budget`, each
+KV head for itself. `exact` is the same error summed over the window: what OBCache approximates.
+Reads `lengths` (the first), `budgets`, `repeats` (texts).
+"""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvcap.evals.bench import Options, Result
+from kvcap.evals.captured import pocket_layers, removal_error, until
+from kvcap.policies import Observation, load_policy
+
+DEFAULTS = {"lengths": (1024,), "budgets": (10, 51, 102, 256), "repeats": 8}
+MODES = ("value", "key", "joint")
+SCORES = ("attention", *MODES, "exact")
+WINDOWS = (1, 8, 32, None)  # None: all queries of the text
+COLUMNS = ("budget", "share", "window", *SCORES)
+
+
+def run(options: Options) -> Result:
+    """Mean recall over texts, layers and KV heads."""
+    tokens = options.lengths[0]
+    cases = list(product(options.budgets, WINDOWS))
+    sums = {case: torch.zeros(len(SCORES)) for case in cases}
+    for layers in pocket_layers(options.repeats, tokens + 1):
+        for whole, window in product(layers, WINDOWS):
+            truth, found = oracle(whole, tokens), scores(until(whole, tokens, window))
+            for budget in options.budgets:
+                recalls = [recall(score, truth, budget) for score in found.values()]
+                sums[budget, window] += torch.tensor(recalls) / len(layers)
+    rows = [_row(*case, sums[case] / options.repeats, tokens) for case in cases]
+    return Result("saliency", COLUMNS, rows, {"tokens": tokens, "texts": options.repeats})
+
+
+def oracle(whole: Observation, tokens: int) -> Tensor:
+    """Squared change of the output after `tokens` tokens when one of them goes. [B, K, tokens]."""
+    return removal_error(until(whole, tokens + 1, 1)).sum((2, 3))[..., :tokens]
+
+
+def scores(seen: Observation) -> dict[str, Tensor]:
+    """Every score's sum over the window and the group, [B, K, n], in the order of `SCORES`."""
+    found = {"attention": seen.attention}
+    for mode in MODES:
+        saliency = load_policy("h2o+obcache", mode=mode).saliency
+        assert saliency is not None
+        found[mode] = saliency.weigh(seen)
+    found["exact"] = removal_error(seen)
+    return {name: score.sum((2, 3)) for name, score in found.items()}
+
+
+def recall(score: Tensor, truth: Tensor, count: int) -> float:
+    """Share of the first `count` of `truth` [B, K, n] among the first `count` of `score`."""
+    marks = [torch.zeros_like(x).scatter(-1, x.topk(count).indices, 1.0) for x in (score, truth)]
+    return float((marks[0] * marks[1]).sum(-1).mean() / count)
+
+
+def _row(budget: int, window: int | None, recalls: Tensor, tokens: int) -> dict[str, Any]:
+    return {
+        "budget": budget,
+        "share": round(budget / tokens, 3),
+        "window": "all" if window is None else window,
+        **dict(zip(SCORES, recalls.tolist(), strict=True)),
+    }

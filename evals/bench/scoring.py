@@ -1,0 +1,64 @@
+"""What eviction costs a block: state, scores, selection and compaction of every policy.
+
+Over a full cache, all layers together, as `kvcap eval` measures it too. Policies that need a table
+of heads get one of random numbers. Reads `policies`, `budgets`, `block_size`, `repeats`.
+"""
+
+from __future__ import annotations
+
+import json
+from itertools import product
+from pathlib import Path
+from random import Random
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from kvcap.evals.bench import Options, Result
+from kvcap.evals.measure import VOCABULARY, eviction_ms, percentiles, random_llama, random_prompt
+from kvcap.evals.runner import COMMON, options_of, spelled_out
+from kvcap.policies import load_policy
+from kvcap.runtime.budget_cache import BudgetCache
+
+DEFAULTS = {"policies": ("all",)}
+COLUMNS = ("policy", "budget", "scoring_ms", "ratio", "extra_bytes")
+PEER = "keydiff"
+BLOCKS = 4  # measured, for each of the repeats
+
+
+def run(options: Options) -> Result:
+    """Milliseconds per block, their ratio to keydiff, and what the policy makes the cache hold."""
+    model = random_llama(options, "kvcap")
+    names = [n for n in spelled_out(options.policies) if load_policy(n).policy.evicts]
+    with TemporaryDirectory() as folder:
+        table = Path(folder) / "heads.json"
+        table.write_text(json.dumps({"kind": "heads", "scores": _importances(model.config)}))
+        rows = [
+            _measure(model, name, budget, options, str(table))
+            for budget, name in product(options.budgets, dict.fromkeys((PEER, *names)))
+        ]
+    base = {row["budget"]: row["scoring_ms"]["p50"] for row in rows if row["policy"] == PEER}
+    for row in rows:
+        row["ratio"] = row["scoring_ms"]["p50"] / base[row["budget"]]
+    rows.sort(key=lambda row: (row["budget"], row["ratio"]))
+    derived = {name: getattr(options, name) for name in ("block_size", "layers", "hidden")}
+    return Result("scoring", COLUMNS, rows, {**derived, "dtype": "float32"})
+
+
+def _measure(model: Any, name: str, budget: int, options: Options, table: str) -> dict[str, Any]:
+    given = {"table": table} if "table" in options_of(name) else {}
+    cache = BudgetCache(model.config, budget, options.block_size, load_policy(name, **given))
+    sizes = cache.layout.nbytes(1, model.dtype)
+    times = eviction_ms(model, cache, random_prompt(VOCABULARY), BLOCKS * options.repeats)
+    return {
+        "policy": name,
+        "budget": budget,
+        "scoring_ms": percentiles(times),
+        "extra_bytes": sum(size for part, size in sizes.items() if part not in COMMON),
+    }
+
+
+def _importances(config: Any) -> list[list[float]]:
+    """A number for every KV head of every layer."""
+    rng = Random(0)
+    heads = range(config.num_key_value_heads)
+    return [[rng.random() for _ in heads] for _ in range(config.num_hidden_layers)]

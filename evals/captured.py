@@ -1,0 +1,104 @@
+"""What pocket's layers see of a text of its own kind: queries, keys and values, nothing evicted.
+
+The checks of the papers' claims start here; what they do with it is in `bench/`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from itertools import chain, islice
+from random import Random
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from kvcap.pocket.corpus import filler
+from kvcap.policies import Eviction, Observation, Policy
+from kvcap.runtime.budget_cache import BudgetCache
+from kvcap.runtime.loop import BlockLoop
+from kvcap.runtime.runtime import Runtime
+
+
+@dataclass(frozen=True)
+class Probe(Policy):
+    """Remembers what every layer observed, in order; never evicts."""
+
+    found: list[Observation] = field(default_factory=list)
+
+    observes: ClassVar = frozenset({"keys", "values", "positions", "queries", "output_projection"})
+    evicts: ClassVar = False
+    state: ClassVar = {"probe": torch.float32}  # a policy without state has nothing to update
+
+    @property
+    def queries_observed(self) -> None:
+        """All of the block."""
+        return
+
+    def update(self, seen: Observation) -> dict[str, Tensor]:
+        """Remember; the state stays as it is."""
+        assert seen.output_projection is not None
+        self.found.append(replace(seen, output_projection=seen.output_projection.detach()))
+        return {"probe": seen.state["probe"]}
+
+    def score(self, seen: Observation) -> Tensor:
+        """Never asked for."""
+        raise NotImplementedError
+
+
+def capture(model: Any, ids: Tensor) -> list[Observation]:
+    """What each layer sees of `ids` [B, n], read in one block: all n keys, values and queries."""
+    probe, length = Probe(), ids.shape[1]
+    cache = BudgetCache(model.config, length, length, Eviction(probe), positions="true")
+    BlockLoop(model, cache).read(ids)
+    return probe.found
+
+
+def pocket_layers(texts: int, tokens: int) -> Iterator[list[Observation]]:
+    """The layers of pocket in float32, for one filler text of `tokens` tokens after another."""
+    runtime = Runtime.from_pretrained(dtype="float32", device="cpu")
+    for seed in range(texts):
+        sentences = filler(Random(f"captured/{seed}"))
+        parts = (runtime.tokenizer(f"{s} ", add_special_tokens=False) for s in sentences)
+        ids = list(islice(chain.from_iterable(part["input_ids"] for part in parts), tokens))
+        yield capture(runtime.model, torch.tensor([ids]))
+
+
+def until(
+    whole: Observation, tokens: int, window: int | None, budget: int | None = None
+) -> Observation:
+    """What a policy would have seen after the first `tokens` tokens, read in one block.
+
+    Args:
+        whole: as captured.
+        tokens: of the text.
+        window: how many of the last queries are seen; None: all.
+        budget: slots per KV head that are to stay; all by default.
+    """
+    assert whole.queries is not None
+    first = 0 if window is None else max(0, tokens - window)
+    return replace(
+        whole,
+        keys=whole.keys[:, :, :tokens],
+        values=whole.values[:, :, :tokens],
+        positions=whole.positions[:, :, :tokens],
+        queries=whole.queries[:, :, first:tokens],
+        seen=tokens,
+        new=tokens,
+        budget=tokens if budget is None else budget,
+        state={},
+    )
+
+
+def removal_error(seen: Observation) -> Tensor:
+    """`(A_tj / (1 - A_tj))² · ‖a_t - v_j‖²`: how far `a_t` moves when token j alone is evicted.
+
+    Squared; DropKV's Lemma 1. Shape [B, K, G, w, n].
+    """
+    a, v = seen.output, seen.values.float()[:, :, None]  # [B, K, G, w, D], [B, K, 1, n, D]
+    squares = a.square().sum(-1, keepdim=True) + v.square().sum(-1)[..., None, :]
+    distance = (squares - 2 * torch.matmul(a, v.mT)).clamp(min=0)
+    odds = seen.attention / (1 - seen.attention).clamp(min=1e-7)
+    error: Tensor = odds.square() * distance
+    return error
