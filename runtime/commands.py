@@ -139,18 +139,21 @@ def plan_command(
 
 
 def policies_command(
+    context: typer.Context,
     json_: Json = False,
 ) -> None:
     """List the eviction policies and what each costs."""
+    if context.invoked_subcommand is not None:
+        return
     quiet_libraries()
     from kvcap.policies import load_policy, policies
-    from kvcap.runtime.tables import describe, print_policies
+    from kvcap.runtime.tables import describe, describe_companions, print_policies
 
-    rows = [describe(name, load_policy(name).policy) for name in policies()]
+    rows, others = [describe(name, load_policy(name)) for name in policies()], describe_companions()
     if json_:
-        print(json.dumps(rows))
+        print(json.dumps({"policies": rows, "companions": others}))
     else:
-        print_policies(rows)
+        print_policies(rows, others)
 
 
 def load(model: str, budget: Budget, running: Running, output: Output) -> Runtime:

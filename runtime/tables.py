@@ -2,46 +2,138 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from kvcap.policies import Policy
-from kvcap.runtime.plan import MemoryPlan
+from kvcap.policies import SLOTS, Eviction, companions, policies
+from kvcap.policies.base import Component
+from kvcap.runtime.plan import BLOCK_SIZE, MemoryPlan
 from kvcap.runtime.screen import dim, size
 
+WORKSPACE = 3  # float32 copies of an observed query's row, as the plan counts: z, masked z, A
+DOES = {
+    "policy": "score",
+    "saliency": "saliency",
+    "layer_budget": "layers",
+    "head_budget": "heads",
+    "rescorer": "rescore",
+    "corrector": "correct",
+}
+LEGEND = (
+    "The highest scores stay. A slot holds one token of one KV head. Workspace: float32 numbers "
+    "per slot and query head while a block is scored; a block has 128 tokens by default. "
+    "`kvcap plan MODEL --policy NAME` counts all bytes."
+)
 
-def describe(name: str, policy: Policy) -> dict[str, Any]:
-    """One policy for `kvcap policies --json`."""
-    state = {key: dtype.itemsize for key, dtype in policy.state.items()}
+
+def describe(name: str, eviction: Eviction) -> dict[str, Any]:
+    """One policy or preset for `kvcap policies --json`."""
+    filled = {slot: part for slot in SLOTS if (part := getattr(eviction, slot)) is not None}
+    parts = [_part(slot, _name(part), part) for slot, part in filled.items()]
+    pins = {"sink_tokens": eviction.sink_tokens, "recent_tokens": eviction.recent_tokens}
+    queries = eviction.policy.queries_observed
     return {
         "name": name,
-        "formula": policy.formula,
-        "paper": policy.paper,
-        "options": policy.options(),
-        "observes": sorted(policy.observes),
-        "evicts": policy.evicts,
-        "window_queries": policy.queries_observed,  # null: every query of the block
-        "state": state,
-        "state_bytes_per_slot": sum(state.values()),
+        "composition": " + ".join(part["name"] for part in parts),
+        "parts": parts,
+        # As `--policy-option` takes them: an option is the first part's that has it.
+        "options": {k: v for part in reversed(parts) for k, v in part["options"].items()} | pins,
+        "observes": sorted(eviction.observes),
+        "evicts": eviction.policy.evicts,
+        "window_queries": queries,  # null: every query of the block
+        "state_bytes_per_slot": sum(part["state_bytes_per_slot"] for part in parts),
+        "evicted_tokens_kept": 0 if eviction.corrector is None else eviction.corrector.size,
+        "workspace_floats": WORKSPACE * (BLOCK_SIZE if queries is None else queries),
     }
 
 
-def print_policies(rows: list[dict[str, Any]]) -> None:
-    """The table of `kvcap policies`: two lines for each, so that 80 columns are enough."""
-    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
-    table.add_column(style="bold", no_wrap=True)
+def describe_companions() -> list[dict[str, Any]]:
+    """What policies can be combined with, for `kvcap policies --json`."""
+    slots = {
+        name: next(slot for slot, kind in SLOTS.items() if issubclass(cls, kind))
+        for name, cls in companions().items()
+    }
+    order = list(SLOTS)
+    return [
+        _part(slots[name], name, companions()[name]())
+        for name in sorted(slots, key=lambda name: (order.index(slots[name]), name))
+    ]
+
+
+def print_policies(rows: list[dict[str, Any]], others: list[dict[str, Any]]) -> None:
+    """The list of `kvcap policies`: a block for each, so that 80 columns are enough."""
     for row in rows:
-        notes = [row["paper"], *(f"{key}={value}" for key, value in row["options"].items())]
-        if row["window_queries"] != 0:
-            notes.append(f"queries: {row['window_queries'] or 'all'}")
-        if row["state"]:
-            notes.append(f"+{row['state_bytes_per_slot']} bytes/slot")
-        table.add_row(row["name"], Text.assemble(row["formula"], "\n", (" · ".join(notes), "dim")))
+        pins = {k: v for k in ("sink_tokens", "recent_tokens") if (v := row["options"][k])}
+        composition = f" = {row['composition']}" if len(row["parts"]) > 1 else ""
+        show(Text.assemble((row["name"], "bold"), composition))
+        table = _block()
+        for part in row["parts"]:
+            table.add_row(DOES[part["slot"]], _text(part, pins if part["slot"] == "policy" else {}))
+        table.add_row("reads", ", ".join(row["observes"]) or "nothing")
+        table.add_row("costs", _costs(row))
+        show(table)
+        show("")
+    show(Text.assemble(("companions", "bold"), ", one of each kind: --policy h2o+criticalkv"))
+    table = _block()
+    for part in others:
+        named = Text.assemble((part["name"], "bold"), ": ", _text(part, {}))
+        table.add_row(DOES[part["slot"]], named)
     show(table)
-    dim("the highest scores stay; --policy-option KEY=VALUE sets an option")
+    show("")
+    show(LEGEND)
+    dim("--policy-option KEY=VALUE sets an option")
+
+
+def _part(slot: str, name: str, part: Component) -> dict[str, Any]:
+    return {
+        "name": name,
+        "slot": slot,
+        "formula": part.formula,
+        "paper": part.paper,
+        "options": part.options(),
+        "observes": sorted(part.observes),
+        "state_bytes_per_slot": sum(dtype.itemsize for dtype in part.state.values()),
+    }
+
+
+def _name(part: Component) -> str:
+    """What a part is called in a combination, such as `h2o+criticalkv`."""
+    registered = {  # by other packages, under names of their own
+        recipe.parts["policy"]: name
+        for name, recipe in policies().items()
+        if len(recipe.parts) == 1 and not recipe.options
+    }
+    return registered.get(type(part), type(part).__module__.rsplit(".", 1)[-1])
+
+
+def _block() -> Table:
+    table = Table(box=None, show_header=False, padding=(0, 0, 0, 2))
+    table.add_column(width=max(map(len, DOES.values())))
+    table.add_column()
+    return table
+
+
+def _text(part: Mapping[str, Any], pins: Mapping[str, int]) -> Text:
+    """A part's formula, and below it its source and options."""
+    options = {**part["options"], **pins}
+    given = " ".join(f"{k}={v!r}" if v == "" else f"{k}={v}" for k, v in options.items())
+    source = " · ".join(text for text in (part["paper"], given) if text)
+    return Text.assemble(part["formula"], "\n", (source, "dim"))
+
+
+def _costs(row: Mapping[str, Any]) -> str:
+    queries = row["window_queries"]
+    costs = [f"{row['state_bytes_per_slot']} bytes a slot"]
+    if row["evicted_tokens_kept"]:
+        costs.append(f"{row['evicted_tokens_kept']:,} evicted tokens a head")
+    if queries is not None and queries > 1:
+        costs.append(f"{queries} queries a head")
+    times = {None: f"{WORKSPACE} · block", 0: "0"}.get(queries, f"{WORKSPACE} · {queries}")
+    return ", ".join([*costs, f"workspace {times}"])
 
 
 def print_plan(model: str, plan: MemoryPlan) -> None:

@@ -177,13 +177,13 @@ def test_plan_that_cannot_be(model: str, kvcap: Any) -> None:
 
 def test_policies(kvcap: Any) -> None:
     code, out, _ = kvcap("policies", "--json")
-    rows = {row["name"]: row for row in json.loads(out)}
+    rows = {row["name"]: row for row in json.loads(out)["policies"]}
     assert code == 0
     assert {"keydiff", "h2o", "full"} <= set(rows)
     assert rows["h2o"]["state_bytes_per_slot"] == 4
     assert rows["h2o"]["window_queries"] is None
     assert rows["keydiff"]["options"]["anchor"] == "mean"
-    assert rows["keydiff"]["formula"]
+    assert rows["keydiff"]["parts"][0]["formula"]
     code, out, _ = kvcap("policies")
     assert code == 0
     assert all(name in out for name in rows)
