@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from kvcap.evals import commands as evals
+from kvcap.evals.calibrate_command import calibrate_command
 from kvcap.runtime import commands
 from kvcap.runtime.screen import INTERRUPTED, USAGE, complain, exit_code
 
@@ -30,7 +31,10 @@ app = typer.Typer(
 app.command("chat")(commands.chat_command)
 app.command("generate")(commands.generate_command)
 app.command("plan")(commands.plan_command)
-app.command("policies")(commands.policies_command)
+policies = typer.Typer(add_completion=False)
+policies.callback(invoke_without_command=True)(commands.policies_command)
+policies.command("calibrate")(calibrate_command)
+app.add_typer(policies, name="policies")
 app.command("demo")(evals.demo_command)
 app.command("eval")(evals.eval_command)
 app.command("bench")(evals.bench_command)

@@ -1,0 +1,146 @@
+"""The table of how much every head retrieves, which headkv and duoattention need.
+
+A head that can retrieve looks back at what followed an earlier occurrence of the same text. So the
+model reads a text twice in a row, uncapped and block by block, and the score of a query head is
+the mean, over the tokens of the second copy, of the attention that a token puts on the token that
+followed its earlier occurrence: of `length` tokens, from position `t` on `t - length + 1`. Cf.
+retrieval heads (https://arxiv.org/abs/2404.15574) and HeadKV (https://arxiv.org/abs/2410.19258).
+
+Attention is recomputed for one block of one layer at a time, so memory holds the text's keys and
+values and the workspace of a block, never a whole attention matrix.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from transformers import AutoTokenizer
+
+from kvcap import __version__
+from kvcap.policies import Eviction, Observation, Policy
+from kvcap.runtime.loop import BlockLoop
+from kvcap.runtime.model_shape import ModelShape
+from kvcap.runtime.runtime import Runtime, load_config, resolve
+
+NAMES = ("headkv", "duoattention")
+LEAST = 32  # tokens of a text
+
+
+@dataclass(frozen=True, eq=False)
+class Probe(Policy):
+    """Adds up what the second copy of a text looks at in the first; never evicts."""
+
+    length: int  # tokens of a copy
+    before: int = 0  # tokens before the first copy
+    mass: dict[int, Tensor] = field(default_factory=dict)  # layer -> [H], summed over tokens
+
+    observes: ClassVar = frozenset({"keys", "positions", "queries", "attention"})
+    evicts: ClassVar = False
+    state: ClassVar = {"probe": torch.bool}  # a policy without state is not asked to update
+
+    @property
+    def queries_observed(self) -> None:
+        """All of the block."""
+        return
+
+    def update(self, seen: Observation) -> dict[str, Tensor]:
+        """Look at the queries of the second copy; the state stays as it is."""
+        count = min(seen.new, seen.seen - self.before - self.length)
+        if count > 0:
+            rows = seen.attention[:, :, :, -count:]  # [1, K, G, t, n]
+            times = torch.arange(seen.seen - count, seen.seen, device=rows.device)  # [t]
+            followed = times - self.length + 1
+            found = seen.positions[:, :, None, None] == followed[:, None]  # [1, K, 1, t, n]
+            mass = (rows * found).sum((0, 3, 4)).flatten().cpu().double()  # [H]
+            self.mass[seen.layer] = self.mass.get(seen.layer, 0) + mass
+        return {}
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """A table for `--policy-option table=FILE`, and where it comes from."""
+
+    model: str
+    tokens: int  # read twice
+    scores: list[list[float]]  # [L][H] of the capped layers
+
+    def as_dict(self) -> dict[str, Any]:
+        """What the file holds."""
+        return {
+            "model": self.model,
+            "kind": "heads",
+            "tokens": self.tokens,
+            "kvcap": __version__,
+            "scores": self.scores,
+        }
+
+    def strongest(self, count: int) -> list[tuple[float, int, int]]:
+        """The heads of the highest scores: score, layer, head."""
+        heads = [(x, i, h) for i, row in enumerate(self.scores) for h, x in enumerate(row)]
+        return sorted(heads, key=lambda head: (-head[0], *head[1:]))[:count]
+
+
+def calibrate(
+    model: str | Path,
+    text: str,
+    *,
+    tokens: int = 1024,
+    dtype: str | torch.dtype | None = None,
+    device: str | torch.device | None = None,
+    report: Callable[[int, int], None] | None = None,
+) -> Calibration:
+    """Measure the heads of a model on a text.
+
+    Args:
+        model: 'pocket', a local directory, or a repository of the hub.
+        text: of at least 32 tokens.
+        tokens: the most that are read of it, twice; at most half the model's trained length.
+        dtype: what the checkpoint says by default.
+        device: the best there is by default.
+        report: called after each block with the tokens read and their number.
+
+    Raises:
+        ModelNotFound, UnsupportedModel: before weights are read.
+        ValueError: the text is too short, or attention is not finite.
+    """
+    where = resolve(model)
+    trained = ModelShape.of(load_config(where).get_text_config(decoder=True)).trained_length
+    before, ids = encode(AutoTokenizer.from_pretrained(where), text)
+    ids = ids[: min(tokens, (trained - len(before)) // 2)]
+    if len(ids) < LEAST:
+        raise ValueError(
+            f"a text of at least {LEAST} tokens is needed; of this one {len(ids)} would be read, "
+            f"twice, by a model trained on {trained:,}"
+        )
+    twice = [*before, *ids, *ids]
+    probe = Probe(len(ids), len(before))
+    runtime = Runtime.from_pretrained(
+        model,
+        Eviction(probe, name="calibrate"),
+        kv_budget_tokens=len(twice),
+        dtype=dtype,
+        device=device,
+        positions="true",  # as compact ones are, where nothing is evicted
+    )
+    loop = BlockLoop(runtime.model, runtime.new_cache())
+    on_block = None if report is None else lambda done: report(done, len(twice))
+    loop.prefill(torch.tensor([twice], device=runtime.model.device), on_block)
+    scores = [(probe.mass[layer] / len(ids)).tolist() for layer in sorted(probe.mass)]
+    if not all(math.isfinite(x) for row in scores for x in row):
+        raise ValueError(f"attention is not finite in {runtime.plan.dtype}; try --dtype float32")
+    name = Path(model).resolve().name if Path(model).is_dir() else str(model)
+    return Calibration(name, len(ids), [[float(f"{x:.6g}") for x in row] for row in scores])
+
+
+def encode(tokenizer: Any, text: str) -> tuple[list[int], list[int]]:
+    """The opening token, if the tokenizer sets one before a text, and the text's tokens."""
+    ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+    opening: list[int] = tokenizer("")["input_ids"][:1]
+    sets_one = opening == [tokenizer.bos_token_id] != ids[:1]
+    return opening if sets_one else [], ids
