@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from functools import cache
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 from kvcap.policies.base import (
     Component,
@@ -89,10 +89,7 @@ def companions() -> dict[str, type[Component]]:
 def policies() -> dict[str, Recipe]:
     """Every policy and preset by name."""
     found = {name: Recipe({"policy": cls}, {}) for name, cls in _scores().items()}
-    for name, (parts, options) in PRESETS.items():
-        if all(part in companions() for part in parts.split("+")[1:]):  # TODO until all exist
-            if parts.split("+")[0] in found:
-                found[name] = _compose(parts, options)
+    found.update({name: _compose(parts, options) for name, (parts, options) in PRESETS.items()})
     return dict(sorted(found.items()))
 
 
@@ -177,7 +174,7 @@ def _class_in(module: str) -> type[Component]:
         for m in members
         if isinstance(m, type) and issubclass(m, Component) and m.__module__ == module
     )
-    return cast(type[Component], found)
+    return found
 
 
 def _nearest(name: str, known: list[str]) -> str:

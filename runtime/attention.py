@@ -7,6 +7,9 @@ attention. Knows tensors only; the layer knows the policy.
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any, Protocol, cast
 
 import torch
@@ -15,6 +18,7 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
 from kvcap.runtime.errors import PaddingUnsupported
+from kvcap.runtime.slot_pool import Segment
 
 NAME = "kvcap"
 
@@ -75,6 +79,63 @@ def attend(
     return scaled_dot_product_attention(
         query, keys, values, attn_mask=mask, scale=scaling, enable_gqa=grouped
     )
+
+
+def packs(query: Tensor, softcap: float | None) -> bool:
+    """Whether `attend_packed` can run: CUDA, 16 bit, no softcap, and a torch that has it."""
+    half = query.dtype in (torch.float16, torch.bfloat16)
+    return bool(query.is_cuda and half and softcap is None and _varlen_attn() is not None)
+
+
+def attend_packed(
+    query: Tensor, keys: Tensor, values: Tensor, segments: Sequence[Segment], scaling: float
+) -> Tensor:
+    """Causal attention of heads that hold unequally many tokens, in one call.
+
+    Args:
+        query: [B, H, T, D].
+        keys: [slots, D], the pool's or a rotated copy of it.
+        values: [slots, D], the pool's.
+        segments: the layer's B·K rows in order, one head each.
+        scaling: factor of the logits.
+
+    Returns:
+        [B, H, T, D]
+    """
+    varlen_attn = _varlen_attn()
+    assert varlen_attn is not None
+    batch, heads, length, size = query.shape
+    rows, group = len(segments), batch * heads // len(segments)
+    # A row is a sequence of its own: T queries of G heads over one KV head's slots.
+    packed = query.reshape(rows, group, length, size).transpose(1, 2).reshape(-1, group, size)
+    starts = [s.start for s in segments] + [segments[-1].start + segments[-1].slots]
+    device = query.device
+    out = varlen_attn(
+        packed,
+        keys[:, None],
+        values[:, None],
+        torch.arange(0, (rows + 1) * length, length, dtype=torch.int32, device=device),
+        torch.tensor(starts, dtype=torch.int32, device=device),
+        length,
+        max(s.held for s in segments),
+        scale=scaling,
+        window_size=(-1, 0),
+        enable_gqa=True,
+        seqused_k=torch.tensor([s.held for s in segments], dtype=torch.int32, device=device),
+    )
+    return out.view(rows, length, group, size).transpose(1, 2).reshape(query.shape)
+
+
+@cache
+def _varlen_attn() -> Callable[..., Tensor] | None:
+    """PyTorch's attention over sequences of unequal length, where it can leave slots unread."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:  # before 2.10
+        return None
+    known = inspect.signature(varlen_attn).parameters
+    attention = cast(Callable[..., Tensor], varlen_attn)
+    return attention if {"seqused_k", "enable_gqa"} <= known.keys() else None
 
 
 def attend_with_lse(

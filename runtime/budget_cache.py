@@ -260,10 +260,10 @@ class BudgetCache(Cache):  # type: ignore[misc]
         if wanted is None:
             return
         segments = [layer.segments[0] for layer in self.capped_layers]
-        shares = [max(0, w - s.held) for w, s in zip(wanted, segments, strict=True)]
-        free = self.layout.budget_tokens * len(segments) - sum(s.held for s in segments)
-        more = apportion(shares, free)
-        resize(segments, [s.held + extra for s, extra in zip(segments, more, strict=True)])
+        held = [min(s.held, s.budget) for s in segments]  # the rest lies in a block's slots
+        shares = [max(0, w - h) for w, h in zip(wanted, held, strict=True)]
+        more = apportion(shares, self.layout.budget_tokens * len(segments) - sum(held))
+        resize(segments, [h + extra for h, extra in zip(held, more, strict=True)])
         for segment, slots in zip(segments, wanted, strict=True):
             segment.stay = max(1, min(segment.budget, slots))
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import CacheLayerMixin
 
 from kvcap.policies import Observation
-from kvcap.runtime.attention import attend, attend_with_lse, causal
+from kvcap.runtime.attention import attend, attend_packed, attend_with_lse, causal, packs
 from kvcap.runtime.calibration import Calibration
 from kvcap.runtime.errors import (
     BlockTooLarge,
@@ -98,6 +98,7 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
 
     get_max_length = get_max_cache_shape
 
+    @torch.inference_mode(False)  # ordinary tensors may be written to in any mode
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor | None = None) -> None:
         """Allocate everything this layer will ever hold."""
         layout = self._cache.layout
@@ -175,37 +176,58 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
             query = rotation.back_by(query, self._offset)
         if self.ring is not None:
             self.ring.append(query)
-        out = query if len(self.segments) == 1 else torch.empty_like(query)
-        seens = []
-        for segment, residual in zip(self.segments, self._residual, strict=True):
-            queries, keys = segment.rows_of(query), segment.keys
-            if rotation is not None and residual:
-                queries = rotation.back_by(queries, residual)
-                if self.ring is not None:
-                    self.ring.moved(segment, residual, self._length)
-            if rotation is not None and self._moved:
-                keys = rotation.back(keys, segment.side(SHIFT))
-            attended = self._attend(segment, queries, keys, scaling, softcap)
-            if len(self.segments) == 1:
-                out = attended
-            else:
+        packed = len(self.segments) > 1 and self.calibration is None and packs(query, softcap)
+        queries, keys, flat = self._at_positions(query, packed)
+        if packed:
+            together = torch.cat(queries, dim=1).view_as(query)
+            values = self.segments[0].pool.values
+            out = attend_packed(together, flat, values, self.segments, scaling)
+        elif len(self.segments) == 1:
+            out = self._attend(0, queries[0], keys[0], scaling, softcap)
+        else:
+            out = torch.empty_like(query)
+            for i, segment in enumerate(self.segments):
+                attended = self._attend(i, queries[i], keys[i], scaling, softcap)
                 segment.rows_of(out).copy_(attended)
-            if self._looks:
-                window = self._window(segment, queries)
-                seens.append(self._observe(segment, keys, window, scaling, softcap, module))
         if self._looks:
-            self._look(seens)
+            rows = zip(self.segments, queries, keys, strict=True)
+            self._look([self._observe(s, k, self._window(s, q), scaling, softcap, module)
+                        for s, q, k in rows])  # fmt: skip
         return out
 
+    def _at_positions(
+        self, query: Tensor, packed: bool
+    ) -> tuple[list[Tensor], list[Tensor], Tensor]:
+        """Queries and keys of every segment, rotated to where they count now.
+
+        Also the keys of the whole pool, which are rotated at once where attention is `packed`.
+        """
+        segments, pool = self.segments, self.segments[0].pool
+        queries = [segment.rows_of(query) for segment in segments]
+        rotation = self._rotation(query.device) if self._moved else None
+        if rotation is None:
+            return queries, [segment.keys for segment in segments], pool.keys
+        for i, residual in enumerate(self._residual):
+            if residual:
+                queries[i] = rotation.back_by(queries[i], residual)
+                if self.ring is not None:
+                    self.ring.moved(segments[i], residual, self._length)
+        if packed:
+            flat = rotation.back(pool.keys, pool.side[SHIFT])
+            return queries, [segment.view(flat) for segment in segments], flat
+        keys = [rotation.back(segment.keys, segment.side(SHIFT)) for segment in segments]
+        return queries, keys, pool.keys
+
     def _attend(
-        self, segment: Segment, query: Tensor, keys: Tensor, scaling: float, softcap: float | None
+        self, index: int, query: Tensor, keys: Tensor, scaling: float, softcap: float | None
     ) -> Tensor:
         """Attention of a segment's queries over what it holds, corrected where the policy does."""
+        segment = self.segments[index]
         if self.calibration is None:
             return attend(query, keys, segment.values, scaling, softcap)
         mask = causal(query.shape[2], segment.held, query.device)
         out, lse = attend_with_lse(query, keys, segment.values, scaling, softcap, mask)
-        rotation, index = self._rotation(query.device), self.segments.index(segment)
+        rotation = self._rotation(query.device)
         return self.calibration.correct(index, segment, query, out, lse, rotation, scaling, softcap)
 
     @property

@@ -109,21 +109,25 @@ class Segment:
     @property
     def keys(self) -> Tensor:
         """The held keys, a view [b, k, held, D]."""
-        return self._view(self.pool.keys, 0, self.held)
+        return self.view(self.pool.keys)
 
     @property
     def values(self) -> Tensor:
         """The held values, a view [b, k, held, D]."""
-        return self._view(self.pool.values, 0, self.held)
+        return self.view(self.pool.values)
 
     @property
     def positions(self) -> Tensor:
         """The held tokens' places in the conversation, a view [b, k, held] int32."""
-        return self._view(self.pool.positions, 0, self.held)
+        return self.view(self.pool.positions)
 
     def side(self, name: str) -> Tensor:
         """A side tensor's held part, a view [b, k, held]."""
-        return self._view(self.pool.side[name], 0, self.held)
+        return self.view(self.pool.side[name])
+
+    def view(self, buffer: Tensor) -> Tensor:
+        """The held part of one of the pool's buffers or a copy of it, a view [b, k, held, ...]."""
+        return self._view(buffer, 0, self.held)
 
     def rows_of(self, x: Tensor) -> Tensor:
         """This segment's part of a layer's tensor [B, K, ...] or [B, H, ...], a view."""

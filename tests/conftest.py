@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
+import tempfile
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +20,8 @@ from hypothesis import settings
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import kvcap  # noqa: F401  # registers attn_implementation='kvcap'
+from kvcap.policies import Eviction, load_policy, policies
+from kvcap.runtime.model_shape import ModelShape
 
 torch.set_num_threads(1)  # tests run in two processes on two cores
 settings.register_profile("kvcap", deadline=None, max_examples=25, derandomize=True)
@@ -74,6 +80,29 @@ def tiny_model(
         else:
             torch.nn.init.normal_(weight, 0.0, 0.15)
     return model.eval()
+
+
+def small_policy(name: str, config: Any, **changes: Any) -> Eviction:
+    """A policy or preset whose windows and pins suit budgets of some tens of slots.
+
+    Those that need a table get one for the model. Average pooling, as maxima tie.
+    """
+    small = {"window": 4, "kernel": 3, "pool": "avg", "sinks": 2, "recents": 6,
+             "calibration_size": 20, **changes}  # fmt: skip
+    recipe = policies()[name]
+    known = {f.name for cls in recipe.parts.values() for f in fields(cls)}
+    options = {key: value for key, value in small.items() if key in known}
+    if "table" in known:
+        shape = ModelShape.of(config.get_text_config(decoder=True))
+        layers, heads = len(shape.capped), shape.heads
+        scores = [[1 + (7 * i + 3 * j) % 5 for j in range(heads)] for i in range(layers)]
+        file = Path(tempfile.gettempdir()) / f"kvcap-heads-{os.getuid()}-{layers}-{heads}.json"
+        if not file.exists():
+            part = file.with_suffix(f".{os.getpid()}")
+            part.write_text(json.dumps({"model": "tiny", "kind": "heads", "scores": scores}))
+            part.replace(file)
+        options["table"] = str(file)
+    return load_policy(name, **options)
 
 
 @pytest.fixture

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from conftest import tiny_model
+from conftest import small_policy, tiny_model
 from hypothesis import given
 from hypothesis import strategies as st
 
 import kvcap
 from kvcap.policies import policies
 from kvcap.runtime.loop import BlockLoop
-from kvcap.runtime.slot_pool import Segment, SlotPool, resize
+from kvcap.runtime.slot_pool import Segment, SlotPool
 
 EVICTING = [name for name in policies() if name != "full"]
 
@@ -77,14 +77,14 @@ def test_compact_moves_everything_of_a_slot_together(budget, block, batch, heads
 def test_never_above_the_cap(policy, budget, block, length, evict_every, compact):
     """After every block and generated token: held ≤ N, bytes as planned, positions unique."""
     model = MODEL
-    options = {"window": 4} if policy == "snapkv" else {}
+    eviction = small_policy(policy, model.config)
     positions = "compact" if compact else "true"
     cache = kvcap.BudgetCache(
-        model.config, budget, block, kvcap.load_policy(policy, **options),
+        model.config, budget, block, eviction,
         positions=positions, evict_every=min(evict_every, block),
     ).allocate(1, torch.float32, "cpu")  # fmt: skip
     plan = kvcap.MemoryPlan.of(
-        model.config, policy=kvcap.load_policy(policy, **options), kv_budget_tokens=budget,
+        model.config, policy=eviction, kv_budget_tokens=budget,
         block_size=block, dtype=torch.float32, positions=positions,
     )  # fmt: skip
     loop = BlockLoop(model, cache)
@@ -95,10 +95,11 @@ def test_never_above_the_cap(policy, budget, block, length, evict_every, compact
         assert cache.nbytes == plan.cache_bytes == loop.peak_bytes
         assert cache.used_bytes <= cache.nbytes
         for layer in cache.capped_layers:
-            for head in layer.segments[0].positions[0]:
-                assert len(set(head.tolist())) == layer.held
-                assert head.max() == layer.seen - 1 or policy != "streaming_llm"
-                assert head.max() < layer.seen
+            for segment in layer.segments:
+                for head in segment.positions[0]:
+                    assert len(set(head.tolist())) == segment.held
+                    assert head.max() == layer.seen - 1 or policy != "streaming_llm"
+                    assert head.max() < layer.seen
 
     # A block never exceeds the room, also when generation has left tokens to evict.
     loop.prefill(ids, lambda _: check())
@@ -119,10 +120,11 @@ MODEL = tiny_model("llama")
 def test_bytes_equal_the_plan_for_every_policy_and_dtype(policy, kv_heads):
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         model = tiny_model("llama", dtype=dtype, num_key_value_heads=kv_heads)
+        eviction = small_policy(policy, model.config)
         plan = kvcap.MemoryPlan.of(
-            model.config, policy=policy, kv_budget_tokens=40, block_size=9, dtype=dtype
+            model.config, policy=eviction, kv_budget_tokens=40, block_size=9, dtype=dtype
         )
-        cache = kvcap.BudgetCache(model.config, 40, 9, policy)
+        cache = kvcap.BudgetCache(model.config, 40, 9, eviction)
         BlockLoop(model, cache).prefill(torch.randint(3, 97, (1, 61)))
         assert cache.nbytes == plan.cache_bytes
         assert cache.layout.positions == plan.positions == "compact"

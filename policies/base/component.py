@@ -21,7 +21,7 @@ class PolicyError(ValueError):
 
 @dataclass(frozen=True)
 class Component:
-    """A frozen dataclass in a file of its own; the file's name is its name, its fields its options."""
+    """A frozen dataclass in a file of its own: the file's name is its name, fields are options."""
 
     observes: ClassVar[frozenset[str]] = frozenset()
     """What it reads: names of `Observation` attributes. The runtime keeps nothing else."""

@@ -1,0 +1,130 @@
+"""Attention over heads that hold unequally many tokens: which way is fastest.
+
+'uniform': equal lengths, one call; what raggedness costs is measured against it. 'heads': one call
+a head over its true length, the runtime's way on a CPU. 'packed': one call for all heads, as
+sequences of unequal length side by side (`torch.nn.attention.varlen`; CUDA, 16 bit). 'padded':
+all heads copied to the length of the longest and the rest masked, which no cache of fixed bytes
+could hold. Reads `budgets`, `block_size`, `repeats`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from kvcap.evals.bench import Options, Result
+from kvcap.evals.machine import device_name
+from kvcap.evals.measure import percentiles, seconds
+from kvcap.runtime.attention import attend, attend_packed, packs
+from kvcap.runtime.slot_pool import Segment, SlotPool
+
+HEADS, KV_HEADS, SIZE = 32, 8, 128
+SCALING = SIZE**-0.5
+SHARES = (0.3, 0.3, 0.5, 0.6, 0.8, 1.2, 1.8, 2.5)  # of the budget, as AdaKV leaves them on pocket
+DEFAULTS = {"budgets": (1024, 4096)}
+COLUMNS = ("way", "device", "dtype", "budget", "block", "ms", "ratio", "error")
+
+
+def run(options: Options) -> Result:
+    """Milliseconds of one layer's attention, and the largest difference from 'heads'."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    dtypes = (torch.float32, torch.bfloat16)
+    rows: list[dict[str, Any]] = []
+    for dtype, budget, length in product(dtypes, options.budgets, (1, options.block_size)):
+        rows += _measure(device, dtype, budget, length, options)
+    sizes: dict[str, Any] = {
+        "device": device_name(device),
+        "heads": HEADS,
+        "kv_heads": KV_HEADS,
+        "head_size": SIZE,
+        "shares": SHARES,
+    }
+    return Result("ragged", COLUMNS, rows, sizes)
+
+
+def _measure(
+    device: str, dtype: torch.dtype, budget: int, length: int, options: Options
+) -> list[dict[str, Any]]:
+    generator = torch.Generator().manual_seed(0)
+    uniform = _segments([budget] * KV_HEADS, length, device, dtype, options.block_size)
+    ragged = _segments([int(x * budget) for x in SHARES], length, device, dtype, options.block_size)
+    query = torch.randn(1, HEADS, length, SIZE, generator=generator).to(device, dtype)
+    ways: dict[str, Callable[[], Tensor]] = {
+        "uniform": lambda: _uniform(query, uniform),
+        "heads": lambda: heads(query, ragged),
+        "padded": lambda: padded(query, ragged),
+    }
+    if packs(query, None):
+        pool = ragged[0].pool
+        ways["packed"] = lambda: attend_packed(query, pool.keys, pool.values, ragged, SCALING)
+    expected, base = heads(query, ragged), None
+    rows = []
+    for way, call in ways.items():
+
+        def timed(call: Callable[[], Tensor] = call) -> None:
+            call()
+            if device == "cuda":
+                torch.cuda.synchronize()
+
+        timed()
+        error = 0.0 if way == "uniform" else float((call().float() - expected.float()).abs().max())
+        times = percentiles([seconds(timed) * 1000 for _ in range(20 * options.repeats)])
+        base = base or times
+        rows.append({
+            "way": way, "device": device, "dtype": str(dtype).removeprefix("torch."),
+            "budget": budget, "block": length, "ms": times, "ratio": times["p50"] / base["p50"],
+            "error": error,
+        })  # fmt: skip
+    return rows
+
+
+def _segments(
+    held: list[int], length: int, device: str, dtype: torch.dtype, block: int
+) -> list[Segment]:
+    """Heads that hold so many tokens each, `length` of a block of theirs among them."""
+    pool = SlotPool(sum(held) + KV_HEADS * block, SIZE, dtype, device)
+    found, start = [], 0
+    for head, budget in enumerate(held):
+        found.append(Segment(pool, start, budget, block, head=head, layer_heads=KV_HEADS))
+        found[-1].held = budget + length
+        start += found[-1].slots
+    pool.keys.normal_()
+    pool.values.normal_()
+    return found
+
+
+def _uniform(query: Tensor, segments: list[Segment]) -> Tensor:
+    first = segments[0]
+    whole = Segment(first.pool, 0, first.budget, first.block, heads=KV_HEADS)
+    whole.held = first.held
+    return attend(query, whole.keys, whole.values, SCALING)
+
+
+def heads(query: Tensor, segments: list[Segment]) -> Tensor:
+    """One call a head."""
+    out = torch.empty_like(query)
+    for s in segments:
+        s.rows_of(out).copy_(attend(s.rows_of(query), s.keys, s.values, SCALING))
+    return out
+
+
+def padded(query: Tensor, segments: list[Segment]) -> Tensor:
+    """All heads copied to the length of the longest, the rest masked."""
+    length, longest = query.shape[2], max(s.held for s in segments)
+    keys = query.new_zeros(1, KV_HEADS, longest, SIZE)
+    values = torch.zeros_like(keys)
+    visible = torch.zeros(1, KV_HEADS, length, longest, dtype=torch.bool, device=query.device)
+    for s in segments:
+        keys[:, s.head, : s.held] = s.keys[:, 0]
+        values[:, s.head, : s.held] = s.values[:, 0]
+        mask = torch.ones(length, s.held, dtype=torch.bool, device=query.device)
+        visible[:, s.head, :, : s.held] = mask.tril(s.held - length)
+    mask = visible.repeat_interleave(HEADS // KV_HEADS, 1)
+    return scaled_dot_product_attention(
+        query, keys, values, attn_mask=mask, scale=SCALING, enable_gqa=True
+    )
