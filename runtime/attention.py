@@ -7,8 +7,7 @@ attention. Knows tensors only; the layer knows the policy.
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache
 from typing import Any, Protocol, cast
 
@@ -82,9 +81,11 @@ def attend(
 
 
 def packs(query: Tensor, softcap: float | None) -> bool:
-    """Whether `attend_packed` can run: CUDA, 16 bit, no softcap, and a torch that has it."""
+    """Whether `attend_packed` can run: CUDA from Ampere on, 16 bit, no softcap, a torch with it."""
     half = query.dtype in (torch.float16, torch.bfloat16)
-    return bool(query.is_cuda and half and softcap is None and _varlen_attn() is not None)
+    if not query.is_cuda or not half or softcap is not None or query.shape[-1] > 256:
+        return False
+    return torch.cuda.get_device_capability(query.device) >= (8, 0) and _packed_operator()
 
 
 def attend_packed(
@@ -102,15 +103,13 @@ def attend_packed(
     Returns:
         [B, H, T, D]
     """
-    varlen_attn = _varlen_attn()
-    assert varlen_attn is not None
     batch, heads, length, size = query.shape
     rows, group = len(segments), batch * heads // len(segments)
     # A row is a sequence of its own: T queries of G heads over one KV head's slots.
     packed = query.reshape(rows, group, length, size).transpose(1, 2).reshape(-1, group, size)
     starts = [s.start for s in segments] + [segments[-1].start + segments[-1].slots]
     device = query.device
-    out = varlen_attn(
+    out: Tensor = torch.ops.aten._flash_attention_forward(
         packed,
         keys[:, None],
         values[:, None],
@@ -118,24 +117,23 @@ def attend_packed(
         torch.tensor(starts, dtype=torch.int32, device=device),
         length,
         max(s.held for s in segments),
+        0.0,  # dropout
+        True,  # causal, from the last slot used
+        False,
         scale=scaling,
-        window_size=(-1, 0),
-        enable_gqa=True,
         seqused_k=torch.tensor([s.held for s in segments], dtype=torch.int32, device=device),
-    )
+    )[0]
     return out.view(rows, length, group, size).transpose(1, 2).reshape(query.shape)
 
 
 @cache
-def _varlen_attn() -> Callable[..., Tensor] | None:
-    """PyTorch's attention over sequences of unequal length, where it can leave slots unread."""
-    try:
-        from torch.nn.attention.varlen import varlen_attn
-    except ImportError:  # before 2.10
-        return None
-    known = inspect.signature(varlen_attn).parameters
-    attention = cast(Callable[..., Tensor], varlen_attn)
-    return attention if {"seqused_k", "enable_gqa"} <= known.keys() else None
+def _packed_operator() -> bool:
+    """Whether torch has FlashAttention over rows side by side that leave slots unread.
+
+    `torch.nn.attention.varlen` says the same in public, but not before torch 2.12.
+    """
+    operator = getattr(torch.ops.aten, "_flash_attention_forward", None)
+    return operator is not None and "seqused_k" in str(operator.default._schema)
 
 
 def attend_with_lse(

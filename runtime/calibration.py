@@ -149,6 +149,8 @@ class Calibration:
             keys: [b, k, n, D] as attention saw them.
             shift: [b, k, n] how far positions have moved, where they are compact.
         """
+        # In time order, so that equal scores are told apart alike on every device.
+        slots = slots.gather(2, segment.positions.gather(2, slots).argsort(dim=-1))
         wide = slots[..., None].expand(*slots.shape, keys.shape[-1])
         values = segment.values.gather(2, wide)
         self._remember(segment, keys.gather(2, wide), values)

@@ -8,6 +8,7 @@ from conftest import FAMILIES, small_policy, tiny_model
 
 import kvcap
 from kvcap.policies import policies
+from kvcap.runtime import budget_layer
 from kvcap.runtime.loop import BlockLoop
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -44,6 +45,23 @@ def test_the_same_tokens_stay_as_on_the_cpu(policy, positions):
         kept.append([sorted(head.tolist()) for s in segments for head in s.positions[0]])
     assert kept[0] == kept[1]
     torch.testing.assert_close(logits[0], logits[1], rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("positions", ["compact", "true"])
+def test_heads_packed_into_one_call_equal_one_call_a_head(positions, dtype, tokens, monkeypatch):
+    model = tiny_model("llama", dtype=dtype).cuda()
+    ids, logits = tokens(90, batch=2).cuda(), []
+    for packed in (True, False):
+        if not packed:
+            monkeypatch.setattr(budget_layer, "packs", lambda *_: False)
+        eviction = small_policy("headkv", model.config)
+        cache = kvcap.BudgetCache(model.config, 40, 16, eviction, positions=positions)
+        loop = BlockLoop(model, cache)
+        logits.append([loop.prefill(ids), loop.read(ids[:, :1])])
+        assert len({s.held for s in cache.layers[0].segments}) > 1
+    for a, b in zip(*logits, strict=True):
+        torch.testing.assert_close(a, b, rtol=5e-2, atol=5e-2)
 
 
 def test_bytes_on_the_device_equal_the_plan(tokens):

@@ -1,10 +1,10 @@
 """Attention over heads that hold unequally many tokens: which way is fastest.
 
 'uniform': equal lengths, one call; what raggedness costs is measured against it. 'heads': one call
-a head over its true length, the runtime's way on a CPU. 'packed': one call for all heads, as
-sequences of unequal length side by side (`torch.nn.attention.varlen`; CUDA, 16 bit). 'padded':
-all heads copied to the length of the longest and the rest masked, which no cache of fixed bytes
-could hold. Reads `budgets`, `block_size`, `repeats`.
+a head over its true length. 'packed': one call of FlashAttention for all heads, as sequences of
+unequal length side by side (CUDA, 16 bit). 'padded': all heads copied to the length of the longest
+and the rest masked, which no cache of fixed bytes could hold. The runtime packs where it can, else
+goes head by head. Reads `budgets`, `block_size`, `repeats`.
 """
 
 from __future__ import annotations
