@@ -63,6 +63,7 @@ def eviction_ms(
 
     That is everything a layer does after its attention: its window, state, scores, selection and
     compaction. The cache is full by then, so that every block evicts as many tokens as it brings.
+    What a corrector does inside attention is not counted.
 
     Args:
         model: loaded with `attn_implementation='kvcap'`.

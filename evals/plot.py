@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import SubFigure
 
-COLORS = {"compact": "#0b62a4", "true": "#d1590f"}
+# Color and width; the second is thinner, so that equal lines show both.
+STYLES = {"compact": ("#0b62a4", 2.4), "true": ("#d1590f", 1.0)}
 GREY = "#d2d2d2"
 COLUMNS = 5
 PANEL = (2.05, 1.65)  # inches
@@ -112,12 +113,13 @@ def _panel(axis: Axes, policy: str, lines: Lines, uncapped: Sequence[float]) -> 
             axis.plot(*_points(cells), color=GREY, lw=0.6, zorder=1, label="other policies")
     for score in uncapped:
         axis.axhline(score, color="black", lw=0.8, ls="--", zorder=2, label="uncapped")
-    for mode, color in COLORS.items():
+    for mode, (color, width) in STYLES.items():
         if cells := lines.get((policy, mode), []):
             across, up = _points(cells)
             low, high = [c.ci_low for c in cells], [c.ci_high for c in cells]
             axis.fill_between(across, low, high, color=color, alpha=0.13, lw=0, zorder=3)
-            axis.plot(across, up, color=color, lw=1.4, marker="o", ms=2.8, zorder=4, label=mode)
+            (line,) = axis.plot(across, up, color=color, lw=width, zorder=4, label=mode)
+            line.set(marker="o", markersize=2 * width)
     budgets = sorted({budget for cells in lines.values() for budget in _points(cells)[0]})
     axis.set_title(policy if len(policy) < 36 else f"{policy[:34]}…", fontsize=8, pad=3)
     axis.set_xscale("log", base=2)
