@@ -17,7 +17,6 @@ from kvcap.runtime.loop import BlockLoop
 
 VOCABULARY = 4096
 MIB = 1024 * 1024
-EVICTION = ("_window", "_observe", "_look")  # what a capped layer does once attention is done
 WARM_UP_BLOCKS, MEASURED_BLOCKS = 4, 12
 
 
@@ -72,9 +71,11 @@ def eviction_ms(
         blocks: how many are measured, after `WARM_UP_BLOCKS` more.
     """
     spent: list[float] = []
+    cache.allocate(1, model.dtype, model.device)
     for layer in cache.capped_layers:
-        for name in EVICTION:
-            setattr(layer, name, _timed(getattr(layer, name), spent, model.device))
+        assert layer.evictor is not None
+        look = _timed(layer.evictor.look, spent, model.device)
+        layer.evictor.look = look  # type: ignore[method-assign]
     loop, size, budget = BlockLoop(model, cache), cache.block_size, cache.layout.budget_tokens
 
     def read() -> float:

@@ -9,11 +9,12 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicSlidingWindowLayer
 
 from kvcap.policies import Eviction, load_policy
-from kvcap.policies.base import apportion
 from kvcap.runtime.attention import NAME
-from kvcap.runtime.budget_layer import SHIFT, BudgetLayer
+from kvcap.runtime.balance import LayerBalance
+from kvcap.runtime.budget_layer import BudgetLayer
 from kvcap.runtime.calibration import Calibration
 from kvcap.runtime.errors import PlanInfeasible, UnsupportedModel
+from kvcap.runtime.evictor import SHIFT
 from kvcap.runtime.layout import CacheLayout, Positions
 from kvcap.runtime.mapped_file import MappedFile
 from kvcap.runtime.model_shape import ModelShape
@@ -70,7 +71,12 @@ class BudgetCache(Cache):  # type: ignore[misc]
         """What `longest` was when the block in hand arrived: all heads count it from there."""
         self._rotation: Rotation | None = None
         self._file: MappedFile | None = None  # of evicted tokens
-        self._shared: list[list[Segment]] = []  # of all layers, where they share one pool
+        self.balance: LayerBalance | None = None  # of layers that share one pool
+        if self.layout.pooled:
+            assert self.eviction.layer_budget is not None
+            pinned, layers = self.eviction.pins(budget_tokens), len(shape.capped)
+            budget = self.eviction.layer_budget
+            self.balance = LayerBalance(budget, budget_tokens, layers, pinned)
         indices = iter(range(len(shape.capped)))
         super().__init__(
             layers=[
@@ -177,11 +183,12 @@ class BudgetCache(Cache):  # type: ignore[misc]
 
     def new_segments(self, index: int, like: Tensor) -> list[Segment]:
         """The segments of a capped layer, allocated. `like`: its keys [B, K, T, D]."""
-        if not self.layout.pooled:
+        if self.balance is None:
             return self._allocate([index], like)[0]
-        if not self._shared:
-            self._shared = self._allocate(list(range(len(self.layout.budgets))), like)
-        return self._shared[index]
+        if not self.balance.segments:
+            together = self._allocate(list(range(len(self.layout.budgets))), like)
+            self.balance.segments = [segment for (segment,) in together]
+        return [self.balance.segments[index]]
 
     def _allocate(self, layers: list[int], like: Tensor) -> list[list[Segment]]:
         """One pool for some layers, cut into segments: one a layer, or one a head."""
@@ -231,41 +238,6 @@ class BudgetCache(Cache):  # type: ignore[misc]
         """
         if self._file is not None:
             self._file.check()
-
-    def target(self, layer: BudgetLayer) -> int:
-        """Slots that a layer should keep by what all layers prefer now; at most its budget."""
-        (segment,) = layer.segments
-        wanted = self._wanted()
-        return segment.budget if wanted is None else min(segment.budget, wanted[layer.index])
-
-    def _wanted(self) -> list[int] | None:
-        """Slots of every layer by today's preferences, once all are known."""
-        preferences = [layer.preference for layer in self.capped_layers]
-        known = [p for p in preferences if p is not None]
-        if len(known) < len(preferences):
-            return None
-        budget = self.eviction.layer_budget
-        assert budget is not None
-        total = self.layout.budget_tokens
-        most = [min(len(known) * total, self.seen)] * len(known)
-        return budget.resplit(known, total, most, self.eviction.pins(total))
-
-    def rebalance(self) -> None:
-        """After a block, give layers that want more the slots that others no longer hold.
-
-        The pool never grows: a layer that should shrink does so when it evicts next, and only then
-        can another take its slots.
-        """
-        wanted = self._wanted() if self.layout.pooled else None
-        if wanted is None:
-            return
-        segments = [layer.segments[0] for layer in self.capped_layers]
-        held = [min(s.held, s.budget) for s in segments]  # the rest lies in a block's slots
-        shares = [max(0, w - h) for w, h in zip(wanted, held, strict=True)]
-        more = apportion(shares, self.layout.budget_tokens * len(segments) - sum(held))
-        resize(segments, [h + extra for h, extra in zip(held, more, strict=True)])
-        for segment, slots in zip(segments, wanted, strict=True):
-            segment.stay = max(1, min(segment.budget, slots))
 
     def reset(self) -> None:
         """Forget everything; the buffers stay."""

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import CacheLayerMixin
 
-from kvcap.policies import Observation
 from kvcap.runtime.attention import attend, attend_packed, attend_with_lse, causal, packs
 from kvcap.runtime.calibration import Calibration
 from kvcap.runtime.errors import (
@@ -23,15 +22,13 @@ from kvcap.runtime.errors import (
     PositionMismatch,
     UnsupportedModel,
 )
-from kvcap.runtime.projection import output_projection
+from kvcap.runtime.evictor import SHIFT, Evictor, Seen
 from kvcap.runtime.query_ring import QueryRing
 from kvcap.runtime.rope import Rotation
-from kvcap.runtime.slot_pool import Segment, resize
+from kvcap.runtime.slot_pool import Segment
 
 if TYPE_CHECKING:
     from kvcap.runtime.budget_cache import BudgetCache
-
-SHIFT = "shift"  # side tensor: how far a slot's position has moved down since it was read
 
 
 class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
@@ -49,10 +46,9 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
         self.segments: list[Segment] = []  # one, or one for every head where lengths differ
         self.ring: QueryRing | None = None
         self.calibration: Calibration | None = None  # evicted tokens, where they are kept
-        self.preference: float | None = None  # of a layer budget that moves
+        self.evictor: Evictor | None = None
         self._offset = 0  # how far past the cache's positions the block in hand was rotated
         self._residual: list[int] = []  # how far the block lies past each segment's own tokens
-        self._moved = False  # compact positions differ from true ones
         self._length = 0  # tokens in the last block
         self._attended = True  # the registered attention function has seen the last block
 
@@ -101,11 +97,22 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
     @torch.inference_mode(False)  # ordinary tensors may be written to in any mode
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor | None = None) -> None:
         """Allocate everything this layer will ever hold."""
-        layout = self._cache.layout
-        self.segments = self._cache.new_segments(self.index, key_states)
-        self.calibration = self._cache.new_calibration(self.segments)
+        cache, layout = self._cache, self._cache.layout
+        self.segments = cache.new_segments(self.index, key_states)
+        self.calibration = cache.new_calibration(self.segments)
         if layout.ring_length:
             self.ring = QueryRing(key_states, layout.shape.heads, layout.ring_length)
+        device = key_states.device
+        self.evictor = Evictor(
+            layout,
+            self.index,
+            self.segments,
+            self.ring,
+            self.calibration,
+            cache.balance,
+            cache.evict_every,
+            (lambda: cache.rotation(device)) if self.rotates else None,
+        )
         self.is_initialized = True
 
     def update(
@@ -122,14 +129,14 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
             StoreFailed: the file of evicted tokens was cut short.
         """
         length = key_states.shape[2]
-        if not self.segments:
+        if self.evictor is None:
             self.lazy_initialization(key_states)
+            assert self.evictor is not None
         self._check(length)
-        if overdue := self._overdue():  # stock attention never calls attend()
-            (segment,) = self.segments
-            seen = self._observe(segment, segment.keys, None, 1.0, None)
-            self._give_up(segment, self._cache.eviction.select(seen, overdue))
-        self._place()
+        if self._overdue():  # stock attention never calls attend()
+            held = [segment.keys for segment in self.segments]
+            self.evictor.look(Seen(self.seen, self._length, held))
+        self._place(self.evictor)
         if self._offset:
             key_states = self._cache.rotation(key_states.device).back_by(key_states, self._offset)
         for segment, residual in zip(self.segments, self._residual, strict=True):
@@ -142,7 +149,7 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
         keys.kvcap_layer = self  # type: ignore[attr-defined]  # attention_forward finds it here
         return keys, value_states if self.values is None else self.values
 
-    def _place(self) -> None:
+    def _place(self, evictor: Evictor) -> None:
         """Say where the next block counts: `_offset` for all heads, `_residual` for each."""
         cache = self._cache
         if self.index == 0:
@@ -152,7 +159,7 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
             read_at = self.seen if cache.reading_at is None else cache.reading_at
             self._offset = read_at - cache.frame
             self._residual = [cache.frame - segment.held for segment in self.segments]
-            self._moved = self._moved or any(self._residual)
+            evictor.moved = evictor.moved or any(self._residual)
 
     def attend(
         self,
@@ -168,6 +175,8 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
             PositionMismatch: where the caller's `position_ids` do not follow what was read.
             UnsupportedModel: the policy reads the output projection, which cannot be read.
         """
+        evictor = self.evictor
+        assert evictor is not None
         if self._cache.reading_at is None and self.index == 0:
             self._check_positions(position_ids)
         self._attended = True
@@ -177,7 +186,7 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
         if self.ring is not None:
             self.ring.append(query)
         packed = len(self.segments) > 1 and self.calibration is None and packs(query, softcap)
-        queries, keys, flat = self._at_positions(query, packed)
+        queries, keys, flat = self._at_positions(query, packed, evictor.moved)
         if packed:
             together = torch.cat(queries, dim=1).view_as(query)
             values = self.segments[0].pool.values
@@ -189,14 +198,13 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
             for i, segment in enumerate(self.segments):
                 attended = self._attend(i, queries[i], keys[i], scaling, softcap)
                 segment.rows_of(out).copy_(attended)
-        if self._looks:
-            rows = zip(self.segments, queries, keys, strict=True)
-            self._look([self._observe(s, k, self._window(s, q), scaling, softcap, module)
-                        for s, q, k in rows])  # fmt: skip
+        if evictor.looks(self._length):
+            length = self._length
+            evictor.look(Seen(self.seen, length, keys, queries, scaling, softcap, module))
         return out
 
     def _at_positions(
-        self, query: Tensor, packed: bool
+        self, query: Tensor, packed: bool, moved: bool
     ) -> tuple[list[Tensor], list[Tensor], Tensor]:
         """Queries and keys of every segment, rotated to where they count now.
 
@@ -204,7 +212,7 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
         """
         segments, pool = self.segments, self.segments[0].pool
         queries = [segment.rows_of(query) for segment in segments]
-        rotation = self._rotation(query.device) if self._moved else None
+        rotation = self._rotation(query.device) if moved else None
         if rotation is None:
             return queries, [segment.keys for segment in segments], pool.keys
         for i, residual in enumerate(self._residual):
@@ -230,127 +238,12 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
         rotation = self._rotation(query.device)
         return self.calibration.correct(index, segment, query, out, lse, rotation, scaling, softcap)
 
-    @property
-    def _looks(self) -> bool:
-        """Whether the policy has anything to do after this block."""
-        eviction = self._cache.eviction
-        moves = eviction.layer_budget is not None and eviction.layer_budget.moves
-        return bool(self._due() or eviction.state or (moves and self._length > 1))
-
-    def _look(self, seens: list[Observation]) -> None:
-        """Update the policy's state, evict when it is time."""
-        eviction, cache = self._cache.eviction, self._cache
-        for segment, seen in zip(self.segments, seens, strict=True):
-            for name, tensor in eviction.update(seen).items():
-                segment.side(name).copy_(tensor)
-        if eviction.layer_budget is not None and eviction.layer_budget.moves and self._length > 1:
-            self.preference = float(eviction.layer_budget.preference(seens[0]))
-            self.segments[0].stay = cache.target(self)
-        if self._due():
-            self._evict(seens)
-        if self is cache.capped_layers[-1]:
-            cache.rebalance()
-
-    def _evict(self, seens: list[Observation]) -> None:
-        """Score, share out the layer's slots, choose, compact."""
-        eviction = self._cache.eviction
-        scores = [eviction.score(seen) for seen in seens]
-        pinned = [eviction.pinned(seen) for seen in seens]
-        stays = [min(segment.stay, segment.held) for segment in self.segments]
-        moves = eviction.head_budget is not None and eviction.head_budget.moves
-        if moves:
-            stays = self._split(scores, pinned)
-        for i, (segment, seen) in enumerate(zip(self.segments, seens, strict=True)):
-            if (count := segment.held - stays[i]) > 0:
-                seen.budget = stays[i]
-                evicted = eviction.choose(scores[i], pinned[i], seen, count)
-                if self.calibration is not None:
-                    shift = segment.side(SHIFT) if self.rotates else None
-                    self.calibration.take(i, segment, evicted, scores[i], seen.keys, shift)
-                self._give_up(segment, evicted)
-        if moves:
-            resize(self.segments, stays)
-
-    def _split(self, scores: list[Tensor], pinned: list[Tensor]) -> list[int]:
-        """Slots that every head keeps, sequence by sequence."""
-        budget = self._cache.eviction.head_budget
-        assert budget is not None
-        heads, stays = self._cache.layout.shape.kv_heads, list[int]()
-        for first in range(0, len(scores), heads):
-            mine = slice(first, first + heads)
-            stays += budget.split(
-                [x[0, 0] for x in scores[mine]],
-                [x[0, 0] for x in pinned[mine]],
-                self._cache.layout.budgets[self.index],
-            )
-        return stays
-
-    def _give_up(self, segment: Segment, evicted: Tensor) -> None:
-        """Evict the slots [b, k, e] of a segment."""
-        if self.rotates:
-            # A survivor moves down by the number of evicted tokens older than itself.
-            gone = segment.positions.gather(-1, evicted).sort(dim=-1).values
-            older = torch.searchsorted(gone, segment.positions.contiguous(), out_int32=True)
-            segment.side(SHIFT).add_(older)
-            self._moved = True
-        if self.ring is not None:
-            self.ring.moved(segment, evicted.shape[-1])
-        segment.compact(evicted)
-
-    def _window(self, segment: Segment, queries: Tensor) -> Tensor | None:
-        """The queries the policy observes, at today's positions. `queries`: the block's."""
-        count = self._cache.eviction.policy.queries_observed
-        if count is None:
-            return queries
-        if count == 0:
-            return None
-        if self.ring is None:
-            return queries[:, :, -count:]
-        rotation = self._rotation(queries.device) if self._moved else None
-        return self.ring.last(segment, min(count, self.seen), rotation)
-
     def _rotation(self, device: torch.device) -> Rotation | None:
         return self._cache.rotation(device) if self.rotates else None
 
-    def _observe(
-        self,
-        segment: Segment,
-        keys: Tensor,
-        queries: Tensor | None,
-        scaling: float,
-        softcap: float | None,
-        module: nn.Module | None = None,
-    ) -> Observation:
-        eviction = self._cache.eviction
-        projection = None
-        if "output_projection" in eviction.observes:
-            projection = output_projection(module, self._cache.layout.shape)
-            projection = projection[segment.head : segment.head + segment.heads]
-        return Observation(
-            keys=keys,
-            values=segment.values,
-            positions=segment.positions,
-            seen=self.seen,
-            budget=segment.stay,
-            new=self._length,
-            layer=self.index,
-            first_head=segment.head,
-            queries=queries,
-            scaling=scaling,
-            softcap=softcap,
-            state={name: segment.side(name) for name in eviction.state},
-            output_projection=projection,
-            saliency=eviction.saliency,
-        )
-
-    def _due(self) -> int:
-        """Slots to give up after the last block: at once after a block, in steps by the way."""
-        excess = max((segment.held - segment.stay for segment in self.segments), default=0)
-        return max(0, excess) if self._length > 1 or excess >= self._cache.evict_every else 0
-
     def _overdue(self) -> int:
         """Slots that must go before the next block, as no attention function evicted them."""
-        return 0 if self._attended else self._due()
+        return 0 if self._attended or self.evictor is None else self.evictor.due(self._length)
 
     def _check(self, length: int) -> None:
         """Refuse a block that cannot be read rightly, before anything has changed."""
@@ -392,11 +285,9 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def reset(self) -> None:
         """Forget everything; the buffers stay."""
-        for segment in self.segments:
-            segment.held = 0
-        if self.calibration is not None:
-            self.calibration.reset()
-        self.seen, self._moved, self._attended, self.preference = 0, False, True, None
+        if self.evictor is not None:
+            self.evictor.reset()
+        self.seen, self._attended = 0, True
 
     def _refuse(self, *_: Any, **__: Any) -> None:
         raise UnsupportedModel(

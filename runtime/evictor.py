@@ -1,0 +1,178 @@
+"""What a policy does with one layer's slots after every block: look, share out, choose, give up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from kvcap.policies import Observation
+from kvcap.runtime.balance import LayerBalance
+from kvcap.runtime.calibration import Calibration
+from kvcap.runtime.layout import CacheLayout
+from kvcap.runtime.projection import output_projection
+from kvcap.runtime.query_ring import QueryRing
+from kvcap.runtime.rope import Rotation
+from kvcap.runtime.slot_pool import Segment, resize
+
+SHIFT = "shift"  # side tensor: how far a slot's position has moved down since it was read
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What attention saw of a block."""
+
+    tokens: int  # read so far, the block's included
+    length: int  # of the block
+    keys: list[Tensor]  # of every segment [b, k, held, D], at today's positions
+    queries: list[Tensor] | None = None  # [b, h, T, D] likewise; None: stock attention
+    scaling: float = 1.0
+    softcap: float | None = None
+    module: nn.Module | None = None  # the attention module
+
+
+class Evictor:
+    """The policy's side of one layer.
+
+    Args:
+        layout: of the cache.
+        index: of the layer among the capped ones.
+        segments: its slots.
+        ring: its last queries, if the policy observes more than a block may hold.
+        calibration: where its evicted tokens go, if they are kept.
+        balance: of the layers, if slots move between them.
+        evict_every: in generation, evict every so many tokens.
+        rotation: what moves its keys, if they are moved.
+    """
+
+    def __init__(
+        self,
+        layout: CacheLayout,
+        index: int,
+        segments: list[Segment],
+        ring: QueryRing | None,
+        calibration: Calibration | None,
+        balance: LayerBalance | None,
+        evict_every: int,
+        rotation: Callable[[], Rotation] | None,
+    ) -> None:
+        self.eviction, self.layout, self.index = layout.eviction, layout, index
+        self.segments, self.ring, self.calibration = segments, ring, calibration
+        self.balance, self.evict_every, self.rotation = balance, evict_every, rotation
+        self.moved = False  # compact positions differ from true ones
+
+    def due(self, length: int) -> int:
+        """Slots to give up after a block of `length`: at once, or in steps by the way."""
+        excess = max(segment.held - segment.stay for segment in self.segments)
+        return max(0, excess) if length > 1 or excess >= self.evict_every else 0
+
+    def looks(self, length: int) -> bool:
+        """Whether the policy has anything to do after a block of `length`."""
+        return bool(self.due(length) or self.eviction.state or (self.balance and length > 1))
+
+    def look(self, seen: Seen) -> None:
+        """Update the policy's state, and evict when it is time."""
+        observed = [self._observe(i, segment, seen) for i, segment in enumerate(self.segments)]
+        for segment, observation in zip(self.segments, observed, strict=True):
+            for name, tensor in self.eviction.update(observation).items():
+                segment.side(name).copy_(tensor)
+        if self.balance is not None and seen.length > 1:
+            preference = float(self.balance.budget.preference(observed[0]))
+            self.balance.prefer(self.index, preference, seen.tokens)
+        if self.due(seen.length):
+            self._evict(observed)
+        if self.balance is not None and self.index == len(self.layout.budgets) - 1:
+            self.balance.rebalance(seen.tokens)
+
+    def _evict(self, observed: list[Observation]) -> None:
+        """Score, share out the layer's slots, choose, compact."""
+        eviction = self.eviction
+        scores = [eviction.score(seen) for seen in observed]
+        pinned = [eviction.pinned(seen) for seen in observed]
+        moves = eviction.head_budget is not None and eviction.head_budget.moves
+        stays = [min(segment.stay, segment.held) for segment in self.segments]
+        if moves:
+            stays = self._split(scores, pinned)
+        for i, (segment, seen) in enumerate(zip(self.segments, observed, strict=True)):
+            if (count := segment.held - stays[i]) > 0:
+                seen.budget = stays[i]
+                evicted = eviction.choose(scores[i], pinned[i], seen, count)
+                if self.calibration is not None:
+                    shift = None if self.rotation is None else segment.side(SHIFT)
+                    self.calibration.take(i, segment, evicted, scores[i], seen.keys, shift)
+                self._give_up(segment, evicted)
+        if moves:
+            resize(self.segments, stays)
+
+    def _split(self, scores: list[Tensor], pinned: list[Tensor]) -> list[int]:
+        """Slots that every head keeps, sequence by sequence."""
+        budget = self.eviction.head_budget
+        assert budget is not None
+        heads, stays = self.layout.shape.kv_heads, list[int]()
+        for first in range(0, len(scores), heads):
+            mine = slice(first, first + heads)
+            stays += budget.split(
+                [x[0, 0] for x in scores[mine]],
+                [x[0, 0] for x in pinned[mine]],
+                self.layout.budgets[self.index],
+            )
+        return stays
+
+    def _give_up(self, segment: Segment, evicted: Tensor) -> None:
+        """Evict the slots [b, k, e] of a segment."""
+        if self.rotation is not None:
+            # A survivor moves down by the number of evicted tokens older than itself.
+            gone = segment.positions.gather(-1, evicted).sort(dim=-1).values
+            older = torch.searchsorted(gone, segment.positions.contiguous(), out_int32=True)
+            segment.side(SHIFT).add_(older)
+            self.moved = True
+        if self.ring is not None:
+            self.ring.moved(segment, evicted.shape[-1])
+        segment.compact(evicted)
+
+    def _window(self, index: int, segment: Segment, seen: Seen) -> Tensor | None:
+        """The queries the policy observes, at today's positions."""
+        count = self.eviction.policy.queries_observed
+        if count == 0 or seen.queries is None:
+            return None
+        queries = seen.queries[index]
+        if count is None:
+            return queries
+        if self.ring is None:
+            return queries[:, :, -count:]
+        rotation = self.rotation() if self.rotation is not None and self.moved else None
+        return self.ring.last(segment, min(count, seen.tokens), rotation)
+
+    def _observe(self, index: int, segment: Segment, seen: Seen) -> Observation:
+        eviction, projection = self.eviction, None
+        if "output_projection" in eviction.observes:
+            projection = output_projection(seen.module, self.layout.shape)
+            projection = projection[segment.head : segment.head + segment.heads]
+        return Observation(
+            keys=seen.keys[index],
+            values=segment.values,
+            positions=segment.positions,
+            seen=seen.tokens,
+            budget=segment.stay,
+            new=seen.length,
+            layer=self.index,
+            first_head=segment.head,
+            queries=self._window(index, segment, seen),
+            scaling=seen.scaling,
+            softcap=seen.softcap,
+            state={name: segment.side(name) for name in eviction.state},
+            output_projection=projection,
+            saliency=eviction.saliency,
+        )
+
+    def reset(self) -> None:
+        """Forget everything; the buffers stay."""
+        for segment in self.segments:
+            segment.held = 0
+        if self.calibration is not None:
+            self.calibration.reset()
+        if self.balance is not None:
+            self.balance.reset()
+        self.moved = False
