@@ -33,10 +33,13 @@ class TOVA(Policy):
     def queries_observed(self) -> int:
         return 1
 
+    @property
+    def scores_heads_alone(self) -> bool:
+        return self.across == "group"
+
     def score(self, seen: Observation) -> Tensor:
         weight = seen.weight[..., -1, :]  # [B, K, G, n]
         if self.across == "layer":
-            # Heads hold different tokens once they evict alone; here they never do, since every
-            # head gets the same scores at the same slots.
+            # Every head gets the same scores, so that all hold the same tokens at the same slots.
             weight = weight.mean((1, 2), keepdim=True).expand_as(weight)
         return over_group(weight, self.group)

@@ -15,6 +15,8 @@ import pytest
 import kvcap
 from kvcap import pocket
 from kvcap.cli import app
+from kvcap.evals.bench import benchmarks
+from kvcap.policies import policies
 from kvcap.runtime import errors
 
 ROOT = Path(__file__).parents[1]
@@ -70,7 +72,7 @@ def test_the_policy_example_in_contributing():
 
 
 def test_every_command_and_make_target_is_named():
-    commands = [c.name for c in app.registered_commands]
+    commands = [c.name for c in (*app.registered_commands, *app.registered_groups)]
     assert commands
     for command in commands:
         assert f"kvcap {command}" in README, f"README does not say what kvcap {command} is for"
@@ -90,6 +92,17 @@ def test_the_file_map_names_every_file():
         assert list(ROOT.rglob(name)), f"{name} is in the file map but not in the repository"
 
 
+def test_the_page_on_policies():
+    """It names every policy and preset, and its example runs."""
+    page = (ROOT / "docs" / "policies.md").read_text()
+    for name in policies():
+        assert f"`{name}`" in page, f"docs/policies.md does not say when to pick {name}"
+    for name in re.findall(r"kvcap bench (\w+)", page):
+        assert name in benchmarks()
+    (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    exec(code, {})
+
+
 def test_the_error_tree_names_every_error():
     for name, value in vars(errors).items():
         if isinstance(value, type) and issubclass(value, Exception):
@@ -98,6 +111,6 @@ def test_the_error_tree_names_every_error():
 
 def test_nothing_here_names_a_machine():
     """No absolute path of a build machine in anything that is shipped."""
-    for path in [*ROOT.glob("*.md"), *ROOT.glob("*/*.md"), *ROOT.glob("*/*.py")]:
+    for path in [*ROOT.glob("*.md"), *ROOT.glob("*/*.md"), *ROOT.rglob("*.py")]:
         if ".venv" not in str(path):
             assert not re.search(r"/(work|root|home)/\w", path.read_text()), path

@@ -315,6 +315,14 @@ def test_slots_of_an_eviction_compose():
     assert Eviction(plain.policy, layer_budget=Funnel()).split(10, 3) == [12, 10, 8]
     with pytest.raises(PolicyError, match="nothing to replace"):
         Eviction(plain.policy, saliency=Square())
+    with pytest.raises(PolicyError, match="across=group"):
+        load_policy("tova+adakv", across="layer")
+    with pytest.raises(PolicyError, match="cannot be combined with a head budget"):
+        load_policy("cake+adakv+cake")
+    with pytest.raises(PolicyError, match="two parts for one place"):
+        load_policy("snapkv+adakv+headkv")
+    with pytest.raises(PolicyError, match="did you mean 'adakv'"):
+        load_policy("snapkv+adakw")
     with pytest.raises(PolicyError, match="never evicts"):
         Eviction(load_policy("full").policy, rescorer=Flip())
 

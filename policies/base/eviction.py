@@ -51,6 +51,11 @@ class Eviction:
                 f"{self.name or 'the policy'} does not score by attention, so a saliency has "
                 "nothing to replace; use it with h2o, tova or snapkv"
             )
+        if self.head_budget is not None and not self.policy.scores_heads_alone:
+            raise PolicyError(
+                f"{self.name or 'the policy'} scores the heads of a layer together, which cannot "
+                "hold unequally many tokens then; use across=group"
+            )
         if self.layer_budget is not None and self.layer_budget.moves:
             if self.head_budget is not None:
                 raise PolicyError(

@@ -25,6 +25,11 @@ class Policy(Component):
     evicts: ClassVar[bool] = True
     """False only for `full`, which refuses instead."""
 
+    @property
+    def scores_heads_alone(self) -> bool:
+        """Whether a head's scores depend on that head only, as heads of unequal length ask."""
+        return True
+
     def score(self, seen: Observation) -> Tensor:
         """Worth of every slot, higher is kept. Shape [B, K, n], float32."""
         raise NotImplementedError
