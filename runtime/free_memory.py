@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
+import psutil  # type: ignore[import-untyped]
 
 UNLIMITED = 1 << 60  # version 1 writes a number near 2^63 where there is no limit
 
