@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicSlidingWindowLayer
 
 from kvcap.policies import Eviction, load_policy
+from kvcap.runtime import pins
 from kvcap.runtime.attention import NAME
 from kvcap.runtime.balance import LayerBalance
 from kvcap.runtime.budget_layer import BudgetLayer
@@ -18,6 +20,7 @@ from kvcap.runtime.evictor import SHIFT
 from kvcap.runtime.layout import CacheLayout, Positions
 from kvcap.runtime.mapped_file import MappedFile
 from kvcap.runtime.model_shape import ModelShape
+from kvcap.runtime.pins import Span, check_pins
 from kvcap.runtime.rope import Rotation
 from kvcap.runtime.slot_pool import Segment, SlotPool, resize
 
@@ -67,6 +70,8 @@ class BudgetCache(Cache):  # type: ignore[misc]
         self.reading_at: int | None = None
         """The position the next block is read at; `None`: at the logical length, as transformers
         does. The block loop sets it so that compact positions need no rotation on arrival."""
+        self.pinned_spans: list[tuple[int, int]] = []
+        """Tokens read, [start, stop), that are never evicted; see `pin`."""
         self.frame = 0
         """What `longest` was when the block in hand arrived: all heads count it from there."""
         self._rotation: Rotation | None = None
@@ -239,13 +244,76 @@ class BudgetCache(Cache):  # type: ignore[misc]
         if self._file is not None:
             self._file.check()
 
+    def pin(self, spans: Sequence[Span]) -> None:
+        """Never evict these tokens, as [start, stop) in tokens read; those to come, too.
+
+        Raises:
+            PinsTooLarge: a head cannot hold them beside those pinned before; nothing is changed.
+        """
+        # What was announced and then not read, as after a Ctrl-C, is not pinned.
+        known = [(a, min(b, self.seen)) for a, b in self.pinned_spans if a < self.seen]
+        pinned = [*known, *spans]
+        check_pins(self, pinned, [[s.budget for s in c.segments] for c in self.capped_layers])
+        self.set_pins(pinned)
+
+    def set_pins(self, spans: Sequence[Span]) -> None:
+        """Pin exactly these spans, which are known to fit."""
+        self.pinned_spans[:] = spans
+        if self.balance is not None:
+            self.balance.floor = pins.needed(self)
+
+    @property
+    def sliding_layers(self) -> dict[int, DynamicSlidingWindowLayer]:
+        """The native sliding layers by their index in the model."""
+        layers = enumerate(self.layers)
+        return {i: layer for i, layer in layers if not isinstance(layer, BudgetLayer)}
+
+    def refill_sliding(self, index: int, keys: Tensor, values: Tensor, seen: int) -> None:
+        """Let a native sliding layer hold these after `seen` tokens."""
+        layer = DynamicSlidingWindowLayer(self.sliding_layers[index].sliding_window)
+        layer.update(keys, values)
+        layer.cumulative_length = seen
+        self.layers[index] = layer
+
     def reset(self) -> None:
         """Forget everything; the buffers stay."""
         super().reset()
+        self.set_pins(())
         for pool in {id(s.pool): s.pool for s in self._segments}.values():
             mine = [(c.index, s) for c in self.capped_layers for s in c.segments if s.pool is pool]
             kept = [self.layout.allotments[index][segment.head] for index, segment in mine]
             resize([segment for _, segment in mine], kept)
+
+    def buffers(self) -> list[Tensor]:
+        """Every tensor of the capped layers, which live as long as the cache."""
+        found = [x for pool in self._pools for x in pool.buffers()]
+        for layer in self.capped_layers:
+            if layer.ring is not None:
+                found += [layer.ring.queries, layer.ring.shift]
+        return found if self._rotation is None else [*found, self._rotation.table]
+
+    def pretend_full(self) -> None:
+        """Count every slot as used and evicted before, as after a very long text.
+
+        For rehearsals: what the slots hold is not touched.
+        """
+        shape = self.layout.shape
+        for layer in self.capped_layers:
+            assert layer.evictor is not None
+            for segment in layer.segments:
+                segment.held = segment.budget
+            layer.seen = shape.trained_length
+            layer.evictor.moved = layer.rotates
+        like = self._segments[0].pool.keys
+        for layer in self.layers:
+            if not isinstance(layer, BudgetLayer):
+                # It keeps the end of what it and a block had together.
+                size = layer.sliding_window - 1
+                slots = (self._segments[0].batch, shape.kv_heads, size + self.block_size)
+                layer.keys = like.new_zeros(*slots, shape.head_size)[:, :, -size:]
+                layer.values = like.new_zeros(*slots, shape.head_size)[:, :, -size:]
+                layer.dtype, layer.device, layer.is_initialized = like.dtype, like.device, True
+                layer.cumulative_length = shape.trained_length
 
     def rotation(self, device: torch.device) -> Rotation:
         """The table of rotations that all capped layers share."""
