@@ -23,6 +23,7 @@ class LayerBalance:
         self.budget, self.average, self.pinned = budget, average, pinned
         self.preferences: list[float | None] = [None] * layers
         self.segments: list[Segment] = []  # of all layers, one each
+        self.floor = 0  # slots that no layer goes below, where tokens of the text are pinned
 
     def prefer(self, index: int, preference: float, seen: int) -> None:
         """Note how much a layer wants slots; it evicts down to what it should have now."""
@@ -36,7 +37,8 @@ class LayerBalance:
         wanted = self._wanted(seen)
         if wanted is None:
             return
-        held = [min(s.held, s.budget) for s in self.segments]  # the rest lies in a block's slots
+        # The rest lies in a block's slots. No layer has fewer slots than the floor before, either.
+        held = [max(self.floor, min(s.held, s.budget)) for s in self.segments]
         shares = [max(0, w - h) for w, h in zip(wanted, held, strict=True)]
         more = apportion(shares, self.average * len(held) - sum(held))
         resize(self.segments, [h + extra for h, extra in zip(held, more, strict=True)])
@@ -45,7 +47,7 @@ class LayerBalance:
 
     def reset(self) -> None:
         """Forget what was preferred."""
-        self.preferences = [None] * len(self.preferences)
+        self.preferences, self.floor = [None] * len(self.preferences), 0
 
     def _wanted(self, seen: int) -> list[int] | None:
         """Slots of every layer by today's preferences, once all are known."""
@@ -53,4 +55,4 @@ class LayerBalance:
         if len(known) < len(self.preferences):
             return None
         most = [min(len(known) * self.average, seen)] * len(known)
-        return self.budget.resplit(known, self.average, most, self.pinned)
+        return self.budget.resplit(known, self.average, most, max(self.pinned, self.floor))

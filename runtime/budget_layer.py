@@ -112,6 +112,7 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
             cache.balance,
             cache.evict_every,
             (lambda: cache.rotation(device)) if self.rotates else None,
+            cache.pinned_spans,
         )
         self.is_initialized = True
 

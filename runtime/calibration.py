@@ -67,6 +67,11 @@ class Calibration:
         """Exact bytes of what is remembered; the pool counts its own."""
         return sum(x.untyped_storage().nbytes() for x in (self._query, self._out, self._lse))
 
+    @property
+    def remembered(self) -> dict[str, Tensor]:
+        """What queries got from the evicted tokens, by name."""
+        return {"query": self._query, "out": self._out, "lse": self._lse}
+
     def correct(
         self,
         index: int,

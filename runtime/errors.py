@@ -12,6 +12,12 @@ KvcapError
 ├── ModelNotFound           no directory, repository or config of that name
 ├── ChatTemplateMissing     the tokenizer has no chat template, or one that cannot be continued
 ├── StoreFailed             the file for evicted tokens cannot be made, or was cut short
+├── PinsTooLarge            pinned tokens need more slots than a head has; nothing was read
+├── SessionNotSaved         the session's file cannot be written; an earlier one is as it was
+├── SessionFileError        a session's file cannot be taken; nothing was changed
+│   ├── SessionFileCorrupt  it is no session's file, was cut short, or is not what was saved
+│   ├── SessionFileForeign  it was saved by another model, or under settings that cannot take it
+│   └── SessionFileNewer    it was saved by a newer kvcap
 └── SessionBroken           a forward pass failed half-way; reset the session
 PolicyError (ValueError)    a policy, an option, or pins that do not fit; from kvcap.policies
 ```
@@ -62,6 +68,30 @@ class ChatTemplateMissing(KvcapError, ValueError):
 
 class StoreFailed(KvcapError, OSError):
     """The file that holds evicted tokens cannot be made or no longer has its size."""
+
+
+class PinsTooLarge(KvcapError, ValueError):
+    """Pinned tokens need more slots than a head has. Nothing was read."""
+
+
+class SessionNotSaved(KvcapError, OSError):
+    """The session's file cannot be written; an earlier one of that name is as it was."""
+
+
+class SessionFileError(KvcapError, ValueError):
+    """A session's file cannot be taken. Nothing was changed."""
+
+
+class SessionFileCorrupt(SessionFileError):
+    """No session's file, cut short, or not what was saved."""
+
+
+class SessionFileForeign(SessionFileError):
+    """Saved by another model, or under settings that this runtime cannot continue from."""
+
+
+class SessionFileNewer(SessionFileError):
+    """Saved by a newer kvcap, whose format this one does not know."""
 
 
 class SessionBroken(KvcapError):

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from kvcap.policies import Observation
+from kvcap.policies import Eviction, Observation
+from kvcap.policies.base import apportion
+from kvcap.policies.base.component import ATTENTION_VIEWS
 from kvcap.runtime.balance import LayerBalance
 from kvcap.runtime.calibration import Calibration
 from kvcap.runtime.layout import CacheLayout
@@ -45,6 +47,7 @@ class Evictor:
         balance: of the layers, if slots move between them.
         evict_every: in generation, evict every so many tokens.
         rotation: what moves its keys, if they are moved.
+        pinned_spans: of the cache.
     """
 
     def __init__(
@@ -57,10 +60,12 @@ class Evictor:
         balance: LayerBalance | None,
         evict_every: int,
         rotation: Callable[[], Rotation] | None,
+        pinned_spans: Sequence[tuple[int, int]] = (),
     ) -> None:
         self.eviction, self.layout, self.index = layout.eviction, layout, index
         self.segments, self.ring, self.calibration = segments, ring, calibration
         self.balance, self.evict_every, self.rotation = balance, evict_every, rotation
+        self.pinned_spans = pinned_spans
         self.moved = False  # compact positions differ from true ones
 
     def due(self, length: int) -> int:
@@ -104,7 +109,33 @@ class Evictor:
                     self.calibration.take(i, segment, evicted, scores[i], seen.keys, shift)
                 self._give_up(segment, evicted)
         if moves:
-            resize(self.segments, stays)
+            resize(self.segments, self._filled(stays))
+
+    def _filled(self, stays: list[int]) -> list[int]:
+        """Budgets that share all slots, where heads hold fewer: loaded from a smaller budget."""
+        heads, found = self.layout.shape.kv_heads, list[int]()
+        for first in range(0, len(stays), heads):
+            mine = stays[first : first + heads]
+            spare = apportion([1] * heads, heads * self.layout.budgets[self.index] - sum(mine))
+            found += [slots + extra for slots, extra in zip(mine, spare, strict=True)]
+        return found
+
+    def fit(self, segment: Segment, seen: Seen) -> None:
+        """Evict one head's slots down to `segment.stay`, without queries.
+
+        By the policy's scores where those need none, else the oldest that nothing pins.
+        """
+        eviction = self.eviction
+        observation = self._observe(0, segment, seen)
+        blind = eviction.observes & (ATTENTION_VIEWS | {"output_projection"})
+        if blind or not eviction.policy.scores_heads_alone:
+            eviction = Eviction(eviction.policy)  # no rescorer, which may look at queries too
+            scores = segment.positions.float()
+        else:
+            scores = eviction.score(observation)
+        pinned = self.eviction.pinned(observation)
+        count = segment.held - segment.stay
+        self._give_up(segment, eviction.choose(scores, pinned, observation, count))
 
     def _split(self, scores: list[Tensor], pinned: list[Tensor]) -> list[int]:
         """Slots that every head keeps, sequence by sequence."""
@@ -147,7 +178,7 @@ class Evictor:
 
     def _observe(self, index: int, segment: Segment, seen: Seen) -> Observation:
         eviction, projection = self.eviction, None
-        if "output_projection" in eviction.observes:
+        if "output_projection" in eviction.observes and seen.module is not None:
             projection = output_projection(seen.module, self.layout.shape)
             projection = projection[segment.head : segment.head + segment.heads]
         return Observation(
@@ -165,6 +196,7 @@ class Evictor:
             state={name: segment.side(name) for name in eviction.state},
             output_projection=projection,
             saliency=eviction.saliency,
+            pinned_spans=tuple(self.pinned_spans),
         )
 
     def reset(self) -> None:

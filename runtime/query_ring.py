@@ -39,6 +39,12 @@ class QueryRing:
         self.queries[:, :, size - new :] = queries[:, :, queries.shape[2] - new :]
         self.shift[:, :, size - new :] = 0
 
+    def fill(self, queries: Tensor, shift: Tensor) -> None:
+        """Take over the newest of another ring's queries and shifts, which has as many or more."""
+        size = self.queries.shape[2]
+        self.queries.copy_(queries[:, :, queries.shape[2] - size :])
+        self.shift.copy_(shift[:, :, shift.shape[2] - size :])
+
     def last(self, segment: Segment, count: int, rotation: Rotation | None) -> Tensor:
         """A segment's newest `count` queries [b, k·G, count, D], at today's positions."""
         queries = segment.rows_of(self.queries)[:, :, -count:]

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import copy
+import os
 import time
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from transformers import GenerationConfig
 
+from kvcap.runtime import session_file, session_state
 from kvcap.runtime.budget_cache import BudgetCache
 from kvcap.runtime.errors import EmptyPrompt
 from kvcap.runtime.loop import BlockLoop
+from kvcap.runtime.pins import message_spans, system_span
 from kvcap.runtime.sampling import Sampler
+from kvcap.runtime.session_file import SessionFile
 from kvcap.runtime.text import Message, TextStream, render, render_turn
 
 if TYPE_CHECKING:
@@ -86,9 +91,14 @@ class Session:
         self.turn = Turn()
         self.on_block: Callable[[int, int], None] | None = None
         """Called while a prompt is read: (tokens read, tokens of the prompt)."""
+        self.pinned: set[int] = set()
+        """Which of `messages` are never evicted."""
+        self.pin_system = False
+        """Whether the system prompt is never evicted, from the next time it is read."""
         self._unread: list[int] = []  # the last token said, until it is read
         self._unread_since = 0  # what the cache had seen when it was said
-        self._draws = torch.Generator()
+        self._warned = False  # that positions are beyond what the model was trained on
+        self.draws = torch.Generator()
         self._seed(seed)
         self._loop = BlockLoop(runtime.model, runtime.new_cache())
 
@@ -114,8 +124,59 @@ class Session:
             turn=self.turn,
         )
 
-    def send(self, text: str) -> Iterator[str]:
-        """Say `text` and stream the answer.
+    @classmethod
+    def load(cls, runtime: Runtime, path: str | os.PathLike[str]) -> Session:
+        """The conversation saved in `path`, with memory of its own: a file may be loaded often.
+
+        A larger budget takes it as it is. A smaller one evicts, by scores that need no queries,
+        else the oldest tokens; so can another policy that needs nothing of the past it lacks.
+
+        Raises:
+            SessionFileCorrupt, SessionFileForeign, SessionFileNewer: it cannot be taken.
+            PinsTooLarge: its pinned tokens do not fit the budget.
+        """
+        session = cls(runtime)
+        session.restore(path)
+        return session
+
+    def restore(self, path: str | os.PathLike[str]) -> None:
+        """Become the conversation saved in `path`, or refuse as `load` does and stay as it is."""
+        with SessionFile(path) as file:
+            session_state.restore(self, file)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Save everything the conversation needs to go on as if nothing had been.
+
+        The file is replaced whole or not at all.
+
+        Raises:
+            SessionNotSaved: it cannot be written; an earlier one is as it was.
+            SessionBroken: a forward pass failed half-way.
+        """
+        session_file.write(path, *session_state.gather(self))
+
+    @property
+    def conversation(self) -> dict[str, Any]:
+        """What was said and set, as a session's file keeps it."""
+        return {
+            "messages": self.messages,
+            "system": self.system,
+            "pinned": sorted(self.pinned),
+            "pin_system": self.pin_system,
+            "unread": self._unread,
+            "unread_since": self._unread_since,
+            "seed": self.seed,
+        }
+
+    def take(self, conversation: dict[str, Any], draws: torch.Generator) -> None:
+        """Take over a `conversation` and the state of its draws."""
+        self.messages, self.system = conversation["messages"], conversation["system"]
+        self.pinned, self.pin_system = set(conversation["pinned"]), conversation["pin_system"]
+        self._unread, self._unread_since = conversation["unread"], conversation["unread_since"]
+        self.seed, self.draws, self.turn = conversation["seed"], draws, Turn()
+
+    def send(self, text: str, *, pin: bool = False) -> Iterator[str]:
+        """Say `text` and stream the answer; `pin` keeps it from ever being evicted.
 
         Where the cache is empty, as after `cache.reset()`, earlier messages are read again.
         Stopping early (closing the iterator, Ctrl-C) keeps what was said so far as the answer.
@@ -124,6 +185,7 @@ class Session:
             EmptyPrompt: nothing to say.
             ChatTemplateMissing: the tokenizer cannot chat.
             MemoryCapExceeded: the policy never evicts and the cap is reached.
+            PinsTooLarge: pinned tokens need more slots than a head has.
         """
         if not text.strip():
             raise EmptyPrompt("the message is empty; write something to answer")
@@ -134,6 +196,9 @@ class Session:
             turn = render_turn(tokenizer, self.system, text, first=not self.cache.seen)
         ids = self._after_unread(self.encode(turn))
         self._loop.check_room(len(ids))
+        pinned = self.pinned | ({len(self.messages)} if pin else set())
+        self._pin(ids, [*self.messages, message], pinned, pin)
+        self.pinned = pinned
         self.messages.append(message)
         yield from self._answer(ids)
 
@@ -155,18 +220,34 @@ class Session:
         ids = self.encode(render(self.runtime.tokenizer, [*self._opening, *self.messages]))
         self.cache.reset()
         self._loop.check_room(len(ids))
+        self._pin(ids, self.messages, self.pinned)
         yield from self._answer(ids)
 
     def clear(self) -> None:
         """Forget the conversation; memory and settings stay."""
         self.cache.reset()
         self.messages.clear()
+        self.pinned.clear()
         self.turn = Turn()
 
     def encode(self, text: str, *, special: bool = False) -> list[int]:
         """Token ids of `text`; `special` lets the tokenizer add its opening token."""
         ids: list[int] = self.runtime.tokenizer(text, add_special_tokens=special)["input_ids"]
         return ids
+
+    def _pin(
+        self, ids: list[int], messages: list[Message], pinned: set[int], this: bool = False
+    ) -> None:
+        """Pin what is to stay of `ids`, which are read next: of all `messages`, or of one more."""
+        if seen := self.cache.seen:
+            self.cache.pin([(seen, seen + len(ids))] if this else [])
+            return
+
+        def written(some: Sequence[Message]) -> list[int]:
+            return self.encode(render(self.runtime.tokenizer, some))
+
+        spans = system_span(written, self.system) if self.pin_system and self.system else []
+        self.cache.pin(spans + message_spans(written, self._opening, messages, pinned, ids))
 
     def _after_unread(self, ids: list[int]) -> list[int]:
         """`ids` behind the last token of an answer that was cut short, said but not yet read."""
@@ -188,7 +269,7 @@ class Session:
     def _generate(self, ids: list[int]) -> Iterator[str]:
         """Read `ids` and stream what follows; `self.turn` is filled as it goes."""
         config, device = self.generation, self.runtime.model.device
-        sampler = Sampler(config, self._draws)
+        sampler = Sampler(config, self.draws)
         stream = TextStream(self.runtime.tokenizer, config.stop_strings or ())
         limit = config.max_new_tokens or MAX_NEW_TOKENS
         ends = _as_list(config.eos_token_id)
@@ -200,6 +281,7 @@ class Session:
         # A penalty looks back at this turn only: the history of a conversation has no bound.
         history = prompt[:, -self.runtime.plan.budget_tokens :]
         while True:
+            self._warn_beyond()
             token = sampler.next(logits, history)
             now = time.perf_counter()
             turn.completion_tokens += 1
@@ -238,9 +320,22 @@ class Session:
     def _seed(self, seed: int | None) -> None:
         self.seed = seed
         if seed is None:
-            self._draws.seed()
+            self.draws.seed()
         else:
-            self._draws.manual_seed(seed)
+            self.draws.manual_seed(seed)
+
+    def _warn_beyond(self) -> None:
+        """Say once that true positions have left what the model was trained on."""
+        layout = self.cache.layout
+        trained = layout.shape.trained_length
+        if self._warned or layout.positions != "true" or self.cache.seen <= trained:
+            return
+        self._warned = True
+        warnings.warn(
+            f"position {self.cache.seen:,} is beyond the {trained:,} tokens that the model was "
+            "trained on, so answers will suffer; compact positions stay within them",
+            stacklevel=2,
+        )
 
 
 def _as_list(ids: Any) -> list[int]:

@@ -46,6 +46,16 @@ class SlotPool:
         """Bytes that one slot of one head takes."""
         return self.nbytes // self.slots
 
+    def named(self) -> dict[str, Tensor]:
+        """Everything that belongs to a slot, by name."""
+        return {
+            "keys": self.keys, "values": self.values, "positions": self.positions, **self.side,
+        }  # fmt: skip
+
+    def kinds(self) -> dict[str, torch.dtype]:
+        """The side tensors' types by name."""
+        return {name: tensor.dtype for name, tensor in self.side.items()}
+
     def buffers(self) -> list[Tensor]:
         """Everything that belongs to a slot and moves with it."""
         return [self.keys, self.values, self.positions, *self.side.values()]

@@ -157,10 +157,17 @@ class Eviction:
 
     def pinned(self, seen: Observation) -> Tensor:
         """Slots that are never evicted. Bool [B, K, n]."""
+        sinks, recents = self.pins_of(seen)
+        mask = (seen.positions < sinks) | (seen.positions >= seen.seen - recents)
+        for start, stop in seen.pinned_spans:
+            mask = mask | ((seen.positions >= start) & (seen.positions < stop))
+        return mask
+
+    def pins_of(self, seen: Observation) -> tuple[int, int]:
+        """First and newest tokens that are never evicted from the heads that are looked at."""
         policy = self._policy(seen)
         sinks = max(policy.sinks_pinned(), self.sink_tokens)
-        recents = max(policy.recents_pinned(seen.budget), self.recent_tokens)
-        return (seen.positions < sinks) | (seen.positions >= seen.seen - recents)
+        return sinks, max(policy.recents_pinned(seen.budget), self.recent_tokens)
 
     def choose(self, scores: Tensor, pinned: Tensor, seen: Observation, count: int) -> Tensor:
         """The `count` slots of each head to give up, by `score`'s result. [B, K, count], unordered.

@@ -1,0 +1,206 @@
+"""The file a session is saved in: one safetensors file, replaced whole or not at all.
+
+Tensors are written one by one, so that saving needs no memory of the cache's size. A digest over
+everything tells a file that was cut short or changed from what was saved. Knows no session.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from kvcap.runtime.errors import SessionFileCorrupt, SessionFileNewer, SessionNotSaved
+
+FORMAT = "kvcap-session"
+VERSION = 1
+DTYPES = {
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+PIECE = 1 << 20  # bytes handed to the system at once
+Pieces = Sequence[Tensor]
+
+
+def write(path: str | os.PathLike[str], tensors: Mapping[str, Pieces], facts: Any) -> None:
+    """Save `tensors`, each in pieces along its first axis, and `facts`, which JSON can hold.
+
+    A new file in the same directory takes the old one's place only when all of it is on the disk.
+
+    Raises:
+        SessionNotSaved: a file of that name is as it was.
+    """
+    target = Path(os.path.realpath(path))
+    session = json.dumps(facts, separators=(",", ":"))
+    # Widest first, so that every tensor starts where its elements can be read in place.
+    names = sorted(tensors, key=lambda name: (-tensors[name][0].dtype.itemsize, name))
+    header: dict[str, Any] = {}
+    start = 0
+    for name in names:
+        pieces = tensors[name]
+        stop = start + sum(piece.numel() * piece.dtype.itemsize for piece in pieces)
+        kind, shape = DTYPES[pieces[0].dtype], _shape(pieces)
+        header[name] = {"dtype": kind, "shape": shape, "data_offsets": [start, stop]}
+        start = stop
+    header["__metadata__"] = {
+        "format": FORMAT,
+        "version": str(VERSION),
+        "session": session,
+        "digest": digest(session, ((name, tensors[name]) for name in sorted(names))),
+    }
+    head = json.dumps(header, separators=(",", ":")).encode()
+    head += b" " * (-len(head) % 8)
+    try:
+        pieces_of_all = (piece for name in names for piece in tensors[name])
+        _replace(target, len(head).to_bytes(8, "little") + head, pieces_of_all)
+    except OSError as error:
+        raise SessionNotSaved(
+            f"the session cannot be saved in {str(path)!r} ({error.strerror or error}); free some "
+            "room or give another file"
+        ) from error
+
+
+def _replace(target: Path, head: bytes, tensors: Iterator[Tensor]) -> None:
+    descriptor, part = tempfile.mkstemp(".part", f".{target.name}.", target.parent)
+    try:
+        try:
+            _write_all(descriptor, memoryview(head))
+            for tensor in tensors:
+                _write_all(descriptor, _bytes(tensor))
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+        os.replace(part, target)
+    except BaseException:  # Ctrl-C too
+        with contextlib.suppress(OSError):
+            os.unlink(part)
+        raise
+    if os.name == "posix":  # the new name, too, must survive a power cut
+        directory = os.open(target.parent, os.O_RDONLY)
+        try:
+            os.fsync(directory)
+        finally:
+            os.close(directory)
+
+
+def _write_all(descriptor: int, data: memoryview) -> None:
+    while data:
+        data = data[os.write(descriptor, data[:PIECE]) :]
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    return memoryview(cast(Any, flat.view(torch.uint8).numpy()))
+
+
+def _shape(pieces: Pieces) -> list[int]:
+    return [sum(piece.shape[0] for piece in pieces), *pieces[0].shape[1:]]
+
+
+def digest(session: str, tensors: Iterator[tuple[str, Pieces]]) -> str:
+    """Of everything a file says: SHA-256, in hexadecimal digits."""
+    total = hashlib.sha256(session.encode())
+    for name, pieces in tensors:
+        total.update(f"\n{name} {DTYPES[pieces[0].dtype]} {_shape(pieces)}\n".encode())
+        for piece in pieces:
+            total.update(_bytes(piece))
+    return total.hexdigest()
+
+
+class SessionFile:
+    """A file that `write` made, open for reading; checked against its digest when it is opened.
+
+    Args:
+        path: of the file.
+
+    Raises:
+        SessionFileCorrupt: no such file, not a session's, cut short, or changed.
+        SessionFileNewer: of a format that this version does not know.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = str(path)
+        try:
+            opened: Any = safe_open
+            self._file = opened(self.path, framework="pt").__enter__()
+        except (SafetensorError, OSError, ValueError) as error:
+            reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
+            raise self.corrupt(f"it cannot be read ({reason})") from error
+        try:
+            self.facts = self._check()
+        except BaseException:
+            self.close()
+            raise
+
+    def _check(self) -> dict[str, Any]:
+        about = self._file.metadata() or {}
+        if about.get("format") != FORMAT:
+            raise self.corrupt("it is no kvcap session")
+        version = about.get("version", "")
+        if not (version.isascii() and version.isdigit()):
+            raise self.corrupt(f"its version is {version!r}")
+        if int(version) > VERSION:
+            raise SessionFileNewer(
+                f"{self.path!r} has session format {version}, this kvcap knows up to {VERSION}; "
+                "install a newer kvcap"
+            )
+        session = about.get("session", "")
+        self.names = frozenset(self._file.keys())
+        try:
+            found = digest(session, ((name, [self.tensor(name)]) for name in sorted(self.names)))
+            facts = json.loads(session)
+        except (SafetensorError, ValueError, KeyError, RuntimeError) as error:
+            raise self.corrupt("it cannot be decoded") from error
+        if found != about.get("digest") or not isinstance(facts, dict):
+            raise self.corrupt("its content is not what was saved")
+        return facts
+
+    def tensor(self, name: str) -> Tensor:
+        """One tensor, a copy in memory."""
+        found: Tensor = self._file.get_tensor(name)
+        return found
+
+    def taken(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """One tensor of a known shape and type.
+
+        Raises:
+            SessionFileCorrupt: there is none, or it is of another.
+        """
+        if name not in self.names:
+            raise self.corrupt(f"{name} is missing")
+        found = self.tensor(name)
+        if tuple(found.shape) != shape or found.dtype != dtype:
+            raise self.corrupt(
+                f"{name} is {list(found.shape)} of {found.dtype}, not {list(shape)} of {dtype}"
+            )
+        return found
+
+    def corrupt(self, why: str) -> SessionFileCorrupt:
+        """The error that refuses this file."""
+        return SessionFileCorrupt(
+            f"{self.path!r} cannot be loaded: {why}; give a file that kvcap saved"
+        )
+
+    def close(self) -> None:
+        """Let the file go."""
+        self._file.__exit__(None, None, None)
+
+    def __enter__(self) -> SessionFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

@@ -1,0 +1,206 @@
+"""What a session is on disk: gathered from a live one, checked against a runtime, put back.
+
+A layer's slots are saved row by row in the order they lie in memory, so that a session that is
+loaded into the same settings computes exactly what the saved one would have. Everything is checked
+before anything is changed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig
+
+import kvcap
+from kvcap.policies import Eviction
+from kvcap.policies.base import Component
+from kvcap.runtime.budget_cache import BudgetCache
+from kvcap.runtime.errors import SessionBroken, SessionFileForeign
+from kvcap.runtime.refill import Refill, saved
+from kvcap.runtime.session_file import SessionFile
+
+if TYPE_CHECKING:
+    from kvcap.runtime.runtime import Runtime
+    from kvcap.runtime.session import Session
+
+
+def gather(session: Session) -> tuple[dict[str, list[Tensor]], dict[str, Any]]:
+    """The tensors of a session, as views where they can be, and everything else.
+
+    Raises:
+        SessionBroken: layers have read different tokens.
+    """
+    cache, runtime = session.cache, session.runtime
+    if not cache.consistent:
+        raise SessionBroken(
+            "a forward pass failed half-way, so the session is no state to save; reset it (in "
+            "chat: /clear) and go on"
+        )
+    tensors, layers = {"draws": [session.draws.get_state()]}, list[dict[str, Any]]()
+    for index, layer in enumerate(cache.capped_layers):
+        pieces, figures = saved(layer)
+        tensors |= {f"layers.{index}.{name}": tensor for name, tensor in pieces.items()}
+        layers.append(figures)
+    for index, native in cache.sliding_layers.items():
+        if cache.seen:
+            tensors[f"sliding.{index}.keys"] = [native.keys]
+            tensors[f"sliding.{index}.values"] = [native.values]
+    facts = {
+        "kvcap": kvcap.__version__,
+        **_identity(runtime),
+        "policy": cache.eviction.name,
+        "parts": parts(cache.eviction),
+        "budget_tokens": cache.layout.budget_tokens,
+        "block_size": cache.block_size,
+        "allotments": cache.layout.allotments,
+        "seen": cache.seen,
+        "layers": layers,
+        "preferences": cache.balance and cache.balance.preferences,
+        "pinned_spans": cache.pinned_spans,
+        "conversation": session.conversation,
+        "generation": json.loads(session.generation.to_json_string(use_diff=False)),
+    }
+    return tensors, facts
+
+
+def restore(session: Session, file: SessionFile) -> None:
+    """Make `session` what was saved; its runtime stays.
+
+    Raises:
+        SessionFileForeign: another model, dtype or position mode, or a policy that cannot go on.
+        SessionFileCorrupt: not what a session can be. Nothing is changed by either.
+        PinsTooLarge: the pinned tokens do not fit the budget.
+    """
+    try:
+        facts = file.facts
+        _check_identity(facts, session.runtime, file.path)
+        generation = GenerationConfig.from_dict(facts["generation"])
+        conversation = facts["conversation"]
+        draws = torch.Generator()
+        draws.set_state(file.taken("draws", tuple(draws.get_state().shape), torch.uint8))
+        refill = Refill(session.cache, file, continues(facts, session.cache, file.path))
+        _check_conversation(conversation)
+    except (KeyError, TypeError, ValueError, AttributeError, RuntimeError, IndexError) as error:
+        if isinstance(error, kvcap.KvcapError):
+            raise
+        raise file.corrupt(f"what it says cannot be ({error!r})") from error
+    refill.run()
+    session.generation = generation
+    session.take(conversation, draws)
+
+
+def continues(facts: Any, cache: BudgetCache, path: str) -> bool:
+    """Whether the cache goes on exactly as the saved one; else its policy can take it over.
+
+    Another policy can where it needs nothing of the past that the file lacks: state must be that of
+    equal parts, and enough queries must be in the window.
+
+    Raises:
+        SessionFileForeign: it cannot.
+    """
+    mine, saved, layout = parts(cache.eviction), facts["parts"], cache.layout
+    if mine == saved and facts["allotments"] == layout.allotments:
+        return bool(facts["block_size"] == cache.block_size)
+    if not facts["seen"]:
+        return False
+    name = cache.eviction.name
+    refused = f"{path!r} was saved under policy {facts['policy']!r}, which {name!r} cannot take up"
+    stateful = [slot for slot, c in _components(cache.eviction).items() if c.state]
+    for slot in [*stateful, *(["saliency"] if stateful else [])]:
+        if mine.get(slot) != saved.get(slot):
+            raise SessionFileForeign(
+                f"{refused}: it needs its own figures of every token; use {facts['policy']!r} "
+                "with the options it had, or a policy without state, such as keydiff"
+            )
+    if layout.ring_length > facts["layers"][0]["ring"]:
+        raise SessionFileForeign(
+            f"{refused}: it observes the last {layout.ring_length} queries and the file has "
+            f"{facts['layers'][0]['ring']}; use {facts['policy']!r} or a smaller window"
+        )
+    if not cache.eviction.policy.evicts:
+        held = max(max(layer["held"]) for layer in facts["layers"])
+        if held > layout.budget_tokens:
+            raise SessionFileForeign(
+                f"{refused}: it never evicts and {held} tokens are held; use a budget of {held}"
+            )
+    return False
+
+
+def parts(eviction: Eviction) -> dict[str, Any]:
+    """What an eviction is made of, with all options, as JSON keeps it."""
+    found: dict[str, Any] = {
+        slot: [f"{type(c).__module__}.{type(c).__qualname__}", c.options()]
+        for slot, c in _components(eviction).items()
+    }
+    found["pins"] = [eviction.sink_tokens, eviction.recent_tokens]
+    kept: dict[str, Any] = json.loads(json.dumps(found, default=str))
+    return kept
+
+
+def _components(eviction: Eviction) -> dict[str, Component]:
+    slots = {f.name: getattr(eviction, f.name) for f in fields(eviction)}
+    return {name: part for name, part in slots.items() if isinstance(part, Component)}
+
+
+def _identity(runtime: Runtime) -> dict[str, Any]:
+    """What must agree for keys and values to mean the same."""
+    return {
+        "model": runtime.name,
+        "revision": getattr(runtime.model.config, "_commit_hash", None),
+        "fingerprint": fingerprint(runtime.model),
+        "dtype": str(runtime.model.dtype).removeprefix("torch."),
+        "positions": runtime.plan.positions,
+    }
+
+
+def _check_identity(facts: dict[str, Any], runtime: Runtime, path: str) -> None:
+    mine = _identity(runtime)
+    if facts["fingerprint"] != mine["fingerprint"] and facts["dtype"] == mine["dtype"]:
+        raise SessionFileForeign(
+            f"{path!r} was saved by model {facts['model']!r} (revision {facts['revision']}), and "
+            f"this is {mine['model']!r} (revision {mine['revision']}); load it with that one"
+        )
+    for name, option in (("dtype", "--dtype"), ("positions", "--positions")):
+        if facts[name] != mine[name]:
+            raise SessionFileForeign(
+                f"{path!r} was saved with {name} {facts[name]!r}, this is {mine[name]!r}; start "
+                f"with {option} {facts[name]}"
+            )
+
+
+def fingerprint(model: Any) -> str:
+    """Of a model's config, without names and paths, and of a few values of every weight."""
+    config = model.config.get_text_config(decoder=True).to_dict()
+    aside = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache")
+    kept = {
+        key: value
+        for key, value in config.items()
+        if key not in aside and "attn_implementation" not in key
+    }
+    total = hashlib.sha256(json.dumps(kept, sort_keys=True, default=str).encode())
+    for name, weight in model.named_parameters():
+        some = weight.detach()
+        while some.dim() > 1:
+            some = some[0]
+        total.update(f"{name} {tuple(weight.shape)} {some[:4].float().tolist()}".encode())
+    return total.hexdigest()
+
+
+def _check_conversation(said: dict[str, Any]) -> None:
+    """Raise `ValueError` unless messages, pins and unread tokens are of the kinds they must be."""
+    for message in said["messages"]:
+        if not all(isinstance(message[key], str) for key in ("role", "content")):
+            raise ValueError("messages")
+    numbers = [*said["pinned"], *said["unread"], said["unread_since"]]
+    texts = [x for x in (said["system"],) if x is not None]
+    whole = all(type(n) is int and n >= 0 for n in numbers)
+    if not whole or not all(isinstance(text, str) for text in texts):
+        raise ValueError("what was said")
+    if any(n >= len(said["messages"]) for n in said["pinned"]) or len(said["unread"]) > 1:
+        raise ValueError("what was said")
+    bool(said["pin_system"]), said["seed"]

@@ -1,0 +1,422 @@
+"""Saved sessions: they go on exactly, are refused by name, and survive what befalls files."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import tiny_chat
+import torch
+from conftest import small_policy, tiny_model
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import kvcap
+from kvcap.policies import policies
+from kvcap.runtime import session_file
+from kvcap.runtime.errors import (
+    SessionFileCorrupt,
+    SessionFileError,
+    SessionFileForeign,
+    SessionFileNewer,
+    SessionNotSaved,
+)
+from kvcap.runtime.plan import MemoryPlan
+from kvcap.runtime.session import Session
+from kvcap.runtime.session_file import SessionFile
+
+SRC = str(Path(kvcap.__file__).parents[1])
+MODELS = {family: tiny_model(family) for family in ("llama", "gemma2", "gemma3_text", "smollm3")}
+
+
+def runtime_of(model, policy="keydiff", budget=24, block=8, positions="compact", **more):
+    """A runtime around a model; a conversation in tokens needs no tokenizer."""
+    eviction = small_policy(policy, model.config) if isinstance(policy, str) else policy
+    plan = MemoryPlan.of(
+        model.config, policy=eviction, kv_budget_tokens=budget, block_size=block,
+        dtype=model.dtype, positions=positions,
+    )  # fmt: skip
+    return kvcap.Runtime(model, None, plan, eviction, name="tiny", **more)
+
+
+def read_on(session, ids):
+    """Logits after a block and after every token of some steps."""
+    found = [session._loop.prefill(ids[:, :13])]
+    found += [session._loop.read(ids[:, i : i + 1]) for i in range(13, ids.shape[1])]
+    return torch.stack(found)
+
+
+@pytest.mark.parametrize("positions", ["compact", "true"])
+@pytest.mark.parametrize("policy", sorted(policies()))
+@pytest.mark.parametrize("family", sorted(MODELS))
+def test_a_loaded_session_goes_on_exactly(family, policy, positions, tokens, tmp_path):
+    """Logits are equal to the bit, and nothing is read again."""
+    model = MODELS[family]
+    budget = 120 if policy == "full" else 24
+    runtime = runtime_of(model, policy, budget, positions=positions)
+    session = runtime.session(seed=1)
+    ids = tokens(90)
+    session._loop.prefill(ids[:, :60])
+    for i in range(60, 66):
+        session._loop.read(ids[:, i : i + 1])
+    session.save(tmp_path / "s")
+    forks = [Session.load(runtime, tmp_path / "s") for _ in range(2)]
+    assert forks[0].cache.seen == 66
+    expected = read_on(session, ids[:, 66:])
+    for fork in forks:  # the second after the first: they share nothing
+        assert torch.equal(read_on(fork, ids[:, 66:]), expected)
+        assert fork.cache.held == session.cache.held
+        assert fork.cache.recomputed == session.cache.recomputed
+        assert fork.draws.get_state().equal(session.draws.get_state())
+
+
+def test_between_evictions(tokens, tmp_path):
+    """With evict_every the cache holds more than its budget for a while."""
+    runtime = runtime_of(MODELS["llama"], evict_every=6)
+    session, ids = runtime.session(), tokens(90)
+    session._loop.prefill(ids[:, :60])
+    for i in range(60, 64):
+        session._loop.read(ids[:, i : i + 1])
+    assert session.cache.held == 28
+    session.save(tmp_path / "s")
+    fork = Session.load(runtime, tmp_path / "s")
+    assert torch.equal(read_on(fork, ids[:, 64:]), read_on(session, ids[:, 64:]))
+
+
+@pytest.mark.parametrize("positions", ["compact", "true"])
+@pytest.mark.parametrize("policy", sorted(set(policies()) - {"full"}))
+def test_another_budget(policy, positions, tokens, tmp_path):
+    """A smaller one evicts on the way in, a larger one takes everything; both go on."""
+    model, ids = MODELS["smollm3"], tokens(120)
+    session = runtime_of(model, policy, 24, positions=positions).session()
+    session._loop.prefill(ids[:, :60])
+    session.save(tmp_path / "s")
+    for budget in (12, 40):
+        loaded = Session.load(
+            runtime_of(model, policy, budget, positions=positions), tmp_path / "s"
+        )
+        cache = loaded.cache
+        assert cache.held <= budget
+        for layer in cache.capped_layers:
+            for segment in layer.segments:
+                assert segment.held <= segment.budget
+        if budget == 40:
+            assert [c.held for c in cache.capped_layers] == [
+                c.held for c in session.cache.capped_layers
+            ]
+        assert read_on(loaded, ids[:, 60:]).isfinite().all()
+        assert loaded.cache.held <= budget + 1
+
+
+def test_a_smaller_budget_keeps_what_the_policy_would(tokens, tmp_path):
+    """KeyDiff needs no queries: the kept set is that of one eviction more."""
+    model, ids = MODELS["llama"], tokens(60)
+    session = runtime_of(model).session()
+    session._loop.prefill(ids)
+    session.save(tmp_path / "s")
+    loaded = Session.load(runtime_of(model, budget=12), tmp_path / "s")
+    one, two = session.cache.capped_layers[0], loaded.cache.capped_layers[0]
+    segment = one.segments[0]
+    keys = one._cache.rotation(segment.keys.device).back(segment.keys, segment.side("shift"))
+    seen = kvcap.Observation(keys, segment.values, segment.positions, seen=60, budget=12)
+    gone = session.cache.eviction.select(seen, 12)
+    for head in range(2):
+        kept = set(segment.positions[0, head].tolist())
+        kept -= set(segment.positions[0, head][gone[0, head]].tolist())
+        assert set(two.segments[0].positions[0, head].tolist()) == kept
+
+
+@pytest.mark.parametrize(
+    ("saved", "loaded", "takes"),
+    [
+        ("h2o", "keydiff", True),
+        ("adakv", "keydiff", True),
+        ("keydiff", "adakv", False),  # no window of queries
+        ("adakv", "snapkv", True),
+        ("cake", "adakv", True),
+        ("keydiff", "h2o", False),  # no accumulated attention
+        ("obcache-h2o", "h2o", False),
+        ("snapkv", "calidrop", True),
+        ("calidrop", "snapkv", True),
+        ("keydiff", "full", True),
+    ],
+)
+def test_another_policy(saved, loaded, takes, tokens, tmp_path):
+    model, ids = MODELS["smollm3"], tokens(90)
+    session = runtime_of(model, saved).session()
+    session._loop.prefill(ids[:, :60])
+    session.save(tmp_path / "s")
+    other = runtime_of(model, loaded, 60 if loaded == "full" else 24)
+    if not takes:
+        with pytest.raises(SessionFileForeign, match=saved):
+            Session.load(other, tmp_path / "s")
+        return
+    assert read_on(Session.load(other, tmp_path / "s"), ids[:, 60:]).isfinite().all()
+
+
+@pytest.fixture(scope="module")
+def chatting(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    tiny_chat.save(folder)
+    return kvcap.Runtime.from_pretrained(folder, kv_budget_tokens=32, block_size=16)
+
+
+@pytest.fixture
+def session(chatting):
+    session = chatting.session("Be kind.", seed=3)
+    session.set_generation(max_new_tokens=9, temperature=0.8)
+    "".join(session.send("Hello there, how are you today? I am well."))
+    return session
+
+
+def test_conversation_goes_on(session, chatting, tmp_path):
+    """Messages, settings, draws and the token not yet read: the same words follow."""
+    session.save(tmp_path / "s")
+    fork = Session.load(chatting, tmp_path / "s")
+    assert fork.messages == session.messages
+    assert fork.generation.to_dict() == session.generation.to_dict()
+    assert "".join(fork.send("And now?")) == "".join(session.send("And now?"))
+    assert fork.cache.seen == session.cache.seen
+    assert fork.stats.peak_bytes <= fork.stats.cap_bytes
+
+
+def test_nothing_said_yet(chatting, tmp_path):
+    one = chatting.session(seed=3)
+    one.save(tmp_path / "s")
+    two = Session.load(chatting, tmp_path / "s")
+    assert "".join(two.send("Hello")) == "".join(one.send("Hello"))
+
+
+def rewritten(source, target, change):
+    """A file with other content that its digest vouches for."""
+    with SessionFile(source) as file:
+        tensors = {name: [file.tensor(name)] for name in file.names}
+        facts = file.facts
+        change(tensors, facts)
+        session_file.write(target, tensors, facts)
+    return target
+
+
+def put(index, name, value):
+    def change(tensors, facts):
+        tensors[f"layers.{index}.{name}"] = [value(tensors[f"layers.{index}.{name}"][0])]
+
+    return change
+
+
+def fact(value, *keys):
+    def change(tensors, facts):
+        place = facts
+        for key in keys[:-1]:
+            place = place[key]
+        place[keys[-1]] = value
+
+    return change
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        put(0, "slots.keys", lambda x: x[:-1]),
+        put(0, "slots.keys", lambda x: x.double().float().half()),
+        put(1, "slots.values", lambda x: x * float("nan")),
+        put(0, "slots.positions", lambda x: x - 1000),
+        put(0, "slots.positions", lambda x: x + 1000),
+        put(0, "slots.positions", lambda x: x * 0),
+        put(0, "slots.shift", lambda x: x + 10_000),
+        put(0, "slots.shift", lambda x: x - 10_000),
+        lambda tensors, facts: tensors.pop("layers.0.slots.shift"),
+        lambda tensors, facts: tensors.pop("draws"),
+        lambda tensors, facts: facts.pop("messages", None) or facts.pop("conversation"),
+        fact(-1, "seen"),
+        fact("many", "seen"),
+        fact([], "layers"),
+        fact([5, 5], "layers", 0, "held"),
+        fact([64, 0], "layers", 0, "budgets"),
+        fact([99, 99], "layers", 0, "stays"),
+        fact([[5, 2]], "pinned_spans"),
+        fact([{"role": "user"}], "conversation", "messages"),
+        fact([-4], "conversation", "unread"),
+        fact([7], "conversation", "pinned"),
+        fact("warm", "generation"),
+        fact(None, "fingerprint"),
+    ],
+)
+def test_what_cannot_be_is_refused_and_changes_nothing(change, session, chatting, tmp_path):
+    """Even where the digest is right."""
+    session.save(tmp_path / "s")
+    bad = rewritten(tmp_path / "s", tmp_path / "bad", change)
+    before, logits = session.conversation, session.cache.capped_layers[0].keys.clone()
+    with pytest.raises(SessionFileError, match="bad"):
+        session.restore(bad)
+    assert session.conversation == before
+    assert torch.equal(session.cache.capped_layers[0].keys, logits)
+
+
+def test_foreign(session, chatting, tmp_path, tmp_path_factory):
+    session.save(tmp_path / "s")
+    folder = tmp_path_factory.mktemp("other")
+    tiny_chat.save(folder)
+    options = {"kv_budget_tokens": 32, "block_size": 16}
+
+    def load(message, **more):
+        runtime = kvcap.Runtime.from_pretrained(folder, **{**options, **more})
+        with pytest.raises(SessionFileForeign, match=message):
+            Session.load(runtime, tmp_path / "s")
+
+    load("--dtype float32", dtype="bfloat16")
+    load("--positions compact", positions="true")
+    # the same weights under another name are the same model
+    same = Session.load(kvcap.Runtime.from_pretrained(folder, **options), tmp_path / "s")
+    assert same.cache.seen == session.cache.seen
+    with torch.no_grad():
+        same.runtime.model.model.embed_tokens.weight.mul_(1.5)
+    with pytest.raises(SessionFileForeign, match="saved by model"):
+        Session.load(same.runtime, tmp_path / "s")
+
+
+def test_newer(session, chatting, tmp_path, monkeypatch):
+    monkeypatch.setattr(session_file, "VERSION", 2)
+    session.save(tmp_path / "s")
+    monkeypatch.undo()
+    with pytest.raises(SessionFileNewer, match="format 2"):
+        Session.load(chatting, tmp_path / "s")
+
+
+@pytest.mark.parametrize("content", [b"", b"x", b"\0" * 100, b"Hello, this is a text." * 9])
+def test_no_session(content, chatting, tmp_path):
+    (tmp_path / "s").write_bytes(content)
+    with pytest.raises(SessionFileCorrupt, match="cannot be loaded"):
+        Session.load(chatting, tmp_path / "s")
+
+
+def test_no_such_file(chatting, tmp_path):
+    for path in (tmp_path / "none", tmp_path):
+        with pytest.raises(SessionFileCorrupt, match="cannot be read"):
+            Session.load(chatting, path)
+
+
+def test_another_safetensors_file(chatting, tmp_path):
+    from safetensors.torch import save_file
+
+    save_file({"x": torch.zeros(3)}, tmp_path / "s")
+    with pytest.raises(SessionFileCorrupt, match="no kvcap session"):
+        Session.load(chatting, tmp_path / "s")
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=150)
+@given(data=st.data())
+def test_changed_bytes_never_load(data, saved_bytes, chatting, tmp_path):
+    """Flipped, cut or extended: a named error, or what was saved to the bit."""
+    content = bytearray(saved_bytes)
+    # Half of the examples hit the header, where most can go wrong.
+    last = data.draw(st.sampled_from([4000, len(content) - 1]))
+    at = data.draw(st.integers(0, last))
+    kind = data.draw(st.sampled_from(["flip", "cut", "extend", "zero"]))
+    if kind == "flip":
+        content[at] ^= 1 << data.draw(st.integers(0, 7))
+    elif kind == "cut":
+        del content[at:]
+    elif kind == "extend":
+        content += data.draw(st.binary(min_size=1, max_size=20))
+    else:
+        content[at : at + 16] = bytes(len(content[at : at + 16]))
+    path = tmp_path / "s"
+    path.write_bytes(content)
+    if content == saved_bytes:
+        return
+    with pytest.raises(SessionFileError):
+        Session.load(chatting, path)
+
+
+@pytest.fixture(scope="module")
+def saved_bytes(chatting, tmp_path_factory):
+    session = chatting.session(seed=3)
+    session.set_generation(max_new_tokens=4)
+    "".join(session.send("Hello there!"))
+    path = tmp_path_factory.mktemp("saved") / "s"
+    session.save(path)
+    return path.read_bytes()
+
+
+def test_read_only_directory(session, chatting, tmp_path, monkeypatch):
+    """Root may write anywhere, so that the refusal itself is made."""
+    session.save(tmp_path / "s")
+    before = (tmp_path / "s").read_bytes()
+
+    def refused(*_, **__):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(session_file.tempfile, "mkstemp", refused)
+    with pytest.raises(SessionNotSaved, match="Permission denied"):
+        session.save(tmp_path / "s")
+    monkeypatch.undo()
+    with pytest.raises(SessionNotSaved, match="No such file"):
+        session.save(tmp_path / "none" / "s")
+    assert (tmp_path / "s").read_bytes() == before
+
+
+@pytest.mark.parametrize("name", ["write", "fsync", "replace"])
+def test_full_disk(name, session, chatting, tmp_path, monkeypatch):
+    session.save(tmp_path / "s")
+    before = (tmp_path / "s").read_bytes()
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(session_file.os, name, full)
+    with pytest.raises(SessionNotSaved, match="No space left"):
+        session.save(tmp_path / "s")
+    monkeypatch.undo()
+    assert (tmp_path / "s").read_bytes() == before
+    assert [p.name for p in tmp_path.iterdir()] == ["s"]
+
+
+KILLED = """
+import sys, torch
+sys.path[:0] = sys.argv[2:]
+from kvcap.runtime.session_file import write
+count = 0
+while True:
+    count += 1
+    write(sys.argv[1], {"x": [torch.full((300_000,), count)]}, {"count": count})
+    print(count, flush=True)
+"""
+
+
+@pytest.mark.skipif(os.name != "posix", reason="needs SIGKILL")
+def test_killed_at_any_moment(tmp_path):
+    """Whatever is on the disk is one whole save."""
+    path, wait = tmp_path / "s", random.Random(0)
+    for _ in range(6):
+        process = subprocess.Popen(
+            [sys.executable, "-c", KILLED, str(path), SRC], stdout=subprocess.PIPE
+        )
+        assert process.stdout is not None
+        process.stdout.readline()  # saved once at least
+        time.sleep(wait.random() * 0.05)
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
+        process.stdout.close()
+        with SessionFile(path) as file:
+            assert file.facts == {"count": int(file.tensor("x")[0])}
+            assert file.tensor("x").unique().numel() == 1
+
+
+def test_other_tools_can_look_inside(session, tmp_path):
+    """Metadata says what is inside to who looks with other tools."""
+    from safetensors import safe_open
+
+    session.save(tmp_path / "s")
+    with safe_open(tmp_path / "s", framework="pt") as file:
+        facts = json.loads(file.metadata()["session"])
+        assert file.metadata()["format"] == "kvcap-session"
+        assert facts["policy"] == "keydiff"
+        assert file.get_tensor("layers.0.slots.keys").shape == (2 * 32, 16)
