@@ -33,6 +33,8 @@ class Chat:
 
     session: Session
     output: Output
+    file: str | None = None
+    """Where the conversation is saved after every answer, if anywhere."""
     code: int = OK
     """The first exit code that was not 0."""
     over: bool = False
@@ -56,6 +58,15 @@ class Chat:
             code = exit_code(error)
         self.code = self.code or code
 
+    def keep(self) -> None:
+        """Save the conversation where it has a file.
+
+        Raises:
+            SessionNotSaved: it cannot be written.
+        """
+        if self.file is not None:
+            self.session.save(self.file)
+
     def banner(self) -> list[str]:
         """What a user should know at the start."""
         runtime, model = self.session.runtime, self.session.runtime.model
@@ -71,8 +82,13 @@ class Chat:
             )
         return [*lines, "/help lists the commands · Ctrl-C stops an answer · Ctrl-D leaves"]
 
-    def _say(self, text: str) -> int:
-        return answer(self.session, self.session.send(text), self.output)
+    def _say(self, text: str, *, pin: bool = False) -> int:
+        return self._answer(self.session.send(text, pin=pin))
+
+    def _answer(self, pieces: Iterator[str]) -> int:
+        code = answer(self.session, pieces, self.output)
+        self.keep()
+        return code
 
     def _command(self, text: str) -> int:
         name, _, rest = text[1:].partition(" ")
@@ -147,9 +163,11 @@ class Chat:
         }
         runtime = old.runtime.with_policy(load_policy(name, **{**pins, **pairs(texts)}))
         messages, system, seed, generation = old.messages, old.system, old.seed, old.generation
+        pinned, pin_system = old.pinned, old.pin_system
         del self.session, old  # their memory first: two caches would be over the cap
         self.session = runtime.session(system, seed=seed, generation=generation)
-        self.session.messages = messages
+        self.session.messages, self.session.pinned = messages, pinned
+        self.session.pin_system = pin_system
         cap = f"policy {name}, {runtime.plan.budget_tokens:,} slots in {size(runtime.cap_bytes)}"
         dim(f"{cap}{REREAD if messages else ''}")
 
@@ -165,7 +183,27 @@ class Chat:
         if not self.session.messages:
             raise EmptyPrompt("there is nothing to answer again; say something first")
         self.session.cache.reset()  # so that what this turn evicts is counted from nothing
-        return answer(self.session, self.session.regenerate(), self.output)
+        return self._answer(self.session.regenerate())
+
+    def _pin(self, rest: str) -> int:
+        if rest:
+            return self._say(rest, pin=True)
+        pinned = [self.session.messages[index]["content"] for index in sorted(self.session.pinned)]
+        dim("\n".join(pinned) or "nothing is pinned; /pin TEXT says TEXT and never evicts it")
+        return OK
+
+    def _save(self, rest: str) -> None:
+        if not rest:
+            raise ValueError("give a file, such as /save chat.safetensors")
+        self.session.save(os.path.expanduser(rest))
+        dim(f"saved in {rest}; /load or --session goes on from there")
+
+    def _load(self, rest: str) -> None:
+        if not rest:
+            raise ValueError("give a file that /save or --session wrote")
+        self.session.restore(os.path.expanduser(rest))
+        turns = sum(message["role"] == "user" for message in self.session.messages)
+        dim(f"loaded {turns:,} turns · {figures(self.session.stats)}")
 
     def _exit(self, _: str) -> None:
         self.over = True
@@ -177,8 +215,11 @@ class Chat:
         "stats": ("", "tokens seen, kept and evicted", _stats),
         "mem": ("", "memory in use", _mem),
         "policy": ("NAME [K=V ...]", "switch the policy; reads the conversation again", _policy),
+        "pin": ("[TEXT]", "say something that is never evicted, or show what is pinned", _pin),
         "system": ("[TEXT]", "show or set the system prompt", _system),
         "regen": ("", "answer again; reads the conversation again", _regen),
+        "save": ("FILE", "save the conversation, to the bit", _save),
+        "load": ("FILE", "go on with a saved conversation", _load),
         "exit": ("", "leave", _exit),
     }
 

@@ -43,12 +43,15 @@ def chat_command(
 
     runtime = load(model, budget, running, output)
     render_turn(runtime.tokenizer, None, "Hello!", first=False)  # can it chat?
-    chat = Chat(start(runtime, running, sampling), output)
+    chat = Chat(start(runtime, running, sampling), output, running.session)
     if sys.stdin.isatty() and styled():
         from kvcap.runtime.terminal import converse
 
-        raise typer.Exit(converse(chat))
-    raise typer.Exit(chat.script(sys.stdin))
+        code = converse(chat)
+    else:
+        code = chat.script(sys.stdin)
+    chat.keep()
+    raise typer.Exit(code)
 
 
 @grouped
@@ -103,7 +106,10 @@ def generate_command(
         raise ValueError("the prompt is empty; give at least one word")
     session = start(load(model, budget, running, output), running, sampling)
     pieces = session.complete(prompt) if raw else session.send(prompt)
-    raise typer.Exit(answer(session, pieces, output))
+    code = answer(session, pieces, output)
+    if running.session is not None:
+        session.save(running.session)
+    raise typer.Exit(code)
 
 
 @grouped
@@ -181,13 +187,32 @@ def load(model: str, budget: Budget, running: Running, output: Output) -> Runtim
 
 
 def start(runtime: Runtime, running: Running, sampling: Sampling) -> Session:
-    """A conversation with the settings that were given."""
-    given = sampling.given()
-    session = runtime.session(running.system_prompt, seed=given.pop("seed", None))
+    """A conversation with the settings that were given, from its file where there is one.
+
+    Raises:
+        ValueError: a system prompt that the file's conversation does not have, or none to pin.
+    """
+    given, system = sampling.given(), running.system_prompt
+    file = running.session
+    if file is not None and Path(file).exists():
+        session = runtime.session()
+        session.restore(file)
+        if system not in (None, session.system):
+            raise ValueError(
+                f"the conversation in {file!r} has another system prompt; leave --system-prompt "
+                "out, or change it in the chat with /system"
+            )
+    else:
+        session = runtime.session(system, seed=given.pop("seed", None))
+    if running.pin_system and not session.system:
+        raise ValueError("--pin-system needs a system prompt; give one with --system-prompt")
+    session.pin_system = session.pin_system or running.pin_system
     if given:
         session.set_generation(**given)
     return session
 
+    if file is not None:
+        session.save(file)  # what cannot be saved is better known before an answer
 
 def prompt_and_model(
     first: str | None, second: str | None, file: str | None, model: str

@@ -172,6 +172,17 @@ class Running:
 class Sampling:
     """How the next token is drawn; what is not given is the model's own setting."""
 
+    pin_system: Annotated[bool, option("--pin-system", help="Never evict the system prompt.")] = (
+        False
+    )
+    session: Annotated[
+        str | None,
+        option(
+            "--session",
+            metavar="FILE",
+            help="Go on with this conversation if there is one; saved after every answer.",
+        ),
+    ] = None
     max_new_tokens: Annotated[
         int | None,
         option(

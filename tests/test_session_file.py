@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import random
@@ -19,8 +20,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import kvcap
+from kvcap import cli
 from kvcap.policies import policies
 from kvcap.runtime import session_file
+from kvcap.runtime.chat import Chat
 from kvcap.runtime.errors import (
     SessionFileCorrupt,
     SessionFileError,
@@ -28,6 +31,7 @@ from kvcap.runtime.errors import (
     SessionFileNewer,
     SessionNotSaved,
 )
+from kvcap.runtime.options import Output
 from kvcap.runtime.plan import MemoryPlan
 from kvcap.runtime.session import Session
 from kvcap.runtime.session_file import SessionFile
@@ -420,3 +424,90 @@ def test_other_tools_can_look_inside(session, tmp_path):
         assert file.metadata()["format"] == "kvcap-session"
         assert facts["policy"] == "keydiff"
         assert file.get_tensor("layers.0.slots.keys").shape == (2 * 32, 16)
+
+
+@pytest.fixture
+def command(chatting, capsys, monkeypatch):
+    """The command line on the small model, in this process."""
+
+    def run(*arguments, stdin=b""):
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin), encoding="utf-8"))
+        rest = ("--max-kv-size", "32", "--block-size", "16", "--max-new-tokens", "6", "-q")
+        code = cli.run([arguments[0], *arguments[1:], *rest])
+        return code, *capsys.readouterr()
+
+    return run
+
+
+def test_the_command_line_goes_on(command, chatting, tmp_path):
+    """Three answers in three processes are those of one."""
+    model, file = chatting.name, str(tmp_path / "s")
+    texts = ("Hello!", "How are you?", "And now?")
+    whole = command("chat", model, stdin="\n".join(texts).encode())[1]
+    parts = [
+        command("generate", model, texts[0], "--session", file),
+        command("chat", model, "--session", file, stdin=texts[1].encode()),
+        command("generate", model, texts[2], "--session", file),
+    ]
+    assert [code for code, _, _ in parts] == [0, 0, 0]
+    assert "".join(out for _, out, _ in parts) == whole
+    assert len(Session.load(chatting, file).messages) == 6
+
+
+def test_options_that_cannot_be_with_a_session(command, chatting, tmp_path):
+    model, file = chatting.name, str(tmp_path / "s")
+    given = ("--system-prompt", "Be kind.", "--pin-system", "--session", file)
+    assert command("generate", model, "Hello!", *given)[0] == 0
+    assert Session.load(chatting, file).cache.pinned_spans
+    assert command("generate", model, "Hello!", *given)[0] == 0
+    given = ("--system-prompt", "Be rude.", "--session", file)
+    code, out, err = command("generate", model, "Hello!", *given)
+    assert (code, out) == (2, "")
+    assert "another system prompt" in err
+    code, _, err = command("generate", model, "Hello!", "--pin-system")
+    assert code == 2
+    assert "needs a system prompt" in err
+    none = str(tmp_path / "none" / "s")
+    code, out, err = command("generate", model, "Hello!", "--session", none)
+    assert (code, out) == (1, ""), "known before the answer"
+    assert "cannot be saved" in err
+    (tmp_path / "s").write_text("Hello")
+    code, out, err = command("generate", model, "Hello!", "--session", file)
+    assert (code, out) == (2, "")
+    assert "cannot be loaded" in err
+    assert (tmp_path / "s").read_text() == "Hello"
+
+
+def test_chat_commands(chatting, tmp_path, capsys):
+    session = chatting.session(seed=0)
+    session.set_generation(max_new_tokens=6)
+    chat = Chat(session, Output(quiet=True), str(tmp_path / "kept"))
+    file = tmp_path / "a file"
+    chat.take("/pin The door is blue.")
+    chat.take(f"/save {file}")
+    chat.take("Tell me more.")
+    first = session.messages[-1]["content"]
+    assert len(Session.load(chatting, tmp_path / "kept").messages) == 4
+    chat.take(f"/load {file}")
+    assert len(session.messages) == 2
+    chat.take("Tell me more.")
+    assert session.messages[-1]["content"] == first
+    capsys.readouterr()
+    chat.take("/pin")
+    assert "The door is blue." in capsys.readouterr().err
+    chat.take("/policy snapkv window=4")
+    chat.take("Go on.")
+    assert chat.session.pinned == {0}
+    assert chat.session.cache.pinned_spans
+    assert chat.code == 0
+    for line, says in (
+        ("/save", "give a file"),
+        ("/load", "give a file"),
+        (f"/load {tmp_path}/none", "cannot be read"),
+        (f"/save {tmp_path}/none/s", "cannot be saved"),
+        ("/pin " + "word " * 60, "pin less"),
+    ):
+        before = len(chat.session.messages)
+        chat.take(line)
+        assert says in capsys.readouterr().err
+        assert len(chat.session.messages) == before
