@@ -209,10 +209,10 @@ def start(runtime: Runtime, running: Running, sampling: Sampling) -> Session:
     session.pin_system = session.pin_system or running.pin_system
     if given:
         session.set_generation(**given)
-    return session
-
     if file is not None:
         session.save(file)  # what cannot be saved is better known before an answer
+    return session
+
 
 def prompt_and_model(
     first: str | None, second: str | None, file: str | None, model: str

@@ -156,6 +156,17 @@ class Running:
     system_prompt: Annotated[
         str | None, option("--system-prompt", metavar="TEXT", help="Said before the conversation.")
     ] = None
+    pin_system: Annotated[bool, option("--pin-system", help="Never evict the system prompt.")] = (
+        False
+    )
+    session: Annotated[
+        str | None,
+        option(
+            "--session",
+            metavar="FILE",
+            help="Go on with this conversation if there is one; saved after every answer.",
+        ),
+    ] = None
     device: Annotated[
         str | None,
         option("--device", metavar="NAME", help="cpu, cuda or mps (the best there is by default)."),
@@ -172,17 +183,6 @@ class Running:
 class Sampling:
     """How the next token is drawn; what is not given is the model's own setting."""
 
-    pin_system: Annotated[bool, option("--pin-system", help="Never evict the system prompt.")] = (
-        False
-    )
-    session: Annotated[
-        str | None,
-        option(
-            "--session",
-            metavar="FILE",
-            help="Go on with this conversation if there is one; saved after every answer.",
-        ),
-    ] = None
     max_new_tokens: Annotated[
         int | None,
         option(
