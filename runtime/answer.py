@@ -15,7 +15,8 @@ from kvcap.runtime.errors import MemoryCapExceeded
 from kvcap.runtime.meter import Meter, summary
 from kvcap.runtime.options import Output
 from kvcap.runtime.screen import CAP, INTERRUPTED, OK, complain, dim
-from kvcap.runtime.session import Session, Turn
+from kvcap.runtime.session import Session
+from kvcap.runtime.stats import Turn
 
 
 def answer(session: Session, pieces: Iterator[str], output: Output) -> int:

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from rich.cells import cell_len
 
 from kvcap.runtime.screen import size, styled
-from kvcap.runtime.session import Stats
+from kvcap.runtime.stats import Stats
 
 BAR = 24  # columns
 # Make room below (which scrolls at the bottom), remember the place, write, and return to it.

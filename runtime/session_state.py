@@ -85,7 +85,14 @@ def restore(session: Session, file: SessionFile) -> None:
         draws.set_state(file.taken("draws", tuple(draws.get_state().shape), torch.uint8))
         refill = Refill(session.cache, file, continues(facts, session.cache, file.path))
         _check_conversation(conversation)
-    except (KeyError, TypeError, ValueError, AttributeError, RuntimeError, IndexError) as error:
+    except (
+        LookupError,
+        TypeError,
+        ValueError,
+        AttributeError,
+        RuntimeError,
+        ArithmeticError,
+    ) as error:
         if isinstance(error, kvcap.KvcapError):
             raise
         raise file.corrupt(f"what it says cannot be ({error!r})") from error
@@ -187,7 +194,9 @@ def fingerprint(model: Any) -> str:
         some = weight.detach()
         while some.dim() > 1:
             some = some[0]
-        total.update(f"{name} {tuple(weight.shape)} {some[:4].float().tolist()}".encode())
+        total.update(
+            f"{name} {tuple(weight.shape)} {some.reshape(-1)[:4].float().tolist()}".encode()
+        )
     return total.hexdigest()
 
 

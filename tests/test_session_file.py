@@ -240,6 +240,8 @@ def fact(value, *keys):
         lambda tensors, facts: tensors.pop("draws"),
         lambda tensors, facts: facts.pop("messages", None) or facts.pop("conversation"),
         fact(-1, "seen"),
+        fact(10**30, "seen"),
+        fact(1e400, "seen"),
         fact("many", "seen"),
         fact([], "layers"),
         fact([5, 5], "layers", 0, "held"),
@@ -379,6 +381,25 @@ def test_full_disk(name, session, chatting, tmp_path, monkeypatch):
     with pytest.raises(SessionNotSaved, match="No space left"):
         session.save(tmp_path / "s")
     monkeypatch.undo()
+    assert (tmp_path / "s").read_bytes() == before
+    assert [p.name for p in tmp_path.iterdir()] == ["s"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs RLIMIT_FSIZE")
+def test_no_room_for_real(session, tmp_path):
+    """The system refuses to let a file grow beyond 1 KiB."""
+    code = (
+        "import resource, sys, torch; from kvcap.runtime.session_file import write\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (1024, 1024))\n"
+        "write(sys.argv[1], {'x': [torch.zeros(9999)]}, {})\n"
+    )
+    session.save(tmp_path / "s")
+    before = (tmp_path / "s").read_bytes()
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "s")], capture_output=True, text=True,
+        check=False, env={**os.environ, "PYTHONPATH": SRC},
+    )  # fmt: skip
+    assert "SessionNotSaved" in done.stderr
     assert (tmp_path / "s").read_bytes() == before
     assert [p.name for p in tmp_path.iterdir()] == ["s"]
 
