@@ -15,6 +15,7 @@ from kvcap.runtime.attention import NAME
 from kvcap.runtime.balance import LayerBalance
 from kvcap.runtime.budget_layer import BudgetLayer
 from kvcap.runtime.calibration import Calibration
+from kvcap.runtime.cap_guard import CapGuard
 from kvcap.runtime.errors import PlanInfeasible, UnsupportedModel
 from kvcap.runtime.evictor import SHIFT
 from kvcap.runtime.layout import CacheLayout, Positions
@@ -72,6 +73,8 @@ class BudgetCache(Cache):  # type: ignore[misc]
         does. The block loop sets it so that compact positions need no rotation on arrival."""
         self.pinned_spans: list[tuple[int, int]] = []
         """Tokens read, [start, stop), that are never evicted; see `pin`."""
+        self.guard: CapGuard | None = None
+        """Holds the process to a cap; the block loop asks it before every block."""
         self.frame = 0
         """What `longest` was when the block in hand arrived: all heads count it from there."""
         self._rotation: Rotation | None = None

@@ -131,7 +131,8 @@ def plan_command(
 
     sizes, eviction, dtype = budget.sizes(), budget.eviction(), parse_dtype(budget.dtype)
     try:
-        plan = MemoryPlan.of(load_config(resolve(model)), policy=eviction, dtype=dtype, **sizes)
+        config = load_config(resolve(model))
+        plan = MemoryPlan.of(config, policy=eviction, dtype=dtype, rehearse=True, **sizes)
     except PlanInfeasible as error:
         if not json_:
             raise
@@ -176,6 +177,7 @@ def load(model: str, budget: Budget, running: Running, output: Output) -> Runtim
             model,
             budget.eviction(),
             **budget.sizes(),
+            enforce=budget.enforce,
             dtype=budget.dtype,
             device=usable(running.device),
             evict_every=running.evict_every,

@@ -64,7 +64,8 @@ class BlockLoop:
         """Read one block [B, T], T up to `cache.room`; returns the last token's logits [B, V].
 
         Raises:
-            MemoryCapExceeded, BlockTooLarge: before anything is read.
+            MemoryCapExceeded, BlockTooLarge: before anything is read; or the system refused
+                memory half-way, then the cache is empty again.
             SessionBroken: an earlier pass failed half-way; reset the cache.
         """
         cache = self.cache
@@ -75,6 +76,8 @@ class BlockLoop:
             )
         start = cache.next_position
         position_ids = torch.arange(start, start + ids.shape[1], device=ids.device)[None]
+        if cache.guard is not None:
+            cache.guard.check(ids.shape[1])
         cache.reading_at = start
         try:
             with interrupts_deferred():
@@ -85,6 +88,14 @@ class BlockLoop:
                     use_cache=True,
                     logits_to_keep=1,
                 )
+        except (MemoryError, RuntimeError) as error:
+            if not out_of_memory(error):
+                raise
+            cache.reset()
+            raise MemoryCapExceeded(
+                f"the system refused the memory that a block of {ids.shape[1]} tokens takes; what "
+                "was held is forgotten, the conversation is read again with the next message"
+            ) from error
         finally:
             cache.reading_at = None
         self.peak_bytes = max(self.peak_bytes, cache.nbytes)
@@ -104,6 +115,14 @@ class BlockLoop:
                 f"{tokens} more were given, and the cap is {budget}; raise the budget to "
                 f"{cache.held + tokens} or choose a policy that evicts"
             )
+
+
+def out_of_memory(error: Exception) -> bool:
+    """Whether an allocator could not get memory."""
+    told = str(error)
+    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or (
+        isinstance(error, RuntimeError) and "DefaultCPUAllocator" in told
+    )
 
 
 @contextmanager

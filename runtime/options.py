@@ -89,6 +89,22 @@ class Budget:
             help="Or slots kept per KV head and layer (256 by default).",
         ),
     ] = None
+    memory_cap: Annotated[
+        str | None,
+        option(
+            "--memory-cap",
+            metavar="BYTES",
+            callback=_size,
+            help="Bytes of the whole process, weights too; takes the largest budget that fits.",
+        ),
+    ] = None
+    enforce: Annotated[
+        Literal["check", "rlimit"],
+        option(
+            "--enforce",
+            help="Hold --memory-cap by looking before every block, or by the system too.",
+        ),
+    ] = "check"
     block_size: Annotated[
         int | None,
         option(
@@ -145,7 +161,7 @@ class Budget:
                 "give --kv-budget or --kv-budget-tokens, not both "
                 "(KVCAP_KV_BUDGET and KVCAP_KV_BUDGET_TOKENS count too)"
             )
-        names = ("kv_budget", "kv_budget_tokens", "block_size", "positions")
+        names = ("kv_budget", "kv_budget_tokens", "memory_cap", "block_size", "positions")
         return {name: getattr(self, name) for name in names}
 
 

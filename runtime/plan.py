@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -17,10 +17,14 @@ from transformers import AutoModelForCausalLM
 
 from kvcap.policies import Eviction, load_policy
 from kvcap.runtime.errors import PlanInfeasible
+from kvcap.runtime.free_memory import process_bytes
 from kvcap.runtime.layout import CacheLayout, Positions, default_positions
 from kvcap.runtime.model_shape import ModelShape
+from kvcap.runtime.rehearsal import rehearse_block
 
 BLOCK_SIZE = 128
+LOADING = 64 << 20  # a tokenizer, the mapped file of weights, buffers of the first block
+RUNNING = 16 << 20  # the last of these alone
 UNITS = {"": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "t": 1000**4,
          "ki": 1024, "mi": 1024**2, "gi": 1024**3, "ti": 1024**4}  # fmt: skip
 
@@ -48,9 +52,11 @@ class MemoryPlan:
     query_window: int
     rotation_table: int
     sliding_layers: int  # at most, native layers with a window of their own
-    workspace: int  # estimate, one layer at a time
+    workspace: int  # of a block, one layer at a time; an estimate unless `rehearsed`
     logits: int
     weights: int
+    rehearsed: bool = False  # the workspace was found by running a block without data
+    baseline: int = 0  # the process before any of this, where a cap for all of it was given
 
     @property
     def cache_bytes(self) -> int:
@@ -67,8 +73,8 @@ class MemoryPlan:
 
     @property
     def total_bytes(self) -> int:
-        """Cache, workspace, logits and weights; the interpreter is not in it."""
-        return self.cache_bytes + self.workspace + self.logits + self.weights
+        """Cache, workspace, logits, weights and, where it is known, the process itself."""
+        return self.baseline + self.cache_bytes + self.workspace + self.logits + self.weights
 
     def as_dict(self) -> dict[str, Any]:
         """All fields and the two sums, for `kvcap plan --json`."""
@@ -91,6 +97,9 @@ class MemoryPlan:
         dtype: torch.dtype | None = None,
         positions: Positions | None = None,
         batch: int = 1,
+        memory_cap: str | int | None = None,
+        loaded: bool = False,
+        rehearse: bool = False,
     ) -> MemoryPlan:
         """Plan a run.
 
@@ -104,6 +113,10 @@ class MemoryPlan:
             dtype: of keys and values; the config's by default.
             positions: 'compact' or 'true'; compact where exact by default.
             batch: sequences.
+            memory_cap: bytes for the whole process, as it is now with weights, cache and
+                workspace; alone, it takes the largest `N` and block that fit.
+            loaded: the weights are in this process already.
+            rehearse: find the workspace exactly (on a CPU), in a second or so.
 
         Raises:
             PlanInfeasible: nothing fits, naming what would.
@@ -113,6 +126,12 @@ class MemoryPlan:
         dtype = dtype or getattr(config, "dtype", None) or torch.float32
         positions = positions or default_positions(ModelShape.of(config))
         plan = partial(_plan, config, eviction, dtype, positions, batch, _weight_count(config))
+        exactly = partial(_rehearsed, config, eviction, dtype, batch)
+        own = process_bytes() + (RUNNING if loaded else LOADING)
+        baseline = own - plan(1, 1).weights if loaded else own
+        if memory_cap is not None and kv_budget is None and kv_budget_tokens is None:
+            cap, trained = parse_bytes(memory_cap), ModelShape.of(config).trained_length
+            return _within(plan, exactly, cap, block_size, eviction, trained, baseline)
         if kv_budget is None:
             tokens = 256 if kv_budget_tokens is None else kv_budget_tokens
             found = plan(tokens, BLOCK_SIZE if block_size is None else block_size)
@@ -123,7 +142,16 @@ class MemoryPlan:
         shape = ModelShape.of(config)
         for kept in eviction.allot(found.budget_tokens, len(shape.capped), shape.kv_heads):
             eviction.check(kept)
-        return found
+        if memory_cap is not None:
+            found = replace(exactly(found), baseline=baseline)
+            if found.total_bytes > (cap := parse_bytes(memory_cap)):
+                raise PlanInfeasible(
+                    f"{_parts(found)} for {found.budget_tokens:,} slots and blocks of "
+                    f"{found.block_size:,}, more than the cap of {cap:,}; leave the KV budget out "
+                    "to have the largest taken that fits"
+                )
+            return found
+        return exactly(found) if rehearse else found
 
 
 def parse_bytes(size: str | int) -> int:
@@ -165,16 +193,69 @@ def _plan(
     # Norms after the output projection are taken one query head at a time.
     projected = 4 * block * shape.hidden_size * ("output_projection" in eviction.observes)
     rotated = 4 * largest * shape.head_size * 4 * any(layout.rotates)
+    sizes: dict[str, Any] = layout.nbytes(batch, dtype)
     return MemoryPlan(
         policy=eviction.name,
         positions=positions,
         budget_tokens=tokens,
         block_size=block,
         dtype=str(dtype).removeprefix("torch."),
-        **layout.nbytes(batch, dtype),
+        **sizes,
         workspace=batch * (hidden + rotated + 3 * shape.groups * rows * largest * 4 + projected),
         logits=batch * shape.vocabulary * (dtype.itemsize + 4),
         weights=weights * dtype.itemsize,
+    )
+
+
+def _rehearsed(
+    config: Any, eviction: Eviction, dtype: torch.dtype, batch: int, plan: MemoryPlan
+) -> MemoryPlan:
+    """The plan with the workspace that a rehearsal finds."""
+    sizes = (plan.budget_tokens, plan.block_size, dtype, plan.positions, batch)
+    return replace(plan, workspace=rehearse_block(config, eviction, *sizes), rehearsed=True)
+
+
+def _within(
+    plan: Callable[[int, int], MemoryPlan],
+    exactly: Callable[[MemoryPlan], MemoryPlan],
+    cap: int,
+    block: int | None,
+    eviction: Eviction,
+    trained_length: int,
+    baseline: int,
+) -> MemoryPlan:
+    """The plan with the most slots whose process stays within `cap` bytes."""
+    for size in [block] if block else [BLOCK_SIZE >> i for i in range(8)]:
+        least = max(1, eviction.pins(1), 0 if block else 2 * size)
+        most = max(least, trained_length - size)  # compact positions count what is held
+        found = replace(exactly(plan(least, size)), baseline=baseline)
+        if found.total_bytes > cap:
+            continue
+        step = plan(least + 1, size).total_bytes - plan(least, size).total_bytes
+        tokens = least
+        for _ in range(4):  # the workspace grows with the slots too, nearly evenly
+            more = (cap - found.total_bytes) // step
+            if not more or (more > 0 and tokens == most):
+                break
+            tokens = min(most, max(least, tokens + more))
+            found = replace(exactly(plan(tokens, size)), baseline=baseline)
+        while found.total_bytes > cap:
+            tokens = max(least, tokens - max(1, -((cap - found.total_bytes) // step)))
+            found = replace(exactly(plan(tokens, size)), baseline=baseline)
+        return found
+    raise PlanInfeasible(
+        f"{_parts(found)} at the least, with {found.budget_tokens:,} slots and blocks of "
+        f"{found.block_size:,}, more than the cap of {cap:,}; raise it to {found.total_bytes:,}, "
+        "or take a smaller model or dtype"
+    )
+
+
+def _parts(plan: MemoryPlan) -> str:
+    """What makes up the total, in words."""
+    rest = plan.workspace + plan.logits
+    return (
+        f"the process takes {plan.baseline:,} bytes, weights {plan.weights:,}, the cache "
+        f"{plan.cache_bytes:,} and a block {rest:,}, together {plan.total_bytes:,},"
     )
 
 

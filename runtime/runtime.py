@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 from kvcap.policies import Eviction, load_policy
 from kvcap.runtime.attention import NAME
 from kvcap.runtime.budget_cache import BudgetCache
+from kvcap.runtime.cap_guard import CapGuard, Enforce, limit_data
 from kvcap.runtime.errors import ModelNotFound
 from kvcap.runtime.layout import Positions
 from kvcap.runtime.model_shape import ModelShape
@@ -40,11 +42,13 @@ class Runtime:
         name: str = "",
         kv_budget: int | None = None,
         evict_every: int = 1,
+        memory_cap: int | None = None,
     ) -> None:
         self.model, self.tokenizer, self.plan, self.eviction = model, tokenizer, plan, eviction
         self.name = name
         self.kv_budget = kv_budget  # bytes, where the cap was given in bytes
         self.evict_every = evict_every
+        self.memory_cap = memory_cap  # bytes of the whole process
 
     @property
     def cap_bytes(self) -> int:
@@ -64,6 +68,8 @@ class Runtime:
         device: str | torch.device | None = None,
         positions: Positions | None = None,
         evict_every: int = 1,
+        memory_cap: str | int | None = None,
+        enforce: Enforce = "check",
     ) -> Runtime:
         """Load a model to chat in fixed memory.
 
@@ -77,6 +83,10 @@ class Runtime:
             device: 'cpu', 'cuda' or 'mps'; the best there is by default.
             positions: 'compact' or 'true'; compact where exact by default.
             evict_every: in generation, evict every so many tokens.
+            memory_cap: bytes for the whole process, such as '2GiB'; without a KV budget, the
+                largest that fits is taken.
+            enforce: 'check' looks before every block; 'rlimit' also has the system refuse more
+                (on a GPU: the allocator, for the GPU's memory).
 
         Raises:
             ModelNotFound, UnsupportedModel, PlanInfeasible, PolicyError: before weights are read.
@@ -86,7 +96,8 @@ class Runtime:
         eviction = load_policy(policy) if isinstance(policy, str) else policy
         chosen = device or best_device()
         precision = parse_dtype(dtype) or getattr(config, "dtype", None) or torch.float32
-        plan = MemoryPlan.of(
+        plan_for = partial(
+            MemoryPlan.of,
             config,
             policy=eviction,
             kv_budget_tokens=kv_budget_tokens,
@@ -94,19 +105,28 @@ class Runtime:
             block_size=block_size,
             dtype=precision,
             positions=positions,
+            memory_cap=memory_cap,
         )
+        plan = plan_for()
         ModelShape.of(config, plan.budget_tokens + plan.block_size)
         loaded = AutoModelForCausalLM.from_pretrained(
             where, dtype=precision, attn_implementation=NAME
         )
+        tokenizer = AutoTokenizer.from_pretrained(where)
+        cap = None if memory_cap is None else parse_bytes(memory_cap)
+        if cap is not None:
+            plan = plan_for(loaded=True)  # what loading really took is known now
+            if enforce == "rlimit":
+                enforce_limit(cap, chosen)
         return cls(
             loaded.to(chosen).eval(),
-            AutoTokenizer.from_pretrained(where),
+            tokenizer,
             plan,
             eviction,
             name=str(model),
             kv_budget=None if kv_budget is None else parse_bytes(kv_budget),
             evict_every=evict_every,
+            memory_cap=cap,
         )
 
     def new_cache(self) -> BudgetCache:
@@ -119,6 +139,9 @@ class Runtime:
             positions=self.plan.positions,
             evict_every=self.evict_every,
         )
+        if self.memory_cap is not None and self.model.device.type == "cpu":
+            block = self.plan.workspace + self.plan.logits
+            cache.guard = CapGuard(self.memory_cap, block, self.plan.block_size)
         return cache.allocate(1, self.model.dtype, self.model.device)
 
     def session(
@@ -154,7 +177,18 @@ class Runtime:
             name=self.name,
             kv_budget=self.kv_budget,
             evict_every=self.evict_every,
+            memory_cap=self.memory_cap,
         )
+
+
+def enforce_limit(cap: int, device: str | torch.device) -> None:
+    """Have the system, or on CUDA the allocator, refuse memory beyond `cap` bytes."""
+    device = torch.device(device)
+    if device.type != "cuda":
+        limit_data(cap)
+        return
+    _, total = torch.cuda.mem_get_info(device)
+    torch.cuda.set_per_process_memory_fraction(min(1.0, cap / total), device)
 
 
 def resolve(model: str | Path) -> str:

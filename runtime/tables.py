@@ -154,9 +154,13 @@ def print_plan(model: str, plan: MemoryPlan) -> None:
     ]
     rows = [(name, count, how) for name, count, how in parts if count]
     rows += [("KV cache, all of the above", plan.cache_bytes, "exact")]
-    rows += [("workspace of a block", plan.workspace, "estimate")]
-    rows += [("logits of a token", plan.logits, "estimate")]
-    rows += [("weights", plan.weights, "exact"), ("total", plan.total_bytes, "estimate")]
+    rows += [
+        ("workspace of a block", plan.workspace, "rehearsed" if plan.rehearsed else "estimate")
+    ]
+    rows += [("logits of a token", plan.logits, "estimate"), ("weights", plan.weights, "exact")]
+    if plan.baseline:
+        rows += [("Python, PyTorch, loading", plan.baseline, "measured here")]
+    rows += [("total", plan.total_bytes, "estimate")]
     for name, count, how in rows:
         bold = "bold" if name.startswith(("KV cache", "total")) else ""
         table.add_row(name, size(count), f"{count:,}", how, style=bold)
@@ -165,7 +169,8 @@ def print_plan(model: str, plan: MemoryPlan) -> None:
         f"{plan.block_size:,}, {plan.dtype}, {plan.positions} positions\n"
     )
     show(table)
-    dim("the total is without Python and PyTorch themselves")
+    if not plan.baseline:
+        dim("the total is without Python and PyTorch themselves; --memory-cap counts them")
 
 
 def show(table: Any) -> None:

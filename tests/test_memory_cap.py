@@ -1,0 +1,174 @@
+"""A cap on the whole process: planned, looked at before every block, enforced by the system."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from random import Random
+
+import pytest
+import torch
+from conftest import tiny_config
+from tiny_chat import save
+from typer.testing import CliRunner
+
+import kvcap
+from kvcap.cli import app
+from kvcap.pocket.corpus import filler
+from kvcap.runtime import cap_guard
+from kvcap.runtime.cap_guard import CapGuard
+from kvcap.runtime.errors import MemoryCapExceeded, PlanInfeasible
+from kvcap.runtime.free_memory import process_bytes
+from kvcap.runtime.plan import LOADING, MemoryPlan
+
+MIB = 1 << 20
+CONFIG = tiny_config("llama", max_position_embeddings=100_000)
+
+
+def plan(**options: object) -> MemoryPlan:
+    return MemoryPlan.of(CONFIG, dtype=torch.float32, **options)
+
+
+@pytest.mark.parametrize("policy", ["keydiff", "snapkv", "pyramidkv", "calidrop"])
+def test_the_plan_takes_the_largest_budget_that_fits(policy):
+    cap = process_bytes() + LOADING + 40 * MIB
+    found = plan(policy=policy, memory_cap=cap)
+    assert found.rehearsed
+    assert cap * 0.99 < found.total_bytes <= cap
+    assert found.baseline >= LOADING
+    assert found.block_size == 128
+
+
+def test_a_small_cap_takes_a_small_block():
+    least = plan(kv_budget_tokens=8, block_size=4, memory_cap=1 << 40)
+    found = plan(memory_cap=least.total_bytes + MIB // 4)
+    assert found.block_size < 128
+    assert found.budget_tokens >= 2 * found.block_size
+
+
+def test_compact_positions_stay_in_the_trained_window():
+    config = tiny_config("llama", max_position_embeddings=512)
+    found = MemoryPlan.of(config, dtype=torch.float32, memory_cap=1 << 40)
+    assert found.budget_tokens + found.block_size <= 512
+
+
+def test_what_does_not_fit_is_refused_with_what_would():
+    with pytest.raises(PlanInfeasible, match="raise it to") as refused:
+        plan(memory_cap=process_bytes() // 2)
+    assert "weights" in str(refused.value)
+    with pytest.raises(PlanInfeasible, match="leave the KV budget out"):
+        plan(kv_budget_tokens=100_000, memory_cap=process_bytes() + LOADING + 10 * MIB)
+    both = plan(kv_budget_tokens=100, memory_cap=process_bytes() + LOADING + 40 * MIB)
+    assert both.budget_tokens == 100
+
+
+def test_the_command_line(tmp_path):
+    runner = CliRunner()
+    cap = str(process_bytes() + LOADING + 100 * MIB)
+    done = runner.invoke(app, ["plan", "pocket", "--memory-cap", cap, "--json"])
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.stdout)
+    assert found["rehearsed"]
+    assert found["total_bytes"] <= int(cap)
+    shown = runner.invoke(app, ["plan", "pocket", "--memory-cap", cap])
+    assert "measured here" in shown.stdout
+    assert "rehearsed" in shown.stdout
+
+
+@pytest.mark.parametrize("enforce", ["check", "rlimit"])
+def test_a_process_stays_under_its_cap(enforce, tmp_path):
+    """The whole way: a long document, the largest cache that fits, the peak of a fresh process."""
+    lines = filler(Random(1))
+    (tmp_path / "long.txt").write_text(" ".join(next(lines) for _ in range(200)))
+    command = [sys.executable, "-m", "kvcap"]
+    env = {**os.environ, "PYTHONPATH": str(Path(kvcap.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
+    if enforce == "rlimit" and sys.platform != "linux":
+        pytest.skip("RLIMIT_DATA counts what is needed on Linux only")
+    refused = subprocess.run(
+        [*command, "plan", "pocket", "--memory-cap", "1MiB"],
+        capture_output=True, text=True, env=env, check=False,
+    )  # fmt: skip
+    assert refused.returncode == 3
+    cap = int(
+        refused.stderr.split("raise it to ")[1].split(",  or")[0].split(", or")[0].replace(",", "")
+    )
+    cap += 24 * MIB
+    with subprocess.Popen(
+        [*command, "generate", "-f", str(tmp_path / "long.txt"), "--memory-cap", str(cap),
+         "--enforce", enforce, "--max-new-tokens", "4", "--json"],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env,
+    ) as process:  # fmt: skip
+        out, err = process.stdout.read(), process.stderr.read()
+        _, status, usage = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+    assert process.returncode == 0, err
+    assert usage.ru_maxrss * 1024 <= cap
+    assert json.loads(out)["kv"]["budget_tokens"] > 1000
+
+
+def test_a_breach_is_seen_before_the_block_and_the_session_goes_on(tmp_path):
+    runtime = kvcap.Runtime.from_pretrained(save(tmp_path), kv_budget_tokens=64)
+    session = runtime.session()
+    session.set_generation(max_new_tokens=4)
+    "".join(session.send("Hello!"))
+    seen = session.cache.seen
+    session.cache.guard = CapGuard(cap=process_bytes() + MIB, workspace=8 * MIB, block=128)
+    with pytest.raises(MemoryCapExceeded, match="above the cap"):
+        "".join(session.send("word " * 200))
+    assert session.cache.consistent
+    assert session.cache.seen == seen
+    session.cache.guard = None
+    assert "".join(session.send("Hello again!")) is not None
+    assert session.cache.seen > seen
+
+
+def test_the_guard_counts_a_workspace_once(monkeypatch):
+    held = [100]
+    monkeypatch.setattr(cap_guard, "process_bytes", lambda: held[0])
+    guard = CapGuard(cap=150, workspace=40, block=10)
+    guard.check(10)
+    held[0] = 140  # the allocator keeps what the block gave back
+    guard.check(10)
+    held[0] = 151  # something else grew
+    with pytest.raises(MemoryCapExceeded, match="holds 151"):
+        guard.check(1)
+    tight = CapGuard(cap=150, workspace=80, block=10)
+    held[0] = 100
+    with pytest.raises(MemoryCapExceeded, match="a block of 6 would fit"):
+        tight.check(10)
+    tight.check(6)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_DATA counts what is needed on Linux")
+def test_the_system_refuses_and_the_conversation_can_go_on():
+    """A block larger than what is left fails in the allocator; the next message reads anew."""
+    code = """
+import resource, torch, kvcap
+from kvcap.runtime.cap_guard import limit_data
+from kvcap.runtime.errors import MemoryCapExceeded
+from kvcap.runtime.free_memory import process_bytes
+runtime = kvcap.Runtime.from_pretrained("pocket", policy="h2o", kv_budget_tokens=4096,
+                                        block_size=2048)
+session = runtime.session()
+"".join(session.send("Please remember: the code for the blue door is 4821."))
+_, hard = resource.getrlimit(resource.RLIMIT_DATA)
+limit_data(process_bytes() + (24 << 20))
+try:
+    "".join(session.send("word " * 1800))
+    print("nothing was refused")
+except MemoryCapExceeded as error:
+    print("refused:", error)
+resource.setrlimit(resource.RLIMIT_DATA, (hard, hard))
+del session.messages[2:]  # the long one
+print("".join(session.send("What is the code for the blue door?")))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False,
+        env={**os.environ, "PYTHONPATH": str(Path(kvcap.__file__).parents[1]),
+             "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert "refused: the system refused the memory" in done.stdout, done.stdout + done.stderr
+    assert "4821" in done.stdout
