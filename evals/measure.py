@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import gc
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.profiler import ProfilerActivity, profile
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from kvcap.evals.bench import Options
 from kvcap.runtime.budget_cache import BudgetCache
 from kvcap.runtime.loop import BlockLoop
+from kvcap.runtime.memory_meter import allocator_peak as allocator_peak
 
 VOCABULARY = 4096
 MIB = 1024 * 1024
@@ -33,26 +32,6 @@ def percentiles(values: Sequence[float]) -> dict[str, float]:
         torch.tensor([0.2, 0.5, 0.8], dtype=torch.float64)
     )
     return dict(zip(("p20", "p50", "p80"), quantiles.tolist(), strict=True))
-
-
-def allocator_peak(function: Callable[[], Any]) -> int:
-    """The most bytes of CPU tensors that `function` holds at once, beyond what there was before.
-
-    Exact: the running sum of every allocation and release that PyTorch's profiler sees. Resident
-    memory would not do, since a warm process reuses pages it already has.
-    """
-    gc.collect()
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
-        kept = function()
-    assert recorded.profiler is not None
-    events = recorded.profiler.kineto_results.events()
-    changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
-    now = peak = 0
-    for _, change in changes:
-        now += change
-        peak = max(peak, now)
-    del kept
-    return peak
 
 
 def eviction_ms(
