@@ -14,6 +14,7 @@ import typer
 
 from kvcap.evals import commands as evals
 from kvcap.evals.calibrate_command import calibrate_command
+from kvcap.evals.memory_command import memory
 from kvcap.runtime import commands
 from kvcap.runtime.screen import INTERRUPTED, USAGE, complain, exit_code
 
@@ -35,6 +36,7 @@ policies = typer.Typer(add_completion=False)
 policies.callback(invoke_without_command=True)(commands.policies_command)
 policies.command("calibrate")(calibrate_command)
 app.add_typer(policies, name="policies")
+app.add_typer(memory, name="memory")
 app.command("demo")(evals.demo_command)
 app.command("eval")(evals.eval_command)
 app.command("bench")(evals.bench_command)

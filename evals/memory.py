@@ -1,0 +1,209 @@
+"""Memory that must not grow: what reading a prompt takes, against the figures of a file.
+
+Bytes of the cache follow from its layout and must agree to the byte, everywhere. The allocator's
+peak also depends on what PyTorch's kernels take for a while, so it is measured on one thread and
+compared only where versions and the CPU's instruction set are those of the file.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kvcap.evals.machine import versions
+from kvcap.evals.table import grid
+from kvcap.policies import load_policy
+from kvcap.runtime.budget_cache import BudgetCache
+from kvcap.runtime.loop import BlockLoop
+from kvcap.runtime.memory_meter import cpu_peak, kv_bytes
+from kvcap.runtime.runtime import Runtime
+
+FORMAT = 1
+TOLERANCE = 0.02
+
+
+class BaselineUnusable(ValueError):
+    """The file of figures is missing, is none, or lacks a cell."""
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """What is measured: every combination."""
+
+    model: str = "pocket"
+    policies: tuple[str, ...] = ("keydiff", "snapkv", "h2o", "adakv")
+    budgets: tuple[int, ...] = (64, 256)
+    lengths: tuple[int, ...] = (1024, 2048)
+    block_size: int = 128
+
+
+@dataclass(frozen=True)
+class Figures:
+    """A cell of the matrix and its bytes."""
+
+    policy: str
+    budget: int
+    length: int
+    kv_bytes: int  # storage the cache holds after the prompt
+    planned_bytes: int
+    peak_bytes: int  # of the allocator while the prompt is read, cache included
+
+    @property
+    def key(self) -> tuple[str, int, int]:
+        """What tells it from other cells."""
+        return self.policy, self.budget, self.length
+
+    def __str__(self) -> str:
+        return f"{self.policy}, {self.budget} slots, {self.length:,} tokens"
+
+
+@dataclass(frozen=True)
+class Baseline:
+    """Figures, and what they were measured on."""
+
+    matrix: Matrix
+    measured_on: dict[str, str]
+    cells: tuple[Figures, ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {"format": FORMAT, **asdict(self)}
+
+    def write(self, path: Path) -> None:
+        """Replace the file, whole or not at all."""
+        part = path.with_name(f".{path.name}.{os.getpid()}")
+        try:
+            part.write_text(json.dumps(self.as_dict(), indent=1) + "\n")
+            part.replace(path)
+        finally:
+            part.unlink(missing_ok=True)
+
+    @classmethod
+    def read(cls, path: Path) -> Baseline:
+        """Read what `write` wrote.
+
+        Raises:
+            BaselineUnusable: missing or malformed.
+        """
+        make = "`kvcap memory update` makes one"
+        try:
+            found = json.loads(path.read_text())
+            if found["format"] != FORMAT:
+                raise ValueError(f"format {found['format']!r} rather than {FORMAT}")
+            matrix = found["matrix"]
+            matrix |= {k: tuple(matrix[k]) for k in ("policies", "budgets", "lengths")}
+            cells = tuple(_figures(row) for row in found["cells"])
+            return cls(Matrix(**matrix), dict(found["measured_on"]), cells)
+        except FileNotFoundError as error:
+            raise BaselineUnusable(f"there is no baseline {path}; {make}") from error
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise BaselineUnusable(f"{path} is no baseline ({error!r}); {make}") from error
+
+
+def _figures(row: Any) -> Figures:
+    found = Figures(**row)
+    for field in fields(Figures):
+        kind = str if field.name == "policy" else int
+        if type(getattr(found, field.name)) is not kind:
+            raise ValueError(f"{field.name} is {getattr(found, field.name)!r}")
+    return found
+
+
+def measure(matrix: Matrix, on_cell: Callable[[Figures], None] | None = None) -> Baseline:
+    """Measure every cell, on a CPU and one thread."""
+    runtime = Runtime.from_pretrained(matrix.model, device="cpu", block_size=matrix.block_size)
+    threads, cells = torch.get_num_threads(), []
+    torch.set_num_threads(1)  # kernels take buffers per thread
+    try:
+        for policy in matrix.policies:
+            for budget in matrix.budgets:
+                for length in matrix.lengths:
+                    cells.append(_measure(runtime.model, policy, budget, length, matrix.block_size))
+                    if on_cell is not None:
+                        on_cell(cells[-1])
+    finally:
+        torch.set_num_threads(threads)
+    on = {**versions(), "cpu": torch.backends.cpu.get_cpu_capability()}
+    del on["kvcap"], on["python"]  # what is under test, and what allocates no tensor
+    return Baseline(matrix, on, tuple(cells))
+
+
+def _measure(model: Any, policy: str, budget: int, length: int, block: int) -> Figures:
+    generator = torch.Generator().manual_seed(length)
+    ids = torch.randint(model.config.vocab_size, (1, length), generator=generator)
+
+    def read() -> BudgetCache:
+        cache = BudgetCache(model.config, budget, block, load_policy(policy))
+        BlockLoop(model, cache).prefill(ids)
+        return cache
+
+    with torch.inference_mode():
+        read()  # what kernels keep from their first call on
+    took = cpu_peak(read)
+    planned = sum(took.result.layout.nbytes(1, model.dtype).values())
+    return Figures(policy, budget, length, kv_bytes(took.result), planned, took.peak_bytes)
+
+
+def regressions(
+    now: Baseline, before: Baseline, tolerance: float = TOLERANCE
+) -> tuple[list[str], str]:
+    """What grew, a line for each, and why peaks were not compared (or nothing).
+
+    Raises:
+        BaselineUnusable: it lacks a cell, or is of other settings.
+    """
+    for name in ("model", "block_size"):
+        if getattr(now.matrix, name) != getattr(before.matrix, name):
+            raise BaselineUnusable(
+                f"the baseline's {name} is {getattr(before.matrix, name)!r}, not "
+                f"{getattr(now.matrix, name)!r}; make another with `kvcap memory update`"
+            )
+    other = {k: v for k, v in before.measured_on.items() if now.measured_on.get(k) != v}
+    why = ", ".join(
+        f"{k} {v} in the baseline, {now.measured_on.get(k)} here" for k, v in other.items()
+    )
+    known, found = {cell.key: cell for cell in before.cells}, list[str]()
+    for cell in now.cells:
+        if cell.key not in known:
+            raise BaselineUnusable(f"the baseline lacks {cell}; `kvcap memory update` adds it")
+        found += _grown(cell, known[cell.key], None if other else tolerance)
+    return found, why
+
+
+def _grown(cell: Figures, was: Figures, tolerance: float | None) -> list[str]:
+    found = []
+    for name, now, before in (
+        ("KV bytes", cell.kv_bytes, was.kv_bytes),
+        ("planned bytes", cell.planned_bytes, was.planned_bytes),
+    ):
+        if now != before:
+            found.append(f"{cell}: {name} {now:,}, baseline {before:,} ({now - before:+,})")
+    if cell.kv_bytes != cell.planned_bytes:
+        found.append(f"{cell}: KV bytes {cell.kv_bytes:,}, planned {cell.planned_bytes:,}")
+    if tolerance is not None and cell.peak_bytes > was.peak_bytes * (1 + tolerance):
+        share = cell.peak_bytes / was.peak_bytes - 1
+        found.append(
+            f"{cell}: peak {cell.peak_bytes:,}, baseline {was.peak_bytes:,} "
+            f"({cell.peak_bytes - was.peak_bytes:+,}, {share:+.1%}, allowed {tolerance:+.1%})"
+        )
+    return found
+
+
+def table(cells: Sequence[Figures], before: Baseline | None = None) -> str:
+    """The figures as Markdown; with a baseline, its peaks too."""
+    known = {cell.key: cell for cell in before.cells} if before else {}
+    header = ["policy", "slots", "tokens", "KV bytes", "planned", "peak", "peak before"]
+    rows = [
+        [c.policy, *(f"{n:,}" for n in (c.budget, c.length, c.kv_bytes, c.planned_bytes)),
+         f"{c.peak_bytes:,}", f"{known[c.key].peak_bytes:,}" if c.key in known else ""]
+        for c in cells
+    ]  # fmt: skip
+    return "\n".join(
+        grid(header if known else header[:-1], rows if known else [r[:-1] for r in rows])
+    )

@@ -1,0 +1,291 @@
+"""Memory does not grow: with the text, over a chat, after a session; each check can fail."""
+
+from __future__ import annotations
+
+import gc
+import json
+import re
+import subprocess
+import sys
+import weakref
+from importlib.metadata import entry_points
+from pathlib import Path
+
+import pytest
+import tiny_chat
+import torch
+from conftest import small_policy, tiny_config, tiny_model
+from transformers import DynamicCache, StaticCache
+
+import kvcap
+from kvcap.cli import run
+from kvcap.evals.measure import MIB
+from kvcap.policies import policies
+from kvcap.runtime.loop import BlockLoop
+from kvcap.runtime.process_peak import NotMeasured
+from kvcap.testing import cpu_peak, cuda_peak, kv_bytes, process_peak
+
+ROOT = Path(__file__).parents[1]
+INSTALLED = [e.name for e in entry_points(group="pytest11") if e.name == "kvcap"]
+PLUGIN = INSTALLED[0] if INSTALLED else "kvcap.runtime.pytest_plugin"
+BLOCK, BUDGET = 128, 64
+EVICTING = [name for name in policies() if name != "full"]
+SHARES = {"adakv", "cake", "criticalkv-adakv"}  # how slots are shared out depends on the text
+
+
+def read(name: str, length: int, layers: int = 1, fault=None):
+    """A cache that has read `length` tokens, and the peak of that."""
+    model = tiny_model("llama", num_hidden_layers=layers, max_position_embeddings=131072)
+    ids = torch.randint(3, 90, (1, length), generator=torch.Generator().manual_seed(0))
+    cache = kvcap.BudgetCache(model.config, BUDGET, BLOCK, small_policy(name, model.config))
+    loop = BlockLoop(model, cache)
+    took = cpu_peak(lambda: loop.prefill(ids, fault and (lambda done: fault(cache, done))))
+    return cache, took
+
+
+def flat(name: str, short: int, long: int, fault=None, slack=0.0, layers=1) -> None:
+    """Bytes and peak are the same after a short and a long text."""
+    (a, before), (b, after) = (read(name, length, layers, fault) for length in (short, long))
+    assert kv_bytes(a) == kv_bytes(b) == sum(b.layout.nbytes(1, torch.float32).values())
+    assert after.peak_bytes <= before.peak_bytes * (1 + slack)
+    # The last logits are held as the result; nothing else may be left beyond the first text's.
+    assert after.held_bytes <= before.held_bytes
+
+
+@pytest.mark.parametrize("name", EVICTING)
+def test_flat_from_1k_to_4k_for_every_policy(name):
+    flat(name, 1024, 4096, layers=2, slack=0.05 if name in SHARES else 0.0)
+
+
+@pytest.mark.parametrize("name", ["keydiff", "snapkv"])
+def test_flat_from_4k_to_64k(name):
+    flat(name, 4096, 65536)
+
+
+def test_a_planted_leak_of_one_mebibyte_is_seen():
+    kept = []
+
+    def leak(cache, done):
+        if done == 2048:
+            kept.append(torch.zeros(MIB, dtype=torch.uint8))
+
+    with pytest.raises(AssertionError):
+        flat("keydiff", 1024, 2048, leak)
+
+
+def test_a_planted_spike_is_seen():
+    def spike(cache, done):
+        if done == 2048:
+            torch.zeros(8 * MIB, dtype=torch.uint8)
+
+    with pytest.raises(AssertionError):
+        flat("keydiff", 1024, 2048, spike)
+
+
+def test_a_cache_that_grows_by_one_slot_is_seen():
+    def grow(cache, done):
+        if done == 2048:
+            pool = cache.capped_layers[0].segments[0].pool
+            pool.keys = torch.cat((pool.keys, pool.keys[:1]))
+
+    with pytest.raises(AssertionError):
+        flat("keydiff", 1024, 2048, grow)
+
+
+def test_a_view_that_pins_a_large_storage_is_seen():
+    def pin(cache, done):
+        if done == 2048:
+            pool = cache.capped_layers[0].segments[0].pool
+            large = pool.keys.new_zeros(4 * pool.slots, pool.keys.shape[1])
+            pool.keys = large[: pool.slots].copy_(pool.keys)
+
+    with pytest.raises(AssertionError):
+        flat("keydiff", 1024, 2048, pin)
+
+
+def test_other_caches_are_counted_by_storage():
+    config = tiny_config("llama")
+    big = torch.zeros(1, 2, 100, 16)
+    whole, shared = DynamicCache(config=config), DynamicCache(config=config)
+    for layer in range(2):
+        whole.update(big, big, layer)
+    assert kv_bytes(whole) == 4 * big.nbytes  # concatenated with nothing: copies
+    for layer in shared.layers:
+        layer.lazy_initialization(*([big] * (2 if "value" in _names(layer) else 1)))
+        layer.keys = layer.values = big[:, :, :1]
+    assert kv_bytes(shared) == big.nbytes  # one storage, pinned by four views
+    static = StaticCache(config=config, max_cache_len=50)
+    model = tiny_model("llama", "sdpa")
+    with torch.inference_mode():
+        model(torch.ones(1, 3, dtype=torch.long), past_key_values=static)
+    assert kv_bytes(static) >= 2 * 2 * 2 * 50 * 16 * 4
+
+
+def _names(layer) -> str:
+    return str(layer.lazy_initialization.__code__.co_varnames)
+
+
+@pytest.fixture(scope="module")
+def chat(tmp_path_factory):
+    folder = tiny_chat.save(tmp_path_factory.mktemp("chat"))
+    return kvcap.Runtime.from_pretrained(folder, kv_budget_tokens=48, block_size=16, device="cpu")
+
+
+def turns(session, count: int, fault=None) -> None:
+    for turn in range(count):
+        for _ in session.send(f"this is message {turn}"):
+            pass
+        session.messages.clear()  # text, not memory of the model
+        if fault is not None:
+            fault(session)
+
+
+def left_by_chat(chat, fault=None) -> tuple[int, int]:
+    """KV bytes and bytes left by 200 turns, after the first."""
+    session = chat.session(seed=0)
+    session.set_generation(max_new_tokens=2)
+    turns(session, 3)
+    before = kv_bytes(session.cache)
+    took = cpu_peak(lambda: turns(session, 200, fault))
+    return kv_bytes(session.cache) - before, took.held_bytes
+
+
+def test_two_hundred_turns_leave_nothing(chat):
+    grown, left = left_by_chat(chat)
+    assert grown == 0
+    assert left < 4096  # the state of the last turn
+
+
+def test_a_chat_that_leaks_a_little_is_seen(chat):
+    kept: list[torch.Tensor] = []
+    _, left = left_by_chat(chat, lambda session: kept.append(torch.zeros(64)))
+    assert left >= 200 * 256
+
+
+def dropped(chat, keep=None) -> list[weakref.ref]:
+    """The cache's tensors that outlive their session."""
+    session = chat.session(seed=0)
+    session.set_generation(max_new_tokens=2)
+    turns(session, 2)
+    found = [weakref.ref(x) for x in session.cache.buffers()]
+    assert found
+    if keep is not None:
+        keep.append(session.cache.buffers()[0])
+    del session
+    gc.collect()
+    return [x for x in found if x() is not None]
+
+
+def test_a_dropped_session_leaves_nothing(chat):
+    assert not dropped(chat)
+
+    def use():
+        session = chat.session(seed=0)
+        session.set_generation(max_new_tokens=2)
+        turns(session, 2)
+
+    use()
+    assert cpu_peak(use).held_bytes == 0
+
+
+def test_a_session_that_is_kept_alive_is_seen(chat):
+    assert dropped(chat, keep=[])
+
+
+def test_a_fresh_process(tmp_path):
+    script = tmp_path / "work.py"
+    script.write_text("import sys\nblock = bytearray(int(sys.argv[1])); block[::4096] = b'1' * "
+                      "len(block[::4096])\n")  # fmt: skip
+    small, large = process_peak(script, MIB), process_peak(script, 101 * MIB)
+    assert 99 * MIB < large.grown_bytes - small.grown_bytes < 115 * MIB
+    assert large.peak_bytes == large.baseline_bytes + large.grown_bytes
+    assert process_peak("json:loads", "[1]").peak_bytes > MIB
+    with pytest.raises(RuntimeError, match="JSONDecodeError"):
+        process_peak("json:loads", "nothing")
+    for wrong in ("json", "nowhere.py", ":f"):
+        with pytest.raises(ValueError, match="give 'module:function'"):
+            process_peak(wrong)
+    assert issubclass(NotMeasured, RuntimeError)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_the_gpu_meter_says_that_there_is_none():
+    with pytest.raises(RuntimeError, match="needs a CUDA device"):
+        cuda_peak(lambda: None)
+
+
+SMALL = ["--policies", "keydiff", "--budgets", "32", "--lengths", "256"]
+
+
+@pytest.fixture(scope="module")
+def baseline(tmp_path_factory):
+    path = tmp_path_factory.mktemp("baseline") / "memory.json"
+    assert run(["memory", "update", "--baseline", str(path), *SMALL]) == 0
+    return path
+
+
+def check(path: Path, *more: str) -> int:
+    return run(["memory", "check", "--baseline", str(path), *more])
+
+
+def test_what_did_not_grow_passes(baseline, capsys):
+    assert check(baseline, "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["regressions"] == []
+    assert found["peaks_not_compared"] is None
+    assert found["cells"] == json.loads(baseline.read_text())["cells"]  # deterministic
+
+
+@pytest.mark.parametrize(
+    ("figure", "factor", "said"),
+    [("kv_bytes", 2, "KV bytes"), ("planned_bytes", 2, "planned"), ("peak_bytes", 0.97, "peak")],
+)
+def test_what_grew_fails_with_the_cell_and_the_figures(
+    baseline, tmp_path, capsys, figure, factor, said
+):
+    document = json.loads(baseline.read_text())
+    now = document["cells"][0][figure]
+    was = document["cells"][0][figure] = int(now * factor)
+    path = tmp_path / "other.json"
+    path.write_text(json.dumps(document))
+    assert check(path) == 1
+    out = capsys.readouterr().out
+    assert re.search(rf"keydiff, 32 slots, 256 tokens: {said}.* {now:,}, baseline {was:,}", out)
+    if figure == "peak_bytes":
+        assert check(path, "--tolerance", "5") == 0
+        document["measured_on"]["torch"] = "1.0"
+        path.write_text(json.dumps(document))
+        assert check(path) == 0
+        assert "peaks were not compared: torch 1.0 in the baseline" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "text", [None, "", "[]", "{}", '{"format": 2}', '{"format": 1, "matrix": {}, "cells": [1]}']
+)
+def test_a_missing_or_malformed_baseline_is_wrong_input(tmp_path, capsys, text):
+    path = tmp_path / "memory.json"
+    if text is not None:
+        path.write_text(text)
+    assert check(path) == 2
+    assert "kvcap memory update" in capsys.readouterr().err
+
+
+def test_a_cell_the_baseline_lacks_is_wrong_input(baseline, capsys):
+    assert check(baseline, "--budgets", "33") == 2
+    assert "lacks keydiff, 33 slots" in capsys.readouterr().err
+
+
+def test_our_own_bytes_are_those_of_the_committed_baseline():
+    assert check(ROOT / "memory-baseline.json", "--lengths", "1024", "--budgets", "64") == 0
+
+
+def test_the_page_on_memory(tmp_path):
+    page = (ROOT / "docs" / "memory.md").read_text()
+    (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    test = tmp_path / "test_example.py"
+    test.write_text(code)
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", PLUGIN, "-p", "no:xdist", str(test)],
+        cwd=tmp_path, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert "2 passed" in done.stdout, done.stdout + done.stderr
