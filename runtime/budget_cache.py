@@ -304,7 +304,8 @@ class BudgetCache(Cache):  # type: ignore[misc]
         for layer in self.capped_layers:
             assert layer.evictor is not None
             for segment in layer.segments:
-                segment.held = segment.budget
+                spare = 0 if self.eviction.policy.evicts else self.block_size
+                segment.held = max(0, segment.budget - spare)
             layer.seen = shape.trained_length
             layer.evictor.moved = layer.rotates
         like = self._segments[0].pool.keys

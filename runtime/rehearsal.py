@@ -60,7 +60,8 @@ def rehearse_block(
             config, budget_tokens, block_size, _without_decisions(eviction), positions=positions
         )
         cache.allocate(batch, dtype, "cpu")
-        ids = torch.zeros(batch, block_size, dtype=torch.long)
+        longest = min(block_size, budget_tokens) if not eviction.policy.evicts else block_size
+        ids = torch.zeros(batch, longest, dtype=torch.long)
         tally = Tally((*model.parameters(), *model.buffers(), *cache.buffers(), ids))
         with tally:
             cache.pretend_full()  # native sliding layers replace what they hold

@@ -62,6 +62,13 @@ def test_every_policy_that_decides_nothing_by_contents(policy):
                          "calidrop-streaming_llm"}  # fmt: skip
 
 
+def test_a_policy_that_never_evicts_is_rehearsed_over_what_it_may_hold():
+    config = tiny_config("llama", **SIZES)
+    full = kvcap.load_policy("full")
+    for budget in (8, 200):
+        assert rehearse_block(config, full, budget, 64, torch.float32, "compact") > 0
+
+
 def test_a_forgotten_temporary_would_be_seen():
     """Planted: a policy that takes a mebibyte more raises the rehearsed peak by a mebibyte."""
     config = tiny_config("llama", **SIZES)
