@@ -4,7 +4,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-FOLDERS := runtime policies kernels export android_bench evals pocket tests src/kvcap/__init__.py src/kvcap/__main__.py src/kvcap/cli.py
+FOLDERS := runtime policies kernels export android_bench evals pocket tests src/kvcap/__init__.py src/kvcap/__main__.py src/kvcap/cli.py src/kvcap/testing.py
 
 .PHONY: chat test check build-check format clean
 
