@@ -50,9 +50,9 @@ class LayerBalance:
         self.preferences, self.floor = [None] * len(self.preferences), 0
 
     def _wanted(self, seen: int) -> list[int] | None:
-        """Slots of every layer by today's preferences, once all are known."""
+        """Slots of every layer by today's preferences, once all are known and there is need."""
         known = [p for p in self.preferences if p is not None]
-        if len(known) < len(self.preferences):
-            return None
+        if len(known) < len(self.preferences) or seen <= self.average:
+            return None  # while everything fits everywhere, nobody gives anything up
         most = [min(len(known) * self.average, seen)] * len(known)
         return self.budget.resplit(known, self.average, most, max(self.pinned, self.floor))

@@ -76,6 +76,18 @@ def test_block_loop_and_generation_equal_the_uncapped_model(family, tokens):
     close(torch.stack(logits, 1), uncapped(family, ids)[:, 29:])
 
 
+@pytest.mark.parametrize("policy", policies())
+def test_answers_evict_nothing_while_tokens_fit(policy, tokens):
+    ids = tokens(40)
+    model = tiny_model("llama")
+    eviction = small_policy(policy, model.config, recents=LENGTH)
+    loop = BlockLoop(
+        model, kvcap.BudgetCache(model.config, roomy(eviction, model.config), 7, eviction)
+    )
+    logits = [loop.prefill(ids[:, :30])] + [loop.read(ids[:, i : i + 1]) for i in range(30, 40)]
+    close(torch.stack(logits, 1), uncapped("llama", ids)[:, 29:])
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_low_precision_models(dtype, tokens):
     """No further from float32 than twice the uncapped model of the same precision."""
