@@ -132,6 +132,13 @@ class BudgetCache(Cache):  # type: ignore[misc]
         return self.block_size + min(0, 0, *free)
 
     @property
+    def spare(self) -> int:
+        """Tokens that fit before any head must evict."""
+        if not self._segments:
+            return min(min(kept) for kept in self.layout.allotments)
+        return max(0, min(segment.budget - segment.held for segment in self._segments))
+
+    @property
     def consistent(self) -> bool:
         """Whether all layers have read the same tokens; false after a pass failed half-way."""
         return len({layer.get_seq_length() for layer in self.layers}) == 1

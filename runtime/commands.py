@@ -209,6 +209,7 @@ def start(runtime: Runtime, running: Running, sampling: Sampling) -> Session:
     if running.pin_system and not session.system:
         raise ValueError("--pin-system needs a system prompt; give one with --system-prompt")
     session.pin_system = session.pin_system or running.pin_system
+    session.on_full = running.on_full
     if given:
         session.set_generation(**given)
     if file is not None:

@@ -9,7 +9,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
@@ -18,6 +18,8 @@ from kvcap.runtime.budget_cache import BudgetCache
 from kvcap.runtime.errors import MemoryCapExceeded, SessionBroken
 from kvcap.runtime.projection import check_projections
 
+OnFull = Literal["evict", "stop", "error"]
+
 
 class BlockLoop:
     """Runs `model` over `cache`; after every call the cache holds at most its budget.
@@ -25,15 +27,17 @@ class BlockLoop:
     Args:
         model: a causal language model loaded with `attn_implementation='kvcap'`.
         cache: made for the model's config.
+        on_full: what happens to tokens beyond the budget: 'evict', or nothing is ever evicted and
+            reading them is refused. 'stop' is 'error' here, and ends an answer in a session.
 
     Raises:
         UnsupportedModel: the policy reads the output projection, which is quantised or adapted.
     """
 
-    def __init__(self, model: Any, cache: BudgetCache) -> None:
+    def __init__(self, model: Any, cache: BudgetCache, on_full: OnFull = "evict") -> None:
         if "output_projection" in cache.eviction.observes:
             check_projections(model, cache.layout.shape)
-        self.model, self.cache = model, cache
+        self.model, self.cache, self.on_full = model, cache, on_full
         self.peak_bytes = 0  # the most storage the cache has held
 
     def prefill(self, ids: Tensor, on_block: Callable[[int], None] | None = None) -> Tensor:
@@ -46,7 +50,7 @@ class BlockLoop:
             on_block: called after each block with the number of tokens read so far.
 
         Raises:
-            MemoryCapExceeded: a policy that never evicts, and too many tokens; nothing is read.
+            MemoryCapExceeded: nothing may be evicted, and too many tokens; nothing is read.
         """
         self.check_room(ids.shape[1])
         done, logits = 0, None
@@ -74,6 +78,7 @@ class BlockLoop:
                 "an earlier forward pass failed half-way, so layers have read different tokens; "
                 "reset the cache (in chat: /clear) and read again"
             )
+        self.check_room(ids.shape[1])
         start = cache.next_position
         position_ids = torch.arange(start, start + ids.shape[1], device=ids.device)[None]
         if cache.guard is not None:
@@ -102,19 +107,22 @@ class BlockLoop:
         return cast(Tensor, out.logits[:, -1])
 
     def check_room(self, tokens: int) -> None:
-        """Refuse a prompt that a policy without eviction cannot take, before reading any of it.
+        """Where nothing may be evicted, refuse what does not fit before any of it is read.
 
         Raises:
             MemoryCapExceeded: naming the budget that would do.
         """
-        cache = self.cache
-        budget = cache.layout.budget_tokens
-        if not cache.eviction.policy.evicts and cache.held + tokens > budget:
-            raise MemoryCapExceeded(
-                f"policy {cache.eviction.name!r} never evicts: {cache.held} tokens are held, "
-                f"{tokens} more were given, and the cap is {budget}; raise the budget to "
-                f"{cache.held + tokens} or choose a policy that evicts"
-            )
+        cache, policy = self.cache, self.cache.eviction
+        if (policy.policy.evicts and self.on_full == "evict") or tokens <= cache.spare:
+            return
+        if policy.policy.evicts:
+            why, advice = f"on_full={self.on_full!r} evicts nothing", "leave on_full at 'evict'"
+        else:
+            why, advice = f"policy {policy.name!r} never evicts", "choose a policy that evicts"
+        raise MemoryCapExceeded(
+            f"{why}: {cache.held} tokens are held, {tokens} more were given, and the cap is "
+            f"{cache.layout.budget_tokens}; raise the budget to {cache.held + tokens} or {advice}"
+        )
 
 
 def out_of_memory(error: Exception) -> bool:

@@ -94,7 +94,12 @@ def figures(stats: Stats) -> str:
     return f"{kv(stats)} · seen {stats.seen_tokens:,} · evicted {stats.evicted_tokens:,}"
 
 
-ENDINGS = {"length": " · at max_new_tokens", "interrupted": " · stopped", "cap": " · at the cap"}
+ENDINGS = {
+    "length": " · at max_new_tokens",
+    "interrupted": " · stopped",
+    "cap": " · at the cap",
+    "full": " · the cache is full",
+}
 
 
 def summary(stats: Stats, evicted: int) -> str:

@@ -187,6 +187,14 @@ class Running:
         str | None,
         option("--device", metavar="NAME", help="cpu, cuda or mps (the best there is by default)."),
     ] = None
+    on_full: Annotated[
+        Literal["evict", "stop", "error"],
+        option(
+            "--on-full",
+            help="When the budget is used up: evict, end the answer, or fail with exit code 4.",
+            show_default=True,
+        ),
+    ] = "evict"
     evict_every: Annotated[
         int,
         option(

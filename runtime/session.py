@@ -7,7 +7,7 @@ import os
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 from transformers import GenerationConfig
@@ -15,7 +15,7 @@ from transformers import GenerationConfig
 from kvcap.runtime import session_file, session_state
 from kvcap.runtime.budget_cache import BudgetCache
 from kvcap.runtime.errors import EmptyPrompt
-from kvcap.runtime.loop import BlockLoop
+from kvcap.runtime.loop import BlockLoop, OnFull
 from kvcap.runtime.pins import message_spans, system_span
 from kvcap.runtime.sampling import Sampler
 from kvcap.runtime.session_file import SessionFile
@@ -64,6 +64,22 @@ class Session:
     def cache(self) -> BudgetCache:
         """The conversation's cache."""
         return self._loop.cache
+
+    @property
+    def on_full(self) -> OnFull:
+        """What happens when the budget is used up.
+
+        'evict'; or 'stop', which ends the answer there; or 'error', which raises
+        `MemoryCapExceeded`. With the last two nothing is ever evicted, and a message that does not
+        fit is refused before any of it is read.
+        """
+        return self._loop.on_full
+
+    @on_full.setter
+    def on_full(self, value: OnFull) -> None:
+        if value not in get_args(OnFull):
+            raise ValueError(f"on_full is {value!r}; use one of {', '.join(get_args(OnFull))}")
+        self._loop.on_full = value
 
     @property
     def stats(self) -> Stats:
@@ -142,7 +158,7 @@ class Session:
         Raises:
             EmptyPrompt: nothing to say.
             ChatTemplateMissing: the tokenizer cannot chat.
-            MemoryCapExceeded: the policy never evicts and the cap is reached.
+            MemoryCapExceeded: nothing may be evicted and the cap is reached.
             PinsTooLarge: pinned tokens need more slots than a head has.
         """
         if not text.strip():
@@ -255,6 +271,9 @@ class Session:
                 break
             if turn.completion_tokens >= limit:
                 turn.finish_reason = "length"
+                break
+            if self.on_full == "stop" and not self.cache.spare:
+                turn.finish_reason = "full"
                 break
             history = torch.cat((history, token[:, None]), dim=1)
             logits = self._loop.read(token[:, None])

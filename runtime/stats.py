@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-FinishReason = Literal["stop", "length", "interrupted", "cap"]
+FinishReason = Literal["stop", "length", "interrupted", "cap", "full"]
+"""`full`: the budget is used up and `on_full` is 'stop'; `cap`: more was refused."""
 
 
 @dataclass

@@ -23,6 +23,7 @@ BUDGET = {
 ANSWER = {
     *("--evict-every", "--system-prompt", "--device", "--max-new-tokens", "--temp"),
     *("--temperature", "--top-p", "--top-k", "--min-p", "--seed", "--stop", "--quiet", "-q"),
+    *("--session", "--pin-system", "--on-full"),
 }
 OPTIONS = {
     "chat": BUDGET | ANSWER,
@@ -272,6 +273,21 @@ def test_a_reached_cap_keeps_what_was_said(model: str, kvcap: Any) -> None:
     assert document["kv"]["held_tokens"] == 24
     assert document["usage"]["completion_tokens"] > 1
     assert one_line(err)
+
+
+@pytest.mark.parametrize(
+    ("on_full", "code", "reason"),
+    [("evict", 0, "length"), ("stop", 0, "full"), ("error", 4, "cap")],
+)
+def test_what_a_full_cache_does(
+    on_full: str, code: int, reason: str, model: str, kvcap: Any
+) -> None:
+    options = ("--kv-budget-tokens", "24", "--max-new-tokens", "40", "--on-full", on_full)
+    got, out, err = kvcap("generate", model, "Hi", "--json", "-q", *options)
+    document = json.loads(out)
+    assert (got, document["finish_reason"]) == (code, reason)
+    assert (document["kv"]["evicted_tokens"] == 0) == (on_full != "evict")
+    assert one_line(err) if on_full == "error" else not err
 
 
 def test_debug_shows_the_traceback(kvcap: Any, monkeypatch: pytest.MonkeyPatch) -> None:

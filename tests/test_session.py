@@ -171,6 +171,42 @@ def test_full_refuses_and_the_session_lives(directory):
     assert session.stats.held_tokens <= 64
 
 
+@pytest.mark.parametrize("policy", ["keydiff", "snapkv", "cake", "adakv", "full"])
+def test_a_full_cache_can_end_the_answer(policy, directory):
+    full = make(directory, policy=policy, budget=48)
+    full.on_full = "stop"
+    full.set_generation(max_new_tokens=100)
+    said = "".join(full.send("Hi!"))
+    assert full.turn.finish_reason == "full"
+    assert full.stats.evicted_tokens == 0
+    assert full.stats.held_tokens == 48
+    free = make(directory, budget=200)
+    free.set_generation(max_new_tokens=full.turn.completion_tokens)
+    assert "".join(free.send("Hi!")) == said
+    assert free.turn.finish_reason == "length"
+    with pytest.raises(kvcap.KvcapError, match=r"never evicts|evicts nothing"):
+        list(full.send("And now?"))
+    assert len(full.messages) == 2
+    full.on_full = "evict"
+    if policy != "full":
+        "".join(full.send("And now?"))
+        assert full.stats.evicted_tokens > 0
+
+
+def test_a_full_cache_can_be_an_error(directory):
+    session = make(directory, budget=48)
+    session.on_full = "error"
+    session.set_generation(max_new_tokens=100)
+    said = []
+    with pytest.raises(kvcap.KvcapError, match="on_full='error' evicts nothing: 48 tokens"):
+        said.extend(session.send("Hi!"))
+    assert session.messages[-1] == {"role": "assistant", "content": "".join(said)}
+    assert session.stats.evicted_tokens == 0
+    assert session.cache.consistent
+    with pytest.raises(ValueError, match="evict, stop, error"):
+        session.on_full = "grow"
+
+
 def test_sampling_is_reproducible_and_greedy_is_the_maximum(directory):
     def say(**options):
         session = make(directory)
