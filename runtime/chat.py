@@ -15,6 +15,7 @@ import kvcap
 from kvcap.policies import load_policy
 from kvcap.runtime.answer import answer
 from kvcap.runtime.errors import EmptyPrompt, KvcapError
+from kvcap.runtime.loop import interrupts_deferred
 from kvcap.runtime.meter import figures, kv
 from kvcap.runtime.options import Output, Sampling, pairs
 from kvcap.runtime.runtime import POCKET
@@ -164,10 +165,11 @@ class Chat:
         runtime = old.runtime.with_policy(load_policy(name, **{**pins, **pairs(texts)}))
         messages, system, seed, generation = old.messages, old.system, old.seed, old.generation
         pinned, pin_system, on_full = old.pinned, old.pin_system, old.on_full
-        del self.session, old  # their memory first: two caches would be over the cap
-        self.session = runtime.session(system, seed=seed, generation=generation)
-        self.session.messages, self.session.pinned = messages, pinned
-        self.session.pin_system, self.session.on_full = pin_system, on_full
+        with interrupts_deferred():
+            del self.session, old  # their memory first: two caches would be over the cap
+            self.session = runtime.session(system, seed=seed, generation=generation)
+            self.session.messages, self.session.pinned = messages, pinned
+            self.session.pin_system, self.session.on_full = pin_system, on_full
         cap = f"policy {name}, {runtime.plan.budget_tokens:,} slots in {size(runtime.cap_bytes)}"
         dim(f"{cap}{REREAD if messages else ''}")
 

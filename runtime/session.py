@@ -15,7 +15,7 @@ from transformers import GenerationConfig
 from kvcap.runtime import session_file, session_state
 from kvcap.runtime.budget_cache import BudgetCache
 from kvcap.runtime.errors import EmptyPrompt
-from kvcap.runtime.loop import BlockLoop, OnFull
+from kvcap.runtime.loop import BlockLoop, OnFull, interrupts_deferred
 from kvcap.runtime.pins import message_spans, system_span
 from kvcap.runtime.sampling import Sampler
 from kvcap.runtime.session_file import SessionFile
@@ -114,8 +114,11 @@ class Session:
         return session
 
     def restore(self, path: str | os.PathLike[str]) -> None:
-        """Become the conversation saved in `path`, or refuse as `load` does and stay as it is."""
-        with SessionFile(path) as file:
+        """Become the conversation saved in `path`, or refuse as `load` does and stay as it is.
+
+        A Ctrl-C takes effect afterwards, as in `save`.
+        """
+        with interrupts_deferred(), SessionFile(path) as file:
             session_state.restore(self, file)
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -127,7 +130,8 @@ class Session:
             SessionNotSaved: it cannot be written; an earlier one is as it was.
             SessionBroken: a forward pass failed half-way.
         """
-        session_file.write(path, *session_state.gather(self))
+        with interrupts_deferred():
+            session_file.write(path, *session_state.gather(self))
 
     @property
     def conversation(self) -> dict[str, Any]:
@@ -170,11 +174,10 @@ class Session:
             turn = render_turn(tokenizer, self.system, text, first=not self.cache.seen)
         ids = self._after_unread(self.encode(turn))
         self._loop.check_room(len(ids))
+        messages = [*self.messages, message]
         pinned = self.pinned | ({len(self.messages)} if pin else set())
-        self._pin(ids, [*self.messages, message], pinned, pin)
-        self.pinned = pinned
-        self.messages.append(message)
-        yield from self._answer(ids)
+        self._pin(ids, messages, pinned, pin)
+        yield from self._answer(ids, messages, pinned)
 
     def complete(self, text: str) -> Iterator[str]:
         """Read `text` as it is, without a chat template, and stream the continuation."""
@@ -187,15 +190,16 @@ class Session:
 
     def regenerate(self) -> Iterator[str]:
         """Answer the last message again, reading the conversation anew: evicted tokens are gone."""
-        while self.messages and self.messages[-1]["role"] == "assistant":
-            self.messages.pop()
-        if not self.messages:
+        messages = list(self.messages)
+        while messages and messages[-1]["role"] == "assistant":
+            messages.pop()
+        if not messages:
             raise EmptyPrompt("there is nothing to answer again; say something first")
-        ids = self.encode(render(self.runtime.tokenizer, [*self._opening, *self.messages]))
+        ids = self.encode(render(self.runtime.tokenizer, [*self._opening, *messages]))
         self.cache.reset()
         self._loop.check_room(len(ids))
-        self._pin(ids, self.messages, self.pinned)
-        yield from self._answer(ids)
+        self._pin(ids, messages, self.pinned)
+        yield from self._answer(ids, messages, self.pinned)
 
     def clear(self) -> None:
         """Forget the conversation; memory and settings stay."""
@@ -231,9 +235,11 @@ class Session:
     def _opening(self) -> list[Message]:
         return [{"role": "system", "content": self.system}] if self.system else []
 
-    def _answer(self, ids: list[int]) -> Iterator[str]:
+    def _answer(self, ids: list[int], messages: list[Message], pinned: set[int]) -> Iterator[str]:
+        """Answer the last of `messages`, which are `ids`; none is without its answer after it."""
         said: list[str] = []
         try:
+            self.messages, self.pinned = messages, pinned
             for piece in self._generate(ids):
                 said.append(piece)
                 yield piece

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,6 +21,7 @@ from kvcap.policies import Eviction
 from kvcap.policies.base import Component
 from kvcap.runtime.budget_cache import BudgetCache
 from kvcap.runtime.errors import SessionBroken, SessionFileForeign
+from kvcap.runtime.model_shape import ModelShape
 from kvcap.runtime.refill import Refill, saved
 from kvcap.runtime.session_file import SessionFile
 
@@ -181,15 +182,18 @@ def _check_identity(facts: dict[str, Any], runtime: Runtime, path: str) -> None:
 
 
 def fingerprint(model: Any) -> str:
-    """Of a model's config, without names and paths, and of a few values of every weight."""
-    config = model.config.get_text_config(decoder=True).to_dict()
-    aside = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache")
-    kept = {
-        key: value
-        for key, value in config.items()
-        if key not in aside and "attn_implementation" not in key
-    }
-    total = hashlib.sha256(json.dumps(kept, sort_keys=True, default=str).encode())
+    """Of a model's shape and positions, and of a few values of every weight.
+
+    Not of its config, whose fields differ between versions of transformers.
+    """
+    shape = ModelShape.of(model.config.get_text_config(decoder=True))
+    total = hashlib.sha256()
+    for layer in shape.layers:
+        rope = layer.rope
+        turns = [] if rope is None or rope.inv_freq is None else rope.inv_freq.tolist()
+        told = (layer.window, rope and rope.kind, [f"{x:.6g}" for x in turns])
+        total.update(repr(told).encode())
+    total.update(repr(replace(shape, layers=())).encode())
     for name, weight in model.named_parameters():
         some = weight.detach()
         while some.dim() > 1:
