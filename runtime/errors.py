@@ -10,7 +10,8 @@ KvcapError
 ├── PaddingUnsupported      a padded or custom attention mask
 ├── EmptyPrompt             nothing to read
 ├── ModelNotFound           no directory, repository or config of that name
-├── ChatTemplateMissing     the tokenizer has no chat template, or one that cannot be continued
+├── ModelFilesBroken        a model's files are missing, broken, or would have to run code
+├── ChatTemplateMissing     the tokenizer has no chat template, or none that can be used
 ├── StoreFailed             the file for evicted tokens cannot be made, or was cut short
 ├── PinsTooLarge            pinned tokens need more slots than a head has; nothing was read
 ├── SessionNotSaved         the session's file cannot be written; an earlier one is as it was
@@ -62,8 +63,12 @@ class ModelNotFound(KvcapError, OSError):
     """No model of that name can be reached."""
 
 
+class ModelFilesBroken(KvcapError, ValueError):
+    """A model's files are missing, broken, or would have to run code. None was executed."""
+
+
 class ChatTemplateMissing(KvcapError, ValueError):
-    """The tokenizer has no chat template, or one whose turns cannot be told apart."""
+    """The tokenizer has no chat template, or one that fails or whose turns cannot be told apart."""
 
 
 class StoreFailed(KvcapError, OSError):
