@@ -14,7 +14,7 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor, nn
 from torch.nn.attention.bias import causal_lower_right
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 
 from kvcap.runtime.errors import PaddingUnsupported
 from kvcap.runtime.slot_pool import Segment
@@ -33,7 +33,7 @@ class CappedLayer(Protocol):
         softcap: float | None,
         position_ids: Tensor | None,
     ) -> Tensor:
-        """Attention output [B, H, T, D] of the block just appended."""
+        """Attention output [B, H, T, D] of the block just appended, without its fillers."""
         ...
 
 
@@ -206,7 +206,10 @@ def attention_forward(
         out = layer.attend(module, query, scaling, softcap, position_ids)
     else:
         out = attend(query, key, value, scaling, softcap, attention_mask)
-    return out.transpose(1, 2).contiguous(), None
+    out = out.transpose(1, 2)
+    if (spare := query.shape[2] - out.shape[1]) == 0:
+        return out.contiguous(), None
+    return pad(out, (0, 0, 0, 0, 0, spare)), None  # fillers attend to nothing
 
 
 def attention_mask(*args: Any, **kwargs: Any) -> Tensor | None:

@@ -71,6 +71,8 @@ class BudgetCache(Cache):  # type: ignore[misc]
         self.reading_at: int | None = None
         """The position the next block is read at; `None`: at the logical length, as transformers
         does. The block loop sets it so that compact positions need no rotation on arrival."""
+        self.reading: int | None = None
+        """How many tokens the next block has, where fillers follow them; see `BlockLoop.read`."""
         self.pinned_spans: list[tuple[int, int]] = []
         """Tokens read, [start, stop), that are never evicted; see `pin`."""
         self.guard: CapGuard | None = None

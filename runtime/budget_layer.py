@@ -119,7 +119,7 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
     def update(
         self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor]:
-        """Append a block [B, K, T, D]; returns all held keys and values (views).
+        """Append a block [B, K, T, D] but for its fillers; returns what is held (views).
 
         Where heads hold unequally many, the block is returned: only the registered attention
         function, which does not read what is returned, runs then.
@@ -129,7 +129,8 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
             UnsupportedModel: the policy or the positions need the registered attention function.
             StoreFailed: the file of evicted tokens was cut short.
         """
-        length = key_states.shape[2]
+        length = self._cache.reading or key_states.shape[2]
+        key_states, value_states = key_states[:, :, :length], value_states[:, :, :length]
         if self.evictor is None:
             self.lazy_initialization(key_states)
             assert self.evictor is not None
@@ -181,6 +182,7 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
         if self._cache.reading_at is None and self.index == 0:
             self._check_positions(position_ids)
         self._attended = True
+        query = query[:, :, : self._length]
         rotation = self._rotation(query.device)
         if rotation is not None and self._offset:
             query = rotation.back_by(query, self._offset)

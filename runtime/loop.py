@@ -18,6 +18,7 @@ from kvcap.runtime.budget_cache import BudgetCache
 from kvcap.runtime.errors import MemoryCapExceeded, SessionBroken
 from kvcap.runtime.projection import check_projections
 
+LENGTHS = 8  # of a block, besides a single token
 OnFull = Literal["evict", "stop", "error"]
 
 
@@ -79,32 +80,45 @@ class BlockLoop:
                 "reset the cache (in chat: /clear) and read again"
             )
         self.check_room(ids.shape[1])
-        start = cache.next_position
-        position_ids = torch.arange(start, start + ids.shape[1], device=ids.device)[None]
+        tokens, start = ids.shape[1], cache.next_position
+        # Fillers repeat the last token; whatever comes of them is dropped.
+        place = torch.arange(self.padded(tokens), device=ids.device).clamp(max=tokens - 1)
         if cache.guard is not None:
-            cache.guard.check(ids.shape[1])
-        cache.reading_at = start
+            cache.guard.check(len(place))
+        cache.reading_at, cache.reading = start, tokens
         try:
             with interrupts_deferred():
                 out = self.model(
-                    input_ids=ids,
-                    position_ids=position_ids.expand(ids.shape[0], -1),
+                    input_ids=ids[:, place],
+                    position_ids=(start + place).expand(ids.shape[0], -1),
                     past_key_values=cache,
                     use_cache=True,
-                    logits_to_keep=1,
+                    logits_to_keep=torch.tensor([tokens - 1], device=ids.device),
                 )
         except (MemoryError, RuntimeError) as error:
             if not out_of_memory(error):
                 raise
             cache.reset()
             raise MemoryCapExceeded(
-                f"the system refused the memory that a block of {ids.shape[1]} tokens takes; what "
+                f"the system refused the memory that a block of {tokens} tokens takes; what "
                 "was held is forgotten, the conversation is read again with the next message"
             ) from error
         finally:
-            cache.reading_at = None
+            cache.reading_at = cache.reading = None
         self.peak_bytes = max(self.peak_bytes, cache.nbytes)
         return cast(Tensor, out.logits[:, -1])
+
+    def padded(self, tokens: int) -> int:
+        """The length at which a block of so many tokens is read: one of nine.
+
+        Kernels are compiled for every length they meet and kept for good (oneDNN's take some
+        megabytes per length in bfloat16), so that odd lengths would let a process grow.
+        """
+        size = self.cache.block_size
+        if tokens == 1 or not self.cache.layout.shape.all_capped:
+            return tokens  # native sliding layers would keep the fillers
+        step = -(-size // LENGTHS)
+        return max(tokens, min(size, -(-tokens // step) * step))
 
     def check_room(self, tokens: int) -> None:
         """Where nothing may be evicted, refuse what does not fit before any of it is read.
