@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from transformers import GenerationConfig
@@ -20,6 +18,9 @@ from kvcap.runtime.errors import UnsupportedModel
 
 UNSUPPORTED = {"num_beams": 1, "penalty_alpha": None, "num_return_sequences": 1,
                "constraints": None, "force_words_ids": None, "guidance_scale": None}  # fmt: skip
+# What each setting is where it changes nothing; so is None, which versions of transformers read
+# differently.
+NEUTRAL = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
 
 
 class Sampler:
@@ -55,20 +56,20 @@ class Sampler:
 
 
 def _processors(config: GenerationConfig, greedy: bool) -> LogitsProcessorList:
-    def given(value: Any, neutral: float) -> bool:
-        return value is not None and value != neutral
+    def given(name: str) -> bool:
+        return getattr(config, name, None) not in (None, NEUTRAL[name])
 
     chosen = LogitsProcessorList()
-    if given(config.repetition_penalty, 1.0):
+    if given("repetition_penalty"):
         chosen.append(RepetitionPenaltyLogitsProcessor(config.repetition_penalty))
     if greedy:
         return chosen
-    if given(config.temperature, 1.0):
+    if given("temperature"):
         chosen.append(TemperatureLogitsWarper(float(config.temperature)))
-    if given(config.top_k, 0):
+    if given("top_k"):
         chosen.append(TopKLogitsWarper(config.top_k))
-    if given(config.top_p, 1.0):
+    if given("top_p"):
         chosen.append(TopPLogitsWarper(config.top_p))
-    if given(getattr(config, "min_p", None), 0.0):
+    if given("min_p"):
         chosen.append(MinPLogitsWarper(config.min_p))
     return chosen

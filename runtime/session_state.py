@@ -23,6 +23,7 @@ from kvcap.runtime.budget_cache import BudgetCache
 from kvcap.runtime.errors import SessionBroken, SessionFileForeign
 from kvcap.runtime.model_shape import ModelShape
 from kvcap.runtime.refill import Refill, saved
+from kvcap.runtime.sampling import NEUTRAL
 from kvcap.runtime.session_file import SessionFile
 
 if TYPE_CHECKING:
@@ -64,9 +65,15 @@ def gather(session: Session) -> tuple[dict[str, list[Tensor]], dict[str, Any]]:
         "preferences": cache.balance and cache.balance.preferences,
         "pinned_spans": cache.pinned_spans,
         "conversation": session.conversation,
-        "generation": json.loads(session.generation.to_json_string(use_diff=False)),
+        "generation": _settings(session.generation),
     }
     return tensors, facts
+
+
+def _settings(generation: GenerationConfig) -> dict[str, Any]:
+    """The settings, in a way that every version of transformers takes them."""
+    given = json.loads(generation.to_json_string(use_diff=False)).items()
+    return {**NEUTRAL, **{name: value for name, value in given if value is not None}}
 
 
 def restore(session: Session, file: SessionFile) -> None:

@@ -288,6 +288,20 @@ def test_foreign(session, chatting, tmp_path, tmp_path_factory):
         Session.load(same.runtime, tmp_path / "s")
 
 
+def test_fields_of_another_version_of_transformers_do_not_matter(session, chatting, tmp_path):
+    saved = tmp_path / "session"
+    session.save(saved)
+    with SessionFile(saved) as file:
+        settings = file.facts["generation"]
+    assert None not in settings.values()
+    assert {"temperature", "top_k", "top_p", "min_p", "repetition_penalty"} <= set(settings)
+    chatting.model.config.only_in_this_version = 1
+    try:
+        assert Session.load(chatting, saved).messages == session.messages
+    finally:
+        del chatting.model.config.only_in_this_version
+
+
 def test_newer(session, chatting, tmp_path, monkeypatch):
     monkeypatch.setattr(session_file, "VERSION", 2)
     session.save(tmp_path / "s")
