@@ -144,8 +144,8 @@ def bench_command(
     name: Annotated[
         str,
         typer.Argument(
-            help="prefill, decode, scoring, positions, ragged; on pocket: perturbation "
-            "(CriticalKV), proxy (DropKV), saliency (OBCache)."
+            help="prefill, decode, scoring, positions, ragged; on pocket: stream and turns "
+            "(endurance), perturbation (CriticalKV), proxy (DropKV), saliency (OBCache)."
         ),
     ],
     lengths: Annotated[str | None, typer.Option(help="Tokens of a text, with commas.")] = None,
@@ -153,7 +153,9 @@ def bench_command(
     policies: Annotated[str | None, typer.Option(help="Names, with commas; or all.")] = None,
     block_size: Annotated[int | None, typer.Option(help="Tokens read at once.")] = None,
     repeats: Annotated[int | None, typer.Option(help="Measurements per row, or texts.")] = None,
-    steps: Annotated[int | None, typer.Option(help="prefill, decode: tokens decoded.")] = None,
+    steps: Annotated[
+        int | None, typer.Option(help="prefill, decode: tokens decoded; turns: turns.")
+    ] = None,
     evictions: Annotated[int | None, typer.Option(help="positions: before measuring.")] = None,
     layers: Annotated[int | None, typer.Option(help="Of a model of random weights.")] = None,
     hidden: Annotated[int | None, typer.Option(help="Of such a model, multiple of 64.")] = None,

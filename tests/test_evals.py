@@ -38,7 +38,7 @@ TOY = Options(
 )
 
 
-PAPERS = ("perturbation", "proxy", "saliency")  # their own test file
+ELSEWHERE = ("perturbation", "proxy", "saliency", "stream", "turns")  # their own test files
 
 
 @pytest.fixture(scope="module")
@@ -390,7 +390,7 @@ def test_a_broken_line_is_named(sweep: Sweep, tmp_path: Path) -> None:
         run(sweep, tmp_path)
 
 
-@pytest.mark.parametrize("name", [name for name in benchmarks() if name not in PAPERS])
+@pytest.mark.parametrize("name", [name for name in benchmarks() if name not in ELSEWHERE])
 def test_a_benchmark_gives_a_table_and_one_json_object(name: str) -> None:
     result = load(name)(TOY)
     row = json.loads(json.dumps(result.as_dict()))
