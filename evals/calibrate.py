@@ -20,13 +20,13 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from transformers import AutoTokenizer
 
 from kvcap import __version__
 from kvcap.policies import Eviction, Observation, Policy
 from kvcap.runtime.loop import BlockLoop
+from kvcap.runtime.model_files import load_config, load_tokenizer, resolve
 from kvcap.runtime.model_shape import ModelShape
-from kvcap.runtime.runtime import Runtime, load_config, resolve
+from kvcap.runtime.runtime import Runtime
 
 NAMES = ("headkv", "duoattention")
 LEAST = 32  # tokens of a text
@@ -111,7 +111,7 @@ def calibrate(
     """
     where = resolve(model)
     trained = ModelShape.of(load_config(where).get_text_config(decoder=True)).trained_length
-    before, ids = encode(AutoTokenizer.from_pretrained(where), text)
+    before, ids = encode(load_tokenizer(where), text)
     ids = ids[: min(tokens, (trained - len(before)) // 2)]
     if len(ids) < LEAST:
         raise ValueError(

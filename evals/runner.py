@@ -16,7 +16,6 @@ from typing import Any, get_args
 
 import torch
 from torch import Tensor
-from transformers import AutoTokenizer
 
 from kvcap.evals.cells import Cell, Options, Setting, add_cell, as_options, current_cells, wilson
 from kvcap.evals.machine import device_name, versions
@@ -27,7 +26,8 @@ from kvcap.policies import PINS, load_policy, policies
 from kvcap.runtime.budget_cache import BudgetCache
 from kvcap.runtime.layout import Positions
 from kvcap.runtime.loop import BlockLoop
-from kvcap.runtime.runtime import Runtime, load_config, parse_dtype, resolve
+from kvcap.runtime.model_files import load_config, load_tokenizer, resolve
+from kvcap.runtime.runtime import Runtime, parse_dtype
 
 ALL = "all"  # among the names of a sweep's policies
 # What every cache holds, whatever its policy is.
@@ -155,7 +155,7 @@ def run(
     path = out / "cells.jsonl"
     done = {cell.setting: cell for cell in current_cells(path)}  # others are measured anew
     missing = [setting for setting in settings if setting not in done]
-    prompts = _prompts(AutoTokenizer.from_pretrained(where), missing) if missing else {}
+    prompts = _prompts(load_tokenizer(where), missing) if missing else {}
     out.mkdir(parents=True, exist_ok=True)
     report = on_cell or (lambda *_: None)
     report(len(settings) - len(missing), len(settings), None)

@@ -17,8 +17,8 @@ from kvcap.runtime.answer import answer
 from kvcap.runtime.errors import EmptyPrompt, KvcapError
 from kvcap.runtime.loop import interrupts_deferred
 from kvcap.runtime.meter import figures, kv
+from kvcap.runtime.model_files import POCKET
 from kvcap.runtime.options import Output, Sampling, pairs
-from kvcap.runtime.runtime import POCKET
 from kvcap.runtime.screen import INTERRUPTED, OK, complain, dim, exit_code, size
 from kvcap.runtime.session import MAX_NEW_TOKENS, Session
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from kvcap.runtime.runtime import Runtime
     from kvcap.runtime.session import Session
 
-POCKET = "pocket"  # as in runtime.py, which imports torch
+POCKET = "pocket"  # as in model_files.py, which imports torch
 STDIN = "-"
 
 
@@ -119,30 +119,37 @@ def plan_command(
     budget: Budget,
     json_: Json = False,
 ) -> None:
-    """Predict what a run will hold in memory; no weights are opened.
+    """Predict what a run will hold in memory, from the config and the headers of the weights.
 
     Exits with 3 if no setting fits, and says which would.
     """
     quiet_libraries()
     from kvcap.runtime.errors import PlanInfeasible
-    from kvcap.runtime.plan import MemoryPlan
-    from kvcap.runtime.runtime import load_config, parse_dtype, resolve
+    from kvcap.runtime.free_memory import free_memory
+    from kvcap.runtime.model_files import load_config, resolve
+    from kvcap.runtime.plan import MemoryPlan, warn_if_short
+    from kvcap.runtime.runtime import parse_dtype
     from kvcap.runtime.tables import print_plan
+    from kvcap.runtime.weights import read_headers
 
     sizes, eviction, dtype = budget.sizes(), budget.eviction(), parse_dtype(budget.dtype)
+    where, free = resolve(model), free_memory()
+    config, headers = load_config(where), read_headers(where)
     try:
-        config = load_config(resolve(model))
-        plan = MemoryPlan.of(config, policy=eviction, dtype=dtype, rehearse=True, **sizes)
+        plan = MemoryPlan.of(
+            config, policy=eviction, dtype=dtype, headers=headers, rehearse=True, **sizes
+        )
     except PlanInfeasible as error:
         if not json_:
             raise
-        print(json.dumps({"fits": False, "error": str(error)}))
+        print(json.dumps({"fits": False, "error": str(error), "free_bytes": free.nbytes}))
         complain(error)
         raise typer.Exit(INFEASIBLE) from error
     if json_:
-        print(json.dumps(plan.as_dict()))
+        print(json.dumps({**plan.as_dict(), "free_bytes": free.nbytes, "free_by": free.source}))
     else:
-        print_plan(model, plan)
+        print_plan(model, plan, free)
+    warn_if_short(plan, free, budget.memory_cap)
 
 
 def policies_command(

@@ -1,26 +1,27 @@
-"""What a run will hold in memory, in bytes, from the model's config alone.
+"""What a run will hold in memory, in bytes, from the model's config and its files' headers alone.
 
-The cache's figures are exact: the allocated cache equals them to the byte. Weights are exact for
-the config's architecture; the workspace of a block is an estimate and says so.
+The cache's figures are exact: the allocated cache equals them to the byte. So are the weights',
+from their files' headers or else the config. A block's workspace is an estimate and says so.
 """
 
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
 
 from kvcap.policies import Eviction, load_policy
 from kvcap.runtime.errors import PlanInfeasible
-from kvcap.runtime.free_memory import process_bytes
+from kvcap.runtime.free_memory import FreeMemory, process_bytes
 from kvcap.runtime.layout import CacheLayout, Positions, default_positions
 from kvcap.runtime.model_shape import ModelShape
 from kvcap.runtime.rehearsal import rehearse_block
+from kvcap.runtime.weights import Headers, Weights, weigh
 
 BLOCK_SIZE = 128
 LOADING = 64 << 20  # a tokenizer, the mapped file of weights, buffers of the first block
@@ -55,6 +56,7 @@ class MemoryPlan:
     workspace: int  # of a block, one layer at a time; an estimate unless `rehearsed`
     logits: int
     weights: int
+    weights_from: str = "config"  # or "safetensors headers"
     rehearsed: bool = False  # the workspace was found by running a block without data
     baseline: int = 0  # the process before any of this, where a cap for all of it was given
 
@@ -72,9 +74,14 @@ class MemoryPlan:
         )
 
     @property
+    def run_bytes(self) -> int:
+        """Cache, workspace, logits and weights: what a process takes beyond itself."""
+        return self.cache_bytes + self.workspace + self.logits + self.weights
+
+    @property
     def total_bytes(self) -> int:
-        """Cache, workspace, logits, weights and, where it is known, the process itself."""
-        return self.baseline + self.cache_bytes + self.workspace + self.logits + self.weights
+        """The same and, where a cap for all of it was given, the process itself."""
+        return self.baseline + self.run_bytes
 
     def as_dict(self) -> dict[str, Any]:
         """All fields and the two sums, for `kvcap plan --json`."""
@@ -98,6 +105,7 @@ class MemoryPlan:
         positions: Positions | None = None,
         batch: int = 1,
         memory_cap: str | int | None = None,
+        headers: Headers | None = None,
         loaded: bool = False,
         rehearse: bool = False,
     ) -> MemoryPlan:
@@ -115,23 +123,30 @@ class MemoryPlan:
             batch: sequences.
             memory_cap: bytes for the whole process, as it is now with weights, cache and
                 workspace; alone, it takes the largest `N` and block that fit.
+            headers: of the files of weights, from `read_headers`; without them, the weights are
+                those of the config.
             loaded: the weights are in this process already.
             rehearse: find the workspace exactly (on a CPU), in a second or so.
 
         Raises:
             PlanInfeasible: nothing fits, naming what would.
+            ModelFilesBroken: the files of weights are not those of the config.
         """
-        config = config.get_text_config(decoder=True)
-        eviction = load_policy(policy) if isinstance(policy, str) else policy
         dtype = dtype or getattr(config, "dtype", None) or torch.float32
-        positions = positions or default_positions(ModelShape.of(config))
-        plan = partial(_plan, config, eviction, dtype, positions, batch, _weight_count(config))
-        exactly = partial(_rehearsed, config, eviction, dtype, batch)
-        own = process_bytes() + (RUNNING if loaded else LOADING)
-        baseline = own - plan(1, 1).weights if loaded else own
-        if memory_cap is not None and kv_budget is None and kv_budget_tokens is None:
-            cap, trained = parse_bytes(memory_cap), ModelShape.of(config).trained_length
-            return _within(plan, exactly, cap, block_size, eviction, trained, baseline)
+        weights = weigh(config, dtype, headers)
+        config = config.get_text_config(decoder=True)
+        shape = ModelShape.of(config)
+        eviction = load_policy(policy) if isinstance(policy, str) else policy
+        positions = positions or default_positions(shape)
+        plan = partial(_plan, config, eviction, dtype, positions, batch, weights)
+        cap, baseline = None, 0
+        if memory_cap is not None:
+            cap = parse_bytes(memory_cap)
+            baseline = process_bytes() + (RUNNING - weights.nbytes if loaded else LOADING)
+        exactly = partial(_rehearsed, config, eviction, dtype, batch, baseline)
+        if cap is not None and kv_budget is None and kv_budget_tokens is None:
+            # Compact positions count what is held, and stay where the model was trained.
+            return _within(plan, exactly, cap, block_size, eviction.pins(1), shape.trained_length)
         if kv_budget is None:
             tokens = 256 if kv_budget_tokens is None else kv_budget_tokens
             found = plan(tokens, BLOCK_SIZE if block_size is None else block_size)
@@ -139,12 +154,11 @@ class MemoryPlan:
             found = _largest(plan, parse_bytes(kv_budget), block_size)
         else:
             raise PlanInfeasible("give kv_budget_tokens or kv_budget (bytes), not both")
-        shape = ModelShape.of(config)
         for kept in eviction.allot(found.budget_tokens, len(shape.capped), shape.kv_heads):
             eviction.check(kept)
-        if memory_cap is not None:
-            found = replace(exactly(found), baseline=baseline)
-            if found.total_bytes > (cap := parse_bytes(memory_cap)):
+        if cap is not None:
+            found = exactly(found)
+            if found.total_bytes > cap:
                 raise PlanInfeasible(
                     f"{_parts(found)} for {found.budget_tokens:,} slots and blocks of "
                     f"{found.block_size:,}, more than the cap of {cap:,}; leave the KV budget out "
@@ -168,19 +182,13 @@ def parse_bytes(size: str | int) -> int:
     return int(float(match[1]) * UNITS[match[2]])
 
 
-def _weight_count(config: Any) -> int:
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    return sum(p.numel() for p in model.parameters())  # tied ones once
-
-
 def _plan(
     config: Any,
     eviction: Eviction,
     dtype: torch.dtype,
     positions: Positions,
     batch: int,
-    weights: int,
+    weights: Weights,
     tokens: int,
     block: int,
 ) -> MemoryPlan:
@@ -203,16 +211,23 @@ def _plan(
         **sizes,
         workspace=batch * (hidden + rotated + 3 * shape.groups * rows * largest * 4 + projected),
         logits=batch * shape.vocabulary * (dtype.itemsize + 4),
-        weights=weights * dtype.itemsize,
+        weights=weights.nbytes,
+        weights_from=weights.source,
     )
 
 
 def _rehearsed(
-    config: Any, eviction: Eviction, dtype: torch.dtype, batch: int, plan: MemoryPlan
+    config: Any,
+    eviction: Eviction,
+    dtype: torch.dtype,
+    batch: int,
+    baseline: int,
+    plan: MemoryPlan,
 ) -> MemoryPlan:
-    """The plan with the workspace that a rehearsal finds."""
+    """The plan with the workspace that a rehearsal finds, beside the process as it is."""
     sizes = (plan.budget_tokens, plan.block_size, dtype, plan.positions, batch)
-    return replace(plan, workspace=rehearse_block(config, eviction, *sizes), rehearsed=True)
+    workspace = rehearse_block(config, eviction, *sizes)
+    return replace(plan, workspace=workspace, rehearsed=True, baseline=baseline)
 
 
 def _within(
@@ -220,15 +235,14 @@ def _within(
     exactly: Callable[[MemoryPlan], MemoryPlan],
     cap: int,
     block: int | None,
-    eviction: Eviction,
+    pinned: int,
     trained_length: int,
-    baseline: int,
 ) -> MemoryPlan:
     """The plan with the most slots whose process stays within `cap` bytes."""
     for size in [block] if block else [BLOCK_SIZE >> i for i in range(8)]:
-        least = max(1, eviction.pins(1), 0 if block else 2 * size)
-        most = max(least, trained_length - size)  # compact positions count what is held
-        found = replace(exactly(plan(least, size)), baseline=baseline)
+        least = max(1, pinned, 0 if block else 2 * size)
+        most = max(least, trained_length - size)
+        found = exactly(plan(least, size))
         if found.total_bytes > cap:
             continue
         step = plan(least + 1, size).total_bytes - plan(least, size).total_bytes
@@ -238,16 +252,38 @@ def _within(
             if not more or (more > 0 and tokens == most):
                 break
             tokens = min(most, max(least, tokens + more))
-            found = replace(exactly(plan(tokens, size)), baseline=baseline)
+            found = exactly(plan(tokens, size))
         while found.total_bytes > cap:
             tokens = max(least, tokens - max(1, -((cap - found.total_bytes) // step)))
-            found = replace(exactly(plan(tokens, size)), baseline=baseline)
+            found = exactly(plan(tokens, size))
         return found
     raise PlanInfeasible(
         f"{_parts(found)} at the least, with {found.budget_tokens:,} slots and blocks of "
         f"{found.block_size:,}, more than the cap of {cap:,}; raise it to {found.total_bytes:,}, "
         "or take a smaller model or dtype"
     )
+
+
+def warn_if_short(plan: MemoryPlan, free: FreeMemory, memory_cap: str | int | None = None) -> None:
+    """Warn where a run, or the cap it is given, takes more than there is.
+
+    Only a warning: there may be swap, and others may give memory back.
+
+    Args:
+        plan: made before anything of the run was in memory.
+        free: what the process may still take.
+        memory_cap: bytes for the whole process, if there is such a cap.
+    """
+    held = process_bytes()
+    capped = 0 if memory_cap is None else parse_bytes(memory_cap) - held
+    if (needed := max(plan.run_bytes, capped)) > free.nbytes:
+        what = "the plan needs" if needed == plan.run_bytes else "the cap allows"
+        warnings.warn(
+            f"{what} {needed:,} bytes more than this process has, and {free.nbytes:,} are free "
+            f"({free.source}); the largest --memory-cap that there is memory for is "
+            f"{held + free.nbytes:,}",
+            stacklevel=2,
+        )
 
 
 def _parts(plan: MemoryPlan) -> str:

@@ -7,19 +7,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import GenerationConfig
 
 from kvcap.policies import Eviction, load_policy
-from kvcap.runtime.attention import NAME
 from kvcap.runtime.budget_cache import BudgetCache
 from kvcap.runtime.cap_guard import CapGuard, Enforce, limit_data
-from kvcap.runtime.errors import ModelNotFound
+from kvcap.runtime.free_memory import free_memory
 from kvcap.runtime.layout import Positions
+from kvcap.runtime.model_files import POCKET, load_config, load_model, load_tokenizer, resolve
 from kvcap.runtime.model_shape import ModelShape
-from kvcap.runtime.plan import MemoryPlan, parse_bytes
+from kvcap.runtime.plan import MemoryPlan, parse_bytes, warn_if_short
 from kvcap.runtime.session import Session
-
-POCKET = "pocket"  # the built-in model
+from kvcap.runtime.weights import read_headers
 
 
 class Runtime:
@@ -89,7 +88,8 @@ class Runtime:
                 (on a GPU: the allocator, for the GPU's memory).
 
         Raises:
-            ModelNotFound, UnsupportedModel, PlanInfeasible, PolicyError: before weights are read.
+            ModelNotFound, ModelFilesBroken, UnsupportedModel, PlanInfeasible, PolicyError: before
+                weights are read.
         """
         where = resolve(model)
         config = load_config(where)
@@ -106,13 +106,14 @@ class Runtime:
             dtype=precision,
             positions=positions,
             memory_cap=memory_cap,
+            headers=read_headers(where),
         )
         plan = plan_for()
         ModelShape.of(config, plan.budget_tokens + plan.block_size)
-        loaded = AutoModelForCausalLM.from_pretrained(
-            where, dtype=precision, attn_implementation=NAME
-        )
-        tokenizer = AutoTokenizer.from_pretrained(where)
+        if torch.device(chosen).type != "cuda":
+            warn_if_short(plan, free_memory(), memory_cap)
+        tokenizer = load_tokenizer(where)
+        loaded = load_model(where, config, precision)
         cap = None if memory_cap is None else parse_bytes(memory_cap)
         if cap is not None:
             plan = plan_for(loaded=True)  # what loading really took is known now
@@ -189,30 +190,6 @@ def enforce_limit(cap: int, device: str | torch.device) -> None:
         return
     _, total = torch.cuda.mem_get_info(device)
     torch.cuda.set_per_process_memory_fraction(min(1.0, cap / total), device)
-
-
-def resolve(model: str | Path) -> str:
-    """The directory or repository that `model` names."""
-    if str(model) == POCKET:
-        from kvcap import pocket
-
-        return str(pocket.path())
-    return str(model)
-
-
-def load_config(where: str) -> Any:
-    """The model's config.
-
-    Raises:
-        ModelNotFound: no such directory or repository, or it holds no config.
-    """
-    try:
-        return AutoConfig.from_pretrained(where)
-    except (OSError, ValueError) as error:
-        raise ModelNotFound(
-            f"no model at {where!r}: give 'pocket', a directory with config.json, or a repository "
-            f"of the hub that can be reached ({str(error).splitlines()[0]})"
-        ) from error
 
 
 def best_device() -> str:

@@ -11,6 +11,7 @@ from rich.text import Text
 
 from kvcap.policies import SLOTS, Eviction, companions, policies
 from kvcap.policies.base import Component
+from kvcap.runtime.free_memory import FreeMemory
 from kvcap.runtime.plan import BLOCK_SIZE, MemoryPlan
 from kvcap.runtime.screen import dim, size
 
@@ -136,7 +137,7 @@ def _costs(row: Mapping[str, Any]) -> str:
     return ", ".join([*costs, f"workspace {times}"])
 
 
-def print_plan(model: str, plan: MemoryPlan) -> None:
+def print_plan(model: str, plan: MemoryPlan, free: FreeMemory) -> None:
     """The table of `kvcap plan`."""
     table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
     table.add_column("memory")
@@ -157,10 +158,11 @@ def print_plan(model: str, plan: MemoryPlan) -> None:
     rows += [
         ("workspace of a block", plan.workspace, "rehearsed" if plan.rehearsed else "estimate")
     ]
-    rows += [("logits of a token", plan.logits, "estimate"), ("weights", plan.weights, "exact")]
+    rows += [("logits of a token", plan.logits, "estimate")]
+    rows += [("weights", plan.weights, f"exact, from {plan.weights_from}")]
     if plan.baseline:
         rows += [("Python, PyTorch, loading", plan.baseline, "measured here")]
-    rows += [("total", plan.total_bytes, "estimate")]
+    rows += [("total", plan.total_bytes, "estimate"), ("free here", free.nbytes, free.source)]
     for name, count, how in rows:
         bold = "bold" if name.startswith(("KV cache", "total")) else ""
         table.add_row(name, size(count), f"{count:,}", how, style=bold)

@@ -37,15 +37,25 @@ def render_turn(tokenizer: Any, system: str | None, text: str, *, first: bool) -
 
 
 def render(tokenizer: Any, messages: Sequence[Message]) -> str:
-    """The whole conversation as the model's template writes it, ready for an answer."""
+    """The whole conversation as the model's template writes it, ready for an answer.
+
+    Raises:
+        ChatTemplateMissing: no template, or it fails: by mistake, or as it takes no such message.
+    """
     if not getattr(tokenizer, "chat_template", None):
         raise ChatTemplateMissing(
             "this tokenizer has no chat template; use `kvcap generate --raw`, or a model that was "
             "made for chat"
         )
-    text: str = tokenizer.apply_chat_template(
-        list(messages), tokenize=False, add_generation_prompt=True
-    )
+    try:
+        text: str = tokenizer.apply_chat_template(
+            list(messages), tokenize=False, add_generation_prompt=True
+        )
+    except Exception as error:  # what a template does in its sandbox can fail in any way
+        raise ChatTemplateMissing(
+            f"this model's chat template fails ({str(error) or type(error).__name__}); use "
+            "`kvcap generate --raw`, or a model whose template works"
+        ) from error
     return text
 
 

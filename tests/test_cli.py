@@ -299,5 +299,5 @@ def test_unexpected_errors_are_one_line(kvcap: Any, monkeypatch: pytest.MonkeyPa
     def fail(_: Any) -> None:
         raise RuntimeError("out of paper\ndetails")
 
-    monkeypatch.setattr("kvcap.runtime.runtime.resolve", fail)
+    monkeypatch.setattr("kvcap.runtime.model_files.resolve", fail)
     assert kvcap("plan") == (1, "", "kvcap: out of paper\n")

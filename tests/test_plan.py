@@ -1,8 +1,9 @@
-"""The plan: bytes from the config alone, and what is refused."""
+"""The plan: bytes from the config alone, what is refused, and what there is no memory for."""
 
 from __future__ import annotations
 
 import re
+import warnings
 
 import pytest
 import torch
@@ -11,8 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcap import KvcapError, MemoryPlan, PolicyError
+from kvcap.runtime import plan as plan_module
 from kvcap.runtime.errors import PlanInfeasible
-from kvcap.runtime.plan import parse_bytes
+from kvcap.runtime.free_memory import FreeMemory
+from kvcap.runtime.plan import parse_bytes, warn_if_short
 
 CONFIG = tiny_config("llama")  # 2 layers, 2 KV heads of 16
 
@@ -83,3 +86,23 @@ def test_sizes(text, size):
 def test_bad_sizes(text):
     with pytest.raises(PlanInfeasible, match="is not a size"):
         parse_bytes(text)
+
+
+def test_what_there_is_no_memory_for_is_said(monkeypatch):
+    monkeypatch.setattr(plan_module, "process_bytes", lambda: 1000)
+    plan = MemoryPlan.of(CONFIG, dtype=torch.float32)
+    needed = plan.run_bytes
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warn_if_short(plan, FreeMemory(needed, "here"))
+        warn_if_short(plan, FreeMemory(needed, "here"), needed + 1000)
+    short = FreeMemory(needed - 1, "the limit of cgroup box")
+    said = (
+        f"the plan needs {needed:,} bytes more than this process has, and {needed - 1:,} are free "
+        "(the limit of cgroup box); the largest --memory-cap that there is memory for is "
+        f"{needed + 999:,}"
+    )
+    with pytest.warns(UserWarning, match=re.escape(said)):
+        warn_if_short(plan, short)
+    with pytest.warns(UserWarning, match=r"the cap allows 9,000,000,000 bytes more"):
+        warn_if_short(plan, FreeMemory(needed, "here"), 9_000_001_000)

@@ -1,0 +1,146 @@
+"""A model's directory or repository, taken as a stranger's: what is broken is refused by name.
+
+Nothing in it is executed: no pickles, no code of the repository's own, templates in a sandbox.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PretrainedConfig,
+)
+
+from kvcap.runtime.attention import NAME
+from kvcap.runtime.errors import ModelFilesBroken, ModelNotFound, UnsupportedModel
+from kvcap.runtime.model_shape import FAMILIES, ModelShape
+from kvcap.runtime.weights import first_line, refuse_misfits
+
+POCKET = "pocket"  # the built-in model
+MOST_LAYERS = 10_000  # a config with more would take the memory before anything could be looked at
+
+
+def resolve(model: str | Path) -> str:
+    """The directory or repository that `model` names."""
+    if str(model) == POCKET:
+        from kvcap import pocket
+
+        return str(pocket.path())
+    return str(model)
+
+
+def load_config(where: str) -> Any:
+    """The model's config.
+
+    Raises:
+        ModelNotFound: no such directory or repository, or it holds no config.
+        ModelFilesBroken: the config is no JSON, or its values make no model.
+        UnsupportedModel: another kind of model.
+    """
+    folder = Path(where)
+    there = (folder / "config.json").is_file()
+    try:
+        if folder.is_dir() and not there:
+            raise ModelNotFound("there is no config.json")
+        given, _ = PretrainedConfig.get_config_dict(where)
+    except Exception as error:
+        if there:
+            raise _broken(where, "config.json", error) from error
+        raise ModelNotFound(
+            f"no model at {where!r}: give 'pocket', a directory with config.json, or a repository "
+            f"of the hub that can be reached ({first_line(error)})"
+        ) from error
+    try:
+        if (folder / "custom_generate").exists():  # 4.57 runs it, whatever it is told to trust
+            raise ValueError("beside it is code, in custom_generate; remove that folder")
+        return _checked(where, given)
+    except UnsupportedModel:
+        raise
+    except Exception as error:  # whatever transformers makes of values that it does not expect
+        raise _broken(where, "config.json", error) from error
+
+
+def _checked(where: str, given: dict[str, Any]) -> Any:
+    """The config of a known kind of model whose values can be worked with."""
+    kind = given.get("model_type")
+    if not kind:
+        raise ValueError("it names no model_type")
+    if kind not in CONFIG_MAPPING:
+        own = "; code that comes with a model is not run" if "auto_map" in given else ""
+        raise UnsupportedModel(
+            f"model type {kind!r} is not known{own}; supported: {', '.join(FAMILIES)}"
+        )
+    if (layers := given.get("num_hidden_layers", 0)) > MOST_LAYERS:
+        raise ValueError(f"it asks for {layers:,} layers")
+    if given.get("transformers_weights") is not None:
+        raise ValueError("it names other files of weights, in transformers_weights")
+    config = AutoConfig.from_pretrained(where, trust_remote_code=False)
+    config._attn_implementation = NAME  # it may name a kernel, which would be fetched and run
+    dtype = getattr(config, "dtype", None)
+    if dtype is not None and not (dtype.is_floating_point and dtype.itemsize > 1):
+        raise ValueError(f"models do not run in {dtype}")
+    ModelShape.of(config.get_text_config(decoder=True))
+    return config
+
+
+def load_tokenizer(where: str) -> Any:
+    """The model's tokenizer, tried on a word.
+
+    Raises:
+        ModelFilesBroken: its files are missing or broken, or need code of their own.
+    """
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(where, trust_remote_code=False)
+        if not tokenizer("Hello", add_special_tokens=False).input_ids:
+            raise ValueError("its vocabulary has no letters")
+        if not tokenizer.is_fast:
+            raise ValueError("it has no tokenizer.json")
+    except Exception as error:  # the library's own are of no kind of their own
+        raise _broken(where, "the tokenizer", error) from error
+    return tokenizer
+
+
+def load_model(where: str, config: Any, dtype: torch.dtype) -> Any:
+    """The model with kvcap's attention, every tensor of it from its safetensors files.
+
+    Args:
+        where: its directory or repository.
+        config: its config, from `load_config`.
+        dtype: what its weights are turned into.
+
+    Raises:
+        ModelFilesBroken: files cannot be read, or lack tensors or have others of that name, which
+            transformers would fill at random.
+    """
+    try:
+        model, report = AutoModelForCausalLM.from_pretrained(
+            where,
+            config=config,
+            dtype=dtype,
+            attn_implementation=NAME,
+            use_safetensors=True,
+            trust_remote_code=False,
+            ignore_mismatched_sizes=True,  # named below
+            output_loading_info=True,
+        )
+    except (OSError, ValueError, SafetensorError) as error:
+        raise _broken(where, "the weights", error) from error
+    # transformers 4.57 forgets a tied parameter whose file has only its other name.
+    lost = {name for name, parameter in model.named_parameters() if parameter.is_meta}
+    wrong = [x if isinstance(x, str) else x[0] for x in report["mismatched_keys"]]  # 4.57: names
+    refuse_misfits(lost.union(report["missing_keys"]), wrong)
+    return model
+
+
+def _broken(where: str, what: str, error: Exception) -> ModelFilesBroken:
+    return ModelFilesBroken(
+        f"{what} of {where!r} cannot be used: {first_line(error)}; get the files again, or give a "
+        "model that transformers can load without running its code"
+    )
