@@ -39,6 +39,10 @@ def _size(text: str | None) -> str | None:
     return text
 
 
+def _cap(text: str | None) -> str | None:
+    return text if text == "auto" else _size(text)
+
+
 Model = Annotated[
     str,
     typer.Argument(
@@ -94,8 +98,9 @@ class Budget:
         option(
             "--memory-cap",
             metavar="BYTES",
-            callback=_size,
-            help="Bytes of the whole process, weights too; takes the largest budget that fits.",
+            callback=_cap,
+            help="Bytes of the whole process, weights too, or auto: all that is free. Takes the "
+            "largest budget that fits.",
         ),
     ] = None
     enforce: Annotated[

@@ -17,7 +17,7 @@ import torch
 
 from kvcap.policies import Eviction, load_policy
 from kvcap.runtime.errors import PlanInfeasible
-from kvcap.runtime.free_memory import FreeMemory, process_bytes
+from kvcap.runtime.free_memory import FreeMemory, free_memory, process_bytes
 from kvcap.runtime.layout import CacheLayout, Positions, default_positions
 from kvcap.runtime.model_shape import ModelShape
 from kvcap.runtime.rehearsal import rehearse_block
@@ -26,6 +26,7 @@ from kvcap.runtime.weights import Headers, Weights, weigh
 BLOCK_SIZE = 128
 LOADING = 64 << 20  # a tokenizer, the mapped file of weights, buffers of the first block
 RUNNING = 16 << 20  # the last of these alone
+AUTO = "auto"
 UNITS = {"": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "t": 1000**4,
          "ki": 1024, "mi": 1024**2, "gi": 1024**3, "ti": 1024**4}  # fmt: skip
 
@@ -122,7 +123,7 @@ class MemoryPlan:
             positions: 'compact' or 'true'; compact where exact by default.
             batch: sequences.
             memory_cap: bytes for the whole process, as it is now with weights, cache and
-                workspace; alone, it takes the largest `N` and block that fit.
+                workspace, or 'auto'; alone, it takes the largest `N` and block that fit.
             headers: of the files of weights, from `read_headers`; without them, the weights are
                 those of the config.
             loaded: the weights are in this process already.
@@ -141,7 +142,7 @@ class MemoryPlan:
         plan = partial(_plan, config, eviction, dtype, positions, batch, weights)
         cap, baseline = None, 0
         if memory_cap is not None:
-            cap = parse_bytes(memory_cap)
+            cap = parse_cap(memory_cap)
             baseline = process_bytes() + (RUNNING - weights.nbytes if loaded else LOADING)
         exactly = partial(_rehearsed, config, eviction, dtype, batch, baseline)
         if cap is not None and kv_budget is None and kv_budget_tokens is None:
@@ -180,6 +181,15 @@ def parse_bytes(size: str | int) -> int:
     if not match or match[2] not in UNITS:
         raise PlanInfeasible(f"{size!r} is not a size; write 1048576, 256KiB, 64MiB or 2GB")
     return int(float(match[1]) * UNITS[match[2]])
+
+
+def parse_cap(cap: str | int) -> int:
+    """Bytes of a cap for the whole process: a size, or 'auto' for what it has and all that is free.
+
+    Raises:
+        PlanInfeasible: neither.
+    """
+    return process_bytes() + free_memory().nbytes if cap == AUTO else parse_bytes(cap)
 
 
 def _plan(
@@ -275,7 +285,7 @@ def warn_if_short(plan: MemoryPlan, free: FreeMemory, memory_cap: str | int | No
         memory_cap: bytes for the whole process, if there is such a cap.
     """
     held = process_bytes()
-    capped = 0 if memory_cap is None else parse_bytes(memory_cap) - held
+    capped = 0 if memory_cap in (None, AUTO) else parse_cap(memory_cap) - held
     if (needed := max(plan.run_bytes, capped)) > free.nbytes:
         what = "the plan needs" if needed == plan.run_bytes else "the cap allows"
         warnings.warn(

@@ -16,7 +16,7 @@ from kvcap.runtime.free_memory import free_memory
 from kvcap.runtime.layout import Positions
 from kvcap.runtime.model_files import POCKET, load_config, load_model, load_tokenizer, resolve
 from kvcap.runtime.model_shape import ModelShape
-from kvcap.runtime.plan import MemoryPlan, parse_bytes, warn_if_short
+from kvcap.runtime.plan import MemoryPlan, parse_bytes, parse_cap, warn_if_short
 from kvcap.runtime.session import Session
 from kvcap.runtime.weights import read_headers
 
@@ -82,8 +82,8 @@ class Runtime:
             device: 'cpu', 'cuda' or 'mps'; the best there is by default.
             positions: 'compact' or 'true'; compact where exact by default.
             evict_every: in generation, evict every so many tokens.
-            memory_cap: bytes for the whole process, such as '2GiB'; without a KV budget, the
-                largest that fits is taken.
+            memory_cap: bytes for the whole process, such as '2GiB', or 'auto' for all that is free
+                now; without a KV budget, the largest that fits is taken.
             enforce: 'check' looks before every block; 'rlimit' also has the system refuse more
                 (on a GPU: the allocator, for the GPU's memory).
 
@@ -95,6 +95,7 @@ class Runtime:
         config = load_config(where)
         eviction = load_policy(policy) if isinstance(policy, str) else policy
         chosen = device or best_device()
+        cap = None if memory_cap is None else parse_cap(memory_cap)
         precision = parse_dtype(dtype) or getattr(config, "dtype", None) or torch.float32
         plan_for = partial(
             MemoryPlan.of,
@@ -105,7 +106,7 @@ class Runtime:
             block_size=block_size,
             dtype=precision,
             positions=positions,
-            memory_cap=memory_cap,
+            memory_cap=cap,
             headers=read_headers(where),
         )
         plan = plan_for()
@@ -114,7 +115,6 @@ class Runtime:
             warn_if_short(plan, free_memory(), memory_cap)
         tokenizer = load_tokenizer(where)
         loaded = load_model(where, config, precision)
-        cap = None if memory_cap is None else parse_bytes(memory_cap)
         if cap is not None:
             plan = plan_for(loaded=True)  # what loading really took is known now
             if enforce == "rlimit":

@@ -106,3 +106,18 @@ def test_what_there_is_no_memory_for_is_said(monkeypatch):
         warn_if_short(plan, short)
     with pytest.warns(UserWarning, match=r"the cap allows 9,000,000,000 bytes more"):
         warn_if_short(plan, FreeMemory(needed, "here"), 9_000_001_000)
+
+
+def test_a_cap_of_all_that_is_free(monkeypatch):
+    monkeypatch.setattr(plan_module, "process_bytes", lambda: 400 << 20)
+    monkeypatch.setattr(plan_module, "free_memory", lambda: FreeMemory(80 << 20, "here"))
+    config = tiny_config("llama", max_position_embeddings=100_000)
+    found, given = (
+        MemoryPlan.of(config, dtype=torch.float32, memory_cap=cap) for cap in ("auto", 480 << 20)
+    )
+    assert found == given
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warn_if_short(found, FreeMemory(79 << 20, "here"), "auto")
+    with pytest.raises(PlanInfeasible, match="is not a size"):
+        MemoryPlan.of(config, memory_cap="all")
