@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import psutil
 import pytest
 
-from kvcap.runtime.free_memory import free_memory, process_bytes
+from kvcap import Runtime
+from kvcap.cli import run
+from kvcap.runtime.free_memory import FreeMemory, free_memory, process_bytes
 
-GIB = 1 << 30
+MIB, GIB = 1 << 20, 1 << 30
 
 
 def tree(root: Path, files: dict[str, str], available: int = 64 * GIB) -> Path:
@@ -28,10 +31,10 @@ def test_the_machine_alone(tmp_path):
     assert (free.nbytes, free.source) == (5 * GIB, "MemAvailable")
 
 
-def test_a_cgroup_full_of_page_cache(tmp_path):
+def full_of_page_cache(root: Path) -> Path:
     """32 GiB allowed, 25 used, 23 of them cached files: 30 are free, not 7."""
     group = "sys/fs/cgroup/pod/box"
-    root = tree(tmp_path, {
+    return tree(root, {
         "proc/self/cgroup": "0::/pod/box\n",
         f"{group}/memory.max": f"{32 * GIB}\n",
         f"{group}/memory.current": f"{25 * GIB}\n",
@@ -39,9 +42,32 @@ def test_a_cgroup_full_of_page_cache(tmp_path):
                                 f"active_file {3 * GIB}\nslab_reclaimable 0\n",
         "sys/fs/cgroup/pod/memory.max": "max\n",
     })  # fmt: skip
-    free = free_memory(root)
+
+
+def test_a_cgroup_full_of_page_cache(tmp_path):
+    free = free_memory(full_of_page_cache(tmp_path))
     assert free.nbytes == 30 * GIB
     assert "box" in free.source
+
+
+def test_the_plan_says_what_is_free(tmp_path, monkeypatch, capsys):
+    free = free_memory(full_of_page_cache(tmp_path))
+    monkeypatch.setattr("kvcap.runtime.free_memory.free_memory", lambda: free)
+    assert run(["plan", "pocket", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["free_bytes"], found["free_by"]) == (30 * GIB, "the limit of cgroup box")
+    assert run(["plan", "pocket", "--kv-budget", "1", "--json"]) == 3
+    assert json.loads(capsys.readouterr().out)["free_bytes"] == 30 * GIB
+    with pytest.warns(UserWarning, match="32,212,254,720 are free .the limit of cgroup box."):
+        assert run(["plan", "pocket", "--memory-cap", "40GiB"]) == 0
+    assert "30.0 GiB  32,212,254,720  the limit of cgroup box" in capsys.readouterr().out
+
+
+def test_a_run_that_there_is_no_memory_for_is_warned_of(monkeypatch):
+    free = FreeMemory(MIB, "here")
+    monkeypatch.setattr("kvcap.runtime.runtime.free_memory", lambda: free)
+    with pytest.warns(UserWarning, match=r"1,048,576 are free .here."):
+        Runtime.from_pretrained("pocket", device="cpu")
 
 
 def test_shared_memory_is_no_page_cache(tmp_path):
