@@ -1,0 +1,207 @@
+# mypy: allow-untyped-calls, disable-error-code="import-untyped"
+"""Attention of a few query tokens over many slots, for decoding on a GPU.
+
+With few KV heads a decode step gives a GPU too little to do at once: the slots of every head are
+cut into parts, attended side by side and merged in a fixed order, so that two runs are equal to
+the bit. Keys and values are read once, from where they lie. Keys can be rotated back by their
+slots' shifts as they are read: no rotated copy is made. Lengths can be read on the device, so that
+a CUDA graph serves while they change. Knows tensors only; triton is imported when first needed.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from functools import cache
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+
+MOST_TOKENS = 16  # of a block; longer ones give a GPU enough to do by themselves
+MOST_ROWS = 128  # query rows of a KV head, tokens times the group; half of it in float32
+MOST_SIZE = 256
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+BLOCK = 32  # slots read at once
+PROGRAMS = 2  # a multiprocessor, of two warps each: best of 1 to 4 from 512 to 8,192 slots
+_LOG2_E = math.log2(math.e)
+
+
+def covers(query: Tensor, keys: Tensor, values: Tensor, kv_heads: int | None = None) -> bool:
+    """Whether the kernel can attend these here: on CUDA, or on a CPU in triton's interpreter.
+
+    Args:
+        query: [B, H, T, D].
+        keys: as in `attend` or `attend_ragged`.
+        values: likewise.
+        kv_heads: K; needed where the keys are a pool.
+    """
+    (heads, tokens, size), tensors = query.shape[1:], (query, keys, values)
+    rows = tokens * heads // (keys.shape[1] if kv_heads is None else kv_heads)
+    return (
+        1 <= tokens <= MOST_TOKENS
+        and size <= MOST_SIZE
+        and query.dtype in DTYPES
+        and rows * query.element_size() <= 2 * MOST_ROWS
+        and all(x.dtype == query.dtype and x.stride(-1) == 1 for x in tensors)
+        and (query.is_cuda or os.environ.get("TRITON_INTERPRET") == "1")
+        and _has_triton()
+    )
+
+
+@cache
+def _has_triton() -> bool:
+    return find_spec("triton") is not None
+
+
+def attend(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    scaling: float,
+    softcap: float | None = None,
+    shift: Tensor | None = None,
+    table: Tensor | None = None,
+    length: int | Tensor | None = None,
+) -> Tensor:
+    """Attention of the newest T tokens over n slots, the last T of them their own.
+
+    All older slots are visible, the block is causal. Views may have any strides but of the last
+    dimension.
+
+    Args:
+        query: [B, H, T, D].
+        keys: [B, K, n, D].
+        values: [B, K, n, D].
+        scaling: factor of the logits.
+        softcap: logits = softcap · tanh(logits / softcap).
+        shift: [B, K, n] int32, how far each key is rotated back; None: keys are used as they are.
+        table: [span, 2, R/2], contiguous, cosines and sines of the shifts in float32. float16 is
+            enough for bfloat16 keys (it rounds to 2⁻¹², they to 2⁻⁹) and half as much to read.
+        length: slots that are used, at least T, where not all n: an int, or one int32 on the
+            device, which may change between replays of a CUDA graph.
+
+    Returns:
+        [B, H, T, D]
+    """
+    kv_heads, slots = keys.shape[1:3]
+    lengths = length if isinstance(length, Tensor) else None
+    longest = length if isinstance(length, int) else slots
+    strides = keys.stride()[:3] + values.stride()[:3]
+    strides += (0, 0, 0) if shift is None else shift.stride()
+    rows = keys.shape[0] * kv_heads
+    return _attend(query, keys, values, scaling, softcap, shift, table,
+                   None, lengths, 0, kv_heads, longest, rows * longest, strides)  # fmt: skip
+
+
+def attend_ragged(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    starts: Tensor,
+    lengths: Tensor,
+    scaling: float,
+    softcap: float | None = None,
+    shift: Tensor | None = None,
+    table: Tensor | None = None,
+    max_length: int | None = None,
+) -> Tensor:
+    """`attend` where heads hold unequally many slots, side by side in a pool.
+
+    Args:
+        query: [B, H, T, D].
+        keys: [slots, D].
+        values: [slots, D].
+        starts: [B·K] int32 on the device, the first slot of every sequence's KV heads.
+        lengths: [B·K] int32 on the device, how many each holds, at least T.
+        scaling: factor of the logits.
+        softcap: as in `attend`.
+        shift: [slots] int32, as in `attend`.
+        table: as in `attend`.
+        max_length: no length is above it; by default the pool's slots.
+
+    Returns:
+        [B, H, T, D]
+    """
+    slots, kv_heads = keys.shape[0], starts.numel() // query.shape[0]
+    longest = slots if max_length is None else max_length
+    shift_step = 0 if shift is None else shift.stride(0)
+    strides = (0, 0, keys.stride(0), 0, 0, values.stride(0), 0, 0, shift_step)
+    return _attend(query, keys, values, scaling, softcap, shift, table,
+                   starts, lengths, 1, kv_heads, longest, slots, strides)  # fmt: skip
+
+
+def _attend(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    scaling: float,
+    softcap: float | None,
+    shift: Tensor | None,
+    table: Tensor | None,
+    starts: Tensor | None,
+    lengths: Tensor | None,
+    lengths_step: int,
+    kv_heads: int,
+    longest: int,
+    slots: int,
+    strides: tuple[int, ...],
+) -> Tensor:
+    """Launches the kernel over `longest` slots of every row, `slots` of all rows."""
+    from kvcap.kernels.decode_triton import attend_part, merge_parts
+
+    batch, heads, tokens, size = query.shape
+    rows, count = batch * kv_heads, heads // kv_heads * tokens
+    half = 0 if shift is None or table is None else table.shape[-1]
+    rest = size - 2 * half
+    wide = size * query.element_size() > 256
+    # Three blocks are fetched ahead, two where shifts must come before the table's rows.
+    stages = (5 if half else 4) if not wide else (3 if half else 2)
+    chunk = BLOCK * max(1, round(slots / (BLOCK * PROGRAMS * _processors(query.device))))
+    parts = -(-longest // chunk)
+    part_out = torch.empty(rows, parts, count, size, dtype=torch.float32, device=query.device)
+    part_lse = torch.empty(rows, parts, count, dtype=torch.float32, device=query.device)
+    out = torch.empty(batch, tokens, heads, size, dtype=query.dtype, device=query.device)
+    factor = scaling * _LOG2_E if softcap is None else 2 * scaling / softcap * _LOG2_E
+    rows_pad, size_pad = _pad(count), _pad(size)
+    warps = min(8, max(4 if wide else 2, rows_pad * size_pad // 1024))
+    overlap = _overlaps(query.device)
+    with torch.cuda.device_of(query):
+        attend_part[parts, rows](
+            query, keys, values, shift, table, starts, lengths, part_out, part_lse,
+            longest, lengths_step, chunk, tokens, factor, (softcap or 0.0) * _LOG2_E,
+            *query.stride()[:3], *strides,
+            KV_HEADS=kv_heads, GROUP=heads // kv_heads, ROWS=rows_pad,
+            SIZE=size, SIZE_PAD=size_pad, HALF=half, HALF_PAD=_pad(half),
+            REST_PAD=_pad(rest) if half and rest else 0, SOFTCAP=softcap is not None,
+            BLOCK=BLOCK, STAGES=stages, OVERLAP=overlap,
+            WIDEN=query.device.type == "cpu", num_warps=warps,
+        )  # fmt: skip
+        merge_parts[count, rows](
+            part_out, part_lse, out, lengths, longest, lengths_step, chunk, parts, tokens,
+            KV_HEADS=kv_heads, GROUP=heads // kv_heads, SIZE=size, SIZE_PAD=size_pad,
+            PARTS_PAD=max(64, _pad(parts)), STEP=32, OVERLAP=overlap, num_warps=4,
+            **({"launch_pdl": True} if overlap else {}),
+        )  # fmt: skip
+    return out.transpose(1, 2)
+
+
+def _pad(size: int) -> int:
+    """The next power of two; at least 16, as a matrix unit wants."""
+    return max(16, 1 << (size - 1).bit_length()) if size else 16
+
+
+@cache
+def _processors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 1
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+@cache
+def _overlaps(device: torch.device) -> bool:
+    """Whether a kernel can be launched before the one it waits for has ended."""
+    from triton.language.extra import cuda
+
+    ready = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+    return ready and hasattr(cuda, "gdc_wait")

@@ -1,0 +1,187 @@
+# mypy: allow-untyped-calls, disable-error-code="import-untyped, no-untyped-def, untyped-decorator"
+"""Triton functions of `kernels/decode.py`: attention over parts of the slots, and their merge.
+
+Importing this imports triton; `decode.py` does so when the kernel is first needed. Arguments have
+no annotations: newer versions of triton look names in them up.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _dot(a, b, c, WIDEN: tl.constexpr):
+    """`a @ b + c` in float32."""
+    if WIDEN:
+        a, b = a.to(tl.float32), b.to(tl.float32)
+    return tl.dot(a, b, c, input_precision="ieee")
+
+
+@triton.jit(do_not_specialize=["length"])
+def attend_part(
+    query,  # [B, H, T, D]
+    keys,  # [B, K, n, D], or [slots, D] with `starts`
+    values,  # likewise
+    shift,  # [B, K, n] or [slots] int32, or None
+    table,  # [span, 2, HALF], or None
+    starts,  # [B·K] int32, the first slot of every row, or None
+    lengths,  # [B·K] or [1] int32, the slots of every row, or None: `length`
+    part_out,  # [B·K, S, M, D] float32, M = GROUP · T query rows of a KV head
+    part_lse,  # [B·K, S, M] float32, log-sum-exp in base 2
+    length,
+    lengths_step,
+    chunk,  # slots of a part, a multiple of BLOCK
+    tokens,  # T
+    factor,  # of the logits, in base 2; with SOFTCAP before tanh
+    softcap,  # in base 2
+    query_b, query_h, query_t,
+    key_b, key_h, key_n,
+    value_b, value_h, value_n,
+    shift_b, shift_h, shift_n,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,  # M, padded
+    SIZE: tl.constexpr,
+    SIZE_PAD: tl.constexpr,
+    HALF: tl.constexpr,  # rotated pairs; 0: keys stay as they are
+    HALF_PAD: tl.constexpr,
+    REST_PAD: tl.constexpr,  # dimensions behind the rotated ones, padded; 0: none
+    SOFTCAP: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
+    OVERLAP: tl.constexpr,  # the merge may be launched before this ends
+    WIDEN: tl.constexpr,  # dot products of float32, as triton's interpreter has none of bfloat16
+):  # fmt: skip
+    """Attention of a KV head's query rows over one part of its slots."""
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
+    part, parts, row = tl.program_id(0), tl.num_programs(0), tl.program_id(1).to(tl.int64)
+    batch, head = row // KV_HEADS, row % KV_HEADS
+    if lengths is not None:
+        length = tl.load(lengths + row * lengths_step)
+    begin = part * chunk
+    if begin >= length:
+        return
+    end = tl.minimum(begin + chunk, length)
+    if starts is None:
+        keys += batch * key_b + head * key_h
+        values += batch * value_b + head * value_h
+    else:
+        start = tl.load(starts + row).to(tl.int64)
+        keys += start * key_n
+        values += start * value_n
+
+    count = GROUP * tokens
+    m = tl.arange(0, ROWS)
+    real = (m < count)[:, None]
+    query += batch * query_b + (head * GROUP + m // tokens) * query_h + m % tokens * query_t
+    visible = tl.minimum(length - tokens + 1 + m % tokens, end)  # slots before this one
+    d = tl.arange(0, SIZE_PAD)
+    if HALF == 0:
+        q = tl.load(query[:, None] + d, mask=real & (d < SIZE), other=0.0)
+    else:
+        h = tl.arange(0, HALF_PAD)
+        q_a = tl.load(query[:, None] + h, mask=real & (h < HALF), other=0.0)
+        q_b = tl.load(query[:, None] + HALF + h, mask=real & (h < HALF), other=0.0)
+        if REST_PAD:
+            r = 2 * HALF + tl.arange(0, REST_PAD)
+            q_r = tl.load(query[:, None] + r, mask=real & (r < SIZE), other=0.0)
+        if starts is None:
+            shift += batch * shift_b + head * shift_h
+        else:
+            shift += start * shift_n
+
+    top = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, SIZE_PAD], tl.float32)
+    for first in tl.range(begin, end, BLOCK, num_stages=STAGES):
+        slot = first + tl.arange(0, BLOCK)
+        held = (slot < end)[:, None]
+        at_key = keys + slot[:, None] * key_n
+        z = tl.zeros([ROWS, BLOCK], tl.float32)
+        if HALF == 0:
+            k = tl.load(at_key + d, mask=held & (d < SIZE), other=0.0)
+            z = _dot(q, k.T, z, WIDEN)
+        else:
+            back = tl.load(shift + slot * shift_n, mask=slot < end, other=0)
+            a = tl.load(at_key + h, mask=held & (h < HALF), other=0.0)
+            b = tl.load(at_key + HALF + h, mask=held & (h < HALF), other=0.0)
+            angle = table + back.to(tl.int64)[:, None] * (2 * HALF) + h
+            cos = tl.load(angle, mask=held & (h < HALF), other=0.0).to(tl.float32)
+            sin = tl.load(angle + HALF, mask=held & (h < HALF), other=0.0).to(tl.float32)
+            # Rounded to the keys' type, as a rotated copy would be.
+            k_a = (a.to(tl.float32) * cos + b.to(tl.float32) * sin).to(a.dtype)
+            k_b = (b.to(tl.float32) * cos - a.to(tl.float32) * sin).to(a.dtype)
+            z = _dot(q_b, k_b.T, _dot(q_a, k_a.T, z, WIDEN), WIDEN)
+            if REST_PAD:
+                k_r = tl.load(at_key + r, mask=held & (r < SIZE), other=0.0)
+                z = _dot(q_r, k_r.T, z, WIDEN)
+        v = tl.load(values + slot[:, None] * value_n + d, mask=held & (d < SIZE), other=0.0)
+        z *= factor
+        if SOFTCAP:
+            z = softcap * (1 - 2 / (tl.exp2(z) + 1))  # tanh, of half of what z is now
+        z = tl.where(slot[None, :] < visible[:, None], z, float("-inf"))
+        higher = tl.maximum(top, tl.max(z, 1))
+        base = tl.where(higher == float("-inf"), 0.0, higher)  # nothing visible so far
+        p = tl.exp2(z - base[:, None])
+        fade = tl.exp2(top - base)
+        total = total * fade + tl.sum(p, 1)
+        acc = _dot(p.to(v.dtype), v, acc * fade[:, None], WIDEN)
+        top = higher
+
+    total = tl.where(total == 0.0, 1.0, total)
+    part_out += row * parts * count * SIZE
+    part_lse += row * parts * count
+    at = part * count + m
+    tl.store(part_lse + at, top + tl.log2(total), mask=m < count)
+    tl.store(part_out + at[:, None] * SIZE + d, acc / total[:, None], mask=real & (d < SIZE))
+
+
+@triton.jit(do_not_specialize=["length", "chunk", "parts"])
+def merge_parts(
+    part_out,  # [B·K, S, M, D] float32
+    part_lse,  # [B·K, S, M] float32
+    out,  # [B, T, H, D]
+    lengths,  # as above
+    length,
+    lengths_step,
+    chunk,
+    parts,  # S
+    tokens,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    SIZE: tl.constexpr,
+    SIZE_PAD: tl.constexpr,
+    PARTS_PAD: tl.constexpr,
+    STEP: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """One query row's attention from its parts, in their order."""
+    m, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    if lengths is not None:
+        length = tl.load(lengths + row * lengths_step)
+    live = tl.cdiv(length, chunk)  # parts that are written
+    count = GROUP * tokens
+    s, step, d = tl.arange(0, PARTS_PAD), tl.arange(0, STEP), tl.arange(0, SIZE_PAD)
+    part_lse += row * parts * count + m
+    part_out += (row * parts * count + m) * SIZE
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()  # until all parts are written
+    lse = tl.load(part_lse + s * count, mask=s < live, other=float("-inf"))
+    # Fetched before anything waits for `lse`, and from then on one step ahead.
+    at = part_out + step[:, None] * count * SIZE + d
+    x = tl.load(at, mask=(step < live)[:, None] & (d < SIZE), other=0.0)
+    weight = tl.load(part_lse + step * count, mask=step < live, other=float("-inf"))
+    top = tl.max(lse, 0)
+    total = tl.sum(tl.exp2(lse - top), 0)
+    acc = tl.zeros([SIZE_PAD], tl.float32)
+    for first in range(STEP, live + STEP, STEP):
+        acc += tl.sum(x * tl.exp2(weight - top)[:, None], 0)
+        ahead = first + step
+        at += STEP * count * SIZE
+        x = tl.load(at, mask=(ahead < live)[:, None] & (d < SIZE), other=0.0)
+        weight = tl.load(part_lse + ahead * count, mask=ahead < live, other=float("-inf"))
+    heads = KV_HEADS * GROUP
+    query_head = row % KV_HEADS * GROUP + m // tokens
+    out += ((row // KV_HEADS * tokens + m % tokens) * heads + query_head) * SIZE
+    tl.store(out + d, acc / total, mask=d < SIZE)
