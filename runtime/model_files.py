@@ -15,12 +15,14 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    GenerationConfig,
     PretrainedConfig,
 )
 
 from kvcap.runtime.attention import NAME
 from kvcap.runtime.errors import ModelFilesBroken, ModelNotFound, UnsupportedModel
 from kvcap.runtime.model_shape import FAMILIES, ModelShape
+from kvcap.runtime.sampling import NEUTRAL
 from kvcap.runtime.weights import first_line, refuse_misfits
 
 POCKET = "pocket"  # the built-in model
@@ -107,6 +109,23 @@ def load_tokenizer(where: str) -> Any:
     return tokenizer
 
 
+def check_generation(where: str) -> None:
+    """See that a model's settings of generation can be used; it may have none.
+
+    Raises:
+        ModelFilesBroken: they are no JSON, or not numbers where they should be.
+    """
+    try:
+        settings = GenerationConfig.from_pretrained(where)
+        for name in NEUTRAL:
+            float(getattr(settings, name, None) or 0)
+        ends = settings.eos_token_id or 0
+        [int(token) for token in (ends if isinstance(ends, list) else [ends])]
+    except Exception as error:  # whatever transformers makes of values that it does not expect
+        if not isinstance(error, OSError) or Path(where, "generation_config.json").exists():
+            raise _broken(where, "generation_config.json", error) from error
+
+
 def load_model(where: str, config: Any, dtype: torch.dtype) -> Any:
     """The model with kvcap's attention, every tensor of it from its safetensors files.
 
@@ -118,6 +137,7 @@ def load_model(where: str, config: Any, dtype: torch.dtype) -> Any:
     Raises:
         ModelFilesBroken: files cannot be read, or lack tensors or have others of that name, which
             transformers would fill at random.
+        UnsupportedModel: a package is missing, such as one that reads quantised weights.
     """
     try:
         model, report = AutoModelForCausalLM.from_pretrained(
@@ -130,6 +150,10 @@ def load_model(where: str, config: Any, dtype: torch.dtype) -> Any:
             ignore_mismatched_sizes=True,  # named below
             output_loading_info=True,
         )
+    except ImportError as error:
+        raise UnsupportedModel(
+            f"{where!r} needs a package that is not installed: {first_line(error)}"
+        ) from error
     except (OSError, ValueError, SafetensorError) as error:
         raise _broken(where, "the weights", error) from error
     # transformers 4.57 forgets a tied parameter whose file has only its other name.

@@ -14,7 +14,14 @@ from kvcap.runtime.budget_cache import BudgetCache
 from kvcap.runtime.cap_guard import CapGuard, Enforce, limit_data
 from kvcap.runtime.free_memory import free_memory
 from kvcap.runtime.layout import Positions
-from kvcap.runtime.model_files import POCKET, load_config, load_model, load_tokenizer, resolve
+from kvcap.runtime.model_files import (
+    POCKET,
+    check_generation,
+    load_config,
+    load_model,
+    load_tokenizer,
+    resolve,
+)
 from kvcap.runtime.model_shape import ModelShape
 from kvcap.runtime.plan import MemoryPlan, parse_bytes, parse_cap, warn_if_short
 from kvcap.runtime.session import Session
@@ -113,6 +120,7 @@ class Runtime:
         ModelShape.of(config, plan.budget_tokens + plan.block_size)
         if torch.device(chosen).type != "cuda":
             warn_if_short(plan, free_memory(), memory_cap)
+        check_generation(where)
         tokenizer = load_tokenizer(where)
         loaded = load_model(where, config, precision)
         if cap is not None:

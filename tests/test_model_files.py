@@ -428,6 +428,28 @@ def test_broken_tokenizers_are_refused_before_weights_are_loaded(name, folder, m
 
 
 @pytest.mark.parametrize(
+    "text",
+    ["{", "[]", '"x"', "[" * 100_000, '{"max_new_tokens": "many"}', '{"temperature": "hot"}',
+     '{"eos_token_id": "x"}', '{"eos_token_id": [[1]]}'],
+)  # fmt: skip
+def test_settings_of_generation_are_checked(text, folder):
+    (folder / "generation_config.json").write_text(text)
+    with pytest.raises(ModelFilesBroken, match=r"generation_config\.json of"):
+        load(folder)
+    (folder / "generation_config.json").unlink()
+    load(folder)
+
+
+def test_a_missing_package_is_named(folder, monkeypatch):
+    def fail(*_: Any, **__: Any) -> None:
+        raise ImportError("4-bit weights need accelerate")
+
+    monkeypatch.setattr("kvcap.runtime.model_files.AutoModelForCausalLM.from_pretrained", fail)
+    with pytest.raises(UnsupportedModel, match="a package that is not installed: 4-bit weights"):
+        load(folder)
+
+
+@pytest.mark.parametrize(
     "template",
     [
         "{{ ''.__class__.__mro__[1].__subclasses__() }}",
