@@ -133,10 +133,10 @@ class MemoryPlan:
             PlanInfeasible: nothing fits, naming what would.
             ModelFilesBroken: the files of weights are not those of the config.
         """
+        whole, config = config, config.get_text_config(decoder=True)
         dtype = dtype or getattr(config, "dtype", None) or torch.float32
-        weights = weigh(config, dtype, headers)
-        config = config.get_text_config(decoder=True)
         shape = ModelShape.of(config)
+        weights = weigh(whole, dtype, headers)
         eviction = load_policy(policy) if isinstance(policy, str) else policy
         positions = positions or default_positions(shape)
         plan = partial(_plan, config, eviction, dtype, positions, batch, weights)

@@ -10,12 +10,14 @@ import torch
 from conftest import FAMILIES, tiny_config, tiny_model
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import AutoConfig
 
 from kvcap import KvcapError, MemoryPlan, PolicyError
 from kvcap.runtime import plan as plan_module
-from kvcap.runtime.errors import PlanInfeasible
+from kvcap.runtime.errors import PlanInfeasible, UnsupportedModel
 from kvcap.runtime.free_memory import FreeMemory
 from kvcap.runtime.plan import parse_bytes, warn_if_short
+from kvcap.runtime.weights import Tensor
 
 CONFIG = tiny_config("llama")  # 2 layers, 2 KV heads of 16
 
@@ -40,6 +42,19 @@ def test_weights_are_counted_without_loading_them(family):
     model = tiny_model(family)
     plan = MemoryPlan.of(model.config, dtype=torch.float32)
     assert plan.weights == sum(p.numel() * 4 for p in model.parameters())
+
+
+def test_other_families_are_refused_before_their_weights_are_counted():
+    with pytest.raises(UnsupportedModel, match="mamba"):
+        MemoryPlan.of(AutoConfig.for_model("mamba", num_hidden_layers=1))
+
+
+def test_a_model_of_text_and_images_counts_all_of_its_files():
+    text = tiny_config("gemma3_text")
+    config = AutoConfig.for_model("gemma3", text_config=text.to_dict())
+    headers = {"vision": Tensor("F32", (1000,)), "text": Tensor("BF16", (10,))}
+    plan = MemoryPlan.of(config, dtype=torch.bfloat16, headers=headers)
+    assert (plan.weights, plan.weights_from) == (2020, "safetensors headers")
 
 
 @given(cap=st.integers(20_000, 3_000_000), policy=st.sampled_from(["keydiff", "h2o", "snapkv"]))
