@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from conftest import FAMILIES, tiny_config, tiny_model
 from huggingface_hub.errors import NotASafetensorsRepoError, SafetensorsParsingError
 from hypothesis import given
@@ -82,6 +83,25 @@ def test_tied_tensors_count_once_and_others_are_not_loaded(tied, tmp_path):
     config, headers = load_config(str(tmp_path)), read_headers(str(tmp_path))
     found = weigh(config, torch.float32, headers)
     assert found.nbytes == held(load_model(str(tmp_path), config, torch.float32))
+
+
+def test_a_tied_tensor_under_its_other_name_is_loaded_or_refused(tmp_path):
+    """Other programs keep lm_head of the two; transformers 4.57 cannot load that."""
+    model = tiny_model("llama", tie_word_embeddings=True)
+    model.save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / SINGLE)
+    tensors["lm_head.weight"] = tensors.pop("model.embed_tokens.weight")
+    save_file(tensors, tmp_path / SINGLE, {"format": "pt"})
+    where = str(tmp_path)
+    config = load_config(where)
+    found = weigh(config, torch.float32, read_headers(where)).nbytes
+    if transformers.__version__.startswith("4."):
+        with pytest.raises(ModelFilesBroken, match=r"lack model\.embed_tokens\.weight"):
+            load_model(where, config, torch.float32)
+        return
+    loaded = load_model(where, config, torch.float32)
+    assert found == held(loaded)
+    assert torch.equal(loaded.get_input_embeddings().weight, tensors["lm_head.weight"])
 
 
 def test_quantised_weights_stay_as_the_files_have_them():
