@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import tempfile
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -23,6 +24,8 @@ import kvcap  # noqa: F401  # registers attn_implementation='kvcap'
 from kvcap.policies import Eviction, load_policy, policies
 from kvcap.runtime.model_shape import ModelShape
 
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as in a shell's background job
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 torch.set_num_threads(1)  # tests run in two processes on two cores
 settings.register_profile("kvcap", deadline=None, max_examples=25, derandomize=True)
 settings.load_profile("kvcap")

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from conftest import FAMILIES, small_policy, tiny_model
+from test_session_file import runtime_of
 
 import kvcap
 from kvcap.policies import policies
 from kvcap.runtime import budget_layer
 from kvcap.runtime.loop import BlockLoop
+from kvcap.runtime.runtime import enforce_limit
+from kvcap.runtime.session import Session
+from kvcap.testing import cuda_peak
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 EVICTING = [name for name in policies() if name != "full"]
@@ -80,3 +86,47 @@ def test_bytes_on_the_device_equal_the_plan(tokens):
     loop = BlockLoop(model, cache)
     loop.prefill(tokens(3000).cuda())
     assert cache.nbytes == plan.cache_bytes
+
+
+def test_the_meter_counts_the_allocator():
+    kept = torch.zeros(1 << 18, device="cuda")  # what was there does not count
+    took = cuda_peak(lambda: torch.cat([torch.zeros(1 << 18, device="cuda")] * 2))
+    assert took.peak_bytes == 3 << 20
+    assert took.held_bytes == 2 << 20
+    assert kept.numel() == took.result.numel() // 2
+
+
+@pytest.mark.parametrize("policy", ["keydiff", "snapkv", "h2o", "headkv", "calidrop"])
+def test_a_saved_session_goes_on_exactly(policy, tokens, tmp_path):
+    ids = tokens(80)
+    model = tiny_model("llama")
+    runtimes = [
+        runtime_of(copy.deepcopy(model).to(device), policy, 32, 16) for device in ("cuda", "cpu")
+    ]
+    saved = runtimes[0].session()
+    saved._loop.prefill(ids[:, :70].cuda())
+    saved.save(tmp_path / "session")
+    logits = saved._loop.read(ids[:, 70:].cuda())
+    for runtime in runtimes:  # from one device to the other, too
+        loaded = Session.load(runtime, tmp_path / "session")
+        assert loaded.cache.seen == 70
+        again = loaded._loop.read(ids[:, 70:].to(runtime.model.device))
+        close = 0 if runtime is runtimes[0] else 1e-3
+        torch.testing.assert_close(again.cpu(), logits.cpu(), rtol=close, atol=close)
+
+
+def test_the_allocator_refuses_and_the_conversation_can_go_on(tokens):
+    model = tiny_model("llama", dtype=torch.bfloat16, hidden_size=1024).cuda()
+    loop = BlockLoop(model, kvcap.BudgetCache(model.config, 64, 8192))
+    ids = tokens(8192).cuda()
+    loop.read(ids[:, :8])
+    torch.cuda.empty_cache()
+    try:
+        enforce_limit(torch.cuda.memory_reserved() + (1 << 20), "cuda")
+        with pytest.raises(kvcap.KvcapError, match="the system refused the memory"):
+            loop.read(ids)
+        assert loop.cache.seen == 0
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    loop.read(ids)
+    assert loop.cache.consistent

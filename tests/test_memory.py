@@ -62,6 +62,17 @@ def test_flat_from_4k_to_64k(name):
     flat(name, 4096, 65536)
 
 
+@pytest.mark.parametrize("name", EVICTING)
+def test_bytes_at_every_block_to_64k_for_every_policy(name):
+    model = tiny_model("llama", num_hidden_layers=2, max_position_embeddings=131072)
+    ids = torch.randint(3, 90, (1, 65536), generator=torch.Generator().manual_seed(0))
+    cache = kvcap.BudgetCache(model.config, BUDGET, 8 * BLOCK, small_policy(name, model.config))
+    seen: dict[int, int] = {}
+    BlockLoop(model, cache).prefill(ids, lambda done: seen.update({done: kv_bytes(cache)}))
+    assert {4096, 65536} <= set(seen)
+    assert set(seen.values()) == {sum(cache.layout.nbytes(1, torch.float32).values())}
+
+
 def test_a_planted_leak_of_one_mebibyte_is_seen():
     kept = []
 

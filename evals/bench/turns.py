@@ -7,6 +7,7 @@ of the process's peak since the first row. Reads `steps` (turns), the first of `
 
 from __future__ import annotations
 
+import copy
 import signal
 import time
 from collections import Counter
@@ -162,7 +163,8 @@ def state(session: Session) -> dict[str, Any]:
     """What a saved session must bring back, as far as it is quick to compare."""
     positions = [s.positions.tolist() for layer in session.cache.capped_layers[:1]
                  for s in layer.segments]  # fmt: skip
-    return {**session.conversation, "seen": session.cache.seen, "positions": positions}
+    said = copy.deepcopy(session.conversation)
+    return {**said, "seen": session.cache.seen, "positions": positions}
 
 
 def check(session: Session, nbytes: int) -> None:
@@ -210,10 +212,13 @@ def interrupt_after(seconds: float | None) -> Iterator[None]:
     if seconds is None:
         yield
         return
-    previous = signal.signal(signal.SIGALRM, lambda *_: signal.raise_signal(signal.SIGINT))
+    # A shell's background jobs are started with SIGINT ignored.
+    previous = signal.signal(signal.SIGINT, signal.default_int_handler)
+    alarm = signal.signal(signal.SIGALRM, lambda *_: signal.raise_signal(signal.SIGINT))
     try:
         signal.setitimer(signal.ITIMER_REAL, max(seconds, 1e-6))
         yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, previous)
+        signal.signal(signal.SIGALRM, alarm)
+        signal.signal(signal.SIGINT, previous)
