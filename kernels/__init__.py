@@ -1,4 +1,187 @@
-"""Triton twins of scores, and the choice between twin and eager.
+"""Triton twins of scores, and the choice between twin and eager, made here once.
 
-None exists yet: every score runs eagerly.
+`score` and `update` take the place of a policy's own and give the same values: by a twin where one
+covers the policy's options, the shapes and the device, else eagerly. The environment variable
+`KVCAP_KERNELS`, or `use`, overrides: `auto` (twins on CUDA), `eager` (never) or `triton` (on a CPU
+too, by Triton's interpreter). Importing this imports no triton and initialises no device.
 """
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import replace
+from functools import lru_cache
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+
+from kvcap.policies.andpro import AnDPro
+from kvcap.policies.base import Observation, Policy, over_group, pool_in_time
+from kvcap.policies.dropkv import DropKV
+from kvcap.policies.h2o import H2O
+from kvcap.policies.keydiff import KeyDiff
+from kvcap.policies.saliencies.obcache import OBCache
+from kvcap.policies.snapkv import SnapKV
+from kvcap.policies.tova import TOVA
+
+CHOICES = ("auto", "eager", "triton")
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+MOST_HEAD_SIZE, MOST_GROUPS = 256, 32
+
+_override: ContextVar[str | None] = ContextVar("kernels", default=None)
+
+
+def score(policy: Policy, seen: Observation, key_sum: Tensor | None = None) -> Tensor:
+    """Worth of every slot, as `policy.score(seen)` has it. Shape [B, K, n], float32.
+
+    Args:
+        policy: what scores.
+        seen: what it looks at.
+        key_sum: float32 [B, K, D], contiguous, the sum of `seen.keys` over the slots where it is
+            known: with it KeyDiff reads the keys once, not twice.
+    """
+    twin = TWINS.get(type(policy))
+    if twin is None or not _runs(seen) or not _covers(policy, seen):
+        return policy.score(seen)
+    if isinstance(policy, KeyDiff):
+        return _keydiff(policy, seen, key_sum)
+    return twin(policy, seen)
+
+
+def update(policy: Policy, seen: Observation) -> dict[str, Tensor]:
+    """New values of the policy's state, as `policy.update(seen)` has them."""
+    if type(policy) is H2O and _runs(seen) and _covers(policy, seen):
+        return _h2o(policy, seen)
+    return policy.update(seen)
+
+
+@contextmanager
+def use(choice: str) -> Iterator[None]:
+    """Within it, `auto`, `eager` or `triton`, whatever the environment says."""
+    token = _override.set(choice)
+    try:
+        yield
+    finally:
+        _override.reset(token)
+
+
+def _runs(seen: Observation) -> bool:
+    """Whether twins are wanted and can run where the tensors are."""
+    choice = _override.get() or os.environ.get("KVCAP_KERNELS") or "auto"
+    if choice not in CHOICES:
+        raise ValueError(f"KVCAP_KERNELS={choice!r} will not work; use {', '.join(CHOICES)}")
+    if choice == "eager" or (choice == "auto" and not seen.keys.is_cuda):
+        return False
+    ready = _has_triton() and (seen.keys.is_cuda or os.environ.get("TRITON_INTERPRET") == "1")
+    if choice == "triton" and not ready:
+        raise RuntimeError(
+            "KVCAP_KERNELS=triton needs triton, and tensors on CUDA or TRITON_INTERPRET=1; "
+            "use auto, which runs eagerly where there is none"
+        )
+    return ready
+
+
+@lru_cache
+def _has_triton() -> bool:
+    return find_spec("triton") is not None
+
+
+def _covers(policy: Policy, seen: Observation) -> bool:
+    """Whether the twin of this policy knows its options, the saliency and the shapes."""
+    keys, queries = seen.keys, seen.queries
+    if keys.dtype not in DTYPES or keys.shape[-1] > MOST_HEAD_SIZE or keys.stride(-1) != 1:
+        return False
+    if isinstance(policy, KeyDiff):
+        return policy.metric == "cosine" and policy.anchor in ("mean", "unit_mean")
+    if isinstance(policy, TOVA) and policy.across != "group":
+        return False
+    return (
+        queries is not None
+        and _kind(seen) is not None
+        and queries.shape[1] // keys.shape[1] <= MOST_GROUPS
+        and all(x.dtype == keys.dtype and x.stride(-1) == 1 for x in (queries, seen.values))
+        and seen.positions.stride(-1) == 1
+    )
+
+
+def _kind(seen: Observation) -> str | None:
+    """The epilogue that makes `seen.weight`, if there is one."""
+    if seen.saliency is None:
+        return "attention"
+    return seen.saliency.mode if type(seen.saliency) is OBCache else None
+
+
+def _dropkv(policy: Policy, seen: Observation) -> Tensor:
+    from kvcap.kernels import window
+
+    assert isinstance(policy, DropKV)
+    cost = window.scores(
+        seen, "dropkv", policy.group, epsilon=policy.epsilon, rounded=policy.bf16_ratio
+    )
+    return pool_in_time(cost, seen.positions, policy.kernel, policy.pool)
+
+
+def _andpro(policy: Policy, seen: Observation) -> Tensor:
+    from kvcap.kernels import window
+
+    assert isinstance(policy, AnDPro)
+    return window.scores(seen, "andpro", policy.group)
+
+
+def _snapkv(policy: Policy, seen: Observation) -> Tensor:
+    from kvcap.kernels import window
+
+    assert isinstance(policy, SnapKV)
+    kind = _kind(seen)
+    assert kind is not None
+    if policy.kernel == 1 or (policy.pool == "avg" and policy.group != "max"):
+        # Averages commute: the heads first, so that there is less to pool.
+        return pool_in_time(
+            window.scores(seen, kind, policy.group), seen.positions, policy.kernel, policy.pool
+        )
+    pooled = pool_in_time(
+        window.scores(seen, kind, None), seen.positions, policy.kernel, policy.pool
+    )
+    return over_group(pooled, policy.group)
+
+
+def _tova(policy: Policy, seen: Observation) -> Tensor:
+    from kvcap.kernels import window
+
+    assert isinstance(policy, TOVA)
+    kind = _kind(seen)
+    assert kind is not None
+    assert seen.queries is not None
+    last = replace(seen, queries=seen.queries[:, :, -1:])
+    return window.scores(last, kind, policy.group)
+
+
+def _h2o(policy: Policy, seen: Observation) -> dict[str, Tensor]:
+    from kvcap.kernels import window
+
+    assert isinstance(policy, H2O)
+    kind = _kind(seen)
+    assert kind is not None
+    return {"accumulated": seen.state["accumulated"] + window.scores(seen, kind, policy.group)}
+
+
+def _keydiff(policy: Policy, seen: Observation, key_sum: Tensor | None = None) -> Tensor:
+    from kvcap.kernels import keydiff
+
+    assert isinstance(policy, KeyDiff)
+    unit = policy.anchor == "unit_mean"
+    return keydiff.scores(seen.keys, unit=unit, key_sum=None if unit else key_sum)
+
+
+TWINS: dict[type[Policy], Callable[[Policy, Observation], Tensor]] = {
+    AnDPro: _andpro,
+    DropKV: _dropkv,
+    KeyDiff: _keydiff,
+    SnapKV: _snapkv,
+    TOVA: _tova,
+}
+"""The policies whose scores have a twin; of H2O it is the state that has one, see `update`."""

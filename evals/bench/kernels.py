@@ -1,0 +1,245 @@
+"""What a score costs on a GPU: Triton's twin beside eager, `torch.compile` and a naive formula.
+
+One layer of a Llama of 8 B: 32 query and 8 KV heads of 128, bfloat16, as views into a pool. Times
+are by CUDA events around every call, one call right after another, so that the host's launches
+count where they take longer than the device; `graph_ms` replays a CUDA graph, where they do not.
+Inputs rotate through 512 MiB and more, so that no call finds its own in the chip's cache. The floor
+is the bytes that must be read over the bandwidth that a sum over 4 GiB reached in the same run.
+Nothing is pooled in time, unless the name of the work says so. Peers: `eager` is the policy itself,
+in float32; `expanded` is DropKV in 16-bit matrix products without repetition, `naive` as it is
+written down. Reads `lengths` and `repeats`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from itertools import cycle, pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvcap import kernels
+from kvcap.evals.bench import Options, Result
+from kvcap.evals.machine import device_name, versions
+from kvcap.evals.measure import percentiles
+from kvcap.policies import Observation, Policy
+from kvcap.policies.andpro import AnDPro
+from kvcap.policies.dropkv import DropKV
+from kvcap.policies.h2o import H2O
+from kvcap.policies.keydiff import KeyDiff
+from kvcap.policies.saliencies.obcache import OBCache
+from kvcap.policies.snapkv import SnapKV
+
+HEADS, KV_HEADS, SIZE, DTYPE = 32, 8, 128, torch.bfloat16
+ROTATED = 512 * 2**20  # bytes of keys and values, several times the cache of the chip
+DEFAULTS = {"lengths": (4096, 16384, 65536, 131072), "repeats": 3}
+COLUMNS = (
+    "work", "n", "median_ms", "graph_ms", "floor_ms", "of_read", "peer", "peer_median_ms", "ratio",
+    "scratch_bytes", "peer_scratch_bytes",
+)  # fmt: skip
+Call = Callable[[Observation], Any]
+
+
+@dataclass(frozen=True)
+class Work:
+    """A score, what it must read, and which peers it has besides eager."""
+
+    name: str
+    policy: Policy
+    keys_read: int  # passes
+    values_read: int = 0
+    queries: int = 1
+    saliency: OBCache | None = None
+    known_sum: bool = False
+    compiled: bool = False
+    naive: bool = False
+
+    def twin(self, seen: Observation) -> Tensor:
+        """By the kernels."""
+        if isinstance(self.policy, H2O):
+            return kernels.update(self.policy, seen)["accumulated"]
+        key_sum = seen.state["key_sum"] if self.known_sum else None
+        return kernels.score(self.policy, seen, key_sum)
+
+    def eager(self, seen: Observation) -> Tensor:
+        """By the policy itself, from nothing computed before."""
+        seen = replace(seen)
+        if isinstance(self.policy, H2O):
+            return self.policy.update(seen)["accumulated"]
+        return self.policy.score(seen)
+
+
+WORKS = (
+    Work("dropkv", DropKV(kernel=1), 2, 2, queries=8, compiled=True, naive=True),
+    Work("dropkv, pooled in time", DropKV(), 2, 2, queries=8),
+    Work("keydiff", KeyDiff(), 2, compiled=True),
+    Work("keydiff, sum known", KeyDiff(), 1, known_sum=True, compiled=True),
+    Work("snapkv", SnapKV(kernel=1), 2, queries=32),
+    Work("obcache", SnapKV(kernel=1, window=8), 2, 2, queries=8, saliency=OBCache()),
+    Work("andpro", AnDPro(), 2, 2, queries=8),
+    Work("h2o, block of 128", H2O(), 2, queries=128),
+)
+
+
+def run(options: Options) -> Result:
+    """Milliseconds of every score and its peers, and the share of the read bandwidth it reaches.
+
+    Raises:
+        ValueError: there is no CUDA device.
+    """
+    if not torch.cuda.is_available():
+        raise ValueError("the benchmark of the kernels needs a CUDA device; this machine has none")
+    bandwidth = read_bandwidth()
+    machine = {"device": device_name("cuda"), "versions": {**versions(), "triton": _triton()}}
+    rows: list[dict[str, Any]] = []
+    for work in WORKS:
+        for n in options.lengths:
+            torch.manual_seed(0)
+            inputs = [observe(n, work) for _ in range(max(1, ROTATED // (n * _slot_bytes())))]
+            rows += _measure(work, inputs, 20 * options.repeats, bandwidth, machine)
+            del inputs
+    sizes = {"heads": HEADS, "kv_heads": KV_HEADS, "head_size": SIZE, "dtype": "bfloat16"}
+    return Result("kernels", COLUMNS, rows, {**machine, **sizes, "read_tb_s": bandwidth / 1e12})
+
+
+def _measure(
+    work: Work, inputs: list[Observation], repeats: int, bandwidth: float, machine: dict[str, Any]
+) -> Iterator[dict[str, Any]]:
+    """One row for each peer."""
+    n = inputs[0].keys.shape[2]
+    must_read = n * KV_HEADS * SIZE * DTYPE.itemsize * (work.keys_read + work.values_read)
+    mine, graphed = percentiles(timed(work.twin, inputs, repeats)), replayed(work.twin, inputs)
+    common = {
+        "work": work.name, "n": n, "median_ms": mine["p50"], "p20_ms": mine["p20"],
+        "p80_ms": mine["p80"], "graph_ms": graphed, "floor_ms": must_read / bandwidth * 1e3,
+        "tb_s": must_read / mine["p50"] / 1e9, "of_read": must_read / mine["p50"] * 1e3 / bandwidth,
+        "scratch_bytes": scratch(work.twin, inputs[0]),
+    }  # fmt: skip
+    peers: dict[str, Call] = {"eager": work.eager}
+    if work.compiled:
+        peers["torch.compile"] = compiled(work.policy.score, inputs[0])
+    if work.naive:
+        peers |= {"naive": naive, "expanded": expanded}
+        peers["expanded, torch.compile"] = compiled(expanded, inputs[0])
+    for name, peer in peers.items():
+        theirs = percentiles(timed(peer, inputs, max(10, repeats // 3)))
+        yield {
+            **common, "peer": name, "peer_median_ms": theirs["p50"], "peer_p20_ms": theirs["p20"],
+            "peer_p80_ms": theirs["p80"], "peer_scratch_bytes": scratch(peer, inputs[0]),
+            "ratio": theirs["p50"] / mine["p50"], **machine,
+        }  # fmt: skip
+
+
+def observe(n: int, work: Work) -> Observation:
+    """Random tensors of `n` slots in no order, none newer than the first query."""
+
+    def pool() -> Tensor:
+        whole = torch.randn(1, KV_HEADS, n + 128, SIZE, device="cuda", dtype=DTYPE)
+        return whole[:, :, :n]
+
+    keys = pool()
+    places = torch.stack([torch.randperm(n, device="cuda") for _ in range(KV_HEADS)])
+    queries = torch.randn(1, work.queries, HEADS, SIZE, device="cuda", dtype=DTYPE).transpose(1, 2)
+    state = {
+        "accumulated": torch.zeros(1, KV_HEADS, n, device="cuda"),
+        "key_sum": keys.float().sum(2),
+    }
+    return Observation(
+        keys, pool(), places[None].int(), n + work.queries, n // 2, queries=queries,
+        scaling=SIZE**-0.5, saliency=work.saliency, state=state,
+    )  # fmt: skip
+
+
+def naive(seen: Observation) -> Tensor:
+    """DropKV as it is written down: keys and values repeated, every difference materialised."""
+    assert seen.queries is not None
+    k = seen.keys.repeat_interleave(HEADS // KV_HEADS, 1)  # [B, H, n, D]
+    v = seen.values.repeat_interleave(HEADS // KV_HEADS, 1)
+    p = (seen.queries @ k.mT * seen.scaling).float().softmax(-1)  # [B, H, w, n]
+    a = p.to(v.dtype) @ v  # [B, H, w, D]
+    distance = (a[:, :, :, None] - v[:, :, None]).square().sum(-1)  # [B, H, w, n]
+    cost = ((p / (1 - p + 1e-6)).square() * distance).sum(2)
+    return cost.unflatten(1, (KV_HEADS, -1)).mean(2)
+
+
+def expanded(seen: Observation) -> Tensor:
+    """DropKV by `|a - v|² = |a|² + |v|² - 2 a·v` in 16-bit matrix products, nothing repeated."""
+    assert seen.queries is not None
+    k, v = seen.keys, seen.values
+    q = seen.queries.unflatten(1, (KV_HEADS, -1)).flatten(2, 3)  # [B, K, G·w, D]
+    p = (q @ k.mT * seen.scaling).float().softmax(-1)  # [B, K, G·w, n]
+    a = p.to(v.dtype) @ v  # [B, K, G·w, D]
+    squares = a.float().square().sum(-1, keepdim=True) + v.float().square().sum(-1)[:, :, None]
+    distance = squares - 2 * (a @ v.mT)
+    cost = (p / (1 - p + 1e-6)).square() * distance
+    return cost.sum(2) / (HEADS // KV_HEADS)
+
+
+def compiled(score: Callable[[Observation], Tensor], like: Observation) -> Call:
+    """`score` by `torch.compile`, for tensors of these shapes."""
+
+    def function(keys: Tensor, values: Tensor, positions: Tensor, queries: Tensor | None) -> Tensor:
+        return score(
+            Observation(
+                keys, values, positions, like.seen, like.budget,
+                queries=queries, scaling=like.scaling,
+            )
+        )  # fmt: skip
+
+    torch.compiler.reset()
+    fast = torch.compile(function, dynamic=False)
+    return lambda seen: fast(seen.keys, seen.values, seen.positions, seen.queries)
+
+
+def timed(call: Call, inputs: list[Observation], repeats: int) -> list[float]:
+    """Milliseconds of each call, one right after another."""
+    for seen in inputs[:3]:
+        call(seen)
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
+    torch.cuda.synchronize()
+    events[0].record()
+    for event, seen in zip(events[1:], cycle(inputs), strict=False):
+        call(seen)
+        event.record()
+    torch.cuda.synchronize()
+    times = [a.elapsed_time(b) for a, b in pairwise(events)]
+    return times[1:]  # the first waits for the host alone
+
+
+def replayed(call: Call, inputs: list[Observation], replays: int = 20) -> float:
+    """Milliseconds of a call within a CUDA graph of one call for each of the inputs; median."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for seen in inputs:
+            call(seen)
+    times = timed(lambda _: graph.replay(), inputs[:1], replays)
+    return percentiles(times)["p50"] / len(inputs)
+
+
+def scratch(call: Call, seen: Observation) -> int:
+    """Bytes that one call allocates at its peak, besides what it returns."""
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    found = call(seen)
+    torch.cuda.synchronize()
+    return int(torch.cuda.max_memory_allocated() - before - found.nbytes)
+
+
+def read_bandwidth() -> float:
+    """Bytes a second that a sum over 4 GiB reads."""
+    x = torch.randn(2**30, device="cuda")
+    seen = Observation(x, x, x, 0, 0)
+    return x.nbytes / percentiles(timed(lambda s: s.keys.sum(), [seen], 20))["p50"] * 1e3
+
+
+def _slot_bytes() -> int:
+    return 2 * KV_HEADS * SIZE * DTYPE.itemsize
+
+
+def _triton() -> str:
+    from importlib.metadata import version
+
+    return version("triton")

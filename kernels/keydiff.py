@@ -1,0 +1,100 @@
+# mypy: disable-error-code="import-untyped, no-untyped-call, no-untyped-def, untyped-decorator"
+# Triton has no annotations, and what it compiles can have none.
+"""KeyDiff's scores in two passes over the keys, or in one where their sum is known.
+
+`_sum` leaves a sum of each part of the slots; `_cosine` adds the parts up in its prologue and reads
+the keys once more, from the end, where the cache of the chip still holds them. Letters as in
+`Observation`, and `N` slots of a tile.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kvcap.kernels.launch import empty, launch, multiprocessors
+
+EPSILON = tl.constexpr(1e-8)  # of torch's cosine_similarity
+
+
+@triton.jit
+def _tile(base, slots, stop, stride, D: tl.constexpr, DP: tl.constexpr):
+    """Keys of `slots` below `stop` in float32, [N, DP]."""
+    d = tl.arange(0, DP)
+    at = base + slots.to(tl.int64)[:, None] * stride + d[None, :]
+    if DP == D:
+        return tl.load(at, mask=(slots < stop)[:, None], other=0.0).to(tl.float32)
+    mask = (slots < stop)[:, None] & (d < D)[None, :]
+    return tl.load(at, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit(do_not_specialize=["n", "chunk"])
+def _sum(k_ptr, sum_ptr, k_b, k_h, k_n, K, n, chunk, D: tl.constexpr, DP: tl.constexpr,
+         N: tl.constexpr, UNIT: tl.constexpr):  # fmt: skip
+    """The sum of one part of a head's keys, each of length 1 if UNIT. [D]."""
+    part, row = tl.program_id(0), tl.program_id(1)
+    base = k_ptr + (row // K).to(tl.int64) * k_b + (row % K).to(tl.int64) * k_h
+    total = tl.full([N, DP], 0.0, tl.float32)
+    stop = tl.minimum(part * chunk + chunk, n)
+    for start in tl.range(part * chunk, stop, N, num_stages=3):
+        k = _tile(base, start + tl.arange(0, N), stop, k_n, D, DP)
+        if UNIT:
+            k = k / tl.maximum(tl.sqrt(tl.sum(k * k, 1)), 1e-12)[:, None]
+        total += k
+    d = tl.arange(0, DP)
+    tl.store(sum_ptr + (row * tl.num_programs(0) + part) * D + d, tl.sum(total, 0), mask=d < D)
+
+
+@triton.jit(do_not_specialize=["n", "chunk", "parts"])
+def _cosine(k_ptr, sum_ptr, out_ptr, k_b, k_h, k_n, K, n, chunk, parts, D: tl.constexpr,
+            DP: tl.constexpr, N: tl.constexpr, PARTS: tl.constexpr):  # fmt: skip
+    """`-cos(k_j, μ)` of one part of a head's slots, `n·μ` being the sum of [B·K, parts, D]."""
+    part, row = tl.program_id(0), tl.program_id(1)
+    base = k_ptr + (row // K).to(tl.int64) * k_b + (row % K).to(tl.int64) * k_h
+    d, i = tl.arange(0, DP), tl.arange(0, PARTS)
+    at = sum_ptr + (row * parts + i)[:, None] * D + d[None, :]
+    sums = tl.load(at, mask=(i < parts)[:, None] & (d < D)[None, :], other=0.0)
+    anchor = tl.sum(sums, 0) / n
+    anchor = anchor / tl.maximum(tl.sqrt(tl.sum(anchor * anchor, 0)), EPSILON)
+    begin, stop = part * chunk, tl.minimum(part * chunk + chunk, n)
+    tiles = tl.cdiv(stop - begin, N)
+    for tile in tl.range(0, tiles, num_stages=4):
+        slots = begin + (tiles - 1 - tile) * N + tl.arange(0, N)
+        k = _tile(base, slots, stop, k_n, D, DP)
+        along = tl.sum(k * anchor[None, :], 1)
+        inverse = tl.rsqrt(tl.maximum(tl.sum(k * k, 1), EPSILON * EPSILON))
+        tl.store(out_ptr + row.to(tl.int64) * n + slots, -along * inverse, mask=slots < stop)
+
+
+def scores(keys: Tensor, *, unit: bool = False, key_sum: Tensor | None = None) -> Tensor:
+    """`-cos(k_j, μ)`, `μ` the mean of the keys (KeyDiff, Eq. 8). [B, K, n], float32.
+
+    Args:
+        keys: [B, K, n, D], whatever its strides but the last.
+        unit: `μ` is the mean of the keys' directions.
+        key_sum: float32 [B, K, D], contiguous: the sum of these keys where it is known, which
+            spares the pass that makes it.
+    """
+    B, K, n, D = keys.shape
+    padded = max(16, 1 << (D - 1).bit_length())
+    tile = max(16, min(128, 16384 // (padded * keys.element_size())))
+    chunk = -(-max(2 * tile, n * B * K // (2 * multiprocessors(keys.device))) // tile) * tile
+    parts = -(-n // chunk)
+    out = empty(B, K, n, device=keys.device)
+    view, sizes = (*keys.stride()[:3], K, n, chunk), (D, padded, tile)
+    key = (keys.device, keys.dtype, keys.data_ptr() % 16, view[:4], sizes)
+    added = 1
+    if key_sum is None:
+        added = parts
+        key_sum = empty(B, K, parts, D, device=keys.device)
+        launch(
+            _sum, (parts, B * K, 1), (key, unit),
+            (keys, key_sum, *view, *sizes, unit), num_warps=4,
+        )  # fmt: skip
+    most = 1 << (added - 1).bit_length()
+    launch(
+        _cosine, (parts, B * K, 1), (key, most, key_sum.data_ptr() % 16),
+        (keys, key_sum, out, *view, added, *sizes, most), num_warps=8,
+    )  # fmt: skip
+    return out

@@ -1,0 +1,401 @@
+"""Twins against float64: values, kept sets, every element written; on a GPU, else interpreted."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvcap import kernels
+from kvcap.policies import Observation, Policy
+from kvcap.policies.andpro import AnDPro
+from kvcap.policies.dropkv import DropKV
+from kvcap.policies.h2o import H2O
+from kvcap.policies.keydiff import KeyDiff
+from kvcap.policies.random import Random
+from kvcap.policies.saliencies.obcache import OBCache
+from kvcap.policies.snapkv import SnapKV
+from kvcap.policies.tova import TOVA
+
+if find_spec("triton") is None:
+    pytest.skip("triton is not installed: scores run eagerly", allow_module_level=True)
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+if DEVICE == "cpu":
+    os.environ["TRITON_INTERPRET"] = "1"
+    import triton
+
+    if not hasattr(triton.language.sum, "rewrite"):
+        # It was imported, by torch._dynamo, as a compiler: its library has to be read again.
+        for name in [m for m in sys.modules if m.split(".")[0] == "triton"]:
+            if not name.startswith("triton._C"):
+                del sys.modules[name]
+
+# These import triton.
+keydiff = importlib.import_module("kvcap.kernels.keydiff")
+window = importlib.import_module("kvcap.kernels.window")
+
+F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
+
+
+@dataclass(frozen=True)
+class Shape:
+    n: int
+    w: int = 8
+    G: int = 4
+    D: int = 64
+    dtype: torch.dtype = BF16
+    B: int = 1
+    K: int = 2
+    softcap: float | None = None
+
+
+SHAPES = [
+    Shape(1, w=1, G=1, dtype=F32),
+    Shape(2, w=2, G=8, D=16, dtype=F16, K=1),
+    Shape(65, w=8, D=128),
+    Shape(300, w=8, G=4, D=80, dtype=F32),
+    Shape(130, w=5, G=3, D=96, dtype=F16, B=2),
+    Shape(150, w=32, G=8, D=64, K=1),
+    Shape(120, w=32, G=1, D=128, dtype=F32, softcap=5.0),
+    Shape(128, w=16, G=2, D=80, dtype=F16, softcap=30.0),
+    Shape(513, w=1, G=7, D=128, K=1),
+    Shape(400, w=3, G=5, D=256, dtype=BF16, K=1),
+]
+ids = [f"{s.n}x{s.w}x{s.G}x{s.D}-{str(s.dtype)[6:]}" for s in SHAPES]
+each_shape = pytest.mark.parametrize("shape", SHAPES, ids=ids)
+
+
+def observe(s: Shape, seed: int | None = None) -> Observation:
+    """Random tensors that are views of larger ones: what lies around them is NaN."""
+    if seed is not None:
+        torch.manual_seed(seed)
+    H, seen = s.K * s.G, s.n + 40
+
+    def pool(*shape: int) -> Tensor:
+        whole = torch.full((s.B, s.K, s.n + 19, s.D + 8), float("nan"))
+        whole[:, :, 3 : 3 + s.n, : s.D] = torch.randn(s.B, s.K, s.n, s.D)
+        return whole.to(DEVICE, s.dtype)[:, :, 3 : 3 + s.n, : s.D]
+
+    # The newest tokens are held, so that some queries do not see some slots.
+    newest = min(s.w, s.n - 1)
+    places = torch.full((s.B, s.K, s.n + 5), -7, dtype=torch.int32)
+    for row in places.view(-1, s.n + 5):
+        old = torch.randperm(seen - s.w)[: s.n - newest]
+        held = torch.cat([old, torch.arange(seen - newest, seen)])
+        row[: s.n] = held[torch.randperm(s.n)]
+    queries = (2 * torch.randn(s.B, s.w, H, s.D)).to(DEVICE, s.dtype).transpose(1, 2)
+    return Observation(
+        keys=pool(), values=pool(), positions=places.to(DEVICE)[:, :, : s.n], seen=seen,
+        budget=max(1, s.n // 2), queries=queries, scaling=s.D**-0.5, softcap=s.softcap,
+        state={"accumulated": torch.rand(s.B, s.K, s.n, device=DEVICE)},
+    )  # fmt: skip
+
+
+def exact(policy: Policy, seen: Observation, magnitude: bool = False) -> Tensor:
+    """The formulas of the papers in float64. [B, K, n].
+
+    With `magnitude`, every difference is a sum: the numbers whose rounding makes the error.
+    """
+    k, v = seen.keys.double(), seen.values.double()
+    if isinstance(policy, KeyDiff):
+        unit = k / k.norm(dim=-1, keepdim=True)
+        mean = (unit if policy.anchor == "unit_mean" else k).mean(2, keepdim=True)
+        return -(unit * mean / mean.norm(dim=-1, keepdim=True)).sum(-1)
+    q = seen.queries.double().unflatten(1, (k.shape[1], -1))  # [B, K, G, w, D]
+    z = seen.scaling * q @ k[:, :, None].mT
+    z = z if seen.softcap is None else seen.softcap * (z / seen.softcap).tanh()
+    times = seen.seen - q.shape[3] + torch.arange(q.shape[3], device=k.device)
+    hidden = seen.positions[:, :, None, None] > times[:, None]
+    p = z.masked_fill(hidden, -torch.inf).softmax(-1)
+    z = z.masked_fill(hidden, 0)
+    a, square = p @ v[:, :, None], v.square().sum(-1)[:, :, None, None]
+    along = a @ v[:, :, None].mT
+    if magnitude:
+        along, z = -(a.norm(dim=-1, keepdim=True) * square.sqrt()), z.abs()
+    distance = a.square().sum(-1, keepdim=True) + square - 2 * along
+    weight = {
+        None: p,
+        "value": p**2 * square,
+        "key": (p * z) ** 2 * distance,
+        "joint": 2 * p**2 * z * (square - along) + p**2 * square + (p * z) ** 2 * distance,
+    }[getattr(seen.saliency, "mode", None)]
+    if isinstance(policy, DropKV):
+        p = p.bfloat16().double() if policy.bf16_ratio else p
+        weight = (p / (1 - p + policy.epsilon)) ** 2 * distance
+    if isinstance(policy, AnDPro):
+        weight = p * (along.abs() if magnitude else along)
+    if isinstance(policy, TOVA):
+        weight = weight[..., -1:, :]
+    heads = {"mean": lambda x: x.mean(2), "sum": lambda x: x.sum(2), "max": lambda x: x.amax(2)}
+    group, cost = heads[policy.group], weight.sum(3)  # [B, K, G, n]
+    if isinstance(policy, SnapKV):
+        return group(pooled(cost, seen.positions, policy))
+    scores = group(cost)
+    if isinstance(policy, DropKV):
+        scores = pooled(scores[:, :, None], seen.positions, policy)[:, :, 0]
+    return scores + seen.state["accumulated"].double() if isinstance(policy, H2O) else scores
+
+
+def pooled(cost: Tensor, positions: Tensor, policy: DropKV | SnapKV) -> Tensor:
+    """Over the neighbours in time that exist. [B, K, G, n]."""
+    found, reach = cost.clone(), policy.kernel // 2
+    for b, k in torch.cartesian_prod(*map(torch.arange, cost.shape[:2])).view(-1, 2).tolist():
+        order = positions[b, k].argsort().tolist()
+        for i, slot in enumerate(order):
+            near = cost[b, k][:, order[max(0, i - reach) : i + reach + 1]]
+            found[b, k, :, slot] = near.amax(-1) if policy.pool == "max" else near.mean(-1)
+    return found
+
+
+def twin(policy: Policy, seen: Observation) -> Tensor:
+    with kernels.use("triton"):
+        if isinstance(policy, H2O):
+            return kernels.update(policy, seen)["accumulated"]
+        return kernels.score(policy, seen)
+
+
+def eager(policy: Policy, seen: Observation) -> Tensor:
+    seen = replace(seen)  # nothing computed before
+    return policy.update(seen)["accumulated"] if isinstance(policy, H2O) else policy.score(seen)
+
+
+def excess(
+    policy: Policy, seen: Observation, found: Tensor, epsilon: float | None = None
+) -> tuple[Tensor, Tensor]:
+    """The error in units of what is allowed, and that. [B, K, n] each.
+
+    Allowed is twice the largest error of eager, which computes in float32 whatever the inputs; and
+    `epsilon` of the numbers that are subtracted from one another. 2**-18 is what 16-bit inputs are
+    multiplied to by matrix units; the rounding of the inputs is 512 times as much.
+    """
+    true = exact(policy, seen)
+    if epsilon is None:
+        epsilon = 2**-20 if seen.keys.dtype == torch.float32 else 2**-18
+    allowed = 2 * (eager(policy, seen).double() - true).abs().max()
+    allowed = allowed + epsilon * exact(policy, seen, magnitude=True).abs()
+    return (found.double() - true).abs() / allowed, allowed
+
+
+def check(policy: Policy, seen: Observation, epsilon: float | None = None) -> None:
+    """Values, type and the kept set up to ties."""
+    found = twin(policy, seen)
+    assert found.dtype == torch.float32
+    assert found.shape == seen.positions.shape
+    share, allowed = excess(policy, seen, found, epsilon)
+    assert share.max() <= 1
+    true = exact(policy, seen)
+    kept = torch.zeros_like(true, dtype=torch.bool)
+    kept.scatter_(-1, found.topk(seen.budget).indices, True)
+    least = (true + allowed).masked_fill(~kept, torch.inf).amin(-1)
+    most = (true - allowed).masked_fill(kept, -torch.inf).amax(-1)
+    assert (least >= most).all()
+
+
+@pytest.fixture(autouse=True)
+def poisoned(monkeypatch):
+    """Memory that is asked for holds NaN until it is written."""
+
+    def nan(*shape: int, device: torch.device) -> Tensor:
+        return torch.full(shape, float("nan"), device=device)
+
+    monkeypatch.setattr(window, "empty", nan)
+    monkeypatch.setattr(keydiff, "empty", nan)
+
+
+@each_shape
+@pytest.mark.parametrize("group", ["mean", "max"])
+def test_dropkv(shape, group):
+    seen = observe(shape)
+    if shape.n <= 2:
+        # p = 1 and v = a: the score is rounding over epsilon squared, so any number will do.
+        assert twin(DropKV(kernel=1), seen).isfinite().all()
+        return
+    check(DropKV(kernel=1, group=group), seen)
+
+
+@each_shape
+def test_sums_of_attention(shape):
+    seen = observe(shape)
+    check(SnapKV(kernel=1, group="sum"), seen)
+    check(TOVA(group="max"), seen)
+
+
+@each_shape
+@pytest.mark.parametrize("anchor", ["mean", "unit_mean"])
+def test_keydiff(shape, anchor):
+    check(KeyDiff(anchor=anchor), observe(shape))
+
+
+@each_shape
+def test_keydiff_with_a_running_sum(shape):
+    seen = observe(shape)
+    known = kernels_score_with_sum(seen)
+    torch.testing.assert_close(known, twin(KeyDiff(), seen), rtol=0, atol=2e-6)
+
+
+def kernels_score_with_sum(seen: Observation) -> Tensor:
+    with kernels.use("triton"):
+        return kernels.score(KeyDiff(), seen, seen.keys.float().sum(2))
+
+
+@pytest.mark.parametrize("shape", SHAPES[2:5], ids=ids[2:5])
+@pytest.mark.parametrize("mode", ["value", "key", "joint"])
+def test_obcache(shape, mode):
+    seen = replace(observe(shape), saliency=OBCache(mode))
+    check(SnapKV(kernel=1), seen)
+    if mode == "joint":
+        check(TOVA(), seen)
+
+
+@pytest.mark.parametrize("group", ["mean", "sum", "max"])
+@pytest.mark.parametrize("shape", SHAPES[3:5], ids=ids[3:5])
+def test_andpro(shape, group):
+    check(AnDPro(group=group), observe(shape))
+
+
+@pytest.mark.parametrize("policy", [
+    DropKV(), DropKV(pool="avg", kernel=5, group="sum"), SnapKV(), SnapKV(pool="avg"),
+    SnapKV(pool="avg", group="max"),
+])  # fmt: skip
+def test_pooling_in_time(policy):
+    check(policy, observe(Shape(90)))
+
+
+def test_dropkv_with_rounded_attention():
+    # A p next to a rounding boundary may fall on either side of it, in eager as in the twin.
+    seen = observe(Shape(200))
+    seen.queries *= 0.25  # 1 - p would make much of that where p is near 1
+    # The interpreter does not round: it cuts off.
+    check(DropKV(kernel=1, bf16_ratio=True), seen, epsilon=2**-6)
+
+
+@pytest.mark.parametrize("saliency", [None, OBCache("joint")])
+def test_state_of_h2o_over_blocks_of_queries(saliency):
+    seen = observe(Shape(100, w=70, G=4))
+    check(H2O(), replace(seen, saliency=saliency))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_fresh_inputs_and_int64_positions(seed):
+    seen = observe(Shape(150, D=128), seed)
+    check(DropKV(), replace(seen, positions=seen.positions.long()))
+
+
+def test_heads_observed_one_by_one_equal_the_layer():
+    seen = observe(Shape(140, K=3))
+    whole = twin(DropKV(), seen)
+    for head in range(3):
+        mine = slice(head, head + 1)
+        alone = replace(
+            seen, keys=seen.keys[:, mine], values=seen.values[:, mine], first_head=head,
+            positions=seen.positions[:, mine], queries=seen.queries[:, 4 * head : 4 * head + 4],
+        )  # fmt: skip
+        check(DropKV(), alone)
+        torch.testing.assert_close(twin(DropKV(), alone), whole[:, mine], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("policy", [DropKV(), SnapKV(), KeyDiff()])
+def test_two_runs_are_equal_to_the_bit(policy):
+    seen = observe(Shape(300, D=128))
+    assert torch.equal(twin(policy, seen), twin(policy, seen))
+
+
+def test_new_lengths_and_strides_run_through_remembered_kernels():
+    for n in (64, 65, 64, 130, 65):
+        check(DropKV(kernel=1), observe(Shape(n, D=128)))
+        check(KeyDiff(), observe(Shape(n, D=128)))
+
+
+def faults() -> dict[str, Callable[[Observation], Observation]]:
+    return {
+        "no causal mask": lambda s: replace(s, positions=torch.zeros_like(s.positions)),
+        "one query late": lambda s: replace(s, seen=s.seen + 1),
+        "no softcap": lambda s: replace(s, softcap=None),
+        "other heads": lambda s: replace(s, queries=s.queries.roll(1, 1)),
+        "keys for values": lambda s: replace(s, values=s.keys),
+    }
+
+
+@pytest.mark.parametrize("fault", faults())
+def test_a_planted_fault_is_seen(fault):
+    seen, policy = observe(Shape(100, softcap=5.0)), DropKV(kernel=1)
+    share, _ = excess(policy, seen, twin(policy, faults()[fault](seen)))
+    assert share.max() > 10
+
+
+def unaware(*_: object, **__: object) -> Tensor:
+    raise AssertionError("a twin ran")
+
+
+def strided(x: Tensor) -> Tensor:
+    return torch.stack([x, x], -1)[..., 0]
+
+
+@pytest.mark.parametrize(("policy", "change"), [
+    (TOVA(across="layer"), {}),
+    (KeyDiff(anchor="median"), {}),
+    (KeyDiff(metric="dot"), {}),
+    (Random(), {}),
+    (SnapKV(), {"keys": strided}),
+    (SnapKV(), {"positions": strided}),
+    (DropKV(), {"values": lambda x: x.float()}),
+    (KeyDiff(), {"keys": lambda x: x.double()}),
+    (KeyDiff(), {"keys": lambda x: x.repeat(1, 1, 1, 8)}),
+])  # fmt: skip
+def test_what_no_twin_covers_is_scored_eagerly(policy, change, monkeypatch):
+    seen = observe(Shape(40))
+    seen = replace(seen, **{name: f(getattr(seen, name)) for name, f in change.items()})
+    monkeypatch.setattr(window, "scores", unaware)
+    monkeypatch.setattr(keydiff, "scores", unaware)
+    assert torch.equal(twin(policy, seen), policy.score(replace(seen)))
+
+
+def test_the_choice(monkeypatch):
+    seen = observe(Shape(40))
+    monkeypatch.setattr(keydiff, "scores", unaware)
+    with kernels.use("eager"):
+        kernels.score(KeyDiff(), seen)
+    monkeypatch.setenv("KVCAP_KERNELS", "eager")
+    kernels.score(KeyDiff(), seen)
+    monkeypatch.setenv("KVCAP_KERNELS", "triton")
+    with pytest.raises(AssertionError, match="a twin ran"):
+        kernels.score(KeyDiff(), seen)
+    monkeypatch.setenv("KVCAP_KERNELS", "cuda")
+    with pytest.raises(ValueError, match="auto, eager, triton"):
+        kernels.score(KeyDiff(), seen)
+    cpu = replace(seen, keys=seen.keys.cpu())
+    with kernels.use("auto"):
+        kernels.score(KeyDiff(), cpu)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with kernels.use("triton"), pytest.raises(RuntimeError, match="use auto"):
+        kernels.score(KeyDiff(), cpu)
+
+
+def test_importing_loads_no_kernel_and_scoring_needs_no_triton():
+    code = (
+        "import sys, torch, kvcap.kernels\n"
+        "from kvcap.policies import Observation\n"
+        "from kvcap.policies.keydiff import KeyDiff\n"
+        "assert not torch.cuda.is_initialized()\n"
+        "assert 'kvcap.kernels.window' not in sys.modules\n"
+        "sys.modules['triton'] = None\n"
+        "x = torch.randn(1, 1, 5, 16)\n"
+        "seen = Observation(x, x, torch.arange(5)[None, None], seen=5, budget=3)\n"
+        "assert torch.equal(kvcap.kernels.score(KeyDiff(), seen), KeyDiff().score(seen))\n"
+    )
+    path = os.pathsep.join(p for p in sys.path if p)
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", code] if sys.version_info >= (3, 11)
+        else [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
