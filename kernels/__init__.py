@@ -1,24 +1,21 @@
-"""Triton twins of scores, and the choice between twin and eager, made here once.
+"""Triton twins of scores, and the choice between twin and eager.
 
 `score` and `update` take the place of a policy's own and give the same values: by a twin where one
-covers the policy's options, the shapes and the device, else eagerly. The environment variable
-`KVCAP_KERNELS`, or `use`, overrides: `auto` (twins on CUDA), `eager` (never) or `triton` (on a CPU
-too, by Triton's interpreter). Importing this imports no triton and initialises no device.
+covers the policy's options and the shapes and `choice.py` wants it, else eagerly. The environment
+variable `KVCAP_KERNELS`, or `use`, overrides: `auto` (on CUDA), `eager` (never) or `triton` (on a
+CPU too, by Triton's interpreter). Importing this imports no triton and initialises no device.
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable
 from dataclasses import replace
-from functools import lru_cache
-from importlib.util import find_spec
 
 import torch
 from torch import Tensor
 
+from kvcap.kernels.choice import ready
+from kvcap.kernels.choice import use as use
 from kvcap.policies.andpro import AnDPro
 from kvcap.policies.base import Observation, Policy, over_group, pool_in_time
 from kvcap.policies.dropkv import DropKV
@@ -28,11 +25,8 @@ from kvcap.policies.saliencies.obcache import OBCache
 from kvcap.policies.snapkv import SnapKV
 from kvcap.policies.tova import TOVA
 
-CHOICES = ("auto", "eager", "triton")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MOST_HEAD_SIZE, MOST_GROUPS = 256, 32
-
-_override: ContextVar[str | None] = ContextVar("kernels", default=None)
 
 
 def score(policy: Policy, seen: Observation, key_sum: Tensor | None = None) -> Tensor:
@@ -45,49 +39,28 @@ def score(policy: Policy, seen: Observation, key_sum: Tensor | None = None) -> T
             known: with it KeyDiff reads the keys once, not twice.
     """
     twin = TWINS.get(type(policy))
-    if twin is None or not _runs(seen) or not _covers(policy, seen):
+    if twin is None or not ready(seen.keys) or not _covers(policy, seen):
         return policy.score(seen)
     if isinstance(policy, KeyDiff):
         return _keydiff(policy, seen, key_sum)
-    return twin(policy, seen)
+    return twin(policy, _at_zero(seen))
 
 
 def update(policy: Policy, seen: Observation) -> dict[str, Tensor]:
     """New values of the policy's state, as `policy.update(seen)` has them."""
-    if type(policy) is H2O and _runs(seen) and _covers(policy, seen):
-        return _h2o(policy, seen)
+    if type(policy) is H2O and ready(seen.keys) and _covers(policy, seen):
+        return _h2o(policy, _at_zero(seen))
     return policy.update(seen)
 
 
-@contextmanager
-def use(choice: str) -> Iterator[None]:
-    """Within it, `auto`, `eager` or `triton`, whatever the environment says."""
-    token = _override.set(choice)
-    try:
-        yield
-    finally:
-        _override.reset(token)
+def _at_zero(seen: Observation) -> Observation:
+    """The same with positions counted from now where `seen.seen` is on the device.
 
-
-def _runs(seen: Observation) -> bool:
-    """Whether twins are wanted and can run where the tensors are."""
-    choice = _override.get() or os.environ.get("KVCAP_KERNELS") or "auto"
-    if choice not in CHOICES:
-        raise ValueError(f"KVCAP_KERNELS={choice!r} will not work; use {', '.join(CHOICES)}")
-    if choice == "eager" or (choice == "auto" and not seen.keys.is_cuda):
-        return False
-    ready = _has_triton() and (seen.keys.is_cuda or os.environ.get("TRITON_INTERPRET") == "1")
-    if choice == "triton" and not ready:
-        raise RuntimeError(
-            "KVCAP_KERNELS=triton needs triton, and tensors on CUDA or TRITON_INTERPRET=1; "
-            "use auto, which runs eagerly where there is none"
-        )
-    return ready
-
-
-@lru_cache
-def _has_triton() -> bool:
-    return find_spec("triton") is not None
+    Kernels take it by value, and inside a CUDA graph values stay what they were.
+    """
+    if not isinstance(seen.seen, Tensor):
+        return seen
+    return replace(seen, positions=seen.positions - seen.seen, seen=0)
 
 
 def _covers(policy: Policy, seen: Observation) -> bool:

@@ -14,6 +14,9 @@ import torch
 from torch import Tensor
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from kvcap.kernels.choice import ready
+from kvcap.kernels.rotate import rotate_back
+
 EXACT = ("default", "linear", "llama3", "yarn")
 
 
@@ -70,23 +73,27 @@ class Rotation:
 
     def back(self, x: Tensor, shift: Tensor) -> Tensor:
         """Rotate `x` [..., n, D] back by `shift` [..., n], below the table's span; in x's dtype."""
+        if x.dim() == 4 and ready(x):
+            return rotate_back(x, shift, self.table)
         rows = self.table.index_select(0, shift.flatten())  # [.. · n, 2, R/2]
-        return _rotate_back(x, rows.view(*shift.shape, *rows.shape[1:]))
+        return rotate_back_eagerly(x, rows.view(*shift.shape, *rows.shape[1:]))
 
     def back_by(self, x: Tensor, offset: int) -> Tensor:
         """Rotate all of `x` [..., D] back by any one offset."""
-        return _rotate_back(x, self._rows(torch.tensor(offset)).to(x.device))
+        if 0 <= offset < len(self.table):  # no copy to the device, which a CUDA graph cannot make
+            return rotate_back_eagerly(x, self.table[offset])
+        return rotate_back_eagerly(x, self._rows(torch.tensor(offset)).to(x.device))
 
     def _rows(self, shifts: Tensor) -> Tensor:
         angles = shifts.double()[..., None] * self._inv_freq
         return torch.stack((angles.cos(), angles.sin()), dim=-2).float()
 
 
-def _rotate_back(x: Tensor, rows: Tensor) -> Tensor:
+def rotate_back_eagerly(x: Tensor, rows: Tensor) -> Tensor:
     """Rotate the halves (i, i + R/2) of x [..., D] by minus the angles in rows [..., 2, R/2]."""
     cos, sin = rows.unbind(-2)
     half = cos.shape[-1]
-    a, b = x[..., :half].float(), x[..., half : 2 * half].float()
+    a, b = x[..., :half].to(cos.dtype), x[..., half : 2 * half].to(cos.dtype)
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     out[..., :half] = a * cos + b * sin
     out[..., half : 2 * half] = b * cos - a * sin

@@ -17,6 +17,10 @@ from typing import Any
 
 import pytest
 import torch
+
+if not torch.cuda.is_available():  # before anything imports triton
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 from hypothesis import settings
 from transformers import AutoConfig, AutoModelForCausalLM
 

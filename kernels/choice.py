@@ -1,0 +1,52 @@
+"""Kernels or eager code: chosen here once, by device, or by `KVCAP_KERNELS` or `use`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import lru_cache
+from importlib.util import find_spec
+
+from torch import Tensor
+
+CHOICES = ("auto", "eager", "triton")
+
+_override: ContextVar[str | None] = ContextVar("kernels", default=None)
+
+
+@contextmanager
+def use(choice: str) -> Iterator[None]:
+    """Within it, `auto`, `eager` or `triton`, whatever the environment says."""
+    token = _override.set(choice)
+    try:
+        yield
+    finally:
+        _override.reset(token)
+
+
+def ready(x: Tensor) -> bool:
+    """Whether kernels are wanted and can run where `x` is.
+
+    Raises:
+        ValueError: `KVCAP_KERNELS` is none of `CHOICES`.
+        RuntimeError: it is `triton`, and they cannot.
+    """
+    choice = _override.get() or os.environ.get("KVCAP_KERNELS") or "auto"
+    if choice not in CHOICES:
+        raise ValueError(f"KVCAP_KERNELS={choice!r} will not work; use {', '.join(CHOICES)}")
+    if choice == "eager" or (choice == "auto" and not x.is_cuda):
+        return False
+    able = _has_triton() and (x.is_cuda or os.environ.get("TRITON_INTERPRET") == "1")
+    if choice == "triton" and not able:
+        raise RuntimeError(
+            "KVCAP_KERNELS=triton needs triton, and tensors on CUDA or TRITON_INTERPRET=1; "
+            "use auto, which runs eagerly where there is none"
+        )
+    return able
+
+
+@lru_cache
+def _has_triton() -> bool:
+    return find_spec("triton") is not None

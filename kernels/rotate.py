@@ -1,0 +1,37 @@
+# mypy: allow-untyped-calls, disable-error-code="import-untyped"
+"""Keys moved to earlier positions in one pass: read, turned back, written. Knows tensors only."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def rotate_back(x: Tensor, shift: Tensor, table: Tensor) -> Tensor:
+    """Rotate the halves (i, i + R/2) of every row back by its shift; a contiguous copy.
+
+    Args:
+        x: [B, K, n, D], any strides but of the last dimension.
+        shift: [B, K, n] int32, below the table's span; any strides.
+        table: [span, 2, R/2] float32, contiguous, cosines and sines.
+    """
+    from kvcap.kernels.rotate_triton import rotate
+
+    batch, heads, slots, size = x.shape
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if not out.numel():
+        return out
+    half = table.shape[-1]
+    block = 32
+    with torch.cuda.device_of(x):
+        rotate[-(-slots // block), batch * heads](
+            x, shift, table, out, slots, *x.stride()[:3], *shift.stride(),
+            HEADS=heads, SIZE=size, HALF=half, HALF_PAD=_pad(half),
+            REST=size - 2 * half, REST_PAD=_pad(size - 2 * half), BLOCK=block, num_warps=4,
+        )  # fmt: skip
+    return out
+
+
+def _pad(size: int) -> int:
+    """The next power of two."""
+    return 1 << max(size - 1, 0).bit_length()

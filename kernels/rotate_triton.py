@@ -1,0 +1,45 @@
+# mypy: allow-untyped-calls, disable-error-code="import-untyped, no-untyped-def, untyped-decorator"
+"""The triton function of `kernels/rotate.py`, which imports this when it is first needed."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit(do_not_specialize=["slots"])
+def rotate(
+    x,  # [B, K, n, D]
+    shift,  # [B, K, n]
+    table,  # [span, 2, HALF]
+    out,  # [B, K, n, D], contiguous
+    slots,  # n
+    x_b, x_h, x_n,
+    shift_b, shift_h, shift_n,
+    HEADS: tl.constexpr,
+    SIZE: tl.constexpr,
+    HALF: tl.constexpr,
+    HALF_PAD: tl.constexpr,
+    REST: tl.constexpr,  # dimensions behind the rotated ones
+    REST_PAD: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Some slots of one KV head."""
+    row = tl.program_id(1).to(tl.int64)
+    batch, head = row // HEADS, row % HEADS
+    n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    used = n < slots
+    source = x + batch * x_b + head * x_h + n[:, None] * x_n
+    target = out + (row * slots + n[:, None]) * SIZE
+    back = tl.load(shift + batch * shift_b + head * shift_h + n * shift_n, used, 0).to(tl.int64)
+    i = tl.arange(0, HALF_PAD)[None, :]
+    inside = used[:, None] & (i < HALF)
+    turn = table + back[:, None] * (2 * HALF) + i
+    cos, sin = tl.load(turn, inside, 0.0), tl.load(turn + HALF, inside, 0.0)
+    a = tl.load(source + i, inside, 0.0).to(tl.float32)
+    b = tl.load(source + HALF + i, inside, 0.0).to(tl.float32)
+    tl.store(target + i, (a * cos + b * sin).to(out.dtype.element_ty), inside)
+    tl.store(target + HALF + i, (b * cos - a * sin).to(out.dtype.element_ty), inside)
+    if REST > 0:
+        j = tl.arange(0, REST_PAD)[None, :]
+        behind = used[:, None] & (j < REST)
+        kept = tl.load(source + 2 * HALF + j, behind, 0.0)
+        tl.store(target + 2 * HALF + j, kept, behind)

@@ -1,0 +1,47 @@
+"""Keys rotated by the kernel: on CUDA where there is one, else in triton's interpreter."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvcap.runtime.rope import Rotation, rotate_back_eagerly
+
+tl = pytest.importorskip("triton.language", reason="needs triton")
+
+from kvcap.kernels.rotate import rotate_back  # noqa: E402
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+pytestmark = pytest.mark.skipif(
+    DEVICE == "cpu" and type(tl.sum).__name__ == "JITFunction",
+    reason="triton was imported before TRITON_INTERPRET=1 was set",
+)
+SPAN = 300
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("size", "rotated"), [(64, 64), (80, 32), (96, 96), (128, 128), (24, 12)])
+@pytest.mark.parametrize("slots", [1, 31, 77])
+def test_rotated_as_by_the_formula(slots, size, rotated, dtype, monkeypatch):
+    frequencies = 10000.0 ** -(torch.arange(0, rotated, 2) / rotated)
+    rotation = Rotation(frequencies, SPAN, DEVICE)
+    pool = torch.randn(2, 3, slots + 9, size, device=DEVICE).to(dtype)
+    x = pool[:, :, :slots]  # a view with gaps, as a pool's slots are
+    shift = torch.randint(SPAN, (2, 3, slots + 9), dtype=torch.int32, device=DEVICE)[:, :, :slots]
+    expected = rotate_back_eagerly(x.double(), rotation.table[shift.long()].double())
+    monkeypatch.setattr(torch, "empty", lambda *a, **k: torch.full(*a, float("nan"), **k))
+    found = rotate_back(x, shift, rotation.table)
+    # One rounding to the dtype; triton's interpreter cuts bfloat16 off rather than rounding.
+    allowed = {torch.float32: 1e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}[dtype]
+    assert found.dtype == dtype
+    assert found.is_contiguous()
+    torch.testing.assert_close(found.double(), expected, rtol=allowed, atol=allowed)
+    assert torch.equal(found, rotate_back(x, shift, rotation.table))
+
+
+def test_a_wrong_shift_would_be_seen():
+    rotation = Rotation(1.0 / torch.arange(1, 17), SPAN, DEVICE)
+    x = torch.randn(1, 1, 5, 32, device=DEVICE)
+    shift = torch.arange(5, dtype=torch.int32, device=DEVICE).view(1, 1, 5)
+    a, b = (rotate_back(x, s, rotation.table) for s in (shift, shift + 1))
+    assert (a - b).abs().max() > 1e-2
