@@ -51,10 +51,11 @@ class Probe(Policy):
 
     def update(self, seen: Observation) -> dict[str, Tensor]:
         """Look at the queries of the second copy; the state stays as it is."""
-        count = min(seen.new, seen.seen - self.before - self.length)
+        read = int(seen.seen)
+        count = min(seen.new, read - self.before - self.length)
         if count > 0:
             rows = seen.attention[:, :, :, -count:]  # [1, K, G, t, n]
-            times = torch.arange(seen.seen - count, seen.seen, device=rows.device)  # [t]
+            times = torch.arange(read - count, read, device=rows.device)  # [t]
             followed = times - self.length + 1
             found = seen.positions[:, :, None, None] == followed[:, None]  # [1, K, 1, t, n]
             mass = (rows * found).sum((0, 3, 4)).flatten().cpu().double()  # [H]

@@ -55,7 +55,8 @@ def eviction_ms(
         assert layer.evictor is not None
         look = _timed(layer.evictor.look, spent, model.device)
         layer.evictor.look = look  # type: ignore[method-assign]
-    loop, size, budget = BlockLoop(model, cache), cache.block_size, cache.layout.budget_tokens
+    loop = BlockLoop(model, cache, graphs=False)  # eviction is timed by itself
+    size, budget = cache.block_size, cache.layout.budget_tokens
 
     def read() -> float:
         spent.clear()

@@ -8,7 +8,8 @@ attention. Knows tensors only; the layer knows the policy.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
+from dataclasses import dataclass
+from functools import cache, partial
 from typing import Any, Protocol, cast
 
 import torch
@@ -16,10 +17,13 @@ from torch import Tensor, nn
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import pad, scaled_dot_product_attention
 
+from kvcap.kernels import decode
+from kvcap.kernels.choice import ready
 from kvcap.runtime.errors import PaddingUnsupported
-from kvcap.runtime.slot_pool import Segment
+from kvcap.runtime.slot_pool import Segment, SlotPool
 
 NAME = "kvcap"
+MANY_SLOTS = 500_000  # of all sequences and KV heads: enough for a GPU to be busy with SDPA
 
 
 class CappedLayer(Protocol):
@@ -61,6 +65,9 @@ def attend(
         [B, H, T, D]
     """
     length, slots = query.shape[2], keys.shape[2]
+    few = keys.shape[0] * keys.shape[1] * slots < MANY_SLOTS
+    if mask is None and few and ready(query) and decode.covers(query, keys, values):
+        return decode.attend(query, keys, values, scaling, softcap)
     if softcap is not None:
         # No fused kernel here takes a softcap.
         mask = causal(length, slots, query.device) if mask is None else mask
@@ -82,50 +89,91 @@ def attend(
     )
 
 
-def packs(query: Tensor, softcap: float | None) -> bool:
-    """Whether `attend_packed` can run: CUDA from Ampere on, 16 bit, no softcap, a torch with it."""
+def packs(query: Tensor, pool: SlotPool, kv_heads: int, softcap: float | None) -> bool:
+    """Whether `attend_packed` can run.
+
+    Few tokens by kvcap's kernel; more on CUDA from Ampere on, in 16 bit, without a softcap, by a
+    torch that has it.
+    """
+    if _splits(query, pool.keys, pool.values, kv_heads):
+        return True
     half = query.dtype in (torch.float16, torch.bfloat16)
     if not query.is_cuda or not half or softcap is not None or query.shape[-1] > 256:
         return False
     return torch.cuda.get_device_capability(query.device) >= (8, 0) and _packed_operator()
 
 
+@dataclass(frozen=True)
+class Rows:
+    """Where the heads of a layer lie that hold unequally many tokens, for kernels to read."""
+
+    held: tuple[int, ...]  # of the layer's B·K heads
+    starts: tuple[int, ...]  # in the pool; one more where the last ends
+    lengths_on_device: Tensor  # [B·K] int32
+    starts_on_device: Tensor  # [B·K + 1] int32
+
+    @classmethod
+    def of(cls, segments: Sequence[Segment], before: Rows | None) -> Rows:
+        """Of the layer's segments in order; those of `before` if nothing has changed since."""
+        held = tuple(s.held for s in segments)
+        starts = (*(s.start for s in segments), segments[-1].start + segments[-1].slots)
+        if before is not None and (before.held, before.starts) == (held, starts):
+            return before
+        numbers = partial(torch.tensor, dtype=torch.int32, device=segments[0].pool.keys.device)
+        return cls(held, starts, numbers(held), numbers(starts))
+
+
 def attend_packed(
-    query: Tensor, keys: Tensor, values: Tensor, segments: Sequence[Segment], scaling: float
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    rows: Rows,
+    scaling: float,
+    softcap: float | None = None,
 ) -> Tensor:
-    """Causal attention of heads that hold unequally many tokens, in one call.
+    """Causal attention of heads that hold unequally many tokens, in one call, where `packs`.
 
     Args:
         query: [B, H, T, D].
         keys: [slots, D], the pool's or a rotated copy of it.
         values: [slots, D], the pool's.
-        segments: the layer's B·K rows in order, one head each.
+        rows: where the B·K heads lie.
         scaling: factor of the logits.
+        softcap: as in `attend`.
 
     Returns:
         [B, H, T, D]
     """
     batch, heads, length, size = query.shape
-    rows, group = len(segments), batch * heads // len(segments)
+    count = len(rows.held)
+    if _splits(query, keys, values, count // batch):
+        starts, lengths = rows.starts_on_device[:-1], rows.lengths_on_device
+        return decode.attend_ragged(
+            query, keys, values, starts, lengths, scaling, softcap, max_length=max(rows.held)
+        )
+    group = batch * heads // count
     # A row is a sequence of its own: T queries of G heads over one KV head's slots.
-    packed = query.reshape(rows, group, length, size).transpose(1, 2).reshape(-1, group, size)
-    starts = [s.start for s in segments] + [segments[-1].start + segments[-1].slots]
-    device = query.device
+    packed = query.reshape(count, group, length, size).transpose(1, 2).reshape(-1, group, size)
     out: Tensor = torch.ops.aten._flash_attention_forward(
         packed,
         keys[:, None],
         values[:, None],
-        torch.arange(0, (rows + 1) * length, length, dtype=torch.int32, device=device),
-        torch.tensor(starts, dtype=torch.int32, device=device),
+        torch.arange(0, (count + 1) * length, length, dtype=torch.int32, device=query.device),
+        rows.starts_on_device,
         length,
-        max(s.held for s in segments),
+        max(rows.held),
         0.0,  # dropout
         True,  # causal, from the last slot used
         False,
         scale=scaling,
-        seqused_k=torch.tensor([s.held for s in segments], dtype=torch.int32, device=device),
+        seqused_k=rows.lengths_on_device,
     )[0]
-    return out.view(rows, length, group, size).transpose(1, 2).reshape(query.shape)
+    return out.view(count, length, group, size).transpose(1, 2).reshape(query.shape)
+
+
+def _splits(query: Tensor, keys: Tensor, values: Tensor, kv_heads: int) -> bool:
+    """Whether kvcap's kernel for few tokens attends over this pool."""
+    return ready(query) and decode.covers(query, keys, values, kv_heads)
 
 
 @cache

@@ -73,6 +73,10 @@ class BudgetCache(Cache):  # type: ignore[misc]
         does. The block loop sets it so that compact positions need no rotation on arrival."""
         self.reading: int | None = None
         """How many tokens the next block has, where fillers follow them; see `BlockLoop.read`."""
+        self.clock: Tensor | None = None
+        """Inside a CUDA graph: how many tokens were read before the block, on the device [].
+
+        Whatever enters a computation must come from there, not from Python's numbers."""
         self.pinned_spans: list[tuple[int, int]] = []
         """Tokens read, [start, stop), that are never evicted; see `pin`."""
         self.guard: CapGuard | None = None
@@ -122,8 +126,23 @@ class BudgetCache(Cache):  # type: ignore[misc]
     @property
     def next_position(self) -> int:
         """Where the block loop reads the next token."""
-        compact = self.layout.positions == "compact" and self.layout.shape.all_capped
-        return self.longest if compact else self.seen
+        return self.longest if self.moves else self.seen
+
+    @property
+    def moves(self) -> bool:
+        """Whether blocks are read at compact positions."""
+        return self.layout.positions == "compact" and self.layout.shape.all_capped
+
+    @property
+    def full(self) -> bool:
+        """Whether every head holds exactly what it keeps, so that blocks are all alike."""
+        segments = self._segments
+        return bool(segments) and all(s.held == s.budget == s.stay for s in segments)
+
+    def count(self, tokens: int) -> None:
+        """Count tokens that a full cache read and evicted elsewhere, in a CUDA graph."""
+        for layer in self.capped_layers:
+            layer.seen += tokens
 
     @property
     def room(self) -> int:

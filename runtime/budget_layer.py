@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import CacheLayerMixin
 
-from kvcap.runtime.attention import attend, attend_packed, attend_with_lse, causal, packs
+from kvcap.runtime.attention import Rows, attend, attend_packed, attend_with_lse, causal, packs
 from kvcap.runtime.calibration import Calibration
 from kvcap.runtime.errors import (
     BlockTooLarge,
@@ -47,6 +47,7 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
         self.ring: QueryRing | None = None
         self.calibration: Calibration | None = None  # evicted tokens, where they are kept
         self.evictor: Evictor | None = None
+        self.rows: Rows | None = None  # where they lie, on the device
         self._offset = 0  # how far past the cache's positions the block in hand was rotated
         self._residual: list[int] = []  # how far the block lies past each segment's own tokens
         self._length = 0  # tokens in the last block
@@ -141,8 +142,9 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
         self._place(self.evictor)
         if self._offset:
             key_states = self._cache.rotation(key_states.device).back_by(key_states, self._offset)
+        first = self.seen if self._cache.clock is None else self._cache.clock
         for segment, residual in zip(self.segments, self._residual, strict=True):
-            segment.append(segment.rows_of(key_states), segment.rows_of(value_states), self.seen)
+            segment.append(segment.rows_of(key_states), segment.rows_of(value_states), first)
             if residual:
                 segment.side(SHIFT)[:, :, -length:] = residual
         self.seen += length
@@ -188,12 +190,15 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
             query = rotation.back_by(query, self._offset)
         if self.ring is not None:
             self.ring.append(query)
-        packed = len(self.segments) > 1 and self.calibration is None and packs(query, softcap)
+        packed = len(self.segments) > 1 and self.calibration is None
+        if packed:
+            packed = packs(query, self.segments[0].pool, self.segments[0].layer_heads, softcap)
         queries, keys, flat = self._at_positions(query, packed, evictor.moved)
         if packed:
             together = torch.cat(queries, dim=1).view_as(query)
             values = self.segments[0].pool.values
-            out = attend_packed(together, flat, values, self.segments, scaling)
+            self.rows = Rows.of(self.segments, self.rows)
+            out = attend_packed(together, flat, values, self.rows, scaling, softcap)
         elif len(self.segments) == 1:
             out = self._attend(0, queries[0], keys[0], scaling, softcap)
         else:
@@ -203,7 +208,9 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
                 segment.rows_of(out).copy_(attended)
         if evictor.looks(self._length):
             length = self._length
-            evictor.look(Seen(self.seen, length, keys, queries, scaling, softcap, module))
+            clock = self._cache.clock
+            tokens = None if clock is None else clock + length
+            evictor.look(Seen(self.seen, length, keys, queries, scaling, softcap, module, tokens))
         return out
 
     def _at_positions(

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from kvcap import kernels
 from kvcap.policies import Eviction, Observation
 from kvcap.policies.base import apportion
 from kvcap.policies.base.component import ATTENTION_VIEWS
@@ -33,6 +34,7 @@ class Seen:
     scaling: float = 1.0
     softcap: float | None = None
     module: nn.Module | None = None  # the attention module
+    clock: Tensor | None = None  # `tokens` on the device [], inside a CUDA graph
 
 
 class Evictor:
@@ -81,7 +83,7 @@ class Evictor:
         """Update the policy's state, and evict when it is time."""
         observed = [self._observe(i, segment, seen) for i, segment in enumerate(self.segments)]
         for segment, observation in zip(self.segments, observed, strict=True):
-            for name, tensor in self.eviction.update(observation).items():
+            for name, tensor in self.eviction.update(observation, kernels.update).items():
                 segment.side(name).copy_(tensor)
         if self.balance is not None and seen.length > 1:
             preference = float(self.balance.budget.preference(observed[0]))
@@ -94,7 +96,7 @@ class Evictor:
     def _evict(self, observed: list[Observation]) -> None:
         """Score, share out the layer's slots, choose, compact."""
         eviction = self.eviction
-        scores = [eviction.score(seen) for seen in observed]
+        scores = [eviction.score(seen, kernels.score) for seen in observed]
         pinned = [eviction.pinned(seen) for seen in observed]
         moves = eviction.head_budget is not None and eviction.head_budget.moves
         stays = [min(segment.stay, segment.held) for segment in self.segments]
@@ -185,7 +187,7 @@ class Evictor:
             keys=seen.keys[index],
             values=segment.values,
             positions=segment.positions,
-            seen=seen.tokens,
+            seen=seen.tokens if seen.clock is None else seen.clock,
             budget=segment.stay,
             new=seen.length,
             layer=self.index,

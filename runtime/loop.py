@@ -14,6 +14,7 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor
 
+from kvcap.runtime.block_graph import BlockGraphs
 from kvcap.runtime.budget_cache import BudgetCache
 from kvcap.runtime.errors import MemoryCapExceeded, SessionBroken
 from kvcap.runtime.projection import check_projections
@@ -30,15 +31,19 @@ class BlockLoop:
         cache: made for the model's config.
         on_full: what happens to tokens beyond the budget: 'evict', or nothing is ever evicted and
             reading them is refused. 'stop' is 'error' here, and ends an answer in a session.
+        graphs: on CUDA, replay what a full cache's blocks have in common.
 
     Raises:
         UnsupportedModel: the policy reads the output projection, which is quantised or adapted.
     """
 
-    def __init__(self, model: Any, cache: BudgetCache, on_full: OnFull = "evict") -> None:
+    def __init__(
+        self, model: Any, cache: BudgetCache, on_full: OnFull = "evict", graphs: bool = True
+    ) -> None:
         if "output_projection" in cache.eviction.observes:
             check_projections(model, cache.layout.shape)
         self.model, self.cache, self.on_full = model, cache, on_full
+        self.graphs = BlockGraphs(model, cache) if graphs else None
         self.peak_bytes = 0  # the most storage the cache has held
 
     def prefill(self, ids: Tensor, on_block: Callable[[int], None] | None = None) -> Tensor:
@@ -80,6 +85,11 @@ class BlockLoop:
                 "reset the cache (in chat: /clear) and read again"
             )
         self.check_room(ids.shape[1])
+        if self.graphs is not None and self.graphs.refused is None:
+            with interrupts_deferred():
+                logits = self.graphs.read(ids)
+            if logits is not None:
+                return logits
         tokens, start = ids.shape[1], cache.next_position
         # Fillers repeat the last token; whatever comes of them is dropped.
         place = torch.arange(self.padded(tokens), device=ids.device).clamp(max=tokens - 1)

@@ -196,8 +196,9 @@ def enforce_limit(cap: int, device: str | torch.device) -> None:
     if device.type != "cuda":
         limit_data(cap)
         return
-    _, total = torch.cuda.mem_get_info(device)
-    torch.cuda.set_per_process_memory_fraction(min(1.0, cap / total), device)
+    index = torch.cuda.current_device() if device.index is None else device.index
+    _, total = torch.cuda.mem_get_info(index)
+    torch.cuda.set_per_process_memory_fraction(min(1.0, cap / total), index)
 
 
 def best_device() -> str:

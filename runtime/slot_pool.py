@@ -145,15 +145,15 @@ class Segment:
         first = self.head * group
         return x[self.row : self.row + self.batch, first : first + self.heads * group]
 
-    def append(self, keys: Tensor, values: Tensor, first_position: int) -> None:
+    def append(self, keys: Tensor, values: Tensor, first_position: int | Tensor) -> None:
         """Write a block [b, k, T, D] whose first token is number `first_position`."""
         length = keys.shape[2]
         start, stop = self.held, self.held + length
         assert stop <= self.capacity, f"{stop} slots needed, {self.capacity} allocated"
         self._view(self.pool.keys, start, stop).copy_(keys)
         self._view(self.pool.values, start, stop).copy_(values)
-        times = torch.arange(first_position, first_position + length, device=self._rows.device)
-        self._view(self.pool.positions, start, stop).copy_(times)
+        times = torch.arange(length, device=self._rows.device)
+        self._view(self.pool.positions, start, stop).copy_(first_position + times)
         for tensor in self.pool.side.values():
             self._view(tensor, start, stop).zero_()
         self.held = stop

@@ -130,3 +130,27 @@ def test_the_allocator_refuses_and_the_conversation_can_go_on(tokens):
         torch.cuda.set_per_process_memory_fraction(1.0)
     loop.read(ids)
     assert loop.cache.consistent
+
+
+@pytest.mark.parametrize("positions", ["compact", "true"])
+@pytest.mark.parametrize("policy", EVICTING)
+def test_replayed_blocks_equal_eager_ones(policy, positions, tokens):
+    ids = tokens(200).cuda()
+    model = tiny_model("llama", dtype=torch.bfloat16).cuda()
+    kept, logits, replayed = [], [], []
+    for graphs in (True, False):
+        eviction = small_policy(policy, model.config)
+        cache = kvcap.BudgetCache(model.config, 64, 16, eviction, positions=positions)
+        loop = BlockLoop(model, cache, graphs=graphs)
+        found = [loop.prefill(ids[:, :160])]
+        found += [loop.read(ids[:, i : i + 1]) for i in range(160, 190)]
+        cache.pin([(190, 191)])
+        logits.append(torch.stack([*found, loop.prefill(ids[:, 190:])]).float())
+        segments = [s for layer in cache.capped_layers for s in layer.segments]
+        kept.append([sorted(head.tolist()) for s in segments for head in s.positions[0]])
+        replayed.append(loop.graphs and len(loop.graphs.made))
+        assert cache.seen == 200
+    able = policy not in ("cake", "adakv", "criticalkv-adakv") and "calidrop" not in policy
+    assert replayed == [2 if able else 0, None]
+    torch.testing.assert_close(logits[0], logits[1], rtol=0, atol=0)
+    assert kept[0] == kept[1]

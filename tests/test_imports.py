@@ -17,7 +17,7 @@ MAY_IMPORT = {
     "export": {"policies", "runtime"},
     "android_bench": {"export"},
     "pocket": set(),
-    "evals": {"runtime", "policies", "pocket"},
+    "evals": {"runtime", "policies", "kernels", "pocket"},
 }
 ONLY_IN = {  # heavy or optional packages, and the one place each is imported
     "triton": {"kernels"},

@@ -20,7 +20,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from kvcap.evals.bench import Options, Result
 from kvcap.evals.machine import device_name
 from kvcap.evals.measure import percentiles, seconds
-from kvcap.runtime.attention import attend, attend_packed, packs
+from kvcap.runtime.attention import Rows, attend, attend_packed, packs
 from kvcap.runtime.slot_pool import Segment, SlotPool
 
 HEADS, KV_HEADS, SIZE = 32, 8, 128
@@ -59,9 +59,10 @@ def _measure(
         "heads": lambda: heads(query, ragged),
         "padded": lambda: padded(query, ragged),
     }
-    if packs(query, None):
-        pool = ragged[0].pool
-        ways["packed"] = lambda: attend_packed(query, pool.keys, pool.values, ragged, SCALING)
+    pool = ragged[0].pool
+    if packs(query, pool, KV_HEADS, None):
+        places = Rows.of(ragged, None)
+        ways["packed"] = lambda: attend_packed(query, pool.keys, pool.values, places, SCALING)
     expected, base = heads(query, ragged), None
     rows = []
     for way, call in ways.items():

@@ -6,7 +6,7 @@ selection, never arithmetic on scores. Knows no cache and no model.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +18,18 @@ from kvcap.policies.base.policy import Policy
 from kvcap.policies.base.slots import Corrector, HeadBudget, LayerBudget, Rescorer, Saliency
 
 LOWEST = torch.finfo(torch.float32).min
+Score = Callable[[Policy, Observation], Tensor]
+Update = Callable[[Policy, Observation], Mapping[str, Tensor]]
+
+
+def eager_score(policy: Policy, seen: Observation) -> Tensor:
+    """The policy's own code."""
+    return policy.score(seen)
+
+
+def eager_update(policy: Policy, seen: Observation) -> Mapping[str, Tensor]:
+    """The policy's own code."""
+    return policy.update(seen)
 
 
 @dataclass(frozen=True)
@@ -145,15 +157,16 @@ class Eviction:
                     f"use a budget of at least {self.pins(slots)} or pin fewer"
                 )
 
-    def update(self, seen: Observation) -> dict[str, Tensor]:
-        """New values of the state of all components, [B, K, n] each."""
-        parts = [self._policy(seen), *self.components[1:]]
-        return {name: value for part in parts for name, value in part.update(seen).items()}
+    def update(self, seen: Observation, by: Update = eager_update) -> dict[str, Tensor]:
+        """New values of the state of all components, [B, K, n] each; `by` runs the policy's."""
+        found = dict(by(self._policy(seen), seen))
+        for component in self.components[1:]:
+            found |= component.update(seen)
+        return found
 
-    def score(self, seen: Observation) -> Tensor:
-        """The policy's scores, made finite. Shape [B, K, n], float32."""
-        scores = self._policy(seen).score(seen).float()
-        return scores.nan_to_num(nan=LOWEST)
+    def score(self, seen: Observation, by: Score = eager_score) -> Tensor:
+        """The policy's scores, made finite. Shape [B, K, n], float32; `by` runs the policy's."""
+        return by(self._policy(seen), seen).float().nan_to_num(nan=LOWEST)
 
     def pinned(self, seen: Observation) -> Tensor:
         """Slots that are never evicted. Bool [B, K, n]."""

@@ -1,0 +1,118 @@
+"""CUDA graphs of a block: once a cache is full every block does the same, so it is replayed whole.
+
+A full cache evicts as many tokens as it reads: shapes, addresses and all that Python decides stay
+what they are, and only the tokens and their positions differ. Knows a model and a cache.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvcap.runtime.budget_cache import BudgetCache
+
+WARM_UP = 1  # blocks of that length that a full cache reads eagerly first: kernels are compiled
+
+
+class BlockGraphs:
+    """The graphs of one cache, a length each.
+
+    Args:
+        model: on the cache's device.
+        cache: what it reads into.
+    """
+
+    def __init__(self, model: Any, cache: BudgetCache) -> None:
+        self.model, self.cache = model, cache
+        self.refused = why_not(model, cache)
+        """Why blocks are not replayed; None: they are."""
+        self.made: dict[Any, BlockGraph] = {}
+        self._eager: dict[int, int] = {}  # blocks read eagerly with a full cache, by length
+
+    def read(self, ids: Tensor) -> Tensor | None:
+        """Read a block [B, T]; returns the last token's logits [B, V], or None: not replayable."""
+        cache, length = self.cache, ids.shape[1]
+        if (
+            self.refused is not None
+            or not cache.full
+            or (length > 1 and length != cache.block_size)
+        ):
+            return None
+        if length < cache.evict_every:
+            return None
+        if self._eager.setdefault(length, 0) < WARM_UP:
+            self._eager[length] += 1
+            return None
+        key = (*ids.shape, tuple(cache.pinned_spans))
+        seen = cache.seen
+        if key in self.made:
+            cache.count(length)
+        else:
+            kept = next(iter(self.made.values()), None)
+            try:
+                # One block is never in hand with another: graphs share their memory.
+                self.made[key] = BlockGraph(self.model, cache, ids, kept and kept.pool)
+            except RuntimeError as error:
+                cache.count(seen - cache.seen)
+                self.refused = f"capture failed: {str(error).splitlines()[0]}"
+                return None
+        return self.made[key].replay(ids, seen)
+
+
+class BlockGraph:
+    """One block's graph. Making it counts the block as read; `replay` does the work.
+
+    Args:
+        model: as above.
+        cache: full.
+        ids: token ids [B, T] of the shape it is for.
+        pool: memory of another graph of the same cache.
+    """
+
+    def __init__(self, model: Any, cache: BudgetCache, ids: Tensor, pool: Any = None) -> None:
+        start = cache.next_position
+        self.ids = ids.clone()
+        self.clock = torch.tensor(cache.seen, device=ids.device)
+        self.graph = torch.cuda.CUDAGraph()
+        first = start if cache.moves else self.clock  # compact positions of a full cache stay
+        cache.clock, cache.reading_at = self.clock, start
+        try:
+            with torch.cuda.graph(self.graph, pool=pool, capture_error_mode="thread_local"):
+                place = torch.arange(ids.shape[1], device=ids.device)
+                self.logits = model(
+                    input_ids=self.ids,
+                    position_ids=(first + place).expand(ids.shape[0], -1),
+                    past_key_values=cache,
+                    use_cache=True,
+                    logits_to_keep=1,
+                ).logits[:, -1]
+        finally:
+            cache.clock = cache.reading_at = None
+        self.pool = self.graph.pool()
+        self.rows = [layer.rows for layer in cache.capped_layers]  # read by it: they must live on
+
+    def replay(self, ids: Tensor, seen: int) -> Tensor:
+        """Read `ids` after `seen` tokens."""
+        self.ids.copy_(ids)
+        self.clock.fill_(seen)
+        self.graph.replay()
+        logits: Tensor = self.logits
+        return logits.clone()
+
+
+def why_not(model: Any, cache: BudgetCache) -> str | None:
+    """What keeps a full cache's blocks from being all alike, if anything."""
+    eviction = cache.eviction
+    if model.device.type != "cuda":
+        return f"{model.device.type} has no graphs"
+    if not cache.layout.shape.all_capped:
+        return "native sliding layers grow and shrink"
+    if cache.balance is not None:
+        return "slots move between layers"
+    if eviction.head_budget is not None and eviction.head_budget.moves:
+        return "slots move between heads"
+    if eviction.corrector is not None:
+        return "evicted tokens are decided on one by one"
+    return None if eviction.policy.evicts else "nothing is evicted"
