@@ -144,7 +144,8 @@ def bench_command(
     name: Annotated[
         str,
         typer.Argument(
-            help="prefill, decode, scoring, positions, ragged; on pocket: stream and turns "
+            help="prefill, decode, scoring, positions, ragged; on CUDA: kernels, gpu; on pocket: "
+            "stream and turns "
             "(endurance), perturbation (CriticalKV), proxy (DropKV), saliency (OBCache)."
         ),
     ],
@@ -159,6 +160,9 @@ def bench_command(
     evictions: Annotated[int | None, typer.Option(help="positions: before measuring.")] = None,
     layers: Annotated[int | None, typer.Option(help="Of a model of random weights.")] = None,
     hidden: Annotated[int | None, typer.Option(help="Of such a model, multiple of 64.")] = None,
+    rows: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write the rows as a JSON list, too.")
+    ] = None,
 ) -> None:
     """Time and memory on random weights; the papers' claims on pocket. The last line is JSON."""
     from kvcap.evals.bench import load, options_for
@@ -178,6 +182,8 @@ def bench_command(
     }
     run = load(name)
     result = run(options_for(name, {k: value for k, value in given.items() if value is not None}))
+    if rows is not None:
+        rows.write_text(jsonlib.dumps(list(result.rows), indent=1) + "\n")
     print(result.table())
     print(jsonlib.dumps(result.as_dict()))
 

@@ -39,6 +39,7 @@ TOY = Options(
 
 
 ELSEWHERE = ("perturbation", "proxy", "saliency", "stream", "turns")  # their own test files
+ON_CUDA = ("gpu", "kernels")
 
 
 @pytest.fixture(scope="module")
@@ -390,7 +391,7 @@ def test_a_broken_line_is_named(sweep: Sweep, tmp_path: Path) -> None:
         run(sweep, tmp_path)
 
 
-@pytest.mark.parametrize("name", [name for name in benchmarks() if name not in ELSEWHERE])
+@pytest.mark.parametrize("name", [name for name in benchmarks() if name not in ELSEWHERE + ON_CUDA])
 def test_a_benchmark_gives_a_table_and_one_json_object(name: str) -> None:
     result = load(name)(TOY)
     row = json.loads(json.dumps(result.as_dict()))
@@ -400,6 +401,13 @@ def test_a_benchmark_gives_a_table_and_one_json_object(name: str) -> None:
         times = [value for value in line.values() if isinstance(value, dict)]
         assert times
         assert all(0 < t["p20"] <= t["p50"] <= t["p80"] for t in times)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="only without a CUDA device")
+@pytest.mark.parametrize("name", ON_CUDA)
+def test_benchmarks_that_need_cuda_say_so(name: str) -> None:
+    with pytest.raises(ValueError, match="needs a CUDA device"):
+        load(name)(TOY)
 
 
 def test_prefill_memory_is_flat_and_the_peer_grows() -> None:

@@ -161,7 +161,8 @@ def naive(seen: Observation) -> Tensor:
     a = p.to(v.dtype) @ v  # [B, H, w, D]
     distance = (a[:, :, :, None] - v[:, :, None]).square().sum(-1)  # [B, H, w, n]
     cost = ((p / (1 - p + 1e-6)).square() * distance).sum(2)
-    return cost.unflatten(1, (KV_HEADS, -1)).mean(2)
+    scores: Tensor = cost.unflatten(1, (KV_HEADS, -1)).mean(2)
+    return scores
 
 
 def expanded(seen: Observation) -> Tensor:
@@ -173,7 +174,7 @@ def expanded(seen: Observation) -> Tensor:
     a = p.to(v.dtype) @ v  # [B, K, G·w, D]
     squares = a.float().square().sum(-1, keepdim=True) + v.float().square().sum(-1)[:, :, None]
     distance = squares - 2 * (a @ v.mT)
-    cost = (p / (1 - p + 1e-6)).square() * distance
+    cost: Tensor = (p / (1 - p + 1e-6)).square() * distance
     return cost.sum(2) / (HEADS // KV_HEADS)
 
 

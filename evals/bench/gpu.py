@@ -1,0 +1,168 @@
+"""A whole model on a GPU: Llama-3.2-3B's shape with random bfloat16 weights, beside its peers.
+
+`prefill` is the time from a prompt to its last token's logits, `decode` that of one more token.
+Peers: `transformers` reads the prompt at once into its growing cache, by SDPA; `streaming_llm` is
+kvcap under the policy that scores nothing; `materialised` under h2o, eagerly, whose attention
+weights are written out. The floor of a token is one read of the weights and of all slots, at the
+bandwidth that a sum over 4 GiB reaches; a prompt has none given. `scratch_bytes` is the allocator's
+peak over weights and what was held before. Reads `lengths`, `budgets`, `policies`, `repeats`,
+`steps`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from functools import partial
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from kvcap import kernels
+from kvcap.evals.bench import Options, Result
+from kvcap.evals.bench.kernels import read_bandwidth
+from kvcap.evals.machine import device_name, versions
+from kvcap.evals.measure import Plain, percentiles
+from kvcap.runtime.budget_cache import BudgetCache
+from kvcap.runtime.loop import BlockLoop
+
+DEFAULTS = {"lengths": (32768,), "budgets": (2048,), "repeats": 3, "steps": 64}
+BLOCKS = (128, 512, 1024)
+PEERS = ("transformers", "streaming_llm", "materialised")
+COLUMNS = (
+    "work", "n", "budget", "block", "policy", "median_ms", "floor_ms", "peer", "peer_median_ms",
+    "ratio", "scratch_bytes", "blocks_are",
+)  # fmt: skip
+
+
+def run(options: Options) -> Result:
+    """A row for every setting and peer.
+
+    Raises:
+        ValueError: there is no CUDA device.
+    """
+    if not torch.cuda.is_available():
+        raise ValueError("this benchmark needs a CUDA device; this machine has none")
+    bandwidth, model = read_bandwidth(), llama_3b()
+    machine = {"device": device_name("cuda"), "versions": versions()}
+    rows: list[dict[str, Any]] = []
+    for length in options.lengths:
+        ids = torch.randint(model.config.vocab_size, (1, length), device="cuda")
+        repeats = max(1, options.repeats * 32768 // max(length, 32768))
+        plain = _measured("transformers", model, ids, repeats, options)
+        for budget, block in product(options.budgets, BLOCKS):
+            peers = {"transformers": plain}
+            for name in PEERS[1:]:
+                peers[name] = _measured(name, model, ids, repeats, options, budget, block)
+            for policy in options.policies:
+                mine = _measured(policy, model, ids, repeats, options, budget, block)
+                slots = mine["kv_bytes"] + _weights(model)
+                setting = {"n": length, "budget": budget, "block": block, "policy": policy}
+                for row in _rows(mine, peers, slots / bandwidth * 1e3):
+                    rows += [{**row, **setting, **machine}]
+    return Result("gpu", COLUMNS, rows, {**machine, "read_tb_s": bandwidth / 1e12})
+
+
+def llama_3b() -> Any:
+    """Random weights in the shape of Llama-3.2-3B."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        num_hidden_layers=28, hidden_size=3072, num_attention_heads=24, num_key_value_heads=8,
+        head_dim=128, intermediate_size=8192, vocab_size=128256, tie_word_embeddings=True,
+        max_position_embeddings=262144, rope_theta=500000.0,
+    )  # fmt: skip
+    with torch.device("cuda"):
+        model = LlamaForCausalLM._from_config(config, dtype=torch.bfloat16)
+    return model.eval()
+
+
+def _measured(
+    what: str,
+    model: Any,
+    ids: Tensor,
+    repeats: int,
+    options: Options,
+    budget: int = 0,
+    block: int = 0,
+) -> dict[str, Any]:
+    """Times and bytes of reading `ids` and of `options.steps` tokens after them."""
+    model.set_attn_implementation("sdpa" if what == "transformers" else "kvcap")
+    policy = "h2o" if what == "materialised" else what
+    eagerly = kernels.use("eager") if what == "materialised" else nullcontext()
+    token = ids[:, :1]
+    with eagerly:
+        if what == "transformers":
+
+            def begin() -> Any:
+                return Plain(model)
+        else:
+            cache = BudgetCache(model.config, budget, block, policy)
+            loop = BlockLoop(model, cache.allocate(1, torch.bfloat16, "cuda"))
+
+            def begin() -> Any:
+                cache.reset()
+                return loop
+
+        warm = begin()
+        warm.prefill(ids[:, : (budget or 2048) + 5 * block])
+        for _ in range(4):
+            warm.read(token)
+        del warm
+        prefill, decode = [], []
+        torch.cuda.reset_peak_memory_stats()
+        held = torch.cuda.memory_allocated()
+        for _ in range(repeats):
+            reader = begin()
+            prefill.append(_milliseconds(partial(reader.prefill, ids)))
+            decode += [
+                _milliseconds(partial(reader.read, token))
+                for _ in range(options.steps // repeats)
+            ]
+            del reader
+        peak = torch.cuda.max_memory_allocated() - held
+        found: dict[str, Any] = {"prefill": percentiles(prefill), "decode": percentiles(decode)}
+        if what != "transformers":
+            graphs = loop.graphs
+            refused = "not asked for" if graphs is None else graphs.refused
+            found["blocks_are"] = f"eager: {refused}" if refused else "replayed"
+            found["kv_bytes"] = cache.nbytes
+    torch.cuda.empty_cache()
+    return {**found, "scratch_bytes": peak}
+
+
+def _rows(
+    mine: dict[str, Any], peers: dict[str, dict[str, Any]], floor: float
+) -> Iterator[dict[str, Any]]:
+    for work, (name, peer) in product(("prefill", "decode"), peers.items()):
+        yield {
+            "work": work,
+            **{f"{key}_ms": mine[work][p] for key, p in _KEYS.items()},
+            "floor_ms": floor if work == "decode" else None,
+            "peer": name,
+            **{f"peer_{key}_ms": peer[work][p] for key, p in _KEYS.items()},
+            "ratio": peer[work]["p50"] / mine[work]["p50"],
+            "scratch_bytes": mine["scratch_bytes"],
+            "peer_scratch_bytes": peer["scratch_bytes"],
+            "blocks_are": mine["blocks_are"],
+        }
+
+
+_KEYS = {"median": "p50", "p20": "p20", "p80": "p80"}
+
+
+def _weights(model: Any) -> int:
+    return sum(x.nbytes for x in model.parameters())
+
+
+def _milliseconds(work: Callable[[], Any]) -> float:
+    """By CUDA events, from an idle device until it is idle again."""
+    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    start.record()
+    work()
+    stop.record()
+    torch.cuda.synchronize()
+    return float(start.elapsed_time(stop))
