@@ -9,6 +9,7 @@ the keys once more, from the end, where the cache of the chip still holds them. 
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -92,6 +93,8 @@ def scores(keys: Tensor, *, unit: bool = False, key_sum: Tensor | None = None) -
             _sum, (parts, B * K, 1), (key, unit),
             (keys, key_sum, *view, *sizes, unit), num_warps=4,
         )  # fmt: skip
+    assert key_sum.dtype == torch.float32
+    assert key_sum.is_contiguous()
     most = 1 << (added - 1).bit_length()
     launch(
         _cosine, (parts, B * K, 1), (key, most, key_sum.data_ptr() % 16),

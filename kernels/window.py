@@ -30,6 +30,7 @@ from kvcap.policies.base import Group, Observation
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 LOWEST = tl.constexpr(-1e30)  # for -inf, whose differences would be NaN
 NOWHERE = tl.constexpr(2**31 - 1)  # the position of what no query sees
+NEVER = tl.constexpr(-(2**30))  # the time of a query that sees nothing; may be added to
 LOG2E = tl.constexpr(1 / math.log(2))
 
 NEEDS_OUTPUT = ("dropkv", "andpro", "key", "joint")
@@ -72,12 +73,12 @@ def _rows(block, G, w, GP: tl.constexpr, WB: tl.constexpr):
 @triton.jit
 def _queries(base, stride_h, stride_t, block, G, w, D: tl.constexpr, DP: tl.constexpr,
              GP: tl.constexpr, WB: tl.constexpr):  # fmt: skip
-    """The queries of a block in time, [R, DP], and their places in the window (-1: none), [R]."""
+    """The queries of a block in time, [R, DP], and their places in the window, [R]."""
     head, time, there = _rows(block, G, w, GP, WB)
     d = tl.arange(0, DP)
     at = base + head[:, None] * stride_h + time[:, None] * stride_t + d[None, :]
     q = tl.load(at, mask=there[:, None] & (d < D)[None, :], other=0.0)
-    return q, tl.where(there, time, -NOWHERE)
+    return q, tl.where(there, time, NEVER)
 
 
 @triton.jit
@@ -292,8 +293,10 @@ class Tiling(NamedTuple):
     WB: int  # queries of a block in time, padded
     blocks: int  # of those
     N: int  # slots of a tile
-    chunk: int  # slots of a part, a multiple of N
+    chunk: int  # slots of a part of `_forward`, a multiple of N
     parts: int
+    score_chunk: int  # likewise of `_score`, whose programs do all blocks in time
+    score_parts: int
     warps: int
     stages: int
 
@@ -319,10 +322,14 @@ def tiling(
     WB = max(min(_power_of_two(w), most), 16 // GP)
     blocks = -(-w // WB)
     N = max(16, min(128, 16384 // (DP * itemsize)))
-    per_part = max(2 * N, n * rows * blocks // (2 * sms))
-    chunk = -(-per_part // N) * N
-    warps = 8 if GP * WB > 32 else 4
-    return Tiling(DP, GP, WB, blocks, N, chunk, -(-n // chunk), warps, 3)
+    # Two programs fit on a multiprocessor; all start at once and end together.
+    chunk, score_chunk = (
+        -(-max(2 * N, -(-n * programs // (2 * sms))) // N) * N for programs in (rows * blocks, rows)
+    )
+    warps = 8 if output and GP * WB > 32 else 4
+    return Tiling(
+        DP, GP, WB, blocks, N, chunk, -(-n // chunk), score_chunk, -(-n // score_chunk), warps, 3
+    )  # fmt: skip
 
 
 def scores(
@@ -357,13 +364,15 @@ def scores(
     a = empty(rows * R * t.DP if output else 0, device=device)
     out = empty(B, K, n, device=device) if group else empty(B, K, G, n, device=device)
     strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *positions.stride()[:2])
-    shape = (K, G, w, n, seen.seen - w, t.chunk, seen.scaling, seen.softcap or 0.0)
+    shape, scale = (K, G, w, n, seen.seen - w), (float(seen.scaling), float(seen.softcap or 0))
     sizes, options = (D, t.DP, t.GP, t.WB, t.N), {"num_warps": t.warps, "num_stages": t.stages}
     starts = tuple(x.data_ptr() % 16 for x in (q, k, v, positions))
-    key = (device, k.dtype, positions.dtype, starts, strides, K, G, sizes, t.warps, output, capped)
+    static = (K, G, sizes, t.warps, t.stages, output, capped)
+    key = (device, k.dtype, positions.dtype, starts, strides, static)
     launch(
         _forward, (t.parts, B * K, t.blocks), key,
-        (q, k, v, positions, part, part_sums, *strides, *shape, *sizes, capped, output), **options,
+        (q, k, v, positions, part, part_sums, *strides, *shape, t.chunk, *scale,
+         *sizes, capped, output), **options,
     )  # fmt: skip
     padded = _power_of_two(t.parts)
     launch(
@@ -372,8 +381,9 @@ def scores(
     )  # fmt: skip
     variant = (t.blocks, kind, group or "", output, capped, rounded)
     launch(
-        _score, (t.parts, B * K, 1), (key, variant),
-        (q, k, v, positions, a, sums, out, *strides, *shape, epsilon, *sizes, *variant), **options,
+        _score, (t.score_parts, B * K, 1), (key, variant),
+        (q, k, v, positions, a, sums, out, *strides, *shape, t.score_chunk, *scale, epsilon,
+         *sizes, *variant), **options,
     )  # fmt: skip
     return out
 

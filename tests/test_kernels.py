@@ -1,4 +1,7 @@
-"""Twins against float64: values, kept sets, every element written; on a GPU, else interpreted."""
+"""Twins against float64: values, kept sets, every element written; on a GPU, else interpreted.
+
+`conftest.py` turns the interpreter on where there is no GPU.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,6 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from importlib.util import find_spec
 
 import pytest
 import torch
@@ -25,24 +27,11 @@ from kvcap.policies.saliencies.obcache import OBCache
 from kvcap.policies.snapkv import SnapKV
 from kvcap.policies.tova import TOVA
 
-if find_spec("triton") is None:
-    pytest.skip("triton is not installed: scores run eagerly", allow_module_level=True)
-
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-if DEVICE == "cpu":
-    os.environ["TRITON_INTERPRET"] = "1"
-    import triton
-
-    if not hasattr(triton.language.sum, "rewrite"):
-        # It was imported, by torch._dynamo, as a compiler: its library has to be read again.
-        for name in [m for m in sys.modules if m.split(".")[0] == "triton"]:
-            if not name.startswith("triton._C"):
-                del sys.modules[name]
-
-# These import triton.
+pytest.importorskip("triton", reason="without triton scores run eagerly")
 keydiff = importlib.import_module("kvcap.kernels.keydiff")
 window = importlib.import_module("kvcap.kernels.window")
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 
 
@@ -290,6 +279,14 @@ def test_fresh_inputs_and_int64_positions(seed):
     check(DropKV(), replace(seen, positions=seen.positions.long()))
 
 
+@pytest.mark.parametrize("policy", [DropKV(), SnapKV(kernel=1)])
+def test_positions_may_be_counted_from_now(policy):
+    seen = observe(Shape(90, w=5, G=3))
+    moved = replace(seen, positions=seen.positions - seen.seen, seen=0)
+    check(policy, moved)
+    assert torch.equal(twin(policy, moved), twin(policy, seen))
+
+
 def test_heads_observed_one_by_one_equal_the_layer():
     seen = observe(Shape(140, K=3))
     whole = twin(DropKV(), seen)
@@ -313,6 +310,12 @@ def test_new_lengths_and_strides_run_through_remembered_kernels():
     for n in (64, 65, 64, 130, 65):
         check(DropKV(kernel=1), observe(Shape(n, D=128)))
         check(KeyDiff(), observe(Shape(n, D=128)))
+
+
+def test_whole_numbers_for_floats():
+    seen = observe(Shape(64, D=16, softcap=5.0))
+    check(SnapKV(kernel=1), replace(seen, scaling=0.25))
+    check(SnapKV(kernel=1), replace(seen, scaling=1, softcap=5))
 
 
 def faults() -> dict[str, Callable[[Observation], Observation]]:
