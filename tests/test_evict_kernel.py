@@ -1,0 +1,367 @@
+"""Slots given up by kernels: on CUDA where there is one, else in triton's interpreter."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+if DEVICE == "cpu":  # before triton is imported
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+tl = pytest.importorskip("triton.language", reason="needs triton")
+
+from kvcap.kernels import evict  # noqa: E402
+from kvcap.policies import Eviction, Observation  # noqa: E402
+from kvcap.policies.keydiff import KeyDiff  # noqa: E402
+from kvcap.runtime.slot_pool import Segment, SlotPool  # noqa: E402
+
+pytestmark = pytest.mark.skipif(
+    DEVICE == "cpu" and type(tl.sum).__name__ == "JITFunction",
+    reason="triton was imported before TRITON_INTERPRET=1 was set",
+)
+SIDE = {"shift": torch.int32, "a": torch.float32, "b": torch.bool, "c": torch.float16}
+SEEN = 1000  # tokens; positions lie below
+
+
+@dataclass(frozen=True)
+class Case:
+    """Sizes of a segment, what is given up and what is pinned."""
+
+    held: int
+    count: int
+    batch: int = 1
+    heads: int = 2
+    size: int = 8
+    start: int = 0  # the segment's first slot
+    spare: int = 0  # slots of a row behind those held
+    dtype: torch.dtype = torch.bfloat16
+    sinks: int = 0
+    recents: int = 0
+    spans: tuple[tuple[int, int], ...] = ()
+    wild: bool = False  # NaN, infinities and equal scores
+    side: tuple[str, ...] = ("shift", "a")
+
+    def __str__(self) -> str:
+        return f"{self.held}-{self.count}-{self.batch}-{self.heads}-{self.size}"
+
+
+ONE = (
+    Case(1, 1),
+    Case(2, 1, heads=1, start=3, spare=2, side=("shift",)),
+    Case(17, 1, batch=2, start=5, spare=1, dtype=torch.float32, sinks=100, recents=200),
+    Case(64, 1, size=80, spans=((100, 200), (250, 700), (0, 50)), wild=True),
+    Case(129, 1, heads=1, start=7, spare=9, wild=True, side=tuple(SIDE)),  # one head, ragged
+    Case(300, 1, batch=3, heads=3, spare=4, dtype=torch.float16, side=()),
+    Case(257, 1, spans=tuple((100 * i, 100 * i + 90) for i in range(8)), recents=100, wild=True),
+)
+MANY = (
+    Case(2, 2),
+    Case(3, 2, heads=1, start=4, side=("shift",)),
+    Case(33, 32, batch=2, spare=3, side=tuple(SIDE), wild=True),  # all but one
+    Case(40, 8, start=1, spare=7, sinks=50, recents=150, spans=((300, 400),)),
+    Case(64, 33, heads=1, start=9, spare=2, dtype=torch.float32, side=(), wild=True),
+    Case(97, 31, batch=2, heads=3, size=24, spare=5, dtype=torch.float16, side=("a", "b")),
+    Case(300, 128, heads=1, size=128, spare=1, recents=20, side=tuple(SIDE)),
+    Case(
+        531, 20, batch=1, heads=1, wild=True, spans=tuple((i, i + 30) for i in range(0, 800, 100))
+    ),
+    Case(700, 600, heads=1, size=4, side=("shift",)),  # more than are compared at once
+)
+
+
+class Slots:
+    """A segment in a pool with slots before and behind it; everything random."""
+
+    def __init__(self, case: Case, seed: int = 0) -> None:
+        c, g = case, torch.Generator().manual_seed(seed)
+        self.case, self.rows = case, case.batch * case.heads
+        capacity = c.held + c.spare
+        slots = c.start + self.rows * capacity + 3
+        self.pool = SlotPool(slots, c.size, c.dtype, DEVICE, {name: SIDE[name] for name in c.side})
+        for name, buffer in self.pool.named().items():
+            x = torch.randn(buffer.shape, generator=g)
+            if name in ("shift", "positions"):
+                x = torch.randint(SEEN, buffer.shape, generator=g)
+            buffer.copy_(x > 0 if buffer.dtype == torch.bool else x)
+        self.segment = Segment(self.pool, c.start, c.held, c.spare, c.batch, c.heads)
+        self.segment.held = c.held
+        ages = torch.stack([torch.randperm(SEEN, generator=g)[: c.held] for _ in range(self.rows)])
+        self.segment.positions.copy_(ages.view(c.batch, c.heads, -1))
+        scores = torch.randn(c.batch, c.heads, c.held, generator=g)
+        if c.wild:
+            odd = torch.tensor([float("nan"), float("inf"), float("-inf"), 0.0, -0.0, 3e38])
+            some = torch.randint(len(odd), scores.shape, generator=g)
+            scores = torch.where(torch.rand(scores.shape, generator=g) < 0.3, odd[some], scores)
+        self.scores = scores.to(DEVICE)
+        self.eviction = Eviction(KeyDiff(), sink_tokens=c.sinks, recent_tokens=c.recents)
+        self.observation = Observation(
+            keys=self.segment.keys, values=self.segment.values, positions=self.segment.positions,
+            seen=SEEN, budget=c.held - c.count, pinned_spans=c.spans,
+        )  # fmt: skip
+
+    @property
+    def shift(self) -> Tensor | None:
+        return self.segment.side("shift") if "shift" in self.pool.side else None
+
+    @property
+    def buffers(self) -> list[Tensor]:
+        return [self.segment.view(x) for x in self.pool.buffers()]
+
+    @property
+    def pins(self) -> dict:
+        c = self.case
+        return {"sinks": c.sinks, "recents": c.recents, "seen": SEEN, "spans": c.spans}
+
+    def covered(self) -> bool:
+        c = self.case
+        return evict.covers(self.segment.positions, c.count, c.spans, self.buffers)
+
+    def worth(self) -> Tensor:
+        seen, raw = self.observation, self.scores
+        finite = self.eviction.score(seen, lambda policy, seen: raw)
+        return finite.masked_fill(self.eviction.pinned(seen), float("inf"))
+
+    def expected(self) -> Tensor:
+        """The lowest, of equal ones the first."""
+        return self.worth().sort(dim=-1, stable=True).indices[..., : self.case.count]
+
+    def choose(self) -> Tensor:
+        """Eagerly."""
+        seen, raw = self.observation, self.scores
+        scores = self.eviction.score(seen, lambda policy, seen: raw)
+        return self.eviction.choose(scores, self.eviction.pinned(seen), seen, self.case.count)
+
+    def give_up(self, evicted: Tensor) -> None:
+        """Eagerly."""
+        if self.shift is not None:
+            positions = self.segment.positions
+            gone = positions.gather(-1, evicted).sort(dim=-1).values
+            self.shift.add_(torch.searchsorted(gone, positions.contiguous(), out_int32=True))
+        self.segment.compact(evicted)
+
+    def bits(self) -> list[Tensor]:
+        return [x.view(torch.uint8).clone() for x in self.pool.buffers()]
+
+
+def same(found: Slots, expected: Slots) -> bool:
+    """The whole pool, bit by bit."""
+    return all(torch.equal(a, b) for a, b in zip(found.bits(), expected.bits(), strict=True))
+
+
+def after(case: Case, seed: int, evicted: Tensor) -> Slots:
+    """The same slots, `evicted` given up eagerly."""
+    slots = Slots(case, seed)
+    slots.give_up(evicted)
+    return slots
+
+
+@pytest.fixture(autouse=True)
+def _eager(monkeypatch):
+    """What is compared with is eager whatever it is built into."""
+    monkeypatch.setenv("KVCAP_KERNELS", "eager")
+
+
+@pytest.mark.parametrize("case", ONE + MANY, ids=str)
+@pytest.mark.parametrize("ranked", [True, False])
+def test_the_lowest_are_chosen(case, ranked, monkeypatch):
+    if not ranked:
+        monkeypatch.setattr(evict, "MOST_RANKED", 1)
+    slots = Slots(case)
+    assert slots.covered()
+    before, worth = slots.bits(), slots.worth()
+    arguments = {**slots.pins, "scores": slots.scores, "positions": slots.segment.positions}
+    found = evict.lowest(count=case.count, **arguments)
+    assert found.dtype == torch.int64
+    assert found.shape == (case.batch, case.heads, case.count)
+    found = found.sort(dim=-1).values
+    assert (found.diff(dim=-1) > 0).all()
+    # As good as eager code's choice, which is the same where no score is there twice.
+    ours, eager = (worth.gather(-1, x).sort(dim=-1).values for x in (found, slots.choose()))
+    assert torch.equal(ours, eager)
+    if ranked or case.count == 1:
+        assert torch.equal(found, slots.expected().sort(dim=-1).values)
+    seen = torch.tensor(SEEN, device=DEVICE)
+    again = evict.lowest(count=case.count, **{**arguments, "seen": seen})
+    assert torch.equal(found, again.sort(dim=-1).values)
+    assert all(torch.equal(a, b) for a, b in zip(before, slots.bits(), strict=True))
+
+
+@pytest.mark.parametrize("case", ONE + MANY, ids=str)
+def test_memory_is_the_eager_codes(case):
+    for seed in (0, 1):
+        slots = Slots(case, seed)
+        evicted = slots.choose()
+        assert slots.covered()
+        evict.give_up(evicted, slots.segment.positions, slots.shift, slots.buffers)
+        assert same(slots, after(case, seed, evicted))
+
+
+@pytest.mark.parametrize("held", [*range(2, 40, 5), 300])
+def test_any_slots_can_go(held):
+    """None of the last, only those, every other one."""
+    for count in {1, 2, held // 2, held - 1}:
+        case = Case(held, count, heads=1, size=2, start=1, spare=1)
+        order = torch.arange(held, device=DEVICE)
+        picks = {"first": order[:count], "last": order[held - count :], "mixed": order[::2]}
+        for pick in picks.values():
+            if len(pick) == count:
+                slots = Slots(case)
+                evicted = pick.flip(0).view(1, 1, -1)
+                evict.give_up(evicted, slots.segment.positions, slots.shift, slots.buffers)
+                assert same(slots, after(case, 0, evicted))
+
+
+@pytest.mark.parametrize("case", ONE, ids=str)
+@pytest.mark.parametrize("clock", [False, True])
+def test_one_is_chosen_and_given_up_at_once(case, clock):
+    runs = []
+    for _ in range(2):
+        slots = Slots(case)
+        pins = {**slots.pins, "seen": torch.tensor(SEEN, device=DEVICE) if clock else SEEN}
+        expected = slots.expected()
+        found = evict.evict_one(
+            slots.scores, slots.segment.positions,
+            shift=slots.shift, buffers=slots.buffers, **pins,
+        )  # fmt: skip
+        assert torch.equal(found, expected)
+        assert same(slots, after(case, 0, found))
+        runs.append(slots)
+    assert same(*runs)
+
+
+def test_a_row_longer_than_is_read_at_once(monkeypatch):
+    case = Case(9000, 1, heads=1, size=2, recents=3, side=("shift",))
+    monkeypatch.setattr(sys.modules[__name__], "SEEN", 20_000)
+    slots = Slots(case)
+    found = evict.evict_one(
+        slots.scores, slots.segment.positions,
+        shift=slots.shift, buffers=slots.buffers, **slots.pins,
+    )  # fmt: skip
+    assert torch.equal(found, slots.expected())
+    assert same(slots, after(case, 0, found))
+
+
+def test_scores_can_be_a_view():
+    """One row for all heads, or every other number of a row."""
+    slots = Slots(Case(50, 1, heads=3))
+    slots.scores = slots.scores[:, :1].expand(-1, 3, -1)
+    positions = slots.segment.positions
+    assert torch.equal(evict.lowest(slots.scores, positions, 1, **slots.pins), slots.expected())
+    slots = Slots(Case(50, 4, heads=3))
+    slots.scores = torch.randn(1, 3, 100, device=DEVICE)[..., ::2]
+    found = evict.lowest(slots.scores, positions, 4, **slots.pins).sort(dim=-1).values
+    assert torch.equal(found, slots.expected().sort(dim=-1).values)
+
+
+@pytest.mark.parametrize(
+    "fault", ["another slot", "no shift", "a buffer less", "another row", "a pin", "a written slot"]
+)
+@pytest.mark.parametrize("count", [1, 9])
+def test_a_fault_is_noticed(fault, count):
+    case = Case(60, count, heads=2, spare=2, recents=300)
+    slots = Slots(case)
+    slots.scores = -slots.segment.positions.float()  # the newest would go if they were not pinned
+    evicted, buffers, shift = slots.expected(), slots.buffers, slots.shift
+    change = evicted.clone()
+    if fault == "another slot":
+        change[0, 1, 0] = next(i for i in range(60) if i not in evicted[0, 1])
+    elif fault == "no shift":
+        shift = None
+    elif fault == "a buffer less":
+        buffers = buffers[:-1]
+    elif fault == "another row":
+        change = change.flip(1)
+    elif fault == "a pin":
+        pins = {**slots.pins, "recents": 0}
+        change = evict.lowest(slots.scores, slots.segment.positions, count, **pins)
+    else:
+        slots.pool.keys[60, 0] += 1  # behind the first row
+    evict.give_up(change, slots.segment.positions, shift, buffers)
+    assert not same(slots, after(case, 0, evicted))
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="a CPU has no CUDA graphs")
+@pytest.mark.parametrize("count", [1, 20])
+def test_the_clock_can_change_between_replays_of_a_graph(count):
+    case = Case(300, count, heads=4, size=64, spare=20, recents=60, spans=((0, 100),))
+    slots = Slots(case)
+    clock = torch.tensor(SEEN, device=DEVICE)
+
+    def step() -> None:
+        positions, pins = slots.segment.positions, {**slots.pins, "seen": clock}
+        if count == 1:
+            evict.evict_one(
+                slots.scores, positions, shift=slots.shift, buffers=slots.buffers, **pins
+            )
+        else:
+            evicted = evict.lowest(slots.scores, positions, count, **pins)
+            evict.give_up(evicted, positions, slots.shift, slots.buffers)
+
+    compiled = Slots(case)
+    if count == 1:  # with an int: no more is compiled for a tensor
+        evict.evict_one(
+            compiled.scores, compiled.segment.positions,
+            shift=compiled.shift, buffers=compiled.buffers, **compiled.pins,
+        )  # fmt: skip
+    else:
+        evicted = evict.lowest(compiled.scores, compiled.segment.positions, count, **compiled.pins)
+        evict.give_up(evicted, compiled.segment.positions, compiled.shift, compiled.buffers)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    for seed, now in ((1, SEEN - 200), (2, SEEN), (3, SEEN + 500)):
+        other = Slots(case, seed)
+        for mine, its in zip(slots.pool.buffers(), other.pool.buffers(), strict=True):
+            mine.copy_(its)
+        slots.scores.copy_(other.scores)
+        other.observation.seen = now
+        clock.fill_(now)
+        graph.replay()
+        other.give_up(other.expected())
+        assert same(slots, other)
+
+
+def test_what_is_covered():
+    positions = torch.zeros(1, 2, 2000, dtype=torch.int32, device=DEVICE)
+    assert evict.covers(positions, 1)
+    assert evict.covers(positions, 1024, ((0, 1),) * 8)
+    assert not evict.covers(positions, 1025)
+    assert not evict.covers(positions[..., :9], 10)
+    assert not evict.covers(positions, 0)
+    assert not evict.covers(positions, 1, ((0, 1),) * 9)
+    assert not evict.covers(positions.long(), 1)
+    assert not evict.covers(positions[..., ::2], 1)
+    wide = torch.zeros(1, 2, 2000, 8, device=DEVICE)
+    assert evict.covers(positions, 1, (), [wide, wide, *[positions] * 6])
+    assert not evict.covers(positions, 1, (), [wide, wide, *[positions] * 7])
+    assert not evict.covers(positions, 1, (), [wide, positions])
+
+
+def test_a_cpu_is_covered_only_in_the_interpreter(monkeypatch):
+    x = torch.zeros(1, 1, 5, dtype=torch.int32)
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert evict.covers(x, 1)
+    monkeypatch.delenv("TRITON_INTERPRET")
+    assert not evict.covers(x, 1)
+
+
+def test_importing_it_imports_no_triton_and_touches_no_device():
+    code = (
+        "import sys, torch\nfrom kvcap.kernels import evict\n"
+        "evict.covers(torch.zeros(1, 1, 5, dtype=torch.int32), 1)\n"
+        "assert 'triton' not in sys.modules\nassert not torch.cuda.is_initialized()"
+    )
+    source = str(Path(__file__).parents[1] / "src")
+    isolated = ["-P"] if sys.version_info >= (3, 11) else ["-I"]
+    done = subprocess.run(
+        [sys.executable, *isolated, "-c", code], env={**os.environ, "PYTHONPATH": source},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
