@@ -20,7 +20,6 @@ from torch import Tensor
 MOST_SPANS = 8
 MOST_COUNT = 1024  # slots given up at once; each is compared with every slot
 MOST_SIDE = 4  # tensors of a number a slot, besides positions and shifts
-MOST_RANKED = 4096  # slots of a row that are compared each with each; more are left to torch.topk
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -65,7 +64,7 @@ def lowest(
     """The `count` slots of each row with the lowest scores that nothing pins, unordered.
 
     Scores are made finite as `torch.nan_to_num` does it, NaN as the lowest. Of equal scores the
-    lowest slots go, but above `MOST_RANKED` slots, where `torch.topk` has its own ways.
+    first slot goes; of several slots those that `torch.topk` prefers.
 
     Args:
         scores: [B, K, n].
@@ -79,27 +78,19 @@ def lowest(
     Returns:
         [B, K, count] int64
     """
-    from kvcap.kernels.evict_triton import lowest_slots, worths
-
-    batch, heads, slots = scores.shape
     if count == 1:
         return _one(scores, positions, None, (), sinks, recents, seen, spans)
-    chosen = torch.empty(batch, heads, count, dtype=torch.int64, device=scores.device)
-    pins = _pins(sinks, recents, seen, chosen, spans)
-    sizes = (slots, positions.stride(1), heads, *scores.stride())
-    rows = batch * heads
+    from kvcap.kernels.evict_triton import worths
+
+    batch, heads, slots = scores.shape
+    worth = torch.empty(scores.shape, dtype=torch.float32, device=scores.device)
+    unread = worth.view(-1)[:2].view(torch.int64)
     with torch.cuda.device_of(scores):
-        if slots > MOST_RANKED:
-            worth = torch.empty(scores.shape, dtype=torch.float32, device=scores.device)
-            worths[-(-slots // 1024), rows](
-                scores, positions, worth, *sizes, *pins, BLOCK=1024, num_warps=4
-            )
-            return worth.topk(count, dim=-1, largest=False, sorted=False).indices
-        lowest_slots[-(-slots // 32), rows](
-            scores, positions, chosen, *sizes, *pins, count,
-            STEP=512, BLOCK=32, num_warps=8,
+        worths[-(-slots // 1024), batch * heads](
+            scores, positions, worth, slots, positions.stride(1), heads, *scores.stride(),
+            *_pins(sinks, recents, seen, unread, spans), BLOCK=1024, num_warps=4,
         )  # fmt: skip
-    return chosen
+    return worth.topk(count, dim=-1, largest=False, sorted=False).indices
 
 
 def give_up(

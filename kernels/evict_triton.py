@@ -131,46 +131,10 @@ def evict_one(
             tl.store(side_3 + at, x_3)
 
 
-@triton.jit(do_not_specialize=[*_PINS, *_NARROW, "count"])
-def lowest_slots(
-    scores,  # [B, K, n]
-    positions,  # slot 0 of row 0
-    chosen,  # [B·K, count] int64
-    slots, capacity, heads, score_b, score_h, score_n,
-    sinks, recents, seen, clock, spans,
-    start_0, stop_0, start_1, stop_1, start_2, stop_2, start_3, stop_3,
-    start_4, stop_4, start_5, stop_5, start_6, stop_6, start_7, stop_7,
-    count,
-    STEP: tl.constexpr,  # slots compared at once with each of the program's
-    BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Some of a row's slots: how many are below each of them is where it belongs, if anywhere."""
-    row = tl.program_id(1).to(tl.int64)
-    positions += row * capacity
-    scores += row // heads * score_b + row % heads * score_h
-    mine = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    x = _worth(
-        scores, positions, mine, slots, score_n, sinks, recents, seen, clock, spans,
-        start_0, stop_0, start_1, stop_1, start_2, stop_2, start_3, stop_3,
-        start_4, stop_4, start_5, stop_5, start_6, stop_6, start_7, stop_7,
-    )  # fmt: skip
-    key = _key(x, mine)
-    below = tl.zeros([BLOCK], tl.int32)
-    for begin in range(0, slots, STEP):
-        slot = begin + tl.arange(0, STEP)
-        x = _worth(
-            scores, positions, slot, slots, score_n, sinks, recents, seen, clock, spans,
-            start_0, stop_0, start_1, stop_1, start_2, stop_2, start_3, stop_3,
-            start_4, stop_4, start_5, stop_5, start_6, stop_6, start_7, stop_7,
-        )  # fmt: skip
-        below += tl.sum((_key(x, slot)[:, None] < key[None, :]).to(tl.int32), 0)
-    tl.store(chosen + row * count + below, mine.to(tl.int64), (mine < slots) & (below < count))
-
-
 @triton.jit(do_not_specialize=[*_PINS, *_NARROW])
 def worths(
     scores,  # [B, K, n]
-    positions,  # slot 0 of row 0
+    positions,  # slot 0 of row 0, the next row `capacity` slots behind
     out,  # [B·K, n] float32
     slots, capacity, heads, score_b, score_h, score_n,
     sinks, recents, seen, clock, spans,
