@@ -19,7 +19,13 @@ KvcapError
 │   ├── SessionFileCorrupt  it is no session's file, was cut short, or is not what was saved
 │   ├── SessionFileForeign  it was saved by another model, or under settings that cannot take it
 │   └── SessionFileNewer    it was saved by a newer kvcap
-└── SessionBroken           a forward pass failed half-way; reset the session
+├── SessionBroken           a forward pass failed half-way; reset the session
+├── ExtraMissing            a package is not installed; names the extra that brings it
+├── NotExportable           a policy, stage or formulation of which there is no graph
+├── ShapeError              a graph takes or gives other tensors than its manifest says
+├── ToleranceError          a graph computes something else than its policy
+└── ManifestError           no manifest, one that cannot be read, or another file's
+    └── GraphBroken         the file is no graph that can be loaded
 PolicyError (ValueError)    a policy, an option, or pins that do not fit; from kvcap.policies
 ```
 """
@@ -101,3 +107,27 @@ class SessionFileNewer(SessionFileError):
 
 class SessionBroken(KvcapError):
     """A forward pass failed half-way, layers disagree on what was read."""
+
+
+class ExtraMissing(KvcapError, ImportError):
+    """A package is not installed; the message names the extra that brings it."""
+
+
+class NotExportable(KvcapError, ValueError):
+    """There is no graph of that policy, stage or formulation; the message says what there is."""
+
+
+class ShapeError(KvcapError):
+    """A graph takes or gives other tensors than its manifest says."""
+
+
+class ToleranceError(KvcapError):
+    """A graph computes something else than its policy, keeps other slots, or is not finite."""
+
+
+class ManifestError(KvcapError, ValueError):
+    """An exported file's manifest is missing, cannot be read, or is another file's."""
+
+
+class GraphBroken(ManifestError):
+    """The file is no graph that ONNX Runtime can load."""
