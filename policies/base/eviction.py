@@ -182,16 +182,23 @@ class Eviction:
         sinks = max(policy.sinks_pinned(), self.sink_tokens)
         return sinks, max(policy.recents_pinned(seen.budget), self.recent_tokens)
 
-    def choose(self, scores: Tensor, pinned: Tensor, seen: Observation, count: int) -> Tensor:
-        """The `count` slots of each head to give up, by `score`'s result. [B, K, count], unordered.
+    def worth(self, scores: Tensor, pinned: Tensor, seen: Observation) -> Tensor:
+        """What slots are chosen by: `score`'s result, rescored, and +inf where pinned. [B, K, n].
 
         `seen.budget` slots of each head stay.
         """
         if self.rescorer is not None:
             scores = self.rescorer.rescore(scores, pinned, seen).float().nan_to_num(nan=LOWEST)
         # All scores are finite, so that a pinned slot's +inf is above every one of them.
-        scores = scores.masked_fill(pinned, float("inf"))
-        return scores.topk(count, dim=-1, largest=False, sorted=False).indices
+        return scores.masked_fill(pinned, float("inf"))
+
+    def choose(self, scores: Tensor, pinned: Tensor, seen: Observation, count: int) -> Tensor:
+        """The `count` slots of each head to give up, by `score`'s result. [B, K, count], unordered.
+
+        `seen.budget` slots of each head stay.
+        """
+        worth = self.worth(scores, pinned, seen)
+        return worth.topk(count, dim=-1, largest=False, sorted=False).indices
 
     def select(self, seen: Observation, count: int) -> Tensor:
         """Score and choose: the `count` slots of each head to give up. [B, K, count], unordered."""
