@@ -6,14 +6,14 @@ what they are, and only the tokens and their positions differ. Knows a model and
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvcap.runtime.budget_cache import BudgetCache
-
-WARM_UP = 1  # blocks of that length that a full cache reads eagerly first: kernels are compiled
+from kvcap.runtime.tuning import Tuning
 
 
 class BlockGraphs:
@@ -22,28 +22,21 @@ class BlockGraphs:
     Args:
         model: on the cache's device.
         cache: what it reads into.
+        compiled: parts of the model by `torch.compile`, see `Tuning`.
     """
 
-    def __init__(self, model: Any, cache: BudgetCache) -> None:
+    def __init__(self, model: Any, cache: BudgetCache, compiled: bool = False) -> None:
         self.model, self.cache = model, cache
-        self.refused = why_not(model, cache)
+        self.refused = why_not(cache)
         """Why blocks are not replayed; None: they are."""
         self.made: dict[Any, BlockGraph] = {}
-        self._eager: dict[int, int] = {}  # blocks read eagerly with a full cache, by length
+        self._tuning = None if self.refused else Tuning(model, compiled)
+        self._warm: set[int] = set()  # lengths that were read as a graph will, but eagerly
 
     def read(self, ids: Tensor) -> Tensor | None:
         """Read a block [B, T]; returns the last token's logits [B, V], or None: not replayable."""
         cache, length = self.cache, ids.shape[1]
-        if (
-            self.refused is not None
-            or not cache.full
-            or (length > 1 and length != cache.block_size)
-        ):
-            return None
-        if length < cache.evict_every:
-            return None
-        if self._eager.setdefault(length, 0) < WARM_UP:
-            self._eager[length] += 1
+        if not self._alike(length) or length not in self._warm:
             return None
         key = (*ids.shape, tuple(cache.pinned_spans))
         seen = cache.seen
@@ -52,13 +45,31 @@ class BlockGraphs:
         else:
             kept = next(iter(self.made.values()), None)
             try:
-                # One block is never in hand with another: graphs share their memory.
-                self.made[key] = BlockGraph(self.model, cache, ids, kept and kept.pool)
+                with self._tuned(ids):
+                    # One block is never in hand with another: graphs share their memory.
+                    self.made[key] = BlockGraph(self.model, cache, ids, kept and kept.pool)
             except RuntimeError as error:
                 cache.count(seen - cache.seen)
                 self.refused = f"capture failed: {str(error).splitlines()[0]}"
                 return None
         return self.made[key].replay(ids, seen)
+
+    def warm_up(self, ids: Tensor) -> AbstractContextManager[None]:
+        """Around a block [B, T] that is read eagerly: as its graph will, if it is to have one."""
+        if not self._alike(ids.shape[1]):
+            return nullcontext()
+        self._warm.add(ids.shape[1])  # kernels are compiled for its shapes
+        return self._tuned(ids)
+
+    def _tuned(self, ids: Tensor) -> AbstractContextManager[None]:
+        assert self._tuning is not None
+        return self._tuning.applied(ids.numel())
+
+    def _alike(self, length: int) -> bool:
+        """Whether every block of this length does the same from now on."""
+        one = length == 1 == self.cache.evict_every
+        whole = length == self.cache.block_size
+        return self.refused is None and (one or whole) and self.cache.full
 
 
 class BlockGraph:
@@ -102,11 +113,9 @@ class BlockGraph:
         return logits.clone()
 
 
-def why_not(model: Any, cache: BudgetCache) -> str | None:
+def why_not(cache: BudgetCache) -> str | None:
     """What keeps a full cache's blocks from being all alike, if anything."""
     eviction = cache.eviction
-    if model.device.type != "cuda":
-        return f"{model.device.type} has no graphs"
     if not cache.layout.shape.all_capped:
         return "native sliding layers grow and shrink"
     if cache.balance is not None:

@@ -188,6 +188,7 @@ def load(model: str, budget: Budget, running: Running, output: Output) -> Runtim
             dtype=budget.dtype,
             device=usable(running.device),
             evict_every=running.evict_every,
+            compiled=running.compiled,
         )
     finally:
         if note:

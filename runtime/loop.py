@@ -8,7 +8,7 @@ from __future__ import annotations
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, Literal, cast
 
 import torch
@@ -32,18 +32,25 @@ class BlockLoop:
         on_full: what happens to tokens beyond the budget: 'evict', or nothing is ever evicted and
             reading them is refused. 'stop' is 'error' here, and ends an answer in a session.
         graphs: on CUDA, replay what a full cache's blocks have in common.
+        compiled: and parts of the model by `torch.compile`.
 
     Raises:
         UnsupportedModel: the policy reads the output projection, which is quantised or adapted.
     """
 
     def __init__(
-        self, model: Any, cache: BudgetCache, on_full: OnFull = "evict", graphs: bool = True
+        self,
+        model: Any,
+        cache: BudgetCache,
+        on_full: OnFull = "evict",
+        graphs: bool = True,
+        compiled: bool = False,
     ) -> None:
         if "output_projection" in cache.eviction.observes:
             check_projections(model, cache.layout.shape)
         self.model, self.cache, self.on_full = model, cache, on_full
-        self.graphs = BlockGraphs(model, cache) if graphs else None
+        graphs = graphs and model.device.type == "cuda"
+        self.graphs = BlockGraphs(model, cache, compiled) if graphs else None
         self.peak_bytes = 0  # the most storage the cache has held
 
     def prefill(self, ids: Tensor, on_block: Callable[[int], None] | None = None) -> Tensor:
@@ -85,7 +92,7 @@ class BlockLoop:
                 "reset the cache (in chat: /clear) and read again"
             )
         self.check_room(ids.shape[1])
-        if self.graphs is not None and self.graphs.refused is None:
+        if self.graphs is not None:
             with interrupts_deferred():
                 logits = self.graphs.read(ids)
             if logits is not None:
@@ -97,7 +104,8 @@ class BlockLoop:
             cache.guard.check(len(place))
         cache.reading_at, cache.reading = start, tokens
         try:
-            with interrupts_deferred():
+            warm_up = nullcontext() if self.graphs is None else self.graphs.warm_up(ids)
+            with interrupts_deferred(), warm_up:
                 out = self.model(
                     input_ids=ids[:, place],
                     position_ids=(start + place).expand(ids.shape[0], -1),
@@ -129,6 +137,13 @@ class BlockLoop:
             return tokens  # native sliding layers would keep the fillers
         step = -(-size // LENGTHS)
         return max(tokens, min(size, -(-tokens // step) * step))
+
+    @property
+    def execution(self) -> str:
+        """How blocks of a full cache run: 'replayed', or 'eager' and why."""
+        if self.graphs is None:
+            return "eager"
+        return "replayed" if self.graphs.refused is None else f"eager: {self.graphs.refused}"
 
     def check_room(self, tokens: int) -> None:
         """Where nothing may be evicted, refuse what does not fit before any of it is read.

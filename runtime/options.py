@@ -192,6 +192,10 @@ class Running:
         str | None,
         option("--device", metavar="NAME", help="cpu, cuda or mps (the best there is by default)."),
     ] = None
+    compiled: Annotated[
+        bool,
+        option("--compile", help="On CUDA, compile parts of the model: seconds once, then faster."),
+    ] = False
     on_full: Annotated[
         Literal["evict", "stop", "error"],
         option(

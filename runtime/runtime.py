@@ -49,12 +49,14 @@ class Runtime:
         kv_budget: int | None = None,
         evict_every: int = 1,
         memory_cap: int | None = None,
+        compiled: bool = False,
     ) -> None:
         self.model, self.tokenizer, self.plan, self.eviction = model, tokenizer, plan, eviction
         self.name = name
         self.kv_budget = kv_budget  # bytes, where the cap was given in bytes
         self.evict_every = evict_every
         self.memory_cap = memory_cap  # bytes of the whole process
+        self.compiled = compiled  # parts of the model, for CUDA graphs
 
     @property
     def cap_bytes(self) -> int:
@@ -76,6 +78,7 @@ class Runtime:
         evict_every: int = 1,
         memory_cap: str | int | None = None,
         enforce: Enforce = "check",
+        compiled: bool = False,
     ) -> Runtime:
         """Load a model to chat in fixed memory.
 
@@ -93,6 +96,8 @@ class Runtime:
                 now; without a KV budget, the largest that fits is taken.
             enforce: 'check' looks before every block; 'rlimit' also has the system refuse more
                 (on a GPU: the allocator, for the GPU's memory).
+            compiled: on CUDA, run parts of the model by `torch.compile`: some seconds at the first
+                full block, and faster from then on.
 
         Raises:
             ModelNotFound, ModelFilesBroken, UnsupportedModel, PlanInfeasible, PolicyError: before
@@ -136,6 +141,7 @@ class Runtime:
             kv_budget=None if kv_budget is None else parse_bytes(kv_budget),
             evict_every=evict_every,
             memory_cap=cap,
+            compiled=compiled,
         )
 
     def new_cache(self) -> BudgetCache:
@@ -187,6 +193,7 @@ class Runtime:
             kv_budget=self.kv_budget,
             evict_every=self.evict_every,
             memory_cap=self.memory_cap,
+            compiled=self.compiled,
         )
 
 

@@ -58,7 +58,7 @@ class Session:
         self._warned = False  # that positions are beyond what the model was trained on
         self.draws = torch.Generator()
         self._seed(seed)
-        self._loop = BlockLoop(runtime.model, runtime.new_cache())
+        self._loop = BlockLoop(runtime.model, runtime.new_cache(), compiled=runtime.compiled)
 
     @property
     def cache(self) -> BudgetCache:
@@ -95,6 +95,7 @@ class Session:
             cap_bytes=self.runtime.cap_bytes,
             peak_bytes=self._loop.peak_bytes,
             recomputed=cache.recomputed,
+            execution=self._loop.execution,
             turn=self.turn,
         )
 

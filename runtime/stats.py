@@ -43,6 +43,7 @@ class Stats:
     cap_bytes: int  # what was asked for, or what the plan needs
     peak_bytes: int  # the most storage the cache has ever had, used or not
     recomputed: list[float]  # per layer: share of steps that attended to evicted tokens anew
+    execution: str  # of blocks once the cache is full, see `BlockLoop.execution`
     turn: Turn  # the last answer
 
     def as_dict(self) -> dict[str, Any]:

@@ -23,7 +23,7 @@ BUDGET = {
 ANSWER = {
     *("--evict-every", "--system-prompt", "--device", "--max-new-tokens", "--temp"),
     *("--temperature", "--top-p", "--top-k", "--min-p", "--seed", "--stop", "--quiet", "-q"),
-    *("--session", "--pin-system", "--on-full"),
+    *("--session", "--pin-system", "--on-full", "--compile"),
 }
 OPTIONS = {
     "chat": BUDGET | ANSWER,

@@ -100,7 +100,7 @@ def _measured(
                 return Plain(model)
         else:
             cache = BudgetCache(model.config, budget, block, policy)
-            loop = BlockLoop(model, cache.allocate(1, torch.bfloat16, "cuda"))
+            loop = BlockLoop(model, cache.allocate(1, torch.bfloat16, "cuda"), compiled=True)
 
             def begin() -> Any:
                 cache.reset()
@@ -118,16 +118,13 @@ def _measured(
             reader = begin()
             prefill.append(_milliseconds(partial(reader.prefill, ids)))
             decode += [
-                _milliseconds(partial(reader.read, token))
-                for _ in range(options.steps // repeats)
+                _milliseconds(partial(reader.read, token)) for _ in range(options.steps // repeats)
             ]
             del reader
         peak = torch.cuda.max_memory_allocated() - held
         found: dict[str, Any] = {"prefill": percentiles(prefill), "decode": percentiles(decode)}
         if what != "transformers":
-            graphs = loop.graphs
-            refused = "not asked for" if graphs is None else graphs.refused
-            found["blocks_are"] = f"eager: {refused}" if refused else "replayed"
+            found["blocks_are"] = loop.execution
             found["kv_bytes"] = cache.nbytes
     torch.cuda.empty_cache()
     return {**found, "scratch_bytes": peak}
