@@ -168,7 +168,7 @@ class Calibration:
         place = self.evicted[index]
         for part in torch.arange(slots.shape[-1]).split(place.block):
             part_slots = slice(int(part[0]), int(part[-1]) + 1)
-            place.append(stored[:, :, part_slots].cpu(), values[:, :, part_slots].cpu(), 0)
+            place.append(stored[:, :, part_slots].cpu(), values[:, :, part_slots].cpu(), part.int())
             new = slice(place.held - len(part), place.held)
             place.positions[:, :, new] = times[:, :, part_slots].cpu()
             place.side("made_at")[:, :, new] = made_at[:, :, part_slots].cpu()

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from kvcap import kernels
+from kvcap.kernels import evict
+from kvcap.kernels.choice import ready
 from kvcap.policies import Eviction, Observation
 from kvcap.policies.base import apportion
 from kvcap.policies.base.component import ATTENTION_VIEWS
@@ -95,6 +97,8 @@ class Evictor:
 
     def _evict(self, observed: list[Observation]) -> None:
         """Score, share out the layer's slots, choose, compact."""
+        if self._evict_by_kernels(observed):
+            return
         eviction = self.eviction
         scores = [eviction.score(seen, kernels.score) for seen in observed]
         pinned = [eviction.pinned(seen) for seen in observed]
@@ -112,6 +116,38 @@ class Evictor:
                 self._give_up(segment, evicted)
         if moves:
             resize(self.segments, self._filled(stays))
+
+    def _evict_by_kernels(self, observed: list[Observation]) -> bool:
+        """The same in few launches, where every slot that goes is the lowest of its head."""
+        eviction = self.eviction
+        moves = eviction.head_budget is not None and eviction.head_budget.moves
+        if moves or eviction.rescorer is not None or self.calibration is not None:
+            return False
+        due = [(s, seen, s.held - s.stay) for s, seen in zip(self.segments, observed, strict=True)]
+        due = [(segment, seen, count) for segment, seen, count in due if count > 0]
+        for segment, seen, count in due:
+            spans, buffers = seen.pinned_spans, segment.buffers()
+            if not (ready(seen.keys) and evict.covers(seen.positions, count, spans, buffers)):
+                return False
+        for segment, seen, count in due:
+            scores = eviction.score(seen, kernels.score, finite=False)
+            pins = (*eviction.pins_of(seen), seen.seen, seen.pinned_spans)
+            shift = None if self.rotation is None else segment.side(SHIFT)
+            buffers = segment.buffers()
+            if count == 1:
+                evict.evict_one(scores, seen.positions, *pins, shift, buffers)
+            else:
+                evicted = evict.lowest(scores, seen.positions, count, *pins)
+                evict.give_up(evicted, seen.positions, shift, buffers)
+            self._gone(segment, count)
+            segment.held -= count
+        return True
+
+    def _gone(self, segment: Segment, count: int) -> None:
+        """Note that `count` slots of a segment went: all that is newer moves down."""
+        self.moved = self.moved or self.rotation is not None
+        if self.ring is not None:
+            self.ring.moved(segment, count)
 
     def _filled(self, stays: list[int]) -> list[int]:
         """Budgets that share all slots, where heads hold fewer: loaded from a smaller budget."""
@@ -160,9 +196,7 @@ class Evictor:
             gone = segment.positions.gather(-1, evicted).sort(dim=-1).values
             older = torch.searchsorted(gone, segment.positions.contiguous(), out_int32=True)
             segment.side(SHIFT).add_(older)
-            self.moved = True
-        if self.ring is not None:
-            self.ring.moved(segment, evicted.shape[-1])
+        self._gone(segment, evicted.shape[-1])
         segment.compact(evicted)
 
     def _window(self, index: int, segment: Segment, seen: Seen) -> Tensor | None:

@@ -80,7 +80,7 @@ class Segment:
 
     >>> pool = SlotPool(12, head_size=8, dtype=torch.float32)
     >>> segment = Segment(pool, 0, budget=4, block=2, heads=2)
-    >>> segment.append(torch.ones(1, 2, 2, 8), torch.ones(1, 2, 2, 8), first_position=0)
+    >>> segment.append(torch.ones(1, 2, 2, 8), torch.ones(1, 2, 2, 8), torch.arange(2))
     >>> segment.held, segment.keys.shape, pool.nbytes
     (2, torch.Size([1, 2, 2, 8]), 816)
     """
@@ -135,6 +135,10 @@ class Segment:
         """A side tensor's held part, a view [b, k, held]."""
         return self.view(self.pool.side[name])
 
+    def buffers(self) -> list[Tensor]:
+        """The held parts of all the pool's buffers, views."""
+        return [self.view(buffer) for buffer in self.pool.buffers()]
+
     def view(self, buffer: Tensor) -> Tensor:
         """The held part of one of the pool's buffers or a copy of it, a view [b, k, held, ...]."""
         return self._view(buffer, 0, self.held)
@@ -145,15 +149,14 @@ class Segment:
         first = self.head * group
         return x[self.row : self.row + self.batch, first : first + self.heads * group]
 
-    def append(self, keys: Tensor, values: Tensor, first_position: int | Tensor) -> None:
-        """Write a block [b, k, T, D] whose first token is number `first_position`."""
+    def append(self, keys: Tensor, values: Tensor, positions: Tensor) -> None:
+        """Write a block [b, k, T, D] of tokens that count as `positions` [T] int32."""
         length = keys.shape[2]
         start, stop = self.held, self.held + length
         assert stop <= self.capacity, f"{stop} slots needed, {self.capacity} allocated"
         self._view(self.pool.keys, start, stop).copy_(keys)
         self._view(self.pool.values, start, stop).copy_(values)
-        times = torch.arange(length, device=self._rows.device)
-        self._view(self.pool.positions, start, stop).copy_(first_position + times)
+        self._view(self.pool.positions, start, stop).copy_(positions)
         for tensor in self.pool.side.values():
             self._view(tensor, start, stop).zero_()
         self.held = stop

@@ -79,7 +79,7 @@ def test_moving_boundaries_loses_and_mixes_nothing(rows, block, seed):
         heads = torch.arange(segment.heads)[None, :, None, None]
         stamp = 100 * number + 10_000 * heads + torch.arange(held)[None, None, :, None]
         stamp = stamp.expand(1, -1, -1, 2).float()
-        segment.append(stamp, -stamp, 0)
+        segment.append(stamp, -stamp, torch.arange(held, dtype=torch.int32))
         segment.side("mass").copy_(stamp[..., 0] * 2)
     for _ in range(4):
         expected = [s.keys[..., 0].sort(-1).values.tolist() for s in segments]

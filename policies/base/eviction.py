@@ -164,9 +164,13 @@ class Eviction:
             found |= component.update(seen)
         return found
 
-    def score(self, seen: Observation, by: Score = eager_score) -> Tensor:
-        """The policy's scores, made finite. Shape [B, K, n], float32; `by` runs the policy's."""
-        return by(self._policy(seen), seen).float().nan_to_num(nan=LOWEST)
+    def score(self, seen: Observation, by: Score = eager_score, *, finite: bool = True) -> Tensor:
+        """The policy's scores, made finite if asked. Shape [B, K, n], float32.
+
+        `by` runs the policy's own.
+        """
+        scores = by(self._policy(seen), seen).float()
+        return scores.nan_to_num(nan=LOWEST) if finite else scores
 
     def pinned(self, seen: Observation) -> Tensor:
         """Slots that are never evicted. Bool [B, K, n]."""
