@@ -8,11 +8,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvcap.policies.base import Group, Observation, Policy, over_group
+from kvcap.policies.base import Group, Observation, WindowPolicy, over_group
 
 
 @dataclass(frozen=True)
-class AnDPro(Policy):
+class AnDPro(WindowPolicy):
     """`score_j = Σ_t A_tj · (a_t · v_j)` over the last `window` queries; the window pinned.
 
     Geng et al. 2025, https://openreview.net/forum?id=Tdl89SZItB, Eq. 15, as DropKV's Table 11 gives
@@ -25,17 +25,6 @@ class AnDPro(Policy):
     observes: ClassVar = frozenset({"keys", "values", "queries", "attention", "output"})
     paper: ClassVar = "AnDPro (Geng et al. 2025), Eq. 15"
     formula: ClassVar = "sum over the window of A_tj (a_t · v_j)"
-
-    def __post_init__(self) -> None:
-        self.require("window", self.window >= 1, "a number of queries, 1 or more")
-        self.require("group", self.group in ("mean", "sum", "max"), "mean, sum or max")
-
-    @property
-    def queries_observed(self) -> int:
-        return self.window
-
-    def recents_pinned(self, budget: int) -> int:
-        return min(self.window, budget)  # the cap wins over the window
 
     def score(self, seen: Observation) -> Tensor:
         a, v = seen.output, seen.values.float()  # [B, K, G, w, D], [B, K, n, D]

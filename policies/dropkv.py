@@ -8,11 +8,11 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from kvcap.policies.base import Group, Observation, Policy, over_group, pool_in_time
+from kvcap.policies.base import Observation, WindowPolicy, over_group, pool_in_time
 
 
 @dataclass(frozen=True)
-class DropKV(Policy):
+class DropKV(WindowPolicy):
     """`score_j = Σ_t (p / (1 - p + ε))² · ‖a_t - v_j‖²` over the last `window` queries, `p = A_tj`.
 
     DropKV (Zhang et al. 2026), Lemma 1 and Alg. 1-2: each term is the squared change of `a_t` when
@@ -23,7 +23,6 @@ class DropKV(Policy):
     window: int = 8
     kernel: int = 11
     pool: Literal["max", "avg"] = "max"
-    group: Group = "mean"
     epsilon: float = 1e-6
     bf16_ratio: bool = False
 
@@ -34,19 +33,11 @@ class DropKV(Policy):
     formula: ClassVar = "pool(sum over the window of (A_tj / (1 - A_tj))² |a_t - v_j|²)"
 
     def __post_init__(self) -> None:
-        self.require("window", self.window >= 1, "a number of queries, 1 or more")
-        self.require("kernel", self.kernel % 2 == 1 and self.kernel > 0, "an odd number of tokens")
+        super().__post_init__()
+        self.require_kernel(self.kernel)
         self.require("pool", self.pool in ("max", "avg"), "max or avg")
-        self.require("group", self.group in ("mean", "sum", "max"), "mean, sum or max")
         self.require("epsilon", 0 < self.epsilon < 1, "a number between 0 and 1")
         self.require("bf16_ratio", self.bf16_ratio in (True, False), "True or False")
-
-    @property
-    def queries_observed(self) -> int:
-        return self.window
-
-    def recents_pinned(self, budget: int) -> int:
-        return min(self.window, budget)  # the cap wins over the window
 
     def score(self, seen: Observation) -> Tensor:
         p = seen.attention.bfloat16().float() if self.bf16_ratio else seen.attention

@@ -7,38 +7,28 @@ from typing import ClassVar, Literal
 
 from torch import Tensor
 
-from kvcap.policies.base import Group, Observation, Policy, over_group, pool_in_time
+from kvcap.policies.base import Observation, WindowPolicy, over_group, pool_in_time
 
 
 @dataclass(frozen=True)
-class SnapKV(Policy):
+class SnapKV(WindowPolicy):
     """`score_j = Σ_t A_tj` over the last `window` queries, pooled in time; the window pinned.
 
     SnapKV, https://arxiv.org/abs/2404.14469. Pooled per query head, then over the group: a maximum
     does not commute with the mean. KeyDiff's baseline is `pool='avg'`.
     """
 
-    window: int = 32
     kernel: int = 7
     pool: Literal["max", "avg"] = "max"
-    group: Group = "mean"
 
     observes: ClassVar = frozenset({"keys", "positions", "queries", "attention"})
     paper: ClassVar = "SnapKV, arXiv 2404.14469"
     formula: ClassVar = "pool(sum over the window of A_tj)"
 
     def __post_init__(self) -> None:
-        self.require("window", self.window >= 1, "a number of queries, 1 or more")
-        self.require("kernel", self.kernel % 2 == 1 and self.kernel > 0, "an odd number of tokens")
+        super().__post_init__()
+        self.require_kernel(self.kernel)
         self.require("pool", self.pool in ("max", "avg"), "max or avg")
-        self.require("group", self.group in ("mean", "sum", "max"), "mean, sum or max")
-
-    @property
-    def queries_observed(self) -> int:
-        return self.window
-
-    def recents_pinned(self, budget: int) -> int:
-        return min(self.window, budget)  # the cap wins over the window
 
     def score(self, seen: Observation) -> Tensor:
         summed = seen.weight.sum(-2)  # [B, K, G, n]

@@ -36,7 +36,7 @@ def test_compact_moves_everything_of_a_slot_together(budget, block, batch, heads
     for _ in range(6):
         length = int(torch.randint(1, block + 1, (1,), generator=g))
         stamp = torch.arange(seen, seen + length).float()[:, None].expand(batch, heads, length, 4)
-        store.append(stamp, -stamp, seen)
+        store.append(stamp, -stamp, torch.arange(seen, seen + length))
         store.side("mass").copy_(store.positions.float() * 2)
         for b in range(batch):
             for h in range(heads):

@@ -3,7 +3,7 @@
 from kvcap.policies.base.component import Component, PolicyError
 from kvcap.policies.base.eviction import Eviction
 from kvcap.policies.base.observation import Observation
-from kvcap.policies.base.policy import Group, Policy, over_group, pool_in_time
+from kvcap.policies.base.policy import Group, Policy, WindowPolicy, over_group, pool_in_time
 from kvcap.policies.base.slots import (
     Corrector,
     HeadBudget,
@@ -25,6 +25,7 @@ __all__ = [
     "PolicyError",
     "Rescorer",
     "Saliency",
+    "WindowPolicy",
     "apportion",
     "over_group",
     "pool_in_time",

@@ -48,6 +48,29 @@ class Policy(Component):
         return 0
 
 
+@dataclass(frozen=True)
+class WindowPolicy(Policy):
+    """Scores by the last `window` queries, whose own tokens are pinned."""
+
+    window: int = 32
+    group: Group = "mean"  # how the query heads of a KV head are put together
+
+    def __post_init__(self) -> None:
+        self.require("window", self.window >= 1, "a number of queries, 1 or more")
+        self.require("group", self.group in ("mean", "sum", "max"), "mean, sum or max")
+
+    @property
+    def queries_observed(self) -> int:
+        return self.window
+
+    def recents_pinned(self, budget: int) -> int:
+        return min(self.window, budget)  # the cap wins over the window
+
+    def require_kernel(self, kernel: int) -> None:
+        """Refuse a `kernel` that `pool_in_time` cannot centre."""
+        self.require("kernel", kernel % 2 == 1 and kernel > 0, "an odd number of tokens")
+
+
 def over_group(scores: Tensor, group: Group) -> Tensor:
     """One score per KV head from those of its query heads: [B, K, G, n] -> [B, K, n]."""
     if group == "max":
