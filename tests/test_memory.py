@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import tiny_chat
 import torch
+import yaml
 from conftest import small_policy, tiny_config, tiny_model
 from transformers import DynamicCache, StaticCache
 
@@ -300,3 +301,15 @@ def test_the_page_on_memory(tmp_path):
         cwd=tmp_path, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert "2 passed" in done.stdout, done.stdout + done.stderr
+
+
+def test_the_workflow_on_that_page_runs_commands_that_are(capsys):
+    page = (ROOT / "docs" / "memory.md").read_text()
+    (text,) = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
+    (job,) = yaml.safe_load(text)["jobs"].values()
+    commands = [step["run"] for step in job["steps"] if "run" in step]
+    assert [c.split()[0] for c in commands] == ["pip", "kvcap", "pytest"]
+    for command in commands:
+        if command.startswith("kvcap "):
+            assert run([*command.split()[1:], "--help"]) == 0
+    assert "--baseline" in capsys.readouterr().out
