@@ -31,35 +31,41 @@ class BlockGraphs:
         """Why blocks are not replayed; None: they are."""
         self.made: dict[Any, BlockGraph] = {}
         self._tuning = None if self.refused else Tuning(model, compiled)
-        self._warm: set[int] = set()  # lengths that were read as a graph will, but eagerly
+        self._warm: int | None = None  # the length last read eagerly, if as its graph will
 
     def read(self, ids: Tensor) -> Tensor | None:
         """Read a block [B, T]; returns the last token's logits [B, V], or None: not replayable."""
         cache, length = self.cache, ids.shape[1]
-        if not self._alike(length) or length not in self._warm:
+        if not self._alike(length):
             return None
-        key = (*ids.shape, tuple(cache.pinned_spans))
-        seen = cache.seen
+        spans, seen = tuple(cache.pinned_spans), cache.seen
+        key = (*ids.shape, spans)
         if key in self.made:
             cache.count(length)
+        elif self._warm != length:
+            return None
         else:
-            kept = next(iter(self.made.values()), None)
+            self.made = {k: graph for k, graph in self.made.items() if k[-1] == spans}
+            kept, before = next(iter(self.made.values()), None), cache.counts
             try:
                 with self._tuned(ids):
                     # One block is never in hand with another: graphs share their memory.
                     self.made[key] = BlockGraph(self.model, cache, ids, kept and kept.pool)
             except RuntimeError as error:
-                cache.count(seen - cache.seen)
+                cache.counts = before
                 self.refused = f"capture failed: {str(error).splitlines()[0]}"
                 return None
         return self.made[key].replay(ids, seen)
 
     def warm_up(self, ids: Tensor) -> AbstractContextManager[None]:
-        """Around a block [B, T] that is read eagerly: as its graph will, if it is to have one."""
-        if not self._alike(ids.shape[1]):
-            return nullcontext()
-        self._warm.add(ids.shape[1])  # kernels are compiled for its shapes
-        return self._tuned(ids)
+        """Around a block [B, T] that is read eagerly: as its graph will, if it is to have one.
+
+        Only then is everything ready that a graph cannot make: kernels compiled for these shapes,
+        and Python's numbers on the device.
+        """
+        alike = self._alike(ids.shape[1])
+        self._warm = ids.shape[1] if alike else None
+        return self._tuned(ids) if alike else nullcontext()
 
     def _tuned(self, ids: Tensor) -> AbstractContextManager[None]:
         assert self._tuning is not None

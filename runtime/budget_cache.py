@@ -140,6 +140,16 @@ class BudgetCache(Cache):  # type: ignore[misc]
         segments = self._segments
         return bool(segments) and all(s.held == s.budget == s.stay for s in segments)
 
+    @property
+    def counts(self) -> list[tuple[int, list[int]]]:
+        """Of every layer, the tokens read and the slots each segment holds."""
+        return [(layer.seen, [s.held for s in layer.segments]) for layer in self.capped_layers]
+
+    @counts.setter
+    def counts(self, value: list[tuple[int, list[int]]]) -> None:
+        for layer, (seen, held) in zip(self.capped_layers, value, strict=True):
+            layer.count_as(seen, held)
+
     def count(self, tokens: int) -> None:
         """Count tokens that a full cache read and evicted elsewhere, in a CUDA graph."""
         for layer in self.capped_layers:

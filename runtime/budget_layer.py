@@ -293,6 +293,12 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
                 "read; leave position_ids out, the cache keeps count"
             )
 
+    def count_as(self, seen: int, held: list[int]) -> None:
+        """Count as before a block that was begun and never came to be, as in a failed capture."""
+        self.seen, self._attended = seen, True
+        for segment, slots in zip(self.segments, held, strict=True):
+            segment.held = slots
+
     def reset(self) -> None:
         """Forget everything; the buffers stay."""
         if self.evictor is not None:

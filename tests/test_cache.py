@@ -172,3 +172,25 @@ def test_batches_of_equal_length(tokens):
     for row in range(3):
         alone = BlockLoop(MODEL, kvcap.BudgetCache(MODEL.config, 16, 8)).prefill(ids[row : row + 1])
         torch.testing.assert_close(together[row : row + 1], alone, rtol=1e-4, atol=1e-4)
+
+
+def test_counts_go_back_to_before_a_block_that_broke_off(tokens):
+    model = tiny_model("llama")
+    cache = kvcap.BudgetCache(model.config, 24, 8, "snapkv")
+    loop = BlockLoop(model, cache)
+    loop.prefill(tokens(40))
+    before = cache.counts
+
+    def fail(*_):
+        raise RuntimeError("broken off")
+
+    hook = model.model.layers[1].self_attn.o_proj.register_forward_pre_hook(fail)
+    with pytest.raises(RuntimeError, match="broken off"):
+        loop.read(tokens(8))
+    hook.remove()
+    assert cache.counts != before
+    assert not cache.consistent or cache.seen != 40
+    cache.counts = before
+    assert cache.consistent
+    assert (cache.seen, cache.held, cache.full) == (40, 24, True)
+    loop.read(tokens(8))
