@@ -94,7 +94,8 @@ class BlockGraph:
         self.clock = torch.tensor(cache.seen, device=ids.device)
         self.graph = torch.cuda.CUDAGraph()
         first = start if cache.moves else self.clock  # compact positions of a full cache stay
-        cache.clock, cache.reading_at = self.clock, start
+        cache.tell_time_by(self.clock)
+        cache.reading_at = start
         try:
             with torch.cuda.graph(self.graph, pool=pool, capture_error_mode="thread_local"):
                 place = torch.arange(ids.shape[1], device=ids.device)
@@ -106,7 +107,8 @@ class BlockGraph:
                     logits_to_keep=1,
                 ).logits[:, -1]
         finally:
-            cache.clock = cache.reading_at = None
+            cache.tell_time_by(None)
+            cache.reading_at = None
         self.pool = self.graph.pool()
         self.rows = [layer.rows for layer in cache.capped_layers]  # read by it: they must live on
 

@@ -83,7 +83,7 @@ class BudgetCache(Cache):  # type: ignore[misc]
         """Holds the process to a cap; the block loop asks it before every block."""
         self.frame = 0
         """What `longest` was when the block in hand arrived: all heads count it from there."""
-        self._times: Tensor | None = None
+        self._times: tuple[tuple[int, int, torch.device], Tensor] | None = None
         self._rotation: Rotation | None = None
         self._file: MappedFile | None = None  # of evicted tokens
         self.balance: LayerBalance | None = None  # of layers that share one pool
@@ -277,12 +277,18 @@ class BudgetCache(Cache):  # type: ignore[misc]
             self._file = MappedFile(corrector.directory, needed)
         return Calibration(corrector, segments, heads, self._file.new)
 
-    def times_of(self, layer: int, seen: int, length: int, device: torch.device) -> Tensor:
-        """Which tokens the block in hand has, [T] int32; layers share one."""
-        if layer == 0 or self._times is None or self._times.device != device:
+    def tell_time_by(self, clock: Tensor | None) -> None:
+        """Take what was read before a block from a tensor [], while a CUDA graph is made."""
+        self.clock, self._times = clock, None
+
+    def times_of(self, seen: int, length: int, device: torch.device) -> Tensor:
+        """Which tokens a block of `length` after `seen` has, [T] int32; layers share one."""
+        asked = (seen, length, device)
+        if self._times is None or self._times[0] != asked:
             first = seen if self.clock is None else self.clock
-            self._times = first + torch.arange(length, dtype=torch.int32, device=device)
-        return self._times
+            times = first + torch.arange(length, dtype=torch.int32, device=device)
+            self._times = (asked, times)
+        return self._times[1]
 
     def check_store(self) -> None:
         """Refuse to go on with a file of evicted tokens that was cut short.

@@ -142,7 +142,7 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
         self._place(self.evictor)
         if self._offset:
             key_states = self._cache.rotation(key_states.device).back_by(key_states, self._offset)
-        times = self._cache.times_of(self.index, self.seen, length, key_states.device)
+        times = self._cache.times_of(self.seen, length, key_states.device)
         for segment, residual in zip(self.segments, self._residual, strict=True):
             segment.append(segment.rows_of(key_states), segment.rows_of(value_states), times)
             if residual:
