@@ -11,15 +11,13 @@ from transformers.cache_utils import Cache, DynamicSlidingWindowLayer
 
 from kvcap.policies import Eviction, load_policy
 from kvcap.runtime import pins
+from kvcap.runtime.allocation import Allocation
 from kvcap.runtime.attention import NAME
 from kvcap.runtime.balance import LayerBalance
 from kvcap.runtime.budget_layer import BudgetLayer
-from kvcap.runtime.calibration import Calibration
 from kvcap.runtime.cap_guard import CapGuard
 from kvcap.runtime.errors import PlanInfeasible, UnsupportedModel
-from kvcap.runtime.evictor import SHIFT
 from kvcap.runtime.layout import CacheLayout, Positions
-from kvcap.runtime.mapped_file import MappedFile
 from kvcap.runtime.model_shape import ModelShape
 from kvcap.runtime.pins import Span, check_pins
 from kvcap.runtime.rope import Rotation
@@ -85,13 +83,7 @@ class BudgetCache(Cache):  # type: ignore[misc]
         """What `longest` was when the block in hand arrived: all heads count it from there."""
         self._times: tuple[tuple[int, int, torch.device], Tensor] | None = None
         self._rotation: Rotation | None = None
-        self._file: MappedFile | None = None  # of evicted tokens
-        self.balance: LayerBalance | None = None  # of layers that share one pool
-        if self.layout.pooled:
-            assert self.eviction.layer_budget is not None
-            pinned, layers = self.eviction.pins(budget_tokens), len(shape.capped)
-            budget = self.eviction.layer_budget
-            self.balance = LayerBalance(budget, budget_tokens, layers, pinned)
+        self.allocation = Allocation(self.layout, block_size)
         indices = iter(range(len(shape.capped)))
         super().__init__(
             layers=[
@@ -101,6 +93,11 @@ class BudgetCache(Cache):  # type: ignore[misc]
                 for layer in shape.layers
             ]
         )
+
+    @property
+    def balance(self) -> LayerBalance | None:
+        """What moves slots between layers, if they move."""
+        return self.allocation.balance
 
     @property
     def capped_layers(self) -> list[BudgetLayer]:
@@ -228,55 +225,6 @@ class BudgetCache(Cache):  # type: ignore[misc]
             self.rotation(like.device)
         return self
 
-    def new_segments(self, index: int, like: Tensor) -> list[Segment]:
-        """The segments of a capped layer, allocated. `like`: its keys [B, K, T, D]."""
-        if self.balance is None:
-            return self._allocate([index], like)[0]
-        if not self.balance.segments:
-            together = self._allocate(list(range(len(self.layout.budgets))), like)
-            self.balance.segments = [segment for (segment,) in together]
-        return [self.balance.segments[index]]
-
-    def _allocate(self, layers: list[int], like: Tensor) -> list[list[Segment]]:
-        """One pool for some layers, cut into segments: one a layer, or one a head."""
-        layout, (batch, heads, _, size) = self.layout, like.shape
-        side = {**self.eviction.state, **({SHIFT: torch.int32} if layout.shifts(layers) else {})}
-        slots = sum(layout.slots(index, batch) for index in layers)
-        pool = SlotPool(slots, size, like.dtype, like.device, side)
-        found, start = [], 0
-        for index in layers:
-            kept = layout.allotments[index]
-            rows = [(0, 0, batch, heads, kept[0])]  # sequence, head, how many of both, budget
-            if layout.ragged:
-                rows = [(b, k, 1, 1, slots) for b in range(batch) for k, slots in enumerate(kept)]
-            found.append(list[Segment]())
-            for row, head, b, k, budget in rows:
-                segment = Segment(
-                    pool, start, budget, self.block_size, b, k,
-                    row=row, head=head, layer_heads=heads,
-                )  # fmt: skip
-                found[-1].append(segment)
-                start += segment.slots
-        return found
-
-    def new_calibration(self, segments: list[Segment]) -> Calibration | None:
-        """Where a layer's evicted tokens go, if the eviction has a corrector.
-
-        Raises:
-            StoreFailed: its file cannot be made.
-        """
-        corrector = self.eviction.corrector
-        if corrector is None:
-            return None
-        heads, dtype = self.layout.shape.heads, segments[0].pool.keys.dtype
-        if corrector.directory is None:
-            return Calibration(corrector, segments, heads)
-        if self._file is None:
-            batch = 1 + max(s.row + s.batch - 1 for s in segments)
-            needed = self.layout.nbytes(batch, dtype)["evicted_store"]
-            self._file = MappedFile(corrector.directory, needed)
-        return Calibration(corrector, segments, heads, self._file.new)
-
     def tell_time_by(self, clock: Tensor | None) -> None:
         """Take what was read before a block from a tensor [], while a CUDA graph is made."""
         self.clock, self._times = clock, None
@@ -289,15 +237,6 @@ class BudgetCache(Cache):  # type: ignore[misc]
             times = first + torch.arange(length, dtype=torch.int32, device=device)
             self._times = (asked, times)
         return self._times[1]
-
-    def check_store(self) -> None:
-        """Refuse to go on with a file of evicted tokens that was cut short.
-
-        Raises:
-            StoreFailed: before anything is read.
-        """
-        if self._file is not None:
-            self._file.check()
 
     def pin(self, spans: Sequence[Span]) -> None:
         """Never evict these tokens, as [start, stop) in tokens read; those to come, too.
@@ -346,30 +285,6 @@ class BudgetCache(Cache):  # type: ignore[misc]
             if layer.ring is not None:
                 found += [layer.ring.queries, layer.ring.shift]
         return found if self._rotation is None else [*found, self._rotation.table]
-
-    def pretend_full(self) -> None:
-        """Count every slot as used and evicted before, as after a very long text.
-
-        For rehearsals: what the slots hold is not touched.
-        """
-        shape = self.layout.shape
-        for layer in self.capped_layers:
-            assert layer.evictor is not None
-            for segment in layer.segments:
-                spare = 0 if self.eviction.policy.evicts else self.block_size
-                segment.held = max(0, segment.budget - spare)
-            layer.seen = shape.trained_length
-            layer.evictor.moved = layer.rotates
-        like = self._segments[0].pool.keys
-        for layer in self.layers:
-            if not isinstance(layer, BudgetLayer):
-                # It keeps the end of what it and a block had together.
-                size = layer.sliding_window - 1
-                slots = (self._segments[0].batch, shape.kv_heads, size + self.block_size)
-                layer.keys = like.new_zeros(*slots, shape.head_size)[:, :, -size:]
-                layer.values = like.new_zeros(*slots, shape.head_size)[:, :, -size:]
-                layer.dtype, layer.device, layer.is_initialized = like.dtype, like.device, True
-                layer.cumulative_length = shape.trained_length
 
     def rotation(self, device: torch.device) -> Rotation:
         """The table of rotations that all capped layers share."""

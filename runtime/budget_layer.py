@@ -99,8 +99,8 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor | None = None) -> None:
         """Allocate everything this layer will ever hold."""
         cache, layout = self._cache, self._cache.layout
-        self.segments = cache.new_segments(self.index, key_states)
-        self.calibration = cache.new_calibration(self.segments)
+        self.segments = cache.allocation.segments(self.index, key_states)
+        self.calibration = cache.allocation.calibration(self.segments)
         if layout.ring_length:
             self.ring = QueryRing(key_states, layout.shape.heads, layout.ring_length)
         device = key_states.device
@@ -259,7 +259,7 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
         """Refuse a block that cannot be read rightly, before anything has changed."""
         cache, policy = self._cache, self._cache.eviction.policy
         if self.index == 0:
-            cache.check_store()
+            cache.allocation.check_file()
         if not self._attended and self.seen and cache.eviction.needs_attention:
             raise UnsupportedModel(
                 f"policy {cache.eviction.name!r} works inside attention, which stock attention "

@@ -64,7 +64,7 @@ def rehearse_block(
         ids = torch.zeros(batch, longest, dtype=torch.long)
         tally = Tally((*model.parameters(), *model.buffers(), *cache.buffers(), ids))
         with tally:
-            cache.pretend_full()  # native sliding layers replace what they hold
+            pretend_full(cache)  # native sliding layers replace what they hold
             cache.reading_at = cache.next_position
             held = tally.peak = tally.now
             model(
@@ -75,6 +75,29 @@ def rehearse_block(
                 logits_to_keep=1,
             )
     return tally.peak - held
+
+
+def pretend_full(cache: BudgetCache) -> None:
+    """Count every slot as used and evicted before, as after a very long text.
+
+    What the slots hold is not touched.
+    """
+    shape, block = cache.layout.shape, cache.block_size
+    for layer in cache.capped_layers:
+        assert layer.evictor is not None
+        spare = 0 if cache.eviction.policy.evicts else block
+        layer.count_as(shape.trained_length, [max(0, s.budget - spare) for s in layer.segments])
+        layer.evictor.moved = layer.rotates
+    segment = cache.capped_layers[0].segments[0]
+    like = segment.pool.keys
+    for layer in cache.sliding_layers.values():
+        # It keeps the end of what it and a block had together.
+        size = layer.sliding_window - 1
+        slots = (segment.batch, shape.kv_heads, size + block, shape.head_size)
+        layer.keys = like.new_zeros(*slots)[:, :, -size:]
+        layer.values = like.new_zeros(*slots)[:, :, -size:]
+        layer.dtype, layer.device, layer.is_initialized = like.dtype, like.device, True
+        layer.cumulative_length = shape.trained_length
 
 
 class Tally(TorchDispatchMode):

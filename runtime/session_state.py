@@ -65,12 +65,12 @@ def gather(session: Session) -> tuple[dict[str, list[Tensor]], dict[str, Any]]:
         "preferences": cache.balance and cache.balance.preferences,
         "pinned_spans": cache.pinned_spans,
         "conversation": session.conversation,
-        "generation": _settings(session.generation),
+        "generation": settings(session.generation),
     }
     return tensors, facts
 
 
-def _settings(generation: GenerationConfig) -> dict[str, Any]:
+def settings(generation: GenerationConfig) -> dict[str, Any]:
     """The settings, in a way that every version of transformers takes them."""
     given = json.loads(generation.to_json_string(use_diff=False)).items()
     return {**NEUTRAL, **{name: value for name, value in given if value is not None}}

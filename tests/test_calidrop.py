@@ -166,7 +166,7 @@ def test_a_file_gives_what_memory_gives(dtype, tokens, tmp_path):
     rows = loop.cache.layout.nbytes(2, dtype)["evicted_store"]
     assert file.stat().st_size == rows
     assert loop.cache.nbytes == sum(loop.cache.layout.nbytes(2, dtype).values())
-    loop.cache._file._finalizer()
+    loop.cache.allocation._file._finalizer()
     assert not list(tmp_path.iterdir())
 
 
