@@ -1,1 +1,4 @@
-"""Score graphs and decoders to ONNX. Nothing is exported yet."""
+"""Export to ONNX: score and evict graphs, each checked against its policy, with a manifest.
+
+Knows policies and the shapes of models; no cache and no weights.
+"""

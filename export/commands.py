@@ -1,0 +1,130 @@
+"""`kvcap export scorer` and `kvcap export verify`, for the command line to register.
+
+Imports of torch wait until a command runs. Results go to stdout, everything else to stderr.
+"""
+
+from __future__ import annotations
+
+import json as jsonlib
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from kvcap.export.shape import Shape
+
+export = typer.Typer(add_completion=False, help="Scores as ONNX graphs, checked against eager.")
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
+Quick = Annotated[bool, typer.Option("--quick", help="Leave the case of 8,192 slots out.")]
+
+
+def _size(text: str) -> Any:
+    return typer.Option(min=1, help=text)
+
+
+@export.command("scorer")
+def scorer_command(
+    policy: Annotated[str, typer.Argument(help="A name that kvcap policies lists, or A+B.")],
+    stage: Annotated[
+        str, typer.Option(help="score; evict (score, select, gather); update (of cached state).")
+    ] = "score",
+    formulation: Annotated[
+        str | None,
+        typer.Option(help="naive, or for KeyDiff stateless, inverse_norms, running_anchor."),
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(metavar="MODEL", help="Sizes from a model's config.")
+    ] = None,
+    kv_heads: Annotated[int | None, _size("By hand, in place of --model: KV heads.")] = None,
+    heads: Annotated[int | None, _size("Query heads.")] = None,
+    head_dim: Annotated[int | None, _size("Numbers of a key.")] = None,
+    batch: Annotated[int, _size("Sequences.")] = 1,
+    window: Annotated[int | None, _size("Queries the policy looks at, where it has some.")] = None,
+    block: Annotated[int, _size("Tokens that arrive at once.")] = 128,
+    budget: Annotated[int, _size("Slots per KV head that an evict graph keeps.")] = 512,
+    static: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Slots held; left open otherwise.")
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="Of keys and values: fp32 or fp16.")] = "fp32",
+    policy_option: Annotated[
+        list[str] | None,
+        typer.Option(metavar="KEY=VALUE", help="Of the policy; repeatable."),
+    ] = None,
+    out: Annotated[Path, typer.Option("--out", "-o", help="Folder for the files.")] = Path("."),
+    ort: Annotated[bool, typer.Option("--ort", help="In ONNX Runtime's own format too.")] = False,
+    mobile_report: Annotated[
+        bool, typer.Option("--mobile-report", help="What mobile execution providers take of it.")
+    ] = False,
+    quick: Quick = False,
+    json: Json = False,
+) -> None:
+    """Export a policy's graph with a manifest, check it in ONNX Runtime, or leave no file."""
+    from kvcap.export import mobile
+    from kvcap.export.spec import Spec
+    from kvcap.export.write import write
+    from kvcap.policies import load_policy
+    from kvcap.runtime.commands import quiet_libraries
+    from kvcap.runtime.options import pairs
+
+    quiet_libraries()
+    options = pairs(policy_option or [])
+    if window is not None:
+        options["window"] = window
+    sizes = {"kv_heads": kv_heads, "heads": heads, "head_dim": head_dim, "batch": batch,
+             "block": block, "budget": budget, "slots": static}  # fmt: skip
+    shape = _shape(model, {name: value for name, value in sizes.items() if value is not None})
+    spec = Spec(load_policy(policy, **options), shape, stage, formulation, dtype)
+    file, report = write(spec, out, quick)
+    found: dict[str, Any] = {"graph": str(file), "bytes": file.stat().st_size, **report.as_dict()}
+    found["notes"] = spec.notes()
+    if ort:
+        found["ort"] = str(mobile.to_ort(file))
+    if mobile_report:
+        found["mobile"] = mobile.report(file)
+    if json:
+        print(jsonlib.dumps(found))
+        return
+    print(report.table())
+    print(f"{file}  {file.stat().st_size:,} bytes, manifest and samples beside it")
+    for note in found["notes"]:
+        print(f"note: {note}")
+    for name in ("ort", "mobile"):
+        if name in found:
+            print(found[name])
+
+
+@export.command("verify")
+def verify_command(
+    path: Annotated[Path, typer.Argument(help="A .onnx with its manifest, or a folder of some.")],
+    quick: Quick = False,
+    json: Json = False,
+) -> None:
+    """Run exported graphs on fresh inputs and compare with eager; exit 1 where one differs."""
+    from kvcap.export.libraries import require
+    from kvcap.export.verify import verify
+
+    require()
+    reports = verify(path, quick)
+    if json:
+        print(jsonlib.dumps([report.as_dict() for report in reports]))
+    else:
+        print("\n".join(report.table() for report in reports))
+    for report in reports:
+        report.require()
+
+
+def _shape(model: str | None, given: dict[str, int]) -> Shape:
+    """The sizes by hand, over those of the model, over the defaults.
+
+    Query heads that are not given are as many per KV head as there would be.
+    """
+    from kvcap.export.shape import Shape, model_sizes
+
+    known: dict[str, Any] = {f.name: f.default for f in fields(Shape)}
+    known |= model_sizes(model) if model is not None else {}
+    if "kv_heads" in given and "heads" not in given:
+        given = {**given, "heads": known["heads"] // known["kv_heads"] * given["kv_heads"]}
+    return Shape(**{**known, **given})
