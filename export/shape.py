@@ -64,12 +64,10 @@ def model_sizes(model: str) -> dict[str, Any]:
         ModelNotFound: there is none.
         UnsupportedModel: kvcap cannot run it.
     """
-    from kvcap import pocket
-    from kvcap.runtime.model_files import load_config
+    from kvcap.runtime.model_files import load_config, resolve
     from kvcap.runtime.model_shape import ModelShape
 
-    where = str(pocket.path()) if model == "pocket" else model
-    config = load_config(where).get_text_config(decoder=True)
+    config = load_config(resolve(model)).get_text_config(decoder=True)
     shape = ModelShape.of(config)
     scaling = getattr(config, "attention_multiplier", None)  # Granite
     if (scalar := getattr(config, "query_pre_attn_scalar", None)) is not None:  # Gemma

@@ -15,6 +15,7 @@ import typer
 from kvcap.evals import commands as evals
 from kvcap.evals.calibrate_command import calibrate_command
 from kvcap.evals.memory_command import memory
+from kvcap.export.commands import export
 from kvcap.runtime import commands
 from kvcap.runtime.screen import INTERRUPTED, USAGE, complain, exit_code
 
@@ -37,6 +38,7 @@ policies.callback(invoke_without_command=True)(commands.policies_command)
 policies.command("calibrate")(calibrate_command)
 app.add_typer(policies, name="policies")
 app.add_typer(memory, name="memory")
+app.add_typer(export, name="export")
 app.command("demo")(evals.demo_command)
 app.command("eval")(evals.eval_command)
 app.command("bench")(evals.bench_command)
