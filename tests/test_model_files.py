@@ -335,9 +335,10 @@ def test_damaged_files_are_named(saved, tmp_path_factory, data):
     try:
         config = load_config(str(folder))
         found = weigh(config, torch.float32, read_headers(str(folder)))
+        model = load_model(str(folder), config, torch.float32)  # 4.57 needs the metadata, too
     except KvcapError:
         return
-    assert found.nbytes == held(load_model(str(folder), config, torch.float32))
+    assert found.nbytes == held(model)
 
 
 @pytest.mark.parametrize(
