@@ -11,11 +11,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-import torch
 from torch import Tensor
 
 from kvcap.kernels.choice import ready
 from kvcap.kernels.choice import use as use
+from kvcap.kernels.device import DTYPES
 from kvcap.policies.andpro import AnDPro
 from kvcap.policies.base import Observation, Policy, over_group, pool_in_time
 from kvcap.policies.dropkv import DropKV
@@ -25,7 +25,6 @@ from kvcap.policies.saliencies.obcache import OBCache
 from kvcap.policies.snapkv import SnapKV
 from kvcap.policies.tova import TOVA
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MOST_HEAD_SIZE, MOST_GROUPS = 256, 32
 
 

@@ -6,10 +6,10 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import lru_cache
-from importlib.util import find_spec
 
 from torch import Tensor
+
+from kvcap.kernels.device import able
 
 CHOICES = ("auto", "eager", "triton")
 
@@ -38,15 +38,9 @@ def ready(x: Tensor) -> bool:
         raise ValueError(f"KVCAP_KERNELS={choice!r} will not work; use {', '.join(CHOICES)}")
     if choice == "eager" or (choice == "auto" and not x.is_cuda):
         return False
-    able = _has_triton() and (x.is_cuda or os.environ.get("TRITON_INTERPRET") == "1")
-    if choice == "triton" and not able:
+    if choice == "triton" and not able(x):
         raise RuntimeError(
             "KVCAP_KERNELS=triton needs triton, and tensors on CUDA or TRITON_INTERPRET=1; "
             "use auto, which runs eagerly where there is none"
         )
-    return able
-
-
-@lru_cache
-def _has_triton() -> bool:
-    return find_spec("triton") is not None
+    return able(x)

@@ -11,18 +11,17 @@ a CUDA graph serves while they change. Knows tensors only; triton is imported wh
 from __future__ import annotations
 
 import math
-import os
 from functools import cache
-from importlib.util import find_spec
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from kvcap.kernels.device import DTYPES, able, multiprocessors, power_of_two
+
 MOST_TOKENS = 16  # of a block; longer ones give a GPU enough to do by themselves
 MOST_ROWS = 128  # query rows of a KV head, tokens times the group; half of it in float32
 MOST_SIZE = 256
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _LOG2_E = math.log2(math.e)
 
 
@@ -37,21 +36,16 @@ def covers(query: Tensor, keys: Tensor, values: Tensor, kv_heads: int | None = N
     """
     (heads, tokens, size), item = query.shape[1:], query.element_size()
     rows = tokens * heads // (keys.shape[1] if kv_heads is None else kv_heads)
-    if not _has_triton() or query.dtype not in DTYPES:
+    if not able(query) or query.dtype not in DTYPES:
         return False
     if tokens > MOST_TOKENS or size > MOST_SIZE or rows * item > 2 * MOST_ROWS:
         return False
     if any(x.dtype != query.dtype or x.stride(-1) != 1 for x in (query, keys, values)):
         return False
     if not query.is_cuda:
-        return os.environ.get("TRITON_INTERPRET") == "1"
+        return True
     small = rows <= 16 and size * item <= 512
     return _shared_memory(query.device) >= (96 if small else 224) * 1024
-
-
-@cache
-def _has_triton() -> bool:
-    return find_spec("triton") is not None
 
 
 @cache
@@ -171,9 +165,9 @@ def _attend(
     part_lse = torch.empty(rows, parts, count, dtype=torch.float32, device=query.device)
     out = torch.empty(batch, tokens, heads, size, dtype=query.dtype, device=query.device)
     factor = scaling * _LOG2_E if softcap is None else 2 * scaling / softcap * _LOG2_E
-    rows_pad, size_pad = _pad(count), _pad(size)
+    rows_pad, size_pad = power_of_two(count, 16), power_of_two(size, 16)
     warps = min(8, max(tile.warps, rows_pad * size_pad // 1024))
-    step = min(128, max(32, _pad(parts)))  # parts merged at once
+    step = min(128, max(32, power_of_two(parts, 16)))  # parts merged at once
     overlap = _overlaps(query.device)
     with torch.cuda.device_of(query):
         attend_part[parts, rows](
@@ -181,15 +175,15 @@ def _attend(
             longest, lengths_step, chunk, tokens, factor, (softcap or 0.0) * _LOG2_E,
             *query.stride()[:3], *strides,
             KV_HEADS=kv_heads, GROUP=heads // kv_heads, ROWS=rows_pad,
-            SIZE=size, SIZE_PAD=size_pad, HALF=half, HALF_PAD=_pad(half),
-            REST_PAD=_pad(rest) if half and rest else 0, SOFTCAP=softcap is not None,
+            SIZE=size, SIZE_PAD=size_pad, HALF=half, HALF_PAD=power_of_two(half, 16),
+            REST_PAD=power_of_two(rest, 16) if half and rest else 0, SOFTCAP=softcap is not None,
             BLOCK=tile.block, STAGES=tile.stages, OVERLAP=overlap,
             WIDEN=query.device.type == "cpu", num_warps=warps,
         )  # fmt: skip
         merge_parts[count, rows](
             part_out, part_lse, out, lengths, longest, lengths_step, chunk, parts, tokens,
             KV_HEADS=kv_heads, GROUP=heads // kv_heads, SIZE=size, SIZE_PAD=size_pad,
-            PARTS_PAD=max(64, _pad(parts)), STEP=step, OVERLAP=overlap,
+            PARTS_PAD=max(64, power_of_two(parts, 16)), STEP=step, OVERLAP=overlap,
             num_warps=8 if step > 64 else 4,
             **({"launch_pdl": True} if overlap else {}),
         )  # fmt: skip
@@ -220,22 +214,10 @@ def _tile(row_bytes: int, table_bytes: int) -> _Tile:
 
 def _blocks_in_part(blocks: int, slots: int, tile: _Tile, device: torch.device) -> int:
     """How many of a row's blocks make a part, for all rows' parts to fill the device once."""
-    share = slots / (tile.block * tile.programs * _processors(device))
+    share = slots / (tile.block * tile.programs * multiprocessors(device))
     parts = max(1, round(blocks / max(share, 1)))
     # Rather slightly more parts than much longer ones.
     return max(1, math.ceil(blocks / parts - 0.25))
-
-
-def _pad(size: int) -> int:
-    """The next power of two; at least 16, as a matrix unit wants."""
-    return max(16, 1 << (size - 1).bit_length()) if size else 16
-
-
-@cache
-def _processors(device: torch.device) -> int:
-    if device.type != "cuda":
-        return 1
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 @cache

@@ -8,14 +8,13 @@ needed.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
-from functools import cache
-from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from kvcap.kernels.device import able, power_of_two
 
 MOST_SPANS = 8
 MOST_COUNT = 1024  # slots given up at once; each is compared with every slot
@@ -37,19 +36,12 @@ def covers(
         spans: as in `lowest`.
         buffers: as in `give_up`, where they are known.
     """
-    if not _has_triton() or positions.dtype != torch.int32 or positions.stride(-1) != 1:
-        return False
-    if not positions.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
+    if not able(positions) or positions.dtype != torch.int32 or positions.stride(-1) != 1:
         return False
     dims = [x.dim() for x in buffers]
     if buffers and (dims.count(4) != 2 or dims.count(3) > MOST_SIDE + 2):
         return False
     return 1 <= count <= min(MOST_COUNT, positions.shape[-1]) and len(spans) <= MOST_SPANS
-
-
-@cache
-def _has_triton() -> bool:
-    return find_spec("triton") is not None
 
 
 def lowest(
@@ -121,11 +113,11 @@ def give_up(
     with torch.cuda.device_of(evicted):
         pair_slots[-(-slots // 32), rows](
             evicted.contiguous(), positions, shift, pairs, slots, capacity, count,
-            STEP=min(512, _pad(count)), BLOCK=32, num_warps=4,
+            STEP=min(512, power_of_two(count, 16)), BLOCK=32, num_warps=4,
         )  # fmt: skip
         move_slots[-(-count // block), rows](
             pairs, *wide, *side, capacity, count,
-            SIZE=size, SIZE_PAD=_pad(size), BLOCK=block, num_warps=4,
+            SIZE=size, SIZE_PAD=power_of_two(size, 16), BLOCK=block, num_warps=4,
         )  # fmt: skip
 
 
@@ -172,14 +164,15 @@ def _one(
         others = [x for x in buffers if x.data_ptr() not in apart]
         wide, side = _integers(positions, others, MOST_SIDE)
     size = 1 if wide[0] is None else wide[0].shape[-1]
-    block = min(4096, _pad(slots))
+    block = min(4096, power_of_two(slots, 16))
     with torch.cuda.device_of(positions):
         evict_one[(batch * heads,)](
             scores, evicted, positions, shift, *wide, *side, slots, positions.stride(1), heads,
             *((0, 0, 0) if scores is None else scores.stride()),
             *_pins(sinks, recents, seen, evicted, spans),
-            CHOOSE=scores is not None, MOVE=bool(buffers), SIZE=size, SIZE_PAD=_pad(size),
-            BLOCK=block, num_warps=max(1, min(16, block // 128)),
+            CHOOSE=scores is not None, MOVE=bool(buffers),
+            SIZE=size, SIZE_PAD=power_of_two(size, 16), BLOCK=block,
+            num_warps=max(1, min(16, block // 128)),
         )  # fmt: skip
     return evicted
 
@@ -210,8 +203,3 @@ def _integers(
         assert x.stride(1) == capacity * step, "rows must lie as those of the positions"
         assert x.stride(-1) == 1
     return wide, side + [None] * (most - len(side))
-
-
-def _pad(size: int) -> int:
-    """The next power of two; at least 16."""
-    return max(16, 1 << (size - 1).bit_length())

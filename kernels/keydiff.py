@@ -14,7 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvcap.kernels.launch import empty, launch, multiprocessors
+from kvcap.kernels.device import multiprocessors, power_of_two
+from kvcap.kernels.launch import empty, launch
 
 EPSILON = tl.constexpr(1e-8)  # of torch's cosine_similarity
 
@@ -78,7 +79,7 @@ def scores(keys: Tensor, *, unit: bool = False, key_sum: Tensor | None = None) -
             spares the pass that makes it.
     """
     B, K, n, D = keys.shape
-    padded = max(16, 1 << (D - 1).bit_length())
+    padded = power_of_two(D, 16)
     tile = max(16, min(128, 16384 // (padded * keys.element_size())))
     chunk = -(-max(2 * tile, n * B * K // (2 * multiprocessors(keys.device))) // tile) * tile
     parts = -(-n // chunk)
@@ -95,7 +96,7 @@ def scores(keys: Tensor, *, unit: bool = False, key_sum: Tensor | None = None) -
         )  # fmt: skip
     assert key_sum.dtype == torch.float32
     assert key_sum.is_contiguous()
-    most = 1 << (added - 1).bit_length()
+    most = power_of_two(added)
     launch(
         _cosine, (parts, B * K, 1), (key, most, key_sum.data_ptr() % 16),
         (keys, key_sum, out, *view, added, *sizes, most), num_warps=8,

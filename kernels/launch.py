@@ -7,7 +7,6 @@ slots takes a GPU 40. Knows no kernel.
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -44,14 +43,6 @@ def launch(
         if len(_compiled) >= MOST:
             _compiled.clear()
         _compiled[kernel, key] = known
-
-
-@lru_cache
-def multiprocessors(device: torch.device) -> int:
-    """Of a GPU; interpreted, enough to cut the slots into parts."""
-    if device.type != "cuda":
-        return 8
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def empty(*shape: int, device: torch.device) -> Tensor:

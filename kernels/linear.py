@@ -10,7 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+from kvcap.kernels.device import DTYPES
+
 ROWS, COLUMNS = 4, 512  # of the matrix that a program reads at once: fastest of those tried
 
 

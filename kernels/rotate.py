@@ -6,6 +6,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kvcap.kernels.device import power_of_two
+
 
 def rotate_back(x: Tensor, shift: Tensor, table: Tensor) -> Tensor:
     """Rotate the halves (i, i + R/2) of every row back by its shift; a contiguous copy.
@@ -26,12 +28,7 @@ def rotate_back(x: Tensor, shift: Tensor, table: Tensor) -> Tensor:
     with torch.cuda.device_of(x):
         rotate[-(-slots // block), batch * heads](
             x, shift, table, out, slots, *x.stride()[:3], *shift.stride(),
-            HEADS=heads, SIZE=size, HALF=half, HALF_PAD=_pad(half),
-            REST=size - 2 * half, REST_PAD=_pad(size - 2 * half), BLOCK=block, num_warps=4,
+            HEADS=heads, SIZE=size, HALF=half, HALF_PAD=power_of_two(half),
+            REST=size - 2 * half, REST_PAD=power_of_two(size - 2 * half), BLOCK=block, num_warps=4,
         )  # fmt: skip
     return out
-
-
-def _pad(size: int) -> int:
-    """The next power of two."""
-    return 1 << max(size - 1, 0).bit_length()

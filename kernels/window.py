@@ -24,7 +24,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvcap.kernels.launch import empty, launch, multiprocessors
+from kvcap.kernels.device import multiprocessors, power_of_two
+from kvcap.kernels.launch import empty, launch
 from kvcap.policies.base import Group, Observation
 
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
@@ -317,9 +318,9 @@ def tiling(
         output: whether `a` is needed, which takes registers.
         sms: multiprocessors.
     """
-    DP, GP = max(16, _power_of_two(D)), _power_of_two(G)
+    DP, GP = power_of_two(D, 16), power_of_two(G)
     most = max(1, (64 if output else 128) // GP)
-    WB = max(min(_power_of_two(w), most), 16 // GP)
+    WB = max(min(power_of_two(w), most), 16 // GP)
     blocks = -(-w // WB)
     N = max(16, min(128, 16384 // (DP * itemsize)))
     # Two programs fit on a multiprocessor; all start at once and end together.
@@ -374,7 +375,7 @@ def scores(
         (q, k, v, positions, part, part_sums, *strides, *shape, t.chunk, *scale,
          *sizes, capped, output), **options,
     )  # fmt: skip
-    padded = _power_of_two(t.parts)
+    padded = power_of_two(t.parts)
     launch(
         _merge, (rows, R, 1), (device, R, t.DP, padded, output),
         (part, part_sums, a, sums, t.parts, R, t.DP, padded, output), num_warps=2,
@@ -386,7 +387,3 @@ def scores(
          *sizes, *variant), **options,
     )  # fmt: skip
     return out
-
-
-def _power_of_two(x: int) -> int:
-    return 1 << (x - 1).bit_length()

@@ -83,6 +83,21 @@ def test_importing_kvcap_loads_neither_torch_nor_transformers():
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.parametrize(
+    "asks",
+    [
+        "x = torch.zeros(1, 1, 1, 64); kernels.decode.covers(x, x, x)",
+        "kernels.evict.covers(torch.zeros(1, 1, 5, dtype=torch.int32), 1)",
+    ],
+)
+def test_asking_a_kernel_imports_no_triton_and_touches_no_device(asks):
+    done = python(
+        f"import sys, torch; from kvcap import kernels; from kvcap.kernels import decode, evict; "
+        f"{asks}; assert 'triton' not in sys.modules; assert not torch.cuda.is_initialized()"
+    )
+    assert done.returncode == 0, done.stderr
+
+
 def test_importing_kvcap_makes_its_attention_known():
     for code in (
         "import kvcap; from transformers import AttentionInterface as A; "

@@ -1,0 +1,39 @@
+"""What kernels ask of a device and of sizes. Knows tensors only; imports no triton."""
+
+from __future__ import annotations
+
+import os
+from functools import lru_cache
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def able(x: Tensor) -> bool:
+    """Whether Triton can run where `x` is: on CUDA, or on a CPU in its interpreter."""
+    return _has_triton() and (x.is_cuda or os.environ.get("TRITON_INTERPRET") == "1")
+
+
+@lru_cache
+def _has_triton() -> bool:
+    return find_spec("triton") is not None
+
+
+@lru_cache
+def multiprocessors(device: torch.device) -> int:
+    """Of a GPU; interpreted, enough to cut the slots into parts."""
+    if device.type != "cuda":
+        return 8
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def power_of_two(size: int, least: int = 1) -> int:
+    """The next one, at least `least`: tiles have such sizes.
+
+    >>> power_of_two(80), power_of_two(64), power_of_two(3, least=16)
+    (128, 64, 16)
+    """
+    return max(least, 1 << max(size - 1, 0).bit_length())
