@@ -126,9 +126,9 @@ def why_not(cache: BudgetCache) -> str | None:
     eviction = cache.eviction
     if not cache.layout.shape.all_capped:
         return "native sliding layers grow and shrink"
-    if cache.balance is not None:
+    if eviction.layers_move:
         return "slots move between layers"
-    if eviction.head_budget is not None and eviction.head_budget.moves:
+    if eviction.heads_move:
         return "slots move between heads"
     if eviction.corrector is not None:
         return "evicted tokens are decided on one by one"

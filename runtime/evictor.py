@@ -102,9 +102,8 @@ class Evictor:
         eviction = self.eviction
         scores = [eviction.score(seen, kernels.score) for seen in observed]
         pinned = [eviction.pinned(seen) for seen in observed]
-        moves = eviction.head_budget is not None and eviction.head_budget.moves
         stays = [min(segment.stay, segment.held) for segment in self.segments]
-        if moves:
+        if eviction.heads_move:
             stays = self._split(scores, pinned)
         for i, (segment, seen) in enumerate(zip(self.segments, observed, strict=True)):
             if (count := segment.held - stays[i]) > 0:
@@ -114,26 +113,28 @@ class Evictor:
                     shift = None if self.rotation is None else segment.side(SHIFT)
                     self.calibration.take(i, segment, evicted, scores[i], seen.keys, shift)
                 self._give_up(segment, evicted)
-        if moves:
+        if eviction.heads_move:
             resize(self.segments, self._filled(stays))
 
     def _evict_by_kernels(self, observed: list[Observation]) -> bool:
         """The same in few launches, where every slot that goes is the lowest of its head."""
         eviction = self.eviction
-        moves = eviction.head_budget is not None and eviction.head_budget.moves
-        if moves or eviction.rescorer is not None or self.calibration is not None:
+        if not ready(observed[0].keys) or eviction.heads_move:
             return False
-        due = [(s, seen, s.held - s.stay) for s, seen in zip(self.segments, observed, strict=True)]
-        due = [(segment, seen, count) for segment, seen, count in due if count > 0]
-        for segment, seen, count in due:
-            spans, buffers = seen.pinned_spans, segment.buffers()
-            if not (ready(seen.keys) and evict.covers(seen.positions, count, spans, buffers)):
+        if eviction.rescorer is not None or self.calibration is not None:
+            return False
+        due = [
+            (segment, seen, count, segment.buffers())
+            for segment, seen in zip(self.segments, observed, strict=True)
+            if (count := segment.held - segment.stay) > 0
+        ]
+        for _, seen, count, buffers in due:
+            if not evict.covers(seen.positions, count, seen.pinned_spans, buffers):
                 return False
-        for segment, seen, count in due:
+        for segment, seen, count, buffers in due:
             scores = eviction.score(seen, kernels.score, finite=False)
             pins = (*eviction.pins_of(seen), seen.seen, seen.pinned_spans)
             shift = None if self.rotation is None else segment.side(SHIFT)
-            buffers = segment.buffers()
             if count == 1:
                 evict.evict_one(scores, seen.positions, *pins, shift, buffers)
             else:

@@ -65,8 +65,7 @@ class CacheLayout:
     @property
     def pooled(self) -> bool:
         """Whether slots move between layers, so that all layers share one pool."""
-        budget = self.eviction.layer_budget
-        return budget is not None and budget.moves
+        return self.eviction.layers_move
 
     @property
     def longest(self) -> int:
@@ -74,8 +73,7 @@ class CacheLayout:
         layers, heads = len(self.shape.capped), self.shape.kv_heads
         if self.pooled:
             return layers * self.budget_tokens
-        head_budget = self.eviction.head_budget
-        if head_budget is not None and head_budget.moves:
+        if self.eviction.heads_move:
             return heads * max(self.budgets)
         return max(map(max, self.allotments))
 

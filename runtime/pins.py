@@ -89,11 +89,10 @@ def check_pins(cache: BudgetCache, spans: Sequence[Span], budgets: list[list[int
     eviction, layout = cache.eviction, cache.layout
     if not spans or not eviction.policy.evicts:
         return
-    moves = eviction.head_budget is not None and eviction.head_budget.moves
     for layer, row in zip(cache.capped_layers, budgets, strict=True):
         for segment, budget in zip(layer.segments, row, strict=True):
             # Where slots move between heads a head gets what its pins need, and one to spare.
-            slots = layout.budgets[layer.index] - 1 if moves else budget
+            slots = layout.budgets[layer.index] - 1 if eviction.heads_move else budget
             seen = Observation(
                 keys=segment.keys, values=segment.values, positions=segment.positions,
                 seen=cache.seen, budget=slots, layer=layer.index, first_head=segment.head,

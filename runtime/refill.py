@@ -201,8 +201,7 @@ class Refill:
         if layout.pooled:
             held = [max(saved["held"]) for saved in self.layers]
             return [[n] for n in _share(held, sum(map(sum, fresh)), least)]
-        budget = layout.eviction.head_budget
-        if budget is not None and budget.moves:
+        if layout.eviction.heads_move:
             held_rows = [saved["held"] for saved in self.layers]
             pairs = zip(held_rows, fresh, strict=True)
             return [_share(row, sum(given), least) for row, given in pairs]
@@ -220,11 +219,11 @@ class Refill:
             fits = saved["held"][s.head] <= budget + s.block and saved["stays"][s.head] <= budget
             self._demand(fits, f"layer {layer.index}'s slots")
             found.append(budget)
-        moves = layout.eviction.head_budget is not None and layout.eviction.head_budget.moves
         if layout.pooled:
             total = [sum(x["budgets"][0] for x in self.layers), len(self.layers)]
             self._demand(total[0] == total[1] * layout.budget_tokens, "the layers' slots")
         else:
+            moves = layout.eviction.heads_move
             same = sum(found) == sum(fresh) if moves else found == fresh
             self._demand(same, f"layer {layer.index}'s slots")
         return found

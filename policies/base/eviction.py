@@ -68,7 +68,7 @@ class Eviction:
                 f"{self.name or 'the policy'} scores the heads of a layer together, which cannot "
                 "hold unequally many tokens then; use across=group"
             )
-        if self.layer_budget is not None and self.layer_budget.moves:
+        if self.layers_move:
             if self.head_budget is not None:
                 raise PolicyError(
                     "a layer budget that moves cannot be combined with a head budget; use "
@@ -107,10 +107,22 @@ class Eviction:
     def needs_attention(self) -> bool:
         """Whether it must see inside attention, which stock attention functions do not allow."""
         inside = ATTENTION_VIEWS | {"output_projection"}
-        moving = self.layer_budget is not None and self.layer_budget.moves
         return bool(
-            self.observes & inside or self.head_budget is not None or self.corrector or moving
+            self.observes & inside
+            or self.head_budget is not None
+            or self.corrector
+            or self.layers_move
         )
+
+    @property
+    def heads_move(self) -> bool:
+        """Whether slots move between the heads of a layer."""
+        return self.head_budget is not None and self.head_budget.moves
+
+    @property
+    def layers_move(self) -> bool:
+        """Whether slots move between layers."""
+        return self.layer_budget is not None and self.layer_budget.moves
 
     def sinks(self) -> int:
         """First tokens of the conversation that are never evicted."""
