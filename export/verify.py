@@ -19,7 +19,13 @@ from kvcap.export.cases import Case, cases, inputs
 from kvcap.export.graphs import Graph
 from kvcap.export.libraries import library
 from kvcap.export.spec import Spec
-from kvcap.runtime.errors import GraphBroken, ManifestError, ShapeError, ToleranceError
+from kvcap.runtime.errors import (
+    GraphBroken,
+    ManifestError,
+    ShapeError,
+    ToleranceError,
+    first_line,
+)
 
 SEED = 20  # of fresh inputs; samples have another
 
@@ -132,8 +138,8 @@ def session(file: Path) -> Any:
     try:
         return runtime.InferenceSession(file.read_bytes(), options, ["CPUExecutionProvider"])
     except Exception as error:  # its own classes, which have no common base
-        reason = str(error).splitlines()[0]
-        raise GraphBroken(f"{file.name} is no graph that can be loaded: {reason}") from error
+        told = first_line(error)
+        raise GraphBroken(f"{file.name} is no graph that can be loaded: {told}") from error
 
 
 def signature(run: Any, said: dict[str, Any]) -> None:

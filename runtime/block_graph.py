@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from kvcap.runtime.budget_cache import BudgetCache
+from kvcap.runtime.errors import first_line
 from kvcap.runtime.tuning import Tuning
 
 
@@ -53,7 +54,7 @@ class BlockGraphs:
                     self.made[key] = BlockGraph(self.model, cache, ids, kept and kept.pool)
             except RuntimeError as error:
                 cache.counts = before
-                self.refused = f"capture failed: {str(error).splitlines()[0]}"
+                self.refused = f"capture failed: {first_line(error)}"
                 return None
         return self.made[key].replay(ids, seen)
 

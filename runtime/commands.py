@@ -277,7 +277,9 @@ def usable(device: str | None) -> str | None:
         if device is not None:
             torch.empty(1, device=device)
     except (RuntimeError, AssertionError) as error:  # torch without CUDA asserts
-        reason = str(error).splitlines()[0]
+        from kvcap.runtime.errors import first_line
+
+        reason = first_line(error)
         raise ValueError(f"device {device!r} cannot be used here: {reason}") from error
     return device
 

@@ -131,3 +131,8 @@ class ManifestError(KvcapError, ValueError):
 
 class GraphBroken(ManifestError):
     """The file is no graph that ONNX Runtime can load."""
+
+
+def first_line(error: Exception) -> str:
+    """What an error says, for a message of one line."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

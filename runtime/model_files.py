@@ -20,10 +20,15 @@ from transformers import (
 )
 
 from kvcap.runtime.attention import NAME
-from kvcap.runtime.errors import ModelFilesBroken, ModelNotFound, UnsupportedModel
+from kvcap.runtime.errors import (
+    ModelFilesBroken,
+    ModelNotFound,
+    UnsupportedModel,
+    first_line,
+)
 from kvcap.runtime.model_shape import FAMILIES, ModelShape
 from kvcap.runtime.sampling import NEUTRAL
-from kvcap.runtime.weights import first_line, refuse_misfits
+from kvcap.runtime.weights import refuse_misfits
 
 POCKET = "pocket"  # the built-in model
 MOST_LAYERS = 10_000  # a config with more would take the memory before anything could be looked at

@@ -19,7 +19,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from kvcap.runtime.errors import SessionFileCorrupt, SessionFileNewer, SessionNotSaved
+from kvcap.runtime.errors import (
+    SessionFileCorrupt,
+    SessionFileNewer,
+    SessionNotSaved,
+    first_line,
+)
 
 FORMAT = "kvcap-session"
 VERSION = 1
@@ -138,7 +143,7 @@ class SessionFile:
             opened: Any = safe_open
             self._file = opened(self.path, framework="pt").__enter__()
         except (SafetensorError, OSError, ValueError) as error:
-            reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
+            reason = getattr(error, "strerror", None) or first_line(error)
             raise self.corrupt(f"it cannot be read ({reason})") from error
         try:
             self.facts = self._check()

@@ -23,7 +23,7 @@ from safetensors import SafetensorError, safe_open
 from transformers import AutoModelForCausalLM
 
 from kvcap.runtime.attention import NAME
-from kvcap.runtime.errors import ModelFilesBroken
+from kvcap.runtime.errors import ModelFilesBroken, first_line
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLES = ("pytorch_model*.bin", "*.pt", "*.pth", "*.ckpt")
@@ -224,8 +224,3 @@ def _nbytes(tensor: Tensor, dtype: torch.dtype) -> int:
     bits = re.search(r"\d+", tensor.dtype)  # as in I8, F8_E4M3; BOOL has none
     stored = int(bits[0]) if bits else 8
     return prod(tensor.shape) * (dtype.itemsize * 8 if tensor.dtype in FLOATS else stored) // 8
-
-
-def first_line(error: Exception) -> str:
-    """What an error says, for a message of one line."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
