@@ -1,1 +1,1 @@
-"""On-device latency of the policies. Nothing is measured yet."""
+"""On-device latency of the policies: a plan, runners that measure it, a report."""

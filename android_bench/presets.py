@@ -1,0 +1,90 @@
+"""Which cells a preset measures, and by which rules. Knows policies by their names only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+SIZES = (512, 1024, 2048, 4096, 8192)  # of the paper's Table 19
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A policy in one form, looking at one number of queries."""
+
+    policy: str
+    formulation: str | None = None  # None: the one that export makes by itself
+    queries: int | None = None  # None: as many as the policy asks for, a block's where it asks all
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Rules:
+    """How a cell is measured; see `rules` of the plan's schema."""
+
+    warmup_runs: int = 5
+    warmup_seconds: float = 0.5
+    min_runs: int = 50
+    min_seconds: float = 2.0
+    rounds: int = 3
+    max_drift: float = 0.10
+    max_timer_share: float = 0.02
+    seed: int = 1
+
+
+@dataclass(frozen=True)
+class Group:
+    """Cells of one stage: every variant at every size in every type."""
+
+    stage: str
+    variants: tuple[Variant, ...]
+    sizes: tuple[int, ...]  # slots held while scoring; of stage evict: slots that stay
+    dtypes: tuple[str, ...]
+
+    def models(self) -> Iterator[tuple[Variant, str, int | None]]:
+        """The graphs: variant, type and, of stage evict, budget."""
+        budgets = self.sizes if self.stage == "evict" else (None,)
+        for variant in self.variants:
+            for dtype in self.dtypes:
+                for budget in budgets:
+                    yield variant, dtype, budget
+
+
+@dataclass(frozen=True)
+class Preset:
+    """Groups of cells, rules, and threads."""
+
+    groups: tuple[Group, ...]
+    rules: Rules = Rules()
+    threads: tuple[int, ...] = (1,)
+
+
+KEYDIFF = tuple(
+    Variant("keydiff", form) for form in ("naive", "stateless", "inverse_norms", "running_anchor")
+)
+TABLE19 = (Variant("snapkv"), Variant("tova"), *KEYDIFF, Variant("h2o", queries=1))
+OTHERS = tuple(
+    Variant(name)
+    for name in ("andpro", "cake", "criticalkv", "dropkv", "h2o", "knorm", "obcache",
+                 "obcache-h2o", "obcache-tova", "random", "streaming_llm")
+)  # fmt: skip
+EVERY = (*TABLE19, Variant("snapkv", options={"window": 8}), *OTHERS)
+QUICK = Rules(warmup_seconds=0.05, min_runs=30, min_seconds=0.3)
+BOTH = ("fp32", "fp16")
+
+PRESETS = {
+    "table19": Preset((Group("score", TABLE19, SIZES, ("fp16",)),)),
+    "quick": Preset(
+        (
+            Group("score", TABLE19, (512, 2048, 8192), ("fp16",)),
+            Group("score", TABLE19, (512,), ("fp32",)),
+            Group("evict", (KEYDIFF[1], Variant("tova")), (512,), ("fp16",)),
+        ),
+        QUICK,
+    ),
+    "full": Preset(
+        (Group("score", EVERY, SIZES, BOTH), Group("evict", EVERY, (512, 2048), BOTH)),
+        threads=(1, 2),
+    ),
+}
