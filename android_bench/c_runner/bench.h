@@ -1,0 +1,90 @@
+/* What the files of the C runner share. B batch, K KV heads, n slots held, D head size. */
+#ifndef KVCAP_BENCH_H
+#define KVCAP_BENCH_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#include "cJSON.h"
+
+enum { MAX_RANK = 8, MAX_PORTS = 32, MAX_TEXT = 400 };
+
+typedef enum { FLOAT32, FLOAT16, INT32, BOOL } Type;
+
+/* An input or output of a cell, with its memory. */
+typedef struct {
+  const char *name; /* the plan's, which outlives it */
+  Type type;
+  int rank;
+  int64_t dims[MAX_RANK];
+  size_t count; /* of numbers */
+  size_t bytes;
+  void *data;
+} Tensor;
+
+/* Why something cannot go on; empty where it can. */
+typedef struct {
+  char text[MAX_TEXT];
+} Fault;
+
+/* json.c: the plan's fields, by name; a missing one or one of another type ends the program with code 2. */
+cJSON *read_json(const char *path);
+const char *text_of(const cJSON *object, const char *name);
+double number_of(const cJSON *object, const char *name);
+const cJSON *list_of(const cJSON *object, const char *name);
+bool write_json(const cJSON *value, const char *path, Fault *fault); /* whole or not at all */
+void *read_file(const char *folder, const char *name, size_t bytes, Fault *fault);
+bool fail(Fault *fault, const char *format, ...) __attribute__((format(printf, 2, 3))); /* false, always */
+_Noreturn void quit(int code, const char *format, ...) __attribute__((format(printf, 2, 3)));
+
+/* tensor.c: what cells are fed. */
+bool make_tensor(Tensor *tensor, const cJSON *port, Fault *fault);
+bool fill_tensor(Tensor *tensor, const cJSON *fill, const char *folder, Fault *fault);
+double number_at(const Tensor *tensor, size_t index);
+uint32_t hash11(uint32_t seed, uint32_t index);
+
+/* check.c: what cells give, against what the plan says they must. */
+typedef struct {
+  bool passed;
+  double error;   /* largest difference, as a share of `allowed` the worst; NaN where it is no number */
+  double allowed; /* of that output */
+  Fault why;
+} Parity;
+bool check_outputs(const cJSON *cell, const Tensor *inputs, int ins, const Tensor *outputs, int outs,
+                   const char *folder, Parity *parity, Fault *fault);
+
+/* ort.c: ONNX Runtime, opened when the program runs. */
+typedef struct Session Session;
+bool open_runtime(const char *library, Fault *fault);
+const char *runtime_version(void);
+Session *open_session(const char *path, int threads, Fault *fault);
+bool bind_tensors(Session *session, Tensor *inputs, int ins, Tensor *outputs, int outs, Fault *fault);
+bool run_session(Session *session, Fault *fault);
+void close_session(Session *session);
+
+/* facts.c: the device and the clock. */
+double now_us(void);
+double timer_step_us(void);
+void time_text(char text[40]); /* UTC, as in ISO 8601 */
+cJSON *device_facts(void);
+cJSON *conditions(void);
+int core_count(void);
+int biggest_cores(int *cores, int count); /* highest frequency first; how many were found */
+bool hold_to_cores(const int *cores, int count);
+
+/* measure.c: cells and copies of memory, by the plan's rules; false where a cell failed, which its result then says. */
+typedef struct {
+  int warmup_runs, min_runs, rounds;
+  double warmup_us, min_us;
+} Rules;
+typedef struct {
+  const cJSON *cell; /* of the plan, or a baseline of it */
+  bool copy;         /* a copy of memory */
+  int threads;
+  cJSON *result;     /* of the result document */
+} Visit;
+bool visit_cell(Visit *visit, const Rules *rules, const char *folder, cJSON *samples);
+bool visit_copy(Visit *visit, const Rules *rules, cJSON *samples);
+
+#endif

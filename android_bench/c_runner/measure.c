@@ -1,0 +1,116 @@
+/* One visit to a cell or a copy of memory: make it ready, warm up, take samples. */
+#include "bench.h"
+
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+typedef struct {
+  Tensor inputs[MAX_PORTS], outputs[MAX_PORTS];
+  int ins, outs;
+  Session *session;
+  void *from, *to; /* of a copy */
+  size_t bytes;
+} Work;
+
+static double rounded(double us) { return round(us * 1000) / 1000; } /* the clock knows nanoseconds */
+
+static bool run_once(Work *work, Fault *fault) {
+  if (work->session) return run_session(work->session, fault);
+  memcpy(work->to, work->from, work->bytes);
+  __asm__ volatile("" : : "r"(work->to) : "memory"); /* nobody reads it, and it is copied all the same */
+  return true;
+}
+
+/* Warm up, then append the microseconds of each run to `samples`: a round's share of what the rules ask for. */
+static bool sample(Work *work, const Rules *rules, cJSON *samples, Fault *fault) {
+  double start = now_us();
+  for (int runs = 0; runs < rules->warmup_runs || now_us() - start < rules->warmup_us; runs++)
+    if (!run_once(work, fault)) return false;
+  int least = (rules->min_runs + rules->rounds - 1) / rules->rounds;
+  double share = rules->min_us / rules->rounds, begun = now_us();
+  for (int runs = 0; runs < least || now_us() - begun < share; runs++) {
+    double before = now_us();
+    if (!run_once(work, fault)) return false;
+    cJSON_AddItemToArray(samples, cJSON_CreateNumber(rounded(now_us() - before)));
+  }
+  return true;
+}
+
+static void forget(Work *work) {
+  if (work->session) close_session(work->session);
+  for (int i = 0; i < work->ins; i++) free(work->inputs[i].data);
+  for (int i = 0; i < work->outs; i++) free(work->outputs[i].data);
+  free(work->from);
+  free(work->to);
+}
+
+static bool make_ports(const cJSON *list, Tensor *ports, int *count, const char *folder, Fault *fault) {
+  const cJSON *port;
+  cJSON_ArrayForEach(port, list) {
+    if (*count == MAX_PORTS) quit(2, "the plan has a cell of more than %d tensors", MAX_PORTS);
+    if (!make_tensor(&ports[(*count)++], port, fault)) return false;
+    const cJSON *fill = cJSON_GetObjectItemCaseSensitive(port, "fill");
+    if (fill && !fill_tensor(&ports[*count - 1], fill, folder, fault)) return false;
+  }
+  return true;
+}
+
+/* Inputs, session and outputs of a cell; `load_ms` is what opening the session took. */
+static bool make_work(Work *work, const Visit *visit, const char *folder, double *load_ms, Fault *fault) {
+  char path[4096];
+  snprintf(path, sizeof path, "%s/%s", folder, text_of(visit->cell, "model"));
+  if (!make_ports(list_of(visit->cell, "inputs"), work->inputs, &work->ins, folder, fault)) return false;
+  if (!make_ports(list_of(visit->cell, "outputs"), work->outputs, &work->outs, folder, fault)) return false;
+  double before = now_us();
+  work->session = open_session(path, visit->threads, fault);
+  *load_ms = rounded((now_us() - before) / 1000);
+  return work->session && bind_tensors(work->session, work->inputs, work->ins, work->outputs, work->outs, fault);
+}
+
+/* Run once and compare with the plan; the outputs held no number before. */
+static bool check_once(Work *work, Visit *visit, const char *folder, Fault *fault) {
+  Parity parity;
+  if (!run_once(work, fault)) return false;
+  if (!check_outputs(visit->cell, work->inputs, work->ins, work->outputs, work->outs, folder, &parity, fault)) return false;
+  cJSON *found = cJSON_AddObjectToObject(visit->result, "parity");
+  cJSON_AddBoolToObject(found, "passed", parity.passed);
+  cJSON_AddItemToObject(found, "error", isnan(parity.error) ? cJSON_CreateNull() : cJSON_CreateNumber(parity.error));
+  cJSON_AddNumberToObject(found, "allowed", parity.allowed);
+  if (parity.why.text[0]) cJSON_AddStringToObject(found, "text", parity.why.text);
+  return true;
+}
+
+static void give_up(Visit *visit, const Fault *fault) {
+  cJSON_ReplaceItemInObjectCaseSensitive(visit->result, "status", cJSON_CreateString("failed"));
+  cJSON_AddStringToObject(visit->result, "reason", fault->text);
+  cJSON_DeleteItemFromObjectCaseSensitive(visit->result, "samples_us"); /* a part of them is no measurement */
+  fprintf(stderr, "%s failed: %s\n", text_of(visit->cell, "id"), fault->text);
+}
+
+bool visit_cell(Visit *visit, const Rules *rules, const char *folder, cJSON *samples) {
+  Work work = {.bytes = 0};
+  Fault fault = {""};
+  double load_ms;
+  bool ready = make_work(&work, visit, folder, &load_ms, &fault);
+  if (ready && !cJSON_HasObjectItem(visit->result, "parity")) {
+    cJSON_AddNumberToObject(visit->result, "load_ms", load_ms);
+    ready = check_once(&work, visit, folder, &fault);
+  }
+  ready = ready && sample(&work, rules, samples, &fault);
+  if (!ready) give_up(visit, &fault);
+  forget(&work);
+  return ready;
+}
+
+bool visit_copy(Visit *visit, const Rules *rules, cJSON *samples) {
+  size_t bytes = (size_t)number_of(visit->cell, "bytes");
+  Work work = {.from = malloc(bytes), .to = malloc(bytes), .bytes = bytes};
+  Fault fault = {""};
+  if (!work.from || !work.to) quit(1, "there is no memory for a copy of %zu bytes", bytes);
+  memset(work.from, 1, bytes);
+  bool copied = sample(&work, rules, samples, &fault);
+  forget(&work);
+  return copied;
+}
