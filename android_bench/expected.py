@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from kvcap.android_bench.errors import PlanBroken
-from kvcap.android_bench.runner import filled
+from kvcap.android_bench.runner.inputs import filled
 from kvcap.export.compare import HUGE, OWN, RTOL
 from kvcap.export.forms import Traced
 from kvcap.export.graphs import Evict, Graph, Score

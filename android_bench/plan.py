@@ -15,7 +15,7 @@ import numpy as np
 from kvcap.android_bench.errors import PlanBroken, PlanExists
 from kvcap.android_bench.expected import Case, Folder
 from kvcap.android_bench.presets import Preset, Variant
-from kvcap.android_bench.runner import DTYPES, GENERATOR, hash11
+from kvcap.android_bench.runner.inputs import DTYPES, GENERATOR, hash11
 from kvcap.android_bench.schema import PLAN, PLAN_FILE, plan_id, validate
 from kvcap.export.graphs import Graph
 from kvcap.export.shape import Shape

@@ -1,0 +1,18 @@
+"""The Python runner as one file that any Python with numpy and onnxruntime runs."""
+
+from __future__ import annotations
+
+import tempfile
+import zipapp
+from pathlib import Path
+from shutil import copytree, ignore_patterns
+
+RUNNER = Path(__file__).parent / "runner"
+
+
+def write_runner(path: Path) -> Path:
+    """Write the runner to `path`, which should end in .pyz; returns it."""
+    with tempfile.TemporaryDirectory() as name:
+        copytree(RUNNER, Path(name) / "runner", ignore=ignore_patterns("__pycache__"))
+        zipapp.create_archive(name, path, main="runner.cli:main")
+    return path

@@ -1,0 +1,71 @@
+"""The runner's command line and its one file, the result."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from .device import Refused, cores_for
+from .inputs import Cell, hash11
+from .measure import PROVIDERS, Run
+
+PLAN = "kvcap.android_plan/1"
+
+
+def load_plan(path: Path) -> Cell:
+    """The plan; kvcap has held it to its schema when it was written.
+
+    Raises:
+        Refused: it cannot be read, is of another schema, or its generator is not this one.
+    """
+    try:
+        plan: Cell = json.loads(path.read_text(encoding="utf-8"))
+        if plan["schema"] != PLAN:
+            raise Refused(f"{path.name} has schema {plan['schema']!r}; this runner reads {PLAN!r}")
+        check = plan["generator"]["check"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise Refused(f"{str(path)!r} is no plan: {error!r}") from error
+    if hash11(1, len(check)).tolist() != check:
+        raise Refused(f"{path.name}: inputs would not be those of the plan's generator")
+    return plan
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run a plan; exit codes 0 done, 1 no cell could be run, 2 wrong input, 130 interrupted."""
+    parser = argparse.ArgumentParser(description="Measure a plan of kvcap android plan.")
+    parser.add_argument("plan", type=Path, help="plan.json, its files beside it")
+    parser.add_argument("-o", "--out", type=Path, required=True, help="where the result goes")
+    parser.add_argument("--threads", type=_counts, help="such as 1,2; the plan's otherwise")
+    parser.add_argument("--cores", default="auto", help="auto (the fastest), none, 7 or 4-7")
+    parser.add_argument("--provider", choices=PROVIDERS, default="cpu")
+    parser.add_argument(
+        "--source",
+        choices=("auto", "host", "emulated"),
+        default="auto",
+        help="what this is; that it is a real device is only found, not said",
+    )
+    asked = parser.parse_args(arguments)  # fmt: skip
+    try:
+        cores_for(asked.cores, 1)
+        run = Run(load_plan(asked.plan), asked.plan.parent, asked)
+        if not asked.out.parent.is_dir():
+            raise Refused(f"no folder {str(asked.out.parent)!r} for the result")
+        found = run.document(asked.source)
+    except Refused as error:
+        print(f"runner: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    part = asked.out.with_name(asked.out.name + ".part")
+    part.write_text(json.dumps(found, allow_nan=False) + "\n", encoding="utf-8")
+    part.replace(asked.out)
+    return 0 if any(row["status"] == "ok" for row in run.rows) else 1
+
+
+def _counts(text: str) -> list[int]:
+    counts = [int(part) for part in text.split(",")]
+    if min(counts) < 1 or len(set(counts)) < len(counts):
+        raise ValueError
+    return counts

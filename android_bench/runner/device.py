@@ -1,0 +1,142 @@
+"""What a device is and what may slow it down: Android's properties, sysfs, dumpsys.
+
+What cannot be read is null, never guessed. Only Android's own properties make a device real.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import subprocess
+from pathlib import Path
+
+from .inputs import Cell
+
+
+class Refused(Exception):
+    """The plan or an option cannot be used; says why."""
+
+
+def sysfs(pattern: str, root: str = "/sys") -> list[str]:
+    """Contents of files, in the order of the numbers in their names; '' for unreadable ones."""
+    found = sorted(Path(root).glob(pattern), key=lambda p: [int(d) for d in _digits(str(p))])
+    return [_read(path) for path in found]
+
+
+def _digits(text: str) -> list[str]:
+    return "".join(c if c.isdigit() else " " for c in text).split()
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace").strip()
+    except OSError:
+        return ""
+
+
+def _said(*command: str) -> str:
+    """What a command prints, '' where there is none or it fails."""
+    if shutil.which(command[0]) is None:
+        return ""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""
+
+
+def _int(text: str) -> int | None:
+    return int(text) if text.lstrip("-").isdigit() else None
+
+
+def device(source: str) -> Cell:
+    """What the device is, and whether it is a real one: only Android's own properties say so."""
+    android = _said("getprop", "ro.build.version.release")
+    cpu = _read(Path("/proc/cpuinfo"))
+    names = [line.partition(":")[2].strip() for line in cpu.splitlines()
+             if line.startswith(("model name", "Hardware"))]  # fmt: skip
+    model = " ".join(filter(None, (_said("getprop", f"ro.product.{key}")
+                                   for key in ("manufacturer", "model"))))  # fmt: skip
+    found, why = ("host", "no Android here")
+    if source != "auto":
+        found, why = source, f"--source {source}"
+    elif android and (mark := emulator_mark(_said("getprop"))):
+        found, why = "emulated", f"Android says {mark}"
+    elif android:
+        found, why = "real", "Android's properties name a device and no emulator"
+    pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return {
+        "source": found, "source_reason": why,
+        "model": model or (names or [platform.machine()])[0],
+        "soc": _said("getprop", "ro.soc.model") or _said("getprop", "ro.board.platform") or None,
+        "abi": _said("getprop", "ro.product.cpu.abi") or platform.machine(),
+        "cores": os.cpu_count(), "core_khz": core_khz(), "android": android or None,
+        "ram_bytes": pages,
+    }  # fmt: skip
+
+
+def emulator_mark(properties: str) -> str | None:
+    """The property that gives an emulator away, of `getprop`'s whole output."""
+    for line in properties.splitlines():
+        key, _, value = line.replace("[", "").replace("]", "").partition(": ")
+        if key in ("ro.kernel.qemu", "ro.boot.qemu") and value == "1":
+            return f"{key}={value}"
+        if key in ("ro.hardware", "ro.product.device", "ro.product.model") and any(
+            word in value.lower()
+            for word in ("goldfish", "ranchu", "cutf", "vsoc", "sdk_gphone", "emulator")
+        ):
+            return f"{key}={value}"
+    return None
+
+
+def core_khz() -> list[int | None]:
+    """Largest frequency of each core, where it is known."""
+    return [_int(text) for text in sysfs("devices/system/cpu/cpu[0-9]*/cpufreq/cpuinfo_max_freq")]
+
+
+def conditions() -> Cell:
+    """What may slow the device down, now; null where it cannot be known."""
+    cpus = "devices/system/cpu/cpu[0-9]*/cpufreq"
+    zones = zip(sysfs("class/thermal/thermal_zone*/type"),
+                sysfs("class/thermal/thermal_zone*/temp"), strict=False)  # fmt: skip
+    battery = _said("dumpsys", "battery")
+    level = next((line.split(":")[1] for line in battery.splitlines() if " level:" in line), "")
+    level = level or "".join(sysfs("class/power_supply/battery/capacity"))
+    status = "".join(sysfs("class/power_supply/battery/status"))
+    wake = _said("dumpsys", "power")
+    return {
+        "governor": sysfs(f"{cpus}/scaling_governor") or None,
+        "khz": [_int(text) for text in sysfs(f"{cpus}/scaling_cur_freq")] or None,
+        "thermal": {f"{i} {name}": int(value) / 1000 for i, (name, value) in enumerate(zones)
+                    if _int(value) is not None} or None,
+        "battery_percent": _int(level.strip()),
+        "charging": "powered: true" in battery if battery
+        else status in ("Charging", "Full") if status else None,
+        "screen_on": "mWakefulness=Awake" in wake if wake else None,
+        "load": os.getloadavg()[0],
+    }  # fmt: skip
+
+
+def big_cores(count: int) -> list[int]:
+    """The `count` cores that are fastest; of equals the last, which serve fewest interrupts."""
+    allowed = sorted(os.sched_getaffinity(0))
+    khz = dict(enumerate(core_khz()))
+    order = sorted(allowed, key=lambda core: (khz.get(core) or 0, core), reverse=True)
+    return sorted(order[:count])
+
+
+def cores_for(asked: str, threads: int) -> list[int] | None:
+    """The cores that `--cores` means for this many threads; None for no pinning."""
+    if asked == "none" or not hasattr(os, "sched_setaffinity"):
+        return None
+    if asked == "auto":
+        return big_cores(threads)
+    try:
+        parts = [part.split("-") for part in asked.split(",")]
+        cores = [n for part in parts for n in range(int(part[0]), int(part[-1]) + 1)]
+    except ValueError:
+        raise Refused(f"--cores {asked!r} is not auto, none, 7 or 4-7") from None
+    if missing := set(cores) - os.sched_getaffinity(0):
+        raise Refused(f"--cores {asked}: core {min(missing)} is not to be had")
+    return cores

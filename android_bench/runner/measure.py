@@ -1,0 +1,232 @@
+"""Visits to cells in random order, and their samples: the rules of measuring."""
+
+from __future__ import annotations
+
+import os
+
+os.environ["ORT_DISABLE_TELEMETRY"] = "1"  # before anything imports onnxruntime: later is too late
+
+import argparse
+import gc
+import hashlib
+import importlib
+import math
+import random
+import sys
+import time
+import uuid
+from collections.abc import Callable
+from datetime import datetime, timezone
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+
+from .device import Refused, conditions, cores_for, device
+from .inputs import DTYPES, Array, Cell, inputs_of
+from .parity import parity
+
+VERSION = "1"
+BENCH = "kvcap.android_bench/1"
+PROVIDERS = {"cpu": "CPUExecutionProvider", "xnnpack": "XnnpackExecutionProvider",
+             "qnn": "QNNExecutionProvider"}  # fmt: skip
+
+
+def library() -> ModuleType:
+    """ONNX Runtime.
+
+    Raises:
+        Refused: it is not installed.
+    """
+    try:
+        return importlib.import_module("onnxruntime")
+    except ImportError as error:
+        raise Refused("the package onnxruntime is not installed for this Python") from error
+
+
+def timer_us() -> float:
+    """The smallest step of the clock that is seen, in microseconds."""
+    steps = []
+    for _ in range(200):
+        start = now = time.perf_counter_ns()
+        while now == start:
+            now = time.perf_counter_ns()
+        steps.append(now - start)
+    return min(steps) / 1000
+
+
+class Bound:
+    """A cell ready to run: session, inputs and preallocated outputs.
+
+    Args:
+        cell: of the plan.
+        folder: of the plan.
+        threads: of one operation.
+        provider: asked for.
+    """
+
+    def __init__(self, cell: Cell, folder: Path, threads: int, provider: str) -> None:
+        onnxruntime = library()
+        options = onnxruntime.SessionOptions()
+        options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
+        options.log_severity_level = 4
+        model = (folder / cell["model"]).read_bytes()
+        self.sha256 = hashlib.sha256(model).hexdigest()
+        start = time.perf_counter()
+        self.session = onnxruntime.InferenceSession(model, options, [PROVIDERS[provider]])
+        self.load_ms = (time.perf_counter() - start) * 1000
+        got = self.session.get_providers()[0]  # it falls back without a word
+        self.provider = {v: k for k, v in PROVIDERS.items()}.get(got, got)
+        self.given = inputs_of(cell, folder)
+        self.binding = self.session.io_binding()
+        for name, array in self.given.items():
+            self.binding.bind_cpu_input(name, array)
+        self.outputs = {
+            port["name"]: onnxruntime.OrtValue.ortvalue_from_shape_and_type(
+                port["shape"], DTYPES[port["dtype"]], "cpu", 0
+            )
+            for port in cell["outputs"]
+        }
+        for name, value in self.outputs.items():
+            self.binding.bind_ortvalue_output(name, value)
+
+    def run(self) -> None:
+        """Once."""
+        self.session.run_with_iobinding(self.binding)
+
+    def results(self) -> dict[str, Array]:
+        """The outputs of the last run."""
+        return {name: value.numpy() for name, value in self.outputs.items()}
+
+
+def visit(run: Callable[[], None], rules: Cell) -> list[float]:
+    """Warm up, then one round's samples in microseconds."""
+    _timed(run, rules["warmup_runs"], rules["warmup_seconds"])
+    rounds = rules["rounds"]
+    return _timed(run, math.ceil(rules["min_runs"] / rounds), rules["min_seconds"] / rounds)
+
+
+def _timed(run: Callable[[], None], runs: int, seconds: float) -> list[float]:
+    samples: list[float] = []
+    clock, end = time.perf_counter_ns, time.perf_counter() + seconds
+    gc.disable()
+    try:
+        while len(samples) < runs or time.perf_counter() < end:
+            start = clock()
+            run()
+            samples.append(max(clock() - start, 1) / 1000)
+    finally:
+        gc.enable()
+    return samples
+
+
+class Run:
+    """One run of a plan: rows of cells and baselines, filled round by round."""
+
+    def __init__(self, plan: Cell, folder: Path, arguments: argparse.Namespace) -> None:
+        self.plan, self.folder, self.rules = plan, folder, plan["rules"]
+        self.provider, self.cores = arguments.provider, arguments.cores
+        self.threads = arguments.threads or plan["threads"]
+        self.sha256 = {entry["file"]: entry["sha256"] for entry in plan["files"]}
+        self.rows = [self._row(cell, count) for count in self.threads for cell in plan["cells"]]
+        self.baselines = [{**entry, "threads": 1, "runs_per_sample": 1, "samples_us": []}
+                          for entry in plan["baselines"]]  # fmt: skip
+        self.cells = {cell["id"]: cell for cell in plan["cells"]}
+        self.first: Cell | None = None
+        self.everywhere = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
+
+    def _row(self, cell: Cell, threads: int) -> Cell:
+        same = ("id", "policy", "formulation", "dtype", "stage", "n", "queries", "budget", "opset",
+                "bytes")  # fmt: skip
+        return {**{key: cell[key] for key in same}, "model_sha256": self.sha256[cell["model"]],
+                "threads": threads, "provider_asked": self.provider, "provider_got": None,
+                "status": "ok", "reason": None, "runs_per_sample": 1, "samples_us": []}  # fmt: skip
+
+    def measure(self) -> Cell | None:
+        """All rounds in random order, then the first cell once more: its samples."""
+        order: list[tuple[Cell, bool]] = [(row, True) for row in self.rows]
+        order += [(row, False) for row in self.baselines]
+        shuffle, total, done = random.Random(self.rules["seed"]), 0, 0
+        total = self.rules["rounds"] * len(order)
+        for _ in range(self.rules["rounds"]):
+            shuffle.shuffle(order)
+            for row, is_cell in order:
+                done += 1
+                if row.get("status", "ok") == "ok":
+                    (self._cell if is_cell else self._baseline)(row)
+                print(f"[{done}/{total}] {row['id']} {_last(row)}", file=sys.stderr, flush=True)
+        if self.first is None or self.first["status"] != "ok":
+            return None
+        again = {**self.first, "samples_us": []}
+        self._cell(again)
+        if again["status"] != "ok":
+            return None
+        same = ("id", "threads", "provider_asked", "runs_per_sample")
+        return {**{key: again[key] for key in same}, "samples_us": again["samples_us"][0]}
+
+    def _cell(self, row: Cell) -> None:
+        """One visit; a cell that fails stays failed and the run goes on."""
+        cell = self.cells[row["id"]]
+        try:
+            self._pin(row["threads"])
+            bound = Bound(cell, self.folder, row["threads"], self.provider)
+            if bound.sha256 != row["model_sha256"]:
+                raise Refused(f"{cell['model']} is not the file that the plan names")
+            bound.run()
+            if "parity" not in row:
+                row["parity"] = parity(cell, bound.given, bound.results(), self.folder)
+                row["load_ms"], row["provider_got"] = bound.load_ms, bound.provider
+            row["samples_us"].append(visit(bound.run, self.rules))
+            self.first = self.first or row
+        except Refused:
+            raise
+        except Exception as error:  # ONNX Runtime's own classes have no common base
+            said = str(error).strip().splitlines() or [""]
+            row["status"], row["reason"] = "failed", f"{type(error).__name__}: {said[0][:300]}"
+            for key in ("samples_us", "runs_per_sample", "parity", "load_ms"):
+                row.pop(key, None)
+
+    def _baseline(self, row: Cell) -> None:
+        """One visit to a copy of memory."""
+        self._pin(1)
+        source = np.ones(row["bytes"], dtype=np.uint8)
+        target = np.empty_like(source)
+        row["samples_us"].append(visit(lambda: np.copyto(target, source), self.rules))
+
+    def _pin(self, threads: int) -> None:
+        """Hold this process, and threads that it starts from now on, to its cores."""
+        if self.everywhere is None:
+            return
+        os.sched_setaffinity(0, self.everywhere)  # big_cores looks among all again
+        if cores := cores_for(self.cores, threads):
+            os.sched_setaffinity(0, cores)
+
+    def document(self, source: str) -> Cell:
+        """Measure, and everything that a result says."""
+        started, before, step = _now(), conditions(), timer_us()
+        repeat = self.measure()
+        pinned = self.everywhere and cores_for(self.cores, max(self.threads))
+        return {
+            "schema": BENCH,
+            "run": {"id": str(uuid.uuid4()), "plan": self.plan["id"],
+                    "preset": self.plan["preset"], "reference": self.plan["reference"],
+                    "started": started, "finished": _now(), "runner": "python",
+                    "runner_version": VERSION, "seed": self.rules["seed"], "complete": True,
+                    "interrupted": []},
+            "device": device(source),
+            "runtime": {"name": "onnxruntime", "version": library().__version__,
+                        "timer_us": step, "telemetry": False, "arena": True, "cores": pinned},
+            "conditions": {"before": before, "after": conditions()},
+            "shape": self.plan["shape"], "rules": self.rules, "cells": self.rows,
+            "baselines": self.baselines, "repeat": repeat,
+        }  # fmt: skip
+
+
+def _last(row: Cell) -> str:
+    """The last round's median, for people who wait."""
+    samples = row.get("samples_us")
+    return f"{sorted(samples[-1])[len(samples[-1]) // 2]:,.1f} µs" if samples else row["reason"]
+
+
+def _now() -> str:
+    return datetime.now(timezone.utc).isoformat(timespec="seconds").replace("+00:00", "Z")
