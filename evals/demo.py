@@ -16,7 +16,6 @@ from kvcap.evals.machine import environment
 from kvcap.evals.text import has_word, number_facts
 from kvcap.pocket.corpus import Fact, filler
 from kvcap.runtime.runtime import Runtime
-from kvcap.runtime.session import Session
 
 TURN_TOKENS = 1000  # of filler in one message
 REPLY_TOKENS = 12  # of the model's acknowledgements
@@ -73,7 +72,7 @@ class Demo:
         self.facts = number_facts(rng, facts)
         self._sentences = filler(rng)
         self._order = rng.sample(self.facts, facts)
-        self.session: Session = runtime.session(seed=seed)
+        self.runtime, self.session = runtime, runtime.session(seed=seed)
         self.read = 0  # filler tokens so far, turn marks and acknowledgements included
         self._reading_since = 0.0
 
@@ -135,7 +134,7 @@ class Demo:
         return "".join(self.session.send(text))
 
     def _report(self, asked: list[Question], seconds: float) -> Report:
-        runtime, stats = self.session.runtime, self.session.stats
+        runtime, stats = self.runtime, self.session.stats
         names = ("policy", "budget_tokens", "held_tokens", "evicted_tokens")
         sizes = ("bytes", "cap_bytes", "peak_bytes")
         return Report(

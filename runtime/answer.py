@@ -9,14 +9,16 @@ import json
 import sys
 from collections.abc import Iterator
 from contextlib import closing
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from kvcap.runtime.errors import MemoryCapExceeded
 from kvcap.runtime.meter import Meter, summary
 from kvcap.runtime.options import Output
 from kvcap.runtime.screen import CAP, INTERRUPTED, OK, complain, dim
-from kvcap.runtime.session import Session
 from kvcap.runtime.stats import Turn
+
+if TYPE_CHECKING:
+    from kvcap.runtime.session import Session
 
 
 def answer(session: Session, pieces: Iterator[str], output: Output) -> int:

@@ -12,13 +12,11 @@ from typing import ClassVar
 import psutil  # type: ignore[import-untyped]
 
 import kvcap
-from kvcap.policies import load_policy
 from kvcap.runtime.answer import answer
 from kvcap.runtime.errors import EmptyPrompt, KvcapError
-from kvcap.runtime.loop import interrupts_deferred
+from kvcap.runtime.interrupts import interrupts_deferred
 from kvcap.runtime.meter import figures, kv
-from kvcap.runtime.model_files import POCKET
-from kvcap.runtime.options import Output, Sampling, pairs
+from kvcap.runtime.options import POCKET, Output, Sampling, pairs
 from kvcap.runtime.screen import INTERRUPTED, OK, complain, dim, exit_code, size
 from kvcap.runtime.session import MAX_NEW_TOKENS, Session
 
@@ -70,10 +68,10 @@ class Chat:
 
     def banner(self) -> list[str]:
         """What a user should know at the start."""
-        runtime, model = self.session.runtime, self.session.runtime.model
+        runtime = self.session.runtime
         plan = runtime.plan
         lines = [
-            f"kvcap {kvcap.__version__} · {runtime.name} · {model.device.type} {plan.dtype}",
+            f"kvcap {kvcap.__version__} · {runtime.name} · {runtime.where}",
             f"{plan.policy} keeps {plan.budget_tokens:,} slots in {size(runtime.cap_bytes)} of KV "
             f"memory · {plan.positions} positions",
         ]
@@ -159,11 +157,7 @@ class Chat:
             raise ValueError("give a policy, such as /policy snapkv window=16; see kvcap policies")
         name, *texts = shlex.split(rest)
         old = self.session
-        pins = {
-            "sink_tokens": old.runtime.eviction.sink_tokens,
-            "recent_tokens": old.runtime.eviction.recent_tokens,
-        }
-        runtime = old.runtime.with_policy(load_policy(name, **{**pins, **pairs(texts)}))
+        runtime = old.runtime.under(name, pairs(texts))
         messages, system, seed, generation = old.messages, old.system, old.seed, old.generation
         pinned, pin_system, on_full = old.pinned, old.pin_system, old.on_full
         with interrupts_deferred():

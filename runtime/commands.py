@@ -12,14 +12,22 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvcap.runtime.options import Budget, Json, Model, Output, Running, Sampling, grouped
+from kvcap.runtime.options import (
+    POCKET,
+    Budget,
+    Json,
+    Model,
+    Output,
+    Running,
+    Sampling,
+    grouped,
+)
 from kvcap.runtime.screen import INFEASIBLE, complain, styled
 
 if TYPE_CHECKING:
     from kvcap.runtime.runtime import Runtime
     from kvcap.runtime.session import Session
 
-POCKET = "pocket"  # as in model_files.py, which imports torch
 STDIN = "-"
 
 

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from kvcap.policies import Eviction
 
 ENVIRONMENT = "KVCAP_"
+POCKET = "pocket"  # the built-in model, as in model_files.py, which imports torch
 
 
 def option(*names: str, help: str, **settings: Any) -> Any:

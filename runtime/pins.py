@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from kvcap.policies import Observation
 from kvcap.runtime.errors import PinsTooLarge
 from kvcap.runtime.text import Message
 
@@ -86,6 +85,8 @@ def check_pins(cache: BudgetCache, spans: Sequence[Span], budgets: list[list[int
     Raises:
         PinsTooLarge: naming the slots that are needed.
     """
+    from kvcap.policies import Observation  # PyTorch, which not every backend has
+
     eviction, layout = cache.eviction, cache.layout
     if not spans or not eviction.policy.evicts:
         return

@@ -11,17 +11,17 @@ import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-
-from kvcap.policies import Eviction, load_policy
 from kvcap.runtime.errors import PlanInfeasible
 from kvcap.runtime.free_memory import FreeMemory, free_memory, process_bytes
-from kvcap.runtime.layout import CacheLayout, Positions, default_positions
-from kvcap.runtime.model_shape import ModelShape
-from kvcap.runtime.rehearsal import rehearse_block
-from kvcap.runtime.weights import Headers, Weights, weigh
+
+if TYPE_CHECKING:  # a plan is of any backend, and some have no PyTorch
+    import torch
+
+    from kvcap.policies import Eviction
+    from kvcap.runtime.layout import Positions
+    from kvcap.runtime.weights import Headers, Weights
 
 BLOCK_SIZE = 128
 LOADING = 64 << 20  # a tokenizer, the mapped file of weights, buffers of the first block
@@ -133,6 +133,13 @@ class MemoryPlan:
             PlanInfeasible: nothing fits, naming what would.
             ModelFilesBroken: the files of weights are not those of the config.
         """
+        import torch
+
+        from kvcap.policies import load_policy
+        from kvcap.runtime.layout import default_positions
+        from kvcap.runtime.model_shape import ModelShape
+        from kvcap.runtime.weights import weigh
+
         whole, config = config, config.get_text_config(decoder=True)
         dtype = dtype or getattr(config, "dtype", None) or torch.float32
         shape = ModelShape.of(config)
@@ -147,25 +154,19 @@ class MemoryPlan:
         exactly = partial(_rehearsed, config, eviction, dtype, batch, baseline)
         if cap is not None and kv_budget is None and kv_budget_tokens is None:
             # Compact positions count what is held, and stay where the model was trained.
-            return _within(plan, exactly, cap, block_size, eviction.pins(1), shape.trained_length)
+            return within(plan, exactly, cap, block_size, eviction.pins(1), shape.trained_length)
         if kv_budget is None:
             tokens = 256 if kv_budget_tokens is None else kv_budget_tokens
             found = plan(tokens, BLOCK_SIZE if block_size is None else block_size)
         elif kv_budget_tokens is None:
-            found = _largest(plan, parse_bytes(kv_budget), block_size)
+            found = largest(plan, parse_bytes(kv_budget), block_size)
         else:
             raise PlanInfeasible("give kv_budget_tokens or kv_budget (bytes), not both")
         for kept in eviction.allot(found.budget_tokens, len(shape.capped), shape.kv_heads):
             eviction.check(kept)
         if cap is not None:
             found = exactly(found)
-            if found.total_bytes > cap:
-                raise PlanInfeasible(
-                    f"{_parts(found)} for {found.budget_tokens:,} slots and blocks of "
-                    f"{found.block_size:,}, more than the cap of {cap:,}; leave the KV budget out "
-                    "to have the largest taken that fits"
-                )
-            return found
+            return fitting(found, cap)
         return exactly(found) if rehearse else found
 
 
@@ -202,6 +203,9 @@ def _plan(
     tokens: int,
     block: int,
 ) -> MemoryPlan:
+    from kvcap.runtime.layout import CacheLayout
+    from kvcap.runtime.model_shape import ModelShape
+
     shape = ModelShape.of(config, tokens + block)
     layout = CacheLayout(shape, eviction, tokens, block, positions)
     largest = max(map(sum, layout.allotments)) + shape.kv_heads * block  # slots of a layer
@@ -235,12 +239,14 @@ def _rehearsed(
     plan: MemoryPlan,
 ) -> MemoryPlan:
     """The plan with the workspace that a rehearsal finds, beside the process as it is."""
+    from kvcap.runtime.rehearsal import rehearse_block
+
     sizes = (plan.budget_tokens, plan.block_size, dtype, plan.positions, batch)
     workspace = rehearse_block(config, eviction, *sizes)
     return replace(plan, workspace=workspace, rehearsed=True, baseline=baseline)
 
 
-def _within(
+def within(
     plan: Callable[[int, int], MemoryPlan],
     exactly: Callable[[MemoryPlan], MemoryPlan],
     cap: int,
@@ -274,6 +280,21 @@ def _within(
     )
 
 
+def fitting(plan: MemoryPlan, cap: int) -> MemoryPlan:
+    """The plan, if its process stays within `cap` bytes.
+
+    Raises:
+        PlanInfeasible: it does not.
+    """
+    if plan.total_bytes > cap:
+        raise PlanInfeasible(
+            f"{_parts(plan)} for {plan.budget_tokens:,} slots and blocks of "
+            f"{plan.block_size:,}, more than the cap of {cap:,}; leave the KV budget out "
+            "to have the largest taken that fits"
+        )
+    return plan
+
+
 def warn_if_short(plan: MemoryPlan, free: FreeMemory, memory_cap: str | int | None = None) -> None:
     """Warn where a run, or the cap it is given, takes more than there is.
 
@@ -305,7 +326,7 @@ def _parts(plan: MemoryPlan) -> str:
     )
 
 
-def _largest(plan: Callable[[int, int], MemoryPlan], cap: int, block: int | None) -> MemoryPlan:
+def largest(plan: Callable[[int, int], MemoryPlan], cap: int, block: int | None) -> MemoryPlan:
     """The plan with the most slots whose cache fits `cap` bytes.
 
     Unless the user chose it, the block is halved until it takes at most a third of the slots.

@@ -182,11 +182,13 @@ class Refill:
         return f"layers.{index}.{name}" in self.file.names
 
     def _take(self, index: int, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        return self.file.taken(f"layers.{index}.{name}", shape, dtype)
+        found: Tensor = self.file.taken(f"layers.{index}.{name}", shape, dtype)
+        return found
 
     def _native(self, index: int, name: str) -> Tensor:
         device = self.cache.capped_layers[0].segments[0].pool.keys.device
-        return self.file.tensor(f"sliding.{index}.{name}").to(device)
+        found: Tensor = self.file.tensor(f"sliding.{index}.{name}").to(device)
+        return found
 
     def _budgets(self) -> list[list[int]]:
         """What every segment of every layer will have, for what it is to hold."""

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from functools import partial
+import os
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import GenerationConfig
 
-from kvcap.policies import Eviction, load_policy
+from kvcap.policies import PINS, Eviction, load_policy
+from kvcap.runtime import session_file, session_state
 from kvcap.runtime.budget_cache import BudgetCache
 from kvcap.runtime.cap_guard import CapGuard, Enforce, limit_data
 from kvcap.runtime.free_memory import free_memory
 from kvcap.runtime.layout import Positions
+from kvcap.runtime.loop import BlockLoop
 from kvcap.runtime.model_files import (
     POCKET,
     check_generation,
@@ -24,7 +28,9 @@ from kvcap.runtime.model_files import (
 )
 from kvcap.runtime.model_shape import ModelShape
 from kvcap.runtime.plan import MemoryPlan, parse_bytes, parse_cap, warn_if_short
+from kvcap.runtime.sampling import Sampler
 from kvcap.runtime.session import Session
+from kvcap.runtime.session_file import SessionFile
 from kvcap.runtime.weights import read_headers
 
 
@@ -57,6 +63,21 @@ class Runtime:
         self.evict_every = evict_every
         self.memory_cap = memory_cap  # bytes of the whole process
         self.compiled = compiled  # parts of the model, for CUDA graphs
+
+    @property
+    def where(self) -> str:
+        """The device and the type of numbers."""
+        return f"{self.model.device.type} {self.plan.dtype}"
+
+    @cached_property
+    def trained_length(self) -> int:
+        """The tokens that the model was trained on at once."""
+        return ModelShape.of(self.model.config.get_text_config(decoder=True)).trained_length
+
+    @property
+    def generation(self) -> GenerationConfig:
+        """The model's own settings of generation."""
+        return self.model.generation_config
 
     @property
     def cap_bytes(self) -> int:
@@ -168,6 +189,61 @@ class Runtime:
     ) -> Session:
         """A new conversation with a cache of its own."""
         return Session(self, system, seed, generation)
+
+    def loop(self) -> BlockLoop:
+        """The block loop over a new cache."""
+        return BlockLoop(self.model, self.new_cache(), compiled=self.compiled)
+
+    def draws(self, seed: int | None) -> torch.Generator:
+        """Random numbers, on the CPU: one seed gives the same on any device."""
+        draws = torch.Generator()
+        if seed is None:
+            draws.seed()
+        else:
+            draws.manual_seed(seed)
+        return draws
+
+    def sampler(self, generation: GenerationConfig, draws: torch.Generator) -> Sampler:
+        """What draws tokens by these settings.
+
+        Raises:
+            UnsupportedModel: for beams and other modes that reorder the cache.
+        """
+        return Sampler(generation, draws)
+
+    def ids(self, tokens: list[int]) -> Tensor:
+        """Token ids [1, T] on the model's device."""
+        return torch.tensor([tokens], device=self.model.device)
+
+    def joined(self, history: Tensor, token: Tensor) -> Tensor:
+        """History [1, T] and the next token [1], [1, T + 1]."""
+        return torch.cat((history, token[:, None]), dim=1)
+
+    def save(self, session: Session, path: str | os.PathLike[str]) -> None:
+        """Write everything that `session` needs to go on.
+
+        Raises:
+            SessionNotSaved, SessionBroken: an earlier file is as it was.
+        """
+        session_file.write(path, *session_state.gather(session, self))
+
+    def restore(self, session: Session, path: str | os.PathLike[str]) -> None:
+        """Make `session` what was saved.
+
+        Raises:
+            SessionFileCorrupt, SessionFileForeign, SessionFileNewer, PinsTooLarge: it is as it was.
+        """
+        with SessionFile(path) as file:
+            session_state.restore(session, self, file)
+
+    def under(self, policy: str, options: dict[str, Any]) -> Runtime:
+        """The same model and budget under another policy, which pins what this one was told to.
+
+        Raises:
+            PolicyError: unknown names, refused values.
+        """
+        pins = {name: getattr(self.eviction, name) for name in PINS}
+        return self.with_policy(load_policy(policy, **{**pins, **options}))
 
     def with_policy(self, policy: Eviction) -> Runtime:
         """The same model and budget under another policy; weights are shared.

@@ -9,43 +9,38 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, get_args
 
-import torch
-from transformers import GenerationConfig
-
-from kvcap.runtime import session_file, session_state
-from kvcap.runtime.budget_cache import BudgetCache
+from kvcap.runtime.engine import OnFull
 from kvcap.runtime.errors import EmptyPrompt
-from kvcap.runtime.loop import BlockLoop, OnFull, interrupts_deferred
+from kvcap.runtime.interrupts import interrupts_deferred
 from kvcap.runtime.pins import message_spans, system_span
-from kvcap.runtime.sampling import Sampler
-from kvcap.runtime.session_file import SessionFile
 from kvcap.runtime.stats import Stats, Turn
 from kvcap.runtime.text import Message, TextStream, render, render_turn
 
 if TYPE_CHECKING:
-    from kvcap.runtime.runtime import Runtime
+    from kvcap.runtime.engine import Engine
 
 MAX_NEW_TOKENS = 512
 
 
 class Session:
-    """A conversation over one cache. Made by `Runtime.session`.
+    """A conversation over one cache. Made by `Runtime.session`; knows no library that runs models.
 
+    >>> from kvcap import Runtime
     >>> session = Runtime.from_pretrained("pocket", kv_budget_tokens=256).session()
     >>> print("".join(session.send("Hello!")))  # doctest: +SKIP
     """
 
     def __init__(
         self,
-        runtime: Runtime,
+        runtime: Engine,
         system: str | None = None,
         seed: int | None = None,
-        generation: GenerationConfig | None = None,
+        generation: Any = None,
     ) -> None:
         self.runtime = runtime
         self.system = system
         self.messages: list[Message] = []
-        self.generation = copy.deepcopy(generation or runtime.model.generation_config)
+        self.generation = copy.deepcopy(generation or runtime.generation)
         self.turn = Turn()
         self.on_block: Callable[[int, int], None] | None = None
         """Called while a prompt is read: (tokens read, tokens of the prompt)."""
@@ -56,13 +51,13 @@ class Session:
         self._unread: list[int] = []  # the last token said, until it is read
         self._unread_since = 0  # what the cache had seen when it was said
         self._warned = False  # that positions are beyond what the model was trained on
-        self.draws = torch.Generator()
-        self._seed(seed)
-        self._loop = BlockLoop(runtime.model, runtime.new_cache(), compiled=runtime.compiled)
+        self.seed = seed
+        self.draws = runtime.draws(seed)
+        self._loop = runtime.loop()
 
     @property
-    def cache(self) -> BudgetCache:
-        """The conversation's cache."""
+    def cache(self) -> Any:
+        """The conversation's cache, of the backend's own kind."""
         return self._loop.cache
 
     @property
@@ -86,7 +81,7 @@ class Session:
         """Tokens, bytes and the last turn's timing, now."""
         cache, plan = self.cache, self.runtime.plan
         return Stats(
-            policy=cache.eviction.name,
+            policy=plan.policy,
             budget_tokens=plan.budget_tokens,
             seen_tokens=cache.seen,
             held_tokens=cache.held,
@@ -100,7 +95,7 @@ class Session:
         )
 
     @classmethod
-    def load(cls, runtime: Runtime, path: str | os.PathLike[str]) -> Session:
+    def load(cls, runtime: Engine, path: str | os.PathLike[str]) -> Session:
         """The conversation saved in `path`, with memory of its own: a file may be loaded often.
 
         A larger budget takes it as it is. A smaller one evicts, by scores that need no queries,
@@ -119,8 +114,8 @@ class Session:
 
         A Ctrl-C takes effect afterwards, as in `save`.
         """
-        with interrupts_deferred(), SessionFile(path) as file:
-            session_state.restore(self, file)
+        with interrupts_deferred():
+            self.runtime.restore(self, path)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Save everything the conversation needs to go on as if nothing had been.
@@ -132,7 +127,7 @@ class Session:
             SessionBroken: a forward pass failed half-way.
         """
         with interrupts_deferred():
-            session_file.write(path, *session_state.gather(self))
+            self.runtime.save(self, path)
 
     @property
     def conversation(self) -> dict[str, Any]:
@@ -147,7 +142,7 @@ class Session:
             "seed": self.seed,
         }
 
-    def take(self, conversation: dict[str, Any], draws: torch.Generator) -> None:
+    def take(self, conversation: dict[str, Any], draws: Any) -> None:
         """Take over a `conversation` and the state of its draws."""
         self.messages, self.system = conversation["messages"], conversation["system"]
         self.pinned, self.pin_system = set(conversation["pinned"]), conversation["pin_system"]
@@ -249,18 +244,18 @@ class Session:
 
     def _generate(self, ids: list[int]) -> Iterator[str]:
         """Read `ids` and stream what follows; `self.turn` is filled as it goes."""
-        config, device = self.generation, self.runtime.model.device
-        sampler = Sampler(config, self.draws)
-        stream = TextStream(self.runtime.tokenizer, config.stop_strings or ())
+        config, runtime = self.generation, self.runtime
+        sampler = runtime.sampler(config, self.draws)
+        stream = TextStream(runtime.tokenizer, config.stop_strings or ())
         limit = config.max_new_tokens or MAX_NEW_TOKENS
         ends = _as_list(config.eos_token_id)
         turn = self.turn = Turn(prompt_tokens=len(ids))
         report = self.on_block
-        prompt = torch.tensor([ids], device=device)
+        prompt = runtime.ids(ids)
         start = time.perf_counter()
         logits = self._loop.prefill(prompt, report and (lambda done: report(done, len(ids))))
         # A penalty looks back at this turn only: the history of a conversation has no bound.
-        history = prompt[:, -self.runtime.plan.budget_tokens :]
+        history = prompt[:, -runtime.plan.budget_tokens :]
         while True:
             self._warn_beyond()
             token = sampler.next(logits, history)
@@ -282,7 +277,7 @@ class Session:
             if self.on_full == "stop" and not self.cache.spare:
                 turn.finish_reason = "full"
                 break
-            history = torch.cat((history, token[:, None]), dim=1)
+            history = runtime.joined(history, token)
             logits = self._loop.read(token[:, None])
         if text := stream.end():
             yield text
@@ -291,28 +286,22 @@ class Session:
         """Change sampling from the next answer on: temperature, top_p, top_k, min_p, seed, ...
 
         Raises:
-            ValueError: transformers refuses the value.
+            ValueError: the value is refused.
         """
         if "seed" in options:
-            self._seed(options.pop("seed"))
+            self.seed = options.pop("seed")
+            self.draws = self.runtime.draws(self.seed)
         if "temperature" in options:
             self.generation.do_sample = options["temperature"] > 0
         elif options.keys() & {"top_p", "top_k", "min_p"}:
             self.generation.do_sample = True
         self.generation.update(**options)
 
-    def _seed(self, seed: int | None) -> None:
-        self.seed = seed
-        if seed is None:
-            self.draws.seed()
-        else:
-            self.draws.manual_seed(seed)
-
     def _warn_beyond(self) -> None:
         """Say once that true positions have left what the model was trained on."""
-        layout = self.cache.layout
-        trained = layout.shape.trained_length
-        if self._warned or layout.positions != "true" or self.cache.seen <= trained:
+        runtime = self.runtime
+        trained = runtime.trained_length
+        if self._warned or runtime.plan.positions != "true" or self.cache.seen <= trained:
             return
         self._warned = True
         warnings.warn(

@@ -1,7 +1,8 @@
 """The file a session is saved in: one safetensors file, replaced whole or not at all.
 
 Tensors are written one by one, so that saving needs no memory of the cache's size. A digest over
-everything tells a file that was cut short or changed from what was saved. Knows no session.
+everything tells a file that was cut short or changed from what was saved. Knows no session, and no
+library of arrays: a tensor is PyTorch's or NumPy's.
 """
 
 from __future__ import annotations
@@ -12,12 +13,12 @@ import json
 import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from math import prod
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-import torch
+import numpy as np
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
 
 from kvcap.runtime.errors import (
     SessionFileCorrupt,
@@ -29,16 +30,17 @@ from kvcap.runtime.errors import (
 FORMAT = "kvcap-session"
 VERSION = 1
 DTYPES = {
-    torch.float32: "F32",
-    torch.bfloat16: "BF16",
-    torch.float16: "F16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
+    "float32": "F32",
+    "bfloat16": "BF16",
+    "float16": "F16",
+    "int64": "I64",
+    "int32": "I32",
+    "uint8": "U8",
+    "bool": "BOOL",
 }
 PIECE = 1 << 20  # bytes handed to the system at once
-Pieces = Sequence[Tensor]
+Array = Any  # a torch.Tensor or a numpy.ndarray
+Pieces = Sequence[Array]
 
 
 def write(path: str | os.PathLike[str], tensors: Mapping[str, Pieces], facts: Any) -> None:
@@ -57,8 +59,8 @@ def write(path: str | os.PathLike[str], tensors: Mapping[str, Pieces], facts: An
     start = 0
     for name in names:
         pieces = tensors[name]
-        stop = start + sum(piece.numel() * piece.dtype.itemsize for piece in pieces)
-        kind, shape = DTYPES[pieces[0].dtype], _shape(pieces)
+        stop = start + sum(prod(piece.shape) * piece.dtype.itemsize for piece in pieces)
+        kind, shape = _kind(pieces[0]), _shape(pieces)
         header[name] = {"dtype": kind, "shape": shape, "data_offsets": [start, stop]}
         start = stop
     header["__metadata__"] = {
@@ -79,7 +81,7 @@ def write(path: str | os.PathLike[str], tensors: Mapping[str, Pieces], facts: An
         ) from error
 
 
-def _replace(target: Path, head: bytes, tensors: Iterator[Tensor]) -> None:
+def _replace(target: Path, head: bytes, tensors: Iterator[Array]) -> None:
     descriptor, part = tempfile.mkstemp(".part", f".{target.name}.", target.parent)
     try:
         try:
@@ -107,9 +109,21 @@ def _write_all(descriptor: int, data: memoryview) -> None:
         data = data[os.write(descriptor, data[:PIECE]) :]
 
 
-def _bytes(tensor: Tensor) -> memoryview:
-    flat = tensor.detach().cpu().contiguous().reshape(-1)
-    return memoryview(cast(Any, flat.view(torch.uint8).numpy()))
+def _bytes(tensor: Array) -> memoryview:
+    if not isinstance(tensor, np.ndarray):  # bfloat16 has no type in NumPy; its bytes have
+        import torch
+
+        tensor = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return np.ascontiguousarray(tensor).reshape(-1).view(np.uint8).data
+
+
+def _kind(tensor: Array) -> str:
+    """The tensor's type in safetensors' letters."""
+    return DTYPES[_name(tensor.dtype)]
+
+
+def _name(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _shape(pieces: Pieces) -> list[int]:
@@ -120,7 +134,7 @@ def digest(session: str, tensors: Iterator[tuple[str, Pieces]]) -> str:
     """Of everything a file says: SHA-256, in hexadecimal digits."""
     total = hashlib.sha256(session.encode())
     for name, pieces in tensors:
-        total.update(f"\n{name} {DTYPES[pieces[0].dtype]} {_shape(pieces)}\n".encode())
+        total.update(f"\n{name} {_kind(pieces[0])} {_shape(pieces)}\n".encode())
         for piece in pieces:
             total.update(_bytes(piece))
     return total.hexdigest()
@@ -131,17 +145,18 @@ class SessionFile:
 
     Args:
         path: of the file.
+        framework: what its tensors are to be, 'pt' (PyTorch) or 'np' (NumPy).
 
     Raises:
         SessionFileCorrupt: no such file, not a session's, cut short, or changed.
         SessionFileNewer: of a format that this version does not know.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(self, path: str | os.PathLike[str], framework: str = "pt") -> None:
         self.path = str(path)
         try:
             opened: Any = safe_open
-            self._file = opened(self.path, framework="pt").__enter__()
+            self._file = opened(self.path, framework=framework).__enter__()
         except (SafetensorError, OSError, ValueError) as error:
             reason = getattr(error, "strerror", None) or first_line(error)
             raise self.corrupt(f"it cannot be read ({reason})") from error
@@ -168,18 +183,17 @@ class SessionFile:
         try:
             found = digest(session, ((name, [self.tensor(name)]) for name in sorted(self.names)))
             facts = json.loads(session)
-        except (SafetensorError, ValueError, KeyError, RuntimeError) as error:
+        except (SafetensorError, ValueError, KeyError, RuntimeError, TypeError) as error:
             raise self.corrupt("it cannot be decoded") from error
         if found != about.get("digest") or not isinstance(facts, dict):
             raise self.corrupt("its content is not what was saved")
         return facts
 
-    def tensor(self, name: str) -> Tensor:
+    def tensor(self, name: str) -> Array:
         """One tensor, a copy in memory."""
-        found: Tensor = self._file.get_tensor(name)
-        return found
+        return self._file.get_tensor(name)
 
-    def taken(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    def taken(self, name: str, shape: tuple[int, ...], dtype: Any) -> Array:
         """One tensor of a known shape and type.
 
         Raises:
@@ -190,7 +204,8 @@ class SessionFile:
         found = self.tensor(name)
         if tuple(found.shape) != shape or found.dtype != dtype:
             raise self.corrupt(
-                f"{name} is {list(found.shape)} of {found.dtype}, not {list(shape)} of {dtype}"
+                f"{name} is {list(found.shape)} of {_name(found.dtype)}, not {list(shape)} of "
+                f"{_name(dtype)}"
             )
         return found
 

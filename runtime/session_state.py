@@ -31,13 +31,13 @@ if TYPE_CHECKING:
     from kvcap.runtime.session import Session
 
 
-def gather(session: Session) -> tuple[dict[str, list[Tensor]], dict[str, Any]]:
+def gather(session: Session, runtime: Runtime) -> tuple[dict[str, list[Tensor]], dict[str, Any]]:
     """The tensors of a session, as views where they can be, and everything else.
 
     Raises:
         SessionBroken: layers have read different tokens.
     """
-    cache, runtime = session.cache, session.runtime
+    cache = session.cache
     if not cache.consistent:
         raise SessionBroken(
             "a forward pass failed half-way, so the session is no state to save; reset it (in "
@@ -76,7 +76,7 @@ def settings(generation: GenerationConfig) -> dict[str, Any]:
     return {**NEUTRAL, **{name: value for name, value in given if value is not None}}
 
 
-def restore(session: Session, file: SessionFile) -> None:
+def restore(session: Session, runtime: Runtime, file: SessionFile) -> None:
     """Make `session` what was saved; its runtime stays.
 
     Raises:
@@ -86,13 +86,13 @@ def restore(session: Session, file: SessionFile) -> None:
     """
     try:
         facts = file.facts
-        _check_identity(facts, session.runtime, file.path)
+        _check_identity(facts, runtime, file.path)
         generation = GenerationConfig.from_dict(facts["generation"])
         conversation = facts["conversation"]
         draws = torch.Generator()
         draws.set_state(file.taken("draws", tuple(draws.get_state().shape), torch.uint8))
         refill = Refill(session.cache, file, continues(facts, session.cache, file.path))
-        _check_conversation(conversation)
+        check_conversation(conversation)
     except (
         LookupError,
         TypeError,
@@ -211,7 +211,7 @@ def fingerprint(model: Any) -> str:
     return total.hexdigest()
 
 
-def _check_conversation(said: dict[str, Any]) -> None:
+def check_conversation(said: dict[str, Any]) -> None:
     """Raise `ValueError` unless messages, pins and unread tokens are of the kinds they must be."""
     for message in said["messages"]:
         if not all(isinstance(message[key], str) for key in ("role", "content")):

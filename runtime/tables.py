@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from kvcap.policies import SLOTS, Eviction, companions, policies
-from kvcap.policies.base import Component
 from kvcap.runtime.free_memory import FreeMemory
 from kvcap.runtime.plan import BLOCK_SIZE, MemoryPlan
 from kvcap.runtime.screen import dim, size
+
+if TYPE_CHECKING:  # plans are shown without PyTorch too
+    from kvcap.policies import Eviction
+    from kvcap.policies.base import Component
 
 WORKSPACE = 3  # float32 copies of an observed query's row, as the plan counts: z, masked z, A
 DOES = {
@@ -33,6 +35,8 @@ LEGEND = (
 
 def describe(name: str, eviction: Eviction) -> dict[str, Any]:
     """One policy or preset for `kvcap policies --json`."""
+    from kvcap.policies import SLOTS
+
     filled = {slot: part for slot in SLOTS if (part := getattr(eviction, slot)) is not None}
     parts = [_part(slot, _name(part), part) for slot, part in filled.items()]
     pins = {"sink_tokens": eviction.sink_tokens, "recent_tokens": eviction.recent_tokens}
@@ -54,6 +58,8 @@ def describe(name: str, eviction: Eviction) -> dict[str, Any]:
 
 def describe_companions() -> list[dict[str, Any]]:
     """What policies can be combined with, for `kvcap policies --json`."""
+    from kvcap.policies import SLOTS, companions
+
     slots = {
         name: next(slot for slot, kind in SLOTS.items() if issubclass(cls, kind))
         for name, cls in companions().items()
@@ -103,6 +109,8 @@ def _part(slot: str, name: str, part: Component) -> dict[str, Any]:
 
 def _name(part: Component) -> str:
     """What a part is called in a combination, such as `h2o+criticalkv`."""
+    from kvcap.policies import policies
+
     registered = {  # by other packages, under names of their own
         recipe.parts["policy"]: name
         for name, recipe in policies().items()
