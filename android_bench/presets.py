@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
+
+from kvcap.android_bench.errors import PlanBroken
 
 SIZES = (512, 1024, 2048, 4096, 8192)  # of the paper's Table 19
 
@@ -88,3 +90,48 @@ PRESETS = {
         threads=(1, 2),
     ),
 }
+
+
+def narrowed(
+    preset: str,
+    policies: Sequence[str] = (),
+    formulations: Sequence[str] = (),
+    dtypes: Sequence[str] = (),
+    stages: Sequence[str] = (),
+    sizes: Sequence[int] = (),
+) -> Preset:
+    """A preset, or what of it was asked for; `sizes` take the place of its own.
+
+    Raises:
+        PlanBroken: there is no such preset, or none of what was asked for is in it.
+    """
+    if preset not in PRESETS:
+        raise PlanBroken(f"no preset {preset!r}; there are {', '.join(PRESETS)}")
+    whole = PRESETS[preset]
+    variants = [variant for group in whole.groups for variant in group.variants]
+    _known(preset, "policy", policies, [v.policy for v in variants])
+    _known(preset, "formulation", formulations, [v.formulation or "naive" for v in variants])
+    _known(preset, "dtype", dtypes, [dtype for group in whole.groups for dtype in group.dtypes])
+    _known(preset, "stage", stages, [group.stage for group in whole.groups])
+    groups = []
+    for group in whole.groups:
+        kept = tuple(
+            v
+            for v in group.variants
+            if (not policies or v.policy in policies)
+            and (not formulations or (v.formulation or "naive") in formulations)
+        )
+        types = tuple(d for d in group.dtypes if not dtypes or d in dtypes)
+        if kept and types and (not stages or group.stage in stages):
+            groups.append(replace(group, variants=kept, dtypes=types,
+                                  sizes=tuple(sizes) or group.sizes))  # fmt: skip
+    if not groups:
+        raise PlanBroken(f"preset {preset} has no cell with all that was asked for")
+    return replace(whole, groups=tuple(groups))
+
+
+def _known(preset: str, what: str, asked: Sequence[str], there: Sequence[str]) -> None:
+    for name in asked:
+        if name not in there:
+            known = ", ".join(dict.fromkeys(there))
+            raise PlanBroken(f"preset {preset} has no {what} {name!r}; it has {known}")

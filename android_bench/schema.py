@@ -96,5 +96,18 @@ def read_result(path: Path) -> dict[str, Any]:
     return found
 
 
+def write_json(document: dict[str, Any], path: Path) -> None:
+    """Write a document whole or not at all.
+
+    Raises:
+        ResultBroken: there is no such folder.
+    """
+    if not path.parent.is_dir():
+        raise ResultBroken(f"no folder {str(path.parent)!r} to write {path.name} to")
+    part = path.with_name(f".{path.name}.part")
+    part.write_text(json.dumps(document, allow_nan=False) + "\n", encoding="utf-8")
+    part.replace(path)
+
+
 def _refuse(constant: str) -> None:
     raise ValueError(f"{constant} is no JSON")

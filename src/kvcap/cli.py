@@ -12,6 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
+from kvcap.android_bench.commands import android
 from kvcap.evals import commands as evals
 from kvcap.evals.calibrate_command import calibrate_command
 from kvcap.evals.memory_command import memory
@@ -39,6 +40,7 @@ policies.command("calibrate")(calibrate_command)
 app.add_typer(policies, name="policies")
 app.add_typer(memory, name="memory")
 app.add_typer(export, name="export")
+app.add_typer(android, name="android")
 app.command("demo")(evals.demo_command)
 app.command("eval")(evals.eval_command)
 app.command("bench")(evals.bench_command)

@@ -1,0 +1,183 @@
+"""`kvcap android plan`, `host`, `report`, `serve` and `adb`, for the command line to register.
+
+Imports of torch wait until a command runs. Results go to stdout, everything else to stderr.
+"""
+
+from __future__ import annotations
+
+import json as jsonlib
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from kvcap.android_bench.presets import PRESETS, narrowed
+
+android = typer.Typer(add_completion=False, help="Latency of scores on phones, measured there.")
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
+Names = Annotated[str | None, typer.Option(metavar="NAMES", help="Only these, with commas.")]
+Counts = Annotated[str | None, typer.Option(metavar="COUNTS", help="Such as 1,2.")]
+
+
+def _rule(text: str) -> typer.models.OptionInfo:
+    found: typer.models.OptionInfo = typer.Option(min=0, help=text)
+    return found
+
+
+@android.command("plan")
+def plan_command(
+    out: Annotated[Path, typer.Option("--out", "-o", help="New folder for the plan.")],
+    preset: Annotated[str, typer.Option(help=", ".join(PRESETS))] = "quick",
+    policies: Names = None,
+    formulations: Names = None,
+    dtypes: Names = None,
+    stages: Names = None,
+    sizes: Annotated[
+        str | None,
+        typer.Option(metavar="SLOTS", help="That are scored, and that evict graphs keep."),
+    ] = None,
+    threads: Counts = None,
+    min_runs: Annotated[int | None, _rule("Of a cell.")] = None,
+    min_seconds: Annotated[float | None, _rule("Of a cell.")] = None,
+    warmup_seconds: Annotated[float | None, _rule("Before a cell's samples.")] = None,
+    rounds: Annotated[int | None, _rule("Visits to a cell.")] = None,
+    model: Annotated[
+        str | None, typer.Option(metavar="MODEL", help="Sizes from a model's config.")
+    ] = None,
+    kv_heads: Annotated[int | None, _rule("By hand, in place of Llama-3.2-3B's.")] = None,
+    heads: Annotated[int | None, _rule("Query heads.")] = None,
+    head_dim: Annotated[int | None, _rule("Numbers of a key.")] = None,
+    block: Annotated[int | None, _rule("Tokens that arrive at once.")] = None,
+    json: Json = False,
+) -> None:
+    """Write a folder with plan.json, graphs, and what they must give."""
+    from kvcap.android_bench.plan import Wanted, write_plan
+    from kvcap.export.shape import Shape, model_sizes
+
+    rules: dict[str, Any] = {"min_runs": min_runs, "min_seconds": min_seconds, "rounds": rounds,
+                             "warmup_seconds": warmup_seconds}  # fmt: skip
+    chosen = narrowed(preset, _names(policies), _names(formulations), _names(dtypes),
+                      _names(stages), _numbers(sizes))  # fmt: skip
+    chosen = replace(
+        chosen, rules=replace(chosen.rules, **{k: v for k, v in rules.items() if v is not None})
+    )
+    if threads:
+        chosen = replace(chosen, threads=tuple(_numbers(threads)))
+    sizes_given = {"kv_heads": kv_heads, "heads": heads, "head_dim": head_dim, "block": block}
+    given = {name: value for name, value in sizes_given.items() if value is not None}
+    name = model or ("Llama-3.2-3B" if not given else "sizes by hand")
+    shape = Shape(**{**(model_sizes(model) if model else {}), **given})
+    found = write_plan(Wanted(preset, chosen, shape, name), out)
+    whole = sum(entry["bytes"] for entry in found["files"])
+    if json:
+        said = {"plan": str(out), "id": found["id"], "cells": len(found["cells"]), "bytes": whole}
+        print(jsonlib.dumps(said))
+    else:
+        print(f"{out}: {len(found['cells'])} cells, {whole / 1e6:.1f} MB, plan {found['id']}")
+
+
+@android.command("host")
+def host_command(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Of kvcap android plan.")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="Where the result goes.")],
+    threads: Counts = None,
+    cores: Annotated[
+        str, typer.Option(help="auto (the fastest), none, or cores such as 7 or 4-7.")
+    ] = "auto",
+) -> None:
+    """Measure a plan on this machine, by the runner that a device gets."""
+    from kvcap.android_bench.host import run_here
+    from kvcap.android_bench.schema import write_json
+    from kvcap.android_bench.table import markdown
+
+    options = ["--cores", cores]
+    if threads:
+        options += ["--threads", ",".join(map(str, _numbers(threads)))]
+    result = run_here(folder, options)
+    write_json(result, out)
+    print(markdown([result]), end="")
+
+
+@android.command("report")
+def report_command(
+    files: Annotated[list[Path], typer.Argument(metavar="FILES", help="Results, side by side.")],
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", metavar="FILE.md", help="Markdown goes there too.")
+    ] = None,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="FILE.png", help="A chart goes there.")
+    ] = None,
+    baseline: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="An earlier result of the same device.")
+    ] = None,
+    max_regress: Annotated[
+        str, typer.Option(metavar="PERCENT", help="By which a median may grow; exit 1 beyond.")
+    ] = "10%",
+    json: Json = False,
+) -> None:
+    """Tables and a chart of results; with a baseline, exit 1 where a cell became slower."""
+    from kvcap.android_bench.errors import Regressed
+    from kvcap.android_bench.judge import judged
+    from kvcap.android_bench.regress import regressions
+    from kvcap.android_bench.schema import read_result
+    from kvcap.android_bench.table import heading, markdown
+
+    allowed = _share(max_regress)
+    results = [judged(read_result(file)) for file in files]
+    slower: list[str] = []
+    if baseline is not None:
+        before = judged(read_result(baseline))
+        slower = [line for result in results for line in regressions(result, before, allowed)]
+    text = markdown(results)
+    if json:
+        said = {"title": heading(results), "results": results, "regressions": slower}
+        print(jsonlib.dumps(said))
+    else:
+        print(text, end="")
+        print("\n".join(f"- slower: {line}" for line in slower), end="\n" * bool(slower))
+    if out is not None:
+        out.write_text(text, encoding="utf-8")
+    if plot is not None:
+        from kvcap.android_bench.chart import draw
+
+        draw(results, plot)
+    if slower:
+        raise Regressed(
+            f"{len(slower)} cells became slower by more than {allowed:.0%}: {slower[0]}"
+        )
+
+
+def _names(text: str | None) -> list[str]:
+    return [part.strip() for part in text.split(",")] if text else []
+
+
+def _numbers(text: str | None) -> list[int]:
+    """Whole numbers with commas.
+
+    Raises:
+        ValueError: something else, or the same twice.
+    """
+    try:
+        found = [int(part) for part in _names(text)]
+    except ValueError:
+        found = [0]
+    if any(n < 1 for n in found) or len(set(found)) < len(found):
+        raise ValueError(f"{text!r} will not work; use whole numbers above 0, such as 1,2")
+    return found
+
+
+def _share(text: str) -> float:
+    """`10%` as 0.1.
+
+    Raises:
+        ValueError: something else.
+    """
+    try:
+        found = float(text.removesuffix("%")) / 100
+    except ValueError:
+        found = -1.0
+    if not 0 <= found < float("inf"):
+        raise ValueError(f"--max-regress {text!r} will not work; use a percentage such as 10%")
+    return found
