@@ -7,7 +7,16 @@ AndroidError
 ├── ResultBroken     no result, another schema, or one that contradicts itself
 ├── RunFailed        the runner ended without a result
 ├── NotComparable    results that have no cell in common, or of other shapes
-└── Regressed        a cell is slower than its baseline by more than was allowed
+├── Regressed        a cell is slower than its baseline by more than was allowed
+└── DeviceError      adb, or the device that it reaches, failed
+    ├── NoAdb               there is no adb program
+    ├── NoDevice            none is connected, or none of that serial number
+    ├── SeveralDevices      more than one is connected, and none was chosen
+    ├── DeviceUnauthorised  the device has not allowed this computer
+    ├── DeviceFull          files or the result do not fit
+    ├── RunnerMissing       no C runner was built, or the device has no Python with onnxruntime
+    ├── DeviceLost          the device or its adb daemon went away
+    └── RunTimeout          the run took longer than was allowed; it was ended
 ```
 """
 
@@ -40,3 +49,39 @@ class NotComparable(AndroidError, ValueError):
 
 class Regressed(AndroidError):
     """A cell became slower by more than was allowed."""
+
+
+class DeviceError(AndroidError):
+    """adb, or the device that it reaches, failed."""
+
+
+class NoAdb(DeviceError):
+    """There is no adb program."""
+
+
+class NoDevice(DeviceError):
+    """No device is connected, or none of that serial number."""
+
+
+class SeveralDevices(DeviceError, ValueError):
+    """More than one device is connected, and none was chosen."""
+
+
+class DeviceUnauthorised(DeviceError):
+    """The device has not allowed this computer."""
+
+
+class DeviceFull(DeviceError):
+    """Files or the result do not fit on the device."""
+
+
+class RunnerMissing(DeviceError, ValueError):
+    """No C runner was built, or the device has no Python with onnxruntime."""
+
+
+class DeviceLost(DeviceError):
+    """The device or its adb daemon went away; what was started there ends itself."""
+
+
+class RunTimeout(DeviceError):
+    """The run took longer than was allowed; it was ended."""
