@@ -20,6 +20,7 @@ import kvcap
 from kvcap.policies import Eviction
 from kvcap.policies.base import Component
 from kvcap.runtime.budget_cache import BudgetCache
+from kvcap.runtime.conversation import check_conversation
 from kvcap.runtime.errors import SessionBroken, SessionFileForeign
 from kvcap.runtime.model_shape import ModelShape
 from kvcap.runtime.refill import Refill, saved
@@ -209,18 +210,3 @@ def fingerprint(model: Any) -> str:
             f"{name} {tuple(weight.shape)} {some.reshape(-1)[:4].float().tolist()}".encode()
         )
     return total.hexdigest()
-
-
-def check_conversation(said: dict[str, Any]) -> None:
-    """Raise `ValueError` unless messages, pins and unread tokens are of the kinds they must be."""
-    for message in said["messages"]:
-        if not all(isinstance(message[key], str) for key in ("role", "content")):
-            raise ValueError("messages")
-    numbers = [*said["pinned"], *said["unread"], said["unread_since"]]
-    texts = [x for x in (said["system"],) if x is not None]
-    whole = all(type(n) is int and n >= 0 for n in numbers)
-    if not whole or not all(isinstance(text, str) for text in texts):
-        raise ValueError("what was said")
-    if any(n >= len(said["messages"]) for n in said["pinned"]) or len(said["unread"]) > 1:
-        raise ValueError("what was said")
-    bool(said["pin_system"]), said["seed"]

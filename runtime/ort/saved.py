@@ -1,0 +1,141 @@
+"""A conversation of the ONNX Runtime backend in a session's file, and back.
+
+The file is that of `session_file.py`. It goes on under the decoder, positions, policy and budget it
+was saved with: slots lie in it as the graph has them. Everything is checked before anything is
+changed.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+import kvcap
+from kvcap.runtime import session_file
+from kvcap.runtime.conversation import check_conversation
+from kvcap.runtime.errors import KvcapError, SessionFileForeign
+from kvcap.runtime.ort.decoder import held
+from kvcap.runtime.ort.generation import Generation
+from kvcap.runtime.session_file import SessionFile
+
+if TYPE_CHECKING:
+    from kvcap.runtime.ort.runtime import OrtRuntime
+    from kvcap.runtime.session import Session
+
+BACKEND = "onnxruntime"
+
+
+def save(session: Session, runtime: OrtRuntime, path: str | os.PathLike[str]) -> None:
+    """Write the slots in use and everything else.
+
+    Raises:
+        SessionNotSaved: an earlier file is as it was.
+    """
+    cache = session.cache
+    state = cache.decoder.state(cache.seen) if cache.seen else {}
+    facts = {
+        "kvcap": kvcap.__version__,
+        "model": f"{runtime.manifest.model['name']} (ONNX Runtime)",
+        "revision": None,
+        **_identity(runtime),
+        "seen": cache.seen,
+        "pinned_spans": cache.pinned_spans,
+        "conversation": session.conversation,
+        "generation": asdict(session.generation),
+        "draws": session.draws.bit_generator.state,
+    }
+    tensors = {f"state.{name}": [array] for name, array in state.items()}
+    session_file.write(path, tensors, facts)
+
+
+def restore(session: Session, runtime: OrtRuntime, path: str | os.PathLike[str]) -> None:
+    """Make `session` what was saved.
+
+    Raises:
+        SessionFileForeign: another backend, decoder or setting.
+        SessionFileCorrupt: not what a session can be. Nothing is changed by either.
+        PinsTooLarge: the pinned tokens do not fit.
+    """
+    with SessionFile(path, "np") as file:
+        facts = file.facts
+        _check_identity(facts, runtime, str(path))
+        try:
+            seen, spans = facts["seen"], [(int(a), int(b)) for a, b in facts["pinned_spans"]]
+            if type(seen) is not int or seen < 0 or not all(0 <= a < b for a, b in spans):
+                raise ValueError("tokens read")
+            generation = Generation.of(facts["generation"])
+            check_conversation(facts["conversation"])
+            draws = runtime.draws(None)
+            draws.bit_generator.state = facts["draws"]
+            slots = _slots(session, file, seen)
+        except KvcapError:
+            raise
+        except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+            raise file.corrupt(f"what it says cannot be ({error!r})") from error
+        cache = session.cache
+        cache.set_pins(spans)  # or refuses
+        cache.seen = seen
+        for name, array in (cache.decoder.state(seen) if seen else {}).items():
+            array[...] = slots[name]
+        session.generation = generation
+        session.take(facts["conversation"], draws)
+
+
+def _slots(session: Session, file: SessionFile, seen: int) -> dict[str, Any]:
+    """The saved slots, of the shapes that the decoder's have after so many tokens."""
+    decoder = session.cache.decoder
+    expected = decoder.state(seen) if seen else {}
+    found = {
+        name: file.taken(f"state.{name}", array.shape, array.dtype)
+        for name, array in expected.items()
+    }
+    for name, array in found.items():
+        if array.dtype.kind == "f" and not np.isfinite(array).all():
+            raise ValueError(f"{name} holds numbers that are none")
+        if name.startswith("positions"):
+            rows = array.reshape(-1, array.shape[-1])
+            inside = (rows >= 0).all() and (rows < seen).all()
+            if not inside or not (np.diff(rows, axis=1) > 0).all():
+                raise ValueError(f"{name} are none that slots can have")
+        if name == "made_at":
+            most = held(decoder.budgets[0], seen) + decoder.block_size
+            if not ((array >= 0) & (array < most)).all():
+                raise ValueError(f"{name} is out of reach")
+    return found
+
+
+def _identity(runtime: OrtRuntime) -> dict[str, Any]:
+    """What must agree for slots to mean the same."""
+    entry = runtime.chosen.entry
+    policy = {"name": entry["policy"]["name"], "parameters": entry["policy"]["parameters"]}
+    return {
+        "backend": BACKEND,
+        "fingerprint": runtime.manifest.fingerprint,
+        "dtype": runtime.plan.dtype,
+        "positions": runtime.plan.positions,
+        "policy": policy["name"],
+        "parts": policy,
+        "budget_tokens": runtime.plan.budget_tokens,
+    }
+
+
+def _check_identity(facts: dict[str, Any], runtime: OrtRuntime, path: str) -> None:
+    mine = _identity(runtime)
+    if facts.get("backend") != BACKEND:
+        raise SessionFileForeign(
+            f"{path!r} was saved by the PyTorch backend (model {facts.get('model')!r}); load it "
+            "with --backend torch"
+        )
+    if facts.get("fingerprint") != mine["fingerprint"]:
+        raise SessionFileForeign(
+            f"{path!r} was saved by another decoder, {facts.get('model')!r}; load it with that one"
+        )
+    for name, value in mine.items():
+        if facts.get(name) != value:
+            raise SessionFileForeign(
+                f"{path!r} was saved with {name} {facts.get(name)!r}, this is {value!r}; start "
+                "with the saved one"
+            )
