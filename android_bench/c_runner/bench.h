@@ -63,15 +63,21 @@ bool bind_tensors(Session *session, Tensor *inputs, int ins, Tensor *outputs, in
 bool run_session(Session *session, Fault *fault);
 void close_session(Session *session);
 
-/* facts.c: the device and the clock. */
+/* facts.c: the clock, the cores, sysfs. Lists are NULL where nothing is known. */
 double now_us(void);
 double timer_step_us(void);
 void time_text(char text[40]); /* UTC, as in ISO 8601 */
-cJSON *device_facts(void);
-cJSON *conditions(void);
+bool file_line(const char *path, char *line, int size); /* the first, without its end */
+cJSON *per_core(const char *name, bool number);         /* of cpufreq */
+cJSON *temperatures(void);
+void add_if(cJSON *object, const char *name, cJSON *value);
 int core_count(void);
 int biggest_cores(int *cores, int count); /* highest frequency first; how many were found */
 bool hold_to_cores(const int *cores, int count);
+
+/* device.c: what is measured on, and what may slow it down. */
+cJSON *device_facts(const char *asked); /* auto, host or emulated */
+cJSON *conditions(void);
 
 /* measure.c: cells and copies of memory, by the plan's rules; false where a cell failed, which its result then says. */
 typedef struct {

@@ -1,4 +1,4 @@
-/* The clock, the cores, and what the system tells of itself and its state. What cannot be known is left out. */
+/* The clock, the cores, and what sysfs tells of them. What cannot be known is left out. */
 #define _GNU_SOURCE
 #include "bench.h"
 
@@ -7,7 +7,6 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/utsname.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -40,15 +39,13 @@ void time_text(char text[40]) {
 
 int core_count(void) { return (int)sysconf(_SC_NPROCESSORS_CONF); }
 
-/* First line of a file or of what a command prints, without its end; false where there is none. */
-static bool line_of(FILE *stream, bool command, char *line, int size) {
-  bool read = stream && fgets(line, size, stream);
-  if (stream) (command ? pclose : fclose)(stream);
+bool file_line(const char *path, char *line, int size) {
+  FILE *file = fopen(path, "r");
+  bool read = file && fgets(line, size, file);
+  if (file) fclose(file);
   if (read) line[strcspn(line, "\n")] = 0;
   return read && line[0];
 }
-
-static bool file_line(const char *path, char *line, int size) { return line_of(fopen(path, "r"), false, line, size); }
 
 static bool core_line(int core, const char *name, char *line, int size) {
   char path[200];
@@ -82,7 +79,7 @@ bool hold_to_cores(const int *cores, int count) {
   return count && !sched_setaffinity(0, sizeof set, &set);
 }
 
-static cJSON *per_core(const char *name, bool number) {
+cJSON *per_core(const char *name, bool number) {
   cJSON *list = cJSON_CreateArray();
   bool any = false;
   for (int core = 0; core < core_count(); core++) {
@@ -98,17 +95,11 @@ static cJSON *per_core(const char *name, bool number) {
   return NULL;
 }
 
-static void add_if(cJSON *object, const char *name, cJSON *value) {
+void add_if(cJSON *object, const char *name, cJSON *value) {
   if (value) cJSON_AddItemToObject(object, name, value);
 }
 
-static cJSON *property(const char *name) {
-  char command[100], line[200];
-  snprintf(command, sizeof command, "getprop %s 2>/dev/null", name);
-  return line_of(popen(command, "r"), true, line, sizeof line) ? cJSON_CreateString(line) : NULL;
-}
-
-static cJSON *temperatures(void) {
+cJSON *temperatures(void) {
   const char *root = "/sys/class/thermal";
   cJSON *found = cJSON_CreateObject();
   DIR *zones = opendir(root);
@@ -125,40 +116,4 @@ static cJSON *temperatures(void) {
   if (found->child) return found;
   cJSON_Delete(found);
   return NULL;
-}
-
-cJSON *conditions(void) {
-  cJSON *found = cJSON_CreateObject();
-  add_if(found, "governor", per_core("scaling_governor", false));
-  add_if(found, "khz", per_core("scaling_cur_freq", true));
-  add_if(found, "thermal", temperatures());
-  char line[100];
-  if (file_line("/proc/loadavg", line, sizeof line)) cJSON_AddNumberToObject(found, "load", atof(line));
-  return found;
-}
-
-/* A runner cannot tell a phone from a board; it can tell that it is emulated. `kvcap android adb` asks the device. */
-static void add_source(cJSON *device) {
-  char exe[300] = "";
-  /* of the thread, as qemu shows a program its own name under /proc/self */
-  ssize_t size = readlink("/proc/thread-self/exe", exe, sizeof exe - 1);
-  bool emulated = getenv("KVCAP_EMULATED") || (size > 0 && strstr(exe, "qemu"));
-  cJSON_AddStringToObject(device, "source", emulated ? "emulated" : "host");
-  cJSON_AddStringToObject(device, "source_reason",
-                          emulated ? "an emulator runs the runner" : "a runner does not say that it is on a phone");
-}
-
-cJSON *device_facts(void) {
-  struct utsname system;
-  uname(&system);
-  cJSON *device = cJSON_CreateObject(), *model = property("ro.product.model");
-  add_source(device);
-  cJSON_AddItemToObject(device, "model", model ? model : cJSON_CreateString(system.machine));
-  add_if(device, "soc", property("ro.soc.model"));
-  cJSON_AddStringToObject(device, "abi", system.machine);
-  cJSON_AddNumberToObject(device, "cores", core_count());
-  add_if(device, "core_khz", per_core("cpuinfo_max_freq", true));
-  add_if(device, "android", property("ro.build.version.release"));
-  cJSON_AddNumberToObject(device, "ram_bytes", (double)sysconf(_SC_PHYS_PAGES) * (double)sysconf(_SC_PAGESIZE));
-  return device;
 }

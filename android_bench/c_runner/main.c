@@ -1,14 +1,16 @@
 /* Runs a plan on this device and writes what was measured:
  *
- *   kvcap-bench DIR/plan.json -o result.json [--threads 1,2] [--cores 7,6] [--lib ./libonnxruntime.so]
+ *   kvcap-bench DIR/plan.json -o result.json [--threads 1,2] [--cores auto|none|7|4-7] [--lib ./libonnxruntime.so]
  *
- * The twin of runner.py, for devices without Python: same plan, same rules, same result. It does not judge:
- * statistics and flags are made of its samples later. Exit codes: 0 done, 1 failed, 2 wrong input. */
+ * The twin of the Python runner, for devices without Python: same plan, same rules, same result. It does not judge:
+ * statistics and flags are made of its samples later. Exit codes: 0 done, 1 no
+ * cell could be run, 2 wrong input. */
 #include "bench.h"
 
 #include <getopt.h>
 #include <libgen.h>
 #include <limits.h>
+#include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -18,37 +20,62 @@ enum { MAX_CORES = 64 };
 
 typedef struct {
   const char *plan, *out, *library;
+  const char *source;
   int threads[MAX_CORES], thread_counts;
-  int cores[MAX_CORES], core_counts; /* none: the biggest */
+  int cores[MAX_CORES], core_counts; /* 0: held to none */
+  bool biggest;                      /* as many of the biggest cores as there are threads */
 } Options;
 
+/* A list such as 1,2 or 4-7; every number is at least `least`. */
 static int numbers(const char *text, int *into, int least) {
   int count = 0;
-  for (const char *at = text; count < MAX_CORES;) {
+  for (const char *at = text;;) {
     char *end;
-    long value = strtol(at, &end, 10);
-    if (end == at || value < least || value > 1024 || (*end && *end != ',')) break;
-    into[count++] = (int)value;
+    long first = strtol(at, &end, 10), last = first;
+    bool read = end != at;
+    if (read && *end == '-') last = strtol(at = end + 1, &end, 10), read = end != at;
+    if (!read || first < least || last < first || last - first >= MAX_CORES - count || (*end && *end != ','))
+      quit(2, "%s will not work; a list such as 1,2 or 4-7 does", text);
+    while (first <= last) into[count++] = (int)first++;
     if (!*end) return count;
     at = end + 1;
   }
-  quit(2, "%s is no list of numbers such as 1,2", text);
 }
 
 static Options options_of(int count, char **given) {
   static const struct option known[] = {{"out", required_argument, 0, 'o'}, {"threads", required_argument, 0, 't'},
-                                        {"cores", required_argument, 0, 'c'}, {"lib", required_argument, 0, 'l'}, {0}};
-  Options options = {.library = "libonnxruntime.so"};
+                                        {"cores", required_argument, 0, 'c'}, {"source", required_argument, 0, 's'},
+                                        {"lib", required_argument, 0, 'l'}, {0}};
+  Options options = {.library = "libonnxruntime.so", .source = "auto", .biggest = true};
   for (int option; (option = getopt_long(count, given, "o:", known, NULL)) != -1;) {
     if (option == 'o') options.out = optarg;
     else if (option == 't') options.thread_counts = numbers(optarg, options.threads, 1);
-    else if (option == 'c') options.core_counts = numbers(optarg, options.cores, 0);
+    else if (option == 'c') {
+      options.biggest = !strcmp(optarg, "auto");
+      if (!options.biggest && strcmp(optarg, "none")) options.core_counts = numbers(optarg, options.cores, 0);
+    } else if (option == 's' && (!strcmp(optarg, "auto") || !strcmp(optarg, "host") || !strcmp(optarg, "emulated"))) options.source = optarg;
     else if (option == 'l') options.library = optarg;
-    else quit(2, "usage: kvcap-bench PLAN -o RESULT [--threads 1,2] [--cores 7,6] [--lib FILE]");
+    else quit(2, "usage: kvcap-bench PLAN -o RESULT [--threads 1,2] [--cores auto|none|7|4-7] [--source auto|host|emulated] [--lib FILE]");
   }
   if (optind + 1 != count || !options.out) quit(2, "needed are one plan.json and -o RESULT");
   options.plan = given[optind];
   return options;
+}
+
+/* Threads and cores that were not asked for: the plan's, and the biggest. */
+static void complete_options(Options *options, const cJSON *plan) {
+  const cJSON *threads;
+  if (!options->thread_counts)
+    cJSON_ArrayForEach(threads, list_of(plan, "threads"))
+      if (options->thread_counts < MAX_CORES) options->threads[options->thread_counts++] = (int)threads->valuedouble;
+  int most = 1;
+  for (int i = 0; i < options->thread_counts; i++)
+    if (options->threads[i] > most) most = options->threads[i];
+  if (options->biggest) options->core_counts = biggest_cores(options->cores, most < MAX_CORES ? most : MAX_CORES);
+  if (options->core_counts && !hold_to_cores(options->cores, options->core_counts)) {
+    if (!options->biggest) quit(2, "the cores that were asked for are not to be had");
+    options->core_counts = 0;
+  }
 }
 
 static uint32_t next_random(uint32_t *state) { /* xorshift32 */
@@ -125,8 +152,8 @@ static bool failed(const Visit *visit) {
 }
 
 static bool make_visit(Visit *visit, const Rules *rules, const Options *options, const char *folder, cJSON *samples) {
-  int held = visit->threads < options->core_counts ? visit->threads : options->core_counts;
-  hold_to_cores(options->cores, held); /* before the session, whose threads are held to the same */
+  int held = options->biggest && visit->threads < options->core_counts ? visit->threads : options->core_counts;
+  if (held) hold_to_cores(options->cores, held); /* before the session, whose threads are held to the same */
   return visit->copy ? visit_copy(visit, rules, samples) : visit_cell(visit, rules, folder, samples);
 }
 
@@ -141,7 +168,7 @@ static void measure(Visit *visits, int count, const Rules *rules, uint32_t seed,
       Visit *visit = &visits[order[i]];
       if (failed(visit)) continue;
       cJSON *samples = cJSON_CreateArray();
-      fprintf(stderr, "round %d of %d, %d of %d: %s\n", round + 1, rules->rounds, i + 1, count, text_of(visit->cell, "id"));
+      fprintf(stderr, "[%d/%d] %s\n", round * count + i + 1, rules->rounds * count, text_of(visit->cell, "id"));
       if (!make_visit(visit, rules, options, folder, samples)) {
         cJSON_Delete(samples);
         continue;
@@ -159,11 +186,10 @@ static void measure(Visit *visits, int count, const Rules *rules, uint32_t seed,
   cJSON *repeat = cJSON_AddObjectToObject(document, "repeat");
   static const char *const names[] = {"id", "threads", "provider_asked", "runs_per_sample"};
   copy_fields(repeat, first->result, names, 4);
-  fprintf(stderr, "once more: %s\n", text_of(first->cell, "id"));
   make_visit(&again, rules, options, folder, cJSON_AddArrayToObject(repeat, "samples_us"));
 }
 
-static void add_run(cJSON *document, const cJSON *plan) {
+static void add_run(cJSON *document, const cJSON *plan, double seed) {
   char id[64] = "", started[40];
   FILE *random = fopen("/proc/sys/kernel/random/uuid", "r");
   if (!random || !fgets(id, sizeof id, random)) quit(1, "the system gives no random id");
@@ -178,18 +204,19 @@ static void add_run(cJSON *document, const cJSON *plan) {
   cJSON_AddStringToObject(run, "started", started);
   cJSON_AddStringToObject(run, "runner", "c");
   cJSON_AddStringToObject(run, "runner_version", VERSION);
+  cJSON_AddNumberToObject(run, "seed", seed);
   cJSON_AddBoolToObject(run, "complete", true);
   cJSON_AddArrayToObject(run, "interrupted");
 }
 
-static void add_runtime(cJSON *document, const Options *options, bool held) {
+static void add_runtime(cJSON *document, const Options *options) {
   cJSON *runtime = cJSON_AddObjectToObject(document, "runtime");
   cJSON_AddStringToObject(runtime, "name", "onnxruntime");
   cJSON_AddStringToObject(runtime, "version", runtime_version());
-  cJSON_AddNumberToObject(runtime, "timer_us", timer_step_us());
+  cJSON_AddNumberToObject(runtime, "timer_us", round(timer_step_us() * 1000) / 1000);
   cJSON_AddBoolToObject(runtime, "telemetry", false);
   cJSON_AddBoolToObject(runtime, "arena", true);
-  cJSON_AddItemToObject(runtime, "cores", held ? cJSON_CreateIntArray(options->cores, options->core_counts) : cJSON_CreateNull());
+  cJSON_AddItemToObject(runtime, "cores", options->core_counts ? cJSON_CreateIntArray(options->cores, options->core_counts) : cJSON_CreateNull());
 }
 
 static void check_generator(const cJSON *plan) {
@@ -204,39 +231,35 @@ int main(int count, char **given) {
   cJSON *plan = read_json(options.plan);
   if (strcmp(text_of(plan, "schema"), "kvcap.android_plan/1")) quit(2, "%s is no kvcap.android_plan/1", options.plan);
   check_generator(plan);
-  const cJSON *said = cJSON_GetObjectItemCaseSensitive(plan, "rules"), *threads;
+  const cJSON *said = cJSON_GetObjectItemCaseSensitive(plan, "rules");
   Rules rules = {(int)number_of(said, "warmup_runs"), (int)number_of(said, "min_runs"), (int)number_of(said, "rounds"),
                  number_of(said, "warmup_seconds") * 1e6, number_of(said, "min_seconds") * 1e6};
-  if (!options.thread_counts)
-    cJSON_ArrayForEach(threads, list_of(plan, "threads"))
-      if (options.thread_counts < MAX_CORES) options.threads[options.thread_counts++] = (int)threads->valuedouble;
-  int most = 1;
-  for (int i = 0; i < options.thread_counts; i++) if (options.threads[i] > most) most = options.threads[i];
-  if (!options.core_counts) options.core_counts = biggest_cores(options.cores, most < MAX_CORES ? most : MAX_CORES);
+  double seed = number_of(said, "seed");
   Fault fault = {""};
   if (!open_runtime(options.library, &fault)) quit(1, "%s", fault.text);
+  complete_options(&options, plan);
 
-  cJSON *document = cJSON_CreateObject();
+  cJSON *document = cJSON_CreateObject(), *found = cJSON_CreateObject();
   cJSON_AddStringToObject(document, "schema", "kvcap.android_bench/1");
-  add_run(document, plan);
-  cJSON_AddItemToObject(document, "device", device_facts());
-  add_runtime(document, &options, hold_to_cores(options.cores, options.core_counts));
-  cJSON *found = cJSON_AddObjectToObject(document, "conditions");
+  add_run(document, plan, seed);
+  cJSON_AddItemToObject(document, "device", device_facts(options.source));
+  add_runtime(document, &options);
+  cJSON_AddItemToObject(document, "conditions", found);
   cJSON_AddItemToObject(found, "before", conditions());
   static const char *const names[] = {"shape", "rules"};
   copy_fields(document, plan, names, 2);
-  char folder[PATH_MAX];
+  char folder[PATH_MAX], finished[40];
   snprintf(folder, sizeof folder, "%s", options.plan);
   Visit *visits;
-  int visited = make_visits(plan, &options, document, &visits);
-  measure(visits, visited, &rules, (uint32_t)number_of(said, "seed") * 2654435761u + 1, &options, dirname(folder), document);
+  int count_of_visits = make_visits(plan, &options, document, &visits), measured = 0;
+  measure(visits, count_of_visits, &rules, (uint32_t)seed * 2654435761u + 1, &options, dirname(folder), document);
   cJSON_AddItemToObject(found, "after", conditions());
-  char finished[40];
   time_text(finished);
   cJSON_AddStringToObject(cJSON_GetObjectItemCaseSensitive(document, "run"), "finished", finished);
   if (!write_json(document, options.out, &fault)) quit(1, "%s", fault.text);
+  for (int i = 0; i < count_of_visits; i++) measured += !visits[i].copy && !failed(&visits[i]);
   free(visits);
   cJSON_Delete(document);
   cJSON_Delete(plan);
-  return 0;
+  return measured ? 0 : 1;
 }

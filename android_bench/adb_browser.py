@@ -1,0 +1,72 @@
+"""The page on a phone's own browser, reached over adb: no network, and all of the page's features.
+
+`adb reverse` makes the page local to the phone, which browsers trust: threads and the fine clock.
+"""
+
+from __future__ import annotations
+
+import queue
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from kvcap.android_bench.adb import Settings
+from kvcap.android_bench.devices import Device, quoted
+from kvcap.android_bench.errors import DeviceError, DeviceLost, RunTimeout
+from kvcap.android_bench.schema import read_result
+
+
+def run_in_browser(device: Device, plan: Path, settings: Settings) -> dict[str, Any]:
+    """Open the page on the device and wait for the result that it sends.
+
+    Raises:
+        PlanBroken: there is no plan.
+        DeviceError: no browser opens.
+        DeviceLost: the device went away.
+        RunTimeout: no result came.
+    """
+    from kvcap.android_bench.server import Serving
+
+    with tempfile.TemporaryDirectory(prefix="kvcap-") as name, Serving(plan, Path(name)) as serving:
+        port = device.reverse(serving.port)
+        try:
+            _open(device, f"http://localhost:{port}/")
+            settings.told(f"{device.serial}: the page is open on the device; press Start there")
+            return read_result(_landed(device, serving.landed, settings))
+        finally:
+            _close(device, port, settings)
+
+
+def _open(device: Device, url: str) -> None:
+    device.shell("input keyevent KEYCODE_WAKEUP 2>/dev/null")
+    view = f"am start -a android.intent.action.VIEW -d {quoted(url)} 2>&1"
+    said, code = device.shell(view)
+    if code or "Error" in said:
+        line = (said.strip().splitlines() or [f"exit code {code}"])[-1]
+        raise DeviceError(f"{device.serial} opens no browser: {line}; open {url} there by hand")
+
+
+def _landed(device: Device, landed: queue.Queue[Any], settings: Settings) -> Path:
+    """The file of the first result, while the device is there."""
+    start = seen = time.monotonic()
+    while time.monotonic() - start < settings.timeout:
+        try:
+            path: Path = landed.get(timeout=settings.poll).path
+            return path
+        except queue.Empty:
+            pass
+        try:
+            device.shell("true")
+            seen = time.monotonic()
+        except DeviceLost:
+            if time.monotonic() - seen > settings.lease / 2:
+                raise
+    raise RunTimeout(f"no result came from {device.serial} in {settings.timeout:g} s")
+
+
+def _close(device: Device, port: int, settings: Settings) -> None:
+    try:
+        device.unreverse(port)
+    except DeviceError:
+        settings.told(f"{device.serial} does not answer; its port {port} goes when it restarts")
