@@ -32,18 +32,22 @@ class BlockGraphs:
         """Why blocks are not replayed; None: they are."""
         self.made: dict[Any, BlockGraph] = {}
         self._tuning = None if self.refused else Tuning(model, compiled)
-        self._warm: int | None = None  # the length last read eagerly, if as its graph will
+        # The length last read eagerly, if as its graph will, and whether logits were wanted.
+        self._warm: tuple[int, bool] | None = None
 
-    def read(self, ids: Tensor) -> Tensor | None:
-        """Read a block [B, T]; returns the last token's logits [B, V], or None: not replayable."""
+    def read(self, ids: Tensor, wanted: bool = True) -> Tensor | None:
+        """Read a block [B, T]; returns the last token's logits, or None: not replayable.
+
+        Of shape [B, V], or [0, V] where they are not `wanted`.
+        """
         cache, length = self.cache, ids.shape[1]
         if not self._alike(length):
             return None
         spans, seen = tuple(cache.pinned_spans), cache.seen
-        key = (*ids.shape, spans)
+        key = (*ids.shape, wanted, spans)
         if key in self.made:
             cache.count(length)
-        elif self._warm != length:
+        elif self._warm != (length, wanted):
             return None
         else:
             self.made = {k: graph for k, graph in self.made.items() if k[-1] == spans}
@@ -51,21 +55,21 @@ class BlockGraphs:
             try:
                 with self._tuned(ids):
                     # One block is never in hand with another: graphs share their memory.
-                    self.made[key] = BlockGraph(self.model, cache, ids, kept and kept.pool)
+                    self.made[key] = BlockGraph(self.model, cache, ids, wanted, kept and kept.pool)
             except RuntimeError as error:
                 cache.counts = before
                 self.refused = f"capture failed: {first_line(error)}"
                 return None
         return self.made[key].replay(ids, seen)
 
-    def warm_up(self, ids: Tensor) -> AbstractContextManager[None]:
+    def warm_up(self, ids: Tensor, wanted: bool = True) -> AbstractContextManager[None]:
         """Around a block [B, T] that is read eagerly: as its graph will, if it is to have one.
 
         Only then is everything ready that a graph cannot make: kernels compiled for these shapes,
         and Python's numbers on the device.
         """
         alike = self._alike(ids.shape[1])
-        self._warm = ids.shape[1] if alike else None
+        self._warm = (ids.shape[1], wanted) if alike else None
         return self._tuned(ids) if alike else nullcontext()
 
     def _tuned(self, ids: Tensor) -> AbstractContextManager[None]:
@@ -86,13 +90,17 @@ class BlockGraph:
         model: as above.
         cache: full.
         ids: token ids [B, T] of the shape it is for.
+        wanted: whether the last token's logits are.
         pool: memory of another graph of the same cache.
     """
 
-    def __init__(self, model: Any, cache: BudgetCache, ids: Tensor, pool: Any = None) -> None:
+    def __init__(
+        self, model: Any, cache: BudgetCache, ids: Tensor, wanted: bool, pool: Any = None
+    ) -> None:
         start = cache.next_position
         self.ids = ids.clone()
         self.clock = torch.tensor(cache.seen, device=ids.device)
+        last = torch.full((int(wanted),), ids.shape[1] - 1, device=ids.device)
         self.graph = torch.cuda.CUDAGraph()
         first = start if cache.moves else self.clock  # compact positions of a full cache stay
         cache.tell_time_by(self.clock)
@@ -105,13 +113,13 @@ class BlockGraph:
                     position_ids=(first + place).expand(ids.shape[0], -1),
                     past_key_values=cache,
                     use_cache=True,
-                    logits_to_keep=1,
-                ).logits[:, -1]
+                    logits_to_keep=last,
+                ).logits.flatten(0, 1)
         finally:
             cache.tell_time_by(None)
             cache.reading_at = None
-        self.pool = self.graph.pool()
-        self.rows = [layer.rows for layer in cache.capped_layers]  # read by it: they must live on
+        self.pool, self.last = self.graph.pool(), last  # read by it, as are the rows
+        self.rows = [layer.rows for layer in cache.capped_layers]
 
     def replay(self, ids: Tensor, seen: int) -> Tensor:
         """Read `ids` after `seen` tokens."""

@@ -69,16 +69,19 @@ class BlockLoop:
         done, logits = 0, None
         while done < ids.shape[1]:
             block = ids[:, done : done + self.cache.room]
-            logits = self.read(block)
             done += block.shape[1]
+            logits = self.read(block, wanted=done == ids.shape[1])
             if on_block is not None:
                 on_block(done)
         assert logits is not None, "prefill of no tokens"
         return logits
 
     @torch.inference_mode()
-    def read(self, ids: Tensor) -> Tensor:
+    def read(self, ids: Tensor, wanted: bool = True) -> Tensor:
         """Read one block [B, T], T up to `cache.room`; returns the last token's logits [B, V].
+
+        Not `wanted`, they are not computed, and what is returned has nothing in it: they take
+        the largest matrix of all, once for every block of a prompt.
 
         Raises:
             MemoryCapExceeded, BlockTooLarge: before anything is read; or the system refused
@@ -94,24 +97,25 @@ class BlockLoop:
         self.check_room(ids.shape[1])
         if self.graphs is not None:
             with interrupts_deferred():
-                logits = self.graphs.read(ids)
+                logits = self.graphs.read(ids, wanted)
             if logits is not None:
                 return logits
         tokens, start = ids.shape[1], cache.next_position
         # Fillers repeat the last token; whatever comes of them is dropped.
         place = torch.arange(self.padded(tokens), device=ids.device).clamp(max=tokens - 1)
+        last = torch.full((int(wanted),), tokens - 1, device=ids.device)
         if cache.guard is not None:
             cache.guard.check(len(place))
         cache.reading_at, cache.reading = start, tokens
         try:
-            warm_up = nullcontext() if self.graphs is None else self.graphs.warm_up(ids)
+            warm_up = nullcontext() if self.graphs is None else self.graphs.warm_up(ids, wanted)
             with interrupts_deferred(), warm_up:
                 out = self.model(
                     input_ids=ids[:, place],
                     position_ids=(start + place).expand(ids.shape[0], -1),
                     past_key_values=cache,
                     use_cache=True,
-                    logits_to_keep=torch.tensor([tokens - 1], device=ids.device),
+                    logits_to_keep=last,
                 )
         except (MemoryError, RuntimeError) as error:
             if not out_of_memory(error):
@@ -124,7 +128,7 @@ class BlockLoop:
         finally:
             cache.reading_at = cache.reading = None
         self.peak_bytes = max(self.peak_bytes, cache.nbytes)
-        return cast(Tensor, out.logits[:, -1])
+        return cast(Tensor, out.logits.flatten(0, 1))
 
     def padded(self, tokens: int) -> int:
         """The length at which a block of so many tokens is read: one of nine.

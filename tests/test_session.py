@@ -68,7 +68,7 @@ def test_turn_by_turn_equals_one_long_prompt(directory, tokenizer):
     read = []
     loop = session._loop
     plain = loop.read
-    loop.read = lambda ids: read.extend(ids[0].tolist()) or plain(ids)
+    loop.read = lambda ids, **how: read.extend(ids[0].tolist()) or plain(ids, **how)
     first = "".join(session.send("My name is Ada."))
     "".join(session.send("What is my name?"))
     messages = [{"role": "system", "content": "You are kind."}, *session.messages[:3]]
