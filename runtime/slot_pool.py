@@ -14,6 +14,9 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from kvcap.kernels import append
+from kvcap.kernels.choice import ready
+
 
 class SlotPool:
     """Flat buffers `[slots, D]` of keys and values, `[slots]` of positions and side tensors.
@@ -154,11 +157,14 @@ class Segment:
         length = keys.shape[2]
         start, stop = self.held, self.held + length
         assert stop <= self.capacity, f"{stop} slots needed, {self.capacity} allocated"
-        self._view(self.pool.keys, start, stop).copy_(keys)
-        self._view(self.pool.values, start, stop).copy_(values)
-        self._view(self.pool.positions, start, stop).copy_(positions)
-        for tensor in self.pool.side.values():
-            self._view(tensor, start, stop).zero_()
+        targets = [self._view(buffer, start, stop) for buffer in self.pool.buffers()]
+        if ready(keys) and append.covers(keys, values, targets):
+            append.append(keys, values, positions, targets)
+        else:
+            for target, block in zip(targets, (keys, values, positions), strict=False):
+                target.copy_(block)
+            for side in targets[3:]:
+                side.zero_()
         self.held = stop
 
     def compact(self, evicted: Tensor) -> None:

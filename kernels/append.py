@@ -1,0 +1,55 @@
+# mypy: allow-untyped-calls, disable-error-code="import-untyped"
+"""A block's keys, values and positions into their slots, side tensors to zero: one launch.
+
+Eagerly it is a copy for each. Knows tensors only; triton is imported when first needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from kvcap.kernels.device import able, power_of_two
+
+MOST_SIDE = 6  # tensors of a number a slot, besides positions
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def covers(keys: Tensor, values: Tensor, buffers: Sequence[Tensor]) -> bool:
+    """Whether the kernel can do this here: on CUDA, or on a CPU in triton's interpreter.
+
+    Arguments as in `append`, `buffers` being all that is written.
+    """
+    alike = all(x.dtype == buffers[0].dtype and x.stride(-1) == 1 for x in (keys, values))
+    alike = alike and keys.shape == values.shape and keys.device == buffers[0].device
+    return able(keys) and alike and len(buffers) <= 3 + MOST_SIDE and keys.numel() > 0
+
+
+def append(keys: Tensor, values: Tensor, positions: Tensor, buffers: Sequence[Tensor]) -> None:
+    """Write a block.
+
+    Args:
+        keys: [b, k, T, D], any strides but of the last dimension.
+        values: [b, k, T, D] likewise.
+        positions: [T] int32.
+        buffers: the slots that are written, views: of keys and of values [b, k, T, D], of
+            positions [b, k, T] int32, and [b, k, T] of side tensors, which become 0. Rows are
+            equally far apart in all.
+    """
+    from kvcap.kernels.append_triton import write
+
+    batch, heads, length, size = keys.shape
+    row = buffers[2].stride(1)  # slots from one to the next
+    sides = [x.view(_INTEGERS[x.element_size()]) for x in buffers[3:]]
+    for x in (*buffers[2:], *buffers[:2]):
+        step = size if x.dim() == 4 else 1
+        assert x.stride()[:3] == (heads * row * step, row * step, step), "rows side by side"
+    block = 16
+    with torch.cuda.device_of(keys):
+        write[-(-length // block), batch * heads](
+            keys, values, positions, *buffers[:3], *sides, *[None] * (MOST_SIDE - len(sides)),
+            length, row, *keys.stride()[:3], *values.stride()[:3],
+            HEADS=heads, SIZE=size, SIZE_PAD=power_of_two(size, 16), BLOCK=block, num_warps=4,
+        )  # fmt: skip

@@ -1,0 +1,53 @@
+# mypy: allow-untyped-calls, disable-error-code="import-untyped, no-untyped-def, untyped-decorator"
+"""The triton function of `kernels/append.py`, which imports this when it is first needed."""
+
+import triton
+import triton.language as tl
+
+# Where a block goes differs from segment to segment, which must not compile anew.
+_PLACES = ["to_positions", *(f"side_{i}" for i in range(6)), "length", "row_slots"]
+
+
+@triton.jit(do_not_specialize=_PLACES)
+def write(
+    keys,  # [b, k, T, D]
+    values,  # likewise
+    positions,  # [T]
+    to_keys,  # slot 0 of row 0, rows `row_slots` slots apart
+    to_values, to_positions,
+    side_0, side_1, side_2, side_3, side_4, side_5,  # integers, or None
+    length,  # T
+    row_slots,
+    key_b, key_h, key_t,
+    value_b, value_h, value_t,
+    HEADS: tl.constexpr,
+    SIZE: tl.constexpr,
+    SIZE_PAD: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Some tokens of one KV head."""
+    row = tl.program_id(1).to(tl.int64)
+    batch, head = row // HEADS, row % HEADS
+    t = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = t < length
+    d = tl.arange(0, SIZE_PAD)[None, :]
+    wide = inside[:, None] & (d < SIZE)
+    key = tl.load(keys + batch * key_b + head * key_h + t[:, None] * key_t + d, wide)
+    value = tl.load(values + batch * value_b + head * value_h + t[:, None] * value_t + d, wide)
+    slot = row * row_slots + t
+    tl.store(to_keys + slot[:, None] * SIZE + d, key, wide)
+    tl.store(to_values + slot[:, None] * SIZE + d, value, wide)
+    tl.store(to_positions + slot, tl.load(positions + t, inside), inside)
+    zero = tl.zeros([BLOCK], tl.int8)
+    if side_0 is not None:
+        tl.store(side_0 + slot, zero.to(side_0.dtype.element_ty), inside)
+    if side_1 is not None:
+        tl.store(side_1 + slot, zero.to(side_1.dtype.element_ty), inside)
+    if side_2 is not None:
+        tl.store(side_2 + slot, zero.to(side_2.dtype.element_ty), inside)
+    if side_3 is not None:
+        tl.store(side_3 + slot, zero.to(side_3.dtype.element_ty), inside)
+    if side_4 is not None:
+        tl.store(side_4 + slot, zero.to(side_4.dtype.element_ty), inside)
+    if side_5 is not None:
+        tl.store(side_5 + slot, zero.to(side_5.dtype.element_ty), inside)
