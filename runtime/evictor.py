@@ -135,11 +135,7 @@ class Evictor:
             scores = eviction.score(seen, kernels.score, finite=False)
             pins = (*eviction.pins_of(seen), seen.seen, seen.pinned_spans)
             shift = None if self.rotation is None else segment.side(SHIFT)
-            if count == 1:
-                evict.evict_one(scores, seen.positions, *pins, shift, buffers)
-            else:
-                evicted = evict.lowest(scores, seen.positions, count, *pins)
-                evict.give_up(evicted, seen.positions, shift, buffers)
+            evict.give_up(scores, seen.positions, count, *pins, shift, buffers)
             self._gone(segment, count)
             segment.held -= count
         return True
