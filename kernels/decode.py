@@ -1,5 +1,5 @@
 # mypy: allow-untyped-calls, disable-error-code="import-untyped"
-"""Attention of a few query tokens over many slots, for decoding on a GPU.
+"""Attention of a token or a block over the slots of a cache, on a GPU.
 
 With few KV heads a decode step gives a GPU too little to do at once: the slots of every head are
 cut into parts, attended side by side and merged in a fixed order, so that two runs are equal to
@@ -11,16 +11,16 @@ a CUDA graph serves while they change. Knows tensors only; triton is imported wh
 from __future__ import annotations
 
 import math
-from functools import cache
+from functools import cache, partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from kvcap.kernels.device import DTYPES, able, multiprocessors, power_of_two
+from kvcap.kernels.device import DTYPES, able, multiprocessors, overlaps, power_of_two
 
-MOST_TOKENS = 16  # of a block; longer ones give a GPU enough to do by themselves
-MOST_ROWS = 128  # query rows of a KV head, tokens times the group; half of it in float32
+MOST_TOKENS = 16  # of a block that need not fill a device by itself
+MOST_ROWS = 64  # query rows of a KV head that a program attends
 MOST_SIZE = 256
 _LOG2_E = math.log2(math.e)
 
@@ -28,18 +28,25 @@ _LOG2_E = math.log2(math.e)
 def covers(query: Tensor, keys: Tensor, values: Tensor, kv_heads: int | None = None) -> bool:
     """Whether the kernel can attend these here: on CUDA, or on a CPU in triton's interpreter.
 
+    Blocks above `MOST_TOKENS` only where they give a device enough to do uncut: over 2,048 slots
+    one of 512 tokens takes 46 µs on an H200 where torch's FlashAttention takes 74, and one of
+    128 as long.
+
     Args:
         query: [B, H, T, D].
         keys: as in `attend` or `attend_ragged`.
         values: likewise.
         kv_heads: K; needed where the keys are a pool.
     """
-    (heads, tokens, size), item = query.shape[1:], query.element_size()
-    rows = tokens * heads // (keys.shape[1] if kv_heads is None else kv_heads)
-    if not able(query) or query.dtype not in DTYPES:
+    (batch, heads, tokens, size), item = query.shape, query.element_size()
+    kv_heads = keys.shape[1] if kv_heads is None else kv_heads
+    rows = tokens * heads // kv_heads
+    if not able(query) or query.dtype not in DTYPES or size > MOST_SIZE:
         return False
-    if tokens > MOST_TOKENS or size > MOST_SIZE or rows * item > 2 * MOST_ROWS:
-        return False
+    if tokens > MOST_TOKENS:
+        programs = batch * kv_heads * -(-rows // MOST_ROWS)
+        if size * item > 256 or 3 * programs < 4 * multiprocessors(query.device):
+            return False
     if any(x.dtype != query.dtype or x.stride(-1) != 1 for x in (query, keys, values)):
         return False
     if not query.is_cuda:
@@ -158,20 +165,25 @@ def _attend(
     assert (shift is None) == (table is None), "a rotation takes both shifts and a table"
     half, table_bytes = (0, 0) if table is None else (table.shape[-1], table.element_size())
     rest = size - 2 * half
+    rows_pad, size_pad = min(MOST_ROWS, power_of_two(count, 16)), power_of_two(size, 16)
     tile = _tile(size * query.element_size(), table_bytes)
-    chunk = tile.block * _blocks_in_part(-(-longest // tile.block), slots, tile, query.device)
+    tiles = -(-count // rows_pad)
+    blocks = _blocks_in_part(-(-longest // tile.block), slots * tiles, tile, query.device)
+    chunk = tile.block * blocks
     parts = -(-longest // chunk)
-    part_out = torch.empty(rows, parts, count, size, dtype=torch.float32, device=query.device)
-    part_lse = torch.empty(rows, parts, count, dtype=torch.float32, device=query.device)
+    whole = parts == 1 and lengths is None
+    part = partial(torch.empty, dtype=torch.float32, device=query.device)
+    part_out = part(0 if whole else rows, parts, count, size)
+    part_lse = part(0 if whole else rows, parts, count)
     out = torch.empty(batch, tokens, heads, size, dtype=query.dtype, device=query.device)
     factor = scaling * _LOG2_E if softcap is None else 2 * scaling / softcap * _LOG2_E
-    rows_pad, size_pad = power_of_two(count, 16), power_of_two(size, 16)
-    warps = min(8, max(tile.warps, rows_pad * size_pad // 1024))
-    step = min(128, max(32, power_of_two(parts, 16)))  # parts merged at once
-    overlap = _overlaps(query.device)
+    warps = tile.warps if tiles > 1 else min(8, max(tile.warps, rows_pad * size_pad // 1024))
+    step = min(128, max(32 if tiles == 1 else 2, power_of_two(parts)))  # parts merged at once
+    overlap = not whole and overlaps(query.device)
     with torch.cuda.device_of(query):
-        attend_part[parts, rows](
+        attend_part[parts, tiles, rows](
             query, keys, values, shift, table, starts, lengths, part_out, part_lse,
+            out if whole else None,
             longest, lengths_step, chunk, tokens, factor, (softcap or 0.0) * _LOG2_E,
             *query.stride()[:3], *strides,
             KV_HEADS=kv_heads, GROUP=heads // kv_heads, ROWS=rows_pad,
@@ -180,11 +192,13 @@ def _attend(
             BLOCK=tile.block, STAGES=tile.stages, OVERLAP=overlap,
             WIDEN=query.device.type == "cpu", num_warps=warps,
         )  # fmt: skip
+        if whole:
+            return out.transpose(1, 2)
         merge_parts[count, rows](
             part_out, part_lse, out, lengths, longest, lengths_step, chunk, parts, tokens,
             KV_HEADS=kv_heads, GROUP=heads // kv_heads, SIZE=size, SIZE_PAD=size_pad,
-            PARTS_PAD=max(64, power_of_two(parts, 16)), STEP=step, OVERLAP=overlap,
-            num_warps=8 if step > 64 else 4,
+            PARTS_PAD=max(64 if tiles == 1 else 2, power_of_two(parts)), STEP=step,
+            OVERLAP=overlap, num_warps=8 if step > 64 else 4 if step > 8 else 1,
             **({"launch_pdl": True} if overlap else {}),
         )  # fmt: skip
     return out.transpose(1, 2)
@@ -218,12 +232,3 @@ def _blocks_in_part(blocks: int, slots: int, tile: _Tile, device: torch.device) 
     parts = max(1, round(blocks / max(share, 1)))
     # Rather slightly more parts than much longer ones.
     return max(1, math.ceil(blocks / parts - 0.25))
-
-
-@cache
-def _overlaps(device: torch.device) -> bool:
-    """Whether a kernel can be launched before the one it waits for has ended."""
-    from triton.language.extra import cuda
-
-    ready = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
-    return ready and hasattr(cuda, "gdc_wait")

@@ -17,6 +17,64 @@ def _dot(a, b, c, WIDEN: tl.constexpr):
     return tl.dot(a, b, c, input_precision="ieee")
 
 
+@triton.jit
+def _fold(
+    top, total, acc,  # of all slots before
+    q,  # [ROWS, SIZE_PAD], or where keys are rotated in parts:
+    q_a, q_b,  # [ROWS, HALF_PAD]
+    q_r,  # [ROWS, REST_PAD]
+    keys, values, shift, table, first, end, visible, key_n, value_n, shift_n, factor, softcap,
+    SIZE: tl.constexpr,
+    SIZE_PAD: tl.constexpr,
+    HALF: tl.constexpr,
+    HALF_PAD: tl.constexpr,
+    REST_PAD: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    BLOCK: tl.constexpr,
+    MASKED: tl.constexpr,  # some rows do not see some of these slots, or there are fewer
+    WIDEN: tl.constexpr,
+):  # fmt: skip
+    """Attention over one block of slots more."""
+    d = tl.arange(0, SIZE_PAD)
+    slot = first + tl.arange(0, BLOCK)
+    held = (slot < end)[:, None] if MASKED else True
+    at_key = keys + slot[:, None] * key_n
+    z = tl.zeros([top.shape[0], BLOCK], tl.float32)
+    if HALF == 0:
+        k = tl.load(at_key + d, mask=held & (d < SIZE), other=0.0)
+        z = _dot(q, k.T, z, WIDEN)
+    else:
+        h = tl.arange(0, HALF_PAD)
+        back = tl.load(shift + slot * shift_n, mask=slot < end, other=0)
+        a = tl.load(at_key + h, mask=held & (h < HALF), other=0.0)
+        b = tl.load(at_key + HALF + h, mask=held & (h < HALF), other=0.0)
+        angle = table + back.to(tl.int64)[:, None] * (2 * HALF) + h
+        cos = tl.load(angle, mask=held & (h < HALF), other=0.0).to(tl.float32)
+        sin = tl.load(angle + HALF, mask=held & (h < HALF), other=0.0).to(tl.float32)
+        # Rounded to the keys' type, as a rotated copy would be.
+        k_a = (a.to(tl.float32) * cos + b.to(tl.float32) * sin).to(a.dtype)
+        k_b = (b.to(tl.float32) * cos - a.to(tl.float32) * sin).to(a.dtype)
+        z = _dot(q_b, k_b.T, _dot(q_a, k_a.T, z, WIDEN), WIDEN)
+        if REST_PAD:
+            r = 2 * HALF + tl.arange(0, REST_PAD)
+            k_r = tl.load(at_key + r, mask=held & (r < SIZE), other=0.0)
+            z = _dot(q_r, k_r.T, z, WIDEN)
+    v = tl.load(values + slot[:, None] * value_n + d, mask=held & (d < SIZE), other=0.0)
+    z *= factor
+    if SOFTCAP:
+        z = softcap * (1 - 2 / (tl.exp2(z) + 1))  # tanh, of half of what z is now
+    if MASKED:
+        z = tl.where(slot[None, :] < visible[:, None], z, float("-inf"))
+    higher = tl.maximum(top, tl.max(z, 1))
+    base = higher
+    if MASKED:
+        base = tl.where(higher == float("-inf"), 0.0, higher)  # nothing visible so far
+    p = tl.exp2(z - base[:, None])
+    fade = tl.exp2(top - base)
+    acc = _dot(p.to(v.dtype), v, acc * fade[:, None], WIDEN)
+    return higher, total * fade + tl.sum(p, 1), acc
+
+
 @triton.jit(do_not_specialize=["length"])
 def attend_part(
     query,  # [B, H, T, D]
@@ -28,6 +86,7 @@ def attend_part(
     lengths,  # [B·K] or [1] int32, the slots of every row, or None: `length`
     part_out,  # [B·K, S, M, D] float32, M = GROUP · T query rows of a KV head
     part_lse,  # [B·K, S, M] float32, log-sum-exp in base 2
+    out,  # [B, T, H, D] where one part is all, else None
     length,
     lengths_step,
     chunk,  # slots of a part, a multiple of BLOCK
@@ -40,7 +99,7 @@ def attend_part(
     shift_b, shift_h, shift_n,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
-    ROWS: tl.constexpr,  # M, padded
+    ROWS: tl.constexpr,  # of M a program attends at once
     SIZE: tl.constexpr,
     SIZE_PAD: tl.constexpr,
     HALF: tl.constexpr,  # rotated pairs; 0: keys stay as they are
@@ -52,10 +111,10 @@ def attend_part(
     OVERLAP: tl.constexpr,  # the merge may be launched before this ends
     WIDEN: tl.constexpr,  # dot products of float32, as triton's interpreter has none of bfloat16
 ):  # fmt: skip
-    """Attention of a KV head's query rows over one part of its slots."""
+    """Attention of some of a KV head's query rows over one part of its slots."""
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
-    part, parts, row = tl.program_id(0), tl.num_programs(0), tl.program_id(1).to(tl.int64)
+    part, parts, row = tl.program_id(0), tl.num_programs(0), tl.program_id(2).to(tl.int64)
     batch, head = row // KV_HEADS, row % KV_HEADS
     if lengths is not None:
         length = tl.load(lengths + row * lengths_step)
@@ -72,11 +131,13 @@ def attend_part(
         values += start * value_n
 
     count = GROUP * tokens
-    m = tl.arange(0, ROWS)
+    m = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     real = (m < count)[:, None]
     query += batch * query_b + (head * GROUP + m // tokens) * query_h + m % tokens * query_t
     visible = tl.minimum(length - tokens + 1 + m % tokens, end)  # slots before this one
+    end = tl.max(visible, 0)
     d = tl.arange(0, SIZE_PAD)
+    q, q_a, q_b, q_r = None, None, None, None
     if HALF == 0:
         q = tl.load(query[:, None] + d, mask=real & (d < SIZE), other=0.0)
     else:
@@ -94,42 +155,28 @@ def attend_part(
     top = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, SIZE_PAD], tl.float32)
-    for first in tl.range(begin, end, BLOCK, num_stages=STAGES):
-        slot = first + tl.arange(0, BLOCK)
-        held = (slot < end)[:, None]
-        at_key = keys + slot[:, None] * key_n
-        z = tl.zeros([ROWS, BLOCK], tl.float32)
-        if HALF == 0:
-            k = tl.load(at_key + d, mask=held & (d < SIZE), other=0.0)
-            z = _dot(q, k.T, z, WIDEN)
-        else:
-            back = tl.load(shift + slot * shift_n, mask=slot < end, other=0)
-            a = tl.load(at_key + h, mask=held & (h < HALF), other=0.0)
-            b = tl.load(at_key + HALF + h, mask=held & (h < HALF), other=0.0)
-            angle = table + back.to(tl.int64)[:, None] * (2 * HALF) + h
-            cos = tl.load(angle, mask=held & (h < HALF), other=0.0).to(tl.float32)
-            sin = tl.load(angle + HALF, mask=held & (h < HALF), other=0.0).to(tl.float32)
-            # Rounded to the keys' type, as a rotated copy would be.
-            k_a = (a.to(tl.float32) * cos + b.to(tl.float32) * sin).to(a.dtype)
-            k_b = (b.to(tl.float32) * cos - a.to(tl.float32) * sin).to(a.dtype)
-            z = _dot(q_b, k_b.T, _dot(q_a, k_a.T, z, WIDEN), WIDEN)
-            if REST_PAD:
-                k_r = tl.load(at_key + r, mask=held & (r < SIZE), other=0.0)
-                z = _dot(q_r, k_r.T, z, WIDEN)
-        v = tl.load(values + slot[:, None] * value_n + d, mask=held & (d < SIZE), other=0.0)
-        z *= factor
-        if SOFTCAP:
-            z = softcap * (1 - 2 / (tl.exp2(z) + 1))  # tanh, of half of what z is now
-        z = tl.where(slot[None, :] < visible[:, None], z, float("-inf"))
-        higher = tl.maximum(top, tl.max(z, 1))
-        base = tl.where(higher == float("-inf"), 0.0, higher)  # nothing visible so far
-        p = tl.exp2(z - base[:, None])
-        fade = tl.exp2(top - base)
-        total = total * fade + tl.sum(p, 1)
-        acc = _dot(p.to(v.dtype), v, acc * fade[:, None], WIDEN)
-        top = higher
+    # Where every row sees every slot nothing is masked.
+    plain = begin + tl.maximum(tl.min(visible, 0) - begin, 0) // BLOCK * BLOCK
+    for first in tl.range(begin, plain, BLOCK, num_stages=STAGES):
+        top, total, acc = _fold(
+            top, total, acc, q, q_a, q_b, q_r, keys, values, shift, table, first, end, visible,
+            key_n, value_n, shift_n, factor, softcap,
+            SIZE, SIZE_PAD, HALF, HALF_PAD, REST_PAD, SOFTCAP, BLOCK, False, WIDEN,
+        )  # fmt: skip
+    for first in tl.range(plain, end, BLOCK, num_stages=STAGES):
+        top, total, acc = _fold(
+            top, total, acc, q, q_a, q_b, q_r, keys, values, shift, table, first, end, visible,
+            key_n, value_n, shift_n, factor, softcap,
+            SIZE, SIZE_PAD, HALF, HALF_PAD, REST_PAD, SOFTCAP, BLOCK, True, WIDEN,
+        )  # fmt: skip
 
     total = tl.where(total == 0.0, 1.0, total)
+    if out is not None:
+        head = head * GROUP + m // tokens
+        at = (batch * tokens + m % tokens) * KV_HEADS * GROUP + head
+        y = (acc / total[:, None]).to(out.dtype.element_ty)
+        tl.store(out + at[:, None] * SIZE + d, y, mask=real & (d < SIZE))
+        return
     part_out += row * parts * count * SIZE
     part_lse += row * parts * count
     at = part * count + m

@@ -30,6 +30,16 @@ def multiprocessors(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
+@lru_cache
+def overlaps(device: torch.device) -> bool:
+    """Whether a kernel can be launched before the one it waits for has ended."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) < (9, 0):
+        return False
+    from triton.language.extra import cuda
+
+    return hasattr(cuda, "gdc_wait")
+
+
 def power_of_two(size: int, least: int = 1) -> int:
     """The next one, at least `least`: tiles have such sizes.
 

@@ -52,7 +52,10 @@ CASES = (
     Case(1, 1, 5, 1, 40, 128, rotated=128, softcap=3.0),
     Case(1, 1, 7, 4, 36, 256, rotated=64),
     Case(3, 1, 6, 1, 200, 64, rotated=16, processors=1),
-    Case(1, 1, 2, 16, 40, 64),  # the longest block, its first tokens unseen by the last part
+    Case(1, 1, 2, 16, 40, 64),  # its first tokens unseen by the last part
+    Case(1, 2, 3, 50, 170, 64, processors=1),  # several programs' rows, one part
+    Case(2, 1, 3, 70, 90, 128),  # several of both
+    Case(1, 1, 4, 33, 133, 32, rotated=32, softcap=4.0),
 )
 
 
@@ -81,7 +84,8 @@ class Inputs:
             "scaling": self.scaling, "softcap": self.case.softcap, "shift": self.shift,
             "table": None if self.rotation is None else self.rotation.table,
         }  # fmt: skip
-        assert decode.covers(self.query, self.keys, self.values)
+        if self.case.tokens <= decode.MOST_TOKENS:
+            assert decode.covers(self.query, self.keys, self.values)
         return decode.attend(**{**arguments, **changed})
 
     def truth(self) -> Tensor:
@@ -252,11 +256,12 @@ def test_what_is_covered():
 
     assert covered()
     assert covered(tokens=16, size=256)
-    assert not covered(tokens=17)
+    assert covered(tokens=96, size=128)  # six programs on four processors
+    assert not covered(tokens=64, size=128)
+    assert not covered(tokens=96, size=256)
+    assert not covered(tokens=96, size=128, dtype=torch.float32)
     assert not covered(size=512)
     assert not covered(dtype=torch.float64)
-    assert not covered(heads=64, kv_heads=1, tokens=4)
-    assert not covered(heads=64, kv_heads=1, tokens=2, dtype=torch.float32)
     strided = torch.zeros(1, 2, 64, 20, device=DEVICE).mT
     assert not decode.covers(torch.zeros(1, 2, 1, 64, device=DEVICE), strided, strided)
 
