@@ -5,25 +5,59 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "rows_1", "rows_2"])
 def dot(
-    weight,  # [O, I]
     x,  # [I]
+    out,  # [O + O_1 + O_2]
+    weight,  # [O, I]
+    weight_1, weight_2,  # likewise, or None
     bias,  # [O], or None
-    out,  # [O]
-    rows,  # O
+    bias_1, bias_2,  # likewise
+    rows, rows_1, rows_2,  # O; 0: no such matrix
     columns,  # I
     stride,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     EVEN: tl.constexpr,  # nothing to mask
-):
-    """Some rows of the matrix times `x`."""
-    o = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    OVERLAP: tl.constexpr,  # launched before what makes `x` has ended
+):  # fmt: skip
+    """Some rows of a matrix times `x`."""
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
+    tile = tl.program_id(0)
+    if weight_1 is not None:
+        if tile >= tl.cdiv(rows, ROWS):
+            tile -= tl.cdiv(rows, ROWS)
+            out += rows
+            rows = rows_1
+            weight = weight_1
+            if bias is not None:
+                bias = bias_1
+            if weight_2 is not None:
+                if tile >= tl.cdiv(rows, ROWS):
+                    tile -= tl.cdiv(rows, ROWS)
+                    out += rows
+                    rows = rows_2
+                    weight = weight_2
+                    if bias is not None:
+                        bias = bias_2
+    o = tile * ROWS + tl.arange(0, ROWS)
     inside = o < rows
     base = weight + o.to(tl.int64)[:, None] * stride
-    total = tl.zeros([ROWS, COLUMNS], tl.float32)
-    for start in tl.range(0, columns, COLUMNS, num_stages=3):
+    i = tl.arange(0, COLUMNS)
+    # Weights do not wait for `x`: their first are on their way before it is there.
+    if EVEN:
+        w = tl.load(base + i[None, :])
+    else:
+        w = tl.load(base + i[None, :], inside[:, None] & (i < columns)[None, :], 0.0)
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+    if EVEN:
+        v = tl.load(x + i)
+    else:
+        v = tl.load(x + i, i < columns, 0.0)
+    total = w.to(tl.float32) * v.to(tl.float32)[None, :]
+    for start in tl.range(COLUMNS, columns, COLUMNS, num_stages=3):
         i = start + tl.arange(0, COLUMNS)
         if EVEN:
             w, v = tl.load(base + i[None, :]), tl.load(x + i)

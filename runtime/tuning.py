@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -13,43 +14,122 @@ from torch import Tensor, nn
 from kvcap.kernels import linear
 from kvcap.kernels.choice import ready
 
+ROTATION = "apply_rotary_pos_emb"  # the function of transformers' modelling files
+TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # read the same input
+
 
 class Tuning:
     """What of a model runs by other code while a graph is made.
 
     Args:
         model: of transformers.
-        compiled: RMS norms by `torch.compile`, which takes some seconds once; transformers' own
-            are eight kernels each.
+        compiled: what lies between matrix products by `torch.compile`, which takes some seconds
+            once: RMS norms (eight kernels each in transformers), rotations of queries and keys
+            (ten), and the gates of feed-forward layers (two).
     """
 
     def __init__(self, model: nn.Module, compiled: bool) -> None:
-        self.linears = [m for m in model.modules() if type(m) is nn.Linear]
-        self.norms = [m for m in model.modules() if type(m).__name__.endswith("RMSNorm")]
-        self._compiled: dict[type, Any] = {}
+        self.forwards: dict[nn.Module, Any] = {}
+        self.one_row: dict[nn.Module, Any] = {}
+        for layers in _linear_layers(model):
+            products = _Products(layers)
+            self.one_row |= {layer: partial(products.of, layer) for layer in layers}
+        self.rotations: dict[Any, Any] = {}  # by the modelling file that has it
         if compiled:
-            kinds = {type(norm) for norm in self.norms}
-            self._compiled = {k: torch.compile(k.forward, dynamic=False) for k in kinds}
+            self._compile(model)
+
+    def _compile(self, model: nn.Module) -> None:
+        norms = [m for m in model.modules() if type(m).__name__.endswith("RMSNorm")]
+        code = {kind: _compiled(kind.forward) for kind in {type(norm) for norm in norms}}
+        self.forwards = {norm: partial(code[type(norm)], norm) for norm in norms}
+        gate = _compiled(_gate)
+        for gated in [m for m in model.modules() if _is_gated(m)]:
+            self.forwards[gated] = partial(_gated, gated, gate)
+        for file in {sys.modules[type(m).__module__] for m in model.modules()}:
+            if hasattr(file, ROTATION):
+                self.rotations[file] = _compiled(getattr(file, ROTATION))
 
     @contextmanager
     def applied(self, tokens: int) -> Iterator[None]:
         """For blocks of that many tokens, all sequences together."""
-        changed: list[nn.Module] = []
+        changed = dict(self.forwards)
         if tokens == 1:
-            changed += self.linears
-        changed += [norm for norm in self.norms if type(norm) in self._compiled]
-        for module in changed:
-            fast = self._compiled.get(type(module), _one_row)
-            module.forward = partial(fast, module)
+            changed |= self.one_row
+        plain = {file: getattr(file, ROTATION) for file in self.rotations}
+        for module, forward in changed.items():
+            module.forward = forward
+        for file, rotation in self.rotations.items():
+            setattr(file, ROTATION, rotation)
         try:
             yield
         finally:
             for module in changed:
                 del module.forward
+            for file, rotation in plain.items():
+                setattr(file, ROTATION, rotation)
 
 
-def _one_row(module: nn.Linear, x: Tensor) -> Tensor:
-    """`nn.Linear.forward`, by kvcap's kernel where it can be."""
-    if ready(x) and linear.covers(x, module.weight):
-        return linear.matvec(x, module.weight, module.bias)
-    return nn.functional.linear(x, module.weight, module.bias)
+def _compiled(function: Any) -> Any:
+    return torch.compile(function, dynamic=False)
+
+
+def _is_gated(module: nn.Module) -> bool:
+    """Whether a module is down(act(gate(x)) · up(x)): by its parts, and held to its own answer."""
+    if {name for name, _ in module.named_children()} != {
+        "gate_proj", "up_proj", "down_proj", "act_fn",
+    }:  # fmt: skip
+        return False
+    part: Any = module
+    if not all(type(m) is nn.Linear for m in (part.gate_proj, part.up_proj, part.down_proj)):
+        return False
+    weight = part.gate_proj.weight
+    x = torch.linspace(-2, 2, weight.shape[1], device=weight.device, dtype=weight.dtype)[None]
+    with torch.no_grad():
+        return torch.equal(module(x), _gated(part, _gate, x))
+
+
+def _gate(activation: Any, gate: Tensor, up: Tensor) -> Tensor:
+    gated: Tensor = activation(gate) * up
+    return gated
+
+
+def _gated(module: Any, gate: Any, x: Tensor) -> Tensor:
+    gated = gate(module.act_fn, module.gate_proj(x), module.up_proj(x))
+    projected: Tensor = module.down_proj(gated)
+    return projected
+
+
+def _linear_layers(model: nn.Module) -> list[list[nn.Linear]]:
+    """All of a model's, those side by side that read the same input."""
+    found: list[list[nn.Linear]] = []
+    for module in model.modules():
+        for names in TOGETHER:
+            layers = [getattr(module, name, None) for name in names]
+            plain = [layer for layer in layers if type(layer) is nn.Linear]
+            if len(plain) == len(names) and len({x.bias is None for x in plain}) == 1:
+                found.append(plain)
+    grouped = {layer for layers in found for layer in layers}
+    rest = [m for m in model.modules() if type(m) is nn.Linear and m not in grouped]
+    return found + [[layer] for layer in rest]
+
+
+class _Products:
+    """Linear layers of one row, by one launch when the first of them is asked."""
+
+    def __init__(self, layers: list[nn.Linear]) -> None:
+        self.layers = layers
+        self._x: Tensor | None = None
+        self._found: dict[nn.Linear, Tensor] = {}
+
+    def of(self, layer: nn.Linear, x: Tensor) -> Tensor:
+        """`layer(x)`, by kvcap's kernel where it can be."""
+        weights = [one.weight for one in self.layers]
+        if not ready(x) or not linear.covers(x, *weights):
+            return nn.functional.linear(x, layer.weight, layer.bias)
+        if self._x is not x or layer not in self._found:
+            found = linear.matvecs(x, weights, [one.bias for one in self.layers])
+            self._x, self._found = x, dict(zip(self.layers, found, strict=True))
+        product = self._found.pop(layer)
+        if not self._found:
+            self._x = None  # memory that others may have
+        return product

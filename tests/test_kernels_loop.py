@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from conftest import small_policy, tiny_model
+from torch import nn
 
 import kvcap
 from kvcap import kernels
@@ -55,8 +56,34 @@ def test_linear_layers_of_one_token_run_by_the_kernel_and_only_within():
     with torch.inference_mode(), kernels.use("triton"):
         expected = model(one).logits
         with tuning.applied(1):
-            assert all("forward" in vars(m) for m in tuning.linears)
+            assert all("forward" in vars(m) for m in model.modules() if type(m) is nn.Linear)
             found = model(one).logits
     assert not any("forward" in vars(m) for m in model.modules())
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
     assert not torch.equal(found, expected)  # sums in another order
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "phi3"])
+def test_what_is_compiled_is_the_models_own_formula_and_only_within(family, monkeypatch):
+    """Norms, rotations and gates in our order of calls; torch.compile itself is left out."""
+    calls = []
+
+    def watched(function, **_):
+        return lambda *a, **k: (calls.append(function.__name__), function(*a, **k))[1]
+
+    monkeypatch.setattr(torch, "compile", watched)
+    model, ids = tiny_model(family), torch.tensor([[5, 7, 9]])
+    tuning = Tuning(model, compiled=True)
+    file = next(iter(tuning.rotations))
+    plain = file.apply_rotary_pos_emb
+    with torch.inference_mode():
+        expected = model(ids).logits
+        calls.clear()
+        with tuning.applied(3):
+            found = model(ids).logits
+            assert file.apply_rotary_pos_emb is not plain
+    assert torch.equal(found, expected)
+    assert {"forward", "apply_rotary_pos_emb"} <= set(calls)
+    assert ("_gate" in calls) == (family != "phi3")  # whose gate is half of another matrix
+    assert file.apply_rotary_pos_emb is plain
+    assert not any("forward" in vars(m) for m in model.modules())
