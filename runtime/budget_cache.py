@@ -82,6 +82,7 @@ class BudgetCache(Cache):  # type: ignore[misc]
         self.frame = 0
         """What `longest` was when the block in hand arrived: all heads count it from there."""
         self._times: tuple[tuple[int, int, torch.device], Tensor] | None = None
+        self._after: Tensor | None = None
         self._rotation: Rotation | None = None
         self.allocation = Allocation(self.layout, block_size)
         indices = iter(range(len(shape.capped)))
@@ -227,7 +228,13 @@ class BudgetCache(Cache):  # type: ignore[misc]
 
     def tell_time_by(self, clock: Tensor | None) -> None:
         """Take what was read before a block from a tensor [], while a CUDA graph is made."""
-        self.clock, self._times = clock, None
+        self.clock, self._times, self._after = clock, None, None
+
+    def clock_after(self, length: int) -> Tensor | None:
+        """What the clock says after the block of `length` in hand; layers share one tensor."""
+        if self.clock is not None and self._after is None:
+            self._after = self.clock + length
+        return self._after
 
     def times_of(self, seen: int, length: int, device: torch.device) -> Tensor:
         """Which tokens a block of `length` after `seen` has, [T] int32; layers share one."""

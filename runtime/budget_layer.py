@@ -208,8 +208,7 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
                 segment.rows_of(out).copy_(attended)
         if evictor.looks(self._length):
             length = self._length
-            clock = self._cache.clock
-            tokens = None if clock is None else clock + length
+            tokens = self._cache.clock_after(length)
             evictor.look(Seen(self.seen, length, keys, queries, scaling, softcap, module, tokens))
         return out
 

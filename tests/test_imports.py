@@ -26,7 +26,7 @@ ONLY_IN = {  # heavy or optional packages, and the one place each is imported
     "optimum": {"export"},
     "starlette": {"android_bench"},
     "adbutils": {"android_bench"},
-    "matplotlib": {"evals"},
+    "matplotlib": {"evals", "android_bench"},
 }
 
 
