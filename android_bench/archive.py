@@ -9,10 +9,14 @@ from shutil import copytree, ignore_patterns
 
 RUNNER = Path(__file__).parent / "runner"
 
+# zipapp's own start drops the exit code.
+START = "import sys\n\nfrom runner.cli import main\n\nsys.exit(main())\n"
+
 
 def write_runner(path: Path) -> Path:
     """Write the runner to `path`, which should end in .pyz; returns it."""
     with tempfile.TemporaryDirectory() as name:
         copytree(RUNNER, Path(name) / "runner", ignore=ignore_patterns("__pycache__"))
-        zipapp.create_archive(name, path, main="runner.cli:main")
+        (Path(name) / "__main__.py").write_text(START, encoding="utf-8")
+        zipapp.create_archive(name, path)
     return path

@@ -12,9 +12,11 @@ from typing import Annotated, Any
 
 import typer
 
+from kvcap.android_bench.adb_command import adb_command
 from kvcap.android_bench.presets import PRESETS, narrowed
 
 android = typer.Typer(add_completion=False, help="Latency of scores on phones, measured there.")
+android.command("adb")(adb_command)
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 Names = Annotated[str | None, typer.Option(metavar="NAMES", help="Only these, with commas.")]

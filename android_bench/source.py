@@ -1,7 +1,8 @@
 """Whether a result is of a real device, and how it may be titled.
 
 A result claims its source; here the claim can be lowered, never raised. A claim of a real device
-needs Android's version and an ARM processor, and nothing that only emulators and desktops say.
+needs Android's version or a phone's browser, an ARM processor, and nothing that only emulators and
+desktops say.
 """
 
 from __future__ import annotations
@@ -13,6 +14,9 @@ TITLES = {"real": "", "emulated": "EMULATED, no device's speed: ", "host": "HOST
 EMULATORS = ("goldfish", "ranchu", "cutf", "vsoc", "sdk_gphone", "emulator", "qemu")
 NO_GPU = ("swiftshader", "llvmpipe", "lavapipe")
 
+PHONES = ("Android", "iPhone", "iPad")  # what a phone's browser says
+ARM = ("arm", "aarch64", "iphone", "ipad", "unknown")  # a browser may say nothing else
+
 
 def believed(device: Mapping[str, Any]) -> tuple[str, str]:
     """The source that a result's device has, and what decided it."""
@@ -21,15 +25,15 @@ def believed(device: Mapping[str, Any]) -> tuple[str, str]:
         return claimed, str(device["source_reason"])
     agent = device.get("user_agent")
     text = " ".join(str(device.get(name) or "") for name in ("model", "soc")).lower()
-    if not device.get("android"):
-        return "host", "it names no version of Android"
-    if agent and ("Headless" in agent or "Android" not in agent):
+    if agent and ("Headless" in agent or not any(word in agent for word in PHONES)):
         return "host", "its browser is no phone's"
+    if not agent and not device.get("android"):
+        return "host", "it names no version of Android"
     if marks := [word for word in EMULATORS if word in text]:
         return "emulated", f"its model or SoC says {marks[0]}"
     if any(word in str(device.get("gpu") or "").lower() for word in NO_GPU):
         return "emulated", "its GPU is a program"
-    if not str(device["abi"]).lower().startswith(("arm", "aarch64", "unknown")):
+    if not str(device["abi"]).lower().startswith(ARM):
         return "emulated", f"its processor is {device['abi']}, a phone's is ARM"
     return "real", str(device["source_reason"])
 

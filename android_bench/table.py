@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 from kvcap.android_bench.judge import Row, key, measured, series
 from kvcap.android_bench.source import believed, title
 
+FEW = 3  # flags of one kind that are written out
 WORST = 0.25  # relative error beyond which a line does not describe a series
 ROW = ("policy", "formulation", "queries")
 
@@ -52,6 +54,8 @@ def microseconds(value: float) -> str:
     >>> microseconds(23.456), microseconds(14523.2)
     ('23.5', '14,523')
     """
+    if value < 0.005:
+        return "0"
     return f"{value:,.0f}" if value >= 100 else f"{value:#.3g}".rstrip(".")
 
 
@@ -180,10 +184,17 @@ def _evict_table(result: Row) -> Iterator[str]:
 
 
 def _doubts(result: Row) -> Iterator[str]:
+    """Flags, of each kind the first few."""
     passed = sum(row["parity"]["passed"] for row in measured(result))
     yield f"{passed} of {len(result['cells'])} cells ran and gave what eager code gives."
+    kinds: dict[str, list[str]] = defaultdict(list)
     for flag in result["validity"]["flags"]:
-        yield f"- {flag['kind']}: {flag['cell'] + ': ' if flag['cell'] else ''}{flag['text']}"
+        where = f"{flag['cell']}: " if flag["cell"] else ""
+        kinds[flag["kind"]].append(where + flag["text"])
+    for kind, texts in kinds.items():
+        yield from (f"- {kind}: {text}" for text in texts[:FEW])
+        if len(texts) > FEW:
+            yield f"- {kind}: {len(texts) - FEW} cells more"
     yield ""
 
 

@@ -107,14 +107,17 @@ def visit(run: Callable[[], None], rules: Cell) -> list[float]:
 
 
 def _timed(run: Callable[[], None], runs: int, seconds: float) -> list[float]:
+    """Samples in microseconds: at least so many, and at least so long together."""
     samples: list[float] = []
-    clock, end = time.perf_counter_ns, time.perf_counter() + seconds
+    clock, left = time.perf_counter_ns, seconds * 1e9
     gc.disable()
     try:
-        while len(samples) < runs or time.perf_counter() < end:
+        while len(samples) < runs or left > 0:
             start = clock()
             run()
-            samples.append(max(clock() - start, 1) / 1000)
+            took = max(clock() - start, 1)
+            left -= took
+            samples.append(took / 1000)
     finally:
         gc.enable()
     return samples
@@ -146,7 +149,7 @@ class Run:
         """All rounds in random order, then the first cell once more: its samples."""
         order: list[tuple[Cell, bool]] = [(row, True) for row in self.rows]
         order += [(row, False) for row in self.baselines]
-        shuffle, total, done = random.Random(self.rules["seed"]), 0, 0
+        shuffle, done = random.Random(self.rules["seed"]), 0
         total = self.rules["rounds"] * len(order)
         for _ in range(self.rules["rounds"]):
             shuffle.shuffle(order)
@@ -154,7 +157,8 @@ class Run:
                 done += 1
                 if row.get("status", "ok") == "ok":
                     (self._cell if is_cell else self._baseline)(row)
-                print(f"[{done}/{total}] {row['id']} {_last(row)}", file=sys.stderr, flush=True)
+                said = f"{row['id']} ({row['threads']}) {_last(row)}"
+                print(f"[{done}/{total}] {said}", file=sys.stderr, flush=True)
         if self.first is None or self.first["status"] != "ok":
             return None
         again = {**self.first, "samples_us": []}

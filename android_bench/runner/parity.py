@@ -15,7 +15,7 @@ def parity(cell: Cell, given: dict[str, Array], got: dict[str, Array], folder: P
     """Whether a cell's outputs are the expected ones: `passed`, `error`, `allowed`, `text`."""
     worst: Cell = {"passed": True, "error": 0.0, "allowed": 0.0}
     share = 0.0
-    for port in cell["outputs"]:
+    for port in sorted(cell["outputs"], key=lambda port: port["check"]["kind"] != "slots"):
         name, check = port["name"], port["check"]
         fault, error = _checked(port, given, got, folder)
         allowed = check.get("allowed", 0.0)
