@@ -14,6 +14,7 @@ import typer
 
 from kvcap.runtime.options import (
     POCKET,
+    Backend,
     Budget,
     Json,
     Model,
@@ -25,7 +26,8 @@ from kvcap.runtime.options import (
 from kvcap.runtime.screen import INFEASIBLE, complain, styled
 
 if TYPE_CHECKING:
-    from kvcap.runtime.runtime import Runtime
+    from kvcap.runtime.engine import Engine
+    from kvcap.runtime.plan import MemoryPlan
     from kvcap.runtime.session import Session
 
 STDIN = "-"
@@ -35,6 +37,7 @@ STDIN = "-"
 def chat_command(
     model: Model = POCKET,
     *,
+    backend: Backend,
     budget: Budget,
     running: Running,
     sampling: Sampling,
@@ -49,7 +52,7 @@ def chat_command(
     from kvcap.runtime.chat import Chat
     from kvcap.runtime.text import render_turn
 
-    runtime = load(model, budget, running, output)
+    runtime = load(model, backend, budget, running, output)
     render_turn(runtime.tokenizer, None, "Hello!", first=False)  # can it chat?
     chat = Chat(start(runtime, running, sampling), output, running.session)
     if sys.stdin.isatty() and styled():
@@ -91,6 +94,7 @@ def generate_command(
         bool, typer.Option("--raw", help="Continue the prompt, without the chat template.")
     ] = False,
     *,
+    backend: Backend,
     budget: Budget,
     running: Running,
     sampling: Sampling,
@@ -112,7 +116,7 @@ def generate_command(
         raise ValueError("--system-prompt needs the chat template; leave --raw out")
     if not prompt.strip():
         raise ValueError("the prompt is empty; give at least one word")
-    session = start(load(model, budget, running, output), running, sampling)
+    session = start(load(model, backend, budget, running, output), running, sampling)
     pieces = session.complete(prompt) if raw else session.send(prompt)
     code = answer(session, pieces, output)
     if running.session is not None:
@@ -124,6 +128,7 @@ def generate_command(
 def plan_command(
     model: Model = POCKET,
     *,
+    backend: Backend,
     budget: Budget,
     json_: Json = False,
 ) -> None:
@@ -131,22 +136,14 @@ def plan_command(
 
     Exits with 3 if no setting fits, and says which would.
     """
-    quiet_libraries()
     from kvcap.runtime.errors import PlanInfeasible
     from kvcap.runtime.free_memory import free_memory
-    from kvcap.runtime.model_files import load_config, resolve
-    from kvcap.runtime.plan import MemoryPlan, warn_if_short
-    from kvcap.runtime.runtime import parse_dtype
+    from kvcap.runtime.plan import warn_if_short
     from kvcap.runtime.tables import print_plan
-    from kvcap.runtime.weights import read_headers
 
-    sizes, eviction, dtype = budget.sizes(), budget.eviction(), parse_dtype(budget.dtype)
-    where, free = resolve(model), free_memory()
-    config, headers = load_config(where), read_headers(where)
+    free = free_memory()
     try:
-        plan = MemoryPlan.of(
-            config, policy=eviction, dtype=dtype, headers=headers, rehearse=True, **sizes
-        )
+        plan = planned(model, backend, budget)
     except PlanInfeasible as error:
         if not json_:
             raise
@@ -158,6 +155,29 @@ def plan_command(
     else:
         print_plan(model, plan, free)
     warn_if_short(plan, free, budget.memory_cap)
+
+
+def planned(model: str, backend: Backend, budget: Budget) -> MemoryPlan:
+    """The plan of a run, without reading weights."""
+    if backend.exported:
+        from kvcap.runtime.ort import load
+
+        return load.plan(model, budget)
+    quiet_libraries()
+    from kvcap.runtime.model_files import load_config, resolve
+    from kvcap.runtime.plan import MemoryPlan
+    from kvcap.runtime.runtime import parse_dtype
+    from kvcap.runtime.weights import read_headers
+
+    where, sizes = resolve(model), budget.sizes()
+    return MemoryPlan.of(
+        load_config(where),
+        policy=budget.eviction(),
+        dtype=parse_dtype(budget.dtype),
+        headers=read_headers(where),
+        rehearse=True,
+        **sizes,
+    )
 
 
 def policies_command(
@@ -178,13 +198,17 @@ def policies_command(
         print_policies(rows, others)
 
 
-def load(model: str, budget: Budget, running: Running, output: Output) -> Runtime:
+def load(model: str, backend: Backend, budget: Budget, running: Running, output: Output) -> Engine:
     """The model under its budget, with a note on stderr while it loads."""
     note = not output.quiet and styled()
     if note:
         sys.stderr.write(f"\x1b[2mloading {model} ...\x1b[0m")
         sys.stderr.flush()
     try:
+        if backend.exported:
+            from kvcap.runtime.ort import load as exported
+
+            return exported.load(model, budget, running)
         quiet_libraries()
         from kvcap.runtime.runtime import Runtime
 
@@ -204,7 +228,7 @@ def load(model: str, budget: Budget, running: Running, output: Output) -> Runtim
             sys.stderr.flush()
 
 
-def start(runtime: Runtime, running: Running, sampling: Sampling) -> Session:
+def start(runtime: Engine, running: Running, sampling: Sampling) -> Session:
     """A conversation with the settings that were given, from its file where there is one.
 
     Raises:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from kvcap.policies import Eviction
 
 ENVIRONMENT = "KVCAP_"
+DEFAULT_POLICY = "keydiff"
 POCKET = "pocket"  # the built-in model, as in model_files.py, which imports torch
 
 
@@ -63,14 +64,13 @@ class Budget:
     """How much is kept, and what."""
 
     policy: Annotated[
-        str,
+        str | None,
         option(
             "--policy",
             metavar="NAME",
-            help="What is evicted; see kvcap policies.",
-            show_default=True,
+            help="What is evicted (by default keydiff, or an export's own); see kvcap policies.",
         ),
-    ] = "keydiff"
+    ] = None
     policy_option: Annotated[
         list[str] | None,
         option("--policy-option", metavar="KEY=VALUE", help="Of the policy; repeatable."),
@@ -154,7 +154,8 @@ class Budget:
         from kvcap.policies import load_policy
 
         pins = {"sink_tokens": self.sink_tokens, "recent_tokens": self.recent_tokens}
-        return load_policy(self.policy, **{**pins, **pairs(self.policy_option or [])})
+        options = {**pins, **pairs(self.policy_option or [])}
+        return load_policy(self.policy or DEFAULT_POLICY, **options)
 
     def sizes(self) -> dict[str, Any]:
         """What `MemoryPlan.of` and `Runtime.from_pretrained` both take.
@@ -169,6 +170,25 @@ class Budget:
             )
         names = ("kv_budget", "kv_budget_tokens", "memory_cap", "block_size", "positions")
         return {name: getattr(self, name) for name in names}
+
+
+@dataclass(frozen=True)
+class Backend:
+    """What runs the model."""
+
+    backend: Annotated[
+        Literal["torch", "onnxruntime"],
+        option(
+            "--backend",
+            help="PyTorch; or ONNX Runtime, where MODEL is a directory of kvcap export decoder.",
+            show_default=True,
+        ),
+    ] = "torch"
+
+    @property
+    def exported(self) -> bool:
+        """Whether MODEL is an exported decoder."""
+        return self.backend == "onnxruntime"
 
 
 @dataclass(frozen=True)

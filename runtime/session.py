@@ -259,14 +259,15 @@ class Session:
         while True:
             self._warn_beyond()
             token = sampler.next(logits, history)
+            number: int = token.item()
             now = time.perf_counter()
             turn.completion_tokens += 1
             if turn.completion_tokens == 1:
                 turn.ttft_s = now - start
             turn.decode_s = now - start - turn.ttft_s
-            ended = int(token) in ends
-            self._unread, self._unread_since = [] if ended else [int(token)], self.cache.seen
-            if text := "" if ended else stream.put(int(token)):
+            ended = number in ends
+            self._unread, self._unread_since = [] if ended else [number], self.cache.seen
+            if text := "" if ended else stream.put(number):
                 yield text
             if ended or stream.stopped:
                 turn.finish_reason = "stop"

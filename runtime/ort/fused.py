@@ -91,7 +91,7 @@ class Fused:
         )
         self._sets = [[Buffer(t.full, t.dtype) for t in self.tensors] for _ in range(2)]
         self._ids = Buffer((1, block_size), np.int64)
-        self._logits = Buffer((1, manifest.model["vocabulary"]), np.float32)
+        self._logits = np.zeros((1, manifest.model["vocabulary"]), np.float32)
         self._seen, self._spans = np.zeros((), np.int32), np.zeros((SPANS, 2), np.int32)
 
     @property
@@ -109,16 +109,15 @@ class Fused:
         tokens = self._ids.at((1, len(ids)))
         tokens[0] = ids
         self._seen[...] = seen
-        logits = self._logits.at((1, self._logits.at((-1,)).size))
         inputs = {"input_ids": tokens, "seen": self._seen}
         inputs["pinned"] = spans_array(spans, self._spans)
-        outputs: dict[str, Array] = {"logits": logits}
+        outputs: dict[str, Array] = {"logits": self._logits}
         for tensor, before, then in zip(self.tensors, now, after, strict=True):
             inputs[tensor.input] = before.at(tensor.shape(seen))
             outputs[tensor.output] = then.at(tensor.shape(seen + len(ids)))
         self.graph.run(inputs, outputs)
         self._sets = [after, now]
-        return logits
+        return self._logits
 
     def positions(self, seen: int) -> list[Int32]:
         """The kept tokens' places in the conversation, by layer: [K, held]."""

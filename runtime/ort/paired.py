@@ -1,8 +1,8 @@
 """A decoder that others exported, and a graph beside it that evicts; see `export/adopt.py`.
 
 After every block the decoder has written all that it was given, and the block, as `present`. The
-evictor takes from it what stays. Where positions are compact it also keeps every key as the decoder
-made it, and turns a copy to where it counts now: no error adds up.
+evictor takes from it what stays. Where positions are compact it also keeps every key turned to
+position 0, and turns a copy to where it counts now: no error adds up.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ def sizes(
 ) -> dict[str, tuple[tuple[int, ...], Any]]:
     """Shape and type of every buffer that holds slots, all layers in one.
 
-    `made`, `made_at` and `positions` are there twice: read and written.
+    `base` and `positions` are there twice: read and written.
     """
     rows = (model["layers"], model["kv_heads"])
     slot, whole = (*rows, budget), (*rows, budget + block)
     vector = (model["head_dim"],)
     twice: dict[str, tuple[tuple[int, ...], Any]] = {"positions": (slot, np.int32)}
     if compact:
-        twice |= {"made": ((*slot, *vector), cache), "made_at": (slot, np.int32)}
+        twice["base"] = ((*slot, *vector), cache)
     return {
         **dict.fromkeys(("keys", "values"), ((*slot, *vector), cache)),
         **dict.fromkeys(("present_keys", "present_values"), ((*whole, *vector), cache)),
@@ -42,7 +42,7 @@ def sizes(
 
 
 def rotations(inv_freq: Sequence[float], span: int) -> NDArray[np.float32]:
-    """Cosines and sines of every shift below `span`, [span, 2, R/2]; exact, from float64."""
+    """Cosines and sines of every position below `span`, [span, 2, R/2]; exact, from float64."""
     angles = np.arange(span, dtype=np.float64)[:, None] * np.array(inv_freq, np.float64)
     return np.stack((np.cos(angles), np.sin(angles)), axis=1).astype(np.float32)
 
@@ -111,7 +111,7 @@ class Paired:
     @property
     def _state(self) -> tuple[str, ...]:
         """What the evictor keeps besides keys and values."""
-        return ("positions", "made", "made_at") if self.compact else ("positions",)
+        return ("positions", "base") if self.compact else ("positions",)
 
     @staticmethod
     def _names(prefix: str, layer: int) -> tuple[str, str]:
@@ -180,7 +180,7 @@ class Paired:
 
     def _held(self, name: str, slots: int) -> Array:
         """A buffer's slots in use, [L, K, slots, ...]."""
-        vector = () if name.split(".")[0] in ("positions", "made_at") else (self.model["head_dim"],)
+        vector = () if name.startswith("positions") else (self.model["head_dim"],)
         return self._buffers[name].at((self.layers, self.model["kv_heads"], slots, *vector))
 
     def positions(self, seen: int) -> list[Int32]:

@@ -17,7 +17,6 @@ import kvcap
 from kvcap.runtime import session_file
 from kvcap.runtime.conversation import check_conversation
 from kvcap.runtime.errors import KvcapError, SessionFileForeign
-from kvcap.runtime.ort.decoder import held
 from kvcap.runtime.ort.generation import Generation
 from kvcap.runtime.session_file import SessionFile
 
@@ -100,10 +99,6 @@ def _slots(session: Session, file: SessionFile, seen: int) -> dict[str, Any]:
             inside = (rows >= 0).all() and (rows < seen).all()
             if not inside or not (np.diff(rows, axis=1) > 0).all():
                 raise ValueError(f"{name} are none that slots can have")
-        if name == "made_at":
-            most = held(decoder.budgets[0], seen) + decoder.block_size
-            if not ((array >= 0) & (array < most)).all():
-                raise ValueError(f"{name} is out of reach")
     return found
 
 
