@@ -1,0 +1,81 @@
+"""Results that a browser sends: held to the plan and to their device, written once. Knows no web."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import queue
+import re
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from kvcap.android_bench.browser_device import origin
+from kvcap.android_bench.errors import ResultBroken
+from kvcap.android_bench.judge import judged
+from kvcap.android_bench.schema import BENCH, validate, write_json
+
+
+class Landed(NamedTuple):
+    """A result that was written."""
+
+    path: Path
+    result: dict[str, Any]
+
+
+class Results:
+    """The folder that results go to. Files are named by their content, so none is overwritten."""
+
+    def __init__(self, folder: Path, plan: Mapping[str, Any]) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.folder = folder
+        self.plan = plan["id"]
+        self.rows = {cell["id"] for cell in plan["cells"]}
+        self.landed: queue.Queue[Landed] = queue.Queue()
+        self.lock = threading.Lock()
+
+    def take(self, body: bytes, header: str) -> Landed:
+        """Check a result, judge it and write it; one that is there already is left as it is.
+
+        Args:
+            body: JSON text.
+            header: the user agent that sent it.
+
+        Raises:
+            ResultBroken: no result of this plan, or one whose source its device contradicts.
+        """
+        try:
+            found = json.loads(body, parse_constant=_no_number)
+        except (ValueError, RecursionError) as cause:
+            raise ResultBroken(f"the result is no JSON: {cause}") from cause
+        validate(found, BENCH, "the result", ResultBroken)
+        if found["run"]["plan"] != self.plan:
+            raise ResultBroken(f"the result is of plan {found['run']['plan']}, not {self.plan}")
+        if strange := {cell["id"] for cell in found["cells"]} - self.rows:
+            raise ResultBroken(f"the result has a cell that the plan has not: {min(strange)}")
+        where = origin(found["device"].get("signs", {}), header)
+        if found["device"]["source"] != where.source:
+            raise ResultBroken(
+                f"the result says its source is {found['device']['source']!r}, "
+                f"which its device does not bear out ({where.source}: {where.reason})"
+            )
+        return self._write(judged(found))
+
+    def _write(self, found: dict[str, Any]) -> Landed:
+        text = json.dumps(found, sort_keys=True)
+        device = re.sub(r"[^A-Za-z0-9]+", "-", found["device"]["model"]).strip("-")[:40] or "device"
+        started = re.sub(r"[^0-9T]", "", found["run"]["started"])[:15]
+        digest = hashlib.sha256(text.encode()).hexdigest()[:12]
+        landed = Landed(self.folder / f"{started}-{device}-{digest}.json", found)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with self.lock:
+            if landed.path.exists():  # sent twice: the page never heard the first answer
+                return landed
+            write_json(found, landed.path)
+        self.landed.put(landed)
+        return landed
+
+
+def _no_number(constant: str) -> None:
+    raise ValueError(f"{constant} is no JSON")

@@ -1,0 +1,44 @@
+// Statistics that the page shows while it measures. The stored result holds raw samples; what is
+// reported from it is computed by kvcap.
+
+/** A percentile, linear between the two nearest samples. */
+export function percentile(samples, share) {
+  const sorted = Float64Array.from(samples).sort();
+  const at = share * (sorted.length - 1);
+  const low = Math.floor(at);
+  const high = Math.min(low + 1, sorted.length - 1);
+  return sorted[low] + (sorted[high] - sorted[low]) * (at - low);
+}
+
+export const median = (samples) => percentile(samples, 0.5);
+
+/**
+ * The line t0 + slope · n through points [n, µs], by least squares of relative errors, t0 not below
+ * 0: kvcap's report draws the same.
+ * @returns {{t0: number, slope: number} | null} µs and µs per slot; null below three sizes
+ */
+export function line(points) {
+  if (new Set(points.map(([n]) => n)).size < 3) return null;
+  let w = 0, x = 0, y = 0, xx = 0, xy = 0;
+  for (const [n, us] of points) {
+    const weight = 1 / (us * us);
+    w += weight;
+    x += weight * n;
+    y += weight * us;
+    xx += weight * n * n;
+    xy += weight * n * us;
+  }
+  const slope = (w * xy - x * y) / (w * xx - x * x);
+  const t0 = (y - slope * x) / w;
+  return t0 < 0 ? { t0: 0, slope: xy / xx } : { t0, slope };
+}
+
+/** Microseconds for people: three digits, and the unit that suits. */
+export function shown(us) {
+  const [value, unit] = us >= 1e6 ? [us / 1e6, "s"] : us >= 1000 ? [us / 1000, "ms"] : [us, "µs"];
+  return `${value >= 100 ? Math.round(value) : Number(value.toPrecision(value < 0.1 ? 2 : 3))} ${unit}`;
+}
+
+/** A ratio for people. */
+export const times = (ratio) =>
+  `${ratio >= 100 ? Math.round(ratio) : ratio >= 10 ? ratio.toFixed(1) : ratio.toFixed(2)}×`;

@@ -1,0 +1,73 @@
+// The last result, kept in the browser until the server has it, so that a reload or a lost server
+// loses nothing. Knows nothing of what a result holds.
+
+const asked = (request) => new Promise((resolve, reject) => {
+  request.onsuccess = () => resolve(request.result);
+  request.onerror = () => reject(request.error);
+});
+
+async function results(mode) {
+  const opening = indexedDB.open("kvcap", 1);
+  opening.onupgradeneeded = () => opening.result.createObjectStore("results");
+  const database = await asked(opening);
+  return database.transaction("results", mode).objectStore("results");
+}
+
+/** Keep a result in place of the one before; false where the browser keeps nothing. */
+export async function keep(result) {
+  try {
+    await asked((await results("readwrite")).put(result, "last"));
+    return true;
+  } catch {
+    return false; // private windows of some browsers
+  }
+}
+
+/** The kept result, null where there is none. */
+export async function kept() {
+  try {
+    return (await asked((await results("readonly")).get("last"))) ?? null;
+  } catch {
+    return null;
+  }
+}
+
+/** Forget the kept result. */
+export async function drop() {
+  try {
+    await asked((await results("readwrite")).delete("last"));
+  } catch {
+    // nothing was kept
+  }
+}
+
+/**
+ * Send a result to the server.
+ * @returns {Promise<{file?: string, flags?: object[], refused?: string, lost?: boolean,
+ *   why?: string}>} what became of it
+ */
+export async function send(result) {
+  let response, answer;
+  try {
+    response = await fetch("results", {
+      method: "POST",
+      headers: { "Content-Type": "application/json" },
+      body: JSON.stringify(result),
+    });
+    answer = await response.json();
+  } catch {
+    return { lost: true };
+  }
+  if (response.ok) return answer;
+  const why = answer.error ?? `answer ${response.status}`;
+  return response.status >= 500 ? { lost: true, why } : { refused: why };
+}
+
+/** Offer a result as a file. */
+export function save(result) {
+  const link = document.createElement("a");
+  link.href = URL.createObjectURL(new Blob([JSON.stringify(result, null, 1)], { type: "application/json" }));
+  link.download = `kvcap-${result.run.started.replace(/[-:]|\..*/g, "")}.json`;
+  link.click();
+  setTimeout(() => URL.revokeObjectURL(link.href), 10000);
+}

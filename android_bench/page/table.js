@@ -1,0 +1,46 @@
+// The table of one view.
+
+import { html } from "./dom.js";
+import { shown, times } from "./stats.js";
+
+const WHY = { skipped: "not run", failed: "failed" };
+
+/** One measurement: its time, or why there is none. */
+function measured(cell, base, relative) {
+  if (!cell) return html("td", {}, html("span", { class: "quiet" }, "–"));
+  if (!cell.us) {
+    const why = cell.status === "ok" ? "…" : WHY[cell.status];
+    return html("td", { title: cell.reason }, html("span", { class: "quiet" }, why));
+  }
+  const value = relative && base ? times(cell.us / base) : shown(cell.us);
+  const wrong = cell.parity && !cell.parity.passed
+    ? html("span", { class: "wrong", title: cell.parity.text }, " wrong") : null;
+  return html("td", {}, value, wrong);
+}
+
+/**
+ * Fill the table.
+ * @param {HTMLTableElement} table
+ * @param {object} view of series.js
+ * @param {{relative: boolean, caption: string, colours: Map<string, string>}} how
+ */
+export function fillTable(table, { sizes, lines, base }, { relative, caption, colours }) {
+  const fitted = lines.some(({ fit }) => fit);
+  const head = (text, note) => html("th", { scope: "col" }, text, note ? html("small", {}, note) : null);
+  const scaled = (us) => (relative && base ? times(us / base) : us < 0 ? `−${shown(-us)}` : shown(us));
+  const rows = lines.map((line) => html("tr", {},
+    html("th", { scope: "row" }, html("div", {},
+      html("span", { class: `key ${colours.get(line.key)}`, "aria-hidden": "true" }),
+      html("span", {}, line.name, line.detail ? html("small", {}, line.detail) : null))),
+    ...sizes.map((n) => measured(line.cells.get(n), base, relative)),
+    ...(fitted ? [html("td", { class: "fit" }, line.fit ? scaled(line.fit.t0) : "…"),
+      html("td", { class: "fit" }, line.fit ? scaled(line.fit.slope * 1024) : "…")] : []),
+  ));
+  table.replaceChildren(
+    html("caption", { class: "unseen" }, caption),
+    html("thead", {}, html("tr", {}, head("Policy"),
+      ...sizes.map((n) => head(n.toLocaleString("en"), "slots")),
+      ...(fitted ? [head("t₀", "fixed"), head("slope", "per 1,024 slots")] : []))),
+    html("tbody", {}, ...rows),
+  );
+}

@@ -1,0 +1,87 @@
+// The part of the page that shows results: choices, chart, table, what was not run.
+
+import { drawChart } from "./chart.js";
+import { byId, html, show } from "./dom.js";
+import { choices, colours, lines, policyName } from "./series.js";
+import { fillTable } from "./table.js";
+
+const STAGES = { score: "Score", evict: "Score and evict" };
+const configurationName = (key) => {
+  const [provider, threads] = key.split(" ");
+  return provider === "webgpu" ? "WebGPU" : `WebAssembly, ${threads} thread${threads === "1" ? "" : "s"}`;
+};
+const LABELS = {
+  configuration: ["Runs with", (key) => configurationName(key).replace("WebAssembly, ", "")],
+  stage: ["Stage", (stage) => STAGES[stage] ?? stage],
+  dtype: ["Type", (dtype) => dtype],
+  measure: ["Shown as", (measure) => (measure === "relative" ? "relative" : "time")],
+};
+
+const narrow = matchMedia("(max-width: 640px)");
+const chosen = { measure: "absolute" };
+let latest = null, offered = "";
+
+/** The radio buttons, made anew only where the choices changed. */
+function offer(options) {
+  if (offered === JSON.stringify(options)) return;
+  offered = JSON.stringify(options);
+  byId("views").replaceChildren(...Object.entries(options).filter(([, values]) => values.length > 1)
+    .map(([name, values]) => html("fieldset", {}, html("legend", {}, LABELS[name][0]),
+      ...values.map((value) => {
+        const input = html("input", { type: "radio", name, value, checked: value === chosen[name] ? "" : null });
+        input.addEventListener("change", () => {
+          chosen[name] = value;
+          render();
+        });
+        return html("label", {}, input, html("span", {}, LABELS[name][1](value)));
+      }))));
+}
+
+/** The cell that is 1× in words. */
+function referenceName({ cells, reference }) {
+  const { policy, n, dtype } = cells.find(({ id }) => id === reference);
+  return `${policyName(policy)} at ${n.toLocaleString("en")} slots in ${dtype}`;
+}
+
+/** One sentence for each reason why cells have no numbers. */
+function unmeasured(cells) {
+  const groups = new Map();
+  for (const cell of cells.filter(({ status }) => status !== "ok")) {
+    const text = cell.status === "failed" ? `${policyName(cell.policy)} failed: ${cell.reason}` : cell.reason;
+    const key = `${configurationName(`${cell.provider_asked} ${cell.threads}`)}: ${text}`;
+    groups.set(key, (groups.get(key) ?? 0) + 1);
+  }
+  for (const { policy, stage, n, parity } of cells) {
+    if (parity && !parity.passed) groups.set(`${policyName(policy)}, ${stage} at ${n} slots gives wrong values: ${parity.text}`, 1);
+  }
+  return [...groups].map(([text, count]) => html("li", {}, `${text}${count > 1 ? ` (${count} cells)` : ""}`));
+}
+
+function render() {
+  const { result, plan } = latest;
+  const options = choices(result.cells);
+  for (const [name, values] of Object.entries(options)) {
+    if (!values.includes(chosen[name])) chosen[name] = values[0];
+  }
+  offer({ ...options, measure: ["absolute", "relative"] });
+  const view = lines(result.cells, plan, chosen);
+  const relative = chosen.measure === "relative";
+  const what = `${configurationName(chosen.configuration)}, ${chosen.dtype}: median ${relative ? `relative to ${referenceName(plan)}` : "time of one run"}, over slots held.`;
+  const how = { relative, colours: latest.colours, caption: what, narrow: narrow.matches };
+  byId("caption").textContent = drawChart(byId("chart"), view, how) ? `${what} Both axes are logarithmic.` : what;
+  fillTable(byId("table"), view, how);
+  byId("fit-note").textContent = view.lines.some(({ fit }) => fit)
+    ? "t₀ and slope are a straight line through the medians: t₀ is what a run costs however few slots there are." : "";
+  const reasons = unmeasured(result.cells);
+  byId("skipped").replaceChildren(...reasons);
+  show("skipped", reasons.length > 0);
+}
+
+/** Show a result, whole or on its way. */
+export function showResult(result, plan) {
+  latest = { result, plan, colours: colours(plan.cells) };
+  show("results");
+  render();
+}
+
+narrow.addEventListener("change", () => latest && render());

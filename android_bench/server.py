@@ -1,0 +1,258 @@
+"""The page's server: hands out the page and one plan, takes results in, lets nothing else through.
+
+What it hands out is a fixed table made when it starts, so that no request can name another file.
+Knows nothing of commands or terminals.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.middleware import Middleware
+from starlette.middleware.trustedhost import TrustedHostMiddleware
+from starlette.requests import Request
+from starlette.responses import FileResponse, JSONResponse, PlainTextResponse, Response
+from starlette.routing import Mount, Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from kvcap.android_bench import vendor
+from kvcap.android_bench.browser_device import origin
+from kvcap.android_bench.errors import AndroidError, ResultBroken
+from kvcap.android_bench.landing import Results
+from kvcap.android_bench.schema import PLAN_FILE, read_plan
+
+PAGE = Path(__file__).parent / "page"
+LIMIT = 64 * 2**20  # bytes of a result; the largest preset's raw samples are some megabytes
+TYPES = {
+    ".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".mjs": "text/javascript",
+    ".svg": "image/svg+xml", ".wasm": "application/wasm", ".json": "application/json",
+}  # fmt: skip
+HEADERS = {
+    # Isolation gives the page threads and a clock of 5 µs, where the origin is secure.
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Embedder-Policy": "require-corp",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    # Nothing at run time from anywhere else, nor to anywhere else.
+    "Content-Security-Policy": "default-src 'self'; script-src 'self' 'wasm-unsafe-eval'; "
+    "worker-src 'self' blob:; connect-src 'self'; img-src 'self'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+    "Cache-Control": "no-store",
+}
+
+
+class PortTaken(AndroidError, ValueError):
+    """Another program listens there."""
+
+
+class ServerEnded(AndroidError):
+    """The server's thread is gone."""
+
+
+class Headers:
+    """Puts `HEADERS` on every answer, refusals too."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """One request."""
+
+        async def sending(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                there = {name for name, _ in message["headers"]}
+                message["headers"] += [
+                    (name.lower().encode(), value.encode())
+                    for name, value in HEADERS.items()
+                    if name.lower().encode() not in there
+                ]
+            await send(message)
+
+        await self.app(scope, receive, sending)
+
+
+def handed_out(plan: Mapping[str, Any], folder: Path) -> dict[str, Path]:
+    """Every path that can be asked for, with its file."""
+    names = [PLAN_FILE, *(entry["file"] for entry in plan["files"])]
+    pages = [path for path in PAGE.iterdir() if path.suffix in TYPES]
+    libraries = [path for path in vendor.FOLDER.iterdir() if path.is_file()]
+    return {
+        "": PAGE / "index.html",
+        **{path.name: path for path in pages},
+        **{f"ort/{path.name.removesuffix('.gz')}": path for path in libraries},
+        **{f"plan/{name}": folder / name for name in names},
+    }
+
+
+def application(folder: Path, results: Results, plan: Mapping[str, Any], token: str | None,
+                hosts: list[str]) -> Starlette:  # fmt: skip
+    """The server's answers.
+
+    Args:
+        folder: of the plan.
+        results: takes what is posted.
+        plan: that the folder holds.
+        token: first part of every path, None where there is none.
+        hosts: names the server may be called by; others are another site's tricks.
+    """
+    files = handed_out(plan, folder)
+
+    async def give(request: Request) -> Response:
+        name = request.path_params["name"]
+        path = files.get(name)
+        if path is None or not path.is_file():
+            return _refused(404, f"there is no {name!r} here")
+        coding = {"Content-Encoding": "gzip"} if path.suffix == ".gz" else {}
+        kind = TYPES.get(Path(path.name.removesuffix(".gz")).suffix, "application/octet-stream")
+        if name.startswith("ort/"):
+            coding["Cache-Control"] = "private, max-age=600"  # every worker loads it again
+        return FileResponse(path, media_type=kind, headers=coding)
+
+    async def judge(request: Request) -> Response:
+        """What the page is told before it measures: where it runs, and its library's version."""
+        try:
+            signs = json.loads(await _body(request, 2**16))
+            found = origin(signs, request.headers.get("user-agent", ""))
+        except (ValueError, AttributeError):
+            return _refused(400, "signs of the browser are expected, as a JSON object")
+        return JSONResponse({**found._asdict(), "version": vendor.VERSION})
+
+    async def take(request: Request) -> Response:
+        if request.headers.get("content-type", "").split(";")[0] != "application/json":
+            return _refused(415, "a result is sent as application/json")
+        try:
+            body = await _body(request, LIMIT)
+        except ValueError:
+            return _refused(413, f"a result has at most {LIMIT:,} bytes")
+        agent = request.headers.get("user-agent", "")
+        try:
+            landed = await run_in_threadpool(results.take, body, agent)
+        except ResultBroken as error:
+            return _refused(422, str(error))
+        except OSError as error:
+            return _refused(507, f"the result cannot be written: {error.strerror}")
+        flags = landed.result["validity"]["flags"]
+        return JSONResponse({"file": landed.path.name, "flags": flags}, status_code=201)
+
+    routes = [
+        Route("/device", judge, methods=["POST"]),
+        Route("/results", take, methods=["POST"]),
+        Route("/{name:path}", give, methods=["GET"]),
+    ]
+    return Starlette(
+        routes=[Mount(f"/{token}", routes=routes), Route("/{rest:path}", _no_token)]
+        if token
+        else routes,
+        middleware=[Middleware(Headers), Middleware(TrustedHostMiddleware, allowed_hosts=hosts)],
+    )
+
+
+def _no_token(request: Request) -> Response:
+    return PlainTextResponse(
+        "This address is not complete or is an old one. Scan the QR code in the terminal again.",
+        status_code=403,
+    )
+
+
+def _refused(status: int, why: str) -> Response:
+    return JSONResponse({"error": why}, status_code=status)
+
+
+async def _body(request: Request, limit: int) -> bytes:
+    """A request's body; ValueError beyond the limit, before it is read to its end."""
+    if int(request.headers.get("content-length", 0)) > limit:
+        raise ValueError("too long")
+    body = bytearray()
+    async for part in request.stream():
+        body += part
+        if len(body) > limit:
+            raise ValueError("too long")
+    return bytes(body)
+
+
+class Serving:
+    """A running server, in a thread of its own.
+
+    >>> with Serving(folder, results) as serving:  # doctest: +SKIP
+    ...     print(serving.url)
+    ...     print(serving.landed.get(timeout=600).path)
+    """
+
+    def __init__(
+        self, folder: Path, results: Path, *, port: int = 0, lan: str | None = None
+    ) -> None:
+        """Check everything and bind the port.
+
+        Args:
+            folder: of a plan.
+            results: folder for results, made where it does not exist.
+            port: 0 takes a free one.
+            lan: this machine's address in its network, where others may come in with a token;
+                None lets in this machine alone.
+
+        Raises:
+            PlanBroken: the folder holds no whole plan.
+            VendorError: onnxruntime-web is not there.
+            PortTaken: something listens there already.
+        """
+        vendor.require()
+        self.plan = read_plan(folder)
+        taken = Results(results, self.plan)
+        self.landed = taken.landed
+        token = secrets.token_urlsafe(16) if lan else None
+        self.socket = _bound(lan or "127.0.0.1", port)
+        self.port: int = self.socket.getsockname()[1]
+        self.url = f"http://{lan or 'localhost'}:{self.port}/" + (f"{token}/" if token else "")
+        hosts = [lan] if lan else ["localhost", "127.0.0.1"]
+        app = application(folder.resolve(), taken, self.plan, token, hosts)
+        config = uvicorn.Config(app, log_level="error", access_log=False, lifespan="off", ws="none")
+        self.server = uvicorn.Server(config)
+        self.thread = threading.Thread(
+            target=self.server.run, kwargs={"sockets": [self.socket]}, daemon=True
+        )
+
+    def __enter__(self) -> Serving:
+        """Start."""
+        self.thread.start()
+        while not self.server.started and self.thread.is_alive():
+            time.sleep(0.01)
+        return self
+
+    def check(self) -> None:
+        """Raise where the server ended by itself.
+
+        Raises:
+            ServerEnded: its thread is gone.
+        """
+        if not self.thread.is_alive():
+            raise ServerEnded("the server ended by itself; KVCAP_DEBUG=1 and a new start say more")
+
+    def __exit__(self, *_: object) -> None:
+        """Stop, without waiting for browsers that hold connections."""
+        self.server.should_exit = self.server.force_exit = True
+        self.thread.join()
+        self.socket.close()
+
+
+def _bound(address: str, port: int) -> socket.socket:
+    found = socket.socket()
+    found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        found.bind((address, port))
+    except OSError as error:
+        found.close()
+        raise PortTaken(
+            f"cannot listen on {address} port {port}: {error.strerror}; --port 0 takes a free port"
+        ) from error
+    return found
