@@ -1,4 +1,4 @@
-"""`kvcap export scorer` and `kvcap export verify`, for the command line to register.
+"""`kvcap export`: `scorer`, `decoder` and `verify`, for the command line to register.
 
 Imports of torch wait until a command runs. Results go to stdout, everything else to stderr.
 """
@@ -12,10 +12,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from kvcap.export.decoder.command import decoder_command
+
 if TYPE_CHECKING:
     from kvcap.export.shape import Shape
 
-export = typer.Typer(add_completion=False, help="Scores as ONNX graphs, checked against eager.")
+export = typer.Typer(
+    add_completion=False, help="Scores and whole decoders as ONNX graphs, checked against eager."
+)
+export.command("decoder")(decoder_command)
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 Quick = Annotated[bool, typer.Option("--quick", help="Leave the case of 8,192 slots out.")]

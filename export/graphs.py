@@ -1,6 +1,7 @@
 """The graphs: score, evict (score, select, gather) and update, as modules that are traced.
 
-Selection follows `Eviction`: pins are a mask, a rescorer comes after the score.
+Selection follows `Eviction`: pins are a mask, a rescorer comes after the score. `survivors` and
+`take` are the one place that selects and gathers, for a layer's graph and for a whole decoder.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ class Score(Graph):
 
 
 class Evict(Graph):
-    """Score, select, gather: the budget's slots of all that were held, in no order.
+    """Score, select, gather: the budget's slots of all that were held, in the order they lay.
 
     The policy's own pins for this budget are in the graph, others come in by `pinned`. Fewer slots
     than the budget all stay.
@@ -82,12 +83,12 @@ class Evict(Graph):
         form, seen = self.form, self.form.observe(given)
         worth = self.worth(given, seen)
         stays = torch.sym_min(worth.shape[-1], form.shape.budget)
-        keep = worth.topk(stays, dim=-1, sorted=False).indices  # [B, K, N]
+        keep = survivors(worth, stays)  # [B, K, N]
         slots = {"keys", "values", "positions", *form.slot_state}
         state = {name: tensor for name, (_, tensor) in form.next_state(seen).items()}
-        rows = _rows(keep, worth.shape[-1])
+        rows = rows_of(keep, worth.shape[-1])
         found = [
-            (kept(port), _take({**given, **state}[port.name], rows, keep))
+            (kept(port), take({**given, **state}[port.name], rows, keep))
             for port in self.inputs
             if port.name in slots
         ]
@@ -129,12 +130,37 @@ class Update(Graph):
 STAGES: dict[str, type[Graph]] = {"score": Score, "evict": Evict, "update": Update}
 
 
-def _rows(keep: Tensor, slots: int) -> Tensor:
+def survivors(worth: Tensor, stays: int) -> Tensor:
+    """The `stays` slots of each head that are worth most, in the order they lie in.
+
+    By choosing those that go, which are few when one token arrives. Slots that lie in time order
+    stay so: then a slot's index is its rank.
+
+    Args:
+        worth: [B, K, n].
+        stays: at most n.
+
+    Returns:
+        Slots [B, K, stays], ascending.
+    """
+    slots = worth.shape[-1]
+    gone = worth.topk(slots - stays, dim=-1, largest=False, sorted=False).indices
+    keep = torch.ones_like(worth, dtype=torch.int64)
+    keep = keep.scatter(-1, gone, torch.zeros_like(gone))  # [B, K, n]
+    # Where each slot goes: survivors to the front, the others behind, so that no place is taken
+    # twice, which ONNX leaves undefined.
+    front, behind = keep.cumsum(-1) - 1, stays - 1 + (1 - keep).cumsum(-1)
+    place = torch.where(keep > 0, front, behind)
+    here = torch.arange(slots).expand_as(place)
+    return torch.zeros_like(place).scatter(-1, place, here)[..., :stays]
+
+
+def rows_of(keep: Tensor, slots: int) -> Tensor:
     """Indices [B, K, N] of slots as rows of all heads' slots laid out flat, [B·K·N]."""
     heads = torch.arange(keep.shape[0] * keep.shape[1]).view(*keep.shape[:2], 1)
     return (keep + heads * slots).flatten()
 
 
-def _take(tensor: Tensor, rows: Tensor, keep: Tensor) -> Tensor:
+def take(tensor: Tensor, rows: Tensor, keep: Tensor) -> Tensor:
     """The rows of [B, K, n, ...]; flat, which runtimes gather several times faster."""
     return tensor.flatten(0, 2).index_select(0, rows).view(*keep.shape, *tensor.shape[3:])

@@ -57,7 +57,11 @@ def describe(spec: Spec, graph: Graph, used: set[str], outputs: list[Port]) -> d
 
 def sha256(path: Path) -> str:
     """Of a file's bytes."""
-    return hashlib.sha256(path.read_bytes()).hexdigest()
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while part := file.read(1 << 20):  # weights may be larger than memory
+            digest.update(part)
+    return digest.hexdigest()
 
 
 def read(graph: Path) -> dict[str, Any]:

@@ -79,18 +79,22 @@ class Spec:
         if self.stage == "score" and eviction.rescorer is not None:
             found.append("pinned holds every slot that stays, those the policy pins too")
         if self.stage == "evict":
-            found.append("the slots that stay come in no order; positions say where each belongs")
+            found.append("slots that stay keep their order; positions say where each belongs")
         return found
 
     def recipe(self) -> dict[str, Any]:
-        """The policy in plain values, from which `recalled` makes it again."""
-        part = graph_part(self.eviction)
-        options: dict[str, Any] = {}
-        for component in reversed(part.components):  # an option is the first part's that has it
-            options |= component.options()
-        pins = {"sink_tokens": part.sink_tokens, "recent_tokens": part.recent_tokens}
-        parts = "+".join(_name(component) for component in part.components)
-        return {"name": self.eviction.name, "parts": parts, "parameters": {**options, **pins}}
+        """The part of the policy that is in the graph, as `recipe`."""
+        return recipe(graph_part(self.eviction))
+
+
+def recipe(eviction: Eviction) -> dict[str, Any]:
+    """A policy in plain values, from which `load_policy` makes it again."""
+    options: dict[str, Any] = {}
+    for component in reversed(eviction.components):  # an option is the first part's that has it
+        options |= component.options()
+    pins = {"sink_tokens": eviction.sink_tokens, "recent_tokens": eviction.recent_tokens}
+    parts = "+".join(_name(component) for component in eviction.components)
+    return {"name": eviction.name, "parts": parts, "parameters": {**options, **pins}}
 
 
 def recalled(recipe: dict[str, Any], shape: dict[str, Any], **rest: str) -> Spec:

@@ -13,13 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from kvcap.export import manifest
 from kvcap.export.cases import Case, inputs
 from kvcap.export.graphs import Graph
 from kvcap.export.libraries import library, require
 from kvcap.export.portable import translations
-from kvcap.export.ports import DYNAMIC
+from kvcap.export.ports import DYNAMIC, Port
 from kvcap.export.slim import slim
 from kvcap.export.spec import Spec
 from kvcap.export.verify import Report, check, feed, session
@@ -71,31 +72,12 @@ def write(spec: Spec, folder: Path, quick: bool = False) -> tuple[Path, Report]:
     return folder / file.name, report
 
 
-def trace(graph: Graph, given: dict[str, torch.Tensor]) -> Any:
+def trace(graph: Graph, given: dict[str, Tensor]) -> Any:
     """The stripped onnx.ModelProto of a graph, traced on the inputs `given`."""
-    open_axes = {axis: torch.export.Dim(axis, min=1) for axis in DYNAMIC}
-    shapes = tuple(
-        {
-            i: open_axes[axis]
-            for i, axis in enumerate(port.axes)
-            if axis in open_axes and graph.sizes[axis] is None
-        }
-        for port in graph.inputs
-    )
-    tensors = tuple(given[port.name] for port in graph.inputs)
-    with _quiet(), torch.inference_mode():
-        program = torch.onnx.export(
-            graph.eval(),
-            tensors,
-            dynamo=True,
-            opset_version=OPSET,
-            dynamic_shapes=(shapes,),
-            input_names=[port.name for port in graph.inputs],
-            external_data=False,
-            verbose=False,
-            custom_translation_table=translations(),
-        )
-    assert program is not None
+    open_axes = {
+        axis: torch.export.Dim(axis, min=1) for axis in DYNAMIC if graph.sizes[axis] is None
+    }
+    program = program_of(graph, graph.inputs, [given[p.name] for p in graph.inputs], open_axes)
     model = program.model_proto
     model.ir_version = min(model.ir_version, IR_VERSION)
     outputs = graph.outputs(given)
@@ -105,6 +87,33 @@ def trace(graph: Graph, given: dict[str, torch.Tensor]) -> Any:
     return model
 
 
+def program_of(
+    module: nn.Module, ports: list[Port], tensors: list[Tensor], open_axes: dict[str, Any]
+) -> Any:
+    """The torch.onnx.ONNXProgram of a module, traced on `tensors`, its inputs in order.
+
+    `open_axes` are those without a fixed size, as a torch.export.Dim each.
+    """
+    shapes = tuple(
+        {i: open_axes[axis] for i, axis in enumerate(port.axes) if axis in open_axes}
+        for port in ports
+    )
+    with _quiet(), torch.inference_mode():
+        program = torch.onnx.export(
+            module.eval(),
+            tuple(tensors),
+            dynamo=True,
+            opset_version=OPSET,
+            dynamic_shapes=(shapes,),
+            input_names=[port.name for port in ports],
+            external_data=False,
+            verbose=False,
+            custom_translation_table=translations(),
+        )
+    assert program is not None
+    return program
+
+
 def _sample_slots(spec: Spec) -> int:
     """Slots of the sample: few, but some to evict."""
     if spec.shape.slots is not None:
@@ -112,7 +121,7 @@ def _sample_slots(spec: Spec) -> int:
     return spec.shape.budget + 4 if spec.stage == "evict" else FEW
 
 
-def _samples(file: Path, given: dict[str, torch.Tensor]) -> Path:
+def _samples(file: Path, given: dict[str, Tensor]) -> Path:
     """Write the sample's inputs and outputs beside the graph."""
     from safetensors.numpy import save
 

@@ -1,0 +1,118 @@
+"""`kvcap export decoder`, for the command line to register. Torch waits until it runs."""
+
+from __future__ import annotations
+
+import json as jsonlib
+import time
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+
+from kvcap.runtime.options import DEFAULT_POLICY
+
+Exporter = Literal["kvcap", "optimum", "existing"]
+
+
+def decoder_command(
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL",
+            help="A repository, a directory, or pocket; with --exporter existing, a directory "
+            "that holds an ONNX decoder.",
+        ),
+    ],
+    policy: Annotated[
+        str | None, typer.Option(help="What is evicted (keydiff); see kvcap policies.")
+    ] = None,
+    policy_option: Annotated[
+        list[str] | None, typer.Option(metavar="KEY=VALUE", help="Of the policy; repeatable.")
+    ] = None,
+    kv_budget_tokens: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Slots kept per KV head and layer.")
+    ] = 256,
+    block_size: Annotated[
+        int, typer.Option(min=1, metavar="N", help="The most tokens of one run.")
+    ] = 128,
+    positions: Annotated[
+        Literal["compact", "true"] | None,
+        typer.Option(help="Renumber what is kept, or do not (by default compact)."),
+    ] = None,
+    sink_tokens: Annotated[
+        int, typer.Option(min=0, metavar="N", help="First tokens that are never evicted.")
+    ] = 0,
+    recent_tokens: Annotated[
+        int, typer.Option(min=0, metavar="N", help="Newest tokens that are never evicted.")
+    ] = 0,
+    dtype: Annotated[
+        str, typer.Option(help="fp32, fp16, or int8: weights in int8, a cache in fp32.")
+    ] = "fp32",
+    exporter: Annotated[
+        Exporter,
+        typer.Option(
+            help="kvcap: one graph that evicts; optimum: its export with graphs beside it that "
+            "evict; existing: those for an ONNX decoder that is there."
+        ),
+    ] = "kvcap",
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="Directory to write (MODEL-onnx).")
+    ] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Check one block past the budget only.")
+    ] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+) -> None:
+    """Export a model that evicts by itself as one ONNX graph, checked, or leave no directory."""
+    from kvcap.policies import load_policy
+    from kvcap.runtime.commands import quiet_libraries
+    from kvcap.runtime.options import pairs
+
+    quiet_libraries()
+    started = time.perf_counter()
+    where = out or Path(f"{Path(model).name}-onnx")
+    pins = {"sink_tokens": sink_tokens, "recent_tokens": recent_tokens}
+    options = {**pins, **pairs(policy_option or [])}
+    eviction = load_policy(policy or DEFAULT_POLICY, **options)
+    said, report = _kvcap(
+        model, eviction, kv_budget_tokens, block_size, positions, dtype, where, quick
+    )
+    seconds = time.perf_counter() - started
+    if json:
+        print(jsonlib.dumps({**_summary(said, where), "seconds": round(seconds, 1),
+                             **report.as_dict()}))  # fmt: skip
+        return
+    print(report.table())
+    for entry in said["files"]:
+        print(f"  {entry['file']:<24} {entry['bytes']:>15,} bytes")
+    print(f"{where}  written in {seconds:.0f} s; kvcap chat {where} --backend onnxruntime")
+
+
+def _kvcap(
+    model: str,
+    eviction: Any,
+    budget_tokens: int,
+    block_size: int,
+    positions: Any,
+    dtype: str,
+    out: Path,
+    quick: bool,
+) -> tuple[dict[str, Any], Any]:
+    """kvcap's own exporter; what is asked for is refused before weights are read."""
+    from kvcap.export.decoder.spec import check_dtype, layout_for, load
+    from kvcap.export.decoder.write import check_out, write
+    from kvcap.export.libraries import require
+    from kvcap.runtime.model_files import load_config, resolve
+
+    require()
+    check_dtype(dtype)
+    check_out(out)
+    config = load_config(resolve(model))
+    layout = layout_for(config, eviction, budget_tokens, block_size, positions)
+    return write(load(model, dtype), layout, dtype, out, quick)
+
+
+def _summary(said: dict[str, Any], out: Path) -> dict[str, Any]:
+    """The manifest without what is long."""
+    long = ("inputs", "outputs", "state", "rule", "verified", "sample")
+    return {"directory": str(out), **{k: v for k, v in said.items() if k not in long}}

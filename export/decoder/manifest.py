@@ -1,0 +1,139 @@
+"""The manifest of a decoder's directory: all that a runner needs that knows no Python.
+
+`runtime.ort.manifest` reads it. What is said of a model and its files is the same for decoders
+that others exported, which have evictors beside them.
+"""
+
+from __future__ import annotations
+
+import json
+from importlib.metadata import version
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import kvcap
+from kvcap.export.decoder.graph import Decoder
+from kvcap.export.manifest import sha256
+from kvcap.export.ports import Port
+from kvcap.export.spec import recipe
+from kvcap.runtime.layout import CacheLayout
+from kvcap.runtime.model_shape import ModelShape
+from kvcap.runtime.ort.manifest import FUSED, NAME, SCHEMA
+
+GRAPH, WEIGHTS = "decoder.onnx", "decoder.onnx.data"
+TOKENIZER = {
+    "tokenizer": "tokenizer.json",
+    "config": "tokenizer_config.json",
+    "chat_template": "chat_template.jinja",
+}
+SETTINGS = ("max_new_tokens", "do_sample", "temperature", "top_k", "top_p", "min_p",
+            "repetition_penalty", "bos_token_id", "pad_token_id")  # fmt: skip
+RULE = [
+    "read a prompt in runs of block_size tokens, the last one shorter; generate in runs of one",
+    "before the first run every state is empty (its open axis is 0) and seen is 0",
+    "after each run, give every output of state back as its input and add the tokens to seen",
+    "eviction is in the graph: after a run a layer holds min(its budget, seen) slots, oldest first",
+]
+
+
+def describe(name: str, decoder: Decoder, dtype: str) -> dict[str, Any]:
+    """What can be said of a decoder before its files are written; `name` is its model's."""
+    layout = decoder.layout
+    sizes, element = decoder.sizes, str(decoder.model.dtype).removeprefix("torch.")
+
+    def said(ports: list[Port]) -> list[dict[str, Any]]:
+        return [port.as_dict(element, sizes) for port in ports]
+
+    return {
+        "schema": SCHEMA,
+        "kind": FUSED,
+        "exporter": "kvcap",
+        "model": {"name": name, **model_facts(layout.shape)},
+        **policy_facts(layout),
+        "positions": layout.positions,
+        "budget_tokens": layout.budget_tokens,
+        "budgets": layout.budgets,
+        "block_size": layout.block_size,
+        "dtype": dtype,
+        "rule": RULE,
+        "inputs": said(decoder.inputs),
+        "outputs": said(decoder.outputs),
+        "state": _state(decoder, element),
+        "state_bytes": sum(
+            decoder.dtype(s.port).itemsize * prod(decoder.shape(s, s.full)) for s in decoder.state
+        ),
+        "generation": generation_facts(decoder.model.generation_config),
+        "producer": {
+            "kvcap": kvcap.__version__,
+            **{name: version(name) for name in ("torch", "transformers", "onnx", "onnxscript")},
+        },
+    }
+
+
+def model_facts(shape: ModelShape) -> dict[str, Any]:
+    """Family and sizes."""
+    return {
+        "family": shape.family,
+        "layers": len(shape.layers),
+        "heads": shape.heads,
+        "kv_heads": shape.kv_heads,
+        "head_dim": shape.head_size,
+        "hidden_size": shape.hidden_size,
+        "mlp_size": shape.mlp_size,
+        "vocabulary": shape.vocabulary,
+        "trained_length": shape.trained_length,
+    }
+
+
+def policy_facts(layout: CacheLayout) -> dict[str, Any]:
+    """The policy, what it computes, and the slots of each layer that it pins by itself."""
+    eviction = layout.eviction
+    recents = [eviction.recents(budget) for budget in layout.budgets]
+    return {
+        "policy": {**recipe(eviction), "pins": {"sinks": eviction.sinks(), "recents": recents}},
+        "formula": "; ".join(c.formula for c in eviction.components),
+        "paper": "; ".join(c.paper for c in eviction.components),
+    }
+
+
+def generation_facts(config: Any) -> dict[str, Any]:
+    """A transformers GenerationConfig as plain values, null where unset."""
+    ends = config.eos_token_id
+    ends = [] if ends is None else list(ends) if isinstance(ends, (list, tuple)) else [ends]
+    return {"eos_token_id": ends, **{name: getattr(config, name, None) for name in SETTINGS}}
+
+
+def file_facts(folder: Path) -> dict[str, Any]:
+    """`files`: every file there is but the manifest; `tokenizer`: which of them it is read from."""
+    entries = [entry(path) for path in sorted(folder.iterdir()) if path.name != NAME]
+    names = {found["file"] for found in entries}
+    tokenizer = {kind: name if name in names else None for kind, name in TOKENIZER.items()}
+    return {"files": entries, "tokenizer": tokenizer}
+
+
+def entry(path: Path) -> dict[str, Any]:
+    """A file's name, size and checksum."""
+    return {"file": path.name, "bytes": path.stat().st_size, "sha256": sha256(path)}
+
+
+def write(folder: Path, said: dict[str, Any]) -> None:
+    """Write the manifest into `folder`."""
+    text = json.dumps(said, indent=1, ensure_ascii=False)
+    (folder / NAME).write_text(text + "\n", encoding="utf-8")
+
+
+def _state(decoder: Decoder, element: str) -> list[dict[str, Any]]:
+    return [
+        {
+            "name": state.name,
+            "layer": state.layer,
+            "input": state.port.name,
+            "output": state.kept.name,
+            "dtype": state.port.type_in(element),
+            "open_axis": 2,
+            "empty": decoder.shape(state, 0),
+            "full": decoder.shape(state, state.full),
+        }
+        for state in decoder.state
+    ]

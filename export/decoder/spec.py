@@ -1,0 +1,113 @@
+"""What is asked for: a model, an eviction, a budget, a type. And what of that can be one graph."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kvcap.policies import Eviction
+from kvcap.runtime.errors import NotExportable
+from kvcap.runtime.layout import CacheLayout, Positions, default_positions
+from kvcap.runtime.model_files import (
+    check_generation,
+    load_config,
+    load_model,
+    load_tokenizer,
+    resolve,
+)
+from kvcap.runtime.model_shape import ModelShape
+
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "int8": torch.float32}  # of the cache
+
+
+@dataclass(frozen=True)
+class Source:
+    """A loaded model and what belongs to it."""
+
+    name: str
+    model: Any
+    tokenizer: Any  # None: the directory gets none
+
+    @property
+    def config(self) -> Any:
+        """Of the model."""
+        return self.model.config
+
+
+def layout_for(
+    config: Any,
+    eviction: Eviction,
+    budget_tokens: int,
+    block_size: int,
+    positions: Positions | None = None,
+) -> CacheLayout:
+    """The cache a decoder is made for.
+
+    Raises:
+        NotExportable: no one graph of fixed sizes does that.
+        UnsupportedModel, PlanInfeasible, PolicyError: nor would PyTorch.
+    """
+    shape = ModelShape.of(config.get_text_config(decoder=True), budget_tokens + block_size)
+    _check(shape, eviction)
+    chosen = positions or default_positions(shape)
+    layout = CacheLayout(shape, eviction, budget_tokens, block_size, chosen)
+    eviction.check(layout.budgets)
+    return layout
+
+
+def load(model: str | Path, dtype: str) -> Source:
+    """The model's weights and tokenizer.
+
+    Raises:
+        ModelFilesBroken, UnsupportedModel: they cannot be used.
+    """
+    where = resolve(model)
+    config = load_config(where)
+    tokenizer = load_tokenizer(where)
+    check_generation(where)
+    return Source(str(model), load_model(where, config, DTYPES[dtype]).eval(), tokenizer)
+
+
+def check_dtype(dtype: str) -> None:
+    """Refuse a type of which there are no weights.
+
+    Raises:
+        NotExportable: naming those there are.
+    """
+    if dtype not in DTYPES:
+        raise NotExportable(f"no dtype {dtype!r} of a decoder; there are {', '.join(DTYPES)}")
+
+
+def _check(shape: ModelShape, eviction: Eviction) -> None:
+    """Refuse what one graph of open but equal lengths cannot do."""
+    name = eviction.name or "the policy"
+    if not shape.all_capped:
+        raise NotExportable(
+            f"some layers of this {shape.family} slide over a window of their own, which the "
+            "decoder's graph does not do; export a model whose layers all attend fully, or use "
+            "kvcap export scorer for its capped layers"
+        )
+    if not shape.moves_exactly:
+        raise NotExportable(
+            f"RoPE of type {shape.rope_kinds} changes with the length while the model runs, which "
+            "a graph cannot; export a model with default, linear, llama3 or yarn RoPE"
+        )
+    if not eviction.policy.evicts:
+        raise NotExportable(
+            f"{name} never evicts, so there is nothing to put into the graph; "
+            "kvcap policies lists policies that do"
+        )
+    if eviction.head_budget is not None or eviction.layers_move:
+        what = "the heads of a layer" if eviction.head_budget is not None else "layers, in time,"
+        raise NotExportable(
+            f"under {name} {what} hold unequally many slots, and a tensor's rows are equally "
+            "long; use its base, such as snapkv or keydiff, or fixed layers, such as pyramidkv"
+        )
+    if eviction.corrector is not None:
+        raise NotExportable(
+            f"{name} attends to evicted tokens too, which the graph does not keep; export its "
+            "base without the corrector"
+        )

@@ -1,0 +1,132 @@
+"""Trace a decoder, save it with all that a runner needs, check it; only then it appears."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvcap.export.decoder import manifest
+from kvcap.export.decoder.graph import Decoder
+from kvcap.export.decoder.int8 import to_int8
+from kvcap.export.decoder.spec import Source, check_dtype
+from kvcap.export.decoder.verify import Report, check
+from kvcap.export.libraries import library, require
+from kvcap.export.slim import slim
+from kvcap.export.write import IR_VERSION, OPSET, program_of
+from kvcap.runtime.errors import ManifestError
+from kvcap.runtime.layout import CacheLayout
+from kvcap.runtime.ort.manifest import NAME
+
+
+def write(
+    source: Source, layout: CacheLayout, dtype: str, out: Path, quick: bool = False
+) -> tuple[dict[str, Any], Report]:
+    """Export a model and its evictions as one directory.
+
+    Args:
+        source: the model, in the type of its cache.
+        layout: of the cache.
+        dtype: of the weights: fp32, fp16 or int8.
+        out: the directory; it may hold an earlier export, which is replaced.
+        quick: check over one block past the budget only.
+
+    Returns:
+        The manifest and what checking found.
+
+    Raises:
+        ExtraMissing: an optional package is not installed.
+        NotExportable: there is no such decoder.
+        ManifestError: `out` holds something else.
+        ToleranceError, ShapeError: the graph is not what the model computes; nothing is written.
+    """
+    require()
+    check_dtype(dtype)
+    check_out(out)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".kvcap-", dir=out.parent) as name:
+        folder = Path(name) / "decoder"
+        folder.mkdir()
+        decoder = Decoder(source.model, layout)
+        nodes = save(decoder, folder / manifest.GRAPH, dtype)
+        said = manifest.describe(source.name, decoder, dtype)
+        _save_companions(source, folder)
+        said["opset"] = OPSET
+        said["model"]["weights_bytes"] = (folder / manifest.WEIGHTS).stat().st_size
+        said |= manifest.file_facts(folder)
+        graph = next(entry for entry in said["files"] if entry["file"] == manifest.GRAPH)
+        said["graphs"] = {"decoder": {**graph, "nodes": nodes}}
+        report = check(folder, decoder, dtype, quick)
+        report.require()
+        said["verified"] = report.as_dict()
+        said["sample"] = report.sample
+        manifest.write(folder, said)
+        if out.exists():
+            os.replace(out, Path(name) / "before")
+        os.replace(folder, out)
+    return said, report
+
+
+def save(decoder: Decoder, file: Path, dtype: str) -> int:
+    """Trace into `file`, weights beside it; returns the number of nodes."""
+    onnx, ir = library("onnx"), library("onnx_ir")
+    program = program_of(decoder, decoder.inputs, _example(decoder), _open_axes(decoder))
+    ir.save(program.model, str(file), external_data=manifest.WEIGHTS)
+    model = onnx.load(str(file), load_external_data=False)
+    model.ir_version = min(model.ir_version, IR_VERSION)
+    axes = {port.name: port.axes for port in (*decoder.inputs, *decoder.outputs)}
+    slim(model, [port.name for port in decoder.outputs], axes)
+    file.write_bytes(model.SerializeToString())
+    if dtype == "int8":
+        to_int8(file)
+    library("onnx.checker").check_model(str(file))
+    return len(onnx.load(str(file), load_external_data=False).graph.node)
+
+
+def _example(decoder: Decoder) -> list[Tensor]:
+    """Inputs to trace on: lengths that are neither 0 nor 1 nor equal, which would be frozen."""
+    lengths = {"tokens": max(2, decoder.layout.block_size - 1), "spans": 2}
+    sizes = decoder.sizes
+    found = []
+    for port in decoder.inputs[:3]:
+        shape = [sizes[axis] or lengths[axis] for axis in port.axes]
+        found.append(torch.zeros(shape, dtype=decoder.dtype(port)))
+    for state in decoder.state:
+        shape = decoder.shape(state, max(2, state.full - 1))
+        found.append(torch.zeros(shape, dtype=decoder.dtype(state.port)))
+    return found
+
+
+def _open_axes(decoder: Decoder) -> dict[str, Any]:
+    """The lengths that are open, and how far."""
+    dim = torch.export.Dim
+    found = {"tokens": dim("tokens", min=1, max=decoder.layout.block_size),
+             "spans": dim("spans", min=1)}  # fmt: skip
+    for state in decoder.state:
+        found.setdefault(state.axis, dim(state.axis, min=0, max=state.full))
+    return found
+
+
+def _save_companions(source: Source, folder: Path) -> None:
+    """Config, settings of generation and tokenizer, as transformers saves them."""
+    source.config.save_pretrained(folder)
+    source.model.generation_config.save_pretrained(folder)
+    if source.tokenizer is not None:
+        source.tokenizer.save_pretrained(folder)
+
+
+def check_out(out: Path) -> None:
+    """Refuse to replace what is not an earlier export.
+
+    Raises:
+        ManifestError: `out` holds something else.
+    """
+    if out.exists() and not (out / NAME).is_file() and (out.is_file() or any(out.iterdir())):
+        raise ManifestError(
+            f"{str(out)!r} holds something else than an exported decoder, which would be "
+            "replaced; give another directory"
+        )
