@@ -144,9 +144,9 @@ def bench_command(
     name: Annotated[
         str,
         typer.Argument(
-            help="prefill, decode, scoring, positions, ragged; on CUDA: kernels, gpu; on pocket: "
-            "stream and turns "
-            "(endurance), perturbation (CriticalKV), proxy (DropKV), saliency (OBCache)."
+            help="prefill, decode, scoring, positions, ragged; on CUDA: kernels, parts, gpu, "
+            "throughput; on pocket: stream and turns (endurance), perturbation (CriticalKV), "
+            "proxy (DropKV), saliency (OBCache)."
         ),
     ],
     lengths: Annotated[str | None, typer.Option(help="Tokens of a text, with commas.")] = None,

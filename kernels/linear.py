@@ -1,8 +1,8 @@
 # mypy: allow-untyped-calls, disable-error-code="import-untyped"
 """One row times matrices, for decoding: every weight read once, at the speed of memory.
 
-Libraries' matrix products reach half of that with one row: 9.3 µs against 6.7 for 3,072 × 3,072
-in bfloat16 on an H200, 7.5 against 3.8 for 1,024 × 3,072. Knows tensors only.
+Libraries' matrix products reach half of that with one row of few outputs (`kvcap bench parts`).
+Knows tensors only.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kvcap.kernels.device import DTYPES, overlaps
 
-ROWS, COLUMNS = 4, 512  # of the matrix that a program reads at once: fastest of those tried
+ROWS, COLUMNS = 8, 1024  # of the matrix that a program reads at once: fastest of those tried
 MOST = 3  # matrices of one launch
 
 
@@ -64,7 +64,8 @@ def matvecs(
         dot[sum(-(-n // ROWS) for n in rows),](
             x.contiguous(), out, *weights, *[None] * more, *biases, *[None] * more,
             *rows, *[0] * more, columns, weights[0].stride(0),
-            ROWS=ROWS, COLUMNS=COLUMNS, EVEN=even, OVERLAP=overlap, num_warps=4,
+            ROWS=ROWS, COLUMNS=COLUMNS, EVEN=even, OVERLAP=overlap,
+            num_warps=8 if columns >= 8192 else 4,
             **({"launch_pdl": True} if overlap else {}),
         )  # fmt: skip
     return out.split(rows, dim=-1)

@@ -1,0 +1,199 @@
+"""What a layer's step is made of on a GPU: kvcap's kernels beside torch's, each within CUDA graphs.
+
+The shape is a layer of Llama-3.2-3B's: 24 query and 8 KV heads of 128, hidden 3,072, bfloat16, one
+sequence. `n` is the slots held, or of a product the matrix's rows. Inputs rotate through 256 MiB,
+so that none is found in the chip's cache. The floor is one read of what must be read at the
+bandwidth of a sum over 4 GiB, where reading is what bounds it. Peers: `sdpa` is torch's
+FlashAttention with grouped heads; `eager` kvcap's own code without kernels; `cublas` torch's
+product. Reads `budgets` and `repeats`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import cycle, islice
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
+from torch.nn.functional import linear as product
+from torch.nn.functional import scaled_dot_product_attention
+
+from kvcap import kernels
+from kvcap.evals.bench import Options, Result
+from kvcap.evals.bench.gpu import require_cuda
+from kvcap.evals.bench.kernels import read_bandwidth, timed
+from kvcap.evals.machine import device_name, versions
+from kvcap.evals.measure import percentiles
+from kvcap.kernels import decode, evict, linear
+from kvcap.policies import Eviction, Observation
+from kvcap.policies.keydiff import KeyDiff
+from kvcap.runtime.rope import Rotation
+from kvcap.runtime.slot_pool import Segment, SlotPool
+
+HEADS, KV_HEADS, SIZE, HIDDEN, INNER, DTYPE = 24, 8, 128, 3072, 8192, torch.bfloat16
+ROTATED = 256 * 2**20
+CALLS = 20  # of a graph
+DEFAULTS = {"budgets": (2048, 8192), "repeats": 20}
+COLUMNS = ("work", "n", "tokens", "median_us", "floor_us", "peer", "peer_median_us", "ratio")
+
+
+@dataclass(frozen=True)
+class Part:
+    """Something that a step does, and who else could do it. `inputs` makes one set of tensors."""
+
+    work: str
+    n: int
+    tokens: int  # of the block
+    inputs: Callable[[], Any]
+    mine: Callable[[Any], Any]
+    peer: str
+    theirs: Callable[[Any], Any]
+    bytes_read: int = 0  # 0: reading is not what bounds it
+
+
+def run(options: Options) -> Result:
+    """Microseconds of every part.
+
+    Raises:
+        ValueError: there is no CUDA device.
+    """
+    require_cuda()
+    bandwidth = read_bandwidth()
+    machine = {"device": device_name("cuda"), "versions": versions()}
+    rows = []
+    with torch.inference_mode():
+        for part in _parts(options.budgets):
+            inputs = [part.inputs()]
+            size = max(1, sum(x.nbytes for x in _tensors(inputs[0])))
+            inputs += [part.inputs() for _ in range(min(CALLS, ROTATED // size))]
+            mine = _microseconds(part.mine, inputs, options.repeats)
+            theirs = _microseconds(part.theirs, inputs, options.repeats)
+            rows.append({
+                "work": part.work, "n": part.n, "tokens": part.tokens,
+                **{f"{key}_us": mine[p] for key, p in _KEYS.items()},
+                "floor_us": part.bytes_read / bandwidth * 1e6 or None, "peer": part.peer,
+                **{f"peer_{key}_us": theirs[p] for key, p in _KEYS.items()},
+                "ratio": theirs["p50"] / mine["p50"], **machine,
+            })  # fmt: skip
+    return Result("parts", COLUMNS, rows, {**machine, "read_tb_s": bandwidth / 1e12})
+
+
+_KEYS = {"median": "p50", "p20": "p20", "p80": "p80"}
+
+
+def _parts(budgets: Sequence[int]) -> Iterator[Part]:
+    item = DTYPE.itemsize
+    for n in budgets:
+        for tokens in (1, 128, 512, 1024):
+            slots = n + tokens
+            yield Part(
+                "attention", slots, tokens, lambda s=slots, t=tokens: _attention(s, t),
+                lambda x: decode.attend(*x, SIZE**-0.5), "sdpa", _sdpa,
+                2 * slots * KV_HEADS * SIZE * item if tokens == 1 else 0,
+            )  # fmt: skip
+            yield Part(
+                "eviction", slots, tokens, lambda s=slots, t=tokens: _Slots(s, t),
+                _Slots.by_kernels, "eager", _Slots.eagerly,
+            )  # fmt: skip
+        yield Part(
+            "rotation", n, 1, lambda s=n: _rotation(s), _rotated("triton"), "eager",
+            _rotated("eager"), n * KV_HEADS * SIZE * item,
+        )  # fmt: skip
+    for rows, columns in ((HIDDEN, HIDDEN), (1024, HIDDEN), (INNER, HIDDEN), (HIDDEN, INNER)):
+        yield Part(
+            f"product with {columns}", rows, 1,
+            lambda r=rows, c=columns: (_random(1, 1, c), _random(r, c)),
+            lambda x: linear.matvec(*x), "cublas", lambda x: product(*x), rows * columns * item,
+        )  # fmt: skip
+
+
+def _random(*shape: int) -> Tensor:
+    return torch.randn(shape, device="cuda", dtype=DTYPE)
+
+
+def _attention(slots: int, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
+    query = _random(1, tokens, HEADS, SIZE).transpose(1, 2)
+    keys, values = (_random(1, KV_HEADS, slots + 9, SIZE)[:, :, :slots] for _ in range(2))
+    return query, keys, values
+
+
+def _sdpa(x: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+    query, keys, values = x
+    mask: Any = None
+    if query.shape[2] > 1:
+        mask = causal_lower_right(query.shape[2], keys.shape[2])
+    return scaled_dot_product_attention(query, keys, values, attn_mask=mask, enable_gqa=True)
+
+
+def _rotation(slots: int) -> tuple[Rotation, Tensor, Tensor]:
+    frequencies = 500000.0 ** -(torch.arange(0, SIZE, 2) / SIZE)
+    shift = torch.randint(slots, (1, KV_HEADS, slots), dtype=torch.int32, device="cuda")
+    return (
+        Rotation(frequencies, slots, torch.device("cuda")),
+        _random(1, KV_HEADS, slots, SIZE),
+        shift,
+    )
+
+
+def _rotated(choice: str) -> Callable[[tuple[Rotation, Tensor, Tensor]], Tensor]:
+    def rotate(x: tuple[Rotation, Tensor, Tensor]) -> Tensor:
+        rotation, keys, shift = x
+        with kernels.use(choice):
+            return rotation.back(keys, shift)
+
+    return rotate
+
+
+class _Slots:
+    """A full layer with a block behind, its scores, and what evicts as many."""
+
+    def __init__(self, slots: int, count: int) -> None:
+        side = {"shift": torch.int32}
+        self.pool = SlotPool(KV_HEADS * slots, SIZE, DTYPE, "cuda", side)
+        self.segment = Segment(self.pool, 0, slots - count, count, 1, KV_HEADS)
+        self.segment.held, self.slots, self.count = slots, slots, count
+        self.segment.positions.copy_(torch.arange(slots))
+        self.scores = torch.randn(1, KV_HEADS, slots, device="cuda")
+        self.eviction = Eviction(KeyDiff())
+
+    def by_kernels(self) -> None:
+        """As `runtime/evictor.py` does."""
+        self.segment.held = self.slots
+        shift, buffers = self.segment.side("shift"), self.segment.buffers()
+        pins = (self.eviction.sink_tokens, self.eviction.recent_tokens, self.slots, ())
+        evict.give_up(self.scores, self.segment.positions, self.count, *pins, shift, buffers)
+
+    def eagerly(self) -> None:
+        """Likewise, without kernels."""
+        self.segment.held = self.slots
+        segment = self.segment
+        seen = Observation(
+            segment.keys, segment.values, segment.positions, self.slots, segment.budget
+        )
+        pinned = self.eviction.pinned(seen)
+        evicted = self.eviction.choose(self.scores, pinned, seen, self.count)
+        gone = segment.positions.gather(-1, evicted).sort(dim=-1).values
+        older = torch.searchsorted(gone, segment.positions.contiguous(), out_int32=True)
+        segment.side("shift").add_(older)
+        segment.compact(evicted)
+
+
+def _tensors(x: Any) -> list[Tensor]:
+    if isinstance(x, _Slots):
+        return x.pool.buffers()
+    return [y for y in x if isinstance(y, Tensor)]
+
+
+def _microseconds(call: Callable[[Any], Any], inputs: list[Any], repeats: int) -> dict[str, float]:
+    """Percentiles of a call's time within graphs of `CALLS`."""
+    for x in inputs[:3]:
+        call(x)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for x in islice(cycle(inputs), CALLS):
+            call(x)
+    times = timed(lambda _: graph.replay(), [None], repeats)  # type: ignore[list-item]
+    return percentiles([ms / CALLS * 1e3 for ms in times])

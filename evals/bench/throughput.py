@@ -1,0 +1,130 @@
+"""Tokens a second at each method's largest batch: Llama-3.2-3B's shape, random bfloat16 weights.
+
+Every sequence has read a prompt of `lengths` tokens and goes on one token at a time, all together.
+`transformers` keeps all of it in its growing cache, on SDPA; kvcap under `policies` keeps 5 % of
+it. The batch is the largest that the device's memory holds: cut to a multiple of 8, and by an
+eighth where a step is refused memory. Only generation is timed. Prompts are not read: the growing
+cache is filled with random keys and values, and kvcap's with as many random tokens as fill it,
+after which neither does anything that depends on them. Reads `lengths`, `policies`, `steps`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from kvcap.evals.bench import Options, Result
+from kvcap.evals.bench.gpu import llama_3b, milliseconds, require_cuda
+from kvcap.evals.machine import device_name, versions
+from kvcap.evals.measure import percentiles
+from kvcap.runtime.budget_cache import BudgetCache
+from kvcap.runtime.loop import BlockLoop
+
+DEFAULTS = {"lengths": (32768,), "steps": 16}
+SHARE = 0.05  # of a prompt that is kept
+BLOCK = 64
+MOST = 1024  # sequences
+ROOM = 12 << 30  # bytes left to activations and logits
+COLUMNS = (
+    "work", "n", "budget", "policy", "batch", "median_ms", "tokens_per_s", "peer",
+    "peer_batch", "peer_median_ms", "peer_tokens_per_s", "ratio",
+)  # fmt: skip
+
+
+def run(options: Options) -> Result:
+    """A row for every length and policy.
+
+    Raises:
+        ValueError: there is no CUDA device.
+    """
+    require_cuda()
+    model = llama_3b()
+    machine = {"device": device_name("cuda"), "versions": versions()}
+    rows: list[dict[str, Any]] = []
+    for length in options.lengths:
+        plain = _largest(model, _slot_bytes(model) * length, _growing(model, length), options)
+        for policy in options.policies:
+            budget = round(SHARE * length)
+            mine = _largest(
+                model, _slot_bytes(model) * (budget + BLOCK), _fixed(model, budget, policy), options
+            )
+            rows.append({
+                "work": "throughput", "n": length, "budget": budget, "policy": policy, **mine,
+                "peer": "transformers", **{f"peer_{key}": value for key, value in plain.items()},
+                "ratio": mine["tokens_per_s"] / plain["tokens_per_s"], **machine,
+            })  # fmt: skip
+    return Result("throughput", COLUMNS, rows, machine)
+
+
+Begin = Callable[[int], Callable[[Tensor], Any]]  # for a batch: what reads a token [B, 1]
+
+
+def _growing(model: Any, length: int) -> Begin:
+    def begin(batch: int) -> Callable[[Tensor], Any]:
+        model.set_attn_implementation("sdpa")
+        config, cache = model.config, DynamicCache(config=model.config)
+        shape = (batch, config.num_key_value_heads, length, config.head_dim)
+        for layer in range(config.num_hidden_layers):
+            keys, values = (
+                torch.empty(shape, dtype=torch.bfloat16, device="cuda").normal_() for _ in range(2)
+            )
+            cache.update(keys, values, layer)
+
+        @torch.inference_mode()
+        def read(token: Tensor) -> None:
+            model(token, past_key_values=cache, use_cache=True, logits_to_keep=1)
+
+        return read
+
+    return begin
+
+
+def _fixed(model: Any, budget: int, policy: str) -> Begin:
+    def begin(batch: int) -> Callable[[Tensor], Any]:
+        model.set_attn_implementation("kvcap")
+        cache = BudgetCache(model.config, budget, BLOCK, policy)
+        loop = BlockLoop(model, cache.allocate(batch, torch.bfloat16, "cuda"), compiled=True)
+        text = torch.randint(model.config.vocab_size, (batch, budget + 2 * BLOCK), device="cuda")
+        loop.prefill(text)
+        return loop.read
+
+    return begin
+
+
+def _largest(model: Any, sequence_bytes: int, begin: Begin, options: Options) -> dict[str, Any]:
+    """A step's times and tokens a second at the largest batch that memory holds."""
+    free = torch.cuda.mem_get_info()[0] - ROOM
+    batch = min(MOST, max(1, free // sequence_bytes))
+    while True:
+        batch = batch // 8 * 8 or batch
+        try:
+            found = {"batch": batch, **_timed(model, batch, begin(batch), options.steps)}
+            torch.cuda.empty_cache()
+            return found
+        except torch.OutOfMemoryError:
+            if batch == 1:
+                raise
+        torch.cuda.empty_cache()  # not in the handler, whose traceback holds the cache
+        batch = max(1, batch - max(1, batch // 8))
+
+
+def _timed(model: Any, batch: int, read: Callable[[Tensor], Any], steps: int) -> dict[str, Any]:
+    token = torch.randint(model.config.vocab_size, (batch, 1), device="cuda")
+    for _ in range(4):
+        read(token)
+    times = percentiles([milliseconds(partial(read, token)) for _ in range(steps)])
+    found = {
+        f"{name}_ms": times[p] for name, p in (("median", "p50"), ("p20", "p20"), ("p80", "p80"))
+    }
+    return {**found, "tokens_per_s": batch / times["p50"] * 1e3}
+
+
+def _slot_bytes(model: Any) -> int:
+    """Keys and values of a token in all layers."""
+    config = model.config
+    return 2 * 2 * config.num_hidden_layers * config.num_key_value_heads * int(config.head_dim)
