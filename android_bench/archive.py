@@ -7,6 +7,7 @@ import zipapp
 from pathlib import Path
 from shutil import copytree, ignore_patterns
 
+RUNNER_FILE = "runner.pyz"  # beside plan.json
 RUNNER = Path(__file__).parent / "runner"
 
 # zipapp's own start drops the exit code.

@@ -14,9 +14,11 @@ import typer
 
 from kvcap.android_bench.adb_command import adb_command
 from kvcap.android_bench.presets import PRESETS, narrowed
+from kvcap.android_bench.serve_command import serve_command
 
 android = typer.Typer(add_completion=False, help="Latency of scores on phones, measured there.")
 android.command("adb")(adb_command)
+android.command("serve")(serve_command)
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 Names = Annotated[str | None, typer.Option(metavar="NAMES", help="Only these, with commas.")]
@@ -114,6 +116,9 @@ def report_command(
     baseline: Annotated[
         Path | None, typer.Option(metavar="FILE", help="An earlier result of the same device.")
     ] = None,
+    relative_to: Annotated[
+        str | None, typer.Option(metavar="CELL", help="In place of the plan's reference.")
+    ] = None,
     max_regress: Annotated[
         str, typer.Option(metavar="PERCENT", help="By which a median may grow; exit 1 beyond.")
     ] = "10%",
@@ -121,13 +126,13 @@ def report_command(
 ) -> None:
     """Tables and a chart of results; with a baseline, exit 1 where a cell became slower."""
     from kvcap.android_bench.errors import Regressed
-    from kvcap.android_bench.judge import judged
+    from kvcap.android_bench.judge import judged, relative
     from kvcap.android_bench.regress import regressions
     from kvcap.android_bench.schema import read_result
     from kvcap.android_bench.table import heading, markdown
 
     allowed = _share(max_regress)
-    results = [judged(read_result(file)) for file in files]
+    results = [judged(relative(read_result(file), relative_to)) for file in files]
     slower: list[str] = []
     if baseline is not None:
         before = judged(read_result(baseline))

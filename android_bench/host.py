@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from kvcap.android_bench.archive import write_runner
+from kvcap.android_bench.archive import RUNNER_FILE, write_runner
 from kvcap.android_bench.errors import RunFailed
 from kvcap.android_bench.judge import judged
 from kvcap.android_bench.schema import PLAN_FILE, read_plan, read_result
@@ -33,7 +33,7 @@ def run_here(folder: Path, options: Sequence[str] = ()) -> dict[str, Any]:
     """
     read_plan(folder)
     with tempfile.TemporaryDirectory(prefix="kvcap-") as name:
-        runner, out = write_runner(Path(name) / "runner.pyz"), Path(name) / "result.json"
+        runner, out = write_runner(Path(name) / RUNNER_FILE), Path(name) / "result.json"
         command = [sys.executable, str(runner), str(folder / PLAN_FILE), "-o", str(out)]
         done = subprocess.run([*command, "--source", "host", *options], check=False)
         if done.returncode == INTERRUPTED:

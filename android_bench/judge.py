@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from kvcap.android_bench.errors import ResultBroken
+from kvcap.android_bench.errors import NotComparable, ResultBroken
 from kvcap.android_bench.presets import Rules
 from kvcap.android_bench.source import believed
 
@@ -20,8 +20,8 @@ Row = dict[str, Any]
 Flag = dict[str, Any]
 HOUSE = Rules()
 AGREES = 0.01  # a runner's own statistics may be rounded
-SHORT = 0.98  # of the least time: clocks round
-REMARKS = {"rules"}  # flags that make no result invalid
+SHORT = 0.8  # of the least time: some runners count the time between samples too
+REMARKS = {"rules", "skipped"}  # flags that make no result invalid
 
 
 def statistics(rounds: list[list[float]]) -> dict[str, float]:
@@ -57,9 +57,27 @@ def judged(result: Row) -> Row:
     return found
 
 
+def relative(result: Row, reference: str | None) -> Row:
+    """The result with another reference, or as it is where that is None.
+
+    Raises:
+        NotComparable: it has no such cell.
+    """
+    if reference is None:
+        return result
+    if reference not in {row["id"] for row in result["cells"]}:
+        raise NotComparable(f"no cell {reference!r} in the result of {result['device']['model']}")
+    return {**result, "run": {**result["run"], "reference": reference}}
+
+
 def key(row: Row) -> tuple[str, int, str]:
     """What tells rows apart."""
     return row["id"], row["threads"], row["provider_asked"]
+
+
+def said(row: Row) -> str:
+    """What tells rows apart, in words."""
+    return f"{row['id']} ({row['provider_asked']}, {row['threads']})"
 
 
 def _complete(row: Row) -> None:
@@ -75,9 +93,9 @@ def _complete(row: Row) -> None:
             most = float(np.percentile(samples, share, method="higher"))
         if name == "std_us":
             least = float(samples.std())  # some divide by n
-        said = row.get(name, value)
-        if name != "gb_per_s" and not least * (1 - AGREES) <= said <= most * (1 + AGREES):
-            raise ResultBroken(f"{row['id']}: {name} is {said:.6g}, its samples give {value:.6g}")
+        told = row.get(name, value)
+        if name != "gb_per_s" and not least * (1 - AGREES) <= told <= most * (1 + AGREES):
+            raise ResultBroken(f"{row['id']}: {name} is {told:.6g}, its samples give {value:.6g}")
     row |= numbers
 
 
@@ -184,9 +202,9 @@ def _throttled(result: Row) -> Iterator[Flag]:
 
 def _row_flags(result: Row, row: Row) -> Iterator[Flag]:
     """What is to be doubted of one cell."""
-    name = f"{row['id']}, {row['provider_asked']}, {row['threads']} threads"
+    name = said(row)
     if row["status"] != "ok":
-        yield _flag("failed", name, f"{row['status']}: {row['reason']}")
+        yield _flag(row["status"], name, row["reason"] or "no reason is given")
         return
     rules, rounds, runs = result["rules"], row["samples_us"], row["runs_per_sample"]
     count = sum(map(len, rounds)) * runs
@@ -200,7 +218,7 @@ def _row_flags(result: Row, row: Row) -> Iterator[Flag]:
     if count < rules["min_runs"]:
         yield _flag("runs", name, f"{count} runs of {rules['min_runs']}")
     if seconds < SHORT * rules["min_seconds"]:
-        yield _flag("runs", name, f"{seconds:.2f} s of {rules['min_seconds']:g}")
+        yield _flag("runs", name, f"{seconds:.3g} s of {rules['min_seconds']:g}")
     step = result["runtime"]["timer_us"] / (row["min_us"] * runs)
     if step > rules["max_timer_share"]:
         yield _flag("timer", name, f"the clock's step is {step:.0%} of a sample")

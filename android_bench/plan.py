@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from kvcap.android_bench.archive import RUNNER_FILE, write_runner
 from kvcap.android_bench.errors import PlanBroken, PlanExists
 from kvcap.android_bench.expected import Case, Folder
 from kvcap.android_bench.presets import Preset, Variant
@@ -36,7 +37,10 @@ class Wanted:
 
 
 def write_plan(wanted: Wanted, folder: Path) -> dict[str, Any]:
-    """Write plan.json and its files into a new or empty folder; returns the plan.
+    """Write plan.json, its files and the Python runner into a new or empty folder.
+
+    Returns:
+        The plan.
 
     Raises:
         PlanExists: there is something in the folder.
@@ -51,6 +55,7 @@ def write_plan(wanted: Wanted, folder: Path) -> dict[str, Any]:
         found = _planned(wanted, Folder(whole))
         text = json.dumps(found, indent=1)
         (whole / PLAN_FILE).write_text(text + "\n", encoding="utf-8")
+        write_runner(whole / RUNNER_FILE)
         whole.rename(folder)
     return found
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvcap.android_bench.errors import NotComparable
-from kvcap.android_bench.judge import Row, key, measured
+from kvcap.android_bench.judge import Row, key, measured, said
 
 
 def regressions(now: Row, before: Row, allowed: float) -> list[str]:
@@ -38,13 +38,13 @@ def _slower(
 ) -> Sequence[str]:
     found = []
     for k, row in old.items():
-        name = f"{k[0]}, {k[2]}, {k[1]} threads"
         if k in new and (change := new[k]["p50_us"] / row["p50_us"] - 1) > allowed:
             found.append(
-                f"{name}: {new[k]['p50_us']:,.1f} µs, {change:+.0%} over {row['p50_us']:,.1f} µs"
+                f"{said(row)}: {new[k]['p50_us']:,.1f} µs, "
+                f"{change:+.0%} over {row['p50_us']:,.1f} µs"
             )
         elif k in tried and k not in new:
-            found.append(f"{name}: ran before and does no more")
+            found.append(f"{said(row)}: ran before and does no more")
     return found
 
 

@@ -116,9 +116,9 @@ def alone() -> dict[str, str]:
 def test_a_plan_lists_its_files_and_they_are_whole(folder):
     plan = read_plan(folder)
     on_disk = {str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file()}
-    assert on_disk - {"plan.json"} == {entry["file"] for entry in plan["files"]}
+    assert on_disk - {"plan.json", "runner.pyz"} == {entry["file"] for entry in plan["files"]}
     named = set(re.findall(r'"(?:file|model)": "([^"]+)"', (folder / "plan.json").read_text()))
-    assert named == on_disk - {"plan.json"}
+    assert named == on_disk - {"plan.json", "runner.pyz"}
     ids = [cell["id"] for cell in plan["cells"]]
     assert len(set(ids)) == len(ids) == 10
     assert plan["reference"] == "keydiff.stateless.score.fp32.n40"
@@ -576,7 +576,12 @@ def fail(found: dict[str, Any]) -> None:
     row = cell(found)
     for name in ("samples_us", "parity", "load_ms", "runs_per_sample"):
         del row[name]
-    row |= {"status": "skipped", "reason": "no shader-f16"}
+    row |= {"status": "failed", "reason": "out of memory"}
+
+
+def skip(found: dict[str, Any]) -> None:
+    fail(found)
+    cell(found).update(status="skipped", reason="no shader-f16")
 
 
 FAULTS = {
@@ -595,6 +600,7 @@ FAULTS = {
     "parity": lambda f: cell(f)["parity"].update(passed=False, text="scores differs by 1"),
     "endpoint": lambda f: cell(f).update(provider_got="wasm"),
     "failed": fail,
+    "skipped": skip,
     "interrupted": lambda f: f["run"].update(
         interrupted=[{"from": f["run"]["started"], "to": f["run"]["finished"],
                       "reason": "screen locked"}]
@@ -616,7 +622,7 @@ def test_planted_faults_raise_their_flag_and_no_other(clean, fault):
     found = judge.judged(clean)
     kind = fault.partition(",")[0]
     assert {flag["kind"] for flag in found["validity"]["flags"]} == {kind}
-    assert found["validity"]["ok"] == (kind == "rules")
+    assert found["validity"]["ok"] == (kind in ("rules", "skipped"))
     validate(found, BENCH, "judged", ResultBroken)
     assert f"- {kind}: " in table.markdown([found])
 
@@ -743,6 +749,14 @@ def test_a_report_as_json(saved, capsys):
     validate(found, BENCH, "said", ResultBroken)
     assert found["validity"]["ok"]
     assert said["regressions"] == []
+
+
+def test_a_report_is_relative_to_what_was_asked(saved, capsys):
+    name = "keydiff.stateless.score.fp32.n72"
+    assert run(["android", "report", saved("a.json"), "--relative-to", name]) == 0
+    assert "| keydiff, stateless | 0.56 | 0.78 | 1.00 |" in capsys.readouterr().out
+    assert run(["android", "report", saved("a.json"), "--relative-to", "other"]) == 2
+    assert "no cell 'other'" in capsys.readouterr().err
 
 
 def test_a_baseline_catches_what_became_slower(saved, capsys):

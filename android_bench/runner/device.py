@@ -63,6 +63,8 @@ def device(source: str) -> Cell:
         found, why = source, f"--source {source}"
     elif android and (mark := emulator_mark(_said("getprop"))):
         found, why = "emulated", f"Android says {mark}"
+    elif android and not platform.machine().startswith(("aarch64", "arm")):
+        found, why = "emulated", f"Android on {platform.machine()} is no phone"
     elif android:
         found, why = "real", "Android's properties name a device and no emulator"
     pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
