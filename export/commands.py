@@ -23,7 +23,7 @@ export = typer.Typer(
 export.command("decoder")(decoder_command)
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
-Quick = Annotated[bool, typer.Option("--quick", help="Leave the case of 8,192 slots out.")]
+Quick = Annotated[bool, typer.Option("--quick", help="Leave the longest cases out.")]
 
 
 def _size(text: str) -> Any:
@@ -103,16 +103,27 @@ def scorer_command(
 
 @export.command("verify")
 def verify_command(
-    path: Annotated[Path, typer.Argument(help="A .onnx with its manifest, or a folder of some.")],
+    path: Annotated[
+        Path,
+        typer.Argument(help="A .onnx with its manifest, a folder of some, or a decoder's folder."),
+    ],
+    model: Annotated[
+        str | None,
+        typer.Option(metavar="MODEL", help="A decoder's model, if not where it was."),
+    ] = None,
     quick: Quick = False,
     json: Json = False,
 ) -> None:
     """Run exported graphs on fresh inputs and compare with eager; exit 1 where one differs."""
+    from kvcap.export.decoder.recheck import is_decoder, recheck
     from kvcap.export.libraries import require
     from kvcap.export.verify import verify
+    from kvcap.runtime.commands import quiet_libraries
 
     require()
-    reports = verify(path, quick)
+    quiet_libraries()
+    reports: list[Any]
+    reports = [recheck(path, model, quick)] if is_decoder(path) else [*verify(path, quick)]
     if json:
         print(jsonlib.dumps([report.as_dict() for report in reports]))
     else:

@@ -98,7 +98,7 @@ def _kvcap(
     out: Path,
     quick: bool,
 ) -> tuple[dict[str, Any], Any]:
-    """kvcap's own exporter; what is asked for is refused before weights are read."""
+    """The exporter of kvcap; what is asked for is refused before weights are read."""
     from kvcap.export.decoder.spec import check_dtype, layout_for, load
     from kvcap.export.decoder.write import check_out, write
     from kvcap.export.libraries import require

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
-from kvcap.export.decoder.layer import LayerPass, plans
+from kvcap.export.decoder.layer import Block, LayerPass
 from kvcap.export.portable import Portable
 from kvcap.export.ports import PORTS, Port
 from kvcap.runtime.layout import CacheLayout
@@ -66,9 +66,8 @@ class Decoder(nn.Module):
         super().__init__()
         self.model, self.layout = model, layout
         # A window longer than the budget reaches back before the first slot that is held.
-        origin = max(0, layout.ring_length - min(layout.budgets))
-        self.register_buffer("table", _table(layout, origin), persistent=False)
-        self.origin = origin
+        self.first = max(0, layout.ring_length - min(layout.budgets))
+        self.register_buffer("table", _table(layout, self.first), persistent=False)
         self.state = _state(layout)
         self.inputs: list[Port] = [TOKENS, SEEN, PINNED, *(s.port for s in self.state)]
         self.outputs: list[Port] = [LOGITS, *(s.kept for s in self.state)]
@@ -80,10 +79,8 @@ class Decoder(nn.Module):
 
     def run(self, ids: Tensor, seen: Tensor, pinned: Tensor, *held: Tensor) -> Any:
         """Logits [1, V] float32 of a block's last token, and the layers after it."""
-        layers = [
-            LayerPass(plan, {}, seen, pinned)
-            for plan in plans(self.layout, self.table, self.origin)
-        ]
+        block = Block(self.layout, self.table, self.first, seen, pinned, ids.shape[1])
+        layers = [LayerPass(block, i, {}) for i in range(len(self.layout.budgets))]
         for state, tensor in zip(self.state, held, strict=True):
             layers[state.layer].held[state.name] = tensor
         with Portable():
@@ -127,12 +124,12 @@ class Decoder(nn.Module):
         return (seen + torch.arange(ids.shape[1]))[None]
 
 
-def _table(layout: CacheLayout, origin: int) -> Tensor:
+def _table(layout: CacheLayout, first: int) -> Tensor:
     """Cosines and sines [span, 2, R/2] of every position a layer can rotate to."""
     rope = layout.rope
     if not any(layout.rotates) or rope is None or rope.inv_freq is None:
         return torch.zeros(0, 2, 0)
-    span = origin + max(layout.budgets) + layout.block_size
+    span = first + max(layout.budgets) + layout.block_size
     return Rotation(rope.inv_freq, span, "cpu").table
 
 

@@ -7,8 +7,7 @@ are kept as the model made them at position 0.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,72 +20,65 @@ from kvcap.runtime.layout import CacheLayout
 from kvcap.runtime.projection import output_projection
 
 
-@dataclass(frozen=True)
-class LayerPlan:
-    """What is the same for every block of one layer."""
+class Frame(NamedTuple):
+    """Where layers that hold equally many slots stand in a block."""
 
-    layout: CacheLayout
-    index: int
-    table: Tensor  # cosines and sines [span, 2, R/2]
-    origin: int  # its row of the oldest slot
+    slots: int  # n, the block's included
+    ahead: Tensor  # [T, n], slots of tokens that a token may not see
+    turns: Tensor  # cosines and sines [o + n, 2, R/2] of positions from -o to the last slot's
+    first: int  # o
 
-    @property
-    def budget(self) -> int:
-        """Slots that stay."""
-        return self.layout.budgets[self.index]
 
-    @property
-    def rotates(self) -> bool:
-        """Whether its keys count where their slot lies."""
-        return self.layout.rotates[self.index]
+class Block:
+    """What all layers of one run have in common.
 
-    def form(self, scaling: float, softcap: float | None) -> Traced:
-        """How its scores are computed."""
-        model = self.layout.shape
-        shape = Shape(
-            model.kv_heads,
-            model.heads,
-            model.head_size,
-            block=self.layout.block_size,
-            budget=self.budget,
-            scaling=scaling,
-            softcap=softcap,
-        )
-        return form_of(graph_part(self.layout.eviction), shape)
+    Args:
+        layout: of the cache.
+        table: cosines and sines [span, 2, R/2] of positions from -`first` on.
+        first: positions before the oldest slot's, which a window of queries may reach.
+        seen: tokens read before the block, int32 [].
+        spans: of tokens that are never evicted, [P, 2].
+        length: tokens of the block.
+    """
 
-    def rotated(self, x: Tensor, start: int, stop: int) -> Tensor:
-        """Rotate `x` [1, h, n, D] to the positions [start, stop), in x's dtype."""
-        if not self.rotates:
-            return x
-        rows = self.table[start + self.origin : stop + self.origin]  # [n, 2, R/2]
-        cos, sin = rows.unbind(1)
-        half = cos.shape[-1]
-        a, b = x[..., :half].float(), x[..., half : 2 * half].float()
-        turned = torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(x.dtype)
-        rest = x[..., 2 * half :]
-        return turned if rest.shape[-1] == 0 else torch.cat((turned, rest), -1)
+    def __init__(
+        self, layout: CacheLayout, table: Tensor, first: int, seen: Tensor, spans: Tensor,
+        length: int,
+    ) -> None:  # fmt: skip
+        self.layout, self.table, self.first, self.spans = layout, table, first, spans
+        self.length, self.after = length, seen + length
+        self.times = seen + torch.arange(length, dtype=torch.int32)  # [T]
+        self._frames: dict[int, Frame] = {}
+
+    def frame(self, budget: int, slots: int) -> Frame:
+        """Of layers of this budget, which hold `slots`; made once."""
+        if budget not in self._frames:
+            age = torch.arange(slots) - (slots - self.length)
+            ahead = age > torch.arange(self.length)[:, None]
+            turns = self.table[: slots + self.first]
+            self._frames[budget] = Frame(slots, ahead, turns, self.first)
+        return self._frames[budget]
 
 
 class LayerPass(CacheLayerMixin):  # type: ignore[misc]
     """One block going through one layer; a cache layer of transformers, and a `CappedLayer`.
 
     Args:
-        plan: of the layer.
-        held: the layer's state by name, [1, K, n, ...] per slot and `queries` [1, H, w, D].
-        seen: tokens read before the block, int32 [].
-        pinned: spans [P, 2] of tokens that are never evicted.
+        block: the run.
+        index: of the layer.
+        held: its state by name, [1, K, n, ...] per slot and `queries` [1, H, w, D].
     """
 
     is_sliding = False
     is_compileable = False
 
-    def __init__(
-        self, plan: LayerPlan, held: dict[str, Tensor], seen: Tensor, pinned: Tensor
-    ) -> None:
+    def __init__(self, block: Block, index: int, held: dict[str, Tensor]) -> None:
         super().__init__()
-        self.plan, self.held, self.seen, self.spans = plan, held, seen, pinned
+        self.block, self.index, self.held = block, index, held
+        self.budget = block.layout.budgets[index]
+        self.rotates = block.layout.rotates[index]  # its keys count where their slot lies
         self.kept: dict[str, Tensor] = {}
-        self.worth = seen  # what slots were chosen by [1, K, n], once there was a block
+        self.worth = block.times  # what slots were chosen by [1, K, n], after the block
 
     def lazy_initialization(self, *_: Any) -> None:
         """Nothing to allocate."""
@@ -110,12 +102,10 @@ class LayerPass(CacheLayerMixin):  # type: ignore[misc]
         self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor]:
         """Append a block [1, K, T, D]; the attention function finds the layer on the keys."""
-        heads, length = key_states.shape[1:3]
-        times = self.seen + torch.arange(length, dtype=torch.int32)
         arriving = {
             "keys": key_states,
             "values": value_states,
-            "positions": times.expand(1, heads, -1),
+            "positions": self.block.times.expand(1, key_states.shape[1], -1),
         }
         self.slots = {name: torch.cat((self.held[name], new), 2) for name, new in arriving.items()}
         keys = key_states.view_as(key_states)
@@ -131,56 +121,71 @@ class LayerPass(CacheLayerMixin):  # type: ignore[misc]
         position_ids: Tensor | None,
     ) -> Tensor:
         """Attention of the block over all slots, then eviction. [1, H, T, D] -> [1, H, T, D]."""
-        length, slots = query.shape[2], self.slots["keys"].shape[2]
-        keys = self.plan.rotated(self.slots["keys"], 0, slots)
-        out = _attention(
-            self.plan.rotated(query, slots - length, slots),
-            keys,
-            self.slots["values"],
-            scaling,
-            softcap,
-        )
-        self._evict(module, query, keys, self.plan.form(scaling, softcap))
+        frame = self.block.frame(self.budget, self.slots["keys"].shape[2])
+        keys = self._turned(self.slots["keys"], frame.turns[frame.first :])
+        queries = self._turned(query, frame.turns[-self.block.length :])
+        out = _attention(queries, keys, self.slots["values"], frame.ahead, scaling, softcap)
+        self._evict(module, query, keys, frame, self._form(scaling, softcap))
         return out
 
-    def _evict(self, module: nn.Module, query: Tensor, keys: Tensor, form: Traced) -> None:
+    def _form(self, scaling: float, softcap: float | None) -> Traced:
+        """How the layer's scores are computed."""
+        layout, model = self.block.layout, self.block.layout.shape
+        shape = Shape(
+            model.kv_heads, model.heads, model.head_size, block=layout.block_size,
+            budget=self.budget, scaling=scaling, softcap=softcap,
+        )  # fmt: skip
+        return form_of(graph_part(layout.eviction), shape)
+
+    def _turned(self, x: Tensor, turns: Tensor) -> Tensor:
+        """Rotate `x` [1, h, n, D] by the angles of [n, 2, R/2], in x's dtype."""
+        if not self.rotates:
+            return x
+        cos, sin = turns.unbind(1)
+        half = cos.shape[-1]
+        a, b = x[..., :half].float(), x[..., half : 2 * half].float()
+        turned = torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(x.dtype)
+        rest = x[..., 2 * half :]
+        return turned if rest.shape[-1] == 0 else torch.cat((turned, rest), -1)
+
+    def _evict(
+        self, module: nn.Module, query: Tensor, keys: Tensor, frame: Frame, form: Traced
+    ) -> None:
         """Score by the keys as attention saw them, select, gather everything a slot has."""
-        given = {**self.slots, "keys": keys, "seen": self.seen + query.shape[2]}
+        given = {**self.slots, "keys": keys, "seen": self.block.after, "pinned": self._pinned()}
         if (window := self._window(query)) is not None:
-            slots = keys.shape[2]
-            given["queries"] = self.plan.rotated(window, slots - window.shape[2], slots)
-        given |= self._state(module, query.shape[2], form)
-        given["pinned"] = self._pinned()
-        evict, seen = Evict(form), form.observe(given)
-        self.worth = evict.worth(given, seen)
-        keep = survivors(self.worth, torch.sym_min(keys.shape[2], self.plan.budget))
-        rows = rows_of(keep, keys.shape[2])
+            given["queries"] = self._turned(window, frame.turns[-window.shape[2] :])
+        given |= self._state(module, form)
+        seen = form.observe(given)
+        self.worth = Evict(form).worth(given, seen)
+        keep = survivors(self.worth, torch.sym_min(frame.slots, self.budget))
+        rows = rows_of(keep, frame.slots)
         stored = {**self.slots, **{name: given[name] for name in form.slot_state}, **seen.state}
         self.kept |= {name: take(tensor, rows, keep) for name, tensor in stored.items()}
 
     def _window(self, query: Tensor) -> Tensor | None:
         """The queries that the policy observes, as the model made them; the last ones are kept."""
-        count = self.plan.layout.eviction.policy.queries_observed
+        layout = self.block.layout
+        count = layout.eviction.policy.queries_observed
         if count == 0:
             return None
         if count is None:
             return query
-        if self.plan.layout.ring_length:
+        if layout.ring_length:
             query = torch.cat((self.held["queries"], query), 2)
-        start = query.shape[2] - torch.sym_min(query.shape[2], count)
-        window = query[:, :, start:]
-        if self.plan.layout.ring_length:
+        window = query[:, :, query.shape[2] - torch.sym_min(query.shape[2], count) :]
+        if layout.ring_length:
             self.kept["queries"] = window
         return window
 
-    def _state(self, module: nn.Module, length: int, form: Traced) -> dict[str, Tensor]:
+    def _state(self, module: nn.Module, form: Traced) -> dict[str, Tensor]:
         """State of all slots: what was held, and that of the arriving tokens, or 0."""
-        new: dict[str, Tensor] = {}
+        length, new = self.block.length, dict[str, Tensor]()
         if form.update_inputs:
             arriving = {f"new_{name}": x[:, :, -length:] for name, x in self.slots.items()}
             if "output_projection" in form.update_inputs:
-                shape = self.plan.layout.shape
-                arriving["output_projection"] = output_projection(module, shape)
+                projection = output_projection(module, self.block.layout.shape)
+                arriving["output_projection"] = projection
             made = zip(form.update_outputs(), form.update(arriving), strict=True)
             new = {port.name.removeprefix("new_"): tensor for port, tensor in made}
         found = {}
@@ -192,30 +197,22 @@ class LayerPass(CacheLayerMixin):  # type: ignore[misc]
 
     def _pinned(self) -> Tensor:
         """Slots of tokens that lie in a span. Bool [1, K, n]."""
-        start, stop = self.spans.unbind(1)  # [P]
+        start, stop = self.block.spans.unbind(1)  # [P]
         positions = self.slots["positions"][..., None]
         return ((positions >= start) & (positions < stop)).any(-1)
 
 
-def plans(layout: CacheLayout, table: Tensor, origin: int) -> list[LayerPlan]:
-    """One for every layer."""
-    first = LayerPlan(layout, 0, table, origin)
-    return [replace(first, index=i) for i in range(len(layout.budgets))]
-
-
 def _attention(
-    query: Tensor, keys: Tensor, values: Tensor, scaling: float, softcap: float | None
-) -> Tensor:
-    """Causal attention of the newest T tokens over n slots; the group's queries are rows.
+    query: Tensor, keys: Tensor, values: Tensor, ahead: Tensor, scaling: float,
+    softcap: float | None,
+) -> Tensor:  # fmt: skip
+    """Attention of a block over n slots but those `ahead` [T, n]; the group's queries are rows.
 
     Query [1, H, T, D], keys and values [1, K, n, D] -> [1, H, T, D].
     """
-    length, slots = query.shape[2], keys.shape[2]
     q = (query * scaling).unflatten(1, (keys.shape[1], -1)).flatten(2, 3)  # [1, K, G·T, D]
-    z = torch.matmul(q, keys.mT).float().unflatten(2, (-1, length))  # [1, K, G, T, n]
+    z = torch.matmul(q, keys.mT).float().unflatten(2, (-1, query.shape[2]))  # [1, K, G, T, n]
     if softcap is not None:
         z = softcap * torch.tanh(z / softcap)
-    ahead = torch.arange(slots) - (slots - length) > torch.arange(length)[:, None]  # [T, n]
-    z = z.masked_fill(ahead, float("-inf"))
-    weights = z.softmax(-1).to(values.dtype).flatten(2, 3)
-    return torch.matmul(weights, values).view(query.shape)
+    weights = z.masked_fill(ahead, float("-inf")).softmax(-1).to(values.dtype)
+    return torch.matmul(weights.flatten(2, 3), values).view(query.shape)
