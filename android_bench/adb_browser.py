@@ -9,12 +9,14 @@ import queue
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvcap.android_bench.adb import Settings
 from kvcap.android_bench.devices import Device, quoted
 from kvcap.android_bench.errors import DeviceError, DeviceLost, RunTimeout
-from kvcap.android_bench.schema import read_result
+
+if TYPE_CHECKING:
+    from kvcap.android_bench.server import Serving
 
 
 def run_in_browser(device: Device, plan: Path, settings: Settings) -> dict[str, Any]:
@@ -25,6 +27,7 @@ def run_in_browser(device: Device, plan: Path, settings: Settings) -> dict[str, 
         DeviceError: no browser opens.
         DeviceLost: the device went away.
         RunTimeout: no result came.
+        ServerEnded: the page's server ended by itself.
     """
     from kvcap.android_bench.server import Serving
 
@@ -33,7 +36,7 @@ def run_in_browser(device: Device, plan: Path, settings: Settings) -> dict[str, 
         try:
             _open(device, f"http://localhost:{port}/")
             settings.told(f"{device.serial}: the page is open on the device; press Start there")
-            return read_result(_landed(device, serving.landed, settings))
+            return _landed(device, serving, settings)
         finally:
             _close(device, port, settings)
 
@@ -47,15 +50,15 @@ def _open(device: Device, url: str) -> None:
         raise DeviceError(f"{device.serial} opens no browser: {line}; open {url} there by hand")
 
 
-def _landed(device: Device, landed: queue.Queue[Any], settings: Settings) -> Path:
-    """The file of the first result, while the device is there."""
+def _landed(device: Device, serving: Serving, settings: Settings) -> dict[str, Any]:
+    """The first result, while the device and the server are there."""
     start = seen = time.monotonic()
     while time.monotonic() - start < settings.timeout:
         try:
-            path: Path = landed.get(timeout=settings.poll).path
-            return path
+            found: dict[str, Any] = serving.landed.get(timeout=settings.poll).result
+            return found
         except queue.Empty:
-            pass
+            serving.check()
         try:
             device.shell("true")
             seen = time.monotonic()

@@ -165,7 +165,7 @@ class Device:
     def _transfer(self, *arguments: str) -> None:
         done = adb("-s", self.serial, *arguments, timeout=FILES)
         if done.returncode:
-            self._refuse(done.stderr + done.stdout, f"adb {arguments[0]} failed")
+            self._refuse(done.stderr, f"adb {arguments[0]} failed")
 
     def _refuse(self, said: str, otherwise: str) -> None:
         """Raise what adb's words mean."""
@@ -185,5 +185,6 @@ def quoted(text: str | Sequence[str]) -> str:
 
 
 def _line(text: str) -> str:
-    """The last line that says something: adb talks of its server before."""
-    return next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "")
+    """The line of the error, else the last that says something: adb talks of its server before."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return next((line for line in lines if "error" in line), lines[-1] if lines else "")

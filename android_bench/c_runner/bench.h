@@ -82,7 +82,8 @@ cJSON *conditions(void);
 /* measure.c: cells and copies of memory, by the plan's rules; false where a cell failed, which its result then says. */
 typedef struct {
   int warmup_runs, min_runs, rounds;
-  double warmup_us, min_us;
+  double warmup_us, min_us, max_timer_share;
+  double timer_us; /* the clock's step */
 } Rules;
 typedef struct {
   const cJSON *cell; /* of the plan, or a baseline of it */

@@ -56,9 +56,9 @@ static void add_source(cJSON *device, const char *asked, const char *android, co
   ssize_t size = readlink("/proc/thread-self/exe", exe, sizeof exe - 1);
   if (strcmp(asked, "auto")) source = asked, snprintf(why, sizeof why, "--source %s", asked);
   else if (size > 0 && strstr(exe, "qemu")) source = "emulated", snprintf(why, sizeof why, "qemu runs the runner");
+  else if (*android && *emulator_mark(mark, sizeof mark)) source = "emulated", snprintf(why, sizeof why, "Android says %s", mark);
   else if (*android && strncmp(machine, "aarch64", 7) && strncmp(machine, "arm", 3))
     source = "emulated", snprintf(why, sizeof why, "Android on %s is no phone", machine);
-  else if (*android && *emulator_mark(mark, sizeof mark)) source = "emulated", snprintf(why, sizeof why, "Android says %s", mark);
   else if (*android) source = "real", snprintf(why, sizeof why, "Android's properties name a device and no emulator");
   cJSON_AddStringToObject(device, "source", source);
   cJSON_AddStringToObject(device, "source_reason", why);

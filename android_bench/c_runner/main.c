@@ -140,7 +140,7 @@ static int make_visits(const cJSON *plan, const Options *options, cJSON *documen
     (*visits)[count++] = (Visit){cell, true, 1, made};
   }
   for (int i = 0; i < count; i++) {
-    cJSON_AddNumberToObject((*visits)[i].result, "runs_per_sample", 1);
+    cJSON_AddNumberToObject((*visits)[i].result, "runs_per_sample", 0); /* known after the first visit */
     cJSON_AddArrayToObject((*visits)[i].result, "samples_us");
   }
   return count;
@@ -209,11 +209,11 @@ static void add_run(cJSON *document, const cJSON *plan, double seed) {
   cJSON_AddArrayToObject(run, "interrupted");
 }
 
-static void add_runtime(cJSON *document, const Options *options) {
+static void add_runtime(cJSON *document, const Options *options, double timer_us) {
   cJSON *runtime = cJSON_AddObjectToObject(document, "runtime");
   cJSON_AddStringToObject(runtime, "name", "onnxruntime");
   cJSON_AddStringToObject(runtime, "version", runtime_version());
-  cJSON_AddNumberToObject(runtime, "timer_us", round(timer_step_us() * 1000) / 1000);
+  cJSON_AddNumberToObject(runtime, "timer_us", round(timer_us * 1000) / 1000);
   cJSON_AddBoolToObject(runtime, "telemetry", false);
   cJSON_AddBoolToObject(runtime, "arena", true);
   cJSON_AddItemToObject(runtime, "cores", options->core_counts ? cJSON_CreateIntArray(options->cores, options->core_counts) : cJSON_CreateNull());
@@ -233,7 +233,8 @@ int main(int count, char **given) {
   check_generator(plan);
   const cJSON *said = cJSON_GetObjectItemCaseSensitive(plan, "rules");
   Rules rules = {(int)number_of(said, "warmup_runs"), (int)number_of(said, "min_runs"), (int)number_of(said, "rounds"),
-                 number_of(said, "warmup_seconds") * 1e6, number_of(said, "min_seconds") * 1e6};
+                 number_of(said, "warmup_seconds") * 1e6, number_of(said, "min_seconds") * 1e6,
+                 number_of(said, "max_timer_share"), timer_step_us()};
   double seed = number_of(said, "seed");
   Fault fault = {""};
   if (!open_runtime(options.library, &fault)) quit(1, "%s", fault.text);
@@ -243,7 +244,7 @@ int main(int count, char **given) {
   cJSON_AddStringToObject(document, "schema", "kvcap.android_bench/1");
   add_run(document, plan, seed);
   cJSON_AddItemToObject(document, "device", device_facts(options.source));
-  add_runtime(document, &options);
+  add_runtime(document, &options, rules.timer_us);
   cJSON_AddItemToObject(document, "conditions", found);
   cJSON_AddItemToObject(found, "before", conditions());
   static const char *const names[] = {"shape", "rules"};

@@ -14,7 +14,8 @@ typedef struct {
   size_t bytes;
 } Work;
 
-static double rounded(double us) { return round(us * 1000) / 1000; } /* the clock knows nanoseconds */
+/* To nanoseconds, which is what the clock knows; at least one. */
+static double rounded(double us) { return fmax(round(us * 1000), 1) / 1000; }
 
 static bool run_once(Work *work, Fault *fault) {
   if (work->session) return run_session(work->session, fault);
@@ -23,17 +24,28 @@ static bool run_once(Work *work, Fault *fault) {
   return true;
 }
 
-/* Warm up, then append the microseconds of each run to `samples`: a round's share of what the rules ask for. */
-static bool sample(Work *work, const Rules *rules, cJSON *samples, Fault *fault) {
+/* Runs that one sample is the mean of: more than 1 only where the clock's step is too much of a single run. */
+static int runs_per_sample(Visit *visit, const Rules *rules, double run_us) {
+  cJSON *said = cJSON_GetObjectItemCaseSensitive(visit->result, "runs_per_sample");
+  double least = rules->timer_us / rules->max_timer_share;
+  if (said->valueint == 0) cJSON_SetNumberValue(said, run_us < least ? ceil(least / run_us) : 1);
+  return said->valueint;
+}
+
+/* Warm up, then append the microseconds of a run to `samples`: a round's share of what the rules ask for. */
+static bool sample(Work *work, Visit *visit, const Rules *rules, cJSON *samples, Fault *fault) {
   double start = now_us();
-  for (int runs = 0; runs < rules->warmup_runs || now_us() - start < rules->warmup_us; runs++)
+  int warm = 0;
+  for (; warm < rules->warmup_runs || now_us() - start < rules->warmup_us; warm++)
     if (!run_once(work, fault)) return false;
+  int together = runs_per_sample(visit, rules, (now_us() - start) / warm);
   int least = (rules->min_runs + rules->rounds - 1) / rules->rounds;
   double share = rules->min_us / rules->rounds, begun = now_us();
-  for (int runs = 0; runs < least || now_us() - begun < share; runs++) {
+  for (int runs = 0; runs < least || now_us() - begun < share; runs += together) {
     double before = now_us();
-    if (!run_once(work, fault)) return false;
-    cJSON_AddItemToArray(samples, cJSON_CreateNumber(rounded(now_us() - before)));
+    for (int i = 0; i < together; i++)
+      if (!run_once(work, fault)) return false;
+    cJSON_AddItemToArray(samples, cJSON_CreateNumber(rounded((now_us() - before) / together)));
   }
   return true;
 }
@@ -85,7 +97,8 @@ static bool check_once(Work *work, Visit *visit, const char *folder, Fault *faul
 static void give_up(Visit *visit, const Fault *fault) {
   cJSON_ReplaceItemInObjectCaseSensitive(visit->result, "status", cJSON_CreateString("failed"));
   cJSON_AddStringToObject(visit->result, "reason", fault->text);
-  cJSON_DeleteItemFromObjectCaseSensitive(visit->result, "samples_us"); /* a part of them is no measurement */
+  const char *const gone[] = {"samples_us", "runs_per_sample", "parity", "load_ms"}; /* a part is no measurement */
+  for (size_t i = 0; i < sizeof gone / sizeof *gone; i++) cJSON_DeleteItemFromObjectCaseSensitive(visit->result, gone[i]);
   fprintf(stderr, "%s failed: %s\n", text_of(visit->cell, "id"), fault->text);
 }
 
@@ -98,7 +111,7 @@ bool visit_cell(Visit *visit, const Rules *rules, const char *folder, cJSON *sam
     cJSON_AddNumberToObject(visit->result, "load_ms", load_ms);
     ready = check_once(&work, visit, folder, &fault);
   }
-  ready = ready && sample(&work, rules, samples, &fault);
+  ready = ready && sample(&work, visit, rules, samples, &fault);
   if (!ready) give_up(visit, &fault);
   forget(&work);
   return ready;
@@ -110,7 +123,7 @@ bool visit_copy(Visit *visit, const Rules *rules, cJSON *samples) {
   Fault fault = {""};
   if (!work.from || !work.to) quit(1, "there is no memory for a copy of %zu bytes", bytes);
   memset(work.from, 1, bytes);
-  bool copied = sample(&work, rules, samples, &fault);
+  bool copied = sample(&work, visit, rules, samples, &fault);
   forget(&work);
   return copied;
 }
