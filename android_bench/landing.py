@@ -1,4 +1,4 @@
-"""Results that a browser sends: held to the plan and to their device, written once. Knows no web."""
+"""Results that a browser sends: held to plan and device, judged, written once. Knows no web."""
 
 from __future__ import annotations
 

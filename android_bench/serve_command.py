@@ -23,6 +23,10 @@ if TYPE_CHECKING:
 NOWHERE = "192.0.2.1"  # reserved for documents: nothing is sent there, but a route is chosen
 
 
+class ServerMissing(AndroidError):
+    """The packages that serve a page are not installed."""
+
+
 class NoNetwork(AndroidError):
     """This machine has no address that a phone could reach."""
 

@@ -208,14 +208,14 @@ class Serving:
         """
         vendor.require()
         self.plan = read_plan(folder)
-        taken = Results(results, self.plan)
-        self.landed = taken.landed
+        self.results = Results(results, self.plan)
+        self.landed = self.results.landed
         token = secrets.token_urlsafe(16) if lan else None
         self.socket = _bound(lan or "127.0.0.1", port)
         self.port: int = self.socket.getsockname()[1]
         self.url = f"http://{lan or 'localhost'}:{self.port}/" + (f"{token}/" if token else "")
         hosts = [lan] if lan else ["localhost", "127.0.0.1"]
-        app = application(folder.resolve(), taken, self.plan, token, hosts)
+        app = application(folder.resolve(), self.results, self.plan, token, hosts)
         config = uvicorn.Config(app, log_level="error", access_log=False, lifespan="off", ws="none")
         self.server = uvicorn.Server(config)
         self.thread = threading.Thread(

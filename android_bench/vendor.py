@@ -12,6 +12,7 @@ import hashlib
 import importlib.metadata
 import shutil
 import subprocess
+import sys
 import tarfile
 import tempfile
 from pathlib import Path
@@ -19,8 +20,7 @@ from typing import Annotated
 
 import typer
 
-from kvcap.export.libraries import ExtraMissing
-from kvcap.runtime.screen import complain
+from kvcap.android_bench.errors import AndroidError
 
 PACKAGE, VERSION = "onnxruntime-web", "1.30.0"
 SHA512 = "q0y+JrrtukXSzsBWEMccVfqX25LRmosXHF+CaRJmg8pZClzcV7svNc4rKY3jL02Vb7QmRMDs1SigqR4CXAfKYQ=="
@@ -38,7 +38,7 @@ BINARIES = ("ort-wasm-simd-threaded.wasm", "ort-wasm-simd-threaded.asyncify.wasm
 NOTICES = ("LICENSE", "ThirdPartyNotices.txt")  # of ONNX Runtime; the npm package has none
 
 
-class VendorError(ExtraMissing):
+class VendorError(AndroidError):
     """onnxruntime-web is not beside the page, or cannot be put there."""
 
 
@@ -149,7 +149,7 @@ def main(
     try:
         vendor(tarball=tarball)
     except (VendorError, OSError) as error:
-        complain(error)
+        print(f"kvcap: {error}", file=sys.stderr)
         raise typer.Exit(1) from None
     print(f"{PACKAGE} {VERSION} is in {FOLDER}")
 

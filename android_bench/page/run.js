@@ -3,6 +3,9 @@
 
 import { conditions, oneThreadOnly } from "./device.js";
 
+/** Why a cell has no samples yet; stays where the run ends early. */
+export const PENDING = "the run ended before its turn";
+
 const now = () => new Date().toISOString();
 const sentence = (provider, threads) =>
   provider === "webgpu" ? "WebGPU" : `WebAssembly, ${threads} thread${threads > 1 ? "s" : ""}`;
@@ -94,6 +97,9 @@ export class Run {
       conditions: { before: {}, after: {} },
       shape, rules, cells: [], baselines: [], repeat: null,
     };
+    this.cells = new Map(chosen.map((configuration) =>
+      [configuration, plan.cells.map((cell) => this.#cell(cell, configuration))]));
+    this.result.cells = [...this.cells.values()].flat();
     this.visits = 0;
     this.expected = chosen.reduce((sum, configuration) =>
       sum + rules.rounds * this.#able(configuration).length, rules.rounds * plan.baselines.length + 1);
@@ -135,17 +141,15 @@ export class Run {
     this.bench?.close();
   }
 
-  /** All rounds of one configuration; its worker, where a later look at it is possible. */
+  /** All rounds of one configuration; its worker, for a later look. */
   async #configuration(configuration) {
-    const cells = this.plan.cells.map((cell) => this.#cell(cell, configuration));
-    this.result.cells.push(...cells);
-    const able = this.#able(configuration);
-    for (const cell of cells) {
-      if (able.some(({ id }) => id === cell.id)) continue;
-      cell.status = "skipped";
+    const able = new Set(this.#able(configuration).map(({ id }) => id));
+    const [cells, unable] = [[], []];
+    for (const cell of this.cells.get(configuration)) (able.has(cell.id) ? cells : unable).push(cell);
+    for (const cell of unable) {
       cell.reason = configuration.missing ?? "WebGPU here has no shader-f16, which fp16 needs";
     }
-    if (!able.length) return null;
+    if (!cells.length) return null;
     const bench = (this.bench = new Bench());
     try {
       const { provider, threads } = configuration;
@@ -154,30 +158,25 @@ export class Run {
       runtime.features = [...new Set([...runtime.features, ...features])];
       runtime.timer_us = Math.max(runtime.timer_us, Number(timer_us.toPrecision(4)));
     } catch (error) {
-      this.#failAll(cells, error.message);
-      return bench;
+      if (!this.stopping) cells.forEach((cell) => this.#fail(cell, error.message));
     }
-    await this.#rounds(bench, configuration, cells.filter((cell) => cell.status === "ok"));
+    await this.#rounds(bench, configuration, cells);
     return bench;
   }
 
   async #rounds(bench, configuration, cells) {
+    const { rounds, seed } = this.plan.rules;
     const first = configuration === this.chosen.find((one) => this.#able(one).length);
     const baselines = first ? this.plan.baselines.map(({ id, bytes }) => ({ id, bytes, threads: 1 })) : [];
-    for (let round = 0; round < this.plan.rules.rounds; round++) {
-      const seed = this.plan.rules.seed * 1009 + round * 31 + this.chosen.indexOf(configuration);
-      for (const target of shuffled([...cells, ...baselines], seed)) {
+    for (let round = 0; round < rounds; round++) {
+      const order = shuffled([...cells, ...baselines], seed * 1009 + round * 31 + this.chosen.indexOf(configuration));
+      for (const target of order) {
         if (this.stopping) break;
         if (target.status === "failed") this.visits += 1;
         else await this.#visit(bench, configuration, target, round);
       }
     }
     this.result.baselines.push(...baselines.filter(({ samples_us }) => samples_us));
-    for (const cell of cells) {
-      if (cell.status === "ok" && !cell.samples_us) {
-        Object.assign(cell, { status: "skipped", reason: "the run was stopped before its turn" });
-      }
-    }
   }
 
   /** Measure once; again where the page was hidden meanwhile. */
@@ -191,9 +190,11 @@ export class Run {
       if (!this.first && target.status) this.first = { bench, target };
       target.runs_per_sample = found.runs_per_sample;
       (target.samples_us ??= []).push(found.samples_us);
-      if (found.got) target.provider_got = found.got;
       if (found.parity) target.parity = found.parity;
-      target.load_ms ??= found.load_ms && Number(found.load_ms.toFixed(3));
+      if (target.status) {
+        Object.assign(target, { status: "ok", reason: null, provider_got: found.got });
+        target.load_ms ??= Number(found.load_ms.toFixed(3));
+      }
     } catch (error) {
       if (!this.stopping) this.#fail(target, error.message);
     }
@@ -265,21 +266,13 @@ export class Run {
     const { id, policy, formulation, dtype, stage, n, queries, budget, opset, bytes, model } = cell;
     const { sha256 } = this.plan.files.find(({ file }) => file === model);
     return { id, policy, formulation, dtype, stage, n, queries, budget, opset, bytes,
-      model_sha256: sha256, threads, provider_asked: provider, provider_got: null, status: "ok",
-      reason: null };
+      model_sha256: sha256, threads, provider_asked: provider, provider_got: null,
+      status: "skipped", reason: PENDING };
   }
 
   #fail(target, reason) {
     if (!target.status) return; // a baseline that fails is left out
     for (const key of ["samples_us", "runs_per_sample", "load_ms", "parity"]) delete target[key];
     Object.assign(target, { status: "failed", reason });
-  }
-
-  #failAll(cells, reason) {
-    for (const cell of cells) {
-      if (cell.status !== "ok") continue;
-      this.#fail(cell, reason);
-      this.visits += this.plan.rules.rounds;
-    }
   }
 }

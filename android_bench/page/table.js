@@ -1,6 +1,7 @@
 // The table of one view.
 
 import { html } from "./dom.js";
+import { PENDING } from "./run.js";
 import { shown, times } from "./stats.js";
 
 const WHY = { skipped: "not run", failed: "failed" };
@@ -9,7 +10,7 @@ const WHY = { skipped: "not run", failed: "failed" };
 function measured(cell, base, relative) {
   if (!cell) return html("td", {}, html("span", { class: "quiet" }, "–"));
   if (!cell.us) {
-    const why = cell.status === "ok" ? "…" : WHY[cell.status];
+    const why = cell.reason === PENDING ? "…" : WHY[cell.status];
     return html("td", { title: cell.reason }, html("span", { class: "quiet" }, why));
   }
   const value = relative && base ? times(cell.us / base) : shown(cell.us);

@@ -2,6 +2,7 @@
 
 import { drawChart } from "./chart.js";
 import { byId, html, show } from "./dom.js";
+import { PENDING } from "./run.js";
 import { choices, colours, lines, policyName } from "./series.js";
 import { fillTable } from "./table.js";
 
@@ -46,7 +47,7 @@ function referenceName({ cells, reference }) {
 /** One sentence for each reason why cells have no numbers. */
 function unmeasured(cells) {
   const groups = new Map();
-  for (const cell of cells.filter(({ status }) => status !== "ok")) {
+  for (const cell of cells.filter(({ status, reason }) => status !== "ok" && reason !== PENDING)) {
     const text = cell.status === "failed" ? `${policyName(cell.policy)} failed: ${cell.reason}` : cell.reason;
     const key = `${configurationName(`${cell.provider_asked} ${cell.threads}`)}: ${text}`;
     groups.set(key, (groups.get(key) ?? 0) + 1);
