@@ -5,22 +5,21 @@ Works on token ids and logits; knows no text and no sampling.
 
 from __future__ import annotations
 
-import signal
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
-from typing import Any, Literal, cast
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from kvcap.runtime.block_graph import BlockGraphs
 from kvcap.runtime.budget_cache import BudgetCache
+from kvcap.runtime.engine import OnFull
 from kvcap.runtime.errors import MemoryCapExceeded, SessionBroken
+from kvcap.runtime.interrupts import interrupts_deferred
 from kvcap.runtime.projection import check_projections
 
 LENGTHS = 8  # of a block, besides a single token
-OnFull = Literal["evict", "stop", "error"]
 
 
 class BlockLoop:
@@ -174,19 +173,3 @@ def out_of_memory(error: Exception) -> bool:
     return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or (
         isinstance(error, RuntimeError) and "DefaultCPUAllocator" in told
     )
-
-
-@contextmanager
-def interrupts_deferred() -> Iterator[None]:
-    """Hold back Ctrl-C until the block is through, so that no layer is left behind another."""
-    if threading.current_thread() is not threading.main_thread():
-        yield  # only the main thread is interrupted
-        return
-    caught: list[int] = []
-    previous = signal.signal(signal.SIGINT, lambda number, _: caught.append(number))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, previous)
-    if caught:
-        signal.raise_signal(signal.SIGINT)

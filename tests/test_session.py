@@ -11,7 +11,7 @@ from transformers import AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForC
 
 import kvcap
 from kvcap import pocket
-from kvcap.runtime.loop import interrupts_deferred
+from kvcap.runtime.interrupts import interrupts_deferred
 from kvcap.runtime.sampling import Sampler
 from kvcap.runtime.text import TextStream, render, render_turn
 
