@@ -1,7 +1,8 @@
 """kvcap android adb against a real adbd on loopback: full runs, and everything that can break.
 
-The device is this machine: adbd's shell and files are its own, in a folder of the test's. With
-qemu the C runner is the one for ARM. None of it says anything of speed, and must say so.
+The device is this machine: adbd's files are its own, in a folder of the test's; its tools are
+Android's, mksh and toybox. With qemu the C runner is the one for ARM. None of it says anything of
+speed, and must say so.
 """
 
 from __future__ import annotations
@@ -96,7 +97,7 @@ class Phone:
                    f"{own}:{own}/android", "--preload", TOOLS / "bin/loopback.so",
                    lib / "android-sdk/platform-tools/adbd"]  # fmt: skip
         env = {"ADBD_PORT": str(self.port), "HOME": str(self.root / "home"), "LANG": "C.UTF-8",
-               "PATH": f"{self.root / 'bin'}:/usr/bin:/bin"}  # fmt: skip
+               "PATH": f"{self.root / 'bin'}:{TOOLS / 'android'}:/usr/bin:/bin"}  # fmt: skip
         self.daemon = subprocess.Popen(
             command, env=env, cwd=self.root, stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
