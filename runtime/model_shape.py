@@ -84,7 +84,7 @@ class ModelShape:
                 f"model type {family!r} is not supported: its cache could not be capped without "
                 f"wrong logits; supported: {', '.join(FAMILIES)}"
             )
-        kinds = _layer_kinds(config)
+        kinds = layer_kinds(config)
         sliding = "sliding_attention" in kinds
         window: int | None = config.sliding_window if sliding else None
         if window is not None and "full_attention" not in kinds:
@@ -118,7 +118,12 @@ class ModelShape:
         )
 
 
-def _layer_kinds(config: Any) -> list[str]:
+def layer_kinds(config: Any) -> list[str]:
+    """Of every layer, 'full_attention' or 'sliding_attention'.
+
+    Raises:
+        UnsupportedModel: it has others.
+    """
     kinds = getattr(config, "layer_types", None)
     if kinds is None:
         # Mistral, Phi-3 and Starcoder 2 slide in every layer or in none.

@@ -102,7 +102,7 @@ class Paired:
         self._logits = Buffer((1, block_size, model["vocabulary"]), logits)
         self._counts = {name: np.zeros((), np.int32) for name in ("seen", "recents", "stay")}
         self._spans = np.zeros((SPANS, 2), np.int32)
-        self._table = rotations(evictor["inv_freq"], whole) if self.compact else None
+        self._table = rotations(manifest.facts["inv_freq"], whole) if self.compact else None
         self.evictor.require(
             {*self._counts, "keys", "values", "spans", *self._state, *(["table"] * self.compact)},
             {f"kept_{name}" for name in ("keys", "values", *self._state)},
