@@ -6,7 +6,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 FOLDERS := runtime policies kernels export android_bench evals pocket tests src/kvcap/__init__.py src/kvcap/__main__.py src/kvcap/cli.py src/kvcap/testing.py
 
-.PHONY: chat test check build-check format clean
+.PHONY: setup chat test check build-check format clean
+
+setup: $(VENV)/.ready ## the environment alone
 
 chat: $(VENV)/.ready ## chat with the built-in model under a 256-token cap
 	@$(BIN)/kvcap chat pocket --kv-budget-tokens 256
@@ -33,6 +35,7 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	@echo "setting up $(VENV) (once, a few minutes) ..."
 	@$(BIN)/pip install --quiet --requirement constraints.txt
 	@$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev,plot]'
+	@$(BIN)/python -m kvcap.android_bench.vendor || echo "going on without the page of kvcap android serve"
 	@touch $@
 
 clean:
