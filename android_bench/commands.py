@@ -90,18 +90,20 @@ def host_command(
     cores: Annotated[
         str, typer.Option(help="auto (the fastest), none, or cores such as 7 or 4-7.")
     ] = "auto",
+    json: Json = False,
 ) -> None:
     """Measure a plan on this machine, by the runner that a device gets."""
     from kvcap.android_bench.host import run_here
-    from kvcap.android_bench.schema import write_json
+    from kvcap.android_bench.schema import parent_of, write_json
     from kvcap.android_bench.table import markdown
 
+    parent_of(out)
     options = ["--cores", cores]
     if threads:
         options += ["--threads", ",".join(map(str, _numbers(threads)))]
     result = run_here(folder, options)
     write_json(result, out)
-    print(markdown([result]), end="")
+    print(jsonlib.dumps(result) if json else markdown([result]), end="\n" * json)
 
 
 @android.command("report")
@@ -128,10 +130,13 @@ def report_command(
     from kvcap.android_bench.errors import Regressed
     from kvcap.android_bench.judge import judged, relative
     from kvcap.android_bench.regress import regressions
-    from kvcap.android_bench.schema import read_result
+    from kvcap.android_bench.schema import parent_of, read_result
     from kvcap.android_bench.table import heading, markdown
 
     allowed = _share(max_regress)
+    for path in (out, plot):
+        if path is not None:
+            parent_of(path)
     results = [judged(relative(read_result(file), relative_to)) for file in files]
     slower: list[str] = []
     if baseline is not None:

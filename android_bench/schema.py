@@ -96,15 +96,24 @@ def read_result(path: Path) -> dict[str, Any]:
     return found
 
 
+def parent_of(path: Path) -> Path:
+    """The folder that a file will be written to; asked before anything is measured.
+
+    Raises:
+        ResultBroken: there is none.
+    """
+    if not path.parent.is_dir():
+        raise ResultBroken(f"no folder {str(path.parent)!r} to write {path.name} to")
+    return path.parent
+
+
 def write_json(document: dict[str, Any], path: Path) -> None:
     """Write a document whole or not at all.
 
     Raises:
         ResultBroken: there is no such folder.
     """
-    if not path.parent.is_dir():
-        raise ResultBroken(f"no folder {str(path.parent)!r} to write {path.name} to")
-    part = path.with_name(f".{path.name}.part")
+    part = parent_of(path) / f".{path.name}.part"
     part.write_text(json.dumps(document, allow_nan=False) + "\n", encoding="utf-8")
     part.replace(path)
 

@@ -38,6 +38,15 @@ def believed(device: Mapping[str, Any]) -> tuple[str, str]:
     return "real", str(device["source_reason"])
 
 
+def plain(text: object) -> str:
+    r"""A device's words on one line, without what Markdown would take for structure.
+
+    >>> plain("A | B\n# C")
+    'A / B # C'
+    """
+    return " ".join(str(text).replace("|", "/").split())[:300]
+
+
 def title(result: Mapping[str, Any]) -> str:
     """What the numbers of one result may be called."""
     device = result["device"]
@@ -48,4 +57,4 @@ def title(result: Mapping[str, Any]) -> str:
     runtime, run = result["runtime"], result["run"]
     where = "in a browser" if run["runner"] == "browser" else f"{run['runner']} runner"
     parts += [where, f"{runtime['name']} {runtime['version']}"]
-    return TITLES[source] + ", ".join(str(part) for part in parts if part)
+    return TITLES[source] + ", ".join(plain(part) for part in parts if part)

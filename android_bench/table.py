@@ -8,7 +8,7 @@ from itertools import groupby
 from typing import Any
 
 from kvcap.android_bench.judge import Row, key, measured, series
-from kvcap.android_bench.source import believed, title
+from kvcap.android_bench.source import believed, plain, title
 
 FEW = 3  # flags of one kind that are written out
 WORST = 0.25  # relative error beyond which a line does not describe a series
@@ -45,7 +45,7 @@ def short(result: Row) -> str:
     """A column's heading: the device, and what it is where it is none."""
     source, _ = believed(result["device"])
     tag = {"real": "", "emulated": "EMULATED ", "host": "HOST "}[source]
-    return f"{tag}{result['device']['model']} ({result['run']['runner']})"
+    return f"{tag}{plain(result['device']['model'])} ({result['run']['runner']})"
 
 
 def microseconds(value: float) -> str:
@@ -192,7 +192,7 @@ def _doubts(result: Row) -> Iterator[str]:
         where = f"{flag['cell']}: " if flag["cell"] else ""
         kinds[flag["kind"]].append(where + flag["text"])
     for kind, texts in kinds.items():
-        yield from (f"- {kind}: {text}" for text in texts[:FEW])
+        yield from (f"- {kind}: {plain(text)}" for text in texts[:FEW])
         if len(texts) > FEW:
             yield f"- {kind}: {len(texts) - FEW} cells more"
     yield ""

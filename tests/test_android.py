@@ -196,6 +196,13 @@ def test_plans_that_cannot_be_are_refused(tmp_path, capsys, options, said):
     assert not list(tmp_path.iterdir())
 
 
+def test_a_result_needs_a_folder_before_anything_is_measured(folder, tmp_path, capsys):
+    assert run(["android", "host", str(folder), "-o", str(tmp_path / "no" / "r.json")]) == 2
+    said = capsys.readouterr().err
+    assert "to write r.json to" in said
+    assert "[1/" not in said
+
+
 def test_a_plan_takes_an_empty_folder_only(folder, capsys):
     before = sorted(folder.iterdir())
     assert run(["android", "plan", "-o", str(folder)]) == 2
@@ -331,6 +338,29 @@ def test_a_run_without_any_cell_exits_1(folder, tmp_path):
     found = judge.judged(read_result(out))
     assert found["repeat"] is None
     assert {"failed", "drift"} <= {flag["kind"] for flag in found["validity"]["flags"]}
+
+
+def test_threads_without_cores_are_skipped(folder, tmp_path):
+    out = tmp_path / "r.json"
+    some = str(min(os.sched_getaffinity(0)))
+    asked = ("--threads", "1,2", "--cores", some)
+    done = runner(str(folder / "plan.json"), "-o", str(out), *asked, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    states = {(row["threads"], row["status"]) for row in read_result(out)["cells"]}
+    assert states == {(1, "ok"), (2, "skipped")}
+    reasons = {row["reason"] for row in read_result(out)["cells"]}
+    assert "2 threads need as many cores, here are 1" in reasons
+
+
+def test_another_provider_than_asked_is_told(folder, tmp_path):
+    """ONNX Runtime falls back to the CPU without an error."""
+    out = tmp_path / "r.json"
+    asked = ("--provider", "qnn")
+    done = runner(str(folder / "plan.json"), "-o", str(out), *asked, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    found = judge.judged(read_result(out))
+    endpoints = [f["text"] for f in found["validity"]["flags"] if f["kind"] == "endpoint"]
+    assert endpoints == ["ran on cpu"] * len(found["cells"])
 
 
 def test_a_changed_graph_ends_the_run(folder, tmp_path):
@@ -494,6 +524,15 @@ def test_a_phone_is_believed():
     assert source.believed({**PHONE, **apple, "android": None})[0] == "real"
 
 
+def test_a_device_cannot_write_its_own_title(clean):
+    clean["device"]["model"] = "x |\n# Google Pixel 9\n| y"
+    clean["run"]["complete"] = False
+    text = table.markdown([judge.judged(clean)])
+    assert [line for line in text.splitlines() if line.startswith("#")] == [
+        line for line in text.splitlines() if "HOST, not a phone: x / # Google Pixel 9 / y" in line
+    ]
+
+
 @pytest.mark.parametrize("change", NOT_REAL, ids=str)
 def test_nothing_else_can_be_titled_as_a_device(clean, change, tmp_path):
     """Title, headings, column and the chart's title, alone and beside a real one."""
@@ -625,6 +664,12 @@ def test_planted_faults_raise_their_flag_and_no_other(clean, fault):
     assert found["validity"]["ok"] == (kind in ("rules", "skipped"))
     validate(found, BENCH, "judged", ResultBroken)
     assert f"- {kind}: " in table.markdown([found])
+
+
+def test_results_say_shape_and_rules_as_plans_do():
+    plan = schema("kvcap.android_plan/1")["properties"]
+    for name in ("shape", "rules"):
+        assert schema(BENCH)["properties"][name] == plan[name]
 
 
 def test_every_kind_of_flag_can_be_raised():

@@ -50,7 +50,7 @@ def filled(port: dict[str, Any], folder: Path) -> Array:
     return raw.astype(dtype).reshape(shape)
 
 
-@functools.lru_cache(maxsize=6)  # keys, values and queries of one size and the next
+@functools.lru_cache(maxsize=4)  # a cell's large inputs, for the next cell of that size
 def _cached(port: str, folder: Path) -> Array:
     return filled(json.loads(port), folder)
 

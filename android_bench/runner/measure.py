@@ -172,7 +172,8 @@ class Run:
         """One visit; a cell that fails stays failed and the run goes on."""
         cell = self.cells[row["id"]]
         try:
-            self._pin(row["threads"])
+            if lack := self._pin(row["threads"]):
+                return _without_samples(row, "skipped", lack)
             bound = Bound(cell, self.folder, row["threads"], self.provider)
             if bound.sha256 != row["model_sha256"]:
                 raise Refused(f"{cell['model']} is not the file that the plan names")
@@ -186,9 +187,7 @@ class Run:
             raise
         except Exception as error:  # ONNX Runtime's own classes have no common base
             said = str(error).strip().splitlines() or [""]
-            row["status"], row["reason"] = "failed", f"{type(error).__name__}: {said[0][:300]}"
-            for key in ("samples_us", "runs_per_sample", "parity", "load_ms"):
-                row.pop(key, None)
+            _without_samples(row, "failed", f"{type(error).__name__}: {said[0][:300]}")
 
     def _baseline(self, row: Cell) -> None:
         """One visit to a copy of memory."""
@@ -197,13 +196,22 @@ class Run:
         target = np.empty_like(source)
         row["samples_us"].append(visit(lambda: np.copyto(target, source), self.rules))
 
-    def _pin(self, threads: int) -> None:
-        """Hold this process, and threads that it starts from now on, to its cores."""
+    def _pin(self, threads: int) -> str | None:
+        """Hold this process, and threads that it starts from now on, to its cores.
+
+        Returns:
+            What is lacking for so many threads, or None.
+        """
         if self.everywhere is None:
-            return
+            return None
         os.sched_setaffinity(0, self.everywhere)  # big_cores looks among all again
-        if cores := cores_for(self.cores, threads):
+        cores = cores_for(self.cores, threads)
+        if cores is not None:
             os.sched_setaffinity(0, cores)
+        count = len(os.sched_getaffinity(0))
+        return (
+            f"{threads} threads need as many cores, here are {count}" if count < threads else None
+        )
 
     def document(self, source: str) -> Cell:
         """Measure, and everything that a result says."""
@@ -224,6 +232,13 @@ class Run:
             "shape": self.plan["shape"], "rules": self.rules, "cells": self.rows,
             "baselines": self.baselines, "repeat": repeat,
         }  # fmt: skip
+
+
+def _without_samples(row: Cell, status: str, reason: str) -> None:
+    """Mark a row as not measured; rounds that it had are given up."""
+    row["status"], row["reason"] = status, reason
+    for key in ("samples_us", "runs_per_sample", "parity", "load_ms"):
+        row.pop(key, None)
 
 
 def _last(row: Cell) -> str:
