@@ -7,6 +7,7 @@ speed, and must say so.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -14,6 +15,7 @@ import socket
 import subprocess
 import sys
 import time
+import zipfile
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -637,6 +639,35 @@ def test_no_adb(tmp_path, monkeypatch):
 
 
 # --- the C runner by itself
+
+
+@installed
+@compilers
+def test_the_build_for_a_phone_takes_onnxruntime_for_android_by_its_checksum(tmp_path):
+    """All that the NDK's toolchain file adds is said by hand; the archives are local."""
+    header = TOOLS / "source" / "onnxruntime_c_api.h"
+    with zipfile.ZipFile(tmp_path / "ort.aar", "w") as archive:
+        archive.write(header, "headers/onnxruntime_c_api.h")
+        archive.writestr("jni/arm64-v8a/libonnxruntime.so", b"the library")
+    sha256 = hashlib.sha256((tmp_path / "ort.aar").read_bytes()).hexdigest()
+
+    def configured(folder: str, checksum: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            ["cmake", "-S", ROOT / "android_bench" / "c_runner", "-B", tmp_path / folder,
+             "-DANDROID_ABI=arm64-v8a", "-DCMAKE_C_COMPILER=aarch64-linux-gnu-gcc",
+             "-DCMAKE_SYSTEM_NAME=Linux", f"-DCJSON={TOOLS / 'source' / 'cjson'}",
+             f"-DORT_AAR=file://{tmp_path / 'ort.aar'}", f"-DORT_AAR_SHA256={checksum}"],
+            capture_output=True, text=True, check=False,
+        )  # fmt: skip
+
+    assert configured("good", sha256).returncode == 0
+    build = ["cmake", "--build", tmp_path / "good"]
+    assert subprocess.run(build, capture_output=True, check=False).returncode == 0
+    assert (tmp_path / "good" / "kvcap-bench").is_file()
+    assert (tmp_path / "good" / "libonnxruntime.so").read_bytes() == b"the library"
+    wrong = configured("wrong", "0" * 64)
+    assert wrong.returncode != 0
+    assert "hash" in wrong.stderr.lower()
 
 
 @pytest.fixture
