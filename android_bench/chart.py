@@ -5,9 +5,10 @@ Needs matplotlib, which is imported when a chart is drawn.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvcap.android_bench.judge import Row, fit, key, series
 from kvcap.android_bench.source import title
@@ -16,12 +17,11 @@ from kvcap.android_bench.table import WORST, label, setting, setting_name
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# Dark to light where a policy has several forms: told apart in grey too, by their markers.
 COLORS = {"keydiff": "#0b62a4", "tova": "#2a8a57", "h2o": "#d1590f", "snapkv": "#9b2f6f"}
 OTHERS = ("#555555", "#8c6d1f", "#1f7f8c", "#6a4fb3", "#a33b3b", "#4f7a1f", "#7a7a7a", "#b3874f")
-DASHES = {"naive": (0, (1, 1.5)), "stateless": "-", "inverse_norms": (0, (5, 2)),
+DASHES: dict[str, Any] = {"naive": (0, (1, 1.5)), "stateless": "-", "inverse_norms": (0, (5, 2)),
           "running_anchor": (0, (4, 1, 1, 1))}  # fmt: skip
-MARKERS = {"naive": "o", "stateless": "s", "inverse_norms": "^", "running_anchor": "D"}
+MARKERS = "os^Dv"
 SIZE = (11.5, 4.2)  # inches of one result
 Lines = dict[tuple[object, ...], list[Row]]
 
@@ -45,7 +45,8 @@ def draw(results: Sequence[Row], path: Path) -> None:
         left, right = block.subplots(1, 2)
         rows = next(iter(lines.values()))
         said = setting_name(setting(rows[0]))
-        block.suptitle(f"{title(result)}\n{said}", fontsize=9, x=0.01, ha="left")
+        block.suptitle(f"{title(result)}\n{said}", fontsize=9, x=0.01, ha="left",
+                       parse_math=False)  # fmt: skip
         _absolute(left, lines, result)
         _relative(right, lines, result)
         handles, names = left.get_legend_handles_labels()
@@ -64,20 +65,24 @@ def chosen(result: Row) -> Lines:
     return {name: rows for name, rows in found.items() if setting(rows[0]) == wanted}
 
 
-def _style(row: Row, seen: dict[str, str]) -> dict[str, object]:
-    color = COLORS.get(row["policy"]) or seen.setdefault(
-        row["policy"], OTHERS[len(seen) % len(OTHERS)]
-    )
-    form = row["formulation"]
-    return {"color": color, "ls": DASHES.get(form, "-") if row["policy"] == "keydiff" else "-",
-            "marker": MARKERS.get(form, "o"), "ms": 4, "lw": 1.5, "label": label(row)}  # fmt: skip
+def _styles(lines: Lines) -> list[dict[str, Any]]:
+    """Of every series: a color per policy, a dash per form of KeyDiff, a marker for the rest."""
+    colors, used, found = dict(COLORS), Counter[str](), []
+    for rows in lines.values():
+        policy, form = rows[0]["policy"], rows[0]["formulation"]
+        color = colors.setdefault(policy, OTHERS[(len(colors) - len(COLORS)) % len(OTHERS)])
+        dash = DASHES.get(form, "-") if policy == "keydiff" else "-"
+        marker = MARKERS[used[color] % len(MARKERS)]
+        found.append({"color": color, "ls": dash, "marker": marker, "ms": 4, "lw": 1.5,
+                      "label": label(rows[0])})  # fmt: skip
+        used[color] += 1
+    return found
 
 
 def _absolute(axes: Axes, lines: Lines, result: Row) -> None:
-    seen: dict[str, str] = {}
-    for rows in lines.values():
+    for rows, style in zip(lines.values(), _styles(lines), strict=True):
         across = [row["n"] for row in rows]
-        axes.plot(across, [row["p50_us"] for row in rows], **_style(rows[0], seen))  # type: ignore[arg-type]
+        axes.plot(across, [row["p50_us"] for row in rows], **style)
         least, most = [row["min_us"] for row in rows], [row["p90_us"] for row in rows]
         axes.fill_between(across, least, most, color=axes.lines[-1].get_color(), alpha=0.12, lw=0)
         _fitted(axes, rows)
@@ -105,11 +110,10 @@ def _fitted(axes: Axes, rows: list[Row]) -> None:
 def _relative(axes: Axes, lines: Lines, result: Row) -> None:
     values = {(v["id"], v["threads"], v["provider_asked"]): v["value"]
               for v in result["derived"]["relative"]}  # fmt: skip
-    seen: dict[str, str] = {}
-    for rows in lines.values():
+    for rows, style in zip(lines.values(), _styles(lines), strict=True):
         points = [(row["n"], values[key(row)]) for row in rows if key(row) in values]
         if points:
-            axes.plot(*zip(*points, strict=True), **_style(rows[0], seen))  # type: ignore[arg-type]
+            axes.plot(*zip(*points, strict=True), **style)
     axes.axhline(1, color="black", lw=0.6)
     axes.set_yscale("log", base=2)
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")

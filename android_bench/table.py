@@ -202,10 +202,13 @@ def _beside(results: Sequence[Row]) -> Iterator[str]:
     """Medians of every cell, a column per result."""
     columns = [{key(row): row for row in measured(result)} for result in results]
     keys = list(dict.fromkeys(k for column in columns for k in column))
+    names = [short(result) for result in results]
+    if len(set(names)) < len(names):
+        names = [f"{place}. {name}" for place, name in enumerate(names, 1)]
     yield "**Median in µs**"
     yield ""
     yield from table(
-        ["cell", "on", "threads", *map(short, results)],
+        ["cell", "on", "threads", *names],
         ([k[0], k[2], str(k[1]), *(_median(c[k]) if k in c else "" for c in columns)]
          for k in keys),
     )  # fmt: skip
