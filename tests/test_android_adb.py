@@ -693,7 +693,8 @@ def changed(folder: Path, change) -> None:
 @installed
 @compilers
 def test_the_c_runner_refuses_wrong_input(bench):
-    for options in (["--threads", "0"], ["--cores", "1,x"], ["--cores", "900"], ["--what"]):
+    for options in (["--threads", "0"], ["--cores", "1,x"], ["--cores", "900"], ["--what"],
+                    ["-o", "/no/such/folder/r.json"]):  # fmt: skip
         done = bench(*options)
         assert done.returncode == 2, done.stderr
         assert "kvcap-bench" in done.stderr

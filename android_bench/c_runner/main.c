@@ -7,6 +7,7 @@
  * cell could be run, 2 wrong input. */
 #include "bench.h"
 
+#include <errno.h>
 #include <getopt.h>
 #include <libgen.h>
 #include <limits.h>
@@ -14,6 +15,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 #define VERSION "1"
 enum { MAX_CORES = 64 };
@@ -226,11 +228,22 @@ static void check_generator(const cJSON *plan) {
     if (hash11(1, i++) != (uint32_t)number->valuedouble) quit(2, "the plan's generator is not the one of this runner");
 }
 
+/* Refuse a place where no result can be written, before the hours that it takes. */
+static void check_out(const char *path) {
+  char part[PATH_MAX];
+  snprintf(part, sizeof part, "%s.part", path);
+  FILE *file = fopen(part, "wb");
+  if (!file) quit(2, "%s cannot be written: %s", path, strerror(errno));
+  fclose(file);
+  unlink(part);
+}
+
 int main(int count, char **given) {
   Options options = options_of(count, given);
   cJSON *plan = read_json(options.plan);
   if (strcmp(text_of(plan, "schema"), "kvcap.android_plan/1")) quit(2, "%s is no kvcap.android_plan/1", options.plan);
   check_generator(plan);
+  check_out(options.out);
   const cJSON *said = cJSON_GetObjectItemCaseSensitive(plan, "rules");
   Rules rules = {(int)number_of(said, "warmup_runs"), (int)number_of(said, "min_runs"), (int)number_of(said, "rounds"),
                  number_of(said, "warmup_seconds") * 1e6, number_of(said, "min_seconds") * 1e6,
