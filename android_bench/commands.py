@@ -25,9 +25,12 @@ Names = Annotated[str | None, typer.Option(metavar="NAMES", help="Only these, wi
 Counts = Annotated[str | None, typer.Option(metavar="COUNTS", help="Such as 1,2.")]
 
 
-def _rule(text: str) -> typer.models.OptionInfo:
-    found: typer.models.OptionInfo = typer.Option(min=0, help=text)
-    return found
+def _count(text: str) -> Any:
+    return typer.Option(min=1, help=text)
+
+
+def _seconds(text: str) -> Any:
+    return typer.Option(min=0, help=text)
 
 
 @android.command("plan")
@@ -43,17 +46,17 @@ def plan_command(
         typer.Option(metavar="SLOTS", help="That are scored, and that evict graphs keep."),
     ] = None,
     threads: Counts = None,
-    min_runs: Annotated[int | None, _rule("Of a cell.")] = None,
-    min_seconds: Annotated[float | None, _rule("Of a cell.")] = None,
-    warmup_seconds: Annotated[float | None, _rule("Before a cell's samples.")] = None,
-    rounds: Annotated[int | None, _rule("Visits to a cell.")] = None,
+    min_runs: Annotated[int | None, _count("Of a cell.")] = None,
+    min_seconds: Annotated[float | None, _seconds("Of a cell.")] = None,
+    warmup_seconds: Annotated[float | None, _seconds("Before a cell's samples.")] = None,
+    rounds: Annotated[int | None, _count("Visits to a cell.")] = None,
     model: Annotated[
         str | None, typer.Option(metavar="MODEL", help="Sizes from a model's config.")
     ] = None,
-    kv_heads: Annotated[int | None, _rule("By hand, in place of Llama-3.2-3B's.")] = None,
-    heads: Annotated[int | None, _rule("Query heads.")] = None,
-    head_dim: Annotated[int | None, _rule("Numbers of a key.")] = None,
-    block: Annotated[int | None, _rule("Tokens that arrive at once.")] = None,
+    kv_heads: Annotated[int | None, _count("By hand, in place of Llama-3.2-3B's.")] = None,
+    heads: Annotated[int | None, _count("Query heads.")] = None,
+    head_dim: Annotated[int | None, _count("Numbers of a key.")] = None,
+    block: Annotated[int | None, _count("Tokens that arrive at once.")] = None,
     json: Json = False,
 ) -> None:
     """Write a folder with plan.json, graphs, and what they must give."""

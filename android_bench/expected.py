@@ -26,7 +26,7 @@ from kvcap.export.ports import PORTS
 
 SEEDS = {"keys": 1, "values": 2, "queries": 3, "output_norm": 4}
 TRIES = 64
-MULTIPLIER = 10007  # a prime beyond any size, so that it permutes
+MULTIPLIERS = (10007, 10009)  # primes: one that does not divide a size permutes it
 MUST, MAY = 2, 1  # marks of slots that stay
 Port = dict[str, Any]
 
@@ -109,7 +109,8 @@ class Case:
             return {"kind": "hash", "seed": seed, "scale": scale, "offset": offset}
         if name == "positions":
             first = max(0, self.slots - self.graph.form.shape.block)  # the newest are in order
-            return {"kind": "permutation", "multiplier": MULTIPLIER, "first": first}
+            multiplier = next((prime for prime in MULTIPLIERS if first % prime), 1)
+            return {"kind": "permutation", "multiplier": multiplier, "first": first}
         constants = {"seen": self.slots, "accumulated": 0, "pinned": 0,
                      "budget": max(1, self.slots // 2)}  # fmt: skip
         return {"kind": "constant", "value": constants[name]}
