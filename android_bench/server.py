@@ -21,8 +21,8 @@ from starlette.concurrency import run_in_threadpool
 from starlette.middleware import Middleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import Request
-from starlette.responses import FileResponse, JSONResponse, PlainTextResponse, Response
-from starlette.routing import Mount, Route
+from starlette.responses import FileResponse, JSONResponse, Response
+from starlette.routing import BaseRoute, Mount, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvcap.android_bench import vendor
@@ -95,22 +95,16 @@ def handed_out(plan: Mapping[str, Any], folder: Path) -> dict[str, Path]:
     }
 
 
-def application(folder: Path, results: Results, plan: Mapping[str, Any], token: str | None,
-                hosts: list[str]) -> Starlette:  # fmt: skip
-    """The server's answers.
+class Answers:
+    """What the server says to a page that may ask."""
 
-    Args:
-        folder: of the plan.
-        results: takes what is posted.
-        plan: that the folder holds.
-        token: first part of every path, None where there is none.
-        hosts: names the server may be called by; others are another site's tricks.
-    """
-    files = handed_out(plan, folder)
+    def __init__(self, files: Mapping[str, Path], results: Results) -> None:
+        self.files, self.results = files, results
 
-    async def give(request: Request) -> Response:
+    async def give(self, request: Request) -> Response:
+        """A file of the page or the plan."""
         name = request.path_params["name"]
-        path = files.get(name)
+        path = self.files.get(name)
         if path is None or not path.is_file():
             return _refused(404, f"there is no {name!r} here")
         coding = {"Content-Encoding": "gzip"} if path.suffix == ".gz" else {}
@@ -119,16 +113,17 @@ def application(folder: Path, results: Results, plan: Mapping[str, Any], token: 
             coding["Cache-Control"] = "private, max-age=600"  # every worker loads it again
         return FileResponse(path, media_type=kind, headers=coding)
 
-    async def judge(request: Request) -> Response:
+    async def judge(self, request: Request) -> Response:
         """What the page is told before it measures: where it runs, and its library's version."""
         try:
             signs = json.loads(await _body(request, 2**16))
             found = origin(signs, request.headers.get("user-agent", ""))
-        except (ValueError, AttributeError):
+        except (ValueError, AttributeError, RecursionError):
             return _refused(400, "signs of the browser are expected, as a JSON object")
         return JSONResponse({**found._asdict(), "version": vendor.VERSION})
 
-    async def take(request: Request) -> Response:
+    async def take(self, request: Request) -> Response:
+        """A result: where it was written and what is to be doubted, or why it was refused."""
         if request.headers.get("content-type", "").split(";")[0] != "application/json":
             return _refused(415, "a result is sent as application/json")
         try:
@@ -137,7 +132,7 @@ def application(folder: Path, results: Results, plan: Mapping[str, Any], token: 
             return _refused(413, f"a result has at most {LIMIT:,} bytes")
         agent = request.headers.get("user-agent", "")
         try:
-            landed = await run_in_threadpool(results.take, body, agent)
+            landed = await run_in_threadpool(self.results.take, body, agent)
         except ResultBroken as error:
             return _refused(422, str(error))
         except OSError as error:
@@ -145,24 +140,33 @@ def application(folder: Path, results: Results, plan: Mapping[str, Any], token: 
         flags = landed.result["validity"]["flags"]
         return JSONResponse({"file": landed.path.name, "flags": flags}, status_code=201)
 
-    routes = [
-        Route("/device", judge, methods=["POST"]),
-        Route("/results", take, methods=["POST"]),
-        Route("/{name:path}", give, methods=["GET"]),
+
+def application(answers: Answers, token: str | None, hosts: list[str]) -> Starlette:
+    """The server.
+
+    Args:
+        answers: to those who may ask.
+        token: first part of every path, None where there is none.
+        hosts: names the server may be called by; others are another site's tricks.
+    """
+    routes: list[BaseRoute] = [
+        Route("/device", answers.judge, methods=["POST"]),
+        Route("/results", answers.take, methods=["POST"]),
+        Route("/{name:path}", answers.give, methods=["GET"]),
     ]
+    if token:
+        routes = [Mount(f"/{token}", routes=routes), Route("/{name:path}", _without_token)]
     return Starlette(
-        routes=[Mount(f"/{token}", routes=routes), Route("/{rest:path}", _no_token)]
-        if token
-        else routes,
+        routes=routes,
         middleware=[Middleware(Headers), Middleware(TrustedHostMiddleware, allowed_hosts=hosts)],
     )
 
 
-def _no_token(request: Request) -> Response:
-    return PlainTextResponse(
-        "This address is not complete or is an old one. Scan the QR code in the terminal again.",
-        status_code=403,
-    )
+def _without_token(request: Request) -> Response:
+    """Nothing but a page that says so, and its looks."""
+    if request.path_params["name"] == "style.css":
+        return FileResponse(PAGE / "style.css")
+    return FileResponse(PAGE / "refused.html", status_code=403)
 
 
 def _refused(status: int, why: str) -> Response:
@@ -215,7 +219,8 @@ class Serving:
         self.port: int = self.socket.getsockname()[1]
         self.url = f"http://{lan or 'localhost'}:{self.port}/" + (f"{token}/" if token else "")
         hosts = [lan] if lan else ["localhost", "127.0.0.1"]
-        app = application(folder.resolve(), self.results, self.plan, token, hosts)
+        answers = Answers(handed_out(self.plan, folder.resolve()), self.results)
+        app = application(answers, token, hosts)
         config = uvicorn.Config(app, log_level="error", access_log=False, lifespan="off", ws="none")
         self.server = uvicorn.Server(config)
         self.thread = threading.Thread(

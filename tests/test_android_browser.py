@@ -12,7 +12,9 @@ import hashlib
 import http.client
 import json
 import os
+import re
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -197,7 +199,7 @@ def test_a_plan_runs_and_its_result_lands(plan, page, tmp_path):
     assert runtime["timer_us"] < 50
     assert found["device"]["source"] == "host"
     assert title(found).startswith("HOST, not a phone")
-    assert not said
+    assert not said, "nothing on the console"
     assert len(list(tmp_path.iterdir())) == 1
 
 
@@ -651,6 +653,26 @@ def test_the_command_names_every_result_and_ends(small, result, tmp_path, json_l
     assert process.returncode == 0
     file = json.loads(out)["file"] if json_lines else out.strip()
     assert read_result(Path(file))["run"]["id"] == result["run"]["id"]
+
+
+def test_a_terminal_shows_a_code_to_scan(small, tmp_path):
+    own_address()
+    screen, terminal = os.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "kvcap", "android", "serve", str(small), "-o", str(tmp_path),
+         "--port", "0", "--lan"],
+        stdout=subprocess.DEVNULL, stderr=terminal,
+    )  # fmt: skip
+    os.close(terminal)
+    said = b""
+    while b"Ctrl-C" not in said:
+        said += os.read(screen, 4096)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=30) == 130
+    text = said.decode()
+    assert text.count("▀") > 50
+    assert re.search(r"http://\d+\.\d+\.\d+\.\d+:\d+/[\w-]{20,}/", text)
+    os.close(screen)
 
 
 @pytest.mark.parametrize(

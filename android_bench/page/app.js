@@ -10,6 +10,7 @@ import { showResult } from "./view.js";
 
 const RETRY = 5000; // milliseconds between attempts to reach a lost server
 const STAGES = ["ready", "running", "outcome"];
+const SILENT = "The computer does not answer";
 const TITLES = {
   real: "How fast is eviction on this phone?",
   emulated: "How fast is eviction here? (emulated)",
@@ -39,8 +40,10 @@ function stage(name) {
 async function answer(path, given) {
   const response = await fetch(path, given && {
     method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify(given),
+  }).catch(() => {
+    throw new Error(SILENT);
   });
-  if (!response.ok) throw new Error(`the server answers ${response.status}`);
+  if (!response.ok) throw new Error(`The computer answers ${response.status}`);
   return response.json();
 }
 
@@ -81,13 +84,14 @@ function introduce() {
   document.title = TITLES[source];
   byId("title").textContent = TITLES[source];
   byId("lead").textContent = "After every block of a prompt, an eviction policy decides which keys and values stay. This page measures how long each takes to decide.";
-  byId("origin").textContent = source === "real" ? "Measured on a real phone"
+  byId("origin").textContent = source === "real" ? `A real phone${state.signs.model ? `: ${state.signs.model}` : ""}`
     : source === "host" ? `Not a phone: ${reason}` : `Not a real phone: ${reason}`;
   byId("origin").classList.toggle("doubt", source !== "real");
   show("origin");
-  byId("version").textContent = version;
+  byId("version").textContent = ` ${version}`;
   const policies = [...new Set(plan.cells.map(({ policy }) => policyName(policy)))];
-  const sizes = numerals(plan.cells.map(({ n }) => n));
+  const scored = plan.cells.filter(({ stage: one }) => one === "score");
+  const sizes = numerals((scored.length ? scored : plan.cells).map(({ n }) => n));
   const facts = [
     ["Policies", policies.join(", ")],
     ["Slots held", sizes.length > 1 ? `${sizes.slice(0, -1).join(", ")} and ${sizes.at(-1)}` : sizes[0]],

@@ -53,7 +53,7 @@ export function drawChart(place, { sizes, lines, base }, { relative, caption, co
     start + (Math.log(value / from) / Math.log(to / from)) * (end - start);
   const x = scale(sizes[0], sizes.at(-1), box.left + 8, box.width - box.right);
   const y = scale(low, high, box.height - box.bottom, box.top);
-  const named = (value) => (relative ? times(value) : shown(value));
+  const named = (value) => (relative ? times(value) : shown(value)).replace(/\.0+(?=\D)|(?<=\.\d)0(?=\D)/, "");
   const grid = ticks(low, high).map((value) => svg("g", { class: "tick" },
     svg("line", { x1: box.left, x2: box.width - box.right, y1: y(value), y2: y(value) }),
     svg("text", { x: box.left - 8, y: y(value) + 4, "text-anchor": "end" }, named(value))));

@@ -15,7 +15,8 @@ export const median = (samples) => percentile(samples, 0.5);
 /**
  * The line t0 + slope · n through points [n, µs], by least squares of relative errors, t0 not below
  * 0: kvcap's report draws the same.
- * @returns {{t0: number, slope: number} | null} µs and µs per slot; null below three sizes
+ * @returns {{t0: number, slope: number, worst: number} | null} µs, µs per slot and the largest
+ *   relative error of the line; null below three sizes
  */
 export function line(points) {
   if (new Set(points.map(([n]) => n)).size < 3) return null;
@@ -28,17 +29,21 @@ export function line(points) {
     xx += weight * n * n;
     xy += weight * n * us;
   }
-  const slope = (w * xy - x * y) / (w * xx - x * x);
-  const t0 = (y - slope * x) / w;
-  return t0 < 0 ? { t0: 0, slope: xy / xx } : { t0, slope };
+  let slope = (w * xy - x * y) / (w * xx - x * x);
+  let t0 = (y - slope * x) / w;
+  if (t0 < 0) [t0, slope] = [0, xy / xx];
+  const worst = Math.max(...points.map(([n, us]) => Math.abs((t0 + slope * n) / us - 1)));
+  return { t0, slope, worst };
 }
 
 /** Microseconds for people: three digits, and the unit that suits. */
 export function shown(us) {
   const [value, unit] = us >= 1e6 ? [us / 1e6, "s"] : us >= 1000 ? [us / 1000, "ms"] : [us, "µs"];
-  return `${value >= 100 ? Math.round(value) : Number(value.toPrecision(value < 0.1 ? 2 : 3))} ${unit}`;
+  return `${digits(value)} ${unit}`;
 }
 
 /** A ratio for people. */
-export const times = (ratio) =>
-  `${ratio >= 100 ? Math.round(ratio) : ratio >= 10 ? ratio.toFixed(1) : ratio.toFixed(2)}×`;
+export const times = (ratio) => `${digits(ratio)}×`;
+
+const digits = (value) =>
+  value >= 100 ? Math.round(value).toLocaleString("en") : value >= 10 ? value.toFixed(1) : value.toFixed(2);

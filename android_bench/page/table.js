@@ -4,6 +4,7 @@ import { html } from "./dom.js";
 import { PENDING } from "./run.js";
 import { shown, times } from "./stats.js";
 
+const WORST = 0.25; // relative error beyond which a line describes nothing
 const WHY = { skipped: "not run", failed: "failed" };
 
 /** One measurement: its time, or why there is none. */
@@ -28,14 +29,20 @@ function measured(cell, base, relative) {
 export function fillTable(table, { sizes, lines, base }, { relative, caption, colours }) {
   const fitted = lines.some(({ fit }) => fit);
   const head = (text, note) => html("th", { scope: "col" }, text, note ? html("small", {}, note) : null);
-  const scaled = (us) => (relative && base ? times(us / base) : us < 0 ? `−${shown(-us)}` : shown(us));
+  const scaled = (us) => (relative && base ? times(us / base) : shown(us));
+  const fit = ({ fit: found }) => {
+    if (found && found.worst <= WORST) {
+      return [found.t0, found.slope * 1024].map((us) => html("td", { class: "fit" }, scaled(us)));
+    }
+    const why = found ? `no line (off by ${Math.round(found.worst * 100)} %)` : "…";
+    return [html("td", { class: "fit", colspan: 2 }, why)];
+  };
   const rows = lines.map((line) => html("tr", {},
     html("th", { scope: "row" }, html("div", {},
       html("span", { class: `key ${colours.get(line.key)}`, "aria-hidden": "true" }),
       html("span", {}, line.name, line.detail ? html("small", {}, line.detail) : null))),
     ...sizes.map((n) => measured(line.cells.get(n), base, relative)),
-    ...(fitted ? [html("td", { class: "fit" }, line.fit ? scaled(line.fit.t0) : "…"),
-      html("td", { class: "fit" }, line.fit ? scaled(line.fit.slope * 1024) : "…")] : []),
+    ...(fitted ? fit(line) : []),
   ));
   table.replaceChildren(
     html("caption", { class: "unseen" }, caption),
