@@ -5,11 +5,15 @@ from __future__ import annotations
 import json as jsonlib
 import time
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import typer
 
 from kvcap.runtime.options import DEFAULT_POLICY
+
+if TYPE_CHECKING:
+    from kvcap.export.decoder.verify import Report
+    from kvcap.policies import Eviction
 
 Exporter = Literal["kvcap", "optimum", "existing"]
 
@@ -56,7 +60,8 @@ def decoder_command(
         ),
     ] = "kvcap",
     out: Annotated[
-        Path | None, typer.Option("--out", "-o", help="Directory to write (MODEL-onnx).")
+        Path | None,
+        typer.Option("--out", "-o", help="Directory (MODEL-onnx, or in place)."),
     ] = None,
     quick: Annotated[
         bool, typer.Option("--quick", help="Check one block past the budget only.")
@@ -70,35 +75,40 @@ def decoder_command(
 
     quiet_libraries()
     started = time.perf_counter()
-    where = out or Path(f"{Path(model).name}-onnx")
     pins = {"sink_tokens": sink_tokens, "recent_tokens": recent_tokens}
     options = {**pins, **pairs(policy_option or [])}
     eviction = load_policy(policy or DEFAULT_POLICY, **options)
-    said, report = _kvcap(
-        model, eviction, kv_budget_tokens, block_size, positions, dtype, where, quick
-    )
-    seconds = time.perf_counter() - started
+    sizes = Sizes(kv_budget_tokens, block_size, positions)
+    report = None
+    if exporter == "kvcap":
+        where = out or Path(f"{Path(model).name}-onnx")
+        said, report = _kvcap(model, eviction, sizes, dtype, where, quick)
+    else:  # graphs for several policies, unless one is asked for
+        where = out or Path(model if exporter == "existing" else f"{Path(model).name}-onnx")
+        said = _others(exporter, model, [eviction] if policy else [], sizes, dtype, where)
+    found = {**_summary(said, where), "seconds": round(time.perf_counter() - started, 1)}
     if json:
-        print(jsonlib.dumps({**_summary(said, where), "seconds": round(seconds, 1),
-                             **report.as_dict()}))  # fmt: skip
+        print(jsonlib.dumps({**found, **(report.as_dict() if report else {})}))
         return
-    print(report.table())
+    if report is not None:
+        print(report.table())
     for entry in said["files"]:
         print(f"  {entry['file']:<24} {entry['bytes']:>15,} bytes")
-    print(f"{where}  written in {seconds:.0f} s; kvcap chat {where} --backend onnxruntime")
+    print(f"{where}  in {found['seconds']} s; kvcap chat {where} --backend onnxruntime")
+
+
+class Sizes(NamedTuple):
+    """What is kept, what is read at once, where tokens count."""
+
+    budget_tokens: int
+    block_size: int
+    positions: Literal["compact", "true"] | None
 
 
 def _kvcap(
-    model: str,
-    eviction: Any,
-    budget_tokens: int,
-    block_size: int,
-    positions: Any,
-    dtype: str,
-    out: Path,
-    quick: bool,
-) -> tuple[dict[str, Any], Any]:
-    """The exporter of kvcap; what is asked for is refused before weights are read."""
+    model: str, eviction: Eviction, sizes: Sizes, dtype: str, out: Path, quick: bool
+) -> tuple[dict[str, Any], Report]:
+    """One graph; what cannot be is refused before weights are read."""
     from kvcap.export.decoder.spec import check_dtype, layout_for, load
     from kvcap.export.decoder.write import check_out, write
     from kvcap.export.libraries import require
@@ -107,9 +117,21 @@ def _kvcap(
     require()
     check_dtype(dtype)
     check_out(out)
-    config = load_config(resolve(model))
-    layout = layout_for(config, eviction, budget_tokens, block_size, positions)
+    layout = layout_for(load_config(resolve(model)), eviction, *sizes)
     return write(load(model, dtype), layout, dtype, out, quick)
+
+
+def _others(
+    exporter: str, model: str, policies: list[Eviction], sizes: Sizes, dtype: str, out: Path
+) -> dict[str, Any]:
+    """A decoder of another exporter, and graphs beside it that evict."""
+    if exporter == "optimum":
+        from kvcap.export.optimum import export_with_optimum
+
+        return export_with_optimum(model, out, policies, dtype=dtype, **sizes._asdict())
+    from kvcap.export.adopt import adopt
+
+    return adopt(Path(model), None if out == Path(model) else out, policies, **sizes._asdict())
 
 
 def _summary(said: dict[str, Any], out: Path) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from kvcap.export.decoder.graph import Decoder
 from kvcap.export.decoder.layer import LayerPass
 from kvcap.export.libraries import library
 from kvcap.runtime.budget_cache import BudgetCache
-from kvcap.runtime.errors import ToleranceError
+from kvcap.runtime.errors import ShapeError, ToleranceError, first_line
 from kvcap.runtime.loop import BlockLoop
 from kvcap.runtime.ort.graph import Graph
 
@@ -118,13 +118,21 @@ class Ort:
         self.types = {name: port.type for name, port in self.graph.inputs.items()}
 
     def run(self, *tensors: Tensor) -> list[Tensor]:
-        """Outputs for inputs, both in order and in float32 where they are float16."""
+        """Outputs for inputs, both in order and in float32 where they are float16.
+
+        Raises:
+            ShapeError: the graph does not take tensors of these sizes.
+        """
         given = {}
         for port, tensor in zip(self.decoder.inputs, tensors, strict=True):
             half = self.types[port.name] == "tensor(float16)"
             given[port.name] = (tensor.half() if half else tensor).contiguous().numpy()
         names = [port.name for port in self.decoder.outputs]
-        found = map(torch.from_numpy, self.graph.session.run(names, given))
+        try:
+            found = map(torch.from_numpy, self.graph.session.run(names, given))
+        except Exception as error:  # its own classes, which have no common base
+            told = first_line(error)
+            raise ShapeError(f"{self.graph.name} refuses what the decoder takes: {told}") from error
         return [x.float() if x.is_floating_point() else x for x in found]
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvcap.export.adopt import check_tokenizer
 from kvcap.export.decoder import manifest
 from kvcap.export.decoder.graph import Decoder
 from kvcap.export.decoder.int8 import to_int8
@@ -117,6 +118,7 @@ def _save_companions(source: Source, folder: Path) -> None:
     source.model.generation_config.save_pretrained(folder)
     if source.tokenizer is not None:
         source.tokenizer.save_pretrained(folder)
+        check_tokenizer(folder)
 
 
 def check_out(out: Path) -> None:
