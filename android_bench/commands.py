@@ -118,6 +118,9 @@ def report_command(
     plot: Annotated[
         Path | None, typer.Option(metavar="FILE.png", help="A chart goes there.")
     ] = None,
+    rows: Annotated[
+        Path | None, typer.Option(metavar="FILE.json", help="Every row without its samples.")
+    ] = None,
     baseline: Annotated[
         Path | None, typer.Option(metavar="FILE", help="An earlier result of the same device.")
     ] = None,
@@ -131,13 +134,13 @@ def report_command(
 ) -> None:
     """Tables and a chart of results; with a baseline, exit 1 where a cell became slower."""
     from kvcap.android_bench.errors import Regressed
-    from kvcap.android_bench.judge import judged, relative
+    from kvcap.android_bench.judge import judged, relative, rows_of
     from kvcap.android_bench.regress import regressions
-    from kvcap.android_bench.schema import parent_of, read_result
+    from kvcap.android_bench.schema import parent_of, read_result, write_json
     from kvcap.android_bench.table import heading, markdown
 
     allowed = _share(max_regress)
-    for path in (out, plot):
+    for path in (out, plot, rows):
         if path is not None:
             parent_of(path)
     results = [judged(relative(read_result(file), relative_to)) for file in files]
@@ -158,6 +161,8 @@ def report_command(
         from kvcap.android_bench.chart import draw
 
         draw(results, plot)
+    if rows is not None:
+        write_json({"title": heading(results), "results": list(map(rows_of, results))}, rows)
     if slower:
         raise Regressed(
             f"{len(slower)} cells became slower by more than {allowed:.0%}: {slower[0]}"

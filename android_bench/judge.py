@@ -70,6 +70,13 @@ def relative(result: Row, reference: str | None) -> Row:
     return {**result, "run": {**result["run"], "reference": reference}}
 
 
+def rows_of(result: Row) -> Row:
+    """A judged result without its samples, which are most of it."""
+    lean = {name: [{k: v for k, v in row.items() if k != "samples_us"} for row in result[name]]
+            for name in ("cells", "baselines")}  # fmt: skip
+    return {**result, **lean}
+
+
 def key(row: Row) -> tuple[str, int, str]:
     """What tells rows apart."""
     return row["id"], row["threads"], row["provider_asked"]

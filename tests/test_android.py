@@ -500,6 +500,67 @@ def test_emulators_give_themselves_away(line, mark):
     assert device.emulator_mark(f"[ro.a]: [b]\n{line}\n") == mark
 
 
+@pytest.fixture
+def pretend(tmp_path, monkeypatch):
+    """Puts programs that print something on the path."""
+
+    def put(**programs: str) -> None:
+        for name, script in programs.items():
+            (tmp_path / name).write_text(f"#!/bin/sh\n{script}\n")
+            (tmp_path / name).chmod(0o755)
+        monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+
+    return put
+
+
+GETPROP = """case "$1" in
+ro.build.version.release) echo 16;; ro.product.manufacturer) echo Google;;
+ro.product.model) echo Pixel 9;; ro.soc.model) echo Tensor G4;;
+ro.product.cpu.abi) echo arm64-v8a;; "") echo "[ro.hardware]: [%s]";; esac"""
+
+
+@pytest.mark.parametrize(
+    ("machine", "hardware", "asked", "found"),
+    [
+        ("aarch64", "zumapro", "auto", "real"),
+        ("aarch64", "ranchu", "auto", "emulated"),
+        ("x86_64", "zumapro", "auto", "emulated"),
+        ("aarch64", "zumapro", "host", "host"),
+        ("aarch64", "zumapro", "emulated", "emulated"),
+    ],
+)
+def test_what_android_says_decides(pretend, monkeypatch, machine, hardware, asked, found):
+    pretend(getprop=GETPROP % hardware)
+    monkeypatch.setattr(device.platform, "machine", lambda: machine)
+    said = device.device(asked)
+    assert said["source"] == found
+    assert (said["model"], said["android"], said["soc"]) == ("Google Pixel 9", "16", "Tensor G4")
+    assert source.believed(said)[0] == found
+
+
+def test_without_android_there_is_no_device():
+    assert device.device("auto")["source"] == "host"
+
+
+def test_battery_and_screen_are_read(pretend):
+    pretend(
+        dumpsys="""case "$1" in
+    battery) echo "  AC powered: false"; echo "  USB powered: true"; echo "  level: 83";;
+    power) echo "  mWakefulness=Asleep";; esac"""
+    )
+    found = device.conditions()
+    assert (found["battery_percent"], found["charging"], found["screen_on"]) == (83, True, False)
+    pretend(dumpsys="exit 1")
+    found = device.conditions()
+    assert found["screen_on"] is None
+
+
+def test_files_that_cannot_be_read_are_nothing(tmp_path):
+    (tmp_path / "cpu0").mkdir()
+    (tmp_path / "cpu0/governor").mkdir()  # reading it fails
+    assert device.sysfs("cpu*/governor", str(tmp_path)) == []
+
+
 PHONE = {"source": "real", "source_reason": "said so", "model": "Google Pixel 9", "soc": "Tensor",
          "abi": "arm64-v8a", "cores": 8, "android": "16"}  # fmt: skip
 NOT_REAL = [
@@ -760,8 +821,9 @@ def faster(factor: float) -> Any:
 
 
 def test_a_report_shows_absolute_and_relative_times_and_the_fit(saved, tmp_path, capsys):
-    out, picture = tmp_path / "r.md", tmp_path / "r.png"
-    code = run(["android", "report", saved("a.json"), "-o", str(out), "--plot", str(picture)])
+    out, picture, rows = tmp_path / "r.md", tmp_path / "r.png", tmp_path / "rows.json"
+    code = run(["android", "report", saved("a.json"), "-o", str(out), "--plot", str(picture),
+                "--rows", str(rows)])  # fmt: skip
     text = capsys.readouterr().out
     assert code == 0
     assert text == out.read_text()
@@ -769,6 +831,9 @@ def test_a_report_shows_absolute_and_relative_times_and_the_fit(saved, tmp_path,
     assert " + 1,022,976 per 1,024 (±0%) |" in text
     assert "| keydiff, stateless | 1.00 | 1.40 | 1.80 |" in text
     assert "20 of 20 cells ran and gave what eager code gives." in text
+    (lean,) = json.loads(rows.read_text())["results"]
+    assert len(lean["cells"]) == 20
+    assert all(row["p50_us"] and "samples_us" not in row for row in lean["cells"])
     import matplotlib.image
 
     height, width, _ = matplotlib.image.imread(picture).shape

@@ -9,6 +9,7 @@ import os
 import platform
 import shutil
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 from .inputs import Cell
@@ -19,9 +20,13 @@ class Refused(Exception):
 
 
 def sysfs(pattern: str, root: str = "/sys") -> list[str]:
-    """Contents of files, in the order of the numbers in their names; '' for unreadable ones."""
+    """Contents of files, in the order of the numbers in their names; '' for unreadable ones.
+
+    Empty where none can be read.
+    """
     found = sorted(Path(root).glob(pattern), key=lambda p: [int(d) for d in _digits(str(p))])
-    return [_read(path) for path in found]
+    contents = [_read(path) for path in found]
+    return contents if any(contents) else []
 
 
 def _digits(text: str) -> list[str]:
@@ -46,6 +51,14 @@ def _said(*command: str) -> str:
     return done.stdout.strip() if done.returncode == 0 else ""
 
 
+def _or_none(ask: Callable[[], float]) -> float | None:
+    """What the system answers, None where it does not or has no such call."""
+    try:
+        return ask()
+    except (OSError, AttributeError, ValueError):
+        return None
+
+
 def _int(text: str) -> int | None:
     return int(text) if text.lstrip("-").isdigit() else None
 
@@ -67,14 +80,13 @@ def device(source: str) -> Cell:
         found, why = "emulated", f"Android on {platform.machine()} is no phone"
     elif android:
         found, why = "real", "Android's properties name a device and no emulator"
-    pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return {
         "source": found, "source_reason": why,
         "model": model or (names or [platform.machine()])[0],
         "soc": _said("getprop", "ro.soc.model") or _said("getprop", "ro.board.platform") or None,
         "abi": _said("getprop", "ro.product.cpu.abi") or platform.machine(),
         "cores": os.cpu_count(), "core_khz": core_khz(), "android": android or None,
-        "ram_bytes": pages,
+        "ram_bytes": _or_none(lambda: os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")),
     }  # fmt: skip
 
 
@@ -116,7 +128,7 @@ def conditions() -> Cell:
         "charging": "powered: true" in battery if battery
         else status in ("Charging", "Full") if status else None,
         "screen_on": "mWakefulness=Awake" in wake if wake else None,
-        "load": os.getloadavg()[0],
+        "load": _or_none(lambda: os.getloadavg()[0]),
     }  # fmt: skip
 
 
