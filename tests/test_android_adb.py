@@ -24,6 +24,7 @@ import numpy as np
 import psutil
 import pytest
 from android_tools import ARM_ROOT, ROOT, TOOLS, arm_command, compilers, installed
+from filelock import FileLock
 
 from kvcap.android_bench import adb as run_module
 from kvcap.android_bench import devices, vendor
@@ -52,7 +53,7 @@ from kvcap.cli import run
 SMALL = ["--preset", "full", "--policies", "h2o", "--dtypes", "fp16", "--sizes", "48",
          "--threads", "1", "--kv-heads", "2", "--heads", "4", "--head-dim", "16", "--block", "16",
          "--min-runs", "6", "--min-seconds", "0", "--warmup-seconds", "0"]  # fmt: skip
-SOON = {"poll": 0.1, "lease": 2}  # seconds: tests do not wait as people do
+SOON = {"poll": 0.1, "lease": 4}  # seconds: tests do not wait as people do
 PIXEL = {"ro.build.version.release": "16", "ro.product.model": "Pixel 9", "ro.soc.model": "G4",
          "ro.product.manufacturer": "Google", "ro.product.cpu.abi": "arm64-v8a"}  # fmt: skip
 
@@ -168,11 +169,23 @@ def phone(tmp_path_factory):
     devices.adb("disconnect", found.serial)
 
 
+def made(factory: pytest.TempPathFactory, name: str, make) -> Path:
+    """A folder that `make` fills, once for all processes of the test run."""
+    base = factory.getbasetemp()
+    base = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    with FileLock(base / f"{name}.lock"):
+        if not (base / f"{name}.made").exists():
+            make(base / name)
+            (base / f"{name}.made").touch()
+    return base / name
+
+
 @pytest.fixture(scope="module")
 def plan(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("plan") / "small"
-    assert run(["android", "plan", "-o", str(folder), *SMALL]) == 0
-    return folder
+    def make(folder: Path) -> None:
+        assert run(["android", "plan", "-o", str(folder), *SMALL]) == 0
+
+    return made(tmp_path_factory, "plan", make)
 
 
 def rewritten(plan: Path, folder: Path, **rules: float) -> Path:
@@ -211,21 +224,25 @@ def here(tmp_path_factory):
     """The C runner for this machine, and its ONNX Runtime."""
     import onnxruntime
 
-    folder = tmp_path_factory.mktemp("here")
-    built(folder)
-    shutil.copy(library(Path(onnxruntime.__file__).parents[1]), folder / "libonnxruntime.so")
-    return folder
+    def make(folder: Path) -> None:
+        built(folder)
+        shutil.copy(library(Path(onnxruntime.__file__).parents[1]), folder / "libonnxruntime.so")
+
+    return made(tmp_path_factory, "here", make)
 
 
 @pytest.fixture(scope="module")
 def arm(tmp_path_factory):
     """The C runner for ARM, with qemu in the place of the processor."""
-    compiled, folder = tmp_path_factory.mktemp("build"), tmp_path_factory.mktemp("arm")
-    program = built(compiled, "-DCMAKE_C_COMPILER=aarch64-linux-gnu-gcc",
-                    "-DCMAKE_SYSTEM_NAME=Linux", "-DCMAKE_SYSTEM_PROCESSOR=aarch64")  # fmt: skip
-    script(folder / "kvcap-bench", f'exec {" ".join(arm_command(program))} "$@"')
-    shutil.copy(library(ARM_ROOT / "site"), folder / "libonnxruntime.so")
-    return folder
+
+    def make(folder: Path) -> None:
+        target = ("C_COMPILER=aarch64-linux-gnu-gcc", "SYSTEM_NAME=Linux",
+                  "SYSTEM_PROCESSOR=aarch64")  # fmt: skip
+        program = built(folder / "build", *(f"-DCMAKE_{setting}" for setting in target))
+        script(folder / "kvcap-bench", f'exec {" ".join(arm_command(program))} "$@"')
+        shutil.copy(library(ARM_ROOT / "site"), folder / "libonnxruntime.so")
+
+    return made(tmp_path_factory, "arm", make)
 
 
 def planted(folder: Path, text: str) -> Path:
