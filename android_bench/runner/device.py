@@ -74,6 +74,8 @@ def device(source: str) -> Cell:
     found, why = ("host", "no Android here")
     if source != "auto":
         found, why = source, f"--source {source}"
+    elif under_qemu():
+        found, why = "emulated", "qemu runs the runner"
     elif android and (mark := emulator_mark(_said("getprop"))):
         found, why = "emulated", f"Android says {mark}"
     elif android and not platform.machine().startswith(("aarch64", "arm")):
@@ -88,6 +90,14 @@ def device(source: str) -> Cell:
         "cores": os.cpu_count(), "core_khz": core_khz(), "android": android or None,
         "ram_bytes": _or_none(lambda: os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")),
     }  # fmt: skip
+
+
+def under_qemu() -> bool:
+    """Whether qemu runs this program: it fakes `/proc/self`, not the threads' own."""
+    try:
+        return "qemu" in os.readlink("/proc/thread-self/exe")
+    except OSError:
+        return False
 
 
 def emulator_mark(properties: str) -> str | None:
