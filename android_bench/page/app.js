@@ -123,7 +123,7 @@ function offerRows() {
 
 /** The ticked rows; what the plan asks for and cannot be had goes along, named in the result. */
 function chosen() {
-  const ticked = state.configurations.filter((one, i) => byId(`row${i}`).checked);
+  const ticked = state.configurations.filter((_, i) => byId(`row${i}`).checked);
   byId("start").disabled = !ticked.length;
   byId("summary").lastChild.textContent = ticked.length
     ? `${minutes(state.plan.cells.length, ticked.length)}, more on a slow device` : "nothing is ticked";
@@ -184,7 +184,7 @@ function progress({ result, configuration, id, round, share, hidden }) {
     : `The run was interrupted ${interrupted === 1 ? "once" : `${interrupted} times`} by the screen turning off or another page. What was being measured then is measured again, and the result says so.`;
   show("paused", hidden || interrupted > 0);
   if (!hidden && result.cells.some(({ samples_us }) => samples_us)) showResult(result, state.plan);
-  if (performance.now() - state.saved > 2000) {
+  if (hidden || performance.now() - state.saved > 2000) { // a hidden page may never be shown again
     state.saved = performance.now();
     keep(structuredClone(result));
   }

@@ -20,8 +20,8 @@ function ticks(low, high) {
   return choices.find((found) => found.length >= 3) ?? choices.at(-1);
 }
 
-/** Labels moved apart, none beyond the plot. */
-function spread(labels, gap, top, bottom) {
+/** Labels moved apart, none below the plot. */
+function spread(labels, gap, bottom) {
   labels.sort((a, b) => a.y - b.y);
   for (let i = 1; i < labels.length; i++) labels[i].y = Math.max(labels[i].y, labels[i - 1].y + gap);
   let floor = bottom;
@@ -30,6 +30,17 @@ function spread(labels, gap, top, bottom) {
     floor = label.y - gap;
   }
   return labels;
+}
+
+/** The names at the lines' ends; what tells forms apart beside them, or below where it is narrow. */
+function ends(labels, box, narrow, colours) {
+  const short = narrow && labels.length > CROWDED;
+  const bottom = box.height - box.bottom - (narrow ? 12 : 0);
+  const right = box.width - box.right + 12;
+  return spread(labels, short ? 16 : box.gap, bottom).map(({ line, y }) => svg("text", {
+    class: `end ${colours.get(line.key)}`, x: right, y }, line.name,
+  line.detail && !short
+    ? svg("tspan", narrow ? { x: right, dy: 13 } : { dx: 5 }, line.detail) : null));
 }
 
 /**
@@ -63,18 +74,11 @@ export function drawChart(place, { sizes, lines, base }, { relative, caption, co
   const paths = drawn.map(({ key, points }) => svg("g", { class: `line ${colours.get(key)}` },
     svg("path", { d: points.map(([n, us], i) => `${i ? "L" : "M"}${x(n).toFixed(1)} ${y(us / unit).toFixed(1)}`).join(" ") }),
     ...points.map(([n, us]) => svg("circle", { cx: x(n), cy: y(us / unit), r: narrow ? 3 : 3.5 }))));
-  const short = narrow && drawn.length > CROWDED;
-  const labels = spread(drawn.map((line) => ({ line, y: y(line.points.at(-1)[1] / unit) + 4 })),
-    short ? 16 : box.gap, box.top + 8, box.height - box.bottom - (narrow ? 12 : 0));
-  const right = box.width - box.right + 12;
-  const ends = labels.map(({ line, y: at }) => svg("text", {
-    class: `end ${colours.get(line.key)}`, x: right, y: at }, line.name,
-  line.detail && !short
-    ? svg("tspan", narrow ? { x: right, dy: 13 } : { dx: 5 }, line.detail) : null));
+  const labels = drawn.map((line) => ({ line, y: y(line.points.at(-1)[1] / unit) + 4 }));
   place.replaceChildren(svg("svg", {
     viewBox: `0 0 ${box.width} ${box.height}`, role: "img", "aria-label": `${caption} The table below has the numbers.`,
   }, ...grid, ...slots,
   svg("text", { class: "axis", x: (box.left + box.width - box.right) / 2, y: box.height - 4, "text-anchor": "middle" }, "slots held"),
-  ...paths, ...ends));
+  ...paths, ...ends(labels, box, narrow, colours)));
   return true;
 }

@@ -115,17 +115,14 @@ export class Run {
   async start() {
     document.addEventListener("visibilitychange", this.watch);
     await this.#keepAwake();
-    const benches = [];
     try {
       this.result.conditions.before = await conditions();
       for (const configuration of this.chosen) {
-        if (this.stopping) break;
-        benches.push(await this.#configuration(configuration));
+        if (!this.stopping) await this.#configuration(configuration);
       }
       await this.#again();
       this.result.run.complete = !this.stopping;
     } finally {
-      benches.forEach((bench) => bench?.close());
       document.removeEventListener("visibilitychange", this.watch);
       await this.lock?.release().catch(() => {});
     }
@@ -141,7 +138,7 @@ export class Run {
     this.bench?.close();
   }
 
-  /** All rounds of one configuration; its worker, for a later look. */
+  /** All rounds of one configuration. */
   async #configuration(configuration) {
     const able = new Set(this.#able(configuration).map(({ id }) => id));
     const [cells, unable] = [[], []];
@@ -149,22 +146,26 @@ export class Run {
     for (const cell of unable) {
       cell.reason = configuration.missing ?? "WebGPU here has no shader-f16, which fp16 needs";
     }
-    if (!cells.length) return null;
-    const bench = (this.bench = new Bench());
+    if (!cells.length) return;
     try {
-      const { provider, threads } = configuration;
-      const { features, timer_us } = await bench.ask("open", { plan: this.plan, provider, threads });
-      const { runtime } = this.result;
-      runtime.features = [...new Set([...runtime.features, ...features])];
-      runtime.timer_us = Math.max(runtime.timer_us, Number(timer_us.toPrecision(4)));
+      await this.#open(configuration);
     } catch (error) {
-      if (!this.stopping) cells.forEach((cell) => this.#fail(cell, error.message));
+      if (!this.stopping) for (const cell of cells) this.#fail(cell, error.message);
     }
-    await this.#rounds(bench, configuration, cells);
-    return bench;
+    await this.#rounds(configuration, cells);
+    this.bench.close();
   }
 
-  async #rounds(bench, configuration, cells) {
+  /** A fresh worker, as memory that WebAssembly took is given back by its end only. */
+  async #open({ provider, threads }) {
+    this.bench = new Bench();
+    const { features, timer_us } = await this.bench.ask("open", { plan: this.plan, provider, threads });
+    const { runtime } = this.result;
+    runtime.features = [...new Set([...runtime.features, ...features])];
+    runtime.timer_us = Math.max(runtime.timer_us, Number(timer_us.toPrecision(4)));
+  }
+
+  async #rounds(configuration, cells) {
     const { rounds, seed } = this.plan.rules;
     const first = configuration === this.chosen.find((one) => this.#able(one).length);
     const baselines = first ? this.plan.baselines.map(({ id, bytes }) => ({ id, bytes, threads: 1 })) : [];
@@ -173,21 +174,21 @@ export class Run {
       for (const target of order) {
         if (this.stopping) break;
         if (target.status === "failed") this.visits += 1;
-        else await this.#visit(bench, configuration, target, round);
+        else await this.#visit(configuration, target, round);
       }
     }
     this.result.baselines.push(...baselines.filter(({ samples_us }) => samples_us));
   }
 
   /** Measure once; again where the page was hidden meanwhile. */
-  async #visit(bench, configuration, target, round) {
+  async #visit(configuration, target, round) {
     const { id, runs_per_sample: repeats } = target;
     this.#tell(configuration, target, round);
     try {
       const verb = target.status ? "visit" : "copy";
       const given = { id, repeats, check: target.status && !target.parity };
-      const found = await this.#undisturbed(() => bench.ask(verb, given));
-      if (!this.first && target.status) this.first = { bench, target };
+      const found = await this.#undisturbed(() => this.bench.ask(verb, given));
+      if (target.status) this.first ??= { configuration, target };
       target.runs_per_sample = found.runs_per_sample;
       (target.samples_us ??= []).push(found.samples_us);
       if (found.parity) target.parity = found.parity;
@@ -205,19 +206,20 @@ export class Run {
   /** The first cell once more, to see whether the device changed meanwhile. */
   async #again() {
     if (!this.first || this.stopping || this.first.target.status !== "ok") return;
-    const { bench, target } = this.first;
+    const { configuration, target } = this.first;
     const { id, threads, provider_asked, runs_per_sample: repeats } = target;
-    const configuration = this.chosen.find((one) => one.provider === provider_asked && one.threads === threads);
-    this.bench = bench;
-    this.#tell(configuration, target, this.plan.rules.rounds - 1);
+    const last = this.plan.rules.rounds - 1;
+    this.#tell(configuration, target, last);
     try {
-      const { samples_us, runs_per_sample } = await this.#undisturbed(() => bench.ask("visit", { id, repeats }));
+      await this.#open(configuration);
+      const { samples_us, runs_per_sample } = await this.#undisturbed(() => this.bench.ask("visit", { id, repeats }));
       this.result.repeat = { id, threads, provider_asked, samples_us, runs_per_sample };
     } catch {
-      return; // a result without its repeat says so
+      // a result without its repeat says so
     }
+    this.bench.close();
     this.visits += 1;
-    this.#tell(configuration, target, this.plan.rules.rounds - 1);
+    this.#tell(configuration, target, last);
   }
 
   /** What `work` gives in a stretch of time in which the page was not hidden. */

@@ -5,6 +5,7 @@ import { line, median } from "./stats.js";
 const NAMES = {
   keydiff: "KeyDiff", snapkv: "SnapKV", tova: "TOVA", h2o: "H2O", dropkv: "DropKV", knorm: "K-norm",
   criticalkv: "CriticalKV", obcache: "OBCache", streaming_llm: "StreamingLLM", cake: "CAKE", andpro: "AnDPro",
+  random: "Random",
 };
 const FORMS = { naive: "as written", stateless: "mat-vecs", inverse_norms: "norms kept", running_anchor: "running anchor" };
 

@@ -105,7 +105,7 @@ async function visit({ id, repeats, check }) {
     const run = async (count) => (await runner.run(session, feeds, count)).ms;
     return { ...(await samples(run, repeats)), load_ms, got, parity: found };
   } finally {
-    release.forEach((drop) => drop());
+    for (const drop of release) drop();
     await session.release();
   }
 }
@@ -131,10 +131,10 @@ async function open(given) {
 
 const verbs = { open, visit, copy };
 
-onmessage = async ({ data: { verb, given } }) => {
+self.onmessage = async ({ data: { verb, given } }) => {
   try {
-    postMessage({ found: await verbs[verb](given) });
+    self.postMessage({ found: await verbs[verb](given) });
   } catch (error) {
-    postMessage({ failed: String(error?.message ?? error) });
+    self.postMessage({ failed: String(error?.message ?? error) });
   }
 };
