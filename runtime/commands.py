@@ -318,8 +318,17 @@ def usable(device: str | None) -> str | None:
 
 def quiet_libraries() -> None:
     """Keep transformers' bars and advice off the screen; downloads still show how far they are."""
-    from huggingface_hub.utils.tqdm import are_progress_bars_disabled, enable_progress_bars
-    from transformers.utils import logging
+    try:
+        import torch  # noqa: F401
+        from huggingface_hub.utils.tqdm import are_progress_bars_disabled, enable_progress_bars
+        from transformers.utils import logging
+    except ImportError as error:
+        from kvcap.runtime.errors import ExtraMissing
+
+        raise ExtraMissing(
+            f"PyTorch or transformers is not installed ({error}); run: pip install kvcap, or give "
+            "--backend onnxruntime and a directory that kvcap export decoder wrote"
+        ) from error
 
     downloads = not are_progress_bars_disabled()
     logging.set_verbosity_error()

@@ -169,7 +169,7 @@ def print_plan(model: str, plan: MemoryPlan, free: FreeMemory) -> None:
     rows += [("logits of a token", plan.logits, "estimate")]
     rows += [("weights", plan.weights, f"exact, from {plan.weights_from}")]
     if plan.baseline:
-        rows += [("Python, PyTorch, loading", plan.baseline, "measured here")]
+        rows += [("Python, libraries, loading", plan.baseline, "measured here")]
     rows += [("total", plan.total_bytes, "estimate"), ("free here", free.nbytes, free.source)]
     for name, count, how in rows:
         bold = "bold" if name.startswith(("KV cache", "total")) else ""
@@ -180,7 +180,7 @@ def print_plan(model: str, plan: MemoryPlan, free: FreeMemory) -> None:
     )
     show(table)
     if not plan.baseline:
-        dim("the total is without Python and PyTorch themselves; --memory-cap counts them")
+        dim("the total is without Python and its libraries; --memory-cap counts them")
 
 
 def show(table: Any) -> None:
