@@ -170,9 +170,9 @@ def _watched(device: Device, folder: str, watcher: str, settings: Settings) -> N
     """
     start = seen = time.monotonic()
     last = ""
-    look = (f"if cd {quoted(folder)} 2>/dev/null; then touch alive; if [ -s exit ]; then cat exit; "
-            f"elif kill -0 {watcher} 2>/dev/null; then echo runs; else echo gone; fi; "
-            "tail -n 1 log 2>/dev/null; else echo left; fi")  # fmt: skip
+    look = (f"if cd {quoted(folder)}; then touch alive; if [ -s exit ]; then cat exit; "
+            f"elif kill -0 {watcher}; then echo runs; else echo gone; fi; tail -n 1 log; "
+            "else echo left; fi 2>/dev/null")  # fmt: skip
     while time.monotonic() - start < settings.timeout:
         try:
             state, *rest = device.shell(look)[0].strip().splitlines()
@@ -230,5 +230,6 @@ def _cleaned(device: Device, folder: str, watcher: str | None, settings: Setting
     try:
         device.shell(f"{end}rm -rf {quoted(folder)}")
     except DeviceError:
-        settings.told(f"{device.serial} does not answer; it ends the run by itself "
-                      f"within {settings.lease} s and removes {folder}")  # fmt: skip
+        left = (f"it ends the run by itself within {settings.lease} s and removes {folder}"
+                if watcher else f"{folder} may be left there")  # fmt: skip
+        settings.told(f"{device.serial} does not answer; {left}")

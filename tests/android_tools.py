@@ -1,16 +1,28 @@
-"""Where tests find an ARM Linux, a compiler for it and adbd; and why they are skipped without."""
+"""What tests of phones share: where adbd, an ARM Linux and a compiler are, and why else to skip.
+
+A small plan and the C runner are made once for all processes of a run.
+"""
 
 from __future__ import annotations
 
 import os
 import shutil
+import subprocess
+import sysconfig
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
+
+from kvcap.cli import run
 
 ROOT = Path(__file__).parents[1]
 TOOLS = Path(os.environ.get("KVCAP_ANDROID_TOOLS", ROOT / ".android-tools")).resolve()
 ARM_ROOT = TOOLS / "arm64"
+# h2o has every kind of output: values, chosen slots, their rows, and state by slot.
+SMALL = ["--preset", "full", "--policies", "h2o", "--dtypes", "fp16", "--sizes", "48",
+         "--threads", "1", "--kv-heads", "2", "--heads", "4", "--head-dim", "16", "--block", "16",
+         "--min-runs", "6", "--min-seconds", "0", "--warmup-seconds", "0"]  # fmt: skip
 CPU = "cortex-a76"  # has float16 arithmetic, as phones have since 2018
 
 installed = pytest.mark.skipif(
@@ -43,3 +55,69 @@ def arm_environment() -> dict[str, str]:
         "OMP_NUM_THREADS": "1",
         "ORT_DISABLE_TELEMETRY": "1",
     }
+
+
+def script(path: Path, text: str) -> Path:
+    """A program that a test plants."""
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+    return path
+
+
+def made(factory: pytest.TempPathFactory, name: str, make) -> Path:
+    """A folder that `make` fills, once for all processes of the test run."""
+    base = factory.getbasetemp()
+    base = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    with FileLock(base / f"{name}.lock"):
+        if not (base / f"{name}.made").exists():
+            make(base / name)
+            (base / f"{name}.made").touch()
+    return base / name
+
+
+def small_plan(factory: pytest.TempPathFactory) -> Path:
+    """Four cells of h2o."""
+
+    def make(folder: Path) -> None:
+        assert run(["android", "plan", "-o", str(folder), *SMALL]) == 0
+
+    return made(factory, "plan", make)
+
+
+def built(folder: Path, *options: str) -> Path:
+    """Build the C runner there; returns the program."""
+    source = ROOT / "android_bench" / "c_runner"
+    given = [f"-DORT_INCLUDE={TOOLS / 'source'}", f"-DCJSON={TOOLS / 'source' / 'cjson'}"]
+    for command in (["cmake", "-S", source, "-B", folder, *given, *options],
+                    ["cmake", "--build", folder]):  # fmt: skip
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+    return folder / "kvcap-bench"
+
+
+def library(site: Path) -> Path:
+    (found,) = (site / "onnxruntime" / "capi").glob("libonnxruntime.so.*")
+    return found
+
+
+def runner_here(factory: pytest.TempPathFactory) -> Path:
+    """The C runner for this machine, and its ONNX Runtime."""
+
+    def make(folder: Path) -> None:
+        built(folder)
+        shutil.copy(library(Path(sysconfig.get_path("platlib"))), folder / "libonnxruntime.so")
+
+    return made(factory, "here", make)
+
+
+def runner_for_arm(factory: pytest.TempPathFactory) -> Path:
+    """The C runner for ARM, with qemu in the place of the processor."""
+
+    def make(folder: Path) -> None:
+        target = ("C_COMPILER=aarch64-linux-gnu-gcc", "SYSTEM_NAME=Linux",
+                  "SYSTEM_PROCESSOR=aarch64")  # fmt: skip
+        program = built(folder / "build", *(f"-DCMAKE_{setting}" for setting in target))
+        script(folder / "kvcap-bench", f'exec {" ".join(arm_command(program))} "$@"')
+        shutil.copy(library(ARM_ROOT / "site"), folder / "libonnxruntime.so")
+
+    return made(factory, "arm", make)

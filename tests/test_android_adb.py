@@ -7,7 +7,6 @@ speed, and must say so.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
@@ -15,16 +14,21 @@ import socket
 import subprocess
 import sys
 import time
-import zipfile
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import numpy as np
 import psutil
 import pytest
-from android_tools import ARM_ROOT, ROOT, TOOLS, arm_command, compilers, installed
-from filelock import FileLock
+from android_tools import (
+    TOOLS,
+    compilers,
+    installed,
+    runner_for_arm,
+    runner_here,
+    script,
+    small_plan,
+)
 
 from kvcap.android_bench import adb as run_module
 from kvcap.android_bench import devices, vendor
@@ -45,14 +49,10 @@ from kvcap.android_bench.errors import (
     SeveralDevices,
 )
 from kvcap.android_bench.judge import judged
-from kvcap.android_bench.schema import plan_id, read_result
+from kvcap.android_bench.schema import plan_id
 from kvcap.android_bench.source import title
 from kvcap.cli import run
 
-# h2o has every kind of output: values, chosen slots, their rows, and state by slot.
-SMALL = ["--preset", "full", "--policies", "h2o", "--dtypes", "fp16", "--sizes", "48",
-         "--threads", "1", "--kv-heads", "2", "--heads", "4", "--head-dim", "16", "--block", "16",
-         "--min-runs", "6", "--min-seconds", "0", "--warmup-seconds", "0"]  # fmt: skip
 SOON = {"poll": 0.1, "lease": 4}  # seconds: tests do not wait as people do
 PIXEL = {"ro.build.version.release": "16", "ro.product.model": "Pixel 9", "ro.soc.model": "G4",
          "ro.product.manufacturer": "Google", "ro.product.cpu.abi": "arm64-v8a"}  # fmt: skip
@@ -63,13 +63,6 @@ def free_port() -> int:
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         return int(found.getsockname()[1])
-
-
-def script(path: Path, text: str) -> Path:
-    """A program that a test plants."""
-    path.write_text(f"#!/bin/sh\n{text}\n")
-    path.chmod(0o755)
-    return path
 
 
 @dataclass
@@ -169,23 +162,19 @@ def phone(tmp_path_factory):
     devices.adb("disconnect", found.serial)
 
 
-def made(factory: pytest.TempPathFactory, name: str, make) -> Path:
-    """A folder that `make` fills, once for all processes of the test run."""
-    base = factory.getbasetemp()
-    base = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
-    with FileLock(base / f"{name}.lock"):
-        if not (base / f"{name}.made").exists():
-            make(base / name)
-            (base / f"{name}.made").touch()
-    return base / name
+@pytest.fixture(scope="module")
+def plan(tmp_path_factory):
+    return small_plan(tmp_path_factory)
 
 
 @pytest.fixture(scope="module")
-def plan(tmp_path_factory):
-    def make(folder: Path) -> None:
-        assert run(["android", "plan", "-o", str(folder), *SMALL]) == 0
+def here(tmp_path_factory):
+    return runner_here(tmp_path_factory)
 
-    return made(tmp_path_factory, "plan", make)
+
+@pytest.fixture(scope="module")
+def arm(tmp_path_factory):
+    return runner_for_arm(tmp_path_factory)
 
 
 def rewritten(plan: Path, folder: Path, **rules: float) -> Path:
@@ -202,47 +191,6 @@ def rewritten(plan: Path, folder: Path, **rules: float) -> Path:
 def endless(plan, tmp_path):
     """A plan that takes an hour."""
     return rewritten(plan, tmp_path / "endless", min_seconds=3600.0)
-
-
-def built(folder: Path, *options: str) -> Path:
-    source = ROOT / "android_bench" / "c_runner"
-    given = [f"-DORT_INCLUDE={TOOLS / 'source'}", f"-DCJSON={TOOLS / 'source' / 'cjson'}"]
-    for command in (["cmake", "-S", source, "-B", folder, *given, *options],
-                    ["cmake", "--build", folder]):  # fmt: skip
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stdout + done.stderr
-    return folder / "kvcap-bench"
-
-
-def library(site: Path) -> Path:
-    (found,) = (site / "onnxruntime" / "capi").glob("libonnxruntime.so.*")
-    return found
-
-
-@pytest.fixture(scope="module")
-def here(tmp_path_factory):
-    """The C runner for this machine, and its ONNX Runtime."""
-    import onnxruntime
-
-    def make(folder: Path) -> None:
-        built(folder)
-        shutil.copy(library(Path(onnxruntime.__file__).parents[1]), folder / "libonnxruntime.so")
-
-    return made(tmp_path_factory, "here", make)
-
-
-@pytest.fixture(scope="module")
-def arm(tmp_path_factory):
-    """The C runner for ARM, with qemu in the place of the processor."""
-
-    def make(folder: Path) -> None:
-        target = ("C_COMPILER=aarch64-linux-gnu-gcc", "SYSTEM_NAME=Linux",
-                  "SYSTEM_PROCESSOR=aarch64")  # fmt: skip
-        program = built(folder / "build", *(f"-DCMAKE_{setting}" for setting in target))
-        script(folder / "kvcap-bench", f'exec {" ".join(arm_command(program))} "$@"')
-        shutil.copy(library(ARM_ROOT / "site"), folder / "libonnxruntime.so")
-
-    return made(tmp_path_factory, "arm", make)
 
 
 def planted(folder: Path, text: str) -> Path:
@@ -653,143 +601,6 @@ def test_no_adb(tmp_path, monkeypatch):
     script(tmp_path / "adb", "echo 'cannot bind listener' >&2; exit 1")
     with pytest.raises(NoAdb, match="cannot bind"):
         devices.connected()
-
-
-# --- the C runner by itself
-
-
-@installed
-@compilers
-def test_the_build_for_a_phone_takes_onnxruntime_for_android_by_its_checksum(tmp_path):
-    """All that the NDK's toolchain file adds is said by hand; the archives are local."""
-    header = TOOLS / "source" / "onnxruntime_c_api.h"
-    with zipfile.ZipFile(tmp_path / "ort.aar", "w") as archive:
-        archive.write(header, "headers/onnxruntime_c_api.h")
-        archive.writestr("jni/arm64-v8a/libonnxruntime.so", b"the library")
-    sha256 = hashlib.sha256((tmp_path / "ort.aar").read_bytes()).hexdigest()
-
-    def configured(folder: str, checksum: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            ["cmake", "-S", ROOT / "android_bench" / "c_runner", "-B", tmp_path / folder,
-             "-DANDROID_ABI=arm64-v8a", "-DCMAKE_C_COMPILER=aarch64-linux-gnu-gcc",
-             "-DCMAKE_SYSTEM_NAME=Linux", f"-DCJSON={TOOLS / 'source' / 'cjson'}",
-             f"-DORT_AAR=file://{tmp_path / 'ort.aar'}", f"-DORT_AAR_SHA256={checksum}"],
-            capture_output=True, text=True, check=False,
-        )  # fmt: skip
-
-    assert configured("good", sha256).returncode == 0
-    build = ["cmake", "--build", tmp_path / "good"]
-    assert subprocess.run(build, capture_output=True, check=False).returncode == 0
-    assert (tmp_path / "good" / "kvcap-bench").is_file()
-    assert (tmp_path / "good" / "libonnxruntime.so").read_bytes() == b"the library"
-    wrong = configured("wrong", "0" * 64)
-    assert wrong.returncode != 0
-    assert "hash" in wrong.stderr.lower()
-
-
-@pytest.fixture
-def bench(here, plan, tmp_path):
-    """Run it on a copy of the plan, which a test may break before."""
-    copy = shutil.copytree(plan, tmp_path / "copy")
-
-    def call(*options: str) -> subprocess.CompletedProcess[str]:
-        out = ["-o", str(tmp_path / "r.json"), "--lib", str(here / "libonnxruntime.so")]
-        return subprocess.run([here / "kvcap-bench", copy / "plan.json", *out, *options],
-                              capture_output=True, text=True, check=False)  # fmt: skip
-
-    call.folder, call.out = copy, tmp_path / "r.json"
-    return call
-
-
-def changed(folder: Path, change) -> None:
-    found = json.loads((folder / "plan.json").read_text())
-    change(found)
-    (folder / "plan.json").write_text(json.dumps(found))
-
-
-@installed
-@compilers
-def test_the_c_runner_refuses_wrong_input(bench):
-    for options in (["--threads", "0"], ["--cores", "1,x"], ["--cores", "900"], ["--what"],
-                    ["-o", "/no/such/folder/r.json"]):  # fmt: skip
-        done = bench(*options)
-        assert done.returncode == 2, done.stderr
-        assert "kvcap-bench" in done.stderr
-    assert bench("--lib", "/none.so").returncode == 1
-    for change in (
-        lambda plan: plan.update(schema="kvcap.android_plan/2"),
-        lambda plan: plan["generator"]["check"].insert(0, 1),
-        lambda plan: plan["rules"].pop("rounds"),
-        lambda plan: plan["cells"][0]["inputs"][0].update(dtype="int4"),
-    ):
-        before = (bench.folder / "plan.json").read_text()
-        changed(bench.folder, change)
-        assert bench().returncode == 2
-        (bench.folder / "plan.json").write_text(before)
-    assert not bench.out.exists()
-
-
-@installed
-@compilers
-@pytest.mark.parametrize("kind", ["values", "slots", "rows", "by_slot"])
-def test_the_c_runner_sees_wrong_outputs(kind, bench):
-    """Expected values off by a little, slots exchanged, rows of another input: parity fails."""
-
-    def spoil(plan: dict) -> None:
-        for cell in plan["cells"]:
-            for port in cell["outputs"]:
-                if port["check"]["kind"] != kind:
-                    continue
-                if kind == "rows":
-                    other = {"keys": "values", "values": "keys"}
-                    port["check"]["of"] = other.get(port["check"]["of"], port["check"]["of"])
-                    continue
-                file = bench.folder / port["check"]["file"]
-                raw = file.read_bytes()
-                if kind == "slots":
-                    file.write_bytes(bytes(2 - mark for mark in raw))
-                else:  # every number, as some belong to slots that go
-                    file.write_bytes((np.frombuffer(raw, "<f4") + 0.01).tobytes())
-
-    changed(bench.folder, spoil)
-    assert bench().returncode == 0
-    cells = json.loads(bench.out.read_text())["cells"]
-    wrong = {cell["stage"] for cell in cells if not cell["parity"]["passed"]}
-    assert wrong == ({"score"} if kind == "values" else {"evict"})
-    assert all(cell["parity"].get("text") for cell in cells if not cell["parity"]["passed"])
-
-
-@installed
-@compilers
-def test_a_cell_that_fails_does_not_stop_the_others(bench):
-    plan = json.loads((bench.folder / "plan.json").read_text())
-    model = plan["cells"][0]["model"]
-    (bench.folder / model).write_bytes(b"no graph")
-    expected = plan["cells"][1]["outputs"][0]["check"]["file"]
-    (bench.folder / expected).unlink()
-    assert bench().returncode == 0
-    cells = read_result(bench.out)["cells"]
-    failed = [cell for cell in cells if cell["status"] == "failed"]
-    assert {cell["id"] for cell in failed} >= {plan["cells"][0]["id"], plan["cells"][1]["id"]}
-    assert all(cell["reason"] and "samples_us" not in cell for cell in failed)
-    assert any(cell["status"] == "ok" for cell in cells)
-    for cell in plan["cells"]:
-        (bench.folder / cell["model"]).write_bytes(b"no graph")
-    assert bench().returncode == 1  # and a result that says why
-    assert {cell["status"] for cell in read_result(bench.out)["cells"]} == {"failed"}
-    assert read_result(bench.out)["repeat"] is None
-
-
-@installed
-@compilers
-def test_short_runs_are_sampled_together(bench):
-    """A copy of 3 KB takes two steps of the clock, so a sample is the mean of several."""
-    changed(bench.folder, lambda plan: plan["rules"].update(max_timer_share=0.005))
-    assert bench().returncode == 0
-    result = read_result(bench.out)
-    (copy,) = result["baselines"]
-    assert copy["runs_per_sample"] > 1
-    assert all(min(part) > 0 for part in copy["samples_us"])
 
 
 @installed
