@@ -63,11 +63,16 @@ def scorer_command(
     mobile_report: Annotated[
         bool, typer.Option("--mobile-report", help="What mobile execution providers take of it.")
     ] = False,
+    qnn: Annotated[
+        str | None,
+        typer.Option(metavar="CHIP", help="Compile for Qualcomm's NPU too: SM8650, v75, ..."),
+    ] = None,
     quick: Quick = False,
     json: Json = False,
 ) -> None:
     """Export a policy's graph with a manifest, check it in ONNX Runtime, or leave no file."""
     from kvcap.export import mobile
+    from kvcap.export import qnn as npu
     from kvcap.export.spec import Spec
     from kvcap.export.write import write
     from kvcap.policies import load_policy
@@ -82,6 +87,7 @@ def scorer_command(
              "block": block, "budget": budget, "slots": static}  # fmt: skip
     shape = _shape(model, {name: value for name, value in sizes.items() if value is not None})
     spec = Spec(load_policy(policy, **options), shape, stage, formulation, dtype)
+    target = npu.target_of(qnn, spec) if qnn is not None else None
     file, report = write(spec, out, quick)
     found: dict[str, Any] = {"graph": str(file), "bytes": file.stat().st_size, **report.as_dict()}
     found["notes"] = spec.notes()
@@ -89,6 +95,9 @@ def scorer_command(
         found["ort"] = str(mobile.to_ort(file))
     if mobile_report:
         found["mobile"] = mobile.report(file)
+    if target is not None:
+        compiled, simulated = npu.write(file, target, quick)
+        found["qnn"] = {"graph": str(compiled), **simulated.as_dict()}
     if json:
         print(jsonlib.dumps(found))
         return
@@ -99,6 +108,9 @@ def scorer_command(
     for name in ("ort", "mobile"):
         if name in found:
             print(found[name])
+    if target is not None:
+        print(simulated.table())
+        print(f"{compiled}  for {target.chip}, Hexagon v{target.hexagon}, manifest beside it")
 
 
 @export.command("verify")

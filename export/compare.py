@@ -33,8 +33,14 @@ class Difference(NamedTuple):
     ok: bool
 
 
-def compared(graph: Graph, given: Found, got: Found) -> Difference:
+def compared(graph: Graph, given: Found, got: Found, rtol: float = RTOL) -> Difference:
     """Outputs of a graph for the inputs `given`.
+
+    Args:
+        graph: what was exported.
+        given: its inputs.
+        got: its outputs.
+        rtol: of the largest value, what the arithmetic may err by.
 
     Raises:
         ShapeError: an output of another shape.
@@ -44,9 +50,9 @@ def compared(graph: Graph, given: Found, got: Found) -> Difference:
     found = [(0.0, 0.0)]
     for name, value, expected, exact in _pairs(graph, got, eager, truth):
         _same_shape(name, value, expected)
-        found.append(_difference(value, expected, exact))
+        found.append(_difference(value, expected, exact, rtol))
     error, allowed = max(found, key=lambda pair: pair[0] / pair[1] if pair[1] else 0.0)
-    overlap, reachable, misses = _selection(graph, given, got, eager, truth)
+    overlap, reachable, misses = _selection(graph, given, got, eager, truth, rtol)
     same = misses == 0 and overlap >= OVERLAP * reachable
     ok = finite and error <= allowed and (same or overlap == 1)
     return Difference(error, allowed, overlap, misses, finite, ok)
@@ -69,19 +75,19 @@ def _pairs(
 
 
 def _selection(
-    graph: Graph, given: Found, got: Found, eager: Found, truth: Found
+    graph: Graph, given: Found, got: Found, eager: Found, truth: Found, rtol: float
 ) -> tuple[float, float, int]:
     """Share of kept slots that are float64's, eager's share, how many are wrong against eager."""
     if isinstance(graph, Evict):
         worth, exact, index = eager["worth"], truth["worth"], got["kept_slot"].long()
-        _moved(graph, given, got, index, min(worth.shape[-1], graph.form.shape.budget))
+        _moved(graph, given, got, index, min(worth.shape[-1], graph.form.shape.budget), rtol)
     elif "scores" in eager:
         worth, exact = eager["scores"], truth["scores"]
         half = max(1, worth.shape[-1] // 2)
         index = got["scores"].nan_to_num().topk(half, dim=-1).indices
     else:
         return 1.0, 1.0, 0
-    _, near = _difference(worth, worth, exact)
+    _, near = _difference(worth, worth, exact, rtol)
     own = worth.topk(index.shape[-1], dim=-1).indices
     return _overlap(index, exact), _overlap(own, exact), _misses(index, worth, near)
 
@@ -107,7 +113,7 @@ def _truth(graph: Graph, given: Found) -> dict[str, Tensor]:
         return _reference(graph, doubled)
 
 
-def _difference(value: Tensor, eager: Tensor, truth: Tensor) -> tuple[float, float]:
+def _difference(value: Tensor, eager: Tensor, truth: Tensor, rtol: float) -> tuple[float, float]:
     """Largest difference to eager, and what is allowed. Marks of a rescorer and pins aside."""
     value, eager, truth = value.double(), eager.double(), truth.double()
     plain = (truth.abs() < HUGE) & (eager.abs() < HUGE)
@@ -117,7 +123,7 @@ def _difference(value: Tensor, eager: Tensor, truth: Tensor) -> tuple[float, flo
         return 0.0, 0.0
     scale = float(truth[plain].abs().amax())
     own = float((eager - truth)[plain].abs().amax())
-    return float((value - eager)[plain].abs().amax()), RTOL * scale + OWN * own + 1e-12
+    return float((value - eager)[plain].abs().amax()), rtol * scale + OWN * own + 1e-12
 
 
 def _misses(index: Tensor, worth: Tensor, near: float) -> int:
@@ -137,8 +143,8 @@ def _overlap(index: Tensor, exact: Tensor) -> float:
     return float((exact.gather(-1, index) >= least - tied).double().mean())
 
 
-def _moved(graph: Evict, given: Found, got: Found, index: Tensor, count: int) -> None:
-    """Check that everything a slot has moved with it, to the bit.
+def _moved(graph: Evict, given: Found, got: Found, index: Tensor, count: int, rtol: float) -> None:
+    """Check that everything a slot has moved with it; to the bit, or as float16 holds it.
 
     Raises:
         ShapeError: other than the budget's slots, or something that did not move with its slot.
@@ -151,7 +157,10 @@ def _moved(graph: Evict, given: Found, got: Found, index: Tensor, count: int) ->
         whole, kept = given[name], got[f"kept_{name}"]
         at = index.view(*index.shape, *(1,) * (whole.dim() - 3))
         at = at.expand(*index.shape, *whole.shape[3:])
-        if not torch.equal(whole.gather(2, at), kept):
+        moved = whole.gather(2, at)
+        if whole.dtype == torch.float32 and rtol > RTOL:
+            moved, kept = moved.half(), kept.half()
+        if not torch.equal(moved, kept):
             raise ShapeError(f"kept_{name} is not {name} of the slots that kept_slot names")
 
 

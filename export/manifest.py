@@ -64,7 +64,7 @@ def sha256(path: Path) -> str:
     return digest.hexdigest()
 
 
-def read(graph: Path) -> dict[str, Any]:
+def read(graph: Path, expected: str = SCHEMA) -> dict[str, Any]:
     """The manifest of a graph's file, which is checked to be the one it was made with.
 
     Raises:
@@ -80,8 +80,8 @@ def read(graph: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise ManifestError(f"manifest {path.name} cannot be read: {error}") from error
     schema = found.get("schema") if isinstance(found, dict) else None
-    if schema != SCHEMA:
-        raise ManifestError(f"{path.name} has schema {schema!r}; this kvcap reads {SCHEMA!r}")
+    if schema != expected:
+        raise ManifestError(f"{path.name} has schema {schema!r}, expected is {expected!r}")
     for part in ("graph", "samples"):
         _unchanged(graph.parent, found, part, path.name)
     if found["graph"]["file"] != graph.name:

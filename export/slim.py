@@ -18,6 +18,7 @@ def slim(model: Any, names: list[str], axes: dict[str, tuple[str, ...]]) -> None
     graph = model.graph
     del model.metadata_props[:], graph.metadata_props[:], graph.value_info[:]
     model.doc_string = graph.doc_string = ""
+    _shorten(graph)
     _drop_unused(graph)
     _rename(graph, names)
     for value in (*graph.input, *graph.output):
@@ -31,12 +32,37 @@ def slim(model: Any, names: list[str], axes: dict[str, tuple[str, ...]]) -> None
     model.opset_import.extend(kept)
 
 
+def _shorten(graph: Any) -> None:
+    """Say a choice by `not x` as the other choice by `x`, the larger of `x` and 0 as Relu.
+
+    The same results from fewer nodes, and nodes that accelerators have for tensors of five axes.
+    """
+    array = library("onnx.numpy_helper").to_array
+    negated = {node.output[0]: node.input[0] for node in graph.node if node.op_type == "Not"}
+    zeros = {t.name for t in graph.initializer if t.dims in ([], [1]) and array(t).sum() == 0}
+    for node in graph.node:
+        if node.op_type == "Where" and node.input[0] in negated:
+            condition, one, other = node.input
+            node.input[:] = [negated[condition], other, one]
+        elif node.op_type == "Max" and len(node.input) == 2 and node.input[1] in zeros:
+            node.op_type = "Relu"
+            del node.input[1]
+    read = {name for node in graph.node for name in node.input}
+    read |= {value.name for value in graph.output}
+    for node in [node for node in graph.node if node.op_type == "Not"]:
+        if node.output[0] not in read:
+            graph.node.remove(node)
+
+
 def _drop_unused(graph: Any) -> None:
-    """Remove inputs that nothing reads."""
+    """Remove inputs and constants that nothing reads."""
     read = {name for node in graph.node for name in node.input}
     used = [value for value in graph.input if value.name in read]
     del graph.input[:]
     graph.input.extend(used)
+    constants = [tensor for tensor in graph.initializer if tensor.name in read]
+    del graph.initializer[:]
+    graph.initializer.extend(constants)
 
 
 def _rename(graph: Any, names: list[str]) -> None:
