@@ -34,8 +34,8 @@ def run_in_browser(device: Device, plan: Path, settings: Settings) -> dict[str, 
     with tempfile.TemporaryDirectory(prefix="kvcap-") as name, Serving(plan, Path(name)) as serving:
         port = device.reverse(serving.port)
         try:
-            _open(device, f"http://localhost:{port}/")
-            settings.told(f"{device.serial}: the page is open on the device; press Start there")
+            _open(device, f"http://localhost:{port}/#start")  # begins by itself
+            settings.told(f"{device.serial}: the page measures on the device; leave its screen on")
             return _landed(device, serving, settings)
         finally:
             _close(device, port, settings)

@@ -290,7 +290,8 @@ def test_a_desktop_with_a_phones_properties_is_none(marks, why, phone, plan, her
 
 BROWSER = """
 import json, sys, urllib.request
-url = sys.argv[-1]
+url, _, begin = sys.argv[-1].partition("#")
+assert begin == "start"
 assert b"<html" in urllib.request.urlopen(url).read()
 result = open({result!r}, "rb").read()
 request = urllib.request.Request(url + "results", result, {{"Content-Type": "application/json"}})
@@ -324,7 +325,7 @@ def test_the_page_is_opened_through_the_cable(page, plan, tmp_path, capsys):
     script(page.root / "bin" / "am", f'exec {sys.executable} {tmp_path / "am.py"} "$@"')
     assert run(asked) == 0, capsys.readouterr().err
     said = capsys.readouterr()
-    assert "press Start" in said.err
+    assert "leave its screen on" in said.err
     assert "HOST, not a phone" in said.out
     assert json.loads((tmp_path / "r.json").read_text())["run"]["runner"] == "browser"
     assert devices.adb("-s", page.serial, "reverse", "--list").stdout.strip() == ""
