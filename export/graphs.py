@@ -147,12 +147,11 @@ def survivors(worth: Tensor, stays: int) -> Tensor:
     gone = worth.topk(slots - stays, dim=-1, largest=False, sorted=False).indices
     keep = torch.ones_like(worth, dtype=torch.int64)
     keep = keep.scatter(-1, gone, torch.zeros_like(gone))  # [B, K, n]
+    here, older = torch.arange(slots).expand_as(keep), keep.cumsum(-1)  # survivors up to a slot
     # Where each slot goes: survivors to the front, the others behind, so that no place is taken
     # twice, which ONNX leaves undefined.
-    front, behind = keep.cumsum(-1) - 1, stays - 1 + (1 - keep).cumsum(-1)
-    place = torch.where(keep > 0, front, behind)
-    here = torch.arange(slots).expand_as(place)
-    return torch.zeros_like(place).scatter(-1, place, here)[..., :stays]
+    place = torch.where(keep > 0, older - 1, stays + here - older)
+    return here.scatter(-1, place, here)[..., :stays]
 
 
 def rows_of(keep: Tensor, slots: int) -> Tensor:

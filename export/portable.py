@@ -31,7 +31,7 @@ def _(vectors: Tensor) -> Tensor:
 
 
 def translations() -> dict[Any, Callable[..., Any]]:
-    """What the ONNX exporter does not know: `unit`, a stable sort, the median.
+    """What the ONNX exporter does not know, or says at length: `unit`, sorting, medians, NaNs.
 
     TopK decides ties by the lower index, as a stable sort does.
     """
@@ -53,7 +53,16 @@ def translations() -> dict[Any, Callable[..., Any]]:
         axes = op.Constant(value_ints=[dim])
         return tuple(op.Squeeze(tensor, axes) for tensor in found)
 
+    def nan_to_num(x: Any, nan: float = 0.0, posinf: Any = None, neginf: Any = None) -> Any:
+        least, most = torch.finfo(torch.float32).min, torch.finfo(torch.float32).max
+        assert posinf is None
+        assert neginf is None
+        number = op.CastLike(op.Constant(value_float=nan), x)
+        bounds = [op.Constant(value_float=bound) for bound in (least, most)]
+        return op.Clip(op.Where(op.IsNaN(x), number, x), *bounds)
+
     return {
+        torch.ops.aten.nan_to_num.default: nan_to_num,
         torch.ops.aten.median.dim: median,
         torch.ops.kvcap.unit.default: lambda x: op.LpNormalization(x, axis=-1, p=2),
         torch.ops.aten.sort.stable: sort,

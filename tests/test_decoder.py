@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -189,6 +190,15 @@ def test_a_runner_that_knows_only_the_manifest_gives_the_same_text(shelf):
     for name, tensor in held.items():
         if name.startswith("positions"):
             assert (np.diff(tensor) > 0).all()  # in time order
+
+
+def test_the_runner_in_the_documentation_runs(shelf, capsys):
+    page = (Path(__file__).parents[1] / "docs" / "decoder.md").read_text()
+    (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    exec(code.replace('"pocket-onnx"', repr(str(shelf / "made"))), {})
+    assert capsys.readouterr().out == "True\n"
+    for name in facts(shelf / "made"):
+        assert f"`{name}`" in page, f"docs/decoder.md does not say what {name} is"
 
 
 def test_the_manifest_says_what_a_runner_needs(shelf):

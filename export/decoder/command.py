@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json as jsonlib
+import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
@@ -118,7 +119,13 @@ def _kvcap(
     check_dtype(dtype)
     check_out(out)
     layout = layout_for(load_config(resolve(model)), eviction, *sizes)
-    return write(load(model, dtype), layout, dtype, out, quick)
+    return write(load(model, dtype), layout, dtype, out, quick, _note)
+
+
+def _note(text: str) -> None:
+    """Say on a terminal what takes its time."""
+    if sys.stderr.isatty():
+        print(f"{text} ...", file=sys.stderr, flush=True)
 
 
 def _others(

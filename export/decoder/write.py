@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,12 @@ from kvcap.runtime.ort.manifest import NAME
 
 
 def write(
-    source: Source, layout: CacheLayout, dtype: str, out: Path, quick: bool = False
+    source: Source,
+    layout: CacheLayout,
+    dtype: str,
+    out: Path,
+    quick: bool = False,
+    note: Callable[[str], None] = lambda text: None,
 ) -> tuple[dict[str, Any], Report]:
     """Export a model and its evictions as one directory.
 
@@ -35,6 +41,7 @@ def write(
         dtype: of the weights: fp32, fp16 or int8.
         out: the directory; it may hold an earlier export, which is replaced.
         quick: check over one block past the budget only.
+        note: told what is being done.
 
     Returns:
         The manifest and what checking found.
@@ -47,29 +54,39 @@ def write(
     """
     require()
     check_dtype(dtype)
+    out = out.resolve()
     check_out(out)
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".kvcap-", dir=out.parent) as name:
         folder = Path(name) / "decoder"
         folder.mkdir()
         decoder = Decoder(source.model, layout)
-        nodes = save(decoder, folder / manifest.GRAPH, dtype)
-        said = manifest.describe(source.name, decoder, dtype)
-        _save_companions(source, folder)
-        said["opset"] = OPSET
-        said["model"]["weights_bytes"] = (folder / manifest.WEIGHTS).stat().st_size
-        said |= manifest.file_facts(folder)
-        graph = next(entry for entry in said["files"] if entry["file"] == manifest.GRAPH)
-        said["graphs"] = {"decoder": {**graph, "nodes": nodes}}
+        note(f"tracing {source.name}")
+        said = _files(source, decoder, dtype, folder)
+        note("checking it beside PyTorch")
         report = check(folder, decoder, dtype, quick)
         report.require()
-        said["verified"] = report.as_dict()
-        said["sample"] = report.sample
-        manifest.write(folder, said)
+        manifest.write(folder, {**said, "verified": report.as_dict(), "sample": report.sample})
         if out.exists():
             os.replace(out, Path(name) / "before")
         os.replace(folder, out)
     return said, report
+
+
+def _files(source: Source, decoder: Decoder, dtype: str, folder: Path) -> dict[str, Any]:
+    """Write all files but the manifest; returns what it says of them."""
+    nodes = save(decoder, folder / manifest.GRAPH, dtype)
+    source.config.save_pretrained(folder)
+    source.model.generation_config.save_pretrained(folder)
+    if source.tokenizer is not None:
+        source.tokenizer.save_pretrained(folder)
+        check_tokenizer(folder)
+    said = manifest.describe(source.name, decoder, dtype) | manifest.file_facts(folder)
+    entries = {entry["file"]: entry for entry in said["files"]}
+    said["opset"] = OPSET
+    said["graphs"] = {"decoder": {**entries[manifest.GRAPH], "nodes": nodes}}
+    said["model"]["weights_bytes"] = entries[manifest.WEIGHTS]["bytes"]
+    return said
 
 
 def save(decoder: Decoder, file: Path, dtype: str) -> int:
@@ -110,15 +127,6 @@ def _open_axes(decoder: Decoder) -> dict[str, Any]:
     for state in decoder.state:
         found.setdefault(state.axis, dim(state.axis, min=0, max=state.full))
     return found
-
-
-def _save_companions(source: Source, folder: Path) -> None:
-    """Config, settings of generation and tokenizer, as transformers saves them."""
-    source.config.save_pretrained(folder)
-    source.model.generation_config.save_pretrained(folder)
-    if source.tokenizer is not None:
-        source.tokenizer.save_pretrained(folder)
-        check_tokenizer(folder)
 
 
 def check_out(out: Path) -> None:
