@@ -5,6 +5,9 @@ Knows ONNX files; no model.
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +26,6 @@ def to_int8(file: Path) -> None:
     Products become MatMulNBits, an operation of ONNX Runtime's own.
     """
     onnx = library("onnx")
-    nbits = library("onnxruntime.quantization.matmul_nbits_quantizer")
     model = onnx.load(str(file))
     locations = {
         entry.value
@@ -33,10 +35,12 @@ def to_int8(file: Path) -> None:
     }
     _fold_transposed(model)
     _embeddings(model)
-    quantiser = nbits.MatMulNBitsQuantizer(
-        model, bits=8, block_size=BLOCK, is_symmetric=True, accuracy_level=ACCURACY
-    )
-    quantiser.process()
+    with _quiet():
+        nbits = library("onnxruntime.quantization.matmul_nbits_quantizer")
+        quantiser = nbits.MatMulNBitsQuantizer(
+            model, bits=8, block_size=BLOCK, is_symmetric=True, accuracy_level=ACCURACY
+        )
+        quantiser.process()
     (weights,) = locations
     for old in (file, file.with_name(weights)):
         old.unlink()
@@ -89,6 +93,20 @@ def _embeddings(model: Any) -> None:
         ]):  # fmt: skip
             graph.node.insert(at + i, new)
         return
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep the quantiser, which tells of every node and sets up logging for all, to itself."""
+    root = logging.getLogger()
+    level, handlers = root.level, list(root.handlers)
+    logging.disable(logging.INFO)
+    try:
+        yield
+    finally:
+        logging.disable(logging.NOTSET)
+        root.setLevel(level)
+        root.handlers[:] = handlers
 
 
 def _weights(model: Any) -> dict[str, Any]:
