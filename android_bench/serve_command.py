@@ -33,7 +33,9 @@ class NoNetwork(AndroidError):
 
 def serve_command(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="Of kvcap android plan.")],
-    out: Annotated[Path, typer.Option("--out", "-o", metavar="DIR", help="Results go there.")],
+    out: Annotated[
+        Path, typer.Option("--out", "-o", metavar="DIR", file_okay=False, help="Results go there.")
+    ],
     lan: Annotated[
         bool,
         typer.Option("--lan", help="Let phones of this network in, by an address with a token."),

@@ -212,10 +212,14 @@ class Serving:
         """
         vendor.require()
         self.plan = read_plan(folder)
-        self.results = Results(results, self.plan)
-        self.landed = self.results.landed
         token = secrets.token_urlsafe(16) if lan else None
         self.socket = _bound(lan or "127.0.0.1", port)
+        try:
+            self.results = Results(results, self.plan)
+        except OSError:
+            self.socket.close()
+            raise
+        self.landed = self.results.landed
         self.port: int = self.socket.getsockname()[1]
         self.url = f"http://{lan or 'localhost'}:{self.port}/" + (f"{token}/" if token else "")
         hosts = [lan] if lan else ["localhost", "127.0.0.1"]
@@ -241,7 +245,7 @@ class Serving:
             ServerEnded: its thread is gone.
         """
         if not self.thread.is_alive():
-            raise ServerEnded("the server ended by itself; KVCAP_DEBUG=1 and a new start say more")
+            raise ServerEnded("the server ended by itself; start it again")
 
     def __exit__(self, *_: object) -> None:
         """Stop, without waiting for browsers that hold connections."""

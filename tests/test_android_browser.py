@@ -437,6 +437,14 @@ def test_a_page_without_its_plan_says_so(serving, page):
     page.locator("#start:visible").wait_for(timeout=SOON)
 
 
+@in_browser
+def test_a_program_can_open_the_page_and_have_it_start(serving, page):
+    page.goto(serving.url + "#start")
+    page.locator("#outcome-text code").wait_for(timeout=SOON)
+    assert serving.landed.get(timeout=5).result["run"]["complete"]
+    assert page.url == serving.url, "a reload begins nothing"
+
+
 # Who says that it is a phone
 
 PIXEL = {
@@ -682,15 +690,20 @@ def test_a_terminal_shows_a_code_to_scan(small, tmp_path):
         (["{plan}", "--address", "127.0.0.1"], "--lan"),
         (["{plan}", "--lan", "--address", "203.0.113.7"], "cannot listen"),
         (["{plan}", "--port", "70000"], "--port"),
+        (["{plan}", "-o", "{plan}/plan.json"], "is a file"),
     ],
 )
 def test_the_command_refuses_by_name(small, tmp_path, arguments, said):
     known = {"empty": tmp_path, "plan": small}
-    process = kvcap(*(part.format(**known) for part in arguments), "-o", str(tmp_path / "out"))
-    out, err = process.communicate(timeout=60)
+    process = kvcap("-o", str(tmp_path / "out"), *(part.format(**known) for part in arguments))
+    try:
+        out, err = process.communicate(timeout=60)
+    finally:
+        process.kill()
     assert (process.returncode, out) == (2, "")
     assert said in err
     assert len(err.splitlines()) == 1
+    assert not (tmp_path / "out").exists()
 
 
 # The page's own arithmetic

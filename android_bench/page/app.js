@@ -68,6 +68,7 @@ async function begin() {
   introduce();
   const earlier = await kept();
   if (earlier) offerEarlier(earlier);
+  else if (location.hash === "#start") await start(); // opened by a program, such as adb
 }
 
 /** A pass takes at least this long: warm-up and samples of every visit. */
@@ -151,6 +152,7 @@ function offerEarlier(result) {
 
 async function start() {
   const rows = chosen();
+  history.replaceState(null, "", location.pathname); // a reload begins nothing
   show(["trouble", "earlier", "results"], false);
   stage("running");
   byId("announce").textContent = "Measuring has begun.";
