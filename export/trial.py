@@ -86,6 +86,13 @@ def tried(found: Found, shape: ModelShape) -> bool:
     pieces, _ = trial.run(last, halves, TOKENS)
     if not trial.same(whole, pieces):
         raise UnsupportedModel(f"{name} computes something else when a prompt is read in blocks")
+    if any(layer.rope for layer in shape.layers):
+        away, _ = trial.run(last, past, TOKENS + 5 * FURTHER)
+        if trial.same(away, whole):
+            raise UnsupportedModel(
+                f"{name} takes no notice of position_ids: it counts positions by itself, which is "
+                "wrong once tokens are evicted; export the model itself with kvcap export decoder"
+            )
     stays = [i for i in range(TOKENS) if i not in DROPPED]
     mask = np.ones((1, TOKENS + 1), np.int64)
     mask[0, list(DROPPED)] = 0
@@ -96,13 +103,6 @@ def tried(found: Found, shape: ModelShape) -> bool:
             f"{name} computes something else when tokens are dropped than when they are masked: "
             "it goes by where slots lie; export the model itself with kvcap export decoder"
         )
-    if any(layer.rope for layer in shape.layers):
-        away, _ = trial.run(last, past, TOKENS + 5 * FURTHER)
-        if trial.same(away, whole):
-            raise UnsupportedModel(
-                f"{name} takes no notice of position_ids: it counts positions by itself, which is "
-                "wrong once tokens are evicted; export the model itself with kvcap export decoder"
-            )
     return shape.moves_exactly and _moves(trial, shape, past, whole)
 
 

@@ -16,10 +16,13 @@ import numpy as np
 import pytest
 import standard_decoder
 import tiny_chat
+from android_tools import made
 
 from kvcap import pocket
 from kvcap.cli import run
 from kvcap.export.adopt import adopt
+from kvcap.export.decoder.spec import layout_for, load
+from kvcap.export.decoder.write import write
 from kvcap.policies import load_policy
 from kvcap.runtime.errors import (
     GraphBroken,
@@ -63,24 +66,23 @@ def _one_thread(monkeypatch):
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory):
     """Directories of pocket's decoder with eviction in its graph, by mode and budget."""
-    from kvcap.export.decoder.spec import layout_for, load
-    from kvcap.export.decoder.write import write
 
-    @functools.cache
-    def most(mode: str) -> Path:
+    def most(mode: str, out: Path) -> None:
         source = load("pocket", "fp32")
         layout = layout_for(source.config, load_policy("keydiff"), MOST, BLOCK, mode)
-        out = tmp_path_factory.mktemp("fused") / mode
         write(source, layout, "fp32", out, quick=True)
-        return out
 
-    @functools.cache
-    def made(mode: str, budget: int) -> Path:
+    def folder(mode: str, budget: int) -> Path:
+        largest = made(tmp_path_factory, f"fused-{mode}", functools.partial(most, mode))
         if budget == MOST:
-            return most(mode)
-        return rebudgeted(most(mode), tmp_path_factory.mktemp("fused") / f"{mode}{budget}", budget)
+            return largest
+        return made(
+            tmp_path_factory,
+            f"fused-{mode}-{budget}",
+            lambda out: rebudgeted(largest, out, budget),
+        )
 
-    return made
+    return folder
 
 
 def rebudgeted(source: Path, folder: Path, budget: int) -> Path:
@@ -116,26 +118,31 @@ def rewritten(folder: Path, said: dict[str, Any]) -> Path:
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
     """Pocket as others export it, made ready, with graphs beside it that evict."""
-    folder = standard_decoder.save(pocket.path(), tmp_path_factory.mktemp("found") / "pocket")
-    adopt(folder, None, [load_policy(name) for name in ("keydiff", "streaming_llm")])
-    return folder
+
+    def make(folder: Path) -> None:
+        adopt(standard_decoder.save(pocket.path(), folder), None, [load_policy("keydiff")])
+
+    return made(tmp_path_factory, "found", make)
 
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory):
     """A random model that can chat: its folder, and its decoder made ready."""
-    folder = tmp_path_factory.mktemp("tiny")
-    tiny_chat.save(folder / "model")
-    standard_decoder.save(folder / "model", folder / "decoder")
-    adopt(folder / "decoder", budget_tokens=24, block_size=8)
-    return folder
+
+    def make(folder: Path) -> None:
+        tiny_chat.save(folder / "model")
+        standard_decoder.save(folder / "model", folder / "decoder")
+        policies = [load_policy(name) for name in ("keydiff", "streaming_llm", "random")]
+        adopt(folder / "decoder", None, policies, budget_tokens=24, block_size=8)
+
+    return made(tmp_path_factory, "tiny", make)
 
 
 @functools.cache
-def torch_run(mode: str, budget: int, policy: str) -> tuple[str, list[np.ndarray]]:
+def torch_run(model: str, policy: str, mode: str, budget: int, block: int) -> Any:
     """What PyTorch says, and which tokens each layer keeps, [K, N] in time order."""
     runtime = Runtime.from_pretrained(
-        "pocket", policy, kv_budget_tokens=budget, block_size=BLOCK, dtype="float32",
+        model, policy, kv_budget_tokens=budget, block_size=block, dtype="float32",
         positions=mode, device="cpu",
     )  # fmt: skip
     session = said_by(runtime)
@@ -153,9 +160,10 @@ def said_by(runtime: Any) -> Any:
     return session
 
 
-def same_as_torch(runtime: OrtRuntime, policy: str = "keydiff") -> None:
+def same_as_torch(runtime: OrtRuntime, model: str = "pocket", policy: str = "") -> None:
     session, plan = said_by(runtime), runtime.plan
-    text, kept = torch_run(plan.positions, plan.budget_tokens, policy)
+    policy = policy or plan.policy
+    text, kept = torch_run(model, policy, plan.positions, plan.budget_tokens, plan.block_size)
     assert session.said == text
     assert session.cache.seen > plan.budget_tokens + 200
     for mine, theirs in zip(session.cache.positions, kept, strict=True):
@@ -164,33 +172,25 @@ def same_as_torch(runtime: OrtRuntime, policy: str = "keydiff") -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("budget", BUDGETS)
-def test_a_fused_decoder_says_and_keeps_what_pytorch_does(exported, mode, budget):
+def test_decoders_say_and_keep_what_pytorch_does(exported, found, mode, budget):
+    """With eviction in the graph, and with a graph beside a found decoder."""
     same_as_torch(OrtRuntime.from_directory(exported(mode, budget)))
-
-
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("budget", BUDGETS)
-def test_a_found_decoder_says_and_keeps_what_pytorch_does(found, mode, budget):
     same_as_torch(
         OrtRuntime.from_directory(found, kv_budget_tokens=budget, block_size=BLOCK, positions=mode)
     )
 
 
-def test_another_policy_of_a_found_decoder(found):
-    wanted = Wanted("streaming_llm")
-    runtime = OrtRuntime.from_directory(
-        found, wanted, kv_budget_tokens=48, block_size=BLOCK, positions="compact"
-    )
-    same_as_torch(runtime, "streaming_llm")
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("policy", ["keydiff", "streaming_llm", "random"])
+def test_policies_of_a_found_decoder(tiny, policy, mode):
+    runtime = OrtRuntime.from_directory(tiny / "decoder", Wanted(policy), positions=mode)
+    same_as_torch(runtime, str(tiny / "model"))
 
 
-def test_a_wrong_answer_would_be_seen(found, monkeypatch):
-    """A policy that keeps other tokens, under the name that was asked for."""
-    runtime = OrtRuntime.from_directory(
-        found, Wanted("streaming_llm"), kv_budget_tokens=48, block_size=BLOCK
-    )
+def test_another_policy_would_be_seen(tiny):
+    runtime = OrtRuntime.from_directory(tiny / "decoder", Wanted("random"))
     with pytest.raises(AssertionError):
-        same_as_torch(runtime, "keydiff")
+        same_as_torch(runtime, str(tiny / "model"), "keydiff")
 
 
 def python(*arguments: str, stdin: str = "", **env: str) -> subprocess.CompletedProcess[str]:
