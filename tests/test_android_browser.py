@@ -509,6 +509,32 @@ def test_a_desktop_dressed_as_a_phone_is_emulated(chromium, small, tmp_path):
     assert "EMULATED" in title(found)
 
 
+FORGED = """
+const signs = { platform: "Linux armv81", webdriver: false, maxTouchPoints: 5 };
+for (const [name, value] of Object.entries(signs))
+  Object.defineProperty(Navigator.prototype, name, { get: () => value });
+WebGLRenderingContext.prototype.getParameter = () => "ANGLE (ARM, Mali-G715, OpenGL ES 3.2)";
+Object.defineProperty(Navigator.prototype, "userAgentData", { get: () => undefined });
+"""
+
+
+@in_browser
+def test_where_every_sign_agrees_the_result_is_a_phones(chromium, small, tmp_path):
+    """No phone is here, so its signs are forged: what follows from them is what is tested."""
+    context = chromium.new_context(user_agent=PIXEL["user_agent"])
+    context.add_init_script(FORGED)
+    with Serving(small, tmp_path) as serving:
+        page = context.new_page()
+        found = measured(page, serving)
+        assert page.title() == "How fast is eviction on this phone?"
+        assert page.locator("#origin").inner_text().startswith("A real phone")
+    context.close()
+    device = found["device"]
+    assert (device["source"], device["model"], device["android"]) == ("real", "Pixel 9", "16")
+    assert title(found).startswith("Pixel 9, Android 16, in a browser")
+    assert "source" not in {flag["kind"] for flag in found["validity"]["flags"]}
+
+
 # What the server takes and gives
 
 
@@ -580,6 +606,17 @@ def test_a_result_beyond_the_limit_is_not_read(serving, result):
         except OSError:
             pass  # the server hung up
         assert b"413" in line.recv(64)
+    assert posted(serving, result)[0] == 201
+
+
+def test_a_result_that_cannot_be_written_may_be_sent_again(serving, result):
+    folder = serving.results.folder
+    folder.rmdir()
+    folder.write_text("in the way")
+    status, answer = posted(serving, result)
+    assert status == 507  # of the 5xx, upon which the page keeps the result and sends it again
+    assert "cannot be written" in answer["error"]
+    folder.unlink()
     assert posted(serving, result)[0] == 201
 
 

@@ -180,7 +180,8 @@ function progress({ result, configuration, id, round, share, hidden }) {
   const spent = (performance.now() - state.began) / 1000;
   const left = Math.round((spent / share) * (1 - share));
   byId("left").textContent = share > 0.1 ? `${percent} %, ${left > 90 ? `about ${Math.round(left / 60)} min left` : left > 1 ? `about ${left} s left` : "nearly done"}` : `${percent} %`;
-  if (percent % 10 === 0) byId("announce").textContent = `${percent} percent measured, round ${round + 1}`;
+  const tenth = Math.floor(share * 10) * 10; // heard, so not at every step
+  if (tenth) byId("announce").textContent = `${tenth} percent measured, round ${round + 1}`;
   const interrupted = result.run.interrupted.length;
   byId("paused").textContent = hidden ? "Paused while the page is hidden."
     : `The run was interrupted ${interrupted === 1 ? "once" : `${interrupted} times`} by the screen turning off or another page. What was being measured then is measured again, and the result says so.`;
