@@ -222,26 +222,33 @@ async function deliver() {
   } else {
     await drop();
     byId("outcome-text").replaceChildren("The result is stored on the computer as ", html("code", {}, found.file), ".");
-    showFlags(found.flags);
+    showFlags(found.flags, state.result.run.complete);
   }
 }
 
 const cells = (count) => `${count} ${count === 1 ? "cell" : "cells"}`;
 const DOUBTS = {
   rules: () => "A quick plan: each cell is measured for less time than the full rules ask for.",
-  drift: (text) => `The device changed meanwhile: the first cell ${text}.`,
+  drift: (text) => text.startsWith("took") ? `The device changed meanwhile: the first cell ${text}.`
+    : `Whether the device changed meanwhile is unknown: ${text}.`,
   throttled: (text) => `The device slowed down: ${text}.`,
   timer: (text, count) => `In ${cells(count)} the clock is coarse: ${text}.`,
   endpoint: (text, count) => `In ${cells(count)} not everything ran where it was asked to: ${text}.`,
+  rounds: (text, count) => `${cells(count)} with fewer rounds than the plan asks for: ${text}.`,
+  runs: (text, count) => `${cells(count)} with fewer runs than the plan asks for: ${text}.`,
   parity: (text, count) => `${cells(count)} with wrong values: ${text}.`,
   interrupted: (text) => `${text[0].toUpperCase()}${text.slice(1)}.`,
 };
 
-/** What kvcap doubts of the result, a sentence each kind; cells that failed are listed below. */
-function showFlags(flags) {
+const LISTED = ["failed", "skipped"]; // below the table, cell by cell
+const EARLY = ["drift", "rounds", "runs"]; // follow from having ended early, which is told
+
+/** What kvcap doubts of the result, a sentence each kind. */
+function showFlags(flags, complete) {
   const kinds = Object.groupBy ? Object.groupBy(flags, ({ kind }) => kind) : {};
   if (!Object.groupBy) for (const flag of flags) (kinds[flag.kind] ??= []).push(flag);
-  const told = Object.entries(kinds).filter(([kind]) => kind !== "failed" && kind !== "skipped");
+  const silent = complete ? LISTED : [...LISTED, ...EARLY];
+  const told = Object.entries(kinds).filter(([kind]) => !silent.includes(kind));
   byId("flags").replaceChildren(...told.map(([kind, group]) => html("li", {},
     DOUBTS[kind]?.(group[0].text, group.length) ?? `${group[0].text} (${group.length} times)`)));
   show("flags", told.length > 0);
