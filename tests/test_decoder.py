@@ -379,6 +379,14 @@ def test_sizes_that_cannot_be(sizes, error):
         layout_for(tiny_config("llama"), eviction, **{"budget_tokens": 8, "block_size": 4, **sizes})
 
 
+def test_an_onnx_runtime_that_cannot_quantise(monkeypatch, tmp_path):
+    monkeypatch.setattr("kvcap.export.decoder.int8._quantiser", lambda: lambda model: None)
+    made = decoder()
+    with pytest.raises(NotExportable, match="4 bits only"):
+        write(Source("tiny", made.model, None), made.layout, "int8", tmp_path / "x")
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_model_of_another_kind():
     from transformers import AutoConfig
 

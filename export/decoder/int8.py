@@ -8,16 +8,31 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from kvcap.export.libraries import library
+from kvcap.runtime.errors import NotExportable
 
 BLOCK = 32  # weights of a product that share a scale
 ACCURACY = 4  # activations are rounded to int8 too, block by block: the fast kernels
 LARGE = 1 << 16  # numbers of a table that is worth it
+
+
+def require_quantiser() -> None:
+    """Refuse before anything is traced where ONNX Runtime cannot quantise to 8 bits.
+
+    Raises:
+        NotExportable: it is too old; graphs made elsewhere run on it nevertheless.
+    """
+    if "bits" not in signature(_quantiser()).parameters:
+        raise NotExportable(
+            f"onnxruntime {library('onnxruntime').__version__} quantises products to 4 bits only; "
+            "for int8 run: pip install --upgrade onnxruntime (1.31 is known to do), or use fp16"
+        )
 
 
 def to_int8(file: Path) -> None:
@@ -36,8 +51,7 @@ def to_int8(file: Path) -> None:
     _fold_transposed(model)
     _embeddings(model)
     with _quiet():
-        nbits = library("onnxruntime.quantization.matmul_nbits_quantizer")
-        quantiser = nbits.MatMulNBitsQuantizer(
+        quantiser = _quantiser()(
             model, bits=8, block_size=BLOCK, is_symmetric=True, accuracy_level=ACCURACY
         )
         quantiser.process()
@@ -93,6 +107,11 @@ def _embeddings(model: Any) -> None:
         ]):  # fmt: skip
             graph.node.insert(at + i, new)
         return
+
+
+def _quantiser() -> Any:
+    with _quiet():
+        return library("onnxruntime.quantization.matmul_nbits_quantizer").MatMulNBitsQuantizer
 
 
 @contextmanager

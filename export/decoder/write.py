@@ -14,7 +14,7 @@ from torch import Tensor
 from kvcap.export.adopt import check_tokenizer
 from kvcap.export.decoder import manifest
 from kvcap.export.decoder.graph import Decoder
-from kvcap.export.decoder.int8 import to_int8
+from kvcap.export.decoder.int8 import require_quantiser, to_int8
 from kvcap.export.decoder.spec import Source, check_dtype
 from kvcap.export.decoder.verify import Report, check
 from kvcap.export.libraries import library, require
@@ -54,6 +54,8 @@ def write(
     """
     require()
     check_dtype(dtype)
+    if dtype == "int8":
+        require_quantiser()
     out = out.resolve()
     check_out(out)
     out.parent.mkdir(parents=True, exist_ok=True)
