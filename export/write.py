@@ -28,6 +28,7 @@ from kvcap.export.verify import Report, check, feed, session
 OPSET = 18  # newer files fail on the runtimes that phones have
 IR_VERSION = 10  # likewise
 FEW = 12  # slots of a sample
+FOLDED = 512  # numbers of a constant at most: what is larger, a device computes when it loads
 
 
 def write(spec: Spec, folder: Path, quick: bool = False) -> tuple[Path, Report]:
@@ -77,7 +78,9 @@ def trace(graph: Graph, given: dict[str, Tensor]) -> Any:
     open_axes = {
         axis: torch.export.Dim(axis, min=1) for axis in DYNAMIC if graph.sizes[axis] is None
     }
-    program = program_of(graph, graph.inputs, [given[p.name] for p in graph.inputs], open_axes)
+    tensors = [given[port.name] for port in graph.inputs]
+    program = program_of(graph, graph.inputs, tensors, open_axes, optimize=False)
+    library("onnxscript.optimizer").optimize_ir(program.model, output_size_limit=FOLDED)
     model = program.model_proto
     model.ir_version = min(model.ir_version, IR_VERSION)
     outputs = graph.outputs(given)
@@ -88,7 +91,11 @@ def trace(graph: Graph, given: dict[str, Tensor]) -> Any:
 
 
 def program_of(
-    module: nn.Module, ports: list[Port], tensors: list[Tensor], open_axes: dict[str, Any]
+    module: nn.Module,
+    ports: list[Port],
+    tensors: list[Tensor],
+    open_axes: dict[str, Any],
+    optimize: bool = True,
 ) -> Any:
     """The torch.onnx.ONNXProgram of a module, traced on `tensors`, its inputs in order.
 
@@ -108,6 +115,7 @@ def program_of(
             input_names=[port.name for port in ports],
             external_data=False,
             verbose=False,
+            optimize=optimize,
             custom_translation_table=translations(),
         )
     assert program is not None
