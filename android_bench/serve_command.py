@@ -53,10 +53,8 @@ def serve_command(
     try:
         from kvcap.android_bench.server import Serving
     except ImportError as error:
-        from kvcap.runtime.errors import ExtraMissing
-
-        raise ExtraMissing(
-            f"serving needs {error.name}, which is not installed; run: pip install 'kvcap[android]'"
+        raise ServerMissing(
+            f"serving needs {error.name}, which is not installed; run: pip install kvcap[android]"
         ) from error
     if address is not None and not lan:
         raise ValueError("--address goes with --lan; without it only this machine is let in")
