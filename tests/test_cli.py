@@ -18,7 +18,7 @@ from kvcap import cli
 BUDGET = {
     *("--policy", "--policy-option", "--kv-budget", "--kv-budget-tokens", "--max-kv-size"),
     *("--block-size", "--prefill-chunk-size", "--sink-tokens", "--recent-tokens"),
-    *("--positions", "--dtype", "--json", "--memory-cap", "--enforce"),
+    *("--positions", "--dtype", "--json", "--memory-cap", "--enforce", "--backend"),
 }
 ANSWER = {
     *("--evict-every", "--system-prompt", "--device", "--max-new-tokens", "--temp"),

@@ -18,7 +18,6 @@ from kvcap.runtime.ort import paired
 from kvcap.runtime.ort.fused import state_of
 from kvcap.runtime.ort.manifest import Manifest
 from kvcap.runtime.plan import (
-    LOADING,
     RUNNING,
     MemoryPlan,
     fitting,
@@ -28,6 +27,7 @@ from kvcap.runtime.plan import (
     within,
 )
 
+LOADING = 40 << 20  # ONNX Runtime itself, a tokenizer, buffers of the first block
 ROTATION = 2 * 4  # bytes of a cosine and a sine
 
 
@@ -93,7 +93,13 @@ def _of_fused(
     while cap is not None and sizes.block_size is None and found.total_bytes > cap and block > 1:
         block = -(-block // 2)  # a smaller block takes a smaller workspace
         found = _fused(manifest, policy, baseline, block)
-    return found if cap is None else fitting(found, cap)
+    if cap is not None and found.total_bytes > cap:
+        raise PlanInfeasible(
+            f"the process takes {found.total_bytes:,} bytes with blocks of {block:,} tokens, more "
+            f"than the cap of {cap:,}: {baseline:,} of its own, {found.weights:,} of weights, "
+            f"{found.cache_bytes:,} for {tokens:,} slots; raise the cap, or {again}"
+        )
+    return found
 
 
 def _of_paired(

@@ -130,9 +130,8 @@ class OrtRuntime:
         tokenizer = Tokenizer(found.folder)
         graph = Graph(found.decoder)
         if cap is not None:
-            fixed = sizes._replace(kv_budget_tokens=plan.budget_tokens, kv_budget=None)
-            plan = plan_of(found, chosen.name, fixed._replace(block_size=plan.block_size),
-                           pinned=chosen.least, loaded=True)  # fmt: skip
+            # What loading really took is known now.
+            plan = plan_of(found, chosen.name, sizes, pinned=chosen.least, loaded=True)
             if enforce == "rlimit":
                 limit_data(cap)
         return cls(found, tokenizer, plan, chosen, graph, str(folder), sizes, cap)
