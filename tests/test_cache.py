@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from conftest import small_policy, tiny_model
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kvcap
@@ -74,6 +74,7 @@ def test_compact_moves_everything_of_a_slot_together(budget, block, batch, heads
     evict_every=st.integers(1, 3),
     compact=st.booleans(),
 )
+@settings(max_examples=12)  # of each policy
 def test_never_above_the_cap(policy, budget, block, length, evict_every, compact):
     """After every block and generated token: held ≤ N, bytes as planned, positions unique."""
     model = MODEL

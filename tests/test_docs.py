@@ -112,5 +112,5 @@ def test_the_error_tree_names_every_error():
 def test_nothing_here_names_a_machine():
     """No absolute path of a build machine in anything that is shipped."""
     for path in [*ROOT.glob("*.md"), *ROOT.glob("*/*.md"), *ROOT.rglob("*.py")]:
-        if ".venv" not in str(path):
+        if not str(path.relative_to(ROOT)).startswith("."):
             assert not re.search(r"/(work|root|home)/\w", path.read_text()), path

@@ -39,7 +39,7 @@ TOY = Options(
 
 
 ELSEWHERE = ("perturbation", "proxy", "saliency", "stream", "turns")  # their own test files
-ON_CUDA = ("gpu", "kernels")
+ON_CUDA = ("gpu", "kernels", "parts", "throughput")
 
 
 @pytest.fixture(scope="module")

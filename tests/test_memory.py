@@ -54,8 +54,8 @@ def flat(name: str, short: int, long: int, fault=None, slack=0.0, layers=1) -> N
 
 
 @pytest.mark.parametrize("name", EVICTING)
-def test_flat_from_1k_to_4k_for_every_policy(name):
-    flat(name, 1024, 4096, layers=2, slack=0.05 if name in SHARES else 0.0)
+def test_flat_from_half_a_k_to_2k_for_every_policy(name):
+    flat(name, 512, 2048, layers=2, slack=0.05 if name in SHARES else 0.0)
 
 
 @pytest.mark.parametrize("name", ["keydiff", "snapkv"])

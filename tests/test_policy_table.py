@@ -156,10 +156,10 @@ def test_a_policy_of_another_package_is_listed_by_its_name(
         formula: ClassVar = "none"
         state: ClassVar = {"x": torch.int16, "y": torch.float32}
 
+    from kvcap import policies
     from kvcap.policies import Recipe
-    from kvcap.runtime import tables
 
-    monkeypatch.setattr(tables, "policies", lambda: {"theirs": Recipe({"policy": Theirs}, {})})
+    monkeypatch.setattr(policies, "policies", lambda: {"theirs": Recipe({"policy": Theirs}, {})})
     row = describe("theirs", Eviction(Theirs(), name="theirs"))
     assert row["composition"] == "theirs"
     assert row["state_bytes_per_slot"] == 6

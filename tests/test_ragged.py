@@ -125,8 +125,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("positions", ["compact", "true"])
-@pytest.mark.parametrize("block", [1, 6])
+@pytest.mark.parametrize(("block", "positions"), [(1, "compact"), (6, "compact"), (6, "true")])
 @pytest.mark.parametrize("case", CASES)
 def test_logits_and_kept_sets_against_the_reference(case, block, positions):
     policy, options, parts, slots = CASES[case]
