@@ -11,10 +11,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kvcap.kernels.device import able, power_of_two
+from kvcap.kernels.device import able, bits, power_of_two
 
 MOST_SIDE = 6  # tensors of a number a slot, besides positions
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def covers(keys: Tensor, values: Tensor, buffers: Sequence[Tensor]) -> bool:
@@ -42,7 +41,7 @@ def append(keys: Tensor, values: Tensor, positions: Tensor, buffers: Sequence[Te
 
     batch, heads, length, size = keys.shape
     row = buffers[2].stride(1)  # slots from one to the next
-    sides = [x.view(_INTEGERS[x.element_size()]) for x in buffers[3:]]
+    sides = [bits(x) for x in buffers[3:]]
     for x in (*buffers[2:], *buffers[:2]):
         step = size if x.dim() == 4 else 1
         assert x.stride()[:3] == (heads * row * step, row * step, step), "rows side by side"

@@ -40,6 +40,11 @@ def overlaps(device: torch.device) -> bool:
     return hasattr(cuda, "gdc_wait")
 
 
+def bits(x: Tensor) -> Tensor:
+    """`x` as integers of its size: what is only moved needs no type of its own."""
+    return x.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()])
+
+
 def power_of_two(size: int, least: int = 1) -> int:
     """The next one, at least `least`: tiles have such sizes.
 

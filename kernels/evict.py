@@ -15,14 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvcap.kernels.device import able, power_of_two
+from kvcap.kernels.device import able, bits, power_of_two
 
 MOST_SPANS = 8
 MOST_COUNT = 1024  # slots given up at once; each is compared with every slot
 MOST_SLOTS = 16384  # of a row, if more than one goes: a program holds them all
 MOST_SIDE = 4  # tensors of a number a slot, besides positions and shifts
-
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 Spans = Sequence[tuple[int, int]]
 
@@ -135,7 +133,7 @@ def _pins(
 def _integers(positions: Tensor, buffers: Sequence[Tensor]) -> tuple[list[Any], list[Any]]:
     """Buffers [B, K, n, D], and [B, K, n] and None, as integers: only bits are moved."""
     capacity = positions.stride(1)
-    found = [x.view(_INTEGERS[x.element_size()]) for x in buffers]
+    found = [bits(x) for x in buffers]
     wide, side = ([x for x in found if x.dim() == dim] for dim in (4, 3))
     assert len(wide) == 2, "keys and values"
     assert len(side) <= MOST_SIDE, "see `covers`"
