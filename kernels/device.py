@@ -35,7 +35,7 @@ def overlaps(device: torch.device) -> bool:
     """Whether a kernel can be launched before the one it waits for has ended."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device) < (9, 0):
         return False
-    from triton.language.extra import cuda
+    from triton.language.extra import cuda  # type: ignore[import-untyped]
 
     return hasattr(cuda, "gdc_wait")
 

@@ -68,4 +68,5 @@ def matvecs(
             num_warps=8 if columns >= 8192 else 4,
             **({"launch_pdl": True} if overlap else {}),
         )  # fmt: skip
-    return out.split(rows, dim=-1)
+    split: tuple[Tensor, ...] = out.split(rows, dim=-1)
+    return split

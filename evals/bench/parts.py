@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import cycle, islice
 from typing import Any
 
@@ -90,22 +91,22 @@ def _parts(budgets: Sequence[int]) -> Iterator[Part]:
         for tokens in (1, 128, 512, 1024):
             slots = n + tokens
             yield Part(
-                "attention", slots, tokens, lambda s=slots, t=tokens: _attention(s, t),
-                lambda x: decode.attend(*x, SIZE**-0.5), "sdpa", _sdpa,
+                "attention", slots, tokens, partial(_attention, slots, tokens),
+                _attend, "sdpa", _sdpa,
                 2 * slots * KV_HEADS * SIZE * item if tokens == 1 else 0,
             )  # fmt: skip
             yield Part(
-                "eviction", slots, tokens, lambda s=slots, t=tokens: _Slots(s, t),
+                "eviction", slots, tokens, partial(_Slots, slots, tokens),
                 _Slots.by_kernels, "eager", _Slots.eagerly,
             )  # fmt: skip
         yield Part(
-            "rotation", n, 1, lambda s=n: _rotation(s), _rotated("triton"), "eager",
+            "rotation", n, 1, partial(_rotation, n), _rotated("triton"), "eager",
             _rotated("eager"), n * KV_HEADS * SIZE * item,
         )  # fmt: skip
     for rows, columns in ((HIDDEN, HIDDEN), (1024, HIDDEN), (INNER, HIDDEN), (HIDDEN, INNER)):
         yield Part(
             f"product with {columns}", rows, 1,
-            lambda r=rows, c=columns: (_random(1, 1, c), _random(r, c)),
+            partial(_row_and_matrix, rows, columns),
             lambda x: linear.matvec(*x), "cublas", lambda x: product(*x), rows * columns * item,
         )  # fmt: skip
 
@@ -118,6 +119,15 @@ def _attention(slots: int, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
     query = _random(1, tokens, HEADS, SIZE).transpose(1, 2)
     keys, values = (_random(1, KV_HEADS, slots + 9, SIZE)[:, :, :slots] for _ in range(2))
     return query, keys, values
+
+
+def _row_and_matrix(rows: int, columns: int) -> tuple[Tensor, Tensor]:
+    return _random(1, 1, columns), _random(rows, columns)
+
+
+def _attend(x: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+    query, keys, values = x
+    return decode.attend(query, keys, values, SIZE**-0.5)
 
 
 def _sdpa(x: tuple[Tensor, Tensor, Tensor]) -> Tensor:

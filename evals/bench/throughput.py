@@ -127,4 +127,4 @@ def _timed(model: Any, batch: int, read: Callable[[Tensor], Any], steps: int) ->
 def _slot_bytes(model: Any) -> int:
     """Keys and values of a token in all layers."""
     config = model.config
-    return 2 * 2 * config.num_hidden_layers * config.num_key_value_heads * int(config.head_dim)
+    return int(4 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim)
