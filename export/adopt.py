@@ -9,11 +9,9 @@ as it is.
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import tempfile
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,48 +20,33 @@ import torch
 from transformers import GenerationConfig
 
 import kvcap
+from kvcap.export.companions import bring, check_tokenizer, files_of
 from kvcap.export.decoder import manifest as facts
 from kvcap.export.evictor import Evictor, example, trace
-from kvcap.export.libraries import library, require
+from kvcap.export.libraries import require
+from kvcap.export.signature import Found, look
 from kvcap.export.spec import recipe
 from kvcap.export.trial import tried
 from kvcap.policies import Eviction, load_policy
 from kvcap.runtime.errors import ModelNotFound, NotExportable, ToleranceError, UnsupportedModel
-from kvcap.runtime.model_files import check_generation, load_config, load_tokenizer
+from kvcap.runtime.model_files import check_generation, load_config
 from kvcap.runtime.model_shape import ModelShape, layer_kinds
-from kvcap.runtime.ort.graph import TYPES, Graph
+from kvcap.runtime.ort.graph import Graph
 from kvcap.runtime.ort.manifest import EVICTOR, SCHEMA
-from kvcap.runtime.ort.tokenizer import Tokenizer
 from kvcap.runtime.plan import BLOCK_SIZE
-from kvcap.runtime.text import render
 
 POLICIES = ("keydiff", "knorm", "streaming_llm", "random")
 PREFERRED = ("model.onnx", "onnx/model.onnx", "decoder_with_past_model.onnx")
 COMPANIONS = ("config.json", "generation_config.json", *facts.TOKENIZER.values(),
               "special_tokens_map.json")  # fmt: skip
-PORT = re.compile(r"past_key_values\.(\d+)\.(key|value)")
-FLOATS = ("tensor(float)", "tensor(float16)")
 CASES = ((0, 5, 5), (0, 1, 1), (20, 7, 27), (64, 1, 64), (64, 16, 64), (1, 1, 1), (64, 9, 40))
 CLOSE = {torch.float32: 1e-5, torch.float16: 1e-2}
-TEXT = "Hello! Zwölf Boxkämpfer, 42 <b>ships</b>\n and 你好."
 RULE = [
     "run the decoder on a block with what is kept as past_key_values, attention_mask all ones, and "
     "position_ids from `seen` (true positions) or from the number of kept slots (compact)",
     "run the evictor on all layers' present; what it keeps is past_key_values of the next block",
     "stay = min(budget, kept slots + block); table[p] = cosine and sine of p * inv_freq",
 ]
-
-
-@dataclass(frozen=True)
-class Found:
-    """A decoder's graph and what its ports say."""
-
-    graph: Graph
-    file: Path
-    layers: int
-    kv_heads: int
-    head_dim: int
-    cache: Any  # the NumPy type of keys and values
 
 
 def adopt(
@@ -109,73 +92,43 @@ def adopt(
     said = _describe(folder, config, shape, found)
     said |= {"budget_tokens": budget_tokens, "block_size": block_size, "exporter": exporter}
     chosen = list(policies) or [load_policy(name) for name in POLICIES]
+    said |= {"positions": positions or modes[0], "default_policy": chosen[0].name}
     target = folder if out is None else out
-    target.mkdir(parents=True, exist_ok=True)
+    fresh = not target.exists()
+    try:
+        target.mkdir(parents=True, exist_ok=True)
+        pairs = [(eviction, mode) for eviction in chosen for mode in modes]
+        said["evictors"] = _evictors(target, pairs, found, shape)
+        _finish(target, folder, file, said)
+    except BaseException:  # Ctrl-C too
+        if fresh:
+            shutil.rmtree(target, ignore_errors=True)
+        raise
+    return said
+
+
+def _evictors(
+    target: Path, pairs: Iterable[tuple[Eviction, str]], found: Found, shape: ModelShape
+) -> list[dict[str, Any]]:
+    """Write the graphs that evict into `target`, all or none; returns their entries."""
     with tempfile.TemporaryDirectory(prefix=".kvcap-", dir=target) as name:
         part = Path(name)
-        said["evictors"] = [
-            _write(part, eviction, found, shape, mode) for eviction in chosen for mode in modes
-        ]
-        said["positions"] = positions or modes[0]
-        said["default_policy"] = chosen[0].name
+        entries = [_write(part, eviction, found, shape, mode) for eviction, mode in pairs]
         for path in sorted(part.iterdir()):
             os.replace(path, target / path.name)
-    names = [*_files(folder, file), *(name for name in COMPANIONS if (folder / name).is_file())]
+    return entries
+
+
+def _finish(target: Path, folder: Path, file: Path, said: dict[str, Any]) -> None:
+    """Bring what belongs to the decoder, and write the manifest last."""
+    names = [*files_of(folder, file), *(name for name in COMPANIONS if (folder / name).is_file())]
     for name in names if target != folder else ():
-        _bring(folder / name, target / name)
+        bring(folder / name, target / name)
     names += [entry["file"] for entry in said["evictors"]]
     said["files"] = [{**facts.entry(target / name), "file": name} for name in names]
     said["graphs"] = {"decoder": said["files"][0]}
     said["tokenizer"] = {k: v if v in names else None for k, v in facts.TOKENIZER.items()}
     facts.write(target, said)
-    return said
-
-
-def look(file: Path) -> Found:
-    """What a decoder's ports say.
-
-    Raises:
-        GraphBroken: it cannot be loaded, or data beside it is missing.
-        UnsupportedModel: another signature.
-    """
-    graph = Graph(file)
-    ports = graph.inputs
-    past = {name: port for name, port in ports.items() if PORT.fullmatch(name)}
-    layers = len(past) // 2
-    names = {f"past_key_values.{i}.{kind}" for i in range(layers) for kind in ("key", "value")}
-    if "position_ids" not in ports and past:
-        raise UnsupportedModel(
-            f"{file.name} has no position_ids: it counts positions by itself, which is wrong once "
-            "tokens are evicted (so are graphs of GroupQueryAttention with rotary embeddings "
-            "inside); export the model again with position_ids, or with kvcap export decoder MODEL"
-        )
-    wanted = {"input_ids", "attention_mask", "position_ids", *names}
-    present = {name.replace("past_key_values", "present") for name in names}
-    if not past or set(ports) != wanted or set(graph.outputs) != {"logits", *present}:
-        odd = sorted((set(ports) ^ wanted) | (set(graph.outputs) ^ {"logits", *present}))
-        raise UnsupportedModel(
-            f"{file.name} has not the signature of a decoder with its cache ({', '.join(odd[:4])} "
-            "is too much or missing); taken are input_ids, attention_mask, position_ids, "
-            "past_key_values.N.key/value to logits, present.N.key/value"
-        )
-    for name in ("input_ids", "attention_mask", "position_ids"):
-        if ports[name].type != "tensor(int64)":
-            raise UnsupportedModel(f"{file.name} takes {name} as {ports[name].type}, not int64")
-    kinds = {(port.type, str(port.shape[1]), str(port.shape[3])) for port in past.values()}
-    lengths = {str(port.shape[2]) for port in past.values()}
-    if len(kinds) > 1 or len(lengths) > 1:
-        raise UnsupportedModel(
-            f"layers of {file.name} hold unequally many slots or heads ({len(lengths)} lengths), "
-            "so that one mask cannot serve them; export the model itself with kvcap export decoder"
-        )
-    ((kind, heads, size),) = kinds
-    (length,) = lengths
-    if length.isdigit() or not heads.isdigit() or not size.isdigit() or kind not in FLOATS:
-        raise UnsupportedModel(
-            f"past_key_values of {file.name} are [batch, {heads}, {length}, {size}] of {kind}; "
-            "their length must be open, the other sizes fixed, of float or float16"
-        )
-    return Found(graph, file, layers, int(heads), int(size), np.dtype(TYPES[kind]))
 
 
 def _decoder_in(where: Path) -> Path:
@@ -221,7 +174,7 @@ def _describe(folder: Path, config: Any, shape: ModelShape, found: Found) -> dic
         generation = GenerationConfig.from_pretrained(str(folder))
     frequencies = _frequencies(shape)
     slides = "sliding_attention" in layer_kinds(config)  # in all, or it was refused
-    weights = sum((folder / name).stat().st_size for name in _files(folder, found.file))
+    weights = sum((folder / name).stat().st_size for name in files_of(folder, found.file))
     return {
         "schema": SCHEMA,
         "kind": EVICTOR,
@@ -300,47 +253,3 @@ def _pins(eviction: Eviction) -> dict[str, Any]:
     if any(eviction.recents(n) != max(int(share * n), fixed) for n in (16, 100, 999)):
         raise NotExportable(f"{eviction.name} pins newest tokens by a rule that no manifest knows")
     return {"sinks": eviction.sinks(), "recents": fixed, "share": share}
-
-
-def _files(folder: Path, file: Path) -> list[str]:
-    """The decoder's file and the files of its weights, as names within `folder`."""
-    model = library("onnx").load(str(file), load_external_data=False)
-    locations = {
-        entry.value
-        for tensor in model.graph.initializer
-        for entry in tensor.external_data
-        if entry.key == "location"
-    }
-    files = [file, *(file.parent / name for name in sorted(locations))]
-    return [path.relative_to(folder).as_posix() for path in files]
-
-
-def _bring(source: Path, target: Path) -> None:
-    """The same file at another place: a link where that can be, else a copy."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    target.unlink(missing_ok=True)
-    try:
-        os.link(source, target)
-    except OSError:
-        shutil.copyfile(source, target)
-
-
-def check_tokenizer(folder: Path) -> None:
-    """See that the tokenizer's files alone give what transformers makes of them.
-
-    Raises:
-        UnsupportedModel: they do not.
-    """
-    theirs, mine = load_tokenizer(str(folder)), Tokenizer(folder)
-    for special in (True, False):
-        if (
-            theirs(TEXT, add_special_tokens=special)["input_ids"]
-            != (mine(TEXT, add_special_tokens=special)["input_ids"])
-        ):
-            raise UnsupportedModel(
-                f"tokenizer.json in {str(folder)!r} gives other tokens than transformers do; save "
-                "it once with AutoTokenizer.from_pretrained(...).save_pretrained(...)"
-            )
-    turns = [{"role": "user", "content": TEXT}, {"role": "assistant", "content": "Yes."}]
-    if theirs.chat_template and render(theirs, turns) != render(mine, turns):
-        raise UnsupportedModel(f"the chat template in {str(folder)!r} needs more than jinja2 gives")

@@ -18,8 +18,9 @@ from typing import Any
 
 import torch
 
-from kvcap.export.adopt import adopt, look
+from kvcap.export.adopt import adopt
 from kvcap.export.libraries import library
+from kvcap.export.signature import look
 from kvcap.export.trial import Trial
 from kvcap.policies import Eviction
 from kvcap.runtime.errors import ExtraMissing, NotExportable, ToleranceError

@@ -7,17 +7,15 @@ not, or that should differ and agree.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kvcap.export.signature import Found
 from kvcap.runtime.errors import UnsupportedModel, first_line
 from kvcap.runtime.model_shape import ModelShape
 from kvcap.runtime.ort.paired import rotations
-
-if TYPE_CHECKING:
-    from kvcap.export.adopt import Found
 
 Array = NDArray[Any]
 TOKENS, DROPPED, FURTHER = 12, (3, 5), 7

@@ -17,8 +17,10 @@ from android_tools import made
 from onnx import TensorProto, helper
 from transformers import AutoTokenizer, GenerationConfig
 
-from kvcap.export.adopt import adopt, check_tokenizer, look
+from kvcap.export.adopt import adopt
+from kvcap.export.companions import check_tokenizer
 from kvcap.export.evictor import Evictor, example, trace
+from kvcap.export.signature import look
 from kvcap.policies import load_policy
 from kvcap.runtime import sampling
 from kvcap.runtime.errors import (
@@ -230,6 +232,9 @@ def test_an_evictor_that_computes_something_else_is_not_written(decoder, monkeyp
     monkeypatch.setattr("kvcap.export.adopt.trace", other)
     with pytest.raises(ToleranceError, match="differs by"):
         adopt(decoder, None, [load_policy("knorm")])
+    with pytest.raises(ToleranceError, match="differs by"):
+        adopt(decoder, decoder.parent / "out", [load_policy("knorm")])
+    assert not (decoder.parent / "out").exists()
     assert not (decoder / "kvcap.json").exists()
     assert not list(decoder.glob("*kvcap*"))
 

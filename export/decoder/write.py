@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvcap.export.adopt import check_tokenizer
+from kvcap.export.companions import check_tokenizer
 from kvcap.export.decoder import manifest
 from kvcap.export.decoder.graph import Decoder
 from kvcap.export.decoder.int8 import require_quantiser, to_int8
