@@ -28,7 +28,7 @@ from kvcap.export.verify import Report, check, feed, session
 OPSET = 18  # newer files fail on the runtimes that phones have
 IR_VERSION = 10  # likewise
 FEW = 12  # slots of a sample
-FOLDED = 512  # numbers of a constant at most: what is larger, a device computes when it loads
+FOLDED = 64  # numbers of a constant at most: what is larger, a device computes when it loads
 
 
 def write(spec: Spec, folder: Path, quick: bool = False) -> tuple[Path, Report]:
