@@ -118,8 +118,8 @@ class Budget:
             "--prefill-chunk-size",
             min=1,
             metavar="N",
-            help="Tokens read at once (by default 128, less where --kv-budget is small; a GPU reads "
-            "prompts up to three times faster at 1024).",
+            help="Tokens read at once (by default 128, less where --kv-budget is small; a GPU "
+            "reads prompts up to three times faster at 1024).",
         ),
     ] = None
     sink_tokens: Annotated[
