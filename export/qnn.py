@@ -106,7 +106,7 @@ def require(spec: Spec | None = None) -> None:
         version("onnxruntime-qnn")
     except PackageNotFoundError as error:
         raise ExtraMissing(
-            "compiling for QNN needs onnxruntime-qnn, which is not installed; run: "
+            "graphs for QNN need onnxruntime-qnn, which is not installed; run: "
             "pip install kvcap[qnn] (Python 3.11 or newer, on x86-64)"
         ) from error
 
