@@ -414,7 +414,7 @@ def test_a_run_that_is_interrupted(phone, endless, here):
 
     with pytest.raises(KeyboardInterrupt):
         measured(phone, endless, here, told=Breaks(interrupt))
-    assert phone.clean()
+    assert phone.clean(seconds=10)
 
 
 @installed

@@ -338,7 +338,7 @@ def test_a_closed_tab_loses_nothing(plan, chromium, tmp_path):
         reach(page, 0.3)
         page.close()
         page = opened(context.new_page(), serving.url)
-        assert "interrupted after" in page.locator("#earlier-text").inner_text()
+        page.locator("#earlier-text", has_text="interrupted after").wait_for(timeout=SOON)
         page.get_by_role("button", name="Send it").click()
         page.get_by_role("heading", name="Ended early").wait_for()
         page.locator("#outcome-text code").wait_for(timeout=SOON)
