@@ -53,8 +53,13 @@ def flat(name: str, short: int, long: int, fault=None, slack=0.0, layers=1) -> N
     assert after.held_bytes <= before.held_bytes
 
 
-@pytest.mark.parametrize("name", EVICTING)
-def test_flat_from_half_a_k_to_2k_for_every_policy(name):
+# Every score and every companion once; that of each preset are its parts'.
+KINDS = ("keydiff", "streaming_llm", "knorm", "tova", "h2o", "snapkv", "dropkv", "andpro", "cake",
+         "random", "obcache", "pyramidkv", "adakv", "headkv", "criticalkv", "calidrop")  # fmt: skip
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_flat_from_half_a_k_to_2k_for_every_kind_of_policy(name):
     flat(name, 512, 2048, layers=2, slack=0.05 if name in SHARES else 0.0)
 
 

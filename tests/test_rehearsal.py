@@ -38,10 +38,11 @@ def measured(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_within_five_percent_of_the_allocators_peak(family, dtype):
-    """Twelve families, three policies each in float32, blocks of three sizes."""
+    """Twelve families; three policies, blocks of three sizes, in float32 of two of them."""
     config = tiny_config(family, **SIZES)
     settings = [("keydiff", 200, 64), ("obcache", 120, 40), ("h2o", 150, 16)]
-    for policy, budget, block in settings if dtype == torch.float32 else settings[1:2]:
+    whole = dtype == torch.float32 and family in ("llama", "gemma2")
+    for policy, budget, block in settings if whole else settings[1:2]:
         eviction = kvcap.load_policy(policy)
         expected = rehearse_block(config, eviction, budget, block, dtype, "compact")
         assert expected == pytest.approx(measured(config, eviction, budget, block, dtype), rel=0.05)
