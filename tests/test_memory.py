@@ -21,7 +21,6 @@ from transformers import DynamicCache, StaticCache
 import kvcap
 from kvcap.cli import run
 from kvcap.evals.measure import MIB
-from kvcap.policies import policies
 from kvcap.runtime.loop import BlockLoop
 from kvcap.runtime.process_peak import NotMeasured
 from kvcap.testing import cpu_peak, cuda_peak, kv_bytes, process_peak
@@ -30,7 +29,6 @@ ROOT = Path(__file__).parents[1]
 INSTALLED = [e.name for e in entry_points(group="pytest11") if e.name == "kvcap"]
 PLUGIN = INSTALLED[0] if INSTALLED else "kvcap.runtime.pytest_plugin"
 BLOCK, BUDGET = 128, 64
-EVICTING = [name for name in policies() if name != "full"]
 SHARES = {"adakv", "cake", "criticalkv-adakv"}  # how slots are shared out depends on the text
 
 
@@ -68,8 +66,8 @@ def test_flat_from_4k_to_64k(name):
     flat(name, 4096, 65536)
 
 
-@pytest.mark.parametrize("name", EVICTING)
-def test_bytes_at_every_block_to_64k_for_every_policy(name):
+@pytest.mark.parametrize("name", KINDS)
+def test_bytes_at_every_block_to_64k_for_every_kind_of_policy(name):
     layers = 2 if name == "cake" else 1  # whose slots move between them
     model = tiny_model("llama", num_hidden_layers=layers, max_position_embeddings=131072)
     ids = torch.randint(3, 90, (1, 65536), generator=torch.Generator().manual_seed(0))
