@@ -18,10 +18,8 @@ from torch import Tensor
 
 from kvcap.android_bench.errors import PlanBroken
 from kvcap.android_bench.runner.inputs import filled
-from kvcap.export.compare import HUGE, OWN, RTOL
-from kvcap.export.forms import Traced
-from kvcap.export.graphs import Evict, Graph, Score
-from kvcap.export.portable import Float64
+from kvcap.export.compare import RTOL, difference, reference, truth
+from kvcap.export.graphs import Evict, Graph
 from kvcap.export.ports import PORTS
 
 SEEDS = {"keys": 1, "values": 2, "queries": 3, "output_norm": 4}
@@ -128,28 +126,17 @@ class Expected:
         self.case, self.given, self.name = case, given, name
         if case.queries:
             self.name += f".q{case.queries}"
-        self.eager = self.compute(given)
-        with Float64():
-            self.truth = self.compute(
-                {k: v.double() if v.is_floating_point() else v for k, v in given.items()}
-            )
-
-    def compute(self, given: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Scores or worth, and state, by the policy's own code."""
-        plain = Traced(self.case.graph.form.eviction, self.case.graph.form.shape)
-        if not isinstance(self.case.graph, Evict):
-            return {port.name: found for port, found in Score(plain).compute(given)}
-        seen = plain.observe(given)
-        state = {f"kept_{name}": found for name, (_, found) in plain.next_state(seen).items()}
-        return {**state, "worth": Evict(plain).worth(given, seen)}
+        # Of state an evict graph gives the kept slots'.
+        kept = "kept_" if isinstance(case.graph, Evict) else ""
+        self.eager, self.truth = (
+            {name if name == "worth" else kept + name: x for name, x in found.items()}
+            for found in (reference(case.graph, given), truth(case.graph, given))
+        )
 
     def allowed(self, name: str) -> float:
         """The largest difference to eager that passes; what `kvcap export verify` allows."""
-        eager, truth = self.eager[name].double(), self.truth[name].double()
-        plain = (truth.abs() < HUGE) & (eager.abs() < HUGE)
-        scale = float(truth[plain].abs().amax()) if bool(plain.any()) else 0.0
-        own = float((eager - truth)[plain].abs().amax()) if bool(plain.any()) else 0.0
-        return RTOL * scale + OWN * own + 1e-12
+        eager = self.eager[name]
+        return difference(eager, eager, self.truth[name], RTOL)[1]
 
     def marks(self) -> Tensor:
         """2 for a slot that must stay, 1 where it may, 0 where it must go. [B, K, n] uint8."""

@@ -45,14 +45,14 @@ def compared(graph: Graph, given: Found, got: Found, rtol: float = RTOL) -> Diff
     Raises:
         ShapeError: an output of another shape.
     """
-    eager, truth = _reference(graph, given), _truth(graph, given)
+    eager, exact = reference(graph, given), truth(graph, given)
     finite = all(bool(x.isfinite().all()) for x in got.values() if x.is_floating_point())
     found = [(0.0, 0.0)]
-    for name, value, expected, exact in _pairs(graph, got, eager, truth):
+    for name, value, expected, precise in _pairs(graph, got, eager, exact):
         _same_shape(name, value, expected)
-        found.append(_difference(value, expected, exact, rtol))
+        found.append(difference(value, expected, precise, rtol))
     error, allowed = max(found, key=lambda pair: pair[0] / pair[1] if pair[1] else 0.0)
-    overlap, reachable, misses = _selection(graph, given, got, eager, truth, rtol)
+    overlap, reachable, misses = _selection(graph, given, got, eager, exact, rtol)
     same = misses == 0 and overlap >= OVERLAP * reachable
     ok = finite and error <= allowed and (same or overlap == 1)
     return Difference(error, allowed, overlap, misses, finite, ok)
@@ -87,12 +87,12 @@ def _selection(
         index = got["scores"].nan_to_num().topk(half, dim=-1).indices
     else:
         return 1.0, 1.0, 0
-    _, near = _difference(worth, worth, exact, rtol)
+    _, near = difference(worth, worth, exact, rtol)
     own = worth.topk(index.shape[-1], dim=-1).indices
     return _overlap(index, exact), _overlap(own, exact), _misses(index, worth, near)
 
 
-def _reference(graph: Graph, given: Found) -> dict[str, Tensor]:
+def reference(graph: Graph, given: Found) -> dict[str, Tensor]:
     """What eager code gives: scores or worth by the policy itself, the rest by the form."""
     form = graph.form
     plain = Traced(form.eviction, form.shape)
@@ -106,14 +106,14 @@ def _reference(graph: Graph, given: Found) -> dict[str, Tensor]:
     return {port.name: tensor for port, tensor in Score(plain).compute(given)}
 
 
-def _truth(graph: Graph, given: Found) -> dict[str, Tensor]:
-    """`_reference` in float64."""
+def truth(graph: Graph, given: Found) -> dict[str, Tensor]:
+    """`reference` in float64."""
     doubled = {k: v.double() if v.is_floating_point() else v for k, v in given.items()}
     with Float64():
-        return _reference(graph, doubled)
+        return reference(graph, doubled)
 
 
-def _difference(value: Tensor, eager: Tensor, truth: Tensor, rtol: float) -> tuple[float, float]:
+def difference(value: Tensor, eager: Tensor, truth: Tensor, rtol: float) -> tuple[float, float]:
     """Largest difference to eager, and what is allowed. Marks of a rescorer and pins aside."""
     value, eager, truth = value.double(), eager.double(), truth.double()
     plain = (truth.abs() < HUGE) & (eager.abs() < HUGE)
