@@ -26,7 +26,13 @@ def covers(keys: Tensor, values: Tensor, buffers: Sequence[Tensor]) -> bool:
     return able(keys) and alike and len(buffers) <= 3 + MOST_SIDE and keys.numel() > 0
 
 
-def append(keys: Tensor, values: Tensor, positions: Tensor, buffers: Sequence[Tensor]) -> None:
+def append(
+    keys: Tensor,
+    values: Tensor,
+    positions: Tensor,
+    buffers: Sequence[Tensor],
+    after: Tensor | None = None,
+) -> None:
     """Write a block.
 
     Args:
@@ -36,6 +42,7 @@ def append(keys: Tensor, values: Tensor, positions: Tensor, buffers: Sequence[Te
         buffers: the slots that are written, views: of keys and of values [b, k, T, D], of
             positions [b, k, T] int32, and [b, k, T] of side tensors, which become 0. Rows are
             equally far apart in all.
+        after: an integer on the device [], by how many slots what is written lies behind these.
     """
     from kvcap.kernels.append_triton import write
 
@@ -49,6 +56,6 @@ def append(keys: Tensor, values: Tensor, positions: Tensor, buffers: Sequence[Te
     with torch.cuda.device_of(keys):
         write[-(-length // block), batch * heads](
             keys, values, positions, *buffers[:3], *sides, *[None] * (MOST_SIDE - len(sides)),
-            length, row, *keys.stride()[:3], *values.stride()[:3],
+            length, row, after, *keys.stride()[:3], *values.stride()[:3],
             HEADS=heads, SIZE=size, SIZE_PAD=power_of_two(size, 16), BLOCK=block, num_warps=4,
         )  # fmt: skip

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 
 # Where a block goes differs from segment to segment, which must not compile anew.
-_PLACES = ["to_positions", *(f"side_{i}" for i in range(6)), "length", "row_slots"]
+_PLACES = ["to_positions", *(f"side_{i}" for i in range(6)), "length", "row_slots", "after"]
 
 
 @triton.jit(do_not_specialize=_PLACES)
@@ -18,6 +18,7 @@ def write(
     side_0, side_1, side_2, side_3, side_4, side_5,  # integers, or None
     length,  # T
     row_slots,
+    after,  # slots of a row before them, [] or None: none
     key_b, key_h, key_t,
     value_b, value_h, value_t,
     HEADS: tl.constexpr,
@@ -35,6 +36,8 @@ def write(
     key = tl.load(keys + batch * key_b + head * key_h + t[:, None] * key_t + d, wide)
     value = tl.load(values + batch * value_b + head * value_h + t[:, None] * value_t + d, wide)
     slot = row * row_slots + t
+    if after is not None:
+        slot += tl.load(after)
     tl.store(to_keys + slot[:, None] * SIZE + d, key, wide)
     tl.store(to_values + slot[:, None] * SIZE + d, value, wide)
     tl.store(to_positions + slot, tl.load(positions + t, inside), inside)

@@ -25,7 +25,13 @@ MOST_SIZE = 256
 _LOG2_E = math.log2(math.e)
 
 
-def covers(query: Tensor, keys: Tensor, values: Tensor, kv_heads: int | None = None) -> bool:
+def covers(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    kv_heads: int | None = None,
+    any_block: bool = False,
+) -> bool:
     """Whether the kernel can attend these here: on CUDA, or on a CPU in triton's interpreter.
 
     Blocks above `MOST_TOKENS` only where they give a device enough to do uncut: over 2,048 slots
@@ -37,6 +43,7 @@ def covers(query: Tensor, keys: Tensor, values: Tensor, kv_heads: int | None = N
         keys: as in `attend` or `attend_ragged`.
         values: likewise.
         kv_heads: K; needed where the keys are a pool.
+        any_block: also blocks that others attend as fast.
     """
     (batch, heads, tokens, size), item = query.shape, query.element_size()
     kv_heads = keys.shape[1] if kv_heads is None else kv_heads
@@ -45,7 +52,8 @@ def covers(query: Tensor, keys: Tensor, values: Tensor, kv_heads: int | None = N
         return False
     if tokens > MOST_TOKENS:
         programs = batch * kv_heads * -(-rows // MOST_ROWS)
-        if size * item > 256 or 3 * programs < 4 * multiprocessors(query.device):
+        few = 3 * programs < 4 * multiprocessors(query.device) and not any_block
+        if size * item > 256 or few:
             return False
     if any(x.dtype != query.dtype or x.stride(-1) != 1 for x in (query, keys, values)):
         return False
@@ -88,7 +96,7 @@ def attend(
             keys are used as they are.
         table: [span, 2, R/2], contiguous, cosines and sines of the shifts in float32. float16 is
             enough for bfloat16 keys (it rounds to 2⁻¹², they to 2⁻⁹) and half as much to read.
-        length: slots that are used, at least T, where not all n: an int, or one int32 on the
+        length: slots that are used, at least T, where not all n: an int, or one integer on the
             device, which may change between replays of a CUDA graph.
 
     Returns:

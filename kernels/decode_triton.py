@@ -83,7 +83,7 @@ def attend_part(
     shift,  # [B, K, n] or [slots] int32, or None
     table,  # [span, 2, HALF], or None
     starts,  # [B·K] int32, the first slot of every row, or None
-    lengths,  # [B·K] or [1] int32, the slots of every row, or None: `length`
+    lengths,  # [B·K] or one integer, the slots of every row, or None: `length`
     part_out,  # [B·K, S, M, D] float32, M = GROUP · T query rows of a KV head
     part_lse,  # [B·K, S, M] float32, log-sum-exp in base 2
     out,  # [B, T, H, D] where one part is all, else None
@@ -117,7 +117,7 @@ def attend_part(
     part, parts, row = tl.program_id(0), tl.num_programs(0), tl.program_id(2).to(tl.int64)
     batch, head = row // KV_HEADS, row % KV_HEADS
     if lengths is not None:
-        length = tl.load(lengths + row * lengths_step)
+        length = tl.load(lengths + row * lengths_step).to(tl.int32)
     begin = part * chunk
     if begin >= length:
         return
@@ -206,7 +206,7 @@ def merge_parts(
     """One query row's attention from its parts, in their order."""
     m, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     if lengths is not None:
-        length = tl.load(lengths + row * lengths_step)
+        length = tl.load(lengths + row * lengths_step).to(tl.int32)
     live = tl.cdiv(length, chunk)  # parts that are written
     count = GROUP * tokens
     s, step, d = tl.arange(0, PARTS_PAD), tl.arange(0, STEP), tl.arange(0, SIZE_PAD)

@@ -89,6 +89,25 @@ def attend(
     )
 
 
+def attend_to_some(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    count: Tensor,
+    scaling: float,
+    softcap: float | None = None,
+) -> Tensor:
+    """`attend` over the first `count` [] slots only, a number on the device.
+
+    The same work whatever it is, for CUDA graphs.
+    """
+    if ready(query) and decode.covers(query, keys, values, any_block=True):
+        return decode.attend(query, keys, values, scaling, softcap, length=count)
+    place = torch.arange(keys.shape[2], device=query.device)
+    mask = place < (count + 1 - query.shape[2] + place[: query.shape[2], None])
+    return attend(query, keys, values, scaling, softcap, mask[None, None])
+
+
 def packs(query: Tensor, pool: SlotPool, kv_heads: int, softcap: float | None) -> bool:
     """Whether `attend_packed` can run.
 

@@ -1,13 +1,15 @@
-"""CUDA graphs of a block: once a cache is full every block does the same, so it is replayed whole.
+"""CUDA graphs of blocks: what is the same for every block is captured once and replayed whole.
 
 A full cache evicts as many tokens as it reads: shapes, addresses and all that Python decides stay
-what they are, and only the tokens and their positions differ. Knows a model and a cache.
+what they are, and only the tokens and their positions differ. A cache that only fills differs in
+how many slots are in use besides, which kernels read on the device. Knows a model and a cache.
 """
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,8 +19,18 @@ from kvcap.runtime.errors import first_line
 from kvcap.runtime.tuning import Tuning
 
 
+class Kind(NamedTuple):
+    """What blocks have in common that one graph serves."""
+
+    batch: int
+    length: int
+    wanted: bool  # the last token's logits are
+    filling: bool  # nothing is evicted, else as many as are read
+    spans: tuple[tuple[int, int], ...]  # pinned tokens, where any are evicted
+
+
 class BlockGraphs:
-    """The graphs of one cache, a length each.
+    """The graphs of one cache.
 
     Args:
         model: on the cache's device.
@@ -30,93 +42,106 @@ class BlockGraphs:
         self.model, self.cache = model, cache
         self.refused = why_not(cache)
         """Why blocks are not replayed; None: they are."""
-        self.made: dict[Any, BlockGraph] = {}
+        self.made: dict[Kind, BlockGraph] = {}
         self._tuning = None if self.refused else Tuning(model, compiled)
-        # The length last read eagerly, if as its graph will, and whether logits were wanted.
-        self._warm: tuple[int, bool] | None = None
+        self._warm: Kind | None = None  # of the block last read, if as its graph will
 
     def read(self, ids: Tensor, wanted: bool = True) -> Tensor | None:
         """Read a block [B, T]; returns the last token's logits, or None: not replayable.
 
         Of shape [B, V], or [0, V] where they are not `wanted`.
         """
-        cache, length = self.cache, ids.shape[1]
-        if not self._alike(length):
+        cache, kind = self.cache, self._kind(ids, wanted)
+        if kind is None:
             return None
-        spans, seen = tuple(cache.pinned_spans), cache.seen
-        key = (*ids.shape, wanted, spans)
-        if key in self.made:
-            cache.count(length)
-        elif self._warm != (length, wanted):
+        seen = cache.seen
+        if kind in self.made:
+            cache.count(kind.length, kept=kind.filling)
+        elif self._warm != kind:
             return None
         else:
-            self.made = {k: graph for k, graph in self.made.items() if k[-1] == spans}
+            self.made = {k: g for k, g in self.made.items() if k.filling or k.spans == kind.spans}
             kept, before = next(iter(self.made.values()), None), cache.counts
             try:
-                with self._tuned(ids):
+                with self._tuned():
                     # One block is never in hand with another: graphs share their memory.
-                    self.made[key] = BlockGraph(self.model, cache, ids, wanted, kept and kept.pool)
+                    self.made[kind] = BlockGraph(self.model, cache, ids, kind, kept and kept.pool)
             except RuntimeError as error:
                 cache.counts = before
                 self.refused = f"capture failed: {first_line(error)}"
                 return None
-        return self.made[key].replay(ids, seen)
+        return self.made[kind].replay(ids, seen)
 
-    def warm_up(self, ids: Tensor, wanted: bool = True) -> AbstractContextManager[None]:
+    @contextmanager
+    def warm_up(self, ids: Tensor, wanted: bool = True) -> Iterator[None]:
         """Around a block [B, T] that is read eagerly: as its graph will, if it is to have one.
 
         Only then is everything ready that a graph cannot make: kernels compiled for these shapes,
         and Python's numbers on the device.
         """
-        alike = self._alike(ids.shape[1])
-        self._warm = (ids.shape[1], wanted) if alike else None
-        return self._tuned(ids) if alike else nullcontext()
+        self._warm = kind = self._kind(ids, wanted)
+        if kind is None:
+            yield
+        elif kind.filling:
+            clock = torch.tensor(self.cache.seen, device=ids.device)
+            with self._tuned(), self.cache.told_time_by(clock, filling=True):
+                yield
+        else:
+            with self._tuned():
+                yield
 
-    def _tuned(self, ids: Tensor) -> AbstractContextManager[None]:
+    def _tuned(self) -> AbstractContextManager[None]:
         assert self._tuning is not None
-        return self._tuning.applied(ids.numel())
+        return self._tuning.applied()
 
-    def _alike(self, length: int) -> bool:
-        """Whether every block of this length does the same from now on."""
-        one = length == 1 == self.cache.evict_every
-        whole = length == self.cache.block_size
-        return self.refused is None and (one or whole) and self.cache.full
+    def _kind(self, ids: Tensor, wanted: bool) -> Kind | None:
+        """Of a block, if every one that follows it does the same."""
+        cache, (batch, length) = self.cache, ids.shape
+        if self.refused is not None or length not in (1, cache.block_size):
+            return None
+        if cache.fills(length):
+            return Kind(batch, length, wanted, True, ())
+        steady = length > 1 or cache.evict_every == 1
+        if not (cache.full and cache.eviction.policy.evicts and steady):
+            return None
+        return Kind(batch, length, wanted, False, tuple(cache.pinned_spans))
 
 
 class BlockGraph:
-    """One block's graph. Making it counts the block as read; `replay` does the work.
+    """One kind of block's graph. Making it counts a block as read; `replay` does the work.
 
     Args:
         model: as above.
-        cache: full.
-        ids: token ids [B, T] of the shape it is for.
-        wanted: whether the last token's logits are.
+        cache: as the kind wants it.
+        ids: token ids [B, T] of such a block.
+        kind: of it.
         pool: memory of another graph of the same cache.
     """
 
     def __init__(
-        self, model: Any, cache: BudgetCache, ids: Tensor, wanted: bool, pool: Any = None
+        self, model: Any, cache: BudgetCache, ids: Tensor, kind: Kind, pool: Any = None
     ) -> None:
         start = cache.next_position
         self.ids = ids.clone()
         self.clock = torch.tensor(cache.seen, device=ids.device)
-        last = torch.full((int(wanted),), ids.shape[1] - 1, device=ids.device)
+        last = torch.full((int(kind.wanted),), kind.length - 1, device=ids.device)
         self.graph = torch.cuda.CUDAGraph()
-        first = start if cache.moves else self.clock  # compact positions of a full cache stay
-        cache.tell_time_by(self.clock)
+        fixed = cache.moves and not kind.filling  # compact positions of a full cache stay
         cache.reading_at = start
         try:
-            with torch.cuda.graph(self.graph, pool=pool, capture_error_mode="thread_local"):
-                place = torch.arange(ids.shape[1], device=ids.device)
+            with (
+                cache.told_time_by(self.clock, kind.filling),
+                torch.cuda.graph(self.graph, pool=pool, capture_error_mode="thread_local"),
+            ):
+                place = torch.arange(kind.length, device=ids.device)
                 self.logits = model(
                     input_ids=self.ids,
-                    position_ids=(first + place).expand(ids.shape[0], -1),
+                    position_ids=((start if fixed else self.clock) + place).expand(kind.batch, -1),
                     past_key_values=cache,
                     use_cache=True,
                     logits_to_keep=last,
                 ).logits.flatten(0, 1)
         finally:
-            cache.tell_time_by(None)
             cache.reading_at = None
         self.pool, self.last = self.graph.pool(), last  # read by it, as are the rows
         self.rows = [layer.rows for layer in cache.capped_layers]
@@ -131,7 +156,7 @@ class BlockGraph:
 
 
 def why_not(cache: BudgetCache) -> str | None:
-    """What keeps a full cache's blocks from being all alike, if anything."""
+    """What keeps blocks from being alike, if anything."""
     eviction = cache.eviction
     if not cache.layout.shape.all_capped:
         return "native sliding layers grow and shrink"
@@ -141,4 +166,4 @@ def why_not(cache: BudgetCache) -> str | None:
         return "slots move between heads"
     if eviction.corrector is not None:
         return "evicted tokens are decided on one by one"
-    return None if eviction.policy.evicts else "nothing is evicted"
+    return None

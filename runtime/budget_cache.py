@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -75,6 +76,8 @@ class BudgetCache(Cache):  # type: ignore[misc]
         """Inside a CUDA graph: how many tokens were read before the block, on the device [].
 
         Whatever enters a computation must come from there, not from Python's numbers."""
+        self.filling = False
+        """With a clock: no slot was given up yet, so that it also says how many are in use."""
         self.pinned_spans: list[tuple[int, int]] = []
         """Tokens read, [start, stop), that are never evicted; see `pin`."""
         self.guard: CapGuard | None = None
@@ -138,6 +141,13 @@ class BudgetCache(Cache):  # type: ignore[misc]
         segments = self._segments
         return bool(segments) and all(s.held == s.budget == s.stay for s in segments)
 
+    def fills(self, tokens: int) -> bool:
+        """Whether a block of that many only adds to what is held, nothing ever having gone."""
+        layers, eviction = self.capped_layers, self.eviction
+        if eviction.state or not all(len(layer.segments) == 1 for layer in layers):
+            return False
+        return all(x.held == x.seen and x.held + tokens <= x.segments[0].stay for x in layers)
+
     @property
     def counts(self) -> list[tuple[int, list[int]]]:
         """Of every layer, the tokens read and the slots each segment holds."""
@@ -148,10 +158,12 @@ class BudgetCache(Cache):  # type: ignore[misc]
         for layer, (seen, held) in zip(self.capped_layers, value, strict=True):
             layer.count_as(seen, held)
 
-    def count(self, tokens: int) -> None:
-        """Count tokens that a full cache read and evicted elsewhere, in a CUDA graph."""
+    def count(self, tokens: int, kept: bool) -> None:
+        """Count tokens read elsewhere, in a CUDA graph; all `kept`, or as many evicted."""
         for layer in self.capped_layers:
             layer.seen += tokens
+            for segment in layer.segments:
+                segment.held += tokens if kept else 0
 
     @property
     def room(self) -> int:
@@ -226,9 +238,14 @@ class BudgetCache(Cache):  # type: ignore[misc]
             self.rotation(like.device)
         return self
 
-    def tell_time_by(self, clock: Tensor | None) -> None:
+    @contextmanager
+    def told_time_by(self, clock: Tensor, filling: bool) -> Iterator[None]:
         """Take what was read before a block from a tensor [], while a CUDA graph is made."""
-        self.clock, self._times, self._after = clock, None, None
+        self.clock, self.filling = clock, filling
+        try:
+            yield
+        finally:
+            self.clock, self.filling, self._times, self._after = None, False, None, None
 
     def clock_after(self, length: int) -> Tensor | None:
         """What the clock says after the block of `length` in hand; layers share one tensor."""

@@ -14,7 +14,15 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import CacheLayerMixin
 
-from kvcap.runtime.attention import Rows, attend, attend_packed, attend_with_lse, causal, packs
+from kvcap.runtime.attention import (
+    Rows,
+    attend,
+    attend_packed,
+    attend_to_some,
+    attend_with_lse,
+    causal,
+    packs,
+)
 from kvcap.runtime.calibration import Calibration
 from kvcap.runtime.errors import (
     BlockTooLarge,
@@ -144,7 +152,8 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
             key_states = self._cache.rotation(key_states.device).back_by(key_states, self._offset)
         times = self._cache.times_of(self.seen, length, key_states.device)
         for segment, residual in zip(self.segments, self._residual, strict=True):
-            segment.append(segment.rows_of(key_states), segment.rows_of(value_states), times)
+            block = segment.rows_of(key_states), segment.rows_of(value_states)
+            segment.append(*block, times, self._cache.clock if self._cache.filling else None)
             if residual:
                 segment.side(SHIFT)[:, :, -length:] = residual
         self.seen += length
@@ -190,6 +199,10 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
             query = rotation.back_by(query, self._offset)
         if self.ring is not None:
             self.ring.append(query)
+        tokens = self._cache.clock_after(self._length)
+        if self._cache.filling:
+            assert tokens is not None
+            return attend_to_some(query, *self._whole(), tokens, scaling, softcap)
         packed = len(self.segments) > 1 and self.calibration is None
         if packed:
             packed = packs(query, self.segments[0].pool, self.segments[0].layer_heads, softcap)
@@ -208,9 +221,13 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
                 segment.rows_of(out).copy_(attended)
         if evictor.looks(self._length):
             length = self._length
-            tokens = self._cache.clock_after(length)
             evictor.look(Seen(self.seen, length, keys, queries, scaling, softcap, module, tokens))
         return out
+
+    def _whole(self) -> tuple[Tensor, Tensor]:
+        """Keys and values of all slots, in use or not, of heads that hold equally many."""
+        (segment,) = self.segments
+        return segment.whole(segment.pool.keys), segment.whole(segment.pool.values)
 
     def _at_positions(
         self, query: Tensor, packed: bool, moved: bool

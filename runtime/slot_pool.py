@@ -146,20 +146,36 @@ class Segment:
         """The held part of one of the pool's buffers or a copy of it, a view [b, k, held, ...]."""
         return self._view(buffer, 0, self.held)
 
+    def whole(self, buffer: Tensor) -> Tensor:
+        """All slots of one of the pool's buffers, in use or not, a view [b, k, capacity, ...]."""
+        return self._view(buffer, 0, self.capacity)
+
     def rows_of(self, x: Tensor) -> Tensor:
         """This segment's part of a layer's tensor [B, K, ...] or [B, H, ...], a view."""
         group = x.shape[1] // self.layer_heads
         first = self.head * group
         return x[self.row : self.row + self.batch, first : first + self.heads * group]
 
-    def append(self, keys: Tensor, values: Tensor, positions: Tensor) -> None:
-        """Write a block [b, k, T, D] of tokens that count as `positions` [T] int32."""
+    def append(
+        self, keys: Tensor, values: Tensor, positions: Tensor, after: Tensor | None = None
+    ) -> None:
+        """Write a block [b, k, T, D] of tokens that count as `positions` [T] int32.
+
+        Behind the slots in use, of which there are `after` [] where that is said on the device.
+        """
         length = keys.shape[2]
         start, stop = self.held, self.held + length
         assert stop <= self.capacity, f"{stop} slots needed, {self.capacity} allocated"
-        targets = [self._view(buffer, start, stop) for buffer in self.pool.buffers()]
+        first = start if after is None else 0
+        targets = [self._view(buffer, first, first + length) for buffer in self.pool.buffers()]
         if ready(keys) and append.covers(keys, values, targets):
-            append.append(keys, values, positions, targets)
+            append.append(keys, values, positions, targets, after)
+        elif after is not None:
+            places = after + torch.arange(length, device=keys.device)
+            blocks = [keys, values, positions.expand(*keys.shape[:3])]
+            for buffer in self.pool.buffers():
+                block = blocks.pop(0) if blocks else buffer.new_zeros(keys.shape[:3])
+                self.whole(buffer).index_copy_(2, places, block)
         else:
             for target, block in zip(targets, (keys, values, positions), strict=False):
                 target.copy_(block)

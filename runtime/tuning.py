@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -16,6 +16,7 @@ from kvcap.kernels.choice import ready
 
 ROTATION = "apply_rotary_pos_emb"  # the function of transformers' modelling files
 TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # read the same input
+MOST_TOGETHER = 2**23  # numbers that come of one product; larger ones fill a GPU by themselves
 
 
 class Tuning:
@@ -30,10 +31,9 @@ class Tuning:
 
     def __init__(self, model: nn.Module, compiled: bool) -> None:
         self.forwards: dict[nn.Module, Any] = {}
-        self.one_row: dict[nn.Module, Any] = {}
         for layers in _linear_layers(model):
             products = _Products(layers)
-            self.one_row |= {layer: partial(products.of, layer) for layer in layers}
+            self.forwards |= {layer: partial(products.of, layer) for layer in layers}
         self.rotations: dict[Any, Any] = {}  # by the modelling file that has it
         if compiled:
             self._compile(model)
@@ -41,29 +41,26 @@ class Tuning:
     def _compile(self, model: nn.Module) -> None:
         norms = [m for m in model.modules() if type(m).__name__.endswith("RMSNorm")]
         code = {kind: _compiled(kind.forward) for kind in {type(norm) for norm in norms}}
-        self.forwards = {norm: partial(code[type(norm)], norm) for norm in norms}
+        self.forwards |= {norm: partial(code[type(norm)], norm) for norm in norms}
         gate = _compiled(_gate)
         for gated in [m for m in model.modules() if _is_gated(m)]:
-            self.forwards[gated] = partial(_gated, gated, gate)
+            self.forwards |= {gated: partial(_gated, gated, gate)}
         for file in {sys.modules[type(m).__module__] for m in model.modules()}:
             if hasattr(file, ROTATION):
                 self.rotations[file] = _compiled(getattr(file, ROTATION))
 
     @contextmanager
-    def applied(self, tokens: int) -> Iterator[None]:
-        """For blocks of that many tokens, all sequences together."""
-        changed = dict(self.forwards)
-        if tokens == 1:
-            changed |= self.one_row
+    def applied(self) -> Iterator[None]:
+        """Within it, the model runs by it."""
         plain = {file: getattr(file, ROTATION) for file in self.rotations}
-        for module, forward in changed.items():
+        for module, forward in self.forwards.items():
             module.forward = forward
         for file, rotation in self.rotations.items():
             setattr(file, ROTATION, rotation)
         try:
             yield
         finally:
-            for module in changed:
+            for module in self.forwards:
                 del module.forward
             for file, rotation in plain.items():
                 setattr(file, ROTATION, rotation)
@@ -106,7 +103,8 @@ def _linear_layers(model: nn.Module) -> list[list[nn.Linear]]:
         for names in TOGETHER:
             layers = [getattr(module, name, None) for name in names]
             plain = [layer for layer in layers if type(layer) is nn.Linear]
-            if len(plain) == len(names) and len({x.bias is None for x in plain}) == 1:
+            alike = {(x.bias is None, x.weight.dtype, x.weight.device) for x in plain}
+            if len(plain) == len(names) and len(alike) == 1:
                 found.append(plain)
     grouped = {layer for layers in found for layer in layers}
     rest = [m for m in model.modules() if type(m) is nn.Linear and m not in grouped]
@@ -114,22 +112,56 @@ def _linear_layers(model: nn.Module) -> list[list[nn.Linear]]:
 
 
 class _Products:
-    """Linear layers of one row, by one launch when the first of them is asked."""
+    """Linear layers that read the same input: one launch when the first of them is asked.
 
-    def __init__(self, layers: list[nn.Linear]) -> None:
+    Their weights are moved to lie one behind the other, where each layer finds its own as before:
+    one matrix product then makes all of what a block is multiplied with.
+    """
+
+    def __init__(self, layers: Sequence[nn.Linear]) -> None:
         self.layers = layers
+        self.rows = [layer.weight.shape[0] for layer in layers]
+        self.weight = _joined(layers)
+        biases = [layer.bias.detach() for layer in layers if layer.bias is not None]
+        self.bias = torch.cat(biases) if biases else None
         self._x: Tensor | None = None
         self._found: dict[nn.Linear, Tensor] = {}
 
     def of(self, layer: nn.Linear, x: Tensor) -> Tensor:
         """`layer(x)`, by kvcap's kernel where it can be."""
-        weights = [one.weight for one in self.layers]
-        if not ready(x) or not linear.covers(x, *weights):
-            return nn.functional.linear(x, layer.weight, layer.bias)
         if self._x is not x or layer not in self._found:
-            found = linear.matvecs(x, weights, [one.bias for one in self.layers])
+            found = self._all(x)
+            if found is None:
+                return nn.functional.linear(x, layer.weight, layer.bias)
             self._x, self._found = x, dict(zip(self.layers, found, strict=True))
         product = self._found.pop(layer)
         if not self._found:
             self._x = None  # memory that others may have
         return product
+
+    def _all(self, x: Tensor) -> Sequence[Tensor] | None:
+        """Every layer's product; None: better one by one."""
+        weights: list[Tensor] = [layer.weight for layer in self.layers]
+        if ready(x) and linear.covers(x, *weights):
+            return linear.matvecs(x, weights, [layer.bias for layer in self.layers])
+        tokens = x.numel() // x.shape[-1]
+        if len(self.layers) == 1 or tokens * sum(self.rows) > MOST_TOGETHER:
+            return None
+        product: Tensor = nn.functional.linear(x, self.weight, self.bias)
+        return product.split(self.rows, dim=-1)
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def _joined(layers: Sequence[nn.Linear]) -> Tensor:
+    """Their weights as one matrix, whose rows they are from now on."""
+    weights = [layer.weight.data for layer in layers]
+    rows = [weight.shape[0] for weight in weights]
+    starts = [weight.data_ptr() for weight in weights]
+    ends = [weight.data_ptr() + weight.nbytes for weight in weights]
+    if starts[1:] == ends[:-1] and len({x.untyped_storage().data_ptr() for x in weights}) == 1:
+        return weights[0].as_strided((sum(rows), weights[0].shape[1]), weights[0].stride())
+    weight = torch.cat(weights)
+    for layer, part in zip(layers, weight.split(rows), strict=True):
+        layer.weight.data = part
+    return weight

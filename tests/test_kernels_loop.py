@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+from contextlib import nullcontext
+
 import pytest
 import torch
 from conftest import small_policy, tiny_model
@@ -10,6 +13,7 @@ from torch import nn
 import kvcap
 from kvcap import kernels
 from kvcap.kernels import evict
+from kvcap.runtime import tuning
 from kvcap.runtime.loop import BlockLoop
 from kvcap.runtime.tuning import Tuning
 
@@ -49,18 +53,91 @@ def test_the_same_logits_and_the_same_tokens_kept(policy, positions, monkeypatch
     assert kept_too == kept
 
 
+@pytest.mark.parametrize("choice", ["triton", "eager"])
+@pytest.mark.parametrize("positions", ["compact", "true"])
+@pytest.mark.parametrize("policy", ["keydiff-window", "dropkv", "full"])
+def test_a_cache_that_fills_as_a_graph_does_holds_the_same(policy, positions, choice):
+    """What is in use is told on the device; read outside of a graph, as when one is prepared."""
+    ids = 3 + torch.randint(90, (2, 60), generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    model = tiny_model("qwen3", num_hidden_layers=2).to(DEVICE)
+    eviction = small_policy(policy, model.config)
+    found = []
+    for filling in (True, False):
+        cache = kvcap.BudgetCache(model.config, 40, 16, eviction, positions=positions)
+        cache.allocate(2, torch.float32, DEVICE)
+        logits = []
+        with kernels.use(choice if filling else "eager"):
+            loop = BlockLoop(model, cache, graphs=False)
+            for start, stop in ((0, 16), (16, 32), (32, 33), (33, 34)):
+                assert cache.fills(stop - start)
+                clock = torch.tensor(cache.seen, device=DEVICE)
+                with cache.told_time_by(clock, filling=True) if filling else nullcontext():
+                    logits.append(loop.read(ids[:, start:stop]))
+            assert not cache.fills(7)
+            if policy != "full":
+                logits.append(loop.prefill(ids[:, 34:]))
+        found.append((torch.stack(logits), [x.clone() for x in cache.buffers()]))
+    (logits, memory), (expected, memory_too) = found
+    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+    for x, y in zip(memory, memory_too, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-4)
+
+
+def test_only_what_nothing_was_given_up_of_fills():
+    model = tiny_model("llama")
+    for policy, fills in (("keydiff", True), ("snapkv", True), ("h2o", False), ("headkv", False)):
+        cache = kvcap.BudgetCache(model.config, 40, 16, small_policy(policy, model.config))
+        loop = BlockLoop(model, cache)
+        assert not cache.fills(1)  # there is no memory yet
+        loop.prefill(torch.randint(90, (1, 8)))
+        assert cache.fills(1) == fills
+        loop.prefill(torch.randint(90, (1, 40)))
+        assert not cache.fills(1)
+        cache.reset()
+        assert cache.fills(8) == fills
+
+
 def test_linear_layers_of_one_token_run_by_the_kernel_and_only_within():
     model, one = tiny_model("qwen2"), torch.tensor([[5]], device=DEVICE)  # has biases
     model = model.to(DEVICE)
-    tuning = Tuning(model, compiled=False)
+    faster = Tuning(model, compiled=False)
     with torch.inference_mode(), kernels.use("triton"):
         expected = model(one).logits
-        with tuning.applied(1):
+        with faster.applied():
             assert all("forward" in vars(m) for m in model.modules() if type(m) is nn.Linear)
             found = model(one).logits
     assert not any("forward" in vars(m) for m in model.modules())
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
     assert not torch.equal(found, expected)  # sums in another order
+
+
+def test_layers_of_one_input_become_rows_of_one_matrix_and_stay_what_they_are(monkeypatch):
+    model, ids = tiny_model("qwen2"), torch.tensor([[5, 7, 9]])  # has biases
+    before = copy.deepcopy(model.state_dict())
+    products, linear = [], nn.functional.linear
+    monkeypatch.setattr(nn.functional, "linear", lambda *a: products.append(1) or linear(*a))
+    with torch.inference_mode():
+        expected = model(ids).logits
+        one_by_one = len(products)
+        for _ in range(2):  # a second cache's graphs find the weights where they are
+            with Tuning(model, compiled=False).applied():
+                products.clear()
+                torch.testing.assert_close(model(ids).logits, expected, rtol=1e-5, atol=1e-5)
+            assert len(products) == one_by_one - 3 * model.config.num_hidden_layers
+            attention = model.model.layers[0].self_attn
+            storage = attention.q_proj.weight.untyped_storage()
+            assert attention.v_proj.weight.untyped_storage().data_ptr() == storage.data_ptr()
+            assert storage.nbytes() == sum(
+                layer.weight.nbytes
+                for layer in (attention.q_proj, attention.k_proj, attention.v_proj)
+            )
+        monkeypatch.setattr(tuning, "MOST_TOGETHER", 3 * 3)
+        with Tuning(model, compiled=False).applied():
+            products.clear()
+            model(ids)
+        assert len(products) == one_by_one
+    for name, weight in model.state_dict().items():
+        assert torch.equal(weight, before[name])
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "phi3"])
@@ -73,13 +150,13 @@ def test_what_is_compiled_is_the_models_own_formula_and_only_within(family, monk
 
     monkeypatch.setattr(torch, "compile", watched)
     model, ids = tiny_model(family), torch.tensor([[5, 7, 9]])
-    tuning = Tuning(model, compiled=True)
-    file = next(iter(tuning.rotations))
+    faster = Tuning(model, compiled=True)
+    file = next(iter(faster.rotations))
     plain = file.apply_rotary_pos_emb
     with torch.inference_mode():
         expected = model(ids).logits
         calls.clear()
-        with tuning.applied(3):
+        with faster.applied():
             found = model(ids).logits
             assert file.apply_rotary_pos_emb is not plain
     assert torch.equal(found, expected)
