@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -32,6 +32,21 @@ def percentiles(values: Sequence[float]) -> dict[str, float]:
         torch.tensor([0.2, 0.5, 0.8], dtype=torch.float64)
     )
     return dict(zip(("p20", "p50", "p80"), quantiles.tolist(), strict=True))
+
+
+def quoted(times: Mapping[str, float], unit: str, prefix: str = "") -> dict[str, float]:
+    """Percentiles as the columns of a row that has more than one series of times.
+
+    Args:
+        times: what `percentiles` gives.
+        unit: of the times, which ends the names.
+        prefix: begins them.
+
+    >>> quoted({"p20": 1.0, "p50": 2.0, "p80": 4.0}, "ms", "peer_")
+    {'peer_median_ms': 2.0, 'peer_p20_ms': 1.0, 'peer_p80_ms': 4.0}
+    """
+    names = {"median": "p50", "p20": "p20", "p80": "p80"}
+    return {f"{prefix}{name}_{unit}": times[p] for name, p in names.items()}
 
 
 def eviction_ms(

@@ -20,15 +20,16 @@ import torch
 from transformers import GenerationConfig
 
 import kvcap
+from kvcap.export import parity
 from kvcap.export.companions import bring, check_tokenizer, files_of
 from kvcap.export.decoder import manifest as facts
-from kvcap.export.evictor import Evictor, example, trace
+from kvcap.export.evictor import Evictor, trace
 from kvcap.export.libraries import require
 from kvcap.export.signature import Found, look
 from kvcap.export.spec import recipe
 from kvcap.export.trial import tried
 from kvcap.policies import Eviction, load_policy
-from kvcap.runtime.errors import ModelNotFound, NotExportable, ToleranceError, UnsupportedModel
+from kvcap.runtime.errors import ModelNotFound, NotExportable, UnsupportedModel
 from kvcap.runtime.model_files import check_generation, load_config
 from kvcap.runtime.model_shape import ModelShape, layer_kinds
 from kvcap.runtime.ort.graph import Graph
@@ -39,8 +40,6 @@ POLICIES = ("keydiff", "knorm", "streaming_llm", "random")
 PREFERRED = ("model.onnx", "onnx/model.onnx", "decoder_with_past_model.onnx")
 COMPANIONS = ("config.json", "generation_config.json", *facts.TOKENIZER.values(),
               "special_tokens_map.json")  # fmt: skip
-CASES = ((0, 5, 5), (0, 1, 1), (20, 7, 27), (64, 1, 64), (64, 16, 64), (1, 1, 1), (64, 9, 40))
-CLOSE = {torch.float32: 1e-5, torch.float16: 1e-2}
 RULE = [
     "run the decoder on a block with what is kept as past_key_values, attention_mask all ones, and "
     "position_ids from `seen` (true positions) or from the number of kept slots (compact)",
@@ -79,13 +78,7 @@ def adopt(
     require()
     file = _decoder_in(where)
     folder = file.parent.parent if file.parent.name == "onnx" else file.parent
-    config = load_config(str(folder))
-    shape = ModelShape.of(config.get_text_config(decoder=True))
-    found = look(file)
-    _agree(shape, found)
-    compact = tried(found, shape)
-    check_generation(str(folder))
-    check_tokenizer(folder)
+    config, shape, found, compact = examined(folder, file)
     modes = ("compact", "true") if compact else ("true",)
     if positions not in (None, *modes):
         raise UnsupportedModel(f"positions='compact' are not exact for {file.name}; leave them out")
@@ -105,6 +98,30 @@ def adopt(
             shutil.rmtree(target, ignore_errors=True)
         raise
     return said
+
+
+def examined(folder: Path, file: Path) -> tuple[Any, ModelShape, Found, bool]:
+    """Try a decoder with what belongs to it.
+
+    Args:
+        folder: with its config and its tokenizer.
+        file: the decoder.
+
+    Returns:
+        Its config, the shape that follows, its ports, and whether compact positions are exact.
+
+    Raises:
+        GraphBroken: a file that is no graph.
+        UnsupportedModel: it cannot lose tokens, or is not of one model with its config.
+    """
+    config = load_config(str(folder))
+    shape = ModelShape.of(config.get_text_config(decoder=True))
+    found = look(file)
+    _agree(shape, found)
+    compact = tried(found, shape)
+    check_generation(str(folder))
+    check_tokenizer(folder)
+    return config, shape, found, compact
 
 
 def _evictors(
@@ -172,7 +189,7 @@ def _describe(folder: Path, config: Any, shape: ModelShape, found: Found) -> dic
     generation = GenerationConfig.from_model_config(config)
     if (folder / "generation_config.json").exists():
         generation = GenerationConfig.from_pretrained(str(folder))
-    frequencies = _frequencies(shape)
+    rotated = frequencies(shape)
     slides = "sliding_attention" in layer_kinds(config)  # in all, or it was refused
     weights = sum((folder / name).stat().st_size for name in files_of(folder, found.file))
     return {
@@ -182,19 +199,19 @@ def _describe(folder: Path, config: Any, shape: ModelShape, found: Found) -> dic
             "name": folder.name,
             **facts.model_facts(shape),
             "weights_bytes": weights,
-            "rotated_pairs": len(frequencies),
+            "rotated_pairs": len(rotated),
             "window": config.sliding_window if slides else None,
         },
         "dtype": {"float32": "fp32", "float16": "fp16"}[str(found.cache)],
         "cache_dtype": str(found.cache),
-        "inv_freq": frequencies,
+        "inv_freq": rotated,
         "rule": RULE,
         "generation": facts.generation_facts(generation),
         "producer": {"kvcap": kvcap.__version__, "torch": torch.__version__},
     }
 
 
-def _frequencies(shape: ModelShape) -> list[float]:
+def frequencies(shape: ModelShape) -> list[float]:
     """The inverse frequencies of the layers, which share them; none where they cannot be moved."""
     rope = shape.layers[0].rope
     return [] if rope is None or rope.inv_freq is None else rope.inv_freq.tolist()
@@ -204,16 +221,14 @@ def _write(
     folder: Path, eviction: Eviction, found: Found, shape: ModelShape, positions: str
 ) -> dict[str, Any]:
     """Trace an evictor into `folder`, check it; returns its entry of the manifest."""
-    pairs = len(_frequencies(shape)) if positions == "compact" else 0
-    evictor = Evictor(eviction, found.layers, found.kv_heads, found.head_dim, pairs)
-    dtype = torch.float16 if found.cache == np.float16 else torch.float32
+    evictor, dtype = module(eviction, found, shape, positions)
     path = folder / f"kvcap-evict.{eviction.name}.{positions}.onnx"
     path.write_bytes(trace(evictor, dtype).SerializeToString())
-    _verify(path, evictor, dtype)
+    parity.check(Graph(path), evictor, dtype).require()
     sizes, element = evictor.sizes, str(found.cache)
     return {
         **facts.entry(path),
-        "policy": {**recipe(eviction), "pins": _pins(eviction)},
+        "policy": {**recipe(eviction), "pins": pins(eviction)},
         "formula": "; ".join(c.formula for c in eviction.components),
         "paper": "; ".join(c.paper for c in eviction.components),
         "positions": positions,
@@ -222,28 +237,16 @@ def _write(
     }
 
 
-def _verify(path: Path, evictor: Evictor, dtype: torch.dtype) -> None:
-    """Hold a graph to the module it was traced from.
-
-    Raises:
-        ToleranceError: it computes something else.
-    """
-    graph = Graph(path)
-    for past, block, stay in CASES:
-        given = example(evictor, dtype, past=past, block=block, stay=stay, seed=past + block)
-        with torch.inference_mode():
-            wanted = evictor(*given.values())
-        got = graph.session.run(None, {name: given[name].numpy() for name in graph.inputs})
-        for port, want, array in zip(evictor.outputs, wanted, got, strict=True):
-            error = (torch.from_numpy(array).double() - want.double()).abs()
-            if want.numel() and float(error.max()) > CLOSE[dtype]:
-                raise ToleranceError(
-                    f"{path.name} differs by {float(error.max()):.2g} in {port.name}, of "
-                    f"{past + block} slots"
-                )
+def module(
+    eviction: Eviction, found: Found, shape: ModelShape, positions: str
+) -> tuple[Evictor, torch.dtype]:
+    """What a decoder's evictor is traced from, and the type of its keys and values."""
+    pairs = len(frequencies(shape)) if positions == "compact" else 0
+    evictor = Evictor(eviction, found.layers, found.kv_heads, found.head_dim, pairs)
+    return evictor, torch.float16 if found.cache == np.float16 else torch.float32
 
 
-def _pins(eviction: Eviction) -> dict[str, Any]:
+def pins(eviction: Eviction) -> dict[str, Any]:
     """What the policy pins by itself at any budget N: sinks, and max(recents, share of N) newest.
 
     Raises:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,16 @@ import pytest
 import standard_decoder
 import tiny_chat
 import torch
-from android_tools import made
 from onnx import TensorProto, helper
+from tools import made
 from transformers import AutoTokenizer, GenerationConfig
 
+from kvcap.cli import run
+from kvcap.export import parity
 from kvcap.export.adopt import adopt
 from kvcap.export.companions import check_tokenizer
+from kvcap.export.decoder import manifest as facts
+from kvcap.export.decoder.recheck import recheck
 from kvcap.export.evictor import Evictor, example, trace
 from kvcap.export.signature import look
 from kvcap.policies import load_policy
@@ -26,14 +31,17 @@ from kvcap.runtime import sampling
 from kvcap.runtime.errors import (
     ChatTemplateMissing,
     GraphBroken,
+    ManifestError,
     ModelFilesBroken,
     ModelNotFound,
     NotExportable,
+    ShapeError,
     ToleranceError,
     UnsupportedModel,
 )
 from kvcap.runtime.ort.generation import Generation, Sampler
 from kvcap.runtime.ort.graph import Graph
+from kvcap.runtime.ort.manifest import NAME, read
 from kvcap.runtime.ort.tokenizer import Tokenizer
 from kvcap.runtime.text import render
 
@@ -237,6 +245,112 @@ def test_an_evictor_that_computes_something_else_is_not_written(decoder, monkeyp
     assert not (decoder.parent / "out").exists()
     assert not (decoder / "kvcap.json").exists()
     assert not list(decoder.glob("*kvcap*"))
+
+
+# --- checked again
+
+
+@pytest.fixture(scope="module")
+def adopted(decoders, tmp_path_factory):
+    """A decoder with the graphs of a policy, in both position modes."""
+
+    def make(folder: Path) -> None:
+        adopt(decoders / "none", folder, [load_policy("keydiff", recent=0.2)])
+
+    return made(tmp_path_factory, "adopted", make)
+
+
+@pytest.fixture
+def ready(adopted, tmp_path):
+    shutil.copytree(adopted, tmp_path / "ready")
+    return tmp_path / "ready"
+
+
+def rewrite(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    """Change the manifest, which then says of every file what it is now."""
+    said = json.loads((folder / NAME).read_text())
+    said["files"] = [{**facts.entry(folder / e["file"]), "file": e["file"]} for e in said["files"]]
+    change(said)
+    (folder / NAME).write_text(json.dumps(said))
+
+
+def test_a_directory_is_checked_again(ready, capsys):
+    assert run(["export", "verify", str(ready)]) == 0
+    assert capsys.readouterr().out.count("  ok\n") == 2
+    assert run(["export", "verify", str(ready), "--json"]) == 0
+    (found,) = json.loads(capsys.readouterr().out)
+    assert found["ok"]
+    files = [f"kvcap-evict.keydiff.{mode}.onnx" for mode in ("compact", "true")]
+    assert [row["file"] for row in found["evictors"]] == files
+
+
+@pytest.mark.parametrize("mode", ["compact", "true"])
+def test_a_fault_in_a_graph_that_evicts_is_found(mode, ready, capsys):
+    """It keeps the slots that the policy would give up, in a manifest that admits to the file."""
+    file = ready / f"kvcap-evict.keydiff.{mode}.onnx"
+    model = onnx.load(file)
+    (sign,) = (node for node in model.graph.node if node.op_type == "Neg")
+    sign.op_type = "Identity"
+    onnx.save(model, file)
+    assert run(["export", "verify", str(ready)]) == 2
+    assert f"{file.name} in" in capsys.readouterr().err
+    rewrite(ready, lambda said: None)
+    assert run(["export", "verify", str(ready)]) == 1
+    told = capsys.readouterr()
+    assert f"{file.name} differs by" in told.err
+    assert told.out.count("FAILED in") == 1
+    assert told.out.count("  ok\n") == 1
+
+
+def test_what_is_not_finite_or_of_another_shape_differs():
+    nothing = torch.zeros(2)
+    assert parity._difference(nothing, nothing) == 0
+    for other in (torch.tensor([0, torch.nan]), torch.tensor([0, torch.inf]), torch.zeros(1)):
+        assert not parity.Row("x", "y", 2, parity._difference(other, nothing), 1.0).ok
+
+
+@pytest.mark.parametrize(("part", "value", "error"), [
+    (("evictors", 0, "policy", "parts"), "keydif", "no evictor known here"),
+    (("evictors", 0, "policy", "pins", "share"), 0.5, "other pins of keydiff"),
+    (("evictors", 0, "positions"), "true", "other inputs"),
+    (("evictors", 1, "inputs", 0, "dtype"), "int32", "manifest's inputs say"),
+    (("inv_freq", 1), 0.5, "other inv_freq"),
+    (("inv_freq",), 3, "no evictor known here"),
+])  # fmt: skip
+def test_a_manifest_that_says_something_else_of_evictors(part, value, error, ready):
+
+    def change(said: Any) -> None:
+        for key in part[:-1]:
+            said = said[key]
+        said[part[-1]] = value
+
+    rewrite(ready, change)
+    with pytest.raises((ManifestError, ShapeError), match=error):
+        recheck(ready)
+
+
+def test_another_decoder_under_the_same_graphs(decoders, ready):
+    shutil.copy(decoders / "window of slots" / "model.onnx", ready)
+    rewrite(ready, lambda said: None)
+    with pytest.raises(UnsupportedModel, match="where slots lie"):
+        recheck(ready)
+
+
+def test_large_files_are_read_whole(ready, monkeypatch):
+    """A run looks at their size alone."""
+    for module in ("kvcap.export.decoder.recheck", "kvcap.runtime.ort.manifest"):
+        monkeypatch.setattr(f"{module}.HASHED", 1000)
+    data = bytearray((ready / "model.onnx").read_bytes())
+    data[len(data) // 2] ^= 1
+    (ready / "model.onnx").write_bytes(data)
+    read(ready)
+    with pytest.raises(ModelFilesBroken, match=r"model\.onnx in .* is not the file"):
+        recheck(ready)
+
+
+def test_a_model_is_refused_where_none_is_needed(ready, capsys):
+    assert run(["export", "verify", str(ready), "--model", "pocket"]) == 2
+    assert "leave --model out" in capsys.readouterr().err
 
 
 # --- a tokenizer and a sampler without transformers

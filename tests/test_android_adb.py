@@ -20,7 +20,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from android_tools import (
+from tools import (
     TOOLS,
     compilers,
     installed,

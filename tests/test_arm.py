@@ -14,7 +14,7 @@ import numpy as np
 import onnx
 import pytest
 import torch
-from android_tools import arm_environment, arm_python, installed
+from tools import arm_environment, arm_python, installed
 
 from kvcap.android_bench.archive import write_runner
 from kvcap.android_bench.judge import judged

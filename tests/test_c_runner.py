@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from android_tools import ROOT, TOOLS, compilers, installed, runner_here, small_plan
+from tools import ROOT, TOOLS, compilers, installed, runner_here, small_plan
 
 from kvcap.android_bench.schema import read_result
 

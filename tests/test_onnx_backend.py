@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import standard_decoder
 import tiny_chat
-from android_tools import made
+from tools import made
 
 from kvcap import pocket
 from kvcap.cli import run

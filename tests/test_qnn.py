@@ -37,6 +37,17 @@ def missing(name):
     raise PackageNotFoundError(name)
 
 
+def damage(file):
+    """Let a graph of KeyDiff compute something else, in a manifest that admits to it."""
+    model = onnx.load(file)
+    (mean,) = (node for node in model.graph.node if node.op_type == "ReduceMean")
+    mean.op_type = "ReduceMax"
+    onnx.save(model, file)
+    said = json.loads(file.with_suffix(".json").read_text())
+    said["graph"]["sha256"] = manifest.sha256(file)
+    file.with_suffix(".json").write_text(json.dumps(said))
+
+
 # --- refused by name, whether or not the package is there
 
 
@@ -63,6 +74,37 @@ def test_a_missing_package_is_named(tmp_path, monkeypatch, capsys):
     assert not (tmp_path / "new").exists()
     with pytest.raises(ExtraMissing):
         qnn.target_of("v75", spec())
+
+
+def test_a_compiled_graph_is_left_unchecked_where_the_package_is_missing(
+    tmp_path, monkeypatch, capsys
+):
+    """Everything else is checked, the file and the reason are told, and it is no success."""
+    monkeypatch.setattr(qnn, "version", missing)
+    file, _ = write(spec(), tmp_path, quick=True)
+    compiled = tmp_path / f"{file.stem}.sm8650{qnn.SUFFIX}"
+    compiled.write_bytes(b"a context")
+    said = manifest.read(file)
+    said |= {"schema": qnn.SCHEMA}
+    said["graph"] = {"file": compiled.name, "sha256": manifest.sha256(compiled)}
+    compiled.with_suffix(".json").write_text(json.dumps(said))
+
+    assert run(["export", "verify", str(tmp_path), "--quick"]) == 1
+    told = capsys.readouterr()
+    assert f"{file.name}  (ONNX Runtime" in told.out
+    assert f"{compiled.name}  NOT CHECKED: graphs for QNN need onnxruntime-qnn" in told.out
+    assert f"{compiled.name} was not checked" in told.err
+    assert "pip install kvcap[qnn]" in told.err
+
+    damage(file)
+    assert run(["export", "verify", str(tmp_path), "--quick", "--json"]) == 1
+    told = capsys.readouterr()
+    assert [found["ok"] for found in json.loads(told.out)] == [False, None]
+    assert "differs by" in told.err  # a fault is told first
+
+    compiled.write_bytes(b"another")
+    assert run(["export", "verify", str(compiled)]) == 2
+    assert "sha256" in capsys.readouterr().err
 
 
 def test_chips_and_versions_name_targets(monkeypatch):
@@ -166,13 +208,7 @@ def test_policies_compile_and_match(name, stage, target, tmp_path):
 @installed
 def test_a_wrong_graph_is_caught_in_the_simulator(tmp_path):
     file, _ = write(spec(), tmp_path, quick=True)
-    model = onnx.load(file)
-    (mean,) = (node for node in model.graph.node if node.op_type == "ReduceMean")
-    mean.op_type = "ReduceMax"
-    onnx.save(model, file)
-    said = json.loads(file.with_suffix(".json").read_text())
-    said["graph"]["sha256"] = manifest.sha256(file)
-    file.with_suffix(".json").write_text(json.dumps(said))
+    damage(file)
     before = sorted(tmp_path.iterdir())
     with pytest.raises(ToleranceError, match="differs by"):
         qnn.write(file, qnn.target_of("v75", spec()), quick=True)

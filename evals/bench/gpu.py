@@ -25,7 +25,7 @@ from kvcap import kernels
 from kvcap.evals.bench import Options, Result
 from kvcap.evals.bench.kernels import read_bandwidth
 from kvcap.evals.machine import device_name, versions
-from kvcap.evals.measure import Plain, percentiles
+from kvcap.evals.measure import Plain, percentiles, quoted
 from kvcap.runtime.budget_cache import BudgetCache
 from kvcap.runtime.loop import BlockLoop
 
@@ -143,18 +143,15 @@ def _rows(
     for work, (name, peer) in product(("prefill", "decode"), peers.items()):
         yield {
             "work": work,
-            **{f"{key}_ms": mine[work][p] for key, p in _KEYS.items()},
+            **quoted(mine[work], "ms"),
             "floor_ms": floor if work == "decode" else None,
             "peer": name,
-            **{f"peer_{key}_ms": peer[work][p] for key, p in _KEYS.items()},
+            **quoted(peer[work], "ms", "peer_"),
             "ratio": peer[work]["p50"] / mine[work]["p50"],
             "scratch_bytes": mine["scratch_bytes"],
             "peer_scratch_bytes": peer["scratch_bytes"],
             "blocks_are": mine["blocks_are"],
         }
-
-
-_KEYS = {"median": "p50", "p20": "p20", "p80": "p80"}
 
 
 def _weights(model: Any) -> int:

@@ -23,7 +23,7 @@ from torch import Tensor
 from kvcap import kernels
 from kvcap.evals.bench import Options, Result
 from kvcap.evals.machine import device_name, versions
-from kvcap.evals.measure import percentiles
+from kvcap.evals.measure import percentiles, quoted
 from kvcap.policies import Observation, Policy
 from kvcap.policies.andpro import AnDPro
 from kvcap.policies.dropkv import DropKV
@@ -112,8 +112,8 @@ def _measure(
     must_read = n * KV_HEADS * SIZE * DTYPE.itemsize * (work.keys_read + work.values_read)
     mine, graphed = percentiles(timed(work.twin, inputs, repeats)), replayed(work.twin, inputs)
     common = {
-        "work": work.name, "n": n, "median_ms": mine["p50"], "p20_ms": mine["p20"],
-        "p80_ms": mine["p80"], "graph_ms": graphed, "floor_ms": must_read / bandwidth * 1e3,
+        "work": work.name, "n": n, **quoted(mine, "ms"), "graph_ms": graphed,
+        "floor_ms": must_read / bandwidth * 1e3,
         "tb_s": must_read / mine["p50"] / 1e9, "of_read": must_read / mine["p50"] * 1e3 / bandwidth,
         "scratch_bytes": scratch(work.twin, inputs[0]),
     }  # fmt: skip
@@ -126,8 +126,8 @@ def _measure(
     for name, peer in peers.items():
         theirs = percentiles(timed(peer, inputs, max(10, repeats // 3)))
         yield {
-            **common, "peer": name, "peer_median_ms": theirs["p50"], "peer_p20_ms": theirs["p20"],
-            "peer_p80_ms": theirs["p80"], "peer_scratch_bytes": scratch(peer, inputs[0]),
+            **common, "peer": name, **quoted(theirs, "ms", "peer_"),
+            "peer_scratch_bytes": scratch(peer, inputs[0]),
             "ratio": theirs["p50"] / mine["p50"], **machine,
         }  # fmt: skip
 

@@ -27,7 +27,7 @@ from kvcap.evals.bench import Options, Result
 from kvcap.evals.bench.gpu import require_cuda
 from kvcap.evals.bench.kernels import read_bandwidth, timed
 from kvcap.evals.machine import device_name, versions
-from kvcap.evals.measure import percentiles
+from kvcap.evals.measure import percentiles, quoted
 from kvcap.kernels import decode, evict, linear
 from kvcap.policies import Eviction, Observation
 from kvcap.policies.keydiff import KeyDiff
@@ -74,15 +74,12 @@ def run(options: Options) -> Result:
             theirs = _microseconds(part.theirs, inputs, options.repeats)
             rows.append({
                 "work": part.work, "n": part.n, "tokens": part.tokens,
-                **{f"{key}_us": mine[p] for key, p in _KEYS.items()},
+                **quoted(mine, "us"),
                 "floor_us": part.bytes_read / bandwidth * 1e6 or None, "peer": part.peer,
-                **{f"peer_{key}_us": theirs[p] for key, p in _KEYS.items()},
+                **quoted(theirs, "us", "peer_"),
                 "ratio": theirs["p50"] / mine["p50"], **machine,
             })  # fmt: skip
     return Result("parts", COLUMNS, rows, {**machine, "read_tb_s": bandwidth / 1e12})
-
-
-_KEYS = {"median": "p50", "p20": "p20", "p80": "p80"}
 
 
 def _parts(budgets: Sequence[int]) -> Iterator[Part]:

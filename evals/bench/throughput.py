@@ -21,7 +21,7 @@ from transformers import DynamicCache
 from kvcap.evals.bench import Options, Result
 from kvcap.evals.bench.gpu import llama_3b, milliseconds, require_cuda
 from kvcap.evals.machine import device_name, versions
-from kvcap.evals.measure import percentiles
+from kvcap.evals.measure import percentiles, quoted
 from kvcap.runtime.budget_cache import BudgetCache
 from kvcap.runtime.loop import BlockLoop
 
@@ -118,10 +118,7 @@ def _timed(model: Any, batch: int, read: Callable[[Tensor], Any], steps: int) ->
     for _ in range(4):
         read(token)
     times = percentiles([milliseconds(partial(read, token)) for _ in range(steps)])
-    found = {
-        f"{name}_ms": times[p] for name, p in (("median", "p50"), ("p20", "p20"), ("p80", "p80"))
-    }
-    return {**found, "tokens_per_s": batch / times["p50"] * 1e3}
+    return {**quoted(times, "ms"), "tokens_per_s": batch / times["p50"] * 1e3}
 
 
 def _slot_bytes(model: Any) -> int:

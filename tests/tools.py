@@ -1,6 +1,7 @@
-"""What tests of phones share: where adbd, an ARM Linux and a compiler are, and why else to skip.
+"""What several tests share: folders made once for all processes of a run, and tools of phones.
 
-A small plan and the C runner are made once for all processes of a run.
+Of those: where adbd, an ARM Linux and a compiler are, and why else to skip; a small plan, and the C
+runner.
 """
 
 from __future__ import annotations
