@@ -13,6 +13,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
+from kvcap.kernels import pool
 from kvcap.kernels.choice import ready
 from kvcap.kernels.choice import use as use
 from kvcap.kernels.device import DTYPES
@@ -94,7 +95,7 @@ def _dropkv(policy: Policy, seen: Observation) -> Tensor:
     cost = window.scores(
         seen, "dropkv", policy.group, epsilon=policy.epsilon, rounded=policy.bf16_ratio
     )
-    return pool_in_time(cost, seen.positions, policy.kernel, policy.pool)
+    return _pooled(cost, seen, policy)
 
 
 def _andpro(policy: Policy, seen: Observation) -> Tensor:
@@ -112,13 +113,15 @@ def _snapkv(policy: Policy, seen: Observation) -> Tensor:
     assert kind is not None
     if policy.kernel == 1 or (policy.pool == "avg" and policy.group != "max"):
         # Averages commute: the heads first, so that there is less to pool.
-        return pool_in_time(
-            window.scores(seen, kind, policy.group), seen.positions, policy.kernel, policy.pool
-        )
-    pooled = pool_in_time(
-        window.scores(seen, kind, None), seen.positions, policy.kernel, policy.pool
-    )
-    return over_group(pooled, policy.group)
+        return _pooled(window.scores(seen, kind, policy.group), seen, policy)
+    return over_group(_pooled(window.scores(seen, kind, None), seen, policy), policy.group)
+
+
+def _pooled(scores: Tensor, seen: Observation, policy: DropKV | SnapKV) -> Tensor:
+    """`pool_in_time`, by its kernels where they cover it."""
+    covered = pool.covers(scores, seen.positions, policy.kernel)
+    pooling = pool.pool_in_time if covered else pool_in_time
+    return pooling(scores, seen.positions, policy.kernel, policy.pool)
 
 
 def _tova(policy: Policy, seen: Observation) -> Tensor:

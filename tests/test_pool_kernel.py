@@ -1,0 +1,207 @@
+"""Scores pooled in time by kernels: on CUDA where there is one, else in triton's interpreter."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+tl = pytest.importorskip("triton.language", reason="needs triton")
+
+from kvcap import kernels  # noqa: E402
+from kvcap.kernels import pool  # noqa: E402
+from kvcap.policies import Observation, Policy  # noqa: E402
+from kvcap.policies.base import pool_in_time  # noqa: E402
+from kvcap.policies.dropkv import DropKV  # noqa: E402
+from kvcap.policies.snapkv import SnapKV  # noqa: E402
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+pytestmark = pytest.mark.skipif(
+    DEVICE == "cpu" and type(tl.sum).__name__ == "JITFunction",
+    reason="triton was imported before TRITON_INTERPRET=1 was set",
+)
+ODD = torch.tensor([float("nan"), float("inf"), float("-inf"), 0.0, -0.0, 3e38, 1e-40])
+
+
+def observe(*shape: int, dtype: torch.dtype = torch.int32, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Random scores of this shape, and positions with gaps in no order, views of longer rows."""
+    g = torch.Generator().manual_seed(seed)
+    batch, heads, slots = shape[0], shape[1], shape[-1]
+    scores = torch.randn(shape, generator=g)
+    ages = torch.stack([torch.randperm(3 * slots, generator=g) for _ in range(batch * heads)])
+    ages = ages.view(batch, heads, -1).to(DEVICE, dtype) - 2 * slots  # counted from some time
+    return scores.to(DEVICE), ages[..., :slots]
+
+
+def check(scores: Tensor, positions: Tensor, kernel: int, mode: str) -> Tensor:
+    """The same as eagerly, twice to the bit."""
+    assert pool.covers(scores, positions, kernel)
+    before = scores.clone(), positions.clone()
+    found, again = (pool.pool_in_time(scores, positions, kernel, mode) for _ in range(2))
+    expected = pool_in_time(scores, positions, kernel, mode)
+    assert found.shape == expected.shape
+    assert found.dtype == torch.float32
+    rtol, atol = (0, 0) if mode == "max" else (1e-6, 1e-7)  # of sums whose terms are about 1
+    torch.testing.assert_close(found, expected, rtol=rtol, atol=atol, equal_nan=True)
+    assert torch.equal(found.view(torch.int32), again.view(torch.int32))
+    torch.testing.assert_close((scores, positions), before, rtol=0, atol=0, equal_nan=True)
+    return found
+
+
+@pytest.fixture(autouse=True)
+def _poisoned(monkeypatch):
+    """Memory that is asked for holds NaN, or a place far off, until it is written."""
+
+    def poison(*shape, dtype, **options) -> Tensor:
+        value = float("nan") if dtype.is_floating_point else -(2**30)
+        return torch.full(*shape, value, dtype=dtype, **options)
+
+    monkeypatch.setattr(torch, "empty", poison)
+
+
+@pytest.mark.parametrize("mode", ["max", "avg"])
+@pytest.mark.parametrize("kernel", [1, 3, 11])
+@pytest.mark.parametrize(
+    "shape",
+    [(1, 1, 1), (1, 2, 2), (2, 3, 7), (1, 1, 16), (2, 1, 130), (1, 1, 513),
+     (1, 1, 1, 1), (2, 2, 3, 33), (1, 1, 8, 129), (1, 1, 5, 300)],
+    ids=str,
+)  # fmt: skip
+def test_pooled_as_eagerly(shape, kernel, mode):
+    check(*observe(*shape), kernel, mode)
+    check(*observe(*shape, dtype=torch.int64, seed=1), kernel, mode)
+
+
+@pytest.mark.parametrize("mode", ["max", "avg"])
+def test_scores_can_be_a_view(mode):
+    """Every other number of a row, one row for all heads, groups last in memory."""
+    scores, positions = observe(2, 3, 4, 70)
+    check(scores[..., ::2], positions[..., :35], 5, mode)
+    check(scores[:, :, 1], positions, 5, mode)
+    check(scores[:1, :1].expand(2, 3, -1, -1), positions, 5, mode)
+    check(scores.mT.contiguous().mT, positions, 5, mode)
+    check(scores[:, 1:2], positions[:, 2:], 5, mode)
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered", "ignore:invalid value encountered")
+@pytest.mark.parametrize("mode", ["max", "avg"])
+@pytest.mark.parametrize("share", [0.05, 0.5, 1.0])
+def test_infinities_nan_and_zeros(share, mode):
+    for seed in range(3):
+        scores, positions = observe(1, 2, 3, 140, seed=seed)
+        g = torch.Generator().manual_seed(seed)
+        odd = ODD[torch.randint(len(ODD), scores.shape, generator=g)].to(DEVICE)
+        some = torch.rand(scores.shape, generator=g).to(DEVICE) < share
+        check(torch.where(some, odd, scores), positions, 7, mode)
+    lowest = torch.full_like(scores, float("-inf"))
+    assert torch.equal(check(lowest, positions, 7, mode), lowest)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_the_ends_of_the_range_are_positions_too(dtype):
+    ends = torch.iinfo(dtype)
+    positions = torch.tensor([[[ends.max, 0, ends.min, -1, ends.max - 1]]], device=DEVICE).to(dtype)
+    scores = torch.tensor([[[5.0, 3.0, 1.0, 2.0, 4.0]]], device=DEVICE)
+    expected = torch.tensor([[[5.0, 4.0, 2.0, 3.0, 5.0]]], device=DEVICE)
+    assert torch.equal(check(scores, positions, 3, "max"), expected)
+
+
+def test_lengths_that_change_run_through_remembered_kernels():
+    for slots in (40, 41, 300, 40, 17):
+        check(*observe(1, 2, slots), 7, "avg")
+
+
+@pytest.mark.parametrize("fault", ["a kernel more", "the other mode", "two slots swapped"])
+def test_a_fault_is_noticed(fault):
+    scores, positions = observe(1, 2, 90)
+    expected = pool_in_time(scores, positions, 5, "avg")
+    if fault == "a kernel more":
+        found = pool.pool_in_time(scores, positions, 7, "avg")
+    elif fault == "the other mode":
+        found = pool.pool_in_time(scores, positions, 5, "max")
+    else:
+        swapped = positions.clone()
+        swapped[..., :2] = positions[..., :2].flip(-1)
+        found = pool.pool_in_time(scores, swapped, 5, "avg")
+    assert (found - expected).abs().max() > 1e-2
+
+
+def _seen(slots: int) -> Observation:
+    keys, values, queries = (
+        torch.randn(1, heads, length, 16, device=DEVICE)
+        for heads, length in ((2, slots), (2, slots), (8, 4))
+    )
+    positions = observe(1, 2, slots)[1] + 3 * slots
+    return Observation(
+        keys=keys, values=values, queries=queries, positions=positions, seen=5 * slots,
+        budget=slots // 2, scaling=0.25,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [DropKV(), DropKV(pool="avg", kernel=5), SnapKV(), SnapKV(pool="avg", group="max"),
+     SnapKV(pool="avg")],
+    ids=repr,
+)  # fmt: skip
+@pytest.mark.parametrize("clock", [False, True])
+def test_scores_of_policies_are_pooled_by_kernels(policy, clock, monkeypatch):
+    seen, calls = _seen(90), []
+    if clock:  # on the device, as inside a CUDA graph
+        seen = replace(seen, seen=torch.tensor(seen.seen, device=DEVICE))
+
+    def counted(*args) -> Tensor:
+        calls.append(args)
+        return kernel(*args)
+
+    def scored(policy: Policy) -> Tensor:
+        with kernels.use("triton"):
+            return kernels.score(policy, seen)
+
+    kernel = pool.pool_in_time
+    monkeypatch.setattr(pool, "pool_in_time", counted)
+    by_kernels = scored(policy)
+    assert len(calls) == 1
+    monkeypatch.setattr(pool, "covers", lambda *_: False)
+    torch.testing.assert_close(by_kernels, scored(policy), rtol=1e-6, atol=1e-7)
+    assert len(calls) == 1
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="a CPU has no CUDA graphs")
+@pytest.mark.parametrize("mode", ["max", "avg"])
+def test_replayed_in_a_graph(mode, monkeypatch):
+    monkeypatch.undo()  # a graph's memory is its own
+    scores, positions = observe(1, 8, 2049)
+    pool.pool_in_time(scores[..., :70], positions[..., :70], 11, mode)  # compiles for any length
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = pool.pool_in_time(scores, positions, 11, mode)
+    for seed in (1, 2):
+        fresh = observe(1, 8, 2049, seed=seed)
+        scores.copy_(fresh[0])
+        positions.copy_(fresh[1])
+        graph.replay()
+        expected = pool_in_time(scores, positions, 11, mode)
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-7)
+
+
+def test_what_is_covered(monkeypatch):
+    scores, positions = observe(1, 2, 3, 40)
+    assert pool.covers(scores, positions, 11)
+    assert pool.covers(scores[:, :, 0], positions.long(), 1)
+    assert not pool.covers(scores.double(), positions, 11)
+    assert not pool.covers(scores.bfloat16(), positions, 11)
+    assert not pool.covers(scores[None], positions, 11)
+    assert not pool.covers(scores[..., :0], positions[..., :0], 11)
+    assert not pool.covers(scores[..., ::2], positions[..., ::2], 11)
+    assert not pool.covers(scores, positions.short(), 11)
+    assert not pool.covers(scores, positions, 65)
+    assert not pool.covers(scores.repeat(1, 1, 30, 1), positions, 11)
+    long = torch.zeros(1, 1, 16384, device=DEVICE)
+    assert pool.covers(long, long.int(), 11)
+    longer = torch.zeros(1, 1, 16385, device=DEVICE)
+    assert not pool.covers(longer, longer.int(), 11)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    assert not pool.covers(scores.cpu(), positions.cpu(), 11)
