@@ -16,6 +16,7 @@ from torch import Tensor
 
 from kvcap.runtime.budget_cache import BudgetCache
 from kvcap.runtime.errors import first_line
+from kvcap.runtime.side_stream import SideStream
 from kvcap.runtime.tuning import Tuning
 
 
@@ -127,7 +128,7 @@ class BlockGraph:
         last = torch.full((int(kind.wanted),), kind.length - 1, device=ids.device)
         self.graph = torch.cuda.CUDAGraph()
         fixed = cache.moves and not kind.filling  # compact positions of a full cache stay
-        cache.reading_at = start
+        cache.reading_at, cache.side = start, SideStream(ids.device)
         try:
             with (
                 cache.told_time_by(self.clock, kind.filling),
@@ -141,8 +142,9 @@ class BlockGraph:
                     use_cache=True,
                     logits_to_keep=last,
                 ).logits.flatten(0, 1)
+                cache.side.join()
         finally:
-            cache.reading_at = None
+            cache.reading_at = cache.side = None
         self.pool, self.last = self.graph.pool(), last  # read by it, as are the rows
         self.rows = [layer.rows for layer in cache.capped_layers]
 

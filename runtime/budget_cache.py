@@ -22,6 +22,7 @@ from kvcap.runtime.layout import CacheLayout, Positions
 from kvcap.runtime.model_shape import ModelShape
 from kvcap.runtime.pins import Span, check_pins
 from kvcap.runtime.rope import Rotation
+from kvcap.runtime.side_stream import SideStream
 from kvcap.runtime.slot_pool import Segment, SlotPool, resize
 
 
@@ -78,6 +79,8 @@ class BudgetCache(Cache):  # type: ignore[misc]
         Whatever enters a computation must come from there, not from Python's numbers."""
         self.filling = False
         """With a clock: no slot was given up yet, so that it also says how many are in use."""
+        self.side: SideStream | None = None
+        """Where layers evict while a CUDA graph is made."""
         self.pinned_spans: list[tuple[int, int]] = []
         """Tokens read, [start, stop), that are never evicted; see `pin`."""
         self.guard: CapGuard | None = None

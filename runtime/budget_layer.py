@@ -8,6 +8,7 @@ the `shift` its position has moved down since; attention rotates a copy, so erro
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -148,6 +149,8 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
             held = [segment.keys for segment in self.segments]
             self.evictor.look(Seen(self.seen, self._length, held))
         self._place(self.evictor)
+        if self._cache.side is not None:
+            self._cache.side.join()  # no more than one layer's keys are kept for it
         if self._offset:
             key_states = self._cache.rotation(key_states.device).back_by(key_states, self._offset)
         times = self._cache.times_of(self.seen, length, key_states.device)
@@ -220,8 +223,10 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
                 attended = self._attend(i, queries[i], keys[i], scaling, softcap)
                 segment.rows_of(out).copy_(attended)
         if evictor.looks(self._length):
-            length = self._length
-            evictor.look(Seen(self.seen, length, keys, queries, scaling, softcap, module, tokens))
+            length, side = self._length, self._cache.side
+            seen = Seen(self.seen, length, keys, queries, scaling, softcap, module, tokens)
+            with nullcontext() if side is None else side.beside(seen):
+                evictor.look(seen)
         return out
 
     def _whole(self) -> tuple[Tensor, Tensor]:

@@ -148,7 +148,8 @@ class _Products:
         if len(self.layers) == 1 or tokens * sum(self.rows) > MOST_TOGETHER:
             return None
         product: Tensor = nn.functional.linear(x, self.weight, self.bias)
-        return product.split(self.rows, dim=-1)
+        parts: Sequence[Tensor] = product.split(self.rows, dim=-1)
+        return parts
 
 
 @torch.inference_mode(False)
