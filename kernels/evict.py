@@ -100,7 +100,7 @@ def give_up(
                 **sizes, BLOCK=block, num_warps=max(1, min(16, block // 128)),
             )  # fmt: skip
             return evicted
-        block = power_of_two(slots, 16)
+        block = power_of_two(slots, 32)
         ages, targets = new(rows, count), new(rows, slots)
         choose_slots[rows,](
             scores, positions, evicted, ages, targets, *where, count,

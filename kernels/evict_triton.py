@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 HIGHEST = tl.constexpr(3.4028234663852886e38)  # the largest finite float32
+PINNED = tl.constexpr(0x7F800000)  # +inf, as `_ordered` has it
 
 _PINS = ["slots", "capacity", "heads", "score_b", "score_h", "sinks", "recents", "seen", "spans"]
 _PINS += [f"{end}_{i}" for i in range(8) for end in ("start", "stop")]
@@ -124,6 +125,42 @@ def evict_one(
         tl.store(side_3 + at, x_3)
 
 
+@triton.jit
+def _bound(x, count):
+    """What the `count` lowest of x [BLOCK] are below, and how many are. int32, int32.
+
+    Where fewer are below, the rest equal it. Anything up to the lowest that stays will do: far
+    fewer steps than bits find it, at most 21.
+    """
+    # Up to `count` are below `low`; more than that, or all that is not pinned, below `high`.
+    low = tl.min(x, 0)
+    high = tl.max(tl.where(x == PINNED, low, x), 0) + 1
+    below = tl.full([], 0, tl.int32)
+    while (below < count) & (low + 1 < high):
+        # A reduction costs more than comparisons: it counts what is below either third. Two int32
+        # can be further apart than an int32 holds.
+        third = ((high.to(tl.int64) - low + 2).to(tl.uint32) // 3).to(tl.int64)
+        one, two = (low + third).to(tl.int32), (low + 2 * third).to(tl.int32)
+        both = tl.sum((x < one).to(tl.int32) + ((x < two).to(tl.int32) << 16), 0)
+        below_one, below_two = both & 0xFFFF, both >> 16
+        high = tl.where(below_one > count, one, tl.where(below_two > count, two, high))
+        low = tl.where(below_two <= count, two, tl.where(below_one <= count, one, low))
+        below = tl.where(
+            below_two <= count, below_two, tl.where(below_one <= count, below_one, below)
+        )
+    return low, below
+
+
+@triton.jit
+def _running(x, BLOCK: tl.constexpr):
+    """Running sums of x [BLOCK]."""
+    # By shares of a warp: a scan of the block has every thread add up all shares before its own.
+    x = tl.reshape(x, [BLOCK // 32, 32])
+    shares = tl.sum(x, 1)
+    before = tl.cumsum(shares, 0) - shares
+    return tl.reshape(tl.cumsum(x, 1) + before[:, None], [BLOCK])
+
+
 @triton.jit(do_not_specialize=[*_PINS, "positions", "count"])
 def choose_slots(
     scores,  # [B, K, n]
@@ -136,7 +173,7 @@ def choose_slots(
     start_0, stop_0, start_1, stop_1, start_2, stop_2, start_3, stop_3,
     start_4, stop_4, start_5, stop_5, start_6, stop_6, start_7, stop_7,
     count,
-    BLOCK: tl.constexpr,  # all of a row's slots
+    BLOCK: tl.constexpr,  # all of a row's slots, at least 32
 ):  # fmt: skip
     """A whole row: its `count` slots of least worth, and which of the last fill their places."""
     row = tl.program_id(0).to(tl.int64)
@@ -144,6 +181,7 @@ def choose_slots(
     evicted += row * count
     slot = tl.arange(0, BLOCK)
     held = slot < slots
+    position = tl.load(positions + slot, held, 0)
     worth = _worth(
         scores + row // heads * score_b + row % heads * score_h,
         positions, slot, slots, score_n, sinks, recents, seen, clock, spans,
@@ -151,25 +189,21 @@ def choose_slots(
         start_4, stop_4, start_5, stop_5, start_6, stop_6, start_7, stop_7,
     )  # fmt: skip
     x = _ordered(worth)
-    # The count-th lowest, bit by bit from the highest: fewer than `count` are below it.
-    bound = tl.full([], -0x80000000, tl.int32)
-    for i in range(32):
-        higher = bound ^ (tl.full([], 1, tl.int32) << (31 - i))
-        bound = tl.where(tl.sum((x < higher).to(tl.int32), 0) < count, higher, bound)
-    lower, equal = (x < bound).to(tl.int32), (x == bound).to(tl.int32)
-    room = count - tl.sum(lower, 0)
-    gone = lower + tl.where(tl.cumsum(equal, 0) <= room, equal, 0)  # of equal ones the first
-    before = tl.cumsum(gone, 0) - gone
+    bound, below = _bound(x, count)
+    lower, equal, room = x < bound, x == bound, count - below
+    both = _running(lower.to(tl.int32) + (equal.to(tl.int32) << 16), BLOCK)
+    lowers, equals = both & 0xFFFF, both >> 16
+    gone = lower | (equal & (equals <= room))  # of equal ones the first
+    before = lowers + tl.minimum(equals, room) - gone.to(tl.int32)
+    tl.store(evicted + before, slot, gone)
+    tl.store(ages + row * count + before, position, gone)
     kept = slots - count
-    holes = tl.sum(tl.where(slot < kept, gone, 0), 0)
-    place = tl.where(held & (gone > 0), before, 0)
-    tl.store(evicted + place, slot, held & (gone > 0))
-    tl.store(ages + row * count + place, tl.load(positions + slot, held, 0), held & (gone > 0))
+    holes = tl.sum((gone & (slot < kept)).to(tl.int32), 0)
     tl.debug_barrier()  # holes are written, in their order
     moves = held & (slot >= kept) & (gone == 0)
-    rank = tl.where(moves, slot - kept - (before - holes), 0)
+    rank = slot - kept - (before - holes)
     target = tl.where(moves, tl.load(evicted + rank, moves, 0), slot)
-    tl.store(targets + row * slots + slot, tl.where(gone > 0, -1, target), held)
+    tl.store(targets + row * slots + slot, tl.where(gone, -1, target), held)
 
 
 @triton.jit(do_not_specialize=[*_NARROW, "slots", "capacity", "count", "first"])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -204,6 +204,54 @@ def test_any_slots_can_go(held):
                 slots.scores[..., pick] = -1
                 assert torch.equal(slots.evict()[0, 0].long(), pick)
                 assert same(slots, after(case, 0, pick.view(1, 1, -1)))
+
+
+def hard_scores(n: int, generator: torch.Generator) -> Tensor:
+    """Rows to which a search for the lowest is not used. [1, K, n]."""
+    nan, inf = float("nan"), float("inf")
+    normal, order = torch.randn(n, generator=generator), torch.arange(n)
+    pick = torch.rand(n, generator=generator)
+    rows = [
+        torch.zeros(n),
+        torch.full((n,), nan),
+        torch.full((n,), inf),
+        torch.where(pick < 0.5, 0.0, -0.0),  # alike
+        torch.where(pick < 0.5, 0.0, normal),  # many at the bound
+        torch.where(pick < 0.1, -1.0, 1.0),
+        torch.where(pick < 0.9, nan, -inf),  # alike, and as low as can be
+        torch.where(pick < 0.5, 3.4e38, -3.4e38) * (1 + normal / 1000),  # further apart than int32
+        normal * 1e-42,  # denormal
+        (order + 0x3F800000).to(torch.int32).view(torch.float32),  # neighbours
+        (0x3F800000 - order).to(torch.int32).view(torch.float32),
+        normal.bfloat16().float(),
+        -normal.abs().pow(30),
+    ]
+    return torch.stack(rows)[None]
+
+
+@pytest.mark.parametrize(
+    ("held", "count"),
+    [(2, 2), (31, 10), (32, 31), (32, 32), (33, 3), (45, 22), (45, 40), (300, 7), (512, 256)],
+)
+def test_scores_that_are_hard_to_tell_apart(held, count):
+    scores = hard_scores(held, torch.Generator().manual_seed(held))
+    case = Case(held, count, heads=scores.shape[1], size=2, start=1, spare=1)
+    slots = Slots(case)
+    slots.scores = scores.to(DEVICE)
+    expected = slots.expected()
+    assert torch.equal(slots.evict(), expected.sort().values.int())
+    assert same(slots, after(case, 0, expected))
+
+
+@pytest.mark.parametrize("wild", [False, True])
+def test_all_that_nothing_pins_can_go(wild):
+    case = Case(60, 2, heads=1, sinks=100, recents=300, wild=wild)
+    free = int((Slots(case).worth() < float("inf")).sum())
+    case = replace(case, count=free)
+    slots = Slots(case)
+    expected = slots.expected()
+    assert torch.equal(slots.evict(), expected.sort().values.int())
+    assert same(slots, after(case, 0, expected))
 
 
 @pytest.mark.parametrize("count", [1, 5])
