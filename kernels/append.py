@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kvcap.kernels.device import able, bits, power_of_two
+from kvcap.kernels.device import able, bits, overlaps, power_of_two
 
 MOST_SIDE = 6  # tensors of a number a slot, besides positions
 
@@ -57,5 +57,6 @@ def append(
         write[-(-length // block), batch * heads](
             keys, values, positions, *buffers[:3], *sides, *[None] * (MOST_SIDE - len(sides)),
             length, row, after, *keys.stride()[:3], *values.stride()[:3],
-            HEADS=heads, SIZE=size, SIZE_PAD=power_of_two(size, 16), BLOCK=block, num_warps=4,
+            HEADS=heads, SIZE=size, SIZE_PAD=power_of_two(size, 16), BLOCK=block,
+            OVERLAP=overlaps(keys.device), num_warps=4,
         )  # fmt: skip

@@ -25,8 +25,11 @@ def write(
     SIZE: tl.constexpr,
     SIZE_PAD: tl.constexpr,
     BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,  # what reads the slots may be launched before this ends
 ):  # fmt: skip
     """Some tokens of one KV head."""
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(1).to(tl.int64)
     batch, head = row // HEADS, row % HEADS
     t = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)

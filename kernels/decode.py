@@ -199,6 +199,7 @@ def _attend(
             REST_PAD=power_of_two(rest, 16) if half and rest else 0, SOFTCAP=softcap is not None,
             BLOCK=tile.block, STAGES=tile.stages, OVERLAP=overlap,
             WIDEN=query.device.type == "cpu", num_warps=warps,
+            **({"launch_pdl": True} if overlap else {}),
         )  # fmt: skip
         if whole:
             return out.transpose(1, 2)

@@ -108,12 +108,13 @@ def attend_part(
     SOFTCAP: tl.constexpr,
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
-    OVERLAP: tl.constexpr,  # the merge may be launched before this ends
+    OVERLAP: tl.constexpr,  # launched before what it reads is there, and the merge before it ends
     WIDEN: tl.constexpr,  # dot products of float32, as triton's interpreter has none of bfloat16
 ):  # fmt: skip
     """Attention of some of a KV head's query rows over one part of its slots."""
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     part, parts, row = tl.program_id(0), tl.num_programs(0), tl.program_id(2).to(tl.int64)
     batch, head = row // KV_HEADS, row % KV_HEADS
     if lengths is not None:
@@ -205,6 +206,8 @@ def merge_parts(
 ):
     """One query row's attention from its parts, in their order."""
     m, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()  # until all parts are written
     if lengths is not None:
         length = tl.load(lengths + row * lengths_step).to(tl.int32)
     live = tl.cdiv(length, chunk)  # parts that are written
@@ -212,8 +215,6 @@ def merge_parts(
     s, step, d = tl.arange(0, PARTS_PAD), tl.arange(0, STEP), tl.arange(0, SIZE_PAD)
     part_lse += row * parts * count + m
     part_out += (row * parts * count + m) * SIZE
-    if OVERLAP:
-        tl.extra.cuda.gdc_wait()  # until all parts are written
     lse = tl.load(part_lse + s * count, mask=s < live, other=float("-inf"))
     # Fetched before anything waits for `lse`, and from then on one step ahead.
     at = part_out + step[:, None] * count * SIZE + d

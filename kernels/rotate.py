@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvcap.kernels.device import power_of_two
+from kvcap.kernels.device import overlaps, power_of_two
 
 
 def rotate_back(x: Tensor, shift: Tensor, table: Tensor) -> Tensor:
@@ -24,11 +24,12 @@ def rotate_back(x: Tensor, shift: Tensor, table: Tensor) -> Tensor:
     if not out.numel():
         return out
     half = table.shape[-1]
-    block = 32
+    block, overlap = 32, overlaps(x.device)
     with torch.cuda.device_of(x):
         rotate[-(-slots // block), batch * heads](
             x, shift, table, out, slots, *x.stride()[:3], *shift.stride(),
             HEADS=heads, SIZE=size, HALF=half, HALF_PAD=power_of_two(half),
-            REST=size - 2 * half, REST_PAD=power_of_two(size - 2 * half), BLOCK=block, num_warps=4,
+            REST=size - 2 * half, REST_PAD=power_of_two(size - 2 * half), BLOCK=block,
+            OVERLAP=overlap, num_warps=4, **({"launch_pdl": True} if overlap else {}),
         )  # fmt: skip
     return out

@@ -21,8 +21,12 @@ def rotate(
     REST: tl.constexpr,  # dimensions behind the rotated ones
     REST_PAD: tl.constexpr,
     BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,  # launched before what makes `x` has ended
 ):  # fmt: skip
     """Some slots of one KV head."""
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     row = tl.program_id(1).to(tl.int64)
     batch, head = row // HEADS, row % HEADS
     n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)

@@ -8,7 +8,7 @@ the `shift` its position has moved down since; attention rotates a copy, so erro
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -201,7 +201,11 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
         if rotation is not None and self._offset:
             query = rotation.back_by(query, self._offset)
         if self.ring is not None:
-            self.ring.append(query)
+            with self._beside(query):
+                self.ring.append(query)
+                for segment, residual in zip(self.segments, self._residual, strict=True):
+                    if residual:
+                        self.ring.moved(segment, residual, self._length)
         tokens = self._cache.clock_after(self._length)
         if self._cache.filling:
             assert tokens is not None
@@ -223,11 +227,16 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
                 attended = self._attend(i, queries[i], keys[i], scaling, softcap)
                 segment.rows_of(out).copy_(attended)
         if evictor.looks(self._length):
-            length, side = self._length, self._cache.side
+            length = self._length
             seen = Seen(self.seen, length, keys, queries, scaling, softcap, module, tokens)
-            with nullcontext() if side is None else side.beside(seen):
+            with self._beside(seen):
                 evictor.look(seen)
         return out
+
+    def _beside(self, kept: Any) -> AbstractContextManager[None]:
+        """What attention does not wait for runs within it; see `SideStream.beside`."""
+        side = self._cache.side
+        return nullcontext() if side is None else side.beside(kept)
 
     def _whole(self) -> tuple[Tensor, Tensor]:
         """Keys and values of all slots, in use or not, of heads that hold equally many."""
@@ -249,8 +258,6 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
         for i, residual in enumerate(self._residual):
             if residual:
                 queries[i] = rotation.back_by(queries[i], residual)
-                if self.ring is not None:
-                    self.ring.moved(segments[i], residual, self._length)
         if packed:
             flat = rotation.back(pool.keys, pool.side[SHIFT])
             return queries, [segment.view(flat) for segment in segments], flat

@@ -33,10 +33,10 @@ class QueryRing:
         """Take in a block's queries [B, H, T, D], of which the newest `w` stay."""
         size = self.queries.shape[2]
         new = min(size, queries.shape[2])
-        if new < size:  # a copy of the part that stays, as source and target overlap
-            self.queries[:, :, :-new] = self.queries[:, :, new:].clone()
-            self.shift[:, :, :-new] = self.shift[:, :, new:].clone()
-        self.queries[:, :, size - new :] = queries[:, :, queries.shape[2] - new :]
+        if new < size:
+            queries = torch.cat((self.queries[:, :, new:], queries), dim=2)
+            self.shift.copy_(self.shift.roll(-new, dims=2))
+        self.queries.copy_(queries[:, :, queries.shape[2] - size :])
         self.shift[:, :, size - new :] = 0
 
     def fill(self, queries: Tensor, shift: Tensor) -> None:

@@ -18,26 +18,25 @@ class SideStream:
 
     def __init__(self, device: torch.device) -> None:
         self._stream = _stream(device)
-        self._kept: Any = None
+        self._kept: list[Any] = []
 
     @contextmanager
     def beside(self, kept: Any) -> Iterator[None]:
-        """What runs within it waits for all before it, and nothing for it until `join`.
+        """What runs within it waits for all before it; only `join` waits for it.
 
         Args:
             kept: holds the tensors that it reads, whose memory nobody else may have until then.
         """
-        self.join()
+        self._kept.append(kept)
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             yield
-        self._kept = kept
 
     def join(self) -> None:
         """Wait for it, if there is anything to wait for."""
-        if self._kept is not None:
+        if self._kept:
             torch.cuda.current_stream().wait_stream(self._stream)
-            self._kept = None
+            self._kept.clear()
 
 
 @cache
