@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from kvcap.kernels import pool
+from kvcap.kernels import pool, window
 from kvcap.kernels.choice import ready
 from kvcap.kernels.choice import use as use
 from kvcap.kernels.device import DTYPES
@@ -29,38 +29,24 @@ from kvcap.policies.tova import TOVA
 MOST_HEAD_SIZE, MOST_GROUPS = 256, 32
 
 
-def score(policy: Policy, seen: Observation, key_sum: Tensor | None = None) -> Tensor:
-    """Worth of every slot, as `policy.score(seen)` has it. Shape [B, K, n], float32.
-
-    Args:
-        policy: what scores.
-        seen: what it looks at.
-        key_sum: float32 [B, K, D], contiguous, the sum of `seen.keys` over the slots where it is
-            known: with it KeyDiff reads the keys once, not twice.
-    """
+def score(policy: Policy, seen: Observation) -> Tensor:
+    """Worth of every slot, as `policy.score(seen)` has it. Shape [B, K, n], float32."""
     twin = TWINS.get(type(policy))
     if twin is None or not ready(seen.keys) or not _covers(policy, seen):
         return policy.score(seen)
-    if isinstance(policy, KeyDiff):
-        return _keydiff(policy, seen, key_sum)
-    return twin(policy, _at_zero(seen))
+    return twin(policy, seen)
+
+
+def reads_sums(policy: Policy) -> bool:
+    """Whether `Observation.key_sums` spare the policy's twin a pass over the keys."""
+    return type(policy) is KeyDiff and (policy.metric, policy.anchor) == ("cosine", "mean")
 
 
 def update(policy: Policy, seen: Observation) -> dict[str, Tensor]:
     """New values of the policy's state, as `policy.update(seen)` has them."""
     if type(policy) is H2O and ready(seen.keys) and _covers(policy, seen):
-        return _h2o(policy, _at_zero(seen))
+        return _h2o(policy, seen)
     return policy.update(seen)
-
-
-def _at_zero(seen: Observation) -> Observation:
-    """The same with positions counted from now where `seen.seen` is on the device.
-
-    Kernels take it by value, and inside a CUDA graph values stay what they were.
-    """
-    if not isinstance(seen.seen, Tensor):
-        return seen
-    return replace(seen, positions=seen.positions - seen.seen, seen=0)
 
 
 def _covers(policy: Policy, seen: Observation) -> bool:
@@ -89,8 +75,6 @@ def _kind(seen: Observation) -> str | None:
 
 
 def _dropkv(policy: Policy, seen: Observation) -> Tensor:
-    from kvcap.kernels import window
-
     assert isinstance(policy, DropKV)
     cost = window.scores(
         seen, "dropkv", policy.group, epsilon=policy.epsilon, rounded=policy.bf16_ratio
@@ -99,15 +83,11 @@ def _dropkv(policy: Policy, seen: Observation) -> Tensor:
 
 
 def _andpro(policy: Policy, seen: Observation) -> Tensor:
-    from kvcap.kernels import window
-
     assert isinstance(policy, AnDPro)
     return window.scores(seen, "andpro", policy.group)
 
 
 def _snapkv(policy: Policy, seen: Observation) -> Tensor:
-    from kvcap.kernels import window
-
     assert isinstance(policy, SnapKV)
     kind = _kind(seen)
     assert kind is not None
@@ -125,8 +105,6 @@ def _pooled(scores: Tensor, seen: Observation, policy: DropKV | SnapKV) -> Tenso
 
 
 def _tova(policy: Policy, seen: Observation) -> Tensor:
-    from kvcap.kernels import window
-
     assert isinstance(policy, TOVA)
     kind = _kind(seen)
     assert kind is not None
@@ -136,20 +114,18 @@ def _tova(policy: Policy, seen: Observation) -> Tensor:
 
 
 def _h2o(policy: Policy, seen: Observation) -> dict[str, Tensor]:
-    from kvcap.kernels import window
-
     assert isinstance(policy, H2O)
     kind = _kind(seen)
     assert kind is not None
     return {"accumulated": seen.state["accumulated"] + window.scores(seen, kind, policy.group)}
 
 
-def _keydiff(policy: Policy, seen: Observation, key_sum: Tensor | None = None) -> Tensor:
+def _keydiff(policy: Policy, seen: Observation) -> Tensor:
     from kvcap.kernels import keydiff
 
     assert isinstance(policy, KeyDiff)
     unit = policy.anchor == "unit_mean"
-    return keydiff.scores(seen.keys, unit=unit, key_sum=None if unit else key_sum)
+    return keydiff.scores(seen.keys, unit=unit, key_sums=None if unit else seen.key_sums)
 
 
 TWINS: dict[type[Policy], Callable[[Policy, Observation], Tensor]] = {

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from kvcap.kernels.device import DTYPES, able, multiprocessors, overlaps, power_of_two
 
-MOST_TOKENS = 16  # of a block that need not fill a device by itself
+MOST_TOKENS = 16  # of a block whose keys are wider than 256 bytes
 MOST_ROWS = 64  # query rows of a KV head that a program attends
 MOST_SIZE = 256
 _LOG2_E = math.log2(math.e)
@@ -30,31 +30,22 @@ def covers(
     keys: Tensor,
     values: Tensor,
     kv_heads: int | None = None,
-    any_block: bool = False,
 ) -> bool:
     """Whether the kernel can attend these here: on CUDA, or on a CPU in triton's interpreter.
-
-    Blocks above `MOST_TOKENS` only where they give a device enough to do uncut: over 2,048 slots
-    one of 512 tokens takes 46 µs on an H200 where torch's FlashAttention takes 74, and one of
-    128 as long.
 
     Args:
         query: [B, H, T, D].
         keys: as in `attend` or `attend_ragged`.
         values: likewise.
         kv_heads: K; needed where the keys are a pool.
-        any_block: also blocks that others attend as fast.
     """
-    (batch, heads, tokens, size), item = query.shape, query.element_size()
+    (_, heads, tokens, size), item = query.shape, query.element_size()
     kv_heads = keys.shape[1] if kv_heads is None else kv_heads
     rows = tokens * heads // kv_heads
     if not able(query) or query.dtype not in DTYPES or size > MOST_SIZE:
         return False
-    if tokens > MOST_TOKENS:
-        programs = batch * kv_heads * -(-rows // MOST_ROWS)
-        few = 3 * programs < 4 * multiprocessors(query.device) and not any_block
-        if size * item > 256 or few:
-            return False
+    if tokens > MOST_TOKENS and size * item > 256:
+        return False
     if any(x.dtype != query.dtype or x.stride(-1) != 1 for x in (query, keys, values)):
         return False
     if not query.is_cuda:
@@ -174,8 +165,8 @@ def _attend(
     half, table_bytes = (0, 0) if table is None else (table.shape[-1], table.element_size())
     rest = size - 2 * half
     rows_pad, size_pad = min(MOST_ROWS, power_of_two(count, 16)), power_of_two(size, 16)
-    tile = _tile(size * query.element_size(), table_bytes)
     tiles = -(-count // rows_pad)
+    tile = _tile(size * query.element_size(), table_bytes, tiles > 1)
     blocks = _blocks_in_part(-(-longest // tile.block), slots * tiles, tile, query.device)
     chunk = tile.block * blocks
     parts = -(-longest // chunk)
@@ -217,22 +208,24 @@ class _Tile(NamedTuple):
     block: int  # slots read at once
     stages: int  # blocks under way, one more than are fetched ahead
     warps: int
-    programs: int  # a multiprocessor
+    programs: float  # a multiprocessor
 
 
-def _tile(row_bytes: int, table_bytes: int) -> _Tile:
+def _tile(row_bytes: int, table_bytes: int, several: bool) -> _Tile:
     """How slots are read: what was fastest on an H200, from 512 to 32,768 slots of 8 heads.
 
     Args:
         row_bytes: of a key.
         table_bytes: of a cosine; 0: keys are not rotated.
+        several: a KV head's query rows take more than one program.
     """
     if row_bytes > 256:
         return _Tile(32, 3 if table_bytes else 2, 4, 2)
     if table_bytes:
         # The table's rows come after the shifts: as many blocks ahead take twice the stages.
         return _Tile(32, 5, 2, 3 if table_bytes == 2 else 2)
-    return _Tile(64, 3, 4, 2)
+    # What several tiles of rows leave to be merged costs as much as a busier device gains.
+    return _Tile(64, 3, 4, 1.5 if several else 2)
 
 
 def _blocks_in_part(blocks: int, slots: int, tile: _Tile, device: torch.device) -> int:

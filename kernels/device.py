@@ -40,6 +40,24 @@ def overlaps(device: torch.device) -> bool:
     return hasattr(cuda, "gdc_wait")
 
 
+def overlapping(device: torch.device) -> dict[str, bool]:
+    """Options of a kernel that waits by itself for what it reads, if it `overlaps`."""
+    return {"OVERLAP": True, "launch_pdl": True} if overlaps(device) else {"OVERLAP": False}
+
+
+def told(seen: int | Tensor, device: torch.device) -> tuple[int, Tensor]:
+    """Tokens read as kernels take them: a number, or -1 and where it is on the device.
+
+    Alike in type either way: what a CUDA graph replays is compiled before it, by a number.
+    """
+    return (-1, seen) if isinstance(seen, Tensor) else (seen, _no_clock(device))
+
+
+@lru_cache
+def _no_clock(device: torch.device) -> Tensor:
+    return torch.zeros((), dtype=torch.int64, device=device)
+
+
 def bits(x: Tensor) -> Tensor:
     """`x` as integers of its size: what is only moved needs no type of its own."""
     return x.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()])

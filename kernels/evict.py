@@ -9,13 +9,13 @@ needed.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kvcap.kernels.device import able, bits, power_of_two
+from kvcap.kernels.device import able, bits, power_of_two, told
 
 MOST_SPANS = 8
 MOST_COUNT = 1024  # slots given up at once; each is compared with every slot
@@ -114,20 +114,13 @@ def give_up(
     return evicted
 
 
-@cache
-def _no_clock(device: torch.device) -> Tensor:
-    """What stands for `seen` on the device where it is an int."""
-    return torch.zeros((), dtype=torch.int64, device=device)
-
-
 def _pins(
     sinks: int, recents: int, seen: int | Tensor, spans: Spans, device: torch.device
 ) -> list[Any]:
-    """The kernels' arguments of that name, alike in type for an int and a tensor."""
+    """The kernels' arguments of that name."""
     ends = [end for span in spans for end in span]
     ends += [0] * (2 * MOST_SPANS - len(ends))
-    where = [-1, seen] if isinstance(seen, Tensor) else [seen, _no_clock(device)]
-    return [sinks, recents, *where, len(spans), *ends]
+    return [sinks, recents, *told(seen, device), len(spans), *ends]
 
 
 def _integers(positions: Tensor, buffers: Sequence[Tensor]) -> tuple[list[Any], list[Any]]:

@@ -69,14 +69,14 @@ def _cosine(k_ptr, sum_ptr, out_ptr, k_b, k_h, k_n, K, n, chunk, parts, D: tl.co
         tl.store(out_ptr + row.to(tl.int64) * n + slots, -along * inverse, mask=slots < stop)
 
 
-def scores(keys: Tensor, *, unit: bool = False, key_sum: Tensor | None = None) -> Tensor:
+def scores(keys: Tensor, *, unit: bool = False, key_sums: Tensor | None = None) -> Tensor:
     """`-cos(k_j, μ)`, `μ` the mean of the keys (KeyDiff, Eq. 8). [B, K, n], float32.
 
     Args:
         keys: [B, K, n, D], whatever its strides but the last.
         unit: `μ` is the mean of the keys' directions.
-        key_sum: float32 [B, K, D], contiguous: the sum of these keys where it is known, which
-            spares the pass that makes it.
+        key_sums: float32 [B, K, P, D], contiguous: sums of P parts of these keys where they are
+            known, which spares the pass that makes them.
     """
     B, K, n, D = keys.shape
     padded = power_of_two(D, 16)
@@ -86,19 +86,18 @@ def scores(keys: Tensor, *, unit: bool = False, key_sum: Tensor | None = None) -
     out = empty(B, K, n, device=keys.device)
     view, sizes = (*keys.stride()[:3], K, n, chunk), (D, padded, tile)
     key = (keys.device, keys.dtype, keys.data_ptr() % 16, view[:4], sizes)
-    added = 1
-    if key_sum is None:
-        added = parts
-        key_sum = empty(B, K, parts, D, device=keys.device)
+    if key_sums is None:
+        key_sums = empty(B, K, parts, D, device=keys.device)
         launch(
             _sum, (parts, B * K, 1), (key, unit),
-            (keys, key_sum, *view, *sizes, unit), num_warps=4,
+            (keys, key_sums, *view, *sizes, unit), num_warps=4,
         )  # fmt: skip
-    assert key_sum.dtype == torch.float32
-    assert key_sum.is_contiguous()
+    assert key_sums.dtype == torch.float32
+    assert key_sums.is_contiguous()
+    added = key_sums.shape[2]
     most = power_of_two(added)
     launch(
-        _cosine, (parts, B * K, 1), (key, most, key_sum.data_ptr() % 16),
-        (keys, key_sum, out, *view, added, *sizes, most), num_warps=8,
+        _cosine, (parts, B * K, 1), (key, most, key_sums.data_ptr() % 16),
+        (keys, key_sums, out, *view, added, *sizes, most), num_warps=8,
     )  # fmt: skip
     return out

@@ -6,30 +6,41 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvcap.kernels.device import overlaps, power_of_two
+from kvcap.kernels.device import overlapping, power_of_two
 
 
-def rotate_back(x: Tensor, shift: Tensor, table: Tensor) -> Tensor:
+def rotate_back(
+    x: Tensor, shift: Tensor, table: Tensor, sums: bool = False
+) -> tuple[Tensor, Tensor | None]:
     """Rotate the halves (i, i + R/2) of every row back by its shift; a contiguous copy.
+
+    And sums of its parts on the way, where `sums`: what reads nothing but their mean need not read
+    the copy again.
 
     Args:
         x: [B, K, n, D], any strides but of the last dimension.
         shift: [B, K, n] int32, below the table's span; any strides.
         table: [span, 2, R/2] float32, contiguous, cosines and sines.
+        sums: make them.
+
+    Returns:
+        The copy, and its sums [B, K, parts, D] over parts of the rows, float32, or None.
     """
+    from kvcap.kernels.launch import empty
     from kvcap.kernels.rotate_triton import rotate
 
     batch, heads, slots, size = x.shape
+    block = 64 if sums else 32
+    parts, half = -(-slots // block), table.shape[-1]
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    summed = empty(batch, heads, parts, size, device=x.device) if sums else None
     if not out.numel():
-        return out
-    half = table.shape[-1]
-    block, overlap = 32, overlaps(x.device)
+        return out, summed
     with torch.cuda.device_of(x):
-        rotate[-(-slots // block), batch * heads](
-            x, shift, table, out, slots, *x.stride()[:3], *shift.stride(),
+        rotate[parts, batch * heads](
+            x, shift, table, out, summed, slots, *x.stride()[:3], *shift.stride(),
             HEADS=heads, SIZE=size, HALF=half, HALF_PAD=power_of_two(half),
             REST=size - 2 * half, REST_PAD=power_of_two(size - 2 * half), BLOCK=block,
-            OVERLAP=overlap, num_warps=4, **({"launch_pdl": True} if overlap else {}),
+            num_warps=block // 8, **overlapping(x.device),
         )  # fmt: skip
-    return out
+    return out, summed

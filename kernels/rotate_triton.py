@@ -11,6 +11,7 @@ def rotate(
     shift,  # [B, K, n]
     table,  # [span, 2, HALF]
     out,  # [B, K, n, D], contiguous
+    sums,  # [B, K, programs, D] float32: of what each writes; or None
     slots,  # n
     x_b, x_h, x_n,
     shift_b, shift_h, shift_n,
@@ -40,10 +41,20 @@ def rotate(
     cos, sin = tl.load(turn, inside, 0.0), tl.load(turn + HALF, inside, 0.0)
     a = tl.load(source + i, inside, 0.0).to(tl.float32)
     b = tl.load(source + HALF + i, inside, 0.0).to(tl.float32)
-    tl.store(target + i, (a * cos + b * sin).to(out.dtype.element_ty), inside)
-    tl.store(target + HALF + i, (b * cos - a * sin).to(out.dtype.element_ty), inside)
+    a, b = (
+        (a * cos + b * sin).to(out.dtype.element_ty),
+        (b * cos - a * sin).to(out.dtype.element_ty),
+    )
+    tl.store(target + i, a, inside)
+    tl.store(target + HALF + i, b, inside)
+    if sums is not None:
+        sums += (row * tl.num_programs(0) + tl.program_id(0)) * SIZE
+        tl.store(sums + i, tl.sum(a.to(tl.float32), 0)[None, :], i < HALF)
+        tl.store(sums + HALF + i, tl.sum(b.to(tl.float32), 0)[None, :], i < HALF)
     if REST > 0:
         j = tl.arange(0, REST_PAD)[None, :]
         behind = used[:, None] & (j < REST)
         kept = tl.load(source + 2 * HALF + j, behind, 0.0)
         tl.store(target + 2 * HALF + j, kept, behind)
+        if sums is not None:
+            tl.store(sums + 2 * HALF + j, tl.sum(kept.to(tl.float32), 0)[None, :], j < REST)

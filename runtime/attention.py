@@ -101,7 +101,7 @@ def attend_to_some(
 
     The same work whatever it is, for CUDA graphs.
     """
-    if ready(query) and decode.covers(query, keys, values, any_block=True):
+    if ready(query) and decode.covers(query, keys, values):
         return decode.attend(query, keys, values, scaling, softcap, length=count)
     place = torch.arange(keys.shape[2], device=query.device)
     mask = place < (count + 1 - query.shape[2] + place[: query.shape[2], None])

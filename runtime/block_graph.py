@@ -2,7 +2,9 @@
 
 A full cache evicts as many tokens as it reads: shapes, addresses and all that Python decides stay
 what they are, and only the tokens and their positions differ. A cache that only fills differs in
-how many slots are in use besides, which kernels read on the device. Knows a model and a cache.
+how many slots are in use besides, which kernels read on the device. Small blocks go several through
+the model in one pass, as its matrices are read once for all of them; a layer takes them one after
+the other. Knows a model and a cache.
 """
 
 from __future__ import annotations
@@ -19,12 +21,14 @@ from kvcap.runtime.errors import first_line
 from kvcap.runtime.side_stream import SideStream
 from kvcap.runtime.tuning import Tuning
 
+PASS = 512  # tokens that a GPU reads at little more cost than fewer
+
 
 class Kind(NamedTuple):
-    """What blocks have in common that one graph serves."""
+    """What passes have in common that one graph serves."""
 
     batch: int
-    length: int
+    length: int  # of all its blocks
     wanted: bool  # the last token's logits are
     filling: bool  # nothing is evicted, else as many as are read
     spans: tuple[tuple[int, int], ...]  # pinned tokens, where any are evicted
@@ -41,14 +45,14 @@ class BlockGraphs:
 
     def __init__(self, model: Any, cache: BudgetCache, compiled: bool = False) -> None:
         self.model, self.cache = model, cache
-        self.refused = why_not(cache)
+        self.refused = cache.uneven
         """Why blocks are not replayed; None: they are."""
         self.made: dict[Kind, BlockGraph] = {}
         self._tuning = None if self.refused else Tuning(model, compiled)
-        self._warm: Kind | None = None  # of the block last read, if as its graph will
+        self._warm: set[Kind] = set()  # of passes read as their graphs will
 
     def read(self, ids: Tensor, wanted: bool = True) -> Tensor | None:
-        """Read a block [B, T]; returns the last token's logits, or None: not replayable.
+        """Read a pass [B, T]; returns the last token's logits, or None: not replayable.
 
         Of shape [B, V], or [0, V] where they are not `wanted`.
         """
@@ -58,7 +62,7 @@ class BlockGraphs:
         seen = cache.seen
         if kind in self.made:
             cache.count(kind.length, kept=kind.filling)
-        elif self._warm != kind:
+        elif kind not in self._warm:
             return None
         else:
             self.made = {k: g for k, g in self.made.items() if k.filling or k.spans == kind.spans}
@@ -75,15 +79,19 @@ class BlockGraphs:
 
     @contextmanager
     def warm_up(self, ids: Tensor, wanted: bool = True) -> Iterator[None]:
-        """Around a block [B, T] that is read eagerly: as its graph will, if it is to have one.
+        """Around a pass [B, T] that is read eagerly: as its graph will, if it is to have one.
 
         Only then is everything ready that a graph cannot make: kernels compiled for these shapes,
         and Python's numbers on the device.
         """
-        self._warm = kind = self._kind(ids, wanted)
+        kind = self._kind(ids, wanted)
+        if any(layer.rows for layer in self.cache.capped_layers):
+            self._warm.clear()  # of what tells where heads lie, only the last is kept
         if kind is None:
             yield
-        elif kind.filling:
+            return
+        self._warm.add(kind)
+        if kind.filling:
             clock = torch.tensor(self.cache.seen, device=ids.device)
             with self._tuned(), self.cache.told_time_by(clock, filling=True):
                 yield
@@ -96,25 +104,36 @@ class BlockGraphs:
         return self._tuning.applied()
 
     def _kind(self, ids: Tensor, wanted: bool) -> Kind | None:
-        """Of a block, if every one that follows it does the same."""
+        """Of a pass, if every one that follows it does the same."""
         cache, (batch, length) = self.cache, ids.shape
-        if self.refused is not None or length not in (1, cache.block_size):
+        if self.refused is not None or length not in (1, cache.block_size, self._several):
             return None
         if cache.fills(length):
             return Kind(batch, length, wanted, True, ())
-        steady = length > 1 or cache.evict_every == 1
-        if not (cache.full and cache.eviction.policy.evicts and steady):
+        if not cache.steady(length):
             return None
         return Kind(batch, length, wanted, False, tuple(cache.pinned_spans))
 
+    def ahead(self, left: int) -> int | None:
+        """How many of a prompt's tokens the next pass reads, if it is to have several blocks."""
+        length = self._several
+        if self.refused is not None or not self.cache.block_size < length <= left:
+            return None
+        return length if self.cache.steady(length) or self.cache.fills(length) else None
+
+    @property
+    def _several(self) -> int:
+        """Tokens of as many blocks as go through the model in one pass."""
+        return PASS // self.cache.block_size * self.cache.block_size
+
 
 class BlockGraph:
-    """One kind of block's graph. Making it counts a block as read; `replay` does the work.
+    """The graph of one kind of pass. Making it counts one as read; `replay` does the work.
 
     Args:
         model: as above.
         cache: as the kind wants it.
-        ids: token ids [B, T] of such a block.
+        ids: token ids [B, T] of such a pass.
         kind: of it.
         pool: memory of another graph of the same cache.
     """
@@ -131,10 +150,11 @@ class BlockGraph:
         cache.reading_at, cache.side = start, SideStream(ids.device)
         try:
             with (
-                cache.told_time_by(self.clock, kind.filling),
+                cache.in_blocks(cache.blocks_of(kind.length)),
                 torch.cuda.graph(self.graph, pool=pool, capture_error_mode="thread_local"),
+                cache.told_time_by(self.clock, kind.filling),
             ):
-                place = torch.arange(kind.length, device=ids.device)
+                place = cache.places(torch.arange(kind.length, device=ids.device))
                 self.logits = model(
                     input_ids=self.ids,
                     position_ids=((start if fixed else self.clock) + place).expand(kind.batch, -1),
@@ -155,17 +175,3 @@ class BlockGraph:
         self.graph.replay()
         logits: Tensor = self.logits
         return logits.clone()
-
-
-def why_not(cache: BudgetCache) -> str | None:
-    """What keeps blocks from being alike, if anything."""
-    eviction = cache.eviction
-    if not cache.layout.shape.all_capped:
-        return "native sliding layers grow and shrink"
-    if eviction.layers_move:
-        return "slots move between layers"
-    if eviction.heads_move:
-        return "slots move between heads"
-    if eviction.corrector is not None:
-        return "evicted tokens are decided on one by one"
-    return None

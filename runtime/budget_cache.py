@@ -73,10 +73,10 @@ class BudgetCache(Cache):  # type: ignore[misc]
         does. The block loop sets it so that compact positions need no rotation on arrival."""
         self.reading: int | None = None
         """How many tokens the next block has, where fillers follow them; see `BlockLoop.read`."""
-        self.clock: Tensor | None = None
-        """Inside a CUDA graph: how many tokens were read before the block, on the device [].
-
-        Whatever enters a computation must come from there, not from Python's numbers."""
+        self.blocks = 1
+        """How many blocks the pass in hand has: each layer takes them one after the other."""
+        self.block = 0
+        """Which of them a layer has in hand."""
         self.filling = False
         """With a clock: no slot was given up yet, so that it also says how many are in use."""
         self.side: SideStream | None = None
@@ -87,8 +87,9 @@ class BudgetCache(Cache):  # type: ignore[misc]
         """Holds the process to a cap; the block loop asks it before every block."""
         self.frame = 0
         """What `longest` was when the block in hand arrived: all heads count it from there."""
-        self._times: tuple[tuple[int, int, torch.device], Tensor] | None = None
-        self._after: Tensor | None = None
+        self._clocks: list[Tensor] = []
+        self._times: dict[tuple[int, int, torch.device], Tensor] = {}
+        self._after: dict[int, Tensor] = {}
         self._rotation: Rotation | None = None
         self.allocation = Allocation(self.layout, block_size)
         indices = iter(range(len(shape.capped)))
@@ -164,9 +165,34 @@ class BudgetCache(Cache):  # type: ignore[misc]
     def count(self, tokens: int, kept: bool) -> None:
         """Count tokens read elsewhere, in a CUDA graph; all `kept`, or as many evicted."""
         for layer in self.capped_layers:
-            layer.seen += tokens
-            for segment in layer.segments:
-                segment.held += tokens if kept else 0
+            layer.count(tokens, kept)
+
+    @property
+    def uneven(self) -> str | None:
+        """What keeps the blocks of a full cache from being all alike, if anything."""
+        eviction = self.eviction
+        if not self.layout.shape.all_capped:
+            return "native sliding layers grow and shrink"
+        if eviction.layers_move:
+            return "slots move between layers"
+        if eviction.heads_move:
+            return "slots move between heads"
+        if eviction.corrector is not None:
+            return "evicted tokens are decided on one by one"
+        return None
+
+    def steady(self, tokens: int) -> bool:
+        """Whether every block of that many evicts as many, from now on."""
+        each = tokens > 1 or self.evict_every == 1
+        return each and self.uneven is None and self.full and self.eviction.policy.evicts
+
+    def blocks_of(self, tokens: int) -> int:
+        """In how many blocks that many tokens are read: in one if they fit beside what is held."""
+        return 1 if tokens <= self.block_size + self.spare else -(-tokens // self.block_size)
+
+    def places(self, tokens: Tensor) -> Tensor:
+        """How far behind `next_position` the tokens [T] of a pass are read."""
+        return tokens % self.block_size if self.blocks > 1 and self.moves else tokens
 
     @property
     def room(self) -> int:
@@ -242,28 +268,50 @@ class BudgetCache(Cache):  # type: ignore[misc]
         return self
 
     @contextmanager
-    def told_time_by(self, clock: Tensor, filling: bool) -> Iterator[None]:
-        """Take what was read before a block from a tensor [], while a CUDA graph is made."""
-        self.clock, self.filling = clock, filling
+    def in_blocks(self, count: int) -> Iterator[None]:
+        """Within it, a pass has so many blocks."""
+        self.blocks = count
         try:
             yield
         finally:
-            self.clock, self.filling, self._times, self._after = None, False, None, None
+            self.blocks, self.block = 1, 0
+
+    @contextmanager
+    def told_time_by(self, clock: Tensor, filling: bool) -> Iterator[None]:
+        """Take what was read before a pass from a tensor [], while a CUDA graph is made."""
+        self._times.clear()
+        later = [clock + i * self.block_size for i in range(1, self.blocks)]
+        self._clocks, self.filling = [clock, *later], filling
+        try:
+            yield
+        finally:
+            self._clocks, self.filling = [], False
+            self._times.clear()
+            self._after.clear()
+
+    @property
+    def clock(self) -> Tensor | None:
+        """Inside a CUDA graph: how many tokens were read before the block, on the device [].
+
+        Whatever enters a computation must come from there, not from Python's numbers.
+        """
+        return self._clocks[self.block] if self._clocks else None
 
     def clock_after(self, length: int) -> Tensor | None:
         """What the clock says after the block of `length` in hand; layers share one tensor."""
-        if self.clock is not None and self._after is None:
-            self._after = self.clock + length
-        return self._after
+        if self.clock is not None and self.block not in self._after:
+            self._after[self.block] = self.clock + length
+        return self._after.get(self.block)
 
     def times_of(self, seen: int, length: int, device: torch.device) -> Tensor:
         """Which tokens a block of `length` after `seen` has, [T] int32; layers share one."""
         asked = (seen, length, device)
-        if self._times is None or self._times[0] != asked:
+        if asked not in self._times:
+            if len(self._times) >= self.blocks:
+                self._times.clear()
             first = seen if self.clock is None else self.clock
-            times = first + torch.arange(length, dtype=torch.int32, device=device)
-            self._times = (asked, times)
-        return self._times[1]
+            self._times[asked] = first + torch.arange(length, dtype=torch.int32, device=device)
+        return self._times[asked]
 
     def pin(self, spans: Sequence[Span]) -> None:
         """Never evict these tokens, as [start, stop) in tokens read; those to come, too.

@@ -9,7 +9,7 @@ the `shift` its position has moved down since; attention rotates a copy, so erro
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -40,6 +40,15 @@ if TYPE_CHECKING:
     from kvcap.runtime.budget_cache import BudgetCache
 
 
+class _Placed(NamedTuple):
+    """A layer's tensors at the positions where they count."""
+
+    queries: list[Tensor]  # of every segment
+    keys: list[Tensor]  # likewise
+    pool: Tensor  # keys of the whole pool
+    sums: Tensor | None = None  # of the first segment's keys, as in `Observation`
+
+
 class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
     """One capped layer of a `BudgetCache`: the one at `index` among them."""
 
@@ -61,6 +70,7 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
         self._residual: list[int] = []  # how far the block lies past each segment's own tokens
         self._length = 0  # tokens in the last block
         self._attended = True  # the registered attention function has seen the last block
+        self._waiting: tuple[Tensor, Tensor] | None = None  # keys and values of several blocks
 
     @property
     def keys(self) -> Tensor | None:
@@ -131,8 +141,8 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
     ) -> tuple[Tensor, Tensor]:
         """Append a block [B, K, T, D] but for its fillers; returns what is held (views).
 
-        Where heads hold unequally many, the block is returned: only the registered attention
-        function, which does not read what is returned, runs then.
+        Where heads hold unequally many, or several blocks come in one pass, they are returned: only
+        the registered attention function, which does not read what is returned, runs then.
 
         Raises:
             BlockTooLarge, MemoryCapExceeded: before anything is changed.
@@ -143,7 +153,19 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
         key_states, value_states = key_states[:, :, :length], value_states[:, :, :length]
         if self.evictor is None:
             self.lazy_initialization(key_states)
-            assert self.evictor is not None
+        if self._cache.blocks > 1:
+            self._waiting = key_states, value_states
+        else:
+            self._append(key_states, value_states)
+        keys = self.keys if self._waiting is None else None
+        keys = key_states.view_as(key_states) if keys is None else keys
+        keys.kvcap_layer = self  # type: ignore[attr-defined]  # attention_forward finds it here
+        return keys, value_states if self.values is None else self.values
+
+    def _append(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Append a block [B, K, T, D]."""
+        assert self.evictor is not None
+        length = key_states.shape[2]
         self._check(length)
         if self._overdue():  # stock attention never calls attend()
             held = [segment.keys for segment in self.segments]
@@ -161,9 +183,6 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
                 segment.side(SHIFT)[:, :, -length:] = residual
         self.seen += length
         self._length, self._attended = length, False
-        keys = key_states.view_as(key_states) if self.keys is None else self.keys
-        keys.kvcap_layer = self  # type: ignore[attr-defined]  # attention_forward finds it here
-        return keys, value_states if self.values is None else self.values
 
     def _place(self, evictor: Evictor) -> None:
         """Say where the next block counts: `_offset` for all heads, `_residual` for each."""
@@ -187,14 +206,33 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
     ) -> Tensor:
         """Attention of the block just appended, then eviction. [B, H, T, D] -> [B, H, T, D].
 
+        Of several blocks in one pass each is appended when those before it are through: what a
+        block attends to is what they left, as in passes of their own.
+
         Raises:
             PositionMismatch: where the caller's `position_ids` do not follow what was read.
             UnsupportedModel: the policy reads the output projection, which cannot be read.
         """
-        evictor = self.evictor
-        assert evictor is not None
         if self._cache.reading_at is None and self.index == 0:
             self._check_positions(position_ids)
+        if self._waiting is None:
+            return self._attend_block(module, query, scaling, softcap)
+        (keys, values), self._waiting = self._waiting, None
+        size = self._cache.block_size
+        blocks = zip(*(x.split(size, dim=2) for x in (keys, values, query)), strict=True)
+        out = []
+        for i, (key, value, block) in enumerate(blocks):
+            self._cache.block = i
+            self._append(key, value)
+            out.append(self._attend_block(module, block, scaling, softcap).transpose(1, 2))
+        return torch.cat(out, dim=1).transpose(1, 2)
+
+    def _attend_block(
+        self, module: nn.Module, query: Tensor, scaling: float, softcap: float | None
+    ) -> Tensor:
+        """`attend`, of one block."""
+        evictor = self.evictor
+        assert evictor is not None
         self._attended = True
         query = query[:, :, : self._length]
         rotation = self._rotation(query.device)
@@ -213,7 +251,7 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
         packed = len(self.segments) > 1 and self.calibration is None
         if packed:
             packed = packs(query, self.segments[0].pool, self.segments[0].layer_heads, softcap)
-        queries, keys, flat = self._at_positions(query, packed, evictor.moved)
+        queries, keys, flat, sums = self._at_positions(query, packed, evictor)
         if packed:
             together = torch.cat(queries, dim=1).view_as(query)
             values = self.segments[0].pool.values
@@ -228,41 +266,44 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
                 segment.rows_of(out).copy_(attended)
         if evictor.looks(self._length):
             length = self._length
-            seen = Seen(self.seen, length, keys, queries, scaling, softcap, module, tokens)
+            seen = Seen(self.seen, length, keys, queries, scaling, softcap, module, tokens, sums)
             with self._beside(seen):
                 evictor.look(seen)
         return out
 
     def _beside(self, kept: Any) -> AbstractContextManager[None]:
         """What attention does not wait for runs within it; see `SideStream.beside`."""
-        side = self._cache.side
-        return nullcontext() if side is None else side.beside(kept)
+        cache = self._cache
+        if cache.side is None or cache.block + 1 < cache.blocks:  # the next block waits for it
+            return nullcontext()
+        return cache.side.beside(kept)
 
     def _whole(self) -> tuple[Tensor, Tensor]:
         """Keys and values of all slots, in use or not, of heads that hold equally many."""
         (segment,) = self.segments
         return segment.whole(segment.pool.keys), segment.whole(segment.pool.values)
 
-    def _at_positions(
-        self, query: Tensor, packed: bool, moved: bool
-    ) -> tuple[list[Tensor], list[Tensor], Tensor]:
+    def _at_positions(self, query: Tensor, packed: bool, evictor: Evictor) -> _Placed:
         """Queries and keys of every segment, rotated to where they count now.
 
-        Also the keys of the whole pool, which are rotated at once where attention is `packed`.
+        The whole pool's at once where attention is `packed`.
         """
         segments, pool = self.segments, self.segments[0].pool
         queries = [segment.rows_of(query) for segment in segments]
-        rotation = self._rotation(query.device) if moved else None
+        rotation = self._rotation(query.device) if evictor.moved else None
         if rotation is None:
-            return queries, [segment.keys for segment in segments], pool.keys
+            return _Placed(queries, [segment.keys for segment in segments], pool.keys)
         for i, residual in enumerate(self._residual):
             if residual:
                 queries[i] = rotation.back_by(queries[i], residual)
         if packed:
             flat = rotation.back(pool.keys, pool.side[SHIFT])
-            return queries, [segment.view(flat) for segment in segments], flat
-        keys = [rotation.back(segment.keys, segment.side(SHIFT)) for segment in segments]
-        return queries, keys, pool.keys
+            return _Placed(queries, [segment.view(flat) for segment in segments], flat)
+        if evictor.reads_sums:
+            keys, sums = rotation.back_and_sums(segments[0].keys, segments[0].side(SHIFT))
+            return _Placed(queries, [keys], pool.keys, sums)
+        turned = [rotation.back(segment.keys, segment.side(SHIFT)) for segment in segments]
+        return _Placed(queries, turned, pool.keys)
 
     def _attend(
         self, index: int, query: Tensor, keys: Tensor, scaling: float, softcap: float | None
@@ -321,9 +362,19 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
                 "read; leave position_ids out, the cache keeps count"
             )
 
+    def count(self, tokens: int, kept: bool) -> None:
+        """Count tokens that were read in a CUDA graph; all `kept`, or as many evicted."""
+        assert self.evictor is not None
+        self.seen += tokens
+        if kept:
+            for segment in self.segments:
+                segment.held += tokens
+        else:
+            self.evictor.moved = self.evictor.moved or self.rotates
+
     def count_as(self, seen: int, held: list[int]) -> None:
         """Count as before a block that was begun and never came to be, as in a failed capture."""
-        self.seen, self._attended = seen, True
+        self.seen, self._attended, self._waiting = seen, True, None
         for segment, slots in zip(self.segments, held, strict=True):
             segment.held = slots
 
@@ -331,7 +382,7 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
         """Forget everything; the buffers stay."""
         if self.evictor is not None:
             self.evictor.reset()
-        self.seen, self._attended = 0, True
+        self.seen, self._attended, self._waiting = 0, True, None
 
     def _refuse(self, *_: Any, **__: Any) -> None:
         raise UnsupportedModel(

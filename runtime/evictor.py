@@ -37,6 +37,7 @@ class Seen:
     softcap: float | None = None
     module: nn.Module | None = None  # the attention module
     clock: Tensor | None = None  # `tokens` on the device [], inside a CUDA graph
+    key_sums: Tensor | None = None  # of the first segment's keys, as in `Observation`
 
 
 class Evictor:
@@ -76,6 +77,11 @@ class Evictor:
         """Slots to give up after a block of `length`: at once, or in steps by the way."""
         excess = max(segment.held - segment.stay for segment in self.segments)
         return max(0, excess) if length > 1 or excess >= self.evict_every else 0
+
+    @property
+    def reads_sums(self) -> bool:
+        """Whether the policy makes use of sums of a layer's keys."""
+        return len(self.segments) == 1 and kernels.reads_sums(self.eviction.policy)
 
     def looks(self, length: int) -> bool:
         """Whether the policy has anything to do after a block of `length`."""
@@ -229,6 +235,7 @@ class Evictor:
             state={name: segment.side(name) for name in eviction.state},
             output_projection=projection,
             saliency=eviction.saliency,
+            key_sums=seen.key_sums if index == 0 else None,
             pinned_spans=tuple(self.pinned_spans),
         )
 

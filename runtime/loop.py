@@ -67,7 +67,8 @@ class BlockLoop:
         self.check_room(ids.shape[1])
         done, logits = 0, None
         while done < ids.shape[1]:
-            block = ids[:, done : done + self.cache.room]
+            ahead = self.graphs.ahead(ids.shape[1] - done) if self.graphs is not None else None
+            block = ids[:, done : done + (ahead or self.cache.room)]
             done += block.shape[1]
             logits = self.read(block, wanted=done == ids.shape[1])
             if on_block is not None:
@@ -78,6 +79,8 @@ class BlockLoop:
     @torch.inference_mode()
     def read(self, ids: Tensor, wanted: bool = True) -> Tensor:
         """Read one block [B, T], T up to `cache.room`; returns the last token's logits [B, V].
+
+        Or several whole blocks of a full cache, which go through the model in one pass.
 
         Not `wanted`, they are not computed, and what is returned has nothing in it: they take
         the largest matrix of all, once for every block of a prompt.
@@ -102,16 +105,17 @@ class BlockLoop:
         tokens, start = ids.shape[1], cache.next_position
         # Fillers repeat the last token; whatever comes of them is dropped.
         place = torch.arange(self.padded(tokens), device=ids.device).clamp(max=tokens - 1)
+        blocks = cache.blocks_of(tokens) if cache.steady(tokens) else 1
         last = torch.full((int(wanted),), tokens - 1, device=ids.device)
         if cache.guard is not None:
             cache.guard.check(len(place))
         cache.reading_at, cache.reading = start, tokens
         try:
             warm_up = nullcontext() if self.graphs is None else self.graphs.warm_up(ids, wanted)
-            with interrupts_deferred(), warm_up:
+            with interrupts_deferred(), cache.in_blocks(blocks), warm_up:
                 out = self.model(
                     input_ids=ids[:, place],
-                    position_ids=(start + place).expand(ids.shape[0], -1),
+                    position_ids=(start + cache.places(place)).expand(ids.shape[0], -1),
                     past_key_values=cache,
                     use_cache=True,
                     logits_to_keep=last,

@@ -9,6 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kvcap.kernels import ring
+from kvcap.kernels.choice import ready
 from kvcap.runtime.rope import Rotation
 from kvcap.runtime.slot_pool import Segment
 
@@ -31,6 +33,9 @@ class QueryRing:
 
     def append(self, queries: Tensor) -> None:
         """Take in a block's queries [B, H, T, D], of which the newest `w` stay."""
+        if ready(queries) and ring.covers(self.queries, self.shift, queries):
+            ring.append(self.queries, self.shift, queries)
+            return
         size = self.queries.shape[2]
         new = min(size, queries.shape[2])
         if new < size:
@@ -52,7 +57,11 @@ class QueryRing:
             return queries
         shift = segment.rows_of(self.shift)[:, :, -count:]
         group = queries.shape[1] // shift.shape[1]
-        return rotation.back(queries, shift.repeat_interleave(group, dim=1))
+        # A KV head's shifts are those of all its query heads. Both are views where the segment is
+        # a whole layer or lies within a sequence, as the cache's all do; else copies.
+        by_group = queries.unflatten(1, (-1, group)).flatten(0, 1)  # [b·k, G, count, D]
+        shared = shift[:, :, None].expand(-1, -1, group, -1).flatten(0, 1)  # [b·k, G, count]
+        return rotation.back(by_group, shared).view(queries.shape)
 
     def moved(self, segment: Segment, count: int, newest: int | None = None) -> None:
         """Move a segment's queries down by `count` positions, or only its `newest` ones."""

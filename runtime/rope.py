@@ -73,10 +73,16 @@ class Rotation:
 
     def back(self, x: Tensor, shift: Tensor) -> Tensor:
         """Rotate `x` [..., n, D] back by `shift` [..., n], below the table's span; in x's dtype."""
+        return self.back_and_sums(x, shift, sums=False)[0]
+
+    def back_and_sums(
+        self, x: Tensor, shift: Tensor, sums: bool = True
+    ) -> tuple[Tensor, Tensor | None]:
+        """`back`, and sums [B, K, parts, D] of parts of the rows where they come along for free."""
         if x.dim() == 4 and ready(x):
-            return rotate_back(x, shift, self.table)
+            return rotate_back(x, shift, self.table, sums)
         rows = self.table.index_select(0, shift.flatten())  # [.. · n, 2, R/2]
-        return rotate_back_eagerly(x, rows.view(*shift.shape, *rows.shape[1:]))
+        return rotate_back_eagerly(x, rows.view(*shift.shape, *rows.shape[1:])), None
 
     def back_by(self, x: Tensor, offset: int) -> Tensor:
         """Rotate all of `x` [..., D] back by any one offset."""

@@ -11,7 +11,7 @@ from test_session_file import runtime_of
 
 import kvcap
 from kvcap.policies import policies
-from kvcap.runtime import budget_layer
+from kvcap.runtime import block_graph, budget_layer
 from kvcap.runtime.loop import BlockLoop
 from kvcap.runtime.runtime import enforce_limit
 from kvcap.runtime.session import Session
@@ -158,6 +158,31 @@ def test_replayed_blocks_equal_eager_ones(policy, positions, compiled, tokens):
     if policy in ("keydiff", "snapkv", "dropkv"):
         assert (16, True) in replayed[0]
     assert loop.execution == "eager"
+    torch.testing.assert_close(logits[0], logits[1], rtol=1e-3, atol=1e-3)
+    assert kept[0] == kept[1]
+
+
+@pytest.mark.parametrize("positions", ["compact", "true"])
+@pytest.mark.parametrize("policy", ["keydiff", "dropkv", "snapkv", "h2o", "headkv", "pyramidkv"])
+def test_several_blocks_are_replayed_in_one_pass(policy, positions, monkeypatch):
+    monkeypatch.setattr(block_graph, "PASS", 50)  # three blocks of 16
+    ids = 3 + torch.randperm(240, generator=torch.Generator().manual_seed(1))[None].cuda()
+    model = tiny_model("llama", vocab_size=256).cuda()
+    kept, logits = [], []
+    for graphs in (True, False):
+        eviction = small_policy(policy, model.config)
+        cache = kvcap.BudgetCache(model.config, 64, 16, eviction, positions=positions)
+        loop, found = BlockLoop(model, cache, graphs=graphs), []
+        for _ in range(2):
+            cache.reset()
+            found += [loop.prefill(ids[:, :235])]
+            found += [loop.read(ids[:, i : i + 1]) for i in range(235, 240)]
+        logits.append(torch.stack(found))
+        segments = [s for layer in cache.capped_layers for s in layer.segments]
+        kept.append([sorted(head.tolist()) for s in segments for head in s.positions[0]])
+        if graphs:
+            assert (48, False) in {kind[1:4:2] for kind in loop.graphs.made}
+            assert loop.execution == "replayed"
     torch.testing.assert_close(logits[0], logits[1], rtol=1e-3, atol=1e-3)
     assert kept[0] == kept[1]
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from kvcap import kernels
+from kvcap.kernels import window
 from kvcap.policies import Observation, Policy
 from kvcap.policies.andpro import AnDPro
 from kvcap.policies.dropkv import DropKV
@@ -29,7 +30,7 @@ from kvcap.policies.tova import TOVA
 
 pytest.importorskip("triton", reason="without triton scores run eagerly")
 keydiff = importlib.import_module("kvcap.kernels.keydiff")
-window = importlib.import_module("kvcap.kernels.window")
+launch = importlib.import_module("kvcap.kernels.launch")
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
@@ -196,7 +197,7 @@ def poisoned(monkeypatch):
     def nan(*shape: int, device: torch.device) -> Tensor:
         return torch.full(shape, float("nan"), device=device)
 
-    monkeypatch.setattr(window, "empty", nan)
+    monkeypatch.setattr(launch, "empty", nan)
     monkeypatch.setattr(keydiff, "empty", nan)
 
 
@@ -225,15 +226,14 @@ def test_keydiff(shape, anchor):
 
 
 @each_shape
-def test_keydiff_with_a_running_sum(shape):
+def test_keydiff_with_sums_made_elsewhere(shape):
     seen = observe(shape)
-    known = kernels_score_with_sum(seen)
+    parts = seen.keys.float().split(5, dim=2)
+    sums = torch.stack([part.sum(2) for part in parts], dim=2)  # [B, K, P, D]
+    known = twin(KeyDiff(), replace(seen, key_sums=sums))
     torch.testing.assert_close(known, twin(KeyDiff(), seen), rtol=0, atol=2e-6)
-
-
-def kernels_score_with_sum(seen: Observation) -> Tensor:
-    with kernels.use("triton"):
-        return kernels.score(KeyDiff(), seen, seen.keys.float().sum(2))
+    wrong = twin(KeyDiff(), replace(seen, key_sums=-sums))  # they are what is read
+    torch.testing.assert_close(wrong, -known, rtol=0, atol=2e-6)
 
 
 @pytest.mark.parametrize("shape", SHAPES[2:5], ids=ids[2:5])
@@ -279,12 +279,61 @@ def test_fresh_inputs_and_int64_positions(seed):
     check(DropKV(), replace(seen, positions=seen.positions.long()))
 
 
-@pytest.mark.parametrize("policy", [DropKV(), SnapKV(kernel=1)])
-def test_positions_may_be_counted_from_now(policy):
-    seen = observe(Shape(90, w=5, G=3))
-    moved = replace(seen, positions=seen.positions - seen.seen, seen=0)
-    check(policy, moved)
-    assert torch.equal(twin(policy, moved), twin(policy, seen))
+def on_the_device(seen: Observation) -> Observation:
+    """The same told by a clock, as inside a CUDA graph; it need not start a piece of memory."""
+    return replace(seen, seen=torch.tensor([-5, seen.seen], device=DEVICE)[1])
+
+
+@pytest.mark.parametrize(("policy", "mode", "dtype"), [
+    (DropKV(), None, torch.int32),
+    (DropKV(kernel=1), None, torch.int64),
+    (AnDPro(), None, torch.int32),
+    (SnapKV(kernel=1), None, torch.int64),
+    (SnapKV(pool="avg", group="max"), None, torch.int32),
+    (TOVA(), None, torch.int32),
+    (SnapKV(kernel=1), "value", torch.int32),
+    (SnapKV(kernel=1), "key", torch.int32),
+    (H2O(), "joint", torch.int32),
+])  # fmt: skip
+def test_a_clock_on_the_device_tells_the_time_as_an_int_does(policy, mode, dtype, monkeypatch):
+    seen = observe(Shape(50, w=20, G=8, D=16, K=1))  # several blocks of queries
+    saliency = None if mode is None else OBCache(mode)
+    seen = replace(seen, positions=seen.positions.to(dtype), saliency=saliency)
+    told = on_the_device(seen)
+    keys, readers, launched = [], set(), launch.launch
+
+    def watched(kernel, grid, key, args, **options):
+        keys.append((kernel, key))
+        readers.update({kernel} if any(x is told.seen for x in args) else ())
+        launched(kernel, grid, key, args, **options)
+
+    monkeypatch.setattr(launch, "launch", watched)
+    by_int = twin(policy, seen)
+    assert not readers
+    assert torch.equal(twin(policy, told), by_int)
+    assert len(readers) == 2  # what a graph replays must read it, not what it once said
+    assert keys[: len(keys) // 2] == keys[len(keys) // 2 :]  # the same machine code
+    check(policy, told)
+    late = replace(seen, seen=torch.tensor(seen.seen - 15, device=DEVICE))
+    assert not torch.equal(twin(policy, late), by_int)
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="a CPU has no CUDA graphs")
+@pytest.mark.parametrize("policy", [DropKV(), SnapKV()])
+def test_the_clock_can_change_between_replays_of_a_graph(policy, monkeypatch):
+    monkeypatch.undo()  # a graph's memory is its own
+    seen = observe(Shape(90, w=8))
+    clock = torch.tensor(seen.seen, device=DEVICE)
+    told = replace(seen, seen=clock)
+    twin(policy, seen)  # compiles, by an int
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = twin(policy, told)
+    for now in (seen.seen, seen.seen - 3, seen.seen + 1000):
+        clock.fill_(now)
+        graph.replay()
+        assert torch.equal(found, twin(policy, replace(seen, seen=now)))
 
 
 def test_heads_observed_one_by_one_equal_the_layer():
@@ -389,7 +438,7 @@ def test_importing_loads_no_kernel_and_scoring_needs_no_triton():
         "from kvcap.policies import Observation\n"
         "from kvcap.policies.keydiff import KeyDiff\n"
         "assert not torch.cuda.is_initialized()\n"
-        "assert 'kvcap.kernels.window' not in sys.modules\n"
+        "assert 'triton' not in sys.modules\n"
         "sys.modules['triton'] = None\n"
         "x = torch.randn(1, 1, 5, 16)\n"
         "seen = Observation(x, x, torch.arange(5)[None, None], seen=5, budget=3)\n"

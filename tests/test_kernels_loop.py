@@ -111,6 +111,39 @@ def test_linear_layers_of_one_token_run_by_the_kernel_and_only_within():
     assert not torch.equal(found, expected)  # sums in another order
 
 
+@pytest.mark.parametrize("positions", ["compact", "true"])
+@pytest.mark.parametrize("policy", [*POLICIES, "keydiff", "streaming_llm", "criticalkv"])
+def test_blocks_in_one_pass_equal_passes_of_their_own(policy, positions):
+    ids = 3 + torch.randperm(126, generator=torch.Generator().manual_seed(0))[None].to(DEVICE)
+    model = tiny_model("qwen3", vocab_size=130).to(DEVICE)
+    found = []
+    for several in (True, False):
+        eviction = small_policy(policy, model.config)
+        cache = kvcap.BudgetCache(model.config, 40, 8, eviction, positions=positions)
+        loop = BlockLoop(model, cache, graphs=False)
+        loop.prefill(ids[:, :81])  # with an odd end
+        cache.pin([(102, 103)])
+        assert cache.full
+        logits = [loop.read(ids[:, 81:105]) if several else loop.prefill(ids[:, 81:105])]
+        assert (cache.blocks, cache.block, cache.seen) == (1, 0, 105)
+        logits += [loop.read(ids[:, 105:125]) if several else loop.prefill(ids[:, 105:125])]
+        logits += [loop.read(ids[:, 125:126])]
+        found.append((torch.stack(logits), [x.clone() for x in cache.buffers()]))
+    (logits, memory), (expected, memory_too) = found
+    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+    for x, y in zip(memory, memory_too, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-4)
+
+
+def test_what_is_decided_on_beyond_a_layer_keeps_blocks_in_passes_of_their_own():
+    model, ids = tiny_model("llama"), torch.randint(90, (1, 64))
+    for policy in ("cake", "adakv", "calidrop"):
+        loop = BlockLoop(model, kvcap.BudgetCache(model.config, 40, 8, policy))
+        loop.prefill(ids)
+        with pytest.raises(kvcap.KvcapError, match="a block of 16 tokens was given"):
+            loop.read(ids[:, :16])
+
+
 def test_layers_of_one_input_become_rows_of_one_matrix_and_stay_what_they_are(monkeypatch):
     model, ids = tiny_model("qwen2"), torch.tensor([[5, 7, 9]])  # has biases
     before = copy.deepcopy(model.state_dict())

@@ -21,7 +21,7 @@ SPAN = 300
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("size", "rotated"), [(64, 64), (80, 32), (96, 96), (128, 128), (24, 12)])
-@pytest.mark.parametrize("slots", [1, 31, 77])
+@pytest.mark.parametrize("slots", [1, 31, 137])
 def test_rotated_as_by_the_formula(slots, size, rotated, dtype, monkeypatch):
     frequencies = 10000.0 ** -(torch.arange(0, rotated, 2) / rotated)
     rotation = Rotation(frequencies, SPAN, DEVICE)
@@ -30,18 +30,22 @@ def test_rotated_as_by_the_formula(slots, size, rotated, dtype, monkeypatch):
     shift = torch.randint(SPAN, (2, 3, slots + 9), dtype=torch.int32, device=DEVICE)[:, :, :slots]
     expected = rotate_back_eagerly(x.double(), rotation.table[shift.long()].double())
     monkeypatch.setattr(torch, "empty", lambda *a, **k: torch.full(*a, float("nan"), **k))
-    found = rotate_back(x, shift, rotation.table)
+    found, no_sums = rotate_back(x, shift, rotation.table)
     # One rounding to the dtype; triton's interpreter cuts bfloat16 off rather than rounding.
     allowed = {torch.float32: 1e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}[dtype]
     assert found.dtype == dtype
     assert found.is_contiguous()
     torch.testing.assert_close(found.double(), expected, rtol=allowed, atol=allowed)
-    assert torch.equal(found, rotate_back(x, shift, rotation.table))
+    again, sums = rotate_back(x, shift, rotation.table, sums=True)
+    assert torch.equal(found, again)
+    assert no_sums is None
+    assert sums.shape[:3] == (2, 3, -(-slots // 64))
+    torch.testing.assert_close(sums.sum(2), found.float().sum(2), rtol=1e-4, atol=1e-4)
 
 
 def test_a_wrong_shift_would_be_seen():
     rotation = Rotation(1.0 / torch.arange(1, 17), SPAN, DEVICE)
     x = torch.randn(1, 1, 5, 32, device=DEVICE)
     shift = torch.arange(5, dtype=torch.int32, device=DEVICE).view(1, 1, 5)
-    a, b = (rotate_back(x, s, rotation.table) for s in (shift, shift + 1))
+    a, b = (rotate_back(x, s, rotation.table)[0] for s in (shift, shift + 1))
     assert (a - b).abs().max() > 1e-2

@@ -60,8 +60,7 @@ class Work:
         """By the kernels."""
         if isinstance(self.policy, H2O):
             return kernels.update(self.policy, seen)["accumulated"]
-        key_sum = seen.state["key_sum"] if self.known_sum else None
-        return kernels.score(self.policy, seen, key_sum)
+        return kernels.score(self.policy, seen)
 
     def eager(self, seen: Observation) -> Tensor:
         """By the policy itself, from nothing computed before."""
@@ -142,13 +141,11 @@ def observe(n: int, work: Work) -> Observation:
     keys = pool()
     places = torch.stack([torch.randperm(n, device="cuda") for _ in range(KV_HEADS)])
     queries = torch.randn(1, work.queries, HEADS, SIZE, device="cuda", dtype=DTYPE).transpose(1, 2)
-    state = {
-        "accumulated": torch.zeros(1, KV_HEADS, n, device="cuda"),
-        "key_sum": keys.float().sum(2),
-    }
+    state = {"accumulated": torch.zeros(1, KV_HEADS, n, device="cuda")}
+    sums = keys.float().sum(2, keepdim=True) if work.known_sum else None
     return Observation(
         keys, pool(), places[None].int(), n + work.queries, n // 2, queries=queries,
-        scaling=SIZE**-0.5, saliency=work.saliency, state=state,
+        scaling=SIZE**-0.5, saliency=work.saliency, state=state, key_sums=sums,
     )  # fmt: skip
 
 

@@ -1,0 +1,48 @@
+# mypy: allow-untyped-calls, disable-error-code="import-untyped"
+"""The newest queries into a ring that moves up for them, its shifts too: one launch.
+
+Eagerly it takes five small kernels a layer and block. Knows tensors only; triton is imported when
+first needed.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvcap.kernels.device import able, bits, power_of_two
+
+MOST_LENGTH, MOST_HEAD_SIZE = 64, 256  # a program holds a head's whole ring
+
+
+def covers(ring: Tensor, shift: Tensor, queries: Tensor) -> bool:
+    """Whether the kernel can do this here: on CUDA, or on a CPU in triton's interpreter.
+
+    Arguments as in `append`.
+    """
+    if not able(queries) or queries.dtype != ring.dtype or queries.device != ring.device:
+        return False
+    alike = queries.shape[:2] == ring.shape[:2] and queries.shape[3] == ring.shape[3]
+    whole = ring.is_contiguous() and shift.is_contiguous() and queries.stride(-1) == 1
+    small = ring.shape[2] <= MOST_LENGTH and ring.shape[3] <= MOST_HEAD_SIZE
+    return alike and whole and small and ring.numel() > 0 and queries.numel() > 0
+
+
+def append(ring: Tensor, shift: Tensor, queries: Tensor) -> None:
+    """Drop the oldest queries and put a block's newest behind the others, which moved by nothing.
+
+    Args:
+        ring: [B, H, w, D] queries, oldest first, contiguous; changed in place.
+        shift: [B, K, w] int32, how far each has moved, contiguous; changed in place.
+        queries: [B, H, T, D], any strides but of the last dimension.
+    """
+    from kvcap.kernels.ring_triton import push
+
+    batch, heads, length, size = ring.shape
+    with torch.cuda.device_of(ring):
+        push[(batch * heads,)](
+            bits(ring), shift, bits(queries), queries.shape[2], *queries.stride()[:3],
+            HEADS=heads, GROUP=heads // shift.shape[1], LENGTH=length,
+            LENGTH_PAD=power_of_two(length), SIZE=size, SIZE_PAD=power_of_two(size, 16),
+            num_warps=4,
+        )  # fmt: skip

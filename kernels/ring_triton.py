@@ -1,0 +1,39 @@
+# mypy: allow-untyped-calls, disable-error-code="import-untyped, no-untyped-def, untyped-decorator"
+"""The triton function of `kernels/ring.py`, which imports this when it is first needed."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit(do_not_specialize=["count"])
+def push(
+    ring,  # [B, H, LENGTH, SIZE] integers, contiguous
+    shift,  # [B, K, LENGTH], contiguous
+    queries,  # [B, H, T, SIZE] integers
+    count,  # T
+    query_b, query_h, query_t,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    LENGTH: tl.constexpr,
+    LENGTH_PAD: tl.constexpr,
+    SIZE: tl.constexpr,
+    SIZE_PAD: tl.constexpr,
+):  # fmt: skip
+    """One query head, and its KV head's shifts if it is the first of that."""
+    row = tl.program_id(0).to(tl.int64)
+    batch, head = row // HEADS, row % HEADS
+    i, d = tl.arange(0, LENGTH_PAD), tl.arange(0, SIZE_PAD)[None, :]
+    inside = i < LENGTH
+    old = i + count  # where in the ring is what comes to place i, or where behind it
+    new = (old - LENGTH).to(tl.int64)
+    wide = inside[:, None] & (d < SIZE)
+    to = ring + row * (LENGTH * SIZE) + d
+    source = queries + batch * query_b + head * query_h + new[:, None] * query_t + d
+    before = tl.load(to + old[:, None] * SIZE, wide & (old < LENGTH)[:, None], 0)
+    arrived = tl.load(source, wide & (old >= LENGTH)[:, None], 0)
+    shifts = shift + row // GROUP * LENGTH
+    mine = i < tl.where(row % GROUP == 0, LENGTH, 0)
+    moved = tl.load(shifts + old, mine & (old < LENGTH), 0)
+    tl.debug_barrier()  # all of the ring is read
+    tl.store(to + i[:, None] * SIZE, tl.where((old < LENGTH)[:, None], before, arrived), wide)
+    tl.store(shifts + i, moved, mine)
