@@ -153,6 +153,8 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
         key_states, value_states = key_states[:, :, :length], value_states[:, :, :length]
         if self.evictor is None:
             self.lazy_initialization(key_states)
+        if self._cache.side is not None:
+            self._cache.side.turn()
         if self._cache.blocks > 1:
             self._waiting = key_states, value_states
         else:
@@ -171,8 +173,6 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
             held = [segment.keys for segment in self.segments]
             self.evictor.look(Seen(self.seen, self._length, held))
         self._place(self.evictor)
-        if self._cache.side is not None:
-            self._cache.side.join()  # no more than one layer's keys are kept for it
         if self._offset:
             key_states = self._cache.rotation(key_states.device).back_by(key_states, self._offset)
         times = self._cache.times_of(self.seen, length, key_states.device)

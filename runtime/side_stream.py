@@ -18,11 +18,12 @@ class SideStream:
 
     def __init__(self, device: torch.device) -> None:
         self._stream = _stream(device)
-        self._kept: list[Any] = []
+        self._kept: list[Any] = []  # of the layer in hand
+        self._before: tuple[torch.cuda.Event, list[Any]] | None = None  # of the one before
 
     @contextmanager
     def beside(self, kept: Any) -> Iterator[None]:
-        """What runs within it waits for all before it; only `join` waits for it.
+        """What runs within it waits for all before it, and only `turn` and `join` wait for it.
 
         Args:
             kept: holds the tensors that it reads, whose memory nobody else may have until then.
@@ -32,11 +33,18 @@ class SideStream:
         with torch.cuda.stream(self._stream):
             yield
 
+    def turn(self) -> None:
+        """Another layer begins: wait for the one before the last, whose tensors can go."""
+        if self._before is not None:
+            torch.cuda.current_stream().wait_event(self._before[0])
+        self._before = (self._stream.record_event(), self._kept) if self._kept else None
+        self._kept = []
+
     def join(self) -> None:
-        """Wait for it, if there is anything to wait for."""
-        if self._kept:
+        """Wait for all of it."""
+        if self._kept or self._before is not None:
             torch.cuda.current_stream().wait_stream(self._stream)
-            self._kept.clear()
+        self._kept, self._before = [], None
 
 
 @cache
