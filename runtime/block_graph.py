@@ -41,10 +41,13 @@ class BlockGraphs:
         model: on the cache's device.
         cache: what it reads into.
         compiled: parts of the model by `torch.compile`, see `Tuning`.
+        several: small blocks in one pass, which takes activations of `PASS` tokens.
     """
 
-    def __init__(self, model: Any, cache: BudgetCache, compiled: bool = False) -> None:
-        self.model, self.cache = model, cache
+    def __init__(
+        self, model: Any, cache: BudgetCache, compiled: bool = False, several: bool = True
+    ) -> None:
+        self.model, self.cache, self.several = model, cache, several
         self.refused = cache.uneven
         """Why blocks are not replayed; None: they are."""
         self.made: dict[Kind, BlockGraph] = {}
@@ -124,7 +127,8 @@ class BlockGraphs:
     @property
     def _several(self) -> int:
         """Tokens of as many blocks as go through the model in one pass."""
-        return PASS // self.cache.block_size * self.cache.block_size
+        size = self.cache.block_size
+        return PASS // size * size if self.several else size
 
 
 class BlockGraph:

@@ -32,6 +32,8 @@ class BlockLoop:
             reading them is refused. 'stop' is 'error' here, and ends an answer in a session.
         graphs: on CUDA, replay what a full cache's blocks have in common.
         compiled: and parts of the model by `torch.compile`.
+        several: and read several small blocks in one pass, whose activations take the memory of
+            a larger block.
 
     Raises:
         UnsupportedModel: the policy reads the output projection, which is quantised or adapted.
@@ -44,12 +46,13 @@ class BlockLoop:
         on_full: OnFull = "evict",
         graphs: bool = True,
         compiled: bool = False,
+        several: bool = True,
     ) -> None:
         if "output_projection" in cache.eviction.observes:
             check_projections(model, cache.layout.shape)
         self.model, self.cache, self.on_full = model, cache, on_full
         graphs = graphs and model.device.type == "cuda"
-        self.graphs = BlockGraphs(model, cache, compiled) if graphs else None
+        self.graphs = BlockGraphs(model, cache, compiled, several) if graphs else None
         self.peak_bytes = 0  # the most storage the cache has held
 
     def prefill(self, ids: Tensor, on_block: Callable[[int], None] | None = None) -> Tensor:

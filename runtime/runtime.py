@@ -192,7 +192,8 @@ class Runtime:
 
     def loop(self) -> BlockLoop:
         """The block loop over a new cache."""
-        return BlockLoop(self.model, self.new_cache(), compiled=self.compiled)
+        planned = self.memory_cap is not None  # for activations of one block
+        return BlockLoop(self.model, self.new_cache(), compiled=self.compiled, several=not planned)
 
     def draws(self, seed: int | None) -> torch.Generator:
         """Random numbers, on the CPU: one seed gives the same on any device."""

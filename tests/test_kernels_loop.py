@@ -13,7 +13,7 @@ from torch import nn
 import kvcap
 from kvcap import kernels
 from kvcap.kernels import evict
-from kvcap.runtime import tuning
+from kvcap.runtime import block_graph, tuning
 from kvcap.runtime.loop import BlockLoop
 from kvcap.runtime.tuning import Tuning
 
@@ -133,6 +133,33 @@ def test_blocks_in_one_pass_equal_passes_of_their_own(policy, positions):
     torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
     for x, y in zip(memory, memory_too, strict=True):
         torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-4)
+
+
+def test_several_blocks_are_read_at_once_where_all_are_alike(monkeypatch):
+    monkeypatch.setattr(block_graph, "PASS", 50)  # three blocks of 16
+    model, ids = tiny_model("llama"), torch.randint(90, (1, 32))
+    for policy, fills, evicts in (("keydiff", 48, 48), ("h2o", None, 48), ("adakv", None, None)):
+        cache = kvcap.BudgetCache(model.config, 64, 16, policy).allocate(1, torch.float32, "cpu")
+        loop, graphs = BlockLoop(model, cache), block_graph.BlockGraphs(model, cache)
+        assert graphs.ahead(60) == fills
+        assert graphs.ahead(47) is None  # the prompt ends before
+        loop.prefill(ids)
+        assert graphs.ahead(60) is None  # neither do they all fit, nor does each evict as many
+        loop.prefill(ids)
+        assert graphs.ahead(60) == evicts
+        assert block_graph.BlockGraphs(model, cache, several=False).ahead(60) is None
+
+
+def test_what_was_evicted_in_a_graph_is_known_outside():
+    """Whether keys have moved decides whether they are rotated."""
+    model = tiny_model("llama")
+    cache = kvcap.BudgetCache(model.config, 32, 16).allocate(1, torch.float32, "cpu")
+    cache.count(16, kept=True)
+    assert (cache.seen, cache.held) == (16, 16)
+    assert not any(layer.evictor.moved for layer in cache.capped_layers)
+    cache.count(16, kept=False)
+    assert (cache.seen, cache.held) == (32, 16)
+    assert all(layer.evictor.moved for layer in cache.capped_layers)
 
 
 def test_what_is_decided_on_beyond_a_layer_keeps_blocks_in_passes_of_their_own():

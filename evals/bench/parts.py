@@ -28,8 +28,9 @@ from kvcap.evals.bench.gpu import require_cuda
 from kvcap.evals.bench.kernels import read_bandwidth, timed
 from kvcap.evals.machine import device_name, versions
 from kvcap.evals.measure import percentiles, quoted
-from kvcap.kernels import decode, evict, linear
+from kvcap.kernels import decode, evict, linear, pool
 from kvcap.policies import Eviction, Observation
+from kvcap.policies.base import pool_in_time
 from kvcap.policies.keydiff import KeyDiff
 from kvcap.runtime.rope import Rotation
 from kvcap.runtime.slot_pool import Segment, SlotPool
@@ -97,6 +98,9 @@ def _parts(budgets: Sequence[int]) -> Iterator[Part]:
                 _Slots.by_kernels, "eager", _Slots.eagerly,
             )  # fmt: skip
         yield Part(
+            "pooling", n, 1, partial(_scores, n), _pooled("triton"), "eager", _pooled("eager")
+        )
+        yield Part(
             "rotation", n, 1, partial(_rotation, n), _rotated("triton"), "eager",
             _rotated("eager"), n * KV_HEADS * SIZE * item,
         )  # fmt: skip
@@ -152,6 +156,18 @@ def _rotated(choice: str) -> Callable[[tuple[Rotation, Tensor, Tensor]], Tensor]
             return rotation.back(keys, shift)
 
     return rotate
+
+
+def _scores(slots: int) -> tuple[Tensor, Tensor]:
+    """Scores and positions in no order."""
+    places = torch.stack([torch.randperm(slots, device="cuda") for _ in range(KV_HEADS)])
+    return torch.randn(1, KV_HEADS, slots, device="cuda"), places[None].int()
+
+
+def _pooled(choice: str) -> Callable[[tuple[Tensor, Tensor]], Tensor]:
+    """Over 11 neighbours in time, as DropKV does."""
+    by = pool.pool_in_time if choice == "triton" else pool_in_time
+    return lambda x: by(*x, 11, "max")
 
 
 class _Slots:
