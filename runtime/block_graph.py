@@ -10,7 +10,7 @@ the other. Knows a model and a cache.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from kvcap.runtime.budget_cache import BudgetCache
 from kvcap.runtime.errors import first_line
+from kvcap.runtime.forward_pass import Pass
 from kvcap.runtime.side_stream import SideStream
 from kvcap.runtime.tuning import Tuning
 
@@ -90,17 +91,13 @@ class BlockGraphs:
         kind = self._kind(ids, wanted)
         if any(layer.rows for layer in self.cache.capped_layers):
             self._warm.clear()  # of what tells where heads lie, only the last is kept
-        if kind is None:
-            yield
-            return
-        self._warm.add(kind)
-        if kind.filling:
+        if kind is not None:
+            self._warm.add(kind)
+        if kind is not None and kind.filling:
             clock = torch.tensor(self.cache.seen, device=ids.device)
-            with self._tuned(), self.cache.told_time_by(clock, filling=True):
-                yield
-        else:
-            with self._tuned():
-                yield
+            self.cache.current.tell_time_by(clock, self.cache.block_size, filling=True)
+        with nullcontext() if kind is None else self._tuned():
+            yield
 
     def _tuned(self) -> AbstractContextManager[None]:
         assert self._tuning is not None
@@ -151,24 +148,21 @@ class BlockGraph:
         last = torch.full((int(kind.wanted),), kind.length - 1, device=ids.device)
         self.graph = torch.cuda.CUDAGraph()
         fixed = cache.moves and not kind.filling  # compact positions of a full cache stay
-        cache.reading_at, cache.side = start, SideStream(ids.device)
-        try:
-            with (
-                cache.in_blocks(cache.blocks_of(kind.length)),
-                torch.cuda.graph(self.graph, pool=pool, capture_error_mode="thread_local"),
-                cache.told_time_by(self.clock, kind.filling),
-            ):
-                place = cache.places(torch.arange(kind.length, device=ids.device))
-                self.logits = model(
-                    input_ids=self.ids,
-                    position_ids=((start if fixed else self.clock) + place).expand(kind.batch, -1),
-                    past_key_values=cache,
-                    use_cache=True,
-                    logits_to_keep=last,
-                ).logits.flatten(0, 1)
-                cache.side.join()
-        finally:
-            cache.reading_at = cache.side = None
+        side, blocks = SideStream(ids.device), cache.blocks_of(kind.length)
+        with (
+            cache.passing(Pass(start, blocks=blocks, side=side)) as current,
+            torch.cuda.graph(self.graph, pool=pool, capture_error_mode="thread_local"),
+        ):
+            current.tell_time_by(self.clock, cache.block_size, kind.filling)
+            place = cache.places(torch.arange(kind.length, device=ids.device))
+            self.logits = model(
+                input_ids=self.ids,
+                position_ids=((start if fixed else self.clock) + place).expand(kind.batch, -1),
+                past_key_values=cache,
+                use_cache=True,
+                logits_to_keep=last,
+            ).logits.flatten(0, 1)
+            side.join()
         self.pool, self.last = self.graph.pool(), last  # read by it, as are the rows
         self.rows = [layer.rows for layer in cache.capped_layers]
 

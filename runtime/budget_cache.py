@@ -18,11 +18,11 @@ from kvcap.runtime.balance import LayerBalance
 from kvcap.runtime.budget_layer import BudgetLayer
 from kvcap.runtime.cap_guard import CapGuard
 from kvcap.runtime.errors import PlanInfeasible, UnsupportedModel
+from kvcap.runtime.forward_pass import Pass
 from kvcap.runtime.layout import CacheLayout, Positions
 from kvcap.runtime.model_shape import ModelShape
 from kvcap.runtime.pins import Span, check_pins
 from kvcap.runtime.rope import Rotation
-from kvcap.runtime.side_stream import SideStream
 from kvcap.runtime.slot_pool import Segment, SlotPool, resize
 
 
@@ -68,28 +68,14 @@ class BudgetCache(Cache):  # type: ignore[misc]
         self.layout = CacheLayout(shape, self.eviction, budget_tokens, block_size, positions)
         for kept in self.layout.allotments:
             self.eviction.check(kept)
-        self.reading_at: int | None = None
-        """The position the next block is read at; `None`: at the logical length, as transformers
-        does. The block loop sets it so that compact positions need no rotation on arrival."""
-        self.reading: int | None = None
-        """How many tokens the next block has, where fillers follow them; see `BlockLoop.read`."""
-        self.blocks = 1
-        """How many blocks the pass in hand has: each layer takes them one after the other."""
-        self.block = 0
-        """Which of them a layer has in hand."""
-        self.filling = False
-        """With a clock: no slot was given up yet, so that it also says how many are in use."""
-        self.side: SideStream | None = None
-        """Where layers evict while a CUDA graph is made."""
+        self.current = Pass()
+        """The forward pass in hand."""
         self.pinned_spans: list[tuple[int, int]] = []
         """Tokens read, [start, stop), that are never evicted; see `pin`."""
         self.guard: CapGuard | None = None
         """Holds the process to a cap; the block loop asks it before every block."""
         self.frame = 0
         """What `longest` was when the block in hand arrived: all heads count it from there."""
-        self._clocks: list[Tensor] = []
-        self._times: dict[tuple[int, int, torch.device], Tensor] = {}
-        self._after: dict[int, Tensor] = {}
         self._rotation: Rotation | None = None
         self.allocation = Allocation(self.layout, block_size)
         indices = iter(range(len(shape.capped)))
@@ -192,7 +178,8 @@ class BudgetCache(Cache):  # type: ignore[misc]
 
     def places(self, tokens: Tensor) -> Tensor:
         """How far behind `next_position` the tokens [T] of a pass are read."""
-        return tokens % self.block_size if self.blocks > 1 and self.moves else tokens
+        several = self.current.blocks > 1 and self.moves
+        return tokens % self.block_size if several else tokens
 
     @property
     def room(self) -> int:
@@ -268,50 +255,13 @@ class BudgetCache(Cache):  # type: ignore[misc]
         return self
 
     @contextmanager
-    def in_blocks(self, count: int) -> Iterator[None]:
-        """Within it, a pass has so many blocks."""
-        self.blocks = count
+    def passing(self, current: Pass) -> Iterator[Pass]:
+        """Within it, that is the forward pass in hand."""
+        self.current = current
         try:
-            yield
+            yield current
         finally:
-            self.blocks, self.block = 1, 0
-
-    @contextmanager
-    def told_time_by(self, clock: Tensor, filling: bool) -> Iterator[None]:
-        """Take what was read before a pass from a tensor [], while a CUDA graph is made."""
-        self._times.clear()
-        later = [clock + i * self.block_size for i in range(1, self.blocks)]
-        self._clocks, self.filling = [clock, *later], filling
-        try:
-            yield
-        finally:
-            self._clocks, self.filling = [], False
-            self._times.clear()
-            self._after.clear()
-
-    @property
-    def clock(self) -> Tensor | None:
-        """Inside a CUDA graph: how many tokens were read before the block, on the device [].
-
-        Whatever enters a computation must come from there, not from Python's numbers.
-        """
-        return self._clocks[self.block] if self._clocks else None
-
-    def clock_after(self, length: int) -> Tensor | None:
-        """What the clock says after the block of `length` in hand; layers share one tensor."""
-        if self.clock is not None and self.block not in self._after:
-            self._after[self.block] = self.clock + length
-        return self._after.get(self.block)
-
-    def times_of(self, seen: int, length: int, device: torch.device) -> Tensor:
-        """Which tokens a block of `length` after `seen` has, [T] int32; layers share one."""
-        asked = (seen, length, device)
-        if asked not in self._times:
-            if len(self._times) >= self.blocks:
-                self._times.clear()
-            first = seen if self.clock is None else self.clock
-            self._times[asked] = first + torch.arange(length, dtype=torch.int32, device=device)
-        return self._times[asked]
+            self.current = Pass()
 
     def pin(self, spans: Sequence[Span]) -> None:
         """Never evict these tokens, as [start, stop) in tokens read; those to come, too.

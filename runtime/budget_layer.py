@@ -8,7 +8,6 @@ the `shift` its position has moved down since; attention rotates a copy, so erro
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -149,13 +148,13 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
             UnsupportedModel: the policy or the positions need the registered attention function.
             StoreFailed: the file of evicted tokens was cut short.
         """
-        length = self._cache.reading or key_states.shape[2]
+        length = self._cache.current.tokens or key_states.shape[2]
         key_states, value_states = key_states[:, :, :length], value_states[:, :, :length]
         if self.evictor is None:
             self.lazy_initialization(key_states)
-        if self._cache.side is not None:
-            self._cache.side.turn()
-        if self._cache.blocks > 1:
+        if self._cache.current.side is not None:
+            self._cache.current.side.turn()
+        if self._cache.current.blocks > 1:
             self._waiting = key_states, value_states
         else:
             self._append(key_states, value_states)
@@ -175,10 +174,11 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
         self._place(self.evictor)
         if self._offset:
             key_states = self._cache.rotation(key_states.device).back_by(key_states, self._offset)
-        times = self._cache.times_of(self.seen, length, key_states.device)
+        current = self._cache.current
+        times = current.times_of(self.seen, length, key_states.device)
         for segment, residual in zip(self.segments, self._residual, strict=True):
             block = segment.rows_of(key_states), segment.rows_of(value_states)
-            segment.append(*block, times, self._cache.clock if self._cache.filling else None)
+            segment.append(*block, times, current.clock if current.filling else None)
             if residual:
                 segment.side(SHIFT)[:, :, -length:] = residual
         self.seen += length
@@ -191,7 +191,7 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
             cache.frame = cache.longest
         self._offset, self._residual = 0, [0] * len(self.segments)
         if self.rotates:
-            read_at = self.seen if cache.reading_at is None else cache.reading_at
+            read_at = self.seen if cache.current.start is None else cache.current.start
             self._offset = read_at - cache.frame
             self._residual = [cache.frame - segment.held for segment in self.segments]
             evictor.moved = evictor.moved or any(self._residual)
@@ -213,7 +213,7 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
             PositionMismatch: where the caller's `position_ids` do not follow what was read.
             UnsupportedModel: the policy reads the output projection, which cannot be read.
         """
-        if self._cache.reading_at is None and self.index == 0:
+        if self._cache.current.start is None and self.index == 0:
             self._check_positions(position_ids)
         if self._waiting is None:
             return self._attend_block(module, query, scaling, softcap)
@@ -222,7 +222,7 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
         blocks = zip(*(x.split(size, dim=2) for x in (keys, values, query)), strict=True)
         out = []
         for i, (key, value, block) in enumerate(blocks):
-            self._cache.block = i
+            self._cache.current.block = i
             self._append(key, value)
             out.append(self._attend_block(module, block, scaling, softcap).transpose(1, 2))
         return torch.cat(out, dim=1).transpose(1, 2)
@@ -239,13 +239,13 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
         if rotation is not None and self._offset:
             query = rotation.back_by(query, self._offset)
         if self.ring is not None:
-            with self._beside(query):
+            with self._cache.current.beside(query):
                 self.ring.append(query)
                 for segment, residual in zip(self.segments, self._residual, strict=True):
                     if residual:
                         self.ring.moved(segment, residual, self._length)
-        tokens = self._cache.clock_after(self._length)
-        if self._cache.filling:
+        tokens = self._cache.current.clock_after(self._length)
+        if self._cache.current.filling:
             assert tokens is not None
             return attend_to_some(query, *self._whole(), tokens, scaling, softcap)
         packed = len(self.segments) > 1 and self.calibration is None
@@ -267,16 +267,9 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
         if evictor.looks(self._length):
             length = self._length
             seen = Seen(self.seen, length, keys, queries, scaling, softcap, module, tokens, sums)
-            with self._beside(seen):
+            with self._cache.current.beside(seen):
                 evictor.look(seen)
         return out
-
-    def _beside(self, kept: Any) -> AbstractContextManager[None]:
-        """What attention does not wait for runs within it; see `SideStream.beside`."""
-        cache = self._cache
-        if cache.side is None or cache.block + 1 < cache.blocks:  # the next block waits for it
-            return nullcontext()
-        return cache.side.beside(kept)
 
     def _whole(self) -> tuple[Tensor, Tensor]:
         """Keys and values of all slots, in use or not, of heads that hold equally many."""

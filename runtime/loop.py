@@ -16,6 +16,7 @@ from kvcap.runtime.block_graph import BlockGraphs
 from kvcap.runtime.budget_cache import BudgetCache
 from kvcap.runtime.engine import OnFull
 from kvcap.runtime.errors import MemoryCapExceeded, SessionBroken
+from kvcap.runtime.forward_pass import Pass
 from kvcap.runtime.interrupts import interrupts_deferred
 from kvcap.runtime.projection import check_projections
 
@@ -112,10 +113,9 @@ class BlockLoop:
         last = torch.full((int(wanted),), tokens - 1, device=ids.device)
         if cache.guard is not None:
             cache.guard.check(len(place))
-        cache.reading_at, cache.reading = start, tokens
         try:
             warm_up = nullcontext() if self.graphs is None else self.graphs.warm_up(ids, wanted)
-            with interrupts_deferred(), cache.in_blocks(blocks), warm_up:
+            with interrupts_deferred(), cache.passing(Pass(start, tokens, blocks)), warm_up:
                 out = self.model(
                     input_ids=ids[:, place],
                     position_ids=(start + cache.places(place)).expand(ids.shape[0], -1),
@@ -131,8 +131,6 @@ class BlockLoop:
                 f"the system refused the memory that a block of {tokens} tokens takes; what "
                 "was held is forgotten, the conversation is read again with the next message"
             ) from error
-        finally:
-            cache.reading_at = cache.reading = None
         self.peak_bytes = max(self.peak_bytes, cache.nbytes)
         return cast(Tensor, out.logits.flatten(0, 1))
 

@@ -23,6 +23,7 @@ from transformers import AutoModelForCausalLM
 from kvcap.policies import Eviction
 from kvcap.runtime.attention import NAME
 from kvcap.runtime.budget_cache import BudgetCache
+from kvcap.runtime.forward_pass import Pass
 from kvcap.runtime.layout import Positions
 
 
@@ -65,15 +66,15 @@ def rehearse_block(
         tally = Tally((*model.parameters(), *model.buffers(), *cache.buffers(), ids))
         with tally:
             pretend_full(cache)  # native sliding layers replace what they hold
-            cache.reading_at = cache.next_position
             held = tally.peak = tally.now
-            model(
-                input_ids=ids,
-                position_ids=ids,
-                past_key_values=cache,
-                use_cache=True,
-                logits_to_keep=1,
-            )
+            with cache.passing(Pass(cache.next_position)):
+                model(
+                    input_ids=ids,
+                    position_ids=ids,
+                    past_key_values=cache,
+                    use_cache=True,
+                    logits_to_keep=1,
+                )
     return tally.peak - held
 
 

@@ -145,7 +145,8 @@ class _Products:
         if ready(x) and linear.covers(x, *weights):
             return linear.matvecs(x, weights, [layer.bias for layer in self.layers])
         tokens = x.numel() // x.shape[-1]
-        if len(self.layers) == 1 or tokens * sum(self.rows) > MOST_TOGETHER:
+        too_many = tokens * sum(self.rows) > MOST_TOGETHER
+        if len(self.layers) == 1 or too_many or self.weight is None:
             return None
         product: Tensor = nn.functional.linear(x, self.weight, self.bias)
         parts: Sequence[Tensor] = product.split(self.rows, dim=-1)
@@ -154,15 +155,18 @@ class _Products:
 
 @torch.inference_mode(False)
 @torch.no_grad()
-def _joined(layers: Sequence[nn.Linear]) -> Tensor:
-    """Their weights as one matrix, whose rows they are from now on."""
+def _joined(layers: Sequence[nn.Linear]) -> Tensor | None:
+    """Their weights as one matrix, whose rows they are from now on; None: no memory to do so."""
     weights = [layer.weight.data for layer in layers]
     rows = [weight.shape[0] for weight in weights]
     starts = [weight.data_ptr() for weight in weights]
     ends = [weight.data_ptr() + weight.nbytes for weight in weights]
     if starts[1:] == ends[:-1] and len({x.untyped_storage().data_ptr() for x in weights}) == 1:
         return weights[0].as_strided((sum(rows), weights[0].shape[1]), weights[0].stride())
-    weight = torch.cat(weights)
+    try:
+        weight = torch.cat(weights)
+    except torch.OutOfMemoryError:
+        return None
     for layer, part in zip(layers, weight.split(rows), strict=True):
         layer.weight.data = part
     return weight

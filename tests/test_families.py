@@ -12,6 +12,7 @@ from transformers import AutoConfig, DynamicCache
 import kvcap
 from kvcap.policies import Eviction, policies
 from kvcap.runtime.budget_layer import BudgetLayer
+from kvcap.runtime.forward_pass import Pass
 from kvcap.runtime.loop import BlockLoop
 from kvcap.runtime.model_shape import FAMILIES as SUPPORTED
 from kvcap.runtime.model_shape import ModelShape
@@ -32,9 +33,9 @@ def in_blocks(model, cache, ids: torch.Tensor, block: int) -> torch.Tensor:
     parts = []
     with torch.no_grad():
         for part in ids.split(block, 1):
-            cache.reading_at = cache.next_position
             positions = cache.next_position + torch.arange(part.shape[1])[None]
-            parts.append(model(part, past_key_values=cache, position_ids=positions).logits)
+            with cache.passing(Pass(cache.next_position)):
+                parts.append(model(part, past_key_values=cache, position_ids=positions).logits)
     return torch.cat(parts, 1)
 
 
@@ -323,9 +324,10 @@ def test_planted_faults_are_seen(fault, tokens, monkeypatch):
     parts = []
     with torch.no_grad():
         for part in ids.split(8, 1):
-            positions = None
+            positions, current = None, Pass()
             if fault == "position":
-                cache.reading_at = cache.seen  # what the cache is told
+                current.start = cache.seen  # what the cache is told
                 positions = cache.seen // 2 + torch.arange(8)[None]  # what the model does
-            parts.append(model(part, past_key_values=cache, position_ids=positions).logits)
+            with cache.passing(current):
+                parts.append(model(part, past_key_values=cache, position_ids=positions).logits)
     assert (torch.cat(parts, 1) - expected).abs().max() > 1e-2

@@ -35,17 +35,29 @@ def observe(*shape: int, dtype: torch.dtype = torch.int32, seed: int = 0) -> tup
     return scores.to(DEVICE), ages[..., :slots]
 
 
+def pooled_in_tiles(
+    scores: Tensor, positions: Tensor, kernel: int, mode: str, log_tile: int = 7
+) -> Tensor:
+    """Pooled as rows of many slots are, whatever their number."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pool, "COUNTED", 0)
+        patch.setattr(pool, "LOG_TILE", log_tile)
+        return pool.pool_in_time(scores, positions, kernel, mode)
+
+
 def check(scores: Tensor, positions: Tensor, kernel: int, mode: str) -> Tensor:
-    """The same as eagerly, twice to the bit."""
+    """The same as eagerly; by each way to find the places in time, to the bit."""
     assert pool.covers(scores, positions, kernel)
+    assert scores.shape[-1] <= pool.COUNTED
     before = scores.clone(), positions.clone()
-    found, again = (pool.pool_in_time(scores, positions, kernel, mode) for _ in range(2))
+    found = pool.pool_in_time(scores, positions, kernel, mode)
+    in_tiles = pooled_in_tiles(scores, positions, kernel, mode)
     expected = pool_in_time(scores, positions, kernel, mode)
     assert found.shape == expected.shape
     assert found.dtype == torch.float32
     rtol, atol = (0, 0) if mode == "max" else (1e-6, 1e-7)  # of sums whose terms are about 1
     torch.testing.assert_close(found, expected, rtol=rtol, atol=atol, equal_nan=True)
-    assert torch.equal(found.view(torch.int32), again.view(torch.int32))
+    assert torch.equal(found.view(torch.int32), in_tiles.view(torch.int32))
     torch.testing.assert_close((scores, positions), before, rtol=0, atol=0, equal_nan=True)
     return found
 
@@ -62,16 +74,31 @@ def _poisoned(monkeypatch):
 
 
 @pytest.mark.parametrize("mode", ["max", "avg"])
-@pytest.mark.parametrize("kernel", [1, 3, 11])
+@pytest.mark.parametrize("kernel", [3, 11])
 @pytest.mark.parametrize(
     "shape",
-    [(1, 1, 1), (1, 2, 2), (2, 3, 7), (1, 1, 16), (2, 1, 130), (1, 1, 513),
-     (1, 1, 1, 1), (2, 2, 3, 33), (1, 1, 8, 129), (1, 1, 5, 300)],
+    [(1, 1, 1), (1, 2, 2), (2, 3, 7), (1, 1, 16), (1, 1, 127), (1, 1, 513),
+     (1, 1, 1, 1), (2, 2, 3, 33), (2, 1, 2, 128), (1, 1, 8, 129), (1, 1, 5, 300)],
     ids=str,
 )  # fmt: skip
 def test_pooled_as_eagerly(shape, kernel, mode):
-    check(*observe(*shape), kernel, mode)
-    check(*observe(*shape, dtype=torch.int64, seed=1), kernel, mode)
+    dtype = torch.int32 if kernel == 3 else torch.int64
+    check(*observe(*shape, dtype=dtype, seed=kernel), kernel, mode)
+
+
+def test_a_window_of_one_leaves_scores():
+    scores, positions = observe(1, 2, 9)
+    assert pool.pool_in_time(scores, positions, 1, "avg") is scores
+
+
+@pytest.mark.parametrize(
+    ("log_tile", "slots"), [(7, 1100), (8, 255), (8, 256), (8, 513), (pool.LOG_TILE, 1025)]
+)
+def test_tiles_of_any_size(log_tile, slots):
+    """And more of them than are searched at once."""
+    scores, positions = observe(1, 1, slots, dtype=torch.int64)
+    found = pooled_in_tiles(scores, positions, 5, "max", log_tile)
+    assert torch.equal(found, pool_in_time(scores, positions, 5, "max"))
 
 
 @pytest.mark.parametrize("mode", ["max", "avg"])
@@ -89,7 +116,7 @@ def test_scores_can_be_a_view(mode):
 @pytest.mark.parametrize("mode", ["max", "avg"])
 @pytest.mark.parametrize("share", [0.05, 0.5, 1.0])
 def test_infinities_nan_and_zeros(share, mode):
-    for seed in range(3):
+    for seed in range(2):
         scores, positions = observe(1, 2, 3, 140, seed=seed)
         g = torch.Generator().manual_seed(seed)
         odd = ODD[torch.randint(len(ODD), scores.shape, generator=g)].to(DEVICE)
@@ -171,15 +198,16 @@ def test_scores_of_policies_are_pooled_by_kernels(policy, clock, monkeypatch):
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="a CPU has no CUDA graphs")
 @pytest.mark.parametrize("mode", ["max", "avg"])
-def test_replayed_in_a_graph(mode, monkeypatch):
+@pytest.mark.parametrize(("slots", "compiled"), [(2049, 70), (70_001, pool.COUNTED + 1)])
+def test_replayed_in_a_graph(slots, compiled, mode, monkeypatch):
     monkeypatch.undo()  # a graph's memory is its own
-    scores, positions = observe(1, 8, 2049)
-    pool.pool_in_time(scores[..., :70], positions[..., :70], 11, mode)  # compiles for any length
+    scores, positions = observe(1, 8, slots)
+    pool.pool_in_time(scores[..., :compiled], positions[..., :compiled], 11, mode)  # as any length
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         found = pool.pool_in_time(scores, positions, 11, mode)
     for seed in (1, 2):
-        fresh = observe(1, 8, 2049, seed=seed)
+        fresh = observe(1, 8, slots, seed=seed)
         scores.copy_(fresh[0])
         positions.copy_(fresh[1])
         graph.replay()
