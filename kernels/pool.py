@@ -1,9 +1,10 @@
 # mypy: allow-untyped-calls, disable-error-code="import-untyped"
-"""Pooling of scores in time on a GPU in two launches, without a sort.
+"""Pooling of scores in time on a GPU, without a sort of whole rows.
 
-A slot's place in time is the number of slots of its row with a smaller position: each is compared
-with each, which up to some thousands costs less than sorting them. No atomics: two runs are equal
-to the bit. Knows tensors only; triton is imported when first needed.
+A slot's place in time is the number of slots of its row with a smaller position. Each is compared
+with each in short rows; long ones are cut into tiles, each is compared with those of its tile, and
+looked for by bisection in every tile thus sorted. Both find the same places. No atomics: two runs
+are equal to the bit. Knows tensors only; triton is imported when first needed.
 """
 
 from __future__ import annotations
@@ -13,7 +14,11 @@ from torch import Tensor
 
 from kvcap.kernels.device import able, power_of_two
 
-MOST_SLOTS = 6144  # of a row: as long as that takes less than sorting (12 µs of 36 at 2,049)
+# Of 8 rows on an H200, comparing each with each takes 12, 96 and 350 µs at 2,049, 8,193 and 16,384
+# slots, torch's sort 36, 80 and 85. Tiles, whose work grows slower, are not measured yet.
+COUNTED = 6144  # slots of a row, at most, that are compared each with each
+LOG_TILE = 10  # of a longer row: 1,024 slots a tile, a multiple of what a program searches for
+MOST_SLOTS = 32768  # of a row
 MOST_KERNEL = 63
 MOST_GROUPS = 64
 
@@ -57,14 +62,20 @@ def pool_in_time(scores: Tensor, positions: Tensor, kernel: int, pool: str) -> T
     rows, device = batch * heads, scores.device
     ranks = torch.empty((rows, slots), dtype=torch.int32, device=device)
     in_time, out = (empty(*shape, device=device) for shape in (wide.shape, scores.shape))
-    block, chunk, padded = 16, 256, power_of_two(groups)
-    highest = torch.iinfo(positions.dtype).max
+    highest, padded = torch.iinfo(positions.dtype).max, power_of_two(groups)
     with torch.cuda.device_of(scores):
+        if slots <= COUNTED:
+            log_tile, block, chunk, warps = 0, 16, 256, 2
+            whose = ranks  # not read
+        else:
+            log_tile, block, chunk, warps = LOG_TILE, 128, 8, 4
+            positions, whose = _in_tiles(positions)
         launch(
-            rank_slots, (-(-slots // block), rows, 1), (device, highest, padded),
-            (wide, positions, ranks, in_time, slots, heads, groups,
-             *wide.stride(), *positions.stride()[:2], highest, padded, block, chunk),
-            num_warps=2,
+            rank_slots, (-(-positions.shape[-1] // block), rows, 1),
+            (device, highest, padded, log_tile),
+            (wide, positions, whose, ranks, in_time, slots, heads, groups,
+             *wide.stride(), *positions.stride()[:2], highest, padded, block, chunk, log_tile),
+            num_warps=warps,
         )  # fmt: skip
         block, maximum = 128, pool == "max"
         launch(
@@ -72,3 +83,26 @@ def pool_in_time(scores: Tensor, positions: Tensor, kernel: int, pool: str) -> T
             (ranks, in_time, out, slots, groups, kernel, maximum, block), num_warps=4,
         )  # fmt: skip
     return out
+
+
+def _in_tiles(positions: Tensor) -> tuple[Tensor, Tensor]:
+    """Positions [B, K, n] sorted within tiles, the last filled up, and whose they are.
+
+    Returns:
+        Positions and slots (int32), both [B, K, n rounded up to whole tiles].
+    """
+    from kvcap.kernels.launch import launch
+    from kvcap.kernels.pool_triton import sort_tiles
+
+    batch, heads, slots = positions.shape
+    shape = batch, heads, -(-slots >> LOG_TILE) << LOG_TILE
+    tiles = torch.empty(shape, dtype=positions.dtype, device=positions.device)
+    whose = torch.empty(shape, dtype=torch.int32, device=positions.device)
+    block, chunk, highest = 16, 256, torch.iinfo(positions.dtype).max
+    launch(
+        sort_tiles, (shape[-1] // block, batch * heads, 1), (positions.device, highest, LOG_TILE),
+        (positions, tiles, whose, slots, heads, *positions.stride()[:2],
+         highest, block, chunk, LOG_TILE),
+        num_warps=2,
+    )  # fmt: skip
+    return tiles, whose

@@ -3,7 +3,7 @@
 
 Importing this imports triton; `pool.py` does so when a kernel is first needed. No number and no
 pointer is specialised: whatever is replayed in a CUDA graph has been compiled by the same call
-outside of one, and a row that grows compiles nothing.
+outside of one, and a row that grows compiles nothing until it is cut into tiles, then once.
 """
 
 import triton
@@ -13,10 +13,70 @@ _SIZES = ["slots", "heads", "groups"]
 _STRIDES = ["score_b", "score_h", "score_g", "score_n", "position_b", "position_h"]
 
 
-@triton.jit(do_not_specialize=["scores", "positions", "ranks", "in_time", *_SIZES, *_STRIDES])
+@triton.jit
+def _count(mine, positions, begin, end, HIGHEST: tl.constexpr, BLOCK: tl.constexpr,
+           CHUNK: tl.constexpr):  # fmt: skip
+    """Of `positions[begin:end]`, how many are smaller than each of `mine` [BLOCK]."""
+    earlier = tl.zeros([BLOCK, CHUNK], tl.int32)
+    for first in range(begin, end, CHUNK):
+        other = first + tl.arange(0, CHUNK)
+        its = tl.load(positions + other, other < end, HIGHEST)  # earlier than none
+        earlier += (its[None, :] < mine[:, None]).to(tl.int32)
+    return tl.sum(earlier, 1)
+
+
+@triton.jit
+def _bisect(mine, tiles, slots, HIGHEST: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
+            LOG_TILE: tl.constexpr):  # fmt: skip
+    """Of `tiles`, each ascending, how many positions are smaller than each of `mine` [BLOCK]."""
+    earlier = tl.zeros([CHUNK, BLOCK], tl.int32)
+    for begin in range(0, slots, CHUNK << LOG_TILE):
+        first = begin + (tl.arange(0, CHUNK) << LOG_TILE)[:, None]
+        exists = first < slots
+        place = first + tl.zeros([CHUNK, BLOCK], tl.int32)  # will be the last that is earlier
+        for halved in tl.static_range(1, LOG_TILE + 1):
+            step = (1 << LOG_TILE) >> halved
+            its = tl.load(tiles + place + step, exists, HIGHEST)
+            place += tl.where(its < mine[None, :], step, 0)
+        its = tl.load(tiles + place, exists, HIGHEST)  # of the first it is not known
+        earlier += place - first + (its < mine[None, :]).to(tl.int32)
+    return tl.sum(earlier, 0)
+
+
+@triton.jit(do_not_specialize=["positions", "tiles", "whose", "slots", "heads", *_STRIDES[-2:]])
+def sort_tiles(
+    positions,  # [B, K, n], those of a row contiguous and distinct
+    tiles,  # [B·K, T, 2^LOG_TILE], each ascending, the last filled up with the highest number
+    whose,  # likewise, int32: the slots of these positions, no slots (n and more) of what fills up
+    slots,  # n
+    heads,  # K
+    position_b, position_h,
+    HIGHEST: tl.constexpr,  # of the type of positions
+    BLOCK: tl.constexpr,
+    CHUNK: tl.constexpr,
+    LOG_TILE: tl.constexpr,
+):  # fmt: skip
+    """Some slots of a tile, to their places in time within it."""
+    row = tl.program_id(1).to(tl.int64)
+    positions += row // heads * position_b + row % heads * position_h
+    slot = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    held = slot < slots
+    mine = tl.load(positions + slot, held, HIGHEST)
+    first = ((tl.program_id(0) * BLOCK) >> LOG_TILE) << LOG_TILE
+    end = tl.minimum(first + (1 << LOG_TILE), slots)
+    place = first + _count(mine, positions, first, end, HIGHEST, BLOCK, CHUNK)
+    place = tl.where(held, place, slot) + row * (tl.num_programs(0) * BLOCK)
+    tl.store(tiles + place, mine)
+    tl.store(whose + place, slot)
+
+
+@triton.jit(
+    do_not_specialize=["scores", "positions", "whose", "ranks", "in_time", *_SIZES, *_STRIDES]
+)
 def rank_slots(
     scores,  # [B, K, G, n]
-    positions,  # [B, K, n], those of a row contiguous and distinct
+    positions,  # [B, K, n], those of a row contiguous and distinct; or tiles of `sort_tiles`
+    whose,  # the slots of positions in tiles
     ranks,  # [B·K, n] int32
     in_time,  # [B·K, G, n] float32
     slots,  # n
@@ -27,21 +87,24 @@ def rank_slots(
     HIGHEST: tl.constexpr,  # of the type of positions
     GROUPS_PAD: tl.constexpr,
     BLOCK: tl.constexpr,
-    CHUNK: tl.constexpr,
+    CHUNK: tl.constexpr,  # of positions, or of tiles
+    LOG_TILE: tl.constexpr,  # 0: not in tiles
 ):  # fmt: skip
     """Some slots of a row: how many of its slots are earlier, and their scores at that place."""
     row = tl.program_id(1).to(tl.int64)
     batch, head = row // heads, row % heads
-    positions += batch * position_b + head * position_h
+    of_row = batch * position_b + head * position_h
+    positions += of_row
     slot = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    held = slot < slots
-    mine = tl.load(positions + slot, held, HIGHEST)
-    earlier = tl.zeros([BLOCK, CHUNK], tl.int32)
-    for begin in range(0, slots, CHUNK):
-        other = begin + tl.arange(0, CHUNK)
-        its = tl.load(positions + other, other < slots, HIGHEST)  # earlier than none
-        earlier += (its[None, :] < mine[:, None]).to(tl.int32)
-    rank = tl.sum(earlier, 1)
+    if LOG_TILE:  # neighbours in time search nearly the same places
+        mine = tl.load(positions + slot)
+        slot = tl.load(whose + of_row + slot)
+        held = slot < slots
+        rank = _bisect(mine, positions, slots, HIGHEST, BLOCK, CHUNK, LOG_TILE)
+    else:
+        held = slot < slots
+        mine = tl.load(positions + slot, held, HIGHEST)
+        rank = _count(mine, positions, 0, slots, HIGHEST, BLOCK, CHUNK)
     tl.store(ranks + row * slots + slot, rank, held)
     g = tl.arange(0, GROUPS_PAD)[:, None]
     inside = held[None, :] & (g < groups)
