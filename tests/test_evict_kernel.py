@@ -231,7 +231,7 @@ def hard_scores(n: int, generator: torch.Generator) -> Tensor:
 
 @pytest.mark.parametrize(
     ("held", "count"),
-    [(2, 2), (31, 10), (32, 31), (32, 32), (33, 3), (45, 22), (45, 40), (300, 7), (512, 256)],
+    [(2, 2), (31, 10), (32, 32), (45, 40), (300, 7), (512, 256)],
 )
 def test_scores_that_are_hard_to_tell_apart(held, count):
     scores = hard_scores(held, torch.Generator().manual_seed(held))

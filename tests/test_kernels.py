@@ -286,12 +286,8 @@ def on_the_device(seen: Observation) -> Observation:
 
 @pytest.mark.parametrize(("policy", "mode", "dtype"), [
     (DropKV(), None, torch.int32),
-    (DropKV(kernel=1), None, torch.int64),
-    (AnDPro(), None, torch.int32),
     (SnapKV(kernel=1), None, torch.int64),
-    (SnapKV(pool="avg", group="max"), None, torch.int32),
     (TOVA(), None, torch.int32),
-    (SnapKV(kernel=1), "value", torch.int32),
     (SnapKV(kernel=1), "key", torch.int32),
     (H2O(), "joint", torch.int32),
 ])  # fmt: skip
