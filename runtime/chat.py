@@ -141,7 +141,7 @@ class Chat:
             f"last answer: read {turn.prompt_tokens:,} tokens, first word after {turn.ttft_s:.2f} "
             f"s, wrote {turn.completion_tokens:,} tokens at {turn.decode_tok_s:,.0f} tok/s, "
             f"ended by {turn.finish_reason}\n"
-            f"blocks of a full cache: {stats.execution}"
+            f"blocks: {stats.execution}"
         )
 
     def _mem(self, _: str) -> None:

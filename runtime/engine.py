@@ -34,7 +34,7 @@ class Loop(Protocol):
 
     @property
     def execution(self) -> str:
-        """How blocks of a full cache run."""
+        """How blocks run that are all alike."""
 
     def check_room(self, tokens: int) -> None:
         """Where nothing may be evicted, refuse what does not fit before any of it is read."""

@@ -148,7 +148,7 @@ class BlockLoop:
 
     @property
     def execution(self) -> str:
-        """How blocks of a full cache run: 'replayed', or 'eager' and why."""
+        """How blocks run that are all alike: 'replayed', or 'eager' and why."""
         if self.graphs is None:
             return "eager"
         return "replayed" if self.graphs.refused is None else f"eager: {self.graphs.refused}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch import nn
 import kvcap
 from kvcap import kernels
 from kvcap.kernels import evict
-from kvcap.runtime import block_graph, tuning
+from kvcap.runtime import block_graph, side_stream, tuning
 from kvcap.runtime.forward_pass import Pass
 from kvcap.runtime.loop import BlockLoop
 from kvcap.runtime.tuning import Tuning
@@ -155,6 +156,70 @@ def test_several_blocks_are_read_at_once_where_all_are_alike(monkeypatch):
         loop.prefill(ids)
         assert graphs.ahead(60) == evicts
         assert block_graph.BlockGraphs(model, cache, several=False).ahead(60) is None
+
+
+class PretendedGraph:
+    """What it captures has been done."""
+
+    def pool(self):
+        return None
+
+    def replay(self):
+        pass
+
+
+class PretendedStream:
+    """A second stream whose work is done when it is asked for; counts who waits."""
+
+    def __init__(self):
+        self.waits = []
+
+    def wait_stream(self, other):
+        self.waits.append(other)
+
+    wait_event = wait_stream
+
+    def record_event(self):
+        return "event"
+
+
+@pytest.mark.parametrize("positions", ["compact", "true"])
+@pytest.mark.parametrize("policy", ["keydiff", "dropkv"])
+def test_what_is_captured_is_what_is_read(policy, positions, monkeypatch):
+    """Without a GPU: capturing does the work here, so that each graph serves once."""
+    main, side = PretendedStream(), PretendedStream()
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", PretendedGraph)
+    for name in ("graph", "stream"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_, **__: nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: main)
+    monkeypatch.setattr(side_stream, "_stream", lambda _: side)
+    monkeypatch.setattr(block_graph, "PASS", 50)  # three blocks of 16
+    ids = 3 + torch.randperm(216, generator=torch.Generator().manual_seed(1))[None]
+    model = tiny_model("qwen3", vocab_size=220)
+    found = []
+    for graphs in (True, False):
+        eviction = small_policy(policy, model.config)
+        cache = kvcap.BudgetCache(model.config, 64, 16, eviction, positions=positions)
+        cache.allocate(1, torch.float32, "cpu")
+        loop = BlockLoop(model, cache, graphs=False)
+        loop.graphs = block_graph.BlockGraphs(model, cache) if graphs else None
+        logits = [loop.prefill(ids[:, :48])]
+        cache.reset()
+        logits += [loop.prefill(ids[:, :48]), loop.prefill(ids[:, 48:64])]
+        logits += [loop.prefill(ids[:, i : i + 48]) for i in (64, 112)]
+        logits += [loop.read(ids[:, i : i + 1]) for i in (160, 161)]
+        found.append((torch.stack(logits), [x.clone() for x in cache.buffers()]))
+        assert cache.seen == 162
+        if graphs:
+            assert loop.graphs.refused is None
+            kinds = {kind[1:4:2] for kind in loop.graphs.made}
+            assert kinds == {(48, True), (48, False), (1, False)}
+    (logits, memory), (expected, memory_too) = found
+    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+    for x, y in zip(memory, memory_too, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-4)
+    assert main in side.waits
+    assert side in main.waits
 
 
 def test_what_was_evicted_in_a_graph_is_known_outside():

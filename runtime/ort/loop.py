@@ -106,7 +106,7 @@ class OrtLoop:
 
     @property
     def execution(self) -> str:
-        """How blocks of a full cache run."""
+        """How blocks run that are all alike."""
         return f"ONNX Runtime {self.cache.decoder.version}"
 
     def prefill(self, ids: Ids, on_block: Callable[[int], None] | None = None) -> NDArray[Any]:
