@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvcap.kernels.device import DTYPES, able, multiprocessors, overlaps, power_of_two
+from kvcap.kernels.device import DTYPES, able, multiprocessors, overlapping, power_of_two
 
 MOST_TOKENS = 16  # of a block whose keys are wider than 256 bytes
 MOST_ROWS = 64  # query rows of a KV head that a program attends
@@ -25,12 +25,7 @@ MOST_SIZE = 256
 _LOG2_E = math.log2(math.e)
 
 
-def covers(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    kv_heads: int | None = None,
-) -> bool:
+def covers(query: Tensor, keys: Tensor, values: Tensor, kv_heads: int | None = None) -> bool:
     """Whether the kernel can attend these here: on CUDA, or on a CPU in triton's interpreter.
 
     Args:
@@ -178,7 +173,7 @@ def _attend(
     factor = scaling * _LOG2_E if softcap is None else 2 * scaling / softcap * _LOG2_E
     warps = tile.warps if tiles > 1 else min(8, max(tile.warps, rows_pad * size_pad // 1024))
     step = min(128, max(32 if tiles == 1 else 2, power_of_two(parts)))  # parts merged at once
-    overlap = not whole and overlaps(query.device)
+    overlap = overlapping(query.device, wanted=not whole)
     with torch.cuda.device_of(query):
         attend_part[parts, tiles, rows](
             query, keys, values, shift, table, starts, lengths, part_out, part_lse,
@@ -188,9 +183,9 @@ def _attend(
             KV_HEADS=kv_heads, GROUP=heads // kv_heads, ROWS=rows_pad,
             SIZE=size, SIZE_PAD=size_pad, HALF=half, HALF_PAD=power_of_two(half, 16),
             REST_PAD=power_of_two(rest, 16) if half and rest else 0, SOFTCAP=softcap is not None,
-            BLOCK=tile.block, STAGES=tile.stages, OVERLAP=overlap,
+            BLOCK=tile.block, STAGES=tile.stages,
             WIDEN=query.device.type == "cpu", num_warps=warps,
-            **({"launch_pdl": True} if overlap else {}),
+            **overlap,
         )  # fmt: skip
         if whole:
             return out.transpose(1, 2)
@@ -198,8 +193,8 @@ def _attend(
             part_out, part_lse, out, lengths, longest, lengths_step, chunk, parts, tokens,
             KV_HEADS=kv_heads, GROUP=heads // kv_heads, SIZE=size, SIZE_PAD=size_pad,
             PARTS_PAD=max(64 if tiles == 1 else 2, power_of_two(parts)), STEP=step,
-            OVERLAP=overlap, num_warps=8 if step > 64 else 4 if step > 8 else 1,
-            **({"launch_pdl": True} if overlap else {}),
+            num_warps=8 if step > 64 else 4 if step > 8 else 1,
+            **overlap,
         )  # fmt: skip
     return out.transpose(1, 2)
 

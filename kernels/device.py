@@ -40,9 +40,10 @@ def overlaps(device: torch.device) -> bool:
     return hasattr(cuda, "gdc_wait")
 
 
-def overlapping(device: torch.device) -> dict[str, bool]:
-    """Options of a kernel that waits by itself for what it reads, if it `overlaps`."""
-    return {"OVERLAP": True, "launch_pdl": True} if overlaps(device) else {"OVERLAP": False}
+def overlapping(device: torch.device, wanted: bool = True) -> dict[str, bool]:
+    """Options of a kernel that waits by itself for what it reads, if it `overlaps` as `wanted`."""
+    overlap = wanted and overlaps(device)
+    return {"OVERLAP": True, "launch_pdl": True} if overlap else {"OVERLAP": False}
 
 
 def told(seen: int | Tensor, device: torch.device) -> tuple[int, Tensor]:

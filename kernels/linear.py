@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kvcap.kernels.device import DTYPES, overlaps
+from kvcap.kernels.device import DTYPES, overlapping
 
 ROWS, COLUMNS = 8, 1024  # of the matrix that a program reads at once: fastest of those tried
 MOST = 3  # matrices of one launch
@@ -58,15 +58,14 @@ def matvecs(
     rows, columns = [w.shape[0] for w in weights], weights[0].shape[1]
     more = MOST - len(weights)
     out = torch.empty(*x.shape[:-1], sum(rows), dtype=x.dtype, device=x.device)
-    overlap = overlaps(x.device)
     even = columns % COLUMNS == 0 and all(n % ROWS == 0 for n in rows)
     with torch.cuda.device_of(x):
         dot[sum(-(-n // ROWS) for n in rows),](
             x.contiguous(), out, *weights, *[None] * more, *biases, *[None] * more,
             *rows, *[0] * more, columns, weights[0].stride(0),
-            ROWS=ROWS, COLUMNS=COLUMNS, EVEN=even, OVERLAP=overlap,
+            ROWS=ROWS, COLUMNS=COLUMNS, EVEN=even,
             num_warps=8 if columns >= 8192 else 4,
-            **({"launch_pdl": True} if overlap else {}),
+            **overlapping(x.device),
         )  # fmt: skip
     split: tuple[Tensor, ...] = out.split(rows, dim=-1)
     return split

@@ -173,8 +173,9 @@ class BudgetCache(Cache):  # type: ignore[misc]
         return each and self.uneven is None and self.full and self.eviction.policy.evicts
 
     def blocks_of(self, tokens: int) -> int:
-        """In how many blocks that many tokens are read: in one if they fit beside what is held."""
-        return 1 if tokens <= self.block_size + self.spare else -(-tokens // self.block_size)
+        """In how many blocks of one pass that many tokens are read: one where not all are alike."""
+        fit = tokens <= self.block_size + self.spare
+        return 1 if fit or not self.steady(tokens) else -(-tokens // self.block_size)
 
     def places(self, tokens: Tensor) -> Tensor:
         """How far behind `next_position` the tokens [T] of a pass are read."""

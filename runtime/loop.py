@@ -109,7 +109,7 @@ class BlockLoop:
         tokens, start = ids.shape[1], cache.next_position
         # Fillers repeat the last token; whatever comes of them is dropped.
         place = torch.arange(self.padded(tokens), device=ids.device).clamp(max=tokens - 1)
-        blocks = cache.blocks_of(tokens) if cache.steady(tokens) else 1
+        blocks = cache.blocks_of(tokens)
         last = torch.full((int(wanted),), tokens - 1, device=ids.device)
         if cache.guard is not None:
             cache.guard.check(len(place))

@@ -98,7 +98,13 @@ def _parts(budgets: Sequence[int]) -> Iterator[Part]:
                 _Slots.by_kernels, "eager", _Slots.eagerly,
             )  # fmt: skip
         yield Part(
-            "pooling", n, 1, partial(_scores, n), _pooled("triton"), "eager", _pooled("eager")
+            "pooling",
+            n,
+            1,
+            partial(_scores, n),
+            _pooled(pool.pool_in_time),
+            "eager",
+            _pooled(pool_in_time),
         )
         yield Part(
             "rotation", n, 1, partial(_rotation, n), _rotated("triton"), "eager",
@@ -164,9 +170,8 @@ def _scores(slots: int) -> tuple[Tensor, Tensor]:
     return torch.randn(1, KV_HEADS, slots, device="cuda"), places[None].int()
 
 
-def _pooled(choice: str) -> Callable[[tuple[Tensor, Tensor]], Tensor]:
+def _pooled(by: Callable[..., Tensor]) -> Callable[[tuple[Tensor, Tensor]], Tensor]:
     """Over 11 neighbours in time, as DropKV does."""
-    by = pool.pool_in_time if choice == "triton" else pool_in_time
     return lambda x: by(*x, 11, "max")
 
 
