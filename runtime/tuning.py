@@ -44,7 +44,7 @@ class Tuning:
         self.forwards |= {norm: partial(code[type(norm)], norm) for norm in norms}
         gate = _compiled(_gate)
         for gated in [m for m in model.modules() if _is_gated(m)]:
-            self.forwards |= {gated: partial(_gated, gated, gate)}
+            self.forwards[gated] = partial(_gated, gated, gate)
         for file in {sys.modules[type(m).__module__] for m in model.modules()}:
             if hasattr(file, ROTATION):
                 self.rotations[file] = _compiled(getattr(file, ROTATION))
@@ -121,8 +121,9 @@ class _Products:
     def __init__(self, layers: Sequence[nn.Linear]) -> None:
         self.layers = layers
         self.rows = [layer.weight.shape[0] for layer in layers]
-        self.weight = _joined(layers)
-        biases = [layer.bias.detach() for layer in layers if layer.bias is not None]
+        several = len(layers) > 1
+        biases = [layer.bias.detach() for layer in layers if several and layer.bias is not None]
+        self.weight = _joined(layers) if several else None
         self.bias = torch.cat(biases) if biases else None
         self._x: Tensor | None = None
         self._found: dict[nn.Linear, Tensor] = {}
@@ -145,8 +146,7 @@ class _Products:
         if ready(x) and linear.covers(x, *weights):
             return linear.matvecs(x, weights, [layer.bias for layer in self.layers])
         tokens = x.numel() // x.shape[-1]
-        too_many = tokens * sum(self.rows) > MOST_TOGETHER
-        if len(self.layers) == 1 or too_many or self.weight is None:
+        if self.weight is None or tokens * sum(self.rows) > MOST_TOGETHER:
             return None
         product: Tensor = nn.functional.linear(x, self.weight, self.bias)
         parts: Sequence[Tensor] = product.split(self.rows, dim=-1)
