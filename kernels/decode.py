@@ -173,7 +173,8 @@ def _attend(
     factor = scaling * _LOG2_E if softcap is None else 2 * scaling / softcap * _LOG2_E
     warps = tile.warps if tiles > 1 else min(8, max(tile.warps, rows_pad * size_pad // 1024))
     step = min(128, max(32 if tiles == 1 else 2, power_of_two(parts)))  # parts merged at once
-    overlap = overlapping(query.device, wanted=not whole)
+    # Many programs that wait would only keep others from running.
+    overlap = overlapping(query.device, wanted=not whole and tiles == 1)
     with torch.cuda.device_of(query):
         attend_part[parts, tiles, rows](
             query, keys, values, shift, table, starts, lengths, part_out, part_lse,

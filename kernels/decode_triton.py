@@ -207,6 +207,7 @@ def merge_parts(
     """One query row's attention from its parts, in their order."""
     m, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()  # until all parts are written
     if lengths is not None:
         length = tl.load(lengths + row * lengths_step).to(tl.int32)

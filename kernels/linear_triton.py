@@ -5,65 +5,88 @@ import triton
 import triton.language as tl
 
 
-@triton.jit(do_not_specialize=["rows", "rows_1", "rows_2"])
+@triton.jit
+def _tile(base, first, columns, inside, COLUMNS: tl.constexpr, EVEN: tl.constexpr):
+    """Columns of a program's rows from `first` on: [ROWS, COLUMNS]."""
+    i = first + tl.arange(0, COLUMNS)[None, :]
+    if EVEN:
+        return tl.load(base + i)
+    return tl.load(base + i, inside[:, None] & (i < columns), 0.0)
+
+
+@triton.jit
+def _add(
+    total, squares, w, x, gain, first, columns,
+    COLUMNS: tl.constexpr,
+    EVEN: tl.constexpr,
+    SHARE: tl.constexpr,
+):  # fmt: skip
+    """Products and squares of some columns more.
+
+    Summed over what a thread reads at once, as sums of every column would fill its registers.
+    """
+    i = first + tl.arange(0, COLUMNS)
+    v = (tl.load(x + i) if EVEN else tl.load(x + i, i < columns, 0.0)).to(tl.float32)
+    if gain is not None:
+        squares += tl.sum(tl.reshape(v * v, [COLUMNS // SHARE, SHARE]), 1)
+        g = tl.load(gain + i) if EVEN else tl.load(gain + i, i < columns, 0.0)
+        v *= g.to(tl.float32)
+    y = w.to(tl.float32) * v[None, :]
+    total += tl.sum(tl.reshape(y, [y.shape[0], COLUMNS // SHARE, SHARE]), 2)
+    return total, squares
+
+
+@triton.jit(do_not_specialize=["rows", "epsilon"])
 def dot(
     x,  # [I]
-    out,  # [O + O_1 + O_2]
-    weight,  # [O, I]
-    weight_1, weight_2,  # likewise, or None
-    bias,  # [O], or None
-    bias_1, bias_2,  # likewise
-    rows, rows_1, rows_2,  # O; 0: no such matrix
+    out,  # [O]
+    weight,  # [O, I]; GATED: [2·O, I], gates first
+    bias,  # of its rows, or None
+    gain,  # [I], or None
+    plus,  # [O], or None
+    rows,  # O
     columns,  # I
     stride,
+    epsilon,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    SHARE: tl.constexpr,  # columns that a thread reads at once
     EVEN: tl.constexpr,  # nothing to mask
+    GATED: tl.constexpr,
     OVERLAP: tl.constexpr,  # launched before what makes `x` has ended
 ):  # fmt: skip
-    """Some rows of a matrix times `x`."""
+    """Some rows of a matrix times `x`, and what lies before and behind such products."""
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
-    tile = tl.program_id(0)
-    # `and` would compile what follows where there is no matrix.
-    if weight_1 is not None:  # noqa: SIM102
-        if tile >= tl.cdiv(rows, ROWS):
-            tile -= tl.cdiv(rows, ROWS)
-            out += rows
-            rows = rows_1
-            weight = weight_1
-            if bias is not None:
-                bias = bias_1
-            if weight_2 is not None:  # noqa: SIM102
-                if tile >= tl.cdiv(rows, ROWS):
-                    tile -= tl.cdiv(rows, ROWS)
-                    out += rows
-                    rows = rows_2
-                    weight = weight_2
-                    if bias is not None:
-                        bias = bias_2
-    o = tile * ROWS + tl.arange(0, ROWS)
-    inside = o < rows
-    base = weight + o.to(tl.int64)[:, None] * stride
-    i = tl.arange(0, COLUMNS)
-    # Weights do not wait for `x`: their first are on their way before it is there.
-    if EVEN:
-        w = tl.load(base + i[None, :])
+    row = tl.arange(0, ROWS)
+    if GATED:  # two rows side by side are a gate and what it gates
+        o = tl.program_id(0) * (ROWS // 2) + row // 2
+        inside = o < rows
+        o += row % 2 * rows
     else:
-        w = tl.load(base + i[None, :], inside[:, None] & (i < columns)[None, :], 0.0)
+        o = tl.program_id(0) * ROWS + row
+        inside = o < rows
+    base = weight + o.to(tl.int64)[:, None] * stride
+    # Weights do not wait for `x`: the first are on their way before it is there.
+    w = _tile(base, 0, columns, inside, COLUMNS, EVEN)
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
-    v = tl.load(x + i) if EVEN else tl.load(x + i, i < columns, 0.0)
-    total = w.to(tl.float32) * v.to(tl.float32)[None, :]
-    for start in tl.range(COLUMNS, columns, COLUMNS, num_stages=3):
-        i = start + tl.arange(0, COLUMNS)
-        if EVEN:
-            w, v = tl.load(base + i[None, :]), tl.load(x + i)
-        else:
-            w = tl.load(base + i[None, :], inside[:, None] & (i < columns)[None, :], 0.0)
-            v = tl.load(x + i, i < columns, 0.0)
-        total += w.to(tl.float32) * v.to(tl.float32)[None, :]
+    total = tl.zeros([ROWS, COLUMNS // SHARE], tl.float32)
+    squares = tl.zeros([COLUMNS // SHARE], tl.float32)
+    total, squares = _add(total, squares, w, x, gain, 0, columns, COLUMNS, EVEN, SHARE)
+    for first in tl.range(COLUMNS, columns, COLUMNS, num_stages=3):
+        w = _tile(base, first, columns, inside, COLUMNS, EVEN)
+        total, squares = _add(total, squares, w, x, gain, first, columns, COLUMNS, EVEN, SHARE)
     y = tl.sum(total, 1)
+    if gain is not None:
+        y *= tl.rsqrt(tl.sum(squares, 0) / columns + epsilon)
     if bias is not None:
         y += tl.load(bias + o, inside, 0.0).to(tl.float32)
+    if GATED:
+        gate, up = tl.split(tl.reshape(y, [ROWS // 2, 2]))
+        y = gate / (1 + tl.exp(tl.minimum(-gate, 80.0))) * up  # no overflow
+        o = tl.program_id(0) * (ROWS // 2) + tl.arange(0, ROWS // 2)
+        inside = o < rows
+    if plus is not None:
+        y += tl.load(plus + o, inside, 0.0).to(tl.float32)
     tl.store(out + o, y.to(out.dtype.element_ty), inside)

@@ -12,8 +12,8 @@ from torch import nn
 
 import kvcap
 from kvcap import kernels
-from kvcap.kernels import evict
-from kvcap.runtime import block_graph, side_stream, tuning
+from kvcap.kernels import evict, linear
+from kvcap.runtime import block_graph, decoder_layer, products, side_stream
 from kvcap.runtime.forward_pass import Pass
 from kvcap.runtime.loop import BlockLoop
 from kvcap.runtime.tuning import Tuning
@@ -169,13 +169,13 @@ class PretendedGraph:
 
 
 class PretendedStream:
-    """A second stream whose work is done when it is asked for; counts who waits."""
+    """A stream whose work is done when it is asked for; notes when it waits for the other."""
 
-    def __init__(self):
-        self.waits = []
+    def __init__(self, name, log):
+        self.name, self.log = name, log
 
-    def wait_stream(self, other):
-        self.waits.append(other)
+    def wait_stream(self, _):
+        self.log.append(f"{self.name} waits")
 
     wait_event = wait_stream
 
@@ -183,17 +183,26 @@ class PretendedStream:
         return "event"
 
 
-@pytest.mark.parametrize("positions", ["compact", "true"])
-@pytest.mark.parametrize("policy", ["keydiff", "dropkv"])
-def test_what_is_captured_is_what_is_read(policy, positions, monkeypatch):
-    """Without a GPU: capturing does the work here, so that each graph serves once."""
-    main, side = PretendedStream(), PretendedStream()
+@pytest.fixture
+def captured(monkeypatch):
+    """What is noted of passes of three blocks of 16, captured without a GPU.
+
+    Capturing does the work here, so that each graph serves once.
+    """
+    log = []
+    main, side = PretendedStream("main", log), PretendedStream("side", log)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", PretendedGraph)
     for name in ("graph", "stream"):
         monkeypatch.setattr(torch.cuda, name, lambda *_, **__: nullcontext())
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: main)
     monkeypatch.setattr(side_stream, "_stream", lambda _: side)
-    monkeypatch.setattr(block_graph, "PASS", 50)  # three blocks of 16
+    monkeypatch.setattr(block_graph, "PASS", 50)
+    return log
+
+
+@pytest.mark.parametrize("positions", ["compact", "true"])
+@pytest.mark.parametrize("policy", ["keydiff", "dropkv"])
+def test_what_is_captured_is_what_is_read(policy, positions, captured):
     ids = 3 + torch.randperm(216, generator=torch.Generator().manual_seed(1))[None]
     model = tiny_model("qwen3", vocab_size=220)
     found = []
@@ -218,8 +227,7 @@ def test_what_is_captured_is_what_is_read(policy, positions, monkeypatch):
     torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
     for x, y in zip(memory, memory_too, strict=True):
         torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-4)
-    assert main in side.waits
-    assert side in main.waits
+    assert {"main waits", "side waits"} == set(captured)
 
 
 def test_what_was_evicted_in_a_graph_is_known_outside():
@@ -246,16 +254,16 @@ def test_what_is_decided_on_beyond_a_layer_keeps_blocks_in_passes_of_their_own()
 def test_layers_of_one_input_become_rows_of_one_matrix_and_stay_what_they_are(monkeypatch):
     model, ids = tiny_model("qwen2"), torch.tensor([[5, 7, 9]])  # has biases
     before = copy.deepcopy(model.state_dict())
-    products, linear = [], nn.functional.linear
-    monkeypatch.setattr(nn.functional, "linear", lambda *a: products.append(1) or linear(*a))
+    made, linear = [], nn.functional.linear
+    monkeypatch.setattr(nn.functional, "linear", lambda *a: made.append(1) or linear(*a))
     with torch.inference_mode():
         expected = model(ids).logits
-        one_by_one = len(products)
+        one_by_one = len(made)
         for _ in range(2):  # a second cache's graphs find the weights where they are
             with Tuning(model, compiled=False).applied():
-                products.clear()
+                made.clear()
                 torch.testing.assert_close(model(ids).logits, expected, rtol=1e-5, atol=1e-5)
-            assert len(products) == one_by_one - 3 * model.config.num_hidden_layers
+            assert len(made) == one_by_one - 3 * model.config.num_hidden_layers
             attention = model.model.layers[0].self_attn
             storage = attention.q_proj.weight.untyped_storage()
             assert attention.v_proj.weight.untyped_storage().data_ptr() == storage.data_ptr()
@@ -263,19 +271,22 @@ def test_layers_of_one_input_become_rows_of_one_matrix_and_stay_what_they_are(mo
                 layer.weight.nbytes
                 for layer in (attention.q_proj, attention.k_proj, attention.v_proj)
             )
-        monkeypatch.setattr(tuning, "MOST_TOGETHER", 3 * 3)
+        monkeypatch.setattr(products, "MOST_TOGETHER", 3 * 3)
         with Tuning(model, compiled=False).applied():
-            products.clear()
+            made.clear()
             model(ids)
-        assert len(products) == one_by_one
+        assert len(made) == one_by_one
     for name, weight in model.state_dict().items():
         assert torch.equal(weight, before[name])
 
 
 def test_without_memory_to_move_weights_they_stay_apart(monkeypatch):
-    def refuse(*_, **__):
-        raise torch.OutOfMemoryError("no more")
+    def refuse(tensors, *a, **k):
+        if isinstance(tensors[0], nn.Parameter) or tensors[0].dim() == 2:
+            raise torch.OutOfMemoryError("no more")
+        return cat(tensors, *a, **k)
 
+    cat = torch.cat
     model, ids = tiny_model("llama"), torch.tensor([[5, 7, 9]])
     with monkeypatch.context() as patched, torch.inference_mode():
         expected = model(ids).logits
@@ -306,6 +317,42 @@ def test_what_is_compiled_is_the_models_own_formula_and_only_within(family, monk
             assert file.apply_rotary_pos_emb is not plain
     assert torch.equal(found, expected)
     assert {"forward", "apply_rotary_pos_emb"} <= set(calls)
-    assert ("_gate" in calls) == (family != "phi3")  # whose gate is half of another matrix
+    assert ("gate" in calls) == (family != "phi3")  # whose gate is half of another matrix
     assert file.apply_rotary_pos_emb is plain
     assert not any("forward" in vars(m) for m in model.modules())
+
+
+USUAL = ("llama", "mistral", "qwen2", "qwen3", "smollm3")
+
+
+@pytest.mark.parametrize("family", [*USUAL, "gemma", "olmo2", "phi3"])
+def test_layers_of_one_formula_run_in_fewer_kernels(family, monkeypatch):
+    """One token by four products and attention; several with a norm known from the layer before."""
+    model = tiny_model(family).to(DEVICE)
+    matvec, made = linear.matvec, []
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    faster = Tuning(model, compiled=True)
+    fused = [layer for layer in faster.forwards if type(layer).__name__.endswith("DecoderLayer")]
+    assert len(fused) == (model.config.num_hidden_layers if family in USUAL else 0)
+    for ids in ([[5]], [[5, 7, 9]]):
+        ids = torch.tensor(ids, device=DEVICE)
+        with torch.inference_mode(), kernels.use("triton"):
+            expected = model(ids).logits
+            made.clear()
+            with monkeypatch.context() as patched, faster.applied():
+                patched.setattr(linear, "matvec", lambda *a, **k: made.append(1) or matvec(*a, **k))
+                found = model(ids).logits
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+        if fused:
+            assert len(made) == (4 * len(fused) + 1 if ids.shape[1] == 1 else 0)
+
+
+def test_a_layer_whose_answer_is_another_is_left_as_it_is():
+    for changed, usual in (({}, True), ({"residual_multiplier": 0.5}, False)):
+        model = tiny_model("granite", **changed)
+        assert decoder_layer.is_usual(model, model.model.layers[0]) <= usual
+    model = tiny_model("llama")
+    layer = model.model.layers[0]
+    assert decoder_layer.is_usual(model, layer)
+    layer.input_layernorm.forward = lambda x: x
+    assert not decoder_layer.is_usual(model, layer)
