@@ -33,11 +33,19 @@ class SideStream:
         with torch.cuda.stream(self._stream):
             yield
 
+    def mark(self) -> Any:
+        """What is done when all is that was begun beside so far."""
+        return self._stream.record_event()
+
+    def wait(self, mark: Any) -> None:
+        """Wait for it."""
+        torch.cuda.current_stream().wait_event(mark)
+
     def turn(self) -> None:
         """Another layer begins: wait for the one before the last, whose tensors can go."""
         if self._before is not None:
-            torch.cuda.current_stream().wait_event(self._before[0])
-        self._before = (self._stream.record_event(), self._kept) if self._kept else None
+            self.wait(self._before[0])
+        self._before = (self.mark(), self._kept) if self._kept else None
         self._kept = []
 
     def join(self) -> None:
