@@ -48,13 +48,6 @@ def _sum(k_ptr, sum_ptr, k_b, k_h, k_n, K, n, chunk, D: tl.constexpr, DP: tl.con
     tl.store(sum_ptr + (row * tl.num_programs(0) + part) * D + d, tl.sum(total, 0), mask=d < D)
 
 
-@triton.jit
-def _score(k, anchor):
-    """Of keys [N, D], `anchor` being of length 1."""
-    along = tl.sum(k * anchor[None, :], 1)
-    return -along * tl.rsqrt(tl.maximum(tl.sum(k * k, 1), EPSILON * EPSILON))
-
-
 @triton.jit(do_not_specialize=["n", "chunk", "parts"])
 def _cosine(k_ptr, sum_ptr, out_ptr, k_b, k_h, k_n, K, n, chunk, parts, D: tl.constexpr,
             DP: tl.constexpr, N: tl.constexpr, PARTS: tl.constexpr):  # fmt: skip
@@ -62,20 +55,18 @@ def _cosine(k_ptr, sum_ptr, out_ptr, k_b, k_h, k_n, K, n, chunk, parts, D: tl.co
     part, row = tl.program_id(0), tl.program_id(1)
     base = k_ptr + (row // K).to(tl.int64) * k_b + (row % K).to(tl.int64) * k_h
     d, i = tl.arange(0, DP), tl.arange(0, PARTS)
-    begin, stop = part * chunk, tl.minimum(part * chunk + chunk, n)
-    tiles = tl.cdiv(stop - begin, N)
-    slots = begin + (tiles - 1) * N + tl.arange(0, N)
-    k = _tile(base, slots, stop, k_n, D, DP)  # on its way while sums are read
     at = sum_ptr + (row * parts + i)[:, None] * D + d[None, :]
     sums = tl.load(at, mask=(i < parts)[:, None] & (d < D)[None, :], other=0.0)
     anchor = tl.sum(sums, 0) / n
     anchor = anchor / tl.maximum(tl.sqrt(tl.sum(anchor * anchor, 0)), EPSILON)
-    out_ptr += row.to(tl.int64) * n
-    tl.store(out_ptr + slots, _score(k, anchor), mask=slots < stop)
-    for tile in tl.range(1, tiles, num_stages=4):
+    begin, stop = part * chunk, tl.minimum(part * chunk + chunk, n)
+    tiles = tl.cdiv(stop - begin, N)
+    for tile in tl.range(0, tiles, num_stages=4):
         slots = begin + (tiles - 1 - tile) * N + tl.arange(0, N)
         k = _tile(base, slots, stop, k_n, D, DP)
-        tl.store(out_ptr + slots, _score(k, anchor), mask=slots < stop)
+        along = tl.sum(k * anchor[None, :], 1)
+        inverse = tl.rsqrt(tl.maximum(tl.sum(k * k, 1), EPSILON * EPSILON))
+        tl.store(out_ptr + row.to(tl.int64) * n + slots, -along * inverse, mask=slots < stop)
 
 
 def scores(keys: Tensor, *, unit: bool = False, key_sums: Tensor | None = None) -> Tensor:

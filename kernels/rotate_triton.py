@@ -10,13 +10,11 @@ def rotate(
     x,  # [B, K, n, D]
     shift,  # [B, K, n]
     table,  # [span, 2, HALF]
-    out,  # [B, K, n, D]
+    out,  # [B, K, n, D], contiguous
     sums,  # [B, K, programs, D] float32: of what each writes; or None
     slots,  # n
     x_b, x_h, x_n,
     shift_b, shift_h, shift_n,
-    out_b, out_h, out_n,
-    sums_b, sums_h,
     HEADS: tl.constexpr,
     SIZE: tl.constexpr,
     HALF: tl.constexpr,
@@ -35,7 +33,7 @@ def rotate(
     n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     used = n < slots
     source = x + batch * x_b + head * x_h + n[:, None] * x_n
-    target = out + batch * out_b + head * out_h + n[:, None] * out_n
+    target = out + (row * slots + n[:, None]) * SIZE
     back = tl.load(shift + batch * shift_b + head * shift_h + n * shift_n, used, 0).to(tl.int64)
     i = tl.arange(0, HALF_PAD)[None, :]
     inside = used[:, None] & (i < HALF)
@@ -50,7 +48,7 @@ def rotate(
     tl.store(target + i, a, inside)
     tl.store(target + HALF + i, b, inside)
     if sums is not None:
-        sums += batch * sums_b + head * sums_h + tl.program_id(0) * SIZE
+        sums += (row * tl.num_programs(0) + tl.program_id(0)) * SIZE
         tl.store(sums + i, tl.sum(a.to(tl.float32), 0)[None, :], i < HALF)
         tl.store(sums + HALF + i, tl.sum(b.to(tl.float32), 0)[None, :], i < HALF)
     if REST > 0:

@@ -32,8 +32,7 @@ from kvcap.runtime.errors import (
 )
 from kvcap.runtime.evictor import SHIFT, Evictor, Seen
 from kvcap.runtime.query_ring import QueryRing
-from kvcap.runtime.rope import Begun, Rotation
-from kvcap.runtime.side_stream import SideStream
+from kvcap.runtime.rope import Rotation
 from kvcap.runtime.slot_pool import Segment
 
 if TYPE_CHECKING:
@@ -71,7 +70,6 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
         self._length = 0  # tokens in the last block
         self._attended = True  # the registered attention function has seen the last block
         self._waiting: tuple[Tensor, Tensor] | None = None  # keys and values of several blocks
-        self._ahead: tuple[Begun, Any] | None = None  # its keys, rotated beside the layer before
 
     @property
     def keys(self) -> Tensor | None:
@@ -156,8 +154,6 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
             self.lazy_initialization(key_states)
         if self._cache.current.side is not None:
             self._cache.current.side.turn()
-            if self._ahead is not None:
-                self._cache.current.side.wait(self._ahead[1])
         if self._cache.current.blocks > 1:
             self._waiting = key_states, value_states
         else:
@@ -272,29 +268,8 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
             length = self._length
             seen = Seen(self.seen, length, keys, queries, scaling, softcap, module, tokens, sums)
             with self._cache.current.beside(seen):
-                self._begin_next(length)
                 evictor.look(seen)
         return out
-
-    def _begin_next(self, length: int) -> None:
-        """Beside the products that follow: rotate what the next layer holds.
-
-        Before a block of `length` is there; only its own keys are left to be rotated then.
-        """
-        layers, current = self._cache.capped_layers, self._cache.current
-        if current.side is None or current.block + 1 < current.blocks or self is layers[-1]:
-            return
-        after = layers[self.index + 1]
-        if after.rotates and after.evictor is not None and after.evictor.moved:
-            after._begin(length, current.side)
-
-    def _begin(self, length: int, side: SideStream) -> None:
-        """Rotate what is held."""
-        if len(self.segments) == 1 and self.evictor is not None:
-            (segment,), sums = self.segments, self.evictor.reads_sums
-            rotation = self._cache.rotation(segment.keys.device)
-            begun = rotation.begin(segment.keys, segment.side(SHIFT), length, sums)
-            self._ahead = begun, side.mark()
 
     def _whole(self) -> tuple[Tensor, Tensor]:
         """Keys and values of all slots, in use or not, of heads that hold equally many."""
@@ -317,11 +292,9 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
         if packed:
             flat = rotation.back(pool.keys, pool.side[SHIFT])
             return _Placed(queries, [segment.view(flat) for segment in segments], flat)
-        if len(segments) == 1:
-            keys, shift = segments[0].keys, segments[0].side(SHIFT)
-            ahead, self._ahead = self._ahead, None
-            begun = ahead[0] if ahead else rotation.begin(keys, shift, 0, evictor.reads_sums)
-            return _Placed(queries, [rotation.finish(begun, keys, shift)], pool.keys, begun.sums)
+        if evictor.reads_sums:
+            keys, sums = rotation.back_and_sums(segments[0].keys, segments[0].side(SHIFT))
+            return _Placed(queries, [keys], pool.keys, sums)
         turned = [rotation.back(segment.keys, segment.side(SHIFT)) for segment in segments]
         return _Placed(queries, turned, pool.keys)
 
@@ -394,7 +367,7 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def count_as(self, seen: int, held: list[int]) -> None:
         """Count as before a block that was begun and never came to be, as in a failed capture."""
-        self.seen, self._attended, self._waiting, self._ahead = seen, True, None, None
+        self.seen, self._attended, self._waiting = seen, True, None
         for segment, slots in zip(self.segments, held, strict=True):
             segment.held = slots
 
@@ -402,7 +375,7 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
         """Forget everything; the buffers stay."""
         if self.evictor is not None:
             self.evictor.reset()
-        self.seen, self._attended, self._waiting, self._ahead = 0, True, None, None
+        self.seen, self._attended, self._waiting = 0, True, None
 
     def _refuse(self, *_: Any, **__: Any) -> None:
         raise UnsupportedModel(

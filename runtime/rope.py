@@ -8,14 +8,14 @@ Knows configs and tensors, no cache.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from kvcap.kernels.choice import ready
-from kvcap.kernels.rotate import SUMMED, rotate_back
+from kvcap.kernels.rotate import rotate_back
 
 EXACT = ("default", "linear", "llama3", "yarn")
 
@@ -59,14 +59,6 @@ def _parameters(config: Any, layer_type: str) -> dict[str, Any]:
     return {"rope_theta": config.rope_theta, **(getattr(config, "rope_scaling", None) or {})}
 
 
-class Begun(NamedTuple):
-    """Rows that are being rotated, see `Rotation.begin`."""
-
-    out: Tensor  # [..., n + more, D]
-    sums: Tensor | None  # [B, K, parts, D] float32 of parts of all rows
-    rows: int  # n
-
-
 class Rotation:
     """Cosines and sines of every shift a cache can need, and the rotation by them.
 
@@ -81,47 +73,16 @@ class Rotation:
 
     def back(self, x: Tensor, shift: Tensor) -> Tensor:
         """Rotate `x` [..., n, D] back by `shift` [..., n], below the table's span; in x's dtype."""
-        return self.finish(self.begin(x, shift, 0), x, shift)
+        return self.back_and_sums(x, shift, sums=False)[0]
 
-    def begin(self, x: Tensor, shift: Tensor, more: int, sums: bool = False) -> Begun:
-        """`back` of a layer's first n rows, that others may follow.
-
-        Args:
-            x: [..., n, D].
-            shift: [..., n].
-            more: rows to come.
-            sums: of the rows, where they come along for free.
-        """
-        rows, size = x.shape[-2:]
-        begun = Begun(x.new_empty(*x.shape[:-2], rows + more, size), None, rows)
-        if sums and _by_kernel(x):
-            parts = -(-rows // SUMMED) - (-more // SUMMED)
-            shape = (*x.shape[:-2], parts, size)
-            begun = begun._replace(sums=x.new_empty(*shape, dtype=torch.float32))
-        self._rotate(begun, x, shift, 0)
-        return begun
-
-    def finish(self, begun: Begun, x: Tensor, shift: Tensor) -> Tensor:
-        """All of `x` rotated back by `shift`, whose first rows were begun with."""
-        if x.shape[-2] > begun.rows:
-            self._rotate(begun, x, shift, begun.rows)
-        return begun.out
-
-    def _rotate(self, begun: Begun, x: Tensor, shift: Tensor, first: int) -> None:
-        """Rotate the rows from `first` on."""
-        x, shift, out = (
-            x[..., first:, :],
-            shift[..., first:],
-            begun.out[..., first : x.shape[-2], :],
-        )
-        if _by_kernel(x):
-            done = -(-first // SUMMED)
-            parts = slice(done, done - (-x.shape[-2] // SUMMED))
-            sums = None if begun.sums is None else begun.sums[:, :, parts]
-            rotate_back(x, shift, self.table, out, sums)
-        else:
-            rows = self.table.index_select(0, shift.flatten())  # [.. · n, 2, R/2]
-            out.copy_(rotate_back_eagerly(x, rows.view(*shift.shape, *rows.shape[1:])))
+    def back_and_sums(
+        self, x: Tensor, shift: Tensor, sums: bool = True
+    ) -> tuple[Tensor, Tensor | None]:
+        """`back`, and sums [B, K, parts, D] of parts of the rows where they come along for free."""
+        if x.dim() == 4 and ready(x):
+            return rotate_back(x, shift, self.table, sums)
+        rows = self.table.index_select(0, shift.flatten())  # [.. · n, 2, R/2]
+        return rotate_back_eagerly(x, rows.view(*shift.shape, *rows.shape[1:])), None
 
     def back_by(self, x: Tensor, offset: int) -> Tensor:
         """Rotate all of `x` [..., D] back by any one offset."""
@@ -132,10 +93,6 @@ class Rotation:
     def _rows(self, shifts: Tensor) -> Tensor:
         angles = shifts.double()[..., None] * self._inv_freq
         return torch.stack((angles.cos(), angles.sin()), dim=-2).float()
-
-
-def _by_kernel(x: Tensor) -> bool:
-    return x.dim() == 4 and ready(x)
 
 
 def rotate_back_eagerly(x: Tensor, rows: Tensor) -> Tensor:

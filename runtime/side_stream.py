@@ -5,6 +5,7 @@ What a layer gives up is of no interest to anybody before its next block. Knows 
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -12,14 +13,16 @@ from typing import Any
 
 import torch
 
+LAYERS = 2  # that evict at once, each on a stream of its own
+
 
 class SideStream:
-    """A second branch of the graph that is being captured on `device`; join it before the end."""
+    """Further branches of the graph that is being captured on `device`; join before the end."""
 
     def __init__(self, device: torch.device) -> None:
-        self._stream = _stream(device)
+        self._streams = deque(_streams(device))  # the first is that of the layer in hand
         self._kept: list[Any] = []  # of the layer in hand
-        self._before: tuple[torch.cuda.Event, list[Any]] | None = None  # of the one before
+        self._before: deque[tuple[torch.cuda.Event, list[Any]]] = deque()  # of those before
 
     @contextmanager
     def beside(self, kept: Any) -> Iterator[None]:
@@ -29,33 +32,33 @@ class SideStream:
             kept: holds the tensors that it reads, whose memory nobody else may have until then.
         """
         self._kept.append(kept)
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
+        self._streams[0].wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._streams[0]):
             yield
 
-    def mark(self) -> Any:
-        """What is done when all is that was begun beside so far."""
-        return self._stream.record_event()
-
-    def wait(self, mark: Any) -> None:
-        """Wait for it."""
-        torch.cuda.current_stream().wait_event(mark)
-
     def turn(self) -> None:
-        """Another layer begins: wait for the one before the last, whose tensors can go."""
-        if self._before is not None:
-            self.wait(self._before[0])
-        self._before = (self.mark(), self._kept) if self._kept else None
+        """Another layer begins: wait for the one that had its stream, whose tensors can go."""
+        if not self._kept:
+            return
+        self._before.append((self._streams[0].record_event(), self._kept))
         self._kept = []
+        self._streams.rotate(-1)
+        if len(self._before) == LAYERS:
+            self._wait()
 
     def join(self) -> None:
         """Wait for all of it."""
-        if self._kept or self._before is not None:
-            torch.cuda.current_stream().wait_stream(self._stream)
-        self._kept, self._before = [], None
+        self.turn()
+        while self._before:
+            self._wait()
+
+    def _wait(self) -> None:
+        """Wait for the oldest."""
+        event, _ = self._before.popleft()
+        torch.cuda.current_stream().wait_event(event)
 
 
 @cache
-def _stream(device: torch.device) -> torch.cuda.Stream:
-    """One for all graphs: libraries keep workspaces for every stream that they have met."""
-    return torch.cuda.Stream(device)
+def _streams(device: torch.device) -> tuple[torch.cuda.Stream, ...]:
+    """The same for all graphs: libraries keep workspaces for every stream that they have met."""
+    return tuple(torch.cuda.Stream(device) for _ in range(LAYERS))

@@ -195,7 +195,7 @@ def captured(monkeypatch):
     for name in ("graph", "stream"):
         monkeypatch.setattr(torch.cuda, name, lambda *_, **__: nullcontext())
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: main)
-    monkeypatch.setattr(side_stream, "_stream", lambda _: side)
+    monkeypatch.setattr(side_stream, "_streams", lambda _: [side] * side_stream.LAYERS)
     monkeypatch.setattr(block_graph, "PASS", 50)
     return log
 
