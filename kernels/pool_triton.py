@@ -3,26 +3,14 @@
 
 Importing this imports triton; `pool.py` does so when a kernel is first needed. No number and no
 pointer is specialised: whatever is replayed in a CUDA graph has been compiled by the same call
-outside of one, and a row that grows compiles nothing until it is cut into tiles, then once.
+outside of one, and a row that grows compiles nothing once it is longer than a tile.
 """
 
 import triton
 import triton.language as tl
 
 _SIZES = ["slots", "heads", "groups"]
-_STRIDES = ["score_b", "score_h", "score_g", "score_n", "position_b", "position_h"]
-
-
-@triton.jit
-def _count(mine, positions, begin, end, HIGHEST: tl.constexpr, BLOCK: tl.constexpr,
-           CHUNK: tl.constexpr):  # fmt: skip
-    """Of `positions[begin:end]`, how many are smaller than each of `mine` [BLOCK]."""
-    earlier = tl.zeros([BLOCK, CHUNK], tl.int32)
-    for first in range(begin, end, CHUNK):
-        other = first + tl.arange(0, CHUNK)
-        its = tl.load(positions + other, other < end, HIGHEST)  # earlier than none
-        earlier += (its[None, :] < mine[:, None]).to(tl.int32)
-    return tl.sum(earlier, 1)
+_STRIDES = ["score_b", "score_h", "score_g", "score_n"]
 
 
 @triton.jit
@@ -43,7 +31,9 @@ def _bisect(mine, tiles, slots, HIGHEST: tl.constexpr, BLOCK: tl.constexpr, CHUN
     return tl.sum(earlier, 0)
 
 
-@triton.jit(do_not_specialize=["positions", "tiles", "whose", "slots", "heads", *_STRIDES[-2:]])
+@triton.jit(
+    do_not_specialize=["positions", "tiles", "whose", *_SIZES[:2], "position_b", "position_h"]
+)
 def sort_tiles(
     positions,  # [B, K, n], those of a row contiguous and distinct
     tiles,  # [B·K, T, 2^LOG_TILE], each ascending, the last filled up with the highest number
@@ -64,47 +54,43 @@ def sort_tiles(
     mine = tl.load(positions + slot, held, HIGHEST)
     first = ((tl.program_id(0) * BLOCK) >> LOG_TILE) << LOG_TILE
     end = tl.minimum(first + (1 << LOG_TILE), slots)
-    place = first + _count(mine, positions, first, end, HIGHEST, BLOCK, CHUNK)
+    earlier = tl.zeros([BLOCK, CHUNK], tl.int32)
+    for begin in range(first, end, CHUNK):
+        other = begin + tl.arange(0, CHUNK)
+        its = tl.load(positions + other, other < end, HIGHEST)  # earlier than none
+        earlier += (its[None, :] < mine[:, None]).to(tl.int32)
+    place = first + tl.sum(earlier, 1)
     place = tl.where(held, place, slot) + row * (tl.num_programs(0) * BLOCK)
     tl.store(tiles + place, mine)
     tl.store(whose + place, slot)
 
 
-@triton.jit(
-    do_not_specialize=["scores", "positions", "whose", "ranks", "in_time", *_SIZES, *_STRIDES]
-)
+@triton.jit(do_not_specialize=["scores", "tiles", "whose", "ranks", "in_time", *_SIZES, *_STRIDES])
 def rank_slots(
     scores,  # [B, K, G, n]
-    positions,  # [B, K, n], those of a row contiguous and distinct; or tiles of `sort_tiles`
-    whose,  # the slots of positions in tiles
+    tiles,  # of `sort_tiles`
+    whose,  # likewise
     ranks,  # [B·K, n] int32
     in_time,  # [B·K, G, n] float32
     slots,  # n
     heads,  # K
     groups,  # G
     score_b, score_h, score_g, score_n,
-    position_b, position_h,
     HIGHEST: tl.constexpr,  # of the type of positions
     GROUPS_PAD: tl.constexpr,
     BLOCK: tl.constexpr,
-    CHUNK: tl.constexpr,  # of positions, or of tiles
-    LOG_TILE: tl.constexpr,  # 0: not in tiles
+    CHUNK: tl.constexpr,  # of tiles
+    LOG_TILE: tl.constexpr,
 ):  # fmt: skip
     """Some slots of a row: how many of its slots are earlier, and their scores at that place."""
     row = tl.program_id(1).to(tl.int64)
     batch, head = row // heads, row % heads
-    of_row = batch * position_b + head * position_h
-    positions += of_row
-    slot = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    if LOG_TILE:  # neighbours in time search nearly the same places
-        mine = tl.load(positions + slot)
-        slot = tl.load(whose + of_row + slot)
-        held = slot < slots
-        rank = _bisect(mine, positions, slots, HIGHEST, BLOCK, CHUNK, LOG_TILE)
-    else:
-        held = slot < slots
-        mine = tl.load(positions + slot, held, HIGHEST)
-        rank = _count(mine, positions, 0, slots, HIGHEST, BLOCK, CHUNK)
+    at = row * (tl.num_programs(0) * BLOCK) + tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mine, slot = tl.load(tiles + at), tl.load(whose + at)
+    held = slot < slots
+    tiles += row * (tl.num_programs(0) * BLOCK)
+    # Neighbours in time search nearly the same places.
+    rank = _bisect(mine, tiles, slots, HIGHEST, BLOCK, CHUNK, LOG_TILE)
     tl.store(ranks + row * slots + slot, rank, held)
     g = tl.arange(0, GROUPS_PAD)[:, None]
     inside = held[None, :] & (g < groups)

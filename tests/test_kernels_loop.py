@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from contextlib import nullcontext
 
 import pytest
@@ -198,6 +199,24 @@ def captured(monkeypatch):
     monkeypatch.setattr(side_stream, "_streams", lambda _: [side] * side_stream.LAYERS)
     monkeypatch.setattr(block_graph, "PASS", 50)
     return log
+
+
+def test_a_layer_waits_for_the_one_whose_stream_it_takes(captured, monkeypatch):
+    """And what that one read is kept until then."""
+    streams = [PretendedStream(name, captured) for name in ("one", "two")]
+    monkeypatch.setattr(side_stream, "_streams", lambda _: streams)
+    side, kept = side_stream.SideStream(torch.device("cpu")), []
+    for _ in range(4):
+        side.turn()
+        captured.append("layer")
+        kept.append(torch.zeros(1))
+        with side.beside(kept[-1]):
+            alive = [sys.getrefcount(x) > 3 for x in kept]
+            captured.append(alive.count(True))
+    side.join()
+    layers = ["layer", "one waits", 1, "layer", "two waits", 2]
+    layers += ["main waits", "layer", "one waits", 2, "main waits", "layer", "two waits", 2]
+    assert captured == [*layers, "main waits", "main waits"]
 
 
 @pytest.mark.parametrize("positions", ["compact", "true"])
