@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from kvcap.runtime.decoder_layer import decoder_layers, gate, gated, is_gated
 from kvcap.runtime.products import products
-from kvcap.runtime.rope import EXACT
 
 ROTATION = "apply_rotary_pos_emb"  # the function of transformers' modelling files
 
@@ -25,8 +24,7 @@ class Tuning:
         model: of transformers.
         compiled: what lies between matrix products by `torch.compile`, which takes some seconds
             once: RMS norms (eight kernels each in transformers), sums before them, rotations of
-            queries and keys (ten) and their angles (ten, once), and the gates of feed-forward
-            layers (two).
+            queries and keys (ten), and the gates of feed-forward layers (two).
     """
 
     def __init__(self, model: nn.Module, compiled: bool) -> None:
@@ -41,10 +39,9 @@ class Tuning:
             self._compile(model)
 
     def _compile(self, model: nn.Module) -> None:
-        whole = [m for m in model.modules() if type(m).__name__.endswith("RMSNorm")]
-        whole += [m for m in model.modules() if getattr(m, "rope_type", None) in EXACT]
-        code = {kind: _compiled(kind.forward) for kind in {type(module) for module in whole}}
-        self.forwards |= {module: partial(code[type(module)], module) for module in whole}
+        norms = [m for m in model.modules() if type(m).__name__.endswith("RMSNorm")]
+        code = {kind: _compiled(kind.forward) for kind in {type(norm) for norm in norms}}
+        self.forwards |= {norm: partial(code[type(norm)], norm) for norm in norms}
         by = _compiled(gate)
         for module in [m for m in model.modules() if is_gated(m)]:
             self.forwards[module] = partial(gated, module, by)
