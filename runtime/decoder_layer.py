@@ -60,8 +60,8 @@ class DecoderLayer:
         """Of one token."""
         first, second = ((norm.weight, _epsilon(norm)) for norm in (self.first, self.second))
         self.inputs.are(x, self.inputs.row(x, *first))  # attention asks for them
-        self.output.plus = x
-        x, _ = self.attention(hidden_states=x, **kwargs)
+        with self.output.adding(x):
+            x, _ = self.attention(hidden_states=x, **kwargs)
         return self.down.row(self.gates.row(x, *second, gated=True), plus=x)
 
     def _several(self, add_norm: AddNorm, x: Tensor, **kwargs: Any) -> Tensor:
@@ -94,21 +94,24 @@ def decoder_layers(
 @torch.no_grad()
 def is_usual(model: Any, layer: Any) -> bool:
     """Whether a layer is of the formula above, its answer to one token being the very same."""
+    if any("forward" in vars(module) for module in layer.modules()):
+        return False  # somebody else's code runs in it
     if not {name for name, _ in layer.named_children()} >= PARTS or not is_gated(layer.mlp):
         return False
     attention, norms = layer.self_attn, (layer.input_layernorm, layer.post_attention_layernorm)
     linear: list[Any] = [getattr(attention, f"{name}_proj", None) for name in "qkvo"]
     if not all(type(m) is nn.Linear for m in linear) or any(_epsilon(m) is None for m in norms):
         return False
-    weight, rotary = layer.mlp.gate_proj.weight, getattr(model.base_model, "rotary_emb", None)
-    x = _sample(weight)[None]
-    if rotary is None or not torch.equal(layer.mlp.act_fn(x), silu(x)):
+    x = _sample(layer.mlp.gate_proj.weight)[None]
+    if not torch.equal(layer.mlp.act_fn(x), silu(x)):
         return False
     asked: list[Tensor] = []
     hooks = [m.register_forward_hook(lambda _, i, o: asked.extend((i[0], o))) for m in linear]
     try:
-        place = rotary(x, torch.zeros(1, 1, dtype=torch.long, device=x.device))
+        place = model.base_model.rotary_emb(x, torch.zeros(1, 1, dtype=torch.long, device=x.device))
         answer = layer(x, attention_mask=None, position_embeddings=place)
+    except (AttributeError, RuntimeError, TypeError, ValueError):
+        return False  # it wants to be called in another way
     finally:
         for hook in hooks:
             hook.remove()
@@ -118,9 +121,8 @@ def is_usual(model: Any, layer: Any) -> bool:
     normed = _norm(norms[0], x)
     y = x + attended
     y = y + layer.mlp(_norm(norms[1], y))
-    return all(torch.equal(normed, z) for z in (query_in, key_in, value_in)) and torch.equal(
-        y, answer
-    )
+    pairs = (normed, query_in), (normed, key_in), (normed, value_in), (y, answer)
+    return all(torch.equal(mine, its) for mine, its in pairs)
 
 
 @torch.no_grad()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -29,8 +30,7 @@ class Products:
         self.weight = layers[0].weight if len(layers) == 1 else _joined(layers)
         """[O, I], all of theirs; None: there was no memory to move them."""
         self.bias = torch.cat(biases) if len(biases) > 1 else biases[0] if biases else None
-        self.plus: Tensor | None = None
-        """[..., O] that is added to the next product of one row."""
+        self._plus: Tensor | None = None
         self._x: Tensor | None = None
         self._found: dict[nn.Linear, Tensor] = {}
 
@@ -55,6 +55,16 @@ class Products:
         """Whether `x` is one row, which kvcap's kernel multiplies with all of them at once."""
         return self.weight is not None and ready(x) and linear.covers(x, self.weight)
 
+    @contextmanager
+    def adding(self, plus: Tensor) -> Iterator[None]:
+        """Within it, `plus` [..., O] is added to a product of one row, which must come."""
+        self._plus = plus
+        try:
+            yield
+            assert self._plus is None, "there was no product to add to"
+        finally:
+            self._plus = None
+
     def row(self, x: Tensor, *args: Any, **further: Any) -> Tensor:
         """All of them of one row, and what further `matvec` does on the way."""
         assert self.weight is not None
@@ -65,7 +75,7 @@ class Products:
         if self.weight is None:
             return None
         if self.one(x):
-            plus, self.plus = self.plus, None
+            plus, self._plus = self._plus, None
             return self.row(x, plus=plus)
         tokens = x.numel() // x.shape[-1]
         if len(self.layers) > 1 and tokens * sum(self.rows) > MOST_TOGETHER:

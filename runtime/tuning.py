@@ -37,6 +37,8 @@ class Tuning:
         self.rotations: dict[Any, Any] = {}  # by the modelling file that has it
         if compiled:
             self._compile(model)
+        # What has a forward of its own runs somebody else's code.
+        self.forwards = {m: f for m, f in self.forwards.items() if "forward" not in vars(m)}
 
     def _compile(self, model: nn.Module) -> None:
         norms = [m for m in model.modules() if type(m).__name__.endswith("RMSNorm")]
@@ -48,6 +50,9 @@ class Tuning:
         for file in {sys.modules[type(m).__module__] for m in model.modules()}:
             if hasattr(file, ROTATION):
                 self.rotations[file] = _compiled(getattr(file, ROTATION))
+
+        # What has a forward of its own runs somebody else's code.
+        self.forwards = {m: f for m, f in self.forwards.items() if "forward" not in vars(m)}
 
     @contextmanager
     def applied(self) -> Iterator[None]:

@@ -366,12 +366,61 @@ def test_layers_of_one_formula_run_in_fewer_kernels(family, monkeypatch):
             assert len(made) == (4 * len(fused) + 1 if ids.shape[1] == 1 else 0)
 
 
-def test_a_layer_whose_answer_is_another_is_left_as_it_is():
+def test_a_layer_whose_answer_is_another_is_left_as_it_is(monkeypatch):
     for changed, usual in (({}, True), ({"residual_multiplier": 0.5}, False)):
         model = tiny_model("granite", **changed)
         assert decoder_layer.is_usual(model, model.model.layers[0]) <= usual
     model = tiny_model("llama")
     layer = model.model.layers[0]
     assert decoder_layer.is_usual(model, layer)
-    layer.input_layernorm.forward = lambda x: x
+    layer.self_attn.o_proj.register_forward_hook(lambda _, __, out: 1.01 * out)
+    assert decoder_layer.is_usual(model, layer)  # whose output is all that is asked for
+    attention = type(layer.self_attn)
+    monkeypatch.setattr(attention, "forward", doubled(attention.forward))
     assert not decoder_layer.is_usual(model, layer)
+
+
+def doubled(forward):
+    """Attention that does something behind its output projection."""
+
+    def attend(*args, **kwargs):
+        out, weights = forward(*args, **kwargs)
+        return 2 * out, weights
+
+    return attend
+
+
+def test_somebody_elses_code_stays(tokens):
+    """As of libraries that move weights between devices."""
+    model = tiny_model("llama").to(DEVICE)
+    layers, calls = model.model.layers, []
+    own = layers[0].mlp.up_proj
+    plain = own.forward
+    own.forward = lambda x: (calls.append(1), plain(x))[1]
+    assert not decoder_layer.is_usual(model, layers[0])
+    assert decoder_layer.is_usual(model, layers[1])
+    theirs, ids = own.forward, tokens(1).to(DEVICE)
+    with torch.inference_mode(), kernels.use("triton"):
+        expected = model(ids).logits
+        calls.clear()
+        with Tuning(model, compiled=False).applied():
+            torch.testing.assert_close(model(ids).logits, expected, rtol=1e-4, atol=1e-4)
+    assert len(calls) == 1
+    assert own.forward is theirs
+
+
+def test_what_is_to_be_added_does_not_wait_for_another_product():
+    model = tiny_model("llama").to(DEVICE)
+    layer = model.model.layers[0]
+    output = products.products(model)[layer.self_attn.o_proj]
+    with kernels.use("triton"), torch.inference_mode():
+        x = torch.randn(1, 1, layer.self_attn.o_proj.in_features, device=DEVICE)
+        expected = output.of(layer.self_attn.o_proj, x)
+        with pytest.raises(KeyError), output.adding(x):
+            raise KeyError
+        with pytest.raises(AssertionError, match="no product"), output.adding(x):
+            pass
+        assert torch.equal(output.of(layer.self_attn.o_proj, x), expected)
+        with output.adding(torch.ones_like(expected)):
+            found = output.of(layer.self_attn.o_proj, x)
+        torch.testing.assert_close(found, expected + 1)
