@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-import sys
+import weakref
 from contextlib import nullcontext
 
 import pytest
@@ -205,14 +205,16 @@ def test_a_layer_waits_for_the_one_whose_stream_it_takes(captured, monkeypatch):
     """And what that one read is kept until then."""
     streams = [PretendedStream(name, captured) for name in ("one", "two")]
     monkeypatch.setattr(side_stream, "_streams", lambda _: streams)
-    side, kept = side_stream.SideStream(torch.device("cpu")), []
+    side, read = side_stream.SideStream(torch.device("cpu")), []
     for _ in range(4):
         side.turn()
         captured.append("layer")
-        kept.append(torch.zeros(1))
-        with side.beside(kept[-1]):
-            alive = [sys.getrefcount(x) > 3 for x in kept]
-            captured.append(alive.count(True))
+        tensor = torch.zeros(1)
+        read.append(weakref.ref(tensor))
+        with side.beside(tensor):
+            pass
+        del tensor
+        captured.append(sum(reference() is not None for reference in read))
     side.join()
     layers = ["layer", "one waits", 1, "layer", "two waits", 2]
     layers += ["main waits", "layer", "one waits", 2, "main waits", "layer", "two waits", 2]
