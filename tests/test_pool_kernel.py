@@ -106,12 +106,11 @@ def test_scores_can_be_a_view(mode):
 @pytest.mark.parametrize("mode", ["max", "avg"])
 @pytest.mark.parametrize("share", [0.05, 0.5, 1.0])
 def test_infinities_nan_and_zeros(share, mode):
-    for seed in range(2):
-        scores, positions = observe(1, 2, 3, 140, seed=seed)
-        g = torch.Generator().manual_seed(seed)
-        odd = ODD[torch.randint(len(ODD), scores.shape, generator=g)].to(DEVICE)
-        some = torch.rand(scores.shape, generator=g).to(DEVICE) < share
-        check(torch.where(some, odd, scores), positions, 7, mode)
+    scores, positions = observe(1, 2, 3, 140)
+    g = torch.Generator().manual_seed(0)
+    odd = ODD[torch.randint(len(ODD), scores.shape, generator=g)].to(DEVICE)
+    some = torch.rand(scores.shape, generator=g).to(DEVICE) < share
+    check(torch.where(some, odd, scores), positions, 7, mode)
     lowest = torch.full_like(scores, float("-inf"))
     assert torch.equal(check(lowest, positions, 7, mode), lowest)
 

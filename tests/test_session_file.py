@@ -67,7 +67,7 @@ def test_a_loaded_session_goes_on_exactly(family, policy, positions, tokens, tmp
     budget = 120 if policy == "full" else 24
     runtime = runtime_of(model, policy, budget, positions=positions)
     session = runtime.session(seed=1)
-    ids = tokens(90)
+    ids = tokens(84)
     session._loop.prefill(ids[:, :60])
     for i in range(60, 66):
         session._loop.read(ids[:, i : i + 1])
