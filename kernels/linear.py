@@ -13,8 +13,8 @@ from torch import Tensor
 
 from kvcap.kernels.device import DTYPES, overlapping
 
-WIDE = 4096
-TILES = {False: (8, 1024), True: (4, 2048)}  # rows, columns read at once: fastest of those tried
+TILE, WIDE_TILE = (8, 1024), (4, 2048)  # rows, columns read at once: fastest of those tried
+WIDE = 4096  # a matrix of columns that are a multiple of it
 
 
 def covers(x: Tensor, weight: Tensor) -> bool:
@@ -50,15 +50,15 @@ def matvec(
     from kvcap.kernels.linear_triton import dot
 
     columns, rows = weight.shape[1], weight.shape[0] // (2 if gated else 1)
-    tile = TILES[columns % WIDE == 0]
-    each = tile[0] // 2 if gated else tile[0]
+    tile_rows, tile_columns = TILE if columns % WIDE else WIDE_TILE
+    each = tile_rows // 2 if gated else tile_rows
     out = torch.empty(*x.shape[:-1], rows, dtype=x.dtype, device=x.device)
     with torch.cuda.device_of(x):
         dot[-(-rows // each),](
             x.contiguous(), out, weight, bias, gain, None if plus is None else plus.contiguous(),
             rows, columns, weight.stride(0), epsilon,
-            ROWS=tile[0], COLUMNS=tile[1], SHARE=8, GATED=gated,
-            EVEN=columns % tile[1] == 0 and rows % each == 0,
+            ROWS=tile_rows, COLUMNS=tile_columns, SHARE=8, GATED=gated,
+            EVEN=columns % tile_columns == 0 and rows % each == 0,
             num_warps=4, **overlapping(x.device),
         )  # fmt: skip
     return out

@@ -1,4 +1,7 @@
-"""Linear layers as matrix products: those that read the same input are one. Knows torch only."""
+"""Linear layers as matrix products: those that read the same input are one.
+
+Knows torch's modules and a kernel, no model.
+"""
 
 from __future__ import annotations
 

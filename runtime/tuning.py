@@ -51,9 +51,6 @@ class Tuning:
             if hasattr(file, ROTATION):
                 self.rotations[file] = _compiled(getattr(file, ROTATION))
 
-        # What has a forward of its own runs somebody else's code.
-        self.forwards = {m: f for m, f in self.forwards.items() if "forward" not in vars(m)}
-
     @contextmanager
     def applied(self) -> Iterator[None]:
         """Within it, the model runs by it."""

@@ -98,14 +98,9 @@ def _parts(budgets: Sequence[int]) -> Iterator[Part]:
                 _Slots.by_kernels, "eager", _Slots.eagerly,
             )  # fmt: skip
         yield Part(
-            "pooling",
-            n,
-            1,
-            partial(_scores, n),
-            _pooled(pool.pool_in_time),
-            "eager",
-            _pooled(pool_in_time),
-        )
+            "pooling", n, 1, partial(_scores, n), _pooled(pool.pool_in_time),
+            "eager", _pooled(pool_in_time),
+        )  # fmt: skip
         yield Part(
             "rotation", n, 1, partial(_rotation, n), _rotated("triton"), "eager",
             _rotated("eager"), n * KV_HEADS * SIZE * item,
