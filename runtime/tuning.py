@@ -1,4 +1,7 @@
-"""A model's modules as a CUDA graph should hold them: faster code for the same formulas."""
+"""A model's modules as a CUDA graph should hold them: faster code for the same formulas.
+
+Knows transformers' modules, no cache.
+"""
 
 from __future__ import annotations
 
