@@ -11,6 +11,7 @@ a CUDA graph serves while they change. Knows tensors only; triton is imported wh
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from functools import cache, partial
 from typing import NamedTuple
 
@@ -22,7 +23,7 @@ from kvcap.kernels.device import DTYPES, able, multiprocessors, overlapping, pow
 MOST_TOKENS = 16  # of a block whose keys are wider than 256 bytes
 MOST_ROWS = 64  # query rows of a KV head that a program attends
 MOST_SIZE = 256
-_LOG2_E = math.log2(math.e)
+LOG2_E = math.log2(math.e)
 
 
 def covers(query: Tensor, keys: Tensor, values: Tensor, kv_heads: int | None = None) -> bool:
@@ -152,7 +153,7 @@ def _attend(
     strides: tuple[int, ...],
 ) -> Tensor:
     """Launches the kernel over `longest` slots of every row, `slots` of all rows."""
-    from kvcap.kernels.decode_triton import attend_part, merge_parts
+    from kvcap.kernels.decode_triton import attend_part
 
     batch, heads, tokens, size = query.shape
     rows, count = batch * kv_heads, heads // kv_heads * tokens
@@ -162,7 +163,7 @@ def _attend(
     rows_pad, size_pad = min(MOST_ROWS, power_of_two(count, 16)), power_of_two(size, 16)
     tiles = -(-count // rows_pad)
     tile = _tile(size * query.element_size(), table_bytes, tiles > 1)
-    blocks = _blocks_in_part(-(-longest // tile.block), slots * tiles, tile, query.device)
+    blocks = blocks_in_part(-(-longest // tile.block), slots * tiles, tile, query.device)
     chunk = tile.block * blocks
     parts = -(-longest // chunk)
     whole = parts == 1 and lengths is None
@@ -170,16 +171,15 @@ def _attend(
     part_out = part(0 if whole else rows, parts, count, size)
     part_lse = part(0 if whole else rows, parts, count)
     out = torch.empty(batch, tokens, heads, size, dtype=query.dtype, device=query.device)
-    factor = scaling * _LOG2_E if softcap is None else 2 * scaling / softcap * _LOG2_E
+    factor = scaling * LOG2_E if softcap is None else 2 * scaling / softcap * LOG2_E
     warps = tile.warps if tiles > 1 else min(8, max(tile.warps, rows_pad * size_pad // 1024))
-    step = min(128, max(32 if tiles == 1 else 2, power_of_two(parts)))  # parts merged at once
     # Many programs that wait would only keep others from running.
     overlap = overlapping(query.device, wanted=not whole and tiles == 1)
     with torch.cuda.device_of(query):
         attend_part[parts, tiles, rows](
             query, keys, values, shift, table, starts, lengths, part_out, part_lse,
             out if whole else None,
-            longest, lengths_step, chunk, tokens, factor, (softcap or 0.0) * _LOG2_E,
+            longest, lengths_step, chunk, tokens, factor, (softcap or 0.0) * LOG2_E,
             *query.stride()[:3], *strides,
             KV_HEADS=kv_heads, GROUP=heads // kv_heads, ROWS=rows_pad,
             SIZE=size, SIZE_PAD=size_pad, HALF=half, HALF_PAD=power_of_two(half, 16),
@@ -190,14 +190,48 @@ def _attend(
         )  # fmt: skip
         if whole:
             return out.transpose(1, 2)
-        merge_parts[count, rows](
-            part_out, part_lse, out, lengths, longest, lengths_step, chunk, parts, tokens,
-            KV_HEADS=kv_heads, GROUP=heads // kv_heads, SIZE=size, SIZE_PAD=size_pad,
-            PARTS_PAD=max(64 if tiles == 1 else 2, power_of_two(parts)), STEP=step,
-            num_warps=8 if step > 64 else 4 if step > 8 else 1,
-            **overlap,
-        )  # fmt: skip
+        merge(part_out, part_lse, out, lengths, longest, lengths_step, chunk, 0, overlap)
     return out.transpose(1, 2)
+
+
+def merge(
+    part_out: Tensor,
+    part_lse: Tensor,
+    out: Tensor,
+    lengths: Tensor | None,
+    length: int,
+    lengths_step: int,
+    chunk: int,
+    more: int,
+    overlap: Mapping[str, bool],
+) -> None:
+    """Attention of every query row from that over parts of the slots, in their order.
+
+    Args:
+        part_out: [B·K, S, G·T, D] float32.
+        part_lse: [B·K, S, G·T] float32, log-sum-exp in base 2.
+        out: [B, T, H, D], is written.
+        lengths: of the slots, on the device; None: `length`.
+        length: of all rows.
+        lengths_step: from a row's length to the next one's.
+        chunk: slots of a part.
+        more: parts besides those of slots.
+        overlap: options as of `overlapping`.
+    """
+    from kvcap.kernels.decode_triton import merge_parts
+
+    rows, parts, count, size = part_out.shape
+    batch, tokens, heads = out.shape[:3]
+    kv_heads = rows // batch
+    few = count <= MOST_ROWS
+    step = min(128, max(32 if few else 2, power_of_two(parts)))  # parts merged at once
+    merge_parts[count, rows](
+        part_out, part_lse, out, lengths, length, lengths_step, chunk, parts, more, tokens,
+        KV_HEADS=kv_heads, GROUP=heads // kv_heads, SIZE=size, SIZE_PAD=power_of_two(size, 16),
+        PARTS_PAD=max(64 if few else 2, power_of_two(parts)), STEP=step,
+        num_warps=8 if step > 64 else 4 if step > 8 else 1,
+        **overlap,
+    )  # fmt: skip
 
 
 class _Tile(NamedTuple):
@@ -224,7 +258,12 @@ def _tile(row_bytes: int, table_bytes: int, several: bool) -> _Tile:
     return _Tile(64, 3, 4, 1.5 if several else 2)
 
 
-def _blocks_in_part(blocks: int, slots: int, tile: _Tile, device: torch.device) -> int:
+def tile_of_token(row_bytes: int) -> _Tile:
+    """The same of one token whose first block is read ahead (kernels/token.py)."""
+    return _Tile(32, 3, 4, 2) if row_bytes > 256 else _Tile(64, 3, 4, 2)
+
+
+def blocks_in_part(blocks: int, slots: int, tile: _Tile, device: torch.device) -> int:
     """How many of a row's blocks make a part, for all rows' parts to fill the device once."""
     share = slots / (tile.block * tile.programs * multiprocessors(device))
     parts = max(1, round(blocks / max(share, 1)))

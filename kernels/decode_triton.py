@@ -185,7 +185,7 @@ def attend_part(
     tl.store(part_out + at[:, None] * SIZE + d, acc / total[:, None], mask=real & (d < SIZE))
 
 
-@triton.jit(do_not_specialize=["length", "chunk", "parts"])
+@triton.jit(do_not_specialize=["length", "chunk", "parts", "more"])
 def merge_parts(
     part_out,  # [B·K, S, M, D] float32
     part_lse,  # [B·K, S, M] float32
@@ -195,6 +195,7 @@ def merge_parts(
     lengths_step,
     chunk,
     parts,  # S
+    more,  # parts besides those of the slots
     tokens,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -211,7 +212,7 @@ def merge_parts(
         tl.extra.cuda.gdc_wait()  # until all parts are written
     if lengths is not None:
         length = tl.load(lengths + row * lengths_step).to(tl.int32)
-    live = tl.cdiv(length, chunk)  # parts that are written
+    live = more + tl.cdiv(length, chunk)  # parts that are written
     count = GROUP * tokens
     s, step, d = tl.arange(0, PARTS_PAD), tl.arange(0, STEP), tl.arange(0, SIZE_PAD)
     part_lse += row * parts * count + m

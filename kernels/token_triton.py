@@ -1,0 +1,185 @@
+# mypy: allow-untyped-calls, disable-error-code="import-untyped, no-untyped-def, untyped-decorator"
+"""The triton function of `kernels/token.py`, which imports this when it is first needed."""
+
+import triton
+import triton.language as tl
+
+# Where a token goes differs from segment to segment, which must not compile anew.
+_PLACES = ["to_positions", *(f"side_{i}" for i in range(6)), "slots", "chunk"]
+
+
+@triton.jit
+def _dot(a, b, c, WIDEN: tl.constexpr):
+    """`a @ b + c` in float32."""
+    if WIDEN:
+        a, b = a.to(tl.float32), b.to(tl.float32)
+    return tl.dot(a, b, c, input_precision="ieee")
+
+
+@triton.jit
+def _halves(x, real, HALF: tl.constexpr, HALF_PAD: tl.constexpr):
+    """Halves of rows [ROWS, 1] that are `real`, two of [ROWS, HALF_PAD], read at once."""
+    h, half = tl.arange(0, HALF_PAD)[None, :, None], tl.arange(0, 2)[None, None, :]
+    both = tl.load(x[:, :, None] + h + half * HALF, real[:, :, None] & (h < HALF), 0.0)
+    return tl.split(both)
+
+
+@triton.jit
+def _rotated(a, b, cos, sin):
+    """Halves rotated by angles, in their type."""
+    cos, sin = cos.to(tl.float32), sin.to(tl.float32)
+    wide_a, wide_b = a.to(tl.float32), b.to(tl.float32)
+    return (wide_a * cos - wide_b * sin).to(a.dtype), (wide_b * cos + wide_a * sin).to(b.dtype)
+
+
+@triton.jit
+def _held(
+    keys, values, shift, table, first, end,
+    SIZE: tl.constexpr,
+    HALF: tl.constexpr,
+    HALF_PAD: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Some slots: halves of keys where they count now [BLOCK, HALF_PAD], values [BLOCK, SIZE_PAD]."""
+    slot = first + tl.arange(0, BLOCK)
+    held = slot < end
+    d = tl.arange(0, 2 * HALF_PAD)[None, :]
+    if shift is not None:
+        back = tl.load(shift + slot, held, 0)
+        cos, sin = _halves(table + back[:, None] * (2 * HALF), held[:, None], HALF, HALF_PAD)
+    a, b = _halves(keys + slot[:, None] * SIZE, held[:, None], HALF, HALF_PAD)
+    v = tl.load(values + slot[:, None] * SIZE + d, held[:, None] & (d < SIZE), 0.0)
+    if shift is not None:
+        a, b = _rotated(a, b, cos, -sin)  # and rounded, as a rotated copy would be
+    return a, b, v
+
+
+@triton.jit
+def _fold(
+    top, total, acc, q_a, q_b, k_a, k_b, v, first, end, factor,
+    BLOCK: tl.constexpr,
+    WIDEN: tl.constexpr,
+):  # fmt: skip
+    """Attention over one block of slots more, the first of which are before `end`."""
+    z = tl.zeros([top.shape[0], BLOCK], tl.float32)
+    z = _dot(q_b, k_b.T, _dot(q_a, k_a.T, z, WIDEN), WIDEN) * factor
+    z = tl.where((first + tl.arange(0, BLOCK) < end)[None, :], z, float("-inf"))
+    higher = tl.maximum(top, tl.max(z, 1))
+    p, fade = tl.exp2(z - higher[:, None]), tl.exp2(top - higher)
+    acc = _dot(p.to(v.dtype), v, acc * fade[:, None], WIDEN)
+    return higher, total * fade + tl.sum(p, 1), acc
+
+
+@triton.jit(do_not_specialize=_PLACES)
+def attend_part(
+    query,  # [B, H, D]
+    key,  # [B, K, D]
+    value,  # likewise
+    cos, sin,  # [B, D] where the token is rotated to, or None
+    time,  # [1], which token it is
+    keys,  # of slot 0 of row 0, rows `row_slots` slots apart
+    values, positions,
+    side_0, side_1, side_2, side_3, side_4, side_5,  # integers that become 0, or None
+    shift,  # one of these, by how much keys are rotated back, or None
+    table,  # [span, 2, D/2], or None
+    turned,  # [B, H, D], queries as they are attended with
+    part_out,  # [B·K, S, GROUP, D] float32
+    part_lse,  # [B·K, S, GROUP] float32, log-sum-exp in base 2
+    used,  # slots of every row before the token, one integer, or None: `slots`
+    slots,
+    row_slots,
+    chunk,  # slots of a part, a multiple of BLOCK
+    factor,  # of the logits, in base 2
+    query_b, query_h,
+    key_b, key_h,
+    value_b, value_h,
+    angle_b,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,  # GROUP, padded
+    SIZE: tl.constexpr,
+    HALF: tl.constexpr,
+    HALF_PAD: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
+    OVERLAP: tl.constexpr,  # launched before the query is there, and what follows before it ends
+    WIDEN: tl.constexpr,  # dot products of float32, as triton's interpreter has none of bfloat16
+):  # fmt: skip
+    """A token's queries of one KV head over a part of its slots; the first part is the token."""
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
+    part, parts, row = tl.program_id(0), tl.num_programs(0), tl.program_id(1).to(tl.int64)
+    batch, head = row // KV_HEADS, row % KV_HEADS
+    if used is not None:
+        slots = tl.load(used).to(tl.int32)
+    begin = (part - 1) * chunk
+    if begin >= slots:
+        return
+    m, h, d = tl.arange(0, ROWS), tl.arange(0, HALF_PAD)[None, :], tl.arange(0, 2 * HALF_PAD)
+    one, real = tl.arange(0, 1)[:, None], (m < GROUP)[:, None]
+    query += batch * query_b + (head * GROUP + m[:, None]) * query_h
+    key += batch * key_b + head * key_h + one
+    if cos is not None:
+        i, second = tl.arange(0, HALF_PAD)[None, :, None], tl.arange(0, 2)[None, None, :]
+        at = tl.where(second == 0, cos + batch * angle_b, sin + batch * angle_b)
+        turn_cos, turn_sin = tl.split(tl.load(at + i, i < HALF, 0.0))
+    part_lse += (row * parts + part) * GROUP + m
+    part_out += ((row * parts + part) * GROUP + m[:, None]) * SIZE + d[None, :]
+    if part == 0:
+        if OVERLAP:
+            tl.extra.cuda.gdc_wait()
+        q_a, q_b = _halves(query, real, HALF, HALF_PAD)
+        new_a, new_b = _halves(key, one == 0, HALF, HALF_PAD)
+        new_v = tl.load(value + batch * value_b + head * value_h + d, d < SIZE, 0.0)
+        if cos is not None:
+            q_a, q_b = _rotated(q_a, q_b, turn_cos, turn_sin)
+            new_a, new_b = _rotated(new_a, new_b, turn_cos, turn_sin)
+        both = q_a.to(tl.float32) * new_a.to(tl.float32) + q_b.to(tl.float32) * new_b.to(tl.float32)
+        tl.store(part_lse, tl.sum(both, 1) * factor, m < GROUP)
+        tl.store(part_out, new_v.to(tl.float32)[None, :], real & (d < SIZE)[None, :])
+        target = turned + (row * GROUP + m[:, None]) * SIZE + h
+        tl.store(target, q_a, real & (h < HALF))
+        tl.store(target + HALF, q_b, real & (h < HALF))
+        slot = row * row_slots + slots
+        tl.store(keys + slot * SIZE + h, new_a, h < HALF)
+        tl.store(keys + slot * SIZE + HALF + h, new_b, h < HALF)
+        tl.store(values + slot * SIZE + d, new_v, d < SIZE)
+        tl.store(positions + slot, tl.load(time))
+        if side_0 is not None:
+            tl.store(side_0 + slot, 0)
+        if side_1 is not None:
+            tl.store(side_1 + slot, 0)
+        if side_2 is not None:
+            tl.store(side_2 + slot, 0)
+        if side_3 is not None:
+            tl.store(side_3 + slot, 0)
+        if side_4 is not None:
+            tl.store(side_4 + slot, 0)
+        if side_5 is not None:
+            tl.store(side_5 + slot, 0)
+        return
+    end = tl.minimum(begin + chunk, slots)
+    keys += row * row_slots * SIZE
+    values += row * row_slots * SIZE
+    if shift is not None:
+        shift += row * row_slots
+    # Slots do not wait for the query: the first are on their way before it is there.
+    k_a, k_b, v = _held(keys, values, shift, table, begin, end, SIZE, HALF, HALF_PAD, BLOCK)
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+    q_a, q_b = _halves(query, real, HALF, HALF_PAD)
+    if cos is not None:
+        q_a, q_b = _rotated(q_a, q_b, turn_cos, turn_sin)
+    top = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, 2 * HALF_PAD], tl.float32)
+    top, total, acc = _fold(
+        top, total, acc, q_a, q_b, k_a, k_b, v, begin, end, factor, BLOCK, WIDEN
+    )  # fmt: skip
+    for first in tl.range(begin + BLOCK, end, BLOCK, num_stages=STAGES):
+        k_a, k_b, v = _held(keys, values, shift, table, first, end, SIZE, HALF, HALF_PAD, BLOCK)
+        top, total, acc = _fold(
+            top, total, acc, q_a, q_b, k_a, k_b, v, first, end, factor, BLOCK, WIDEN
+        )  # fmt: skip
+    tl.store(part_lse, top + tl.log2(total), m < GROUP)
+    tl.store(part_out, acc / total[:, None], real & (d < SIZE)[None, :])
