@@ -38,7 +38,8 @@ def rotate(
     i = tl.arange(0, HALF_PAD)[None, :]
     inside = used[:, None] & (i < HALF)
     turn = table + back[:, None] * (2 * HALF) + i
-    cos, sin = tl.load(turn, inside, 0.0), tl.load(turn + HALF, inside, 0.0)
+    cos = tl.load(turn, inside, 0.0).to(tl.float32)
+    sin = tl.load(turn + HALF, inside, 0.0).to(tl.float32)
     a = tl.load(source + i, inside, 0.0).to(tl.float32)
     b = tl.load(source + HALF + i, inside, 0.0).to(tl.float32)
     a, b = (

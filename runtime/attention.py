@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-from kvcap.kernels import decode
+from kvcap.kernels import decode, token
 from kvcap.kernels.choice import ready
 from kvcap.runtime.errors import PaddingUnsupported
 from kvcap.runtime.slot_pool import Segment, SlotPool
@@ -106,6 +106,12 @@ def attend_to_some(
     place = torch.arange(keys.shape[2], device=query.device)
     mask = place < (count + 1 - query.shape[2] + place[: query.shape[2], None])
     return attend(query, keys, values, scaling, softcap, mask[None, None])
+
+
+def takes_token(query: Tensor, key: Tensor, value: Tensor, buffers: Sequence[Tensor]) -> bool:
+    """Whether `kernels/token.py` is to append and attend, whose arguments these are."""
+    few = buffers[2].numel() < MANY_SLOTS
+    return few and ready(query) and token.covers(query, key, value, buffers)
 
 
 def packs(query: Tensor, pool: SlotPool, kv_heads: int, softcap: float | None) -> bool:

@@ -22,7 +22,7 @@ from kvcap.runtime.forward_pass import Pass
 from kvcap.runtime.layout import CacheLayout, Positions
 from kvcap.runtime.model_shape import ModelShape
 from kvcap.runtime.pins import Span, check_pins
-from kvcap.runtime.rope import Rotation
+from kvcap.runtime.rope import Rotation, table_dtype
 from kvcap.runtime.slot_pool import Segment, SlotPool, resize
 
 
@@ -252,7 +252,7 @@ class BudgetCache(Cache):  # type: ignore[misc]
         for layer in self.capped_layers:
             layer.lazy_initialization(like)
         if self.layout.rotation_span:
-            self.rotation(like.device)
+            self.rotation(like)
         return self
 
     @contextmanager
@@ -312,13 +312,15 @@ class BudgetCache(Cache):  # type: ignore[misc]
                 found += [layer.ring.queries, layer.ring.shift]
         return found if self._rotation is None else [*found, self._rotation.table]
 
-    def rotation(self, device: torch.device) -> Rotation:
-        """The table of rotations that all capped layers share."""
+    def rotation(self, like: Tensor) -> Rotation:
+        """The table of rotations that all capped layers share, for keys such as these."""
         if self._rotation is None:
             rope = self.layout.rope
             assert rope is not None
             assert rope.inv_freq is not None
-            self._rotation = Rotation(rope.inv_freq, self.layout.rotation_span, device)
+            self._rotation = Rotation(
+                rope.inv_freq, self.layout.rotation_span, like.device, table_dtype(like.dtype)
+            )
         return self._rotation
 
     def _check_attention(self, config: Any, positions: Positions | None) -> bool:

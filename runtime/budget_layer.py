@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import CacheLayerMixin
 
+from kvcap.kernels import token
 from kvcap.runtime.attention import (
     Rows,
     attend,
@@ -22,6 +23,7 @@ from kvcap.runtime.attention import (
     attend_with_lse,
     causal,
     packs,
+    takes_token,
 )
 from kvcap.runtime.calibration import Calibration
 from kvcap.runtime.errors import (
@@ -31,6 +33,7 @@ from kvcap.runtime.errors import (
     UnsupportedModel,
 )
 from kvcap.runtime.evictor import SHIFT, Evictor, Seen
+from kvcap.runtime.late_rotation import LateRotation, left
 from kvcap.runtime.query_ring import QueryRing
 from kvcap.runtime.rope import Rotation
 from kvcap.runtime.slot_pool import Segment
@@ -69,7 +72,8 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
         self._residual: list[int] = []  # how far the block lies past each segment's own tokens
         self._length = 0  # tokens in the last block
         self._attended = True  # the registered attention function has seen the last block
-        self._waiting: tuple[Tensor, Tensor] | None = None  # keys and values of several blocks
+        self._waiting: tuple[Tensor, Tensor] | None = None  # keys and values, for attention
+        self._late: LateRotation | None = None  # of these
 
     @property
     def keys(self) -> Tensor | None:
@@ -121,7 +125,7 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
         self.calibration = cache.allocation.calibration(self.segments)
         if layout.ring_length:
             self.ring = QueryRing(key_states, layout.shape.heads, layout.ring_length)
-        device = key_states.device
+        keys = self.segments[0].pool.keys
         self.evictor = Evictor(
             layout,
             self.index,
@@ -130,7 +134,7 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
             self.calibration,
             cache.balance,
             cache.evict_every,
-            (lambda: cache.rotation(device)) if self.rotates else None,
+            (lambda: cache.rotation(keys)) if self.rotates else None,
             cache.pinned_spans,
         )
         self.is_initialized = True
@@ -149,12 +153,13 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
             StoreFailed: the file of evicted tokens was cut short.
         """
         length = self._cache.current.tokens or key_states.shape[2]
+        self._late = left(key_states)
         key_states, value_states = key_states[:, :, :length], value_states[:, :, :length]
         if self.evictor is None:
             self.lazy_initialization(key_states)
         if self._cache.current.side is not None:
             self._cache.current.side.turn()
-        if self._cache.current.blocks > 1:
+        if self._cache.current.blocks > 1 or self._late is not None:
             self._waiting = key_states, value_states
         else:
             self._append(key_states, value_states)
@@ -165,15 +170,23 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def _append(self, key_states: Tensor, value_states: Tensor) -> None:
         """Append a block [B, K, T, D]."""
+        self._make_room(key_states.shape[2])
+        self._write(key_states, value_states)
+
+    def _make_room(self, length: int) -> None:
+        """For a block of `length`, and say where it counts."""
         assert self.evictor is not None
-        length = key_states.shape[2]
         self._check(length)
         if self._overdue():  # stock attention never calls attend()
             held = [segment.keys for segment in self.segments]
             self.evictor.look(Seen(self.seen, self._length, held))
         self._place(self.evictor)
+
+    def _write(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Write a block [B, K, T, D] for which there is room."""
+        length = key_states.shape[2]
         if self._offset:
-            key_states = self._cache.rotation(key_states.device).back_by(key_states, self._offset)
+            key_states = self._cache.rotation(key_states).back_by(key_states, self._offset)
         current = self._cache.current
         times = current.times_of(self.seen, length, key_states.device)
         for segment, residual in zip(self.segments, self._residual, strict=True):
@@ -218,6 +231,9 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
         if self._waiting is None:
             return self._attend_block(module, query, scaling, softcap)
         (keys, values), self._waiting = self._waiting, None
+        if self._late is not None:
+            assert self._late.query is query, "see can_be_late"
+            return self._attend_token(module, self._late, keys, values, scaling, softcap)
         size = self._cache.block_size
         blocks = zip(*(x.split(size, dim=2) for x in (keys, values, query)), strict=True)
         out = []
@@ -235,7 +251,7 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
         assert evictor is not None
         self._attended = True
         query = query[:, :, : self._length]
-        rotation = self._rotation(query.device)
+        rotation = self._rotation(query)
         if rotation is not None and self._offset:
             query = rotation.back_by(query, self._offset)
         if self.ring is not None:
@@ -271,6 +287,48 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
                 evictor.look(seen)
         return out
 
+    def _attend_token(
+        self,
+        module: nn.Module,
+        late: LateRotation,
+        key: Tensor,
+        value: Tensor,
+        scaling: float,
+        softcap: float | None,
+    ) -> Tensor:
+        """`attend`, of one token that is not yet rotated."""
+        self._make_room(1)
+        evictor, current, segment = self.evictor, self._cache.current, self.segments[0]
+        assert evictor is not None
+        buffers = segment.with_next()
+        if current.filling:
+            buffers = [segment.whole(buffer) for buffer in segment.pool.buffers()]
+        moved = self._offset or any(self._residual)
+        if moved or len(self.segments) > 1 or self.calibration is not None or softcap is not None \
+            or not takes_token(late.query, key, value, buffers):
+            query, key = late.now(key)
+            self._write(key, value)
+            return self._attend_block(module, query, scaling, softcap)
+        times = current.times_of(self.seen, 1, key.device)
+        rotation = self._rotation(key) if evictor.moved else None
+        turn = () if rotation is None else (segment.side(SHIFT), rotation.table)
+        used = current.clock if current.filling else None
+        out, query = token.attend(late.query, key, value, late.angles, times, buffers, scaling, *turn, used=used, early=current.side is not None)
+        segment.held += 1
+        self.seen += 1
+        self._length, self._attended = 1, True
+        if self.ring is not None:
+            with current.beside(query):
+                self.ring.append(query)
+        tokens = current.clock_after(1)
+        if not current.filling and evictor.looks(1):
+            with current.beside((query, tokens)):
+                keys, sums = segment.keys, None
+                if rotation is not None and evictor.reads_keys:
+                    keys, sums = rotation.back_and_sums(keys, segment.side(SHIFT), evictor.reads_sums)
+                evictor.look(Seen(self.seen, 1, [keys], [query], scaling, None, module, tokens, sums))
+        return out
+
     def _whole(self) -> tuple[Tensor, Tensor]:
         """Keys and values of all slots, in use or not, of heads that hold equally many."""
         (segment,) = self.segments
@@ -283,7 +341,7 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
         """
         segments, pool = self.segments, self.segments[0].pool
         queries = [segment.rows_of(query) for segment in segments]
-        rotation = self._rotation(query.device) if evictor.moved else None
+        rotation = self._rotation(query) if evictor.moved else None
         if rotation is None:
             return _Placed(queries, [segment.keys for segment in segments], pool.keys)
         for i, residual in enumerate(self._residual):
@@ -307,11 +365,11 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
             return attend(query, keys, segment.values, scaling, softcap)
         mask = causal(query.shape[2], segment.held, query.device)
         out, lse = attend_with_lse(query, keys, segment.values, scaling, softcap, mask)
-        rotation = self._rotation(query.device)
+        rotation = self._rotation(query)
         return self.calibration.correct(index, segment, query, out, lse, rotation, scaling, softcap)
 
-    def _rotation(self, device: torch.device) -> Rotation | None:
-        return self._cache.rotation(device) if self.rotates else None
+    def _rotation(self, like: Tensor) -> Rotation | None:
+        return self._cache.rotation(like) if self.rotates else None
 
     def _overdue(self) -> int:
         """Slots that must go before the next block, as no attention function evicted them."""
@@ -367,7 +425,7 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def count_as(self, seen: int, held: list[int]) -> None:
         """Count as before a block that was begun and never came to be, as in a failed capture."""
-        self.seen, self._attended, self._waiting = seen, True, None
+        self.seen, self._attended, self._waiting, self._late = seen, True, None, None
         for segment, slots in zip(self.segments, held, strict=True):
             segment.held = slots
 
@@ -375,7 +433,7 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
         """Forget everything; the buffers stay."""
         if self.evictor is not None:
             self.evictor.reset()
-        self.seen, self._attended, self._waiting = 0, True, None
+        self.seen, self._attended, self._waiting, self._late = 0, True, None, None
 
     def _refuse(self, *_: Any, **__: Any) -> None:
         raise UnsupportedModel(

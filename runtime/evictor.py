@@ -83,6 +83,11 @@ class Evictor:
         """Whether the policy makes use of sums of a layer's keys."""
         return len(self.segments) == 1 and kernels.reads_sums(self.eviction.policy)
 
+    @property
+    def reads_keys(self) -> bool:
+        """Whether the policy looks at keys, or at what is made of them."""
+        return bool(self.eviction.observes & (ATTENTION_VIEWS | {"keys"}))
+
     def looks(self, length: int) -> bool:
         """Whether the policy has anything to do after a block of `length`."""
         return bool(self.due(length) or self.eviction.state or (self.balance and length > 1))

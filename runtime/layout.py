@@ -15,7 +15,7 @@ import torch
 from kvcap.policies import Eviction
 from kvcap.runtime.errors import PlanInfeasible, UnsupportedModel
 from kvcap.runtime.model_shape import ModelShape
-from kvcap.runtime.rope import Rope
+from kvcap.runtime.rope import Rope, table_dtype
 
 Positions = Literal["compact", "true"]
 
@@ -128,7 +128,7 @@ class CacheLayout:
             "policy_state": sum(slots) * state + remembered,
             "evicted_store": evicted,
             "query_window": len(slots) * self.ring_length * queries,
-            "rotation_table": self.rotation_span * 2 * rotated * 4,
+            "rotation_table": self.rotation_span * 2 * rotated * table_dtype(dtype).itemsize,
             "sliding_layers": sum(
                 2 * batch * heads * (window - 1 + self.block_size) * vector for window in windows
             ),

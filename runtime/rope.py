@@ -59,17 +59,33 @@ def _parameters(config: Any, layer_type: str) -> dict[str, Any]:
     return {"rope_theta": config.rope_theta, **(getattr(config, "rope_scaling", None) or {})}
 
 
+def table_dtype(keys: torch.dtype) -> torch.dtype:
+    """Of cosines and sines for keys of a type: a key is rotated once, with 2⁻¹² next to its 2⁻⁹."""
+    return torch.float16 if keys == torch.bfloat16 else torch.float32
+
+
 class Rotation:
     """Cosines and sines of every shift a cache can need, and the rotation by them.
 
-    The table is `[span, 2, R/2]` float32: 8 bytes per shift and rotated pair, shared by all layers
-    of one frequency. Angles are computed in float64: the table is exact at any shift.
+    The table is `[span, 2, R/2]`, shared by all layers of one frequency. Angles are computed in
+    float64: it is exact at any shift.
+
+    Args:
+        inv_freq: of the model, [R/2].
+        span: shifts, from 0 on.
+        device: of the keys.
+        dtype: of the table, see `table_dtype`.
     """
 
-    def __init__(self, inv_freq: Tensor, span: int, device: torch.device | str) -> None:
+    def __init__(
+        self,
+        inv_freq: Tensor,
+        span: int,
+        device: torch.device | str,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
         self._inv_freq = inv_freq.double().cpu()
-        self.device = torch.device(device)
-        self.table = self._rows(torch.arange(span)).to(device)
+        self.table = self._rows(torch.arange(span)).to(device, dtype)
 
     def back(self, x: Tensor, shift: Tensor) -> Tensor:
         """Rotate `x` [..., n, D] back by `shift` [..., n], below the table's span; in x's dtype."""
@@ -97,9 +113,10 @@ class Rotation:
 
 def rotate_back_eagerly(x: Tensor, rows: Tensor) -> Tensor:
     """Rotate the halves (i, i + R/2) of x [..., D] by minus the angles in rows [..., 2, R/2]."""
-    cos, sin = rows.unbind(-2)
+    wide = torch.promote_types(rows.dtype, torch.float32)
+    cos, sin = rows.to(wide).unbind(-2)
     half = cos.shape[-1]
-    a, b = x[..., :half].to(cos.dtype), x[..., half : 2 * half].to(cos.dtype)
+    a, b = x[..., :half].to(wide), x[..., half : 2 * half].to(wide)
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     out[..., :half] = a * cos + b * sin
     out[..., half : 2 * half] = b * cos - a * sin

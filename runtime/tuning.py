@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from kvcap.runtime.decoder_layer import decoder_layers, gate, gated, is_gated
+from kvcap.runtime.late_rotation import NAME as ROTATION
+from kvcap.runtime.late_rotation import can_be_late, late
 from kvcap.runtime.products import products
-
-ROTATION = "apply_rotary_pos_emb"  # the function of transformers' modelling files
 
 
 class Tuning:
@@ -37,7 +37,13 @@ class Tuning:
             layer: partial(group.of, layer) for layer, group in groups.items()
         }
         self.forwards |= {layer.layer: layer.forward for layer in layers}
+        files = {sys.modules[type(m).__module__] for m in model.modules()}
         self.rotations: dict[Any, Any] = {}  # by the modelling file that has it
+        for file in [file for file in files if hasattr(file, ROTATION)]:
+            rotate = getattr(file, ROTATION)
+            self.rotations[file] = _compiled(rotate) if compiled else rotate
+            if can_be_late(model, file):
+                self.rotations[file] = late(self.rotations[file])
         if compiled:
             self._compile(model)
         # What has a forward of its own runs somebody else's code.
@@ -50,9 +56,6 @@ class Tuning:
         by = _compiled(gate)
         for module in [m for m in model.modules() if is_gated(m)]:
             self.forwards[module] = partial(gated, module, by)
-        for file in {sys.modules[type(m).__module__] for m in model.modules()}:
-            if hasattr(file, ROTATION):
-                self.rotations[file] = _compiled(getattr(file, ROTATION))
 
     @contextmanager
     def applied(self) -> Iterator[None]:

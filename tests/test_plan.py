@@ -31,8 +31,8 @@ def test_bytes_by_hand():
     assert plan.slot_positions == slots * (4 + 4)
     assert plan.policy_state == slots * 4
     assert plan.query_window == 0
-    assert plan.rotation_table == 129 * 16 * 4
-    assert plan.cache_bytes == slots * (64 + 8 + 4) + 129 * 64
+    assert plan.rotation_table == 129 * 16 * 2
+    assert plan.cache_bytes == slots * (64 + 8 + 4) + 129 * 32
     window = MemoryPlan.of(CONFIG, policy="snapkv", kv_budget_tokens=100, dtype=torch.bfloat16)
     assert window.query_window == 2 * (32 * 4 * 16 * 2 + 32 * 2 * 4)  # queries, a shift per KV head
 
