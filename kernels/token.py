@@ -88,7 +88,7 @@ def attend(
             part_out, part_lse, used, slots, buffers[2].stride(1), chunk, scaling * decode.LOG2_E,
             *query.stride()[:2], *key.stride()[:2], *value.stride()[:2], angle_b,
             KV_HEADS=kv_heads, GROUP=group, ROWS=MOST_GROUP, SIZE=size, HALF=size // 2,
-            HALF_PAD=power_of_two(size, 32) // 2, BLOCK=tile.block, STAGES=tile.stages,
+            HALF_PAD=power_of_two(size, 32) // 2, BLOCK=tile.block, MORE=chunk > tile.block, STAGES=tile.stages,
             WIDEN=query.device.type == "cpu", num_warps=tile.warps,
             **overlap,
         )  # fmt: skip

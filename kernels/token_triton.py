@@ -101,6 +101,7 @@ def attend_part(
     HALF: tl.constexpr,
     HALF_PAD: tl.constexpr,
     BLOCK: tl.constexpr,
+    MORE: tl.constexpr,  # a part has several blocks
     STAGES: tl.constexpr,
     OVERLAP: tl.constexpr,  # launched before the query is there, and what follows before it ends
     WIDEN: tl.constexpr,  # dot products of float32, as triton's interpreter has none of bfloat16
@@ -176,10 +177,11 @@ def attend_part(
     top, total, acc = _fold(
         top, total, acc, q_a, q_b, k_a, k_b, v, begin, end, factor, BLOCK, WIDEN
     )  # fmt: skip
-    for first in tl.range(begin + BLOCK, end, BLOCK, num_stages=STAGES):
-        k_a, k_b, v = _held(keys, values, shift, table, first, end, SIZE, HALF, HALF_PAD, BLOCK)
-        top, total, acc = _fold(
-            top, total, acc, q_a, q_b, k_a, k_b, v, first, end, factor, BLOCK, WIDEN
-        )  # fmt: skip
+    if MORE:
+        for first in tl.range(begin + BLOCK, end, BLOCK, num_stages=STAGES):
+            k_a, k_b, v = _held(keys, values, shift, table, first, end, SIZE, HALF, HALF_PAD, BLOCK)
+            top, total, acc = _fold(
+                top, total, acc, q_a, q_b, k_a, k_b, v, first, end, factor, BLOCK, WIDEN
+            )  # fmt: skip
     tl.store(part_lse, top + tl.log2(total), m < GROUP)
     tl.store(part_out, acc / total[:, None], real & (d < SIZE)[None, :])

@@ -158,7 +158,7 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
         if self.evictor is None:
             self.lazy_initialization(key_states)
         if self._cache.current.side is not None:
-            self._cache.current.side.turn()
+            self._cache.current.side.turn(waiting=self._late is None)
         if self._cache.current.blocks > 1 or self._late is not None:
             self._waiting = key_states, value_states
         else:

@@ -36,21 +36,25 @@ class SideStream:
         with torch.cuda.stream(self._streams[0]):
             yield
 
-    def turn(self) -> None:
-        """Another layer begins: wait for the one that had its stream, whose tensors can go."""
+    def turn(self, waiting: bool = True) -> None:
+        """Another layer begins: wait for the one that had its stream, whose tensors can go.
+
+        Where these are small they may stay to the end: nothing is kept `waiting`.
+        """
         if not self._kept:
             return
         self._before.append((self._streams[0].record_event(), self._kept))
         self._kept = []
         self._streams.rotate(-1)
-        if len(self._before) == LAYERS:
+        while waiting and len(self._before) >= LAYERS:
             self._wait()
 
     def join(self) -> None:
         """Wait for all of it."""
-        self.turn()
-        while self._before:
-            self._wait()
+        self.turn(waiting=False)
+        for event, _ in list(self._before)[-LAYERS:]:  # the last of every stream
+            torch.cuda.current_stream().wait_event(event)
+        self._before.clear()
 
     def _wait(self) -> None:
         """Wait for the oldest."""
