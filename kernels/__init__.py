@@ -125,6 +125,9 @@ def _keydiff(policy: Policy, seen: Observation) -> Tensor:
 
     assert isinstance(policy, KeyDiff)
     unit = policy.anchor == "unit_mean"
+    if seen.turn is not None:
+        assert seen.key_sums is not None
+        return keydiff.scores_turned(seen.keys, *seen.turn, seen.key_sums)
     return keydiff.scores(seen.keys, unit=unit, key_sums=None if unit else seen.key_sums)
 
 

@@ -3,9 +3,8 @@
 
 With few KV heads a decode step gives a GPU too little to do at once: the slots of every head are
 cut into parts, attended side by side and merged in a fixed order, so that two runs are equal to
-the bit. Keys and values are read once, from where they lie. Keys can be rotated back by their
-slots' shifts as they are read: no rotated copy is made. Lengths can be read on the device, so that
-a CUDA graph serves while they change. Knows tensors only; triton is imported when first needed.
+the bit. Keys and values are read once, from where they lie. Lengths can be read on the device, so
+that a CUDA graph serves while they change. Knows tensors only; triton is imported when needed.
 """
 
 from __future__ import annotations
@@ -64,8 +63,6 @@ def attend(
     values: Tensor,
     scaling: float,
     softcap: float | None = None,
-    shift: Tensor | None = None,
-    table: Tensor | None = None,
     length: int | Tensor | None = None,
 ) -> Tensor:
     """Attention of the newest T tokens over n slots, the last T of them their own.
@@ -79,10 +76,6 @@ def attend(
         values: [B, K, n, D].
         scaling: factor of the logits.
         softcap: logits = softcap · tanh(logits / softcap).
-        shift: [B, K, n] int32, how far each key is rotated back, below the table's span; None:
-            keys are used as they are.
-        table: [span, 2, R/2], contiguous, cosines and sines of the shifts in float32. float16 is
-            enough for bfloat16 keys (it rounds to 2⁻¹², they to 2⁻⁹) and half as much to read.
         length: slots that are used, at least T, where not all n: an int, or one integer on the
             device, which may change between replays of a CUDA graph.
 
@@ -93,9 +86,8 @@ def attend(
     lengths = length if isinstance(length, Tensor) else None
     longest = length if isinstance(length, int) else slots
     strides = keys.stride()[:3] + values.stride()[:3]
-    strides += (0, 0, 0) if shift is None else shift.stride()
     rows = keys.shape[0] * kv_heads
-    return _attend(query, keys, values, scaling, softcap, shift, table,
+    return _attend(query, keys, values, scaling, softcap,
                    None, lengths, 0, kv_heads, longest, rows * longest, strides)  # fmt: skip
 
 
@@ -107,8 +99,6 @@ def attend_ragged(
     lengths: Tensor,
     scaling: float,
     softcap: float | None = None,
-    shift: Tensor | None = None,
-    table: Tensor | None = None,
     max_length: int | None = None,
 ) -> Tensor:
     """`attend` where heads hold unequally many slots, side by side in a pool.
@@ -121,8 +111,6 @@ def attend_ragged(
         lengths: [B·K] int32 on the device, how many each holds, at least T.
         scaling: factor of the logits.
         softcap: as in `attend`.
-        shift: [slots] int32, as in `attend`.
-        table: as in `attend`.
         max_length: no length is above it; by default the pool's slots.
 
     Returns:
@@ -130,9 +118,8 @@ def attend_ragged(
     """
     slots, kv_heads = keys.shape[0], starts.numel() // query.shape[0]
     longest = slots if max_length is None else max_length
-    shift_step = 0 if shift is None else shift.stride(0)
-    strides = (0, 0, keys.stride(0), 0, 0, values.stride(0), 0, 0, shift_step)
-    return _attend(query, keys, values, scaling, softcap, shift, table,
+    strides = (0, 0, keys.stride(0), 0, 0, values.stride(0))
+    return _attend(query, keys, values, scaling, softcap,
                    starts, lengths, 1, kv_heads, longest, slots, strides)  # fmt: skip
 
 
@@ -142,8 +129,6 @@ def _attend(
     values: Tensor,
     scaling: float,
     softcap: float | None,
-    shift: Tensor | None,
-    table: Tensor | None,
     starts: Tensor | None,
     lengths: Tensor | None,
     lengths_step: int,
@@ -157,12 +142,9 @@ def _attend(
 
     batch, heads, tokens, size = query.shape
     rows, count = batch * kv_heads, heads // kv_heads * tokens
-    assert (shift is None) == (table is None), "a rotation takes both shifts and a table"
-    half, table_bytes = (0, 0) if table is None else (table.shape[-1], table.element_size())
-    rest = size - 2 * half
     rows_pad, size_pad = min(MOST_ROWS, power_of_two(count, 16)), power_of_two(size, 16)
     tiles = -(-count // rows_pad)
-    tile = _tile(size * query.element_size(), table_bytes, tiles > 1)
+    tile = tile_of(size * query.element_size(), tiles > 1)
     blocks = blocks_in_part(-(-longest // tile.block), slots * tiles, tile, query.device)
     chunk = tile.block * blocks
     parts = -(-longest // chunk)
@@ -177,13 +159,12 @@ def _attend(
     overlap = overlapping(query.device, wanted=not whole and tiles == 1)
     with torch.cuda.device_of(query):
         attend_part[parts, tiles, rows](
-            query, keys, values, shift, table, starts, lengths, part_out, part_lse,
+            query, keys, values, starts, lengths, part_out, part_lse,
             out if whole else None,
             longest, lengths_step, chunk, tokens, factor, (softcap or 0.0) * LOG2_E,
             *query.stride()[:3], *strides,
             KV_HEADS=kv_heads, GROUP=heads // kv_heads, ROWS=rows_pad,
-            SIZE=size, SIZE_PAD=size_pad, HALF=half, HALF_PAD=power_of_two(half, 16),
-            REST_PAD=power_of_two(rest, 16) if half and rest else 0, SOFTCAP=softcap is not None,
+            SIZE=size, SIZE_PAD=size_pad, SOFTCAP=softcap is not None,
             BLOCK=tile.block, STAGES=tile.stages,
             WIDEN=query.device.type == "cpu", num_warps=warps,
             **overlap,
@@ -234,38 +215,29 @@ def merge(
     )  # fmt: skip
 
 
-class _Tile(NamedTuple):
+class Tile(NamedTuple):
+    """How slots are read, see `tile_of`."""
+
     block: int  # slots read at once
     stages: int  # blocks under way, one more than are fetched ahead
     warps: int
     programs: float  # a multiprocessor
 
 
-def _tile(row_bytes: int, table_bytes: int, several: bool) -> _Tile:
+def tile_of(row_bytes: int, several: bool = False) -> Tile:
     """How slots are read: what was fastest on an H200, from 512 to 32,768 slots of 8 heads.
 
     Args:
         row_bytes: of a key.
-        table_bytes: of a cosine; 0: keys are not rotated.
         several: a KV head's query rows take more than one program.
     """
     if row_bytes > 256:
-        return _Tile(32, 3 if table_bytes else 2, 4, 2)
-    if table_bytes:
-        # The table's rows come after the shifts: as many blocks ahead take twice the stages.
-        return _Tile(32, 5, 2, 3 if table_bytes == 2 else 2)
+        return Tile(32, 2, 4, 2)
     # What several tiles of rows leave to be merged costs as much as a busier device gains.
-    return _Tile(64, 3, 4, 1.5 if several else 2)
+    return Tile(64, 3, 4, 1.5 if several else 2)
 
 
-def tile_of_token(row_bytes: int) -> _Tile:
-    """The same of one token whose first block is read ahead (kernels/token.py)."""
-    import os
-    if os.environ.get("TOK"): return _Tile(*(int(x) for x in os.environ["TOK"].split(",")))
-    return _Tile(32, 3, 4, 2) if row_bytes > 256 else _Tile(64, 3, 4, 2)
-
-
-def blocks_in_part(blocks: int, slots: int, tile: _Tile, device: torch.device) -> int:
+def blocks_in_part(blocks: int, slots: int, tile: Tile, device: torch.device) -> int:
     """How many of a row's blocks make a part, for all rows' parts to fill the device once."""
     share = slots / (tile.block * tile.programs * multiprocessors(device))
     parts = max(1, round(blocks / max(share, 1)))

@@ -10,7 +10,7 @@ import triton.language as tl
 
 
 @triton.jit
-def _dot(a, b, c, WIDEN: tl.constexpr):
+def dot(a, b, c, WIDEN: tl.constexpr):
     """`a @ b + c` in float32."""
     if WIDEN:
         a, b = a.to(tl.float32), b.to(tl.float32)
@@ -20,15 +20,10 @@ def _dot(a, b, c, WIDEN: tl.constexpr):
 @triton.jit
 def _fold(
     top, total, acc,  # of all slots before
-    q,  # [ROWS, SIZE_PAD], or where keys are rotated in parts:
-    q_a, q_b,  # [ROWS, HALF_PAD]
-    q_r,  # [ROWS, REST_PAD]
-    keys, values, shift, table, first, end, visible, key_n, value_n, shift_n, factor, softcap,
+    q,  # [ROWS, SIZE_PAD]
+    keys, values, first, end, visible, key_n, value_n, factor, softcap,
     SIZE: tl.constexpr,
     SIZE_PAD: tl.constexpr,
-    HALF: tl.constexpr,
-    HALF_PAD: tl.constexpr,
-    REST_PAD: tl.constexpr,
     SOFTCAP: tl.constexpr,
     BLOCK: tl.constexpr,
     MASKED: tl.constexpr,  # some rows do not see some of these slots, or there are fewer
@@ -38,29 +33,9 @@ def _fold(
     d = tl.arange(0, SIZE_PAD)
     slot = first + tl.arange(0, BLOCK)
     held = (slot < end)[:, None] if MASKED else True
-    at_key = keys + slot[:, None] * key_n
-    z = tl.zeros([top.shape[0], BLOCK], tl.float32)
-    if HALF == 0:
-        k = tl.load(at_key + d, mask=held & (d < SIZE), other=0.0)
-        z = _dot(q, k.T, z, WIDEN)
-    else:
-        h = tl.arange(0, HALF_PAD)
-        back = tl.load(shift + slot * shift_n, mask=slot < end, other=0)
-        a = tl.load(at_key + h, mask=held & (h < HALF), other=0.0)
-        b = tl.load(at_key + HALF + h, mask=held & (h < HALF), other=0.0)
-        angle = table + back.to(tl.int64)[:, None] * (2 * HALF) + h
-        cos = tl.load(angle, mask=held & (h < HALF), other=0.0).to(tl.float32)
-        sin = tl.load(angle + HALF, mask=held & (h < HALF), other=0.0).to(tl.float32)
-        # Rounded to the keys' type, as a rotated copy would be.
-        k_a = (a.to(tl.float32) * cos + b.to(tl.float32) * sin).to(a.dtype)
-        k_b = (b.to(tl.float32) * cos - a.to(tl.float32) * sin).to(a.dtype)
-        z = _dot(q_b, k_b.T, _dot(q_a, k_a.T, z, WIDEN), WIDEN)
-        if REST_PAD:
-            r = 2 * HALF + tl.arange(0, REST_PAD)
-            k_r = tl.load(at_key + r, mask=held & (r < SIZE), other=0.0)
-            z = _dot(q_r, k_r.T, z, WIDEN)
+    k = tl.load(keys + slot[:, None] * key_n + d, mask=held & (d < SIZE), other=0.0)
     v = tl.load(values + slot[:, None] * value_n + d, mask=held & (d < SIZE), other=0.0)
-    z *= factor
+    z = dot(q, k.T, tl.zeros([top.shape[0], BLOCK], tl.float32), WIDEN) * factor
     if SOFTCAP:
         z = softcap * (1 - 2 / (tl.exp2(z) + 1))  # tanh, of half of what z is now
     if MASKED:
@@ -71,7 +46,7 @@ def _fold(
         base = tl.where(higher == float("-inf"), 0.0, higher)  # nothing visible so far
     p = tl.exp2(z - base[:, None])
     fade = tl.exp2(top - base)
-    acc = _dot(p.to(v.dtype), v, acc * fade[:, None], WIDEN)
+    acc = dot(p.to(v.dtype), v, acc * fade[:, None], WIDEN)
     return higher, total * fade + tl.sum(p, 1), acc
 
 
@@ -80,8 +55,6 @@ def attend_part(
     query,  # [B, H, T, D]
     keys,  # [B, K, n, D], or [slots, D] with `starts`
     values,  # likewise
-    shift,  # [B, K, n] or [slots] int32, or None
-    table,  # [span, 2, HALF], or None
     starts,  # [B·K] int32, the first slot of every row, or None
     lengths,  # [B·K] or one integer, the slots of every row, or None: `length`
     part_out,  # [B·K, S, M, D] float32, M = GROUP · T query rows of a KV head
@@ -96,15 +69,11 @@ def attend_part(
     query_b, query_h, query_t,
     key_b, key_h, key_n,
     value_b, value_h, value_n,
-    shift_b, shift_h, shift_n,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,  # of M a program attends at once
     SIZE: tl.constexpr,
     SIZE_PAD: tl.constexpr,
-    HALF: tl.constexpr,  # rotated pairs; 0: keys stay as they are
-    HALF_PAD: tl.constexpr,
-    REST_PAD: tl.constexpr,  # dimensions behind the rotated ones, padded; 0: none
     SOFTCAP: tl.constexpr,
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
@@ -138,20 +107,7 @@ def attend_part(
     visible = tl.minimum(length - tokens + 1 + m % tokens, end)  # slots before this one
     end = tl.max(visible, 0)
     d = tl.arange(0, SIZE_PAD)
-    q, q_a, q_b, q_r = None, None, None, None
-    if HALF == 0:
-        q = tl.load(query[:, None] + d, mask=real & (d < SIZE), other=0.0)
-    else:
-        h = tl.arange(0, HALF_PAD)
-        q_a = tl.load(query[:, None] + h, mask=real & (h < HALF), other=0.0)
-        q_b = tl.load(query[:, None] + HALF + h, mask=real & (h < HALF), other=0.0)
-        if REST_PAD:
-            r = 2 * HALF + tl.arange(0, REST_PAD)
-            q_r = tl.load(query[:, None] + r, mask=real & (r < SIZE), other=0.0)
-        if starts is None:
-            shift += batch * shift_b + head * shift_h
-        else:
-            shift += start * shift_n
+    q = tl.load(query[:, None] + d, mask=real & (d < SIZE), other=0.0)
 
     top = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
@@ -160,15 +116,13 @@ def attend_part(
     plain = begin + tl.maximum(tl.min(visible, 0) - begin, 0) // BLOCK * BLOCK
     for first in tl.range(begin, plain, BLOCK, num_stages=STAGES):
         top, total, acc = _fold(
-            top, total, acc, q, q_a, q_b, q_r, keys, values, shift, table, first, end, visible,
-            key_n, value_n, shift_n, factor, softcap,
-            SIZE, SIZE_PAD, HALF, HALF_PAD, REST_PAD, SOFTCAP, BLOCK, False, WIDEN,
+            top, total, acc, q, keys, values, first, end, visible, key_n, value_n, factor, softcap,
+            SIZE, SIZE_PAD, SOFTCAP, BLOCK, False, WIDEN,
         )  # fmt: skip
     for first in tl.range(plain, end, BLOCK, num_stages=STAGES):
         top, total, acc = _fold(
-            top, total, acc, q, q_a, q_b, q_r, keys, values, shift, table, first, end, visible,
-            key_n, value_n, shift_n, factor, softcap,
-            SIZE, SIZE_PAD, HALF, HALF_PAD, REST_PAD, SOFTCAP, BLOCK, True, WIDEN,
+            top, total, acc, q, keys, values, first, end, visible, key_n, value_n, factor, softcap,
+            SIZE, SIZE_PAD, SOFTCAP, BLOCK, True, WIDEN,
         )  # fmt: skip
 
     total = tl.where(total == 0.0, 1.0, total)

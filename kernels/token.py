@@ -19,6 +19,9 @@ from kvcap.kernels import append, decode
 from kvcap.kernels.device import bits, overlapping, power_of_two
 
 MOST_GROUP = 16
+# Of a thread, so that a multiprocessor begins one of these beside five programs of the product
+# before it (kernels/linear.py): 65,536 less 5 · 128 threads · 64, by 128.
+REGISTERS = 192
 
 
 def covers(query: Tensor, key: Tensor, value: Tensor, buffers: Sequence[Tensor]) -> bool:
@@ -27,9 +30,9 @@ def covers(query: Tensor, key: Tensor, value: Tensor, buffers: Sequence[Tensor])
     Arguments as in `attend`.
     """
     group, size = query.shape[1] // key.shape[1], query.shape[3]
-    if query.shape[2] != 1 or group > MOST_GROUP or size % 2 or query.stride(-1) != 1:
+    if query.shape[2] != 1 or group > MOST_GROUP or size % 2:
         return False
-    return append.covers(key, value, buffers) and decode.covers(query, *buffers[:2])
+    return append.covers(key, value, buffers) and decode.covers(query, buffers[0], buffers[1])
 
 
 def attend(
@@ -40,57 +43,64 @@ def attend(
     time: Tensor,
     buffers: Sequence[Tensor],
     scaling: float,
-    shift: Tensor | None = None,
-    table: Tensor | None = None,
+    turn: tuple[Tensor, Tensor] | None = None,
     used: Tensor | None = None,
     early: bool = False,
-) -> tuple[Tensor, Tensor]:
+    summed: bool = False,
+) -> tuple[Tensor, Tensor, Tensor | None]:
     """Write a token into the slot behind those in use, and attend to all of them.
 
     Args:
         query: [B, H, 1, D].
         key: [B, K, 1, D].
         value: [B, K, 1, D].
-        angles: cosines and sines [B or 1, 1, D] by which query and key are rotated; None: they are.
+        angles: cosines and sines [B or 1, 1, D], both halves alike, by which the halves of query
+            and key are rotated; None: they are.
         time: [1] int32, which token it is.
         buffers: views of slots: keys and values [B, K, n, D], positions [B, K, n] int32, and
             [B, K, n] of side tensors, which become 0. Rows are equally far apart in all. The last
             slot is the token's.
         scaling: factor of the logits.
-        shift: one of the side tensors, int32: how far each key is rotated back; None: not at all.
-        table: [span, 2, D/2] float32, contiguous, cosines and sines of the shifts.
+        turn: one of the side tensors, int32: how far each key is rotated back, and a contiguous
+            table [span, 2, D/2] of cosines and sines; None: keys are used as they are.
         used: slots in use before the token, an integer on the device []; None: n - 1.
         early: slots are read while what was launched before may still run, which must not write
             them.
+        summed: the keys' sums are wanted, which takes `used` None.
 
     Returns:
-        What it attends to, [B, H, 1, D], and the rotated query, likewise.
+        What it attends to, [B, H, 1, D], the rotated query, likewise, and sums of parts of the
+        keys as they are attended to, [B, K, parts, D] float32, or None.
     """
     from kvcap.kernels.token_triton import attend_part
 
+    assert used is None or not summed, "parts that are not in use have no sums"
     (batch, heads, _, size), (kv_heads, slots) = query.shape, buffers[2].shape[1:]
     slots, rows, group = slots - 1, batch * kv_heads, heads // kv_heads
     sides = [bits(x) for x in buffers[3:]]
-    sides += [None] * (append.MOST_SIDE - len(sides))
-    tile = decode.tile_of_token(size * query.element_size())
-    chunk = tile.block * decode.blocks_in_part(-(-slots // tile.block), rows * slots, tile, query.device)
+    spare = [None] * (append.MOST_SIDE - len(sides))
+    tile = decode.tile_of(size * query.element_size())
+    blocks = decode.blocks_in_part(-(-slots // tile.block), rows * slots, tile, query.device)
+    chunk = tile.block * blocks
     parts = 1 + -(-slots // chunk)
     new = partial(torch.empty, device=query.device)
     part_out = new(rows, parts, group, size, dtype=torch.float32)
     part_lse = new(rows, parts, group, dtype=torch.float32)
+    sums = new(batch, kv_heads, parts, size, dtype=torch.float32) if summed else None
     out, turned = (new(batch, 1, heads, size, dtype=query.dtype) for _ in range(2))
     cos, sin = (None, None) if angles is None else (x.contiguous() for x in angles)
-    angle_b = 0 if cos is None or cos.shape[0] == 1 else size
-    overlap = overlapping(query.device, wanted=early)
+    shift, table = (None, None) if turn is None else turn
     with torch.cuda.device_of(query):
         attend_part[parts, rows](
-            query, key, value, cos, sin, time, *buffers[:3], *sides, shift, table, turned,
-            part_out, part_lse, used, slots, buffers[2].stride(1), chunk, scaling * decode.LOG2_E,
-            *query.stride()[:2], *key.stride()[:2], *value.stride()[:2], angle_b,
+            query, key, value, cos, sin, time, *buffers[:3], *sides, *spare, shift, table, turned,
+            sums, part_out, part_lse, used, slots, buffers[2].stride(1), chunk, scaling * decode.LOG2_E,
+            *query.stride()[:2], *key.stride()[:2], *value.stride()[:2],
+            0 if cos is None or cos.shape[0] == 1 else size,
             KV_HEADS=kv_heads, GROUP=group, ROWS=MOST_GROUP, SIZE=size, HALF=size // 2,
-            HALF_PAD=power_of_two(size, 32) // 2, BLOCK=tile.block, MORE=chunk > tile.block, STAGES=tile.stages,
-            WIDEN=query.device.type == "cpu", num_warps=tile.warps,
-            **overlap,
+            HALF_PAD=power_of_two(size, 32) // 2, BLOCK=tile.block, MORE=blocks > 1,
+            STAGES=tile.stages, WIDEN=query.device.type == "cpu", num_warps=tile.warps,
+            maxnreg=REGISTERS if blocks == 1 else None,
+            **overlapping(query.device, wanted=early),
         )  # fmt: skip
         decode.merge(part_out, part_lse, out, used, slots, 0, chunk, 1, overlapping(query.device))
-    return out.transpose(1, 2), turned.transpose(1, 2)
+    return out.transpose(1, 2), turned.transpose(1, 2), sums

@@ -4,32 +4,11 @@
 import triton
 import triton.language as tl
 
+from kvcap.kernels.decode_triton import dot
+from kvcap.kernels.turn_triton import halves, turned, turned_back
+
 # Where a token goes differs from segment to segment, which must not compile anew.
-_PLACES = ["to_positions", *(f"side_{i}" for i in range(6)), "slots", "chunk"]
-
-
-@triton.jit
-def _dot(a, b, c, WIDEN: tl.constexpr):
-    """`a @ b + c` in float32."""
-    if WIDEN:
-        a, b = a.to(tl.float32), b.to(tl.float32)
-    return tl.dot(a, b, c, input_precision="ieee")
-
-
-@triton.jit
-def _halves(x, real, HALF: tl.constexpr, HALF_PAD: tl.constexpr):
-    """Halves of rows [ROWS, 1] that are `real`, two of [ROWS, HALF_PAD], read at once."""
-    h, half = tl.arange(0, HALF_PAD)[None, :, None], tl.arange(0, 2)[None, None, :]
-    both = tl.load(x[:, :, None] + h + half * HALF, real[:, :, None] & (h < HALF), 0.0)
-    return tl.split(both)
-
-
-@triton.jit
-def _rotated(a, b, cos, sin):
-    """Halves rotated by angles, in their type."""
-    cos, sin = cos.to(tl.float32), sin.to(tl.float32)
-    wide_a, wide_b = a.to(tl.float32), b.to(tl.float32)
-    return (wide_a * cos - wide_b * sin).to(a.dtype), (wide_b * cos + wide_a * sin).to(b.dtype)
+_PLACES = ["positions", *(f"side_{i}" for i in range(6)), "shift", "time", "slots", "chunk"]
 
 
 @triton.jit
@@ -40,17 +19,16 @@ def _held(
     HALF_PAD: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Some slots: halves of keys where they count now [BLOCK, HALF_PAD], values [BLOCK, SIZE_PAD]."""
+    """Some slots: halves of keys where they count now [BLOCK, HALF_PAD], and values."""
     slot = first + tl.arange(0, BLOCK)
     held = slot < end
     d = tl.arange(0, 2 * HALF_PAD)[None, :]
-    if shift is not None:
-        back = tl.load(shift + slot, held, 0)
-        cos, sin = _halves(table + back[:, None] * (2 * HALF), held[:, None], HALF, HALF_PAD)
-    a, b = _halves(keys + slot[:, None] * SIZE, held[:, None], HALF, HALF_PAD)
+    at = keys + slot[:, None] * SIZE
+    if shift is None:
+        a, b = halves(at, held[:, None], HALF, HALF_PAD)
+    else:
+        a, b = turned_back(at, shift + slot, table, held, HALF, HALF_PAD)
     v = tl.load(values + slot[:, None] * SIZE + d, held[:, None] & (d < SIZE), 0.0)
-    if shift is not None:
-        a, b = _rotated(a, b, cos, -sin)  # and rounded, as a rotated copy would be
     return a, b, v
 
 
@@ -62,11 +40,11 @@ def _fold(
 ):  # fmt: skip
     """Attention over one block of slots more, the first of which are before `end`."""
     z = tl.zeros([top.shape[0], BLOCK], tl.float32)
-    z = _dot(q_b, k_b.T, _dot(q_a, k_a.T, z, WIDEN), WIDEN) * factor
+    z = dot(q_b, k_b.T, dot(q_a, k_a.T, z, WIDEN), WIDEN) * factor
     z = tl.where((first + tl.arange(0, BLOCK) < end)[None, :], z, float("-inf"))
     higher = tl.maximum(top, tl.max(z, 1))
     p, fade = tl.exp2(z - higher[:, None]), tl.exp2(top - higher)
-    acc = _dot(p.to(v.dtype), v, acc * fade[:, None], WIDEN)
+    acc = dot(p.to(v.dtype), v, acc * fade[:, None], WIDEN)
     return higher, total * fade + tl.sum(p, 1), acc
 
 
@@ -82,7 +60,8 @@ def attend_part(
     side_0, side_1, side_2, side_3, side_4, side_5,  # integers that become 0, or None
     shift,  # one of these, by how much keys are rotated back, or None
     table,  # [span, 2, D/2], or None
-    turned,  # [B, H, D], queries as they are attended with
+    queries,  # [B, H, D], as they are attended with
+    sums,  # [B·K, S, D] float32, of keys as they are attended to, or None
     part_out,  # [B·K, S, GROUP, D] float32
     part_lse,  # [B·K, S, GROUP] float32, log-sum-exp in base 2
     used,  # slots of every row before the token, one integer, or None: `slots`
@@ -129,18 +108,22 @@ def attend_part(
     if part == 0:
         if OVERLAP:
             tl.extra.cuda.gdc_wait()
-        q_a, q_b = _halves(query, real, HALF, HALF_PAD)
-        new_a, new_b = _halves(key, one == 0, HALF, HALF_PAD)
+        q_a, q_b = halves(query, real, HALF, HALF_PAD)
+        new_a, new_b = halves(key, one == 0, HALF, HALF_PAD)
         new_v = tl.load(value + batch * value_b + head * value_h + d, d < SIZE, 0.0)
         if cos is not None:
-            q_a, q_b = _rotated(q_a, q_b, turn_cos, turn_sin)
-            new_a, new_b = _rotated(new_a, new_b, turn_cos, turn_sin)
+            q_a, q_b = turned(q_a, q_b, turn_cos, turn_sin)
+            new_a, new_b = turned(new_a, new_b, turn_cos, turn_sin)
         both = q_a.to(tl.float32) * new_a.to(tl.float32) + q_b.to(tl.float32) * new_b.to(tl.float32)
         tl.store(part_lse, tl.sum(both, 1) * factor, m < GROUP)
         tl.store(part_out, new_v.to(tl.float32)[None, :], real & (d < SIZE)[None, :])
-        target = turned + (row * GROUP + m[:, None]) * SIZE + h
+        target = queries + (row * GROUP + m[:, None]) * SIZE + h
         tl.store(target, q_a, real & (h < HALF))
         tl.store(target + HALF, q_b, real & (h < HALF))
+        if sums is not None:
+            sums += (row * parts + part) * SIZE
+            tl.store(sums + h, new_a.to(tl.float32), h < HALF)
+            tl.store(sums + HALF + h, new_b.to(tl.float32), h < HALF)
         slot = row * row_slots + slots
         tl.store(keys + slot * SIZE + h, new_a, h < HALF)
         tl.store(keys + slot * SIZE + HALF + h, new_b, h < HALF)
@@ -166,11 +149,13 @@ def attend_part(
         shift += row * row_slots
     # Slots do not wait for the query: the first are on their way before it is there.
     k_a, k_b, v = _held(keys, values, shift, table, begin, end, SIZE, HALF, HALF_PAD, BLOCK)
+    if sums is not None:
+        sum_a, sum_b = tl.sum(k_a.to(tl.float32), 0), tl.sum(k_b.to(tl.float32), 0)
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
-    q_a, q_b = _halves(query, real, HALF, HALF_PAD)
+    q_a, q_b = halves(query, real, HALF, HALF_PAD)
     if cos is not None:
-        q_a, q_b = _rotated(q_a, q_b, turn_cos, turn_sin)
+        q_a, q_b = turned(q_a, q_b, turn_cos, turn_sin)
     top = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, 2 * HALF_PAD], tl.float32)
@@ -180,8 +165,15 @@ def attend_part(
     if MORE:
         for first in tl.range(begin + BLOCK, end, BLOCK, num_stages=STAGES):
             k_a, k_b, v = _held(keys, values, shift, table, first, end, SIZE, HALF, HALF_PAD, BLOCK)
+            if sums is not None:
+                sum_a += tl.sum(k_a.to(tl.float32), 0)
+                sum_b += tl.sum(k_b.to(tl.float32), 0)
             top, total, acc = _fold(
                 top, total, acc, q_a, q_b, k_a, k_b, v, first, end, factor, BLOCK, WIDEN
             )  # fmt: skip
     tl.store(part_lse, top + tl.log2(total), m < GROUP)
     tl.store(part_out, acc / total[:, None], real & (d < SIZE)[None, :])
+    if sums is not None:
+        sums += (row * parts + part) * SIZE
+        tl.store(sums + h, sum_a[None, :], h < HALF)
+        tl.store(sums + HALF + h, sum_b[None, :], h < HALF)

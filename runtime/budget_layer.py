@@ -311,9 +311,13 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
             return self._attend_block(module, query, scaling, softcap)
         times = current.times_of(self.seen, 1, key.device)
         rotation = self._rotation(key) if evictor.moved else None
-        turn = () if rotation is None else (segment.side(SHIFT), rotation.table)
-        used = current.clock if current.filling else None
-        out, query = token.attend(late.query, key, value, late.angles, times, buffers, scaling, *turn, used=used, early=current.side is not None)
+        turn = None if rotation is None else (segment.side(SHIFT), rotation.table)
+        out, query, sums = token.attend(
+            late.query, key, value, late.angles, times, buffers, scaling, turn,
+            used=current.clock if current.filling else None,
+            early=current.side is not None,
+            summed=evictor.reads_sums and not current.filling,
+        )
         segment.held += 1
         self.seen += 1
         self._length, self._attended = 1, True
@@ -322,11 +326,11 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
                 self.ring.append(query)
         tokens = current.clock_after(1)
         if not current.filling and evictor.looks(1):
-            with current.beside((query, tokens)):
-                keys, sums = segment.keys, None
-                if rotation is not None and evictor.reads_keys:
-                    keys, sums = rotation.back_and_sums(keys, segment.side(SHIFT), evictor.reads_sums)
-                evictor.look(Seen(self.seen, 1, [keys], [query], scaling, None, module, tokens, sums))
+            with current.beside((query, tokens, sums)):
+                keys, turn = segment.keys, rotation and (segment.side(SHIFT), rotation.table)
+                if turn is not None and not evictor.turns_keys:
+                    keys, turn = rotation.back(keys, turn[0]) if evictor.reads_keys else keys, None
+                evictor.look(Seen(self.seen, 1, [keys], [query], scaling, None, module, tokens, sums, turn))
         return out
 
     def _whole(self) -> tuple[Tensor, Tensor]:

@@ -94,7 +94,7 @@ def decoder_layers(
 @torch.no_grad()
 def is_usual(model: Any, layer: Any) -> bool:
     """Whether a layer is of the formula above, its answer to one token being the very same."""
-    if any(_is_watched(module) for module in layer.modules()):
+    if any(is_watched(module) for module in layer.modules()):
         return False  # somebody else's code runs in it
     if not {name for name, _ in layer.named_children()} >= PARTS or not is_gated(layer.mlp):
         return False
@@ -150,7 +150,7 @@ def gated(module: Any, by: Any, x: Tensor) -> Tensor:
     return projected
 
 
-def _is_watched(module: Any) -> bool:
+def is_watched(module: Any) -> bool:
     """Whether calling it runs more than its class does: a forward of its own, or hooks."""
     hooks = module._forward_hooks or module._forward_pre_hooks
     return bool(hooks) or "forward" in vars(module)

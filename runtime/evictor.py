@@ -38,6 +38,7 @@ class Seen:
     module: nn.Module | None = None  # the attention module
     clock: Tensor | None = None  # `tokens` on the device [], inside a CUDA graph
     key_sums: Tensor | None = None  # of the first segment's keys, as in `Observation`
+    turn: tuple[Tensor, Tensor] | None = None  # likewise
 
 
 class Evictor:
@@ -82,6 +83,11 @@ class Evictor:
     def reads_sums(self) -> bool:
         """Whether the policy makes use of sums of a layer's keys."""
         return len(self.segments) == 1 and kernels.reads_sums(self.eviction.policy)
+
+    @property
+    def turns_keys(self) -> bool:
+        """Whether that rotates keys as it reads them, and nothing else looks at any."""
+        return self.reads_sums and len(self.eviction.components) == 1
 
     @property
     def reads_keys(self) -> bool:
@@ -241,6 +247,7 @@ class Evictor:
             output_projection=projection,
             saliency=eviction.saliency,
             key_sums=seen.key_sums if index == 0 else None,
+            turn=seen.turn,
             pinned_spans=tuple(self.pinned_spans),
         )
 

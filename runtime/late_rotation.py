@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvcap.runtime.decoder_layer import is_watched
+
 NAME = "apply_rotary_pos_emb"  # the function of transformers' modelling files
 
 Rotate = Callable[..., tuple[Tensor, Tensor]]
@@ -65,6 +67,8 @@ def can_be_late(model: Any, file: Any) -> bool:
         return q, k
 
     layers = [layer.self_attn for layer in getattr(model.base_model, "layers", [])]
+    if any(is_watched(module) for attention in layers for module in attention.modules()):
+        return False  # somebody else's code runs in it
     setattr(file, NAME, noted)
     try:
         handed = [_hands_on(model, attention, rotated) for attention in layers]
@@ -105,10 +109,10 @@ def _hands_on(model: Any, attention: Any, rotated: list[LateRotation]) -> bool:
         past_key_values=spy,
     )
     found = None if spy.key is None else left(spy.key)
-    if found is None or spy.query is not found.query or found.angles != place:
+    if found is None or spy.query is not found.query:
         return spy.query is not None and len(rotated) == before  # it has no positions
     return all(
-        torch.equal(its, _rotated(x, *place))
+        torch.equal(its, _rotated(x, *found.angles))
         for x, its in zip((spy.query, spy.key), found.now(spy.key), strict=True)
     )
 

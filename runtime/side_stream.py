@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-LAYERS = 2  # that evict at once, each on a stream of its own
+LAYERS = 4  # that evict at once, each on a stream of its own
 
 
 class SideStream:

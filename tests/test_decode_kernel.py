@@ -13,19 +13,17 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 tl = pytest.importorskip("triton.language", reason="needs triton")
 
 from kvcap.kernels import decode  # noqa: E402
-from kvcap.runtime.rope import Rotation  # noqa: E402
 
 pytestmark = pytest.mark.skipif(
     DEVICE == "cpu" and type(tl.sum).__name__ == "JITFunction",
     reason="triton was imported before TRITON_INTERPRET=1 was set",
 )
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-SPAN = 500
 
 
 @dataclass(frozen=True)
 class Case:
-    """Sizes of an attention; `rotated` 0: keys are used as they are."""
+    """Sizes of an attention."""
 
     batch: int
     kv_heads: int
@@ -33,7 +31,6 @@ class Case:
     tokens: int
     slots: int
     size: int
-    rotated: int = 0
     softcap: float | None = None
     processors: int = 4  # the more, the shorter the parts
 
@@ -43,24 +40,24 @@ class Case:
 
 CASES = (
     Case(1, 1, 1, 1, 1, 64),  # one slot
-    Case(1, 2, 3, 1, 2, 128, rotated=128),  # a tile that is nearly empty
-    Case(2, 2, 2, 1, 65, 64, rotated=64),
+    Case(1, 2, 3, 1, 2, 128),  # a tile that is nearly empty
+    Case(2, 2, 2, 1, 65, 64),
     Case(1, 2, 4, 2, 96, 80, softcap=5.0),
-    Case(1, 1, 8, 3, 161, 96, rotated=96),
+    Case(1, 1, 8, 3, 161, 96),
     Case(1, 1, 3, 4, 300, 128, processors=1),  # several tiles in a part
-    Case(1, 2, 1, 1, 130, 80, rotated=32),  # partial rotary
-    Case(1, 1, 5, 1, 40, 128, rotated=128, softcap=3.0),
-    Case(1, 1, 7, 4, 36, 256, rotated=64),
-    Case(3, 1, 6, 1, 200, 64, rotated=16, processors=1),
+    Case(1, 2, 1, 1, 130, 80),
+    Case(1, 1, 5, 1, 40, 128, softcap=3.0),
+    Case(1, 1, 7, 4, 36, 256),
+    Case(3, 1, 6, 1, 200, 64, processors=1),
     Case(1, 1, 2, 16, 40, 64),  # its first tokens unseen by the last part
     Case(1, 2, 3, 50, 170, 64, processors=1),  # several programs' rows, one part
     Case(2, 1, 3, 70, 90, 128),  # several of both
-    Case(1, 1, 4, 33, 133, 32, rotated=32, softcap=4.0),
+    Case(1, 1, 4, 33, 133, 32, softcap=4.0),
 )
 
 
 class Inputs:
-    """Random queries and a pool [B, K, n + 5, D] whose spare slots hold NaN and a wild shift."""
+    """Random queries and a pool [B, K, n + 5, D] whose spare slots hold NaN."""
 
     def __init__(self, case: Case, dtype: torch.dtype, seed: int = 0) -> None:
         c, g = case, torch.Generator().manual_seed(seed)
@@ -69,44 +66,28 @@ class Inputs:
         # Transformers hands queries over as a transposed view.
         self.query = rand(c.batch, c.tokens, c.kv_heads * c.group, c.size).transpose(1, 2)
         pools = [rand(c.batch, c.kv_heads, c.slots + 5, c.size) for _ in range(2)]
-        shift = torch.randint(SPAN, pools[0].shape[:3], generator=g, dtype=torch.int32)
         for pool in pools:
             pool[:, :, c.slots :] = float("nan")
-        shift[:, :, c.slots :] = 2**30
         self.keys, self.values = (pool[:, :, : c.slots] for pool in pools)
-        self.shift = shift.to(DEVICE)[:, :, : c.slots] if c.rotated else None
-        self.inv_freq = 10000.0 ** -(torch.arange(0, c.rotated, 2) / max(c.rotated, 1))
-        self.rotation = Rotation(self.inv_freq, SPAN, DEVICE) if c.rotated else None
 
     def attend(self, **changed) -> Tensor:
         arguments = {
             "query": self.query, "keys": self.keys, "values": self.values,
-            "scaling": self.scaling, "softcap": self.case.softcap, "shift": self.shift,
-            "table": None if self.rotation is None else self.rotation.table,
+            "scaling": self.scaling, "softcap": self.case.softcap,
         }  # fmt: skip
         if self.case.tokens <= decode.MOST_TOKENS:
             assert decode.covers(self.query, self.keys, self.values)
         return decode.attend(**{**arguments, **changed})
 
     def truth(self) -> Tensor:
-        keys = self.keys.double()
-        if self.shift is not None:
-            angles = self.shift.double()[..., None] * self.inv_freq.double().to(DEVICE)
-            half = self.case.rotated // 2
-            a, b, rest = keys[..., :half], keys[..., half : 2 * half], keys[..., 2 * half :]
-            cos, sin = angles.cos(), angles.sin()
-            keys = torch.cat((a * cos + b * sin, b * cos - a * sin, rest), dim=-1)
-        return plain(self.query.double(), keys, self.values.double(), self)
+        return plain(self.query.double(), self.keys.double(), self.values.double(), self)
 
     def eager(self) -> Tensor:
-        """In the tensors' own precision, over a rotated copy."""
-        keys = self.keys
-        if self.rotation is not None:
-            keys = self.rotation.back(keys, self.shift)
+        """In the tensors' own precision."""
         if self.case.softcap is not None:
-            return plain(self.query, keys, self.values, self)
+            return plain(self.query, self.keys, self.values, self)
         group = self.case.group
-        keys, values = (x.repeat_interleave(group, 1) for x in (keys, self.values))
+        keys, values = (x.repeat_interleave(group, 1) for x in (self.keys, self.values))
         mask = visible(self.case.tokens, keys.shape[2])
         return scaled_dot_product_attention(self.query, keys, values, mask, scale=self.scaling)
 
@@ -160,26 +141,20 @@ def test_attention_is_as_near_the_truth_as_eager(case, dtype):
     assert out.transpose(1, 2).is_contiguous()  # as the output projection wants it
     if dtype == torch.bfloat16:
         assert torch.equal(out, inputs.attend())
-        if inputs.rotation is not None:
-            check(inputs.attend(table=inputs.rotation.table.half()), inputs)
 
 
-@pytest.mark.parametrize("case", [Case(1, 1, 1, 1, 4167, 64, rotated=64, processors=99)], ids=str)
+@pytest.mark.parametrize("case", [Case(1, 1, 1, 1, 4167, 64, processors=99)], ids=str)
 def test_more_parts_than_are_merged_at_once(case):
     inputs = Inputs(case, torch.float16)
     check(inputs.attend(), inputs)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(
-    "fault", ["a shift", "the last slot", "causality", "the scaling", "the group"]
-)
+@pytest.mark.parametrize("fault", ["the last slot", "causality", "the scaling", "the group"])
 def test_a_fault_is_noticed(fault, dtype):
-    inputs = Inputs(Case(1, 2, 2, 2, 70, 64, rotated=64), dtype)
+    inputs = Inputs(Case(1, 2, 2, 2, 70, 64), dtype)
     check(inputs.attend(), inputs)
-    if fault == "a shift":
-        out = inputs.attend(shift=inputs.shift + 1)
-    elif fault == "the last slot":
+    if fault == "the last slot":
         out = inputs.attend(length=69)
     elif fault == "causality":
         first = inputs.attend(query=inputs.query[:, :, :1])
@@ -193,41 +168,38 @@ def test_a_fault_is_noticed(fault, dtype):
 
 
 @pytest.mark.parametrize("tokens", [1, 3])
-@pytest.mark.parametrize("rotated", [0, 48])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_heads_that_hold_unequally_many_slots(dtype, rotated, tokens):
+def test_heads_that_hold_unequally_many_slots(dtype, tokens):
     """Each in its place in one pool, each with spare slots behind it."""
     held = [tokens, 70, 33, 101]  # of B = 2, K = 2
-    heads = [Inputs(Case(1, 1, 3, tokens, n, 64, rotated, 8.0), dtype, n) for n in held]
+    heads = [Inputs(Case(1, 1, 3, tokens, n, 64, 8.0), dtype, n) for n in held]
     # A head's whole row of its own pool, spare slots and all.
     whole = lambda x: x.as_strided((x.shape[2] + 5, *x.shape[3:]), x.stride()[2:])  # noqa: E731
     keys, values = (torch.cat([whole(getattr(h, n)) for h in heads]) for n in ("keys", "values"))
-    shift = torch.cat([whole(h.shift) for h in heads]) if rotated else None
     starts = torch.tensor([0, *(n + 5 for n in held[:-1])]).cumsum(0).int().to(DEVICE)
     query = torch.cat([h.query for h in heads]).view(2, 6, tokens, 64)
-    table = heads[0].rotation.table if rotated else None
     assert decode.covers(query, keys, values, kv_heads=2)
     for longest in (None, 101):
         out = decode.attend_ragged(
             query, keys, values, starts, torch.tensor(held).int().to(DEVICE), heads[0].scaling,
-            softcap=8.0, shift=shift, table=table, max_length=longest,
+            softcap=8.0, max_length=longest,
         )  # fmt: skip
         for head, inputs in zip(out.reshape(4, 1, 3, tokens, 64), heads, strict=True):
             check(head, inputs)
 
 
 def test_a_length_can_be_an_int():
-    inputs = Inputs(Case(2, 1, 2, 1, 90, 64, rotated=32), torch.float32)
-    pool = Inputs(Case(2, 1, 2, 1, 120, 64, rotated=32), torch.float32, seed=1)
-    for name in ("keys", "values", "shift"):
+    inputs = Inputs(Case(2, 1, 2, 1, 90, 64), torch.float32)
+    pool = Inputs(Case(2, 1, 2, 1, 120, 64), torch.float32, seed=1)
+    for name in ("keys", "values"):
         getattr(pool, name)[:, :, :90] = getattr(inputs, name)
-    parts = {name: getattr(pool, name) for name in ("keys", "values", "shift")}
+    parts = {name: getattr(pool, name) for name in ("keys", "values")}
     assert torch.equal(inputs.attend(**parts, length=90), inputs.attend())
 
 
 def test_a_length_can_change_on_the_device():
     """Between replays of a CUDA graph, where there is CUDA."""
-    case = Case(1, 2, 2, 1, 100, 64, rotated=64)
+    case = Case(1, 2, 2, 1, 100, 64)
     whole = Inputs(case, torch.float32)
     length = torch.tensor([100], dtype=torch.int32, device=DEVICE)
     out = whole.attend(length=length)
@@ -243,7 +215,7 @@ def test_a_length_can_change_on_the_device():
         else:
             out = whole.attend(length=length)
         inputs = Inputs(case, torch.float32)
-        for name in ("keys", "values", "shift"):
+        for name in ("keys", "values"):
             setattr(inputs, name, getattr(whole, name)[:, :, :held])
         check(out, inputs)
 

@@ -1,0 +1,37 @@
+# mypy: allow-untyped-calls, disable-error-code="import-untyped, no-untyped-def, untyped-decorator"
+"""Triton functions that rotate halves of rows as they are read, for the kernels that do so."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def halves(x, real, HALF: tl.constexpr, HALF_PAD: tl.constexpr):
+    """Halves of rows at x [N, 1] that are `real`, two of [N, HALF_PAD], read at once."""
+    h, half = tl.arange(0, HALF_PAD)[None, :, None], tl.arange(0, 2)[None, None, :]
+    both = tl.load(x[:, :, None] + h + half * HALF, real[:, :, None] & (h < HALF), 0.0)
+    return tl.split(both)
+
+
+@triton.jit
+def turned(a, b, cos, sin):
+    """Halves rotated by angles, rounded to their type as a rotated copy would be."""
+    cos, sin = cos.to(tl.float32), sin.to(tl.float32)
+    wide_a, wide_b = a.to(tl.float32), b.to(tl.float32)
+    return (wide_a * cos - wide_b * sin).to(a.dtype), (wide_b * cos + wide_a * sin).to(b.dtype)
+
+
+@triton.jit
+def turned_back(
+    keys,  # at slots [N, 1]
+    shift,  # at slots [N]
+    table,  # [span, 2, HALF]
+    held,  # [N], which there are
+    HALF: tl.constexpr,
+    HALF_PAD: tl.constexpr,
+):
+    """Halves of keys, rotated back by their slots' shifts."""
+    back = tl.load(shift, held, 0).to(tl.int64)
+    cos, sin = halves(table + back[:, None] * (2 * HALF), held[:, None], HALF, HALF_PAD)
+    a, b = halves(keys, held[:, None], HALF, HALF_PAD)
+    return turned(a, b, cos, -sin)
