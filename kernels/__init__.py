@@ -33,6 +33,7 @@ def score(policy: Policy, seen: Observation) -> Tensor:
     """Worth of every slot, as `policy.score(seen)` has it. Shape [B, K, n], float32."""
     twin = TWINS.get(type(policy))
     if twin is None or not ready(seen.keys) or not _covers(policy, seen):
+        assert seen.turn is None, "keys as they are stored are for twins that rotate them"
         return policy.score(seen)
     return twin(policy, seen)
 

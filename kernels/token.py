@@ -93,8 +93,8 @@ def attend(
     with torch.cuda.device_of(query):
         attend_part[parts, rows](
             query, key, value, cos, sin, time, *buffers[:3], *sides, *spare, shift, table, turned,
-            sums, part_out, part_lse, used, slots, buffers[2].stride(1), chunk, scaling * decode.LOG2_E,
-            *query.stride()[:2], *key.stride()[:2], *value.stride()[:2],
+            sums, part_out, part_lse, used, slots, buffers[2].stride(1), chunk,
+            scaling * decode.LOG2_E, *query.stride()[:2], *key.stride()[:2], *value.stride()[:2],
             0 if cos is None or cos.shape[0] == 1 else size,
             KV_HEADS=kv_heads, GROUP=group, ROWS=MOST_GROUP, SIZE=size, HALF=size // 2,
             HALF_PAD=power_of_two(size, 32) // 2, BLOCK=tile.block, MORE=blocks > 1,

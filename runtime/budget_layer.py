@@ -1,30 +1,19 @@
-"""One capped layer of the cache: appends, attends, lets the policy look, evicts.
+"""One capped layer of the cache: appends blocks, and has them attended and evicted from.
 
 Positions. `true`: keys keep the rotation they were read with. `compact`: the survivors count as
 the tokens 0..held-1 in time order and the next block is read behind the longest head, so nothing
-ever leaves the window the model was trained on. A key is stored exactly as the model made it, with
-the `shift` its position has moved down since; attention rotates a copy, so errors never add up.
+ever leaves the window the model was trained on.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from transformers.cache_utils import CacheLayerMixin
 
-from kvcap.kernels import token
-from kvcap.runtime.attention import (
-    Rows,
-    attend,
-    attend_packed,
-    attend_to_some,
-    attend_with_lse,
-    causal,
-    packs,
-    takes_token,
-)
+from kvcap.runtime.attention import Rows
 from kvcap.runtime.calibration import Calibration
 from kvcap.runtime.errors import (
     BlockTooLarge,
@@ -34,21 +23,12 @@ from kvcap.runtime.errors import (
 )
 from kvcap.runtime.evictor import SHIFT, Evictor, Seen
 from kvcap.runtime.late_rotation import LateRotation, left
+from kvcap.runtime.layer_attention import Asked, Block, LayerAttention
 from kvcap.runtime.query_ring import QueryRing
-from kvcap.runtime.rope import Rotation
 from kvcap.runtime.slot_pool import Segment
 
 if TYPE_CHECKING:
     from kvcap.runtime.budget_cache import BudgetCache
-
-
-class _Placed(NamedTuple):
-    """A layer's tensors at the positions where they count."""
-
-    queries: list[Tensor]  # of every segment
-    keys: list[Tensor]  # likewise
-    pool: Tensor  # keys of the whole pool
-    sums: Tensor | None = None  # of the first segment's keys, as in `Observation`
 
 
 class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
@@ -67,13 +47,16 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
         self.ring: QueryRing | None = None
         self.calibration: Calibration | None = None  # evicted tokens, where they are kept
         self.evictor: Evictor | None = None
-        self.rows: Rows | None = None  # where they lie, on the device
-        self._offset = 0  # how far past the cache's positions the block in hand was rotated
-        self._residual: list[int] = []  # how far the block lies past each segment's own tokens
-        self._length = 0  # tokens in the last block
+        self._attention: LayerAttention | None = None
+        self._block = Block()  # the last
         self._attended = True  # the registered attention function has seen the last block
         self._waiting: tuple[Tensor, Tensor] | None = None  # keys and values, for attention
         self._late: LateRotation | None = None  # of these
+
+    @property
+    def rows(self) -> Rows | None:
+        """Where heads that hold unequally many lie, on the device."""
+        return None if self._attention is None else self._attention.rows
 
     @property
     def keys(self) -> Tensor | None:
@@ -137,6 +120,7 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
             (lambda: cache.rotation(keys)) if self.rotates else None,
             cache.pinned_spans,
         )
+        self._attention = LayerAttention(self.evictor)
         self.is_initialized = True
 
     def update(
@@ -179,35 +163,34 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
         self._check(length)
         if self._overdue():  # stock attention never calls attend()
             held = [segment.keys for segment in self.segments]
-            self.evictor.look(Seen(self.seen, self._length, held))
-        self._place(self.evictor)
+            self.evictor.look(Seen(self.seen, self._block.length, held))
+        self._block = self._placed(length, self.evictor)
 
     def _write(self, key_states: Tensor, value_states: Tensor) -> None:
         """Write a block [B, K, T, D] for which there is room."""
-        length = key_states.shape[2]
-        if self._offset:
-            key_states = self._cache.rotation(key_states).back_by(key_states, self._offset)
-        current = self._cache.current
-        times = current.times_of(self.seen, length, key_states.device)
-        for segment, residual in zip(self.segments, self._residual, strict=True):
-            block = segment.rows_of(key_states), segment.rows_of(value_states)
-            segment.append(*block, times, current.clock if current.filling else None)
+        block, current = self._block, self._cache.current
+        if block.offset:
+            key_states = self._cache.rotation(key_states).back_by(key_states, block.offset)
+        times = current.times_of(self.seen, block.length, key_states.device)
+        for segment, residual in zip(self.segments, block.residual, strict=True):
+            rows = segment.rows_of(key_states), segment.rows_of(value_states)
+            segment.append(*rows, times, current.clock if current.filling else None)
             if residual:
-                segment.side(SHIFT)[:, :, -length:] = residual
-        self.seen += length
-        self._length, self._attended = length, False
+                segment.side(SHIFT)[:, :, -block.length :] = residual
+        self.seen, self._attended = block.seen, False
 
-    def _place(self, evictor: Evictor) -> None:
-        """Say where the next block counts: `_offset` for all heads, `_residual` for each."""
+    def _placed(self, length: int, evictor: Evictor) -> Block:
+        """Where the next block counts."""
         cache = self._cache
         if self.index == 0:
             cache.frame = cache.longest
-        self._offset, self._residual = 0, [0] * len(self.segments)
+        block = Block(length, self.seen + length, 0, [0] * len(self.segments))
         if self.rotates:
             read_at = self.seen if cache.current.start is None else cache.current.start
-            self._offset = read_at - cache.frame
-            self._residual = [cache.frame - segment.held for segment in self.segments]
-            evictor.moved = evictor.moved or any(self._residual)
+            block.offset = read_at - cache.frame
+            block.residual = [cache.frame - segment.held for segment in self.segments]
+            evictor.moved = evictor.moved or any(block.residual)
+        return block
 
     def attend(
         self,
@@ -228,156 +211,45 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
         """
         if self._cache.current.start is None and self.index == 0:
             self._check_positions(position_ids)
+        asked = Asked(module, scaling, softcap)
         if self._waiting is None:
-            return self._attend_block(module, query, scaling, softcap)
+            return self._attend_block(query, asked)
         (keys, values), self._waiting = self._waiting, None
         if self._late is not None:
             assert self._late.query is query, "see can_be_late"
-            return self._attend_token(module, self._late, keys, values, scaling, softcap)
+            return self._attend_token(self._late, keys, values, asked)
         size = self._cache.block_size
         blocks = zip(*(x.split(size, dim=2) for x in (keys, values, query)), strict=True)
         out = []
         for i, (key, value, block) in enumerate(blocks):
             self._cache.current.block = i
             self._append(key, value)
-            out.append(self._attend_block(module, block, scaling, softcap).transpose(1, 2))
+            out.append(self._attend_block(block, asked).transpose(1, 2))
         return torch.cat(out, dim=1).transpose(1, 2)
 
-    def _attend_block(
-        self, module: nn.Module, query: Tensor, scaling: float, softcap: float | None
-    ) -> Tensor:
+    def _attend_block(self, query: Tensor, asked: Asked) -> Tensor:
         """`attend`, of one block."""
-        evictor = self.evictor
-        assert evictor is not None
+        assert self._attention is not None
         self._attended = True
-        query = query[:, :, : self._length]
-        rotation = self._rotation(query)
-        if rotation is not None and self._offset:
-            query = rotation.back_by(query, self._offset)
-        if self.ring is not None:
-            with self._cache.current.beside(query):
-                self.ring.append(query)
-                for segment, residual in zip(self.segments, self._residual, strict=True):
-                    if residual:
-                        self.ring.moved(segment, residual, self._length)
-        tokens = self._cache.current.clock_after(self._length)
-        if self._cache.current.filling:
-            assert tokens is not None
-            return attend_to_some(query, *self._whole(), tokens, scaling, softcap)
-        packed = len(self.segments) > 1 and self.calibration is None
-        if packed:
-            packed = packs(query, self.segments[0].pool, self.segments[0].layer_heads, softcap)
-        queries, keys, flat, sums = self._at_positions(query, packed, evictor)
-        if packed:
-            together = torch.cat(queries, dim=1).view_as(query)
-            values = self.segments[0].pool.values
-            self.rows = Rows.of(self.segments, self.rows)
-            out = attend_packed(together, flat, values, self.rows, scaling, softcap)
-        elif len(self.segments) == 1:
-            out = self._attend(0, queries[0], keys[0], scaling, softcap)
-        else:
-            out = torch.empty_like(query)
-            for i, segment in enumerate(self.segments):
-                attended = self._attend(i, queries[i], keys[i], scaling, softcap)
-                segment.rows_of(out).copy_(attended)
-        if evictor.looks(self._length):
-            length = self._length
-            seen = Seen(self.seen, length, keys, queries, scaling, softcap, module, tokens, sums)
-            with self._cache.current.beside(seen):
-                evictor.look(seen)
-        return out
+        return self._attention.block(query, self._block, asked, self._cache.current)
 
-    def _attend_token(
-        self,
-        module: nn.Module,
-        late: LateRotation,
-        key: Tensor,
-        value: Tensor,
-        scaling: float,
-        softcap: float | None,
-    ) -> Tensor:
-        """`attend`, of one token that is not yet rotated."""
+    def _attend_token(self, late: LateRotation, key: Tensor, value: Tensor, asked: Asked) -> Tensor:
+        """`attend`, of one token that is yet to be rotated and appended."""
+        assert self._attention is not None
         self._make_room(1)
-        evictor, current, segment = self.evictor, self._cache.current, self.segments[0]
-        assert evictor is not None
-        buffers = segment.with_next()
-        if current.filling:
-            buffers = [segment.whole(buffer) for buffer in segment.pool.buffers()]
-        moved = self._offset or any(self._residual)
-        if moved or len(self.segments) > 1 or self.calibration is not None or softcap is not None \
-            or not takes_token(late.query, key, value, buffers):
-            query, key = late.now(key)
-            self._write(key, value)
-            return self._attend_block(module, query, scaling, softcap)
-        times = current.times_of(self.seen, 1, key.device)
-        rotation = self._rotation(key) if evictor.moved else None
-        turn = None if rotation is None else (segment.side(SHIFT), rotation.table)
-        out, query, sums = token.attend(
-            late.query, key, value, late.angles, times, buffers, scaling, turn,
-            used=current.clock if current.filling else None,
-            early=current.side is not None,
-            summed=evictor.reads_sums and not current.filling,
-        )
-        segment.held += 1
-        self.seen += 1
-        self._length, self._attended = 1, True
-        if self.ring is not None:
-            with current.beside(query):
-                self.ring.append(query)
-        tokens = current.clock_after(1)
-        if not current.filling and evictor.looks(1):
-            with current.beside((query, tokens, sums)):
-                keys, turn = segment.keys, rotation and (segment.side(SHIFT), rotation.table)
-                if turn is not None and not evictor.turns_keys:
-                    keys, turn = rotation.back(keys, turn[0]) if evictor.reads_keys else keys, None
-                evictor.look(Seen(self.seen, 1, [keys], [query], scaling, None, module, tokens, sums, turn))
-        return out
-
-    def _whole(self) -> tuple[Tensor, Tensor]:
-        """Keys and values of all slots, in use or not, of heads that hold equally many."""
-        (segment,) = self.segments
-        return segment.whole(segment.pool.keys), segment.whole(segment.pool.values)
-
-    def _at_positions(self, query: Tensor, packed: bool, evictor: Evictor) -> _Placed:
-        """Queries and keys of every segment, rotated to where they count now.
-
-        The whole pool's at once where attention is `packed`.
-        """
-        segments, pool = self.segments, self.segments[0].pool
-        queries = [segment.rows_of(query) for segment in segments]
-        rotation = self._rotation(query) if evictor.moved else None
-        if rotation is None:
-            return _Placed(queries, [segment.keys for segment in segments], pool.keys)
-        for i, residual in enumerate(self._residual):
-            if residual:
-                queries[i] = rotation.back_by(queries[i], residual)
-        if packed:
-            flat = rotation.back(pool.keys, pool.side[SHIFT])
-            return _Placed(queries, [segment.view(flat) for segment in segments], flat)
-        if evictor.reads_sums:
-            keys, sums = rotation.back_and_sums(segments[0].keys, segments[0].side(SHIFT))
-            return _Placed(queries, [keys], pool.keys, sums)
-        turned = [rotation.back(segment.keys, segment.side(SHIFT)) for segment in segments]
-        return _Placed(queries, turned, pool.keys)
-
-    def _attend(
-        self, index: int, query: Tensor, keys: Tensor, scaling: float, softcap: float | None
-    ) -> Tensor:
-        """Attention of a segment's queries over what it holds, corrected where the policy does."""
-        segment = self.segments[index]
-        if self.calibration is None:
-            return attend(query, keys, segment.values, scaling, softcap)
-        mask = causal(query.shape[2], segment.held, query.device)
-        out, lse = attend_with_lse(query, keys, segment.values, scaling, softcap, mask)
-        rotation = self._rotation(query)
-        return self.calibration.correct(index, segment, query, out, lse, rotation, scaling, softcap)
-
-    def _rotation(self, like: Tensor) -> Rotation | None:
-        return self._cache.rotation(like) if self.rotates else None
+        current = self._cache.current
+        time = current.times_of(self.seen, 1, key.device)
+        out = self._attention.token(late, key, value, time, self._block, asked, current)
+        if out is not None:
+            self.seen, self._attended = self._block.seen, True
+            return out
+        query, key = late.now(key)
+        self._write(key, value)
+        return self._attend_block(query, asked)
 
     def _overdue(self) -> int:
         """Slots that must go before the next block, as no attention function evicted them."""
-        return 0 if self._attended or self.evictor is None else self.evictor.due(self._length)
+        return 0 if self._attended or self.evictor is None else self.evictor.due(self._block.length)
 
     def _check(self, length: int) -> None:
         """Refuse a block that cannot be read rightly, before anything has changed."""
@@ -410,7 +282,7 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
             )
 
     def _check_positions(self, position_ids: Tensor | None) -> None:
-        first = self.seen - self._length
+        first = self.seen - self._block.length
         if position_ids is not None and int(position_ids.flatten()[0]) != first:
             raise PositionMismatch(
                 f"position_ids start at {int(position_ids.flatten()[0])}, but {first} tokens were "

@@ -142,9 +142,10 @@ class Segment:
         """The held parts of all the pool's buffers, views."""
         return [self.view(buffer) for buffer in self.pool.buffers()]
 
-    def with_next(self) -> list[Tensor]:
-        """The same and the slot behind them, for a token."""
-        return [self._view(buffer, 0, self.held + 1) for buffer in self.pool.buffers()]
+    def with_next(self, whole: bool) -> list[Tensor]:
+        """The same and the slot behind them, for a token; or the `whole` of all slots."""
+        slots = self.capacity if whole else self.held + 1
+        return [self._view(buffer, 0, slots) for buffer in self.pool.buffers()]
 
     def view(self, buffer: Tensor) -> Tensor:
         """The held part of one of the pool's buffers or a copy of it, a view [b, k, held, ...]."""
