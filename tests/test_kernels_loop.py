@@ -13,7 +13,7 @@ from torch import nn
 
 import kvcap
 from kvcap import kernels
-from kvcap.kernels import evict, linear
+from kvcap.kernels import evict, linear, token
 from kvcap.runtime import block_graph, decoder_layer, products, side_stream
 from kvcap.runtime.forward_pass import Pass
 from kvcap.runtime.loop import BlockLoop
@@ -205,6 +205,7 @@ def test_a_layer_waits_for_the_one_whose_stream_it_takes(captured, monkeypatch):
     """And what that one read is kept until then."""
     streams = [PretendedStream(name, captured) for name in ("one", "two")]
     monkeypatch.setattr(side_stream, "_streams", lambda _: streams)
+    monkeypatch.setattr(side_stream, "LAYERS", 2)
     side, read = side_stream.SideStream(torch.device("cpu")), []
     for _ in range(4):
         side.turn()
@@ -219,6 +220,19 @@ def test_a_layer_waits_for_the_one_whose_stream_it_takes(captured, monkeypatch):
     layers = ["layer", "one waits", 1, "layer", "two waits", 2]
     layers += ["main waits", "layer", "one waits", 2, "main waits", "layer", "two waits", 2]
     assert captured == [*layers, "main waits", "main waits"]
+
+
+def test_nothing_waits_for_layers_that_keep_little_but_the_end(captured, monkeypatch):
+    streams = [PretendedStream(name, captured) for name in ("one", "two")]
+    monkeypatch.setattr(side_stream, "_streams", lambda _: streams)
+    monkeypatch.setattr(side_stream, "LAYERS", 2)
+    side = side_stream.SideStream(torch.device("cpu"))
+    for _ in range(3):
+        side.turn(waiting=False)
+        with side.beside(None):
+            pass
+    side.join()
+    assert captured == ["one waits", "two waits", "one waits", "main waits", "main waits"]
 
 
 @pytest.mark.parametrize("positions", ["compact", "true"])
@@ -249,6 +263,44 @@ def test_what_is_captured_is_what_is_read(policy, positions, captured):
     for x, y in zip(memory, memory_too, strict=True):
         torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-4)
     assert {"main waits", "side waits"} == set(captured)
+
+
+@pytest.mark.parametrize(("family", "policy", "positions", "layers"), [
+    ("llama", "keydiff", "compact", 2),
+    ("qwen3", "keydiff", "true", 2),
+    ("smollm3", "dropkv", "compact", 3),  # its fourth layer has no positions
+    ("phi3", "streaming_llm", "compact", 2),
+    ("granite", "h2o", "compact", 2),
+    ("llama", "pyramidkv", "compact", 0),  # layers hold unequally many
+    ("llama", "headkv", "compact", 0),  # heads do
+    ("olmo2", "keydiff", "compact", 0),  # bfloat16 is rotated in float32
+])  # fmt: skip
+def test_a_token_is_rotated_appended_and_attended_at_once(
+    family, policy, positions, layers, captured, monkeypatch
+):
+    dtype = torch.bfloat16 if family == "olmo2" else torch.float32
+    ids = 3 + torch.randint(200, (1, 30), generator=torch.Generator().manual_seed(1))
+    model = tiny_model(family, vocab_size=220, num_hidden_layers=4 if layers > 2 else 2).to(dtype)
+    attend, calls = token.attend, []
+    monkeypatch.setattr(token, "attend", lambda *a, **k: calls.append(1) or attend(*a, **k))
+    found = []
+    for choice in ("triton", "eager"):
+        eviction = small_policy(policy, model.config)
+        cache = kvcap.BudgetCache(model.config, 20, 8, eviction, positions=positions)
+        cache.allocate(1, dtype, "cpu")
+        loop = BlockLoop(model, cache, graphs=False)
+        logits = [loop.prefill(ids[:, :24])]
+        if choice == "triton":
+            loop.graphs = block_graph.BlockGraphs(model, cache)
+        with kernels.use(choice):
+            logits += [loop.read(ids[:, i : i + 1]) for i in (24, 25)]  # a graph serves once
+        found.append((torch.stack(logits), [x.clone() for x in cache.buffers()]))
+    assert len(calls) == 2 * layers
+    (logits, memory), (expected, memory_too) = found
+    near = {"rtol": 1e-4, "atol": 1e-4} if dtype == torch.float32 else {"rtol": 0.05, "atol": 0.05}
+    torch.testing.assert_close(logits, expected, **near)
+    for x, y in zip(memory, memory_too, strict=True):
+        torch.testing.assert_close(x, y, **near)
 
 
 def test_what_was_evicted_in_a_graph_is_known_outside():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvcap.runtime.rope import Rotation, rotate_back_eagerly
+from kvcap.runtime.rope import Rotation, rotate_back_eagerly, table_dtype
 
 tl = pytest.importorskip("triton.language", reason="needs triton")
 
@@ -41,6 +41,23 @@ def test_rotated_as_by_the_formula(slots, size, rotated, dtype, monkeypatch):
     assert no_sums is None
     assert sums.shape[:3] == (2, 3, -(-slots // 64))
     torch.testing.assert_close(sums.sum(2), found.float().sum(2), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_table_is_as_exact_as_keys_of_the_type_need_it(dtype):
+    frequencies = 10000.0 ** -(torch.arange(0, 64, 2) / 64)
+    x = torch.randn(1, 2, SPAN, 64, device=DEVICE).to(dtype)
+    shift = torch.arange(SPAN, dtype=torch.int32, device=DEVICE).expand(1, 2, -1)
+    angles = shift.double().cpu()[..., None] * frequencies.double()
+    truth = rotate_back_eagerly(
+        x.double(), torch.stack((angles.cos(), angles.sin()), dim=-2).to(DEVICE)
+    )
+    table = Rotation(frequencies, SPAN, DEVICE, table_dtype(dtype)).table
+    assert table.element_size() <= 4 * (1 if dtype != torch.bfloat16 else 0.5)
+    found = rotate_back_eagerly(x, table[shift.long()])
+    rounded = (truth.to(dtype).double() - truth).abs()
+    assert (found.double() - truth).abs().max() <= 1.2 * rounded.max() + 1e-6
+    assert (found.double() - truth).abs().mean() <= 1.1 * rounded.mean() + 1e-7
 
 
 def test_a_wrong_shift_would_be_seen():

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import linear as product
 from torch.nn.functional import scaled_dot_product_attention
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from kvcap import kernels
 from kvcap.evals.bench import Options, Result
@@ -28,11 +29,11 @@ from kvcap.evals.bench.gpu import require_cuda
 from kvcap.evals.bench.kernels import read_bandwidth, timed
 from kvcap.evals.machine import device_name, versions
 from kvcap.evals.measure import percentiles, quoted
-from kvcap.kernels import decode, evict, linear, pool
+from kvcap.kernels import decode, evict, linear, pool, token
 from kvcap.policies import Eviction, Observation
 from kvcap.policies.base import pool_in_time
 from kvcap.policies.keydiff import KeyDiff
-from kvcap.runtime.rope import Rotation
+from kvcap.runtime.rope import Rotation, table_dtype
 from kvcap.runtime.slot_pool import Segment, SlotPool
 
 HEADS, KV_HEADS, SIZE, HIDDEN, INNER, DTYPE = 24, 8, 128, 3072, 8192, torch.bfloat16
@@ -98,6 +99,10 @@ def _parts(budgets: Sequence[int]) -> Iterator[Part]:
                 _Slots.by_kernels, "eager", _Slots.eagerly,
             )  # fmt: skip
         yield Part(
+            "token", n + 1, 1, partial(_Token, n), _Token.by_kernels, "eager", _Token.eagerly,
+            2 * n * KV_HEADS * SIZE * item,
+        )  # fmt: skip
+        yield Part(
             "pooling", n, 1, partial(_scores, n), _pooled(pool.pool_in_time),
             "eager", _pooled(pool_in_time),
         )  # fmt: skip
@@ -143,11 +148,8 @@ def _sdpa(x: tuple[Tensor, Tensor, Tensor]) -> Tensor:
 def _rotation(slots: int) -> tuple[Rotation, Tensor, Tensor]:
     frequencies = 500000.0 ** -(torch.arange(0, SIZE, 2) / SIZE)
     shift = torch.randint(slots, (1, KV_HEADS, slots), dtype=torch.int32, device="cuda")
-    return (
-        Rotation(frequencies, slots, torch.device("cuda")),
-        _random(1, KV_HEADS, slots, SIZE),
-        shift,
-    )
+    rotation = Rotation(frequencies, slots, torch.device("cuda"), table_dtype(DTYPE))
+    return rotation, _random(1, KV_HEADS, slots, SIZE), shift
 
 
 def _rotated(choice: str) -> Callable[[tuple[Rotation, Tensor, Tensor]], Tensor]:
@@ -204,8 +206,45 @@ class _Slots:
         segment.compact(evicted)
 
 
+class _Token:
+    """A full layer whose keys have moved, and a token that is yet to be rotated."""
+
+    def __init__(self, slots: int) -> None:
+        self.rotation, keys, shift = _rotation(slots)
+        self.pool = SlotPool(KV_HEADS * (slots + 1), SIZE, DTYPE, "cuda", {"shift": torch.int32})
+        self.segment = Segment(self.pool, 0, slots, 1, 1, KV_HEADS)
+        self.segment.held, self.slots = slots, slots
+        self.segment.keys.copy_(keys)
+        self.segment.values.copy_(_random(*keys.shape))
+        self.segment.side("shift").copy_(shift)
+        sizes = HEADS, KV_HEADS, KV_HEADS
+        heads = _random(1, 1, sum(sizes), SIZE).transpose(1, 2)
+        self.query, self.key, self.value = heads.split(sizes, dim=1)
+        self.angles = (_random(1, 1, SIZE), _random(1, 1, SIZE))
+        self.time = torch.zeros(1, dtype=torch.int32, device="cuda")
+
+    def by_kernels(self) -> Tensor:
+        """As `runtime/layer_attention.py` does."""
+        self.segment.held = self.slots
+        buffers = self.segment.with_next(whole=False)
+        turn = self.segment.side("shift"), self.rotation.table
+        return token.attend(
+            self.query, self.key, self.value, self.angles, self.time, buffers, SIZE**-0.5, turn,
+            early=True,
+        )[0]  # fmt: skip
+
+    def eagerly(self) -> Tensor:
+        """As models, and kvcap without kernels: rotate, append, rotate what is held, attend."""
+        self.segment.held = self.slots
+        with kernels.use("eager"):
+            query, key = apply_rotary_pos_emb(self.query, self.key, *self.angles)
+            self.segment.append(key, self.value, self.time)
+            keys = self.rotation.back(self.segment.keys, self.segment.side("shift"))
+            return _sdpa((query, keys, self.segment.values))
+
+
 def _tensors(x: Any) -> list[Tensor]:
-    if isinstance(x, _Slots):
+    if isinstance(x, _Slots | _Token):
         return x.pool.buffers()
     return [y for y in x if isinstance(y, Tensor)]
 
