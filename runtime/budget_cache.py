@@ -251,8 +251,6 @@ class BudgetCache(Cache):  # type: ignore[misc]
         like = torch.empty(batch, shape.kv_heads, 0, shape.head_size, dtype=dtype, device=device)
         for layer in self.capped_layers:
             layer.lazy_initialization(like)
-        if self.layout.rotation_span:
-            self.rotation(like)
         return self
 
     @contextmanager

@@ -117,7 +117,7 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
             self.calibration,
             cache.balance,
             cache.evict_every,
-            (lambda: cache.rotation(keys)) if self.rotates else None,
+            cache.rotation(keys) if self.rotates else None,
             cache.pinned_spans,
         )
         self._attention = LayerAttention(self.evictor)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -65,7 +65,7 @@ class Evictor:
         calibration: Calibration | None,
         balance: LayerBalance | None,
         evict_every: int,
-        rotation: Callable[[], Rotation] | None,
+        rotation: Rotation | None,
         pinned_spans: Sequence[tuple[int, int]] = (),
     ) -> None:
         self.eviction, self.layout, self.index = layout.eviction, layout, index
@@ -223,7 +223,7 @@ class Evictor:
             return queries
         if self.ring is None:
             return queries[:, :, -count:]
-        rotation = self.rotation() if self.rotation is not None and self.moved else None
+        rotation = self.rotation if self.moved else None
         return self.ring.last(segment, min(count, seen.tokens), rotation)
 
     def _observe(self, index: int, segment: Segment, seen: Seen) -> Observation:

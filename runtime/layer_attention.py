@@ -69,7 +69,7 @@ class LayerAttention:
         query = query[:, :, : block.length]
         if block.offset:
             assert evictor.rotation is not None
-            query = evictor.rotation().back_by(query, block.offset)
+            query = evictor.rotation.back_by(query, block.offset)
         if ring is not None:
             with current.beside(query):
                 ring.append(query)
@@ -168,8 +168,7 @@ class LayerAttention:
 
     def _moved_by(self) -> Rotation | None:
         """What keys are rotated by, if any has moved."""
-        rotation = self.evictor.rotation
-        return rotation() if rotation is not None and self.evictor.moved else None
+        return self.evictor.rotation if self.evictor.moved else None
 
     def _at_positions(self, query: Tensor, block: Block, packed: bool) -> _Placed:
         """Queries and keys of every segment, rotated to where they count now.
@@ -201,5 +200,5 @@ class LayerAttention:
             return attend(query, keys, segment.values, scaling, softcap)
         mask = causal(query.shape[2], segment.held, query.device)
         out, lse = attend_with_lse(query, keys, segment.values, scaling, softcap, mask)
-        rotation = None if self.evictor.rotation is None else self.evictor.rotation()
+        rotation = self.evictor.rotation
         return calibration.correct(index, segment, query, out, lse, rotation, scaling, softcap)

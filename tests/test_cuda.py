@@ -205,7 +205,8 @@ def test_a_cache_is_filled_by_graphs(policy, dtype, tokens):
         memory.append([x.clone() for x in cache.buffers()])
         if graphs:
             assert {kind[1:4:2] for kind in loop.graphs.made} == {(16, True), (1, True)}
-    close = {"rtol": 1e-3, "atol": 1e-3} if dtype == torch.float32 else {"rtol": 0.1, "atol": 0.1}
+    # A token's rotation is rounded once here, and three times in the model.
+    close = {"rtol": 1e-3, "atol": 1e-3} if dtype == torch.float32 else {"rtol": 0.1, "atol": 0.2}
     torch.testing.assert_close(logits[0], logits[1], **close)
     for x, y in zip(*memory, strict=True):
         torch.testing.assert_close(x, y, **close)

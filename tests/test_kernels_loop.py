@@ -265,6 +265,7 @@ def test_what_is_captured_is_what_is_read(policy, positions, captured):
     assert {"main waits", "side waits"} == set(captured)
 
 
+@pytest.mark.skipif(DEVICE == "cuda", reason="test_cuda.py has real graphs")
 @pytest.mark.parametrize(("family", "policy", "positions", "layers"), [
     ("llama", "keydiff", "compact", 2),
     ("qwen3", "keydiff", "true", 2),
@@ -301,6 +302,17 @@ def test_a_token_is_rotated_appended_and_attended_at_once(
     torch.testing.assert_close(logits, expected, **near)
     for x, y in zip(memory, memory_too, strict=True):
         torch.testing.assert_close(x, y, **near)
+
+
+def test_all_memory_is_there_with_the_first_token():
+    """Nothing is left to be made while a graph is captured."""
+    model = tiny_model("llama")
+    for policy in ("keydiff", "dropkv"):
+        cache = kvcap.BudgetCache(model.config, 32, 16, small_policy(policy, model.config))
+        BlockLoop(model, cache).read(torch.tensor([[5]]))
+        planned = cache.layout.nbytes(1, torch.float32)
+        assert planned["rotation_table"] > 0
+        assert cache.nbytes == sum(planned.values())
 
 
 def test_what_was_evicted_in_a_graph_is_known_outside():
