@@ -11,7 +11,7 @@ from test_session_file import runtime_of
 
 import kvcap
 from kvcap.policies import policies
-from kvcap.runtime import block_graph, budget_layer
+from kvcap.runtime import block_graph, layer_attention
 from kvcap.runtime.loop import BlockLoop
 from kvcap.runtime.runtime import enforce_limit
 from kvcap.runtime.session import Session
@@ -60,7 +60,7 @@ def test_heads_packed_into_one_call_equal_one_call_a_head(positions, dtype, toke
     ids, logits = tokens(90, batch=2).cuda(), []
     for packed in (True, False):
         if not packed:
-            monkeypatch.setattr(budget_layer, "packs", lambda *_: False)
+            monkeypatch.setattr(layer_attention, "packs", lambda *_: False)
         eviction = small_policy("headkv", model.config)
         cache = kvcap.BudgetCache(model.config, 40, 16, eviction, positions=positions)
         loop = BlockLoop(model, cache)
