@@ -169,9 +169,7 @@ def same_as_torch(runtime: OrtRuntime, model: str = "pocket", policy: str = "") 
         assert mine.tolist() == theirs.tolist()
 
 
-@pytest.mark.parametrize(
-    ("mode", "budget"), [("compact", 48), ("true", 96), ("compact", MOST), ("true", MOST)]
-)
+@pytest.mark.parametrize(("mode", "budget"), [("compact", 48), ("true", 96), ("true", MOST)])
 def test_decoders_say_and_keep_what_pytorch_does(exported, found, mode, budget):
     """With eviction in the graph, and with a graph beside a found decoder."""
     same_as_torch(OrtRuntime.from_directory(exported(mode, budget)))
