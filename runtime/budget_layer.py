@@ -50,8 +50,8 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
         self._attention: LayerAttention | None = None
         self._block = Block()  # the last
         self._attended = True  # the registered attention function has seen the last block
-        self._waiting: tuple[Tensor, Tensor] | None = None  # keys and values, for attention
-        self._late: LateRotation | None = None  # of these
+        # Keys and values that attention appends, and what it has yet to do with them.
+        self._waiting: tuple[Tensor, Tensor, LateRotation | None] | None = None
 
     @property
     def rows(self) -> Rows | None:
@@ -137,14 +137,14 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
             StoreFailed: the file of evicted tokens was cut short.
         """
         length = self._cache.current.tokens or key_states.shape[2]
-        self._late = left(key_states)
+        late = left(key_states)
         key_states, value_states = key_states[:, :, :length], value_states[:, :, :length]
         if self.evictor is None:
             self.lazy_initialization(key_states)
         if self._cache.current.side is not None:
-            self._cache.current.side.turn(waiting=self._late is None)
-        if self._cache.current.blocks > 1 or self._late is not None:
-            self._waiting = key_states, value_states
+            self._cache.current.side.turn(waiting=late is None)
+        if self._cache.current.blocks > 1 or late is not None:
+            self._waiting = key_states, value_states, late
         else:
             self._append(key_states, value_states)
         keys = self.keys if self._waiting is None else None
@@ -214,10 +214,10 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
         asked = Asked(module, scaling, softcap)
         if self._waiting is None:
             return self._attend_block(query, asked)
-        (keys, values), self._waiting = self._waiting, None
-        if self._late is not None:
-            assert self._late.query is query, "see can_be_late"
-            return self._attend_token(self._late, keys, values, asked)
+        (keys, values, late), self._waiting = self._waiting, None
+        if late is not None:
+            assert late.query is query, "see can_be_late"
+            return self._attend_token(late, keys, values, asked)
         size = self._cache.block_size
         blocks = zip(*(x.split(size, dim=2) for x in (keys, values, query)), strict=True)
         out = []
@@ -301,7 +301,7 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def count_as(self, seen: int, held: list[int]) -> None:
         """Count as before a block that was begun and never came to be, as in a failed capture."""
-        self.seen, self._attended, self._waiting, self._late = seen, True, None, None
+        self.seen, self._attended, self._waiting = seen, True, None
         for segment, slots in zip(self.segments, held, strict=True):
             segment.held = slots
 
@@ -309,7 +309,7 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
         """Forget everything; the buffers stay."""
         if self.evictor is not None:
             self.evictor.reset()
-        self.seen, self._attended, self._waiting, self._late = 0, True, None, None
+        self.seen, self._attended, self._waiting = 0, True, None
 
     def _refuse(self, *_: Any, **__: Any) -> None:
         raise UnsupportedModel(

@@ -102,7 +102,7 @@ def is_usual(model: Any, layer: Any) -> bool:
     linear: list[Any] = [getattr(attention, f"{name}_proj", None) for name in "qkvo"]
     if not all(type(m) is nn.Linear for m in linear) or any(_epsilon(m) is None for m in norms):
         return False
-    x = _sample(layer.mlp.gate_proj.weight)[None]
+    x = sample(layer.mlp.gate_proj.weight, layer.mlp.gate_proj.in_features)[None]
     if not torch.equal(layer.mlp.act_fn(x), silu(x)):
         return False
     asked: list[Tensor] = []
@@ -133,7 +133,7 @@ def is_gated(module: Any) -> bool:
     linear = module.gate_proj, module.up_proj, module.down_proj
     if not all(type(m) is nn.Linear for m in linear):
         return False
-    x = _sample(module.gate_proj.weight)
+    x = sample(module.gate_proj.weight, module.gate_proj.in_features)
     return torch.equal(module(x), gated(module, gate, x))
 
 
@@ -156,9 +156,9 @@ def is_watched(module: Any) -> bool:
     return bool(hooks) or "forward" in vars(module)
 
 
-def _sample(weight: Tensor) -> Tensor:
-    """A row [1, I] for a matrix [O, I]."""
-    return torch.linspace(-2, 2, weight.shape[1], device=weight.device, dtype=weight.dtype)[None]
+def sample(like: Tensor, size: int) -> Tensor:
+    """A row [1, size] to try a module with, of the type and device of its weights."""
+    return torch.linspace(-2, 2, size, device=like.device, dtype=like.dtype)[None]
 
 
 def _epsilon(norm: nn.Module) -> Any:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvcap.runtime.decoder_layer import is_watched
+from kvcap.runtime.decoder_layer import is_watched, sample
 
 NAME = "apply_rotary_pos_emb"  # the function of transformers' modelling files
 
@@ -98,12 +98,11 @@ class _Spy:
 
 
 def _hands_on(model: Any, attention: Any, rotated: list[LateRotation]) -> bool:
-    weight, before = next(attention.parameters()), len(rotated)
-    x = torch.linspace(-2, 2, model.config.hidden_size, device=weight.device, dtype=weight.dtype)
+    x, before = sample(next(attention.parameters()), model.config.hidden_size)[None], len(rotated)
     place = model.base_model.rotary_emb(x, torch.full((1, 1), 7, device=x.device))
     spy = _Spy()
     attention(
-        hidden_states=x[None, None],
+        hidden_states=x,
         position_embeddings=place,
         attention_mask=None,
         past_key_values=spy,
