@@ -70,12 +70,12 @@ def _cosine(k_ptr, sum_ptr, out_ptr, k_b, k_h, k_n, K, n, chunk, parts, D: tl.co
         tl.store(out_ptr + row.to(tl.int64) * n + slots, -along * inverse, mask=slots < stop)
 
 
-@triton.jit(do_not_specialize=["n", "chunk", "parts"])
+@triton.jit(do_not_specialize=["n", "parts"])
 def _cosine_turned(k_ptr, sum_ptr, out_ptr, shift_ptr, table_ptr, k_b, k_h, k_n, shift_b, shift_h,
-                   K, n, chunk, parts, D: tl.constexpr, HALF_PAD: tl.constexpr, N: tl.constexpr,
+                   K, n, parts, D: tl.constexpr, HALF_PAD: tl.constexpr, N: tl.constexpr,
                    PARTS: tl.constexpr):  # fmt: skip
-    """The same of keys that are rotated back as they are read."""
-    part, row = tl.program_id(0), tl.program_id(1)
+    """The same of keys that are rotated back as they are read, for `N` slots of a head."""
+    row = tl.program_id(1)
     batch, head = (row // K).to(tl.int64), (row % K).to(tl.int64)
     HALF: tl.constexpr = D // 2
     i = tl.arange(0, PARTS)
@@ -85,16 +85,14 @@ def _cosine_turned(k_ptr, sum_ptr, out_ptr, shift_ptr, table_ptr, k_b, k_h, k_n,
     length = tl.sqrt(tl.sum(anchor_a * anchor_a + anchor_b * anchor_b, 0))
     length = tl.maximum(length, EPSILON)
     anchor_a, anchor_b = anchor_a / length, anchor_b / length
-    stop = tl.minimum(part * chunk + chunk, n)
-    for start in tl.range(part * chunk, stop, N):
-        slots = start + tl.arange(0, N)
-        keys = k_ptr + batch * k_b + head * k_h + slots.to(tl.int64)[:, None] * k_n
-        shift = shift_ptr + batch * shift_b + head * shift_h + slots
-        a, b = turned_back(keys, shift, table_ptr, slots < stop, HALF, HALF_PAD)
-        a, b = a.to(tl.float32), b.to(tl.float32)
-        along = tl.sum(a * anchor_a[None, :] + b * anchor_b[None, :], 1)
-        inverse = tl.rsqrt(tl.maximum(tl.sum(a * a + b * b, 1), EPSILON * EPSILON))
-        tl.store(out_ptr + row.to(tl.int64) * n + slots, -along * inverse, mask=slots < stop)
+    slots = tl.program_id(0) * N + tl.arange(0, N)
+    keys = k_ptr + batch * k_b + head * k_h + slots.to(tl.int64)[:, None] * k_n
+    shift = shift_ptr + batch * shift_b + head * shift_h + slots
+    a, b = turned_back(keys, shift, table_ptr, slots < n, HALF, HALF_PAD)
+    a, b = a.to(tl.float32), b.to(tl.float32)
+    along = tl.sum(a * anchor_a[None, :] + b * anchor_b[None, :], 1)
+    inverse = tl.rsqrt(tl.maximum(tl.sum(a * a + b * b, 1), EPSILON * EPSILON))
+    tl.store(out_ptr + row.to(tl.int64) * n + slots, -along * inverse, mask=slots < n)
 
 
 def scores_turned(keys: Tensor, shift: Tensor, table: Tensor, key_sums: Tensor) -> Tensor:
@@ -107,13 +105,12 @@ def scores_turned(keys: Tensor, shift: Tensor, table: Tensor, key_sums: Tensor) 
         key_sums: of the rotated keys, as in `scores`.
     """
     B, K, n, D = keys.shape
-    chunk, added = 64, key_sums.shape[2]
+    tile, parts = 64, key_sums.shape[2]
     out = empty(B, K, n, device=keys.device)
     with torch.cuda.device_of(keys):
-        _cosine_turned[-(-n // chunk), B * K](
+        _cosine_turned[-(-n // tile), B * K](
             keys, key_sums, out, shift, table, *keys.stride()[:3], *shift.stride()[:2],
-            K, n, chunk, added, D, power_of_two(D, 32) // 2, chunk, power_of_two(added),
-            num_warps=4,
+            K, n, parts, D, power_of_two(D, 32) // 2, tile, power_of_two(parts), num_warps=4,
         )  # fmt: skip
     return out
 
