@@ -57,6 +57,7 @@ def give_up(
     spans: Spans,
     shift: Tensor | None,
     buffers: Sequence[Tensor],
+    newer: Tensor | None = None,
 ) -> Tensor:
     """Give up the `count` slots of each row with the lowest scores that nothing pins, in place.
 
@@ -75,6 +76,8 @@ def give_up(
         shift: [B, K, n] int32, another of the buffers, or None.
         buffers: all that moves: two [B, K, n, D] of one type, and [B, K, n] of any; views whose
             rows are `positions.stride(1)` slots apart, that and D contiguous.
+        newer: [B, K, w] int32, the last stride 1: shifts of tokens that are newer than all which
+            go, or pinned with them, and so grow by `count`.
 
     Returns:
         [B, K, count] int32, the slots that were given up.
@@ -92,19 +95,23 @@ def give_up(
     evicted = new(batch, heads, count)
     pins = _pins(sinks, recents, seen, spans, positions.device)
     where = (slots, capacity, heads, *scores.stride(), *pins)
+    where += (newer, *((0, 0) if newer is None else newer.stride()[:2]))
+    length = 0 if newer is None else newer.shape[-1]
+    lengths = {"NEWER": length, "NEWER_PAD": power_of_two(length)}
     with torch.cuda.device_of(positions):
         if count == 1:
-            block = min(4096, power_of_two(slots, 16))
+            # Few registers: other programs (kernels/linear.py) fill the device meanwhile.
+            block = min(2048, power_of_two(slots, 16))
             evict_one[rows,](
                 scores, evicted, positions, shift, *wide, *side, *where,
-                **sizes, BLOCK=block, num_warps=max(1, min(16, block // 128)),
+                **lengths, **sizes, BLOCK=block, num_warps=max(1, block // 256),
             )  # fmt: skip
             return evicted
         block = power_of_two(slots, 32)
         ages, targets = new(rows, count), new(rows, slots)
         choose_slots[rows,](
             scores, positions, evicted, ages, targets, *where, count,
-            BLOCK=block, num_warps=max(1, min(16, block // 128)),
+            **lengths, BLOCK=block, num_warps=max(1, min(16, block // 128)),
         )  # fmt: skip
         first = slots - count if shift is None else 0
         move_slots[-(-(slots - first) // 16), rows](

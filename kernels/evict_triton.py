@@ -15,6 +15,7 @@ PINNED = tl.constexpr(0x7F800000)  # +inf, as `_ordered` has it
 _PINS = ["slots", "capacity", "heads", "score_b", "score_h", "sinks", "recents", "seen", "spans"]
 _PINS += [f"{end}_{i}" for i in range(8) for end in ("start", "stop")]
 _NARROW = ["positions", "shift", "side_0", "side_1", "side_2", "side_3"]
+_NEWER = ["newer", "newer_b", "newer_h"]
 
 
 @triton.jit
@@ -39,13 +40,21 @@ def _worth(
 
 
 @triton.jit
+def _grow(newer, batch, head, newer_b, newer_h, count, NEWER: tl.constexpr, PAD: tl.constexpr):
+    """Add `count` to the shifts [NEWER] of a head's tokens that are newer than all that go."""
+    i = tl.arange(0, PAD)
+    at = newer + batch * newer_b + head * newer_h + i
+    tl.store(at, tl.load(at, i < NEWER, 0) + count, i < NEWER)
+
+
+@triton.jit
 def _ordered(x):
     """Integers ordered as the floats are. int32."""
     bits = tl.where(x == 0, 0.0, x).to(tl.int32, bitcast=True)  # -0.0 is no lower than 0.0
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
-@triton.jit(do_not_specialize=[*_PINS, *_NARROW])
+@triton.jit(do_not_specialize=[*_PINS, *_NARROW, *_NEWER])
 def evict_one(
     scores,  # [B, K, n]
     evicted,  # [B·K] int32
@@ -64,12 +73,18 @@ def evict_one(
     spans,  # how many of these
     start_0, stop_0, start_1, stop_1, start_2, stop_2, start_3, stop_3,
     start_4, stop_4, start_5, stop_5, start_6, stop_6, start_7, stop_7,
+    newer,  # [B, K, NEWER], or None
+    newer_b, newer_h,
+    NEWER: tl.constexpr,
+    NEWER_PAD: tl.constexpr,
     SIZE: tl.constexpr,
     SIZE_PAD: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """A whole row: find its slot of least worth, and put its last one there."""
     row = tl.program_id(0).to(tl.int64)
+    if newer is not None:
+        _grow(newer, row // heads, row % heads, newer_b, newer_h, 1, NEWER, NEWER_PAD)
     positions += row * capacity
     last = row * capacity + slots - 1
     d = tl.arange(0, SIZE_PAD)
@@ -107,8 +122,8 @@ def evict_one(
             slot = begin + tl.arange(0, BLOCK)
             held = slot < slots
             at = shift + row * capacity + slot
-            newer = gone < tl.load(positions + slot, held, 0)
-            moved = tl.load(at, held, 0) + newer.to(tl.int32)
+            later = gone < tl.load(positions + slot, held, 0)
+            moved = tl.load(at, held, 0) + later.to(tl.int32)
             tl.store(at, tl.where(slot == target, shifted, moved), held)
     tl.debug_barrier()  # all positions are read
     tl.store(positions + target, position)
@@ -161,7 +176,7 @@ def _running(x, BLOCK: tl.constexpr):
     return tl.reshape(tl.cumsum(x, 1) + before[:, None], [BLOCK])
 
 
-@triton.jit(do_not_specialize=[*_PINS, "positions", "count"])
+@triton.jit(do_not_specialize=[*_PINS, *_NEWER, "positions", "count"])
 def choose_slots(
     scores,  # [B, K, n]
     positions,  # slot 0 of row 0, the next row `capacity` slots behind
@@ -172,11 +187,17 @@ def choose_slots(
     sinks, recents, seen, clock, spans,
     start_0, stop_0, start_1, stop_1, start_2, stop_2, start_3, stop_3,
     start_4, stop_4, start_5, stop_5, start_6, stop_6, start_7, stop_7,
+    newer,  # [B, K, NEWER], or None
+    newer_b, newer_h,
     count,
+    NEWER: tl.constexpr,
+    NEWER_PAD: tl.constexpr,
     BLOCK: tl.constexpr,  # all of a row's slots, at least 32
 ):  # fmt: skip
     """A whole row: its `count` slots of least worth, and which of the last fill their places."""
     row = tl.program_id(0).to(tl.int64)
+    if newer is not None:
+        _grow(newer, row // heads, row % heads, newer_b, newer_h, count, NEWER, NEWER_PAD)
     positions += row * capacity
     evicted += row * count
     slot = tl.arange(0, BLOCK)

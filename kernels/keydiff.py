@@ -16,8 +16,10 @@ from torch import Tensor
 
 from kvcap.kernels.device import multiprocessors, power_of_two
 from kvcap.kernels.launch import empty, launch
+from kvcap.kernels.token import REGISTERS
 from kvcap.kernels.turn_triton import halves, turned_back
 
+MOST_FEW = 2**17  # rows of keys, below which shorter programs are faster
 EPSILON = tl.constexpr(1e-8)  # of torch's cosine_similarity
 
 
@@ -110,7 +112,8 @@ def scores_turned(keys: Tensor, shift: Tensor, table: Tensor, key_sums: Tensor) 
     with torch.cuda.device_of(keys):
         _cosine_turned[-(-n // tile), B * K](
             keys, key_sums, out, shift, table, *keys.stride()[:3], *shift.stride()[:2],
-            K, n, parts, D, power_of_two(D, 32) // 2, tile, power_of_two(parts), num_warps=4,
+            K, n, parts, D, power_of_two(D, 32) // 2, tile, power_of_two(parts),
+            num_warps=4, maxnreg=REGISTERS,
         )  # fmt: skip
     return out
 
@@ -126,12 +129,14 @@ def scores(keys: Tensor, *, unit: bool = False, key_sums: Tensor | None = None) 
     """
     B, K, n, D = keys.shape
     padded = power_of_two(D, 16)
-    tile = max(16, min(128, 16384 // (padded * keys.element_size())))
+    few = B * K * n <= MOST_FEW
+    most = (8192 if few else 16384) // (padded * keys.element_size())
+    tile, warps = max(16, min(128, most)), 4 if few else 8
     chunk = -(-max(2 * tile, n * B * K // (2 * multiprocessors(keys.device))) // tile) * tile
     parts = -(-n // chunk)
     out = empty(B, K, n, device=keys.device)
     view, sizes = (*keys.stride()[:3], K, n, chunk), (D, padded, tile)
-    key = (keys.device, keys.dtype, keys.data_ptr() % 16, view[:4], sizes)
+    key = (keys.device, keys.dtype, keys.data_ptr() % 16, view[:4], sizes, warps)
     if key_sums is None:
         key_sums = empty(B, K, parts, D, device=keys.device)
         launch(
@@ -144,6 +149,6 @@ def scores(keys: Tensor, *, unit: bool = False, key_sums: Tensor | None = None) 
     most = power_of_two(added)
     launch(
         _cosine, (parts, B * K, 1), (key, most, key_sums.data_ptr() % 16),
-        (keys, key_sums, out, *view, added, *sizes, most), num_warps=8,
+        (keys, key_sums, out, *view, added, *sizes, most), num_warps=warps,
     )  # fmt: skip
     return out

@@ -8,6 +8,8 @@ from torch import Tensor
 
 from kvcap.kernels.device import overlapping, power_of_two
 
+MOST_BLOCKS = 8  # of slots that a program rotates
+
 
 def rotate_back(
     x: Tensor, shift: Tensor, table: Tensor, sums: bool = False
@@ -30,8 +32,10 @@ def rotate_back(
     from kvcap.kernels.rotate_triton import rotate
 
     batch, heads, slots, size = x.shape
-    block = 64 if sums else 32
-    parts, half = -(-slots // block), table.shape[-1]
+    half, block = table.shape[-1], 32
+    # Sums take longer to make of fewer slots, and longer to add up of more parts.
+    blocks = min(MOST_BLOCKS, max(1, slots // 2048)) if sums else 1
+    parts = -(-slots // (block * blocks))
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     summed = empty(batch, heads, parts, size, device=x.device) if sums else None
     if not out.numel():
@@ -40,7 +44,7 @@ def rotate_back(
         rotate[parts, batch * heads](
             x, shift, table, out, summed, slots, *x.stride()[:3], *shift.stride(),
             HEADS=heads, SIZE=size, HALF=half, HALF_PAD=power_of_two(half),
-            REST=size - 2 * half, REST_PAD=power_of_two(size - 2 * half), BLOCK=block,
-            num_warps=block // 8, **overlapping(x.device),
+            REST=size - 2 * half, REST_PAD=power_of_two(size - 2 * half),
+            BLOCK=block, BLOCKS=blocks, num_warps=2 if sums else 4, **overlapping(x.device),
         )  # fmt: skip
     return out, summed

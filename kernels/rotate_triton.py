@@ -22,40 +22,49 @@ def rotate(
     REST: tl.constexpr,  # dimensions behind the rotated ones
     REST_PAD: tl.constexpr,
     BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,  # of slots that a program rotates
     OVERLAP: tl.constexpr,  # launched before what makes `x` has ended
 ):  # fmt: skip
-    """Some slots of one KV head."""
+    """Some blocks of slots of one KV head."""
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     row = tl.program_id(1).to(tl.int64)
     batch, head = row // HEADS, row % HEADS
-    n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    used = n < slots
-    source = x + batch * x_b + head * x_h + n[:, None] * x_n
-    target = out + (row * slots + n[:, None]) * SIZE
-    back = tl.load(shift + batch * shift_b + head * shift_h + n * shift_n, used, 0).to(tl.int64)
-    i = tl.arange(0, HALF_PAD)[None, :]
-    inside = used[:, None] & (i < HALF)
-    turn = table + back[:, None] * (2 * HALF) + i
-    cos = tl.load(turn, inside, 0.0).to(tl.float32)
-    sin = tl.load(turn + HALF, inside, 0.0).to(tl.float32)
-    a = tl.load(source + i, inside, 0.0).to(tl.float32)
-    b = tl.load(source + HALF + i, inside, 0.0).to(tl.float32)
-    a, b = (
-        (a * cos + b * sin).to(out.dtype.element_ty),
-        (b * cos - a * sin).to(out.dtype.element_ty),
-    )
-    tl.store(target + i, a, inside)
-    tl.store(target + HALF + i, b, inside)
+    i, j = tl.arange(0, HALF_PAD)[None, :], tl.arange(0, REST_PAD)[None, :]
+    sum_a = tl.zeros([BLOCK, HALF_PAD], tl.float32)
+    sum_b = tl.zeros([BLOCK, HALF_PAD], tl.float32)
+    sum_rest = tl.zeros([BLOCK, REST_PAD], tl.float32)
+    for block in tl.static_range(BLOCKS):
+        n = (tl.program_id(0) * BLOCKS + block) * BLOCK + tl.arange(0, BLOCK)
+        used = n < slots
+        source = x + batch * x_b + head * x_h + n[:, None] * x_n
+        target = out + (row * slots + n[:, None]) * SIZE
+        back = tl.load(shift + batch * shift_b + head * shift_h + n * shift_n, used, 0).to(tl.int64)
+        inside = used[:, None] & (i < HALF)
+        turn = table + back[:, None] * (2 * HALF) + i
+        cos = tl.load(turn, inside, 0.0).to(tl.float32)
+        sin = tl.load(turn + HALF, inside, 0.0).to(tl.float32)
+        a = tl.load(source + i, inside, 0.0).to(tl.float32)
+        b = tl.load(source + HALF + i, inside, 0.0).to(tl.float32)
+        a, b = (
+            (a * cos + b * sin).to(out.dtype.element_ty),
+            (b * cos - a * sin).to(out.dtype.element_ty),
+        )
+        tl.store(target + i, a, inside)
+        tl.store(target + HALF + i, b, inside)
+        if REST > 0:
+            behind = used[:, None] & (j < REST)
+            kept = tl.load(source + 2 * HALF + j, behind, 0.0)
+            tl.store(target + 2 * HALF + j, kept, behind)
+        if sums is not None:
+            sum_a += a.to(tl.float32)
+            sum_b += b.to(tl.float32)
+            if REST > 0:
+                sum_rest += kept.to(tl.float32)
     if sums is not None:
         sums += (row * tl.num_programs(0) + tl.program_id(0)) * SIZE
-        tl.store(sums + i, tl.sum(a.to(tl.float32), 0)[None, :], i < HALF)
-        tl.store(sums + HALF + i, tl.sum(b.to(tl.float32), 0)[None, :], i < HALF)
-    if REST > 0:
-        j = tl.arange(0, REST_PAD)[None, :]
-        behind = used[:, None] & (j < REST)
-        kept = tl.load(source + 2 * HALF + j, behind, 0.0)
-        tl.store(target + 2 * HALF + j, kept, behind)
-        if sums is not None:
-            tl.store(sums + 2 * HALF + j, tl.sum(kept.to(tl.float32), 0)[None, :], j < REST)
+        tl.store(sums + i, tl.sum(sum_a, 0)[None, :], i < HALF)
+        tl.store(sums + HALF + i, tl.sum(sum_b, 0)[None, :], i < HALF)
+        if REST > 0:
+            tl.store(sums + 2 * HALF + j, tl.sum(sum_rest, 0)[None, :], j < REST)

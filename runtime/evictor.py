@@ -152,16 +152,11 @@ class Evictor:
             scores = eviction.score(seen, kernels.score, finite=False)
             pins = (*eviction.pins_of(seen), seen.seen, seen.pinned_spans)
             shift = None if self.rotation is None else segment.side(SHIFT)
-            evict.give_up(scores, seen.positions, count, *pins, shift, buffers)
-            self._gone(segment, count)
+            newer = None if self.ring is None else segment.rows_of(self.ring.shift)
+            evict.give_up(scores, seen.positions, count, *pins, shift, buffers, newer)
+            self.moved = self.moved or self.rotation is not None
             segment.held -= count
         return True
-
-    def _gone(self, segment: Segment, count: int) -> None:
-        """Note that `count` slots of a segment went: all that is newer moves down."""
-        self.moved = self.moved or self.rotation is not None
-        if self.ring is not None:
-            self.ring.moved(segment, count)
 
     def _filled(self, stays: list[int]) -> list[int]:
         """Budgets that share all slots, where heads hold fewer: loaded from a smaller budget."""
@@ -210,7 +205,9 @@ class Evictor:
             gone = segment.positions.gather(-1, evicted).sort(dim=-1).values
             older = torch.searchsorted(gone, segment.positions.contiguous(), out_int32=True)
             segment.side(SHIFT).add_(older)
-        self._gone(segment, evicted.shape[-1])
+        self.moved = self.moved or self.rotation is not None
+        if self.ring is not None:  # all that is newer moves down
+            self.ring.moved(segment, evicted.shape[-1])
         segment.compact(evicted)
 
     def _window(self, index: int, segment: Segment, seen: Seen) -> Tensor | None:

