@@ -1,7 +1,8 @@
 """CUDA graphs of blocks: what is the same for every block is captured once and replayed whole.
 
 A full cache evicts as many tokens as it reads: shapes, addresses and all that Python decides stay
-what they are, and only the tokens and their positions differ. A cache that only fills differs in
+what they are, and only the tokens and their positions differ. One that evicts every few tokens has
+a graph for each of them. A cache that only fills differs in
 how many slots are in use besides, which kernels read on the device. Small blocks go several through
 the model in one pass, as its matrices are read once for all of them; a layer takes them one after
 the other. Knows a model and a cache.
@@ -31,8 +32,9 @@ class Kind(NamedTuple):
     batch: int
     length: int  # of all its blocks
     wanted: bool  # the last token's logits are
-    filling: bool  # nothing is evicted, else as many as are read
+    filling: bool  # nothing was ever evicted
     spans: tuple[tuple[int, int], ...]  # pinned tokens, where any are evicted
+    excess: int  # slots held above the budget before it, if not filling
 
 
 class BlockGraphs:
@@ -65,7 +67,7 @@ class BlockGraphs:
             return None
         seen = cache.seen
         if kind in self.made:
-            cache.count(kind.length, kept=kind.filling)
+            cache.count(kind.length, kept=kind.filling or not cache.evicts(kind.length))
         elif kind not in self._warm:
             return None
         else:
@@ -93,6 +95,8 @@ class BlockGraphs:
             self._warm.clear()  # of what tells where heads lie, only the last is kept
         if kind is not None:
             self._warm.add(kind)
+        if kind is not None and not kind.filling:
+            self.cache.move()  # as in all passes that the graph will serve
         if kind is not None and kind.filling:
             clock = torch.tensor(self.cache.seen, device=ids.device)
             self.cache.current.tell_time_by(clock, self.cache.block_size, filling=True)
@@ -109,10 +113,10 @@ class BlockGraphs:
         if self.refused is not None or length not in (1, cache.block_size, self._several):
             return None
         if cache.fills(length):
-            return Kind(batch, length, wanted, True, ())
+            return Kind(batch, length, wanted, True, (), 0)
         if not cache.steady(length):
             return None
-        return Kind(batch, length, wanted, False, tuple(cache.pinned_spans))
+        return Kind(batch, length, wanted, False, tuple(cache.pinned_spans), cache.excess or 0)
 
     def ahead(self, left: int) -> int | None:
         """How many of a prompt's tokens the next pass reads, if it is to have several blocks."""

@@ -126,10 +126,13 @@ class BudgetCache(Cache):  # type: ignore[misc]
         return self.layout.positions == "compact" and self.layout.shape.all_capped
 
     @property
-    def full(self) -> bool:
-        """Whether every head holds exactly what it keeps, so that blocks are all alike."""
+    def excess(self) -> int | None:
+        """Slots that heads hold above what they keep, where all do alike and keep what they may."""
         segments = self._segments
-        return bool(segments) and all(s.held == s.budget == s.stay for s in segments)
+        found = {s.held - s.budget for s in segments}
+        return (
+            found.pop() if len(found) == 1 and all(s.budget == s.stay for s in segments) else None
+        )
 
     def fills(self, tokens: int) -> bool:
         """Whether a block of that many only adds to what is held, nothing ever having gone."""
@@ -149,9 +152,14 @@ class BudgetCache(Cache):  # type: ignore[misc]
             layer.count_as(seen, held)
 
     def count(self, tokens: int, kept: bool) -> None:
-        """Count tokens read elsewhere, in a CUDA graph; all `kept`, or as many evicted."""
+        """Count tokens read elsewhere, in a CUDA graph; all `kept`, or down to the budget."""
         for layer in self.capped_layers:
             layer.count(tokens, kept)
+
+    def move(self) -> None:
+        """Have keys rotated from now on, though by nothing before a slot was given up."""
+        for layer in self.capped_layers:
+            layer.move()
 
     @property
     def uneven(self) -> str | None:
@@ -168,9 +176,17 @@ class BudgetCache(Cache):  # type: ignore[misc]
         return None
 
     def steady(self, tokens: int) -> bool:
-        """Whether every block of that many evicts as many, from now on."""
-        each = tokens > 1 or self.evict_every == 1
-        return each and self.uneven is None and self.full and self.eviction.policy.evicts
+        """Whether every block of that many does the same to a cache that holds as many slots."""
+        if self.uneven is not None or not self.eviction.policy.evicts:
+            return False
+        every = self.evict_every if tokens == 1 else 1
+        # Where heads lie that hold unequally many is told to the device by the pass before.
+        alone = all(len(layer.segments) == 1 for layer in self.capped_layers)
+        return self.excess in range(every) and (every == 1 or alone)
+
+    def evicts(self, tokens: int) -> bool:
+        """Whether a steady cache gives slots up after a block of that many."""
+        return tokens > 1 or (self.excess or 0) + 1 >= self.evict_every
 
     def blocks_of(self, tokens: int) -> int:
         """In how many blocks of one pass that many tokens are read: one where not all are alike."""

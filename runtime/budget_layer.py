@@ -290,14 +290,17 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
             )
 
     def count(self, tokens: int, kept: bool) -> None:
-        """Count tokens that were read in a CUDA graph; all `kept`, or as many evicted."""
-        assert self.evictor is not None
+        """Count tokens read in a CUDA graph; all `kept`, or down to the budget."""
         self.seen += tokens
-        if kept:
-            for segment in self.segments:
-                segment.held += tokens
-        else:
-            self.evictor.moved = self.evictor.moved or self.rotates
+        for segment in self.segments:
+            segment.held = segment.held + tokens if kept else segment.stay
+        if not kept:
+            self.move()
+
+    def move(self) -> None:
+        """Have keys rotated from now on, though by nothing before a slot was given up."""
+        assert self.evictor is not None
+        self.evictor.moved = self.evictor.moved or self.rotates
 
     def count_as(self, seen: int, held: list[int]) -> None:
         """Count as before a block that was begun and never came to be, as in a failed capture."""

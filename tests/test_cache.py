@@ -193,5 +193,5 @@ def test_counts_go_back_to_before_a_block_that_broke_off(tokens):
     assert not cache.consistent or cache.seen != 40
     cache.counts = before
     assert cache.consistent
-    assert (cache.seen, cache.held, cache.full) == (40, 24, True)
+    assert (cache.seen, cache.held, cache.excess) == (40, 24, 0)
     loop.read(tokens(8))

@@ -163,6 +163,32 @@ def test_replayed_blocks_equal_eager_ones(policy, positions, compiled, tokens):
 
 
 @pytest.mark.parametrize("positions", ["compact", "true"])
+@pytest.mark.parametrize("policy", ["keydiff", "dropkv", "snapkv", "h2o", "pyramidkv"])
+def test_tokens_between_evictions_are_replayed(policy, positions):
+    ids = 3 + torch.randperm(240, generator=torch.Generator().manual_seed(1))[None].cuda()
+    model, kept, logits = tiny_model("llama", vocab_size=256).cuda(), [], []
+    for graphs in (True, False):
+        cache = kvcap.BudgetCache(
+            model.config, 64, 16, small_policy(policy, model.config),
+            positions=positions, evict_every=4,
+        )  # fmt: skip
+        loop = BlockLoop(model, cache, graphs=graphs)
+        found = [loop.prefill(ids[:, :64])]
+        found += [loop.read(ids[:, i : i + 1]) for i in range(64, 90)]
+        found += [loop.prefill(ids[:, 90:170])]  # two tokens above the budget
+        found += [loop.read(ids[:, i : i + 1]) for i in range(170, 240)]
+        logits.append(torch.stack(found))
+        segments = [s for layer in cache.capped_layers for s in layer.segments]
+        kept.append([sorted(head.tolist()) for s in segments for head in s.positions[0]])
+        if graphs:
+            made = {k.excess for k in loop.graphs.made if k.length == 1 and not k.filling}
+            assert made == {0, 1, 2, 3}
+            assert loop.execution == "replayed"
+    torch.testing.assert_close(logits[0], logits[1], rtol=1e-3, atol=1e-3)
+    assert kept[0] == kept[1]
+
+
+@pytest.mark.parametrize("positions", ["compact", "true"])
 @pytest.mark.parametrize("policy", ["keydiff", "dropkv", "snapkv", "h2o", "headkv", "pyramidkv"])
 def test_several_blocks_are_replayed_in_one_pass(policy, positions, monkeypatch):
     monkeypatch.setattr(block_graph, "PASS", 50)  # three blocks of 16

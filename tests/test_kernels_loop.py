@@ -131,7 +131,7 @@ def test_blocks_in_one_pass_equal_passes_of_their_own(policy, positions):
         loop = BlockLoop(model, cache, graphs=False)
         loop.prefill(ids[:, :81])  # with an odd end
         cache.pin([(102, 103)])
-        assert cache.full
+        assert cache.excess == 0
         logits = [loop.read(ids[:, 81:105]) if several else loop.prefill(ids[:, 81:105])]
         assert cache.current == Pass()
         assert cache.seen == 105
@@ -265,6 +265,49 @@ def test_what_is_captured_is_what_is_read(policy, positions, captured):
     assert {"main waits", "side waits"} == set(captured)
 
 
+@pytest.mark.parametrize("positions", ["compact", "true"])
+@pytest.mark.parametrize("policy", ["keydiff", "dropkv", "h2o"])
+def test_a_graph_for_each_token_between_evictions(policy, positions, captured):
+    ids = 3 + torch.randperm(216, generator=torch.Generator().manual_seed(2))[None]
+    model, every, found = tiny_model("llama", vocab_size=220), 3, []
+    for graphs in (True, False):
+        cache = kvcap.BudgetCache(
+            model.config, 20, 8, small_policy(policy, model.config),
+            positions=positions, evict_every=every,
+        )  # fmt: skip
+        cache.allocate(1, torch.float32, "cpu")
+        loop = BlockLoop(model, cache, graphs=False)
+        logits = [loop.prefill(ids[:, :20])]  # full, and nothing was evicted
+        loop.graphs = block_graph.BlockGraphs(model, cache) if graphs else None
+        held = []
+        for i in range(20, 20 + 2 * every):
+            logits.append(loop.read(ids[:, i : i + 1]))  # each graph serves once
+            held.append(cache.held)
+        assert held == 2 * [21, 22, 20]
+        found.append((torch.stack(logits), [x.clone() for x in cache.buffers()]))
+        if graphs:
+            assert loop.graphs.refused is None
+            made = {(k.length, k.filling, k.excess) for k in loop.graphs.made}
+            assert made == {(1, False, 0), (1, False, 1), (1, False, 2)}
+    (logits, memory), (expected, memory_too) = found
+    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+    for x, y in zip(memory, memory_too, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-4)
+
+
+def test_heads_of_their_own_budgets_are_not_replayed_between_evictions():
+    """Where they lie is told to the device by the pass before, which held fewer."""
+    model = tiny_model("llama")
+    for every, steady in ((1, True), (2, False)):
+        eviction = small_policy("headkv", model.config)
+        cache = kvcap.BudgetCache(model.config, 20, 8, eviction, evict_every=every)
+        BlockLoop(model, cache, graphs=False).prefill(torch.randint(90, (1, 40)))
+        assert len(cache.layers[0].segments) > 1
+        assert cache.excess == 0
+        assert cache.steady(8)
+        assert cache.steady(1) is steady
+
+
 @pytest.mark.skipif(DEVICE == "cuda", reason="test_cuda.py has real graphs")
 @pytest.mark.parametrize(("family", "policy", "positions", "layers"), [
     ("llama", "keydiff", "compact", 2),
@@ -319,11 +362,11 @@ def test_what_was_evicted_in_a_graph_is_known_outside():
     """Whether keys have moved decides whether they are rotated."""
     model = tiny_model("llama")
     cache = kvcap.BudgetCache(model.config, 32, 16).allocate(1, torch.float32, "cpu")
-    cache.count(16, kept=True)
-    assert (cache.seen, cache.held) == (16, 16)
+    cache.count(40, kept=True)
+    assert (cache.seen, cache.held, cache.excess) == (40, 40, 8)
     assert not any(layer.evictor.moved for layer in cache.capped_layers)
-    cache.count(16, kept=False)
-    assert (cache.seen, cache.held) == (32, 16)
+    cache.count(8, kept=False)
+    assert (cache.seen, cache.held, cache.excess) == (48, 32, 0)
     assert all(layer.evictor.moved for layer in cache.capped_layers)
 
 
