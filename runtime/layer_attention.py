@@ -127,20 +127,21 @@ class LayerAttention:
             return None
         if not takes_token(late.query, key, value, buffers):
             return None
+        segment.held += 1
+        looks = evictor.looks(1) and not filling
         rotation = self._moved_by()
         turn = None if rotation is None else (segment.side(SHIFT), rotation.table)
         out, query, sums = token.attend(
             late.query, key, value, late.angles, time, buffers, asked.scaling, turn,
             used=current.clock if filling else None,
             early=current.side is not None,
-            summed=evictor.reads_sums and not filling,
+            summed=looks and evictor.reads_sums,
         )  # fmt: skip
-        segment.held += 1
         if evictor.ring is not None:
             with current.beside(query):
                 evictor.ring.append(query)
         tokens = current.clock_after(1)
-        if evictor.looks(1) and not filling:
+        if looks:
             with current.beside((query, sums)):
                 keys, turn = segment.keys, None
                 if rotation is not None:

@@ -1,6 +1,7 @@
 """A whole model on a GPU: Llama-3.2-3B's shape with random bfloat16 weights, beside its peers.
 
-`prefill` is the time from a prompt to its last token's logits, `decode` that of one more token.
+`prefill` is the time from a prompt to its last token's logits, `decode` that of one more token,
+`decode_16` where 16 tokens are evicted at once (`--evict-every 16`; transformers evicts none).
 Peers: `transformers` reads the prompt at once into its growing cache, by SDPA; `streaming_llm` is
 kvcap under the policy that scores nothing; `materialised` under h2o, eagerly, whose attention
 weights are written out. The floor of a token is one read of the weights and of all slots, at the
@@ -32,6 +33,8 @@ from kvcap.runtime.loop import BlockLoop
 
 DEFAULTS = {"lengths": (32768,), "budgets": (2048,), "repeats": 3, "steps": 64}
 BLOCKS = (128, 512, 1024)
+EVERY = 16
+WORKS = ("prefill", "decode", f"decode_{EVERY}")
 PEERS = ("transformers", "streaming_llm", "materialised")
 COLUMNS = (
     "work", "n", "budget", "block", "policy", "median_ms", "floor_ms", "peer", "peer_median_ms",
@@ -134,21 +137,44 @@ def _measured(
         if what != "transformers":
             found["blocks_are"] = loop.execution
             found["kv_bytes"] = cache.nbytes
+            del loop, cache
+        if what not in ("transformers", "materialised") and block == BLOCKS[0]:
+            found[WORKS[2]] = percentiles(_rarely_evicting(model, ids, policy, budget, options))
     torch.cuda.empty_cache()
     return {**found, "scratch_bytes": peak}
+
+
+def _rarely_evicting(
+    model: Any, ids: Tensor, policy: str, budget: int, options: Options
+) -> list[float]:
+    """Milliseconds of a token, over as many as are evicted at once; blocks do not matter."""
+    cache = BudgetCache(model.config, budget, BLOCKS[0], policy, evict_every=EVERY)
+    loop = BlockLoop(model, cache.allocate(1, torch.bfloat16, "cuda"), compiled=True)
+    loop.prefill(ids[:, : budget + 8 * PASS])
+
+    def tokens() -> None:
+        for _ in range(EVERY):
+            loop.read(ids[:, :1])
+
+    for _ in range(4):  # each has a graph of its own
+        tokens()
+    return [milliseconds(tokens) / EVERY for _ in range(max(1, options.steps // 4))]
 
 
 def _rows(
     mine: dict[str, Any], peers: dict[str, dict[str, Any]], floor: float
 ) -> Iterator[dict[str, Any]]:
-    for work, (name, peer) in product(("prefill", "decode"), peers.items()):
+    for work, (name, peer) in product(WORKS, peers.items()):
+        if work not in mine or (name == "materialised" and work not in peer):
+            continue
+        took = peer.get(work, peer["decode"])
         yield {
             "work": work,
             **quoted(mine[work], "ms"),
-            "floor_ms": floor if work == "decode" else None,
+            "floor_ms": None if work == "prefill" else floor,
             "peer": name,
-            **quoted(peer[work], "ms", "peer_"),
-            "ratio": peer[work]["p50"] / mine[work]["p50"],
+            **quoted(took, "ms", "peer_"),
+            "ratio": took["p50"] / mine[work]["p50"],
             "scratch_bytes": mine["scratch_bytes"],
             "peer_scratch_bytes": peer["scratch_bytes"],
             "blocks_are": mine["blocks_are"],
