@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -45,6 +45,14 @@ def covers(
     if count > 1 and slots > MOST_SLOTS:
         return False
     return 1 <= count <= min(MOST_COUNT, slots) and len(spans) <= MOST_SPANS
+
+
+class Choice(NamedTuple):
+    """What `choose` leaves for `move`."""
+
+    evicted: Tensor  # [B, K, count] int32
+    ages: Tensor  # [B·K, count] int32, their positions
+    targets: Tensor  # [B·K, n] int32, where a slot goes, -1: nowhere
 
 
 def give_up(
@@ -82,58 +90,96 @@ def give_up(
     Returns:
         [B, K, count] int32, the slots that were given up.
     """
-    from kvcap.kernels.evict_triton import choose_slots, evict_one, move_slots
+    if count > 1:
+        choice = choose(scores, positions, count, sinks, recents, seen, spans, newer)
+        move(choice, positions, shift, buffers)
+        return choice.evicted
+    from kvcap.kernels.evict_triton import evict_one
 
     batch, heads, slots = positions.shape
-    rows, capacity = batch * heads, positions.stride(1)
-    apart = {positions.data_ptr(), None if shift is None else shift.data_ptr()}
-    others = [x for x in buffers if x.data_ptr() not in apart]
-    wide, side = _integers(positions, others)
-    size = wide[0].shape[-1]
-    sizes = {"SIZE": size, "SIZE_PAD": power_of_two(size, 16)}
-    new = partial(torch.empty, dtype=torch.int32, device=positions.device)
-    evicted = new(batch, heads, count)
-    pins = _pins(sinks, recents, seen, spans, positions.device)
-    where = (slots, capacity, heads, *scores.stride(), *pins)
-    where += (newer, *((0, 0) if newer is None else newer.stride()[:2]))
-    length = 0 if newer is None else newer.shape[-1]
-    lengths = {"NEWER": length, "NEWER_PAD": power_of_two(length)}
+    wide, side, sizes = _moved(positions, shift, buffers)
+    evicted = torch.empty(batch, heads, 1, dtype=torch.int32, device=positions.device)
+    where, lengths = _where(scores, positions, sinks, recents, seen, spans, newer)
+    # Few registers: other programs (kernels/linear.py) fill the device meanwhile.
+    block = min(2048, power_of_two(slots, 16))
     with torch.cuda.device_of(positions):
-        if count == 1:
-            # Few registers: other programs (kernels/linear.py) fill the device meanwhile.
-            block = min(2048, power_of_two(slots, 16))
-            evict_one[rows,](
-                scores, evicted, positions, shift, *wide, *side, *where,
-                **lengths, **sizes, BLOCK=block, num_warps=max(1, block // 256),
-            )  # fmt: skip
-            return evicted
-        block = power_of_two(slots, 32)
-        ages, targets = new(rows, count), new(rows, slots)
-        choose_slots[rows,](
-            scores, positions, evicted, ages, targets, *where, count,
-            **lengths, BLOCK=block, num_warps=max(1, min(16, block // 128)),
-        )  # fmt: skip
-        first = slots - count if shift is None else 0
-        move_slots[-(-(slots - first) // 16), rows](
-            ages, targets, positions, shift, *wide, *side, slots, capacity, count, first,
-            COUNT_PAD=power_of_two(count, 16), **sizes, BLOCK=16, num_warps=4,
+        evict_one[batch * heads,](
+            scores, evicted, positions, shift, *wide, *side, *where,
+            **lengths, **sizes, BLOCK=block, num_warps=max(1, block // 256),
         )  # fmt: skip
     return evicted
 
 
-def _pins(
-    sinks: int, recents: int, seen: int | Tensor, spans: Spans, device: torch.device
-) -> list[Any]:
-    """The kernels' arguments of that name."""
+def choose(
+    scores: Tensor,
+    positions: Tensor,
+    count: int,
+    sinks: int,
+    recents: int,
+    seen: int | Tensor,
+    spans: Spans,
+    newer: Tensor | None = None,
+) -> Choice:
+    """The first half of `give_up`, of several slots: which, and what fills their places."""
+    from kvcap.kernels.evict_triton import choose_slots
+
+    batch, heads, slots = positions.shape
+    rows = batch * heads
+    new = partial(torch.empty, dtype=torch.int32, device=positions.device)
+    choice = Choice(new(batch, heads, count), new(rows, count), new(rows, slots))
+    where, lengths = _where(scores, positions, sinks, recents, seen, spans, newer)
+    block = power_of_two(slots, 32)
+    with torch.cuda.device_of(positions):
+        choose_slots[rows,](
+            scores, positions, *choice, *where, count,
+            **lengths, BLOCK=block, num_warps=max(1, min(16, block // 128)),
+        )  # fmt: skip
+    return choice
+
+
+def move(
+    choice: Choice, positions: Tensor, shift: Tensor | None, buffers: Sequence[Tensor]
+) -> None:
+    """The second half, of a choice among the same slots."""
+    from kvcap.kernels.evict_triton import move_slots
+
+    (batch, heads, slots), count = positions.shape, choice.evicted.shape[-1]
+    wide, side, sizes = _moved(positions, shift, buffers)
+    first = slots - count if shift is None else 0
+    with torch.cuda.device_of(positions):
+        move_slots[-(-(slots - first) // 16), batch * heads](
+            choice.ages, choice.targets, positions, shift, *wide, *side,
+            slots, positions.stride(1), count, first,
+            COUNT_PAD=power_of_two(count, 16), **sizes, BLOCK=16, num_warps=4,
+        )  # fmt: skip
+
+
+def _where(
+    scores: Tensor,
+    positions: Tensor,
+    sinks: int,
+    recents: int,
+    seen: int | Tensor,
+    spans: Spans,
+    newer: Tensor | None,
+) -> tuple[list[Any], dict[str, int]]:
+    """The kernels' arguments from `slots` to `newer_h`, and constants."""
+    (_, heads, slots), length = positions.shape, 0 if newer is None else newer.shape[-1]
     ends = [end for span in spans for end in span]
     ends += [0] * (2 * MOST_SPANS - len(ends))
-    return [sinks, recents, *told(seen, device), len(spans), *ends]
+    where: list[Any] = [slots, positions.stride(1), heads, *scores.stride(), sinks, recents]
+    where += [*told(seen, positions.device), len(spans), *ends]
+    where += [newer, *((0, 0) if newer is None else newer.stride()[:2])]
+    return where, {"NEWER": length, "NEWER_PAD": power_of_two(length)}
 
 
-def _integers(positions: Tensor, buffers: Sequence[Tensor]) -> tuple[list[Any], list[Any]]:
-    """Buffers [B, K, n, D], and [B, K, n] and None, as integers: only bits are moved."""
+def _moved(
+    positions: Tensor, shift: Tensor | None, buffers: Sequence[Tensor]
+) -> tuple[list[Any], list[Any], dict[str, int]]:
+    """Buffers [B, K, n, D], others [B, K, n] and None, as integers: only bits are moved; sizes."""
     capacity = positions.stride(1)
-    found = [bits(x) for x in buffers]
+    apart = {positions.data_ptr(), None if shift is None else shift.data_ptr()}
+    found = [bits(x) for x in buffers if x.data_ptr() not in apart]
     wide, side = ([x for x in found if x.dim() == dim] for dim in (4, 3))
     assert len(wide) == 2, "keys and values"
     assert len(side) <= MOST_SIDE, "see `covers`"
@@ -141,4 +187,6 @@ def _integers(positions: Tensor, buffers: Sequence[Tensor]) -> tuple[list[Any], 
         step = x.shape[-1] if x.dim() == 4 else 1
         assert x.stride(1) == capacity * step, "rows must lie as those of the positions"
         assert x.stride(-1) == 1
-    return wide, side + [None] * (MOST_SIDE - len(side))
+    size = wide[0].shape[-1]
+    sizes = {"SIZE": size, "SIZE_PAD": power_of_two(size, 16)}
+    return wide, side + [None] * (MOST_SIDE - len(side)), sizes

@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from kvcap import kernels
-from kvcap.kernels import evict
 from kvcap.kernels.choice import ready
 from kvcap.policies import Eviction, Observation
 from kvcap.policies.base import apportion
 from kvcap.policies.base.component import ATTENTION_VIEWS
 from kvcap.runtime.balance import LayerBalance
 from kvcap.runtime.calibration import Calibration
+from kvcap.runtime.due import Due
 from kvcap.runtime.layout import CacheLayout
 from kvcap.runtime.projection import output_projection
 from kvcap.runtime.query_ring import QueryRing
 from kvcap.runtime.rope import Rotation
 from kvcap.runtime.slot_pool import Segment, resize
+
+Meanwhile = Callable[[Any], AbstractContextManager[None]]
 
 SHIFT = "shift"  # side tensor: how far a slot's position has moved down since it was read
 
@@ -73,6 +77,7 @@ class Evictor:
         self.balance, self.evict_every, self.rotation = balance, evict_every, rotation
         self.pinned_spans = pinned_spans
         self.moved = False  # compact positions differ from true ones
+        self._decided: list[Due] = []  # between `decide` and `settle`
 
     def due(self, length: int) -> int:
         """Slots to give up after a block of `length`: at once, or in steps by the way."""
@@ -112,9 +117,44 @@ class Evictor:
         if self.balance is not None and self.index == len(self.layout.budgets) - 1:
             self.balance.rebalance(seen.tokens)
 
+    def decide(self, seen: Seen, meanwhile: Meanwhile) -> bool:
+        """Choose what goes after a block before it is attended, if kernels can, without queries.
+
+        Args:
+            seen: of the block.
+            meanwhile: around work that nothing but `settle` waits for; takes what that reads.
+
+        Returns:
+            Whether `settle` is to follow after attention; else `look` does all of it.
+        """
+        eviction, more = self.eviction, ATTENTION_VIEWS | {"output_projection"}
+        if self.balance is not None or eviction.state or eviction.observes & more:
+            return False
+        observed = [self._observe(i, segment, seen) for i, segment in enumerate(self.segments)]
+        due = self._due(observed)
+        if not due or any(one.count == 1 for one in due):
+            return False
+        scores = [one.scores() for one in due]
+        with meanwhile(scores):
+            for one, its in zip(due, scores, strict=True):
+                one.choose(its)
+        self._decided = due
+        return True
+
+    def settle(self) -> None:
+        """Give up what was decided."""
+        for one in self._decided:
+            one.settle()
+        self._decided = []
+        self.moved = self.moved or self.rotation is not None
+
     def _evict(self, observed: list[Observation]) -> None:
         """Score, share out the layer's slots, choose, compact."""
-        if self._evict_by_kernels(observed):
+        due = self._due(observed)
+        if due is not None:
+            for one in due:
+                one.give_up()
+            self.moved = self.moved or self.rotation is not None
             return
         eviction = self.eviction
         scores = [eviction.score(seen, kernels.score) for seen in observed]
@@ -133,30 +173,20 @@ class Evictor:
         if eviction.heads_move:
             resize(self.segments, self._filled(stays))
 
-    def _evict_by_kernels(self, observed: list[Observation]) -> bool:
-        """The same in few launches, where every slot that goes is the lowest of its head."""
-        eviction = self.eviction
+    def _due(self, observed: list[Observation]) -> list[Due] | None:
+        """What segments are to give up, if kernels can do that."""
+        eviction, ring = self.eviction, self.ring
         if not ready(observed[0].keys) or eviction.heads_move:
-            return False
+            return None
         if eviction.rescorer is not None or self.calibration is not None:
-            return False
-        due = [
-            (segment, seen, count, segment.buffers())
-            for segment, seen in zip(self.segments, observed, strict=True)
-            if (count := segment.held - segment.stay) > 0
-        ]
-        for _, seen, count, buffers in due:
-            if not evict.covers(seen.positions, count, seen.pinned_spans, buffers):
-                return False
-        for segment, seen, count, buffers in due:
-            scores = eviction.score(seen, kernels.score, finite=False)
-            pins = (*eviction.pins_of(seen), seen.seen, seen.pinned_spans)
-            shift = None if self.rotation is None else segment.side(SHIFT)
-            newer = None if self.ring is None else segment.rows_of(self.ring.shift)
-            evict.give_up(scores, seen.positions, count, *pins, shift, buffers, newer)
-            self.moved = self.moved or self.rotation is not None
-            segment.held -= count
-        return True
+            return None
+        due = []
+        for segment, seen in zip(self.segments, observed, strict=True):
+            if (count := segment.held - segment.stay) > 0:
+                shift = None if self.rotation is None else segment.side(SHIFT)
+                newer = None if ring is None else segment.rows_of(ring.shift)
+                due.append(Due(segment, seen, count, eviction, shift, newer))
+        return due if all(one.covered for one in due) else None
 
     def _filled(self, stays: list[int]) -> list[int]:
         """Budgets that share all slots, where heads hold fewer: loaded from a smaller budget."""
@@ -256,4 +286,4 @@ class Evictor:
             self.calibration.reset()
         if self.balance is not None:
             self.balance.reset()
-        self.moved = False
+        self.moved, self._decided = False, []

@@ -43,8 +43,21 @@ class Pass:
 
         Only of the last block: any other has one behind it that waits.
         """
-        last = self.block + 1 == self.blocks
-        return nullcontext() if self.side is None or not last else self.side.beside(kept)
+        return nullcontext() if self.is_waited_for else self.meanwhile(kept)
+
+    @property
+    def is_waited_for(self) -> bool:
+        """Whether another block of the pass begins where a layer is done with the one in hand."""
+        return self.block + 1 < self.blocks
+
+    def meanwhile(self, kept: Any) -> AbstractContextManager[None]:
+        """Likewise of any block; whoever needs what comes of it calls `rejoin` before."""
+        return nullcontext() if self.side is None else self.side.beside(kept)
+
+    def rejoin(self) -> None:
+        """Wait for what runs beside the layer in hand."""
+        if self.side is not None:
+            self.side.rejoin()
 
     @property
     def clock(self) -> Tensor | None:

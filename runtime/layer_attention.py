@@ -86,6 +86,9 @@ class LayerAttention:
         if packed:
             packed = packs(query, segments[0].pool, segments[0].layer_heads, asked.softcap)
         placed = self._at_positions(query, block, packed)
+        seen, looks = self._seen(block, asked, placed, tokens), evictor.looks(block.length)
+        # A choice occupies few of a GPU's multiprocessors: attention hides it.
+        decided = looks and current.is_waited_for and evictor.decide(seen, current.meanwhile)
         if packed:
             together = torch.cat(placed.queries, dim=1).view_as(query)
             self.rows = Rows.of(segments, self.rows)
@@ -99,8 +102,10 @@ class LayerAttention:
             out = torch.empty_like(query)
             for i, segment in enumerate(segments):
                 segment.rows_of(out).copy_(self._attend(i, placed, asked))
-        if evictor.looks(block.length):
-            seen = self._seen(block, asked, placed, tokens)
+        if decided:
+            current.rejoin()
+            evictor.settle()
+        elif looks:
             with current.beside(seen):
                 evictor.look(seen)
         return out

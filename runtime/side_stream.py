@@ -26,7 +26,7 @@ class SideStream:
 
     @contextmanager
     def beside(self, kept: Any) -> Iterator[None]:
-        """What runs within it waits for all before it, and only `turn` and `join` wait for it.
+        """What runs within it waits for all before it; `rejoin`, `turn` and `join` wait for it.
 
         Args:
             kept: holds the tensors that it reads, whose memory nobody else may have until then.
@@ -35,6 +35,10 @@ class SideStream:
         self._streams[0].wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._streams[0]):
             yield
+
+    def rejoin(self) -> None:
+        """Wait for the layer in hand, which may go on beside after that."""
+        torch.cuda.current_stream().wait_stream(self._streams[0])
 
     def turn(self, waiting: bool = True) -> None:
         """Another layer begins: wait for the one that had its stream, whose tensors can go.

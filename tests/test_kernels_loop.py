@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import weakref
 from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
@@ -14,7 +15,8 @@ from torch import nn
 import kvcap
 from kvcap import kernels
 from kvcap.kernels import evict, linear, token
-from kvcap.runtime import block_graph, decoder_layer, products, side_stream
+from kvcap.runtime import block_graph, decoder_layer, layer_attention, products, side_stream
+from kvcap.runtime.evictor import Evictor
 from kvcap.runtime.forward_pass import Pass
 from kvcap.runtime.loop import BlockLoop
 from kvcap.runtime.tuning import Tuning
@@ -142,6 +144,34 @@ def test_blocks_in_one_pass_equal_passes_of_their_own(policy, positions):
     torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
     for x, y in zip(memory, memory_too, strict=True):
         torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("policy", "early"), [
+    ("keydiff", True), ("streaming_llm", True), ("random", True), ("dropkv", False), ("h2o", False),
+    ("criticalkv", False),
+])  # fmt: skip
+def test_what_no_query_decides_is_chosen_before_a_block_is_attended(policy, early, monkeypatch):
+    """Where another block of the pass waits; the same goes as where nothing is chosen early."""
+    ids = 3 + torch.randperm(82, generator=torch.Generator().manual_seed(0))[None].to(DEVICE)
+    model, found, log = tiny_model("llama", num_hidden_layers=1).to(DEVICE), [], []
+    for name, where in (("choose", evict), ("move", evict), ("attend", layer_attention)):
+        done = getattr(where, name)
+        noted = partial(lambda done, name, *a, **k: log.append(name) or done(*a, **k), done, name)
+        monkeypatch.setattr(where, name, noted)
+    for possible in (True, False):
+        if not possible:
+            monkeypatch.setattr(Evictor, "decide", lambda *_: False)
+        cache = kvcap.BudgetCache(model.config, 40, 16, small_policy(policy, model.config))
+        loop = BlockLoop(model, cache, graphs=False)
+        loop.prefill(ids[:, :48])
+        log.clear()
+        with kernels.use("triton"):
+            logits = loop.read(ids[:, 48:80])  # two blocks
+        late = ["attend", "choose", "move"] if policy != "criticalkv" else ["attend"]
+        first = ["choose", "attend", "move"] if early and possible else late
+        assert log == first + late
+        found.append((logits, [x.clone() for x in cache.buffers()]))
+    torch.testing.assert_close(found[0], found[1], rtol=1e-5, atol=1e-5)
 
 
 def test_several_blocks_are_read_at_once_where_all_are_alike(monkeypatch):
