@@ -145,12 +145,12 @@ def move(
 
     (batch, heads, slots), count = positions.shape, choice.evicted.shape[-1]
     wide, side, sizes = _moved(positions, shift, buffers)
-    first = slots - count if shift is None else 0
+    first, padded = slots - count if shift is None else 0, power_of_two(count, 16)
     with torch.cuda.device_of(positions):
         move_slots[-(-(slots - first) // 16), batch * heads](
             choice.ages, choice.targets, positions, shift, *wide, *side,
             slots, positions.stride(1), count, first,
-            COUNT_PAD=power_of_two(count, 16), **sizes, BLOCK=16, num_warps=4,
+            COUNT_PAD=padded, **sizes, BLOCK=16, num_warps=max(1, min(4, padded // 128)),
         )  # fmt: skip
 
 

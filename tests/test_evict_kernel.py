@@ -275,6 +275,28 @@ def test_scores_can_be_a_view(count):
         assert torch.equal(slots.evict().sort().values, expected.sort().values.int())
 
 
+@pytest.mark.parametrize("count", [1, 7])
+@pytest.mark.parametrize("length", [1, 5])
+def test_shifts_of_newer_tokens_grow(count, length):
+    """A ring's, of which a segment has its own heads; nothing around them is written."""
+    slots = Slots(Case(40, count, batch=2, heads=2))
+    ring = torch.arange(2 * 5 * length, dtype=torch.int32, device=DEVICE).view(2, 5, length)
+    expected = ring.clone()
+    expected[:, 1:3] += count
+    slots.evict(newer=ring[:, 1:3])
+    assert torch.equal(ring, expected)
+
+
+def test_what_is_chosen_stays_until_it_is_moved():
+    """Though positions and shifts are read while others still look at the slots."""
+    case = Case(97, 31, batch=2, heads=3, size=24, spare=5, side=("shift", "a"))
+    slots, before = Slots(case), Slots(case)
+    choice = evict.choose(slots.scores, slots.segment.positions, case.count, **slots.pins)
+    assert same(slots, before)
+    evict.move(choice, slots.segment.positions, slots.shift, slots.buffers)
+    assert same(slots, after(case, 0, before.expected()))
+
+
 @pytest.mark.parametrize("fault", ["no shift", "a buffer less", "a pin", "a written slot"])
 @pytest.mark.parametrize("count", [1, 9])
 def test_a_fault_is_noticed(fault, count):

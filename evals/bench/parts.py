@@ -103,6 +103,10 @@ def _parts(budgets: Sequence[int]) -> Iterator[Part]:
             2 * n * KV_HEADS * SIZE * item,
         )  # fmt: skip
         yield Part(
+            "token", n + 1, 1, partial(_Token, n), _Token.by_kernels,
+            "unrotated", _Token.unrotated, 2 * n * KV_HEADS * SIZE * item,
+        )  # fmt: skip
+        yield Part(
             "pooling", n, 1, partial(_scores, n), _pooled(pool.pool_in_time),
             "eager", _pooled(pool_in_time),
         )  # fmt: skip
@@ -223,15 +227,19 @@ class _Token:
         self.angles = (_random(1, 1, SIZE), _random(1, 1, SIZE))
         self.time = torch.zeros(1, dtype=torch.int32, device="cuda")
 
-    def by_kernels(self) -> Tensor:
+    def by_kernels(self, rotated: bool = True) -> Tensor:
         """As `runtime/layer_attention.py` does."""
         self.segment.held = self.slots
         buffers = self.segment.with_next(whole=False)
-        turn = self.segment.side("shift"), self.rotation.table
+        turn = (self.segment.side("shift"), self.rotation.table) if rotated else None
         return token.attend(
             self.query, self.key, self.value, self.angles, self.time, buffers, SIZE**-0.5, turn,
             early=True,
         )[0]  # fmt: skip
+
+    def unrotated(self) -> Tensor:
+        """The same with held keys as they are."""
+        return self.by_kernels(rotated=False)
 
     def eagerly(self) -> Tensor:
         """As models, and kvcap without kernels: rotate, append, rotate what is held, attend."""
