@@ -105,10 +105,8 @@ class Evictor:
 
     def look(self, seen: Seen) -> None:
         """Update the policy's state, and evict when it is time."""
-        observed = [self._observe(i, segment, seen) for i, segment in enumerate(self.segments)]
-        for segment, observation in zip(self.segments, observed, strict=True):
-            for name, tensor in self.eviction.update(observation, kernels.update).items():
-                segment.side(name).copy_(tensor)
+        observed = self._observed(seen)
+        self._update(observed)
         if self.balance is not None and seen.length > 1:
             preference = float(self.balance.budget.preference(observed[0]))
             self.balance.prefer(self.index, preference, seen.tokens)
@@ -118,7 +116,7 @@ class Evictor:
             self.balance.rebalance(seen.tokens)
 
     def decide(self, seen: Seen, meanwhile: Meanwhile) -> bool:
-        """Choose what goes after a block before it is attended, if kernels can, without queries.
+        """Choose what goes after a block before it is attended, if kernels can.
 
         Args:
             seen: of the block.
@@ -127,13 +125,11 @@ class Evictor:
         Returns:
             Whether `settle` is to follow after attention; else `look` does all of it.
         """
-        eviction, more = self.eviction, ATTENTION_VIEWS | {"output_projection"}
-        if self.balance is not None or eviction.state or eviction.observes & more:
-            return False
-        observed = [self._observe(i, segment, seen) for i, segment in enumerate(self.segments)]
-        due = self._due(observed)
+        observed = self._observed(seen)
+        due = self._due(observed) if self.balance is None else None
         if not due or any(one.count == 1 for one in due):
             return False
+        self._update(observed)
         scores = [one.scores() for one in due]
         with meanwhile(scores):
             for one, its in zip(due, scores, strict=True):
@@ -147,6 +143,12 @@ class Evictor:
             one.settle()
         self._decided = []
         self.moved = self.moved or self.rotation is not None
+
+    def _update(self, observed: list[Observation]) -> None:
+        """What the policy remembers of slots."""
+        for segment, observation in zip(self.segments, observed, strict=True):
+            for name, tensor in self.eviction.update(observation, kernels.update).items():
+                segment.side(name).copy_(tensor)
 
     def _evict(self, observed: list[Observation]) -> None:
         """Score, share out the layer's slots, choose, compact."""
@@ -252,6 +254,9 @@ class Evictor:
             return queries[:, :, -count:]
         rotation = self.rotation if self.moved else None
         return self.ring.last(segment, min(count, seen.tokens), rotation)
+
+    def _observed(self, seen: Seen) -> list[Observation]:
+        return [self._observe(i, segment, seen) for i, segment in enumerate(self.segments)]
 
     def _observe(self, index: int, segment: Segment, seen: Seen) -> Observation:
         eviction, projection = self.eviction, None

@@ -147,10 +147,10 @@ def test_blocks_in_one_pass_equal_passes_of_their_own(policy, positions):
 
 
 @pytest.mark.parametrize(("policy", "early"), [
-    ("keydiff", True), ("streaming_llm", True), ("random", True), ("dropkv", False), ("h2o", False),
+    ("keydiff", True), ("streaming_llm", True), ("dropkv", True), ("h2o", True), ("snapkv", True),
     ("criticalkv", False),
 ])  # fmt: skip
-def test_what_no_query_decides_is_chosen_before_a_block_is_attended(policy, early, monkeypatch):
+def test_what_goes_is_chosen_before_a_block_is_attended(policy, early, monkeypatch):
     """Where another block of the pass waits; the same goes as where nothing is chosen early."""
     ids = 3 + torch.randperm(82, generator=torch.Generator().manual_seed(0))[None].to(DEVICE)
     model, found, log = tiny_model("llama", num_hidden_layers=1).to(DEVICE), [], []
