@@ -39,7 +39,7 @@ def attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    angles: tuple[Tensor, Tensor] | None,
+    angles: tuple[Tensor, Tensor],
     time: Tensor,
     buffers: Sequence[Tensor],
     scaling: float,
@@ -55,7 +55,7 @@ def attend(
         key: [B, K, 1, D].
         value: [B, K, 1, D].
         angles: cosines and sines [B or 1, 1, D], both halves alike, by which the halves of query
-            and key are rotated; None: they are.
+            and key are rotated.
         time: [1] int32, which token it is.
         buffers: views of slots: keys and values [B, K, n, D], positions [B, K, n] int32, and
             [B, K, n] of side tensors, which become 0. Rows are equally far apart in all. The last
@@ -88,14 +88,14 @@ def attend(
     part_lse = new(rows, parts, group, dtype=torch.float32)
     sums = new(batch, kv_heads, parts, size, dtype=torch.float32) if summed else None
     out, turned = (new(batch, 1, heads, size, dtype=query.dtype) for _ in range(2))
-    cos, sin = (None, None) if angles is None else (x.contiguous() for x in angles)
+    cos, sin = (x.contiguous() for x in angles)
     shift, table = (None, None) if turn is None else turn
     with torch.cuda.device_of(query):
         attend_part[parts, rows](
             query, key, value, cos, sin, time, *buffers[:3], *sides, *spare, shift, table, turned,
             sums, part_out, part_lse, used, slots, buffers[2].stride(1), chunk,
             scaling * decode.LOG2_E, *query.stride()[:2], *key.stride()[:2], *value.stride()[:2],
-            0 if cos is None or cos.shape[0] == 1 else size,
+            0 if cos.shape[0] == 1 else size,
             KV_HEADS=kv_heads, GROUP=group, ROWS=MOST_GROUP, SIZE=size, HALF=size // 2,
             HALF_PAD=power_of_two(size, 32) // 2, BLOCK=tile.block, MORE=blocks > 1,
             STAGES=tile.stages, WIDEN=query.device.type == "cpu", num_warps=tile.warps,

@@ -53,7 +53,7 @@ def attend_part(
     query,  # [B, H, D]
     key,  # [B, K, D]
     value,  # likewise
-    cos, sin,  # [B, D] where the token is rotated to, or None
+    cos, sin,  # [B, D] where the token is rotated to
     time,  # [1], which token it is
     keys,  # of slot 0 of row 0, rows `row_slots` slots apart
     values, positions,
@@ -99,10 +99,9 @@ def attend_part(
     one, real = tl.arange(0, 1)[:, None], (m < GROUP)[:, None]
     query += batch * query_b + (head * GROUP + m[:, None]) * query_h
     key += batch * key_b + head * key_h + one
-    if cos is not None:
-        i, second = tl.arange(0, HALF_PAD)[None, :, None], tl.arange(0, 2)[None, None, :]
-        at = tl.where(second == 0, cos + batch * angle_b, sin + batch * angle_b)
-        turn_cos, turn_sin = tl.split(tl.load(at + i, i < HALF, 0.0))
+    i, second = tl.arange(0, HALF_PAD)[None, :, None], tl.arange(0, 2)[None, None, :]
+    at = tl.where(second == 0, cos + batch * angle_b, sin + batch * angle_b)
+    turn_cos, turn_sin = tl.split(tl.load(at + i, i < HALF, 0.0))
     part_lse += (row * parts + part) * GROUP + m
     part_out += ((row * parts + part) * GROUP + m[:, None]) * SIZE + d[None, :]
     if part == 0:
@@ -111,9 +110,8 @@ def attend_part(
         q_a, q_b = halves(query, real, HALF, HALF_PAD)
         new_a, new_b = halves(key, one == 0, HALF, HALF_PAD)
         new_v = tl.load(value + batch * value_b + head * value_h + d, d < SIZE, 0.0)
-        if cos is not None:
-            q_a, q_b = turned(q_a, q_b, turn_cos, turn_sin)
-            new_a, new_b = turned(new_a, new_b, turn_cos, turn_sin)
+        q_a, q_b = turned(q_a, q_b, turn_cos, turn_sin)
+        new_a, new_b = turned(new_a, new_b, turn_cos, turn_sin)
         both = q_a.to(tl.float32) * new_a.to(tl.float32) + q_b.to(tl.float32) * new_b.to(tl.float32)
         tl.store(part_lse, tl.sum(both, 1) * factor, m < GROUP)
         tl.store(part_out, new_v.to(tl.float32)[None, :], real & (d < SIZE)[None, :])
@@ -154,8 +152,7 @@ def attend_part(
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
     q_a, q_b = halves(query, real, HALF, HALF_PAD)
-    if cos is not None:
-        q_a, q_b = turned(q_a, q_b, turn_cos, turn_sin)
+    q_a, q_b = turned(q_a, q_b, turn_cos, turn_sin)
     top = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, 2 * HALF_PAD], tl.float32)

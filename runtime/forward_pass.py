@@ -38,17 +38,17 @@ class Pass:
         later = [clock + i * block_size for i in range(1, self.blocks)]
         self._clocks, self.filling = [clock, *later], filling
 
+    @property
+    def is_waited_for(self) -> bool:
+        """Whether another block of the pass begins where a layer is done with the one in hand."""
+        return self.block + 1 < self.blocks
+
     def beside(self, kept: Any) -> AbstractContextManager[None]:
         """What attention does not wait for runs within it; see `SideStream.beside`.
 
         Only of the last block: any other has one behind it that waits.
         """
         return nullcontext() if self.is_waited_for else self.meanwhile(kept)
-
-    @property
-    def is_waited_for(self) -> bool:
-        """Whether another block of the pass begins where a layer is done with the one in hand."""
-        return self.block + 1 < self.blocks
 
     def meanwhile(self, kept: Any) -> AbstractContextManager[None]:
         """Likewise of any block; whoever needs what comes of it calls `rejoin` before."""
