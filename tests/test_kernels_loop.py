@@ -147,8 +147,7 @@ def test_blocks_in_one_pass_equal_passes_of_their_own(policy, positions):
 
 
 @pytest.mark.parametrize(("policy", "early"), [
-    ("keydiff", True), ("streaming_llm", True), ("dropkv", True), ("h2o", True), ("snapkv", True),
-    ("criticalkv", False),
+    ("keydiff", True), ("dropkv", True), ("h2o", True), ("criticalkv", False),
 ])  # fmt: skip
 def test_what_goes_is_chosen_before_a_block_is_attended(policy, early, monkeypatch):
     """Where another block of the pass waits; the same goes as where nothing is chosen early."""
