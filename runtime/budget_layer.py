@@ -300,7 +300,7 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
     def move(self) -> None:
         """Have keys rotated from now on, though by nothing before a slot was given up."""
         assert self.evictor is not None
-        self.evictor.moved = self.evictor.moved or self.rotates
+        self.evictor.move()
 
     def count_as(self, seen: int, held: list[int]) -> None:
         """Count as before a block that was begun and never came to be, as in a failed capture."""

@@ -142,7 +142,11 @@ class Evictor:
         for one in self._decided:
             one.settle()
         self._decided = []
-        self.moved = self.moved or self.rotation is not None
+        self.move()
+
+    def move(self) -> None:
+        """Have keys rotated from now on, though by nothing before a slot was given up."""
+        self.moved = self.rotation is not None
 
     def _update(self, observed: list[Observation]) -> None:
         """What the policy remembers of slots."""
@@ -156,7 +160,7 @@ class Evictor:
         if due is not None:
             for one in due:
                 one.give_up()
-            self.moved = self.moved or self.rotation is not None
+            self.move()
             return
         eviction = self.eviction
         scores = [eviction.score(seen, kernels.score) for seen in observed]
@@ -237,7 +241,7 @@ class Evictor:
             gone = segment.positions.gather(-1, evicted).sort(dim=-1).values
             older = torch.searchsorted(gone, segment.positions.contiguous(), out_int32=True)
             segment.side(SHIFT).add_(older)
-        self.moved = self.moved or self.rotation is not None
+        self.move()
         if self.ring is not None:  # all that is newer moves down
             self.ring.moved(segment, evicted.shape[-1])
         segment.compact(evicted)

@@ -229,7 +229,10 @@ class Running:
     evict_every: Annotated[
         int,
         option(
-            "--evict-every", min=1, metavar="N", help="While answering, evict every so many tokens."
+            "--evict-every",
+            min=1,
+            metavar="N",
+            help="While answering, evict every so many tokens; 16 pay on a GPU.",
         ),
     ] = 1
 

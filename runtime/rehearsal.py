@@ -85,10 +85,9 @@ def pretend_full(cache: BudgetCache) -> None:
     """
     shape, block = cache.layout.shape, cache.block_size
     for layer in cache.capped_layers:
-        assert layer.evictor is not None
         spare = 0 if cache.eviction.policy.evicts else block
         layer.count_as(shape.trained_length, [max(0, s.budget - spare) for s in layer.segments])
-        layer.evictor.moved = layer.rotates
+        layer.move()
     segment = cache.capped_layers[0].segments[0]
     like = segment.pool.keys
     for layer in cache.sliding_layers.values():
