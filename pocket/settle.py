@@ -87,7 +87,10 @@ def settle(
     start: Path, out: Path, *, seconds: float, rate: float, workers: int, seed: int,
     tokens: int = 32_768, device: str = "cuda",
 ) -> list[float]:  # fmt: skip
-    """Go on from the model in ``start`` for so many seconds; return the answers' logged losses."""
+    """Go on from the model in ``start`` for so many seconds, a step at least.
+
+    Return the answers' losses, means of 50 steps.
+    """
     out.mkdir(parents=True, exist_ok=True)
     tokenizer = AutoTokenizer.from_pretrained(start)
     trainer = Trainer(
@@ -99,21 +102,28 @@ def settle(
     began, logged, recent = time.perf_counter(), list[float](), list[torch.Tensor]()
     for i, (ids, marks, quiz, slots) in enumerate(loader):
         spent = (time.perf_counter() - began) / seconds
-        if spent >= 1:
+        if i and spent >= 1:
             break
         for group in trainer.optimizer.param_groups:  # warm up, stay, come down
             group["lr"] = rate * min(1.0, (i + 1) / 30, max(0.01, (1 - spent) / 0.6))
         evicted, answers = learn_quiz(trainer, quiz.to(device, torch.long), int(slots))
         plain, _, survival = trainer.step(ids, marks)
         recent.append(torch.stack([answers, evicted, plain, survival]))
-        if (i + 1) % (50 if tokens >= 8192 else 2) == 0:
-            figures = torch.stack(recent).mean(0).tolist()
-            logged.append(figures[0])
-            shown = "  ".join(f"{x:.4f}" for x in figures)
-            print(f"step {i + 1:5}  {time.perf_counter() - began:4.0f} s  {shown}", flush=True)
+        if len(recent) == 50:
+            logged.append(log(i + 1, time.perf_counter() - began, recent))
             recent = []
+    if recent:
+        logged.append(log(i, time.perf_counter() - began, recent))
     save(trainer.model, tokenizer, out)
     return logged
+
+
+def log(step: int, seconds: float, recent: list[torch.Tensor]) -> float:
+    """Print the means of steps' losses (4,); return that of the answers."""
+    figures: list[float] = torch.stack(recent).mean(0).tolist()
+    shown = "  ".join(f"{x:.4f}" for x in figures)
+    print(f"step {step:5}  {seconds:4.0f} s  {shown}", flush=True)
+    return figures[0]
 
 
 def learn_quiz(

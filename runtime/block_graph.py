@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from kvcap.runtime import alike
 from kvcap.runtime.budget_cache import BudgetCache
 from kvcap.runtime.errors import first_line
 from kvcap.runtime.forward_pass import Pass
@@ -51,7 +52,7 @@ class BlockGraphs:
         self, model: Any, cache: BudgetCache, compiled: bool = False, several: bool = True
     ) -> None:
         self.model, self.cache, self.several = model, cache, several
-        self.refused = cache.uneven
+        self.refused = alike.uneven(cache)
         """Why blocks are not replayed; None: they are."""
         self.made: dict[Kind, BlockGraph] = {}
         self._tuning = None if self.refused else Tuning(model, compiled)
@@ -67,7 +68,7 @@ class BlockGraphs:
             return None
         seen = cache.seen
         if kind in self.made:
-            cache.count(kind.length, kept=kind.filling or not cache.evicts(kind.length))
+            cache.count(kind.length, kept=kind.filling or not alike.evicts(cache, kind.length))
         elif kind not in self._warm:
             return None
         else:
@@ -112,18 +113,20 @@ class BlockGraphs:
         cache, (batch, length) = self.cache, ids.shape
         if self.refused is not None or length not in (1, cache.block_size, self._several):
             return None
-        if cache.fills(length):
+        if alike.fills(cache, length):
             return Kind(batch, length, wanted, True, (), 0)
-        if not cache.steady(length):
+        if not alike.steady(cache, length):
             return None
-        return Kind(batch, length, wanted, False, tuple(cache.pinned_spans), cache.excess or 0)
+        spans, excess = tuple(cache.pinned_spans), alike.excess(cache)
+        assert excess is not None, "a steady cache has one"
+        return Kind(batch, length, wanted, False, spans, excess)
 
     def ahead(self, left: int) -> int | None:
         """How many of a prompt's tokens the next pass reads, if it is to have several blocks."""
-        length = self._several
-        if self.refused is not None or not self.cache.block_size < length <= left:
+        length, cache = self._several, self.cache
+        if self.refused is not None or not cache.block_size < length <= left:
             return None
-        return length if self.cache.steady(length) or self.cache.fills(length) else None
+        return length if alike.steady(cache, length) or alike.fills(cache, length) else None
 
     @property
     def _several(self) -> int:
@@ -152,7 +155,7 @@ class BlockGraph:
         last = torch.full((int(kind.wanted),), kind.length - 1, device=ids.device)
         self.graph = torch.cuda.CUDAGraph()
         fixed = cache.moves and not kind.filling  # compact positions of a full cache stay
-        side, blocks = SideStream(ids.device), cache.blocks_of(kind.length)
+        side, blocks = SideStream(ids.device), alike.blocks_of(cache, kind.length)
         with (
             cache.passing(Pass(start, blocks=blocks, side=side)) as current,
             torch.cuda.graph(self.graph, pool=pool, capture_error_mode="thread_local"),

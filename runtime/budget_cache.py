@@ -126,22 +126,6 @@ class BudgetCache(Cache):  # type: ignore[misc]
         return self.layout.positions == "compact" and self.layout.shape.all_capped
 
     @property
-    def excess(self) -> int | None:
-        """Slots that heads hold above what they keep, where all do alike and keep what they may."""
-        segments = self._segments
-        found = {s.held - s.budget for s in segments}
-        return (
-            found.pop() if len(found) == 1 and all(s.budget == s.stay for s in segments) else None
-        )
-
-    def fills(self, tokens: int) -> bool:
-        """Whether a block of that many only adds to what is held, nothing ever having gone."""
-        layers, eviction = self.capped_layers, self.eviction
-        if eviction.state or not all(len(layer.segments) == 1 for layer in layers):
-            return False
-        return all(x.held == x.seen and x.held + tokens <= x.segments[0].stay for x in layers)
-
-    @property
     def counts(self) -> list[tuple[int, list[int]]]:
         """Of every layer, the tokens read and the slots each segment holds."""
         return [(layer.seen, [s.held for s in layer.segments]) for layer in self.capped_layers]
@@ -160,38 +144,6 @@ class BudgetCache(Cache):  # type: ignore[misc]
         """Have keys rotated from now on, though by nothing before a slot was given up."""
         for layer in self.capped_layers:
             layer.move()
-
-    @property
-    def uneven(self) -> str | None:
-        """What keeps the blocks of a full cache from being all alike, if anything."""
-        eviction = self.eviction
-        if not self.layout.shape.all_capped:
-            return "native sliding layers grow and shrink"
-        if eviction.layers_move:
-            return "slots move between layers"
-        if eviction.heads_move:
-            return "slots move between heads"
-        if eviction.corrector is not None:
-            return "evicted tokens are decided on one by one"
-        return None
-
-    def steady(self, tokens: int) -> bool:
-        """Whether every block of that many does the same to a cache that holds as many slots."""
-        if self.uneven is not None or not self.eviction.policy.evicts:
-            return False
-        every = self.evict_every if tokens == 1 else 1
-        # Where heads lie that hold unequally many is told to the device by the pass before.
-        alone = all(len(layer.segments) == 1 for layer in self.capped_layers)
-        return self.excess in range(every) and (every == 1 or alone)
-
-    def evicts(self, tokens: int) -> bool:
-        """Whether a steady cache gives slots up after a block of that many."""
-        return tokens > 1 or (self.excess or 0) + 1 >= self.evict_every
-
-    def blocks_of(self, tokens: int) -> int:
-        """In how many blocks of one pass that many tokens are read: one where not all are alike."""
-        fit = tokens <= self.block_size + self.spare
-        return 1 if fit or not self.steady(tokens) else -(-tokens // self.block_size)
 
     def places(self, tokens: Tensor) -> Tensor:
         """How far behind `next_position` the tokens [T] of a pass are read."""

@@ -12,6 +12,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from kvcap.runtime.alike import blocks_of
 from kvcap.runtime.block_graph import BlockGraphs
 from kvcap.runtime.budget_cache import BudgetCache
 from kvcap.runtime.engine import OnFull
@@ -109,7 +110,7 @@ class BlockLoop:
         tokens, start = ids.shape[1], cache.next_position
         # Fillers repeat the last token; whatever comes of them is dropped.
         place = torch.arange(self.padded(tokens), device=ids.device).clamp(max=tokens - 1)
-        blocks = cache.blocks_of(tokens)
+        blocks = blocks_of(cache, tokens)
         last = torch.full((int(wanted),), tokens - 1, device=ids.device)
         if cache.guard is not None:
             cache.guard.check(len(place))
