@@ -33,8 +33,8 @@ def covers(
     Args:
         positions: [B, K, n].
         count: slots of each row to give up.
-        spans: as in `give_up`.
-        buffers: likewise, where they are known.
+        spans: as in `Pins`.
+        buffers: as in `give_up`, where they are known.
     """
     if not able(positions) or positions.dtype != torch.int32 or positions.stride(-1) != 1:
         return False
@@ -45,6 +45,15 @@ def covers(
     if count > 1 and slots > MOST_SLOTS:
         return False
     return 1 <= count <= min(MOST_COUNT, slots) and len(spans) <= MOST_SPANS
+
+
+class Pins(NamedTuple):
+    """Slots that do not go, whatever their scores."""
+
+    sinks: int  # positions below this
+    recents: int  # and this many below `seen`
+    seen: int | Tensor  # tokens read so far, an int or one int64 on the device
+    spans: Spans  # [start, stop) positions
 
 
 class Choice(NamedTuple):
@@ -59,10 +68,7 @@ def give_up(
     scores: Tensor,
     positions: Tensor,
     count: int,
-    sinks: int,
-    recents: int,
-    seen: int | Tensor,
-    spans: Spans,
+    pins: Pins,
     shift: Tensor | None,
     buffers: Sequence[Tensor],
     newer: Tensor | None = None,
@@ -77,10 +83,7 @@ def give_up(
         scores: [B, K, n].
         positions: [B, K, n] int32, one of the buffers.
         count: at most as many as are not pinned.
-        sinks: positions below this are pinned.
-        recents: and this many below `seen`.
-        seen: tokens read so far, an int or one int64 on the device.
-        spans: [start, stop) positions that are pinned.
+        pins: slots that stay.
         shift: [B, K, n] int32, another of the buffers, or None.
         buffers: all that moves: two [B, K, n, D] of one type, and [B, K, n] of any; views whose
             rows are `positions.stride(1)` slots apart, that and D contiguous.
@@ -91,7 +94,7 @@ def give_up(
         [B, K, count] int32, the slots that were given up.
     """
     if count > 1:
-        choice = choose(scores, positions, count, sinks, recents, seen, spans, newer)
+        choice = choose(scores, positions, count, pins, newer)
         move(choice, positions, shift, buffers)
         return choice.evicted
     from kvcap.kernels.evict_triton import evict_one
@@ -99,7 +102,7 @@ def give_up(
     batch, heads, slots = positions.shape
     wide, side, sizes = _moved(positions, shift, buffers)
     evicted = torch.empty(batch, heads, 1, dtype=torch.int32, device=positions.device)
-    where, lengths = _where(scores, positions, sinks, recents, seen, spans, newer)
+    where, lengths = _where(scores, positions, pins, newer)
     # Few registers: other programs (kernels/linear.py) fill the device meanwhile.
     block = min(2048, power_of_two(slots, 16))
     with torch.cuda.device_of(positions):
@@ -114,10 +117,7 @@ def choose(
     scores: Tensor,
     positions: Tensor,
     count: int,
-    sinks: int,
-    recents: int,
-    seen: int | Tensor,
-    spans: Spans,
+    pins: Pins,
     newer: Tensor | None = None,
 ) -> Choice:
     """The first half of `give_up`, of several slots: which, and what fills their places."""
@@ -127,7 +127,7 @@ def choose(
     rows = batch * heads
     new = partial(torch.empty, dtype=torch.int32, device=positions.device)
     choice = Choice(new(batch, heads, count), new(rows, count), new(rows, slots))
-    where, lengths = _where(scores, positions, sinks, recents, seen, spans, newer)
+    where, lengths = _where(scores, positions, pins, newer)
     block = power_of_two(slots, 32)
     with torch.cuda.device_of(positions):
         choose_slots[rows,](
@@ -157,18 +157,15 @@ def move(
 def _where(
     scores: Tensor,
     positions: Tensor,
-    sinks: int,
-    recents: int,
-    seen: int | Tensor,
-    spans: Spans,
+    pins: Pins,
     newer: Tensor | None,
 ) -> tuple[list[Any], dict[str, int]]:
     """The kernels' arguments from `slots` to `newer_h`, and constants."""
     (_, heads, slots), length = positions.shape, 0 if newer is None else newer.shape[-1]
-    ends = [end for span in spans for end in span]
+    ends = [end for span in pins.spans for end in span]
     ends += [0] * (2 * MOST_SPANS - len(ends))
-    where: list[Any] = [slots, positions.stride(1), heads, *scores.stride(), sinks, recents]
-    where += [*told(seen, positions.device), len(spans), *ends]
+    where: list[Any] = [slots, positions.stride(1), heads, *scores.stride(), pins.sinks]
+    where += [pins.recents, *told(pins.seen, positions.device), len(pins.spans), *ends]
     where += [newer, *((0, 0) if newer is None else newer.stride()[:2])]
     return where, {"NEWER": length, "NEWER_PAD": power_of_two(length)}
 

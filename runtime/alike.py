@@ -1,7 +1,7 @@
 """Which blocks do the same to a cache, so that one CUDA graph serves all of them, or one pass some.
 
 Once every head holds its budget, a block evicts as many tokens as it brings; while nothing was ever
-evicted, it only adds to what is held.
+evicted, it only adds to what is held. Knows what a cache counts, no model and no device.
 """
 
 from __future__ import annotations

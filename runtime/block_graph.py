@@ -96,11 +96,11 @@ class BlockGraphs:
             self._warm.clear()  # of what tells where heads lie, only the last is kept
         if kind is not None:
             self._warm.add(kind)
-        if kind is not None and not kind.filling:
-            self.cache.move()  # as in all passes that the graph will serve
-        if kind is not None and kind.filling:
-            clock = torch.tensor(self.cache.seen, device=ids.device)
-            self.cache.current.tell_time_by(clock, self.cache.block_size, filling=True)
+            if kind.filling:
+                clock = torch.tensor(self.cache.seen, device=ids.device)
+                self.cache.current.tell_time_by(clock, self.cache.block_size, filling=True)
+            else:
+                self.cache.move()  # as in all passes that the graph will serve
         with nullcontext() if kind is None else self._tuned():
             yield
 

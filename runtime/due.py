@@ -1,6 +1,7 @@
 """Slots that a segment gives up by kernels: at once, or chosen first and moved later.
 
-Kernels can where every slot that goes is the lowest of its head.
+Kernels can where every slot that goes is the lowest of its head. Knows a segment and what was
+observed of it, no cache and no model.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class Due:
     def choose(self, scores: Tensor) -> None:
         """Say which go, more than one of each head; they stay until `settle`."""
         positions = self.seen.positions
-        self._choice = evict.choose(scores, positions, self.count, *self._pins(), self.newer)
+        self._choice = evict.choose(scores, positions, self.count, self._pins, self.newer)
 
     def settle(self) -> None:
         """Give up what was chosen."""
@@ -60,11 +61,12 @@ class Due:
     def give_up(self) -> None:
         """Score, choose and settle."""
         evict.give_up(
-            self.scores(), self.seen.positions, self.count, *self._pins(),
+            self.scores(), self.seen.positions, self.count, self._pins,
             self.shift, self.segment.buffers(), self.newer,
         )  # fmt: skip
         self.segment.held -= self.count
 
-    def _pins(self) -> tuple[int, int, int | Tensor, tuple[tuple[int, int], ...]]:
+    @property
+    def _pins(self) -> evict.Pins:
         seen = self.seen
-        return (*self.eviction.pins_of(seen), seen.seen, seen.pinned_spans)
+        return evict.Pins(*self.eviction.pins_of(seen), seen.seen, seen.pinned_spans)

@@ -77,7 +77,6 @@ class Evictor:
         self.balance, self.evict_every, self.rotation = balance, evict_every, rotation
         self.pinned_spans = pinned_spans
         self.moved = False  # compact positions differ from true ones
-        self._decided: list[Due] = []  # between `decide` and `settle`
 
     def due(self, length: int) -> int:
         """Slots to give up after a block of `length`: at once, or in steps by the way."""
@@ -115,7 +114,7 @@ class Evictor:
         if self.balance is not None and self.index == len(self.layout.budgets) - 1:
             self.balance.rebalance(seen.tokens)
 
-    def decide(self, seen: Seen, meanwhile: Meanwhile) -> bool:
+    def decide(self, seen: Seen, meanwhile: Meanwhile) -> list[Due]:
         """Choose what goes after a block before it is attended, if kernels can.
 
         Args:
@@ -123,25 +122,23 @@ class Evictor:
             meanwhile: around work that nothing but `settle` waits for; takes what that reads.
 
         Returns:
-            Whether `settle` is to follow after attention; else `look` does all of it.
+            What to `settle` after attention; nothing: `look` does all of it.
         """
         observed = self._observed(seen)
         due = self._due(observed) if self.balance is None else None
         if not due or any(one.count == 1 for one in due):
-            return False
+            return []
         self._update(observed)
         scores = [one.scores() for one in due]
         with meanwhile(scores):
             for one, its in zip(due, scores, strict=True):
                 one.choose(its)
-        self._decided = due
-        return True
+        return due
 
-    def settle(self) -> None:
+    def settle(self, decided: list[Due]) -> None:
         """Give up what was decided."""
-        for one in self._decided:
+        for one in decided:
             one.settle()
-        self._decided = []
         self.move()
 
     def move(self) -> None:
@@ -295,4 +292,4 @@ class Evictor:
             self.calibration.reset()
         if self.balance is not None:
             self.balance.reset()
-        self.moved, self._decided = False, []
+        self.moved = False

@@ -88,7 +88,8 @@ class LayerAttention:
         placed = self._at_positions(query, block, packed)
         seen, looks = self._seen(block, asked, placed, tokens), evictor.looks(block.length)
         # A choice occupies few of a GPU's multiprocessors: attention hides it.
-        decided = looks and current.is_waited_for and evictor.decide(seen, current.meanwhile)
+        early = looks and current.is_waited_for
+        decided = evictor.decide(seen, current.meanwhile) if early else []
         if packed:
             together = torch.cat(placed.queries, dim=1).view_as(query)
             self.rows = Rows.of(segments, self.rows)
@@ -104,7 +105,7 @@ class LayerAttention:
                 segment.rows_of(out).copy_(self._attend(i, placed, asked))
         if decided:
             current.rejoin()
-            evictor.settle()
+            evictor.settle(decided)
         elif looks:
             with current.beside(seen):
                 evictor.look(seen)

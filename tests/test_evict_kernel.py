@@ -125,9 +125,10 @@ class Slots:
 
     def evict(self, **changed) -> Tensor:
         """By the kernels."""
+        pins = evict.Pins(**{name: changed.pop(name, x) for name, x in self.pins.items()})
         arguments = {
             "scores": self.scores, "positions": self.segment.positions, "count": self.case.count,
-            "shift": self.shift, "buffers": self.buffers, **self.pins,
+            "pins": pins, "shift": self.shift, "buffers": self.buffers,
         }  # fmt: skip
         return evict.give_up(**{**arguments, **changed})
 
@@ -291,7 +292,9 @@ def test_what_is_chosen_stays_until_it_is_moved():
     """Though positions and shifts are read while others still look at the slots."""
     case = Case(97, 31, batch=2, heads=3, size=24, spare=5, side=("shift", "a"))
     slots, before = Slots(case), Slots(case)
-    choice = evict.choose(slots.scores, slots.segment.positions, case.count, **slots.pins)
+    choice = evict.choose(
+        slots.scores, slots.segment.positions, case.count, evict.Pins(**slots.pins)
+    )
     assert same(slots, before)
     evict.move(choice, slots.segment.positions, slots.shift, slots.buffers)
     assert same(slots, after(case, 0, before.expected()))

@@ -87,10 +87,7 @@ def test_a_cache_that_fills_as_a_graph_does_holds_the_same(policy, positions, ch
             if policy != "full":
                 logits.append(loop.prefill(ids[:, 34:]))
         found.append((torch.stack(logits), [x.clone() for x in cache.buffers()]))
-    (logits, memory), (expected, memory_too) = found
-    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
-    for x, y in zip(memory, memory_too, strict=True):
-        torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
 
 
 def test_only_what_nothing_was_given_up_of_fills():
@@ -140,10 +137,7 @@ def test_blocks_in_one_pass_equal_passes_of_their_own(policy, positions):
         logits += [loop.read(ids[:, 105:125]) if several else loop.prefill(ids[:, 105:125])]
         logits += [loop.read(ids[:, 125:126])]
         found.append((torch.stack(logits), [x.clone() for x in cache.buffers()]))
-    (logits, memory), (expected, memory_too) = found
-    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
-    for x, y in zip(memory, memory_too, strict=True):
-        torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(("policy", "early"), [
@@ -159,7 +153,7 @@ def test_what_goes_is_chosen_before_a_block_is_attended(policy, early, monkeypat
         monkeypatch.setattr(where, name, noted)
     for possible in (True, False):
         if not possible:
-            monkeypatch.setattr(Evictor, "decide", lambda *_: False)
+            monkeypatch.setattr(Evictor, "decide", lambda *_: [])
         cache = kvcap.BudgetCache(model.config, 40, 16, small_policy(policy, model.config))
         loop = BlockLoop(model, cache, graphs=False)
         loop.prefill(ids[:, :48])
@@ -170,7 +164,7 @@ def test_what_goes_is_chosen_before_a_block_is_attended(policy, early, monkeypat
         first = ["choose", "attend", "move"] if early and possible else late
         assert log == first + late
         found.append((logits, [x.clone() for x in cache.buffers()]))
-    torch.testing.assert_close(found[0], found[1], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-5)
 
 
 def test_several_blocks_are_read_at_once_where_all_are_alike(monkeypatch):
@@ -287,10 +281,7 @@ def test_what_is_captured_is_what_is_read(policy, positions, captured):
             assert loop.graphs.refused is None
             kinds = {kind[1:4:2] for kind in loop.graphs.made}
             assert kinds == {(48, True), (48, False), (1, False)}
-    (logits, memory), (expected, memory_too) = found
-    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
-    for x, y in zip(memory, memory_too, strict=True):
-        torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
     assert {"main waits", "side waits"} == set(captured)
 
 
@@ -318,10 +309,7 @@ def test_a_graph_for_each_token_between_evictions(policy, positions, captured):
             assert loop.graphs.refused is None
             made = {(k.length, k.filling, k.excess) for k in loop.graphs.made}
             assert made == {(1, False, 0), (1, False, 1), (1, False, 2)}
-    (logits, memory), (expected, memory_too) = found
-    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
-    for x, y in zip(memory, memory_too, strict=True):
-        torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
 
 
 def test_heads_of_their_own_budgets_are_not_replayed_between_evictions():
@@ -369,11 +357,8 @@ def test_a_token_is_rotated_appended_and_attended_at_once(
             logits += [loop.read(ids[:, i : i + 1]) for i in (24, 25)]  # a graph serves once
         found.append((torch.stack(logits), [x.clone() for x in cache.buffers()]))
     assert len(calls) == 2 * layers
-    (logits, memory), (expected, memory_too) = found
     near = {"rtol": 1e-4, "atol": 1e-4} if dtype == torch.float32 else {"rtol": 0.05, "atol": 0.05}
-    torch.testing.assert_close(logits, expected, **near)
-    for x, y in zip(memory, memory_too, strict=True):
-        torch.testing.assert_close(x, y, **near)
+    torch.testing.assert_close(*found, **near)
 
 
 def test_all_memory_is_there_with_the_first_token():

@@ -39,6 +39,7 @@ def test_rotated_as_by_the_formula(slots, size, rotated, dtype, monkeypatch):
     again, sums = rotate_back(x, shift, rotation.table, sums=True)
     assert torch.equal(found, again)
     assert no_sums is None
+    assert sums.shape[:3] == (2, 3, -(-slots // 32))
     torch.testing.assert_close(sums.sum(2), found.float().sum(2), rtol=1e-4, atol=1e-4)
 
 

@@ -192,8 +192,8 @@ class _Slots:
         """As `runtime/evictor.py` does."""
         self.segment.held = self.slots
         shift, buffers = self.segment.side("shift"), self.segment.buffers()
-        pins = (self.eviction.sink_tokens, self.eviction.recent_tokens, self.slots, ())
-        evict.give_up(self.scores, self.segment.positions, self.count, *pins, shift, buffers)
+        pins = evict.Pins(self.eviction.sink_tokens, self.eviction.recent_tokens, self.slots, ())
+        evict.give_up(self.scores, self.segment.positions, self.count, pins, shift, buffers)
 
     def eagerly(self) -> None:
         """Likewise, without kernels."""
