@@ -45,7 +45,8 @@ class BlockGraphs:
         model: on the cache's device.
         cache: what it reads into.
         compiled: parts of the model by `torch.compile`, see `Tuning`.
-        several: small blocks in one pass, which takes activations of `PASS` tokens.
+        several: small blocks in one pass, which takes activations of `PASS` tokens, those of
+            all sequences counted.
     """
 
     def __init__(
@@ -111,7 +112,8 @@ class BlockGraphs:
     def _kind(self, ids: Tensor, wanted: bool) -> Kind | None:
         """Of a pass, if every one that follows it does the same."""
         cache, (batch, length) = self.cache, ids.shape
-        if self.refused is not None or length not in (1, cache.block_size, self._several):
+        lengths = (1, cache.block_size, self._several(batch))
+        if self.refused is not None or length not in lengths:
             return None
         if alike.fills(cache, length):
             return Kind(batch, length, wanted, True, (), 0)
@@ -121,18 +123,17 @@ class BlockGraphs:
         assert excess is not None, "a steady cache has one"
         return Kind(batch, length, wanted, False, spans, excess)
 
-    def ahead(self, left: int) -> int | None:
+    def ahead(self, batch: int, left: int) -> int | None:
         """How many of a prompt's tokens the next pass reads, if it is to have several blocks."""
-        length, cache = self._several, self.cache
+        length, cache = self._several(batch), self.cache
         if self.refused is not None or not cache.block_size < length <= left:
             return None
         return length if alike.steady(cache, length) or alike.fills(cache, length) else None
 
-    @property
-    def _several(self) -> int:
-        """Tokens of as many blocks as go through the model in one pass."""
+    def _several(self, batch: int) -> int:
+        """Tokens of as many blocks as go through the model in one pass: one, or more."""
         size = self.cache.block_size
-        return PASS // size * size if self.several else size
+        return max(1, PASS // (batch * size)) * size if self.several else size
 
 
 class BlockGraph:

@@ -69,13 +69,14 @@ class BlockLoop:
         Raises:
             MemoryCapExceeded: nothing may be evicted, and too many tokens; nothing is read.
         """
-        self.check_room(ids.shape[1])
+        batch, length = ids.shape
+        self.check_room(length)
         done, logits = 0, None
-        while done < ids.shape[1]:
-            ahead = self.graphs.ahead(ids.shape[1] - done) if self.graphs is not None else None
+        while done < length:
+            ahead = None if self.graphs is None else self.graphs.ahead(batch, length - done)
             block = ids[:, done : done + (ahead or self.cache.room)]
             done += block.shape[1]
-            logits = self.read(block, wanted=done == ids.shape[1])
+            logits = self.read(block, wanted=done == length)
             if on_block is not None:
                 on_block(done)
         assert logits is not None, "prefill of no tokens"

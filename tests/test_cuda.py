@@ -211,8 +211,8 @@ def test_several_blocks_are_replayed_in_one_pass(policy, positions, monkeypatch)
             assert loop.execution == "replayed"
     torch.testing.assert_close(logits[0], logits[1], rtol=1e-3, atol=1e-3)
     assert kept[0] == kept[1]
-    assert BlockLoop(model, cache).graphs.ahead(240) == 48
-    assert BlockLoop(model, cache, several=False).graphs.ahead(240) is None
+    assert BlockLoop(model, cache).graphs.ahead(1, 240) == 48
+    assert BlockLoop(model, cache, several=False).graphs.ahead(1, 240) is None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

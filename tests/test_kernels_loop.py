@@ -173,13 +173,14 @@ def test_several_blocks_are_read_at_once_where_all_are_alike(monkeypatch):
     for policy, fills, evicts in (("keydiff", 48, 48), ("h2o", None, 48), ("adakv", None, None)):
         cache = kvcap.BudgetCache(model.config, 64, 16, policy).allocate(1, torch.float32, "cpu")
         loop, graphs = BlockLoop(model, cache), block_graph.BlockGraphs(model, cache)
-        assert graphs.ahead(60) == fills
-        assert graphs.ahead(47) is None  # the prompt ends before
+        assert graphs.ahead(1, 60) == fills
+        assert graphs.ahead(1, 47) is None  # the prompt ends before
+        assert graphs.ahead(2, 60) is None  # blocks of two sequences are large enough
         loop.prefill(ids)
-        assert graphs.ahead(60) is None  # neither do they all fit, nor does each evict as many
+        assert graphs.ahead(1, 60) is None  # neither do they all fit, nor does each evict as many
         loop.prefill(ids)
-        assert graphs.ahead(60) == evicts
-        assert block_graph.BlockGraphs(model, cache, several=False).ahead(60) is None
+        assert graphs.ahead(1, 60) == evicts
+        assert block_graph.BlockGraphs(model, cache, several=False).ahead(1, 60) is None
 
 
 class PretendedGraph:

@@ -23,6 +23,7 @@ from kvcap.evals.bench.gpu import llama_3b, milliseconds, require_cuda
 from kvcap.evals.machine import device_name, versions
 from kvcap.evals.measure import percentiles, quoted
 from kvcap.runtime.budget_cache import BudgetCache
+from kvcap.runtime.errors import MemoryCapExceeded
 from kvcap.runtime.loop import BlockLoop
 
 DEFAULTS = {"lengths": (32768,), "steps": 16}
@@ -106,7 +107,7 @@ def _largest(model: Any, sequence_bytes: int, begin: Begin, options: Options) ->
             found = {"batch": batch, **_timed(model, batch, begin(batch), options.steps)}
             torch.cuda.empty_cache()
             return found
-        except torch.OutOfMemoryError:
+        except (torch.OutOfMemoryError, MemoryCapExceeded):
             if batch == 1:
                 raise
         torch.cuda.empty_cache()  # not in the handler, whose traceback holds the cache
