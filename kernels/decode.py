@@ -144,7 +144,7 @@ def _attend(
     rows, count = batch * kv_heads, heads // kv_heads * tokens
     rows_pad, size_pad = min(MOST_ROWS, power_of_two(count, 16)), power_of_two(size, 16)
     tiles = -(-count // rows_pad)
-    tile = tile_of(size * query.element_size(), tiles > 1)
+    tile = tile_of(size * query.element_size())
     blocks = blocks_in_part(-(-longest // tile.block), slots * tiles, tile, query.device)
     chunk = tile.block * blocks
     parts = -(-longest // chunk)
@@ -221,25 +221,24 @@ class Tile(NamedTuple):
     block: int  # slots read at once
     stages: int  # blocks under way, one more than are fetched ahead
     warps: int
-    programs: float  # a multiprocessor
+    programs: int  # that a multiprocessor has at once
 
 
-def tile_of(row_bytes: int, several: bool = False) -> Tile:
+def tile_of(row_bytes: int) -> Tile:
     """How slots are read: what was fastest on an H200, from 512 to 32,768 slots of 8 heads.
 
     Args:
         row_bytes: of a key.
-        several: a KV head's query rows take more than one program.
     """
-    if row_bytes > 256:
-        return Tile(32, 2, 4, 2)
-    # What several tiles of rows leave to be merged costs as much as a busier device gains.
-    return Tile(64, 3, 4, 1.5 if several else 2)
+    return Tile(32, 2, 4, 2) if row_bytes > 256 else Tile(64, 3, 4, 2)
 
 
 def blocks_in_part(blocks: int, slots: int, tile: Tile, device: torch.device) -> int:
-    """How many of a row's blocks make a part, for all rows' parts to fill the device once."""
+    """How many of a row's blocks make a part, for all rows' parts to fill the device once.
+
+    A program more than run at once would take as long as all of them.
+    """
     share = slots / (tile.block * tile.programs * multiprocessors(device))
-    parts = max(1, round(blocks / max(share, 1)))
+    parts = max(1, int(blocks / max(share, 1)))
     # Rather slightly more parts than much longer ones.
     return max(1, math.ceil(blocks / parts - 0.25))

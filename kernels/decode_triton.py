@@ -35,16 +35,17 @@ def _fold(
     held = (slot < end)[:, None] if MASKED else True
     k = tl.load(keys + slot[:, None] * key_n + d, mask=held & (d < SIZE), other=0.0)
     v = tl.load(values + slot[:, None] * value_n + d, mask=held & (d < SIZE), other=0.0)
-    z = dot(q, k.T, tl.zeros([top.shape[0], BLOCK], tl.float32), WIDEN) * factor
+    z = dot(q, k.T, tl.zeros([top.shape[0], BLOCK], tl.float32), WIDEN)
     if SOFTCAP:
-        z = softcap * (1 - 2 / (tl.exp2(z) + 1))  # tanh, of half of what z is now
+        z = softcap * (1 - 2 / (tl.exp2(z * factor) + 1))  # tanh, of half of what z is now
+        factor = 1.0
     if MASKED:
         z = tl.where(slot[None, :] < visible[:, None], z, float("-inf"))
-    higher = tl.maximum(top, tl.max(z, 1))
+    higher = tl.maximum(top, tl.max(z, 1) * factor)
     base = higher
     if MASKED:
         base = tl.where(higher == float("-inf"), 0.0, higher)  # nothing visible so far
-    p = tl.exp2(z - base[:, None])
+    p = tl.exp2(z * factor - base[:, None])  # a multiplication and a sum in one instruction
     fade = tl.exp2(top - base)
     acc = dot(p.to(v.dtype), v, acc * fade[:, None], WIDEN)
     return higher, total * fade + tl.sum(p, 1), acc

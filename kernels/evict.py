@@ -1,5 +1,5 @@
 # mypy: allow-untyped-calls, disable-error-code="import-untyped"
-"""Giving up slots on a GPU in one or two launches: which, who moves down, and into the holes.
+"""Giving up slots on a GPU in one to four launches: which, who moves down, and into the holes.
 
 The eager code takes dozens of small kernels a layer, most of what generation costs besides matrix
 products. Memory comes out the same to the bit. Knows tensors only; triton is imported when first
@@ -17,10 +17,12 @@ from torch import Tensor
 
 from kvcap.kernels.device import able, bits, power_of_two, told
 
+MOST_ALONE = 4096  # slots of a row that one program looks through
+PART = 1024  # slots of a longer one that nominate some to go, where that leaves fewer than half
 MOST_SPANS = 8
 MOST_COUNT = 1024  # slots given up at once; each is compared with every slot
 MOST_SLOTS = 16384  # of a row, if more than one goes: a program holds them all
-MOST_SIDE = 4  # tensors of a number a slot, besides positions and shifts
+MOST_SIDE = 5  # tensors of a number a slot, besides positions
 
 Spans = Sequence[tuple[int, int]]
 
@@ -39,7 +41,7 @@ def covers(
     if not able(positions) or positions.dtype != torch.int32 or positions.stride(-1) != 1:
         return False
     dims = [x.dim() for x in buffers]
-    if buffers and (dims.count(4) != 2 or dims.count(3) > MOST_SIDE + 2):
+    if buffers and (dims.count(4) != 2 or dims.count(3) > MOST_SIDE + 1):
         return False
     slots = positions.shape[-1]
     if count > 1 and slots > MOST_SLOTS:
@@ -61,7 +63,7 @@ class Choice(NamedTuple):
 
     evicted: Tensor  # [B, K, count] int32
     ages: Tensor  # [B·K, count] int32, their positions
-    targets: Tensor  # [B·K, n] int32, where a slot goes, -1: nowhere
+    targets: Tensor  # [B·K, count] int32, where the last slots go, -1: nowhere
 
 
 def give_up(
@@ -94,20 +96,20 @@ def give_up(
         [B, K, count] int32, the slots that were given up.
     """
     if count > 1:
-        choice = choose(scores, positions, count, pins, newer)
-        move(choice, positions, shift, buffers)
+        choice = choose(scores, positions, count, pins, shift, newer)
+        move(choice, positions, buffers)
         return choice.evicted
     from kvcap.kernels.evict_triton import evict_one
 
     batch, heads, slots = positions.shape
-    wide, side, sizes = _moved(positions, shift, buffers)
+    wide, side, sizes = _moved(buffers, positions, shift)
     evicted = torch.empty(batch, heads, 1, dtype=torch.int32, device=positions.device)
-    where, lengths = _where(scores, positions, pins, newer)
+    where, newer_at, lengths = _where(scores, positions, pins, newer)
     # Few registers: other programs (kernels/linear.py) fill the device meanwhile.
     block = min(2048, power_of_two(slots, 16))
     with torch.cuda.device_of(positions):
         evict_one[batch * heads,](
-            scores, evicted, positions, shift, *wide, *side, *where,
+            scores, evicted, positions, shift, *wide, *side, *where, *newer_at,
             **lengths, **sizes, BLOCK=block, num_warps=max(1, block // 256),
         )  # fmt: skip
     return evicted
@@ -118,39 +120,55 @@ def choose(
     positions: Tensor,
     count: int,
     pins: Pins,
+    shift: Tensor | None,
     newer: Tensor | None = None,
 ) -> Choice:
-    """The first half of `give_up`, of several slots: which, and what fills their places."""
-    from kvcap.kernels.evict_triton import choose_slots
+    """The first half of `give_up`, of several slots: which, and what fills their places.
+
+    Shifts grow; nothing moves.
+    """
+    from kvcap.kernels.evict_triton import choose_slots, nominate_slots, shift_slots
 
     batch, heads, slots = positions.shape
-    rows = batch * heads
+    rows, capacity = batch * heads, positions.stride(1)
     new = partial(torch.empty, dtype=torch.int32, device=positions.device)
-    choice = Choice(new(batch, heads, count), new(rows, count), new(rows, slots))
-    where, lengths = _where(scores, positions, pins, newer)
-    block = power_of_two(slots, 32)
+    choice = Choice(new(batch, heads, count), new(rows, count), new(rows, count))
+    where, newer_at, lengths = _where(scores, positions, pins, newer)
+    padded = power_of_two(count, 16)
+    part = max(PART, 2 * padded)
+    parts = -(-slots // part)
+    nominated, worths, nominees = slots, None, None
     with torch.cuda.device_of(positions):
+        if slots > MOST_ALONE and parts * count < slots // 2:
+            nominated = parts * count
+            worths, nominees = new(rows, nominated), new(rows, nominated)
+            nominate_slots[parts, rows](
+                scores, positions, worths, nominees, *where, count,
+                COUNT_PAD=padded, BLOCK=part, num_warps=max(1, part // 128),
+            )  # fmt: skip
+        block = power_of_two(nominated, 32)
         choose_slots[rows,](
-            scores, positions, *choice, *where, count,
-            **lengths, BLOCK=block, num_warps=max(1, min(16, block // 128)),
+            scores, positions, *choice, worths, nominees, nominated, *where, *newer_at, count,
+            **lengths, COUNT_PAD=padded, BLOCK=block, num_warps=max(1, min(16, block // 128)),
         )  # fmt: skip
+        if shift is not None:
+            shift_slots[-(-slots // 32), rows](
+                choice.ages, positions, shift, slots, capacity, count,
+                COUNT_PAD=padded, BLOCK=32, num_warps=max(1, min(4, padded // 128)),
+            )  # fmt: skip
     return choice
 
 
-def move(
-    choice: Choice, positions: Tensor, shift: Tensor | None, buffers: Sequence[Tensor]
-) -> None:
+def move(choice: Choice, positions: Tensor, buffers: Sequence[Tensor]) -> None:
     """The second half, of a choice among the same slots."""
     from kvcap.kernels.evict_triton import move_slots
 
     (batch, heads, slots), count = positions.shape, choice.evicted.shape[-1]
-    wide, side, sizes = _moved(positions, shift, buffers)
-    first, padded = slots - count if shift is None else 0, power_of_two(count, 16)
+    wide, side, sizes = _moved(buffers, positions)
     with torch.cuda.device_of(positions):
-        move_slots[-(-(slots - first) // 16), batch * heads](
-            choice.ages, choice.targets, positions, shift, *wide, *side,
-            slots, positions.stride(1), count, first,
-            COUNT_PAD=padded, **sizes, BLOCK=16, num_warps=max(1, min(4, padded // 128)),
+        move_slots[-(-count // 16), batch * heads](
+            choice.targets, positions, *wide, *side, slots, positions.stride(1), count,
+            **sizes, BLOCK=16, num_warps=4,
         )  # fmt: skip
 
 
@@ -159,21 +177,24 @@ def _where(
     positions: Tensor,
     pins: Pins,
     newer: Tensor | None,
-) -> tuple[list[Any], dict[str, int]]:
-    """The kernels' arguments from `slots` to `newer_h`, and constants."""
+) -> tuple[list[Any], list[Any], dict[str, int]]:
+    """The kernels' arguments from `slots` to `stop_7`, those of `newer`, and its constants."""
     (_, heads, slots), length = positions.shape, 0 if newer is None else newer.shape[-1]
     ends = [end for span in pins.spans for end in span]
     ends += [0] * (2 * MOST_SPANS - len(ends))
     where: list[Any] = [slots, positions.stride(1), heads, *scores.stride(), pins.sinks]
     where += [pins.recents, *told(pins.seen, positions.device), len(pins.spans), *ends]
-    where += [newer, *((0, 0) if newer is None else newer.stride()[:2])]
-    return where, {"NEWER": length, "NEWER_PAD": power_of_two(length)}
+    newer_at: list[Any] = [newer, *((0, 0) if newer is None else newer.stride()[:2])]
+    return where, newer_at, {"NEWER": length, "NEWER_PAD": power_of_two(length)}
 
 
 def _moved(
-    positions: Tensor, shift: Tensor | None, buffers: Sequence[Tensor]
+    buffers: Sequence[Tensor], positions: Tensor, shift: Tensor | None = None
 ) -> tuple[list[Any], list[Any], dict[str, int]]:
-    """Buffers [B, K, n, D], others [B, K, n] and None, as integers: only bits are moved; sizes."""
+    """Buffers [B, K, n, D]; others [B, K, n] but those named, and None; sizes.
+
+    As integers: only bits are moved.
+    """
     capacity = positions.stride(1)
     apart = {positions.data_ptr(), None if shift is None else shift.data_ptr()}
     found = [bits(x) for x in buffers if x.data_ptr() not in apart]

@@ -14,7 +14,7 @@ PINNED = tl.constexpr(0x7F800000)  # +inf, as `_ordered` has it
 
 _PINS = ["slots", "capacity", "heads", "score_b", "score_h", "sinks", "recents", "seen", "spans"]
 _PINS += [f"{end}_{i}" for i in range(8) for end in ("start", "stop")]
-_NARROW = ["positions", "shift", "side_0", "side_1", "side_2", "side_3"]
+_NARROW = ["positions", "shift", *(f"side_{i}" for i in range(5))]
 _NEWER = ["newer", "newer_b", "newer_h"]
 
 
@@ -62,7 +62,7 @@ def evict_one(
     shift,  # or None
     keys,  # [..., SIZE] integers
     values,
-    side_0, side_1, side_2, side_3,  # integers, or None
+    side_0, side_1, side_2, side_3, side_4,  # integers, or None
     slots,  # n
     capacity,
     heads,  # K
@@ -102,6 +102,8 @@ def evict_one(
         x_2 = tl.load(side_2 + last)
     if side_3 is not None:
         x_3 = tl.load(side_3 + last)
+    if side_4 is not None:
+        x_4 = tl.load(side_4 + last)
     scores += row // heads * score_b + row % heads * score_h
     least = tl.full([BLOCK], 0x7FFFFFFFFFFFFFFF, tl.int64)
     for begin in range(0, slots, BLOCK):
@@ -138,6 +140,8 @@ def evict_one(
         tl.store(side_2 + at, x_2)
     if side_3 is not None:
         tl.store(side_3 + at, x_3)
+    if side_4 is not None:
+        tl.store(side_4 + at, x_4)
 
 
 @triton.jit
@@ -176,13 +180,61 @@ def _running(x, BLOCK: tl.constexpr):
     return tl.reshape(tl.cumsum(x, 1) + before[:, None], [BLOCK])
 
 
-@triton.jit(do_not_specialize=[*_PINS, *_NEWER, "positions", "count"])
+@triton.jit
+def _lowest(x, count, BLOCK: tl.constexpr):
+    """Which of x [BLOCK] are its `count` lowest, of equal ones the first; how many are before."""
+    bound, below = _bound(x, count)
+    lower, equal, room = x < bound, x == bound, count - below
+    both = _running(lower.to(tl.int32) + (equal.to(tl.int32) << 16), BLOCK)
+    lowers, equals = both & 0xFFFF, both >> 16
+    found = lower | (equal & (equals <= room))
+    return found, lowers + tl.minimum(equals, room) - found.to(tl.int32)
+
+
+@triton.jit(do_not_specialize=[*_PINS, "positions", "count"])
+def nominate_slots(
+    scores,  # [B, K, n]
+    positions,  # slot 0 of row 0, the next row `capacity` slots behind
+    worths,  # [B·K, parts, count] int32
+    nominees,  # [B·K, parts, count] int32: their slots, ascending
+    slots, capacity, heads, score_b, score_h, score_n,
+    sinks, recents, seen, clock, spans,
+    start_0, stop_0, start_1, stop_1, start_2, stop_2, start_3, stop_3,
+    start_4, stop_4, start_5, stop_5, start_6, stop_6, start_7, stop_7,
+    count,
+    COUNT_PAD: tl.constexpr,
+    BLOCK: tl.constexpr,  # slots of a part, at least `count`
+):  # fmt: skip
+    """A part of a row: `count` slots of least worth, pinned ones where there are no others."""
+    part, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    slot = part * BLOCK + tl.arange(0, BLOCK)
+    worth = _worth(
+        scores + row // heads * score_b + row % heads * score_h,
+        positions + row * capacity, slot, slots, score_n, sinks, recents, seen, clock, spans,
+        start_0, stop_0, start_1, stop_1, start_2, stop_2, start_3, stop_3,
+        start_4, stop_4, start_5, stop_5, start_6, stop_6, start_7, stop_7,
+    )  # fmt: skip
+    x = _ordered(worth)
+    found, before = _lowest(x, count, BLOCK)
+    first = (row * tl.num_programs(0) + part) * count
+    tl.store(worths + first + before, x, found)
+    tl.store(nominees + first + before, slot, found)
+    i = tl.arange(0, COUNT_PAD)
+    none = (i < count) & (i >= tl.sum(found.to(tl.int32), 0))
+    tl.store(worths + first + i, PINNED, none)
+    tl.store(nominees + first + i, 0, none)
+
+
+@triton.jit(do_not_specialize=[*_PINS, *_NEWER, "positions", "count", "nominated"])
 def choose_slots(
     scores,  # [B, K, n]
     positions,  # slot 0 of row 0, the next row `capacity` slots behind
     evicted,  # [B·K, count] int32
     ages,  # [B·K, count] int32: their positions
-    targets,  # [B·K, n] int32: where a slot goes, -1: nowhere
+    targets,  # [B·K, count] int32: where the last slots go, -1: nowhere
+    worths,  # [B·K, nominated] int32, or None: all slots are
+    nominees,  # [B·K, nominated] int32, ascending slots, or None
+    nominated,
     slots, capacity, heads, score_b, score_h, score_n,
     sinks, recents, seen, clock, spans,
     start_0, stop_0, start_1, stop_1, start_2, stop_2, start_3, stop_3,
@@ -192,7 +244,8 @@ def choose_slots(
     count,
     NEWER: tl.constexpr,
     NEWER_PAD: tl.constexpr,
-    BLOCK: tl.constexpr,  # all of a row's slots, at least 32
+    COUNT_PAD: tl.constexpr,
+    BLOCK: tl.constexpr,  # of all that a row nominates, at least 32
 ):  # fmt: skip
     """A whole row: its `count` slots of least worth, and which of the last fill their places."""
     row = tl.program_id(0).to(tl.int64)
@@ -200,81 +253,91 @@ def choose_slots(
         _grow(newer, row // heads, row % heads, newer_b, newer_h, count, NEWER, NEWER_PAD)
     positions += row * capacity
     evicted += row * count
-    slot = tl.arange(0, BLOCK)
-    held = slot < slots
-    position = tl.load(positions + slot, held, 0)
-    worth = _worth(
-        scores + row // heads * score_b + row % heads * score_h,
-        positions, slot, slots, score_n, sinks, recents, seen, clock, spans,
-        start_0, stop_0, start_1, stop_1, start_2, stop_2, start_3, stop_3,
-        start_4, stop_4, start_5, stop_5, start_6, stop_6, start_7, stop_7,
-    )  # fmt: skip
-    x = _ordered(worth)
-    bound, below = _bound(x, count)
-    lower, equal, room = x < bound, x == bound, count - below
-    both = _running(lower.to(tl.int32) + (equal.to(tl.int32) << 16), BLOCK)
-    lowers, equals = both & 0xFFFF, both >> 16
-    gone = lower | (equal & (equals <= room))  # of equal ones the first
-    before = lowers + tl.minimum(equals, room) - gone.to(tl.int32)
+    targets += row * count
+    i, kept = tl.arange(0, COUNT_PAD), slots - count
+    tl.store(targets + i, 0, i < count)
+    if worths is not None:
+        nominee = tl.arange(0, BLOCK)
+        there = nominee < nominated
+        x = tl.load(worths + row * nominated + nominee, there, PINNED)
+        slot = tl.load(nominees + row * nominated + nominee, there, 0)
+    else:
+        slot = tl.arange(0, BLOCK)
+        worth = _worth(
+            scores + row // heads * score_b + row % heads * score_h,
+            positions, slot, slots, score_n, sinks, recents, seen, clock, spans,
+            start_0, stop_0, start_1, stop_1, start_2, stop_2, start_3, stop_3,
+            start_4, stop_4, start_5, stop_5, start_6, stop_6, start_7, stop_7,
+        )  # fmt: skip
+        x = _ordered(worth)
+    gone, before = _lowest(x, count, BLOCK)
     tl.store(evicted + before, slot, gone)
-    tl.store(ages + row * count + before, position, gone)
-    kept = slots - count
-    holes = tl.sum((gone & (slot < kept)).to(tl.int32), 0)
-    tl.debug_barrier()  # holes are written, in their order
-    moves = held & (slot >= kept) & (gone == 0)
-    rank = slot - kept - (before - holes)
-    target = tl.where(moves, tl.load(evicted + rank, moves, 0), slot)
-    tl.store(targets + row * slots + slot, tl.where(gone, -1, target), held)
+    tl.store(ages + row * count + before, tl.load(positions + slot, gone, 0), gone)
+    tl.debug_barrier()  # all targets are 0
+    tl.store(targets + slot - kept, -1, gone & (slot >= kept))
+    tl.debug_barrier()  # holes are written, in their order, and who goes
+    stays = tl.load(targets + i, i < count, -1) == 0
+    rank = tl.cumsum(stays.to(tl.int32), 0) - 1
+    target = tl.load(evicted + rank, stays, -1)
+    tl.debug_barrier()  # all targets are read
+    tl.store(targets + i, target, i < count)
 
 
-@triton.jit(do_not_specialize=[*_NARROW, "slots", "capacity", "count", "first"])
+@triton.jit(do_not_specialize=["positions", "shift", "slots", "capacity", "count"])
+def shift_slots(
+    ages,  # [B·K, count] int32: positions of slots that go
+    positions,  # this and `shift`: slot 0 of row 0, the next row `capacity` slots behind
+    shift,
+    slots, capacity, count,
+    COUNT_PAD: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Some of a row's slots: each moves down by as many as go and are older."""
+    row = tl.program_id(1).to(tl.int64)
+    slot = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    held = slot < slots
+    at = row * capacity + slot
+    i = tl.arange(0, COUNT_PAD)
+    age = tl.load(ages + row * count + i, i < count, 0x7FFFFFFF)
+    position = tl.load(positions + at, held, 0)
+    older = tl.sum((age[None, :] < position[:, None]).to(tl.int32), 1)
+    tl.store(shift + at, tl.load(shift + at, held, 0) + older, held)
+
+
+@triton.jit(do_not_specialize=[*_NARROW, "slots", "capacity", "count"])
 def move_slots(
-    ages,  # [B·K, count] int32
-    targets,  # [B·K, n] int32
+    targets,  # [B·K, count] int32: where the last slots go, -1: nowhere
     positions,  # this and the others: slot 0 of row 0, the next row `capacity` slots behind
-    shift,  # or None
     keys,  # [..., SIZE] integers
     values,
-    side_0, side_1, side_2, side_3,  # integers, or None
+    side_0, side_1, side_2, side_3, side_4,  # integers, or None
     slots, capacity, count,
-    first,  # slot of the first program
-    COUNT_PAD: tl.constexpr,
     SIZE: tl.constexpr,
     SIZE_PAD: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Some of a row's slots: shift them, and move those behind all that stay into holes.
-
-    What is written are holes, and what else a program has read itself.
-    """
+    """Some of a row's last slots, into holes before all that stay."""
     row = tl.program_id(1).to(tl.int64)
-    slot = first + tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    held, last = slot < slots, slot >= slots - count
-    source = row * capacity + slot
-    target = tl.load(targets + row * slots + slot, held, -1)
-    moves = held & last & (target >= 0)
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    target = tl.load(targets + row * count + i, i < count, -1)
+    moves = target >= 0
+    source = row * capacity + slots - count + i
     to = row * capacity + tl.where(moves, target, 0)
-    position = tl.load(positions + source, held, 0)
-    if shift is not None:
-        i = tl.arange(0, COUNT_PAD)
-        age = tl.load(ages + row * count + i, i < count, 0x7FFFFFFF)
-        older = tl.sum((age[None, :] < position[:, None]).to(tl.int32), 1)
-        shifted = tl.load(shift + source, held, 0) + older
-        tl.store(shift + source, shifted, held & (last | (target >= 0)))
-        tl.store(shift + to, shifted, moves)
-    if tl.max(moves.to(tl.int32), 0) > 0:
-        d = tl.arange(0, SIZE_PAD)[None, :]
-        inside = moves[:, None] & (d < SIZE)
-        key = tl.load(keys + source[:, None] * SIZE + d, inside)
-        value = tl.load(values + source[:, None] * SIZE + d, inside)
-        tl.store(keys + to[:, None] * SIZE + d, key, inside)
-        tl.store(values + to[:, None] * SIZE + d, value, inside)
-        tl.store(positions + to, position, moves)
-        if side_0 is not None:
-            tl.store(side_0 + to, tl.load(side_0 + source, moves), moves)
-        if side_1 is not None:
-            tl.store(side_1 + to, tl.load(side_1 + source, moves), moves)
-        if side_2 is not None:
-            tl.store(side_2 + to, tl.load(side_2 + source, moves), moves)
-        if side_3 is not None:
-            tl.store(side_3 + to, tl.load(side_3 + source, moves), moves)
+    d = tl.arange(0, SIZE_PAD)[None, :]
+    inside = (i < count)[:, None] & (d < SIZE)  # read before it is known who moves
+    key = tl.load(keys + source[:, None] * SIZE + d, inside)
+    value = tl.load(values + source[:, None] * SIZE + d, inside)
+    inside = moves[:, None] & (d < SIZE)
+    tl.store(keys + to[:, None] * SIZE + d, key, inside)
+    tl.store(values + to[:, None] * SIZE + d, value, inside)
+    tl.store(positions + to, tl.load(positions + source, moves), moves)
+    if side_0 is not None:
+        tl.store(side_0 + to, tl.load(side_0 + source, moves), moves)
+    if side_1 is not None:
+        tl.store(side_1 + to, tl.load(side_1 + source, moves), moves)
+    if side_2 is not None:
+        tl.store(side_2 + to, tl.load(side_2 + source, moves), moves)
+    if side_3 is not None:
+        tl.store(side_3 + to, tl.load(side_3 + source, moves), moves)
+    if side_4 is not None:
+        tl.store(side_4 + to, tl.load(side_4 + source, moves), moves)

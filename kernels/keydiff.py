@@ -53,23 +53,26 @@ def _sum(k_ptr, sum_ptr, k_b, k_h, k_n, K, n, chunk, D: tl.constexpr, DP: tl.con
 
 @triton.jit(do_not_specialize=["n", "chunk", "parts"])
 def _cosine(k_ptr, sum_ptr, out_ptr, k_b, k_h, k_n, K, n, chunk, parts, D: tl.constexpr,
-            DP: tl.constexpr, N: tl.constexpr, PARTS: tl.constexpr):  # fmt: skip
+            DP: tl.constexpr, N: tl.constexpr, PARTS: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
     """`-cos(k_j, μ)` of one part of a head's slots, `n·μ` being the sum of [B·K, parts, D]."""
     part, row = tl.program_id(0), tl.program_id(1)
     base = k_ptr + (row // K).to(tl.int64) * k_b + (row % K).to(tl.int64) * k_h
+    begin, stop = part * chunk, tl.minimum(part * chunk + chunk, n)
+    tiles = tl.cdiv(stop - begin, N)
+    slots = begin + (tiles - 1) * N + tl.arange(0, N)
+    k = _tile(base, slots, stop, k_n, D, DP)  # under way while the parts are added up
     d, i = tl.arange(0, DP), tl.arange(0, PARTS)
     at = sum_ptr + (row * parts + i)[:, None] * D + d[None, :]
     sums = tl.load(at, mask=(i < parts)[:, None] & (d < D)[None, :], other=0.0)
     anchor = tl.sum(sums, 0) / n
     anchor = anchor / tl.maximum(tl.sqrt(tl.sum(anchor * anchor, 0)), EPSILON)
-    begin, stop = part * chunk, tl.minimum(part * chunk + chunk, n)
-    tiles = tl.cdiv(stop - begin, N)
-    for tile in tl.range(0, tiles, num_stages=4):
-        slots = begin + (tiles - 1 - tile) * N + tl.arange(0, N)
-        k = _tile(base, slots, stop, k_n, D, DP)
+    for _ in tl.range(0, tiles, num_stages=STAGES):
+        before = slots - N
+        ahead = _tile(base, before, tl.where(before < begin, 0, stop), k_n, D, DP)
         along = tl.sum(k * anchor[None, :], 1)
         inverse = tl.rsqrt(tl.maximum(tl.sum(k * k, 1), EPSILON * EPSILON))
         tl.store(out_ptr + row.to(tl.int64) * n + slots, -along * inverse, mask=slots < stop)
+        slots, k = before, ahead
 
 
 @triton.jit(do_not_specialize=["n", "parts"])
@@ -131,24 +134,27 @@ def scores(keys: Tensor, *, unit: bool = False, key_sums: Tensor | None = None) 
     padded = power_of_two(D, 16)
     few = B * K * n <= MOST_FEW
     most = (8192 if few else 16384) // (padded * keys.element_size())
-    tile, warps = max(16, min(128, most)), 4 if few else 8
+    tile = max(16, min(128, most))
     chunk = -(-max(2 * tile, n * B * K // (2 * multiprocessors(keys.device))) // tile) * tile
-    parts = -(-n // chunk)
     out = empty(B, K, n, device=keys.device)
-    view, sizes = (*keys.stride()[:3], K, n, chunk), (D, padded, tile)
-    key = (keys.device, keys.dtype, keys.data_ptr() % 16, view[:4], sizes, warps)
+    strides, sizes = (*keys.stride()[:3], K, n), (D, padded, tile)
+    key = (keys.device, keys.dtype, keys.data_ptr() % 16, strides[:4], sizes, few)
     if key_sums is None:
+        parts = -(-n // chunk)
         key_sums = empty(B, K, parts, D, device=keys.device)
         launch(
             _sum, (parts, B * K, 1), (key, unit),
-            (keys, key_sums, *view, *sizes, unit), num_warps=4,
+            (keys, key_sums, *strides, chunk, *sizes, unit), num_warps=4,
         )  # fmt: skip
     assert key_sums.dtype == torch.float32
     assert key_sums.is_contiguous()
     added = key_sums.shape[2]
-    most = power_of_two(added)
+    most, stages = power_of_two(added), 4
+    if few:
+        chunk, stages = 4 * tile, 1
     launch(
-        _cosine, (parts, B * K, 1), (key, most, key_sums.data_ptr() % 16),
-        (keys, key_sums, out, *view, added, *sizes, most), num_warps=warps,
+        _cosine, (-(-n // chunk), B * K, 1), (key, most, key_sums.data_ptr() % 16),
+        (keys, key_sums, out, *strides, chunk, added, *sizes, most, stages),
+        num_warps=4 if few else 8,
     )  # fmt: skip
     return out

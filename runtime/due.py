@@ -49,13 +49,14 @@ class Due:
 
     def choose(self, scores: Tensor) -> None:
         """Say which go, more than one of each head; they stay until `settle`."""
-        positions = self.seen.positions
-        self._choice = evict.choose(scores, positions, self.count, self._pins, self.newer)
+        self._choice = evict.choose(
+            scores, self.seen.positions, self.count, self._pins, self.shift, self.newer
+        )
 
     def settle(self) -> None:
         """Give up what was chosen."""
         assert self._choice is not None, "choose first"
-        evict.move(self._choice, self.seen.positions, self.shift, self.segment.buffers())
+        evict.move(self._choice, self.seen.positions, self.segment.buffers())
         self.segment.held -= self.count
 
     def give_up(self) -> None:

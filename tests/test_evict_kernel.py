@@ -289,14 +289,18 @@ def test_shifts_of_newer_tokens_grow(count, length):
 
 
 def test_what_is_chosen_stays_until_it_is_moved():
-    """Though positions and shifts are read while others still look at the slots."""
+    """While others still look at the slots; only shifts grow."""
     case = Case(97, 31, batch=2, heads=3, size=24, spare=5, side=("shift", "a"))
     slots, before = Slots(case), Slots(case)
+    assert slots.shift is not None
+    assert before.shift is not None
     choice = evict.choose(
-        slots.scores, slots.segment.positions, case.count, evict.Pins(**slots.pins)
+        slots.scores, slots.segment.positions, case.count, evict.Pins(**slots.pins), slots.shift
     )
+    assert not same(slots, before)
+    before.shift.copy_(slots.shift)
     assert same(slots, before)
-    evict.move(choice, slots.segment.positions, slots.shift, slots.buffers)
+    evict.move(choice, slots.segment.positions, slots.buffers)
     assert same(slots, after(case, 0, before.expected()))
 
 
