@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from typing import NamedTuple
 
 import torch
@@ -22,6 +22,7 @@ from kvcap.kernels.device import DTYPES, able, multiprocessors, overlapping, pow
 MOST_TOKENS = 16  # of a block whose keys are wider than 256 bytes
 MOST_ROWS = 64  # query rows of a KV head that a program attends
 MOST_SIZE = 256
+MERGED = 9  # blocks that could be read while a part is written and merged
 LOG2_E = math.log2(math.e)
 
 
@@ -145,7 +146,8 @@ def _attend(
     rows_pad, size_pad = min(MOST_ROWS, power_of_two(count, 16)), power_of_two(size, 16)
     tiles = -(-count // rows_pad)
     tile = tile_of(size * query.element_size())
-    blocks = blocks_in_part(-(-longest // tile.block), slots * tiles, tile, query.device)
+    blocks = -(-longest // tile.block)
+    blocks = blocks_in_part(blocks, tiles * slots / max(1, longest), tile, query.device)
     chunk = tile.block * blocks
     parts = -(-longest // chunk)
     whole = parts == 1 and lengths is None
@@ -233,12 +235,25 @@ def tile_of(row_bytes: int) -> Tile:
     return Tile(32, 2, 4, 2) if row_bytes > 256 else Tile(64, 3, 4, 2)
 
 
-def blocks_in_part(blocks: int, slots: int, tile: Tile, device: torch.device) -> int:
-    """How many of a row's blocks make a part, for all rows' parts to fill the device once.
+def blocks_in_part(blocks: int, tiles: float, tile: Tile, device: torch.device) -> int:
+    """How many blocks of slots a program reads: such that all programs are done the soonest.
 
-    A program more than run at once would take as long as all of them.
+    Args:
+        blocks: that a tile of query rows reads.
+        tiles: of all rows, of which some may read less.
+        tile: how slots are read.
+        device: with so many multiprocessors.
     """
-    share = slots / (tile.block * tile.programs * multiprocessors(device))
-    parts = max(1, int(blocks / max(share, 1)))
-    # Rather slightly more parts than much longer ones.
-    return max(1, math.ceil(blocks / parts - 0.25))
+    return _soonest(max(1, blocks), tiles, tile.programs * multiprocessors(device))
+
+
+@lru_cache(maxsize=4096)
+def _soonest(blocks: int, tiles: float, at_once: int) -> int:
+    """As above; programs run in rounds, each as long as one of them takes, be it full or not."""
+
+    def takes(parts: int) -> int:
+        rounds = math.ceil(tiles * parts / at_once)
+        return rounds * (-(-blocks // parts) + (MERGED if parts > 1 else 0))
+
+    most = min(blocks, max(1, int(4 * at_once / tiles)))
+    return -(-blocks // min(range(1, most + 1), key=takes))

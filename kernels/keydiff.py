@@ -24,14 +24,14 @@ EPSILON = tl.constexpr(1e-8)  # of torch's cosine_similarity
 
 
 @triton.jit
-def _tile(base, slots, stop, stride, D: tl.constexpr, DP: tl.constexpr):
-    """Keys of `slots` below `stop` in float32, [N, DP]."""
+def _tile(base, slots, begin, stop, stride, D: tl.constexpr, DP: tl.constexpr):
+    """Keys of `slots` from `begin` to `stop` in float32, [N, DP]."""
     d = tl.arange(0, DP)
     at = base + slots.to(tl.int64)[:, None] * stride + d[None, :]
+    there = ((slots >= begin) & (slots < stop))[:, None]
     if DP == D:
-        return tl.load(at, mask=(slots < stop)[:, None], other=0.0).to(tl.float32)
-    mask = (slots < stop)[:, None] & (d < D)[None, :]
-    return tl.load(at, mask=mask, other=0.0).to(tl.float32)
+        return tl.load(at, mask=there, other=0.0).to(tl.float32)
+    return tl.load(at, mask=there & (d < D)[None, :], other=0.0).to(tl.float32)
 
 
 @triton.jit(do_not_specialize=["n", "chunk"])
@@ -43,7 +43,7 @@ def _sum(k_ptr, sum_ptr, k_b, k_h, k_n, K, n, chunk, D: tl.constexpr, DP: tl.con
     total = tl.full([N, DP], 0.0, tl.float32)
     stop = tl.minimum(part * chunk + chunk, n)
     for start in tl.range(part * chunk, stop, N, num_stages=3):
-        k = _tile(base, start + tl.arange(0, N), stop, k_n, D, DP)
+        k = _tile(base, start + tl.arange(0, N), start, stop, k_n, D, DP)
         if UNIT:
             k = k / tl.maximum(tl.sqrt(tl.sum(k * k, 1)), 1e-12)[:, None]
         total += k
@@ -53,14 +53,15 @@ def _sum(k_ptr, sum_ptr, k_b, k_h, k_n, K, n, chunk, D: tl.constexpr, DP: tl.con
 
 @triton.jit(do_not_specialize=["n", "chunk", "parts"])
 def _cosine(k_ptr, sum_ptr, out_ptr, k_b, k_h, k_n, K, n, chunk, parts, D: tl.constexpr,
-            DP: tl.constexpr, N: tl.constexpr, PARTS: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
+            DP: tl.constexpr, N: tl.constexpr, PARTS: tl.constexpr,
+            STAGES: tl.constexpr):  # fmt: skip
     """`-cos(k_j, μ)` of one part of a head's slots, `n·μ` being the sum of [B·K, parts, D]."""
     part, row = tl.program_id(0), tl.program_id(1)
     base = k_ptr + (row // K).to(tl.int64) * k_b + (row % K).to(tl.int64) * k_h
     begin, stop = part * chunk, tl.minimum(part * chunk + chunk, n)
     tiles = tl.cdiv(stop - begin, N)
     slots = begin + (tiles - 1) * N + tl.arange(0, N)
-    k = _tile(base, slots, stop, k_n, D, DP)  # under way while the parts are added up
+    k = _tile(base, slots, begin, stop, k_n, D, DP)  # under way while the parts are added up
     d, i = tl.arange(0, DP), tl.arange(0, PARTS)
     at = sum_ptr + (row * parts + i)[:, None] * D + d[None, :]
     sums = tl.load(at, mask=(i < parts)[:, None] & (d < D)[None, :], other=0.0)
@@ -68,7 +69,7 @@ def _cosine(k_ptr, sum_ptr, out_ptr, k_b, k_h, k_n, K, n, chunk, parts, D: tl.co
     anchor = anchor / tl.maximum(tl.sqrt(tl.sum(anchor * anchor, 0)), EPSILON)
     for _ in tl.range(0, tiles, num_stages=STAGES):
         before = slots - N
-        ahead = _tile(base, before, tl.where(before < begin, 0, stop), k_n, D, DP)
+        ahead = _tile(base, before, begin, stop, k_n, D, DP)
         along = tl.sum(k * anchor[None, :], 1)
         inverse = tl.rsqrt(tl.maximum(tl.sum(k * k, 1), EPSILON * EPSILON))
         tl.store(out_ptr + row.to(tl.int64) * n + slots, -along * inverse, mask=slots < stop)

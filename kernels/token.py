@@ -80,7 +80,7 @@ def attend(
     sides = [bits(x) for x in buffers[3:]]
     spare = [None] * (append.MOST_SIDE - len(sides))
     tile = decode.tile_of(size * query.element_size())
-    blocks = decode.blocks_in_part(-(-slots // tile.block), rows * slots, tile, query.device)
+    blocks = decode.blocks_in_part(-(-slots // tile.block), rows, tile, query.device)
     chunk = tile.block * blocks
     parts = 1 + -(-slots // chunk)
     new = partial(torch.empty, device=query.device)

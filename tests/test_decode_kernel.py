@@ -188,6 +188,24 @@ def test_heads_that_hold_unequally_many_slots(dtype, tokens):
             check(head, inputs)
 
 
+@pytest.mark.parametrize(
+    ("blocks", "tiles", "expected"),
+    [
+        (33, 8, 1),  # a program for each block
+        (130, 48, 26),  # five parts of a tile fit at once, six do not
+        (40, 192, 40),  # whole tiles: they are all under way, and nothing is merged
+        (136, 192, 34),  # three full rounds instead of one in which half have two programs' time
+        (144, 384, 72),
+        (1, 3000, 1),
+        (0, 8, 1),
+    ],
+)
+def test_parts_are_such_that_all_are_done_the_soonest(blocks, tiles, expected, monkeypatch):
+    monkeypatch.setattr(decode, "multiprocessors", lambda device: 132)
+    device = torch.device(DEVICE)
+    assert decode.blocks_in_part(blocks, tiles, decode.tile_of(256), device) == expected
+
+
 def test_a_length_can_be_an_int():
     inputs = Inputs(Case(2, 1, 2, 1, 90, 64), torch.float32)
     pool = Inputs(Case(2, 1, 2, 1, 120, 64), torch.float32, seed=1)

@@ -12,7 +12,7 @@ from torch import Tensor
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 tl = pytest.importorskip("triton.language", reason="needs triton")
 
-from kvcap.kernels import evict  # noqa: E402
+from kvcap.kernels import evict, evict_triton  # noqa: E402
 from kvcap.policies import Eviction, Observation  # noqa: E402
 from kvcap.policies.keydiff import KeyDiff  # noqa: E402
 from kvcap.runtime.slot_pool import Segment, SlotPool  # noqa: E402
@@ -189,6 +189,35 @@ def test_the_lowest_are_given_up_as_by_eager_code(case, clock):
         assert same(slots, after(case, seed, expected))
         runs.append(slots)
     assert same(*runs[1:])
+
+
+class Noted:
+    """A kernel, and how often it is launched."""
+
+    def __init__(self, kernel) -> None:
+        self.kernel, self.launches = kernel, 0
+
+    def __getitem__(self, grid):
+        self.launches += 1
+        return self.kernel[grid]
+
+
+NOMINATING = (
+    Case(40, 8, start=1, spare=7, sinks=50, recents=150, spans=((300, 400),)),
+    Case(531, 20, heads=1, wild=True, spans=tuple((i, i + 30) for i in range(0, 800, 100))),
+    Case(700, 9, batch=2, heads=1, sinks=450, recents=450),  # most parts have fewer to give
+    Case(897, 50, spare=3, wild=True, side=()),  # of the last part there is one slot
+)
+
+
+@pytest.mark.parametrize("case", NOMINATING, ids=str)
+def test_parts_of_long_rows_nominate_slots(case, monkeypatch):
+    noted = Noted(evict_triton.nominate_slots)
+    monkeypatch.setattr(evict_triton, "nominate_slots", noted)
+    monkeypatch.setattr(evict, "MOST_ALONE", 32)
+    monkeypatch.setattr(evict, "PART", 32)
+    test_the_lowest_are_given_up_as_by_eager_code(case, clock=True)
+    assert noted.launches == 3
 
 
 @pytest.mark.parametrize("held", [*range(2, 40, 5), 300])
