@@ -4,18 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from interpreted import DEVICE, pytestmark  # noqa: F401
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-tl = pytest.importorskip("triton.language", reason="needs triton")
+from kvcap import kernels
+from kvcap.kernels import append
+from kvcap.runtime.slot_pool import Segment, SlotPool
 
-from kvcap import kernels  # noqa: E402
-from kvcap.kernels import append  # noqa: E402
-from kvcap.runtime.slot_pool import Segment, SlotPool  # noqa: E402
-
-pytestmark = pytest.mark.skipif(
-    DEVICE == "cpu" and type(tl.sum).__name__ == "JITFunction",
-    reason="triton was imported before TRITON_INTERPRET=1 was set",
-)
 SIDE = {"shift": torch.int32, "a": torch.float32, "b": torch.bool, "c": torch.float16}
 
 

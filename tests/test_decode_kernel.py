@@ -6,18 +6,12 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from interpreted import DEVICE, pytestmark  # noqa: F401
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-tl = pytest.importorskip("triton.language", reason="needs triton")
+from kvcap.kernels import decode
 
-from kvcap.kernels import decode  # noqa: E402
-
-pytestmark = pytest.mark.skipif(
-    DEVICE == "cpu" and type(tl.sum).__name__ == "JITFunction",
-    reason="triton was imported before TRITON_INTERPRET=1 was set",
-)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 

@@ -7,20 +7,14 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
+from interpreted import DEVICE, pytestmark  # noqa: F401
 from torch import Tensor
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-tl = pytest.importorskip("triton.language", reason="needs triton")
+from kvcap.kernels import evict, evict_triton
+from kvcap.policies import Eviction, Observation
+from kvcap.policies.keydiff import KeyDiff
+from kvcap.runtime.slot_pool import Segment, SlotPool
 
-from kvcap.kernels import evict, evict_triton  # noqa: E402
-from kvcap.policies import Eviction, Observation  # noqa: E402
-from kvcap.policies.keydiff import KeyDiff  # noqa: E402
-from kvcap.runtime.slot_pool import Segment, SlotPool  # noqa: E402
-
-pytestmark = pytest.mark.skipif(
-    DEVICE == "cpu" and type(tl.sum).__name__ == "JITFunction",
-    reason="triton was imported before TRITON_INTERPRET=1 was set",
-)
 SIDE = {"shift": torch.int32, "a": torch.float32, "b": torch.bool, "c": torch.float16}
 SEEN = 1000  # tokens; positions lie below
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
+from interpreted import DEVICE, pytestmark  # noqa: F401
 from torch import Tensor
 
 from kvcap import kernels
@@ -28,11 +29,9 @@ from kvcap.policies.saliencies.obcache import OBCache
 from kvcap.policies.snapkv import SnapKV
 from kvcap.policies.tova import TOVA
 
-pytest.importorskip("triton", reason="without triton scores run eagerly")
 keydiff = importlib.import_module("kvcap.kernels.keydiff")
 launch = importlib.import_module("kvcap.kernels.launch")
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 
 

@@ -10,6 +10,7 @@ from functools import partial
 import pytest
 import torch
 from conftest import small_policy, tiny_model
+from interpreted import DEVICE, pytestmark  # noqa: F401
 from torch import nn
 
 import kvcap
@@ -21,12 +22,6 @@ from kvcap.runtime.forward_pass import Pass
 from kvcap.runtime.loop import BlockLoop
 from kvcap.runtime.tuning import Tuning
 
-tl = pytest.importorskip("triton.language", reason="needs triton")
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-pytestmark = pytest.mark.skipif(
-    DEVICE == "cpu" and type(tl.sum).__name__ == "JITFunction",
-    reason="triton was imported before TRITON_INTERPRET=1 was set",
-)
 POLICIES = ("keydiff-window", "dropkv", "h2o", "obcache", "pyramidkv", "headkv")
 
 

@@ -7,17 +7,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from interpreted import DEVICE, pytestmark  # noqa: F401
 from torch.nn.functional import linear, rms_norm, silu
 
-tl = pytest.importorskip("triton.language", reason="needs triton")
-
-from kvcap.kernels.linear import covers, matvec  # noqa: E402
-
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-pytestmark = pytest.mark.skipif(
-    DEVICE == "cpu" and type(tl.sum).__name__ == "JITFunction",
-    reason="triton was imported before TRITON_INTERPRET=1 was set",
-)
+from kvcap.kernels.linear import covers, matvec
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -6,22 +6,16 @@ from dataclasses import replace
 
 import pytest
 import torch
+from interpreted import DEVICE, pytestmark  # noqa: F401
 from torch import Tensor
 
-tl = pytest.importorskip("triton.language", reason="needs triton")
+from kvcap import kernels
+from kvcap.kernels import pool
+from kvcap.policies import Observation, Policy
+from kvcap.policies.base import pool_in_time
+from kvcap.policies.dropkv import DropKV
+from kvcap.policies.snapkv import SnapKV
 
-from kvcap import kernels  # noqa: E402
-from kvcap.kernels import pool  # noqa: E402
-from kvcap.policies import Observation, Policy  # noqa: E402
-from kvcap.policies.base import pool_in_time  # noqa: E402
-from kvcap.policies.dropkv import DropKV  # noqa: E402
-from kvcap.policies.snapkv import SnapKV  # noqa: E402
-
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-pytestmark = pytest.mark.skipif(
-    DEVICE == "cpu" and type(tl.sum).__name__ == "JITFunction",
-    reason="triton was imported before TRITON_INTERPRET=1 was set",
-)
 ODD = torch.tensor([float("nan"), float("inf"), float("-inf"), 0.0, -0.0, 3e38, 1e-40])
 
 

@@ -4,21 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
+from interpreted import DEVICE, pytestmark  # noqa: F401
 from torch import Tensor
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-tl = pytest.importorskip("triton.language", reason="needs triton")
+from kvcap import kernels
+from kvcap.kernels import ring as kernel
+from kvcap.runtime.query_ring import QueryRing
+from kvcap.runtime.rope import Rotation
+from kvcap.runtime.slot_pool import Segment, SlotPool
 
-from kvcap import kernels  # noqa: E402
-from kvcap.kernels import ring as kernel  # noqa: E402
-from kvcap.runtime.query_ring import QueryRing  # noqa: E402
-from kvcap.runtime.rope import Rotation  # noqa: E402
-from kvcap.runtime.slot_pool import Segment, SlotPool  # noqa: E402
-
-pytestmark = pytest.mark.skipif(
-    DEVICE == "cpu" and type(tl.sum).__name__ == "JITFunction",
-    reason="triton was imported before TRITON_INTERPRET=1 was set",
-)
 AROUND = 64  # elements of poison before and after what the kernel may write
 POISON = {True: float("nan"), False: -(2**31)}
 

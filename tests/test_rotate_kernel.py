@@ -4,18 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from interpreted import DEVICE, pytestmark  # noqa: F401
 
+from kvcap.kernels.rotate import rotate_back
 from kvcap.runtime.rope import Rotation, rotate_back_eagerly, table_dtype
 
-tl = pytest.importorskip("triton.language", reason="needs triton")
-
-from kvcap.kernels.rotate import rotate_back  # noqa: E402
-
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-pytestmark = pytest.mark.skipif(
-    DEVICE == "cpu" and type(tl.sum).__name__ == "JITFunction",
-    reason="triton was imported before TRITON_INTERPRET=1 was set",
-)
 SPAN = 300
 
 

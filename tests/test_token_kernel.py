@@ -6,19 +6,13 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
+from interpreted import DEVICE, pytestmark  # noqa: F401
 from torch import Tensor
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-tl = pytest.importorskip("triton.language", reason="needs triton")
+from kvcap.kernels import decode, token
+from kvcap.runtime.rope import Rotation, rotate_back_eagerly, table_dtype
+from kvcap.runtime.slot_pool import Segment, SlotPool
 
-from kvcap.kernels import decode, token  # noqa: E402
-from kvcap.runtime.rope import Rotation, rotate_back_eagerly, table_dtype  # noqa: E402
-from kvcap.runtime.slot_pool import Segment, SlotPool  # noqa: E402
-
-pytestmark = pytest.mark.skipif(
-    DEVICE == "cpu" and type(tl.sum).__name__ == "JITFunction",
-    reason="triton was imported before TRITON_INTERPRET=1 was set",
-)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SPAN, SPARE, TIME = 300, 3, 4711
 

@@ -1,0 +1,73 @@
+"""What tests of kernels share: they run on CUDA where there is one, else in triton's interpreter.
+
+The interpreter reads whatever an address holds, be it in a tensor or not, where a GPU may fail, or
+not, or not always. Here it is watched: what lies in no tensor that a kernel was given is an error.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+tl = pytest.importorskip("triton.language", reason="needs triton")
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+COMPILED = type(tl.sum).__name__ == "JITFunction"
+pytestmark = pytest.mark.skipif(
+    DEVICE == "cpu" and COMPILED, reason="triton was imported before TRITON_INTERPRET=1 was set"
+)
+
+
+class Watch:
+    """Over the memory that the kernel in hand was given."""
+
+    def __init__(self) -> None:
+        self.starts, self.ends = np.zeros(0, np.uint64), np.zeros(0, np.uint64)
+
+    def given(self, values: list[Any]) -> None:
+        """Arguments of a kernel."""
+        storages = [x.untyped_storage() for x in values if isinstance(x, torch.Tensor)]
+        spans = sorted({(s.data_ptr(), s.data_ptr() + s.nbytes()) for s in storages})
+        self.starts, self.ends = np.array(spans or [(0, 0)], np.uint64).T
+
+    def check(self, pointers: Any, mask: Any, what: str) -> None:
+        """That what is read or written, or all that is not masked, lies within."""
+        element = pointers.get_element_ty().primitive_bitwidth // 8 or 1
+        at = pointers.data[np.broadcast_to(mask.data, pointers.data.shape)].astype(np.uint64)
+        if not at.size:
+            return
+        which = np.searchsorted(self.starts, at, side="right").astype(np.int64) - 1
+        inside = (which >= 0) & (at + np.uint64(element) <= self.ends[which])
+        assert inside.all(), f"a kernel {what} {(~inside).sum()} elements that are in no tensor"
+
+
+def _watch() -> None:
+    """Have the interpreter watched from now on."""
+    from triton.runtime import interpreter
+
+    watch, builder = Watch(), interpreter.InterpreterBuilder
+    given = interpreter.GridExecutor._init_args_hst
+    load, store = builder.create_masked_load, builder.create_masked_store
+
+    def noted(self: Any, args: Any, kwargs: Any) -> Any:
+        found = given(self, args, kwargs)
+        watch.given([*found[0], *found[1].values()])
+        return found
+
+    def watched_load(self: Any, pointers: Any, mask: Any, *rest: Any) -> Any:
+        watch.check(pointers, mask, "reads")
+        return load(self, pointers, mask, *rest)
+
+    def watched_store(self: Any, pointers: Any, value: Any, mask: Any, *rest: Any) -> Any:
+        watch.check(pointers, mask, "writes")
+        return store(self, pointers, value, mask, *rest)
+
+    interpreter.GridExecutor._init_args_hst = noted
+    builder.create_masked_load, builder.create_masked_store = watched_load, watched_store
+
+
+if DEVICE == "cpu" and not COMPILED:
+    _watch()
