@@ -127,7 +127,8 @@ def choose(
 
     Shifts grow; nothing moves.
     """
-    from kvcap.kernels.evict_triton import choose_slots, nominate_slots, shift_slots
+    from kvcap.kernels.choose_triton import choose_slots, nominate_slots
+    from kvcap.kernels.evict_triton import shift_slots
 
     batch, heads, slots = positions.shape
     rows, capacity = batch * heads, positions.stride(1)

@@ -10,7 +10,7 @@ import torch
 from interpreted import DEVICE, pytestmark  # noqa: F401
 from torch import Tensor
 
-from kvcap.kernels import evict, evict_triton
+from kvcap.kernels import choose_triton, evict
 from kvcap.policies import Eviction, Observation
 from kvcap.policies.keydiff import KeyDiff
 from kvcap.runtime.slot_pool import Segment, SlotPool
@@ -206,8 +206,8 @@ NOMINATING = (
 
 @pytest.mark.parametrize("case", NOMINATING, ids=str)
 def test_parts_of_long_rows_nominate_slots(case, monkeypatch):
-    noted = Noted(evict_triton.nominate_slots)
-    monkeypatch.setattr(evict_triton, "nominate_slots", noted)
+    noted = Noted(choose_triton.nominate_slots)
+    monkeypatch.setattr(choose_triton, "nominate_slots", noted)
     monkeypatch.setattr(evict, "MOST_ALONE", 32)
     monkeypatch.setattr(evict, "PART", 32)
     test_the_lowest_are_given_up_as_by_eager_code(case, clock=True)

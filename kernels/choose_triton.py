@@ -1,0 +1,192 @@
+# mypy: allow-untyped-calls, disable-error-code="import-untyped, no-untyped-def, untyped-decorator"
+"""Triton functions of `kernels/evict.py`: which slots of a row go, the lowest that nothing pins.
+
+Importing this imports triton; `evict.py` does so when a kernel is first needed. What changes from
+block to block, or from segment to segment, is not specialised: whatever is replayed in a CUDA graph
+has been compiled by the same call outside of one.
+"""
+
+import triton
+import triton.language as tl
+
+HIGHEST = tl.constexpr(3.4028234663852886e38)  # the largest finite float32
+PINNED = tl.constexpr(0x7F800000)  # +inf, as `ordered` has it
+
+PINS = ["slots", "capacity", "heads", "score_b", "score_h", "sinks", "recents", "seen", "spans"]
+PINS += [f"{end}_{i}" for i in range(8) for end in ("start", "stop")]
+NEWER_AT = ["newer", "newer_b", "newer_h"]
+
+
+@triton.jit
+def worth_of(
+    scores, positions, slot, slots, score_n, sinks, recents, seen, clock, spans,
+    start_0, stop_0, start_1, stop_1, start_2, stop_2, start_3, stop_3,
+    start_4, stop_4, start_5, stop_5, start_6, stop_6, start_7, stop_7,
+):  # fmt: skip
+    """Scores of a row's slots, made finite; +inf: pinned, or no slot. float32."""
+    held = slot < slots
+    x = tl.load(scores + slot * score_n, held, 0.0).to(tl.float32)
+    p = tl.load(positions + slot, held, 0)
+    now = tl.where(seen < 0, tl.load(clock, seen < 0, 0), seen)
+    pinned = (slot >= slots) | (p < sinks) | (p >= (now - recents).to(tl.int32))
+    if spans > 0:
+        pinned = pinned | (p >= start_0) & (p < stop_0) | (p >= start_1) & (p < stop_1)
+        pinned = pinned | (p >= start_2) & (p < stop_2) | (p >= start_3) & (p < stop_3)
+        pinned = pinned | (p >= start_4) & (p < stop_4) | (p >= start_5) & (p < stop_5)
+        pinned = pinned | (p >= start_6) & (p < stop_6) | (p >= start_7) & (p < stop_7)
+    x = tl.minimum(tl.maximum(tl.where(x != x, -HIGHEST, x), -HIGHEST), HIGHEST)
+    return tl.where(pinned, float("inf"), x)
+
+
+@triton.jit
+def grow(newer, batch, head, newer_b, newer_h, count, NEWER: tl.constexpr, PAD: tl.constexpr):
+    """Add `count` to the shifts [NEWER] of a head's tokens that are newer than all that go."""
+    i = tl.arange(0, PAD)
+    at = newer + batch * newer_b + head * newer_h + i
+    tl.store(at, tl.load(at, i < NEWER, 0) + count, i < NEWER)
+
+
+@triton.jit
+def ordered(x):
+    """Integers ordered as the floats are. int32."""
+    bits = tl.where(x == 0, 0.0, x).to(tl.int32, bitcast=True)  # -0.0 is no lower than 0.0
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def _bound(x, count):
+    """What the `count` lowest of x [BLOCK] are below, and how many are. int32, int32.
+
+    Where fewer are below, the rest equal it. Anything up to the lowest that stays will do: far
+    fewer steps than bits find it, at most 21.
+    """
+    # Up to `count` are below `low`; more than that, or all that is not pinned, below `high`.
+    low = tl.min(x, 0)
+    high = tl.max(tl.where(x == PINNED, low, x), 0) + 1
+    below = tl.full([], 0, tl.int32)
+    while (below < count) & (low + 1 < high):
+        # A reduction costs more than comparisons: it counts what is below either third. Two int32
+        # can be further apart than an int32 holds.
+        third = ((high.to(tl.int64) - low + 2).to(tl.uint32) // 3).to(tl.int64)
+        one, two = (low + third).to(tl.int32), (low + 2 * third).to(tl.int32)
+        both = tl.sum((x < one).to(tl.int32) + ((x < two).to(tl.int32) << 16), 0)
+        below_one, below_two = both & 0xFFFF, both >> 16
+        high = tl.where(below_one > count, one, tl.where(below_two > count, two, high))
+        low = tl.where(below_two <= count, two, tl.where(below_one <= count, one, low))
+        below = tl.where(
+            below_two <= count, below_two, tl.where(below_one <= count, below_one, below)
+        )
+    return low, below
+
+
+@triton.jit
+def _running(x, BLOCK: tl.constexpr):
+    """Running sums of x [BLOCK]."""
+    # By shares of a warp: a scan of the block has every thread add up all shares before its own.
+    x = tl.reshape(x, [BLOCK // 32, 32])
+    shares = tl.sum(x, 1)
+    before = tl.cumsum(shares, 0) - shares
+    return tl.reshape(tl.cumsum(x, 1) + before[:, None], [BLOCK])
+
+
+@triton.jit
+def _lowest(x, count, BLOCK: tl.constexpr):
+    """Which of x [BLOCK] are its `count` lowest, of equal ones the first; how many are before."""
+    bound, below = _bound(x, count)
+    lower, equal, room = x < bound, x == bound, count - below
+    both = _running(lower.to(tl.int32) + (equal.to(tl.int32) << 16), BLOCK)
+    lowers, equals = both & 0xFFFF, both >> 16
+    found = lower | (equal & (equals <= room))
+    return found, lowers + tl.minimum(equals, room) - found.to(tl.int32)
+
+
+@triton.jit(do_not_specialize=[*PINS, "positions", "count"])
+def nominate_slots(
+    scores,  # [B, K, n]
+    positions,  # slot 0 of row 0, the next row `capacity` slots behind
+    worths,  # [B·K, parts, count] int32
+    nominees,  # [B·K, parts, count] int32: their slots, ascending
+    slots, capacity, heads, score_b, score_h, score_n,
+    sinks, recents, seen, clock, spans,
+    start_0, stop_0, start_1, stop_1, start_2, stop_2, start_3, stop_3,
+    start_4, stop_4, start_5, stop_5, start_6, stop_6, start_7, stop_7,
+    count,
+    COUNT_PAD: tl.constexpr,
+    BLOCK: tl.constexpr,  # slots of a part, at least `count`
+):  # fmt: skip
+    """A part of a row: `count` slots of least worth, pinned ones where there are no others."""
+    part, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    slot = part * BLOCK + tl.arange(0, BLOCK)
+    worth = worth_of(
+        scores + row // heads * score_b + row % heads * score_h,
+        positions + row * capacity, slot, slots, score_n, sinks, recents, seen, clock, spans,
+        start_0, stop_0, start_1, stop_1, start_2, stop_2, start_3, stop_3,
+        start_4, stop_4, start_5, stop_5, start_6, stop_6, start_7, stop_7,
+    )  # fmt: skip
+    x = ordered(worth)
+    found, before = _lowest(x, count, BLOCK)
+    first = (row * tl.num_programs(0) + part) * count
+    tl.store(worths + first + before, x, found)
+    tl.store(nominees + first + before, slot, found)
+    i = tl.arange(0, COUNT_PAD)
+    none = (i < count) & (i >= tl.sum(found.to(tl.int32), 0))
+    tl.store(worths + first + i, PINNED, none)
+    tl.store(nominees + first + i, 0, none)
+
+
+@triton.jit(do_not_specialize=[*PINS, *NEWER_AT, "positions", "count", "nominated"])
+def choose_slots(
+    scores,  # [B, K, n]
+    positions,  # slot 0 of row 0, the next row `capacity` slots behind
+    evicted,  # [B·K, count] int32
+    ages,  # [B·K, count] int32: their positions
+    targets,  # [B·K, count] int32: where the last slots go, -1: nowhere
+    worths,  # [B·K, nominated] int32, or None: all slots are
+    nominees,  # [B·K, nominated] int32, ascending slots, or None
+    nominated,
+    slots, capacity, heads, score_b, score_h, score_n,
+    sinks, recents, seen, clock, spans,
+    start_0, stop_0, start_1, stop_1, start_2, stop_2, start_3, stop_3,
+    start_4, stop_4, start_5, stop_5, start_6, stop_6, start_7, stop_7,
+    newer,  # [B, K, NEWER], or None
+    newer_b, newer_h,
+    count,
+    NEWER: tl.constexpr,
+    NEWER_PAD: tl.constexpr,
+    COUNT_PAD: tl.constexpr,
+    BLOCK: tl.constexpr,  # of all that a row nominates, at least 32
+):  # fmt: skip
+    """A whole row: its `count` slots of least worth, and which of the last fill their places."""
+    row = tl.program_id(0).to(tl.int64)
+    if newer is not None:
+        grow(newer, row // heads, row % heads, newer_b, newer_h, count, NEWER, NEWER_PAD)
+    positions += row * capacity
+    evicted += row * count
+    targets += row * count
+    i, kept = tl.arange(0, COUNT_PAD), slots - count
+    tl.store(targets + i, 0, i < count)
+    if worths is not None:
+        nominee = tl.arange(0, BLOCK)
+        there = nominee < nominated
+        x = tl.load(worths + row * nominated + nominee, there, PINNED)
+        slot = tl.load(nominees + row * nominated + nominee, there, 0)
+    else:
+        slot = tl.arange(0, BLOCK)
+        worth = worth_of(
+            scores + row // heads * score_b + row % heads * score_h,
+            positions, slot, slots, score_n, sinks, recents, seen, clock, spans,
+            start_0, stop_0, start_1, stop_1, start_2, stop_2, start_3, stop_3,
+            start_4, stop_4, start_5, stop_5, start_6, stop_6, start_7, stop_7,
+        )  # fmt: skip
+        x = ordered(worth)
+    gone, before = _lowest(x, count, BLOCK)
+    tl.store(evicted + before, slot, gone)
+    tl.store(ages + row * count + before, tl.load(positions + slot, gone, 0), gone)
+    tl.debug_barrier()  # all targets are 0
+    tl.store(targets + slot - kept, -1, gone & (slot >= kept))
+    tl.debug_barrier()  # holes are written, in their order, and who goes
+    stays = tl.load(targets + i, i < count, -1) == 0
+    rank = tl.cumsum(stays.to(tl.int32), 0) - 1
+    target = tl.load(evicted + rank, stays, -1)
+    tl.debug_barrier()  # all targets are read
+    tl.store(targets + i, target, i < count)
