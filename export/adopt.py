@@ -30,11 +30,11 @@ from kvcap.export.spec import recipe
 from kvcap.export.trial import tried
 from kvcap.policies import Eviction, load_policy
 from kvcap.runtime.errors import ModelNotFound, NotExportable, UnsupportedModel
+from kvcap.runtime.fit import BLOCK_SIZE
 from kvcap.runtime.model_files import check_generation, load_config
 from kvcap.runtime.model_shape import ModelShape, layer_kinds
 from kvcap.runtime.ort.graph import Graph
 from kvcap.runtime.ort.manifest import EVICTOR, SCHEMA
-from kvcap.runtime.plan import BLOCK_SIZE
 
 POLICIES = ("keydiff", "knorm", "streaming_llm", "random")
 PREFERRED = ("model.onnx", "onnx/model.onnx", "decoder_with_past_model.onnx")

@@ -9,8 +9,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from kvcap.runtime.fit import BLOCK_SIZE
 from kvcap.runtime.free_memory import FreeMemory
-from kvcap.runtime.plan import BLOCK_SIZE, MemoryPlan
+from kvcap.runtime.plan import MemoryPlan
 from kvcap.runtime.screen import dim, size
 
 if TYPE_CHECKING:  # plans are shown without PyTorch too

@@ -14,7 +14,8 @@ from conftest import tiny_config
 from kvcap import cli
 from kvcap.policies import Eviction, companions, load_policy, policies
 from kvcap.policies.base import Policy
-from kvcap.runtime.plan import BLOCK_SIZE, MemoryPlan
+from kvcap.runtime.fit import BLOCK_SIZE
+from kvcap.runtime.plan import MemoryPlan
 from kvcap.runtime.tables import describe, describe_companions
 
 NAMES = list(policies())

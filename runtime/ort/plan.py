@@ -13,19 +13,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kvcap.runtime.errors import PlanInfeasible, UnsupportedModel
+from kvcap.runtime.fit import fitting, largest, within
 from kvcap.runtime.free_memory import process_bytes
 from kvcap.runtime.ort import paired
 from kvcap.runtime.ort.fused import state_of
 from kvcap.runtime.ort.manifest import Manifest
-from kvcap.runtime.plan import (
-    RUNNING,
-    MemoryPlan,
-    fitting,
-    largest,
-    parse_bytes,
-    parse_cap,
-    within,
-)
+from kvcap.runtime.plan import RUNNING, MemoryPlan, parse_bytes, parse_cap
 
 LOADING = 40 << 20  # ONNX Runtime itself, a tokenizer, buffers of the first block
 ROTATION = 2 * 4  # bytes of a cosine and a sine
