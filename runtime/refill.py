@@ -1,8 +1,7 @@
-"""A cache's slots as the rows of a file, and back into a cache that may be of another size.
+"""The rows of a session's file back into a cache, which may be of another size.
 
-A row is what one KV head of one layer holds, in the order it lies in memory. What does not fit is
-evicted on the way in: by the policy's own scores where they need no queries, which are gone, else
-the oldest tokens that nothing pins.
+What does not fit is evicted on the way in: by the policy's own scores where they need no queries,
+which are gone, else the oldest tokens that nothing pins.
 """
 
 from __future__ import annotations
@@ -18,39 +17,9 @@ from kvcap.runtime.budget_layer import BudgetLayer
 from kvcap.runtime.evictor import SHIFT, Seen
 from kvcap.runtime.pins import check_pins
 from kvcap.runtime.rope import Rotation
+from kvcap.runtime.saved_layers import SavedLayers
 from kvcap.runtime.session_file import SessionFile
 from kvcap.runtime.slot_pool import Segment, SlotPool, resize
-
-
-def saved(layer: BudgetLayer) -> tuple[dict[str, list[Tensor]], dict[str, Any]]:
-    """A layer's tensors, in pieces to be joined, and its figures by head."""
-    pieces = {f"slots.{name}": rows for name, rows in _rows(layer.segments).items()}
-    heads = [s for s in layer.segments for _ in range(s.heads)]
-    evictor, kept, ring = layer.evictor, layer.calibration, layer.ring
-    facts = {
-        "held": [s.held for s in heads],
-        "budgets": [s.budget for s in heads],
-        "stays": [s.stay for s in heads],
-        "moved": evictor is not None and evictor.moved,
-        "ring": 0 if ring is None else ring.queries.shape[2],
-        "evicted": None,
-    }
-    if ring is not None:
-        pieces |= {"ring.queries": [ring.queries], "ring.shift": [ring.shift]}
-    if kept is not None:
-        facts["evicted"] = [s.held for s in kept.evicted for _ in range(s.heads)]
-        facts["counts"] = [kept.steps, kept.recomputed]
-        pieces |= {f"evicted.{name}": rows for name, rows in _rows(kept.evicted).items()}
-        pieces |= {f"remembered.{name}": [x] for name, x in kept.remembered.items()}
-    return pieces, facts
-
-
-def _rows(segments: list[Segment]) -> dict[str, list[Tensor]]:
-    """Every buffer's held part, head by head."""
-    return {
-        name: [row for s in segments for row in s.view(buffer)[0]]
-        for name, buffer in segments[0].pool.named().items()
-    }
 
 
 class Refill:
@@ -67,22 +36,11 @@ class Refill:
     """
 
     def __init__(self, cache: BudgetCache, file: SessionFile, exact: bool) -> None:
-        facts = file.facts
-        self.cache, self.file, self.exact = cache, file, exact
-        self.seen: int = facts["seen"]
-        self.layers: list[dict[str, Any]] = facts["layers"]
-        self.preferences = facts["preferences"]
-        self.spans = [(int(a), int(b)) for a, b in facts["pinned_spans"]]
-        self._demand(type(self.seen) is int and self.seen >= 0, "tokens seen")
-        self._demand(len(self.layers) == len(cache.layout.budgets), "the number of layers")
-        self._demand(all(0 <= a < b for a, b in self.spans), "pinned tokens")
-        self._demand(self.preferences is None or _floats(self.preferences), "preferences")
-        for index, saved in enumerate(self.layers):
-            self._check(index, saved)
-        for index, native in cache.sliding_layers.items():
-            self._check_sliding(index, native.sliding_window)
+        self.cache, self.exact = cache, exact
+        self.saved = SavedLayers(cache, file, exact)
+        self.seen = self.saved.seen
         self.budgets = self._budgets()
-        check_pins(cache, self.spans, self.budgets)
+        check_pins(cache, self.saved.spans, self.budgets)
 
     def run(self) -> None:
         """Fill the cache; should that fail, it is empty."""
@@ -93,14 +51,15 @@ class Refill:
         try:
             for segments, budgets in self._pools():
                 resize(segments, budgets)
-            cache.set_pins(self.spans)
+            cache.set_pins(self.saved.spans)
             for layer in cache.capped_layers:
                 self._fill(layer)
             for index in cache.sliding_layers:
-                keys, values = (self._native(index, name) for name in ("keys", "values"))
+                device = cache.capped_layers[0].segments[0].pool.keys.device
+                keys, values = (self.saved.sliding(index, x).to(device) for x in ("keys", "values"))
                 cache.refill_sliding(index, keys, values, self.seen)
-            if self.exact and cache.balance is not None and self.preferences is not None:
-                cache.balance.preferences = list(self.preferences)
+            if self.exact and cache.balance is not None and self.saved.preferences is not None:
+                cache.balance.preferences = list(self.saved.preferences)
         except BaseException:
             cache.reset()
             raise
@@ -112,84 +71,6 @@ class Refill:
             return layers
         return [([s for x, _ in layers for s in x], [b for _, x in layers for b in x])]
 
-    def _demand(self, ok: bool, what: str) -> None:
-        if not ok:
-            raise self.file.corrupt(f"{what} cannot be so")
-
-    def _check(self, index: int, saved: dict[str, Any]) -> None:
-        shape, layer = self.cache.layout.shape, self.cache.capped_layers[index]
-        rows, dtype = [saved["held"], saved["budgets"], saved["stays"]], _dtype(layer)
-        for row in rows:
-            whole = all(type(n) is int and n >= 0 for n in row)
-            self._demand(len(row) == shape.kv_heads and whole, f"layer {index}'s slots")
-        self._demand(all(n <= self.seen for n in rows[0]), f"layer {index}'s slots")
-        self._demand(not self.seen or min(rows[0]) > 0, f"layer {index}'s slots")
-        total, size = sum(rows[0]), shape.head_size
-        for name in ("keys", "values"):
-            self._finite(self._take(index, f"slots.{name}", (total, size), dtype), index)
-        positions = self._take(index, "slots.positions", (total,), torch.int32)
-        inside = bool(((positions >= 0) & (positions < self.seen)).all())
-        self._demand(inside, f"layer {index}'s positions")
-        for row in positions.split(rows[0]):
-            self._demand(len(row.unique()) == len(row), f"layer {index}'s positions")
-        for name, kind in layer.segments[0].pool.kinds().items():
-            if self._has(index, f"slots.{name}"):
-                side = self._take(index, f"slots.{name}", (total,), kind)
-                if name == SHIFT:
-                    fits = bool(((side >= 0) & (side <= self._span(layer))).all())
-                    self._demand(fits, f"layer {index}'s shifts")
-            elif self.exact or (name == SHIFT and layer.rotates):
-                self._take(index, f"slots.{name}", (total,), kind)  # says what is missing
-        if layer.ring is not None and self.seen:
-            length = saved["ring"]
-            queries = (1, shape.heads, length, size)
-            self._finite(self._take(index, "ring.queries", queries, dtype), index)
-            shift = self._take(index, "ring.shift", (1, shape.kv_heads, length), torch.int32)
-            fits = bool(((shift >= 0) & (shift <= self._span(layer))).all())
-            self._demand(fits, f"layer {index}'s window")
-        if layer.calibration is not None and saved["evicted"] is not None:
-            self._check_evicted(index, saved["evicted"])
-
-    def _span(self, layer: BudgetLayer) -> int:
-        """How far positions can have moved: never beyond what was read."""
-        exact = self.exact and layer.rotates
-        return self.cache.layout.rotation_span - 1 if exact else self.seen
-
-    def _check_evicted(self, index: int, held: list[int]) -> None:
-        shape, kept = self.cache.layout.shape, self.cache.capped_layers[index].calibration
-        assert kept is not None
-        whole = all(type(n) is int and 0 <= n <= self.seen for n in held)
-        self._demand(len(held) == shape.kv_heads and whole, f"layer {index}'s evicted tokens")
-        for name, like in kept.pool.named().items():
-            wanted = (sum(held), *like.shape[1:])
-            self._take(index, f"evicted.{name}", wanted, like.dtype)
-        for name, like in kept.remembered.items():
-            self._take(index, f"remembered.{name}", tuple(like.shape), like.dtype)
-        self._demand(len(self.layers[index]["counts"]) == 2, f"layer {index}'s counts")
-
-    def _check_sliding(self, index: int, window: int) -> None:
-        if self.seen:
-            shape, dtype = self.cache.layout.shape, _dtype(self.cache.capped_layers[0])
-            wanted = (1, shape.kv_heads, min(window - 1, self.seen), shape.head_size)
-            for name in ("keys", "values"):
-                found = self.file.taken(f"sliding.{index}.{name}", wanted, dtype)
-                self._demand(bool(found.isfinite().all()), f"sliding layer {index}")
-
-    def _finite(self, tensor: Tensor, index: int) -> None:
-        self._demand(bool(tensor.isfinite().all()), f"layer {index}'s keys, values or queries")
-
-    def _has(self, index: int, name: str) -> bool:
-        return f"layers.{index}.{name}" in self.file.names
-
-    def _take(self, index: int, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        found: Tensor = self.file.taken(f"layers.{index}.{name}", shape, dtype)
-        return found
-
-    def _native(self, index: int, name: str) -> Tensor:
-        device = self.cache.capped_layers[0].segments[0].pool.keys.device
-        found: Tensor = self.file.tensor(f"sliding.{index}.{name}").to(device)
-        return found
-
     def _budgets(self) -> list[list[int]]:
         """What every segment of every layer will have, for what it is to hold."""
         layout, layers = self.cache.layout, self.cache.capped_layers
@@ -199,45 +80,44 @@ class Refill:
         if self.exact:
             return [self._saved_budgets(layer, fresh[layer.index]) for layer in layers]
         least = max(1, *(max(self.cache.eviction.pins(b), 1) for row in fresh for b in row))
-        least += sum(b - a for a, b in self.spans)
+        least += sum(b - a for a, b in self.saved.spans)
         if layout.pooled:
-            held = [max(saved["held"]) for saved in self.layers]
+            held = [max(saved["held"]) for saved in self.saved.layers]
             return [[n] for n in _share(held, sum(map(sum, fresh)), least)]
         if layout.eviction.heads_move:
-            held_rows = [saved["held"] for saved in self.layers]
+            held_rows = [saved["held"] for saved in self.saved.layers]
             pairs = zip(held_rows, fresh, strict=True)
             return [_share(row, sum(given), least) for row, given in pairs]
         return fresh
 
     def _saved_budgets(self, layer: BudgetLayer, fresh: list[int]) -> list[int]:
         """The saved boundaries of a layer, if they can be."""
-        saved, layout = self.layers[layer.index], self.cache.layout
+        saved, layout = self.saved.layers[layer.index], self.cache.layout
         found = []
         for s in layer.segments:
             rows = slice(s.head, s.head + s.heads)
             for row in (saved["held"][rows], saved["budgets"][rows], saved["stays"][rows]):
-                self._demand(len(set(row)) == 1, f"layer {layer.index}'s slots")
+                self.saved.demand(len(set(row)) == 1, f"layer {layer.index}'s slots")
             budget = saved["budgets"][s.head]
             fits = saved["held"][s.head] <= budget + s.block and saved["stays"][s.head] <= budget
-            self._demand(fits, f"layer {layer.index}'s slots")
+            self.saved.demand(fits, f"layer {layer.index}'s slots")
             found.append(budget)
         if layout.pooled:
-            total = [sum(x["budgets"][0] for x in self.layers), len(self.layers)]
-            self._demand(total[0] == total[1] * layout.budget_tokens, "the layers' slots")
+            total = [sum(x["budgets"][0] for x in self.saved.layers), len(self.saved.layers)]
+            self.saved.demand(total[0] == total[1] * layout.budget_tokens, "the layers' slots")
         else:
             moves = layout.eviction.heads_move
             same = sum(found) == sum(fresh) if moves else found == fresh
-            self._demand(same, f"layer {layer.index}'s slots")
+            self.saved.demand(same, f"layer {layer.index}'s slots")
         return found
 
     def _fill(self, layer: BudgetLayer) -> None:
         """Put a layer's rows, ring and store in place."""
-        index, evictor, saved = layer.index, layer.evictor, self.layers[layer.index]
+        index, evictor, saved = layer.index, layer.evictor, self.saved.layers[layer.index]
         assert evictor is not None
         layer.seen, evictor.moved = self.seen, bool(saved["moved"])
         if layer.ring is not None:
-            queries, shift = (self.file.tensor(f"layers.{index}.ring.{n}") for n in RING)
-            layer.ring.fill(queries, shift)
+            layer.ring.fill(*(self.saved.tensor(index, f"ring.{x}") for x in ("queries", "shift")))
         rows = self._split(index, "slots", layer.segments[0].pool, saved["held"])
         for i, s in enumerate(layer.segments):
             mine = rows[s.head : s.head + s.heads]
@@ -278,7 +158,7 @@ class Refill:
                 for name, buffer in kept.pool.named().items():
                     s.view(buffer)[0, k].copy_(row[name])
         for name, tensor in kept.remembered.items():
-            tensor.copy_(self.file.tensor(f"layers.{layer.index}.remembered.{name}"))
+            tensor.copy_(self.saved.tensor(layer.index, f"remembered.{name}"))
         kept.steps, kept.recomputed = counts
 
     def _split(
@@ -287,8 +167,8 @@ class Refill:
         """Every head's row of every buffer; a side tensor that the file lacks is zero."""
         rows: list[dict[str, Tensor]] = [{} for _ in held]
         for name, buffer in pool.named().items():
-            if self._has(index, f"{part}.{name}"):
-                whole = self.file.tensor(f"layers.{index}.{part}.{name}")
+            if self.saved.has(index, f"{part}.{name}"):
+                whole = self.saved.tensor(index, f"{part}.{name}")
             else:
                 whole = torch.zeros(sum(held), dtype=buffer.dtype)
             for row, piece in zip(rows, whole.split(held), strict=True):
@@ -336,13 +216,6 @@ class Refill:
         return Rotation(rope.inv_freq, int(shift.max()) + 1, shift.device)
 
 
-RING = ("queries", "shift")
-
-
-def _dtype(layer: BudgetLayer) -> torch.dtype:
-    return layer.segments[0].pool.keys.dtype
-
-
 def _share(held: list[int], total: int, least: int) -> list[int]:
     """`total` slots: what is held and as many free ones each, else in proportion to it."""
     least = min(least, total // len(held))
@@ -352,9 +225,3 @@ def _share(held: list[int], total: int, least: int) -> list[int]:
         return [slots + extra for slots, extra in zip(sure, free, strict=True)]
     more = apportion([max(0, n - least) for n in held], total - least * len(held))
     return [least + extra for extra in more]
-
-
-def _floats(values: Any) -> bool:
-    return isinstance(values, list) and all(
-        v is None or isinstance(v, (int, float)) for v in values
-    )

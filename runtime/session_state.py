@@ -23,8 +23,9 @@ from kvcap.runtime.budget_cache import BudgetCache
 from kvcap.runtime.conversation import check_conversation
 from kvcap.runtime.errors import SessionBroken, SessionFileForeign
 from kvcap.runtime.model_shape import ModelShape
-from kvcap.runtime.refill import Refill, saved
+from kvcap.runtime.refill import Refill
 from kvcap.runtime.sampling import NEUTRAL
+from kvcap.runtime.saved_layers import saved
 from kvcap.runtime.session_file import SessionFile
 
 if TYPE_CHECKING:
