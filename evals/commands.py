@@ -62,7 +62,7 @@ def eval_command(
     from kvcap.evals.runner import Sweep, run
     from kvcap.evals.table import results
     from kvcap.runtime.commands import quiet_libraries
-    from kvcap.runtime.options import pairs
+    from kvcap.runtime.option_groups import pairs
 
     quiet_libraries()
     if plot:

@@ -77,7 +77,7 @@ def scorer_command(
     from kvcap.export.write import write
     from kvcap.policies import load_policy
     from kvcap.runtime.commands import quiet_libraries
-    from kvcap.runtime.options import pairs
+    from kvcap.runtime.option_groups import pairs
 
     quiet_libraries()
     options = pairs(policy_option or [])

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from kvcap.runtime.option_groups import grouped
 from kvcap.runtime.options import (
     POCKET,
     Backend,
@@ -21,7 +22,6 @@ from kvcap.runtime.options import (
     Output,
     Running,
     Sampling,
-    grouped,
 )
 from kvcap.runtime.screen import INFEASIBLE, complain, styled
 

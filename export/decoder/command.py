@@ -72,7 +72,7 @@ def decoder_command(
     """Export a model that evicts by itself as one ONNX graph, checked, or leave no directory."""
     from kvcap.policies import load_policy
     from kvcap.runtime.commands import quiet_libraries
-    from kvcap.runtime.options import pairs
+    from kvcap.runtime.option_groups import pairs
 
     quiet_libraries()
     started = time.perf_counter()

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from kvcap.runtime.errors import NotExportable
-from kvcap.runtime.options import POCKET, Budget, Running, pairs
+from kvcap.runtime.option_groups import pairs
+from kvcap.runtime.options import POCKET, Budget, Running
 from kvcap.runtime.ort import manifest
 from kvcap.runtime.ort.plan import Sizes, plan_of
 from kvcap.runtime.ort.runtime import OrtRuntime, Wanted, check_dtype, choose
