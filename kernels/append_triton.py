@@ -8,6 +8,24 @@ import triton.language as tl
 _PLACES = ["to_positions", *(f"side_{i}" for i in range(6)), "length", "row_slots", "after"]
 
 
+@triton.jit
+def clear(slot, inside, side_0, side_1, side_2, side_3, side_4, side_5):
+    """Side tensors of new tokens, integers or None, at slots [N] that are `inside`: zero."""
+    zero = tl.zeros(slot.shape, tl.int8)
+    if side_0 is not None:
+        tl.store(side_0 + slot, zero.to(side_0.dtype.element_ty), inside)
+    if side_1 is not None:
+        tl.store(side_1 + slot, zero.to(side_1.dtype.element_ty), inside)
+    if side_2 is not None:
+        tl.store(side_2 + slot, zero.to(side_2.dtype.element_ty), inside)
+    if side_3 is not None:
+        tl.store(side_3 + slot, zero.to(side_3.dtype.element_ty), inside)
+    if side_4 is not None:
+        tl.store(side_4 + slot, zero.to(side_4.dtype.element_ty), inside)
+    if side_5 is not None:
+        tl.store(side_5 + slot, zero.to(side_5.dtype.element_ty), inside)
+
+
 @triton.jit(do_not_specialize=_PLACES)
 def write(
     keys,  # [b, k, T, D]
@@ -44,16 +62,4 @@ def write(
     tl.store(to_keys + slot[:, None] * SIZE + d, key, wide)
     tl.store(to_values + slot[:, None] * SIZE + d, value, wide)
     tl.store(to_positions + slot, tl.load(positions + t, inside), inside)
-    zero = tl.zeros([BLOCK], tl.int8)
-    if side_0 is not None:
-        tl.store(side_0 + slot, zero.to(side_0.dtype.element_ty), inside)
-    if side_1 is not None:
-        tl.store(side_1 + slot, zero.to(side_1.dtype.element_ty), inside)
-    if side_2 is not None:
-        tl.store(side_2 + slot, zero.to(side_2.dtype.element_ty), inside)
-    if side_3 is not None:
-        tl.store(side_3 + slot, zero.to(side_3.dtype.element_ty), inside)
-    if side_4 is not None:
-        tl.store(side_4 + slot, zero.to(side_4.dtype.element_ty), inside)
-    if side_5 is not None:
-        tl.store(side_5 + slot, zero.to(side_5.dtype.element_ty), inside)
+    clear(slot, inside, side_0, side_1, side_2, side_3, side_4, side_5)

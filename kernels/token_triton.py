@@ -4,6 +4,7 @@
 import triton
 import triton.language as tl
 
+from kvcap.kernels.append_triton import clear
 from kvcap.kernels.decode_triton import dot
 from kvcap.kernels.turn_triton import halves, turned, turned_back
 
@@ -127,18 +128,8 @@ def attend_part(
         tl.store(keys + slot * SIZE + HALF + h, new_b, h < HALF)
         tl.store(values + slot * SIZE + d, new_v, d < SIZE)
         tl.store(positions + slot, tl.load(time))
-        if side_0 is not None:
-            tl.store(side_0 + slot, 0)
-        if side_1 is not None:
-            tl.store(side_1 + slot, 0)
-        if side_2 is not None:
-            tl.store(side_2 + slot, 0)
-        if side_3 is not None:
-            tl.store(side_3 + slot, 0)
-        if side_4 is not None:
-            tl.store(side_4 + slot, 0)
-        if side_5 is not None:
-            tl.store(side_5 + slot, 0)
+        it = tl.arange(0, 1)
+        clear(slot + it, it == 0, side_0, side_1, side_2, side_3, side_4, side_5)
         return
     end = tl.minimum(begin + chunk, slots)
     keys += row * row_slots * SIZE
