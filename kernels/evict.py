@@ -21,7 +21,7 @@ MOST_ALONE = 4096  # slots of a row that one program looks through
 PART = 1024  # slots of a longer one that nominate some to go, where that leaves fewer than half
 MOST_SPANS = 8
 MOST_COUNT = 1024  # slots given up at once; each is compared with every slot
-MOST_SLOTS = 16384  # of a row, if more than one goes: a program holds them all
+MOST_COMPARED = 16384  # slots of a row among which a program chooses several
 MOST_SIDE = 5  # tensors of a number a slot, besides positions
 
 Spans = Sequence[tuple[int, int]]
@@ -44,9 +44,24 @@ def covers(
     if buffers and (dims.count(4) != 2 or dims.count(3) > MOST_SIDE + 1):
         return False
     slots = positions.shape[-1]
-    if count > 1 and slots > MOST_SLOTS:
+    if not 1 <= count <= min(MOST_COUNT, slots) or len(spans) > MOST_SPANS:
         return False
-    return 1 <= count <= min(MOST_COUNT, slots) and len(spans) <= MOST_SPANS
+    return count == 1 or _compared(slots, count)[0] <= MOST_COMPARED
+
+
+def _compared(slots: int, count: int) -> tuple[int, int]:
+    """Among how many slots of a row `count` are chosen, and how many parts nominate them.
+
+    No parts: all slots are compared.
+    """
+    parts = -(-slots // _part(count))
+    nominated = parts * count
+    return (nominated, parts) if slots > MOST_ALONE and nominated < slots // 2 else (slots, 0)
+
+
+def _part(count: int) -> int:
+    """Slots of a part that nominates `count`."""
+    return max(PART, 2 * power_of_two(count, 16))
 
 
 class Pins(NamedTuple):
@@ -135,21 +150,18 @@ def choose(
     new = partial(torch.empty, dtype=torch.int32, device=positions.device)
     choice = Choice(new(batch, heads, count), new(rows, count), new(rows, count))
     where, newer_at, lengths = _where(scores, positions, pins, newer)
-    padded = power_of_two(count, 16)
-    part = max(PART, 2 * padded)
-    parts = -(-slots // part)
-    nominated, worths, nominees = slots, None, None
+    padded, part = power_of_two(count, 16), _part(count)
+    (several, parts), worths, nominees = _compared(slots, count), None, None
     with torch.cuda.device_of(positions):
-        if slots > MOST_ALONE and parts * count < slots // 2:
-            nominated = parts * count
-            worths, nominees = new(rows, nominated), new(rows, nominated)
+        if parts:
+            worths, nominees = new(rows, several), new(rows, several)
             nominate_slots[parts, rows](
                 scores, positions, worths, nominees, *where, count,
                 COUNT_PAD=padded, BLOCK=part, num_warps=max(1, part // 128),
             )  # fmt: skip
-        block = power_of_two(nominated, 32)
+        block = power_of_two(several, 32)
         choose_slots[rows,](
-            scores, positions, *choice, worths, nominees, nominated, *where, *newer_at, count,
+            scores, positions, *choice, worths, nominees, several, *where, *newer_at, count,
             **lengths, COUNT_PAD=padded, BLOCK=block, num_warps=max(1, min(16, block // 128)),
         )  # fmt: skip
         if shift is not None:

@@ -378,7 +378,9 @@ def test_what_is_covered():
     assert not evict.covers(positions, 0)
     long = torch.zeros(1, 1, 20_000, dtype=torch.int32, device=DEVICE)
     assert evict.covers(long, 1)
-    assert not evict.covers(long, 2)
+    assert evict.covers(long, 128)  # parts of it nominate some
+    assert not evict.covers(long, 1024)  # too many
+    assert not evict.covers(long.expand(1, 10, -1).reshape(1, 1, -1), 128)
     assert not evict.covers(positions, 1, ((0, 1),) * 9)
     assert not evict.covers(positions.long(), 1)
     assert not evict.covers(positions[..., ::2], 1)
