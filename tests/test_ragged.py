@@ -197,7 +197,7 @@ def test_slots_that_move_between_layers(positions):
     cache.allocate(1, torch.float32, "cpu")
     loop = BlockLoop(model, cache)
     ids = 3 + torch.randperm(90, generator=torch.Generator().manual_seed(1))[None]
-    ids = torch.cat((ids, ids.flip(1)), 1)[:, :96]  # 32 blocks
+    ids = ids[:, :54]  # 18 blocks
     held, logits = [], []
     for part in [*ids.split(block, 1), *STEPS]:
         logits.append(loop.read(part))
