@@ -150,12 +150,12 @@ def scores(keys: Tensor, *, unit: bool = False, key_sums: Tensor | None = None) 
     assert key_sums.dtype == torch.float32
     assert key_sums.is_contiguous()
     added = key_sums.shape[2]
-    most, stages = power_of_two(added), 4
-    if few:
-        chunk, stages = 4 * tile, 1
+    most = power_of_two(added)
+    # Of few, short programs begin with a tile in hand; of many, long ones fetch several ahead.
+    share, stages = (4 * tile, 1) if few else (chunk, 4)
     launch(
-        _cosine, (-(-n // chunk), B * K, 1), (key, most, key_sums.data_ptr() % 16),
-        (keys, key_sums, out, *strides, chunk, added, *sizes, most, stages),
+        _cosine, (-(-n // share), B * K, 1), (key, most, key_sums.data_ptr() % 16),
+        (keys, key_sums, out, *strides, share, added, *sizes, most, stages),
         num_warps=4 if few else 8,
     )  # fmt: skip
     return out

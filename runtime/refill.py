@@ -12,35 +12,26 @@ import torch
 from torch import Tensor
 
 from kvcap.policies.base import apportion
-from kvcap.runtime.budget_cache import BudgetCache
 from kvcap.runtime.budget_layer import BudgetLayer
 from kvcap.runtime.evictor import SHIFT, Seen
 from kvcap.runtime.pins import check_pins
 from kvcap.runtime.rope import Rotation
 from kvcap.runtime.saved_layers import SavedLayers
-from kvcap.runtime.session_file import SessionFile
 from kvcap.runtime.slot_pool import Segment, SlotPool, resize
 
 
 class Refill:
-    """Fills `cache` from `file`; everything is checked when this is made, nothing changed.
-
-    Args:
-        cache: any state.
-        file: of a session that it may take up.
-        exact: same eviction and sizes, so that the boundaries between segments are the saved ones.
+    """Fills a cache from what was `saved`; all is checked when this is made, nothing changed.
 
     Raises:
-        SessionFileCorrupt: tensors or figures that no cache can have.
+        SessionFileCorrupt: boundaries between segments that the cache cannot have.
         PinsTooLarge: the pinned tokens do not fit.
     """
 
-    def __init__(self, cache: BudgetCache, file: SessionFile, exact: bool) -> None:
-        self.cache, self.exact = cache, exact
-        self.saved = SavedLayers(cache, file, exact)
-        self.seen = self.saved.seen
+    def __init__(self, saved: SavedLayers) -> None:
+        self.saved, self.cache, self.exact, self.seen = saved, saved.cache, saved.exact, saved.seen
         self.budgets = self._budgets()
-        check_pins(cache, self.saved.spans, self.budgets)
+        check_pins(self.cache, saved.spans, self.budgets)
 
     def run(self) -> None:
         """Fill the cache; should that fail, it is empty."""

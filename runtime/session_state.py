@@ -25,7 +25,7 @@ from kvcap.runtime.errors import SessionBroken, SessionFileForeign
 from kvcap.runtime.model_shape import ModelShape
 from kvcap.runtime.refill import Refill
 from kvcap.runtime.sampling import NEUTRAL
-from kvcap.runtime.saved_layers import saved
+from kvcap.runtime.saved_layers import SavedLayers, saved
 from kvcap.runtime.session_file import SessionFile
 
 if TYPE_CHECKING:
@@ -93,7 +93,8 @@ def restore(session: Session, runtime: Runtime, file: SessionFile) -> None:
         conversation = facts["conversation"]
         draws = torch.Generator()
         draws.set_state(file.taken("draws", tuple(draws.get_state().shape), torch.uint8))
-        refill = Refill(session.cache, file, continues(facts, session.cache, file.path))
+        exact = continues(facts, session.cache, file.path)
+        refill = Refill(SavedLayers(session.cache, file, exact))
         check_conversation(conversation)
     except (
         LookupError,
