@@ -156,10 +156,11 @@ class BlockGraph:
         last = torch.full((int(kind.wanted),), kind.length - 1, device=ids.device)
         self.graph = torch.cuda.CUDAGraph()
         fixed = cache.moves and not kind.filling  # compact positions of a full cache stay
-        side, blocks = SideStream(ids.device), alike.blocks_of(cache, kind.length)
+        side, blocks = SideStream(ids.device, kind.batch), alike.blocks_of(cache, kind.length)
         with (
             cache.passing(Pass(start, blocks=blocks, side=side)) as current,
             torch.cuda.graph(self.graph, pool=pool, capture_error_mode="thread_local"),
+            side,
         ):
             current.tell_time_by(self.clock, cache.block_size, kind.filling)
             place = cache.places(torch.arange(kind.length, device=ids.device))
@@ -170,7 +171,6 @@ class BlockGraph:
                 use_cache=True,
                 logits_to_keep=last,
             ).logits.flatten(0, 1)
-            side.join()
         self.pool, self.last = self.graph.pool(), last  # read by it, as are the rows
         self.rows = [layer.rows for layer in cache.capped_layers]
 

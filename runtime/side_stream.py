@@ -13,20 +13,37 @@ from typing import Any
 
 import torch
 
-LAYERS = 4  # that evict at once, each on a stream of its own
+LAYERS = 4  # of one sequence that evict at once, each on a stream of its own
 
 
 class SideStream:
-    """Further branches of the graph that is being captured on `device`; join before the end."""
+    """Further branches of the graph that is being captured within it, joined at the end.
 
-    def __init__(self, device: torch.device) -> None:
-        self._streams = deque(_streams(device))  # the first is that of the layer in hand
+    Args:
+        device: of the graph.
+        batch: sequences. What many read is large, and evicting of them fills the device: fewer
+            layers do so at once.
+    """
+
+    def __init__(self, device: torch.device, batch: int = 1) -> None:
+        layers = max(1, LAYERS // batch)
+        self._streams = deque(_streams(device)[:layers])  # the first is that of the layer in hand
         self._kept: list[Any] = []  # of the layer in hand
         self._before: deque[tuple[torch.cuda.Event, list[Any]]] = deque()  # of those before
 
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *error: object) -> None:
+        """Wait for all of it, of a pass that failed too: torch ends no capture that is in parts."""
+        self.turn(waiting=False)
+        for event, _ in list(self._before)[-len(self._streams) :]:  # the last of every stream
+            torch.cuda.current_stream().wait_event(event)
+        self._before.clear()
+
     @contextmanager
     def beside(self, kept: Any) -> Iterator[None]:
-        """What runs within it waits for all before it; `rejoin`, `turn` and `join` wait for it.
+        """What runs within it waits for all before it; `rejoin`, `turn` and the end wait for it.
 
         Args:
             kept: holds the tensors that it reads, whose memory nobody else may have until then.
@@ -50,15 +67,8 @@ class SideStream:
         self._before.append((self._streams[0].record_event(), self._kept))
         self._kept = []
         self._streams.rotate(-1)
-        while waiting and len(self._before) >= LAYERS:
+        while waiting and len(self._before) >= len(self._streams):
             self._wait()
-
-    def join(self) -> None:
-        """Wait for all of it."""
-        self.turn(waiting=False)
-        for event, _ in list(self._before)[-LAYERS:]:  # the last of every stream
-            torch.cuda.current_stream().wait_event(event)
-        self._before.clear()
 
     def _wait(self) -> None:
         """Wait for the oldest."""

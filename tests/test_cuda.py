@@ -255,3 +255,26 @@ def test_replayed_decoding_of_every_family(family, tokens):
         found += [loop.read(ids[:, i : i + 1]) for i in range(100, 120)]
         logits.append(torch.stack(found))
     torch.testing.assert_close(logits[0], logits[1], rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("policy", ["keydiff", "dropkv"])
+@pytest.mark.parametrize("block", [16, 40])
+def test_a_capture_that_fails_leaves_the_device_as_it_was(policy, block, tokens):
+    ids, logits = tokens(200, batch=2).cuda(), []
+    model = tiny_model("llama").cuda()
+    for failing in (True, False):
+        cache = kvcap.BudgetCache(model.config, 40, block, small_policy(policy, model.config))
+        loop = BlockLoop(model, cache, graphs=failing)
+
+        def fail(*_, cache=cache):
+            if cache.current.side is not None:
+                raise RuntimeError("no room")
+
+        handle = model.model.layers[-1].mlp.register_forward_pre_hook(fail)
+        stream = torch.cuda.current_stream()
+        logits.append(loop.prefill(ids))
+        handle.remove()
+        assert not failing or loop.execution == "eager: capture failed: no room"
+        assert torch.cuda.current_stream() == stream
+        assert torch.rand(3, device="cuda").max() < 1  # refused within a capture
+    torch.testing.assert_close(logits[0], logits[1], rtol=1e-3, atol=1e-3)

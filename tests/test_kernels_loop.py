@@ -226,16 +226,16 @@ def test_a_layer_waits_for_the_one_whose_stream_it_takes(captured, monkeypatch):
     monkeypatch.setattr(side_stream, "_streams", lambda _: streams)
     monkeypatch.setattr(side_stream, "LAYERS", 2)
     side, read = side_stream.SideStream(torch.device("cpu")), []
-    for _ in range(4):
-        side.turn()
-        captured.append("layer")
-        tensor = torch.zeros(1)
-        read.append(weakref.ref(tensor))
-        with side.beside(tensor):
-            pass
-        del tensor
-        captured.append(sum(reference() is not None for reference in read))
-    side.join()
+    with side:
+        for _ in range(4):
+            side.turn()
+            captured.append("layer")
+            tensor = torch.zeros(1)
+            read.append(weakref.ref(tensor))
+            with side.beside(tensor):
+                pass
+            del tensor
+            captured.append(sum(reference() is not None for reference in read))
     layers = ["layer", "one waits", 1, "layer", "two waits", 2]
     layers += ["main waits", "layer", "one waits", 2, "main waits", "layer", "two waits", 2]
     assert captured == [*layers, "main waits", "main waits"]
@@ -246,12 +246,49 @@ def test_nothing_waits_for_layers_that_keep_little_but_the_end(captured, monkeyp
     monkeypatch.setattr(side_stream, "_streams", lambda _: streams)
     monkeypatch.setattr(side_stream, "LAYERS", 2)
     side = side_stream.SideStream(torch.device("cpu"))
-    for _ in range(3):
-        side.turn(waiting=False)
-        with side.beside(None):
-            pass
-    side.join()
+    with side:
+        for _ in range(3):
+            side.turn(waiting=False)
+            with side.beside(None):
+                pass
     assert captured == ["one waits", "two waits", "one waits", "main waits", "main waits"]
+
+
+def test_layers_of_many_sequences_evict_one_at_a_time(captured):
+    for batch, streams in ((1, 4), (2, 2), (3, 1), (100, 1)):
+        captured.clear()
+        side = side_stream.SideStream(torch.device("cpu"), batch)
+        with side:
+            for _ in range(4):
+                side.turn()
+                with side.beside(None):
+                    pass
+        assert captured[: streams + 1] == [*["side waits"] * streams, "main waits"]
+
+
+def test_a_capture_that_fails_is_joined_and_blocks_go_on_eagerly(captured):
+    """Torch can end no capture of which a branch is loose."""
+    model, ids = tiny_model("llama"), 3 + torch.randperm(90)[None, :80]
+    cache = kvcap.BudgetCache(model.config, 40, 16, "keydiff").allocate(1, torch.float32, "cpu")
+    loop, eager = BlockLoop(model, cache), kvcap.BudgetCache(model.config, 40, 16, "keydiff")
+    loop.graphs = block_graph.BlockGraphs(model, cache)
+    loop.prefill(ids[:, :64])
+
+    def fail(*_):
+        side = cache.current.side
+        if side is not None:
+            with side.beside(None):
+                raise RuntimeError("no room")
+
+    captured.clear()
+    handle = model.model.layers[0].register_forward_pre_hook(fail)
+    found = loop.prefill(ids[:, 64:])
+    handle.remove()
+    assert loop.execution == "eager: capture failed: no room"
+    assert captured == ["side waits", "main waits"]
+    assert cache.seen == 80
+    expected = BlockLoop(model, eager, graphs=False).prefill(ids)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("positions", ["compact", "true"])

@@ -2,14 +2,15 @@
 
 Every sequence has read a prompt of `lengths` tokens and goes on one token at a time, all together.
 `transformers` keeps all of it in its growing cache, on SDPA; kvcap under `policies` keeps 5 % of
-it. The batch is the largest that the device's memory holds: cut to a multiple of 8, and by an
-eighth where a step is refused memory. Only generation is timed. Prompts are not read: the growing
-cache is filled with random keys and values, and kvcap's with as many random tokens as fill it,
-after which neither does anything that depends on them. Reads `lengths`, `policies`, `steps`.
+it. The batch is the largest that the device's memory holds: cut to a multiple of 8, and by a
+sixteenth where a step is refused memory. Only generation is timed. Prompts are not read: the
+growing cache is filled with random keys and values, and kvcap's with as many random tokens as fill
+it, after which neither does anything that depends on them. Reads `lengths`, `policies`, `steps`.
 """
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -28,7 +29,7 @@ from kvcap.runtime.loop import BlockLoop
 
 DEFAULTS = {"lengths": (32768,), "steps": 16}
 SHARE = 0.05  # of a prompt that is kept
-BLOCK = 64
+BLOCK = 16  # tokens of every sequence, whose activations are held beside all caches
 MOST = 1024  # sequences
 ROOM = 12 << 30  # bytes left to activations and logits
 COLUMNS = (
@@ -110,8 +111,9 @@ def _largest(model: Any, sequence_bytes: int, begin: Begin, options: Options) ->
         except (torch.OutOfMemoryError, MemoryCapExceeded):
             if batch == 1:
                 raise
-        torch.cuda.empty_cache()  # not in the handler, whose traceback holds the cache
-        batch = max(1, batch - max(1, batch // 8))
+        gc.collect()  # not in the handler, whose traceback holds the cache and its graphs
+        torch.cuda.empty_cache()
+        batch = max(1, batch - max(1, batch // 16))
 
 
 def _timed(model: Any, batch: int, read: Callable[[Tensor], Any], steps: int) -> dict[str, Any]:
