@@ -243,6 +243,8 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
         if out is not None:
             self.seen, self._attended = self._block.seen, True
             return out
+        if current.side is not None:
+            current.side.turn()  # as a block it makes a copy of all keys
         query, key = late.now(key)
         self._write(key, value)
         return self._attend_block(query, asked)

@@ -60,13 +60,13 @@ class SideStream:
     def turn(self, waiting: bool = True) -> None:
         """Another layer begins: wait for the one that had its stream, whose tensors can go.
 
-        Where these are small they may stay to the end: nothing is kept `waiting`.
+        Where these are small they may stay to the end: nothing is kept `waiting`. Whoever finds
+        later that they are large calls it once more.
         """
-        if not self._kept:
-            return
-        self._before.append((self._streams[0].record_event(), self._kept))
-        self._kept = []
-        self._streams.rotate(-1)
+        if self._kept:
+            self._before.append((self._streams[0].record_event(), self._kept))
+            self._kept = []
+            self._streams.rotate(-1)
         while waiting and len(self._before) >= len(self._streams):
             self._wait()
 

@@ -16,7 +16,15 @@ from torch import nn
 import kvcap
 from kvcap import kernels
 from kvcap.kernels import evict, linear, token
-from kvcap.runtime import alike, block_graph, decoder_layer, layer_attention, products, side_stream
+from kvcap.runtime import (
+    alike,
+    attention,
+    block_graph,
+    decoder_layer,
+    layer_attention,
+    products,
+    side_stream,
+)
 from kvcap.runtime.evictor import Evictor
 from kvcap.runtime.forward_pass import Pass
 from kvcap.runtime.loop import BlockLoop
@@ -289,6 +297,33 @@ def test_a_capture_that_fails_is_joined_and_blocks_go_on_eagerly(captured):
     assert cache.seen == 80
     expected = BlockLoop(model, eager, graphs=False).prefill(ids)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_copies_of_few_layers_keys_are_held_at_a_time(captured, monkeypatch):
+    """Of blocks, and of tokens over so many slots that they are attended as blocks are."""
+    ids = 3 + torch.randint(90, (1, 81), generator=torch.Generator().manual_seed(0))
+    model, copies, alive = tiny_model("llama", num_hidden_layers=5), [], []
+    monkeypatch.setattr(attention, "MANY_SLOTS", 0)
+    beside = side_stream.SideStream.beside
+
+    def noting(self, kept):
+        copies.append(weakref.ref(kept))
+        alive.append(sum(copy() is not None for copy in copies))
+        return beside(self, kept)
+
+    monkeypatch.setattr(side_stream.SideStream, "beside", noting)
+    for batch, layers in ((1, 4), (2, 2)):
+        cache = kvcap.BudgetCache(model.config, 40, 16, "keydiff")
+        loop = BlockLoop(model, cache.allocate(batch, torch.float32, "cpu"), graphs=False)
+        loop.graphs = block_graph.BlockGraphs(model, cache, several=False)
+        loop.prefill(ids[:, :48].expand(batch, -1))
+        for length in (16, 1):
+            copies.clear()
+            alive.clear()
+            for start in (48, 64):  # the second is captured
+                loop.read(ids[:, start : start + length].expand(batch, -1))
+            assert loop.execution == "replayed"
+            assert max(alive) == layers
 
 
 @pytest.mark.parametrize("positions", ["compact", "true"])
