@@ -9,6 +9,8 @@ import tempfile
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# Before numpy and torch: tests and what they start run in three processes on two cores.
+os.environ["OMP_NUM_THREADS"] = "1"
 
 from collections.abc import Callable
 from dataclasses import fields
@@ -30,7 +32,6 @@ from kvcap.runtime.model_shape import ModelShape
 
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as in a shell's background job
     signal.signal(signal.SIGINT, signal.default_int_handler)
-torch.set_num_threads(1)  # tests run in two processes on two cores
 settings.register_profile("kvcap", deadline=None, max_examples=25, derandomize=True)
 settings.load_profile("kvcap")
 

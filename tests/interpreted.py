@@ -6,6 +6,7 @@ not, or not always. Here it is watched: what lies in no tensor that a kernel was
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -69,5 +70,32 @@ def _watch() -> None:
     builder.create_masked_load, builder.create_masked_store = watched_load, watched_store
 
 
+def _quicken() -> None:
+    """Save half of the interpreter's time.
+
+    It looks through all of triton's names at every call of a function, and sums integers twice to
+    see them overflow, which those of small tensors do not.
+    """
+    from triton.runtime import interpreter
+
+    prepare, prepared = interpreter._patch_lang, set[int]()
+    builder = interpreter.interpreter_builder
+    builder.options = replace(builder.options, sanitize_overflow=False)
+
+    def once(fn: Any) -> Any:
+        outermost, known = not prepared, id(fn.__globals__)
+        if known in prepared:
+            return interpreter._LangPatchScope()  # with nothing to restore
+        scope = prepare(fn)
+        prepared.add(known)
+        if outermost:
+            restore = scope.restore
+            scope.restore = lambda: (restore(), prepared.clear())
+        return scope
+
+    interpreter._patch_lang = once
+
+
 if DEVICE == "cpu" and not COMPILED:
     _watch()
+    _quicken()

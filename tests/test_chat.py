@@ -297,7 +297,6 @@ class Terminal:
                 "XDG_STATE_HOME": str(home),
                 "TERM": "xterm",
                 "PROMPT_TOOLKIT_NO_CPR": "1",
-                "OMP_NUM_THREADS": "1",
                 "COLUMNS": "100",
             },
         )

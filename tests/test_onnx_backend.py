@@ -57,11 +57,6 @@ FACT, QUESTION = (
 )
 
 
-@pytest.fixture(autouse=True)
-def _one_thread(monkeypatch):
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-
-
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory):
     """Directories of pocket's decoder with eviction in its graph, by mode and budget."""
