@@ -41,13 +41,10 @@ class Setting:
 
 def rotate(x: Tensor, position: float, inv_freq: Tensor) -> Tensor:
     """X [D] at another position, the halves (i, i + R/2) paired."""
-    half = len(inv_freq)
-    out = x.clone()
-    for i in range(half):
-        cos, sin = math.cos(position * inv_freq[i]), math.sin(position * inv_freq[i])
-        out[i] = x[i] * cos - x[i + half] * sin
-        out[i + half] = x[i + half] * cos + x[i] * sin
-    return out
+    angles, half = position * inv_freq.double(), len(inv_freq)
+    cos, sin = angles.cos(), angles.sin()
+    a, b, rest = x[:half], x[half : 2 * half], x[2 * half :]
+    return torch.cat((a * cos - b * sin, b * cos + a * sin, rest))
 
 
 class ReferenceLayer(CacheLayerMixin):
