@@ -6,7 +6,6 @@ not, or not always. Here it is watched: what lies in no tensor that a kernel was
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -71,16 +70,10 @@ def _watch() -> None:
 
 
 def _quicken() -> None:
-    """Save half of the interpreter's time.
-
-    It looks through all of triton's names at every call of a function, and sums integers twice to
-    see them overflow, which those of small tensors do not.
-    """
+    """Save the interpreter from looking through all of triton at a function's every call."""
     from triton.runtime import interpreter
 
     prepare, prepared = interpreter._patch_lang, set[int]()
-    builder = interpreter.interpreter_builder
-    builder.options = replace(builder.options, sanitize_overflow=False)
 
     def once(fn: Any) -> Any:
         outermost, known = not prepared, id(fn.__globals__)
