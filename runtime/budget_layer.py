@@ -142,7 +142,7 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
         if self.evictor is None:
             self.lazy_initialization(key_states)
         if self._cache.current.side is not None:
-            self._cache.current.side.turn(waiting=late is None)
+            self._cache.current.side.turn()
         if self._cache.current.blocks > 1 or late is not None:
             self._waiting = key_states, value_states, late
         else:
@@ -243,8 +243,6 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
         if out is not None:
             self.seen, self._attended = self._block.seen, True
             return out
-        if current.side is not None:
-            current.side.turn()  # as a block it makes a copy of all keys
         query, key = late.now(key)
         self._write(key, value)
         return self._attend_block(query, asked)

@@ -54,6 +54,11 @@ class Pass:
         """Likewise of any block; whoever needs what comes of it calls `rejoin` before."""
         return nullcontext() if self.side is None else self.side.beside(kept)
 
+    def make_room(self) -> None:
+        """Before a layer keeps what is large beside; see `SideStream.make_room`."""
+        if self.side is not None:
+            self.side.make_room()
+
     def rejoin(self) -> None:
         """Wait for what runs beside the layer in hand."""
         if self.side is not None:

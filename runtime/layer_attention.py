@@ -85,6 +85,7 @@ class LayerAttention:
         packed = len(segments) > 1 and evictor.calibration is None
         if packed:
             packed = packs(query, segments[0].pool, segments[0].layer_heads, asked.softcap)
+        current.make_room()  # for a copy of all keys
         placed = self._at_positions(query, block, packed)
         seen, looks = self._seen(block, asked, placed, tokens), evictor.looks(block.length)
         # A choice occupies few of a GPU's multiprocessors: attention hides it.

@@ -36,14 +36,14 @@ class SideStream:
 
     def __exit__(self, *error: object) -> None:
         """Wait for all of it, of a pass that failed too: torch ends no capture that is in parts."""
-        self.turn(waiting=False)
+        self.turn()
         for event, _ in list(self._before)[-len(self._streams) :]:  # the last of every stream
             torch.cuda.current_stream().wait_event(event)
         self._before.clear()
 
     @contextmanager
     def beside(self, kept: Any) -> Iterator[None]:
-        """What runs within it waits for all before it; `rejoin`, `turn` and the end wait for it.
+        """What runs within it waits for all before; `rejoin`, `make_room` and the end wait for it.
 
         Args:
             kept: holds the tensors that it reads, whose memory nobody else may have until then.
@@ -57,23 +57,21 @@ class SideStream:
         """Wait for the layer in hand, which may go on beside after that."""
         torch.cuda.current_stream().wait_stream(self._streams[0])
 
-    def turn(self, waiting: bool = True) -> None:
-        """Another layer begins: wait for the one that had its stream, whose tensors can go.
-
-        Where these are small they may stay to the end: nothing is kept `waiting`. Whoever finds
-        later that they are large calls it once more.
-        """
+    def turn(self) -> None:
+        """Another layer begins, on the stream of the one that began the longest ago."""
         if self._kept:
             self._before.append((self._streams[0].record_event(), self._kept))
             self._kept = []
             self._streams.rotate(-1)
-        while waiting and len(self._before) >= len(self._streams):
-            self._wait()
 
-    def _wait(self) -> None:
-        """Wait for the oldest."""
-        event, _ = self._before.popleft()
-        torch.cuda.current_stream().wait_event(event)
+    def make_room(self) -> None:
+        """Wait for the layer that had the stream of the one in hand; what it kept can go.
+
+        For layers that keep much. What others keep may stay to the end, and nothing waits.
+        """
+        while len(self._before) >= len(self._streams):
+            event, _ = self._before.popleft()
+            torch.cuda.current_stream().wait_event(event)
 
 
 @cache

@@ -237,6 +237,7 @@ def test_a_layer_waits_for_the_one_whose_stream_it_takes(captured, monkeypatch):
     with side:
         for _ in range(4):
             side.turn()
+            side.make_room()
             captured.append("layer")
             tensor = torch.zeros(1)
             read.append(weakref.ref(tensor))
@@ -256,7 +257,7 @@ def test_nothing_waits_for_layers_that_keep_little_but_the_end(captured, monkeyp
     side = side_stream.SideStream(torch.device("cpu"))
     with side:
         for _ in range(3):
-            side.turn(waiting=False)
+            side.turn()
             with side.beside(None):
                 pass
     assert captured == ["one waits", "two waits", "one waits", "main waits", "main waits"]
@@ -269,6 +270,7 @@ def test_layers_of_many_sequences_evict_one_at_a_time(captured):
         with side:
             for _ in range(4):
                 side.turn()
+                side.make_room()
                 with side.beside(None):
                     pass
         assert captured[: streams + 1] == [*["side waits"] * streams, "main waits"]
