@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.functional import silu
 
 from kvcap.runtime.products import Products
+from kvcap.runtime.quantised import is_plain
 
 PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 GATED = {"gate_proj", "up_proj", "down_proj", "act_fn"}
@@ -100,7 +101,7 @@ def is_usual(model: Any, layer: Any) -> bool:
         return False
     attention, norms = layer.self_attn, (layer.input_layernorm, layer.post_attention_layernorm)
     linear: list[Any] = [getattr(attention, f"{name}_proj", None) for name in "qkvo"]
-    if not all(type(m) is nn.Linear for m in linear) or any(_epsilon(m) is None for m in norms):
+    if not all(is_plain(m) for m in linear) or any(_epsilon(m) is None for m in norms):
         return False
     x = sample(layer.mlp.gate_proj.weight, layer.mlp.gate_proj.in_features)[None]
     if not torch.equal(layer.mlp.act_fn(x), silu(x)):
@@ -131,7 +132,7 @@ def is_gated(module: Any) -> bool:
     if {name for name, _ in module.named_children()} != GATED:
         return False
     linear = module.gate_proj, module.up_proj, module.down_proj
-    if not all(type(m) is nn.Linear for m in linear):
+    if not all(is_plain(m) for m in linear):
         return False
     x = sample(module.gate_proj.weight, module.gate_proj.in_features)
     return torch.equal(module(x), gated(module, gate, x))

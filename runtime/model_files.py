@@ -27,6 +27,7 @@ from kvcap.runtime.errors import (
     first_line,
 )
 from kvcap.runtime.model_shape import FAMILIES, ModelShape
+from kvcap.runtime.quantised import UNPACKED, quantisation, unpacking
 from kvcap.runtime.sampling import NEUTRAL
 from kvcap.runtime.weights import refuse_misfits
 
@@ -144,6 +145,9 @@ def load_model(where: str, config: Any, dtype: torch.dtype) -> Any:
             transformers would fill at random.
         UnsupportedModel: a package is missing, such as one that reads quantised weights.
     """
+    method = quantisation(config)
+    if method in UNPACKED:
+        config = unpacking(config)
     try:
         model, report = AutoModelForCausalLM.from_pretrained(
             where,
@@ -161,10 +165,19 @@ def load_model(where: str, config: Any, dtype: torch.dtype) -> Any:
         ) from error
     except (OSError, ValueError, SafetensorError) as error:
         raise _broken(where, "the weights", error) from error
+    except Exception as error:  # whatever the libraries that read quantised weights raise
+        if method is None:
+            raise
+        raise UnsupportedModel(
+            f"weights quantised by {method!r} cannot be loaded here: {first_line(error)}"
+        ) from error
     # transformers 4.57 forgets a tied parameter whose file has only its other name.
     lost = {name for name, parameter in model.named_parameters() if parameter.is_meta}
     wrong = [x if isinstance(x, str) else x[0] for x in report["mismatched_keys"]]  # 4.57: names
     refuse_misfits(lost.union(report["missing_keys"]), wrong)
+    if method in UNPACKED:  # into bfloat16, whatever was asked for
+        for parameter in model.parameters():
+            parameter.data = parameter.data.to(dtype)
     return model
 
 

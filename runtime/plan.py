@@ -21,7 +21,7 @@ if TYPE_CHECKING:  # a plan is of any backend, and some have no PyTorch
 
     from kvcap.policies import Eviction
     from kvcap.runtime.layout import Positions
-    from kvcap.runtime.weights import Headers, Weights
+    from kvcap.runtime.weights import Headers, Weights, WeightsSource
 
 LOADING = 64 << 20  # a tokenizer, the mapped file of weights, buffers of the first block
 RUNNING = 16 << 20  # the last of these alone
@@ -56,7 +56,7 @@ class MemoryPlan:
     workspace: int  # of a block, one layer at a time; an estimate unless `rehearsed`
     logits: int
     weights: int
-    weights_from: str = "config"  # or "safetensors headers"
+    weights_from: WeightsSource = "config"
     rehearsed: bool = False  # the workspace was found by running a block without data
     baseline: int = 0  # the process before any of this, where a cap for all of it was given
 
@@ -82,6 +82,10 @@ class MemoryPlan:
     def total_bytes(self) -> int:
         """The same and, where a cap for all of it was given, the process itself."""
         return self.baseline + self.run_bytes
+
+    def with_weights(self, weights: Weights) -> MemoryPlan:
+        """The plan with weights that were counted in another way."""
+        return replace(self, weights=weights.nbytes, weights_from=weights.source)
 
     def as_dict(self) -> dict[str, Any]:
         """All fields and the two sums, for `kvcap plan --json`."""

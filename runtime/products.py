@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from kvcap.kernels import linear
 from kvcap.kernels.choice import ready
+from kvcap.runtime.quantised import is_plain
 
 TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # read the same input
 MOST_TOGETHER = 2**23  # numbers that come of one product; larger ones fill a GPU by themselves
@@ -93,17 +94,17 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def products(model: nn.Module) -> dict[nn.Linear, Products]:
-    """Every linear layer's, those side by side together that read the same input."""
+    """Those of every plain linear layer; layers that read the same input share one."""
     found: list[list[nn.Linear]] = []
     for module in model.modules():
         for names in TOGETHER:
             layers = [getattr(module, name, None) for name in names]
-            plain = [layer for layer in layers if type(layer) is nn.Linear]
+            plain = [layer for layer in layers if is_plain(layer)]
             alike = {(x.bias is None, x.weight.dtype, x.weight.device) for x in plain}
             if len(plain) == len(names) and len(alike) == 1:
                 found.append(plain)
     grouped = {layer for layers in found for layer in layers}
-    rest = [m for m in model.modules() if type(m) is nn.Linear and m not in grouped]
+    rest = [m for m in model.modules() if is_plain(m) and m not in grouped]
     groups = [Products(layers) for layers in [*found, *([layer] for layer in rest)]]
     return {layer: group for group in groups for layer in group.layers}
 

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from kvcap.runtime.errors import UnsupportedModel
 from kvcap.runtime.model_shape import ModelShape
+from kvcap.runtime.quantised import is_plain
 
 
 def output_projection(module: Any, shape: ModelShape) -> Tensor:
@@ -18,7 +19,7 @@ def output_projection(module: Any, shape: ModelShape) -> Tensor:
         UnsupportedModel: the projection is quantised, adapted or otherwise no plain `nn.Linear`.
     """
     projection = getattr(module, "o_proj", None)
-    if type(projection) is not nn.Linear or not projection.weight.dtype.is_floating_point:
+    if not is_plain(projection):
         raise UnsupportedModel(
             f"the policy weighs values by the output projection, which is {_name(projection)} "
             "here; it must be a plain nn.Linear of floating point weights: load the model "
@@ -44,5 +45,8 @@ def _name(projection: Any) -> str:
     if projection is None:
         return "missing"
     weight = getattr(projection, "weight", None)
-    dtype = f" of {weight.dtype}" if isinstance(weight, torch.Tensor) else ""
-    return f"a {type(projection).__module__}.{type(projection).__name__}{dtype}"
+    of = ""
+    if isinstance(weight, torch.Tensor):
+        plain = type(weight) in (torch.Tensor, nn.Parameter)
+        of = f" of {weight.dtype if plain else type(weight).__name__}"
+    return f"a {type(projection).__module__}.{type(projection).__name__}{of}"

@@ -28,10 +28,11 @@ from kvcap.runtime.model_files import (
 )
 from kvcap.runtime.model_shape import ModelShape
 from kvcap.runtime.plan import MemoryPlan, parse_bytes, parse_cap, warn_if_short
+from kvcap.runtime.quantised import quantisation
 from kvcap.runtime.sampling import Sampler
 from kvcap.runtime.session import Session
 from kvcap.runtime.session_file import SessionFile
-from kvcap.runtime.weights import read_headers
+from kvcap.runtime.weights import Weights, held_weights, read_headers
 
 
 class Runtime:
@@ -153,6 +154,8 @@ class Runtime:
             plan = plan_for(loaded=True)  # what loading really took is known now
             if enforce == "rlimit":
                 enforce_limit(cap, chosen)
+        if quantisation(config) is not None:
+            plan = plan.with_weights(held_weights(loaded))
         return cls(
             loaded.to(chosen).eval(),
             tokenizer,
@@ -260,7 +263,7 @@ class Runtime:
             block_size=self.plan.block_size,
             dtype=self.model.dtype,
             positions=self.plan.positions,
-        )
+        ).with_weights(Weights(self.plan.weights, self.plan.weights_from))
         return Runtime(
             self.model,
             self.tokenizer,

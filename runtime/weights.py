@@ -20,10 +20,12 @@ import torch
 from huggingface_hub import get_safetensors_metadata, try_to_load_from_cache
 from huggingface_hub.errors import NotASafetensorsRepoError, SafetensorsParsingError
 from safetensors import SafetensorError, safe_open
+from torch import nn
 from transformers import AutoModelForCausalLM
 
 from kvcap.runtime.attention import NAME
 from kvcap.runtime.errors import ModelFilesBroken, first_line
+from kvcap.runtime.quantised import UNPACKED, parts, quantisation
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLES = ("pytorch_model*.bin", "*.pt", "*.pth", "*.ckpt")
@@ -44,11 +46,14 @@ class Tensor(NamedTuple):
 Headers = dict[str, Tensor]
 
 
+WeightsSource = Literal["safetensors headers", "config", "loaded model", "the manifest"]
+
+
 class Weights(NamedTuple):
     """Bytes of a model's weights once they are loaded, and how they were found."""
 
     nbytes: int
-    source: Literal["safetensors headers", "config"]
+    source: WeightsSource
 
 
 def read_headers(where: str) -> Headers | None:
@@ -76,7 +81,9 @@ def read_headers(where: str) -> Headers | None:
 
 
 def weigh(config: Any, dtype: torch.dtype, headers: Headers | None = None) -> Weights:
-    """The bytes that loading takes; tied parameters are one.
+    """The bytes that a model's weights hold once they are loaded; tied parameters count once.
+
+    Quantised weights count as their files have them, but for those that are `UNPACKED`.
 
     Args:
         config: the model's transformers config; without headers, what it says is counted.
@@ -88,12 +95,17 @@ def weigh(config: Any, dtype: torch.dtype, headers: Headers | None = None) -> We
             have others of that name.
     """
     text = config.get_text_config(decoder=True)
-    quantised = getattr(config, "quantization_config", None) is not None
-    if headers is not None and (text is not config or quantised):
+    method = quantisation(config)
+    if headers is not None and method is None and text is not config:
         return Weights(sum(_nbytes(x, dtype) for x in headers.values()), "safetensors headers")
     needed = _parameters(text)
-    if headers is None:
+    if headers is None or method in UNPACKED:
         return Weights(sum(prod(p.shape) for p in needed) * dtype.itemsize, "config")
+    if method is not None:
+        known = {name for parameter in needed for name in parameter.names}
+        # Scales and the like are no parameters of the model, and keep their type.
+        held = (_nbytes(x, dtype if name in known else None) for name, x in headers.items())
+        return Weights(sum(held), "safetensors headers")
     missing, wrong, count = [], [], 0
     for parameter in needed:
         found = next((headers[name] for name in parameter.names if name in headers), None)
@@ -127,6 +139,13 @@ def refuse_misfits(missing: Iterable[str], wrong: Iterable[str] = ()) -> None:
                 f"the model's files {what} {found[0]}{more}, which would be random; get the "
                 "files again, or the config.json that belongs to them"
             )
+
+
+def held_weights(model: nn.Module) -> Weights:
+    """What the weights of a loaded model hold, with the scales of quantised ones."""
+    tensors = [part for tensor in model.state_dict().values() for part in parts(tensor)]
+    storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}
+    return Weights(sum(storages.values()), "loaded model")
 
 
 class _Parameter(NamedTuple):
@@ -219,8 +238,10 @@ def _on_the_hub(repository: str) -> Headers | None:
     return {k: Tensor(x.dtype, tuple(x.shape)) for file in files for k, x in file.tensors.items()}
 
 
-def _nbytes(tensor: Tensor, dtype: torch.dtype) -> int:
-    """Of a tensor once loaded: what is no plain float stays as the file has it."""
+def _nbytes(tensor: Tensor, dtype: torch.dtype | None) -> int:
+    """Bytes of a tensor once loaded: a plain float becomes `dtype`, all else stays as it is."""
     bits = re.search(r"\d+", tensor.dtype)  # as in I8, F8_E4M3; BOOL has none
     stored = int(bits[0]) if bits else 8
-    return prod(tensor.shape) * (dtype.itemsize * 8 if tensor.dtype in FLOATS else stored) // 8
+    if dtype is not None and tensor.dtype in FLOATS:
+        return prod(tensor.shape) * dtype.itemsize
+    return prod(tensor.shape) * stored // 8

@@ -107,8 +107,13 @@ def test_a_tied_tensor_under_its_other_name_is_loaded_or_refused(tmp_path):
 def test_quantised_weights_stay_as_the_files_have_them():
     config = tiny_config("llama")
     config.quantization_config = {"quant_method": "some"}
-    headers = {"a": Tensor("I8", (5, 2)), "b": Tensor("BF16", (3,)), "c": Tensor("F4", (8,))}
-    assert weigh(config, torch.float32, headers).nbytes == 10 + 12 + 4
+    headers = {
+        "model.layers.0.mlp.up_proj.weight": Tensor("I8", (5, 2)),
+        "model.layers.0.mlp.up_proj.weight_scale": Tensor("BF16", (7,)),
+        "model.norm.weight": Tensor("BF16", (3,)),  # of the model itself: as it is loaded
+        "c": Tensor("F4", (8,)),
+    }
+    assert weigh(config, torch.float32, headers).nbytes == 10 + 14 + 12 + 4
 
 
 def test_no_weights_are_read(tmp_path, monkeypatch):
