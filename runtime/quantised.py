@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TypeGuard
 
 import transformers
 from torch import Tensor, nn
@@ -45,7 +45,7 @@ def unpacking(config: Any) -> Any:
     return config
 
 
-def is_plain(module: Any) -> bool:
+def is_plain(module: Any) -> TypeGuard[nn.Linear]:
     """Whether a module is a linear layer of ordinary floating-point numbers.
 
     Quantised ones are other modules, or this one with a tensor type of their library's.
@@ -58,11 +58,10 @@ def is_plain(module: Any) -> bool:
 
 def parts(tensor: Any) -> Iterator[Tensor]:
     """The ordinary tensors that a tensor of a library's own type is made of."""
-    if not isinstance(tensor, Tensor):
-        return
-    if not is_traceable_wrapper_subclass(tensor):
+    flatten = getattr(tensor, "__tensor_flatten__", None)
+    if flatten is not None:
+        names, _ = flatten()
+        for name in names:
+            yield from parts(getattr(tensor, name))
+    elif isinstance(tensor, Tensor):
         yield tensor
-        return
-    names, _ = tensor.__tensor_flatten__()
-    for name in names:
-        yield from parts(getattr(tensor, name))
