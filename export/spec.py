@@ -39,7 +39,7 @@ class Spec:
         if self.dtype not in DTYPES:
             raise NotExportable(f"no dtype {self.dtype!r}; there are {', '.join(DTYPES)}")
         if self.stage == "evict":
-            self.eviction.check([self.shape.budget])
+            self.eviction.check(self.shape.budget)
 
     def graph(self) -> Graph:
         """The module to trace.

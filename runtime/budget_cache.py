@@ -66,8 +66,7 @@ class BudgetCache(Cache):  # type: ignore[misc]
         stock = self._check_attention(config, positions)
         positions = positions or ("true" if stock or not shape.moves_exactly else "compact")
         self.layout = CacheLayout(shape, self.eviction, budget_tokens, block_size, positions)
-        for kept in self.layout.allotments:
-            self.eviction.check(kept)
+        self.eviction.check(budget_tokens, len(shape.capped), shape.kv_heads)
         self.current = Pass()
         """The forward pass in hand."""
         self.pinned_spans: list[tuple[int, int]] = []

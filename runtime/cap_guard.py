@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from kvcap.runtime.errors import MemoryCapExceeded
+from kvcap.runtime.fit import roomy
 from kvcap.runtime.free_memory import process_bytes
 
 Enforce = Literal["check", "rlimit"]
@@ -36,14 +37,13 @@ class CapGuard:
         held = process_bytes()
         before = held if self._before is None else self._before
         asked = self.workspace * tokens // self.block
-        if max(held, before + asked) > self.cap:
+        if (needed := max(held, before + asked)) > self.cap:
             fits = max(0, self.cap - before) * self.block // max(1, self.workspace)
-            advice = (
-                f"a block of {fits} would fit" if held <= self.cap and fits else "raise the cap"
-            )
+            smaller = f"a block of {fits} would fit, or " if held <= self.cap and fits else ""
             raise MemoryCapExceeded(
                 f"the process holds {held:,} bytes and a block of {tokens} tokens takes it to "
-                f"{max(held, before + asked):,}, above the cap of {self.cap:,}; {advice}"
+                f"{needed:,}, above the cap of {self.cap:,}; {smaller}raise the cap to "
+                f"{roomy(needed) >> 20}MiB"
             )
         self._before = before
 
@@ -63,7 +63,8 @@ def limit_data(cap: int) -> None:
     held = process_bytes()
     if held >= cap:
         raise MemoryCapExceeded(
-            f"the process holds {held:,} bytes, more than the cap of {cap:,}; raise the cap"
+            f"the process holds {held:,} bytes, more than the cap of {cap:,}; raise the cap to "
+            f"{roomy(held) >> 20}MiB"
         )
     reserved = next(
         int(line.split()[1]) * 1024

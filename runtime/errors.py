@@ -42,7 +42,16 @@ class UnsupportedModel(KvcapError, ValueError):
 
 
 class PlanInfeasible(KvcapError, ValueError):
-    """No setting fits what was asked; the message names the largest feasible one."""
+    """No setting fits what was asked; the message names what would.
+
+    Args:
+        message: what was asked, and what would fit.
+        least: the same in bytes, by the name of the option that was too small, where it is known.
+    """
+
+    def __init__(self, message: str, **least: int) -> None:
+        super().__init__(message)
+        self.least = least
 
 
 class MemoryCapExceeded(KvcapError):

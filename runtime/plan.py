@@ -13,7 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from kvcap.runtime.errors import PlanInfeasible
-from kvcap.runtime.fit import BLOCK_SIZE, fitting, largest, within
+from kvcap.runtime.fit import BLOCK_SIZE, fitting, largest, roomy, smallest, within
 from kvcap.runtime.free_memory import FreeMemory, free_memory, process_bytes
 
 if TYPE_CHECKING:  # a plan is of any backend, and some have no PyTorch
@@ -59,6 +59,12 @@ class MemoryPlan:
     weights_from: WeightsSource = "config"
     rehearsed: bool = False  # the workspace was found by running a block without data
     baseline: int = 0  # the process before any of this, where a cap for all of it was given
+    trained_length: int = 0  # tokens that the model was trained on at once
+    token_bytes: int = 0  # keys and values of one token in all layers that keep every token
+    sliding_token_bytes: int = 0  # the same in layers that keep a window of their own, of
+    sliding_window: int = 0  # so many tokens
+    least_kv_budget: int = 0  # bytes: the smallest cache that works for model and policy
+    least_memory_cap: int = 0  # bytes: the smallest cap of a process, with some room
 
     @property
     def cache_bytes(self) -> int:
@@ -87,12 +93,19 @@ class MemoryPlan:
         """The plan with weights that were counted in another way."""
         return replace(self, weights=weights.nbytes, weights_from=weights.source)
 
+    def uncapped_bytes(self, tokens: int) -> int:
+        """Keys and values of a cache without a cap that has read so many tokens."""
+        windowed = self.sliding_token_bytes * min(tokens, self.sliding_window)
+        return self.token_bytes * tokens + windowed
+
     def as_dict(self) -> dict[str, Any]:
         """All fields and the two sums, for `kvcap plan --json`."""
         return {
             **asdict(self),
             "cache_bytes": self.cache_bytes,
             "total_bytes": self.total_bytes,
+            "uncapped_tokens": self.trained_length,
+            "uncapped_bytes": self.uncapped_bytes(self.trained_length),
             "fits": True,
         }
 
@@ -130,7 +143,8 @@ class MemoryPlan:
             headers: of the files of weights, from `read_headers`; without them, the weights are
                 those of the config.
             loaded: the weights are in this process already.
-            rehearse: find the workspace exactly (on a CPU), in a second or so.
+            rehearse: find the workspace exactly (on a CPU), in a second or so; and the least
+                budget and cap that work.
 
         Raises:
             PlanInfeasible: nothing fits, naming what would.
@@ -150,27 +164,32 @@ class MemoryPlan:
         eviction = load_policy(policy) if isinstance(policy, str) else policy
         positions = positions or default_positions(shape)
         plan = partial(_plan, config, eviction, dtype, positions, batch, weights)
-        cap, baseline = None, 0
-        if memory_cap is not None:
-            cap = parse_cap(memory_cap)
-            baseline = process_bytes() + (RUNNING - weights.nbytes if loaded else LOADING)
-        exactly = partial(_rehearsed, config, eviction, dtype, batch, baseline)
-        if cap is not None and kv_budget is None and kv_budget_tokens is None:
-            # Compact positions count what is held, and stay where the model was trained.
-            return within(plan, exactly, cap, block_size, eviction.pins(1), shape.trained_length)
-        if kv_budget is None:
-            tokens = 256 if kv_budget_tokens is None else kv_budget_tokens
-            found = plan(tokens, BLOCK_SIZE if block_size is None else block_size)
-        elif kv_budget_tokens is None:
-            found = largest(plan, parse_bytes(kv_budget), block_size)
-        else:
+        heads = (len(shape.capped), shape.kv_heads)
+        own = process_bytes() + (RUNNING - weights.nbytes if loaded else LOADING)
+        cap = None if memory_cap is None else parse_cap(memory_cap)
+        exactly = partial(_rehearsed, config, eviction, dtype, batch, 0 if cap is None else own)
+        if kv_budget is not None and kv_budget_tokens is not None:
             raise PlanInfeasible("give kv_budget_tokens or kv_budget (bytes), not both")
-        for kept in eviction.allot(found.budget_tokens, len(shape.capped), shape.kv_heads):
-            eviction.check(kept)
+        if kv_budget is not None:
+            found = largest(plan, parse_bytes(kv_budget), block_size, eviction.least(*heads))
+        elif kv_budget_tokens is None and cap is not None:
+            # Compact positions count what is held, and stay where the model was trained.
+            most = shape.trained_length
+            found = within(plan, exactly, cap, block_size, eviction.least(*heads), most)
+        else:
+            tokens = 256 if kv_budget_tokens is None else kv_budget_tokens
+            eviction.check(tokens, *heads)
+            found = plan(tokens, BLOCK_SIZE if block_size is None else block_size)
         if cap is not None:
-            found = exactly(found)
-            return fitting(found, cap)
-        return exactly(found) if rehearse else found
+            found = fitting(found if found.rehearsed else exactly(found), cap)
+        if not rehearse:
+            return found
+        least = exactly(smallest(plan, block_size, eviction.least(*heads)))
+        return replace(
+            found if found.rehearsed else exactly(found),
+            least_kv_budget=least.cache_bytes,
+            least_memory_cap=roomy(own + least.run_bytes),
+        )
 
 
 def parse_bytes(size: str | int) -> int:
@@ -207,9 +226,11 @@ def _plan(
     block: int,
 ) -> MemoryPlan:
     from kvcap.runtime.layout import CacheLayout
-    from kvcap.runtime.model_shape import ModelShape
+    from kvcap.runtime.model_shape import ModelShape, layer_kinds
 
     shape = ModelShape.of(config, tokens + block)
+    kinds = layer_kinds(config)
+    token = 2 * batch * shape.kv_heads * shape.head_size * dtype.itemsize  # of one layer
     layout = CacheLayout(shape, eviction, tokens, block, positions)
     largest = max(map(sum, layout.allotments)) + shape.kv_heads * block  # slots of a layer
     observed = eviction.policy.queries_observed
@@ -230,6 +251,10 @@ def _plan(
         logits=batch * shape.vocabulary * (dtype.itemsize + 4),
         weights=weights.nbytes,
         weights_from=weights.source,
+        trained_length=shape.trained_length,
+        token_bytes=token * kinds.count("full_attention"),
+        sliding_token_bytes=token * kinds.count("sliding_attention"),
+        sliding_window=getattr(config, "sliding_window", None) or 0,
     )
 
 
@@ -265,7 +290,7 @@ def warn_if_short(plan: MemoryPlan, free: FreeMemory, memory_cap: str | int | No
         what = "the plan needs" if needed == plan.run_bytes else "the cap allows"
         warnings.warn(
             f"{what} {needed:,} bytes more than this process has, and {free.nbytes:,} are free "
-            f"({free.source}); the largest --memory-cap that there is memory for is "
-            f"{held + free.nbytes:,}",
+            f"({free.source}); the largest --memory-cap that there is memory for is about "
+            f"{(held + free.nbytes) >> 20}MiB",
             stacklevel=2,
         )

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 from random import Random
+from unittest.mock import patch
 
 import pytest
 import torch
 from conftest import tiny_config
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tiny_chat import save
 from typer.testing import CliRunner
 
@@ -23,7 +27,7 @@ from kvcap.runtime import plan as plan_module
 from kvcap.runtime.cap_guard import CapGuard
 from kvcap.runtime.errors import MemoryCapExceeded, PlanInfeasible
 from kvcap.runtime.free_memory import process_bytes
-from kvcap.runtime.plan import LOADING, MemoryPlan
+from kvcap.runtime.plan import LOADING, MemoryPlan, parse_bytes
 
 MIB = 1 << 20
 CONFIG = tiny_config("llama", max_position_embeddings=100_000)
@@ -87,6 +91,25 @@ def test_the_command_line(tmp_path):
     assert "rehearsed" in shown.stdout
 
 
+@settings(derandomize=True, deadline=None, max_examples=12)
+@given(
+    policy=st.sampled_from(["keydiff", "snapkv", "pyramidkv", "calidrop"]),
+    budget=st.sampled_from([None, 50, 500]),
+    more=st.integers(0, 8 * MIB),
+)
+def test_a_cap_that_is_advised_is_taken_by_a_process_a_little_larger(policy, budget, more):
+    with (
+        patch.object(plan_module, "process_bytes", lambda: HELD),
+        pytest.raises(PlanInfeasible, match=r"raise it to \d+MiB") as refused,
+    ):
+        plan(policy=policy, kv_budget_tokens=budget, memory_cap=HELD)
+    advised = re.search(r"raise it to (\w+)", str(refused.value))[1]
+    assert parse_bytes(advised) == refused.value.least["least_memory_cap"]
+    with patch.object(plan_module, "process_bytes", lambda: HELD + more):
+        found = plan(policy=policy, kv_budget_tokens=budget, memory_cap=advised)
+    assert found.total_bytes <= parse_bytes(advised)
+
+
 @pytest.mark.parametrize("enforce", ["check", "rlimit"])
 def test_a_process_stays_under_its_cap(enforce, tmp_path):
     """The whole way: a long document, the largest cache that fits, the peak of a fresh process."""
@@ -102,7 +125,12 @@ def test_a_process_stays_under_its_cap(enforce, tmp_path):
     )  # fmt: skip
     assert refused.returncode == 3
     least = refused.stderr.split("raise it to ")[1].split(", or")[0]
-    cap = int(least.replace(",", "")) + 24 * MIB
+    fed_back = subprocess.run(
+        [*command, "plan", "pocket", "--memory-cap", least],
+        capture_output=True, text=True, env=env, check=False,
+    )  # fmt: skip
+    assert fed_back.returncode == 0, fed_back.stderr
+    cap = parse_bytes(least) + 8 * MIB
     # The peak of a child by rusage begins at its parent's, so the child reads its own.
     code = (
         "import runpy, sys\n"

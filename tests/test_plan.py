@@ -8,11 +8,11 @@ import warnings
 import pytest
 import torch
 from conftest import FAMILIES, tiny_config, tiny_model
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import AutoConfig
+from transformers import AutoConfig, DynamicCache
 
-from kvcap import KvcapError, MemoryPlan, PolicyError
+from kvcap import Eviction, KvcapError, MemoryPlan, Policy, PolicyError, load_policy
 from kvcap.runtime import plan as plan_module
 from kvcap.runtime.errors import PlanInfeasible, UnsupportedModel
 from kvcap.runtime.free_memory import FreeMemory
@@ -69,14 +69,59 @@ def test_a_byte_budget_takes_the_most_slots_that_fit(cap, policy):
     assert plan.budget_tokens >= 2 * plan.block_size
 
 
+COMPOSED = st.sampled_from(["keydiff", "h2o", "streaming_llm", "snapkv", "pyramidkv", "calidrop"])
+PINNED = st.sampled_from([{}, {"sink_tokens": 5}, {"sink_tokens": 3, "recent_tokens": 40}])
+
+
+@settings(derandomize=True, deadline=None, max_examples=60)
+@given(
+    family=st.sampled_from([*FAMILIES]),
+    policy=COMPOSED,
+    pins=PINNED,
+    block=st.sampled_from([None, 1, 16, 100]),
+)
+def test_the_least_budget_that_is_advised_works_and_a_byte_less_does_not(
+    family: str, policy: str, pins: dict[str, int], block: int | None
+) -> None:
+    def of(**sizes: int) -> MemoryPlan:
+        eviction = load_policy(policy, **pins)
+        return MemoryPlan.of(tiny_config(family), policy=eviction, block_size=block, **sizes)
+
+    with pytest.raises(PlanInfeasible, match="the least that works is") as caught:
+        of(kv_budget=500)
+    assert isinstance(caught.value, KvcapError)
+    least = int(re.search(r"works is ([\d,]+)", str(caught.value))[1].replace(",", ""))
+    assert caught.value.least == {"least_kv_budget": least}
+    assert of(kv_budget=least).cache_bytes == least
+    with pytest.raises(PlanInfeasible):
+        of(kv_budget=least - 1)
+
+
+@settings(derandomize=True, deadline=None, max_examples=60)
+@given(policy=COMPOSED, pins=PINNED, share=st.floats(0, 0.9), layers=st.integers(1, 5))
+def test_the_least_slots_that_are_advised_work_and_one_less_does_not(
+    policy: str, pins: dict[str, int], share: float, layers: int
+) -> None:
+    options = pins | ({"recent": share} if policy in ("keydiff", "h2o") else {})
+    eviction = load_policy(policy, **options)
+    least = eviction.least(layers, 2)
+    eviction.check(least, layers, 2)
+    with pytest.raises(PolicyError, match=f"{least} or"):
+        eviction.check(least - 1, layers, 2)
+
+
+def test_pins_that_no_budget_holds_are_refused() -> None:
+    class Greedy(Policy):
+        """Pins more than there is."""
+
+        def recents_pinned(self, budget: int) -> int:
+            return budget + 1
+
+    with pytest.raises(PolicyError, match="no budget holds"):
+        MemoryPlan.of(CONFIG, policy=Eviction(Greedy()))
+
+
 def test_what_is_infeasible_names_what_is_not():
-    for block in (1, 64, None):
-        with pytest.raises(PlanInfeasible, match="the least that works is") as caught:
-            MemoryPlan.of(CONFIG, kv_budget=500, block_size=block, dtype=torch.float32)
-        assert isinstance(caught.value, KvcapError)
-        least = int(re.search(r"works is ([\d,]+)", str(caught.value))[1].replace(",", ""))
-        plan = MemoryPlan.of(CONFIG, kv_budget=least, block_size=block or 1, dtype=torch.float32)
-        assert plan.budget_tokens == 1
     with pytest.raises(PlanInfeasible, match="not both"):
         MemoryPlan.of(CONFIG, kv_budget="1MiB", kv_budget_tokens=5)
     with pytest.raises(PlanInfeasible, match="block_size=0"):
@@ -114,8 +159,8 @@ def test_what_there_is_no_memory_for_is_said(monkeypatch):
     short = FreeMemory(needed - 1, "the limit of cgroup box")
     said = (
         f"the plan needs {needed:,} bytes more than this process has, and {needed - 1:,} are free "
-        "(the limit of cgroup box); the largest --memory-cap that there is memory for is "
-        f"{needed + 999:,}"
+        "(the limit of cgroup box); the largest --memory-cap that there is memory for is about "
+        f"{(needed + 999) >> 20}MiB"
     )
     with pytest.warns(UserWarning, match=re.escape(said)):
         warn_if_short(plan, short)
@@ -136,3 +181,17 @@ def test_a_cap_of_all_that_is_free(monkeypatch):
         warn_if_short(found, FreeMemory(79 << 20, "here"), "auto")
     with pytest.raises(PlanInfeasible, match="is not a size"):
         MemoryPlan.of(config, memory_cap="all")
+
+
+def test_an_uncapped_cache_is_what_transformers_holds():
+    for family in ("llama", "gemma2"):
+        config = tiny_config(family)
+        plan = MemoryPlan.of(config, dtype=torch.float32)
+        for tokens in (1, 20, 60):
+            cache = DynamicCache(config=config)
+            model = tiny_model(family, attention="eager")
+            model(torch.zeros(1, tokens, dtype=torch.long), past_key_values=cache)
+            held = sum(x.keys.nbytes + x.values.nbytes for x in cache.layers)
+            # transformers keeps a token less than the window, for the next one.
+            assert 0 <= plan.uncapped_bytes(tokens) - held <= plan.sliding_token_bytes
+    assert plan.as_dict()["uncapped_bytes"] == plan.uncapped_bytes(256)

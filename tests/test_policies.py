@@ -281,9 +281,9 @@ def test_bad_options_are_refused_by_name(name, options):
 def test_pins_larger_than_the_budget():
     eviction = load_policy("streaming_llm", sinks=8)
     with pytest.raises(PolicyError, match="at least 8"):
-        eviction.check(eviction.split(6, 2))
-    with pytest.raises(PolicyError, match="1 or more"):
-        eviction.check(eviction.split(0, 2))
+        eviction.check(6, 2)
+    with pytest.raises(PolicyError, match="0 slots cannot hold a token; use 8 or more"):
+        eviction.check(0, 2)
 
 
 def test_slots_of_an_eviction_compose():

@@ -54,7 +54,7 @@ def layout_for(
     _check(shape, eviction)
     chosen = positions or default_positions(shape)
     layout = CacheLayout(shape, eviction, budget_tokens, block_size, chosen)
-    eviction.check(layout.budgets)
+    eviction.check(budget_tokens, len(shape.capped), shape.kv_heads)
     return layout
 
 

@@ -6,6 +6,7 @@ selection, never arithmetic on scores. Knows no cache and no model.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -18,6 +19,7 @@ from kvcap.policies.base.policy import Policy
 from kvcap.policies.base.slots import Corrector, HeadBudget, LayerBudget, Rescorer, Saliency
 
 LOWEST = torch.finfo(torch.float32).min
+MOST = 1 << 30  # slots of a head; above any budget
 Score = Callable[[Policy, Observation], Tensor]
 Update = Callable[[Policy, Observation], Mapping[str, Tensor]]
 
@@ -153,21 +155,47 @@ class Eviction:
         assert sum(map(sum, heads)) == budget * layers * kv_heads, "heads must share what there is"
         return heads
 
-    def check(self, budgets: list[int]) -> None:
-        """Refuse budgets (slots of a head) that hold no token or not the pinned ones.
+    def check(self, budget: int, layers: int = 1, kv_heads: int = 1) -> None:
+        """Refuse a budget (slots per KV head) under which a head holds no token or not its pins.
 
         Raises:
             PolicyError: naming the smallest budget that would work.
         """
-        for slots in budgets:
+        for slots in self._kept(budget, layers, kv_heads):
             if slots < 1:
-                raise PolicyError(f"a budget of {slots} slots cannot hold a token; use 1 or more")
+                raise PolicyError(
+                    f"a budget of {budget} slots cannot hold a token; use "
+                    f"{self.least(layers, kv_heads)} or more"
+                )
             if self.pins(slots) > slots:
                 raise PolicyError(
                     f"{self.name or 'the policy'} pins {self.sinks()} sinks and "
-                    f"{self.recents(slots)} recent tokens, more than the budget of {slots} slots; "
-                    f"use a budget of at least {self.pins(slots)} or pin fewer"
+                    f"{self.recents(slots)} recent tokens, more than the budget of {budget} slots; "
+                    f"use a budget of at least {self.least(layers, kv_heads)} or pin fewer"
                 )
+
+    def least(self, layers: int = 1, kv_heads: int = 1) -> int:
+        """The smallest budget (slots per KV head) that `check` accepts.
+
+        Raises:
+            PolicyError: none does, however large.
+        """
+
+        def holds(budget: int) -> bool:
+            kept = self._kept(budget, layers, kv_heads)
+            return all(slots >= max(1, self.pins(slots)) for slots in kept)
+
+        found = bisect_left(range(1, MOST), True, key=holds) + 1  # what holds, holds in more too
+        if found == MOST:
+            raise PolicyError(
+                f"{self.name or 'the policy'} pins {self.sinks()} sinks and all newest tokens, "
+                "which no budget holds; pin fewer"
+            )
+        return found
+
+    def _kept(self, budget: int, layers: int, kv_heads: int) -> list[int]:
+        """Slots of every head of every layer."""
+        return [slots for heads in self.allot(budget, layers, kv_heads) for slots in heads]
 
     def update(self, seen: Observation, by: Update = eager_update) -> dict[str, Tensor]:
         """New values of the state of all components, [B, K, n] each; `by` runs the policy's."""

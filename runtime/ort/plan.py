@@ -6,6 +6,7 @@ is an estimate: what ONNX Runtime takes for it depends on how it orders and fuse
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from math import prod
 from typing import Any, NamedTuple
@@ -13,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kvcap.runtime.errors import PlanInfeasible, UnsupportedModel
-from kvcap.runtime.fit import fitting, largest, within
+from kvcap.runtime.fit import fitting, largest, roomy, smallest, within
 from kvcap.runtime.free_memory import process_bytes
 from kvcap.runtime.ort import paired
 from kvcap.runtime.ort.fused import state_of
@@ -81,7 +82,8 @@ def _of_fused(
     if sizes.kv_budget is not None and found.cache_bytes > parse_bytes(sizes.kv_budget):
         raise PlanInfeasible(
             f"the cache takes {found.cache_bytes:,} bytes for its {tokens:,} slots, more than "
-            f"{parse_bytes(sizes.kv_budget):,}; raise the budget, or {again}"
+            f"{parse_bytes(sizes.kv_budget):,}; raise the budget to that, or {again}",
+            least_kv_budget=found.cache_bytes,
         )
     while cap is not None and sizes.block_size is None and found.total_bytes > cap and block > 1:
         block = -(-block // 2)  # a smaller block takes a smaller workspace
@@ -90,9 +92,12 @@ def _of_fused(
         raise PlanInfeasible(
             f"the process takes {found.total_bytes:,} bytes with blocks of {block:,} tokens, more "
             f"than the cap of {cap:,}: {baseline:,} of its own, {found.weights:,} of weights, "
-            f"{found.cache_bytes:,} for {tokens:,} slots; raise the cap, or {again}"
+            f"{found.cache_bytes:,} for {tokens:,} slots; raise it to "
+            f"{roomy(found.total_bytes) >> 20}MiB, or {again}",
+            least_memory_cap=roomy(found.total_bytes),
         )
-    return found
+    least = found if sizes.block_size else _fused(manifest, policy, baseline, 1)
+    return _with_least(found, least, sizes)
 
 
 def _of_paired(
@@ -102,11 +107,11 @@ def _of_paired(
     facts, model = manifest.facts, manifest.model
     positions = sizes.positions or facts["positions"]
     plan = partial(_paired, manifest, policy, positions, baseline)
-    if cap is not None and sizes.kv_budget is None and sizes.kv_budget_tokens is None:
-        most = model["trained_length"]
-        return within(plan, lambda found: found, cap, sizes.block_size, pinned, most)
     if sizes.kv_budget is not None:
-        found = largest(plan, parse_bytes(sizes.kv_budget), sizes.block_size)
+        found = largest(plan, parse_bytes(sizes.kv_budget), sizes.block_size, pinned)
+    elif cap is not None and sizes.kv_budget_tokens is None:
+        most = model["trained_length"]
+        found = within(plan, lambda found: found, cap, sizes.block_size, pinned, most)
     else:
         tokens = sizes.kv_budget_tokens or facts["budget_tokens"]
         found = plan(tokens, sizes.block_size or facts["block_size"])
@@ -121,7 +126,18 @@ def _of_paired(
             f"every layer of this model slides over {window} tokens; use a budget and a block of "
             f"at most {window} slots together"
         )
-    return found if cap is None else fitting(found, cap)
+    least = smallest(plan, sizes.block_size, pinned)
+    return _with_least(found if cap is None else fitting(found, cap), least, sizes)
+
+
+def _with_least(found: MemoryPlan, least: MemoryPlan, sizes: Sizes) -> MemoryPlan:
+    """The plan, and the least budget and cap that would work."""
+    own = least.baseline if sizes.memory_cap is not None else process_bytes() + LOADING
+    return replace(
+        found,
+        least_kv_budget=least.cache_bytes,
+        least_memory_cap=roomy(own + least.run_bytes),
+    )
 
 
 def _fused(manifest: Manifest, policy: str, baseline: int, block: int) -> MemoryPlan:
@@ -149,6 +165,7 @@ def _fused(manifest: Manifest, policy: str, baseline: int, block: int) -> Memory
         weights=manifest.model["weights_bytes"],
         weights_from="the manifest",
         baseline=baseline,
+        **_uncapped(manifest, cache),
     )
 
 
@@ -178,7 +195,17 @@ def _paired(
         weights=model["weights_bytes"],
         weights_from="the manifest",
         baseline=baseline,
+        **_uncapped(manifest, cache),
     )
+
+
+def _uncapped(manifest: Manifest, cache: Any) -> dict[str, int]:
+    """What a token takes where nothing caps the cache, under `MemoryPlan`'s names."""
+    model = manifest.model
+    token = model["layers"] * 2 * model["kv_heads"] * model["head_dim"] * np.dtype(cache).itemsize
+    window = model.get("window") or 0
+    kind = "sliding_token_bytes" if window else "token_bytes"
+    return {kind: token, "sliding_window": window, "trained_length": model["trained_length"]}
 
 
 def _workspace(manifest: Manifest, slots: int, block: int, scored: int) -> int:
