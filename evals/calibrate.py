@@ -24,7 +24,8 @@ from torch import Tensor
 from kvcap import __version__
 from kvcap.policies import Eviction, Observation, Policy
 from kvcap.runtime.loop import BlockLoop
-from kvcap.runtime.model_files import load_config, load_tokenizer, resolve
+from kvcap.runtime.model_files import load_config, load_tokenizer
+from kvcap.runtime.model_names import resolve
 from kvcap.runtime.model_shape import ModelShape
 from kvcap.runtime.runtime import Runtime
 

@@ -26,7 +26,8 @@ from kvcap.policies import PINS, load_policy, policies
 from kvcap.runtime.budget_cache import BudgetCache
 from kvcap.runtime.layout import Positions
 from kvcap.runtime.loop import BlockLoop
-from kvcap.runtime.model_files import load_config, load_tokenizer, resolve
+from kvcap.runtime.model_files import load_config, load_tokenizer
+from kvcap.runtime.model_names import resolve
 from kvcap.runtime.runtime import Runtime, parse_dtype
 
 ALL = "all"  # among the names of a sweep's policies

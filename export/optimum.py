@@ -24,7 +24,8 @@ from kvcap.export.signature import look
 from kvcap.export.trial import Trial
 from kvcap.policies import Eviction
 from kvcap.runtime.errors import ExtraMissing, NotExportable, ToleranceError
-from kvcap.runtime.model_files import load_config, load_model, resolve
+from kvcap.runtime.model_files import load_config, load_model
+from kvcap.runtime.model_names import resolve
 
 TASK = "text-generation-with-past"
 WHERE = (

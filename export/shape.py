@@ -64,7 +64,8 @@ def model_sizes(model: str) -> dict[str, Any]:
         ModelNotFound: there is none.
         UnsupportedModel: kvcap cannot run it.
     """
-    from kvcap.runtime.model_files import load_config, resolve
+    from kvcap.runtime.model_files import load_config
+    from kvcap.runtime.model_names import resolve
     from kvcap.runtime.model_shape import ModelShape
 
     config = load_config(resolve(model)).get_text_config(decoder=True)

@@ -16,8 +16,9 @@ from kvcap.runtime.answer import answer
 from kvcap.runtime.errors import EmptyPrompt, KvcapError
 from kvcap.runtime.interrupts import interrupts_deferred
 from kvcap.runtime.meter import figures, kv
+from kvcap.runtime.model_names import POCKET
 from kvcap.runtime.option_groups import pairs
-from kvcap.runtime.options import POCKET, Output, Sampling
+from kvcap.runtime.options import Output, Sampling
 from kvcap.runtime.screen import INTERRUPTED, OK, complain, dim, exit_code, size
 from kvcap.runtime.session import MAX_NEW_TOKENS, Session
 

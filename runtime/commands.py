@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from kvcap.runtime.model_names import CONFIG, MANIFEST, POCKET, REPOSITORY
 from kvcap.runtime.option_groups import grouped
 from kvcap.runtime.options import (
-    POCKET,
     Backend,
     Budget,
     Json,
@@ -100,15 +100,17 @@ def generate_command(
     sampling: Sampling,
     output: Output,
 ) -> None:
-    r"""Answer one prompt and print the answer.
+    """Answer one prompt and print the answer.
 
     A single argument is the prompt; with two, the first is the model; with -f, the only one is.
+    What is piped into stdin is the prompt where no other is given.
 
     \b
     kvcap generate "Hello!"
     kvcap generate Qwen/Qwen3-0.6B "Hello!" --kv-budget 64MiB
     kvcap generate -f long.txt --json
-    """
+    git log -5 | kvcap generate -m Qwen/Qwen3-0.6B
+    """  # noqa: D301  # \\b: lines of the help that are not joined
     from kvcap.runtime.answer import answer
 
     prompt, model = prompt_and_model(first, second, file, model)
@@ -159,12 +161,13 @@ def plan_command(
 
 def planned(model: str, backend: Backend, budget: Budget) -> MemoryPlan:
     """The plan of a run, without reading weights."""
-    if backend.exported:
+    if backend.exported(model):
         from kvcap.runtime.ort import load
 
         return load.plan(model, budget)
     quiet_libraries()
-    from kvcap.runtime.model_files import load_config, resolve
+    from kvcap.runtime.model_files import load_config
+    from kvcap.runtime.model_names import resolve
     from kvcap.runtime.plan import MemoryPlan
     from kvcap.runtime.runtime import parse_dtype
     from kvcap.runtime.weights import read_headers
@@ -205,7 +208,7 @@ def load(model: str, backend: Backend, budget: Budget, running: Running, output:
         sys.stderr.write(f"\x1b[2mloading {model} ...\x1b[0m")
         sys.stderr.flush()
     try:
-        if backend.exported:
+        if backend.exported(model):
             from kvcap.runtime.ort import load as exported
 
             return exported.load(model, budget, running)
@@ -262,6 +265,8 @@ def prompt_and_model(
 ) -> tuple[str, str]:
     """What to answer and who answers, from the arguments of `generate`.
 
+    What is piped into stdin is the prompt where no other is given.
+
     Raises:
         ValueError: too many or too few of them.
     """
@@ -269,12 +274,23 @@ def prompt_and_model(
         if second is not None:
             raise ValueError("give the prompt as an argument or with -f, not both")
         return read(file), first or model
-    if first is None:
-        raise ValueError("no prompt: give one as an argument, with -f FILE, or - to read stdin")
-    prompt, model = (first, model) if second is None else (second, first)
-    if second is None and (prompt == POCKET or Path(prompt, "config.json").is_file()):
-        raise ValueError(f"no prompt: {prompt!r} is a model; add what it is to answer")
-    return read(STDIN) if prompt == STDIN else prompt, model
+    if second is not None:
+        return read(STDIN) if second == STDIN else second, first or model
+    named = first is not None and _names_model(first)
+    if first is not None and not named:
+        return read(STDIN) if first == STDIN else first, model
+    if sys.stdin is None or sys.stdin.isatty():
+        what = f"{first!r} is a model; add what it is to answer" if named else "give one"
+        raise ValueError(f"no prompt: {what} as an argument, with -f FILE, or through stdin")
+    return read(STDIN), first or model
+
+
+def _names_model(text: str) -> bool:
+    """Whether the only argument of `generate` is a model rather than a prompt."""
+    folder = Path(text)
+    if text == POCKET or any((folder / name).is_file() for name in (CONFIG, MANIFEST)):
+        return True
+    return REPOSITORY.fullmatch(text) is not None  # who writes so names a repository of the hub
 
 
 def read(file: str) -> str:

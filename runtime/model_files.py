@@ -31,17 +31,7 @@ from kvcap.runtime.quantised import UNPACKED, quantisation, unpacking
 from kvcap.runtime.sampling import NEUTRAL
 from kvcap.runtime.weights import refuse_misfits
 
-POCKET = "pocket"  # the built-in model
 MOST_LAYERS = 10_000  # a config with more would take the memory before anything could be looked at
-
-
-def resolve(model: str | Path) -> str:
-    """The directory or repository that `model` names."""
-    if str(model) == POCKET:
-        from kvcap import pocket
-
-        return str(pocket.path())
-    return str(model)
 
 
 def load_config(where: str) -> Any:

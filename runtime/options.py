@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_type_hi
 
 import typer
 
+from kvcap.runtime.model_names import POCKET, is_export
 from kvcap.runtime.option_groups import ENVIRONMENT, option, pairs
 
 if TYPE_CHECKING:
     from kvcap.policies import Eviction
 
 DEFAULT_POLICY = "keydiff"
-POCKET = "pocket"  # the built-in model, as in model_files.py, which imports torch
 
 
 def _size(text: str | None) -> str | None:
@@ -168,17 +168,18 @@ class Backend:
     """What runs the model."""
 
     backend: Annotated[
-        Literal["torch", "onnxruntime"],
+        Literal["torch", "onnxruntime"] | None,
         option(
             "--backend",
-            help="PyTorch; or ONNX Runtime, where MODEL is a directory of kvcap export decoder.",
-            show_default=True,
+            help="PyTorch, or ONNX Runtime (by default where MODEL is a directory that kvcap "
+            "export decoder wrote).",
         ),
-    ] = "torch"
+    ] = None
 
-    @property
-    def exported(self) -> bool:
-        """Whether MODEL is an exported decoder."""
+    def exported(self, model: str) -> bool:
+        """Whether `model` is run as an exported decoder."""
+        if self.backend is None:
+            return model != POCKET and is_export(model)
         return self.backend == "onnxruntime"
 
 

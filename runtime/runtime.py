@@ -19,13 +19,12 @@ from kvcap.runtime.free_memory import free_memory
 from kvcap.runtime.layout import Positions
 from kvcap.runtime.loop import BlockLoop
 from kvcap.runtime.model_files import (
-    POCKET,
     check_generation,
     load_config,
     load_model,
     load_tokenizer,
-    resolve,
 )
+from kvcap.runtime.model_names import POCKET, resolve
 from kvcap.runtime.model_shape import ModelShape
 from kvcap.runtime.plan import MemoryPlan, parse_bytes, parse_cap, warn_if_short
 from kvcap.runtime.quantised import quantisation

@@ -248,7 +248,7 @@ def test_models_that_cannot_be(kvcap: Any, tmp_path: Path) -> None:
     assert "model type 'gpt2' is not supported" in err
     code, out, err = kvcap("chat", str(tmp_path / "nowhere"))
     assert (code, out) == (2, "")
-    assert "no model at" in err
+    assert "there is no directory" in err
     (tmp_path / "config.json").write_text("{")
     assert kvcap("plan", str(tmp_path))[0] == 2
 
@@ -299,5 +299,5 @@ def test_unexpected_errors_are_one_line(kvcap: Any, monkeypatch: pytest.MonkeyPa
     def fail(_: Any) -> None:
         raise RuntimeError("out of paper\ndetails")
 
-    monkeypatch.setattr("kvcap.runtime.model_files.resolve", fail)
+    monkeypatch.setattr("kvcap.runtime.model_names.resolve", fail)
     assert kvcap("plan") == (1, "", "kvcap: out of paper\n")

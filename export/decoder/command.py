@@ -113,7 +113,8 @@ def _kvcap(
     from kvcap.export.decoder.spec import check_dtype, layout_for, load
     from kvcap.export.decoder.write import check_out, write
     from kvcap.export.libraries import require
-    from kvcap.runtime.model_files import load_config, resolve
+    from kvcap.runtime.model_files import load_config
+    from kvcap.runtime.model_names import resolve
 
     require()
     check_dtype(dtype)

@@ -16,7 +16,8 @@ from kvcap.export.manifest import sha256
 from kvcap.export.verify import signature
 from kvcap.policies import Eviction, load_policy
 from kvcap.runtime.errors import ManifestError, ModelFilesBroken
-from kvcap.runtime.model_files import load_config, resolve
+from kvcap.runtime.model_files import load_config
+from kvcap.runtime.model_names import resolve
 from kvcap.runtime.ort.graph import Graph
 from kvcap.runtime.ort.manifest import HASHED, NAME, Manifest, read
 

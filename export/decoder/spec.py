@@ -16,8 +16,8 @@ from kvcap.runtime.model_files import (
     load_config,
     load_model,
     load_tokenizer,
-    resolve,
 )
+from kvcap.runtime.model_names import resolve
 from kvcap.runtime.model_shape import ModelShape
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "int8": torch.float32}  # of the cache

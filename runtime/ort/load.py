@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from kvcap.runtime.errors import NotExportable
+from kvcap.runtime.model_names import POCKET, locate
 from kvcap.runtime.option_groups import pairs
-from kvcap.runtime.options import POCKET, Budget, Running
+from kvcap.runtime.options import Budget, Running
 from kvcap.runtime.ort import manifest
 from kvcap.runtime.ort.plan import Sizes, plan_of
 from kvcap.runtime.ort.runtime import OrtRuntime, Wanted, check_dtype, choose
@@ -48,14 +49,18 @@ def _directory(model: str) -> Path:
     """Where the export is.
 
     Raises:
-        NotExportable: the built-in model is none.
+        ModelNotFound: there is nothing of that name.
+        NotExportable: a model that was not exported yet.
     """
-    if model == POCKET and not Path(model).is_dir():
+    folder = Path(model) if model == POCKET else locate(model)
+    if folder is None or (model == POCKET and not folder.is_dir()):
+        what = "the built-in model" if model == POCKET else "no directory"
         raise NotExportable(
-            "the built-in model is PyTorch's; export it once with: kvcap export decoder pocket "
-            "-o DIR, and give DIR"
+            f"{model!r} is {what}, and --backend onnxruntime runs exported directories; export it "
+            f"once with: kvcap export decoder {model} -o {Path(model).name}-onnx, and give that "
+            "directory, or leave --backend onnxruntime out"
         )
-    return Path(model)
+    return folder
 
 
 def _wanted(budget: Budget) -> Wanted:
