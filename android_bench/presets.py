@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kvcap.android_bench.errors import PlanBroken
+from kvcap.dtypes import short
 
 SIZES = (512, 1024, 2048, 4096, 8192)  # of the paper's Table 19
 
@@ -108,6 +109,7 @@ def narrowed(
     if preset not in PRESETS:
         raise PlanBroken(f"no preset {preset!r}; there are {', '.join(PRESETS)}")
     whole = PRESETS[preset]
+    dtypes = [short(name) for name in dtypes]
     variants = [variant for group in whole.groups for variant in group.variants]
     _known(preset, "policy", policies, [v.policy for v in variants])
     _known(preset, "formulation", formulations, [v.formulation or "naive" for v in variants])

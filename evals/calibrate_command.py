@@ -51,7 +51,7 @@ def calibrate_command(
     The model reads a text twice, uncapped; a head that retrieves looks, in the second copy, at what
     followed in the first. Best is a text of names and numbers, which nobody can guess.
     """
-    from kvcap.runtime.commands import quiet_libraries, read, usable
+    from kvcap.runtime.commands import quiet_libraries, read
 
     quiet_libraries()
     from kvcap.evals.calibrate import NAMES, calibrate
@@ -63,7 +63,6 @@ def calibrate_command(
         raise ValueError("the text is empty; give one of at least 32 tokens")
     if out.is_dir() or not out.parent.is_dir():
         raise ValueError(f"cannot write {str(out)!r}: no such folder, or it is one")
-    device = usable(device)
     with _meter(quiet) as report:
         found = calibrate(model, text, tokens=tokens, dtype=dtype, device=device, report=report)
     document = jsonlib.dumps(found.as_dict())

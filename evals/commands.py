@@ -20,9 +20,18 @@ if TYPE_CHECKING:
     from kvcap.evals.demo import Demo, Question, Report
 
 Model = Annotated[str, typer.Argument(help="'pocket', a directory, or a repository of the hub.")]
-BlockSize = Annotated[int, typer.Option(help="Tokens read at once.")]
+BlockSize = Annotated[
+    int,
+    typer.Option("--block-size", "--prefill-chunk-size", min=1, help="Tokens read at once."),
+]
+Threads = Annotated[
+    int | None,
+    typer.Option(min=1, metavar="N", help="Of the CPU, that compute (all cores by default)."),
+]
 Seed = Annotated[int, typer.Option(help="Of texts and facts.")]
-Dtype = Annotated[str | None, typer.Option(help="float32, bfloat16 or float16.")]
+Dtype = Annotated[
+    str | None, typer.Option(help="float32, bfloat16 or float16 (fp32, bf16, fp16, half).")
+]
 Device = Annotated[str | None, typer.Option(help="cpu, cuda or mps; the best there is.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 
@@ -49,6 +58,7 @@ def eval_command(
     batch_size: Annotated[int, typer.Option(help="Prompts read at once.")] = 8,
     dtype: Dtype = None,
     device: Device = None,
+    threads: Threads = None,
     plot: Annotated[bool, typer.Option("--plot", help="Draw results.png (kvcap[plot]).")] = False,
     json: Json = False,
 ) -> None:
@@ -61,10 +71,11 @@ def eval_command(
     from kvcap.evals.plot import require_matplotlib
     from kvcap.evals.runner import Sweep, run
     from kvcap.evals.table import results
-    from kvcap.runtime.commands import quiet_libraries
+    from kvcap.runtime.commands import quiet_libraries, use_threads
     from kvcap.runtime.option_groups import pairs
 
     quiet_libraries()
+    use_threads(threads)
     if plot:
         require_matplotlib()
     sweep = Sweep(
@@ -99,7 +110,9 @@ def eval_command(
 def demo_command(
     model: Model = "pocket",
     tokens: Annotated[int, typer.Option(help="Of text between facts and questions.")] = 1_000_000,
-    kv_budget_tokens: Annotated[int, typer.Option(help="Slots per KV head.")] = 256,
+    kv_budget_tokens: Annotated[
+        int, typer.Option("--kv-budget-tokens", "--max-kv-size", min=1, help="Slots per KV head.")
+    ] = 256,
     facts: Annotated[int, typer.Option(help="Facts told first and asked for last.")] = 16,
     policy: Annotated[str, typer.Option(help="See `kvcap policies`.")] = "keydiff",
     positions: Annotated[
@@ -109,12 +122,16 @@ def demo_command(
     seed: Seed = 0,
     dtype: Dtype = None,
     device: Device = None,
+    threads: Threads = None,
     json: Json = False,
 ) -> None:
     """Tell facts, read a very long text in fixed memory, then ask for every fact."""
     from kvcap.evals.demo import Demo
+    from kvcap.runtime.commands import quiet_libraries, use_threads
     from kvcap.runtime.runtime import Runtime
 
+    quiet_libraries()
+    use_threads(threads)
     runtime = Runtime.from_pretrained(
         model,
         policy,
@@ -160,15 +177,17 @@ def bench_command(
     evictions: Annotated[int | None, typer.Option(help="positions: before measuring.")] = None,
     layers: Annotated[int | None, typer.Option(help="Of a model of random weights.")] = None,
     hidden: Annotated[int | None, typer.Option(help="Of such a model, multiple of 64.")] = None,
+    threads: Threads = None,
     rows: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write the rows as a JSON list, too.")
     ] = None,
 ) -> None:
     """Time and memory on random weights; the papers' claims on pocket. The last line is JSON."""
     from kvcap.evals.bench import load, options_for
-    from kvcap.runtime.commands import quiet_libraries
+    from kvcap.runtime.commands import quiet_libraries, use_threads
 
     quiet_libraries()
+    use_threads(threads)
     given: dict[str, Any] = {
         "lengths": lengths and _numbers("lengths", lengths),
         "budgets": budgets and _numbers("budgets", budgets),

@@ -53,7 +53,9 @@ def scorer_command(
     static: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="Slots held; left open otherwise.")
     ] = None,
-    dtype: Annotated[str, typer.Option(help="Of keys and values: fp32 or fp16.")] = "fp32",
+    dtype: Annotated[
+        str, typer.Option(help="Of keys and values: float32 or float16 (fp32, fp16).")
+    ] = "fp32",
     policy_option: Annotated[
         list[str] | None,
         typer.Option(metavar="KEY=VALUE", help="Of the policy; repeatable."),

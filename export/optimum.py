@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from kvcap.dtypes import short
 from kvcap.export.adopt import adopt
 from kvcap.export.libraries import library
 from kvcap.export.signature import look
@@ -61,7 +62,7 @@ def export_with_optimum(
         ToleranceError: the decoder computes something else than the model.
         UnsupportedModel: see `adopt`.
     """
-    if dtype != "fp32":
+    if short(dtype) != "fp32":
         raise NotExportable(
             f"optimum's exporter for the CPU writes float32 even for --dtype {dtype}; use fp32, or "
             "--exporter kvcap"
@@ -75,7 +76,7 @@ def export_with_optimum(
     with tempfile.TemporaryDirectory(prefix=".kvcap-", dir=out.parent) as name:
         folder = Path(name) / (Path(model).name or "decoder")
         with _quiet():
-            export(where, folder, task=TASK, dtype=dtype, device="cpu", do_validation=False)
+            export(where, folder, task=TASK, dtype="fp32", device="cpu", do_validation=False)
         _compare(folder, load_model(where, config, torch.float32).eval())
         said = adopt(folder, None, policies, exporter="optimum", **settings)
         if out.exists():

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from kvcap.dtypes import short
 from kvcap.export.forms import form_of, graph_part
 from kvcap.export.graphs import STAGES, Graph
 from kvcap.export.shape import Shape
@@ -34,6 +35,7 @@ class Spec:
     dtype: str = "fp32"
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "dtype", short(self.dtype))  # frozen; of all names, one
         if self.stage not in STAGES:
             raise NotExportable(f"no stage {self.stage!r}; there are {', '.join(STAGES)}")
         if self.dtype not in DTYPES:

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from functools import cache
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_type_hints
 
 from kvcap.policies.base import (
     Component,
@@ -113,19 +113,38 @@ def load_policy(name: str, **options: Any) -> Eviction:
     recipe = policies().get(name) or _compose(name, {})
     given = {**recipe.options, **options}
     pins = {key: given.pop(key) for key in PINS if key in given}
+    for key, value in pins.items():
+        _check_type(f"{name}: {key}", value, int, 0)
     filled: dict[str, Any] = {}
     known: list[str] = []
     for slot, cls in recipe.parts.items():
         own = {key: given.pop(key) for key in inspect.signature(cls).parameters if key in given}
         known += inspect.signature(cls).parameters
-        try:
-            filled[slot] = cls(**own)
-        except TypeError as error:  # such as '3' < 1
-            raise PolicyError(f"policy {name}: {error}; got {own}") from error
+        for key, value in own.items():
+            _check_type(f"{name}: {key}", value, get_type_hints(cls)[key], _default(cls, key))
+        filled[slot] = cls(**own)
     for option in given:
         hint = _nearest(option, [*known, *PINS])
         raise PolicyError(f"policy {name} has no option {option!r}{hint}")
     return Eviction(**filled, name=name, **pins)
+
+
+def _check_type(what: str, value: Any, kind: Any, default: Any) -> None:
+    """Refuse an option that is not of its type; what a number must be, the policy checks itself.
+
+    Raises:
+        PolicyError: saying what was got and what would work.
+    """
+    numbers = {int: ("a whole number", (int,)), float: ("a number", (int, float))}
+    if kind not in numbers:
+        return
+    says, types = numbers[kind]
+    if not isinstance(value, types) or isinstance(value, bool):
+        raise PolicyError(f"{what}={value!r} will not work; expected {says}, such as {default}")
+
+
+def _default(cls: type[Component], option: str) -> Any:
+    return inspect.signature(cls).parameters[option].default
 
 
 def _scores() -> dict[str, type[Component]]:

@@ -213,6 +213,7 @@ def load(model: str, backend: Backend, budget: Budget, running: Running, output:
 
             return exported.load(model, budget, running)
         quiet_libraries()
+        use_threads(running.threads)
         from kvcap.runtime.runtime import Runtime
 
         return Runtime.from_pretrained(
@@ -221,7 +222,7 @@ def load(model: str, backend: Backend, budget: Budget, running: Running, output:
             **budget.sizes(),
             enforce=budget.enforce,
             dtype=budget.dtype,
-            device=usable(running.device),
+            device=running.device,
             evict_every=running.evict_every,
             compiled=running.compiled,
         )
@@ -313,23 +314,12 @@ def read(file: str) -> str:
     return text.replace("\r\n", "\n").removesuffix("\n")
 
 
-def usable(device: str | None) -> str | None:
-    """`device`, if tensors can live there.
+def use_threads(count: int | None) -> None:
+    """Let PyTorch compute with so many threads; None leaves it as it is."""
+    if count is not None:
+        import torch
 
-    Raises:
-        ValueError: they cannot.
-    """
-    import torch
-
-    try:
-        if device is not None:
-            torch.empty(1, device=device)
-    except (RuntimeError, AssertionError) as error:  # torch without CUDA asserts
-        from kvcap.runtime.errors import first_line
-
-        reason = first_line(error)
-        raise ValueError(f"device {device!r} cannot be used here: {reason}") from error
-    return device
+        torch.set_num_threads(count)
 
 
 def quiet_libraries() -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_type_hi
 
 import typer
 
+from kvcap.runtime.completion import policy_names
 from kvcap.runtime.model_names import POCKET, is_export
 from kvcap.runtime.option_groups import ENVIRONMENT, option, pairs
 
@@ -58,6 +59,7 @@ class Budget:
         option(
             "--policy",
             metavar="NAME",
+            autocompletion=policy_names,
             help="What is evicted (by default keydiff, or an export's own); see kvcap policies.",
         ),
     ] = None
@@ -132,7 +134,8 @@ class Budget:
         option(
             "--dtype",
             metavar="NAME",
-            help="float32, bfloat16 or float16 (the checkpoint's by default).",
+            help="float32, bfloat16 or float16, or fp32, bf16, fp16, half (the checkpoint's by "
+            "default).",
         ),
     ] = None
 
@@ -205,6 +208,15 @@ class Running:
         str | None,
         option("--device", metavar="NAME", help="cpu, cuda or mps (the best there is by default)."),
     ] = None
+    threads: Annotated[
+        int | None,
+        option(
+            "--threads",
+            min=1,
+            metavar="N",
+            help="Of the CPU, that compute (all cores, or OMP_NUM_THREADS, by default).",
+        ),
+    ] = None
     compiled: Annotated[
         bool,
         option("--compile", help="On CUDA, compile parts of the model: seconds once, then faster."),
@@ -267,6 +279,16 @@ class Sampling:
             max=1,
             metavar="X",
             help="Drop tokens below this share of the likeliest.",
+        ),
+    ] = None
+    repetition_penalty: Annotated[
+        float | None,
+        option(
+            "--repetition-penalty",
+            "--repeat-penalty",
+            min=0.01,
+            metavar="X",
+            help="Above 1, what was said before is said again less; 1 changes nothing.",
         ),
     ] = None
     seed: Annotated[

@@ -11,10 +11,12 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig
 
+from kvcap import dtypes
 from kvcap.policies import PINS, Eviction, load_policy
 from kvcap.runtime import session_file, session_state
 from kvcap.runtime.budget_cache import BudgetCache
 from kvcap.runtime.cap_guard import CapGuard, Enforce, limit_data
+from kvcap.runtime.errors import first_line
 from kvcap.runtime.free_memory import free_memory
 from kvcap.runtime.layout import Positions
 from kvcap.runtime.loop import BlockLoop
@@ -127,7 +129,7 @@ class Runtime:
         where = resolve(model)
         config = load_config(where)
         eviction = load_policy(policy) if isinstance(policy, str) else policy
-        chosen = device or best_device()
+        chosen = usable(device) or best_device()
         cap = None if memory_cap is None else parse_cap(memory_cap)
         precision = parse_dtype(dtype) or getattr(config, "dtype", None) or torch.float32
         plan_for = partial(
@@ -287,6 +289,28 @@ def enforce_limit(cap: int, device: str | torch.device) -> None:
     torch.cuda.set_per_process_memory_fraction(min(1.0, cap / total), index)
 
 
+def usable(device: str | torch.device | None) -> str | torch.device | None:
+    """`device`, if tensors can live there.
+
+    Raises:
+        ValueError: they cannot; says which can be used here.
+    """
+    if device is None:
+        return None
+    there = " or ".join(dict.fromkeys(("cpu", best_device())))
+    hint = f"; use {there}"
+    if str(device).lower().split(":")[0] in ("gpu", "nvidia", "amd", "rocm", "hip"):
+        hint = f", GPUs of NVIDIA and AMD are called cuda; here there is {there}"
+    try:
+        if torch.device(device).type == "meta":
+            raise RuntimeError("it holds no numbers")
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:  # torch without CUDA asserts
+        reason = "" if "device type at start" in str(error) else f" ({first_line(error)})"
+        raise ValueError(f"device {str(device)!r} cannot be used here{reason}{hint}") from error
+    return device
+
+
 def best_device() -> str:
     """'cuda', 'mps' or 'cpu', whichever there is."""
     if torch.cuda.is_available():
@@ -302,14 +326,5 @@ def parse_dtype(name: str | torch.dtype | None) -> torch.dtype | None:
     """
     if name is None or isinstance(name, torch.dtype):
         return name
-    known = {
-        "float32": torch.float32,
-        "fp32": torch.float32,
-        "bfloat16": torch.bfloat16,
-        "bf16": torch.bfloat16,
-        "float16": torch.float16,
-        "fp16": torch.float16,
-    }
-    if name not in known:
-        raise ValueError(f"dtype {name!r} is not known; use one of {', '.join(known)}")
-    return known[name]
+    found: torch.dtype = getattr(torch, dtypes.full(name))
+    return found

@@ -12,8 +12,10 @@ from typing import Any
 
 import pytest
 import tiny_chat
+import torch
 
-from kvcap import cli
+from kvcap import cli, dtypes, policies
+from kvcap.runtime.completion import policy_names
 
 BUDGET = {
     *("--policy", "--policy-option", "--kv-budget", "--kv-budget-tokens", "--max-kv-size"),
@@ -23,16 +25,17 @@ BUDGET = {
 ANSWER = {
     *("--evict-every", "--system-prompt", "--device", "--max-new-tokens", "--temp"),
     *("--temperature", "--top-p", "--top-k", "--min-p", "--seed", "--stop", "--quiet", "-q"),
-    *("--session", "--pin-system", "--on-full", "--compile"),
+    *("--session", "--pin-system", "--on-full", "--compile", "--threads"),
+    *("--repetition-penalty", "--repeat-penalty"),
 }
 OPTIONS = {
     "chat": BUDGET | ANSWER,
     "generate": BUDGET | ANSWER | {"--model", "-m", "--file", "-f", "--raw"},
     "plan": BUDGET,
     "policies": {"--json"},
-    "eval": {"--json"},
-    "demo": {"--json"},
-    "bench": {"--block-size"},
+    "eval": {"--json", "--threads", "--prefill-chunk-size"},
+    "demo": {"--json", "--threads", "--prefill-chunk-size", "--max-kv-size"},
+    "bench": {"--block-size", "--threads"},
 }
 
 
@@ -103,6 +106,8 @@ def test_generate_takes_its_prompt_in_every_way(model: str, kvcap: Any, tmp_path
         kvcap("generate", "-m", model, "-f", str(file), *rest),
         kvcap("generate", model, "-f", "-", *rest, stdin=b"Hello!\n"),
         kvcap("generate", model, "-", *rest, stdin=b"Hello!\r\n"),
+        kvcap("generate", "-m", model, *rest, stdin=b"Hello!\n"),
+        kvcap("generate", model, *rest, stdin=b"Hello!\n"),
     ]
     assert ways == [ways[0]] * len(ways)
     assert ways[0][0] == 0
@@ -151,6 +156,97 @@ def test_the_environment_sets_options(
     _, out, _ = kvcap("plan")
     assert (json.loads(out)["policy"], json.loads(out)["budget_tokens"]) == ("h2o", 32)
     assert json.loads(kvcap("plan", "--policy", "full")[1])["policy"] == "full"
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "says"),
+    [
+        ("KV_BUDGET", "lots", "'lots' is not a size"),
+        ("KV_BUDGET_TOKENS", "few", "--kv-budget-tokens"),
+        ("POLICY", "keydif", "did you mean 'keydiff'?"),
+        ("DEVICE", "abacus", "device 'abacus'"),
+        ("DTYPE", "int8", "dtype 'int8'"),
+        ("MODEL", "pokcet", "did you mean 'pocket'?"),
+        ("ON_FULL", "burst", "--on-full"),
+    ],
+)
+def test_bad_values_are_named_with_the_variable_they_come_from(
+    variable: str, value: str, says: str, kvcap: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(f"KVCAP_{variable}", value)
+    monkeypatch.setenv("KVCAP_SINK_TOKENS", "4")  # is no part of it
+    code, out, err = kvcap("generate", "Hello!")
+    assert (code, out) == (2, "")
+    assert one_line(err)
+    assert says in err
+    assert f"the environment says KVCAP_{variable}={value!r}" in err
+    assert "SINK" not in err
+
+
+def test_the_command_line_is_not_blamed_on_the_environment(
+    model: str, kvcap: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVCAP_POLICY", "h2o")
+    assert "environment" not in kvcap("plan", model, "--policy", "keydif")[2]
+
+
+@pytest.mark.parametrize("dtype", ["float16", "fp16", "half", "FP16", "torch.float16"])
+def test_types_have_the_names_that_people_use(dtype: str, model: str, kvcap: Any) -> None:
+    document = json.loads(kvcap("plan", model, "--dtype", dtype, "--json")[1])
+    assert document["dtype"] == "float16"
+    assert dtypes.short(dtype) == "fp16"
+
+
+def test_threads_are_those_that_compute(model: str, kvcap: Any) -> None:
+    before = torch.get_num_threads()
+    try:
+        for count in (1, 2):
+            options = ("--threads", str(count), "--max-new-tokens", "2", "-q")
+            assert kvcap("generate", model, "Hi", *options)[0] == 0
+            assert torch.get_num_threads() == count
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_a_repetition_penalty_changes_what_is_said(model: str, kvcap: Any) -> None:
+    rest = ("--raw", "-q", "--temp", "0", "--max-new-tokens", "30")
+    plain = kvcap("generate", model, "word word word", *rest)
+    assert kvcap("generate", model, "word word word", *rest, "--repeat-penalty", "1") == plain
+    below = kvcap("generate", model, "word word word", *rest, "--repetition-penalty", "0.01")
+    assert below[0] == 0
+    assert below[1] != plain[1]  # says again what was said
+
+
+def test_the_shell_completes_names(kvcap: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert set(policy_names("")) == set(policies.policies())
+    assert policy_names("keydiff-") == ["keydiff-window"]
+    parts = {name.partition("+")[2] for name in policy_names("h2o+")}
+    assert parts == set(policies.companions())
+    assert policy_names("snapkv+adakv+critical") == ["snapkv+adakv+criticalkv"]
+    program = (
+        "import sys\nfrom kvcap.cli import run\n"
+        "try:\n    run()\n"
+        "finally:\n    print([m for m in ('torch', 'transformers') if m in sys.modules])"
+    )
+    words = {"COMP_WORDS": "kvcap chat --policy pyr", "COMP_CWORD": "3"}
+    environment = {**os.environ, **words, "_KVCAP_COMPLETE": "complete_bash"}
+    environment["PYTHONPATH"] = str(Path(cli.__file__).parents[1])
+    out = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True
+    ).stdout
+    assert out.split() == ["pyramidkv", "[]"]
+
+
+@pytest.mark.parametrize("command", [*OPTIONS, "export scorer", "export decoder", "android plan"])
+def test_help_pages_read_well_at_80_columns(
+    command: str, kvcap: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("TERMINAL_WIDTH", "80")
+    out = kvcap(*command.split(), "--help")[1]
+    assert "\\b" not in out
+    assert "\b" not in out
+    assert max(map(len, out.splitlines())) <= 80
 
 
 def test_plan(model: str, kvcap: Any) -> None:
@@ -204,7 +300,18 @@ def test_policies(kvcap: Any) -> None:
         (["--block-size", "0"], 2, "--block-size"),
         (["--positions", "relative"], 2, "--positions"),
         (["--dtype", "int8"], 2, "use one of float32"),
-        (["--device", "abacus"], 2, "device 'abacus' cannot be used here"),
+        (["--device", "abacus"], 2, "device 'abacus' cannot be used here; use cpu"),
+        (["--device", "gpu"], 2, "GPUs of NVIDIA and AMD are called cuda"),
+        (["--device", "meta"], 2, "device 'meta' cannot be used here"),
+        (
+            ["--policy", "snapkv", "--policy-option", "window=abc"],
+            2,
+            "window='abc' will not work; expected a whole number, such as 32",
+        ),
+        (["--policy", "h2o", "--policy-option", "recent=most"], 2, "expected a number, such as"),
+        (["--policy-option", "sink_tokens=few"], 2, "sink_tokens='few' will not work"),
+        (["--threads", "0"], 2, "--threads"),
+        (["--repetition-penalty", "0"], 2, "--repetition-penalty"),
         (["--evict-every", "1000"], 3, "evict_every=1000"),
         (["--top-p", "1.5"], 2, "--top-p"),
         (["--temp", "-1"], 2, "--temp"),

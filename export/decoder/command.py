@@ -51,7 +51,10 @@ def decoder_command(
         int, typer.Option(min=0, metavar="N", help="Newest tokens that are never evicted.")
     ] = 0,
     dtype: Annotated[
-        str, typer.Option(help="fp32, fp16, or int8: weights in int8, a cache in fp32.")
+        str,
+        typer.Option(
+            help="float32 or float16 (fp32, fp16), or int8: weights in int8, a cache in float32."
+        ),
     ] = "fp32",
     exporter: Annotated[
         Exporter,
@@ -117,7 +120,7 @@ def _kvcap(
     from kvcap.runtime.model_names import resolve
 
     require()
-    check_dtype(dtype)
+    dtype = check_dtype(dtype)
     check_out(out)
     layout = layout_for(load_config(resolve(model)), eviction, *sizes)
     return write(load(model, dtype), layout, dtype, out, quick, _note)

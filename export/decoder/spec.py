@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from kvcap.dtypes import short
 from kvcap.policies import Eviction
 from kvcap.runtime.errors import NotExportable
 from kvcap.runtime.layout import CacheLayout, Positions, default_positions
@@ -68,17 +69,21 @@ def load(model: str | Path, dtype: str) -> Source:
     config = load_config(where)
     tokenizer = load_tokenizer(where)
     check_generation(where)
-    return Source(str(model), load_model(where, config, DTYPES[dtype]).eval(), tokenizer)
+    return Source(
+        str(model), load_model(where, config, DTYPES[check_dtype(dtype)]).eval(), tokenizer
+    )
 
 
-def check_dtype(dtype: str) -> None:
-    """Refuse a type of which there are no weights.
+def check_dtype(dtype: str) -> str:
+    """The name of a type of which there are weights, as manifests have it: fp32, fp16, int8.
 
     Raises:
-        NotExportable: naming those there are.
+        NotExportable: there are none of that type; names those there are.
     """
-    if dtype not in DTYPES:
+    found = short(dtype)
+    if found not in DTYPES:
         raise NotExportable(f"no dtype {dtype!r} of a decoder; there are {', '.join(DTYPES)}")
+    return found
 
 
 def _check(shape: ModelShape, eviction: Eviction) -> None:

@@ -53,7 +53,7 @@ def write(
         ToleranceError, ShapeError: the graph is not what the model computes; nothing is written.
     """
     require()
-    check_dtype(dtype)
+    dtype = check_dtype(dtype)
     if dtype == "int8":
         require_quantiser()
     out = out.resolve()

@@ -32,18 +32,23 @@ TYPES = {
 class Graph:
     """A session on the CPU.
 
+    Args:
+        file: the graph.
+        threads: that compute; by default as many as `OMP_NUM_THREADS` says, or all cores.
+
     Raises:
         GraphBroken: ONNX Runtime cannot load the file, or data beside it is missing.
     """
 
-    def __init__(self, file: Path) -> None:
+    def __init__(self, file: Path, threads: int | None = None) -> None:
         runtime = library("onnxruntime")
         options = runtime.SessionOptions()
         options.log_severity_level = 4
         # Patterns are kept for every shape that is met, so that memory would grow with them.
         options.enable_mem_pattern = False
-        if threads := os.environ.get("OMP_NUM_THREADS", ""):  # as PyTorch takes it
-            options.intra_op_num_threads = int(threads) if threads.isdigit() else 0
+        wanted = str(threads or os.environ.get("OMP_NUM_THREADS", ""))  # as PyTorch takes it
+        options.intra_op_num_threads = int(wanted) if wanted.isdigit() else 0
+        self.threads = threads
         self.name, self.version = file.name, runtime.__version__
         try:
             self.session = runtime.InferenceSession(

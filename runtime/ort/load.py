@@ -29,7 +29,7 @@ def load(model: str, budget: Budget, running: Running) -> OrtRuntime:
             raise NotExportable(f"{option} is not for --backend onnxruntime: {why}; leave it out")
     return OrtRuntime.from_directory(
         _directory(model), _wanted(budget), **budget.sizes(), enforce=budget.enforce,
-        dtype=budget.dtype,
+        dtype=budget.dtype, threads=running.threads,
     )  # fmt: skip
 
 

@@ -80,7 +80,7 @@ class Paired:
         self.sinks = sinks
         self.compact = evictor["positions"] == "compact"
         self.graph, self.version = graph, graph.version
-        self.evictor = Graph(manifest.file(evictor["file"]))
+        self.evictor = Graph(manifest.file(evictor["file"]), graph.threads)
         self._past = [self._names("past_key_values", i) for i in range(self.layers)]
         self._present = [self._names("present", i) for i in range(self.layers)]
         self.graph.require(

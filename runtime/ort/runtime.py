@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from kvcap.dtypes import short
 from kvcap.runtime.cap_guard import CapGuard, Enforce, limit_data
 from kvcap.runtime.errors import NotExportable
 from kvcap.runtime.free_memory import free_memory
@@ -100,6 +101,7 @@ class OrtRuntime:
         memory_cap: str | int | None = None,
         enforce: Enforce = "check",
         dtype: str | None = None,
+        threads: int | None = None,
     ) -> OrtRuntime:
         """Load a decoder that `kvcap export decoder` wrote or prepared.
 
@@ -114,6 +116,7 @@ class OrtRuntime:
             memory_cap: bytes for the whole process, such as '2GiB', or 'auto'.
             enforce: 'check' looks before every block; 'rlimit' also has the system refuse more.
             dtype: of keys and values; the export's, or an error.
+            threads: that compute; OMP_NUM_THREADS, or all cores, by default.
 
         Raises:
             ModelNotFound, NotExportable, ManifestError, ModelFilesBroken, PlanInfeasible: before
@@ -128,7 +131,7 @@ class OrtRuntime:
         plan = plan_of(found, chosen.name, sizes, pinned=chosen.least)
         warn_if_short(plan, free_memory(), memory_cap)
         tokenizer = Tokenizer(found.folder)
-        graph = Graph(found.decoder)
+        graph = Graph(found.decoder, threads)
         if cap is not None:
             # What loading really took is known now.
             plan = plan_of(found, chosen.name, sizes, pinned=chosen.least, loaded=True)
@@ -264,9 +267,8 @@ def _check_options(parameters: Mapping[str, Any], wanted: Wanted, fused: bool) -
 
 def check_dtype(manifest: Manifest, dtype: str | None) -> None:
     """Refuse a type that is not the export's."""
-    short = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
     mine = manifest.facts["dtype"]
-    if dtype is not None and short.get(dtype, dtype) != short.get(mine, mine):
+    if dtype is not None and short(dtype) != short(mine):
         raise NotExportable(
             f"this decoder was exported with --dtype {mine}; leave --dtype {dtype} out, or export "
             "it again"

@@ -18,11 +18,11 @@ from kvcap.evals.calibrate_command import calibrate_command
 from kvcap.evals.memory_command import memory
 from kvcap.export.commands import export
 from kvcap.runtime import commands
+from kvcap.runtime.option_groups import variables
 from kvcap.runtime.screen import INTERRUPTED, USAGE, complain, exit_code
 
 app = typer.Typer(
     name="kvcap",
-    add_completion=False,
     rich_markup_mode=None,  # its tables cut option names off
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -74,11 +74,21 @@ def run(arguments: Sequence[str] | None = None) -> int:
         return INTERRUPTED
     except Exception as error:
         if hasattr(error, "format_message"):  # typer's own, for wrong options
-            complain(f"{error.format_message()} (--help lists what there is)")
+            complain(f"{_wrong_option(error)} (--help lists what there is)")
             return USAGE
         complain(error)
         return exit_code(error)
     return int(code or 0)
+
+
+def _wrong_option(error: Any) -> str:
+    """What typer says of an option, and where its value came from if not from the command line."""
+    said, where = str(error.format_message()), getattr(error, "ctx", None)
+    parameter = getattr(error, "param", None)
+    if where is None or parameter is None:
+        return said
+    found = variables(where, [parameter.name])
+    return f"{said}; the environment says {found[0]}" if found else said
 
 
 def main() -> None:
