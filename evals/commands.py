@@ -247,15 +247,20 @@ def _figures(demo: Demo) -> str:
 
 
 def _question_line(q: Question) -> str:
-    return f"{'right' if q.right else 'wrong'}  {q.question} {q.answer!r}"
+    said = "right" if q.right else "value found" if q.found else "wrong"
+    expected = "" if q.right else f"  expected: {q.expected!r}"
+    return f"{said:<11}  {q.question} {q.answer!r}{expected}"
 
 
 def _summary(report: Report) -> str:
     kv = report.kv
     right = sum(q.right for q in report.questions)
+    beside = sum(q.found and not q.right for q in report.questions)
+    more = f"; {beside} more say the value of something else" if beside else ""
     return "\n".join(
         [
-            f"recall   {right} of {len(report.questions)} after {report.filler_tokens:,} tokens",
+            f"recall   {right} of {len(report.questions)} right after "
+            f"{report.filler_tokens:,} tokens{more}",
             f"kv       {kv['held_tokens']} of {kv['budget_tokens']} slots held, "
             f"{kv['evicted_tokens']:,} tokens evicted ({kv['policy']}, {report.positions})",
             f"bytes    {_size(kv['bytes'])} held, {_size(kv['cap_bytes'])} cap, "

@@ -13,7 +13,7 @@ from random import Random
 from typing import Any
 
 from kvcap.evals.machine import environment
-from kvcap.evals.text import has_word, number_facts
+from kvcap.evals.text import has_word, names_no_other, number_facts
 from kvcap.pocket.corpus import Fact, filler
 from kvcap.runtime.runtime import Runtime
 
@@ -29,7 +29,8 @@ class Question:
     question: str
     expected: str
     answer: str
-    right: bool
+    found: bool  # the expected value stands in the answer
+    right: bool  # and nothing in that sentence is of another question
 
 
 @dataclass(frozen=True)
@@ -127,7 +128,10 @@ class Demo:
 
     def _ask(self, fact: Fact) -> Question:
         answer = self._say(fact.question, ANSWER_TOKENS).strip()
-        return Question(fact.question, fact.value, answer, has_word(answer, fact.value))
+        found = has_word(answer, fact.value)
+        return Question(
+            fact.question, fact.answer, answer, found, found and names_no_other(answer, fact)
+        )
 
     def _say(self, text: str, limit: int) -> str:
         self.session.set_generation(do_sample=False, max_new_tokens=limit)

@@ -6,10 +6,21 @@ import re
 from collections.abc import Callable, Iterator
 from random import Random
 
+from kvcap.pocket import words
 from kvcap.pocket.corpus import Fact, facts
 
 # Short words to reach a length with, one token each in most vocabularies.
 PADDING = ("so", "and", "it", "a", ".", ",")
+
+WORD = re.compile(r"[^\W\d_]+")
+KEY_WORDS = {  # that keys are made of, without those that say no more than that it is one
+    word.lower()
+    for phrase in (
+        *words.ADJECTIVES, *words.NOUNS, *words.FIRST_NAMES, *words.LAST_NAMES, *words.CITIES,
+        *words.NUMBER_NAMES, *words.PERSON_NUMBERS,
+    )
+    for word in WORD.findall(phrase)
+} - {"code", "number"}  # fmt: skip
 
 
 def number_facts(rng: Random, count: int) -> list[Fact]:
@@ -27,6 +38,21 @@ def number_facts(rng: Random, count: int) -> list[Fact]:
 def has_word(text: str, word: str) -> bool:
     """Whether `word` stands in `text`, not as a part of a longer word or number."""
     return re.search(rf"(?<!\w){re.escape(word)}(?!\w)", text, re.IGNORECASE) is not None
+
+
+def names_no_other(answer: str, fact: Fact) -> bool:
+    """Whether the sentence with a fact's value speaks of nothing but the fact's key.
+
+    Another door, person or place, told before or made up, has words of its own: from the lists
+    that keys are made of, or with a capital letter inside the sentence.
+    """
+    mine = {word.lower() for word in WORD.findall(f"{fact.key} {fact.theirs}")}
+    sentence = next((s for s in re.split(r"[.!?\n]", answer) if has_word(s, fact.value)), "")
+    for place, word in enumerate(WORD.findall(sentence)):
+        capital = place > 0 and len(word) > 1 and word[0].isupper()
+        if word.lower() not in mine and (capital or word.lower() in KEY_WORDS):
+            return False
+    return True
 
 
 def fit(measure: Callable[[list[str]], int], filler: Iterator[str], length: int) -> list[str]:

@@ -13,8 +13,15 @@ from typer import Typer
 from typer.testing import CliRunner
 
 from kvcap import pocket
-from kvcap.evals.commands import bench_command, demo_command, eval_command
+from kvcap.evals.commands import (
+    _question_line,
+    _summary,
+    bench_command,
+    demo_command,
+    eval_command,
+)
 from kvcap.evals.demo import Demo
+from kvcap.pocket.corpus import Fact
 from kvcap.policies import load_policy
 from kvcap.runtime.runtime import Runtime
 
@@ -55,7 +62,7 @@ def test_the_demo_gives_one_document(folder: Path) -> None:
     assert kv["bytes"] <= kv["peak_bytes"] == kv["cap_bytes"]
     assert kv["policy"] == "keydiff"
     assert len(report["questions"]) == 3
-    assert set(report["questions"][0]) == {"question", "expected", "answer", "right"}
+    assert set(report["questions"][0]) == {"question", "expected", "answer", "found", "right"}
     assert {"seconds", "device", "versions", "threads", "positions", "seed"} <= set(report)
 
 
@@ -65,6 +72,40 @@ def test_the_demo_prints_answers_and_figures(folder: Path) -> None:
     assert [line.split()[0] for line in lines] == (
         ["wrong", "wrong", "recall", "kv", "bytes", "tokens"]
     )
+
+
+@pytest.mark.parametrize(
+    ("answer", "found", "right"),
+    [
+        ("The code for the blue door is 4821.", True, True),
+        ("4821", True, True),
+        ("It is 4821. Anna Brown told me in Oslo.", True, True),
+        ("The number is 4821.", True, True),
+        ("The code for the red door is 4821.", True, False),
+        ("The code for the blue gate is 4821.", True, False),
+        ("Anna Brown's locker code is 4821.", True, False),
+        ("I do not know. The code for Zelmar is 4821.", True, False),
+        ("The code for the blue door is 48213.", False, False),
+        ("The code for the blue door is not known to me.", False, False),
+    ],
+)
+def test_a_value_of_another_key_is_found_but_not_right(
+    answer: str, found: bool, right: bool, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runtime = Runtime.from_pretrained(folder, kv_budget_tokens=48, block_size=32, device="cpu")
+    demo = Demo(runtime, tokens=0, facts=1)
+    demo._order = [Fact("the code for the blue door", "4821")]
+    monkeypatch.setattr(demo, "_say", lambda *_: answer)
+    report = demo.run()
+    (asked,) = report.questions
+    assert (asked.found, asked.right) == (found, right)
+    assert report.recall == right
+    assert asked.expected == "The code for the blue door is 4821."
+    line, summary = _question_line(asked), _summary(report).splitlines()[0]
+    assert line.startswith("right" if right else "value found" if found else "wrong")
+    assert ("expected: 'The code for the blue door is 4821.'" in line) != right
+    assert f"{int(right)} of 1 right" in summary
+    assert ("1 more say the value of something else" in summary) == (found and not right)
 
 
 def test_the_demo_keeps_no_text_and_never_passes_the_cap(folder: Path) -> None:
