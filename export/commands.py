@@ -23,6 +23,7 @@ export = typer.Typer(
 export.command("decoder")(decoder_command)
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
+Force = Annotated[bool, typer.Option("--force", help="Replace an export of something else.")]
 Quick = Annotated[bool, typer.Option("--quick", help="Leave the longest cases out.")]
 
 
@@ -48,8 +49,18 @@ def scorer_command(
     head_dim: Annotated[int | None, _size("Numbers of a key.")] = None,
     batch: Annotated[int, _size("Sequences.")] = 1,
     window: Annotated[int | None, _size("Queries the policy looks at, where it has some.")] = None,
-    block: Annotated[int, _size("Tokens that arrive at once.")] = 128,
-    budget: Annotated[int, _size("Slots per KV head that an evict graph keeps.")] = 512,
+    block: Annotated[
+        int, typer.Option("--block", "--block-size", min=1, help="Tokens that arrive at once.")
+    ] = 128,
+    budget: Annotated[
+        int,
+        typer.Option(
+            "--budget",
+            "--kv-budget-tokens",
+            min=1,
+            help="Slots per KV head that an evict graph keeps.",
+        ),
+    ] = 512,
     static: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="Slots held; left open otherwise.")
     ] = None,
@@ -69,6 +80,7 @@ def scorer_command(
         str | None,
         typer.Option(metavar="CHIP", help="Compile for Qualcomm's NPU too: SM8650, v75, ..."),
     ] = None,
+    force: Force = False,
     quick: Quick = False,
     json: Json = False,
 ) -> None:
@@ -90,7 +102,7 @@ def scorer_command(
     shape = _shape(model, {name: value for name, value in sizes.items() if value is not None})
     spec = Spec(load_policy(policy, **options), shape, stage, formulation, dtype)
     target = npu.target_of(qnn, spec) if qnn is not None else None
-    file, report = write(spec, out, quick)
+    file, report = write(spec, out, quick, force)
     found: dict[str, Any] = {"graph": str(file), "bytes": file.stat().st_size, **report.as_dict()}
     found["notes"] = spec.notes()
     if ort:

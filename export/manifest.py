@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import kvcap
 from kvcap.export.graphs import Graph
 from kvcap.export.ports import Port
 from kvcap.export.spec import ELEMENT, Spec, recalled
-from kvcap.runtime.errors import ManifestError
+from kvcap.runtime.errors import ExportExists, ManifestError
 
 SCHEMA = "kvcap.export/1"
 SAMPLES = ".samples.safetensors"
@@ -38,13 +39,9 @@ def describe(spec: Spec, graph: Graph, used: set[str], outputs: list[Port]) -> d
 
     return {
         "schema": SCHEMA,
-        "policy": spec.recipe(),
+        **asked(spec, graph),
         "formula": "; ".join(c.formula for c in part.components),
         "paper": "; ".join(c.paper for c in part.components),
-        "stage": spec.stage,
-        "formulation": graph.form.name,
-        "dtype": spec.dtype,
-        "shape": spec.shape.as_dict(),
         "inputs": said([port for port in graph.inputs if port.name in used]),
         "outputs": said(outputs),
         "notes": spec.notes(),
@@ -53,6 +50,54 @@ def describe(spec: Spec, graph: Graph, used: set[str], outputs: list[Port]) -> d
             **{name: version(name) for name in ("torch", "onnx", "onnxscript")},
         },
     }
+
+
+def asked(spec: Spec, graph: Graph) -> dict[str, Any]:
+    """The part of a manifest that was asked for: two graphs are the same if this is."""
+    return {
+        "policy": spec.recipe(),
+        "stage": spec.stage,
+        "formulation": graph.form.name,
+        "dtype": spec.dtype,
+        "shape": spec.shape.as_dict(),
+    }
+
+
+def refuse_other(path: Path, asked: dict[str, Any]) -> None:
+    """Refuse to replace an export of something else.
+
+    Args:
+        path: of the manifest of what is there; one that cannot be read is of something else.
+        asked: what the new manifest will say, of what was asked for.
+
+    Raises:
+        ExportExists: naming where the two differ.
+    """
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        found = None
+    there, new = (dict(_leaves(x)) for x in (found, json.loads(json.dumps(asked))))
+    differ = [name for name in new if there.get(name) != new[name]]
+    if differ:
+        says = ", ".join(
+            f"{name.rpartition('.')[2]} {there.get(name)} instead of {new[name]}"
+            for name in differ[:3]
+        )
+        what = f"an export of another kind ({says})" if found else "no export that can be read"
+        raise ExportExists(
+            f"in {str(path.parent)!r} there is {what}; add --force to replace it, or give another "
+            "place with -o"
+        )
+
+
+def _leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """All values of nested objects, by their paths."""
+    if isinstance(value, dict):
+        for key, part in value.items():
+            yield from _leaves(part, f"{name}.{key}")
+    else:
+        yield name, value
 
 
 def sha256(path: Path) -> str:

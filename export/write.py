@@ -31,13 +31,16 @@ FEW = 12  # slots of a sample
 FOLDED = 64  # numbers of a constant at most: what is larger, a device computes when it loads
 
 
-def write(spec: Spec, folder: Path, quick: bool = False) -> tuple[Path, Report]:
+def write(
+    spec: Spec, folder: Path, quick: bool = False, force: bool = False
+) -> tuple[Path, Report]:
     """Export one graph with its manifest and samples into `folder`.
 
     Args:
         spec: what to export.
         folder: made if it is missing.
         quick: check without the long case.
+        force: replace a graph of that name that was made for something else.
 
     Returns:
         The .onnx file and what checking it found.
@@ -45,10 +48,14 @@ def write(spec: Spec, folder: Path, quick: bool = False) -> tuple[Path, Report]:
     Raises:
         ExtraMissing: an optional package is not installed.
         NotExportable: there is no such graph.
+        ExportExists: a graph of that name is there, of other sizes or options.
         ToleranceError, ShapeError: the graph is not what its policy computes; nothing is written.
     """
     require()
     graph = spec.graph()
+    there = folder / f"{spec.stem()}.onnx"
+    if there.exists() and not force:
+        manifest.refuse_other(there.with_suffix(".json"), manifest.asked(spec, graph))
     case = Case("random", _sample_slots(spec))
     given = inputs(graph, case, spec.torch_dtype)
     model = trace(graph, given)

@@ -22,6 +22,7 @@ KvcapError
 ├── SessionBroken           a forward pass failed half-way; reset the session
 ├── ExtraMissing            a package is not installed; names the extra that brings it
 ├── NotExportable           a policy, stage or formulation of which there is no graph
+├── ExportExists            something else was exported to that place; nothing was replaced
 ├── ShapeError              a graph takes or gives other tensors than its manifest says
 ├── ToleranceError          a graph computes something else than its policy
 └── ManifestError           no manifest, one that cannot be read, or another file's
@@ -124,6 +125,10 @@ class ExtraMissing(KvcapError, ImportError):
 
 class NotExportable(KvcapError, ValueError):
     """There is no graph of that policy, stage or formulation; the message says what there is."""
+
+
+class ExportExists(KvcapError, ValueError):
+    """Something else was exported to that place. It is as it was."""
 
 
 class ShapeError(KvcapError):

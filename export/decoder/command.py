@@ -35,10 +35,24 @@ def decoder_command(
         list[str] | None, typer.Option(metavar="KEY=VALUE", help="Of the policy; repeatable.")
     ] = None,
     kv_budget_tokens: Annotated[
-        int, typer.Option(min=1, metavar="N", help="Slots kept per KV head and layer.")
+        int,
+        typer.Option(
+            "--kv-budget-tokens",
+            "--max-kv-size",
+            min=1,
+            metavar="N",
+            help="Slots kept per KV head and layer.",
+        ),
     ] = 256,
     block_size: Annotated[
-        int, typer.Option(min=1, metavar="N", help="The most tokens of one run.")
+        int,
+        typer.Option(
+            "--block-size",
+            "--prefill-chunk-size",
+            min=1,
+            metavar="N",
+            help="The most tokens of one run.",
+        ),
     ] = 128,
     positions: Annotated[
         Literal["compact", "true"] | None,
@@ -67,6 +81,9 @@ def decoder_command(
         Path | None,
         typer.Option("--out", "-o", help="Directory (MODEL-onnx, or in place)."),
     ] = None,
+    force: Annotated[
+        bool, typer.Option("--force", help="Replace an export of something else.")
+    ] = False,
     quick: Annotated[
         bool, typer.Option("--quick", help="Check one block past the budget only.")
     ] = False,
@@ -86,7 +103,7 @@ def decoder_command(
     report = None
     if exporter == "kvcap":
         where = out or Path(f"{Path(model).name}-onnx")
-        said, report = _kvcap(model, eviction, sizes, dtype, where, quick)
+        said, report = _kvcap(model, eviction, sizes, dtype, where, quick, force)
     else:  # graphs for several policies, unless one is asked for
         where = out or Path(model if exporter == "existing" else f"{Path(model).name}-onnx")
         said = _others(exporter, model, [eviction] if policy else [], sizes, dtype, where)
@@ -98,7 +115,7 @@ def decoder_command(
         print(report.table())
     for entry in said["files"]:
         print(f"  {entry['file']:<24} {entry['bytes']:>15,} bytes")
-    print(f"{where}  in {found['seconds']} s; kvcap chat {where} --backend onnxruntime")
+    print(f"{where}  in {found['seconds']} s; kvcap chat {where}")
 
 
 class Sizes(NamedTuple):
@@ -110,9 +127,16 @@ class Sizes(NamedTuple):
 
 
 def _kvcap(
-    model: str, eviction: Eviction, sizes: Sizes, dtype: str, out: Path, quick: bool
+    model: str,
+    eviction: Eviction,
+    sizes: Sizes,
+    dtype: str,
+    out: Path,
+    quick: bool,
+    force: bool,
 ) -> tuple[dict[str, Any], Report]:
     """One graph; what cannot be is refused before weights are read."""
+    from kvcap.export.decoder.manifest import asked
     from kvcap.export.decoder.spec import check_dtype, layout_for, load
     from kvcap.export.decoder.write import check_out, write
     from kvcap.export.libraries import require
@@ -121,9 +145,10 @@ def _kvcap(
 
     require()
     dtype = check_dtype(dtype)
-    check_out(out)
+    check_out(out, None)
     layout = layout_for(load_config(resolve(model)), eviction, *sizes)
-    return write(load(model, dtype), layout, dtype, out, quick, _note)
+    check_out(out, None if force else asked(model, layout, dtype))
+    return write(load(model, dtype), layout, dtype, out, quick, _note, force)
 
 
 def _note(text: str) -> None:

@@ -47,15 +47,7 @@ def describe(name: str, decoder: Decoder, dtype: str) -> dict[str, Any]:
 
     return {
         "schema": SCHEMA,
-        "kind": FUSED,
-        "exporter": "kvcap",
-        "model": {"name": name, **model_facts(layout.shape)},
-        **policy_facts(layout),
-        "positions": layout.positions,
-        "budget_tokens": layout.budget_tokens,
-        "budgets": layout.budgets,
-        "block_size": layout.block_size,
-        "dtype": dtype,
+        **asked(name, layout, dtype),
         "rule": RULE,
         "inputs": said(decoder.inputs),
         "outputs": said(decoder.outputs),
@@ -68,6 +60,21 @@ def describe(name: str, decoder: Decoder, dtype: str) -> dict[str, Any]:
             "kvcap": kvcap.__version__,
             **{name: version(name) for name in ("torch", "transformers", "onnx", "onnxscript")},
         },
+    }
+
+
+def asked(name: str, layout: CacheLayout, dtype: str) -> dict[str, Any]:
+    """The part of a manifest that was asked for: two decoders are the same if this is."""
+    return {
+        "kind": FUSED,
+        "exporter": "kvcap",
+        "model": {"name": name, **model_facts(layout.shape)},
+        **policy_facts(layout),
+        "positions": layout.positions,
+        "budget_tokens": layout.budget_tokens,
+        "budgets": layout.budgets,
+        "block_size": layout.block_size,
+        "dtype": dtype,
     }
 
 

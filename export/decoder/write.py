@@ -18,6 +18,7 @@ from kvcap.export.decoder.int8 import require_quantiser, to_int8
 from kvcap.export.decoder.spec import Source, check_dtype
 from kvcap.export.decoder.verify import Report, check
 from kvcap.export.libraries import library, require
+from kvcap.export.manifest import refuse_other
 from kvcap.export.slim import slim
 from kvcap.export.write import IR_VERSION, OPSET, program_of
 from kvcap.runtime.errors import ManifestError
@@ -32,6 +33,7 @@ def write(
     out: Path,
     quick: bool = False,
     note: Callable[[str], None] = lambda text: None,
+    force: bool = False,
 ) -> tuple[dict[str, Any], Report]:
     """Export a model and its evictions as one directory.
 
@@ -39,9 +41,10 @@ def write(
         source: the model, in the type of its cache.
         layout: of the cache.
         dtype: of the weights: fp32, fp16 or int8.
-        out: the directory; it may hold an earlier export, which is replaced.
+        out: the directory; it may hold the same export, which is replaced.
         quick: check over one block past the budget only.
         note: told what is being done.
+        force: replace another export too.
 
     Returns:
         The manifest and what checking found.
@@ -49,7 +52,7 @@ def write(
     Raises:
         ExtraMissing: an optional package is not installed.
         NotExportable: there is no such decoder.
-        ManifestError: `out` holds something else.
+        ManifestError, ExportExists: `out` holds something else, or another export.
         ToleranceError, ShapeError: the graph is not what the model computes; nothing is written.
     """
     require()
@@ -57,7 +60,7 @@ def write(
     if dtype == "int8":
         require_quantiser()
     out = out.resolve()
-    check_out(out)
+    check_out(out, None if force else manifest.asked(source.name, layout, dtype))
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".kvcap-", dir=out.parent) as name:
         folder = Path(name) / "decoder"
@@ -131,13 +134,21 @@ def _open_axes(decoder: Decoder) -> dict[str, Any]:
     return found
 
 
-def check_out(out: Path) -> None:
-    """Refuse to replace what is not an earlier export.
+def check_out(out: Path, asked: dict[str, Any] | None) -> None:
+    """Refuse to replace what is not an earlier export, or one of something else.
+
+    Args:
+        out: the directory.
+        asked: what is to be exported, from `manifest.asked`; None replaces any export.
 
     Raises:
-        ManifestError: `out` holds something else.
+        ManifestError: `out` holds something else than an export.
+        ExportExists: it holds another one.
     """
-    if out.exists() and not (out / NAME).is_file() and (out.is_file() or any(out.iterdir())):
+    if (out / NAME).is_file():
+        if asked is not None:
+            refuse_other(out / NAME, asked)
+    elif out.exists() and (out.is_file() or any(out.iterdir())):
         raise ManifestError(
             f"{str(out)!r} holds something else than an exported decoder, which would be "
             "replaced; give another directory"
