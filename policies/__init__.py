@@ -70,6 +70,9 @@ PRESETS: dict[str, tuple[str, dict[str, Any]]] = {
     "calidrop-h2o": ("h2o+calidrop", {}),
     "calidrop-streaming_llm": ("streaming_llm+calidrop", {"sinks": 32}),
 }
+WHEN = {  # to use a preset, where its parts do not say it
+    "keydiff-window": "first, and to chat: it reads keys alone and keeps the answer being written",
+}
 
 
 class Recipe(NamedTuple):

@@ -25,6 +25,7 @@ class AnDPro(WindowPolicy):
     observes: ClassVar = frozenset({"keys", "values", "queries", "attention", "output"})
     paper: ClassVar = "AnDPro (Geng et al. 2025), Eq. 15"
     formula: ClassVar = "sum over the window of A_tj (a_t · v_j)"
+    when: ClassVar = "as a baseline: it keeps values that point where the output does"
 
     def score(self, seen: Observation) -> Tensor:
         a, v = seen.output, seen.values.float()  # [B, K, G, w, D], [B, K, n, D]

@@ -24,6 +24,7 @@ class Cake(WindowPolicy):
     observes: ClassVar = frozenset({"keys", "positions", "queries", "attention"})
     paper: ClassVar = "CAKE, arXiv 2503.12491, Eq. 11"
     formula: ClassVar = "avg pool(mean over the window of A_tj + γ variance of A_tj)"
+    when: ClassVar = "where layers differ much in what they need"
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -31,6 +31,7 @@ class DropKV(WindowPolicy):
     )
     paper: ClassVar = "DropKV (Zhang et al. 2026), Lemma 1"
     formula: ClassVar = "pool(sum over the window of (A_tj / (1 - A_tj))² |a_t - v_j|²)"
+    when: ClassVar = "to score by attention with little extra memory: a window of 8 queries"
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -18,6 +18,7 @@ class Full(Policy):
     evicts: ClassVar = False
     paper: ClassVar = "the uncapped model, refused past the cap"
     formula: ClassVar = "none: nothing is evicted"
+    when: ClassVar = "to compare with no eviction at all: reading ends where the budget is full"
 
     def score(self, seen: Observation) -> Tensor:
         return seen.positions.float()

@@ -26,6 +26,7 @@ class H2O(Policy):
     state: ClassVar = {"accumulated": torch.float32}
     paper: ClassVar = "H2O, arXiv 2306.14048"
     formula: ClassVar = "sum over all queries of A_tj"
+    when: ClassVar = "as a baseline: it keeps what was looked at most so far"
 
     def __post_init__(self) -> None:
         self.require("recent", 0 <= self.recent < 1, "a fraction of the budget, 0 to below 1")

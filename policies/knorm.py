@@ -22,6 +22,7 @@ class Knorm(Policy):
     observes: ClassVar = frozenset({"keys"})
     paper: ClassVar = "L2 norm, arXiv 2406.11430"
     formula: ClassVar = "-|k_j|"
+    when: ClassVar = "as a baseline: it looks at nothing but the length of keys"
 
     def score(self, seen: Observation) -> Tensor:
         norms: Tensor = torch.linalg.vector_norm(seen.keys, dim=-1, dtype=torch.float32)

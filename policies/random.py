@@ -23,6 +23,7 @@ class Random(Policy):
     observes: ClassVar = frozenset({"positions"})
     paper: ClassVar = "the floor of every comparison"
     formula: ClassVar = "hash(position_j, head, seed)"
+    when: ClassVar = "as a baseline that any policy should beat"
 
     def __post_init__(self) -> None:
         self.require("seed", 0 <= self.seed < 2**31, "an integer from 0 to 2^31 - 1")

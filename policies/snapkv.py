@@ -24,6 +24,7 @@ class SnapKV(WindowPolicy):
     observes: ClassVar = frozenset({"keys", "positions", "queries", "attention"})
     paper: ClassVar = "SnapKV, arXiv 2404.14469"
     formula: ClassVar = "pool(sum over the window of A_tj)"
+    when: ClassVar = "to compare with other tools; needs 512 slots or more to remember well"
 
     def __post_init__(self) -> None:
         super().__post_init__()

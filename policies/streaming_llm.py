@@ -22,6 +22,7 @@ class StreamingLLM(Policy):
     observes: ClassVar = frozenset({"positions"})
     paper: ClassVar = "StreamingLLM, arXiv 2309.17453"
     formula: ClassVar = "position_j, the first sinks pinned"
+    when: ClassVar = "as a baseline, or where only the newest text matters: it forgets all between"
 
     def __post_init__(self) -> None:
         self.require("sinks", self.sinks >= 0, "a number of tokens, 0 or more")

@@ -24,6 +24,7 @@ class TOVA(Policy):
     observes: ClassVar = frozenset({"keys", "queries", "attention"})
     paper: ClassVar = "TOVA, arXiv 2401.06104"
     formula: ClassVar = "A[last, j]"
+    when: ClassVar = "as a baseline: it keeps what the last token looks at"
 
     def __post_init__(self) -> None:
         self.require("across", self.across in ("group", "layer"), "group or layer")

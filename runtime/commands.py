@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvcap.runtime.model_names import CONFIG, MANIFEST, POCKET, REPOSITORY
+from kvcap.runtime.completion import policy_names
+from kvcap.runtime.model_names import CONFIG, POCKET, REPOSITORY
 from kvcap.runtime.option_groups import grouped
 from kvcap.runtime.options import (
     Backend,
@@ -23,6 +24,7 @@ from kvcap.runtime.options import (
     Running,
     Sampling,
 )
+from kvcap.runtime.ort.manifest import NAME as MANIFEST
 from kvcap.runtime.screen import INFEASIBLE, complain, styled
 
 if TYPE_CHECKING:
@@ -129,6 +131,16 @@ def generate_command(
 @grouped
 def plan_command(
     model: Model = POCKET,
+    length: Annotated[
+        int | None,
+        typer.Option(
+            "--context",
+            min=1,
+            metavar="N",
+            help="Tokens for which to say what an uncapped cache takes (by default as many as the "
+            "model was trained on).",
+        ),
+    ] = None,
     *,
     backend: Backend,
     budget: Budget,
@@ -149,13 +161,17 @@ def plan_command(
     except PlanInfeasible as error:
         if not json_:
             raise
-        print(json.dumps({"fits": False, "error": str(error), "free_bytes": free.nbytes}))
+        said = {"fits": False, "error": str(error), **error.least, "free_bytes": free.nbytes}
+        print(json.dumps(said))
         complain(error)
         raise typer.Exit(INFEASIBLE) from error
+    tokens = length or plan.trained_length
     if json_:
-        print(json.dumps({**plan.as_dict(), "free_bytes": free.nbytes, "free_by": free.source}))
+        uncapped = {"uncapped_tokens": tokens, "uncapped_bytes": plan.uncapped_bytes(tokens)}
+        available = {"free_bytes": free.nbytes, "free_by": free.source}
+        print(json.dumps({**plan.as_dict(), **uncapped, **available}))
     else:
-        print_plan(model, plan, free)
+        print_plan(model, plan, free, tokens)
     warn_if_short(plan, free, budget.memory_cap)
 
 
@@ -199,6 +215,31 @@ def policies_command(
         print(json.dumps({"policies": rows, "companions": others}))
     else:
         print_policies(rows, others)
+
+
+def policy_command(
+    context: typer.Context,
+    name: Annotated[
+        str,
+        typer.Argument(
+            metavar="NAME",
+            help="Of a policy, or A+B for a combination.",
+            autocompletion=policy_names,
+        ),
+    ],
+    json_: Json = False,
+) -> None:
+    """One policy: when to use it, its formula, paper, options and costs; NAME alone will do."""
+    quiet_libraries()
+    from kvcap.policies import load_policy
+    from kvcap.runtime.tables import describe, print_policy
+
+    row = describe(name, load_policy(name))
+    before = context.parent.params if context.parent is not None else {}
+    if json_ or before.get("json_"):
+        print(json.dumps(row))
+    else:
+        print_policy(row)
 
 
 def load(model: str, backend: Backend, budget: Budget, running: Running, output: Output) -> Engine:

@@ -104,8 +104,6 @@ class MemoryPlan:
             **asdict(self),
             "cache_bytes": self.cache_bytes,
             "total_bytes": self.total_bytes,
-            "uncapped_tokens": self.trained_length,
-            "uncapped_bytes": self.uncapped_bytes(self.trained_length),
             "fits": True,
         }
 

@@ -36,7 +36,7 @@ LEGEND = (
 
 def describe(name: str, eviction: Eviction) -> dict[str, Any]:
     """One policy or preset for `kvcap policies --json`."""
-    from kvcap.policies import SLOTS
+    from kvcap.policies import SLOTS, WHEN
 
     filled = {slot: part for slot in SLOTS if (part := getattr(eviction, slot)) is not None}
     parts = [_part(slot, _name(part), part) for slot, part in filled.items()]
@@ -45,6 +45,7 @@ def describe(name: str, eviction: Eviction) -> dict[str, Any]:
     return {
         "name": name,
         "composition": " + ".join(part["name"] for part in parts),
+        "when": WHEN.get(name) or _when(filled),
         "parts": parts,
         # As `--policy-option` takes them: an option is the first part's that has it.
         "options": {k: v for part in reversed(parts) for k, v in part["options"].items()} | pins,
@@ -75,15 +76,7 @@ def describe_companions() -> list[dict[str, Any]]:
 def print_policies(rows: list[dict[str, Any]], others: list[dict[str, Any]]) -> None:
     """The list of `kvcap policies`: a block for each, so that 80 columns are enough."""
     for row in rows:
-        pins = {k: v for k in ("sink_tokens", "recent_tokens") if (v := row["options"][k])}
-        composition = f" = {row['composition']}" if len(row["parts"]) > 1 else ""
-        show(Text.assemble((row["name"], "bold"), composition))
-        table = _block()
-        for part in row["parts"]:
-            table.add_row(DOES[part["slot"]], _text(part, pins if part["slot"] == "policy" else {}))
-        table.add_row("reads", ", ".join(row["observes"]) or "nothing")
-        table.add_row("costs", _costs(row))
-        show(table)
+        _print_block(row)
         show("")
     show(Text.assemble(("companions", "bold"), ", one of each kind: --policy h2o+criticalkv"))
     table = _block()
@@ -93,7 +86,37 @@ def print_policies(rows: list[dict[str, Any]], others: list[dict[str, Any]]) -> 
     show(table)
     show("")
     show(LEGEND)
-    dim("--policy-option KEY=VALUE sets an option")
+    dim("--policy-option KEY=VALUE sets an option; kvcap policies NAME says when to use it")
+
+
+def print_policy(row: dict[str, Any]) -> None:
+    """One policy of `kvcap policies NAME`."""
+    _print_block(row)
+    show("")
+    pins = [f"{name}={row['options'][name]}" for name in ("sink_tokens", "recent_tokens")]
+    show(f"Every policy takes {' and '.join(pins)} too: first and newest tokens that stay.")
+    show(LEGEND)
+    dim(f"try it: kvcap chat --policy {row['name']} [--policy-option KEY=VALUE]")
+
+
+def _print_block(row: dict[str, Any]) -> None:
+    pins = {k: v for k in ("sink_tokens", "recent_tokens") if (v := row["options"][k])}
+    composition = f" = {row['composition']}" if len(row["parts"]) > 1 else ""
+    show(Text.assemble((row["name"], "bold"), composition))
+    table = _block()
+    if row["when"]:
+        table.add_row("use", row["when"])
+    for part in row["parts"]:
+        table.add_row(DOES[part["slot"]], _text(part, pins if part["slot"] == "policy" else {}))
+    table.add_row("reads", ", ".join(row["observes"]) or "nothing")
+    table.add_row("costs", _costs(row))
+    show(table)
+
+
+def _when(filled: Mapping[str, Component]) -> str:
+    """When to use what is composed: for the sake of what is added to a policy, or of it alone."""
+    added = [part.when for slot, part in filled.items() if slot != "policy" and part.when]
+    return "; ".join(dict.fromkeys(added)) or filled["policy"].when
 
 
 def _part(slot: str, name: str, part: Component) -> dict[str, Any]:
@@ -102,6 +125,7 @@ def _part(slot: str, name: str, part: Component) -> dict[str, Any]:
         "slot": slot,
         "formula": part.formula,
         "paper": part.paper,
+        "when": part.when,
         "options": part.options(),
         "observes": sorted(part.observes),
         "state_bytes_per_slot": sum(dtype.itemsize for dtype in part.state.values()),
@@ -146,8 +170,8 @@ def _costs(row: Mapping[str, Any]) -> str:
     return ", ".join([*costs, f"workspace {times}"])
 
 
-def print_plan(model: str, plan: MemoryPlan, free: FreeMemory) -> None:
-    """The table of `kvcap plan`."""
+def print_plan(model: str, plan: MemoryPlan, free: FreeMemory, tokens: int) -> None:
+    """The table of `kvcap plan`, beside a cache without a cap that has read so many tokens."""
     table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
     table.add_column("memory")
     table.add_column("size", justify="right")
@@ -164,9 +188,7 @@ def print_plan(model: str, plan: MemoryPlan, free: FreeMemory) -> None:
     ]
     rows = [(name, count, how) for name, count, how in parts if count]
     rows += [("KV cache, all of the above", plan.cache_bytes, "exact")]
-    rows += [
-        ("workspace of a block", plan.workspace, "rehearsed" if plan.rehearsed else "estimate")
-    ]
+    rows += [("workspace of a block", plan.workspace, "dry run" if plan.rehearsed else "estimate")]
     rows += [("logits of a token", plan.logits, "estimate")]
     rows += [("weights", plan.weights, f"exact, from {plan.weights_from}")]
     if plan.baseline:
@@ -180,6 +202,16 @@ def print_plan(model: str, plan: MemoryPlan, free: FreeMemory) -> None:
         f"{plan.block_size:,}, {plan.dtype}, {plan.positions} positions\n"
     )
     show(table)
+    uncapped = plan.uncapped_bytes(tokens)
+    print(
+        f"\nwithout a cap, keys and values of {tokens:,} tokens would take {size(uncapped)} "
+        f"({uncapped:,} bytes)"
+    )
+    if plan.least_kv_budget:
+        print(
+            f"the least that works: --kv-budget {plan.least_kv_budget}, or "
+            f"--memory-cap {plan.least_memory_cap >> 20}MiB"
+        )
     if not plan.baseline:
         dim("the total is without Python and its libraries; --memory-cap counts them")
 

@@ -31,7 +31,7 @@ ANSWER = {
 OPTIONS = {
     "chat": BUDGET | ANSWER,
     "generate": BUDGET | ANSWER | {"--model", "-m", "--file", "-f", "--raw"},
-    "plan": BUDGET,
+    "plan": BUDGET | {"--context"},
     "policies": {"--json"},
     "eval": {"--json", "--threads", "--prefill-chunk-size"},
     "demo": {"--json", "--threads", "--prefill-chunk-size", "--max-kv-size"},
@@ -262,6 +262,30 @@ def test_plan(model: str, kvcap: Any) -> None:
     assert "estimate" in out
 
 
+def test_plan_says_what_an_uncapped_cache_takes_and_the_least_that_works(
+    model: str, kvcap: Any
+) -> None:
+    document = json.loads(kvcap("plan", model, "--json")[1])
+    shape = json.loads(Path(model, "config.json").read_text())
+    token = 2 * shape["num_hidden_layers"] * shape["num_key_value_heads"] * shape["head_dim"] * 4
+    trained = shape["max_position_embeddings"]
+    assert document["uncapped_tokens"] == trained
+    assert document["uncapped_bytes"] == token * trained
+    longer = json.loads(kvcap("plan", model, "--json", "--context", "5000")[1])
+    assert (longer["uncapped_tokens"], longer["uncapped_bytes"]) == (5000, 5000 * token)
+    least = str(document["least_kv_budget"])
+    assert kvcap("plan", model, "--kv-budget", least)[0] == 0
+    code, out, _ = kvcap("plan", model, "--kv-budget", str(int(least) - 1), "--json")
+    assert (code, json.loads(out)["least_kv_budget"]) == (3, int(least))
+    assert document["least_memory_cap"] % (1 << 20) == 0
+    assert json.loads(kvcap("plan", model, "--memory-cap", "1MiB", "--json")[1])["least_memory_cap"]
+    out = kvcap("plan", model, "--context", "5000")[1]
+    assert "keys and values of 5,000 tokens would take" in out
+    assert f"{5000 * token:,} bytes" in out
+    assert f"--kv-budget {least}, or --memory-cap" in out
+    assert "rehears" not in out
+
+
 def test_plan_that_cannot_be(model: str, kvcap: Any) -> None:
     code, out, err = kvcap("plan", model, "--kv-budget", "100", "--json")
     assert code == 3
@@ -358,6 +382,27 @@ def test_models_that_cannot_be(kvcap: Any, tmp_path: Path) -> None:
     assert "there is no directory" in err
     (tmp_path / "config.json").write_text("{")
     assert kvcap("plan", str(tmp_path))[0] == 2
+
+
+def test_an_export_is_run_by_its_own_backend(kvcap: Any, tmp_path: Path) -> None:
+    (tmp_path / "kvcap.json").write_text("{}")
+    (tmp_path / "config.json").write_text("{}")
+    for command in (["plan"], ["generate", "-f", "-"], ["chat"]):
+        code, out, err = kvcap(*command, str(tmp_path), stdin=b"Hello!")
+        assert (code, out) == (2, "")
+        assert "has schema None" in err  # its manifest was read
+    code, _, err = kvcap("plan", str(tmp_path), "--backend", "torch")
+    assert code == 2
+    assert "is an exported decoder, which ONNX Runtime runs" in err
+    for model, says in [
+        ("pocket", "kvcap export decoder pocket -o pocket-onnx"),
+        ("Someone/A-Model", "kvcap export decoder Someone/A-Model -o A-Model-onnx"),
+        ("pokcet", "did you mean 'pocket'?"),
+    ]:
+        code, _, err = kvcap("plan", model, "--backend", "onnxruntime")
+        assert code == 2
+        assert says in err
+        assert one_line(err)
 
 
 def test_a_base_model_is_named_as_such(kvcap: Any, tmp_path: Path) -> None:

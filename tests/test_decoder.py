@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -17,13 +18,15 @@ from kvcap import pocket
 from kvcap.cli import run
 from kvcap.export.decoder import manifest, recheck, verify
 from kvcap.export.decoder.graph import Decoder
+from kvcap.export.decoder.manifest import asked
 from kvcap.export.decoder.spec import Source, layout_for
 from kvcap.export.decoder.verify import Ort, check, no_pins
-from kvcap.export.decoder.write import write
+from kvcap.export.decoder.write import check_out, write
 from kvcap.export.libraries import library
 from kvcap.policies import PolicyError, load_policy, policies
 from kvcap.runtime.budget_cache import BudgetCache
 from kvcap.runtime.errors import (
+    ExportExists,
     GraphBroken,
     ManifestError,
     ModelFilesBroken,
@@ -336,9 +339,33 @@ def test_nothing_is_written_where_checking_fails_and_what_was_there_stays(
     ] and 1)  # fmt: skip
     made = right[1]()
     with pytest.raises(ToleranceError):
-        write(Source("tiny", made.model, None), made.layout, "fp32", out, True)
+        write(Source("tiny", made.model, None), made.layout, "fp32", out, True, force=True)
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
     assert [p.name for p in out.iterdir()] == [NAME]
+
+
+def test_an_export_of_something_else_is_not_replaced_unasked(right, tmp_path):
+    made = right[1]()
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / NAME).write_text(json.dumps(asked("tiny", made.layout, "fp32")))
+    check_out(out, asked("tiny", made.layout, "fp32"))  # the same again
+    others = {
+        "dtype fp32 instead of fp16": asked("tiny", made.layout, "fp16"),
+        "name tiny instead of large": asked("large", made.layout, "fp32"),
+        f"block_size {made.layout.block_size} instead of 1": asked(
+            "tiny", replace(made.layout, block_size=1), "fp32"
+        ),
+    }
+    for says, other in others.items():
+        with pytest.raises(ExportExists, match=f"{says}.*--force.* -o"):
+            check_out(out, other)
+    check_out(out, None)  # --force
+    with pytest.raises(ExportExists, match="--force"):
+        write(Source("large", made.model, None), made.layout, "fp32", out, True)
+    (out / NAME).write_text("no JSON")
+    with pytest.raises(ExportExists, match="no export that can be read"):
+        check_out(out, asked("tiny", made.layout, "fp32"))
 
 
 # --- refused by name

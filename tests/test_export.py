@@ -439,6 +439,40 @@ def test_an_export_that_fails_leaves_nothing(tmp_path, monkeypatch):
 # --- the command line
 
 
+def test_a_graph_of_something_else_is_not_replaced_unasked(tmp_path, capsys):
+    def export(*options: str) -> tuple[int, str]:
+        sizes = ["--kv-heads", "1", "--heads", "2", "--quick", "-o", str(tmp_path)]
+        code = run(["export", "scorer", "knorm", *sizes, *options])
+        return code, capsys.readouterr().err
+
+    def files() -> dict[str, bytes]:
+        return {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+
+    assert export("--head-dim", "8")[0] == 0
+    before = files()
+    assert export("--head-dim", "8", "--dtype", "float32")[0] == 0
+    assert files().keys() == before.keys()
+    for options in (["--head-dim", "16"], ["--head-dim", "8", "--policy-option", "sink_tokens=2"]):
+        before = files()
+        code, err = export(*options)
+        assert code == 2
+        assert " instead of " in err
+        assert "--force" in err
+        assert files() == before
+    assert "head_dim 8 instead of 16" in export("--head-dim", "16")[1]
+    assert export("--head-dim", "16", "--force")[0] == 0
+    (found,) = (json.loads(path.read_text()) for path in tmp_path.glob("*.json"))
+    assert found["shape"]["head_dim"] == 16
+    next(tmp_path.glob("*.json")).write_text("{")
+    assert "no export that can be read" in export("--head-dim", "16")[1]
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "float16", "half"])
+def test_types_have_the_names_that_people_use(dtype):
+    spec = Spec(load_policy("keydiff"), ODD, dtype=dtype)
+    assert (spec.dtype, spec.torch_dtype) == ("fp16", torch.float16)
+
+
 def test_the_commands(tmp_path, capsys):
     assert run(["export", "scorer", "tova", *SMALL, "-o", str(tmp_path), "--quick"]) == 0
     assert "tova.score.naive.fp32.onnx" in capsys.readouterr().out

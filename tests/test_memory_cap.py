@@ -88,7 +88,7 @@ def test_the_command_line(tmp_path):
     assert found["total_bytes"] <= int(cap)
     shown = runner.invoke(app, ["plan", "pocket", "--memory-cap", cap])
     assert "measured here" in shown.stdout
-    assert "rehearsed" in shown.stdout
+    assert "dry run" in shown.stdout
 
 
 @settings(derandomize=True, deadline=None, max_examples=12)

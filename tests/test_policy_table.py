@@ -165,3 +165,31 @@ def test_a_policy_of_another_package_is_listed_by_its_name(
     assert row["composition"] == "theirs"
     assert row["state_bytes_per_slot"] == 6
     assert row["workspace_floats"] == 0
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_policy_says_when_to_use_it(name: str, document: Any) -> None:
+    assert re.match(r"(to|as|for|where|first)\b", document["policies"][name]["when"])
+    assert all(part["when"] for part in document["policies"][name]["parts"])
+
+
+@pytest.mark.parametrize("name", ["snapkv", "keydiff-window", "criticalkv-adakv", "h2o+criticalkv"])
+def test_one_policy_is_shown_by_its_name(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    row = describe(name, load_policy(name))
+    assert cli.run(["policies", name]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert shown.startswith(name)
+    assert row["when"] in shown
+    assert all(has(shown, part) for part in row["parts"])
+    for arguments in ([name, "--json"], ["--json", name], ["show", name, "--json"]):
+        assert cli.run(["policies", *arguments]) == 0
+        assert json.loads(capsys.readouterr().out) == json.loads(json.dumps(row))
+
+
+def test_a_policy_that_is_none_is_answered_with_the_nearest(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert cli.run(["policies", "snapk"]) == 2
+    assert "did you mean 'snapkv'?" in capsys.readouterr().err
+    assert cli.run(["policies", "calibrate", "--help"]) == 0
+    assert "table of headkv" in capsys.readouterr().out

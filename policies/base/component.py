@@ -32,6 +32,9 @@ class Component:
     formula: ClassVar[str] = ""
     """The formula in one line, shown by `kvcap policies`."""
 
+    when: ClassVar[str] = ""
+    """When to use it: "for ...", "to ...", "where ...", shown by `kvcap policies NAME`."""
+
     state: ClassVar[Mapping[str, torch.dtype]] = {}
     """Per-slot memory [B, K, n] that moves with its slot: name -> dtype."""
 

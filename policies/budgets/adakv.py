@@ -25,6 +25,7 @@ class AdaKV(HeadBudget):
     moves: ClassVar = True
     paper: ClassVar = "Ada-KV, arXiv 2407.11550, Alg. 1"
     formula: ClassVar = "(1-f) · (a head's part of the layer's best scores) + f · R + pinned"
+    when: ClassVar = "to compare with other tools that share slots out between heads"
 
     def __post_init__(self) -> None:
         self.require("safeguard", 0 <= self.safeguard <= 1, "a fraction, 0 to 1 (uniform)")

@@ -29,6 +29,7 @@ class Cake(LayerBudget):
     observes: ClassVar = frozenset({"keys", "queries", "attention"})
     paper: ClassVar = "CAKE, arXiv 2503.12491"
     formula: ClassVar = "slots in proportion to entropy^(1/τ1) · variance^(1/τ2) of attention"
+    when: ClassVar = "where layers differ much in what they need"
 
     def __post_init__(self) -> None:
         self.require("tau1", self.tau1 > 0, "a temperature above 0")

@@ -29,6 +29,7 @@ class DuoAttention(HeadBudget):
     observes: ClassVar = frozenset({"positions"})
     paper: ClassVar = "DuoAttention, arXiv 2410.10819"
     formula: ClassVar = "sinks + recents for streaming heads, the layer's rest for retrieval heads"
+    when: ClassVar = "for very small budgets, after calibrating once"
 
     def __post_init__(self) -> None:
         self.require("table", isinstance(self.table, str), "the name of a JSON file")

@@ -24,6 +24,7 @@ class HeadKV(HeadBudget):
 
     paper: ClassVar = "HeadKV, arXiv 2410.19258"
     formula: ClassVar = "base - base//β + pool · importance / Σ importance + pinned"
+    when: ClassVar = "to score by attention under 256 to 512 slots, after calibrating once"
 
     def __post_init__(self) -> None:
         self.require("table", isinstance(self.table, str), "the name of a JSON file")

@@ -20,6 +20,7 @@ class PyramidKV(LayerBudget):
 
     paper: ClassVar = "PyramidKV, arXiv 2406.02069"
     formula: ClassVar = "slots fall linearly from 2R - R//β to R//β, R = N - pinned"
+    when: ClassVar = "as a baseline: the first layers get most of the slots"
 
     def __post_init__(self) -> None:
         self.require("beta", self.beta >= 1, "a number, 1 (uniform) or more")

@@ -29,6 +29,9 @@ class CaliDrop(Corrector):
     observes: ClassVar = frozenset({"queries", "keys", "values"})
     paper: ClassVar = "CaliDrop, Alg. 1"
     formula: ClassVar = "merge(Att(q, kept), Att(C_q, evicted)) by log-sum-exp"
+    when: ClassVar = (
+        "where memory is short on the device, not on the host, which keeps what was evicted"
+    )
 
     def __post_init__(self) -> None:
         self.require("theta1", -1 <= self.theta1 <= 1, "a cosine, -1 to 1")

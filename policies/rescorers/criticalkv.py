@@ -28,6 +28,7 @@ class CriticalKV(Rescorer):
     state: ClassVar = {"output_norm": torch.float32}
     paper: ClassVar = "CriticalKV, arXiv 2502.03805, Alg. 1"
     formula: ClassVar = "the top α by score S, then by (S + ε) |v_j W_O|₁"
+    when: ClassVar = "to evict once, after a long prompt; harmful in a chat, which evicts often"
 
     def __post_init__(self) -> None:
         self.require("alpha", 0 <= self.alpha <= 1, "a fraction of the budget, 0 to 1 (the base)")

@@ -24,6 +24,7 @@ class OBCache(Saliency):
     observes: ClassVar = frozenset({"keys", "values", "queries", "attention", "logits", "output"})
     paper: ClassVar = "OBCache, arXiv 2510.07651, Eq. 4-6"
     formula: ClassVar = "in place of A_tj: 2 A² z (|v|² - v·a) + A² |v|² + (A z)² |v - a|²"
+    when: ClassVar = "to score by attention without calibration, at twice the time of snapkv"
 
     def __post_init__(self) -> None:
         self.require("mode", self.mode in ("value", "key", "joint"), "value, key or joint")

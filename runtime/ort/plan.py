@@ -199,7 +199,7 @@ def _paired(
     )
 
 
-def _uncapped(manifest: Manifest, cache: Any) -> dict[str, int]:
+def _uncapped(manifest: Manifest, cache: Any) -> dict[str, Any]:
     """What a token takes where nothing caps the cache, under `MemoryPlan`'s names."""
     model = manifest.model
     token = model["layers"] * 2 * model["kv_heads"] * model["head_dim"] * np.dtype(cache).itemsize

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from kvcap.android_bench.commands import android
 from kvcap.evals import commands as evals
@@ -34,8 +35,19 @@ app = typer.Typer(
 app.command("chat")(commands.chat_command)
 app.command("generate")(commands.generate_command)
 app.command("plan")(commands.plan_command)
-policies = typer.Typer(add_completion=False)
+
+
+class _Named(TyperGroup):
+    """A group in which a word that is no command is the name of what to show."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        known = not args or args[0] in self.commands or args[0].startswith("-")
+        return super().resolve_command(ctx, args if known else ["show", *args])
+
+
+policies = typer.Typer(cls=_Named, subcommand_metavar="[NAME | COMMAND [ARGS]...]")
 policies.callback(invoke_without_command=True)(commands.policies_command)
+policies.command("show")(commands.policy_command)
 policies.command("calibrate")(calibrate_command)
 app.add_typer(policies, name="policies")
 app.add_typer(memory, name="memory")
