@@ -13,13 +13,14 @@ import psutil  # type: ignore[import-untyped]
 
 import kvcap
 from kvcap.runtime.answer import answer
-from kvcap.runtime.errors import EmptyPrompt, KvcapError
+from kvcap.runtime.decoding import MAX_NEW_TOKENS
+from kvcap.runtime.errors import KvcapError
 from kvcap.runtime.interrupts import interrupts_deferred
 from kvcap.runtime.meter import figures, kv
 from kvcap.runtime.option_groups import pairs
 from kvcap.runtime.options import POCKET, Output, Sampling
 from kvcap.runtime.screen import INTERRUPTED, OK, complain, dim, exit_code, size
-from kvcap.runtime.session import MAX_NEW_TOKENS, Session
+from kvcap.runtime.session import Session
 
 SETTINGS = ("temperature", "top_p", "top_k", "min_p", "max_new_tokens", "seed", "stop")
 
@@ -83,10 +84,10 @@ class Chat:
         return [*lines, "/help lists the commands · Ctrl-C stops an answer · Ctrl-D leaves"]
 
     def _say(self, text: str, *, pin: bool = False) -> int:
-        return self._answer(self.session.send(text, pin=pin))
+        return self._answer(lambda: self.session.send(text, pin=pin))
 
-    def _answer(self, pieces: Iterator[str]) -> int:
-        code = answer(self.session, pieces, self.output)
+    def _answer(self, say: Callable[[], Iterator[str]]) -> int:
+        code = answer(self.session, say, self.output)
         self.keep()
         return code
 
@@ -136,14 +137,14 @@ class Chat:
     def _stats(self, _: str) -> None:
         stats = self.session.stats
         turns = sum(message["role"] == "user" for message in self.session.messages)
-        turn = stats.turn
-        dim(
-            f"turns {turns:,} · policy {stats.policy} · {figures(stats)}\n"
-            f"last answer: read {turn.prompt_tokens:,} tokens, first word after {turn.ttft_s:.2f} "
-            f"s, wrote {turn.completion_tokens:,} tokens at {turn.decode_tok_s:,.0f} tok/s, "
-            f"ended by {turn.finish_reason}\n"
-            f"blocks: {stats.execution}"
-        )
+        lines = [f"turns {turns:,} · policy {stats.policy} · {figures(stats)}"]
+        if turn := stats.turn:
+            lines.append(
+                f"last answer: read {turn.read_tokens:,} tokens, first word after "
+                f"{turn.ttft_s:.2f} s, wrote {turn.completion_tokens:,} tokens at "
+                f"{turn.decode_tok_s:,.0f} tok/s, ended by {turn.finish_reason}"
+            )
+        dim("\n".join(lines + ([f"blocks: {stats.execution}"] if stats.execution else [])))
 
     def _mem(self, _: str) -> None:
         stats, plan = self.session.stats, self.session.runtime.plan
@@ -178,10 +179,7 @@ class Chat:
             dim(self.session.system or 'no system prompt; /system TEXT sets one, /system "" none')
 
     def _regen(self, _: str) -> int:
-        if not self.session.messages:
-            raise EmptyPrompt("there is nothing to answer again; say something first")
-        self.session.cache.reset()  # so that what this turn evicts is counted from nothing
-        return self._answer(self.session.regenerate())
+        return self._answer(self.session.regenerate)
 
     def _pin(self, rest: str) -> int:
         if rest:

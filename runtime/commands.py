@@ -53,7 +53,7 @@ def chat_command(
     from kvcap.runtime.text import render_turn
 
     runtime = load(model, backend, budget, running, output)
-    render_turn(runtime.tokenizer, None, "Hello!", first=False)  # can it chat?
+    render_turn(runtime.tokenizer, None, [{"role": "user", "content": "Hello!"}])  # can it chat?
     chat = Chat(start(runtime, running, sampling), output, running.session)
     if sys.stdin.isatty() and styled():
         from kvcap.runtime.terminal import converse
@@ -117,8 +117,8 @@ def generate_command(
     if not prompt.strip():
         raise ValueError("the prompt is empty; give at least one word")
     session = start(load(model, backend, budget, running, output), running, sampling)
-    pieces = session.complete(prompt) if raw else session.send(prompt)
-    code = answer(session, pieces, output)
+    say = session.complete if raw else session.send
+    code = answer(session, lambda: say(prompt), output)
     if running.session is not None:
         session.save(running.session)
     raise typer.Exit(code)

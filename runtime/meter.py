@@ -14,7 +14,7 @@ from collections.abc import Callable
 from rich.cells import cell_len
 
 from kvcap.runtime.screen import size, styled
-from kvcap.runtime.stats import Stats
+from kvcap.runtime.stats import Stats, Turn
 
 BAR = 24  # columns
 # Make room below (which scrolls at the bottom), remember the place, write, and return to it.
@@ -58,7 +58,8 @@ class Meter:
         sys.stdout.flush()
         if self._shown:
             stats = self._stats()
-            self._draw(f"{figures(stats)} · {stats.turn.decode_tok_s:,.0f} tok/s")
+            rate = stats.turn.decode_tok_s if stats.turn else 0
+            self._draw(f"{figures(stats)} · {rate:,.0f} tok/s")
 
     def clear(self) -> None:
         """Take the line away."""
@@ -99,14 +100,17 @@ ENDINGS = {
     "interrupted": " · stopped",
     "cap": " · at the cap",
     "full": " · the cache is full",
+    "error": " · failed",
 }
 
 
-def summary(stats: Stats, evicted: int) -> str:
-    """The line after an answer; `evicted` are the tokens that this turn cost."""
+def summary(stats: Stats) -> str:
+    """The line after an answer."""
+    turn = stats.turn or Turn()
+    rate = f" · {turn.decode_tok_s:,.0f} tok/s" if turn.decode_s else ""
     return (
         f"seen {stats.seen_tokens:,} · kept {stats.held_tokens:,} · "
-        f"evicted {stats.evicted_tokens:,} (+{evicted:,} now) · "
-        f"KV {size(stats.bytes, of=stats.cap_bytes)} · {stats.turn.decode_tok_s:,.0f} tok/s"
-        f"{ENDINGS.get(stats.turn.finish_reason, '')}"
+        f"evicted {stats.evicted_tokens:,} (+{turn.evicted_tokens:,} now) · "
+        f"KV {size(stats.bytes, of=stats.cap_bytes)}{rate}"
+        f"{ENDINGS.get(turn.finish_reason or '', '')}"
     )

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from kvcap.runtime.errors import PlanInfeasible
 from kvcap.runtime.fit import BLOCK_SIZE, fitting, largest, within
 from kvcap.runtime.free_memory import FreeMemory, free_memory, process_bytes
+from kvcap.runtime.screen import size
 
 if TYPE_CHECKING:  # a plan is of any backend, and some have no PyTorch
     import torch
@@ -30,7 +31,7 @@ UNITS = {"": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "t": 1000**4,
          "ki": 1024, "mi": 1024**2, "gi": 1024**3, "ti": 1024**4}  # fmt: skip
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class MemoryPlan:
     """Bytes per component of a run. `cache` is the sum that a `--kv-budget` caps.
 
@@ -59,6 +60,17 @@ class MemoryPlan:
     weights_from: WeightsSource = "config"
     rehearsed: bool = False  # the workspace was found by running a block without data
     baseline: int = 0  # the process before any of this, where a cap for all of it was given
+
+    @property
+    def summary(self) -> str:
+        """What is kept in how much, on one line."""
+        return (
+            f"{self.policy} keeps {self.budget_tokens:,} slots in {size(self.cache_bytes)} of KV "
+            f"memory, blocks of {self.block_size:,}, {self.positions} positions"
+        )
+
+    def __repr__(self) -> str:
+        return f"<MemoryPlan: {self.summary}; {size(self.total_bytes)} in all>"
 
     @property
     def cache_bytes(self) -> int:
@@ -171,6 +183,16 @@ class MemoryPlan:
             found = exactly(found)
             return fitting(found, cap)
         return exactly(found) if rehearse else found
+
+
+def check_tokens(tokens: Any) -> None:
+    """Refuse a budget that is no number of slots.
+
+    Raises:
+        PlanInfeasible: it is none.
+    """
+    if type(tokens) is not int or tokens < 1:
+        raise PlanInfeasible(f"a budget of {tokens!r} slots cannot be; use a whole number above 0")
 
 
 def parse_bytes(size: str | int) -> int:
