@@ -460,7 +460,7 @@ def test_sessions_of_others_are_refused_and_change_nothing(exported, tiny, tmp_p
     before = (session.cache.seen, list(session.messages))
     with pytest.raises(SessionFileForeign, match="--backend torch"):
         session.restore(tmp_path / "torch")
-    with pytest.raises(SessionFileForeign, match="saved by model"):
+    with pytest.raises(SessionFileForeign, match="--backend onnxruntime"):
         other.restore(tmp_path / "mine")
     smaller = OrtRuntime.from_directory(tiny / "decoder", kv_budget_tokens=20)
     with pytest.raises(SessionFileForeign, match="budget_tokens"):
