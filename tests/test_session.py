@@ -198,7 +198,7 @@ def test_a_full_cache_can_be_an_error(directory):
     session.on_full = "error"
     session.set_generation(max_new_tokens=100)
     said = []
-    with pytest.raises(kvcap.KvcapError, match="on-full is .error.*48 of 48 slots"):
+    with pytest.raises(kvcap.KvcapError, match=r"on-full is .error.*48 of 48 slots"):
         said.extend(session.send("Hi!"))
     assert session.messages[-1] == {"role": "assistant", "content": "".join(said)}
     assert session.stats.evicted_tokens == 0
