@@ -392,30 +392,39 @@ class Session:
 
     def _answer(self, prompt: Prompt) -> Generator[str, None, None]:
         """Answer a prompt; however that ends, the conversation can go on."""
-        before, said = self._said, list[str]()
+        before, said, settled = self._said, list[str](), False
         turn = Turn(prompt_tokens=len(prompt.ids))
         start = (0, 0)
-        try:
+
+        def settle() -> None:
+            nonlocal settled
             with interrupts_deferred():
-                if prompt.emptied:
-                    self.cache.reset()
-                self.cache.pin(prompt.spans)
-                if prompt.said is not None:
-                    self._said = prompt.said
-                self.turn, self.notice = turn, None
-                start = self.cache.seen, self.cache.held
-            for piece in self._decoding.answer(
-                prompt.ids, self.generation, self.draws, turn, self.on_block
-            ):
-                said.append(piece)
-                yield piece
-        except BaseException as error:
-            turn.finish_reason = turn.finish_reason or _reason(error)
-            raise
-        finally:
-            with interrupts_deferred():
-                if self.turn is turn:
+                if self.turn is turn and not settled:
                     self._settle(prompt, before, start, "".join(said))
+                settled = True
+
+        try:
+            try:
+                with interrupts_deferred():
+                    if prompt.emptied:
+                        self.cache.reset()
+                    self.cache.pin(prompt.spans)
+                    if prompt.said is not None:
+                        self._said = prompt.said
+                    self.turn, self.notice = turn, None
+                    start = self.cache.seen, self.cache.held
+                for piece in self._decoding.answer(
+                    prompt.ids, self.generation, self.draws, turn, self.on_block
+                ):
+                    said.append(piece)
+                    yield piece
+            except BaseException as error:
+                turn.finish_reason = turn.finish_reason or _reason(error)
+                raise
+            finally:
+                settle()
+        finally:
+            settle()  # a Ctrl-C can come before the first has begun
 
     def _settle(self, prompt: Prompt, before: Said, start: tuple[int, int], answer: str) -> None:
         """After an answer: leave messages and cache that belong together, and tell what changed.

@@ -180,8 +180,8 @@ def _check_identity(facts: dict[str, Any], runtime: Runtime, path: str) -> None:
     mine = _identity(runtime)
     if facts.get("backend", "torch") != "torch":
         raise SessionFileForeign(
-            f"{path!r} was saved by another backend, as {facts['model']!r}, and this is the PyTorch "
-            "backend; load it with --backend onnxruntime and that decoder"
+            f"{path!r} was saved by another backend, as {facts['model']!r}, and this is the "
+            "PyTorch backend; load it with --backend onnxruntime and that decoder"
         )
     # A fingerprint is of weights in one dtype: in another, the name is what tells models apart.
     same_dtype, same_name = (facts[name] == mine[name] for name in ("dtype", "model"))
