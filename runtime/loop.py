@@ -170,8 +170,12 @@ class BlockLoop:
                 "an earlier forward pass failed half-way, so layers have read different tokens; "
                 "reset the cache (in chat: /clear) and read again"
             )
-        least = min(map(min, cache.layout.allotments))
-        room = Room(cache.held, cache.spare, least, cache.layout.budget_tokens)
+        shape = cache.layout.shape
+
+        def least(budget: int) -> int:
+            return min(map(min, eviction.allot(budget, len(shape.capped), shape.kv_heads)))
+
+        room = Room(cache.held, cache.spare, cache.layout.budget_tokens, least)
         never = None if eviction.policy.evicts else eviction.name
         (room.emptied if emptied else room).check(tokens, answer, self.on_full, never)
 

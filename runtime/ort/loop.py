@@ -177,6 +177,5 @@ class OrtLoop:
             MemoryCapExceeded: naming the budget that would do.
         """
         cache = self.cache
-        least = min(cache.decoder.budgets)
-        room = Room(cache.held, cache.spare, least, least)
+        room = Room(cache.held, cache.spare, min(cache.decoder.budgets), lambda budget: budget)
         (room.emptied if emptied else room).check(tokens, answer, self.on_full, None)
