@@ -9,11 +9,11 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, get_args
 
 from kvcap.runtime import settings
-from kvcap.runtime.conversation import messages_of
 from kvcap.runtime.decoding import Decoding
 from kvcap.runtime.engine import OnFull
 from kvcap.runtime.errors import EmptyPrompt, MemoryCapExceeded, MessagesInvalid
 from kvcap.runtime.interrupts import interrupts_deferred
+from kvcap.runtime.messages import messages_of
 from kvcap.runtime.pins import Span, message_spans, system_span
 from kvcap.runtime.stats import FinishReason, Stats, Turn
 from kvcap.runtime.text import Message, opening, render, render_turn

