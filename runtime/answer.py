@@ -6,7 +6,6 @@ Ctrl-C and a reached cap end an answer early and never lose what was said.
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import replace
@@ -15,51 +14,61 @@ from typing import TYPE_CHECKING, Any, cast
 from kvcap.runtime.errors import MemoryCapExceeded
 from kvcap.runtime.meter import Meter, summary
 from kvcap.runtime.options import Output
-from kvcap.runtime.screen import CAP, INTERRUPTED, OK, complain, dim
+from kvcap.runtime.screen import CAP, INTERRUPTED, OK, columns, complain, dim
 from kvcap.runtime.stats import Stats, Turn
 
 if TYPE_CHECKING:
     from kvcap.runtime.session import Session
 
 
-def answer(session: Session, say: Callable[[], Iterator[str]], output: Output) -> int:
+def answer(
+    session: Session,
+    say: Callable[[], Iterator[str]],
+    output: Output,
+    meter: type[Meter] = Meter,
+) -> int:
     """Print an answer as `session` says it.
 
     Args:
         session: whose figures are shown.
         say: `session.send`, `complete` or `regenerate` with what it is given.
         output: what the user asked to see.
+        meter: what draws it.
 
     Returns:
         The exit code: 0, 4 where the cap ended it, 130 where Ctrl-C did.
     """
-    last, said, code = session.turn, list[str](), OK
-    meter = Meter(lambda: session.stats, shown=not output.quiet)
-    session.on_block = meter.reading
+    last, said = session.turn, list[str]()
+    code, refused, screen = OK, None, None
     try:
         with closing(cast(Any, say())) as pieces:
+            screen = meter(lambda: session.stats, shown=not output.quiet)
+            session.on_block = screen.reading
             for piece in pieces:
                 said.append(piece)
-                meter.write("" if output.json else piece)
+                screen.write("" if output.json else piece)
     except KeyboardInterrupt:
         code = INTERRUPTED
     except MemoryCapExceeded as error:
-        code = CAP
-        meter.clear()
-        complain(error)
+        code, refused = CAP, error
     finally:
-        meter.clear()
         session.on_block = None
-    stats = session.stats
+        if screen is not None:
+            screen.clear()
+            # Before anything else is said, also of an error that goes on from here.
+            if said and not output.json:
+                screen.end()
+    text, stats = "".join(said), session.stats
     if session.turn is None or session.turn is last:  # refused before anything was read
         stats = replace(stats, turn=Turn(finish_reason="cap" if code == CAP else "interrupted"))
     if output.json:
-        print(json.dumps(document(stats, "".join(said))), flush=True)
-    elif said or code != CAP:
-        sys.stdout.write("\n")
-        sys.stdout.flush()
+        print(json.dumps(document(stats, text)), flush=True)
+    elif screen is not None and not said and code != CAP:
+        screen.end()
+    if refused is not None:
+        complain(refused)
     if not output.quiet:
-        dim(summary(stats))
+        dim(summary(stats, empty=not text.strip(), width=columns()))
         if session.turn is not last and session.notice is not None:
             dim(session.notice)
     return code
