@@ -24,6 +24,7 @@ from kvcap.runtime.options import (
     Sampling,
 )
 from kvcap.runtime.screen import INFEASIBLE, complain, styled
+from kvcap.runtime.text_file import as_text
 
 if TYPE_CHECKING:
     from kvcap.runtime.engine import Engine
@@ -36,6 +37,12 @@ STDIN = "-"
 @grouped
 def chat_command(
     model: Model = POCKET,
+    no_commands: Annotated[
+        bool,
+        typer.Option(
+            "--no-commands", help="Every line is a message, also one that begins with a slash."
+        ),
+    ] = False,
     *,
     backend: Backend,
     budget: Budget,
@@ -47,19 +54,21 @@ def chat_command(
 
     On a terminal, /help lists the commands, Alt+Enter or a final backslash starts a new line,
     Ctrl-C stops an answer. Without a terminal every line of stdin is a turn, and stdout has
-    nothing but the answers.
+    nothing but the answers. A command is a slash and a word; other lines are messages.
     """
     from kvcap.runtime.chat import Chat
     from kvcap.runtime.text import render_turn
 
     runtime = load(model, backend, budget, running, output)
     render_turn(runtime.tokenizer, None, [{"role": "user", "content": "Hello!"}])  # can it chat?
-    chat = Chat(start(runtime, running, sampling), output, running.session)
+    session = start(runtime, running, sampling)
+    chat = Chat(session, output, running.session, commands=not no_commands)
     if sys.stdin.isatty() and styled():
         from kvcap.runtime.terminal import converse
 
         code = converse(chat)
     else:
+        chat.resumed()
         code = chat.script(sys.stdin)
     chat.keep()
     raise typer.Exit(code)
@@ -288,13 +297,7 @@ def read(file: str) -> str:
         data = sys.stdin.buffer.read() if file == STDIN else Path(file).read_bytes()
     except OSError as error:
         raise ValueError(f"cannot read {name}: {error.strerror}") from error
-    try:
-        text = data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{name} is not UTF-8 text (at byte {error.start:,})") from error
-    if "\0" in text:
-        raise ValueError(f"{name} is not text: it holds NUL bytes")
-    return text.replace("\r\n", "\n").removesuffix("\n")
+    return as_text(data, name)
 
 
 def usable(device: str | None) -> str | None:

@@ -7,7 +7,7 @@ the backend's own kind; a session only hands them on. Imports neither of the two
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 if TYPE_CHECKING:
@@ -108,6 +108,9 @@ class Engine(Protocol):
         Raises:
             PlanInfeasible: no such budget can be had.
         """
+
+    def policies(self) -> Mapping[str, Sequence[str]]:
+        """The policies that `under` takes, with the names of their options."""
 
     def save(self, session: Session, path: str | os.PathLike[str]) -> None:
         """Write everything that `session` needs to go on."""

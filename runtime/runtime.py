@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 from functools import cached_property, partial
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig
 
-from kvcap.policies import PINS, Eviction, load_policy
+from kvcap.policies import PINS, Eviction, load_policy, policies
 from kvcap.runtime import session_file, session_state
 from kvcap.runtime.budget_cache import BudgetCache
 from kvcap.runtime.cap_guard import CapGuard, Enforce, limit_data
@@ -253,6 +254,16 @@ class Runtime:
         """
         pins = {name: getattr(self.eviction, name) for name in PINS}
         return self.with_policy(load_policy(policy, **{**pins, **options}))
+
+    def policies(self) -> dict[str, list[str]]:
+        """The policies that `under` takes, with the names of their options."""
+        return {
+            name: [
+                *PINS,
+                *(o for part in recipe.parts.values() for o in signature(part).parameters),
+            ]
+            for name, recipe in policies().items()
+        }
 
     def with_policy(self, policy: Eviction) -> Runtime:
         """The same model and budget under another policy; weights are shared.

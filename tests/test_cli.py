@@ -26,7 +26,7 @@ ANSWER = {
     *("--session", "--pin-system", "--on-full", "--compile"),
 }
 OPTIONS = {
-    "chat": BUDGET | ANSWER,
+    "chat": BUDGET | ANSWER | {"--no-commands"},
     "generate": BUDGET | ANSWER | {"--model", "-m", "--file", "-f", "--raw"},
     "plan": BUDGET,
     "policies": {"--json"},

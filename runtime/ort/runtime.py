@@ -223,6 +223,16 @@ class OrtRuntime:
         plan = replace(plan, baseline=self.plan.baseline)
         return replace(self, plan=plan, chosen=chosen, sizes=sizes)
 
+    def policies(self) -> dict[str, list[str]]:
+        """The policies that were exported, with the names of their options."""
+        facts = self.manifest.facts
+        entries = [facts] if self.manifest.fused else facts["evictors"]
+        return {
+            entry["policy"]["name"]: [*entry["policy"]["parameters"], *PINS]
+            for entry in entries
+            if entry["positions"] == self.plan.positions
+        }
+
     def save(self, session: Session, path: str | os.PathLike[str]) -> None:
         """Write everything that `session` needs to go on.
 
