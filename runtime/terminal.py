@@ -13,10 +13,10 @@ from prompt_toolkit.output import Output, create_output
 from prompt_toolkit.styles import Style
 
 from kvcap.runtime.chat import YOU, Chat
-from kvcap.runtime.completion import ChatCompleter
 from kvcap.runtime.history import TypedHistory, history
 from kvcap.runtime.pastes import Pastes
 from kvcap.runtime.screen import INTERRUPTED, OK, dim, say
+from kvcap.runtime.tab_completion import ChatCompleter
 from kvcap.runtime.type_ahead import TypeAhead
 
 STYLE = Style.from_dict({"": f"ansi{YOU}", "mark": f"bold ansi{YOU}"})

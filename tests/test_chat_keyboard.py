@@ -16,10 +16,10 @@ from prompt_toolkit.layout.processors import TransformationInput
 from prompt_toolkit.output import DummyOutput
 
 from kvcap.runtime.chat import SETTINGS, Chat
-from kvcap.runtime.completion import ChatCompleter
 from kvcap.runtime.history import history
 from kvcap.runtime.options import Output
 from kvcap.runtime.pastes import Pastes
+from kvcap.runtime.tab_completion import ChatCompleter
 from kvcap.runtime.terminal import converse
 from kvcap.runtime.type_ahead import TypeAhead
 
