@@ -6,69 +6,77 @@ Ctrl-C and a reached cap end an answer early and never lose what was said.
 from __future__ import annotations
 
 import json
-import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 from kvcap.runtime.errors import MemoryCapExceeded
 from kvcap.runtime.meter import Meter, summary
 from kvcap.runtime.options import Output
-from kvcap.runtime.screen import CAP, INTERRUPTED, OK, complain, dim
-from kvcap.runtime.stats import Turn
+from kvcap.runtime.screen import CAP, INTERRUPTED, OK, columns, complain, dim
+from kvcap.runtime.stats import Stats, Turn
 
 if TYPE_CHECKING:
     from kvcap.runtime.session import Session
 
 
-def answer(session: Session, pieces: Iterator[str], output: Output) -> int:
-    """Print what `pieces` yields as `session` says it.
+def answer(
+    session: Session,
+    say: Callable[[], Iterator[str]],
+    output: Output,
+    meter: type[Meter] = Meter,
+) -> int:
+    """Print an answer as `session` says it.
 
     Args:
         session: whose figures are shown.
-        pieces: from `session.send`, `complete` or `regenerate`, not yet started.
+        say: `session.send`, `complete` or `regenerate` with what it is given.
         output: what the user asked to see.
+        meter: what draws it.
 
     Returns:
         The exit code: 0, 4 where the cap ended it, 130 where Ctrl-C did.
     """
-    before, last, said, code = session.stats, session.turn, list[str](), OK
-    meter = Meter(lambda: session.stats, shown=not output.quiet)
-    session.on_block = meter.reading
+    last, said = session.turn, list[str]()
+    code, refused, screen = OK, None, None
     try:
-        with closing(cast(Any, pieces)):
+        with closing(cast(Any, say())) as pieces:
+            screen = meter(lambda: session.stats, shown=not output.quiet)
+            session.on_block = screen.reading
             for piece in pieces:
                 said.append(piece)
-                meter.write("" if output.json else piece)
+                screen.write("" if output.json else piece)
     except KeyboardInterrupt:
         code = INTERRUPTED
     except MemoryCapExceeded as error:
-        code = CAP
-        if session.turn is last:  # refused before anything was read
-            session.turn = Turn()
-        session.turn.finish_reason = "cap"
-        meter.clear()
-        complain(error)
+        code, refused = CAP, error
     finally:
-        meter.clear()
         session.on_block = None
+        if screen is not None:
+            screen.clear()
+            # Before anything else is said, also of an error that goes on from here.
+            if said and not output.json:
+                screen.end()
+    text, stats = "".join(said), session.stats
+    if session.turn is None or session.turn is last:  # refused before anything was read
+        stats = replace(stats, turn=Turn(finish_reason="cap" if code == CAP else "interrupted"))
     if output.json:
-        print(json.dumps(document(session, "".join(said))), flush=True)
-    elif said or code != CAP:
-        sys.stdout.write("\n")
-        sys.stdout.flush()
+        print(json.dumps(document(stats, text)), flush=True)
+    elif screen is not None and not said and code != CAP:
+        screen.end()
+    if refused is not None:
+        complain(refused)
     if not output.quiet:
-        now = session.stats
-        lost = now.evicted_tokens - (
-            0 if now.seen_tokens < before.seen_tokens else before.evicted_tokens
-        )
-        dim(summary(now, lost))
+        dim(summary(stats, empty=not text.strip(), width=columns()))
+        if session.turn is not last and session.notice is not None:
+            dim(session.notice)
     return code
 
 
-def document(session: Session, text: str) -> dict[str, Any]:
-    """The JSON of one answer."""
-    stats, turn = session.stats, session.turn
+def document(stats: Stats, text: str) -> dict[str, Any]:
+    """The JSON of one answer; what was not timed is null."""
+    turn = stats.turn or Turn()
     return {
         "text": text,
         "finish_reason": turn.finish_reason,
@@ -86,8 +94,8 @@ def document(session: Session, text: str) -> dict[str, Any]:
             "peak_bytes": stats.peak_bytes,
         },
         "timing": {
-            "ttft_s": turn.ttft_s,
-            "prefill_tok_s": turn.prefill_tok_s,
-            "decode_tok_s": turn.decode_tok_s,
+            "ttft_s": turn.ttft_s or None,
+            "prefill_tok_s": turn.prefill_tok_s or None,
+            "decode_tok_s": turn.decode_tok_s or None,
         },
     }

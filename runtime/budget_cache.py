@@ -71,6 +71,8 @@ class BudgetCache(Cache):  # type: ignore[misc]
         """The forward pass in hand."""
         self.pinned_spans: list[tuple[int, int]] = []
         """Tokens read, [start, stop), that are never evicted; see `pin`."""
+        self.unread: tuple[int, int] | None = None
+        """The last token said, to be read before what follows, and the tokens read before it."""
         self.guard: CapGuard | None = None
         """Holds the process to a cap; the block loop asks it before every block."""
         self.frame = 0
@@ -235,11 +237,27 @@ class BudgetCache(Cache):  # type: ignore[misc]
         Raises:
             PinsTooLarge: a head cannot hold them beside those pinned before; nothing is changed.
         """
+        self.set_pins(self.pinned_with(spans))
+
+    def pinned_with(self, spans: Sequence[Span], *, emptied: bool = False) -> list[Span]:
+        """What is pinned once `spans` are; `emptied`, after a reset. Nothing is changed.
+
+        Raises:
+            PinsTooLarge: a head cannot hold them.
+        """
         # What was announced and then not read, as after a Ctrl-C, is not pinned.
-        known = [(a, min(b, self.seen)) for a, b in self.pinned_spans if a < self.seen]
-        pinned = [*known, *spans]
-        check_pins(self, pinned, [[s.budget for s in c.segments] for c in self.capped_layers])
-        self.set_pins(pinned)
+        seen = 0 if emptied else self.seen
+        found = [*((a, min(b, seen)) for a, b in self.pinned_spans if a < seen), *spans]
+        fresh = self.layout.allotments
+        check_pins(
+            self,
+            found,
+            [
+                [fresh[c.index][s.head] if emptied else s.budget for s in c.segments]
+                for c in self.capped_layers
+            ],
+        )
+        return found
 
     def set_pins(self, spans: Sequence[Span]) -> None:
         """Pin exactly these spans, which are known to fit."""
@@ -264,6 +282,7 @@ class BudgetCache(Cache):  # type: ignore[misc]
         """Forget everything; the buffers stay."""
         super().reset()
         self.set_pins(())
+        self.unread = None
         for pool in {id(s.pool): s.pool for s in self._segments}.values():
             mine = [(c.index, s) for c in self.capped_layers for s in c.segments if s.pool is pool]
             kept = [self.layout.allotments[index][segment.head] for index, segment in mine]

@@ -26,6 +26,7 @@ from kvcap.runtime.options import (
 )
 from kvcap.runtime.ort.manifest import NAME as MANIFEST
 from kvcap.runtime.screen import INFEASIBLE, complain, styled
+from kvcap.runtime.text_file import as_text
 
 if TYPE_CHECKING:
     from kvcap.runtime.engine import Engine
@@ -38,6 +39,12 @@ STDIN = "-"
 @grouped
 def chat_command(
     model: Model = POCKET,
+    no_commands: Annotated[
+        bool,
+        typer.Option(
+            "--no-commands", help="Every line is a message, also one that begins with a slash."
+        ),
+    ] = False,
     *,
     backend: Backend,
     budget: Budget,
@@ -49,19 +56,21 @@ def chat_command(
 
     On a terminal, /help lists the commands, Alt+Enter or a final backslash starts a new line,
     Ctrl-C stops an answer. Without a terminal every line of stdin is a turn, and stdout has
-    nothing but the answers.
+    nothing but the answers. A command is a slash and a word; other lines are messages.
     """
     from kvcap.runtime.chat import Chat
     from kvcap.runtime.text import render_turn
 
     runtime = load(model, backend, budget, running, output)
-    render_turn(runtime.tokenizer, None, "Hello!", first=False)  # can it chat?
-    chat = Chat(start(runtime, running, sampling), output, running.session)
+    render_turn(runtime.tokenizer, None, [{"role": "user", "content": "Hello!"}])  # can it chat?
+    session = start(runtime, running, sampling)
+    chat = Chat(session, output, running.session, commands=not no_commands)
     if sys.stdin.isatty() and styled():
         from kvcap.runtime.terminal import converse
 
         code = converse(chat)
     else:
+        chat.resumed()
         code = chat.script(sys.stdin)
     chat.keep()
     raise typer.Exit(code)
@@ -121,8 +130,8 @@ def generate_command(
     if not prompt.strip():
         raise ValueError("the prompt is empty; give at least one word")
     session = start(load(model, backend, budget, running, output), running, sampling)
-    pieces = session.complete(prompt) if raw else session.send(prompt)
-    code = answer(session, pieces, output)
+    say = session.complete if raw else session.send
+    code = answer(session, lambda: say(prompt), output)
     if running.session is not None:
         session.save(running.session)
     raise typer.Exit(code)
@@ -346,13 +355,7 @@ def read(file: str) -> str:
         data = sys.stdin.buffer.read() if file == STDIN else Path(file).read_bytes()
     except OSError as error:
         raise ValueError(f"cannot read {name}: {error.strerror}") from error
-    try:
-        text = data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{name} is not UTF-8 text (at byte {error.start:,})") from error
-    if "\0" in text:
-        raise ValueError(f"{name} is not text: it holds NUL bytes")
-    return text.replace("\r\n", "\n").removesuffix("\n")
+    return as_text(data, name)
 
 
 def use_threads(count: int | None) -> None:

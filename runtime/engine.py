@@ -7,7 +7,7 @@ the backend's own kind; a session only hands them on. Imports neither of the two
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 if TYPE_CHECKING:
@@ -28,16 +28,19 @@ class Loop(Protocol):
     def cache(self) -> Any:
         """What holds keys and values.
 
-        It has `seen`, `held` and `spare` (tokens), `used_bytes`, `recomputed`, and `reset()` and
-        `pin(spans)`.
+        It has `seen`, `held` and `spare` (tokens), `nbytes`, `used_bytes`, `recomputed`, `unread`,
+        and `reset()`, `pin(spans)` and `pinned_with(spans)`.
         """
 
     @property
     def execution(self) -> str:
-        """How blocks run that are all alike."""
+        """How blocks run that are all alike, for people; empty where there is nothing to say."""
 
-    def check_room(self, tokens: int) -> None:
-        """Where nothing may be evicted, refuse what does not fit before any of it is read."""
+    def check_room(self, tokens: int, answer: int = 0, *, emptied: bool = False) -> None:
+        """Where nothing may be evicted, refuse what does not fit before any of it is read.
+
+        `answer` tokens at most follow; `emptied`, the cache is reset before.
+        """
 
     def prefill(self, ids: Any, on_block: Callable[[int], None] | None = None) -> Any:
         """Read ids [1, T] block by block; the last token's logits [1, V]."""
@@ -98,6 +101,16 @@ class Engine(Protocol):
 
     def under(self, policy: str, options: dict[str, Any]) -> Engine:
         """The same model and budget under another policy; what else is pinned stays pinned."""
+
+    def with_budget(self, tokens: int) -> Engine:
+        """The same model and policy with so many slots per KV head and layer.
+
+        Raises:
+            PlanInfeasible: no such budget can be had.
+        """
+
+    def policies(self) -> Mapping[str, Sequence[str]]:
+        """The policies that `under` takes, with the names of their options."""
 
     def save(self, session: Session, path: str | os.PathLike[str]) -> None:
         """Write everything that `session` needs to go on."""

@@ -9,6 +9,7 @@ KvcapError
 ├── PositionMismatch        tokens arrived at positions the cache does not expect
 ├── PaddingUnsupported      a padded or custom attention mask
 ├── EmptyPrompt             nothing to read
+├── MessagesInvalid         chat messages that are none, or that cannot follow what was said
 ├── ModelNotFound           no directory, repository or config of that name
 ├── ModelFilesBroken        a model's files are missing, broken, or would have to run code
 ├── ChatTemplateMissing     the tokenizer has no chat template, or none that can be used
@@ -73,6 +74,10 @@ class PaddingUnsupported(KvcapError, ValueError):
 
 class EmptyPrompt(KvcapError, ValueError):
     """Nothing to read."""
+
+
+class MessagesInvalid(KvcapError, ValueError):
+    """Chat messages that are none, or that cannot follow what was said."""
 
 
 class ModelNotFound(KvcapError, OSError):

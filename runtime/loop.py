@@ -20,6 +20,7 @@ from kvcap.runtime.errors import MemoryCapExceeded, SessionBroken
 from kvcap.runtime.forward_pass import Pass
 from kvcap.runtime.interrupts import interrupts_deferred
 from kvcap.runtime.projection import check_projections
+from kvcap.runtime.room import Room
 
 LENGTHS = 8  # of a block, besides a single token
 
@@ -55,7 +56,7 @@ class BlockLoop:
         self.model, self.cache, self.on_full = model, cache, on_full
         graphs = graphs and model.device.type == "cuda"
         self.graphs = BlockGraphs(model, cache, compiled, several) if graphs else None
-        self.peak_bytes = 0  # the most storage the cache has held
+        self.peak_bytes = cache.nbytes  # the most storage the cache has held
 
     def prefill(self, ids: Tensor, on_block: Callable[[int], None] | None = None) -> Tensor:
         """Read `ids` [B, T_total] block by block; returns the last token's logits [B, V].
@@ -97,11 +98,6 @@ class BlockLoop:
             SessionBroken: an earlier pass failed half-way; reset the cache.
         """
         cache = self.cache
-        if not cache.consistent:
-            raise SessionBroken(
-                "an earlier forward pass failed half-way, so layers have read different tokens; "
-                "reset the cache (in chat: /clear) and read again"
-            )
         self.check_room(ids.shape[1])
         if self.graphs is not None:
             with interrupts_deferred():
@@ -150,28 +146,38 @@ class BlockLoop:
 
     @property
     def execution(self) -> str:
-        """How blocks run that are all alike: 'replayed', or 'eager' and why."""
+        """How blocks run that are all alike; empty where there are no CUDA graphs to speak of."""
         if self.graphs is None:
-            return "eager"
-        return "replayed" if self.graphs.refused is None else f"eager: {self.graphs.refused}"
+            return ""
+        refused = self.graphs.refused
+        return "CUDA graphs" if refused is None else f"without CUDA graphs: {refused}"
 
-    def check_room(self, tokens: int) -> None:
+    def check_room(self, tokens: int, answer: int = 0, *, emptied: bool = False) -> None:
         """Where nothing may be evicted, refuse what does not fit before any of it is read.
+
+        Args:
+            tokens: to be read next.
+            answer: that follow at most, which a budget that is advised holds too.
+            emptied: they are read into the cache once it was reset.
 
         Raises:
             MemoryCapExceeded: naming the budget that would do.
+            SessionBroken: an earlier pass failed half-way; reset the cache.
         """
-        cache, policy = self.cache, self.cache.eviction
-        if (policy.policy.evicts and self.on_full == "evict") or tokens <= cache.spare:
-            return
-        if policy.policy.evicts:
-            why, advice = f"on_full={self.on_full!r} evicts nothing", "leave on_full at 'evict'"
-        else:
-            why, advice = f"policy {policy.name!r} never evicts", "choose a policy that evicts"
-        raise MemoryCapExceeded(
-            f"{why}: {cache.held} tokens are held, {tokens} more were given, and the cap is "
-            f"{cache.layout.budget_tokens}; raise the budget to {cache.held + tokens} or {advice}"
-        )
+        cache, eviction = self.cache, self.cache.eviction
+        if not emptied and not cache.consistent:
+            raise SessionBroken(
+                "an earlier forward pass failed half-way, so layers have read different tokens; "
+                "reset the cache (in chat: /clear) and read again"
+            )
+        shape = cache.layout.shape
+
+        def least(budget: int) -> int:
+            return min(map(min, eviction.allot(budget, len(shape.capped), shape.kv_heads)))
+
+        room = Room(cache.held, cache.spare, cache.layout.budget_tokens, least)
+        never = None if eviction.policy.evicts else eviction.name
+        (room.emptied if emptied else room).check(tokens, answer, self.on_full, never)
 
 
 def out_of_memory(error: Exception) -> bool:

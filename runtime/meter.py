@@ -6,15 +6,14 @@ nothing of how text is made.
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from collections.abc import Callable
 
 from rich.cells import cell_len
 
-from kvcap.runtime.screen import size, styled
-from kvcap.runtime.stats import Stats
+from kvcap.runtime.screen import columns, fitted, size, styled, visible
+from kvcap.runtime.stats import Stats, Turn
 
 BAR = 24  # columns
 # Make room below (which scrolls at the bottom), remember the place, write, and return to it.
@@ -36,29 +35,27 @@ class Meter:
         self._column = 0  # where stdout's line stands, if that is the same terminal
         self._terminal = sys.stdout.isatty()
         self._start = time.perf_counter()
+        if self._shown:
+            self._draw("reading ...")  # the first block of a prompt may take long
 
     def reading(self, done: int, total: int) -> None:
         """Show how far a prompt of more than one block has been read."""
-        if not self._shown or (done == total and not self._drawn):
-            return
-        filled = BAR * done // total
-        rate = done / (time.perf_counter() - self._start)
-        bar = "━" * filled + "╌" * (BAR - filled)
-        self._draw(f"reading {bar} {done:,}/{total:,} · {kv(self._stats())} · {rate:,.0f} tok/s")
+        if self._shown and done < total:
+            rate = done / (time.perf_counter() - self._start)
+            self._draw(progress(done, total, rate, self._stats(), self._width))
 
     def write(self, text: str) -> None:
         """Pass `text` on to stdout."""
         self.clear()
         if self._terminal:
-            text = text.translate(VISIBLE)
+            text = visible(text)
             self._column = cell_len(text.rpartition("\n")[2]) + (
                 0 if "\n" in text else self._column
             )
         sys.stdout.write(text)
         sys.stdout.flush()
         if self._shown:
-            stats = self._stats()
-            self._draw(f"{figures(stats)} · {stats.turn.decode_tok_s:,.0f} tok/s")
+            self._draw(status(self._stats(), self._width))
 
     def clear(self) -> None:
         """Take the line away."""
@@ -67,46 +64,98 @@ class Meter:
             sys.stderr.flush()
             self._drawn = False
 
+    def end(self) -> None:
+        """End the answer's last line."""
+        self.clear()
+        sys.stdout.write("\n")
+        sys.stdout.flush()
+
+    @property
+    def _width(self) -> int:
+        """Columns that a line may take: one less than the terminal has, so that none wraps."""
+        return (columns() or 80) - 1
+
     def _draw(self, line: str) -> None:
-        width = os.get_terminal_size(sys.stderr.fileno()).columns or 80
-        if self._column and self._column % width == 0:
+        if self._column and self._column % (self._width + 1) == 0:
             return  # the next character wraps; moving the cursor would make it overwrite the last
-        sys.stderr.write(BELOW.format(line[: width - 1]))
+        sys.stderr.write(BELOW.format(line[: self._width]))
         sys.stderr.flush()
         self._drawn = True
 
 
-# A model may have read escape sequences; on a terminal it must not be able to speak them.
-VISIBLE = dict.fromkeys((*range(32), *range(127, 160)), "\N{REPLACEMENT CHARACTER}")
-del VISIBLE[ord("\n")], VISIBLE[ord("\t")]
-
-
-def kv(stats: Stats) -> str:
-    """Slots and bytes, of how many."""
-    return (
-        f"KV {stats.held_tokens:,}/{stats.budget_tokens:,} slots · "
-        f"{size(stats.bytes, of=stats.cap_bytes)}"
+def progress(done: int, total: int, rate: float, stats: Stats, width: int | None = None) -> str:
+    """How far a prompt has been read, at `rate` tokens per second; no wider than `width`."""
+    filled = BAR * done // total
+    return fitted(
+        [
+            f"reading {'━' * filled}{'╌' * (BAR - filled)} {done:,}/{total:,}",
+            f"{(total - done) / rate:,.0f} s left",
+            f"{rate:,.0f} tok/s",
+            *_kv(stats),
+        ],
+        drop=[4, 3, 2, 1],
+        width=width,
     )
+
+
+def status(stats: Stats, width: int | None = None) -> str:
+    """The line below an answer that is being written, no wider than `width`."""
+    parts = [*_kv(stats), *_tokens(stats), _speed(stats)]
+    return fitted(parts, drop=[2, 1, 4, 3], width=width)
 
 
 def figures(stats: Stats) -> str:
     """Slots, bytes, and what became of everything that was read."""
-    return f"{kv(stats)} · seen {stats.seen_tokens:,} · evicted {stats.evicted_tokens:,}"
+    return " · ".join([*_kv(stats), *_tokens(stats)])
+
+
+def kv(stats: Stats) -> str:
+    """Slots and bytes, of how many."""
+    return " · ".join(_kv(stats))
 
 
 ENDINGS = {
-    "length": " · at max_new_tokens",
-    "interrupted": " · stopped",
-    "cap": " · at the cap",
-    "full": " · the cache is full",
+    "length": "at max_new_tokens",
+    "interrupted": "stopped",
+    "cap": "at the cap",
+    "full": "the cache is full",
+    "error": "failed",
 }
 
 
-def summary(stats: Stats, evicted: int) -> str:
-    """The line after an answer; `evicted` are the tokens that this turn cost."""
-    return (
-        f"seen {stats.seen_tokens:,} · kept {stats.held_tokens:,} · "
-        f"evicted {stats.evicted_tokens:,} (+{evicted:,} now) · "
-        f"KV {size(stats.bytes, of=stats.cap_bytes)} · {stats.turn.decode_tok_s:,.0f} tok/s"
-        f"{ENDINGS.get(stats.turn.finish_reason, '')}"
+def summary(stats: Stats, *, empty: bool = False, width: int | None = None) -> str:
+    """The line after an answer, no wider than `width` if that can be.
+
+    Args:
+        stats: where the conversation stands.
+        empty: the answer has no text.
+        width: in columns.
+    """
+    turn = stats.turn or Turn()
+    ending = ENDINGS.get(turn.finish_reason or "", "")
+    return fitted(
+        [
+            f"seen {stats.seen_tokens:,}",
+            f"kept {stats.held_tokens:,}",
+            f"evicted {stats.evicted_tokens:,} (+{turn.evicted_tokens:,} now)",
+            f"KV {size(stats.bytes, of=stats.cap_bytes)}",
+            _speed(stats),
+            "the answer is empty" if empty and not ending else ending,
+        ],
+        drop=[3, 4, 0, 1],
+        width=width,
     )
+
+
+def _kv(stats: Stats) -> list[str]:
+    slots = f"KV {stats.held_tokens:,}/{stats.budget_tokens:,} slots"
+    return [slots, size(stats.bytes, of=stats.cap_bytes)]
+
+
+def _tokens(stats: Stats) -> list[str]:
+    return [f"seen {stats.seen_tokens:,}", f"evicted {stats.evicted_tokens:,}"]
+
+
+def _speed(stats: Stats) -> str:
+    rate = stats.turn.decode_tok_s if stats.turn else 0.0
+    return f"{rate:,.0f} tok/s" if rate else ""

@@ -31,6 +31,7 @@ from kvcap.runtime.quantised import UNPACKED, quantisation, unpacking
 from kvcap.runtime.sampling import NEUTRAL
 from kvcap.runtime.weights import refuse_misfits
 
+VOCABULARIES = ("tokenizer.json", "tokenizer.model", "tekken.json", "vocab.json", "vocab.txt")
 MOST_LAYERS = 10_000  # a config with more would take the memory before anything could be looked at
 
 
@@ -94,6 +95,12 @@ def load_tokenizer(where: str) -> Any:
     Raises:
         ModelFilesBroken: its files are missing or broken, or need code of their own.
     """
+    folder = Path(where)
+    if folder.is_dir() and not any((folder / name).exists() for name in VOCABULARIES):
+        raise ModelFilesBroken(
+            f"{where!r} has no tokenizer: there is no tokenizer.json; copy the tokenizer's files "
+            "there from where the model comes from (in Python: tokenizer.save_pretrained)"
+        )
     try:
         tokenizer = AutoTokenizer.from_pretrained(where, trust_remote_code=False)
         if not tokenizer("Hello", add_special_tokens=False).input_ids:

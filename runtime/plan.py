@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from kvcap.runtime.errors import PlanInfeasible
 from kvcap.runtime.fit import BLOCK_SIZE, fitting, largest, roomy, smallest, within
 from kvcap.runtime.free_memory import FreeMemory, free_memory, process_bytes
+from kvcap.runtime.screen import size
 
 if TYPE_CHECKING:  # a plan is of any backend, and some have no PyTorch
     import torch
@@ -30,7 +31,7 @@ UNITS = {"": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "t": 1000**4,
          "ki": 1024, "mi": 1024**2, "gi": 1024**3, "ti": 1024**4}  # fmt: skip
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class MemoryPlan:
     """Bytes per component of a run. `cache` is the sum that a `--kv-budget` caps.
 
@@ -65,6 +66,17 @@ class MemoryPlan:
     sliding_window: int = 0  # so many tokens
     least_kv_budget: int = 0  # bytes: the smallest cache that works for model and policy
     least_memory_cap: int = 0  # bytes: the smallest cap of a process, with some room
+
+    @property
+    def summary(self) -> str:
+        """What is kept in how much, on one line."""
+        return (
+            f"{self.policy} keeps {self.budget_tokens:,} slots in {size(self.cache_bytes)} of KV "
+            f"memory, blocks of {self.block_size:,}, {self.positions} positions"
+        )
+
+    def __repr__(self) -> str:
+        return f"<MemoryPlan: {self.summary}; {size(self.total_bytes)} in all>"
 
     @property
     def cache_bytes(self) -> int:
@@ -188,6 +200,16 @@ class MemoryPlan:
             least_kv_budget=least.cache_bytes,
             least_memory_cap=roomy(own + least.run_bytes),
         )
+
+
+def check_tokens(tokens: Any) -> None:
+    """Refuse a budget that is no number of slots.
+
+    Raises:
+        PlanInfeasible: it is none.
+    """
+    if type(tokens) is not int or tokens < 1:
+        raise PlanInfeasible(f"a budget of {tokens!r} slots cannot be; use a whole number above 0")
 
 
 def parse_bytes(size: str | int) -> int:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from functools import cached_property, partial
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +14,12 @@ from torch import Tensor
 from transformers import GenerationConfig
 
 from kvcap import dtypes
-from kvcap.policies import PINS, Eviction, load_policy
+from kvcap.policies import PINS, Eviction, load_policy, policies
 from kvcap.runtime import session_file, session_state
 from kvcap.runtime.budget_cache import BudgetCache
 from kvcap.runtime.cap_guard import CapGuard, Enforce, limit_data
 from kvcap.runtime.errors import first_line
+from kvcap.runtime.fit import fitting
 from kvcap.runtime.free_memory import free_memory
 from kvcap.runtime.layout import Positions
 from kvcap.runtime.loop import BlockLoop
@@ -28,7 +31,7 @@ from kvcap.runtime.model_files import (
 )
 from kvcap.runtime.model_names import POCKET, resolve
 from kvcap.runtime.model_shape import ModelShape
-from kvcap.runtime.plan import MemoryPlan, parse_bytes, parse_cap, warn_if_short
+from kvcap.runtime.plan import MemoryPlan, check_tokens, parse_bytes, parse_cap, warn_if_short
 from kvcap.runtime.quantised import quantisation
 from kvcap.runtime.sampling import Sampler
 from kvcap.runtime.session import Session
@@ -65,6 +68,9 @@ class Runtime:
         self.evict_every = evict_every
         self.memory_cap = memory_cap  # bytes of the whole process
         self.compiled = compiled  # parts of the model, for CUDA graphs
+
+    def __repr__(self) -> str:
+        return f"<Runtime of {self.name or 'a model'} on {self.where}: {self.plan.summary}>"
 
     @property
     def where(self) -> str:
@@ -250,28 +256,56 @@ class Runtime:
         pins = {name: getattr(self.eviction, name) for name in PINS}
         return self.with_policy(load_policy(policy, **{**pins, **options}))
 
+    def policies(self) -> dict[str, list[str]]:
+        """The policies that `under` takes, with the names of their options."""
+        return {
+            name: [
+                *PINS,
+                *(o for part in recipe.parts.values() for o in signature(part).parameters),
+            ]
+            for name, recipe in policies().items()
+        }
+
     def with_policy(self, policy: Eviction) -> Runtime:
         """The same model and budget under another policy; weights are shared.
 
         A budget in bytes stays one: the new policy may keep fewer slots in it.
         """
         tokens = self.plan.budget_tokens if self.kv_budget is None else None
+        return self._replanned(policy, tokens, self.kv_budget)
+
+    def with_budget(self, tokens: int) -> Runtime:
+        """The same model and policy with so many slots per KV head and layer.
+
+        Raises:
+            PlanInfeasible: below 1, or the process would pass its memory cap.
+            PolicyError: the policy pins more.
+        """
+        check_tokens(tokens)
+        found = self._replanned(self.eviction, tokens, None)
+        if self.memory_cap is not None:  # what the process took without a cache is known
+            fitting(replace(found.plan, baseline=self.plan.baseline), self.memory_cap)
+        return found
+
+    def _replanned(self, policy: Eviction, tokens: int | None, kv_budget: int | None) -> Runtime:
+        """The same model under another plan; weights are shared."""
         plan = MemoryPlan.of(
             self.model.config,
             policy=policy,
             kv_budget_tokens=tokens,
-            kv_budget=self.kv_budget,
+            kv_budget=kv_budget,
             block_size=self.plan.block_size,
             dtype=self.model.dtype,
             positions=self.plan.positions,
+            rehearse=self.memory_cap is not None,
         ).with_weights(Weights(self.plan.weights, self.plan.weights_from))
         return Runtime(
             self.model,
             self.tokenizer,
-            plan,
+            replace(plan, baseline=self.plan.baseline),
             policy,
             name=self.name,
-            kv_budget=self.kv_budget,
+            kv_budget=kv_budget,
             evict_every=self.evict_every,
             memory_cap=self.memory_cap,
             compiled=self.compiled,

@@ -178,10 +178,18 @@ def _identity(runtime: Runtime) -> dict[str, Any]:
 
 def _check_identity(facts: dict[str, Any], runtime: Runtime, path: str) -> None:
     mine = _identity(runtime)
-    if facts["fingerprint"] != mine["fingerprint"] and facts["dtype"] == mine["dtype"]:
+    if facts.get("backend", "torch") != "torch":
+        raise SessionFileForeign(
+            f"{path!r} was saved by another backend, as {facts['model']!r}, and this is the "
+            "PyTorch backend; load it with --backend onnxruntime and that decoder"
+        )
+    # A fingerprint is of weights in one dtype: in another, the name is what tells models apart.
+    same_dtype, same_name = (facts[name] == mine[name] for name in ("dtype", "model"))
+    if facts["fingerprint"] != mine["fingerprint"] and (same_dtype or not same_name):
+        also = "" if same_dtype else f" and --dtype {facts['dtype']}"
         raise SessionFileForeign(
             f"{path!r} was saved by model {facts['model']!r} (revision {facts['revision']}), and "
-            f"this is {mine['model']!r} (revision {mine['revision']}); load it with that one"
+            f"this is {mine['model']!r} (revision {mine['revision']}); load it with that one{also}"
         )
     for name, option in (("dtype", "--dtype"), ("positions", "--positions")):
         if facts[name] != mine[name]:

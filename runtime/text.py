@@ -13,21 +13,22 @@ Message = dict[str, str]
 MARK = "\u2402answer\u2403"  # stands for the answer that is already in the cache
 
 
-def render_turn(tokenizer: Any, system: str | None, text: str, *, first: bool) -> str:
-    """The text to read for a user's turn.
+def opening(system: str | None) -> list[Message]:
+    """What a conversation begins with."""
+    return [{"role": "system", "content": system}] if system else []
 
-    A later turn is rendered after a stand-in answer and cut behind it, so that it costs the same
-    however long the conversation is, and closes the answer that the cache already holds.
+
+def render_turn(tokenizer: Any, system: str | None, messages: Sequence[Message]) -> str:
+    """The text to read for what is said after an answer that the cache holds.
+
+    It is rendered after a stand-in answer and cut behind it, so that it costs the same however
+    long the conversation is, and closes the answer.
 
     Raises:
         ChatTemplateMissing: no template, or one that changes the answer it is given.
     """
-    opening = [{"role": "system", "content": system}] if system else []
-    turn = {"role": "user", "content": text}
-    if first:
-        return render(tokenizer, [*opening, turn])
     said = [{"role": "user", "content": "."}, {"role": "assistant", "content": MARK}]
-    _, found, tail = render(tokenizer, [*opening, *said, turn]).partition(MARK)
+    _, found, tail = render(tokenizer, [*opening(system), *said, *messages]).partition(MARK)
     if not found:
         raise ChatTemplateMissing(
             "this tokenizer's chat template rewrites earlier answers, so a conversation cannot be "
@@ -44,8 +45,8 @@ def render(tokenizer: Any, messages: Sequence[Message]) -> str:
     """
     if not getattr(tokenizer, "chat_template", None):
         raise ChatTemplateMissing(
-            "this tokenizer has no chat template; use `kvcap generate --raw`, or a model that was "
-            "made for chat"
+            "this tokenizer has no chat template; continue a text with `kvcap generate --raw` (in "
+            "Python: session.complete), or use a model that was made for chat"
         )
     try:
         text: str = tokenizer.apply_chat_template(

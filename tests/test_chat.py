@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -18,7 +19,8 @@ import pytest
 import tiny_chat
 
 from kvcap import Runtime, cli, pocket
-from kvcap.runtime.chat import Chat, joined
+from kvcap.runtime.chat import Chat, joined, with_budget
+from kvcap.runtime.errors import MemoryCapExceeded
 from kvcap.runtime.meter import Meter
 from kvcap.runtime.options import Output, Sampling
 
@@ -82,7 +84,7 @@ def test_what_each_turn_evicted_is_reported(chat: Chat, capsys: pytest.CaptureFi
     ("line", "says"),
     [
         ("/help", "/policy NAME [K=V ...]"),
-        ("/stats", "turns 1 ·"),
+        ("/stats", "1 turn ·"),
         ("/mem", "this process"),
         ("/set", "max_new_tokens = 6"),
         ("/set temperature 0.5", "temperature = 0.5"),
@@ -94,6 +96,13 @@ def test_what_each_turn_evicted_is_reported(chat: Chat, capsys: pytest.CaptureFi
         ("/system Be kind.", "the next message reads the conversation again"),
         ("/policy snapkv window=4", "policy snapkv"),
         ("/clear", "forgotten"),
+        ("/HELP", "/undo"),
+        ("/budget", "32 slots in"),
+        ("/budget 48", "policy keydiff, 48 slots in"),
+        ("/budget 1,024", "1,024 slots in"),
+        ("/budget 64KiB", "; the next message reads the conversation again"),
+        ("/undo", "taken back: Hello!"),
+        ("/pin", "nothing is pinned"),
     ],
 )
 def test_commands(line: str, says: str, chat: Chat, capsys: pytest.CaptureFixture[str]) -> None:
@@ -126,6 +135,14 @@ def test_commands(line: str, says: str, chat: Chat, capsys: pytest.CaptureFixtur
         ("/policy streaming_llm sinks=99", "at least 99"),
         ("/policy 'snapkv", "quotation"),
         ("/regen", "nothing to answer again"),
+        ("/undo", "nothing to take back"),
+        ("/budget 0", "1 slot or more"),
+        ("/budget much", "'much' is no budget"),
+        ("/budget 1B", "one slot takes"),
+        ("/set markdown perhaps", "on or off"),
+        ("/read", "give a file"),
+        ("/read nowhere.txt", "'nowhere.txt': No such file"),
+        ("/", "/help lists all"),
     ],
 )
 def test_refused_commands_change_nothing(
@@ -183,6 +200,263 @@ def test_a_full_cache_ends_the_turn_not_the_chat(
     assert documents[0]["text"]
     assert documents[1]["usage"] == {"prompt_tokens": 0, "completion_tokens": 0}
     assert err.count("kvcap: policy 'full' never evicts") == 2
+
+
+@pytest.mark.parametrize("line", ["/etc/hosts is a file", "// no", "/read-only?", "/2", "/*"])
+def test_a_path_is_no_command(line: str, chat: Chat) -> None:
+    assert chat.script([line]) == 0
+    assert chat.session.messages[0]["content"] == line
+
+
+def test_every_line_can_be_a_message(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = io.TextIOWrapper(io.BytesIO(b"/stats\n/exit\n"))
+    monkeypatch.setattr(sys, "stdin", lines)
+    chat = ["chat", model, "--max-new-tokens", "2", "--json", "--no-commands"]
+    assert cli.run(chat) == 0
+    assert capsys.readouterr().out.count("\n") == 2
+
+
+def test_budget_takes_the_most_slots_that_fit(chat: Chat) -> None:
+    runtime = with_budget(chat.session.runtime, "64KiB")
+    slots = runtime.plan.budget_tokens
+    assert runtime.plan.cache_bytes <= 64 * 1024
+    assert runtime.with_budget(slots + 1).plan.cache_bytes > 64 * 1024
+    chat.take("Hello!")
+    chat.take("/budget 64KiB")
+    assert chat.session.stats.budget_tokens == slots
+    assert chat.session.messages[0]["content"] == "Hello!"
+    chat.take("And now?")
+    assert consistent(chat)
+
+
+@pytest.mark.parametrize("refusal", [MemoryCapExceeded("none left"), RuntimeError("none left")])
+def test_a_budget_that_cannot_be_had_leaves_the_chat_as_it_was(
+    refusal: Exception,
+    chat: Chat,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    chat.take("Hello!")
+    before = list(chat.session.messages)
+    make = Runtime.session
+
+    def scarce(runtime: Runtime, *given: Any, **options: Any) -> Any:
+        if runtime.plan.budget_tokens > 32:
+            raise refusal
+        return make(runtime, *given, **options)
+
+    monkeypatch.setattr(Runtime, "session", scarce)
+    chat.take("/budget 4096")
+    assert "none left" in capsys.readouterr().err
+    assert chat.session.stats.budget_tokens == 32
+    assert chat.session.messages == before
+    chat.take("Still here?")
+    assert consistent(chat)
+
+
+def test_a_budget_beyond_the_memory_is_refused(
+    chat: Chat, capsys: pytest.CaptureFixture[str]
+) -> None:
+    chat.take("/budget 1,000,000,000,000")
+    assert "are free" in capsys.readouterr().err
+    assert chat.code == 3
+    assert chat.session.stats.budget_tokens == 32
+
+
+def test_undo_leaves_the_message_for_the_next_prompt(
+    chat: Chat, capsys: pytest.CaptureFixture[str]
+) -> None:
+    chat.script(["First.", "Second,\\", "in two lines."])
+    assert chat.draft == ""
+    chat.take("/undo")
+    assert "taken back: Second, ...; the next message reads" in capsys.readouterr().err
+    assert chat.draft == "Second,\nin two lines."
+    assert [m["content"] for m in chat.session.messages if m["role"] == "user"] == ["First."]
+    chat.take("/undo")
+    assert not chat.session.messages
+    assert "reads" not in capsys.readouterr().err
+
+
+def test_a_file_is_read_into_the_conversation(
+    chat: Chat, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("my notes.txt").write_bytes(b"\xef\xbb\xbfOne.\r\nTwo.\n")
+    for line in ["/read 'my notes.txt'", "/read my\\ notes.txt What's  this?"]:
+        chat.take(line)
+    said = [m["content"] for m in chat.session.messages if m["role"] == "user"]
+    assert said == ["One.\nTwo.", "One.\nTwo.\n\nWhat's  this?"]
+    assert "read 2 lines of my notes.txt" in capsys.readouterr().err
+    assert (chat.code, chat.draft) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("nul.txt", "holds NUL bytes"),
+        ("picture.png", "is not UTF-8 text (at byte 1)"),
+        ("huge.txt", "'huge.txt' has 5.0 MiB, and the most is 4.0 MiB"),
+        ("folder", "it is a directory"),
+        ("pipe", "it is no regular file"),
+        ("empty.txt", "is empty"),
+        ("gone.txt", "No such file"),
+    ],
+)
+def test_files_that_are_not_read(
+    name: str,
+    says: str,
+    chat: Chat,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("nul.txt").write_bytes(b"a\0b")
+    Path("picture.png").write_bytes(b"a\xff\xfe")
+    Path("empty.txt").write_text(" \n")
+    Path("folder").mkdir()
+    if name == "pipe":
+        if sys.platform == "win32":
+            pytest.skip("Windows has no such files")
+        os.mkfifo("pipe")  # opened, it would wait for ever
+    with Path("huge.txt").open("wb") as huge:
+        huge.truncate(5 * 1024**2)
+    chat.take(f"/read {name}")
+    assert says in capsys.readouterr().err
+    assert chat.code == 2
+    assert not chat.session.messages
+
+
+def test_a_session_that_goes_on_says_so(
+    model: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    chat = ["chat", model, "--max-new-tokens", "2", "--session", str(tmp_path / "s")]
+    for turn in range(3):
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"Hello!\n")))
+        assert cli.run(chat) == 0
+        out, err = capsys.readouterr()
+        assert out.count("\n") == 1
+        assert [
+            "continued" in err,
+            "continued: 1 turn ·" in err,
+            "continued: 2 turns ·" in err,
+        ] == [
+            turn > 0,
+            turn == 1,
+            turn == 2,
+        ]
+    chat.append("-q")
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"")))
+    assert cli.run(chat) == 0
+    assert capsys.readouterr().err == ""
+
+
+def test_people_see_the_last_exchange(chat: Chat, capsys: pytest.CaptureFixture[str]) -> None:
+    chat.script(["Long ago.", "Lately.\\", *["more\\"] * 20, "end"])
+    capsys.readouterr()
+    chat.spaced = True
+    chat.resumed()
+    err = capsys.readouterr().err
+    assert "continued: 2 turns" in err
+    assert "> Lately.\nmore\n" in err
+    assert "Long ago" not in err
+    assert err.count("more") == 7
+    assert chat.session.messages[-1]["content"].strip()[:5] in err
+
+
+def test_pin_shows_a_pinned_system_prompt(
+    runtime: Runtime, capsys: pytest.CaptureFixture[str]
+) -> None:
+    chat = Chat(runtime.session("Be kind."), Output())
+    chat.session.set_generation(max_new_tokens=2)
+    chat.take("/pin")
+    assert "nothing is pinned" in capsys.readouterr().err
+    chat.session.pin_system = True
+    chat.script(["/pin The door is blue.", "/pin"])
+    assert capsys.readouterr().err.endswith("system prompt: Be kind.\nThe door is blue.\n")
+
+
+def test_stats_say_what_there_is(chat: Chat, capsys: pytest.CaptureFixture[str]) -> None:
+    chat.take("/stats")
+    err = capsys.readouterr().err
+    assert "no answer yet" in err
+    chat.script(["Hello!", "/stats"])
+    err = capsys.readouterr().err
+    assert "tokens read, 6 written; ended at max_new_tokens" in err
+    assert "eager" not in err
+    for change in ("/policy knorm", "/budget 64", "/undo", "/clear"):
+        chat.script(["Hello!", change])
+        capsys.readouterr()
+        chat.take("/stats")
+        assert "no answer yet" in capsys.readouterr().err
+
+
+def test_help_fits_eighty_columns(chat: Chat, capsys: pytest.CaptureFixture[str]) -> None:
+    chat.spaced = True
+    chat.take("/help")
+    lines = capsys.readouterr().err.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert all(any(line.startswith(f"/{name}") for line in lines) for name in Chat.COMMANDS)
+
+
+def test_an_error_begins_a_line_of_its_own(
+    runtime: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the cap ends an answer half-way and stdout and stderr are one terminal."""
+    chat = Chat(runtime.session(), Output())
+    chat.session.on_full = "error"
+    monkeypatch.setattr(sys, "stdout", io.StringIO())
+    monkeypatch.setattr(sys, "stderr", sys.stdout)
+    chat.take("Hello!")
+    said = chat.session.messages[-1]["content"]
+    assert said
+    assert sys.stdout.getvalue().startswith(f"{said}\nkvcap: ")
+    assert chat.code == 4
+
+
+def test_an_empty_answer_is_said_to_be_one(
+    chat: Chat, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ends = list(range(len(chat.session.runtime.tokenizer)))
+    chat.session.generation.eos_token_id = ends
+    chat.take("Hello!")
+    out, err = capsys.readouterr()
+    assert out == "\n"
+    assert "the answer is empty" in err
+
+
+def test_what_was_not_taken_is_kept_for_the_next_prompt(
+    chat: Chat, capsys: pytest.CaptureFixture[str]
+) -> None:
+    chat.session.on_full = "error"
+    chat.take("too much " * 100)
+    assert chat.draft == "too much " * 100
+    assert not chat.session.messages
+
+
+def test_regen_that_is_stopped_says_what_remains(
+    chat: Chat, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    chat.take("Hello!")
+    before = list(chat.session.messages)
+
+    def press(*_: int) -> None:
+        signal.raise_signal(signal.SIGINT)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("kvcap.runtime.meter.Meter.reading", press)
+        chat.take("/regen")
+    assert "the former one stays" in capsys.readouterr().err
+    assert chat.session.messages == before
+    monkeypatch.setattr("kvcap.runtime.meter.Meter.write", press)
+    chat.take("/regen")
+    assert "replaces the former one" in capsys.readouterr().err
+    assert consistent(chat)
 
 
 class Interrupting:
@@ -306,6 +580,11 @@ class Terminal:
         self.seen = ""
         os.write(self.master, text.encode())
 
+    def enter(self, line: str) -> str:
+        """What is seen until the next prompt."""
+        self.type(line + "\r")
+        return self.wait_for(READY)
+
     def wait_for(self, text: str, seconds: float = 60) -> str:
         end = time.monotonic() + seconds
         while text not in self.seen:
@@ -344,28 +623,31 @@ def test_a_conversation_on_a_terminal(terminal: Any, tmp_path: Path) -> None:
     at = terminal("--kv-budget-tokens", "64", "--block-size", "16")
     at.wait_for(READY)
     assert "keydiff keeps 64 slots" in at.seen
-    at.type("/set max_new_tokens 8\r")
-    at.wait_for("max_new_tokens = 8")
-    at.type("Hello there\\\rmy friend\r")
-    at.wait_for("at max_new_tokens")
-    assert "\x1b[2K\x1b[2mKV " in at.seen  # the meter was below the answer
-    at.type("/stats\r")
-    at.wait_for("turns 1 ·")
-    at.type("/set max_new_tokens 100000\r")
-    at.wait_for("max_new_tokens = 100000")
+    assert "max_new_tokens = 8" in at.enter("/set max_new_tokens 8")
+    answered = at.enter("Hello there\\\rmy friend")
+    assert "· at max_new_tokens" in answered
+    assert "\x1b[2mKV " in answered  # the meter was below the answer
+    assert "1 turn ·" in at.enter("/stats")
+    at.enter("/set max_new_tokens 100000")
     at.type("Tell me everything.\r")
     at.wait_for("tok/s")
-    at.type("\x03")
-    at.wait_for("· stopped")
-    at.type("\x1b[200~pasted\nlines\x1b[201~\r")
+    at.type("typed meanwhile\r")  # must not lie in the answer, nor be lost, nor be sent
     at.wait_for("tok/s")
     at.type("\x03")
-    at.wait_for("· stopped")
-    at.type("/stats\r")
-    at.wait_for("turns 3 ·")
+    stopped = at.wait_for(READY)
+    assert "· stopped" in stopped
+    assert "typed meanwhile" not in stopped.partition(READY)[0]
+    at.wait_for("typed meanwhile")
+    at.type("\x03\x1b[200~pasted\nlines\x1b[201~\r")
+    at.wait_for("tok/s")
+    at.type("\x03")
+    assert "· stopped" in at.wait_for(READY)
+    assert "3 turns ·" in at.enter("/stats")
     at.type("/exit\r")
     at.ends_with(0)
-    assert "+my friend" in (tmp_path / "kvcap" / "history").read_text()
+    kept = (tmp_path / "kvcap" / "history").read_text()
+    assert "+my friend" in kept
+    assert "pasted" not in kept
     assert (tmp_path / "kvcap" / "history").stat().st_mode & 0o077 == 0
 
 

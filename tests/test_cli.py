@@ -29,7 +29,7 @@ ANSWER = {
     *("--repetition-penalty", "--repeat-penalty"),
 }
 OPTIONS = {
-    "chat": BUDGET | ANSWER,
+    "chat": BUDGET | ANSWER | {"--no-commands"},
     "generate": BUDGET | ANSWER | {"--model", "-m", "--file", "-f", "--raw"},
     "plan": BUDGET | {"--context"},
     "policies": {"--json"},
@@ -341,7 +341,7 @@ def test_policies(kvcap: Any) -> None:
         (["--temp", "-1"], 2, "--temp"),
         (["--max-new-tokens", "0"], 2, "--max-new-tokens"),
         (["--raw", "--system-prompt", "Be kind."], 2, "--raw"),
-        (["--policy", "full", "--kv-budget-tokens", "4"], 4, "the cap is 4"),
+        (["--policy", "full", "--kv-budget-tokens", "4"], 4, "0 of 4 slots are in use"),
         (["--nonsense"], 2, "--nonsense"),
     ],
 )

@@ -294,7 +294,7 @@ def test_a_capture_that_fails_is_joined_and_blocks_go_on_eagerly(captured):
     handle = model.model.layers[0].register_forward_pre_hook(fail)
     found = loop.prefill(ids[:, 64:])
     handle.remove()
-    assert loop.execution == "eager: capture failed: no room"
+    assert loop.execution == "without CUDA graphs: capture failed: no room"
     assert captured == ["side waits", "main waits"]
     assert cache.seen == 80
     expected = BlockLoop(model, eager, graphs=False).prefill(ids)
@@ -324,7 +324,7 @@ def test_copies_of_few_layers_keys_are_held_at_a_time(captured, monkeypatch):
             alive.clear()
             for start in (48, 64):  # the second is captured
                 loop.read(ids[:, start : start + length].expand(batch, -1))
-            assert loop.execution == "replayed"
+            assert loop.execution == "CUDA graphs"
             assert max(alive) == layers
 
 

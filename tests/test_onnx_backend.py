@@ -460,7 +460,7 @@ def test_sessions_of_others_are_refused_and_change_nothing(exported, tiny, tmp_p
     before = (session.cache.seen, list(session.messages))
     with pytest.raises(SessionFileForeign, match="--backend torch"):
         session.restore(tmp_path / "torch")
-    with pytest.raises(SessionFileForeign, match="saved by model"):
+    with pytest.raises(SessionFileForeign, match="--backend onnxruntime"):
         other.restore(tmp_path / "mine")
     smaller = OrtRuntime.from_directory(tiny / "decoder", kv_budget_tokens=20)
     with pytest.raises(SessionFileForeign, match="budget_tokens"):
@@ -551,7 +551,7 @@ def test_the_chats_commands(tiny, tmp_path, capsys, monkeypatch):
         "/regen", "/set temperature 0.5", "/system Be kind.", "/policy random", f"/load {file}",
         "/clear", "/exit", code=2,
     )  # fmt: skip
-    assert "blocks: ONNX Runtime" in err
+    assert "\nONNX Runtime " in err
     assert "policy streaming_llm, 24 slots" in err
     assert "policy random, 24 slots" in err
     assert "temperature = 0.5" in err
@@ -564,3 +564,27 @@ def test_a_policy_that_was_not_exported_is_refused_in_the_chat(tiny, capsys, mon
     out, err = chat(capsys, monkeypatch, tiny / "decoder", "/policy snapkv", "Hello!", code=2)
     assert "is not in this export" in err
     assert out.strip()
+
+
+def test_another_budget_of_the_same_decoder(exported, tiny):
+    runtime = OrtRuntime.from_directory(tiny / "decoder", kv_budget="40KiB")
+    other = runtime.with_budget(20)
+    assert other.graph is runtime.graph
+    assert (other.plan.budget_tokens, other.cap_bytes) == (20, other.plan.cache_bytes)
+    session = other.session()
+    session.set_generation(max_new_tokens=4)
+    list(session.send(STORY))
+    assert session.stats.held_tokens == 20
+    assert other.under("random", {}).plan.budget_tokens == 20
+    with pytest.raises(PlanInfeasible, match="above 0"):
+        runtime.with_budget(0)
+    with pytest.raises(PlanInfeasible, match="pins 4"):
+        runtime.under("streaming_llm", {}).with_budget(3)
+    runtime.memory_cap = runtime.plan.total_bytes + (1 << 20)
+    with pytest.raises(PlanInfeasible, match="more than the cap"):
+        runtime.with_budget(100_000)
+    fixed = OrtRuntime.from_directory(exported("true", MOST))
+    assert fixed.with_budget(MOST).plan.budget_tokens == MOST
+    with pytest.raises(PlanInfeasible, match="which is in its graph"):
+        fixed.with_budget(64)
+    assert len(repr(fixed)) < 250

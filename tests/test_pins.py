@@ -234,6 +234,6 @@ def test_a_warning_once_beyond_the_trained_length(tokens):
             warnings.simplefilter("always")
             for _ in range(3):
                 session._loop.prefill(tokens(40))
-                session._warn_beyond()
+                session._decoding._warn_beyond()
         assert len(caught) == expected
         assert all("beyond the 64 tokens" in str(w.message) for w in caught)

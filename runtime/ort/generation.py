@@ -7,11 +7,13 @@ generator of random numbers, so that one seed gives other answers in the two bac
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from kvcap.runtime import settings
 
 Floats = NDArray[np.float32]
 
@@ -27,8 +29,8 @@ class Generation:
     min_p: float | None = None
     repetition_penalty: float | None = None
     max_new_tokens: int | None = None
-    eos_token_id: list[int] | None = None
-    stop_strings: list[str] | None = None
+    eos_token_id: int | list[int] | None = None
+    stop_strings: str | list[str] | None = None
 
     @classmethod
     def of(cls, given: dict[str, Any]) -> Generation:
@@ -38,9 +40,9 @@ class Generation:
             ValueError: a value that cannot be.
         """
         names = {field.name for field in fields(cls)}
-        found = cls(**{name: value for name, value in given.items() if name in names})
-        found.check()
-        return found
+        known = {name: value for name, value in given.items() if name in names}
+        settings.check(known)
+        return cls(**known)
 
     def update(self, **changes: Any) -> None:
         """Change settings.
@@ -48,33 +50,9 @@ class Generation:
         Raises:
             ValueError: no such setting, or a value that cannot be; nothing is changed.
         """
-        known = asdict(self)
-        for name in changes:
-            if name not in known:
-                raise ValueError(f"no setting {name!r}; known: {', '.join(known)}")
-        Generation(**{**known, **changes}).check()
+        settings.check(changes)
         for name, value in changes.items():
             setattr(self, name, value)
-
-    def check(self) -> None:
-        """Refuse values that cannot be.
-
-        Raises:
-            ValueError: naming the first.
-        """
-        bounds = {
-            "temperature": (0, float("inf")), "top_k": (0, float("inf")), "top_p": (0, 1),
-            "min_p": (0, 1), "max_new_tokens": (1, float("inf")),
-            "repetition_penalty": (1e-9, float("inf")),
-        }  # fmt: skip
-        for name, (low, high) in bounds.items():
-            value = getattr(self, name)
-            number = isinstance(value, (int, float)) and low <= value <= high
-            if value is not None and not number:
-                raise ValueError(f"{name}={value!r} will not work; use {low} to {high}")
-        ends = self.eos_token_id
-        if ends is not None and not all(isinstance(token, int) for token in ends):
-            raise ValueError(f"eos_token_id={ends!r} will not work; use a list of token ids")
 
 
 class Sampler:

@@ -17,6 +17,7 @@ from kvcap.runtime.errors import MemoryCapExceeded, PinsTooLarge
 from kvcap.runtime.interrupts import interrupts_deferred
 from kvcap.runtime.ort.decoder import Decoder, Int32, held
 from kvcap.runtime.pins import Span, covered
+from kvcap.runtime.room import Room
 
 Ids = NDArray[np.int64]
 
@@ -30,6 +31,7 @@ class OrtCache:
         self.decoder, self.policy = decoder, policy
         self.seen = 0
         self.pinned_spans: list[Span] = []
+        self.unread: tuple[int, int] | None = None  # as in `BudgetCache`
 
     @property
     def held(self) -> int:
@@ -63,9 +65,19 @@ class OrtCache:
         Raises:
             PinsTooLarge: a head cannot hold them beside those pinned before; nothing is changed.
         """
+        self.set_pins(self.pinned_with(spans))
+
+    def pinned_with(self, spans: Sequence[Span], *, emptied: bool = False) -> list[Span]:
+        """What is pinned once `spans` are; `emptied`, after a reset. Nothing is changed.
+
+        Raises:
+            PinsTooLarge: a head cannot hold them.
+        """
         # What was announced and then not read, as after a Ctrl-C, is not pinned.
-        known = [(a, min(b, self.seen)) for a, b in self.pinned_spans if a < self.seen]
-        self.set_pins([*known, *spans])
+        seen = 0 if emptied else self.seen
+        found = [*((a, min(b, seen)) for a, b in self.pinned_spans if a < seen), *spans]
+        self._check_pins(found)
+        return found
 
     def set_pins(self, spans: Sequence[Span]) -> None:
         """Pin exactly these.
@@ -73,6 +85,10 @@ class OrtCache:
         Raises:
             PinsTooLarge: they do not fit.
         """
+        self._check_pins(spans)
+        self.pinned_spans = list(spans)
+
+    def _check_pins(self, spans: Sequence[Span]) -> None:
         decoder, pinned = self.decoder, covered(spans)
         for layer, (budget, recents) in enumerate(
             zip(decoder.budgets, decoder.recents, strict=True)
@@ -84,11 +100,10 @@ class OrtCache:
                     f"with the {needed - pinned} that policy {self.policy!r} pins, and a head of "
                     f"layer {layer} has {budget}; pin less, use a larger budget, or /clear"
                 )
-        self.pinned_spans = list(spans)
 
     def reset(self) -> None:
         """Forget everything; the buffers stay."""
-        self.seen, self.pinned_spans = 0, []
+        self.seen, self.pinned_spans, self.unread = 0, [], None
 
 
 class OrtLoop:
@@ -150,16 +165,17 @@ class OrtLoop:
             ) from error
         return logits
 
-    def check_room(self, tokens: int) -> None:
+    def check_room(self, tokens: int, answer: int = 0, *, emptied: bool = False) -> None:
         """Where nothing may be evicted, refuse what does not fit before any of it is read.
+
+        Args:
+            tokens: to be read next.
+            answer: that follow at most, which a budget that is advised holds too.
+            emptied: they are read into the cache once it was reset.
 
         Raises:
             MemoryCapExceeded: naming the budget that would do.
         """
         cache = self.cache
-        if self.on_full != "evict" and tokens > cache.spare:
-            raise MemoryCapExceeded(
-                f"on_full={self.on_full!r} evicts nothing: {cache.held} tokens are held, {tokens} "
-                f"more were given, and the cap is {min(cache.decoder.budgets)}; raise the budget "
-                f"to {cache.held + tokens} or leave on_full at 'evict'"
-            )
+        room = Room(cache.held, cache.spare, min(cache.decoder.budgets), lambda budget: budget)
+        (room.emptied if emptied else room).check(tokens, answer, self.on_full, None)

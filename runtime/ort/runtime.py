@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from kvcap.dtypes import short
 from kvcap.runtime.cap_guard import CapGuard, Enforce, limit_data
 from kvcap.runtime.errors import NotExportable
+from kvcap.runtime.fit import fitting
 from kvcap.runtime.free_memory import free_memory
 from kvcap.runtime.ort import manifest as manifests
 from kvcap.runtime.ort import saved
@@ -29,7 +30,7 @@ from kvcap.runtime.ort.manifest import Manifest
 from kvcap.runtime.ort.paired import Paired
 from kvcap.runtime.ort.plan import Sizes, plan_of
 from kvcap.runtime.ort.tokenizer import Tokenizer
-from kvcap.runtime.plan import MemoryPlan, parse_bytes, parse_cap, warn_if_short
+from kvcap.runtime.plan import MemoryPlan, check_tokens, parse_bytes, parse_cap, warn_if_short
 from kvcap.runtime.session import Session
 
 PINS = ("sink_tokens", "recent_tokens")
@@ -67,7 +68,7 @@ class Chosen:
         return next(n for n in range(1, 1 << 30) if sum(self.pins(n)) <= n)
 
 
-@dataclass
+@dataclass(repr=False)
 class OrtRuntime:
     """An exported decoder that chats under a cap.
 
@@ -87,6 +88,9 @@ class OrtRuntime:
 
     def __post_init__(self) -> None:
         self.generation = Generation.of(self.manifest.facts["generation"])
+
+    def __repr__(self) -> str:
+        return f"<OrtRuntime of {self.name} on {self.where}: {self.plan.summary}>"
 
     @classmethod
     def from_directory(
@@ -196,12 +200,41 @@ class OrtRuntime:
         given = {name: value for name, value in options.items() if name not in PINS}
         pins |= {name: int(options[name]) for name in PINS if name in options}
         chosen = choose(self.manifest, Wanted(policy, given, **pins), self.plan.positions)
-        sizes = self.sizes._replace(memory_cap=None)
-        if sizes.kv_budget is None:
-            sizes = sizes._replace(kv_budget_tokens=self.plan.budget_tokens)
-        sizes = sizes._replace(block_size=self.plan.block_size)
-        plan = plan_of(self.manifest, chosen.name, sizes, pinned=chosen.least)
-        return replace(self, plan=plan, chosen=chosen)
+        tokens = self.plan.budget_tokens if self.sizes.kv_budget is None else None
+        sizes = self.sizes._replace(kv_budget_tokens=tokens)
+        return self._replanned(chosen, sizes)
+
+    def with_budget(self, tokens: int) -> OrtRuntime:
+        """The same decoder and policy with so many slots per KV head and layer.
+
+        Raises:
+            PlanInfeasible: below 1, fewer than the policy pins, the process would pass its memory
+                cap, or the budget is fixed in the decoder's graph.
+        """
+        check_tokens(tokens)
+        sizes = self.sizes._replace(kv_budget_tokens=tokens, kv_budget=None)
+        found = self._replanned(self.chosen, sizes)
+        if self.memory_cap is not None:
+            fitting(found.plan, self.memory_cap)
+        return found
+
+    def _replanned(self, chosen: Chosen, sizes: Sizes) -> OrtRuntime:
+        """The same decoder under another plan."""
+        asked = sizes._replace(memory_cap=None, block_size=self.plan.block_size)
+        plan = plan_of(self.manifest, chosen.name, asked, pinned=chosen.least)
+        # What the process took without a cache is known.
+        plan = replace(plan, baseline=self.plan.baseline)
+        return replace(self, plan=plan, chosen=chosen, sizes=sizes)
+
+    def policies(self) -> dict[str, list[str]]:
+        """The policies that were exported, with the names of their options."""
+        facts = self.manifest.facts
+        entries = [facts] if self.manifest.fused else facts["evictors"]
+        return {
+            entry["policy"]["name"]: [*entry["policy"]["parameters"], *PINS]
+            for entry in entries
+            if entry["positions"] == self.plan.positions
+        }
 
     def save(self, session: Session, path: str | os.PathLike[str]) -> None:
         """Write everything that `session` needs to go on.

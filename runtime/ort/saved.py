@@ -121,8 +121,8 @@ def _check_identity(facts: dict[str, Any], runtime: OrtRuntime, path: str) -> No
     mine = _identity(runtime)
     if facts.get("backend") != BACKEND:
         raise SessionFileForeign(
-            f"{path!r} was saved by the PyTorch backend (model {facts.get('model')!r}); load it "
-            "with --backend torch"
+            f"{path!r} was saved by the PyTorch backend (model {facts.get('model')!r}), and this "
+            "is the ONNX Runtime backend; load it with --backend torch and that model"
         )
     if facts.get("fingerprint") != mine["fingerprint"]:
         raise SessionFileForeign(

@@ -42,6 +42,8 @@ class Tokenizer:
 
     def __init__(self, folder: Path) -> None:
         try:
+            if not (folder / "tokenizer.json").exists():
+                raise ValueError("there is no tokenizer.json")
             self.backend_tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
             self.backend_tokenizer.no_truncation()
             self.backend_tokenizer.no_padding()

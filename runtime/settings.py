@@ -1,0 +1,92 @@
+"""Settings of generation that a user may give: their names and bounds, one for both backends.
+
+Knows no library: settings are attributes of transformers' `GenerationConfig` or of what stands for
+it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+
+class Bounds(NamedTuple):
+    """Of a number."""
+
+    kind: type
+    low: float
+    high: float = math.inf
+    above: bool = False  # `low` itself is refused
+
+    def holds(self, value: Any) -> bool:
+        """Whether a value is such a number."""
+        kinds = (int,) if self.kind is int else (int, float)
+        if isinstance(value, bool) or not isinstance(value, kinds) or not math.isfinite(value):
+            return False
+        return self.low <= value <= self.high and not (self.above and value == self.low)
+
+    def __str__(self) -> str:
+        what = "a whole number" if self.kind is int else "a number"
+        if self.high == math.inf:
+            return f"{what} above {self.low:g}" if self.above else f"{what}, {self.low:g} or more"
+        return f"{what} from {self.low:g} to {self.high:g}"
+
+
+NUMBERS = {
+    "temperature": Bounds(float, 0),
+    "top_k": Bounds(int, 0),
+    "top_p": Bounds(float, 0, 1),
+    "min_p": Bounds(float, 0, 1),
+    "repetition_penalty": Bounds(float, 0, above=True),
+    "max_new_tokens": Bounds(int, 1),
+    "seed": Bounds(int, 0, 2**63 - 1),
+}
+NAMES = (*NUMBERS, "do_sample", "eos_token_id", "stop_strings")
+
+
+def check(settings: Mapping[str, Any]) -> None:
+    """Refuse what cannot be; None is a setting that is not given.
+
+    Raises:
+        ValueError: naming the first, and what it may be.
+    """
+    for name, value in settings.items():
+        if name not in NAMES:
+            raise ValueError(f"no setting {name!r}; known: {', '.join(NAMES)}")
+        if value is None:
+            continue
+        if name in NUMBERS:
+            bounds = NUMBERS[name]
+            allowed, fits = str(bounds), bounds.holds(value)
+        elif name == "do_sample":
+            allowed, fits = "True or False", isinstance(value, bool)
+        elif name == "eos_token_id":
+            ids = value if isinstance(value, (list, tuple)) else [value]
+            token = Bounds(int, 0)
+            allowed, fits = "a token id or a list of them", all(map(token.holds, ids))
+        else:
+            texts = [value] if isinstance(value, str) else value
+            fits = isinstance(texts, (list, tuple)) and all(isinstance(x, str) for x in texts)
+            allowed = "a text or a list of them"
+        if not fits:
+            raise ValueError(f"{name}={value!r} will not work; use {allowed}")
+
+
+def given(config: Any) -> dict[str, Any]:
+    """The settings above as `config` has them."""
+    return {name: getattr(config, name, None) for name in NAMES if name != "seed"}
+
+
+def ends(config: Any) -> frozenset[int]:
+    """The tokens that end an answer; none, one or several may be set."""
+    ids = config.eos_token_id
+    if ids is None:
+        return frozenset()
+    return frozenset(ids if isinstance(ids, (list, tuple)) else [ids])
+
+
+def stops(config: Any) -> list[str]:
+    """The texts that end an answer; none, one or several may be set."""
+    texts = config.stop_strings
+    return [texts] if isinstance(texts, str) else list(texts or ())

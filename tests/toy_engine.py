@@ -1,0 +1,135 @@
+"""The two backends' sessions at the size of a test: a random model, and arrays that stand for one.
+
+Both note what their cache has read, so that a test can say which conversation a model would see.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tiny_chat
+
+from kvcap import pocket
+from kvcap.runtime.ort.generation import Generation, Sampler
+from kvcap.runtime.ort.loop import OrtCache, OrtLoop
+from kvcap.runtime.ort.tokenizer import Tokenizer
+from kvcap.runtime.plan import MemoryPlan
+from kvcap.runtime.runtime import Runtime
+from kvcap.runtime.session import Session
+
+BLOCK = 16
+BACKENDS = ("torch", "numpy")
+
+
+@dataclass
+class ToyDecoder:
+    """Stands for an exported decoder: its logits follow from the last token and its place."""
+
+    budget: int
+    vocabulary: int
+    block_size: int = BLOCK
+    version: str = "0"
+    sinks: int = 0
+    nbytes: int = 4096
+    read: list[int] = field(default_factory=list)  # what the cache holds or held, in order
+
+    @property
+    def budgets(self) -> list[int]:
+        return [self.budget]
+
+    @property
+    def recents(self) -> list[int]:
+        return [0]
+
+    def used_bytes(self, seen: int) -> int:
+        return min(seen, self.budget) * 8
+
+    def run(self, ids: Any, seen: int, spans: Any) -> Any:
+        assert len(ids) <= self.block_size
+        self.read[seen:] = ids
+        draws = np.random.default_rng([ids[-1], seen])
+        return draws.standard_normal((1, self.vocabulary)).astype(np.float32)
+
+    def positions(self, seen: int) -> Any:
+        return [np.arange(max(0, seen - self.budget), seen)[None]]
+
+    def state(self, seen: int) -> Any:
+        return {}
+
+
+@dataclass(repr=False)
+class ToyEngine:
+    """The ONNX Runtime backend around a `ToyDecoder`."""
+
+    budget: int
+    name: str = "toy"
+    where: str = "nowhere"
+    trained_length: int = 10**6
+    cap_bytes: int = 4096
+    tokenizer: Any = field(default_factory=lambda: Tokenizer(Path(pocket.path())))
+    generation: Generation = field(default_factory=Generation)
+
+    @property
+    def plan(self) -> MemoryPlan:
+        return MemoryPlan(
+            "toy", "compact", self.budget, BLOCK, "float32", 4096, 0, 0, 0, 0, 0, 0, 0, 0, 0
+        )
+
+    def loop(self) -> OrtLoop:
+        size = self.tokenizer.backend_tokenizer.get_vocab_size()
+        return OrtLoop(OrtCache(ToyDecoder(self.budget, size), "toy"))
+
+    def session(self, system: str | None = None, seed: int | None = None) -> Session:
+        return Session(self, system, seed)
+
+    def with_budget(self, tokens: int) -> ToyEngine:
+        return replace(self, budget=tokens)
+
+    def draws(self, seed: int | None) -> Any:
+        return np.random.Generator(np.random.PCG64(seed))
+
+    def sampler(self, generation: Any, draws: Any) -> Sampler:
+        return Sampler(generation, draws)
+
+    def ids(self, tokens: list[int]) -> Any:
+        return np.array([tokens])
+
+    def joined(self, history: Any, token: Any) -> Any:
+        return np.concatenate((history, token[:, None]), axis=1)
+
+
+@functools.cache
+def tiny(folder: Path) -> Runtime:
+    return Runtime.from_pretrained(
+        tiny_chat.save(folder), kv_budget_tokens=64, block_size=BLOCK, device="cpu"
+    )
+
+
+def session_of(runtime: Any, system: str | None = None, budget: int | None = None) -> Session:
+    """A session of short answers, which notes what it reads in `session.read`."""
+    if budget is not None:
+        runtime = runtime.with_budget(budget)
+    session: Any = runtime.session(system, seed=0)
+    session.set_generation(max_new_tokens=6, temperature=0.0)
+    if isinstance(runtime, ToyEngine):
+        session.read = session.cache.decoder.read
+        return session
+    loop, session.read = session._loop, []
+    plain = loop.read
+
+    def read(ids: Any, wanted: bool = True) -> Any:
+        session.read[loop.cache.seen :] = ids[0].tolist()
+        return plain(ids, wanted)
+
+    loop.read = read
+    return session
+
+
+def held(session: Any) -> str:
+    """The text that the cache has read since it was empty, special tokens too."""
+    ids = session.read[: session.cache.seen]
+    return session.runtime.tokenizer.backend_tokenizer.decode(ids, skip_special_tokens=False)
