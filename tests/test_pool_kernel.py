@@ -29,13 +29,18 @@ def observe(*shape: int, dtype: torch.dtype = torch.int32, seed: int = 0) -> tup
     return scores.to(DEVICE), ages[..., :slots]
 
 
-def check(scores: Tensor, positions: Tensor, kernel: int, mode: str) -> Tensor:
-    """The same as eagerly, two runs to the bit."""
+def check(
+    scores: Tensor, positions: Tensor, kernel: int, mode: str, window: int | None = None
+) -> Tensor:
+    """The same as eagerly, two runs to the bit; positions lie below the number of slots."""
+    seen = scores.shape[-1]
+    window = seen // 3 if window is None else window
+    clock = torch.tensor(seen, device=DEVICE)
     assert pool.covers(scores, positions, kernel)
     before = scores.clone(), positions.clone()
-    found = pool.pool_in_time(scores, positions, kernel, mode)
-    again = pool.pool_in_time(scores, positions, kernel, mode)
-    expected = pool_in_time(scores, positions, kernel, mode)
+    found = pool.pool_in_time(scores, positions, kernel, mode, seen, window)
+    again = pool.pool_in_time(scores, positions, kernel, mode, clock, window)
+    expected = pool_in_time(scores, positions, kernel, mode, seen, window)
     assert found.shape == expected.shape
     assert found.dtype == torch.float32
     rtol, atol = (0, 0) if mode == "max" else (1e-6, 1e-7)  # of sums whose terms are about 1
@@ -50,7 +55,8 @@ def _poisoned(monkeypatch):
     """Memory that is asked for holds NaN, or a place far off, until it is written."""
 
     def poison(*shape, dtype, **options) -> Tensor:
-        value = float("nan") if dtype.is_floating_point else -(2**30)
+        least = None if dtype.is_floating_point else torch.iinfo(dtype).min
+        value = float("nan") if least is None else max(least, -(2**30))
         return torch.full(*shape, value, dtype=dtype, **options)
 
     monkeypatch.setattr(torch, "empty", poison)
@@ -71,7 +77,7 @@ def test_pooled_as_eagerly(shape, kernel, mode):
 
 def test_a_window_of_one_leaves_scores():
     scores, positions = observe(1, 2, 9)
-    assert pool.pool_in_time(scores, positions, 1, "avg") is scores
+    assert pool.pool_in_time(scores, positions, 1, "avg", 9, 2) is scores
 
 
 @pytest.mark.parametrize(
@@ -81,8 +87,8 @@ def test_tiles_of_any_size(log_tile, slots, monkeypatch):
     """And more of them than are searched at once."""
     monkeypatch.setattr(pool, "LOG_TILE", log_tile)
     scores, positions = observe(1, 1, slots, dtype=torch.int64)
-    found = pool.pool_in_time(scores, positions, 5, "max")
-    assert torch.equal(found, pool_in_time(scores, positions, 5, "max"))
+    found = pool.pool_in_time(scores, positions, 5, "max", slots, 40)
+    assert torch.equal(found, pool_in_time(scores, positions, 5, "max", slots, 40))
 
 
 @pytest.mark.parametrize("mode", ["max", "avg"])
@@ -114,8 +120,8 @@ def test_the_ends_of_the_range_are_positions_too(dtype):
     ends = torch.iinfo(dtype)
     positions = torch.tensor([[[ends.max, 0, ends.min, -1, ends.max - 1]]], device=DEVICE).to(dtype)
     scores = torch.tensor([[[5.0, 3.0, 1.0, 2.0, 4.0]]], device=DEVICE)
-    expected = torch.tensor([[[5.0, 4.0, 2.0, 3.0, 5.0]]], device=DEVICE)
-    assert torch.equal(check(scores, positions, 3, "max"), expected)
+    expected = torch.tensor([[[5.0, 3.0, 2.0, 3.0, 4.0]]], device=DEVICE)  # two are left out
+    assert torch.equal(check(scores, positions, 3, "max", window=1), expected)
 
 
 def test_lengths_that_change_run_through_remembered_kernels():
@@ -123,18 +129,32 @@ def test_lengths_that_change_run_through_remembered_kernels():
         check(*observe(1, 2, slots), 7, "avg")
 
 
-@pytest.mark.parametrize("fault", ["a kernel more", "the other mode", "two slots swapped"])
+@pytest.mark.parametrize("window", [0, 1, 8, 40, 1000])
+@pytest.mark.parametrize("mode", ["max", "avg"])
+def test_any_number_of_the_newest_is_left_out(window, mode):
+    scores, positions = observe(1, 2, 3, 40)
+    found = check(scores, positions, 7, mode, window)
+    apart = (positions >= 40 - window)[:, :, None].expand_as(scores)
+    assert torch.equal(found[apart], scores[apart])
+    assert bool(apart.any()) == (not torch.equal(found, check(scores, positions, 7, mode, 0)))
+
+
+@pytest.mark.parametrize(
+    "fault", ["a kernel more", "the other mode", "two slots swapped", "another window"]
+)
 def test_a_fault_is_noticed(fault):
     scores, positions = observe(1, 2, 90)
-    expected = pool_in_time(scores, positions, 5, "avg")
+    expected = pool_in_time(scores, positions, 5, "avg", 90, 30)
     if fault == "a kernel more":
-        found = pool.pool_in_time(scores, positions, 7, "avg")
+        found = pool.pool_in_time(scores, positions, 7, "avg", 90, 30)
     elif fault == "the other mode":
-        found = pool.pool_in_time(scores, positions, 5, "max")
+        found = pool.pool_in_time(scores, positions, 5, "max", 90, 30)
+    elif fault == "another window":
+        found = pool.pool_in_time(scores, positions, 5, "avg", 90, 20)
     else:
         swapped = positions.clone()
         swapped[..., :2] = positions[..., :2].flip(-1)
-        found = pool.pool_in_time(scores, swapped, 5, "avg")
+        found = pool.pool_in_time(scores, swapped, 5, "avg", 90, 30)
     assert (found - expected).abs().max() > 1e-2
 
 
@@ -145,7 +165,7 @@ def _seen(slots: int) -> Observation:
     )
     positions = observe(1, 2, slots)[1] + 3 * slots
     return Observation(
-        keys=keys, values=values, queries=queries, positions=positions, seen=5 * slots,
+        keys=keys, values=values, queries=queries, positions=positions, seen=4 * slots,
         budget=slots // 2, scaling=0.25,
     )  # fmt: skip
 
@@ -185,16 +205,18 @@ def test_scores_of_policies_are_pooled_by_kernels(policy, clock, monkeypatch):
 def test_replayed_in_a_graph(slots, compiled, mode, monkeypatch):
     monkeypatch.undo()  # a graph's memory is its own
     scores, positions = observe(1, 8, slots)
-    pool.pool_in_time(scores[..., :compiled], positions[..., :compiled], 11, mode)  # as any length
-    graph = torch.cuda.CUDAGraph()
+    # As any length, and with an int.
+    pool.pool_in_time(scores[..., :compiled], positions[..., :compiled], 11, mode, slots, 32)
+    graph, clock = torch.cuda.CUDAGraph(), torch.tensor(slots, device=DEVICE)
     with torch.cuda.graph(graph):
-        found = pool.pool_in_time(scores, positions, 11, mode)
-    for seed in (1, 2):
+        found = pool.pool_in_time(scores, positions, 11, mode, clock, 32)
+    for seed, now in ((1, slots), (2, slots - 100)):
         fresh = observe(1, 8, slots, seed=seed)
         scores.copy_(fresh[0])
         positions.copy_(fresh[1])
+        clock.fill_(now)
         graph.replay()
-        expected = pool_in_time(scores, positions, 11, mode)
+        expected = pool_in_time(scores, positions, 11, mode, now, 32)
         torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-7)
 
 

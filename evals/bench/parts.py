@@ -173,7 +173,7 @@ def _scores(slots: int) -> tuple[Tensor, Tensor]:
 
 def _pooled(by: Callable[..., Tensor]) -> Callable[[tuple[Tensor, Tensor]], Tensor]:
     """Over 11 neighbours in time, as DropKV does."""
-    return lambda x: by(*x, 11, "max")
+    return lambda x: by(*x, 11, "max", x[1].shape[-1], 8)
 
 
 class _Slots:
