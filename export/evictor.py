@@ -101,9 +101,9 @@ class Evictor(nn.Module):
         pinned = inside.any(-1) | (positions >= given["seen"] - given["recents"])
         worth = self.eviction.worth(scores, pinned, seen)
         stay: Any = given["stay"].item()
-        torch._check(stay >= 0)
+        torch._check(stay >= 1)
         torch._check(stay <= slots)
-        return survivors(worth, stay)
+        return survivors(worth, positions, stay)
 
 
 def _kept(port: Port) -> Port:

@@ -41,6 +41,8 @@ class Traced:
         reads = self.eviction.policy.observes
         if self.eviction.saliency is not None:
             reads = reads | self.eviction.saliency.observes
+        if self.eviction.rescorer is not None:  # it reads values only when they arrive
+            reads = reads | (self.eviction.rescorer.observes & {"positions"})
         names: list[str] = [name for name in ("keys", "values") if name in reads]
         if reads & {"positions", "queries"}:
             names += ["positions", "seen"]

@@ -83,7 +83,7 @@ class Evict(Graph):
         form, seen = self.form, self.form.observe(given)
         worth = self.worth(given, seen)
         stays = torch.sym_min(worth.shape[-1], form.shape.budget)
-        keep = survivors(worth, stays)  # [B, K, N]
+        keep = survivors(worth, given["positions"], stays)  # [B, K, N]
         slots = {"keys", "values", "positions", *form.slot_state}
         state = {name: tensor for name, (_, tensor) in form.next_state(seen).items()}
         rows = rows_of(keep, worth.shape[-1])
@@ -130,21 +130,28 @@ class Update(Graph):
 STAGES: dict[str, type[Graph]] = {"score": Score, "evict": Evict, "update": Update}
 
 
-def survivors(worth: Tensor, stays: int) -> Tensor:
+def survivors(worth: Tensor, positions: Tensor, stays: int) -> Tensor:
     """The `stays` slots of each head that are worth most, in the order they lie in.
 
-    By choosing those that go, which are few when one token arrives. Slots that lie in time order
-    stay so: then a slot's index is its rank.
+    By choosing those that go, which are few when one token arrives; of equal ones the older, as
+    `policies.base.order` has it. Slots that lie in time order stay so: then a slot's index is its
+    rank.
 
     Args:
         worth: [B, K, n].
-        stays: at most n.
+        positions: [B, K, n] int32.
+        stays: 1 to n.
 
     Returns:
         Slots [B, K, stays], ascending.
     """
     slots = worth.shape[-1]
-    gone = worth.topk(slots - stays, dim=-1, largest=False, sorted=False).indices
+    count = slots - stays
+    lowest = worth.topk(count + 1, dim=-1, largest=False, sorted=False).values
+    least = lowest.amax(-1, keepdim=True)  # of those that stay
+    equal = torch.where(worth == least, positions, torch.iinfo(torch.int32).max)
+    age = torch.where(worth < least, -1, equal)
+    gone = age.topk(count, dim=-1, largest=False, sorted=False).indices
     keep = torch.ones_like(worth, dtype=torch.int64)
     keep = keep.scatter(-1, gone, torch.zeros_like(gone))  # [B, K, n]
     here, older = torch.arange(slots).expand_as(keep), keep.cumsum(-1)  # survivors up to a slot

@@ -102,7 +102,7 @@ def _pooled(scores: Tensor, seen: Observation, policy: DropKV | SnapKV) -> Tenso
     """`pool_in_time`, by its kernels where they cover it."""
     covered = pool.covers(scores, seen.positions, policy.kernel)
     pooling = pool.pool_in_time if covered else pool_in_time
-    return pooling(scores, seen.positions, policy.kernel, policy.pool)
+    return pooling(scores, seen.positions, policy.kernel, policy.pool, seen.seen, policy.window)
 
 
 def _tova(policy: Policy, seen: Observation) -> Tensor:

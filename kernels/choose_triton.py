@@ -1,6 +1,8 @@
 # mypy: allow-untyped-calls, disable-error-code="import-untyped, no-untyped-def, untyped-decorator"
 """Triton functions of `kernels/evict.py`: which slots of a row go, the lowest that nothing pins.
 
+Of equal ones the older go, as `policies.base.order` has it.
+
 Importing this imports triton; `evict.py` does so when a kernel is first needed. What changes from
 block to block, or from segment to segment, is not specialised: whatever is replayed in a CUDA graph
 has been compiled by the same call outside of one.
@@ -11,6 +13,7 @@ import triton.language as tl
 
 HIGHEST = tl.constexpr(3.4028234663852886e38)  # the largest finite float32
 PINNED = tl.constexpr(0x7F800000)  # +inf, as `ordered` has it
+NO_SLOT = tl.constexpr(1 << 30)  # with a slot's number in place of a position: all are distinct
 
 PINS = ["slots", "capacity", "heads", "score_b", "score_h", "sinks", "recents", "seen", "spans"]
 PINS += [f"{end}_{i}" for i in range(8) for end in ("start", "stop")]
@@ -23,7 +26,7 @@ def worth_of(
     start_0, stop_0, start_1, stop_1, start_2, stop_2, start_3, stop_3,
     start_4, stop_4, start_5, stop_5, start_6, stop_6, start_7, stop_7,
 ):  # fmt: skip
-    """Scores of a row's slots, made finite; +inf: pinned, or no slot. float32."""
+    """Scores of a row's slots, made finite; +inf: pinned, or no slot. float32. And positions."""
     held = slot < slots
     x = tl.load(scores + slot * score_n, held, 0.0).to(tl.float32)
     p = tl.load(positions + slot, held, 0)
@@ -35,7 +38,7 @@ def worth_of(
         pinned = pinned | (p >= start_4) & (p < stop_4) | (p >= start_5) & (p < stop_5)
         pinned = pinned | (p >= start_6) & (p < stop_6) | (p >= start_7) & (p < stop_7)
     x = tl.minimum(tl.maximum(tl.where(x != x, -HIGHEST, x), -HIGHEST), HIGHEST)
-    return tl.where(pinned, float("inf"), x)
+    return tl.where(pinned, float("inf"), x), tl.where(held, p, NO_SLOT | slot)
 
 
 @triton.jit
@@ -90,14 +93,16 @@ def _running(x, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _lowest(x, count, BLOCK: tl.constexpr):
-    """Which of x [BLOCK] are its `count` lowest, of equal ones the first; how many are before."""
+def _lowest(x, positions, count, BLOCK: tl.constexpr):
+    """Which of x [BLOCK] are its `count` lowest, of equal ones the older; how many are before."""
     bound, below = _bound(x, count)
-    lower, equal, room = x < bound, x == bound, count - below
-    both = _running(lower.to(tl.int32) + (equal.to(tl.int32) << 16), BLOCK)
-    lowers, equals = both & 0xFFFF, both >> 16
-    found = lower | (equal & (equals <= room))
-    return found, lowers + tl.minimum(equals, room) - found.to(tl.int32)
+    found = x < bound
+    if below < count:
+        equal, room = x == bound, count - below
+        ages = tl.where(equal, positions, PINNED)
+        oldest, older = _bound(ages, room)
+        found = found | (equal & (ages < oldest + (older < room).to(tl.int32)))
+    return found, _running(found.to(tl.int32), BLOCK) - found.to(tl.int32)
 
 
 @triton.jit(do_not_specialize=[*PINS, "positions", "count"])
@@ -117,14 +122,14 @@ def nominate_slots(
     """A part of a row: `count` slots of least worth, pinned ones where there are no others."""
     part, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     slot = part * BLOCK + tl.arange(0, BLOCK)
-    worth = worth_of(
+    worth, position = worth_of(
         scores + row // heads * score_b + row % heads * score_h,
         positions + row * capacity, slot, slots, score_n, sinks, recents, seen, clock, spans,
         start_0, stop_0, start_1, stop_1, start_2, stop_2, start_3, stop_3,
         start_4, stop_4, start_5, stop_5, start_6, stop_6, start_7, stop_7,
     )  # fmt: skip
     x = ordered(worth)
-    found, before = _lowest(x, count, BLOCK)
+    found, before = _lowest(x, position, count, BLOCK)
     first = (row * tl.num_programs(0) + part) * count
     tl.store(worths + first + before, x, found)
     tl.store(nominees + first + before, slot, found)
@@ -170,18 +175,19 @@ def choose_slots(
         there = nominee < nominated
         x = tl.load(worths + row * nominated + nominee, there, PINNED)
         slot = tl.load(nominees + row * nominated + nominee, there, 0)
+        position = tl.load(positions + slot, there, 0)
     else:
         slot = tl.arange(0, BLOCK)
-        worth = worth_of(
+        worth, position = worth_of(
             scores + row // heads * score_b + row % heads * score_h,
             positions, slot, slots, score_n, sinks, recents, seen, clock, spans,
             start_0, stop_0, start_1, stop_1, start_2, stop_2, start_3, stop_3,
             start_4, stop_4, start_5, stop_5, start_6, stop_6, start_7, stop_7,
         )  # fmt: skip
         x = ordered(worth)
-    gone, before = _lowest(x, count, BLOCK)
+    gone, before = _lowest(x, position, count, BLOCK)
     tl.store(evicted + before, slot, gone)
-    tl.store(ages + row * count + before, tl.load(positions + slot, gone, 0), gone)
+    tl.store(ages + row * count + before, position, gone)
     tl.debug_barrier()  # all targets are 0
     tl.store(targets + slot - kept, -1, gone & (slot >= kept))
     tl.debug_barrier()  # holes are written, in their order, and who goes

@@ -94,7 +94,7 @@ def give_up(
 
     Every slot's shift grows by the number of evicted tokens that are older than its own, and
     survivors behind those that stay move into the holes before. Scores are made finite as
-    `torch.nan_to_num` does it, NaN as the lowest; of equal scores the first slots go.
+    `torch.nan_to_num` does it, NaN as the lowest; of equal scores the older tokens go.
 
     Args:
         scores: [B, K, n].

@@ -64,18 +64,22 @@ def evict_one(
         x_4 = tl.load(side_4 + last)
     scores += row // heads * score_b + row % heads * score_h
     least = tl.full([BLOCK], 0x7FFFFFFFFFFFFFFF, tl.int64)
+    place = tl.zeros([BLOCK], tl.int32)
     for begin in range(0, slots, BLOCK):
         slot = begin + tl.arange(0, BLOCK)
-        x = worth_of(
+        x, its = worth_of(
             scores, positions, slot, slots, score_n, sinks, recents, seen, clock, spans,
             start_0, stop_0, start_1, stop_1, start_2, stop_2, start_3, stop_3,
             start_4, stop_4, start_5, stop_5, start_6, stop_6, start_7, stop_7,
         )  # fmt: skip
-        least = tl.minimum(least, (ordered(x).to(tl.int64) << 32) | slot)
-    target = tl.min(least, 0) & 0xFFFFFFFF
-    tl.store(evicted + row, target.to(tl.int32))
+        worth = (ordered(x).to(tl.int64) << 32) | its  # of equal scores the older goes
+        place = tl.where(worth < least, slot, place)
+        least = tl.minimum(least, worth)
+    lowest = tl.min(least, 0)
+    target = tl.max(tl.where(least == lowest, place, 0), 0)
+    tl.store(evicted + row, target)
     if shift is not None:
-        gone = tl.load(positions + target)
+        gone = (lowest & 0xFFFFFFFF).to(tl.int32)
         shifted += (gone < position).to(tl.int32)
         tl.debug_barrier()  # the last shift is read
         for begin in range(0, slots, BLOCK):

@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvcap.kernels.device import able, power_of_two
+from kvcap.kernels.device import able, power_of_two, told
 
 LOG_TILE = 9
 """512 slots a tile. Of 8 rows on an H200 it takes 11, 16, 30 and 62 µs to pool 2,049, 4,097, 8,193
@@ -39,14 +39,18 @@ def covers(scores: Tensor, positions: Tensor, kernel: int) -> bool:
     return scores.numel() > 0 and scores.shape[-1] <= MOST_SLOTS and kernel <= MOST_KERNEL
 
 
-def pool_in_time(scores: Tensor, positions: Tensor, kernel: int, pool: str) -> Tensor:
+def pool_in_time(
+    scores: Tensor, positions: Tensor, kernel: int, pool: str, seen: int | Tensor, window: int
+) -> Tensor:
     """1-D pooling over the slots in time order, as `policies.base.pool_in_time` has it.
 
     Args:
         scores: [B, K, n] or [B, K, G, n] float32, any strides.
         positions: [B, K, n] int32 or int64, those of a row distinct and contiguous.
         kernel: odd window length in tokens; 1 leaves the scores as they are.
-        pool: 'max' or 'avg' (borders average over what exists).
+        pool: 'max' or 'avg' (borders average over what exists and is not left out).
+        seen: tokens read so far, an int or one int64 on the device.
+        window: how many of the newest are left out.
 
     Returns:
         A contiguous copy, or `scores` themselves with a kernel of 1.
@@ -64,6 +68,7 @@ def pool_in_time(scores: Tensor, positions: Tensor, kernel: int, pool: str) -> T
     tiles = torch.empty((rows, whole), dtype=positions.dtype, device=device)
     whose = torch.empty((rows, whole), dtype=torch.int32, device=device)
     ranks = torch.empty((rows, slots), dtype=torch.int32, device=device)
+    lent = torch.empty((rows, slots), dtype=torch.int8, device=device)
     in_time, out = (empty(*shape, device=device) for shape in (wide.shape, scores.shape))
     highest, padded = torch.iinfo(positions.dtype).max, power_of_two(groups)
     with torch.cuda.device_of(scores):
@@ -77,13 +82,13 @@ def pool_in_time(scores: Tensor, positions: Tensor, kernel: int, pool: str) -> T
         block, chunk = min(128, 1 << log_tile), 8
         launch(
             rank_slots, (whole // block, rows, 1), (device, highest, padded, log_tile),
-            (wide, tiles, whose, ranks, in_time, slots, heads, groups,
-             *wide.stride(), highest, padded, block, chunk, log_tile),
+            (wide, tiles, whose, ranks, lent, in_time, slots, heads, groups,
+             *wide.stride(), *told(seen, device), window, highest, padded, block, chunk, log_tile),
             num_warps=4,
         )  # fmt: skip
         block, maximum = 128, pool == "max"
         launch(
             pool_ranks, (-(-slots // block), rows * groups, 1), (device, kernel, maximum),
-            (ranks, in_time, out, slots, groups, kernel, maximum, block), num_warps=4,
+            (ranks, lent, in_time, out, slots, groups, kernel, maximum, block), num_warps=4,
         )  # fmt: skip
     return out

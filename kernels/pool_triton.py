@@ -9,6 +9,7 @@ outside of one, and a row that grows compiles nothing once it is longer than a t
 import triton
 import triton.language as tl
 
+_TENSORS = ["scores", "tiles", "whose", "ranks", "lent", "in_time"]
 _SIZES = ["slots", "heads", "groups"]
 _STRIDES = ["score_b", "score_h", "score_g", "score_n"]
 
@@ -65,17 +66,21 @@ def sort_tiles(
     tl.store(whose + place, slot)
 
 
-@triton.jit(do_not_specialize=["scores", "tiles", "whose", "ranks", "in_time", *_SIZES, *_STRIDES])
+@triton.jit(do_not_specialize=[*_TENSORS, "clock", *_SIZES, *_STRIDES, "seen", "window"])
 def rank_slots(
     scores,  # [B, K, G, n]
     tiles,  # of `sort_tiles`
     whose,  # likewise
     ranks,  # [B·K, n] int32
+    lent,  # [B·K, n] int8, in time order: 1, or 0 for a token that is left out
     in_time,  # [B·K, G, n] float32
     slots,  # n
     heads,  # K
     groups,  # G
     score_b, score_h, score_g, score_n,
+    seen,  # -1: at `clock`
+    clock,  # [] int64
+    window,
     HIGHEST: tl.constexpr,  # of the type of positions
     GROUPS_PAD: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -92,6 +97,8 @@ def rank_slots(
     # Neighbours in time search nearly the same places.
     rank = _bisect(mine, tiles, slots, HIGHEST, BLOCK, CHUNK, LOG_TILE)
     tl.store(ranks + row * slots + slot, rank, held)
+    now = tl.where(seen < 0, tl.load(clock, seen < 0, 0), seen)
+    tl.store(lent + row * slots + rank, (mine < now - window).to(tl.int8), held)
     g = tl.arange(0, GROUPS_PAD)[:, None]
     inside = held[None, :] & (g < groups)
     source = scores + batch * score_b + head * score_h + g * score_g + slot[None, :] * score_n
@@ -99,9 +106,10 @@ def rank_slots(
     tl.store(target, tl.load(source, inside, 0.0), inside)
 
 
-@triton.jit(do_not_specialize=["ranks", "in_time", "out", "slots", "groups"])
+@triton.jit(do_not_specialize=["ranks", "lent", "in_time", "out", "slots", "groups"])
 def pool_ranks(
     ranks,  # [B·K, n] int32
+    lent,  # [B·K, n] int8
     in_time,  # [B·K, G, n] float32
     out,  # likewise
     slots,  # n
@@ -110,22 +118,29 @@ def pool_ranks(
     MAXIMUM: tl.constexpr,  # else the mean
     BLOCK: tl.constexpr,
 ):
-    """Some slots of a row of scores: the maximum or mean of their neighbours that exist."""
+    """Some slots of a row of scores: the maximum or mean of neighbours that are not left out."""
     row = tl.program_id(1).to(tl.int64)
     slot = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     held = slot < slots
-    first = tl.load(ranks + row // groups * slots + slot, held, 0) - KERNEL // 2
+    rank = tl.load(ranks + row // groups * slots + slot, held, 0)
+    first = rank - KERNEL // 2
+    lent += row // groups * slots
     in_time += row * slots
     pooled = tl.full([BLOCK], float("-inf") if MAXIMUM else 0.0, tl.float32)
+    lenders = tl.zeros([BLOCK], tl.int32)
     for i in tl.static_range(KERNEL):  # in time order
         place = first + i
-        exists = held & (place >= 0) & (place < slots)
+        lends = tl.load(lent + place, held & (place >= 0) & (place < slots), 0) != 0
         if MAXIMUM:
-            x = tl.load(in_time + place, exists, float("-inf"))
+            x = tl.load(in_time + place, lends, float("-inf"))
             pooled = tl.where((x > pooled) | (x != x), x, pooled)  # NaN stays, as in torch
         else:
-            pooled += tl.load(in_time + place, exists, 0.0)
-    if not MAXIMUM:
-        count = tl.minimum(first + KERNEL, slots) - tl.maximum(first, 0)
-        pooled = tl.div_rn(pooled, count.to(tl.float32))
+            pooled += tl.load(in_time + place, lends, 0.0)
+            lenders += lends.to(tl.int32)
+    if not MAXIMUM:  # rounded as eager code does it
+        size = tl.full([BLOCK], KERNEL, tl.float32)
+        share = tl.div_rn(tl.maximum(lenders, 1).to(tl.float32), size)
+        pooled = tl.div_rn(tl.div_rn(pooled, size), share)
+    apart = tl.load(lent + rank, held, 0) == 0
+    pooled = tl.where(apart, tl.load(in_time + rank, held, 0.0), pooled)
     tl.store(out + row * slots + slot, pooled, held)

@@ -34,4 +34,5 @@ class Cake(WindowPolicy):
     def score(self, seen: Observation) -> Tensor:
         a = seen.attention  # [B, K, G, w, n]
         scores = a.mean(-2) + self.gamma * a.var(-2, correction=0)  # [B, K, G, n]
-        return over_group(pool_in_time(scores, seen.positions, self.kernel, "avg"), self.group)
+        pooled = pool_in_time(scores, seen.positions, self.kernel, "avg", seen.seen, self.window)
+        return over_group(pooled, self.group)

@@ -47,4 +47,5 @@ class DropKV(WindowPolicy):
         squares = a.square().sum(-1, keepdim=True) + v.square().sum(-1)[:, :, None, None]
         distance = (squares - 2 * along).clamp(min=0)  # rounding may leave it below 0
         cost = ((p / (1 - p + self.epsilon)).square() * distance).sum(-2)  # [B, K, G, n]
-        return pool_in_time(over_group(cost, self.group), seen.positions, self.kernel, self.pool)
+        cost = over_group(cost, self.group)  # [B, K, n]
+        return pool_in_time(cost, seen.positions, self.kernel, self.pool, seen.seen, self.window)

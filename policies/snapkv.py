@@ -33,5 +33,7 @@ class SnapKV(WindowPolicy):
 
     def score(self, seen: Observation) -> Tensor:
         summed = seen.weight.sum(-2)  # [B, K, G, n]
-        pooled = pool_in_time(summed, seen.positions, self.kernel, self.pool)
+        pooled = pool_in_time(
+            summed, seen.positions, self.kernel, self.pool, seen.seen, self.window
+        )
         return over_group(pooled, self.group)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from kvcap.policies.base import Corrector
+from kvcap.policies.base.order import lowest
 from kvcap.runtime.attention import attend_with_lse, merge
 from kvcap.runtime.rope import Rotation
 from kvcap.runtime.slot_pool import Segment, SlotPool
@@ -154,7 +155,7 @@ class Calibration:
             keys: [b, k, n, D] as attention saw them.
             shift: [b, k, n] how far positions have moved, where they are compact.
         """
-        # In time order, so that equal scores are told apart alike on every device.
+        # In time order, so that sums over them come out alike on every device.
         slots = slots.gather(2, segment.positions.gather(2, slots).argsort(dim=-1))
         wide = slots[..., None].expand(*slots.shape, keys.shape[-1])
         values = segment.values.gather(2, wide)
@@ -174,8 +175,7 @@ class Calibration:
             place.side("made_at")[:, :, new] = made_at[:, :, part_slots].cpu()
             place.side("score")[:, :, new] = scores.gather(2, slots)[:, :, part_slots].cpu()
             if (excess := place.held - place.budget) > 0:
-                worst = place.side("score").topk(excess, largest=False).indices
-                place.compact(worst)
+                place.compact(lowest(place.side("score"), place.positions, excess))
 
     def _remember(self, segment: Segment, keys: Tensor, values: Tensor) -> None:
         """Merge tokens that go now into what is remembered, where something is."""

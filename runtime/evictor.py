@@ -164,7 +164,7 @@ class Evictor:
         pinned = [eviction.pinned(seen) for seen in observed]
         stays = [min(segment.stay, segment.held) for segment in self.segments]
         if eviction.heads_move:
-            stays = self._split(scores, pinned)
+            stays = self._split(scores, pinned, observed)
         for i, (segment, seen) in enumerate(zip(self.segments, observed, strict=True)):
             if (count := segment.held - stays[i]) > 0:
                 seen.budget = stays[i]
@@ -217,7 +217,9 @@ class Evictor:
         count = segment.held - segment.stay
         self._give_up(segment, eviction.choose(scores, pinned, observation, count))
 
-    def _split(self, scores: list[Tensor], pinned: list[Tensor]) -> list[int]:
+    def _split(
+        self, scores: list[Tensor], pinned: list[Tensor], observed: list[Observation]
+    ) -> list[int]:
         """Slots that every head keeps, sequence by sequence."""
         budget = self.eviction.head_budget
         assert budget is not None
@@ -227,6 +229,7 @@ class Evictor:
             stays += budget.split(
                 [x[0, 0] for x in scores[mine]],
                 [x[0, 0] for x in pinned[mine]],
+                [seen.positions[0, 0] for seen in observed[mine]],
                 self.layout.budgets[self.index],
             )
         return stays

@@ -148,7 +148,10 @@ class ReferenceLayer(CacheLayerMixin):
         if self.setting.split is not None and full:
             self.stay = self.setting.split(self.index, scored, pinned)
         for k, slots in enumerate(self.heads):
-            order = sorted(range(len(slots)), key=lambda j: (not pinned[k][j], -scored[k][j]))
+            order = sorted(
+                range(len(slots)),
+                key=lambda j: (not pinned[k][j], -scored[k][j], -slots[j].time),
+            )
             kept = sorted(order[: self.stay[k]])
             self.gone = self.gone or [[] for _ in self.heads]
             self.gone[k] += [slots[j] for j in order[self.stay[k] :]]
@@ -190,10 +193,12 @@ class ReferenceLayer(CacheLayerMixin):
         assert policy == "snapkv"
         half = options.get("kernel", 7) // 2
         scores = [0.0] * n
+        before = sum(s.time < self.seen - options.get("window", 32) for s in slots)
         for head in mine:
             sums = [sum(row[j] for row in head) for j in range(n)]
-            for j in range(n):
-                near = sums[max(0, j - half) : j + half + 1]
+            for j in range(n):  # the window is pooled with nothing
+                older = slice(max(0, j - half), min(before, j + half + 1))
+                near = sums[older] if j < before else [sums[j]]
                 pooled = max(near) if options.get("pool", "max") == "max" else sum(near) / len(near)
                 scores[j] += pooled / group
         return scores

@@ -194,7 +194,7 @@ def test_adakv_shares_every_slot_within_limits(lengths, budget, safeguard, pins,
     if ties:
         scores = [s.sign() for s in scores]
     pinned = [torch.arange(n) < min(pins, budget, n) for n in lengths]
-    split = AdaKV(safeguard).split(scores, pinned, budget)
+    split = AdaKV(safeguard).split(scores, pinned, [torch.randperm(n) for n in lengths], budget)
     assert sum(split) == min(budget * len(lengths), sum(lengths))
     for slots, length, pin in zip(split, lengths, pinned, strict=True):
         assert max(1, int(pin.sum())) <= slots <= length
@@ -207,17 +207,27 @@ def test_adakv_by_its_formula(seed, safeguard):
     scores = [torch.randn(60, generator=g) + k / 2 for k in range(4)]
     pinned = [torch.arange(60) < 2 + k for k in range(4)]
     expected = adakv_by_loops(scores, pinned, 20, safeguard)
-    split = AdaKV(safeguard).split(scores, pinned, 20)
+    split = AdaKV(safeguard).split(scores, pinned, [torch.arange(60)] * 4, 20)
     assert all(abs(a - b) < 1 for a, b in zip(split, expected, strict=True))
     assert sum(split) == 80
 
 
 def test_adakv_with_safeguard_1_is_uniform():
     scores = [torch.randn(50), torch.randn(50) + 9]
-    none = [torch.zeros(50, dtype=torch.bool)] * 2
-    assert AdaKV(safeguard=1).split(scores, none, 20) == [20, 20]
-    assert AdaKV(safeguard=0).split(scores, none, 20) == [1, 39]  # no head goes without
-    assert AdaKV().split(scores, none, 20) == [4, 36]
+    none, places = [torch.zeros(50, dtype=torch.bool)] * 2, [torch.arange(50)] * 2
+    assert AdaKV(safeguard=1).split(scores, none, places, 20) == [20, 20]
+    assert AdaKV(safeguard=0).split(scores, none, places, 20) == [1, 39]  # no head goes without
+    assert AdaKV().split(scores, none, places, 20) == [4, 36]
+
+
+def test_adakv_gives_the_slots_of_equal_scores_to_the_newer_tokens():
+    scores = [torch.zeros(30), torch.zeros(30)]
+    none = [torch.zeros(30, dtype=torch.bool)] * 2
+    for first, second in ((0, 30), (30, 0)):
+        order = torch.randperm(30)
+        places = [order + first, order.flip(0) + second]
+        split = AdaKV(safeguard=0).split(scores, none, places, 14)
+        assert split == ([1, 27] if second > first else [27, 1])
 
 
 def test_adakv_reads_numbers_once(monkeypatch):
@@ -229,7 +239,7 @@ def test_adakv_reads_numbers_once(monkeypatch):
             torch.Tensor, name, lambda self, f=original: (reads.append(1), f(self))[1]
         )
     scores = [torch.randn(50) for _ in range(4)]
-    AdaKV().split(scores, [s > 1 for s in scores], 20)
+    AdaKV().split(scores, [s > 1 for s in scores], [torch.arange(50)] * 4, 20)
     assert len(reads) == 1
 
 

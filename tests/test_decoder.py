@@ -109,6 +109,8 @@ def test_compact_positions_with_every_rope(rope):
 
 @pytest.mark.parametrize(("policy", "options"), [
     ("snapkv", {"window": 30, "kernel": 3, "pool": "avg"}),  # beyond the budget: the cap wins
+    ("snapkv", {"window": 2, "kernel": 15}),  # most scores are equal
+    ("criticalkv", {"window": 2, "kernel": 15}),
     ("keydiff", {"sink_tokens": 3, "recent_tokens": 5}),
     ("keydiff", {"anchor": "median", "metric": "euclidean"}),
 ])  # fmt: skip
@@ -305,7 +307,7 @@ def test_a_module_that_is_not_the_runtime_is_found(right, monkeypatch):
     folder, make = right
     monkeypatch.setattr(
         "kvcap.export.decoder.layer.survivors",
-        lambda worth, stays: torch.arange(int(stays)).expand(*worth.shape[:2], -1),
+        lambda worth, positions, stays: torch.arange(int(stays)).expand(*worth.shape[:2], -1),
     )
     report = check(folder, make(), "fp32")
     assert not next(row for row in report.rows if row.who == "module to runtime" and not row.ok).ok

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import pytest
@@ -109,17 +109,20 @@ def test_tova_h2o_snapkv_are_sums_of_attention(group):
     same(layer, a[..., -1, :].mean(2).mean(1, keepdim=True).expand_as(layer))
     same(load_policy("h2o").policy.update(seen)["accumulated"], a.sum(-2).mean(2))
     summed = a.sum(-2)  # [B, K, G, n]
+    apart = seen.positions >= seen.seen - 5
     for pool in ("max", "avg"):
         policy = load_policy("snapkv", window=5, kernel=3, pool=pool).policy
         expected = torch.zeros(2, 2, 23, dtype=torch.float64)
         for b in range(2):
             for k in range(2):
                 order = seen.positions[b, k].argsort().tolist()
+                order = [slot for slot in order if not apart[b, k, slot]]
                 for place, slot in enumerate(order):
                     near = order[max(0, place - 1) : place + 2]
                     for g in range(group):
                         x = summed[b, k, g, near]
                         expected[b, k, slot] += (x.max() if pool == "max" else x.mean()) / group
+        expected = torch.where(apart, summed.mean(2), expected)  # as they are: they are pinned
         same(policy.score(seen), expected)
 
 
@@ -215,9 +218,41 @@ def test_low_precision_inputs_score_in_float32(name, dtype):
 def test_pooling_goes_through_time(pool):
     scores = torch.tensor([[[5.0, 1.0, 3.0]]])
     positions = torch.tensor([[[30, 10, 20]]])  # in time: 1, 3, 5
-    pooled = pool_in_time(scores, positions, 3, pool)
+    pooled = pool_in_time(scores, positions, 3, pool, 31, 0)
     expected = [5.0, 3.0, 5.0] if pool == "max" else [4.0, 2.0, 3.0]
     assert pooled[0, 0].tolist() == expected
+
+
+@pytest.mark.parametrize("pool", ["max", "avg"])
+@pytest.mark.parametrize("seen", [41, torch.tensor(41)])
+def test_the_newest_tokens_lift_no_neighbours(pool, seen):
+    scores = torch.tensor([[[90.0, 1.0, 4.0, 80.0]]])
+    positions = torch.tensor([[[40, 10, 20, 30]]])  # in time: 1, 4, 80, 90
+    pooled = pool_in_time(scores, positions, 3, pool, seen, 11)
+    expected = [90.0, 4.0, 4.0, 80.0] if pool == "max" else [90.0, 2.5, 2.5, 80.0]
+    assert pooled[0, 0].tolist() == pytest.approx(expected, rel=1e-6)
+    for all_ in (31, 1000):
+        assert torch.equal(pool_in_time(scores, positions, 3, pool, seen, all_), scores)
+
+
+@pytest.mark.parametrize(("name", "kernel"), [("snapkv", 7), ("dropkv", 11), ("cake", 5)])
+def test_a_strong_window_does_not_lift_its_neighbours(name, kernel):
+    """What its tokens score is nothing to the others."""
+    policy = load_policy(name, window=5).policy
+    seen = observe(60)
+    apart = seen.positions >= seen.seen - 5
+    border = (seen.positions >= seen.seen - 5 - 60) & ~apart
+    weak = policy.score(replace(seen))
+    strong = replace(seen, values=torch.where(apart[..., None], 50 * seen.values, seen.values))
+    if name != "dropkv":  # attention itself: the same to all but the window
+        strong = replace(seen)
+        strong.__dict__["attention"] = torch.where(
+            apart[:, :, None, None], 100 * seen.attention, seen.attention
+        )
+    else:
+        strong.__dict__["attention"], strong.__dict__["output"] = seen.attention, seen.output
+    assert (policy.score(strong)[apart] > weak[apart]).any()
+    assert torch.equal(policy.score(strong)[border], weak[border])
 
 
 @given(seed=st.integers(0, 10_000), extreme=st.sampled_from([math.inf, -math.inf, math.nan, 3e38]))

@@ -55,7 +55,8 @@ def _poisoned(monkeypatch):
     """Memory that is asked for holds NaN, or a place far off, until it is written."""
 
     def poison(*shape, dtype, **options) -> Tensor:
-        value = float("nan") if dtype.is_floating_point else -(2**30)
+        least = None if dtype.is_floating_point else torch.iinfo(dtype).min
+        value = float("nan") if least is None else max(least, -(2**30))
         return torch.full(*shape, value, dtype=dtype, **options)
 
     monkeypatch.setattr(torch, "empty", poison)

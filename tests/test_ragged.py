@@ -38,7 +38,7 @@ class Best(HeadBudget):
 
     moves = True
 
-    def split(self, scores: Any, pinned: Any, budget: int) -> list[int]:
+    def split(self, scores: Any, pinned: Any, positions: Any, budget: int) -> list[int]:
         return best([x.tolist() for x in scores], [x.tolist() for x in pinned], budget)
 
 

@@ -65,11 +65,12 @@ def distance(a: list[float], b: list[float]) -> float:
     return sum((x - y) ** 2 for x, y in zip(a, b, strict=True))
 
 
-def pooled(scores: Tensor, positions: Tensor, kernel: int, pool: str) -> Tensor:
-    """Pooling in time by sorting: [B, K, n] or [B, K, G, n]."""
-    out = scores.clone()
+def pooled(scores: Tensor, seen: Observation, window: int, kernel: int, pool: str) -> Tensor:
+    """Pooling in time by sorting, the window left out: [B, K, n] or [B, K, G, n]."""
+    out, positions = scores.clone(), seen.positions
     for b, k in ((b, k) for b in range(scores.shape[0]) for k in range(scores.shape[1])):
-        order = sorted(range(scores.shape[-1]), key=lambda j: positions[b, k, j])
+        older = [j for j in range(scores.shape[-1]) if positions[b, k, j] < seen.seen - window]
+        order = sorted(older, key=lambda j: positions[b, k, j])
         for place, slot in enumerate(order):
             near = scores[b, k][..., order[max(0, place - kernel // 2) : place + kernel // 2 + 1]]
             out[b, k][..., slot] = near.amax(-1) if pool == "max" else near.mean(-1)
@@ -96,9 +97,9 @@ def obcache_term(mode: str) -> Term:
 @pytest.mark.parametrize("seen", SHAPES)
 @pytest.mark.parametrize(("pool", "group"), [("max", "mean"), ("avg", "sum"), ("max", "max")])
 def test_dropkv(seen, pool, group):
-    policy = load_policy("dropkv", pool=pool, group=group, kernel=5).policy
+    policy = load_policy("dropkv", pool=pool, group=group, kernel=5, window=4).policy
     expected = grouped(by_loops(seen, dropkv_term).sum(-2), group)
-    same(policy.score(seen), pooled(expected, seen.positions, 5, pool))
+    same(policy.score(seen), pooled(expected, seen, 4, 5, pool))
 
 
 @pytest.mark.parametrize("seen", SHAPES)
@@ -115,8 +116,8 @@ def test_cake(seen, group):
     a = attention_by_loops(seen)
     mean = a.mean(-2)
     scores = mean + 200 * ((a - mean[..., None, :]) ** 2).mean(-2)
-    expected = grouped(pooled(scores, seen.positions, 5, "avg"), group)
-    same(load_policy("cake", group=group).policy.score(seen), expected)
+    expected = grouped(pooled(scores, seen, 4, 5, "avg"), group)
+    same(load_policy("cake", group=group, window=4).policy.score(seen), expected)
 
 
 @pytest.mark.parametrize("seen", SHAPES)
@@ -127,7 +128,7 @@ def test_obcache(seen, mode):
     for name, expected in (
         ("obcache-tova", weights[..., -1, :].mean(2)),
         ("obcache-h2o", weights.sum(-2).mean(2)),
-        ("obcache", pooled(weights.sum(-2), seen.positions, 7, "max").mean(2)),
+        ("obcache", pooled(weights.sum(-2), seen, 32, 7, "max").mean(2)),
     ):
         eviction = load_policy(name, mode=mode)
         now = replace(seen, saliency=eviction.saliency)

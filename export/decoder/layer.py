@@ -158,7 +158,8 @@ class LayerPass(CacheLayerMixin):  # type: ignore[misc]
         given |= self._state(module, form)
         seen = form.observe(given)
         self.worth = Evict(form).worth(given, seen)
-        keep = survivors(self.worth, torch.sym_min(frame.slots, self.budget))
+        stays = torch.sym_min(frame.slots, self.budget)
+        keep = survivors(self.worth, self.slots["positions"], stays)
         rows = rows_of(keep, frame.slots)
         stored = {**self.slots, **{name: given[name] for name in form.slot_state}, **seen.state}
         self.kept |= {name: take(tensor, rows, keep) for name, tensor in stored.items()}

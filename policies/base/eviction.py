@@ -15,6 +15,7 @@ from torch import Tensor
 
 from kvcap.policies.base.component import ATTENTION_VIEWS, Component, PolicyError
 from kvcap.policies.base.observation import Observation
+from kvcap.policies.base.order import lowest
 from kvcap.policies.base.policy import Policy
 from kvcap.policies.base.slots import Corrector, HeadBudget, LayerBudget, Rescorer, Saliency
 
@@ -239,10 +240,9 @@ class Eviction:
     def choose(self, scores: Tensor, pinned: Tensor, seen: Observation, count: int) -> Tensor:
         """The `count` slots of each head to give up, by `score`'s result. [B, K, count], unordered.
 
-        `seen.budget` slots of each head stay.
+        `seen.budget` slots of each head stay. Of slots that are worth the same the older go.
         """
-        worth = self.worth(scores, pinned, seen)
-        return worth.topk(count, dim=-1, largest=False, sorted=False).indices
+        return lowest(self.worth(scores, pinned, seen), seen.positions, count)
 
     def select(self, seen: Observation, count: int) -> Tensor:
         """Score and choose: the `count` slots of each head to give up. [B, K, count], unordered."""

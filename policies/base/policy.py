@@ -78,26 +78,44 @@ def over_group(scores: Tensor, group: Group) -> Tensor:
     return scores.sum(2) if group == "sum" else scores.mean(2)
 
 
-def pool_in_time(scores: Tensor, positions: Tensor, kernel: int, pool: str) -> Tensor:
-    """1-D pooling over the slots in time order, same length out.
+def pool_in_time(
+    scores: Tensor, positions: Tensor, kernel: int, pool: str, seen: int | Tensor, window: int
+) -> Tensor:
+    """1-D pooling over the slots in time order, same length out; the newest tokens are left out.
 
-    Slots lie unordered in memory, so neighbours are found through their positions.
+    Those stay as they are, and lend their neighbours nothing: of pinned tokens, which are looked at
+    most, the ones next to them would live. Slots lie unordered in memory, so neighbours are found
+    through their positions.
 
     Args:
         scores: [B, K, ..., n].
         positions: [B, K, n].
         kernel: odd window length in tokens; 1 leaves the scores as they are.
-        pool: 'max' or 'avg' (borders average over what exists).
+        pool: 'max' or 'avg' (borders average over what exists and is not left out).
+        seen: tokens read so far.
+        window: how many of the newest are left out.
     """
     if kernel == 1:
         return scores
-    order = positions.argsort(-1)  # [B, K, n]
-    order = order.view(*order.shape[:2], *(1,) * (scores.dim() - 3), -1).expand_as(scores)
-    rows = scores.gather(-1, order).flatten(0, -2)[:, None]  # [rows, 1, n]
+    wide = (*positions.shape[:2], *(1,) * (scores.dim() - 3), -1)
+    order = positions.argsort(-1).view(wide)  # [B, K, ..., n]
+    apart = (positions >= seen - window).view(wide)
+    given = scores.masked_fill(apart, float("-inf") if pool == "max" else 0.0)
+    in_time = given.gather(-1, order.expand_as(scores))
     if pool == "max":
+        rows = in_time.flatten(0, -2)[:, None]  # [rows, 1, n]
         rows = torch.nn.functional.max_pool1d(rows, kernel, stride=1, padding=kernel // 2)
+        pooled = rows.view_as(scores)
     else:
-        rows = torch.nn.functional.avg_pool1d(
-            rows, kernel, stride=1, padding=kernel // 2, count_include_pad=False
-        )
-    return torch.zeros_like(scores).scatter(-1, order, rows.view_as(scores))
+        # Of the same neighbours the same mean, to the bit. Each that lends lends to itself.
+        lent = _share((~apart).to(scores.dtype).gather(-1, order), kernel)
+        pooled = _share(in_time, kernel) / lent.clamp(min=1 / kernel)
+    pooled = torch.zeros_like(scores).scatter(-1, order.expand_as(scores), pooled)
+    return torch.where(apart, scores, pooled)
+
+
+def _share(in_time: Tensor, kernel: int) -> Tensor:
+    """Sums of [..., n] over `kernel` neighbours, 0 where there is none, divided by `kernel`."""
+    rows = in_time.flatten(0, -2)[:, None]  # [rows, 1, n]
+    rows = torch.nn.functional.avg_pool1d(rows, kernel, stride=1, padding=kernel // 2)
+    return rows.view_as(in_time)

@@ -79,12 +79,19 @@ class HeadBudget(Component):
         """
         return [[budget] * kv_heads for budget in budgets]
 
-    def split(self, scores: Sequence[Tensor], pinned: Sequence[Tensor], budget: int) -> list[int]:
+    def split(
+        self,
+        scores: Sequence[Tensor],
+        pinned: Sequence[Tensor],
+        positions: Sequence[Tensor],
+        budget: int,
+    ) -> list[int]:
         """Slots that each head of one sequence keeps; only where `moves`. Sums to `K · budget`.
 
         Args:
             scores: [n_k] of each of the K heads.
             pinned: bool [n_k] each, slots that stay in any case.
+            positions: [n_k] each, by which equal scores are told apart.
             budget: slots per KV head on average.
         """
         raise NotImplementedError

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from kvcap.policies.base import HeadBudget, apportion
+from kvcap.policies.base.order import ordered
 
 
 @dataclass(frozen=True)
@@ -30,9 +31,18 @@ class AdaKV(HeadBudget):
     def __post_init__(self) -> None:
         self.require("safeguard", 0 <= self.safeguard <= 1, "a fraction, 0 to 1 (uniform)")
 
-    def split(self, scores: Sequence[Tensor], pinned: Sequence[Tensor], budget: int) -> list[int]:
+    def split(
+        self,
+        scores: Sequence[Tensor],
+        pinned: Sequence[Tensor],
+        positions: Sequence[Tensor],
+        budget: int,
+    ) -> list[int]:
         device = scores[0].device
-        free = [s.masked_fill(p, -torch.inf) for s, p in zip(scores, pinned, strict=True)]
+        free = [
+            ordered(score.masked_fill(pin, -torch.inf), places)
+            for score, pin, places in zip(scores, pinned, positions, strict=True)
+        ]
         heads = [torch.full_like(p, k, dtype=torch.long) for k, p in enumerate(pinned)]
         fixed = torch.stack([p.sum() for p in pinned])  # [K]
         order = torch.cat(free).argsort(descending=True, stable=True)  # [Σ n_k]

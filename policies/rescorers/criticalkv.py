@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kvcap.policies.base import Observation, Rescorer
+from kvcap.policies.base.order import ranks
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,7 @@ class CriticalKV(Rescorer):
     alpha: float = 0.5
     epsilon: float = 1e-4
 
-    observes: ClassVar = frozenset({"values", "output_projection", "state"})
+    observes: ClassVar = frozenset({"values", "positions", "output_projection", "state"})
     state: ClassVar = {"output_norm": torch.float32}
     paper: ClassVar = "CriticalKV, arXiv 2502.03805, Alg. 1"
     formula: ClassVar = "the top α by score S, then by (S + ε) |v_j W_O|₁"
@@ -49,9 +50,8 @@ class CriticalKV(Rescorer):
         second = ((scores - lowest) / rows + self.epsilon) * seen.state["output_norm"]
         free = seen.budget - pinned.sum(-1, keepdim=True)  # [B, K, 1]
         others = scores.masked_fill(pinned, -torch.inf)
-        # A pooled base has ties: stable, so that they are decided alike on every device.
-        ranks = others.argsort(dim=-1, descending=True, stable=True).argsort(-1)  # [B, K, n]
-        first = ranks < (self.alpha * free).floor()  # [B, K, n]
+        last = scores.shape[-1] - (self.alpha * free).floor()  # [B, K, 1]
+        first = ranks(others, seen.positions) >= last  # [B, K, n]
         return second.masked_fill(first, torch.finfo(torch.float32).max)
 
 

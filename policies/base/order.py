@@ -1,0 +1,43 @@
+"""Which slots are worth least: by worth, of equal worth by position, the newer token is worth more.
+
+One rule for every device and backend, so that all keep the same slots where scores tie, as pooling
+by a maximum makes them do. Positions of a head are distinct.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def ordered(worth: Tensor, positions: Tensor) -> Tensor:
+    """Integers [..., n] in the order of (worth, position), -0.0 as 0.0. int64.
+
+    Args:
+        worth: [..., n] float32 without NaN.
+        positions: [..., n] int, below 2^31.
+    """
+    bits = (worth + 0.0).view(torch.int32)
+    bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # integers in the order of the floats
+    return (bits.long() << 32) | positions
+
+
+def lowest(worth: Tensor, positions: Tensor, count: int) -> Tensor:
+    """The `count` slots of least worth of each head. [..., count], unordered.
+
+    Args:
+        worth: [..., n] float32 without NaN.
+        positions: [..., n] int.
+        count: at most n.
+    """
+    return ordered(worth, positions).topk(count, dim=-1, largest=False, sorted=False).indices
+
+
+def ranks(worth: Tensor, positions: Tensor) -> Tensor:
+    """How many slots of its head each slot is worth more than. [..., n] int64.
+
+    The same order by sorts, which are traced for ONNX, where a float has no bits.
+    """
+    by_age = positions.argsort(dim=-1)
+    order = by_age.gather(-1, worth.gather(-1, by_age).argsort(dim=-1, stable=True))
+    return order.argsort(dim=-1)
