@@ -313,10 +313,10 @@ def test_what_is_not_finite_or_of_another_shape_differs():
 @pytest.mark.parametrize(("part", "value", "error"), [
     (("evictors", 0, "policy", "parts"), "keydif", "no evictor known here"),
     (("evictors", 0, "policy", "pins", "share"), 0.5, "other pins of keydiff"),
-    (("evictors", 0, "positions"), "true", "other inputs"),
+    (("evictors", 0, "positions"), "true", "default_policy"),
     (("evictors", 1, "inputs", 0, "dtype"), "int32", "manifest's inputs say"),
     (("inv_freq", 1), 0.5, "other inv_freq"),
-    (("inv_freq",), 3, "no evictor known here"),
+    (("inv_freq",), 3, "inv_freq"),
 ])  # fmt: skip
 def test_a_manifest_that_says_something_else_of_evictors(part, value, error, ready):
 
@@ -424,7 +424,7 @@ def test_special_tokens_of_older_files(decoders, tmp_path):
             {"name": "tools", "template": "t"}, {"name": "default", "template": "d"}]})
     )  # fmt: skip
     found = Tokenizer(tmp_path)
-    assert found.special == {"bos_token": "<|bos|>", "eos_token": "<|end|>"}
+    assert found.special_tokens_map == {"bos_token": "<|bos|>", "eos_token": "<|end|>"}
     assert found.chat_template == "d"
 
 
