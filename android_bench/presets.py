@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kvcap.android_bench.errors import PlanBroken
+from kvcap.export.formulations import FORMULATIONS, TRACED
 
 SIZES = (512, 1024, 2048, 4096, 8192)  # of the paper's Table 19
 
@@ -62,9 +63,7 @@ class Preset:
     threads: tuple[int, ...] = (1,)
 
 
-KEYDIFF = tuple(
-    Variant("keydiff", form) for form in ("naive", "stateless", "inverse_norms", "running_anchor")
-)
+KEYDIFF = tuple(Variant("keydiff", form) for form in FORMULATIONS)
 TABLE19 = (Variant("snapkv"), Variant("tova"), *KEYDIFF, Variant("h2o", queries=1))
 OTHERS = tuple(
     Variant(name)
@@ -110,7 +109,7 @@ def narrowed(
     whole = PRESETS[preset]
     variants = [variant for group in whole.groups for variant in group.variants]
     _known(preset, "policy", policies, [v.policy for v in variants])
-    _known(preset, "formulation", formulations, [v.formulation or "naive" for v in variants])
+    _known(preset, "formulation", formulations, [v.formulation or TRACED for v in variants])
     _known(preset, "dtype", dtypes, [dtype for group in whole.groups for dtype in group.dtypes])
     _known(preset, "stage", stages, [group.stage for group in whole.groups])
     groups = []
@@ -119,7 +118,7 @@ def narrowed(
             v
             for v in group.variants
             if (not policies or v.policy in policies)
-            and (not formulations or (v.formulation or "naive") in formulations)
+            and (not formulations or (v.formulation or TRACED) in formulations)
         )
         types = tuple(d for d in group.dtypes if not dtypes or d in dtypes)
         if kept and types and (not stages or group.stage in stages):
