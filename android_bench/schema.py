@@ -6,6 +6,7 @@ import hashlib
 import json
 import stat
 from collections import Counter
+from collections.abc import Iterator
 from functools import cache
 from math import prod
 from pathlib import Path
@@ -30,20 +31,23 @@ def schema(name: str) -> dict[str, Any]:
 
 @cache
 def _validator(name: str) -> Any:
-    """What holds documents to a schema; lists of numbers, which may be long, as a whole."""
+    """What holds documents to a schema; lists of numbers, which may be long, by a quick look."""
     from jsonschema import Draft202012Validator, validators
 
     one_by_one = Draft202012Validator.VALIDATORS["items"]
 
-    def items(validator: Any, wanted: Any, found: Any, schema: Any) -> Any:
-        numbers = wanted.get("type") == "number" and isinstance(found, list) and found
-        if numbers and {*map(type, found)} <= {int, float}:
-            within = wanted["minimum"] <= min(found) and max(found) <= wanted["maximum"]
-            if within:
-                return None
-        return one_by_one(validator, wanted, found, schema)
+    def items(validator: Any, wanted: Any, found: Any, schema: Any) -> Iterator[Any]:
+        if wanted.get("type") != "number" or not isinstance(found, list):
+            yield from one_by_one(validator, wanted, found, schema) or ()
+            return
+        low, high = wanted["minimum"], wanted["maximum"]
+        for place, one in enumerate(found):
+            if type(one) not in (int, float) or not low <= one <= high:
+                yield from validator.descend(one, wanted, path=place)
+                return
 
-    return validators.extend(Draft202012Validator, {"items": items})(schema(name))
+    extend: Any = validators.extend  # its stubs have no types
+    return extend(Draft202012Validator, {"items": items})(schema(name))
 
 
 def validate(found: object, name: str, said: str, error: type[AndroidError]) -> None:
@@ -162,7 +166,8 @@ def _sha256(path: Path) -> str:
 
 def port_bytes(port: dict[str, Any]) -> int:
     """Of an input or output of a cell."""
-    return prod(port["shape"]) * BYTES[port["dtype"]]
+    numbers: int = prod(port["shape"])
+    return numbers * BYTES[port["dtype"]]
 
 
 def plan_id(plan: dict[str, Any]) -> str:

@@ -272,6 +272,14 @@ def test_the_good_ones_are_good(tmp_path):
     assert kinds == {"failed", "rules"}
 
 
+def test_rounds_without_samples_are_no_fault(tmp_path):
+    found = result()
+    found["baselines"][0]["samples_us"] = [[], []]
+    found["cells"][4]["samples_us"] = [[]]
+    text = table.markdown([judged(found)])
+    assert "5 of 6 cells ran" in text
+
+
 # Words
 
 
@@ -382,8 +390,19 @@ def test_long_lists_of_numbers_are_looked_at_as_a_whole():
         found["cells"][0]["samples_us"][0] = [1.5] * count
         return calls(lambda: validate(found, BENCH, "the result", ResultBroken))
 
+    def refused(count: int) -> int:
+        found["cells"][0]["samples_us"][0] = [*[1.5] * count, "x"]
+
+        def refuse() -> None:
+            with pytest.raises(ResultBroken, match=f"samples_us/0/{count}: 'x' is not of type"):
+                validate(found, BENCH, "the result", ResultBroken)
+
+        return calls(refuse)
+
     held(1)
+    refused(1)
     assert held(100_000) == held(1)
+    assert refused(100_000) < 1.1 * refused(1)
 
 
 def test_every_part_of_both_formats_is_bounded():
