@@ -29,6 +29,7 @@ from kvcap.android_bench.errors import (
     RunTimeout,
 )
 from kvcap.android_bench.schema import PLAN_FILE, read_plan, read_result
+from kvcap.android_bench.words import plain
 
 C_PROGRAM, C_LIBRARY = "kvcap-bench", "libonnxruntime.so"
 SPARE = 16 << 20  # bytes that must stay free: for the result, and as full devices misbehave
@@ -45,7 +46,7 @@ class Settings:
     timeout: float = 3600  # seconds of the whole run
     poll: float = 2.0  # seconds between looks, which cost the device a moment each
     lease: int = 60  # seconds after which the device ends a run that nobody asks for
-    told: Callable[[str], None] = field(default=lambda line: print(line, file=sys.stderr))
+    told: Callable[[str], None] = field(default=lambda line: print(plain(line), file=sys.stderr))
 
 
 @dataclass(frozen=True)

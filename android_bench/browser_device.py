@@ -11,6 +11,9 @@ import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from kvcap.android_bench.words import plain
+
+LONGEST = 2000  # characters of a user agent
 PHONE = re.compile(r"Android|iPhone|iPad|Mobile")
 ARM = re.compile(r"arm|aarch64|iPhone|iPad", re.IGNORECASE)
 PHONE_GPU = re.compile(r"Adreno|Mali|Immortalis|PowerVR|Xclipse|Maleoon|Apple GPU")
@@ -33,11 +36,12 @@ def origin(signs: Mapping[str, Any], header: str) -> Origin:
             `gpu`; a missing one counts against it.
         header: the user agent of the request itself.
     """
-    agent = str(signs.get("user_agent") or "")
+    agent = plain(signs.get("user_agent") or "", LONGEST)
+    header = plain(header, LONGEST)
     if not (PHONE.search(agent) or PHONE.search(header)):
         return Origin("host", "the browser is a computer's")
-    platform, gpu = str(signs.get("platform") or ""), str(signs.get("gpu") or "")
-    model = str(signs.get("model") or "")
+    platform, gpu = plain(signs.get("platform") or ""), plain(signs.get("gpu") or "")
+    model = plain(signs.get("model") or "")
     against = {
         "a program drives the browser": signs.get("webdriver") is not False,
         "the browser has no window": "Headless" in agent + header,

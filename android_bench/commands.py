@@ -15,6 +15,7 @@ import typer
 from kvcap.android_bench.adb_command import adb_command
 from kvcap.android_bench.presets import PRESETS, narrowed
 from kvcap.android_bench.serve_command import serve_command
+from kvcap.export.formulations import FORMULATIONS
 
 android = typer.Typer(add_completion=False, help="Latency of scores on phones, measured there.")
 android.command("adb")(adb_command)
@@ -38,7 +39,9 @@ def plan_command(
     out: Annotated[Path, typer.Option("--out", "-o", help="New folder for the plan.")],
     preset: Annotated[str, typer.Option(help=", ".join(PRESETS))] = "quick",
     policies: Names = None,
-    formulations: Names = None,
+    formulations: Annotated[
+        str | None, typer.Option(metavar="NAMES", help=f"Of {', '.join(FORMULATIONS)}.")
+    ] = None,
     dtypes: Names = None,
     stages: Names = None,
     sizes: Annotated[
@@ -137,24 +140,24 @@ def report_command(
     from kvcap.android_bench.judge import judged, relative, rows_of
     from kvcap.android_bench.regress import regressions
     from kvcap.android_bench.schema import parent_of, read_result, write_json
-    from kvcap.android_bench.table import heading, markdown
+    from kvcap.android_bench.table import heading, markdown, slower
 
     allowed = _share(max_regress)
     for path in (out, plot, rows):
         if path is not None:
             parent_of(path)
     results = [judged(relative(read_result(file), relative_to)) for file in files]
-    slower: list[str] = []
+    worse: list[str] = []
     if baseline is not None:
         before = judged(read_result(baseline))
-        slower = [line for result in results for line in regressions(result, before, allowed)]
+        worse = [line for result in results for line in regressions(result, before, allowed)]
     text = markdown(results)
     if json:
-        said = {"title": heading(results), "results": results, "regressions": slower}
+        said = {"title": heading(results), "results": results, "regressions": worse}
         print(jsonlib.dumps(said))
     else:
         print(text, end="")
-        print("\n".join(f"- slower: {line}" for line in slower), end="\n" * bool(slower))
+        print(slower(worse), end="\n" * bool(worse))
     if out is not None:
         out.write_text(text, encoding="utf-8")
     if plot is not None:
@@ -163,10 +166,8 @@ def report_command(
         draw(results, plot)
     if rows is not None:
         write_json({"title": heading(results), "results": list(map(rows_of, results))}, rows)
-    if slower:
-        raise Regressed(
-            f"{len(slower)} cells became slower by more than {allowed:.0%}: {slower[0]}"
-        )
+    if worse:
+        raise Regressed(f"{len(worse)} cells became slower by more than {allowed:.0%}: {worse[0]}")
 
 
 def _names(text: str | None) -> list[str]:

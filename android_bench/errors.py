@@ -5,6 +5,7 @@ AndroidError
 ├── PlanBroken       no plan, another schema, or files that are missing or were changed
 ├── PlanExists       the folder holds something already
 ├── ResultBroken     no result, another schema, or one that contradicts itself
+├── ResultsFull      as many results were taken as one start takes, or the disk is full
 ├── RunFailed        the runner ended without a result
 ├── NotComparable    results that have no cell in common, or of other shapes
 ├── Regressed        a cell is slower than its baseline by more than was allowed
@@ -22,9 +23,16 @@ AndroidError
 
 from __future__ import annotations
 
+from kvcap.android_bench.words import plain
+
+MESSAGE = 1000  # characters
+
 
 class AndroidError(Exception):
-    """Base of all."""
+    """Base of all. What it says of files, devices and clients can be shown anywhere."""
+
+    def __init__(self, message: object) -> None:
+        super().__init__(plain(message, MESSAGE))
 
 
 class PlanBroken(AndroidError, ValueError):
@@ -37,6 +45,10 @@ class PlanExists(AndroidError, ValueError):
 
 class ResultBroken(AndroidError, ValueError):
     """The file is no result, or its parts contradict each other."""
+
+
+class ResultsFull(AndroidError):
+    """No more results are taken, so that no client fills the disk."""
 
 
 class RunFailed(AndroidError):

@@ -6,15 +6,17 @@ import hashlib
 import json
 import queue
 import re
+import shutil
 import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvcap.android_bench.browser_device import origin
-from kvcap.android_bench.errors import ResultBroken
+from kvcap.android_bench.errors import ResultBroken, ResultsFull
 from kvcap.android_bench.judge import judged
-from kvcap.android_bench.schema import BENCH, validate, write_json
+from kvcap.android_bench.limits import Limits
+from kvcap.android_bench.schema import BENCH, parsed, validate, write_json
 
 
 class Landed(NamedTuple):
@@ -27,9 +29,11 @@ class Landed(NamedTuple):
 class Results:
     """The folder that results go to. Files are named by their content, so none is overwritten."""
 
-    def __init__(self, folder: Path, plan: Mapping[str, Any]) -> None:
+    def __init__(self, folder: Path, plan: Mapping[str, Any], limits: Limits | None = None) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
+        self.limits = limits or Limits()
+        self.count = self.stored = 0  # results and their bytes since this start
         self.plan = plan["id"]
         self.rows = {cell["id"] for cell in plan["cells"]}
         self.landed: queue.Queue[Landed] = queue.Queue()
@@ -44,11 +48,9 @@ class Results:
 
         Raises:
             ResultBroken: no result of this plan, or one whose source its device contradicts.
+            ResultsFull: no more are taken.
         """
-        try:
-            found = json.loads(body, parse_constant=_no_number)
-        except (ValueError, RecursionError) as cause:
-            raise ResultBroken(f"the result is no JSON: {cause}") from cause
+        found = parsed(body, "the result", ResultBroken)
         validate(found, BENCH, "the result", ResultBroken)
         if found["run"]["plan"] != self.plan:
             raise ResultBroken(f"the result is of plan {found['run']['plan']}, not {self.plan}")
@@ -72,10 +74,17 @@ class Results:
         with self.lock:
             if landed.path.exists():  # sent twice: the page never heard the first answer
                 return landed
+            self._check_room(len(text))
             write_json(found, landed.path)
+            self.count, self.stored = self.count + 1, self.stored + len(text)
         self.landed.put(landed)
         return landed
 
-
-def _no_number(constant: str) -> None:
-    raise ValueError(f"{constant} is no JSON")
+    def _check_room(self, size: int) -> None:
+        limits, free = self.limits, shutil.disk_usage(self.folder).free
+        if self.count >= limits.results or self.stored + size > limits.stored_bytes:
+            raise ResultsFull(f"{self.count} results are stored since kvcap android serve was "
+                              "started, which is all it takes; start it again")  # fmt: skip
+        if free - size < limits.spare_bytes:
+            raise ResultsFull(f"the computer's disk is full: {free / 1e6:,.0f} MB are free, and "
+                              f"{limits.spare_bytes / 1e6:,.0f} MB are left so")  # fmt: skip

@@ -6,7 +6,6 @@ import json
 import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +15,9 @@ from kvcap.android_bench.archive import RUNNER_FILE, write_runner
 from kvcap.android_bench.errors import PlanBroken, PlanExists
 from kvcap.android_bench.expected import Case, Folder
 from kvcap.android_bench.presets import Preset, Variant
-from kvcap.android_bench.runner.inputs import DTYPES, GENERATOR, hash11
-from kvcap.android_bench.schema import PLAN, PLAN_FILE, plan_id, validate
+from kvcap.android_bench.runner.inputs import GENERATOR, hash11
+from kvcap.android_bench.schema import PLAN, PLAN_FILE, plan_id, port_bytes, validate
+from kvcap.export.formulations import FORMULATIONS
 from kvcap.export.graphs import Graph
 from kvcap.export.shape import Shape
 from kvcap.export.spec import Spec, recalled
@@ -65,7 +65,7 @@ def _planned(wanted: Wanted, folder: Folder) -> dict[str, Any]:
     cells = list(_cells(wanted, folder, producer))
     references = [cell for cell in cells if cell["id"].startswith(REFERENCE)]
     if not cells:
-        raise PlanBroken("nothing is left to measure; see --policy, --size, --dtype, --stage")
+        raise PlanBroken("nothing is left to measure; see --policies, --sizes, --dtypes, --stages")
     reference = min(references or cells, key=lambda cell: int(cell["n"]))
     shape = asdict(wanted.shape)
     found: dict[str, Any] = {"schema": PLAN, "id": "", "preset": wanted.name}
@@ -80,7 +80,9 @@ def _planned(wanted: Wanted, folder: Folder) -> dict[str, Any]:
         "files": sorted(folder.files.values(), key=lambda entry: str(entry["file"])),
         "baselines": _baselines(cells, wanted.shape),
         "cells": cells,
-    }
+        "formulations": {name: said for name, said in FORMULATIONS.items()
+                         if name in {cell["formulation"] for cell in cells}},
+    }  # fmt: skip
     found["id"] = plan_id(found)
     validate(found, PLAN, PLAN_FILE, PlanBroken)
     return found
@@ -135,7 +137,7 @@ def _cell(
         "id": ".".join(name), "policy": _label(variant), "formulation": said["formulation"],
         "dtype": spec.dtype, "stage": spec.stage, "n": slots, "queries": queries, "budget": budget,
         "model": model, "opset": said["opset"],
-        "bytes": sum(_bytes(port) for port in (*inputs, *outputs)),
+        "bytes": sum(map(port_bytes, (*inputs, *outputs))),
         "inputs": inputs, "outputs": outputs,
     }  # fmt: skip
 
@@ -146,10 +148,6 @@ def _queries(graph: Graph, variant: Variant, said: dict[str, Any], slots: int) -
         return 0
     observed = graph.form.eviction.policy.queries_observed or graph.form.shape.block
     return min(variant.queries or observed, slots)
-
-
-def _bytes(port: dict[str, Any]) -> int:
-    return int(prod(port["shape"]) * np.dtype(DTYPES[port["dtype"]]).itemsize)
 
 
 def _baselines(cells: list[dict[str, Any]], shape: Shape) -> list[dict[str, Any]]:

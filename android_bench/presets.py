@@ -8,6 +8,7 @@ from typing import Any
 
 from kvcap.android_bench.errors import PlanBroken
 from kvcap.dtypes import short
+from kvcap.export.formulations import FORMULATIONS, TRACED
 
 SIZES = (512, 1024, 2048, 4096, 8192)  # of the paper's Table 19
 
@@ -63,9 +64,7 @@ class Preset:
     threads: tuple[int, ...] = (1,)
 
 
-KEYDIFF = tuple(
-    Variant("keydiff", form) for form in ("naive", "stateless", "inverse_norms", "running_anchor")
-)
+KEYDIFF = tuple(Variant("keydiff", form) for form in FORMULATIONS)
 TABLE19 = (Variant("snapkv"), Variant("tova"), *KEYDIFF, Variant("h2o", queries=1))
 OTHERS = tuple(
     Variant(name)
@@ -112,7 +111,7 @@ def narrowed(
     dtypes = [short(name) for name in dtypes]
     variants = [variant for group in whole.groups for variant in group.variants]
     _known(preset, "policy", policies, [v.policy for v in variants])
-    _known(preset, "formulation", formulations, [v.formulation or "naive" for v in variants])
+    _known(preset, "formulation", formulations, [v.formulation or TRACED for v in variants])
     _known(preset, "dtype", dtypes, [dtype for group in whole.groups for dtype in group.dtypes])
     _known(preset, "stage", stages, [group.stage for group in whole.groups])
     groups = []
@@ -121,7 +120,7 @@ def narrowed(
             v
             for v in group.variants
             if (not policies or v.policy in policies)
-            and (not formulations or (v.formulation or "naive") in formulations)
+            and (not formulations or (v.formulation or TRACED) in formulations)
         )
         types = tuple(d for d in group.dtypes if not dtypes or d in dtypes)
         if kept and types and (not stages or group.stage in stages):

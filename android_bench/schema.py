@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import hashlib
 import json
+import stat
+from collections import Counter
+from collections.abc import Iterator
 from functools import cache
+from math import prod
 from pathlib import Path
 from typing import Any
 
 from kvcap.android_bench.errors import AndroidError, PlanBroken, ResultBroken
+from kvcap.android_bench.limits import FILE_BYTES, PARTS
 
 PLAN, BENCH = "kvcap.android_plan/1", "kvcap.android_bench/1"
 PLAN_FILE = "plan.json"
 SCHEMAS = Path(__file__).parent / "schemas"
+BYTES = {"float32": 4, "float16": 2, "int32": 4, "bool": 1}  # of one number of a port
 _FILES = {PLAN: "plan.schema.json", BENCH: "bench.schema.json"}
 
 
@@ -23,6 +29,27 @@ def schema(name: str) -> dict[str, Any]:
     return found
 
 
+@cache
+def _validator(name: str) -> Any:
+    """What holds documents to a schema; lists of numbers, which may be long, by a quick look."""
+    from jsonschema import Draft202012Validator, validators
+
+    one_by_one = Draft202012Validator.VALIDATORS["items"]
+
+    def items(validator: Any, wanted: Any, found: Any, schema: Any) -> Iterator[Any]:
+        if wanted.get("type") != "number" or not isinstance(found, list):
+            yield from one_by_one(validator, wanted, found, schema) or ()
+            return
+        low, high = wanted["minimum"], wanted["maximum"]
+        for place, one in enumerate(found):
+            if type(one) not in (int, float) or not low <= one <= high:
+                yield from validator.descend(one, wanted, path=place)
+                return
+
+    extend: Any = validators.extend  # its stubs have no types
+    return extend(Draft202012Validator, {"items": items})(schema(name))
+
+
 def validate(found: object, name: str, said: str, error: type[AndroidError]) -> None:
     """Hold a document to a schema.
 
@@ -30,33 +57,63 @@ def validate(found: object, name: str, said: str, error: type[AndroidError]) -> 
         found: the parsed document.
         name: of the schema, `PLAN` or `BENCH`.
         said: what the document is called in messages.
-        error: what is raised, with the place of the first fault.
+        error: what is raised, with the place of the first fault; others are not looked for, as a
+            document may have as many as it has numbers.
     """
-    from jsonschema import Draft202012Validator
-    from jsonschema.exceptions import best_match
-
     stated = found.get("schema") if isinstance(found, dict) else None
-    if stated != name:
-        raise error(f"{said} has schema {stated!r}; this kvcap reads {name!r}")
-    fault = best_match(Draft202012Validator(schema(name)).iter_errors(found))
+    try:
+        if stated != name:
+            raise error(f"{said} has schema {repr(stated)[:100]}; this kvcap reads {name!r}")
+        fault = next(_validator(name).iter_errors(found), None)
+    except RecursionError:
+        raise error(f"{said} is not a {name}: it is nested too deeply") from None
     if fault is not None:
         place = "/".join(str(part) for part in fault.absolute_path) or "the whole"
         raise error(f"{said} is not a {name}: {place}: {fault.message[:200]}")
 
 
-def load_json(path: Path, error: type[AndroidError]) -> Any:
-    """A JSON file's content; NaN and infinity are no JSON."""
+def parsed(data: bytes, said: str, error: type[AndroidError]) -> Any:
+    """A JSON document; NaN and infinity are no JSON.
+
+    Args:
+        data: UTF-8.
+        said: what the document is called in messages.
+        error: what is raised where it is something else, or has more than `PARTS` parts.
+    """
+    parts = data.count(b"[") + data.count(b"{")
+    if parts > PARTS:
+        raise error(f"{said} has {parts:,} lists and objects; at most {PARTS:,} are read")
     try:
-        return json.loads(path.read_text(encoding="utf-8"), parse_constant=_refuse)
-    except (OSError, ValueError) as cause:
-        raise error(f"{path.name} cannot be read: {cause}") from cause
+        return json.loads(data.decode("utf-8-sig"), parse_constant=_refuse)
+    except RecursionError:
+        raise error(f"{said} cannot be read, it is no JSON: it is nested too deeply") from None
+    except ValueError as cause:
+        raise error(f"{said} cannot be read, it is no JSON: {cause}") from cause
+
+
+def load_json(path: Path, error: type[AndroidError]) -> Any:
+    """A JSON file's content. Only ordinary files are opened: pipes and devices may never end."""
+    try:
+        found = path.stat()
+        if not stat.S_ISREG(found.st_mode):
+            raise error(f"{path.name} cannot be read: it is no ordinary file")
+        if found.st_size > FILE_BYTES:
+            raise error(f"{path.name} cannot be read: it has {found.st_size:,} bytes, at most "
+                        f"{FILE_BYTES:,} are read")  # fmt: skip
+        data = path.read_bytes()
+    except OSError as cause:
+        raise error(f"{path.name} cannot be read: {cause.strerror}") from cause
+    except ValueError as cause:  # a NUL in the name
+        raise error(f"{str(path)!r} cannot be read: {cause}") from cause
+    return parsed(data, path.name, error)
 
 
 def read_plan(folder: Path) -> dict[str, Any]:
     """The plan in a folder, whose files are all there and as they were written.
 
     Raises:
-        PlanBroken: no plan, another schema, a missing or changed file.
+        PlanBroken: no plan, another schema, a missing or changed file, or a plan whose parts
+            contradict each other.
     """
     if not (folder / PLAN_FILE).is_file():
         raise PlanBroken(f"no {PLAN_FILE} in {str(folder)!r}; kvcap android plan -o DIR writes one")
@@ -64,18 +121,53 @@ def read_plan(folder: Path) -> dict[str, Any]:
     validate(found, PLAN, PLAN_FILE, PlanBroken)
     if plan_id(found) != found["id"]:
         raise PlanBroken(f"{PLAN_FILE} was changed: its id is {found['id']}, not {plan_id(found)}")
-    named = {entry["file"] for entry in found["files"]}
     for entry in found["files"]:
         path = folder / entry["file"]
         if not path.is_file():
             raise PlanBroken(f"the plan's file {entry['file']} is missing; write the plan again")
-        if hashlib.sha256(path.read_bytes()).hexdigest() != entry["sha256"]:
+        if path.stat().st_size != entry["bytes"] or _sha256(path) != entry["sha256"]:
             raise PlanBroken(f"the plan's file {entry['file']} was changed; write the plan again")
-    if missing := {cell["model"] for cell in found["cells"]} - named:
-        raise PlanBroken(f"cells name files that the plan does not list: {sorted(missing)[0]}")
-    if found["reference"] not in {cell["id"] for cell in found["cells"]}:
-        raise PlanBroken(f"the reference {found['reference']!r} is no cell of the plan")
+    _check_references(found)
     return found
+
+
+def _check_references(plan: dict[str, Any]) -> None:
+    """Make sure that what the plan names is in it, and cells are told apart by their ids."""
+    named = {entry["file"] for entry in plan["files"]}
+    ids = [cell["id"] for cell in plan["cells"]]
+    if len(set(ids)) < len(ids):
+        twice = next(name for name, count in Counter(ids).items() if count > 1)
+        raise PlanBroken(f"the plan has the cell {twice} twice")
+    if plan["reference"] not in ids:
+        raise PlanBroken(f"the reference {plan['reference']!r} is no cell of the plan")
+    for cell in plan["cells"]:
+        inputs, outputs = cell["inputs"], cell["outputs"]
+        files = {cell["model"], *(port["fill"].get("file") for port in inputs),
+                 *(port["check"].get("file") for port in outputs)} - {None}  # fmt: skip
+        if missing := files - named:
+            raise PlanBroken(f"cells name files that the plan does not list: {min(missing)}")
+        sources = {port["check"].get("of") for port in outputs} - {None}
+        if missing := sources - {port["name"] for port in inputs}:
+            raise PlanBroken(f"the cell {cell['id']} has no input {min(missing)!r}")
+        held = sum(map(port_bytes, (*inputs, *outputs)))
+        if held != cell["bytes"]:
+            raise PlanBroken(
+                f"the cell {cell['id']} says {cell['bytes']:,} bytes, its shapes are {held:,}"
+            )
+
+
+def _sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while part := file.read(2**20):
+            digest.update(part)
+    return digest.hexdigest()
+
+
+def port_bytes(port: dict[str, Any]) -> int:
+    """Of an input or output of a cell."""
+    numbers: int = prod(port["shape"])
+    return numbers * BYTES[port["dtype"]]
 
 
 def plan_id(plan: dict[str, Any]) -> str:
@@ -114,8 +206,11 @@ def write_json(document: dict[str, Any], path: Path) -> None:
         ResultBroken: there is no such folder.
     """
     part = parent_of(path) / f".{path.name}.part"
-    part.write_text(json.dumps(document, allow_nan=False) + "\n", encoding="utf-8")
-    part.replace(path)
+    try:
+        part.write_text(json.dumps(document, allow_nan=False) + "\n", encoding="utf-8")
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
 
 
 def _refuse(constant: str) -> None:

@@ -6,6 +6,7 @@ Knows nothing of commands or terminals.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import secrets
 import socket
@@ -15,24 +16,27 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import anyio
 import uvicorn
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.middleware import Middleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import BaseRoute, Mount, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from kvcap.android_bench import vendor
 from kvcap.android_bench.browser_device import origin
-from kvcap.android_bench.errors import AndroidError, ResultBroken
+from kvcap.android_bench.errors import AndroidError, ResultBroken, ResultsFull
 from kvcap.android_bench.landing import Results
-from kvcap.android_bench.schema import PLAN_FILE, read_plan
+from kvcap.android_bench.limits import Limits
+from kvcap.android_bench.schema import PLAN_FILE, parsed, read_plan
 
 PAGE = Path(__file__).parent / "page"
-LIMIT = 64 * 2**20  # bytes of a result; the largest preset's raw samples are some megabytes
+HEAD_BYTES, SIGNS_BYTES = 2**15, 2**16  # of a request's first lines; of what a browser says
 TYPES = {
     ".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".mjs": "text/javascript",
     ".svg": "image/svg+xml", ".wasm": "application/wasm", ".json": "application/json",
@@ -82,6 +86,57 @@ class Headers:
         await self.app(scope, receive, sending)
 
 
+class Patience:
+    """Ends requests whose answer is not read in time, and those of clients that leave midway."""
+
+    def __init__(self, app: ASGIApp, seconds: float) -> None:
+        self.app, self.seconds = app, seconds
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """One request."""
+        try:
+            with anyio.move_on_after(self.seconds):
+                await self.app(scope, receive, send)
+        except ClientDisconnect:
+            pass  # nobody is there to be answered
+
+
+class Connection(H11Protocol):
+    """uvicorn's, which would wait for ever for a request's first lines."""
+
+    head_seconds = Limits.head_seconds
+    waiting: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Begin to wait."""
+        super().connection_made(transport)
+        self.waiting = self.loop.call_later(self.head_seconds, transport.close)
+
+    def data_received(self, data: bytes) -> None:
+        """Wait for as long as no request is under way."""
+        super().data_received(data)
+        under_way = self.cycle is not None and not self.cycle.response_complete
+        if under_way and self.waiting is not None:
+            self.waiting.cancel()
+            self.waiting = None
+        elif not under_way and self.waiting is None:
+            self.waiting = self.loop.call_later(self.head_seconds, self.transport.close)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Wait no more."""
+        if self.waiting is not None:
+            self.waiting.cancel()
+        super().connection_lost(exc)
+
+
+class Answer(JSONResponse):
+    """JSON in ASCII, as clients may have sent what no other encoding can hold."""
+
+    def render(self, content: Any) -> bytes:
+        """The body."""
+        return json.dumps(content, allow_nan=False).encode("ascii")
+
+
 def handed_out(plan: Mapping[str, Any], folder: Path) -> dict[str, Path]:
     """Every path that can be asked for, with its file."""
     names = [PLAN_FILE, *(entry["file"] for entry in plan["files"])]
@@ -98,8 +153,10 @@ def handed_out(plan: Mapping[str, Any], folder: Path) -> dict[str, Path]:
 class Answers:
     """What the server says to a page that may ask."""
 
-    def __init__(self, files: Mapping[str, Path], results: Results) -> None:
-        self.files, self.results = files, results
+    def __init__(self, files: Mapping[str, Path], results: Results, limits: Limits) -> None:
+        self.files, self.results, self.limits = files, results, limits
+        self.uploads = 0  # under way
+        self.judging = anyio.Semaphore(1)  # a large result takes memory and a whole core
 
     async def give(self, request: Request) -> Response:
         """A file of the page or the plan."""
@@ -116,38 +173,57 @@ class Answers:
     async def judge(self, request: Request) -> Response:
         """What the page is told before it measures: where it runs, and its library's version."""
         try:
-            signs = json.loads(await _body(request, 2**16))
+            body = await _body(request, SIGNS_BYTES, self.limits.body_seconds)
+            signs = parsed(body, "what the browser says", ResultBroken)
             found = origin(signs, request.headers.get("user-agent", ""))
         except (ValueError, AttributeError, RecursionError):
             return _refused(400, "signs of the browser are expected, as a JSON object")
-        return JSONResponse({**found._asdict(), "version": vendor.VERSION})
+        except TimeoutError:
+            return _refused(408, "it took too long to arrive")
+        return Answer({**found._asdict(), "version": vendor.VERSION})
 
     async def take(self, request: Request) -> Response:
         """A result: where it was written and what is to be doubted, or why it was refused."""
         if request.headers.get("content-type", "").split(";")[0] != "application/json":
             return _refused(415, "a result is sent as application/json")
+        if self.uploads >= self.limits.uploads:
+            return _refused(503, "other results are arriving; send it again in a moment")
+        self.uploads += 1
         try:
-            body = await _body(request, LIMIT)
+            return await self._take(request)
+        finally:
+            self.uploads -= 1
+
+    async def _take(self, request: Request) -> Response:
+        limits = self.limits
+        try:
+            body = await _body(request, limits.result_bytes, limits.body_seconds)
         except ValueError:
-            return _refused(413, f"a result has at most {LIMIT:,} bytes")
+            return _refused(413, f"a result has at most {limits.result_bytes:,} bytes")
+        except TimeoutError:
+            return _refused(408, f"the result did not arrive within {limits.body_seconds:g} s")
         agent = request.headers.get("user-agent", "")
         try:
-            landed = await run_in_threadpool(self.results.take, body, agent)
+            async with self.judging:
+                landed = await run_in_threadpool(self.results.take, body, agent)
         except ResultBroken as error:
             return _refused(422, str(error))
+        except ResultsFull as error:
+            return _refused(507, str(error))
         except OSError as error:
             return _refused(507, f"the result cannot be written: {error.strerror}")
         flags = landed.result["validity"]["flags"]
-        return JSONResponse({"file": landed.path.name, "flags": flags}, status_code=201)
+        return Answer({"file": landed.path.name, "flags": flags}, status_code=201)
 
 
-def application(answers: Answers, token: str | None, hosts: list[str]) -> Starlette:
+def application(answers: Answers, token: str | None, hosts: list[str], limits: Limits) -> Starlette:
     """The server.
 
     Args:
         answers: to those who may ask.
         token: first part of every path, None where there is none.
         hosts: names the server may be called by; others are another site's tricks.
+        limits: how long a request may take.
     """
     routes: list[BaseRoute] = [
         Route("/device", answers.judge, methods=["POST"]),
@@ -158,7 +234,11 @@ def application(answers: Answers, token: str | None, hosts: list[str]) -> Starle
         routes = [Mount(f"/{token}", routes=routes), Route("/{name:path}", _without_token)]
     return Starlette(
         routes=routes,
-        middleware=[Middleware(Headers), Middleware(TrustedHostMiddleware, allowed_hosts=hosts)],
+        middleware=[
+            Middleware(Patience, seconds=limits.request_seconds),
+            Middleware(Headers),
+            Middleware(TrustedHostMiddleware, allowed_hosts=hosts),
+        ],
     )
 
 
@@ -170,18 +250,24 @@ def _without_token(request: Request) -> Response:
 
 
 def _refused(status: int, why: str) -> Response:
-    return JSONResponse({"error": why}, status_code=status)
+    return Answer({"error": why}, status_code=status)
 
 
-async def _body(request: Request, limit: int) -> bytes:
-    """A request's body; ValueError beyond the limit, before it is read to its end."""
+async def _body(request: Request, limit: int, seconds: float) -> bytes:
+    """A request's body; it is not read further than it may be.
+
+    Raises:
+        ValueError: it is longer than `limit` bytes.
+        TimeoutError: it was not there after so many seconds.
+    """
     if int(request.headers.get("content-length", 0)) > limit:
         raise ValueError("too long")
     body = bytearray()
-    async for part in request.stream():
-        body += part
-        if len(body) > limit:
-            raise ValueError("too long")
+    with anyio.fail_after(seconds):
+        async for part in request.stream():
+            body += part
+            if len(body) > limit:
+                raise ValueError("too long")
     return bytes(body)
 
 
@@ -194,7 +280,13 @@ class Serving:
     """
 
     def __init__(
-        self, folder: Path, results: Path, *, port: int = 0, lan: str | None = None
+        self,
+        folder: Path,
+        results: Path,
+        *,
+        port: int = 0,
+        lan: str | None = None,
+        limits: Limits | None = None,
     ) -> None:
         """Check everything and bind the port.
 
@@ -204,6 +296,7 @@ class Serving:
             port: 0 takes a free one.
             lan: this machine's address in its network, where others may come in with a token;
                 None lets in this machine alone.
+            limits: on what clients may take.
 
         Raises:
             PlanBroken: the folder holds no whole plan.
@@ -211,11 +304,12 @@ class Serving:
             PortTaken: something listens there already.
         """
         vendor.require()
+        limits = limits or Limits()
         self.plan = read_plan(folder)
         token = secrets.token_urlsafe(16) if lan else None
         self.socket = _bound(lan or "127.0.0.1", port)
         try:
-            self.results = Results(results, self.plan)
+            self.results = Results(results, self.plan, limits)
         except OSError:
             self.socket.close()
             raise
@@ -223,9 +317,14 @@ class Serving:
         self.port: int = self.socket.getsockname()[1]
         self.url = f"http://{lan or 'localhost'}:{self.port}/" + (f"{token}/" if token else "")
         hosts = [lan] if lan else ["localhost", "127.0.0.1"]
-        answers = Answers(handed_out(self.plan, folder.resolve()), self.results)
-        app = application(answers, token, hosts)
-        config = uvicorn.Config(app, log_level="error", access_log=False, lifespan="off", ws="none")
+        answers = Answers(handed_out(self.plan, folder.resolve()), self.results, limits)
+        app = application(answers, token, hosts, limits)
+        config = uvicorn.Config(
+            app, log_level="error", access_log=False, lifespan="off", ws="none",
+            http=type("Patient", (Connection,), {"head_seconds": limits.head_seconds}),
+            timeout_keep_alive=int(limits.head_seconds), limit_concurrency=limits.connections,
+            h11_max_incomplete_event_size=HEAD_BYTES,
+        )  # fmt: skip
         self.server = uvicorn.Server(config)
         self.thread = threading.Thread(
             target=self.server.run, kwargs={"sockets": [self.socket]}, daemon=True

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from kvcap.android_bench.words import plain
+
 TITLES = {"real": "", "emulated": "EMULATED, no device's speed: ", "host": "HOST, not a phone: "}
 EMULATORS = ("goldfish", "ranchu", "cutf", "vsoc", "sdk_gphone", "emulator", "qemu")
 NO_GPU = ("swiftshader", "llvmpipe", "lavapipe")
@@ -36,15 +38,6 @@ def believed(device: Mapping[str, Any]) -> tuple[str, str]:
     if not str(device["abi"]).lower().startswith(ARM):
         return "emulated", f"its processor is {device['abi']}, a phone's is ARM"
     return "real", str(device["source_reason"])
-
-
-def plain(text: object) -> str:
-    r"""A device's words on one line, without what Markdown would take for structure.
-
-    >>> plain("A | B\n# C")
-    'A / B # C'
-    """
-    return " ".join(str(text).replace("|", "/").split())[:300]
 
 
 def title(result: Mapping[str, Any]) -> str:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvcap.export.decoder.command import decoder_command
+from kvcap.export.formulations import FORMULATIONS, TRACED
 
 if TYPE_CHECKING:
     from kvcap.export.shape import Shape
@@ -39,7 +40,7 @@ def scorer_command(
     ] = "score",
     formulation: Annotated[
         str | None,
-        typer.Option(help="naive, or for KeyDiff stateless, inverse_norms, running_anchor."),
+        typer.Option(help=f"{TRACED}, or of KeyDiff {', '.join([*FORMULATIONS][1:])}."),
     ] = None,
     model: Annotated[
         str | None, typer.Option(metavar="MODEL", help="Sizes from a model's config.")

@@ -12,6 +12,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from kvcap.export.formulations import TRACED
 from kvcap.export.ports import PORTS, Port, following, made
 from kvcap.export.shape import Shape
 from kvcap.policies import Eviction, Observation
@@ -28,7 +29,7 @@ class Traced:
         shape: of the layer.
     """
 
-    name = "naive"
+    name = TRACED  # of FORMULATIONS, as all names of forms
     update_inputs: tuple[str, ...] = ()
 
     def __init__(self, eviction: Eviction, shape: Shape) -> None:
@@ -131,7 +132,7 @@ def form_of(eviction: Eviction, shape: Shape, name: str | None = None) -> Traced
     known: list[type[Traced]] = [Traced, *keydiff.forms(eviction)]
     forms = {form.name: form for form in known}
     if name is None:
-        name = "stateless" if "stateless" in forms else "naive"
+        name = "stateless" if "stateless" in forms else TRACED
     if name not in forms:
         raise NotExportable(
             f"{eviction.name} has no formulation {name!r}; known for it: {', '.join(forms)}"

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvcap.android_bench import judge, regress, source, table
+from kvcap.android_bench import chart, judge, regress, source, table
 from kvcap.android_bench.archive import write_runner
 from kvcap.android_bench.errors import NotComparable, PlanBroken, ResultBroken
 from kvcap.android_bench.plan import Wanted, write_plan
@@ -34,8 +34,11 @@ from kvcap.android_bench.schema import (
     write_json,
 )
 from kvcap.cli import run
+from kvcap.export import keydiff
+from kvcap.export.forms import Traced
+from kvcap.export.formulations import FORMULATIONS
 from kvcap.export.shape import Shape
-from kvcap.policies import policies
+from kvcap.policies import load_policy, policies
 
 ROOT = Path(__file__).parents[1]
 SHAPE = Shape(kv_heads=2, heads=4, head_dim=16, block=16)
@@ -172,7 +175,7 @@ def test_presets_hold_what_their_names_promise():
     assert {v.policy for v in group.variants} == {"snapkv", "tova", "keydiff", "h2o"}
     assert PRESETS["table19"].rules == PRESETS["full"].rules == Rules()
     forms = {v.formulation for v in PRESETS["full"].groups[0].variants if v.policy == "keydiff"}
-    assert forms == {"naive", "stateless", "inverse_norms", "running_anchor"}
+    assert forms == set(FORMULATIONS)
     every = {v.policy for group in PRESETS["full"].groups for v in group.variants}
     scores = {name for name, recipe in policies().items() if set(recipe.parts) == {"policy"}}
     assert scores - every - {"full"} <= {name for name in scores if "-" in name}
@@ -218,6 +221,7 @@ def test_a_plan_takes_an_empty_folder_only(folder, capsys):
         (lambda p: (p / "plan.json").write_text('{"schema": "other/1"}'), "has schema 'other/1'"),
         (lambda p: next(p.glob("models/*")).unlink(), "is missing; write the plan again"),
         (lambda p: next(p.glob("expected/*")).write_bytes(b"0"), "was changed"),
+        (lambda p: flipped(next(p.glob("expected/*"))), "was changed"),
         (lambda p: rewrite(p, lambda plan: plan.update(preset="full")), "its id is"),
     ],
 )
@@ -226,6 +230,10 @@ def test_a_damaged_plan_is_refused(folder, tmp_path, capsys, change, said):
     assert run(["android", "host", str(tmp_path / "plan"), "-o", str(tmp_path / "r.json")]) == 2
     assert said in capsys.readouterr().err
     assert not (tmp_path / "r.json").exists()
+
+
+def flipped(file: Path) -> None:
+    file.write_bytes(bytes([file.read_bytes()[0] ^ 1]) + file.read_bytes()[1:])
 
 
 def rewrite(folder: Path, change: Any) -> None:
@@ -239,6 +247,27 @@ def test_a_plan_names_no_file_outside_its_folder(folder, tmp_path, file):
     path = edited(folder, tmp_path / "plan", lambda plan: plan["files"][0].update(file=file))
     with pytest.raises(PlanBroken, match="files/0/file"):
         read_plan(path)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda p: p["cells"].append(p["cells"][0]), "twice"),
+        (lambda p: p["cells"][0].update(bytes=p["cells"][0]["bytes"] + 1), "its shapes are"),
+        (lambda p: p["cells"][0]["inputs"][0].update(shape=[2**31 - 1] * 8), "its shapes are"),
+        (lambda p: p.update(reference="other"), "is no cell of the plan"),
+        (lambda p: p["files"].pop(0), "does not list"),
+        (lambda p: p["cells"][0]["outputs"][0].update(check={"kind": "rows", "of": "other"}),
+         "has no input 'other'"),
+        (lambda p: p["cells"][0]["outputs"][0].update(check={"kind": "values"}),
+         "outputs/0/check: 'file' is a required"),
+        (lambda p: p["cells"][0].update(id="a\n"), "cells/0/id"),
+        (lambda p: p["rules"].update(min_seconds=1e300), "rules/min_seconds"),
+    ],
+)  # fmt: skip
+def test_a_plan_that_contradicts_itself_is_refused(folder, tmp_path, change, said):
+    with pytest.raises(PlanBroken, match=re.escape(said)):
+        read_plan(edited(folder, tmp_path / "plan", change))
 
 
 # The runner
@@ -589,8 +618,9 @@ def test_a_device_cannot_write_its_own_title(clean):
     clean["device"]["model"] = "x |\n# Google Pixel 9\n| y"
     clean["run"]["complete"] = False
     text = table.markdown([judge.judged(clean)])
+    said = r"HOST, not a phone: x \| # Google Pixel 9 \| y"
     assert [line for line in text.splitlines() if line.startswith("#")] == [
-        line for line in text.splitlines() if "HOST, not a phone: x / # Google Pixel 9 / y" in line
+        line for line in text.splitlines() if said in line
     ]
 
 
@@ -698,6 +728,7 @@ FAULTS = {
     "runs, short": lambda f: cell(f).update(samples_us=[[5000.0] * 100] * 3),
     "timer": lambda f: f["runtime"].update(timer_us=1000.0),
     "parity": lambda f: cell(f)["parity"].update(passed=False, text="scores differs by 1"),
+    "spread": lambda f: cell(f)["samples_us"][1].__setitem__(7, 1000.0 * cell(f)["n"] / 5),
     "endpoint": lambda f: cell(f).update(provider_got="wasm"),
     "failed": fail,
     "skipped": skip,
@@ -827,7 +858,7 @@ def test_a_report_shows_absolute_and_relative_times_and_the_fit(saved, tmp_path,
     text = capsys.readouterr().out
     assert code == 0
     assert text == out.read_text()
-    assert "| keydiff, stateless | 39,960 | 55,944 | 71,928 | 0 + " in text
+    assert "| keydiff, stateless | 39,960 (36,000–43,128) | 55,944 (50,400–60,379) | " in text
     assert " + 1,022,976 per 1,024 (±0%) |" in text
     assert "| keydiff, stateless | 1.00 | 1.40 | 1.80 |" in text
     assert "20 of 20 cells ran and gave what eager code gives." in text
@@ -847,7 +878,8 @@ def test_devices_stand_side_by_side(saved, capsys):
     text = capsys.readouterr().out
     assert "| cell | on | threads | HOST " in text
     assert "| Google Pixel 9 (python) |" in text
-    assert "| keydiff.stateless.score.fp32.n40 | cpu | 1 | 39,960 | 79,920 |" in text
+    times = "39,960 (36,000–43,128) | 79,920 (72,000–86,256)"
+    assert f"| keydiff.stateless.score.fp32.n40 | cpu | 1 | {times} |" in text
     assert text.splitlines()[0].startswith("# Latency of eviction scores. HOST, not a phone: ")
 
 
@@ -911,6 +943,18 @@ def test_a_wrong_percentage_is_refused(saved, text, capsys):
 
 
 # Documents
+
+
+def test_formulations_have_one_name_in_code_and_documents(folder):
+    forms = {form.name for form in (Traced, *keydiff.forms(load_policy("keydiff")))}
+    assert forms == set(FORMULATIONS)
+    plan = read_plan(folder)
+    used = {cell["formulation"] for cell in plan["cells"]}
+    assert plan["formulations"] == {name: FORMULATIONS[name] for name in sorted(used)}
+    for page in ("export.md", "android.md"):
+        text = (ROOT / "docs" / page).read_text()
+        assert all(f"`{name}`" in text for name in FORMULATIONS)
+    assert set(FORMULATIONS) == set(chart.FORMS)
 
 
 def test_the_page_names_presets_flags_and_fields():

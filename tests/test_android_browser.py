@@ -31,18 +31,21 @@ from kvcap.android_bench import vendor
 from kvcap.android_bench.browser_device import origin
 from kvcap.android_bench.errors import PlanBroken
 from kvcap.android_bench.host import run_here
-from kvcap.android_bench.judge import fit
+from kvcap.android_bench.judge import WILD, fit, spread, statistics
+from kvcap.android_bench.limits import Limits
 from kvcap.android_bench.plan import Wanted, write_plan
 from kvcap.android_bench.presets import Group, Preset, narrowed
 from kvcap.android_bench.runner.inputs import hash11
 from kvcap.android_bench.schema import BENCH, PLAN_FILE, plan_id, read_result, validate
-from kvcap.android_bench.server import LIMIT, PortTaken, Serving
+from kvcap.android_bench.server import PortTaken, Serving
 from kvcap.android_bench.source import title
+from kvcap.export.formulations import FORMULATIONS
 from kvcap.export.shape import Shape
 
 CHROMIUM = os.environ.get("KVCAP_CHROMIUM") or shutil.which("chromium")
 FLAGS = ["--no-sandbox", "--disable-dev-shm-usage", "--enable-unsafe-webgpu",
          "--use-webgpu-adapter=swiftshader", "--enable-features=Vulkan,WebGPU"]  # fmt: skip
+LIMIT = Limits().result_bytes
 SOON = 60_000  # milliseconds, on a busy machine
 
 in_browser = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium: apt-get install chromium")
@@ -220,11 +223,15 @@ def test_the_page_can_be_read_and_heard(plan, page, tmp_path):
         heads = page.get_by_role("columnheader").all_inner_texts()
         assert [head.split()[0] for head in heads] == ["Policy", "32", "64", "96", "t₀", "slope"]
         names = page.get_by_role("rowheader").all_inner_texts()
-        assert {name.split()[0] for name in names} == {"TOVA", "KeyDiff"}
+        assert [name.split() for name in names] == [
+            ["KeyDiff", "stateless"],
+            ["TOVA", "1", "query"],
+        ]
         assert page.get_by_role("img").get_attribute("aria-label").endswith("has the numbers.")
         page.get_by_role("radio", name="relative").check()
         first = page.locator("tbody tr", has_text="KeyDiff").locator("td").first
-        assert first.inner_text() == "1.00×"
+        assert first.inner_text().split()[0] == "1.00×"
+        assert re.match(r"[\d.]+–[\d.]+×", first.locator("small").inner_text())
         wide = page.evaluate("document.documentElement.scrollWidth - innerWidth")
         assert wide <= 0, "the page scrolls sideways on a phone"
         with page.expect_download() as download:
@@ -791,6 +798,54 @@ def test_halves_are_those_of_numpy(module):
 def test_inputs_are_those_of_the_other_runners(module):
     for seed in (1, 2, 4294967295):
         assert module("inputs.js", "m.numbers(given, 999)", seed) == hash11(seed, 999).tolist()
+
+
+@in_browser
+def test_spreads_and_what_is_wild_are_those_of_the_report(module):
+    assert module("stats.js", "m.WILD") == WILD
+    for most in (2.4, 2.6):
+        samples = [1.0, *[2.0] * 5, *[most] * 5]
+        found, expected = module("stats.js", "m.summary(given)", samples), statistics([samples])
+        assert [found[name] for name in ("least", "us", "most")] == pytest.approx(
+            [expected[name] for name in ("min_us", "p50_us", "p90_us")]
+        )
+        assert found["wild"] == (spread(expected) > WILD) == (most > 2.5)
+
+
+@in_browser
+def test_lines_differ_in_more_than_colour(module, plan):
+    """Each of a view's has its own marker and, of one policy, its own dash; a bar at each point."""
+    cells = [
+        {"id": f"{policy}{form}{n}", "policy": policy, "formulation": form, "queries": 0, "n": n,
+         "provider_asked": "wasm", "threads": 1, "stage": "score", "dtype": "fp16",
+         "status": "ok", "samples_us": [[n, n * 1.1, n * (9 if n == 64 else 1.2)]]}
+        for policy, form in [*(("keydiff", form) for form in FORMULATIONS), ("tova", "naive"),
+                             ("h2o", "naive"), ("snapkv", "naive")]
+        for n in (32, 64, 128)
+    ]  # fmt: skip
+    found = module(
+        "chart.js",
+        """await (async () => {
+            const { lines, styles } = await import("./series.js");
+            const place = document.createElement("div");
+            const view = { configuration: "wasm 1", stage: "score", dtype: "fp16" };
+            m.drawChart(place, lines(given, { reference: "" }, view),
+                        { relative: false, caption: "", styles: styles(given), narrow: false });
+            return [...place.querySelectorAll("g.line")].map((line) => ({
+                dash: line.querySelector(".course").getAttribute("stroke-dasharray"),
+                marks: [...new Set([...line.querySelectorAll(".mark")]
+                    .map((one) => one.getAttribute("d")))],
+                wild: line.querySelectorAll(".mark.wild").length,
+                bars: line.querySelector(".bar").getAttribute("d").split("M").length - 1,
+                colour: line.getAttribute("class") })) })()""",
+        cells,
+    )
+    assert len(found) == 7
+    assert len({mark for line in found for mark in line["marks"]}) == 7
+    assert all(len(line["marks"]) == 1 for line in found)
+    assert len({line["dash"] for line in found[:4]}) == 4
+    assert len({line["colour"] for line in found}) == 7
+    assert {(line["wild"], line["bars"]) for line in found} == {(1, 3)}
 
 
 @in_browser

@@ -232,6 +232,7 @@ const DOUBTS = {
   drift: (text) => text.startsWith("took") ? `The device changed meanwhile: the first cell ${text}.`
     : `Whether the device changed meanwhile is unknown: ${text}.`,
   throttled: (text) => `The device slowed down: ${text}.`,
+  spread: (text, count) => `${cells(count)} with a wild spread, which makes the median doubtful: ${text}.`,
   timer: (text, count) => `In ${cells(count)} the clock is coarse: ${text}.`,
   endpoint: (text, count) => `In ${cells(count)} not everything ran where it was asked to: ${text}.`,
   rounds: (text, count) => `${cells(count)} with fewer rounds than the plan asks for: ${text}.`,

@@ -275,6 +275,6 @@ export class Run {
   #fail(target, reason) {
     if (!target.status) return; // a baseline that fails is left out
     for (const key of ["samples_us", "runs_per_sample", "load_ms", "parity"]) delete target[key];
-    Object.assign(target, { status: "failed", reason });
+    Object.assign(target, { status: "failed", reason: reason.slice(0, 1000) });
   }
 }

@@ -10,7 +10,15 @@ export function percentile(samples, share) {
   return sorted[low] + (sorted[high] - sorted[low]) * (at - low);
 }
 
-export const median = (samples) => percentile(samples, 0.5);
+/** How many times its least sample a cell's 90th percentile may be; kvcap flags what is beyond. */
+export const WILD = 2.5;
+
+/** What is shown of samples, in µs; null where there are none. */
+export function summary(samples) {
+  if (!samples?.length) return null;
+  const [least, us, most] = [0, 0.5, 0.9].map((share) => percentile(samples, share));
+  return { least, us, most, wild: most > WILD * least };
+}
 
 /**
  * The line t0 + slope · n through points [n, µs], by least squares of relative errors, t0 not below
@@ -36,14 +44,22 @@ export function line(points) {
   return { t0, slope, worst };
 }
 
+const unit = (us) => (us >= 1e6 ? [1e6, "s"] : us >= 1000 ? [1000, "ms"] : [1, "µs"]);
+
 /** Microseconds for people: three digits, and the unit that suits. */
-export function shown(us) {
-  const [value, unit] = us >= 1e6 ? [us / 1e6, "s"] : us >= 1000 ? [us / 1000, "ms"] : [us, "µs"];
-  return `${digits(value)} ${unit}`;
+export const shown = (us) => `${digits(us / unit(us)[0])} ${unit(us)[1]}`;
+
+/** From one time to another, in one unit. */
+export function range(least, most) {
+  const [size, name] = unit(most);
+  return `${digits(least / size)}–${digits(most / size)} ${name}`;
 }
 
 /** A ratio for people. */
 export const times = (ratio) => `${digits(ratio)}×`;
+
+/** From one ratio to another. */
+export const timesRange = (least, most) => `${digits(least)}–${digits(most)}×`;
 
 const digits = (value) =>
   value >= 100 ? Math.round(value).toLocaleString("en") : value >= 10 ? value.toFixed(1) : value.toFixed(2);

@@ -60,7 +60,8 @@ export async function send(result) {
   }
   if (response.ok) return answer;
   const why = answer.error ?? `answer ${response.status}`;
-  return response.status >= 500 ? { lost: true, why } : { refused: why };
+  const again = response.status >= 500 || response.status === 408; // full, busy, or too slow
+  return again ? { lost: true, why } : { refused: why };
 }
 
 /** Offer a result as a file. */

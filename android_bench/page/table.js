@@ -1,8 +1,9 @@
 // The table of one view.
 
+import { sample } from "./chart.js";
 import { html } from "./dom.js";
 import { PENDING } from "./run.js";
-import { shown, times } from "./stats.js";
+import { WILD, range, shown, times, timesRange } from "./stats.js";
 
 const WORST = 0.25; // relative error beyond which a line describes nothing
 const WHY = { skipped: "not run", failed: "failed" };
@@ -10,23 +11,26 @@ const WHY = { skipped: "not run", failed: "failed" };
 /** One measurement: its time, or why there is none. */
 function measured(cell, base, relative) {
   if (!cell) return html("td", {}, html("span", { class: "quiet" }, "–"));
-  if (!cell.us) {
+  if (!cell.times) {
     const why = cell.reason === PENDING ? "…" : WHY[cell.status];
     return html("td", { title: cell.reason }, html("span", { class: "quiet" }, why));
   }
-  const value = relative && base ? times(cell.us / base) : shown(cell.us);
+  const { least, us, most, wild } = cell.times;
+  const value = relative && base ? times(us / base) : shown(us);
+  const spread = relative && base ? timesRange(least / base, most / base) : range(least, most);
+  const doubt = wild ? html("span", { class: "wild", title: `more than ${WILD} times the least` }, " wild") : null;
   const wrong = cell.parity && !cell.parity.passed
     ? html("span", { class: "wrong", title: cell.parity.text }, " wrong") : null;
-  return html("td", {}, value, wrong);
+  return html("td", {}, value, wrong, html("small", {}, spread, doubt));
 }
 
 /**
  * Fill the table.
  * @param {HTMLTableElement} table
  * @param {object} view of series.js
- * @param {{relative: boolean, caption: string, colours: Map<string, string>}} how
+ * @param {{relative: boolean, caption: string, styles: Map<string, object>}} how
  */
-export function fillTable(table, { sizes, lines, base }, { relative, caption, colours }) {
+export function fillTable(table, { sizes, lines, base }, { relative, caption, styles }) {
   const fitted = lines.some(({ fit }) => fit);
   const head = (text, note) => html("th", { scope: "col" }, text, note ? html("small", {}, note) : null);
   const scaled = (us) => (relative && base ? times(us / base) : shown(us));
@@ -39,7 +43,7 @@ export function fillTable(table, { sizes, lines, base }, { relative, caption, co
   };
   const rows = lines.map((line) => html("tr", {},
     html("th", { scope: "row" }, html("div", {},
-      html("span", { class: `key ${colours.get(line.key)}`, "aria-hidden": "true" }),
+      sample(styles.get(line.key)),
       html("span", {}, line.name, line.detail ? html("small", {}, line.detail) : null))),
     ...sizes.map((n) => measured(line.cells.get(n), base, relative)),
     ...(fitted ? fit(line) : []),

@@ -3,7 +3,8 @@
 import { drawChart } from "./chart.js";
 import { byId, html, show } from "./dom.js";
 import { PENDING } from "./run.js";
-import { choices, colours, lines, policyName } from "./series.js";
+import { choices, lines, policyName, styles } from "./series.js";
+import { WILD } from "./stats.js";
 import { fillTable } from "./table.js";
 
 const STAGES = { score: "Score", evict: "Score and evict" };
@@ -58,6 +59,15 @@ function unmeasured(cells) {
   return [...groups].map(([text, count]) => html("li", {}, `${text}${count > 1 ? ` (${count} cells)` : ""}`));
 }
 
+/** What the formulations in sight mean, in the plan's words. */
+function explain({ formulations = {} }, { lines: drawn }) {
+  const seen = new Set(drawn.filter(({ detail }) => detail).map(({ formulation }) => formulation));
+  const known = Object.entries(formulations).filter(([name]) => seen.has(name) && seen.size > 1);
+  byId("formulations").replaceChildren(...known.flatMap(([name, text]) =>
+    [html("dt", {}, name), html("dd", {}, text)]));
+  show("formulations", known.length > 0);
+}
+
 function render() {
   const { result, plan } = latest;
   const options = choices(result.cells);
@@ -68,11 +78,13 @@ function render() {
   const view = lines(result.cells, plan, chosen);
   const relative = chosen.measure === "relative";
   const what = `${configurationName(chosen.configuration)}, ${chosen.dtype}: median ${relative ? `relative to ${referenceName(plan)}` : "time of one run"}, over slots held.`;
-  const how = { relative, colours: latest.colours, caption: what, narrow: narrow.matches };
-  byId("caption").textContent = drawChart(byId("chart"), view, how) ? `${what} Both axes are logarithmic.` : what;
+  const how = { relative, styles: latest.styles, caption: what, narrow: narrow.matches };
+  byId("caption").textContent = drawChart(byId("chart"), view, how) ? `${what} Both axes are logarithmic. Bars go from the least sample to the 90th percentile; a hollow point's spread is wild.` : what;
   fillTable(byId("table"), view, how);
   byId("fit-note").textContent = view.lines.some(({ fit }) => fit)
     ? "t₀ and slope are a straight line through the medians: t₀ is what a run costs however few slots there are." : "";
+  byId("spread-note").textContent = `Below each median: from the least sample to the 90th percentile. A spread is wild where that is more than ${WILD} times the least.`;
+  explain(plan, view);
   const reasons = unmeasured(result.cells);
   byId("skipped").replaceChildren(...reasons);
   show("skipped", reasons.length > 0);
@@ -80,7 +92,7 @@ function render() {
 
 /** Show a result, whole or on its way. */
 export function showResult(result, plan) {
-  latest = { result, plan, colours: colours(plan.cells) };
+  latest = { result, plan, styles: styles(plan.cells) };
   show("results");
   render();
 }

@@ -236,7 +236,8 @@ class Run:
 
 def _without_samples(row: Cell, status: str, reason: str) -> None:
     """Mark a row as not measured; rounds that it had are given up."""
-    row["status"], row["reason"] = status, reason
+    row["status"] = status
+    row["reason"] = "".join(letter if letter.isprintable() else "?" for letter in reason)
     for key in ("samples_us", "runs_per_sample", "parity", "load_ms"):
         row.pop(key, None)
 
