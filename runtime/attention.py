@@ -7,7 +7,7 @@ attention. Knows tensors only; the layer knows the policy.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, Protocol, cast
@@ -19,10 +19,11 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 
 from kvcap.kernels import decode, token
 from kvcap.kernels.choice import ready
-from kvcap.runtime.errors import PaddingUnsupported
+from kvcap.runtime.errors import UnsupportedModel
+from kvcap.runtime.masks import NAME as NAME
+from kvcap.runtime.masks import attention_mask
 from kvcap.runtime.slot_pool import Segment, SlotPool
 
-NAME = "kvcap"
 MANY_SLOTS = 500_000  # of all sequences and KV heads: enough for a GPU to be busy with SDPA
 
 
@@ -38,6 +39,10 @@ class CappedLayer(Protocol):
         position_ids: Tensor | None,
     ) -> Tensor:
         """Attention output [B, H, T, D] of the block just appended, without its fillers."""
+        ...
+
+    def take_back(self) -> None:
+        """Forget the block just appended, which is refused."""
         ...
 
 
@@ -233,7 +238,9 @@ def attend_with_lse(
         z = softcap * torch.tanh(z / softcap)
     if mask is not None:
         mask = mask.unsqueeze(1)  # one head's mask over [B, K, G, T, n]
-        z = z.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else z + mask
+        # The least number rather than -inf: a padded row sees nothing, and must not be NaN.
+        least = torch.finfo(z.dtype).min
+        z = z.masked_fill(~mask, least) if mask.dtype == torch.bool else z + mask
     lse = z.float().logsumexp(-1, keepdim=True)
     weights = (z - lse).exp().to(values.dtype)
     out = torch.matmul(weights.flatten(2, 3), values).view(query.shape)
@@ -270,14 +277,29 @@ def attention_forward(
     dropout: float = 0.0,
     softcap: float | None = None,
     position_ids: Tensor | None = None,
-    **_: Any,
+    **further: Any,
 ) -> tuple[Tensor, None]:
-    """Transformers' attention interface. query [B, H, T, D] -> output [B, T, H, D]."""
+    """Transformers' attention interface. query [B, H, T, D] -> output [B, T, H, D].
+
+    Raises:
+        UnsupportedModel: it is asked for what it does not do, such as attention sinks, dropout or
+            the attention weights.
+        PositionMismatch: a capped layer is to read tokens at other places than its next.
+    """
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     layer: CappedLayer | None = getattr(key, "kvcap_layer", None)
+    if dropout or not further.keys() <= HARMLESS:
+        try:
+            _refuse_unknown(further, dropout)
+        except UnsupportedModel:
+            if layer is not None:
+                layer.take_back()
+            raise
     if layer is not None:
-        out = layer.attend(module, query, scaling, softcap, position_ids)
+        out = _attend_capped(layer, module, query, scaling, softcap, position_ids)
     else:
+        if attention_mask is None and not getattr(module, "is_causal", True):
+            attention_mask = query.new_ones(1, 1, 1, key.shape[2], dtype=torch.bool)
         out = attend(query, key, value, scaling, softcap, attention_mask)
     out = out.transpose(1, 2)
     if (spare := query.shape[2] - out.shape[1]) == 0:
@@ -285,23 +307,64 @@ def attention_forward(
     return pad(out, (0, 0, 0, 0, 0, spare)), None  # fillers attend to nothing
 
 
-def attention_mask(*args: Any, **kwargs: Any) -> Tensor | None:
-    """Transformers' mask interface: none for full attention, a native mask for sliding layers.
+# What models and transformers pass on that changes nothing here: masks say what a sliding window
+# hides, and layers keep count of places.
+HARMLESS = frozenset(
+    ("cache_position", "num_items_in_batch", "output_hidden_states", "return_dict",
+     "sliding_window", "use_cache")
+)  # fmt: skip
+WITHOUT = {  # what else would do
+    "output_attentions": "load the model with attn_implementation='eager' to see attention weights",
+    "s_aux": "attention sinks need attn_implementation='eager'",
+    "dropout": "call model.eval(), or train with attn_implementation='sdpa'",
+}
 
-    Raises:
-        PaddingUnsupported: when the batch is padded.
-    """
-    from transformers.masking_utils import sdpa_mask
 
-    padding = kwargs.get("attention_mask")
-    if padding is not None and not bool(padding.all()):
-        raise PaddingUnsupported(
-            "the batch is padded; heads evict different tokens, so no mask can follow them. "
-            "Pass prompts of equal length, or one at a time"
+def _refuse_unknown(further: Mapping[str, Any], dropout: float) -> None:
+    """Refuse what would change the result, or would be left out in silence."""
+    asked = {**further, "dropout": dropout}
+    for name in asked.keys() - HARMLESS:
+        value = asked[name]
+        off = value is None or value is (name == "is_causal") or (name == "dropout" and not value)
+        if off:
+            continue
+        advice = WITHOUT.get(name, f"leave {name} out, or use attn_implementation='sdpa'")
+        raise UnsupportedModel(f"kvcap's attention does not take {name}; {advice}")
+
+
+def _attend_capped(
+    layer: CappedLayer,
+    module: nn.Module,
+    query: Tensor,
+    scaling: float,
+    softcap: float | None,
+    position_ids: Tensor | None,
+) -> Tensor:
+    """`layer.attend`, of which no gradient is kept."""
+    if not torch.is_grad_enabled():
+        return layer.attend(module, query, scaling, softcap, position_ids)
+    with torch.no_grad():
+        out = layer.attend(module, query, scaling, softcap, position_ids)
+    return without_gradient(out, query)
+
+
+def without_gradient(out: Tensor, *sources: Tensor) -> Tensor:
+    """`out`, which `sources` made under `no_grad`: a gradient through it is refused."""
+    needed = torch.is_grad_enabled() and any(x.requires_grad for x in sources)
+    return cast(Tensor, _WithoutGradient.apply(out, *sources)) if needed else out
+
+
+class _WithoutGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(_: Any, out: Tensor, *sources: Tensor) -> Tensor:
+        return out.view_as(out)
+
+    @staticmethod
+    def backward(_: Any, *gradients: Tensor) -> Any:
+        raise UnsupportedModel(
+            "a capped cache keeps no gradients: evicted tokens have none. Train without a "
+            "BudgetCache, and with attn_implementation='sdpa'"
         )
-    if kwargs.get("local_size") is None:
-        return None  # attend() is causal by itself
-    return cast(Tensor, sdpa_mask(*args, **{**kwargs, "allow_is_causal_skip": False}))
 
 
 def register(_module: Any = None) -> None:

@@ -10,16 +10,16 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicSlidingWindowLayer
 
-from kvcap.policies import Eviction, load_policy
+from kvcap.policies import Eviction, Policy, PolicyError, load_policy
 from kvcap.runtime import pins
 from kvcap.runtime.allocation import Allocation
-from kvcap.runtime.attention import NAME
 from kvcap.runtime.balance import LayerBalance
 from kvcap.runtime.budget_layer import BudgetLayer
 from kvcap.runtime.cap_guard import CapGuard
-from kvcap.runtime.errors import PlanInfeasible, UnsupportedModel
+from kvcap.runtime.errors import PaddingUnsupported, PlanInfeasible, UnsupportedModel
 from kvcap.runtime.forward_pass import Pass
 from kvcap.runtime.layout import CacheLayout, Positions
+from kvcap.runtime.masks import NAME, READY_MADE, Asked, check, watch_stock
 from kvcap.runtime.model_shape import ModelShape
 from kvcap.runtime.pins import Span, check_pins
 from kvcap.runtime.rope import Rotation, table_dtype
@@ -33,15 +33,18 @@ class BudgetCache(Cache):  # type: ignore[misc]
         config: the model's config.
         budget_tokens: slots per KV head and layer that stay after every block (`N`).
         block_size: tokens read at once (`T`); pass it to generate() as `prefill_chunk_size`.
-        policy: a name (see `kvcap policies`) or an `Eviction`.
+        policy: a name (see `kvcap policies`), an `Eviction` or a `Policy`.
         positions: 'compact' or 'true'; by default compact where it is exact and the model was
             loaded with `attn_implementation='kvcap'`, else true.
         evict_every: in generation, evict every so many tokens, at most `block_size`.
 
+    No gradient flows through it, and no mask can follow what it keeps: padded prompts and masks of
+    one's own are refused by name, whichever attention the model was loaded with.
+
     Raises:
         UnsupportedModel: for the model, or for a policy that needs `attn_implementation='kvcap'`.
         PolicyError: unknown policy, or pins that do not fit the budget.
-        PlanInfeasible: sizes below 1, or `evict_every` above the block.
+        PlanInfeasible: sizes that are not whole numbers from 1, or `evict_every` above the block.
     """
 
     def __init__(
@@ -49,18 +52,22 @@ class BudgetCache(Cache):  # type: ignore[misc]
         config: Any,
         budget_tokens: int = 256,
         block_size: int = 128,
-        policy: str | Eviction = "keydiff",
+        policy: str | Eviction | Policy = "keydiff",
         *,
         positions: Positions | None = None,
         evict_every: int = 1,
     ) -> None:
+        sizes = {"budget_tokens": budget_tokens, "block_size": block_size,
+                 "evict_every": evict_every}  # fmt: skip
+        for name, size in sizes.items():
+            _check_size(name, size)
         if not 1 <= evict_every <= block_size:
             raise PlanInfeasible(
                 f"evict_every={evict_every}, block_size={block_size}: evict every 1 to block_size "
                 "tokens"
             )
         config = config.get_text_config(decoder=True)
-        self.eviction = load_policy(policy) if isinstance(policy, str) else policy
+        self.eviction = _eviction(policy)
         self.block_size, self.evict_every = block_size, evict_every
         shape = ModelShape.of(config, budget_tokens + block_size)
         stock = self._check_attention(config, positions)
@@ -76,6 +83,8 @@ class BudgetCache(Cache):  # type: ignore[misc]
         self.frame = 0
         """What `longest` was when the block in hand arrived: all heads count it from there."""
         self._rotation: Rotation | None = None
+        self._mask_checked = False  # of the pass that begins
+        watch_stock()
         self.allocation = Allocation(self.layout, block_size)
         indices = iter(range(len(shape.capped)))
         super().__init__(
@@ -86,6 +95,45 @@ class BudgetCache(Cache):  # type: ignore[misc]
                 for layer in shape.layers
             ]
         )
+
+    def __repr__(self) -> str:
+        """What it is for, and how full it is."""
+        shape, layout = self.layout.shape, self.layout
+        allocated = f"{self.nbytes:,} bytes" if self._segments else "not allocated yet"
+        return (
+            f"BudgetCache({shape.family}, {len(self.capped_layers)} of {len(self.layers)} layers "
+            f"capped, {shape.kv_heads} KV heads of {shape.head_size}; policy "
+            f"{self.eviction.name!r}, "
+            f"{layout.positions} positions; {self.seen:,} tokens read, {self.held:,} held of "
+            f"{layout.budget_tokens:,}, blocks of {self.block_size:,}; {allocated})"
+        )
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Append a block [B, K, T, D] to a layer; see `BudgetLayer.update`.
+
+        Raises:
+            PaddingUnsupported: the pass has a mask that was not made by transformers, or `update`
+                is called without a model; nothing is changed.
+        """
+        if layer_idx == 0:
+            if not self._mask_checked:
+                raise PaddingUnsupported(READY_MADE)
+            self._mask_checked = False
+        found: tuple[Tensor, Tensor] = super().update(
+            key_states, value_states, layer_idx, *args, **kwargs
+        )
+        return found
+
+    def check_mask(self, asked: Asked) -> None:
+        """Take note of the mask that a pass asks transformers for.
+
+        Raises:
+            PaddingUnsupported, PositionMismatch: it hides tokens, or does not reach all.
+        """
+        check(asked, self.seen)
+        self._mask_checked = True
 
     @property
     def balance(self) -> LayerBalance | None:
@@ -238,7 +286,8 @@ class BudgetCache(Cache):  # type: ignore[misc]
         # What was announced and then not read, as after a Ctrl-C, is not pinned.
         known = [(a, min(b, self.seen)) for a, b in self.pinned_spans if a < self.seen]
         pinned = [*known, *spans]
-        check_pins(self, pinned, [[s.budget for s in c.segments] for c in self.capped_layers])
+        budgets = [[s.budget for s in c.segments] for c in self.capped_layers]
+        check_pins(self, pinned, budgets if self._segments else self.layout.allotments)
         self.set_pins(pinned)
 
     def set_pins(self, spans: Sequence[Span]) -> None:
@@ -264,6 +313,7 @@ class BudgetCache(Cache):  # type: ignore[misc]
         """Forget everything; the buffers stay."""
         super().reset()
         self.set_pins(())
+        self._mask_checked = False
         for pool in {id(s.pool): s.pool for s in self._segments}.values():
             mine = [(c.index, s) for c in self.capped_layers for s in c.segments if s.pool is pool]
             kept = [self.layout.allotments[index][segment.head] for index, segment in mine]
@@ -304,3 +354,29 @@ class BudgetCache(Cache):  # type: ignore[misc]
                 "use positions='true'"
             )
         return stock
+
+
+def _check_size(name: str, size: Any) -> None:
+    """Refuse what is no whole number from 1."""
+    if isinstance(size, str):
+        raise PlanInfeasible(
+            f"{name}={size!r}: tokens are counted here, such as 1024; for a size in bytes take "
+            "kvcap.MemoryPlan.of(model.config, kv_budget='64MiB').budget_tokens, with the policy "
+            "and block_size that the cache gets"
+        )
+    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+        raise PlanInfeasible(f"{name}={size!r}: use a whole number of tokens from 1")
+
+
+def _eviction(policy: str | Eviction | Policy) -> Eviction:
+    """The eviction that was named or given."""
+    if isinstance(policy, Eviction):
+        return policy
+    if isinstance(policy, Policy):
+        return Eviction(policy, name=type(policy).__module__.rsplit(".", 1)[-1])
+    if isinstance(policy, str):
+        return load_policy(policy)
+    raise PolicyError(
+        f"policy={policy!r}: use a name such as 'keydiff' (kvcap policies lists them), or what "
+        "kvcap.load_policy gives"
+    )

@@ -13,10 +13,11 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import CacheLayerMixin
 
-from kvcap.runtime.attention import Rows
+from kvcap.runtime.attention import Rows, without_gradient
 from kvcap.runtime.calibration import Calibration
 from kvcap.runtime.errors import (
     BlockTooLarge,
+    CacheMismatch,
     MemoryCapExceeded,
     PositionMismatch,
     UnsupportedModel,
@@ -24,6 +25,7 @@ from kvcap.runtime.errors import (
 from kvcap.runtime.evictor import SHIFT, Evictor, Seen
 from kvcap.runtime.late_rotation import LateRotation, left
 from kvcap.runtime.layer_attention import Asked, Block, LayerAttention
+from kvcap.runtime.masks import Slots
 from kvcap.runtime.query_ring import QueryRing
 from kvcap.runtime.slot_pool import Segment
 
@@ -52,6 +54,7 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
         self._attended = True  # the registered attention function has seen the last block
         # Keys and values that attention appends, and what it has yet to do with them.
         self._waiting: tuple[Tensor, Tensor, LateRotation | None] | None = None
+        self._like: tuple[int, torch.dtype, torch.device] | None = None  # what it is allocated for
 
     @property
     def rows(self) -> Rows | None:
@@ -91,8 +94,8 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
     def get_mask_sizes(self, query_length: int | Tensor) -> tuple[int, int]:
         """(slots visible, offset) for the next block, should a mask be built for it."""
         length = query_length if isinstance(query_length, int) else query_length.shape[0]
-        held = self.held - self._overdue()
-        return held + length, self.seen - held
+        held = self.held - self._overdue(length)
+        return Slots.of(held + length, self._cache.check_mask), self.seen - held
 
     def get_max_cache_shape(self) -> int:
         """-1: a conversation may be of any length."""
@@ -104,6 +107,7 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor | None = None) -> None:
         """Allocate everything this layer will ever hold."""
         cache, layout = self._cache, self._cache.layout
+        self._like = key_states.shape[0], key_states.dtype, key_states.device
         self.segments = cache.allocation.segments(self.index, key_states)
         self.calibration = cache.allocation.calibration(self.segments)
         if layout.ring_length:
@@ -129,28 +133,61 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
         """Append a block [B, K, T, D] but for its fillers; returns what is held (views).
 
         Where heads hold unequally many, or several blocks come in one pass, they are returned: only
-        the registered attention function, which does not read what is returned, runs then.
+        the registered attention function, which does not read what is returned, runs then. No
+        gradient flows through either.
 
         Raises:
-            BlockTooLarge, MemoryCapExceeded: before anything is changed.
+            BlockTooLarge, MemoryCapExceeded, CacheMismatch: before anything is changed.
             UnsupportedModel: the policy or the positions need the registered attention function.
             StoreFailed: the file of evicted tokens was cut short.
         """
-        length = self._cache.current.tokens or key_states.shape[2]
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                keys, values = self._update(key_states, value_states)
+            keys, values = (
+                without_gradient(keys, key_states),
+                without_gradient(values, value_states),
+            )
+        else:
+            keys, values = self._update(key_states, value_states)
+        keys.kvcap_layer = self  # type: ignore[attr-defined]  # attention_forward finds it here
+        return keys, values
+
+    def _update(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
+        current = self._cache.current
+        length = current.tokens or key_states.shape[2]
         late = left(key_states)
         key_states, value_states = key_states[:, :, :length], value_states[:, :, :length]
         if self.evictor is None:
             self.lazy_initialization(key_states)
-        if self._cache.current.side is not None:
-            self._cache.current.side.turn()
-        if self._cache.current.blocks > 1 or late is not None:
+        self._check_like(key_states)
+        if current.side is not None:
+            current.side.turn()
+        if current.blocks > 1 or late is not None or self._splits(length):
             self._waiting = key_states, value_states, late
         else:
             self._append(key_states, value_states)
         keys = self.keys if self._waiting is None else None
         keys = key_states.view_as(key_states) if keys is None else keys
-        keys.kvcap_layer = self  # type: ignore[attr-defined]  # attention_forward finds it here
         return keys, value_states if self.values is None else self.values
+
+    def _check_like(self, keys: Tensor) -> None:
+        """Refuse keys that the buffers are not for."""
+        like = keys.shape[0], keys.dtype, keys.device
+        if like != self._like:
+            assert self._like is not None
+            given, own = (f"{b} sequences of {t} on {d}" for b, t, d in (like, self._like))
+            raise CacheMismatch(
+                f"the cache is allocated for {own}, and keys of {given} were given; a cache is of "
+                "one batch size, type and device, also after reset(): make a new BudgetCache"
+            )
+
+    def _splits(self, length: int) -> bool:
+        """Whether a block is read in two, as tokens are held that wait for their eviction."""
+        if length == 1 or not self._attended or not self._cache.eviction.policy.evicts:
+            return False
+        assert self.evictor is not None
+        return self.evictor.free < length <= self._cache.block_size
 
     def _append(self, key_states: Tensor, value_states: Tensor) -> None:
         """Append a block [B, K, T, D]."""
@@ -161,9 +198,9 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
         """For a block of `length`, and say where it counts."""
         assert self.evictor is not None
         self._check(length)
-        if self._overdue():  # stock attention never calls attend()
+        if self._overdue(length):  # stock attention never calls attend()
             held = [segment.keys for segment in self.segments]
-            self.evictor.look(Seen(self.seen, self._block.length, held))
+            self.evictor.look(Seen(self.seen, self._block.length, held), now=True)
         self._block = self._placed(length, self.evictor)
 
     def _write(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -218,14 +255,25 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
         if late is not None:
             assert late.query is query, "see can_be_late"
             return self._attend_token(late, keys, values, asked)
-        size = self._cache.block_size
-        blocks = zip(*(x.split(size, dim=2) for x in (keys, values, query)), strict=True)
+        sizes, current = self._blocks(keys.shape[2]), self._cache.current
+        blocks = zip(*(x.split(sizes, dim=2) for x in (keys, values, query)), strict=True)
         out = []
         for i, (key, value, block) in enumerate(blocks):
-            self._cache.current.block = i
+            current.block = i if current.blocks > 1 else 0
             self._append(key, value)
             out.append(self._attend_block(block, asked).transpose(1, 2))
         return torch.cat(out, dim=1).transpose(1, 2)
+
+    def _blocks(self, length: int) -> list[int]:
+        """The lengths of the blocks in which so many tokens are read."""
+        assert self.evictor is not None
+        first = size = self._cache.block_size
+        if self._cache.current.blocks == 1:
+            first = self.evictor.free
+        sizes = [min(first, length)]
+        while (rest := length - sum(sizes)) > 0:
+            sizes.append(min(size, rest))
+        return sizes
 
     def _attend_block(self, query: Tensor, asked: Asked) -> Tensor:
         """`attend`, of one block."""
@@ -247,9 +295,13 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
         self._write(key, value)
         return self._attend_block(query, asked)
 
-    def _overdue(self) -> int:
-        """Slots that must go before the next block, as no attention function evicted them."""
-        return 0 if self._attended or self.evictor is None else self.evictor.due(self._block.length)
+    def _overdue(self, length: int) -> int:
+        """Slots above the budget that stock attention left, to go before a block of `length`."""
+        if self._attended or self.evictor is None:
+            return 0
+        if self.evictor.due(self._block.length) or length > self.evictor.free:
+            return self.evictor.excess
+        return 0
 
     def _check(self, length: int) -> None:
         """Refuse a block that cannot be read rightly, before anything has changed."""
@@ -266,7 +318,8 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
                 "positions='compact' need the registered attention function; load the model with "
                 "attn_implementation='kvcap', or use positions='true'"
             )
-        room = min(s.capacity - s.held for s in self.segments) + self._overdue()
+        assert self.evictor is not None
+        room = self.evictor.free + self._overdue(length)
         if not policy.evicts and length > room - cache.block_size:
             budget = cache.layout.budget_tokens
             raise MemoryCapExceeded(
@@ -282,12 +335,29 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
             )
 
     def _check_positions(self, position_ids: Tensor | None) -> None:
-        first = self.seen - self._block.length
-        if position_ids is not None and int(position_ids.flatten()[0]) != first:
-            raise PositionMismatch(
-                f"position_ids start at {int(position_ids.flatten()[0])}, but {first} tokens were "
-                "read; leave position_ids out, the cache keeps count"
-            )
+        if position_ids is None:
+            return
+        first = self.seen - (self._block.length if self._waiting is None else 0)
+        length = position_ids.shape[-1]
+        if bool(
+            (position_ids == torch.arange(first, first + length, device=position_ids.device)).all()
+        ):
+            return
+        self.take_back()
+        start = int(position_ids.flatten()[0])
+        how = f"start at {start}" if start != first else f"do not count on from {start}"
+        raise PositionMismatch(
+            f"position_ids {how}, but {first} tokens were read; leave position_ids out, the cache "
+            "keeps count. Packed sequences need a cache each"
+        )
+
+    def take_back(self) -> None:
+        """Forget the block just appended, which is refused."""
+        if self._waiting is None:
+            self.seen -= self._block.length
+            for segment in self.segments:
+                segment.held -= self._block.length
+        self._waiting, self._attended = None, True
 
     def count(self, tokens: int, kept: bool) -> None:
         """Count tokens read in a CUDA graph; all `kept`, or down to the budget."""
@@ -320,4 +390,11 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
             "assisted decoding, which reorder or crop the cache, are not supported"
         )
 
+    def _stay(self, *_: Any, **__: Any) -> None:
+        raise UnsupportedModel(
+            "the buffers of a capped layer stay where they are, on the model's device; keep fewer "
+            "tokens (budget_tokens) rather than offload them"
+        )
+
+    offload = prefetch = _stay
     crop = reorder_cache = batch_repeat_interleave = batch_select_indices = _refuse

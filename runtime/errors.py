@@ -7,6 +7,7 @@ KvcapError
 ├── MemoryCapExceeded       the cap would be passed; nothing was read, the session is as it was
 │   └── BlockTooLarge       one block does not fit the block's slots; read in smaller blocks
 ├── PositionMismatch        tokens arrived at positions the cache does not expect
+├── CacheMismatch           a cache allocated for another batch size, type or device
 ├── PaddingUnsupported      a padded or custom attention mask
 ├── EmptyPrompt             nothing to read
 ├── ModelNotFound           no directory, repository or config of that name
@@ -65,6 +66,10 @@ class BlockTooLarge(MemoryCapExceeded, ValueError):
 
 class PositionMismatch(KvcapError, ValueError):
     """Tokens arrived at positions the cache does not expect; logits would be wrong."""
+
+
+class CacheMismatch(KvcapError, ValueError):
+    """The cache is allocated for another batch size, type or device. Nothing was read."""
 
 
 class PaddingUnsupported(KvcapError, ValueError):

@@ -80,8 +80,18 @@ class Evictor:
 
     def due(self, length: int) -> int:
         """Slots to give up after a block of `length`: at once, or in steps by the way."""
-        excess = max(segment.held - segment.stay for segment in self.segments)
-        return max(0, excess) if length > 1 or excess >= self.evict_every else 0
+        excess = self.excess
+        return excess if length > 1 or excess >= self.evict_every else 0
+
+    @property
+    def excess(self) -> int:
+        """The most slots that a head holds above what stays."""
+        return max(0, max(segment.held - segment.stay for segment in self.segments))
+
+    @property
+    def free(self) -> int:
+        """Slots that every head has for the next block."""
+        return min(segment.capacity - segment.held for segment in self.segments)
 
     @property
     def reads_sums(self) -> bool:
@@ -102,14 +112,14 @@ class Evictor:
         """Whether the policy has anything to do after a block of `length`."""
         return bool(self.due(length) or self.eviction.state or (self.balance and length > 1))
 
-    def look(self, seen: Seen) -> None:
-        """Update the policy's state, and evict when it is time."""
+    def look(self, seen: Seen, now: bool = False) -> None:
+        """Update the policy's state, and evict when it is time, or `now`."""
         observed = self._observed(seen)
         self._update(observed)
         if self.balance is not None and seen.length > 1:
             preference = float(self.balance.budget.preference(observed[0]))
             self.balance.prefer(self.index, preference, seen.tokens)
-        if self.due(seen.length):
+        if now or self.due(seen.length):
             self._evict(observed)
         if self.balance is not None and self.index == len(self.layout.budgets) - 1:
             self.balance.rebalance(seen.tokens)

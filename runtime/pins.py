@@ -78,25 +78,29 @@ def check_pins(cache: BudgetCache, spans: Sequence[Span], budgets: list[list[int
     """Refuse spans that a head could not hold beside the policy's own pins.
 
     Args:
-        cache: whose layers are allocated.
+        cache: allocated or not.
         spans: all that are to be pinned.
-        budgets: of every segment of every layer.
+        budgets: of every segment of every layer; of every head where none is allocated.
 
     Raises:
         PinsTooLarge: naming the slots that are needed.
     """
-    from kvcap.policies import Observation  # PyTorch, which not every backend has
+    from torch import empty  # which not every backend has
+
+    from kvcap.policies import Observation
 
     eviction, layout = cache.eviction, cache.layout
     if not spans or not eviction.policy.evicts:
         return
     for layer, row in zip(cache.capped_layers, budgets, strict=True):
-        for segment, budget in zip(layer.segments, row, strict=True):
+        heads = [(s.head, s.heads) for s in layer.segments] or [(k, 1) for k in range(len(row))]
+        for (head, count), budget in zip(heads, row, strict=True):
             # Where slots move between heads a head gets what its pins need, and one to spare.
             slots = layout.budgets[layer.index] - 1 if eviction.heads_move else budget
+            none = empty(1, count, 0)  # pins do not depend on what is held
             seen = Observation(
-                keys=segment.keys, values=segment.values, positions=segment.positions,
-                seen=cache.seen, budget=slots, layer=layer.index, first_head=segment.head,
+                keys=none, values=none, positions=none,
+                seen=cache.seen, budget=slots, layer=layer.index, first_head=head,
             )  # fmt: skip
             sinks, recents = eviction.pins_of(seen)
             pinned, needed = covered(spans), covered([*spans, (0, sinks)]) + recents

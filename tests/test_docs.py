@@ -41,7 +41,7 @@ def test_examples_in_docstrings(name):
 
 def test_examples_in_the_readme(capsys):
     blocks = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-    assert len(blocks) == 2
+    assert len(blocks) == 3
     exec(blocks[0], {})
     held = re.search(r"(\d+) tokens held, (\d+) bytes at most", capsys.readouterr().out)
     assert int(held[1]) <= 256
@@ -50,10 +50,11 @@ def test_examples_in_the_readme(capsys):
     inputs = AutoTokenizer.from_pretrained(pocket.path())(" word" * 300, return_tensors="pt")
     names = {"kvcap": kvcap, "AutoModelForCausalLM": AutoModelForCausalLM, "inputs": inputs}
     inputs["max_new_tokens"] = 4
-    code = blocks[1].replace('"Qwen/Qwen3-0.6B"', repr(str(pocket.path())))
-    code = code.replace("budget_tokens=1024", "budget_tokens=64")
-    exec(code, names)
-    assert names["cache"].held == 64
+    for block in blocks[1:]:
+        code = block.replace('"Qwen/Qwen3-0.6B"', repr(str(pocket.path())))
+        exec(code.replace("budget_tokens=1024", "budget_tokens=64"), names)
+    assert "64 held of 64" in capsys.readouterr().out
+    assert (names["capped"].cache.held, names["cache"].held) == (64, 64)
 
 
 def test_the_policy_example_in_contributing():

@@ -17,6 +17,7 @@ from kvcap.export.forms import Traced, form_of, graph_part
 from kvcap.export.graphs import Evict, rows_of, survivors, take
 from kvcap.export.shape import Shape
 from kvcap.runtime.layout import CacheLayout
+from kvcap.runtime.masks import Slots
 from kvcap.runtime.projection import output_projection
 
 
@@ -87,10 +88,9 @@ class LayerPass(CacheLayerMixin):  # type: ignore[misc]
         """Nothing is counted here: positions are given."""
         return 0
 
-    def get_mask_sizes(self, query_length: int | Tensor) -> tuple[int, int]:
-        """No mask is made by transformers: `attend` is causal by itself."""
-        length = query_length.shape[0] if isinstance(query_length, Tensor) else query_length
-        return length, 0
+    def get_mask_sizes(self, _: int | Tensor) -> tuple[int, int]:
+        """No mask is made by transformers, whatever the sizes: `attend` is causal by itself."""
+        return Slots.of(0), 0
 
     def get_max_cache_shape(self) -> int:
         """-1: no end."""
@@ -111,6 +111,9 @@ class LayerPass(CacheLayerMixin):  # type: ignore[misc]
         keys = key_states.view_as(key_states)
         keys.kvcap_layer = self  # type: ignore[attr-defined]
         return keys, value_states
+
+    def take_back(self) -> None:
+        """Nothing of a run is kept."""
 
     def attend(
         self,

@@ -15,6 +15,7 @@ import wrapt
 if TYPE_CHECKING:
     from kvcap.policies import Eviction, Observation, Policy, PolicyError, load_policy
     from kvcap.runtime.budget_cache import BudgetCache
+    from kvcap.runtime.cap import cap
     from kvcap.runtime.errors import KvcapError
     from kvcap.runtime.plan import MemoryPlan
     from kvcap.runtime.runtime import Runtime
@@ -32,6 +33,7 @@ _HOMES = {
     "PolicyError": "policies",
     "Runtime": "runtime.runtime",
     "Session": "runtime.session",
+    "cap": "runtime.cap",
     "load_policy": "policies",
 }
 __all__ = [
@@ -44,6 +46,7 @@ __all__ = [
     "PolicyError",
     "Runtime",
     "Session",
+    "cap",
     "load_policy",
 ]
 
@@ -52,6 +55,10 @@ def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
 
 
 def _register(_: Any) -> None:
