@@ -351,7 +351,9 @@ def _attend_capped(
 def without_gradient(out: Tensor, *sources: Tensor) -> Tensor:
     """`out`, which `sources` made under `no_grad`: a gradient through it is refused."""
     needed = torch.is_grad_enabled() and any(x.requires_grad for x in sources)
-    return cast(Tensor, _WithoutGradient.apply(out, *sources)) if needed else out
+    if not needed:
+        return out
+    return cast(Tensor, _WithoutGradient.apply(out, *sources))  # type: ignore[no-untyped-call]
 
 
 class _WithoutGradient(torch.autograd.Function):

@@ -84,6 +84,8 @@ class BudgetCache(Cache):  # type: ignore[misc]
         """What `longest` was when the block in hand arrived: all heads count it from there."""
         self._rotation: Rotation | None = None
         self._mask_checked = False  # of the pass that begins
+        self.cut = block_size
+        """What `room` was when the pass in hand began; a larger block is cut there by all layers"""
         watch_stock()
         self.allocation = Allocation(self.layout, block_size)
         indices = iter(range(len(shape.capped)))
@@ -121,6 +123,7 @@ class BudgetCache(Cache):  # type: ignore[misc]
             if not self._mask_checked:
                 raise PaddingUnsupported(READY_MADE)
             self._mask_checked = False
+            self.cut = self.room
         found: tuple[Tensor, Tensor] = super().update(
             key_states, value_states, layer_idx, *args, **kwargs
         )
@@ -295,6 +298,10 @@ class BudgetCache(Cache):  # type: ignore[misc]
         self.pinned_spans[:] = spans
         if self.balance is not None:
             self.balance.floor = pins.needed(self)
+
+    def prefetch(self, *_: Any, **__: Any) -> None:
+        """Refused by name, as `offload`: the buffers stay on the model's device."""
+        self.capped_layers[0].prefetch()
 
     @property
     def sliding_layers(self) -> dict[int, DynamicSlidingWindowLayer]:

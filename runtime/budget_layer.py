@@ -184,10 +184,9 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def _splits(self, length: int) -> bool:
         """Whether a block is read in two, as tokens are held that wait for their eviction."""
-        if length == 1 or not self._attended or not self._cache.eviction.policy.evicts:
+        if not self._attended or not self._cache.eviction.policy.evicts:
             return False
-        assert self.evictor is not None
-        return self.evictor.free < length <= self._cache.block_size
+        return self._cache.cut < length <= self._cache.block_size
 
     def _append(self, key_states: Tensor, value_states: Tensor) -> None:
         """Append a block [B, K, T, D]."""
@@ -266,10 +265,8 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def _blocks(self, length: int) -> list[int]:
         """The lengths of the blocks in which so many tokens are read."""
-        assert self.evictor is not None
-        first = size = self._cache.block_size
-        if self._cache.current.blocks == 1:
-            first = self.evictor.free
+        size = self._cache.block_size
+        first = self._cache.cut if self._cache.current.blocks == 1 else size
         sizes = [min(first, length)]
         while (rest := length - sum(sizes)) > 0:
             sizes.append(min(size, rest))

@@ -190,7 +190,8 @@ class Cap:
         if call is None:
             return None
         parts = [*call.earlier, output]
-        found = {"last_hidden_state": torch.cat([part.last_hidden_state for part in parts], dim=1)}
+        last = torch.cat([part.last_hidden_state for part in parts], dim=1)
+        found: dict[str, Any] = {"last_hidden_state": last}
         if call.cached:
             found["past_key_values"] = kwargs["past_key_values"]
         if (states := [part.hidden_states for part in parts])[0] is not None:

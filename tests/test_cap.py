@@ -20,7 +20,6 @@ from transformers import (
 )
 
 import kvcap
-from kvcap.runtime import masks
 from kvcap.runtime.errors import (
     MemoryCapExceeded,
     PaddingUnsupported,
@@ -31,12 +30,6 @@ from kvcap.runtime.errors import (
 from kvcap.runtime.loop import BlockLoop
 
 OPTIONS = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 2}
-
-
-@pytest.fixture(autouse=True)
-def warned(monkeypatch):
-    """The one warning of what runs uncapped, as models here do beside their cap."""
-    monkeypatch.setattr(masks, "_warned", True)
 
 
 def ones(ids):
@@ -302,8 +295,8 @@ def test_models_that_are_refused(model):
     with pytest.raises(PlanInfeasible, match="MemoryPlan"):
         kvcap.cap(model, "64MiB")
     assert model.config._attn_implementation == "sdpa"
+    gpt2 = AutoConfig.for_model("gpt2", n_layer=1, n_embd=16, n_head=2, vocab_size=97)
     with pytest.raises(UnsupportedModel, match="gpt2"):
-        gpt2 = AutoConfig.for_model("gpt2", n_layer=1, n_embd=16, n_head=2, vocab_size=97)
         kvcap.cap(AutoModelForCausalLM.from_config(gpt2))
     with pytest.raises(UnsupportedModel, match="at most 24 slots"):
         kvcap.cap(AutoModelForCausalLM.from_config(tiny_config("mistral", sliding_window=24)))

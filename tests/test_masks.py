@@ -19,12 +19,6 @@ MODELS = {name: tiny_model("llama", name) for name in ("kvcap", "sdpa", "eager")
 PACKED = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4, 5]])
 
 
-@pytest.fixture(autouse=True)
-def warned(monkeypatch):
-    """These tests run uncapped on purpose."""
-    monkeypatch.setattr(masks, "_warned", True)
-
-
 def cache_for(model, block=16):
     return kvcap.BudgetCache(model.config, 24, block)
 
@@ -264,4 +258,6 @@ def test_one_warning_where_nothing_is_capped(tokens, monkeypatch):
 def test_native_sliding_layers_beside_capped_ones_do_not_warn(tokens, monkeypatch):
     monkeypatch.setattr(masks, "_warned", False)
     model = tiny_model("gemma3_text")
-    model(tokens(10), past_key_values=cache_for(model))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(tokens(10), past_key_values=cache_for(model))
