@@ -38,8 +38,11 @@ class BudgetCache(Cache):  # type: ignore[misc]
             loaded with `attn_implementation='kvcap'`, else true.
         evict_every: in generation, evict every so many tokens, at most `block_size`.
 
-    No gradient flows through it, and no mask can follow what it keeps: padded prompts and masks of
-    one's own are refused by name, whichever attention the model was loaded with.
+    One conversation: a second generate() goes on with it, as with any cache of transformers, which
+    take a longer prompt for the whole conversation; `reset()` comes before another one. No gradient
+    flows through it, and no mask can follow what it keeps: padded prompts and masks of one's own
+    are refused by name, whichever attention the model was loaded with. `kvcap.cap` has a model make
+    a new one for every call.
 
     Raises:
         UnsupportedModel: for the model, or for a policy that needs `attn_implementation='kvcap'`.
@@ -123,7 +126,8 @@ class BudgetCache(Cache):  # type: ignore[misc]
             if not self._mask_checked:
                 raise PaddingUnsupported(READY_MADE)
             self._mask_checked = False
-            self.cut = self.room
+            if key_states.shape[2] > 1:
+                self.cut = self.room
         found: tuple[Tensor, Tensor] = super().update(
             key_states, value_states, layer_idx, *args, **kwargs
         )
