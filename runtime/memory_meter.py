@@ -35,6 +35,7 @@ from kvcap.runtime.memory_stacks import CallLog, Place, clock
 from kvcap.runtime.memory_threads import Hook, SharedCount
 
 MARK = 4099  # bytes, and one more for each thread: allocations by which the stacks find the events
+MARKS = 9  # before, and as many after, of which the quickest tells how the clocks compare
 LOOKED_UP = 500  # of the allocations held at the peak, the largest
 
 
@@ -131,7 +132,7 @@ class _Recording:
         self._before = sys.getprofile()
         self._stacks = stacks and self._before is None  # whoever else profiles, goes first
         self._logs: list[CallLog] = []
-        self._marks: list[int] = []  # when, by the clock of the logs
+        self._marks: list[tuple[int, int]] = []  # from when to when, by the clock of the logs
         self._marking = threading.Lock()
         self._shared = SharedCount(self._joined)
 
@@ -146,15 +147,14 @@ class _Recording:
         if self._stacks:
             log = CallLog.of(sys._getframe())
             self._logs.append(log)
-            self._mark(0)
-            self._mark(0)  # the first call takes longer
+            self._mark()
             sys.setprofile(log.note)
 
     def calm(self) -> None:
         """No more stacks from here on, in this thread."""
         if self._stacks:
             sys.setprofile(self._before)
-            self._mark(0)
+            self._mark()
 
     def stop(self, peak: Peak) -> None:
         """Fill in what was counted."""
@@ -173,13 +173,14 @@ class _Recording:
             torch.empty(MARK + len(self._logs) - 1, dtype=torch.uint8, device="cpu")
         return log.note
 
-    def _mark(self, number: int) -> None:
-        before = clock()
-        torch.empty(MARK + number, dtype=torch.uint8, device="cpu")
-        self._marks.append((before + clock()) // 2)
+    def _mark(self) -> None:
+        for _ in range(MARKS):
+            before = clock()
+            torch.empty(MARK, dtype=torch.uint8, device="cpu")
+            self._marks.append((before, clock()))
 
     def _count(self, events: list[_Event], peak: Peak) -> None:
-        events, owners, clocks = self._take_marks(events)
+        events, owners, ours = self._take_marks(events)
         live: dict[int, _Event] = {}
         now, top = 0, 0
         for index, event in enumerate(events):
@@ -193,20 +194,20 @@ class _Recording:
                 peak.peak_bytes, top = now, index
         peak.held_bytes = now
         if self._stacks:
-            peak.largest = lambda: self._largest(events[: top + 1], owners, clocks)
+            peak.largest = lambda: self._largest(events[: top + 1], owners, ours)
 
     def _take_marks(
         self, events: list[_Event]
-    ) -> tuple[list[_Event], dict[int, CallLog], tuple[int, int]]:
-        """Events without our own, whose log each thread's is, and two times by the profiler."""
+    ) -> tuple[list[_Event], dict[int, CallLog], Callable[[int], int]]:
+        """Events without our own, whose log each thread's is, and the profiler's times as ours."""
         if not self._stacks:
-            return events, {}, (0, 0)
+            return events, {}, int
         firsts: dict[int, _Event] = {}
         for event in events:
             firsts.setdefault(event.thread, event)
         (main,) = {e.thread for e in events[:1]}
         ours = [e for e in events if e.thread == main and e.size == MARK]
-        marks = [ours[0], ours[1], ours[-1]]
+        marks = ours[:MARKS] + ours[-MARKS:]
         owners = {main: self._logs[0]}
         for number, log in enumerate(self._logs[1:], 1):
             for thread, first in firsts.items():
@@ -215,10 +216,20 @@ class _Recording:
                     marks.append(first)
                     break
         chosen = {id(mark) for mark in marks}
-        return [e for e in events if id(e) not in chosen], owners, (ours[1].time, ours[-1].time)
+        (start, first), (end, last) = (
+            min(
+                zip(self._marks[part], marks[part], strict=True),
+                key=lambda pair: pair[0][1] - pair[0][0],
+            )
+            for part in (slice(MARKS), slice(MARKS, 2 * MARKS))
+        )
+        begin = sum(start) // 2
+        rate = (sum(end) // 2 - begin) / max(1, last.time - first.time)
+        kept = [e for e in events if id(e) not in chosen]
+        return kept, owners, lambda time: begin + int((time - first.time) * rate)
 
     def _largest(
-        self, events: list[_Event], owners: dict[int, CallLog], clocks: tuple[int, int]
+        self, events: list[_Event], owners: dict[int, CallLog], ours: Callable[[int], int]
     ) -> list[Allocations]:
         """What was held after these events, by place, the largest first."""
         live: dict[int, _Event] = {}
@@ -228,10 +239,9 @@ class _Recording:
                 live[event.pointer] = event
         most = sorted(live.values(), key=lambda e: -e.size)[:LOOKED_UP]
         found: dict[tuple[str, tuple[Place, ...]], list[int]] = {}
-        rate = (self._marks[-1] - self._marks[1]) / max(1, clocks[1] - clocks[0])
         for thread in {e.thread for e in most}:
             mine, log = [e for e in most if e.thread == thread], owners.get(thread)
-            times = [self._marks[1] + int((e.time - clocks[0]) * rate) for e in mine]
+            times = [ours(e.time) for e in mine]
             stacks: list[list[Place]] = log.stacks(times) if log else [[] for _ in mine]
             for event, stack in zip(mine, stacks, strict=True):
                 name = log.thread if log else "of PyTorch"

@@ -39,6 +39,12 @@ class NotMeasured(RuntimeError):
     """A process ended well and measured nothing, as a test that skips itself does."""
 
 
+class TestFailed(RuntimeError):
+    """A test failed in its own process; the message is pytest's report of it."""
+
+    __test__ = False  # its name is no test's
+
+
 def process_peak(target: str | Path, *args: Any, timeout: float | None = None) -> ProcessPeak:
     """Run `target` in a fresh Python process; returns that process's own peak.
 
@@ -80,7 +86,12 @@ def in_fresh_process(
             raise RuntimeError(f"the process ended with code {done.returncode}:\n{said}")
         if not report.exists():
             raise NotMeasured(said)
-        return ProcessPeak(**json.loads(report.read_text()))
+        found = json.loads(report.read_text())
+        if "failed" in found:
+            raise TestFailed(found["failed"])
+        if "skipped" in found:
+            raise NotMeasured(found["skipped"])
+        return ProcessPeak(**found)
 
 
 def run(report: str, target: str, script: bool, args: list[Any]) -> None:
@@ -102,7 +113,33 @@ def run_test(report: str, arguments: list[str]) -> None:
     os.environ[REPORT] = report
     import pytest
 
-    sys.exit(pytest.main(arguments))
+    outcome = Outcome()
+    code = pytest.main(arguments, plugins=[outcome])
+    if outcome.said:
+        Path(report).write_text(json.dumps(outcome.said))
+        code = pytest.ExitCode.OK
+    sys.exit(code)
+
+
+class Outcome:
+    """Keeps what pytest reports of a test that did not pass, once."""
+
+    def __init__(self) -> None:
+        self.said: dict[str, str] = {}
+
+    def pytest_collectreport(self, report: Any) -> None:
+        """A module that cannot be imported."""
+        self.pytest_runtest_logreport(report)
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        """Set-up, body or what comes after."""
+        if report.failed:
+            parts = [self.said.get("failed", ""), report.longreprtext]
+            parts += [f"---- {title} ----\n{text}" for title, text in report.sections]
+            self.said = {"failed": "\n".join(filter(None, parts))}
+        elif report.skipped and not self.said:
+            why = report.longrepr
+            self.said = {"skipped": str(why[2] if isinstance(why, tuple) else why)}
 
 
 def start() -> int:

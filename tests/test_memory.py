@@ -7,7 +7,9 @@ import json
 import re
 import subprocess
 import sys
+import threading
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import entry_points
 from pathlib import Path
 
@@ -21,9 +23,19 @@ from transformers import DynamicCache, StaticCache
 import kvcap
 from kvcap.cli import run
 from kvcap.evals.measure import MIB
+from kvcap.runtime import memory_threads
 from kvcap.runtime.loop import BlockLoop
 from kvcap.runtime.process_peak import NotMeasured
-from kvcap.testing import cpu_peak, cuda_peak, kv_bytes, process_peak
+from kvcap.testing import (
+    ThreadsNotCounted,
+    cpu_meter,
+    cpu_peak,
+    cuda_peak,
+    host_meter,
+    host_peak,
+    kv_bytes,
+    process_peak,
+)
 
 ROOT = Path(__file__).parents[1]
 INSTALLED = [e.name for e in entry_points(group="pytest11") if e.name == "kvcap"]
@@ -77,6 +89,155 @@ def test_bytes_at_every_block_to_64k_for_every_kind_of_policy(name):
     BlockLoop(model, cache).prefill(ids, lambda done: seen.update({done: kv_bytes(cache)}))
     assert {4096, 65536} <= set(seen)
     assert set(seen.values()) == {sum(cache.layout.nbytes(1, torch.float32).values())}
+
+
+def zeros(mebibytes: int) -> torch.Tensor:
+    return torch.zeros(mebibytes * MIB, dtype=torch.uint8)
+
+
+def started(*functions) -> None:
+    threads = [threading.Thread(target=function) for function in functions]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def test_other_threads_count_to_the_byte():
+    def overlapping():
+        both = threading.Barrier(2)
+
+        def hold(mebibytes):
+            held = zeros(mebibytes)
+            both.wait()
+            del held
+
+        started(lambda: hold(3), lambda: hold(4))
+
+    def freed_here():
+        kept: list[torch.Tensor] = []
+        started(lambda: kept.append(zeros(5)))
+        kept.clear()
+        zeros(3)
+
+    def backward():
+        weight = torch.zeros(MIB // 4, requires_grad=True)
+        started((weight * 2).sum().backward)
+
+    pool = ThreadPoolExecutor(1)
+    pool.submit(zeros, 1).result()  # its thread runs already, and stays
+    for work, most in (
+        (lambda: started(lambda: zeros(4)), 4),
+        (overlapping, 7),
+        (freed_here, 5),
+        (lambda: pool.submit(zeros, 6).result() is None, 6),
+        (lambda: pool.submit(zeros, 7).result() is None, 7),
+    ):
+        took = cpu_peak(work)
+        assert (took.peak_bytes, took.held_bytes) == (most * MIB, 0)
+    pool.submit(zeros, 2).result()  # its thread has left: this is nobody's
+    assert cpu_peak(backward).peak_bytes >= 2 * MIB
+    assert cpu_peak(lambda: None).peak_bytes == 0
+    pool.shutdown()
+
+
+def test_a_thread_that_outlives_the_measurement():
+    done = threading.Event()
+
+    def work():
+        while not done.is_set():
+            zeros(1)
+
+    thread = threading.Thread(target=work)
+
+    def start():
+        thread.start()
+        for _ in range(100):
+            zeros(1)
+
+    try:
+        for measured in (start, lambda: zeros(1) is None, lambda: zeros(1) is None):
+            assert MIB <= cpu_peak(measured).peak_bytes <= 2 * MIB
+    finally:
+        done.set()
+        thread.join()
+
+
+def test_tensors_of_an_earlier_measurement_do_not_hide_later_ones():
+    """PyTorch remembers sizes by address, and tells them at a release long after."""
+    earlier = cpu_peak(lambda: zeros(40))
+
+    def replace():
+        earlier.result = None
+        zeros(50)
+
+    took = cpu_peak(replace)
+    assert (took.peak_bytes, took.held_bytes) == (50 * MIB, 0)
+
+
+def test_the_stacks_of_what_was_held_at_the_peak():
+    def operator(x):
+        return x + 1
+
+    def work():
+        first = zeros(3)
+        return first, operator(first), torch.nn.Linear(1024, 1024, bias=False)
+
+    for _ in range(3):
+        with cpu_meter(stacks=True) as took:
+            kept = work()
+            zeros(1)
+        assert took.peak_bytes >= 11 * MIB
+        del kept
+        most = took.largest()
+        seen = [(each.nbytes // MIB, [p.function for p in each.stack[:3]]) for each in most[:3]]
+        assert seen[0] == (4, ["__init__", "work", "test_the_stacks_of_what_was_held_at_the_peak"])
+        assert sorted(name for _, (name, *_) in seen[1:]) == ["operator", "zeros"]
+        for each in most[:3]:
+            assert each.stack[0].exact == (each.stack[0].function != "operator")
+            assert each.stack[-1].line > 0
+
+
+def test_one_measurement_at_a_time():
+    def other():
+        with pytest.raises(RuntimeError, match="on already"):
+            cpu_peak(lambda: None)
+
+    with cpu_meter():
+        other()
+        started(other)
+    assert cpu_peak(lambda: zeros(1) is None).peak_bytes == MIB
+
+
+def test_memory_of_python_and_numpy():
+    import numpy
+
+    took = host_peak(lambda: numpy.ones(3 * MIB, dtype="uint8"))
+    assert 3 * MIB <= took.peak_bytes < 3.1 * MIB
+    assert took.held_bytes >= 3 * MIB
+    with host_meter() as took:
+        bytearray(2 * MIB)
+    assert 2 * MIB <= took.peak_bytes < 2.1 * MIB
+    assert took.held_bytes < MIB
+    assert host_peak(lambda: zeros(4)).peak_bytes < MIB
+
+
+def test_nothing_is_said_while_measuring():
+    code = (
+        "import os, torch; from kvcap.testing import cpu_peak; "
+        "print(cpu_peak(lambda: os.write(2, b'kept')).peak_bytes)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert (done.stdout, done.stderr.strip()) == ("0\n", "kept")
+
+
+def test_a_pytorch_that_cannot_count_threads_is_named(monkeypatch):
+    monkeypatch.setitem(memory_threads.LIBRARIES, "linux", "none.so")
+    monkeypatch.setitem(memory_threads.LIBRARIES, sys.platform, "none.so")
+    with pytest.raises(ThreadsNotCounted, match="measure in a fresh process"):
+        cpu_peak(lambda: None)
+    monkeypatch.undo()
+    assert cpu_peak(lambda: zeros(1) is None).peak_bytes == MIB
 
 
 def test_a_planted_leak_of_one_mebibyte_is_seen():

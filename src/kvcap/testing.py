@@ -1,12 +1,39 @@
 """What a memory test needs; see docs/memory.md. The pytest marker and fixture come by themselves.
 
-- `cpu_peak(function)`, `cpu_meter()`: exact peak of CPU tensors, and what is left.
-- `cuda_peak(function)`: the same on a GPU.
+- `cpu_peak(function)`, `cpu_meter()`: exact peak of CPU tensors in every thread, and what is left.
+- `cuda_peak(function)`, `cuda_meter()`: the same on a GPU.
+- `host_peak(function)`, `host_meter()`: the same of Python's objects and NumPy's arrays.
 - `process_peak(target, *args)`: peak resident set of a fresh process.
 - `kv_bytes(cache)`: what a cache really holds, by storage.
 """
 
-from kvcap.runtime.memory_meter import Peak, cpu_meter, cpu_peak, cuda_peak, kv_bytes
+from kvcap.runtime.memory_meter import (
+    Allocations,
+    Peak,
+    cpu_meter,
+    cpu_peak,
+    cuda_meter,
+    cuda_peak,
+    host_meter,
+    host_peak,
+    kv_bytes,
+)
+from kvcap.runtime.memory_stacks import Place
+from kvcap.runtime.memory_threads import ThreadsNotCounted
 from kvcap.runtime.process_peak import ProcessPeak, process_peak
 
-__all__ = ["Peak", "ProcessPeak", "cpu_meter", "cpu_peak", "cuda_peak", "kv_bytes", "process_peak"]
+__all__ = [
+    "Allocations",
+    "Peak",
+    "Place",
+    "ProcessPeak",
+    "ThreadsNotCounted",
+    "cpu_meter",
+    "cpu_peak",
+    "cuda_meter",
+    "cuda_peak",
+    "host_meter",
+    "host_peak",
+    "kv_bytes",
+    "process_peak",
+]

@@ -1,0 +1,186 @@
+"""Figures that tests measure, and the JSON file of earlier ones that they are held against.
+
+The file: `made_on` (versions and machine), and under `figures` each test's id, its figures and
+their bytes. A figure may be `{"bytes": 1048576, "tolerance": "5%"}`, which an update keeps.
+Nothing heavy is imported here, as every pytest of an environment with kvcap imports it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import platform
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+FORMAT = 1
+# By which a figure may grow: what is exact everywhere, exact on equal versions, and not exact.
+TOLERANCES = {"kv": 0.0, "cpu_peak": 0.02, "cuda_peak": 0.02, "host_peak": 0.1, "process_peak": 0.1}
+ANYWHERE = {"kv"}  # compared whatever the versions and the machine are
+
+
+class FiguresUnusable(ValueError):
+    """The file of figures is missing or is none."""
+
+
+@dataclass(frozen=True)
+class Figure:
+    """Bytes that a test measured."""
+
+    kind: str  # of TOLERANCES
+    nbytes: int
+    label: str = ""
+    allowed: int | None = None  # by the test's marker
+
+    @property
+    def name(self) -> str:
+        """As in the file, and in JUnit's properties."""
+        return ".".join(filter(None, (self.label, f"{self.kind}_bytes")))
+
+
+@dataclass(frozen=True)
+class Compared:
+    """A figure beside its earlier value."""
+
+    figure: Figure
+    before: int | None = None
+    limit: int | None = None  # the most that the earlier value allows; None: not compared
+
+    @property
+    def grew(self) -> bool:
+        """Beyond the tolerance."""
+        return self.limit is not None and self.figure.nbytes > self.limit
+
+    @property
+    def change(self) -> str:
+        """For people."""
+        if self.before is None:
+            return ""
+        if self.before == 0:
+            return f"{self.figure.nbytes:+,} B" if self.figure.nbytes else "+0.0 %"
+        return f"{self.figure.nbytes / self.before - 1:+.1%}".replace("%", " %")
+
+
+def made_on() -> dict[str, str]:
+    """What a figure depends on beside the code; of torch, what is known without importing it."""
+    found = {"platform": f"{platform.system()} {platform.machine()}"}
+    for name in ("torch", "transformers"):
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        found["cpu"] = torch.backends.cpu.get_cpu_capability()
+        found["threads"] = str(torch.get_num_threads())
+        if torch.cuda.is_initialized():
+            found["gpu"] = torch.cuda.get_device_name()
+    return found
+
+
+class Figures:
+    """The file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.made_on: dict[str, str] = {}
+        self.tests: dict[str, dict[str, Any]] = {}
+
+    @classmethod
+    def read(cls, path: Path) -> Figures:
+        """Read what `write` wrote, perhaps edited.
+
+        Raises:
+            FiguresUnusable: missing or malformed.
+        """
+        found = cls(path)
+        make = "`pytest --memory-update --memory-baseline FILE` writes one"
+        try:
+            document = json.loads(path.read_text())
+            if document["format"] != FORMAT:
+                raise ValueError(f"format {document['format']!r} rather than {FORMAT}")
+            found.made_on = {str(k): str(v) for k, v in dict(document["made_on"]).items()}
+            found.tests = {str(k): dict(v) for k, v in dict(document["figures"]).items()}
+            for figures in found.tests.values():
+                for value in figures.values():
+                    _bytes_and_tolerance(value)
+        except FileNotFoundError as error:
+            raise FiguresUnusable(f"there is no file of figures {path}; {make}") from error
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise FiguresUnusable(f"{path} is no file of figures ({error!r}); {make}") from error
+        return found
+
+    def unlike(self, here: Mapping[str, str]) -> str:
+        """What differs from where the file was made; nothing where all that both know agrees."""
+        return ", ".join(
+            f"{name} {self.made_on[name]} there, {here[name]} here"
+            for name in sorted(self.made_on.keys() & here.keys())
+            if self.made_on[name] != here[name]
+        )
+
+    def compare(
+        self, test: str, figure: Figure, tolerance: float | None, here: Mapping[str, str]
+    ) -> Compared:
+        """Hold a figure against its earlier value; `tolerance` replaces that of its kind."""
+        value = self.tests.get(test, {}).get(figure.name)
+        if value is None:
+            return Compared(figure)
+        before, own = _bytes_and_tolerance(value)
+        if figure.kind not in ANYWHERE and self.unlike(here):
+            return Compared(figure, before)
+        if own is None:
+            own = TOLERANCES[figure.kind]
+            if tolerance is not None and figure.kind not in ANYWHERE:
+                own = tolerance
+        return Compared(figure, before, math.floor(before * (1 + own)))
+
+    def update(self, measured: Mapping[str, list[Figure]], here: Mapping[str, str]) -> None:
+        """Replace the figures of the tests that were measured; those of others stay."""
+        for test, figures in measured.items():
+            known, now = self.tests.get(test, {}), dict[str, Any]()
+            for figure in figures:
+                value = known.get(figure.name)
+                now[figure.name] = (
+                    {**value, "bytes": figure.nbytes} if isinstance(value, dict) else figure.nbytes
+                )
+            self.tests[test] = now
+        self.made_on = dict(here)
+
+    def write(self) -> None:
+        """Replace the file, whole or not at all."""
+        document = {"format": FORMAT, "made_on": self.made_on, "figures": self.tests}
+        part = self.path.with_name(f".{self.path.name}.{os.getpid()}")
+        try:
+            part.write_text(json.dumps(document, indent=1, sort_keys=True) + "\n")
+            part.replace(self.path)
+        finally:
+            part.unlink(missing_ok=True)
+
+
+def share(text: str) -> float:
+    """0.02 from '2%' or '2'.
+
+    Raises:
+        ValueError: not a percentage of zero or more.
+    """
+    try:
+        found = float(text.strip().removesuffix("%")) / 100
+    except ValueError:
+        found = -1.0
+    if not 0 <= found < math.inf:
+        raise ValueError(f"{text!r} is no percentage; write 2% or 0.5%")
+    return found
+
+
+def _bytes_and_tolerance(value: Any) -> tuple[int, float | None]:
+    tolerance = None
+    if isinstance(value, dict):
+        tolerance = share(value["tolerance"]) if "tolerance" in value else None
+        value = value["bytes"]
+    if type(value) is not int or value < 0:
+        raise ValueError(f"{value!r} is no number of bytes")
+    return value, tolerance
