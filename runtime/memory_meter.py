@@ -142,7 +142,8 @@ class _Recording:
         with _without_usdt():
             _autograd._prepare_profiler(config, {ProfilerActivity.CPU})
             # Of operators, only what users mark by record_function: each takes time and memory.
-            _autograd._enable_profiler(config, {ProfilerActivity.CPU}, {RecordScope.USER_SCOPE})
+            scopes = {RecordScope.USER_SCOPE}
+            _autograd._enable_profiler(config, {ProfilerActivity.CPU}, scopes)  # type: ignore[call-arg]
         self._shared.start()
         if self._stacks:
             log = CallLog.of(sys._getframe())

@@ -87,7 +87,7 @@ class SharedCount:
         self._state = self._api.current()
         self._main, self._on = threading.get_ident(), True
         self._before = threading.getprofile()
-        threading.setprofile(self._join)  # type: ignore[arg-type]
+        threading.setprofile(self._join)
         _in_running_threads(self._join)
 
     def stop(self) -> None:
@@ -121,7 +121,7 @@ class SharedCount:
         self._api.current()  # and now owned, as nobody gives this one back
         self._counting[threading.get_ident()] = threading.get_native_id()
         then = self._record(frame) or self._before
-        sys.setprofile(then)  # type: ignore[arg-type]
+        sys.setprofile(then)
         if then is not None:
             then(frame, event, arg)  # type: ignore[arg-type]
 

@@ -393,7 +393,7 @@ def _is_pytest(file: str) -> bool:
 
 def _shown(file: str, root: Path) -> str:
     """A path as short as it is clear."""
-    for folder in (root, *_libraries()[::-1]):
+    for folder in (str(root), *_libraries()[::-1]):
         if Path(file).is_relative_to(folder):
             return str(Path(file).relative_to(folder))
     return file
@@ -477,7 +477,8 @@ class Baseline:
         """After the body, and outside all meters."""
         result = yield
         if not getattr(item, "_excinfo", None):
-            grew = [c for c in self.compared(item.nodeid, item.stash.get(FIGURES, [])) if c.grew]
+            figures: list[Figure] = item.stash.get(FIGURES, [])
+            grew = [c for c in self.compared(item.nodeid, figures) if c.grew]
             if grew:
                 pytest.fail("\n".join(map(_growth, grew)), pytrace=False)
         return result
