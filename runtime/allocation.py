@@ -79,12 +79,3 @@ class Allocation:
             needed = self.layout.nbytes(batch, dtype)["evicted_store"]
             self._file = MappedFile(corrector.directory, needed)
         return Calibration(corrector, segments, heads, self._file.new)
-
-    def check_file(self) -> None:
-        """Refuse to go on with a file of evicted tokens that was cut short.
-
-        Raises:
-            StoreFailed: before anything is read.
-        """
-        if self._file is not None:
-            self._file.check()

@@ -134,7 +134,6 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
         Raises:
             BlockTooLarge, MemoryCapExceeded: before anything is changed.
             UnsupportedModel: the policy or the positions need the registered attention function.
-            StoreFailed: the file of evicted tokens was cut short.
         """
         length = self._cache.current.tokens or key_states.shape[2]
         late = left(key_states)
@@ -254,8 +253,6 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
     def _check(self, length: int) -> None:
         """Refuse a block that cannot be read rightly, before anything has changed."""
         cache, policy = self._cache, self._cache.eviction.policy
-        if self.index == 0:
-            cache.allocation.check_file()
         if not self._attended and self.seen and cache.eviction.needs_attention:
             raise UnsupportedModel(
                 f"policy {cache.eviction.name!r} works inside attention, which stock attention "

@@ -12,7 +12,7 @@ KvcapError
 ├── ModelNotFound           no directory, repository or config of that name
 ├── ModelFilesBroken        a model's files are missing, broken, or would have to run code
 ├── ChatTemplateMissing     the tokenizer has no chat template, or none that can be used
-├── StoreFailed             the file for evicted tokens cannot be made, or was cut short
+├── StoreFailed             the file for evicted tokens cannot be made
 ├── PinsTooLarge            pinned tokens need more slots than a head has; nothing was read
 ├── SessionNotSaved         the session's file cannot be written; an earlier one is as it was
 ├── SessionFileError        a session's file cannot be taken; nothing was changed
@@ -88,7 +88,7 @@ class ChatTemplateMissing(KvcapError, ValueError):
 
 
 class StoreFailed(KvcapError, OSError):
-    """The file that holds evicted tokens cannot be made or no longer has its size."""
+    """The file that holds evicted tokens cannot be made."""
 
 
 class PinsTooLarge(KvcapError, ValueError):

@@ -1,7 +1,8 @@
 """A file of a fixed size that tensors are mapped into memory from.
 
-Every byte is written when it is made, so that a full disk is an error then and never a crash later;
-`check` sees a file that was cut short before it is touched. Removed with the last tensor's owner.
+Every byte is written when it is made, so that a full disk is an error then and never a crash later.
+Where the system allows, it has no name from then on: nobody can cut it short, which would end the
+process, and nothing is left of it after this process, however that ends.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import contextlib
 import os
 import tempfile
 import weakref
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
@@ -31,15 +32,17 @@ class MappedFile:
     def __init__(self, directory: str, nbytes: int) -> None:
         self.nbytes, self._next = nbytes, 0
         try:
-            descriptor, self.path = tempfile.mkstemp(".evicted", "kvcap-", directory)
+            descriptor, path = tempfile.mkstemp(".evicted", "kvcap-", directory)
         except OSError as error:
             raise StoreFailed(
                 f"the store for evicted tokens cannot be made in {directory!r} "
                 f"({error.strerror}); give a directory that exists and can be written"
             ) from error
-        self._finalizer = weakref.finalize(self, _remove, descriptor, self.path)
-        self._descriptor = descriptor
+        self._file = os.fdopen(descriptor, "r+b")
+        self._finalizer = weakref.finalize(self, _remove, self._file, path)
         try:
+            if os.name == "posix":
+                os.unlink(path)
             for start in range(0, nbytes, PIECE):
                 _write_all(descriptor, bytes(min(PIECE, nbytes - start)))
         except OSError as error:
@@ -54,23 +57,9 @@ class MappedFile:
         """The next tensor of the file, as `torch.zeros` makes one."""
         length = int(np.prod(shape)) * dtype.itemsize
         assert self._next + length <= self.nbytes, "the file was made too small"
-        mapped = np.memmap(self.path, np.uint8, "r+", offset=self._next, shape=(length,))
+        mapped = np.memmap(self._file, np.uint8, "r+", offset=self._next, shape=(length,))
         self._next += length
         return torch.from_numpy(mapped).view(dtype).view(shape)
-
-    def check(self) -> None:
-        """Refuse a file that no longer has its size: reading past its end would end the process.
-
-        Raises:
-            StoreFailed: it was cut short.
-        """
-        size = os.fstat(self._descriptor).st_size
-        if size < self.nbytes:
-            raise StoreFailed(
-                f"the store for evicted tokens, {self.path}, was cut from {self.nbytes:,} to "
-                f"{size:,} bytes by someone else; put the file back to its size, or reset the "
-                "session and start again"
-            )
 
 
 def _write_all(descriptor: int, data: bytes) -> None:
@@ -78,8 +67,7 @@ def _write_all(descriptor: int, data: bytes) -> None:
         data = data[os.write(descriptor, data) :]
 
 
-def _remove(descriptor: int, path: str) -> None:
-    with contextlib.suppress(OSError):
-        os.close(descriptor)
+def _remove(file: BinaryIO, path: str) -> None:
+    file.close()
     with contextlib.suppress(OSError):
         os.unlink(path)

@@ -27,6 +27,7 @@ from kvcap.runtime.errors import (
     first_line,
 )
 from kvcap.runtime.model_shape import FAMILIES, ModelShape
+from kvcap.runtime.plain_files import check_folder
 from kvcap.runtime.quantised import UNPACKED, quantisation, unpacking
 from kvcap.runtime.sampling import NEUTRAL
 from kvcap.runtime.weights import refuse_misfits
@@ -39,10 +40,16 @@ def load_config(where: str) -> Any:
 
     Raises:
         ModelNotFound: no such directory or repository, or it holds no config.
-        ModelFilesBroken: the config is no JSON, or its values make no model.
+        ModelFilesBroken: the config is no JSON, or its values make no model; or the directory holds
+            a pipe, a device or a text too large to be read.
         UnsupportedModel: another kind of model.
     """
     folder = Path(where)
+    if folder.is_dir():
+        try:
+            check_folder(folder)
+        except (OSError, ValueError) as error:
+            raise _broken(where, "a file", error) from error
     there = (folder / "config.json").is_file()
     try:
         if folder.is_dir() and not there:

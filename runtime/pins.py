@@ -61,17 +61,28 @@ def _shared(a: Sequence[int], b: Sequence[int]) -> int:
     )
 
 
+def merged(spans: Iterable[Span]) -> list[Span]:
+    """The same tokens in the fewest spans, in order.
+
+    >>> merged([(8, 9), (2, 6), (0, 4), (5, 5)])
+    [(0, 6), (8, 9)]
+    """
+    found: list[Span] = []
+    for start, stop in sorted(spans):
+        if found and start <= found[-1][1]:
+            found[-1] = found[-1][0], max(stop, found[-1][1])
+        elif start < stop:
+            found.append((start, stop))
+    return found
+
+
 def covered(spans: Iterable[Span]) -> int:
     """Tokens that lie in any of the spans.
 
     >>> covered([(0, 4), (2, 6), (8, 9)])
     7
     """
-    total = reached = 0
-    for start, stop in sorted(spans):
-        total += max(0, stop - max(start, reached))
-        reached = max(reached, stop)
-    return total
+    return sum(stop - start for start, stop in merged(spans))
 
 
 def check_pins(cache: BudgetCache, spans: Sequence[Span], budgets: list[list[int]]) -> None:

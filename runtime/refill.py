@@ -15,7 +15,7 @@ from kvcap.policies.base import apportion
 from kvcap.runtime.budget_layer import BudgetLayer
 from kvcap.runtime.evictor import SHIFT, Seen
 from kvcap.runtime.pins import check_pins
-from kvcap.runtime.rope import Rotation
+from kvcap.runtime.rope import rotate_back_eagerly, rotations
 from kvcap.runtime.saved_layers import SavedLayers
 from kvcap.runtime.slot_pool import Segment, SlotPool, resize
 
@@ -125,9 +125,8 @@ class Refill:
         if layer.ring is not None and layer.rotates and not self.exact:
             shift = layer.ring.shift
             group = layer.ring.queries.shape[1] // shift.shape[1]
-            rotation = self._rotation(shift)
             wide = shift.repeat_interleave(group, dim=1)
-            layer.ring.fill(rotation.back(layer.ring.queries, wide), torch.zeros_like(shift))
+            layer.ring.fill(self._back(layer.ring.queries, wide), torch.zeros_like(shift))
         if layer.calibration is not None and saved["evicted"] is not None:
             self._fill_evicted(layer, saved)
 
@@ -185,7 +184,7 @@ class Refill:
             buffer.copy_(row[name])
         keys = one.keys
         if layer.rotates:
-            keys = self._rotation(one.side(SHIFT)).back(keys, one.side(SHIFT))
+            keys = self._back(keys, one.side(SHIFT))
         evictor.fit(one, Seen(self.seen, 0, [keys]))
         return {name: one.view(buffer)[0, 0] for name, buffer in aside.named().items()}
 
@@ -196,15 +195,16 @@ class Refill:
         shift = row[SHIFT]
         made_at = row["positions"].argsort().argsort() + shift
         if int(made_at.max()) >= self.cache.layout.rotation_span:
-            row["keys"] = self._rotation(shift).back(row["keys"], shift)
+            row["keys"] = self._back(row["keys"], shift)
             row[SHIFT] = torch.zeros_like(shift)
 
-    def _rotation(self, shift: Tensor) -> Rotation:
-        """By as far as these shifts go, which may be further than the cache's table."""
+    def _back(self, x: Tensor, shift: Tensor) -> Tensor:
+        """Rotate x [..., n, D] back by `shift` [..., n], however far, without a table."""
         rope = self.cache.layout.rope
         assert rope is not None
         assert rope.inv_freq is not None
-        return Rotation(rope.inv_freq, int(shift.max()) + 1, shift.device)
+        rows = rotations(rope.inv_freq.double().cpu(), shift.cpu()).to(x.device)
+        return rotate_back_eagerly(x, rows)
 
 
 def _share(held: list[int], total: int, least: int) -> list[int]:

@@ -85,7 +85,7 @@ class Rotation:
         dtype: torch.dtype = torch.float32,
     ) -> None:
         self._inv_freq = inv_freq.double().cpu()
-        self.table = self._rows(torch.arange(span)).to(device, dtype)
+        self.table = rotations(self._inv_freq, torch.arange(span)).to(device, dtype)
 
     def back(self, x: Tensor, shift: Tensor) -> Tensor:
         """Rotate `x` [..., n, D] back by `shift` [..., n], below the table's span; in x's dtype."""
@@ -104,11 +104,13 @@ class Rotation:
         """Rotate all of `x` [..., D] back by any one offset."""
         if 0 <= offset < len(self.table):  # no copy to the device, which a CUDA graph cannot make
             return rotate_back_eagerly(x, self.table[offset])
-        return rotate_back_eagerly(x, self._rows(torch.tensor(offset)).to(x.device))
+        return rotate_back_eagerly(x, rotations(self._inv_freq, torch.tensor(offset)).to(x.device))
 
-    def _rows(self, shifts: Tensor) -> Tensor:
-        angles = shifts.double()[..., None] * self._inv_freq
-        return torch.stack((angles.cos(), angles.sin()), dim=-2).float()
+
+def rotations(inv_freq: Tensor, shifts: Tensor) -> Tensor:
+    """Cosines and sines [..., 2, R/2] of `shifts` [...], from frequencies in float64."""
+    angles = shifts.double()[..., None] * inv_freq
+    return torch.stack((angles.cos(), angles.sin()), dim=-2).float()
 
 
 def rotate_back_eagerly(x: Tensor, rows: Tensor) -> Tensor:

@@ -76,6 +76,11 @@ class Runtime:
         """The tokens that the model was trained on at once."""
         return ModelShape.of(self.model.config.get_text_config(decoder=True)).trained_length
 
+    @cached_property
+    def vocabulary(self) -> int:
+        """How many tokens the model knows."""
+        return ModelShape.of(self.model.config.get_text_config(decoder=True)).vocabulary
+
     @property
     def generation(self) -> GenerationConfig:
         """The model's own settings of generation."""

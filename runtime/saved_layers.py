@@ -5,6 +5,7 @@ A row is what one KV head of one layer holds, in the order it lies in memory.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 from kvcap.runtime.budget_cache import BudgetCache
 from kvcap.runtime.budget_layer import BudgetLayer
 from kvcap.runtime.evictor import SHIFT
+from kvcap.runtime.pins import merged
 from kvcap.runtime.session_file import SessionFile
 from kvcap.runtime.slot_pool import Segment
 
@@ -53,7 +55,7 @@ class SavedLayers:
 
     Args:
         cache: any state.
-        file: of a session that it may take up.
+        file: of a session that it may take up, whose facts are those of its schema.
         exact: same eviction and sizes, so that the boundaries between segments are the saved ones.
 
     Raises:
@@ -66,11 +68,11 @@ class SavedLayers:
         self.seen: int = facts["seen"]
         self.layers: list[dict[str, Any]] = facts["layers"]
         self.preferences = facts["preferences"]
-        self.spans = [(int(a), int(b)) for a, b in facts["pinned_spans"]]
-        self.demand(type(self.seen) is int and self.seen >= 0, "tokens seen")
-        self.demand(len(self.layers) == len(cache.layout.budgets), "the number of layers")
-        self.demand(all(0 <= a < b for a, b in self.spans), "pinned tokens")
-        self.demand(self.preferences is None or _floats(self.preferences), "preferences")
+        self.spans = merged((a, b) for a, b in facts["pinned_spans"])
+        count = len(cache.layout.budgets)
+        self.demand(len(self.layers) == count, "the number of layers")
+        fits = self.preferences is None or len(self.preferences) == count
+        self.demand(fits, "the number of preferences")
         for index, saved in enumerate(self.layers):
             self._check(index, saved)
         for index, native in cache.sliding_layers.items():
@@ -98,9 +100,7 @@ class SavedLayers:
     def _check(self, index: int, saved: dict[str, Any]) -> None:
         shape, layer = self.cache.layout.shape, self.cache.capped_layers[index]
         rows, dtype = [saved["held"], saved["budgets"], saved["stays"]], _dtype(layer)
-        for row in rows:
-            whole = all(type(n) is int and n >= 0 for n in row)
-            self.demand(len(row) == shape.kv_heads and whole, f"layer {index}'s slots")
+        self.demand({len(row) for row in rows} == {shape.kv_heads}, f"layer {index}'s slots")
         self.demand(all(n <= self.seen for n in rows[0]), f"layer {index}'s slots")
         self.demand(not self.seen or min(rows[0]) > 0, f"layer {index}'s slots")
         total, size = sum(rows[0]), shape.head_size
@@ -109,14 +109,16 @@ class SavedLayers:
         positions = self._take(index, "slots.positions", (total,), torch.int32)
         inside = bool(((positions >= 0) & (positions < self.seen)).all())
         self.demand(inside, f"layer {index}'s positions")
-        for row in positions.split(rows[0]):
+        held = positions.split(rows[0])
+        for row in held:
             self.demand(len(row.unique()) == len(row), f"layer {index}'s positions")
         for name, kind in layer.segments[0].pool.kinds().items():
             if self.has(index, f"slots.{name}"):
                 side = self._take(index, f"slots.{name}", (total,), kind)
+                self.demand(not bool(side.isnan().any()), f"layer {index}'s {name}")
                 if name == SHIFT:
-                    fits = bool(((side >= 0) & (side <= self._span(layer))).all())
-                    self.demand(fits, f"layer {index}'s shifts")
+                    made_at = torch.cat([_ranks(row, row) for row in held]) + side
+                    self._in_reach(layer, side, made_at, "shifts")
             elif self.exact or (name == SHIFT and layer.rotates):
                 self._take(index, f"slots.{name}", (total,), kind)  # says what is missing
         if layer.ring is not None and self.seen:
@@ -124,27 +126,43 @@ class SavedLayers:
             queries = (1, shape.heads, length, size)
             self._finite(self._take(index, "ring.queries", queries, dtype), index)
             shift = self._take(index, "ring.shift", (1, shape.kv_heads, length), torch.int32)
-            fits = bool(((shift >= 0) & (shift <= self._span(layer))).all())
-            self.demand(fits, f"layer {index}'s window")
+            newest = torch.tensor(rows[0])[:, None] - length + torch.arange(length)
+            self._in_reach(layer, shift, newest.clamp(min=0) + shift, "window")
         if layer.calibration is not None and saved["evicted"] is not None:
-            self._check_evicted(index, saved["evicted"])
+            self._check_evicted(layer, saved, held)
 
-    def _span(self, layer: BudgetLayer) -> int:
-        """How far positions can have moved: never beyond what was read."""
+    def _in_reach(self, layer: BudgetLayer, shift: Tensor, made_at: Tensor, what: str) -> None:
+        """Refuse positions that moved further than was read, or from where none can be made."""
         exact = self.exact and layer.rotates
-        return self.cache.layout.rotation_span - 1 if exact else self.seen
+        last = self.cache.layout.rotation_span - 1 if exact else 2 * self.seen
+        fits = bool(((shift >= 0) & (shift <= self.seen) & (made_at <= last)).all())
+        self.demand(fits, f"layer {layer.index}'s {what}")
 
-    def _check_evicted(self, index: int, held: list[int]) -> None:
-        shape, kept = self.cache.layout.shape, self.cache.capped_layers[index].calibration
+    def _check_evicted(
+        self, layer: BudgetLayer, saved: dict[str, Any], rows: Sequence[Tensor]
+    ) -> None:
+        """The evicted tokens of a layer that holds `rows` of others."""
+        index, kept, counts = layer.index, layer.calibration, saved["evicted"]
         assert kept is not None
-        whole = all(type(n) is int and 0 <= n <= self.seen for n in held)
-        self.demand(len(held) == shape.kv_heads and whole, f"layer {index}'s evicted tokens")
-        for name, like in kept.pool.named().items():
-            wanted = (sum(held), *like.shape[1:])
-            self._take(index, f"evicted.{name}", wanted, like.dtype)
+        what = f"layer {index}'s evicted tokens"
+        self.demand(len(counts) == len(rows) and max(counts) <= self.seen, what)
+        found = {
+            name: self._take(index, f"evicted.{name}", (sum(counts), *like.shape[1:]), like.dtype)
+            for name, like in kept.pool.named().items()
+        }
+        finite = all(bool(found[name].isfinite().all()) for name in ("keys", "values"))
+        self.demand(finite and not bool(found["score"].isnan().any()), what)
+        times, made_at = found["positions"], found["made_at"]
+        self.demand(bool(((times >= 0) & (times < self.seen)).all()), what)
+        pairs = zip(rows, times.split(counts), strict=True)
+        ranks = torch.cat([_ranks(row, evicted) for row, evicted in pairs])
+        self._in_reach(layer, made_at - (ranks if layer.rotates else 0), made_at, what)
         for name, like in kept.remembered.items():
-            self._take(index, f"remembered.{name}", tuple(like.shape), like.dtype)
-        self.demand(len(self.layers[index]["counts"]) == 2, f"layer {index}'s counts")
+            tensor = self._take(index, f"remembered.{name}", tuple(like.shape), like.dtype)
+            missing = tensor.isneginf() if name == "lse" else tensor.new_zeros((), dtype=torch.bool)
+            self.demand(bool((tensor.isfinite() | missing).all()), f"layer {index}'s {name}")
+        steps, recomputed = saved.get("counts", (0, 1))
+        self.demand(recomputed <= steps, f"layer {index}'s counts")
 
     def _check_sliding(self, index: int, window: int) -> None:
         if self.seen:
@@ -166,7 +184,6 @@ def _dtype(layer: BudgetLayer) -> torch.dtype:
     return layer.segments[0].pool.keys.dtype
 
 
-def _floats(values: Any) -> bool:
-    return isinstance(values, list) and all(
-        v is None or isinstance(v, (int, float)) for v in values
-    )
+def _ranks(row: Tensor, times: Tensor) -> Tensor:
+    """How many tokens of `row` [n] are older than each of `times` [m]."""
+    return torch.searchsorted(row.sort().values, times.contiguous(), out_int32=True)

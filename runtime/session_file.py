@@ -7,11 +7,10 @@ library of arrays: a tensor is PyTorch's or NumPy's.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import os
-import tempfile
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from pathlib import Path
@@ -26,6 +25,8 @@ from kvcap.runtime.errors import (
     SessionNotSaved,
     first_line,
 )
+from kvcap.runtime.part_file import replacing
+from kvcap.runtime.plain_files import check_plain, parse_json
 
 FORMAT = "kvcap-session"
 VERSION = 1
@@ -38,6 +39,7 @@ DTYPES = {
     "uint8": "U8",
     "bool": "BOOL",
 }
+LONGEST = 100_000_000  # bytes of a header that safetensors reads
 PIECE = 1 << 20  # bytes handed to the system at once
 Array = Any  # a torch.Tensor or a numpy.ndarray
 Pieces = Sequence[Array]
@@ -71,37 +73,25 @@ def write(path: str | os.PathLike[str], tensors: Mapping[str, Pieces], facts: An
     }
     head = json.dumps(header, separators=(",", ":")).encode()
     head += b" " * (-len(head) % 8)
-    try:
-        pieces_of_all = (piece for name in names for piece in tensors[name])
-        _replace(target, len(head).to_bytes(8, "little") + head, pieces_of_all)
-    except OSError as error:
+    if len(head) > LONGEST:
         raise SessionNotSaved(
-            f"the session cannot be saved in {str(path)!r} ({error.strerror or error}); free some "
-            "room or give another file"
-        ) from error
-
-
-def _replace(target: Path, head: bytes, tensors: Iterator[Array]) -> None:
-    descriptor, part = tempfile.mkstemp(".part", f".{target.name}.", target.parent)
+            f"the session cannot be saved in {str(path)!r}: its messages take {len(head):,} bytes, "
+            f"and such a file holds {LONGEST:,}; begin a new one (in chat: /clear)"
+        )
     try:
-        try:
-            _write_all(descriptor, memoryview(head))
-            for tensor in tensors:
-                _write_all(descriptor, _bytes(tensor))
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-        os.replace(part, target)
-    except BaseException:  # Ctrl-C too
-        with contextlib.suppress(OSError):
-            os.unlink(part)
-        raise
-    if os.name == "posix":  # the new name, too, must survive a power cut
-        directory = os.open(target.parent, os.O_RDONLY)
-        try:
-            os.fsync(directory)
-        finally:
-            os.close(directory)
+        if target.exists():
+            check_plain(target)  # as a device's name must not become a file's
+        with replacing(target) as descriptor:
+            _write_all(descriptor, memoryview(len(head).to_bytes(8, "little") + head))
+            for name in names:
+                for piece in tensors[name]:
+                    _write_all(descriptor, _bytes(piece))
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise SessionNotSaved(
+            f"the session cannot be saved in {str(path)!r} ({reason}); free some room or give "
+            "another file"
+        ) from error
 
 
 def _write_all(descriptor: int, data: memoryview) -> None:
@@ -155,6 +145,7 @@ class SessionFile:
     def __init__(self, path: str | os.PathLike[str], framework: str = "pt") -> None:
         self.path = str(path)
         try:
+            check_plain(self.path)
             opened: Any = safe_open
             self._file = opened(self.path, framework=framework).__enter__()
         except (SafetensorError, OSError, ValueError) as error:
@@ -171,8 +162,8 @@ class SessionFile:
         if about.get("format") != FORMAT:
             raise self.corrupt("it is no kvcap session")
         version = about.get("version", "")
-        if not (version.isascii() and version.isdigit()):
-            raise self.corrupt(f"its version is {version!r}")
+        if not re.fullmatch("[0-9]{1,9}", version):
+            raise self.corrupt(f"its version is {version[:20]!r}")
         if int(version) > VERSION:
             raise SessionFileNewer(
                 f"{self.path!r} has session format {version}, this kvcap knows up to {VERSION}; "
@@ -182,7 +173,7 @@ class SessionFile:
         self.names = frozenset(self._file.keys())
         try:
             found = digest(session, ((name, [self.tensor(name)]) for name in sorted(self.names)))
-            facts = json.loads(session)
+            facts = parse_json(session)
         except (SafetensorError, ValueError, KeyError, RuntimeError, TypeError) as error:
             raise self.corrupt("it cannot be decoded") from error
         if found != about.get("digest") or not isinstance(facts, dict):

@@ -7,6 +7,7 @@ before anything is changed.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 from dataclasses import fields, replace
@@ -20,12 +21,17 @@ import kvcap
 from kvcap.policies import Eviction
 from kvcap.policies.base import Component
 from kvcap.runtime.budget_cache import BudgetCache
-from kvcap.runtime.conversation import check_conversation
 from kvcap.runtime.errors import SessionBroken, SessionFileForeign
 from kvcap.runtime.model_shape import ModelShape
 from kvcap.runtime.refill import Refill
 from kvcap.runtime.sampling import NEUTRAL
 from kvcap.runtime.saved_layers import SavedLayers, saved
+from kvcap.runtime.session_facts import (
+    SETTINGS,
+    check_conversation,
+    checked_facts,
+    generation_of,
+)
 from kvcap.runtime.session_file import SessionFile
 
 if TYPE_CHECKING:
@@ -73,9 +79,9 @@ def gather(session: Session, runtime: Runtime) -> tuple[dict[str, list[Tensor]],
 
 
 def settings(generation: GenerationConfig) -> dict[str, Any]:
-    """The settings, in a way that every version of transformers takes them."""
-    given = json.loads(generation.to_json_string(use_diff=False)).items()
-    return {**NEUTRAL, **{name: value for name, value in given if value is not None}}
+    """What a session goes by of the settings, as every version of transformers takes them."""
+    given = {name: getattr(generation, name, None) for name in SETTINGS}
+    return {**NEUTRAL, **{name: value for name, value in given.items() if value is not None}}
 
 
 def restore(session: Session, runtime: Runtime, file: SessionFile) -> None:
@@ -86,16 +92,17 @@ def restore(session: Session, runtime: Runtime, file: SessionFile) -> None:
         SessionFileCorrupt: not what a session can be. Nothing is changed by either.
         PinsTooLarge: the pinned tokens do not fit the budget.
     """
+    facts = checked_facts(file)
+    _check_identity(facts, runtime, file.path)
+    check_conversation(file, runtime.vocabulary)
+    generation, conversation = copy.deepcopy(runtime.generation), facts["conversation"]
+    for name, value in generation_of(facts["generation"]).items():
+        setattr(generation, name, value)
     try:
-        facts = file.facts
-        _check_identity(facts, runtime, file.path)
-        generation = GenerationConfig.from_dict(facts["generation"])
-        conversation = facts["conversation"]
-        draws = torch.Generator()
+        draws = runtime.draws(conversation["seed"])
         draws.set_state(file.taken("draws", tuple(draws.get_state().shape), torch.uint8))
         exact = continues(facts, session.cache, file.path)
         refill = Refill(SavedLayers(session.cache, file, exact))
-        check_conversation(conversation)
     except (
         LookupError,
         TypeError,

@@ -8,7 +8,6 @@ that loading takes. No tensor is read, and nothing in these files can be execute
 
 from __future__ import annotations
 
-import json
 import re
 from collections import defaultdict
 from collections.abc import Iterable
@@ -25,6 +24,7 @@ from transformers import AutoModelForCausalLM
 
 from kvcap.runtime.attention import NAME
 from kvcap.runtime.errors import ModelFilesBroken, first_line
+from kvcap.runtime.plain_files import read_json
 from kvcap.runtime.quantised import UNPACKED, parts, quantisation
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -212,9 +212,9 @@ def _files(folder: Path) -> list[str]:
 def _shards(index: Path) -> list[str]:
     """The files that an index names, all beside it."""
     try:
-        names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
+        names = sorted(set(read_json(index)["weight_map"].values()))
         foreign = [name for name in names if not re.fullmatch(r"[^/\\]+\.safetensors", name)]
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError, OSError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError, OSError) as error:
         raise ModelFilesBroken(
             f"{str(index)!r} is no index of safetensors files ({first_line(error)}); get it again"
         ) from error

@@ -264,6 +264,42 @@ def fact(value, *keys):
         fact([7], "conversation", "pinned"),
         fact("warm", "generation"),
         fact(None, "fingerprint"),
+        fact(24.0, "seen"),
+        fact(True, "seen"),
+        fact("compact\0", "positions"),
+        fact([[0, 1]] * 200_000, "pinned_spans"),
+        fact([[0, 1 << 40]], "pinned_spans"),
+        fact([[0, 1, 2]], "pinned_spans"),
+        fact([0, 0], "layers", 0, "stays"),
+        fact("no", "layers", 0, "moved"),
+        fact(1 << 60, "layers", 0, "ring"),
+        fact([1.0] * 3, "preferences"),
+        fact([float("nan")] * 2, "preferences"),
+        fact([[{"role": "user", "content": ["Hi"]}]], "conversation", "messages"),
+        fact([{"role": "root", "content": "Hi"}] * 2, "conversation", "messages"),
+        fact([{"role": "user", "content": "\ud800"}] * 2, "conversation", "messages"),
+        fact(["Be kind."], "conversation", "system"),
+        fact("yes", "conversation", "pin_system"),
+        fact([1], "conversation", "pinned"),  # an answer
+        fact([10**9], "conversation", "unread"),
+        fact([1, 2], "conversation", "unread"),
+        fact(1.5, "conversation", "seed"),
+        fact(1 << 70, "conversation", "seed"),
+        *(
+            fact(value, "generation", name)
+            for name, values in {
+                "temperature": ["hot", -1, float("nan"), float("inf"), 1e-200, True],
+                "top_k": [-1, 2.5, "3"],
+                "top_p": [1.5, -0.1, [0.5]],
+                "min_p": [2],
+                "repetition_penalty": [0, -1, "x", 1e200],
+                "max_new_tokens": [0, 2.5, "many"],
+                "eos_token_id": ["</s>", [[2]], 2.0, {"a": 1}],
+                "stop_strings": [3, [None], {"a": 1}],
+                "do_sample": ["yes", 1],
+            }.items()
+            for value in values
+        ),
     ],
 )
 def test_what_cannot_be_is_refused_and_changes_nothing(change, session, chatting, tmp_path):
@@ -275,6 +311,74 @@ def test_what_cannot_be_is_refused_and_changes_nothing(change, session, chatting
         session.restore(bad)
     assert session.conversation == before
     assert torch.equal(session.cache.capped_layers[0].keys, logits)
+
+
+@pytest.mark.parametrize("version", ["9" * 4301, "9" * 10, "1.0", "-1", "\u0661", "", " 1"])
+def test_a_version_that_is_none(version, session, chatting, tmp_path):
+    session.save(tmp_path / "s")
+    data = (tmp_path / "s").read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    header["__metadata__"]["version"] = version
+    text = json.dumps(header).encode()
+    (tmp_path / "s").write_bytes(len(text).to_bytes(8, "little") + text + data[8 + length :])
+    with pytest.raises(SessionFileCorrupt, match="its version is"):
+        Session.load(chatting, tmp_path / "s")
+
+
+def test_settings_of_generation_are_what_a_session_goes_by(session, chatting, tmp_path):
+    """Whole numbers where fractions are meant, one stop string, settings that nobody knows."""
+    session.save(tmp_path / "s")
+
+    def change(tensors, facts):
+        facts["generation"] = {
+            "do_sample": True, "temperature": 1, "repetition_penalty": 2, "stop_strings": "zzz",
+            "num_beams": 4, "cache_implementation": "static", "max_new_tokens": 3,
+        }  # fmt: skip
+
+    loaded = Session.load(chatting, rewritten(tmp_path / "s", tmp_path / "other", change))
+    assert "".join(loaded.send("And now?"))
+    assert loaded.turn.completion_tokens <= 3
+    assert loaded.generation.stop_strings == ["zzz"]
+    assert loaded.generation.num_beams == chatting.generation.num_beams
+
+
+def test_pinned_spans_are_kept_in_the_fewest(session, chatting, tmp_path):
+    """So that what evictions do for each of them is bounded by the slots."""
+    session.save(tmp_path / "s")
+    many = rewritten(
+        tmp_path / "s", tmp_path / "many", fact([[2, 4], [3, 6]] * 40_000, "pinned_spans")
+    )
+    assert Session.load(chatting, many).cache.pinned_spans == [(2, 6)]
+
+
+def test_evicted_tokens_of_calidrop_are_checked(tokens, tmp_path):
+    """Figures, places and numbers of the store beside the cache."""
+    runtime = runtime_of(MODELS["llama"], "calidrop")
+    session = runtime.session(seed=1)
+    session._loop.prefill(tokens(60))
+    for i in range(4):
+        session._loop.read(tokens(70)[:, 60 + i : 61 + i])
+    session.save(tmp_path / "s")
+    assert Session.load(runtime, tmp_path / "s").cache.recomputed == session.cache.recomputed
+    for change in (
+        fact([2, 3], "layers", 0, "counts"),
+        fact([-1, -1], "layers", 0, "counts"),
+        fact(["x", 1], "layers", 0, "counts"),
+        fact(None, "layers", 0, "counts"),
+        fact([1 << 40, 0], "layers", 0, "evicted"),
+        put(0, "evicted.made_at", lambda x: x * 0 - 1),
+        put(0, "evicted.made_at", lambda x: x * 0 + 5000),
+        put(0, "evicted.positions", lambda x: x + 5000),
+        put(0, "evicted.score", lambda x: x * float("nan")),
+        put(0, "evicted.keys", lambda x: x * float("inf")),
+        put(0, "remembered.out", lambda x: x * float("nan")),
+        put(0, "remembered.lse", lambda x: x * 0 + float("inf")),
+    ):
+        bad = rewritten(tmp_path / "s", tmp_path / "bad", change)
+        with pytest.raises(SessionFileCorrupt):
+            session.restore(bad)
+        assert session.cache.seen == 64
 
 
 def test_foreign(session, chatting, tmp_path, tmp_path_factory):
@@ -334,6 +438,28 @@ def test_no_such_file(chatting, tmp_path):
             Session.load(chatting, path)
 
 
+@pytest.mark.skipif(os.name != "posix", reason="needs pipes and devices")
+def test_what_is_no_file_is_neither_read_nor_replaced(session, chatting, tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "device").symlink_to("/dev/zero")
+    for name, kind in (("pipe", "pipe is a pipe"), ("device", "device is a device")):
+        with pytest.raises(SessionFileCorrupt, match=kind):
+            Session.load(chatting, tmp_path / name)
+        with pytest.raises(SessionNotSaved, match="not a file"):
+            session.save(tmp_path / name)
+    assert (tmp_path / "pipe").is_fifo()
+    assert Path("/dev/zero").is_char_device()
+
+
+def test_what_could_not_be_loaded_is_not_saved(session, tmp_path, monkeypatch):
+    session.save(tmp_path / "s")
+    before = (tmp_path / "s").read_bytes()
+    monkeypatch.setattr(session_file, "LONGEST", 1000)
+    with pytest.raises(SessionNotSaved, match="begin a new one"):
+        session.save(tmp_path / "s")
+    assert (tmp_path / "s").read_bytes() == before
+
+
 def test_another_safetensors_file(chatting, tmp_path):
     from safetensors.torch import save_file
 
@@ -385,7 +511,7 @@ def test_read_only_directory(session, chatting, tmp_path, monkeypatch):
     def refused(*_, **__):
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(session_file.tempfile, "mkstemp", refused)
+    monkeypatch.setattr("tempfile.mkstemp", refused)
     with pytest.raises(SessionNotSaved, match="Permission denied"):
         session.save(tmp_path / "s")
     monkeypatch.undo()
@@ -458,6 +584,46 @@ def test_killed_at_any_moment(tmp_path):
         with SessionFile(path) as file:
             assert file.facts == {"count": int(file.tensor("x")[0])}
             assert file.tensor("x").unique().numel() == 1
+    session_file.write(path, {}, {})
+    assert [p.name for p in tmp_path.iterdir()] == ["s"], "nor is anything left beside it"
+
+
+WRITING = """
+import sys
+sys.path[:0] = sys.argv[2:]
+from pathlib import Path
+from kvcap.runtime.part_file import replacing
+with replacing(Path(sys.argv[1])) as descriptor:
+    print("writing", flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.mark.skipif(os.name != "posix", reason="needs SIGKILL and locks")
+def test_parts_of_the_killed_are_removed_and_those_of_the_living_are_not(tmp_path):
+    path = tmp_path / "s"
+    others = [".s.part", ".t.abcdefgh.part", ".s.abcdefgh.part.bak", ".s.x.abcdefgh.part"]
+    for name in others:
+        (tmp_path / name).touch()
+    killed, living = (
+        subprocess.Popen([sys.executable, "-c", WRITING, str(path), SRC], text=True,
+                         stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        for _ in range(2)
+    )  # fmt: skip
+    for process in (killed, living):
+        assert process.stdout is not None
+        assert process.stdout.readline() == "writing\n"
+    killed.kill()
+    killed.communicate()
+    parts = lambda: sorted(p.name for p in tmp_path.iterdir() if p.name not in others)  # noqa: E731
+    assert len(parts()) == 2
+    session_file.write(path, {}, {"count": 1})
+    assert len(parts()) == 2, "the file and the part of the living"
+    assert living.communicate("")[0] == ""
+    assert living.returncode == 0
+    assert parts() == ["s"]
+    assert path.read_bytes() == b"", "the last to end"
+    assert {*others} < {p.name for p in tmp_path.iterdir()}
 
 
 def test_other_tools_can_look_inside(session, tmp_path):

@@ -13,6 +13,8 @@ import sysconfig
 from pathlib import Path
 
 import pytest
+import standard_decoder
+import tiny_chat
 from filelock import FileLock
 
 from kvcap.cli import run
@@ -74,6 +76,21 @@ def made(factory: pytest.TempPathFactory, name: str, make) -> Path:
             make(base / name)
             (base / f"{name}.made").touch()
     return base / name
+
+
+def tiny_decoder(factory: pytest.TempPathFactory) -> Path:
+    """A random model that can chat, in `model`, and its decoder made ready, in `decoder`."""
+
+    def make(folder: Path) -> None:
+        from kvcap.export.adopt import adopt
+        from kvcap.policies import load_policy
+
+        tiny_chat.save(folder / "model")
+        standard_decoder.save(folder / "model", folder / "decoder")
+        policies = [load_policy(name) for name in ("keydiff", "streaming_llm", "random")]
+        adopt(folder / "decoder", None, policies, budget_tokens=24, block_size=8)
+
+    return made(factory, "tiny", make)
 
 
 def small_plan(factory: pytest.TempPathFactory) -> Path:

@@ -39,6 +39,8 @@ class Generation:
         """
         names = {field.name for field in fields(cls)}
         found = cls(**{name: value for name, value in given.items() if name in names})
+        if isinstance(found.eos_token_id, int):
+            found.eos_token_id = [found.eos_token_id]
         found.check()
         return found
 

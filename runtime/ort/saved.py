@@ -15,9 +15,10 @@ import numpy as np
 
 import kvcap
 from kvcap.runtime import session_file
-from kvcap.runtime.conversation import check_conversation
 from kvcap.runtime.errors import KvcapError, SessionFileForeign
 from kvcap.runtime.ort.generation import Generation
+from kvcap.runtime.pins import merged
+from kvcap.runtime.session_facts import check_conversation, checked_facts, generation_of
 from kvcap.runtime.session_file import SessionFile
 
 if TYPE_CHECKING:
@@ -59,15 +60,13 @@ def restore(session: Session, runtime: OrtRuntime, path: str | os.PathLike[str])
         PinsTooLarge: the pinned tokens do not fit.
     """
     with SessionFile(path, "np") as file:
-        facts = file.facts
+        facts = checked_facts(file)
         _check_identity(facts, runtime, str(path))
+        check_conversation(file, runtime.manifest.model["vocabulary"])
+        conversation, seen = facts["conversation"], facts["seen"]
         try:
-            seen, spans = facts["seen"], [(int(a), int(b)) for a, b in facts["pinned_spans"]]
-            if type(seen) is not int or seen < 0 or not all(0 <= a < b for a, b in spans):
-                raise ValueError("tokens read")
-            generation = Generation.of(facts["generation"])
-            check_conversation(facts["conversation"])
-            draws = runtime.draws(None)
+            generation = Generation.of(generation_of(facts["generation"]))
+            draws = runtime.draws(conversation["seed"])
             draws.bit_generator.state = facts["draws"]
             slots = _slots(session, file, seen)
         except KvcapError:
@@ -75,12 +74,12 @@ def restore(session: Session, runtime: OrtRuntime, path: str | os.PathLike[str])
         except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
             raise file.corrupt(f"what it says cannot be ({error!r})") from error
         cache = session.cache
-        cache.set_pins(spans)  # or refuses
+        cache.set_pins(merged((a, b) for a, b in facts["pinned_spans"]))  # or refuses
         cache.seen = seen
         for name, array in (cache.decoder.state(seen) if seen else {}).items():
             array[...] = slots[name]
         session.generation = generation
-        session.take(facts["conversation"], draws)
+        session.take(conversation, draws)
 
 
 def _slots(session: Session, file: SessionFile, seen: int) -> dict[str, Any]:
