@@ -6,17 +6,18 @@ import functools
 import hashlib
 import io
 import json
+import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import standard_decoder
-import tiny_chat
-from tools import made
+from tools import made, tiny_decoder
 
 from kvcap import pocket
 from kvcap.cli import run
@@ -37,8 +38,10 @@ from kvcap.runtime.errors import (
     SessionFileForeign,
     ShapeError,
 )
+from kvcap.runtime.ort.external import files_named
 from kvcap.runtime.ort.graph import Graph
 from kvcap.runtime.ort.library import library
+from kvcap.runtime.ort.manifest import check
 from kvcap.runtime.ort.runtime import OrtRuntime, Wanted
 from kvcap.runtime.runtime import Runtime
 
@@ -121,15 +124,7 @@ def found(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory):
-    """A random model that can chat: its folder, and its decoder made ready."""
-
-    def make(folder: Path) -> None:
-        tiny_chat.save(folder / "model")
-        standard_decoder.save(folder / "model", folder / "decoder")
-        policies = [load_policy(name) for name in ("keydiff", "streaming_llm", "random")]
-        adopt(folder / "decoder", None, policies, budget_tokens=24, block_size=8)
-
-    return made(tmp_path_factory, "tiny", make)
+    return tiny_decoder(tmp_path_factory)
 
 
 @functools.cache
@@ -368,29 +363,82 @@ def _cut(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-100])
 
 
-@pytest.mark.parametrize(
-    ("change", "error"),
-    [
-        (lambda said: said.update(schema="kvcap.decoder/9"), ManifestError),
-        (lambda said: said.update(kind="else"), ManifestError),
-        (lambda said: said.pop("generation"), ManifestError),
-        (lambda said: said["model"].pop("layers"), ManifestError),
-        (lambda said: said.update(budget_tokens=0), ManifestError),
-        (lambda said: said.update(positions="other"), ManifestError),
-        (lambda said: said["files"][0].update(file="../model.onnx"), ManifestError),
-        (lambda said: said["files"].pop(0), ManifestError),
-        (lambda said: said["files"].append({"file": "gone", "bytes": 1, "sha256": ""}),
-         ModelFilesBroken),
-        (lambda said: said["model"].update(layers=1), ShapeError),
-        (lambda said: said["graphs"]["decoder"].update(file="config.json"), GraphBroken),
-    ],
-)  # fmt: skip
-def test_a_manifest_that_is_not_the_decoders_is_refused(copied, change, error):
+def put(value: Any, *keys: Any) -> Callable[[dict[str, Any]], None]:
+    """Say something else in a manifest."""
+
+    def change(said: Any) -> None:
+        *above, last = keys
+        for key in above:
+            said = said[key]
+        said[last] = value
+
+    return change
+
+
+SHA = "0" * 64
+FOUND_MANIFESTS: list[tuple[Callable[[dict[str, Any]], Any], type[Exception], str]] = [
+    (put("kvcap.decoder/9", "schema"), ManifestError, "kvcap.decoder/9"),
+    (put("else", "kind"), ManifestError, "kind"),
+    (lambda said: said.pop("generation"), ManifestError, "generation"),
+    (lambda said: said["model"].pop("layers"), ManifestError, "layers"),
+    (lambda said: said["model"].pop("name"), ManifestError, "name"),
+    (put(3, "model", "name"), ManifestError, "model/name"),
+    (put("a\nb", "model", "name"), ManifestError, "model/name"),
+    (put(0, "budget_tokens"), ManifestError, "budget_tokens"),
+    (put(True, "budget_tokens"), ManifestError, "budget_tokens"),
+    (put(24.0, "budget_tokens"), ManifestError, "budget_tokens"),
+    (put(10**30, "budget_tokens"), ManifestError, "budget_tokens"),
+    (put("other", "positions"), ManifestError, "positions"),
+    (put("complex", "cache_dtype"), ManifestError, "cache_dtype"),
+    (put([None], "inv_freq"), ManifestError, "inv_freq"),
+    (put([1.0] * 7 + [float("inf")], "inv_freq"), ManifestError, "no JSON"),
+    (put([1.0] * 3, "inv_freq"), ManifestError, "inv_freq"),
+    (put("snapkv", "default_policy"), ManifestError, "default_policy"),
+    (put(float("nan"), "evictors", 0, "policy", "pins", "share"), ManifestError, "no JSON"),
+    (put(1.0, "evictors", 0, "policy", "pins", "share"), ManifestError, "share"),
+    (put("hot", "generation", "temperature"), ManifestError, "temperature"),
+    (put([2.5], "generation", "eos_token_id"), ManifestError, "eos_token_id"),
+    (put("../model.onnx", "files", 0, "file"), ManifestError, "files/0/file"),
+    (put("a/../../model.onnx", "files", 0, "file"), ManifestError, "files/0/file"),
+    (put("/etc/passwd", "files", 0, "file"), ManifestError, "files/0/file"),
+    (put("model\0.onnx", "files", 0, "file"), ManifestError, "files/0/file"),
+    (put(-1, "files", 0, "bytes"), ManifestError, "files/0/bytes"),
+    (lambda said: said["files"].append(said["files"][0]), ManifestError, "twice"),
+    (lambda said: said["files"].pop(0), ManifestError, "not among its files"),
+    (lambda said: said["files"].append({"file": "gone", "bytes": 1, "sha256": SHA}),
+     ModelFilesBroken, "gone"),
+    (put(1, "model", "layers"), ShapeError, "layers|inputs"),
+    (put("config.json", "graphs", "decoder", "file"), GraphBroken, "config.json"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("change", "error", "says"), FOUND_MANIFESTS)
+def test_a_manifest_that_is_not_the_decoders_is_refused(copied, change, error, says):
     said = json.loads((copied / "kvcap.json").read_text())
     change(said)
     (copied / "kvcap.json").write_text(json.dumps(said))
-    with pytest.raises(error):
+    with pytest.raises(error, match=says):
         OrtRuntime.from_directory(copied).session()
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (put(64, "budget_tokens"), "budgets: not budget_tokens, 64"),
+        (lambda said: said["budgets"].pop(), "budgets: of 5 layers"),
+        (put(99, "state", 0, "open_axis"), "open_axis"),
+        (put("float8", "state", 0, "dtype"), "dtype"),
+        (put([0], "policy", "pins", "recents"), "recents"),
+        (put([200] * 6, "policy", "pins", "recents"), "more than a layer's budget"),
+    ],
+)
+def test_a_manifest_that_contradicts_itself_is_refused(exported, change, says):
+    """Before anything of the decoder is loaded."""
+    said = json.loads((exported("true", MOST) / "kvcap.json").read_text())
+    check(said)
+    change(said)
+    with pytest.raises(ManifestError, match=says):
+        check(said)
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"schema": 3}', "\0"])
@@ -420,6 +468,67 @@ def test_broken_files_are_named(copied, exported, tmp_path):
         file.truncate(1000)
     with pytest.raises(ModelFilesBroken, match="is not the file"):
         OrtRuntime.from_directory(folder)
+
+
+def test_weights_that_are_not_listed_are_not_loaded(exported, tmp_path):
+    """A graph names the files of its weights; one that nobody vouched for is refused."""
+    folder = tmp_path / "fused"
+    shutil.copytree(exported("true", MOST), folder)
+    said = json.loads((folder / "kvcap.json").read_text())
+    said["files"] = [entry for entry in said["files"] if entry["file"] != "decoder.onnx.data"]
+    (folder / "kvcap.json").write_text(json.dumps(said))
+    with pytest.raises(GraphBroken, match=r"decoder\.onnx\.data.*does not list"):
+        OrtRuntime.from_directory(folder)
+
+
+def test_files_that_a_graph_names_are_found_wherever_they_stand(tmp_path):
+    onnx = library("onnx")
+
+    def tensor(name: str, location: str) -> Any:
+        made = onnx.TensorProto(name=name, data_type=1, dims=[1], data_location=1)
+        made.external_data.add(key="offset", value="0")
+        made.external_data.add(key="location", value=location)
+        return made
+
+    inner = onnx.helper.make_graph([], "inner", [], [], [tensor("a", "a.data")])
+    node = onnx.helper.make_node("If", ["x"], ["y"], then_branch=inner, value=tensor("b", "b.data"))
+    graph = onnx.helper.make_graph([node], "g", [], [], [tensor("c", "c.data")])
+    sparse = onnx.SparseTensorProto(values=tensor("d", "d.data"), dims=[1])
+    graph.sparse_initializer.append(sparse)
+    data = onnx.helper.make_model(graph).SerializeToString()
+    (tmp_path / "x.onnx").write_bytes(data)
+    assert files_named(tmp_path / "x.onnx") == {"a.data", "b.data", "c.data", "d.data"}
+    for broken in (b"", data[:-5], b"\x0f" + data, b"\xff" * 40):
+        (tmp_path / "x.onnx").write_bytes(broken)
+        with pytest.raises(ValueError, match="it "):
+            files_named(tmp_path / "x.onnx")
+
+
+def test_a_template_that_is_not_listed_is_not_used(copied):
+    said = json.loads((copied / "kvcap.json").read_text())
+    said["files"] = [x for x in said["files"] if x["file"] != "chat_template.jinja"]
+    (copied / "kvcap.json").write_text(json.dumps(said))
+    (copied / "special_tokens_map.json").write_text('{"bos_token": "evil"}')
+    tokenizer = OrtRuntime.from_directory(copied).tokenizer
+    assert tokenizer.chat_template is None
+    assert "evil" not in tokenizer.special_tokens_map.values()
+    said["files"] = [x for x in said["files"] if x["file"] != "tokenizer.json"]
+    (copied / "kvcap.json").write_text(json.dumps(said))
+    with pytest.raises(ModelFilesBroken, match=r"there is no tokenizer\.json"):
+        OrtRuntime.from_directory(copied)
+
+
+@pytest.mark.skipif(os.name != "posix", reason="needs pipes and devices")
+@pytest.mark.parametrize("name", ["kvcap.json", "tokenizer.json", "config.json", "model.onnx"])
+@pytest.mark.parametrize("kind", ["a pipe", "a device"])
+def test_what_is_no_file_is_refused_and_not_waited_for(copied, name, kind):
+    (copied / name).unlink()
+    if kind == "a pipe":
+        os.mkfifo(copied / name)
+    else:
+        (copied / name).symlink_to("/dev/zero")
+    with pytest.raises((ManifestError, ModelFilesBroken), match=kind):
+        OrtRuntime.from_directory(copied)
 
 
 def both(exported, tiny, kind: str) -> OrtRuntime:

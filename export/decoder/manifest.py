@@ -19,7 +19,7 @@ from kvcap.export.ports import Port
 from kvcap.export.spec import recipe
 from kvcap.runtime.layout import CacheLayout
 from kvcap.runtime.model_shape import ModelShape
-from kvcap.runtime.ort.manifest import FUSED, NAME, SCHEMA
+from kvcap.runtime.ort.manifest import FUSED, NAME, SCHEMA, check
 
 GRAPH, WEIGHTS = "decoder.onnx", "decoder.onnx.data"
 TOKENIZER = {
@@ -125,8 +125,13 @@ def entry(path: Path) -> dict[str, Any]:
 
 
 def write(folder: Path, said: dict[str, Any]) -> None:
-    """Write the manifest into `folder`."""
-    text = json.dumps(said, indent=1, ensure_ascii=False)
+    """Write the manifest into `folder`.
+
+    Raises:
+        ManifestError: it is not what its schema says.
+    """
+    check(said)
+    text = json.dumps(said, indent=1, ensure_ascii=False, allow_nan=False)
     (folder / NAME).write_text(text + "\n", encoding="utf-8")
 
 

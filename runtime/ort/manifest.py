@@ -7,32 +7,30 @@ a decoder that others exported, as it is, with graphs beside it that evict. Know
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from kvcap.runtime.errors import ManifestError, ModelFilesBroken, ModelNotFound, NotExportable
+from kvcap.runtime.errors import (
+    GraphBroken,
+    ManifestError,
+    ModelFilesBroken,
+    ModelNotFound,
+    NotExportable,
+)
+from kvcap.runtime.ort.external import files_named
+from kvcap.runtime.plain_files import check_plain, read_json
+from kvcap.runtime.schema import DECODER, fault
 
 NAME, SCHEMA = "kvcap.json", "kvcap.decoder/1"
 FUSED, EVICTOR = "fused", "evictor"
 HASHED = 64 << 20  # larger files, which hold weights, are told by their size alone
-NUMBERS = ("layers", "heads", "kv_heads", "head_dim", "hidden_size", "mlp_size", "vocabulary",
-           "trained_length", "weights_bytes")  # fmt: skip
-NEEDED: dict[str, type | tuple[type, ...]] = {
-    "kind": str, "model": dict, "positions": str, "budget_tokens": int, "block_size": int,
-    "dtype": str, "generation": dict, "files": list, "graphs": dict,
-}  # fmt: skip
-OF_KIND: dict[str, dict[str, type | tuple[type, ...]]] = {
-    FUSED: {"policy": dict, "budgets": list, "state": list},
-    EVICTOR: {"evictors": list, "cache_dtype": str},
-}
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a directory says of its decoder; all of `NEEDED` is there, and every file."""
+    """What a directory says of its decoder: as its schema has it, and every file is there."""
 
     folder: Path
     facts: Mapping[str, Any]
@@ -64,6 +62,11 @@ class Manifest:
         )
         return hashlib.sha256(repr(told).encode()).hexdigest()
 
+    @property
+    def listed(self) -> frozenset[str]:
+        """Names of the files that belong to the decoder; no others are read."""
+        return frozenset(entry["file"] for entry in self.facts["files"])
+
     def file(self, name: str) -> Path:
         """A file of the directory."""
         return self.folder / name
@@ -75,8 +78,9 @@ def read(folder: Path) -> Manifest:
     Raises:
         ModelNotFound: no such directory.
         NotExportable: a directory without a manifest; says how one is made.
-        ManifestError: it cannot be read, or is of another schema.
+        ManifestError: it cannot be read, or is not what a manifest says.
         ModelFilesBroken: a file is missing, or is another than the manifest says.
+        GraphBroken: a graph that takes its weights from a file that is not listed.
     """
     if not folder.is_dir():
         raise ModelNotFound(
@@ -87,13 +91,15 @@ def read(folder: Path) -> Manifest:
     if not path.exists():
         raise _unprepared(folder)
     try:
-        facts = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+        facts = read_json(path)
+    except (OSError, ValueError) as error:
         raise ManifestError(f"{str(path)!r} cannot be read: {error}; export it again") from error
-    _check(facts, path)
+    check(facts, repr(str(path)))
     found = Manifest(folder, facts)
     for entry in facts["files"]:
         _unchanged(found, entry)
+    for graph in _graphs(facts):
+        _complete(found, graph)
     return found
 
 
@@ -110,52 +116,98 @@ def _unprepared(folder: Path) -> NotExportable:
     )
 
 
-def _check(facts: Any, path: Path) -> None:
-    """Refuse a manifest that lacks something, by its first fault."""
+def check(facts: Any, name: str = NAME) -> None:
+    """Hold what a manifest says to its schema, and its parts to each other.
 
-    def refuse(why: str) -> ManifestError:
-        return ManifestError(f"{str(path)!r} {why}; export it again")
-
+    Raises:
+        ManifestError: `name` and the first fault.
+    """
     schema = facts.get("schema") if isinstance(facts, dict) else None
     if schema != SCHEMA:
-        raise refuse(f"has schema {schema!r}, and this kvcap reads {SCHEMA!r}")
-    if facts.get("kind") not in OF_KIND:
-        raise refuse(f"is of kind {facts.get('kind')!r}, and there are {', '.join(OF_KIND)}")
-    for name, kind in {**NEEDED, **OF_KIND[facts["kind"]]}.items():
-        if not isinstance(facts.get(name), kind) or isinstance(facts[name], bool):
-            raise refuse(f"lacks {name!r}, or says something else there")
-    for name in NUMBERS:
-        if type(facts["model"].get(name)) is not int or facts["model"][name] < 1:
-            raise refuse(f"lacks the model's {name!r}")
-    if min(facts["budget_tokens"], facts["block_size"]) < 1:
-        raise refuse("has a budget or a block below 1")
-    if facts["positions"] not in ("compact", "true"):
-        raise refuse(f"has positions {facts['positions']!r}")
-    for entry in facts["files"]:
-        plain = isinstance(entry, dict) and isinstance(entry.get("file"), str)
-        if not (plain and type(entry.get("bytes")) is int and isinstance(entry.get("sha256"), str)):
-            raise refuse("lists a file without its name, bytes and sha256")
-        pure = PurePosixPath(entry["file"])
-        if pure.is_absolute() or ".." in pure.parts or "\\" in entry["file"]:
-            raise refuse(f"names the file {entry['file']!r}, which is not in the directory")
-    listed = {entry["file"] for entry in facts["files"]}
-    graphs = [facts["graphs"].get("decoder"), *facts.get("evictors", [])]
-    for graph in graphs:
-        if not isinstance(graph, dict) or graph.get("file") not in listed:
-            raise refuse("has a graph that is not among its files")
+        raise ManifestError(
+            f"{name} has schema {str(schema)[:40]!r}, and this kvcap reads {SCHEMA!r}; export it "
+            "again"
+        )
+    wrong = fault(facts, DECODER) or _contradiction(facts)
+    if wrong is not None:
+        raise ManifestError(f"{name} is no {SCHEMA}: {wrong}; export it again")
+
+
+def _contradiction(facts: Mapping[str, Any]) -> str | None:
+    """What no schema can say: parts that belong together and do not."""
+    names = [entry["file"] for entry in facts["files"]]
+    if len(set(names)) < len(names):
+        return "files: one is listed twice"
+    for graph in _graphs(facts):
+        if graph not in names:
+            return f"{graph!r} is a graph that is not among its files"
+    return _of_fused(facts) if facts["kind"] == FUSED else _of_evictors(facts)
+
+
+def _of_fused(facts: Mapping[str, Any]) -> str | None:
+    budgets, pins = facts["budgets"], facts["policy"].get("pins", {})
+    if len(budgets) != facts["model"]["layers"]:
+        return f"budgets: of {len(budgets)} layers, and there are {facts['model']['layers']}"
+    if sum(budgets) != facts["budget_tokens"] * len(budgets):
+        return f"budgets: not budget_tokens, {facts['budget_tokens']}, on average"
+    recents = pins.get("recents", [0] * len(budgets))
+    if len(recents) != len(budgets):
+        return "policy/pins/recents: not one of each layer"
+    if any(pins.get("sinks", 0) + n > budget for n, budget in zip(recents, budgets, strict=True)):
+        return "policy/pins: more than a layer's budget"
+    if any(state["open_axis"] >= len(state["full"]) for state in facts["state"]):
+        return "state: an open axis that is none"
+    return None
+
+
+def _of_evictors(facts: Mapping[str, Any]) -> str | None:
+    pairs, size = facts["model"]["rotated_pairs"], facts["model"]["head_dim"]
+    if len(facts["inv_freq"]) != pairs or 2 * pairs > size:
+        return f"inv_freq: not one of each of {pairs} pairs of a head's {size} numbers"
+    modes = {(entry["policy"]["name"], entry["positions"]) for entry in facts["evictors"]}
+    if (facts["default_policy"], facts["positions"]) not in modes:
+        return "default_policy: no evictor of that name and the manifest's positions"
+    if not pairs and any(mode == "compact" for _, mode in modes):
+        return "evictors: compact positions, and no frequencies to turn keys by"
+    return None
+
+
+def _graphs(facts: Mapping[str, Any]) -> list[str]:
+    """The files of all graphs."""
+    graphs = [facts["graphs"]["decoder"], *facts.get("evictors", [])]
+    return [graph["file"] for graph in graphs]
+
+
+def _complete(manifest: Manifest, graph: str) -> None:
+    """Refuse a graph whose weights are in a file that is not listed."""
+    try:
+        named = files_named(manifest.file(graph))
+    except (OSError, ValueError) as error:
+        raise GraphBroken(
+            f"{graph} in {str(manifest.folder)!r} is no graph that can be loaded: {error}; get "
+            "the files again, or export it again"
+        ) from error
+    for name in sorted(named):
+        if (PurePosixPath(graph).parent / name).as_posix() not in manifest.listed:
+            raise GraphBroken(
+                f"{graph} takes weights from {name[:200]!r}, which {NAME} does not list; export "
+                "it again"
+            )
 
 
 def _unchanged(manifest: Manifest, entry: Mapping[str, Any]) -> None:
     path = manifest.file(entry["file"])
     try:
+        check_plain(path)
         size = path.stat().st_size
         same = size == entry["bytes"]
         if same and size <= HASHED:
             same = hashlib.sha256(path.read_bytes()).hexdigest() == entry["sha256"]
-    except OSError as error:
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
         raise ModelFilesBroken(
-            f"{entry['file']} is not in {str(manifest.folder)!r} ({error.strerror}); get the files "
-            "again, or export it again"
+            f"{entry['file']} is not in {str(manifest.folder)!r} ({reason}); get the files again, "
+            "or export it again"
         ) from error
     if not same:
         raise ModelFilesBroken(

@@ -64,7 +64,10 @@ class Chosen:
     @property
     def least(self) -> int:
         """The smallest budget that holds what is pinned."""
-        return next(n for n in range(1, 1 << 30) if sum(self.pins(n)) <= n)
+        least = 1
+        while (needed := sum(self.pins(least))) > least:  # pins grow slower than budgets
+            least = needed
+        return least
 
 
 @dataclass
@@ -130,7 +133,7 @@ class OrtRuntime:
         check_dtype(found, dtype)
         plan = plan_of(found, chosen.name, sizes, pinned=chosen.least)
         warn_if_short(plan, free_memory(), memory_cap)
-        tokenizer = Tokenizer(found.folder)
+        tokenizer = Tokenizer(found.folder, found.listed)
         graph = Graph(found.decoder, threads)
         if cap is not None:
             # What loading really took is known now.
