@@ -7,6 +7,7 @@ from typing import Any
 
 from tokenizers.decoders import DecodeStream
 
+from kvcap.runtime.chat_template import TemplateFailed, rendered
 from kvcap.runtime.errors import ChatTemplateMissing
 
 Message = dict[str, str]
@@ -47,16 +48,15 @@ def render(tokenizer: Any, messages: Sequence[Message]) -> str:
             "this tokenizer has no chat template; use `kvcap generate --raw`, or a model that was "
             "made for chat"
         )
+    names = {"messages": list(messages), "add_generation_prompt": True, "tools": None,
+             "documents": None, **tokenizer.special_tokens_map}  # fmt: skip
     try:
-        text: str = tokenizer.apply_chat_template(
-            list(messages), tokenize=False, add_generation_prompt=True
-        )
-    except Exception as error:  # what a template does in its sandbox can fail in any way
+        return rendered(tokenizer.get_chat_template(), names)
+    except (TemplateFailed, ValueError) as error:
         raise ChatTemplateMissing(
             f"this model's chat template fails ({str(error) or type(error).__name__}); use "
             "`kvcap generate --raw`, or a model whose template works"
         ) from error
-    return text
 
 
 class TextStream:

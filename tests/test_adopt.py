@@ -424,7 +424,7 @@ def test_special_tokens_of_older_files(decoders, tmp_path):
             {"name": "tools", "template": "t"}, {"name": "default", "template": "d"}]})
     )  # fmt: skip
     found = Tokenizer(tmp_path)
-    assert found.special == {"bos_token": "<|bos|>", "eos_token": "<|end|>"}
+    assert found.special_tokens_map == {"bos_token": "<|bos|>", "eos_token": "<|end|>"}
     assert found.chat_template == "d"
 
 

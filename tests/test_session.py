@@ -290,10 +290,10 @@ def test_tokenizers_without_a_usable_template(tokenizer):
         chat_template = None
 
     class Forgetful:
-        chat_template = "x"
+        chat_template, special_tokens_map = "{{ messages[-1].content }}", {}
 
-        def apply_chat_template(self, messages, **_):
-            return messages[-1]["content"]
+        def get_chat_template(self):
+            return self.chat_template
 
     with pytest.raises(kvcap.KvcapError, match="generate --raw"):
         render_turn(Plain(), None, "hi", first=True)

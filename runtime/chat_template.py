@@ -1,0 +1,112 @@
+"""Renders chat templates in a process of their own, which can be ended whatever they do.
+
+One process serves all templates, so that a message costs no start of Python; it is started at the
+first, ends with this one, and is replaced after a template that had to be ended.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+PROGRAM = Path(__file__).with_name("template_sandbox.py")
+SECONDS = 10.0  # of the processor, for one conversation; templates take some milliseconds
+SPEED = 1 << 20  # bytes of a conversation for which there is one second more
+SPARE = 1 << 20  # letters that a template may write beside eight times what it is given
+
+
+class TemplateFailed(Exception):
+    """A template that fails, or had to be ended; says which."""
+
+
+def rendered(template: str, names: Mapping[str, Any]) -> str:
+    """What a template writes.
+
+    Args:
+        template: in Jinja.
+        names: what it can refer to; as JSON can hold them.
+
+    Raises:
+        TemplateFailed: it fails, computes for more than `SECONDS`, or takes too much memory.
+    """
+    request = {"template": template, "names": dict(names)}
+    size = len(json.dumps(request, default=str))
+    request |= {"seconds": SECONDS + size / SPEED, "longest": SPARE + 8 * size}
+    with _lock:
+        answer = _renderer().ask(json.dumps(request, default=str).encode())
+    if "error" in answer:
+        raise TemplateFailed(answer["error"])
+    return answer["text"]
+
+
+class _Renderer:
+    """The process."""
+
+    def __init__(self) -> None:
+        path = os.pathsep.join(folder for folder in sys.path if folder)
+        self.process = subprocess.Popen(
+            [sys.executable, "-S", str(PROGRAM)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env={**os.environ, "PYTHONPATH": path, "PYTHONSAFEPATH": "1"},
+            start_new_session=True,  # a Ctrl-C is for this process to act upon
+        )
+
+    def ask(self, request: bytes) -> dict[str, str]:
+        """Its answer; an error where it ended instead."""
+        stdin, stdout = self.process.stdin, self.process.stdout
+        assert stdin is not None
+        assert stdout is not None
+        try:
+            with contextlib.suppress(BrokenPipeError):
+                stdin.write(request + b"\n")
+                stdin.flush()
+            if line := stdout.readline():
+                answer: dict[str, str] = json.loads(line)
+                return answer
+        except BaseException:  # Ctrl-C: what it would answer later is nobody's
+            self.process.kill()
+            self.end()
+            raise
+        self.end()
+        if self.process.returncode == -getattr(signal, "SIGPROF", 0):
+            return {"error": f"it computes for more than {SECONDS:g} s"}
+        return {"error": "the process that renders it was ended"}
+
+    def end(self) -> None:
+        """Let it end, and wait for that."""
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.close()
+        self.process.stdout.close()
+        self.process.wait()
+
+
+_lock = threading.Lock()
+_only: _Renderer | None = None
+
+
+def _renderer() -> _Renderer:
+    """The process that is there, or a new one."""
+    global _only
+    if _only is None or _only.process.poll() is not None:
+        _stop()
+        _only = _Renderer()
+    return _only
+
+
+@atexit.register
+def _stop() -> None:
+    if _only is not None:
+        _only.end()
