@@ -357,6 +357,46 @@ def test_loading_fills_nothing_at_random(change, message, folder):
         load_model(str(folder), load_config(str(folder)), torch.float32)
 
 
+@pytest.mark.skipif(os.name != "posix", reason="needs pipes and devices")
+@pytest.mark.parametrize(
+    "name",
+    ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", SINGLE,
+     INDEX, "chat_template.jinja", "special_tokens_map.json", "adapter_config.json",
+     "additional_chat_templates/x.jinja"],
+)  # fmt: skip
+@pytest.mark.parametrize("kind", ["a pipe", "a device"])
+def test_what_is_no_file_is_refused_and_not_waited_for(name, kind, folder, capsys):
+    (folder / name).parent.mkdir(exist_ok=True)
+    (folder / name).unlink(missing_ok=True)
+    if kind == "a pipe":
+        os.mkfifo(folder / name)
+    else:
+        (folder / name).symlink_to("/dev/zero")
+    with pytest.raises(ModelFilesBroken, match=f"{Path(name).name} is {kind}, not a file"):
+        load(folder)
+    assert run(["plan", str(folder)]) == 2
+    assert kind in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [("config.json", 1 << 40), ("tokenizer.json", 1 << 40), ("chat_template.jinja", 1 << 30)],
+)
+def test_texts_too_large_to_be_read_are_refused(name, size, folder):
+    """Files with holes, as long as they say and empty."""
+    os.truncate(folder / name, size)
+    with pytest.raises(ModelFilesBroken, match=rf"{name} has {size:,} bytes, more than"):
+        load(folder)
+
+
+def test_links_to_files_and_to_nothing_are_as_before(folder, tmp_path):
+    """A hub's cache is made of links."""
+    shutil.move(folder / "config.json", tmp_path / "blob")
+    (folder / "config.json").symlink_to(tmp_path / "blob")
+    (folder / "left").symlink_to(tmp_path / "nowhere")
+    assert load(folder).plan
+
+
 # What would be executed -------------------------------------------------------------------------
 
 
@@ -487,6 +527,7 @@ def test_a_missing_package_is_named(folder, monkeypatch):
         "{{ range(10 ** 9) }}",
         "{% if",
         "{{ raise_exception('no system prompts') }}",
+        "{{ 'x' * 10 ** 10 }}",
     ],
 )
 def test_templates_that_fail_or_reach_out_are_refused(template, folder, tmp_path, capsys):
