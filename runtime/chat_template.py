@@ -38,7 +38,7 @@ def rendered(template: str, names: Mapping[str, Any]) -> str:
     Raises:
         TemplateFailed: it fails, computes for more than `SECONDS`, or takes too much memory.
     """
-    request = {"template": template, "names": dict(names)}
+    request: dict[str, Any] = {"template": template, "names": dict(names)}
     size = len(json.dumps(request, default=str))
     request |= {"seconds": SECONDS + size / SPEED, "longest": SPARE + 8 * size}
     with _lock:

@@ -50,7 +50,8 @@ def _validator(name: str) -> Any:
     checker = Draft202012Validator.TYPE_CHECKER.redefine_many(
         {"integer": lambda _, x: type(x) is int, "number": lambda _, x: _is_number(x)}
     )
-    strict = extend(Draft202012Validator, type_checker=checker)
+    extended: Any = extend  # has no annotations
+    strict = extended(Draft202012Validator, type_checker=checker)
     return strict(schemas[f"{name}.schema.json"], registry=Registry().with_resources(resources))
 
 

@@ -49,8 +49,8 @@ def generation_of(given: dict[str, Any]) -> dict[str, Any]:
     """The settings that a session takes, as numbers and lists of the types that samplers want."""
     found = {name: given.get(name) for name in SETTINGS}
     for name in FLOATS:
-        if found[name] is not None:
-            found[name] = float(found[name])
+        if (value := found[name]) is not None:
+            found[name] = float(value)
     if isinstance(found["stop_strings"], str):
         found["stop_strings"] = [found["stop_strings"]]
     return found

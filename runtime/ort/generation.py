@@ -38,9 +38,10 @@ class Generation:
             ValueError: a value that cannot be.
         """
         names = {field.name for field in fields(cls)}
-        found = cls(**{name: value for name, value in given.items() if name in names})
-        if isinstance(found.eos_token_id, int):
-            found.eos_token_id = [found.eos_token_id]
+        known = {name: value for name, value in given.items() if name in names}
+        if isinstance(ends := known.get("eos_token_id"), int):
+            known["eos_token_id"] = [ends]
+        found = cls(**known)
         found.check()
         return found
 
