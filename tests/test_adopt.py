@@ -313,10 +313,10 @@ def test_what_is_not_finite_or_of_another_shape_differs():
 @pytest.mark.parametrize(("part", "value", "error"), [
     (("evictors", 0, "policy", "parts"), "keydif", "no evictor known here"),
     (("evictors", 0, "policy", "pins", "share"), 0.5, "other pins of keydiff"),
-    (("evictors", 0, "positions"), "true", "other inputs"),
+    (("evictors", 0, "positions"), "true", "default_policy"),
     (("evictors", 1, "inputs", 0, "dtype"), "int32", "manifest's inputs say"),
     (("inv_freq", 1), 0.5, "other inv_freq"),
-    (("inv_freq",), 3, "no evictor known here"),
+    (("inv_freq",), 3, "inv_freq"),
 ])  # fmt: skip
 def test_a_manifest_that_says_something_else_of_evictors(part, value, error, ready):
 
