@@ -6,16 +6,20 @@ VENV := .venv
 BIN := $(VENV)/bin
 FOLDERS := runtime policies kernels export android_bench evals pocket tests src/kvcap/__init__.py src/kvcap/__main__.py src/kvcap/cli.py src/kvcap/testing.py
 
-.PHONY: setup chat test check build-check format clean
+.PHONY: setup chat test test-all check build-check format clean
 
 setup: $(VENV)/.ready ## the environment alone
 
 chat: $(VENV)/.ready ## chat with the built-in model under a 256-token cap
 	@$(BIN)/kvcap chat pocket --kv-budget-tokens 256
 
-test: $(VENV)/.ready ## all tests, and those of the cache again on the oldest transformers
+test: $(VENV)/.ready ## every feature once, in some minutes
 	$(BIN)/pytest
+
+test-all: $(VENV)/.ready ## all tests; again on the oldest transformers, and with quantised weights
+	$(BIN)/pytest --all
 	scripts/test-oldest
+	scripts/test-quantised
 
 check: $(VENV)/.ready ## lint, format, types, import rules
 	$(BIN)/ruff check $(FOLDERS)
@@ -39,4 +43,4 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	@touch $@
 
 clean:
-	rm -rf $(VENV) .venv-oldest build dist
+	rm -rf $(VENV) .venv-oldest .quantised build dist

@@ -1,7 +1,7 @@
 """Renders chat templates in a process of their own, which can be ended whatever they do.
 
-One process serves all templates, so that a message costs no start of Python; it is started at the
-first, ends with this one, and is replaced after a template that had to be ended.
+One process serves all templates, so that a message costs no start of Python; it is started while a
+model loads, ends with this one, and is replaced after a template that had to be ended.
 """
 
 from __future__ import annotations
@@ -26,6 +26,12 @@ SPARE = 1 << 20  # letters that a template may write beside eight times what it 
 
 class TemplateFailed(Exception):
     """A template that fails, or had to be ended; says which."""
+
+
+def warm_up() -> None:
+    """Start the process, so that the first message does not wait for it."""
+    with _lock:
+        _renderer()
 
 
 def rendered(template: str, names: Mapping[str, Any]) -> str:

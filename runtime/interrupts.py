@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,8 +12,8 @@ from contextlib import contextmanager
 @contextmanager
 def interrupts_deferred() -> Iterator[None]:
     """Hold back Ctrl-C until the block is through, so that no layer is left behind another."""
-    if threading.current_thread() is not threading.main_thread():
-        yield  # only the main thread is interrupted
+    if threading.current_thread() is not threading.main_thread() or sys.is_finalizing():
+        yield  # only the main thread is interrupted, and not at Python's end
         return
     caught: list[int] = []
     previous = signal.signal(signal.SIGINT, lambda number, _: caught.append(number))

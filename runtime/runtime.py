@@ -15,7 +15,7 @@ from transformers import GenerationConfig
 
 from kvcap import dtypes
 from kvcap.policies import PINS, Eviction, load_policy, policies
-from kvcap.runtime import session_file, session_state
+from kvcap.runtime import chat_template, session_file, session_state
 from kvcap.runtime.budget_cache import BudgetCache
 from kvcap.runtime.cap_guard import CapGuard, Enforce, limit_data
 from kvcap.runtime.errors import first_line
@@ -160,6 +160,7 @@ class Runtime:
         if torch.device(chosen).type != "cuda":
             warn_if_short(plan, free_memory(), memory_cap)
         check_generation(where)
+        chat_template.warm_up()
         tokenizer = load_tokenizer(where)
         loaded = load_model(where, config, precision)
         if cap is not None:

@@ -1,4 +1,8 @@
-"""Small random models of every supported family, and settings all tests share."""
+"""Small random models of every supported family, the two tiers of tests, settings all share.
+
+`pytest` is the fast tier, every feature once; `pytest --all` is everything. A test that takes long
+is marked `slow`, which is left to the latter, or `slow(keep=N)`: N of its parameter sets are not.
+"""
 
 from __future__ import annotations
 
@@ -34,6 +38,34 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as in a shell's backgro
     signal.signal(signal.SIGINT, signal.default_int_handler)
 settings.register_profile("kvcap", deadline=None, max_examples=25, derandomize=True)
 settings.load_profile("kvcap")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--all", action="store_true", help="all tests, not the fast tier alone")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave to `--all` what the fast tier does not run, unless it was asked for by its name."""
+    if config.getoption("--all") or any("::" in argument for argument in config.args):
+        return
+    sets: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("slow"):
+            sets.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    left = set[pytest.Item]()
+    for several in sets.values():
+        mark = several[0].get_closest_marker("slow")
+        assert mark is not None
+        kept = spread(len(several), mark.kwargs.get("keep", 0))
+        left |= {item for i, item in enumerate(several) if i not in kept}
+    config.hook.pytest_deselected(items=[item for item in items if item in left])
+    items[:] = [item for item in items if item not in left]
+
+
+def spread(count: int, keep: int) -> set[int]:
+    """The places of `keep` of `count` things, from the first to the last."""
+    return {round(i * (count - 1) / max(1, keep - 1)) for i in range(min(keep, count))}
+
 
 VOCABULARY = 97
 SIZES = {

@@ -64,6 +64,7 @@ def decoder(decoders, tmp_path):
     return tmp_path / "decoder"
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize(
     ("fault", "says"),
     [("own positions", "takes no notice of position_ids"), ("window of slots", "where slots lie")],
@@ -75,6 +76,7 @@ def test_a_decoder_that_goes_by_where_slots_lie_is_refused(decoders, fault, says
     assert sorted(path.name for path in (decoders / fault).iterdir()) == before
 
 
+@pytest.mark.slow
 def test_a_decoder_is_made_ready_elsewhere(decoder, tmp_path):
     said = adopt(decoder, tmp_path / "out", [load_policy("keydiff", recent=0.25, sink_tokens=3)])
     assert json.loads((tmp_path / "out" / "kvcap.json").read_text()) == said
@@ -185,6 +187,7 @@ def test_other_signatures_are_refused_by_name(tmp_path, changes, says):
         look(ports(tmp_path, **changes))
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize(
     ("policy", "pairs"), [("knorm", 6), ("keydiff-window", 0), ("keydiff-window", 8)]
 )
@@ -207,6 +210,7 @@ def test_an_evictor_in_float16(policy, pairs, tmp_path):
         assert kept.shape[-1] == stay
 
 
+@pytest.mark.slow
 def test_slots_that_turn_do_not_drift(tmp_path):
     """A key that stays for 400 evictions is where one rotation would bring it."""
     evictor = Evictor(load_policy("streaming_llm", sinks=1), 1, 1, 8, 4)
@@ -232,6 +236,7 @@ def test_slots_that_turn_do_not_drift(tmp_path):
     np.testing.assert_allclose(keys[0, 0, 0], first[0, 0, 0], atol=1e-6)
 
 
+@pytest.mark.slow
 def test_an_evictor_that_computes_something_else_is_not_written(decoder, monkeypatch):
 
     def other(evictor: Evictor, dtype: torch.dtype) -> Any:
@@ -275,6 +280,7 @@ def rewrite(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
     (folder / NAME).write_text(json.dumps(said))
 
 
+@pytest.mark.slow
 def test_a_directory_is_checked_again(ready, capsys):
     assert run(["export", "verify", str(ready)]) == 0
     assert capsys.readouterr().out.count("  ok\n") == 2

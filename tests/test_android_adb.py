@@ -21,6 +21,7 @@ from pathlib import Path
 import psutil
 import pytest
 from tools import (
+    PATIENCE,
     TOOLS,
     compilers,
     installed,
@@ -53,7 +54,7 @@ from kvcap.android_bench.schema import plan_id
 from kvcap.android_bench.source import title
 from kvcap.cli import run
 
-SOON = {"poll": 0.1, "lease": 4}  # seconds: tests do not wait as people do
+SOON = {"poll": 0.1, "lease": 20}  # seconds: tests do not wait as people do
 PIXEL = {"ro.build.version.release": "16", "ro.product.model": "Pixel 9", "ro.soc.model": "G4",
          "ro.product.manufacturer": "Google", "ro.product.cpu.abi": "arm64-v8a"}  # fmt: skip
 
@@ -102,7 +103,7 @@ class Phone:
 
     def connect(self) -> None:
         """Let the server find it, which may think of it as offline."""
-        end = time.monotonic() + 20
+        end = time.monotonic() + PATIENCE
         while devices.connected().get(self.serial) != "device":
             assert time.monotonic() < end, "adbd does not answer"
             devices.adb("disconnect", self.serial)
@@ -221,6 +222,7 @@ def cells_are_right(result: dict, plan: Path) -> None:
 # --- full runs
 
 
+@pytest.mark.slow
 @installed
 def test_a_run_with_the_devices_python(phone, plan, tmp_path, capsys):
     out = tmp_path / "result.json"
@@ -235,6 +237,7 @@ def test_a_run_with_the_devices_python(phone, plan, tmp_path, capsys):
     assert not [path for path in (phone.root / "home").rglob("*") if path.is_file()]  # telemetry
 
 
+@pytest.mark.slow
 @installed
 @compilers
 def test_a_run_with_the_c_runner(phone, plan, here, tmp_path, capsys):
@@ -252,6 +255,7 @@ def test_a_run_with_the_c_runner(phone, plan, here, tmp_path, capsys):
     assert not [path for path in (phone.root / "home").rglob("*") if path.is_file()]  # telemetry
 
 
+@pytest.mark.slow
 @installed
 @compilers
 def test_an_arm_run_is_emulated_whatever_the_device_says(phone, plan, arm):
@@ -268,6 +272,7 @@ def test_an_arm_run_is_emulated_whatever_the_device_says(phone, plan, arm):
     assert phone.clean()
 
 
+@pytest.mark.slow(keep=1)
 @installed
 @compilers
 @pytest.mark.parametrize(
@@ -360,16 +365,18 @@ class Breaks:
             self.act()
 
 
+@pytest.mark.slow
 @installed
 @compilers
 def test_a_daemon_that_dies(phone, plan, endless, here):
     with pytest.raises(DeviceLost, match=phone.serial):
         measured(phone, endless, here, told=Breaks(phone.stop))
-    assert phone.clean(15)  # what runs there ends itself
+    assert phone.clean(PATIENCE)  # what runs there ends itself
     phone.start()
     cells_are_right(measured(phone, plan, here), plan)
 
 
+@pytest.mark.slow
 @installed
 @compilers
 def test_a_device_that_is_unplugged(phone, plan, endless, here):
@@ -379,7 +386,7 @@ def test_a_device_that_is_unplugged(phone, plan, endless, here):
 
     with pytest.raises(DeviceLost, match="not found"):
         measured(phone, endless, here, told=Breaks(unplug))
-    assert phone.clean(15)
+    assert phone.clean(PATIENCE)
     phone.connect()
     cells_are_right(measured(phone, plan, here), plan)
 
@@ -414,7 +421,7 @@ def test_a_run_that_is_interrupted(phone, endless, here):
 
     with pytest.raises(KeyboardInterrupt):
         measured(phone, endless, here, told=Breaks(interrupt))
-    assert phone.clean(seconds=10)
+    assert phone.clean(PATIENCE)
 
 
 @installed
@@ -494,6 +501,7 @@ def test_a_python_without_onnxruntime(phone, plan, tmp_path):
                 phone.serial, "--runner", "python", "--python", "/no-python"]) == 2  # fmt: skip
 
 
+@pytest.mark.slow(keep=2)
 @installed
 @pytest.mark.parametrize(
     ("text", "error", "said"),
@@ -590,7 +598,7 @@ def test_adb_that_fails(text, error, said, tmp_path, monkeypatch):
     script(tmp_path / "adb", text)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     with pytest.raises(error, match=said) as caught:
-        devices.Device("a").shell("true", timeout=0.2 if "sleep" in text else 20)
+        devices.Device("a").shell("true", timeout=0.2 if "sleep" in text else PATIENCE)
     assert type(caught.value) is error
 
 

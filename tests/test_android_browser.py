@@ -26,6 +26,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tools import PATIENCE
 
 from kvcap.android_bench import vendor
 from kvcap.android_bench.browser_device import origin
@@ -46,7 +47,7 @@ CHROMIUM = os.environ.get("KVCAP_CHROMIUM") or shutil.which("chromium")
 FLAGS = ["--no-sandbox", "--disable-dev-shm-usage", "--enable-unsafe-webgpu",
          "--use-webgpu-adapter=swiftshader", "--enable-features=Vulkan,WebGPU"]  # fmt: skip
 LIMIT = Limits().result_bytes
-SOON = 60_000  # milliseconds, on a busy machine
+SOON = 1000 * PATIENCE  # milliseconds
 
 in_browser = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium: apt-get install chromium")
 vendored = pytest.mark.skipif(
@@ -125,7 +126,7 @@ def measured(page: Any, serving: Serving) -> dict[str, Any]:
     """Press Start and wait for the file."""
     opened(page, serving.url).get_by_role("button", name="Start").click()
     page.locator("#outcome-text code").wait_for(timeout=SOON)
-    found = read_result(serving.landed.get(timeout=5).path)
+    found = read_result(serving.landed.get(timeout=PATIENCE).path)
     validate(found, BENCH, "the result", AssertionError)
     return found
 
@@ -154,7 +155,7 @@ def edited(folder: Path, target: Path, change: Any) -> Path:
 def asked(serving: Serving, method: str, path: str, body: Any = None, **headers: str) -> Any:
     """The status and text of a plain request."""
     host = serving.url.split("/")[2].split(":")[0]
-    connection = http.client.HTTPConnection(host, serving.port, timeout=30)
+    connection = http.client.HTTPConnection(host, serving.port, timeout=PATIENCE)
     connection.request(method, path, body, headers)
     answer = connection.getresponse()
     text = answer.read().decode(errors="replace")
@@ -206,6 +207,7 @@ def test_a_plan_runs_and_its_result_lands(plan, page, tmp_path):
     assert len(list(tmp_path.iterdir())) == 1
 
 
+@pytest.mark.slow
 @in_browser
 def test_the_page_can_be_read_and_heard(plan, page, tmp_path):
     with Serving(plan, tmp_path) as serving:
@@ -240,6 +242,7 @@ def test_the_page_can_be_read_and_heard(plan, page, tmp_path):
     validate(saved, BENCH, "the download", AssertionError)
 
 
+@pytest.mark.slow
 @in_browser
 def test_webgpu_runs_what_it_can_and_names_what_it_lacks(serving, page):
     opened(page, serving.url)
@@ -251,7 +254,7 @@ def test_webgpu_runs_what_it_can_and_names_what_it_lacks(serving, page):
     page.get_by_role("checkbox", name="WebAssembly, 1 thread").uncheck()
     page.get_by_role("button", name="Start").click()
     page.locator("#outcome-text code").wait_for(timeout=SOON)
-    found = serving.landed.get(timeout=5).result
+    found = serving.landed.get(timeout=PATIENCE).result
     by_type = {row["dtype"]: row for row in found["cells"]}
     assert by_type["fp32"]["status"] == "ok"
     assert by_type["fp32"]["provider_got"].startswith("webgpu")
@@ -294,7 +297,7 @@ def test_a_missing_model_fails_its_cells_alone(small, page, tmp_path):
         gone.unlink()
         page.get_by_role("button", name="Start").click()
         page.locator("#outcome-text code").wait_for(timeout=SOON)
-        found = serving.landed.get(timeout=5).result
+        found = serving.landed.get(timeout=PATIENCE).result
     states = {row["stage"]: (row["status"], row["reason"]) for row in found["cells"]}
     assert states["score"] == ("ok", None)
     assert states["evict"][0] == "failed"
@@ -302,6 +305,7 @@ def test_a_missing_model_fails_its_cells_alone(small, page, tmp_path):
     assert gone.name in page.locator("#skipped").inner_text()
 
 
+@pytest.mark.slow
 @in_browser
 def test_over_plain_http_there_is_one_thread_and_the_page_says_so(plan, page, tmp_path):
     address = own_address()
@@ -349,7 +353,7 @@ def test_a_closed_tab_loses_nothing(plan, chromium, tmp_path):
         page.get_by_role("button", name="Send it").click()
         page.get_by_role("heading", name="Ended early").wait_for()
         page.locator("#outcome-text code").wait_for(timeout=SOON)
-        found = serving.landed.get(timeout=5).result
+        found = serving.landed.get(timeout=PATIENCE).result
         assert not found["run"]["complete"]
         assert "interrupted" in {flag["kind"] for flag in found["validity"]["flags"]}
         page.reload()
@@ -365,11 +369,12 @@ def test_stopping_keeps_what_there_is(plan, page, tmp_path):
         reach(page, 0.2)
         page.get_by_role("button", name="Stop").click()
         page.locator("#outcome-text code").wait_for(timeout=SOON)
-        found = serving.landed.get(timeout=5).result
+        found = serving.landed.get(timeout=PATIENCE).result
     assert not found["run"]["complete"]
     assert {row["status"] for row in found["cells"]} == {"ok", "skipped"}
 
 
+@pytest.mark.slow
 @in_browser
 def test_a_lost_server_gets_the_result_when_it_is_back(small, page, tmp_path):
     with Serving(small, tmp_path) as serving:
@@ -383,9 +388,10 @@ def test_a_lost_server_gets_the_result_when_it_is_back(small, page, tmp_path):
     page.get_by_text("The computer cannot be reached").wait_for(timeout=SOON)
     with Serving(small, tmp_path, port=port) as serving:
         page.locator("#outcome-text code").wait_for(timeout=SOON)  # by itself
-        assert serving.landed.get(timeout=5).result["run"]["complete"]
+        assert serving.landed.get(timeout=PATIENCE).result["run"]["complete"]
 
 
+@pytest.mark.slow
 @in_browser
 def test_a_locked_screen_pauses_and_is_told(plan, page, tmp_path):
     def lock(state: str) -> None:
@@ -410,7 +416,7 @@ def test_a_locked_screen_pauses_and_is_told(plan, page, tmp_path):
         lock("visible")
         page.get_by_role("heading", name="Done, with interruptions").wait_for(timeout=SOON)
         page.locator("#outcome-text code").wait_for(timeout=SOON)
-        found = serving.landed.get(timeout=5).result
+        found = serving.landed.get(timeout=PATIENCE).result
     assert found["run"]["complete"]
     (span,) = found["run"]["interrupted"]
     assert span["from"] < span["to"]
@@ -418,6 +424,7 @@ def test_a_locked_screen_pauses_and_is_told(plan, page, tmp_path):
     assert "interrupted" in {flag["kind"] for flag in found["validity"]["flags"]}
 
 
+@pytest.mark.slow
 @in_browser
 def test_two_phones_at_once(small, chromium, tmp_path):
     contexts = [chromium.new_context() for _ in range(2)]
@@ -448,7 +455,7 @@ def test_a_page_without_its_plan_says_so(serving, page):
 def test_a_program_can_open_the_page_and_have_it_start(serving, page):
     page.goto(serving.url + "#start")
     page.locator("#outcome-text code").wait_for(timeout=SOON)
-    assert serving.landed.get(timeout=5).result["run"]["complete"]
+    assert serving.landed.get(timeout=PATIENCE).result["run"]["complete"]
     assert page.url == serving.url, "a reload begins nothing"
 
 
@@ -550,7 +557,7 @@ def test_a_result_is_stored_once_and_never_overwritten(serving, result):
     status, first = posted(serving, result)
     assert status == 201
     assert {flag["kind"] for flag in first["flags"]} >= {"rules"}
-    file = serving.landed.get(timeout=5).path
+    file = serving.landed.get(timeout=PATIENCE).path
     assert file.name == first["file"]
     file.write_text("mine")
     assert posted(serving, result)[1]["file"] == file.name
@@ -574,6 +581,7 @@ def twice(found):
     found["cells"].append(found["cells"][0])
 
 
+@pytest.mark.slow(keep=10)
 @pytest.mark.parametrize(
     ("make", "status", "said"),
     [
@@ -712,7 +720,7 @@ def test_the_command_names_every_result_and_ends(small, result, tmp_path, json_l
 
     Known.url = url
     assert posted(Known, result)[0] == 201
-    out, _ = process.communicate(timeout=60)
+    out, _ = process.communicate(timeout=PATIENCE)
     assert process.returncode == 0
     file = json.loads(out)["file"] if json_lines else out.strip()
     assert read_result(Path(file))["run"]["id"] == result["run"]["id"]
@@ -731,13 +739,14 @@ def test_a_terminal_shows_a_code_to_scan(small, tmp_path):
     while b"Ctrl-C" not in said:
         said += os.read(screen, 4096)
     process.send_signal(signal.SIGINT)
-    assert process.wait(timeout=30) == 130
+    assert process.wait(timeout=PATIENCE) == 130
     text = said.decode()
     assert text.count("▀") > 50
     assert re.search(r"http://\d+\.\d+\.\d+\.\d+:\d+/[\w-]{20,}/", text)
     os.close(screen)
 
 
+@pytest.mark.slow(keep=3)
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -752,7 +761,7 @@ def test_the_command_refuses_by_name(small, tmp_path, arguments, said):
     known = {"empty": tmp_path, "plan": small}
     process = kvcap("-o", str(tmp_path / "out"), *(part.format(**known) for part in arguments))
     try:
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=PATIENCE)
     finally:
         process.kill()
     assert (process.returncode, out) == (2, "")

@@ -293,6 +293,7 @@ def test_words_of_others_stay_one_line_and_no_markup(text):
     assert not re.match(r"#+(\s|$)|[-+=](\s|$)|\d+[.)](\s|$)", shown)
 
 
+@pytest.mark.slow(keep=4)
 @pytest.mark.parametrize("evil", EVIL)
 def test_no_field_brings_markup_into_a_report_or_breaks_a_chart(evil, tmp_path, capsys):
     """Every field of text, one after the other and all together."""

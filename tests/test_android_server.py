@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given, settings
 from test_android_browser import asked, posted, vendored
 from test_android_harm import DEEP, MUTATIONS, mutated, put, result, written
+from tools import PATIENCE
 
 from kvcap.android_bench import browser_device, landing
 from kvcap.android_bench.judge import judged
@@ -23,7 +24,7 @@ from kvcap.android_bench.limits import Limits
 from kvcap.android_bench.server import HEAD_BYTES, Serving
 
 pytestmark = vendored
-SOON = 60  # seconds, on a busy machine
+SOON = PATIENCE
 HEAD = b"POST /results HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 LARGE = b"GET /ort/ort-wasm-simd-threaded.asyncify.wasm HTTP/1.1\r\nHost: localhost\r\n\r\n"
 
@@ -84,6 +85,7 @@ def fuzzed(folder, tmp_path_factory) -> Iterator[Serving]:
         yield found
 
 
+@pytest.mark.slow(keep=13)
 @pytest.mark.parametrize("path", ["/results", "/device"])
 @pytest.mark.parametrize(
     "body",

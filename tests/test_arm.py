@@ -14,7 +14,7 @@ import numpy as np
 import onnx
 import pytest
 import torch
-from tools import arm_environment, arm_python, installed
+from tools import PATIENCE, arm_environment, arm_python, installed
 
 from kvcap.android_bench.archive import write_runner
 from kvcap.android_bench.judge import judged
@@ -70,7 +70,7 @@ def on_arm(folder: Path, jobs: dict[str, list[str]]) -> None:
     (folder / "program.py").write_text(PROGRAM)
     done = subprocess.run(
         arm_python(folder / "program.py", folder), env=arm_environment(), cwd=folder,
-        capture_output=True, text=True, timeout=280, check=False,
+        capture_output=True, text=True, timeout=PATIENCE, check=False,
     )  # fmt: skip
     assert done.stdout.startswith("done"), done.stderr
 
@@ -108,6 +108,7 @@ def on_arm_and_eager(folder: Path, keys, altered=None) -> dict[str, compare.Diff
     return found
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("keys", [KEYDIFF, OTHERS], ids=["keydiff", "others"])
 def test_graphs_give_on_arm_what_eager_gives(keys, tmp_path):
     found = on_arm_and_eager(tmp_path, keys)
@@ -128,6 +129,7 @@ def test_a_wrong_graph_is_seen_on_arm_too(tmp_path):
     assert any("outliers" in label for label in wrong)
 
 
+@pytest.mark.slow
 def test_the_python_runner_on_arm_is_emulated_whatever_getprop_says(tmp_path):
     """Inputs and parity as on every processor; a phone's properties do not make qemu a phone."""
     plan, out = tmp_path / "plan", tmp_path / "result.json"
@@ -144,7 +146,7 @@ def test_the_python_runner_on_arm_is_emulated_whatever_getprop_says(tmp_path):
     runner = write_runner(tmp_path / "runner.pyz")
     done = subprocess.run(
         arm_python(runner, plan / "plan.json", "-o", out), env=env,
-        capture_output=True, text=True, timeout=200, check=False,
+        capture_output=True, text=True, timeout=PATIENCE, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     result = judged(read_result(out))

@@ -342,8 +342,7 @@ def test_headkv_composes_with_pyramid_layers(table):
     heads = eviction.allot(64, 3, 2)
     assert sum(map(sum, heads)) == 64 * 3 * 2
     assert heads[1][0] == max(max(layer) for layer in heads)
-    for layer in heads:
-        eviction.check(layer)
+    eviction.check(64, 3, 2)
     with pytest.raises(PolicyError):
         load_policy("cake+cake+headkv")
 

@@ -78,6 +78,7 @@ def test_compact_moves_everything_of_a_slot_together(budget, block, batch, heads
         assert (pool.nbytes, pool.keys.data_ptr()) == (nbytes, pointer)
 
 
+@pytest.mark.slow(keep=2)
 @pytest.mark.parametrize("policy", EVICTING)
 @given(
     budget=st.integers(8, 20),
@@ -128,6 +129,7 @@ def test_never_above_the_cap(policy, budget, block, length, evict_every, compact
 MODEL = tiny_model("llama")
 
 
+@pytest.mark.slow(keep=13)
 @pytest.mark.parametrize("policy", EVICTING)
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
 def test_bytes_equal_the_plan_for_every_policy_and_dtype(policy, kv_heads):
@@ -212,6 +214,7 @@ def test_counts_go_back_to_before_a_block_that_broke_off(tokens):
 # Outside torch.no_grad() --------------------------------------------------------------------------
 
 
+@pytest.mark.slow(keep=3)
 @pytest.mark.parametrize("attention", ["kvcap", "sdpa"])
 @pytest.mark.parametrize("policy", EVICTING)
 def test_no_graph_of_gradients_is_kept(policy, attention, tokens):
@@ -278,6 +281,7 @@ def test_a_block_finds_room_beside_them(waiting, attention, family, tokens):
         torch.testing.assert_close(last, expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow(keep=32)
 @pytest.mark.parametrize("policy", EVICTING)
 @pytest.mark.parametrize("positions", ["compact", "true"])
 def test_a_block_cut_in_two_is_read_as_the_block_loop_reads_it(policy, positions):

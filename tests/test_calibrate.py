@@ -268,7 +268,7 @@ def test_texts_that_will_not_do(content: bytes | None, says: str, run: Any, tmp_
     [
         (["snapkv"], "'snapkv' takes no table of heads; only headkv and duoattention do"),
         (["criticalkv-headkv"], "takes no table"),
-        (["headkv", "nowhere/at-all"], "no model at"),
+        (["headkv", "nowhere/at-all"], "is no directory here"),
         (["headkv", "--dtype", "int8"], "use one of float32"),
         (["headkv", "--device", "abacus"], "device 'abacus'"),
         (["headkv", "--tokens", "31"], "--tokens"),

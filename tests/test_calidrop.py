@@ -38,6 +38,7 @@ def loop_of(model: Any, base: str = "snapkv", **options: Any) -> BlockLoop:
     return BlockLoop(model, kvcap.BudgetCache(model.config, 12, 6, eviction, positions=positions))
 
 
+@pytest.mark.slow(keep=13)
 @pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3", "smollm3", "granite"])
 @pytest.mark.parametrize("base", BASES)
 def test_always_recomputing_gives_the_uncapped_logits(base, family, tokens):
@@ -52,6 +53,7 @@ def test_always_recomputing_gives_the_uncapped_logits(base, family, tokens):
     assert loop.cache.recomputed == [1.0] * len(loop.cache.capped_layers)
 
 
+@pytest.mark.slow(keep=5)
 @pytest.mark.parametrize("positions", ["compact", "true"])
 @pytest.mark.parametrize("base", BASES)
 def test_against_the_reference(base, positions):

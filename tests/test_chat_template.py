@@ -97,6 +97,7 @@ def test_threads_take_turns():
     assert found == {i: str(i) * 1000 for i in range(8)}
 
 
+@pytest.mark.slow
 @posix
 def test_ctrl_c_ends_a_template():
     """The process that waits for it is free at once, and what it asks next is answered."""

@@ -126,6 +126,7 @@ def _processors(monkeypatch, request):
     monkeypatch.setattr(decode, "multiprocessors", lambda device: count)
 
 
+@pytest.mark.slow(keep=28)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_attention_is_as_near_the_truth_as_eager(case, dtype):

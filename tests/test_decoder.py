@@ -81,12 +81,14 @@ def beside_the_runtime(made: Decoder, lengths=LENGTHS, pins=((0, 0),)):
 # --- the module that is traced is the runtime, whatever is asked for
 
 
+@pytest.mark.slow(keep=16)
 @pytest.mark.parametrize("positions", ["compact", "true"])
 @pytest.mark.parametrize("family", sorted(set(FAMILIES) - SLIDING))
 def test_every_family_computes_what_the_runtime_does(family, positions):
     beside_the_runtime(decoder(family, positions=positions))
 
 
+@pytest.mark.slow(keep=19)
 @pytest.mark.parametrize("positions", ["compact", "true"])
 @pytest.mark.parametrize("policy", EXPORTED)
 def test_every_policy_keeps_what_the_runtime_keeps(policy, positions):
@@ -187,6 +189,7 @@ def blocks_of(sample: dict) -> list[list[int]]:
     return [[next(ids) for _ in range(length)] for length in sample["runs"]]
 
 
+@pytest.mark.slow
 def test_a_runner_that_knows_only_the_manifest_gives_the_same_text(shelf):
     sample = facts(shelf / "made")["sample"]
     assert sum(sample["runs"]) == len(sample["prompt"]) > BUDGET + BLOCK
@@ -247,6 +250,7 @@ def test_verify_knows_a_decoders_folder(shelf, capsys):
     assert {row["who"] for row in report["runs"]} == {"module to runtime", "graph to module"}
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize(("policy", "positions", "dtype"), [
     ("pyramidkv", "compact", "fp32"),  # layers of unequal budgets, a window of queries
     ("criticalkv", "true", "fp16"),  # state of slots, weights of the output projection

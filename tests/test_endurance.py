@@ -23,6 +23,7 @@ def test_a_long_text_takes_the_bytes_of_a_short_one() -> None:
     assert result.rows[-1]["held"] == 64
 
 
+@pytest.mark.slow
 def test_random_turns_break_nothing() -> None:
     result = load("turns")(SMALL)
     assert [row["turns"] for row in result.rows] == list(range(4, 41, 4))
@@ -31,6 +32,7 @@ def test_random_turns_break_nothing() -> None:
     assert len({row["kv_bytes"] for row in result.rows}) == 1
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("policy", ["h2o", "cake", "calidrop"])
 def test_random_turns_of_other_policies(policy: str, tmp_path: Any) -> None:
     runtime = Runtime.from_pretrained(policy=policy, kv_budget_tokens=96, block_size=32)

@@ -391,6 +391,7 @@ def test_a_broken_line_is_named(sweep: Sweep, tmp_path: Path) -> None:
         run(sweep, tmp_path)
 
 
+@pytest.mark.slow(keep=2)
 @pytest.mark.parametrize("name", [name for name in benchmarks() if name not in ELSEWHERE + ON_CUDA])
 def test_a_benchmark_gives_a_table_and_one_json_object(name: str) -> None:
     result = load(name)(TOY)
@@ -410,6 +411,7 @@ def test_benchmarks_that_need_cuda_say_so(name: str) -> None:
         load(name)(TOY)
 
 
+@pytest.mark.slow
 def test_prefill_memory_is_flat_and_the_peer_grows() -> None:
     result = load("prefill")(TOY)
     peak = {(row["runs"], row["tokens"]): row["peak_mib"] for row in result.rows}

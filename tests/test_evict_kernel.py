@@ -173,6 +173,7 @@ def _eager(monkeypatch):
     monkeypatch.setenv("KVCAP_KERNELS", "eager")
 
 
+@pytest.mark.slow(keep=10)
 @pytest.mark.parametrize("case", ONE + MANY, ids=str)
 @pytest.mark.parametrize("clock", [False, True])
 def test_the_lowest_are_given_up_as_by_eager_code(case, clock):
@@ -209,6 +210,7 @@ NOMINATING = (
 )
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("case", NOMINATING, ids=str)
 def test_parts_of_long_rows_nominate_slots(case, monkeypatch):
     noted = Noted(choose_triton.nominate_slots)
@@ -258,6 +260,7 @@ def hard_scores(n: int, generator: torch.Generator) -> Tensor:
     return torch.stack(rows)[None]
 
 
+@pytest.mark.slow(keep=3)
 @pytest.mark.parametrize(
     ("held", "count"),
     [(2, 2), (31, 10), (32, 32), (45, 40), (300, 7), (512, 256)],

@@ -120,6 +120,7 @@ def matched(file: Path) -> dict:
 # --- every policy, stage and type: writing verifies, at 1, 2, N, N + block and 8,192 slots
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("name", OWN)
 def test_every_policy_is_exported_and_matches(name, shelf):
     file = shelf(name)
@@ -151,6 +152,7 @@ def test_a_preset_that_shares_out_budgets_exports_its_base(name):
     assert spec.notes()
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("name", OWN[::3])
 def test_scores_are_exported_in_float16(name, shelf):
     file = shelf(name, dtype="fp16")
@@ -159,6 +161,7 @@ def test_scores_are_exported_in_float16(name, shelf):
     assert said(file)["outputs"][0]["dtype"] == "float32"  # worth is never rounded to float16
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [*((name, "fp32") for name in OWN), *((name, "fp16") for name in OWN[::5])],
@@ -171,6 +174,7 @@ def test_every_policy_evicts(name, dtype, shelf):
         assert f"kept_{state}" in outputs
 
 
+@pytest.mark.slow(keep=2)
 @pytest.mark.parametrize("dtype", ["fp32", "fp16"])
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("stage", ["score", "evict"])
@@ -183,6 +187,7 @@ def test_keydiff_in_every_form(form, stage, dtype, shelf):
         assert file.stat().st_size <= 1200
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("anchor", ["unit_mean", "median", "pairwise"])
 def test_keydiff_with_other_anchors(anchor, tmp_path):
     for form in FORMS if anchor == "unit_mean" else FORMS[:1]:
@@ -196,6 +201,7 @@ def test_keydiff_with_other_metrics(options, tmp_path):
         export(tmp_path, "keydiff", form="stateless", **options)
 
 
+@pytest.mark.slow(keep=2)
 @pytest.mark.parametrize(
     ("name", "stage"),
     [("keydiff", "evict"), ("snapkv", "score"), ("criticalkv", "evict"), ("h2o", "score")],
@@ -251,6 +257,7 @@ def steps(shelf, form: str, dtype: torch.dtype, units: bool = False):
         anchor = kept.get("kept_anchor", anchor)
 
 
+@pytest.mark.slow(keep=2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("form", ["inverse_norms", "running_anchor"])
 def test_a_device_can_keep_keydiffs_state(form, dtype, shelf):
@@ -521,6 +528,7 @@ def test_a_missing_extra_is_named(monkeypatch, capsys):
     assert "onnxscript" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_no_telemetry(shelf, tmp_path):
     """A command leaves no file of ONNX Runtime's in a home of its own, though the user allows it.
 
@@ -539,6 +547,7 @@ def test_no_telemetry(shelf, tmp_path):
     assert not [path for path in home.rglob("*") if "onnxruntime" in str(path)]
 
 
+@pytest.mark.slow
 def test_the_page(tmp_path, monkeypatch, capsys):
     """Its commands run, and its tables name every input, field and formulation."""
     page = (ROOT / "docs" / "export.md").read_text()

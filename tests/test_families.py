@@ -47,6 +47,7 @@ def test_the_tests_cover_every_supported_family():
     assert set(FAMILIES) == set(SUPPORTED)
 
 
+@pytest.mark.slow(keep=20)
 @pytest.mark.parametrize("policy", policies())
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_equal_the_uncapped_model_while_tokens_fit(family, policy, tokens):

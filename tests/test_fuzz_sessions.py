@@ -92,6 +92,7 @@ TENSORS = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow(keep=1)
 @few
 @given(data=st.data())
 def test_what_a_session_says(data, session, tmp_path):

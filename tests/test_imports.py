@@ -83,6 +83,7 @@ def test_importing_kvcap_loads_neither_torch_nor_transformers():
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize(
     "asks",
     [

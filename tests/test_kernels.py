@@ -201,6 +201,7 @@ def poisoned(monkeypatch):
     monkeypatch.setattr(keydiff, "empty", nan)
 
 
+@pytest.mark.slow(keep=4)
 @each_shape
 @pytest.mark.parametrize("group", ["mean", "max"])
 def test_dropkv(shape, group):
@@ -212,6 +213,7 @@ def test_dropkv(shape, group):
     check(DropKV(kernel=1, group=group), seen)
 
 
+@pytest.mark.slow(keep=5)
 @each_shape
 def test_sums_of_attention(shape):
     seen = observe(shape)
@@ -236,6 +238,7 @@ def test_keydiff_with_sums_made_elsewhere(shape):
     torch.testing.assert_close(wrong, -known, rtol=0, atol=2e-6)
 
 
+@pytest.mark.slow(keep=3)
 @pytest.mark.parametrize("shape", SHAPES[2:5], ids=ids[2:5])
 @pytest.mark.parametrize("mode", ["value", "key", "joint"])
 def test_obcache(shape, mode):
@@ -245,6 +248,7 @@ def test_obcache(shape, mode):
         check(TOVA(), seen)
 
 
+@pytest.mark.slow(keep=3)
 @pytest.mark.parametrize("group", ["mean", "sum", "max"])
 @pytest.mark.parametrize("shape", SHAPES[3:5], ids=ids[3:5])
 def test_andpro(shape, group):
@@ -267,6 +271,7 @@ def test_dropkv_with_rounded_attention():
     check(DropKV(kernel=1, bf16_ratio=True), seen, epsilon=2**-6)
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("saliency", [None, OBCache("joint")])
 def test_state_of_h2o_over_blocks_of_queries(saliency):
     seen = observe(Shape(100, w=70, G=4))
@@ -284,6 +289,7 @@ def on_the_device(seen: Observation) -> Observation:
     return replace(seen, seen=torch.tensor([-5, seen.seen], device=DEVICE)[1])
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize(("policy", "mode", "dtype"), [
     (DropKV(), None, torch.int32),
     (SnapKV(kernel=1), None, torch.int64),
@@ -346,6 +352,7 @@ def test_heads_observed_one_by_one_equal_the_layer():
         torch.testing.assert_close(twin(DropKV(), alone), whole[:, mine], rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("policy", [DropKV(), SnapKV(), KeyDiff()])
 def test_two_runs_are_equal_to_the_bit(policy):
     seen = observe(Shape(300, D=128))

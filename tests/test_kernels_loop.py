@@ -47,6 +47,7 @@ def read(policy, positions, choice):
     return torch.stack(logits), [sorted(head.tolist()) for head in heads]
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize(
     ("policy", "positions"),
     [*((policy, "compact") for policy in POLICIES), ("dropkv", "true")],
@@ -62,6 +63,7 @@ def test_the_same_logits_and_the_same_tokens_kept(policy, positions, monkeypatch
     assert kept_too == kept
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize(
     ("policy", "positions", "choice"),
     [("dropkv", "compact", "triton"), ("full", "true", "triton"),
@@ -121,6 +123,7 @@ def test_linear_layers_of_one_token_run_by_the_kernel_and_only_within():
     assert not torch.equal(found, expected)  # sums in another order
 
 
+@pytest.mark.slow(keep=12)
 @pytest.mark.parametrize("positions", ["compact", "true"])
 @pytest.mark.parametrize("policy", [*POLICIES, "keydiff", "streaming_llm", "criticalkv"])
 def test_blocks_in_one_pass_equal_passes_of_their_own(policy, positions):
@@ -143,6 +146,7 @@ def test_blocks_in_one_pass_equal_passes_of_their_own(policy, positions):
     torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize(("policy", "early"), [
     ("keydiff", True), ("dropkv", True), ("h2o", True), ("criticalkv", False),
 ])  # fmt: skip
@@ -395,6 +399,7 @@ def test_heads_of_their_own_budgets_are_not_replayed_between_evictions():
         assert alike.steady(cache, 1) is steady
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.skipif(DEVICE == "cuda", reason="test_cuda.py has real graphs")
 @pytest.mark.parametrize(("family", "policy", "positions", "layers"), [
     ("llama", "keydiff", "compact", 2),
@@ -537,6 +542,7 @@ def test_what_is_compiled_is_the_models_own_formula_and_only_within(family, monk
 USUAL = ("llama", "mistral", "qwen2", "qwen3", "smollm3")
 
 
+@pytest.mark.slow(keep=3)
 @pytest.mark.parametrize("family", [*USUAL, "gemma", "olmo2", "phi3"])
 def test_layers_of_one_formula_run_in_fewer_kernels(family, monkeypatch):
     """One token by four products and attention; several with a norm known from the layer before."""

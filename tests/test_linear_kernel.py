@@ -32,6 +32,7 @@ def test_no_further_from_the_truth_than_the_library(rows, columns, dtype, biased
     assert torch.equal(found, matvec(x, weight, bias))
 
 
+@pytest.mark.slow(keep=10)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
     ("rows", "columns"), [(2, 1), (14, 33), (64, 1024), (36, 4096), (70, 1030)]

@@ -70,16 +70,19 @@ KINDS = ("keydiff", "streaming_llm", "snapkv", "tova", "h2o", "knorm", "obcache"
          "random", "adakv", "pyramidkv", "criticalkv", "headkv", "calidrop", "dropkv")  # fmt: skip
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("name", KINDS[::2])
 def test_flat_from_half_a_k_to_2k(name):
     flat(name, 512, 2048, layers=2, slack=0.05 if name in SHARES else 0.0)
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("name", ["keydiff", "snapkv"])
 def test_flat_from_4k_to_64k(name):
     flat(name, 4096, 65536)
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("name", KINDS)
 def test_bytes_at_every_block_to_64k_for_every_kind_of_policy(name):
     layers = 2 if name == "cake" else 1  # whose slots move between them
@@ -142,6 +145,7 @@ def test_other_threads_count_to_the_byte():
     pool.shutdown()
 
 
+@pytest.mark.slow
 def test_a_thread_that_outlives_the_measurement():
     done = threading.Event()
 
@@ -176,6 +180,7 @@ def test_tensors_of_an_earlier_measurement_do_not_hide_later_ones():
     assert (took.peak_bytes, took.held_bytes) == (50 * MIB, 0)
 
 
+@pytest.mark.slow
 def test_the_stacks_of_what_was_held_at_the_peak():
     def operator(x):
         return x + 1
@@ -335,6 +340,7 @@ def test_two_hundred_turns_leave_nothing(chat):
     assert left < 4096  # the state of the last turn
 
 
+@pytest.mark.slow
 def test_a_chat_that_leaks_a_little_is_seen(chat):
     kept: list[torch.Tensor] = []
     _, left = left_by_chat(chat, lambda session: kept.append(torch.zeros(64)))
@@ -415,6 +421,7 @@ def test_what_did_not_grow_passes(baseline, capsys):
     assert found["cells"] == json.loads(baseline.read_text())["cells"]  # deterministic
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize(
     ("figure", "factor", "said"),
     [("kv_bytes", 2, "KV bytes"), ("planned_bytes", 2, "planned"), ("peak_bytes", 0.97, "peak")],
@@ -458,6 +465,7 @@ def test_our_own_bytes_are_those_of_the_committed_baseline():
     assert check(ROOT / "memory-baseline.json", "--lengths", "1024", "--budgets", "64") == 0
 
 
+@pytest.mark.slow
 def test_the_page_on_memory(tmp_path):
     """Its tests pass, its commands for figures do what they say, and its table names every kind."""
     page = (ROOT / "docs" / "memory.md").read_text()

@@ -45,6 +45,7 @@ def steady(monkeypatch):
     monkeypatch.setattr(plan_module, "process_bytes", lambda: HELD)
 
 
+@pytest.mark.slow(keep=2)
 @pytest.mark.parametrize("policy", ["keydiff", "snapkv", "pyramidkv", "calidrop"])
 def test_the_plan_takes_the_largest_budget_that_fits(policy, steady):
     cap = HELD + LOADING + 40 * MIB
@@ -78,6 +79,7 @@ def test_what_does_not_fit_is_refused_with_what_would(steady):
     assert both.budget_tokens == 100
 
 
+@pytest.mark.slow
 def test_the_command_line(tmp_path):
     runner = CliRunner()
     cap = str(process_bytes() + LOADING + 100 * MIB)
@@ -91,6 +93,7 @@ def test_the_command_line(tmp_path):
     assert "dry run" in shown.stdout
 
 
+@pytest.mark.slow
 @settings(derandomize=True, deadline=None, max_examples=12)
 @given(
     policy=st.sampled_from(["keydiff", "snapkv", "pyramidkv", "calidrop"]),
@@ -110,6 +113,7 @@ def test_a_cap_that_is_advised_is_taken_by_a_process_a_little_larger(policy, bud
     assert found.total_bytes <= parse_bytes(advised)
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("enforce", ["check", "rlimit"])
 def test_a_process_stays_under_its_cap(enforce, tmp_path):
     """The whole way: a long document, the largest cache that fits, the peak of a fresh process."""

@@ -38,6 +38,7 @@ def run(pytester):
     return runs
 
 
+@pytest.mark.slow
 def test_a_budget_that_is_kept_and_one_that_is_exceeded(run):
     done = run("""
 @pytest.mark.memory_budget("8MiB")
@@ -80,6 +81,7 @@ POOL.submit(work).result()  # its thread runs before it is measured
 """
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize(
     ("body", "thread"),
     [
@@ -123,6 +125,7 @@ def test_it():
     done.stdout.fnmatch_lines(["*exceeded: CPU tensors*", "*thread writer"])
 
 
+@pytest.mark.slow
 def test_methods_of_unittest_are_measured_without_their_set_up(run):
     done = run("""
 import unittest
@@ -165,6 +168,7 @@ def large(): return torch.zeros(8 * MIB, dtype=torch.uint8)  # not of the body
     done.stdout.fnmatch_lines(["  the budget: memory_budget('1MiB') at *.py:5"])
 
 
+@pytest.mark.slow
 def test_memory_of_python_and_numpy_counts_on_request(run):
     done = run("""
 import numpy, threading
@@ -202,6 +206,7 @@ def test_wrong():
     assert "memory budget" not in done.stdout.str().partition("short test summary")[2]
 
 
+@pytest.mark.slow
 def test_a_fresh_process(run):
     done = run("""
 @pytest.mark.memory_budget("100MiB", process=True)
@@ -250,6 +255,7 @@ def test_other(): pass
     assert "During handling" not in done.stdout.str()
 
 
+@pytest.mark.slow
 def test_the_fixture_measures_and_reports(run, pytester):
     done = run(
         """
@@ -296,6 +302,7 @@ def test_cache(memory_meter):
 XDIST = ["-p", "xdist", "-n", "2"]
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("how", [[], XDIST], ids=["one process", "xdist"])
 def test_figures_are_held_against_a_baseline(run, pytester, monkeypatch, how):
     done = run(OWN, "--memory-update", *how)
@@ -329,6 +336,7 @@ def test_figures_are_held_against_a_baseline(run, pytester, monkeypatch, how):
     run(OWN, *compare, "--memory-tolerance", "100%").assert_outcomes(passed=2, failed=1)
 
 
+@pytest.mark.slow
 def test_other_versions_and_new_figures_are_said_and_an_update_keeps_the_rest(
     run, pytester, monkeypatch
 ):

@@ -59,6 +59,7 @@ def held(model: Any) -> int:
     return sum({p.data_ptr(): p.nbytes for p in model.parameters()}.values())
 
 
+@pytest.mark.slow(keep=38)
 @pytest.mark.parametrize("size", ["1GB", "30KB"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", FAMILIES)
@@ -303,6 +304,7 @@ BROKEN: dict[str, tuple[Break, str]] = {
 }  # fmt: skip
 
 
+@pytest.mark.slow(keep=32)
 @pytest.mark.parametrize("name", BROKEN)
 def test_what_is_broken_is_refused_before_anything_is_loaded(name, folder, monkeypatch, capsys):
     break_, message = BROKEN[name]
@@ -322,7 +324,7 @@ def test_what_is_no_model_of_ours_is_refused(folder):
     with pytest.raises(UnsupportedModel, match=r"sonnet.*supported: .*llama"):
         load(folder)
     (folder / "config.json").unlink()
-    with pytest.raises(OSError, match="no model at"):
+    with pytest.raises(OSError, match=r"holds no config\.json"):
         load(folder)
 
 
@@ -489,7 +491,7 @@ TOKENIZERS: dict[str, Break] = {
 def test_broken_tokenizers_are_refused_before_weights_are_loaded(name, folder, monkeypatch):
     TOKENIZERS[name](folder)
     monkeypatch.setattr("kvcap.runtime.runtime.load_model", lambda *_: pytest.fail("was loaded"))
-    with pytest.raises(ModelFilesBroken, match="the tokenizer of"):
+    with pytest.raises(ModelFilesBroken, match=r"the tokenizer of|has no tokenizer"):
         load(folder)
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import standard_decoder
-from tools import made, tiny_decoder
+from tools import PATIENCE, made, tiny_decoder
 
 from kvcap import pocket
 from kvcap.cli import run
@@ -159,6 +159,7 @@ def same_as_torch(runtime: OrtRuntime, model: str = "pocket", policy: str = "") 
         assert mine.tolist() == theirs.tolist()
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize(("mode", "budget"), [("compact", 48), ("true", 96), ("true", MOST)])
 def test_decoders_say_and_keep_what_pytorch_does(exported, found, mode, budget):
     """With eviction in the graph, and with a graph beside a found decoder."""
@@ -168,6 +169,7 @@ def test_decoders_say_and_keep_what_pytorch_does(exported, found, mode, budget):
     )
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("policy", ["keydiff", "streaming_llm", "random"])
 def test_policies_of_a_found_decoder(tiny, policy, mode):
@@ -185,7 +187,7 @@ def python(*arguments: str, stdin: str = "", **env: str) -> subprocess.Completed
     return subprocess.run(
         [sys.executable, "-P", *arguments] if sys.version_info >= (3, 11)
         else [sys.executable, *arguments],
-        input=stdin, capture_output=True, text=True, check=False, timeout=120,
+        input=stdin, capture_output=True, text=True, check=False, timeout=PATIENCE,
         env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1",
              **env},
     )  # fmt: skip
@@ -194,6 +196,7 @@ def python(*arguments: str, stdin: str = "", **env: str) -> subprocess.Completed
 NO_TORCH = "import sys; sys.modules.update(dict.fromkeys(('torch', 'transformers', 'onnx')))\n"
 
 
+@pytest.mark.slow(keep=2)
 @pytest.mark.parametrize("command", ["chat", "generate", "plan"])
 def test_runs_where_neither_torch_nor_transformers_can_be_imported(tiny, exported, command):
     folders = (
@@ -250,6 +253,7 @@ print(re.search(r"VmHWM:\\s+(\\d+)", open("/proc/self/status").read())[1])
 """
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.skipif(sys.platform != "linux", reason="peaks are read from /proc")
 @pytest.mark.parametrize("kind", ["fused", "found"])
 def test_memory_does_not_grow_with_the_conversation(exported, tiny, kind):

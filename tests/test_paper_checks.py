@@ -235,6 +235,7 @@ def test_texts_of_pocket_have_the_length_asked_for_and_differ() -> None:
     assert not torch.equal(first[0].keys, second[0].keys)
 
 
+@pytest.mark.slow
 def test_dropkv_is_near_the_best_set_on_pocket(monkeypatch: pytest.MonkeyPatch) -> None:
     """Table 16: near 1 on random pools, nearer than attention on all; Theorem 1 holds."""
     monkeypatch.setattr(proxy, "WINDOWS", (1,))

@@ -34,6 +34,7 @@ def held_everywhere(cache, spans):
                 assert wanted <= set(row.tolist()), (layer.index, segment.head)
 
 
+@pytest.mark.slow(keep=15)
 @pytest.mark.parametrize(
     ("family", "positions"),
     # Compact positions ask more of a cache; beside sliding layers they stand for both.
@@ -62,6 +63,7 @@ def test_pinned_tokens_survive(family, policy, positions, tokens):
     assert cache.held <= 40
 
 
+@pytest.mark.slow(keep=6)
 @pytest.mark.parametrize("positions", ["compact", "true"])
 @pytest.mark.parametrize("policy", ["adakv", "cake", "criticalkv-adakv", "h2o", "snapkv"])
 @pytest.mark.parametrize("first", [0, 30])

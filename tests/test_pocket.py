@@ -204,12 +204,14 @@ def test_it_recalls_what_it_was_told_and_ends_its_turns(model: Any, tokenizer: A
     assert "4821" in reply(model, tokenizer, talk)
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("probe", ["told", "pasted", "pasted, odd filler"])
 def test_recall_at_a_thousand_tokens(model: Any, tokenizer: Any, probe: str) -> None:
     share, _ = evaluate.recall(model, tokenizer, probe, 1000, 32)
     assert share >= 0.9
 
 
+@pytest.mark.slow
 def test_recall_at_eight_thousand_tokens(model: Any, tokenizer: Any) -> None:
     share, _ = evaluate.recall(model, tokenizer, "told", 8192, 8)
     assert share >= 0.75

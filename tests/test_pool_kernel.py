@@ -62,6 +62,7 @@ def _poisoned(monkeypatch):
     monkeypatch.setattr(torch, "empty", poison)
 
 
+@pytest.mark.slow(keep=6)
 @pytest.mark.parametrize("mode", ["max", "avg"])
 @pytest.mark.parametrize("kernel", [3, 11])
 @pytest.mark.parametrize(
@@ -91,6 +92,7 @@ def test_tiles_of_any_size(log_tile, slots, monkeypatch):
     assert torch.equal(found, pool_in_time(scores, positions, 5, "max", slots, 40))
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("mode", ["max", "avg"])
 def test_scores_can_be_a_view(mode):
     """Every other number of a row, one row for all heads, groups last in memory."""
@@ -102,6 +104,7 @@ def test_scores_can_be_a_view(mode):
     check(scores[:, 1:2], positions[:, 2:], 5, mode)
 
 
+@pytest.mark.slow(keep=2)
 @pytest.mark.filterwarnings("ignore:overflow encountered", "ignore:invalid value encountered")
 @pytest.mark.parametrize("mode", ["max", "avg"])
 @pytest.mark.parametrize("share", [0.05, 0.5, 1.0])
@@ -129,6 +132,7 @@ def test_lengths_that_change_run_through_remembered_kernels():
         check(*observe(1, 2, slots), 7, "avg")
 
 
+@pytest.mark.slow(keep=4)
 @pytest.mark.parametrize("window", [0, 1, 8, 40, 1000])
 @pytest.mark.parametrize("mode", ["max", "avg"])
 def test_any_number_of_the_newest_is_left_out(window, mode):
@@ -170,6 +174,7 @@ def _seen(slots: int) -> Observation:
     )  # fmt: skip
 
 
+@pytest.mark.slow(keep=6)
 @pytest.mark.parametrize(
     "policy",
     [DropKV(), DropKV(pool="avg", kernel=5), SnapKV(), SnapKV(pool="avg", group="max"),

@@ -125,6 +125,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
 }  # fmt: skip
 
 
+@pytest.mark.slow(keep=7)
 @pytest.mark.parametrize(("block", "positions"), [(1, "compact"), (6, "compact"), (6, "true")])
 @pytest.mark.parametrize("case", CASES)
 def test_logits_and_kept_sets_against_the_reference(case, block, positions):

@@ -56,6 +56,7 @@ def kept(cache: kvcap.BudgetCache, layer: int) -> list[list[int]]:
 
 
 # Single tokens at true positions come at the end of every text, as generation.
+@pytest.mark.slow(keep=6)
 @pytest.mark.parametrize(("block", "positions"), [(1, "compact"), (6, "compact"), (6, "true")])
 @pytest.mark.parametrize(("policy", "options"), POLICIES, ids=str)
 def test_logits_and_kept_sets(policy, options, block, positions):
@@ -129,6 +130,7 @@ def test_planted_faults_of_positions_are_seen(fault, monkeypatch):
     assert any(differ) or (logits - expected).abs().max() > 1e-2
 
 
+@pytest.mark.slow
 def test_no_drift_in_bfloat16_after_ten_thousand_evictions():
     """Keys are rotated once from what the model made, however often their position moved."""
     model = tiny_model("llama", dtype=torch.bfloat16, max_position_embeddings=128)

@@ -35,6 +35,7 @@ def measured(
     return allocator_peak(lambda: (loop.read(ids), loop.read(ids))) - left
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize(
     ("family", "dtype"),
     [
@@ -55,6 +56,7 @@ def test_within_five_percent_of_the_allocators_peak(family, dtype):
         assert expected == pytest.approx(measured(config, eviction, budget, block, dtype), rel=0.05)
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("policy", [name for name in policies() if name != "full"][::2])
 def test_policies_that_decide_nothing_by_contents(policy):
     config = tiny_config("llama", **SIZES)

@@ -12,6 +12,7 @@ from kvcap.runtime.rope import Rotation, rotate_back_eagerly, table_dtype
 SPAN = 300
 
 
+@pytest.mark.slow(keep=12)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("size", "rotated"), [(64, 64), (80, 32), (96, 96), (128, 128), (24, 12)])
 @pytest.mark.parametrize("slots", [1, 31, 137])

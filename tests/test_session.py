@@ -171,6 +171,7 @@ def test_full_refuses_and_the_session_lives(directory):
     assert session.stats.held_tokens <= 64
 
 
+@pytest.mark.slow(keep=4)
 @pytest.mark.parametrize("policy", ["keydiff", "snapkv", "cake", "adakv", "full"])
 def test_a_full_cache_can_end_the_answer(policy, directory):
     full = make(directory, policy=policy, budget=48)
@@ -275,6 +276,7 @@ def test_other_policies_share_the_weights(directory):
     "".join(other.session(seed=0).send("Hello!"))
 
 
+@pytest.mark.slow
 def test_a_byte_cap_holds_for_every_policy_that_is_switched_to(directory):
     runtime = kvcap.Runtime.from_pretrained(directory, kv_budget="48KiB", device="cpu")
     for policy in ("keydiff", "h2o", "snapkv"):
@@ -304,11 +306,11 @@ def test_tokenizers_without_a_usable_template(tokenizer):
 
 def test_what_cannot_be_loaded(directory, tmp_path):
     load = kvcap.Runtime.from_pretrained
-    with pytest.raises(OSError, match="no model at"):
+    with pytest.raises(OSError, match="there is no directory"):
         load(tmp_path / "nowhere")
-    with pytest.raises(kvcap.KvcapError, match="no model at"):
+    with pytest.raises(kvcap.KvcapError, match=r"holds no config\.json"):
         load(tmp_path)
-    with pytest.raises(ValueError, match="float32, fp32"):
+    with pytest.raises(ValueError, match=r"one of float32 \(fp32"):
         load(directory, dtype="int3")
     with pytest.raises(kvcap.PolicyError, match="did you mean"):
         load(directory, "keydif")

@@ -58,6 +58,7 @@ def read_on(session, ids):
     return torch.stack(found)
 
 
+@pytest.mark.slow(keep=9)
 @pytest.mark.parametrize(
     ("family", "positions"),
     # Compact positions ask more of a cache; beside sliding layers they stand for both.
@@ -98,6 +99,7 @@ def test_between_evictions(tokens, tmp_path):
     assert torch.equal(read_on(fork, ids[:, 64:]), read_on(session, ids[:, 64:]))
 
 
+@pytest.mark.slow(keep=2)
 @pytest.mark.parametrize(
     ("policy", "positions"),
     [
@@ -236,6 +238,7 @@ def fact(value, *keys):
     return change
 
 
+@pytest.mark.slow(keep=35)
 @pytest.mark.parametrize(
     "change",
     [
@@ -567,6 +570,7 @@ while True:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.name != "posix", reason="needs SIGKILL")
 def test_killed_at_any_moment(tmp_path):
     """Whatever is on the disk is one whole save."""

@@ -76,6 +76,7 @@ def tied(given: dict[str, Tensor]) -> dict[str, Tensor]:
     return {**given, **changed}
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize(
     ("name", "options"),
     [("knorm", {}), ("keydiff", {"recent": 0.2}), ("snapkv", {"window": 4}),

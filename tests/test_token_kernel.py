@@ -136,6 +136,7 @@ def _poisoned(monkeypatch, request):
     monkeypatch.setattr(decode, "multiprocessors", lambda device: count)
 
 
+@pytest.mark.slow(keep=12)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_it_is_appended_and_attended_as_by_the_formula(case, dtype):

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcap.dtypes import short
+from kvcap.runtime import chat_template
 from kvcap.runtime.cap_guard import CapGuard, Enforce, limit_data
 from kvcap.runtime.errors import NotExportable
 from kvcap.runtime.fit import fitting
@@ -137,6 +138,7 @@ class OrtRuntime:
         check_dtype(found, dtype)
         plan = plan_of(found, chosen.name, sizes, pinned=chosen.least)
         warn_if_short(plan, free_memory(), memory_cap)
+        chat_template.warm_up()
         tokenizer = Tokenizer(found.folder, found.listed)
         graph = Graph(found.decoder, threads)
         if cap is not None:
