@@ -64,7 +64,7 @@ def decoder(decoders, tmp_path):
     return tmp_path / "decoder"
 
 
-@pytest.mark.slow(keep=1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "says"),
     [("own positions", "takes no notice of position_ids"), ("window of slots", "where slots lie")],
@@ -187,7 +187,7 @@ def test_other_signatures_are_refused_by_name(tmp_path, changes, says):
         look(ports(tmp_path, **changes))
 
 
-@pytest.mark.slow(keep=1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("policy", "pairs"), [("knorm", 6), ("keydiff-window", 0), ("keydiff-window", 8)]
 )
@@ -291,6 +291,7 @@ def test_a_directory_is_checked_again(ready, capsys):
     assert [row["file"] for row in found["evictors"]] == files
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["compact", "true"])
 def test_a_fault_in_a_graph_that_evicts_is_found(mode, ready, capsys):
     """It keeps the slots that the policy would give up, in a manifest that admits to the file."""

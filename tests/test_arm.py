@@ -108,7 +108,7 @@ def on_arm_and_eager(folder: Path, keys, altered=None) -> dict[str, compare.Diff
     return found
 
 
-@pytest.mark.slow(keep=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("keys", [KEYDIFF, OTHERS], ids=["keydiff", "others"])
 def test_graphs_give_on_arm_what_eager_gives(keys, tmp_path):
     found = on_arm_and_eager(tmp_path, keys)
@@ -116,6 +116,7 @@ def test_graphs_give_on_arm_what_eager_gives(keys, tmp_path):
     assert {label: row for label, row in found.items() if not row.ok} == {}
 
 
+@pytest.mark.slow
 def test_a_wrong_graph_is_seen_on_arm_too(tmp_path):
     def spoil(file: Path) -> None:
         model = onnx.load(file)

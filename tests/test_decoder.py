@@ -200,6 +200,7 @@ def test_a_runner_that_knows_only_the_manifest_gives_the_same_text(shelf):
             assert (np.diff(tensor) > 0).all()  # in time order
 
 
+@pytest.mark.slow
 def test_the_runner_in_the_documentation_runs(shelf, capsys):
     page = (Path(__file__).parents[1] / "docs" / "decoder.md").read_text()
     (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
@@ -250,7 +251,7 @@ def test_verify_knows_a_decoders_folder(shelf, capsys):
     assert {row["who"] for row in report["runs"]} == {"module to runtime", "graph to module"}
 
 
-@pytest.mark.slow(keep=1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("policy", "positions", "dtype"), [
     ("pyramidkv", "compact", "fp32"),  # layers of unequal budgets, a window of queries
     ("criticalkv", "true", "fp16"),  # state of slots, weights of the output projection

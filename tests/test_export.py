@@ -187,7 +187,7 @@ def test_keydiff_in_every_form(form, stage, dtype, shelf):
         assert file.stat().st_size <= 1200
 
 
-@pytest.mark.slow(keep=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("anchor", ["unit_mean", "median", "pairwise"])
 def test_keydiff_with_other_anchors(anchor, tmp_path):
     for form in FORMS if anchor == "unit_mean" else FORMS[:1]:
@@ -257,7 +257,7 @@ def steps(shelf, form: str, dtype: torch.dtype, units: bool = False):
         anchor = kept.get("kept_anchor", anchor)
 
 
-@pytest.mark.slow(keep=2)
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("form", ["inverse_norms", "running_anchor"])
 def test_a_device_can_keep_keydiffs_state(form, dtype, shelf):
@@ -275,6 +275,7 @@ def test_an_anchor_follows_what_is_evicted_without_the_evict_graph(shelf):
     np.testing.assert_allclose(got["next_anchor"], expected.numpy(), atol=2e-5)
 
 
+@pytest.mark.slow
 def test_criticalkv_keeps_norms_of_values(shelf):
     assert [p["name"] for p in said(shelf("criticalkv", "update"))["inputs"]] == [
         "new_values", "output_projection",
@@ -308,6 +309,7 @@ def test_pins_of_the_policy_and_of_the_caller_stay(shelf):
 # --- the files
 
 
+@pytest.mark.slow
 def test_graphs_hold_no_paths_and_load_on_older_runtimes(shelf):
     for name, stage in (("keydiff", "evict"), ("snapkv", "score"), ("h2o", "evict")):
         file = shelf(name, stage)

@@ -271,7 +271,7 @@ def test_dropkv_with_rounded_attention():
     check(DropKV(kernel=1, bf16_ratio=True), seen, epsilon=2**-6)
 
 
-@pytest.mark.slow(keep=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("saliency", [None, OBCache("joint")])
 def test_state_of_h2o_over_blocks_of_queries(saliency):
     seen = observe(Shape(100, w=70, G=4))
@@ -289,7 +289,7 @@ def on_the_device(seen: Observation) -> Observation:
     return replace(seen, seen=torch.tensor([-5, seen.seen], device=DEVICE)[1])
 
 
-@pytest.mark.slow(keep=1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("policy", "mode", "dtype"), [
     (DropKV(), None, torch.int32),
     (SnapKV(kernel=1), None, torch.int64),
@@ -339,6 +339,7 @@ def test_the_clock_can_change_between_replays_of_a_graph(policy, monkeypatch):
         assert torch.equal(found, twin(policy, replace(seen, seen=now)))
 
 
+@pytest.mark.slow
 def test_heads_observed_one_by_one_equal_the_layer():
     seen = observe(Shape(140, K=3))
     whole = twin(DropKV(), seen)

@@ -63,7 +63,7 @@ def test_the_same_logits_and_the_same_tokens_kept(policy, positions, monkeypatch
     assert kept_too == kept
 
 
-@pytest.mark.slow(keep=1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("policy", "positions", "choice"),
     [("dropkv", "compact", "triton"), ("full", "true", "triton"),

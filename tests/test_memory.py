@@ -70,13 +70,13 @@ KINDS = ("keydiff", "streaming_llm", "snapkv", "tova", "h2o", "knorm", "obcache"
          "random", "adakv", "pyramidkv", "criticalkv", "headkv", "calidrop", "dropkv")  # fmt: skip
 
 
-@pytest.mark.slow(keep=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", KINDS[::2])
 def test_flat_from_half_a_k_to_2k(name):
     flat(name, 512, 2048, layers=2, slack=0.05 if name in SHARES else 0.0)
 
 
-@pytest.mark.slow(keep=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["keydiff", "snapkv"])
 def test_flat_from_4k_to_64k(name):
     flat(name, 4096, 65536)
@@ -334,6 +334,7 @@ def left_by_chat(chat, fault=None) -> tuple[int, int]:
     return kv_bytes(session.cache) - before, took.held_bytes
 
 
+@pytest.mark.slow
 def test_two_hundred_turns_leave_nothing(chat):
     grown, left = left_by_chat(chat)
     assert grown == 0

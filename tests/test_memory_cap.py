@@ -113,7 +113,7 @@ def test_a_cap_that_is_advised_is_taken_by_a_process_a_little_larger(policy, bud
     assert found.total_bytes <= parse_bytes(advised)
 
 
-@pytest.mark.slow(keep=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("enforce", ["check", "rlimit"])
 def test_a_process_stays_under_its_cap(enforce, tmp_path):
     """The whole way: a long document, the largest cache that fits, the peak of a fresh process."""

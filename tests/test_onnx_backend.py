@@ -159,7 +159,7 @@ def same_as_torch(runtime: OrtRuntime, model: str = "pocket", policy: str = "") 
         assert mine.tolist() == theirs.tolist()
 
 
-@pytest.mark.slow(keep=1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("mode", "budget"), [("compact", 48), ("true", 96), ("true", MOST)])
 def test_decoders_say_and_keep_what_pytorch_does(exported, found, mode, budget):
     """With eviction in the graph, and with a graph beside a found decoder."""
@@ -196,7 +196,7 @@ def python(*arguments: str, stdin: str = "", **env: str) -> subprocess.Completed
 NO_TORCH = "import sys; sys.modules.update(dict.fromkeys(('torch', 'transformers', 'onnx')))\n"
 
 
-@pytest.mark.slow(keep=2)
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["chat", "generate", "plan"])
 def test_runs_where_neither_torch_nor_transformers_can_be_imported(tiny, exported, command):
     folders = (
@@ -253,7 +253,7 @@ print(re.search(r"VmHWM:\\s+(\\d+)", open("/proc/self/status").read())[1])
 """
 
 
-@pytest.mark.slow(keep=1)
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="peaks are read from /proc")
 @pytest.mark.parametrize("kind", ["fused", "found"])
 def test_memory_does_not_grow_with_the_conversation(exported, tiny, kind):
@@ -266,6 +266,7 @@ def test_memory_does_not_grow_with_the_conversation(exported, tiny, kind):
     assert peaks[1] - peaks[0] < 3 << 20
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["fused", "found"])
 def test_a_plan_is_what_is_allocated(exported, tiny, kind):
     folder = exported("compact", MOST) if kind == "fused" else tiny / "decoder"
@@ -325,6 +326,7 @@ def test_what_a_found_decoder_cannot_do_is_refused_by_name(tiny, capsys, options
     assert not found.out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "code", "says"),
     [
@@ -425,6 +427,7 @@ def test_a_manifest_that_is_not_the_decoders_is_refused(copied, change, error, s
         OrtRuntime.from_directory(copied).session()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "says"),
     [
@@ -452,6 +455,7 @@ def test_a_manifest_that_is_none(copied, text):
         OrtRuntime.from_directory(copied)
 
 
+@pytest.mark.slow
 def test_broken_files_are_named(copied, exported, tmp_path):
     _cut(copied / "model.onnx")
     with pytest.raises(ModelFilesBroken, match=r"model\.onnx"):
@@ -474,6 +478,7 @@ def test_broken_files_are_named(copied, exported, tmp_path):
         OrtRuntime.from_directory(folder)
 
 
+@pytest.mark.slow
 def test_weights_that_are_not_listed_are_not_loaded(exported, tmp_path):
     """A graph names the files of its weights; one that nobody vouched for is refused."""
     folder = tmp_path / "fused"
@@ -541,6 +546,7 @@ def both(exported, tiny, kind: str) -> OrtRuntime:
     return OrtRuntime.from_directory(tiny / "decoder")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["fused", "found"])
 def test_a_saved_conversation_goes_on_to_the_bit(exported, tiny, tmp_path, kind):
     runtime = both(exported, tiny, kind)
@@ -559,6 +565,7 @@ def test_a_saved_conversation_goes_on_to_the_bit(exported, tiny, tmp_path, kind)
     ]
 
 
+@pytest.mark.slow
 def test_sessions_of_others_are_refused_and_change_nothing(exported, tiny, tmp_path):
     runtime = both(exported, tiny, "found")
     session = runtime.session()
@@ -589,6 +596,7 @@ def test_sessions_of_others_are_refused_and_change_nothing(exported, tiny, tmp_p
     assert (session.cache.seen, session.messages) == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["fused", "found"])
 def test_pinned_messages_stay(exported, tiny, kind):
     session = both(exported, tiny, kind).session()
@@ -679,6 +687,7 @@ def test_a_policy_that_was_not_exported_is_refused_in_the_chat(tiny, capsys, mon
     assert out.strip()
 
 
+@pytest.mark.slow
 def test_another_budget_of_the_same_decoder(exported, tiny):
     runtime = OrtRuntime.from_directory(tiny / "decoder", kv_budget="40KiB")
     other = runtime.with_budget(20)
