@@ -88,6 +88,7 @@ def test_a_decoder_is_made_ready_elsewhere(decoder, tmp_path):
     assert not [path for path in (tmp_path / "out").iterdir() if path.name.startswith(".")]
 
 
+@pytest.mark.slow
 def test_frequencies_of_another_model_leave_positions_true(decoder):
     """The decoder turns keys otherwise than its config says, so keys cannot be moved."""
     config = json.loads((decoder / "config.json").read_text())

@@ -10,7 +10,6 @@ import signal
 import statistics as plain
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -405,16 +404,15 @@ def test_a_changed_graph_ends_the_run(folder, tmp_path):
 
 
 def test_an_interrupted_run_leaves_nothing(folder, tmp_path):
-    path = edited(folder, tmp_path / "plan", lambda plan: plan["rules"].update(min_seconds=600))
+    path = edited(folder, tmp_path / "plan", lambda plan: plan["rules"].update(min_seconds=2))
     archive = write_runner(tmp_path / "runner.pyz")
     out = tmp_path / "r.json"
     process = subprocess.Popen([sys.executable, "-S", str(archive), str(path / "plan.json"), "-o",
                                 str(out)], stderr=subprocess.PIPE, text=True,
                                env=alone())  # fmt: skip
     try:
-        while "onnxruntime" not in Path(f"/proc/{process.pid}/maps").read_text():
-            assert process.poll() is None
-            time.sleep(0.05)
+        assert process.stderr is not None
+        assert process.stderr.readline().startswith("[1/")  # the first of many cells is through
         process.send_signal(signal.SIGINT)
         assert process.wait(PATIENCE) == 130
     finally:

@@ -392,6 +392,7 @@ def test_a_device_that_is_unplugged(phone, plan, endless, here):
     cells_are_right(measured(phone, plan, here), plan)
 
 
+@pytest.mark.slow
 @installed
 @compilers
 def test_a_server_that_is_restarted_does_no_harm(phone, plan, here, tmp_path):
@@ -405,6 +406,7 @@ def test_a_server_that_is_restarted_does_no_harm(phone, plan, here, tmp_path):
     cells_are_right(measured(phone, longer, here, told=Breaks(interrupt)), plan)
 
 
+@pytest.mark.slow
 @installed
 @compilers
 def test_a_run_that_takes_too_long(phone, plan, endless, here):
@@ -425,6 +427,7 @@ def test_a_run_that_is_interrupted(phone, endless, here):
     assert phone.clean(PATIENCE)
 
 
+@pytest.mark.slow
 @installed
 @compilers
 def test_a_computer_that_sleeps(phone, endless, here):
@@ -466,6 +469,7 @@ def test_a_disk_that_becomes_full_while_copying(phone, plan, here, monkeypatch):
         assert phone.clean()
 
 
+@pytest.mark.slow
 @installed
 @compilers
 def test_a_disk_that_becomes_full_during_the_run(phone, plan, here, tmp_path):
@@ -522,6 +526,7 @@ def test_a_runner_that_fails(text, error, said, phone, plan, tmp_path):
     assert phone.clean()
 
 
+@pytest.mark.slow
 @installed
 @compilers
 def test_a_result_of_another_plan(phone, plan, here, tmp_path):

@@ -287,6 +287,7 @@ def test_a_wrong_graph_is_called_wrong(small, page, tmp_path):
 # What goes wrong on the way
 
 
+@pytest.mark.slow
 @in_browser
 def test_a_missing_model_fails_its_cells_alone(small, page, tmp_path):
     folder = tmp_path / "plan"
@@ -340,6 +341,7 @@ def test_every_start_has_another_token(small, tmp_path):
     assert len(urls) == 2
 
 
+@pytest.mark.slow
 @in_browser
 def test_a_closed_tab_loses_nothing(plan, chromium, tmp_path):
     context = chromium.new_context()
@@ -533,6 +535,7 @@ Object.defineProperty(Navigator.prototype, "userAgentData", { get: () => undefin
 """
 
 
+@pytest.mark.slow
 @in_browser
 def test_where_every_sign_agrees_the_result_is_a_phones(chromium, small, tmp_path):
     """No phone is here, so its signs are forged: what follows from them is what is tested."""

@@ -18,6 +18,7 @@ from kvcap.android_bench.schema import read_result
 pytestmark = [installed, compilers]
 
 
+@pytest.mark.slow
 def test_the_build_for_a_phone_takes_onnxruntime_for_android_by_its_checksum(tmp_path):
     """All that the NDK's toolchain file adds is said by hand; the archives are local."""
     header = TOOLS / "source" / "onnxruntime_c_api.h"

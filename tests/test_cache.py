@@ -247,6 +247,7 @@ def test_a_gradient_is_refused_rather_than_wrong(attention, tokens):
 # Tokens that wait for their eviction --------------------------------------------------------------
 
 
+@pytest.mark.slow(keep=6)
 @pytest.mark.parametrize("attention", ["kvcap", "sdpa", "eager"])
 @pytest.mark.parametrize("waiting", [1, 2, 3, 4])
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])
@@ -281,7 +282,7 @@ def test_a_block_finds_room_beside_them(waiting, attention, family, tokens):
         torch.testing.assert_close(last, expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.slow(keep=32)
+@pytest.mark.slow(keep=6)
 @pytest.mark.parametrize("policy", EVICTING)
 @pytest.mark.parametrize("positions", ["compact", "true"])
 def test_a_block_cut_in_two_is_read_as_the_block_loop_reads_it(policy, positions):

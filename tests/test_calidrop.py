@@ -202,6 +202,7 @@ def test_a_directory_that_cannot_take_the_file(tmp_path, monkeypatch, tokens):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="needs RLIMIT_FSIZE")
 def test_no_room_for_the_file_for_real(tmp_path):
     """The system refuses to let a file grow beyond 1 KiB."""

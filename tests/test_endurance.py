@@ -32,7 +32,7 @@ def test_random_turns_break_nothing() -> None:
     assert len({row["kv_bytes"] for row in result.rows}) == 1
 
 
-@pytest.mark.slow(keep=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["h2o", "cake", "calidrop"])
 def test_random_turns_of_other_policies(policy: str, tmp_path: Any) -> None:
     runtime = Runtime.from_pretrained(policy=policy, kv_budget_tokens=96, block_size=32)

@@ -161,7 +161,7 @@ def test_scores_are_exported_in_float16(name, shelf):
     assert said(file)["outputs"][0]["dtype"] == "float32"  # worth is never rounded to float16
 
 
-@pytest.mark.slow(keep=1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [*((name, "fp32") for name in OWN), *((name, "fp16") for name in OWN[::5])],
@@ -324,6 +324,7 @@ def test_graphs_hold_no_paths_and_load_on_older_runtimes(shelf):
         )
 
 
+@pytest.mark.slow
 def test_samples_are_what_the_graph_gives(shelf):
     for name, stage in (("keydiff", "score"), ("tova", "evict")):
         file = shelf(name, stage)

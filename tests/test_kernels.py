@@ -227,6 +227,7 @@ def test_keydiff(shape, anchor):
     check(KeyDiff(anchor=anchor), observe(shape))
 
 
+@pytest.mark.slow(keep=1)
 @each_shape
 def test_keydiff_with_sums_made_elsewhere(shape):
     seen = observe(shape)
@@ -238,7 +239,7 @@ def test_keydiff_with_sums_made_elsewhere(shape):
     torch.testing.assert_close(wrong, -known, rtol=0, atol=2e-6)
 
 
-@pytest.mark.slow(keep=3)
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("shape", SHAPES[2:5], ids=ids[2:5])
 @pytest.mark.parametrize("mode", ["value", "key", "joint"])
 def test_obcache(shape, mode):
@@ -248,13 +249,14 @@ def test_obcache(shape, mode):
         check(TOVA(), seen)
 
 
-@pytest.mark.slow(keep=3)
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("group", ["mean", "sum", "max"])
 @pytest.mark.parametrize("shape", SHAPES[3:5], ids=ids[3:5])
 def test_andpro(shape, group):
     check(AnDPro(group=group), observe(shape))
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("policy", [
     DropKV(), DropKV(pool="avg", kernel=5, group="sum"), SnapKV(), SnapKV(pool="avg"),
     SnapKV(pool="avg", group="max"),
@@ -278,6 +280,7 @@ def test_state_of_h2o_over_blocks_of_queries(saliency):
     check(H2O(), replace(seen, saliency=saliency))
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("seed", range(3))
 def test_fresh_inputs_and_int64_positions(seed):
     seen = observe(Shape(150, D=128), seed)

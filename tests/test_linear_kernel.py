@@ -13,6 +13,7 @@ from torch.nn.functional import linear, rms_norm, silu
 from kvcap.kernels.linear import covers, matvec
 
 
+@pytest.mark.slow(keep=8)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("rows", "columns"), [(1, 1), (7, 33), (64, 512), (130, 1030), (12, 4096)])
 @pytest.mark.parametrize("biased", [True, False])

@@ -228,6 +228,7 @@ def test_memory_of_python_and_numpy():
     assert host_peak(lambda: zeros(4)).peak_bytes < MIB
 
 
+@pytest.mark.slow
 def test_nothing_is_said_while_measuring():
     code = (
         "import os, torch; from kvcap.testing import cpu_peak; "
@@ -246,6 +247,7 @@ def test_a_pytorch_that_cannot_count_threads_is_named(monkeypatch):
     assert cpu_peak(lambda: zeros(1) is None).peak_bytes == MIB
 
 
+@pytest.mark.slow
 def test_a_planted_leak_of_one_mebibyte_is_seen():
     kept = []
 
@@ -266,6 +268,7 @@ def test_a_planted_spike_is_seen():
         flat("keydiff", 1024, 2048, spike)
 
 
+@pytest.mark.slow
 def test_a_cache_that_grows_by_one_slot_is_seen():
     def grow(cache, done):
         if done == 2048:
@@ -276,6 +279,7 @@ def test_a_cache_that_grows_by_one_slot_is_seen():
         flat("keydiff", 1024, 2048, grow)
 
 
+@pytest.mark.slow
 def test_a_view_that_pins_a_large_storage_is_seen():
     def pin(cache, done):
         if done == 2048:
@@ -414,6 +418,7 @@ def check(path: Path, *more: str) -> int:
     return run(["memory", "check", "--baseline", str(path), *more])
 
 
+@pytest.mark.slow
 def test_what_did_not_grow_passes(baseline, capsys):
     assert check(baseline, "--json") == 0
     found = json.loads(capsys.readouterr().out)

@@ -169,7 +169,7 @@ def test_decoders_say_and_keep_what_pytorch_does(exported, found, mode, budget):
     )
 
 
-@pytest.mark.slow(keep=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("policy", ["keydiff", "streaming_llm", "random"])
 def test_policies_of_a_found_decoder(tiny, policy, mode):

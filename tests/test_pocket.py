@@ -339,6 +339,7 @@ def test_quiz_rows_end_with_an_answer(tokenizer: Any) -> None:
         assert (ids == tokenizer.bos_token_id).any()
 
 
+@pytest.mark.slow
 def test_a_very_short_settling_runs_and_saves(tmp_path: Path) -> None:
     losses = settle.settle(
         pocket.path(), tmp_path, seconds=1, rate=1e-5, workers=0, seed=0, tokens=1024, device="cpu"

@@ -92,7 +92,7 @@ def test_tiles_of_any_size(log_tile, slots, monkeypatch):
     assert torch.equal(found, pool_in_time(scores, positions, 5, "max", slots, 40))
 
 
-@pytest.mark.slow(keep=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["max", "avg"])
 def test_scores_can_be_a_view(mode):
     """Every other number of a row, one row for all heads, groups last in memory."""

@@ -59,7 +59,7 @@ def whole_layer(B: int, K: int, D: int, dtype: torch.dtype) -> Segment:
     return Segment(SlotPool(B * K, D, dtype, DEVICE), 0, 1, 0, B, K)
 
 
-@pytest.mark.slow(keep=17)
+@pytest.mark.slow(keep=5)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
     ("w", "B", "K", "G", "D", "lengths"),

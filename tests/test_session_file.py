@@ -346,6 +346,7 @@ def test_settings_of_generation_are_what_a_session_goes_by(session, chatting, tm
     assert loaded.generation.num_beams == chatting.generation.num_beams
 
 
+@pytest.mark.slow
 def test_pinned_spans_are_kept_in_the_fewest(session, chatting, tmp_path):
     """So that what evictions do for each of them is bounded by the slots."""
     session.save(tmp_path / "s")
@@ -539,6 +540,7 @@ def test_full_disk(name, session, chatting, tmp_path, monkeypatch):
     assert [p.name for p in tmp_path.iterdir()] == ["s"]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="needs RLIMIT_FSIZE")
 def test_no_room_for_real(session, tmp_path):
     """The system refuses to let a file grow beyond 1 KiB."""
