@@ -30,7 +30,15 @@ def lowest(worth: Tensor, positions: Tensor, count: int) -> Tensor:
         positions: [..., n] int.
         count: at most n.
     """
+    if worth.device.type == "mps":  # whose topk takes no 64-bit integers
+        return sequence(worth, positions)[..., :count]
     return ordered(worth, positions).topk(count, dim=-1, largest=False, sorted=False).indices
+
+
+def sequence(worth: Tensor, positions: Tensor) -> Tensor:
+    """All slots of each head, from the least worth on, by two sorts. [..., n] int64."""
+    by_age = positions.argsort(dim=-1)
+    return by_age.gather(-1, worth.gather(-1, by_age).argsort(dim=-1, stable=True))
 
 
 def ranks(worth: Tensor, positions: Tensor) -> Tensor:
@@ -38,6 +46,4 @@ def ranks(worth: Tensor, positions: Tensor) -> Tensor:
 
     The same order by sorts, which are traced for ONNX, where a float has no bits.
     """
-    by_age = positions.argsort(dim=-1)
-    order = by_age.gather(-1, worth.gather(-1, by_age).argsort(dim=-1, stable=True))
-    return order.argsort(dim=-1)
+    return sequence(worth, positions).argsort(dim=-1)
