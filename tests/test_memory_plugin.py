@@ -27,7 +27,8 @@ def everything_imported():
 
 
 @pytest.fixture
-def run(pytester):
+def run(pytester, monkeypatch):
+    monkeypatch.delenv("CI", raising=False)  # with it, pytest repeats whole messages at the end
     pytester.syspathinsert(Path(__file__).parents[1] / "src")
 
     def runs(code: str, *arguments: str):
