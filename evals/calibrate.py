@@ -23,11 +23,11 @@ from torch import Tensor
 
 from kvcap import __version__
 from kvcap.policies import Eviction, Observation, Policy
-from kvcap.runtime.loop import BlockLoop
-from kvcap.runtime.model_files import load_config, load_tokenizer
-from kvcap.runtime.model_names import resolve
-from kvcap.runtime.model_shape import ModelShape
-from kvcap.runtime.runtime import Runtime
+from kvcap.runtime.backends.pytorch.loop import BlockLoop
+from kvcap.runtime.backends.pytorch.runtime import Runtime
+from kvcap.runtime.models.config import ModelShape
+from kvcap.runtime.models.files import load_config, load_tokenizer
+from kvcap.runtime.models.names import resolve
 
 NAMES = ("headkv", "duoattention")
 LEAST = 32  # tokens of a text

@@ -15,8 +15,8 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
-from kvcap.runtime.options import Model
-from kvcap.runtime.screen import styled
+from kvcap.runtime.cli.console import styled
+from kvcap.runtime.cli.options import Model
 
 if TYPE_CHECKING:
     from kvcap.evals.calibrate import Calibration
@@ -51,7 +51,7 @@ def calibrate_command(
     The model reads a text twice, uncapped; a head that retrieves looks, in the second copy, at what
     followed in the first. Best is a text of names and numbers, which nobody can guess.
     """
-    from kvcap.runtime.commands import quiet_libraries, read
+    from kvcap.runtime.cli.commands import quiet_libraries, read
 
     quiet_libraries()
     from kvcap.evals.calibrate import NAMES, calibrate

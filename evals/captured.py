@@ -16,9 +16,9 @@ from torch import Tensor
 
 from kvcap.pocket.corpus import filler
 from kvcap.policies import Eviction, Observation, Policy
-from kvcap.runtime.budget_cache import BudgetCache
-from kvcap.runtime.loop import BlockLoop
-from kvcap.runtime.runtime import Runtime
+from kvcap.runtime.backends.pytorch.loop import BlockLoop
+from kvcap.runtime.backends.pytorch.runtime import Runtime
+from kvcap.runtime.cache.cache import BudgetCache
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from statistics import NormalDist
 from typing import Any
 
 from kvcap.evals.machine import versions
-from kvcap.runtime.layout import Positions
+from kvcap.runtime.types import Positions
 
 Options = tuple[tuple[str, Any], ...]
 Z = NormalDist().inv_cdf(0.975)  # two-sided 95 %

@@ -71,8 +71,8 @@ def eval_command(
     from kvcap.evals.plot import require_matplotlib
     from kvcap.evals.runner import Sweep, run
     from kvcap.evals.table import results
-    from kvcap.runtime.commands import quiet_libraries, use_threads
-    from kvcap.runtime.option_groups import pairs
+    from kvcap.runtime.cli.commands import quiet_libraries, use_threads
+    from kvcap.runtime.cli.options import pairs
 
     quiet_libraries()
     use_threads(threads)
@@ -127,8 +127,8 @@ def demo_command(
 ) -> None:
     """Tell facts, read a very long text in fixed memory, then ask for every fact."""
     from kvcap.evals.demo import Demo
-    from kvcap.runtime.commands import quiet_libraries, use_threads
-    from kvcap.runtime.runtime import Runtime
+    from kvcap.runtime.backends.pytorch.runtime import Runtime
+    from kvcap.runtime.cli.commands import quiet_libraries, use_threads
 
     quiet_libraries()
     use_threads(threads)
@@ -184,7 +184,7 @@ def bench_command(
 ) -> None:
     """Time and memory on random weights; the papers' claims on pocket. The last line is JSON."""
     from kvcap.evals.bench import load, options_for
-    from kvcap.runtime.commands import quiet_libraries, use_threads
+    from kvcap.runtime.cli.commands import quiet_libraries, use_threads
 
     quiet_libraries()
     use_threads(threads)

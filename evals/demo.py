@@ -15,7 +15,7 @@ from typing import Any
 from kvcap.evals.machine import environment
 from kvcap.evals.text import has_word, names_no_other, number_facts
 from kvcap.pocket.corpus import Fact, filler
-from kvcap.runtime.runtime import Runtime
+from kvcap.runtime.backends.pytorch.runtime import Runtime
 
 TURN_TOKENS = 1000  # of filler in one message
 REPLY_TOKENS = 12  # of the model's acknowledgements

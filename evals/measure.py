@@ -10,9 +10,9 @@ import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from kvcap.evals.bench import Options
-from kvcap.runtime.budget_cache import BudgetCache
-from kvcap.runtime.loop import BlockLoop
-from kvcap.runtime.memory_meter import allocator_peak as allocator_peak
+from kvcap.runtime.backends.pytorch.loop import BlockLoop
+from kvcap.runtime.cache.cache import BudgetCache
+from kvcap.runtime.testing.memory_meter import allocator_peak as allocator_peak
 
 VOCABULARY = 4096
 MIB = 1024 * 1024

@@ -19,10 +19,10 @@ import torch
 from kvcap.evals.machine import versions
 from kvcap.evals.table import grid
 from kvcap.policies import load_policy
-from kvcap.runtime.budget_cache import BudgetCache
-from kvcap.runtime.loop import BlockLoop
-from kvcap.runtime.memory_meter import cpu_peak, kv_bytes
-from kvcap.runtime.runtime import Runtime
+from kvcap.runtime.backends.pytorch.loop import BlockLoop
+from kvcap.runtime.backends.pytorch.runtime import Runtime
+from kvcap.runtime.cache.cache import BudgetCache
+from kvcap.runtime.testing.memory_meter import cpu_peak, kv_bytes
 
 FORMAT = 1
 TOLERANCE = 0.02

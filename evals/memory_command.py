@@ -113,7 +113,7 @@ def _matrix(
 
 def _measured(matrix: Matrix) -> Baseline:
     from kvcap.evals.memory import measure
-    from kvcap.runtime.commands import quiet_libraries
+    from kvcap.runtime.cli.commands import quiet_libraries
 
     quiet_libraries()
     return measure(matrix, lambda cell: _note(str(cell)))

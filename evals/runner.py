@@ -23,12 +23,12 @@ from kvcap.evals.measure import eviction_ms, percentiles
 from kvcap.evals.table import results
 from kvcap.evals.tasks import Sample, load_task, make_samples, prompt_ids
 from kvcap.policies import PINS, load_policy, policies
-from kvcap.runtime.budget_cache import BudgetCache
-from kvcap.runtime.layout import Positions
-from kvcap.runtime.loop import BlockLoop
-from kvcap.runtime.model_files import load_config, load_tokenizer
-from kvcap.runtime.model_names import resolve
-from kvcap.runtime.runtime import Runtime, parse_dtype
+from kvcap.runtime.backends.pytorch.loop import BlockLoop
+from kvcap.runtime.backends.pytorch.runtime import Runtime, parse_dtype
+from kvcap.runtime.cache.cache import BudgetCache
+from kvcap.runtime.models.files import load_config, load_tokenizer
+from kvcap.runtime.models.names import resolve
+from kvcap.runtime.types import Positions
 
 ALL = "all"  # among the names of a sweep's policies
 # What every cache holds, whatever its policy is.

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from itertools import groupby
 
 from kvcap.evals.cells import Cell, Setting
-from kvcap.runtime.screen import size
+from kvcap.runtime.units import size
 
 UNCAPPED = "uncapped"
 INTRODUCTION = (

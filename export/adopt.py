@@ -24,17 +24,17 @@ from kvcap.export import parity
 from kvcap.export.companions import bring, check_tokenizer, files_of
 from kvcap.export.decoder import manifest as facts
 from kvcap.export.evictor import Evictor, trace
-from kvcap.export.libraries import require
 from kvcap.export.signature import Found, look
 from kvcap.export.spec import recipe
 from kvcap.export.trial import tried
 from kvcap.policies import Eviction, load_policy
+from kvcap.runtime.backends.onnxruntime.graph import Graph
+from kvcap.runtime.backends.onnxruntime.library import require
+from kvcap.runtime.backends.onnxruntime.manifest import EVICTOR, SCHEMA
 from kvcap.runtime.errors import ModelNotFound, NotExportable, UnsupportedModel
-from kvcap.runtime.fit import BLOCK_SIZE
-from kvcap.runtime.model_files import check_generation, load_config
-from kvcap.runtime.model_shape import ModelShape, layer_kinds
-from kvcap.runtime.ort.graph import Graph
-from kvcap.runtime.ort.manifest import EVICTOR, SCHEMA
+from kvcap.runtime.models.config import ModelShape, layer_kinds
+from kvcap.runtime.models.files import check_generation, load_config
+from kvcap.runtime.planning.plan import BLOCK_SIZE
 
 POLICIES = ("keydiff", "knorm", "streaming_llm", "random")
 PREFERRED = ("model.onnx", "onnx/model.onnx", "decoder_with_past_model.onnx")

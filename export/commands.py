@@ -91,8 +91,8 @@ def scorer_command(
     from kvcap.export.spec import Spec
     from kvcap.export.write import write
     from kvcap.policies import load_policy
-    from kvcap.runtime.commands import quiet_libraries
-    from kvcap.runtime.option_groups import pairs
+    from kvcap.runtime.cli.commands import quiet_libraries
+    from kvcap.runtime.cli.options import pairs
 
     quiet_libraries()
     options = pairs(policy_option or [])
@@ -143,9 +143,9 @@ def verify_command(
 ) -> None:
     """Run exported graphs and compare with eager; exit 1 where one differs, or cannot be run."""
     from kvcap.export.decoder.recheck import is_decoder, recheck
-    from kvcap.export.libraries import require
     from kvcap.export.verify import Unchecked, verify
-    from kvcap.runtime.commands import quiet_libraries
+    from kvcap.runtime.backends.onnxruntime.library import require
+    from kvcap.runtime.cli.commands import quiet_libraries
 
     require()
     quiet_libraries()

@@ -6,11 +6,11 @@ import os
 import shutil
 from pathlib import Path
 
-from kvcap.export.libraries import library
+from kvcap.runtime.backends.onnxruntime.library import library
+from kvcap.runtime.backends.onnxruntime.tokenizer import Tokenizer
 from kvcap.runtime.errors import UnsupportedModel
-from kvcap.runtime.model_files import load_tokenizer
-from kvcap.runtime.ort.tokenizer import Tokenizer
-from kvcap.runtime.text import render
+from kvcap.runtime.models.files import load_tokenizer
+from kvcap.runtime.session.text import render
 
 TEXT = "Hello! Zwölf Boxkämpfer, 42 <b>ships</b>\n and 你好."
 

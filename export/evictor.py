@@ -15,13 +15,13 @@ from torch import Tensor, nn
 
 from kvcap.export.forms import form_of, graph_part
 from kvcap.export.graphs import rows_of, survivors, take
-from kvcap.export.libraries import library
 from kvcap.export.portable import Portable
 from kvcap.export.ports import CACHE, Port
 from kvcap.export.shape import Shape
 from kvcap.export.slim import slim
 from kvcap.export.write import IR_VERSION, program_of
 from kvcap.policies import Eviction
+from kvcap.runtime.backends.onnxruntime.library import library
 from kvcap.runtime.errors import NotExportable
 
 REVEALED = frozenset({"keys", "values", "positions"})  # by a decoder with past_key_values

@@ -9,8 +9,8 @@ import warnings
 from pathlib import Path
 
 from kvcap.export import manifest
-from kvcap.export.libraries import library
 from kvcap.export.verify import check
+from kvcap.runtime.backends.onnxruntime.library import library
 
 
 def to_ort(file: Path) -> Path:

@@ -20,13 +20,13 @@ import torch
 
 from kvcap.dtypes import short
 from kvcap.export.adopt import adopt
-from kvcap.export.libraries import library
 from kvcap.export.signature import look
 from kvcap.export.trial import Trial
 from kvcap.policies import Eviction
+from kvcap.runtime.backends.onnxruntime.library import library
 from kvcap.runtime.errors import ExtraMissing, NotExportable, ToleranceError
-from kvcap.runtime.model_files import load_config, load_model
-from kvcap.runtime.model_names import resolve
+from kvcap.runtime.models.files import load_config, load_model
+from kvcap.runtime.models.names import resolve
 
 TASK = "text-generation-with-past"
 WHERE = (

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from kvcap.export.evictor import Evictor, example
 from kvcap.export.verify import feed
+from kvcap.runtime.backends.onnxruntime.graph import Graph
 from kvcap.runtime.errors import ToleranceError
-from kvcap.runtime.ort.graph import Graph
 
 # Slots held, tokens that arrive, slots that stay.
 CASES = ((0, 5, 5), (0, 1, 1), (20, 7, 27), (64, 1, 64), (64, 16, 64), (1, 1, 1), (64, 9, 40))

@@ -35,7 +35,7 @@ def translations() -> dict[Any, Callable[..., Any]]:
 
     TopK decides ties by the lower index, as a stable sort does.
     """
-    from kvcap.export.libraries import library
+    from kvcap.runtime.backends.onnxruntime.library import library
 
     op = library("onnxscript").opset18
 

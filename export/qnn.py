@@ -25,9 +25,9 @@ from torch import Tensor
 from kvcap.export import compare, manifest
 from kvcap.export.cases import Case, cases, inputs
 from kvcap.export.graphs import Graph
-from kvcap.export.libraries import library
 from kvcap.export.spec import Spec
 from kvcap.export.verify import SEED, Report, Row
+from kvcap.runtime.backends.onnxruntime.library import library
 from kvcap.runtime.errors import ExtraMissing, GraphBroken, NotExportable, first_line
 
 SCHEMA = "kvcap.qnn/1"

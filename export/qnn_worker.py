@@ -13,7 +13,7 @@ from typing import Any
 
 from safetensors.numpy import load_file, save_file
 
-from kvcap.runtime.ort.library import library
+from kvcap.runtime.backends.onnxruntime.library import library
 
 PROVIDER = "QNNExecutionProvider"
 

@@ -64,9 +64,9 @@ def model_sizes(model: str) -> dict[str, Any]:
         ModelNotFound: there is none.
         UnsupportedModel: kvcap cannot run it.
     """
-    from kvcap.runtime.model_files import load_config
-    from kvcap.runtime.model_names import resolve
-    from kvcap.runtime.model_shape import ModelShape
+    from kvcap.runtime.models.config import ModelShape
+    from kvcap.runtime.models.files import load_config
+    from kvcap.runtime.models.names import resolve
 
     config = load_config(resolve(model)).get_text_config(decoder=True)
     shape = ModelShape.of(config)

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from kvcap.runtime.backends.onnxruntime.graph import TYPES, Graph
 from kvcap.runtime.errors import UnsupportedModel
-from kvcap.runtime.ort.graph import TYPES, Graph
 
 PORT = re.compile(r"past_key_values\.(\d+)\.(key|value)")
 FLOATS = ("tensor(float)", "tensor(float16)")

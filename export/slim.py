@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvcap.export.libraries import library
+from kvcap.runtime.backends.onnxruntime.library import library
 
 
 def slim(model: Any, names: list[str], axes: dict[str, tuple[str, ...]]) -> None:

@@ -13,9 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcap.export.signature import Found
+from kvcap.runtime.backends.onnxruntime.paired import rotations
 from kvcap.runtime.errors import UnsupportedModel, first_line
-from kvcap.runtime.model_shape import ModelShape
-from kvcap.runtime.ort.paired import rotations
+from kvcap.runtime.models.config import ModelShape
 
 Array = NDArray[Any]
 TOKENS, DROPPED, FURTHER = 12, (3, 5), 7

@@ -17,8 +17,8 @@ from torch import Tensor
 from kvcap.export import compare, manifest
 from kvcap.export.cases import Case, cases, inputs
 from kvcap.export.graphs import Graph
-from kvcap.export.libraries import library
 from kvcap.export.spec import Spec
+from kvcap.runtime.backends.onnxruntime.library import library
 from kvcap.runtime.errors import (
     ExtraMissing,
     GraphBroken,

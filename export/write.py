@@ -18,12 +18,12 @@ from torch import Tensor, nn
 from kvcap.export import manifest
 from kvcap.export.cases import Case, inputs
 from kvcap.export.graphs import Graph
-from kvcap.export.libraries import library, require
 from kvcap.export.portable import translations
 from kvcap.export.ports import DYNAMIC, Port
 from kvcap.export.slim import slim
 from kvcap.export.spec import Spec
 from kvcap.export.verify import Report, check, feed, session
+from kvcap.runtime.backends.onnxruntime.library import library, require
 
 OPSET = 18  # newer files fail on the runtimes that phones have
 IR_VERSION = 10  # likewise

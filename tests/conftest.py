@@ -32,7 +32,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import kvcap  # noqa: F401  # registers attn_implementation='kvcap'
 from kvcap.policies import Eviction, load_policy, policies
-from kvcap.runtime.model_shape import ModelShape
+from kvcap.runtime.models.config import ModelShape
 
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as in a shell's background job
     signal.signal(signal.SIGINT, signal.default_int_handler)

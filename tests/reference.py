@@ -239,3 +239,16 @@ def _forward(
 
 
 AttentionInterface.register(NAME, _forward)
+
+
+STEPS = torch.tensor([[[60]], [[61]], [[62]], [[63]]])  # generation
+
+
+def run_reference(
+    model: Any, ids: torch.Tensor, block: int, setting: Setting
+) -> tuple[Any, torch.Tensor]:
+    cache = ReferenceCache(model, setting)
+    parts = [*ids.split(block, 1), *STEPS]
+    with torch.no_grad():
+        logits = [model(part, past_key_values=cache, logits_to_keep=1).logits for part in parts]
+    return cache, torch.cat(logits)[:, -1]

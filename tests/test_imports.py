@@ -44,6 +44,80 @@ def modules(folder: str) -> list[Path]:
     return sorted((ROOT / folder).rglob("*.py"))
 
 
+# Rooms of runtime/ from the ground up: each may import those before it, at any place of a file.
+ROOMS = (
+    "types", "errors", "units", "interrupts", "files", "schema", "memory", "attention", "models",
+    "cache", "planning", "session", "backends", "testing", "cli",
+)  # fmt: skip
+
+
+def runtime_modules() -> dict[str, set[str]]:
+    """Every module of runtime/ and the modules of it that it imports, lazily or for types too."""
+    names = {}
+    for path in modules("runtime"):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        names[".".join(("kvcap", *(p for p in parts if p != "__init__")))] = path
+    found: dict[str, set[str]] = {}
+    for name, path in names.items():
+        asked = imports(path) & names.keys() - {name, "kvcap.runtime"}
+        # `from package import module` names both; only the module is meant.
+        found[name] = {x for x in asked if not any(y.startswith(f"{x}.") for y in asked)}
+    return found
+
+
+def room(name: str) -> str:
+    return name.split(".")[2] if name.count(".") > 1 else ""
+
+
+def test_rooms_import_only_what_lies_below_them():
+    for name, imported in runtime_modules().items():
+        if not room(name):
+            continue
+        for other in imported:
+            assert ROOMS.index(room(other)) <= ROOMS.index(room(name)), f"{name} imports {other}"
+
+
+def cycles(graph: dict[str, set[str]]) -> list[list[str]]:
+    """Cycles of a graph, one for every part of it that has any."""
+    left = {name: set(others) for name, others in graph.items()}
+    while free := {name for name, others in left.items() if not others & left.keys()}:
+        for name in free:
+            del left[name]
+    found = []
+    while left:
+        path = [next(iter(left))]
+        while (after := next(iter(left[path[-1]] & left.keys()))) not in path:
+            path.append(after)
+        found.append([*path[path.index(after) :], after])
+        for name in path:
+            del left[name]
+        while free := {name for name, others in left.items() if not others & left.keys()}:
+            for name in free:
+                del left[name]
+    return found
+
+
+def test_no_modules_of_the_runtime_import_each_other_in_a_circle():
+    graph = runtime_modules()
+    graph["kvcap.runtime.cache.layer"].discard("kvcap.runtime.cache.cache")
+    assert not cycles(graph)
+
+
+def test_a_cycle_would_be_seen():
+    graph = {"a": {"b"}, "b": {"c"}, "c": {"b", "d"}, "d": set()}
+    assert cycles(graph) in ([["b", "c", "b"]], [["c", "b", "c"]])
+
+
+def test_nothing_of_the_runtime_imports_kvcap_itself():
+    """Whose names import the runtime; what lies beside it in src/kvcap may be imported."""
+    beside = {"kvcap.__version__", "kvcap.dtypes"}
+    for path in modules("runtime"):
+        for name in imports(path) - beside:
+            parts = name.split(".")
+            public = parts[0] == "kvcap" and len(parts) == 2 and parts[1] not in MAY_IMPORT
+            assert not public, f"{path} imports {name}"
+
+
 @pytest.mark.parametrize("folder", MAY_IMPORT)
 def test_folders_import_what_the_table_allows(folder):
     assert modules(folder)

@@ -305,7 +305,7 @@ def test_a_very_short_training_lowers_the_loss(tmp_path: Path, monkeypatch: Any)
 def test_reading_evicted_is_what_a_capped_chat_reads(slots: int, model: Any) -> None:
     """The training code's cache against the runtime's: the same logits after many evictions."""
     import kvcap
-    from kvcap.runtime.loop import BlockLoop
+    from kvcap.runtime.backends.pytorch.loop import BlockLoop
 
     ids = torch.randint(300, 2000, (1, 6 * 128), generator=torch.Generator().manual_seed(0))
     hidden = evicted.read_evicted(model, ids, slots, 128)

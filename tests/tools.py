@@ -15,9 +15,14 @@ from pathlib import Path
 import pytest
 import standard_decoder
 import tiny_chat
+import torch
+from conftest import small_policy, tiny_model
 from filelock import FileLock
 
+import kvcap
 from kvcap.cli import run
+from kvcap.runtime.cache.step import Pass
+from kvcap.runtime.planning.plan import MemoryPlan
 
 ROOT = Path(__file__).parents[1]
 TOOLS = Path(os.environ.get("KVCAP_ANDROID_TOOLS", ROOT / ".android-tools")).resolve()
@@ -140,3 +145,30 @@ def runner_for_arm(factory: pytest.TempPathFactory) -> Path:
         shutil.copy(library(ARM_ROOT / "site"), folder / "libonnxruntime.so")
 
     return made(factory, "arm", make)
+
+
+def uncapped(family: str, ids: torch.Tensor, **changes) -> torch.Tensor:
+    model = tiny_model(family, "eager", **changes)
+    with torch.no_grad():
+        return model(ids).logits
+
+
+def in_blocks(model, cache, ids: torch.Tensor, block: int) -> torch.Tensor:
+    """All logits [B, T_total, V], read as the block loop reads, but keeping every token's."""
+    parts = []
+    with torch.no_grad():
+        for part in ids.split(block, 1):
+            positions = cache.next_position + torch.arange(part.shape[1])[None]
+            with cache.passing(Pass(cache.next_position)):
+                parts.append(model(part, past_key_values=cache, position_ids=positions).logits)
+    return torch.cat(parts, 1)
+
+
+def runtime_of(model, policy="keydiff", budget=24, block=8, positions="compact", **more):
+    """A runtime around a model; a conversation in tokens needs no tokenizer."""
+    eviction = small_policy(policy, model.config) if isinstance(policy, str) else policy
+    plan = MemoryPlan.of(
+        model.config, policy=eviction, kv_budget_tokens=budget, block_size=block,
+        dtype=model.dtype, positions=positions,
+    )  # fmt: skip
+    return kvcap.Runtime(model, None, plan, eviction, name="tiny", **more)

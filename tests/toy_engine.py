@@ -14,12 +14,12 @@ import numpy as np
 import tiny_chat
 
 from kvcap import pocket
-from kvcap.runtime.ort.generation import Generation, Sampler
-from kvcap.runtime.ort.loop import OrtCache, OrtLoop
-from kvcap.runtime.ort.tokenizer import Tokenizer
-from kvcap.runtime.plan import MemoryPlan
-from kvcap.runtime.runtime import Runtime
-from kvcap.runtime.session import Session
+from kvcap.runtime.backends.onnxruntime.generation import Generation, Sampler
+from kvcap.runtime.backends.onnxruntime.loop import OrtCache, OrtLoop
+from kvcap.runtime.backends.onnxruntime.tokenizer import Tokenizer
+from kvcap.runtime.backends.pytorch.runtime import Runtime
+from kvcap.runtime.planning.plan import MemoryPlan
+from kvcap.runtime.session.session import Session
 
 BLOCK = 16
 BACKENDS = ("torch", "numpy")

@@ -18,8 +18,8 @@ from kvcap.evals.measure import (
     random_prompt,
 )
 from kvcap.policies import load_policy
-from kvcap.runtime.layout import Positions
-from kvcap.runtime.loop import BlockLoop
+from kvcap.runtime.backends.pytorch.loop import BlockLoop
+from kvcap.runtime.types import Positions
 
 COLUMNS = ("runs", "budget", "positions", "evict_every", "decode_ms", "ratio")
 EVICT_EVERY = (1, 16)

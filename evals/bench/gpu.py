@@ -28,9 +28,9 @@ from kvcap.evals.bench import Options, Result
 from kvcap.evals.bench.kernels import read_bandwidth
 from kvcap.evals.machine import device_name, versions
 from kvcap.evals.measure import Plain, percentiles, quoted
-from kvcap.runtime.block_graph import PASS
-from kvcap.runtime.budget_cache import BudgetCache
-from kvcap.runtime.loop import BlockLoop
+from kvcap.runtime.backends.pytorch.cuda_graphs import PASS
+from kvcap.runtime.backends.pytorch.loop import BlockLoop
+from kvcap.runtime.cache.cache import BudgetCache
 
 DEFAULTS = {"lengths": (32768,), "budgets": (2048,), "repeats": 3, "steps": 64}
 BLOCKS = (128, 512, 1024)

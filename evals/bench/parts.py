@@ -33,8 +33,8 @@ from kvcap.kernels import decode, evict, linear, pool, token
 from kvcap.policies import Eviction, Observation
 from kvcap.policies.base import pool_in_time
 from kvcap.policies.keydiff import KeyDiff
-from kvcap.runtime.rope import Rotation, table_dtype
-from kvcap.runtime.slot_pool import Segment, SlotPool
+from kvcap.runtime.cache.pool import Segment, SlotPool
+from kvcap.runtime.models.rope import Rotation, table_dtype
 
 HEADS, KV_HEADS, SIZE, HIDDEN, INNER, DTYPE = 24, 8, 128, 3072, 8192, torch.bfloat16
 ROTATED = 256 * 2**20
@@ -189,7 +189,7 @@ class _Slots:
         self.eviction = Eviction(KeyDiff())
 
     def by_kernels(self) -> None:
-        """As `runtime/evictor.py` does."""
+        """As `runtime/cache/evictor.py` does."""
         self.segment.held = self.slots
         shift, buffers = self.segment.side("shift"), self.segment.buffers()
         pins = evict.Pins(self.eviction.sink_tokens, self.eviction.recent_tokens, self.slots, ())
@@ -228,7 +228,7 @@ class _Token:
         self.time = torch.zeros(1, dtype=torch.int32, device="cuda")
 
     def by_kernels(self, rotated: bool = True) -> Tensor:
-        """As `runtime/layer_attention.py` does."""
+        """As `runtime/cache/attend.py` does."""
         self.segment.held = self.slots
         buffers = self.segment.with_next(whole=False)
         turn = (self.segment.side("shift"), self.rotation.table) if rotated else None

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from kvcap.evals.bench import Options, Result
 from kvcap.evals.measure import percentiles, seconds
-from kvcap.runtime.attention import attend
-from kvcap.runtime.rope import Rotation
+from kvcap.runtime.attention.functions import attend
+from kvcap.runtime.models.rope import Rotation
 
 HEADS, KV_HEADS, SIZE, THETA = 8, 2, 64, 10_000.0
 COLUMNS = ("keys", "dtype", "budget", "error_max", "error_mean", "error_relative", "step_ms")

@@ -23,7 +23,7 @@ from kvcap.evals.measure import (
     random_prompt,
     seconds,
 )
-from kvcap.runtime.loop import BlockLoop
+from kvcap.runtime.backends.pytorch.loop import BlockLoop
 
 COLUMNS = ("runs", "tokens", "prefill_s", "peak_mib", "decode_ms")
 

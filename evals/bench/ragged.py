@@ -20,8 +20,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from kvcap.evals.bench import Options, Result
 from kvcap.evals.machine import device_name
 from kvcap.evals.measure import percentiles, seconds
-from kvcap.runtime.attention import Rows, attend, attend_packed, packs
-from kvcap.runtime.slot_pool import Segment, SlotPool
+from kvcap.runtime.attention.functions import Rows, attend, attend_packed, packs
+from kvcap.runtime.cache.pool import Segment, SlotPool
 
 HEADS, KV_HEADS, SIZE = 32, 8, 128
 SCALING = SIZE**-0.5
@@ -60,8 +60,8 @@ def _measure(
         "padded": lambda: padded(query, ragged),
     }
     pool = ragged[0].pool
-    if packs(query, pool, KV_HEADS, None):
-        places = Rows.of(ragged, None)
+    if packs(query, pool.keys, pool.values, KV_HEADS, None):
+        places = _rows(ragged)
         ways["packed"] = lambda: attend_packed(query, pool.keys, pool.values, places, SCALING)
     expected, base = heads(query, ragged), None
     rows = []
@@ -82,6 +82,13 @@ def _measure(
             "error": error,
         })  # fmt: skip
     return rows
+
+
+def _rows(segments: list[Segment]) -> Rows:
+    """Where the heads lie."""
+    starts = (*(s.start for s in segments), segments[-1].start + segments[-1].slots)
+    held = tuple(s.held for s in segments)
+    return Rows.of(held, starts, segments[0].pool.keys.device, None)
 
 
 def _segments(

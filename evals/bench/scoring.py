@@ -17,7 +17,7 @@ from kvcap.evals.bench import Options, Result
 from kvcap.evals.measure import VOCABULARY, eviction_ms, percentiles, random_llama, random_prompt
 from kvcap.evals.runner import COMMON, options_of, spelled_out
 from kvcap.policies import load_policy
-from kvcap.runtime.budget_cache import BudgetCache
+from kvcap.runtime.cache.cache import BudgetCache
 
 DEFAULTS = {"policies": ("all",)}
 COLUMNS = ("policy", "budget", "scoring_ms", "ratio", "extra_bytes")

@@ -15,9 +15,9 @@ import torch
 
 from kvcap.evals.bench import Options, Result
 from kvcap.pocket.corpus import filler
-from kvcap.runtime.loop import BlockLoop
-from kvcap.runtime.process_peak import peak
-from kvcap.runtime.runtime import Runtime
+from kvcap.runtime.backends.pytorch.loop import BlockLoop
+from kvcap.runtime.backends.pytorch.runtime import Runtime
+from kvcap.runtime.testing.process_peak import peak
 
 DEFAULTS = {"lengths": (1_000_000,), "budgets": (256,)}
 COLUMNS = ("tokens", "kv_bytes", "held", "process_peak", "growth", "tok_s")

@@ -23,9 +23,9 @@ from kvcap.evals.bench import Options, Result
 from kvcap.evals.bench.gpu import llama_3b, milliseconds, require_cuda
 from kvcap.evals.machine import device_name, versions
 from kvcap.evals.measure import percentiles, quoted
-from kvcap.runtime.budget_cache import BudgetCache
+from kvcap.runtime.backends.pytorch.loop import BlockLoop
+from kvcap.runtime.cache.cache import BudgetCache
 from kvcap.runtime.errors import MemoryCapExceeded
-from kvcap.runtime.loop import BlockLoop
 
 DEFAULTS = {"lengths": (32768,), "steps": 16}
 SHARE = 0.05  # of a prompt that is kept

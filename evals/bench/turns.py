@@ -20,9 +20,9 @@ from typing import Any
 
 from kvcap.evals.bench import Options, Result
 from kvcap.pocket.corpus import filler
-from kvcap.runtime.process_peak import peak
-from kvcap.runtime.runtime import Runtime
-from kvcap.runtime.session import Session
+from kvcap.runtime.backends.pytorch.runtime import Runtime
+from kvcap.runtime.session.session import Session
+from kvcap.runtime.testing.process_peak import peak
 
 DEFAULTS = {"budgets": (256,), "steps": 1000}
 # How often each comes, of 100.

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import typer
 
-from kvcap.runtime.options import DEFAULT_POLICY
+from kvcap.runtime.cli.options import DEFAULT_POLICY
 
 if TYPE_CHECKING:
     from kvcap.export.decoder.verify import Report
@@ -91,8 +91,8 @@ def decoder_command(
 ) -> None:
     """Export a model that evicts by itself as one ONNX graph, checked, or leave no directory."""
     from kvcap.policies import load_policy
-    from kvcap.runtime.commands import quiet_libraries
-    from kvcap.runtime.option_groups import pairs
+    from kvcap.runtime.cli.commands import quiet_libraries
+    from kvcap.runtime.cli.options import pairs
 
     quiet_libraries()
     started = time.perf_counter()
@@ -139,9 +139,9 @@ def _kvcap(
     from kvcap.export.decoder.manifest import asked
     from kvcap.export.decoder.spec import check_dtype, layout_for, load
     from kvcap.export.decoder.write import check_out, write
-    from kvcap.export.libraries import require
-    from kvcap.runtime.model_files import load_config
-    from kvcap.runtime.model_names import resolve
+    from kvcap.runtime.backends.onnxruntime.library import require
+    from kvcap.runtime.models.files import load_config
+    from kvcap.runtime.models.names import resolve
 
     require()
     dtype = check_dtype(dtype)

@@ -15,8 +15,8 @@ from transformers.cache_utils import Cache
 from kvcap.export.decoder.layer import Block, LayerPass
 from kvcap.export.portable import Portable
 from kvcap.export.ports import PORTS, Port
-from kvcap.runtime.layout import CacheLayout
-from kvcap.runtime.rope import Rotation
+from kvcap.runtime.cache.layout import CacheLayout
+from kvcap.runtime.models.rope import Rotation
 
 TOKENS = Port(
     "input_ids", "int64", ("batch", "tokens"), "token ids", "the block, at most block_size of them"

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from kvcap.export.libraries import library
+from kvcap.runtime.backends.onnxruntime.library import library
 from kvcap.runtime.errors import NotExportable
 
 BLOCK = 32  # weights of a product that share a scale

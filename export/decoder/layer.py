@@ -16,9 +16,9 @@ from transformers.cache_utils import CacheLayerMixin
 from kvcap.export.forms import Traced, form_of, graph_part
 from kvcap.export.graphs import Evict, rows_of, survivors, take
 from kvcap.export.shape import Shape
-from kvcap.runtime.layout import CacheLayout
-from kvcap.runtime.masks import Slots
-from kvcap.runtime.projection import output_projection
+from kvcap.runtime.attention.masks import Slots
+from kvcap.runtime.cache.layout import CacheLayout
+from kvcap.runtime.models.output_projection import output_projection
 
 
 class Frame(NamedTuple):

@@ -1,7 +1,7 @@
 """The manifest of a decoder's directory: all that a runner needs that knows no Python.
 
-`runtime.ort.manifest` reads it. What is said of a model and its files is the same for decoders
-that others exported, which have evictors beside them.
+The backend of ONNX Runtime reads it. What is said of a model and its files is the same for
+decoders that others exported, which have evictors beside them.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from kvcap.export.decoder.graph import Decoder
 from kvcap.export.manifest import sha256
 from kvcap.export.ports import Port
 from kvcap.export.spec import recipe
-from kvcap.runtime.layout import CacheLayout
-from kvcap.runtime.model_shape import ModelShape
-from kvcap.runtime.ort.manifest import FUSED, NAME, SCHEMA, check
+from kvcap.runtime.backends.onnxruntime.manifest import FUSED, SCHEMA, check
+from kvcap.runtime.cache.layout import CacheLayout
+from kvcap.runtime.models.config import ModelShape
+from kvcap.runtime.types import MANIFEST
 
 GRAPH, WEIGHTS = "decoder.onnx", "decoder.onnx.data"
 TOKENIZER = {
@@ -113,7 +114,7 @@ def generation_facts(config: Any) -> dict[str, Any]:
 
 def file_facts(folder: Path) -> dict[str, Any]:
     """`files`: every file there is but the manifest; `tokenizer`: which of them it is read from."""
-    entries = [entry(path) for path in sorted(folder.iterdir()) if path.name != NAME]
+    entries = [entry(path) for path in sorted(folder.iterdir()) if path.name != MANIFEST]
     names = {found["file"] for found in entries}
     tokenizer = {kind: name if name in names else None for kind, name in TOKENIZER.items()}
     return {"files": entries, "tokenizer": tokenizer}
@@ -132,7 +133,7 @@ def write(folder: Path, said: dict[str, Any]) -> None:
     """
     check(said)
     text = json.dumps(said, indent=1, ensure_ascii=False, allow_nan=False)
-    (folder / NAME).write_text(text + "\n", encoding="utf-8")
+    (folder / MANIFEST).write_text(text + "\n", encoding="utf-8")
 
 
 def _state(decoder: Decoder, element: str) -> list[dict[str, Any]]:

@@ -15,16 +15,17 @@ from kvcap.export.decoder.verify import Report, check
 from kvcap.export.manifest import sha256
 from kvcap.export.verify import signature
 from kvcap.policies import Eviction, load_policy
+from kvcap.runtime.backends.onnxruntime.graph import Graph
+from kvcap.runtime.backends.onnxruntime.manifest import HASHED, Manifest, read
 from kvcap.runtime.errors import ManifestError, ModelFilesBroken
-from kvcap.runtime.model_files import load_config
-from kvcap.runtime.model_names import resolve
-from kvcap.runtime.ort.graph import Graph
-from kvcap.runtime.ort.manifest import HASHED, NAME, Manifest, read
+from kvcap.runtime.models.files import load_config
+from kvcap.runtime.models.names import resolve
+from kvcap.runtime.types import MANIFEST
 
 
 def is_decoder(path: Path) -> bool:
     """Whether a directory is one that `kvcap export decoder` wrote."""
-    return (path / NAME).is_file()
+    return (path / MANIFEST).is_file()
 
 
 def recheck(folder: Path, model: str | None = None, quick: bool = False) -> Report | parity.Report:
@@ -57,7 +58,7 @@ def recheck(folder: Path, model: str | None = None, quick: bool = False) -> Repo
         check_dtype(facts["dtype"])
         sizes = facts["budget_tokens"], facts["block_size"], facts["positions"]
     except (KeyError, TypeError, ValueError) as error:
-        raise ManifestError(f"{NAME} describes no decoder known here: {error}") from error
+        raise ManifestError(f"{MANIFEST} describes no decoder known here: {error}") from error
     config = load_config(resolve(name))
     layout = layout_for(config, eviction, *sizes)
     return check(folder, Decoder(load(name, facts["dtype"]).model, layout), facts["dtype"], quick)
@@ -68,8 +69,8 @@ def _large_files(found: Manifest) -> None:
     for entry in found.facts["files"]:
         if entry["bytes"] > HASHED and sha256(found.file(entry["file"])) != entry["sha256"]:
             raise ModelFilesBroken(
-                f"{entry['file']} in {str(found.folder)!r} is not the file that {NAME} was written "
-                "with; get the files again, or export it again"
+                f"{entry['file']} in {str(found.folder)!r} is not the file that "
+                f"{MANIFEST} was written with; get the files again, or export it again"
             )
 
 
@@ -88,7 +89,7 @@ def _evictors(found: Manifest) -> parity.Report:
             pins = entry["policy"]["pins"]
             exact = compact and _near(found.facts["inv_freq"], adopt.frequencies(shape))
         except (KeyError, TypeError, ValueError) as error:
-            raise ManifestError(f"{NAME} describes no evictor known here: {error}") from error
+            raise ManifestError(f"{MANIFEST} describes no evictor known here: {error}") from error
         if pins != adopt.pins(eviction):
             raise _otherwise(f"pins of {eviction.name}", "this policy has")
         if positions == "compact" and not exact:
@@ -106,4 +107,4 @@ def _near(told: list[float], wanted: list[float]) -> bool:
 
 
 def _otherwise(said: str, what: str) -> ManifestError:
-    return ManifestError(f"{NAME} says other {said} than {what}; export it again")
+    return ManifestError(f"{MANIFEST} says other {said} than {what}; export it again")

@@ -10,16 +10,17 @@ import torch
 
 from kvcap.dtypes import short
 from kvcap.policies import Eviction
+from kvcap.runtime.cache.layout import CacheLayout, default_positions
 from kvcap.runtime.errors import NotExportable
-from kvcap.runtime.layout import CacheLayout, Positions, default_positions
-from kvcap.runtime.model_files import (
+from kvcap.runtime.models.config import ModelShape
+from kvcap.runtime.models.files import (
     check_generation,
     load_config,
     load_model,
     load_tokenizer,
 )
-from kvcap.runtime.model_names import resolve
-from kvcap.runtime.model_shape import ModelShape
+from kvcap.runtime.models.names import resolve
+from kvcap.runtime.types import Positions
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "int8": torch.float32}  # of the cache
 

@@ -18,11 +18,11 @@ from torch import Tensor
 from kvcap.export.decoder import manifest
 from kvcap.export.decoder.graph import Decoder
 from kvcap.export.decoder.layer import LayerPass
-from kvcap.export.libraries import library
-from kvcap.runtime.budget_cache import BudgetCache
+from kvcap.runtime.backends.onnxruntime.graph import Graph
+from kvcap.runtime.backends.onnxruntime.library import library
+from kvcap.runtime.backends.pytorch.loop import BlockLoop
+from kvcap.runtime.cache.cache import BudgetCache
 from kvcap.runtime.errors import ShapeError, ToleranceError, first_line
-from kvcap.runtime.loop import BlockLoop
-from kvcap.runtime.ort.graph import Graph
 
 STEPS = 4  # single tokens after the blocks
 ANSWER = 16  # tokens generated at the end

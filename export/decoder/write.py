@@ -17,13 +17,13 @@ from kvcap.export.decoder.graph import Decoder
 from kvcap.export.decoder.int8 import require_quantiser, to_int8
 from kvcap.export.decoder.spec import Source, check_dtype
 from kvcap.export.decoder.verify import Report, check
-from kvcap.export.libraries import library, require
 from kvcap.export.manifest import refuse_other
 from kvcap.export.slim import slim
 from kvcap.export.write import IR_VERSION, OPSET, program_of
+from kvcap.runtime.backends.onnxruntime.library import library, require
+from kvcap.runtime.cache.layout import CacheLayout
 from kvcap.runtime.errors import ManifestError
-from kvcap.runtime.layout import CacheLayout
-from kvcap.runtime.ort.manifest import NAME
+from kvcap.runtime.types import MANIFEST
 
 
 def write(
@@ -145,9 +145,9 @@ def check_out(out: Path, asked: dict[str, Any] | None) -> None:
         ManifestError: `out` holds something else than an export.
         ExportExists: it holds another one.
     """
-    if (out / NAME).is_file():
+    if (out / MANIFEST).is_file():
         if asked is not None:
-            refuse_other(out / NAME, asked)
+            refuse_other(out / MANIFEST, asked)
     elif out.exists() and (out.is_file() or any(out.iterdir())):
         raise ManifestError(
             f"{str(out)!r} holds something else than an exported decoder, which would be "

@@ -14,26 +14,26 @@ import wrapt
 
 if TYPE_CHECKING:
     from kvcap.policies import Eviction, Observation, Policy, PolicyError, load_policy
-    from kvcap.runtime.budget_cache import BudgetCache
-    from kvcap.runtime.cap import cap
+    from kvcap.runtime.backends.pytorch.cap import cap
+    from kvcap.runtime.backends.pytorch.runtime import Runtime
+    from kvcap.runtime.cache.cache import BudgetCache
     from kvcap.runtime.errors import KvcapError
-    from kvcap.runtime.plan import MemoryPlan
-    from kvcap.runtime.runtime import Runtime
-    from kvcap.runtime.session import Session
+    from kvcap.runtime.planning.plan import MemoryPlan
+    from kvcap.runtime.session.session import Session
 
 __version__ = "0.1.0"
 
 _HOMES = {
-    "BudgetCache": "runtime.budget_cache",
+    "BudgetCache": "runtime.cache.cache",
     "Eviction": "policies",
     "KvcapError": "runtime.errors",
-    "MemoryPlan": "runtime.plan",
+    "MemoryPlan": "runtime.planning.plan",
     "Observation": "policies",
     "Policy": "policies",
     "PolicyError": "policies",
-    "Runtime": "runtime.runtime",
-    "Session": "runtime.session",
-    "cap": "runtime.cap",
+    "Runtime": "runtime.backends.pytorch.runtime",
+    "Session": "runtime.session.session",
+    "cap": "runtime.backends.pytorch.cap",
     "load_policy": "policies",
 }
 __all__ = [
@@ -62,7 +62,7 @@ def __dir__() -> list[str]:
 
 
 def _register(_: Any) -> None:
-    from kvcap.runtime.attention import register
+    from kvcap.runtime.attention.functions import register
 
     register()
 

@@ -18,9 +18,9 @@ from kvcap.evals import commands as evals
 from kvcap.evals.calibrate_command import calibrate_command
 from kvcap.evals.memory_command import memory
 from kvcap.export.commands import export
-from kvcap.runtime import commands
-from kvcap.runtime.option_groups import variables
-from kvcap.runtime.screen import INTERRUPTED, USAGE, complain, exit_code
+from kvcap.runtime.cli import commands
+from kvcap.runtime.cli.console import INTERRUPTED, USAGE, complain, exit_code
+from kvcap.runtime.cli.options import variables
 
 app = typer.Typer(
     name="kvcap",

@@ -7,7 +7,7 @@
 - `kv_bytes(cache)`: what a cache really holds, by storage.
 """
 
-from kvcap.runtime.memory_meter import (
+from kvcap.runtime.testing.memory_meter import (
     Allocations,
     Peak,
     cpu_meter,
@@ -18,9 +18,9 @@ from kvcap.runtime.memory_meter import (
     host_peak,
     kv_bytes,
 )
-from kvcap.runtime.memory_stacks import Place
-from kvcap.runtime.memory_threads import ThreadsNotCounted
-from kvcap.runtime.process_peak import ProcessPeak, process_peak
+from kvcap.runtime.testing.process_peak import ProcessPeak, process_peak
+from kvcap.runtime.testing.stacks import Place
+from kvcap.runtime.testing.threads import ThreadsNotCounted
 
 __all__ = [
     "Allocations",

@@ -1,0 +1,1 @@
+"""Attention over held slots, and its registration with transformers."""

@@ -1,0 +1,383 @@
+"""The attention function kvcap registers with transformers under the name 'kvcap'.
+
+It sees what `cache.update` returned. Keys of a capped layer carry their layer, which does the
+attention and then evicts; any other keys (native sliding layers, no cache) get ordinary masked
+attention. Knows tensors only; the layer knows the policy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any, Protocol, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention.bias import causal_lower_right
+from torch.nn.functional import pad, scaled_dot_product_attention
+
+from kvcap.kernels import decode, token
+from kvcap.kernels.choice import ready
+from kvcap.runtime.attention.masks import attention_mask
+from kvcap.runtime.errors import UnsupportedModel
+from kvcap.runtime.types import ATTENTION
+
+MANY_SLOTS = 500_000  # of all sequences and KV heads: enough for a GPU to be busy with SDPA
+
+
+class CappedLayer(Protocol):
+    """A cache layer that attends and evicts by itself."""
+
+    def attend(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        scaling: float,
+        softcap: float | None,
+        position_ids: Tensor | None,
+    ) -> Tensor:
+        """Attention output [B, H, T, D] of the block just appended, without its fillers."""
+        ...
+
+    def take_back(self) -> None:
+        """Forget the block just appended, which is refused."""
+        ...
+
+
+def attend(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    scaling: float,
+    softcap: float | None = None,
+    mask: Tensor | None = None,
+) -> Tensor:
+    """Attention of the newest T tokens over n slots, the last T of them their own.
+
+    Without a mask every older slot is visible and the block is causal (bottom-right).
+
+    Args:
+        query: [B, H, T, D].
+        keys: [B, K, n, D].
+        values: [B, K, n, D].
+        scaling: factor of the logits.
+        softcap: logits = softcap · tanh(logits / softcap), in Gemma 2.
+        mask: [B, 1, T, n], boolean (True: visible) or additive.
+
+    Returns:
+        [B, H, T, D]
+    """
+    length, slots = query.shape[2], keys.shape[2]
+    few = keys.shape[0] * keys.shape[1] * slots < MANY_SLOTS
+    if mask is None and few and ready(query) and decode.covers(query, keys, values):
+        return decode.attend(query, keys, values, scaling, softcap)
+    if softcap is not None:
+        # No fused kernel here takes a softcap.
+        mask = causal(length, slots, query.device) if mask is None else mask
+        return attend_with_lse(query, keys, values, scaling, softcap, mask)[0]
+    if mask is None and length > 1:
+        # On a CPU this bias would be turned into the same mask.
+        bias = causal_lower_right(length, slots) if query.is_cuda else None
+        mask = causal(length, slots, query.device) if bias is None else cast(Tensor, bias)
+    if mask is None and query.device.type == "cpu":
+        # The group's queries as rows of one head: no repeated keys, and the fastest on a CPU
+        # (0.044 ms against 0.066 grouped and 0.144 repeated, 8/2 heads, 1,152 slots; bf16 0.05
+        # against 0.51). On a GPU it is slower than grouping.
+        folded = query.reshape(query.shape[0], keys.shape[1], -1, query.shape[3])
+        out = scaled_dot_product_attention(folded, keys, values, scale=scaling)
+        return out.reshape(query.shape)
+    grouped = query.shape[1] != keys.shape[1]
+    return scaled_dot_product_attention(
+        query, keys, values, attn_mask=mask, scale=scaling, enable_gqa=grouped
+    )
+
+
+def attend_to_some(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    count: Tensor,
+    scaling: float,
+    softcap: float | None = None,
+) -> Tensor:
+    """`attend` over the first `count` [] slots only, a number on the device.
+
+    The same work whatever it is, for CUDA graphs.
+    """
+    if ready(query) and decode.covers(query, keys, values):
+        return decode.attend(query, keys, values, scaling, softcap, length=count)
+    place = torch.arange(keys.shape[2], device=query.device)
+    mask = place < (count + 1 - query.shape[2] + place[: query.shape[2], None])
+    return attend(query, keys, values, scaling, softcap, mask[None, None])
+
+
+def takes_token(query: Tensor, key: Tensor, value: Tensor, buffers: Sequence[Tensor]) -> bool:
+    """Whether `kernels/token.py` is to append and attend, whose arguments these are."""
+    few = buffers[2].numel() < MANY_SLOTS
+    return few and ready(query) and token.covers(query, key, value, buffers)
+
+
+def packs(
+    query: Tensor, keys: Tensor, values: Tensor, kv_heads: int, softcap: float | None
+) -> bool:
+    """Whether `attend_packed` can run over a pool's keys and values [slots, D].
+
+    Few tokens by kvcap's kernel; more on CUDA from Ampere on, in 16 bit, without a softcap, by a
+    torch that has it.
+    """
+    if _splits(query, keys, values, kv_heads):
+        return True
+    half = query.dtype in (torch.float16, torch.bfloat16)
+    if not query.is_cuda or not half or softcap is not None or query.shape[-1] > 256:
+        return False
+    return torch.cuda.get_device_capability(query.device) >= (8, 0) and _packed_operator()
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Where the heads of a layer lie that hold unequally many tokens, for kernels to read."""
+
+    held: tuple[int, ...]  # of the layer's B·K heads
+    starts: tuple[int, ...]  # in the pool; one more where the last ends
+    lengths_on_device: Tensor  # [B·K] int32
+    starts_on_device: Tensor  # [B·K + 1] int32
+
+    @classmethod
+    def of(
+        cls,
+        held: tuple[int, ...],
+        starts: tuple[int, ...],
+        device: torch.device,
+        before: Rows | None,
+    ) -> Rows:
+        """Of these numbers; those of `before` if nothing has changed since."""
+        if before is not None and (before.held, before.starts) == (held, starts):
+            return before
+        numbers = partial(torch.tensor, dtype=torch.int32, device=device)
+        return cls(held, starts, numbers(held), numbers(starts))
+
+
+def attend_packed(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    rows: Rows,
+    scaling: float,
+    softcap: float | None = None,
+) -> Tensor:
+    """Causal attention of heads that hold unequally many tokens, in one call, where `packs`.
+
+    Args:
+        query: [B, H, T, D].
+        keys: [slots, D], the pool's or a rotated copy of it.
+        values: [slots, D], the pool's.
+        rows: where the B·K heads lie.
+        scaling: factor of the logits.
+        softcap: as in `attend`.
+
+    Returns:
+        [B, H, T, D]
+    """
+    batch, heads, length, size = query.shape
+    count = len(rows.held)
+    if _splits(query, keys, values, count // batch):
+        starts, lengths = rows.starts_on_device[:-1], rows.lengths_on_device
+        return decode.attend_ragged(
+            query, keys, values, starts, lengths, scaling, softcap, max_length=max(rows.held)
+        )
+    group = batch * heads // count
+    # A row is a sequence of its own: T queries of G heads over one KV head's slots.
+    packed = query.reshape(count, group, length, size).transpose(1, 2).reshape(-1, group, size)
+    out: Tensor = torch.ops.aten._flash_attention_forward(
+        packed,
+        keys[:, None],
+        values[:, None],
+        torch.arange(0, (count + 1) * length, length, dtype=torch.int32, device=query.device),
+        rows.starts_on_device,
+        length,
+        max(rows.held),
+        0.0,  # dropout
+        True,  # causal, from the last slot used
+        False,
+        scale=scaling,
+        seqused_k=rows.lengths_on_device,
+    )[0]
+    return out.view(count, length, group, size).transpose(1, 2).reshape(query.shape)
+
+
+def _splits(query: Tensor, keys: Tensor, values: Tensor, kv_heads: int) -> bool:
+    """Whether kvcap's kernel for few tokens attends over this pool."""
+    return ready(query) and decode.covers(query, keys, values, kv_heads)
+
+
+@cache
+def _packed_operator() -> bool:
+    """Whether torch has FlashAttention over rows side by side that leave slots unread.
+
+    `torch.nn.attention.varlen` says the same in public, but not before torch 2.12.
+    """
+    operator = getattr(torch.ops.aten, "_flash_attention_forward", None)
+    return operator is not None and "seqused_k" in str(operator.default._schema)
+
+
+def attend_with_lse(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    scaling: float,
+    softcap: float | None = None,
+    mask: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Plain attention and the logarithm of its denominator, which no fused kernel here tells.
+
+    Arguments as in `attend`, but without a mask every slot is visible. Workspace [B, H, T, n].
+
+    Returns:
+        [B, H, T, D] in the values' dtype, and log-sum-exp of the logits [B, H, T] in float32.
+    """
+    group, length = query.shape[1] // keys.shape[1], query.shape[2]
+    q = query.unflatten(1, (-1, group)).flatten(2, 3)  # [B, K, G·T, D]
+    z = torch.matmul(q, keys.mT).unflatten(2, (group, length)) * scaling
+    if softcap is not None:
+        z = softcap * torch.tanh(z / softcap)
+    if mask is not None:
+        mask = mask.unsqueeze(1)  # one head's mask over [B, K, G, T, n]
+        # The least number rather than -inf: a padded row sees nothing, and must not be NaN.
+        least = torch.finfo(z.dtype).min
+        z = z.masked_fill(~mask, least) if mask.dtype == torch.bool else z + mask
+    lse = z.float().logsumexp(-1, keepdim=True)
+    weights = (z - lse).exp().to(values.dtype)
+    out = torch.matmul(weights.flatten(2, 3), values).view(query.shape)
+    return out, lse.view(query.shape[:3])
+
+
+def causal(length: int, slots: int, device: torch.device) -> Tensor:
+    """The mask of a block whose own tokens are the last slots. Bool [1, 1, T, n]."""
+    mask = torch.ones(length, slots, dtype=torch.bool, device=device).tril(slots - length)
+    return mask[None, None]
+
+
+def merge(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:
+    """Attention over two sets of tokens from that over each.
+
+    Args:
+        out: [B, H, T, D].
+        lse: log-sum-exp of its logits [B, H, T].
+        other: [B, H, T, D] over the other set.
+        other_lse: [B, H, T], -inf where there is none.
+    """
+    share = torch.sigmoid(other_lse - lse)[..., None]  # of the other set
+    merged = out.float() + share * (other.float() - out.float())
+    return merged, torch.logaddexp(lse, other_lse)
+
+
+def attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    softcap: float | None = None,
+    position_ids: Tensor | None = None,
+    **further: Any,
+) -> tuple[Tensor, None]:
+    """Transformers' attention interface. query [B, H, T, D] -> output [B, T, H, D].
+
+    Raises:
+        UnsupportedModel: it is asked for what it does not do, such as attention sinks, dropout or
+            the attention weights.
+        PositionMismatch: a capped layer is to read tokens at other places than its next.
+    """
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    layer: CappedLayer | None = getattr(key, "kvcap_layer", None)
+    if dropout or not further.keys() <= HARMLESS:
+        try:
+            _refuse_unknown(further, dropout)
+        except UnsupportedModel:
+            if layer is not None:
+                layer.take_back()
+            raise
+    if layer is not None:
+        out = _attend_capped(layer, module, query, scaling, softcap, position_ids)
+    else:
+        if attention_mask is None and not getattr(module, "is_causal", True):
+            attention_mask = query.new_ones(1, 1, 1, key.shape[2], dtype=torch.bool)
+        out = attend(query, key, value, scaling, softcap, attention_mask)
+    out = out.transpose(1, 2)
+    if (spare := query.shape[2] - out.shape[1]) == 0:
+        return out.contiguous(), None
+    return pad(out, (0, 0, 0, 0, 0, spare)), None  # fillers attend to nothing
+
+
+# What models and transformers pass on that changes nothing here: masks say what a sliding window
+# hides, and layers keep count of places.
+HARMLESS = frozenset(
+    ("cache_position", "num_items_in_batch", "output_hidden_states", "return_dict",
+     "sliding_window", "use_cache")
+)  # fmt: skip
+WITHOUT = {  # what else would do
+    "output_attentions": "load the model with attn_implementation='eager' to see attention weights",
+    "s_aux": "attention sinks need attn_implementation='eager'",
+    "dropout": "call model.eval(), or train with attn_implementation='sdpa'",
+}
+
+
+def _refuse_unknown(further: Mapping[str, Any], dropout: float) -> None:
+    """Refuse what would change the result, or would be left out in silence."""
+    asked = {**further, "dropout": dropout}
+    for name in asked.keys() - HARMLESS:
+        value = asked[name]
+        off = value is None or value is (name == "is_causal") or (name == "dropout" and not value)
+        if off:
+            continue
+        advice = WITHOUT.get(name, f"leave {name} out, or use attn_implementation='sdpa'")
+        raise UnsupportedModel(f"kvcap's attention does not take {name}; {advice}")
+
+
+def _attend_capped(
+    layer: CappedLayer,
+    module: nn.Module,
+    query: Tensor,
+    scaling: float,
+    softcap: float | None,
+    position_ids: Tensor | None,
+) -> Tensor:
+    """`layer.attend`, of which no gradient is kept."""
+    if not torch.is_grad_enabled():
+        return layer.attend(module, query, scaling, softcap, position_ids)
+    with torch.no_grad():
+        out = layer.attend(module, query, scaling, softcap, position_ids)
+    return without_gradient(out, query)
+
+
+def without_gradient(out: Tensor, *sources: Tensor) -> Tensor:
+    """`out`, which `sources` made under `no_grad`: a gradient through it is refused."""
+    needed = torch.is_grad_enabled() and any(x.requires_grad for x in sources)
+    if not needed:
+        return out
+    return cast(Tensor, _WithoutGradient.apply(out, *sources))  # type: ignore[no-untyped-call]
+
+
+class _WithoutGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(_: Any, out: Tensor, *sources: Tensor) -> Tensor:
+        return out.view_as(out)
+
+    @staticmethod
+    def backward(_: Any, *gradients: Tensor) -> Any:
+        raise UnsupportedModel(
+            "a capped cache keeps no gradients: evicted tokens have none. Train without a "
+            "BudgetCache, and with attn_implementation='sdpa'"
+        )
+
+
+def register(_module: Any = None) -> None:
+    """Make `attn_implementation='kvcap'` known to transformers."""
+    from transformers import AttentionInterface
+    from transformers.masking_utils import AttentionMaskInterface
+
+    AttentionInterface.register(ATTENTION, attention_forward)
+    AttentionMaskInterface.register(ATTENTION, attention_mask)

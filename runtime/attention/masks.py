@@ -1,0 +1,152 @@
+"""Masks of transformers: honoured where nothing is evicted, refused where slots are.
+
+Slots of a capped layer are in no order and differ from head to head, so no mask can follow them. A
+cache is not shown the mask; but the number of slots that it names is handed on to whoever makes the
+mask, and is a `Slots`, by which mask and cache meet.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from functools import wraps
+from typing import Any, cast
+
+from torch import Tensor
+
+from kvcap.runtime.errors import PaddingUnsupported, PositionMismatch
+from kvcap.runtime.types import ATTENTION
+
+Asked = Mapping[str, Any]  # what transformers gives to a function that makes a mask
+
+
+class Slots(int):
+    """How many slots a block of a capped layer sees; `check` is shown what mask is asked for."""
+
+    check: Callable[[Asked], None] | None
+
+    @classmethod
+    def of(cls, count: int, check: Callable[[Asked], None] | None = None) -> Slots:
+        """The number `count`."""
+        found = cls(count)
+        found.check = check
+        return found
+
+
+def attention_mask(**asked: Any) -> Tensor | None:
+    """Transformers' mask interface of kvcap's attention: none for a capped layer.
+
+    Where nothing is evicted (no cache, one of transformers', a native sliding layer) what was asked
+    for, as a boolean mask; none where `attend` is right without one.
+
+    Raises:
+        PaddingUnsupported: a capped layer is given a mask that hides tokens.
+        PositionMismatch: or one that knows fewer tokens than it has read.
+    """
+    from transformers.masking_utils import causal_mask_function, sdpa_mask
+
+    slots = asked["kv_length"]
+    if isinstance(slots, Slots):
+        _check(slots, asked)
+        return None
+    sliding, padding = asked.get("local_size") is not None, asked.get("attention_mask")
+    if not sliding:
+        _warn_uncapped()
+    plain = asked.get("mask_function", causal_mask_function) is causal_mask_function
+    if plain and not sliding and asked.get("allow_is_causal_skip", True):
+        # A block that sees itself, or one token that sees all there is: never a static cache.
+        alone = _length(asked) in (1, slots)
+        if alone and (padding is None or (padding.shape[-1] >= slots and bool(padding.all()))):
+            return None
+    return cast(Tensor, sdpa_mask(**{**asked, "allow_is_causal_skip": False}))
+
+
+def watch_stock() -> None:
+    """Have the masks checked that transformers' own attentions ask for, where a cache is capped."""
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
+
+    for name, make in dict(ALL_MASK_ATTENTION_FUNCTIONS).items():
+        if name != ATTENTION and not hasattr(make, "kvcap_checks"):
+            AttentionMaskInterface.register(name, _checking(make))
+
+
+def check(asked: Asked, seen: int) -> None:
+    """Refuse a mask that hides any of the `seen` tokens of a capped cache, or of the next block.
+
+    Raises:
+        PaddingUnsupported: it does.
+        PositionMismatch: it does not reach as far.
+    """
+    from transformers.masking_utils import causal_mask_function
+
+    own = asked.get("mask_function", causal_mask_function) is not causal_mask_function
+    if own and asked.get("local_size") is None:
+        raise PaddingUnsupported(f"the model asks for a mask that is not causal; {_WHY}")
+    padding: Tensor | None = asked.get("attention_mask")
+    if padding is None:
+        return
+    if (reach := padding.shape[-1]) < seen + _length(asked):
+        raise PositionMismatch(
+            f"the attention mask covers {reach} tokens, but {seen} were read and {_length(asked)} "
+            "more were given: was this prompt read before? Give the whole conversation and its "
+            "mask, or use a new cache, or cache.reset()"
+        )
+    places: Tensor | None = asked.get("cache_position")  # transformers 4.57
+    if places is not None and int(places[0]) != seen:
+        raise PositionMismatch(
+            f"tokens were given from place {int(places[0])} on, but {seen} were read; transformers "
+            "before 5 goes back to the start where prefill_chunk_size is given: leave it out, or "
+            "use a new cache, or cache.reset()"
+        )
+    if not bool(padding.all()):
+        raise PaddingUnsupported(
+            f"the attention mask has zeros, as of a padded batch; {_WHY}. Pass prompts of equal "
+            "length, or one at a time and unpadded"
+        )
+
+
+_WHY = "heads evict different tokens, so no mask can follow them"
+READY_MADE = (
+    "a mask was given ready-made (4-D, or one for each kind of layer), or the model's attention is "
+    f"none whose masks transformers makes; {_WHY}. Leave it out, or give ones [batch, tokens]"
+)
+
+
+def _length(asked: Asked) -> int:
+    """Tokens of the block. Transformers 4.57 tells their places instead."""
+    length: int = asked["q_length"] if "q_length" in asked else asked["cache_position"].shape[0]
+    return length
+
+
+def _check(slots: Slots, asked: Asked) -> None:
+    if slots.check is not None:
+        slots.check(asked)
+
+
+def _checking(make: Callable[..., Any]) -> Callable[..., Any]:
+    """`make`, which makes masks, checking first what a capped cache asks for."""
+
+    @wraps(make)
+    def checked(*args: Any, **asked: Any) -> Any:
+        if isinstance(slots := asked.get("kv_length"), Slots):
+            _check(slots, asked)
+        return make(*args, **asked)
+
+    checked.kvcap_checks = True  # type: ignore[attr-defined]
+    return checked
+
+
+_warned = False
+
+
+def _warn_uncapped() -> None:
+    """Once a process: this model's memory has no cap."""
+    global _warned
+    if not _warned:
+        _warned = True
+        warnings.warn(
+            "attn_implementation='kvcap' runs without a BudgetCache, so keys and values grow "
+            "without a cap; call kvcap.cap(model, budget_tokens=…) once, or pass "
+            "past_key_values=kvcap.BudgetCache(…)",
+            stacklevel=2,
+        )

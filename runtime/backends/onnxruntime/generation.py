@@ -1,0 +1,112 @@
+"""Settings of generation and the draw of the next token, in NumPy.
+
+The same rules, in the same order, as transformers' logits processors: greedy answers equal the
+PyTorch backend's, and so do the probabilities of drawn ones. Draws themselves come from another
+generator of random numbers, so that one seed gives other answers in the two backends.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvcap.runtime.session import settings
+
+Floats = NDArray[np.float32]
+
+
+@dataclass
+class Generation:
+    """How an answer is drawn, under transformers' names; None is not set."""
+
+    do_sample: bool | None = None
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    max_new_tokens: int | None = None
+    eos_token_id: int | list[int] | None = None
+    stop_strings: str | list[str] | None = None
+
+    @classmethod
+    def of(cls, given: dict[str, Any]) -> Generation:
+        """From a dictionary that may say more.
+
+        Raises:
+            ValueError: a value that cannot be.
+        """
+        names = {field.name for field in fields(cls)}
+        known = {name: value for name, value in given.items() if name in names}
+        settings.check(known)
+        return cls(**known)
+
+    def update(self, **changes: Any) -> None:
+        """Change settings.
+
+        Raises:
+            ValueError: no such setting, or a value that cannot be; nothing is changed.
+        """
+        settings.check(changes)
+        for name, value in changes.items():
+            setattr(self, name, value)
+
+
+class Sampler:
+    """Draws tokens as `Generation` says; `draws` is where the random numbers come from."""
+
+    def __init__(self, config: Generation, draws: np.random.Generator) -> None:
+        self.config, self.draws = config, draws
+        self.greedy = not config.do_sample or config.temperature == 0
+
+    def next(self, logits: Floats, history: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Token ids [1] from logits [1, V]; `history` [1, T] are the tokens that count as said."""
+        scores = self.scores(logits[0].astype(np.float32), history[0])
+        if self.greedy:
+            return np.array([int(scores.argmax())])
+        mass = _softmax(scores).astype(np.float64).cumsum()
+        place = np.searchsorted(mass, self.draws.random() * mass[-1], side="right")
+        return np.array([min(int(place), len(mass) - 1)])
+
+    def scores(self, logits: Floats, history: NDArray[np.int64]) -> Floats:
+        """What the next token is chosen by, [V]; -inf is never drawn."""
+        config, scores = self.config, logits
+        if config.repetition_penalty not in (None, 1.0):
+            said, penalty = np.unique(history), np.float32(config.repetition_penalty)
+            scores[said] = np.where(
+                scores[said] < 0, scores[said] * penalty, scores[said] / penalty
+            )
+        if self.greedy:
+            return scores
+        if config.temperature not in (None, 1.0):
+            scores = scores / np.float32(config.temperature)
+        if config.top_k:
+            lowest = np.partition(scores, -min(config.top_k, len(scores)))
+            scores = _without(scores, scores < lowest[-min(config.top_k, len(scores))])
+        if config.top_p not in (None, 1.0):
+            scores = _within(scores, config.top_p)
+        if config.min_p:
+            shares = _softmax(scores)
+            scores = _without(scores, shares < config.min_p * shares.max())
+        return scores
+
+
+def _within(scores: Floats, mass: float) -> Floats:
+    """Scores of the likeliest tokens that together have `mass`; at least one."""
+    order = np.argsort(scores, kind="stable")  # least likely first
+    gone = _softmax(scores)[order].cumsum() <= 1 - mass
+    gone[-1] = False
+    return _without(scores, gone[np.argsort(order)])
+
+
+def _without(scores: Floats, gone: NDArray[np.bool_]) -> Floats:
+    return np.where(gone, np.float32(-np.inf), scores)
+
+
+def _softmax(scores: Floats) -> Floats:
+    powers = np.exp(scores - scores.max())
+    shares: Floats = powers / powers.sum()
+    return shares

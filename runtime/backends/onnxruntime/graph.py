@@ -1,0 +1,133 @@
+"""One ONNX graph in ONNX Runtime, bound to memory that is allocated once.
+
+Outputs are written where the caller says, inputs are read where they lie: nothing is copied on the
+way. Knows no decoder.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvcap.runtime.backends.onnxruntime.library import library
+from kvcap.runtime.errors import GraphBroken, MemoryCapExceeded, ShapeError, first_line
+
+Array = NDArray[Any]
+BINDINGS = 4  # that are kept: buffers are swapped after every run, so that two are met again
+TYPES = {
+    "tensor(float)": np.float32,
+    "tensor(float16)": np.float16,
+    "tensor(int64)": np.int64,
+    "tensor(int32)": np.int32,
+    "tensor(bool)": np.bool_,
+}
+
+
+class Graph:
+    """A session on the CPU.
+
+    Args:
+        file: the graph.
+        threads: that compute; by default as many as `OMP_NUM_THREADS` says, or all cores.
+
+    Raises:
+        GraphBroken: ONNX Runtime cannot load the file, or data beside it is missing.
+    """
+
+    def __init__(self, file: Path, threads: int | None = None) -> None:
+        runtime = library("onnxruntime")
+        options = runtime.SessionOptions()
+        options.log_severity_level = 4
+        # Patterns are kept for every shape that is met, so that memory would grow with them.
+        options.enable_mem_pattern = False
+        wanted = str(threads or os.environ.get("OMP_NUM_THREADS", ""))  # as PyTorch takes it
+        options.intra_op_num_threads = int(wanted) if wanted.isdigit() else 0
+        self.threads = threads
+        self.name, self.version = file.name, runtime.__version__
+        try:
+            self.session = runtime.InferenceSession(
+                str(file), options, providers=["CPUExecutionProvider"]
+            )
+        except Exception as error:  # its own classes, which have no common base
+            raise GraphBroken(
+                f"{file.name} is no graph that can be loaded: {first_line(error)}; get the files "
+                "again, or export it again"
+            ) from error
+        self._bindings: dict[tuple[Any, ...], Any] = {}
+
+    @property
+    def inputs(self) -> dict[str, Any]:
+        """Type and shape of every input by name."""
+        return {port.name: port for port in self.session.get_inputs()}
+
+    @property
+    def outputs(self) -> dict[str, Any]:
+        """Type and shape of every output by name."""
+        return {port.name: port for port in self.session.get_outputs()}
+
+    def require(self, inputs: set[str], outputs: set[str]) -> None:
+        """Refuse a graph with other ports.
+
+        Raises:
+            ShapeError: naming them.
+        """
+        for kind, want, got in (
+            ("inputs", inputs, set(self.inputs)),
+            ("outputs", outputs, set(self.outputs)),
+        ):
+            if want != got:
+                differ = ", ".join(sorted(want ^ got)[:4])
+                raise ShapeError(
+                    f"{self.name} has other {kind} than its manifest says: {differ}; export it "
+                    "again"
+                )
+
+    def run(self, inputs: Mapping[str, Array], outputs: Mapping[str, Array]) -> None:
+        """Compute `outputs` from `inputs`, all of which are contiguous and of the right types.
+
+        Raises:
+            MemoryCapExceeded: the system refused memory.
+            ShapeError: sizes that the graph does not take.
+        """
+        places = tuple((x.ctypes.data, x.shape) for x in (*inputs.values(), *outputs.values()))
+        if places not in self._bindings:
+            if len(self._bindings) == BINDINGS:
+                del self._bindings[next(iter(self._bindings))]
+            self._bindings[places] = self._bound(inputs, outputs)
+        try:
+            self.session.run_with_iobinding(self._bindings[places])
+        except Exception as error:  # its own classes, which have no common base
+            told = first_line(error)
+            if isinstance(error, MemoryError) or "allocat" in told or "bad_alloc" in told:
+                raise MemoryCapExceeded(f"the system refused memory to {self.name}") from error
+            raise ShapeError(f"{self.name} cannot run: {told[:300]}") from error
+
+    def _bound(self, inputs: Mapping[str, Array], outputs: Mapping[str, Array]) -> Any:
+        binding = self.session.io_binding()
+        for bind, arrays in ((binding.bind_input, inputs), (binding.bind_output, outputs)):
+            for name, array in arrays.items():
+                assert array.flags.c_contiguous, name
+                bind(name, "cpu", 0, array.dtype, array.shape, array.ctypes.data)
+        return binding
+
+
+class Buffer:
+    """Memory of a fixed size, seen at whatever shape fits into it."""
+
+    def __init__(self, full: tuple[int, ...], dtype: Any) -> None:
+        self._flat = np.zeros(prod(full), dtype)
+
+    @property
+    def nbytes(self) -> int:
+        """Exact bytes."""
+        return self._flat.nbytes
+
+    def at(self, shape: tuple[int, ...]) -> Array:
+        """Its first elements as an array of this shape."""
+        return self._flat[: prod(shape)].reshape(shape)

@@ -1,0 +1,295 @@
+"""kvcap.json, the manifest of an exported decoder: read, checked against its files, or refused.
+
+Two kinds share the schema. `fused`: one graph decodes and evicts, its state is fed back. `evictor`:
+a decoder that others exported, as it is, with graphs beside it that evict. Knows no ONNX Runtime.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import mmap
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from kvcap.runtime.errors import (
+    GraphBroken,
+    ManifestError,
+    ModelFilesBroken,
+    ModelNotFound,
+    NotExportable,
+)
+from kvcap.runtime.files import check_plain, read_json
+from kvcap.runtime.schema import DECODER, fault
+from kvcap.runtime.types import MANIFEST
+
+SCHEMA = "kvcap.decoder/1"
+FUSED, EVICTOR = "fused", "evictor"
+HASHED = 64 << 20  # larger files, which hold weights, are told by their size alone
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a directory says of its decoder: as its schema has it, and every file is there."""
+
+    folder: Path
+    facts: Mapping[str, Any]
+
+    @property
+    def fused(self) -> bool:
+        """Whether eviction is in the decoder's graph."""
+        return bool(self.facts["kind"] == FUSED)
+
+    @property
+    def model(self) -> Mapping[str, Any]:
+        """Name, family and sizes."""
+        found: Mapping[str, Any] = self.facts["model"]
+        return found
+
+    @property
+    def decoder(self) -> Path:
+        """The decoder's graph."""
+        return self.file(self.facts["graphs"]["decoder"]["file"])
+
+    @property
+    def fingerprint(self) -> str:
+        """Of the decoder: its files and how it places tokens."""
+        decoder = str(self.facts["graphs"]["decoder"]["file"])
+        told = sorted(
+            (entry["file"], entry["sha256"])
+            for entry in self.facts["files"]
+            if entry["file"].startswith(decoder) or entry["bytes"] > HASHED
+        )
+        return hashlib.sha256(repr(told).encode()).hexdigest()
+
+    @property
+    def listed(self) -> frozenset[str]:
+        """Names of the files that belong to the decoder; no others are read."""
+        return frozenset(entry["file"] for entry in self.facts["files"])
+
+    def file(self, name: str) -> Path:
+        """A file of the directory."""
+        return self.folder / name
+
+
+def read(folder: Path) -> Manifest:
+    """The manifest of a directory, whose files are there and are those it was written with.
+
+    Raises:
+        ModelNotFound: no such directory.
+        NotExportable: a directory without a manifest; says how one is made.
+        ManifestError: it cannot be read, or is not what a manifest says.
+        ModelFilesBroken: a file is missing, or is another than the manifest says.
+        GraphBroken: a graph that takes its weights from a file that is not listed.
+    """
+    if not folder.is_dir():
+        raise ModelNotFound(
+            f"no directory {str(folder)!r}; the onnxruntime backend runs what "
+            "`kvcap export decoder MODEL -o DIR` wrote"
+        )
+    path = folder / MANIFEST
+    if not path.exists():
+        raise _unprepared(folder)
+    try:
+        facts = read_json(path)
+    except (OSError, ValueError) as error:
+        raise ManifestError(f"{str(path)!r} cannot be read: {error}; export it again") from error
+    check(facts, repr(str(path)))
+    found = Manifest(folder, facts)
+    for entry in facts["files"]:
+        _unchanged(found, entry)
+    for graph in _graphs(facts):
+        _complete(found, graph)
+    return found
+
+
+def _unprepared(folder: Path) -> NotExportable:
+    if any(folder.glob("*.onnx")) or any(folder.glob("onnx/*.onnx")):
+        return NotExportable(
+            f"{str(folder)!r} holds an ONNX model without {MANIFEST}; prepare it once with: "
+            f"kvcap export decoder {folder} --exporter existing"
+        )
+    return NotExportable(
+        f"{str(folder)!r} has no {MANIFEST}, so it is no exported decoder; make one with: "
+        f"kvcap export decoder {folder} -o {folder.name}-onnx, and give that directory; or leave "
+        "--backend onnxruntime out"
+    )
+
+
+def check(facts: Any, name: str = MANIFEST) -> None:
+    """Hold what a manifest says to its schema, and its parts to each other.
+
+    Raises:
+        ManifestError: `name` and the first fault.
+    """
+    schema = facts.get("schema") if isinstance(facts, dict) else None
+    if schema != SCHEMA:
+        raise ManifestError(
+            f"{name} has schema {str(schema)[:40]!r}, and this kvcap reads {SCHEMA!r}; export it "
+            "again"
+        )
+    wrong = fault(facts, DECODER) or _contradiction(facts)
+    if wrong is not None:
+        raise ManifestError(f"{name} is no {SCHEMA}: {wrong}; export it again")
+
+
+def _contradiction(facts: Mapping[str, Any]) -> str | None:
+    """What no schema can say: parts that belong together and do not."""
+    names = [entry["file"] for entry in facts["files"]]
+    if len(set(names)) < len(names):
+        return "files: one is listed twice"
+    for graph in _graphs(facts):
+        if graph not in names:
+            return f"{graph!r} is a graph that is not among its files"
+    return _of_fused(facts) if facts["kind"] == FUSED else _of_evictors(facts)
+
+
+def _of_fused(facts: Mapping[str, Any]) -> str | None:
+    budgets, pins = facts["budgets"], facts["policy"].get("pins", {})
+    if len(budgets) != facts["model"]["layers"]:
+        return f"budgets: of {len(budgets)} layers, and there are {facts['model']['layers']}"
+    if sum(budgets) != facts["budget_tokens"] * len(budgets):
+        return f"budgets: not budget_tokens, {facts['budget_tokens']}, on average"
+    recents = pins.get("recents", [0] * len(budgets))
+    if len(recents) != len(budgets):
+        return "policy/pins/recents: not one of each layer"
+    if any(pins.get("sinks", 0) + n > budget for n, budget in zip(recents, budgets, strict=True)):
+        return "policy/pins: more than a layer's budget"
+    if any(state["open_axis"] >= len(state["full"]) for state in facts["state"]):
+        return "state: an open axis that is none"
+    return None
+
+
+def _of_evictors(facts: Mapping[str, Any]) -> str | None:
+    pairs, size = facts["model"]["rotated_pairs"], facts["model"]["head_dim"]
+    if len(facts["inv_freq"]) != pairs or 2 * pairs > size:
+        return f"inv_freq: not one of each of {pairs} pairs of a head's {size} numbers"
+    modes = {(entry["policy"]["name"], entry["positions"]) for entry in facts["evictors"]}
+    if (facts["default_policy"], facts["positions"]) not in modes:
+        return "default_policy: no evictor of that name and the manifest's positions"
+    if not pairs and any(mode == "compact" for _, mode in modes):
+        return "evictors: compact positions, and no frequencies to turn keys by"
+    return None
+
+
+def _graphs(facts: Mapping[str, Any]) -> list[str]:
+    """The files of all graphs."""
+    graphs = [facts["graphs"]["decoder"], *facts.get("evictors", [])]
+    return [graph["file"] for graph in graphs]
+
+
+def _complete(manifest: Manifest, graph: str) -> None:
+    """Refuse a graph whose weights are in a file that is not listed."""
+    try:
+        named = files_named(manifest.file(graph))
+    except (OSError, ValueError) as error:
+        raise GraphBroken(
+            f"{graph} in {str(manifest.folder)!r} is no graph that can be loaded: {error}; get "
+            "the files again, or export it again"
+        ) from error
+    for name in sorted(named):
+        if (PurePosixPath(graph).parent / name).as_posix() not in manifest.listed:
+            raise GraphBroken(
+                f"{graph} takes weights from {name[:200]!r}, which {MANIFEST} does not list; "
+                "export it again"
+            )
+
+
+def _unchanged(manifest: Manifest, entry: Mapping[str, Any]) -> None:
+    path = manifest.file(entry["file"])
+    try:
+        check_plain(path)
+        size = path.stat().st_size
+        same = size == entry["bytes"]
+        if same and size <= HASHED:
+            same = hashlib.sha256(path.read_bytes()).hexdigest() == entry["sha256"]
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ModelFilesBroken(
+            f"{entry['file']} is not in {str(manifest.folder)!r} ({reason}); get the files again, "
+            "or export it again"
+        ) from error
+    if not same:
+        raise ModelFilesBroken(
+            f"{entry['file']} in {str(manifest.folder)!r} is not the file that "
+            f"{MANIFEST} was written with; get the files again, or export it again"
+        )
+
+
+# For each message, the fields that lead to a tensor, by their numbers in onnx.proto.
+LEADS = {
+    "model": {7: "graph", 20: "training", 25: "function"},
+    "training": {1: "graph", 2: "graph"},
+    "graph": {1: "node", 5: "tensor", 15: "sparse"},
+    "function": {7: "node", 11: "attribute"},
+    "node": {5: "attribute"},
+    "attribute": {5: "tensor", 6: "graph", 10: "tensor", 11: "graph", 22: "sparse", 23: "sparse"},
+    "sparse": {1: "tensor", 2: "tensor"},
+    "tensor": {13: "entry"},
+}
+KEY, VALUE = 1, 2  # of an entry
+DEEPEST = 100  # messages in messages, as protobuf allows
+
+
+def files_named(path: Path) -> set[str]:
+    """Names of the files, relative to the graph's own directory.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it is no such file.
+    """
+    with path.open("rb") as file:
+        if not path.stat().st_size:
+            raise ValueError("it is empty")
+        with (
+            mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped,
+            memoryview(mapped) as data,
+        ):
+            return set(_named(data, "model", 0))
+
+
+def _named(data: memoryview, kind: str, depth: int) -> Iterator[str]:
+    if depth > DEEPEST:
+        raise ValueError("it is nested too deeply")
+    if kind == "entry":
+        found = {number: bytes(part) for number, part in _fields(data)}
+        if found.get(KEY) == b"location":
+            yield found.get(VALUE, b"").decode()
+        return
+    leads = LEADS[kind]
+    for number, part in _fields(data):
+        if number in leads:
+            yield from _named(part, leads[number], depth + 1)
+
+
+def _fields(data: memoryview) -> Iterator[tuple[int, memoryview]]:
+    """Numbers and bytes of a message's fields that have a length; the others hold no message."""
+    at = 0
+    while at < len(data):
+        tag, at = _varint(data, at)
+        number, wire = tag >> 3, tag & 7
+        if wire == 2:
+            size, at = _varint(data, at)
+            if size > len(data) - at:
+                raise ValueError("it was cut short")
+            with data[at : at + size] as part:
+                yield number, part
+            at += size
+        elif wire == 0:
+            _, at = _varint(data, at)
+        elif wire in (1, 5):
+            at += 8 if wire == 1 else 4
+        else:
+            raise ValueError("it is not in the format of ONNX")
+
+
+def _varint(data: memoryview, at: int) -> tuple[int, int]:
+    value = shift = 0
+    while shift < 64 and at < len(data):
+        byte = data[at]
+        value |= (byte & 127) << shift
+        at, shift = at + 1, shift + 7
+        if byte < 128:
+            return value, at
+    raise ValueError("it is not in the format of ONNX")

@@ -1,0 +1,323 @@
+"""An exported decoder, its tokenizer and a memory plan; conversations are made from it.
+
+The counterpart of `backends/pytorch/runtime.py`: the same caps, session and chat, no PyTorch.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvcap.dtypes import short
+from kvcap.runtime.backends.onnxruntime import manifest as manifests
+from kvcap.runtime.backends.onnxruntime import saved
+from kvcap.runtime.backends.onnxruntime.decoder import Decoder
+from kvcap.runtime.backends.onnxruntime.fused import Fused
+from kvcap.runtime.backends.onnxruntime.generation import Generation, Sampler
+from kvcap.runtime.backends.onnxruntime.graph import Graph
+from kvcap.runtime.backends.onnxruntime.loop import OrtCache, OrtLoop
+from kvcap.runtime.backends.onnxruntime.manifest import Manifest
+from kvcap.runtime.backends.onnxruntime.paired import Paired
+from kvcap.runtime.backends.onnxruntime.plan import Sizes, plan_of
+from kvcap.runtime.backends.onnxruntime.tokenizer import Tokenizer
+from kvcap.runtime.errors import NotExportable
+from kvcap.runtime.memory.cap_guard import CapGuard, Enforce, limit_data
+from kvcap.runtime.memory.free_memory import free_memory
+from kvcap.runtime.planning.plan import MemoryPlan, check_tokens, fitting, parse_cap, warn_if_short
+from kvcap.runtime.session import chat_template
+from kvcap.runtime.session.session import Session
+from kvcap.runtime.types import PINS
+from kvcap.runtime.units import parse_bytes
+
+
+class Wanted(NamedTuple):
+    """The policy that was asked for; None takes the export's."""
+
+    name: str | None = None
+    options: Mapping[str, Any] = {}
+    sink_tokens: int = 0
+    recent_tokens: int = 0
+
+
+@dataclass
+class Chosen:
+    """The export's policy that was asked for, and what it pins."""
+
+    name: str
+    entry: Mapping[str, Any]  # of the manifest: its policy, or a graph that evicts
+    wanted: Wanted
+    sinks: int = 0
+    recents: int = 0
+    share: float = 0.0  # of the budget, the newest tokens
+
+    def pins(self, budget: int) -> tuple[int, int]:
+        """First and newest tokens that are never evicted."""
+        wanted = self.wanted
+        newest = max(self.recents, int(self.share * budget), wanted.recent_tokens)
+        return max(self.sinks, wanted.sink_tokens), newest
+
+    @property
+    def least(self) -> int:
+        """The smallest budget that holds what is pinned."""
+        least = 1
+        while (needed := sum(self.pins(least))) > least:  # pins grow slower than budgets
+            least = needed
+        return least
+
+
+@dataclass(repr=False)
+class OrtRuntime:
+    """An exported decoder that chats under a cap.
+
+    >>> runtime = OrtRuntime.from_directory("pocket-onnx")  # doctest: +SKIP
+    >>> answer = "".join(runtime.session().send("Hello!"))  # doctest: +SKIP
+    """
+
+    manifest: Manifest
+    tokenizer: Tokenizer
+    plan: MemoryPlan
+    chosen: Chosen
+    graph: Graph  # the decoder's, with the weights
+    name: str
+    sizes: Sizes
+    memory_cap: int | None = None
+    generation: Generation = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.generation = Generation.of(self.manifest.facts["generation"])
+
+    def __repr__(self) -> str:
+        return f"<OrtRuntime of {self.name} on {self.where}: {self.plan.summary}>"
+
+    @classmethod
+    def from_directory(
+        cls,
+        folder: str | Path,
+        wanted: Wanted = Wanted(),  # noqa: B008  # cannot be changed
+        *,
+        kv_budget_tokens: int | None = None,
+        kv_budget: str | int | None = None,
+        block_size: int | None = None,
+        positions: str | None = None,
+        memory_cap: str | int | None = None,
+        enforce: Enforce = "check",
+        dtype: str | None = None,
+        threads: int | None = None,
+    ) -> OrtRuntime:
+        """Load a decoder that `kvcap export decoder` wrote or prepared.
+
+        Args:
+            folder: with its manifest.
+            wanted: the policy; the export's own by default.
+            kv_budget_tokens: slots kept per KV head and layer; the export's by default, and where
+                eviction is in the decoder's graph, no other.
+            kv_budget: or the bytes of all buffers.
+            block_size: tokens read at once; the export's by default.
+            positions: 'compact' or 'true'; the export's by default.
+            memory_cap: bytes for the whole process, such as '2GiB', or 'auto'.
+            enforce: 'check' looks before every block; 'rlimit' also has the system refuse more.
+            dtype: of keys and values; the export's, or an error.
+            threads: that compute; OMP_NUM_THREADS, or all cores, by default.
+
+        Raises:
+            ModelNotFound, NotExportable, ManifestError, ModelFilesBroken, PlanInfeasible: before
+                weights are read.
+            GraphBroken, ShapeError: the graph is not what the manifest says.
+        """
+        found = manifests.read(Path(folder))
+        cap = None if memory_cap is None else parse_cap(memory_cap)
+        sizes = Sizes(kv_budget_tokens, kv_budget, cap, block_size, positions)
+        chosen = choose(found, wanted, positions)
+        check_dtype(found, dtype)
+        plan = plan_of(found, chosen.name, sizes, pinned=chosen.least)
+        warn_if_short(plan, free_memory(), memory_cap)
+        chat_template.warm_up()
+        tokenizer = Tokenizer(found.folder, found.listed)
+        graph = Graph(found.decoder, threads)
+        if cap is not None:
+            # What loading really took is known now.
+            plan = plan_of(found, chosen.name, sizes, pinned=chosen.least, loaded=True)
+            if enforce == "rlimit":
+                limit_data(cap)
+        return cls(found, tokenizer, plan, chosen, graph, str(folder), sizes, cap)
+
+    @property
+    def where(self) -> str:
+        """What it runs on."""
+        return f"onnxruntime cpu {self.plan.dtype}"
+
+    @property
+    def trained_length(self) -> int:
+        """The tokens that the model was trained on at once."""
+        return int(self.manifest.model["trained_length"])
+
+    @property
+    def cap_bytes(self) -> int:
+        """The cap of the cache: what was asked for in bytes, else what the slots need."""
+        budget = self.sizes.kv_budget
+        return self.plan.cache_bytes if budget is None else parse_bytes(budget)
+
+    def session(
+        self, system: str | None = None, *, seed: int | None = None, generation: Any = None
+    ) -> Session:
+        """A new conversation with a cache of its own."""
+        return Session(self, system, seed, generation)
+
+    def loop(self) -> OrtLoop:
+        """A loop over an empty cache."""
+        guard = None
+        if self.memory_cap is not None:
+            block = self.plan.workspace + self.plan.logits
+            guard = CapGuard(self.memory_cap, block, self.plan.block_size)
+        decoder = make(self.manifest, self.graph, self.chosen, self.plan)
+        return OrtLoop(OrtCache(decoder, self.plan.policy), guard)
+
+    def draws(self, seed: int | None) -> np.random.Generator:
+        """Random numbers, repeatable with a seed."""
+        return np.random.Generator(np.random.PCG64(seed))
+
+    def sampler(self, generation: Generation, draws: np.random.Generator) -> Sampler:
+        """What draws tokens by these settings."""
+        return Sampler(generation, draws)
+
+    def ids(self, tokens: list[int]) -> NDArray[np.int64]:
+        """Token ids [1, T]."""
+        return np.array([tokens], np.int64)
+
+    def joined(self, history: NDArray[np.int64], token: NDArray[np.int64]) -> NDArray[np.int64]:
+        """History [1, T] and the next token [1], [1, T + 1]."""
+        return np.concatenate((history, token[:, None]), axis=1)
+
+    def under(self, policy: str, options: dict[str, Any]) -> OrtRuntime:
+        """The same decoder under another policy that was exported.
+
+        Raises:
+            NotExportable: it was not, or it was with other options.
+        """
+        pins = {name: getattr(self.chosen.wanted, name) for name in PINS}
+        given = {name: value for name, value in options.items() if name not in PINS}
+        pins |= {name: int(options[name]) for name in PINS if name in options}
+        chosen = choose(self.manifest, Wanted(policy, given, **pins), self.plan.positions)
+        tokens = self.plan.budget_tokens if self.sizes.kv_budget is None else None
+        sizes = self.sizes._replace(kv_budget_tokens=tokens)
+        return self._replanned(chosen, sizes)
+
+    def with_budget(self, tokens: int) -> OrtRuntime:
+        """The same decoder and policy with so many slots per KV head and layer.
+
+        Raises:
+            PlanInfeasible: below 1, fewer than the policy pins, the process would pass its memory
+                cap, or the budget is fixed in the decoder's graph.
+        """
+        check_tokens(tokens)
+        sizes = self.sizes._replace(kv_budget_tokens=tokens, kv_budget=None)
+        found = self._replanned(self.chosen, sizes)
+        if self.memory_cap is not None:
+            fitting(found.plan, self.memory_cap)
+        return found
+
+    def _replanned(self, chosen: Chosen, sizes: Sizes) -> OrtRuntime:
+        """The same decoder under another plan."""
+        asked = sizes._replace(memory_cap=None, block_size=self.plan.block_size)
+        plan = plan_of(self.manifest, chosen.name, asked, pinned=chosen.least)
+        # What the process took without a cache is known.
+        plan = replace(plan, baseline=self.plan.baseline)
+        return replace(self, plan=plan, chosen=chosen, sizes=sizes)
+
+    def policies(self) -> dict[str, list[str]]:
+        """The policies that were exported, with the names of their options."""
+        facts = self.manifest.facts
+        entries = [facts] if self.manifest.fused else facts["evictors"]
+        return {
+            entry["policy"]["name"]: [*entry["policy"]["parameters"], *PINS]
+            for entry in entries
+            if entry["positions"] == self.plan.positions
+        }
+
+    def save(self, session: Session, path: str | os.PathLike[str]) -> None:
+        """Write everything that `session` needs to go on.
+
+        Raises:
+            SessionNotSaved: an earlier file is as it was.
+        """
+        saved.save(session, self._identity(), path)
+
+    def _identity(self) -> dict[str, Any]:
+        return saved.identity_of(self.chosen.entry, self.manifest.fingerprint, self.plan)
+
+    def restore(self, session: Session, path: str | os.PathLike[str]) -> None:
+        """Make `session` what was saved.
+
+        Raises:
+            SessionFileCorrupt, SessionFileForeign, SessionFileNewer, PinsTooLarge: it is as it was.
+        """
+        saved.restore(session, self._identity(), self.manifest.model["vocabulary"], path)
+
+
+def choose(manifest: Manifest, wanted: Wanted, positions: str | None) -> Chosen:
+    """The policy and position mode of an export that were asked for.
+
+    Raises:
+        NotExportable: it has no such policy, options or positions; says which it has.
+    """
+    facts = manifest.facts
+    mode = positions or facts["positions"]
+    if manifest.fused:
+        entries = [{"policy": facts["policy"], "positions": facts["positions"]}]
+    else:
+        entries = facts["evictors"]
+    name = wanted.name or (facts["policy"]["name"] if manifest.fused else facts["default_policy"])
+    has = ", ".join(
+        sorted({f"{e['policy']['name']} ({e['positions']} positions)" for e in entries})
+    )
+    for entry in entries:
+        if entry["policy"]["name"] != name or entry["positions"] != mode:
+            continue
+        _check_options(entry["policy"]["parameters"], wanted, manifest.fused)
+        pins = entry["policy"].get("pins") or {}
+        if manifest.fused:
+            return Chosen(name, entry, wanted)
+        counts = {key: pins.get(key, 0) for key in ("sinks", "recents", "share")}
+        return Chosen(name, entry, wanted, **counts)
+    raise NotExportable(
+        f"policy {name!r} with {mode} positions is not in this export, which has {has}; export it "
+        "again with the policy and positions that you want"
+    )
+
+
+def _check_options(parameters: Mapping[str, Any], wanted: Wanted, fused: bool) -> None:
+    """Refuse options that differ from those that are in the graph."""
+    asked = dict(wanted.options)
+    if fused:  # its pins are in the graph too
+        asked |= {name: n for name in PINS if (n := getattr(wanted, name))}
+    for name, value in asked.items():
+        if parameters.get(name) != value:
+            has = ", ".join(f"{k}={v}" for k, v in parameters.items()) or "no options"
+            raise NotExportable(
+                f"{name}={value} is not in this export, whose graph has {has}; export it again "
+                "with that option"
+            )
+
+
+def check_dtype(manifest: Manifest, dtype: str | None) -> None:
+    """Refuse a type that is not the export's."""
+    mine = manifest.facts["dtype"]
+    if dtype is not None and short(dtype) != short(mine):
+        raise NotExportable(
+            f"this decoder was exported with --dtype {mine}; leave --dtype {dtype} out, or export "
+            "it again"
+        )
+
+
+def make(manifest: Manifest, graph: Graph, chosen: Chosen, plan: MemoryPlan) -> Decoder:
+    """The decoder of a plan, its buffers allocated."""
+    if manifest.fused:
+        return Fused(manifest, graph, plan.block_size)
+    budget, pins = plan.budget_tokens, chosen.pins(plan.budget_tokens)
+    return Paired(manifest, graph, chosen.entry, budget, plan.block_size, *pins)

@@ -1,0 +1,135 @@
+"""A conversation of the ONNX Runtime backend in a session's file, and back.
+
+The file is that of `session_file.py`. It goes on under the decoder, positions, policy and budget it
+was saved with: slots lie in it as the graph has them. Everything is checked before anything is
+changed.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+
+from kvcap import __version__
+from kvcap.runtime.backends.onnxruntime.generation import Generation
+from kvcap.runtime.cache.pinned_slots import merged
+from kvcap.runtime.errors import KvcapError, SessionFileForeign
+from kvcap.runtime.planning.plan import MemoryPlan
+from kvcap.runtime.session import file as session_file
+from kvcap.runtime.session.file import SessionFile, check_conversation, checked_facts, generation_of
+from kvcap.runtime.session.session import Session
+
+BACKEND = "onnxruntime"
+
+
+def save(session: Session, identity: dict[str, Any], path: str | os.PathLike[str]) -> None:
+    """Write the slots in use and everything else.
+
+    `identity` says what slots depend on, see `identity_of`.
+
+    Raises:
+        SessionNotSaved: an earlier file is as it was.
+    """
+    cache = session.cache
+    state = cache.decoder.state(cache.seen) if cache.seen else {}
+    facts = {
+        "kvcap": __version__,
+        "model": f"{session.runtime.name} (ONNX Runtime)",
+        "revision": None,
+        **identity,
+        "seen": cache.seen,
+        "pinned_spans": cache.pinned_spans,
+        "conversation": session.conversation,
+        "generation": asdict(session.generation),
+        "draws": session.draws.bit_generator.state,
+    }
+    tensors = {f"state.{name}": [array] for name, array in state.items()}
+    session_file.write(path, tensors, facts)
+
+
+def restore(
+    session: Session, identity: dict[str, Any], vocabulary: int, path: str | os.PathLike[str]
+) -> None:
+    """Make `session` what was saved, for a runtime of that identity and vocabulary.
+
+    Raises:
+        SessionFileForeign: another backend, decoder or setting.
+        SessionFileCorrupt: not what a session can be. Nothing is changed by either.
+        PinsTooLarge: the pinned tokens do not fit.
+    """
+    with SessionFile(path, "np") as file:
+        facts = checked_facts(file)
+        _check_identity(facts, identity, str(path))
+        check_conversation(file, vocabulary)
+        conversation, seen = facts["conversation"], facts["seen"]
+        try:
+            generation = Generation.of(generation_of(facts["generation"]))
+            draws = session.runtime.draws(conversation["seed"])
+            draws.bit_generator.state = facts["draws"]
+            slots = _slots(session, file, seen)
+        except KvcapError:
+            raise
+        except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+            raise file.corrupt(f"what it says cannot be ({error!r})") from error
+        cache = session.cache
+        cache.set_pins(merged((a, b) for a, b in facts["pinned_spans"]))  # or refuses
+        cache.seen = seen
+        for name, array in (cache.decoder.state(seen) if seen else {}).items():
+            array[...] = slots[name]
+        session.generation = generation
+        session.take(conversation, draws)
+
+
+def _slots(session: Session, file: SessionFile, seen: int) -> dict[str, Any]:
+    """The saved slots, of the shapes that the decoder's have after so many tokens."""
+    decoder = session.cache.decoder
+    expected = decoder.state(seen) if seen else {}
+    found = {
+        name: file.taken(f"state.{name}", array.shape, array.dtype)
+        for name, array in expected.items()
+    }
+    for name, array in found.items():
+        if array.dtype.kind == "f" and not np.isfinite(array).all():
+            raise ValueError(f"{name} holds numbers that are none")
+        if name.startswith("positions"):
+            rows = array.reshape(-1, array.shape[-1])
+            inside = (rows >= 0).all() and (rows < seen).all()
+            if not inside or not (np.diff(rows, axis=1) > 0).all():
+                raise ValueError(f"{name} are none that slots can have")
+    return found
+
+
+def identity_of(entry: Mapping[str, Any], fingerprint: str, plan: MemoryPlan) -> dict[str, Any]:
+    """What must agree for saved slots to mean the same (`entry`: of the manifest)."""
+    policy = {"name": entry["policy"]["name"], "parameters": entry["policy"]["parameters"]}
+    return {
+        "backend": BACKEND,
+        "fingerprint": fingerprint,
+        "dtype": plan.dtype,
+        "positions": plan.positions,
+        "policy": policy["name"],
+        "parts": policy,
+        "budget_tokens": plan.budget_tokens,
+    }
+
+
+def _check_identity(facts: dict[str, Any], mine: dict[str, Any], path: str) -> None:
+    if facts.get("backend") != BACKEND:
+        raise SessionFileForeign(
+            f"{path!r} was saved by the PyTorch backend (model {facts.get('model')!r}), and this "
+            "is the ONNX Runtime backend; load it with --backend torch and that model"
+        )
+    if facts.get("fingerprint") != mine["fingerprint"]:
+        raise SessionFileForeign(
+            f"{path!r} was saved by another decoder, {facts.get('model')!r}; load it with that one"
+        )
+    for name, value in mine.items():
+        if facts.get(name) != value:
+            raise SessionFileForeign(
+                f"{path!r} was saved with {name} {facts.get(name)!r}, this is {value!r}; start "
+                "with the saved one"
+            )

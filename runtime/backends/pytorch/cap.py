@@ -1,0 +1,270 @@
+"""A loaded model under a cap for good, whoever calls it: generate(), a pipeline, a harness.
+
+Hooks of PyTorch on the model's decoder give every call a `BudgetCache` and read what is longer than
+a block block by block. Knows transformers' models, no text.
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass, field
+from functools import partial
+from types import TracebackType
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache, PreTrainedModel
+
+from kvcap.policies import Eviction, Policy
+from kvcap.runtime.attention.masks import READY_MADE, check
+from kvcap.runtime.backends.pytorch.loop import BlockLoop
+from kvcap.runtime.cache.cache import BudgetCache
+from kvcap.runtime.errors import PaddingUnsupported, PositionMismatch, UnsupportedModel
+from kvcap.runtime.types import ATTENTION, Positions
+
+MARK = "kvcap_cap"  # where a decoder keeps its `Cap`
+OF_THE_HEAD = ("labels", "logits_to_keep", "return_dict")
+OF_TOKENS = ("input_ids", "inputs_embeds", "attention_mask", "position_ids", "cache_position")
+
+
+def cap(
+    model: Any,
+    budget_tokens: int = 256,
+    block_size: int = 128,
+    policy: str | Eviction | Policy = "keydiff",
+    *,
+    positions: Positions | None = None,
+    evict_every: int = 1,
+) -> Cap:
+    """Keep a loaded transformers model under a cap, whoever calls it, with no cache passed.
+
+    Afterwards `model.generate(...)`, `transformers.pipeline("text-generation", model, ...)` and
+    whatever is built on them hold at most `budget_tokens` slots per KV head and layer, and a block.
+    Every call without a cache begins with an empty one; the one it returns goes on. A plain
+    `model(input_ids)` gives the logits of all tokens, read block by block as they would be in a
+    chat; with `use_cache=False`, too. Tokens may be padded on the right where nobody reads their
+    logits, without a mask; padded prompts, beam search, assisted decoding, other caches and
+    gradients are refused by name.
+
+    Works by hooks and by `attn_implementation='kvcap'`, which the model is switched to. The result
+    undoes both, by `remove()` or as a context manager.
+
+    Args:
+        model: of transformers, such as from `AutoModelForCausalLM.from_pretrained`.
+        budget_tokens: as in `BudgetCache`, and so are all others.
+        block_size: tokens read at once.
+        policy: a name (see `kvcap policies`), an `Eviction` or a `Policy`.
+        positions: 'compact' or 'true'; compact where exact by default.
+        evict_every: in generation, evict every so many tokens.
+
+    Raises:
+        UnsupportedModel: the model cannot be capped, or already is.
+        PolicyError, PlanInfeasible: as `BudgetCache`.
+
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> config = LlamaConfig(num_hidden_layers=2, num_attention_heads=4, hidden_size=32,
+    ...                      intermediate_size=64, vocab_size=100)
+    >>> model = LlamaForCausalLM(config).eval()
+    >>> with cap(model, budget_tokens=16, block_size=8) as capped:
+    ...     ids = model.generate(torch.arange(3, 60)[None], max_new_tokens=4, do_sample=False)
+    >>> capped.cache.held
+    16
+    """
+    if not isinstance(model, PreTrainedModel):
+        raise UnsupportedModel(
+            f"kvcap.cap takes a model of transformers, and {type(model).__name__} is none; of a "
+            "wrapper give what it wraps (of peft: model.get_base_model())"
+        )
+    if model.config.get_text_config(decoder=True) is not model.config:
+        raise UnsupportedModel(
+            f"{type(model).__name__} reads more than text, whose masks no cap can follow; give a "
+            "model of text alone"
+        )
+    if hasattr(model.get_decoder(), MARK):
+        raise UnsupportedModel("the model is already under a cap; remove() that one first")
+    make = partial(
+        BudgetCache, model.config, budget_tokens, block_size, policy,
+        positions=positions, evict_every=evict_every,
+    )  # fmt: skip
+    before = model.config._attn_implementation
+    model.set_attn_implementation(ATTENTION)
+    try:
+        BlockLoop(model, make(), graphs=False)  # refuses what cannot run
+    except Exception:
+        model.set_attn_implementation(before)
+        raise
+    return Cap(model, make, before)
+
+
+@dataclass
+class _Call:
+    """A call of the decoder, between its hooks."""
+
+    cached: bool  # the caller wants the cache back
+    as_tuple: bool
+    earlier: list[Any] = field(default_factory=list)  # of the blocks before the last
+
+
+class Cap:
+    """What keeps a model under a cap, from `cap`; `remove()` undoes it, and so does `with`."""
+
+    cache: BudgetCache | None = None
+    """Of the last call, for its figures."""
+
+    def __init__(self, model: Any, make: Any, attention: str) -> None:
+        self._model, self._decoder, self._make = model, model.get_decoder(), make
+        self._attention = attention
+        self._calls: WeakKeyDictionary[BudgetCache, _Call] = WeakKeyDictionary()
+        self._hooks = [
+            self._decoder.register_forward_pre_hook(self._before, with_kwargs=True),
+            self._decoder.register_forward_hook(self._after, with_kwargs=True),
+        ]
+        if model is not self._decoder:
+            self._hooks.append(model.register_forward_pre_hook(self._skim, with_kwargs=True))
+        setattr(self._decoder, MARK, self)
+        self._generation = getattr(model, "generation_config", None)
+        if self._generation is not None:  # some models ask for a cache of their own
+            self._implementation = self._generation.cache_implementation
+            self._generation.cache_implementation = None
+
+    def __repr__(self) -> str:
+        """The cap, and its last cache."""
+        return f"Cap({type(self._model).__name__}, {self.cache or self._make()!r})"
+
+    def __enter__(self) -> Cap:
+        """The cap is in force already."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        where: TracebackType | None,
+    ) -> None:
+        """As `remove`."""
+        self.remove()
+
+    def remove(self) -> None:
+        """Leave the model as it was. Twice does no harm."""
+        if getattr(self._decoder, MARK, None) is not self:
+            return
+        for hook in self._hooks:
+            hook.remove()
+        delattr(self._decoder, MARK)
+        self._model.set_attn_implementation(self._attention)
+        if self._generation is not None:
+            self._generation.cache_implementation = self._implementation
+
+    def _skim(self, model: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Before the whole model: read what comes before the tokens whose logits are wanted."""
+        given = _named(model, args, kwargs)
+        wanted = given.get("logits_to_keep")
+        if not isinstance(wanted, int) or wanted < 1 or _wants_all(given):
+            return None
+        cache = self._cache_for(given)
+        if cache is not None:
+            given["past_key_values"] = cache
+            for _ in self._blocks(given, cache, wanted):
+                pass
+        return (), given
+
+    def _before(self, decoder: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Before the decoder: give it a cache, and read all blocks but the last."""
+        given = _named(decoder, args, kwargs)
+        cache = self._cache_for(given)
+        if cache is None:
+            return None
+        cached = given.get("use_cache")
+        cached = getattr(self._decoder.config, "use_cache", True) if cached is None else cached
+        call = _Call(bool(cached), given.pop("return_dict", None) is False)
+        given.update(past_key_values=cache, use_cache=True)
+        call.earlier = list(self._blocks(given, cache))
+        self._calls[cache] = call
+        return (), given
+
+    def _after(self, _: nn.Module, __: Any, kwargs: Any, output: Any) -> Any:
+        """Behind the decoder: join what the blocks gave."""
+        call = self._calls.pop(kwargs.get("past_key_values"), None)
+        if call is None:
+            return None
+        parts = [*call.earlier, output]
+        last = torch.cat([part.last_hidden_state for part in parts], dim=1)
+        found: dict[str, Any] = {"last_hidden_state": last}
+        if call.cached:
+            found["past_key_values"] = kwargs["past_key_values"]
+        if (states := [part.hidden_states for part in parts])[0] is not None:
+            found["hidden_states"] = tuple(torch.cat(x, dim=1) for x in zip(*states, strict=True))
+        joined = type(output)(**found)
+        return joined.to_tuple() if call.as_tuple else joined
+
+    def _cache_for(self, given: dict[str, Any]) -> BudgetCache | None:
+        """The cache of a call; None: kvcap's own block loop reads, which knows what it does.
+
+        Raises:
+            UnsupportedModel: it brings one that is not capped.
+        """
+        past = given.get("past_key_values")
+        if isinstance(past, BudgetCache):
+            if past.current.start is not None:
+                return None
+        elif past is None or (isinstance(past, DynamicCache) and past.get_seq_length() == 0):
+            past = self._make()
+        else:
+            what = type(past).__name__
+            raise UnsupportedModel(
+                f"under kvcap.cap a {what} is not capped, or was filled before; leave "
+                "past_key_values and cache_implementation out, or pass the cache of a call before"
+            )
+        self.cache = past
+        return past
+
+    def _blocks(self, given: dict[str, Any], cache: BudgetCache, wanted: int = 0) -> Any:
+        """Read blocks until one is left, or all the `wanted` last; yields what each of them gave.
+
+        What is `given` becomes what is left.
+
+        Raises:
+            PaddingUnsupported, PositionMismatch, MemoryCapExceeded: before anything is read.
+        """
+        name = "input_ids" if given.get("input_ids") is not None else "inputs_embeds"
+        tokens: Tensor | None = given.get(name)
+        least = max(wanted, 1)  # tokens that are left: whole blocks are read before
+        if tokens is None or tokens.shape[1] - cache.room < least:
+            return
+        self._check(given, cache, tokens)
+        rest = {key: value for key, value in given.items() if key not in OF_TOKENS}
+        every = {key: value for key, value in rest.items() if key not in OF_THE_HEAD}
+        every |= {"past_key_values": cache, "use_cache": True}
+        while tokens.shape[1] - cache.room >= least:
+            block, tokens = tokens[:, : cache.room], tokens[:, cache.room :]
+            yield self._decoder.forward(**every, **{name: block})
+        given.clear()
+        given.update(rest | {name: tokens})
+
+    def _check(self, given: dict[str, Any], cache: BudgetCache, tokens: Tensor) -> None:
+        """Refuse what blocks could not follow, before any is read."""
+        length = tokens.shape[1]
+        mask, places = given.get("attention_mask"), given.get("position_ids")
+        if mask is not None and (not isinstance(mask, Tensor) or mask.dim() != 2):
+            raise PaddingUnsupported(READY_MADE)
+        check({"attention_mask": mask, "q_length": length}, cache.seen)
+        expected = torch.arange(cache.seen, cache.seen + length, device=tokens.device)
+        if places is not None and not bool((places == expected).all()):
+            raise PositionMismatch(
+                f"position_ids do not count on from the {cache.seen} tokens that were read; leave "
+                "them out, the cache keeps count. Packed sequences need a call each"
+            )
+        BlockLoop(self._model, cache, graphs=False).check_room(length)
+
+
+def _named(module: nn.Module, args: Any, kwargs: Any) -> dict[str, Any]:
+    """All arguments of a call by name."""
+    names = inspect.signature(module.forward).parameters
+    return {**dict(zip(names, args, strict=False)), **kwargs}
+
+
+def _wants_all(given: dict[str, Any]) -> bool:
+    """Whether a call asks for more than the last tokens' logits."""
+    return given.get("labels") is not None or bool(given.get("output_hidden_states"))

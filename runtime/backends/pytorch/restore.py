@@ -1,0 +1,390 @@
+"""The rows of a session's file back into a cache, which may be of another size.
+
+What does not fit is evicted on the way in: by the policy's own scores where they need no queries,
+which are gone, else the oldest tokens that nothing pins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvcap.policies.base import apportion
+from kvcap.runtime.cache.cache import BudgetCache
+from kvcap.runtime.cache.evictor import SHIFT, Seen
+from kvcap.runtime.cache.layer import BudgetLayer
+from kvcap.runtime.cache.pinned_slots import check_pins, merged
+from kvcap.runtime.cache.pool import Segment, SlotPool, resize
+from kvcap.runtime.models.rope import rotate_back_eagerly, rotations
+from kvcap.runtime.session.file import SessionFile
+
+
+class Refill:
+    """Fills a cache from what was `saved`; all is checked when this is made, nothing changed.
+
+    Raises:
+        SessionFileCorrupt: boundaries between segments that the cache cannot have.
+        PinsTooLarge: the pinned tokens do not fit.
+    """
+
+    def __init__(self, saved: SavedLayers) -> None:
+        self.saved, self.cache, self.exact, self.seen = saved, saved.cache, saved.exact, saved.seen
+        self.budgets = self._budgets()
+        check_pins(self.cache.layout, saved.spans, self.seen, self.budgets)
+
+    def run(self) -> None:
+        """Fill the cache; should that fail, it is empty."""
+        cache = self.cache
+        cache.reset()
+        if not self.seen:
+            return
+        try:
+            for segments, budgets in self._pools():
+                resize(segments, budgets)
+            cache.set_pins(self.saved.spans)
+            for layer in cache.capped_layers:
+                self._fill(layer)
+            for index in cache.sliding_layers:
+                device = cache.capped_layers[0].segments[0].pool.keys.device
+                keys, values = (self.saved.sliding(index, x).to(device) for x in ("keys", "values"))
+                cache.refill_sliding(index, keys, values, self.seen)
+            if self.exact and cache.balance is not None and self.saved.preferences is not None:
+                cache.balance.preferences = list(self.saved.preferences)
+        except BaseException:
+            cache.reset()
+            raise
+
+    def _pools(self) -> list[tuple[list[Segment], list[int]]]:
+        """Segments that share slots, and their budgets."""
+        layers = [(layer.segments, self.budgets[layer.index]) for layer in self.cache.capped_layers]
+        if not self.cache.layout.pooled:
+            return layers
+        return [([s for x, _ in layers for s in x], [b for _, x in layers for b in x])]
+
+    def _budgets(self) -> list[list[int]]:
+        """What every segment of every layer will have, for what it is to hold."""
+        layout, layers = self.cache.layout, self.cache.capped_layers
+        fresh = [[layout.allotments[c.index][s.head] for s in c.segments] for c in layers]
+        if not self.seen:
+            return fresh
+        if self.exact:
+            return [self._saved_budgets(layer, fresh[layer.index]) for layer in layers]
+        least = max(1, *(max(self.cache.eviction.pins(b), 1) for row in fresh for b in row))
+        least += sum(b - a for a, b in self.saved.spans)
+        if layout.pooled:
+            held = [max(saved["held"]) for saved in self.saved.layers]
+            return [[n] for n in _share(held, sum(map(sum, fresh)), least)]
+        if layout.eviction.heads_move:
+            held_rows = [saved["held"] for saved in self.saved.layers]
+            pairs = zip(held_rows, fresh, strict=True)
+            return [_share(row, sum(given), least) for row, given in pairs]
+        return fresh
+
+    def _saved_budgets(self, layer: BudgetLayer, fresh: list[int]) -> list[int]:
+        """The saved boundaries of a layer, if they can be."""
+        saved, layout = self.saved.layers[layer.index], self.cache.layout
+        found = []
+        for s in layer.segments:
+            rows = slice(s.head, s.head + s.heads)
+            for row in (saved["held"][rows], saved["budgets"][rows], saved["stays"][rows]):
+                self.saved.demand(len(set(row)) == 1, f"layer {layer.index}'s slots")
+            budget = saved["budgets"][s.head]
+            fits = saved["held"][s.head] <= budget + s.block and saved["stays"][s.head] <= budget
+            self.saved.demand(fits, f"layer {layer.index}'s slots")
+            found.append(budget)
+        if layout.pooled:
+            total = [sum(x["budgets"][0] for x in self.saved.layers), len(self.saved.layers)]
+            self.saved.demand(total[0] == total[1] * layout.budget_tokens, "the layers' slots")
+        else:
+            moves = layout.eviction.heads_move
+            same = sum(found) == sum(fresh) if moves else found == fresh
+            self.saved.demand(same, f"layer {layer.index}'s slots")
+        return found
+
+    def _fill(self, layer: BudgetLayer) -> None:
+        """Put a layer's rows, ring and store in place."""
+        index, evictor, saved = layer.index, layer.evictor, self.saved.layers[layer.index]
+        assert evictor is not None
+        layer.seen, evictor.moved = self.seen, bool(saved["moved"])
+        if layer.ring is not None:
+            layer.ring.fill(*(self.saved.tensor(index, f"ring.{x}") for x in ("queries", "shift")))
+        rows = self._split(index, "slots", layer.segments[0].pool, saved["held"])
+        for i, s in enumerate(layer.segments):
+            mine = rows[s.head : s.head + s.heads]
+            limit = s.capacity if self.exact else s.budget
+            keep = min(limit, *(len(row["positions"]) for row in mine))
+            s.held = keep
+            if self.exact:
+                s.stay = saved["stays"][s.head]
+            for k, row in enumerate(mine):
+                small = self._evicted_to(keep, layer, i, k, row)
+                self._bring_in_reach(layer, small)
+                for name, buffer in s.pool.named().items():
+                    s.view(buffer)[0, k].copy_(small[name])
+        if layer.ring is not None and layer.rotates and not self.exact:
+            shift = layer.ring.shift
+            group = layer.ring.queries.shape[1] // shift.shape[1]
+            wide = shift.repeat_interleave(group, dim=1)
+            layer.ring.fill(self._back(layer.ring.queries, wide), torch.zeros_like(shift))
+        if layer.calibration is not None and saved["evicted"] is not None:
+            self._fill_evicted(layer, saved)
+
+    def _fill_evicted(self, layer: BudgetLayer, saved: dict[str, Any]) -> None:
+        kept = layer.calibration
+        assert kept is not None
+        held, counts = saved["evicted"], saved["counts"]
+        places = kept.evicted
+        alike = all(len(set(held[s.head : s.head + s.heads])) == 1 for s in places)
+        if not alike or any(held[s.head] > s.budget for s in places):
+            return  # a smaller store begins anew
+        rows = self._split(layer.index, "evicted", kept.pool, held)
+        span = self.cache.layout.rotation_span
+        if layer.rotates and any(bool((row["made_at"] >= span).any()) for row in rows):
+            return  # and one whose keys a smaller table cannot rotate
+        for s in places:
+            s.held = held[s.head]
+            for k, row in enumerate(rows[s.head : s.head + s.heads]):
+                for name, buffer in kept.pool.named().items():
+                    s.view(buffer)[0, k].copy_(row[name])
+        for name, tensor in kept.remembered.items():
+            tensor.copy_(self.saved.tensor(layer.index, f"remembered.{name}"))
+        kept.steps, kept.recomputed = counts
+
+    def _split(
+        self, index: int, part: str, pool: SlotPool, held: list[int]
+    ) -> list[dict[str, Tensor]]:
+        """Every head's row of every buffer; a side tensor that the file lacks is zero."""
+        rows: list[dict[str, Tensor]] = [{} for _ in held]
+        for name, buffer in pool.named().items():
+            if self.saved.has(index, f"{part}.{name}"):
+                whole = self.saved.tensor(index, f"{part}.{name}")
+            else:
+                whole = torch.zeros(sum(held), dtype=buffer.dtype)
+            for row, piece in zip(rows, whole.split(held), strict=True):
+                row[name] = piece
+        return rows
+
+    def _evicted_to(
+        self, keep: int, layer: BudgetLayer, index: int, head: int, row: dict[str, Tensor]
+    ) -> dict[str, Tensor]:
+        """A row of `keep` slots: those that the policy, as far as it can see, would keep."""
+        held, segment, evictor = len(row["positions"]), layer.segments[index], layer.evictor
+        assert evictor is not None
+        if held <= keep:
+            return row
+        pool, side = segment.pool, segment.pool.kinds()
+        size = pool.keys.shape[-1]
+        aside = SlotPool(held, size, pool.keys.dtype, pool.keys.device, side)
+        one = Segment(
+            aside, 0, held, 0, head=segment.head + head, layer_heads=segment.layer_heads,
+        )  # fmt: skip
+        one.held, one.stay = held, keep
+        for name, buffer in aside.named().items():
+            buffer.copy_(row[name])
+        keys = one.keys
+        if layer.rotates:
+            keys = self._back(keys, one.side(SHIFT))
+        evictor.fit(one, Seen(self.seen, 0, [keys]))
+        return {name: one.view(buffer)[0, 0] for name, buffer in aside.named().items()}
+
+    def _bring_in_reach(self, layer: BudgetLayer, row: dict[str, Tensor]) -> None:
+        """Rotate keys once and for all where they were made further off than this cache counts."""
+        if not layer.rotates or self.exact or not len(row["positions"]):
+            return
+        shift = row[SHIFT]
+        made_at = row["positions"].argsort().argsort() + shift
+        if int(made_at.max()) >= self.cache.layout.rotation_span:
+            row["keys"] = self._back(row["keys"], shift)
+            row[SHIFT] = torch.zeros_like(shift)
+
+    def _back(self, x: Tensor, shift: Tensor) -> Tensor:
+        """Rotate x [..., n, D] back by `shift` [..., n], however far, without a table."""
+        rope = self.cache.layout.rope
+        assert rope is not None
+        assert rope.inv_freq is not None
+        rows = rotations(rope.inv_freq.double().cpu(), shift.cpu()).to(x.device)
+        return rotate_back_eagerly(x, rows)
+
+
+def _share(held: list[int], total: int, least: int) -> list[int]:
+    """`total` slots: what is held and as many free ones each, else in proportion to it."""
+    least = min(least, total // len(held))
+    sure = [max(n, least) for n in held]
+    if sum(sure) <= total:
+        free = apportion([1] * len(held), total - sum(sure))
+        return [slots + extra for slots, extra in zip(sure, free, strict=True)]
+    more = apportion([max(0, n - least) for n in held], total - least * len(held))
+    return [least + extra for extra in more]
+
+
+def saved(layer: BudgetLayer) -> tuple[dict[str, list[Tensor]], dict[str, Any]]:
+    """A layer's tensors, in pieces to be joined, and its figures by head."""
+    pieces = {f"slots.{name}": rows for name, rows in _rows(layer.segments).items()}
+    heads = [s for s in layer.segments for _ in range(s.heads)]
+    evictor, kept, ring = layer.evictor, layer.calibration, layer.ring
+    facts = {
+        "held": [s.held for s in heads],
+        "budgets": [s.budget for s in heads],
+        "stays": [s.stay for s in heads],
+        "moved": evictor is not None and evictor.moved,
+        "ring": 0 if ring is None else ring.queries.shape[2],
+        "evicted": None,
+    }
+    if ring is not None:
+        pieces |= {"ring.queries": [ring.queries], "ring.shift": [ring.shift]}
+    if kept is not None:
+        facts["evicted"] = [s.held for s in kept.evicted for _ in range(s.heads)]
+        facts["counts"] = [kept.steps, kept.recomputed]
+        pieces |= {f"evicted.{name}": rows for name, rows in _rows(kept.evicted).items()}
+        pieces |= {f"remembered.{name}": [x] for name, x in kept.remembered.items()}
+    return pieces, facts
+
+
+def _rows(segments: list[Segment]) -> dict[str, list[Tensor]]:
+    """Every buffer's held part, head by head."""
+    return {
+        name: [row for s in segments for row in s.view(buffer)[0]]
+        for name, buffer in segments[0].pool.named().items()
+    }
+
+
+class SavedLayers:
+    """Figures and tensors of `file`, checked against `cache`, which stays as it is.
+
+    Args:
+        cache: any state.
+        file: of a session that it may take up, whose facts are those of its schema.
+        exact: same eviction and sizes, so that the boundaries between segments are the saved ones.
+
+    Raises:
+        SessionFileCorrupt: tensors or figures that no cache can have.
+    """
+
+    def __init__(self, cache: BudgetCache, file: SessionFile, exact: bool) -> None:
+        facts = file.facts
+        self.cache, self.file, self.exact = cache, file, exact
+        self.seen: int = facts["seen"]
+        self.layers: list[dict[str, Any]] = facts["layers"]
+        self.preferences = facts["preferences"]
+        self.spans = merged((a, b) for a, b in facts["pinned_spans"])
+        count = len(cache.layout.budgets)
+        self.demand(len(self.layers) == count, "the number of layers")
+        fits = self.preferences is None or len(self.preferences) == count
+        self.demand(fits, "the number of preferences")
+        for index, saved in enumerate(self.layers):
+            self._check(index, saved)
+        for index, native in cache.sliding_layers.items():
+            self._check_sliding(index, native.sliding_window)
+
+    def demand(self, ok: bool, what: str) -> None:
+        """Refuse the file unless `ok`."""
+        if not ok:
+            raise self.file.corrupt(f"{what} cannot be so")
+
+    def has(self, index: int, name: str) -> bool:
+        """Whether there is such a tensor of a layer."""
+        return f"layers.{index}.{name}" in self.file.names
+
+    def tensor(self, index: int, name: str) -> Tensor:
+        """A tensor of a layer."""
+        found: Tensor = self.file.tensor(f"layers.{index}.{name}")
+        return found
+
+    def sliding(self, index: int, name: str) -> Tensor:
+        """Keys or values of a native sliding layer."""
+        found: Tensor = self.file.tensor(f"sliding.{index}.{name}")
+        return found
+
+    def _check(self, index: int, saved: dict[str, Any]) -> None:
+        shape, layer = self.cache.layout.shape, self.cache.capped_layers[index]
+        rows, dtype = [saved["held"], saved["budgets"], saved["stays"]], _dtype(layer)
+        self.demand({len(row) for row in rows} == {shape.kv_heads}, f"layer {index}'s slots")
+        self.demand(all(n <= self.seen for n in rows[0]), f"layer {index}'s slots")
+        self.demand(not self.seen or min(rows[0]) > 0, f"layer {index}'s slots")
+        total, size = sum(rows[0]), shape.head_size
+        for name in ("keys", "values"):
+            self._finite(self._take(index, f"slots.{name}", (total, size), dtype), index)
+        positions = self._take(index, "slots.positions", (total,), torch.int32)
+        inside = bool(((positions >= 0) & (positions < self.seen)).all())
+        self.demand(inside, f"layer {index}'s positions")
+        held = positions.split(rows[0])
+        for row in held:
+            self.demand(len(row.unique()) == len(row), f"layer {index}'s positions")
+        for name, kind in layer.segments[0].pool.kinds().items():
+            if self.has(index, f"slots.{name}"):
+                side = self._take(index, f"slots.{name}", (total,), kind)
+                self.demand(not bool(side.isnan().any()), f"layer {index}'s {name}")
+                if name == SHIFT:
+                    made_at = torch.cat([_ranks(row, row) for row in held]) + side
+                    self._in_reach(layer, side, made_at, "shifts")
+            elif self.exact or (name == SHIFT and layer.rotates):
+                self._take(index, f"slots.{name}", (total,), kind)  # says what is missing
+        if layer.ring is not None and self.seen:
+            length = saved["ring"]
+            queries = (1, shape.heads, length, size)
+            self._finite(self._take(index, "ring.queries", queries, dtype), index)
+            shift = self._take(index, "ring.shift", (1, shape.kv_heads, length), torch.int32)
+            newest = torch.tensor(rows[0])[:, None] - length + torch.arange(length)
+            self._in_reach(layer, shift, newest.clamp(min=0) + shift, "window")
+        if layer.calibration is not None and saved["evicted"] is not None:
+            self._check_evicted(layer, saved, held)
+
+    def _in_reach(self, layer: BudgetLayer, shift: Tensor, made_at: Tensor, what: str) -> None:
+        """Refuse positions that moved further than was read, or from where none can be made."""
+        exact = self.exact and layer.rotates
+        last = self.cache.layout.rotation_span - 1 if exact else 2 * self.seen
+        fits = bool(((shift >= 0) & (shift <= self.seen) & (made_at <= last)).all())
+        self.demand(fits, f"layer {layer.index}'s {what}")
+
+    def _check_evicted(
+        self, layer: BudgetLayer, saved: dict[str, Any], rows: Sequence[Tensor]
+    ) -> None:
+        """The evicted tokens of a layer that holds `rows` of others."""
+        index, kept, counts = layer.index, layer.calibration, saved["evicted"]
+        assert kept is not None
+        what = f"layer {index}'s evicted tokens"
+        self.demand(len(counts) == len(rows) and max(counts) <= self.seen, what)
+        found = {
+            name: self._take(index, f"evicted.{name}", (sum(counts), *like.shape[1:]), like.dtype)
+            for name, like in kept.pool.named().items()
+        }
+        finite = all(bool(found[name].isfinite().all()) for name in ("keys", "values"))
+        self.demand(finite and not bool(found["score"].isnan().any()), what)
+        times, made_at = found["positions"], found["made_at"]
+        self.demand(bool(((times >= 0) & (times < self.seen)).all()), what)
+        pairs = zip(rows, times.split(counts), strict=True)
+        ranks = torch.cat([_ranks(row, evicted) for row, evicted in pairs])
+        self._in_reach(layer, made_at - (ranks if layer.rotates else 0), made_at, what)
+        for name, like in kept.remembered.items():
+            tensor = self._take(index, f"remembered.{name}", tuple(like.shape), like.dtype)
+            missing = tensor.isneginf() if name == "lse" else tensor.new_zeros((), dtype=torch.bool)
+            self.demand(bool((tensor.isfinite() | missing).all()), f"layer {index}'s {name}")
+        steps, recomputed = saved.get("counts", (0, 1))
+        self.demand(recomputed <= steps, f"layer {index}'s counts")
+
+    def _check_sliding(self, index: int, window: int) -> None:
+        if self.seen:
+            shape, dtype = self.cache.layout.shape, _dtype(self.cache.capped_layers[0])
+            wanted = (1, shape.kv_heads, min(window - 1, self.seen), shape.head_size)
+            for name in ("keys", "values"):
+                found = self.file.taken(f"sliding.{index}.{name}", wanted, dtype)
+                self.demand(bool(found.isfinite().all()), f"sliding layer {index}")
+
+    def _finite(self, tensor: Tensor, index: int) -> None:
+        self.demand(bool(tensor.isfinite().all()), f"layer {index}'s keys, values or queries")
+
+    def _take(self, index: int, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        found: Tensor = self.file.taken(f"layers.{index}.{name}", shape, dtype)
+        return found
+
+
+def _dtype(layer: BudgetLayer) -> torch.dtype:
+    return layer.segments[0].pool.keys.dtype
+
+
+def _ranks(row: Tensor, times: Tensor) -> Tensor:
+    """How many tokens of `row` [n] are older than each of `times` [m]."""
+    return torch.searchsorted(row.sort().values, times.contiguous(), out_int32=True)

@@ -1,0 +1,375 @@
+"""A model, its tokenizer and a memory plan, loaded together; conversations are made from it."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from functools import cached_property, partial
+from inspect import signature
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig
+
+from kvcap import dtypes
+from kvcap.policies import PINS, Eviction, load_policy, policies
+from kvcap.runtime.backends.pytorch import snapshot
+from kvcap.runtime.backends.pytorch.loop import BlockLoop
+from kvcap.runtime.backends.pytorch.sampler import Sampler
+from kvcap.runtime.cache.cache import BudgetCache
+from kvcap.runtime.errors import first_line
+from kvcap.runtime.memory.cap_guard import CapGuard, Enforce, limit_data
+from kvcap.runtime.memory.free_memory import free_memory
+from kvcap.runtime.models.config import ModelShape
+from kvcap.runtime.models.files import (
+    check_generation,
+    load_config,
+    load_model,
+    load_tokenizer,
+)
+from kvcap.runtime.models.names import resolve
+from kvcap.runtime.models.quantised import quantisation
+from kvcap.runtime.models.weights import Weights, held_weights, read_headers
+from kvcap.runtime.planning.plan import MemoryPlan, check_tokens, fitting, parse_cap, warn_if_short
+from kvcap.runtime.session import chat_template
+from kvcap.runtime.session import file as session_file
+from kvcap.runtime.session.file import SessionFile
+from kvcap.runtime.session.session import Session
+from kvcap.runtime.types import POCKET, Positions
+from kvcap.runtime.units import parse_bytes
+
+
+class Runtime:
+    """A loaded model that chats under a cap.
+
+    >>> runtime = Runtime.from_pretrained("pocket", policy="keydiff", kv_budget_tokens=256)
+    >>> session = runtime.session()
+    >>> answer = "".join(session.send("Please remember: the code for the blue door is 4821."))
+    >>> session.stats.held_tokens <= 256
+    True
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        plan: MemoryPlan,
+        eviction: Eviction,
+        *,
+        name: str = "",
+        kv_budget: int | None = None,
+        evict_every: int = 1,
+        memory_cap: int | None = None,
+        compiled: bool = False,
+    ) -> None:
+        self.model, self.tokenizer, self.plan, self.eviction = model, tokenizer, plan, eviction
+        self.name = name
+        self.kv_budget = kv_budget  # bytes, where the cap was given in bytes
+        self.evict_every = evict_every
+        self.memory_cap = memory_cap  # bytes of the whole process
+        self.compiled = compiled  # parts of the model, for CUDA graphs
+
+    def __repr__(self) -> str:
+        return f"<Runtime of {self.name or 'a model'} on {self.where}: {self.plan.summary}>"
+
+    @property
+    def where(self) -> str:
+        """The device and the type of numbers."""
+        return f"{self.model.device.type} {self.plan.dtype}"
+
+    @cached_property
+    def trained_length(self) -> int:
+        """The tokens that the model was trained on at once."""
+        return ModelShape.of(self.model.config.get_text_config(decoder=True)).trained_length
+
+    @cached_property
+    def vocabulary(self) -> int:
+        """How many tokens the model knows."""
+        return ModelShape.of(self.model.config.get_text_config(decoder=True)).vocabulary
+
+    @property
+    def generation(self) -> GenerationConfig:
+        """The model's own settings of generation."""
+        return self.model.generation_config
+
+    @property
+    def cap_bytes(self) -> int:
+        """The cap of the cache: what was asked for in bytes, else what the slots need."""
+        return self.plan.cache_bytes if self.kv_budget is None else self.kv_budget
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        model: str | Path = POCKET,
+        policy: str | Eviction = "keydiff",
+        *,
+        kv_budget_tokens: int | None = None,
+        kv_budget: str | int | None = None,
+        block_size: int | None = None,
+        dtype: str | torch.dtype | None = None,
+        device: str | torch.device | None = None,
+        positions: Positions | None = None,
+        evict_every: int = 1,
+        memory_cap: str | int | None = None,
+        enforce: Enforce = "check",
+        compiled: bool = False,
+    ) -> Runtime:
+        """Load a model to chat in fixed memory.
+
+        Args:
+            model: 'pocket', a local directory, or a repository of the hub.
+            policy: a name (see `kvcap policies`) or an `Eviction` from `load_policy`.
+            kv_budget_tokens: slots kept per KV head and layer; 256 if neither budget is given.
+            kv_budget: or the bytes of the whole cache, such as '256KiB'.
+            block_size: tokens read at once, 128 by default.
+            dtype: 'float32', 'bfloat16' or 'float16'; what the checkpoint says by default.
+            device: 'cpu', 'cuda' or 'mps'; the best there is by default.
+            positions: 'compact' or 'true'; compact where exact by default.
+            evict_every: in generation, evict every so many tokens.
+            memory_cap: bytes for the whole process, such as '2GiB', or 'auto' for all that is free
+                now; without a KV budget, the largest that fits is taken.
+            enforce: 'check' looks before every block; 'rlimit' also has the system refuse more
+                (on a GPU: the allocator, for the GPU's memory).
+            compiled: on CUDA, run parts of the model by `torch.compile`: some seconds at the first
+                full block, and faster from then on.
+
+        Raises:
+            ModelNotFound, ModelFilesBroken, UnsupportedModel, PlanInfeasible, PolicyError: before
+                weights are read.
+        """
+        where = resolve(model)
+        config = load_config(where)
+        eviction = load_policy(policy) if isinstance(policy, str) else policy
+        chosen = usable(device) or best_device()
+        cap = None if memory_cap is None else parse_cap(memory_cap)
+        precision = parse_dtype(dtype) or getattr(config, "dtype", None) or torch.float32
+        plan_for = partial(
+            MemoryPlan.of,
+            config,
+            policy=eviction,
+            kv_budget_tokens=kv_budget_tokens,
+            kv_budget=kv_budget,
+            block_size=block_size,
+            dtype=precision,
+            positions=positions,
+            memory_cap=cap,
+            headers=read_headers(where),
+        )
+        plan = plan_for()
+        ModelShape.of(config, plan.budget_tokens + plan.block_size)
+        if torch.device(chosen).type != "cuda":
+            warn_if_short(plan, free_memory(), memory_cap)
+        check_generation(where)
+        chat_template.warm_up()
+        tokenizer = load_tokenizer(where)
+        loaded = load_model(where, config, precision)
+        if cap is not None:
+            plan = plan_for(loaded=True)  # what loading really took is known now
+            if enforce == "rlimit":
+                enforce_limit(cap, chosen)
+        if quantisation(config) is not None:
+            plan = plan.with_weights(held_weights(loaded))
+        return cls(
+            loaded.to(chosen).eval(),
+            tokenizer,
+            plan,
+            eviction,
+            name=str(model),
+            kv_budget=None if kv_budget is None else parse_bytes(kv_budget),
+            evict_every=evict_every,
+            memory_cap=cap,
+            compiled=compiled,
+        )
+
+    def new_cache(self) -> BudgetCache:
+        """An empty cache of the planned size, allocated in full."""
+        cache = BudgetCache(
+            self.model.config,
+            self.plan.budget_tokens,
+            self.plan.block_size,
+            self.eviction,
+            positions=self.plan.positions,
+            evict_every=self.evict_every,
+        )
+        if self.memory_cap is not None and self.model.device.type == "cpu":
+            block = self.plan.workspace + self.plan.logits
+            cache.guard = CapGuard(self.memory_cap, block, self.plan.block_size)
+        return cache.allocate(1, self.model.dtype, self.model.device)
+
+    def session(
+        self,
+        system: str | None = None,
+        *,
+        seed: int | None = None,
+        generation: GenerationConfig | None = None,
+    ) -> Session:
+        """A new conversation with a cache of its own."""
+        return Session(self, system, seed, generation)
+
+    def loop(self) -> BlockLoop:
+        """The block loop over a new cache."""
+        planned = self.memory_cap is not None  # for activations of one block
+        return BlockLoop(self.model, self.new_cache(), compiled=self.compiled, several=not planned)
+
+    def draws(self, seed: int | None) -> torch.Generator:
+        """Random numbers, on the CPU: one seed gives the same on any device."""
+        draws = torch.Generator()
+        if seed is None:
+            draws.seed()
+        else:
+            draws.manual_seed(seed)
+        return draws
+
+    def sampler(self, generation: GenerationConfig, draws: torch.Generator) -> Sampler:
+        """What draws tokens by these settings.
+
+        Raises:
+            UnsupportedModel: for beams and other modes that reorder the cache.
+        """
+        return Sampler(generation, draws)
+
+    def ids(self, tokens: list[int]) -> Tensor:
+        """Token ids [1, T] on the model's device."""
+        return torch.tensor([tokens], device=self.model.device)
+
+    def joined(self, history: Tensor, token: Tensor) -> Tensor:
+        """History [1, T] and the next token [1], [1, T + 1]."""
+        return torch.cat((history, token[:, None]), dim=1)
+
+    def save(self, session: Session, path: str | os.PathLike[str]) -> None:
+        """Write everything that `session` needs to go on.
+
+        Raises:
+            SessionNotSaved, SessionBroken: an earlier file is as it was.
+        """
+        session_file.write(path, *snapshot.gather(session, self._identity()))
+
+    def _identity(self) -> dict[str, Any]:
+        return snapshot.identity_of(self.model, self.name, self.plan.positions)
+
+    def restore(self, session: Session, path: str | os.PathLike[str]) -> None:
+        """Make `session` what was saved.
+
+        Raises:
+            SessionFileCorrupt, SessionFileForeign, SessionFileNewer, PinsTooLarge: it is as it was.
+        """
+        with SessionFile(path) as file:
+            snapshot.restore(session, self._identity(), self.vocabulary, file)
+
+    def under(self, policy: str, options: dict[str, Any]) -> Runtime:
+        """The same model and budget under another policy, which pins what this one was told to.
+
+        Raises:
+            PolicyError: unknown names, refused values.
+        """
+        pins = {name: getattr(self.eviction, name) for name in PINS}
+        return self.with_policy(load_policy(policy, **{**pins, **options}))
+
+    def policies(self) -> dict[str, list[str]]:
+        """The policies that `under` takes, with the names of their options."""
+        return {
+            name: [
+                *PINS,
+                *(o for part in recipe.parts.values() for o in signature(part).parameters),
+            ]
+            for name, recipe in policies().items()
+        }
+
+    def with_policy(self, policy: Eviction) -> Runtime:
+        """The same model and budget under another policy; weights are shared.
+
+        A budget in bytes stays one: the new policy may keep fewer slots in it.
+        """
+        tokens = self.plan.budget_tokens if self.kv_budget is None else None
+        return self._replanned(policy, tokens, self.kv_budget)
+
+    def with_budget(self, tokens: int) -> Runtime:
+        """The same model and policy with so many slots per KV head and layer.
+
+        Raises:
+            PlanInfeasible: below 1, or the process would pass its memory cap.
+            PolicyError: the policy pins more.
+        """
+        check_tokens(tokens)
+        found = self._replanned(self.eviction, tokens, None)
+        if self.memory_cap is not None:  # what the process took without a cache is known
+            fitting(replace(found.plan, baseline=self.plan.baseline), self.memory_cap)
+        return found
+
+    def _replanned(self, policy: Eviction, tokens: int | None, kv_budget: int | None) -> Runtime:
+        """The same model under another plan; weights are shared."""
+        plan = MemoryPlan.of(
+            self.model.config,
+            policy=policy,
+            kv_budget_tokens=tokens,
+            kv_budget=kv_budget,
+            block_size=self.plan.block_size,
+            dtype=self.model.dtype,
+            positions=self.plan.positions,
+            rehearse=self.memory_cap is not None,
+        ).with_weights(Weights(self.plan.weights, self.plan.weights_from))
+        return Runtime(
+            self.model,
+            self.tokenizer,
+            replace(plan, baseline=self.plan.baseline),
+            policy,
+            name=self.name,
+            kv_budget=kv_budget,
+            evict_every=self.evict_every,
+            memory_cap=self.memory_cap,
+            compiled=self.compiled,
+        )
+
+
+def enforce_limit(cap: int, device: str | torch.device) -> None:
+    """Have the system, or on CUDA the allocator, refuse memory beyond `cap` bytes."""
+    device = torch.device(device)
+    if device.type != "cuda":
+        limit_data(cap)
+        return
+    index = torch.cuda.current_device() if device.index is None else device.index
+    _, total = torch.cuda.mem_get_info(index)
+    torch.cuda.set_per_process_memory_fraction(min(1.0, cap / total), index)
+
+
+def usable(device: str | torch.device | None) -> str | torch.device | None:
+    """`device`, if tensors can live there.
+
+    Raises:
+        ValueError: they cannot; says which can be used here.
+    """
+    if device is None:
+        return None
+    there = " or ".join(dict.fromkeys(("cpu", best_device())))
+    hint = f"; use {there}"
+    if str(device).lower().split(":")[0] in ("gpu", "nvidia", "amd", "rocm", "hip"):
+        hint = f", GPUs of NVIDIA and AMD are called cuda; here there is {there}"
+    try:
+        if torch.device(device).type == "meta":
+            raise RuntimeError("it holds no numbers")
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:  # torch without CUDA asserts
+        reason = "" if "device type at start" in str(error) else f" ({first_line(error)})"
+        raise ValueError(f"device {str(device)!r} cannot be used here{reason}{hint}") from error
+    return device
+
+
+def best_device() -> str:
+    """'cuda', 'mps' or 'cpu', whichever there is."""
+    if torch.cuda.is_available():
+        return "cuda"
+    return "mps" if torch.backends.mps.is_available() else "cpu"
+
+
+def parse_dtype(name: str | torch.dtype | None) -> torch.dtype | None:
+    """A torch dtype from its name or short name.
+
+    Raises:
+        ValueError: not one that models run in.
+    """
+    if name is None or isinstance(name, torch.dtype):
+        return name
+    found: torch.dtype = getattr(torch, dtypes.full(name))
+    return found

@@ -1,0 +1,93 @@
+"""From logits to the next token, through transformers' own logits processors."""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig
+from transformers.generation import (
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from kvcap.runtime.errors import UnsupportedModel
+from kvcap.runtime.types import NEUTRAL
+
+UNSUPPORTED = {"num_beams": 1, "penalty_alpha": None, "num_return_sequences": 1,
+               "constraints": None, "force_words_ids": None, "guidance_scale": None}  # fmt: skip
+
+# Settings that change which token comes next in transformers and are not read here; 0 and None are
+# neutral, and so is what stands beside a name.
+NOT_READ = {"no_repeat_ngram_size": 0, "encoder_no_repeat_ngram_size": 0, "bad_words_ids": None,
+            "encoder_repetition_penalty": 1.0, "typical_p": 1.0, "epsilon_cutoff": 0.0,
+            "eta_cutoff": 0.0, "top_h": None, "min_length": 0, "min_new_tokens": None,
+            "sequence_bias": None, "suppress_tokens": None, "begin_suppress_tokens": None,
+            "forced_bos_token_id": None, "forced_eos_token_id": None, "max_time": None,
+            "exponential_decay_length_penalty": None, "watermarking_config": None}  # fmt: skip
+
+
+class Sampler:
+    """Draws the next token as a `GenerationConfig` says.
+
+    Args:
+        config: temperature, top_k, top_p, min_p, repetition_penalty, do_sample.
+        generator: of the draws, on the CPU: one seed gives the same on any device.
+
+    Warns of settings that would change what is drawn and are not read, by name.
+
+    Raises:
+        UnsupportedModel: for beams and other modes that reorder the cache.
+    """
+
+    def __init__(self, config: GenerationConfig, generator: torch.Generator) -> None:
+        for name, neutral in UNSUPPORTED.items():
+            value = getattr(config, name, neutral)
+            if value not in (neutral, None):
+                raise UnsupportedModel(
+                    f"{name}={value} needs a cache that can be reordered or run twice; evicted "
+                    f"tokens cannot come back. Use {name}={neutral}"
+                )
+        found = {name: getattr(config, name, None) for name in NOT_READ}
+        if ignored := [f"{k}={v}" for k, v in found.items() if v and v != NOT_READ[k]]:
+            warnings.warn(
+                f"these settings of generation are not read: {', '.join(ignored)}; answers are "
+                "drawn as if they were not set",
+                stacklevel=2,
+            )
+        self.greedy = not config.do_sample or config.temperature == 0
+        self.generator = generator
+        self.processors = _processors(config, self.greedy)
+
+    def next(self, logits: Tensor, history: Tensor) -> Tensor:
+        """Token ids [B] from logits [B, V]; `history` [B, T] are the tokens that count as said."""
+        scores: Tensor = self.processors(history, logits.float())
+        if self.greedy:
+            return scores.argmax(-1)
+        weights = scores.softmax(-1).cpu()
+        return torch.multinomial(weights, 1, generator=self.generator)[:, 0].to(logits.device)
+
+
+def _processors(config: GenerationConfig, greedy: bool) -> LogitsProcessorList:
+    def given(name: str) -> bool:
+        return getattr(config, name, None) not in (None, NEUTRAL[name])
+
+    chosen = LogitsProcessorList()
+    if given("repetition_penalty"):
+        chosen.append(RepetitionPenaltyLogitsProcessor(float(config.repetition_penalty)))
+    if greedy:
+        return chosen
+    if given("temperature"):
+        chosen.append(TemperatureLogitsWarper(float(config.temperature)))
+    if given("top_k"):
+        chosen.append(TopKLogitsWarper(config.top_k))
+    if given("top_p"):
+        chosen.append(TopPLogitsWarper(float(config.top_p)))
+    if given("min_p"):
+        chosen.append(MinPLogitsWarper(float(config.min_p)))
+    return chosen

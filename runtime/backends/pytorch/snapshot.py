@@ -1,0 +1,229 @@
+"""What a session is on disk: gathered from a live one, checked against a runtime, put back.
+
+A layer's slots are saved row by row in the order they lie in memory, so that a session that is
+loaded into the same settings computes exactly what the saved one would have. Everything is checked
+before anything is changed.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+from dataclasses import fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig
+
+from kvcap import __version__
+from kvcap.policies import Eviction
+from kvcap.policies.base import Component
+from kvcap.runtime.backends.pytorch.restore import Refill, SavedLayers, saved
+from kvcap.runtime.cache.cache import BudgetCache
+from kvcap.runtime.errors import KvcapError, SessionBroken, SessionFileForeign
+from kvcap.runtime.models.config import ModelShape
+from kvcap.runtime.session.file import (
+    SETTINGS,
+    SessionFile,
+    check_conversation,
+    checked_facts,
+    generation_of,
+)
+from kvcap.runtime.session.session import Session
+from kvcap.runtime.types import NEUTRAL
+
+
+def gather(
+    session: Session, identity: dict[str, Any]
+) -> tuple[dict[str, list[Tensor]], dict[str, Any]]:
+    """The tensors of a session, as views where they can be, and everything else.
+
+    `identity` says what keys and values depend on, see `identity_of`.
+
+    Raises:
+        SessionBroken: layers have read different tokens.
+    """
+    cache = session.cache
+    if not cache.consistent:
+        raise SessionBroken(
+            "a forward pass failed half-way, so the session is no state to save; reset it (in "
+            "chat: /clear) and go on"
+        )
+    tensors, layers = {"draws": [session.draws.get_state()]}, list[dict[str, Any]]()
+    for index, layer in enumerate(cache.capped_layers):
+        pieces, figures = saved(layer)
+        tensors |= {f"layers.{index}.{name}": tensor for name, tensor in pieces.items()}
+        layers.append(figures)
+    for index, native in cache.sliding_layers.items():
+        if cache.seen:
+            tensors[f"sliding.{index}.keys"] = [native.keys]
+            tensors[f"sliding.{index}.values"] = [native.values]
+    facts = {
+        "kvcap": __version__,
+        **identity,
+        "policy": cache.eviction.name,
+        "parts": parts(cache.eviction),
+        "budget_tokens": cache.layout.budget_tokens,
+        "block_size": cache.block_size,
+        "allotments": cache.layout.allotments,
+        "seen": cache.seen,
+        "layers": layers,
+        "preferences": cache.balance and cache.balance.preferences,
+        "pinned_spans": cache.pinned_spans,
+        "conversation": session.conversation,
+        "generation": settings(session.generation),
+    }
+    return tensors, facts
+
+
+def settings(generation: GenerationConfig) -> dict[str, Any]:
+    """What a session goes by of the settings, as every version of transformers takes them."""
+    given = {name: getattr(generation, name, None) for name in SETTINGS}
+    return {**NEUTRAL, **{name: value for name, value in given.items() if value is not None}}
+
+
+def restore(session: Session, identity: dict[str, Any], vocabulary: int, file: SessionFile) -> None:
+    """Make `session` what was saved; its runtime, of that identity and vocabulary, stays.
+
+    Raises:
+        SessionFileForeign: another model, dtype or position mode, or a policy that cannot go on.
+        SessionFileCorrupt: not what a session can be. Nothing is changed by either.
+        PinsTooLarge: the pinned tokens do not fit the budget.
+    """
+    facts = checked_facts(file)
+    _check_identity(facts, identity, file.path)
+    check_conversation(file, vocabulary)
+    runtime = session.runtime
+    generation, conversation = copy.deepcopy(runtime.generation), facts["conversation"]
+    for name, value in generation_of(facts["generation"]).items():
+        setattr(generation, name, value)
+    try:
+        draws = runtime.draws(conversation["seed"])
+        draws.set_state(file.taken("draws", tuple(draws.get_state().shape), torch.uint8))
+        exact = continues(facts, session.cache, file.path)
+        refill = Refill(SavedLayers(session.cache, file, exact))
+    except (
+        LookupError,
+        TypeError,
+        ValueError,
+        AttributeError,
+        RuntimeError,
+        ArithmeticError,
+    ) as error:
+        if isinstance(error, KvcapError):
+            raise
+        raise file.corrupt(f"what it says cannot be ({error!r})") from error
+    refill.run()
+    session.generation = generation
+    session.take(conversation, draws)
+
+
+def continues(facts: Any, cache: BudgetCache, path: str) -> bool:
+    """Whether the cache goes on exactly as the saved one; else its policy can take it over.
+
+    Another policy can where it needs nothing of the past that the file lacks: state must be that of
+    equal parts, and enough queries must be in the window.
+
+    Raises:
+        SessionFileForeign: it cannot.
+    """
+    mine, saved, layout = parts(cache.eviction), facts["parts"], cache.layout
+    if mine == saved and facts["allotments"] == layout.allotments:
+        return bool(facts["block_size"] == cache.block_size)
+    if not facts["seen"]:
+        return False
+    name = cache.eviction.name
+    refused = f"{path!r} was saved under policy {facts['policy']!r}, which {name!r} cannot take up"
+    stateful = [slot for slot, c in _components(cache.eviction).items() if c.state]
+    for slot in [*stateful, *(["saliency"] if stateful else [])]:
+        if mine.get(slot) != saved.get(slot):
+            raise SessionFileForeign(
+                f"{refused}: it needs its own figures of every token; use {facts['policy']!r} "
+                "with the options it had, or a policy without state, such as keydiff"
+            )
+    if layout.ring_length > facts["layers"][0]["ring"]:
+        raise SessionFileForeign(
+            f"{refused}: it observes the last {layout.ring_length} queries and the file has "
+            f"{facts['layers'][0]['ring']}; use {facts['policy']!r} or a smaller window"
+        )
+    if not cache.eviction.policy.evicts:
+        held = max(max(layer["held"]) for layer in facts["layers"])
+        if held > layout.budget_tokens:
+            raise SessionFileForeign(
+                f"{refused}: it never evicts and {held} tokens are held; use a budget of {held}"
+            )
+    return False
+
+
+def parts(eviction: Eviction) -> dict[str, Any]:
+    """What an eviction is made of, with all options, as JSON keeps it."""
+    found: dict[str, Any] = {
+        slot: [f"{type(c).__module__}.{type(c).__qualname__}", c.options()]
+        for slot, c in _components(eviction).items()
+    }
+    found["pins"] = [eviction.sink_tokens, eviction.recent_tokens]
+    kept: dict[str, Any] = json.loads(json.dumps(found, default=str))
+    return kept
+
+
+def _components(eviction: Eviction) -> dict[str, Component]:
+    slots = {f.name: getattr(eviction, f.name) for f in fields(eviction)}
+    return {name: part for name, part in slots.items() if isinstance(part, Component)}
+
+
+def identity_of(model: Any, name: str, positions: str) -> dict[str, Any]:
+    """What must agree for keys and values of a saved session to mean the same."""
+    return {
+        "model": name,
+        "revision": getattr(model.config, "_commit_hash", None),
+        "fingerprint": fingerprint(model),
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "positions": positions,
+    }
+
+
+def _check_identity(facts: dict[str, Any], mine: dict[str, Any], path: str) -> None:
+    if facts.get("backend", "torch") != "torch":
+        raise SessionFileForeign(
+            f"{path!r} was saved by another backend, as {facts['model']!r}, and this is the "
+            "PyTorch backend; load it with --backend onnxruntime and that decoder"
+        )
+    # A fingerprint is of weights in one dtype: in another, the name is what tells models apart.
+    same_dtype, same_name = (facts[name] == mine[name] for name in ("dtype", "model"))
+    if facts["fingerprint"] != mine["fingerprint"] and (same_dtype or not same_name):
+        also = "" if same_dtype else f" and --dtype {facts['dtype']}"
+        raise SessionFileForeign(
+            f"{path!r} was saved by model {facts['model']!r} (revision {facts['revision']}), and "
+            f"this is {mine['model']!r} (revision {mine['revision']}); load it with that one{also}"
+        )
+    for name, option in (("dtype", "--dtype"), ("positions", "--positions")):
+        if facts[name] != mine[name]:
+            raise SessionFileForeign(
+                f"{path!r} was saved with {name} {facts[name]!r}, this is {mine[name]!r}; start "
+                f"with {option} {facts[name]}"
+            )
+
+
+def fingerprint(model: Any) -> str:
+    """Of a model's shape and positions, and of a few values of every weight.
+
+    Not of its config, whose fields differ between versions of transformers.
+    """
+    shape = ModelShape.of(model.config.get_text_config(decoder=True))
+    total = hashlib.sha256()
+    for layer in shape.layers:
+        rope = layer.rope
+        turns = [] if rope is None or rope.inv_freq is None else rope.inv_freq.tolist()
+        told = (layer.window, rope and rope.kind, [f"{x:.6g}" for x in turns])
+        total.update(repr(told).encode())
+    total.update(repr(replace(shape, layers=())).encode())
+    for name, weight in model.named_parameters():
+        some = weight.detach()
+        while some.dim() > 1:
+            some = some[0]
+        total.update(
+            f"{name} {tuple(weight.shape)} {some.reshape(-1)[:4].float().tolist()}".encode()
+        )
+    return total.hexdigest()

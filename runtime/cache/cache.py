@@ -1,0 +1,409 @@
+"""The cache that transformers models write to: fixed bytes, evicting after every block."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, DynamicSlidingWindowLayer
+
+from kvcap.policies import Eviction, Policy, PolicyError, load_policy
+from kvcap.runtime.attention.masks import READY_MADE, Asked, check, watch_stock
+from kvcap.runtime.cache.allocation import Allocation
+from kvcap.runtime.cache.layer import BudgetLayer
+from kvcap.runtime.cache.layer_balance import LayerBalance
+from kvcap.runtime.cache.layout import CacheLayout
+from kvcap.runtime.cache.pinned_slots import check_pins, slots_needed
+from kvcap.runtime.cache.pool import Segment, SlotPool, resize
+from kvcap.runtime.cache.step import Pass
+from kvcap.runtime.errors import PaddingUnsupported, PlanInfeasible, UnsupportedModel
+from kvcap.runtime.memory.cap_guard import CapGuard
+from kvcap.runtime.models.config import ModelShape
+from kvcap.runtime.models.rope import Rotation, table_dtype
+from kvcap.runtime.types import ATTENTION, Positions, Span
+
+
+class BudgetCache(Cache):  # type: ignore[misc]
+    """A transformers cache of fixed size: `model.generate(..., past_key_values=BudgetCache(...))`.
+
+    Args:
+        config: the model's config.
+        budget_tokens: slots per KV head and layer that stay after every block (`N`).
+        block_size: tokens read at once (`T`); pass it to generate() as `prefill_chunk_size`.
+        policy: a name (see `kvcap policies`), an `Eviction` or a `Policy`.
+        positions: 'compact' or 'true'; by default compact where it is exact and the model was
+            loaded with `attn_implementation='kvcap'`, else true.
+        evict_every: in generation, evict every so many tokens, at most `block_size`.
+
+    One conversation: a second generate() goes on with it, as with any cache of transformers, which
+    take a longer prompt for the whole conversation; `reset()` comes before another one. No gradient
+    flows through it, and no mask can follow what it keeps: padded prompts and masks of one's own
+    are refused by name, whichever attention the model was loaded with. `kvcap.cap` has a model make
+    a new one for every call.
+
+    Raises:
+        UnsupportedModel: for the model, or for a policy that needs `attn_implementation='kvcap'`.
+        PolicyError: unknown policy, or pins that do not fit the budget.
+        PlanInfeasible: sizes that are not whole numbers from 1, or `evict_every` above the block.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        budget_tokens: int = 256,
+        block_size: int = 128,
+        policy: str | Eviction | Policy = "keydiff",
+        *,
+        positions: Positions | None = None,
+        evict_every: int = 1,
+    ) -> None:
+        sizes = {"budget_tokens": budget_tokens, "block_size": block_size,
+                 "evict_every": evict_every}  # fmt: skip
+        for name, size in sizes.items():
+            _check_size(name, size)
+        if not 1 <= evict_every <= block_size:
+            raise PlanInfeasible(
+                f"evict_every={evict_every}, block_size={block_size}: evict every 1 to block_size "
+                "tokens"
+            )
+        config = config.get_text_config(decoder=True)
+        self.eviction = _eviction(policy)
+        self.block_size, self.evict_every = block_size, evict_every
+        shape = ModelShape.of(config, budget_tokens + block_size)
+        stock = self._check_attention(config, positions)
+        positions = positions or ("true" if stock or not shape.moves_exactly else "compact")
+        self.layout = CacheLayout(shape, self.eviction, budget_tokens, block_size, positions)
+        self.eviction.check(budget_tokens, len(shape.capped), shape.kv_heads)
+        self.current = Pass()
+        """The forward pass in hand."""
+        self.pinned_spans: list[tuple[int, int]] = []
+        """Tokens read, [start, stop), that are never evicted; see `pin`."""
+        self.unread: tuple[int, int] | None = None
+        """The last token said, to be read before what follows, and the tokens read before it."""
+        self.guard: CapGuard | None = None
+        """Holds the process to a cap; the block loop asks it before every block."""
+        self.frame = 0
+        """What `longest` was when the block in hand arrived: all heads count it from there."""
+        self._rotation: Rotation | None = None
+        self._mask_checked = False  # of the pass that begins
+        self.cut = block_size
+        """What `room` was when the pass in hand began; a larger block is cut there by all layers"""
+        watch_stock()
+        self.allocation = Allocation(self.layout, block_size)
+        indices = iter(range(len(shape.capped)))
+        super().__init__(
+            layers=[
+                BudgetLayer(self, next(indices))
+                if layer.window is None
+                else DynamicSlidingWindowLayer(layer.window)
+                for layer in shape.layers
+            ]
+        )
+
+    def __repr__(self) -> str:
+        """What it is for, and how full it is."""
+        shape, layout = self.layout.shape, self.layout
+        allocated = f"{self.nbytes:,} bytes" if self._segments else "not allocated yet"
+        return (
+            f"BudgetCache({shape.family}, {len(self.capped_layers)} of {len(self.layers)} layers "
+            f"capped, {shape.kv_heads} KV heads of {shape.head_size}; policy "
+            f"{self.eviction.name!r}, "
+            f"{layout.positions} positions; {self.seen:,} tokens read, {self.held:,} held of "
+            f"{layout.budget_tokens:,}, blocks of {self.block_size:,}; {allocated})"
+        )
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Append a block [B, K, T, D] to a layer; see `BudgetLayer.update`.
+
+        Raises:
+            PaddingUnsupported: the pass has a mask that was not made by transformers, or `update`
+                is called without a model; nothing is changed.
+        """
+        if layer_idx == 0:
+            if not self._mask_checked:
+                raise PaddingUnsupported(READY_MADE)
+            self._mask_checked = False
+            if key_states.shape[2] > 1:
+                self.cut = self.room
+        found: tuple[Tensor, Tensor] = super().update(
+            key_states, value_states, layer_idx, *args, **kwargs
+        )
+        return found
+
+    def check_mask(self, asked: Asked) -> None:
+        """Take note of the mask that a pass asks transformers for.
+
+        Raises:
+            PaddingUnsupported, PositionMismatch: it hides tokens, or does not reach all.
+        """
+        check(asked, self.seen)
+        self._mask_checked = True
+
+    @property
+    def balance(self) -> LayerBalance | None:
+        """What moves slots between layers, if they move."""
+        return self.allocation.balance
+
+    @property
+    def capped_layers(self) -> list[BudgetLayer]:
+        """The layers kvcap caps, without native sliding ones."""
+        return [layer for layer in self.layers if isinstance(layer, BudgetLayer)]
+
+    @property
+    def seen(self) -> int:
+        """Tokens read so far."""
+        return self.capped_layers[0].seen
+
+    @property
+    def held(self) -> int:
+        """Slots in use per KV head and layer, on average (rounded up)."""
+        rows = [s.batch * s.heads for s in self._segments]
+        held = sum(n * s.held for n, s in zip(rows, self._segments, strict=True))
+        return -(-held // sum(rows)) if rows else 0
+
+    @property
+    def longest(self) -> int:
+        """The most slots any head of any layer holds."""
+        return max(layer.held for layer in self.capped_layers)
+
+    @property
+    def next_position(self) -> int:
+        """Where the block loop reads the next token."""
+        return self.longest if self.moves else self.seen
+
+    @property
+    def moves(self) -> bool:
+        """Whether blocks are read at compact positions."""
+        return self.layout.positions == "compact" and self.layout.shape.all_capped
+
+    @property
+    def counts(self) -> list[tuple[int, list[int]]]:
+        """Of every layer, the tokens read and the slots each segment holds."""
+        return [(layer.seen, [s.held for s in layer.segments]) for layer in self.capped_layers]
+
+    @counts.setter
+    def counts(self, value: list[tuple[int, list[int]]]) -> None:
+        for layer, (seen, held) in zip(self.capped_layers, value, strict=True):
+            layer.count_as(seen, held)
+
+    def count(self, tokens: int, kept: bool) -> None:
+        """Count tokens read elsewhere, in a CUDA graph; all `kept`, or down to the budget."""
+        for layer in self.capped_layers:
+            layer.count(tokens, kept)
+
+    def move(self) -> None:
+        """Have keys rotated from now on, though by nothing before a slot was given up."""
+        for layer in self.capped_layers:
+            layer.move()
+
+    def places(self, tokens: Tensor) -> Tensor:
+        """How far behind `next_position` the tokens [T] of a pass are read."""
+        several = self.current.blocks > 1 and self.moves
+        return tokens % self.block_size if several else tokens
+
+    @property
+    def room(self) -> int:
+        """Tokens the next block may have."""
+        free = [segment.budget - segment.held for segment in self._segments]
+        if not self.eviction.policy.evicts:
+            return min(self.block_size, self.layout.budget_tokens, *free)
+        return self.block_size + min(0, 0, *free)
+
+    @property
+    def spare(self) -> int:
+        """Tokens that fit before any head must evict."""
+        if not self._segments:
+            return min(min(kept) for kept in self.layout.allotments)
+        return max(0, min(segment.budget - segment.held for segment in self._segments))
+
+    @property
+    def consistent(self) -> bool:
+        """Whether all layers have read the same tokens; false after a pass failed half-way."""
+        return len({layer.get_seq_length() for layer in self.layers}) == 1
+
+    @property
+    def nbytes(self) -> int:
+        """Exact bytes of all storage this cache holds, native sliding layers included."""
+        total = 0 if self._rotation is None else self._rotation.table.untyped_storage().nbytes()
+        total += sum(pool.nbytes for pool in self._pools)
+        for layer in self.layers:
+            if isinstance(layer, BudgetLayer):
+                total += sum(x.nbytes for x in (layer.ring, layer.calibration) if x is not None)
+            elif layer.is_initialized:
+                total += sum(x.untyped_storage().nbytes() for x in (layer.keys, layer.values))
+        return total
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of the slots in use, and of what is held whatever is in use."""
+        free = sum(
+            s.pool.slot_bytes * s.batch * s.heads * (s.capacity - s.held)
+            for s in (*self._segments, *self._evicted)
+        )
+        return self.nbytes - free
+
+    @property
+    def _segments(self) -> list[Segment]:
+        return [segment for layer in self.capped_layers for segment in layer.segments]
+
+    @property
+    def _evicted(self) -> list[Segment]:
+        kept = [c.calibration for c in self.capped_layers if c.calibration is not None]
+        return [segment for calibration in kept for segment in calibration.evicted]
+
+    @property
+    def _pools(self) -> list[SlotPool]:
+        return list({id(s.pool): s.pool for s in (*self._segments, *self._evicted)}.values())
+
+    @property
+    def recomputed(self) -> list[float]:
+        """Share of (query head, generated token) that attended to evicted tokens anew, by layer.
+
+        Empty where evicted tokens are not kept.
+        """
+        kept = [c.calibration for c in self.capped_layers if c.calibration is not None]
+        return [c.recomputed / max(1, c.steps) for c in kept]
+
+    def allocate(self, batch: int, dtype: torch.dtype, device: torch.device | str) -> BudgetCache:
+        """Allocate now rather than at the first token. Returns itself."""
+        shape = self.layout.shape
+        like = torch.empty(batch, shape.kv_heads, 0, shape.head_size, dtype=dtype, device=device)
+        for layer in self.capped_layers:
+            layer.lazy_initialization(like)
+        return self
+
+    @contextmanager
+    def passing(self, current: Pass) -> Iterator[Pass]:
+        """Within it, that is the forward pass in hand."""
+        self.current = current
+        try:
+            yield current
+        finally:
+            self.current = Pass()
+
+    def pin(self, spans: Sequence[Span]) -> None:
+        """Never evict these tokens, as [start, stop) in tokens read; those to come, too.
+
+        Raises:
+            PinsTooLarge: a head cannot hold them beside those pinned before; nothing is changed.
+        """
+        self.set_pins(self.pinned_with(spans))
+
+    def pinned_with(self, spans: Sequence[Span], *, emptied: bool = False) -> list[Span]:
+        """What is pinned once `spans` are; `emptied`, after a reset. Nothing is changed.
+
+        Raises:
+            PinsTooLarge: a head cannot hold them.
+        """
+        # What was announced and then not read, as after a Ctrl-C, is not pinned.
+        seen = 0 if emptied else self.seen
+        found = [*((a, min(b, seen)) for a, b in self.pinned_spans if a < seen), *spans]
+        budgets = fresh = self.layout.allotments
+        if self._segments:
+            budgets = [
+                [fresh[c.index][s.head] if emptied else s.budget for s in c.segments]
+                for c in self.capped_layers
+            ]
+        check_pins(self.layout, found, seen, budgets)
+        return found
+
+    def set_pins(self, spans: Sequence[Span]) -> None:
+        """Pin exactly these spans, which are known to fit."""
+        self.pinned_spans[:] = spans
+        if self.balance is not None:
+            self.balance.floor = slots_needed(self.layout, self.pinned_spans)
+
+    def prefetch(self, *_: Any, **__: Any) -> None:
+        """Refused by name, as `offload`: the buffers stay on the model's device."""
+        self.capped_layers[0].prefetch()
+
+    @property
+    def sliding_layers(self) -> dict[int, DynamicSlidingWindowLayer]:
+        """The native sliding layers by their index in the model."""
+        layers = enumerate(self.layers)
+        return {i: layer for i, layer in layers if not isinstance(layer, BudgetLayer)}
+
+    def refill_sliding(self, index: int, keys: Tensor, values: Tensor, seen: int) -> None:
+        """Let a native sliding layer hold these after `seen` tokens."""
+        layer = DynamicSlidingWindowLayer(self.sliding_layers[index].sliding_window)
+        layer.update(keys, values)
+        layer.cumulative_length = seen
+        self.layers[index] = layer
+
+    def reset(self) -> None:
+        """Forget everything; the buffers stay."""
+        super().reset()
+        self.set_pins(())
+        self.unread = None
+        self._mask_checked = False
+        for pool in {id(s.pool): s.pool for s in self._segments}.values():
+            mine = [(c.index, s) for c in self.capped_layers for s in c.segments if s.pool is pool]
+            kept = [self.layout.allotments[index][segment.head] for index, segment in mine]
+            resize([segment for _, segment in mine], kept)
+
+    def buffers(self) -> list[Tensor]:
+        """Every tensor of the capped layers, which live as long as the cache."""
+        found = [x for pool in self._pools for x in pool.buffers()]
+        for layer in self.capped_layers:
+            if layer.ring is not None:
+                found += [layer.ring.queries, layer.ring.shift]
+        return found if self._rotation is None else [*found, self._rotation.table]
+
+    def rotation(self, like: Tensor) -> Rotation:
+        """The table of rotations that all capped layers share, for keys such as these."""
+        if self._rotation is None:
+            rope = self.layout.rope
+            assert rope is not None
+            assert rope.inv_freq is not None
+            self._rotation = Rotation(
+                rope.inv_freq, self.layout.rotation_span, like.device, table_dtype(like.dtype)
+            )
+        return self._rotation
+
+    def _check_attention(self, config: Any, positions: Positions | None) -> bool:
+        """Whether the model's attention is stock, refusing what that cannot do."""
+        attention = getattr(config, "_attn_implementation", None)
+        stock = attention not in (None, ATTENTION)
+        load = "load the model with attn_implementation='kvcap'"
+        if stock and self.eviction.needs_attention:
+            raise UnsupportedModel(
+                f"policy {self.eviction.name!r} works inside attention, which {attention!r} does "
+                f"not show; {load}"
+            )
+        if stock and positions == "compact":
+            raise UnsupportedModel(
+                f"positions='compact' are not possible with attention {attention!r}; {load}, or "
+                "use positions='true'"
+            )
+        return stock
+
+
+def _check_size(name: str, size: Any) -> None:
+    """Refuse what is no whole number from 1."""
+    if isinstance(size, str):
+        raise PlanInfeasible(
+            f"{name}={size!r}: tokens are counted here, such as 1024; for a size in bytes take "
+            "kvcap.MemoryPlan.of(model.config, kv_budget='64MiB').budget_tokens, with the policy "
+            "and block_size that the cache gets"
+        )
+    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+        raise PlanInfeasible(f"{name}={size!r}: use a whole number of tokens from 1")
+
+
+def _eviction(policy: str | Eviction | Policy) -> Eviction:
+    """The eviction that was named or given."""
+    if isinstance(policy, Eviction):
+        return policy
+    if isinstance(policy, Policy):
+        return Eviction(policy, name=type(policy).__module__.rsplit(".", 1)[-1])
+    if isinstance(policy, str):
+        return load_policy(policy)
+    raise PolicyError(
+        f"policy={policy!r}: use a name such as 'keydiff' (kvcap policies lists them), or what "
+        "kvcap.load_policy gives"
+    )

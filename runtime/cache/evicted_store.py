@@ -1,0 +1,194 @@
+"""One layer's evicted tokens, off the cache but on the machine, and what they add to attention.
+
+The tokens lie in slots of their own, on the host or in a mapped file. What a query would have got
+from them is remembered per query head: the query, the output, the log-sum-exp (CaliDrop, Alg. 1).
+Tokens evicted since are merged into it as they go, since their keys are at hand then; those dropped
+from a full store stay in it until it is made anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from kvcap.policies.base import Corrector
+from kvcap.policies.base.order import lowest
+from kvcap.runtime.attention.functions import attend_with_lse, merge
+from kvcap.runtime.cache.pool import Segment, SlotPool
+from kvcap.runtime.models.rope import Rotation
+
+SIDE = {"score": torch.float32, "made_at": torch.int32}  # made_at: the position of the key's making
+
+
+class Calibration:
+    """The evicted tokens of a layer's `segments` and their contribution.
+
+    Args:
+        corrector: what decides, and how many tokens are kept.
+        segments: of the layer; each gets its own place for what it evicts.
+        heads: query heads of the layer.
+        new: makes buffers, as `torch.zeros`.
+    """
+
+    def __init__(
+        self,
+        corrector: Corrector,
+        segments: Sequence[Segment],
+        heads: int,
+        new: Callable[..., Tensor] = torch.zeros,
+    ) -> None:
+        self.corrector = corrector
+        cache = segments[0].pool.keys
+        kv_heads, size = segments[0].layer_heads, cache.shape[-1]
+        batch = 1 + max(s.row + s.batch - 1 for s in segments)
+        block = segments[0].block
+        slots = sum(s.batch * s.heads for s in segments) * (corrector.size + block)
+        self.pool = SlotPool(slots, size, cache.dtype, "cpu", SIDE, new)
+        self.evicted, start = [], 0
+        for s in segments:
+            place = Segment(
+                self.pool, start, corrector.size, block, s.batch, s.heads,
+                row=s.row, head=s.head, layer_heads=kv_heads,
+            )  # fmt: skip
+            self.evicted.append(place)
+            start += place.slots
+        device = cache.device
+        self._query = torch.zeros(batch, heads, 1, size, dtype=cache.dtype, device=device)
+        self._out = torch.zeros(batch, heads, 1, size, device=device)
+        self._lse = torch.full((batch, heads, 1), float("-inf"), device=device)
+        self._attend: Callable[..., tuple[Tensor, Tensor]] = attend_with_lse  # with its scaling
+        self.steps = 0  # tokens generated, per query head and sequence
+        self.recomputed = 0  # how many of them attended to the evicted tokens anew
+
+    @property
+    def nbytes(self) -> int:
+        """Exact bytes of what is remembered; the pool counts its own."""
+        return sum(x.untyped_storage().nbytes() for x in (self._query, self._out, self._lse))
+
+    @property
+    def remembered(self) -> dict[str, Tensor]:
+        """What queries got from the evicted tokens, by name."""
+        return {"query": self._query, "out": self._out, "lse": self._lse}
+
+    def correct(
+        self,
+        index: int,
+        segment: Segment,
+        query: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        rotation: Rotation | None,
+        scaling: float,
+        softcap: float | None,
+    ) -> Tensor:
+        """Attention's output with what the evicted tokens add. Shape [b, h, T, D].
+
+        Args:
+            index: of the segment.
+            segment: what is held, the block in hand included.
+            query: [b, h, T, D], at the positions of the segment.
+            out: attention over what is held.
+            lse: log-sum-exp of its logits [b, h, T].
+            rotation: moves keys, where positions are compact.
+            scaling: of the logits.
+            softcap: of the logits.
+        """
+        self._attend = partial(attend_with_lse, scaling=scaling, softcap=softcap)
+        evicted = self.evicted[index]
+        if not evicted.held:
+            return out
+        mine = [segment.rows_of(x) for x in (self._query, self._out, self._lse)]
+        anew, corrected = self.corrector.decide(query, mine[0])
+        unknown = mine[2].isneginf()  # nothing is remembered yet
+        anew, corrected = anew | unknown, corrected | unknown
+        other, other_lse = mine[1].expand(out.shape), mine[2].expand(lse.shape)
+        if bool(anew.any()):
+            fresh, fresh_lse = self._recompute(evicted, segment, query, rotation)
+            other = torch.where(anew[..., None], fresh.float(), other)
+            other_lse = torch.where(anew, fresh_lse, other_lse)
+            # Remember the last query that attended anew, head by head.
+            length = query.shape[2]
+            order = torch.arange(1, length + 1, device=anew.device)
+            last = (anew * order).amax(-1, keepdim=True)  # [b, h, 1], 0: none
+            row = (last - 1).clamp(min=0)[..., None].expand(*query.shape[:2], 1, query.shape[3])
+            known = last > 0
+            mine[0].copy_(torch.where(known[..., None], query.gather(2, row), mine[0]))
+            mine[1].copy_(torch.where(known[..., None], fresh.float().gather(2, row), mine[1]))
+            mine[2].copy_(torch.where(known, fresh_lse.gather(2, row[..., 0]), mine[2]))
+        if query.shape[2] == 1:
+            self.steps += anew.numel()
+            self.recomputed += int(anew.sum())
+        merged, _ = merge(out, lse, other, other_lse)
+        return torch.where(corrected[..., None], merged, out.float()).to(out.dtype)
+
+    def _recompute(
+        self, evicted: Segment, segment: Segment, query: Tensor, rotation: Rotation | None
+    ) -> tuple[Tensor, Tensor]:
+        """Attention of `query` over the evicted tokens: all are older, so no mask."""
+        keys, values = evicted.keys.to(query.device), evicted.values.to(query.device)
+        if rotation is not None:
+            # An evicted token counts behind the held ones that are older than it.
+            held = segment.positions.sort(dim=-1).values
+            rank = torch.searchsorted(held, evicted.positions.to(query.device).contiguous())
+            keys = rotation.back(keys, evicted.side("made_at").to(query.device) - rank)
+        return self._attend(query, keys, values)
+
+    def take(
+        self,
+        index: int,
+        segment: Segment,
+        slots: Tensor,
+        scores: Tensor,
+        keys: Tensor,
+        shift: Tensor | None,
+    ) -> None:
+        """Take in the tokens of a segment's slots [b, k, e], about to be given up.
+
+        Args:
+            index: of the segment.
+            segment: still whole.
+            slots: which go.
+            scores: [b, k, n] of all slots.
+            keys: [b, k, n, D] as attention saw them.
+            shift: [b, k, n] how far positions have moved, where they are compact.
+        """
+        # In time order, so that sums over them come out alike on every device.
+        slots = slots.gather(2, segment.positions.gather(2, slots).argsort(dim=-1))
+        wide = slots[..., None].expand(*slots.shape, keys.shape[-1])
+        values = segment.values.gather(2, wide)
+        self._remember(segment, keys.gather(2, wide), values)
+        times = segment.positions.gather(2, slots)
+        made_at = torch.zeros_like(times)
+        if shift is not None:
+            held = segment.positions.sort(dim=-1).values
+            made_at = torch.searchsorted(held, times, out_int32=True) + shift.gather(2, slots)
+        stored = segment.keys.gather(2, wide)
+        place = self.evicted[index]
+        for part in torch.arange(slots.shape[-1]).split(place.block):
+            part_slots = slice(int(part[0]), int(part[-1]) + 1)
+            place.append(stored[:, :, part_slots].cpu(), values[:, :, part_slots].cpu(), part.int())
+            new = slice(place.held - len(part), place.held)
+            place.positions[:, :, new] = times[:, :, part_slots].cpu()
+            place.side("made_at")[:, :, new] = made_at[:, :, part_slots].cpu()
+            place.side("score")[:, :, new] = scores.gather(2, slots)[:, :, part_slots].cpu()
+            if (excess := place.held - place.budget) > 0:
+                place.compact(lowest(place.side("score"), place.positions, excess))
+
+    def _remember(self, segment: Segment, keys: Tensor, values: Tensor) -> None:
+        """Merge tokens that go now into what is remembered, where something is."""
+        query, out, lse = (segment.rows_of(x) for x in (self._query, self._out, self._lse))
+        added, added_lse = self._attend(query, keys, values)
+        known = ~lse.isneginf()
+        merged, merged_lse = merge(out, lse, added, added_lse)
+        out.copy_(torch.where(known[..., None], merged, out))
+        lse.copy_(torch.where(known, merged_lse, lse))
+
+    def reset(self) -> None:
+        """Forget everything; the buffers stay."""
+        for place in self.evicted:
+            place.held = 0
+        self._lse.fill_(float("-inf"))
+        self.steps = self.recomputed = 0

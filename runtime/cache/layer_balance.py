@@ -1,0 +1,58 @@
+"""Moves slots between layers while blocks arrive, inside one pool that never grows.
+
+A layer that should shrink does so when it evicts next, and only then can another take its slots.
+"""
+
+from __future__ import annotations
+
+from kvcap.policies.base import LayerBudget, apportion
+from kvcap.runtime.cache.pool import Segment, resize
+
+
+class LayerBalance:
+    """The layers' wishes and what becomes of them.
+
+    Args:
+        budget: says what the layers should have by their preferences.
+        average: slots per KV head and layer (`N`).
+        layers: how many there are.
+        pinned: slots that pins take in a head.
+    """
+
+    def __init__(self, budget: LayerBudget, average: int, layers: int, pinned: int) -> None:
+        self.budget, self.average, self.pinned = budget, average, pinned
+        self.preferences: list[float | None] = [None] * layers
+        self.segments: list[Segment] = []  # of all layers, one each
+        self.floor = 0  # slots that no layer goes below, where tokens of the text are pinned
+
+    def prefer(self, index: int, preference: float, seen: int) -> None:
+        """Note how much a layer wants slots; it evicts down to what it should have now."""
+        self.preferences[index] = preference
+        if (wanted := self._wanted(seen)) is not None:
+            segment = self.segments[index]
+            segment.stay = min(segment.budget, wanted[index])
+
+    def rebalance(self, seen: int) -> None:
+        """After a block of all layers, give those that want more what others no longer hold."""
+        wanted = self._wanted(seen)
+        if wanted is None:
+            return
+        # The rest lies in a block's slots. No layer has fewer slots than the floor before, either.
+        held = [max(self.floor, min(s.held, s.budget)) for s in self.segments]
+        shares = [max(0, w - h) for w, h in zip(wanted, held, strict=True)]
+        more = apportion(shares, self.average * len(held) - sum(held))
+        resize(self.segments, [h + extra for h, extra in zip(held, more, strict=True)])
+        for segment, slots in zip(self.segments, wanted, strict=True):
+            segment.stay = max(1, min(segment.budget, slots))
+
+    def reset(self) -> None:
+        """Forget what was preferred."""
+        self.preferences, self.floor = [None] * len(self.preferences), 0
+
+    def _wanted(self, seen: int) -> list[int] | None:
+        """Slots of every layer by today's preferences, once all are known and there is need."""
+        known = [p for p in self.preferences if p is not None]
+        if len(known) < len(self.preferences) or seen <= self.average:
+            return None  # while everything fits everywhere, nobody gives anything up
+        most = [min(len(known) * self.average, seen)] * len(known)
+        return self.budget.resplit(known, self.average, most, max(self.pinned, self.floor))

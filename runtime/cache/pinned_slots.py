@@ -1,0 +1,87 @@
+"""Tokens that are never evicted: how many slots they take, and whether every head holds them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from kvcap.runtime.errors import PinsTooLarge
+from kvcap.runtime.types import Span
+
+if TYPE_CHECKING:  # the backend of ONNX Runtime counts pins without PyTorch
+    from kvcap.runtime.cache.layout import CacheLayout
+
+
+def merged(spans: Iterable[Span]) -> list[Span]:
+    """The same tokens in the fewest spans, in order.
+
+    >>> merged([(8, 9), (2, 6), (0, 4), (5, 5)])
+    [(0, 6), (8, 9)]
+    """
+    found: list[Span] = []
+    for start, stop in sorted(spans):
+        if found and start <= found[-1][1]:
+            found[-1] = found[-1][0], max(stop, found[-1][1])
+        elif start < stop:
+            found.append((start, stop))
+    return found
+
+
+def covered(spans: Iterable[Span]) -> int:
+    """Tokens that lie in any of the spans.
+
+    >>> covered([(0, 4), (2, 6), (8, 9)])
+    7
+    """
+    return sum(stop - start for start, stop in merged(spans))
+
+
+def check_pins(
+    layout: CacheLayout, spans: Sequence[Span], seen: int, budgets: Sequence[Sequence[int]]
+) -> None:
+    """Refuse spans that a head could not hold beside the policy's own pins.
+
+    Args:
+        layout: of the cache.
+        spans: all that are to be pinned.
+        seen: tokens read so far.
+        budgets: slots of every segment of every capped layer: one of all KV heads, or one of each,
+            sequence by sequence.
+
+    Raises:
+        PinsTooLarge: naming the slots that are needed.
+    """
+    from torch import empty  # which not every backend has
+
+    from kvcap.policies import Observation
+
+    eviction = layout.eviction
+    if not spans or not eviction.policy.evicts:
+        return
+    kv_heads = layout.shape.kv_heads
+    for layer, row in enumerate(budgets):
+        for index, budget in enumerate(row):
+            # Where slots move between heads a head gets what its pins need, and one to spare.
+            slots = layout.budgets[layer] - 1 if eviction.heads_move else budget
+            none = empty(1, max(1, kv_heads // len(row)), 0)  # pins depend on no tensor
+            observed = Observation(
+                keys=none, values=none, positions=none,
+                seen=seen, budget=slots, layer=layer,
+                first_head=index % kv_heads,
+            )  # fmt: skip
+            sinks, recents = eviction.pins_of(observed)
+            pinned, needed = covered(spans), covered([*spans, (0, sinks)]) + recents
+            if needed > slots:
+                raise PinsTooLarge(
+                    f"{pinned} tokens would be pinned, which needs {needed} slots in every head "
+                    f"with the {needed - pinned} that policy {eviction.name!r} pins, and a head of "
+                    f"layer {layer} has {slots}; pin less, use a larger budget, or /clear"
+                )
+
+
+def slots_needed(layout: CacheLayout, spans: Sequence[Span]) -> int:
+    """Slots of a head that spans and the policy's own pins take; 0 where no span is pinned."""
+    if not spans:
+        return 0
+    sinks, recents = layout.eviction.sinks(), layout.eviction.recents(layout.budget_tokens)
+    return covered([*spans, (0, sinks)]) + recents

@@ -1,0 +1,69 @@
+"""The last queries of a layer, kept between blocks for policies that observe a window.
+
+Compact positions move down with every eviction; a kept query's moves by as many as its head
+evicted, since every slot is older than it or pinned with it. It is rotated when it is read.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvcap.kernels import ring
+from kvcap.kernels.choice import ready
+from kvcap.runtime.cache.pool import Segment
+from kvcap.runtime.models.rope import Rotation
+
+
+class QueryRing:
+    """`[B, H, w, D]` queries, oldest first, and how far each one's position has moved, `[B, K, w]`.
+
+    A segment reads and moves its own heads' part.
+    """
+
+    def __init__(self, like: Tensor, heads: int, length: int) -> None:
+        batch, kv_heads, _, size = like.shape
+        self.queries = like.new_zeros(batch, heads, length, size)
+        self.shift = torch.zeros(batch, kv_heads, length, dtype=torch.int32, device=like.device)
+
+    @property
+    def nbytes(self) -> int:
+        """Exact bytes of storage."""
+        return sum(x.untyped_storage().nbytes() for x in (self.queries, self.shift))
+
+    def append(self, queries: Tensor) -> None:
+        """Take in a block's queries [B, H, T, D], of which the newest `w` stay."""
+        if ready(queries) and ring.covers(self.queries, self.shift, queries):
+            ring.append(self.queries, self.shift, queries)
+            return
+        size = self.queries.shape[2]
+        new = min(size, queries.shape[2])
+        if new < size:
+            queries = torch.cat((self.queries[:, :, new:], queries), dim=2)
+            self.shift.copy_(self.shift.roll(-new, dims=2))
+        self.queries.copy_(queries[:, :, queries.shape[2] - size :])
+        self.shift[:, :, size - new :] = 0
+
+    def fill(self, queries: Tensor, shift: Tensor) -> None:
+        """Take over the newest of another ring's queries and shifts, which has as many or more."""
+        size = self.queries.shape[2]
+        self.queries.copy_(queries[:, :, queries.shape[2] - size :])
+        self.shift.copy_(shift[:, :, shift.shape[2] - size :])
+
+    def last(self, segment: Segment, count: int, rotation: Rotation | None) -> Tensor:
+        """A segment's newest `count` queries [b, k·G, count, D], at today's positions."""
+        queries = segment.rows_of(self.queries)[:, :, -count:]
+        if rotation is None:
+            return queries
+        shift = segment.rows_of(self.shift)[:, :, -count:]
+        group = queries.shape[1] // shift.shape[1]
+        # A KV head's shifts are those of all its query heads. Both are views where the segment is
+        # a whole layer or lies within a sequence, as the cache's all do; else copies.
+        by_group = queries.unflatten(1, (-1, group)).flatten(0, 1)  # [b·k, G, count, D]
+        shared = shift[:, :, None].expand(-1, -1, group, -1).flatten(0, 1)  # [b·k, G, count]
+        return rotation.back(by_group, shared).view(queries.shape)
+
+    def moved(self, segment: Segment, count: int, newest: int | None = None) -> None:
+        """Move a segment's queries down by `count` positions, or only its `newest` ones."""
+        shift = segment.rows_of(self.shift)
+        (shift if newest is None else shift[:, :, -newest:]).add_(count)

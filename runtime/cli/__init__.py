@@ -1,0 +1,1 @@
+"""The commands chat, generate, plan and policies, and the terminal."""

@@ -1,0 +1,442 @@
+"""The chat: lines in, answers and commands out. Knows no terminal, see `terminal.py`."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+import shlex
+import sys
+import textwrap
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, ClassVar
+
+import psutil  # type: ignore[import-untyped]
+
+from kvcap import __version__
+from kvcap.runtime.cli.answer import answer
+from kvcap.runtime.cli.console import (
+    INTERRUPTED,
+    OK,
+    columns,
+    complain,
+    dim,
+    exit_code,
+    say,
+    styled,
+)
+from kvcap.runtime.cli.live_meter import Meter, figures, kv
+from kvcap.runtime.cli.options import Output, Sampling, pairs
+from kvcap.runtime.errors import KvcapError, MemoryCapExceeded, PlanInfeasible, first_line
+from kvcap.runtime.files import read_text
+from kvcap.runtime.interrupts import interrupts_deferred
+from kvcap.runtime.memory.free_memory import free_memory
+from kvcap.runtime.session.decoding import MAX_NEW_TOKENS
+from kvcap.runtime.session.session import Session
+from kvcap.runtime.types import POCKET
+from kvcap.runtime.units import size
+
+if TYPE_CHECKING:
+    from kvcap.runtime.session.engine import Engine
+
+YOU = "cyan"  # what the user said
+SETTINGS = (*(field.name for field in fields(Sampling)), "markdown")
+COMMAND = re.compile(r"/([A-Za-z]*)(?:\s+(.*))?", re.DOTALL)
+SHOWN_LINES, SHOWN = 8, 600  # of a message that is shown again: lines, characters
+
+
+@dataclass
+class Chat:
+    """One conversation and its commands.
+
+    Answers go to stdout, all else to stderr. What a command refuses is said and ends nothing.
+    """
+
+    session: Session
+    output: Output
+    file: str | None = None
+    """Where the conversation is saved after every answer, if anywhere."""
+    commands: bool = True
+    """Whether a line that begins with a slash and a word is a command."""
+    markdown: bool = True
+    """Whether answers are drawn as Markdown, where stdout is a terminal."""
+    spaced: bool = False
+    """Whether an empty line goes before an answer, as people read it on a terminal."""
+    draft: str = ""
+    """What a command leaves for the next prompt, to be changed and sent."""
+    code: int = OK
+    """The first exit code that was not 0."""
+    over: bool = False
+
+    def script(self, lines: Iterable[str]) -> int:
+        """Take every line as a turn; a final backslash continues it. Returns the exit code."""
+        for turn in joined(lines):
+            self.take(turn)
+            if self.over or self.code == INTERRUPTED:
+                break
+        return self.code
+
+    def take(self, text: str) -> None:
+        """One turn: a command, which is a slash and a word of letters, or something to answer."""
+        if not text.strip():
+            return
+        command = COMMAND.fullmatch(text) if self.commands else None
+        count = len(self.session.messages)
+        try:
+            code = self._command(command[1], command[2] or "") if command else self._say(text)
+        except (KvcapError, ValueError) as error:
+            complain(error)
+            code = exit_code(error)
+        if not command and len(self.session.messages) == count:
+            self.draft = text  # it was refused, or taken back
+        self.code = self.code or code
+
+    def keep(self) -> None:
+        """Save the conversation where it has a file.
+
+        Raises:
+            SessionNotSaved: it cannot be written.
+        """
+        if self.file is not None:
+            self.session.save(self.file)
+
+    def banner(self) -> list[str]:
+        """What a user should know at the start."""
+        runtime = self.session.runtime
+        plan = runtime.plan
+        lines = [
+            f"kvcap {__version__} · {runtime.name} · {runtime.where}",
+            f"{plan.policy} keeps {plan.budget_tokens:,} slots in {size(runtime.cap_bytes)} of KV "
+            "memory",
+        ]
+        if runtime.name == POCKET:
+            lines.append(
+                "pocket is a small test and demonstration model: it only knows what it is told"
+            )
+        return [*lines, "/help lists the commands · Ctrl-C stops · Ctrl-D leaves"]
+
+    def resumed(self) -> None:
+        """Say that a saved conversation goes on; to people, its last exchange too."""
+        if self.output.quiet or not self.session.messages:
+            return
+        dim(f"continued: {self._turns} · {figures(self.session.stats)}")
+        self._show_last()
+
+    @property
+    def _turns(self) -> str:
+        count = sum(message["role"] == "user" for message in self.session.messages)
+        return f"{count:,} turn{'' if count == 1 else 's'}"
+
+    def _show_last(self) -> None:
+        if not self.spaced:
+            return
+        for message in self.session.messages[-2:]:
+            said = message["role"] == "user"
+            say("")
+            say(
+                (f"> {shortened(message['content'])}", YOU)
+                if said
+                else shortened(message["content"])
+            )
+
+    def _say(self, text: str, *, pin: bool = False) -> int:
+        return self._answer(lambda: self.session.send(text, pin=pin))
+
+    def _answer(self, begin: Callable[[], Iterator[str]]) -> int:
+        def begun() -> Iterator[str]:
+            pieces = begin()
+            if self.spaced:
+                say("")
+            return pieces
+
+        code = answer(self.session, begun, self.output, self._meter)
+        self.keep()
+        return code
+
+    @property
+    def _meter(self) -> type[Meter]:
+        if self.markdown and not self.output.json and sys.stdout.isatty() and styled():
+            from kvcap.runtime.cli.markdown import MarkdownMeter
+
+            return MarkdownMeter
+        return Meter
+
+    def _command(self, name: str, rest: str) -> int:
+        if name.lower() not in self.COMMANDS:
+            close = difflib.get_close_matches(name.lower(), self.COMMANDS, n=1)
+            hint = f"did you mean /{close[0]}?" if close else "/help lists all"
+            raise ValueError(f"no command /{name}; {hint} (a space before it makes it a message)")
+        return self.COMMANDS[name.lower()][2](self, rest.strip()) or OK
+
+    def _help(self, _: str) -> None:
+        usages = {f"/{name} {usage}": says for name, (usage, says, _) in self.COMMANDS.items()}
+        indent = max(map(len, usages)) + 2
+        width = min(columns() or 80, 80)
+        for usage, says in usages.items():
+            dim(textwrap.fill(f"{usage:<{indent}}{says}", width, subsequent_indent=" " * indent))
+        if self.spaced:
+            dim(KEYS)
+
+    def _clear(self, _: str) -> None:
+        self.session.clear()
+        dim("the conversation is forgotten; settings stay")
+
+    def _set(self, rest: str) -> None:
+        name, _, value = rest.partition(" ")
+        value = value.strip()
+        if not name:
+            dim("\n".join(map(self._setting, SETTINGS)))
+            return
+        if name not in SETTINGS:
+            close = difflib.get_close_matches(name, SETTINGS, n=1)
+            hint = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(SETTINGS)}"
+            raise ValueError(f"no setting {name!r}; {hint}")
+        if name == "markdown":
+            if value not in SWITCH:
+                raise ValueError(f"markdown takes on or off; got {value!r}")
+            self.markdown = SWITCH[value]
+        elif name == "stop" and not value:
+            self.session.generation.stop_strings = None
+        else:
+            self.session.set_generation(**Sampling.parse(name, value).given())
+        dim(self._setting(name))
+
+    def _setting(self, name: str) -> str:
+        if name == "markdown":
+            return f"markdown = {'on' if self.markdown else 'off'}"
+        generation = self.session.generation
+        value = getattr(generation, "stop_strings" if name == "stop" else name, None)
+        if name == "seed":
+            value = self.session.seed
+        elif name == "max_new_tokens":
+            value = value or MAX_NEW_TOKENS
+        elif name == "temperature" and not generation.do_sample:
+            value = 0
+        return f"{name} = {'not set' if value is None else value}"
+
+    def _stats(self, _: str) -> None:
+        stats, plan = self.session.stats, self.session.runtime.plan
+        lines = [
+            f"{self._turns} · policy {stats.policy} · {plan.positions} positions",
+            figures(stats),
+        ]
+        if stats.turn is None:
+            lines.append("no answer yet")
+        else:
+            turn = stats.turn
+            lines += [
+                f"last answer: {turn.read_tokens:,} tokens read, {turn.completion_tokens:,} "
+                f"written; {ENDED.get(turn.finish_reason or '', 'not finished')}",
+                f"first word after {turn.ttft_s:.2f} s, then {turn.decode_tok_s:,.0f} tok/s",
+            ]
+        if stats.execution:
+            lines.append(stats.execution)
+        dim("\n".join(lines))
+
+    def _mem(self, _: str) -> None:
+        stats, plan = self.session.stats, self.session.runtime.plan
+        dim(
+            f"{kv(stats)} in use, {size(stats.peak_bytes)} allocated at the peak\n"
+            f"weights {size(plan.weights)} · workspace of a block about {size(plan.workspace)} · "
+            f"this process {size(psutil.Process(os.getpid()).memory_info().rss)}"
+        )
+
+    def _policy(self, rest: str) -> None:
+        if not rest:
+            raise ValueError("give a policy, such as /policy snapkv window=16; see kvcap policies")
+        name, *texts = shlex.split(rest)
+        self._move(self.session.runtime.under(name, pairs(texts)))
+
+    def _budget(self, rest: str) -> None:
+        runtime = self.session.runtime
+        if rest:
+            found = with_budget(runtime, rest)
+            more = found.plan.cache_bytes - runtime.plan.cache_bytes
+            if "cuda" not in runtime.where and more > (free := free_memory().nbytes):
+                raise PlanInfeasible(
+                    f"{found.plan.budget_tokens:,} slots take {size(found.plan.cache_bytes)}, "
+                    f"which is {size(more)} more than now, and {size(free)} are free"
+                )
+            self._move(found)
+        else:
+            dim(
+                f"{runtime.plan.budget_tokens:,} slots in {size(runtime.cap_bytes)}; "
+                "/budget 512 or /budget 4MiB changes it"
+            )
+
+    def _move(self, runtime: Engine) -> None:
+        """Go on under another policy or budget."""
+        old = self.session
+        before, messages, system, seed = old.runtime, old.messages, old.system, old.seed
+        generation, pinned, pin_system = old.generation, old.pinned, old.pin_system
+        on_full = old.on_full
+
+        def new(runtime: Engine) -> Session:
+            session: Session = runtime.session(system, seed=seed, generation=generation)
+            session.messages, session.pinned = messages, pinned
+            session.pin_system, session.on_full = pin_system, on_full
+            return session
+
+        with interrupts_deferred():
+            del self.session, old  # their memory first: two caches would be over the cap
+            try:
+                self.session = new(runtime)
+            except BaseException as error:
+                self.session = new(before)
+                if isinstance(error, (MemoryError, RuntimeError)):  # as torch says it
+                    raise MemoryCapExceeded(
+                        f"the memory for {runtime.plan.budget_tokens:,} slots cannot be had "
+                        f"({first_line(error)}); nothing is changed"
+                    ) from error
+                raise
+        plan = runtime.plan
+        cap = f"policy {plan.policy}, {plan.budget_tokens:,} slots in {size(runtime.cap_bytes)}"
+        dim(f"{cap}{REREAD if messages else ''}")
+
+    def _system(self, rest: str) -> None:
+        if rest:
+            self.session.system = None if rest in ('""', "''") else rest
+            self.session.cache.reset()
+            dim(f"system prompt set{REREAD if self.session.messages else ''}")
+        else:
+            dim(self.session.system or 'no system prompt; /system TEXT sets one, /system "" none')
+
+    def _regen(self, _: str) -> int:
+        code = self._answer(self.session.regenerate)
+        if code == INTERRUPTED and self.session.notice is None and not self.output.quiet:
+            dim("what was written of the new answer replaces the former one")
+        return code
+
+    def _undo(self, _: str) -> None:
+        self.draft = self.session.undo()
+        self.keep()
+        reread = REREAD if self.session.messages else ""
+        dim(f"taken back: {shortened(self.draft, lines=1)}{reread}")
+
+    def _read(self, rest: str) -> int:
+        found = FILE.fullmatch(rest)
+        if not found:
+            raise ValueError(
+                "give a file, such as /read notes.txt, and perhaps a question after it"
+            )
+        file, question = found[1].strip("\"'").replace("\\ ", " "), found[2]
+        text = read_text(file)
+        if not text.strip():
+            raise ValueError(f"{file!r} is empty")
+        lines = text.count("\n") + 1
+        dim(f"read {lines:,} line{'' if lines == 1 else 's'} of {file}")
+        return self._say(f"{text}\n\n{question}" if question else text)
+
+    def _pin(self, rest: str) -> int:
+        if rest:
+            return self._say(rest, pin=True)
+        session = self.session
+        pinned = [session.messages[index]["content"] for index in sorted(session.pinned)]
+        if session.pin_system and session.system:
+            pinned.insert(0, f"system prompt: {session.system}")
+        dim("\n".join(pinned) or "nothing is pinned; /pin TEXT says TEXT and never evicts it")
+        return OK
+
+    def _save(self, rest: str) -> None:
+        if not rest:
+            raise ValueError("give a file, such as /save chat.safetensors")
+        self.session.save(os.path.expanduser(rest))
+        dim(f"saved in {rest}; /load or --session goes on from there")
+
+    def _load(self, rest: str) -> None:
+        if not rest:
+            raise ValueError("give a file that /save or --session wrote")
+        self.session.restore(os.path.expanduser(rest))
+        dim(f"loaded {self._turns} · {figures(self.session.stats)}")
+        self._show_last()
+
+    def _exit(self, _: str) -> None:
+        self.over = True
+
+    COMMANDS: ClassVar[dict[str, tuple[str, str, Callable[[Chat, str], int | None]]]] = {
+        "help": ("", "list the commands", _help),
+        "read": ("FILE [QUESTION]", "say what is in a text file, and ask about it", _read),
+        "undo": ("", "take back the last message and its answer", _undo),
+        "regen": ("", "answer again; reads the conversation again", _regen),
+        "pin": ("[TEXT]", "say what is never evicted, or show what is pinned", _pin),
+        "system": ("[TEXT]", "show or set the system prompt", _system),
+        "clear": ("", "forget the conversation", _clear),
+        "save": ("FILE", "save the conversation, to the bit", _save),
+        "load": ("FILE", "go on with a saved conversation", _load),
+        "set": ("[KEY VALUE]", f"show or change settings: {', '.join(SETTINGS)}", _set),
+        "policy": ("NAME [K=V ...]", "switch the policy; reads the conversation again", _policy),
+        "budget": ("[TOKENS|SIZE]", "show or change the KV budget; reads again, too", _budget),
+        "stats": ("", "tokens seen, kept and evicted", _stats),
+        "mem": ("", "memory in use", _mem),
+        "exit": ("", "leave", _exit),
+    }
+
+
+REREAD = "; the next message reads the conversation again"
+KEYS = """\
+Enter sends · Alt+Enter or a final backslash: new line · Tab completes
+Ctrl-C stops an answer · Ctrl-D leaves"""
+ENDED = {
+    "stop": "ended by the model",
+    "length": "ended at max_new_tokens",
+    "interrupted": "stopped by Ctrl-C",
+    "cap": "ended at the cap",
+    "full": "ended as the cache was full",
+    "error": "failed",
+}
+SWITCH = {"on": True, "off": False}
+# A name in quotes, or one whose spaces have backslashes before them; then the question.
+FILE = re.compile(r"""("[^"]+"|'[^']+'|(?:\\ |\S)+)\s*(.*)""", re.DOTALL)
+
+
+def with_budget(runtime: Engine, text: str) -> Engine:
+    """`runtime` with a budget in slots, such as 512, or in bytes, such as 4MiB: the most in them.
+
+    Raises:
+        ValueError: neither a number of slots nor a size, or nothing fits.
+    """
+    from kvcap.runtime.units import parse_bytes
+
+    if (slots := text.replace(",", "")).isdecimal():
+        if not int(slots):
+            raise ValueError("a budget has 1 slot or more; such as /budget 512 or /budget 4MiB")
+        return runtime.with_budget(int(slots))
+    try:
+        most = parse_bytes(text)
+    except PlanInfeasible as error:
+        raise ValueError(
+            f"{text!r} is no budget; give slots, such as 512, or bytes, such as 4MiB"
+        ) from error
+
+    def taken(slots: int) -> int:
+        return runtime.with_budget(slots).plan.cache_bytes
+
+    over = 2 * runtime.plan.budget_tokens
+    while taken(over) <= most:
+        over *= 2
+    found = bisect_right(range(1, over), most, key=taken)
+    if not found:
+        raise ValueError(f"one slot takes {size(taken(1))}, and the budget is {size(most)}")
+    return runtime.with_budget(found)
+
+
+def shortened(text: str, lines: int = SHOWN_LINES) -> str:
+    """The beginning of a message, for people to know it by."""
+    head = "\n".join(text.strip().split("\n")[:lines])[:SHOWN]
+    return head if head == text.strip() else f"{head} ..."
+
+
+def joined(lines: Iterable[str]) -> Iterator[str]:
+    """Lines without their ends; a line that ends with a backslash goes on in the next."""
+    held = ""
+    for line in lines:
+        text = line.rstrip("\r\n")
+        if text.endswith("\\"):
+            held += text[:-1] + "\n"
+        else:
+            yield held + text
+            held = ""
+    if held:
+        yield held

@@ -1,0 +1,387 @@
+"""The commands of the runtime: chat, generate, plan, policies.
+
+`kvcap --help` imports this; what a command needs is imported when it runs.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from kvcap.runtime.cli.completion import policy_names
+from kvcap.runtime.cli.console import INFEASIBLE, complain, styled
+from kvcap.runtime.cli.options import (
+    Backend,
+    Budget,
+    Json,
+    Model,
+    Output,
+    Running,
+    Sampling,
+    grouped,
+)
+from kvcap.runtime.files import as_text
+from kvcap.runtime.models.names import CONFIG, REPOSITORY
+from kvcap.runtime.types import MANIFEST, POCKET
+
+if TYPE_CHECKING:
+    from kvcap.runtime.planning.plan import MemoryPlan
+    from kvcap.runtime.session.engine import Engine
+    from kvcap.runtime.session.session import Session
+
+STDIN = "-"
+
+
+@grouped
+def chat_command(
+    model: Model = POCKET,
+    no_commands: Annotated[
+        bool,
+        typer.Option(
+            "--no-commands", help="Every line is a message, also one that begins with a slash."
+        ),
+    ] = False,
+    *,
+    backend: Backend,
+    budget: Budget,
+    running: Running,
+    sampling: Sampling,
+    output: Output,
+) -> None:
+    """Chat with a model in a fixed amount of KV memory.
+
+    On a terminal, /help lists the commands, Alt+Enter or a final backslash starts a new line,
+    Ctrl-C stops an answer. Without a terminal every line of stdin is a turn, and stdout has
+    nothing but the answers. A command is a slash and a word; other lines are messages.
+    """
+    from kvcap.runtime.cli.chat import Chat
+    from kvcap.runtime.session.text import render_turn
+
+    runtime = load(model, backend, budget, running, output)
+    render_turn(runtime.tokenizer, None, [{"role": "user", "content": "Hello!"}])  # can it chat?
+    session = start(runtime, running, sampling)
+    chat = Chat(session, output, running.session, commands=not no_commands)
+    if sys.stdin.isatty() and styled():
+        from kvcap.runtime.cli.terminal import converse
+
+        code = converse(chat)
+    else:
+        chat.resumed()
+        code = chat.script(sys.stdin)
+    chat.keep()
+    raise typer.Exit(code)
+
+
+@grouped
+def generate_command(
+    first: Annotated[
+        str | None, typer.Argument(metavar="MODEL", help="Needed only before a PROMPT or -f.")
+    ] = None,
+    second: Annotated[
+        str | None, typer.Argument(metavar="PROMPT", help="What to answer; - reads stdin.")
+    ] = None,
+    file: Annotated[
+        str | None,
+        typer.Option(
+            "--file", "-f", metavar="FILE", help="Read the prompt from a file; - is stdin."
+        ),
+    ] = None,
+    model: Annotated[
+        str,
+        typer.Option(
+            "--model",
+            "-m",
+            metavar="MODEL",
+            envvar="KVCAP_MODEL",
+            show_envvar=False,
+            help="The model, where no MODEL is given.",
+        ),
+    ] = POCKET,
+    raw: Annotated[
+        bool, typer.Option("--raw", help="Continue the prompt, without the chat template.")
+    ] = False,
+    *,
+    backend: Backend,
+    budget: Budget,
+    running: Running,
+    sampling: Sampling,
+    output: Output,
+) -> None:
+    """Answer one prompt and print the answer.
+
+    A single argument is the prompt; with two, the first is the model; with -f, the only one is.
+    What is piped into stdin is the prompt where no other is given.
+
+    \b
+    kvcap generate "Hello!"
+    kvcap generate Qwen/Qwen3-0.6B "Hello!" --kv-budget 64MiB
+    kvcap generate -f long.txt --json
+    git log -5 | kvcap generate -m Qwen/Qwen3-0.6B
+    """  # noqa: D301  # \\b: lines of the help that are not joined
+    from kvcap.runtime.cli.answer import answer
+
+    prompt, model = prompt_and_model(first, second, file, model)
+    if raw and running.system_prompt is not None:
+        raise ValueError("--system-prompt needs the chat template; leave --raw out")
+    if not prompt.strip():
+        raise ValueError("the prompt is empty; give at least one word")
+    session = start(load(model, backend, budget, running, output), running, sampling)
+    say = session.complete if raw else session.send
+    code = answer(session, lambda: say(prompt), output)
+    if running.session is not None:
+        session.save(running.session)
+    raise typer.Exit(code)
+
+
+@grouped
+def plan_command(
+    model: Model = POCKET,
+    length: Annotated[
+        int | None,
+        typer.Option(
+            "--context",
+            min=1,
+            metavar="N",
+            help="Tokens for which to say what an uncapped cache takes (by default as many as the "
+            "model was trained on).",
+        ),
+    ] = None,
+    *,
+    backend: Backend,
+    budget: Budget,
+    json_: Json = False,
+) -> None:
+    """Predict what a run will hold in memory, from the config and the headers of the weights.
+
+    Exits with 3 if no setting fits, and says which would.
+    """
+    from kvcap.runtime.cli.tables import print_plan
+    from kvcap.runtime.errors import PlanInfeasible
+    from kvcap.runtime.memory.free_memory import free_memory
+    from kvcap.runtime.planning.plan import warn_if_short
+
+    free = free_memory()
+    try:
+        plan = planned(model, backend, budget)
+    except PlanInfeasible as error:
+        if not json_:
+            raise
+        said = {"fits": False, "error": str(error), **error.least, "free_bytes": free.nbytes}
+        print(json.dumps(said))
+        complain(error)
+        raise typer.Exit(INFEASIBLE) from error
+    tokens = length or plan.trained_length
+    if json_:
+        uncapped = {"uncapped_tokens": tokens, "uncapped_bytes": plan.uncapped_bytes(tokens)}
+        available = {"free_bytes": free.nbytes, "free_by": free.source}
+        print(json.dumps({**plan.as_dict(), **uncapped, **available}))
+    else:
+        print_plan(model, plan, free, tokens)
+    warn_if_short(plan, free, budget.memory_cap)
+
+
+def planned(model: str, backend: Backend, budget: Budget) -> MemoryPlan:
+    """The plan of a run, without reading weights."""
+    if backend.exported(model):
+        from kvcap.runtime.cli import load
+
+        return load.plan(model, budget)
+    quiet_libraries()
+    from kvcap.runtime.backends.pytorch.runtime import parse_dtype
+    from kvcap.runtime.models.files import load_config
+    from kvcap.runtime.models.names import resolve
+    from kvcap.runtime.models.weights import read_headers
+    from kvcap.runtime.planning.plan import MemoryPlan
+
+    where, sizes = resolve(model), budget.sizes()
+    return MemoryPlan.of(
+        load_config(where),
+        policy=budget.eviction(),
+        dtype=parse_dtype(budget.dtype),
+        headers=read_headers(where),
+        rehearse=True,
+        **sizes,
+    )
+
+
+def policies_command(
+    context: typer.Context,
+    json_: Json = False,
+) -> None:
+    """List the eviction policies and what each costs."""
+    if context.invoked_subcommand is not None:
+        return
+    quiet_libraries()
+    from kvcap.policies import load_policy, policies
+    from kvcap.runtime.cli.tables import describe, describe_companions, print_policies
+
+    rows, others = [describe(name, load_policy(name)) for name in policies()], describe_companions()
+    if json_:
+        print(json.dumps({"policies": rows, "companions": others}))
+    else:
+        print_policies(rows, others)
+
+
+def policy_command(
+    context: typer.Context,
+    name: Annotated[
+        str,
+        typer.Argument(
+            metavar="NAME",
+            help="Of a policy, or A+B for a combination.",
+            autocompletion=policy_names,
+        ),
+    ],
+    json_: Json = False,
+) -> None:
+    """One policy: when to use it, its formula, paper, options and costs; NAME alone will do."""
+    quiet_libraries()
+    from kvcap.policies import load_policy
+    from kvcap.runtime.cli.tables import describe, print_policy
+
+    row = describe(name, load_policy(name))
+    before = context.parent.params if context.parent is not None else {}
+    if json_ or before.get("json_"):
+        print(json.dumps(row))
+    else:
+        print_policy(row)
+
+
+def load(model: str, backend: Backend, budget: Budget, running: Running, output: Output) -> Engine:
+    """The model under its budget, with a note on stderr while it loads."""
+    note = not output.quiet and styled()
+    if note:
+        sys.stderr.write(f"\x1b[2mloading {model} ...\x1b[0m")
+        sys.stderr.flush()
+    try:
+        if backend.exported(model):
+            from kvcap.runtime.cli import load as exported
+
+            return exported.load(model, budget, running)
+        quiet_libraries()
+        use_threads(running.threads)
+        from kvcap.runtime.backends.pytorch.runtime import Runtime
+
+        return Runtime.from_pretrained(
+            model,
+            budget.eviction(),
+            **budget.sizes(),
+            enforce=budget.enforce,
+            dtype=budget.dtype,
+            device=running.device,
+            evict_every=running.evict_every,
+            compiled=running.compiled,
+        )
+    finally:
+        if note:
+            sys.stderr.write("\r\x1b[2K")
+            sys.stderr.flush()
+
+
+def start(runtime: Engine, running: Running, sampling: Sampling) -> Session:
+    """A conversation with the settings that were given, from its file where there is one.
+
+    Raises:
+        ValueError: a system prompt that the file's conversation does not have, or none to pin.
+    """
+    given, system = sampling.given(), running.system_prompt
+    file = running.session
+    if file is not None and Path(file).exists():
+        session: Session = runtime.session()
+        session.restore(file)
+        if system not in (None, session.system):
+            raise ValueError(
+                f"the conversation in {file!r} has another system prompt; leave --system-prompt "
+                "out, or change it in the chat with /system"
+            )
+    else:
+        session = runtime.session(system, seed=given.pop("seed", None))
+    if running.pin_system and not session.system:
+        raise ValueError("--pin-system needs a system prompt; give one with --system-prompt")
+    session.pin_system = session.pin_system or running.pin_system
+    session.on_full = running.on_full
+    if given:
+        session.set_generation(**given)
+    if file is not None:
+        session.save(file)  # what cannot be saved is better known before an answer
+    return session
+
+
+def prompt_and_model(
+    first: str | None, second: str | None, file: str | None, model: str
+) -> tuple[str, str]:
+    """What to answer and who answers, from the arguments of `generate`.
+
+    What is piped into stdin is the prompt where no other is given.
+
+    Raises:
+        ValueError: too many or too few of them.
+    """
+    if file is not None:
+        if second is not None:
+            raise ValueError("give the prompt as an argument or with -f, not both")
+        return read(file), first or model
+    if second is not None:
+        return read(STDIN) if second == STDIN else second, first or model
+    named = first is not None and _names_model(first)
+    if first is not None and not named:
+        return read(STDIN) if first == STDIN else first, model
+    if sys.stdin is None or sys.stdin.isatty():
+        what = f"{first!r} is a model; add what it is to answer" if named else "give one"
+        raise ValueError(f"no prompt: {what} as an argument, with -f FILE, or through stdin")
+    return read(STDIN), first or model
+
+
+def _names_model(text: str) -> bool:
+    """Whether the only argument of `generate` is a model rather than a prompt."""
+    folder = Path(text)
+    if text == POCKET or any((folder / name).is_file() for name in (CONFIG, MANIFEST)):
+        return True
+    return REPOSITORY.fullmatch(text) is not None  # who writes so names a repository of the hub
+
+
+def read(file: str) -> str:
+    """The text of a file, or of stdin for '-', without the newline that ends it.
+
+    Raises:
+        ValueError: no such file, not readable, or not UTF-8 text.
+    """
+    name = "stdin" if file == STDIN else repr(file)
+    try:
+        data = sys.stdin.buffer.read() if file == STDIN else Path(file).read_bytes()
+    except OSError as error:
+        raise ValueError(f"cannot read {name}: {error.strerror}") from error
+    return as_text(data, name)
+
+
+def use_threads(count: int | None) -> None:
+    """Let PyTorch compute with so many threads; None leaves it as it is."""
+    if count is not None:
+        import torch
+
+        torch.set_num_threads(count)
+
+
+def quiet_libraries() -> None:
+    """Keep transformers' bars and advice off the screen; downloads still show how far they are."""
+    try:
+        import torch  # noqa: F401
+        from huggingface_hub.utils.tqdm import are_progress_bars_disabled, enable_progress_bars
+        from transformers.utils import logging
+    except ImportError as error:
+        from kvcap.runtime.errors import ExtraMissing
+
+        raise ExtraMissing(
+            f"PyTorch or transformers is not installed ({error}); run: pip install kvcap, or give "
+            "--backend onnxruntime and a directory that kvcap export decoder wrote"
+        ) from error
+
+    downloads = not are_progress_bars_disabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()  # the hub's too
+    if downloads:
+        enable_progress_bars()

@@ -1,0 +1,104 @@
+"""What people see on stderr: notes, errors, sizes; and which exit code an error has.
+
+Results go to stdout elsewhere. `kvcap --help` imports this, so nothing heavy is imported here.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+
+from kvcap.runtime.errors import MemoryCapExceeded, ModelNotFound, PlanInfeasible
+
+OK, FAILED, USAGE, INFEASIBLE, CAP, INTERRUPTED = 0, 1, 2, 3, 4, 130
+CODES: tuple[tuple[type[Exception], int], ...] = (
+    (PlanInfeasible, INFEASIBLE),
+    (MemoryCapExceeded, CAP),
+    (ModelNotFound, USAGE),
+    (ValueError, USAGE),  # the house rule: ValueError is what a user can get wrong
+)
+
+
+def exit_code(error: Exception) -> int:
+    """The exit code that tells scripts what kind of error it was."""
+    return next((code for kind, code in CODES if isinstance(error, kind)), FAILED)
+
+
+def complain(error: Exception | str) -> None:
+    """One line on stderr; the traceback too where KVCAP_DEBUG is set."""
+    if isinstance(error, Exception) and os.environ.get("KVCAP_DEBUG"):
+        traceback.print_exception(error)
+    says = str(error).strip().splitlines() or [type(error).__name__]
+    say(("kvcap:", "red"), f" {says[0]}")
+
+
+def dim(text: str) -> None:
+    """A side remark on stderr."""
+    say((text, "dim"))
+
+
+def say(*parts: str | tuple[str, str]) -> None:
+    """A line on stderr; each part is text or, for terminals, (text, style).
+
+    A terminal gets it wrapped between words. Control characters, which a file, a name or a model
+    may have brought in, are never obeyed.
+    """
+    texts = [part if isinstance(part, str) else part[0] for part in parts]
+    if not styled():
+        print(visible("".join(texts)), file=sys.stderr, flush=True)
+        return
+    from rich.console import Console
+    from rich.text import Text
+
+    styles = ["" if isinstance(part, str) else part[1] for part in parts]
+    shown = zip(map(visible, texts), styles, strict=True)
+    Console(stderr=True, highlight=False).print(Text.assemble(*shown))
+
+
+VISIBLE = dict.fromkeys((*range(32), *range(127, 160)), "\N{REPLACEMENT CHARACTER}")
+del VISIBLE[ord("\n")], VISIBLE[ord("\t")]
+
+
+def visible(text: str) -> str:
+    """`text` without control characters, so that no escape sequence in it is obeyed."""
+    return text.translate(VISIBLE)
+
+
+def styled() -> bool:
+    """Whether stderr is a terminal that understands escape sequences."""
+    if not sys.stderr.isatty():
+        return False
+    from rich.console import Console
+
+    console = Console(stderr=True)
+    return not (console.is_dumb_terminal or console.legacy_windows)
+
+
+def columns() -> int | None:
+    """The width of the terminal that stderr is, None where it is none."""
+    if not styled():
+        return None
+    from rich.console import Console
+
+    return Console(stderr=True).width
+
+
+def fitted(parts: Sequence[str], drop: Sequence[int], width: int | None) -> str:
+    """`parts` in one line, leaving out as many of those in `drop`, in that order, as must be.
+
+    Args:
+        parts: texts; empty ones are left out anyhow.
+        drop: indices of parts, the least needed first.
+        width: in columns; None is any.
+
+    >>> fitted(["seen 21", "kept 21", "131 tok/s"], drop=[2, 0], width=20)
+    'seen 21 · kept 21'
+    """
+    left = {index: part for index, part in enumerate(parts) if part}
+    for index in drop:
+        if width is None or len(" · ".join(left.values())) <= width:
+            break
+        left.pop(index, None)
+    return " · ".join(left.values())

@@ -1,0 +1,439 @@
+"""The command line's options, each defined once; a command takes them in groups.
+
+`kvcap --help` imports this, so nothing heavy is imported before a command runs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_type_hints
+
+import typer
+
+from kvcap.runtime.cli.completion import policy_names
+from kvcap.runtime.models.names import is_export
+from kvcap.runtime.types import POCKET
+
+if TYPE_CHECKING:
+    from kvcap.policies import Eviction
+
+
+import ast
+import inspect
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import is_dataclass
+
+ENVIRONMENT = "KVCAP_"
+CONTEXT = inspect.Parameter.POSITIONAL_OR_KEYWORD
+
+
+def option(*names: str, help: str, **settings: Any) -> Any:
+    """A typer option that the environment sets too: `--kv-budget` by `KVCAP_KV_BUDGET`."""
+    variable = ENVIRONMENT + names[0].lstrip("-").replace("-", "_").upper()
+    # A default of None is the model's or the plan's, which the help text says.
+    shown = {"show_envvar": False, "show_default": False, **settings}
+    return typer.Option(*names, help=help, envvar=variable, **shown)
+
+
+def pairs(texts: list[str]) -> dict[str, Any]:
+    """Options from KEY=VALUE texts; values are Python literals where they can be, else text.
+
+    Raises:
+        ValueError: no key, or no '='.
+
+    >>> pairs(["window=16", "anchor=median"])
+    {'window': 16, 'anchor': 'median'}
+    """
+    found = {}
+    for text in texts:
+        key, equals, value = text.partition("=")
+        if not key or not equals:
+            raise ValueError(f"{text!r} is not KEY=VALUE, such as window=16")
+        try:
+            found[key] = ast.literal_eval(value)
+        except (ValueError, SyntaxError):
+            found[key] = value
+    return found
+
+
+def variables(context: Any, names: Iterable[str]) -> list[str]:
+    """Those of a command's parameters that the environment set, as VARIABLE='value'."""
+    by_name = {parameter.name: parameter.envvar for parameter in context.command.params}
+    found = []
+    for name in names:
+        source = context.get_parameter_source(name)
+        if source is not None and source.name == "ENVIRONMENT":
+            found.append(f"{by_name[name]}={os.environ.get(by_name[name])!r}")
+    return found
+
+
+def _name_variables(error: Exception, context: Any, given: dict[str, Any]) -> None:
+    """Add to an error the variables of the environment whose values or options it speaks of."""
+    said = str(error)
+    options = {p.name: p.opts for p in context.command.params}
+    meant = [
+        name
+        for name, value in given.items()
+        if any(option in said for option in options.get(name, []))
+        or any(text in said for text in (f"{value!r}", f"={value}", f" {value} ") if value)
+    ]
+    if found := variables(context, meant):
+        error.args = (f"{said} (the environment says {', '.join(found)})", *error.args[1:])
+
+
+def grouped(command: Callable[..., None]) -> Callable[..., None]:
+    """`command` with one parameter for every field of the groups it takes, as typer needs it."""
+    own: list[inspect.Parameter] = []
+    groups: dict[str, Any] = {}
+    hints = get_type_hints(command, include_extras=True)
+    for name, parameter in inspect.signature(command).parameters.items():
+        if is_dataclass(hints[name]):
+            groups[name] = hints[name]
+        else:
+            own.append(parameter.replace(annotation=hints[name]))
+    for group in groups.values():
+        types = get_type_hints(group, include_extras=True)
+        own += [
+            inspect.Parameter(
+                f.name, inspect.Parameter.KEYWORD_ONLY, default=f.default, annotation=types[f.name]
+            )
+            for f in fields(group)
+        ]
+
+    def call(_context: typer.Context, **values: Any) -> None:
+        given = dict(values)
+        for name, group in groups.items():
+            values[name] = group(**{f.name: values.pop(f.name) for f in fields(group)})
+        try:
+            command(**values)
+        except (ValueError, OSError) as error:  # what a user can get wrong; no such model
+            _name_variables(error, _context, given)
+            raise
+
+    call.__doc__, call.__name__ = command.__doc__, command.__name__
+    own.insert(0, inspect.Parameter("_context", CONTEXT, annotation=typer.Context))
+    call.__signature__ = inspect.Signature(own)  # type: ignore[attr-defined]
+    call.__annotations__ = {parameter.name: parameter.annotation for parameter in own}
+    return call
+
+
+DEFAULT_POLICY = "keydiff"
+
+
+def _size(text: str | None) -> str | None:
+    from kvcap.runtime.errors import PlanInfeasible
+    from kvcap.runtime.units import parse_bytes
+
+    try:
+        if text is not None:
+            parse_bytes(text)
+    except PlanInfeasible as error:
+        raise typer.BadParameter(str(error)) from error
+    return text
+
+
+def _cap(text: str | None) -> str | None:
+    return text if text == "auto" else _size(text)
+
+
+Model = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL",
+        envvar=ENVIRONMENT + "MODEL",
+        show_envvar=False,
+        help="A repository of the hub, a local directory, or pocket, the built-in model.",
+    ),
+]
+
+
+Json = Annotated[bool, option("--json", help="Print one JSON document per result.")]
+
+
+@dataclass(frozen=True)
+class Budget:
+    """How much is kept, and what."""
+
+    policy: Annotated[
+        str | None,
+        option(
+            "--policy",
+            metavar="NAME",
+            autocompletion=policy_names,
+            help="What is evicted (by default keydiff, or an export's own); see kvcap policies.",
+        ),
+    ] = None
+    policy_option: Annotated[
+        list[str] | None,
+        option("--policy-option", metavar="KEY=VALUE", help="Of the policy; repeatable."),
+    ] = None
+    kv_budget: Annotated[
+        str | None,
+        option(
+            "--kv-budget",
+            metavar="BYTES",
+            callback=_size,
+            help="Bytes of the whole KV cache, such as 256KiB or 64MiB.",
+        ),
+    ] = None
+    kv_budget_tokens: Annotated[
+        int | None,
+        option(
+            "--kv-budget-tokens",
+            "--max-kv-size",
+            min=1,
+            metavar="N",
+            help="Or slots kept per KV head and layer (256 by default).",
+        ),
+    ] = None
+    memory_cap: Annotated[
+        str | None,
+        option(
+            "--memory-cap",
+            metavar="BYTES",
+            callback=_cap,
+            help="Bytes of the whole process, weights too, or auto: all that is free. Takes the "
+            "largest budget that fits.",
+        ),
+    ] = None
+    enforce: Annotated[
+        Literal["check", "rlimit"],
+        option(
+            "--enforce",
+            help="Hold --memory-cap by looking before every block, or by the system too.",
+        ),
+    ] = "check"
+    block_size: Annotated[
+        int | None,
+        option(
+            "--block-size",
+            "--prefill-chunk-size",
+            min=1,
+            metavar="N",
+            help="Tokens read at once (by default 128, less where --kv-budget is small; a GPU "
+            "reads prompts up to three times faster at 1024).",
+        ),
+    ] = None
+    sink_tokens: Annotated[
+        int,
+        option("--sink-tokens", min=0, metavar="N", help="First tokens that are never evicted."),
+    ] = 0
+    recent_tokens: Annotated[
+        int,
+        option("--recent-tokens", min=0, metavar="N", help="Newest tokens that are never evicted."),
+    ] = 0
+    positions: Annotated[
+        Literal["compact", "true"] | None,
+        option(
+            "--positions",
+            help="Renumber what is kept, or do not (by default compact, where that is exact).",
+        ),
+    ] = None
+    dtype: Annotated[
+        str | None,
+        option(
+            "--dtype",
+            metavar="NAME",
+            help="float32, bfloat16 or float16, or fp32, bf16, fp16, half (the checkpoint's by "
+            "default).",
+        ),
+    ] = None
+
+    def eviction(self) -> Eviction:
+        """The policy with its options.
+
+        Raises:
+            PolicyError: unknown names, refused values.
+        """
+        from kvcap.policies import load_policy
+
+        pins = {"sink_tokens": self.sink_tokens, "recent_tokens": self.recent_tokens}
+        options = {**pins, **pairs(self.policy_option or [])}
+        return load_policy(self.policy or DEFAULT_POLICY, **options)
+
+    def sizes(self) -> dict[str, Any]:
+        """What `MemoryPlan.of` and `Runtime.from_pretrained` both take.
+
+        Raises:
+            ValueError: both budgets were given.
+        """
+        if self.kv_budget is not None and self.kv_budget_tokens is not None:
+            raise ValueError(
+                "give --kv-budget or --kv-budget-tokens, not both "
+                "(KVCAP_KV_BUDGET and KVCAP_KV_BUDGET_TOKENS count too)"
+            )
+        names = ("kv_budget", "kv_budget_tokens", "memory_cap", "block_size", "positions")
+        return {name: getattr(self, name) for name in names}
+
+
+@dataclass(frozen=True)
+class Backend:
+    """What runs the model."""
+
+    backend: Annotated[
+        Literal["torch", "onnxruntime"] | None,
+        option(
+            "--backend",
+            help="PyTorch, or ONNX Runtime (by default where MODEL is a directory that kvcap "
+            "export decoder wrote).",
+        ),
+    ] = None
+
+    def exported(self, model: str) -> bool:
+        """Whether `model` is run as an exported decoder."""
+        if self.backend is None:
+            return model != POCKET and is_export(model)
+        return self.backend == "onnxruntime"
+
+
+@dataclass(frozen=True)
+class Running:
+    """How the model runs."""
+
+    system_prompt: Annotated[
+        str | None, option("--system-prompt", metavar="TEXT", help="Said before the conversation.")
+    ] = None
+    pin_system: Annotated[bool, option("--pin-system", help="Never evict the system prompt.")] = (
+        False
+    )
+    session: Annotated[
+        str | None,
+        option(
+            "--session",
+            metavar="FILE",
+            help="Go on with this conversation if there is one; saved after every answer.",
+        ),
+    ] = None
+    device: Annotated[
+        str | None,
+        option("--device", metavar="NAME", help="cpu, cuda or mps (the best there is by default)."),
+    ] = None
+    threads: Annotated[
+        int | None,
+        option(
+            "--threads",
+            min=1,
+            metavar="N",
+            help="Of the CPU, that compute (all cores, or OMP_NUM_THREADS, by default).",
+        ),
+    ] = None
+    compiled: Annotated[
+        bool,
+        option("--compile", help="On CUDA, compile parts of the model: seconds once, then faster."),
+    ] = False
+    on_full: Annotated[
+        Literal["evict", "stop", "error"],
+        option(
+            "--on-full",
+            help="When the budget is used up: evict, end the answer, or fail with exit code 4.",
+            show_default=True,
+        ),
+    ] = "evict"
+    evict_every: Annotated[
+        int,
+        option(
+            "--evict-every",
+            min=1,
+            metavar="N",
+            help="While answering, evict every so many tokens; 16 pay on a GPU.",
+        ),
+    ] = 1
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token is drawn; what is not given is the model's own setting."""
+
+    max_new_tokens: Annotated[
+        int | None,
+        option(
+            "--max-new-tokens",
+            min=1,
+            metavar="N",
+            help="The longest answer (the model's limit, or 512, by default).",
+        ),
+    ] = None
+    temperature: Annotated[
+        float | None,
+        option("--temperature", "--temp", min=0, metavar="X", help="0 takes the likeliest token."),
+    ] = None
+    top_p: Annotated[
+        float | None,
+        option(
+            "--top-p",
+            min=0,
+            max=1,
+            metavar="X",
+            help="Draw from the likeliest tokens of this much mass.",
+        ),
+    ] = None
+    top_k: Annotated[
+        int | None,
+        option("--top-k", min=0, metavar="N", help="Draw from so many tokens; 0 is all."),
+    ] = None
+    min_p: Annotated[
+        float | None,
+        option(
+            "--min-p",
+            min=0,
+            max=1,
+            metavar="X",
+            help="Drop tokens below this share of the likeliest.",
+        ),
+    ] = None
+    repetition_penalty: Annotated[
+        float | None,
+        option(
+            "--repetition-penalty",
+            "--repeat-penalty",
+            min=0.01,
+            metavar="X",
+            help="Above 1, what was said before is said again less; 1 changes nothing.",
+        ),
+    ] = None
+    seed: Annotated[
+        int | None, option("--seed", min=0, metavar="N", help="Makes the draws repeatable.")
+    ] = None
+    stop: Annotated[
+        list[str] | None,
+        option("--stop", metavar="TEXT", help="End the answer before this text; repeatable."),
+    ] = None
+
+    def given(self) -> dict[str, Any]:
+        """What was given, under the names that `Session.set_generation` takes."""
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        values["stop_strings"] = values.pop("stop") or None
+        return {name: value for name, value in values.items() if value is not None}
+
+    @classmethod
+    def parse(cls, name: str, text: str) -> Sampling:
+        """One setting from text, within the same bounds as on the command line.
+
+        Raises:
+            ValueError: not a number, or out of bounds.
+        """
+        if name == "stop":
+            return cls(stop=[text])
+        kind, limits = get_args(get_type_hints(cls, include_extras=True)[name])
+        number: type = get_args(kind)[0]
+        low, high = limits.min, limits.max
+        try:
+            value = number(text)
+        except ValueError:
+            value = float("nan")
+        if not low <= value <= (float("inf") if high is None else high):
+            bounds = f"{low} or more" if high is None else f"from {low} to {high}"
+            what = "a whole number" if number is int else "a number"
+            raise ValueError(f"{name} takes {what}, {bounds}; got {text!r}")
+        return cls(**{name: value})
+
+
+@dataclass(frozen=True)
+class Output:
+    """What is printed."""
+
+    json: Json = False
+    quiet: Annotated[
+        bool, option("--quiet", "-q", help="Nothing on stderr but warnings and errors.")
+    ] = False

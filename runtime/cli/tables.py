@@ -1,0 +1,224 @@
+"""The tables of `kvcap policies` and `kvcap plan`, on stdout."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from kvcap.runtime.cli.console import dim
+from kvcap.runtime.memory.free_memory import FreeMemory
+from kvcap.runtime.planning.plan import BLOCK_SIZE, MemoryPlan
+from kvcap.runtime.units import size
+
+if TYPE_CHECKING:  # plans are shown without PyTorch too
+    from kvcap.policies import Eviction
+    from kvcap.policies.base import Component
+
+WORKSPACE = 3  # float32 copies of an observed query's row, as the plan counts: z, masked z, A
+DOES = {
+    "policy": "score",
+    "saliency": "saliency",
+    "layer_budget": "layers",
+    "head_budget": "heads",
+    "rescorer": "rescore",
+    "corrector": "correct",
+}
+LEGEND = (
+    "The highest scores stay. A slot holds one token of one KV head. Workspace: float32 numbers "
+    "per slot and query head while a block is scored; a block has 128 tokens by default. "
+    "`kvcap plan MODEL --policy NAME` counts all bytes."
+)
+
+
+def describe(name: str, eviction: Eviction) -> dict[str, Any]:
+    """One policy or preset for `kvcap policies --json`."""
+    from kvcap.policies import SLOTS, WHEN
+
+    filled = {slot: part for slot in SLOTS if (part := getattr(eviction, slot)) is not None}
+    parts = [_part(slot, _name(part), part) for slot, part in filled.items()]
+    pins = {"sink_tokens": eviction.sink_tokens, "recent_tokens": eviction.recent_tokens}
+    queries = eviction.policy.queries_observed
+    return {
+        "name": name,
+        "composition": " + ".join(part["name"] for part in parts),
+        "when": WHEN.get(name) or _when(filled),
+        "parts": parts,
+        # As `--policy-option` takes them: an option is the first part's that has it.
+        "options": {k: v for part in reversed(parts) for k, v in part["options"].items()} | pins,
+        "observes": sorted(eviction.observes),
+        "evicts": eviction.policy.evicts,
+        "window_queries": queries,  # null: every query of the block
+        "state_bytes_per_slot": sum(part["state_bytes_per_slot"] for part in parts),
+        "evicted_tokens_kept": 0 if eviction.corrector is None else eviction.corrector.size,
+        "workspace_floats": WORKSPACE * (BLOCK_SIZE if queries is None else queries),
+    }
+
+
+def describe_companions() -> list[dict[str, Any]]:
+    """What policies can be combined with, for `kvcap policies --json`."""
+    from kvcap.policies import SLOTS, companions
+
+    slots = {
+        name: next(slot for slot, kind in SLOTS.items() if issubclass(cls, kind))
+        for name, cls in companions().items()
+    }
+    order = list(SLOTS)
+    return [
+        _part(slots[name], name, companions()[name]())
+        for name in sorted(slots, key=lambda name: (order.index(slots[name]), name))
+    ]
+
+
+def print_policies(rows: list[dict[str, Any]], others: list[dict[str, Any]]) -> None:
+    """The list of `kvcap policies`: a block for each, so that 80 columns are enough."""
+    for row in rows:
+        _print_block(row)
+        show("")
+    show(Text.assemble(("companions", "bold"), ", one of each kind: --policy h2o+criticalkv"))
+    table = _block()
+    for part in others:
+        named = Text.assemble((part["name"], "bold"), ": ", _text(part, {}))
+        table.add_row(DOES[part["slot"]], named)
+    show(table)
+    show("")
+    show(LEGEND)
+    dim("--policy-option KEY=VALUE sets an option; kvcap policies NAME says when to use it")
+
+
+def print_policy(row: dict[str, Any]) -> None:
+    """One policy of `kvcap policies NAME`."""
+    _print_block(row)
+    show("")
+    pins = [f"{name}={row['options'][name]}" for name in ("sink_tokens", "recent_tokens")]
+    show(f"Every policy takes {' and '.join(pins)} too: first and newest tokens that stay.")
+    show(LEGEND)
+    dim(f"try it: kvcap chat --policy {row['name']} [--policy-option KEY=VALUE]")
+
+
+def _print_block(row: dict[str, Any]) -> None:
+    pins = {k: v for k in ("sink_tokens", "recent_tokens") if (v := row["options"][k])}
+    composition = f" = {row['composition']}" if len(row["parts"]) > 1 else ""
+    show(Text.assemble((row["name"], "bold"), composition))
+    table = _block()
+    if row["when"]:
+        table.add_row("use", row["when"])
+    for part in row["parts"]:
+        table.add_row(DOES[part["slot"]], _text(part, pins if part["slot"] == "policy" else {}))
+    table.add_row("reads", ", ".join(row["observes"]) or "nothing")
+    table.add_row("costs", _costs(row))
+    show(table)
+
+
+def _when(filled: Mapping[str, Component]) -> str:
+    """When to use what is composed: for the sake of what is added to a policy, or of it alone."""
+    added = [part.when for slot, part in filled.items() if slot != "policy" and part.when]
+    return "; ".join(dict.fromkeys(added)) or filled["policy"].when
+
+
+def _part(slot: str, name: str, part: Component) -> dict[str, Any]:
+    return {
+        "name": name,
+        "slot": slot,
+        "formula": part.formula,
+        "paper": part.paper,
+        "when": part.when,
+        "options": part.options(),
+        "observes": sorted(part.observes),
+        "state_bytes_per_slot": sum(dtype.itemsize for dtype in part.state.values()),
+    }
+
+
+def _name(part: Component) -> str:
+    """What a part is called in a combination, such as `h2o+criticalkv`."""
+    from kvcap.policies import policies
+
+    registered = {  # by other packages, under names of their own
+        recipe.parts["policy"]: name
+        for name, recipe in policies().items()
+        if len(recipe.parts) == 1 and not recipe.options
+    }
+    return registered.get(type(part), type(part).__module__.rsplit(".", 1)[-1])
+
+
+def _block() -> Table:
+    table = Table(box=None, show_header=False, padding=(0, 0, 0, 2))
+    table.add_column(width=max(map(len, DOES.values())))
+    table.add_column()
+    return table
+
+
+def _text(part: Mapping[str, Any], pins: Mapping[str, int]) -> Text:
+    """A part's formula, and below it its source and options."""
+    options = {**part["options"], **pins}
+    given = " ".join(f"{k}={v!r}" if v == "" else f"{k}={v}" for k, v in options.items())
+    source = " · ".join(text for text in (part["paper"], given) if text)
+    return Text.assemble(part["formula"], "\n", (source, "dim"))
+
+
+def _costs(row: Mapping[str, Any]) -> str:
+    queries = row["window_queries"]
+    costs = [f"{row['state_bytes_per_slot']} bytes a slot"]
+    if row["evicted_tokens_kept"]:
+        costs.append(f"{row['evicted_tokens_kept']:,} evicted tokens a head")
+    if queries is not None and queries > 1:
+        costs.append(f"{queries} queries a head")
+    times = {None: f"{WORKSPACE} · block", 0: "0"}.get(queries, f"{WORKSPACE} · {queries}")
+    return ", ".join([*costs, f"workspace {times}"])
+
+
+def print_plan(model: str, plan: MemoryPlan, free: FreeMemory, tokens: int) -> None:
+    """The table of `kvcap plan`, beside a cache without a cap that has read so many tokens."""
+    table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
+    table.add_column("memory")
+    table.add_column("size", justify="right")
+    table.add_column("bytes", justify="right")
+    table.add_column("figure")
+    parts = [
+        ("keys and values", plan.keys_values, "exact"),
+        ("positions of the slots", plan.slot_positions, "exact"),
+        ("state of the policy", plan.policy_state, "exact"),
+        ("evicted tokens kept aside", plan.evicted_store, "exact"),
+        ("window of queries", plan.query_window, "exact"),
+        ("table of rotations", plan.rotation_table, "exact"),
+        ("layers with a window of their own", plan.sliding_layers, "at most"),
+    ]
+    rows = [(name, count, how) for name, count, how in parts if count]
+    rows += [("KV cache, all of the above", plan.cache_bytes, "exact")]
+    rows += [("workspace of a block", plan.workspace, "dry run" if plan.rehearsed else "estimate")]
+    rows += [("logits of a token", plan.logits, "estimate")]
+    rows += [("weights", plan.weights, f"exact, from {plan.weights_from}")]
+    if plan.baseline:
+        rows += [("Python, libraries, loading", plan.baseline, "measured here")]
+    rows += [("total", plan.total_bytes, "estimate"), ("free here", free.nbytes, free.source)]
+    for name, count, how in rows:
+        bold = "bold" if name.startswith(("KV cache", "total")) else ""
+        table.add_row(name, size(count), f"{count:,}", how, style=bold)
+    print(
+        f"{model}: policy {plan.policy}, {plan.budget_tokens:,} slots + blocks of "
+        f"{plan.block_size:,}, {plan.dtype}, {plan.positions} positions\n"
+    )
+    show(table)
+    uncapped = plan.uncapped_bytes(tokens)
+    print(
+        f"\nwithout a cap, keys and values of {tokens:,} tokens would take {size(uncapped)} "
+        f"({uncapped:,} bytes)"
+    )
+    if plan.least_kv_budget:
+        print(
+            f"the least that works: --kv-budget {plan.least_kv_budget}, or "
+            f"--memory-cap {plan.least_memory_cap >> 20}MiB"
+        )
+    if not plan.baseline:
+        dim("the total is without Python and its libraries; --memory-cap counts them")
+
+
+def show(table: Any) -> None:
+    """A table on stdout, as wide as the terminal, or wide enough where there is none."""
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = 200
+    console.print(table)

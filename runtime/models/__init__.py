@@ -1,0 +1,1 @@
+"""A model's config, files, weights and rotary embedding, read without running its code."""

@@ -1,0 +1,191 @@
+"""A model's directory or repository, taken as a stranger's: what is broken is refused by name.
+
+Nothing in it is executed: no pickles, no code of the repository's own, templates in a sandbox.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PretrainedConfig,
+)
+
+from kvcap.runtime.errors import (
+    ModelFilesBroken,
+    ModelNotFound,
+    UnsupportedModel,
+    first_line,
+)
+from kvcap.runtime.files import check_folder
+from kvcap.runtime.models.config import FAMILIES, ModelShape
+from kvcap.runtime.models.quantised import UNPACKED, quantisation, unpacking
+from kvcap.runtime.models.weights import refuse_misfits
+from kvcap.runtime.types import ATTENTION, NEUTRAL
+
+VOCABULARIES = ("tokenizer.json", "tokenizer.model", "tekken.json", "vocab.json", "vocab.txt")
+MOST_LAYERS = 10_000  # a config with more would take the memory before anything could be looked at
+
+
+def load_config(where: str) -> Any:
+    """The model's config.
+
+    Raises:
+        ModelNotFound: no such directory or repository, or it holds no config.
+        ModelFilesBroken: the config is no JSON, or its values make no model; or the directory holds
+            a pipe, a device or a text too large to be read.
+        UnsupportedModel: another kind of model.
+    """
+    folder = Path(where)
+    if folder.is_dir():
+        try:
+            check_folder(folder)
+        except (OSError, ValueError) as error:
+            raise _broken(where, "a file", error) from error
+    there = (folder / "config.json").is_file()
+    try:
+        if folder.is_dir() and not there:
+            raise ModelNotFound("there is no config.json")
+        given, _ = PretrainedConfig.get_config_dict(where)
+    except Exception as error:
+        if there:
+            raise _broken(where, "config.json", error) from error
+        raise ModelNotFound(
+            f"no model at {where!r}: give 'pocket', a directory with config.json, or a repository "
+            f"of the hub that can be reached ({first_line(error)})"
+        ) from error
+    try:
+        if (folder / "custom_generate").exists():  # 4.57 runs it, whatever it is told to trust
+            raise ValueError("beside it is code, in custom_generate; remove that folder")
+        return _checked(where, given)
+    except UnsupportedModel:
+        raise
+    except Exception as error:  # whatever transformers makes of values that it does not expect
+        raise _broken(where, "config.json", error) from error
+
+
+def _checked(where: str, given: dict[str, Any]) -> Any:
+    """The config of a known kind of model whose values can be worked with."""
+    kind = given.get("model_type")
+    if not kind:
+        raise ValueError("it names no model_type")
+    if kind not in CONFIG_MAPPING:
+        own = "; code that comes with a model is not run" if "auto_map" in given else ""
+        raise UnsupportedModel(
+            f"model type {kind!r} is not known{own}; supported: {', '.join(FAMILIES)}"
+        )
+    if (layers := given.get("num_hidden_layers", 0)) > MOST_LAYERS:
+        raise ValueError(f"it asks for {layers:,} layers")
+    if given.get("transformers_weights") is not None:
+        raise ValueError("it names other files of weights, in transformers_weights")
+    config = AutoConfig.from_pretrained(where, trust_remote_code=False)
+    config._attn_implementation = ATTENTION  # it may name a kernel, which would be fetched and run
+    dtype = getattr(config, "dtype", None)
+    if dtype is not None and not (dtype.is_floating_point and dtype.itemsize > 1):
+        raise ValueError(f"models do not run in {dtype}")
+    ModelShape.of(config.get_text_config(decoder=True))
+    return config
+
+
+def load_tokenizer(where: str) -> Any:
+    """The model's tokenizer, tried on a word.
+
+    Raises:
+        ModelFilesBroken: its files are missing or broken, or need code of their own.
+    """
+    folder = Path(where)
+    if folder.is_dir() and not any((folder / name).exists() for name in VOCABULARIES):
+        raise ModelFilesBroken(
+            f"{where!r} has no tokenizer: there is no tokenizer.json; copy the tokenizer's files "
+            "there from where the model comes from (in Python: tokenizer.save_pretrained)"
+        )
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(where, trust_remote_code=False)
+        if not tokenizer("Hello", add_special_tokens=False).input_ids:
+            raise ValueError("its vocabulary has no letters")
+        if not tokenizer.is_fast:
+            raise ValueError("it has no tokenizer.json")
+    except Exception as error:  # the library's own are of no kind of their own
+        raise _broken(where, "the tokenizer", error) from error
+    return tokenizer
+
+
+def check_generation(where: str) -> None:
+    """See that a model's settings of generation can be used; it may have none.
+
+    Raises:
+        ModelFilesBroken: they are no JSON, or not numbers where they should be.
+    """
+    try:
+        settings = GenerationConfig.from_pretrained(where)
+        for name in NEUTRAL:
+            float(getattr(settings, name, None) or 0)
+        ends = settings.eos_token_id or 0
+        [int(token) for token in (ends if isinstance(ends, list) else [ends])]
+    except Exception as error:  # whatever transformers makes of values that it does not expect
+        if not isinstance(error, OSError) or Path(where, "generation_config.json").exists():
+            raise _broken(where, "generation_config.json", error) from error
+
+
+def load_model(where: str, config: Any, dtype: torch.dtype) -> Any:
+    """The model with kvcap's attention, every tensor of it from its safetensors files.
+
+    Args:
+        where: its directory or repository.
+        config: its config, from `load_config`.
+        dtype: what its weights are turned into.
+
+    Raises:
+        ModelFilesBroken: files cannot be read, or lack tensors or have others of that name, which
+            transformers would fill at random.
+        UnsupportedModel: a package is missing, such as one that reads quantised weights.
+    """
+    method = quantisation(config)
+    if method in UNPACKED:
+        config = unpacking(config)
+    try:
+        model, report = AutoModelForCausalLM.from_pretrained(
+            where,
+            config=config,
+            dtype=dtype,
+            attn_implementation=ATTENTION,
+            use_safetensors=True,
+            trust_remote_code=False,
+            ignore_mismatched_sizes=True,  # named below
+            output_loading_info=True,
+        )
+    except ImportError as error:
+        raise UnsupportedModel(
+            f"{where!r} needs a package that is not installed: {first_line(error)}"
+        ) from error
+    except (OSError, ValueError, SafetensorError) as error:
+        raise _broken(where, "the weights", error) from error
+    except Exception as error:  # whatever the libraries that read quantised weights raise
+        if method is None:
+            raise
+        raise UnsupportedModel(
+            f"weights quantised by {method!r} cannot be loaded here: {first_line(error)}"
+        ) from error
+    # transformers 4.57 forgets a tied parameter whose file has only its other name.
+    lost = {name for name, parameter in model.named_parameters() if parameter.is_meta}
+    wrong = [x if isinstance(x, str) else x[0] for x in report["mismatched_keys"]]  # 4.57: names
+    refuse_misfits(lost.union(report["missing_keys"]), wrong)
+    if method in UNPACKED:  # into bfloat16, whatever was asked for
+        for parameter in model.parameters():
+            parameter.data = parameter.data.to(dtype)
+    return model
+
+
+def _broken(where: str, what: str, error: Exception) -> ModelFilesBroken:
+    return ModelFilesBroken(
+        f"{what} of {where!r} cannot be used: {first_line(error)}; get the files again, or give a "
+        "model that transformers can load without running its code"
+    )

@@ -1,0 +1,1 @@
+"""A model's modules in fewer kernels, for CUDA graphs."""

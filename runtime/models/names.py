@@ -1,0 +1,177 @@
+"""What a model's name means: the built-in model, a directory, or a repository of the hub.
+
+A name that can be none of these is refused at once, by what it is; of a repository one question is
+asked before anything else, so that nobody waits for retries. Imports neither torch nor
+transformers, and the hub's library only where a repository is named.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+from kvcap.runtime.errors import ModelNotFound, UnsupportedModel, first_line
+from kvcap.runtime.types import MANIFEST, POCKET
+
+CONFIG = "config.json"
+TIMEOUT = 10.0  # seconds that the hub may take to answer
+EXAMPLE = "Qwen/Qwen3-0.6B"
+GGUF = "GGUF, which kvcap does not read; give the repository or directory that"
+REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+def resolve(model: str | Path) -> str:
+    """The directory or repository that `model` names, for transformers to load.
+
+    Returns:
+        A directory, or the name of a repository that can be read. Where the hub cannot be reached,
+        the directory of the copy that an earlier download left, if there is one.
+
+    Raises:
+        ModelNotFound: neither, saying what the name is instead.
+        UnsupportedModel: an exported decoder, which another backend runs.
+    """
+    if str(model) == POCKET:
+        from kvcap import pocket
+
+        return str(pocket.path())
+    folder = locate(model)
+    if folder is None:
+        return _on_the_hub(str(model))
+    if is_export(folder):
+        raise UnsupportedModel(
+            f"{str(model)!r} is an exported decoder, which ONNX Runtime runs and PyTorch does not; "
+            f"use kvcap chat {model} --backend onnxruntime, or name the model that it was made from"
+        )
+    if not (folder / CONFIG).exists():  # what is no plain file is refused when it is read
+        raise ModelNotFound(f"the directory {str(model)!r} {_contents(folder)}")
+    return str(folder)
+
+
+def locate(model: str | Path) -> Path | None:
+    """The directory that `model` names; None where it can be the name of a repository.
+
+    Raises:
+        ModelNotFound: neither, saying what it is instead.
+    """
+    name = str(model)
+    if not name.strip():
+        raise ModelNotFound(f"no model: give {POCKET!r}, a directory or a repository of the hub")
+    path = Path(name).expanduser() if name.startswith("~") else Path(name)
+    if path.is_dir():
+        return path
+    if path.exists():
+        raise ModelNotFound(f"{name!r} is {_kind(path)}")
+    if address := re.match(r"https?://(?:www\.)?huggingface\.co/([\w.-]+/[\w.-]+)", name):
+        raise ModelNotFound(f"{name!r} is an address; give the repository's name, {address[1]}")
+    if REPOSITORY.fullmatch(name) and not name.startswith((".", "~")):
+        return None
+    if re.search(r"[/\\~]", name):
+        raise ModelNotFound(f"there is no directory {name!r}{_nearby(path)}")
+    ways = f"; give {POCKET!r}, a directory, or a repository as OWNER/NAME, such as {EXAMPLE}"
+    raise ModelNotFound(
+        f"no model is called {name!r}{_like(name, [POCKET, *_folders(Path())]) or ways}"
+    )
+
+
+def is_export(folder: str | Path) -> bool:
+    """Whether a directory holds an exported decoder, and no weights that PyTorch could load."""
+    folder = Path(folder)
+    return (folder / MANIFEST).is_file() and not any(folder.glob("*.safetensors"))
+
+
+def _contents(folder: Path) -> str:
+    """What a directory without a config holds, and what to give instead."""
+    if any(folder.glob("*.gguf")):
+        return f"holds {GGUF} it was made from, with safetensors and {CONFIG}"
+    inside = sorted(folder.glob(f"*/{CONFIG}"))
+    hint = f"; did you mean {str(inside[0].parent)!r}?" if inside else ""
+    return f"holds no {CONFIG}, so it is no model of transformers{hint}"
+
+
+def _kind(path: Path) -> str:
+    """What a path is that is no directory, and what to give instead."""
+    if not path.is_file():
+        return "no directory and no file that could hold a model"
+    with path.open("rb") as file:
+        head = file.read(9)
+    folder = str(path.parent)
+    if head.startswith(b"GGUF"):
+        return f"a file of {GGUF} it was made from, with safetensors and {CONFIG}"
+    if head.startswith(b"PK"):
+        return (
+            "a zip archive, or weights that PyTorch pickled; give a directory with safetensors "
+            "and config.json"
+        )
+    if path.suffix == ".safetensors" or head[8:] == b"{":
+        return f"a file of weights; give the directory of the whole model: {folder!r}"
+    if path.suffix == ".onnx":
+        return f"an ONNX graph; give the directory that kvcap export decoder wrote: {folder!r}"
+    return f"a file; give the directory of a model, such as {folder!r}, or a repository of the hub"
+
+
+def _nearby(path: Path) -> str:
+    """Of a path that is not there, what is: the nearest name, or the part that is missing."""
+    parent = path.parent
+    if parent.is_dir():
+        return _like(path.name, _folders(parent))
+    if REPOSITORY.fullmatch(str(path)):
+        return ""
+    missing = next(p for p in [*reversed(parent.parents), parent] if not p.is_dir())
+    return f": {str(missing)!r} is not there either"
+
+
+def _folders(where: Path) -> list[str]:
+    """Names of the directories in one, the first thousand of them."""
+    try:
+        return sorted(p.name for p in where.iterdir() if p.is_dir())[:1000]
+    except OSError:
+        return []
+
+
+def _like(name: str, known: Iterable[str]) -> str:
+    by_case = {other.lower(): other for other in known}
+    close = difflib.get_close_matches(name.lower(), by_case, n=1)
+    return f"; did you mean {by_case[close[0]]!r}?" if close else ""
+
+
+def _on_the_hub(name: str) -> str:
+    """A repository whose config can be read, or the directory of its copy in the cache."""
+    from huggingface_hub import HfApi, try_to_load_from_cache
+
+    hub = HfApi()
+    try:
+        found = hub.model_info(name, timeout=TIMEOUT)
+        if found.gated:
+            hub.auth_check(name)
+    except Exception as error:  # of whatever library of HTTP it is; also told to stay offline
+        cached = try_to_load_from_cache(name, CONFIG)
+        if isinstance(cached, str):
+            return str(Path(cached).parent)
+        why = _refusal(error, hub.endpoint, name)
+        raise ModelNotFound(f"{name!r} {why}{_nearby(Path(name))}") from error
+    files = [entry.rfilename for entry in found.siblings or []]
+    if files and CONFIG not in files:
+        what = f"no {CONFIG}, so it is no model of transformers"
+        if any(file.endswith(".gguf") for file in files):
+            what = f"{GGUF} it was made from"
+        raise ModelNotFound(f"{name!r} holds {what}")
+    return name
+
+
+def _refusal(error: Exception, hub: str, name: str) -> str:
+    """Why a repository cannot be had, and what to do about it."""
+    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError
+
+    if isinstance(error, GatedRepoError):
+        return f"is gated: accept its terms at {hub}/{name}, then run: hf auth login"
+    if isinstance(error, RepositoryNotFoundError):
+        return f"is no repository of {hub}, or a private one; check its name, or run: hf auth login"
+    if isinstance(error, HfHubHTTPError):
+        return f"cannot be had now: {first_line(error)}"
+    return (
+        f"is no directory here, and {hub} cannot be reached to look for a repository of that name "
+        f"({first_line(error)})"
+    )

@@ -1,0 +1,52 @@
+"""The output projection `W_O` of an attention module, for policies that weigh values by it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kvcap.runtime.errors import UnsupportedModel
+from kvcap.runtime.models.config import ModelShape
+from kvcap.runtime.models.quantised import is_plain
+
+
+def output_projection(module: Any, shape: ModelShape) -> Tensor:
+    """`W_O` cut by query head, a view [K, G, D, hidden]. A bias adds the same whatever is evicted.
+
+    Raises:
+        UnsupportedModel: the projection is quantised, adapted or otherwise no plain `nn.Linear`.
+    """
+    projection = getattr(module, "o_proj", None)
+    if not is_plain(projection):
+        raise UnsupportedModel(
+            f"the policy weighs values by the output projection, which is {_name(projection)} "
+            "here; it must be a plain nn.Linear of floating point weights: load the model "
+            "unquantised, merge adapters, or choose a policy without criticalkv"
+        )
+    weight: Tensor = projection.weight.T  # [H·D, hidden]
+    cut: Tensor = weight.unflatten(0, (shape.kv_heads, -1, shape.head_size))
+    return cut
+
+
+def check_projections(model: nn.Module, shape: ModelShape) -> None:
+    """Refuse a model whose output projections cannot be read, before anything is.
+
+    Raises:
+        UnsupportedModel: as `output_projection`.
+    """
+    for module in model.modules():
+        if hasattr(module, "o_proj"):
+            output_projection(module, shape)
+
+
+def _name(projection: Any) -> str:
+    if projection is None:
+        return "missing"
+    weight = getattr(projection, "weight", None)
+    of = ""
+    if isinstance(weight, torch.Tensor):
+        plain = type(weight) in (torch.Tensor, nn.Parameter)
+        of = f" of {weight.dtype if plain else type(weight).__name__}"
+    return f"a {type(projection).__module__}.{type(projection).__name__}{of}"

@@ -1,0 +1,247 @@
+"""A model's weights as the headers of its safetensors files tell them.
+
+A header names every tensor of a file with its type and shape. safetensors checks it when a file is
+opened: its length, its JSON, and that the tensors cover the file without overlap. What is left to
+do here: which files there are, whether their tensors are those that the model needs, and the bytes
+that loading takes. No tensor is read, and nothing in these files can be executed.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable
+from math import prod
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import torch
+from huggingface_hub import get_safetensors_metadata, try_to_load_from_cache
+from huggingface_hub.errors import NotASafetensorsRepoError, SafetensorsParsingError
+from safetensors import SafetensorError, safe_open
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from kvcap.runtime.errors import ModelFilesBroken, first_line
+from kvcap.runtime.files import read_json
+from kvcap.runtime.models.quantised import UNPACKED, parts, quantisation
+from kvcap.runtime.types import ATTENTION
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+PICKLES = ("pytorch_model*.bin", "*.pt", "*.pth", "*.ckpt")
+FLOATS = ("F64", "F32", "F16", "BF16")  # loaded in the model's dtype
+NO_PICKLES = (
+    "its weights are pickles, which can run code when they are opened; give one with "
+    "safetensors, or convert it once with save_pretrained"
+)
+
+
+class Tensor(NamedTuple):
+    """A tensor of a file: its type in safetensors' letters, such as BF16, and its shape."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+
+Headers = dict[str, Tensor]
+
+
+WeightsSource = Literal["safetensors headers", "config", "loaded model", "the manifest"]
+
+
+class Weights(NamedTuple):
+    """Bytes of a model's weights once they are loaded, and how they were found."""
+
+    nbytes: int
+    source: WeightsSource
+
+
+def read_headers(where: str) -> Headers | None:
+    """The tensors of a model's safetensors files, without reading any.
+
+    Args:
+        where: a directory, or a repository of the hub: read in the cache, or else by requests for
+            the headers alone.
+
+    Returns:
+        None: there are no files of weights at all, or the hub cannot be reached.
+
+    Raises:
+        ModelFilesBroken: files are missing or no safetensors, or the weights are pickles.
+    """
+    if Path(where).is_dir():
+        return _in_folder(Path(where))
+    for name in (SINGLE, INDEX):
+        cached = try_to_load_from_cache(where, name)
+        if isinstance(cached, str):
+            folder = Path(cached).parent
+            if all((folder / file).is_file() for file in _files(folder)):
+                return _in_folder(folder)
+    return _on_the_hub(where)
+
+
+def weigh(config: Any, dtype: torch.dtype, headers: Headers | None = None) -> Weights:
+    """The bytes that a model's weights hold once they are loaded; tied parameters count once.
+
+    Quantised weights count as their files have them, but for those that are `UNPACKED`.
+
+    Args:
+        config: the model's transformers config; without headers, what it says is counted.
+        dtype: that the model is loaded in.
+        headers: from `read_headers`; they are held against what the model needs.
+
+    Raises:
+        ModelFilesBroken: no model can be built from the config, or the files lack tensors of it or
+            have others of that name.
+    """
+    text = config.get_text_config(decoder=True)
+    method = quantisation(config)
+    if headers is not None and method is None and text is not config:
+        return Weights(sum(_nbytes(x, dtype) for x in headers.values()), "safetensors headers")
+    needed = _parameters(text)
+    if headers is None or method in UNPACKED:
+        return Weights(sum(prod(p.shape) for p in needed) * dtype.itemsize, "config")
+    if method is not None:
+        known = {name for parameter in needed for name in parameter.names}
+        # Scales and the like are no parameters of the model, and keep their type.
+        held = (_nbytes(x, dtype if name in known else None) for name, x in headers.items())
+        return Weights(sum(held), "safetensors headers")
+    missing, wrong, count = [], [], 0
+    for parameter in needed:
+        found = next((headers[name] for name in parameter.names if name in headers), None)
+        if found is None:
+            missing.append(parameter.names[0])
+        elif found.shape != parameter.shape or found.dtype not in FLOATS:
+            wrong.append(
+                f"{parameter.names[0]} is {found.dtype} {list(found.shape)} and not "
+                f"{list(parameter.shape)}"
+            )
+        else:
+            count += prod(found.shape)
+    refuse_misfits(missing, wrong)
+    return Weights(count * dtype.itemsize, "safetensors headers")
+
+
+def refuse_misfits(missing: Iterable[str], wrong: Iterable[str] = ()) -> None:
+    """Refuse weights that would leave parts of the model random.
+
+    Args:
+        missing: names of tensors that the files lack.
+        wrong: what is said of tensors that do not fit.
+
+    Raises:
+        ModelFilesBroken: there are any.
+    """
+    for what, found in (("lack", sorted(missing)), ("do not fit the config:", sorted(wrong))):
+        if found:
+            more = f" and {len(found) - 1:,} more" if len(found) > 1 else ""
+            raise ModelFilesBroken(
+                f"the model's files {what} {found[0]}{more}, which would be random; get the "
+                "files again, or the config.json that belongs to them"
+            )
+
+
+def held_weights(model: nn.Module) -> Weights:
+    """What the weights of a loaded model hold, with the scales of quantised ones."""
+    tensors = [part for tensor in model.state_dict().values() for part in parts(tensor)]
+    storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}
+    return Weights(sum(storages.values()), "loaded model")
+
+
+class _Parameter(NamedTuple):
+    names: list[str]  # that it may have in a file: several where it is tied
+    shape: tuple[int, ...]
+
+
+def _parameters(config: Any) -> list[_Parameter]:
+    """What loading fills, from the config alone; tied parameters are one."""
+    try:
+        with torch.device("meta"):
+            # The attention is given, as a config may name a kernel that would be fetched and run.
+            model = AutoModelForCausalLM.from_config(
+                config, attn_implementation=ATTENTION, trust_remote_code=False
+            )
+    except Exception as error:  # whatever a model's constructor makes of its config's values
+        raise ModelFilesBroken(
+            f"config.json describes no model that can be built: {first_line(error)}"
+        ) from error
+    names: dict[Any, list[str]] = defaultdict(list)
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        # Files of a model without its head lack the prefix, and are loaded all the same.
+        names[parameter] += [name, name.removeprefix(f"{model.base_model_prefix}.")]
+    return [_Parameter(known, tuple(p.shape)) for p, known in names.items()]
+
+
+def _in_folder(folder: Path) -> Headers | None:
+    files, found = _files(folder), Headers()
+    for name in files:
+        if not (folder / name).is_file():
+            raise ModelFilesBroken(f"{name!r} is not in {str(folder)!r}; get it again")
+        found |= _header(folder / name)
+    return found if files else None
+
+
+def _header(path: Path) -> Headers:
+    try:
+        # As NumPy sees it: for PyTorch, the system would have to promise memory for all of it.
+        with safe_open(path, framework="np") as file:
+            slices = {name: file.get_slice(name) for name in list(file.keys())}
+            return {k: Tensor(x.get_dtype(), tuple(x.get_shape())) for k, x in slices.items()}
+    except (SafetensorError, OSError) as error:
+        raise ModelFilesBroken(
+            f"{str(path)!r} is broken or was cut short ({first_line(error)}); get it again"
+        ) from error
+
+
+def _files(folder: Path) -> list[str]:
+    """Names of the files of weights in `folder`, in the order in which they are loaded."""
+    # Newer transformers prefer these, which other programs write, to the files that are read here.
+    if any(folder.glob("shard-*-model-*-of-*.safetensors")):
+        raise ModelFilesBroken(
+            f"{str(folder)!r} holds a distributed checkpoint; save it once with save_pretrained"
+        )
+    if (folder / SINGLE).is_file():
+        return [SINGLE]
+    if (folder / INDEX).is_file():
+        return _shards(folder / INDEX)
+    if any(file for kind in PICKLES for file in folder.glob(kind)):
+        raise ModelFilesBroken(f"{str(folder)!r} cannot be loaded: {NO_PICKLES}")
+    return []
+
+
+def _shards(index: Path) -> list[str]:
+    """The files that an index names, all beside it."""
+    try:
+        names = sorted(set(read_json(index)["weight_map"].values()))
+        foreign = [name for name in names if not re.fullmatch(r"[^/\\]+\.safetensors", name)]
+    except (ValueError, LookupError, TypeError, AttributeError, OSError) as error:
+        raise ModelFilesBroken(
+            f"{str(index)!r} is no index of safetensors files ({first_line(error)}); get it again"
+        ) from error
+    if foreign:
+        raise ModelFilesBroken(
+            f"{str(index)!r} names {foreign[0]!r}, which is no safetensors file beside it; get the "
+            "files again"
+        )
+    return names
+
+
+def _on_the_hub(repository: str) -> Headers | None:
+    try:
+        files = get_safetensors_metadata(repository).files_metadata.values()
+    except NotASafetensorsRepoError as error:
+        raise ModelFilesBroken(f"{repository!r} cannot be loaded: {NO_PICKLES}") from error
+    except SafetensorsParsingError as error:
+        raise ModelFilesBroken(f"{repository!r} has broken files: {first_line(error)}") from error
+    except Exception:  # offline; what the client raises differs between its versions
+        return None
+    return {k: Tensor(x.dtype, tuple(x.shape)) for file in files for k, x in file.tensors.items()}
+
+
+def _nbytes(tensor: Tensor, dtype: torch.dtype | None) -> int:
+    """Bytes of a tensor once loaded: a plain float becomes `dtype`, all else stays as it is."""
+    bits = re.search(r"\d+", tensor.dtype)  # as in I8, F8_E4M3; BOOL has none
+    stored = int(bits[0]) if bits else 8
+    if dtype is not None and tensor.dtype in FLOATS:
+        return prod(tensor.shape) * dtype.itemsize
+    return prod(tensor.shape) * stored // 8

@@ -1,0 +1,146 @@
+"""The memory that reading a block takes, found by rehearsing it without data.
+
+The model runs once on fake tensors, which have sizes and no contents, over a cache as full as it
+gets; every storage that comes and goes is counted. Neither weights nor activations exist, so a
+model of any size can be rehearsed anywhere, in a second or so. What kernels keep to themselves is
+not seen; on a CPU that is about nothing (tests/runtime/planning/test_dry_run.py).
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import AutoModelForCausalLM
+
+from kvcap.policies import Eviction
+from kvcap.runtime.cache.cache import BudgetCache
+from kvcap.runtime.cache.step import Pass
+from kvcap.runtime.types import ATTENTION, Positions
+
+
+def rehearsed(eviction: Eviction) -> bool:
+    """Whether all of an eviction can be rehearsed: it takes no decision by its data's contents."""
+    return _without_decisions(eviction) is eviction
+
+
+def rehearse_block(
+    config: Any,
+    eviction: Eviction,
+    budget_tokens: int,
+    block_size: int,
+    dtype: torch.dtype,
+    positions: Positions,
+    batch: int = 1,
+) -> int:
+    """Bytes that reading one block takes at most beyond weights and cache, its logits included.
+
+    Head or layer budgets that move are rehearsed as even ones, and a corrector is left out.
+
+    Args:
+        config: the model's transformers config.
+        eviction: what is evicted.
+        budget_tokens: slots per KV head and layer, all in use (`N`).
+        block_size: tokens read (`T`).
+        dtype: of weights, keys and values.
+        positions: 'compact' or 'true'.
+        batch: sequences.
+    """
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+        model = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION, dtype=dtype)
+        model.eval()
+        cache = BudgetCache(
+            config, budget_tokens, block_size, _without_decisions(eviction), positions=positions
+        )
+        cache.allocate(batch, dtype, "cpu")
+        longest = min(block_size, budget_tokens) if not eviction.policy.evicts else block_size
+        ids = torch.zeros(batch, longest, dtype=torch.long)
+        tally = Tally((*model.parameters(), *model.buffers(), *cache.buffers(), ids))
+        with tally:
+            pretend_full(cache)  # native sliding layers replace what they hold
+            held = tally.peak = tally.now
+            with cache.passing(Pass(cache.next_position)):
+                model(
+                    input_ids=ids,
+                    position_ids=ids,
+                    past_key_values=cache,
+                    use_cache=True,
+                    logits_to_keep=1,
+                )
+    return tally.peak - held
+
+
+def pretend_full(cache: BudgetCache) -> None:
+    """Count every slot as used and evicted before, as after a very long text.
+
+    What the slots hold is not touched.
+    """
+    shape, block = cache.layout.shape, cache.block_size
+    for layer in cache.capped_layers:
+        spare = 0 if cache.eviction.policy.evicts else block
+        layer.count_as(shape.trained_length, [max(0, s.budget - spare) for s in layer.segments])
+        layer.move()
+    segment = cache.capped_layers[0].segments[0]
+    like = segment.pool.keys
+    for layer in cache.sliding_layers.values():
+        # It keeps the end of what it and a block had together.
+        size = layer.sliding_window - 1
+        slots = (segment.batch, shape.kv_heads, size + block, shape.head_size)
+        layer.keys = like.new_zeros(*slots)[:, :, -size:]
+        layer.values = like.new_zeros(*slots)[:, :, -size:]
+        layer.dtype, layer.device, layer.is_initialized = like.dtype, like.device, True
+        layer.cumulative_length = shape.trained_length
+
+
+class Tally(TorchDispatchMode):
+    """Counts the bytes of tensors' storages while they live, and the most there were at once.
+
+    Args:
+        known: tensors whose storages are not counted.
+    """
+
+    def __init__(self, known: Iterable[Tensor] = ()) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.now = self.peak = 0
+        self._known = {x.untyped_storage()._cdata for x in known}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run an operator and count what it returned."""
+        found = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(found):
+            if isinstance(tensor, Tensor):
+                self._count(tensor.untyped_storage())
+        return found
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        key, nbytes = storage._cdata, storage.nbytes()
+        if key in self._known:
+            return
+        self._known.add(key)
+        weakref.finalize(storage, self._release, key, nbytes)
+        self.now += nbytes
+        self.peak = max(self.peak, self.now)
+
+    def _release(self, key: int, nbytes: int) -> None:
+        self.now -= nbytes
+        self._known.discard(key)
+
+
+def _without_decisions(eviction: Eviction) -> Eviction:
+    """The eviction without the parts that look at contents to decide what happens next."""
+    changes: dict[str, Any] = {}
+    for slot in ("head_budget", "layer_budget"):
+        if getattr(getattr(eviction, slot), "moves", False):
+            changes[slot] = None
+    if eviction.corrector is not None:
+        changes["corrector"] = None
+    return replace(eviction, **changes) if changes else eviction

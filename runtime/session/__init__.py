@@ -1,0 +1,1 @@
+"""A conversation: turns in, streamed text out, saved and resumed."""

@@ -1,0 +1,266 @@
+"""The file a session is saved in: one safetensors file, replaced whole or not at all.
+
+Tensors are written one by one, so that saving needs no memory of the cache's size. A digest over
+everything tells a file that was cut short or changed from what was saved. Knows no session, and no
+library of arrays: a tensor is PyTorch's or NumPy's.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+from kvcap.runtime.errors import (
+    SessionFileCorrupt,
+    SessionFileNewer,
+    SessionNotSaved,
+    first_line,
+)
+from kvcap.runtime.files import check_plain, parse_json, replacing
+from kvcap.runtime.schema import SESSION, fault
+from kvcap.runtime.session import settings
+
+FORMAT = "kvcap-session"
+VERSION = 1
+DTYPES = {
+    "float32": "F32",
+    "bfloat16": "BF16",
+    "float16": "F16",
+    "int64": "I64",
+    "int32": "I32",
+    "uint8": "U8",
+    "bool": "BOOL",
+}
+LONGEST = 100_000_000  # bytes of a header that safetensors reads
+PIECE = 1 << 20  # bytes handed to the system at once
+Array = Any  # a torch.Tensor or a numpy.ndarray
+Pieces = Sequence[Array]
+
+
+def write(path: str | os.PathLike[str], tensors: Mapping[str, Pieces], facts: Any) -> None:
+    """Save `tensors`, each in pieces along its first axis, and `facts`, which JSON can hold.
+
+    A new file in the same directory takes the old one's place only when all of it is on the disk.
+
+    Raises:
+        SessionNotSaved: a file of that name is as it was.
+    """
+    target = Path(os.path.realpath(path))
+    session = json.dumps(facts, separators=(",", ":"))
+    # Widest first, so that every tensor starts where its elements can be read in place.
+    names = sorted(tensors, key=lambda name: (-tensors[name][0].dtype.itemsize, name))
+    header: dict[str, Any] = {}
+    start = 0
+    for name in names:
+        pieces = tensors[name]
+        stop = start + sum(prod(piece.shape) * piece.dtype.itemsize for piece in pieces)
+        kind, shape = _kind(pieces[0]), _shape(pieces)
+        header[name] = {"dtype": kind, "shape": shape, "data_offsets": [start, stop]}
+        start = stop
+    header["__metadata__"] = {
+        "format": FORMAT,
+        "version": str(VERSION),
+        "session": session,
+        "digest": digest(session, ((name, tensors[name]) for name in sorted(names))),
+    }
+    head = json.dumps(header, separators=(",", ":")).encode()
+    head += b" " * (-len(head) % 8)
+    if len(head) > LONGEST:
+        raise SessionNotSaved(
+            f"the session cannot be saved in {str(path)!r}: its messages take {len(head):,} bytes, "
+            f"and such a file holds {LONGEST:,}; begin a new one (in chat: /clear)"
+        )
+    try:
+        if target.exists():
+            check_plain(target)  # as a device's name must not become a file's
+        with replacing(target) as descriptor:
+            _write_all(descriptor, memoryview(len(head).to_bytes(8, "little") + head))
+            for name in names:
+                for piece in tensors[name]:
+                    _write_all(descriptor, _bytes(piece))
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise SessionNotSaved(
+            f"the session cannot be saved in {str(path)!r} ({reason}); free some room or give "
+            "another file"
+        ) from error
+
+
+def _write_all(descriptor: int, data: memoryview) -> None:
+    while data:
+        data = data[os.write(descriptor, data[:PIECE]) :]
+
+
+def _bytes(tensor: Array) -> memoryview:
+    if not isinstance(tensor, np.ndarray):  # bfloat16 has no type in NumPy; its bytes have
+        import torch
+
+        tensor = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return np.ascontiguousarray(tensor).reshape(-1).view(np.uint8).data
+
+
+def _kind(tensor: Array) -> str:
+    """The tensor's type in safetensors' letters."""
+    return DTYPES[_name(tensor.dtype)]
+
+
+def _name(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _shape(pieces: Pieces) -> list[int]:
+    return [sum(piece.shape[0] for piece in pieces), *pieces[0].shape[1:]]
+
+
+def digest(session: str, tensors: Iterator[tuple[str, Pieces]]) -> str:
+    """Of everything a file says: SHA-256, in hexadecimal digits."""
+    total = hashlib.sha256(session.encode())
+    for name, pieces in tensors:
+        total.update(f"\n{name} {_kind(pieces[0])} {_shape(pieces)}\n".encode())
+        for piece in pieces:
+            total.update(_bytes(piece))
+    return total.hexdigest()
+
+
+class SessionFile:
+    """A file that `write` made, open for reading; checked against its digest when it is opened.
+
+    Args:
+        path: of the file.
+        framework: what its tensors are to be, 'pt' (PyTorch) or 'np' (NumPy).
+
+    Raises:
+        SessionFileCorrupt: no such file, not a session's, cut short, or changed.
+        SessionFileNewer: of a format that this version does not know.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], framework: str = "pt") -> None:
+        self.path = str(path)
+        try:
+            check_plain(self.path)
+            opened: Any = safe_open
+            self._file = opened(self.path, framework=framework).__enter__()
+        except (SafetensorError, OSError, ValueError) as error:
+            reason = getattr(error, "strerror", None) or first_line(error)
+            raise self.corrupt(f"it cannot be read ({reason})") from error
+        try:
+            self.facts = self._check()
+        except BaseException:
+            self.close()
+            raise
+
+    def _check(self) -> dict[str, Any]:
+        about = self._file.metadata() or {}
+        if about.get("format") != FORMAT:
+            raise self.corrupt("it is no kvcap session")
+        version = about.get("version", "")
+        if not re.fullmatch("[0-9]{1,9}", version):
+            raise self.corrupt(f"its version is {version[:20]!r}")
+        if int(version) > VERSION:
+            raise SessionFileNewer(
+                f"{self.path!r} has session format {version}, this kvcap knows up to {VERSION}; "
+                "install a newer kvcap"
+            )
+        session = about.get("session", "")
+        self.names = frozenset(self._file.keys())
+        try:
+            found = digest(session, ((name, [self.tensor(name)]) for name in sorted(self.names)))
+            facts = parse_json(session)
+        except (SafetensorError, ValueError, KeyError, RuntimeError, TypeError) as error:
+            raise self.corrupt("it cannot be decoded") from error
+        if found != about.get("digest") or not isinstance(facts, dict):
+            raise self.corrupt("its content is not what was saved")
+        return facts
+
+    def tensor(self, name: str) -> Array:
+        """One tensor, a copy in memory."""
+        return self._file.get_tensor(name)
+
+    def taken(self, name: str, shape: tuple[int, ...], dtype: Any) -> Array:
+        """One tensor of a known shape and type.
+
+        Raises:
+            SessionFileCorrupt: there is none, or it is of another.
+        """
+        if name not in self.names:
+            raise self.corrupt(f"{name} is missing")
+        found = self.tensor(name)
+        if tuple(found.shape) != shape or found.dtype != dtype:
+            raise self.corrupt(
+                f"{name} is {list(found.shape)} of {_name(found.dtype)}, not {list(shape)} of "
+                f"{_name(dtype)}"
+            )
+        return found
+
+    def corrupt(self, why: str) -> SessionFileCorrupt:
+        """The error that refuses this file."""
+        return SessionFileCorrupt(
+            f"{self.path!r} cannot be loaded: {why}; give a file that kvcap saved"
+        )
+
+    def close(self) -> None:
+        """Let the file go."""
+        self._file.__exit__(None, None, None)
+
+    def __enter__(self) -> SessionFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+# Of the settings of generation, those that a session goes by; its seed is told beside them.
+SETTINGS = tuple(name for name in settings.NAMES if name != "seed")
+FLOATS = tuple(name for name, bounds in settings.NUMBERS.items() if bounds.kind is float)
+
+
+def checked_facts(file: SessionFile) -> dict[str, Any]:
+    """What the file says, once it is known to be of the kinds and sizes that it must be.
+
+    Raises:
+        SessionFileCorrupt: naming the first place where it is not.
+    """
+    wrong = fault(file.facts, SESSION)
+    if wrong is not None:
+        raise file.corrupt(f"what it says cannot be ({wrong})")
+    return file.facts
+
+
+def check_conversation(file: SessionFile, vocabulary: int) -> None:
+    """Hold the parts of a conversation to each other, and to the model's `vocabulary`.
+
+    Raises:
+        SessionFileCorrupt: they do not belong together.
+    """
+    said = file.facts["conversation"]
+    messages = said["messages"]
+    if any(n >= len(messages) or messages[n]["role"] != "user" for n in said["pinned"]):
+        raise file.corrupt("a message is pinned that the user did not send")
+    if any(token >= vocabulary for token in said["unread"]):
+        raise file.corrupt(f"a token is unread that is none of the model's {vocabulary:,}")
+    if any(start >= stop for start, stop in file.facts["pinned_spans"]):
+        raise file.corrupt("pinned tokens end before they begin")
+    try:
+        json.dumps([messages, said["system"]], ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise file.corrupt("what was said is no Unicode text") from error
+
+
+def generation_of(given: dict[str, Any]) -> dict[str, Any]:
+    """The settings that a session takes, as numbers and lists of the types that samplers want."""
+    found = {name: given.get(name) for name in SETTINGS}
+    for name in FLOATS:
+        if (value := found[name]) is not None:
+            found[name] = float(value)
+    if isinstance(found["stop_strings"], str):
+        found["stop_strings"] = [found["stop_strings"]]
+    return found

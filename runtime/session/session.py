@@ -1,0 +1,477 @@
+"""One conversation in a fixed amount of memory: turns in, streamed text out, figures kept."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, get_args
+
+from kvcap.runtime.errors import EmptyPrompt, MemoryCapExceeded, MessagesInvalid
+from kvcap.runtime.interrupts import interrupts_deferred
+from kvcap.runtime.session import settings
+from kvcap.runtime.session.decoding import Decoding
+from kvcap.runtime.session.pinned_messages import message_spans, system_span
+from kvcap.runtime.session.stats import FinishReason, Stats, Turn
+from kvcap.runtime.session.text import messages_of, opening, render, render_turn
+from kvcap.runtime.types import Message, OnFull, Span
+
+if TYPE_CHECKING:
+    from kvcap.runtime.session.engine import Engine
+
+REREAD = "the conversation is read again with the next message"
+
+
+@dataclass(frozen=True)
+class Said:
+    """What was said and set: what an answer that fails is taken back to."""
+
+    messages: list[Message]
+    system: str | None
+    pinned: frozenset[int]  # indices of `messages`
+    pin_system: bool
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """What is read next, checked; nothing is changed until it is."""
+
+    ids: list[int]
+    said: Said | None  # from then on; None: a text that is no message
+    spans: Sequence[Span]  # that are pinned from then on
+    emptied: bool = False  # the cache is reset first, for another answer to what was said
+    reread: bool = False  # it begins with what was said before
+
+
+class Session:
+    """A conversation over one cache. Made by `Runtime.session`; knows no library that runs models.
+
+    >>> from kvcap import Runtime
+    >>> session = Runtime.from_pretrained("pocket", kv_budget_tokens=256).session()
+    >>> print("".join(session.send("Hello!")))  # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        runtime: Engine,
+        system: str | None = None,
+        seed: int | None = None,
+        generation: Any = None,
+    ) -> None:
+        self.runtime = runtime
+        self.system = system
+        self.messages: list[Message] = []
+        self.generation = copy.deepcopy(generation or runtime.generation)
+        self.turn: Turn | None = None
+        """The last answer, once it has begun; None before the first."""
+        self.notice: str | None = None
+        """What became of a message whose reading was cut short, for the user to be told."""
+        self.on_block: Callable[[int, int], None] | None = None
+        """Called while a prompt is read: (tokens read, tokens of the prompt)."""
+        self.pinned: set[int] = set()
+        """Which of `messages` are never evicted."""
+        self.pin_system = False
+        """Whether the system prompt is never evicted, from the next time it is read."""
+        self.seed = seed
+        self.draws = runtime.draws(seed)
+        self._loop = runtime.loop()
+        self._decoding = Decoding(runtime, self._loop)
+        self._open: Generator[str, None, None] | None = None  # the answer in hand
+
+    def __repr__(self) -> str:
+        plan, count = self.runtime.plan, len(self.messages)
+        return (
+            f"<Session of {self.runtime.name or 'a model'}: {count} message{'s' * (count != 1)}, "
+            f"{plan.policy} holds {self.cache.held:,} of {plan.budget_tokens:,} slots>"
+        )
+
+    @property
+    def cache(self) -> Any:
+        """The conversation's cache, of the backend's own kind."""
+        return self._loop.cache
+
+    @property
+    def on_full(self) -> OnFull:
+        """What happens when the budget is used up.
+
+        'evict'; or 'stop', which ends the answer there; or 'error', which raises
+        `MemoryCapExceeded`. With the last two nothing is ever evicted, and a message that does not
+        fit is refused before any of it is read.
+        """
+        return self._loop.on_full
+
+    @on_full.setter
+    def on_full(self, value: OnFull) -> None:
+        if value not in get_args(OnFull):
+            raise ValueError(f"on_full is {value!r}; use one of {', '.join(get_args(OnFull))}")
+        self._loop.on_full = value
+
+    @property
+    def stats(self) -> Stats:
+        """Tokens, bytes and the last turn's timing, now."""
+        cache, plan = self.cache, self.runtime.plan
+        return Stats(
+            policy=plan.policy,
+            budget_tokens=plan.budget_tokens,
+            seen_tokens=cache.seen,
+            held_tokens=cache.held,
+            evicted_tokens=cache.seen - cache.held,
+            bytes=cache.used_bytes,
+            cap_bytes=self.runtime.cap_bytes,
+            peak_bytes=max(self._loop.peak_bytes, cache.nbytes),
+            recomputed=cache.recomputed,
+            execution=self._loop.execution,
+            turn=self.turn,
+        )
+
+    @classmethod
+    def load(cls, runtime: Engine, path: str | os.PathLike[str]) -> Session:
+        """The conversation saved in `path`, with memory of its own: a file may be loaded often.
+
+        A larger budget takes it as it is. A smaller one evicts, by scores that need no queries,
+        else the oldest tokens; so can another policy that needs nothing of the past it lacks.
+
+        Raises:
+            SessionFileCorrupt, SessionFileForeign, SessionFileNewer: it cannot be taken.
+            PinsTooLarge: its pinned tokens do not fit the budget.
+        """
+        session = cls(runtime)
+        session.restore(path)
+        return session
+
+    def restore(self, path: str | os.PathLike[str]) -> None:
+        """Become the conversation saved in `path`, or refuse as `load` does and stay as it is.
+
+        A Ctrl-C takes effect afterwards, as in `save`.
+        """
+        self._close()
+        with interrupts_deferred():
+            self.runtime.restore(self, path)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Save everything the conversation needs to go on as if nothing had been.
+
+        The file is replaced whole or not at all.
+
+        Raises:
+            SessionNotSaved: it cannot be written; an earlier one is as it was.
+            SessionBroken: a forward pass failed half-way.
+        """
+        with interrupts_deferred():
+            self.runtime.save(self, path)
+
+    @property
+    def conversation(self) -> dict[str, Any]:
+        """What was said and set, as a session's file keeps it."""
+        unread = self._unread
+        return {
+            "messages": self.messages,
+            "system": self.system,
+            "pinned": sorted(self.pinned),
+            "pin_system": self.pin_system,
+            "unread": unread,
+            "unread_since": self.cache.seen if unread else 0,
+            "seed": self.seed,
+        }
+
+    def take(self, conversation: dict[str, Any], draws: Any) -> None:
+        """Take over a `conversation`, whose tokens the cache holds, and the state of its draws."""
+        self.messages, self.system = conversation["messages"], conversation["system"]
+        self.pinned, self.pin_system = set(conversation["pinned"]), conversation["pin_system"]
+        self.seed, self.draws = conversation["seed"], draws
+        self.turn = self.notice = None
+        unread, since = conversation["unread"], conversation["unread_since"]
+        self.cache.unread = (unread[0], since) if unread else None
+
+    def send(self, said: str | Sequence[Message], *, pin: bool = False) -> Iterator[str]:
+        """Say something and stream the answer; `pin` keeps it from ever being evicted.
+
+        What cannot be answered is refused by this call; all else happens as the iterator is read,
+        and nothing if it never is. Where the cache is empty, as after `cache.reset()`, earlier
+        messages are read again. Stopping early (closing the iterator, Ctrl-C) keeps what was said
+        so far as the answer; while the message itself was still being read, see `notice`.
+
+        Args:
+            said: a text; or messages that are added to the conversation, dictionaries with 'role'
+                ('system', 'user' or 'assistant') and 'content': a system prompt only as the first
+                of a new conversation, a user's message last.
+            pin: what is said, all messages of it.
+
+        Raises:
+            EmptyPrompt: nothing to say.
+            MessagesInvalid: no such messages.
+            ChatTemplateMissing: the tokenizer cannot chat.
+            MemoryCapExceeded: nothing may be evicted and the cap is reached.
+            PinsTooLarge: pinned tokens need more slots than a head has.
+            ValueError, UnsupportedModel: settings of generation that cannot be.
+            SessionBroken: a forward pass failed half-way.
+        """
+        messages = messages_of(said)
+        return self._begin(lambda: self._message(messages, pin))
+
+    def complete(self, text: str) -> Iterator[str]:
+        """Read `text` as it is, without a chat template, and stream the continuation.
+
+        Raises:
+            EmptyPrompt: no token.
+            MessagesInvalid: no text.
+            MemoryCapExceeded, ValueError, UnsupportedModel, SessionBroken: as in `send`.
+        """
+        if not isinstance(text, str):
+            raise MessagesInvalid(f"a {type(text).__name__} was given; give the text to continue")
+        return self._begin(lambda: self._text(text))
+
+    def regenerate(self) -> Iterator[str]:
+        """Answer the last message again, reading the conversation anew: evicted tokens are gone.
+
+        Stopped before the new answer begins, the former one stays.
+
+        Raises:
+            EmptyPrompt: nothing was said.
+            ChatTemplateMissing, MemoryCapExceeded, PinsTooLarge, ValueError, UnsupportedModel: as
+                in `send`.
+        """
+        return self._begin(self._last_message)
+
+    def undo(self) -> str:
+        """Take back the last message and its answer; what it was.
+
+        The cache is emptied: earlier messages are read again with the next one.
+
+        Raises:
+            EmptyPrompt: nothing was said.
+        """
+        self._close()
+        users = [i for i, message in enumerate(self.messages) if message["role"] == "user"]
+        if not users:
+            raise EmptyPrompt("there is nothing to take back; say something first")
+        with interrupts_deferred():
+            last = users[-1]
+            text = self.messages[last]["content"]
+            self.messages = self.messages[:last]
+            self.pinned = {index for index in self.pinned if index < last}
+            self.turn = self.notice = None
+            self.cache.reset()
+        return text
+
+    def clear(self) -> None:
+        """Forget the conversation; memory and settings stay."""
+        self._close()
+        with interrupts_deferred():
+            self.cache.reset()
+            self.messages, self.pinned = [], set()
+            self.turn = self.notice = None
+
+    def set_generation(self, **options: Any) -> None:
+        """Change settings from the next answer on; None is the model's default.
+
+        temperature, top_p, top_k, min_p, repetition_penalty, max_new_tokens, do_sample, seed,
+        eos_token_id, stop_strings.
+
+        Raises:
+            ValueError: no such setting, or a value that cannot be; nothing is changed.
+        """
+        settings.check(options)
+        if "seed" in options:
+            self.seed = options.pop("seed")
+            self.draws = self.runtime.draws(self.seed)
+        if (temperature := options.get("temperature")) is not None:
+            options.setdefault("do_sample", temperature > 0)
+        elif any(options.get(name) is not None for name in ("top_p", "top_k", "min_p")):
+            options.setdefault("do_sample", True)
+        self.generation.update(**options)
+
+    def encode(self, text: str, *, special: bool = False) -> list[int]:
+        """Token ids of `text`; `special` lets the tokenizer add its opening token."""
+        ids: list[int] = self.runtime.tokenizer(text, add_special_tokens=special)["input_ids"]
+        return ids
+
+    @property
+    def _said(self) -> Said:
+        """As it is now."""
+        return Said(list(self.messages), self.system, frozenset(self.pinned), self.pin_system)
+
+    @_said.setter
+    def _said(self, said: Said) -> None:
+        self.messages, self.system = said.messages, said.system
+        self.pinned, self.pin_system = set(said.pinned), said.pin_system
+
+    @property
+    def _unread(self) -> list[int]:
+        """The last token of an answer that was cut short, said but not yet read; or none."""
+        token, since = self.cache.unread or (0, -1)
+        return [token] if since == self.cache.seen else []
+
+    def _message(self, given: list[Message], pin: bool) -> Prompt:
+        """The prompt of more messages."""
+        said, seen = self._said, self.cache.seen
+        system, pin_system = said.system, said.pin_system
+        if given[0]["role"] == "system":
+            if said.messages or seen:
+                raise MessagesInvalid(
+                    "a system prompt was given in a conversation that has begun; clear it first, "
+                    "or set session.system and reset its cache"
+                )
+            system, given, pin_system = given[0]["content"], given[1:], pin_system or pin
+        messages, tokenizer = [*said.messages, *given], self.runtime.tokenizer
+        new = range(len(said.messages), len(messages))
+        now = Said(messages, system, said.pinned | frozenset(new if pin else ()), pin_system)
+        if seen:
+            ids = self._unread + self.encode(render_turn(tokenizer, system, given))
+            spans = [(seen, seen + len(ids))] if pin else []
+        else:
+            ids, spans = self._whole(now)
+        return self._checked(Prompt(ids, now, spans, reread=not seen and bool(said.messages)))
+
+    def _text(self, text: str) -> Prompt:
+        """The prompt of a text that is no message."""
+        ids = self.encode(text, special=not self.cache.seen)
+        if not ids:
+            raise EmptyPrompt("the prompt is empty; give at least one token of text")
+        return self._checked(Prompt(self._unread + ids, None, []))
+
+    def _last_message(self) -> Prompt:
+        """The prompt of the conversation without its last answer."""
+        said = self._said
+        while said.messages and said.messages[-1]["role"] == "assistant":
+            said.messages.pop()
+        if not said.messages:
+            raise EmptyPrompt("there is nothing to answer again; say something first")
+        pinned = frozenset(index for index in said.pinned if index < len(said.messages))
+        said = replace(said, pinned=pinned)
+        ids, spans = self._whole(said)
+        return self._checked(Prompt(ids, said, spans, emptied=True, reread=True))
+
+    def _whole(self, said: Said) -> tuple[list[int], list[Span]]:
+        """The tokens of a whole conversation, and what of them is pinned."""
+
+        def written(some: Sequence[Message]) -> list[int]:
+            return self.encode(render(self.runtime.tokenizer, some))
+
+        first = opening(said.system)
+        ids = written([*first, *said.messages])
+        spans = system_span(written, said.system) if said.pin_system and said.system else []
+        return ids, spans + message_spans(written, first, said.messages, said.pinned, ids)
+
+    def _checked(self, prompt: Prompt) -> Prompt:
+        """The prompt, if it can be answered."""
+        emptied = prompt.emptied
+        self._decoding.check(self.generation, self.draws, len(prompt.ids), emptied=emptied)
+        self.cache.pinned_with(prompt.spans, emptied=emptied)
+        return prompt
+
+    def _begin(self, prepare: Callable[[], Prompt]) -> Iterator[str]:
+        """The answer to a prompt, which is refused now if it cannot be had."""
+        return self._stream(prepare, self._standing, prepare())
+
+    def _stream(
+        self, prepare: Callable[[], Prompt], before: tuple[Any, ...], prompt: Prompt
+    ) -> Iterator[str]:
+        """The answer to a prompt that was prepared when what it depends on was `before`."""
+        self._close()
+        if self._standing != before:  # something was said since
+            prompt = prepare()
+        self._open = pieces = self._answer(prompt)
+        try:
+            yield from pieces
+        finally:
+            if self._open is pieces:
+                self._open = None
+
+    def _close(self) -> None:
+        """End an answer that nobody reads on, as if it had been stopped."""
+        if self._open is not None:
+            self._open.close()
+
+    @property
+    def _standing(self) -> tuple[Any, ...]:
+        """What a prompt depends on."""
+        return self._said, self.on_full, self.cache.seen, self._unread
+
+    def _answer(self, prompt: Prompt) -> Generator[str, None, None]:
+        """Answer a prompt; however that ends, the conversation can go on."""
+        before, said, settled = self._said, list[str](), False
+        turn = Turn(prompt_tokens=len(prompt.ids))
+        start = (0, 0)
+
+        def settle() -> None:
+            nonlocal settled
+            with interrupts_deferred():
+                if self.turn is turn and not settled:
+                    self._settle(prompt, before, start, "".join(said))
+                settled = True
+
+        try:
+            try:
+                with interrupts_deferred():
+                    if prompt.emptied:
+                        self.cache.reset()
+                    self.cache.pin(prompt.spans)
+                    if prompt.said is not None:
+                        self._said = prompt.said
+                    self.turn, self.notice = turn, None
+                    start = self.cache.seen, self.cache.held
+                for piece in self._decoding.answer(
+                    prompt.ids, self.generation, self.draws, turn, self.on_block
+                ):
+                    said.append(piece)
+                    yield piece
+            except BaseException as error:
+                turn.finish_reason = turn.finish_reason or _reason(error)
+                raise
+            finally:
+                settle()
+        finally:
+            settle()  # a Ctrl-C can come before the first has begun
+
+    def _settle(self, prompt: Prompt, before: Said, start: tuple[int, int], answer: str) -> None:
+        """After an answer: leave messages and cache that belong together, and tell what changed.
+
+        Args:
+            prompt: of it.
+            before: what was said and set before it.
+            start: tokens seen and held when it began.
+            answer: what was said of it.
+        """
+        turn, cache = self.turn, self.cache
+        assert turn is not None
+        (seen, held), total = start, len(prompt.ids)
+        turn.read_tokens = turn.read_tokens or max(0, min(cache.seen - seen, total))
+        turn.evicted_tokens = max(0, (cache.seen - cache.held) - (seen - held))
+        failed = turn.finish_reason in ("cap", "error")
+        stopped, whole = turn.finish_reason == "interrupted", turn.read_tokens == total
+        notice = None
+        if prompt.said is None:
+            pass
+        elif prompt.emptied and not answer and (failed or stopped):
+            self._said = before
+            cache.reset()
+            notice = f"no new answer began, so the former one stays; {REREAD}"
+        elif not whole and (failed or not turn.read_tokens):
+            self._said = before
+            if cache.seen != seen:
+                cache.reset()
+            notice = "the message was not read and is taken back"
+            if before.messages and not cache.seen:
+                notice += f"; {REREAD}"
+        else:
+            self.messages.append({"role": "assistant", "content": answer})
+            if prompt.reread and not whole:
+                cache.reset()
+                notice = f"stopped while earlier messages were read; {REREAD}"
+        if turn.finish_reason == "error":  # layers may have read different tokens
+            cache.reset()
+            notice = notice or f"what was read is forgotten; {REREAD}"
+        elif stopped and not whole:
+            notice = notice or (
+                f"stopped after {turn.read_tokens:,} of {total:,} tokens; the rest was not read"
+            )
+        self.notice = notice
+
+
+def _reason(error: BaseException) -> FinishReason:
+    """Why an answer ended that did not end by itself."""
+    if isinstance(error, (KeyboardInterrupt, GeneratorExit)):
+        return "interrupted"
+    return "cap" if isinstance(error, MemoryCapExceeded) else "error"

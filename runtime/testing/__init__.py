@@ -1,0 +1,1 @@
+"""Memory meters and the pytest plugin."""

@@ -1,0 +1,386 @@
+"""Meters that a memory test can trust: tensors at their peak, what is left, what a cache holds.
+
+Exact where PyTorch itself counts: its CPU allocator by way of the profiler, in every thread, and
+its CUDA allocator. Python's own allocator, which NumPy uses too, is read by `tracemalloc`. Whole
+processes are measured by `process_peak`. The difference of a warm process's resident
+set is no test: the process reuses pages that it already has, so it reads zero and can never fail.
+
+memray, and pytest-memray on it, hook malloc and its kin for the whole process, so that Python's and
+every library's allocations are in one figure: good for finding who allocates, on Linux and macOS.
+A bound to the byte needs the figures of each allocator alone, hence no dependency on them.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+import tempfile
+import threading
+import tracemalloc
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C import _autograd
+from torch._C._profiler import RecordScope, _EventType
+from torch.profiler import ProfilerActivity
+
+from kvcap.runtime.cache.cache import BudgetCache
+from kvcap.runtime.testing.stacks import CallLog, Place, clock
+from kvcap.runtime.testing.threads import Hook, SharedCount
+
+MARK = 4099  # bytes, and one more for each thread: allocations by which the stacks find the events
+MARKS = 9  # before, and as many after, of which the quickest tells how the clocks compare
+LOOKED_UP = 500  # of the allocations held at the peak, the largest
+
+
+@dataclass(frozen=True)
+class Allocations:
+    """What one place of the code held at the peak."""
+
+    nbytes: int
+    count: int
+    thread: str
+    stack: tuple[Place, ...]  # innermost first
+
+
+@dataclass
+class Peak:
+    """What a piece of work took, in bytes, beyond what there was before."""
+
+    peak_bytes: int = 0  # held at once, at the most
+    held_bytes: int = 0  # still held at the end, with the result
+    result: Any = None  # of the function that was measured
+    largest: Callable[[], list[Allocations]] = field(default=list, repr=False, compare=False)
+
+
+def cpu_peak(function: Callable[[], Any]) -> Peak:
+    """Exact peak of the CPU tensors that `function` allocates, and the bytes it leaves.
+
+    The running sum of every allocation and release that PyTorch's profiler sees, in every Python
+    thread. Tensors allocated before do not count, nor does their release: replacing one counts the
+    new. A function that returns None and leaves bytes behind, leaks.
+
+    >>> import torch
+    >>> took = cpu_peak(lambda: torch.ones(1024, dtype=torch.uint8).sum().item())
+    >>> took.peak_bytes >= 1024, took.held_bytes
+    (True, 0)
+
+    Raises:
+        RuntimeError: called while PyTorch's profiler is on, as within another such measurement.
+        ThreadsNotCounted: this build of PyTorch cannot count in every thread.
+    """
+    with cpu_meter() as peak:
+        peak.result = function()
+    return peak
+
+
+def allocator_peak(function: Callable[[], Any]) -> int:
+    """The most bytes of CPU tensors that `function` holds at once; see `cpu_peak`."""
+    return cpu_peak(function).peak_bytes
+
+
+@contextmanager
+def cpu_meter(*, stacks: bool = False) -> Iterator[Peak]:
+    """`cpu_peak` of a `with` block; the figures are there when it has ended.
+
+    Args:
+        stacks: note Python's calls, so that `largest()` of the result tells who held most at the
+            peak; Python code takes about twice the time meanwhile.
+    """
+    if _autograd._profiler_enabled() or not _ONE_AT_A_TIME.acquire(blocking=False):
+        raise RuntimeError(
+            "PyTorch's profiler is on already and counts once only: measure inside a test without "
+            "the memory_budget marker, or after the other measurement"
+        )
+    try:
+        gc.collect()
+        peak, recording = Peak(), _Recording(stacks)
+        recording.start()
+        try:
+            yield peak
+        finally:
+            recording.calm()
+            gc.collect()  # what only a cycle holds is not left behind
+            recording.stop(peak)
+    finally:
+        _ONE_AT_A_TIME.release()
+
+
+_ONE_AT_A_TIME = threading.Lock()
+
+
+@dataclass(frozen=True)
+class _Event:
+    """An allocation, or with a negative size a release, as PyTorch's profiler tells it."""
+
+    time: int
+    pointer: int
+    size: int
+    thread: int
+
+
+class _Recording:
+    """One run of PyTorch's profiler, for memory alone, with the calls of every thread if asked."""
+
+    def __init__(self, stacks: bool) -> None:
+        self._before = sys.getprofile()
+        self._stacks = stacks and self._before is None  # whoever else profiles, goes first
+        self._logs: list[CallLog] = []
+        self._marks: list[tuple[int, int]] = []  # from when to when, by the clock of the logs
+        self._marking = threading.Lock()
+        self._shared = SharedCount(self._joined)
+
+    def start(self) -> None:
+        """Count from now on."""
+        config = torch.autograd.profiler.profile(profile_memory=True).config()
+        with _without_usdt():
+            _autograd._prepare_profiler(config, {ProfilerActivity.CPU})
+            # Of operators, only what users mark by record_function: each takes time and memory.
+            scopes = {RecordScope.USER_SCOPE}
+            _autograd._enable_profiler(config, {ProfilerActivity.CPU}, scopes)  # type: ignore[call-arg]
+        self._shared.start()
+        if self._stacks:
+            log = CallLog.of(sys._getframe())
+            self._logs.append(log)
+            self._mark()
+            sys.setprofile(log.note)
+
+    def calm(self) -> None:
+        """No more stacks from here on, in this thread."""
+        if self._stacks:
+            sys.setprofile(self._before)
+            self._mark()
+
+    def stop(self, peak: Peak) -> None:
+        """Fill in what was counted."""
+        self._shared.stop()
+        with _without_usdt():
+            result = _autograd._disable_profiler()
+        self._shared.release()
+        self._count(_events(result.experimental_event_tree()), peak)
+
+    def _joined(self, frame: FrameType) -> Hook | None:
+        """Another thread counts from here on."""
+        if not self._stacks:
+            return None
+        with self._marking:
+            self._logs.append(log := CallLog.of(frame.f_back))
+            torch.empty(MARK + len(self._logs) - 1, dtype=torch.uint8, device="cpu")
+        return log.note
+
+    def _mark(self) -> None:
+        for _ in range(MARKS):
+            before = clock()
+            torch.empty(MARK, dtype=torch.uint8, device="cpu")
+            self._marks.append((before, clock()))
+
+    def _count(self, events: list[_Event], peak: Peak) -> None:
+        events, owners, ours = self._take_marks(events)
+        live: dict[int, _Event] = {}
+        now, top = 0, 0
+        for index, event in enumerate(events):
+            if event.size > 0:
+                live[event.pointer] = event
+                now += event.size
+            # What was allocated before is not released here: its size may be that of another.
+            elif event.pointer in live:
+                now -= live.pop(event.pointer).size
+            if now > peak.peak_bytes:
+                peak.peak_bytes, top = now, index
+        peak.held_bytes = now
+        if self._stacks:
+            peak.largest = lambda: self._largest(events[: top + 1], owners, ours)
+
+    def _take_marks(
+        self, events: list[_Event]
+    ) -> tuple[list[_Event], dict[int, CallLog], Callable[[int], int]]:
+        """Events without our own, whose log each thread's is, and the profiler's times as ours."""
+        if not self._stacks:
+            return events, {}, int
+        firsts: dict[int, _Event] = {}
+        for event in events:
+            firsts.setdefault(event.thread, event)
+        (main,) = {e.thread for e in events[:1]}
+        ours = [e for e in events if e.thread == main and e.size == MARK]
+        marks = ours[:MARKS] + ours[-MARKS:]
+        owners = {main: self._logs[0]}
+        for number, log in enumerate(self._logs[1:], 1):
+            for thread, first in firsts.items():
+                if thread not in owners and first.size == MARK + number:
+                    owners[thread] = log
+                    marks.append(first)
+                    break
+        chosen = {id(mark) for mark in marks}
+        (start, first), (end, last) = (
+            min(
+                zip(self._marks[part], marks[part], strict=True),
+                key=lambda pair: pair[0][1] - pair[0][0],
+            )
+            for part in (slice(MARKS), slice(MARKS, 2 * MARKS))
+        )
+        begin = sum(start) // 2
+        rate = (sum(end) // 2 - begin) / max(1, last.time - first.time)
+        kept = [e for e in events if id(e) not in chosen]
+        return kept, owners, lambda time: begin + int((time - first.time) * rate)
+
+    def _largest(
+        self, events: list[_Event], owners: dict[int, CallLog], ours: Callable[[int], int]
+    ) -> list[Allocations]:
+        """What was held after these events, by place, the largest first."""
+        live: dict[int, _Event] = {}
+        for event in events:
+            live.pop(event.pointer, None)
+            if event.size > 0:
+                live[event.pointer] = event
+        most = sorted(live.values(), key=lambda e: -e.size)[:LOOKED_UP]
+        found: dict[tuple[str, tuple[Place, ...]], list[int]] = {}
+        for thread in {e.thread for e in most}:
+            mine, log = [e for e in most if e.thread == thread], owners.get(thread)
+            times = [ours(e.time) for e in mine]
+            stacks: list[list[Place]] = log.stacks(times) if log else [[] for _ in mine]
+            for event, stack in zip(mine, stacks, strict=True):
+                name = log.thread if log else "of PyTorch"
+                found.setdefault((name, tuple(stack)), []).append(event.size)
+        groups = [Allocations(sum(sizes), len(sizes), *key) for key, sizes in found.items()]
+        return sorted(groups, key=lambda group: -group.nbytes)
+
+
+def _events(tree: list[Any]) -> list[_Event]:
+    """Of the CPU's memory, in the order of time; bytes on a GPU are for `cuda_peak`."""
+    found, todo = [], list(tree)
+    while todo:
+        node = todo.pop()
+        todo += node.children
+        if node.tag == _EventType.Allocation:
+            fields = node.extra_fields
+            if fields.device.type == "cpu":
+                found.append(
+                    _Event(node.start_time_ns, fields.ptr, fields.alloc_size, node.start_tid)
+                )
+    return sorted(found, key=lambda event: event.time)
+
+
+@contextmanager
+def _without_usdt() -> Iterator[None]:
+    """Keep the profiler's lines "USDT:..." from stderr, while it starts or stops, and no others.
+
+    Its log level, the other way, is fixed for the process and hides its warnings as well.
+    """
+    try:
+        own = os.dup(2)
+    except OSError:  # there is no stderr
+        yield
+        return
+    with tempfile.TemporaryFile() as said:
+        os.dup2(said.fileno(), 2)
+        try:
+            yield
+        finally:
+            os.dup2(own, 2)
+            os.close(own)
+            said.seek(0)
+            os.write(2, b"".join(line for line in said if not line.startswith(b"USDT:")))
+
+
+def host_peak(function: Callable[[], Any]) -> Peak:
+    """Exact peak of what `function` takes from Python's allocator: objects, and NumPy's arrays.
+
+    In every thread. Tensors of PyTorch, and what libraries take from malloc, are not among it.
+
+    >>> host_peak(lambda: bytearray(1 << 20)).peak_bytes >= 1 << 20
+    True
+    """
+    with host_meter() as peak:
+        peak.result = function()
+    return peak
+
+
+@contextmanager
+def host_meter() -> Iterator[Peak]:
+    """`host_peak` of a `with` block; the figures are there when it has ended."""
+    gc.collect()
+    began = not tracemalloc.is_tracing()
+    if began:
+        tracemalloc.start()
+    peak = Peak()
+    tracemalloc.reset_peak()
+    before, _ = tracemalloc.get_traced_memory()
+    try:
+        yield peak
+    finally:
+        _, most = tracemalloc.get_traced_memory()
+        gc.collect()
+        held, _ = tracemalloc.get_traced_memory()
+        if began:
+            tracemalloc.stop()
+        peak.peak_bytes, peak.held_bytes = max(0, most - before), held - before
+
+
+def cuda_peak(function: Callable[[], Any], device: torch.device | str | int = "cuda") -> Peak:
+    """Exact peak of what `function` allocates on a GPU, in every thread, and the bytes it leaves.
+
+    Raises:
+        RuntimeError: no CUDA device.
+    """
+    with cuda_meter(device) as peak:
+        peak.result = function()
+    return peak
+
+
+@contextmanager
+def cuda_meter(device: torch.device | str | int = "cuda") -> Iterator[Peak]:
+    """`cuda_peak` of a `with` block; the figures are there when it has ended."""
+    if not torch.cuda.is_available():
+        raise RuntimeError(
+            "cuda_peak needs a CUDA device and PyTorch sees none; skip the test where "
+            "torch.cuda.is_available() is false, or measure with cpu_peak"
+        )
+    gc.collect()
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before, peak = torch.cuda.memory_allocated(device), Peak()
+    try:
+        yield peak
+    finally:
+        torch.cuda.synchronize(device)
+        peak.peak_bytes = torch.cuda.max_memory_allocated(device) - before
+        gc.collect()
+        peak.held_bytes = torch.cuda.memory_allocated(device) - before
+
+
+def kv_bytes(cache: Any) -> int:
+    """Bytes that a cache really holds: whole storages, each once, however small the views on them.
+
+    For `BudgetCache`, and for transformers' caches of attention (DynamicCache, StaticCache, ...).
+
+    >>> import torch
+    >>> from transformers import DynamicCache
+    >>> cache = DynamicCache()
+    >>> big = torch.zeros(1, 2, 100, 4)
+    >>> _ = cache.update(big[:, :, :1], big[:, :, :1], 0)
+    >>> kv_bytes(cache) <= big.nbytes
+    True
+    """
+    if isinstance(cache, BudgetCache):
+        return cache.nbytes
+    tensors: list[Tensor] = []
+    for layer in cache.layers:
+        tensors += _tensors(vars(layer).values())
+    storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}
+    return sum(storages.values())
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _tensors(value)
+        elif isinstance(value, dict):
+            yield from _tensors(value.values())

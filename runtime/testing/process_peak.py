@@ -1,0 +1,174 @@
+"""The peak resident set of a fresh process: the whole truth about memory, libraries included.
+
+Only a fresh process will do; a warm one reuses pages it already has. Nothing heavy is imported
+here, since the child imports this before its baseline is taken.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import runpy
+import subprocess
+import sys
+import tempfile
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+REPORT = "KVCAP_MEMORY_REPORT"  # in a test's own process: the file its figures go to
+STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+
+
+@dataclass(frozen=True)
+class ProcessPeak:
+    """Resident bytes of a process."""
+
+    peak_bytes: int  # the most it held
+    baseline_bytes: int  # what it held when the imports were done
+
+    @property
+    def grown_bytes(self) -> int:
+        """The peak beyond the imports."""
+        return self.peak_bytes - self.baseline_bytes
+
+
+class NotMeasured(RuntimeError):
+    """A process ended well and measured nothing, as a test that skips itself does."""
+
+
+class TestFailed(RuntimeError):
+    """A test failed in its own process; the message is pytest's report of it."""
+
+    __test__ = False  # its name is no test's
+
+
+def process_peak(target: str | Path, *args: Any, timeout: float | None = None) -> ProcessPeak:
+    """Run `target` in a fresh Python process; returns that process's own peak.
+
+    Args:
+        target: 'module:function', or the path of a script. Importing the module is the baseline;
+            a script imports as it runs, so that its baseline is the bare interpreter.
+        args: of the function, as JSON can hold them; or of the script's command line.
+        timeout: seconds until the process is ended.
+
+    Raises:
+        ValueError: the target is neither.
+        RuntimeError: it failed, with the end of what it said.
+        subprocess.TimeoutExpired: it took longer.
+    """
+    script = Path(target).suffix == ".py"
+    module, _, function = str(target).partition(":")
+    if (script and not Path(target).is_file()) or (not script and not (module and function)):
+        raise ValueError(f"{str(target)!r}: give 'module:function' or the path of a script")
+    return in_fresh_process("run", [str(target), script, list(args)], timeout=timeout)
+
+
+def in_fresh_process(
+    entry: str, request: list[Any], *, cwd: Path | None = None, timeout: float | None = None
+) -> ProcessPeak:
+    """Call `entry` of this module in a fresh process, which writes its figures to a file."""
+    path = [place for place in sys.path if place]  # '' would let folders here shadow packages
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder, "peak.json")
+        code = (
+            f"import sys; sys.path[:] = {path!r}; "
+            "from kvcap.runtime.testing import process_peak as p; "
+            f"p.{entry}({str(report)!r}, *{request!r})"
+        )
+        done = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, errors="replace",
+            cwd=cwd, timeout=timeout, check=False,
+        )  # fmt: skip
+        said = (done.stdout + done.stderr).strip()[-4000:]
+        if done.returncode:
+            raise RuntimeError(f"the process ended with code {done.returncode}:\n{said}")
+        if not report.exists():
+            raise NotMeasured(said)
+        found = json.loads(report.read_text())
+        if "failed" in found:
+            raise TestFailed(found["failed"])
+        if "skipped" in found:
+            raise NotMeasured(found["skipped"])
+        return ProcessPeak(**found)
+
+
+def run(report: str, target: str, script: bool, args: list[Any]) -> None:
+    """In the child: run a function or a script, measured."""
+    if script:
+        sys.argv = [target, *map(str, args)]
+        baseline = start()
+        runpy.run_path(target, run_name="__main__")
+    else:
+        module, _, name = target.partition(":")
+        function = getattr(importlib.import_module(module), name)
+        baseline = start()
+        function(*args)
+    write(report, baseline)
+
+
+def run_test(report: str, arguments: list[str]) -> None:
+    """In the child: run one test, whose body the pytest plugin measures."""
+    os.environ[REPORT] = report
+    import pytest
+
+    outcome = Outcome()
+    code = pytest.main(arguments, plugins=[outcome])
+    if outcome.said:
+        Path(report).write_text(json.dumps(outcome.said))
+        code = pytest.ExitCode.OK
+    sys.exit(code)
+
+
+class Outcome:
+    """Keeps what pytest reports of a test that did not pass, once."""
+
+    def __init__(self) -> None:
+        self.said: dict[str, str] = {}
+
+    def pytest_collectreport(self, report: Any) -> None:
+        """A module that cannot be imported."""
+        self.pytest_runtest_logreport(report)
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        """Set-up, body or what comes after."""
+        if report.failed:
+            parts = [self.said.get("failed", ""), report.longreprtext]
+            parts += [f"---- {title} ----\n{text}" for title, text in report.sections]
+            self.said = {"failed": "\n".join(filter(None, parts))}
+        elif report.skipped and not self.said:
+            why = report.longrepr
+            self.said = {"skipped": str(why[2] if isinstance(why, tuple) else why)}
+
+
+def start() -> int:
+    """Forget the peak so far, where the system can; returns the bytes held now."""
+    # Where it fails (not Linux, not allowed) the baseline is the peak of the imports.
+    with suppress(OSError):
+        CLEAR.write_text("5")  # VmHWM becomes VmRSS
+    return peak()
+
+
+def write(report: str, baseline: int) -> None:
+    """Write what this process held to the file `report`."""
+    Path(report).write_text(json.dumps({"peak_bytes": peak(), "baseline_bytes": baseline}))
+
+
+def peak() -> int:
+    """The most resident bytes of this process.
+
+    Not `ru_maxrss` on Linux: a child inherits its parent's there.
+    """
+    if STATUS.exists():
+        (line,) = (x for x in STATUS.read_text().splitlines() if x.startswith("VmHWM:"))
+        return int(line.split()[1]) * 1024
+    if sys.platform == "win32":
+        import psutil
+
+        return int(psutil.Process().memory_info().peak_wset)
+    import resource
+
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return most if sys.platform == "darwin" else most * 1024

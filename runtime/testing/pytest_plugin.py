@@ -1,0 +1,611 @@
+"""The pytest plugin: `@pytest.mark.memory_budget("64MiB")` and the fixture `memory_meter`.
+
+Loaded by every pytest of an environment that has kvcap, so neither torch nor transformers is
+imported before a test asks for a measurement.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import inspect
+import os
+import sys
+import sysconfig
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field
+from itertools import takewhile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from unittest import TestCase
+
+import pytest
+
+from kvcap.runtime.testing import process_peak as processes
+from kvcap.runtime.testing.figures import Compared, Figure, Figures, FiguresUnusable, made_on, share
+from kvcap.runtime.testing.process_peak import REPORT
+from kvcap.runtime.units import size
+
+if TYPE_CHECKING:
+    from kvcap.runtime.testing.memory_meter import Allocations, Peak
+    from kvcap.runtime.testing.process_peak import ProcessPeak
+
+MARKER = "memory_budget"
+USAGE = (
+    'write @pytest.mark.memory_budget("64MiB"), memory_budget("64MiB", host="8MiB") or '
+    'memory_budget("2GiB", process=True)'
+)
+DEFAULT = "memory-figures.json"
+FIGURES = pytest.StashKey[list[Figure]]()
+SHOWN = 5  # allocations in a failure
+FRAMES = 4  # of each, in the user's own files
+WHAT = {
+    "cpu_peak": "CPU tensors", "cuda_peak": "tensors on the GPU", "kv": "the cache",
+    "host_peak": "Python and NumPy", "process_peak": "the process",
+}  # fmt: skip
+
+
+class MemoryMeter:
+    """Measures within a test; every figure also goes to the test's report and the baseline.
+
+    A `label` tells figures of one test apart, as in `cpu_peak(f, label="prefill")`.
+    """
+
+    def __init__(self, figures: list[Figure]) -> None:
+        self._figures = figures
+
+    def cpu_peak(self, function: Callable[[], Any], *, label: str = "") -> Peak:
+        """See `kvcap.testing.cpu_peak`."""
+        return _called(self.cpu_meter(label=label), function)
+
+    def cpu_meter(self, *, label: str = "") -> AbstractContextManager[Peak]:
+        """See `kvcap.testing.cpu_meter`."""
+        from kvcap.runtime.testing.memory_meter import cpu_meter
+
+        return self._noted("cpu_peak", label, cpu_meter())
+
+    def host_peak(self, function: Callable[[], Any], *, label: str = "") -> Peak:
+        """See `kvcap.testing.host_peak`."""
+        return _called(self.host_meter(label=label), function)
+
+    def host_meter(self, *, label: str = "") -> AbstractContextManager[Peak]:
+        """See `kvcap.testing.host_meter`."""
+        from kvcap.runtime.testing.memory_meter import host_meter
+
+        return self._noted("host_peak", label, host_meter())
+
+    def cuda_peak(
+        self, function: Callable[[], Any], device: Any = "cuda", *, label: str = ""
+    ) -> Peak:
+        """See `kvcap.testing.cuda_peak`."""
+        return _called(self.cuda_meter(device, label=label), function)
+
+    def cuda_meter(self, device: Any = "cuda", *, label: str = "") -> AbstractContextManager[Peak]:
+        """See `kvcap.testing.cuda_meter`."""
+        from kvcap.runtime.testing.memory_meter import cuda_meter
+
+        return self._noted("cuda_peak", label, cuda_meter(device))
+
+    def process_peak(self, target: str | Path, *args: Any, label: str = "") -> ProcessPeak:
+        """See `kvcap.testing.process_peak`."""
+        found = processes.process_peak(target, *args)
+        self._note("process_peak", label, found.peak_bytes)
+        return found
+
+    def kv_bytes(self, cache: Any, *, label: str = "") -> int:
+        """See `kvcap.testing.kv_bytes`."""
+        from kvcap.runtime.testing.memory_meter import kv_bytes
+
+        found = kv_bytes(cache)
+        self._note("kv", label, found)
+        return found
+
+    @contextmanager
+    def _noted(self, kind: str, label: str, meter: AbstractContextManager[Peak]) -> Iterator[Peak]:
+        with meter as peak:
+            yield peak
+        self._note(kind, label, peak.peak_bytes)
+
+    def _note(self, kind: str, label: str, nbytes: int) -> None:
+        _add(self._figures, Figure(kind, nbytes, label))
+
+
+def _called(meter: AbstractContextManager[Peak], function: Callable[[], Any]) -> Peak:
+    with meter as peak:
+        peak.result = function()
+    return peak
+
+
+def _add(figures: list[Figure], figure: Figure) -> None:
+    """Keep a figure, under a name that the test has not yet."""
+    names, number = {known.name for known in figures}, 2
+    label = figure.label
+    while figure.name in names:
+        changed = f"{label or 'run'}-{number}"
+        figure = Figure(figure.kind, figure.nbytes, changed, figure.allowed)
+        number += 1
+    figures.append(figure)
+
+
+@pytest.fixture
+def memory_meter(request: pytest.FixtureRequest) -> MemoryMeter:
+    """Meters of memory: cpu_peak, host_peak, cuda_peak, process_peak, kv_bytes."""
+    return MemoryMeter(request.node.stash.setdefault(FIGURES, []))
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Options of the figures' baseline."""
+    group = parser.getgroup("memory", "memory figures (kvcap)")
+    group.addoption(
+        "--memory-baseline", metavar="FILE",
+        help="fail a test whose memory figures grew beyond those of FILE",
+    )  # fmt: skip
+    group.addoption(
+        "--memory-update", action="store_true",
+        help=f"write the figures of tests that pass to the baseline (default: {DEFAULT})",
+    )  # fmt: skip
+    group.addoption(
+        "--memory-tolerance", metavar="PERCENT",
+        help="by which a peak may grow; default: 2%% for tensors, 10%% for Python and processes",
+    )  # fmt: skip
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Make the marker known, and read the baseline where one is asked for."""
+    config.addinivalue_line(
+        "markers",
+        f"{MARKER}(size, host=None, process=False): fail where the CPU tensors of the test's body "
+        "take more than `size` at once, or its Python objects and NumPy arrays more than `host`; "
+        "process=True: where a fresh process for the test grows by more than `size`",
+    )
+    file, update = config.getoption("memory_baseline"), config.getoption("memory_update")
+    try:
+        given = config.getoption("memory_tolerance")
+        tolerance = None if given is None else share(given)
+        if file or update:
+            # Absolute, for processes of pytest-xdist that start elsewhere.
+            path = Path(config.invocation_params.dir, file or DEFAULT)
+            config.option.memory_baseline = str(path)
+            if update and not path.parent.is_dir():
+                raise FiguresUnusable(f"there is no directory {path.parent} to write figures to")
+            figures = Figures.read(path) if path.exists() or not update else Figures(path)
+            config.pluginmanager.register(
+                Baseline(config, figures, update, tolerance), "kvcap-memory-baseline"
+            )
+    except ValueError as error:
+        raise pytest.UsageError(str(error)) from error
+    config.pluginmanager.register(Summary(config), "kvcap-memory-summary")
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What a marker allows."""
+
+    size: int
+    host: int | None
+    process: bool
+
+    @classmethod
+    def of(cls, mark: pytest.Mark) -> Budget:
+        """Of a marker's arguments.
+
+        Raises:
+            ValueError: they are none, with what would work.
+        """
+        unknown = sorted(set(mark.kwargs) - {"host", "process"})
+        if unknown:
+            raise ValueError(f"memory_budget knows no {', '.join(unknown)}; {USAGE}")
+        if len(mark.args) != 1:
+            raise ValueError(f"memory_budget got {len(mark.args)} sizes; {USAGE}")
+        host, process = mark.kwargs.get("host"), mark.kwargs.get("process", False)
+        if not isinstance(process, bool):
+            raise ValueError(f"process={process!r} is neither True nor False; {USAGE}")
+        if process and host is not None:
+            raise ValueError(f"a process's figure counts host memory already; {USAGE}")
+        return cls(_bytes(mark.args[0]), None if host is None else _bytes(host), process)
+
+
+def _bytes(given: object) -> int:
+    if isinstance(given, bool) or not isinstance(given, (int, str)):
+        raise ValueError(f"{given!r} is no size; {USAGE}")
+    from kvcap.runtime.units import parse_bytes
+
+    found = parse_bytes(given)
+    if found < 0:
+        raise ValueError(f"{given} is below zero; {USAGE}")
+    return found
+
+
+@pytest.hookimpl(wrapper=True, trylast=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
+    """Measure what a marked test does between its set-up and what comes after."""
+    mark = item.get_closest_marker(MARKER)
+    if mark is None:
+        return (yield)
+    budget, wrong = None, ""
+    try:
+        budget = Budget.of(mark)
+    except ValueError as error:
+        wrong = str(error)
+    if budget is None:  # outside `except`, so that it is reported once
+        pytest.fail(f"{_where(item)}: {wrong}", pytrace=False)
+    if budget.process and REPORT not in os.environ:
+        return (yield from _elsewhere(item, budget))
+    if budget.process:
+        baseline = processes.start()
+        result = yield
+        processes.write(os.environ[REPORT], baseline)
+        return result
+    peaks = Peaks(budget)
+    if _wrap_method(item, peaks):
+        result = yield
+    else:
+        with peaks.measured():
+            result = yield
+    if getattr(item, "_excinfo", None):  # of a unittest: it failed or was skipped
+        return result
+    if peaks.tensors is None:
+        pytest.fail(f"{_where(item)}: the body of this test was not measured", pytrace=False)
+    _judge(item, Figure("cpu_peak", peaks.tensors.peak_bytes, "body", budget.size), peaks.tensors)
+    if peaks.host is not None:
+        _judge(item, Figure("host_peak", peaks.host.peak_bytes, "body", budget.host), peaks.host)
+    return result
+
+
+@dataclass
+class Peaks:
+    """The meters of one marked test."""
+
+    budget: Budget
+    tensors: Peak | None = field(default=None, init=False)
+    host: Peak | None = field(default=None, init=False)
+
+    @contextmanager
+    def measured(self) -> Iterator[None]:
+        """Around the body."""
+        from kvcap.runtime.testing.memory_meter import cpu_meter, host_meter
+
+        with ExitStack() as stack:
+            # Notes of calls are Python objects: they would be among the host's memory.
+            self.tensors = stack.enter_context(cpu_meter(stacks=self.budget.host is None))
+            if self.budget.host is not None:
+                self.host = stack.enter_context(host_meter())
+            yield
+
+
+def _wrap_method(item: pytest.Item, peaks: Peaks) -> bool:
+    """Measure the method of a `unittest.TestCase` alone, without its setUp and tearDown."""
+    case = getattr(item, "instance", None)
+    if not isinstance(case, TestCase) or not isinstance(item, pytest.Function):
+        return False
+    method = item.obj
+    if inspect.iscoroutinefunction(method):
+
+        @functools.wraps(method)
+        async def awaited(*args: Any, **kwargs: Any) -> Any:
+            with peaks.measured():
+                return await method(*args, **kwargs)
+
+        item.obj = awaited
+    else:
+
+        @functools.wraps(method)
+        def called(*args: Any, **kwargs: Any) -> Any:
+            with peaks.measured():
+                return method(*args, **kwargs)
+
+        item.obj = called
+    setattr(case, item.name, item.obj)
+    return True
+
+
+def _elsewhere(item: pytest.Item, budget: Budget) -> Generator[None, object, object]:
+    """Run a test in a fresh process instead of here."""
+    took: list[ProcessPeak] = []
+
+    def run() -> None:
+        skipped, failed = "", ""
+        try:
+            took.append(
+                processes.in_fresh_process("run_test", _command(item), cwd=item.config.rootpath)
+            )
+        except processes.NotMeasured as error:
+            skipped = f"in its own process: {error}"
+        except processes.TestFailed as error:
+            failed = f"in its own process:\n{error}"
+        except RuntimeError as error:
+            failed = f"no figure from its own process: {error}"
+        if skipped:  # outside `except`, so that it is reported once
+            pytest.skip(skipped)
+        if failed:
+            pytest.fail(failed, pytrace=False)
+
+    item.runtest = run  # type: ignore[method-assign]
+    try:
+        result = yield
+    finally:
+        del item.runtest
+    grown = took[0].grown_bytes
+    _judge(item, Figure("process_peak", grown, "body", budget.size), None)
+    return result
+
+
+def _judge(item: pytest.Item, figure: Figure, peak: Peak | None) -> None:
+    """Report a figure, and fail the test that took more than it may."""
+    _add(item.stash.setdefault(FIGURES, []), figure)
+    allowed, took = figure.allowed, figure.nbytes
+    if allowed is None or took <= allowed:
+        return
+    lines = [
+        f"memory budget exceeded: {WHAT[figure.kind]} took {size(took)} ({took:,} bytes), allowed "
+        f"are {size(allowed)} ({allowed:,}): {took - allowed:,} bytes too many",
+        f"  the budget: {_where(item)}",
+    ]
+    largest = peak.largest() if peak is not None else []
+    if largest:
+        lines.append("  what was held at the peak, the largest first:")
+        for each in largest[:SHOWN]:
+            lines += _described(each, item.config.rootpath)
+        if len(largest) > SHOWN:
+            rest = sum(each.nbytes for each in largest[SHOWN:])
+            lines.append(f"    {size(rest)} from {len(largest) - SHOWN} other places")
+    elif figure.kind == "cpu_peak":
+        lines.append("  (stacks are not noted beside host=, or while another profiler is on)")
+    pytest.fail("\n".join(lines), pytrace=False)
+
+
+def _described(each: Allocations, root: Path) -> list[str]:
+    """An allocation and its stack, frames of the user's own files first."""
+    times = f" in {each.count} allocations" if each.count > 1 else ""
+    thread = "" if each.thread == "MainThread" else f", thread {each.thread}"
+    found = [f"    {size(each.nbytes)} ({each.nbytes:,} bytes){times}{thread}"]
+    # Below the plugin are pytest and whatever started it.
+    stack = list(takewhile(lambda place: not _is_pytest(place.file), each.stack))
+    own = [place for place in stack if _is_own(place.file, root)]
+    for place in own[:FRAMES] or stack[:FRAMES]:
+        near = "" if place.exact else " (an operator near this line)"
+        found.append(f"      {_shown(place.file, root)}:{place.line} in {place.function}{near}")
+    if own and stack[0] not in own:
+        inner = stack[0]
+        found.append(f"      by {_shown(inner.file, root)}:{inner.line} in {inner.function}")
+    if not stack:
+        found.append("      its stack is not known")
+    return found
+
+
+def _libraries() -> list[str]:
+    """Where files are that are not the user's."""
+    paths = sysconfig.get_paths()
+    return [paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")]
+
+
+def _is_own(file: str, root: Path) -> bool:
+    path = Path(file)
+    if file.startswith("<") or "site-packages" in path.parts:
+        return False
+    return path.is_relative_to(root) or not any(path.is_relative_to(x) for x in _libraries())
+
+
+def _is_pytest(file: str) -> bool:
+    return file == __file__ or not {"_pytest", "pluggy"}.isdisjoint(Path(file).parts)
+
+
+def _shown(file: str, root: Path) -> str:
+    """A path as short as it is clear."""
+    for folder in (str(root), *_libraries()[::-1]):
+        if Path(file).is_relative_to(folder):
+            return str(Path(file).relative_to(folder))
+    return file
+
+
+def _where(item: pytest.Item) -> str:
+    """The marker as it is written, and its line."""
+    for node, mark in item.iter_markers_with_node(MARKER):
+        given = [repr(x) for x in mark.args] + [f"{k}={v!r}" for k, v in mark.kwargs.items()]
+        path = Path(str(getattr(node, "path", item.path)))
+        shown = _shown(str(path), item.config.rootpath)
+        return f"memory_budget({', '.join(given)}) at {shown}:{_line(node, path)}"
+    return item.nodeid
+
+
+def _line(node: Any, path: Path) -> int:
+    """The line of a test's, class's or module's marker; that of the test where none is found."""
+    target = getattr(node, "obj", None)
+    if target is None or inspect.ismodule(target):
+        first = 1
+    else:
+        try:
+            first = inspect.getsourcelines(inspect.unwrap(target))[1]
+        except (OSError, TypeError):
+            return 1
+    try:
+        tree = ast.parse(path.read_text())
+    except (OSError, ValueError, SyntaxError):
+        return first
+    if target is None or inspect.ismodule(target):
+        places: list[ast.AST] = list(tree.body)
+    else:
+        defined = [
+            scope for scope in ast.walk(tree)
+            if isinstance(scope, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef))
+            and min([scope.lineno, *(d.lineno for d in scope.decorator_list)]) == first
+        ]  # fmt: skip
+        places = [d for scope in defined for d in scope.decorator_list]
+        places += [x for scope in defined if isinstance(scope, ast.ClassDef) for x in scope.body]
+    for place in places:
+        if isinstance(place, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+            continue
+        for part in ast.walk(place):
+            if isinstance(part, ast.Attribute) and part.attr == MARKER:
+                return part.lineno
+    return first
+
+
+def _command(item: pytest.Item) -> list[Any]:
+    """What pytest is told in the test's own process: that test, and nothing of `addopts`."""
+    config = item.config
+    name = config.pluginmanager.get_name(sys.modules[__name__])
+    arguments = [item.nodeid, "-q", "-p", str(name), "-p", "no:cacheprovider", "-p", "no:xdist"]
+    arguments += ["--rootdir", str(config.rootpath), "-o", "addopts=", "--runxfail"]
+    arguments += [f"--import-mode={config.getoption('importmode')}"]
+    if config.inipath is not None:
+        arguments += ["-c", str(config.inipath)]
+    return [arguments]
+
+
+class Baseline:
+    """Holds every figure against its earlier value; the first process writes new ones."""
+
+    def __init__(
+        self, config: pytest.Config, figures: Figures, update: bool, tolerance: float | None
+    ) -> None:
+        self.figures, self.update = figures, update
+        self._tolerance = tolerance
+        self.measured: dict[str, list[Figure]] = {}
+        self.here: dict[str, str] = {}
+        self._writes = update and not hasattr(config, "workerinput")
+
+    def compared(self, test: str, figures: Sequence[Figure]) -> list[Compared]:
+        """Beside what the file says; nothing fails while it is written anew."""
+        here = made_on()
+        found = [self.figures.compare(test, each, self._tolerance, here) for each in figures]
+        return [Compared(c.figure, c.before) for c in found] if self.update else found
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_call(self, item: pytest.Item) -> Generator[None, object, object]:
+        """After the body, and outside all meters."""
+        result = yield
+        if not getattr(item, "_excinfo", None):
+            figures: list[Figure] = item.stash.get(FIGURES, [])
+            grew = [c for c in self.compared(item.nodeid, figures) if c.grew]
+            if grew:
+                pytest.fail("\n".join(map(_growth, grew)), pytrace=False)
+        return result
+
+    def pytest_sessionfinish(self) -> None:
+        """Write once, where all reports come together."""
+        if self._writes and self.measured:
+            self.figures.update(self.measured, self.here)
+            self.figures.write()
+
+
+def _growth(grown: Compared) -> str:
+    figure, before = grown.figure, grown.before or 0
+    return (
+        f"memory grew: {figure.name} is {size(figure.nbytes)} ({figure.nbytes:,} bytes), the "
+        f"baseline {size(before)} ({before:,}), at most {grown.limit or 0:,} ({grown.change}); "
+        "where that is meant, run pytest --memory-update"
+    )
+
+
+class Summary:
+    """A table of what was measured, from every process of the run."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._config = config
+        self._rows: list[tuple[str, Compared]] = []
+
+    def _baseline(self) -> Baseline | None:
+        found: Baseline | None = self._config.pluginmanager.get_plugin("kvcap-memory-baseline")
+        return found
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(
+        self, item: pytest.Item, call: pytest.CallInfo[None]
+    ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+        """Send figures along with the report of a test, as plain numbers."""
+        if call.when == "call" and (figures := item.stash.get(FIGURES, [])):
+            item.user_properties += _properties(figures, item.nodeid, self._baseline())
+        report = yield
+        if call.when == "call" and figures:
+            vars(report)["kvcap_memory"] = {
+                "figures": [asdict(f) for f in figures], "made_on": made_on(),
+            }  # fmt: skip
+            item.stash[FIGURES] = []  # a plugin may run the test again
+        return report
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """In the first process: from each."""
+        sent = getattr(report, "kvcap_memory", None)
+        if sent is None or hasattr(self._config, "workerinput"):
+            return
+        figures = [Figure(**each) for each in sent["figures"]]
+        baseline = self._baseline()
+        for figure in figures:
+            row = Compared(figure)
+            if baseline is not None:
+                row = baseline.figures.compare(
+                    report.nodeid, figure, baseline._tolerance, sent["made_on"]
+                )
+            self._rows.append((report.nodeid, row))
+        if baseline is not None and report.passed:
+            baseline.measured[report.nodeid] = figures
+        if baseline is not None:
+            baseline.here = sent["made_on"]
+
+    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
+        """Write the table."""
+        out, baseline = terminalreporter, self._baseline()
+        if self._rows and self._config.get_verbosity() >= 0:
+            self._table(out)
+        if self._rows and baseline is not None:
+            self._notes(out, baseline)
+
+    def _table(self, out: Any) -> None:
+        out.section("memory")
+        header = ["test", "figure", "measured", "allowed", "baseline", "change"]
+        rows = [_row(*row) for row in self._rows]
+        kept = [i for i, name in enumerate(header) if i < 3 or any(row[i] for row in rows)]
+        widths = [max(len(row[i]) for row in [header, *rows]) for i in kept]
+        for row in [header, *rows]:
+            cells = [row[i] for i in kept]
+            out.write_line("  ".join(
+                cell.ljust(w) if i < 2 else cell.rjust(w)
+                for i, (cell, w) in enumerate(zip(cells, widths, strict=True))
+            ).rstrip())  # fmt: skip
+
+    def _notes(self, out: Any, baseline: Baseline) -> None:
+        if baseline.update:
+            out.write_line(f"wrote {len(baseline.measured)} tests to {baseline.figures.path}")
+            return
+        missing = [row for _, row in self._rows if row.before is None]
+        if missing:
+            out.write_line(
+                f"{len(missing)} figures are not in the baseline and were compared with nothing; "
+                "pytest --memory-update adds them"
+            )
+        if unlike := baseline.figures.unlike(baseline.here):
+            out.write_line(
+                f"only bytes of caches were compared, no peaks: {unlike}; "
+                "make a baseline for this environment with pytest --memory-update"
+            )
+
+
+def _properties(
+    figures: Sequence[Figure], test: str, baseline: Baseline | None
+) -> list[tuple[str, object]]:
+    """JUnit's: each figure by its name, and what it is held against."""
+    found: list[tuple[str, object]] = []
+    for figure in figures:
+        found.append((figure.name, figure.nbytes))
+        stem = figure.name.removesuffix("_bytes")
+        if figure.allowed is not None:
+            found.append((f"{stem}_allowed_bytes", figure.allowed))
+        before = baseline and baseline.compared(test, [figure])[0].before
+        if before is not None:
+            found.append((f"{stem}_baseline_bytes", before))
+    return found
+
+
+def _row(test: str, row: Compared) -> list[str]:
+    figure = row.figure
+    over = figure.allowed is not None and figure.nbytes > figure.allowed
+    return [
+        test,
+        figure.name.removesuffix("_bytes"),
+        size(figure.nbytes) + (" exceeds" if over else ""),
+        "" if figure.allowed is None else size(figure.allowed),
+        "" if row.before is None else size(row.before),
+        row.change + (" grew" if row.grew else ""),
+    ]

@@ -1,0 +1,50 @@
+"""Sizes in bytes: parsed from words, shown in words, and rounded up to caps."""
+
+from __future__ import annotations
+
+import re
+
+from kvcap.runtime.errors import PlanInfeasible
+
+MARGIN = 16 << 20  # by which a process differs from one run to the next, and more
+FACTORS = {"": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "t": 1000**4,
+         "ki": 1024, "mi": 1024**2, "gi": 1024**3, "ti": 1024**4}  # fmt: skip
+UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+
+
+def parse_bytes(size: str | int) -> int:
+    """Bytes from 4096, '4096', '256KiB', '1.5 GB' (KiB = 1,024, KB = 1,000).
+
+    Raises:
+        PlanInfeasible: not a size.
+    """
+    if isinstance(size, int):
+        return size
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?\s*", size.lower())
+    if not match or match[2] not in FACTORS:
+        raise PlanInfeasible(f"{size!r} is not a size; write 1048576, 256KiB, 64MiB or 2GB")
+    return int(float(match[1]) * FACTORS[match[2]])
+
+
+def roomy(nbytes: int) -> int:
+    """A cap that holds a process planned to take so many bytes another time too: whole MiB.
+
+    >>> roomy(500 << 20) >> 20
+    516
+    """
+    return -(-(nbytes + MARGIN) >> 20) << 20
+
+
+def size(count: int, of: int | None = None) -> str:
+    """Bytes for people; with `of`, a part and its whole in the whole's unit.
+
+    >>> size(800), size(57856), size(512 * 1024, of=3 * 1024**2)
+    ('800 B', '56.5 KiB', '0.5/3.0 MiB')
+    """
+    whole = count if of is None else of
+    power = next((i for i in range(len(UNITS)) if whole < 1024 ** (i + 1)), len(UNITS) - 1)
+
+    def shown(value: int) -> str:
+        return f"{value / 1024**power:,.{1 if power else 0}f}"
+
+    return f"{shown(count)}{'' if of is None else '/' + shown(of)} {UNITS[power]}"

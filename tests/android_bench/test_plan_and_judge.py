@@ -1,0 +1,970 @@
+"""On-device latency: plans, the runner, what is made of samples, what a table may be called."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import re
+import signal
+import statistics as plain
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tools import PATIENCE
+
+from kvcap.android_bench import chart, judge, regress, source, table
+from kvcap.android_bench.archive import write_runner
+from kvcap.android_bench.errors import NotComparable, PlanBroken, ResultBroken
+from kvcap.android_bench.plan import Wanted, write_plan
+from kvcap.android_bench.presets import KEYDIFF, PRESETS, SIZES, Group, Preset, Rules, Variant
+from kvcap.android_bench.runner import device, inputs
+from kvcap.android_bench.runner.measure import Bound
+from kvcap.android_bench.runner.parity import parity
+from kvcap.android_bench.schema import (
+    BENCH,
+    plan_id,
+    read_plan,
+    read_result,
+    schema,
+    validate,
+    write_json,
+)
+from kvcap.cli import run
+from kvcap.export import keydiff
+from kvcap.export.forms import Traced
+from kvcap.export.formulations import FORMULATIONS
+from kvcap.export.shape import Shape
+from kvcap.policies import load_policy, policies
+
+ROOT = Path(__file__).parents[2]
+SHAPE = Shape(kv_heads=2, heads=4, head_dim=16, block=16)
+RULES = Rules(warmup_seconds=0.001, min_runs=6, min_seconds=0.006)
+SMALL = Preset(
+    (
+        Group("score", (KEYDIFF[1], Variant("criticalkv")), (40, 56, 72), ("fp32",)),
+        Group("score", (KEYDIFF[1],), (40,), ("fp16",)),
+        Group("evict", (KEYDIFF[3], Variant("h2o"), Variant("snapkv")), (32,), ("fp32",)),
+    ),
+    RULES,
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A plan with every kind of input and check."""
+    path = tmp_path_factory.mktemp("android") / "plan"
+    write_plan(Wanted("quick", SMALL, SHAPE, "small"), path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def result(folder, tmp_path_factory):
+    """That plan, run here by the command. The file's own content."""
+    path = tmp_path_factory.mktemp("result") / "result.json"
+    assert run(["android", "host", str(folder), "-o", str(path), "--threads", "1,2"]) == 0
+    return read_result(path)
+
+
+@pytest.fixture
+def clean(result):
+    """A result without a doubt, with samples that are known: 1 to 100 times the slots."""
+    found = copy.deepcopy(result)
+    found["rules"] |= {"warmup_runs": 5, "warmup_seconds": 0.5, "min_runs": 50, "min_seconds": 2}
+    for row in (*found["cells"], *found["baselines"]):
+        for name in [name for name in row if name.endswith("_us") or name == "gb_per_s"]:
+            del row[name]
+        middle = 1000.0 * row.get("n", 10)
+        row["samples_us"] = [[middle * (0.9 + i / 500) for i in range(100)] for _ in range(3)]
+    first = found["cells"][0]
+    found["repeat"] = {name: first[name] for name in ("id", "threads", "provider_asked",
+                                                      "runs_per_sample")}  # fmt: skip
+    found["repeat"]["samples_us"] = list(first["samples_us"][0])
+    for name in ("derived", "validity"):
+        del found[name]
+    return found
+
+
+def edited(folder: Path, target: Path, change: Any) -> Path:
+    """A copy of a plan's folder with the plan changed and its id put right."""
+    for file in folder.rglob("*"):
+        if file.is_file():
+            (target / file.relative_to(folder)).parent.mkdir(parents=True, exist_ok=True)
+            (target / file.relative_to(folder)).write_bytes(file.read_bytes())
+    plan = json.loads((target / "plan.json").read_text())
+    change(plan)
+    plan["id"] = plan_id(plan)
+    (target / "plan.json").write_text(json.dumps(plan))
+    return target
+
+
+def runner(*arguments: str, cwd: Path, **options: Any) -> subprocess.CompletedProcess[str]:
+    """The runner's one file, where nothing of kvcap can be imported."""
+    archive = write_runner(cwd / "runner.pyz")
+    return subprocess.run([sys.executable, "-S", str(archive), *arguments], capture_output=True,
+                          text=True, cwd=cwd, check=False, env=alone(), **options)  # fmt: skip
+
+
+def alone() -> dict[str, str]:
+    """An environment of numpy and onnxruntime without kvcap, which is installed by a .pth file."""
+    return {"PATH": os.environ["PATH"], "PYTHONPATH": str(Path(np.__file__).parents[1])}
+
+
+# Plans
+
+
+def test_a_plan_lists_its_files_and_they_are_whole(folder):
+    plan = read_plan(folder)
+    on_disk = {str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file()}
+    assert on_disk - {"plan.json", "runner.pyz"} == {entry["file"] for entry in plan["files"]}
+    named = set(re.findall(r'"(?:file|model)": "([^"]+)"', (folder / "plan.json").read_text()))
+    assert named == on_disk - {"plan.json", "runner.pyz"}
+    ids = [cell["id"] for cell in plan["cells"]]
+    assert len(set(ids)) == len(ids) == 10
+    assert plan["reference"] == "keydiff.stateless.score.fp32.n40"
+    assert not list(folder.parent.glob(".kvcap*"))
+    kinds = {port["check"]["kind"] for cell in plan["cells"] for port in cell["outputs"]}
+    assert kinds == {"values", "slots", "rows", "by_slot"}
+    fills = {port["fill"]["kind"] for cell in plan["cells"] for port in cell["inputs"]}
+    assert fills == {"hash", "constant", "permutation", "file"}
+
+
+def test_types_share_what_is_expected(folder):
+    cells = {cell["id"]: cell for cell in read_plan(folder)["cells"]}
+    checks = [cells[f"keydiff.stateless.score.{t}.n40"]["outputs"] for t in ("fp32", "fp16")]
+    assert checks[0] == checks[1]
+
+
+def test_the_generator_is_what_its_rule_says():
+    """By Python's integers, one at a time."""
+
+    def mix(x: int) -> int:
+        x = (x ^ (x >> 16)) * 0x7FEB352D & 0xFFFFFFFF
+        x = (x ^ (x >> 15)) * 0x846CA68B & 0xFFFFFFFF
+        return x ^ (x >> 16)
+
+    for seed in (1, 7, 2**32 - 1):
+        expected = [mix((i + mix(seed)) & 0xFFFFFFFF) >> 21 for i in range(500)]
+        assert inputs.hash11(seed, 500).tolist() == expected
+    fill = {"kind": "hash", "seed": 3, "scale": 2**-9, "offset": -2.0}
+    ports = [{"dtype": dtype, "shape": [4, 512], "fill": fill} for dtype in ("float16", "float32")]
+    low, high = (inputs.filled(port, Path()) for port in ports)
+    assert low.dtype == np.float16
+    assert (low.astype(np.float32) == high).all()
+    assert abs(high.mean()) < 0.1
+    assert 1.0 < high.std() < 1.3
+
+
+def test_positions_are_a_permutation_with_the_newest_last(folder):
+    port = {"dtype": "int32", "shape": [1, 2, 640],
+            "fill": {"kind": "permutation", "multiplier": 10007, "first": 512}}  # fmt: skip
+    rows = inputs.filled(port, Path()).reshape(-1, 640)
+    for row in rows.tolist():
+        assert sorted(row) == list(range(640))
+        assert row[512:] == list(range(512, 640))
+        assert row[:512] != sorted(row[:512])
+
+
+def test_presets_hold_what_their_names_promise():
+    (group,) = PRESETS["table19"].groups
+    assert group.sizes == SIZES == (512, 1024, 2048, 4096, 8192)
+    assert group.dtypes == ("fp16",)
+    assert {v.policy for v in group.variants} == {"snapkv", "tova", "keydiff", "h2o"}
+    assert PRESETS["table19"].rules == PRESETS["full"].rules == Rules()
+    forms = {v.formulation for v in PRESETS["full"].groups[0].variants if v.policy == "keydiff"}
+    assert forms == set(FORMULATIONS)
+    every = {v.policy for group in PRESETS["full"].groups for v in group.variants}
+    scores = {name for name, recipe in policies().items() if set(recipe.parts) == {"policy"}}
+    assert scores - every - {"full"} <= {name for name in scores if "-" in name}
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--preset", "slow"], "no preset 'slow'; there are table19, quick, full"),
+        (["--policies", "nothing"], "no policy 'nothing'; it has snapkv, tova"),
+        (["--dtypes", "int8"], "no dtype 'int8'; it has fp16, fp32"),
+        (["--policies", "h2o", "--stages", "evict"], "no cell with all that was asked for"),
+        (["--sizes", "0"], "'0' will not work; use whole numbers above 0"),
+        (["--threads", "1,1"], "'1,1' will not work"),
+        (["--kv-heads", "3", "--heads", "4"], "cannot share 3 KV heads evenly"),
+    ],
+)
+def test_plans_that_cannot_be_are_refused(tmp_path, capsys, options, said):
+    assert run(["android", "plan", "-o", str(tmp_path / "plan"), *options]) == 2
+    assert said in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_result_needs_a_folder_before_anything_is_measured(folder, tmp_path, capsys):
+    assert run(["android", "host", str(folder), "-o", str(tmp_path / "no" / "r.json")]) == 2
+    said = capsys.readouterr().err
+    assert "to write r.json to" in said
+    assert "[1/" not in said
+
+
+def test_a_plan_takes_an_empty_folder_only(folder, capsys):
+    before = sorted(folder.iterdir())
+    assert run(["android", "plan", "-o", str(folder)]) == 2
+    assert "is not empty; name a new folder" in capsys.readouterr().err
+    assert sorted(folder.iterdir()) == before
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda p: (p / "plan.json").unlink(), "no plan.json"),
+        (lambda p: (p / "plan.json").write_text("{"), "cannot be read"),
+        (lambda p: (p / "plan.json").write_text('{"schema": "other/1"}'), "has schema 'other/1'"),
+        (lambda p: next(p.glob("models/*")).unlink(), "is missing; write the plan again"),
+        (lambda p: next(p.glob("expected/*")).write_bytes(b"0"), "was changed"),
+        (lambda p: flipped(next(p.glob("expected/*"))), "was changed"),
+        (lambda p: rewrite(p, lambda plan: plan.update(preset="full")), "its id is"),
+    ],
+)
+def test_a_damaged_plan_is_refused(folder, tmp_path, capsys, change, said):
+    change(edited(folder, tmp_path / "plan", lambda plan: None))
+    assert run(["android", "host", str(tmp_path / "plan"), "-o", str(tmp_path / "r.json")]) == 2
+    assert said in capsys.readouterr().err
+    assert not (tmp_path / "r.json").exists()
+
+
+def flipped(file: Path) -> None:
+    file.write_bytes(bytes([file.read_bytes()[0] ^ 1]) + file.read_bytes()[1:])
+
+
+def rewrite(folder: Path, change: Any) -> None:
+    plan = json.loads((folder / "plan.json").read_text())
+    change(plan)
+    (folder / "plan.json").write_text(json.dumps(plan))
+
+
+@pytest.mark.parametrize("file", ["../x", "/etc/passwd", "a/../../x", "a\\b", ""])
+def test_a_plan_names_no_file_outside_its_folder(folder, tmp_path, file):
+    path = edited(folder, tmp_path / "plan", lambda plan: plan["files"][0].update(file=file))
+    with pytest.raises(PlanBroken, match="files/0/file"):
+        read_plan(path)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda p: p["cells"].append(p["cells"][0]), "twice"),
+        (lambda p: p["cells"][0].update(bytes=p["cells"][0]["bytes"] + 1), "its shapes are"),
+        (lambda p: p["cells"][0]["inputs"][0].update(shape=[2**31 - 1] * 8), "its shapes are"),
+        (lambda p: p.update(reference="other"), "is no cell of the plan"),
+        (lambda p: p["files"].pop(0), "does not list"),
+        (lambda p: p["cells"][0]["outputs"][0].update(check={"kind": "rows", "of": "other"}),
+         "has no input 'other'"),
+        (lambda p: p["cells"][0]["outputs"][0].update(check={"kind": "values"}),
+         "outputs/0/check: 'file' is a required"),
+        (lambda p: p["cells"][0].update(id="a\n"), "cells/0/id"),
+        (lambda p: p["rules"].update(min_seconds=1e300), "rules/min_seconds"),
+    ],
+)  # fmt: skip
+def test_a_plan_that_contradicts_itself_is_refused(folder, tmp_path, change, said):
+    with pytest.raises(PlanBroken, match=re.escape(said)):
+        read_plan(edited(folder, tmp_path / "plan", change))
+
+
+# The runner
+
+
+def test_every_cell_ran_by_the_rules_and_equals_eager(folder, result):
+    plan = read_plan(folder)
+    assert result["run"]["plan"] == plan["id"]
+    expected = {(cell["id"], threads) for cell in plan["cells"] for threads in (1, 2)}
+    assert {(row["id"], row["threads"]) for row in result["cells"]} == expected
+    for row in result["cells"]:
+        assert row["status"] == "ok", row
+        assert row["parity"]["passed"], row
+        assert row["provider_got"] == "cpu"
+        assert len(row["samples_us"]) == 3
+        assert all(len(part) >= 2 for part in row["samples_us"])
+        assert sum(map(sum, row["samples_us"])) >= 6000
+    assert result["repeat"]["id"] in {cell["id"] for cell in plan["cells"]}
+    assert [entry["bytes"] for entry in result["baselines"]] == [n * 64 for n in (40, 56, 72)]
+    kinds = {flag["kind"] for flag in result["validity"]["flags"]}
+    assert "rules" in kinds
+    assert not kinds & {"parity", "failed", "endpoint", "rounds", "source", "interrupted"}
+    validate(result, BENCH, "result", ResultBroken)
+
+
+def test_the_runner_alone_needs_nothing_of_kvcap(folder, tmp_path):
+    out = tmp_path / "r.json"
+    done = runner(str(folder / "plan.json"), "-o", str(out), cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert judge.judged(read_result(out))["device"]["source"] == "host"
+    missing = runner("-c", cwd=tmp_path)  # the environment of the runner really has no kvcap
+    assert missing.returncode == 2
+    code = "import importlib.util as u; assert u.find_spec('numpy') and not u.find_spec('kvcap')"
+    subprocess.run([sys.executable, "-S", "-c", code], check=True, env=alone(), cwd=tmp_path)
+
+
+def test_the_runner_leaves_no_telemetry(folder, tmp_path):
+    home = tmp_path / "home"
+    home.mkdir()
+    archive = write_runner(tmp_path / "runner.pyz")
+    done = subprocess.run(
+        [sys.executable, "-S", str(archive), str(folder / "plan.json"), "-o",
+         str(tmp_path / "r.json")], capture_output=True, text=True, check=False,
+        env={**alone(), "HOME": str(home), "XDG_CACHE_HOME": str(home / "cache")},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert not list(home.rglob("*"))
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "said"),
+    [
+        (["nowhere/plan.json"], 2, "is no plan"),
+        (["PLAN", "--cores", "big"], 2, "--cores 'big' is not auto, none, 7 or 4-7"),
+        (["PLAN", "--cores", "9999"], 2, "core 9999 is not to be had"),
+        (["PLAN", "--threads", "0"], 2, "invalid _counts value"),
+        (["PLAN", "--source", "real"], 2, "invalid choice: 'real'"),
+        (["PLAN", "-o", "nowhere/r.json"], 2, "no folder"),
+    ],
+)
+def test_the_runner_refuses_by_name(folder, tmp_path, options, code, said):
+    given = [str(folder / "plan.json") if word == "PLAN" else word for word in options]
+    done = runner("-o", "r.json", *given, cwd=tmp_path)
+    assert done.returncode == code
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["runner.pyz"]
+
+
+def test_a_graph_that_cannot_run_fails_alone(folder, tmp_path):
+    def keep_two(plan):
+        plan["cells"] = plan["cells"][:2]
+        broken = copy.deepcopy(plan["cells"][0])
+        plan["cells"].append({**broken, "id": "broken", "model": plan["files"][0]["file"]})
+        assert plan["files"][0]["file"].startswith("expected/")  # no graph
+
+    path = edited(folder, tmp_path / "plan", keep_two)
+    out = tmp_path / "r.json"
+    done = runner(str(path / "plan.json"), "-o", str(out), cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    found = judge.judged(read_result(out))
+    states = {row["id"]: row["status"] for row in found["cells"]}
+    assert states.pop("broken") == "failed"
+    assert set(states.values()) == {"ok"}
+    (flag,) = [flag for flag in found["validity"]["flags"] if flag["kind"] == "failed"]
+    assert flag["cell"].startswith("broken")
+    assert not found["validity"]["ok"]
+
+
+def test_a_run_without_any_cell_exits_1(folder, tmp_path):
+    def spoil(plan):
+        plan["cells"] = [{**plan["cells"][0], "model": plan["files"][0]["file"]}]
+
+    path = edited(folder, tmp_path / "plan", spoil)
+    out = tmp_path / "r.json"
+    assert runner(str(path / "plan.json"), "-o", str(out), cwd=tmp_path).returncode == 1
+    found = judge.judged(read_result(out))
+    assert found["repeat"] is None
+    assert {"failed", "drift"} <= {flag["kind"] for flag in found["validity"]["flags"]}
+
+
+def test_threads_without_cores_are_skipped(folder, tmp_path):
+    out = tmp_path / "r.json"
+    some = str(min(os.sched_getaffinity(0)))
+    asked = ("--threads", "1,2", "--cores", some)
+    done = runner(str(folder / "plan.json"), "-o", str(out), *asked, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    states = {(row["threads"], row["status"]) for row in read_result(out)["cells"]}
+    assert states == {(1, "ok"), (2, "skipped")}
+    reasons = {row["reason"] for row in read_result(out)["cells"]}
+    assert "2 threads need as many cores, here are 1" in reasons
+
+
+def test_another_provider_than_asked_is_told(folder, tmp_path):
+    """ONNX Runtime falls back to the CPU without an error."""
+    out = tmp_path / "r.json"
+    asked = ("--provider", "qnn")
+    done = runner(str(folder / "plan.json"), "-o", str(out), *asked, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    found = judge.judged(read_result(out))
+    endpoints = [f["text"] for f in found["validity"]["flags"] if f["kind"] == "endpoint"]
+    assert endpoints == ["ran on cpu"] * len(found["cells"])
+
+
+def test_a_changed_graph_ends_the_run(folder, tmp_path):
+    path = edited(folder, tmp_path / "plan", lambda plan: None)
+    graph = next(path.glob("models/keydiff.score.stateless.fp32*"))
+    graph.write_bytes(graph.read_bytes() + b"\x7a\x00")  # a metadata field: it still loads
+    done = runner(str(path / "plan.json"), "-o", "r.json", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "is not the file that the plan names" in done.stderr
+    assert not (tmp_path / "r.json").exists()
+
+
+def test_an_interrupted_run_leaves_nothing(folder, tmp_path):
+    path = edited(folder, tmp_path / "plan", lambda plan: plan["rules"].update(min_seconds=2))
+    archive = write_runner(tmp_path / "runner.pyz")
+    out = tmp_path / "r.json"
+    process = subprocess.Popen([sys.executable, "-S", str(archive), str(path / "plan.json"), "-o",
+                                str(out)], stderr=subprocess.PIPE, text=True,
+                               env=alone())  # fmt: skip
+    try:
+        assert process.stderr is not None
+        assert process.stderr.readline().startswith("[1/")  # the first of many cells is through
+        process.send_signal(signal.SIGINT)
+        assert process.wait(PATIENCE) == 130
+    finally:
+        process.kill()
+        process.communicate()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["plan", "runner.pyz"]
+
+
+# Parity
+
+
+@pytest.fixture(scope="module")
+def outputs(folder):
+    """Right inputs and outputs of a cell, to be spoilt."""
+    cells = {cell["id"]: cell for cell in read_plan(folder)["cells"]}
+    made: dict[str, Any] = {}
+
+    def get(name: str) -> tuple[Any, Any, Any]:
+        (match,) = [cell for key, cell in cells.items() if key.startswith(name)]
+        if name not in made:
+            bound = Bound(match, folder, 1, "cpu")
+            bound.run()
+            made[name] = bound.given, {k: v.copy() for k, v in bound.results().items()}
+        given, found = made[name]
+        return match, given, {k: v.copy() for k, v in found.items()}
+
+    return get
+
+
+SCORE, MARKED = "keydiff.stateless.score.fp32.n72", "criticalkv.naive.score.fp32.n72"
+ANCHOR, STATE, TIES = (f"{name}.evict" for name in ("keydiff.running_anchor", "h2o.naive",
+                                                    "snapkv.naive"))  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [SCORE, MARKED, ANCHOR, STATE, TIES])
+def test_right_outputs_pass(outputs, folder, name):
+    cell, given, found = outputs(name)
+    assert parity(cell, given, found, folder)["passed"]
+
+
+def test_marks_are_there_to_be_counted(outputs):
+    _, _, found = outputs(MARKED)
+    assert 0 < (np.abs(found["scores"]) > 1e30).sum() < found["scores"].size
+
+
+def swap_slots(found):
+    """The first head keeps a slot that it should give up."""
+    slots = found["kept_slot"]
+    gone = sorted(set(range(48)) - set(slots[0, 0].tolist()))
+    slots[0, 0, 0] = gone[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "spoil", "said"),
+    [
+        (SCORE, lambda f: f["scores"].__iadd__(1e-3), "differs by 0.001"),
+        (SCORE, lambda f: f["scores"].__setitem__((0, 0, 5), np.nan), "is not finite"),
+        (SCORE, lambda f: f.update(scores=f["scores"][..., :-1]), "is float32 [1, 2, 71]"),
+        (SCORE, lambda f: f.update(scores=f["scores"].astype(np.float64)), "is float64"),
+        (SCORE, lambda f: f["scores"].__setitem__((0, 0, 0), 2e30), "has 1 marks, expected are 0"),
+        (MARKED, lambda f: np.minimum(f["scores"], 1.0, out=f["scores"]), "has 0 marks"),
+        (ANCHOR, swap_slots, "wrong slots"),
+        (ANCHOR, lambda f: f["kept_anchor"].__iadd__(0.01), "kept_anchor differs"),
+        (ANCHOR, lambda f: f["kept_slot"].__setitem__((0, 1, 0), 48), "that are not there"),
+        (ANCHOR, lambda f: f["kept_slot"].__setitem__((0, 1, 0), f["kept_slot"][0, 1, 1]),
+         "names a slot twice"),
+        (ANCHOR, lambda f: f["kept_values"].__setitem__((0, 1, 3, 2), 9), "is not values of"),
+        (ANCHOR, lambda f: f["kept_keys"][0, 0].__setitem__(slice(None), f["kept_keys"][0, 0, ::-1]
+                                                            .copy()), "is not keys of"),
+        (STATE, lambda f: f["kept_accumulated"].__iadd__(1e-3), "kept_accumulated differs"),
+    ],
+)  # fmt: skip
+def test_wrong_outputs_are_caught(outputs, folder, name, spoil, said):
+    cell, given, found = outputs(name)
+    spoil(found)
+    told = parity(cell, given, found, folder)
+    assert not told["passed"]
+    assert said in told["text"]
+
+
+# The device
+
+
+def test_files_of_cores_come_in_the_order_of_their_numbers(tmp_path):
+    for core, khz in ((0, "1800"), (2, "2000"), (10, "3000")):
+        place = tmp_path / f"devices/system/cpu/cpu{core}/cpufreq"
+        place.mkdir(parents=True)
+        (place / "cpuinfo_max_freq").write_text(f"{khz}\n")
+    found = device.sysfs("devices/system/cpu/cpu[0-9]*/cpufreq/cpuinfo_max_freq", str(tmp_path))
+    assert found == ["1800", "2000", "3000"]
+
+
+def test_the_fastest_cores_are_chosen(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 3, 4, 5, 6, 7})
+    monkeypatch.setattr(device, "core_khz", lambda: [1800] * 4 + [2400] * 3 + [2850])
+    assert device.big_cores(1) == [7]
+    assert device.big_cores(3) == [5, 6, 7]
+    assert device.cores_for("4-6,0", 1) == [4, 5, 6, 0]
+    assert device.cores_for("none", 1) is None
+    monkeypatch.setattr(device, "core_khz", lambda: [])
+    assert device.big_cores(1) == [7]
+
+
+@pytest.mark.parametrize(
+    ("line", "mark"),
+    [
+        ("[ro.kernel.qemu]: [1]", "ro.kernel.qemu=1"),
+        ("[ro.boot.qemu]: [0]", None),
+        ("[ro.hardware]: [ranchu]", "ro.hardware=ranchu"),
+        ("[ro.product.model]: [sdk_gphone64_arm64]", "ro.product.model=sdk_gphone64_arm64"),
+        ("[ro.product.model]: [Pixel 9]", None),
+    ],
+)
+def test_emulators_give_themselves_away(line, mark):
+    assert device.emulator_mark(f"[ro.a]: [b]\n{line}\n") == mark
+
+
+@pytest.fixture
+def pretend(tmp_path, monkeypatch):
+    """Puts programs that print something on the path."""
+
+    def put(**programs: str) -> None:
+        for name, script in programs.items():
+            (tmp_path / name).write_text(f"#!/bin/sh\n{script}\n")
+            (tmp_path / name).chmod(0o755)
+        monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+
+    return put
+
+
+GETPROP = """case "$1" in
+ro.build.version.release) echo 16;; ro.product.manufacturer) echo Google;;
+ro.product.model) echo Pixel 9;; ro.soc.model) echo Tensor G4;;
+ro.product.cpu.abi) echo arm64-v8a;; "") echo "[ro.hardware]: [%s]";; esac"""
+
+
+@pytest.mark.parametrize(
+    ("machine", "hardware", "asked", "found"),
+    [
+        ("aarch64", "zumapro", "auto", "real"),
+        ("aarch64", "ranchu", "auto", "emulated"),
+        ("x86_64", "zumapro", "auto", "emulated"),
+        ("aarch64", "zumapro", "host", "host"),
+        ("aarch64", "zumapro", "emulated", "emulated"),
+    ],
+)
+def test_what_android_says_decides(pretend, monkeypatch, machine, hardware, asked, found):
+    pretend(getprop=GETPROP % hardware)
+    monkeypatch.setattr(device.platform, "machine", lambda: machine)
+    said = device.device(asked)
+    assert said["source"] == found
+    assert (said["model"], said["android"], said["soc"]) == ("Google Pixel 9", "16", "Tensor G4")
+    assert source.believed(said)[0] == found
+
+
+def test_without_android_there_is_no_device():
+    assert device.device("auto")["source"] == "host"
+
+
+def test_battery_and_screen_are_read(pretend):
+    pretend(
+        dumpsys="""case "$1" in
+    battery) echo "  AC powered: false"; echo "  USB powered: true"; echo "  level: 83";;
+    power) echo "  mWakefulness=Asleep";; esac"""
+    )
+    found = device.conditions()
+    assert (found["battery_percent"], found["charging"], found["screen_on"]) == (83, True, False)
+    pretend(dumpsys="exit 1")
+    found = device.conditions()
+    assert found["screen_on"] is None
+
+
+def test_files_that_cannot_be_read_are_nothing(tmp_path):
+    (tmp_path / "cpu0").mkdir()
+    (tmp_path / "cpu0/governor").mkdir()  # reading it fails
+    assert device.sysfs("cpu*/governor", str(tmp_path)) == []
+
+
+PHONE = {"source": "real", "source_reason": "said so", "model": "Google Pixel 9", "soc": "Tensor",
+         "abi": "arm64-v8a", "cores": 8, "android": "16"}  # fmt: skip
+NOT_REAL = [
+    {"source": "host"},
+    {"source": "emulated"},
+    {"android": None},
+    {"android": ""},
+    {"model": "Google sdk_gphone64"},
+    {"soc": "ranchu"},
+    {"abi": "x86_64"},
+    {"gpu": "Google SwiftShader"},
+    {"user_agent": "Mozilla/5.0 (Linux; Android 16) HeadlessChrome/140"},
+    {"user_agent": "Mozilla/5.0 (X11; Linux x86_64) Chrome/140"},
+]
+
+
+def test_a_phone_is_believed():
+    assert source.believed(PHONE)[0] == "real"
+    agent = "Mozilla/5.0 (Linux; Android 10; K) AppleWebKit/537.36 Chrome/140 Mobile"
+    assert source.believed({**PHONE, "user_agent": agent, "abi": "unknown"})[0] == "real"
+    apple = {"user_agent": "Mozilla/5.0 (iPhone; CPU iPhone OS 19_0)", "abi": "iPhone"}
+    assert source.believed({**PHONE, **apple, "android": None})[0] == "real"
+
+
+def test_a_device_cannot_write_its_own_title(clean):
+    clean["device"]["model"] = "x |\n# Google Pixel 9\n| y"
+    clean["run"]["complete"] = False
+    text = table.markdown([judge.judged(clean)])
+    said = r"HOST, not a phone: x \| # Google Pixel 9 \| y"
+    assert [line for line in text.splitlines() if line.startswith("#")] == [
+        line for line in text.splitlines() if said in line
+    ]
+
+
+@pytest.mark.parametrize("change", NOT_REAL, ids=str)
+def test_nothing_else_can_be_titled_as_a_device(clean, change, tmp_path):
+    """Title, headings, column and the chart's title, alone and beside a real one."""
+    clean["device"] = {**PHONE, **change}
+    found = judge.judged(clean)
+    tag = re.compile("EMULATED|HOST")
+    assert tag.match(source.title(found))
+    assert tag.match(table.short(found))
+    text = table.markdown([found])
+    assert all(tag.search(line) for line in text.splitlines() if line.startswith("#"))
+    real = judge.judged({**clean, "device": PHONE})
+    assert not tag.search(table.markdown([real]))
+    both = table.markdown([real, found])
+    assert len([line for line in both.splitlines() if line.startswith("## ")]) == 2
+    assert tag.search(both.splitlines()[0])
+    claims = clean["device"]["source"] == "real"
+    assert claims == any(flag["kind"] == "source" for flag in found["validity"]["flags"])
+
+
+# Statistics
+
+
+def test_statistics_of_known_samples():
+    rounds = [[4.0, 1.0], [3.0, 2.0], [10.0]]
+    found = judge.statistics(rounds)
+    assert found == {"min_us": 1, "p50_us": 3, "p90_us": pytest.approx(7.6), "mean_us": 4,
+                     "std_us": pytest.approx(plain.stdev([4, 1, 3, 2, 10]))}  # fmt: skip
+    draws = np.random.default_rng(0).lognormal(3, 1, 999).tolist()
+    found = judge.statistics([draws[:300], draws[300:]])
+    assert found["p50_us"] == pytest.approx(plain.median(draws))
+    deciles = plain.quantiles(draws, n=10, method="inclusive")
+    assert found["p90_us"] == pytest.approx(deciles[-1])
+    assert judge.statistics([[5.0]])["std_us"] == 0
+
+
+@pytest.mark.parametrize(("t0", "slope"), [(100, 2.0), (0, 3.0), (50, 0.001)])
+def test_a_line_is_found_again(t0, slope):
+    found = judge.fit(list(SIZES), [t0 + slope * n for n in SIZES])
+    assert found["t0_us"] == pytest.approx(t0, abs=1e-6)
+    assert found["us_per_1024"] == pytest.approx(slope * 1024)
+    assert found["worst"] == pytest.approx(0, abs=1e-9)
+
+
+def test_a_fit_knows_where_there_is_no_line():
+    found = judge.fit(list(SIZES), [n**2 / 1000 for n in SIZES])
+    assert found["t0_us"] == 0
+    assert found["worst"] > table.WORST
+    text = table._line(found)
+    assert text.startswith("no line")
+
+
+def test_derived_numbers_of_known_samples(clean):
+    found = judge.judged(clean)
+    row = next(r for r in found["cells"] if r["id"] == "keydiff.stateless.score.fp32.n72")
+    assert row["p50_us"] == pytest.approx(72000 * 0.999)
+    assert row["gb_per_s"] == pytest.approx(row["bytes"] / row["p50_us"] / 1000)
+    values = {(v["id"], v["threads"]): v["value"] for v in found["derived"]["relative"]}
+    assert values["keydiff.stateless.score.fp32.n72", 1] == pytest.approx(1.8)
+    assert values["keydiff.stateless.score.fp32.n40", 2] == pytest.approx(1)
+    assert len(found["derived"]["fits"]) == 2 * 2
+    for line in found["derived"]["fits"]:
+        assert line["us_per_1024"] == pytest.approx(1024 * 999)
+        assert line["t0_us"] == pytest.approx(0, abs=1e-6)
+
+
+# Doubts
+
+
+def cell(found: dict[str, Any]) -> dict[str, Any]:
+    row: dict[str, Any] = found["cells"][1]
+    return row
+
+
+def slower(found: dict[str, Any]) -> None:
+    for row in found["cells"]:
+        row["samples_us"][-1] = [value * 1.2 for value in row["samples_us"][-1]]
+
+
+def fail(found: dict[str, Any]) -> None:
+    row = cell(found)
+    for name in ("samples_us", "parity", "load_ms", "runs_per_sample"):
+        del row[name]
+    row |= {"status": "failed", "reason": "out of memory"}
+
+
+def skip(found: dict[str, Any]) -> None:
+    fail(found)
+    cell(found).update(status="skipped", reason="no shader-f16")
+
+
+FAULTS = {
+    "drift": lambda f: f["repeat"].update(
+        samples_us=[value * 1.11 for value in f["repeat"]["samples_us"]]
+    ),
+    "drift, faster": lambda f: f["repeat"].update(
+        samples_us=[value * 0.89 for value in f["repeat"]["samples_us"]]
+    ),
+    "drift, none": lambda f: f.update(repeat=None),
+    "throttled": slower,
+    "rounds": lambda f: cell(f)["samples_us"].pop(),
+    "runs": lambda f: cell(f).update(samples_us=[part[:16] for part in cell(f)["samples_us"]]),
+    "runs, short": lambda f: cell(f).update(samples_us=[[5000.0] * 100] * 3),
+    "timer": lambda f: f["runtime"].update(timer_us=1000.0),
+    "parity": lambda f: cell(f)["parity"].update(passed=False, text="scores differs by 1"),
+    "spread": lambda f: cell(f)["samples_us"][1].__setitem__(7, 1000.0 * cell(f)["n"] / 5),
+    "endpoint": lambda f: cell(f).update(provider_got="wasm"),
+    "failed": fail,
+    "skipped": skip,
+    "interrupted": lambda f: f["run"].update(
+        interrupted=[{"from": f["run"]["started"], "to": f["run"]["finished"],
+                      "reason": "screen locked"}]
+    ),
+    "interrupted, early": lambda f: f["run"].update(complete=False),
+    "rules": lambda f: f["rules"].update(min_runs=49),
+    "source": lambda f: f["device"].update(source="real"),
+}  # fmt: skip
+
+
+def test_a_clean_run_has_no_flag(clean):
+    assert judge.judged(clean)["validity"] == {"ok": True, "flags": []}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_planted_faults_raise_their_flag_and_no_other(clean, fault):
+    FAULTS[fault](clean)
+    validate(clean, BENCH, "clean", ResultBroken)
+    found = judge.judged(clean)
+    kind = fault.partition(",")[0]
+    assert {flag["kind"] for flag in found["validity"]["flags"]} == {kind}
+    assert found["validity"]["ok"] == (kind in ("rules", "skipped"))
+    validate(found, BENCH, "judged", ResultBroken)
+    assert f"- {kind}: " in table.markdown([found])
+
+
+def test_results_say_shape_and_rules_as_plans_do():
+    plan = schema("kvcap.android_plan/1")["properties"]
+    for name in ("shape", "rules"):
+        assert schema(BENCH)["properties"][name] == plan[name]
+
+
+def test_every_kind_of_flag_can_be_raised():
+    items = schema(BENCH)["properties"]["validity"]["properties"]["flags"]["items"]
+    assert set(items["properties"]["kind"]["enum"]) == {name.partition(",")[0] for name in FAULTS}
+
+
+def test_a_sample_of_several_runs_counts_them(clean):
+    """A coarse clock: 0.1 ms, but each sample is the mean of 100 runs."""
+    clean["runtime"]["timer_us"] = 100.0
+    for row in clean["cells"]:
+        row["samples_us"] = [[900.0] * 20] * 3
+        row["runs_per_sample"] = 100
+    clean["repeat"]["samples_us"] = [900.0] * 3
+    assert judge.judged(clean)["validity"]["ok"]
+
+
+@pytest.mark.parametrize("name", ["min_us", "p50_us", "p90_us", "mean_us", "std_us"])
+def test_statistics_that_contradict_the_samples_are_refused(clean, name):
+    right = judge.judged(clean)
+    assert judge.judged(right) == right  # what is right stays
+    right["cells"][2][name] *= 0.9
+    with pytest.raises(ResultBroken, match=f"{name} is .* its samples give"):
+        judge.judged(right)
+
+
+def test_a_row_that_is_there_twice_is_refused(clean):
+    clean["cells"].append(copy.deepcopy(clean["cells"][0]))
+    with pytest.raises(ResultBroken, match="twice"):
+        judge.judged(clean)
+
+
+@pytest.mark.parametrize(
+    ("change", "place"),
+    [
+        (lambda f: f["cells"][0].pop("samples_us"), "cells/0: 'samples_us' is a required"),
+        (lambda f: f["cells"][0]["samples_us"].clear(), "cells/0/samples_us"),
+        (lambda f: f["cells"][0]["samples_us"][0].append(-1), "cells/0/samples_us/0"),
+        (lambda f: f["cells"][0].update(status="odd"), "cells/0/status"),
+        (lambda f: f["device"].update(source="phone"), "device/source"),
+        (lambda f: f["run"].update(started="today"), "run/started"),
+        (lambda f: f["runtime"].update(telemetry=True), "runtime/telemetry"),
+        (lambda f: f.update(extra=1), "the whole"),
+        (lambda f: f.pop("device"), "the whole: 'device' is a required"),
+    ],
+)
+def test_documents_that_break_the_schema_are_refused(clean, tmp_path, change, place):
+    change(clean)
+    (tmp_path / "r.json").write_text(json.dumps(clean))
+    with pytest.raises(ResultBroken, match=re.escape(place)):
+        read_result(tmp_path / "r.json")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [("", "cannot be read"), ("[]", "has schema None"), ("{", "cannot be read"),
+     ('{"schema": "kvcap.android_bench/2"}', "has schema 'kvcap.android_bench/2'"),
+     ('{"schema": NaN}', "NaN is no JSON")],
+)  # fmt: skip
+def test_files_that_are_no_result_are_refused(tmp_path, capsys, text, said):
+    (tmp_path / "r.json").write_text(text)
+    assert run(["android", "report", str(tmp_path / "r.json")]) == 2
+    assert said in capsys.readouterr().err
+
+
+# Reports
+
+
+@pytest.fixture
+def saved(clean, tmp_path):
+    """Writes results to files."""
+
+    def save(name: str, change: Any = lambda found: None) -> str:
+        found = copy.deepcopy(clean)
+        change(found)
+        write_json(found, tmp_path / name)
+        return str(tmp_path / name)
+
+    return save
+
+
+def faster(factor: float) -> Any:
+    def change(found: dict[str, Any]) -> None:
+        for row in found["cells"]:
+            row["samples_us"] = [[v * factor for v in part] for part in row["samples_us"]]
+
+    return change
+
+
+def test_a_report_shows_absolute_and_relative_times_and_the_fit(saved, tmp_path, capsys):
+    out, picture, rows = tmp_path / "r.md", tmp_path / "r.png", tmp_path / "rows.json"
+    code = run(["android", "report", saved("a.json"), "-o", str(out), "--plot", str(picture),
+                "--rows", str(rows)])  # fmt: skip
+    text = capsys.readouterr().out
+    assert code == 0
+    assert text == out.read_text()
+    assert "| keydiff, stateless | 39,960 (36,000–43,128) | 55,944 (50,400–60,379) | " in text
+    assert " + 1,022,976 per 1,024 (±0%) |" in text
+    assert "| keydiff, stateless | 1.00 | 1.40 | 1.80 |" in text
+    assert "20 of 20 cells ran and gave what eager code gives." in text
+    (lean,) = json.loads(rows.read_text())["results"]
+    assert len(lean["cells"]) == 20
+    assert all(row["p50_us"] and "samples_us" not in row for row in lean["cells"])
+    import matplotlib.image
+
+    height, width, _ = matplotlib.image.imread(picture).shape
+    assert width > 1000
+    assert height > 400
+
+
+def test_devices_stand_side_by_side(saved, capsys):
+    phone = saved("phone.json", lambda f: (f.update(device=PHONE), faster(2)(f)))
+    assert run(["android", "report", saved("a.json"), phone]) == 0
+    text = capsys.readouterr().out
+    assert "| cell | on | threads | HOST " in text
+    assert "| Google Pixel 9 (python) |" in text
+    times = "39,960 (36,000–43,128) | 79,920 (72,000–86,256)"
+    assert f"| keydiff.stateless.score.fp32.n40 | cpu | 1 | {times} |" in text
+    assert text.splitlines()[0].startswith("# Latency of eviction scores. HOST, not a phone: ")
+
+
+def test_a_report_as_json(saved, capsys):
+    assert run(["android", "report", saved("a.json"), "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["title"].startswith("Latency of eviction scores. HOST, not a phone: ")
+    (found,) = said["results"]
+    validate(found, BENCH, "said", ResultBroken)
+    assert found["validity"]["ok"]
+    assert said["regressions"] == []
+
+
+def test_a_report_is_relative_to_what_was_asked(saved, capsys):
+    name = "keydiff.stateless.score.fp32.n72"
+    assert run(["android", "report", saved("a.json"), "--relative-to", name]) == 0
+    assert "| keydiff, stateless | 0.56 | 0.78 | 1.00 |" in capsys.readouterr().out
+    assert run(["android", "report", saved("a.json"), "--relative-to", "other"]) == 2
+    assert "no cell 'other'" in capsys.readouterr().err
+
+
+def test_a_baseline_catches_what_became_slower(saved, capsys):
+    before = saved("before.json")
+    same = ["android", "report", saved("same.json", faster(1.09)), "--baseline", before]
+    assert run(same) == 0
+    assert run([*same, "--max-regress", "5%"]) == 1
+    worse = saved("worse.json", lambda f: faster(1.2)({"cells": f["cells"][3:4]}))
+    capsys.readouterr()
+    assert run(["android", "report", worse, "--baseline", before, "--max-regress", "10%"]) == 1
+    said = capsys.readouterr()
+    name = json.loads(Path(worse).read_text())["cells"][3]["id"]
+    assert f"- slower: {name} (cpu, 1): " in said.out
+    assert "+20%" in said.out
+    assert f"1 cells became slower by more than 10%: {name}" in said.err
+    gone = saved("gone.json", fail)
+    assert run(["android", "report", gone, "--baseline", before]) == 1
+    assert "ran before and does no more" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda f: f["device"].update(model="other"), "device has model 'other'"),
+        (lambda f: f["device"].update(source="emulated"), "device has source 'emulated'"),
+        (lambda f: f["shape"].update(head_dim=64), "another shape"),
+        (lambda f: [row.update(id=row["id"] + "x") for row in f["cells"]], "no cell in common"),
+    ],
+)
+def test_results_that_cannot_be_compared_are_refused(clean, change, said):
+    other = copy.deepcopy(clean)
+    change(other)
+    other["repeat"] = None
+    with pytest.raises(NotComparable, match=re.escape(said)):
+        regress.regressions(judge.judged(clean), judge.judged(other), 0.1)
+
+
+@pytest.mark.parametrize("text", ["ten", "-5%", "nan", "inf%", ""])
+def test_a_wrong_percentage_is_refused(saved, text, capsys):
+    assert run(["android", "report", saved("a.json"), "--max-regress", text]) == 2
+    assert "use a percentage such as 10%" in capsys.readouterr().err
+
+
+# Documents
+
+
+def test_formulations_have_one_name_in_code_and_documents(folder):
+    forms = {form.name for form in (Traced, *keydiff.forms(load_policy("keydiff")))}
+    assert forms == set(FORMULATIONS)
+    plan = read_plan(folder)
+    used = {cell["formulation"] for cell in plan["cells"]}
+    assert plan["formulations"] == {name: FORMULATIONS[name] for name in sorted(used)}
+    for page in ("export.md", "android.md"):
+        text = (ROOT / "docs" / page).read_text()
+        assert all(f"`{name}`" in text for name in FORMULATIONS)
+    assert set(FORMULATIONS) == set(chart.FORMS)
+
+
+def test_the_page_names_presets_flags_and_fields():
+    page = (ROOT / "docs" / "android.md").read_text()
+    for name in PRESETS:
+        assert f"`{name}`" in page
+    items = schema(BENCH)["properties"]["validity"]["properties"]["flags"]["items"]
+    for name in items["properties"]["kind"]["enum"]:
+        assert f"`{name}`" in page, f"docs/android.md does not say what the flag {name} means"
+    for document in (schema(BENCH), schema("kvcap.android_plan/1")):
+        for name in (*document["properties"], *document["$defs"]["cell"]["properties"]):
+            assert f"`{name}`" in page, f"docs/android.md does not say what {name} is"

@@ -1,0 +1,52 @@
+"""Requests to the server that phones open, as tests make them."""
+
+from __future__ import annotations
+
+import hashlib
+import http.client
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tools import PATIENCE
+
+from kvcap.android_bench import vendor
+from kvcap.android_bench.schema import PLAN_FILE, plan_id
+from kvcap.android_bench.server import Serving
+
+vendored = pytest.mark.skipif(
+    not (vendor.FOLDER / "VERSION").is_file(), reason=f"no onnxruntime-web: {vendor.COMMAND}"
+)
+
+
+def edited(folder: Path, target: Path, change: Any) -> Path:
+    """A copy of a plan, changed and whole again."""
+    shutil.copytree(folder, target)
+    found = json.loads((target / PLAN_FILE).read_text())
+    change(found, target)
+    for entry in found["files"]:
+        content = (target / entry["file"]).read_bytes()
+        entry |= {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    found["id"] = plan_id(found)
+    (target / PLAN_FILE).write_text(json.dumps(found))
+    return target
+
+
+def asked(serving: Serving, method: str, path: str, body: Any = None, **headers: str) -> Any:
+    """The status and text of a plain request."""
+    host = serving.url.split("/")[2].split(":")[0]
+    connection = http.client.HTTPConnection(host, serving.port, timeout=PATIENCE)
+    connection.request(method, path, body, headers)
+    answer = connection.getresponse()
+    text = answer.read().decode(errors="replace")
+    connection.close()
+    return answer.status, text
+
+
+def posted(serving: Serving, found: Any, **headers: str) -> tuple[int, dict[str, Any]]:
+    body = found if isinstance(found, bytes) else json.dumps(found).encode()
+    headers = {"Content-Type": "application/json", "User-Agent": "a test", **headers}
+    status, text = asked(serving, "POST", "/results", body, **headers)
+    return status, json.loads(text)

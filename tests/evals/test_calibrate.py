@@ -1,0 +1,345 @@
+"""`kvcap policies calibrate`: scores against whole attention matrices, and files that load."""
+
+from __future__ import annotations
+
+import json
+import os
+from itertools import islice
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import tiny_chat
+import torch
+from conftest import tiny_config, tiny_model
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import kvcap
+from kvcap import cli, pocket
+from kvcap.evals.calibrate import Calibration, Probe, calibrate, encode
+from kvcap.pocket.corpus import facts, filler
+from kvcap.policies.base.table import read_table
+from kvcap.runtime.backends.pytorch.loop import BlockLoop
+from kvcap.runtime.cache.cache import BudgetCache
+from kvcap.runtime.models.config import ModelShape
+
+FACTS = " ".join(fact.statement for fact in facts(Random(0), 40))
+FILLER = " ".join(islice(filler(Random(0)), 40))
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Folders of random models with pocket's tokenizer: one plain, one that slides and caps."""
+    tokenizer = AutoTokenizer.from_pretrained(pocket.path())
+    found = {}
+    for family in ("qwen3", "gemma2"):
+        folder = tmp_path_factory.mktemp(family)
+        tiny_model(family, vocab_size=len(tokenizer)).save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        found[family] = str(folder)
+    return found
+
+
+def plain(where: str, ids: list[int], before: list[int] = [], shift: int = 1) -> torch.Tensor:  # noqa: B006
+    """The same scores from whole attention matrices, of the capped layers. [L, H]."""
+    model = AutoModelForCausalLM.from_pretrained(
+        where, attn_implementation="eager", dtype=torch.float32
+    ).eval()
+    with torch.no_grad():
+        out = model(torch.tensor([before + ids + ids]), output_attentions=True)
+    rows = []
+    for layer in ModelShape.of(model.config).capped:
+        matrix = out.attentions[layer][0].double()  # [H, T, T]
+        second = range(len(before) + len(ids), matrix.shape[-1])
+        rows.append(sum(matrix[:, t, t - len(ids) + shift] for t in second) / len(ids))
+    return torch.stack(rows)
+
+
+def tokens(text: str, count: int) -> list[int]:
+    tokenizer = AutoTokenizer.from_pretrained(pocket.path())
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"][:count])
+
+
+def close(scores: list[list[float]], expected: torch.Tensor) -> bool:
+    return torch.allclose(torch.tensor(scores).double(), expected, rtol=1e-3, atol=1e-7)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma2"])
+@pytest.mark.parametrize("count", [33, 100])  # in one block, and over several
+def test_scores_are_those_of_whole_matrices(family: str, count: int, tiny: Any) -> None:
+    found = calibrate(tiny[family], FACTS, tokens=count, device="cpu")
+    expected = plain(tiny[family], tokens(FACTS, count))
+    assert close(found.scores, expected)
+    assert found.tokens == count
+    assert found.model == Path(tiny[family]).name
+
+
+@pytest.mark.parametrize("text", [FACTS, FILLER])
+def test_scores_of_pocket(text: str) -> None:
+    found = calibrate("pocket", text, tokens=200, dtype="float32", device="cpu")
+    assert close(found.scores, plain(str(pocket.path()), tokens(text, 200)))
+    assert [len(row) for row in found.scores] == [6] * 6
+
+
+@pytest.mark.parametrize("shift", [0, 2])
+def test_another_target_gives_another_table(shift: int, tiny: Any) -> None:
+    """Planted: a table of what stood at the earlier occurrence, or one further, is not this one."""
+    for where in (*tiny.values(), str(pocket.path())):
+        found = calibrate(where, FACTS, tokens=64, dtype="float32", device="cpu")
+        assert close(found.scores, plain(where, tokens(FACTS, 64)))
+        assert not close(found.scores, plain(where, tokens(FACTS, 64), shift=shift))
+
+
+def test_pocket_has_heads_that_retrieve() -> None:
+    """What the table is for: a few heads look at what followed, most do not."""
+    found = calibrate("pocket", FACTS, tokens=400, dtype="float32", device="cpu")
+    scores = torch.tensor(found.scores, dtype=torch.float64).flatten()
+    assert scores.max() > 0.3
+    assert scores.median() < 0.05
+    assert [score for score, _, _ in found.strongest(36)] == sorted(scores.tolist(), reverse=True)
+
+
+@pytest.mark.parametrize("block", [1, 7, 64, 200])
+def test_blocks_do_not_matter_and_bound_the_memory(
+    block: int, tiny: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids = tokens(FACTS, 40)
+    model = AutoModelForCausalLM.from_pretrained(tiny["gemma2"], attn_implementation="kvcap")
+    probe, rows = Probe(len(ids), 1), []
+
+    def watched(self: Probe, seen: Any, update: Any = Probe.update) -> Any:
+        found = update(self, seen)
+        rows.append(seen.attention.shape[3])
+        return found
+
+    monkeypatch.setattr(Probe, "update", watched)
+    cache = BudgetCache(model.config, 81, block, kvcap.Eviction(probe), positions="true")
+    BlockLoop(model, cache).prefill(torch.tensor([[5, *ids, *ids]]))
+    scores = [(probe.mass[layer] / len(ids)).tolist() for layer in sorted(probe.mass)]
+    assert close(scores, plain(tiny["gemma2"], ids, [5]))
+    assert max(rows) == min(block, 81)
+
+
+def test_the_opening_token_is_read_once(tiny: Any, tmp_path: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(tiny["qwen3"])
+    assert encode(tokenizer, "a b")[0] == []
+    from tokenizers.processors import TemplateProcessing
+
+    bos = tokenizer.bos_token
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single=f"{bos} $A", special_tokens=[(bos, tokenizer.bos_token_id)]
+    )
+    before, ids = encode(tokenizer, FACTS)
+    assert (before, ids) == ([tokenizer.bos_token_id], tokens(FACTS, 10**6))
+    assert encode(tokenizer, bos + FACTS)[0] == []  # the text has it already
+    tiny_model("qwen3", vocab_size=len(tokenizer)).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    found = calibrate(tmp_path, FACTS, tokens=50, device="cpu")
+    assert close(found.scores, plain(str(tmp_path), ids[:50], before))
+
+
+def test_no_more_is_read_than_the_model_was_trained_on(tmp_path: Path, tiny: Any) -> None:
+    trained = tiny_config("qwen3").max_position_embeddings
+    progress: list[tuple[int, int]] = []
+    found = calibrate(
+        tiny["qwen3"], FACTS, device="cpu", report=lambda *done: progress.append(done)
+    )
+    assert found.tokens == trained // 2
+    assert progress == [(128, trained), (256, trained)]
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> str:
+    file = tmp_path / "text.txt"
+    file.write_text(FACTS, encoding="utf-8")
+    return str(file)
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Any:
+    def call(*arguments: str) -> tuple[int, str, str]:
+        code = cli.run(["policies", "calibrate", *arguments])
+        out, err = capsys.readouterr()
+        return code, out, err
+
+    return call
+
+
+@pytest.mark.parametrize(
+    ("name", "options"), [("headkv", {"window": 4}), ("duoattention", {"sinks": 2, "recents": 4})]
+)
+def test_a_table_loads_and_runs(
+    name: str, options: Any, run: Any, text: str, tmp_path: Path, tiny: Any
+) -> None:
+    for where in ("pocket", *tiny.values()):
+        out = str(tmp_path / "heads.json")
+        rest = ("-f", text, "-o", out, "--tokens", "64", "--device", "cpu")
+        code, said, err = run(name, where, *rest)
+        assert (code, err) == (0, "")
+        assert said.splitlines()[0] == (
+            f"{out} written; use it with --policy {name} --policy-option table={out}"
+        )
+        eviction = kvcap.load_policy(name, table=out, **options)
+        model = AutoModelForCausalLM.from_pretrained(
+            pocket.path() if where == "pocket" else where, attn_implementation="kvcap"
+        )
+        cache = BudgetCache(model.config, 16, 16, eviction)
+        BlockLoop(model, cache).prefill(torch.tensor([tokens(FACTS, 100)]))
+        heads = cache.layout.allotments
+        assert sum(map(sum, heads)) == 16 * sum(map(len, heads))
+        if where == "pocket":  # whose heads differ
+            assert max(map(max, heads)) > 16
+        assert cache.held == 16
+
+
+def test_the_file(run: Any, text: str, tmp_path: Path) -> None:
+    out, again = tmp_path / "heads.json", tmp_path / "again.json"
+    rest = ("-f", text, "--tokens", "64", "--device", "cpu")
+    code, said, _ = run("headkv", "pocket", *rest, "-o", str(out), "--json")
+    document = json.loads(out.read_text())
+    assert code == 0
+    assert json.loads(said) == document
+    assert set(document) == {"model", "kind", "tokens", "kvcap", "scores"}
+    assert (document["model"], document["kind"], document["tokens"]) == ("pocket", "heads", 64)
+    assert document["kvcap"] == kvcap.__version__
+    run("duoattention", "pocket", *rest, "-o", str(again), "-q")
+    assert again.read_bytes() == out.read_bytes()
+    table = read_table(str(out), 6, 2, "headkv")
+    rows = document["scores"]
+    assert table.scores[3][0] == pytest.approx(sum(rows[3][:3]) / 3)
+
+
+def test_what_is_printed(run: Any, text: str, tmp_path: Path) -> None:
+    out = str(tmp_path / "heads.json")
+    rest = ("-f", text, "--tokens", "64", "-o", out, "--dtype", "float32", "--device", "cpu")
+    code, said, _ = run("headkv", "pocket", *rest)
+    rows = json.loads(Path(out).read_text())["scores"]
+    scores = sorted(score for row in rows for score in row)
+    lines = [line.rsplit(maxsplit=1) for line in said.splitlines()[1:]]
+    assert code == 0
+    assert [label.strip() for label, _ in lines[:3]] == ["least", "mean", "most"]
+    figures = [scores[0], sum(scores) / 36, scores[-1], *scores[-5:][::-1]]
+    assert [float(figure) for _, figure in lines] == pytest.approx(figures, abs=1e-4)
+    first = rows.index(max(rows, key=max))
+    assert lines[3][0].strip() == f"layer {first} head {rows[first].index(scores[-1])}"
+    assert run("headkv", "pocket", *rest, "-q")[1].count("\n") == 1
+
+
+def test_the_text_may_come_from_stdin(
+    run: Any, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import io
+    import sys
+
+    outs = [str(tmp_path / name) for name in ("a.json", "b.json")]
+    stdin = io.TextIOWrapper(io.BytesIO(FACTS.encode()), encoding="utf-8")
+    monkeypatch.setattr(sys, "stdin", stdin)
+    for file, out in zip((text, "-"), outs, strict=True):
+        assert run("headkv", "-f", file, "-o", out, "--tokens", "40", "-q")[0] == 0
+    assert Path(outs[0]).read_bytes() == Path(outs[1]).read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (b"", "empty"),
+        (b" \n\n ", "empty"),
+        (b"The code is 4821.", "at least 32 tokens"),
+        (b"caf\xe9", "UTF-8"),
+        (b"a\0b", "NUL"),
+        (None, "No such file"),
+    ],
+)
+def test_texts_that_will_not_do(content: bytes | None, says: str, run: Any, tmp_path: Path) -> None:
+    file, out = tmp_path / "text", tmp_path / "heads.json"
+    if content is not None:
+        file.write_bytes(content)
+    code, said, err = run("headkv", "pocket", "-f", str(file), "-o", str(out))
+    assert (code, said) == (2, "")
+    assert err.startswith("kvcap: ")
+    assert err.count("\n") == 1
+    assert says in err
+    assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["snapkv"], "'snapkv' takes no table of heads; only headkv and duoattention do"),
+        (["criticalkv-headkv"], "takes no table"),
+        (["headkv", "nowhere/at-all"], "is no directory here"),
+        (["headkv", "--dtype", "int8"], "use one of float32"),
+        (["headkv", "--device", "abacus"], "device 'abacus'"),
+        (["headkv", "--tokens", "31"], "--tokens"),
+        (["headkv", "-o", "no/such/folder/heads.json"], "cannot write"),
+        (["headkv", "-o", "."], "cannot write"),
+        ([], "NAME"),
+        (["headkv", "--nonsense"], "--nonsense"),
+    ],
+)
+def test_bad_arguments_end_with_one_line(
+    arguments: list[str], says: str, run: Any, text: str
+) -> None:
+    code, said, err = run(*arguments, "-f", text)
+    assert (code, said) == (2, "")
+    assert err.startswith("kvcap: ")
+    assert err.count("\n") == 1
+    assert says in err
+
+
+def test_the_text_must_be_given(run: Any) -> None:
+    code, _, err = run("headkv", "pocket")
+    assert code == 2
+    assert "--file" in err
+
+
+def test_models_that_are_refused(run: Any, text: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
+    code, _, err = run("headkv", str(tmp_path), "-f", text)
+    assert code == 2
+    assert "model type 'gpt2' is not supported" in err
+
+
+def test_a_model_trained_on_too_little(run: Any, text: str, tmp_path: Path) -> None:
+    where = tiny_chat.save(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 48}))
+    code, _, err = run("headkv", where, "-f", text, "-o", str(tmp_path / "heads.json"))
+    assert code == 2
+    assert "of this one 24 would be read, twice, by a model trained on 48" in err
+
+
+def test_attention_that_is_not_finite(
+    run: Any, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def spoiled(self: Probe, seen: Any) -> Any:
+        self.mass[seen.layer] = torch.full((6,), float("nan"))
+        return {}
+
+    monkeypatch.setattr(Probe, "update", spoiled)
+    code, _, err = run("headkv", "-f", text, "-o", str(tmp_path / "heads.json"))
+    assert code == 2
+    assert "not finite in bfloat16" in err
+    assert not os.path.exists(tmp_path / "heads.json")
+
+
+def test_equal_heads_are_ranked_by_layer() -> None:
+    found = Calibration("m", 32, [[0.5, 0.25], [0.5, 1.0]])
+    assert found.strongest(3) == [(1.0, 1, 1), (0.5, 0, 0), (0.5, 1, 0)]
+
+
+def test_the_help_and_the_readme_name_it(run: Any) -> None:
+    code, out, _ = run("--help")
+    names = ("--file", "-f", "--out", "-o", "--tokens", "--dtype", "--device", "--json", "--quiet")
+    assert code == 0
+    assert all(f"{option} " in out.replace(",", " ") for option in names)
+    assert "kvcap policies calibrate" in (Path(__file__).parents[2] / "README.md").read_text()
+
+
+def test_the_list_is_still_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    """`kvcap policies` alone lists; with a command it does not."""
+    assert cli.run(["policies"]) == 0
+    assert "keydiff" in capsys.readouterr().out
+    assert cli.run(["policies", "nonsense"]) == 2
+    assert capsys.readouterr().out == ""

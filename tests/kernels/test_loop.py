@@ -1,0 +1,624 @@
+"""Every kernel at once: whole runs by kernels against eager ones, in triton's interpreter too."""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from contextlib import nullcontext
+from functools import partial
+
+import pytest
+import torch
+from conftest import small_policy, tiny_model
+from interpreted import DEVICE, pytestmark  # noqa: F401
+from torch import nn
+
+import kvcap
+from kvcap import kernels
+from kvcap.kernels import evict, linear, token
+from kvcap.runtime.attention import functions as attention
+from kvcap.runtime.backends.pytorch import cuda_graphs as alike
+from kvcap.runtime.backends.pytorch import cuda_graphs as block_graph
+from kvcap.runtime.backends.pytorch.loop import BlockLoop
+from kvcap.runtime.cache import attend as layer_attention
+from kvcap.runtime.cache import streams as side_stream
+from kvcap.runtime.cache.evictor import Evictor
+from kvcap.runtime.cache.step import Pass
+from kvcap.runtime.models.fused import decoder_layer
+from kvcap.runtime.models.fused import linear as products
+from kvcap.runtime.models.fused.patch import Tuning
+
+POLICIES = ("keydiff-window", "dropkv", "h2o", "obcache", "pyramidkv", "headkv")
+
+
+def read(policy, positions, choice):
+    ids = 3 + torch.randint(90, (1, 56), generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    model = tiny_model("llama", num_hidden_layers=1).to(DEVICE)
+    eviction = small_policy(policy, model.config)
+    cache = kvcap.BudgetCache(model.config, 40, 16, eviction, positions=positions)
+    with kernels.use(choice):
+        loop = BlockLoop(model, cache, graphs=False)
+        logits = [loop.prefill(ids[:, :53])]
+        cache.pin([(53, 54)])
+        logits += [loop.read(ids[:, i : i + 1]) for i in range(53, 56)]
+    heads = [h for layer in cache.capped_layers for s in layer.segments for h in s.positions[0]]
+    return torch.stack(logits), [sorted(head.tolist()) for head in heads]
+
+
+@pytest.mark.slow(keep=1)
+@pytest.mark.parametrize(
+    ("policy", "positions"),
+    [*((policy, "compact") for policy in POLICIES), ("dropkv", "true")],
+)
+def test_the_same_logits_and_the_same_tokens_kept(policy, positions, monkeypatch):
+    eager, kept = read(policy, positions, "eager")
+    calls = []
+    count = evict.give_up
+    monkeypatch.setattr(evict, "give_up", lambda *a: (calls.append(1), count(*a)))
+    by_kernels, kept_too = read(policy, positions, "triton")
+    assert calls  # kernels did run
+    torch.testing.assert_close(by_kernels, eager, rtol=1e-4, atol=1e-4)
+    assert kept_too == kept
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("policy", "positions", "choice"),
+    [("dropkv", "compact", "triton"), ("full", "true", "triton"),
+     ("keydiff-window", "compact", "eager"), ("dropkv", "true", "eager")],
+)  # fmt: skip
+def test_a_cache_that_fills_as_a_graph_does_holds_the_same(policy, positions, choice):
+    """What is in use is told on the device; read outside of a graph, as when one is prepared."""
+    ids = 3 + torch.randint(90, (2, 52), generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    model = tiny_model("qwen3", num_hidden_layers=1).to(DEVICE)
+    eviction = small_policy(policy, model.config)
+    found = []
+    for filling in (True, False):
+        cache = kvcap.BudgetCache(model.config, 40, 16, eviction, positions=positions)
+        cache.allocate(2, torch.float32, DEVICE)
+        logits = []
+        with kernels.use(choice if filling else "eager"):
+            loop = BlockLoop(model, cache, graphs=False)
+            if filling:
+                loop.graphs = block_graph.BlockGraphs(model, cache)
+                loop.graphs.read = lambda *_: None  # nothing is captured
+            for start, stop in ((0, 16), (16, 32), (32, 33), (33, 34)):
+                assert alike.fills(cache, stop - start)
+                logits.append(loop.read(ids[:, start:stop]))
+            assert not alike.fills(cache, 7)
+            assert not filling or {kind.filling for kind in loop.graphs._warm} == {True}
+            if policy != "full":
+                logits.append(loop.prefill(ids[:, 34:]))
+        found.append((torch.stack(logits), [x.clone() for x in cache.buffers()]))
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
+
+
+def test_only_what_nothing_was_given_up_of_fills():
+    model = tiny_model("llama")
+    for policy, fills in (("keydiff", True), ("snapkv", True), ("h2o", False), ("headkv", False)):
+        cache = kvcap.BudgetCache(model.config, 40, 16, small_policy(policy, model.config))
+        loop = BlockLoop(model, cache)
+        assert not alike.fills(cache, 1)  # there is no memory yet
+        loop.prefill(torch.randint(90, (1, 8)))
+        assert alike.fills(cache, 1) == fills
+        loop.prefill(torch.randint(90, (1, 40)))
+        assert not alike.fills(cache, 1)
+        cache.reset()
+        assert alike.fills(cache, 8) == fills
+
+
+def test_linear_layers_of_one_token_run_by_the_kernel_and_only_within():
+    model, one = tiny_model("qwen2"), torch.tensor([[5]], device=DEVICE)  # has biases
+    model = model.to(DEVICE)
+    faster = Tuning(model, compiled=False)
+    with torch.inference_mode(), kernels.use("triton"):
+        expected = model(one).logits
+        with faster.applied():
+            assert all("forward" in vars(m) for m in model.modules() if type(m) is nn.Linear)
+            found = model(one).logits
+    assert not any("forward" in vars(m) for m in model.modules())
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    assert not torch.equal(found, expected)  # sums in another order
+
+
+@pytest.mark.slow(keep=12)
+@pytest.mark.parametrize("positions", ["compact", "true"])
+@pytest.mark.parametrize("policy", [*POLICIES, "keydiff", "streaming_llm", "criticalkv"])
+def test_blocks_in_one_pass_equal_passes_of_their_own(policy, positions):
+    ids = 3 + torch.randperm(126, generator=torch.Generator().manual_seed(0))[None].to(DEVICE)
+    model = tiny_model("qwen3", vocab_size=130).to(DEVICE)
+    found = []
+    for several in (True, False):
+        eviction = small_policy(policy, model.config)
+        cache = kvcap.BudgetCache(model.config, 40, 8, eviction, positions=positions)
+        loop = BlockLoop(model, cache, graphs=False)
+        loop.prefill(ids[:, :81])  # with an odd end
+        cache.pin([(102, 103)])
+        assert alike.excess(cache) == 0
+        logits = [loop.read(ids[:, 81:105]) if several else loop.prefill(ids[:, 81:105])]
+        assert cache.current == Pass()
+        assert cache.seen == 105
+        logits += [loop.read(ids[:, 105:125]) if several else loop.prefill(ids[:, 105:125])]
+        logits += [loop.read(ids[:, 125:126])]
+        found.append((torch.stack(logits), [x.clone() for x in cache.buffers()]))
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.slow(keep=1)
+@pytest.mark.parametrize(("policy", "early"), [
+    ("keydiff", True), ("dropkv", True), ("h2o", True), ("criticalkv", False),
+])  # fmt: skip
+def test_what_goes_is_chosen_before_a_block_is_attended(policy, early, monkeypatch):
+    """Where another block of the pass waits; the same goes as where nothing is chosen early."""
+    ids = 3 + torch.randperm(82, generator=torch.Generator().manual_seed(0))[None].to(DEVICE)
+    model, found, log = tiny_model("llama", num_hidden_layers=1).to(DEVICE), [], []
+    for name, where in (("choose", evict), ("move", evict), ("attend", layer_attention)):
+        done = getattr(where, name)
+        noted = partial(lambda done, name, *a, **k: log.append(name) or done(*a, **k), done, name)
+        monkeypatch.setattr(where, name, noted)
+    for possible in (True, False):
+        if not possible:
+            monkeypatch.setattr(Evictor, "decide", lambda *_: [])
+        cache = kvcap.BudgetCache(model.config, 40, 16, small_policy(policy, model.config))
+        loop = BlockLoop(model, cache, graphs=False)
+        loop.prefill(ids[:, :48])
+        log.clear()
+        with kernels.use("triton"):
+            logits = loop.read(ids[:, 48:80])  # two blocks
+        late = ["attend", "choose", "move"] if policy != "criticalkv" else ["attend"]
+        first = ["choose", "attend", "move"] if early and possible else late
+        assert log == first + late
+        found.append((logits, [x.clone() for x in cache.buffers()]))
+    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-5)
+
+
+def test_several_blocks_are_read_at_once_where_all_are_alike(monkeypatch):
+    monkeypatch.setattr(block_graph, "PASS", 50)  # three blocks of 16
+    model, ids = tiny_model("llama"), torch.randint(90, (1, 32))
+    for policy, fills, evicts in (("keydiff", 48, 48), ("h2o", None, 48), ("adakv", None, None)):
+        cache = kvcap.BudgetCache(model.config, 64, 16, policy).allocate(1, torch.float32, "cpu")
+        loop, graphs = BlockLoop(model, cache), block_graph.BlockGraphs(model, cache)
+        assert graphs.ahead(1, 60) == fills
+        assert graphs.ahead(1, 47) is None  # the prompt ends before
+        assert graphs.ahead(2, 60) is None  # blocks of two sequences are large enough
+        loop.prefill(ids)
+        assert graphs.ahead(1, 60) is None  # neither do they all fit, nor does each evict as many
+        loop.prefill(ids)
+        assert graphs.ahead(1, 60) == evicts
+        assert block_graph.BlockGraphs(model, cache, several=False).ahead(1, 60) is None
+
+
+class PretendedGraph:
+    """What it captures has been done."""
+
+    def pool(self):
+        return None
+
+    def replay(self):
+        pass
+
+
+class PretendedStream:
+    """A stream whose work is done when it is asked for; notes when it waits for the other."""
+
+    def __init__(self, name, log):
+        self.name, self.log = name, log
+
+    def wait_stream(self, _):
+        self.log.append(f"{self.name} waits")
+
+    wait_event = wait_stream
+
+    def record_event(self):
+        return "event"
+
+
+@pytest.fixture
+def captured(monkeypatch):
+    """What is noted of passes of three blocks of 16, captured without a GPU.
+
+    Capturing does the work here, so that each graph serves once.
+    """
+    log = []
+    main, side = PretendedStream("main", log), PretendedStream("side", log)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", PretendedGraph)
+    for name in ("graph", "stream"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_, **__: nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: main)
+    monkeypatch.setattr(side_stream, "_streams", lambda _: [side] * side_stream.LAYERS)
+    monkeypatch.setattr(block_graph, "PASS", 50)
+    return log
+
+
+def test_a_layer_waits_for_the_one_whose_stream_it_takes(captured, monkeypatch):
+    """And what that one read is kept until then."""
+    streams = [PretendedStream(name, captured) for name in ("one", "two")]
+    monkeypatch.setattr(side_stream, "_streams", lambda _: streams)
+    monkeypatch.setattr(side_stream, "LAYERS", 2)
+    side, read = side_stream.SideStream(torch.device("cpu")), []
+    with side:
+        for _ in range(4):
+            side.turn()
+            side.make_room()
+            captured.append("layer")
+            tensor = torch.zeros(1)
+            read.append(weakref.ref(tensor))
+            with side.beside(tensor):
+                pass
+            del tensor
+            captured.append(sum(reference() is not None for reference in read))
+    layers = ["layer", "one waits", 1, "layer", "two waits", 2]
+    layers += ["main waits", "layer", "one waits", 2, "main waits", "layer", "two waits", 2]
+    assert captured == [*layers, "main waits", "main waits"]
+
+
+def test_nothing_waits_for_layers_that_keep_little_but_the_end(captured, monkeypatch):
+    streams = [PretendedStream(name, captured) for name in ("one", "two")]
+    monkeypatch.setattr(side_stream, "_streams", lambda _: streams)
+    monkeypatch.setattr(side_stream, "LAYERS", 2)
+    side = side_stream.SideStream(torch.device("cpu"))
+    with side:
+        for _ in range(3):
+            side.turn()
+            with side.beside(None):
+                pass
+    assert captured == ["one waits", "two waits", "one waits", "main waits", "main waits"]
+
+
+def test_layers_of_many_sequences_evict_one_at_a_time(captured):
+    for batch, streams in ((1, 4), (2, 2), (3, 1), (100, 1)):
+        captured.clear()
+        side = side_stream.SideStream(torch.device("cpu"), batch)
+        with side:
+            for _ in range(4):
+                side.turn()
+                side.make_room()
+                with side.beside(None):
+                    pass
+        assert captured[: streams + 1] == [*["side waits"] * streams, "main waits"]
+
+
+def test_a_capture_that_fails_is_joined_and_blocks_go_on_eagerly(captured):
+    """Torch can end no capture of which a branch is loose."""
+    model, ids = tiny_model("llama"), 3 + torch.randperm(90)[None, :80]
+    cache = kvcap.BudgetCache(model.config, 40, 16, "keydiff").allocate(1, torch.float32, "cpu")
+    loop, eager = BlockLoop(model, cache), kvcap.BudgetCache(model.config, 40, 16, "keydiff")
+    loop.graphs = block_graph.BlockGraphs(model, cache)
+    loop.prefill(ids[:, :64])
+
+    def fail(*_):
+        side = cache.current.side
+        if side is not None:
+            with side.beside(None):
+                raise RuntimeError("no room")
+
+    captured.clear()
+    handle = model.model.layers[0].register_forward_pre_hook(fail)
+    found = loop.prefill(ids[:, 64:])
+    handle.remove()
+    assert loop.execution == "without CUDA graphs: capture failed: no room"
+    assert captured == ["side waits", "main waits"]
+    assert cache.seen == 80
+    expected = BlockLoop(model, eager, graphs=False).prefill(ids)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_copies_of_few_layers_keys_are_held_at_a_time(captured, monkeypatch):
+    """Of blocks, and of tokens over so many slots that they are attended as blocks are."""
+    ids = 3 + torch.randint(90, (1, 81), generator=torch.Generator().manual_seed(0))
+    model, copies, alive = tiny_model("llama", num_hidden_layers=5), [], []
+    monkeypatch.setattr(attention, "MANY_SLOTS", 0)
+    beside = side_stream.SideStream.beside
+
+    def noting(self, kept):
+        copies.append(weakref.ref(kept))
+        alive.append(sum(copy() is not None for copy in copies))
+        return beside(self, kept)
+
+    monkeypatch.setattr(side_stream.SideStream, "beside", noting)
+    for batch, layers in ((1, 4), (2, 2)):
+        cache = kvcap.BudgetCache(model.config, 40, 16, "keydiff")
+        loop = BlockLoop(model, cache.allocate(batch, torch.float32, "cpu"), graphs=False)
+        loop.graphs = block_graph.BlockGraphs(model, cache, several=False)
+        loop.prefill(ids[:, :48].expand(batch, -1))
+        for length in (16, 1):
+            copies.clear()
+            alive.clear()
+            for start in (48, 64):  # the second is captured
+                loop.read(ids[:, start : start + length].expand(batch, -1))
+            assert loop.execution == "CUDA graphs"
+            assert max(alive) == layers
+
+
+@pytest.mark.parametrize("positions", ["compact", "true"])
+@pytest.mark.parametrize("policy", ["keydiff", "dropkv"])
+def test_what_is_captured_is_what_is_read(policy, positions, captured):
+    ids = 3 + torch.randperm(216, generator=torch.Generator().manual_seed(1))[None]
+    model = tiny_model("qwen3", vocab_size=220)
+    found = []
+    for graphs in (True, False):
+        eviction = small_policy(policy, model.config)
+        cache = kvcap.BudgetCache(model.config, 64, 16, eviction, positions=positions)
+        cache.allocate(1, torch.float32, "cpu")
+        loop = BlockLoop(model, cache, graphs=False)
+        loop.graphs = block_graph.BlockGraphs(model, cache) if graphs else None
+        logits = [loop.prefill(ids[:, :48])]
+        cache.reset()
+        logits += [loop.prefill(ids[:, :48]), loop.prefill(ids[:, 48:64])]
+        logits += [loop.prefill(ids[:, i : i + 48]) for i in (64, 112)]
+        logits += [loop.read(ids[:, i : i + 1]) for i in (160, 161)]
+        found.append((torch.stack(logits), [x.clone() for x in cache.buffers()]))
+        assert cache.seen == 162
+        if graphs:
+            assert loop.graphs.refused is None
+            kinds = {kind[1:4:2] for kind in loop.graphs.made}
+            assert kinds == {(48, True), (48, False), (1, False)}
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
+    assert {"main waits", "side waits"} == set(captured)
+
+
+@pytest.mark.parametrize("positions", ["compact", "true"])
+@pytest.mark.parametrize("policy", ["keydiff", "dropkv", "h2o"])
+def test_a_graph_for_each_token_between_evictions(policy, positions, captured):
+    ids = 3 + torch.randperm(216, generator=torch.Generator().manual_seed(2))[None]
+    model, every, found = tiny_model("llama", vocab_size=220), 3, []
+    for graphs in (True, False):
+        cache = kvcap.BudgetCache(
+            model.config, 20, 8, small_policy(policy, model.config),
+            positions=positions, evict_every=every,
+        )  # fmt: skip
+        cache.allocate(1, torch.float32, "cpu")
+        loop = BlockLoop(model, cache, graphs=False)
+        logits = [loop.prefill(ids[:, :20])]  # full, and nothing was evicted
+        loop.graphs = block_graph.BlockGraphs(model, cache) if graphs else None
+        held = []
+        for i in range(20, 20 + 2 * every):
+            logits.append(loop.read(ids[:, i : i + 1]))  # each graph serves once
+            held.append(cache.held)
+        assert held == 2 * [21, 22, 20]
+        found.append((torch.stack(logits), [x.clone() for x in cache.buffers()]))
+        if graphs:
+            assert loop.graphs.refused is None
+            made = {(k.length, k.filling, k.excess) for k in loop.graphs.made}
+            assert made == {(1, False, 0), (1, False, 1), (1, False, 2)}
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
+
+
+def test_heads_of_their_own_budgets_are_not_replayed_between_evictions():
+    """Where they lie is told to the device by the pass before, which held fewer."""
+    model = tiny_model("llama")
+    for every, steady in ((1, True), (2, False)):
+        eviction = small_policy("headkv", model.config)
+        cache = kvcap.BudgetCache(model.config, 20, 8, eviction, evict_every=every)
+        BlockLoop(model, cache, graphs=False).prefill(torch.randint(90, (1, 40)))
+        assert len(cache.layers[0].segments) > 1
+        assert alike.excess(cache) == 0
+        assert alike.steady(cache, 8)
+        assert alike.steady(cache, 1) is steady
+
+
+@pytest.mark.slow(keep=1)
+@pytest.mark.skipif(DEVICE == "cuda", reason="test_cuda.py has real graphs")
+@pytest.mark.parametrize(("family", "policy", "positions", "layers"), [
+    ("llama", "keydiff", "compact", 2),
+    ("qwen3", "keydiff", "true", 2),
+    ("smollm3", "streaming_llm", "compact", 3),  # its fourth layer has no positions
+    ("phi3", "dropkv", "compact", 2),
+    ("granite", "h2o", "compact", 2),
+    ("llama", "pyramidkv", "compact", 0),  # layers hold unequally many
+    ("llama", "headkv", "compact", 0),  # heads do
+    ("olmo2", "keydiff", "compact", 0),  # bfloat16 is rotated in float32
+])  # fmt: skip
+def test_a_token_is_rotated_appended_and_attended_at_once(
+    family, policy, positions, layers, captured, monkeypatch
+):
+    dtype = torch.bfloat16 if family == "olmo2" else torch.float32
+    ids = 3 + torch.randint(200, (1, 30), generator=torch.Generator().manual_seed(1))
+    model = tiny_model(family, vocab_size=220, num_hidden_layers=4 if layers > 2 else 2).to(dtype)
+    attend, calls = token.attend, []
+    monkeypatch.setattr(token, "attend", lambda *a, **k: calls.append(1) or attend(*a, **k))
+    found = []
+    for choice in ("triton", "eager"):
+        eviction = small_policy(policy, model.config)
+        cache = kvcap.BudgetCache(model.config, 20, 8, eviction, positions=positions)
+        cache.allocate(1, dtype, "cpu")
+        loop = BlockLoop(model, cache, graphs=False)
+        logits = [loop.prefill(ids[:, :24])]
+        if choice == "triton":
+            loop.graphs = block_graph.BlockGraphs(model, cache)
+        with kernels.use(choice):
+            logits += [loop.read(ids[:, i : i + 1]) for i in (24, 25)]  # a graph serves once
+        found.append((torch.stack(logits), [x.clone() for x in cache.buffers()]))
+    assert len(calls) == 2 * layers
+    near = {"rtol": 1e-4, "atol": 1e-4} if dtype == torch.float32 else {"rtol": 0.05, "atol": 0.05}
+    torch.testing.assert_close(*found, **near)
+
+
+def test_all_memory_is_there_with_the_first_token():
+    """Nothing is left to be made while a graph is captured."""
+    model = tiny_model("llama")
+    for policy in ("keydiff", "dropkv"):
+        cache = kvcap.BudgetCache(model.config, 32, 16, small_policy(policy, model.config))
+        BlockLoop(model, cache).read(torch.tensor([[5]]))
+        planned = cache.layout.nbytes(1, torch.float32)
+        assert planned["rotation_table"] > 0
+        assert cache.nbytes == sum(planned.values())
+
+
+def test_what_was_evicted_in_a_graph_is_known_outside():
+    """Whether keys have moved decides whether they are rotated."""
+    model = tiny_model("llama")
+    cache = kvcap.BudgetCache(model.config, 32, 16).allocate(1, torch.float32, "cpu")
+    cache.count(40, kept=True)
+    assert (cache.seen, cache.held, alike.excess(cache)) == (40, 40, 8)
+    assert not any(layer.evictor.moved for layer in cache.capped_layers)
+    cache.count(8, kept=False)
+    assert (cache.seen, cache.held, alike.excess(cache)) == (48, 32, 0)
+    assert all(layer.evictor.moved for layer in cache.capped_layers)
+
+
+def test_what_is_decided_on_beyond_a_layer_keeps_blocks_in_passes_of_their_own():
+    model, ids = tiny_model("llama"), torch.randint(90, (1, 64))
+    for policy in ("cake", "adakv", "calidrop"):
+        loop = BlockLoop(model, kvcap.BudgetCache(model.config, 40, 8, policy))
+        loop.prefill(ids)
+        with pytest.raises(kvcap.KvcapError, match="a block of 16 tokens was given"):
+            loop.read(ids[:, :16])
+
+
+def test_layers_of_one_input_become_rows_of_one_matrix_and_stay_what_they_are(monkeypatch):
+    model, ids = tiny_model("qwen2"), torch.tensor([[5, 7, 9]])  # has biases
+    before = copy.deepcopy(model.state_dict())
+    made, linear = [], nn.functional.linear
+    monkeypatch.setattr(nn.functional, "linear", lambda *a: made.append(1) or linear(*a))
+    with torch.inference_mode():
+        expected = model(ids).logits
+        one_by_one = len(made)
+        for _ in range(2):  # a second cache's graphs find the weights where they are
+            with Tuning(model, compiled=False).applied():
+                made.clear()
+                torch.testing.assert_close(model(ids).logits, expected, rtol=1e-5, atol=1e-5)
+            assert len(made) == one_by_one - 3 * model.config.num_hidden_layers
+            attention = model.model.layers[0].self_attn
+            storage = attention.q_proj.weight.untyped_storage()
+            assert attention.v_proj.weight.untyped_storage().data_ptr() == storage.data_ptr()
+            assert storage.nbytes() == sum(
+                layer.weight.nbytes
+                for layer in (attention.q_proj, attention.k_proj, attention.v_proj)
+            )
+        monkeypatch.setattr(products, "MOST_TOGETHER", 3 * 3)
+        with Tuning(model, compiled=False).applied():
+            made.clear()
+            model(ids)
+        assert len(made) == one_by_one
+    for name, weight in model.state_dict().items():
+        assert torch.equal(weight, before[name])
+
+
+def test_without_memory_to_move_weights_they_stay_apart(monkeypatch):
+    def refuse(tensors, *a, **k):
+        if isinstance(tensors[0], nn.Parameter) or tensors[0].dim() == 2:
+            raise torch.OutOfMemoryError("no more")
+        return cat(tensors, *a, **k)
+
+    cat = torch.cat
+    model, ids = tiny_model("llama"), torch.tensor([[5, 7, 9]])
+    with monkeypatch.context() as patched, torch.inference_mode():
+        expected = model(ids).logits
+        patched.setattr(torch, "cat", refuse)
+        apart = Tuning(model, compiled=False)
+    with torch.inference_mode(), apart.applied():
+        assert torch.equal(model(ids).logits, expected)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "phi3"])
+def test_what_is_compiled_is_the_models_own_formula_and_only_within(family, monkeypatch):
+    """Norms, rotations and gates in our order of calls; torch.compile itself is left out."""
+    calls = []
+
+    def watched(function, **_):
+        return lambda *a, **k: (calls.append(function.__name__), function(*a, **k))[1]
+
+    monkeypatch.setattr(torch, "compile", watched)
+    model, ids = tiny_model(family), torch.tensor([[5, 7, 9]])
+    faster = Tuning(model, compiled=True)
+    file = next(iter(faster.rotations))
+    plain = file.apply_rotary_pos_emb
+    with torch.inference_mode():
+        expected = model(ids).logits
+        calls.clear()
+        with faster.applied():
+            found = model(ids).logits
+            assert file.apply_rotary_pos_emb is not plain
+    assert torch.equal(found, expected)
+    assert {"forward", "apply_rotary_pos_emb"} <= set(calls)
+    assert ("gate" in calls) == (family != "phi3")  # whose gate is half of another matrix
+    assert file.apply_rotary_pos_emb is plain
+    assert not any("forward" in vars(m) for m in model.modules())
+
+
+USUAL = ("llama", "mistral", "qwen2", "qwen3", "smollm3")
+
+
+@pytest.mark.slow(keep=3)
+@pytest.mark.parametrize("family", [*USUAL, "gemma", "olmo2", "phi3"])
+def test_layers_of_one_formula_run_in_fewer_kernels(family, monkeypatch):
+    """One token by four products and attention; several with a norm known from the layer before."""
+    model = tiny_model(family).to(DEVICE)
+    matvec, made = linear.matvec, []
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    faster = Tuning(model, compiled=True)
+    fused = [layer for layer in faster.forwards if type(layer).__name__.endswith("DecoderLayer")]
+    assert len(fused) == (model.config.num_hidden_layers if family in USUAL else 0)
+    for ids in ([[5]], [[5, 7, 9]]):
+        ids = torch.tensor(ids, device=DEVICE)
+        with torch.inference_mode(), kernels.use("triton"):
+            expected = model(ids).logits
+            made.clear()
+            with monkeypatch.context() as patched, faster.applied():
+                patched.setattr(linear, "matvec", lambda *a, **k: made.append(1) or matvec(*a, **k))
+                found = model(ids).logits
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+        if fused:
+            assert len(made) == (4 * len(fused) + 1 if ids.shape[1] == 1 else 0)
+
+
+def test_a_layer_whose_answer_is_another_is_left_as_it_is(monkeypatch):
+    for changed, usual in (({}, True), ({"residual_multiplier": 0.5}, False)):
+        model = tiny_model("granite", **changed)
+        assert decoder_layer.is_usual(model, model.model.layers[0]) <= usual
+    model = tiny_model("llama")
+    layer = model.model.layers[0]
+    assert decoder_layer.is_usual(model, layer)
+    attention = type(layer.self_attn)
+    monkeypatch.setattr(attention, "forward", doubled(attention.forward))
+    assert not decoder_layer.is_usual(model, layer)
+
+
+def doubled(forward):
+    """Attention that does something behind its output projection."""
+
+    def attend(*args, **kwargs):
+        out, weights = forward(*args, **kwargs)
+        return 2 * out, weights
+
+    return attend
+
+
+def test_somebody_elses_code_stays(tokens):
+    """As of libraries that move weights between devices."""
+    model = tiny_model("llama").to(DEVICE)
+    layers, calls = model.model.layers, []
+    own = layers[0].mlp.up_proj
+    plain = own.forward
+    own.forward = lambda x: (calls.append(1), plain(x))[1]
+    assert not decoder_layer.is_usual(model, layers[0])
+    assert decoder_layer.is_usual(model, layers[1])
+    # What comes of it already has the residual in it, where a layer is one of few kernels.
+    layers[1].self_attn.o_proj.register_forward_hook(lambda _, __, out: 2 * out)
+    assert not decoder_layer.is_usual(model, layers[1])
+    theirs, ids = own.forward, tokens(1).to(DEVICE)
+    with torch.inference_mode(), kernels.use("triton"):
+        expected = model(ids).logits
+        calls.clear()
+        with Tuning(model, compiled=False).applied():
+            torch.testing.assert_close(model(ids).logits, expected, rtol=1e-4, atol=1e-4)
+    assert len(calls) == 1
+    assert own.forward is theirs
+
+
+def test_what_is_to_be_added_does_not_wait_for_another_product():
+    model = tiny_model("llama").to(DEVICE)
+    layer = model.model.layers[0]
+    output = products.products(model)[layer.self_attn.o_proj]
+    with kernels.use("triton"), torch.inference_mode():
+        x = torch.randn(1, 1, layer.self_attn.o_proj.in_features, device=DEVICE)
+        expected = output.of(layer.self_attn.o_proj, x)
+        with pytest.raises(KeyError), output.adding(x):
+            raise KeyError
+        with pytest.raises(AssertionError, match="no product"), output.adding(x):
+            pass
+        assert torch.equal(output.of(layer.self_attn.o_proj, x), expected)
+        with output.adding(torch.ones_like(expected)):
+            found = output.of(layer.self_attn.o_proj, x)
+        torch.testing.assert_close(found, expected + 1)

@@ -1,0 +1,263 @@
+"""One token rotated, appended and attended at once: on CUDA, else in triton's interpreter."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from interpreted import DEVICE, pytestmark  # noqa: F401
+from torch import Tensor
+
+from kvcap.kernels import decode, token
+from kvcap.runtime.cache.pool import Segment, SlotPool
+from kvcap.runtime.models.rope import Rotation, rotate_back_eagerly, table_dtype
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+SPAN, SPARE, TIME = 300, 3, 4711
+
+
+@dataclass(frozen=True)
+class Case:
+    """Sizes of a token's attention over `slots` that are held."""
+
+    batch: int
+    kv_heads: int
+    group: int
+    slots: int
+    size: int
+    moved: bool = True
+    sides: int = 0  # tensors besides positions and shifts
+    processors: int = 4  # the more, the shorter the parts
+
+    def __str__(self) -> str:
+        return "-".join(str(x) for x in vars(self).values())
+
+
+CASES = (
+    Case(1, 1, 1, 0, 64),  # the first token of all
+    Case(1, 2, 3, 1, 128),
+    Case(2, 2, 2, 64, 64, moved=False),
+    Case(1, 2, 4, 65, 80, sides=1),
+    Case(1, 1, 8, 161, 96),
+    Case(1, 1, 3, 300, 128, processors=1),  # several blocks in a part
+    Case(2, 1, 7, 130, 32, sides=4),
+    Case(1, 1, 5, 40, 256, moved=False, sides=2),
+    Case(1, 8, 1, 200, 128, processors=30),
+)
+
+
+class Inputs:
+    """A token, and slots in a pool whose other slots hold NaN and a wild shift."""
+
+    def __init__(self, case: Case, dtype: torch.dtype, seed: int = 0) -> None:
+        c, g = case, torch.Generator().manual_seed(seed)
+        rand = lambda *shape: torch.randn(*shape, generator=g).to(DEVICE, dtype)  # noqa: E731
+        self.case, self.scaling = case, case.size**-0.5 * 1.3
+        # Transformers hands them over as transposed views of one product.
+        parts = rand(c.batch, 1, c.kv_heads * (c.group + 2), c.size).transpose(1, 2)
+        sizes = c.kv_heads * c.group, c.kv_heads, c.kv_heads
+        self.query, self.key, self.value = parts.split(sizes, dim=1)
+        frequencies = 10000.0 ** -(torch.arange(0, c.size, 2) / c.size)
+        self.rotation = Rotation(frequencies, SPAN, DEVICE, table_dtype(dtype))
+        angles = torch.arange(TIME, TIME + c.batch)[:, None, None].double() * frequencies.double()
+        self.exact = angles.to(DEVICE)
+        self.angles = tuple(
+            x.repeat(1, 1, 2).to(DEVICE, dtype) for x in (angles.cos(), angles.sin())
+        )
+        self.time = torch.tensor([TIME], dtype=torch.int32, device=DEVICE)
+        side = {"shift": torch.int32} if c.moved else {}
+        side |= {str(i): (torch.float32, torch.int8)[i % 2] for i in range(c.sides)}
+        rows = c.batch * c.kv_heads * (c.slots + SPARE)
+        self.pool = SlotPool(rows, c.size, dtype, DEVICE, side)
+        self.segment = Segment(self.pool, 0, c.slots, SPARE, c.batch, c.kv_heads)
+        for x in self.pool.buffers():
+            x.fill_(float("nan") if x.is_floating_point() else 2**6)
+        self.segment.held = c.slots
+        self.segment.keys.copy_(rand(*self.segment.keys.shape))
+        self.segment.values.copy_(rand(*self.segment.keys.shape))
+        if c.moved:
+            shift = torch.randint(SPAN, self.segment.positions.shape, generator=g)
+            self.pool.side["shift"].fill_(2**30)
+            self.segment.side("shift").copy_(shift)
+
+    def attend(self, **changed) -> tuple[Tensor, Tensor, Tensor | None]:
+        buffers = self.segment.with_next(whole=False)
+        assert token.covers(self.query, self.key, self.value, buffers)
+        turn = (self.segment.side("shift"), self.rotation.table) if self.case.moved else None
+        arguments = {
+            "query": self.query, "key": self.key, "value": self.value, "angles": self.angles,
+            "time": self.time, "buffers": buffers, "scaling": self.scaling, "turn": turn,
+        }  # fmt: skip
+        return token.attend(**{**arguments, **changed})
+
+    def attended(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+        """Query, keys and values as they are attended with, computed and kept in a type."""
+        cos, sin = (x.repeat(1, 1, 2)[:, None] for x in (self.exact.cos(), self.exact.sin()))
+        if dtype != torch.float64:
+            cos, sin = (x[:, None] for x in self.angles)
+        query, key = (turned(x.to(dtype), cos, sin) for x in (self.query, self.key))
+        keys = self.segment.keys.to(dtype)
+        if self.case.moved:
+            rows = self.rotation.table[self.segment.side("shift").long()]
+            keys = rotate_back_eagerly(keys, rows.to(torch.promote_types(dtype, torch.float32)))
+        keys, values = torch.cat((keys, key), 2), torch.cat((self.segment.values, self.value), 2)
+        return query, keys, values.to(dtype)
+
+    def answer(self, dtype: torch.dtype) -> Tensor:
+        query, keys, values = self.attended(dtype)
+        keys, values = (x.repeat_interleave(self.case.group, 1) for x in (keys, values))
+        return (query @ keys.mT * self.scaling).softmax(-1) @ values
+
+
+def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    a, b = x.chunk(2, dim=-1)
+    return x * cos + torch.cat((-b, a), dim=-1) * sin
+
+
+def check(out: Tensor, inputs: Inputs) -> None:
+    """At most twice as wrong as eager low precision."""
+    truth, eager = inputs.answer(torch.float64), inputs.answer(out.dtype)
+    assert out.shape == inputs.query.shape
+    floor = torch.finfo(out.dtype).eps * truth.abs().max() / 2 + 1e-5 * (out.dtype == torch.float32)
+    # The interpreter cuts to bfloat16 where everything else rounds: twice the error.
+    factor = 4 if DEVICE == "cpu" and out.dtype == torch.bfloat16 else 2
+    allowed = factor * (eager.double() - truth).abs().max() + floor
+    assert (out.double() - truth).abs().max() <= allowed  # NaN never passes
+
+
+@pytest.fixture(autouse=True)
+def _poisoned(monkeypatch, request):
+    """What nothing wrote is NaN; and parts are as long as the case has it."""
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *a, **k: empty(*a, **k).fill_(float("nan")))
+    case = getattr(request.node, "callspec", None) and request.node.callspec.params.get("case")
+    count = case.processors if case else 4
+    monkeypatch.setattr(decode, "multiprocessors", lambda device: count)
+
+
+@pytest.mark.slow(keep=12)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_it_is_appended_and_attended_as_by_the_formula(case, dtype):
+    inputs = Inputs(case, dtype)
+    before = [x.clone() for x in inputs.pool.buffers()]
+    out, query, sums = inputs.attend(summed=True)
+    check(out, inputs)
+    assert out.transpose(1, 2).is_contiguous()  # as the output projection wants it
+    near = {"rtol": 4 * torch.finfo(dtype).eps, "atol": 8 * torch.finfo(dtype).eps}
+    expected, keys, values = inputs.attended(dtype)
+    torch.testing.assert_close(query, expected, **near)
+    inputs.segment.held += 1
+    torch.testing.assert_close(inputs.segment.keys[:, :, -1], keys[:, :, -1], **near)
+    assert torch.equal(inputs.segment.values[:, :, -1], values[:, :, -1])
+    assert torch.unique(inputs.segment.positions[:, :, -1]).tolist() == [TIME]
+    for name in inputs.pool.side:
+        assert not inputs.segment.side(name)[:, :, -1].any()
+    # A bound for the sum of as many roundings, and of what is rounded the other way.
+    near = {"rtol": 0.0, "atol": float(keys.abs().max()) * near["atol"] * (case.slots + 1)}
+    torch.testing.assert_close(sums.sum(2), keys.float().sum(2), **near)
+    for old, new in zip(before, inputs.pool.buffers(), strict=True):
+        rest = [inputs.segment.whole(x)[:, :, [*range(case.slots), -1, -2]] for x in (old, new)]
+        torch.testing.assert_close(*rest, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_two_runs_are_equal_to_the_bit(dtype):
+    case = Case(1, 2, 3, 200, 64)
+    one, two = (Inputs(case, dtype).attend(summed=True) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("fault", ["a shift", "an angle", "a slot", "the scaling", "the group"])
+def test_a_fault_is_noticed(fault, dtype):
+    inputs = Inputs(Case(1, 2, 2, 70, 64), dtype)
+    check(inputs.attend()[0], inputs)
+    shift, table = inputs.segment.side("shift"), inputs.rotation.table
+    if fault == "a shift":
+        out = inputs.attend(turn=(shift, table.roll(1, 0)))
+    elif fault == "an angle":
+        out = inputs.attend(angles=inputs.angles[::-1])
+    elif fault == "a slot":
+        out = inputs.attend(used=torch.tensor(69, device=DEVICE))
+    elif fault == "the scaling":
+        out = inputs.attend(scaling=inputs.scaling * 1.1)
+    else:
+        out = inputs.attend(query=inputs.query[:, [0, 2, 1, 3]])
+    with pytest.raises(AssertionError):
+        check(out[0], inputs)
+
+
+@pytest.mark.parametrize("moved", [True, False])
+def test_how_many_slots_are_in_use_can_be_told_on_the_device(moved):
+    """And may change between replays of a CUDA graph, where there is CUDA."""
+    case = Case(1, 2, 2, 100, 64, moved=moved)
+    used = torch.tensor(0, device=DEVICE)
+
+    def run(inputs):
+        return inputs.attend(used=used)[0]
+
+    for held in (0, 1, 64, 99):
+        inputs = Inputs(case, torch.float32)
+        expected = replace(case, slots=held)
+        few = Inputs(expected, torch.float32)
+        for name in ("keys", "values", *(["shift"] if moved else [])):
+            view = lambda x, n=name: x.side(n) if n == "shift" else getattr(x, n)  # noqa: E731
+            view(few.segment).copy_(view(inputs.segment)[:, :, :held])
+        few.query, few.key, few.value = inputs.query, inputs.key, inputs.value
+        used.fill_(held)
+        check(run(inputs), few)
+        assert inputs.segment.positions[..., held].unique().tolist() == [TIME]
+    if DEVICE == "cuda":
+        inputs, graph = Inputs(case, torch.float32), torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = run(inputs)
+        for held in (99, 5):
+            used.fill_(held)
+            graph.replay()
+            assert torch.equal(out, run(inputs))
+
+
+def test_slots_may_be_read_before_the_query_is_there():
+    case = Case(1, 2, 3, 90, 64)
+    early, late = (Inputs(case, torch.float32).attend(early=x) for x in (True, False))
+    assert torch.equal(early[0], late[0])
+    assert early[2] is None
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", CASES[1:], ids=str)
+def test_keydiff_scores_keys_that_it_rotates_itself(case, dtype):
+    """As it does rotated copies."""
+    from kvcap.kernels import keydiff
+
+    inputs = Inputs(replace(case, moved=True), dtype)
+    shift, keys = inputs.segment.side("shift"), inputs.segment.keys
+    sums = inputs.attended(torch.float32)[1][:, :, :-1].sum(2, keepdim=True)
+    found = keydiff.scores_turned(keys, shift, inputs.rotation.table, sums.contiguous())
+    assert found.shape == keys.shape[:3]
+    turned_keys = rotate_back_eagerly(keys, inputs.rotation.table[shift.long()])
+    expected = -torch.cosine_similarity(turned_keys.float(), sums / case.slots, dim=-1)
+    near = 1e-5 if dtype == torch.float32 else 4 * torch.finfo(dtype).eps
+    torch.testing.assert_close(found, expected, rtol=0, atol=near)
+
+
+def test_what_is_covered():
+    def covered(tokens=1, size=64, group=2, sides=1, dtype=torch.bfloat16):
+        inputs = Inputs(Case(1, 2, group, 9, size, sides=sides), dtype)
+        query = inputs.query.expand(-1, -1, tokens, -1)
+        return token.covers(query, inputs.key, inputs.value, inputs.segment.with_next(whole=False))
+
+    assert covered()
+    assert covered(group=16, size=256)
+    assert not covered(tokens=2)
+    assert not covered(group=17)
+    assert not covered(sides=7)
+    assert not covered(dtype=torch.float64)
+
+
+def test_sums_are_of_all_slots_or_not_wanted():
+    inputs = Inputs(Case(1, 1, 1, 5, 64), torch.float32)
+    with pytest.raises(AssertionError, match="no sums"):
+        inputs.attend(used=torch.tensor(3, device=DEVICE), summed=True)

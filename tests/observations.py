@@ -1,0 +1,84 @@
+"""Random observations, and attention by the plain formula with Python loops."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import torch
+
+from kvcap.policies import Observation
+
+
+def observe(
+    n: int = 23,
+    *,
+    batch: int = 2,
+    kv_heads: int = 2,
+    group: int = 2,
+    size: int = 8,
+    window: int = 5,
+    budget: int = 10,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    gaps: bool = True,
+) -> Observation:
+    """Random slots in no order, with gaps between the tokens' times as after evictions."""
+    g = torch.Generator().manual_seed(seed)
+    shape = (batch, kv_heads, n, size)
+    times = torch.stack(
+        [
+            torch.cat(
+                (torch.randperm(2 * n, generator=g)[: n - window], 2 * n + torch.arange(window))
+            )
+            if gaps
+            else torch.arange(n)
+            for _ in range(batch * kv_heads)
+        ]
+    )
+    order = torch.stack([torch.randperm(n, generator=g) for _ in range(batch * kv_heads)])
+    return Observation(
+        keys=torch.randn(shape, generator=g).to(dtype),
+        values=torch.randn(shape, generator=g).to(dtype),
+        positions=times.gather(1, order).view(batch, kv_heads, n).int(),
+        seen=2 * n + window if gaps else n,
+        budget=budget,
+        queries=torch.randn(batch, kv_heads * group, window, size, generator=g).to(dtype),
+        scaling=size**-0.5,
+        state={"accumulated": torch.zeros(batch, kv_heads, n)},
+    )
+
+
+def attention_by_loops(seen: Observation) -> torch.Tensor:
+    """[B, K, G, w, n] with Python loops and math.exp."""
+    batch, kv_heads, n, _ = seen.keys.shape
+    group, w = seen.groups, seen.queries.shape[2]
+    out = torch.zeros(batch, kv_heads, group, w, n, dtype=torch.float64)
+    for b in range(batch):
+        for h in range(kv_heads * group):
+            for t in range(w):
+                now = seen.seen - w + t
+                k = h // group
+                z = [
+                    float(seen.queries[b, h, t].double() @ seen.keys[b, k, j].double())
+                    * seen.scaling
+                    if seen.positions[b, k, j] <= now
+                    else -math.inf
+                    for j in range(n)
+                ]
+                exps = [math.exp(x - max(z)) for x in z]
+                out[b, k, h % group, t] = torch.tensor(exps) / sum(exps)
+    return out
+
+
+def same(a: torch.Tensor, b: torch.Tensor) -> None:
+    torch.testing.assert_close(a.double(), b.double(), rtol=1e-4, atol=1e-5)
+
+
+def newer_than_some_queries() -> Observation:
+    """More queries than slots, and slots that some of the queries cannot see."""
+    seen, g = observe(6, window=3, seed=4), torch.Generator().manual_seed(5)
+    positions = torch.tensor([0, 3, 9, 10, 12, 14])
+    order = torch.stack([torch.randperm(6, generator=g) for _ in range(4)]).view(2, 2, 6)
+    queries = torch.randn(2, 4, 9, 8, generator=g)
+    return replace(seen, positions=positions[order].int(), queries=queries)

@@ -1,0 +1,419 @@
+"""Budgets of layers and heads: exact sums, limits, pins, tables, and their papers' formulas."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from observations import attention_by_loops, newer_than_some_queries, observe, same
+
+from kvcap.policies import PolicyError, load_policy, policies
+from kvcap.policies.budgets.adakv import AdaKV
+from kvcap.policies.budgets.cake import Cake
+from kvcap.policies.budgets.duoattention import DuoAttention
+from kvcap.policies.budgets.headkv import HeadKV
+from kvcap.policies.budgets.pyramidkv import PyramidKV
+
+
+def test_every_preset_is_there():
+    names = {
+        "adakv", "andpro", "cake", "criticalkv", "criticalkv-adakv", "criticalkv-headkv", "dropkv",
+        "duoattention", "headkv", "obcache", "obcache-h2o", "obcache-tova", "pyramidkv",
+    }  # fmt: skip
+    assert names <= set(policies())
+    cake = load_policy("cake", gamma=100, tau1=2, floor=0.5)
+    assert (cake.policy.gamma, cake.layer_budget.tau1, cake.layer_budget.floor) == (100, 2, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("dropkv", {"window": 0}),
+        ("dropkv", {"kernel": 2}),
+        ("dropkv", {"pool": "sum"}),
+        ("dropkv", {"group": "median"}),
+        ("dropkv", {"epsilon": 0}),
+        ("dropkv", {"bf16_ratio": "maybe"}),
+        ("andpro", {"window": 0}),
+        ("andpro", {"group": "all"}),
+        ("cake", {"window": -1}),
+        ("cake", {"gamma": -1}),
+        ("cake", {"kernel": 4}),
+        ("cake", {"group": "all"}),
+        ("cake", {"tau1": 0}),
+        ("cake", {"tau2": -1}),
+        ("cake", {"floor": 1.5}),
+        ("obcache", {"mode": "both"}),
+        ("pyramidkv", {"beta": 0}),
+        ("adakv", {"safeguard": 1.1}),
+        ("headkv", {"beta": 1.0}),
+        ("headkv", {"beta": 11}),
+        ("headkv", {"table": 3}),
+        ("duoattention", {"retrieval": 2}),
+        ("duoattention", {"sinks": -1}),
+        ("duoattention", {"recents": 0}),
+        ("criticalkv", {"alpha": 1.5}),
+        ("criticalkv", {"epsilon": -1e-4}),
+        ("snapkv", {"group": "all"}),
+        ("h2o", {"group": "all"}),
+        ("tova", {"group": "all"}),
+    ],
+)
+def test_bad_options_are_refused_by_name(name, options):
+    ((option, value),) = options.items()
+    with pytest.raises(PolicyError, match=f"{option}={value!r} will not work; expected"):
+        load_policy(name, **options)
+
+
+# PyramidKV
+
+
+@given(
+    budget=st.integers(1, 400),
+    layers=st.integers(1, 40),
+    pinned=st.integers(0, 420),
+    beta=st.integers(1, 40),
+)
+def test_pyramid_sums_exactly_and_falls(budget, layers, pinned, beta):
+    split = PyramidKV(beta).split(budget, layers, pinned)
+    assert sum(split) == budget * layers
+    assert split == sorted(split, reverse=True)
+    if budget > pinned:
+        assert min(split) >= pinned + 1
+        left = budget - pinned
+        least = max(1, left // beta)
+        for i, slots in enumerate(split):  # the straight line between both ends
+            middle = least + 2 * (left - least) * (layers - 1 - i) / max(1, layers - 1)
+            assert layers == 1 or abs(slots - pinned - middle) < 1
+    else:
+        assert split == [budget] * layers
+
+
+def test_pyramid_by_hand():
+    """R = 100: from 195 down to 5, and the window of 32 in each."""
+    assert load_policy("pyramidkv").split(132, 3) == [195 + 32, 100 + 32, 5 + 32]
+    assert load_policy("pyramidkv", beta=1).split(132, 3) == [132] * 3
+    assert load_policy("pyramidkv").split(32, 4) == [32] * 4
+
+
+# CAKE
+
+
+@pytest.mark.parametrize(
+    "seen", [observe(17, group=g) for g in (1, 4)] + [newer_than_some_queries()]
+)
+@pytest.mark.parametrize(("tau1", "tau2"), [(1.0, 1.0), (2.0, 0.5)])
+def test_cake_preference_by_its_formula(seen, tau1, tau2):
+    entropies, variances = [], []
+    for rows in attention_by_loops(seen).flatten(0, 2).tolist():
+        entropies.append(-sum(a * math.log(a) for row in rows for a in row if a > 0))
+        means = [sum(column) / len(rows) for column in zip(*rows, strict=True)]
+        variances.append(
+            sum((a - m) ** 2 for row in rows for a, m in zip(row, means, strict=True)) / len(rows)
+        )
+    heads = len(entropies)
+    expected = (sum(entropies) / heads) ** (1 / tau1) * (sum(variances) / heads) ** (1 / tau2)
+    found = Cake(tau1, tau2).preference(seen)
+    assert found.shape == ()
+    same(found, torch.tensor(expected))
+
+
+def test_cake_preference_is_always_a_number():
+    single = observe(9, window=1)  # no variance
+    assert Cake().preference(single) == 0
+    sharp = observe(9)
+    sharp.keys = 1e4 * sharp.keys  # nearly no entropy, and many zeros
+    for budget in (Cake(), Cake(tau1=0.01, tau2=0.01)):
+        for seen in (sharp, observe(9)):
+            found = float(budget.preference(seen))
+            assert math.isfinite(found)
+            assert found >= 0
+
+
+@given(
+    preferences=st.lists(st.floats(0, 1e30), min_size=1, max_size=30),
+    budget=st.integers(1, 300),
+    pinned=st.integers(0, 320),
+    floor=st.sampled_from([0.0, 0.1, 0.25, 1.0]),
+    seed=st.integers(0, 1000),
+)
+def test_cake_shares_every_slot_within_limits(preferences, budget, pinned, floor, seed):
+    g = torch.Generator().manual_seed(seed)
+    layers = len(preferences)
+    most = torch.randint(0, 3 * budget + 1, (layers,), generator=g).tolist()
+    split = Cake(floor=floor).resplit(preferences, budget, most, pinned)
+    assert sum(split) == min(budget * layers, sum(most))
+    least = min(budget, max(floor * budget, pinned + 1))
+    for slots, limit in zip(split, most, strict=True):
+        assert min(limit, least) <= slots <= limit
+
+
+def test_cake_gives_in_proportion_above_the_floor():
+    most = [10**6] * 3
+    assert Cake().resplit([1.0, 2.0, 5.0], 100, most, 0) == [25 + 28, 25 + 56, 25 + 141]
+    assert Cake(floor=0).resplit([0.0, 0.0, 9.0], 100, most, 0) == [1, 1, 298]
+    assert Cake().resplit([0.0, 0.0, 0.0], 100, most, 8) == [100, 100, 100]
+    assert Cake(floor=1).resplit([1.0, 2.0, 5.0], 100, most, 0) == [100, 100, 100]
+    # What one layer cannot fill goes to the others, in proportion.
+    assert Cake(floor=0).resplit([1.0, 2.0, 97.0], 100, [500, 500, 60], 0) == [80, 160, 60]
+
+
+# Ada-KV
+
+
+def adakv_by_loops(scores, pinned, budget, safeguard):
+    """Ada-KV's caps before rounding, as plain lists."""
+    rows = [(s.tolist(), p.tolist()) for s, p in zip(scores, pinned, strict=True)]
+    pins = [sum(p) for _, p in rows]
+    left = budget * len(rows) - sum(pins)
+    free = [(x, k) for k, (s, p) in enumerate(rows) for x, pin in zip(s, p, strict=True) if not pin]
+    best = sorted(free, key=lambda entry: -entry[0])[:left]
+    return [
+        pin + (1 - safeguard) * sum(k == head for _, head in best) + safeguard * left / len(rows)
+        for k, pin in enumerate(pins)
+    ]
+
+
+@given(
+    lengths=st.lists(st.integers(1, 40), min_size=1, max_size=8),
+    budget=st.integers(1, 40),
+    safeguard=st.sampled_from([0.0, 0.2, 0.5, 1.0]),
+    pins=st.integers(0, 6),
+    ties=st.booleans(),
+    seed=st.integers(0, 10_000),
+)
+def test_adakv_shares_every_slot_within_limits(lengths, budget, safeguard, pins, ties, seed):
+    g = torch.Generator().manual_seed(seed)
+    scores = [torch.randn(n, generator=g) for n in lengths]
+    if ties:
+        scores = [s.sign() for s in scores]
+    pinned = [torch.arange(n) < min(pins, budget, n) for n in lengths]
+    split = AdaKV(safeguard).split(scores, pinned, [torch.randperm(n) for n in lengths], budget)
+    assert sum(split) == min(budget * len(lengths), sum(lengths))
+    for slots, length, pin in zip(split, lengths, pinned, strict=True):
+        assert max(1, int(pin.sum())) <= slots <= length
+
+
+@given(seed=st.integers(0, 10_000), safeguard=st.sampled_from([0.0, 0.2, 1.0]))
+def test_adakv_by_its_formula(seed, safeguard):
+    """Where no head is full, every cap is the formula's, rounded."""
+    g = torch.Generator().manual_seed(seed)
+    scores = [torch.randn(60, generator=g) + k / 2 for k in range(4)]
+    pinned = [torch.arange(60) < 2 + k for k in range(4)]
+    expected = adakv_by_loops(scores, pinned, 20, safeguard)
+    split = AdaKV(safeguard).split(scores, pinned, [torch.arange(60)] * 4, 20)
+    assert all(abs(a - b) < 1 for a, b in zip(split, expected, strict=True))
+    assert sum(split) == 80
+
+
+def test_adakv_with_safeguard_1_is_uniform():
+    scores = [torch.randn(50), torch.randn(50) + 9]
+    none, places = [torch.zeros(50, dtype=torch.bool)] * 2, [torch.arange(50)] * 2
+    assert AdaKV(safeguard=1).split(scores, none, places, 20) == [20, 20]
+    assert AdaKV(safeguard=0).split(scores, none, places, 20) == [1, 39]  # no head goes without
+    assert AdaKV().split(scores, none, places, 20) == [4, 36]
+
+
+def test_adakv_gives_the_slots_of_equal_scores_to_the_newer_tokens():
+    scores = [torch.zeros(30), torch.zeros(30)]
+    none = [torch.zeros(30, dtype=torch.bool)] * 2
+    for first, second in ((0, 30), (30, 0)):
+        order = torch.randperm(30)
+        places = [order + first, order.flip(0) + second]
+        split = AdaKV(safeguard=0).split(scores, none, places, 14)
+        assert split == ([1, 27] if second > first else [27, 1])
+
+
+def test_adakv_reads_numbers_once(monkeypatch):
+    """One synchronisation with the device for all heads."""
+    reads = []
+    for name in ("tolist", "item", "__bool__", "__int__", "__float__"):
+        original = getattr(torch.Tensor, name)
+        monkeypatch.setattr(
+            torch.Tensor, name, lambda self, f=original: (reads.append(1), f(self))[1]
+        )
+    scores = [torch.randn(50) for _ in range(4)]
+    AdaKV().split(scores, [s > 1 for s in scores], [torch.arange(50)] * 4, 20)
+    assert len(reads) == 1
+
+
+# Tables
+
+
+@pytest.fixture
+def table(tmp_path):
+    def write(scores, **others):
+        path = tmp_path / f"{len(list(tmp_path.iterdir()))}.json"
+        path.write_text(
+            json.dumps({"model": "a-model", "kind": "heads", "scores": scores, **others})
+        )
+        return str(path)
+
+    return write
+
+
+@pytest.mark.parametrize("name", ["headkv", "duoattention", "criticalkv-headkv"])
+def test_a_missing_table_says_how_to_make_one(name, tmp_path):
+    """Listing and loading work without; the slots cannot be allotted."""
+    command = "kvcap policies calibrate (headkv|duoattention) MODEL -f TEXT -o heads.json"
+    with pytest.raises(PolicyError, match=f"none was given; make one with `{command}`, then give"):
+        load_policy(name).allot(100, 2, 4)
+    gone = str(tmp_path / "gone.json")
+    with pytest.raises(PolicyError, match=r"gone.json' cannot be read \(No such file.*calibrate"):
+        load_policy(name, table=gone).allot(100, 2, 4)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("heads", "is not JSON"),
+        ("\x80", "is not JSON"),
+        ("[1, 2]", 'has no "scores"'),
+        ('{"kind": "layers", "scores": [[1, 2], [1, 2]]}', 'has no "scores" of "kind" "heads"'),
+        ('{"scores": []}', 'has no "scores"'),
+        ('{"scores": [[1, 2], [1]]}', "rows of as many numbers each"),
+        ('{"scores": [[1, "2"], [1, 2]]}', "rows of as many numbers each"),
+        ('{"scores": [[1, true], [1, 2]]}', "rows of as many numbers each"),
+        ('{"scores": [[1, -2], [1, 2]]}', "below 0 or not finite"),
+        ('{"scores": [[1, NaN], [1, 2]]}', "below 0 or not finite"),
+        ('{"scores": [[1, Infinity], [1, 2]]}', "below 0 or not finite"),
+        ('{"model": "m", "scores": [[1, 2]]}', "made for m, 1 layers of 2 heads; this model has 2"),
+        ('{"scores": [[1, 2, 3], [1, 2, 3]]}', "an unnamed model, 2 layers of 3 heads; .* 2 KV"),
+        ('{"scores": [[1], [1]]}', "2 layers of 1 heads"),
+        ('{"scores": [[], []]}', "2 layers of 0 heads"),
+    ],
+)
+@pytest.mark.parametrize("name", ["headkv", "duoattention"])
+def test_bad_tables_are_refused(name, text, message, tmp_path):
+    path = tmp_path / "heads.json"
+    path.write_bytes(text.encode("latin-1"))
+    with pytest.raises(PolicyError, match=f"{name}: table=.*{message}.*make one with"):
+        load_policy(name, table=str(path)).allot(100, 2, 2)
+
+
+def test_a_changed_table_is_read_again(table):
+    path = table([[1, 0]])
+    headkv = HeadKV(path)
+    first = headkv.allot([100], 2, 0)
+    with open(path, "w") as file:
+        json.dump({"scores": [[0, 1]]}, file)
+    os.utime(path, (1, 1))
+    assert headkv.allot([100], 2, 0) == [first[0][::-1]]
+
+
+# HeadKV
+
+
+@given(
+    budgets=st.lists(st.integers(1, 300), min_size=1, max_size=12),
+    kv_heads=st.sampled_from([1, 2, 4, 8]),
+    group=st.sampled_from([1, 2, 4]),
+    pinned=st.integers(0, 310),
+    beta=st.floats(1.01, 10),
+    seed=st.integers(0, 10_000),
+)
+def test_headkv_by_its_formula(budgets, kv_heads, group, pinned, beta, seed, tmp_path_factory):
+    g = torch.Generator().manual_seed(seed)
+    scores = torch.rand(len(budgets), kv_heads * group, generator=g, dtype=torch.float64)
+    path = tmp_path_factory.getbasetemp() / f"headkv-{seed}-{len(budgets)}-{kv_heads * group}.json"
+    path.write_text(json.dumps({"scores": scores.tolist()}))
+    heads = HeadKV(str(path), beta).allot(budgets, kv_heads, pinned)
+    assert sum(map(sum, heads)) == kv_heads * sum(budgets)
+    importance = scores.unflatten(1, (kv_heads, group)).mean(-1)
+    bases = [max(0, budget - pinned) for budget in budgets]
+    pool = sum(kv_heads * (base // beta) for base in bases)
+    for layer, (budget, base) in enumerate(zip(budgets, bases, strict=True)):
+        for head, slots in enumerate(heads[layer]):
+            share = pool * float(importance[layer, head] / importance.sum())
+            assert abs(slots - (budget - base // beta + share)) < 1
+            assert slots >= (pinned + 1 if base else budget)
+
+
+def test_headkv_composes_with_pyramid_layers(table):
+    eviction = load_policy(
+        "snapkv+pyramidkv+headkv", window=8, table=table([[1, 2], [3, 0], [0, 0]])
+    )
+    heads = eviction.allot(64, 3, 2)
+    assert sum(map(sum, heads)) == 64 * 3 * 2
+    assert heads[1][0] == max(max(layer) for layer in heads)
+    eviction.check(64, 3, 2)
+    with pytest.raises(PolicyError):
+        load_policy("cake+cake+headkv")
+
+
+# DuoAttention
+
+
+@given(
+    budgets=st.lists(st.integers(1, 600), min_size=1, max_size=12),
+    kv_heads=st.sampled_from([1, 2, 4, 8]),
+    retrieval=st.sampled_from([0.0, 0.1, 0.5, 0.9, 1.0]),
+    sinks=st.integers(0, 64),
+    recents=st.integers(1, 256),
+    pinned=st.integers(0, 64),
+    seed=st.integers(0, 10_000),
+)
+def test_duoattention_shares_every_slot(
+    budgets, kv_heads, retrieval, sinks, recents, pinned, seed, tmp_path_factory
+):
+    g = torch.Generator().manual_seed(seed)
+    scores = torch.rand(len(budgets), kv_heads, generator=g, dtype=torch.float64)
+    path = tmp_path_factory.getbasetemp() / f"duo-{seed}-{len(budgets)}-{kv_heads}.json"
+    path.write_text(json.dumps({"scores": scores.tolist()}))
+    duo = DuoAttention(str(path), retrieval, sinks, recents)
+    heads = duo.allot(budgets, kv_heads, pinned)
+    ranked = sorted(scores.flatten().tolist(), reverse=True)
+    chosen = ranked[: int(retrieval * len(ranked) + 0.5)]
+    for budget, row, slots in zip(budgets, scores.tolist(), heads, strict=True):
+        assert sum(slots) == kv_heads * budget
+        retrieves = [score in chosen for score in row]
+        small = min(max(sinks + recents, pinned + 1), budget) if any(retrieves) else budget
+        shared = [s for s, mine in zip(slots, retrieves, strict=True) if mine]
+        assert all(s == small for s, mine in zip(slots, retrieves, strict=True) if not mine)
+        assert not shared or (max(shared) - min(shared) <= 1 and min(shared) >= budget)
+
+
+def at(layer: int, head: int, budget: int, **options):
+    seen = observe(40, batch=1, kv_heads=1, budget=budget, gaps=False, **options)
+    seen.layer, seen.first_head = layer, head
+    return seen
+
+
+def test_duoattention_gives_each_class_its_policy(table):
+    """Streaming heads keep sinks and recents, also where both had to shrink."""
+    path = table([[5, 1, 4, 1], [0, 0, 0, 0]])
+    eviction = load_policy("duoattention", table=path, retrieval=0.25, sinks=4, recents=16)
+    assert eviction.allot(24, 2, 2) == [[28, 20], [24, 24]]  # four query heads, two a group
+    kept = {}
+    for layer, head, budget in ((0, 1, 20), (1, 0, 24), (0, 1, 10), (0, 1, 1)):
+        seen = at(layer, head, budget)
+        gone = set(seen.positions.flatten()[eviction.select(seen, 40 - budget).flatten()].tolist())
+        kept[layer, head, budget] = sorted(set(range(40)) - gone)
+    assert kept[0, 1, 20] == [*range(4), *range(24, 40)]
+    assert kept[1, 0, 24] == [*range(4), *range(20, 40)]  # no head retrieves here: all slots used
+    assert kept[0, 1, 10] == [*range(2), *range(32, 40)]
+    assert kept[0, 1, 1] == [39]
+    retrieving = at(0, 0, 28)
+    base = load_policy("keydiff")
+    assert torch.equal(eviction.select(retrieving, 12), base.select(retrieving, 12))
+
+
+def test_duoattention_keeps_room_for_what_is_pinned(table):
+    duo = DuoAttention(table([[1, 0]]), sinks=4, recents=16)
+    assert duo.allot([100], 2, 50) == [[149, 51]]
+
+
+def test_duoattention_treats_equal_scores_by_place(table):
+    duo = DuoAttention(table([[1, 1], [1, 1]]), sinks=1, recents=1)
+    assert duo.allot([10, 10], 2, 0) == [[10, 10], [10, 10]]
+    assert DuoAttention(duo.table, 0.25, 1, 1).allot([10, 10], 2, 0) == [[18, 2], [10, 10]]
+
+
+def test_heads_are_allotted_before_they_are_looked_at():
+    with pytest.raises(PolicyError, match="no slots were allotted by table='' yet"):
+        load_policy("duoattention").score(at(0, 0, 10))

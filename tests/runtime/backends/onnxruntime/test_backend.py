@@ -1,0 +1,711 @@
+"""Exported decoders in ONNX Runtime: the same text and kept tokens as PyTorch's, the same caps."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import io
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import standard_decoder
+from tools import PATIENCE, made, tiny_decoder
+
+from kvcap import pocket
+from kvcap.cli import run
+from kvcap.export.adopt import adopt
+from kvcap.export.decoder.spec import layout_for, load
+from kvcap.export.decoder.write import write
+from kvcap.policies import load_policy
+from kvcap.runtime.backends.onnxruntime.graph import Graph
+from kvcap.runtime.backends.onnxruntime.library import library
+from kvcap.runtime.backends.onnxruntime.manifest import check, files_named
+from kvcap.runtime.backends.onnxruntime.runtime import OrtRuntime, Wanted
+from kvcap.runtime.backends.pytorch.runtime import Runtime
+from kvcap.runtime.errors import (
+    GraphBroken,
+    ManifestError,
+    MemoryCapExceeded,
+    ModelFilesBroken,
+    ModelNotFound,
+    NotExportable,
+    PinsTooLarge,
+    PlanInfeasible,
+    SessionFileCorrupt,
+    SessionFileForeign,
+    ShapeError,
+)
+
+ROOT = Path(__file__).parents[4]
+BLOCK, MOST = 32, 128
+MODES = ("compact", "true")
+STORY = (
+    "Please remember: the code for the blue door is 4821. Seven kinds of mosses survive the cold "
+    "near Porto. He believed that tall grasses attract many bees. The old ship left the harbour in "
+    "the morning. The baker of Lund sells nine kinds of bread. Nobody saw the grey cat again, but "
+    "the children still leave milk at the door. In winter the lake is quiet. "
+)
+FACT, QUESTION = (
+    "Please remember: the code for the red door is 77.",
+    "What is the code for the red door?",
+)
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory):
+    """Directories of pocket's decoder with eviction in its graph, by mode and budget."""
+
+    def most(mode: str, out: Path) -> None:
+        source = load("pocket", "fp32")
+        layout = layout_for(source.config, load_policy("keydiff"), MOST, BLOCK, mode)
+        write(source, layout, "fp32", out, quick=True)
+
+    def folder(mode: str, budget: int) -> Path:
+        largest = made(tmp_path_factory, f"fused-{mode}", functools.partial(most, mode))
+        if budget == MOST:
+            return largest
+        return made(
+            tmp_path_factory,
+            f"fused-{mode}-{budget}",
+            lambda out: rebudgeted(largest, out, budget),
+        )
+
+    return folder
+
+
+def rebudgeted(source: Path, folder: Path, budget: int) -> Path:
+    """The same export for fewer slots: its one number of slots, in graph and manifest."""
+    shutil.copytree(source, folder)
+    onnx = library("onnx")
+    model = onnx.load(folder / "decoder.onnx", load_external_data=False)
+    small = [x for x in model.graph.initializer if not x.external_data and not x.dims]
+    (count,) = (x for x in small if onnx.numpy_helper.to_array(x) == MOST)
+    users = {node.op_type for node in model.graph.node if count.name in node.input}
+    assert users == {"Min"}
+    kind = onnx.numpy_helper.to_array(count).dtype
+    count.CopyFrom(onnx.numpy_helper.from_array(np.array(budget, kind), count.name))
+    (folder / "decoder.onnx").write_bytes(model.SerializeToString())
+    said = json.loads((folder / "kvcap.json").read_text())
+    said["budget_tokens"], said["budgets"] = budget, [budget] * len(said["budgets"])
+    for state in said["state"]:
+        state["full"][state["open_axis"]] = budget
+    return rewritten(folder, said)
+
+
+def rewritten(folder: Path, said: dict[str, Any]) -> Path:
+    """The directory with this manifest, its files' sizes and checksums as they are."""
+    for entry in said["files"]:
+        path = folder / entry["file"]
+        if path.exists():
+            entry["bytes"] = path.stat().st_size
+            entry["sha256"] = hashlib.sha256(path.read_bytes()).hexdigest()
+    (folder / "kvcap.json").write_text(json.dumps(said))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    """Pocket as others export it, made ready, with graphs beside it that evict."""
+
+    def make(folder: Path) -> None:
+        adopt(standard_decoder.save(pocket.path(), folder), None, [load_policy("keydiff")])
+
+    return made(tmp_path_factory, "found", make)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    return tiny_decoder(tmp_path_factory)
+
+
+@functools.cache
+def torch_run(model: str, policy: str, mode: str, budget: int, block: int) -> Any:
+    """What PyTorch says, and which tokens each layer keeps, [K, N] in time order."""
+    runtime = Runtime.from_pretrained(
+        model, policy, kv_budget_tokens=budget, block_size=block, dtype="float32",
+        positions=mode, device="cpu",
+    )  # fmt: skip
+    session = said_by(runtime)
+    rows = [layer.segments[0].positions[0] for layer in session.cache.capped_layers]
+    return session.said, [row.sort(-1).values.numpy() for row in rows]
+
+
+def said_by(runtime: Any) -> Any:
+    """A session that has read the story and written 300 tokens."""
+    session = runtime.session()
+    session.set_generation(do_sample=False, max_new_tokens=300)
+    session.generation.eos_token_id = None
+    session.said = "".join(session.complete(STORY))
+    assert session.turn.completion_tokens == 300
+    return session
+
+
+def same_as_torch(runtime: OrtRuntime, model: str = "pocket", policy: str = "") -> None:
+    session, plan = said_by(runtime), runtime.plan
+    policy = policy or plan.policy
+    text, kept = torch_run(model, policy, plan.positions, plan.budget_tokens, plan.block_size)
+    assert session.said == text
+    assert session.cache.seen > plan.budget_tokens + 200
+    for mine, theirs in zip(session.cache.positions, kept, strict=True):
+        assert mine.tolist() == theirs.tolist()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("mode", "budget"), [("compact", 48), ("true", 96), ("true", MOST)])
+def test_decoders_say_and_keep_what_pytorch_does(exported, found, mode, budget):
+    """With eviction in the graph, and with a graph beside a found decoder."""
+    same_as_torch(OrtRuntime.from_directory(exported(mode, budget)))
+    same_as_torch(
+        OrtRuntime.from_directory(found, kv_budget_tokens=budget, block_size=BLOCK, positions=mode)
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("policy", ["keydiff", "streaming_llm", "random"])
+def test_policies_of_a_found_decoder(tiny, policy, mode):
+    runtime = OrtRuntime.from_directory(tiny / "decoder", Wanted(policy), positions=mode)
+    same_as_torch(runtime, str(tiny / "model"))
+
+
+def test_another_policy_would_be_seen(tiny):
+    runtime = OrtRuntime.from_directory(tiny / "decoder", Wanted("random"))
+    with pytest.raises(AssertionError):
+        same_as_torch(runtime, str(tiny / "model"), "keydiff")
+
+
+def python(*arguments: str, stdin: str = "", **env: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-P", *arguments] if sys.version_info >= (3, 11)
+        else [sys.executable, *arguments],
+        input=stdin, capture_output=True, text=True, check=False, timeout=PATIENCE,
+        env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1",
+             **env},
+    )  # fmt: skip
+
+
+NO_TORCH = "import sys; sys.modules.update(dict.fromkeys(('torch', 'transformers', 'onnx')))\n"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", ["chat", "generate", "plan"])
+def test_runs_where_neither_torch_nor_transformers_can_be_imported(tiny, exported, command):
+    folders = (
+        [tiny / "decoder"] if command != "chat" else [tiny / "decoder", exported("true", MOST)]
+    )
+    for folder in folders:
+        words = {"generate": ["Hello!"], "chat": [], "plan": []}[command]
+        limit = [] if command == "plan" else ["--max-new-tokens", "8"]
+        arguments = [command, str(folder), *words, "--backend", "onnxruntime", "--json", *limit]
+        code = f"{NO_TORCH}from kvcap.cli import run\nsys.exit(run({arguments!r}))"
+        done = python("-c", code, stdin="Hello!\n/stats\n/mem\n")
+        assert done.returncode == 0, done.stderr
+        json.loads(done.stdout)
+
+
+def test_a_run_imports_neither_torch_nor_transformers(tiny):
+    arguments = ["generate", str(tiny / "decoder"), "Hi", *ALWAYS, "--max-new-tokens", "3"]
+    code = (
+        f"import sys\nfrom kvcap.cli import run\nassert run({arguments!r}) == 0\n"
+        "assert not {'torch', 'transformers', 'onnx'} & set(sys.modules)"
+    )
+    done = python("-c", code)
+    assert done.returncode == 0, done.stderr
+
+
+def test_without_pytorch_its_backend_is_missed_by_name():
+    done = python("-c", f"{NO_TORCH}from kvcap.cli import run\nsys.exit(run(['generate', 'Hi']))")
+    assert done.returncode == 1
+    assert "--backend onnxruntime" in done.stderr
+
+
+def test_no_telemetry(tiny, tmp_path):
+    arguments = ["-m", "kvcap", "generate", str(tiny / "decoder"), "Hello!", "--backend"]
+    done = python(
+        *arguments, "onnxruntime", "--max-new-tokens", "3", HOME=str(tmp_path),
+        XDG_CACHE_HOME=str(tmp_path / "cache"), ORT_DISABLE_TELEMETRY="0",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+
+
+PEAK = """
+import re, sys
+import numpy as np
+from kvcap.runtime.backends.onnxruntime.runtime import OrtRuntime
+runtime = OrtRuntime.from_directory(sys.argv[1])
+loop, draws = runtime.loop(), np.random.default_rng(0)
+held = loop.cache.nbytes
+loop.prefill(draws.integers(6, 2560, (1, int(sys.argv[2]))))
+for _ in range(40):
+    loop.read(draws.integers(6, 2560, (1, 1)))
+assert held == loop.cache.nbytes == runtime.plan.cache_bytes
+print(re.search(r"VmHWM:\\s+(\\d+)", open("/proc/self/status").read())[1])
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="peaks are read from /proc")
+@pytest.mark.parametrize("kind", ["fused", "found"])
+def test_memory_does_not_grow_with_the_conversation(exported, tiny, kind):
+    folder = exported("compact", 48) if kind == "fused" else tiny / "decoder"
+    peaks = []
+    for tokens in (1000, 8000):
+        done = python("-c", PEAK, str(folder), str(tokens))
+        assert done.returncode == 0, done.stderr
+        peaks.append(int(done.stdout) * 1024)
+    assert peaks[1] - peaks[0] < 3 << 20
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["fused", "found"])
+def test_a_plan_is_what_is_allocated(exported, tiny, kind):
+    folder = exported("compact", MOST) if kind == "fused" else tiny / "decoder"
+    runtime = OrtRuntime.from_directory(folder)
+    assert (
+        runtime.loop().cache.nbytes == runtime.plan.cache_bytes == runtime.session().stats.cap_bytes
+    )
+
+
+@pytest.mark.parametrize("positions", MODES)
+@pytest.mark.parametrize("budget", ["12KiB", "40KiB", "1MiB"])
+def test_a_budget_in_bytes_is_kept(tiny, positions, budget):
+    runtime = OrtRuntime.from_directory(tiny / "decoder", kv_budget=budget, positions=positions)
+    plan = runtime.plan
+    cache = runtime.loop().cache
+    assert (
+        cache.nbytes
+        == plan.cache_bytes
+        <= runtime.cap_bytes
+        == int(budget[:-3]) << (20 if budget[-3] == "M" else 10)
+    )
+
+
+def test_a_process_under_a_cap(tiny):
+    least = OrtRuntime.from_directory(tiny / "decoder", memory_cap="4GiB").plan
+    assert least.budget_tokens > 24
+    assert least.total_bytes <= 4 << 30
+    with pytest.raises(PlanInfeasible, match="raise it to"):
+        OrtRuntime.from_directory(tiny / "decoder", memory_cap="1MiB")
+    runtime = OrtRuntime.from_directory(tiny / "decoder", memory_cap="8GiB", kv_budget_tokens=24)
+    runtime.memory_cap = 1 << 20  # as if the process had grown
+    with pytest.raises(MemoryCapExceeded, match="above the cap"):
+        list(runtime.session().send("Hello!"))
+
+
+ALWAYS = ["--backend", "onnxruntime"]
+REFUSED = [
+    (["--device", "cuda"], 2, "--device"),
+    (["--compile"], 2, "--compile"),
+    (["--evict-every", "2"], 2, "--evict-every"),
+    (["--policy", "snapkv"], 2, "is not in this export"),
+    (["--policy", "nonsense"], 2, "is not in this export"),
+    (["--dtype", "float16"], 2, "--dtype fp32"),
+    (["--kv-budget", "1KiB"], 3, "least that works"),
+    (["--kv-budget", "1KiB", "--kv-budget-tokens", "8"], 2, "not both"),
+    (["--policy", "streaming_llm", "--kv-budget-tokens", "3"], 3, "pins 4"),
+    (["--sink-tokens", "20", "--recent-tokens", "9"], 3, "pins 29"),
+    (["--policy-option", "anchor=median"], 2, "anchor=median"),
+]
+
+
+@pytest.mark.parametrize(("options", "code", "says"), REFUSED)
+def test_what_a_found_decoder_cannot_do_is_refused_by_name(tiny, capsys, options, code, says):
+    assert run(["generate", str(tiny / "decoder"), "Hi", *ALWAYS, *options]) == code
+    found = capsys.readouterr()
+    assert says in found.err
+    assert not found.out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("options", "code", "says"),
+    [
+        (["--kv-budget-tokens", "64"], 3, "--kv-budget-tokens 128"),
+        (["--kv-budget", "64KiB"], 3, "more than 65,536"),
+        (["--block-size", "33"], 3, "blocks of up to 32"),
+        (["--positions", "true"], 2, "true positions is not in this export"),
+        (["--sink-tokens", "4"], 2, "sink_tokens=4"),
+        (["--memory-cap", "20MiB"], 3, "more than the cap"),
+    ],
+)
+def test_what_a_fused_decoder_cannot_do_is_refused_by_name(exported, capsys, options, code, says):
+    folder = exported("compact", MOST)
+    assert run(["plan", str(folder), *ALWAYS, *options]) == code
+    assert says in capsys.readouterr().err
+
+
+def test_directories_that_are_no_exports(tiny, tmp_path, capsys):
+    for model, says in (
+        ("pocket", "export decoder pocket"),
+        (str(tiny / "model"), "export decoder"),
+        (str(tmp_path / "nowhere"), "no directory"),
+    ):
+        assert run(["plan", model, *ALWAYS]) == 2
+        assert says in capsys.readouterr().err
+    (tmp_path / "model.onnx").write_bytes(b"")
+    with pytest.raises(NotExportable, match="--exporter existing"):
+        OrtRuntime.from_directory(tmp_path)
+    with pytest.raises(ModelNotFound):
+        OrtRuntime.from_directory(tmp_path / "nowhere")
+
+
+@pytest.fixture
+def copied(tiny, tmp_path):
+    shutil.copytree(tiny / "decoder", tmp_path / "copy")
+    return tmp_path / "copy"
+
+
+def _cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def put(value: Any, *keys: Any) -> Callable[[dict[str, Any]], None]:
+    """Say something else in a manifest."""
+
+    def change(said: Any) -> None:
+        *above, last = keys
+        for key in above:
+            said = said[key]
+        said[last] = value
+
+    return change
+
+
+SHA = "0" * 64
+FOUND_MANIFESTS: list[tuple[Callable[[dict[str, Any]], Any], type[Exception], str]] = [
+    (put("kvcap.decoder/9", "schema"), ManifestError, "kvcap.decoder/9"),
+    (put("else", "kind"), ManifestError, "kind"),
+    (lambda said: said.pop("generation"), ManifestError, "generation"),
+    (lambda said: said["model"].pop("layers"), ManifestError, "layers"),
+    (lambda said: said["model"].pop("name"), ManifestError, "name"),
+    (put(3, "model", "name"), ManifestError, "model/name"),
+    (put("a\nb", "model", "name"), ManifestError, "model/name"),
+    (put(0, "budget_tokens"), ManifestError, "budget_tokens"),
+    (put(True, "budget_tokens"), ManifestError, "budget_tokens"),
+    (put(24.0, "budget_tokens"), ManifestError, "budget_tokens"),
+    (put(10**30, "budget_tokens"), ManifestError, "budget_tokens"),
+    (put("other", "positions"), ManifestError, "positions"),
+    (put("complex", "cache_dtype"), ManifestError, "cache_dtype"),
+    (put([None], "inv_freq"), ManifestError, "inv_freq"),
+    (put([1.0] * 7 + [float("inf")], "inv_freq"), ManifestError, "no JSON"),
+    (put([1.0] * 3, "inv_freq"), ManifestError, "inv_freq"),
+    (put("snapkv", "default_policy"), ManifestError, "default_policy"),
+    (put(float("nan"), "evictors", 0, "policy", "pins", "share"), ManifestError, "no JSON"),
+    (put(1.0, "evictors", 0, "policy", "pins", "share"), ManifestError, "share"),
+    (put("hot", "generation", "temperature"), ManifestError, "temperature"),
+    (put([2.5], "generation", "eos_token_id"), ManifestError, "eos_token_id"),
+    (put("../model.onnx", "files", 0, "file"), ManifestError, "files/0/file"),
+    (put("a/../../model.onnx", "files", 0, "file"), ManifestError, "files/0/file"),
+    (put("/etc/passwd", "files", 0, "file"), ManifestError, "files/0/file"),
+    (put("model\0.onnx", "files", 0, "file"), ManifestError, "files/0/file"),
+    (put(-1, "files", 0, "bytes"), ManifestError, "files/0/bytes"),
+    (lambda said: said["files"].append(said["files"][0]), ManifestError, "twice"),
+    (lambda said: said["files"].pop(0), ManifestError, "not among its files"),
+    (lambda said: said["files"].append({"file": "gone", "bytes": 1, "sha256": SHA}),
+     ModelFilesBroken, "gone"),
+    (put(1, "model", "layers"), ShapeError, "layers|inputs"),
+    (put("config.json", "graphs", "decoder", "file"), GraphBroken, "config.json"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("change", "error", "says"), FOUND_MANIFESTS)
+def test_a_manifest_that_is_not_the_decoders_is_refused(copied, change, error, says):
+    said = json.loads((copied / "kvcap.json").read_text())
+    change(said)
+    (copied / "kvcap.json").write_text(json.dumps(said))
+    with pytest.raises(error, match=says):
+        OrtRuntime.from_directory(copied).session()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (put(64, "budget_tokens"), "budgets: not budget_tokens, 64"),
+        (lambda said: said["budgets"].pop(), "budgets: of 5 layers"),
+        (put(99, "state", 0, "open_axis"), "open_axis"),
+        (put("float8", "state", 0, "dtype"), "dtype"),
+        (put([0], "policy", "pins", "recents"), "recents"),
+        (put([200] * 6, "policy", "pins", "recents"), "more than a layer's budget"),
+    ],
+)
+def test_a_manifest_that_contradicts_itself_is_refused(exported, change, says):
+    """Before anything of the decoder is loaded."""
+    said = json.loads((exported("true", MOST) / "kvcap.json").read_text())
+    check(said)
+    change(said)
+    with pytest.raises(ManifestError, match=says):
+        check(said)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"schema": 3}', "\0"])
+def test_a_manifest_that_is_none(copied, text):
+    (copied / "kvcap.json").write_text(text)
+    with pytest.raises(ManifestError):
+        OrtRuntime.from_directory(copied)
+
+
+@pytest.mark.slow
+def test_broken_files_are_named(copied, exported, tmp_path):
+    _cut(copied / "model.onnx")
+    with pytest.raises(ModelFilesBroken, match=r"model\.onnx"):
+        OrtRuntime.from_directory(copied)
+    rewritten(copied, json.loads((copied / "kvcap.json").read_text()))
+    with pytest.raises(GraphBroken, match=r"model\.onnx"):  # though the manifest agrees
+        OrtRuntime.from_directory(copied)
+    folder = tmp_path / "fused"
+    shutil.copytree(exported("true", MOST), folder)
+    data = folder / "decoder.onnx.data"
+    data.rename(tmp_path / "aside")
+    with pytest.raises(ModelFilesBroken, match=r"decoder\.onnx\.data"):
+        OrtRuntime.from_directory(folder)
+    with pytest.raises(GraphBroken):
+        Graph(folder / "decoder.onnx")
+    shutil.copy(tmp_path / "aside", data)
+    with data.open("r+b") as file:
+        file.truncate(1000)
+    with pytest.raises(ModelFilesBroken, match="is not the file"):
+        OrtRuntime.from_directory(folder)
+
+
+@pytest.mark.slow
+def test_weights_that_are_not_listed_are_not_loaded(exported, tmp_path):
+    """A graph names the files of its weights; one that nobody vouched for is refused."""
+    folder = tmp_path / "fused"
+    shutil.copytree(exported("true", MOST), folder)
+    said = json.loads((folder / "kvcap.json").read_text())
+    said["files"] = [entry for entry in said["files"] if entry["file"] != "decoder.onnx.data"]
+    (folder / "kvcap.json").write_text(json.dumps(said))
+    with pytest.raises(GraphBroken, match=r"decoder\.onnx\.data.*does not list"):
+        OrtRuntime.from_directory(folder)
+
+
+def test_files_that_a_graph_names_are_found_wherever_they_stand(tmp_path):
+    onnx = library("onnx")
+
+    def tensor(name: str, location: str) -> Any:
+        made = onnx.TensorProto(name=name, data_type=1, dims=[1], data_location=1)
+        made.external_data.add(key="offset", value="0")
+        made.external_data.add(key="location", value=location)
+        return made
+
+    inner = onnx.helper.make_graph([], "inner", [], [], [tensor("a", "a.data")])
+    node = onnx.helper.make_node("If", ["x"], ["y"], then_branch=inner, value=tensor("b", "b.data"))
+    graph = onnx.helper.make_graph([node], "g", [], [], [tensor("c", "c.data")])
+    sparse = onnx.SparseTensorProto(values=tensor("d", "d.data"), dims=[1])
+    graph.sparse_initializer.append(sparse)
+    data = onnx.helper.make_model(graph).SerializeToString()
+    (tmp_path / "x.onnx").write_bytes(data)
+    assert files_named(tmp_path / "x.onnx") == {"a.data", "b.data", "c.data", "d.data"}
+    for broken in (b"", data[:-5], b"\x0f" + data, b"\xff" * 40):
+        (tmp_path / "x.onnx").write_bytes(broken)
+        with pytest.raises(ValueError, match="it "):
+            files_named(tmp_path / "x.onnx")
+
+
+def test_a_template_that_is_not_listed_is_not_used(copied):
+    said = json.loads((copied / "kvcap.json").read_text())
+    said["files"] = [x for x in said["files"] if x["file"] != "chat_template.jinja"]
+    (copied / "kvcap.json").write_text(json.dumps(said))
+    (copied / "special_tokens_map.json").write_text('{"bos_token": "evil"}')
+    tokenizer = OrtRuntime.from_directory(copied).tokenizer
+    assert tokenizer.chat_template is None
+    assert "evil" not in tokenizer.special_tokens_map.values()
+    said["files"] = [x for x in said["files"] if x["file"] != "tokenizer.json"]
+    (copied / "kvcap.json").write_text(json.dumps(said))
+    with pytest.raises(ModelFilesBroken, match=r"there is no tokenizer\.json"):
+        OrtRuntime.from_directory(copied)
+
+
+@pytest.mark.skipif(os.name != "posix", reason="needs pipes and devices")
+@pytest.mark.parametrize("name", ["kvcap.json", "tokenizer.json", "config.json", "model.onnx"])
+@pytest.mark.parametrize("kind", ["a pipe", "a device"])
+def test_what_is_no_file_is_refused_and_not_waited_for(copied, name, kind):
+    (copied / name).unlink()
+    if kind == "a pipe":
+        os.mkfifo(copied / name)
+    else:
+        (copied / name).symlink_to("/dev/zero")
+    with pytest.raises((ManifestError, ModelFilesBroken), match=kind):
+        OrtRuntime.from_directory(copied)
+
+
+def both(exported, tiny, kind: str) -> OrtRuntime:
+    if kind == "fused":
+        return OrtRuntime.from_directory(exported("compact", 48))
+    return OrtRuntime.from_directory(tiny / "decoder")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["fused", "found"])
+def test_a_saved_conversation_goes_on_to_the_bit(exported, tiny, tmp_path, kind):
+    runtime = both(exported, tiny, kind)
+    session = runtime.session("Be kind.", seed=5)
+    session.set_generation(max_new_tokens=12, temperature=0.8)
+    for text in (FACT, STORY):
+        list(session.send(text))
+    session.save(tmp_path / "s")
+    loaded = type(session).load(runtime, tmp_path / "s")
+    assert loaded.stats.seen_tokens == session.stats.seen_tokens > runtime.plan.budget_tokens
+    assert loaded.messages == session.messages
+    said = ["".join(one.send(QUESTION)) for one in (session, loaded)]
+    assert said[0] == said[1]
+    assert [x.tolist() for x in session.cache.positions] == [
+        x.tolist() for x in loaded.cache.positions
+    ]
+
+
+@pytest.mark.slow
+def test_sessions_of_others_are_refused_and_change_nothing(exported, tiny, tmp_path):
+    runtime = both(exported, tiny, "found")
+    session = runtime.session()
+    session.set_generation(max_new_tokens=4)
+    list(session.send(FACT))
+    session.save(tmp_path / "mine")
+    torch_runtime = Runtime.from_pretrained(str(tiny / "model"), kv_budget_tokens=24, block_size=8)
+    other = torch_runtime.session()
+    other.set_generation(max_new_tokens=4)
+    list(other.send(FACT))
+    other.save(tmp_path / "torch")
+    before = (session.cache.seen, list(session.messages))
+    with pytest.raises(SessionFileForeign, match="--backend torch"):
+        session.restore(tmp_path / "torch")
+    with pytest.raises(SessionFileForeign, match="--backend onnxruntime"):
+        other.restore(tmp_path / "mine")
+    smaller = OrtRuntime.from_directory(tiny / "decoder", kv_budget_tokens=20)
+    with pytest.raises(SessionFileForeign, match="budget_tokens"):
+        smaller.session().restore(tmp_path / "mine")
+    fused = both(exported, tiny, "fused")
+    with pytest.raises(SessionFileForeign, match="another decoder"):
+        fused.session().restore(tmp_path / "mine")
+    data = bytearray((tmp_path / "mine").read_bytes())
+    data[-5] ^= 1
+    (tmp_path / "mine").write_bytes(data)
+    with pytest.raises(SessionFileCorrupt):
+        session.restore(tmp_path / "mine")
+    assert (session.cache.seen, session.messages) == before
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["fused", "found"])
+def test_pinned_messages_stay(exported, tiny, kind):
+    session = both(exported, tiny, kind).session()
+    session.set_generation(max_new_tokens=2)
+    pinned = session.encode(FACT)
+    list(session.send(FACT if kind == "fused" else "Hi.", pin=True))
+    ((start, stop),) = session.cache.pinned_spans
+    assert start == 0
+    assert stop >= (len(pinned) if kind == "fused" else 2)
+    list(session.send(STORY))
+    assert session.stats.evicted_tokens > 0
+    for rows in session.cache.positions:
+        assert all(set(range(start, stop)) <= set(row) for row in rows.tolist())
+    with pytest.raises(PinsTooLarge, match="pin less"):
+        list(session.send(STORY, pin=True))
+    session.clear()
+    assert not session.cache.pinned_spans
+
+
+def test_when_the_budget_is_full(tiny):
+    session = OrtRuntime.from_directory(tiny / "decoder").session()
+    session.on_full = "error"
+    with pytest.raises(MemoryCapExceeded, match="raise the budget"):
+        list(session.send(STORY))
+    assert session.cache.seen == 0
+    session.on_full = "stop"
+    list(session.send("Hi"))
+    assert session.turn.finish_reason == "full"
+    assert session.stats.evicted_tokens == 0
+
+
+def test_refused_memory_empties_the_cache_and_says_so(tiny, monkeypatch):
+    session = OrtRuntime.from_directory(tiny / "decoder").session()
+    session.set_generation(max_new_tokens=2)
+    list(session.send("Hi"))
+
+    def refused(*_: Any) -> None:
+        raise MemoryCapExceeded("the system refused memory to x")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Graph, "run", refused)
+        with pytest.raises(MemoryCapExceeded, match="read again"):
+            list(session.send("Hi"))
+    assert session.cache.seen == 0
+    assert list(session.send("Hi"))
+
+
+def test_an_answer_that_is_stopped_is_kept(tiny):
+    session = OrtRuntime.from_directory(tiny / "decoder").session()
+    stream = session.send("Hello!")
+    first = next(stream)
+    stream.close()
+    assert session.messages[-1] == {"role": "assistant", "content": first}
+    seen = session.cache.seen
+    session.set_generation(max_new_tokens=2)
+    list(session.send("More."))
+    assert session.cache.seen > seen
+
+
+def chat(capsys, monkeypatch, folder: Path, *lines: str, code: int = 0) -> tuple[str, str]:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO("\n".join(lines).encode())))
+    assert run(["chat", str(folder), *ALWAYS, "--max-new-tokens", "4"]) == code
+    found = capsys.readouterr()
+    return found.out, found.err
+
+
+def test_the_chats_commands(tiny, tmp_path, capsys, monkeypatch):
+    file = tmp_path / "s"
+    _, err = chat(
+        capsys, monkeypatch, tiny / "decoder",
+        "Hello!", "/stats", "/mem", "/pin Hi.", "/pin", f"/save {file}",
+        "/policy streaming_llm sinks=4",
+        "/regen", "/set temperature 0.5", "/system Be kind.", "/policy random", f"/load {file}",
+        "/clear", "/exit", code=2,
+    )  # fmt: skip
+    assert "\nONNX Runtime " in err
+    assert "policy streaming_llm, 24 slots" in err
+    assert "policy random, 24 slots" in err
+    assert "temperature = 0.5" in err
+    assert "was saved with policy 'keydiff', this is 'random'" in err
+    assert "the conversation is forgotten" in err
+    assert err.count("kvcap: ") == 1
+
+
+def test_a_policy_that_was_not_exported_is_refused_in_the_chat(tiny, capsys, monkeypatch):
+    out, err = chat(capsys, monkeypatch, tiny / "decoder", "/policy snapkv", "Hello!", code=2)
+    assert "is not in this export" in err
+    assert out.strip()
+
+
+@pytest.mark.slow
+def test_another_budget_of_the_same_decoder(exported, tiny):
+    runtime = OrtRuntime.from_directory(tiny / "decoder", kv_budget="40KiB")
+    other = runtime.with_budget(20)
+    assert other.graph is runtime.graph
+    assert (other.plan.budget_tokens, other.cap_bytes) == (20, other.plan.cache_bytes)
+    session = other.session()
+    session.set_generation(max_new_tokens=4)
+    list(session.send(STORY))
+    assert session.stats.held_tokens == 20
+    assert other.under("random", {}).plan.budget_tokens == 20
+    with pytest.raises(PlanInfeasible, match="above 0"):
+        runtime.with_budget(0)
+    with pytest.raises(PlanInfeasible, match="pins 4"):
+        runtime.under("streaming_llm", {}).with_budget(3)
+    runtime.memory_cap = runtime.plan.total_bytes + (1 << 20)
+    with pytest.raises(PlanInfeasible, match="more than the cap"):
+        runtime.with_budget(100_000)
+    fixed = OrtRuntime.from_directory(exported("true", MOST))
+    assert fixed.with_budget(MOST).plan.budget_tokens == MOST
+    with pytest.raises(PlanInfeasible, match="which is in its graph"):
+        fixed.with_budget(64)
+    assert len(repr(fixed)) < 250

@@ -1,0 +1,302 @@
+"""`kvcap.cap`: whoever calls a loaded model runs under the cap, or is refused by name."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+
+import pytest
+import tiny_chat
+import torch
+from conftest import FAMILIES, small_policy, tiny_config, tiny_model
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    DynamicCache,
+    GenerationConfig,
+    pipeline,
+)
+
+import kvcap
+from kvcap.runtime.backends.pytorch.loop import BlockLoop
+from kvcap.runtime.errors import (
+    MemoryCapExceeded,
+    PaddingUnsupported,
+    PlanInfeasible,
+    PositionMismatch,
+    UnsupportedModel,
+)
+
+OPTIONS = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 2}
+
+
+def ones(ids):
+    return {"attention_mask": torch.ones_like(ids)}
+
+
+def answered(model, ids, policy="keydiff", budget=24, block=8, **options):
+    """What the block loop says, up to the end of text."""
+    cache = kvcap.BudgetCache(model.config, budget, block, policy, **options)
+    loop = BlockLoop(model, cache)
+    logits, said = loop.prefill(ids), []
+    while len(said) < 8 and 2 not in said:
+        said.append(int(logits.argmax()))
+        logits = loop.read(logits.argmax(-1, keepdim=True))
+    return said
+
+
+@pytest.fixture
+def model():
+    return tiny_model("llama", "sdpa")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_generate_says_what_the_block_loop_says(family, tokens):
+    model, ids = tiny_model(family, "eager"), tokens(60)
+    with kvcap.cap(model, 24, 8, "snapkv") as capped:
+        out = model.generate(ids, **ones(ids), **OPTIONS)
+        assert capped.cache.seen == out.shape[1] - 1
+        assert capped.cache.held == 24
+    assert out[0, 60:].tolist() == answered(tiny_model(family), ids, "snapkv")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"prefill_chunk_size": 8}, {"prefill_chunk_size": 5}, {"generation_config": "own"}],
+    ids=str,
+)
+def test_however_the_prompt_is_read(options, model, tokens):
+    ids, block = tokens(41), options.get("prefill_chunk_size", 8)  # 4.57 reads the last one alone
+    if "generation_config" in options:
+        options = {"generation_config": GenerationConfig(**OPTIONS)}
+    else:
+        options = {**OPTIONS, **options}
+    with kvcap.cap(model, 24, 8, "streaming_llm") as capped:
+        out = model.generate(ids, **ones(ids), **options)
+        assert capped.cache.held == 24
+    assert out[0, 41:].tolist() == answered(tiny_model("llama"), ids, "streaming_llm", block=block)
+
+
+@pytest.mark.parametrize("policy", ["adakv", "cake", "calidrop", "criticalkv", "h2o", "keydiff"])
+@pytest.mark.parametrize("positions", ["compact", "true"])
+def test_every_part_of_a_policy(policy, positions, model, tokens):
+    ids, eviction = tokens(40), small_policy(policy, model.config)
+    with kvcap.cap(model, 24, 8, eviction, positions=positions, evict_every=3) as capped:
+        out = model.generate(ids, **ones(ids), **OPTIONS)
+        assert capped.cache.held <= 24 + 2
+    expected = answered(tiny_model("llama"), ids, eviction, positions=positions, evict_every=3)
+    assert out[0, 40:].tolist() == expected
+
+
+def test_a_pipeline(tmp_path):
+    tiny_chat.save(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    prompts = ["The door is blue. " * 20, "Tell me more about the weather. " * 15]
+    made = pipeline("text-generation", tmp_path.as_posix())
+    tokenizer = made.tokenizer
+    capped = kvcap.cap(model, 32, 16)
+    before, after = (pipeline("text-generation", model, tokenizer=tokenizer) for _ in range(2))
+    seen = []
+    for prompt in prompts:
+        for pipe in (before, after):
+            out = pipe(prompt, max_new_tokens=4, do_sample=False, return_full_text=False)
+            seen.append(out[0]["generated_text"])
+            assert capped.cache.held == 32
+    assert seen[0] == seen[1]
+    both = after(prompts, max_new_tokens=4, do_sample=False, return_full_text=False)
+    assert [one[0]["generated_text"] for one in both] == seen[::2]
+    tokenizer.pad_token = tokenizer.eos_token
+    with pytest.raises(PaddingUnsupported, match="one at a time"):
+        after(prompts, batch_size=2, max_new_tokens=4)
+    capped.remove()
+
+
+def test_a_conversation_goes_on_in_the_cache_that_came_back(model, tokens):
+    ids = tokens(40)
+    options = {**OPTIONS, "return_dict_in_generate": True}
+    with kvcap.cap(model, 24, 8):
+        out = model.generate(ids, **ones(ids), **options)
+        more = torch.cat((out.sequences, tokens(20, seed=1)), dim=1)
+        cache = out.past_key_values
+        assert isinstance(cache, kvcap.BudgetCache)
+        out = model.generate(more, **ones(more), past_key_values=cache, **options)
+        assert out.past_key_values is cache
+        assert (cache.seen, cache.held) == (40 + 8 + 20 + 7, 24)
+        # and a call without it begins anew
+        model.generate(ids, **ones(ids), **OPTIONS)
+        assert cache.seen == 75
+
+
+@pytest.mark.parametrize("use_cache", [True, False])
+def test_a_plain_call_gives_all_logits(use_cache, model, tokens):
+    """As a harness asks for likelihoods: block by block, as they are in a chat."""
+    ids = tokens(50, batch=2)
+    uncapped = model(ids).logits
+    with kvcap.cap(model, 24, 8) as capped, torch.no_grad():
+        out = model(ids, use_cache=use_cache, labels=ids, output_hidden_states=True)
+        assert (out.past_key_values is capped.cache) == use_cache
+        assert capped.cache.held == 24
+        few = model(ids, logits_to_keep=11).logits
+        as_tuple = model(ids, return_dict=False)[0]
+    assert out.logits.shape == uncapped.shape
+    torch.testing.assert_close(out.logits[:, :8], uncapped[:, :8], rtol=1e-4, atol=1e-4)
+    assert (out.logits - uncapped).abs().max() > 1e-2
+    assert [x.shape for x in out.hidden_states] == [(2, 50, 64)] * 3
+    loss = torch.nn.functional.cross_entropy(out.logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+    torch.testing.assert_close(out.loss, loss)
+    torch.testing.assert_close(few, out.logits[:, -11:], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(as_tuple, out.logits, rtol=1e-4, atol=1e-4)
+    kept = kvcap.BudgetCache(tiny_model("llama").config, 24, 8)
+    last = BlockLoop(tiny_model("llama"), kept).prefill(ids)
+    torch.testing.assert_close(out.logits[:, -1], last, rtol=1e-4, atol=1e-4)
+
+
+def test_padding_on_the_right_that_nobody_reads(model, tokens):
+    """As lm-eval batches: pads follow the tokens, and there is no mask."""
+    ids = tokens(50, batch=2)
+    ids[0, 30:] = 2
+    with kvcap.cap(model, 24, 8), torch.no_grad():
+        together = model(ids).logits
+        alone = model(ids[:1, :30]).logits
+    torch.testing.assert_close(together[:1, :30], alone, rtol=1e-4, atol=1e-4)
+
+
+def test_bytes_do_not_depend_on_the_prompt(model, tokens):
+    with kvcap.cap(model, 24, 8) as capped:
+        sizes = set()
+        for length in (3, 40, 200):
+            model.generate(tokens(length), attention_mask=torch.ones(1, length), **OPTIONS)
+            sizes.add(capped.cache.nbytes)
+        plan = kvcap.MemoryPlan.of(
+            model.config, kv_budget_tokens=24, block_size=8, dtype=torch.float32
+        )
+        assert sizes == {plan.cache_bytes}
+
+
+def test_a_cache_goes_when_nobody_holds_it(model, tokens):
+    with kvcap.cap(model, 24, 8) as capped:
+        model(tokens(30), use_cache=False)
+        first = weakref.ref(capped.cache)
+        model(tokens(30), use_cache=False)
+        gc.collect()
+        assert first() is None
+
+
+def test_undone_it_leaves_no_trace(model, tokens):
+    ids = tokens(40)
+    hooks = [len(m._forward_pre_hooks) + len(m._forward_hooks) for m in model.modules()]
+    model.generation_config.cache_implementation = "dynamic"
+    before = model.generate(ids, **ones(ids), **OPTIONS)
+    capped = kvcap.cap(model, 24, 8)
+    assert model.config._attn_implementation == "kvcap"
+    assert not torch.equal(model.generate(ids, **ones(ids), **OPTIONS), before)
+    capped.remove()
+    capped.remove()
+    assert model.config._attn_implementation == "sdpa"
+    assert model.generation_config.cache_implementation == "dynamic"
+    assert hooks == [len(m._forward_pre_hooks) + len(m._forward_hooks) for m in model.modules()]
+    assert torch.equal(model.generate(ids, **ones(ids), **OPTIONS), before)
+    with pytest.raises(ZeroDivisionError), kvcap.cap(model, 24, 8):
+        1 / 0  # noqa: B018
+    assert torch.equal(model.generate(ids, **ones(ids), **OPTIONS), before)
+
+
+def test_a_copy_of_the_model_has_a_cap_of_its_own(model, tokens):
+    ids = tokens(40)
+    capped = kvcap.cap(model, 24, 8)
+    twin = copy.deepcopy(model)
+    capped.remove()
+    assert model(ids).past_key_values.get_seq_length() == 40
+    assert twin(ids).past_key_values.held == 24
+
+
+def test_the_decoder_alone_and_a_chat_beside(model, tokens):
+    ids = tokens(40)
+    with kvcap.cap(model, 24, 8) as capped:
+        out = model.model(ids)
+        assert out.last_hidden_state.shape == (1, 40, 64)
+        assert out.past_key_values is capped.cache
+        said = answered(model, ids)  # by the block loop, with a cache of its own
+    assert said == answered(tiny_model("llama"), ids)
+    decoder = model.model
+    with kvcap.cap(decoder, 24, 8) as capped:
+        assert decoder(ids).past_key_values.held == 24
+
+
+def test_embeddings_in_place_of_ids(model, tokens):
+    ids = tokens(40)
+    with kvcap.cap(model, 24, 8), torch.no_grad():
+        expected = model(ids).logits
+        got = model(inputs_embeds=model.get_input_embeddings()(ids)).logits
+        torch.testing.assert_close(got, expected)
+
+
+def test_its_figures_are_told(model, tokens):
+    with kvcap.cap(model, 24, 8) as capped:
+        assert "0 tokens read" in repr(capped)
+        model(tokens(40))
+        for part in ("LlamaForCausalLM", "40 tokens read", "24 held of 24", "bytes"):
+            assert part in repr(capped)
+
+
+# Refusals -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("error", "message", "options"),
+    [
+        (UnsupportedModel, "beam search", {"num_beams": 2}),
+        (UnsupportedModel, "assisted decoding", {"prompt_lookup_num_tokens": 2}),
+        (UnsupportedModel, "StaticCache is not capped", {"cache_implementation": "static"}),
+        (PaddingUnsupported, "has zeros", {"attention_mask": "padded"}),
+    ],
+)
+@pytest.mark.parametrize("length", [6, 40])  # of one block, of several
+def test_what_cannot_be_capped_is_refused(error, message, options, length, model, tokens):
+    ids = tokens(length)
+    given = {**ones(ids), **OPTIONS, **options}
+    if options.get("attention_mask"):
+        given["attention_mask"] = torch.ones_like(ids).index_fill(1, torch.tensor([0, 1]), 0)
+    with kvcap.cap(model, 24, 8), pytest.raises(error, match=message):
+        model.generate(ids, **given)
+
+
+def test_other_calls_that_are_refused(model, tokens):
+    ids = tokens(40)
+    filled = DynamicCache(config=model.config)
+    model(ids, past_key_values=filled)
+    with kvcap.cap(model, 24, 8):
+        with pytest.raises(UnsupportedModel, match="DynamicCache is not capped"):
+            model(ids, past_key_values=filled)
+        with pytest.raises(PaddingUnsupported, match="ready-made"):
+            model(ids, attention_mask=torch.ones(1, 1, 40, 40).tril())
+        with pytest.raises(PositionMismatch, match="a call each"):
+            model(ids, position_ids=(torch.arange(40) % 30)[None])
+        with pytest.raises(UnsupportedModel, match="no gradients"):
+            model(ids, labels=ids).loss.backward()
+        with pytest.raises(UnsupportedModel, match="already under a cap"):
+            kvcap.cap(model)
+    with kvcap.cap(model, 24, 8, "full") as capped:
+        with pytest.raises(MemoryCapExceeded, match="raise the budget to 40"):
+            model(ids)
+        assert capped.cache.seen == 0
+
+
+def test_models_that_are_refused(model):
+    whole = AutoConfig.for_model("gemma3", text_config=tiny_config("gemma3_text").to_dict())
+    for name in ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads"):
+        setattr(whole.vision_config, name, 4)
+    with pytest.raises(UnsupportedModel, match="more than text"):
+        kvcap.cap(AutoModelForImageTextToText.from_config(whole))
+    with pytest.raises(UnsupportedModel, match=r"get_base_model\(\)"):
+        kvcap.cap(torch.nn.Linear(2, 2))
+    with pytest.raises(PlanInfeasible, match="MemoryPlan"):
+        kvcap.cap(model, "64MiB")
+    assert model.config._attn_implementation == "sdpa"
+    gpt2 = AutoConfig.for_model("gpt2", n_layer=1, n_embd=16, n_head=2, vocab_size=97)
+    with pytest.raises(UnsupportedModel, match="gpt2"):
+        kvcap.cap(AutoModelForCausalLM.from_config(gpt2))
+    with pytest.raises(UnsupportedModel, match="at most 24 slots"):
+        kvcap.cap(AutoModelForCausalLM.from_config(tiny_config("mistral", sliding_window=24)))

@@ -1,0 +1,281 @@
+"""The same promises on a GPU; skipped where there is none."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from conftest import FAMILIES, small_policy, tiny_model
+from tools import runtime_of
+
+import kvcap
+from kvcap.policies import policies
+from kvcap.runtime.backends.pytorch import cuda_graphs as block_graph
+from kvcap.runtime.backends.pytorch.loop import BlockLoop
+from kvcap.runtime.backends.pytorch.runtime import enforce_limit
+from kvcap.runtime.cache import attend as layer_attention
+from kvcap.runtime.session.session import Session
+from kvcap.testing import cuda_peak
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+EVICTING = [name for name in policies() if name != "full"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_equal_the_uncapped_model_while_tokens_fit(family, dtype, tokens):
+    ids = tokens(60).cuda()
+    with torch.no_grad():
+        exact = tiny_model(family, "eager").cuda()(ids).logits[:, -1]
+        plain = tiny_model(family, "eager", dtype=dtype).cuda()(ids).logits[:, -1].float()
+    model = tiny_model(family, dtype=dtype).cuda()
+    allowed = 2 * float((plain - exact).abs().max()) + 2e-4
+    for block in (1, 16, 60):
+        loop = BlockLoop(model, kvcap.BudgetCache(model.config, 64, block))
+        assert (loop.prefill(ids).float() - exact).abs().max() <= allowed
+
+
+@pytest.mark.parametrize("positions", ["compact", "true"])
+@pytest.mark.parametrize("policy", EVICTING)
+def test_the_same_tokens_stay_as_on_the_cpu(policy, positions):
+    kept, logits = [], []
+    ids = 3 + torch.randperm(90)[None, :80]  # no token twice: equal keys would tie
+    for device in ("cpu", "cuda"):
+        model = tiny_model("llama").to(device)
+        eviction = small_policy(policy, model.config)
+        cache = kvcap.BudgetCache(model.config, 40, 16, eviction, positions=positions)
+        loop = BlockLoop(model, cache)
+        logits.append(loop.prefill(ids.to(device)).cpu())
+        logits[-1] = loop.read(torch.tensor([[94]], device=device)).cpu()
+        segments = cache.layers[0].segments
+        kept.append([sorted(head.tolist()) for s in segments for head in s.positions[0]])
+    assert kept[0] == kept[1]
+    torch.testing.assert_close(logits[0], logits[1], rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("positions", ["compact", "true"])
+def test_heads_packed_into_one_call_equal_one_call_a_head(positions, dtype, tokens, monkeypatch):
+    model = tiny_model("llama", dtype=dtype).cuda()
+    ids, logits = tokens(90, batch=2).cuda(), []
+    for packed in (True, False):
+        if not packed:
+            monkeypatch.setattr(layer_attention, "packs", lambda *_: False)
+        eviction = small_policy("headkv", model.config)
+        cache = kvcap.BudgetCache(model.config, 40, 16, eviction, positions=positions)
+        loop = BlockLoop(model, cache)
+        logits.append([loop.prefill(ids), loop.read(ids[:, :1])])
+        assert len({s.held for s in cache.layers[0].segments}) > 1
+    for a, b in zip(*logits, strict=True):
+        torch.testing.assert_close(a, b, rtol=5e-2, atol=5e-2)
+
+
+def test_bytes_on_the_device_equal_the_plan(tokens):
+    model = tiny_model("llama", dtype=torch.bfloat16).cuda()
+    plan = kvcap.MemoryPlan.of(
+        model.config, policy="snapkv", kv_budget_tokens=512, dtype=torch.bfloat16
+    )
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    cache = kvcap.BudgetCache(model.config, 512, 128, "snapkv")
+    cache.allocate(1, torch.bfloat16, "cuda")
+    allocated = torch.cuda.memory_allocated() - before
+    assert cache.nbytes == plan.cache_bytes
+    # The allocator rounds every buffer up to 512 bytes; index rows add a little.
+    assert plan.cache_bytes <= allocated <= plan.cache_bytes + 64 * 512
+    loop = BlockLoop(model, cache)
+    loop.prefill(tokens(3000).cuda())
+    assert cache.nbytes == plan.cache_bytes
+
+
+def test_the_meter_counts_the_allocator():
+    kept = torch.zeros(1 << 18, device="cuda")  # what was there does not count
+    took = cuda_peak(lambda: torch.cat([torch.zeros(1 << 18, device="cuda")] * 2))
+    assert took.peak_bytes == 3 << 20
+    assert took.held_bytes == 2 << 20
+    assert kept.numel() == took.result.numel() // 2
+
+
+@pytest.mark.parametrize("policy", ["keydiff", "snapkv", "h2o", "headkv", "calidrop"])
+def test_a_saved_session_goes_on_exactly(policy, tokens, tmp_path):
+    ids = tokens(80)
+    model = tiny_model("llama")
+    runtimes = [
+        runtime_of(copy.deepcopy(model).to(device), policy, 32, 16) for device in ("cuda", "cpu")
+    ]
+    saved = runtimes[0].session()
+    saved._loop.prefill(ids[:, :70].cuda())
+    saved.save(tmp_path / "session")
+    logits = saved._loop.read(ids[:, 70:].cuda())
+    for runtime in runtimes:  # from one device to the other, too
+        loaded = Session.load(runtime, tmp_path / "session")
+        assert loaded.cache.seen == 70
+        again = loaded._loop.read(ids[:, 70:].to(runtime.model.device))
+        close = 0 if runtime is runtimes[0] else 1e-3
+        torch.testing.assert_close(again.cpu(), logits.cpu(), rtol=close, atol=close)
+
+
+def test_the_allocator_refuses_and_the_conversation_can_go_on(tokens):
+    model = tiny_model("llama", dtype=torch.bfloat16, hidden_size=1024).cuda()
+    loop = BlockLoop(model, kvcap.BudgetCache(model.config, 64, 8192))
+    ids = tokens(8192).cuda()
+    loop.read(ids[:, :8])
+    torch.cuda.empty_cache()
+    try:
+        enforce_limit(torch.cuda.memory_reserved() + (1 << 20), "cuda")
+        with pytest.raises(kvcap.KvcapError, match="the system refused the memory"):
+            loop.read(ids)
+        assert loop.cache.seen == 0
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    loop.read(ids)
+    assert loop.cache.consistent
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("positions", ["compact", "true"])
+@pytest.mark.parametrize("policy", EVICTING)
+def test_replayed_blocks_equal_eager_ones(policy, positions, compiled, tokens):
+    # No token twice: in the first layer their keys would have the same norm, and either could go.
+    ids = 3 + torch.randperm(216, generator=torch.Generator().manual_seed(1))[None].cuda()
+    model = tiny_model("llama", vocab_size=256).cuda()
+    kept, logits, replayed = [], [], []
+    for graphs in (True, False):
+        eviction = small_policy(policy, model.config)
+        cache = kvcap.BudgetCache(model.config, 64, 16, eviction, positions=positions)
+        loop = BlockLoop(model, cache, graphs=graphs, compiled=compiled)
+        found = [loop.prefill(ids[:, :176])]
+        found += [loop.read(ids[:, i : i + 1]) for i in range(176, 206)]
+        cache.pin([(206, 207)])
+        logits.append(torch.stack([*found, loop.prefill(ids[:, 206:])]).float())
+        segments = [s for layer in cache.capped_layers for s in layer.segments]
+        kept.append([sorted(head.tolist()) for s in segments for head in s.positions[0]])
+        replayed.append(loop.graphs and {kind[1:4:2] for kind in loop.graphs.made})
+        assert cache.seen == 216
+    able = policy not in ("cake", "adakv", "criticalkv-adakv") and "calidrop" not in policy
+    assert replayed[1] is None
+    assert replayed[0] - {(16, True)} == ({(16, False), (1, False)} if able else set())
+    if policy in ("keydiff", "snapkv", "dropkv"):
+        assert (16, True) in replayed[0]
+    assert loop.execution == ""
+    torch.testing.assert_close(logits[0], logits[1], rtol=1e-3, atol=1e-3)
+    assert kept[0] == kept[1]
+
+
+@pytest.mark.parametrize("positions", ["compact", "true"])
+@pytest.mark.parametrize("policy", ["keydiff", "dropkv", "snapkv", "h2o", "pyramidkv"])
+def test_tokens_between_evictions_are_replayed(policy, positions):
+    ids = 3 + torch.randperm(240, generator=torch.Generator().manual_seed(1))[None].cuda()
+    model, kept, logits = tiny_model("llama", vocab_size=256).cuda(), [], []
+    for graphs in (True, False):
+        cache = kvcap.BudgetCache(
+            model.config, 64, 16, small_policy(policy, model.config),
+            positions=positions, evict_every=4,
+        )  # fmt: skip
+        loop = BlockLoop(model, cache, graphs=graphs)
+        found = [loop.prefill(ids[:, :64])]
+        found += [loop.read(ids[:, i : i + 1]) for i in range(64, 90)]
+        found += [loop.prefill(ids[:, 90:170])]  # two tokens above the budget
+        found += [loop.read(ids[:, i : i + 1]) for i in range(170, 240)]
+        logits.append(torch.stack(found))
+        segments = [s for layer in cache.capped_layers for s in layer.segments]
+        kept.append([sorted(head.tolist()) for s in segments for head in s.positions[0]])
+        if graphs:
+            made = {k.excess for k in loop.graphs.made if k.length == 1 and not k.filling}
+            assert made == {0, 1, 2, 3}
+            assert loop.execution == "CUDA graphs"
+    torch.testing.assert_close(logits[0], logits[1], rtol=1e-3, atol=1e-3)
+    assert kept[0] == kept[1]
+
+
+@pytest.mark.parametrize("positions", ["compact", "true"])
+@pytest.mark.parametrize("policy", ["keydiff", "dropkv", "snapkv", "h2o", "headkv", "pyramidkv"])
+def test_several_blocks_are_replayed_in_one_pass(policy, positions, monkeypatch):
+    monkeypatch.setattr(block_graph, "PASS", 50)  # three blocks of 16
+    ids = 3 + torch.randperm(240, generator=torch.Generator().manual_seed(1))[None].cuda()
+    model = tiny_model("llama", vocab_size=256).cuda()
+    kept, logits = [], []
+    for graphs in (True, False):
+        eviction = small_policy(policy, model.config)
+        cache = kvcap.BudgetCache(model.config, 64, 16, eviction, positions=positions)
+        loop, found = BlockLoop(model, cache, graphs=graphs), []
+        for _ in range(2):
+            cache.reset()
+            found += [loop.prefill(ids[:, :235])]
+            found += [loop.read(ids[:, i : i + 1]) for i in range(235, 240)]
+        logits.append(torch.stack(found))
+        segments = [s for layer in cache.capped_layers for s in layer.segments]
+        kept.append([sorted(head.tolist()) for s in segments for head in s.positions[0]])
+        if graphs:
+            assert (48, False) in {kind[1:4:2] for kind in loop.graphs.made}
+            assert loop.execution == "CUDA graphs"
+    torch.testing.assert_close(logits[0], logits[1], rtol=1e-3, atol=1e-3)
+    assert kept[0] == kept[1]
+    assert BlockLoop(model, cache).graphs.ahead(1, 240) == 48
+    assert BlockLoop(model, cache, several=False).graphs.ahead(1, 240) is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("policy", ["keydiff", "dropkv", "full"])
+def test_a_cache_is_filled_by_graphs(policy, dtype, tokens):
+    ids, logits, memory = tokens(120, batch=2).cuda(), [], []
+    model = tiny_model("llama", dtype=dtype).cuda()
+    for graphs in (True, False):
+        cache = kvcap.BudgetCache(model.config, 100, 16, small_policy(policy, model.config))
+        loop = BlockLoop(model, cache.allocate(2, dtype, "cuda"), graphs=graphs)
+        for _ in range(2):  # again after a reset, by what was captured before
+            cache.reset()
+            found = [loop.prefill(ids[:, :50])]
+            found += [loop.read(ids[:, i : i + 1]) for i in range(50, 100)]
+        logits.append(torch.stack(found).float())
+        memory.append([x.clone() for x in cache.buffers()])
+        if graphs:
+            assert {kind[1:4:2] for kind in loop.graphs.made} == {(16, True), (1, True)}
+    with torch.no_grad():
+        exact, plain = (
+            tiny_model("llama", "eager", dtype=x).cuda()(ids[:, :100]).logits[:, 49:].float()
+            for x in (torch.float32, dtype)
+        )
+    allowed = 2 * float((plain - exact).abs().max()) + 2e-4
+    for found in logits:  # [51, B, V]
+        assert (found.transpose(0, 1) - exact).abs().max() <= allowed
+    # A token's rotation is rounded once here, and three times in the model.
+    close = {"rtol": 1e-3, "atol": 1e-3} if dtype == torch.float32 else {"rtol": 0.1, "atol": 0.2}
+    for x, y in zip(*memory, strict=True):
+        torch.testing.assert_close(x, y, **close)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_replayed_decoding_of_every_family(family, tokens):
+    ids, logits = tokens(120).cuda(), []
+    model = tiny_model(family).cuda()
+    for graphs in (True, False):
+        loop = BlockLoop(model, kvcap.BudgetCache(model.config, 24, 8), graphs=graphs)
+        found = [loop.prefill(ids[:, :100])]
+        found += [loop.read(ids[:, i : i + 1]) for i in range(100, 120)]
+        logits.append(torch.stack(found))
+    torch.testing.assert_close(logits[0], logits[1], rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("policy", ["keydiff", "dropkv"])
+@pytest.mark.parametrize("block", [16, 40])
+def test_a_capture_that_fails_leaves_the_device_as_it_was(policy, block, tokens):
+    ids, logits = tokens(200, batch=2).cuda(), []
+    model = tiny_model("llama").cuda()
+    for failing in (True, False):
+        cache = kvcap.BudgetCache(model.config, 40, block, small_policy(policy, model.config))
+        loop = BlockLoop(model, cache, graphs=failing)
+
+        def fail(*_, cache=cache):
+            if cache.current.side is not None:
+                raise RuntimeError("no room")
+
+        handle = model.model.layers[-1].mlp.register_forward_pre_hook(fail)
+        stream = torch.cuda.current_stream()
+        logits.append(loop.prefill(ids))
+        handle.remove()
+        assert not failing or loop.execution == "without CUDA graphs: capture failed: no room"
+        assert torch.cuda.current_stream() == stream
+        assert torch.rand(3, device="cuda").max() < 1  # refused within a capture
+    torch.testing.assert_close(logits[0], logits[1], rtol=1e-3, atol=1e-3)

@@ -1,0 +1,444 @@
+"""Fixed storage: what is held, how many bytes, and that everything of a slot moves together."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+from conftest import small_policy, tiny_model
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import kvcap
+from kvcap.policies import PolicyError, policies
+from kvcap.policies.knorm import Knorm
+from kvcap.runtime.backends.pytorch import cuda_graphs as alike
+from kvcap.runtime.backends.pytorch.loop import BlockLoop
+from kvcap.runtime.cache.pool import Segment, SlotPool
+from kvcap.runtime.errors import (
+    CacheMismatch,
+    KvcapError,
+    PinsTooLarge,
+    PlanInfeasible,
+    PositionMismatch,
+    UnsupportedModel,
+)
+
+EVICTING = [name for name in policies() if name != "full"]
+
+
+@given(
+    budget=st.integers(1, 9),
+    block=st.integers(1, 6),
+    batch=st.integers(1, 2),
+    heads=st.integers(1, 3),
+    seed=st.integers(0, 10_000),
+)
+def test_compact_moves_everything_of_a_slot_together(budget, block, batch, heads, seed):
+    """Against Python lists: after any evictions each head holds the survivors, whole."""
+    g = torch.Generator().manual_seed(seed)
+    pool = SlotPool(
+        batch * heads * (budget + block), 4, torch.float32, side={"mass": torch.float32}
+    )
+    store = Segment(pool, 0, budget, block, batch, heads)
+    nbytes, pointer = pool.nbytes, pool.keys.data_ptr()
+    expected = [[set() for _ in range(heads)] for _ in range(batch)]
+    seen = 0
+    for _ in range(6):
+        length = int(torch.randint(1, block + 1, (1,), generator=g))
+        stamp = torch.arange(seen, seen + length).float()[:, None].expand(batch, heads, length, 4)
+        store.append(stamp, -stamp, torch.arange(seen, seen + length))
+        store.side("mass").copy_(store.positions.float() * 2)
+        for b in range(batch):
+            for h in range(heads):
+                expected[b][h] |= set(range(seen, seen + length))
+        seen += length
+        if (count := store.held - budget) > 0:
+            gone = torch.stack(
+                [torch.randperm(store.held, generator=g)[:count] for _ in range(batch * heads)]
+            ).view(batch, heads, count)
+            for b in range(batch):
+                for h in range(heads):
+                    expected[b][h] -= set(store.positions[b, h, gone[b, h]].tolist())
+            before = store.positions.clone()
+            store.compact(gone)
+            # Only evicted slots below the budget are written: survivors stay where they are.
+            stayed = store.positions == before[:, :, :budget]
+            survivors = torch.ones(batch, heads, budget + count, dtype=torch.bool)
+            survivors.scatter_(-1, gone, False)
+            assert (stayed | ~survivors[..., :budget]).all()
+        assert store.held <= budget
+        for b in range(batch):
+            for h in range(heads):
+                assert sorted(store.positions[b, h].tolist()) == sorted(expected[b][h])
+        assert torch.equal(store.keys[..., 0], store.positions.float())
+        assert torch.equal(store.values[..., 0], -store.positions.float())
+        assert torch.equal(store.side("mass"), store.positions.float() * 2)
+        assert (pool.nbytes, pool.keys.data_ptr()) == (nbytes, pointer)
+
+
+@pytest.mark.slow(keep=2)
+@pytest.mark.parametrize("policy", EVICTING)
+@given(
+    budget=st.integers(8, 20),
+    block=st.integers(1, 12),
+    length=st.integers(1, 60),
+    evict_every=st.integers(1, 3),
+    compact=st.booleans(),
+)
+@settings(max_examples=12)  # of each policy
+def test_never_above_the_cap(policy, budget, block, length, evict_every, compact):
+    """After every block and generated token: held ≤ N, bytes as planned, positions unique."""
+    model = MODEL
+    eviction = small_policy(policy, model.config)
+    positions = "compact" if compact else "true"
+    cache = kvcap.BudgetCache(
+        model.config, budget, block, eviction,
+        positions=positions, evict_every=min(evict_every, block),
+    ).allocate(1, torch.float32, "cpu")  # fmt: skip
+    plan = kvcap.MemoryPlan.of(
+        model.config, policy=eviction, kv_budget_tokens=budget,
+        block_size=block, dtype=torch.float32, positions=positions,
+    )  # fmt: skip
+    loop = BlockLoop(model, cache)
+    ids = torch.randint(3, 97, (1, length))
+
+    def check() -> None:
+        assert cache.held <= budget + cache.evict_every - 1
+        assert cache.nbytes == plan.cache_bytes == loop.peak_bytes
+        assert cache.used_bytes <= cache.nbytes
+        for layer in cache.capped_layers:
+            for segment in layer.segments:
+                for head in segment.positions[0]:
+                    assert len(set(head.tolist())) == segment.held
+                    assert head.max() == layer.seen - 1 or policy != "streaming_llm"
+                    assert head.max() < layer.seen
+
+    # A block never exceeds the room, also when generation has left tokens to evict.
+    loop.prefill(ids, lambda _: check())
+    for i in range(5):
+        loop.read(torch.tensor([[i + 5]]))
+        check()
+    loop.prefill(ids, lambda _: None)
+    assert cache.seen == 2 * length + 5
+    cache.reset()
+    assert (cache.seen, cache.held, cache.nbytes) == (0, 0, plan.cache_bytes)
+
+
+MODEL = tiny_model("llama")
+
+
+@pytest.mark.slow(keep=13)
+@pytest.mark.parametrize("policy", EVICTING)
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+def test_bytes_equal_the_plan_for_every_policy_and_dtype(policy, kv_heads):
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        model = tiny_model("llama", dtype=dtype, num_key_value_heads=kv_heads)
+        eviction = small_policy(policy, model.config)
+        plan = kvcap.MemoryPlan.of(
+            model.config, policy=eviction, kv_budget_tokens=40, block_size=9, dtype=dtype
+        )
+        cache = kvcap.BudgetCache(model.config, 40, 9, eviction)
+        BlockLoop(model, cache).prefill(torch.randint(3, 97, (1, 61)))
+        assert cache.nbytes == plan.cache_bytes
+        assert cache.layout.positions == plan.positions == "compact"
+
+
+def test_position_only_policies_do_not_depend_on_the_block(tokens):
+    ids = tokens(70)
+    for policy in ("streaming_llm", "random"):
+        kept = []
+        for block in (1, 5, 64, 70):
+            cache = kvcap.BudgetCache(MODEL.config, 24, block, policy)
+            BlockLoop(MODEL, cache).prefill(ids)
+            store = cache.layers[1].segments[0]
+            kept.append([sorted(head.tolist()) for head in store.positions[0]])
+        assert all(k == kept[0] for k in kept), policy
+
+
+def test_evict_every_keeps_the_same_tokens_for_position_only_policies(tokens):
+    kept = []
+    for every in (1, 4):
+        cache = kvcap.BudgetCache(MODEL.config, 16, 8, "streaming_llm", evict_every=every)
+        loop = BlockLoop(MODEL, cache)
+        loop.prefill(tokens(30))
+        for i in range(8):
+            loop.read(torch.tensor([[i + 5]]))
+        kept.append(sorted(cache.layers[0].segments[0].positions[0, 0].tolist()))
+    assert kept[0] == kept[1]
+
+
+def test_the_cache_layers_look_like_transformers_layers(tokens):
+    cache = kvcap.BudgetCache(MODEL.config, 16, 8)
+    assert cache.layers[0].keys is None
+    BlockLoop(MODEL, cache).prefill(tokens(30))
+    keys, values = cache.layers[0].keys, cache.layers[0].values
+    assert keys.shape == values.shape == (1, 2, 16, 16)
+    assert cache.get_seq_length() == 30
+    assert cache.is_initialized
+    assert len(cache) == 2
+
+
+def test_batches_of_equal_length(tokens):
+    ids = tokens(40, batch=3)
+    cache = kvcap.BudgetCache(MODEL.config, 16, 8)
+    together = BlockLoop(MODEL, cache).prefill(ids)
+    for row in range(3):
+        alone = BlockLoop(MODEL, kvcap.BudgetCache(MODEL.config, 16, 8)).prefill(ids[row : row + 1])
+        torch.testing.assert_close(together[row : row + 1], alone, rtol=1e-4, atol=1e-4)
+
+
+def test_counts_go_back_to_before_a_block_that_broke_off(tokens):
+    model = tiny_model("llama")
+    cache = kvcap.BudgetCache(model.config, 24, 8, "snapkv")
+    loop = BlockLoop(model, cache)
+    loop.prefill(tokens(40))
+    before = cache.counts
+
+    def fail(*_):
+        raise RuntimeError("broken off")
+
+    hook = model.model.layers[1].self_attn.o_proj.register_forward_pre_hook(fail)
+    with pytest.raises(RuntimeError, match="broken off"):
+        loop.read(tokens(8))
+    hook.remove()
+    assert cache.counts != before
+    assert not cache.consistent or cache.seen != 40
+    cache.counts = before
+    assert cache.consistent
+    assert (cache.seen, cache.held, alike.excess(cache)) == (40, 24, 0)
+    loop.read(tokens(8))
+
+
+# Outside torch.no_grad() --------------------------------------------------------------------------
+
+
+@pytest.mark.slow(keep=3)
+@pytest.mark.parametrize("attention", ["kvcap", "sdpa"])
+@pytest.mark.parametrize("policy", EVICTING)
+def test_no_graph_of_gradients_is_kept(policy, attention, tokens):
+    model = tiny_model("llama", attention)
+    eviction = small_policy(policy, model.config)
+    if attention != "kvcap" and eviction.needs_attention:
+        pytest.skip("needs kvcap's attention")
+    cache = kvcap.BudgetCache(model.config, 24, 8, eviction)
+    ids, alive = tokens(40), []
+    model(ids[:, :8], past_key_values=cache)
+    for i in range(8, 40):
+        model(ids[:, i : i + 1], past_key_values=cache)
+        if i in (25, 39):
+            gc.collect()
+            alive.append(sum(issubclass(type(x), torch.Tensor) for x in gc.get_objects()))
+    assert not any(x.requires_grad or x.grad_fn is not None for x in cache.buffers())
+    assert alive[0] == alive[1]
+    assert torch.is_grad_enabled()
+
+
+@pytest.mark.parametrize("attention", ["kvcap", "sdpa"])
+def test_a_gradient_is_refused_rather_than_wrong(attention, tokens):
+    model = tiny_model("llama", attention)
+    cache = kvcap.BudgetCache(model.config, 24, 8)
+    loss = model(tokens(8), past_key_values=cache, labels=tokens(8)).loss
+    with pytest.raises(UnsupportedModel, match="keeps no gradients"):
+        loss.backward()
+
+
+# Tokens that wait for their eviction --------------------------------------------------------------
+
+
+@pytest.mark.slow(keep=6)
+@pytest.mark.parametrize("attention", ["kvcap", "sdpa", "eager"])
+@pytest.mark.parametrize("waiting", [1, 2, 3, 4])
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+def test_a_block_finds_room_beside_them(waiting, attention, family, tokens):
+    """As in a second generate() under evict_every: the same as when the block is cut to fit."""
+    ids = tokens(60)
+    model = tiny_model(family, attention)
+    positions = "true" if attention != "kvcap" else None
+    cache = kvcap.BudgetCache(
+        model.config, 16, 8, "streaming_llm", evict_every=4, positions=positions
+    )
+    with torch.no_grad():
+        for i in range(0, 32, 8):
+            model(ids[:, i : i + 8], past_key_values=cache)
+        for i in range(32, 32 + waiting):
+            model(ids[:, i : i + 1], past_key_values=cache)
+        model(ids[:, 32 + waiting : 40 + waiting], past_key_values=cache)
+        last = model(ids[:, 40 + waiting : 41 + waiting], past_key_values=cache).logits[:, -1]
+    assert (cache.seen, cache.consistent) == (41 + waiting, True)
+    assert cache.held <= 16 + 3
+    ours = tiny_model(family)
+    other = kvcap.BudgetCache(
+        ours.config, 16, 8, "streaming_llm", evict_every=4, positions=positions
+    )
+    loop = BlockLoop(ours, other)
+    loop.prefill(ids[:, :32])
+    for i in range(32, 32 + waiting):
+        loop.read(ids[:, i : i + 1])
+    loop.prefill(ids[:, 32 + waiting : 40 + waiting])
+    expected = loop.read(ids[:, 40 + waiting : 41 + waiting])
+    if attention == "kvcap":
+        torch.testing.assert_close(last, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.slow(keep=6)
+@pytest.mark.parametrize("policy", EVICTING)
+@pytest.mark.parametrize("positions", ["compact", "true"])
+def test_a_block_cut_in_two_is_read_as_the_block_loop_reads_it(policy, positions):
+    ids, model = torch.arange(3, 63)[None], MODEL  # no token twice, whose norms would tie
+    caches = [
+        kvcap.BudgetCache(
+            model.config, 24, 8, small_policy(policy, model.config),
+            positions=positions, evict_every=4,
+        )
+        for _ in range(2)
+    ]  # fmt: skip
+    plain, loop = caches[0], BlockLoop(model, caches[1])
+    lengths = [8] * 5 + [1, 1, 8, 1]
+    with torch.no_grad():
+        for part in ids[:, : sum(lengths)].split(lengths, dim=1):
+            logits = model(part, past_key_values=plain).logits[:, -1]
+            expected = loop.prefill(part)
+    assert (plain.seen, plain.consistent) == (sum(lengths), True)
+    if plain.balance is not None:
+        return  # layers share their slots out anew between passes, not within one
+    torch.testing.assert_close(logits, expected, rtol=2e-4, atol=2e-4)
+    for one, other in zip(plain.capped_layers, caches[1].capped_layers, strict=True):
+        for a, b in zip(one.segments, other.segments, strict=True):
+            assert torch.equal(a.positions.sort(-1).values, b.positions.sort(-1).values)
+
+
+@pytest.mark.parametrize("attention", ["kvcap", "sdpa"])
+def test_a_second_generate_under_evict_every(attention, tokens):
+    model = tiny_model("llama", attention)
+    cache = kvcap.BudgetCache(model.config, 16, 8, evict_every=4)
+    options = {"past_key_values": cache, "do_sample": False, "pad_token_id": 2}
+    said, asked = tokens(8), [8, 6, 8]  # the last token said before is read with what is new
+    for new in asked:
+        more = torch.cat((said, tokens(new - 1, seed=new)), dim=1)
+        said = model.generate(
+            more, attention_mask=torch.ones_like(more), max_new_tokens=6, **options
+        )
+    assert cache.seen == said.shape[1] - 1
+
+
+# Pins ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", EVICTING)
+def test_pins_are_checked_before_anything_is_allocated(policy):
+    eviction = small_policy(policy, MODEL.config)
+    cache = kvcap.BudgetCache(MODEL.config, 24, 8, eviction)
+    told = []
+    for allocated in (False, True):
+        if allocated:
+            cache.allocate(1, torch.float32, "cpu")
+        with pytest.raises(PinsTooLarge) as error:
+            cache.pin([(0, 40)])
+        told.append(str(error.value))
+        assert cache.pinned_spans == []
+    assert told[0] == told[1]
+    kvcap.BudgetCache(MODEL.config, 24, 8).pin([(0, 20)])
+
+
+# What a cache is not for --------------------------------------------------------------------------
+
+
+def test_another_batch_size_or_type(tokens):
+    cache = kvcap.BudgetCache(MODEL.config, 24, 8)
+    MODEL(tokens(8), past_key_values=cache)
+    for reset in (False, True):
+        if reset:
+            cache.reset()
+        with pytest.raises(CacheMismatch, match=r"for 1 sequences.* of 2 sequences"):
+            MODEL(tokens(8, batch=2), past_key_values=cache)
+        with pytest.raises(CacheMismatch, match="bfloat16"):
+            tiny_model("llama", dtype=torch.bfloat16)(tokens(8), past_key_values=cache)
+    assert (cache.seen, cache.consistent) == (0, True)
+    MODEL(tokens(8), past_key_values=cache)
+    with pytest.raises(CacheMismatch):
+        MODEL(
+            tokens(8),
+            past_key_values=kvcap.BudgetCache(MODEL.config).allocate(2, torch.float32, "cpu"),
+        )
+
+
+@pytest.mark.parametrize("attention", ["kvcap", "sdpa"])
+@pytest.mark.parametrize("prompt", [0, 1])
+def test_a_prompt_that_does_not_go_on(attention, prompt, tokens):
+    """The same again, or another: refused, unless transformers 4.57 fails before it asks."""
+    model = tiny_model("llama", attention)
+    cache = kvcap.BudgetCache(model.config, 64, 40)
+    ids = tokens(30)
+    options = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 2}
+    model.generate(ids, attention_mask=torch.ones_like(ids), past_key_values=cache, **options)
+    if attention == "sdpa":  # sees no places: told by a mask of its own length alone
+        with pytest.raises(PositionMismatch, match="read before"):
+            model(ids, attention_mask=torch.ones_like(ids), past_key_values=cache)
+        return
+    other = tokens(30, seed=prompt)
+    with pytest.raises((PositionMismatch, IndexError)):
+        model.generate(
+            other, attention_mask=torch.ones_like(other), past_key_values=cache, **options
+        )
+    cache.reset()
+    model.generate(other, attention_mask=torch.ones_like(ids), past_key_values=cache, **options)
+
+
+@pytest.mark.parametrize("name", ["offload", "prefetch"])
+def test_buffers_stay_where_they_are(name, tokens):
+    cache = kvcap.BudgetCache(MODEL.config, 24, 8)
+    MODEL(tokens(8), past_key_values=cache)
+    with pytest.raises(UnsupportedModel, match="stay where they are"):
+        getattr(cache.layers[0], name)()
+    with pytest.raises(UnsupportedModel, match="stay where they are"):
+        getattr(cache, name)(0)
+
+
+def test_a_size_in_bytes_names_what_would_work():
+    with pytest.raises(PlanInfeasible, match=r"MemoryPlan\.of\(model\.config, kv_budget='64MiB'\)"):
+        kvcap.BudgetCache(MODEL.config, "64MiB")
+    tokens = kvcap.MemoryPlan.of(MODEL.config, kv_budget="1MiB", block_size=8).budget_tokens
+    cache = kvcap.BudgetCache(MODEL.config, tokens, 8).allocate(1, torch.float32, "cpu")
+    assert cache.nbytes <= 1 << 20
+
+
+@pytest.mark.parametrize("name", ["budget_tokens", "block_size", "evict_every"])
+@pytest.mark.parametrize("value", ["8", None, 0, -3, 2.5, True, [8]])
+def test_sizes_of_a_wrong_type(name, value):
+    with pytest.raises(PlanInfeasible, match=f"{name}="):
+        kvcap.BudgetCache(MODEL.config, **{name: value})
+
+
+@pytest.mark.parametrize("policy", [None, 3, Knorm, ["keydiff"]])
+def test_policies_of_a_wrong_type(policy):
+    with pytest.raises(PolicyError, match="use a name such as 'keydiff'"):
+        kvcap.BudgetCache(MODEL.config, 24, 8, policy)
+
+
+def test_a_policy_alone_is_taken(tokens):
+    cache = kvcap.BudgetCache(MODEL.config, 24, 8, Knorm())
+    BlockLoop(MODEL, cache).prefill(tokens(40))
+    assert cache.eviction.name == "knorm"
+
+
+def test_it_says_what_it_is(tokens):
+    cache = kvcap.BudgetCache(MODEL.config, 24, 8)
+    assert "not allocated yet" in repr(cache)
+    BlockLoop(MODEL, cache).prefill(tokens(40))
+    assert repr(cache) == (
+        "BudgetCache(llama, 2 of 2 layers capped, 2 KV heads of 16; policy 'keydiff', compact "
+        f"positions; 40 tokens read, 24 held of 24, blocks of 8; {cache.nbytes:,} bytes)"
+    )
+
+
+def test_an_update_outside_a_model_is_refused():
+    x = torch.zeros(1, 2, 4, 16)
+    with pytest.raises(KvcapError, match="ready-made"):
+        kvcap.BudgetCache(MODEL.config, 24, 8).update(x, x, 0)
+
+
+def test_the_package_lists_its_names():
+    assert set(kvcap.__all__) <= set(dir(kvcap))
+    assert {"BudgetCache", "cap", "__version__"} <= set(dir(kvcap))

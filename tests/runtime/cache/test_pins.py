@@ -1,0 +1,241 @@
+"""Pinned tokens: in every layer and head after any number of evictions, or refused beforehand."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import tiny_chat
+import torch
+from conftest import small_policy, tiny_model
+
+import kvcap
+from kvcap.policies import policies
+from kvcap.runtime.backends.pytorch.loop import BlockLoop
+from kvcap.runtime.cache.pinned_slots import covered
+from kvcap.runtime.errors import PinsTooLarge
+from kvcap.runtime.session.session import Session
+
+MODELS = {family: tiny_model(family) for family in ("llama", "gemma3_text", "smollm3")}
+
+
+def cache_of(model, policy, budget=40, positions="compact"):
+    eviction = small_policy(policy, model.config, beta=2)  # pyramidkv: no layer of a few slots
+    return kvcap.BudgetCache(model.config, budget, 8, eviction, positions=positions).allocate(
+        1, model.dtype, "cpu"
+    )
+
+
+def held_everywhere(cache, spans):
+    wanted = {p for start, stop in spans for p in range(start, stop)}
+    for layer in cache.capped_layers:
+        for segment in layer.segments:
+            for row in segment.positions[0]:
+                assert wanted <= set(row.tolist()), (layer.index, segment.head)
+
+
+@pytest.mark.slow(keep=15)
+@pytest.mark.parametrize(
+    ("family", "positions"),
+    # Compact positions ask more of a cache; beside sliding layers they stand for both.
+    [*((family, "compact") for family in sorted(MODELS)), ("llama", "true"), ("smollm3", "true")],
+)
+@pytest.mark.parametrize("policy", sorted(set(policies()) - {"full"}))
+def test_pinned_tokens_survive(family, policy, positions, tokens):
+    model, ids = MODELS[family], tokens(200)
+    cache = cache_of(model, policy, positions=positions)
+    loop, spans = BlockLoop(model, cache), [(3, 6)]
+    cache.pin(spans)
+    loop.prefill(ids[:, :50])
+    more = [(50, 54)]
+    try:
+        cache.pin(more)
+        spans += more
+    except PinsTooLarge:
+        # Refused where slots are uneven: a layer or a head has become too small.
+        assert cache.layout.pooled or len({b for row in cache.layout.allotments for b in row}) > 1
+    for i in range(50, 110, 10):
+        loop.prefill(ids[:, i : i + 10])
+        held_everywhere(cache, [s for s in spans if s[1] <= cache.seen])
+    for i in range(110, 120):
+        loop.read(ids[:, i : i + 1])
+        held_everywhere(cache, spans)
+    assert cache.held <= 40
+
+
+@pytest.mark.slow(keep=6)
+@pytest.mark.parametrize("positions", ["compact", "true"])
+@pytest.mark.parametrize("policy", ["adakv", "cake", "criticalkv-adakv", "h2o", "snapkv"])
+@pytest.mark.parametrize("first", [0, 30])
+def test_most_of_the_budget_pinned_where_slots_move(first, policy, positions, tokens):
+    """A layer or a head that wants little still has room for its pins."""
+    model, ids = MODELS["smollm3"], tokens(300)
+    cache = cache_of(model, policy, positions=positions)
+    loop = BlockLoop(model, cache)
+    if first:
+        loop.prefill(ids[:, :first])
+    pins = cache.eviction.pins(40)
+    spans = [(first, first + 39 - pins)]
+    cache.pin(spans)
+    for i in range(first, 300, 15):
+        loop.prefill(ids[:, i : i + 15])
+        held_everywhere(cache, [(first, min(spans[0][1], cache.seen))])
+    held_everywhere(cache, spans)
+
+
+@pytest.mark.parametrize("policy", sorted(set(policies()) - {"full"}))
+def test_too_many_are_refused_before_anything_is_read(policy, tokens):
+    model, ids = MODELS["llama"], tokens(60)
+    cache = cache_of(model, policy)
+    loop = BlockLoop(model, cache)
+    loop.prefill(ids)
+    with pytest.raises(PinsTooLarge, match=r"needs \d+ slots in every head"):
+        cache.pin([(60, 101)])
+    assert (cache.seen, cache.pinned_spans) == (60, [])
+    loop.prefill(ids)
+
+
+def test_the_number_named_would_do():
+    model = MODELS["llama"]
+    with pytest.raises(PinsTooLarge, match="needs 35 slots"):
+        cache_of(model, "streaming_llm", 34).pin([(1, 34), (20, 35)])  # 2 sinks, one within
+    cache_of(model, "streaming_llm", 35).pin([(1, 34), (20, 35)])
+
+
+def test_what_was_announced_but_not_read_is_not_pinned(tokens):
+    """A Ctrl-C between blocks leaves a span that other tokens must not fill."""
+    model, ids = MODELS["llama"], tokens(60)
+    cache = cache_of(model, "keydiff")
+    cache.pin([(0, 30)])
+    BlockLoop(model, cache).prefill(ids[:, :16])
+    cache.pin([])
+    assert cache.pinned_spans == [(0, 16)]
+    cache.reset()
+    assert cache.pinned_spans == []
+
+
+def test_covered():
+    assert covered([]) == 0
+    assert covered([(0, 4), (2, 6), (8, 9), (8, 9)]) == 7
+
+
+@pytest.fixture(scope="module")
+def runtime(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    tiny_chat.save(folder)
+    return kvcap.Runtime.from_pretrained(folder, kv_budget_tokens=64, block_size=16)
+
+
+def said(session, text, **options):
+    return "".join(session.send(text, **options))
+
+
+def pinned_text(session):
+    ids = {}
+    for start, stop in session.cache.pinned_spans:
+        ids.update(dict.fromkeys(range(start, stop)))
+    return sorted(ids)
+
+
+def texts_at(session, read):
+    """What was read at the pinned positions."""
+    return session.runtime.tokenizer.decode([read[i] for i in pinned_text(session)])
+
+
+@pytest.fixture
+def session(runtime):
+    """A session that notes what it reads."""
+    session = runtime.session("Be kind.", seed=0)
+    session.set_generation(max_new_tokens=6)
+    session.read = []
+    plain = session._loop.read
+
+    def noted(ids, **how):
+        if not session.cache.seen:
+            session.read.clear()
+        session.read.extend(ids[0].tolist())
+        return plain(ids, **how)
+
+    session._loop.read = noted
+    return session
+
+
+def test_messages_and_the_system_prompt(session, tmp_path):
+    session.pin_system = True
+    said(session, "Hello there.")
+    said(session, "The door is blue.", pin=True)
+    for _ in range(6):
+        said(session, "Tell me more about the weather.")
+    held_everywhere(session.cache, session.cache.pinned_spans)
+    assert session.pinned == {2}
+    text = texts_at(session, session.read)
+    assert "Be kind." in text
+    assert "The door is blue." in text
+    assert "Hello" not in text
+    assert "weather" not in text
+    # and the same when everything is read again, where pins lie elsewhere
+    session.cache.reset()
+    said(session, "Well?")
+    text = texts_at(session, session.read)
+    assert "Be kind." in text
+    assert "The door is blue." in text
+    assert "weather" not in text
+    held_everywhere(session.cache, session.cache.pinned_spans)
+    session.save(tmp_path / "s")
+    fork = Session.load(session.runtime, tmp_path / "s")
+    assert fork.cache.pinned_spans == session.cache.pinned_spans
+    assert (fork.pinned, fork.pin_system) == ({2}, True)
+    for _ in range(3):
+        said(fork, "Tell me more about the weather.")
+    held_everywhere(fork.cache, fork.cache.pinned_spans)
+    fork.clear()
+    assert not fork.pinned
+    assert fork.cache.pinned_spans == []
+
+
+def test_a_message_too_long_to_pin(session):
+    said(session, "Hello there.")
+    before = session.cache.seen, list(session.messages)
+    with pytest.raises(PinsTooLarge, match="a head of layer 0 has 64"):
+        said(session, "Remember all this. " * 20, pin=True)
+    assert (session.cache.seen, session.messages, session.pinned) == (*before, set())
+    said(session, "Well?")
+
+
+def test_a_session_with_pins_and_a_smaller_budget(session, tmp_path):
+    said(session, "The door is blue and the key is under the third stone.", pin=True)
+    for _ in range(4):
+        said(session, "Tell me more about the weather.")
+    session.save(tmp_path / "s")
+    runtime, pins = session.runtime, sum(b - a for a, b in session.cache.pinned_spans)
+
+    def with_budget(tokens):
+        plan = kvcap.MemoryPlan.of(
+            runtime.model.config, policy=runtime.eviction, kv_budget_tokens=tokens,
+            block_size=16, dtype=torch.float32,
+        )  # fmt: skip
+        return kvcap.Runtime(runtime.model, runtime.tokenizer, plan, runtime.eviction)
+
+    fork = Session.load(with_budget(pins), tmp_path / "s")
+    assert fork.cache.held == pins
+    held_everywhere(fork.cache, fork.cache.pinned_spans)
+    with pytest.raises(PinsTooLarge, match=f"needs {pins} slots"):
+        Session.load(with_budget(pins - 1), tmp_path / "s")
+
+
+def test_a_warning_once_beyond_the_trained_length(tokens):
+    """Only true positions leave what the model was trained on."""
+    model = tiny_model("llama", max_position_embeddings=64)
+    for positions, expected in (("true", 1), ("compact", 0)):
+        plan = kvcap.MemoryPlan.of(
+            model.config, policy=kvcap.load_policy("keydiff"), kv_budget_tokens=24, block_size=8,
+            dtype=torch.float32, positions=positions,
+        )  # fmt: skip
+        session = kvcap.Runtime(model, None, plan, kvcap.load_policy("keydiff")).session()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in range(3):
+                session._loop.prefill(tokens(40))
+                session._decoding._warn_beyond()
+        assert len(caught) == expected
+        assert all("beyond the 64 tokens" in str(w.message) for w in caught)

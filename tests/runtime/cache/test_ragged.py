@@ -1,0 +1,277 @@
+"""Heads and layers that hold unequally many tokens: nothing padded, exact, of fixed bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from conftest import tiny_model
+from hypothesis import given
+from hypothesis import strategies as st
+from reference import NAME, STEPS, Setting, run_reference
+from torch.nn.functional import scaled_dot_product_attention
+
+import kvcap
+from kvcap.policies import Eviction, load_policy
+from kvcap.policies.base import HeadBudget, LayerBudget, apportion
+from kvcap.runtime.backends.pytorch.loop import BlockLoop
+from kvcap.runtime.cache.pool import Segment, SlotPool, resize
+
+TABLE = [[16, 8], [5, 19]]  # slots of two layers' two heads, 12 on average
+
+
+@dataclass(frozen=True)
+class Table(HeadBudget):
+    """Fixed slots."""
+
+    def allot(self, budgets: Sequence[int], kv_heads: int, pinned: int) -> list[list[int]]:
+        return TABLE
+
+
+@dataclass(frozen=True)
+class Best(HeadBudget):
+    """As many slots as a head has among the best of its layer, at least 4."""
+
+    moves = True
+
+    def split(self, scores: Any, pinned: Any, positions: Any, budget: int) -> list[int]:
+        return best([x.tolist() for x in scores], [x.tolist() for x in pinned], budget)
+
+
+def best(scores: list[list[float]], pinned: list[list[bool]], budget: int) -> list[int]:
+    ranked = sorted(((s, k) for k, head in enumerate(scores) for s in head), reverse=True)
+    first = sum(k == 0 for _, k in ranked[: 2 * budget])
+    most = min(2 * budget - 4, len(scores[0]))
+    first = max(min(first, most), 4, 2 * budget - len(scores[1]))
+    return [first, 2 * budget - first]
+
+
+@dataclass(frozen=True)
+class Funnel(LayerBudget):
+    """More slots below."""
+
+    def split(self, budget: int, layers: int, pinned: int) -> list[int]:
+        return [budget + layers - 1 - 2 * i for i in range(layers)]
+
+
+@given(
+    rows=st.lists(st.integers(1, 3), min_size=1, max_size=4),
+    block=st.integers(1, 4),
+    seed=st.integers(0, 10_000),
+)
+def test_moving_boundaries_loses_and_mixes_nothing(rows, block, seed):
+    """Any budgets, again and again: every row still holds its own tokens, whole."""
+    g = torch.Generator().manual_seed(seed)
+    budgets = [int(torch.randint(1, 9, (1,), generator=g)) for _ in rows]
+    pool = SlotPool(sum(n * (b + block) for n, b in zip(rows, budgets, strict=True)), 2,
+                    torch.float32, side={"mass": torch.float32})  # fmt: skip
+    segments, start = [], 0
+    for n, budget in zip(rows, budgets, strict=True):
+        segments.append(Segment(pool, start, budget, block, heads=n))
+        start += segments[-1].slots
+    nbytes, pointer = pool.nbytes, pool.keys.data_ptr()
+    for number, segment in enumerate(segments):
+        held = int(torch.randint(0, segment.capacity + 1, (1,), generator=g))
+        heads = torch.arange(segment.heads)[None, :, None, None]
+        stamp = 100 * number + 10_000 * heads + torch.arange(held)[None, None, :, None]
+        stamp = stamp.expand(1, -1, -1, 2).float()
+        segment.append(stamp, -stamp, torch.arange(held, dtype=torch.int32))
+        segment.side("mass").copy_(stamp[..., 0] * 2)
+    for _ in range(4):
+        expected = [s.keys[..., 0].sort(-1).values.tolist() for s in segments]
+        # A random sharing of what there is, above what each needs.
+        needs = [max(0, s.held - block) for s in segments]
+        free = sum(n * (s.budget - need) for n, s, need in zip(rows, segments, needs, strict=True))
+        for i in torch.randperm(len(rows), generator=g).tolist():
+            extra = int(torch.randint(0, free // rows[i] + 1, (1,), generator=g))
+            needs[i] += extra
+            free -= extra * rows[i]
+        if free:  # what is left over must go to a row that it divides into
+            ones = [i for i, n in enumerate(rows) if free % n == 0]
+            if not ones:
+                continue
+            needs[ones[0]] += free // rows[ones[0]]
+        resize(segments, needs)
+        assert [s.keys[..., 0].sort(-1).values.tolist() for s in segments] == expected
+        for segment in segments:
+            assert torch.equal(segment.values[..., 0], -segment.keys[..., 0])
+            assert torch.equal(segment.side("mass"), segment.keys[..., 0] * 2)
+        assert (pool.nbytes, pool.keys.data_ptr()) == (nbytes, pointer)
+
+
+FUNNEL = [[13, 13], [11, 11]]
+SNAPKV = {"window": 4, "kernel": 3, "pool": "avg"}
+CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    "keydiff, fixed": ("keydiff", {}, {"head_budget": Table()}, {"start": TABLE}),
+    "keydiff, moving": (
+        "keydiff", {}, {"head_budget": Best()}, {"split": lambda _, s, p: best(s, p, 12)}
+    ),
+    "tova, moving": (
+        "tova", {}, {"head_budget": Best()}, {"split": lambda _, s, p: best(s, p, 12)}
+    ),
+    "h2o, fixed": ("h2o", {"recent": 0.0}, {"head_budget": Table()}, {"start": TABLE}),
+    "snapkv, moving": (
+        "snapkv", SNAPKV, {"head_budget": Best()}, {"split": lambda _, s, p: best(s, p, 12)}
+    ),
+    "snapkv, layers": ("snapkv", SNAPKV, {"layer_budget": Funnel()}, {"start": FUNNEL}),
+    "knorm, layers, moving": (
+        "knorm", {}, {"layer_budget": Funnel(), "head_budget": Best()},
+        {"start": FUNNEL, "split": lambda layer, s, p: best(s, p, FUNNEL[layer][0])},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.slow(keep=7)
+@pytest.mark.parametrize(("block", "positions"), [(1, "compact"), (6, "compact"), (6, "true")])
+@pytest.mark.parametrize("case", CASES)
+def test_logits_and_kept_sets_against_the_reference(case, block, positions):
+    policy, options, parts, slots = CASES[case]
+    ids = 3 + torch.randperm(50, generator=torch.Generator().manual_seed(1))[None, :25]
+    model = tiny_model("llama")
+    eviction = Eviction(load_policy(policy, **options).policy, **parts)
+    cache = kvcap.BudgetCache(model.config, 12, block, eviction, positions=positions)
+    loop = BlockLoop(model, cache)
+    logits = [loop.read(part) for part in ids.split(block, 1)]
+    logits += [loop.read(part) for part in STEPS]
+    setting = Setting(policy, 12, positions, options, **slots)
+    reference, expected = run_reference(tiny_model("llama", NAME), ids, block, setting)
+    for layer in range(2):
+        kept = [sorted(x.tolist()) for s in cache.layers[layer].segments for x in s.positions[0]]
+        assert kept == reference.kept(layer)
+    torch.testing.assert_close(torch.cat(logits), expected, rtol=1e-4, atol=1e-4)
+
+
+def bytes_of(budget: int, head_budget: HeadBudget | None, positions: str) -> tuple[int, int]:
+    """What the pools take, before and after 50 blocks and 20 tokens."""
+    model = tiny_model("llama")
+    eviction = Eviction(load_policy("tova").policy, head_budget=head_budget)
+    cache = kvcap.BudgetCache(model.config, budget, 7, eviction, positions=positions)
+    cache.allocate(1, torch.float32, "cpu")
+    pools = [layer.segments[0].pool for layer in cache.capped_layers]
+    before = sum(pool.nbytes for pool in pools)
+    loop = BlockLoop(model, cache)
+    loop.prefill(torch.randint(3, 97, (1, 350)))
+    for i in range(20):
+        loop.read(torch.tensor([[i + 3]]))
+        assert all(sum(s.held * s.heads for s in c.segments) == 2 * budget for c in cache.layers)
+    assert cache.held == budget
+    return before, sum(pool.nbytes for pool in pools)
+
+
+@pytest.mark.parametrize("positions", ["compact", "true"])
+@pytest.mark.parametrize("head_budget", [Table(), Best()], ids=["fixed", "moving"])
+def test_bytes_are_the_uniform_plans_and_constant(head_budget, positions):
+    uniform = bytes_of(12, None, positions)
+    assert bytes_of(12, head_budget, positions) == uniform
+    assert uniform[0] == uniform[1]
+
+
+@dataclass(frozen=True)
+class Swing(LayerBudget):
+    """Layers take turns: now one wants three quarters of all slots, now the other."""
+
+    observes = frozenset({"attention"})
+    moves = True
+
+    def preference(self, seen: Any) -> torch.Tensor:
+        first = (seen.seen // 40) % 2 == 0
+        return torch.tensor(3.0 if first == (seen.layer == 0) else 1.0)
+
+    def resplit(self, preferences: Any, budget: int, most: Any, pinned: int) -> list[int]:
+        return apportion(preferences, budget * len(preferences), most)
+
+
+@pytest.mark.parametrize("positions", ["compact", "true"])
+def test_slots_that_move_between_layers(positions):
+    """The pool never grows, every layer gets what it wants, and what is kept is what should be."""
+    model, budget, block = tiny_model("llama"), 12, 3
+    eviction = Eviction(load_policy("snapkv", **SNAPKV).policy, layer_budget=Swing())
+    cache = kvcap.BudgetCache(model.config, budget, block, eviction, positions=positions)
+    plan = kvcap.MemoryPlan.of(
+        model.config, policy=eviction, kv_budget_tokens=budget, block_size=block,
+        dtype=torch.float32, positions=positions,
+    )  # fmt: skip
+    cache.allocate(1, torch.float32, "cpu")
+    loop = BlockLoop(model, cache)
+    ids = 3 + torch.randperm(90, generator=torch.Generator().manual_seed(1))[None]
+    ids = ids[:, :54]  # 18 blocks
+    held, logits = [], []
+    for part in [*ids.split(block, 1), *STEPS]:
+        logits.append(loop.read(part))
+        held.append([layer.held for layer in cache.layers])
+        assert sum(held[-1]) <= 2 * budget
+        assert cache.nbytes == plan.cache_bytes
+    assert [18, 6] in held
+    assert [6, 18] in held
+    seen = [0, 0]
+
+    def replay(layer: int, *_: Any) -> list[int]:
+        seen[layer] += 1
+        return [held[seen[layer] - 1][layer]] * 2
+
+    setting = Setting("snapkv", budget, positions, SNAPKV, start=[[0, 0]] * 2, split=replay)
+    reference, expected = run_reference(tiny_model("llama", NAME), ids, block, setting)
+    for layer in range(2):
+        (segment,) = cache.layers[layer].segments
+        assert [sorted(x.tolist()) for x in segment.positions[0]] == reference.kept(layer)
+    torch.testing.assert_close(torch.cat(logits), expected, rtol=2e-4, atol=2e-4)
+
+
+def test_attention_over_true_lengths_equals_a_padded_reference():
+    """What each head holds, padded to the longest with dead slots masked, gives the same output."""
+    model = tiny_model("llama")
+    eviction = Eviction(load_policy("keydiff").policy, head_budget=Table())
+    cache = kvcap.BudgetCache(model.config, 12, 6, eviction, positions="true")
+    loop = BlockLoop(model, cache)
+    loop.prefill(torch.randint(3, 97, (2, 60)))
+    layer = cache.layers[1]
+    assert [s.held for s in layer.segments] == [5, 19, 5, 19]
+    new = torch.randn(2, 2, 3, 16)
+    layer.update(new, new)
+    longest = max(s.held for s in layer.segments)
+    keys, values = torch.randn(2, 2, longest, 16), torch.randn(2, 2, longest, 16)
+    visible = torch.zeros(2, 2, 3, longest, dtype=torch.bool)
+    for s in layer.segments:
+        keys[s.row, s.head, : s.held] = s.keys[0, 0]
+        values[s.row, s.head, : s.held] = s.values[0, 0]
+        for t in range(3):
+            visible[s.row, s.head, t, : s.held - 2 + t] = True
+    query = torch.randn(2, 4, 3, 16)
+    expected = scaled_dot_product_attention(
+        query, keys.repeat_interleave(2, 1), values.repeat_interleave(2, 1),
+        attn_mask=visible.repeat_interleave(2, 1), scale=0.25,
+    )  # fmt: skip
+    out = layer.attend(torch.nn.Identity(), query, 0.25, None, None)
+    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_batches_read_alike_alone_and_together():
+    ids = torch.stack([3 + torch.randperm(90)[:40] for _ in range(3)])
+    model = tiny_model("llama")
+
+    def read(part: torch.Tensor) -> torch.Tensor:
+        eviction = Eviction(load_policy("keydiff").policy, head_budget=Best())
+        return BlockLoop(model, kvcap.BudgetCache(model.config, 12, 8, eviction)).prefill(part)
+
+    together = read(ids)
+    for row in range(3):
+        torch.testing.assert_close(
+            together[row : row + 1], read(ids[row : row + 1]), rtol=1e-4, atol=1e-4
+        )
+
+
+def test_reset_restores_the_budgets():
+    model = tiny_model("llama")
+    cache = kvcap.BudgetCache(
+        model.config, 12, 6, Eviction(load_policy("tova").policy, head_budget=Best())
+    )
+    loop = BlockLoop(model, cache)
+    ids = torch.randint(3, 97, (1, 60))
+    first = loop.prefill(ids)
+    assert len({s.budget for s in cache.layers[0].segments}) > 1
+    cache.reset()
+    assert {s.budget for s in cache.layers[0].segments} == {12}
+    torch.testing.assert_close(loop.prefill(ids), first)

@@ -1,0 +1,147 @@
+"""The cache against the slow reference: same logits and same kept tokens, after many evictions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from conftest import tiny_model
+from reference import NAME, STEPS, Setting, rotate, run_reference
+
+import kvcap
+from kvcap.runtime.backends.pytorch.loop import BlockLoop
+from kvcap.runtime.cache.query_window import QueryRing
+from kvcap.runtime.models.rope import Rotation
+
+POLICIES: list[tuple[str, dict[str, Any]]] = [
+    ("keydiff", {}),
+    ("keydiff", {"anchor": "unit_mean", "recent": 0.2}),
+    ("streaming_llm", {"sinks": 2}),
+    ("knorm", {}),
+    ("tova", {}),
+    ("h2o", {}),
+    ("h2o", {"recent": 0.0}),
+    # Maxima tie between neighbours, so max pooling is compared by score, in test_policies.
+    ("snapkv", {"window": 4, "kernel": 3, "pool": "avg"}),
+    ("snapkv", {"window": 9, "kernel": 5, "pool": "avg"}),  # longer than the block
+]
+
+
+def run(model: Any, ids: torch.Tensor, block: int, setting: Setting) -> tuple[Any, torch.Tensor]:
+    eviction = kvcap.load_policy(setting.policy, **setting.options)
+    cache = kvcap.BudgetCache(
+        model.config, setting.budget, block, eviction, positions=setting.positions
+    )
+    loop = BlockLoop(model, cache)
+    logits = [loop.read(part) for part in ids.split(block, 1)]
+    logits += [loop.read(part) for part in STEPS]
+    return cache, torch.cat(logits)
+
+
+def kept(cache: kvcap.BudgetCache, layer: int) -> list[list[int]]:
+    store = cache.layers[layer].segments[0]
+    return [sorted(head.tolist()) for head in store.positions[0]]
+
+
+# Single tokens at true positions come at the end of every text, as generation.
+@pytest.mark.slow(keep=6)
+@pytest.mark.parametrize(("block", "positions"), [(1, "compact"), (6, "compact"), (6, "true")])
+@pytest.mark.parametrize(("policy", "options"), POLICIES, ids=str)
+def test_logits_and_kept_sets(policy, options, block, positions):
+    setting = Setting(policy, 12, positions, options)
+    ids = 3 + torch.randperm(50)[None, :25]  # no token twice: equal keys would tie
+    cache, logits = run(tiny_model("llama"), ids, block, setting)
+    reference, expected = run_reference(tiny_model("llama", NAME), ids, block, setting)
+    for layer in range(2):
+        assert kept(cache, layer) == reference.kept(layer)
+    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+
+
+ROPES = {
+    "default": {},
+    "linear": {"rope_type": "linear", "factor": 2.0},
+    "llama3": {
+        "rope_type": "llama3",
+        "factor": 4.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    },
+    "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
+}
+
+
+@pytest.mark.parametrize("rope", ROPES)
+def test_compact_positions_with_every_rope_type(rope, tokens):
+    """Keys rotated by rank equal keys computed anew from their unrotated form at that rank."""
+    scaling = {"rope_theta": 10000.0, **ROPES[rope]} if ROPES[rope] else None
+    changes = {"rope_parameters" if hasattr_rope() else "rope_scaling": scaling} if scaling else {}
+    setting = Setting("keydiff", 12, "compact")
+    ids = tokens(40)
+    cache, logits = run(tiny_model("llama", **changes), ids, 6, setting)
+    reference, expected = run_reference(tiny_model("llama", NAME, **changes), ids, 6, setting)
+    assert kept(cache, 1) == reference.kept(1)
+    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["phi3", "qwen3", "smollm3", "starcoder2", "granite"])
+def test_compact_positions_in_other_families(family, tokens):
+    changes = {"partial_rotary_factor": 0.5} if family == "phi3" else {}
+    setting = Setting("keydiff", 12, "compact")
+    ids = tokens(30)
+    cache, logits = run(tiny_model(family, **changes), ids, 6, setting)
+    reference, expected = run_reference(tiny_model(family, NAME, **changes), ids, 6, setting)
+    assert kept(cache, 1) == reference.kept(1)
+    torch.testing.assert_close(logits, expected, rtol=2e-4, atol=2e-4)
+
+
+def hasattr_rope() -> bool:
+    from conftest import tiny_config
+
+    return hasattr(tiny_config("llama"), "rope_parameters")
+
+
+@pytest.mark.parametrize("fault", ["keys not moved", "keys moved too far", "queries not moved"])
+def test_planted_faults_of_positions_are_seen(fault, monkeypatch):
+    back, window = Rotation.back, QueryRing.last
+    if fault == "keys not moved":
+        monkeypatch.setattr(Rotation, "back", lambda self, x, shift: x)
+    elif fault == "keys moved too far":
+        monkeypatch.setattr(Rotation, "back", lambda self, x, shift: back(self, x, shift + 1))
+    else:
+        monkeypatch.setattr(QueryRing, "last", lambda self, seg, n, _: window(self, seg, n, None))
+    setting = Setting("snapkv", 12, "compact", {"window": 9, "kernel": 5, "pool": "avg"})
+    ids = 3 + torch.randperm(50)[None, :31]
+    cache, logits = run(tiny_model("llama"), ids, 6, setting)
+    reference, expected = run_reference(tiny_model("llama", NAME), ids, 6, setting)
+    differ = [kept(cache, layer) != reference.kept(layer) for layer in range(2)]
+    assert any(differ) or (logits - expected).abs().max() > 1e-2
+
+
+@pytest.mark.slow
+def test_no_drift_in_bfloat16_after_ten_thousand_evictions():
+    """Keys are rotated once from what the model made, however often their position moved."""
+    model = tiny_model("llama", dtype=torch.bfloat16, max_position_embeddings=128)
+    cache = kvcap.BudgetCache(model.config, 16, 8, kvcap.load_policy("streaming_llm", sinks=8))
+    loop = BlockLoop(model, cache)
+    for i in range(10_000 // 8 + 2):  # eight evictions a block
+        loop.read(3 + (torch.arange(8)[None] * 7 + i) % 90)
+    store = cache.layers[0].segments[0]
+    assert cache.seen > 10_000
+    fresh = kvcap.BudgetCache(model.config, 16, 8)
+    BlockLoop(model, fresh).read(3 + (torch.arange(8)[None] * 7) % 90)
+    order = store.positions[0, 0].argsort()[:8]  # the sinks, read first and never rewritten
+    rotation = cache.rotation(torch.empty(0))
+    moved = rotation.back(store.keys, store.side("shift"))[0, 0, order]
+    assert torch.equal(moved, fresh.layers[0].segments[0].keys[0, 0])
+    newest = store.positions[0, 0].argsort()[-8:]
+    exact = rotate_all(store.keys[0, 0, newest], -store.side("shift")[0, 0, newest], cache)
+    error = (rotation.back(store.keys, store.side("shift"))[0, 0, newest].double() - exact).abs()
+    assert error.max() <= exact.abs().max() * 2**-8  # one rounding to bfloat16
+
+
+def rotate_all(keys: torch.Tensor, positions: torch.Tensor, cache: Any) -> torch.Tensor:
+    inv_freq = cache.layout.rope.inv_freq.double()
+    rows = [rotate(k.double(), float(p), inv_freq) for k, p in zip(keys, positions, strict=True)]
+    return torch.stack(rows)

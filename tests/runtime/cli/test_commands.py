@@ -1,0 +1,456 @@
+"""The command line from outside: exit codes, what is on stdout, what on stderr."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_chat
+import torch
+
+from kvcap import cli, dtypes, policies
+from kvcap.runtime.cli.completion import policy_names
+
+BUDGET = {
+    *("--policy", "--policy-option", "--kv-budget", "--kv-budget-tokens", "--max-kv-size"),
+    *("--block-size", "--prefill-chunk-size", "--sink-tokens", "--recent-tokens"),
+    *("--positions", "--dtype", "--json", "--memory-cap", "--enforce", "--backend"),
+}
+ANSWER = {
+    *("--evict-every", "--system-prompt", "--device", "--max-new-tokens", "--temp"),
+    *("--temperature", "--top-p", "--top-k", "--min-p", "--seed", "--stop", "--quiet", "-q"),
+    *("--session", "--pin-system", "--on-full", "--compile", "--threads"),
+    *("--repetition-penalty", "--repeat-penalty"),
+}
+OPTIONS = {
+    "chat": BUDGET | ANSWER | {"--no-commands"},
+    "generate": BUDGET | ANSWER | {"--model", "-m", "--file", "-f", "--raw"},
+    "plan": BUDGET | {"--context"},
+    "policies": {"--json"},
+    "eval": {"--json", "--threads", "--prefill-chunk-size"},
+    "demo": {"--json", "--threads", "--prefill-chunk-size", "--max-kv-size"},
+    "bench": {"--block-size", "--threads"},
+}
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return tiny_chat.save(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def kvcap(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Any:
+    def run(*arguments: str, stdin: bytes = b"") -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin), encoding="utf-8"))
+        code = cli.run(arguments)
+        out, err = capsys.readouterr()
+        return code, out, err
+
+    return run
+
+
+def one_line(err: str) -> bool:
+    return err.startswith("kvcap: ") and err.count("\n") == 1
+
+
+def test_help_is_light_and_complete() -> None:
+    program = (
+        "import sys; from kvcap.cli import run; code = run(['--help']); "
+        "print(code, [m for m in ('torch', 'transformers') if m in sys.modules])"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(Path(cli.__file__).parents[1])}
+    out = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True
+    ).stdout
+    assert out.endswith("0 []\n")
+    assert all(f"  {name} " in out for name in OPTIONS)
+
+
+@pytest.mark.parametrize("command", OPTIONS)
+def test_every_option_is_in_the_help(command: str, kvcap: Any) -> None:
+    code, out, _ = kvcap(command, "--help")
+    assert code == 0
+    assert {
+        option for option in OPTIONS[command] if f"{option} " not in out.replace(",", " ")
+    } == set()
+
+
+def test_no_command_prints_the_help(kvcap: Any) -> None:
+    code, out, err = kvcap()
+    assert (code, err) == (0, "")
+    assert "Usage: kvcap" in out
+
+
+def test_generate_prints_the_answer_alone(model: str, kvcap: Any) -> None:
+    code, out, err = kvcap("generate", model, "Hello!", "--max-new-tokens", "8")
+    assert code == 0
+    assert out.strip()
+    assert err.startswith("seen ")
+    assert kvcap("generate", model, "Hello!", "--max-new-tokens", "8", "-q") == (0, out, "")
+
+
+def test_generate_takes_its_prompt_in_every_way(model: str, kvcap: Any, tmp_path: Path) -> None:
+    file = tmp_path / "prompt.txt"
+    file.write_text("Hello!\n", encoding="utf-8")
+    rest = ("--max-new-tokens", "8", "-q")
+    ways = [
+        kvcap("generate", model, "Hello!", *rest),
+        kvcap("generate", "Hello!", "-m", model, *rest),
+        kvcap("generate", model, "-f", str(file), *rest),
+        kvcap("generate", "-m", model, "-f", str(file), *rest),
+        kvcap("generate", model, "-f", "-", *rest, stdin=b"Hello!\n"),
+        kvcap("generate", model, "-", *rest, stdin=b"Hello!\r\n"),
+        kvcap("generate", "-m", model, *rest, stdin=b"Hello!\n"),
+        kvcap("generate", model, *rest, stdin=b"Hello!\n"),
+    ]
+    assert ways == [ways[0]] * len(ways)
+    assert ways[0][0] == 0
+
+
+def test_generate_json(model: str, kvcap: Any) -> None:
+    budget = ("--kv-budget-tokens", "16", "--block-size", "8")
+    code, out, _ = kvcap(
+        "generate", model, "word " * 60, "--json", "--max-new-tokens", "8", *budget
+    )
+    document = json.loads(out)
+    assert code == 0
+    assert set(document) == {"text", "finish_reason", "usage", "kv", "timing"}
+    assert document["finish_reason"] == "length"
+    assert document["usage"]["completion_tokens"] == 8
+    kv, read = document["kv"], document["usage"]["prompt_tokens"] + 7  # the last is not read
+    assert (kv["policy"], kv["budget_tokens"], kv["held_tokens"]) == ("keydiff", 16, 16)
+    assert kv["evicted_tokens"] == read - 16
+    assert kv["bytes"] <= kv["cap_bytes"] == kv["peak_bytes"]
+    assert set(document["timing"]) == {"ttft_s", "prefill_tok_s", "decode_tok_s"}
+    assert all(value > 0 for value in document["timing"].values())
+
+
+@pytest.mark.slow
+def test_sampling_is_repeatable(model: str, kvcap: Any) -> None:
+    def draw(seed: str) -> str:
+        out: str = kvcap("generate", model, "Hi", "--temp", "1.5", "--seed", seed, "-q")[1]
+        return out
+
+    assert draw("1") == draw("1") != draw("2")
+
+
+def test_stop_and_raw(model: str, kvcap: Any) -> None:
+    _, whole, _ = kvcap("generate", model, "Hi", "--raw", "-q", "--max-new-tokens", "20")
+    stop = whole.strip().split()[1]
+    _, cut, _ = kvcap("generate", model, "Hi", "--raw", "-q", "--stop", stop)
+    assert cut.strip() == whole.partition(stop)[0].strip()
+
+
+def test_the_environment_sets_options(
+    model: str, kvcap: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVCAP_MODEL", model)
+    monkeypatch.setenv("KVCAP_POLICY", "h2o")
+    monkeypatch.setenv("KVCAP_KV_BUDGET_TOKENS", "32")
+    monkeypatch.setenv("KVCAP_JSON", "1")
+    _, out, _ = kvcap("plan")
+    assert (json.loads(out)["policy"], json.loads(out)["budget_tokens"]) == ("h2o", 32)
+    assert json.loads(kvcap("plan", "--policy", "full")[1])["policy"] == "full"
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "says"),
+    [
+        ("KV_BUDGET", "lots", "'lots' is not a size"),
+        ("KV_BUDGET_TOKENS", "few", "--kv-budget-tokens"),
+        ("POLICY", "keydif", "did you mean 'keydiff'?"),
+        ("DEVICE", "abacus", "device 'abacus'"),
+        ("DTYPE", "int8", "dtype 'int8'"),
+        ("MODEL", "pokcet", "did you mean 'pocket'?"),
+        ("ON_FULL", "burst", "--on-full"),
+    ],
+)
+def test_bad_values_are_named_with_the_variable_they_come_from(
+    variable: str, value: str, says: str, kvcap: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(f"KVCAP_{variable}", value)
+    monkeypatch.setenv("KVCAP_SINK_TOKENS", "4")  # is no part of it
+    code, out, err = kvcap("generate", "Hello!")
+    assert (code, out) == (2, "")
+    assert one_line(err)
+    assert says in err
+    assert f"the environment says KVCAP_{variable}={value!r}" in err
+    assert "SINK" not in err
+
+
+def test_the_command_line_is_not_blamed_on_the_environment(
+    model: str, kvcap: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVCAP_POLICY", "h2o")
+    assert "environment" not in kvcap("plan", model, "--policy", "keydif")[2]
+
+
+@pytest.mark.parametrize("dtype", ["float16", "fp16", "half", "FP16", "torch.float16"])
+def test_types_have_the_names_that_people_use(dtype: str, model: str, kvcap: Any) -> None:
+    document = json.loads(kvcap("plan", model, "--dtype", dtype, "--json")[1])
+    assert document["dtype"] == "float16"
+    assert dtypes.short(dtype) == "fp16"
+
+
+def test_threads_are_those_that_compute(model: str, kvcap: Any) -> None:
+    before = torch.get_num_threads()
+    try:
+        for count in (1, 2):
+            options = ("--threads", str(count), "--max-new-tokens", "2", "-q")
+            assert kvcap("generate", model, "Hi", *options)[0] == 0
+            assert torch.get_num_threads() == count
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_a_repetition_penalty_changes_what_is_said(model: str, kvcap: Any) -> None:
+    rest = ("--raw", "-q", "--temp", "0", "--max-new-tokens", "30")
+    plain = kvcap("generate", model, "word word word", *rest)
+    assert kvcap("generate", model, "word word word", *rest, "--repeat-penalty", "1") == plain
+    below = kvcap("generate", model, "word word word", *rest, "--repetition-penalty", "0.01")
+    assert below[0] == 0
+    assert below[1] != plain[1]  # says again what was said
+
+
+def test_the_shell_completes_names(kvcap: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert set(policy_names("")) == set(policies.policies())
+    assert policy_names("keydiff-") == ["keydiff-window"]
+    parts = {name.partition("+")[2] for name in policy_names("h2o+")}
+    assert parts == set(policies.companions())
+    assert policy_names("snapkv+adakv+critical") == ["snapkv+adakv+criticalkv"]
+    program = (
+        "import sys\nfrom kvcap.cli import run\n"
+        "try:\n    run()\n"
+        "finally:\n    print([m for m in ('torch', 'transformers') if m in sys.modules])"
+    )
+    words = {"COMP_WORDS": "kvcap chat --policy pyr", "COMP_CWORD": "3"}
+    environment = {**os.environ, **words, "_KVCAP_COMPLETE": "complete_bash"}
+    environment["PYTHONPATH"] = str(Path(cli.__file__).parents[1])
+    out = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True
+    ).stdout
+    assert out.split() == ["pyramidkv", "[]"]
+
+
+@pytest.mark.parametrize("command", [*OPTIONS, "export scorer", "export decoder", "android plan"])
+def test_help_pages_read_well_at_80_columns(
+    command: str, kvcap: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("TERMINAL_WIDTH", "80")
+    out = kvcap(*command.split(), "--help")[1]
+    assert "\\b" not in out
+    assert "\b" not in out
+    assert max(map(len, out.splitlines())) <= 80
+
+
+def test_plan(model: str, kvcap: Any) -> None:
+    code, out, _ = kvcap("plan", model, "--kv-budget", "64KiB", "--json")
+    document = json.loads(out)
+    assert code == 0
+    assert document["fits"] is True
+    assert 0 < document["cache_bytes"] <= 64 * 1024
+    code, out, _ = kvcap("plan", model, "--kv-budget", "64KiB")
+    assert code == 0
+    assert f"{document['cache_bytes']:,}" in out
+    assert "exact" in out
+    assert "estimate" in out
+
+
+def test_plan_says_what_an_uncapped_cache_takes_and_the_least_that_works(
+    model: str, kvcap: Any
+) -> None:
+    document = json.loads(kvcap("plan", model, "--json")[1])
+    shape = json.loads(Path(model, "config.json").read_text())
+    token = 2 * shape["num_hidden_layers"] * shape["num_key_value_heads"] * shape["head_dim"] * 4
+    trained = shape["max_position_embeddings"]
+    assert document["uncapped_tokens"] == trained
+    assert document["uncapped_bytes"] == token * trained
+    longer = json.loads(kvcap("plan", model, "--json", "--context", "5000")[1])
+    assert (longer["uncapped_tokens"], longer["uncapped_bytes"]) == (5000, 5000 * token)
+    least = str(document["least_kv_budget"])
+    assert kvcap("plan", model, "--kv-budget", least)[0] == 0
+    code, out, _ = kvcap("plan", model, "--kv-budget", str(int(least) - 1), "--json")
+    assert (code, json.loads(out)["least_kv_budget"]) == (3, int(least))
+    assert document["least_memory_cap"] % (1 << 20) == 0
+    assert json.loads(kvcap("plan", model, "--memory-cap", "1MiB", "--json")[1])["least_memory_cap"]
+    out = kvcap("plan", model, "--context", "5000")[1]
+    assert "keys and values of 5,000 tokens would take" in out
+    assert f"{5000 * token:,} bytes" in out
+    assert f"--kv-budget {least}, or --memory-cap" in out
+    assert "rehears" not in out
+
+
+def test_plan_that_cannot_be(model: str, kvcap: Any) -> None:
+    code, out, err = kvcap("plan", model, "--kv-budget", "100", "--json")
+    assert code == 3
+    assert json.loads(out)["fits"] is False
+    assert "the least that works" in json.loads(out)["error"]
+    assert one_line(err)
+    assert kvcap("plan", model, "--kv-budget", "100")[:2] == (3, "")
+    assert kvcap("generate", model, "Hi", "--kv-budget", "100")[:2] == (3, "")
+
+
+def test_policies(kvcap: Any) -> None:
+    code, out, _ = kvcap("policies", "--json")
+    rows = {row["name"]: row for row in json.loads(out)["policies"]}
+    assert code == 0
+    assert {"keydiff", "h2o", "full"} <= set(rows)
+    assert rows["h2o"]["state_bytes_per_slot"] == 4
+    assert rows["h2o"]["window_queries"] is None
+    assert rows["keydiff"]["options"]["anchor"] == "mean"
+    assert rows["keydiff"]["parts"][0]["formula"]
+    code, out, _ = kvcap("policies")
+    assert code == 0
+    assert all(name in out for name in rows)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "says"),
+    [
+        (["--policy", "keydif"], 2, "did you mean 'keydiff'?"),
+        (["--policy", "snapkv", "--policy-option", "windo=8"], 2, "did you mean 'window'?"),
+        (["--policy-option", "anchor=middle"], 2, "anchor='middle' will not work"),
+        (["--policy-option", "anchor"], 2, "'anchor' is not KEY=VALUE"),
+        (["--kv-budget-tokens", "0"], 2, "--kv-budget-tokens"),
+        (["--kv-budget-tokens", "8", "--sink-tokens", "9"], 2, "at least 9"),
+        (["--kv-budget-tokens", "8", "--kv-budget", "1MiB"], 2, "not both"),
+        (["--kv-budget", "lots"], 2, "'lots' is not a size"),
+        (["--block-size", "0"], 2, "--block-size"),
+        (["--positions", "relative"], 2, "--positions"),
+        (["--dtype", "int8"], 2, "use one of float32"),
+        (["--device", "abacus"], 2, "device 'abacus' cannot be used here; use cpu"),
+        (["--device", "gpu"], 2, "GPUs of NVIDIA and AMD are called cuda"),
+        (["--device", "meta"], 2, "device 'meta' cannot be used here"),
+        (
+            ["--policy", "snapkv", "--policy-option", "window=abc"],
+            2,
+            "window='abc' will not work; expected a whole number, such as 32",
+        ),
+        (["--policy", "h2o", "--policy-option", "recent=most"], 2, "expected a number, such as"),
+        (["--policy-option", "sink_tokens=few"], 2, "sink_tokens='few' will not work"),
+        (["--threads", "0"], 2, "--threads"),
+        (["--repetition-penalty", "0"], 2, "--repetition-penalty"),
+        (["--evict-every", "1000"], 3, "evict_every=1000"),
+        (["--top-p", "1.5"], 2, "--top-p"),
+        (["--temp", "-1"], 2, "--temp"),
+        (["--max-new-tokens", "0"], 2, "--max-new-tokens"),
+        (["--raw", "--system-prompt", "Be kind."], 2, "--raw"),
+        (["--policy", "full", "--kv-budget-tokens", "4"], 4, "0 of 4 slots are in use"),
+        (["--nonsense"], 2, "--nonsense"),
+    ],
+)
+def test_bad_options_end_with_one_line(
+    arguments: list[str], code: int, says: str, model: str, kvcap: Any
+) -> None:
+    got, out, err = kvcap("generate", model, "Hello there, how are you?", "-q", *arguments)
+    assert (got, out) == (code, "")
+    assert one_line(err)
+    assert says in err
+
+
+@pytest.mark.parametrize("prompt", [[], [""], [" \n"], ["-"], ["-f", "-"], ["pocket"]])
+def test_no_prompt(prompt: list[str], model: str, kvcap: Any) -> None:
+    code, out, err = kvcap("generate", "-m", model, *prompt)
+    assert (code, out) == (2, "")
+    assert one_line(err)
+
+
+def test_files_that_are_no_prompt(model: str, kvcap: Any, tmp_path: Path) -> None:
+    (tmp_path / "latin").write_bytes(b"caf\xe9")
+    (tmp_path / "binary").write_bytes(b"\0\1\2")
+    for name, says in [("none", "No such file"), ("", "directory"), ("latin", "UTF-8")]:
+        code, out, err = kvcap("generate", model, "-f", str(tmp_path / name))
+        assert (code, out) == (2, "")
+        assert says in err
+    assert "NUL" in kvcap("generate", model, "-f", str(tmp_path / "binary"))[2]
+    assert kvcap("generate", model, "-f", "-", stdin=b"\xff\xfe")[0] == 2
+
+
+def test_models_that_cannot_be(kvcap: Any, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
+    code, out, err = kvcap("plan", str(tmp_path))
+    assert (code, out) == (2, "")
+    assert "model type 'gpt2' is not supported" in err
+    code, out, err = kvcap("chat", str(tmp_path / "nowhere"))
+    assert (code, out) == (2, "")
+    assert "there is no directory" in err
+    (tmp_path / "config.json").write_text("{")
+    assert kvcap("plan", str(tmp_path))[0] == 2
+
+
+def test_an_export_is_run_by_its_own_backend(kvcap: Any, tmp_path: Path) -> None:
+    (tmp_path / "kvcap.json").write_text("{}")
+    (tmp_path / "config.json").write_text("{}")
+    for command in (["plan"], ["generate", "-f", "-"], ["chat"]):
+        code, out, err = kvcap(*command, str(tmp_path), stdin=b"Hello!")
+        assert (code, out) == (2, "")
+        assert "and this kvcap reads" in err  # its manifest was read
+    code, _, err = kvcap("plan", str(tmp_path), "--backend", "torch")
+    assert code == 2
+    assert "is an exported decoder, which ONNX Runtime runs" in err
+    for model, says in [
+        ("pocket", "kvcap export decoder pocket -o pocket-onnx"),
+        ("Someone/A-Model", "kvcap export decoder Someone/A-Model -o A-Model-onnx"),
+        ("pokcet", "did you mean 'pocket'?"),
+    ]:
+        code, _, err = kvcap("plan", model, "--backend", "onnxruntime")
+        assert code == 2
+        assert says in err
+        assert one_line(err)
+
+
+def test_a_base_model_is_named_as_such(kvcap: Any, tmp_path: Path) -> None:
+    base = tiny_chat.save(tmp_path, template=False)
+    code, out, err = kvcap("generate", base, "Hi", "-q")
+    assert (code, out) == (2, "")
+    assert "--raw" in err
+    code, out, err = kvcap("chat", base, "-q")
+    assert (code, out) == (2, "")
+    assert one_line(err)
+    assert kvcap("generate", base, "Hi", "--raw", "--max-new-tokens", "2")[0] == 0
+
+
+def test_a_reached_cap_keeps_what_was_said(model: str, kvcap: Any) -> None:
+    cap = ("--policy", "full", "--kv-budget-tokens", "24")
+    code, out, err = kvcap("generate", model, "Hi", "--json", "-q", *cap)
+    document = json.loads(out)
+    assert code == 4
+    assert document["finish_reason"] == "cap"
+    assert document["kv"]["held_tokens"] == 24
+    assert document["usage"]["completion_tokens"] > 1
+    assert one_line(err)
+
+
+@pytest.mark.parametrize(
+    ("on_full", "code", "reason"),
+    [("evict", 0, "length"), ("stop", 0, "full"), ("error", 4, "cap")],
+)
+def test_what_a_full_cache_does(
+    on_full: str, code: int, reason: str, model: str, kvcap: Any
+) -> None:
+    options = ("--kv-budget-tokens", "24", "--max-new-tokens", "40", "--on-full", on_full)
+    got, out, err = kvcap("generate", model, "Hi", "--json", "-q", *options)
+    document = json.loads(out)
+    assert (got, document["finish_reason"]) == (code, reason)
+    assert (document["kv"]["evicted_tokens"] == 0) == (on_full != "evict")
+    assert one_line(err) if on_full == "error" else not err
+
+
+def test_debug_shows_the_traceback(kvcap: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVCAP_DEBUG", "1")
+    assert "Traceback" in kvcap("plan", "pocket", "--policy", "nothing")[2]
+
+
+def test_unexpected_errors_are_one_line(kvcap: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_: Any) -> None:
+        raise RuntimeError("out of paper\ndetails")
+
+    monkeypatch.setattr("kvcap.runtime.models.names.resolve", fail)
+    assert kvcap("plan") == (1, "", "kvcap: out of paper\n")

@@ -1,0 +1,218 @@
+"""A cap on the whole process: planned, looked at before every block, enforced by the system."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from random import Random
+from unittest.mock import patch
+
+import pytest
+import torch
+from conftest import tiny_config
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny_chat import save
+from typer.testing import CliRunner
+
+import kvcap
+from kvcap.cli import app
+from kvcap.pocket.corpus import filler
+from kvcap.runtime.errors import MemoryCapExceeded, PlanInfeasible
+from kvcap.runtime.memory import cap_guard
+from kvcap.runtime.memory.cap_guard import CapGuard
+from kvcap.runtime.memory.free_memory import process_bytes
+from kvcap.runtime.planning import plan as plan_module
+from kvcap.runtime.planning.plan import LOADING, MemoryPlan
+from kvcap.runtime.units import parse_bytes
+
+MIB = 1 << 20
+CONFIG = tiny_config("llama", max_position_embeddings=100_000)
+
+
+def plan(**options: object) -> MemoryPlan:
+    return MemoryPlan.of(CONFIG, dtype=torch.float32, **options)
+
+
+HELD = 400 * MIB  # what the plan is told this process holds, lest its tests depend on it
+
+
+@pytest.fixture
+def steady(monkeypatch):
+    monkeypatch.setattr(plan_module, "process_bytes", lambda: HELD)
+
+
+@pytest.mark.slow(keep=2)
+@pytest.mark.parametrize("policy", ["keydiff", "snapkv", "pyramidkv", "calidrop"])
+def test_the_plan_takes_the_largest_budget_that_fits(policy, steady):
+    cap = HELD + LOADING + 40 * MIB
+    found = plan(policy=policy, memory_cap=cap)
+    assert found.rehearsed
+    assert cap * 0.99 < found.total_bytes <= cap
+    assert found.baseline >= LOADING
+    assert found.block_size == 128
+
+
+def test_a_small_cap_takes_a_small_block(steady):
+    least = plan(kv_budget_tokens=8, block_size=4, memory_cap=1 << 40)
+    found = plan(memory_cap=least.total_bytes + MIB // 4)
+    assert found.block_size < 128
+    assert found.budget_tokens >= 2 * found.block_size
+
+
+def test_compact_positions_stay_in_the_trained_window():
+    config = tiny_config("llama", max_position_embeddings=512)
+    found = MemoryPlan.of(config, dtype=torch.float32, memory_cap=1 << 40)
+    assert found.budget_tokens + found.block_size <= 512
+
+
+def test_what_does_not_fit_is_refused_with_what_would(steady):
+    with pytest.raises(PlanInfeasible, match="raise it to") as refused:
+        plan(memory_cap=HELD // 2)
+    assert "weights" in str(refused.value)
+    with pytest.raises(PlanInfeasible, match="leave the KV budget out"):
+        plan(kv_budget_tokens=100_000, memory_cap=HELD + LOADING + 10 * MIB)
+    both = plan(kv_budget_tokens=100, memory_cap=HELD + LOADING + 40 * MIB)
+    assert both.budget_tokens == 100
+
+
+@pytest.mark.slow
+def test_the_command_line(tmp_path):
+    runner = CliRunner()
+    cap = str(process_bytes() + LOADING + 100 * MIB)
+    done = runner.invoke(app, ["plan", "pocket", "--memory-cap", cap, "--json"])
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.stdout)
+    assert found["rehearsed"]
+    assert found["total_bytes"] <= int(cap)
+    shown = runner.invoke(app, ["plan", "pocket", "--memory-cap", cap])
+    assert "measured here" in shown.stdout
+    assert "dry run" in shown.stdout
+
+
+@pytest.mark.slow
+@settings(derandomize=True, deadline=None, max_examples=12)
+@given(
+    policy=st.sampled_from(["keydiff", "snapkv", "pyramidkv", "calidrop"]),
+    budget=st.sampled_from([None, 50, 500]),
+    more=st.integers(0, 8 * MIB),
+)
+def test_a_cap_that_is_advised_is_taken_by_a_process_a_little_larger(policy, budget, more):
+    with (
+        patch.object(plan_module, "process_bytes", lambda: HELD),
+        pytest.raises(PlanInfeasible, match=r"raise it to \d+MiB") as refused,
+    ):
+        plan(policy=policy, kv_budget_tokens=budget, memory_cap=HELD)
+    advised = re.search(r"raise it to (\w+)", str(refused.value))[1]
+    assert parse_bytes(advised) == refused.value.least["least_memory_cap"]
+    with patch.object(plan_module, "process_bytes", lambda: HELD + more):
+        found = plan(policy=policy, kv_budget_tokens=budget, memory_cap=advised)
+    assert found.total_bytes <= parse_bytes(advised)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("enforce", ["check", "rlimit"])
+def test_a_process_stays_under_its_cap(enforce, tmp_path):
+    """The whole way: a long document, the largest cache that fits, the peak of a fresh process."""
+    lines = filler(Random(1))
+    (tmp_path / "long.txt").write_text(" ".join(next(lines) for _ in range(200)))
+    command = [sys.executable, "-m", "kvcap"]
+    env = {**os.environ, "PYTHONPATH": str(Path(kvcap.__file__).parents[1])}
+    if sys.platform != "linux":
+        pytest.skip("reads /proc")
+    refused = subprocess.run(
+        [*command, "plan", "pocket", "--memory-cap", "1MiB"],
+        capture_output=True, text=True, env=env, check=False,
+    )  # fmt: skip
+    assert refused.returncode == 3
+    least = refused.stderr.split("raise it to ")[1].split(", or")[0]
+    fed_back = subprocess.run(
+        [*command, "plan", "pocket", "--memory-cap", least],
+        capture_output=True, text=True, env=env, check=False,
+    )  # fmt: skip
+    assert fed_back.returncode == 0, fed_back.stderr
+    cap = parse_bytes(least) + 8 * MIB
+    # The peak of a child by rusage begins at its parent's, so the child reads its own.
+    code = (
+        "import runpy, sys\n"
+        "try:\n    runpy.run_module('kvcap', run_name='__main__', alter_sys=True)\n"
+        "finally:\n    print(open('/proc/self/status').read(), file=sys.stderr)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, "generate", "-f", str(tmp_path / "long.txt"), "--memory-cap",
+         str(cap), "--enforce", enforce, "--max-new-tokens", "4", "--json"],
+        capture_output=True, text=True, env=env, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    out = done.stdout
+    peak = int(done.stderr.split("VmHWM:")[1].split()[0]) * 1024
+    assert process_bytes() / 4 < peak <= cap
+    assert json.loads(out)["kv"]["budget_tokens"] > 1000
+
+
+def test_a_breach_is_seen_before_the_block_and_the_session_goes_on(tmp_path):
+    runtime = kvcap.Runtime.from_pretrained(save(tmp_path), kv_budget_tokens=64)
+    session = runtime.session()
+    session.set_generation(max_new_tokens=4)
+    "".join(session.send("Hello!"))
+    seen = session.cache.seen
+    session.cache.guard = CapGuard(cap=process_bytes() + MIB, workspace=8 * MIB, block=128)
+    with pytest.raises(MemoryCapExceeded, match="above the cap"):
+        "".join(session.send("word " * 200))
+    assert session.cache.consistent
+    assert session.cache.seen == seen
+    session.cache.guard = None
+    assert "".join(session.send("Hello again!")) is not None
+    assert session.cache.seen > seen
+
+
+def test_the_guard_counts_a_workspace_once(monkeypatch):
+    held = [100]
+    monkeypatch.setattr(cap_guard, "process_bytes", lambda: held[0])
+    guard = CapGuard(cap=150, workspace=40, block=10)
+    guard.check(10)
+    held[0] = 140  # the allocator keeps what the block gave back
+    guard.check(10)
+    held[0] = 151  # something else grew
+    with pytest.raises(MemoryCapExceeded, match="holds 151"):
+        guard.check(1)
+    tight = CapGuard(cap=150, workspace=80, block=10)
+    held[0] = 100
+    with pytest.raises(MemoryCapExceeded, match="a block of 6 would fit"):
+        tight.check(10)
+    tight.check(6)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_DATA counts what is needed on Linux")
+def test_the_system_refuses_and_the_conversation_can_go_on():
+    """A block larger than what is left fails in the allocator; the next message reads anew."""
+    code = """
+import resource, torch, kvcap
+from kvcap.runtime.memory.cap_guard import limit_data
+from kvcap.runtime.errors import MemoryCapExceeded
+from kvcap.runtime.memory.free_memory import process_bytes
+runtime = kvcap.Runtime.from_pretrained("pocket", policy="h2o", kv_budget_tokens=4096,
+                                        block_size=2048)
+session = runtime.session()
+"".join(session.send("Please remember: the code for the blue door is 4821."))
+_, hard = resource.getrlimit(resource.RLIMIT_DATA)
+limit_data(process_bytes() + (24 << 20))
+try:
+    "".join(session.send("word " * 1800))
+    print("nothing was refused")
+except MemoryCapExceeded as error:
+    print("refused:", error)
+resource.setrlimit(resource.RLIMIT_DATA, (hard, hard))
+del session.messages[2:]  # the long one
+print("".join(session.send("What is the code for the blue door?")))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False,
+        env={**os.environ, "PYTHONPATH": str(Path(kvcap.__file__).parents[1])},
+    )  # fmt: skip
+    assert "refused: the system refused the memory" in done.stdout, done.stdout + done.stderr
+    assert "4821" in done.stdout

@@ -1,0 +1,133 @@
+"""Free memory as a process in a container should see it, on trees of proc and sys."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import psutil
+import pytest
+
+from kvcap import Runtime
+from kvcap.cli import run
+from kvcap.runtime.memory.free_memory import FreeMemory, free_memory, process_bytes
+
+MIB, GIB = 1 << 20, 1 << 30
+
+
+def tree(root: Path, files: dict[str, str], available: int = 64 * GIB) -> Path:
+    for name, text in {
+        "proc/meminfo": f"MemTotal: 1 kB\nMemAvailable:   {available // 1024} kB\n",
+        **files,
+    }.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return root
+
+
+def test_the_machine_alone(tmp_path):
+    free = free_memory(tree(tmp_path, {}, 5 * GIB))
+    assert (free.nbytes, free.source) == (5 * GIB, "MemAvailable")
+
+
+def full_of_page_cache(root: Path) -> Path:
+    """32 GiB allowed, 25 used, 23 of them cached files: 30 are free, not 7."""
+    group = "sys/fs/cgroup/pod/box"
+    return tree(root, {
+        "proc/self/cgroup": "0::/pod/box\n",
+        f"{group}/memory.max": f"{32 * GIB}\n",
+        f"{group}/memory.current": f"{25 * GIB}\n",
+        f"{group}/memory.stat": f"anon {2 * GIB}\nfile {23 * GIB}\ninactive_file {20 * GIB}\n"
+                                f"active_file {3 * GIB}\nslab_reclaimable 0\n",
+        "sys/fs/cgroup/pod/memory.max": "max\n",
+    })  # fmt: skip
+
+
+def test_a_cgroup_full_of_page_cache(tmp_path):
+    free = free_memory(full_of_page_cache(tmp_path))
+    assert free.nbytes == 30 * GIB
+    assert "box" in free.source
+
+
+def test_the_plan_says_what_is_free(tmp_path, monkeypatch, capsys):
+    free = free_memory(full_of_page_cache(tmp_path))
+    monkeypatch.setattr("kvcap.runtime.memory.free_memory.free_memory", lambda: free)
+    assert run(["plan", "pocket", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["free_bytes"], found["free_by"]) == (30 * GIB, "the limit of cgroup box")
+    assert run(["plan", "pocket", "--kv-budget", "1", "--json"]) == 3
+    assert json.loads(capsys.readouterr().out)["free_bytes"] == 30 * GIB
+    with pytest.warns(UserWarning, match="32,212,254,720 are free .the limit of cgroup box."):
+        assert run(["plan", "pocket", "--memory-cap", "40GiB"]) == 0
+    assert "30.0 GiB  32,212,254,720  the limit of cgroup box" in capsys.readouterr().out
+
+
+def test_a_run_that_there_is_no_memory_for_is_warned_of(monkeypatch):
+    free = FreeMemory(MIB, "here")
+    monkeypatch.setattr("kvcap.runtime.backends.pytorch.runtime.free_memory", lambda: free)
+    with pytest.warns(UserWarning, match=r"1,048,576 are free .here."):
+        Runtime.from_pretrained("pocket", device="cpu")
+
+
+def test_shared_memory_is_no_page_cache(tmp_path):
+    """Files in /dev/shm count as 'file' but cannot be given back."""
+    root = tree(tmp_path, {
+        "proc/self/cgroup": "0::/box\n",
+        "sys/fs/cgroup/box/memory.max": f"{8 * GIB}\n",
+        "sys/fs/cgroup/box/memory.current": f"{6 * GIB}\n",
+        "sys/fs/cgroup/box/memory.stat": f"file {5 * GIB}\nshmem {5 * GIB}\ninactive_file 0\n",
+    })  # fmt: skip
+    assert free_memory(root).nbytes == 2 * GIB
+
+
+def test_a_tighter_cgroup_above(tmp_path):
+    root = tree(tmp_path, {
+        "proc/self/cgroup": "0::/pod/box\n",
+        "sys/fs/cgroup/pod/box/memory.max": "max\n",
+        "sys/fs/cgroup/pod/memory.max": f"{4 * GIB}\n",
+        "sys/fs/cgroup/pod/memory.current": f"{1 * GIB}\n",
+    })  # fmt: skip
+    assert free_memory(root).nbytes == 3 * GIB
+
+
+def test_inside_a_container_the_mount_is_the_cgroup(tmp_path):
+    root = tree(tmp_path, {
+        "proc/self/cgroup": "0::/../../kubepods/other\n",
+        "sys/fs/cgroup/memory.max": f"{2 * GIB}\n",
+        "sys/fs/cgroup/memory.current": f"{GIB}\n",
+    })  # fmt: skip
+    assert free_memory(root).nbytes == GIB
+
+
+def test_version_1(tmp_path):
+    group = "sys/fs/cgroup/memory/docker/abc"
+    root = tree(tmp_path, {
+        "proc/self/cgroup": "5:cpu,cpuacct:/docker/abc\n4:memory:/docker/abc\n0::/docker/abc\n",
+        f"{group}/memory.limit_in_bytes": f"{16 * GIB}\n",
+        f"{group}/memory.usage_in_bytes": f"{12 * GIB}\n",
+        f"{group}/memory.stat": f"cache {9 * GIB}\ntotal_inactive_file {8 * GIB}\n"
+                                f"total_active_file {GIB}\n",
+        "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712\n",
+    })  # fmt: skip
+    assert free_memory(root).nbytes == 13 * GIB
+
+
+@pytest.mark.parametrize("text", ["", "garbage", "0::", "4:memory"])
+def test_odd_files_fall_back_to_the_machine(tmp_path, text):
+    root = tree(tmp_path, {"proc/self/cgroup": text, "sys/fs/cgroup/memory.max": "lots"}, GIB)
+    assert free_memory(root).nbytes == GIB
+
+
+def test_a_cgroup_beyond_its_limit_has_nothing_left(tmp_path):
+    root = tree(tmp_path, {
+        "proc/self/cgroup": "0::/box\n",
+        "sys/fs/cgroup/box/memory.max": "100\n",
+        "sys/fs/cgroup/box/memory.current": "200\n",
+    })  # fmt: skip
+    assert free_memory(root).nbytes == 0
+
+
+def test_here():
+    assert 0 < free_memory().nbytes <= psutil.virtual_memory().total
+    assert 1 << 20 < process_bytes() < psutil.virtual_memory().total

@@ -1,0 +1,318 @@
+"""Every supported family gives the uncapped model's logits while tokens fit, on both attentions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from conftest import FAMILIES, small_policy, tiny_config, tiny_model
+from tools import in_blocks, uncapped
+from transformers import AutoConfig, DynamicCache
+
+import kvcap
+from kvcap.policies import Eviction, policies
+from kvcap.runtime.backends.pytorch.loop import BlockLoop
+from kvcap.runtime.cache.layer import BudgetLayer
+from kvcap.runtime.cache.step import Pass
+from kvcap.runtime.models.config import FAMILIES as SUPPORTED
+from kvcap.runtime.models.config import ModelShape
+from kvcap.runtime.models.rope import rope_of
+
+LENGTH = 60  # beyond the tiny models' sliding windows of 24
+BLOCKS = (1, 5, 128, LENGTH)
+
+
+def close(a: torch.Tensor, b: torch.Tensor, tolerance: float = 2e-4) -> None:
+    torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
+
+
+def test_the_tests_cover_every_supported_family():
+    assert set(FAMILIES) == set(SUPPORTED)
+
+
+@pytest.mark.slow(keep=20)
+@pytest.mark.parametrize("policy", policies())
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_equal_the_uncapped_model_while_tokens_fit(family, policy, tokens):
+    ids = tokens(LENGTH)
+    expected = uncapped(family, ids)
+    model = tiny_model(family)
+    eviction = small_policy(policy, model.config, recents=LENGTH)
+    # Presets share the code of their parts, so one size of block is enough for them.
+    for block in BLOCKS if len(eviction.components) == 1 else (7,):
+        cache = kvcap.BudgetCache(model.config, roomy(eviction, model.config), block, eviction)
+        close(in_blocks(model, cache, ids, block), expected)
+        assert cache.held == LENGTH
+
+
+def roomy(eviction: Eviction, config: Any) -> int:
+    """A budget at which the smallest head of the smallest layer holds all tokens."""
+    sizes = (64 << i for i in range(9))
+    layers = len(kvcap.BudgetCache(config, 8).capped_layers)
+    return next(n for n in sizes if min(map(min, eviction.allot(n, layers, 2))) >= LENGTH)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_block_loop_and_generation_equal_the_uncapped_model(family, tokens):
+    ids = tokens(40)
+    model = tiny_model(family)
+    loop = BlockLoop(model, kvcap.BudgetCache(model.config, 64, 7))
+    logits = [loop.prefill(ids[:, :30])] + [loop.read(ids[:, i : i + 1]) for i in range(30, 40)]
+    close(torch.stack(logits, 1), uncapped(family, ids)[:, 29:])
+
+
+@pytest.mark.parametrize("policy", policies())
+def test_answers_evict_nothing_while_tokens_fit(policy, tokens):
+    ids = tokens(40)
+    model = tiny_model("llama")
+    eviction = small_policy(policy, model.config, recents=LENGTH)
+    loop = BlockLoop(
+        model, kvcap.BudgetCache(model.config, roomy(eviction, model.config), 7, eviction)
+    )
+    logits = [loop.prefill(ids[:, :30])] + [loop.read(ids[:, i : i + 1]) for i in range(30, 40)]
+    close(torch.stack(logits, 1), uncapped("llama", ids)[:, 29:])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_low_precision_models(dtype, tokens):
+    """No further from float32 than twice the uncapped model of the same precision."""
+    ids = tokens(LENGTH)
+    exact = uncapped("llama", ids)
+    plain = tiny_model("llama", "eager", dtype=dtype)
+    with torch.no_grad():
+        allowed = 2 * (plain(ids).logits.float() - exact).abs().max()
+    model = tiny_model("llama", dtype=dtype)
+    for positions in ("compact", "true"):
+        cache = kvcap.BudgetCache(model.config, 64, 16, positions=positions)
+        got = in_blocks(model, cache, ids, 16).float()
+        assert (got - exact).abs().max() <= allowed
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_hybrid_models_cap_their_global_layers_only(family):
+    config = tiny_config(family)
+    cache = kvcap.BudgetCache(config, 16, 8)
+    kinds = getattr(config, "layer_types", None) or ["full_attention"] * len(cache.layers)
+    for layer, kind in zip(cache.layers, kinds, strict=True):
+        assert isinstance(layer, BudgetLayer) == (kind == "full_attention")
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gemma3_text"])
+@pytest.mark.parametrize("positions", ["compact", "true"])
+def test_hybrid_models_stay_capped_beyond_the_budget(family, positions, tokens):
+    model = tiny_model(family)
+    cache = kvcap.BudgetCache(model.config, 16, 8, positions=positions)
+    loop = BlockLoop(model, cache)
+    loop.prefill(tokens(150))
+    plan = kvcap.MemoryPlan.of(
+        model.config, kv_budget_tokens=16, block_size=8, dtype=torch.float32, positions=positions
+    )
+    assert cache.held == 16
+    assert loop.peak_bytes <= plan.cache_bytes
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_frequencies_are_the_models_own(family):
+    model = tiny_model(family)
+    rotary = model.model.rotary_emb
+    own = getattr(rotary, "full_attention_inv_freq", None)
+    own = rotary.inv_freq if own is None else own
+    torch.testing.assert_close(rope_of(model.config).inv_freq, own)
+
+
+# Drop-in use of transformers' generate ----------------------------------------------------------
+
+
+@pytest.mark.parametrize("attention", ["kvcap", "sdpa", "eager"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "phi3"])
+def test_generate_equals_dynamic_cache_while_tokens_fit(family, attention, tokens):
+    ids = tokens(30)
+    options = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 2,
+               "attention_mask": torch.ones_like(ids)}  # fmt: skip
+    expected = tiny_model(family, "sdpa").generate(ids, past_key_values=DynamicCache(), **options)
+    model = tiny_model(family, attention)
+    cache = kvcap.BudgetCache(model.config, 64, 16)
+    got = model.generate(ids, past_key_values=cache, prefill_chunk_size=16, **options)
+    assert got.tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("policy", ["keydiff", "streaming_llm", "knorm", "random"])
+def test_stock_attention_evicts_the_same_as_ours(policy, tokens):
+    """Attention-free policies on stock attention: same tokens generated, same bytes, same kept."""
+    ids = tokens(60)
+    options = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 2, "prefill_chunk_size": 8,
+               "attention_mask": torch.ones_like(ids)}  # fmt: skip
+    runs = []
+    for attention in ("kvcap", "sdpa", "eager"):
+        model = tiny_model("llama", attention)
+        cache = kvcap.BudgetCache(model.config, 24, 8, policy, positions="true")
+        out = model.generate(ids, past_key_values=cache, **options)
+        assert cache.held <= 24 + (attention != "kvcap")  # evicts when the next token arrives
+        runs.append((out.tolist(), cache.nbytes))
+    assert runs[0] == runs[1] == runs[2]
+
+
+def test_compact_drop_in_equals_the_block_loop(tokens):
+    """generate() passes true positions; the attention function brings them back."""
+    ids = tokens(57)  # the last token alone, as transformers 4.57 reads it
+    model = tiny_model("llama")
+    cache = kvcap.BudgetCache(model.config, 24, 8)
+    assert cache.layout.positions == "compact"
+    out = model.generate(
+        ids, past_key_values=cache, prefill_chunk_size=8, max_new_tokens=10, do_sample=False,
+        pad_token_id=2, attention_mask=torch.ones_like(ids),
+    )  # fmt: skip
+    loop = BlockLoop(model, kvcap.BudgetCache(model.config, 24, 8))
+    logits, said = loop.prefill(ids), []
+    for _ in range(10):
+        said.append(int(logits.argmax()))
+        logits = loop.read(logits.argmax(-1, keepdim=True))
+    assert out[0, 57:].tolist() == said
+
+
+# Refusals -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", ["tova", "h2o", "snapkv"])
+def test_query_aware_policies_say_how_to_load(policy, tokens):
+    model = tiny_model("llama", "sdpa")
+    with pytest.raises(kvcap.KvcapError, match="attn_implementation='kvcap'"):
+        kvcap.BudgetCache(model.config, 24, 8, policy)
+    # A config that does not tell its attention is found out at the second block.
+    cache = kvcap.BudgetCache(tiny_config("llama"), 24, 8, policy)
+    model(tokens(8), past_key_values=cache)
+    with pytest.raises(kvcap.KvcapError, match="attn_implementation='kvcap'"):
+        model(tokens(8), past_key_values=cache)
+
+
+def test_compact_positions_need_our_attention(tokens):
+    model = tiny_model("llama", "sdpa")
+    with pytest.raises(kvcap.KvcapError, match="positions='true'"):
+        kvcap.BudgetCache(model.config, 24, 8, positions="compact")
+    assert kvcap.BudgetCache(model.config, 24, 8).layout.positions == "true"
+    cache = kvcap.BudgetCache(tiny_config("llama"), 24, 8, positions="compact")
+    model(tokens(8), past_key_values=cache)
+    with pytest.raises(kvcap.KvcapError, match="positions='true'"):
+        model(tokens(8), past_key_values=cache)
+
+
+def test_length_dependent_rope_falls_back_with_a_warning():
+    from kvcap.runtime.cache.layout import default_positions
+
+    long = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    name = "rope_parameters" if hasattr(tiny_config("llama"), "rope_parameters") else "rope_scaling"
+    config = tiny_config("llama", **{name: long})
+    with pytest.warns(UserWarning, match="dynamic"):
+        assert default_positions(ModelShape.of(config)) == "true"
+    with pytest.raises(kvcap.KvcapError, match="dynamic"):
+        kvcap.BudgetCache(config, 24, 8, positions="compact")
+
+
+@pytest.mark.parametrize("family", ["gpt2", "mamba", "bert", "deepseek_v3", "qwen3_next"])
+def test_other_models_are_refused_by_name(family):
+    with pytest.raises(kvcap.KvcapError, match=rf"{family}.*supported: .*llama"):
+        kvcap.BudgetCache(AutoConfig.for_model(family), 24, 8)
+
+
+def test_models_that_slide_everywhere(tokens):
+    config = tiny_config("mistral", sliding_window=24)
+    with pytest.raises(kvcap.KvcapError, match="at most 24 slots"):
+        kvcap.BudgetCache(config, 24, 8)
+    # Within the window every slot stays in reach, so a cap below it changes nothing.
+    ids = tokens(60)
+    model = tiny_model("mistral", sliding_window=80)
+    cache = kvcap.BudgetCache(model.config, 64, 16)
+    close(in_blocks(model, cache, ids, 16), uncapped("mistral", ids, sliding_window=80))
+
+
+def test_padded_batches_are_refused(tokens):
+    model = tiny_model("llama")
+    mask = torch.ones(2, 20, dtype=torch.long)
+    mask[0, :3] = 0
+    cache = kvcap.BudgetCache(model.config, 64, 20)
+    with pytest.raises(ValueError, match="padded"):
+        model(tokens(20, batch=2), attention_mask=mask, past_key_values=cache)
+    assert cache.seen == 0
+
+
+def test_wrong_positions_are_refused(tokens):
+    model = tiny_model("llama")
+    cache = kvcap.BudgetCache(model.config, 24, 8)
+    model(tokens(8), past_key_values=cache)
+    with pytest.raises(ValueError, match="8 tokens were read"):
+        model(tokens(8), past_key_values=cache, position_ids=torch.arange(3, 11)[None])
+
+
+def test_blocks_larger_than_their_slots_are_refused_untouched(tokens):
+    model = tiny_model("llama")
+    cache = kvcap.BudgetCache(model.config, 24, 8)
+    model(tokens(8), past_key_values=cache)
+    with pytest.raises(kvcap.KvcapError, match="prefill_chunk_size=8"):
+        model(tokens(60), past_key_values=cache)
+    assert cache.seen == 8
+    assert cache.consistent
+
+
+def test_full_refuses_before_reading(tokens):
+    model = tiny_model("llama")
+    loop = BlockLoop(model, kvcap.BudgetCache(model.config, 24, 8, "full"))
+    with pytest.raises(kvcap.KvcapError, match="raise the budget to 30"):
+        loop.prefill(tokens(30))
+    assert loop.cache.seen == 0
+    loop.prefill(tokens(24))
+    with pytest.raises(kvcap.KvcapError, match="never evicts"):
+        loop.read(tokens(1))
+    assert loop.cache.seen == 24
+
+
+def test_beam_search_and_cropping_are_refused(tokens):
+    model = tiny_model("llama")
+    cache = kvcap.BudgetCache(model.config, 24, 8)
+    with pytest.raises(kvcap.KvcapError, match="beam search"):
+        model.generate(
+            tokens(8), past_key_values=cache, num_beams=2, max_new_tokens=4, pad_token_id=2,
+            attention_mask=torch.ones(1, 8),
+        )  # fmt: skip
+
+
+def test_a_half_read_cache_is_found_out(tokens, monkeypatch):
+    model = tiny_model("llama")
+    loop = BlockLoop(model, kvcap.BudgetCache(model.config, 24, 8))
+    with monkeypatch.context() as patch:
+        patch.setattr(model.model.layers[1].mlp, "forward", lambda _: 1 / 0)
+        patch.setattr(model.model.layers[1].self_attn, "forward", lambda *_, **__: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            loop.prefill(tokens(8))
+    with pytest.raises(kvcap.KvcapError, match="reset"):
+        loop.prefill(tokens(8))
+    loop.cache.reset()
+    loop.prefill(tokens(8))
+
+
+# Planted faults: each must make the comparison with the uncapped model fail -----------------------
+
+
+@pytest.mark.parametrize("fault", ["mask_late", "mask_early", "length", "position"])
+def test_planted_faults_are_seen(fault, tokens, monkeypatch):
+    ids = tokens(40)
+    expected = uncapped("llama", ids)
+    model = tiny_model("llama", "kvcap" if fault == "position" else "sdpa")
+    sizes = BudgetLayer.get_mask_sizes
+    shift = {"mask_late": 1, "mask_early": -1}.get(fault, 0)  # hides a slot, shows a later one
+    monkeypatch.setattr(
+        BudgetLayer, "get_mask_sizes", lambda s, q: (sizes(s, q)[0], sizes(s, q)[1] + shift)
+    )
+    if fault == "length":  # as if slots were counted rather than tokens
+        monkeypatch.setattr(BudgetLayer, "get_seq_length", lambda s: s.seen // 2)
+    cache = kvcap.BudgetCache(model.config, 64, 8)
+    parts = []
+    with torch.no_grad():
+        for part in ids.split(8, 1):
+            positions, current = None, Pass()
+            if fault == "position":
+                current.start = cache.seen  # what the cache is told
+                positions = cache.seen // 2 + torch.arange(8)[None]  # what the model does
+            with cache.passing(current):
+                parts.append(model(part, past_key_values=cache, position_ids=positions).logits)
+    assert (torch.cat(parts, 1) - expected).abs().max() > 1e-2

@@ -1,0 +1,197 @@
+"""The plan: bytes from the config alone, what is refused, and what there is no memory for."""
+
+from __future__ import annotations
+
+import re
+import warnings
+
+import pytest
+import torch
+from conftest import FAMILIES, tiny_config, tiny_model
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoConfig, DynamicCache
+
+from kvcap import Eviction, KvcapError, MemoryPlan, Policy, PolicyError, load_policy
+from kvcap.runtime.errors import PlanInfeasible, UnsupportedModel
+from kvcap.runtime.memory.free_memory import FreeMemory
+from kvcap.runtime.models.weights import Tensor
+from kvcap.runtime.planning import plan as plan_module
+from kvcap.runtime.planning.plan import warn_if_short
+from kvcap.runtime.units import parse_bytes
+
+CONFIG = tiny_config("llama")  # 2 layers, 2 KV heads of 16
+
+
+def test_bytes_by_hand():
+    plan = MemoryPlan.of(
+        CONFIG, policy="h2o", kv_budget_tokens=100, block_size=28, dtype=torch.bfloat16
+    )
+    slots = 2 * 2 * 128  # layers · KV heads · (N + T)
+    assert plan.keys_values == slots * 2 * 16 * 2
+    assert plan.slot_positions == slots * (4 + 4)
+    assert plan.policy_state == slots * 4
+    assert plan.query_window == 0
+    assert plan.rotation_table == 129 * 16 * 2
+    assert plan.cache_bytes == slots * (64 + 8 + 4) + 129 * 32
+    window = MemoryPlan.of(CONFIG, policy="snapkv", kv_budget_tokens=100, dtype=torch.bfloat16)
+    assert window.query_window == 2 * (32 * 4 * 16 * 2 + 32 * 2 * 4)  # queries, a shift per KV head
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_weights_are_counted_without_loading_them(family):
+    model = tiny_model(family)
+    plan = MemoryPlan.of(model.config, dtype=torch.float32)
+    assert plan.weights == sum(p.numel() * 4 for p in model.parameters())
+
+
+def test_other_families_are_refused_before_their_weights_are_counted():
+    with pytest.raises(UnsupportedModel, match="mamba"):
+        MemoryPlan.of(AutoConfig.for_model("mamba", num_hidden_layers=1))
+
+
+def test_a_model_of_text_and_images_counts_all_of_its_files():
+    text = tiny_config("gemma3_text")
+    config = AutoConfig.for_model("gemma3", text_config=text.to_dict())
+    headers = {"vision": Tensor("F32", (1000,)), "text": Tensor("BF16", (10,))}
+    plan = MemoryPlan.of(config, dtype=torch.bfloat16, headers=headers)
+    assert (plan.weights, plan.weights_from) == (2020, "safetensors headers")
+
+
+@given(cap=st.integers(20_000, 3_000_000), policy=st.sampled_from(["keydiff", "h2o", "snapkv"]))
+def test_a_byte_budget_takes_the_most_slots_that_fit(cap, policy):
+    plan = MemoryPlan.of(CONFIG, policy=policy, kv_budget=cap, dtype=torch.float32)
+    one_more = MemoryPlan.of(
+        CONFIG, policy=policy, kv_budget_tokens=plan.budget_tokens + 1,
+        block_size=plan.block_size, dtype=torch.float32,
+    )  # fmt: skip
+    assert plan.cache_bytes <= cap < one_more.cache_bytes
+    assert plan.block_size <= 128
+    assert plan.budget_tokens >= 2 * plan.block_size
+
+
+COMPOSED = st.sampled_from(["keydiff", "h2o", "streaming_llm", "snapkv", "pyramidkv", "calidrop"])
+PINNED = st.sampled_from([{}, {"sink_tokens": 5}, {"sink_tokens": 3, "recent_tokens": 40}])
+
+
+@settings(derandomize=True, deadline=None, max_examples=60)
+@given(
+    family=st.sampled_from([*FAMILIES]),
+    policy=COMPOSED,
+    pins=PINNED,
+    block=st.sampled_from([None, 1, 16, 100]),
+)
+def test_the_least_budget_that_is_advised_works_and_a_byte_less_does_not(
+    family: str, policy: str, pins: dict[str, int], block: int | None
+) -> None:
+    def of(**sizes: int) -> MemoryPlan:
+        eviction = load_policy(policy, **pins)
+        return MemoryPlan.of(tiny_config(family), policy=eviction, block_size=block, **sizes)
+
+    with pytest.raises(PlanInfeasible, match="the least that works is") as caught:
+        of(kv_budget=500)
+    assert isinstance(caught.value, KvcapError)
+    least = int(re.search(r"works is ([\d,]+)", str(caught.value))[1].replace(",", ""))
+    assert caught.value.least == {"least_kv_budget": least}
+    assert of(kv_budget=least).cache_bytes == least
+    with pytest.raises(PlanInfeasible):
+        of(kv_budget=least - 1)
+
+
+@settings(derandomize=True, deadline=None, max_examples=60)
+@given(policy=COMPOSED, pins=PINNED, share=st.floats(0, 0.9), layers=st.integers(1, 5))
+def test_the_least_slots_that_are_advised_work_and_one_less_does_not(
+    policy: str, pins: dict[str, int], share: float, layers: int
+) -> None:
+    options = pins | ({"recent": share} if policy in ("keydiff", "h2o") else {})
+    eviction = load_policy(policy, **options)
+    least = eviction.least(layers, 2)
+    eviction.check(least, layers, 2)
+    with pytest.raises(PolicyError, match=f"{least} or"):
+        eviction.check(least - 1, layers, 2)
+
+
+def test_pins_that_no_budget_holds_are_refused() -> None:
+    class Greedy(Policy):
+        """Pins more than there is."""
+
+        def recents_pinned(self, budget: int) -> int:
+            return budget + 1
+
+    with pytest.raises(PolicyError, match="no budget holds"):
+        MemoryPlan.of(CONFIG, policy=Eviction(Greedy()))
+
+
+def test_what_is_infeasible_names_what_is_not():
+    with pytest.raises(PlanInfeasible, match="not both"):
+        MemoryPlan.of(CONFIG, kv_budget="1MiB", kv_budget_tokens=5)
+    with pytest.raises(PlanInfeasible, match="block_size=0"):
+        MemoryPlan.of(CONFIG, block_size=0)
+    with pytest.raises(PolicyError, match="1 or more"):
+        MemoryPlan.of(CONFIG, kv_budget_tokens=0)
+    with pytest.raises(PolicyError, match="at least 4"):
+        MemoryPlan.of(CONFIG, kv_budget_tokens=3, policy="streaming_llm")
+    with pytest.raises(PlanInfeasible, match="positions='sideways'"):
+        MemoryPlan.of(CONFIG, positions="sideways")
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("4096", 4096), ("256KiB", 262144), ("1.5 MB", 1_500_000), ("2G", 2 * 10**9), ("1gib", 2**30)],
+)
+def test_sizes(text, size):
+    assert parse_bytes(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "lots", "-1KiB", "1KiBi", "12 parsecs", "i"])
+def test_bad_sizes(text):
+    with pytest.raises(PlanInfeasible, match="is not a size"):
+        parse_bytes(text)
+
+
+def test_what_there_is_no_memory_for_is_said(monkeypatch):
+    monkeypatch.setattr(plan_module, "process_bytes", lambda: 1000)
+    plan = MemoryPlan.of(CONFIG, dtype=torch.float32)
+    needed = plan.run_bytes
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warn_if_short(plan, FreeMemory(needed, "here"))
+        warn_if_short(plan, FreeMemory(needed, "here"), needed + 1000)
+    short = FreeMemory(needed - 1, "the limit of cgroup box")
+    said = (
+        f"the plan needs {needed:,} bytes more than this process has, and {needed - 1:,} are free "
+        "(the limit of cgroup box); the largest --memory-cap that there is memory for is about "
+        f"{(needed + 999) >> 20}MiB"
+    )
+    with pytest.warns(UserWarning, match=re.escape(said)):
+        warn_if_short(plan, short)
+    with pytest.warns(UserWarning, match=r"the cap allows 9,000,000,000 bytes more"):
+        warn_if_short(plan, FreeMemory(needed, "here"), 9_000_001_000)
+
+
+def test_a_cap_of_all_that_is_free(monkeypatch):
+    monkeypatch.setattr(plan_module, "process_bytes", lambda: 400 << 20)
+    monkeypatch.setattr(plan_module, "free_memory", lambda: FreeMemory(80 << 20, "here"))
+    config = tiny_config("llama", max_position_embeddings=100_000)
+    found, given = (
+        MemoryPlan.of(config, dtype=torch.float32, memory_cap=cap) for cap in ("auto", 480 << 20)
+    )
+    assert found == given
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warn_if_short(found, FreeMemory(79 << 20, "here"), "auto")
+    with pytest.raises(PlanInfeasible, match="is not a size"):
+        MemoryPlan.of(config, memory_cap="all")
+
+
+def test_an_uncapped_cache_is_what_transformers_holds():
+    for family in ("llama", "gemma2"):
+        config = tiny_config(family)
+        plan = MemoryPlan.of(config, dtype=torch.float32)
+        for tokens in (1, 20, 60):
+            cache = DynamicCache(config=config)
+            model = tiny_model(family, attention="eager")
+            model(torch.zeros(1, tokens, dtype=torch.long), past_key_values=cache)
+            held = sum(x.keys.nbytes + x.values.nbytes for x in cache.layers)
+            # transformers keeps a token less than the window, for the next one.
+            assert 0 <= plan.uncapped_bytes(tokens) - held <= plan.sliding_token_bytes

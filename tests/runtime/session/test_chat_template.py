@@ -1,0 +1,149 @@
+"""Chat templates of strangers: what computes for ever or fills the memory is ended by name."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+from transformers import AutoTokenizer
+
+import kvcap
+from kvcap import pocket
+from kvcap.runtime.errors import ChatTemplateMissing
+from kvcap.runtime.session import chat_template
+from kvcap.runtime.session.chat_template import TemplateFailed, rendered
+from kvcap.runtime.session.text import render
+
+SRC = str(Path(kvcap.__file__).parents[1])
+SAID = [{"role": "user", "content": "Hi."}]
+NESTED = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+GROWING = (
+    "{% set ns = namespace(s='aa') %}{% for i in range(99) %}{% set ns.s = ns.s + ns.s %}"
+    "{% endfor %}{{ ns.s | length }}"
+)
+posix = pytest.mark.skipif(os.name != "posix", reason="needs limits of the processor's time")
+
+
+class Plain:
+    """A tokenizer of which only the template matters."""
+
+    special_tokens_map = {"bos_token": "<s>"}  # noqa: RUF012
+
+    def __init__(self, template: str) -> None:
+        self.chat_template = template
+
+    def get_chat_template(self) -> str:
+        return self.chat_template
+
+
+@posix
+@pytest.mark.parametrize(
+    ("template", "says"),
+    [
+        (NESTED, "computes for more than"),
+        ("{{ 10 ** (10 ** 8) }}", "computes for more than"),
+        (GROWING, "MiB|computes for"),
+        ("{{ 'x' * 10 ** 12 }}", "MiB"),
+        ("{{ '%1000000000s' % 'x' }}", "MiB|computes for"),
+        ("{{ 'x' | center(10 ** 9) }}", "MiB|computes for"),
+        ("{{ 'x' * 10 ** 7 }}", "writes 10,000,000 letters|computes for"),
+        ("{{ range(10 ** 12) }}", "Range too big"),
+    ],
+)
+def test_templates_without_an_end_are_refused(template, says, monkeypatch):
+    monkeypatch.setattr(chat_template, "SECONDS", 0.3)
+    with pytest.raises(ChatTemplateMissing, match=says):
+        render(Plain(template), SAID)
+    monkeypatch.undo()
+    assert render(Plain("{{ bos_token }}{{ messages[0].content }}"), SAID) == "<s>Hi."
+
+
+def test_what_transformers_writes():
+    """The same text for the built-in model, with a system prompt and without."""
+    tokenizer = AutoTokenizer.from_pretrained(pocket.path())
+    for talk in (SAID, [{"role": "system", "content": "Be kind.\u2028"}, *SAID]):
+        assert render(tokenizer, talk) == tokenizer.apply_chat_template(
+            talk, tokenize=False, add_generation_prompt=True
+        )
+
+
+def test_one_process_renders_all_and_is_replaced_if_it_ends():
+    assert rendered("{{ x }}", {"x": 1}) == "1"
+    first = chat_template._renderer().process
+    assert rendered("{{ x }}", {"x": "\n\u2028\0"}) == "\n\u2028\0"
+    assert chat_template._renderer().process is first
+    first.kill()
+    first.wait()
+    assert rendered("{{ x }}", {"x": 2}) == "2"
+
+
+def test_threads_take_turns():
+    found = {}
+
+    def ask(i: int) -> None:
+        found[i] = rendered("{{ x * 1000 }}", {"x": str(i)})
+
+    threads = [threading.Thread(target=ask, args=(i,)) for i in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == {i: str(i) * 1000 for i in range(8)}
+
+
+@pytest.mark.slow
+@posix
+def test_ctrl_c_ends_a_template():
+    """The process that waits for it is free at once, and what it asks next is answered."""
+    threading.Timer(0.5, signal.raise_signal, [signal.SIGINT]).start()
+    with pytest.raises(KeyboardInterrupt):
+        rendered(NESTED, {})
+    assert rendered("{{ x }}", {"x": 3}) == "3"
+
+
+@posix
+def test_nothing_outlives_the_process():
+    code = (
+        "import os, signal, sys\nsys.path[:0] = sys.argv[1:]\n"
+        "from kvcap.runtime.session import chat_template\n"
+        "chat_template.rendered('x', {})\n"
+        "print(chat_template._renderer().process.pid, flush=True)\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, SRC], stdout=subprocess.PIPE, text=True, check=False
+    )
+    assert done.returncode == -signal.SIGKILL
+    import psutil
+
+    try:
+        psutil.Process(int(done.stdout)).wait()
+    except psutil.NoSuchProcess:
+        return
+
+
+@pytest.mark.parametrize("name", ["jinja2.py", "json.py", "signal.py"])
+def test_files_of_the_current_directory_are_not_run(name, tmp_path):
+    (tmp_path / name).write_text("raise SystemExit('run')")
+    code = (
+        "import sys\nsys.path[:] = [x for x in sys.path if x] + sys.argv[1:]\n"
+        "from kvcap.runtime.session.chat_template import rendered\nprint(rendered('{{ 1 }}', {}))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, SRC], cwd=tmp_path, capture_output=True, text=True,
+        check=False, env={**os.environ, "PYTHONSAFEPATH": "1"},
+    )  # fmt: skip
+    assert done.stdout == "1\n", done.stderr
+
+
+def test_a_request_is_one_line():
+    """Newlines within are escaped, so that neither side waits for the other."""
+    with pytest.raises(TemplateFailed, match="Expected an expression"):
+        rendered("{% if %}\n\n{{", {"a": "\r\n"})
+    assert json.loads(rendered("{{ messages | tojson }}", {"messages": SAID})) == SAID

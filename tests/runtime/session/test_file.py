@@ -1,0 +1,721 @@
+"""Saved sessions: they go on exactly, are refused by name, and survive what befalls files."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import tiny_chat
+import torch
+from conftest import tiny_model
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tools import runtime_of
+
+import kvcap
+from kvcap import cli
+from kvcap.policies import policies
+from kvcap.runtime.backends.pytorch.snapshot import settings as settings_of
+from kvcap.runtime.cli.chat import Chat
+from kvcap.runtime.cli.options import Output
+from kvcap.runtime.errors import (
+    SessionFileCorrupt,
+    SessionFileError,
+    SessionFileForeign,
+    SessionFileNewer,
+    SessionNotSaved,
+)
+from kvcap.runtime.session import file as session_file
+from kvcap.runtime.session.file import SessionFile
+from kvcap.runtime.session.session import Session
+
+SRC = str(Path(kvcap.__file__).parents[1])
+MODELS = {family: tiny_model(family) for family in ("llama", "gemma2", "gemma3_text", "smollm3")}
+
+
+def read_on(session, ids):
+    """Logits after a block and after every token of some steps."""
+    found = [session._loop.prefill(ids[:, :13])]
+    found += [session._loop.read(ids[:, i : i + 1]) for i in range(13, ids.shape[1])]
+    return torch.stack(found)
+
+
+@pytest.mark.slow(keep=9)
+@pytest.mark.parametrize(
+    ("family", "positions"),
+    # Compact positions ask more of a cache; beside sliding layers they stand for both.
+    [*((family, "compact") for family in sorted(MODELS)), ("llama", "true"), ("smollm3", "true")],
+)
+@pytest.mark.parametrize("policy", sorted(policies()))
+def test_a_loaded_session_goes_on_exactly(family, policy, positions, tokens, tmp_path):
+    """Logits are equal to the bit, and nothing is read again."""
+    model = MODELS[family]
+    budget = 120 if policy == "full" else 24
+    runtime = runtime_of(model, policy, budget, positions=positions)
+    session = runtime.session(seed=1)
+    ids = tokens(84)
+    session._loop.prefill(ids[:, :60])
+    for i in range(60, 66):
+        session._loop.read(ids[:, i : i + 1])
+    session.save(tmp_path / "s")
+    forks = [Session.load(runtime, tmp_path / "s") for _ in range(2)]
+    assert forks[0].cache.seen == 66
+    expected = read_on(session, ids[:, 66:])
+    for fork in forks:  # the second after the first: they share nothing
+        assert torch.equal(read_on(fork, ids[:, 66:]), expected)
+        assert fork.cache.held == session.cache.held
+        assert fork.cache.recomputed == session.cache.recomputed
+        assert fork.draws.get_state().equal(session.draws.get_state())
+
+
+def test_between_evictions(tokens, tmp_path):
+    """With evict_every the cache holds more than its budget for a while."""
+    runtime = runtime_of(MODELS["llama"], evict_every=6)
+    session, ids = runtime.session(), tokens(90)
+    session._loop.prefill(ids[:, :60])
+    for i in range(60, 64):
+        session._loop.read(ids[:, i : i + 1])
+    assert session.cache.held == 28
+    session.save(tmp_path / "s")
+    fork = Session.load(runtime, tmp_path / "s")
+    assert torch.equal(read_on(fork, ids[:, 64:]), read_on(session, ids[:, 64:]))
+
+
+@pytest.mark.slow(keep=2)
+@pytest.mark.parametrize(
+    ("policy", "positions"),
+    [
+        (name, positions)
+        for i, name in enumerate(sorted({*policies()} - {"full"}))
+        for j, positions in enumerate(("compact", "true"))
+        if i % 2 == j or name in ("keydiff", "headkv")
+    ],
+)
+def test_another_budget(policy, positions, tokens, tmp_path):
+    """A smaller one evicts on the way in, a larger one takes everything; both go on."""
+    model, ids = MODELS["smollm3"], tokens(120)
+    session = runtime_of(model, policy, 24, positions=positions).session()
+    session._loop.prefill(ids[:, :60])
+    session.save(tmp_path / "s")
+    for budget in (12, 40):
+        loaded = Session.load(
+            runtime_of(model, policy, budget, positions=positions), tmp_path / "s"
+        )
+        cache = loaded.cache
+        assert cache.held <= budget
+        for layer in cache.capped_layers:
+            for segment in layer.segments:
+                assert segment.held <= segment.budget
+        if budget == 40:
+            assert [c.held for c in cache.capped_layers] == [
+                c.held for c in session.cache.capped_layers
+            ]
+        assert read_on(loaded, ids[:, 60:]).isfinite().all()
+        assert loaded.cache.held <= budget + 1
+
+
+def test_a_smaller_budget_keeps_what_the_policy_would(tokens, tmp_path):
+    """KeyDiff needs no queries: the kept set is that of one eviction more."""
+    model, ids = MODELS["llama"], tokens(60)
+    session = runtime_of(model).session()
+    session._loop.prefill(ids)
+    session.save(tmp_path / "s")
+    loaded = Session.load(runtime_of(model, budget=12), tmp_path / "s")
+    one, two = session.cache.capped_layers[0], loaded.cache.capped_layers[0]
+    segment = one.segments[0]
+    keys = one._cache.rotation(segment.keys).back(segment.keys, segment.side("shift"))
+    seen = kvcap.Observation(keys, segment.values, segment.positions, seen=60, budget=12)
+    gone = session.cache.eviction.select(seen, 12)
+    for head in range(2):
+        kept = set(segment.positions[0, head].tolist())
+        kept -= set(segment.positions[0, head][gone[0, head]].tolist())
+        assert set(two.segments[0].positions[0, head].tolist()) == kept
+
+
+@pytest.mark.parametrize(
+    ("saved", "loaded", "takes"),
+    [
+        ("h2o", "keydiff", True),
+        ("adakv", "keydiff", True),
+        ("keydiff", "adakv", False),  # no window of queries
+        ("adakv", "snapkv", True),
+        ("cake", "adakv", True),
+        ("keydiff", "h2o", False),  # no accumulated attention
+        ("obcache-h2o", "h2o", False),
+        ("snapkv", "calidrop", True),
+        ("calidrop", "snapkv", True),
+        ("keydiff", "full", True),
+    ],
+)
+def test_another_policy(saved, loaded, takes, tokens, tmp_path):
+    model, ids = MODELS["smollm3"], tokens(90)
+    session = runtime_of(model, saved).session()
+    session._loop.prefill(ids[:, :60])
+    session.save(tmp_path / "s")
+    other = runtime_of(model, loaded, 60 if loaded == "full" else 24)
+    if not takes:
+        with pytest.raises(SessionFileForeign, match=saved):
+            Session.load(other, tmp_path / "s")
+        return
+    assert read_on(Session.load(other, tmp_path / "s"), ids[:, 60:]).isfinite().all()
+
+
+@pytest.fixture(scope="module")
+def chatting(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    tiny_chat.save(folder)
+    return kvcap.Runtime.from_pretrained(folder, kv_budget_tokens=32, block_size=16)
+
+
+@pytest.fixture
+def session(chatting):
+    session = chatting.session("Be kind.", seed=3)
+    session.set_generation(max_new_tokens=9, temperature=0.8)
+    "".join(session.send("Hello there, how are you today? I am well."))
+    return session
+
+
+def test_conversation_goes_on(session, chatting, tmp_path):
+    """Messages, settings, draws and the token not yet read: the same words follow."""
+    session.save(tmp_path / "s")
+    fork = Session.load(chatting, tmp_path / "s")
+    assert fork.messages == session.messages
+    assert settings_of(fork.generation) == settings_of(session.generation)
+    assert "".join(fork.send("And now?")) == "".join(session.send("And now?"))
+    assert fork.cache.seen == session.cache.seen
+    assert fork.stats.peak_bytes <= fork.stats.cap_bytes
+
+
+def test_nothing_said_yet(chatting, tmp_path):
+    one = chatting.session(seed=3)
+    one.save(tmp_path / "s")
+    two = Session.load(chatting, tmp_path / "s")
+    assert "".join(two.send("Hello")) == "".join(one.send("Hello"))
+
+
+def rewritten(source, target, change):
+    """A file with other content that its digest vouches for."""
+    with SessionFile(source) as file:
+        tensors = {name: [file.tensor(name)] for name in file.names}
+        facts = file.facts
+        change(tensors, facts)
+        session_file.write(target, tensors, facts)
+    return target
+
+
+def put(index, name, value):
+    def change(tensors, facts):
+        tensors[f"layers.{index}.{name}"] = [value(tensors[f"layers.{index}.{name}"][0])]
+
+    return change
+
+
+def fact(value, *keys):
+    def change(tensors, facts):
+        place = facts
+        for key in keys[:-1]:
+            place = place[key]
+        place[keys[-1]] = value
+
+    return change
+
+
+@pytest.mark.slow(keep=35)
+@pytest.mark.parametrize(
+    "change",
+    [
+        put(0, "slots.keys", lambda x: x[:-1]),
+        put(0, "slots.keys", lambda x: x.double().float().half()),
+        put(1, "slots.values", lambda x: x * float("nan")),
+        put(0, "slots.positions", lambda x: x - 1000),
+        put(0, "slots.positions", lambda x: x + 1000),
+        put(0, "slots.positions", lambda x: x * 0),
+        put(0, "slots.shift", lambda x: x + 10_000),
+        put(0, "slots.shift", lambda x: x - 10_000),
+        lambda tensors, facts: tensors.pop("layers.0.slots.shift"),
+        lambda tensors, facts: tensors.pop("draws"),
+        lambda tensors, facts: facts.pop("messages", None) or facts.pop("conversation"),
+        fact(-1, "seen"),
+        fact(10**30, "seen"),
+        fact(1e400, "seen"),
+        fact("many", "seen"),
+        fact([], "layers"),
+        fact([5, 5], "layers", 0, "held"),
+        fact([64, 0], "layers", 0, "budgets"),
+        fact([99, 99], "layers", 0, "stays"),
+        fact([[5, 2]], "pinned_spans"),
+        fact([{"role": "user"}], "conversation", "messages"),
+        fact([-4], "conversation", "unread"),
+        fact([7], "conversation", "pinned"),
+        fact("warm", "generation"),
+        fact(None, "fingerprint"),
+        fact(24.0, "seen"),
+        fact(True, "seen"),
+        fact("compact\0", "positions"),
+        fact([[0, 1]] * 200_000, "pinned_spans"),
+        fact([[0, 1 << 40]], "pinned_spans"),
+        fact([[0, 1, 2]], "pinned_spans"),
+        fact([0, 0], "layers", 0, "stays"),
+        fact("no", "layers", 0, "moved"),
+        fact(1 << 60, "layers", 0, "ring"),
+        fact([1.0] * 3, "preferences"),
+        fact([float("nan")] * 2, "preferences"),
+        fact([[{"role": "user", "content": ["Hi"]}]], "conversation", "messages"),
+        fact([{"role": "root", "content": "Hi"}] * 2, "conversation", "messages"),
+        fact([{"role": "user", "content": "\ud800"}] * 2, "conversation", "messages"),
+        fact(["Be kind."], "conversation", "system"),
+        fact("yes", "conversation", "pin_system"),
+        fact([1], "conversation", "pinned"),  # an answer
+        fact([10**9], "conversation", "unread"),
+        fact([1, 2], "conversation", "unread"),
+        fact(1.5, "conversation", "seed"),
+        fact(1 << 70, "conversation", "seed"),
+        *(
+            fact(value, "generation", name)
+            for name, values in {
+                "temperature": ["hot", -1, float("nan"), float("inf"), 1e-200, True],
+                "top_k": [-1, 2.5, "3"],
+                "top_p": [1.5, -0.1, [0.5]],
+                "min_p": [2],
+                "repetition_penalty": [0, -1, "x", 1e200],
+                "max_new_tokens": [0, 2.5, "many"],
+                "eos_token_id": ["</s>", [[2]], 2.0, {"a": 1}],
+                "stop_strings": [3, [None], {"a": 1}],
+                "do_sample": ["yes", 1],
+            }.items()
+            for value in values
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused_and_changes_nothing(change, session, chatting, tmp_path):
+    """Even where the digest is right."""
+    session.save(tmp_path / "s")
+    bad = rewritten(tmp_path / "s", tmp_path / "bad", change)
+    before, logits = session.conversation, session.cache.capped_layers[0].keys.clone()
+    with pytest.raises(SessionFileError, match="bad"):
+        session.restore(bad)
+    assert session.conversation == before
+    assert torch.equal(session.cache.capped_layers[0].keys, logits)
+
+
+@pytest.mark.parametrize("version", ["9" * 4301, "9" * 10, "1.0", "-1", "\u0661", "", " 1"])
+def test_a_version_that_is_none(version, session, chatting, tmp_path):
+    session.save(tmp_path / "s")
+    data = (tmp_path / "s").read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    header["__metadata__"]["version"] = version
+    text = json.dumps(header).encode()
+    (tmp_path / "s").write_bytes(len(text).to_bytes(8, "little") + text + data[8 + length :])
+    with pytest.raises(SessionFileCorrupt, match="its version is"):
+        Session.load(chatting, tmp_path / "s")
+
+
+def test_settings_of_generation_are_what_a_session_goes_by(session, chatting, tmp_path):
+    """Whole numbers where fractions are meant, one stop string, settings that nobody knows."""
+    session.save(tmp_path / "s")
+
+    def change(tensors, facts):
+        facts["generation"] = {
+            "do_sample": True, "temperature": 1, "repetition_penalty": 2, "stop_strings": "zzz",
+            "num_beams": 4, "cache_implementation": "static", "max_new_tokens": 3,
+        }  # fmt: skip
+
+    loaded = Session.load(chatting, rewritten(tmp_path / "s", tmp_path / "other", change))
+    assert "".join(loaded.send("And now?"))
+    assert loaded.turn.completion_tokens <= 3
+    assert loaded.generation.stop_strings == ["zzz"]
+    assert loaded.generation.num_beams == chatting.generation.num_beams
+
+
+@pytest.mark.slow
+def test_pinned_spans_are_kept_in_the_fewest(session, chatting, tmp_path):
+    """So that what evictions do for each of them is bounded by the slots."""
+    session.save(tmp_path / "s")
+    many = rewritten(
+        tmp_path / "s", tmp_path / "many", fact([[2, 4], [3, 6]] * 40_000, "pinned_spans")
+    )
+    assert Session.load(chatting, many).cache.pinned_spans == [(2, 6)]
+
+
+def test_evicted_tokens_of_calidrop_are_checked(tokens, tmp_path):
+    """Figures, places and numbers of the store beside the cache."""
+    runtime = runtime_of(MODELS["llama"], "calidrop")
+    session = runtime.session(seed=1)
+    session._loop.prefill(tokens(60))
+    for i in range(4):
+        session._loop.read(tokens(70)[:, 60 + i : 61 + i])
+    session.save(tmp_path / "s")
+    assert Session.load(runtime, tmp_path / "s").cache.recomputed == session.cache.recomputed
+    for change in (
+        fact([2, 3], "layers", 0, "counts"),
+        fact([-1, -1], "layers", 0, "counts"),
+        fact(["x", 1], "layers", 0, "counts"),
+        fact(None, "layers", 0, "counts"),
+        fact([1 << 40, 0], "layers", 0, "evicted"),
+        put(0, "evicted.made_at", lambda x: x * 0 - 1),
+        put(0, "evicted.made_at", lambda x: x * 0 + 5000),
+        put(0, "evicted.positions", lambda x: x + 5000),
+        put(0, "evicted.score", lambda x: x * float("nan")),
+        put(0, "evicted.keys", lambda x: x * float("inf")),
+        put(0, "remembered.out", lambda x: x * float("nan")),
+        put(0, "remembered.lse", lambda x: x * 0 + float("inf")),
+    ):
+        bad = rewritten(tmp_path / "s", tmp_path / "bad", change)
+        with pytest.raises(SessionFileCorrupt):
+            session.restore(bad)
+        assert session.cache.seen == 64
+
+
+def test_foreign(session, chatting, tmp_path, tmp_path_factory):
+    session.save(tmp_path / "s")
+    folder = tmp_path_factory.mktemp("other")
+    tiny_chat.save(folder)
+    options = {"kv_budget_tokens": 32, "block_size": 16}
+
+    def load(message, **more):
+        runtime = kvcap.Runtime.from_pretrained(folder, **{**options, **more})
+        with pytest.raises(SessionFileForeign, match=message):
+            Session.load(runtime, tmp_path / "s")
+
+    load("--dtype float32", dtype="bfloat16")
+    load("--positions compact", positions="true")
+    # the same weights under another name are the same model
+    same = Session.load(kvcap.Runtime.from_pretrained(folder, **options), tmp_path / "s")
+    assert same.cache.seen == session.cache.seen
+    with torch.no_grad():
+        same.runtime.model.model.embed_tokens.weight.mul_(1.5)
+    with pytest.raises(SessionFileForeign, match="saved by model"):
+        Session.load(same.runtime, tmp_path / "s")
+
+
+def test_fields_of_another_version_of_transformers_do_not_matter(session, chatting, tmp_path):
+    saved = tmp_path / "session"
+    session.save(saved)
+    with SessionFile(saved) as file:
+        settings = file.facts["generation"]
+    assert None not in settings.values()
+    assert {"temperature", "top_k", "top_p", "min_p", "repetition_penalty"} <= set(settings)
+    chatting.model.config.only_in_this_version = 1
+    try:
+        assert Session.load(chatting, saved).messages == session.messages
+    finally:
+        del chatting.model.config.only_in_this_version
+
+
+def test_newer(session, chatting, tmp_path, monkeypatch):
+    monkeypatch.setattr(session_file, "VERSION", 2)
+    session.save(tmp_path / "s")
+    monkeypatch.undo()
+    with pytest.raises(SessionFileNewer, match="format 2"):
+        Session.load(chatting, tmp_path / "s")
+
+
+@pytest.mark.parametrize("content", [b"", b"x", b"\0" * 100, b"Hello, this is a text." * 9])
+def test_no_session(content, chatting, tmp_path):
+    (tmp_path / "s").write_bytes(content)
+    with pytest.raises(SessionFileCorrupt, match="cannot be loaded"):
+        Session.load(chatting, tmp_path / "s")
+
+
+def test_no_such_file(chatting, tmp_path):
+    for path in (tmp_path / "none", tmp_path):
+        with pytest.raises(SessionFileCorrupt, match="cannot be read"):
+            Session.load(chatting, path)
+
+
+@pytest.mark.skipif(os.name != "posix", reason="needs pipes and devices")
+def test_what_is_no_file_is_neither_read_nor_replaced(session, chatting, tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "device").symlink_to("/dev/zero")
+    for name, kind in (("pipe", "pipe is a pipe"), ("device", "device is a device")):
+        with pytest.raises(SessionFileCorrupt, match=kind):
+            Session.load(chatting, tmp_path / name)
+        with pytest.raises(SessionNotSaved, match="not a file"):
+            session.save(tmp_path / name)
+    assert (tmp_path / "pipe").is_fifo()
+    assert Path("/dev/zero").is_char_device()
+
+
+def test_what_could_not_be_loaded_is_not_saved(session, tmp_path, monkeypatch):
+    session.save(tmp_path / "s")
+    before = (tmp_path / "s").read_bytes()
+    monkeypatch.setattr(session_file, "LONGEST", 1000)
+    with pytest.raises(SessionNotSaved, match="begin a new one"):
+        session.save(tmp_path / "s")
+    assert (tmp_path / "s").read_bytes() == before
+
+
+def test_another_safetensors_file(chatting, tmp_path):
+    from safetensors.torch import save_file
+
+    save_file({"x": torch.zeros(3)}, tmp_path / "s")
+    with pytest.raises(SessionFileCorrupt, match="no kvcap session"):
+        Session.load(chatting, tmp_path / "s")
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=150)
+@given(data=st.data())
+def test_changed_bytes_never_load(data, saved_bytes, chatting, tmp_path):
+    """Flipped, cut or extended: a named error, or what was saved to the bit."""
+    content = bytearray(saved_bytes)
+    # Half of the examples hit the header, where most can go wrong.
+    last = data.draw(st.sampled_from([4000, len(content) - 1]))
+    at = data.draw(st.integers(0, last))
+    kind = data.draw(st.sampled_from(["flip", "cut", "extend", "zero"]))
+    if kind == "flip":
+        content[at] ^= 1 << data.draw(st.integers(0, 7))
+    elif kind == "cut":
+        del content[at:]
+    elif kind == "extend":
+        content += data.draw(st.binary(min_size=1, max_size=20))
+    else:
+        content[at : at + 16] = bytes(len(content[at : at + 16]))
+    path = tmp_path / "s"
+    path.write_bytes(content)
+    if content == saved_bytes:
+        return
+    with pytest.raises(SessionFileError):
+        Session.load(chatting, path)
+
+
+@pytest.fixture(scope="module")
+def saved_bytes(chatting, tmp_path_factory):
+    session = chatting.session(seed=3)
+    session.set_generation(max_new_tokens=4)
+    "".join(session.send("Hello there!"))
+    path = tmp_path_factory.mktemp("saved") / "s"
+    session.save(path)
+    return path.read_bytes()
+
+
+def test_read_only_directory(session, chatting, tmp_path, monkeypatch):
+    """Root may write anywhere, so that the refusal itself is made."""
+    session.save(tmp_path / "s")
+    before = (tmp_path / "s").read_bytes()
+
+    def refused(*_, **__):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("tempfile.mkstemp", refused)
+    with pytest.raises(SessionNotSaved, match="Permission denied"):
+        session.save(tmp_path / "s")
+    monkeypatch.undo()
+    with pytest.raises(SessionNotSaved, match="No such file"):
+        session.save(tmp_path / "none" / "s")
+    assert (tmp_path / "s").read_bytes() == before
+
+
+@pytest.mark.parametrize("name", ["write", "fsync", "replace"])
+def test_full_disk(name, session, chatting, tmp_path, monkeypatch):
+    session.save(tmp_path / "s")
+    before = (tmp_path / "s").read_bytes()
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(session_file.os, name, full)
+    with pytest.raises(SessionNotSaved, match="No space left"):
+        session.save(tmp_path / "s")
+    monkeypatch.undo()
+    assert (tmp_path / "s").read_bytes() == before
+    assert [p.name for p in tmp_path.iterdir()] == ["s"]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="needs RLIMIT_FSIZE")
+def test_no_room_for_real(session, tmp_path):
+    """The system refuses to let a file grow beyond 1 KiB."""
+    code = (
+        "import resource, sys, torch; from kvcap.runtime.session.file import write\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (1024, 1024))\n"
+        "write(sys.argv[1], {'x': [torch.zeros(9999)]}, {})\n"
+    )
+    session.save(tmp_path / "s")
+    before = (tmp_path / "s").read_bytes()
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "s")], capture_output=True, text=True,
+        check=False, env={**os.environ, "PYTHONPATH": SRC},
+    )  # fmt: skip
+    assert "SessionNotSaved" in done.stderr
+    assert (tmp_path / "s").read_bytes() == before
+    assert [p.name for p in tmp_path.iterdir()] == ["s"]
+
+
+KILLED = """
+import sys, torch
+sys.path[:0] = sys.argv[2:]
+from kvcap.runtime.session.file import write
+count = 0
+while True:
+    count += 1
+    write(sys.argv[1], {"x": [torch.full((300_000,), count)]}, {"count": count})
+    print(count, flush=True)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.name != "posix", reason="needs SIGKILL")
+def test_killed_at_any_moment(tmp_path):
+    """Whatever is on the disk is one whole save."""
+    path, wait = tmp_path / "s", random.Random(0)
+    for _ in range(6):
+        process = subprocess.Popen(
+            [sys.executable, "-c", KILLED, str(path), SRC], stdout=subprocess.PIPE
+        )
+        assert process.stdout is not None
+        process.stdout.readline()  # saved once at least
+        time.sleep(wait.random() * 0.05)
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
+        process.stdout.close()
+        with SessionFile(path) as file:
+            assert file.facts == {"count": int(file.tensor("x")[0])}
+            assert file.tensor("x").unique().numel() == 1
+    session_file.write(path, {}, {})
+    assert [p.name for p in tmp_path.iterdir()] == ["s"], "nor is anything left beside it"
+
+
+WRITING = """
+import sys
+sys.path[:0] = sys.argv[2:]
+from pathlib import Path
+from kvcap.runtime.files import replacing
+with replacing(Path(sys.argv[1])) as descriptor:
+    print("writing", flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.mark.skipif(os.name != "posix", reason="needs SIGKILL and locks")
+def test_parts_of_the_killed_are_removed_and_those_of_the_living_are_not(tmp_path):
+    path = tmp_path / "s"
+    others = [".s.part", ".t.abcdefgh.part", ".s.abcdefgh.part.bak", ".s.x.abcdefgh.part"]
+    for name in others:
+        (tmp_path / name).touch()
+    killed, living = (
+        subprocess.Popen([sys.executable, "-c", WRITING, str(path), SRC], text=True,
+                         stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        for _ in range(2)
+    )  # fmt: skip
+    for process in (killed, living):
+        assert process.stdout is not None
+        assert process.stdout.readline() == "writing\n"
+    killed.kill()
+    killed.communicate()
+    parts = lambda: sorted(p.name for p in tmp_path.iterdir() if p.name not in others)  # noqa: E731
+    assert len(parts()) == 2
+    session_file.write(path, {}, {"count": 1})
+    assert len(parts()) == 2, "the file and the part of the living"
+    assert living.communicate("")[0] == ""
+    assert living.returncode == 0
+    assert parts() == ["s"]
+    assert path.read_bytes() == b"", "the last to end"
+    assert {*others} < {p.name for p in tmp_path.iterdir()}
+
+
+def test_other_tools_can_look_inside(session, tmp_path):
+    """Metadata says what is inside to who looks with other tools."""
+    from safetensors import safe_open
+
+    session.save(tmp_path / "s")
+    with safe_open(tmp_path / "s", framework="pt") as file:
+        facts = json.loads(file.metadata()["session"])
+        assert file.metadata()["format"] == "kvcap-session"
+        assert facts["policy"] == "keydiff"
+        assert file.get_tensor("layers.0.slots.keys").shape == (2 * 32, 16)
+
+
+@pytest.fixture
+def command(chatting, capsys, monkeypatch):
+    """The command line on the small model, in this process."""
+
+    def run(*arguments, stdin=b""):
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin), encoding="utf-8"))
+        rest = ("--max-kv-size", "32", "--block-size", "16", "--max-new-tokens", "6", "-q")
+        code = cli.run([arguments[0], *arguments[1:], *rest])
+        return code, *capsys.readouterr()
+
+    return run
+
+
+def test_the_command_line_goes_on(command, chatting, tmp_path):
+    """Three answers in three processes are those of one."""
+    model, file = chatting.name, str(tmp_path / "s")
+    texts = ("Hello!", "How are you?", "And now?")
+    whole = command("chat", model, stdin="\n".join(texts).encode())[1]
+    parts = [
+        command("generate", model, texts[0], "--session", file),
+        command("chat", model, "--session", file, stdin=texts[1].encode()),
+        command("generate", model, texts[2], "--session", file),
+    ]
+    assert [code for code, _, _ in parts] == [0, 0, 0]
+    assert "".join(out for _, out, _ in parts) == whole
+    assert len(Session.load(chatting, file).messages) == 6
+
+
+def test_options_that_cannot_be_with_a_session(command, chatting, tmp_path):
+    model, file = chatting.name, str(tmp_path / "s")
+    given = ("--system-prompt", "Be kind.", "--pin-system", "--session", file)
+    assert command("generate", model, "Hello!", *given)[0] == 0
+    assert Session.load(chatting, file).cache.pinned_spans
+    assert command("generate", model, "Hello!", *given)[0] == 0
+    given = ("--system-prompt", "Be rude.", "--session", file)
+    code, out, err = command("generate", model, "Hello!", *given)
+    assert (code, out) == (2, "")
+    assert "another system prompt" in err
+    code, _, err = command("generate", model, "Hello!", "--pin-system")
+    assert code == 2
+    assert "needs a system prompt" in err
+    none = str(tmp_path / "none" / "s")
+    code, out, err = command("generate", model, "Hello!", "--session", none)
+    assert (code, out) == (1, ""), "known before the answer"
+    assert "cannot be saved" in err
+    (tmp_path / "s").write_text("Hello")
+    code, out, err = command("generate", model, "Hello!", "--session", file)
+    assert (code, out) == (2, "")
+    assert "cannot be loaded" in err
+    assert (tmp_path / "s").read_text() == "Hello"
+
+
+def test_chat_commands(chatting, tmp_path, capsys):
+    session = chatting.session(seed=0)
+    session.set_generation(max_new_tokens=6)
+    chat = Chat(session, Output(quiet=True), str(tmp_path / "kept"))
+    file = tmp_path / "a file"
+    chat.take("/pin The door is blue.")
+    chat.take(f"/save {file}")
+    chat.take("Tell me more.")
+    first = session.messages[-1]["content"]
+    assert len(Session.load(chatting, tmp_path / "kept").messages) == 4
+    chat.take(f"/load {file}")
+    assert len(session.messages) == 2
+    chat.take("Tell me more.")
+    assert session.messages[-1]["content"] == first
+    capsys.readouterr()
+    chat.take("/pin")
+    assert "The door is blue." in capsys.readouterr().err
+    chat.take("/policy snapkv window=4")
+    chat.take("Go on.")
+    assert chat.session.pinned == {0}
+    assert chat.session.cache.pinned_spans
+    assert chat.code == 0
+    for line, says in (
+        ("/save", "give a file"),
+        ("/load", "give a file"),
+        (f"/load {tmp_path}/none", "cannot be read"),
+        (f"/save {tmp_path}/none/s", "cannot be saved"),
+        ("/pin " + "word " * 60, "pin less"),
+    ):
+        before = len(chat.session.messages)
+        chat.take(line)
+        assert says in capsys.readouterr().err
+        assert len(chat.session.messages) == before

@@ -1,0 +1,387 @@
+"""Ctrl-C, refusals and failures while a prompt is read: what messages and cache are afterwards."""
+
+from __future__ import annotations
+
+import copy
+import json
+import signal
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from toy_engine import BACKENDS, BLOCK, ToyEngine, held, session_of, tiny
+
+from kvcap.runtime.errors import EmptyPrompt, KvcapError, MemoryCapExceeded
+from kvcap.runtime.session import session as session_module
+from kvcap.runtime.session.text import opening, render
+
+LONG = "Seven kinds of mosses survive the cold near Porto, and tall grasses attract many bees. " * 3
+
+
+@pytest.fixture(scope="module", params=BACKENDS)
+def runtime(request, tmp_path_factory):
+    if request.param == "numpy":
+        return ToyEngine(64)
+    return tiny(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture
+def session(runtime):
+    found = session_of(runtime, "Be kind.")
+    list(found.send("Hi, I am Ada."))
+    return found
+
+
+def whole(session: Any, messages: Any = None) -> str:
+    """The conversation as one prompt, and as its tokens spell it."""
+    messages = session.messages if messages is None else messages
+    tokenizer = session.runtime.tokenizer
+    ids = session.encode(render(tokenizer, [*opening(session.system), *messages]))
+    return tokenizer.backend_tokenizer.decode(ids, skip_special_tokens=False)
+
+
+def stopping(session: Any, blocks: int, error: type[BaseException] = KeyboardInterrupt) -> None:
+    """Have the session's next prompt end after so many blocks."""
+
+    def stop(done: int, total: int) -> None:
+        if done >= blocks * BLOCK:
+            session.on_block = None
+            raise error
+
+    session.on_block = stop
+
+
+def interrupted(call: Callable[[], Any], error: type[BaseException] = KeyboardInterrupt) -> None:
+    with pytest.raises(error):
+        list(call())
+
+
+def sound(session: Any) -> None:
+    """What holds whenever no answer is being written."""
+    roles = [message["role"] for message in session.messages]
+    assert roles == ["user", "assistant"] * (len(roles) // 2)
+    assert getattr(session.cache, "consistent", True)
+    assert session.stats.held_tokens <= 64
+    json.dumps(session.conversation)
+    json.dumps(session.stats.as_dict())
+
+
+def goes_on(session: Any) -> None:
+    """The next message is answered, and read after nothing but this conversation."""
+    empty, before, unread = not session.cache.seen, held(session), session._unread
+    seen = session.cache.seen
+    list(session.send("And now?"))
+    assert session.turn.finish_reason == "length"
+    assert session.notice is None
+    if empty:
+        assert held(session).startswith(whole(session, session.messages[:-1]))
+    else:
+        assert held(session).startswith(before)
+        assert session.read[seen : seen + len(unread)] == unread
+    sound(session)
+
+
+BLOCKS = range(1, 4)
+
+
+@pytest.mark.parametrize("blocks", BLOCKS)
+def test_a_message_stopped_at_any_block(session, blocks):
+    seen, text = session.cache.seen, held(session)
+    stopping(session, blocks)
+    interrupted(lambda: session.send(LONG))
+    assert session.turn.finish_reason == "interrupted"
+    assert session.turn.read_tokens == blocks * BLOCK == session.cache.seen - seen
+    assert session.turn.prompt_tokens > session.turn.read_tokens
+    assert session.turn.completion_tokens == 0
+    assert f"stopped after {blocks * BLOCK} of" in session.notice
+    assert held(session).startswith(text)
+    assert [m["content"] for m in session.messages[2:]] == [LONG, ""]
+    sound(session)
+    goes_on(session)
+
+
+@pytest.mark.parametrize("blocks", BLOCKS)
+def test_a_first_message_stopped_at_any_block(runtime, blocks):
+    session = session_of(runtime)
+    stopping(session, blocks)
+    interrupted(lambda: session.send(LONG))
+    assert session.cache.seen == session.turn.read_tokens == blocks * BLOCK
+    sound(session)
+    goes_on(session)
+
+
+@pytest.mark.parametrize("blocks", range(1, 4))
+def test_another_answer_stopped_while_it_is_read_keeps_the_former(session, blocks):
+    list(session.send(LONG, pin=False))
+    before = copy.deepcopy(session.messages)
+    stopping(session, blocks)
+    interrupted(session.regenerate)
+    assert session.messages == before
+    assert session.cache.seen == 0
+    assert "the former one stays" in session.notice
+    assert "read again" in session.notice
+    goes_on(session)
+
+
+def test_another_answer_that_has_begun_takes_the_place_of_the_former(session):
+    stream = session.regenerate()
+    said = next(stream)
+    stream.close()
+    assert session.messages[-1] == {"role": "assistant", "content": said}
+    assert session.turn.finish_reason == "interrupted"
+    assert session.notice is None
+    sound(session)
+
+
+@pytest.mark.parametrize("blocks", range(1, 3))
+def test_a_conversation_stopped_while_it_is_read_again_is_read_again(session, blocks):
+    list(session.send(LONG))
+    session.cache.reset()
+    stopping(session, blocks)
+    interrupted(lambda: session.send("More."))
+    assert session.cache.seen == 0
+    assert "read again" in session.notice
+    assert [m["content"] for m in session.messages[4:]] == ["More.", ""]
+    goes_on(session)
+
+
+def test_a_message_of_which_nothing_was_read_is_taken_back(session, monkeypatch):
+    def stop(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    before, seen = copy.deepcopy(session.messages), session.cache.seen
+    with monkeypatch.context() as patched:
+        patched.setattr(session._loop, "prefill", stop)
+        interrupted(lambda: session.send(LONG, pin=True))
+    assert (session.messages, session.cache.seen, session.pinned) == (before, seen, set())
+    assert "taken back" in session.notice
+    goes_on(session)
+
+
+@pytest.mark.parametrize("error", [MemoryCapExceeded, RuntimeError])
+@pytest.mark.parametrize("blocks", [1, 3])
+def test_a_message_that_fails_while_it_is_read_is_taken_back(session, error, blocks):
+    before = copy.deepcopy(session.messages)
+    stopping(session, blocks, error)
+    interrupted(lambda: session.send(LONG, pin=True), error)
+    assert (session.messages, session.pinned, session.cache.seen) == (before, set(), 0)
+    assert session.turn.finish_reason == ("cap" if error is MemoryCapExceeded else "error")
+    assert "taken back" in session.notice
+    goes_on(session)
+
+
+def test_an_answer_that_fails_is_kept_and_read_again(session, monkeypatch):
+    stream = session.send("Tell me more.")
+    said = next(stream)
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("lost")
+
+    monkeypatch.setattr(session._loop, "read", fail)
+    with pytest.raises(RuntimeError):
+        list(stream)
+    monkeypatch.undo()
+    assert session.messages[-1]["content"].startswith(said)
+    assert session.cache.seen == 0
+    assert session.turn.finish_reason == "error"
+    goes_on(session)
+
+
+def test_a_text_stopped_while_it_is_read(runtime):
+    session = session_of(runtime)
+    stopping(session, 2)
+    interrupted(lambda: session.complete(LONG))
+    assert session.cache.seen == 2 * BLOCK
+    assert session.messages == []
+    assert "stopped after 32 of" in session.notice
+    list(session.complete(" and so on"))
+    assert session.notice is None
+
+
+EMPTIED: list[Callable[[Any], Any]] = [
+    lambda session: session.clear(),
+    lambda session: session.undo(),
+    lambda session: session.cache.reset(),
+]
+
+
+@pytest.mark.parametrize("empty", EMPTIED)
+def test_a_token_that_was_not_read_goes_with_its_cache(runtime, empty):
+    """Read up to where an answer was cut short, another prompt must not go on with its token."""
+    session = session_of(runtime)
+    # The last token of an answer at its limit is not read; here after two whole blocks.
+    hi = render(session.runtime.tokenizer, [{"role": "user", "content": "Hi."}])
+    session.set_generation(max_new_tokens=2 * BLOCK + 1 - len(session.encode(hi)))
+    list(session.send("Hi."))
+    assert session.cache.seen == 2 * BLOCK
+    assert len(session._unread) == 1
+    empty(session)
+    assert session._unread == []
+    session.messages = []
+    stopping(session, 2)
+    interrupted(lambda: session.send(LONG))
+    assert session.cache.seen == 2 * BLOCK
+    assert session._unread == []
+    assert session.conversation["unread"] == []
+
+
+def test_a_token_that_was_not_read_is_read_first(session):
+    (token,), seen = session._unread, session.cache.seen
+    list(session.send("And you?"))
+    assert session.read[seen] == token
+
+
+@pytest.mark.parametrize(("unread", "since", "left"), [([7], 0, [7]), ([7], 5, []), ([], 3, [])])
+def test_saved_tokens_that_were_not_read(session, unread, since, left):
+    """Of files from before, in which a cleared conversation's token could still be."""
+    seen = session.cache.seen
+    said = {**session.conversation, "unread": unread, "unread_since": seen + since}
+    session.take(said, session.draws)
+    assert session._unread == left
+    assert session.conversation["unread"] == left
+    assert session.turn is None
+
+
+def test_ctrl_c_at_any_line_of_a_session_leaves_a_conversation(runtime):
+    """One run for every line that is executed, each stopped there as by the user."""
+    code, lines, stop = session_module.__file__, 0, 0
+
+    def trace(frame: Any, event: str, _: Any) -> Any:
+        nonlocal lines
+        if frame.f_code.co_filename != code:
+            return None
+        if event == "line":
+            lines += 1
+            if lines == stop:
+                signal.raise_signal(signal.SIGINT)
+        return trace
+
+    def run(action: Callable[[Any], Any]) -> Any:
+        nonlocal lines
+        session = session_of(runtime)
+        session.set_generation(max_new_tokens=2)
+        list(session.send("Hi."))
+        lines = 0
+        previous = sys.gettrace()
+        try:
+            sys.settrace(trace)
+            list(action(session))
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.settrace(previous)
+        return session
+
+    for action in (lambda s: s.send("And you?"), lambda s: s.regenerate()):
+        stop = 0
+        run(action)
+        count = lines
+        assert count > 50
+        for stop in range(1, count, 1 if isinstance(runtime, ToyEngine) else 5):
+            session = run(action)
+            sound(session)
+            stop = 0
+            goes_on(session)
+
+
+def test_what_is_never_read_changes_nothing(session):
+    def state() -> Any:
+        said = copy.deepcopy(session.conversation)
+        return (
+            said,
+            session.cache.seen,
+            list(session.cache.pinned_spans),
+            session.turn,
+            held(session),
+        )
+
+    session.pinned = {0}
+    before = state()
+    for call in (
+        lambda: session.send("Hello!", pin=True),
+        lambda: session.complete("Hello!"),
+        session.regenerate,
+    ):
+        stream = call()
+        assert state() == before
+        stream.close()
+        assert state() == before
+
+
+def test_refusals_are_the_calls(runtime):
+    """With nothing read of what they return."""
+    session = session_of(runtime, budget=32)
+    for text in ("", " \n"):
+        with pytest.raises(EmptyPrompt):
+            session.send(text)
+    with pytest.raises(EmptyPrompt):
+        session.complete("")
+    with pytest.raises(EmptyPrompt, match="nothing to answer"):
+        session.regenerate()
+    with pytest.raises(EmptyPrompt, match="nothing to take back"):
+        session.undo()
+    with pytest.raises(KvcapError, match="would be pinned"):
+        session.send(LONG, pin=True)
+    session.on_full = "error"
+    for call in (session.send, session.complete):
+        with pytest.raises(MemoryCapExceeded, match="raise the budget"):
+            call(LONG)
+    session.on_full = "evict"
+    list(session.send("Hi."))
+    list(session.send(LONG))
+    session.on_full = "stop"
+    seen, messages = session.cache.seen, copy.deepcopy(session.messages)
+    with pytest.raises(MemoryCapExceeded, match="0 of 32 slots"):
+        session.regenerate()
+    session.on_full = "evict"
+    session.pinned = {2}
+    with pytest.raises(KvcapError, match="would be pinned"):
+        session.regenerate()
+    session.pinned = set()
+    session.generation.eos_token_id = "</s>"
+    with pytest.raises(ValueError, match="eos_token_id='</s>' will not work"):
+        session.send("Hi.")
+    assert (session.cache.seen, session.messages) == (seen, messages)
+
+
+def test_what_was_said_since_the_call_is_taken_into_account(runtime):
+    late, plain = session_of(runtime), session_of(runtime)
+    streams = [late.send("One."), late.send("Two.")]
+    for stream in streams:
+        list(stream)
+    for text in ("One.", "Two."):
+        list(plain.send(text))
+    assert late.messages == plain.messages
+    assert held(late) == held(plain)
+
+
+def test_an_answer_that_nobody_reads_on_ends_where_another_begins(runtime):
+    session = session_of(runtime)
+    first = session.send("One.")
+    said = next(first)
+    list(session.send("Two."))
+    assert list(first) == []
+    assert [m["content"] for m in session.messages[:3]] == ["One.", said, "Two."]
+    sound(session)
+    third = session.send("Three.")
+    next(third)
+    session.clear()
+    third.close()
+    assert session.messages == []
+    assert session.cache.seen == 0
+
+
+def test_the_last_message_can_be_taken_back(session):
+    first = copy.deepcopy(session.messages)
+    list(session.send("It is cold.", pin=True))
+    assert session.pinned == {2}
+    assert session.undo() == "It is cold."
+    assert (session.messages, session.pinned, session.cache.seen) == (first, set(), 0)
+    assert session.turn is None
+    goes_on(session)
+    for text in ("And now?", "Hi, I am Ada."):
+        assert session.undo() == text
+    assert session.messages == []
+    with pytest.raises(EmptyPrompt):
+        session.undo()

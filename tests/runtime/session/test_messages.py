@@ -1,0 +1,143 @@
+"""Chat messages given to `Session.send` as a list."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from toy_engine import BACKENDS, ToyEngine, held, session_of, tiny
+
+from kvcap.runtime.errors import EmptyPrompt, KvcapError, MessagesInvalid
+from kvcap.runtime.session.text import ROLES, messages_of, render
+
+SYSTEM = {"role": "system", "content": "Be kind."}
+ASKED = {"role": "user", "content": "Who are you?"}
+ANSWERED = {"role": "assistant", "content": "I am Pocket."}
+AGAIN = {"role": "user", "content": "Say it again."}
+
+
+@pytest.fixture(scope="module", params=BACKENDS)
+def runtime(request, tmp_path_factory):
+    if request.param == "numpy":
+        return ToyEngine(400)
+    return tiny(tmp_path_factory.mktemp("tiny")).with_budget(400)
+
+
+def spelt(session: Any, messages: Any) -> str:
+    tokenizer = session.runtime.tokenizer
+    ids = session.encode(render(tokenizer, messages))
+    return tokenizer.backend_tokenizer.decode(ids, skip_special_tokens=False)
+
+
+def test_a_history_begins_a_conversation(runtime):
+    session = session_of(runtime)
+    history = [SYSTEM, ASKED, ANSWERED, AGAIN]
+    said = "".join(session.send(history))
+    assert session.messages == [*history[1:], {"role": "assistant", "content": said}]
+    assert session.system == "Be kind."
+    assert held(session).startswith(spelt(session, history))
+    assert history == [SYSTEM, ASKED, ANSWERED, AGAIN]
+    session.messages[0]["content"] = "else"  # the caller's own are not the session's
+    assert ASKED["content"] == "Who are you?"
+
+
+def test_messages_are_added_to_a_conversation(runtime):
+    session = session_of(runtime, "Be kind.")
+    first = "".join(session.send("Hello!"))
+    before = held(session)
+    list(session.send([ASKED, ANSWERED, AGAIN]))
+    assert session.messages[2:5] == [ASKED, ANSWERED, AGAIN]
+    assert session.messages[1]["content"] == first
+    read = held(session)[len(before) :]
+    assert spelt(session, [ASKED, ANSWERED, AGAIN]).removeprefix("<|bos|>") in read
+    assert read.count("Be kind.") == 0
+    # A text is a list of one message.
+    one, other = session_of(runtime), session_of(runtime)
+    assert "".join(one.send("Hello!")) == "".join(
+        other.send([{"role": "user", "content": "Hello!"}])
+    )
+    assert held(one) == held(other)
+
+
+def test_all_messages_that_are_given_are_pinned(runtime):
+    session = session_of(runtime)
+    list(session.send([SYSTEM, ASKED, ANSWERED, AGAIN], pin=True))
+    assert session.pinned == {0, 1, 2}
+    assert session.pin_system
+    prompt = session.turn.prompt_tokens
+    covered = {i for a, b in session.cache.pinned_spans for i in range(a, b)}
+    assert len(covered) >= prompt - 6  # all but what only begins the answer
+    session.cache.reset()
+    list(session.send("And now?"))
+    again = {i for a, b in session.cache.pinned_spans for i in range(a, b)}
+    assert covered == {i for i in again if i < prompt}
+    assert session.undo() == "And now?"
+    assert session.undo() == "Say it again."
+    assert session.pinned == {0, 1}
+    assert session.messages == [ASKED, ANSWERED]
+
+
+@pytest.mark.parametrize(
+    ("said", "error", "says"),
+    [
+        (None, MessagesInvalid, "a NoneType was given"),
+        (3, MessagesInvalid, "a int was given"),
+        (b"Hi", MessagesInvalid, "a bytes was given"),
+        (ASKED, MessagesInvalid, "a dict was given; give a text, or a list"),
+        ([], EmptyPrompt, "there are no messages"),
+        (["Hi"], MessagesInvalid, "message 0 is a str"),
+        ([{"content": "Hi"}], MessagesInvalid, "message 0 has no 'role'"),
+        ([{"role": "user"}], MessagesInvalid, "message 0 has no 'content'"),
+        ([{"role": "tool", "content": "Hi"}], MessagesInvalid, "role 'tool'; use system, user"),
+        ([{"role": ["user"], "content": "Hi"}], MessagesInvalid, "has role"),
+        ([ASKED, {"role": "user", "content": None}], MessagesInvalid, "of message 1 is a NoneType"),
+        ([{"role": "user", "content": [{"type": "text"}]}], MessagesInvalid, "is a list"),
+        ([{**ASKED, "tool_calls": [1]}], MessagesInvalid, "has 'tool_calls'"),
+        ([ASKED, ANSWERED], MessagesInvalid, "the last message is of the assistant"),
+        ([SYSTEM], MessagesInvalid, "the last message is of the system"),
+        ([ASKED, SYSTEM, AGAIN], MessagesInvalid, "only be the first"),
+        ([ASKED, {"role": "user", "content": " "}], EmptyPrompt, "the message is empty"),
+    ],
+)
+def test_what_is_no_message_is_refused_by_the_call(runtime, said, error, says):
+    session = session_of(runtime)
+    with pytest.raises(error, match=says):
+        session.send(said)
+    assert session.messages == []
+
+
+def test_a_system_prompt_only_begins_a_conversation(runtime):
+    session = session_of(runtime)
+    list(session.send("Hello!"))
+    with pytest.raises(MessagesInvalid, match="has begun"):
+        session.send([SYSTEM, ASKED])
+    session.clear()
+    list(session.send([SYSTEM, {**ASKED, "name": None, "tool_calls": []}]))
+    assert session.messages[0] == ASKED
+    with pytest.raises(MessagesInvalid, match="a list was given"):
+        session.complete([ASKED])  # type: ignore[arg-type]
+
+
+odd = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=3) | st.sampled_from(ROLES),
+    lambda x: (
+        st.lists(x, max_size=3)
+        | st.dictionaries(st.sampled_from(["role", "content", "x"]), x, max_size=3)
+    ),
+    max_leaves=8,
+)
+
+
+@settings(derandomize=True, deadline=None, max_examples=200)
+@given(odd)
+def test_whatever_is_given_is_messages_or_refused_by_name(said):
+    try:
+        found = messages_of(said)
+    except KvcapError:
+        pass
+    else:
+        assert found[-1]["role"] == "user"
+        assert all(set(one) == {"role", "content"} for one in found)
+        assert all(type(one["content"]) is str for one in found)

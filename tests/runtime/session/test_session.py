@@ -1,0 +1,357 @@
+"""Conversations: turns, streaming, stopping, sampling, figures; on a random model."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from conftest import SIZES
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM
+
+import kvcap
+from kvcap import pocket
+from kvcap.runtime.backends.pytorch.sampler import Sampler
+from kvcap.runtime.interrupts import interrupts_deferred
+from kvcap.runtime.session.text import TextStream, render, render_turn
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return AutoTokenizer.from_pretrained(pocket.path())
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory, tokenizer):
+    path = tmp_path_factory.mktemp("model")
+    torch.manual_seed(0)
+    ids = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
+    sizes = {**SIZES, **ids, "vocab_size": len(tokenizer)}
+    LlamaForCausalLM(LlamaConfig(**sizes, head_dim=16)).save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return path
+
+
+def make(directory, budget=64, **options):
+    runtime = kvcap.Runtime.from_pretrained(
+        directory, kv_budget_tokens=budget, block_size=16, device="cpu", **options
+    )
+    session = runtime.session(seed=0)
+    session.set_generation(max_new_tokens=12)
+    session.generation.eos_token_id = None  # a random model's answers have no end
+    return session
+
+
+def test_figures_add_up(directory):
+    session = make(directory)
+    for text in ("Hello there, how are you today?", "Tell me more about the weather, please."):
+        before = session.stats.seen_tokens
+        said = "".join(session.send(text))
+        stats = session.stats
+        assert session.messages[-1] == {"role": "assistant", "content": said}
+        assert stats.turn.finish_reason == "length"
+        assert stats.turn.completion_tokens == 12
+        # The last token of an answer is read with the next turn.
+        assert stats.seen_tokens - before == stats.turn.prompt_tokens + 11
+        assert stats.held_tokens == min(stats.seen_tokens, 64)
+        assert stats.evicted_tokens == stats.seen_tokens - stats.held_tokens
+        assert stats.bytes <= stats.peak_bytes == stats.cap_bytes
+    session.clear()
+    assert session.stats.seen_tokens == 0
+    assert session.messages == []
+
+
+def test_turn_by_turn_equals_one_long_prompt(directory, tokenizer):
+    """While tokens fit, what the cache has read is what one prompt of the conversation reads."""
+    session = make(directory, budget=400)
+    session.system = "You are kind."
+    read = []
+    loop = session._loop
+    plain = loop.read
+    loop.read = lambda ids, **how: read.extend(ids[0].tolist()) or plain(ids, **how)
+    first = "".join(session.send("My name is Ada."))
+    "".join(session.send("What is my name?"))
+    messages = [{"role": "system", "content": "You are kind."}, *session.messages[:3]]
+    whole = tokenizer(render(tokenizer, messages), add_special_tokens=False)["input_ids"]
+    assert first
+    said = session.turn.completion_tokens - 1
+    text = tokenizer.decode(read[: len(read) - said])
+    assert text == tokenizer.decode(whole)
+    # and the logits are those of a fresh cache that reads the same tokens at once
+    fresh = session.runtime.session()
+    one = fresh._loop.prefill(torch.tensor([read]))
+    two = plain(torch.tensor([[5]]))
+    torch.testing.assert_close(fresh._loop.read(torch.tensor([[5]])), two, rtol=1e-4, atol=1e-4)
+    assert one.shape == two.shape
+
+
+def test_block_boundaries_that_coincide_give_the_same_after_evictions(directory):
+    """Two reads of whole blocks leave the same cache as one read of both."""
+    ids = torch.randint(3, 90, (1, 160))
+    one, two = make(directory), make(directory)
+    a = one._loop.prefill(ids)
+    two._loop.prefill(ids[:, :96])
+    b = two._loop.prefill(ids[:, 96:])
+    torch.testing.assert_close(a, b)
+    assert one.cache.seen == two.cache.seen == 160
+
+
+def test_regenerate_reads_the_conversation_anew(directory):
+    session = make(directory)
+    "".join(session.send("Hello!"))
+    "".join(session.send("Again!"))
+    "".join(session.regenerate())
+    roles = [m["role"] for m in session.messages]
+    assert roles == ["user", "assistant", "user", "assistant"]
+    session.clear()
+    with pytest.raises(kvcap.KvcapError, match="nothing to answer"):
+        next(session.regenerate())
+
+
+def test_stopping_early_keeps_what_was_said(directory):
+    session = make(directory)
+    stream = session.send("Hello!")
+    said = next(stream) + next(stream)
+    stream.close()
+    assert len(session._unread) == 1  # said, and read with the next turn
+    assert session.messages[-1]["content"] == said
+    assert session.turn.finish_reason == "interrupted"
+    assert session.cache.consistent
+    "".join(session.send("And now?"))
+    assert session.cache.consistent
+
+
+def test_ctrl_c_waits_for_the_block(directory):
+    import os
+    import signal
+
+    session = make(directory)
+    stream = session.send("Hello!")
+    next(stream)
+    layer = session.runtime.model.model.layers[1]
+    hook = layer.register_forward_pre_hook(lambda *_: os.kill(os.getpid(), signal.SIGINT))
+    with pytest.raises(KeyboardInterrupt):
+        list(stream)
+    hook.remove()
+    assert session.cache.consistent
+    assert session.turn.finish_reason == "interrupted"
+    assert [m["role"] for m in session.messages] == ["user", "assistant"]
+    assert session._unread == []  # the token was read before Ctrl-C took effect
+    with pytest.raises(KeyboardInterrupt), interrupts_deferred():
+        os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_ctrl_c_while_reading_leaves_whole_blocks(directory):
+    session = make(directory)
+
+    def stop(done, total):
+        if done >= 32:
+            raise KeyboardInterrupt
+
+    session.on_block = stop
+    with pytest.raises(KeyboardInterrupt):
+        list(session.send("word " * 100))
+    assert session.cache.seen == 32
+    assert session.cache.consistent
+    session.on_block = None
+    "".join(session.send("Go on."))
+
+
+def test_full_refuses_and_the_session_lives(directory):
+    session = make(directory, policy="full")
+    with pytest.raises(kvcap.KvcapError, match="never evicts"):
+        list(session.send("word " * 100))
+    assert session.messages == []
+    assert session.cache.seen == 0
+    "".join(session.send("Hi!"))
+    said = (piece for _ in range(9) for piece in session.send("Hi!"))
+    with pytest.raises(kvcap.KvcapError, match="never evicts"):
+        list(said)
+    assert session.cache.consistent
+    assert session.stats.held_tokens <= 64
+
+
+@pytest.mark.slow(keep=4)
+@pytest.mark.parametrize("policy", ["keydiff", "snapkv", "cake", "adakv", "full"])
+def test_a_full_cache_can_end_the_answer(policy, directory):
+    full = make(directory, policy=policy, budget=48)
+    full.on_full = "stop"
+    full.set_generation(max_new_tokens=100)
+    said = "".join(full.send("Hi!"))
+    assert full.turn.finish_reason == "full"
+    assert full.stats.evicted_tokens == 0
+    assert full.stats.held_tokens == 48
+    free = make(directory, budget=200)
+    free.set_generation(max_new_tokens=full.turn.completion_tokens)
+    assert "".join(free.send("Hi!")) == said
+    assert free.turn.finish_reason == "length"
+    with pytest.raises(kvcap.KvcapError, match=r"never evicts|may be evicted"):
+        list(full.send("And now?"))
+    assert len(full.messages) == 2
+    full.on_full = "evict"
+    if policy != "full":
+        "".join(full.send("And now?"))
+        assert full.stats.evicted_tokens > 0
+
+
+def test_a_full_cache_can_be_an_error(directory):
+    session = make(directory, budget=48)
+    session.on_full = "error"
+    session.set_generation(max_new_tokens=100)
+    said = []
+    with pytest.raises(kvcap.KvcapError, match=r"on-full is .error.*48 of 48 slots"):
+        said.extend(session.send("Hi!"))
+    assert session.messages[-1] == {"role": "assistant", "content": "".join(said)}
+    assert session.stats.evicted_tokens == 0
+    assert session.cache.consistent
+    with pytest.raises(ValueError, match="evict, stop, error"):
+        session.on_full = "grow"
+
+
+def test_sampling_is_reproducible_and_greedy_is_the_maximum(directory):
+    def say(**options):
+        session = make(directory)
+        session.set_generation(max_new_tokens=10, **options)
+        return "".join(session.send("Hello!"))
+
+    assert say(temperature=1.0, seed=1) == say(temperature=1.0, seed=1)
+    assert say(temperature=1.0, seed=1) != say(temperature=1.0, seed=2)
+    assert say(temperature=1.0, top_k=1, seed=5) == say(temperature=0.0)
+    assert say(temperature=1.0, top_p=1e-6, seed=5) == say(temperature=0.0)
+    assert say(temperature=1.0, min_p=1.0, seed=5) == say(temperature=0.0)
+
+
+def test_a_repetition_penalty_looks_at_what_was_said():
+    config = GenerationConfig(repetition_penalty=10.0)
+    logits, said = torch.tensor([[1.0, 3.0, 2.0]]), torch.tensor([[1, 1]])
+    assert Sampler(config, torch.Generator()).next(logits, said).tolist() == [2]
+    assert Sampler(GenerationConfig(), torch.Generator()).next(logits, said).tolist() == [1]
+
+
+def test_beams_are_refused(directory):
+    session = make(directory)
+    session.generation.num_beams = 4
+    with pytest.raises(kvcap.KvcapError, match="num_beams=1"):
+        list(session.send("Hello!"))
+
+
+def test_end_tokens_and_stop_strings_end_the_answer(directory, tokenizer):
+    session = make(directory)
+    said = "".join(session.send("Hello!"))
+    session.clear()
+    session.generation.stop_strings = [said[4:7]]
+    assert "".join(session.send("Hello!")) == said[: said.index(said[4:7])]
+    assert session.turn.finish_reason == "stop"
+    session.clear()
+    session.generation.stop_strings = None
+    first = session.encode(said)[0]
+    session.generation.eos_token_id = [first, tokenizer.eos_token_id]
+    ended = "".join(session.send("Hello!"))
+    assert session.turn.finish_reason == "stop"
+    assert len(ended) < len(said)
+
+
+def test_empty_prompts(directory):
+    session = make(directory)
+    for text in ("", "  \n"):
+        with pytest.raises(ValueError, match="empty"):
+            next(session.send(text))
+    assert session.messages == []
+
+
+def test_raw_completion_continues(directory):
+    session = make(directory)
+    "".join(session.complete("Once upon a time"))
+    seen = session.cache.seen
+    "".join(session.complete(" and then"))
+    assert session.cache.seen > seen
+    assert session.messages == []
+
+
+def test_other_policies_share_the_weights(directory):
+    session = make(directory)
+    other = session.runtime.with_policy(kvcap.load_policy("h2o"))
+    assert other.model is session.runtime.model
+    assert other.plan.policy_state > 0
+    "".join(other.session(seed=0).send("Hello!"))
+
+
+@pytest.mark.slow
+def test_a_byte_cap_holds_for_every_policy_that_is_switched_to(directory):
+    runtime = kvcap.Runtime.from_pretrained(directory, kv_budget="48KiB", device="cpu")
+    for policy in ("keydiff", "h2o", "snapkv"):
+        other = runtime.with_policy(kvcap.load_policy(policy))
+        session = other.session(seed=0)
+        "".join(session.send("word " * 100))
+        assert session.stats.peak_bytes <= other.cap_bytes == 48 * 1024
+        assert session.stats.held_tokens <= other.plan.budget_tokens
+
+
+def test_tokenizers_without_a_usable_template(tokenizer):
+    class Plain:
+        chat_template = None
+
+    class Forgetful:
+        chat_template, special_tokens_map = "{{ messages[-1].content }}", {}
+
+        def get_chat_template(self):
+            return self.chat_template
+
+    hi = [{"role": "user", "content": "hi"}]
+    with pytest.raises(kvcap.KvcapError, match="generate --raw"):
+        render(Plain(), hi)
+    with pytest.raises(kvcap.KvcapError, match="rewrites earlier answers"):
+        render_turn(Forgetful(), None, hi)
+
+
+def test_what_cannot_be_loaded(directory, tmp_path):
+    load = kvcap.Runtime.from_pretrained
+    with pytest.raises(OSError, match="there is no directory"):
+        load(tmp_path / "nowhere")
+    with pytest.raises(kvcap.KvcapError, match=r"holds no config\.json"):
+        load(tmp_path)
+    with pytest.raises(ValueError, match=r"one of float32 \(fp32"):
+        load(directory, dtype="int3")
+    with pytest.raises(kvcap.PolicyError, match="did you mean"):
+        load(directory, "keydif")
+
+
+@given(
+    text=st.text(max_size=40),
+    stops=st.lists(st.text(min_size=1, max_size=4), max_size=3),
+    data=st.data(),
+)
+def test_streamed_text_is_the_text_up_to_the_first_stop_string(text, stops, data):
+    """However the text is cut into pieces; nothing of a stop string is shown."""
+
+    class Pieces:  # stands for tokenizer and decoder: token i is piece i
+        backend_tokenizer = None
+
+    pieces, rest = [], text
+    while rest:
+        cut = data.draw(st.integers(1, len(rest)))
+        pieces.append(rest[:cut])
+        rest = rest[cut:]
+    stream = TextStream(Pieces(), stops)
+    stream._decoder = type("D", (), {"step": lambda self, _, i: pieces[i]})()
+    shown = ""
+    for i in range(len(pieces)):
+        shown += stream.put(i)
+        if stream.stopped:
+            break
+    shown += stream.end()
+    if not stream.stopped:
+        assert shown == text
+        assert not any(stop in text for stop in stops)
+    else:
+        assert text.startswith(shown)
+        assert not any(stop in shown for stop in stops)
+        assert any(text[len(shown) :].startswith(stop) for stop in stops)
+
+
+def test_multibyte_characters_stream_whole(tokenizer):
+    stream = TextStream(tokenizer)
+    ids = tokenizer("héllo 日本 🙂", add_special_tokens=False)["input_ids"]
+    pieces = [stream.put(i) for i in ids]
+    assert "".join(pieces) + stream.end() == "héllo 日本 🙂"
+    assert not any("�" in piece for piece in pieces)

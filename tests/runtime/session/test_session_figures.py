@@ -1,0 +1,232 @@
+"""Figures and advice that people act on: what was read and evicted, what room there is, reprs."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_chat
+from safetensors import safe_open
+from toy_engine import BACKENDS, ToyEngine, session_of, tiny
+from transformers import AutoTokenizer
+
+from kvcap import pocket
+from kvcap.runtime.backends.onnxruntime.tokenizer import Tokenizer
+from kvcap.runtime.backends.pytorch.runtime import Runtime
+from kvcap.runtime.cli.answer import answer
+from kvcap.runtime.cli.options import Output
+from kvcap.runtime.errors import (
+    MemoryCapExceeded,
+    ModelFilesBroken,
+    PlanInfeasible,
+    SessionFileForeign,
+)
+from kvcap.runtime.session import file as session_file
+from kvcap.runtime.session.session import Session
+
+LONG = "Seven kinds of mosses survive the cold near Porto, and tall grasses attract many bees. " * 4
+
+
+@pytest.fixture(scope="module", params=BACKENDS)
+def runtime(request, tmp_path_factory):
+    if request.param == "numpy":
+        return ToyEngine(64)
+    return tiny(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="module")
+def torch_runtime(tmp_path_factory):
+    return tiny(tmp_path_factory.mktemp("tiny"))
+
+
+def shown(session: Any, capsys: Any, text: str | None = None) -> dict[str, Any]:
+    """The JSON of one answer."""
+    say = session.regenerate if text is None else lambda: session.send(text)
+    answer(session, say, Output(json=True, quiet=True))
+    document: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return document
+
+
+def test_no_figures_of_an_answer_that_never_was(runtime, capsys):
+    session = session_of(runtime)
+    assert session.stats.turn is None
+    assert json.loads(json.dumps(session.stats.as_dict()))["turn"] is None
+    assert session.stats.peak_bytes == session.cache.nbytes > 0
+    session.on_full = "error"
+    refused = shown(session, capsys, LONG)
+    assert refused["finish_reason"] == "cap"
+    assert set(refused["usage"].values()) == {0}
+    assert set(refused["timing"].values()) == {None}
+    assert session.stats.turn is None
+    session.on_full = "evict"
+    told = shown(session, capsys, "Hi.")
+    assert told["finish_reason"] == "length"
+    assert min(told["timing"].values()) > 0
+    last = session.turn
+    session.on_full = "error"
+    shown(session, capsys, LONG)
+    assert session.turn is last  # what was refused is no answer
+    session.clear()
+    assert session.stats.turn is None
+
+
+def test_what_an_answer_evicted(runtime):
+    session = session_of(runtime)
+    for text in ("Hi.", LONG, LONG):
+        before = session.stats.evicted_tokens
+        list(session.send(text))
+        assert session.turn.evicted_tokens == session.stats.evicted_tokens - before
+        assert session.turn.read_tokens == session.turn.prompt_tokens
+    list(session.regenerate())  # everything is read again
+    assert session.turn.evicted_tokens == session.stats.evicted_tokens > 0
+    assert session.stats.seen_tokens == session.turn.prompt_tokens + 5
+
+
+def test_a_restored_session_has_no_last_answer(torch_runtime, tmp_path):
+    session = session_of(torch_runtime)
+    list(session.send("Hi."))
+    session.save(tmp_path / "s")
+    loaded = Session.load(torch_runtime, tmp_path / "s")
+    assert loaded.stats == dataclasses.replace(session.stats, turn=None)
+    session.restore(tmp_path / "s")
+    assert session.turn is None
+    assert session.stats.peak_bytes == session.cache.nbytes
+
+
+@pytest.mark.parametrize("on_full", ["error", "stop"])
+@pytest.mark.parametrize("limit", [1, 5, 40])
+def test_a_budget_that_is_advised_is_enough(runtime, on_full, limit):
+    """Whether the prompt or the answer passes the budget, the advice holds prompt and answer."""
+
+    def say(budget: int) -> Any:
+        session = session_of(runtime, budget=budget)
+        session.on_full = on_full
+        session.set_generation(max_new_tokens=limit)
+        list(session.send("Hi, I am Ada."))
+        return session
+
+    length = say(200).turn.prompt_tokens
+    for budget in (8, length, length + limit - 2):
+        if budget >= length and (on_full == "stop" or limit == 1):
+            reason = "full" if budget < length + limit - 1 else "length"
+            assert say(budget).turn.finish_reason == reason
+            continue
+        says = r"nothing may be evicted .on-full is .*which holds an answer of"
+        with pytest.raises(MemoryCapExceeded, match=says) as caught:
+            say(budget)
+        assert "on_full" not in str(caught.value)
+        (found,) = re.findall(r"raise the budget to (\d+),", str(caught.value))
+        assert int(found) == length + limit
+        enough = say(int(found))
+        assert enough.turn.finish_reason == "length"
+        assert enough.stats.evicted_tokens == 0
+
+
+def test_a_policy_that_never_evicts_advises_a_budget_that_is_enough(torch_runtime):
+    full = torch_runtime.under("full", {}).with_budget(24)
+    session = session_of(full)
+    session.set_generation(max_new_tokens=40)
+    with pytest.raises(MemoryCapExceeded, match="policy 'full' never evicts: 24 of 24") as caught:
+        list(session.send("Hi."))
+    (found,) = re.findall(r"raise the budget to (\d+),", str(caught.value))
+    session = session_of(full, budget=int(found))
+    session.set_generation(max_new_tokens=40)
+    list(session.send("Hi."))
+    assert session.turn.finish_reason == "length"
+
+
+def test_unequal_heads_are_advised_a_budget_for_the_smallest(torch_runtime):
+    runtime = torch_runtime.under("pyramidkv", {})
+    session = session_of(runtime, budget=64)
+    session.on_full = "error"
+    with pytest.raises(MemoryCapExceeded) as caught:
+        session.send(LONG[:170])
+    (found,) = re.findall(r"raise the budget to (\d+),", str(caught.value))
+    assert int(found) > 200  # the smallest layer gets less than a sixth of what is added
+    session = session_of(runtime, budget=int(found))
+    session.on_full = "error"
+    list(session.send(LONG[:170]))
+    assert session.stats.evicted_tokens == 0
+
+
+def test_another_budget_of_the_same_model(torch_runtime, tmp_path):
+    other = torch_runtime.with_budget(40)
+    assert other.model is torch_runtime.model
+    assert (other.plan.budget_tokens, other.plan.policy) == (40, "keydiff")
+    session = session_of(other)
+    list(session.send(LONG))
+    assert session.stats.held_tokens == 40
+    assert session.stats.peak_bytes == other.cap_bytes
+    for wrong in (0, -3, 2.5, True, "64", None):
+        with pytest.raises(PlanInfeasible, match="a whole number above 0"):
+            torch_runtime.with_budget(wrong)
+    in_bytes = Runtime.from_pretrained(
+        tiny_chat.save(tmp_path), kv_budget="48KiB", device="cpu", memory_cap="4GiB"
+    )
+    assert in_bytes.with_budget(30).cap_bytes == in_bytes.with_budget(30).plan.cache_bytes
+    in_bytes.memory_cap = in_bytes.plan.total_bytes + (1 << 20)
+    in_bytes.with_budget(100)
+    with pytest.raises(PlanInfeasible, match="more than the cap"):
+        in_bytes.with_budget(100_000)
+
+
+def test_reprs_are_one_short_line(runtime, torch_runtime):
+    session = session_of(runtime)
+    list(session.send("Hi."))
+    held = session.stats.held_tokens
+    for thing in (session, session.stats, torch_runtime, torch_runtime.plan, runtime.plan):
+        assert len(repr(thing)) < 250
+        assert "\n" not in repr(thing)
+    assert f"holds {held} of 64 slots" in repr(session.stats)
+    assert f"2 messages, {runtime.plan.policy} holds {held} of 64 slots" in repr(session)
+    assert "keydiff keeps 64 slots in 47.6 KiB" in repr(torch_runtime)
+    assert "in all" in repr(torch_runtime.plan)
+
+
+def test_execution_says_nothing_where_there_is_nothing_to_say(torch_runtime):
+    assert torch_runtime.session().stats.execution == ""
+
+
+def changed(file: Path, out: Path, **changes: Any) -> Path:
+    """A session's file that says something else, signed anew."""
+    with safe_open(str(file), framework="pt") as opened:
+        facts = json.loads(opened.metadata()["session"])
+        tensors = {name: [opened.get_tensor(name)] for name in opened.keys()}  # noqa: SIM118
+    session_file.write(out, tensors, {**facts, **changes})
+    return out
+
+
+def test_a_file_of_another_model_is_refused_by_the_model_first(torch_runtime, tmp_path):
+    session = session_of(torch_runtime)
+    list(session.send("Hi."))
+    session.save(tmp_path / "s")
+    other = {"fingerprint": "0", "model": "someone/else"}
+    for changes, says in (
+        (other, "saved by model 'someone/else'"),
+        ({**other, "dtype": "bfloat16"}, "saved by model 'someone/else'.*--dtype bfloat16"),
+        ({"fingerprint": "0", "dtype": "bfloat16"}, "saved with dtype 'bfloat16'"),
+        ({"backend": "onnxruntime", "model": "x (ONNX Runtime)"}, "--backend onnxruntime"),
+        ({"positions": "true"}, "saved with positions 'true'"),
+    ):
+        with pytest.raises(SessionFileForeign, match=says):
+            session.restore(changed(tmp_path / "s", tmp_path / "t", **changes))
+
+
+def test_a_model_without_its_tokenizer_is_named_as_such(tmp_path):
+    tiny_chat.save(tmp_path)
+    (tmp_path / "tokenizer.json").unlink()
+    with pytest.raises(ModelFilesBroken, match=r"has no tokenizer: there is no tokenizer\.json"):
+        Runtime.from_pretrained(tmp_path, device="cpu")
+    with pytest.raises(ModelFilesBroken, match=r"there is no tokenizer\.json"):
+        Tokenizer(tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(pocket.path())
+    tokenizer.chat_template = None
+    (tmp_path / "chat_template.jinja").unlink()
+    tokenizer.save_pretrained(tmp_path)
+    session = Runtime.from_pretrained(tmp_path, device="cpu").session()
+    with pytest.raises(ValueError, match=r"no chat template; continue a text with .*complete"):
+        session.send("Hi.")

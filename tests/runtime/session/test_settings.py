@@ -1,0 +1,142 @@
+"""Settings of generation: what may be given, what is refused by name, the same in both backends."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from toy_engine import BACKENDS, ToyEngine, session_of, tiny
+from transformers import GenerationConfig
+
+from kvcap.runtime.backends.onnxruntime import generation
+from kvcap.runtime.backends.pytorch import sampler as sampling
+from kvcap.runtime.session import settings as bounds
+
+
+@pytest.fixture(scope="module", params=BACKENDS)
+def runtime(request, tmp_path_factory):
+    if request.param == "numpy":
+        return ToyEngine(64)
+    return tiny(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.mark.parametrize(
+    ("setting", "says"),
+    [
+        ({"temprature": 1.0}, "no setting 'temprature'; known: temperature"),
+        ({"temperature": -0.1}, "a number, 0 or more"),
+        ({"temperature": "warm"}, "temperature='warm' will not work"),
+        ({"temperature": float("nan")}, "temperature=nan"),
+        ({"temperature": float("inf")}, "temperature=inf"),
+        ({"top_p": 1.1}, "a number from 0 to 1"),
+        ({"top_k": 2.5}, "a whole number, 0 or more"),
+        ({"min_p": True}, "min_p=True"),
+        ({"max_new_tokens": 0}, "a whole number, 1 or more"),
+        ({"repetition_penalty": 0}, "repetition_penalty=0 will not work; use a number above 0"),
+        ({"repetition_penalty": -1.0}, "a number above 0"),
+        ({"seed": -1}, "seed=-1"),
+        ({"seed": "x", "top_k": 3}, "seed='x'"),
+        ({"eos_token_id": "</s>"}, "a token id or a list of them"),
+        ({"eos_token_id": [2, None]}, "a token id or a list of them"),
+        ({"stop_strings": [3]}, "a text or a list of them"),
+        ({"do_sample": 1}, "True or False"),
+        ({"seed": 9, "top_p": 3}, "top_p=3"),
+    ],
+)
+def test_what_cannot_be_is_refused_and_changes_nothing(runtime, setting, says):
+    session = session_of(runtime)
+
+    def state() -> Any:
+        return session.seed, bounds.given(session.generation)
+
+    before = state()
+    with pytest.raises(ValueError, match=says):
+        session.set_generation(**setting)
+    assert state() == before
+    (name, value), *_ = setting.items()
+    if name in bounds.given(session.generation):  # and so is what was set past the door
+        setattr(session.generation, name, value)
+        with pytest.raises(ValueError, match=name):
+            session.send("Hi.")
+
+
+def test_what_ends_an_answer_may_be_none_one_or_several(runtime):
+    session = session_of(runtime)
+    session.set_generation(eos_token_id=None, stop_strings=None)
+    said = "".join(session.complete("Hello there, my friend."))
+    assert session.turn.finish_reason == "length"
+    first = session.read[session.turn.prompt_tokens]
+    for ends in (first, [first], (first, 1)):
+        session.clear()
+        session.set_generation(eos_token_id=ends)
+        assert "".join(session.complete("Hello there, my friend.")) == ""
+        assert session.turn.finish_reason == "stop"
+    session.set_generation(eos_token_id=[])
+    part = said[2:5]
+    for stop in (part, [part], [part, "no such text"], ["", part]):
+        session.clear()
+        session.set_generation(stop_strings=stop)
+        assert "".join(session.complete("Hello there, my friend.")) == said[: said.index(part)]
+        assert session.turn.finish_reason == "stop"
+
+
+def test_a_repetition_penalty_changes_an_answer(runtime):
+    session = session_of(runtime)
+    session.set_generation(eos_token_id=None, max_new_tokens=30)
+    prompt = "Hello there, my friend."
+    plain = "".join(session.complete(prompt))
+
+    def said(penalty: float | None) -> tuple[str, list[int], list[int]]:
+        session.clear()
+        session.set_generation(repetition_penalty=penalty)
+        text = "".join(session.complete(prompt))
+        count = session.turn.prompt_tokens
+        return text, session.read[:count], session.read[count : session.cache.seen]
+
+    _, asked, answered = said(1000.0)
+    assert len({*asked, *answered}) == len(set(asked)) + len(answered)  # no token comes twice
+    text, asked, answered = said(0.001)
+    assert text != plain
+    assert set(answered) <= set(asked)
+    assert said(None)[0] == plain
+
+
+number = st.floats(-9, 9, width=32)
+
+
+@settings(derandomize=True, deadline=None, max_examples=50)
+@given(
+    st.lists(number, min_size=8, max_size=8),
+    st.lists(st.integers(0, 7), min_size=1, max_size=6),
+    st.floats(0.125, 9, width=32),
+    st.sampled_from([0.5, 1.0, 2.0]),
+)
+def test_a_repetition_penalty_is_the_same_in_both_backends(logits, said, penalty, temperature):
+    config = {"repetition_penalty": penalty, "do_sample": True, "temperature": temperature}
+    mine = generation.Sampler(generation.Generation(**config), np.random.default_rng(0))
+    theirs = sampling.Sampler(GenerationConfig(**config, top_k=0), torch.Generator())
+    a = mine.scores(np.array(logits, np.float32), np.array(said))
+    b = theirs.processors(torch.tensor([said]), torch.tensor([logits]))[0].numpy()
+    np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+
+
+def test_a_whole_number_is_a_number():
+    config = GenerationConfig(repetition_penalty=2, do_sample=True, temperature=1, top_p=1)
+    sampler = sampling.Sampler(config, torch.Generator())
+    logits, said = torch.tensor([[1.0, 3.0, 2.0]]), torch.tensor([[1, 1]])
+    assert sampler.processors(said, logits)[0].tolist() == [1.0, 1.5, 2.0]
+
+
+def test_settings_that_are_not_read_are_named():
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        sampling.Sampler(GenerationConfig(), torch.Generator())
+        config = GenerationConfig(no_repeat_ngram_size=3, typical_p=0.9, max_length=99)
+        sampling.Sampler(config, torch.Generator())
+    (told,) = [str(one.message) for one in caught]
+    assert "no_repeat_ngram_size=3, typical_p=0.9; answers are drawn as if" in told

@@ -1,0 +1,512 @@
+"""Memory does not grow: with the text, over a chat, after a session; each check can fail."""
+
+from __future__ import annotations
+
+import gc
+import json
+import re
+import subprocess
+import sys
+import threading
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import entry_points
+from pathlib import Path
+
+import pytest
+import tiny_chat
+import torch
+import yaml
+from conftest import small_policy, tiny_config, tiny_model
+from transformers import DynamicCache, StaticCache
+
+import kvcap
+from kvcap import testing
+from kvcap.cli import run
+from kvcap.evals.measure import MIB
+from kvcap.runtime.backends.pytorch.loop import BlockLoop
+from kvcap.runtime.testing import figures as memory_figures
+from kvcap.runtime.testing import threads as memory_threads
+from kvcap.runtime.testing.process_peak import NotMeasured
+from kvcap.testing import (
+    ThreadsNotCounted,
+    cpu_meter,
+    cpu_peak,
+    cuda_peak,
+    host_meter,
+    host_peak,
+    kv_bytes,
+    process_peak,
+)
+
+ROOT = Path(__file__).parents[3]
+INSTALLED = [e.name for e in entry_points(group="pytest11") if e.name == "kvcap"]
+PLUGIN = INSTALLED[0] if INSTALLED else "kvcap.runtime.testing.pytest_plugin"
+BLOCK, BUDGET = 128, 64
+SHARES = {"adakv", "cake", "criticalkv-adakv"}  # how slots are shared out depends on the text
+
+
+def read(name: str, length: int, layers: int = 1, fault=None):
+    """A cache that has read `length` tokens, and the peak of that."""
+    model = tiny_model("llama", num_hidden_layers=layers, max_position_embeddings=131072)
+    ids = torch.randint(3, 90, (1, length), generator=torch.Generator().manual_seed(0))
+    cache = kvcap.BudgetCache(model.config, BUDGET, BLOCK, small_policy(name, model.config))
+    loop = BlockLoop(model, cache)
+    took = cpu_peak(lambda: loop.prefill(ids, fault and (lambda done: fault(cache, done))))
+    return cache, took
+
+
+def flat(name: str, short: int, long: int, fault=None, slack=0.0, layers=1) -> None:
+    """Bytes and peak are the same after a short and a long text."""
+    (a, before), (b, after) = (read(name, length, layers, fault) for length in (short, long))
+    assert kv_bytes(a) == kv_bytes(b) == sum(b.layout.nbytes(1, torch.float32).values())
+    assert after.peak_bytes <= before.peak_bytes * (1 + slack)
+    # The last logits are held as the result; nothing else may be left beyond the first text's.
+    assert after.held_bytes <= before.held_bytes
+
+
+# Every score and every companion once; that of each preset are its parts'.
+# The allocator's peak is asked of each second one, of most that keep more than keys and values.
+KINDS = ("keydiff", "streaming_llm", "snapkv", "tova", "h2o", "knorm", "obcache", "andpro", "cake",
+         "random", "adakv", "pyramidkv", "criticalkv", "headkv", "calidrop", "dropkv")  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", KINDS[::2])
+def test_flat_from_half_a_k_to_2k(name):
+    flat(name, 512, 2048, layers=2, slack=0.05 if name in SHARES else 0.0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["keydiff", "snapkv"])
+def test_flat_from_4k_to_64k(name):
+    flat(name, 4096, 65536)
+
+
+@pytest.mark.slow(keep=1)
+@pytest.mark.parametrize("name", KINDS)
+def test_bytes_at_every_block_to_64k_for_every_kind_of_policy(name):
+    layers = 2 if name == "cake" else 1  # whose slots move between them
+    model = tiny_model("llama", num_hidden_layers=layers, max_position_embeddings=131072)
+    ids = torch.randint(3, 90, (1, 65536), generator=torch.Generator().manual_seed(0))
+    cache = kvcap.BudgetCache(model.config, BUDGET, 8 * BLOCK, small_policy(name, model.config))
+    seen: dict[int, int] = {}
+    BlockLoop(model, cache).prefill(ids, lambda done: seen.update({done: kv_bytes(cache)}))
+    assert {4096, 65536} <= set(seen)
+    assert set(seen.values()) == {sum(cache.layout.nbytes(1, torch.float32).values())}
+
+
+def zeros(mebibytes: int) -> torch.Tensor:
+    return torch.zeros(mebibytes * MIB, dtype=torch.uint8)
+
+
+def started(*functions) -> None:
+    threads = [threading.Thread(target=function) for function in functions]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def test_other_threads_count_to_the_byte():
+    def overlapping():
+        both = threading.Barrier(2)
+
+        def hold(mebibytes):
+            held = zeros(mebibytes)
+            both.wait()
+            del held
+
+        started(lambda: hold(3), lambda: hold(4))
+
+    def freed_here():
+        kept: list[torch.Tensor] = []
+        started(lambda: kept.append(zeros(5)))
+        kept.clear()
+        zeros(3)
+
+    def backward():
+        weight = torch.zeros(MIB // 4, requires_grad=True)
+        started((weight * 2).sum().backward)
+
+    pool = ThreadPoolExecutor(1)
+    pool.submit(zeros, 1).result()  # its thread runs already, and stays
+    for work, most in (
+        (lambda: started(lambda: zeros(4)), 4),
+        (overlapping, 7),
+        (freed_here, 5),
+        (lambda: pool.submit(zeros, 6).result() is None, 6),
+        (lambda: pool.submit(zeros, 7).result() is None, 7),
+    ):
+        took = cpu_peak(work)
+        assert (took.peak_bytes, took.held_bytes) == (most * MIB, 0)
+    pool.submit(zeros, 2).result()  # its thread has left: this is nobody's
+    assert cpu_peak(backward).peak_bytes >= 2 * MIB
+    assert cpu_peak(lambda: None).peak_bytes == 0
+    pool.shutdown()
+
+
+@pytest.mark.slow
+def test_a_thread_that_outlives_the_measurement():
+    done = threading.Event()
+
+    def work():
+        while not done.is_set():
+            zeros(1)
+
+    thread = threading.Thread(target=work)
+
+    def start():
+        thread.start()
+        for _ in range(100):
+            zeros(1)
+
+    try:
+        for measured in (start, lambda: zeros(1) is None, lambda: zeros(1) is None):
+            assert MIB <= cpu_peak(measured).peak_bytes <= 2 * MIB
+    finally:
+        done.set()
+        thread.join()
+
+
+def test_tensors_of_an_earlier_measurement_do_not_hide_later_ones():
+    """PyTorch remembers sizes by address, and tells them at a release long after."""
+    earlier = cpu_peak(lambda: zeros(40))
+
+    def replace():
+        earlier.result = None
+        zeros(50)
+
+    took = cpu_peak(replace)
+    assert (took.peak_bytes, took.held_bytes) == (50 * MIB, 0)
+
+
+@pytest.mark.slow
+def test_the_stacks_of_what_was_held_at_the_peak():
+    def operator(x):
+        return x + 1
+
+    def work():
+        first = zeros(3)
+        return first, operator(first), torch.nn.Linear(1024, 1024, bias=False)
+
+    for _ in range(3):
+        with cpu_meter(stacks=True) as took:
+            kept = work()
+            zeros(1)
+        assert took.peak_bytes >= 11 * MIB
+        del kept
+        most = took.largest()
+        seen = [(each.nbytes // MIB, [p.function for p in each.stack[:3]]) for each in most[:3]]
+        assert seen[0] == (4, ["__init__", "work", "test_the_stacks_of_what_was_held_at_the_peak"])
+        assert sorted(name for _, (name, *_) in seen[1:]) == ["operator", "zeros"]
+        for each in most[:3]:
+            assert each.stack[0].exact == (each.stack[0].function != "operator")
+            assert each.stack[-1].line > 0
+
+
+def test_one_measurement_at_a_time():
+    def other():
+        with pytest.raises(RuntimeError, match="on already"):
+            cpu_peak(lambda: None)
+
+    with cpu_meter():
+        other()
+        started(other)
+    assert cpu_peak(lambda: zeros(1) is None).peak_bytes == MIB
+
+
+def test_memory_of_python_and_numpy():
+    import numpy
+
+    took = host_peak(lambda: numpy.ones(3 * MIB, dtype="uint8"))
+    assert 3 * MIB <= took.peak_bytes < 3.1 * MIB
+    assert took.held_bytes >= 3 * MIB
+    with host_meter() as took:
+        bytearray(2 * MIB)
+    assert 2 * MIB <= took.peak_bytes < 2.1 * MIB
+    assert took.held_bytes < MIB
+    assert host_peak(lambda: zeros(4)).peak_bytes < MIB
+
+
+@pytest.mark.slow
+def test_nothing_is_said_while_measuring():
+    code = (
+        "import os, torch; from kvcap.testing import cpu_peak; "
+        "print(cpu_peak(lambda: os.write(2, b'kept')).peak_bytes)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert (done.stdout, done.stderr.strip()) == ("0\n", "kept")
+
+
+def test_a_pytorch_that_cannot_count_threads_is_named(monkeypatch):
+    monkeypatch.setitem(memory_threads.LIBRARIES, "linux", "none.so")
+    monkeypatch.setitem(memory_threads.LIBRARIES, sys.platform, "none.so")
+    with pytest.raises(ThreadsNotCounted, match="measure in a fresh process"):
+        cpu_peak(lambda: None)
+    monkeypatch.undo()
+    assert cpu_peak(lambda: zeros(1) is None).peak_bytes == MIB
+
+
+@pytest.mark.slow
+def test_a_planted_leak_of_one_mebibyte_is_seen():
+    kept = []
+
+    def leak(cache, done):
+        if done == 2048:
+            kept.append(torch.zeros(MIB, dtype=torch.uint8))
+
+    with pytest.raises(AssertionError):
+        flat("keydiff", 1024, 2048, leak)
+
+
+def test_a_planted_spike_is_seen():
+    def spike(cache, done):
+        if done == 2048:
+            torch.zeros(8 * MIB, dtype=torch.uint8)
+
+    with pytest.raises(AssertionError):
+        flat("keydiff", 1024, 2048, spike)
+
+
+@pytest.mark.slow
+def test_a_cache_that_grows_by_one_slot_is_seen():
+    def grow(cache, done):
+        if done == 2048:
+            pool = cache.capped_layers[0].segments[0].pool
+            pool.keys = torch.cat((pool.keys, pool.keys[:1]))
+
+    with pytest.raises(AssertionError):
+        flat("keydiff", 1024, 2048, grow)
+
+
+@pytest.mark.slow
+def test_a_view_that_pins_a_large_storage_is_seen():
+    def pin(cache, done):
+        if done == 2048:
+            pool = cache.capped_layers[0].segments[0].pool
+            large = pool.keys.new_zeros(4 * pool.slots, pool.keys.shape[1])
+            pool.keys = large[: pool.slots].copy_(pool.keys)
+
+    with pytest.raises(AssertionError):
+        flat("keydiff", 1024, 2048, pin)
+
+
+def test_other_caches_are_counted_by_storage():
+    config = tiny_config("llama")
+    big = torch.zeros(1, 2, 100, 16)
+    whole, shared = DynamicCache(config=config), DynamicCache(config=config)
+    for layer in range(2):
+        whole.update(big, big, layer)
+    assert kv_bytes(whole) == 4 * big.nbytes  # concatenated with nothing: copies
+    for layer in shared.layers:
+        layer.lazy_initialization(*([big] * (2 if "value" in _names(layer) else 1)))
+        layer.keys = layer.values = big[:, :, :1]
+    assert kv_bytes(shared) == big.nbytes  # one storage, pinned by four views
+    static = StaticCache(config=config, max_cache_len=50)
+    model = tiny_model("llama", "sdpa")
+    with torch.inference_mode():
+        model(torch.ones(1, 3, dtype=torch.long), past_key_values=static)
+    assert kv_bytes(static) >= 2 * 2 * 2 * 50 * 16 * 4
+
+
+def _names(layer) -> str:
+    return str(layer.lazy_initialization.__code__.co_varnames)
+
+
+@pytest.fixture(scope="module")
+def chat(tmp_path_factory):
+    folder = tiny_chat.save(tmp_path_factory.mktemp("chat"))
+    return kvcap.Runtime.from_pretrained(folder, kv_budget_tokens=48, block_size=16, device="cpu")
+
+
+def turns(session, count: int, fault=None) -> None:
+    for turn in range(count):
+        for _ in session.send(f"this is message {turn}"):
+            pass
+        session.messages.clear()  # text, not memory of the model
+        if fault is not None:
+            fault(session)
+
+
+def left_by_chat(chat, fault=None) -> tuple[int, int]:
+    """KV bytes and bytes left by 200 turns, after the first."""
+    session = chat.session(seed=0)
+    session.set_generation(max_new_tokens=2)
+    turns(session, 3)
+    before = kv_bytes(session.cache)
+    took = cpu_peak(lambda: turns(session, 200, fault))
+    return kv_bytes(session.cache) - before, took.held_bytes
+
+
+@pytest.mark.slow
+def test_two_hundred_turns_leave_nothing(chat):
+    grown, left = left_by_chat(chat)
+    assert grown == 0
+    assert left < 4096  # the state of the last turn
+
+
+@pytest.mark.slow
+def test_a_chat_that_leaks_a_little_is_seen(chat):
+    kept: list[torch.Tensor] = []
+    _, left = left_by_chat(chat, lambda session: kept.append(torch.zeros(64)))
+    assert left >= 200 * 256
+
+
+def dropped(chat, keep=None) -> list[weakref.ref]:
+    """The cache's tensors that outlive their session."""
+    session = chat.session(seed=0)
+    session.set_generation(max_new_tokens=2)
+    turns(session, 2)
+    found = [weakref.ref(x) for x in session.cache.buffers()]
+    assert found
+    if keep is not None:
+        keep.append(session.cache.buffers()[0])
+    del session
+    gc.collect()
+    return [x for x in found if x() is not None]
+
+
+def test_a_dropped_session_leaves_nothing(chat):
+    assert not dropped(chat)
+
+    def use():
+        session = chat.session(seed=0)
+        session.set_generation(max_new_tokens=2)
+        turns(session, 2)
+
+    use()
+    assert cpu_peak(use).held_bytes == 0
+
+
+def test_a_session_that_is_kept_alive_is_seen(chat):
+    assert dropped(chat, keep=[])
+
+
+def test_a_fresh_process(tmp_path):
+    script = tmp_path / "work.py"
+    script.write_text("import sys\nblock = bytearray(int(sys.argv[1])); block[::4096] = b'1' * "
+                      "len(block[::4096])\n")  # fmt: skip
+    small, large = process_peak(script, MIB), process_peak(script, 101 * MIB)
+    assert 99 * MIB < large.grown_bytes - small.grown_bytes < 115 * MIB
+    assert large.peak_bytes == large.baseline_bytes + large.grown_bytes
+    assert process_peak("json:loads", "[1]").peak_bytes > MIB
+    with pytest.raises(RuntimeError, match="JSONDecodeError"):
+        process_peak("json:loads", "nothing")
+    for wrong in ("json", "nowhere.py", ":f"):
+        with pytest.raises(ValueError, match="give 'module:function'"):
+            process_peak(wrong)
+    assert issubclass(NotMeasured, RuntimeError)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_the_gpu_meter_says_that_there_is_none():
+    with pytest.raises(RuntimeError, match="needs a CUDA device"):
+        cuda_peak(lambda: None)
+
+
+SMALL = ["--policies", "keydiff", "--budgets", "32", "--lengths", "256"]
+
+
+@pytest.fixture(scope="module")
+def baseline(tmp_path_factory):
+    path = tmp_path_factory.mktemp("baseline") / "memory.json"
+    assert run(["memory", "update", "--baseline", str(path), *SMALL]) == 0
+    return path
+
+
+def check(path: Path, *more: str) -> int:
+    return run(["memory", "check", "--baseline", str(path), *more])
+
+
+@pytest.mark.slow
+def test_what_did_not_grow_passes(baseline, capsys):
+    assert check(baseline, "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["regressions"] == []
+    assert found["peaks_not_compared"] is None
+    assert found["cells"] == json.loads(baseline.read_text())["cells"]  # deterministic
+
+
+@pytest.mark.slow(keep=1)
+@pytest.mark.parametrize(
+    ("figure", "factor", "said"),
+    [("kv_bytes", 2, "KV bytes"), ("planned_bytes", 2, "planned"), ("peak_bytes", 0.97, "peak")],
+)
+def test_what_grew_fails_with_the_cell_and_the_figures(
+    baseline, tmp_path, capsys, figure, factor, said
+):
+    document = json.loads(baseline.read_text())
+    now = document["cells"][0][figure]
+    was = document["cells"][0][figure] = int(now * factor)
+    path = tmp_path / "other.json"
+    path.write_text(json.dumps(document))
+    assert check(path) == 1
+    out = capsys.readouterr().out
+    assert re.search(rf"keydiff, 32 slots, 256 tokens: {said}.* {now:,}, baseline {was:,}", out)
+    if figure == "peak_bytes":
+        assert check(path, "--tolerance", "5") == 0
+        document["measured_on"]["torch"] = "1.0"
+        path.write_text(json.dumps(document))
+        assert check(path) == 0
+        assert "peaks were not compared: torch 1.0 in the baseline" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "text", [None, "", "[]", "{}", '{"format": 2}', '{"format": 1, "matrix": {}, "cells": [1]}']
+)
+def test_a_missing_or_malformed_baseline_is_wrong_input(tmp_path, capsys, text):
+    path = tmp_path / "memory.json"
+    if text is not None:
+        path.write_text(text)
+    assert check(path) == 2
+    assert "kvcap memory update" in capsys.readouterr().err
+
+
+def test_a_cell_the_baseline_lacks_is_wrong_input(baseline, capsys):
+    assert check(baseline, "--budgets", "33") == 2
+    assert "lacks keydiff, 33 slots" in capsys.readouterr().err
+
+
+def test_our_own_bytes_are_those_of_the_committed_baseline():
+    assert check(ROOT / "memory-baseline.json", "--lengths", "1024", "--budgets", "64") == 0
+
+
+@pytest.mark.slow
+def test_the_page_on_memory(tmp_path):
+    """Its tests pass, its commands for figures do what they say, and its table names every kind."""
+    page = (ROOT / "docs" / "memory.md").read_text()
+    for number, code in enumerate(re.findall(r"```python\n(.*?)```", page, re.DOTALL)):
+        (tmp_path / f"test_example{number}.py").write_text(code)
+
+    def pytest_says(*arguments: str) -> str:
+        done = subprocess.run(
+            [sys.executable, "-m", "pytest", "-p", PLUGIN, "-p", "no:xdist", *arguments],
+            cwd=tmp_path, capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        assert "3 passed" in done.stdout, done.stdout + done.stderr
+        return done.stdout
+
+    commands = re.findall(r"^(pytest --memory\S*[^#\n]*)", page, re.MULTILINE)
+    assert len(commands) == 3
+    assert "wrote 3 tests to" in pytest_says(*commands[0].split()[1:])
+    compared = pytest_says(*commands[2].split()[1:])  # the second's options and one more
+    assert re.search(r"short\.cpu_peak .* \+0\.0 %", compared)
+    assert "grew" not in compared
+    for kind in memory_figures.TOLERANCES:
+        assert re.search(rf"^\| `{kind}(_bytes)?`", page, re.MULTILINE), kind
+    names = {*vars(testing)["__all__"]} - {"Peak", "Place", "ProcessPeak", "Allocations"}
+    for name in names - {"ThreadsNotCounted"}:
+        assert name in page
+
+
+def test_the_workflow_on_that_page_runs_commands_that_are(capsys):
+    page = (ROOT / "docs" / "memory.md").read_text()
+    (text,) = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
+    (job,) = yaml.safe_load(text)["jobs"].values()
+    commands = [step["run"] for step in job["steps"] if "run" in step]
+    assert [c.split()[0] for c in commands] == ["pip", "kvcap", "pytest"]
+    for command in commands:
+        if command.startswith("kvcap "):
+            assert run([*command.split()[1:], "--help"]) == 0
+    assert "--baseline" in capsys.readouterr().out

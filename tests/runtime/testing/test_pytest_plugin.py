@@ -1,0 +1,407 @@
+"""The pytest plugin, run by pytest on planted tests."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from importlib.metadata import entry_points
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest_plugins = ["pytester"]
+INSTALLED = [e.name for e in entry_points(group="pytest11") if e.name == "kvcap"]
+PLUGIN = INSTALLED[0] if INSTALLED else "kvcap.runtime.testing.pytest_plugin"
+HEAD = "import pytest, torch\nMIB = 1024 * 1024\n\n"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def everything_imported():
+    """Pytester drops what a run imports, and parts of torch cannot be imported twice."""
+    import kvcap.runtime.planning.plan  # noqa: F401
+    from kvcap.testing import cpu_peak
+
+    assert cpu_peak(lambda: None).peak_bytes == 0
+
+
+@pytest.fixture
+def run(pytester, monkeypatch):
+    monkeypatch.delenv("CI", raising=False)  # with it, pytest repeats whole messages at the end
+    pytester.syspathinsert(Path(__file__).parents[3] / "src")
+
+    def runs(code: str, *arguments: str):
+        pytester.makepyfile(HEAD + code)
+        options = ("-p", PLUGIN, "-p", "no:xdist", "--strict-markers", *arguments)
+        return pytester.runpytest_inprocess(*options)
+
+    return runs
+
+
+@pytest.mark.slow
+def test_a_budget_that_is_kept_and_one_that_is_exceeded(run):
+    done = run("""
+@pytest.mark.memory_budget("8MiB")
+def test_kept(): torch.zeros(4 * MIB, dtype=torch.uint8)
+
+def work():
+    return torch.zeros(9 * MIB, dtype=torch.uint8)  # gone at once, and seen
+
+@pytest.mark.memory_budget("8MiB")
+def test_exceeded():
+    work()
+
+def test_unmarked(): torch.zeros(9 * MIB, dtype=torch.uint8)
+""")
+    done.assert_outcomes(passed=2, failed=1)
+    name = "test_a_budget_that_is_kept_and_one_that_is_exceeded.py"
+    done.stdout.fnmatch_lines([
+        "memory budget exceeded: CPU tensors took 9.0 MiB (9,437,184 bytes), allowed are 8.0 MiB "
+        "(8,388,608): 1,048,576 bytes too many",
+        f"  the budget: memory_budget('8MiB') at {name}:11",
+        "    9.0 MiB (9,437,184 bytes)",
+        f"      {name}:9 in work",
+        f"      {name}:13 in test_exceeded",
+        "* memory *",
+        f"{name}::test_kept      body.cpu_peak  *4.0 MiB  8.0 MiB",
+        f"{name}::test_exceeded  body.cpu_peak  *9.0 MiB exceeds  8.0 MiB",
+    ])  # fmt: skip
+    assert "pluggy" not in done.stdout.str().partition("FAILURES")[2]
+
+
+THREADS = """
+import asyncio, threading, unittest
+from concurrent.futures import ThreadPoolExecutor
+pytestmark = pytest.mark.memory_budget("1KiB")
+
+def work(): torch.zeros(4 * MIB, dtype=torch.uint8)
+
+POOL = ThreadPoolExecutor(1)
+POOL.submit(work).result()  # its thread runs before it is measured
+"""
+
+
+@pytest.mark.slow(keep=1)
+@pytest.mark.parametrize(
+    ("body", "thread"),
+    [
+        ("t = threading.Thread(target=work, name='mine'); t.start(); t.join()", "mine"),
+        ("POOL.submit(work).result()", "ThreadPoolExecutor*"),
+        ("asyncio.run(asyncio.to_thread(work))", "asyncio_0"),
+    ],
+)
+def test_what_other_threads_allocate_counts_and_says_where(run, body, thread):
+    done = run(f"{THREADS}\ndef test_it(): {body}")
+    done.assert_outcomes(failed=1)
+    done.stdout.fnmatch_lines([
+        "*exceeded: CPU tensors took 4.0 MiB (4,194,304 bytes)*",
+        "  the budget: memory_budget('1KiB') at *.py:7",
+        f"    4.0 MiB (4,194,304 bytes), thread {thread}",
+        "*.py:9 in work",
+    ])  # fmt: skip
+
+
+def test_a_streamer_of_transformers_counts(run):
+    done = run("""
+import threading
+import kvcap
+from transformers import AutoModelForCausalLM, AutoTokenizer, TextIteratorStreamer
+from kvcap import pocket
+
+model = AutoModelForCausalLM.from_pretrained(pocket.path())
+tokenizer = AutoTokenizer.from_pretrained(pocket.path())
+
+@pytest.mark.memory_budget("1KiB")
+def test_it():
+    streamer = TextIteratorStreamer(tokenizer)
+    inputs = tokenizer("a word or two", return_tensors="pt")
+    kwargs = dict(inputs, streamer=streamer, max_new_tokens=2)
+    thread = threading.Thread(target=model.generate, kwargs=kwargs, name="writer")
+    thread.start()
+    assert "".join(streamer)
+    thread.join()
+""")
+    done.assert_outcomes(failed=1)
+    done.stdout.fnmatch_lines(["*exceeded: CPU tensors*", "*thread writer"])
+
+
+@pytest.mark.slow
+def test_methods_of_unittest_are_measured_without_their_set_up(run):
+    done = run("""
+import unittest
+
+@pytest.mark.memory_budget("4MiB")
+class TestIt(unittest.TestCase):
+    def setUp(self): self.large = torch.zeros(8 * MIB, dtype=torch.uint8)
+    def test_kept(self): torch.zeros(MIB, dtype=torch.uint8)
+    def test_exceeded(self): torch.zeros(5 * MIB, dtype=torch.uint8)
+    def test_wrong(self): self.assertEqual(torch.zeros(5 * MIB).sum(), 2)
+    def test_skipped(self): self.skipTest("no reason")
+
+@pytest.mark.memory_budget("4MiB")
+class TestAsync(unittest.IsolatedAsyncioTestCase):
+    async def asyncSetUp(self): self.large = torch.zeros(8 * MIB, dtype=torch.uint8)
+    async def test_kept(self): torch.zeros(MIB, dtype=torch.uint8)
+    async def test_exceeded(self): torch.zeros(5 * MIB, dtype=torch.uint8)
+""")
+    done.assert_outcomes(passed=2, failed=3, skipped=1)
+    assert done.stdout.str().count("exceeded: CPU tensors took 5.0 MiB") == 2
+    assert done.stdout.str().count("at test_methods_of_unittest_are_measured_without_their") == 2
+    done.stdout.fnmatch_lines(["E*AssertionError: *0* != 2"])
+
+
+def test_markers_of_classes_parameters_and_the_line_they_are_on(run):
+    done = run("""
+@pytest.mark.memory_budget("1MiB")
+class TestIt:
+    @pytest.mark.parametrize("n", [
+        pytest.param(1),
+        pytest.param(3),
+        pytest.param(2, marks=pytest.mark.memory_budget("2MiB")),
+    ])
+    def test_it(self, n, large): torch.zeros(n * MIB, dtype=torch.uint8)
+
+@pytest.fixture
+def large(): return torch.zeros(8 * MIB, dtype=torch.uint8)  # not of the body
+""")
+    done.assert_outcomes(passed=2, failed=1)
+    done.stdout.fnmatch_lines(["  the budget: memory_budget('1MiB') at *.py:5"])
+
+
+@pytest.mark.slow
+def test_memory_of_python_and_numpy_counts_on_request(run):
+    done = run("""
+import numpy, threading
+
+@pytest.mark.memory_budget("1KiB", host="4MiB")
+def test_kept(): numpy.ones(2 * MIB, dtype="uint8")
+
+@pytest.mark.memory_budget("1KiB", host="4MiB")
+def test_numpy():
+    t = threading.Thread(target=numpy.ones, args=(5 * MIB, "uint8")); t.start(); t.join()
+
+@pytest.mark.memory_budget("1KiB", host="4MiB")
+def test_python(): bytearray(5 * MIB)
+
+@pytest.mark.memory_budget("1KiB")
+def test_not_asked(): bytearray(5 * MIB)
+
+@pytest.mark.memory_budget("1KiB", host="4MiB")
+def test_both(): torch.zeros(2 * MIB, dtype=torch.uint8)
+""")
+    done.assert_outcomes(passed=2, failed=3)
+    assert done.stdout.str().count("exceeded: Python and NumPy took 5.0 MiB") == 2
+    assert done.stdout.str().count("exceeded: CPU tensors took 2.0 MiB") == 1
+
+
+def test_a_failing_test_fails_with_its_own_error(run):
+    done = run("""
+@pytest.mark.memory_budget("1MiB")
+def test_wrong():
+    torch.zeros(9 * MIB, dtype=torch.uint8)
+    assert 1 == 2
+""")
+    done.assert_outcomes(failed=1)
+    done.stdout.fnmatch_lines(["*assert 1 == 2*"])
+    assert "memory budget" not in done.stdout.str().partition("short test summary")[2]
+
+
+@pytest.mark.slow
+def test_a_fresh_process(run):
+    done = run("""
+@pytest.mark.memory_budget("100MiB", process=True)
+def test_kept(): torch.zeros(10 * MIB, dtype=torch.uint8)
+
+@pytest.mark.memory_budget("100MiB", process=True)
+def test_passed(): torch.ones(200 * MIB, dtype=torch.uint8)
+
+@pytest.mark.memory_budget("100MiB", process=True)
+def test_wrong(): assert 1 == 2
+
+@pytest.mark.memory_budget("100MiB", process=True)
+def test_skipped(): pytest.skip("no reason")
+""")
+    done.assert_outcomes(passed=1, failed=2, skipped=1)
+    done.stdout.fnmatch_lines(["*budget exceeded: the process took 2??.? MiB*", "*assert 1 == 2*"])
+    report = done.stdout.str().partition("short test summary")[0]
+    assert report.count("E       assert 1 == 2") + report.count("E   assert 1 == 2") == 1
+
+
+@pytest.mark.parametrize(
+    ("marker", "said"),
+    [
+        ('"many"', "'many' is not a size"),
+        ("", "got 0 sizes"),
+        ("1.5", "1.5 is no size"),
+        ('"1MiB", 2', "got 2 sizes"),
+        ('"1MiB", proces=True', "knows no proces"),
+        ("True", "True is no size"),
+        ("-1", "-1 is below zero"),
+        ('"1MiB", process=1', "process=1 is neither True nor False"),
+        ('"1MiB", host="x"', "'x' is not a size"),
+        ('"1MiB", host=1, process=True', "counts host memory already"),
+    ],
+)
+def test_a_bad_marker_fails_its_test_alone(run, marker, said):
+    done = run(f"""
+@pytest.mark.memory_budget({marker})
+def test_never(): raise SystemError
+
+def test_other(): pass
+""")
+    done.assert_outcomes(passed=1, failed=1)
+    done.stdout.fnmatch_lines([f"memory_budget(*) at test_*.py:5: *{said}*"])
+    assert "SystemError" not in done.stdout.str()
+    assert "During handling" not in done.stdout.str()
+
+
+@pytest.mark.slow
+def test_the_fixture_measures_and_reports(run, pytester):
+    done = run(
+        """
+def test_it(memory_meter):
+    took = memory_meter.cpu_peak(lambda: torch.zeros(MIB, dtype=torch.uint8), label="prefill")
+    assert (took.peak_bytes, took.held_bytes) == (MIB, MIB)
+    for _ in range(2):
+        with memory_meter.cpu_meter() as took:
+            torch.zeros(2 * MIB, dtype=torch.uint8)
+        assert (took.peak_bytes, took.held_bytes) == (2 * MIB, 0)
+    assert memory_meter.host_peak(lambda: bytearray(MIB)).peak_bytes >= MIB
+    if not torch.cuda.is_available():
+        with pytest.raises(RuntimeError, match="needs a CUDA device"), memory_meter.cuda_meter():
+            pass
+
+@pytest.mark.memory_budget("1MiB")
+def test_marked(): torch.zeros(MIB, dtype=torch.uint8)
+""",
+        "--junitxml=report.xml",
+    )
+    done.assert_outcomes(passed=2)
+    report = (pytester.path / "report.xml").read_text()
+    assert '<property name="prefill.cpu_peak_bytes" value="1048576" />' in report
+    assert '<property name="cpu_peak_bytes" value="2097152" />' in report
+    assert '<property name="run-2.cpu_peak_bytes" value="2097152" />' in report
+    assert '<property name="body.cpu_peak_bytes" value="1048576" />' in report
+    assert '<property name="body.cpu_peak_allowed_bytes" value="1048576" />' in report
+
+
+OWN = """
+import os
+from transformers import DynamicCache
+MORE = int(os.environ.get("MORE", 0))
+
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.memory_budget("64MiB")
+def test_work(n): torch.zeros((n + MORE) * MIB, dtype=torch.uint8)
+
+def test_cache(memory_meter):
+    cache, some = DynamicCache(), torch.zeros(1, 2, 100 + MORE, 4)
+    cache.update(some, some, 0)
+    memory_meter.kv_bytes(cache, label="chat")
+"""
+XDIST = ["-p", "xdist", "-n", "2"]
+
+
+@pytest.mark.slow(keep=1)
+@pytest.mark.parametrize("how", [[], XDIST], ids=["one process", "xdist"])
+def test_figures_are_held_against_a_baseline(run, pytester, monkeypatch, how):
+    done = run(OWN, "--memory-update", *how)
+    done.assert_outcomes(passed=3)
+    path = pytester.path / "memory-figures.json"
+    done.stdout.fnmatch_lines([f"wrote 3 tests to {path}"])
+    document = json.loads(path.read_text())
+    figures = {k.partition("::")[2]: v for k, v in document["figures"].items()}
+    assert figures == {
+        "test_work[1]": {"body.cpu_peak_bytes": 1048576},
+        "test_work[2]": {"body.cpu_peak_bytes": 2097152},
+        "test_cache": {"chat.kv_bytes": 6400},
+    }
+    assert document["made_on"]["torch"] == str(torch.__version__)
+    assert list(document["figures"]) == sorted(document["figures"])
+    compare = ("--memory-baseline", str(path), *how)
+    monkeypatch.setenv("MORE", "1")
+    done = run(OWN, *compare, "--junitxml=report.xml")
+    done.assert_outcomes(failed=3)
+    done.stdout.fnmatch_lines_random([
+        "memory grew: body.cpu_peak_bytes is 2.0 MiB (2,097,152 bytes), the baseline 1.0 MiB "
+        "(1,048,576), at most 1,069,547 (+100.0 %)*",
+        "memory grew: chat.kv_bytes is *(6,464 bytes), *(6,400), at most 6,400 (+1.0 %)*",
+        "*::test_work?2? *body.cpu_peak *3.0 MiB *64.0 MiB *2.0 MiB *+50.0 % grew",
+    ])  # fmt: skip
+    report = (pytester.path / "report.xml").read_text()
+    assert '<property name="chat.kv_baseline_bytes" value="6400" />' in report
+    if how:
+        return
+    # Peaks may grow by what is asked; bytes of a cache are exact.
+    run(OWN, *compare, "--memory-tolerance", "100%").assert_outcomes(passed=2, failed=1)
+
+
+@pytest.mark.slow
+def test_other_versions_and_new_figures_are_said_and_an_update_keeps_the_rest(
+    run, pytester, monkeypatch
+):
+    path = pytester.path / "figures.json"
+    run(OWN, "--memory-update", "--memory-baseline", str(path)).assert_outcomes(passed=3)
+    document = json.loads(path.read_text())
+    (test,) = (name for name in document["figures"] if "test_cache" in name)
+    document["figures"][test]["chat.kv_bytes"] = {"bytes": 6400, "tolerance": "5%"}
+    (gone,) = (name for name in document["figures"] if "[2]" in name)
+    del document["figures"][gone]
+    document["made_on"]["torch"] = "1.0"
+    path.write_text(json.dumps(document))
+    monkeypatch.setenv("MORE", "1")
+    done = run(OWN, "-q", "--memory-baseline", str(path))
+    done.assert_outcomes(passed=3)
+    done.stdout.fnmatch_lines([
+        "1 figures are not in the baseline*",
+        "only bytes of caches were compared, no peaks: torch 1.0 there, *",
+    ])  # fmt: skip
+    done = run(OWN, "--memory-update", "--memory-baseline", str(path), "-k", "cache")
+    done.assert_outcomes(passed=1, deselected=2)
+    now = json.loads(path.read_text())["figures"]
+    assert now[test] == {"chat.kv_bytes": {"bytes": 6464, "tolerance": "5%"}}
+    assert {name for name in now if "[1]" in name}  # measured earlier
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (None, "there is no file of figures"),
+        ("", "is no file of figures"),
+        ("[]", "is no file of figures"),
+        ('{"format": 2}', "format 2 rather than 1"),
+        ('{"format": 1, "made_on": {}, "figures": {"a": {"kv_bytes": -1}}}', "-1 is no number"),
+        ('{"format": 1, "made_on": {}, "figures": {"a": {"kv_bytes": "1"}}}', "no number of bytes"),
+        ('{"format": 1, "made_on": {}, "figures": {"a": 1}}', "is no file of figures"),
+    ],
+)
+def test_a_baseline_that_is_none_is_a_usage_error(run, pytester, text, said):
+    path = pytester.path / "figures.json"
+    if text is not None:
+        path.write_text(text)
+    done = run("def test_it(): pass", "--memory-baseline", str(path))
+    assert done.ret == pytest.ExitCode.USAGE_ERROR
+    done.stderr.fnmatch_lines([f"ERROR: *{said}*"])
+
+
+@pytest.mark.parametrize("given", ["x", "-1", "nan", "inf%"])
+def test_a_tolerance_that_is_no_percentage_is_a_usage_error(run, given):
+    done = run("def test_it(): pass", "--memory-update", f"--memory-tolerance={given}")
+    assert done.ret == pytest.ExitCode.USAGE_ERROR
+    done.stderr.fnmatch_lines([f"ERROR: '{given}' is no percentage*"])
+
+
+def test_a_measurement_within_another_is_refused(run):
+    done = run("""
+@pytest.mark.memory_budget("1MiB")
+def test_it(memory_meter): memory_meter.cpu_peak(lambda: None)
+""")
+    done.assert_outcomes(failed=1)
+    done.stdout.fnmatch_lines(["*profiler is on already*"])
+
+
+def test_loading_the_plugin_does_not_import_torch():
+    code = "import sys, kvcap.runtime.testing.pytest_plugin; sys.exit('torch' in sys.modules)"
+    source = Path(__file__).parents[3] / "src"
+    assert subprocess.run([sys.executable, "-c", code], cwd=source, check=False).returncode == 0
