@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -29,18 +30,31 @@ from kvcap.policies.tova import TOVA
 MOST_HEAD_SIZE, MOST_GROUPS = 256, 32
 
 
-def score(policy: Policy, seen: Observation) -> Tensor:
+class StoredKeys(NamedTuple):
+    """What attention found out about keys as they are stored, which spares KeyDiff a pass."""
+
+    sums: Tensor | None
+    """[B, K, P, D] float32: sums of P parts of the keys as they were attended to."""
+    rotation: tuple[Tensor, Tensor] | None
+    """By which the observation's keys are yet to be rotated back: shifts [B, K, n] int32, and a
+    table [span, 2, D/2] of cosines and sines. None: they are as attention saw them."""
+
+
+def score(policy: Policy, seen: Observation, stored: StoredKeys | None = None) -> Tensor:
     """Worth of every slot, as `policy.score(seen)` has it. Shape [B, K, n], float32."""
-    twin = TWINS.get(type(policy))
-    if twin is None or not ready(seen.keys) or not _covers(policy, seen):
-        assert seen.turn is None, "keys as they are stored are for twins that rotate them"
-        return policy.score(seen)
-    return twin(policy, seen)
+    if type(policy) is KeyDiff and stored is not None and _by_twin(policy, seen):
+        return _keydiff(policy, seen, stored)
+    assert stored is None or stored.rotation is None, "only KeyDiff's twin rotates keys itself"
+    return TWINS[type(policy)](policy, seen) if _by_twin(policy, seen) else policy.score(seen)
 
 
-def reads_sums(policy: Policy) -> bool:
-    """Whether `Observation.key_sums` spare the policy's twin a pass over the keys."""
+def uses_stored_keys(policy: Policy) -> bool:
+    """Whether `StoredKeys` spare the policy's twin a pass over the keys."""
     return type(policy) is KeyDiff and (policy.metric, policy.anchor) == ("cosine", "mean")
+
+
+def _by_twin(policy: Policy, seen: Observation) -> bool:
+    return type(policy) in TWINS and ready(seen.keys) and _covers(policy, seen)
 
 
 def update(policy: Policy, seen: Observation) -> dict[str, Tensor]:
@@ -121,15 +135,16 @@ def _h2o(policy: Policy, seen: Observation) -> dict[str, Tensor]:
     return {"accumulated": seen.state["accumulated"] + window.scores(seen, kind, policy.group)}
 
 
-def _keydiff(policy: Policy, seen: Observation) -> Tensor:
+def _keydiff(policy: Policy, seen: Observation, stored: StoredKeys | None = None) -> Tensor:
     from kvcap.kernels import keydiff
 
     assert isinstance(policy, KeyDiff)
     unit = policy.anchor == "unit_mean"
-    if seen.turn is not None:
-        assert seen.key_sums is not None
-        return keydiff.scores_turned(seen.keys, *seen.turn, seen.key_sums)
-    return keydiff.scores(seen.keys, unit=unit, key_sums=None if unit else seen.key_sums)
+    if stored is not None and stored.rotation is not None:
+        assert stored.sums is not None
+        return keydiff.scores_turned(seen.keys, *stored.rotation, stored.sums)
+    sums = None if unit or stored is None else stored.sums
+    return keydiff.scores(seen.keys, unit=unit, key_sums=sums)
 
 
 TWINS: dict[type[Policy], Callable[[Policy, Observation], Tensor]] = {

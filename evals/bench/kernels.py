@@ -42,6 +42,13 @@ COLUMNS = (
 Call = Callable[[Observation], Any]
 
 
+@dataclass
+class Inputs(Observation):
+    """What is scored, and the sum of its keys [B, K, 1, D] where that is known."""
+
+    key_sums: Tensor | None = None
+
+
 @dataclass(frozen=True)
 class Work:
     """A score, what it must read, and which peers it has besides eager."""
@@ -60,7 +67,9 @@ class Work:
         """By the kernels."""
         if isinstance(self.policy, H2O):
             return kernels.update(self.policy, seen)["accumulated"]
-        return kernels.score(self.policy, seen)
+        sums = seen.key_sums if isinstance(seen, Inputs) else None
+        stored = None if sums is None else kernels.StoredKeys(sums, None)
+        return kernels.score(self.policy, seen, stored)
 
     def eager(self, seen: Observation) -> Tensor:
         """By the policy itself, from nothing computed before."""
@@ -143,7 +152,7 @@ def observe(n: int, work: Work) -> Observation:
     queries = torch.randn(1, work.queries, HEADS, SIZE, device="cuda", dtype=DTYPE).transpose(1, 2)
     state = {"accumulated": torch.zeros(1, KV_HEADS, n, device="cuda")}
     sums = keys.float().sum(2, keepdim=True) if work.known_sum else None
-    return Observation(
+    return Inputs(
         keys, pool(), places[None].int(), n + work.queries, n // 2, queries=queries,
         scaling=SIZE**-0.5, saliency=work.saliency, state=state, key_sums=sums,
     )  # fmt: skip

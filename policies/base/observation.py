@@ -40,8 +40,6 @@ class Observation:
     state: Mapping[str, Tensor] = field(default_factory=dict)  # name -> [B, K, n]
     output_projection: Tensor | None = None  # [K, G, D, hidden], W_O cut by query head
     saliency: Saliency | None = None  # replaces the attention weights, see `weight`
-    key_sums: Tensor | None = None  # [B, K, P, D] float32, of P parts of the keys, if known
-    turn: tuple[Tensor, Tensor] | None = None  # `keys` are yet to be rotated: shifts, and a table
     pinned_spans: tuple[tuple[int, int], ...] = ()  # [start, stop) positions that are never evicted
 
     @property

@@ -1,51 +1,138 @@
-"""What a cache allocates, once: pools of slots cut into segments, and where evicted tokens go."""
+"""Allocates what a cache has, once: exactly the buffers that its layout lists."""
 
 from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from kvcap.runtime.cache.evicted_store import Calibration
-from kvcap.runtime.cache.evictor import SHIFT
+from kvcap.runtime.cache.evicted_store import EvictedStore, MappedFile
 from kvcap.runtime.cache.layer_balance import LayerBalance
 from kvcap.runtime.cache.layout import CacheLayout
-from kvcap.runtime.cache.mapped_file import MappedFile
 from kvcap.runtime.cache.pool import Segment, SlotPool
+from kvcap.runtime.cache.query_window import QueryRing
+from kvcap.runtime.models.rope import Rotation, table_dtype
+
+
+@dataclass
+class LayerStorage:
+    """Everything that one capped layer has allocated."""
+
+    segments: list[Segment]
+    """Its slots: one segment, or one for every head where heads hold unequally many."""
+    ring: QueryRing | None
+    """Its last queries, if the policy observes more than a block may hold."""
+    evicted_store: EvictedStore | None
+    """Its evicted tokens, if a corrector keeps them."""
+    rotation: Rotation | None
+    """Moves its keys to other positions; None: they stay where they were read."""
+    moved: bool = False
+    """Whether a slot was ever given up, so that keys count elsewhere than they are rotated to."""
+
+    @property
+    def pending_rotation(self) -> Rotation | None:
+        """What keys must be rotated by before they are used, if by anything yet."""
+        return self.rotation if self.moved else None
+
+    def move(self) -> None:
+        """Have keys rotated from now on, though by nothing before a slot was given up."""
+        self.moved = self.rotation is not None
+
+    def reset(self) -> None:
+        """Forget everything; the buffers stay."""
+        for segment in self.segments:
+            segment.held = 0
+        if self.evicted_store is not None:
+            self.evicted_store.reset()
+        self.moved = False
 
 
 class Allocation:
-    """The storage of one cache.
+    """The storage of one cache, allocated layer by layer as their first tokens arrive."""
 
-    Args:
-        layout: says how many slots every head of every layer has.
-        block: slots more, for the block in hand (`T`).
-    """
-
-    def __init__(self, layout: CacheLayout, block: int) -> None:
-        self.layout, self.block = layout, block
-        self._file: MappedFile | None = None  # of evicted tokens
+    def __init__(self, layout: CacheLayout) -> None:
+        self.layout = layout
+        self._named: dict[str, Callable[[], Mapping[str, Tensor]]] = {}  # what was made, by place
         self.balance: LayerBalance | None = None  # of layers that share one pool
+        self._file: MappedFile | None = None  # of evicted tokens
+        self._rotation: Rotation | None = None  # that all capped layers share
         if layout.pooled:
             budget, slots = layout.eviction.layer_budget, layout.budget_tokens
             assert budget is not None
             pinned, layers = layout.eviction.pins(slots), len(layout.shape.capped)
             self.balance = LayerBalance(budget, slots, layers, pinned)
 
-    def segments(self, index: int, like: Tensor) -> list[Segment]:
-        """The segments of a capped layer, allocated. `like`: its keys [B, K, T, D]."""
+    @property
+    def buffers(self) -> dict[str, Tensor]:
+        """Every tensor of it, by the name that the layout gives it."""
+        return {
+            f"{place}.{name}": buffer
+            for place, named in self._named.items()
+            for name, buffer in named().items()
+        }
+
+    @property
+    def nbytes(self) -> int:
+        """Exact bytes of all buffers."""
+        return sum(buffer.untyped_storage().nbytes() for buffer in self.buffers.values())
+
+    @torch.inference_mode(False)  # ordinary tensors may be written to in any mode
+    def layer(self, index: int, like: Tensor) -> LayerStorage:
+        """Allocate what a capped layer will ever hold. `like`: its keys [B, K, T, D].
+
+        Raises:
+            StoreFailed: the file of evicted tokens cannot be made.
+        """
+        layout, heads = self.layout, self.layout.shape.heads
+        segments, ring, store = self._segments(index, like), None, None
+        rotation = self.rotation(like) if layout.rotates[index] else None
+        if layout.ring_length:
+            ring = QueryRing(like, heads, layout.ring_length)
+            self._register(f"window.{index}", ring.named, like)
+        if (corrector := layout.eviction.corrector) is not None:
+            new = self._in_file(corrector.directory, like)
+            store = EvictedStore(corrector, segments, heads, rotation, new)
+            self._register(f"evicted.{index}", store.named, like)
+        return LayerStorage(segments, ring, store, rotation)
+
+    def rotation(self, like: Tensor) -> Rotation:
+        """The table of rotations that all capped layers share, for keys such as these."""
+        if self._rotation is None:
+            rope = self.layout.rope
+            assert rope is not None
+            assert rope.inv_freq is not None
+            span, dtype = self.layout.rotation_span, table_dtype(like.dtype)
+            self._rotation = Rotation(rope.inv_freq, span, like.device, dtype)
+            self._register("rotation", self._rotation.named, like)
+        return self._rotation
+
+    def _register(
+        self, place: str, named: Callable[[], Mapping[str, Tensor]], like: Tensor
+    ) -> None:
+        """Note buffers that were made; they must be what the layout has under their names."""
+        specs = self.layout.buffers(like.shape[0], like.dtype)
+        for name, buffer in named().items():
+            made, planned = (tuple(buffer.shape), buffer.dtype), specs[f"{place}.{name}"][1:]
+            assert made == planned, f"{place}.{name} is {made}, and the layout has {planned}"
+        self._named[place] = named
+
+    def _segments(self, index: int, like: Tensor) -> list[Segment]:
+        """The segments of a capped layer."""
         if self.balance is None:
-            return self._allocate([index], like)[0]
+            return self._pool(index, [index], like)[0]
         if not self.balance.segments:
-            together = self._allocate(list(range(len(self.layout.budgets))), like)
+            together = self._pool(0, list(range(len(self.layout.budgets))), like)
             self.balance.segments = [segment for (segment,) in together]
         return [self.balance.segments[index]]
 
-    def _allocate(self, layers: list[int], like: Tensor) -> list[list[Segment]]:
+    def _pool(self, number: int, layers: list[int], like: Tensor) -> list[list[Segment]]:
         """One pool for some layers, cut into segments: one a layer, or one a head."""
         layout, (batch, heads, _, size) = self.layout, like.shape
-        side = {**layout.eviction.state, **({SHIFT: torch.int32} if layout.shifts(layers) else {})}
         slots = sum(layout.slots(index, batch) for index in layers)
-        pool = SlotPool(slots, size, like.dtype, like.device, side)
+        pool = SlotPool(slots, size, like.dtype, like.device, layout.aux(layers))
+        self._register(f"pool.{number}", pool.named, like)
         found, start = [], 0
         for index in layers:
             kept = layout.allotments[index]
@@ -55,27 +142,18 @@ class Allocation:
             found.append(list[Segment]())
             for row, head, b, k, budget in rows:
                 segment = Segment(
-                    pool, start, budget, self.block, b, k,
+                    pool, start, budget, layout.block_size, b, k,
                     row=row, head=head, layer_heads=heads,
                 )  # fmt: skip
                 found[-1].append(segment)
                 start += segment.slots
         return found
 
-    def calibration(self, segments: list[Segment]) -> Calibration | None:
-        """Where a layer's evicted tokens go, if the eviction has a corrector.
-
-        Raises:
-            StoreFailed: its file cannot be made.
-        """
-        corrector = self.layout.eviction.corrector
-        if corrector is None:
-            return None
-        heads, dtype = self.layout.shape.heads, segments[0].pool.keys.dtype
-        if corrector.directory is None:
-            return Calibration(corrector, segments, heads)
+    def _in_file(self, directory: str | None, like: Tensor) -> Callable[..., Tensor]:
+        """What makes buffers of evicted tokens: in memory, or in one file of all layers."""
+        if directory is None:
+            return torch.zeros
         if self._file is None:
-            batch = 1 + max(s.row + s.batch - 1 for s in segments)
-            needed = self.layout.nbytes(batch, dtype)["evicted_store"]
-            self._file = MappedFile(corrector.directory, needed)
-        return Calibration(corrector, segments, heads, self._file.new)
+            needed = self.layout.nbytes(like.shape[0], like.dtype)["evicted_store"]
+            self._file = MappedFile(directory, needed)
+        return self._file.new

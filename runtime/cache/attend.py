@@ -1,42 +1,30 @@
-"""Attention of one capped layer over its slots, and what the policy then does with them.
+"""Attention of one capped layer over its slots, and the eviction that follows it.
 
-A key is stored exactly as the model made it, with the `shift` its position has moved down since;
-attention rotates a copy, or what it reads, so that errors never add up.
+A key is stored rotated as the model made it, to the position behind what its head then held, with
+the `shift` its position has moved down since; attention rotates a copy, or what it reads, so that
+errors never add up.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from kvcap.kernels import token
+from kvcap.kernels import StoredKeys, token
 from kvcap.runtime.attention.functions import (
     Rows,
     attend,
     attend_packed,
     attend_to_some,
-    attend_with_lse,
-    causal,
     packs,
     takes_token,
 )
-from kvcap.runtime.cache.evictor import SHIFT, Evictor, Seen
-from kvcap.runtime.cache.step import Pass
-from kvcap.runtime.models.fused.deferred_rope import LateRotation
-from kvcap.runtime.models.rope import Rotation
-
-
-@dataclass
-class Block:
-    """The newest tokens of a layer."""
-
-    length: int = 0
-    seen: int = 0  # tokens read, these included
-    offset: int = 0  # how far past the cache's positions they were rotated
-    residual: list[int] = field(default_factory=list)  # and past each segment's own tokens
+from kvcap.runtime.cache.allocation import LayerStorage
+from kvcap.runtime.cache.evictor import AttentionStep, Evictor
+from kvcap.runtime.cache.pool import SHIFT
+from kvcap.runtime.cache.step import PendingBlock
 
 
 class Asked(NamedTuple):
@@ -47,169 +35,167 @@ class Asked(NamedTuple):
     softcap: float | None
 
 
-class _Placed(NamedTuple):
-    """A layer's tensors at the positions where they count."""
+class _HeldKeys(NamedTuple):
+    """A layer's keys at the positions where they count now."""
 
-    queries: list[Tensor]  # of every segment
-    keys: list[Tensor]  # likewise
-    pool: Tensor  # keys of the whole pool
-    sums: Tensor | None = None  # of the first segment's keys, as in `Observation`
+    segments: list[Tensor]  # [b, k, held, D] of every segment
+    pool: Tensor  # [slots, D] of the whole pool, where attention is packed
+    stored: StoredKeys | None = None  # what rotating them told of the first segment's
 
 
-class LayerAttention:
-    """Of the layer whose slots `evictor` has."""
+class SlotAttention:
+    """Attends over the slots of one layer, and has its evictor evict what is too much after."""
 
-    def __init__(self, evictor: Evictor) -> None:
-        self.evictor, self.segments = evictor, evictor.segments
-        self.rows: Rows | None = None  # where they lie, on the device
+    def __init__(self, storage: LayerStorage, evictor: Evictor) -> None:
+        self.storage, self.segments, self.evictor = storage, storage.segments, evictor
+        self.rows: Rows | None = None  # where heads of unequal lengths lie, on the device
+        self._offsets: tuple[tuple[int, ...], Tensor] | None = None  # the last, and their rotations
 
-    def block(self, query: Tensor, block: Block, asked: Asked, current: Pass) -> Tensor:
-        """Attention of a block that was appended, then eviction. [B, H, T, D] -> [B, H, T, D]."""
-        segments, evictor, ring = self.segments, self.evictor, self.evictor.ring
-        query = query[:, :, : block.length]
-        if block.offset:
-            assert evictor.rotation is not None
-            query = evictor.rotation.back_by(query, block.offset)
-        if ring is not None:
-            with current.beside(query):
-                ring.append(query)
-                for segment, residual in zip(segments, block.residual, strict=True):
-                    if residual:
-                        ring.moved(segment, residual, block.length)
-        tokens = current.clock_after(block.length)
-        if current.filling:
-            assert tokens is not None
-            (segment,) = segments
-            keys, values = (segment.whole(x) for x in (segment.pool.keys, segment.pool.values))
-            return attend_to_some(query, keys, values, tokens, asked.scaling, asked.softcap)
-        packed = len(segments) > 1 and evictor.calibration is None
+    @property
+    def on_device(self) -> tuple[Any, ...]:
+        """What was told the device beside the buffers, which a CUDA graph must keep alive."""
+        return self.rows, self._offsets
+
+    def align(self, x: Tensor, offsets: tuple[int, ...]) -> Tensor:
+        """Move queries or keys [B, H or K, T, D] to the slots behind what their heads hold.
+
+        Args:
+            x: as the model rotated them.
+            offsets: how far past those slots they were read, as in `PendingBlock`.
+        """
+        rotation = self.storage.rotation
+        if rotation is None or not any(offsets):
+            return x
+        if self._offsets is None or self._offsets[0] != offsets:
+            self._offsets = offsets, rotation.rows(offsets)
+        return rotation.back_by(x, self._offsets[1])
+
+    def block(self, query: Tensor, block: PendingBlock, asked: Asked) -> Tensor:
+        """Attention of an appended block, then eviction. [B, H, T, D] -> [B, H, T, D]."""
+        context, evictor = block.context, self.evictor
+        query = self.align(query[:, :, : block.length], block.offsets)
+        if self.storage.ring is not None:
+            with context.beside(query):
+                self.storage.ring.append(query)
+        clock = context.clock_after(block.length)
+        if context.filling:
+            assert clock is not None
+            return self._over_all_slots(query, clock, asked)
+        packed = self._packs(query, asked)
+        context.make_room()  # for a copy of all keys
+        keys = self._keys(packed)
+        queries = [segment.rows_of(query) for segment in self.segments]
+        step = AttentionStep(
+            block.seen, block.length, keys.segments, queries, *asked, clock, keys.stored
+        )
+        has_work = evictor.looks(block.length)
+        # A selection occupies few of a GPU's multiprocessors: attention hides it.
+        early = has_work and context.is_waited_for
+        selected = evictor.select_early(step, context.meanwhile) if early else []
         if packed:
-            pool = segments[0].pool
-            packed = packs(query, pool.keys, pool.values, segments[0].layer_heads, asked.softcap)
-        current.make_room()  # for a copy of all keys
-        placed = self._at_positions(query, block, packed)
-        seen, looks = self._seen(block, asked, placed, tokens), evictor.looks(block.length)
-        # A choice occupies few of a GPU's multiprocessors: attention hides it.
-        early = looks and current.is_waited_for
-        decided = evictor.decide(seen, current.meanwhile) if early else []
-        if packed:
-            together = torch.cat(placed.queries, dim=1).view_as(query)
-            held, last = tuple(s.held for s in segments), segments[-1]
-            starts = (*(s.start for s in segments), last.start + last.slots)
-            self.rows = Rows.of(held, starts, query.device, self.rows)
-            values = last.pool.values
-            out = attend_packed(
-                together, placed.pool, values, self.rows, asked.scaling, asked.softcap
-            )
-        elif len(segments) == 1:
-            out = self._attend(0, placed, asked)
+            out = self._over_packed(query, keys.pool, asked)
         else:
-            out = torch.empty_like(query)
-            for i, segment in enumerate(segments):
-                segment.rows_of(out).copy_(self._attend(i, placed, asked))
-        if decided:
-            current.rejoin()
-            evictor.settle(decided)
-        elif looks:
-            with current.beside(seen):
-                evictor.look(seen)
+            out = self._over_segments(query, queries, keys.segments, asked)
+        if selected:
+            context.rejoin()
+            evictor.compact(selected)
+        elif has_work:
+            with context.beside(step):
+                evictor.evict_if_due(step)
         return out
 
     def token(
-        self,
-        late: LateRotation,
-        key: Tensor,
-        value: Tensor,
-        time: Tensor,
-        block: Block,
-        asked: Asked,
-        current: Pass,
+        self, key: Tensor, value: Tensor, time: Tensor, block: PendingBlock, asked: Asked
     ) -> Tensor | None:
         """The same of one token [B, K, 1, D] that is yet to be rotated and appended.
 
         None, and nothing is done: `kernels/token.py` does not take it.
         """
-        segment, evictor, filling = self.segments[0], self.evictor, current.filling
+        storage, evictor, (segment, *others) = self.storage, self.evictor, self.segments
+        context, late, filling = block.context, block.late, block.context.filling
+        assert late is not None
         buffers = segment.with_next(whole=filling)
-        if len(self.segments) > 1 or evictor.calibration is not None or asked.softcap is not None:
+        if others or storage.evicted_store is not None or asked.softcap is not None:
             return None
-        if block.offset or any(block.residual):
-            return None
-        if not takes_token(late.query, key, value, buffers):
+        if any(block.offsets) or not takes_token(late.query, key, value, buffers):
             return None
         segment.held += 1
-        looks = evictor.looks(1) and not filling
-        rotation = self._moved_by()
-        turn = None if rotation is None else (segment.side(SHIFT), rotation.table)
+        has_work = evictor.looks(1) and not filling
+        rotation, pending = storage.pending_rotation, None
+        if rotation is not None:
+            pending = segment.side(SHIFT), rotation.table
         out, query, sums = token.attend(
-            late.query, key, value, late.angles, time, buffers, asked.scaling, turn,
-            used=current.clock if filling else None,
-            early=current.side is not None,
-            summed=looks and evictor.reads_sums,
+            late.query, key, value, late.angles, time, buffers, asked.scaling, pending,
+            used=context.clock if filling else None,
+            early=context.side is not None,
+            summed=has_work and evictor.uses_stored_keys,
         )  # fmt: skip
-        if evictor.ring is not None:
-            with current.beside(query):
-                evictor.ring.append(query)
-        tokens = current.clock_after(1)
-        if looks:
-            with current.beside((query, sums)):
-                keys, turn = segment.keys, None
-                if rotation is not None:
-                    shift = segment.side(SHIFT)
-                    if evictor.turns_keys:
-                        turn = shift, rotation.table
-                    elif evictor.reads_keys:
-                        keys = rotation.back(keys, shift)
-                placed = _Placed([query], [keys], segment.pool.keys, sums)
-                evictor.look(self._seen(block, asked, placed, tokens, turn))
+        if storage.ring is not None:
+            with context.beside(query):
+                storage.ring.append(query)
+        clock = context.clock_after(1)
+        if has_work:
+            with context.beside((query, sums)):
+                keys = segment.keys
+                if evictor.rotates_keys_itself:
+                    stored = StoredKeys(sums, pending)
+                else:
+                    stored = StoredKeys(sums, None)
+                    if rotation is not None and evictor.reads_keys:
+                        keys = rotation.back(keys, segment.side(SHIFT))
+                step = AttentionStep(block.seen, 1, [keys], [query], *asked, clock, stored)
+                evictor.evict_if_due(step)
         return out
 
-    def _seen(
-        self,
-        block: Block,
-        asked: Asked,
-        placed: _Placed,
-        clock: Tensor | None,
-        turn: tuple[Tensor, Tensor] | None = None,
-    ) -> Seen:
-        return Seen(
-            block.seen, block.length, placed.keys, placed.queries, asked.scaling, asked.softcap,
-            asked.module, clock, placed.sums, turn,
-        )  # fmt: skip
+    def _packs(self, query: Tensor, asked: Asked) -> bool:
+        """Whether heads of unequal lengths are attended in one call."""
+        if len(self.segments) == 1 or self.storage.evicted_store is not None:
+            return False
+        first = self.segments[0]
+        return packs(query, first.pool.keys, first.pool.values, first.layer_heads, asked.softcap)
 
-    def _moved_by(self) -> Rotation | None:
-        """What keys are rotated by, if any has moved."""
-        return self.evictor.rotation if self.evictor.moved else None
-
-    def _at_positions(self, query: Tensor, block: Block, packed: bool) -> _Placed:
-        """Queries and keys of every segment, rotated to where they count now.
-
-        The whole pool's at once where attention is `packed`.
-        """
+    def _keys(self, packed: bool) -> _HeldKeys:
+        """All keys, rotated to where they count now; the whole pool's at once where `packed`."""
         segments, pool = self.segments, self.segments[0].pool
-        queries = [segment.rows_of(query) for segment in segments]
-        rotation = self._moved_by()
+        rotation = self.storage.pending_rotation
         if rotation is None:
-            return _Placed(queries, [segment.keys for segment in segments], pool.keys)
-        for i, residual in enumerate(block.residual):
-            if residual:
-                queries[i] = rotation.back_by(queries[i], residual)
+            return _HeldKeys([segment.keys for segment in segments], pool.keys)
         if packed:
             flat = rotation.back(pool.keys, pool.side[SHIFT])
-            return _Placed(queries, [segment.view(flat) for segment in segments], flat)
-        if self.evictor.reads_sums:
+            return _HeldKeys([segment.view(flat) for segment in segments], flat)
+        if self.evictor.uses_stored_keys:
             keys, sums = rotation.back_and_sums(segments[0].keys, segments[0].side(SHIFT))
-            return _Placed(queries, [keys], pool.keys, sums)
-        turned = [rotation.back(segment.keys, segment.side(SHIFT)) for segment in segments]
-        return _Placed(queries, turned, pool.keys)
+            return _HeldKeys([keys], pool.keys, StoredKeys(sums, None))
+        rotated = [rotation.back(segment.keys, segment.side(SHIFT)) for segment in segments]
+        return _HeldKeys(rotated, pool.keys)
 
-    def _attend(self, index: int, placed: _Placed, asked: Asked) -> Tensor:
-        """Attention of a segment's queries over what it holds, corrected where the policy does."""
-        segment, calibration = self.segments[index], self.evictor.calibration
-        query, keys, (_, scaling, softcap) = placed.queries[index], placed.keys[index], asked
-        if calibration is None:
-            return attend(query, keys, segment.values, scaling, softcap)
-        mask = causal(query.shape[2], segment.held, query.device)
-        out, lse = attend_with_lse(query, keys, segment.values, scaling, softcap, mask)
-        rotation = self.evictor.rotation
-        return calibration.correct(index, segment, query, out, lse, rotation, scaling, softcap)
+    def _over_all_slots(self, query: Tensor, used: Tensor, asked: Asked) -> Tensor:
+        """Attention over the first `used` [] slots, a number on the device, of one segment."""
+        (segment,) = self.segments
+        keys, values = (segment.whole(x) for x in (segment.pool.keys, segment.pool.values))
+        return attend_to_some(query, keys, values, used, asked.scaling, asked.softcap)
+
+    def _over_packed(self, query: Tensor, keys: Tensor, asked: Asked) -> Tensor:
+        """Attention of heads of unequal lengths in one call, over the pool's `keys` [slots, D]."""
+        held, last = tuple(s.held for s in self.segments), self.segments[-1]
+        starts = (*(s.start for s in self.segments), last.start + last.slots)
+        self.rows = Rows.of(held, starts, query.device, self.rows)
+        values = last.pool.values
+        return attend_packed(query, keys, values, self.rows, asked.scaling, asked.softcap)
+
+    def _over_segments(
+        self, query: Tensor, queries: list[Tensor], keys: list[Tensor], asked: Asked
+    ) -> Tensor:
+        """Attention segment by segment, with what evicted tokens add where they are kept."""
+        store, out = self.storage.evicted_store, None
+        for i, segment in enumerate(self.segments):
+            if store is None:
+                part = attend(queries[i], keys[i], segment.values, asked.scaling, asked.softcap)
+            else:
+                part = store.attend(i, segment, queries[i], keys[i], asked.scaling, asked.softcap)
+            if len(self.segments) == 1:
+                return part
+            out = torch.empty_like(query) if out is None else out
+            segment.rows_of(out).copy_(part)
+        assert out is not None
+        return out

@@ -13,16 +13,16 @@ from transformers.cache_utils import Cache, DynamicSlidingWindowLayer
 from kvcap.policies import Eviction, Policy, PolicyError, load_policy
 from kvcap.runtime.attention.masks import READY_MADE, Asked, check, watch_stock
 from kvcap.runtime.cache.allocation import Allocation
+from kvcap.runtime.cache.evicted_store import EvictedStore
 from kvcap.runtime.cache.layer import BudgetLayer
 from kvcap.runtime.cache.layer_balance import LayerBalance
 from kvcap.runtime.cache.layout import CacheLayout
 from kvcap.runtime.cache.pinned_slots import check_pins, slots_needed
-from kvcap.runtime.cache.pool import Segment, SlotPool, resize
+from kvcap.runtime.cache.pool import Segment, resize
 from kvcap.runtime.cache.step import Pass
 from kvcap.runtime.errors import PaddingUnsupported, PlanInfeasible, UnsupportedModel
 from kvcap.runtime.memory.cap_guard import CapGuard
 from kvcap.runtime.models.config import ModelShape
-from kvcap.runtime.models.rope import Rotation, table_dtype
 from kvcap.runtime.types import ATTENTION, Positions, Span
 
 
@@ -85,18 +85,14 @@ class BudgetCache(Cache):  # type: ignore[misc]
         """The last token said, to be read before what follows, and the tokens read before it."""
         self.guard: CapGuard | None = None
         """Holds the process to a cap; the block loop asks it before every block."""
-        self.frame = 0
-        """What `longest` was when the block in hand arrived: all heads count it from there."""
-        self._rotation: Rotation | None = None
         self._mask_checked = False  # of the pass that begins
-        self.cut = block_size
-        """What `room` was when the pass in hand began; a larger block is cut there by all layers"""
         watch_stock()
-        self.allocation = Allocation(self.layout, block_size)
+        self.allocation = allocation = Allocation(self.layout)
+        spans, check = self.pinned_spans, self.check_mask
         indices = iter(range(len(shape.capped)))
         super().__init__(
             layers=[
-                BudgetLayer(self, next(indices))
+                BudgetLayer(next(indices), allocation, evict_every, spans, check)
                 if layer.window is None
                 else DynamicSlidingWindowLayer(layer.window)
                 for layer in shape.layers
@@ -129,7 +125,10 @@ class BudgetCache(Cache):  # type: ignore[misc]
                 raise PaddingUnsupported(READY_MADE)
             self._mask_checked = False
             if key_states.shape[2] > 1:
-                self.cut = self.room
+                self.current.room = self.room
+        layer = self.layers[layer_idx]
+        if isinstance(layer, BudgetLayer):
+            return layer.update(key_states, value_states, self.current)
         found: tuple[Tensor, Tensor] = super().update(
             key_states, value_states, layer_idx, *args, **kwargs
         )
@@ -229,14 +228,9 @@ class BudgetCache(Cache):  # type: ignore[misc]
     @property
     def nbytes(self) -> int:
         """Exact bytes of all storage this cache holds, native sliding layers included."""
-        total = 0 if self._rotation is None else self._rotation.table.untyped_storage().nbytes()
-        total += sum(pool.nbytes for pool in self._pools)
-        for layer in self.layers:
-            if isinstance(layer, BudgetLayer):
-                total += sum(x.nbytes for x in (layer.ring, layer.calibration) if x is not None)
-            elif layer.is_initialized:
-                total += sum(x.untyped_storage().nbytes() for x in (layer.keys, layer.values))
-        return total
+        native = [layer for layer in self.sliding_layers.values() if layer.is_initialized]
+        sliding = [x for layer in native for x in (layer.keys, layer.values)]
+        return self.allocation.nbytes + sum(int(x.untyped_storage().nbytes()) for x in sliding)
 
     @property
     def used_bytes(self) -> int:
@@ -253,12 +247,12 @@ class BudgetCache(Cache):  # type: ignore[misc]
 
     @property
     def _evicted(self) -> list[Segment]:
-        kept = [c.calibration for c in self.capped_layers if c.calibration is not None]
-        return [segment for calibration in kept for segment in calibration.evicted]
+        return [segment for store in self._stores for segment in store.evicted]
 
     @property
-    def _pools(self) -> list[SlotPool]:
-        return list({id(s.pool): s.pool for s in (*self._segments, *self._evicted)}.values())
+    def _stores(self) -> list[EvictedStore]:
+        stores = [layer.evicted_store for layer in self.capped_layers]
+        return [store for store in stores if store is not None]
 
     @property
     def recomputed(self) -> list[float]:
@@ -266,8 +260,7 @@ class BudgetCache(Cache):  # type: ignore[misc]
 
         Empty where evicted tokens are not kept.
         """
-        kept = [c.calibration for c in self.capped_layers if c.calibration is not None]
-        return [c.recomputed / max(1, c.steps) for c in kept]
+        return [store.recomputed / max(1, store.steps) for store in self._stores]
 
     def allocate(self, batch: int, dtype: torch.dtype, device: torch.device | str) -> BudgetCache:
         """Allocate now rather than at the first token. Returns itself."""
@@ -348,22 +341,7 @@ class BudgetCache(Cache):  # type: ignore[misc]
 
     def buffers(self) -> list[Tensor]:
         """Every tensor of the capped layers, which live as long as the cache."""
-        found = [x for pool in self._pools for x in pool.buffers()]
-        for layer in self.capped_layers:
-            if layer.ring is not None:
-                found += [layer.ring.queries, layer.ring.shift]
-        return found if self._rotation is None else [*found, self._rotation.table]
-
-    def rotation(self, like: Tensor) -> Rotation:
-        """The table of rotations that all capped layers share, for keys such as these."""
-        if self._rotation is None:
-            rope = self.layout.rope
-            assert rope is not None
-            assert rope.inv_freq is not None
-            self._rotation = Rotation(
-                rope.inv_freq, self.layout.rotation_span, like.device, table_dtype(like.dtype)
-            )
-        return self._rotation
+        return list(self.allocation.buffers.values())
 
     def _check_attention(self, config: Any, positions: Positions | None) -> bool:
         """Whether the model's attention is stock, refusing what that cannot do."""

@@ -7,19 +7,23 @@ ever leaves the window the model was trained on.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers.cache_utils import CacheLayerMixin
 
 from kvcap.runtime.attention.functions import Rows, without_gradient
+from kvcap.runtime.attention.masks import Asked as AskedMask
 from kvcap.runtime.attention.masks import Slots
-from kvcap.runtime.cache.attend import Asked, Block, LayerAttention
-from kvcap.runtime.cache.evicted_store import Calibration
-from kvcap.runtime.cache.evictor import SHIFT, Evictor, Seen
+from kvcap.runtime.cache.allocation import Allocation, LayerStorage
+from kvcap.runtime.cache.attend import Asked, SlotAttention
+from kvcap.runtime.cache.evicted_store import EvictedStore
+from kvcap.runtime.cache.evictor import AttentionStep, Evictor
 from kvcap.runtime.cache.pool import Segment
 from kvcap.runtime.cache.query_window import QueryRing
+from kvcap.runtime.cache.step import Pass, PendingBlock
 from kvcap.runtime.errors import (
     BlockTooLarge,
     CacheMismatch,
@@ -27,39 +31,71 @@ from kvcap.runtime.errors import (
     PositionMismatch,
     UnsupportedModel,
 )
-from kvcap.runtime.models.fused.deferred_rope import LateRotation, left
-
-if TYPE_CHECKING:
-    from kvcap.runtime.cache.cache import BudgetCache
+from kvcap.runtime.models.fused.deferred_rope import left
+from kvcap.runtime.types import Span
 
 
 class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
-    """One capped layer of a `BudgetCache`: the one at `index` among them."""
+    """One capped layer of a `BudgetCache`.
+
+    Its whole state is how many tokens it has read, what its storage holds, and the block that is
+    pending; it asks the cache for nothing.
+
+    Args:
+        index: among the capped layers.
+        allocation: of the cache.
+        evict_every: in generation, evict every so many tokens.
+        pinned_spans: of the cache, which changes them in place.
+        check_mask: takes note of the mask that a pass asks transformers for.
+    """
 
     is_sliding = False
     is_compileable = False
 
-    def __init__(self, cache: BudgetCache, index: int) -> None:
+    def __init__(
+        self,
+        index: int,
+        allocation: Allocation,
+        evict_every: int,
+        pinned_spans: Sequence[Span],
+        check_mask: Callable[[AskedMask], None],
+    ) -> None:
         super().__init__()
-        self._cache = cache
-        self.index = index
-        self.rotates = cache.layout.rotates[index]  # its keys are moved to other positions
+        self.index, self.layout = index, allocation.layout
+        self.rotates = self.layout.rotates[index]  # its keys are moved to other positions
         self.seen = 0  # tokens read
-        self.segments: list[Segment] = []  # one, or one for every head where lengths differ
-        self.ring: QueryRing | None = None
-        self.calibration: Calibration | None = None  # evicted tokens, where they are kept
+        self.storage: LayerStorage | None = None
         self.evictor: Evictor | None = None
-        self._attention: LayerAttention | None = None
-        self._block = Block()  # the last
-        self._attended = True  # the registered attention function has seen the last block
-        # Keys and values that attention appends, and what it has yet to do with them.
-        self._waiting: tuple[Tensor, Tensor, LateRotation | None] | None = None
+        self.pending: PendingBlock | None = None
+        self._allocation, self._evict_every = allocation, evict_every
+        self._pinned_spans, self._check_mask = pinned_spans, check_mask
+        self._attention: SlotAttention | None = None
         self._like: tuple[int, torch.dtype, torch.device] | None = None  # what it is allocated for
+
+    @property
+    def segments(self) -> list[Segment]:
+        """Its slots: one segment, or one for every head where lengths differ; none at first."""
+        return [] if self.storage is None else self.storage.segments
+
+    @property
+    def ring(self) -> QueryRing | None:
+        """Its last queries, where the policy observes them."""
+        return None if self.storage is None else self.storage.ring
+
+    @property
+    def evicted_store(self) -> EvictedStore | None:
+        """Its evicted tokens, where they are kept."""
+        return None if self.storage is None else self.storage.evicted_store
 
     @property
     def rows(self) -> Rows | None:
         """Where heads that hold unequally many lie, on the device."""
         return None if self._attention is None else self._attention.rows
+
+    @property
+    def on_device(self) -> tuple[Any, ...]:
+        """What attention told the device beside the buffers, which a CUDA graph must keep alive."""
+        return () if self._attention is None else self._attention.on_device
 
     @property
     def keys(self) -> Tensor | None:
@@ -95,7 +131,7 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
         """(slots visible, offset) for the next block, should a mask be built for it."""
         length = query_length if isinstance(query_length, int) else query_length.shape[0]
         held = self.held - self._overdue(length)
-        return Slots.of(held + length, self._cache.check_mask), self.seen - held
+        return Slots.of(held + length, self._check_mask), self.seen - held
 
     def get_max_cache_shape(self) -> int:
         """-1: a conversation may be of any length."""
@@ -103,32 +139,19 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
 
     get_max_length = get_max_cache_shape
 
-    @torch.inference_mode(False)  # ordinary tensors may be written to in any mode
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor | None = None) -> None:
         """Allocate everything this layer will ever hold."""
-        cache, layout = self._cache, self._cache.layout
         self._like = key_states.shape[0], key_states.dtype, key_states.device
-        self.segments = cache.allocation.segments(self.index, key_states)
-        self.calibration = cache.allocation.calibration(self.segments)
-        if layout.ring_length:
-            self.ring = QueryRing(key_states, layout.shape.heads, layout.ring_length)
-        keys = self.segments[0].pool.keys
+        self.storage = self._allocation.layer(self.index, key_states)
+        balance = self._allocation.balance
         self.evictor = Evictor(
-            layout,
-            self.index,
-            self.segments,
-            self.ring,
-            self.calibration,
-            cache.balance,
-            cache.evict_every,
-            cache.rotation(keys) if self.rotates else None,
-            cache.pinned_spans,
+            self.layout, self.index, self.storage, balance, self._evict_every, self._pinned_spans
         )
-        self._attention = LayerAttention(self.evictor)
+        self._attention = SlotAttention(self.storage, self.evictor)
         self.is_initialized = True
 
     def update(
-        self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any
+        self, key_states: Tensor, value_states: Tensor, context: Pass | None = None
     ) -> tuple[Tensor, Tensor]:
         """Append a block [B, K, T, D] but for its fillers; returns what is held (views).
 
@@ -140,35 +163,29 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
             BlockTooLarge, MemoryCapExceeded, CacheMismatch: before anything is changed.
             UnsupportedModel: the policy or the positions need the registered attention function.
         """
-        if torch.is_grad_enabled():
-            with torch.no_grad():
-                keys, values = self._update(key_states, value_states)
-            keys, values = (
-                without_gradient(keys, key_states),
-                without_gradient(values, value_states),
-            )
-        else:
-            keys, values = self._update(key_states, value_states)
+        with torch.no_grad():
+            keys, values = self._update(key_states, value_states, context or Pass())
+        keys = without_gradient(keys, key_states)
         keys.kvcap_layer = self  # type: ignore[attr-defined]  # attention_forward finds it here
-        return keys, values
+        return keys, without_gradient(values, value_states)
 
-    def _update(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
-        current = self._cache.current
-        length = current.tokens or key_states.shape[2]
-        late = left(key_states)
-        key_states, value_states = key_states[:, :, :length], value_states[:, :, :length]
-        if self.evictor is None:
+    def _update(
+        self, key_states: Tensor, value_states: Tensor, context: Pass
+    ) -> tuple[Tensor, Tensor]:
+        length, late = context.tokens or key_states.shape[2], left(key_states)
+        arrived = key_states[:, :, :length], value_states[:, :, :length]
+        if self.storage is None:
             self.lazy_initialization(key_states)
         self._check_like(key_states)
-        if current.side is not None:
-            current.side.turn()
-        if current.blocks > 1 or late is not None or self._splits(length):
-            self._waiting = key_states, value_states, late
-        else:
-            self._append(key_states, value_states)
-        keys = self.keys if self._waiting is None else None
-        keys = key_states.view_as(key_states) if keys is None else keys
-        return keys, value_states if self.values is None else self.values
+        if context.side is not None:
+            context.side.turn()
+        block = PendingBlock(context, length, arrived, self._sizes(length, context), late)
+        if len(block.sizes) == 1 and late is None:
+            self._append(block)
+        self.pending = block
+        keys = self.keys if block.appended else None
+        keys = arrived[0].view_as(arrived[0]) if keys is None else keys
+        return keys, arrived[1] if self.values is None else self.values
 
     def _check_like(self, keys: Tensor) -> None:
         """Refuse keys that the buffers are not for."""
@@ -181,51 +198,50 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
                 "one batch size, type and device, also after reset(): make a new BudgetCache"
             )
 
-    def _splits(self, length: int) -> bool:
-        """Whether a block is read in two, as tokens are held that wait for their eviction."""
-        if not self._attended or not self._cache.eviction.policy.evicts:
-            return False
-        return self._cache.cut < length <= self._cache.block_size
+    def _sizes(self, length: int, context: Pass) -> list[int]:
+        """The lengths of the blocks in which so many tokens are appended: one after the other.
 
-    def _append(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Append a block [B, K, T, D]."""
-        self._make_room(key_states.shape[2])
-        self._write(key_states, value_states)
+        Several come in one pass of the block loop; and a block is read in two where tokens are held
+        that wait for their eviction. With stock attention a block is never cut.
+        """
+        size, room = self.layout.block_size, context.room
+        first = size
+        if context.blocks == 1:
+            waits = room is not None and room < length <= size
+            if not waits or self.pending is not None or not self.layout.eviction.policy.evicts:
+                return [length]
+            assert room is not None
+            first = room
+        sizes = [min(first, length)]
+        while (rest := length - sum(sizes)) > 0:
+            sizes.append(min(size, rest))
+        return sizes
 
-    def _make_room(self, length: int) -> None:
-        """For a block of `length`, and say where it counts."""
+    def _append(self, block: PendingBlock) -> None:
+        """Write a block into the slots behind those in use, for which room is made."""
+        assert self._attention is not None
+        assert block.arrived is not None
+        self._make_room(block)
+        (keys, values), block.arrived = block.arrived, None
+        keys = self._attention.align(keys, block.offsets)
+        context = block.context
+        times = context.times_of(self.seen, block.length, keys.device)
+        for segment in self.segments:
+            rows = segment.rows_of(keys), segment.rows_of(values)
+            segment.append(*rows, times, context.clock if context.filling else None)
+        self.seen = block.seen
+
+    def _make_room(self, block: PendingBlock) -> None:
+        """Check a block, evict what stock attention left, and say where the block counts."""
         assert self.evictor is not None
-        self._check(length)
-        if self._overdue(length):  # stock attention never calls attend()
+        self._check(block.length)
+        if self.pending is not None and self._overdue(block.length):
             held = [segment.keys for segment in self.segments]
-            self.evictor.look(Seen(self.seen, self._block.length, held), now=True)
-        self._block = self._placed(length, self.evictor)
-
-    def _write(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Write a block [B, K, T, D] for which there is room."""
-        block, current = self._block, self._cache.current
-        if block.offset:
-            key_states = self._cache.rotation(key_states).back_by(key_states, block.offset)
-        times = current.times_of(self.seen, block.length, key_states.device)
-        for segment, residual in zip(self.segments, block.residual, strict=True):
-            rows = segment.rows_of(key_states), segment.rows_of(value_states)
-            segment.append(*rows, times, current.clock if current.filling else None)
-            if residual:
-                segment.side(SHIFT)[:, :, -block.length :] = residual
-        self.seen, self._attended = block.seen, False
-
-    def _placed(self, length: int, evictor: Evictor) -> Block:
-        """Where the next block counts."""
-        cache = self._cache
-        if self.index == 0:
-            cache.frame = cache.longest
-        block = Block(length, self.seen + length, 0, [0] * len(self.segments))
+            self.evictor.evict_if_due(AttentionStep(self.seen, self.pending.length, held), now=True)
+        block.seen = self.seen + block.length
         if self.rotates:
-            read_at = self.seen if cache.current.start is None else cache.current.start
-            block.offset = read_at - cache.frame
-            block.residual = [cache.frame - segment.held for segment in self.segments]
-            evictor.moved = evictor.moved or any(block.residual)
-        return block
+            read_at = self.seen if block.context.start is None else block.context.start
+            block.offsets = tuple(read_at - segment.held for segment in self.segments)
 
     def attend(
         self,
@@ -235,7 +251,7 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
         softcap: float | None,
         position_ids: Tensor | None,
     ) -> Tensor:
-        """Attention of the block just appended, then eviction. [B, H, T, D] -> [B, H, T, D].
+        """Attention of the pending block, then eviction. [B, H, T, D] -> [B, H, T, D].
 
         Of several blocks in one pass each is appended when those before it are through: what a
         block attends to is what they left, as in passes of their own.
@@ -244,94 +260,80 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
             PositionMismatch: where the caller's `position_ids` do not follow what was read.
             UnsupportedModel: the policy reads the output projection, which cannot be read.
         """
-        if self._cache.current.start is None and self.index == 0:
-            self._check_positions(position_ids)
-        asked = Asked(module, scaling, softcap)
-        if self._waiting is None:
-            return self._attend_block(query, asked)
-        (keys, values, late), self._waiting = self._waiting, None
-        if late is not None:
-            assert late.query is query, "see can_be_late"
-            return self._attend_token(late, keys, values, asked)
-        sizes, current = self._blocks(keys.shape[2]), self._cache.current
-        blocks = zip(*(x.split(sizes, dim=2) for x in (keys, values, query)), strict=True)
+        assert self._attention is not None
+        block = self.pending
+        assert block is not None, "attention comes once after every update"
+        if block.context.start is None and self.index == 0:
+            self._check_positions(block, position_ids)
+        self.pending, asked = None, Asked(module, scaling, softcap)
+        if block.appended:
+            return self._attention.block(query, block, asked)
+        if block.late is not None:
+            assert block.late.query is query, "see can_be_late"
+            return self._attend_token(block, asked)
         out = []
-        for i, (key, value, block) in enumerate(blocks):
-            current.block = i if current.blocks > 1 else 0
-            self._append(key, value)
-            out.append(self._attend_block(block, asked).transpose(1, 2))
+        for part, queries in block.parts(query):
+            self._append(part)
+            out.append(self._attention.block(queries, part, asked).transpose(1, 2))
         return torch.cat(out, dim=1).transpose(1, 2)
 
-    def _blocks(self, length: int) -> list[int]:
-        """The lengths of the blocks in which so many tokens are read."""
-        size = self._cache.block_size
-        first = self._cache.cut if self._cache.current.blocks == 1 else size
-        sizes = [min(first, length)]
-        while (rest := length - sum(sizes)) > 0:
-            sizes.append(min(size, rest))
-        return sizes
-
-    def _attend_block(self, query: Tensor, asked: Asked) -> Tensor:
-        """`attend`, of one block."""
-        assert self._attention is not None
-        self._attended = True
-        return self._attention.block(query, self._block, asked, self._cache.current)
-
-    def _attend_token(self, late: LateRotation, key: Tensor, value: Tensor, asked: Asked) -> Tensor:
+    def _attend_token(self, block: PendingBlock, asked: Asked) -> Tensor:
         """`attend`, of one token that is yet to be rotated and appended."""
         assert self._attention is not None
-        self._make_room(1)
-        current = self._cache.current
-        time = current.times_of(self.seen, 1, key.device)
-        out = self._attention.token(late, key, value, time, self._block, asked, current)
+        assert block.arrived is not None
+        assert block.late is not None
+        key, value = block.arrived
+        self._make_room(block)
+        time = block.context.times_of(self.seen, 1, key.device)
+        out = self._attention.token(key, value, time, block, asked)
         if out is not None:
-            self.seen, self._attended = self._block.seen, True
+            self.seen = block.seen
             return out
-        query, key = late.now(key)
-        self._write(key, value)
-        return self._attend_block(query, asked)
+        query, key = block.late.now(key)
+        block.arrived = key, value
+        self._append(block)
+        return self._attention.block(query, block, asked)
 
     def _overdue(self, length: int) -> int:
         """Slots above the budget that stock attention left, to go before a block of `length`."""
-        if self._attended or self.evictor is None:
+        if self.pending is None or self.evictor is None:
             return 0
-        if self.evictor.due(self._block.length) or length > self.evictor.free:
+        if self.evictor.due(self.pending.length) or length > self.evictor.free:
             return self.evictor.excess
         return 0
 
     def _check(self, length: int) -> None:
         """Refuse a block that cannot be read rightly, before anything has changed."""
-        cache, policy = self._cache, self._cache.eviction.policy
-        if not self._attended and self.seen and cache.eviction.needs_attention:
+        eviction, block_size = self.layout.eviction, self.layout.block_size
+        if self.pending is not None and eviction.needs_attention:
             raise UnsupportedModel(
-                f"policy {cache.eviction.name!r} works inside attention, which stock attention "
+                f"policy {eviction.name!r} works inside attention, which stock attention "
                 "does not show; load the model with attn_implementation='kvcap'"
             )
-        if not self._attended and self.seen and self.rotates:
+        if self.pending is not None and self.rotates:
             raise UnsupportedModel(
                 "positions='compact' need the registered attention function; load the model with "
                 "attn_implementation='kvcap', or use positions='true'"
             )
         assert self.evictor is not None
         room = self.evictor.free + self._overdue(length)
-        if not policy.evicts and length > room - cache.block_size:
-            budget = cache.layout.budget_tokens
+        if not eviction.policy.evicts and length > room - block_size:
             raise MemoryCapExceeded(
-                f"policy {cache.eviction.name!r} never evicts: {self.held} tokens are held and "
-                f"{length} more were given, the budget is {budget}; use a larger budget or a "
-                "policy that evicts"
+                f"policy {eviction.name!r} never evicts: {self.held} tokens are held and "
+                f"{length} more were given, the budget is {self.layout.budget_tokens}; use a "
+                "larger budget or a policy that evicts"
             )
         if length > room:
             raise BlockTooLarge(
                 f"a block of {length} tokens was given and {room} slots are free for it; "
-                f"pass prefill_chunk_size={cache.block_size} to generate(), or build the cache "
+                f"pass prefill_chunk_size={block_size} to generate(), or build the cache "
                 f"with block_size={length}"
             )
 
-    def _check_positions(self, position_ids: Tensor | None) -> None:
+    def _check_positions(self, block: PendingBlock, position_ids: Tensor | None) -> None:
         if position_ids is None:
             return
-        first = self.seen - (self._block.length if self._waiting is None else 0)
+        first = self.seen - (block.length if block.appended else 0)
         length = position_ids.shape[-1]
         if bool(
             (position_ids == torch.arange(first, first + length, device=position_ids.device)).all()
@@ -346,12 +348,12 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
         )
 
     def take_back(self) -> None:
-        """Forget the block just appended, which is refused."""
-        if self._waiting is None:
-            self.seen -= self._block.length
+        """Forget the pending block, which is refused."""
+        block, self.pending = self.pending, None
+        if block is not None and block.appended:
+            self.seen -= block.length
             for segment in self.segments:
-                segment.held -= self._block.length
-        self._waiting, self._attended = None, True
+                segment.held -= block.length
 
     def count(self, tokens: int, kept: bool) -> None:
         """Count tokens read in a CUDA graph; all `kept`, or down to the budget."""
@@ -363,20 +365,20 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def move(self) -> None:
         """Have keys rotated from now on, though by nothing before a slot was given up."""
-        assert self.evictor is not None
-        self.evictor.move()
+        assert self.storage is not None
+        self.storage.move()
 
     def count_as(self, seen: int, held: list[int]) -> None:
         """Count as before a block that was begun and never came to be, as in a failed capture."""
-        self.seen, self._attended, self._waiting = seen, True, None
+        self.seen, self.pending = seen, None
         for segment, slots in zip(self.segments, held, strict=True):
             segment.held = slots
 
     def reset(self) -> None:
         """Forget everything; the buffers stay."""
-        if self.evictor is not None:
-            self.evictor.reset()
-        self.seen, self._attended, self._waiting = 0, True, None
+        if self.storage is not None:
+            self.storage.reset()
+        self.seen, self.pending = 0, None
 
     def _refuse(self, *_: Any, **__: Any) -> None:
         raise UnsupportedModel(

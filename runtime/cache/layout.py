@@ -1,21 +1,43 @@
 """Which buffers a cache has and how many bytes they take. Sizes only; nothing is allocated here.
 
-The one place that counts: `MemoryPlan` predicts with it, `BudgetCache` allocates by it.
+`CacheLayout.buffers` is the one list: `MemoryPlan` adds it up, `Allocation` allocates by it.
 """
 
 from __future__ import annotations
 
+import math
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 
 from kvcap.policies import Eviction
+from kvcap.runtime.cache.pool import SHIFT
 from kvcap.runtime.errors import PlanInfeasible, UnsupportedModel
 from kvcap.runtime.models.config import ModelShape
 from kvcap.runtime.models.rope import Rope, table_dtype
 from kvcap.runtime.types import Positions
+
+PARTS = ("keys_values", "slot_positions", "policy_state", "evicted_store", "query_window",
+         "rotation_table", "sliding_layers")  # fmt: skip
+EVICTED = {"score": torch.float32, "made_at": torch.int32}
+"""What evicted tokens have besides: their score, and the position their key was rotated to."""
+
+
+class BufferSpec(NamedTuple):
+    """A buffer that a cache has."""
+
+    part: str  # of the plan, under which it counts
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Exact bytes of its storage."""
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -108,39 +130,69 @@ class CacheLayout:
         """The rotary embedding that capped layers share."""
         return next((r for i in self.shape.capped if (r := self.shape.layers[i].rope)), None)
 
-    def nbytes(self, batch: int, dtype: torch.dtype) -> dict[str, int]:
-        """Exact bytes of every component for `batch` sequences of `dtype` keys."""
-        heads, vector = self.shape.kv_heads, self.shape.head_size * dtype.itemsize
-        layers = range(len(self.budgets))
-        slots = [self.slots(index, batch) for index in layers]
-        groups = [list(layers)] if self.pooled else [[index] for index in layers]
-        moved = sum(slots[index] for group in groups if self.shifts(group) for index in group)
-        windows = [layer.window for layer in self.shape.layers if layer.window is not None]
-        rotated = 0 if self.rope is None or self.rope.inv_freq is None else len(self.rope.inv_freq)
-        state = sum(dt.itemsize for dt in self.eviction.state.values())
-        evicted, remembered = self._corrector_bytes(batch, dtype)
-        queries = batch * self.shape.heads * vector + 4 * batch * heads  # and their shifts
-        return {
-            "keys_values": 2 * sum(slots) * vector,
-            "slot_positions": 4 * (sum(slots) + moved),  # int32 positions, and shifts
-            "policy_state": sum(slots) * state + remembered,
-            "evicted_store": evicted,
-            "query_window": len(slots) * self.ring_length * queries,
-            "rotation_table": self.rotation_span * 2 * rotated * table_dtype(dtype).itemsize,
-            "sliding_layers": sum(
-                2 * batch * heads * (window - 1 + self.block_size) * vector for window in windows
-            ),
-        }
+    @property
+    def pools(self) -> list[list[int]]:
+        """The capped layers that share a pool of slots, pool by pool."""
+        layers = list(range(len(self.budgets)))
+        return [layers] if self.pooled else [[index] for index in layers]
 
-    def _corrector_bytes(self, batch: int, dtype: torch.dtype) -> tuple[int, int]:
-        """Of the evicted tokens that are kept, and of what queries got from them."""
-        if self.eviction.corrector is None:
-            return 0, 0
-        layers, shape = len(self.budgets), self.shape
-        rows = layers * batch * shape.kv_heads
-        slot = 2 * shape.head_size * dtype.itemsize + 4 + 4 + 4  # time, score, position
-        remembered = batch * shape.heads * (shape.head_size * (dtype.itemsize + 4) + 4)
-        return rows * (self.eviction.corrector.size + self.block_size) * slot, layers * remembered
+    def aux(self, layers: list[int]) -> dict[str, torch.dtype]:
+        """What slots of these layers, which share a pool, have besides key, value and position."""
+        moved = {SHIFT: torch.int32} if self.shifts(layers) else {}
+        return {**self.eviction.state, **moved}
+
+    def buffers(self, batch: int, dtype: torch.dtype) -> dict[str, BufferSpec]:
+        """Every buffer of the capped layers by name, for `batch` sequences of `dtype` keys."""
+        found: dict[str, BufferSpec] = {}
+        size = self.shape.head_size
+        for number, layers in enumerate(self.pools):
+            slots = sum(self.slots(index, batch) for index in layers)
+            found |= _slots(f"pool.{number}", slots, size, dtype, self.aux(layers))
+        for index in range(len(self.budgets)):
+            if length := self.ring_length:
+                queries = (batch, self.shape.heads, length, size)
+                shifts = (batch, self.shape.kv_heads, length)
+                found[f"window.{index}.queries"] = BufferSpec("query_window", queries, dtype)
+                found[f"window.{index}.shift"] = BufferSpec("query_window", shifts, torch.int32)
+            if (corrector := self.eviction.corrector) is not None:
+                slots = batch * self.shape.kv_heads * (corrector.size + self.block_size)
+                kept = _slots(f"evicted.{index}", slots, size, dtype, EVICTED)
+                found |= {name: spec._replace(part="evicted_store") for name, spec in kept.items()}
+                query = (batch, self.shape.heads, 1, size)
+                for name, shape, kind in (
+                    ("query", query, dtype),
+                    ("out", query, torch.float32),
+                    ("lse", query[:3], torch.float32),
+                ):
+                    found[f"evicted.{index}.{name}"] = BufferSpec("policy_state", shape, kind)
+        if self.rope is not None and self.rope.inv_freq is not None and self.rotation_span:
+            table = (self.rotation_span, 2, len(self.rope.inv_freq))
+            found["rotation.table"] = BufferSpec("rotation_table", table, table_dtype(dtype))
+        return found
+
+    def nbytes(self, batch: int, dtype: torch.dtype) -> dict[str, int]:
+        """Exact bytes of every part for `batch` sequences, native sliding layers' included."""
+        vector = self.shape.kv_heads * self.shape.head_size * dtype.itemsize
+        windows = [layer.window for layer in self.shape.layers if layer.window is not None]
+        found = dict.fromkeys(PARTS, 0)
+        for spec in self.buffers(batch, dtype).values():
+            found[spec.part] += spec.nbytes
+        found["sliding_layers"] = sum(
+            2 * batch * (window - 1 + self.block_size) * vector for window in windows
+        )
+        return found
+
+
+def _slots(
+    place: str, slots: int, size: int, dtype: torch.dtype, aux: Mapping[str, torch.dtype]
+) -> dict[str, BufferSpec]:
+    """The buffers of a `SlotPool`."""
+    found = {name: BufferSpec("keys_values", (slots, size), dtype) for name in ("keys", "values")}
+    found["positions"] = BufferSpec("slot_positions", (slots,), torch.int32)
+    for name, kind in aux.items():
+        part = "slot_positions" if name == SHIFT else "policy_state"
+        found[name] = BufferSpec(part, (slots,), kind)
+    return {f"{place}.{name}": spec for name, spec in found.items()}
 
 
 def default_positions(shape: ModelShape) -> Positions:

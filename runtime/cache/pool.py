@@ -17,6 +17,9 @@ from torch import Tensor
 from kvcap.kernels import append
 from kvcap.kernels.choice import ready
 
+SHIFT = "shift"
+"""The side tensor of how far a slot's position has moved down since its key was rotated."""
+
 
 class SlotPool:
     """Flat buffers `[slots, D]` of keys and values, `[slots]` of positions and side tensors.

@@ -26,10 +26,9 @@ class QueryRing:
         self.queries = like.new_zeros(batch, heads, length, size)
         self.shift = torch.zeros(batch, kv_heads, length, dtype=torch.int32, device=like.device)
 
-    @property
-    def nbytes(self) -> int:
-        """Exact bytes of storage."""
-        return sum(x.untyped_storage().nbytes() for x in (self.queries, self.shift))
+    def named(self) -> dict[str, Tensor]:
+        """Its buffers by name."""
+        return {"queries": self.queries, "shift": self.shift}
 
     def append(self, queries: Tensor) -> None:
         """Take in a block's queries [B, H, T, D], of which the newest `w` stay."""
@@ -63,7 +62,6 @@ class QueryRing:
         shared = shift[:, :, None].expand(-1, -1, group, -1).flatten(0, 1)  # [b·k, G, count]
         return rotation.back(by_group, shared).view(queries.shape)
 
-    def moved(self, segment: Segment, count: int, newest: int | None = None) -> None:
-        """Move a segment's queries down by `count` positions, or only its `newest` ones."""
-        shift = segment.rows_of(self.shift)
-        (shift if newest is None else shift[:, :, -newest:]).add_(count)
+    def moved(self, segment: Segment, count: int) -> None:
+        """Move a segment's queries down by `count` positions."""
+        segment.rows_of(self.shift).add_(count)

@@ -1,15 +1,87 @@
-"""The forward pass in hand: what a cache's layers cannot see of it. Knows torch only."""
+"""One forward pass through the cache: its context, its blocks on their way, its second stream.
+
+Knows torch only.
+"""
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections import deque
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kvcap.runtime.cache.streams import SideStream
+from kvcap.runtime.models.fused.deferred_rope import LateRotation
+
+LAYERS = 4  # of one sequence that evict at once, each on a stream of its own
+
+
+class SideStream:
+    """Further branches of the graph that is being captured within it, joined at the end.
+
+    Args:
+        device: of the graph.
+        batch: sequences. What many read is large, and evicting of them fills the device: fewer
+            layers do so at once.
+    """
+
+    def __init__(self, device: torch.device, batch: int = 1) -> None:
+        layers = max(1, LAYERS // batch)
+        self._streams = deque(_streams(device)[:layers])  # the first is that of the layer in hand
+        self._kept: list[Any] = []  # of the layer in hand
+        self._before: deque[tuple[torch.cuda.Event, list[Any]]] = deque()  # of those before
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *error: object) -> None:
+        """Wait for all of it, of a pass that failed too: torch ends no capture that is in parts."""
+        self.turn()
+        for event, _ in list(self._before)[-len(self._streams) :]:  # the last of every stream
+            torch.cuda.current_stream().wait_event(event)
+        self._before.clear()
+
+    @contextmanager
+    def beside(self, kept: Any) -> Iterator[None]:
+        """What runs within it waits for all before; `rejoin`, `make_room` and the end wait for it.
+
+        Args:
+            kept: holds the tensors that it reads, whose memory nobody else may have until then.
+        """
+        self._kept.append(kept)
+        self._streams[0].wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._streams[0]):
+            yield
+
+    def rejoin(self) -> None:
+        """Wait for the layer in hand, which may go on beside after that."""
+        torch.cuda.current_stream().wait_stream(self._streams[0])
+
+    def turn(self) -> None:
+        """Another layer begins, on the stream of the one that began the longest ago."""
+        if self._kept:
+            self._before.append((self._streams[0].record_event(), self._kept))
+            self._kept = []
+            self._streams.rotate(-1)
+
+    def make_room(self) -> None:
+        """Wait for the layer that had the stream of the one in hand; what it kept can go.
+
+        For layers that keep much. What others keep may stay to the end, and nothing waits.
+        """
+        while len(self._before) >= len(self._streams):
+            event, _ = self._before.popleft()
+            torch.cuda.current_stream().wait_event(event)
+
+
+@cache
+def _streams(device: torch.device) -> tuple[torch.cuda.Stream, ...]:
+    """The same for all graphs: libraries keep workspaces for every stream that they have met."""
+    return tuple(torch.cuda.Stream(device) for _ in range(LAYERS))
 
 
 @dataclass
@@ -27,6 +99,9 @@ class Pass:
     """Which of them a layer has in hand."""
     filling: bool = False
     """With a clock: no slot was given up yet, so that it also says how many are in use."""
+    room: int | None = None
+    """Tokens that fitted into the cache when it began; a longer block is read in two, by all
+    layers alike."""
     side: SideStream | None = None
     """Where layers evict while a CUDA graph is made."""
     _clocks: list[Tensor] = field(default_factory=list)
@@ -87,3 +162,38 @@ class Pass:
             first = seen if self.clock is None else self.clock
             self._times[asked] = first + torch.arange(length, dtype=torch.int32, device=device)
         return self._times[asked]
+
+
+@dataclass
+class PendingBlock:
+    """A block on its way through a layer: it arrives, is appended, attended and evicted after.
+
+    A layer has at most one. With stock attention, which never says when it has attended, a block
+    stays pending until the next one arrives.
+    """
+
+    context: Pass
+    length: int
+    arrived: tuple[Tensor, Tensor] | None
+    """Keys and values [B, K, T, D] that are yet to be appended; None: they are in their slots."""
+    sizes: list[int]
+    """Tokens of each of the blocks it is appended in, one after the other: one, or several."""
+    late: LateRotation | None = None
+    """What is yet to be done with the query and key of a single token, if anything."""
+    seen: int = 0
+    """Tokens read, these included, once there is room for it."""
+    offsets: tuple[int, ...] = (0,)
+    """How far past the slots of each segment it was read: of one for all heads, or of each."""
+
+    @property
+    def appended(self) -> bool:
+        """Whether its keys and values are in their slots."""
+        return self.arrived is None
+
+    def parts(self, query: Tensor) -> Iterator[tuple[PendingBlock, Tensor]]:
+        """Its blocks one by one, each with its queries [B, H, t, D]."""
+        assert self.arrived is not None
+        keys, values, queries = (x.split(self.sizes, 2) for x in (*self.arrived, query))
+        for i, size in enumerate(self.sizes):
+            self.context.block = i if self.context.blocks > 1 else 0
+            yield PendingBlock(self.context, size, (keys[i], values[i]), [size]), queries[i]

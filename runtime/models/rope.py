@@ -7,6 +7,7 @@ Knows configs and tensors, no cache.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,6 +88,10 @@ class Rotation:
         self._inv_freq = inv_freq.double().cpu()
         self.table = rotations(self._inv_freq, torch.arange(span)).to(device, dtype)
 
+    def named(self) -> dict[str, Tensor]:
+        """Its buffer by name."""
+        return {"table": self.table}
+
     def back(self, x: Tensor, shift: Tensor) -> Tensor:
         """Rotate `x` [..., n, D] back by `shift` [..., n], below the table's span; in x's dtype."""
         return self.back_and_sums(x, shift, sums=False)[0]
@@ -100,11 +105,23 @@ class Rotation:
         rows = self.table.index_select(0, shift.flatten())  # [.. · n, 2, R/2]
         return rotate_back_eagerly(x, rows.view(*shift.shape, *rows.shape[1:])), None
 
-    def back_by(self, x: Tensor, offset: int) -> Tensor:
-        """Rotate all of `x` [..., D] back by any one offset."""
-        if 0 <= offset < len(self.table):  # no copy to the device, which a CUDA graph cannot make
-            return rotate_back_eagerly(x, self.table[offset])
-        return rotate_back_eagerly(x, rotations(self._inv_freq, torch.tensor(offset)).to(x.device))
+    def rows(self, offsets: Sequence[int]) -> Tensor:
+        """Cosines and sines [offsets, 2, R/2] of any offsets, on the device."""
+        if all(0 <= offset < len(self.table) for offset in offsets):
+            if len(offsets) == 1:  # a view: nothing is copied, which a CUDA graph could not
+                return self.table[offsets[0] : offsets[0] + 1]
+            return self.table[torch.tensor(offsets, device=self.table.device)]
+        return rotations(self._inv_freq, torch.tensor(offsets)).to(self.table.device)
+
+    def back_by(self, x: Tensor, rows: Tensor) -> Tensor:
+        """Rotate all of `x` [B, H or K, T, D] back by `rows` [1, 2, R/2], or each head by its own.
+
+        Rows of [B·K, 2, R/2] are of KV heads, whose query heads share them.
+        """
+        if len(rows) == 1:
+            return rotate_back_eagerly(x, rows[0])
+        heads = x.reshape(len(rows), -1, *x.shape[2:])  # [B·K, G, T, D]
+        return rotate_back_eagerly(heads, rows[:, None, None]).view(x.shape)
 
 
 def rotations(inv_freq: Tensor, shifts: Tensor) -> Tensor:

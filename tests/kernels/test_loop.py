@@ -21,7 +21,7 @@ from kvcap.runtime.backends.pytorch import cuda_graphs as alike
 from kvcap.runtime.backends.pytorch import cuda_graphs as block_graph
 from kvcap.runtime.backends.pytorch.loop import BlockLoop
 from kvcap.runtime.cache import attend as layer_attention
-from kvcap.runtime.cache import streams as side_stream
+from kvcap.runtime.cache import step as side_stream
 from kvcap.runtime.cache.evictor import Evictor
 from kvcap.runtime.cache.step import Pass
 from kvcap.runtime.models.fused import decoder_layer
@@ -158,7 +158,7 @@ def test_what_goes_is_chosen_before_a_block_is_attended(policy, early, monkeypat
         monkeypatch.setattr(where, name, noted)
     for possible in (True, False):
         if not possible:
-            monkeypatch.setattr(Evictor, "decide", lambda *_: [])
+            monkeypatch.setattr(Evictor, "select_early", lambda *_: [])
         cache = kvcap.BudgetCache(model.config, 40, 16, small_policy(policy, model.config))
         loop = BlockLoop(model, cache, graphs=False)
         loop.prefill(ids[:, :48])
@@ -451,10 +451,10 @@ def test_what_was_evicted_in_a_graph_is_known_outside():
     cache = kvcap.BudgetCache(model.config, 32, 16).allocate(1, torch.float32, "cpu")
     cache.count(40, kept=True)
     assert (cache.seen, cache.held, alike.excess(cache)) == (40, 40, 8)
-    assert not any(layer.evictor.moved for layer in cache.capped_layers)
+    assert not any(layer.storage.moved for layer in cache.capped_layers)
     cache.count(8, kept=False)
     assert (cache.seen, cache.held, alike.excess(cache)) == (48, 32, 0)
-    assert all(layer.evictor.moved for layer in cache.capped_layers)
+    assert all(layer.storage.moved for layer in cache.capped_layers)
 
 
 def test_what_is_decided_on_beyond_a_layer_keeps_blocks_in_passes_of_their_own():

@@ -18,7 +18,7 @@ from kvcap.export.write import write
 from kvcap.policies import Eviction, Observation, load_policy
 from kvcap.policies.base.order import ranks, sequence
 from kvcap.policies.keydiff import KeyDiff
-from kvcap.runtime.cache.evicted_store import Calibration
+from kvcap.runtime.cache.evicted_store import EvictedStore
 from kvcap.runtime.cache.pool import Segment, SlotPool
 
 FEW = [0.0, -0.0, 1.0, -1.0, 1e-42, -3e38, float("inf"), float("-inf"), float("nan")]
@@ -110,9 +110,9 @@ def test_of_evicted_tokens_kept_aside_the_newer_stay():
     segment.positions.copy_(torch.stack(places)[None])
     corrector = load_policy("calidrop", calibration_size=7).corrector
     assert corrector is not None
-    kept = Calibration(corrector, [segment], 4)
-    kept._attend = lambda q, k, v: (torch.zeros(1, 4, 1, 4), torch.zeros(1, 4, 1))
+    kept = EvictedStore(corrector, [segment], 4)
     slots = torch.stack([torch.randperm(30, generator=new)[:20] for _ in range(2)])[None]
-    kept.take(0, segment, slots, torch.ones(1, 2, 30), segment.keys, None)
+    obs = Observation(segment.keys, segment.values, segment.positions, seen=30, budget=10)
+    kept.take(0, segment, slots, torch.ones(1, 2, 30), obs, None)
     newest = segment.positions.gather(2, slots).sort().values[..., -7:]
     assert kept.evicted[0].positions.sort().values.equal(newest)

@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 
 from kvcap.runtime.cache.cache import BudgetCache
-from kvcap.runtime.cache.step import Pass
-from kvcap.runtime.cache.streams import SideStream
+from kvcap.runtime.cache.step import Pass, SideStream
 from kvcap.runtime.errors import first_line
 from kvcap.runtime.models.fused.patch import Tuning
 
@@ -170,8 +169,8 @@ class BlockGraph:
                 use_cache=True,
                 logits_to_keep=last,
             ).logits.flatten(0, 1)
-        self.pool, self.last = self.graph.pool(), last  # read by it, as are the rows
-        self.rows = [layer.rows for layer in cache.capped_layers]
+        self.pool, self.last = self.graph.pool(), last  # read by it, as is what layers told it
+        self.told = [layer.on_device for layer in cache.capped_layers]
 
     def replay(self, ids: Tensor, seen: int) -> Tensor:
         """Read `ids` after `seen` tokens."""

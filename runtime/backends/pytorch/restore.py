@@ -14,10 +14,10 @@ from torch import Tensor
 
 from kvcap.policies.base import apportion
 from kvcap.runtime.cache.cache import BudgetCache
-from kvcap.runtime.cache.evictor import SHIFT, Seen
+from kvcap.runtime.cache.evictor import AttentionStep
 from kvcap.runtime.cache.layer import BudgetLayer
 from kvcap.runtime.cache.pinned_slots import check_pins, merged
-from kvcap.runtime.cache.pool import Segment, SlotPool, resize
+from kvcap.runtime.cache.pool import SHIFT, Segment, SlotPool, resize
 from kvcap.runtime.models.rope import rotate_back_eagerly, rotations
 from kvcap.runtime.session.file import SessionFile
 
@@ -106,9 +106,9 @@ class Refill:
 
     def _fill(self, layer: BudgetLayer) -> None:
         """Put a layer's rows, ring and store in place."""
-        index, evictor, saved = layer.index, layer.evictor, self.saved.layers[layer.index]
-        assert evictor is not None
-        layer.seen, evictor.moved = self.seen, bool(saved["moved"])
+        index, saved = layer.index, self.saved.layers[layer.index]
+        assert layer.storage is not None
+        layer.seen, layer.storage.moved = self.seen, bool(saved["moved"])
         if layer.ring is not None:
             layer.ring.fill(*(self.saved.tensor(index, f"ring.{x}") for x in ("queries", "shift")))
         rows = self._split(index, "slots", layer.segments[0].pool, saved["held"])
@@ -129,11 +129,11 @@ class Refill:
             group = layer.ring.queries.shape[1] // shift.shape[1]
             wide = shift.repeat_interleave(group, dim=1)
             layer.ring.fill(self._back(layer.ring.queries, wide), torch.zeros_like(shift))
-        if layer.calibration is not None and saved["evicted"] is not None:
+        if layer.evicted_store is not None and saved["evicted"] is not None:
             self._fill_evicted(layer, saved)
 
     def _fill_evicted(self, layer: BudgetLayer, saved: dict[str, Any]) -> None:
-        kept = layer.calibration
+        kept = layer.evicted_store
         assert kept is not None
         held, counts = saved["evicted"], saved["counts"]
         places = kept.evicted
@@ -187,7 +187,7 @@ class Refill:
         keys = one.keys
         if layer.rotates:
             keys = self._back(keys, one.side(SHIFT))
-        evictor.fit(one, Seen(self.seen, 0, [keys]))
+        evictor.shrink_to_budget(one, AttentionStep(self.seen, 0, [keys]))
         return {name: one.view(buffer)[0, 0] for name, buffer in aside.named().items()}
 
     def _bring_in_reach(self, layer: BudgetLayer, row: dict[str, Tensor]) -> None:
@@ -224,12 +224,12 @@ def saved(layer: BudgetLayer) -> tuple[dict[str, list[Tensor]], dict[str, Any]]:
     """A layer's tensors, in pieces to be joined, and its figures by head."""
     pieces = {f"slots.{name}": rows for name, rows in _rows(layer.segments).items()}
     heads = [s for s in layer.segments for _ in range(s.heads)]
-    evictor, kept, ring = layer.evictor, layer.calibration, layer.ring
+    kept, ring = layer.evicted_store, layer.ring
     facts = {
         "held": [s.held for s in heads],
         "budgets": [s.budget for s in heads],
         "stays": [s.stay for s in heads],
-        "moved": evictor is not None and evictor.moved,
+        "moved": layer.storage is not None and layer.storage.moved,
         "ring": 0 if ring is None else ring.queries.shape[2],
         "evicted": None,
     }
@@ -329,7 +329,7 @@ class SavedLayers:
             shift = self._take(index, "ring.shift", (1, shape.kv_heads, length), torch.int32)
             newest = torch.tensor(rows[0])[:, None] - length + torch.arange(length)
             self._in_reach(layer, shift, newest.clamp(min=0) + shift, "window")
-        if layer.calibration is not None and saved["evicted"] is not None:
+        if layer.evicted_store is not None and saved["evicted"] is not None:
             self._check_evicted(layer, saved, held)
 
     def _in_reach(self, layer: BudgetLayer, shift: Tensor, made_at: Tensor, what: str) -> None:
@@ -343,7 +343,7 @@ class SavedLayers:
         self, layer: BudgetLayer, saved: dict[str, Any], rows: Sequence[Tensor]
     ) -> None:
         """The evicted tokens of a layer that holds `rows` of others."""
-        index, kept, counts = layer.index, layer.calibration, saved["evicted"]
+        index, kept, counts = layer.index, layer.evicted_store, saved["evicted"]
         assert kept is not None
         what = f"layer {index}'s evicted tokens"
         self.demand(len(counts) == len(rows) and max(counts) <= self.seen, what)

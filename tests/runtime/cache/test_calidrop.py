@@ -19,7 +19,7 @@ from tools import in_blocks, uncapped
 import kvcap
 from kvcap.runtime.attention.functions import attend_with_lse, causal, merge
 from kvcap.runtime.backends.pytorch.loop import BlockLoop
-from kvcap.runtime.cache import mapped_file
+from kvcap.runtime.cache import evicted_store as mapped_file
 from kvcap.runtime.errors import StoreFailed
 
 ALWAYS = {"theta1": 1.0, "calibration_size": 1000}
@@ -94,7 +94,7 @@ def test_what_is_remembered_grows_with_what_is_evicted(tokens):
     loop = loop_of(tiny_model("llama"), theta1=-1.0, theta2=-1.0, calibration_size=1000)
     ids = tokens(60)
     loop.prefill(ids[:, :30])
-    calibration = loop.cache.layers[1].calibration
+    calibration = loop.cache.layers[1].evicted_store
     before = calibration._query.clone()
     loop.prefill(ids[:, 30:])
     for token in ids[:, :5].split(1, 1):
@@ -125,7 +125,7 @@ def test_the_store_keeps_the_best_and_never_grows(tokens):
     calibrations = []
     for part in tokens(90).split(6, 1):
         loop.read(part)
-        calibrations = [layer.calibration for layer in loop.cache.layers]
+        calibrations = [layer.evicted_store for layer in loop.cache.layers]
         assert all(c.evicted[0].held <= 10 for c in calibrations)
     plan = kvcap.MemoryPlan.of(
         loop.model.config, policy=loop.cache.eviction, kv_budget_tokens=12, block_size=6,
@@ -140,7 +140,7 @@ def test_the_store_keeps_the_best_and_never_grows(tokens):
     unbounded = loop_of(tiny_model("llama"), "h2o", calibration_size=1000, theta1=-1.0, theta2=1.0)
     for other in (bounded, unbounded):
         other.prefill(tokens(90)[:, :36])
-    few, all_ = (x.cache.layers[0].calibration.evicted[0] for x in (bounded, unbounded))
+    few, all_ = (x.cache.layers[0].evicted_store.evicted[0] for x in (bounded, unbounded))
     best = all_.side("score").topk(10).values.sort().values
     torch.testing.assert_close(few.side("score").sort().values, best)
 
@@ -153,7 +153,7 @@ def test_generation_recomputes_now_and_then(tokens):
     assert all(0 < share < 1 for share in loop.cache.recomputed)
     loop.cache.reset()
     assert loop.cache.recomputed == [0.0, 0.0]
-    assert loop.cache.layers[0].calibration.evicted[0].held == 0
+    assert loop.cache.layers[0].evicted_store.evicted[0].held == 0
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -176,7 +176,7 @@ def test_a_file_gives_what_memory_gives(dtype, tokens, tmp_path):
 @pytest.mark.skipif(os.name != "posix", reason="needs SIGKILL")
 def test_a_killed_process_leaves_no_file(tmp_path):
     code = (
-        "import os, signal, sys; from kvcap.runtime.cache.mapped_file import MappedFile\n"
+        "import os, signal, sys; from kvcap.runtime.cache.evicted_store import MappedFile\n"
         "MappedFile(sys.argv[1], 1 << 16)\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
@@ -206,7 +206,7 @@ def test_a_directory_that_cannot_take_the_file(tmp_path, monkeypatch, tokens):
 def test_no_room_for_the_file_for_real(tmp_path):
     """The system refuses to let a file grow beyond 1 KiB."""
     code = (
-        "import resource, sys; from kvcap.runtime.cache.mapped_file import MappedFile\n"
+        "import resource, sys; from kvcap.runtime.cache.evicted_store import MappedFile\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (1024, 1024))\n"
         "MappedFile(sys.argv[1], 1 << 20)\n"
     )
