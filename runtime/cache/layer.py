@@ -65,27 +65,15 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
         self.rotates = self.layout.rotates[index]  # its keys are moved to other positions
         self.seen = 0  # tokens read
         self.storage: LayerStorage | None = None
+        self.segments: list[Segment] = []  # its slots: one, or one for every head
+        self.ring: QueryRing | None = None  # its last queries, where the policy observes them
+        self.evicted_store: EvictedStore | None = None  # its evicted tokens, where they are kept
         self.evictor: Evictor | None = None
         self.pending: PendingBlock | None = None
         self._allocation, self._evict_every = allocation, evict_every
         self._pinned_spans, self._check_mask = pinned_spans, check_mask
         self._attention: SlotAttention | None = None
         self._like: tuple[int, torch.dtype, torch.device] | None = None  # what it is allocated for
-
-    @property
-    def segments(self) -> list[Segment]:
-        """Its slots: one segment, or one for every head where lengths differ; none at first."""
-        return [] if self.storage is None else self.storage.segments
-
-    @property
-    def ring(self) -> QueryRing | None:
-        """Its last queries, where the policy observes them."""
-        return None if self.storage is None else self.storage.ring
-
-    @property
-    def evicted_store(self) -> EvictedStore | None:
-        """Its evicted tokens, where they are kept."""
-        return None if self.storage is None else self.storage.evicted_store
 
     @property
     def rows(self) -> Rows | None:
@@ -142,12 +130,14 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor | None = None) -> None:
         """Allocate everything this layer will ever hold."""
         self._like = key_states.shape[0], key_states.dtype, key_states.device
-        self.storage = self._allocation.layer(self.index, key_states)
+        storage = self.storage = self._allocation.layer(self.index, key_states)
+        self.segments, self.ring = storage.segments, storage.ring
+        self.evicted_store = storage.evicted_store
         balance = self._allocation.balance
         self.evictor = Evictor(
-            self.layout, self.index, self.storage, balance, self._evict_every, self._pinned_spans
+            self.layout, self.index, storage, balance, self._evict_every, self._pinned_spans
         )
-        self._attention = SlotAttention(self.storage, self.evictor)
+        self._attention = SlotAttention(storage, self.evictor)
         self.is_initialized = True
 
     def update(
