@@ -7,6 +7,7 @@ import importlib
 import inspect
 import pkgutil
 import re
+import runpy
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -174,6 +175,16 @@ def test_examples_of_a_page(page, capsys):
     if page == "python.md":
         assert said.count("64 held of 64") == 2
     assert said
+
+
+@pytest.mark.slow
+def test_the_picture_of_the_chat_can_be_drawn(tmp_path):
+    runpy.run_path(str(ROOT / "scripts" / "draw-chat"))["draw"](tmp_path / "chat.svg")
+    for path in (tmp_path / "chat.svg", ROOT / "docs" / "pictures" / "chat.svg"):
+        answer = path.read_text().rpartition("What&#160;is&#160;the&#160;code")[2]
+        assert "4821" in answer
+        assert "256/256&#160;slots" in answer  # the live meter
+        assert "@font-face" not in path.read_text()
 
 
 def test_the_reference_names_what_is_public():
