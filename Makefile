@@ -1,12 +1,13 @@
 # Every target sets up .venv by itself. PYTHONSAFEPATH keeps the root folders (kernels, export, ...) off sys.path.
 export PYTHONSAFEPATH := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+export NO_MKDOCS_2_WARNING := 1
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-FOLDERS := runtime policies kernels export android_bench evals pocket tests src/kvcap/__init__.py src/kvcap/__main__.py src/kvcap/cli.py src/kvcap/testing.py
+FOLDERS := runtime policies kernels export android_bench evals pocket tests src/kvcap/__init__.py src/kvcap/__main__.py src/kvcap/cli.py src/kvcap/testing.py scripts/reference.py scripts/draw-chat
 
-.PHONY: setup chat test test-all check build-check format clean
+.PHONY: setup chat test test-all check build-check docs docs-build format clean
 
 setup: $(VENV)/.ready ## the environment alone
 
@@ -30,6 +31,12 @@ check: $(VENV)/.ready ## lint, format, types, import rules
 build-check: $(VENV)/.ready ## wheel from the sdist, in a fresh environment
 	scripts/build-check
 
+docs: $(VENV)/.docs-ready ## serve the documentation on http://localhost:8000
+	$(BIN)/mkdocs serve
+
+docs-build: $(VENV)/.docs-ready ## build it into out/site; a warning is an error
+	$(BIN)/mkdocs build --strict
+
 format: $(VENV)/.ready
 	$(BIN)/ruff check --fix $(FOLDERS)
 	$(BIN)/ruff format $(FOLDERS)
@@ -42,5 +49,9 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	@$(BIN)/python -m kvcap.android_bench.vendor || echo "going on without the page of kvcap android serve"
 	@touch $@
 
+$(VENV)/.docs-ready: $(VENV)/.ready # what only the documentation needs
+	@$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[docs]'
+	@touch $@
+
 clean:
-	rm -rf $(VENV) .venv-oldest .quantised build dist
+	rm -rf $(VENV) .venv-oldest .quantised build dist out/site

@@ -1,16 +1,21 @@
-"""Documents cannot rot: examples run, maps name every file, commands exist."""
+"""Documents cannot rot: examples run, tables are those of the code, commands exist."""
 
 from __future__ import annotations
 
 import doctest
 import importlib
+import inspect
 import pkgutil
 import re
+import runpy
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
+import typer
+from test_imports import MAY_IMPORT, ROOMS
 
 import kvcap
 from kvcap import pocket
@@ -21,6 +26,7 @@ from kvcap.runtime import errors
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
+PAGES = sorted((ROOT / "docs").rglob("*.md"))
 MODULES = [
     m.name
     for m in pkgutil.walk_packages(kvcap.__path__, "kvcap.")
@@ -84,16 +90,117 @@ def test_every_command_and_make_target_is_named():
         assert name in targets
 
 
-def test_the_file_map_names_every_file():
-    (section,) = re.findall(r"## File map\n(.*?)\n## ", README, re.DOTALL)
-    for folder in ("runtime", "policies", "evals", "pocket", "src/kvcap"):
-        for path in sorted((ROOT / folder).glob("*.py")):
-            if path.name != "__init__.py":
-                assert f"`{path.name}`" in section, f"{folder}/{path.name} is not in the file map"
-    folders = [ROOT / name for name in re.findall(r"^\| `([\w/]+)/`", section, re.MULTILINE)]
-    files = {path.name for folder in folders for path in folder.rglob("*.py")}
-    for name in re.findall(r"`(\w+\.py)`", section):
-        assert name in files, f"{name} is in the file map but not in the repository"
+def shown_commands() -> set[str]:
+    """Every `kvcap ...` of the README and the pages, in blocks of sh and within lines."""
+    found = set()
+    for page in [README, *(path.read_text() for path in PAGES)]:
+        for block in re.findall(r"```sh\n(.*?)```", page, re.DOTALL):
+            found |= set(re.findall(r"\bkvcap [^#\n&|]*", block))
+        prose = re.sub(r"```.*?```", "", page, flags=re.DOTALL)
+        found |= set(re.findall(r"`(kvcap [^`]*)`", prose))
+    return found
+
+
+def test_every_command_shown_can_be_given():
+    """Each command that a page shows exists, and so do its options."""
+    shown = shown_commands()
+    assert len(shown) > 60
+    for line in sorted(shown):
+        command: Any = typer.main.get_command(app)
+        for word in re.sub(r"[\[\]]| \.\.\.", " ", line).split()[1:]:
+            name = word.split("=")[0]
+            if name.startswith("-") and name not in ("-", "-h", "--help"):
+                known = {text for p in command.params for text in (*p.opts, *p.secondary_opts)}
+                assert name in known, f"{line!r}: {command.name} has no {name}"
+            elif name in getattr(command, "commands", ()):
+                command = command.commands[name]
+            else:
+                assert command.name != "kvcap" or name == "--help", f"{line!r}: there is no {name}"
+
+
+def test_an_option_that_does_not_exist_would_be_seen(monkeypatch):
+    for line in ("kvcap chat --nothing", "kvcap nothing"):
+        monkeypatch.setattr(f"{__name__}.shown_commands", lambda x=line: {x, *map(str, range(99))})
+        with pytest.raises(AssertionError, match="nothing"):
+            test_every_command_shown_can_be_given()
+
+
+def test_the_readme_is_short():
+    text = re.sub(r"```.*?```", "", README, flags=re.DOTALL)
+    assert len(text.split()) <= 900
+
+
+def test_links_and_scripts_of_the_readme_exist():
+    """Links of the pages are checked where the site is built."""
+    for text in (README, (ROOT / "CONTRIBUTING.md").read_text()):
+        for link in re.findall(r"\]\(([^)#:]+)[)#]", text):
+            assert (ROOT / link).exists(), link
+    for text in (README, *(path.read_text() for path in PAGES)):
+        for script in re.findall(r"scripts/[\w.-]*\w", text):
+            assert (ROOT / script).exists(), script
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
+def test_a_page_begins_with_what_its_reader_wants(path):
+    title, first = path.read_text().split("\n\n")[:2]
+    assert title.startswith("# ")
+    assert first.startswith("To "), f"{path.name} begins with {first[:40]!r}"
+
+
+def test_the_page_on_architecture_has_the_tables_that_are_enforced():
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    rows = re.findall(r"^\| `(\w+)` \|.*\| ([^|]*) \|$", page, re.MULTILINE)
+    folders = {name: set(re.findall(r"`(\w+)`", may)) for name, may in rows if name in MAY_IMPORT}
+    assert folders == MAY_IMPORT
+    (table,) = re.findall(r"## The rooms of runtime\n(.*?)\n## ", page, re.DOTALL)
+    assert tuple(re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)) == ROOMS
+    for path in set(re.findall(r"`((?:runtime|kernels|policies|tests|src)/[\w/.]*)`", page)):
+        assert (ROOT / path).exists(), path
+
+
+def test_the_page_on_benchmarks_names_every_one_and_where_its_figures_are():
+    page = (ROOT / "docs" / "benchmarks.md").read_text()
+    for name in benchmarks():
+        assert re.search(rf"^\| `{name}`", page, re.MULTILINE), f"docs/benchmarks.md lacks {name}"
+    for path in (ROOT / "docs" / "results").iterdir():
+        assert f"(results/{path.name})" in page
+
+
+@pytest.mark.parametrize("page", ["python.md", "api/plan.md", "api/errors.md"])
+def test_examples_of_a_page(page, capsys):
+    names: dict[str, Any] = {}
+    for block in re.findall(r"```python\n(.*?)```", (ROOT / "docs" / page).read_text(), re.DOTALL):
+        exec(block.replace('"Qwen/Qwen3-0.6B"', repr(str(pocket.path()))), names)
+    said = capsys.readouterr().out
+    if page == "python.md":
+        assert said.count("64 held of 64") == 2
+    assert said
+
+
+@pytest.mark.slow
+def test_the_picture_of_the_chat_can_be_drawn(tmp_path):
+    runpy.run_path(str(ROOT / "scripts" / "draw-chat"))["draw"](tmp_path / "chat.svg")
+    for path in (tmp_path / "chat.svg", ROOT / "docs" / "pictures" / "chat.svg"):
+        answer = path.read_text().rpartition("What&#160;is&#160;the&#160;code")[2]
+        assert "4821" in answer
+        assert "256/256&#160;slots" in answer  # the live meter
+        assert "@font-face" not in path.read_text()
+
+
+def test_the_reference_names_what_is_public():
+    """Every name of the API pages exists, and every public name is on one."""
+    text = "".join(path.read_text() for path in (ROOT / "docs" / "api").iterdir())
+    shown = re.findall(r"^::: ([\w.]+)\n((?: +.*\n)*)", text, re.MULTILINE)
+    for name, options in shown:
+        thing = pkgutil.resolve_name(name)
+        for members in re.findall(r"members: \[(.*)\]", options):
+            fields = re.findall(r"self\.(\w+)", inspect.getsource(thing))
+            for member in members.split(", "):
+                known = hasattr(thing, member) or member in (*fields, *thing.__annotations__)
+                assert known, f"{name} has no {member}"
+    assert {f"kvcap.{name}" for name in kvcap.__all__} <= {name for name, _ in shown} | {
+        "kvcap.KvcapError"  # in the tree of errors
+    }
 
 
 def test_the_page_on_policies():
@@ -115,6 +222,6 @@ def test_the_error_tree_names_every_error():
 
 def test_nothing_here_names_a_machine():
     """No absolute path of a build machine in anything that is shipped."""
-    for path in [*ROOT.glob("*.md"), *ROOT.glob("*/*.md"), *ROOT.rglob("*.py")]:
+    for path in [*ROOT.glob("*.md"), *ROOT.glob("*/*.md"), *PAGES, *ROOT.rglob("*.py")]:
         if not str(path.relative_to(ROOT)).startswith("."):
             assert not re.search(r"/(work|root|home)/\w", path.read_text()), path

@@ -1,4 +1,4 @@
-"""Which folder may import which: the table of the README, enforced."""
+"""Which folder and which room may import which: the tables of docs/architecture.md, enforced."""
 
 from __future__ import annotations
 

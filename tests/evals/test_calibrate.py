@@ -329,12 +329,13 @@ def test_equal_heads_are_ranked_by_layer() -> None:
     assert found.strongest(3) == [(1.0, 1, 1), (0.5, 0, 0), (0.5, 1, 0)]
 
 
-def test_the_help_and_the_readme_name_it(run: Any) -> None:
+def test_the_help_and_the_page_on_policies_name_it(run: Any) -> None:
     code, out, _ = run("--help")
     names = ("--file", "-f", "--out", "-o", "--tokens", "--dtype", "--device", "--json", "--quiet")
     assert code == 0
     assert all(f"{option} " in out.replace(",", " ") for option in names)
-    assert "kvcap policies calibrate" in (Path(__file__).parents[2] / "README.md").read_text()
+    page = Path(__file__).parents[2] / "docs" / "policies.md"
+    assert "kvcap policies calibrate" in page.read_text()
 
 
 def test_the_list_is_still_printed(capsys: pytest.CaptureFixture[str]) -> None:
