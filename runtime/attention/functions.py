@@ -301,7 +301,9 @@ def attention_forward(
                 layer.take_back()
             raise
     if layer is not None:
-        out = _attend_capped(layer, module, query, scaling, softcap, position_ids)
+        with torch.no_grad():
+            out = layer.attend(module, query, scaling, softcap, position_ids)
+        out = without_gradient(out, query)
     else:
         if attention_mask is None and not getattr(module, "is_causal", True):
             attention_mask = query.new_ones(1, 1, 1, key.shape[2], dtype=torch.bool)
@@ -335,22 +337,6 @@ def _refuse_unknown(further: Mapping[str, Any], dropout: float) -> None:
             continue
         advice = WITHOUT.get(name, f"leave {name} out, or use attn_implementation='sdpa'")
         raise UnsupportedModel(f"kvcap's attention does not take {name}; {advice}")
-
-
-def _attend_capped(
-    layer: CappedLayer,
-    module: nn.Module,
-    query: Tensor,
-    scaling: float,
-    softcap: float | None,
-    position_ids: Tensor | None,
-) -> Tensor:
-    """`layer.attend`, of which no gradient is kept."""
-    if not torch.is_grad_enabled():
-        return layer.attend(module, query, scaling, softcap, position_ids)
-    with torch.no_grad():
-        out = layer.attend(module, query, scaling, softcap, position_ids)
-    return without_gradient(out, query)
 
 
 def without_gradient(out: Tensor, *sources: Tensor) -> Tensor:

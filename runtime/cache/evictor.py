@@ -192,8 +192,11 @@ class Evictor:
             if one.fused:
                 one.compact_by_kernel()
                 self.storage.move()
-            else:
-                self._compact_eagerly(one)
+                continue
+            slots, store = one.select(), self.storage.evicted_store
+            if store is not None:
+                store.take(one.index, one.segment, slots, one.scores, one.obs, one.shift)
+            self._give_up(one.segment, slots)
         if self.eviction.heads_move:
             resize(self.segments, self._filled([segment.stay for segment in self.segments]))
 
@@ -255,12 +258,6 @@ class Evictor:
             for segment, obs in zip(self.segments, observed, strict=True)
             if segment.held > segment.stay
         )
-
-    def _compact_eagerly(self, one: SegmentEviction) -> None:
-        slots, store = one.select(), self.storage.evicted_store
-        if store is not None:
-            store.take(one.index, one.segment, slots, one.scores, one.obs, one.shift)
-        self._give_up(one.segment, slots)
 
     def _give_up(self, segment: Segment, evicted: Tensor) -> None:
         """Evict the slots [b, k, e] of a segment; what is newer moves down."""

@@ -153,29 +153,26 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
             BlockTooLarge, MemoryCapExceeded, CacheMismatch: before anything is changed.
             UnsupportedModel: the policy or the positions need the registered attention function.
         """
-        with torch.no_grad():
-            keys, values = self._update(key_states, value_states, context or Pass())
-        keys = without_gradient(keys, key_states)
-        keys.kvcap_layer = self  # type: ignore[attr-defined]  # attention_forward finds it here
-        return keys, without_gradient(values, value_states)
-
-    def _update(
-        self, key_states: Tensor, value_states: Tensor, context: Pass
-    ) -> tuple[Tensor, Tensor]:
+        context = context or Pass()
         length, late = context.tokens or key_states.shape[2], left(key_states)
-        arrived = key_states[:, :, :length], value_states[:, :, :length]
         if self.storage is None:
             self.lazy_initialization(key_states)
         self._check_like(key_states)
         if context.side is not None:
             context.side.turn()
-        block = PendingBlock(context, length, arrived, self._sizes(length, context), late)
-        if len(block.sizes) == 1 and late is None:
-            self._append(block)
-        self.pending = block
-        keys = self.keys if block.appended else None
-        keys = arrived[0].view_as(arrived[0]) if keys is None else keys
-        return keys, arrived[1] if self.values is None else self.values
+        sizes = self._sizes(length, context)
+        with torch.no_grad():
+            arrived = key_states[:, :, :length], value_states[:, :, :length]
+            block = PendingBlock(context, length, arrived, sizes, late)
+            if len(sizes) == 1 and late is None:
+                self._append(block)
+            self.pending = block
+            keys, values = self.keys if block.appended else None, self.values
+            keys = arrived[0].view_as(arrived[0]) if keys is None else keys
+            values = arrived[1] if values is None else values
+        keys = without_gradient(keys, key_states)
+        keys.kvcap_layer = self  # type: ignore[attr-defined]  # attention_forward finds it here
+        return keys, without_gradient(values, value_states)
 
     def _check_like(self, keys: Tensor) -> None:
         """Refuse keys that the buffers are not for."""
