@@ -13,8 +13,6 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, ClassVar
 
-import psutil  # type: ignore[import-untyped]
-
 from kvcap import __version__
 from kvcap.runtime.cli.answer import answer
 from kvcap.runtime.cli.console import (
@@ -32,11 +30,11 @@ from kvcap.runtime.cli.options import Output, Sampling, pairs
 from kvcap.runtime.errors import KvcapError, MemoryCapExceeded, PlanInfeasible, first_line
 from kvcap.runtime.files import read_text
 from kvcap.runtime.interrupts import interrupts_deferred
-from kvcap.runtime.memory.free_memory import free_memory
+from kvcap.runtime.memory.free_memory import free_memory, process_bytes
 from kvcap.runtime.session.decoding import MAX_NEW_TOKENS
 from kvcap.runtime.session.session import Session
 from kvcap.runtime.types import POCKET
-from kvcap.runtime.units import size
+from kvcap.runtime.units import format_bytes
 
 if TYPE_CHECKING:
     from kvcap.runtime.session.engine import Engine
@@ -108,8 +106,8 @@ class Chat:
         plan = runtime.plan
         lines = [
             f"kvcap {__version__} · {runtime.name} · {runtime.where}",
-            f"{plan.policy} keeps {plan.budget_tokens:,} slots in {size(runtime.cap_bytes)} of KV "
-            "memory",
+            f"{plan.policy} keeps {plan.budget_tokens:,} slots in "
+            f"{format_bytes(runtime.cap_bytes)} of KV memory",
         ]
         if runtime.name == POCKET:
             lines.append(
@@ -238,9 +236,9 @@ class Chat:
     def _mem(self, _: str) -> None:
         stats, plan = self.session.stats, self.session.runtime.plan
         dim(
-            f"{kv(stats)} in use, {size(stats.peak_bytes)} allocated at the peak\n"
-            f"weights {size(plan.weights)} · workspace of a block about {size(plan.workspace)} · "
-            f"this process {size(psutil.Process(os.getpid()).memory_info().rss)}"
+            f"{kv(stats)} in use, {format_bytes(stats.peak_bytes)} allocated at the peak\n"
+            f"weights {format_bytes(plan.weights)} · workspace of a block about "
+            f"{format_bytes(plan.workspace)} · this process {format_bytes(process_bytes())}"
         )
 
     def _policy(self, rest: str) -> None:
@@ -256,13 +254,14 @@ class Chat:
             more = found.plan.cache_bytes - runtime.plan.cache_bytes
             if "cuda" not in runtime.where and more > (free := free_memory().nbytes):
                 raise PlanInfeasible(
-                    f"{found.plan.budget_tokens:,} slots take {size(found.plan.cache_bytes)}, "
-                    f"which is {size(more)} more than now, and {size(free)} are free"
+                    f"{found.plan.budget_tokens:,} slots take "
+                    f"{format_bytes(found.plan.cache_bytes)}, which is {format_bytes(more)} more "
+                    f"than now, and {format_bytes(free)} are free"
                 )
             self._move(found)
         else:
             dim(
-                f"{runtime.plan.budget_tokens:,} slots in {size(runtime.cap_bytes)}; "
+                f"{runtime.plan.budget_tokens:,} slots in {format_bytes(runtime.cap_bytes)}; "
                 "/budget 512 or /budget 4MiB changes it"
             )
 
@@ -292,8 +291,8 @@ class Chat:
                     ) from error
                 raise
         plan = runtime.plan
-        cap = f"policy {plan.policy}, {plan.budget_tokens:,} slots in {size(runtime.cap_bytes)}"
-        dim(f"{cap}{REREAD if messages else ''}")
+        kept = f"{plan.budget_tokens:,} slots in {format_bytes(runtime.cap_bytes)}"
+        dim(f"policy {plan.policy}, {kept}{REREAD if messages else ''}")
 
     def _system(self, rest: str) -> None:
         if rest:
@@ -418,7 +417,9 @@ def with_budget(runtime: Engine, text: str) -> Engine:
         over *= 2
     found = bisect_right(range(1, over), most, key=taken)
     if not found:
-        raise ValueError(f"one slot takes {size(taken(1))}, and the budget is {size(most)}")
+        raise ValueError(
+            f"one slot takes {format_bytes(taken(1))}, and the budget is {format_bytes(most)}"
+        )
     return runtime.with_budget(found)
 
 

@@ -14,7 +14,7 @@ from rich.cells import cell_len
 
 from kvcap.runtime.cli.console import columns, fitted, styled, visible
 from kvcap.runtime.session.stats import Stats, Turn
-from kvcap.runtime.units import size
+from kvcap.runtime.units import format_bytes
 
 BAR = 24  # columns
 # Make room below (which scrolls at the bottom), remember the place, write, and return to it.
@@ -139,7 +139,7 @@ def summary(stats: Stats, *, empty: bool = False, width: int | None = None) -> s
             f"seen {stats.seen_tokens:,}",
             f"kept {stats.held_tokens:,}",
             f"evicted {stats.evicted_tokens:,} (+{turn.evicted_tokens:,} now)",
-            f"KV {size(stats.bytes, of=stats.cap_bytes)}",
+            f"KV {format_bytes(stats.bytes, of=stats.cap_bytes)}",
             _speed(stats),
             "the answer is empty" if empty and not ending else ending,
         ],
@@ -150,7 +150,7 @@ def summary(stats: Stats, *, empty: bool = False, width: int | None = None) -> s
 
 def _kv(stats: Stats) -> list[str]:
     slots = f"KV {stats.held_tokens:,}/{stats.budget_tokens:,} slots"
-    return [slots, size(stats.bytes, of=stats.cap_bytes)]
+    return [slots, format_bytes(stats.bytes, of=stats.cap_bytes)]
 
 
 def _tokens(stats: Stats) -> list[str]:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 from kvcap.runtime.backends.onnxruntime import manifest
-from kvcap.runtime.backends.onnxruntime.plan import Sizes, plan_of
+from kvcap.runtime.backends.onnxruntime.plan import plan_of
 from kvcap.runtime.backends.onnxruntime.runtime import OrtRuntime, Wanted, check_dtype, choose
 from kvcap.runtime.cli.options import Budget, Running, pairs
 from kvcap.runtime.errors import NotExportable
 from kvcap.runtime.models.names import locate
-from kvcap.runtime.planning.plan import MemoryPlan
+from kvcap.runtime.planning.plan import MemoryPlan, Sizes
 from kvcap.runtime.types import POCKET
 
 

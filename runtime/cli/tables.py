@@ -12,7 +12,7 @@ from rich.text import Text
 from kvcap.runtime.cli.console import dim
 from kvcap.runtime.memory.free_memory import FreeMemory
 from kvcap.runtime.planning.plan import BLOCK_SIZE, MemoryPlan
-from kvcap.runtime.units import size
+from kvcap.runtime.units import format_bytes
 
 if TYPE_CHECKING:  # plans are shown without PyTorch too
     from kvcap.policies import Eviction
@@ -196,7 +196,7 @@ def print_plan(model: str, plan: MemoryPlan, free: FreeMemory, tokens: int) -> N
     rows += [("total", plan.total_bytes, "estimate"), ("free here", free.nbytes, free.source)]
     for name, count, how in rows:
         bold = "bold" if name.startswith(("KV cache", "total")) else ""
-        table.add_row(name, size(count), f"{count:,}", how, style=bold)
+        table.add_row(name, format_bytes(count), f"{count:,}", how, style=bold)
     print(
         f"{model}: policy {plan.policy}, {plan.budget_tokens:,} slots + blocks of "
         f"{plan.block_size:,}, {plan.dtype}, {plan.positions} positions\n"
@@ -204,8 +204,8 @@ def print_plan(model: str, plan: MemoryPlan, free: FreeMemory, tokens: int) -> N
     show(table)
     uncapped = plan.uncapped_bytes(tokens)
     print(
-        f"\nwithout a cap, keys and values of {tokens:,} tokens would take {size(uncapped)} "
-        f"({uncapped:,} bytes)"
+        f"\nwithout a cap, keys and values of {tokens:,} tokens would take "
+        f"{format_bytes(uncapped)} ({uncapped:,} bytes)"
     )
     if plan.least_kv_budget:
         print(

@@ -25,7 +25,7 @@ import pytest
 from kvcap.runtime.testing import process_peak as processes
 from kvcap.runtime.testing.figures import Compared, Figure, Figures, FiguresUnusable, made_on, share
 from kvcap.runtime.testing.process_peak import REPORT
-from kvcap.runtime.units import size
+from kvcap.runtime.units import format_bytes
 
 if TYPE_CHECKING:
     from kvcap.runtime.testing.memory_meter import Allocations, Peak
@@ -338,8 +338,8 @@ def _judge(item: pytest.Item, figure: Figure, peak: Peak | None) -> None:
     if allowed is None or took <= allowed:
         return
     lines = [
-        f"memory budget exceeded: {WHAT[figure.kind]} took {size(took)} ({took:,} bytes), allowed "
-        f"are {size(allowed)} ({allowed:,}): {took - allowed:,} bytes too many",
+        f"memory budget exceeded: {WHAT[figure.kind]} took {format_bytes(took)} ({took:,} bytes), "
+        f"allowed are {format_bytes(allowed)} ({allowed:,}): {took - allowed:,} bytes too many",
         f"  the budget: {_where(item)}",
     ]
     largest = peak.largest() if peak is not None else []
@@ -349,7 +349,7 @@ def _judge(item: pytest.Item, figure: Figure, peak: Peak | None) -> None:
             lines += _described(each, item.config.rootpath)
         if len(largest) > SHOWN:
             rest = sum(each.nbytes for each in largest[SHOWN:])
-            lines.append(f"    {size(rest)} from {len(largest) - SHOWN} other places")
+            lines.append(f"    {format_bytes(rest)} from {len(largest) - SHOWN} other places")
     elif figure.kind == "cpu_peak":
         lines.append("  (stacks are not noted beside host=, or while another profiler is on)")
     pytest.fail("\n".join(lines), pytrace=False)
@@ -359,7 +359,7 @@ def _described(each: Allocations, root: Path) -> list[str]:
     """An allocation and its stack, frames of the user's own files first."""
     times = f" in {each.count} allocations" if each.count > 1 else ""
     thread = "" if each.thread == "MainThread" else f", thread {each.thread}"
-    found = [f"    {size(each.nbytes)} ({each.nbytes:,} bytes){times}{thread}"]
+    found = [f"    {format_bytes(each.nbytes)} ({each.nbytes:,} bytes){times}{thread}"]
     # Below the plugin are pytest and whatever started it.
     stack = list(takewhile(lambda place: not _is_pytest(place.file), each.stack))
     own = [place for place in stack if _is_own(place.file, root)]
@@ -493,9 +493,9 @@ class Baseline:
 def _growth(grown: Compared) -> str:
     figure, before = grown.figure, grown.before or 0
     return (
-        f"memory grew: {figure.name} is {size(figure.nbytes)} ({figure.nbytes:,} bytes), the "
-        f"baseline {size(before)} ({before:,}), at most {grown.limit or 0:,} ({grown.change}); "
-        "where that is meant, run pytest --memory-update"
+        f"memory grew: {figure.name} is {format_bytes(figure.nbytes)} ({figure.nbytes:,} bytes), "
+        f"the baseline {format_bytes(before)} ({before:,}), at most {grown.limit or 0:,} "
+        f"({grown.change}); where that is meant, run pytest --memory-update"
     )
 
 
@@ -604,8 +604,8 @@ def _row(test: str, row: Compared) -> list[str]:
     return [
         test,
         figure.name.removesuffix("_bytes"),
-        size(figure.nbytes) + (" exceeds" if over else ""),
-        "" if figure.allowed is None else size(figure.allowed),
-        "" if row.before is None else size(row.before),
+        format_bytes(figure.nbytes) + (" exceeds" if over else ""),
+        "" if figure.allowed is None else format_bytes(figure.allowed),
+        "" if row.before is None else format_bytes(row.before),
         row.change + (" grew" if row.grew else ""),
     ]

@@ -24,12 +24,19 @@ from kvcap.runtime.backends.onnxruntime.graph import Graph
 from kvcap.runtime.backends.onnxruntime.loop import OrtCache, OrtLoop
 from kvcap.runtime.backends.onnxruntime.manifest import Manifest
 from kvcap.runtime.backends.onnxruntime.paired import Paired
-from kvcap.runtime.backends.onnxruntime.plan import Sizes, plan_of
+from kvcap.runtime.backends.onnxruntime.plan import plan_of
 from kvcap.runtime.backends.onnxruntime.tokenizer import Tokenizer
 from kvcap.runtime.errors import NotExportable
 from kvcap.runtime.memory.cap_guard import CapGuard, Enforce, limit_data
 from kvcap.runtime.memory.free_memory import free_memory
-from kvcap.runtime.planning.plan import MemoryPlan, check_tokens, fitting, parse_cap, warn_if_short
+from kvcap.runtime.planning.plan import (
+    MemoryPlan,
+    Sizes,
+    check_tokens,
+    fitting,
+    parse_cap,
+    warn_if_short,
+)
 from kvcap.runtime.session import chat_template
 from kvcap.runtime.session.session import Session
 from kvcap.runtime.types import PINS
