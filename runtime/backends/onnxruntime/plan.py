@@ -13,8 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from kvcap.runtime.backends.onnxruntime import paired
-from kvcap.runtime.backends.onnxruntime.fused import state_of
+from kvcap.runtime.backends.onnxruntime.decoder import paired_buffers, state_of
 from kvcap.runtime.backends.onnxruntime.manifest import Manifest
 from kvcap.runtime.errors import PlanInfeasible, UnsupportedModel
 from kvcap.runtime.memory.free_memory import process_bytes
@@ -155,7 +154,7 @@ def _paired(
 ) -> MemoryPlan:
     model, cache = manifest.model, np.dtype(manifest.facts["cache_dtype"])
     compact = positions == "compact"
-    kinds = paired.sizes(model, tokens, block, cache, compact)
+    kinds = paired_buffers(model, tokens, block, cache, compact)
     nbytes = {name: prod(shape) * np.dtype(kind).itemsize for name, (shape, kind) in kinds.items()}
     vectors = sum(n for name, n in nbytes.items() if len(kinds[name][0]) == 4)
     return MemoryPlan(

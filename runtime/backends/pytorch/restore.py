@@ -1,7 +1,7 @@
-"""The rows of a session's file back into a cache, which may be of another size.
+"""Saves the slots of a cache in a session's file, and restores them into a cache of any size.
 
-What does not fit is evicted on the way in: by the policy's own scores where they need no queries,
-which are gone, else the oldest tokens that nothing pins.
+Tokens that do not fit are evicted on the way in: by the policy's scores, or where these need past
+queries, which are gone, the oldest tokens that nothing pins.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from kvcap.runtime.session.file import SessionFile
 
 
 class Refill:
-    """Fills a cache from what was `saved`; all is checked when this is made, nothing changed.
+    """Fills a cache with `saved` layers. Making it checks everything and changes nothing.
 
     Raises:
         SessionFileCorrupt: boundaries between segments that the cache cannot have.
@@ -36,7 +36,7 @@ class Refill:
         check_pins(self.cache.layout, saved.spans, self.seen, self.budgets)
 
     def run(self) -> None:
-        """Fill the cache; should that fail, it is empty."""
+        """Fill the cache; if that fails, it is left empty."""
         cache = self.cache
         cache.reset()
         if not self.seen:
@@ -58,14 +58,14 @@ class Refill:
             raise
 
     def _pools(self) -> list[tuple[list[Segment], list[int]]]:
-        """Segments that share slots, and their budgets."""
+        """The groups of segments that share slots, with their budgets."""
         layers = [(layer.segments, self.budgets[layer.index]) for layer in self.cache.capped_layers]
         if not self.cache.layout.pooled:
             return layers
         return [([s for x, _ in layers for s in x], [b for _, x in layers for b in x])]
 
     def _budgets(self) -> list[list[int]]:
-        """What every segment of every layer will have, for what it is to hold."""
+        """The slots that each segment of each layer gets for the tokens that it will hold."""
         layout, layers = self.cache.layout, self.cache.capped_layers
         fresh = [[layout.allotments[c.index][s.head] for s in c.segments] for c in layers]
         if not self.seen:
@@ -84,7 +84,7 @@ class Refill:
         return fresh
 
     def _saved_budgets(self, layer: BudgetLayer, fresh: list[int]) -> list[int]:
-        """The saved boundaries of a layer, if they can be."""
+        """The saved budgets of a layer's segments, if its slots can be divided so."""
         saved, layout = self.saved.layers[layer.index], self.cache.layout
         found = []
         for s in layer.segments:
@@ -105,7 +105,7 @@ class Refill:
         return found
 
     def _fill(self, layer: BudgetLayer) -> None:
-        """Put a layer's rows, ring and store in place."""
+        """Restore a layer: its slots, its window of queries and its evicted tokens."""
         index, saved = layer.index, self.saved.layers[layer.index]
         assert layer.storage is not None
         layer.seen, layer.storage.moved = self.seen, bool(saved["moved"])
@@ -156,7 +156,7 @@ class Refill:
     def _split(
         self, index: int, part: str, pool: SlotPool, held: list[int]
     ) -> list[dict[str, Tensor]]:
-        """Every head's row of every buffer; a side tensor that the file lacks is zero."""
+        """For every head, its saved row of every buffer; zeros where the file lacks a buffer."""
         rows: list[dict[str, Tensor]] = [{} for _ in held]
         for name, buffer in pool.named().items():
             if self.saved.has(index, f"{part}.{name}"):
@@ -170,7 +170,7 @@ class Refill:
     def _evicted_to(
         self, keep: int, layer: BudgetLayer, index: int, head: int, row: dict[str, Tensor]
     ) -> dict[str, Tensor]:
-        """A row of `keep` slots: those that the policy, as far as it can see, would keep."""
+        """The row reduced to `keep` slots, by the scores that the policy can still compute."""
         held, segment, evictor = len(row["positions"]), layer.segments[index], layer.evictor
         assert evictor is not None
         if held <= keep:
@@ -191,7 +191,7 @@ class Refill:
         return {name: one.view(buffer)[0, 0] for name, buffer in aside.named().items()}
 
     def _bring_in_reach(self, layer: BudgetLayer, row: dict[str, Tensor]) -> None:
-        """Rotate keys once and for all where they were made further off than this cache counts."""
+        """Rotate a row's keys now if their shifts exceed this cache's table of rotations."""
         if not layer.rotates or self.exact or not len(row["positions"]):
             return
         shift = row[SHIFT]
@@ -210,7 +210,7 @@ class Refill:
 
 
 def _share(held: list[int], total: int, least: int) -> list[int]:
-    """`total` slots: what is held and as many free ones each, else in proportion to it."""
+    """Divide `total` slots: all that is held and equal shares of the rest, else in proportion."""
     least = min(least, total // len(held))
     sure = [max(n, least) for n in held]
     if sum(sure) <= total:
@@ -221,7 +221,7 @@ def _share(held: list[int], total: int, least: int) -> list[int]:
 
 
 def saved(layer: BudgetLayer) -> tuple[dict[str, list[Tensor]], dict[str, Any]]:
-    """A layer's tensors, in pieces to be joined, and its figures by head."""
+    """The tensors of a layer, each in pieces to be joined, and its other facts, by head."""
     pieces = {f"slots.{name}": rows for name, rows in _rows(layer.segments).items()}
     heads = [s for s in layer.segments for _ in range(s.heads)]
     kept, ring = layer.evicted_store, layer.ring
@@ -244,7 +244,7 @@ def saved(layer: BudgetLayer) -> tuple[dict[str, list[Tensor]], dict[str, Any]]:
 
 
 def _rows(segments: list[Segment]) -> dict[str, list[Tensor]]:
-    """Every buffer's held part, head by head."""
+    """The slots in use of every buffer, head by head."""
     return {
         name: [row for s in segments for row in s.view(buffer)[0]]
         for name, buffer in segments[0].pool.named().items()
@@ -252,12 +252,12 @@ def _rows(segments: list[Segment]) -> dict[str, list[Tensor]]:
 
 
 class SavedLayers:
-    """Figures and tensors of `file`, checked against `cache`, which stays as it is.
+    """The layers saved in `file`, checked against `cache`, which is not changed.
 
     Args:
-        cache: any state.
-        file: of a session that it may take up, whose facts are those of its schema.
-        exact: same eviction and sizes, so that the boundaries between segments are the saved ones.
+        cache: in any state.
+        file: of a session that the cache may take over; its facts were held to their schema.
+        exact: the eviction and all sizes are the same, so that segments get their saved budgets.
 
     Raises:
         SessionFileCorrupt: tensors or figures that no cache can have.
@@ -289,12 +289,12 @@ class SavedLayers:
         return f"layers.{index}.{name}" in self.file.names
 
     def tensor(self, index: int, name: str) -> Tensor:
-        """A tensor of a layer."""
+        """One tensor of a layer."""
         found: Tensor = self.file.tensor(f"layers.{index}.{name}")
         return found
 
     def sliding(self, index: int, name: str) -> Tensor:
-        """Keys or values of a native sliding layer."""
+        """The keys or values of a native sliding layer."""
         found: Tensor = self.file.tensor(f"sliding.{index}.{name}")
         return found
 
@@ -333,7 +333,7 @@ class SavedLayers:
             self._check_evicted(layer, saved, held)
 
     def _in_reach(self, layer: BudgetLayer, shift: Tensor, made_at: Tensor, what: str) -> None:
-        """Refuse positions that moved further than was read, or from where none can be made."""
+        """Refuse shifts larger than the tokens read, or keys rotated to positions out of reach."""
         exact = self.exact and layer.rotates
         last = self.cache.layout.rotation_span - 1 if exact else 2 * self.seen
         fits = bool(((shift >= 0) & (shift <= self.seen) & (made_at <= last)).all())
@@ -342,7 +342,7 @@ class SavedLayers:
     def _check_evicted(
         self, layer: BudgetLayer, saved: dict[str, Any], rows: Sequence[Tensor]
     ) -> None:
-        """The evicted tokens of a layer that holds `rows` of others."""
+        """Check the evicted tokens of a layer whose heads hold the positions in `rows`."""
         index, kept, counts = layer.index, layer.evicted_store, saved["evicted"]
         assert kept is not None
         what = f"layer {index}'s evicted tokens"
@@ -386,5 +386,5 @@ def _dtype(layer: BudgetLayer) -> torch.dtype:
 
 
 def _ranks(row: Tensor, times: Tensor) -> Tensor:
-    """How many tokens of `row` [n] are older than each of `times` [m]."""
+    """For each of `times` [m], how many tokens of `row` [n] are older."""
     return torch.searchsorted(row.sort().values, times.contiguous(), out_int32=True)
