@@ -53,9 +53,7 @@ class BlockGraphs:
         """Why blocks are not replayed; None: they are."""
         self.captured: dict[PassKind, BlockGraph] = {}
         self._tuning = None if self.refused else Tuning(model, compiled)
-        self._warm: set[PassKind] = (
-            set()
-        )  # that were read once without a graph, and can be captured
+        self._warm: set[PassKind] = set()  # read once without a graph, so that they can be captured
 
     def read(self, ids: Tensor, need_logits: bool = True) -> Tensor | None:
         """Replay a pass over ids [B, T], or return None where that is not possible.
