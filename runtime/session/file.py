@@ -1,8 +1,8 @@
 """Writes and reads the file of a saved session: a safetensors file, replaced whole or not at all.
 
 Tensors are written one by one, so that saving needs no memory of the cache's size. A digest of
-everything shows whether a file was cut short or changed. Its facts, which are all that is no tensor,
-are checked against a schema and each other. A tensor may be PyTorch's or NumPy's.
+everything shows whether a file was cut short or changed. All that is no tensor, its facts, must pass
+a schema. A tensor may be PyTorch's or NumPy's.
 """
 
 from __future__ import annotations
