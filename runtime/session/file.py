@@ -1,7 +1,7 @@
 """Writes and reads the file of a saved session: a safetensors file, replaced whole or not at all.
 
 Tensors are written one by one, so that saving needs no memory of the cache's size. A digest of
-everything shows whether a file was cut short or changed. All that is no tensor, its facts, must pass
+everything shows whether a file was cut short or changed. All that is no tensor, its facts, must fit
 a schema. A tensor may be PyTorch's or NumPy's.
 """
 

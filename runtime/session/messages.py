@@ -18,7 +18,7 @@ MARK = "\u2402answer\u2403"  # stands for the answer that is already in the cach
 
 
 def checked_messages(said: Any) -> list[Message]:
-    """What a user gives `Session.send`, checked, as messages: a user's last, a system prompt first.
+    """The messages given to `Session.send`, checked: a user's comes last, a system prompt first.
 
     Raises:
         MessagesInvalid: neither a text nor such messages, naming the first that is wrong.
