@@ -51,14 +51,14 @@ def calibrate_command(
     The model reads a text twice, uncapped; a head that retrieves looks, in the second copy, at what
     followed in the first. Best is a text of names and numbers, which nobody can guess.
     """
-    from kvcap.runtime.cli.commands import quiet_libraries, read
+    from kvcap.runtime.cli.commands import quiet_libraries, read_input
 
     quiet_libraries()
     from kvcap.evals.calibrate import NAMES, calibrate
 
     if name not in NAMES:
         raise ValueError(f"{name!r} takes no table of heads; only {' and '.join(NAMES)} do")
-    text = read(file)
+    text = read_input(file)
     if not text.strip():
         raise ValueError("the text is empty; give one of at least 32 tokens")
     if out.is_dir() or not out.parent.is_dir():

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from itertools import groupby
 
 from kvcap.evals.cells import Cell, Setting
-from kvcap.runtime.units import size
+from kvcap.runtime.units import format_bytes
 
 UNCAPPED = "uncapped"
 INTRODUCTION = (
@@ -75,7 +75,7 @@ def _cells(row: list[Cell | None]) -> list[str]:
     """A row's scores, and what the policy costs at the largest of its budgets."""
     last = [cell for cell in row if cell is not None][-1]
     ms = "" if last.scoring_ms is None else f"{last.scoring_ms['p50']:.2f}"
-    extra = "" if last.extra_bytes is None else size(last.extra_bytes)
+    extra = "" if last.extra_bytes is None else format_bytes(last.extra_bytes)
     return [*(_score(cell) for cell in row), ms, extra]
 
 

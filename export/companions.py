@@ -10,7 +10,7 @@ from kvcap.runtime.backends.onnxruntime.library import library
 from kvcap.runtime.backends.onnxruntime.tokenizer import Tokenizer
 from kvcap.runtime.errors import UnsupportedModel
 from kvcap.runtime.models.files import load_tokenizer
-from kvcap.runtime.session.text import render
+from kvcap.runtime.session.messages import render
 
 TEXT = "Hello! Zwölf Boxkämpfer, 42 <b>ships</b>\n and 你好."
 

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcap.export.signature import Found
-from kvcap.runtime.backends.onnxruntime.paired import rotations
+from kvcap.runtime.backends.onnxruntime.decoder import rotations
 from kvcap.runtime.errors import UnsupportedModel, first_line
 from kvcap.runtime.models.config import ModelShape
 

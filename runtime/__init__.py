@@ -1,1 +1,1 @@
-"""The fixed-memory runtime: cache, attention function, block loop, plan, session, chat."""
+"""Runs a language model's chat in fixed memory: cache, attention, plan, session, backends, chat."""

@@ -1,16 +1,16 @@
-"""Every error kvcap raises by name, as one tree.
+"""Every error that kvcap raises by name, as one tree.
 
 ```
 KvcapError
 ├── UnsupportedModel        the model, its attention or its positions cannot be run under a cap
 ├── PlanInfeasible          no setting fits what was asked; names the largest that does
-├── MemoryCapExceeded       the cap would be passed; nothing was read, the session is as it was
+├── MemoryCapExceeded       reading on would pass the cap; nothing was read
 │   └── BlockTooLarge       one block does not fit the block's slots; read in smaller blocks
 ├── PositionMismatch        tokens arrived at positions the cache does not expect
 ├── CacheMismatch           a cache allocated for another batch size, type or device
 ├── PaddingUnsupported      a padded or custom attention mask
 ├── EmptyPrompt             nothing to read
-├── MessagesInvalid         chat messages that are none, or that cannot follow what was said
+├── MessagesInvalid         no chat messages, or some that cannot follow the conversation
 ├── ModelNotFound           no directory, repository or config of that name
 ├── ModelFilesBroken        a model's files are missing, broken, or would have to run code
 ├── ChatTemplateMissing     the tokenizer has no chat template, or none that can be used
@@ -18,18 +18,18 @@ KvcapError
 ├── PinsTooLarge            pinned tokens need more slots than a head has; nothing was read
 ├── SessionNotSaved         the session's file cannot be written; an earlier one is as it was
 ├── SessionFileError        a session's file cannot be taken; nothing was changed
-│   ├── SessionFileCorrupt  it is no session's file, was cut short, or is not what was saved
+│   ├── SessionFileCorrupt  it is no session's file, was cut short, or was changed
 │   ├── SessionFileForeign  it was saved by another model, or under settings that cannot take it
 │   └── SessionFileNewer    it was saved by a newer kvcap
 ├── SessionBroken           a forward pass failed half-way; reset the session
 ├── ExtraMissing            a package is not installed; names the extra that brings it
-├── NotExportable           a policy, stage or formulation of which there is no graph
+├── NotExportable           there is no graph of that policy, stage or formulation
 ├── ExportExists            something else was exported to that place; nothing was replaced
-├── ShapeError              a graph takes or gives other tensors than its manifest says
-├── ToleranceError          a graph computes something else than its policy
-└── ManifestError           no manifest, one that cannot be read, or another file's
-    └── GraphBroken         the file is no graph that can be loaded
-PolicyError (ValueError)    a policy, an option, or pins that do not fit; from kvcap.policies
+├── ShapeError              a graph has other inputs or outputs than its manifest says
+├── ToleranceError          a graph's results differ from its policy's
+└── ManifestError           a manifest is missing, broken, or describes another file
+    └── GraphBroken         ONNX Runtime cannot load the graph
+PolicyError (ValueError)    no such policy or option, or pins that do not fit (kvcap.policies)
 ```
 """
 
@@ -37,7 +37,7 @@ from __future__ import annotations
 
 
 class KvcapError(Exception):
-    """Base of all; also a `ValueError` where bad input is the cause."""
+    """Base of all of them. Those that bad input causes are `ValueError`s too."""
 
 
 class UnsupportedModel(KvcapError, ValueError):
@@ -58,15 +58,15 @@ class PlanInfeasible(KvcapError, ValueError):
 
 
 class MemoryCapExceeded(KvcapError):
-    """Reading on would pass the cap. Nothing was read: the session is as it was."""
+    """Reading on would pass the cap. Nothing was read, and the session is as it was."""
 
 
 class BlockTooLarge(MemoryCapExceeded, ValueError):
-    """One block is larger than the slots kept free for it."""
+    """One block has more tokens than slots are kept free for it."""
 
 
 class PositionMismatch(KvcapError, ValueError):
-    """Tokens arrived at positions the cache does not expect; logits would be wrong."""
+    """Tokens arrived at positions that the cache does not expect; logits would be wrong."""
 
 
 class CacheMismatch(KvcapError, ValueError):
@@ -74,15 +74,15 @@ class CacheMismatch(KvcapError, ValueError):
 
 
 class PaddingUnsupported(KvcapError, ValueError):
-    """A padded batch or a custom mask; slots are evicted per head, so no mask can follow them."""
+    """A padded batch or a custom mask was given; as each head evicts its own, no mask can fit."""
 
 
 class EmptyPrompt(KvcapError, ValueError):
-    """Nothing to read."""
+    """There is nothing to read."""
 
 
 class MessagesInvalid(KvcapError, ValueError):
-    """Chat messages that are none, or that cannot follow what was said."""
+    """What was given is no chat message, or cannot follow the conversation so far."""
 
 
 class ModelNotFound(KvcapError, OSError):
@@ -114,19 +114,19 @@ class SessionFileError(KvcapError, ValueError):
 
 
 class SessionFileCorrupt(SessionFileError):
-    """No session's file, cut short, or not what was saved."""
+    """The file is no session's, was cut short, or was changed since it was saved."""
 
 
 class SessionFileForeign(SessionFileError):
-    """Saved by another model, or under settings that this runtime cannot continue from."""
+    """It was saved by another model, or under settings that this runtime cannot continue."""
 
 
 class SessionFileNewer(SessionFileError):
-    """Saved by a newer kvcap, whose format this one does not know."""
+    """It was saved by a newer kvcap, whose format this one does not know."""
 
 
 class SessionBroken(KvcapError):
-    """A forward pass failed half-way, layers disagree on what was read."""
+    """A forward pass failed half-way, so layers disagree on what was read; reset the session."""
 
 
 class ExtraMissing(KvcapError, ImportError):
@@ -138,25 +138,25 @@ class NotExportable(KvcapError, ValueError):
 
 
 class ExportExists(KvcapError, ValueError):
-    """Something else was exported to that place. It is as it was."""
+    """Something else was exported to that place, and nothing was replaced."""
 
 
 class ShapeError(KvcapError):
-    """A graph takes or gives other tensors than its manifest says."""
+    """A graph has other inputs or outputs than its manifest says."""
 
 
 class ToleranceError(KvcapError):
-    """A graph computes something else than its policy, keeps other slots, or is not finite."""
+    """A graph's scores differ from its policy's, are not finite, or keep other slots."""
 
 
 class ManifestError(KvcapError, ValueError):
-    """An exported file's manifest is missing, cannot be read, or is another file's."""
+    """A manifest is missing, cannot be read, or describes another file."""
 
 
 class GraphBroken(ManifestError):
-    """The file is no graph that ONNX Runtime can load."""
+    """ONNX Runtime cannot load the graph."""
 
 
 def first_line(error: Exception) -> str:
-    """What an error says, for a message of one line."""
+    """The first line of what an error says, for a message of one line."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]

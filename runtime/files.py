@@ -1,6 +1,7 @@
-"""Files that strangers made, opened only if they are plain ones of a bearable size.
+"""Reads files that strangers made, and replaces our own files whole or not at all.
 
-A pipe or a device under a file's name would never end, or wait for ever. Knows no format.
+Only a plain file of a bearable size is opened: reading a pipe or a device might never end. Knows
+no format but JSON.
 """
 
 from __future__ import annotations
@@ -16,18 +17,21 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
-from kvcap.runtime.units import size
+from kvcap.runtime.units import format_bytes
 
 KINDS = {stat.S_IFDIR: "a directory", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket",
          stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}  # fmt: skip
-SETTINGS = 32 << 20  # bytes of JSON that is turned into Python's objects
-VOCABULARY = 256 << 20  # bytes of a tokenizer's files
-TEMPLATE = 1 << 20
+# The most bytes of a file, by what is in it.
+SETTINGS = 32 << 20  # JSON, which is turned into Python's objects
+VOCABULARY = 256 << 20  # a tokenizer's files
+TEMPLATE = 1 << 20  # a chat template
+TEXT = 4 << 20  # a text for the model: a million tokens of English
+PART = ".part"  # how the name of a file ends that is still being written
 Name = str | os.PathLike[str]
 
 
 def check_plain(path: Name, most: int | None = None) -> None:
-    """Refuse what is no plain file, or a link to one, or is larger than `most` bytes.
+    """Refuse a path that is no plain file (or a link to one), or has more than `most` bytes.
 
     Raises:
         OSError: it is not there.
@@ -41,41 +45,8 @@ def check_plain(path: Name, most: int | None = None) -> None:
         raise ValueError(f"{name} has {found.st_size:,} bytes, more than {most:,}")
 
 
-def read_plain(path: Name, most: int) -> bytes:
-    """All bytes of a file.
-
-    Raises:
-        OSError: it is not there or cannot be read.
-        ValueError: it is no plain file, or larger than `most` bytes.
-    """
-    check_plain(path, most)
-    return Path(path).read_bytes()
-
-
-def read_json(path: Name, most: int = SETTINGS) -> Any:
-    """A JSON file's content.
-
-    Raises:
-        OSError: it is not there or cannot be read.
-        ValueError: it is no plain file, too large, or no JSON.
-    """
-    return parse_json(read_plain(path, most))
-
-
-def parse_json(text: str | bytes) -> Any:
-    """A JSON document; NaN and infinity are no JSON.
-
-    Raises:
-        ValueError: it is none, or nested too deeply.
-    """
-    try:
-        return json.loads(text, parse_constant=_refuse)
-    except RecursionError as error:
-        raise ValueError("it is nested too deeply") from error
-
-
 def check_folder(folder: Path) -> None:
-    """Refuse a model's directory with a pipe, a device or a text too large to be read.
+    """Refuse a model's directory that holds a pipe, a device or a text too large to be read.
 
     Raises:
         ValueError: naming the file.
@@ -87,7 +58,7 @@ def check_folder(folder: Path) -> None:
 
 
 def _most(name: str) -> int | None:
-    """The bytes that a file of this name may have."""
+    """The bytes that a model's file of this name may have."""
     if name.endswith(".jinja"):
         return TEMPLATE
     if name in ("tokenizer.json", "vocab.json") or name.endswith((".txt", ".model", ".tiktoken")):
@@ -95,24 +66,91 @@ def _most(name: str) -> int | None:
     return SETTINGS if name.endswith(".json") else None
 
 
+def read_plain(path: Name, most: int) -> bytes:
+    """All bytes of a plain file.
+
+    Raises:
+        OSError: it is not there or cannot be read.
+        ValueError: it is no plain file, or larger than `most` bytes.
+    """
+    check_plain(path, most)
+    return Path(path).read_bytes()
+
+
+def read_json(path: Name, most: int = SETTINGS) -> Any:
+    """The content of a JSON file.
+
+    Raises:
+        OSError: it is not there or cannot be read.
+        ValueError: it is no plain file, too large, or no JSON.
+    """
+    return parse_json(read_plain(path, most))
+
+
+def parse_json(text: str | bytes) -> Any:
+    """The content of a JSON document; NaN and infinity, which Python would take, are no JSON.
+
+    Raises:
+        ValueError: it is none, or nested too deeply.
+    """
+    try:
+        return json.loads(text, parse_constant=_refuse)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+
+
 def _refuse(constant: str) -> NoReturn:
     raise ValueError(f"{constant} is no JSON")
 
 
-SUFFIX = ".part"
+def read_text(file: Name) -> str:
+    """The text of a plain UTF-8 file, without the newline that ends it.
+
+    Raises:
+        ValueError: no such file, not readable, no text, or too large.
+    """
+    path, name = Path(file).expanduser(), repr(str(file))
+    try:
+        if path.exists() and not path.is_file():
+            kind = "a directory" if path.is_dir() else "no regular file"
+            raise ValueError(f"cannot read {name}: it is {kind}; give a text file")
+        if (length := path.stat().st_size) > TEXT:
+            raise ValueError(
+                f"{name} has {format_bytes(length)}, and the most is {format_bytes(TEXT)}; give "
+                "the part of it that matters"
+            )
+        return as_text(path.read_bytes(), name)
+    except OSError as error:
+        raise ValueError(f"cannot read {name}: {error.strerror}") from error
+
+
+def as_text(data: bytes, name: str) -> str:
+    """UTF-8 bytes as text, without the newline that ends it; errors call the bytes `name`.
+
+    Raises:
+        ValueError: they are no UTF-8 text.
+    """
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{name} is not UTF-8 text (at byte {error.start:,})") from error
+    if "\0" in text:
+        raise ValueError(f"{name} is not text: it holds NUL bytes")
+    return text.replace("\r\n", "\n").removesuffix("\n")
 
 
 @contextmanager
 def replacing(target: Path) -> Iterator[int]:
-    """A descriptor to write the new content of `target` to, which is in its place afterwards.
+    """Open a new file to write to, which takes the place of `target` once all is written.
 
-    After an error within, or Ctrl-C, the old content is as it was and nothing is left beside it.
+    Yields its descriptor. After an error within, or Ctrl-C, the old file is as it was and nothing
+    is left beside it.
 
     Raises:
         OSError: it cannot be written.
     """
-    _sweep(target)
-    descriptor, part = _new(target)
+    _remove_abandoned(target)
+    descriptor, part = _new_part(target)
     try:
         try:
             yield descriptor
@@ -135,21 +173,21 @@ def replacing(target: Path) -> Iterator[int]:
             os.close(directory)
 
 
-def _new(target: Path) -> tuple[int, str]:
-    """A part of `target`, locked: its descriptor and its path."""
+def _new_part(target: Path) -> tuple[int, str]:
+    """A new, locked file beside `target`: its descriptor and its path."""
     while True:
-        descriptor, part = tempfile.mkstemp(SUFFIX, f".{target.name}.", target.parent)
+        descriptor, part = tempfile.mkstemp(PART, f".{target.name}.", target.parent)
         _lock(descriptor, wait=True)
-        if os.path.exists(part):  # else another's sweep came between
+        if os.path.exists(part):  # else another process took it for abandoned before it was locked
             return descriptor, part
         os.close(descriptor)
 
 
-def _sweep(target: Path) -> None:
-    """Remove parts of `target` that nobody holds a lock on."""
+def _remove_abandoned(target: Path) -> None:
+    """Remove unfinished files of `target` whose writers have ended, so that nobody locks them."""
     if os.name != "posix":
         return  # without such locks, nobody knows whose they are
-    ours = re.compile(re.escape(f".{target.name}.") + "[a-z0-9_]{8}" + re.escape(SUFFIX))
+    ours = re.compile(re.escape(f".{target.name}.") + "[a-z0-9_]{8}" + re.escape(PART))
     for name in filter(ours.fullmatch, os.listdir(target.parent)):
         with contextlib.suppress(OSError):  # locked, or gone already
             part = target.parent / name
@@ -165,48 +203,9 @@ def _lock(descriptor: int, *, wait: bool) -> None:
     """Lock a file until it is closed, or its process has ended.
 
     Raises:
-        BlockingIOError: another process has, and this is not to wait.
+        BlockingIOError: another process holds the lock, and `wait` is false.
     """
     if os.name == "posix":
         import fcntl
 
         fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-
-
-MOST = 4 * 1024**2  # bytes: a million tokens of English
-
-
-def read_text(file: str | os.PathLike[str]) -> str:
-    """The text of a regular file, without the newline that ends it.
-
-    Raises:
-        ValueError: no such file, not readable, no text, or too large.
-    """
-    path, name = Path(file).expanduser(), repr(str(file))
-    try:
-        if path.exists() and not path.is_file():  # a pipe or a device might never end
-            kind = "a directory" if path.is_dir() else "no regular file"
-            raise ValueError(f"cannot read {name}: it is {kind}; give a text file")
-        if (length := path.stat().st_size) > MOST:
-            raise ValueError(
-                f"{name} has {size(length)}, and the most is {size(MOST)}; give the part of it "
-                "that matters"
-            )
-        return as_text(path.read_bytes(), name)
-    except OSError as error:
-        raise ValueError(f"cannot read {name}: {error.strerror}") from error
-
-
-def as_text(data: bytes, name: str) -> str:
-    """Bytes as text, without the newline that ends it; `name` says what they are of.
-
-    Raises:
-        ValueError: they are no UTF-8 text.
-    """
-    try:
-        text = data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{name} is not UTF-8 text (at byte {error.start:,})") from error
-    if "\0" in text:
-        raise ValueError(f"{name} is not text: it holds NUL bytes")
-    return text.replace("\r\n", "\n").removesuffix("\n")

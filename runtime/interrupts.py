@@ -1,4 +1,4 @@
-"""Ctrl-C held back while a block is read or a file is written, so that nothing is left half-way."""
+"""Holds Ctrl-C back while a block is read or a file is written, so that neither stops half-way."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def interrupts_deferred() -> Iterator[None]:
-    """Hold back Ctrl-C until the block is through, so that no layer is left behind another."""
+    """Hold back Ctrl-C until the body has ended, and let it act then."""
     if threading.current_thread() is not threading.main_thread() or sys.is_finalizing():
         yield  # only the main thread is interrupted, and not at Python's end
         return

@@ -1,4 +1,4 @@
-"""Sizes in bytes: parsed from words, shown in words, and rounded up to caps."""
+"""Sizes in bytes: read from text, written for people, and rounded up to caps of a process."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 
 from kvcap.runtime.errors import PlanInfeasible
 
-MARGIN = 16 << 20  # by which a process differs from one run to the next, and more
+MARGIN = 16 << 20  # bytes: more than by which a process differs from one run to the next
 FACTORS = {"": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "t": 1000**4,
          "ki": 1024, "mi": 1024**2, "gi": 1024**3, "ti": 1024**4}  # fmt: skip
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
@@ -26,19 +26,10 @@ def parse_bytes(size: str | int) -> int:
     return int(float(match[1]) * FACTORS[match[2]])
 
 
-def roomy(nbytes: int) -> int:
-    """A cap that holds a process planned to take so many bytes another time too: whole MiB.
+def format_bytes(count: int, of: int | None = None) -> str:
+    """Bytes as people write them; with `of`, a part and its whole, both in the whole's unit.
 
-    >>> roomy(500 << 20) >> 20
-    516
-    """
-    return -(-(nbytes + MARGIN) >> 20) << 20
-
-
-def size(count: int, of: int | None = None) -> str:
-    """Bytes for people; with `of`, a part and its whole in the whole's unit.
-
-    >>> size(800), size(57856), size(512 * 1024, of=3 * 1024**2)
+    >>> format_bytes(800), format_bytes(57856), format_bytes(512 * 1024, of=3 * 1024**2)
     ('800 B', '56.5 KiB', '0.5/3.0 MiB')
     """
     whole = count if of is None else of
@@ -48,3 +39,12 @@ def size(count: int, of: int | None = None) -> str:
         return f"{value / 1024**power:,.{1 if power else 0}f}"
 
     return f"{shown(count)}{'' if of is None else '/' + shown(of)} {UNITS[power]}"
+
+
+def with_margin(nbytes: int) -> int:
+    """A cap in whole MiB that holds a process planned to take `nbytes`, in every run of it.
+
+    >>> with_margin(500 << 20) >> 20
+    516
+    """
+    return -(-(nbytes + MARGIN) >> 20) << 20

@@ -67,7 +67,7 @@ class ToyEngine:
 
     budget: int
     name: str = "toy"
-    where: str = "nowhere"
+    device_label: str = "nowhere"
     trained_length: int = 10**6
     cap_bytes: int = 4096
     tokenizer: Any = field(default_factory=lambda: Tokenizer(Path(pocket.path())))
@@ -89,16 +89,16 @@ class ToyEngine:
     def with_budget(self, tokens: int) -> ToyEngine:
         return replace(self, budget=tokens)
 
-    def draws(self, seed: int | None) -> Any:
+    def rng(self, seed: int | None) -> Any:
         return np.random.Generator(np.random.PCG64(seed))
 
-    def sampler(self, generation: Any, draws: Any) -> Sampler:
-        return Sampler(generation, draws)
+    def sampler(self, generation: Any, rng: Any) -> Sampler:
+        return Sampler(generation, rng)
 
-    def ids(self, tokens: list[int]) -> Any:
+    def token_ids(self, tokens: list[int]) -> Any:
         return np.array([tokens])
 
-    def joined(self, history: Any, token: Any) -> Any:
+    def append_token(self, history: Any, token: Any) -> Any:
         return np.concatenate((history, token[:, None]), axis=1)
 
 
@@ -121,9 +121,9 @@ def session_of(runtime: Any, system: str | None = None, budget: int | None = Non
     loop, session.read = session._loop, []
     plain = loop.read
 
-    def read(ids: Any, wanted: bool = True) -> Any:
+    def read(ids: Any, need_logits: bool = True) -> Any:
         session.read[loop.cache.seen :] = ids[0].tolist()
-        return plain(ids, wanted)
+        return plain(ids, need_logits)
 
     loop.read = read
     return session

@@ -15,7 +15,7 @@ from functools import cache
 from random import Random
 from typing import Any, Protocol, cast
 
-from kvcap.runtime.session.text import render
+from kvcap.runtime.session.messages import render
 
 GOLDEN = (5**0.5 - 1) / 2
 

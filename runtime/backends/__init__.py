@@ -1,1 +1,1 @@
-"""What runs a model: PyTorch or ONNX Runtime."""
+"""The two backends that run models: PyTorch and ONNX Runtime."""

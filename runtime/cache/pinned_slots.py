@@ -70,13 +70,24 @@ def check_pins(
                 first_head=index % kv_heads,
             )  # fmt: skip
             sinks, recents = eviction.pins_of(observed)
-            pinned, needed = covered(spans), covered([*spans, (0, sinks)]) + recents
-            if needed > slots:
-                raise PinsTooLarge(
-                    f"{pinned} tokens would be pinned, which needs {needed} slots in every head "
-                    f"with the {needed - pinned} that policy {eviction.name!r} pins, and a head of "
-                    f"layer {layer} has {slots}; pin less, use a larger budget, or /clear"
-                )
+            check_slots(spans, sinks, recents, slots, eviction.name, layer)
+
+
+def check_slots(
+    spans: Sequence[Span], sinks: int, recents: int, slots: int, policy: str, layer: int
+) -> None:
+    """Refuse spans that a head of `slots` cannot hold beside the policy's sinks and recents.
+
+    Raises:
+        PinsTooLarge: naming the slots that are needed.
+    """
+    pinned, needed = covered(spans), covered([*spans, (0, sinks)]) + recents
+    if spans and needed > slots:
+        raise PinsTooLarge(
+            f"{pinned} tokens would be pinned, which needs {needed} slots in every head with the "
+            f"{needed - pinned} that policy {policy!r} pins, and a head of layer {layer} has "
+            f"{slots}; pin less, use a larger budget, or /clear"
+        )
 
 
 def slots_needed(layout: CacheLayout, spans: Sequence[Span]) -> int:

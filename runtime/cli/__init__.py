@@ -1,1 +1,1 @@
-"""The commands chat, generate, plan and policies, and the terminal."""
+"""The commands chat, generate, plan and policies, and the chat in a terminal."""

@@ -1,6 +1,6 @@
-"""One answer, from the stream of its text to the screen or to JSON; `generate` and `chat` share it.
+"""Prints one answer, as text while it is written or as JSON, for `generate` and `chat`.
 
-Ctrl-C and a reached cap end an answer early and never lose what was said.
+Ctrl-C and a reached cap end an answer early; the text so far is never lost.
 """
 
 from __future__ import annotations
@@ -9,31 +9,29 @@ import json
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from kvcap.runtime.cli.console import CAP, INTERRUPTED, OK, columns, complain, dim
 from kvcap.runtime.cli.live_meter import Meter, summary
 from kvcap.runtime.cli.options import Output
 from kvcap.runtime.errors import MemoryCapExceeded
+from kvcap.runtime.session.session import Session
 from kvcap.runtime.session.stats import Stats, Turn
 
-if TYPE_CHECKING:
-    from kvcap.runtime.session.session import Session
 
-
-def answer(
+def print_answer(
     session: Session,
     say: Callable[[], Iterator[str]],
     output: Output,
     meter: type[Meter] = Meter,
 ) -> int:
-    """Print an answer as `session` says it.
+    """Print an answer while `session` writes it.
 
     Args:
         session: whose figures are shown.
-        say: `session.send`, `complete` or `regenerate` with what it is given.
+        say: begins the answer: `session.send`, `complete` or `regenerate` with its arguments.
         output: what the user asked to see.
-        meter: what draws it.
+        meter: draws text and figures.
 
     Returns:
         The exit code: 0, 4 where the cap ended it, 130 where Ctrl-C did.
@@ -55,27 +53,31 @@ def answer(
         session.on_block = None
         if screen is not None:
             screen.clear()
-            # Before anything else is said, also of an error that goes on from here.
+            # Before anything else is printed, even if another error is on its way out.
             if said and not output.json:
                 screen.end()
-    text, stats = "".join(said), session.stats
-    if session.turn is None or session.turn is last:  # refused before anything was read
+    text, stats, begun = "".join(said), session.stats, session.turn is not last
+    if session.turn is None or not begun:  # refused before anything was read
         stats = replace(stats, turn=Turn(finish_reason="cap" if code == CAP else "interrupted"))
     if output.json:
-        print(json.dumps(document(stats, text)), flush=True)
+        print(json.dumps(as_document(stats, text)), flush=True)
     elif screen is not None and not said and code != CAP:
         screen.end()
     if refused is not None:
         complain(refused)
     if not output.quiet:
         dim(summary(stats, empty=not text.strip(), width=columns()))
-        if session.turn is not last and session.notice is not None:
-            dim(session.notice)
+        _print_notice(session.notice if begun else None)
     return code
 
 
-def document(stats: Stats, text: str) -> dict[str, Any]:
-    """The JSON of one answer; what was not timed is null."""
+def _print_notice(notice: str | None) -> None:
+    if notice is not None:
+        dim(notice)
+
+
+def as_document(stats: Stats, text: str) -> dict[str, Any]:
+    """The JSON document of one answer; times that were not measured are null."""
     turn = stats.turn or Turn()
     return {
         "text": text,

@@ -1,4 +1,4 @@
-"""The chat: lines in, answers and commands out. Knows no terminal, see `terminal.py`."""
+"""The chat and its commands: takes lines, prints answers. Knows no keyboard; see `terminal.py`."""
 
 from __future__ import annotations
 
@@ -11,12 +11,10 @@ import textwrap
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, ClassVar
-
-import psutil  # type: ignore[import-untyped]
+from typing import ClassVar
 
 from kvcap import __version__
-from kvcap.runtime.cli.answer import answer
+from kvcap.runtime.cli.answer import print_answer
 from kvcap.runtime.cli.console import (
     INTERRUPTED,
     OK,
@@ -32,26 +30,39 @@ from kvcap.runtime.cli.options import Output, Sampling, pairs
 from kvcap.runtime.errors import KvcapError, MemoryCapExceeded, PlanInfeasible, first_line
 from kvcap.runtime.files import read_text
 from kvcap.runtime.interrupts import interrupts_deferred
-from kvcap.runtime.memory.free_memory import free_memory
+from kvcap.runtime.memory.free_memory import free_memory, process_bytes
 from kvcap.runtime.session.decoding import MAX_NEW_TOKENS
+from kvcap.runtime.session.engine import Engine
 from kvcap.runtime.session.session import Session
 from kvcap.runtime.types import POCKET
-from kvcap.runtime.units import size
+from kvcap.runtime.units import format_bytes, parse_bytes
 
-if TYPE_CHECKING:
-    from kvcap.runtime.session.engine import Engine
-
-YOU = "cyan"  # what the user said
+YOU = "cyan"  # the colour of the user's words
 SETTINGS = (*(field.name for field in fields(Sampling)), "markdown")
 COMMAND = re.compile(r"/([A-Za-z]*)(?:\s+(.*))?", re.DOTALL)
-SHOWN_LINES, SHOWN = 8, 600  # of a message that is shown again: lines, characters
+SHOWN_LINES, SHOWN = 8, 600  # lines and characters of a message that is shown again
+REREAD = "; the next message reads the conversation again"
+KEYS = """\
+Enter sends · Alt+Enter or a final backslash: new line · Tab completes
+Ctrl-C stops an answer · Ctrl-D leaves"""
+ENDED = {
+    "stop": "ended by the model",
+    "length": "ended at max_new_tokens",
+    "interrupted": "stopped by Ctrl-C",
+    "cap": "ended at the cap",
+    "full": "ended as the cache was full",
+    "error": "failed",
+}
+SWITCH = {"on": True, "off": False}
+# A name in quotes, or one whose spaces have backslashes before them; then the question.
+FILE = re.compile(r"""("[^"]+"|'[^']+'|(?:\\ |\S)+)\s*(.*)""", re.DOTALL)
 
 
 @dataclass
 class Chat:
-    """One conversation and its commands.
+    """A conversation and the commands about it.
 
-    Answers go to stdout, all else to stderr. What a command refuses is said and ends nothing.
+    Answers go to stdout, all else to stderr. An error is printed, and the chat goes on.
     """
 
     session: Session
@@ -63,38 +74,38 @@ class Chat:
     markdown: bool = True
     """Whether answers are drawn as Markdown, where stdout is a terminal."""
     spaced: bool = False
-    """Whether an empty line goes before an answer, as people read it on a terminal."""
+    """Whether an empty line goes before an answer, as is easier to read on a terminal."""
     draft: str = ""
-    """What a command leaves for the next prompt, to be changed and sent."""
+    """A text for the next prompt, to be changed and sent again."""
     code: int = OK
     """The first exit code that was not 0."""
     over: bool = False
 
-    def script(self, lines: Iterable[str]) -> int:
-        """Take every line as a turn; a final backslash continues it. Returns the exit code."""
-        for turn in joined(lines):
-            self.take(turn)
+    def run_script(self, lines: Iterable[str]) -> int:
+        """Handle every line; a final backslash continues it. Returns the exit code."""
+        for line in join_continued(lines):
+            self.handle(line)
             if self.over or self.code == INTERRUPTED:
                 break
         return self.code
 
-    def take(self, text: str) -> None:
-        """One turn: a command, which is a slash and a word of letters, or something to answer."""
+    def handle(self, text: str) -> None:
+        """Run a command, which is a slash and a word of letters, or send a message."""
         if not text.strip():
             return
         command = COMMAND.fullmatch(text) if self.commands else None
         count = len(self.session.messages)
         try:
-            code = self._command(command[1], command[2] or "") if command else self._say(text)
+            code = self._command(command[1], command[2] or "") if command else self._send(text)
         except (KvcapError, ValueError) as error:
             complain(error)
             code = exit_code(error)
         if not command and len(self.session.messages) == count:
-            self.draft = text  # it was refused, or taken back
+            self.draft = text  # the message was refused, or taken back
         self.code = self.code or code
 
-    def keep(self) -> None:
-        """Save the conversation where it has a file.
+    def save(self) -> None:
+        """Save the conversation, if it has a file.
 
         Raises:
             SessionNotSaved: it cannot be written.
@@ -103,13 +114,13 @@ class Chat:
             self.session.save(self.file)
 
     def banner(self) -> list[str]:
-        """What a user should know at the start."""
+        """The lines that greet the user."""
         runtime = self.session.runtime
         plan = runtime.plan
         lines = [
-            f"kvcap {__version__} · {runtime.name} · {runtime.where}",
-            f"{plan.policy} keeps {plan.budget_tokens:,} slots in {size(runtime.cap_bytes)} of KV "
-            "memory",
+            f"kvcap {__version__} · {runtime.name} · {runtime.device_label}",
+            f"{plan.policy} keeps {plan.budget_tokens:,} slots in "
+            f"{format_bytes(runtime.cap_bytes)} of KV memory",
         ]
         if runtime.name == POCKET:
             lines.append(
@@ -117,8 +128,8 @@ class Chat:
             )
         return [*lines, "/help lists the commands · Ctrl-C stops · Ctrl-D leaves"]
 
-    def resumed(self) -> None:
-        """Say that a saved conversation goes on; to people, its last exchange too."""
+    def show_resumed(self) -> None:
+        """Say that a saved conversation goes on; on a terminal, show its last exchange."""
         if self.output.quiet or not self.session.messages:
             return
         dim(f"continued: {self._turns} · {figures(self.session.stats)}")
@@ -133,15 +144,11 @@ class Chat:
         if not self.spaced:
             return
         for message in self.session.messages[-2:]:
-            said = message["role"] == "user"
+            text = shortened(message["content"])
             say("")
-            say(
-                (f"> {shortened(message['content'])}", YOU)
-                if said
-                else shortened(message["content"])
-            )
+            say((f"> {text}", YOU) if message["role"] == "user" else text)
 
-    def _say(self, text: str, *, pin: bool = False) -> int:
+    def _send(self, text: str, *, pin: bool = False) -> int:
         return self._answer(lambda: self.session.send(text, pin=pin))
 
     def _answer(self, begin: Callable[[], Iterator[str]]) -> int:
@@ -151,8 +158,8 @@ class Chat:
                 say("")
             return pieces
 
-        code = answer(self.session, begun, self.output, self._meter)
-        self.keep()
+        code = print_answer(self.session, begun, self.output, self._meter)
+        self.save()
         return code
 
     @property
@@ -238,36 +245,37 @@ class Chat:
     def _mem(self, _: str) -> None:
         stats, plan = self.session.stats, self.session.runtime.plan
         dim(
-            f"{kv(stats)} in use, {size(stats.peak_bytes)} allocated at the peak\n"
-            f"weights {size(plan.weights)} · workspace of a block about {size(plan.workspace)} · "
-            f"this process {size(psutil.Process(os.getpid()).memory_info().rss)}"
+            f"{kv(stats)} in use, {format_bytes(stats.peak_bytes)} allocated at the peak\n"
+            f"weights {format_bytes(plan.weights)} · workspace of a block about "
+            f"{format_bytes(plan.workspace)} · this process {format_bytes(process_bytes())}"
         )
 
     def _policy(self, rest: str) -> None:
         if not rest:
             raise ValueError("give a policy, such as /policy snapkv window=16; see kvcap policies")
         name, *texts = shlex.split(rest)
-        self._move(self.session.runtime.under(name, pairs(texts)))
+        self._switch(self.session.runtime.with_policy_name(name, pairs(texts)))
 
     def _budget(self, rest: str) -> None:
         runtime = self.session.runtime
         if rest:
             found = with_budget(runtime, rest)
             more = found.plan.cache_bytes - runtime.plan.cache_bytes
-            if "cuda" not in runtime.where and more > (free := free_memory().nbytes):
+            if "cuda" not in runtime.device_label and more > (free := free_memory().nbytes):
                 raise PlanInfeasible(
-                    f"{found.plan.budget_tokens:,} slots take {size(found.plan.cache_bytes)}, "
-                    f"which is {size(more)} more than now, and {size(free)} are free"
+                    f"{found.plan.budget_tokens:,} slots take "
+                    f"{format_bytes(found.plan.cache_bytes)}, which is {format_bytes(more)} more "
+                    f"than now, and {format_bytes(free)} are free"
                 )
-            self._move(found)
+            self._switch(found)
         else:
             dim(
-                f"{runtime.plan.budget_tokens:,} slots in {size(runtime.cap_bytes)}; "
+                f"{runtime.plan.budget_tokens:,} slots in {format_bytes(runtime.cap_bytes)}; "
                 "/budget 512 or /budget 4MiB changes it"
             )
 
-    def _move(self, runtime: Engine) -> None:
-        """Go on under another policy or budget."""
+    def _switch(self, runtime: Engine) -> None:
+        """Go on with the conversation under another policy or budget."""
         old = self.session
         before, messages, system, seed = old.runtime, old.messages, old.system, old.seed
         generation, pinned, pin_system = old.generation, old.pinned, old.pin_system
@@ -292,8 +300,8 @@ class Chat:
                     ) from error
                 raise
         plan = runtime.plan
-        cap = f"policy {plan.policy}, {plan.budget_tokens:,} slots in {size(runtime.cap_bytes)}"
-        dim(f"{cap}{REREAD if messages else ''}")
+        kept = f"{plan.budget_tokens:,} slots in {format_bytes(runtime.cap_bytes)}"
+        dim(f"policy {plan.policy}, {kept}{REREAD if messages else ''}")
 
     def _system(self, rest: str) -> None:
         if rest:
@@ -311,7 +319,7 @@ class Chat:
 
     def _undo(self, _: str) -> None:
         self.draft = self.session.undo()
-        self.keep()
+        self.save()
         reread = REREAD if self.session.messages else ""
         dim(f"taken back: {shortened(self.draft, lines=1)}{reread}")
 
@@ -327,11 +335,11 @@ class Chat:
             raise ValueError(f"{file!r} is empty")
         lines = text.count("\n") + 1
         dim(f"read {lines:,} line{'' if lines == 1 else 's'} of {file}")
-        return self._say(f"{text}\n\n{question}" if question else text)
+        return self._send(f"{text}\n\n{question}" if question else text)
 
     def _pin(self, rest: str) -> int:
         if rest:
-            return self._say(rest, pin=True)
+            return self._send(rest, pin=True)
         session = self.session
         pinned = [session.messages[index]["content"] for index in sorted(session.pinned)]
         if session.pin_system and session.system:
@@ -374,31 +382,12 @@ class Chat:
     }
 
 
-REREAD = "; the next message reads the conversation again"
-KEYS = """\
-Enter sends · Alt+Enter or a final backslash: new line · Tab completes
-Ctrl-C stops an answer · Ctrl-D leaves"""
-ENDED = {
-    "stop": "ended by the model",
-    "length": "ended at max_new_tokens",
-    "interrupted": "stopped by Ctrl-C",
-    "cap": "ended at the cap",
-    "full": "ended as the cache was full",
-    "error": "failed",
-}
-SWITCH = {"on": True, "off": False}
-# A name in quotes, or one whose spaces have backslashes before them; then the question.
-FILE = re.compile(r"""("[^"]+"|'[^']+'|(?:\\ |\S)+)\s*(.*)""", re.DOTALL)
-
-
 def with_budget(runtime: Engine, text: str) -> Engine:
-    """`runtime` with a budget in slots, such as 512, or in bytes, such as 4MiB: the most in them.
+    """The runtime with a budget in slots, such as 512, or the most slots in bytes, such as 4MiB.
 
     Raises:
         ValueError: neither a number of slots nor a size, or nothing fits.
     """
-    from kvcap.runtime.units import parse_bytes
-
     if (slots := text.replace(",", "")).isdecimal():
         if not int(slots):
             raise ValueError("a budget has 1 slot or more; such as /budget 512 or /budget 4MiB")
@@ -418,18 +407,20 @@ def with_budget(runtime: Engine, text: str) -> Engine:
         over *= 2
     found = bisect_right(range(1, over), most, key=taken)
     if not found:
-        raise ValueError(f"one slot takes {size(taken(1))}, and the budget is {size(most)}")
+        raise ValueError(
+            f"one slot takes {format_bytes(taken(1))}, and the budget is {format_bytes(most)}"
+        )
     return runtime.with_budget(found)
 
 
 def shortened(text: str, lines: int = SHOWN_LINES) -> str:
-    """The beginning of a message, for people to know it by."""
+    """The beginning of a message, by which people recognise it."""
     head = "\n".join(text.strip().split("\n")[:lines])[:SHOWN]
     return head if head == text.strip() else f"{head} ..."
 
 
-def joined(lines: Iterable[str]) -> Iterator[str]:
-    """Lines without their ends; a line that ends with a backslash goes on in the next."""
+def join_continued(lines: Iterable[str]) -> Iterator[str]:
+    """Lines without their ends; one that ends with a backslash is joined to the next."""
     held = ""
     for line in lines:
         text = line.rstrip("\r\n")

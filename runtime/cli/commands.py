@@ -1,6 +1,6 @@
-"""The commands of the runtime: chat, generate, plan, policies.
+"""The commands chat, generate, plan and policies, and the loading of a model by their options.
 
-`kvcap --help` imports this; what a command needs is imported when it runs.
+`kvcap --help` imports this, so what is slow to import is imported when a command runs.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvcap.runtime.cli.completion import policy_names
 from kvcap.runtime.cli.console import INFEASIBLE, complain, styled
 from kvcap.runtime.cli.options import (
     Backend,
@@ -23,13 +22,18 @@ from kvcap.runtime.cli.options import (
     Running,
     Sampling,
     grouped,
+    pairs,
+    policy_names,
 )
+from kvcap.runtime.errors import ExtraMissing, NotExportable, PlanInfeasible
 from kvcap.runtime.files import as_text
-from kvcap.runtime.models.names import CONFIG, REPOSITORY
+from kvcap.runtime.memory.free_memory import free_memory
+from kvcap.runtime.models.names import CONFIG, REPOSITORY, locate, resolve
+from kvcap.runtime.planning.plan import MemoryPlan, Sizes, warn_if_short
 from kvcap.runtime.types import MANIFEST, POCKET
 
-if TYPE_CHECKING:
-    from kvcap.runtime.planning.plan import MemoryPlan
+if TYPE_CHECKING:  # NumPy, tokenizers and more stand behind these
+    from kvcap.runtime.backends.onnxruntime.runtime import PolicyRequest
     from kvcap.runtime.session.engine import Engine
     from kvcap.runtime.session.session import Session
 
@@ -59,20 +63,20 @@ def chat_command(
     nothing but the answers. A command is a slash and a word; other lines are messages.
     """
     from kvcap.runtime.cli.chat import Chat
-    from kvcap.runtime.session.text import render_turn
+    from kvcap.runtime.session.messages import render_turn
 
     runtime = load(model, backend, budget, running, output)
     render_turn(runtime.tokenizer, None, [{"role": "user", "content": "Hello!"}])  # can it chat?
-    session = start(runtime, running, sampling)
+    session = start_session(runtime, running, sampling)
     chat = Chat(session, output, running.session, commands=not no_commands)
     if sys.stdin.isatty() and styled():
         from kvcap.runtime.cli.terminal import converse
 
         code = converse(chat)
     else:
-        chat.resumed()
-        code = chat.script(sys.stdin)
-    chat.keep()
+        chat.show_resumed()
+        code = chat.run_script(sys.stdin)
+    chat.save()
     raise typer.Exit(code)
 
 
@@ -122,16 +126,17 @@ def generate_command(
     kvcap generate -f long.txt --json
     git log -5 | kvcap generate -m Qwen/Qwen3-0.6B
     """  # noqa: D301  # \\b: lines of the help that are not joined
-    from kvcap.runtime.cli.answer import answer
+    from kvcap.runtime.cli.answer import print_answer
 
     prompt, model = prompt_and_model(first, second, file, model)
     if raw and running.system_prompt is not None:
         raise ValueError("--system-prompt needs the chat template; leave --raw out")
     if not prompt.strip():
         raise ValueError("the prompt is empty; give at least one word")
-    session = start(load(model, backend, budget, running, output), running, sampling)
+    runtime = load(model, backend, budget, running, output)
+    session = start_session(runtime, running, sampling)
     say = session.complete if raw else session.send
-    code = answer(session, lambda: say(prompt), output)
+    code = print_answer(session, lambda: say(prompt), output)
     if running.session is not None:
         session.save(running.session)
     raise typer.Exit(code)
@@ -160,9 +165,6 @@ def plan_command(
     Exits with 3 if no setting fits, and says which would.
     """
     from kvcap.runtime.cli.tables import print_plan
-    from kvcap.runtime.errors import PlanInfeasible
-    from kvcap.runtime.memory.free_memory import free_memory
-    from kvcap.runtime.planning.plan import warn_if_short
 
     free = free_memory()
     try:
@@ -182,30 +184,6 @@ def plan_command(
     else:
         print_plan(model, plan, free, tokens)
     warn_if_short(plan, free, budget.memory_cap)
-
-
-def planned(model: str, backend: Backend, budget: Budget) -> MemoryPlan:
-    """The plan of a run, without reading weights."""
-    if backend.exported(model):
-        from kvcap.runtime.cli import load
-
-        return load.plan(model, budget)
-    quiet_libraries()
-    from kvcap.runtime.backends.pytorch.runtime import parse_dtype
-    from kvcap.runtime.models.files import load_config
-    from kvcap.runtime.models.names import resolve
-    from kvcap.runtime.models.weights import read_headers
-    from kvcap.runtime.planning.plan import MemoryPlan
-
-    where, sizes = resolve(model), budget.sizes()
-    return MemoryPlan.of(
-        load_config(where),
-        policy=budget.eviction(),
-        dtype=parse_dtype(budget.dtype),
-        headers=read_headers(where),
-        rehearse=True,
-        **sizes,
-    )
 
 
 def policies_command(
@@ -258,35 +236,117 @@ def load(model: str, backend: Backend, budget: Budget, running: Running, output:
         sys.stderr.write(f"\x1b[2mloading {model} ...\x1b[0m")
         sys.stderr.flush()
     try:
-        if backend.exported(model):
-            from kvcap.runtime.cli import load as exported
-
-            return exported.load(model, budget, running)
-        quiet_libraries()
-        use_threads(running.threads)
-        from kvcap.runtime.backends.pytorch.runtime import Runtime
-
-        return Runtime.from_pretrained(
-            model,
-            budget.eviction(),
-            **budget.sizes(),
-            enforce=budget.enforce,
-            dtype=budget.dtype,
-            device=running.device,
-            evict_every=running.evict_every,
-            compiled=running.compiled,
-        )
+        by = _load_export if backend.exported(model) else _load_model
+        return by(model, budget, running)
     finally:
         if note:
             sys.stderr.write("\r\x1b[2K")
             sys.stderr.flush()
 
 
-def start(runtime: Engine, running: Running, sampling: Sampling) -> Session:
-    """A conversation with the settings that were given, from its file where there is one.
+def _load_model(model: str, budget: Budget, running: Running) -> Engine:
+    quiet_libraries()
+    use_threads(running.threads)
+    from kvcap.runtime.backends.pytorch.runtime import Runtime
+
+    return Runtime.from_pretrained(
+        model,
+        budget.eviction(),
+        **budget.sizes(),
+        enforce=budget.enforce,
+        dtype=budget.dtype,
+        device=running.device,
+        evict_every=running.evict_every,
+        compiled=running.compiled,
+    )
+
+
+def _load_export(model: str, budget: Budget, running: Running) -> Engine:
+    """The decoder in the directory `model`.
 
     Raises:
-        ValueError: a system prompt that the file's conversation does not have, or none to pin.
+        NotExportable: an option that its backend does not have.
+    """
+    from kvcap.runtime.backends.onnxruntime.runtime import OrtRuntime
+
+    for option, given, why in (
+        ("--device", running.device not in (None, "cpu"), "this backend runs on the CPU"),
+        ("--compile", running.compiled, "a graph is compiled as it is"),
+        ("--evict-every", running.evict_every != 1, "exported graphs evict after every token"),
+    ):
+        if given:
+            raise NotExportable(f"{option} is not for --backend onnxruntime: {why}; leave it out")
+    return OrtRuntime.from_directory(
+        _export_folder(model), _policy_request(budget), **budget.sizes(), enforce=budget.enforce,
+        dtype=budget.dtype, threads=running.threads,
+    )  # fmt: skip
+
+
+def planned(model: str, backend: Backend, budget: Budget) -> MemoryPlan:
+    """The plan of a run, without reading weights.
+
+    Raises:
+        PlanInfeasible: nothing fits, naming what would.
+    """
+    if backend.exported(model):
+        return _planned_export(model, budget)
+    quiet_libraries()
+    from kvcap.runtime.backends.pytorch.runtime import parse_dtype
+    from kvcap.runtime.models.files import load_config
+    from kvcap.runtime.models.weights import read_headers
+
+    where, sizes = resolve(model), budget.sizes()
+    return MemoryPlan.of(
+        load_config(where),
+        policy=budget.eviction(),
+        dtype=parse_dtype(budget.dtype),
+        headers=read_headers(where),
+        rehearse=True,
+        **sizes,
+    )
+
+
+def _planned_export(model: str, budget: Budget) -> MemoryPlan:
+    from kvcap.runtime.backends.onnxruntime import manifest
+    from kvcap.runtime.backends.onnxruntime.plan import plan_of
+    from kvcap.runtime.backends.onnxruntime.runtime import check_dtype, find_policy
+
+    found = manifest.read(_export_folder(model))
+    policy = find_policy(found, _policy_request(budget), budget.positions)
+    check_dtype(found, budget.dtype)
+    return plan_of(found, policy.name, Sizes(**budget.sizes()), pinned=policy.least)
+
+
+def _policy_request(budget: Budget) -> PolicyRequest:
+    from kvcap.runtime.backends.onnxruntime.runtime import PolicyRequest
+
+    options = pairs(budget.policy_option or [])
+    return PolicyRequest(budget.policy, options, budget.sink_tokens, budget.recent_tokens)
+
+
+def _export_folder(model: str) -> Path:
+    """The directory of an exported decoder.
+
+    Raises:
+        ModelNotFound: there is nothing of that name.
+        NotExportable: a model that was not exported yet.
+    """
+    folder = Path(model) if model == POCKET else locate(model)
+    if folder is None or (model == POCKET and not folder.is_dir()):
+        what = "the built-in model" if model == POCKET else "no directory"
+        raise NotExportable(
+            f"{model!r} is {what}, and --backend onnxruntime runs exported directories; export it "
+            f"once with: kvcap export decoder {model} -o {Path(model).name}-onnx, and give that "
+            "directory, or leave --backend onnxruntime out"
+        )
+    return folder
+
+
+def start_session(runtime: Engine, running: Running, sampling: Sampling) -> Session:
+    """The conversation with the settings that were given, from its file where there is one.
+
+    Raises:
+        ValueError: the file's conversation has another system prompt, or there is none to pin.
     """
     given, system = sampling.given(), running.system_prompt
     file = running.session
@@ -307,14 +367,14 @@ def start(runtime: Engine, running: Running, sampling: Sampling) -> Session:
     if given:
         session.set_generation(**given)
     if file is not None:
-        session.save(file)  # what cannot be saved is better known before an answer
+        session.save(file)  # so that a file which cannot be written is known before an answer
     return session
 
 
 def prompt_and_model(
     first: str | None, second: str | None, file: str | None, model: str
 ) -> tuple[str, str]:
-    """What to answer and who answers, from the arguments of `generate`.
+    """The prompt and the model, from the arguments of `generate`.
 
     What is piped into stdin is the prompt where no other is given.
 
@@ -324,27 +384,27 @@ def prompt_and_model(
     if file is not None:
         if second is not None:
             raise ValueError("give the prompt as an argument or with -f, not both")
-        return read(file), first or model
+        return read_input(file), first or model
     if second is not None:
-        return read(STDIN) if second == STDIN else second, first or model
+        return read_input(STDIN) if second == STDIN else second, first or model
     named = first is not None and _names_model(first)
     if first is not None and not named:
-        return read(STDIN) if first == STDIN else first, model
+        return read_input(STDIN) if first == STDIN else first, model
     if sys.stdin is None or sys.stdin.isatty():
         what = f"{first!r} is a model; add what it is to answer" if named else "give one"
         raise ValueError(f"no prompt: {what} as an argument, with -f FILE, or through stdin")
-    return read(STDIN), first or model
+    return read_input(STDIN), first or model
 
 
 def _names_model(text: str) -> bool:
-    """Whether the only argument of `generate` is a model rather than a prompt."""
+    """Whether the only argument of `generate` names a model, and is no prompt."""
     folder = Path(text)
     if text == POCKET or any((folder / name).is_file() for name in (CONFIG, MANIFEST)):
         return True
-    return REPOSITORY.fullmatch(text) is not None  # who writes so names a repository of the hub
+    return REPOSITORY.fullmatch(text) is not None  # such a text is a repository of the hub
 
 
-def read(file: str) -> str:
+def read_input(file: str) -> str:
     """The text of a file, or of stdin for '-', without the newline that ends it.
 
     Raises:
@@ -359,7 +419,7 @@ def read(file: str) -> str:
 
 
 def use_threads(count: int | None) -> None:
-    """Let PyTorch compute with so many threads; None leaves it as it is."""
+    """Let PyTorch compute with so many threads; with None, as many as it would."""
     if count is not None:
         import torch
 
@@ -367,14 +427,12 @@ def use_threads(count: int | None) -> None:
 
 
 def quiet_libraries() -> None:
-    """Keep transformers' bars and advice off the screen; downloads still show how far they are."""
+    """Keep transformers' progress bars and advice off the screen, but not those of downloads."""
     try:
         import torch  # noqa: F401
         from huggingface_hub.utils.tqdm import are_progress_bars_disabled, enable_progress_bars
         from transformers.utils import logging
     except ImportError as error:
-        from kvcap.runtime.errors import ExtraMissing
-
         raise ExtraMissing(
             f"PyTorch or transformers is not installed ({error}); run: pip install kvcap, or give "
             "--backend onnxruntime and a directory that kvcap export decoder wrote"

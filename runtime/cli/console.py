@@ -1,4 +1,4 @@
-"""What people see on stderr: notes, errors, sizes; and which exit code an error has.
+"""Prints notes and errors on stderr, and knows the exit code of every error.
 
 Results go to stdout elsewhere. `kvcap --help` imports this, so nothing heavy is imported here.
 """
@@ -22,12 +22,12 @@ CODES: tuple[tuple[type[Exception], int], ...] = (
 
 
 def exit_code(error: Exception) -> int:
-    """The exit code that tells scripts what kind of error it was."""
+    """The exit code by which scripts tell kinds of errors apart."""
     return next((code for kind, code in CODES if isinstance(error, kind)), FAILED)
 
 
 def complain(error: Exception | str) -> None:
-    """One line on stderr; the traceback too where KVCAP_DEBUG is set."""
+    """Print an error, or a complaint, as one line; with its traceback if KVCAP_DEBUG is set."""
     if isinstance(error, Exception) and os.environ.get("KVCAP_DEBUG"):
         traceback.print_exception(error)
     says = str(error).strip().splitlines() or [type(error).__name__]
@@ -35,12 +35,12 @@ def complain(error: Exception | str) -> None:
 
 
 def dim(text: str) -> None:
-    """A side remark on stderr."""
+    """Print a side remark, dimly."""
     say((text, "dim"))
 
 
 def say(*parts: str | tuple[str, str]) -> None:
-    """A line on stderr; each part is text or, for terminals, (text, style).
+    """Print a line on stderr; each part is text or, for terminals, (text, style).
 
     A terminal gets it wrapped between words. Control characters, which a file, a name or a model
     may have brought in, are never obeyed.
@@ -62,7 +62,7 @@ del VISIBLE[ord("\n")], VISIBLE[ord("\t")]
 
 
 def visible(text: str) -> str:
-    """`text` without control characters, so that no escape sequence in it is obeyed."""
+    """The text with its control characters replaced, so that no escape sequence is obeyed."""
     return text.translate(VISIBLE)
 
 
@@ -77,7 +77,7 @@ def styled() -> bool:
 
 
 def columns() -> int | None:
-    """The width of the terminal that stderr is, None where it is none."""
+    """The width of the terminal; None where stderr is none."""
     if not styled():
         return None
     from rich.console import Console
@@ -86,11 +86,11 @@ def columns() -> int | None:
 
 
 def fitted(parts: Sequence[str], drop: Sequence[int], width: int | None) -> str:
-    """`parts` in one line, leaving out as many of those in `drop`, in that order, as must be.
+    """Join parts in one line, without as many of the droppable ones as the width demands.
 
     Args:
-        parts: texts; empty ones are left out anyhow.
-        drop: indices of parts, the least needed first.
+        parts: texts; empty ones are left out in any case.
+        drop: indices of parts that may be left out, the least needed first.
         width: in columns; None is any.
 
     >>> fitted(["seen 21", "kept 21", "131 tok/s"], drop=[2, 0], width=20)

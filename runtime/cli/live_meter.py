@@ -1,6 +1,6 @@
-"""The live meter: one line below the text while a prompt is read and an answer is written.
+"""The live meter: a line of figures below the text while a prompt is read and an answer written.
 
-It is drawn on stderr and taken away again; the answer itself is written to stdout, untouched. Knows
+It is drawn on stderr and taken away again; the answer itself goes to stdout, untouched. Knows
 nothing of how text is made.
 """
 
@@ -14,20 +14,27 @@ from rich.cells import cell_len
 
 from kvcap.runtime.cli.console import columns, fitted, styled, visible
 from kvcap.runtime.session.stats import Stats, Turn
-from kvcap.runtime.units import size
+from kvcap.runtime.units import format_bytes
 
 BAR = 24  # columns
-# Make room below (which scrolls at the bottom), remember the place, write, and return to it.
+# Make room below (which scrolls at the bottom), save the cursor's place, write, and return to it.
 BELOW = "\x1bD\x1b[A\x1b7\r\n\x1b[2K\x1b[2m{}\x1b[0m\x1b8"
 CLEAR = "\x1b[J"
+ENDINGS = {
+    "length": "at max_new_tokens",
+    "interrupted": "stopped",
+    "cap": "at the cap",
+    "full": "the cache is full",
+    "error": "failed",
+}
 
 
 class Meter:
     """Writes text to stdout and, on a terminal, keeps one line of figures below it.
 
     Args:
-        stats: asked for the figures whenever the line is drawn.
-        shown: whether to draw at all; otherwise text is only passed on.
+        stats: gives the figures whenever the line is drawn.
+        shown: whether to draw the line; otherwise text is only passed on.
     """
 
     def __init__(self, stats: Callable[[], Stats], *, shown: bool = True) -> None:
@@ -40,13 +47,13 @@ class Meter:
             self._draw("reading ...")  # the first block of a prompt may take long
 
     def reading(self, done: int, total: int) -> None:
-        """Show how far a prompt of more than one block has been read."""
+        """Show how far a prompt of several blocks has been read."""
         if self._shown and done < total:
             rate = done / (time.perf_counter() - self._start)
             self._draw(progress(done, total, rate, self._stats(), self._width))
 
     def write(self, text: str) -> None:
-        """Pass `text` on to stdout."""
+        """Write `text` to stdout, and draw the line anew."""
         self.clear()
         if self._terminal:
             text = visible(text)
@@ -59,7 +66,7 @@ class Meter:
             self._draw(status(self._stats(), self._width))
 
     def clear(self) -> None:
-        """Take the line away."""
+        """Take the line of figures away."""
         if self._drawn:
             sys.stderr.write(CLEAR)
             sys.stderr.flush()
@@ -73,19 +80,19 @@ class Meter:
 
     @property
     def _width(self) -> int:
-        """Columns that a line may take: one less than the terminal has, so that none wraps."""
+        """The columns a line may take: one fewer than the terminal has, so that no line wraps."""
         return (columns() or 80) - 1
 
     def _draw(self, line: str) -> None:
         if self._column and self._column % (self._width + 1) == 0:
-            return  # the next character wraps; moving the cursor would make it overwrite the last
+            return  # the next character wraps; moving the cursor first would overwrite the last one
         sys.stderr.write(BELOW.format(line[: self._width]))
         sys.stderr.flush()
         self._drawn = True
 
 
 def progress(done: int, total: int, rate: float, stats: Stats, width: int | None = None) -> str:
-    """How far a prompt has been read, at `rate` tokens per second; no wider than `width`."""
+    """A bar of how far a prompt has been read, at `rate` tokens per second, within `width`."""
     filled = BAR * done // total
     return fitted(
         [
@@ -100,35 +107,26 @@ def progress(done: int, total: int, rate: float, stats: Stats, width: int | None
 
 
 def status(stats: Stats, width: int | None = None) -> str:
-    """The line below an answer that is being written, no wider than `width`."""
+    """The line below an answer that is being written, within `width` columns."""
     parts = [*_kv(stats), *_tokens(stats), _speed(stats)]
     return fitted(parts, drop=[2, 1, 4, 3], width=width)
 
 
 def figures(stats: Stats) -> str:
-    """Slots, bytes, and what became of everything that was read."""
+    """Slots and bytes in use, and tokens seen and evicted."""
     return " · ".join([*_kv(stats), *_tokens(stats)])
 
 
 def kv(stats: Stats) -> str:
-    """Slots and bytes, of how many."""
+    """Slots and bytes in use, of how many."""
     return " · ".join(_kv(stats))
 
 
-ENDINGS = {
-    "length": "at max_new_tokens",
-    "interrupted": "stopped",
-    "cap": "at the cap",
-    "full": "the cache is full",
-    "error": "failed",
-}
-
-
 def summary(stats: Stats, *, empty: bool = False, width: int | None = None) -> str:
-    """The line after an answer, no wider than `width` if that can be.
+    """The line after an answer, within `width` columns if possible.
 
     Args:
-        stats: where the conversation stands.
+        stats: of the conversation.
         empty: the answer has no text.
         width: in columns.
     """
@@ -139,7 +137,7 @@ def summary(stats: Stats, *, empty: bool = False, width: int | None = None) -> s
             f"seen {stats.seen_tokens:,}",
             f"kept {stats.held_tokens:,}",
             f"evicted {stats.evicted_tokens:,} (+{turn.evicted_tokens:,} now)",
-            f"KV {size(stats.bytes, of=stats.cap_bytes)}",
+            f"KV {format_bytes(stats.bytes, of=stats.cap_bytes)}",
             _speed(stats),
             "the answer is empty" if empty and not ending else ending,
         ],
@@ -150,7 +148,7 @@ def summary(stats: Stats, *, empty: bool = False, width: int | None = None) -> s
 
 def _kv(stats: Stats) -> list[str]:
     slots = f"KV {stats.held_tokens:,}/{stats.budget_tokens:,} slots"
-    return [slots, size(stats.bytes, of=stats.cap_bytes)]
+    return [slots, format_bytes(stats.bytes, of=stats.cap_bytes)]
 
 
 def _tokens(stats: Stats) -> list[str]:

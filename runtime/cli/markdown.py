@@ -1,7 +1,7 @@
-"""An answer drawn as Markdown while it is being written, on a terminal.
+"""Draws an answer as Markdown on a terminal while it is being written.
 
-What is finished is printed for good; the paragraph in hand is drawn anew as it grows, with the
-meter below it. Nothing that the model says is hidden: HTML, images and links show as text.
+Finished blocks are printed for good; the last one is drawn anew as it grows, with the meter below.
+Nothing that the model says is hidden: HTML, images and links show as text.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from kvcap.runtime.session.stats import Stats
 
 WIDEST = 100  # columns; longer lines are hard to read
 BELOW = 3  # lines kept free for the meter, the cursor and the space between
-PAUSE = 0.05  # seconds between two drawings, or
-SHARE = 4  # so many times as long as one took
+PAUSE = 0.05  # seconds between two drawings, at least
+SHARE = 4  # and at least so many times as long as the last one took
 
 THEME = Theme(
     {  # on dark and on light terminals
@@ -46,14 +46,14 @@ PARSER = (
 
 
 class Heading(markdown.Heading):
-    """A heading that begins where other text does."""
+    """A heading that is aligned with the text."""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         yield self.text
 
 
 class CodeBlock(markdown.CodeBlock):
-    """Code in the terminal's own colours, set in by two columns."""
+    """Code in the terminal's own colours, indented by two columns."""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         yield Syntax(
@@ -67,7 +67,7 @@ class CodeBlock(markdown.CodeBlock):
 
 
 class Markdown(markdown.Markdown):
-    """Markdown as people write it in a chat: a new line is a new line."""
+    """Markdown as people write it in a chat, where a new line starts a new line."""
 
     elements = {  # noqa: RUF012  # rich's own declaration
         **markdown.Markdown.elements,
@@ -86,7 +86,7 @@ class Markdown(markdown.Markdown):
 
 
 class MarkdownMeter(Meter):
-    """A meter that draws Markdown; stdout is the terminal that stderr is."""
+    """A meter that draws Markdown; stdout and stderr are the same terminal."""
 
     def __init__(self, stats: Callable[[], Stats], *, shown: bool = True) -> None:
         self._console = Console(highlight=False, theme=THEME)
@@ -94,33 +94,32 @@ class MarkdownMeter(Meter):
         self._text = ""  # of blocks that may still change
         self._printed = 0  # lines of theirs that are on the screen for good
         self._gap = False  # whether an empty line goes before them
-        self._line = ""  # of the meter
-        self._rest = 0.0  # when to draw again
+        self._next = 0.0  # when to draw again
         super().__init__(stats, shown=shown)
 
     def write(self, text: str) -> None:
-        """Draw `text` behind what was written before."""
+        """Draw the answer with `text` at its end."""
         self._text += visible(text)
-        if time.perf_counter() >= self._rest:
+        if time.perf_counter() >= self._next:
             self._draw(status(self._stats(), self._width) if self._shown else "")
 
     def clear(self) -> None:
-        """Take away what is not on the screen for good."""
+        """Take away what was not printed for good."""
         if self._live is not None:
             with interrupts_deferred():
                 self._live.stop()
                 self._live = None
 
     def end(self) -> None:
-        """Print what was not printed yet."""
+        """Print the rest of the answer for good."""
         self.clear()
         self._settle(blocks(self._text))
         self._text = ""
 
     def _draw(self, line: str) -> None:
         start = time.perf_counter()
-        with interrupts_deferred():  # drawn half-way, the screen would stay so
-            # What begins with an unfinished line may yet belong to what is above it.
+        with interrupts_deferred():  # or a drawing stopped half-way would stay
+            # An unfinished line may yet turn out to continue the block above it.
             head, newline, tail = self._text.rpartition("\n")
             if finished := blocks(head)[:-1]:
                 self._settle(finished)
@@ -145,10 +144,10 @@ class MarkdownMeter(Meter):
                 Group(joined([*gap, *lines[self._printed :][-room:]]), *below), refresh=True
             )
         now = time.perf_counter()
-        self._rest = now + max(PAUSE, SHARE * (now - start))
+        self._next = now + max(PAUSE, SHARE * (now - start))
 
     def _settle(self, finished: list[str]) -> None:
-        """Print blocks for good, the head of what is in hand."""
+        """Print finished blocks for good."""
         for block in finished:
             if lines := self._rendered(block):
                 if rest := lines[self._printed :]:
@@ -157,13 +156,13 @@ class MarkdownMeter(Meter):
 
     @property
     def _growing(self) -> bool:
-        """Whether what is in hand only grows at its end: one block without columns or numbers."""
+        """Whether the unfinished text only grows at its end: one block, no table or numbers."""
         wider = ("table_open", "ordered_list_open")
         moving = any(token.type in wider for token in PARSER.parse(self._text))
         return not moving and len(blocks(self._text)) == 1
 
     def _rendered(self, text: str) -> list[list[Segment]]:
-        """The lines that `text` takes on the screen, an empty one between blocks."""
+        """The lines that `text` takes on the screen, with an empty one between blocks."""
         options = self._console.options.update(width=min(self._console.width, WIDEST))
         found: list[list[Segment]] = []
         for block in blocks(text):
@@ -180,7 +179,7 @@ class MarkdownMeter(Meter):
 
 
 def blocks(text: str) -> list[str]:
-    r"""`text` cut before each paragraph, list, table and so on; nothing later changes but the last.
+    r"""Cut `text` into paragraphs, lists, tables and so on; more text changes only the last one.
 
     >>> blocks("One\ntwo.\n\n- a\n- b\n")
     ['One\ntwo.\n\n', '- a\n- b\n']
@@ -194,10 +193,10 @@ def blocks(text: str) -> list[str]:
 
 
 def blank(line: list[Segment]) -> bool:
-    """Whether nothing is to be seen of a line."""
+    """Whether a line shows nothing."""
     return not any(segment.text.strip() for segment in line)
 
 
 def joined(lines: list[list[Segment]]) -> Segments:
-    """Lines as one thing to print."""
+    """Lines as one object to print."""
     return Segments([segment for line in lines for segment in (*line, Segment.line())])

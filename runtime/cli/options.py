@@ -5,31 +5,33 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_type_hints
-
-import typer
-
-from kvcap.runtime.cli.completion import policy_names
-from kvcap.runtime.models.names import is_export
-from kvcap.runtime.types import POCKET
-
-if TYPE_CHECKING:
-    from kvcap.policies import Eviction
-
-
 import ast
 import inspect
 import os
 from collections.abc import Callable, Iterable
-from dataclasses import is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_type_hints
+
+import typer
+
+from kvcap.runtime.errors import PlanInfeasible
+from kvcap.runtime.models.names import is_export
+from kvcap.runtime.planning.plan import AUTO, Sizes
+from kvcap.runtime.types import PINS, POCKET
+from kvcap.runtime.units import parse_bytes
+
+if TYPE_CHECKING:  # PyTorch stands behind it
+    from kvcap.policies import Eviction
 
 ENVIRONMENT = "KVCAP_"
 CONTEXT = inspect.Parameter.POSITIONAL_OR_KEYWORD
+DEFAULT_POLICY = "keydiff"
 
 
 def option(*names: str, help: str, **settings: Any) -> Any:
-    """A typer option that the environment sets too: `--kv-budget` by `KVCAP_KV_BUDGET`."""
+    """A typer option that the environment can set: `--kv-budget` by `KVCAP_KV_BUDGET`."""
     variable = ENVIRONMENT + names[0].lstrip("-").replace("-", "_").upper()
     # A default of None is the model's or the plan's, which the help text says.
     shown = {"show_envvar": False, "show_default": False, **settings}
@@ -58,7 +60,7 @@ def pairs(texts: list[str]) -> dict[str, Any]:
 
 
 def variables(context: Any, names: Iterable[str]) -> list[str]:
-    """Those of a command's parameters that the environment set, as VARIABLE='value'."""
+    """The parameters of a command that the environment set, as VARIABLE='value'."""
     by_name = {parameter.name: parameter.envvar for parameter in context.command.params}
     found = []
     for name in names:
@@ -69,7 +71,7 @@ def variables(context: Any, names: Iterable[str]) -> list[str]:
 
 
 def _name_variables(error: Exception, context: Any, given: dict[str, Any]) -> None:
-    """Add to an error the variables of the environment whose values or options it speaks of."""
+    """Add to an error the environment's variables whose values or options it mentions."""
     said = str(error)
     options = {p.name: p.opts for p in context.command.params}
     meant = [
@@ -83,7 +85,7 @@ def _name_variables(error: Exception, context: Any, given: dict[str, Any]) -> No
 
 
 def grouped(command: Callable[..., None]) -> Callable[..., None]:
-    """`command` with one parameter for every field of the groups it takes, as typer needs it."""
+    """Give a command one parameter for every field of the groups it takes, as typer needs them."""
     own: list[inspect.Parameter] = []
     groups: dict[str, Any] = {}
     hints = get_type_hints(command, include_extras=True)
@@ -118,13 +120,8 @@ def grouped(command: Callable[..., None]) -> Callable[..., None]:
     return call
 
 
-DEFAULT_POLICY = "keydiff"
-
-
 def _size(text: str | None) -> str | None:
-    from kvcap.runtime.errors import PlanInfeasible
-    from kvcap.runtime.units import parse_bytes
-
+    """Check an option's size, without changing it."""
     try:
         if text is not None:
             parse_bytes(text)
@@ -134,7 +131,40 @@ def _size(text: str | None) -> str | None:
 
 
 def _cap(text: str | None) -> str | None:
-    return text if text == "auto" else _size(text)
+    return text if text == AUTO else _size(text)
+
+
+def policy_names(incomplete: str) -> list[str]:
+    """For the shell: policies that begin like this; after a plus sign, what can be combined.
+
+    They are found without importing PyTorch, for which a key press cannot wait.
+    """
+    spec = find_spec("kvcap.policies")
+    if spec is None or spec.origin is None:
+        return []
+    folder = Path(spec.origin).parent
+    base, plus, last = incomplete.rpartition("+")
+    if plus:
+        names = {
+            name for sub in folder.iterdir() if sub.name != "base" for name in _module_names(sub)
+        }
+    else:
+        names = {*_module_names(folder), *_preset_names(Path(spec.origin))}
+    return sorted(f"{base}{plus}{name}" for name in names if name.startswith(last))
+
+
+def _module_names(folder: Path) -> list[str]:
+    """The names of a folder's files, which are those of its policies."""
+    return [path.stem for path in folder.glob("*.py") if path.stem != "__init__"]
+
+
+def _preset_names(source: Path) -> list[str]:
+    """The keys of the dictionary PRESETS, read from its source."""
+    for node in ast.parse(source.read_text(encoding="utf-8")).body:
+        match node:
+            case ast.AnnAssign(target=ast.Name(id="PRESETS"), value=ast.Dict(keys=keys)):
+                return [ast.literal_eval(key) for key in keys if key is not None]
+    return []
 
 
 Model = Annotated[
@@ -146,14 +176,12 @@ Model = Annotated[
         help="A repository of the hub, a local directory, or pocket, the built-in model.",
     ),
 ]
-
-
 Json = Annotated[bool, option("--json", help="Print one JSON document per result.")]
 
 
 @dataclass(frozen=True)
 class Budget:
-    """How much is kept, and what."""
+    """How much is kept, and by which policy."""
 
     policy: Annotated[
         str | None,
@@ -248,12 +276,12 @@ class Budget:
         """
         from kvcap.policies import load_policy
 
-        pins = {"sink_tokens": self.sink_tokens, "recent_tokens": self.recent_tokens}
+        pins = {name: getattr(self, name) for name in PINS}
         options = {**pins, **pairs(self.policy_option or [])}
         return load_policy(self.policy or DEFAULT_POLICY, **options)
 
     def sizes(self) -> dict[str, Any]:
-        """What `MemoryPlan.of` and `Runtime.from_pretrained` both take.
+        """The sizes as `MemoryPlan.of` and `Runtime.from_pretrained` take them.
 
         Raises:
             ValueError: both budgets were given.
@@ -263,8 +291,7 @@ class Budget:
                 "give --kv-budget or --kv-budget-tokens, not both "
                 "(KVCAP_KV_BUDGET and KVCAP_KV_BUDGET_TOKENS count too)"
             )
-        names = ("kv_budget", "kv_budget_tokens", "memory_cap", "block_size", "positions")
-        return {name: getattr(self, name) for name in names}
+        return {name: getattr(self, name) for name in Sizes._fields}
 
 
 @dataclass(frozen=True)
@@ -281,7 +308,7 @@ class Backend:
     ] = None
 
     def exported(self, model: str) -> bool:
-        """Whether `model` is run as an exported decoder."""
+        """Whether `model` is to be run as an exported decoder."""
         if self.backend is None:
             return model != POCKET and is_export(model)
         return self.backend == "onnxruntime"
@@ -343,7 +370,7 @@ class Running:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is drawn; what is not given is the model's own setting."""
+    """How the next token is drawn; the model's own settings where none is given."""
 
     max_new_tokens: Annotated[
         int | None,
@@ -401,17 +428,17 @@ class Sampling:
     ] = None
 
     def given(self) -> dict[str, Any]:
-        """What was given, under the names that `Session.set_generation` takes."""
+        """The settings that were given, under the names that `Session.set_generation` takes."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         values["stop_strings"] = values.pop("stop") or None
         return {name: value for name, value in values.items() if value is not None}
 
     @classmethod
     def parse(cls, name: str, text: str) -> Sampling:
-        """One setting from text, within the same bounds as on the command line.
+        """Read one setting from text, within the bounds of the command line.
 
         Raises:
-            ValueError: not a number, or out of bounds.
+            ValueError: it is no number, or out of bounds.
         """
         if name == "stop":
             return cls(stop=[text])

@@ -1,4 +1,4 @@
-"""The tables of `kvcap policies` and `kvcap plan`, on stdout."""
+"""Prints the tables of `kvcap policies` and `kvcap plan` on stdout."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from rich.text import Text
 from kvcap.runtime.cli.console import dim
 from kvcap.runtime.memory.free_memory import FreeMemory
 from kvcap.runtime.planning.plan import BLOCK_SIZE, MemoryPlan
-from kvcap.runtime.units import size
+from kvcap.runtime.units import format_bytes
 
-if TYPE_CHECKING:  # plans are shown without PyTorch too
+if TYPE_CHECKING:  # PyTorch stands behind these, and plans are shown without it too
     from kvcap.policies import Eviction
     from kvcap.policies.base import Component
 
-WORKSPACE = 3  # float32 copies of an observed query's row, as the plan counts: z, masked z, A
+WORKSPACE = 3  # float32 copies of an observed query's row, as plans count: z, masked z, A
 DOES = {
     "policy": "score",
     "saliency": "saliency",
@@ -35,7 +35,7 @@ LEGEND = (
 
 
 def describe(name: str, eviction: Eviction) -> dict[str, Any]:
-    """One policy or preset for `kvcap policies --json`."""
+    """A policy or preset as `kvcap policies --json` has it."""
     from kvcap.policies import SLOTS, WHEN
 
     filled = {slot: part for slot in SLOTS if (part := getattr(eviction, slot)) is not None}
@@ -59,7 +59,7 @@ def describe(name: str, eviction: Eviction) -> dict[str, Any]:
 
 
 def describe_companions() -> list[dict[str, Any]]:
-    """What policies can be combined with, for `kvcap policies --json`."""
+    """The companions of policies as `kvcap policies --json` has them."""
     from kvcap.policies import SLOTS, companions
 
     slots = {
@@ -74,7 +74,7 @@ def describe_companions() -> list[dict[str, Any]]:
 
 
 def print_policies(rows: list[dict[str, Any]], others: list[dict[str, Any]]) -> None:
-    """The list of `kvcap policies`: a block for each, so that 80 columns are enough."""
+    """Print the list of `kvcap policies`: a block for each, so that 80 columns are enough."""
     for row in rows:
         _print_block(row)
         show("")
@@ -90,7 +90,7 @@ def print_policies(rows: list[dict[str, Any]], others: list[dict[str, Any]]) -> 
 
 
 def print_policy(row: dict[str, Any]) -> None:
-    """One policy of `kvcap policies NAME`."""
+    """Print one policy, for `kvcap policies NAME`."""
     _print_block(row)
     show("")
     pins = [f"{name}={row['options'][name]}" for name in ("sink_tokens", "recent_tokens")]
@@ -114,7 +114,7 @@ def _print_block(row: dict[str, Any]) -> None:
 
 
 def _when(filled: Mapping[str, Component]) -> str:
-    """When to use what is composed: for the sake of what is added to a policy, or of it alone."""
+    """When to use a combination: what its companions are for, or else its policy."""
     added = [part.when for slot, part in filled.items() if slot != "policy" and part.when]
     return "; ".join(dict.fromkeys(added)) or filled["policy"].when
 
@@ -133,7 +133,7 @@ def _part(slot: str, name: str, part: Component) -> dict[str, Any]:
 
 
 def _name(part: Component) -> str:
-    """What a part is called in a combination, such as `h2o+criticalkv`."""
+    """The name of a part in a combination, such as `h2o+criticalkv`."""
     from kvcap.policies import policies
 
     registered = {  # by other packages, under names of their own
@@ -171,7 +171,7 @@ def _costs(row: Mapping[str, Any]) -> str:
 
 
 def print_plan(model: str, plan: MemoryPlan, free: FreeMemory, tokens: int) -> None:
-    """The table of `kvcap plan`, beside a cache without a cap that has read so many tokens."""
+    """Print the table of `kvcap plan`; `tokens` says for how many to count an uncapped cache."""
     table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
     table.add_column("memory")
     table.add_column("size", justify="right")
@@ -196,7 +196,7 @@ def print_plan(model: str, plan: MemoryPlan, free: FreeMemory, tokens: int) -> N
     rows += [("total", plan.total_bytes, "estimate"), ("free here", free.nbytes, free.source)]
     for name, count, how in rows:
         bold = "bold" if name.startswith(("KV cache", "total")) else ""
-        table.add_row(name, size(count), f"{count:,}", how, style=bold)
+        table.add_row(name, format_bytes(count), f"{count:,}", how, style=bold)
     print(
         f"{model}: policy {plan.policy}, {plan.budget_tokens:,} slots + blocks of "
         f"{plan.block_size:,}, {plan.dtype}, {plan.positions} positions\n"
@@ -204,8 +204,8 @@ def print_plan(model: str, plan: MemoryPlan, free: FreeMemory, tokens: int) -> N
     show(table)
     uncapped = plan.uncapped_bytes(tokens)
     print(
-        f"\nwithout a cap, keys and values of {tokens:,} tokens would take {size(uncapped)} "
-        f"({uncapped:,} bytes)"
+        f"\nwithout a cap, keys and values of {tokens:,} tokens would take "
+        f"{format_bytes(uncapped)} ({uncapped:,} bytes)"
     )
     if plan.least_kv_budget:
         print(
@@ -217,7 +217,7 @@ def print_plan(model: str, plan: MemoryPlan, free: FreeMemory, tokens: int) -> N
 
 
 def show(table: Any) -> None:
-    """A table on stdout, as wide as the terminal, or wide enough where there is none."""
+    """Print a table as wide as the terminal, or wide enough where there is none."""
     console = Console(highlight=False)
     if not console.is_terminal:
         console.width = 200

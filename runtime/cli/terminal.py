@@ -1,16 +1,22 @@
-"""The chat's keyboard: prompt and keys. Everything is drawn on stderr."""
+"""The chat's keyboard: its prompt, keys, tab completion, long pastes, history and type-ahead.
+
+Everything is drawn on stderr.
+"""
 
 from __future__ import annotations
 
 import os
 import sys
 from bisect import bisect_right
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from prompt_toolkit import PromptSession
+from prompt_toolkit.completion import CompleteEvent, Completer, Completion, PathCompleter
+from prompt_toolkit.document import Document
 from prompt_toolkit.formatted_text import FormattedText, StyleAndTextTuples
 from prompt_toolkit.history import FileHistory, History, InMemoryHistory
 from prompt_toolkit.input import Input
@@ -21,11 +27,19 @@ from prompt_toolkit.layout.utils import explode_text_fragments
 from prompt_toolkit.output import Output, create_output
 from prompt_toolkit.styles import Style
 
-from kvcap.runtime.cli.chat import YOU, Chat
+from kvcap.runtime.cli.chat import SETTINGS, SWITCH, YOU, Chat
 from kvcap.runtime.cli.console import INTERRUPTED, OK, dim, say
-from kvcap.runtime.cli.tab_completion import ChatCompleter
+
+try:
+    import termios
+except ImportError:  # on Windows nothing that is typed shows or is lost outside a prompt
+    termios = None  # type: ignore[assignment]
 
 STYLE = Style.from_dict({"": f"ansi{YOU}", "mark": f"bold ansi{YOU}"})
+FILE_COMMANDS = ("read", "save", "load")  # commands that take a file
+LONG_LINES, LONG_CHARACTERS = 5, 500  # from so many on, a pasted text is folded
+FIRST_CODE = 0xF0000  # of the characters that stand for folded texts: in a plane for private use
+PRIVATE = "/pin"  # what must never be forgotten is often what no one else may know
 
 
 def converse(chat: Chat, keyboard: Input | None = None, screen: Output | None = None) -> int:
@@ -39,7 +53,7 @@ def converse(chat: Chat, keyboard: Input | None = None, screen: Output | None = 
     chat.spaced = True
     if not chat.output.quiet:
         dim("\n".join(chat.banner()))
-    chat.resumed()
+    chat.show_resumed()
     prompt = Prompt(chat, keyboard, screen)
     with TypeAhead(prompt.keyboard) as ahead:
         return _converse(chat, prompt, ahead)
@@ -61,7 +75,7 @@ def _converse(chat: Chat, prompt: Prompt, ahead: TypeAhead) -> int:
             continue
         leaving = False
         try:
-            chat.take(text)
+            chat.handle(text)
         except KeyboardInterrupt:  # where no answer was being written
             dim("stopped")
         typed = "\n".join(filter(None, (chat.draft, ahead.take())))
@@ -90,14 +104,14 @@ class Prompt:
 
     @property
     def keyboard(self) -> Input:
-        """What is typed on."""
+        """The keyboard."""
         return self._session.app.input
 
     def ask(self, typed: str = "") -> str:
-        """What the user says, beginning with what was typed already.
+        """The message or command that the user enters; `typed` is in the prompt already.
 
         Raises:
-            EOFError, KeyboardInterrupt: Ctrl-D, Ctrl-C in an empty prompt.
+            EOFError, KeyboardInterrupt: after Ctrl-D, or Ctrl-C, in an empty prompt.
         """
         self._pasted(False)
         return self._pastes.unfold(self._session.prompt(default=self._pastes.fold(typed)))
@@ -109,7 +123,7 @@ class Prompt:
     def _keys(self) -> KeyBindings:
         """Enter sends, Alt+Enter and a final backslash start a new line, Ctrl-C empties or leaves.
 
-        What is pasted is never sent by the new lines in it.
+        New lines in a pasted text do not send it.
         """
         bindings = KeyBindings()
 
@@ -117,7 +131,7 @@ class Prompt:
         def _(event: KeyPressEvent) -> None:
             buffer = event.current_buffer
             if buffer.complete_state and buffer.complete_state.current_completion:
-                buffer.complete_state = None  # it is chosen; the next Enter sends
+                buffer.complete_state = None  # chosen; the next Enter sends it
             elif buffer.document.text_before_cursor.endswith("\\"):
                 buffer.delete_before_cursor()
                 buffer.insert_text("\n")
@@ -145,31 +159,80 @@ class Prompt:
         return bindings
 
 
-LINES, CHARACTERS = 5, 500  # from so many on, a text is long
-FIRST = 0xF0000  # of the characters that stand for texts: in a plane for private use
+class ChatCompleter(Completer):
+    """Completes commands, settings, policies and file names that are typed for `chat`."""
+
+    def __init__(self, chat: Chat) -> None:
+        self._chat = chat
+        self._paths = PathCompleter(expanduser=True)
+
+    def get_completions(
+        self, document: Document, complete_event: CompleteEvent
+    ) -> Iterator[Completion]:
+        """The completions of the text before the cursor."""
+        text = document.text_before_cursor
+        if not self._chat.commands or not text.startswith("/") or "\n" in text:
+            return
+        command, space, rest = text[1:].partition(" ")
+        if not space:
+            for name, (usage, says, _) in self._chat.COMMANDS.items():
+                if name.startswith(command.lower()):
+                    yield Completion(
+                        f"{name} " if usage else name,
+                        -len(command),
+                        display=name,
+                        display_meta=says,
+                    )
+        elif command == "set":
+            key, space, value = rest.partition(" ")
+            if not space:
+                yield from beginning(key, SETTINGS, end=" ")
+            elif key == "markdown":
+                yield from beginning(value, SWITCH)
+        elif command == "policy":
+            policies = self._chat.session.runtime.policies()
+            name, *options = rest.split(" ")
+            if not options:
+                yield from beginning(name, policies)
+            else:
+                yield from beginning(options[-1], policies.get(name, ()), end="=")
+        elif command in FILE_COMMANDS:
+            yield from self._files(rest, complete_event, escaped=command == "read")
+
+    def _files(self, typed: str, event: CompleteEvent, escaped: bool) -> Iterator[Completion]:
+        """Files that begin with `typed`; with `escaped`, spaces in names have backslashes."""
+        begun = typed.replace("\\ ", " ") if escaped else typed
+        for found in self._paths.get_completions(Document(begun), event):
+            rest = found.text.replace(" ", "\\ ") if escaped else found.text
+            folder = found.display_text.endswith("/")
+            end = "/" if folder else " " if escaped else ""  # a question may follow
+            yield Completion(rest + end, found.start_position, display=found.display)
+
+
+def beginning(typed: str, words: Iterable[str], end: str = "") -> Iterator[Completion]:
+    """The `words` that begin with `typed`, each followed by `end`."""
+    for word in words:
+        if word.startswith(typed):
+            yield Completion(word + end, -len(typed), display=word)
 
 
 class Pastes(Processor):
-    """The long texts of one prompt, by the characters that stand for them."""
+    """Folds long texts in a prompt: one character stands for each, and is shown as a label."""
 
     def __init__(self) -> None:
         self._texts: dict[int, str] = {}
 
     def fold(self, text: str) -> str:
-        """`text`, or the character that stands for it if it is long."""
-        if text.count("\n") + 1 < LINES and len(text) < CHARACTERS:
+        """The text, or the character that stands for it if it is long."""
+        if text.count("\n") + 1 < LONG_LINES and len(text) < LONG_CHARACTERS:
             return text
-        code = FIRST + len(self._texts)
+        code = FIRST_CODE + len(self._texts)
         self._texts[code] = text
         return chr(code)
 
     def unfold(self, typed: str) -> str:
-        """What was typed, with the long texts in it."""
+        """The typed text, with the long texts in place of their characters."""
         return typed.translate(self._texts)
-
-    def folded(self, typed: str) -> bool:
-        """Whether a long text is in what was typed."""
-        return any(ord(character) in self._texts for character in typed)
 
     def apply_transformation(self, transformation_input: TransformationInput) -> Transformation:
         """Show labels in place of the characters."""
@@ -193,21 +256,48 @@ class Pastes(Processor):
 
 
 def label(text: str) -> str:
-    """What stands in the prompt for `text`."""
+    """The label that stands for `text` in the prompt."""
     lines = text.count("\n") + 1
     return f"[pasted {lines:,} lines]" if lines > 1 else f"[pasted {len(text):,} characters]"
 
 
-try:
-    import termios
-except ImportError:  # Windows: it shows nothing that no one reads, and keeps it by itself
-    termios = None  # type: ignore[assignment]
+class TypedHistory(FileHistory):
+    """Keeps typed lines in a file, and pasted or pinned ones only until the chat ends."""
+
+    def __init__(self, file: Path) -> None:
+        super().__init__(file)
+        self.pasted = False
+        """Whether the line being typed has a pasted text in it."""
+        self._private: set[str] = set()
+
+    def store_string(self, string: str) -> None:
+        """Write a line that is not private to the file; if that fails, the chat goes on."""
+        if self.pasted or string.lower().startswith(PRIVATE):
+            self._private.add(string)
+        if string not in self._private:
+            with suppress(OSError):
+                super().store_string(string)
+
+
+def history() -> History:
+    """The lines typed in earlier chats, in a file for this user alone; if that fails, in memory."""
+    state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    file = Path(state) / "kvcap" / "history"
+    try:
+        file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        file.touch(mode=0o600)
+        if not file.is_file():
+            return InMemoryHistory()
+        file.chmod(0o600)
+    except OSError:
+        return InMemoryHistory()
+    return TypedHistory(file)
 
 
 class TypeAhead:
-    """While it is entered, a terminal shows no typing but that in a prompt.
+    """Keeps what is typed between prompts for the next one; until then the terminal hides it.
 
-    Ctrl-C stays the signal that it is.
+    Ctrl-C still interrupts.
     """
 
     def __init__(self, keyboard: Input) -> None:
@@ -233,7 +323,7 @@ class TypeAhead:
             termios.tcsetattr(self._keyboard.fileno(), termios.TCSANOW, self._mode)
 
     def take(self) -> str:
-        """What was typed since the last prompt."""
+        """The text typed since the last prompt."""
         keys: list[KeyPress] = []
         while self._mode is not None and (more := self._keyboard.read_keys()):
             keys += more
@@ -241,7 +331,7 @@ class TypeAhead:
 
 
 def typed(keys: list[KeyPress]) -> str:
-    """The text that `keys` type; its end, where Enter was pressed, is left to the user."""
+    """The text that `keys` type, without new lines at its ends, as the user is to send it."""
     text = ""
     for press in keys:
         if press.key == Keys.BracketedPaste or not isinstance(press.key, Keys):
@@ -253,39 +343,3 @@ def typed(keys: list[KeyPress]) -> str:
         elif press.key == Keys.ControlU:
             text = ""
     return text.strip("\r\n").replace("\r\n", "\n").replace("\r", "\n")
-
-
-PRIVATE = "/pin"  # what must never be forgotten is often what no one else must know
-
-
-class TypedHistory(FileHistory):
-    """Keeps in its file what was typed; what was pasted or pinned, until the chat ends."""
-
-    def __init__(self, file: Path) -> None:
-        super().__init__(file)
-        self.pasted = False
-        """Whether a text that was pasted is in what is typed now."""
-        self._private: set[str] = set()
-
-    def store_string(self, string: str) -> None:
-        """Write to the file what may be there; a file that cannot be written ends no chat."""
-        if self.pasted or string.lower().startswith(PRIVATE):
-            self._private.add(string)
-        if string not in self._private:
-            with suppress(OSError):
-                super().store_string(string)
-
-
-def history() -> History:
-    """What was typed before, readable by this user alone; only in memory if that cannot be."""
-    state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
-    file = Path(state) / "kvcap" / "history"
-    try:
-        file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        file.touch(mode=0o600)
-        if not file.is_file():
-            return InMemoryHistory()
-        file.chmod(0o600)
-    except OSError:
-        return InMemoryHistory()
-    return TypedHistory(file)

@@ -1,1 +1,1 @@
-"""What a process may still take, and what holds it to a cap."""
+"""How much memory a process may still take, and the guard that holds it to a cap."""

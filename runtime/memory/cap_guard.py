@@ -1,4 +1,4 @@
-"""Holds a process to a cap: looks before every block, and can let the system refuse the rest."""
+"""Holds a process to a cap: checks before every block, and can have the system refuse the rest."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from typing import Literal
 
 from kvcap.runtime.errors import MemoryCapExceeded
 from kvcap.runtime.memory.free_memory import process_bytes
-from kvcap.runtime.units import roomy
+from kvcap.runtime.units import with_margin
 
 Enforce = Literal["check", "rlimit"]
 
 
 @dataclass
 class CapGuard:
-    """Compares what is held and what a block will take with the cap, before it is read.
+    """Checks, before a block is read, that the process will stay within its cap.
 
-    Allocators keep what a block gives back, so that later blocks take up again what the first one
-    added: what counts is the process before its first block and one workspace, or what it has
-    grown to beyond that.
+    Allocators keep the memory that a block frees, and later blocks use it again. So a block is
+    expected to take the process to its size before the first block plus one workspace, or to leave
+    it at its present size if that is larger.
     """
 
     cap: int  # bytes of the whole process
-    workspace: int  # of a block of `block` tokens, planned
+    workspace: int  # bytes planned for a block of `block` tokens
     block: int
     _before: int | None = field(default=None, init=False)  # held before the first block
 
@@ -43,13 +43,13 @@ class CapGuard:
             raise MemoryCapExceeded(
                 f"the process holds {held:,} bytes and a block of {tokens} tokens takes it to "
                 f"{needed:,}, above the cap of {self.cap:,}; {smaller}raise the cap to "
-                f"{roomy(needed) >> 20}MiB"
+                f"{with_margin(needed) >> 20}MiB"
             )
         self._before = before
 
 
 def limit_data(cap: int) -> None:
-    """Let the system refuse what this process would take beyond `cap` bytes.
+    """Have the system refuse memory to this process beyond `cap` bytes.
 
     The limit is on data (RLIMIT_DATA), which counts private writable memory; one on all addresses
     (RLIMIT_AS) would count libraries and reserved stacks that are never touched, gigabytes of them.
@@ -64,7 +64,7 @@ def limit_data(cap: int) -> None:
     if held >= cap:
         raise MemoryCapExceeded(
             f"the process holds {held:,} bytes, more than the cap of {cap:,}; raise the cap to "
-            f"{roomy(held) >> 20}MiB"
+            f"{with_margin(held) >> 20}MiB"
         )
     reserved = next(
         int(line.split()[1]) * 1024

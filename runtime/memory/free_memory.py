@@ -1,7 +1,7 @@
-"""How much memory this process may still take: of the machine, and of the cgroups it runs in.
+"""Finds how much memory this process may still take, from the machine and its cgroups.
 
-A cgroup's use counts the page cache, which the kernel gives back when memory is asked for; readers
-that forget it see a container as full that is nearly empty.
+A cgroup counts the page cache as used, though the kernel gives it back on demand. Without allowing
+for that, a nearly empty container would look full.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ UNLIMITED = 1 << 60  # version 1 writes a number near 2^63 where there is no lim
 
 @dataclass(frozen=True)
 class FreeMemory:
-    """Bytes that can be had, and what sets the bound."""
+    """Bytes that can still be taken, and what sets that bound."""
 
     nbytes: int
     source: str
 
 
 def free_memory(root: Path = Path("/")) -> FreeMemory:
-    """The least of the machine's available memory and what every cgroup above has left.
+    """The least of what the machine has available and what each enclosing cgroup has left.
 
     Args:
-        root: where `proc` and `sys` are.
+        root: the folder that holds `proc` and `sys`.
     """
     found = [_machine(root), *_version_2(root), *_version_1(root)]
     return min(found, key=lambda free: free.nbytes)
 
 
 def process_bytes() -> int:
-    """What this process holds in memory now (resident set)."""
+    """Bytes that this process holds in memory now (its resident set)."""
     return int(psutil.Process().memory_info().rss)
 
 

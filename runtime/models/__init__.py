@@ -1,1 +1,1 @@
-"""A model's config, files, weights and rotary embedding, read without running its code."""
+"""A model's config, files, weights and rotary embedding; none of its own code is run."""

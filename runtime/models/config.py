@@ -1,6 +1,6 @@
-"""What kvcap must know of a model's config: which layers are capped, head counts, positions.
+"""Reads from a model's config what kvcap must know: capped layers, head counts, positions.
 
-One place says which architectures run, and refuses the others by name. Reads configs only.
+This is where it is decided which architectures run; the others are refused by name.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ FAMILIES = (
 
 @dataclass(frozen=True)
 class LayerShape:
-    """One layer: capped, or native (its own sliding window already bounds it)."""
+    """A layer: capped by kvcap, or native, as its own sliding window already bounds it."""
 
-    window: int | None  # tokens, of a native sliding layer; None: capped
+    window: int | None  # tokens that a native sliding layer sees; None: capped
     rope: Rope | None  # None: the layer has no positions (SmolLM3's NoPE layers)
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """The part of a config that decides memory and positions."""
+    """The part of a config on which memory and positions depend."""
 
     family: str
     layers: tuple[LayerShape, ...]
@@ -38,7 +38,7 @@ class ModelShape:
     mlp_size: int
     vocabulary: int
     softcap: float | None
-    trained_length: int
+    trained_length: int  # the longest sequence, in tokens, that the model was trained on
 
     @property
     def groups(self) -> int:
@@ -52,7 +52,7 @@ class ModelShape:
 
     @property
     def moves_exactly(self) -> bool:
-        """Whether every capped layer's keys can be moved to other positions exactly."""
+        """Whether the keys of all capped layers can be moved to other positions exactly."""
         ropes = [self.layers[i].rope for i in self.capped]
         return all(rope is None or rope.exact for rope in ropes)
 
@@ -71,12 +71,12 @@ class ModelShape:
         """Read a transformers config.
 
         Args:
-            config: of a causal language model; 4.57 or 5.x.
+            config: of a causal language model, from transformers 4.57 or 5.x.
             slots: the most slots a capped layer will hold. A model whose layers all slide runs
-                capped where its window is at least this long, since no token is then out of reach.
+                capped if its window is at least this long, since no token is then out of reach.
 
         Raises:
-            UnsupportedModel: for an architecture outside `FAMILIES` or one without a layer to cap.
+            UnsupportedModel: the architecture is not in `FAMILIES`, or has no layer to cap.
         """
         family = getattr(config, "model_type", None) or type(config).__name__
         if family not in FAMILIES:
@@ -119,10 +119,10 @@ class ModelShape:
 
 
 def layer_kinds(config: Any) -> list[str]:
-    """Of every layer, 'full_attention' or 'sliding_attention'.
+    """The kind of every layer, 'full_attention' or 'sliding_attention'.
 
     Raises:
-        UnsupportedModel: it has others.
+        UnsupportedModel: it has layers of another kind.
     """
     kinds = getattr(config, "layer_types", None)
     if kinds is None:

@@ -1,6 +1,6 @@
-"""A model's directory or repository, taken as a stranger's: what is broken is refused by name.
+"""Loads a model from a stranger's directory or repository, and refuses broken files by name.
 
-Nothing in it is executed: no pickles, no code of the repository's own, templates in a sandbox.
+Nothing in it is executed: no pickles and no code of its own; templates run in a sandbox.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from kvcap.runtime.models.weights import refuse_misfits
 from kvcap.runtime.types import ATTENTION, NEUTRAL
 
 VOCABULARIES = ("tokenizer.json", "tokenizer.model", "tekken.json", "vocab.json", "vocab.txt")
-MOST_LAYERS = 10_000  # a config with more would take the memory before anything could be looked at
+MOST_LAYERS = 10_000  # a config with more would fill the memory before it could be checked
 
 
 def load_config(where: str) -> Any:
-    """The model's config.
+    """The model's config, checked.
 
     Raises:
         ModelNotFound: no such directory or repository, or it holds no config.
         ModelFilesBroken: the config is no JSON, or its values make no model; or the directory holds
             a pipe, a device or a text too large to be read.
-        UnsupportedModel: another kind of model.
+        UnsupportedModel: kvcap does not run this kind of model.
     """
     folder = Path(where)
     if folder.is_dir():
@@ -73,7 +73,7 @@ def load_config(where: str) -> Any:
 
 
 def _checked(where: str, given: dict[str, Any]) -> Any:
-    """The config of a known kind of model whose values can be worked with."""
+    """The config, if it is of a known kind of model and its values are usable."""
     kind = given.get("model_type")
     if not kind:
         raise ValueError("it names no model_type")
@@ -96,7 +96,7 @@ def _checked(where: str, given: dict[str, Any]) -> Any:
 
 
 def load_tokenizer(where: str) -> Any:
-    """The model's tokenizer, tried on a word.
+    """The model's tokenizer, which was tried on a word.
 
     Raises:
         ModelFilesBroken: its files are missing or broken, or need code of their own.
@@ -119,10 +119,10 @@ def load_tokenizer(where: str) -> Any:
 
 
 def check_generation(where: str) -> None:
-    """See that a model's settings of generation can be used; it may have none.
+    """Refuse a model whose settings of generation cannot be used; it may have none.
 
     Raises:
-        ModelFilesBroken: they are no JSON, or not numbers where they should be.
+        ModelFilesBroken: they are no JSON, or no numbers where they must be.
     """
     try:
         settings = GenerationConfig.from_pretrained(where)
@@ -136,16 +136,16 @@ def check_generation(where: str) -> None:
 
 
 def load_model(where: str, config: Any, dtype: torch.dtype) -> Any:
-    """The model with kvcap's attention, every tensor of it from its safetensors files.
+    """The model with kvcap's attention, all its tensors from safetensors files.
 
     Args:
         where: its directory or repository.
-        config: its config, from `load_config`.
-        dtype: what its weights are turned into.
+        config: from `load_config`.
+        dtype: that its weights are converted to.
 
     Raises:
-        ModelFilesBroken: files cannot be read, or lack tensors or have others of that name, which
-            transformers would fill at random.
+        ModelFilesBroken: files cannot be read, or their tensors are missing or of other shapes,
+            so that transformers would fill them at random.
         UnsupportedModel: a package is missing, such as one that reads quantised weights.
     """
     method = quantisation(config)

@@ -1,8 +1,8 @@
-"""What a model's name means: the built-in model, a directory, or a repository of the hub.
+"""Finds what a model's name means: the built-in model, a directory, or a repository of the hub.
 
-A name that can be none of these is refused at once, by what it is; of a repository one question is
-asked before anything else, so that nobody waits for retries. Imports neither torch nor
-transformers, and the hub's library only where a repository is named.
+A name that is none of these is refused at once, saying what it is instead. The hub is asked once
+for a repository before anything else, so that nobody waits for retries. Imports neither torch nor
+transformers, and the hub's library only for a repository.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from kvcap.runtime.errors import ModelNotFound, UnsupportedModel, first_line
 from kvcap.runtime.types import MANIFEST, POCKET
 
 CONFIG = "config.json"
-TIMEOUT = 10.0  # seconds that the hub may take to answer
+TIMEOUT = 10.0  # seconds within which the hub must answer
 EXAMPLE = "Qwen/Qwen3-0.6B"
 GGUF = "GGUF, which kvcap does not read; give the repository or directory that"
 REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
@@ -27,10 +27,10 @@ def resolve(model: str | Path) -> str:
 
     Returns:
         A directory, or the name of a repository that can be read. Where the hub cannot be reached,
-        the directory of the copy that an earlier download left, if there is one.
+        the directory of an earlier download, if there is one.
 
     Raises:
-        ModelNotFound: neither, saying what the name is instead.
+        ModelNotFound: it names neither; the message says what it is instead.
         UnsupportedModel: an exported decoder, which another backend runs.
     """
     if str(model) == POCKET:
@@ -51,10 +51,10 @@ def resolve(model: str | Path) -> str:
 
 
 def locate(model: str | Path) -> Path | None:
-    """The directory that `model` names; None where it can be the name of a repository.
+    """The directory that `model` names; None where it may be the name of a repository.
 
     Raises:
-        ModelNotFound: neither, saying what it is instead.
+        ModelNotFound: it names neither; the message says what it is instead.
     """
     name = str(model)
     if not name.strip():
@@ -83,7 +83,7 @@ def is_export(folder: str | Path) -> bool:
 
 
 def _contents(folder: Path) -> str:
-    """What a directory without a config holds, and what to give instead."""
+    """Words for what a directory without a config holds, and what to give instead."""
     if any(folder.glob("*.gguf")):
         return f"holds {GGUF} it was made from, with safetensors and {CONFIG}"
     inside = sorted(folder.glob(f"*/{CONFIG}"))
@@ -92,7 +92,7 @@ def _contents(folder: Path) -> str:
 
 
 def _kind(path: Path) -> str:
-    """What a path is that is no directory, and what to give instead."""
+    """Words for what a path is that is no directory, and what to give instead."""
     if not path.is_file():
         return "no directory and no file that could hold a model"
     with path.open("rb") as file:
@@ -113,7 +113,7 @@ def _kind(path: Path) -> str:
 
 
 def _nearby(path: Path) -> str:
-    """Of a path that is not there, what is: the nearest name, or the part that is missing."""
+    """Words for a path that does not exist: the nearest name that does, or the missing part."""
     parent = path.parent
     if parent.is_dir():
         return _like(path.name, _folders(parent))
@@ -124,7 +124,7 @@ def _nearby(path: Path) -> str:
 
 
 def _folders(where: Path) -> list[str]:
-    """Names of the directories in one, the first thousand of them."""
+    """The names of a directory's first thousand directories."""
     try:
         return sorted(p.name for p in where.iterdir() if p.is_dir())[:1000]
     except OSError:
@@ -138,7 +138,7 @@ def _like(name: str, known: Iterable[str]) -> str:
 
 
 def _on_the_hub(name: str) -> str:
-    """A repository whose config can be read, or the directory of its copy in the cache."""
+    """The name of a repository whose config can be read, or the directory of its cached copy."""
     from huggingface_hub import HfApi, try_to_load_from_cache
 
     hub = HfApi()
@@ -162,7 +162,7 @@ def _on_the_hub(name: str) -> str:
 
 
 def _refusal(error: Exception, hub: str, name: str) -> str:
-    """Why a repository cannot be had, and what to do about it."""
+    """Words for why a repository cannot be read, and what to do about it."""
     from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError
 
     if isinstance(error, GatedRepoError):

@@ -1,4 +1,4 @@
-"""The output projection `W_O` of an attention module, for policies that weigh values by it."""
+"""Reads the output projection `W_O` of attention, for policies that weigh values by it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvcap.runtime.models.quantised import is_plain
 
 
 def output_projection(module: Any, shape: ModelShape) -> Tensor:
-    """`W_O` cut by query head, a view [K, G, D, hidden]. A bias adds the same whatever is evicted.
+    """`W_O` by query head, a view [K, G, D, hidden]; a bias does not depend on what is evicted.
 
     Raises:
         UnsupportedModel: the projection is quantised, adapted or otherwise no plain `nn.Linear`.
@@ -31,7 +31,7 @@ def output_projection(module: Any, shape: ModelShape) -> Tensor:
 
 
 def check_projections(model: nn.Module, shape: ModelShape) -> None:
-    """Refuse a model whose output projections cannot be read, before anything is.
+    """Refuse a model whose output projections cannot be read, before it runs.
 
     Raises:
         UnsupportedModel: as `output_projection`.

@@ -1,7 +1,6 @@
-"""Quantised weights: which kinds there are, how they are loaded, which modules hold plain ones.
+"""Tells quantised weights from plain ones, and says how they are loaded.
 
-Knows the settings that checkpoints carry and torch's tensor types; imports no library that
-quantises.
+Knows the settings in checkpoints and torch's tensor types; imports no library that quantises.
 """
 
 from __future__ import annotations
@@ -15,10 +14,10 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 UNPACKED = ("compressed-tensors", "fp8")
-"""Kinds that become plain floats when they are loaded.
+"""Kinds of quantised weights that are converted to plain floats when they are loaded.
 
-Left to themselves, their libraries decide that by the device, or at the first forward pass, when
-the memory has been planned.
+Their libraries would decide that by the device, or at the first forward pass, when the memory has
+been planned already.
 """
 _UNPACK = {"run_compressed": False} if transformers.__version__ < "5" else {"dequantize": True}
 
@@ -39,7 +38,7 @@ def quantisation(config: Any) -> str | None:
 
 
 def unpacking(config: Any) -> Any:
-    """The config [a copy] with which a model of an `UNPACKED` kind is loaded as plain floats."""
+    """A copy of the config, with which a model of an `UNPACKED` kind is loaded as plain floats."""
     config = copy.deepcopy(config)
     config.quantization_config = {**config.quantization_config, **_UNPACK}
     return config
@@ -48,7 +47,7 @@ def unpacking(config: Any) -> Any:
 def is_plain(module: Any) -> TypeGuard[nn.Linear]:
     """Whether a module is a linear layer of ordinary floating-point numbers.
 
-    Quantised ones are other modules, or this one with a tensor type of their library's.
+    Quantised layers are other modules, or have a tensor type of their library's own.
     """
     if type(module) is not nn.Linear:
         return False
@@ -57,7 +56,7 @@ def is_plain(module: Any) -> TypeGuard[nn.Linear]:
 
 
 def parts(tensor: Any) -> Iterator[Tensor]:
-    """The ordinary tensors that a tensor of a library's own type is made of."""
+    """The ordinary tensors of which a tensor of a library's own type consists."""
     flatten = getattr(tensor, "__tensor_flatten__", None)
     if flatten is not None:
         names, _ = flatten()

@@ -1,9 +1,9 @@
-"""A model's weights as the headers of its safetensors files tell them.
+"""Counts a model's weights from the headers of its safetensors files.
 
-A header names every tensor of a file with its type and shape. safetensors checks it when a file is
-opened: its length, its JSON, and that the tensors cover the file without overlap. What is left to
-do here: which files there are, whether their tensors are those that the model needs, and the bytes
-that loading takes. No tensor is read, and nothing in these files can be executed.
+A header gives the type and shape of every tensor in a file. safetensors checks it when the file is
+opened: its length, its JSON, and that the tensors cover the file without overlap. Here it is found
+which files there are, whether they hold the tensors that the model needs, and how many bytes these
+take once loaded. No tensor is read, and nothing in these files can be executed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from kvcap.runtime.types import ATTENTION
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLES = ("pytorch_model*.bin", "*.pt", "*.pth", "*.ckpt")
-FLOATS = ("F64", "F32", "F16", "BF16")  # loaded in the model's dtype
+FLOATS = ("F64", "F32", "F16", "BF16")  # types that are converted to the model's dtype
 NO_PICKLES = (
     "its weights are pickles, which can run code when they are opened; give one with "
     "safetensors, or convert it once with save_pretrained"
@@ -37,34 +37,32 @@ NO_PICKLES = (
 
 
 class Tensor(NamedTuple):
-    """A tensor of a file: its type in safetensors' letters, such as BF16, and its shape."""
+    """The header of a tensor: its type as safetensors writes it, such as BF16, and its shape."""
 
     dtype: str
     shape: tuple[int, ...]
 
 
 Headers = dict[str, Tensor]
-
-
 WeightsSource = Literal["safetensors headers", "config", "loaded model", "the manifest"]
 
 
 class Weights(NamedTuple):
-    """Bytes of a model's weights once they are loaded, and how they were found."""
+    """The bytes of a model's weights once they are loaded, and how these were found."""
 
     nbytes: int
     source: WeightsSource
 
 
 def read_headers(where: str) -> Headers | None:
-    """The tensors of a model's safetensors files, without reading any.
+    """The headers of all tensors in a model's safetensors files.
 
     Args:
-        where: a directory, or a repository of the hub: read in the cache, or else by requests for
-            the headers alone.
+        where: a directory, or a repository of the hub, whose headers are taken from the cache or
+            else requested alone.
 
     Returns:
-        None: there are no files of weights at all, or the hub cannot be reached.
+        The headers; None where there are no files of weights, or the hub cannot be reached.
 
     Raises:
         ModelFilesBroken: files are missing or no safetensors, or the weights are pickles.
@@ -81,18 +79,18 @@ def read_headers(where: str) -> Headers | None:
 
 
 def weigh(config: Any, dtype: torch.dtype, headers: Headers | None = None) -> Weights:
-    """The bytes that a model's weights hold once they are loaded; tied parameters count once.
+    """The bytes that a model's weights take once they are loaded; tied parameters count once.
 
-    Quantised weights count as their files have them, but for those that are `UNPACKED`.
+    Quantised weights count as they are in their files, except those that are `UNPACKED`.
 
     Args:
-        config: the model's transformers config; without headers, what it says is counted.
+        config: the model's transformers config, from which weights without headers are counted.
         dtype: that the model is loaded in.
-        headers: from `read_headers`; they are held against what the model needs.
+        headers: from `read_headers`; they must have all tensors that the model needs.
 
     Raises:
-        ModelFilesBroken: no model can be built from the config, or the files lack tensors of it or
-            have others of that name.
+        ModelFilesBroken: no model can be built from the config, or tensors are missing from the
+            files or have other shapes.
     """
     text = config.get_text_config(decoder=True)
     method = quantisation(config)
@@ -123,11 +121,11 @@ def weigh(config: Any, dtype: torch.dtype, headers: Headers | None = None) -> We
 
 
 def refuse_misfits(missing: Iterable[str], wrong: Iterable[str] = ()) -> None:
-    """Refuse weights that would leave parts of the model random.
+    """Refuse weights with which parts of the model would stay random.
 
     Args:
         missing: names of tensors that the files lack.
-        wrong: what is said of tensors that do not fit.
+        wrong: a line for each tensor that does not fit.
 
     Raises:
         ModelFilesBroken: there are any.
@@ -142,19 +140,19 @@ def refuse_misfits(missing: Iterable[str], wrong: Iterable[str] = ()) -> None:
 
 
 def held_weights(model: nn.Module) -> Weights:
-    """What the weights of a loaded model hold, with the scales of quantised ones."""
+    """The bytes of a loaded model's weights, with the scales of quantised ones."""
     tensors = [part for tensor in model.state_dict().values() for part in parts(tensor)]
     storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}
     return Weights(sum(storages.values()), "loaded model")
 
 
 class _Parameter(NamedTuple):
-    names: list[str]  # that it may have in a file: several where it is tied
+    names: list[str]  # that it may have in a file; several where it is tied
     shape: tuple[int, ...]
 
 
 def _parameters(config: Any) -> list[_Parameter]:
-    """What loading fills, from the config alone; tied parameters are one."""
+    """The parameters of the model that the config describes; tied ones are one."""
     try:
         with torch.device("meta"):
             # The attention is given, as a config may name a kernel that would be fetched and run.
@@ -194,7 +192,7 @@ def _header(path: Path) -> Headers:
 
 
 def _files(folder: Path) -> list[str]:
-    """Names of the files of weights in `folder`, in the order in which they are loaded."""
+    """The names of the files of weights in `folder`, in the order in which they are loaded."""
     # Newer transformers prefer these, which other programs write, to the files that are read here.
     if any(folder.glob("shard-*-model-*-of-*.safetensors")):
         raise ModelFilesBroken(
@@ -210,7 +208,7 @@ def _files(folder: Path) -> list[str]:
 
 
 def _shards(index: Path) -> list[str]:
-    """The files that an index names, all beside it."""
+    """The names of the files that an index lists, all of which lie beside it."""
     try:
         names = sorted(set(read_json(index)["weight_map"].values()))
         foreign = [name for name in names if not re.fullmatch(r"[^/\\]+\.safetensors", name)]
@@ -239,7 +237,7 @@ def _on_the_hub(repository: str) -> Headers | None:
 
 
 def _nbytes(tensor: Tensor, dtype: torch.dtype | None) -> int:
-    """Bytes of a tensor once loaded: a plain float becomes `dtype`, all else stays as it is."""
+    """The bytes of a tensor once loaded: plain floats become `dtype`, all else keeps its type."""
     bits = re.search(r"\d+", tensor.dtype)  # as in I8, F8_E4M3; BOOL has none
     stored = int(bits[0]) if bits else 8
     if dtype is not None and tensor.dtype in FLOATS:

@@ -1,1 +1,1 @@
-"""The memory plan: predicted bytes, and the largest sizes that fit a cap."""
+"""The memory plan: the bytes a run will take, and the largest sizes that fit a cap."""

@@ -1,9 +1,9 @@
-"""The memory that reading a block takes, found by rehearsing it without data.
+"""Finds the memory that reading a block takes, by a dry run without data.
 
 The model runs once on fake tensors, which have sizes and no contents, over a cache as full as it
-gets; every storage that comes and goes is counted. Neither weights nor activations exist, so a
-model of any size can be rehearsed anywhere, in a second or so. What kernels keep to themselves is
-not seen; on a CPU that is about nothing (tests/runtime/planning/test_dry_run.py).
+gets, while every storage that is allocated and freed is counted. No weights or activations exist,
+so a model of any size can be run dry anywhere, in about a second. Memory that kernels allocate
+internally is not seen; on a CPU it is negligible (tests/runtime/planning/test_dry_run.py).
 """
 
 from __future__ import annotations
@@ -26,11 +26,6 @@ from kvcap.runtime.cache.step import Pass
 from kvcap.runtime.types import ATTENTION, Positions
 
 
-def rehearsed(eviction: Eviction) -> bool:
-    """Whether all of an eviction can be rehearsed: it takes no decision by its data's contents."""
-    return _without_decisions(eviction) is eviction
-
-
 def rehearse_block(
     config: Any,
     eviction: Eviction,
@@ -40,15 +35,16 @@ def rehearse_block(
     positions: Positions,
     batch: int = 1,
 ) -> int:
-    """Bytes that reading one block takes at most beyond weights and cache, its logits included.
+    """The most bytes that reading one block takes beyond weights and cache, with its logits.
 
-    Head or layer budgets that move are rehearsed as even ones, and a corrector is left out.
+    Decisions that depend on data cannot run dry: budgets that move between heads or layers are
+    taken as even ones, and a corrector is left out.
 
     Args:
         config: the model's transformers config.
         eviction: what is evicted.
-        budget_tokens: slots per KV head and layer, all in use (`N`).
-        block_size: tokens read (`T`).
+        budget_tokens: slots per KV head and layer (`N`), all in use.
+        block_size: tokens of the block (`T`).
         dtype: of weights, keys and values.
         positions: 'compact' or 'true'.
         batch: sequences.
@@ -57,7 +53,7 @@ def rehearse_block(
         model = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION, dtype=dtype)
         model.eval()
         cache = BudgetCache(
-            config, budget_tokens, block_size, _without_decisions(eviction), positions=positions
+            config, budget_tokens, block_size, data_independent(eviction), positions=positions
         )
         cache.allocate(batch, dtype, "cpu")
         longest = min(block_size, budget_tokens) if not eviction.policy.evicts else block_size
@@ -78,10 +74,7 @@ def rehearse_block(
 
 
 def pretend_full(cache: BudgetCache) -> None:
-    """Count every slot as used and evicted before, as after a very long text.
-
-    What the slots hold is not touched.
-    """
+    """Mark every slot as used, as after a very long text; what the slots hold is not touched."""
     shape, block = cache.layout.shape, cache.block_size
     for layer in cache.capped_layers:
         spare = 0 if cache.eviction.policy.evicts else block
@@ -100,10 +93,10 @@ def pretend_full(cache: BudgetCache) -> None:
 
 
 class Tally(TorchDispatchMode):
-    """Counts the bytes of tensors' storages while they live, and the most there were at once.
+    """Counts the bytes of tensors' storages as they come and go, and their peak.
 
     Args:
-        known: tensors whose storages are not counted.
+        known: tensors that exist already, whose storages are not counted.
     """
 
     def __init__(self, known: Iterable[Tensor] = ()) -> None:
@@ -114,7 +107,7 @@ class Tally(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run an operator and count what it returned."""
+        """Run an operator and count the storages it returned."""
         found = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(found):
             if isinstance(tensor, Tensor):
@@ -135,8 +128,8 @@ class Tally(TorchDispatchMode):
         self._known.discard(key)
 
 
-def _without_decisions(eviction: Eviction) -> Eviction:
-    """The eviction without the parts that look at contents to decide what happens next."""
+def data_independent(eviction: Eviction) -> Eviction:
+    """The eviction without the parts whose control flow depends on the data."""
     changes: dict[str, Any] = {}
     for slot in ("head_budget", "layer_budget"):
         if getattr(getattr(eviction, slot), "moves", False):

@@ -1,1 +1,1 @@
-"""A conversation: turns in, streamed text out, saved and resumed."""
+"""Conversations: messages in, streamed text out, saved and resumed."""

@@ -1,7 +1,7 @@
-"""Renders chat templates in a process of their own, which can be ended whatever they do.
+"""Renders chat templates in a process of their own, which can be ended whatever a template does.
 
-One process serves all templates, so that a message costs no start of Python; it is started while a
-model loads, ends with this one, and is replaced after a template that had to be ended.
+One process serves all templates, so that a message does not wait for Python to start. It is started
+while a model loads, ends with this process, and is replaced after a template that had to be ended.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from pathlib import Path
 from typing import Any
 
 PROGRAM = Path(__file__).with_name("template_sandbox.py")
-SECONDS = 10.0  # of the processor, for one conversation; templates take some milliseconds
-SPEED = 1 << 20  # bytes of a conversation for which there is one second more
-SPARE = 1 << 20  # letters that a template may write beside eight times what it is given
+SECONDS = 10.0  # of processor time for one conversation; templates take some milliseconds
+SPEED = 1 << 20  # bytes of a conversation that give it a second more
+SPARE = 1 << 20  # letters that a template may write beyond eight times what it is given
 
 
 class TemplateFailed(Exception):
-    """A template that fails, or had to be ended; says which."""
+    """A template failed or had to be ended; the message says which."""
 
 
 def warm_up() -> None:
@@ -34,15 +34,15 @@ def warm_up() -> None:
         _renderer()
 
 
-def rendered(template: str, names: Mapping[str, Any]) -> str:
-    """What a template writes.
+def render_template(template: str, names: Mapping[str, Any]) -> str:
+    """The text that a template writes.
 
     Args:
         template: in Jinja.
-        names: what it can refer to; as JSON can hold them.
+        names: the values it can refer to, which JSON can hold.
 
     Raises:
-        TemplateFailed: it fails, computes for more than `SECONDS`, or takes too much memory.
+        TemplateFailed: it fails, computes for too long, or takes too much memory.
     """
     request: dict[str, Any] = {"template": template, "names": dict(names)}
     size = len(json.dumps(request, default=str))
@@ -55,7 +55,7 @@ def rendered(template: str, names: Mapping[str, Any]) -> str:
 
 
 class _Renderer:
-    """The process."""
+    """A process that renders templates."""
 
     def __init__(self) -> None:
         path = os.pathsep.join(folder for folder in sys.path if folder)
@@ -69,7 +69,7 @@ class _Renderer:
         )
 
     def ask(self, request: bytes) -> dict[str, str]:
-        """Its answer; an error where it ended instead."""
+        """The process's answer; an error where it ended instead."""
         stdin, stdout = self.process.stdin, self.process.stdout
         assert stdin is not None
         assert stdout is not None
@@ -90,7 +90,7 @@ class _Renderer:
         return {"error": "the process that renders it was ended"}
 
     def end(self) -> None:
-        """Let it end, and wait for that."""
+        """End the process and wait for it."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         with contextlib.suppress(BrokenPipeError):
@@ -104,7 +104,7 @@ _only: _Renderer | None = None
 
 
 def _renderer() -> _Renderer:
-    """The process that is there, or a new one."""
+    """The running process, or a new one."""
     global _only
     if _only is None or _only.process.poll() is not None:
         _stop()

@@ -1,24 +1,23 @@
-"""One answer: a prompt is read, tokens are drawn, their text is streamed. Knows no conversation."""
+"""Makes one answer: reads a prompt, draws tokens and streams their text. Knows no conversation."""
 
 from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from tokenizers.decoders import DecodeStream
 
 from kvcap.runtime.session import settings
-from kvcap.runtime.session.text import TextStream
-
-if TYPE_CHECKING:
-    from kvcap.runtime.session.engine import Engine, Loop
-    from kvcap.runtime.session.stats import Turn
+from kvcap.runtime.session.engine import Engine, Loop
+from kvcap.runtime.session.stats import Turn
 
 MAX_NEW_TOKENS = 512
 
 
 class Decoding:
-    """Answers through one loop, one after the other.
+    """Makes answers through one loop, one after the other.
 
     Args:
         engine: the model.
@@ -27,43 +26,44 @@ class Decoding:
 
     def __init__(self, engine: Engine, loop: Loop) -> None:
         self.engine, self.loop = engine, loop
-        self._warned = False  # that positions are beyond what the model was trained on
+        self._warned = False  # of positions beyond what the model was trained on
 
-    def check(self, config: Any, draws: Any, tokens: int, *, emptied: bool = False) -> None:
-        """Refuse what cannot be answered; nothing is changed.
+    def check(self, config: Any, rng: Any, tokens: int, *, emptied: bool = False) -> None:
+        """Refuse a prompt that cannot be answered; nothing is changed.
 
         Args:
             config: settings of generation.
-            draws: random numbers.
-            tokens: of the prompt.
-            emptied: the cache is reset before it is read.
+            rng: random numbers.
+            tokens: the length of the prompt.
+            emptied: the cache is reset before the prompt is read.
 
         Raises:
-            ValueError: a setting that cannot be.
-            UnsupportedModel: one that needs a cache which can be reordered.
+            ValueError: a setting has a value that it cannot have.
+            UnsupportedModel: a setting needs a cache that can be reordered.
             MemoryCapExceeded: nothing may be evicted, and the prompt does not fit.
             SessionBroken: a forward pass failed half-way.
         """
-        settings.check(settings.given(config))
-        self.engine.sampler(config, draws)
-        self.loop.check_room(tokens, limit(config), emptied=emptied)
+        settings.check(settings.as_dict(config))
+        self.engine.sampler(config, rng)
+        self.loop.check_room(tokens, answer_limit(config), emptied=emptied)
 
     def answer(
         self,
         ids: list[int],
         config: Any,
-        draws: Any,
+        rng: Any,
         turn: Turn,
         on_block: Callable[[int, int], None] | None,
     ) -> Iterator[str]:
-        """Read `ids` and stream what follows; `turn` is filled as it goes.
+        """Read `ids` and stream the answer, filling in the figures of `turn`.
 
-        The last token said stays with the cache as `unread`.
+        The last token drawn is not read; the cache keeps it as `unread`.
         """
         engine, loop, cache = self.engine, self.loop, self.loop.cache
-        sampler, most, ends = engine.sampler(config, draws), limit(config), settings.ends(config)
-        stream = TextStream(engine.tokenizer, settings.stops(config))
-        prompt = engine.ids(ids)
+        sampler, most = engine.sampler(config, rng), answer_limit(config)
+        ends = settings.end_tokens(config)
+        stream = TextStream(engine.tokenizer, settings.stop_strings(config))
+        prompt = engine.token_ids(ids)
         start = time.perf_counter()
         logits = loop.prefill(prompt, on_block and (lambda done: on_block(done, len(ids))))
         turn.read_tokens = len(ids)
@@ -92,13 +92,13 @@ class Decoding:
                 turn.finish_reason = "full"
                 break
             loop.check_room(1, most - turn.completion_tokens)
-            history = engine.joined(history, token)
+            history = engine.append_token(history, token)
             logits = loop.read(token[:, None])
         if text := stream.end():
             yield text
 
     def _warn_beyond(self) -> None:
-        """Say once that true positions have left what the model was trained on."""
+        """Warn once where true positions pass the length that the model was trained on."""
         seen, trained = self.loop.cache.seen, self.engine.trained_length
         if self._warned or self.engine.plan.positions != "true" or seen <= trained:
             return
@@ -110,6 +110,45 @@ class Decoding:
         )
 
 
-def limit(config: Any) -> int:
-    """The most tokens of an answer."""
+def answer_limit(config: Any) -> int:
+    """The most tokens that an answer may have."""
     return config.max_new_tokens or MAX_NEW_TOKENS
+
+
+class TextStream:
+    """Turns generated tokens into text piece by piece, and ends before a stop string.
+
+    Text that may begin a stop string is held back until it is clear that it does not.
+    """
+
+    def __init__(self, tokenizer: Any, stop: Sequence[str] = ()) -> None:
+        self._tokenizer = tokenizer.backend_tokenizer
+        self._decoder = DecodeStream(skip_special_tokens=True)
+        self._stop = [s for s in stop if s]
+        self._held = ""
+        self.stopped = False
+
+    def put(self, token: int) -> str:
+        """The text that is certain after this token, perhaps none."""
+        self._held += self._decoder.step(self._tokenizer, token) or ""
+        for stop in self._stop:
+            head, found, _ = self._held.partition(stop)
+            if found:
+                self.stopped, self._held = True, ""
+                return head
+        keep = max((_overlap(self._held, stop) for stop in self._stop), default=0)
+        text, self._held = (
+            self._held[: len(self._held) - keep],
+            self._held[len(self._held) - keep :],
+        )
+        return text
+
+    def end(self) -> str:
+        """The text that was still held back."""
+        text, self._held = self._held, ""
+        return text
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest end of `text` that begins `stop`."""
+    return next((n for n in range(min(len(stop), len(text)), 0, -1) if text.endswith(stop[:n])), 0)

@@ -1,82 +1,43 @@
-"""What a conversation needs of whatever runs the model: the seam between `Session` and a backend.
+"""The seam between a conversation and a backend: what a session needs of whatever runs the model.
 
-`Runtime` (PyTorch) and `ort.OrtRuntime` (ONNX Runtime) both fit. Token ids and logits are arrays of
-the backend's own kind; a session only hands them on. Imports neither of the two.
+`Runtime` (PyTorch) and `OrtRuntime` (ONNX Runtime) are engines, and each has a loop of its own.
+Token ids and logits are arrays of the backend's own kind, which a session only hands on. Imports
+neither of the two.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
-
-if TYPE_CHECKING:
-    from kvcap.runtime.planning.plan import MemoryPlan
-
-
+from abc import ABC, abstractmethod
 from bisect import bisect_left
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
-from kvcap.runtime.errors import MemoryCapExceeded
+from kvcap.runtime.errors import MemoryCapExceeded, SessionBroken
+from kvcap.runtime.planning.plan import MemoryPlan
 from kvcap.runtime.types import OnFull
 
-
-class Loop(Protocol):
-    """Reads tokens into a capped cache, at most a block at a time."""
-
-    on_full: OnFull
-    peak_bytes: int  # the most storage the cache has held
-
-    @property
-    def cache(self) -> Any:
-        """What holds keys and values.
-
-        It has `seen`, `held` and `spare` (tokens), `nbytes`, `used_bytes`, `recomputed`, `unread`,
-        and `reset()`, `pin(spans)` and `pinned_with(spans)`.
-        """
-
-    @property
-    def execution(self) -> str:
-        """How blocks run that are all alike, for people; empty where there is nothing to say."""
-
-    def check_room(self, tokens: int, answer: int = 0, *, emptied: bool = False) -> None:
-        """Where nothing may be evicted, refuse what does not fit before any of it is read.
-
-        `answer` tokens at most follow; `emptied`, the cache is reset before.
-        """
-
-    def prefill(self, ids: Any, on_block: Callable[[int], None] | None = None) -> Any:
-        """Read ids [1, T] block by block; the last token's logits [1, V]."""
-
-    def read(self, ids: Any) -> Any:
-        """Read one block [1, T]; the last token's logits [1, V]."""
-
-
-class Sampler(Protocol):
-    """Draws tokens."""
-
-    def next(self, logits: Any, history: Any) -> Any:
-        """Token ids [1] from logits [1, V] and the tokens that count as said [1, T]."""
+MOST = 1000  # times as many slots as are needed: the largest budget that is tried as advice
 
 
 class Engine(Protocol):
-    """A loaded model under a plan."""
+    """A loaded model under a memory plan."""
 
     name: str
     tokenizer: Any
     plan: MemoryPlan
 
     @property
-    def where(self) -> str:
-        """What it runs on, for people."""
+    def device_label(self) -> str:
+        """The device and the type of numbers, for people."""
 
     @property
     def trained_length(self) -> int:
-        """The tokens that the model was trained on at once."""
+        """The longest sequence, in tokens, that the model was trained on."""
 
     @property
     def cap_bytes(self) -> int:
-        """The cap of the cache: what was asked for in bytes, else what the slots need."""
+        """The cap of the cache: the bytes that were asked for, else what the slots need."""
 
     @property
     def generation(self) -> Any:
@@ -90,20 +51,20 @@ class Engine(Protocol):
     def loop(self) -> Loop:
         """A loop over an empty cache of the planned size."""
 
-    def draws(self, seed: int | None) -> Any:
-        """Random numbers, repeatable with a seed."""
+    def rng(self, seed: int | None) -> Any:
+        """A generator of random numbers, repeatable with a seed."""
 
-    def sampler(self, generation: Any, draws: Any) -> Sampler:
-        """What draws tokens by these settings."""
+    def sampler(self, generation: Any, rng: Any) -> Sampler:
+        """A sampler with these settings and random numbers."""
 
-    def ids(self, tokens: list[int]) -> Any:
+    def token_ids(self, tokens: list[int]) -> Any:
         """Token ids as an array [1, T]."""
 
-    def joined(self, history: Any, token: Any) -> Any:
-        """History [1, T] and the next token [1], [1, T + 1]."""
+    def append_token(self, history: Any, token: Any) -> Any:
+        """The history [1, T] with the next token [1] behind it: [1, T + 1]."""
 
-    def under(self, policy: str, options: dict[str, Any]) -> Engine:
-        """The same model and budget under another policy; what else is pinned stays pinned."""
+    def with_policy_name(self, policy: str, options: dict[str, Any]) -> Engine:
+        """The same model and budget under another policy; tokens pinned by option stay pinned."""
 
     def with_budget(self, tokens: int) -> Engine:
         """The same model and policy with so many slots per KV head and layer.
@@ -113,47 +74,123 @@ class Engine(Protocol):
         """
 
     def policies(self) -> Mapping[str, Sequence[str]]:
-        """The policies that `under` takes, with the names of their options."""
+        """The policies that `with_policy_name` takes, with the names of their options."""
 
     def save(self, session: Any, path: str | os.PathLike[str]) -> None:
         """Write everything that `session` needs to go on."""
 
     def restore(self, session: Any, path: str | os.PathLike[str]) -> None:
-        """Make `session` what was saved, or refuse and leave it as it is."""
+        """Make `session` the saved one, or refuse and leave it as it is."""
 
 
-MOST = 1000  # times as many slots as are needed are looked at
+class Sampler(Protocol):
+    """Draws the next token."""
+
+    def next(self, logits: Any, history: Any) -> Any:
+        """Token ids [1] from logits [1, V], given the tokens so far [1, T]."""
 
 
-class Room(NamedTuple):
-    """Tokens of a cache, per KV head and layer."""
+class Loop(ABC):
+    """Reads tokens into a capped cache, at most a block at a time; each backend has its own.
 
-    held: int
-    spare: int  # that fit before any head must evict
-    budget: int  # slots, as the user gave them
-    least: Callable[[int], int]  # those of the smallest head under such a budget
+    Args:
+        cache: holds keys and values. It has `seen`, `held` and `spare` (tokens), `nbytes`,
+            `used_bytes`, `recomputed`, `consistent`, `unread`, and `reset()`, `pin(spans)` and
+            `pinned_with(spans)`.
+        on_full: what happens to tokens beyond the budget: they are evicted, or nothing ever is and
+            reading them is refused. 'stop' is 'error' here, and ends an answer in a session.
+    """
+
+    def __init__(self, cache: Any, on_full: OnFull = "evict") -> None:
+        self.cache, self.on_full = cache, on_full
+        self.peak_bytes: int = cache.nbytes  # the most storage the cache has held
 
     @property
-    def emptied(self) -> Room:
-        """Of the same cache, once it is empty."""
-        return self._replace(held=0, spare=self.least(self.budget))
+    @abstractmethod
+    def execution(self) -> str:
+        """How blocks are run, for people; empty where there is nothing to say."""
 
-    def check(self, tokens: int, answer: int, on_full: OnFull, never: str | None) -> None:
-        """Refuse what does not fit.
+    @property
+    @abstractmethod
+    def room(self) -> Room:
+        """What the cache holds and what still fits."""
+
+    @abstractmethod
+    def next_length(self, batch: int, left: int) -> int:
+        """How many of the `left` tokens of a prompt one `read` takes, at most."""
+
+    @abstractmethod
+    def read(self, ids: Any, need_logits: bool = True) -> Any:
+        """Read one block [B, T]; the last token's logits [B, V], if they are needed."""
+
+    def prefill(self, ids: Any, on_block: Callable[[int], None] | None = None) -> Any:
+        """Read a prompt [B, T] block by block; returns the last token's logits [B, V].
+
+        A Ctrl-C takes effect between blocks: what was read stays, and the cache stays whole.
+
+        Args:
+            ids: token ids.
+            on_block: called after each block with the number of tokens read so far.
+
+        Raises:
+            MemoryCapExceeded: nothing may be evicted, and too many tokens; nothing is read.
+        """
+        batch, length = ids.shape
+        self.check_room(length)
+        done, logits = 0, None
+        while done < length:
+            block = ids[:, done : done + self.next_length(batch, length - done)]
+            done += block.shape[1]
+            logits = self.read(block, need_logits=done == length)
+            if on_block is not None:
+                on_block(done)
+        assert logits is not None, "prefill of no tokens"
+        return logits
+
+    def check_room(self, tokens: int, answer: int = 0, *, emptied: bool = False) -> None:
+        """Where nothing may be evicted, refuse tokens that do not fit before any is read.
 
         Args:
             tokens: to be read next.
-            answer: to be written after them, at most; only for the advice.
-            on_full: see `Session.on_full`.
-            never: the policy's name, if it evicts nothing whatever `on_full` is.
+            answer: tokens that follow at most, for which an advised budget has room too.
+            emptied: the cache is reset before they are read.
+
+        Raises:
+            MemoryCapExceeded: naming the budget that would do.
+            SessionBroken: an earlier pass failed half-way; reset the cache.
+        """
+        if not emptied and not self.cache.consistent:
+            raise SessionBroken(
+                "an earlier forward pass failed half-way, so layers have read different tokens; "
+                "reset the cache (in chat: /clear) and read again"
+            )
+        (self.room.emptied if emptied else self.room).check(tokens, answer, self.on_full)
+
+
+class Room(NamedTuple):
+    """What a cache holds and what still fits, in tokens per KV head and layer."""
+
+    held: int
+    spare: int  # tokens that fit before any head must evict
+    budget: int  # slots, as the user gave them
+    least: Callable[[int], int]  # the slots of the smallest head, by budget
+    never: str | None = None  # the policy's name, if it never evicts
+
+    @property
+    def emptied(self) -> Room:
+        """The room of the same cache once it is empty."""
+        return self._replace(held=0, spare=self.least(self.budget))
+
+    def check(self, tokens: int, answer: int, on_full: OnFull) -> None:
+        """Refuse `tokens` that do not fit where nothing may be evicted; see `Loop.check_room`.
 
         Raises:
             MemoryCapExceeded: naming a budget in which the answer ends by itself.
         """
-        if tokens <= self.spare or (on_full == "evict" and never is None):
+        if tokens <= self.spare or (on_full == "evict" and self.never is None):
             return
-        if never is not None:
-            why, advice = f"policy {never!r} never evicts", "choose a policy that evicts"
+        if self.never is not None:
+            why, advice = f"policy {self.never!r} never evicts", "choose a policy that evicts"
         else:
             why = f"nothing may be evicted (on-full is {on_full!r})"
             advice = "set on-full to 'evict'"
@@ -166,7 +203,7 @@ class Room(NamedTuple):
         )
 
     def _enough(self, needed: int) -> int | None:
-        """A budget in which every head holds so many tokens, if there is one."""
+        """The smallest budget in which every head holds so many tokens, if there is one."""
         found = range(needed, needed * MOST)
         place = bisect_left(found, needed, key=self.least)
         return found[place] if place < len(found) else None  # some heads never get more

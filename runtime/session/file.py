@@ -1,8 +1,8 @@
-"""The file a session is saved in: one safetensors file, replaced whole or not at all.
+"""Writes and reads the file of a saved session: a safetensors file, replaced whole or not at all.
 
-Tensors are written one by one, so that saving needs no memory of the cache's size. A digest over
-everything tells a file that was cut short or changed from what was saved. Knows no session, and no
-library of arrays: a tensor is PyTorch's or NumPy's.
+Tensors are written one by one, so that saving needs no memory of the cache's size. A digest of
+everything shows whether a file was cut short or changed. All that is no tensor, its facts, must fit
+a schema. A tensor may be PyTorch's or NumPy's.
 """
 
 from __future__ import annotations
@@ -40,19 +40,22 @@ DTYPES = {
     "uint8": "U8",
     "bool": "BOOL",
 }
-LONGEST = 100_000_000  # bytes of a header that safetensors reads
+LONGEST = 100_000_000  # bytes of a header that safetensors still reads
 PIECE = 1 << 20  # bytes handed to the system at once
+# The settings of generation that are saved, but for the seed, which is saved beside them.
+SETTINGS = tuple(name for name in settings.NAMES if name != "seed")
+FLOATS = tuple(name for name, bounds in settings.NUMBERS.items() if bounds.kind is float)
 Array = Any  # a torch.Tensor or a numpy.ndarray
 Pieces = Sequence[Array]
 
 
 def write(path: str | os.PathLike[str], tensors: Mapping[str, Pieces], facts: Any) -> None:
-    """Save `tensors`, each in pieces along its first axis, and `facts`, which JSON can hold.
+    """Write `tensors`, each in pieces along its first axis, and `facts`, which JSON can hold.
 
     A new file in the same directory takes the old one's place only when all of it is on the disk.
 
     Raises:
-        SessionNotSaved: a file of that name is as it was.
+        SessionNotSaved: it cannot be written; an earlier file is as it was.
     """
     target = Path(os.path.realpath(path))
     session = json.dumps(facts, separators=(",", ":"))
@@ -109,7 +112,7 @@ def _bytes(tensor: Array) -> memoryview:
 
 
 def _kind(tensor: Array) -> str:
-    """The tensor's type in safetensors' letters."""
+    """The tensor's type as safetensors writes it, such as F32."""
     return DTYPES[_name(tensor.dtype)]
 
 
@@ -122,7 +125,7 @@ def _shape(pieces: Pieces) -> list[int]:
 
 
 def digest(session: str, tensors: Iterator[tuple[str, Pieces]]) -> str:
-    """Of everything a file says: SHA-256, in hexadecimal digits."""
+    """The SHA-256 of everything in a file, in hexadecimal digits."""
     total = hashlib.sha256(session.encode())
     for name, pieces in tensors:
         total.update(f"\n{name} {_kind(pieces[0])} {_shape(pieces)}\n".encode())
@@ -132,15 +135,15 @@ def digest(session: str, tensors: Iterator[tuple[str, Pieces]]) -> str:
 
 
 class SessionFile:
-    """A file that `write` made, open for reading; checked against its digest when it is opened.
+    """A saved session, open for reading; opening it checks its digest.
 
     Args:
         path: of the file.
-        framework: what its tensors are to be, 'pt' (PyTorch) or 'np' (NumPy).
+        framework: whose tensors to make, 'pt' (PyTorch) or 'np' (NumPy).
 
     Raises:
-        SessionFileCorrupt: no such file, not a session's, cut short, or changed.
-        SessionFileNewer: of a format that this version does not know.
+        SessionFileCorrupt: there is no such file, or it is no session's, cut short, or changed.
+        SessionFileNewer: a newer kvcap wrote it, in a format that this one does not know.
     """
 
     def __init__(self, path: str | os.PathLike[str], framework: str = "pt") -> None:
@@ -182,14 +185,14 @@ class SessionFile:
         return facts
 
     def tensor(self, name: str) -> Array:
-        """One tensor, a copy in memory."""
+        """A copy of one tensor."""
         return self._file.get_tensor(name)
 
     def taken(self, name: str, shape: tuple[int, ...], dtype: Any) -> Array:
-        """One tensor of a known shape and type.
+        """A copy of one tensor, which must have this shape and type.
 
         Raises:
-            SessionFileCorrupt: there is none, or it is of another.
+            SessionFileCorrupt: it is missing, or has others.
         """
         if name not in self.names:
             raise self.corrupt(f"{name} is missing")
@@ -202,13 +205,13 @@ class SessionFile:
         return found
 
     def corrupt(self, why: str) -> SessionFileCorrupt:
-        """The error that refuses this file."""
+        """The error that refuses this file, for the reason `why`."""
         return SessionFileCorrupt(
             f"{self.path!r} cannot be loaded: {why}; give a file that kvcap saved"
         )
 
     def close(self) -> None:
-        """Let the file go."""
+        """Close the file."""
         self._file.__exit__(None, None, None)
 
     def __enter__(self) -> SessionFile:
@@ -218,16 +221,11 @@ class SessionFile:
         self.close()
 
 
-# Of the settings of generation, those that a session goes by; its seed is told beside them.
-SETTINGS = tuple(name for name in settings.NAMES if name != "seed")
-FLOATS = tuple(name for name, bounds in settings.NUMBERS.items() if bounds.kind is float)
-
-
 def checked_facts(file: SessionFile) -> dict[str, Any]:
-    """What the file says, once it is known to be of the kinds and sizes that it must be.
+    """The facts of a file, once they have passed the schema.
 
     Raises:
-        SessionFileCorrupt: naming the first place where it is not.
+        SessionFileCorrupt: naming the first place where they do not.
     """
     wrong = fault(file.facts, SESSION)
     if wrong is not None:
@@ -236,10 +234,10 @@ def checked_facts(file: SessionFile) -> dict[str, Any]:
 
 
 def check_conversation(file: SessionFile, vocabulary: int) -> None:
-    """Hold the parts of a conversation to each other, and to the model's `vocabulary`.
+    """Refuse a conversation whose parts contradict each other, or the model's `vocabulary`.
 
     Raises:
-        SessionFileCorrupt: they do not belong together.
+        SessionFileCorrupt: naming the contradiction.
     """
     said = file.facts["conversation"]
     messages = said["messages"]
@@ -256,7 +254,7 @@ def check_conversation(file: SessionFile, vocabulary: int) -> None:
 
 
 def generation_of(given: dict[str, Any]) -> dict[str, Any]:
-    """The settings that a session takes, as numbers and lists of the types that samplers want."""
+    """The saved settings of generation, with the types that samplers expect."""
     found = {name: given.get(name) for name in SETTINGS}
     for name in FLOATS:
         if (value := found[name]) is not None:

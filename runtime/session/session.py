@@ -1,4 +1,4 @@
-"""One conversation in a fixed amount of memory: turns in, streamed text out, figures kept."""
+"""A conversation in a fixed amount of memory: messages in, streamed text out, and its figures."""
 
 from __future__ import annotations
 
@@ -6,26 +6,30 @@ import copy
 import os
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, get_args
+from typing import Any, get_args
 
 from kvcap.runtime.errors import EmptyPrompt, MemoryCapExceeded, MessagesInvalid
 from kvcap.runtime.interrupts import interrupts_deferred
 from kvcap.runtime.session import settings
 from kvcap.runtime.session.decoding import Decoding
-from kvcap.runtime.session.pinned_messages import message_spans, system_span
+from kvcap.runtime.session.engine import Engine
+from kvcap.runtime.session.messages import (
+    checked_messages,
+    message_spans,
+    render,
+    render_turn,
+    system_message,
+    system_span,
+)
 from kvcap.runtime.session.stats import FinishReason, Stats, Turn
-from kvcap.runtime.session.text import messages_of, opening, render, render_turn
 from kvcap.runtime.types import Message, OnFull, Span
-
-if TYPE_CHECKING:
-    from kvcap.runtime.session.engine import Engine
 
 REREAD = "the conversation is read again with the next message"
 
 
 @dataclass(frozen=True)
-class Said:
-    """What was said and set: what an answer that fails is taken back to."""
+class Transcript:
+    """The messages of a conversation and what of them is pinned."""
 
     messages: list[Message]
     system: str | None
@@ -35,17 +39,17 @@ class Said:
 
 @dataclass(frozen=True)
 class Prompt:
-    """What is read next, checked; nothing is changed until it is."""
+    """The tokens to read next, checked; the conversation changes only once they are read."""
 
     ids: list[int]
-    said: Said | None  # from then on; None: a text that is no message
-    spans: Sequence[Span]  # that are pinned from then on
-    emptied: bool = False  # the cache is reset first, for another answer to what was said
-    reread: bool = False  # it begins with what was said before
+    transcript: Transcript | None  # once it is read; None: a text that is no message
+    spans: Sequence[Span]  # to be pinned as well
+    emptied: bool = False  # the cache is reset first, to answer the same message again
+    reread: bool = False  # it begins with earlier messages, which are read again
 
 
 class Session:
-    """A conversation over one cache. Made by `Runtime.session`; knows no library that runs models.
+    """A conversation over one cache, made by `Runtime.session`. Knows no library that runs models.
 
     >>> from kvcap import Runtime
     >>> session = Runtime.from_pretrained("pocket", kv_budget_tokens=256).session()
@@ -66,18 +70,18 @@ class Session:
         self.turn: Turn | None = None
         """The last answer, once it has begun; None before the first."""
         self.notice: str | None = None
-        """What became of a message whose reading was cut short, for the user to be told."""
+        """What to tell the user of a message whose reading was cut short; else None."""
         self.on_block: Callable[[int, int], None] | None = None
         """Called while a prompt is read: (tokens read, tokens of the prompt)."""
         self.pinned: set[int] = set()
         """Which of `messages` are never evicted."""
         self.pin_system = False
-        """Whether the system prompt is never evicted, from the next time it is read."""
+        """Whether the system prompt is never evicted, from the next time that it is read."""
         self.seed = seed
-        self.draws = runtime.draws(seed)
+        self.rng = runtime.rng(seed)
         self._loop = runtime.loop()
         self._decoding = Decoding(runtime, self._loop)
-        self._open: Generator[str, None, None] | None = None  # the answer in hand
+        self._open: Generator[str, None, None] | None = None  # the answer being written
 
     def __repr__(self) -> str:
         plan, count = self.runtime.plan, len(self.messages)
@@ -95,9 +99,9 @@ class Session:
     def on_full(self) -> OnFull:
         """What happens when the budget is used up.
 
-        'evict'; or 'stop', which ends the answer there; or 'error', which raises
-        `MemoryCapExceeded`. With the last two nothing is ever evicted, and a message that does not
-        fit is refused before any of it is read.
+        'evict' evicts tokens, 'stop' ends the answer there, and 'error' raises `MemoryCapExceeded`.
+        With the last two nothing is ever evicted, and a message that does not fit is refused
+        before any of it is read.
         """
         return self._loop.on_full
 
@@ -109,7 +113,7 @@ class Session:
 
     @property
     def stats(self) -> Stats:
-        """Tokens, bytes and the last turn's timing, now."""
+        """The figures of the conversation now: tokens, bytes, and the last turn's timing."""
         cache, plan = self.cache, self.runtime.plan
         return Stats(
             policy=plan.policy,
@@ -127,10 +131,11 @@ class Session:
 
     @classmethod
     def load(cls, runtime: Engine, path: str | os.PathLike[str]) -> Session:
-        """The conversation saved in `path`, with memory of its own: a file may be loaded often.
+        """The conversation saved in `path`, with a cache of its own: a file may be loaded often.
 
-        A larger budget takes it as it is. A smaller one evicts, by scores that need no queries,
-        else the oldest tokens; so can another policy that needs nothing of the past it lacks.
+        A larger budget takes it as it is. A smaller one evicts by the policy's scores, or where
+        these need past queries, the oldest tokens. Another policy can take it over if it needs no
+        figures of past tokens that the file lacks.
 
         Raises:
             SessionFileCorrupt, SessionFileForeign, SessionFileNewer: it cannot be taken.
@@ -141,7 +146,7 @@ class Session:
         return session
 
     def restore(self, path: str | os.PathLike[str]) -> None:
-        """Become the conversation saved in `path`, or refuse as `load` does and stay as it is.
+        """Become the conversation saved in `path`, or refuse as `load` does and change nothing.
 
         A Ctrl-C takes effect afterwards, as in `save`.
         """
@@ -150,7 +155,7 @@ class Session:
             self.runtime.restore(self, path)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Save everything the conversation needs to go on as if nothing had been.
+        """Save everything that the conversation needs to go on as if it had never stopped.
 
         The file is replaced whole or not at all.
 
@@ -163,7 +168,7 @@ class Session:
 
     @property
     def conversation(self) -> dict[str, Any]:
-        """What was said and set, as a session's file keeps it."""
+        """Messages and settings, as a session's file keeps them."""
         unread = self._unread
         return {
             "messages": self.messages,
@@ -175,55 +180,55 @@ class Session:
             "seed": self.seed,
         }
 
-    def take(self, conversation: dict[str, Any], draws: Any) -> None:
-        """Take over a `conversation`, whose tokens the cache holds, and the state of its draws."""
+    def take_over(self, conversation: dict[str, Any], rng: Any) -> None:
+        """Go on with a saved `conversation`, whose tokens are in the cache, and its rng."""
         self.messages, self.system = conversation["messages"], conversation["system"]
         self.pinned, self.pin_system = set(conversation["pinned"]), conversation["pin_system"]
-        self.seed, self.draws = conversation["seed"], draws
+        self.seed, self.rng = conversation["seed"], rng
         self.turn = self.notice = None
         unread, since = conversation["unread"], conversation["unread_since"]
         self.cache.unread = (unread[0], since) if unread else None
 
     def send(self, said: str | Sequence[Message], *, pin: bool = False) -> Iterator[str]:
-        """Say something and stream the answer; `pin` keeps it from ever being evicted.
+        """Send a message and stream the answer; a pinned message is never evicted.
 
-        What cannot be answered is refused by this call; all else happens as the iterator is read,
-        and nothing if it never is. Where the cache is empty, as after `cache.reset()`, earlier
-        messages are read again. Stopping early (closing the iterator, Ctrl-C) keeps what was said
-        so far as the answer; while the message itself was still being read, see `notice`.
+        This call refuses what cannot be answered; all else happens as the iterator is read, and
+        nothing if it never is. Where the cache is empty, as after `cache.reset()`, earlier messages
+        are read again. Stopping early (closing the iterator, Ctrl-C) keeps the answer so far; if
+        the message itself was not read to its end, `notice` says what became of it.
 
         Args:
             said: a text; or messages that are added to the conversation, dictionaries with 'role'
                 ('system', 'user' or 'assistant') and 'content': a system prompt only as the first
                 of a new conversation, a user's message last.
-            pin: what is said, all messages of it.
+            pin: all messages that are given.
 
         Raises:
-            EmptyPrompt: nothing to say.
-            MessagesInvalid: no such messages.
+            EmptyPrompt: there is nothing to answer.
+            MessagesInvalid: they are no such messages.
             ChatTemplateMissing: the tokenizer cannot chat.
             MemoryCapExceeded: nothing may be evicted and the cap is reached.
             PinsTooLarge: pinned tokens need more slots than a head has.
-            ValueError, UnsupportedModel: settings of generation that cannot be.
+            ValueError, UnsupportedModel: a setting of generation cannot have its value.
             SessionBroken: a forward pass failed half-way.
         """
-        messages = messages_of(said)
-        return self._begin(lambda: self._message(messages, pin))
+        messages = checked_messages(said)
+        return self._begin(lambda: self._message_prompt(messages, pin))
 
     def complete(self, text: str) -> Iterator[str]:
         """Read `text` as it is, without a chat template, and stream the continuation.
 
         Raises:
-            EmptyPrompt: no token.
-            MessagesInvalid: no text.
+            EmptyPrompt: it has no token.
+            MessagesInvalid: it is no text.
             MemoryCapExceeded, ValueError, UnsupportedModel, SessionBroken: as in `send`.
         """
         if not isinstance(text, str):
             raise MessagesInvalid(f"a {type(text).__name__} was given; give the text to continue")
-        return self._begin(lambda: self._text(text))
+        return self._begin(lambda: self._text_prompt(text))
 
     def regenerate(self) -> Iterator[str]:
-        """Answer the last message again, reading the conversation anew: evicted tokens are gone.
+        """Answer the last message again, after reading the conversation again.
 
         Stopped before the new answer begins, the former one stays.
 
@@ -232,10 +237,10 @@ class Session:
             ChatTemplateMissing, MemoryCapExceeded, PinsTooLarge, ValueError, UnsupportedModel: as
                 in `send`.
         """
-        return self._begin(self._last_message)
+        return self._begin(self._repeated_prompt)
 
     def undo(self) -> str:
-        """Take back the last message and its answer; what it was.
+        """Take back the last message and its answer; returns the message.
 
         The cache is emptied: earlier messages are read again with the next one.
 
@@ -256,7 +261,7 @@ class Session:
         return text
 
     def clear(self) -> None:
-        """Forget the conversation; memory and settings stay."""
+        """Forget the conversation; the cache's memory and the settings stay."""
         self._close()
         with interrupts_deferred():
             self.cache.reset()
@@ -270,12 +275,12 @@ class Session:
         eos_token_id, stop_strings.
 
         Raises:
-            ValueError: no such setting, or a value that cannot be; nothing is changed.
+            ValueError: no such setting, or a value that it cannot have; nothing is changed.
         """
         settings.check(options)
         if "seed" in options:
             self.seed = options.pop("seed")
-            self.draws = self.runtime.draws(self.seed)
+            self.rng = self.runtime.rng(self.seed)
         if (temperature := options.get("temperature")) is not None:
             options.setdefault("do_sample", temperature > 0)
         elif any(options.get(name) is not None for name in ("top_p", "top_k", "min_p")):
@@ -288,89 +293,90 @@ class Session:
         return ids
 
     @property
-    def _said(self) -> Said:
-        """As it is now."""
-        return Said(list(self.messages), self.system, frozenset(self.pinned), self.pin_system)
+    def _transcript(self) -> Transcript:
+        """The conversation as it is now."""
+        return Transcript(list(self.messages), self.system, frozenset(self.pinned), self.pin_system)
 
-    @_said.setter
-    def _said(self, said: Said) -> None:
-        self.messages, self.system = said.messages, said.system
-        self.pinned, self.pin_system = set(said.pinned), said.pin_system
+    @_transcript.setter
+    def _transcript(self, other: Transcript) -> None:
+        self.messages, self.system = other.messages, other.system
+        self.pinned, self.pin_system = set(other.pinned), other.pin_system
 
     @property
     def _unread(self) -> list[int]:
-        """The last token of an answer that was cut short, said but not yet read; or none."""
+        """The last token of an answer that was cut short, written but not yet read; or none."""
         token, since = self.cache.unread or (0, -1)
         return [token] if since == self.cache.seen else []
 
-    def _message(self, given: list[Message], pin: bool) -> Prompt:
-        """The prompt of more messages."""
-        said, seen = self._said, self.cache.seen
-        system, pin_system = said.system, said.pin_system
+    def _message_prompt(self, given: list[Message], pin: bool) -> Prompt:
+        """The prompt of new messages."""
+        before, seen = self._transcript, self.cache.seen
+        system, pin_system = before.system, before.pin_system
         if given[0]["role"] == "system":
-            if said.messages or seen:
+            if before.messages or seen:
                 raise MessagesInvalid(
                     "a system prompt was given in a conversation that has begun; clear it first, "
                     "or set session.system and reset its cache"
                 )
             system, given, pin_system = given[0]["content"], given[1:], pin_system or pin
-        messages, tokenizer = [*said.messages, *given], self.runtime.tokenizer
-        new = range(len(said.messages), len(messages))
-        now = Said(messages, system, said.pinned | frozenset(new if pin else ()), pin_system)
+        messages, tokenizer = [*before.messages, *given], self.runtime.tokenizer
+        new = range(len(before.messages), len(messages))
+        pinned = before.pinned | frozenset(new if pin else ())
+        after = Transcript(messages, system, pinned, pin_system)
         if seen:
             ids = self._unread + self.encode(render_turn(tokenizer, system, given))
             spans = [(seen, seen + len(ids))] if pin else []
         else:
-            ids, spans = self._whole(now)
-        return self._checked(Prompt(ids, now, spans, reread=not seen and bool(said.messages)))
+            ids, spans = self._encode_all(after)
+        return self._checked(Prompt(ids, after, spans, reread=not seen and bool(before.messages)))
 
-    def _text(self, text: str) -> Prompt:
+    def _text_prompt(self, text: str) -> Prompt:
         """The prompt of a text that is no message."""
         ids = self.encode(text, special=not self.cache.seen)
         if not ids:
             raise EmptyPrompt("the prompt is empty; give at least one token of text")
         return self._checked(Prompt(self._unread + ids, None, []))
 
-    def _last_message(self) -> Prompt:
+    def _repeated_prompt(self) -> Prompt:
         """The prompt of the conversation without its last answer."""
-        said = self._said
-        while said.messages and said.messages[-1]["role"] == "assistant":
-            said.messages.pop()
-        if not said.messages:
+        after = self._transcript
+        while after.messages and after.messages[-1]["role"] == "assistant":
+            after.messages.pop()
+        if not after.messages:
             raise EmptyPrompt("there is nothing to answer again; say something first")
-        pinned = frozenset(index for index in said.pinned if index < len(said.messages))
-        said = replace(said, pinned=pinned)
-        ids, spans = self._whole(said)
-        return self._checked(Prompt(ids, said, spans, emptied=True, reread=True))
+        pinned = frozenset(index for index in after.pinned if index < len(after.messages))
+        after = replace(after, pinned=pinned)
+        ids, spans = self._encode_all(after)
+        return self._checked(Prompt(ids, after, spans, emptied=True, reread=True))
 
-    def _whole(self, said: Said) -> tuple[list[int], list[Span]]:
+    def _encode_all(self, whole: Transcript) -> tuple[list[int], list[Span]]:
         """The tokens of a whole conversation, and what of them is pinned."""
 
-        def written(some: Sequence[Message]) -> list[int]:
+        def encode(some: Sequence[Message]) -> list[int]:
             return self.encode(render(self.runtime.tokenizer, some))
 
-        first = opening(said.system)
-        ids = written([*first, *said.messages])
-        spans = system_span(written, said.system) if said.pin_system and said.system else []
-        return ids, spans + message_spans(written, first, said.messages, said.pinned, ids)
+        first = system_message(whole.system)
+        ids = encode([*first, *whole.messages])
+        spans = system_span(encode, whole.system) if whole.pin_system and whole.system else []
+        return ids, spans + message_spans(encode, first, whole.messages, whole.pinned, ids)
 
     def _checked(self, prompt: Prompt) -> Prompt:
-        """The prompt, if it can be answered."""
+        """The prompt, if it can be answered; else it is refused."""
         emptied = prompt.emptied
-        self._decoding.check(self.generation, self.draws, len(prompt.ids), emptied=emptied)
+        self._decoding.check(self.generation, self.rng, len(prompt.ids), emptied=emptied)
         self.cache.pinned_with(prompt.spans, emptied=emptied)
         return prompt
 
     def _begin(self, prepare: Callable[[], Prompt]) -> Iterator[str]:
-        """The answer to a prompt, which is refused now if it cannot be had."""
-        return self._stream(prepare, self._standing, prepare())
+        """The answer to a prompt, which is prepared, or refused, at once."""
+        return self._stream(prepare, self._prompt_inputs, prepare())
 
     def _stream(
         self, prepare: Callable[[], Prompt], before: tuple[Any, ...], prompt: Prompt
     ) -> Iterator[str]:
-        """The answer to a prompt that was prepared when what it depends on was `before`."""
+        """The answer to a prompt that was prepared when `_prompt_inputs` was `before`."""
         self._close()
-        if self._standing != before:  # something was said since
+        if self._prompt_inputs != before:  # the conversation went on since
             prompt = prepare()
         self._open = pieces = self._answer(prompt)
         try:
@@ -380,18 +386,18 @@ class Session:
                 self._open = None
 
     def _close(self) -> None:
-        """End an answer that nobody reads on, as if it had been stopped."""
+        """End an answer that is not read to its end, as if it had been stopped."""
         if self._open is not None:
             self._open.close()
 
     @property
-    def _standing(self) -> tuple[Any, ...]:
-        """What a prompt depends on."""
-        return self._said, self.on_full, self.cache.seen, self._unread
+    def _prompt_inputs(self) -> tuple[Any, ...]:
+        """Everything that a prompt depends on."""
+        return self._transcript, self.on_full, self.cache.seen, self._unread
 
     def _answer(self, prompt: Prompt) -> Generator[str, None, None]:
         """Answer a prompt; however that ends, the conversation can go on."""
-        before, said, settled = self._said, list[str](), False
+        before, pieces, settled = self._transcript, list[str](), False
         turn = Turn(prompt_tokens=len(prompt.ids))
         start = (0, 0)
 
@@ -399,7 +405,7 @@ class Session:
             nonlocal settled
             with interrupts_deferred():
                 if self.turn is turn and not settled:
-                    self._settle(prompt, before, start, "".join(said))
+                    self._settle(prompt, before, start, "".join(pieces))
                 settled = True
 
         try:
@@ -408,14 +414,14 @@ class Session:
                     if prompt.emptied:
                         self.cache.reset()
                     self.cache.pin(prompt.spans)
-                    if prompt.said is not None:
-                        self._said = prompt.said
+                    if prompt.transcript is not None:
+                        self._transcript = prompt.transcript
                     self.turn, self.notice = turn, None
                     start = self.cache.seen, self.cache.held
                 for piece in self._decoding.answer(
-                    prompt.ids, self.generation, self.draws, turn, self.on_block
+                    prompt.ids, self.generation, self.rng, turn, self.on_block
                 ):
-                    said.append(piece)
+                    pieces.append(piece)
                     yield piece
             except BaseException as error:
                 turn.finish_reason = turn.finish_reason or _reason(error)
@@ -425,14 +431,16 @@ class Session:
         finally:
             settle()  # a Ctrl-C can come before the first has begun
 
-    def _settle(self, prompt: Prompt, before: Said, start: tuple[int, int], answer: str) -> None:
-        """After an answer: leave messages and cache that belong together, and tell what changed.
+    def _settle(
+        self, prompt: Prompt, before: Transcript, start: tuple[int, int], answer: str
+    ) -> None:
+        """After an answer, make messages and cache agree, and say in `notice` what changed.
 
         Args:
-            prompt: of it.
-            before: what was said and set before it.
+            prompt: that was answered.
+            before: the conversation before it.
             start: tokens seen and held when it began.
-            answer: what was said of it.
+            answer: the text so far.
         """
         turn, cache = self.turn, self.cache
         assert turn is not None
@@ -442,14 +450,14 @@ class Session:
         failed = turn.finish_reason in ("cap", "error")
         stopped, whole = turn.finish_reason == "interrupted", turn.read_tokens == total
         notice = None
-        if prompt.said is None:
+        if prompt.transcript is None:
             pass
         elif prompt.emptied and not answer and (failed or stopped):
-            self._said = before
+            self._transcript = before
             cache.reset()
             notice = f"no new answer began, so the former one stays; {REREAD}"
         elif not whole and (failed or not turn.read_tokens):
-            self._said = before
+            self._transcript = before
             if cache.seen != seen:
                 cache.reset()
             notice = "the message was not read and is taken back"
@@ -471,7 +479,7 @@ class Session:
 
 
 def _reason(error: BaseException) -> FinishReason:
-    """Why an answer ended that did not end by itself."""
+    """The reason why an answer ended that an error or Ctrl-C cut short."""
     if isinstance(error, (KeyboardInterrupt, GeneratorExit)):
         return "interrupted"
     return "cap" if isinstance(error, MemoryCapExceeded) else "error"

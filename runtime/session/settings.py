@@ -1,7 +1,6 @@
-"""Settings of generation that a user may give: their names and bounds, one for both backends.
+"""Settings of generation that a user may give: their names and bounds, the same for both backends.
 
-Knows no library: settings are attributes of transformers' `GenerationConfig` or of what stands for
-it.
+Knows no library: they are attributes of transformers' `GenerationConfig` or of an object like it.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from typing import Any, NamedTuple
 
 
 class Bounds(NamedTuple):
-    """Of a number."""
+    """The numbers that a setting takes."""
 
     kind: type
     low: float
@@ -20,7 +19,7 @@ class Bounds(NamedTuple):
     above: bool = False  # `low` itself is refused
 
     def holds(self, value: Any) -> bool:
-        """Whether a value is such a number."""
+        """Whether a value is within the bounds, and of the kind."""
         kinds = (int,) if self.kind is int else (int, float)
         if isinstance(value, bool) or not isinstance(value, kinds) or not math.isfinite(value):
             return False
@@ -46,7 +45,7 @@ NAMES = (*NUMBERS, "do_sample", "eos_token_id", "stop_strings")
 
 
 def check(settings: Mapping[str, Any]) -> None:
-    """Refuse what cannot be; None is a setting that is not given.
+    """Refuse settings that do not exist or cannot have their value; None is one not given.
 
     Raises:
         ValueError: naming the first, and what it may be.
@@ -73,12 +72,12 @@ def check(settings: Mapping[str, Any]) -> None:
             raise ValueError(f"{name}={value!r} will not work; use {allowed}")
 
 
-def given(config: Any) -> dict[str, Any]:
-    """The settings above as `config` has them."""
+def as_dict(config: Any) -> dict[str, Any]:
+    """All settings but the seed, as `config` has them."""
     return {name: getattr(config, name, None) for name in NAMES if name != "seed"}
 
 
-def ends(config: Any) -> frozenset[int]:
+def end_tokens(config: Any) -> frozenset[int]:
     """The tokens that end an answer; none, one or several may be set."""
     ids = config.eos_token_id
     if ids is None:
@@ -86,7 +85,7 @@ def ends(config: Any) -> frozenset[int]:
     return frozenset(ids if isinstance(ids, (list, tuple)) else [ids])
 
 
-def stops(config: Any) -> list[str]:
+def stop_strings(config: Any) -> list[str]:
     """The texts that end an answer; none, one or several may be set."""
     texts = config.stop_strings
     return [texts] if isinstance(texts, str) else list(texts or ())

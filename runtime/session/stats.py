@@ -1,4 +1,4 @@
-"""The figures of a conversation: where it stands, and what its last answer took."""
+"""The figures of a conversation: what its cache holds, and what its last answer took."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 FinishReason = Literal["stop", "length", "interrupted", "cap", "full", "error"]
-"""`full`: the budget is used up and `on_full` is 'stop'; `cap`: more was refused; `error`: another
-error ended it."""
+"""Why an answer ended. `full`: the budget is used up and `on_full` is 'stop'; `cap`: reading on
+was refused; `error`: another error."""
 
 
 @dataclass
 class Turn:
-    """What one answer read, wrote and took. Times in seconds, 0 where nothing was timed."""
+    """What one answer read and wrote, and its times in seconds, 0 where nothing was timed."""
 
     prompt_tokens: int = 0
-    read_tokens: int = 0  # of them; fewer where reading was cut short
+    read_tokens: int = 0  # of the prompt; fewer where reading was cut short
     completion_tokens: int = 0
-    evicted_tokens: int = 0  # that this answer cost, those of its prompt included
+    evicted_tokens: int = 0  # while the prompt was read and the answer written
     finish_reason: FinishReason | None = None  # None: it is still being written
     ttft_s: float = 0.0  # from the call to the first token
     decode_s: float = 0.0
@@ -35,19 +35,19 @@ class Turn:
 
 @dataclass(frozen=True, repr=False)
 class Stats:
-    """Where the conversation stands. Tokens per KV head and layer, bytes over all layers."""
+    """What a cache holds now. Tokens are per KV head and layer, bytes of all layers together."""
 
     policy: str
     budget_tokens: int
-    seen_tokens: int  # since the cache was last empty: read again, they count anew
+    seen_tokens: int  # read since the cache was last empty
     held_tokens: int
     evicted_tokens: int
-    bytes: int  # of the slots in use, and of what is always held
-    cap_bytes: int  # what was asked for, or what the plan needs
-    peak_bytes: int  # the most storage the cache has ever had, used or not
-    recomputed: list[float]  # per layer: share of steps that attended to evicted tokens anew
-    execution: str  # how blocks run once the cache is full, where there is something to say
-    turn: Turn | None  # the last answer; None where there was none yet
+    bytes: int  # of the slots in use, and of buffers that are always held
+    cap_bytes: int  # of the cache: as asked for, or as planned
+    peak_bytes: int  # the most storage the cache has had, used or not
+    recomputed: list[float]  # by layer: the share of steps that attended to evicted tokens again
+    execution: str  # how blocks are run, where there is something to say
+    turn: Turn | None  # the last answer; None before the first
 
     def as_dict(self) -> dict[str, Any]:
         """All fields, for JSON."""

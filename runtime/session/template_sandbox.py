@@ -1,8 +1,8 @@
 """A program that renders chat templates: requests come in and answers go out as lines of JSON.
 
-Run by its path, by `chat_template.py`, in a process of its own, since a template of a stranger's
-may compute for ever or fill the memory, and no sandbox of Python's stops it in the middle of that;
-the system does. Templates get the names that transformers gives them. Imports nothing of kvcap.
+`chat_template.py` runs it by its path in a process of its own: a stranger's template may compute
+for ever or fill the memory, which no sandbox within Python stops, but the system does. Templates
+get the names that transformers gives them. Imports nothing of kvcap.
 """
 
 from __future__ import annotations
@@ -62,21 +62,21 @@ def answered(request: dict[str, Any]) -> dict[str, str]:
 
 
 class Generation(Extension):
-    """`{% generation %}` marks what a model is trained to say; here it is only text."""
+    """The tag `{% generation %}`, which marks answers for training; here it is only text."""
 
     tags = {"generation"}  # noqa: RUF012  # as jinja2 declares it
 
     def parse(self, parser: Parser) -> list[nodes.Node]:
-        """What is between the tags."""
+        """The nodes between the tags."""
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
 class Names(Namespace):
-    """`namespace()`, whose attributes cannot be Python's own."""
+    """Jinja's `namespace()`, without access to attributes that are Python's own."""
 
     def __setitem__(self, name: str, value: Any) -> None:
-        """Set one, as `{% set ns.name = value %}` does."""
+        """Set an attribute, as `{% set ns.name = value %}` does."""
         if name.startswith("_"):
             raise SecurityError(f"a chat template cannot set {name!r}")
         super().__setitem__(name, value)
@@ -84,7 +84,7 @@ class Names(Namespace):
 
 @lru_cache(maxsize=8)
 def template_of(text: str) -> Template:
-    """A template with the filters and functions that chat templates are written for."""
+    """A compiled template, with the filters and functions that chat templates expect."""
 
     def fail(message: str) -> None:
         raise TemplateError(message)

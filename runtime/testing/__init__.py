@@ -1,1 +1,1 @@
-"""Memory meters and the pytest plugin."""
+"""Meters of memory for tests, and the pytest plugin that holds tests to a budget."""

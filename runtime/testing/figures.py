@@ -1,7 +1,7 @@
-"""Figures that tests measure, and the JSON file of earlier ones that they are held against.
+"""Compares the figures that tests measure with a baseline, a JSON file of earlier ones.
 
-The file: `made_on` (versions and machine), and under `figures` each test's id, its figures and
-their bytes. A figure may be `{"bytes": 1048576, "tolerance": "5%"}`, which an update keeps.
+The file holds `made_on` (versions and machine), and under `figures`, by test, the bytes of each
+figure. A figure may be `{"bytes": 1048576, "tolerance": "5%"}`, and an update keeps its tolerance.
 Nothing heavy is imported here, as every pytest of an environment with kvcap imports it.
 """
 
@@ -20,27 +20,27 @@ from pathlib import Path
 from typing import Any
 
 FORMAT = 1
-# By which a figure may grow: what is exact everywhere, exact on equal versions, and not exact.
+# By how much a figure may grow: some are exact everywhere, some on equal versions, some never.
 TOLERANCES = {"kv": 0.0, "cpu_peak": 0.02, "cuda_peak": 0.02, "host_peak": 0.1, "process_peak": 0.1}
 ANYWHERE = {"kv"}  # compared whatever the versions and the machine are
 
 
 class FiguresUnusable(ValueError):
-    """The file of figures is missing or is none."""
+    """The file of figures is missing or malformed."""
 
 
 @dataclass(frozen=True)
 class Figure:
     """Bytes that a test measured."""
 
-    kind: str  # of TOLERANCES
+    kind: str  # a key of TOLERANCES
     nbytes: int
     label: str = ""
-    allowed: int | None = None  # by the test's marker
+    allowed: int | None = None  # bytes, by the test's marker
 
     @property
     def name(self) -> str:
-        """As in the file, and in JUnit's properties."""
+        """Its name in the file, and in JUnit's properties."""
         return ".".join(filter(None, (self.label, f"{self.kind}_bytes")))
 
 
@@ -50,16 +50,16 @@ class Compared:
 
     figure: Figure
     before: int | None = None
-    limit: int | None = None  # the most that the earlier value allows; None: not compared
+    limit: int | None = None  # the most bytes that the earlier value allows; None: not compared
 
     @property
     def grew(self) -> bool:
-        """Beyond the tolerance."""
+        """Whether it grew beyond the tolerance."""
         return self.limit is not None and self.figure.nbytes > self.limit
 
     @property
     def change(self) -> str:
-        """For people."""
+        """The change as people read it, such as +2.0 %."""
         if self.before is None:
             return ""
         if self.before == 0:
@@ -68,7 +68,7 @@ class Compared:
 
 
 def made_on() -> dict[str, str]:
-    """What a figure depends on beside the code; of torch, what is known without importing it."""
+    """Versions and machine, on which figures depend; torch is asked only if it is imported."""
     found = {"platform": f"{platform.system()} {platform.machine()}"}
     for name in ("torch", "transformers"):
         with suppress(PackageNotFoundError):
@@ -83,7 +83,7 @@ def made_on() -> dict[str, str]:
 
 
 class Figures:
-    """The file."""
+    """The file of figures."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -92,10 +92,10 @@ class Figures:
 
     @classmethod
     def read(cls, path: Path) -> Figures:
-        """Read what `write` wrote, perhaps edited.
+        """Read a file that `write` wrote, and people may have edited.
 
         Raises:
-            FiguresUnusable: missing or malformed.
+            FiguresUnusable: it is missing or malformed.
         """
         found = cls(path)
         make = "`pytest --memory-update --memory-baseline FILE` writes one"
@@ -115,7 +115,7 @@ class Figures:
         return found
 
     def unlike(self, here: Mapping[str, str]) -> str:
-        """What differs from where the file was made; nothing where all that both know agrees."""
+        """Words for what differs from where the file was made; empty where nothing does."""
         return ", ".join(
             f"{name} {self.made_on[name]} there, {here[name]} here"
             for name in sorted(self.made_on.keys() & here.keys())
@@ -125,7 +125,7 @@ class Figures:
     def compare(
         self, test: str, figure: Figure, tolerance: float | None, here: Mapping[str, str]
     ) -> Compared:
-        """Hold a figure against its earlier value; `tolerance` replaces that of its kind."""
+        """Compare a figure with its earlier value; `tolerance` replaces that of its kind."""
         value = self.tests.get(test, {}).get(figure.name)
         if value is None:
             return Compared(figure)

@@ -1,13 +1,13 @@
-"""Meters that a memory test can trust: tensors at their peak, what is left, what a cache holds.
+"""Measures memory exactly, for tests: peaks of tensors, bytes left behind, bytes of a cache.
 
-Exact where PyTorch itself counts: its CPU allocator by way of the profiler, in every thread, and
-its CUDA allocator. Python's own allocator, which NumPy uses too, is read by `tracemalloc`. Whole
-processes are measured by `process_peak`. The difference of a warm process's resident
-set is no test: the process reuses pages that it already has, so it reads zero and can never fail.
+PyTorch itself counts: its CPU allocator through the profiler, in every thread, and its CUDA
+allocator. `tracemalloc` reads Python's allocator, which NumPy uses too. `process_peak` measures
+whole processes. The resident set of a warm process is no measure: a process reuses the pages that
+it has, so the difference is zero and a test of it could never fail.
 
-memray, and pytest-memray on it, hook malloc and its kin for the whole process, so that Python's and
-every library's allocations are in one figure: good for finding who allocates, on Linux and macOS.
-A bound to the byte needs the figures of each allocator alone, hence no dependency on them.
+memray and pytest-memray hook malloc for the whole process, which puts the allocations of Python and
+of all libraries in one figure: good for finding who allocates. A bound to the byte needs each
+allocator's own figures, so they are not used here.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from kvcap.runtime.cache.cache import BudgetCache
 from kvcap.runtime.testing.stacks import CallLog, Place, clock
 from kvcap.runtime.testing.threads import Hook, SharedCount
 
-MARK = 4099  # bytes, and one more for each thread: allocations by which the stacks find the events
-MARKS = 9  # before, and as many after, of which the quickest tells how the clocks compare
+MARK = 4099  # bytes, one more for each thread, of allocations that mark where its events are
+MARKS = 9  # made before, and as many after: the quickest ones show how the clocks compare
 LOOKED_UP = 500  # of the allocations held at the peak, the largest
 
 
 @dataclass(frozen=True)
 class Allocations:
-    """What one place of the code held at the peak."""
+    """The allocations of one place in the code that were held at the peak."""
 
     nbytes: int
     count: int
@@ -51,7 +51,7 @@ class Allocations:
 
 @dataclass
 class Peak:
-    """What a piece of work took, in bytes, beyond what there was before."""
+    """The bytes that a piece of work took, beyond those allocated before it."""
 
     peak_bytes: int = 0  # held at once, at the most
     held_bytes: int = 0  # still held at the end, with the result
@@ -60,11 +60,11 @@ class Peak:
 
 
 def cpu_peak(function: Callable[[], Any]) -> Peak:
-    """Exact peak of the CPU tensors that `function` allocates, and the bytes it leaves.
+    """The exact peak of the CPU tensors that `function` allocates, and the bytes it leaves behind.
 
-    The running sum of every allocation and release that PyTorch's profiler sees, in every Python
-    thread. Tensors allocated before do not count, nor does their release: replacing one counts the
-    new. A function that returns None and leaves bytes behind, leaks.
+    It is the running sum of all allocations and releases that PyTorch's profiler sees, in every
+    Python thread. Tensors allocated before do not count, nor does their release. A function that
+    returns None and leaves bytes behind has a leak.
 
     >>> import torch
     >>> took = cpu_peak(lambda: torch.ones(1024, dtype=torch.uint8).sum().item())
@@ -87,7 +87,7 @@ def allocator_peak(function: Callable[[], Any]) -> int:
 
 @contextmanager
 def cpu_meter(*, stacks: bool = False) -> Iterator[Peak]:
-    """`cpu_peak` of a `with` block; the figures are there when it has ended.
+    """`cpu_peak` of a `with` block, whose figures are known when it has ended.
 
     Args:
         stacks: note Python's calls, so that `largest()` of the result tells who held most at the
@@ -126,7 +126,7 @@ class _Event:
 
 
 class _Recording:
-    """One run of PyTorch's profiler, for memory alone, with the calls of every thread if asked."""
+    """A run of PyTorch's profiler for memory alone, with the calls of every thread if asked for."""
 
     def __init__(self, stacks: bool) -> None:
         self._before = sys.getprofile()
@@ -137,7 +137,7 @@ class _Recording:
         self._shared = SharedCount(self._joined)
 
     def start(self) -> None:
-        """Count from now on."""
+        """Begin to count."""
         config = torch.autograd.profiler.profile(profile_memory=True).config()
         with _without_usdt():
             _autograd._prepare_profiler(config, {ProfilerActivity.CPU})
@@ -152,13 +152,13 @@ class _Recording:
             sys.setprofile(log.note)
 
     def calm(self) -> None:
-        """No more stacks from here on, in this thread."""
+        """Stop noting calls in this thread."""
         if self._stacks:
             sys.setprofile(self._before)
             self._mark()
 
     def stop(self, peak: Peak) -> None:
-        """Fill in what was counted."""
+        """Stop counting, and fill in the figures of `peak`."""
         self._shared.stop()
         with _without_usdt():
             result = _autograd._disable_profiler()
@@ -166,7 +166,7 @@ class _Recording:
         self._count(_events(result.experimental_event_tree()), peak)
 
     def _joined(self, frame: FrameType) -> Hook | None:
-        """Another thread counts from here on."""
+        """Note the calls of another thread, which counts from here on."""
         if not self._stacks:
             return None
         with self._marking:
@@ -200,7 +200,7 @@ class _Recording:
     def _take_marks(
         self, events: list[_Event]
     ) -> tuple[list[_Event], dict[int, CallLog], Callable[[int], int]]:
-        """Events without our own, whose log each thread's is, and the profiler's times as ours."""
+        """The events without our marks, each thread's log, and the profiler's clock as ours."""
         if not self._stacks:
             return events, {}, int
         firsts: dict[int, _Event] = {}
@@ -232,7 +232,7 @@ class _Recording:
     def _largest(
         self, events: list[_Event], owners: dict[int, CallLog], ours: Callable[[int], int]
     ) -> list[Allocations]:
-        """What was held after these events, by place, the largest first."""
+        """The allocations held after these events, by place, the largest first."""
         live: dict[int, _Event] = {}
         for event in events:
             live.pop(event.pointer, None)
@@ -252,7 +252,7 @@ class _Recording:
 
 
 def _events(tree: list[Any]) -> list[_Event]:
-    """Of the CPU's memory, in the order of time; bytes on a GPU are for `cuda_peak`."""
+    """The events of the CPU's memory in order of time; `cuda_peak` counts those of a GPU."""
     found, todo = [], list(tree)
     while todo:
         node = todo.pop()
@@ -289,9 +289,9 @@ def _without_usdt() -> Iterator[None]:
 
 
 def host_peak(function: Callable[[], Any]) -> Peak:
-    """Exact peak of what `function` takes from Python's allocator: objects, and NumPy's arrays.
+    """The exact peak of Python objects and NumPy arrays that `function` allocates, in any thread.
 
-    In every thread. Tensors of PyTorch, and what libraries take from malloc, are not among it.
+    PyTorch's tensors, and memory that libraries take from malloc, are not counted.
 
     >>> host_peak(lambda: bytearray(1 << 20)).peak_bytes >= 1 << 20
     True
@@ -303,7 +303,7 @@ def host_peak(function: Callable[[], Any]) -> Peak:
 
 @contextmanager
 def host_meter() -> Iterator[Peak]:
-    """`host_peak` of a `with` block; the figures are there when it has ended."""
+    """`host_peak` of a `with` block, whose figures are known when it has ended."""
     gc.collect()
     began = not tracemalloc.is_tracing()
     if began:
@@ -323,7 +323,7 @@ def host_meter() -> Iterator[Peak]:
 
 
 def cuda_peak(function: Callable[[], Any], device: torch.device | str | int = "cuda") -> Peak:
-    """Exact peak of what `function` allocates on a GPU, in every thread, and the bytes it leaves.
+    """The exact peak of what `function` allocates on a GPU, and the bytes it leaves behind.
 
     Raises:
         RuntimeError: no CUDA device.
@@ -335,7 +335,7 @@ def cuda_peak(function: Callable[[], Any], device: torch.device | str | int = "c
 
 @contextmanager
 def cuda_meter(device: torch.device | str | int = "cuda") -> Iterator[Peak]:
-    """`cuda_peak` of a `with` block; the figures are there when it has ended."""
+    """`cuda_peak` of a `with` block, whose figures are known when it has ended."""
     if not torch.cuda.is_available():
         raise RuntimeError(
             "cuda_peak needs a CUDA device and PyTorch sees none; skip the test where "
@@ -355,9 +355,9 @@ def cuda_meter(device: torch.device | str | int = "cuda") -> Iterator[Peak]:
 
 
 def kv_bytes(cache: Any) -> int:
-    """Bytes that a cache really holds: whole storages, each once, however small the views on them.
+    """The bytes that a cache really holds: whole storages, however small the views of them are.
 
-    For `BudgetCache`, and for transformers' caches of attention (DynamicCache, StaticCache, ...).
+    It takes a `BudgetCache`, or one of transformers' caches (DynamicCache, StaticCache, ...).
 
     >>> import torch
     >>> from transformers import DynamicCache

@@ -1,7 +1,7 @@
-"""The peak resident set of a fresh process: the whole truth about memory, libraries included.
+"""Measures the peak resident set of a fresh process: all its memory, libraries included.
 
-Only a fresh process will do; a warm one reuses pages it already has. Nothing heavy is imported
-here, since the child imports this before its baseline is taken.
+Only a fresh process will do, as a warm one reuses pages that it already has. Nothing heavy is
+imported here, since the child imports this before its baseline is taken.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-REPORT = "KVCAP_MEMORY_REPORT"  # in a test's own process: the file its figures go to
+REPORT = "KVCAP_MEMORY_REPORT"  # in a test's own process, names the file for its figures
 STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
 @dataclass(frozen=True)
 class ProcessPeak:
-    """Resident bytes of a process."""
+    """The resident bytes of a process."""
 
     peak_bytes: int  # the most it held
     baseline_bytes: int  # what it held when the imports were done
@@ -36,7 +36,7 @@ class ProcessPeak:
 
 
 class NotMeasured(RuntimeError):
-    """A process ended well and measured nothing, as a test that skips itself does."""
+    """A process ended well but measured nothing, like a test that skips itself."""
 
 
 class TestFailed(RuntimeError):
@@ -46,7 +46,7 @@ class TestFailed(RuntimeError):
 
 
 def process_peak(target: str | Path, *args: Any, timeout: float | None = None) -> ProcessPeak:
-    """Run `target` in a fresh Python process; returns that process's own peak.
+    """Run `target` in a fresh Python process; returns the peak of that process.
 
     Args:
         target: 'module:function', or the path of a script. Importing the module is the baseline;
@@ -56,7 +56,7 @@ def process_peak(target: str | Path, *args: Any, timeout: float | None = None) -
 
     Raises:
         ValueError: the target is neither.
-        RuntimeError: it failed, with the end of what it said.
+        RuntimeError: it failed; the message ends with its output.
         subprocess.TimeoutExpired: it took longer.
     """
     script = Path(target).suffix == ".py"
@@ -123,7 +123,7 @@ def run_test(report: str, arguments: list[str]) -> None:
 
 
 class Outcome:
-    """Keeps what pytest reports of a test that did not pass, once."""
+    """Keeps pytest's report of a test that did not pass."""
 
     def __init__(self) -> None:
         self.said: dict[str, str] = {}
@@ -133,7 +133,7 @@ class Outcome:
         self.pytest_runtest_logreport(report)
 
     def pytest_runtest_logreport(self, report: Any) -> None:
-        """Set-up, body or what comes after."""
+        """Set-up, body or tear-down."""
         if report.failed:
             parts = [self.said.get("failed", ""), report.longreprtext]
             parts += [f"---- {title} ----\n{text}" for title, text in report.sections]
@@ -144,7 +144,7 @@ class Outcome:
 
 
 def start() -> int:
-    """Forget the peak so far, where the system can; returns the bytes held now."""
+    """Reset the system's record of the peak, if possible; returns the bytes held now."""
     # Where it fails (not Linux, not allowed) the baseline is the peak of the imports.
     with suppress(OSError):
         CLEAR.write_text("5")  # VmHWM becomes VmRSS
@@ -152,7 +152,7 @@ def start() -> int:
 
 
 def write(report: str, baseline: int) -> None:
-    """Write what this process held to the file `report`."""
+    """Write this process's peak and its baseline to the file `report`."""
     Path(report).write_text(json.dumps({"peak_bytes": peak(), "baseline_bytes": baseline}))
 
 

@@ -1,7 +1,7 @@
 """The pytest plugin: `@pytest.mark.memory_budget("64MiB")` and the fixture `memory_meter`.
 
-Loaded by every pytest of an environment that has kvcap, so neither torch nor transformers is
-imported before a test asks for a measurement.
+Every pytest of an environment with kvcap loads it, so neither torch nor transformers is imported
+before a test asks for a measurement.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import pytest
 from kvcap.runtime.testing import process_peak as processes
 from kvcap.runtime.testing.figures import Compared, Figure, Figures, FiguresUnusable, made_on, share
 from kvcap.runtime.testing.process_peak import REPORT
-from kvcap.runtime.units import size
+from kvcap.runtime.units import format_bytes
 
 if TYPE_CHECKING:
     from kvcap.runtime.testing.memory_meter import Allocations, Peak
@@ -38,8 +38,8 @@ USAGE = (
 )
 DEFAULT = "memory-figures.json"
 FIGURES = pytest.StashKey[list[Figure]]()
-SHOWN = 5  # allocations in a failure
-FRAMES = 4  # of each, in the user's own files
+SHOWN = 5  # allocations that the message of a failure shows
+FRAMES = 4  # frames of each, in the user's own files
 WHAT = {
     "cpu_peak": "CPU tensors", "cuda_peak": "tensors on the GPU", "kv": "the cache",
     "host_peak": "Python and NumPy", "process_peak": "the process",
@@ -47,9 +47,9 @@ WHAT = {
 
 
 class MemoryMeter:
-    """Measures within a test; every figure also goes to the test's report and the baseline.
+    """Measures memory within a test; figures also go to the test's report and the baseline.
 
-    A `label` tells figures of one test apart, as in `cpu_peak(f, label="prefill")`.
+    A `label` tells the figures of a test apart, as in `cpu_peak(f, label="prefill")`.
     """
 
     def __init__(self, figures: list[Figure]) -> None:
@@ -118,7 +118,7 @@ def _called(meter: AbstractContextManager[Peak], function: Callable[[], Any]) ->
 
 
 def _add(figures: list[Figure], figure: Figure) -> None:
-    """Keep a figure, under a name that the test has not yet."""
+    """Keep a figure under a name that no other figure of the test has."""
     names, number = {known.name for known in figures}, 2
     label = figure.label
     while figure.name in names:
@@ -135,7 +135,7 @@ def memory_meter(request: pytest.FixtureRequest) -> MemoryMeter:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Options of the figures' baseline."""
+    """Add the options of the baseline."""
     group = parser.getgroup("memory", "memory figures (kvcap)")
     group.addoption(
         "--memory-baseline", metavar="FILE",
@@ -152,7 +152,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Make the marker known, and read the baseline where one is asked for."""
+    """Register the marker, and read the baseline if one is asked for."""
     config.addinivalue_line(
         "markers",
         f"{MARKER}(size, host=None, process=False): fail where the CPU tensors of the test's body "
@@ -180,7 +180,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @dataclass(frozen=True)
 class Budget:
-    """What a marker allows."""
+    """The bytes that a marker allows."""
 
     size: int
     host: int | None
@@ -188,10 +188,10 @@ class Budget:
 
     @classmethod
     def of(cls, mark: pytest.Mark) -> Budget:
-        """Of a marker's arguments.
+        """The budget that a marker's arguments give.
 
         Raises:
-            ValueError: they are none, with what would work.
+            ValueError: they give none; the message says what would.
         """
         unknown = sorted(set(mark.kwargs) - {"host", "process"})
         if unknown:
@@ -219,7 +219,7 @@ def _bytes(given: object) -> int:
 
 @pytest.hookimpl(wrapper=True, trylast=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
-    """Measure what a marked test does between its set-up and what comes after."""
+    """Measure the body of a marked test, without its set-up and tear-down."""
     mark = item.get_closest_marker(MARKER)
     if mark is None:
         return (yield)
@@ -263,7 +263,7 @@ class Peaks:
 
     @contextmanager
     def measured(self) -> Iterator[None]:
-        """Around the body."""
+        """Measure the body of the `with` block."""
         from kvcap.runtime.testing.memory_meter import cpu_meter, host_meter
 
         with ExitStack() as stack:
@@ -332,14 +332,14 @@ def _elsewhere(item: pytest.Item, budget: Budget) -> Generator[None, object, obj
 
 
 def _judge(item: pytest.Item, figure: Figure, peak: Peak | None) -> None:
-    """Report a figure, and fail the test that took more than it may."""
+    """Report a figure, and fail the test if it exceeds its budget."""
     _add(item.stash.setdefault(FIGURES, []), figure)
     allowed, took = figure.allowed, figure.nbytes
     if allowed is None or took <= allowed:
         return
     lines = [
-        f"memory budget exceeded: {WHAT[figure.kind]} took {size(took)} ({took:,} bytes), allowed "
-        f"are {size(allowed)} ({allowed:,}): {took - allowed:,} bytes too many",
+        f"memory budget exceeded: {WHAT[figure.kind]} took {format_bytes(took)} ({took:,} bytes), "
+        f"allowed are {format_bytes(allowed)} ({allowed:,}): {took - allowed:,} bytes too many",
         f"  the budget: {_where(item)}",
     ]
     largest = peak.largest() if peak is not None else []
@@ -349,17 +349,17 @@ def _judge(item: pytest.Item, figure: Figure, peak: Peak | None) -> None:
             lines += _described(each, item.config.rootpath)
         if len(largest) > SHOWN:
             rest = sum(each.nbytes for each in largest[SHOWN:])
-            lines.append(f"    {size(rest)} from {len(largest) - SHOWN} other places")
+            lines.append(f"    {format_bytes(rest)} from {len(largest) - SHOWN} other places")
     elif figure.kind == "cpu_peak":
         lines.append("  (stacks are not noted beside host=, or while another profiler is on)")
     pytest.fail("\n".join(lines), pytrace=False)
 
 
 def _described(each: Allocations, root: Path) -> list[str]:
-    """An allocation and its stack, frames of the user's own files first."""
+    """The lines that show an allocation and its stack, the user's own files first."""
     times = f" in {each.count} allocations" if each.count > 1 else ""
     thread = "" if each.thread == "MainThread" else f", thread {each.thread}"
-    found = [f"    {size(each.nbytes)} ({each.nbytes:,} bytes){times}{thread}"]
+    found = [f"    {format_bytes(each.nbytes)} ({each.nbytes:,} bytes){times}{thread}"]
     # Below the plugin are pytest and whatever started it.
     stack = list(takewhile(lambda place: not _is_pytest(place.file), each.stack))
     own = [place for place in stack if _is_own(place.file, root)]
@@ -375,7 +375,7 @@ def _described(each: Allocations, root: Path) -> list[str]:
 
 
 def _libraries() -> list[str]:
-    """Where files are that are not the user's."""
+    """The folders of files that are not the user's."""
     paths = sysconfig.get_paths()
     return [paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")]
 
@@ -392,7 +392,7 @@ def _is_pytest(file: str) -> bool:
 
 
 def _shown(file: str, root: Path) -> str:
-    """A path as short as it is clear."""
+    """A path, as short as it is still clear."""
     for folder in (str(root), *_libraries()[::-1]):
         if Path(file).is_relative_to(folder):
             return str(Path(file).relative_to(folder))
@@ -400,7 +400,7 @@ def _shown(file: str, root: Path) -> str:
 
 
 def _where(item: pytest.Item) -> str:
-    """The marker as it is written, and its line."""
+    """The marker as the test has it, with file and line."""
     for node, mark in item.iter_markers_with_node(MARKER):
         given = [repr(x) for x in mark.args] + [f"{k}={v!r}" for k, v in mark.kwargs.items()]
         path = Path(str(getattr(node, "path", item.path)))
@@ -410,7 +410,7 @@ def _where(item: pytest.Item) -> str:
 
 
 def _line(node: Any, path: Path) -> int:
-    """The line of a test's, class's or module's marker; that of the test where none is found."""
+    """The line of a test's, class's or module's marker; else the line of the test."""
     target = getattr(node, "obj", None)
     if target is None or inspect.ismodule(target):
         first = 1
@@ -443,7 +443,7 @@ def _line(node: Any, path: Path) -> int:
 
 
 def _command(item: pytest.Item) -> list[Any]:
-    """What pytest is told in the test's own process: that test, and nothing of `addopts`."""
+    """The arguments of pytest in the test's own process: that test, and nothing of `addopts`."""
     config = item.config
     name = config.pluginmanager.get_name(sys.modules[__name__])
     arguments = [item.nodeid, "-q", "-p", str(name), "-p", "no:cacheprovider", "-p", "no:xdist"]
@@ -455,7 +455,7 @@ def _command(item: pytest.Item) -> list[Any]:
 
 
 class Baseline:
-    """Holds every figure against its earlier value; the first process writes new ones."""
+    """Compares every figure with its earlier value; pytest's first process writes new ones."""
 
     def __init__(
         self, config: pytest.Config, figures: Figures, update: bool, tolerance: float | None
@@ -467,14 +467,14 @@ class Baseline:
         self._writes = update and not hasattr(config, "workerinput")
 
     def compared(self, test: str, figures: Sequence[Figure]) -> list[Compared]:
-        """Beside what the file says; nothing fails while it is written anew."""
+        """The figures beside those of the file; nothing fails while the file is rewritten."""
         here = made_on()
         found = [self.figures.compare(test, each, self._tolerance, here) for each in figures]
         return [Compared(c.figure, c.before) for c in found] if self.update else found
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_call(self, item: pytest.Item) -> Generator[None, object, object]:
-        """After the body, and outside all meters."""
+        """Fail a test whose figures grew, after its body and outside all meters."""
         result = yield
         if not getattr(item, "_excinfo", None):
             figures: list[Figure] = item.stash.get(FIGURES, [])
@@ -484,7 +484,7 @@ class Baseline:
         return result
 
     def pytest_sessionfinish(self) -> None:
-        """Write once, where all reports come together."""
+        """Write the file once, in the process where all reports arrive."""
         if self._writes and self.measured:
             self.figures.update(self.measured, self.here)
             self.figures.write()
@@ -493,14 +493,14 @@ class Baseline:
 def _growth(grown: Compared) -> str:
     figure, before = grown.figure, grown.before or 0
     return (
-        f"memory grew: {figure.name} is {size(figure.nbytes)} ({figure.nbytes:,} bytes), the "
-        f"baseline {size(before)} ({before:,}), at most {grown.limit or 0:,} ({grown.change}); "
-        "where that is meant, run pytest --memory-update"
+        f"memory grew: {figure.name} is {format_bytes(figure.nbytes)} ({figure.nbytes:,} bytes), "
+        f"the baseline {format_bytes(before)} ({before:,}), at most {grown.limit or 0:,} "
+        f"({grown.change}); where that is meant, run pytest --memory-update"
     )
 
 
 class Summary:
-    """A table of what was measured, from every process of the run."""
+    """The table of all figures, from every process of the run."""
 
     def __init__(self, config: pytest.Config) -> None:
         self._config = config
@@ -514,7 +514,7 @@ class Summary:
     def pytest_runtest_makereport(
         self, item: pytest.Item, call: pytest.CallInfo[None]
     ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-        """Send figures along with the report of a test, as plain numbers."""
+        """Attach the figures of a test to its report, as plain numbers."""
         if call.when == "call" and (figures := item.stash.get(FIGURES, [])):
             item.user_properties += _properties(figures, item.nodeid, self._baseline())
         report = yield
@@ -526,7 +526,7 @@ class Summary:
         return report
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """In the first process: from each."""
+        """Collect the figures of all processes, in the first one."""
         sent = getattr(report, "kvcap_memory", None)
         if sent is None or hasattr(self._config, "workerinput"):
             return
@@ -545,7 +545,7 @@ class Summary:
             baseline.here = sent["made_on"]
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
-        """Write the table."""
+        """Print the table."""
         out, baseline = terminalreporter, self._baseline()
         if self._rows and self._config.get_verbosity() >= 0:
             self._table(out)
@@ -585,7 +585,7 @@ class Summary:
 def _properties(
     figures: Sequence[Figure], test: str, baseline: Baseline | None
 ) -> list[tuple[str, object]]:
-    """JUnit's: each figure by its name, and what it is held against."""
+    """The properties for JUnit: each figure, its budget and its baseline."""
     found: list[tuple[str, object]] = []
     for figure in figures:
         found.append((figure.name, figure.nbytes))
@@ -604,8 +604,8 @@ def _row(test: str, row: Compared) -> list[str]:
     return [
         test,
         figure.name.removesuffix("_bytes"),
-        size(figure.nbytes) + (" exceeds" if over else ""),
-        "" if figure.allowed is None else size(figure.allowed),
-        "" if row.before is None else size(row.before),
+        format_bytes(figure.nbytes) + (" exceeds" if over else ""),
+        "" if figure.allowed is None else format_bytes(figure.allowed),
+        "" if row.before is None else format_bytes(row.before),
         row.change + (" grew" if row.grew else ""),
     ]

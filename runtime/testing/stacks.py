@@ -1,6 +1,6 @@
-"""Which Python stack made an allocation: calls and returns are noted, and looked up afterwards.
+"""Finds the Python stack of an allocation, by noting calls and returns with their times.
 
-PyTorch's own profiler can note stacks too, of one thread, at several times the cost in memory.
+PyTorch's own profiler can note stacks too, but of one thread, and at several times the memory.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-LIMIT = 4_000_000  # events that a thread notes: about 130 MB
+LIMIT = 4_000_000  # events that a thread notes at most: about 130 MB
 # The clock of PyTorch's profiler itself, where it is offered.
 clock = getattr(torch._C._profiler, "_get_approximate_time", time.perf_counter_ns)
 
@@ -29,7 +29,7 @@ class Place:
     file: str
     line: int
     function: str
-    exact: bool = True  # False: the last known line of this call, as operators are no calls
+    exact: bool = True  # False: the last line known of this call; operators are no calls
 
 
 @dataclass
@@ -45,7 +45,7 @@ class CallLog:
 
     @classmethod
     def of(cls, frame: FrameType | None) -> CallLog:
-        """With the stack that a thread has already."""
+        """An empty log that begins with the present stack of a thread."""
         base = []
         while frame is not None:
             base.append((frame.f_code, frame.f_lasti))
@@ -53,7 +53,7 @@ class CallLog:
         return cls(base=base[::-1])
 
     def note(self, frame: FrameType, event: str, _: Any) -> None:
-        """A profile function, see `sys.setprofile`."""
+        """Note an event; a profile function, see `sys.setprofile`."""
         self._times.append(clock())
         self._codes.append(frame.f_code)
         self._events.append(event)
@@ -71,7 +71,7 @@ class CallLog:
         return len(self._times) > LIMIT
 
     def stacks(self, times: Sequence[int]) -> list[list[Place]]:
-        """The stack at each time, innermost first; empty where it is not known."""
+        """The stack at each time, innermost call first; empty where it is not known."""
         stack = [(code, last, True) for code, last in self.base]
         found: list[list[Place]] = [[]] * len(times)
         done = 0

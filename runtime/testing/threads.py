@@ -1,7 +1,7 @@
-"""Passes PyTorch's count of memory on to every Python thread; PyTorch counts in one only.
+"""Extends PyTorch's count of memory to every Python thread; PyTorch itself counts in one.
 
-PyTorch finds the profiler that an allocation is reported to in thread-local state, and hands that
-state to its own worker threads (as of a backward pass) but not to Python's. The profiler's option
+PyTorch finds the profiler that an allocation is reported to in thread-local state. It hands that to
+its own worker threads (as of a backward pass) but not to Python's. The profiler's option
 `profile_all_threads` loses memory events altogether (pytorch/pytorch#166121). So each Python thread
 is made to share the state when it next runs: new ones by `threading.setprofile`, those that run
 already by `threading.setprofile_all_threads`, or its equivalent before Python 3.12.
@@ -31,11 +31,11 @@ MICROSOFT = (
     f"?current@{STATE}@c10@@SA?AV?$shared_ptr@V{STATE}@c10@@@std@@XZ",
     f"?_forceCurrentDebugInfo@{STATE}@c10@@SAXV?$shared_ptr@V{STATE}@c10@@@std@@@Z",
 )
-PATIENCE = 5.0  # seconds that a thread which goes on running is waited for
+PATIENCE = 5.0  # seconds to wait for a thread that goes on running
 
 
 class ThreadsNotCounted(RuntimeError):
-    """This build of PyTorch cannot be made to count what other threads allocate."""
+    """This build of PyTorch cannot be made to count the allocations of other threads."""
 
 
 class _Pointer(ctypes.Structure):
@@ -69,11 +69,11 @@ class _State:
 
 
 class SharedCount:
-    """From `start` to `stop`, allocations of every Python thread reach this thread's profiler.
+    """Reports the allocations of every Python thread to this thread's profiler.
 
     Args:
-        record: called in each other thread once it counts, with the frame it runs; returns the
-            profile function that the thread gets until the end, or None.
+        record: called in each other thread once it counts, with the frame that runs there; returns
+            the profile function that the thread has until the end, or None.
     """
 
     def __init__(self, record: Callable[[FrameType], Hook | None] = lambda frame: None) -> None:
@@ -83,7 +83,7 @@ class SharedCount:
         self._counting: dict[int, int] = {}  # ident → native id, of threads that share the state
 
     def start(self) -> None:
-        """Share the state of this thread, whose profiler is on."""
+        """Share the state of this thread, whose profiler is on, with all others."""
         self._state = self._api.current()
         self._main, self._on = threading.get_ident(), True
         self._before = threading.getprofile()
@@ -91,7 +91,7 @@ class SharedCount:
         _in_running_threads(self._join)
 
     def stop(self) -> None:
-        """Before the profiler is off: no thread begins to count, and those that do leave."""
+        """Before the profiler is switched off: let no thread begin to count, and all others end."""
         threading.setprofile(self._before)
         self._on = False
         if self._alive():
@@ -103,7 +103,7 @@ class SharedCount:
             time.sleep(0.001)
 
     def release(self) -> None:
-        """After the profiler is off: give this reference to its state back."""
+        """After the profiler is switched off: give back the reference to its state."""
         own = self._api.current()
         self._api.replace(self._state)
         self._api.replace(own)
@@ -132,7 +132,7 @@ class SharedCount:
 
 
 def _runs(native: int) -> bool:
-    """Whether a thread has work now; one that waits allocates nothing."""
+    """Whether a thread is running now; one that waits allocates nothing."""
     try:
         status = Path(f"/proc/self/task/{native}/stat").read_text()
     except OSError:
@@ -141,7 +141,7 @@ def _runs(native: int) -> bool:
 
 
 def _in_running_threads(hook: Hook) -> None:
-    """Have every other thread that runs Python call `hook` when it next calls or returns."""
+    """Make every other thread that runs Python call `hook` at its next call or return."""
     if sys.version_info >= (3, 12):
         new, own = threading.getprofile(), sys.getprofile()
         threading.setprofile_all_threads(hook)
@@ -162,7 +162,7 @@ def _in_running_threads(hook: Hook) -> None:
 
 
 def _adopt(*_: Any) -> int:
-    """In a thread that ran already: from the next event on, its hook is the latest."""
+    """Install the latest hook in a thread that ran already."""
     sys.setprofile(_pending[-1])
     return 0
 

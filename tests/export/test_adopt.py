@@ -43,7 +43,7 @@ from kvcap.runtime.errors import (
     ToleranceError,
     UnsupportedModel,
 )
-from kvcap.runtime.session.text import render
+from kvcap.runtime.session.messages import render
 from kvcap.runtime.types import MANIFEST
 
 

@@ -178,14 +178,16 @@ def test_several_blocks_are_read_at_once_where_all_are_alike(monkeypatch):
     for policy, fills, evicts in (("keydiff", 48, 48), ("h2o", None, 48), ("adakv", None, None)):
         cache = kvcap.BudgetCache(model.config, 64, 16, policy).allocate(1, torch.float32, "cpu")
         loop, graphs = BlockLoop(model, cache), block_graph.BlockGraphs(model, cache)
-        assert graphs.ahead(1, 60) == fills
-        assert graphs.ahead(1, 47) is None  # the prompt ends before
-        assert graphs.ahead(2, 60) is None  # blocks of two sequences are large enough
+        assert graphs.pass_length(1, 60) == fills
+        assert graphs.pass_length(1, 47) is None  # the prompt ends before
+        assert graphs.pass_length(2, 60) is None  # blocks of two sequences are large enough
         loop.prefill(ids)
-        assert graphs.ahead(1, 60) is None  # neither do they all fit, nor does each evict as many
+        assert (
+            graphs.pass_length(1, 60) is None
+        )  # neither do they all fit, nor does each evict as many
         loop.prefill(ids)
-        assert graphs.ahead(1, 60) == evicts
-        assert block_graph.BlockGraphs(model, cache, several=False).ahead(1, 60) is None
+        assert graphs.pass_length(1, 60) == evicts
+        assert block_graph.BlockGraphs(model, cache, several=False).pass_length(1, 60) is None
 
 
 class PretendedGraph:
@@ -351,7 +353,7 @@ def test_what_is_captured_is_what_is_read(policy, positions, captured):
         assert cache.seen == 162
         if graphs:
             assert loop.graphs.refused is None
-            kinds = {kind[1:4:2] for kind in loop.graphs.made}
+            kinds = {kind[1:4:2] for kind in loop.graphs.captured}
             assert kinds == {(48, True), (48, False), (1, False)}
     torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
     assert {"main waits", "side waits"} == set(captured)
@@ -379,7 +381,7 @@ def test_a_graph_for_each_token_between_evictions(policy, positions, captured):
         found.append((torch.stack(logits), [x.clone() for x in cache.buffers()]))
         if graphs:
             assert loop.graphs.refused is None
-            made = {(k.length, k.filling, k.excess) for k in loop.graphs.made}
+            made = {(k.length, k.filling, k.excess) for k in loop.graphs.captured}
             assert made == {(1, False, 0), (1, False, 1), (1, False, 2)}
     torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
 

@@ -1,4 +1,4 @@
-"""The ONNX Runtime backend: exported decoders under the same caps, without PyTorch.
+"""The ONNX Runtime backend: runs exported decoders under the same caps, without PyTorch.
 
 Nothing in this folder imports torch or transformers.
 """

@@ -1,8 +1,8 @@
-"""Settings of generation and the draw of the next token, in NumPy.
+"""Draws the next token in NumPy, by the settings of generation.
 
-The same rules, in the same order, as transformers' logits processors: greedy answers equal the
-PyTorch backend's, and so do the probabilities of drawn ones. Draws themselves come from another
-generator of random numbers, so that one seed gives other answers in the two backends.
+The rules and their order are those of transformers' logits processors, so greedy answers and the
+probabilities of all others equal the PyTorch backend's. The random numbers are another generator's,
+so one seed gives different answers in the two backends.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Floats = NDArray[np.float32]
 
 @dataclass
 class Generation:
-    """How an answer is drawn, under transformers' names; None is not set."""
+    """The settings of generation under transformers' names; None is not set."""
 
     do_sample: bool | None = None
     temperature: float | None = None
@@ -34,10 +34,10 @@ class Generation:
 
     @classmethod
     def of(cls, given: dict[str, Any]) -> Generation:
-        """From a dictionary that may say more.
+        """The settings that a dictionary holds, among other things.
 
         Raises:
-            ValueError: a value that cannot be.
+            ValueError: a setting cannot have its value.
         """
         names = {field.name for field in fields(cls)}
         known = {name: value for name, value in given.items() if name in names}
@@ -48,7 +48,7 @@ class Generation:
         """Change settings.
 
         Raises:
-            ValueError: no such setting, or a value that cannot be; nothing is changed.
+            ValueError: no such setting, or a value that it cannot have; nothing is changed.
         """
         settings.check(changes)
         for name, value in changes.items():
@@ -56,23 +56,23 @@ class Generation:
 
 
 class Sampler:
-    """Draws tokens as `Generation` says; `draws` is where the random numbers come from."""
+    """Draws tokens by the settings of a `Generation`."""
 
-    def __init__(self, config: Generation, draws: np.random.Generator) -> None:
-        self.config, self.draws = config, draws
+    def __init__(self, config: Generation, rng: np.random.Generator) -> None:
+        self.config, self.rng = config, rng
         self.greedy = not config.do_sample or config.temperature == 0
 
     def next(self, logits: Floats, history: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Token ids [1] from logits [1, V]; `history` [1, T] are the tokens that count as said."""
+        """Token ids [1] from logits [1, V]; a repetition penalty looks at `history` [1, T]."""
         scores = self.scores(logits[0].astype(np.float32), history[0])
         if self.greedy:
             return np.array([int(scores.argmax())])
         mass = _softmax(scores).astype(np.float64).cumsum()
-        place = np.searchsorted(mass, self.draws.random() * mass[-1], side="right")
+        place = np.searchsorted(mass, self.rng.random() * mass[-1], side="right")
         return np.array([min(int(place), len(mass) - 1)])
 
     def scores(self, logits: Floats, history: NDArray[np.int64]) -> Floats:
-        """What the next token is chosen by, [V]; -inf is never drawn."""
+        """The scores [V] by which the next token is drawn; -inf is never drawn."""
         config, scores = self.config, logits
         if config.repetition_penalty not in (None, 1.0):
             said, penalty = np.unique(history), np.float32(config.repetition_penalty)
@@ -95,7 +95,7 @@ class Sampler:
 
 
 def _within(scores: Floats, mass: float) -> Floats:
-    """Scores of the likeliest tokens that together have `mass`; at least one."""
+    """The scores of the likeliest tokens, one at least, that together have so much mass."""
     order = np.argsort(scores, kind="stable")  # least likely first
     gone = _softmax(scores)[order].cumsum() <= 1 - mass
     gone[-1] = False

@@ -1,7 +1,6 @@
-"""One ONNX graph in ONNX Runtime, bound to memory that is allocated once.
+"""Runs one ONNX graph in ONNX Runtime on memory that is allocated once.
 
-Outputs are written where the caller says, inputs are read where they lie: nothing is copied on the
-way. Knows no decoder.
+Inputs are read and outputs written where the caller's arrays lie, without copies. Knows no decoder.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from kvcap.runtime.backends.onnxruntime.library import library
 from kvcap.runtime.errors import GraphBroken, MemoryCapExceeded, ShapeError, first_line
 
 Array = NDArray[Any]
-BINDINGS = 4  # that are kept: buffers are swapped after every run, so that two are met again
+BINDINGS = 4  # kept: buffers are swapped after every run, so two of them are used by turns
 TYPES = {
     "tensor(float)": np.float32,
     "tensor(float16)": np.float16,
@@ -30,11 +29,11 @@ TYPES = {
 
 
 class Graph:
-    """A session on the CPU.
+    """A graph loaded for the CPU.
 
     Args:
-        file: the graph.
-        threads: that compute; by default as many as `OMP_NUM_THREADS` says, or all cores.
+        file: of the graph.
+        threads: of the CPU; by default as many as `OMP_NUM_THREADS` says, or all cores.
 
     Raises:
         GraphBroken: ONNX Runtime cannot load the file, or data beside it is missing.
@@ -44,10 +43,10 @@ class Graph:
         runtime = library("onnxruntime")
         options = runtime.SessionOptions()
         options.log_severity_level = 4
-        # Patterns are kept for every shape that is met, so that memory would grow with them.
+        # Memory patterns are kept for every shape that is met, so memory would grow with them.
         options.enable_mem_pattern = False
-        wanted = str(threads or os.environ.get("OMP_NUM_THREADS", ""))  # as PyTorch takes it
-        options.intra_op_num_threads = int(wanted) if wanted.isdigit() else 0
+        count = str(threads or os.environ.get("OMP_NUM_THREADS", ""))  # as PyTorch takes it
+        options.intra_op_num_threads = int(count) if count.isdigit() else 0
         self.threads = threads
         self.name, self.version = file.name, runtime.__version__
         try:
@@ -63,16 +62,16 @@ class Graph:
 
     @property
     def inputs(self) -> dict[str, Any]:
-        """Type and shape of every input by name."""
+        """Every input by name, with its type and shape."""
         return {port.name: port for port in self.session.get_inputs()}
 
     @property
     def outputs(self) -> dict[str, Any]:
-        """Type and shape of every output by name."""
+        """Every output by name, with its type and shape."""
         return {port.name: port for port in self.session.get_outputs()}
 
     def require(self, inputs: set[str], outputs: set[str]) -> None:
-        """Refuse a graph with other ports.
+        """Refuse a graph that has other inputs or outputs.
 
         Raises:
             ShapeError: naming them.
@@ -89,7 +88,7 @@ class Graph:
                 )
 
     def run(self, inputs: Mapping[str, Array], outputs: Mapping[str, Array]) -> None:
-        """Compute `outputs` from `inputs`, all of which are contiguous and of the right types.
+        """Compute `outputs` from `inputs`: contiguous arrays of the graph's types.
 
         Raises:
             MemoryCapExceeded: the system refused memory.
@@ -118,7 +117,7 @@ class Graph:
 
 
 class Buffer:
-    """Memory of a fixed size, seen at whatever shape fits into it."""
+    """Memory of a fixed size, viewed as an array of any shape that fits into it."""
 
     def __init__(self, full: tuple[int, ...], dtype: Any) -> None:
         self._flat = np.zeros(prod(full), dtype)

@@ -1,7 +1,7 @@
-"""The optional packages onnx, onnxscript and onnxruntime: imported here, or missed by name.
+"""Imports the optional packages onnx, onnxscript and onnxruntime, or says how to install them.
 
-ONNX Runtime sends telemetry unless the environment forbids it before it is imported, so that is
-done in this one place. Nothing else imports it first.
+ONNX Runtime sends telemetry unless the environment forbids it before the import. That is done here,
+so nothing else may import it first.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ os.environ["ORT_DISABLE_TELEMETRY"] = "1"  # too late once onnxruntime is import
 
 
 def library(name: str) -> ModuleType:
-    """The package or module `name` of the extra `onnx`.
+    """Import the package or module `name`, which the extra `onnx` installs.
 
     Raises:
         ExtraMissing: it is not installed.
@@ -30,7 +30,7 @@ def library(name: str) -> ModuleType:
 
 
 def require() -> None:
-    """Refuse early where a package is missing that exporting needs.
+    """Refuse to export, before any work, where a package is missing that it needs.
 
     Raises:
         ExtraMissing: naming it.

@@ -1,29 +1,31 @@
-"""The cache and the block loop of the ONNX Runtime backend, as a conversation sees them.
+"""The cache and the block loop of ONNX Runtime, as a conversation sees them.
 
-The counterpart of `budget_cache.py` and `loop.py`; what runs the graphs is a `Decoder`.
+The counterpart of `cache/cache.py` and `backends/pytorch/loop.py`; a `Decoder` runs the graphs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcap.runtime.backends.onnxruntime.decoder import Decoder, Int32, held
-from kvcap.runtime.cache.pinned_slots import covered
-from kvcap.runtime.errors import MemoryCapExceeded, PinsTooLarge
+from kvcap.runtime.backends.onnxruntime.decoder import Decoder, Int32, slots_in_use
+from kvcap.runtime.cache.pinned_slots import check_slots
+from kvcap.runtime.errors import MemoryCapExceeded
 from kvcap.runtime.interrupts import interrupts_deferred
 from kvcap.runtime.memory.cap_guard import CapGuard
-from kvcap.runtime.session.engine import Room
-from kvcap.runtime.types import OnFull, Span
+from kvcap.runtime.session.engine import Loop, Room
+from kvcap.runtime.types import Span
 
 Ids = NDArray[np.int64]
 
 
 class OrtCache:
-    """What is held of a conversation, and what of it is pinned."""
+    """The slots of a decoder as a conversation's cache: what they hold, and what is pinned."""
+
+    consistent = True  # a graph reads a block in all layers, or fails and the cache is emptied
 
     recomputed: list[float] = []  # noqa: RUF012  # evicted tokens are not kept
 
@@ -36,7 +38,7 @@ class OrtCache:
     @property
     def held(self) -> int:
         """Slots in use per KV head and layer, on average (rounded up)."""
-        slots = [held(budget, self.seen) for budget in self.decoder.budgets]
+        slots = [slots_in_use(budget, self.seen) for budget in self.decoder.budgets]
         return -(-sum(slots) // len(slots))
 
     @property
@@ -56,11 +58,11 @@ class OrtCache:
 
     @property
     def positions(self) -> list[Int32]:
-        """The kept tokens' places in the conversation, by layer: [K, held]."""
+        """The positions of the kept tokens in the conversation, by layer: [K, held]."""
         return self.decoder.positions(self.seen)
 
     def pin(self, spans: Sequence[Span]) -> None:
-        """Never evict these tokens, as [start, stop) in tokens read; those to come, too.
+        """Never evict these tokens, [start, stop) in tokens read; they may be read later.
 
         Raises:
             PinsTooLarge: a head cannot hold them beside those pinned before; nothing is changed.
@@ -68,7 +70,7 @@ class OrtCache:
         self.set_pins(self.pinned_with(spans))
 
     def pinned_with(self, spans: Sequence[Span], *, emptied: bool = False) -> list[Span]:
-        """What is pinned once `spans` are; `emptied`, after a reset. Nothing is changed.
+        """All spans that are pinned once `spans` are too, or after a reset, if it is `emptied`.
 
         Raises:
             PinsTooLarge: a head cannot hold them.
@@ -80,7 +82,7 @@ class OrtCache:
         return found
 
     def set_pins(self, spans: Sequence[Span]) -> None:
-        """Pin exactly these.
+        """Pin these spans and no others.
 
         Raises:
             PinsTooLarge: they do not fit.
@@ -89,24 +91,17 @@ class OrtCache:
         self.pinned_spans = list(spans)
 
     def _check_pins(self, spans: Sequence[Span]) -> None:
-        decoder, pinned = self.decoder, covered(spans)
-        for layer, (budget, recents) in enumerate(
-            zip(decoder.budgets, decoder.recents, strict=True)
-        ):
-            needed = covered([*spans, (0, decoder.sinks)]) + recents
-            if spans and needed > budget:
-                raise PinsTooLarge(
-                    f"{pinned} tokens would be pinned, which needs {needed} slots in every head "
-                    f"with the {needed - pinned} that policy {self.policy!r} pins, and a head of "
-                    f"layer {layer} has {budget}; pin less, use a larger budget, or /clear"
-                )
+        decoder = self.decoder
+        layers = zip(decoder.budgets, decoder.recents, strict=True)
+        for layer, (budget, recents) in enumerate(layers):
+            check_slots(spans, decoder.sinks, recents, budget, self.policy, layer)
 
     def reset(self) -> None:
-        """Forget everything; the buffers stay."""
+        """Forget the conversation; the buffers stay."""
         self.seen, self.pinned_spans, self.unread = 0, [], None
 
 
-class OrtLoop:
+class OrtLoop(Loop):
     """Reads tokens through a decoder; after every call the cache holds at most its budget.
 
     Args:
@@ -114,36 +109,23 @@ class OrtLoop:
         guard: holds the process to a cap, if there is one.
     """
 
+    cache: OrtCache
+
     def __init__(self, cache: OrtCache, guard: CapGuard | None = None) -> None:
-        self.cache, self.guard = cache, guard
-        self.on_full: OnFull = "evict"
-        self.peak_bytes = cache.nbytes
+        super().__init__(cache)
+        self.guard = guard
 
     @property
     def execution(self) -> str:
-        """How blocks run that are all alike."""
+        """The version of ONNX Runtime."""
         return f"ONNX Runtime {self.cache.decoder.version}"
 
-    def prefill(self, ids: Ids, on_block: Callable[[int], None] | None = None) -> NDArray[Any]:
-        """Read ids [1, T] block by block; returns the last token's logits [1, V].
+    def next_length(self, batch: int, left: int) -> int:
+        """The tokens of a block."""
+        return self.cache.decoder.block_size
 
-        A Ctrl-C takes effect between blocks: what was read stays.
-
-        Raises:
-            MemoryCapExceeded: nothing may be evicted, and too many tokens; nothing is read.
-        """
-        self.check_room(ids.shape[1])
-        assert ids.size, "prefill of no tokens"
-        size = self.cache.decoder.block_size
-        for start in range(0, ids.shape[1], size):
-            block = ids[:, start : start + size]
-            logits = self.read(block)
-            if on_block is not None:
-                on_block(start + block.shape[1])
-        return logits
-
-    def read(self, ids: Ids) -> NDArray[Any]:
-        """Read one block [1, T]; returns the last token's logits [1, V].
+    def read(self, ids: Ids, need_logits: bool = True) -> NDArray[Any]:
+        """Read one block [1, T]; returns the last token's logits [1, V], needed or not.
 
         Raises:
             MemoryCapExceeded: before anything is read; or the system refused memory half-way, then
@@ -165,17 +147,8 @@ class OrtLoop:
             ) from error
         return logits
 
-    def check_room(self, tokens: int, answer: int = 0, *, emptied: bool = False) -> None:
-        """Where nothing may be evicted, refuse what does not fit before any of it is read.
-
-        Args:
-            tokens: to be read next.
-            answer: that follow at most, which a budget that is advised holds too.
-            emptied: they are read into the cache once it was reset.
-
-        Raises:
-            MemoryCapExceeded: naming the budget that would do.
-        """
+    @property
+    def room(self) -> Room:
+        """What the cache holds and what still fits."""
         cache = self.cache
-        room = Room(cache.held, cache.spare, min(cache.decoder.budgets), lambda budget: budget)
-        (room.emptied if emptied else room).check(tokens, answer, self.on_full, None)
+        return Room(cache.held, cache.spare, min(cache.decoder.budgets), lambda budget: budget)

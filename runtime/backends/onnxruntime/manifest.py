@@ -1,7 +1,8 @@
-"""kvcap.json, the manifest of an exported decoder: read, checked against its files, or refused.
+"""Reads kvcap.json, the manifest of an exported decoder, and checks it against its files.
 
-Two kinds share the schema. `fused`: one graph decodes and evicts, its state is fed back. `evictor`:
-a decoder that others exported, as it is, with graphs beside it that evict. Knows no ONNX Runtime.
+There are two kinds, with one schema. `fused`: one graph decodes and evicts, and its state is fed
+back. `evictor`: a decoder that others exported, with graphs beside it that evict. Knows no ONNX
+Runtime: of a graph, it finds only the names of the files that hold its weights.
 """
 
 from __future__ import annotations
@@ -26,35 +27,48 @@ from kvcap.runtime.types import MANIFEST
 
 SCHEMA = "kvcap.decoder/1"
 FUSED, EVICTOR = "fused", "evictor"
-HASHED = 64 << 20  # larger files, which hold weights, are told by their size alone
+HASHED = 64 << 20  # bytes; of larger files, which hold weights, only the size is checked
+# In an ONNX file: for each kind of message, which of its fields lead to a tensor (onnx.proto).
+LEADS = {
+    "model": {7: "graph", 20: "training", 25: "function"},
+    "training": {1: "graph", 2: "graph"},
+    "graph": {1: "node", 5: "tensor", 15: "sparse"},
+    "function": {7: "node", 11: "attribute"},
+    "node": {5: "attribute"},
+    "attribute": {5: "tensor", 6: "graph", 10: "tensor", 11: "graph", 22: "sparse", 23: "sparse"},
+    "sparse": {1: "tensor", 2: "tensor"},
+    "tensor": {13: "entry"},
+}
+KEY, VALUE = 1, 2  # the fields of an entry
+DEEPEST = 100  # messages within messages, as protobuf allows
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a directory says of its decoder: as its schema has it, and every file is there."""
+    """The checked content of kvcap.json, and the directory that holds it and its files."""
 
     folder: Path
     facts: Mapping[str, Any]
 
     @property
     def fused(self) -> bool:
-        """Whether eviction is in the decoder's graph."""
+        """Whether the decoder's own graph evicts."""
         return bool(self.facts["kind"] == FUSED)
 
     @property
     def model(self) -> Mapping[str, Any]:
-        """Name, family and sizes."""
+        """The model's name, family and sizes."""
         found: Mapping[str, Any] = self.facts["model"]
         return found
 
     @property
     def decoder(self) -> Path:
-        """The decoder's graph."""
+        """The file of the decoder's graph."""
         return self.file(self.facts["graphs"]["decoder"]["file"])
 
     @property
     def fingerprint(self) -> str:
-        """Of the decoder: its files and how it places tokens."""
+        """A digest of the decoder's files, which tells decoders apart."""
         decoder = str(self.facts["graphs"]["decoder"]["file"])
         told = sorted(
             (entry["file"], entry["sha256"])
@@ -69,19 +83,19 @@ class Manifest:
         return frozenset(entry["file"] for entry in self.facts["files"])
 
     def file(self, name: str) -> Path:
-        """A file of the directory."""
+        """The path of a file in the directory."""
         return self.folder / name
 
 
 def read(folder: Path) -> Manifest:
-    """The manifest of a directory, whose files are there and are those it was written with.
+    """The manifest of a directory, if it is sound and its files are those it was written with.
 
     Raises:
         ModelNotFound: no such directory.
         NotExportable: a directory without a manifest; says how one is made.
-        ManifestError: it cannot be read, or is not what a manifest says.
-        ModelFilesBroken: a file is missing, or is another than the manifest says.
-        GraphBroken: a graph that takes its weights from a file that is not listed.
+        ManifestError: it cannot be read, or breaks the schema.
+        ModelFilesBroken: a file is missing or was changed.
+        GraphBroken: a graph takes weights from a file that is not listed.
     """
     if not folder.is_dir():
         raise ModelNotFound(
@@ -118,10 +132,10 @@ def _unprepared(folder: Path) -> NotExportable:
 
 
 def check(facts: Any, name: str = MANIFEST) -> None:
-    """Hold what a manifest says to its schema, and its parts to each other.
+    """Refuse a manifest that breaks its schema, or whose parts contradict each other.
 
     Raises:
-        ManifestError: `name` and the first fault.
+        ManifestError: naming the first fault; it calls the manifest `name`.
     """
     schema = facts.get("schema") if isinstance(facts, dict) else None
     if schema != SCHEMA:
@@ -135,7 +149,7 @@ def check(facts: Any, name: str = MANIFEST) -> None:
 
 
 def _contradiction(facts: Mapping[str, Any]) -> str | None:
-    """What no schema can say: parts that belong together and do not."""
+    """The first contradiction between parts, which a schema cannot find."""
     names = [entry["file"] for entry in facts["files"]]
     if len(set(names)) < len(names):
         return "files: one is listed twice"
@@ -174,13 +188,13 @@ def _of_evictors(facts: Mapping[str, Any]) -> str | None:
 
 
 def _graphs(facts: Mapping[str, Any]) -> list[str]:
-    """The files of all graphs."""
+    """The file names of all graphs."""
     graphs = [facts["graphs"]["decoder"], *facts.get("evictors", [])]
     return [graph["file"] for graph in graphs]
 
 
 def _complete(manifest: Manifest, graph: str) -> None:
-    """Refuse a graph whose weights are in a file that is not listed."""
+    """Refuse a graph that takes weights from a file that is not listed."""
     try:
         named = files_named(manifest.file(graph))
     except (OSError, ValueError) as error:
@@ -197,6 +211,7 @@ def _complete(manifest: Manifest, graph: str) -> None:
 
 
 def _unchanged(manifest: Manifest, entry: Mapping[str, Any]) -> None:
+    """Refuse a file that is missing or is not the one that the manifest was written with."""
     path = manifest.file(entry["file"])
     try:
         check_plain(path)
@@ -217,23 +232,8 @@ def _unchanged(manifest: Manifest, entry: Mapping[str, Any]) -> None:
         )
 
 
-# For each message, the fields that lead to a tensor, by their numbers in onnx.proto.
-LEADS = {
-    "model": {7: "graph", 20: "training", 25: "function"},
-    "training": {1: "graph", 2: "graph"},
-    "graph": {1: "node", 5: "tensor", 15: "sparse"},
-    "function": {7: "node", 11: "attribute"},
-    "node": {5: "attribute"},
-    "attribute": {5: "tensor", 6: "graph", 10: "tensor", 11: "graph", 22: "sparse", 23: "sparse"},
-    "sparse": {1: "tensor", 2: "tensor"},
-    "tensor": {13: "entry"},
-}
-KEY, VALUE = 1, 2  # of an entry
-DEEPEST = 100  # messages in messages, as protobuf allows
-
-
 def files_named(path: Path) -> set[str]:
-    """Names of the files, relative to the graph's own directory.
+    """The files that a graph takes weights from, relative to its own directory.
 
     Raises:
         OSError: it cannot be read.
@@ -264,7 +264,7 @@ def _named(data: memoryview, kind: str, depth: int) -> Iterator[str]:
 
 
 def _fields(data: memoryview) -> Iterator[tuple[int, memoryview]]:
-    """Numbers and bytes of a message's fields that have a length; the others hold no message."""
+    """Number and bytes of each field that has a length; no other field can hold a message."""
     at = 0
     while at < len(data):
         tag, at = _varint(data, at)

@@ -1,7 +1,7 @@
-"""What a run of an exported decoder holds in memory, from its manifest and the sizes of its files.
+"""Plans what a run of an exported decoder holds in memory, from its manifest alone.
 
-The buffers' figures are exact: what is allocated equals them to the byte. The workspace of a block
-is an estimate: what ONNX Runtime takes for it depends on how it orders and fuses the graph.
+The buffers' figures are exact: what is allocated equals them to the byte. A block's workspace is an
+estimate, as it depends on how ONNX Runtime orders and fuses the graph.
 """
 
 from __future__ import annotations
@@ -9,38 +9,19 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from kvcap.runtime.backends.onnxruntime import paired
-from kvcap.runtime.backends.onnxruntime.fused import state_of
+from kvcap.runtime.backends.onnxruntime.decoder import paired_buffers, state_of
 from kvcap.runtime.backends.onnxruntime.manifest import Manifest
 from kvcap.runtime.errors import PlanInfeasible, UnsupportedModel
 from kvcap.runtime.memory.free_memory import process_bytes
-from kvcap.runtime.planning.plan import (
-    RUNNING,
-    MemoryPlan,
-    fitting,
-    largest,
-    parse_cap,
-    smallest,
-    within,
-)
-from kvcap.runtime.units import parse_bytes, roomy
+from kvcap.runtime.planning.plan import RUNNING, MemoryPlan, PlanSearch, Sizes, parse_cap
+from kvcap.runtime.units import parse_bytes, with_margin
 
 LOADING = 40 << 20  # ONNX Runtime itself, a tokenizer, buffers of the first block
 ROTATION = 2 * 4  # bytes of a cosine and a sine
-
-
-class Sizes(NamedTuple):
-    """What was asked for; None is for the plan, or the export, to say."""
-
-    kv_budget_tokens: int | None = None
-    kv_budget: str | int | None = None
-    memory_cap: str | int | None = None
-    block_size: int | None = None
-    positions: str | None = None
 
 
 def plan_of(
@@ -50,30 +31,29 @@ def plan_of(
 
     Args:
         manifest: of the export.
-        policy: what the plan says of it.
-        sizes: what was asked for.
-        pinned: slots that the policy pins: the least budget.
+        policy: its name, for the plan.
+        sizes: what was asked for; the export says what was not.
+        pinned: slots that the policy pins, which are the least budget.
         loaded: the weights are in this process already.
 
     Raises:
         PlanInfeasible: nothing fits, naming what would.
     """
-    baseline = cap = None
+    sizes.check()
+    baseline = 0
     if sizes.memory_cap is not None:
-        cap = parse_cap(sizes.memory_cap)
+        sizes = sizes._replace(memory_cap=parse_cap(sizes.memory_cap))
         weights = manifest.model["weights_bytes"]
         baseline = process_bytes() + (RUNNING - weights if loaded else LOADING)
-    if sizes.kv_budget_tokens is not None and sizes.kv_budget is not None:
-        raise PlanInfeasible("give kv_budget_tokens or kv_budget (bytes), not both")
-    by_kind = _of_fused if manifest.fused else _of_paired
-    return by_kind(manifest, policy, sizes, pinned, cap, baseline or 0)
+    if manifest.fused:
+        return _of_fused(manifest, policy, sizes, baseline)
+    return _of_paired(manifest, policy, sizes, pinned, baseline)
 
 
-def _of_fused(
-    manifest: Manifest, policy: str, sizes: Sizes, _: int, cap: int | None, baseline: int
-) -> MemoryPlan:
-    """The budget is the graph's own."""
+def _of_fused(manifest: Manifest, policy: str, sizes: Sizes, baseline: int) -> MemoryPlan:
+    """The plan of a decoder whose graph fixes the budget."""
     facts = manifest.facts
+    cap = None if sizes.memory_cap is None else parse_cap(sizes.memory_cap)
     tokens, block = facts["budget_tokens"], sizes.block_size or facts["block_size"]
     again = "export it again with another --kv-budget-tokens"
     if sizes.kv_budget_tokens not in (None, tokens):
@@ -101,28 +81,21 @@ def _of_fused(
             f"the process takes {found.total_bytes:,} bytes with blocks of {block:,} tokens, more "
             f"than the cap of {cap:,}: {baseline:,} of its own, {found.weights:,} of weights, "
             f"{found.cache_bytes:,} for {tokens:,} slots; raise it to "
-            f"{roomy(found.total_bytes) >> 20}MiB, or {again}",
-            least_memory_cap=roomy(found.total_bytes),
+            f"{with_margin(found.total_bytes) >> 20}MiB, or {again}",
+            least_memory_cap=with_margin(found.total_bytes),
         )
     least = found if sizes.block_size else _fused(manifest, policy, baseline, 1)
     return _with_least(found, least, sizes)
 
 
 def _of_paired(
-    manifest: Manifest, policy: str, sizes: Sizes, pinned: int, cap: int | None, baseline: int
+    manifest: Manifest, policy: str, sizes: Sizes, pinned: int, baseline: int
 ) -> MemoryPlan:
-    """The budget is free: the graph that evicts takes it as an input."""
+    """The plan of a decoder for any budget: the graph that evicts takes it as an input."""
     facts, model = manifest.facts, manifest.model
-    positions = sizes.positions or facts["positions"]
-    plan = partial(_paired, manifest, policy, positions, baseline)
-    if sizes.kv_budget is not None:
-        found = largest(plan, parse_bytes(sizes.kv_budget), sizes.block_size, pinned)
-    elif cap is not None and sizes.kv_budget_tokens is None:
-        most = model["trained_length"]
-        found = within(plan, lambda found: found, cap, sizes.block_size, pinned, most)
-    else:
-        tokens = sizes.kv_budget_tokens or facts["budget_tokens"]
-        found = plan(tokens, sizes.block_size or facts["block_size"])
+    plan = partial(_paired, manifest, policy, sizes.positions or facts["positions"], baseline)
+    search = PlanSearch(plan, sizes, pinned, model["trained_length"])
+    found = search.found(facts["budget_tokens"], facts["block_size"])
     if found.budget_tokens < pinned:
         raise PlanInfeasible(
             f"policy {policy} pins {pinned} tokens, more than the budget of "
@@ -134,17 +107,16 @@ def _of_paired(
             f"every layer of this model slides over {window} tokens; use a budget and a block of "
             f"at most {window} slots together"
         )
-    least = smallest(plan, sizes.block_size, pinned)
-    return _with_least(found if cap is None else fitting(found, cap), least, sizes)
+    return _with_least(found, search.smallest(), sizes)
 
 
 def _with_least(found: MemoryPlan, least: MemoryPlan, sizes: Sizes) -> MemoryPlan:
-    """The plan, and the least budget and cap that would work."""
+    """The plan with the least budget and cap that would work."""
     own = least.baseline if sizes.memory_cap is not None else process_bytes() + LOADING
     return replace(
         found,
         least_kv_budget=least.cache_bytes,
-        least_memory_cap=roomy(own + least.run_bytes),
+        least_memory_cap=with_margin(own + least.run_bytes),
     )
 
 
@@ -182,7 +154,7 @@ def _paired(
 ) -> MemoryPlan:
     model, cache = manifest.model, np.dtype(manifest.facts["cache_dtype"])
     compact = positions == "compact"
-    kinds = paired.sizes(model, tokens, block, cache, compact)
+    kinds = paired_buffers(model, tokens, block, cache, compact)
     nbytes = {name: prod(shape) * np.dtype(kind).itemsize for name, (shape, kind) in kinds.items()}
     vectors = sum(n for name, n in nbytes.items() if len(kinds[name][0]) == 4)
     return MemoryPlan(
@@ -208,7 +180,7 @@ def _paired(
 
 
 def _uncapped(manifest: Manifest, cache: Any) -> dict[str, Any]:
-    """What a token takes where nothing caps the cache, under `MemoryPlan`'s names."""
+    """The bytes of a token where nothing caps the cache, under `MemoryPlan`'s names."""
     model = manifest.model
     token = model["layers"] * 2 * model["kv_heads"] * model["head_dim"] * np.dtype(cache).itemsize
     window = model.get("window") or 0
@@ -217,7 +189,7 @@ def _uncapped(manifest: Manifest, cache: Any) -> dict[str, Any]:
 
 
 def _workspace(manifest: Manifest, slots: int, block: int, scored: int) -> int:
-    """Bytes that a block takes in float32 while `scored` layers of `slots` are scored at once."""
+    """Bytes that a block takes in float32 while `scored` layers of `slots` are scored together."""
     model = manifest.model
     hidden = block * (4 * model["hidden_size"] + 3 * model["mlp_size"])
     attention = 3 * model["heads"] * block * slots  # scores, their mask, their weights

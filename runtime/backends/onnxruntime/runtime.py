@@ -1,6 +1,6 @@
-"""An exported decoder, its tokenizer and a memory plan; conversations are made from it.
+"""The ONNX Runtime backend: loads an exported decoder under a memory plan, to chat with it.
 
-The counterpart of `backends/pytorch/runtime.py`: the same caps, session and chat, no PyTorch.
+The counterpart of `backends/pytorch/runtime.py`: the same caps, sessions and chat, no PyTorch.
 """
 
 from __future__ import annotations
@@ -17,27 +17,32 @@ from numpy.typing import NDArray
 from kvcap.dtypes import short
 from kvcap.runtime.backends.onnxruntime import manifest as manifests
 from kvcap.runtime.backends.onnxruntime import saved
-from kvcap.runtime.backends.onnxruntime.decoder import Decoder
-from kvcap.runtime.backends.onnxruntime.fused import Fused
+from kvcap.runtime.backends.onnxruntime.decoder import Decoder, Fused, Paired
 from kvcap.runtime.backends.onnxruntime.generation import Generation, Sampler
 from kvcap.runtime.backends.onnxruntime.graph import Graph
 from kvcap.runtime.backends.onnxruntime.loop import OrtCache, OrtLoop
 from kvcap.runtime.backends.onnxruntime.manifest import Manifest
-from kvcap.runtime.backends.onnxruntime.paired import Paired
-from kvcap.runtime.backends.onnxruntime.plan import Sizes, plan_of
+from kvcap.runtime.backends.onnxruntime.plan import plan_of
 from kvcap.runtime.backends.onnxruntime.tokenizer import Tokenizer
 from kvcap.runtime.errors import NotExportable
 from kvcap.runtime.memory.cap_guard import CapGuard, Enforce, limit_data
 from kvcap.runtime.memory.free_memory import free_memory
-from kvcap.runtime.planning.plan import MemoryPlan, check_tokens, fitting, parse_cap, warn_if_short
+from kvcap.runtime.planning.plan import (
+    MemoryPlan,
+    Sizes,
+    check_tokens,
+    fitting,
+    parse_cap,
+    warn_if_short,
+)
 from kvcap.runtime.session import chat_template
 from kvcap.runtime.session.session import Session
 from kvcap.runtime.types import PINS
 from kvcap.runtime.units import parse_bytes
 
 
-class Wanted(NamedTuple):
-    """The policy that was asked for; None takes the export's."""
+class PolicyRequest(NamedTuple):
+    """The policy that a user asked for; without a name, the export's own."""
 
     name: str | None = None
     options: Mapping[str, Any] = {}
@@ -46,21 +51,20 @@ class Wanted(NamedTuple):
 
 
 @dataclass
-class Chosen:
-    """The export's policy that was asked for, and what it pins."""
+class ExportedPolicy:
+    """A policy of an export, as it was asked for, and the tokens that it pins."""
 
     name: str
     entry: Mapping[str, Any]  # of the manifest: its policy, or a graph that evicts
-    wanted: Wanted
+    request: PolicyRequest
     sinks: int = 0
     recents: int = 0
     share: float = 0.0  # of the budget, the newest tokens
 
     def pins(self, budget: int) -> tuple[int, int]:
-        """First and newest tokens that are never evicted."""
-        wanted = self.wanted
-        newest = max(self.recents, int(self.share * budget), wanted.recent_tokens)
-        return max(self.sinks, wanted.sink_tokens), newest
+        """How many first and newest tokens are never evicted."""
+        newest = max(self.recents, int(self.share * budget), self.request.recent_tokens)
+        return max(self.sinks, self.request.sink_tokens), newest
 
     @property
     def least(self) -> int:
@@ -82,7 +86,7 @@ class OrtRuntime:
     manifest: Manifest
     tokenizer: Tokenizer
     plan: MemoryPlan
-    chosen: Chosen
+    policy: ExportedPolicy
     graph: Graph  # the decoder's, with the weights
     name: str
     sizes: Sizes
@@ -93,13 +97,13 @@ class OrtRuntime:
         self.generation = Generation.of(self.manifest.facts["generation"])
 
     def __repr__(self) -> str:
-        return f"<OrtRuntime of {self.name} on {self.where}: {self.plan.summary}>"
+        return f"<OrtRuntime of {self.name} on {self.device_label}: {self.plan.summary}>"
 
     @classmethod
     def from_directory(
         cls,
         folder: str | Path,
-        wanted: Wanted = Wanted(),  # noqa: B008  # cannot be changed
+        policy: PolicyRequest = PolicyRequest(),  # noqa: B008  # cannot be changed
         *,
         kv_budget_tokens: int | None = None,
         kv_budget: str | int | None = None,
@@ -113,17 +117,17 @@ class OrtRuntime:
         """Load a decoder that `kvcap export decoder` wrote or prepared.
 
         Args:
-            folder: with its manifest.
-            wanted: the policy; the export's own by default.
-            kv_budget_tokens: slots kept per KV head and layer; the export's by default, and where
-                eviction is in the decoder's graph, no other.
+            folder: of the decoder, with its manifest.
+            policy: the export's own by default.
+            kv_budget_tokens: slots kept per KV head and layer; the export's by default, and no
+                other where the decoder's graph evicts.
             kv_budget: or the bytes of all buffers.
             block_size: tokens read at once; the export's by default.
             positions: 'compact' or 'true'; the export's by default.
             memory_cap: bytes for the whole process, such as '2GiB', or 'auto'.
-            enforce: 'check' looks before every block; 'rlimit' also has the system refuse more.
+            enforce: 'check' checks before every block; 'rlimit' also has the system refuse more.
             dtype: of keys and values; the export's, or an error.
-            threads: that compute; OMP_NUM_THREADS, or all cores, by default.
+            threads: of the CPU; OMP_NUM_THREADS, or all cores, by default.
 
         Raises:
             ModelNotFound, NotExportable, ManifestError, ModelFilesBroken, PlanInfeasible: before
@@ -133,7 +137,7 @@ class OrtRuntime:
         found = manifests.read(Path(folder))
         cap = None if memory_cap is None else parse_cap(memory_cap)
         sizes = Sizes(kv_budget_tokens, kv_budget, cap, block_size, positions)
-        chosen = choose(found, wanted, positions)
+        chosen = find_policy(found, policy, positions)
         check_dtype(found, dtype)
         plan = plan_of(found, chosen.name, sizes, pinned=chosen.least)
         warn_if_short(plan, free_memory(), memory_cap)
@@ -148,18 +152,18 @@ class OrtRuntime:
         return cls(found, tokenizer, plan, chosen, graph, str(folder), sizes, cap)
 
     @property
-    def where(self) -> str:
-        """What it runs on."""
+    def device_label(self) -> str:
+        """The library, the device and the type of numbers, for people."""
         return f"onnxruntime cpu {self.plan.dtype}"
 
     @property
     def trained_length(self) -> int:
-        """The tokens that the model was trained on at once."""
+        """The longest sequence, in tokens, that the model was trained on."""
         return int(self.manifest.model["trained_length"])
 
     @property
     def cap_bytes(self) -> int:
-        """The cap of the cache: what was asked for in bytes, else what the slots need."""
+        """The cap of the cache: the bytes that were asked for, else what the slots need."""
         budget = self.sizes.kv_budget
         return self.plan.cache_bytes if budget is None else parse_bytes(budget)
 
@@ -175,38 +179,41 @@ class OrtRuntime:
         if self.memory_cap is not None:
             block = self.plan.workspace + self.plan.logits
             guard = CapGuard(self.memory_cap, block, self.plan.block_size)
-        decoder = make(self.manifest, self.graph, self.chosen, self.plan)
+        decoder = make_decoder(self.manifest, self.graph, self.policy, self.plan)
         return OrtLoop(OrtCache(decoder, self.plan.policy), guard)
 
-    def draws(self, seed: int | None) -> np.random.Generator:
-        """Random numbers, repeatable with a seed."""
+    def rng(self, seed: int | None) -> np.random.Generator:
+        """A generator of random numbers, repeatable with a seed."""
         return np.random.Generator(np.random.PCG64(seed))
 
-    def sampler(self, generation: Generation, draws: np.random.Generator) -> Sampler:
-        """What draws tokens by these settings."""
-        return Sampler(generation, draws)
+    def sampler(self, generation: Generation, rng: np.random.Generator) -> Sampler:
+        """A sampler with these settings and random numbers."""
+        return Sampler(generation, rng)
 
-    def ids(self, tokens: list[int]) -> NDArray[np.int64]:
+    def token_ids(self, tokens: list[int]) -> NDArray[np.int64]:
         """Token ids [1, T]."""
         return np.array([tokens], np.int64)
 
-    def joined(self, history: NDArray[np.int64], token: NDArray[np.int64]) -> NDArray[np.int64]:
-        """History [1, T] and the next token [1], [1, T + 1]."""
+    def append_token(
+        self, history: NDArray[np.int64], token: NDArray[np.int64]
+    ) -> NDArray[np.int64]:
+        """The history [1, T] with the next token [1] behind it: [1, T + 1]."""
         return np.concatenate((history, token[:, None]), axis=1)
 
-    def under(self, policy: str, options: dict[str, Any]) -> OrtRuntime:
+    def with_policy_name(self, policy: str, options: dict[str, Any]) -> OrtRuntime:
         """The same decoder under another policy that was exported.
 
         Raises:
             NotExportable: it was not, or it was with other options.
         """
-        pins = {name: getattr(self.chosen.wanted, name) for name in PINS}
+        pins = {name: getattr(self.policy.request, name) for name in PINS}
         given = {name: value for name, value in options.items() if name not in PINS}
         pins |= {name: int(options[name]) for name in PINS if name in options}
-        chosen = choose(self.manifest, Wanted(policy, given, **pins), self.plan.positions)
+        request = PolicyRequest(policy, given, **pins)
+        found = find_policy(self.manifest, request, self.plan.positions)
         tokens = self.plan.budget_tokens if self.sizes.kv_budget is None else None
         sizes = self.sizes._replace(kv_budget_tokens=tokens)
-        return self._replanned(chosen, sizes)
+        return self._replanned(found, sizes)
 
     def with_budget(self, tokens: int) -> OrtRuntime:
         """The same decoder and policy with so many slots per KV head and layer.
@@ -217,18 +224,18 @@ class OrtRuntime:
         """
         check_tokens(tokens)
         sizes = self.sizes._replace(kv_budget_tokens=tokens, kv_budget=None)
-        found = self._replanned(self.chosen, sizes)
+        found = self._replanned(self.policy, sizes)
         if self.memory_cap is not None:
             fitting(found.plan, self.memory_cap)
         return found
 
-    def _replanned(self, chosen: Chosen, sizes: Sizes) -> OrtRuntime:
+    def _replanned(self, policy: ExportedPolicy, sizes: Sizes) -> OrtRuntime:
         """The same decoder under another plan."""
         asked = sizes._replace(memory_cap=None, block_size=self.plan.block_size)
-        plan = plan_of(self.manifest, chosen.name, asked, pinned=chosen.least)
+        plan = plan_of(self.manifest, policy.name, asked, pinned=policy.least)
         # What the process took without a cache is known.
         plan = replace(plan, baseline=self.plan.baseline)
-        return replace(self, plan=plan, chosen=chosen, sizes=sizes)
+        return replace(self, plan=plan, policy=policy, sizes=sizes)
 
     def policies(self) -> dict[str, list[str]]:
         """The policies that were exported, with the names of their options."""
@@ -244,24 +251,26 @@ class OrtRuntime:
         """Write everything that `session` needs to go on.
 
         Raises:
-            SessionNotSaved: an earlier file is as it was.
+            SessionNotSaved: nothing was written; an earlier file is as it was.
         """
         saved.save(session, self._identity(), path)
 
     def _identity(self) -> dict[str, Any]:
-        return saved.identity_of(self.chosen.entry, self.manifest.fingerprint, self.plan)
+        return saved.identity_of(self.policy.entry, self.manifest.fingerprint, self.plan)
 
     def restore(self, session: Session, path: str | os.PathLike[str]) -> None:
-        """Make `session` what was saved.
+        """Make `session` the saved one, or refuse and leave it as it is.
 
         Raises:
-            SessionFileCorrupt, SessionFileForeign, SessionFileNewer, PinsTooLarge: it is as it was.
+            SessionFileCorrupt, SessionFileForeign, SessionFileNewer, PinsTooLarge: refused.
         """
         saved.restore(session, self._identity(), self.manifest.model["vocabulary"], path)
 
 
-def choose(manifest: Manifest, wanted: Wanted, positions: str | None) -> Chosen:
-    """The policy and position mode of an export that were asked for.
+def find_policy(
+    manifest: Manifest, request: PolicyRequest, positions: str | None
+) -> ExportedPolicy:
+    """The policy of an export that was asked for, in the position mode that was.
 
     Raises:
         NotExportable: it has no such policy, options or positions; says which it has.
@@ -272,30 +281,30 @@ def choose(manifest: Manifest, wanted: Wanted, positions: str | None) -> Chosen:
         entries = [{"policy": facts["policy"], "positions": facts["positions"]}]
     else:
         entries = facts["evictors"]
-    name = wanted.name or (facts["policy"]["name"] if manifest.fused else facts["default_policy"])
+    name = request.name or (facts["policy"]["name"] if manifest.fused else facts["default_policy"])
     has = ", ".join(
         sorted({f"{e['policy']['name']} ({e['positions']} positions)" for e in entries})
     )
     for entry in entries:
         if entry["policy"]["name"] != name or entry["positions"] != mode:
             continue
-        _check_options(entry["policy"]["parameters"], wanted, manifest.fused)
+        _check_options(entry["policy"]["parameters"], request, manifest.fused)
         pins = entry["policy"].get("pins") or {}
         if manifest.fused:
-            return Chosen(name, entry, wanted)
+            return ExportedPolicy(name, entry, request)
         counts = {key: pins.get(key, 0) for key in ("sinks", "recents", "share")}
-        return Chosen(name, entry, wanted, **counts)
+        return ExportedPolicy(name, entry, request, **counts)
     raise NotExportable(
         f"policy {name!r} with {mode} positions is not in this export, which has {has}; export it "
         "again with the policy and positions that you want"
     )
 
 
-def _check_options(parameters: Mapping[str, Any], wanted: Wanted, fused: bool) -> None:
-    """Refuse options that differ from those that are in the graph."""
-    asked = dict(wanted.options)
+def _check_options(parameters: Mapping[str, Any], request: PolicyRequest, fused: bool) -> None:
+    """Refuse options that differ from those of the exported graph."""
+    asked = dict(request.options)
     if fused:  # its pins are in the graph too
-        asked |= {name: n for name in PINS if (n := getattr(wanted, name))}
+        asked |= {name: n for name in PINS if (n := getattr(request, name))}
     for name, value in asked.items():
         if parameters.get(name) != value:
             has = ", ".join(f"{k}={v}" for k, v in parameters.items()) or "no options"
@@ -306,7 +315,7 @@ def _check_options(parameters: Mapping[str, Any], wanted: Wanted, fused: bool) -
 
 
 def check_dtype(manifest: Manifest, dtype: str | None) -> None:
-    """Refuse a type that is not the export's."""
+    """Refuse a dtype that is not the export's."""
     mine = manifest.facts["dtype"]
     if dtype is not None and short(dtype) != short(mine):
         raise NotExportable(
@@ -315,9 +324,11 @@ def check_dtype(manifest: Manifest, dtype: str | None) -> None:
         )
 
 
-def make(manifest: Manifest, graph: Graph, chosen: Chosen, plan: MemoryPlan) -> Decoder:
-    """The decoder of a plan, its buffers allocated."""
+def make_decoder(
+    manifest: Manifest, graph: Graph, policy: ExportedPolicy, plan: MemoryPlan
+) -> Decoder:
+    """The decoder of a plan, with its buffers allocated."""
     if manifest.fused:
         return Fused(manifest, graph, plan.block_size)
-    budget, pins = plan.budget_tokens, chosen.pins(plan.budget_tokens)
-    return Paired(manifest, graph, chosen.entry, budget, plan.block_size, *pins)
+    budget, pins = plan.budget_tokens, policy.pins(plan.budget_tokens)
+    return Paired(manifest, graph, policy.entry, budget, plan.block_size, *pins)

@@ -1,8 +1,7 @@
-"""A conversation of the ONNX Runtime backend in a session's file, and back.
+"""Saves a conversation of the ONNX Runtime backend in a session's file, and restores it.
 
-The file is that of `session_file.py`. It goes on under the decoder, positions, policy and budget it
-was saved with: slots lie in it as the graph has them. Everything is checked before anything is
-changed.
+The file is that of `session/file.py`. Its slots are as the graph has them, so it only goes on under
+the same decoder, positions, policy and budget. All is checked before anything is changed.
 """
 
 from __future__ import annotations
@@ -27,9 +26,7 @@ BACKEND = "onnxruntime"
 
 
 def save(session: Session, identity: dict[str, Any], path: str | os.PathLike[str]) -> None:
-    """Write the slots in use and everything else.
-
-    `identity` says what slots depend on, see `identity_of`.
+    """Write the slots in use and everything else; `identity` is that of `identity_of`.
 
     Raises:
         SessionNotSaved: an earlier file is as it was.
@@ -45,7 +42,7 @@ def save(session: Session, identity: dict[str, Any], path: str | os.PathLike[str
         "pinned_spans": cache.pinned_spans,
         "conversation": session.conversation,
         "generation": asdict(session.generation),
-        "draws": session.draws.bit_generator.state,
+        "draws": session.rng.bit_generator.state,
     }
     tensors = {f"state.{name}": [array] for name, array in state.items()}
     session_file.write(path, tensors, facts)
@@ -54,11 +51,11 @@ def save(session: Session, identity: dict[str, Any], path: str | os.PathLike[str
 def restore(
     session: Session, identity: dict[str, Any], vocabulary: int, path: str | os.PathLike[str]
 ) -> None:
-    """Make `session` what was saved, for a runtime of that identity and vocabulary.
+    """Make `session` the saved one; its runtime has that identity and vocabulary.
 
     Raises:
-        SessionFileForeign: another backend, decoder or setting.
-        SessionFileCorrupt: not what a session can be. Nothing is changed by either.
+        SessionFileForeign: it was saved by another backend or decoder, or under other settings.
+        SessionFileCorrupt: no session can be so. Nothing is changed by either.
         PinsTooLarge: the pinned tokens do not fit.
     """
     with SessionFile(path, "np") as file:
@@ -68,8 +65,8 @@ def restore(
         conversation, seen = facts["conversation"], facts["seen"]
         try:
             generation = Generation.of(generation_of(facts["generation"]))
-            draws = session.runtime.draws(conversation["seed"])
-            draws.bit_generator.state = facts["draws"]
+            rng = session.runtime.rng(conversation["seed"])
+            rng.bit_generator.state = facts["draws"]
             slots = _slots(session, file, seen)
         except KvcapError:
             raise
@@ -81,11 +78,11 @@ def restore(
         for name, array in (cache.decoder.state(seen) if seen else {}).items():
             array[...] = slots[name]
         session.generation = generation
-        session.take(conversation, draws)
+        session.take_over(conversation, rng)
 
 
 def _slots(session: Session, file: SessionFile, seen: int) -> dict[str, Any]:
-    """The saved slots, of the shapes that the decoder's have after so many tokens."""
+    """The saved slots, checked against the decoder's shapes after so many tokens."""
     decoder = session.cache.decoder
     expected = decoder.state(seen) if seen else {}
     found = {
@@ -104,7 +101,7 @@ def _slots(session: Session, file: SessionFile, seen: int) -> dict[str, Any]:
 
 
 def identity_of(entry: Mapping[str, Any], fingerprint: str, plan: MemoryPlan) -> dict[str, Any]:
-    """What must agree for saved slots to mean the same (`entry`: of the manifest)."""
+    """Everything that must agree for saved slots to be usable; `entry` is the manifest's."""
     policy = {"name": entry["policy"]["name"], "parameters": entry["policy"]["parameters"]}
     return {
         "backend": BACKEND,

@@ -1,6 +1,6 @@
-"""A tokenizer from its files: what a conversation uses of transformers' tokenizers, without them.
+"""Loads a tokenizer from its files, as a conversation needs it, without transformers.
 
-Knows no model, and no template: it only hands on the text of its own.
+Knows no model, and does not render its chat template: it only hands on the text of it.
 """
 
 from __future__ import annotations
@@ -11,25 +11,20 @@ from typing import Any
 
 import tokenizers
 
-from kvcap.runtime import files
 from kvcap.runtime.errors import ModelFilesBroken, first_line
-from kvcap.runtime.files import check_plain, read_json, read_plain
+from kvcap.runtime.files import TEMPLATE, VOCABULARY, check_plain, read_json, read_plain
 
 NAMED = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
-VOCABULARY, CONFIG, OLD_CONFIG, TEMPLATE = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "chat_template.jinja",
-)
+TOKENIZER, CHAT_TEMPLATE = "tokenizer.json", "chat_template.jinja"
+CONFIG, OLD_CONFIG = "tokenizer_config.json", "special_tokens_map.json"
 
 
 class Tokenizer:
-    """Encodes text, and has what a chat template needs.
+    """Encodes text, and holds the special tokens and the template of a chat.
 
     Args:
-        folder: with tokenizer.json, and tokenizer_config.json and a chat template where there are.
-        names: of the files that may be read; all of them by default.
+        folder: with tokenizer.json, and perhaps tokenizer_config.json and a chat template.
+        names: of the files that may be read; all by default.
 
     Raises:
         ModelFilesBroken: a file is missing or broken, or the vocabulary has no letters.
@@ -41,15 +36,15 @@ class Tokenizer:
             return folder / name if listed else None
 
         try:
-            if (vocabulary := found(VOCABULARY)) is None:
-                raise ValueError(f"there is no {VOCABULARY}")
-            check_plain(vocabulary, files.VOCABULARY)
+            if (vocabulary := found(TOKENIZER)) is None:
+                raise ValueError(f"there is no {TOKENIZER}")
+            check_plain(vocabulary, VOCABULARY)
             self.backend_tokenizer = tokenizers.Tokenizer.from_file(str(vocabulary))
             self.backend_tokenizer.no_truncation()
             self.backend_tokenizer.no_padding()
             config, older = _json(found(CONFIG)), _json(found(OLD_CONFIG))
             self.special_tokens_map = _special({**older, **config})
-            self.chat_template = _template(found(TEMPLATE), config)
+            self.chat_template = _template(found(CHAT_TEMPLATE), config)
             if not self("Hello", add_special_tokens=False)["input_ids"]:
                 raise ValueError("its vocabulary has no letters")
         except Exception as error:  # the library's own are plain exceptions
@@ -59,18 +54,18 @@ class Tokenizer:
             ) from error
 
     def __call__(self, text: str, *, add_special_tokens: bool = True) -> dict[str, list[int]]:
-        """Token ids of `text` as `input_ids`."""
+        """The token ids of `text`, as `input_ids`."""
         encoding = self.backend_tokenizer.encode(text, add_special_tokens=add_special_tokens)
         return {"input_ids": encoding.ids}
 
     def get_chat_template(self) -> str:
-        """The template of chat turns, where there is one."""
+        """The chat template; there must be one."""
         assert self.chat_template is not None
         return self.chat_template
 
 
 def _json(path: Path | None) -> dict[str, Any]:
-    """A file's settings; none where there is no file."""
+    """The settings in a JSON file; none where there is no file."""
     if path is None:
         return {}
     found = read_json(path)
@@ -80,7 +75,7 @@ def _json(path: Path | None) -> dict[str, Any]:
 
 
 def _special(config: dict[str, Any]) -> dict[str, str]:
-    """The special tokens that have a name; their values are texts, or say more than the text."""
+    """The special tokens by name; a config gives each as a text, or as a dictionary with it."""
     named = {f"{name}_token": config.get(f"{name}_token") for name in NAMED}
     texts = {k: v.get("content") if isinstance(v, dict) else v for k, v in named.items()}
     return {name: text for name, text in texts.items() if isinstance(text, str)}
@@ -88,7 +83,7 @@ def _special(config: dict[str, Any]) -> dict[str, str]:
 
 def _template(path: Path | None, config: dict[str, Any]) -> str | None:
     if path is not None:
-        return read_plain(path, files.TEMPLATE).decode()
+        return read_plain(path, TEMPLATE).decode()
     found = config.get("chat_template")
     if isinstance(found, list):  # several, by name
         found = {one["name"]: one["template"] for one in found}.get("default")

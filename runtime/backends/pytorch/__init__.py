@@ -1,1 +1,1 @@
-"""The backend of PyTorch and transformers."""
+"""The PyTorch backend: runs models of transformers."""

@@ -1,7 +1,7 @@
-"""A loaded model under a cap for good, whoever calls it: generate(), a pipeline, a harness.
+"""Puts a loaded model under a cap, whoever calls it: generate(), a pipeline, an evaluation harness.
 
-Hooks of PyTorch on the model's decoder give every call a `BudgetCache` and read what is longer than
-a block block by block. Knows transformers' models, no text.
+PyTorch's hooks on the model's decoder give every call a `BudgetCache` and read long inputs block by
+block. Knows transformers' models, no text.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from kvcap.runtime.cache.cache import BudgetCache
 from kvcap.runtime.errors import PaddingUnsupported, PositionMismatch, UnsupportedModel
 from kvcap.runtime.types import ATTENTION, Positions
 
-MARK = "kvcap_cap"  # where a decoder keeps its `Cap`
-OF_THE_HEAD = ("labels", "logits_to_keep", "return_dict")
-OF_TOKENS = ("input_ids", "inputs_embeds", "attention_mask", "position_ids", "cache_position")
+MARK = "kvcap_cap"  # the attribute in which a decoder keeps its `Cap`
+HEAD_ARGUMENTS = ("labels", "logits_to_keep", "return_dict")
+TOKEN_ARGUMENTS = ("input_ids", "inputs_embeds", "attention_mask", "position_ids", "cache_position")
 
 
 def cap(
@@ -38,7 +38,7 @@ def cap(
     positions: Positions | None = None,
     evict_every: int = 1,
 ) -> Cap:
-    """Keep a loaded transformers model under a cap, whoever calls it, with no cache passed.
+    """Put a loaded transformers model under a cap, whoever calls it, with no cache passed.
 
     Afterwards `model.generate(...)`, `transformers.pipeline("text-generation", model, ...)` and
     whatever is built on them hold at most `budget_tokens` slots per KV head and layer, and a block.
@@ -100,29 +100,31 @@ def cap(
 
 @dataclass
 class _Call:
-    """A call of the decoder, between its hooks."""
+    """A call of the decoder, from the hook before it to the one after."""
 
-    cached: bool  # the caller wants the cache back
+    cached: bool  # the caller gets the cache
     as_tuple: bool
-    earlier: list[Any] = field(default_factory=list)  # of the blocks before the last
+    earlier: list[Any] = field(default_factory=list)  # outputs of the blocks before the last
 
 
 class Cap:
-    """What keeps a model under a cap, from `cap`; `remove()` undoes it, and so does `with`."""
+    """Keeps a model under a cap until `remove()` is called, or a `with` block ends."""
 
     cache: BudgetCache | None = None
-    """Of the last call, for its figures."""
+    """The cache of the last call, for its figures."""
 
     def __init__(self, model: Any, make: Any, attention: str) -> None:
         self._model, self._decoder, self._make = model, model.get_decoder(), make
         self._attention = attention
         self._calls: WeakKeyDictionary[BudgetCache, _Call] = WeakKeyDictionary()
         self._hooks = [
-            self._decoder.register_forward_pre_hook(self._before, with_kwargs=True),
-            self._decoder.register_forward_hook(self._after, with_kwargs=True),
+            self._decoder.register_forward_pre_hook(self._before_decoder, with_kwargs=True),
+            self._decoder.register_forward_hook(self._after_decoder, with_kwargs=True),
         ]
         if model is not self._decoder:
-            self._hooks.append(model.register_forward_pre_hook(self._skim, with_kwargs=True))
+            self._hooks.append(
+                model.register_forward_pre_hook(self._before_model, with_kwargs=True)
+            )
         setattr(self._decoder, MARK, self)
         self._generation = getattr(model, "generation_config", None)
         if self._generation is not None:  # some models ask for a cache of their own
@@ -143,11 +145,11 @@ class Cap:
         error: BaseException | None,
         where: TracebackType | None,
     ) -> None:
-        """As `remove`."""
+        """Remove the cap."""
         self.remove()
 
     def remove(self) -> None:
-        """Leave the model as it was. Twice does no harm."""
+        """Take the cap off the model, which is as it was before. Twice does no harm."""
         if getattr(self._decoder, MARK, None) is not self:
             return
         for hook in self._hooks:
@@ -157,21 +159,21 @@ class Cap:
         if self._generation is not None:
             self._generation.cache_implementation = self._implementation
 
-    def _skim(self, model: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Before the whole model: read what comes before the tokens whose logits are wanted."""
+    def _before_model(self, model: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Before the whole model runs, read the blocks of which no logits are needed."""
         given = _named(model, args, kwargs)
-        wanted = given.get("logits_to_keep")
-        if not isinstance(wanted, int) or wanted < 1 or _wants_all(given):
+        logits = given.get("logits_to_keep")
+        if not isinstance(logits, int) or logits < 1 or _needs_all(given):
             return None
         cache = self._cache_for(given)
         if cache is not None:
             given["past_key_values"] = cache
-            for _ in self._blocks(given, cache, wanted):
+            for _ in self._blocks(given, cache, logits):
                 pass
         return (), given
 
-    def _before(self, decoder: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Before the decoder: give it a cache, and read all blocks but the last."""
+    def _before_decoder(self, decoder: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Before the decoder runs, give it a cache and read all blocks but the last."""
         given = _named(decoder, args, kwargs)
         cache = self._cache_for(given)
         if cache is None:
@@ -184,8 +186,8 @@ class Cap:
         self._calls[cache] = call
         return (), given
 
-    def _after(self, _: nn.Module, __: Any, kwargs: Any, output: Any) -> Any:
-        """Behind the decoder: join what the blocks gave."""
+    def _after_decoder(self, _: nn.Module, __: Any, kwargs: Any, output: Any) -> Any:
+        """After the decoder, join the outputs of all blocks."""
         call = self._calls.pop(kwargs.get("past_key_values"), None)
         if call is None:
             return None
@@ -200,10 +202,10 @@ class Cap:
         return joined.to_tuple() if call.as_tuple else joined
 
     def _cache_for(self, given: dict[str, Any]) -> BudgetCache | None:
-        """The cache of a call; None: kvcap's own block loop reads, which knows what it does.
+        """The cache of a call; None where kvcap's own block loop makes it.
 
         Raises:
-            UnsupportedModel: it brings one that is not capped.
+            UnsupportedModel: the call has a cache that is not capped.
         """
         past = given.get("past_key_values")
         if isinstance(past, BudgetCache):
@@ -220,22 +222,22 @@ class Cap:
         self.cache = past
         return past
 
-    def _blocks(self, given: dict[str, Any], cache: BudgetCache, wanted: int = 0) -> Any:
-        """Read blocks until one is left, or all the `wanted` last; yields what each of them gave.
+    def _blocks(self, given: dict[str, Any], cache: BudgetCache, logits: int = 0) -> Any:
+        """Read whole blocks until one, or the last `logits` tokens, are left; yields their outputs.
 
-        What is `given` becomes what is left.
+        The call's arguments in `given` become those of what is left.
 
         Raises:
             PaddingUnsupported, PositionMismatch, MemoryCapExceeded: before anything is read.
         """
         name = "input_ids" if given.get("input_ids") is not None else "inputs_embeds"
         tokens: Tensor | None = given.get(name)
-        least = max(wanted, 1)  # tokens that are left: whole blocks are read before
+        least = max(logits, 1)  # tokens that are left
         if tokens is None or tokens.shape[1] - cache.room < least:
             return
         self._check(given, cache, tokens)
-        rest = {key: value for key, value in given.items() if key not in OF_TOKENS}
-        every = {key: value for key, value in rest.items() if key not in OF_THE_HEAD}
+        rest = {key: value for key, value in given.items() if key not in TOKEN_ARGUMENTS}
+        every = {key: value for key, value in rest.items() if key not in HEAD_ARGUMENTS}
         every |= {"past_key_values": cache, "use_cache": True}
         while tokens.shape[1] - cache.room >= least:
             block, tokens = tokens[:, : cache.room], tokens[:, cache.room :]
@@ -244,7 +246,7 @@ class Cap:
         given.update(rest | {name: tokens})
 
     def _check(self, given: dict[str, Any], cache: BudgetCache, tokens: Tensor) -> None:
-        """Refuse what blocks could not follow, before any is read."""
+        """Refuse, before anything is read, a mask or positions that blocks cannot have."""
         length = tokens.shape[1]
         mask, places = given.get("attention_mask"), given.get("position_ids")
         if mask is not None and (not isinstance(mask, Tensor) or mask.dim() != 2):
@@ -265,6 +267,6 @@ def _named(module: nn.Module, args: Any, kwargs: Any) -> dict[str, Any]:
     return {**dict(zip(names, args, strict=False)), **kwargs}
 
 
-def _wants_all(given: dict[str, Any]) -> bool:
-    """Whether a call asks for more than the last tokens' logits."""
+def _needs_all(given: dict[str, Any]) -> bool:
+    """Whether a call asks for results of more tokens than the last ones."""
     return given.get("labels") is not None or bool(given.get("output_hidden_states"))

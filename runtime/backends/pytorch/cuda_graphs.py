@@ -1,11 +1,10 @@
-"""CUDA graphs of blocks: what is the same for every block is captured once and replayed whole.
+"""Captures a forward pass over a block as a CUDA graph, and replays it for the blocks that follow.
 
-A full cache evicts as many tokens as it reads: shapes, addresses and all that Python decides stay
-what they are, and only the tokens and their positions differ. One that evicts every few tokens has
-a graph for each of them. A cache that only fills differs in
-how many slots are in use besides, which kernels read on the device. Small blocks go several through
-the model in one pass, as its matrices are read once for all of them; a layer takes them one after
-the other. Knows a model and a cache.
+That is possible in the steady state: a full cache evicts as many tokens as it reads, so shapes,
+addresses and Python's decisions stay the same, and only tokens and positions differ. A cache that
+evicts every few tokens has a graph for each of these steps. While a cache fills, the number of
+slots in use differs too; kernels read it on the device. Several small blocks go through the model
+in one pass, since its matrices are then read once; each layer takes them one after the other.
 """
 
 from __future__ import annotations
@@ -22,75 +21,76 @@ from kvcap.runtime.cache.step import Pass, SideStream
 from kvcap.runtime.errors import first_line
 from kvcap.runtime.models.fused.patch import Tuning
 
-PASS = 512  # tokens that a GPU reads at little more cost than fewer
+PASS = 512  # tokens of a pass that a GPU reads at little more cost than fewer
 
 
-class Kind(NamedTuple):
-    """What passes have in common that one graph serves."""
+class PassKind(NamedTuple):
+    """The properties of a pass that its CUDA graph fixes: equal kinds share a graph."""
 
     batch: int
-    length: int  # of all its blocks
-    wanted: bool  # the last token's logits are
+    length: int  # tokens of all its blocks
+    need_logits: bool  # of the last token
     filling: bool  # nothing was ever evicted
     spans: tuple[tuple[int, int], ...]  # pinned tokens, where any are evicted
-    excess: int  # slots held above the budget before it, if not filling
+    excess: int  # slots held above the budget before the pass, if not filling
 
 
 class BlockGraphs:
-    """The graphs of one cache.
+    """The CUDA graphs of one cache, by the kind of pass.
 
     Args:
         model: on the cache's device.
         cache: what it reads into.
-        compiled: parts of the model by `torch.compile`, see `Tuning`.
-        several: small blocks in one pass, which takes activations of `PASS` tokens, those of
-            all sequences counted.
+        compiled: run parts of the model by `torch.compile`, see `Tuning`.
+        several: read several small blocks in one pass of up to `PASS` tokens in all sequences.
     """
 
     def __init__(
         self, model: Any, cache: BudgetCache, compiled: bool = False, several: bool = True
     ) -> None:
         self.model, self.cache, self.several = model, cache, several
-        self.refused = uneven(cache)
+        self.refused = why_unsteady(cache)
         """Why blocks are not replayed; None: they are."""
-        self.made: dict[Kind, BlockGraph] = {}
+        self.captured: dict[PassKind, BlockGraph] = {}
         self._tuning = None if self.refused else Tuning(model, compiled)
-        self._warm: set[Kind] = set()  # of passes read as their graphs will
+        self._warm: set[PassKind] = set()  # read once without a graph, so that they can be captured
 
-    def read(self, ids: Tensor, wanted: bool = True) -> Tensor | None:
-        """Read a pass [B, T]; returns the last token's logits, or None: not replayable.
+    def read(self, ids: Tensor, need_logits: bool = True) -> Tensor | None:
+        """Replay a pass over ids [B, T], or return None where that is not possible.
 
-        Of shape [B, V], or [0, V] where they are not `wanted`.
+        Returns:
+            The last token's logits [B, V]; without `need_logits` [0, V].
         """
-        cache, kind = self.cache, self._kind(ids, wanted)
+        cache, kind = self.cache, self._kind(ids, need_logits)
         if kind is None:
             return None
         seen = cache.seen
-        if kind in self.made:
+        if kind in self.captured:
             cache.count(kind.length, kept=kind.filling or not evicts(cache, kind.length))
         elif kind not in self._warm:
             return None
         else:
-            self.made = {k: g for k, g in self.made.items() if k.filling or k.spans == kind.spans}
-            kept, before = next(iter(self.made.values()), None), cache.counts
+            kept = {k: g for k, g in self.captured.items() if k.filling or k.spans == kind.spans}
+            self.captured, first, before = kept, next(iter(kept.values()), None), cache.counts
             try:
                 with self._tuned():
-                    # One block is never in hand with another: graphs share their memory.
-                    self.made[kind] = BlockGraph(self.model, cache, ids, kind, kept and kept.pool)
+                    # No two run at the same time, so all graphs share the memory of the first.
+                    pool = first and first.pool
+                    self.captured[kind] = BlockGraph(self.model, cache, ids, kind, pool)
             except RuntimeError as error:
                 cache.counts = before
                 self.refused = f"capture failed: {first_line(error)}"
                 return None
-        return self.made[kind].replay(ids, seen)
+        return self.captured[kind].replay(ids, seen)
 
     @contextmanager
-    def warm_up(self, ids: Tensor, wanted: bool = True) -> Iterator[None]:
-        """Around a pass [B, T] that is read eagerly: as its graph will, if it is to have one.
+    def warm_up(self, ids: Tensor, need_logits: bool = True) -> Iterator[None]:
+        """Run a pass [B, T], read in the body, by the code that its graph will capture, if any.
 
-        Only then is everything ready that a graph cannot make: kernels compiled for these shapes,
-        and Python's numbers on the device.
+        That prepares what cannot be done during a capture: kernels are compiled for these shapes,
+        and Python's numbers are copied to the device.
         """
-        kind = self._kind(ids, wanted)
+        kind = self._kind(ids, need_logits)
         if any(layer.rows for layer in self.cache.capped_layers):
             self._warm.clear()  # of what tells where heads lie, only the last is kept
         if kind is not None:
@@ -107,51 +107,51 @@ class BlockGraphs:
         assert self._tuning is not None
         return self._tuning.applied()
 
-    def _kind(self, ids: Tensor, wanted: bool) -> Kind | None:
-        """Of a pass, if every one that follows it does the same."""
+    def _kind(self, ids: Tensor, need_logits: bool) -> PassKind | None:
+        """The kind of a pass; None where the passes that follow it would differ."""
         cache, (batch, length) = self.cache, ids.shape
         lengths = (1, cache.block_size, self._several(batch))
         if self.refused is not None or length not in lengths:
             return None
         if fills(cache, length):
-            return Kind(batch, length, wanted, True, (), 0)
+            return PassKind(batch, length, need_logits, True, (), 0)
         if not steady(cache, length):
             return None
         spans, above = tuple(cache.pinned_spans), excess(cache)
         assert above is not None, "a steady cache has an excess"
-        return Kind(batch, length, wanted, False, spans, above)
+        return PassKind(batch, length, need_logits, False, spans, above)
 
-    def ahead(self, batch: int, left: int) -> int | None:
-        """How many of a prompt's tokens the next pass reads, if it is to have several blocks."""
+    def pass_length(self, batch: int, left: int) -> int | None:
+        """How many of the `left` tokens of a prompt go into one pass of several blocks, if any."""
         length, cache = self._several(batch), self.cache
         if self.refused is not None or not cache.block_size < length <= left:
             return None
         return length if steady(cache, length) or fills(cache, length) else None
 
     def _several(self, batch: int) -> int:
-        """Tokens of as many blocks as go through the model in one pass: one, or more."""
+        """The tokens of as many blocks as go through the model in one pass."""
         size = self.cache.block_size
         return max(1, PASS // (batch * size)) * size if self.several else size
 
 
 class BlockGraph:
-    """The graph of one kind of pass. Making it counts one as read; `replay` does the work.
+    """A captured pass. Making it advances the cache's counters by a pass; `replay` computes it.
 
     Args:
         model: as above.
-        cache: as the kind wants it.
+        cache: in the state in which such passes find it.
         ids: token ids [B, T] of such a pass.
-        kind: of it.
-        pool: memory of another graph of the same cache.
+        kind: of the pass.
+        pool: memory of another graph of the same cache, to be shared.
     """
 
     def __init__(
-        self, model: Any, cache: BudgetCache, ids: Tensor, kind: Kind, pool: Any = None
+        self, model: Any, cache: BudgetCache, ids: Tensor, kind: PassKind, pool: Any = None
     ) -> None:
         start = cache.next_position
         self.ids = ids.clone()
         self.clock = torch.tensor(cache.seen, device=ids.device)
-        last = torch.full((int(kind.wanted),), kind.length - 1, device=ids.device)
+        last = torch.full((int(kind.need_logits),), kind.length - 1, device=ids.device)
         self.graph = torch.cuda.CUDAGraph()
         fixed = cache.moves and not kind.filling  # compact positions of a full cache stay
         side, blocks = SideStream(ids.device, kind.batch), blocks_of(cache, kind.length)
@@ -169,11 +169,11 @@ class BlockGraph:
                 use_cache=True,
                 logits_to_keep=last,
             ).logits.flatten(0, 1)
-        self.pool, self.last = self.graph.pool(), last  # read by it, as is what layers told it
-        self.told = [layer.on_device for layer in cache.capped_layers]
+        self.pool, self.last = self.graph.pool(), last  # read by the graph, as is `on_device`
+        self.on_device = [layer.on_device for layer in cache.capped_layers]
 
     def replay(self, ids: Tensor, seen: int) -> Tensor:
-        """Read `ids` after `seen` tokens."""
+        """Read `ids` [B, T] after `seen` tokens; returns the logits."""
         self.ids.copy_(ids)
         self.clock.fill_(seen)
         self.graph.replay()
@@ -181,8 +181,8 @@ class BlockGraph:
         return logits.clone()
 
 
-def uneven(cache: BudgetCache) -> str | None:
-    """What keeps the blocks of a full cache from being all alike, if anything."""
+def why_unsteady(cache: BudgetCache) -> str | None:
+    """Why a full cache never reaches a steady state; None: it does."""
     eviction = cache.eviction
     if not cache.layout.shape.all_capped:
         return "native sliding layers grow and shrink"
@@ -196,7 +196,7 @@ def uneven(cache: BudgetCache) -> str | None:
 
 
 def excess(cache: BudgetCache) -> int | None:
-    """Slots that heads hold above what they keep, where all do alike and keep what they may."""
+    """Slots that every head holds above its budget; None where heads differ or are shrinking."""
     segments = [segment for layer in cache.capped_layers for segment in layer.segments]
     found = {segment.held - segment.budget for segment in segments}
     settled = all(segment.stay == segment.budget for segment in segments)
@@ -204,7 +204,7 @@ def excess(cache: BudgetCache) -> int | None:
 
 
 def fills(cache: BudgetCache, tokens: int) -> bool:
-    """Whether a block of that many only adds to what is held, nothing ever having gone."""
+    """Whether a block of so many tokens only fills free slots of a cache that never evicted."""
     layers = cache.capped_layers
     if cache.eviction.state or not all(len(layer.segments) == 1 for layer in layers):
         return False
@@ -212,8 +212,8 @@ def fills(cache: BudgetCache, tokens: int) -> bool:
 
 
 def steady(cache: BudgetCache, tokens: int) -> bool:
-    """Whether every block of that many does the same to a cache that holds as many slots."""
-    if uneven(cache) is not None or not cache.eviction.policy.evicts:
+    """Detects the steady state, in which one CUDA graph replays every block of so many tokens."""
+    if why_unsteady(cache) is not None or not cache.eviction.policy.evicts:
         return False
     every = cache.evict_every if tokens == 1 else 1
     # Where heads lie that hold unequally many is told to the device by the pass before.
@@ -222,11 +222,11 @@ def steady(cache: BudgetCache, tokens: int) -> bool:
 
 
 def evicts(cache: BudgetCache, tokens: int) -> bool:
-    """Whether a steady cache gives slots up after a block of that many."""
+    """Whether a steady cache evicts after a block of so many tokens."""
     return tokens > 1 or (excess(cache) or 0) + 1 >= cache.evict_every
 
 
 def blocks_of(cache: BudgetCache, tokens: int) -> int:
-    """In how many blocks of one pass that many tokens are read: one where not all are alike."""
+    """In how many blocks a pass reads so many tokens: one outside the steady state."""
     fit = tokens <= cache.block_size + cache.spare
     return 1 if fit or not steady(cache, tokens) else -(-tokens // cache.block_size)

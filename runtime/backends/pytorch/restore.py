@@ -1,7 +1,7 @@
-"""The rows of a session's file back into a cache, which may be of another size.
+"""Saves the slots of a cache in a session's file, and restores them into a cache of any size.
 
-What does not fit is evicted on the way in: by the policy's own scores where they need no queries,
-which are gone, else the oldest tokens that nothing pins.
+Tokens that do not fit are evicted on the way in: by the policy's scores, or where these need past
+queries, which are gone, the oldest tokens that nothing pins.
 """
 
 from __future__ import annotations
@@ -22,8 +22,178 @@ from kvcap.runtime.models.rope import rotate_back_eagerly, rotations
 from kvcap.runtime.session.file import SessionFile
 
 
+def saved(layer: BudgetLayer) -> tuple[dict[str, list[Tensor]], dict[str, Any]]:
+    """The tensors of a layer, each in pieces to be joined, and its other facts, by head."""
+    pieces = {f"slots.{name}": rows for name, rows in _rows(layer.segments).items()}
+    heads = [s for s in layer.segments for _ in range(s.heads)]
+    kept, ring = layer.evicted_store, layer.ring
+    facts = {
+        "held": [s.held for s in heads],
+        "budgets": [s.budget for s in heads],
+        "stays": [s.stay for s in heads],
+        "moved": layer.storage is not None and layer.storage.moved,
+        "ring": 0 if ring is None else ring.queries.shape[2],
+        "evicted": None,
+    }
+    if ring is not None:
+        pieces |= {"ring.queries": [ring.queries], "ring.shift": [ring.shift]}
+    if kept is not None:
+        facts["evicted"] = [s.held for s in kept.evicted for _ in range(s.heads)]
+        facts["counts"] = [kept.steps, kept.recomputed]
+        pieces |= {f"evicted.{name}": rows for name, rows in _rows(kept.evicted).items()}
+        pieces |= {f"remembered.{name}": [x] for name, x in kept.remembered.items()}
+    return pieces, facts
+
+
+def _rows(segments: list[Segment]) -> dict[str, list[Tensor]]:
+    """The slots in use of every buffer, head by head."""
+    return {
+        name: [row for s in segments for row in s.view(buffer)[0]]
+        for name, buffer in segments[0].pool.named().items()
+    }
+
+
+class SavedLayers:
+    """The layers saved in `file`, checked against `cache`, which is not changed.
+
+    Args:
+        cache: in any state.
+        file: of a session that the cache may take over; its facts were held to their schema.
+        exact: the eviction and all sizes are the same, so that segments get their saved budgets.
+
+    Raises:
+        SessionFileCorrupt: tensors or figures that no cache can have.
+    """
+
+    def __init__(self, cache: BudgetCache, file: SessionFile, exact: bool) -> None:
+        facts = file.facts
+        self.cache, self.file, self.exact = cache, file, exact
+        self.seen: int = facts["seen"]
+        self.layers: list[dict[str, Any]] = facts["layers"]
+        self.preferences = facts["preferences"]
+        self.spans = merged((a, b) for a, b in facts["pinned_spans"])
+        count = len(cache.layout.budgets)
+        self.demand(len(self.layers) == count, "the number of layers")
+        fits = self.preferences is None or len(self.preferences) == count
+        self.demand(fits, "the number of preferences")
+        for index, saved in enumerate(self.layers):
+            self._check(index, saved)
+        for index, native in cache.sliding_layers.items():
+            self._check_sliding(index, native.sliding_window)
+
+    def demand(self, ok: bool, what: str) -> None:
+        """Refuse the file unless `ok`."""
+        if not ok:
+            raise self.file.corrupt(f"{what} cannot be so")
+
+    def has(self, index: int, name: str) -> bool:
+        """Whether there is such a tensor of a layer."""
+        return f"layers.{index}.{name}" in self.file.names
+
+    def tensor(self, index: int, name: str) -> Tensor:
+        """One tensor of a layer."""
+        found: Tensor = self.file.tensor(f"layers.{index}.{name}")
+        return found
+
+    def sliding(self, index: int, name: str) -> Tensor:
+        """The keys or values of a native sliding layer."""
+        found: Tensor = self.file.tensor(f"sliding.{index}.{name}")
+        return found
+
+    def _check(self, index: int, saved: dict[str, Any]) -> None:
+        shape, layer = self.cache.layout.shape, self.cache.capped_layers[index]
+        rows, dtype = [saved["held"], saved["budgets"], saved["stays"]], _dtype(layer)
+        self.demand({len(row) for row in rows} == {shape.kv_heads}, f"layer {index}'s slots")
+        self.demand(all(n <= self.seen for n in rows[0]), f"layer {index}'s slots")
+        self.demand(not self.seen or min(rows[0]) > 0, f"layer {index}'s slots")
+        total, size = sum(rows[0]), shape.head_size
+        for name in ("keys", "values"):
+            self._finite(self._take(index, f"slots.{name}", (total, size), dtype), index)
+        positions = self._take(index, "slots.positions", (total,), torch.int32)
+        inside = bool(((positions >= 0) & (positions < self.seen)).all())
+        self.demand(inside, f"layer {index}'s positions")
+        held = positions.split(rows[0])
+        for row in held:
+            self.demand(len(row.unique()) == len(row), f"layer {index}'s positions")
+        for name, kind in layer.segments[0].pool.kinds().items():
+            if self.has(index, f"slots.{name}"):
+                side = self._take(index, f"slots.{name}", (total,), kind)
+                self.demand(not bool(side.isnan().any()), f"layer {index}'s {name}")
+                if name == SHIFT:
+                    made_at = torch.cat([_ranks(row, row) for row in held]) + side
+                    self._in_reach(layer, side, made_at, "shifts")
+            elif self.exact or (name == SHIFT and layer.rotates):
+                self._take(index, f"slots.{name}", (total,), kind)  # says what is missing
+        if layer.ring is not None and self.seen:
+            length = saved["ring"]
+            queries = (1, shape.heads, length, size)
+            self._finite(self._take(index, "ring.queries", queries, dtype), index)
+            shift = self._take(index, "ring.shift", (1, shape.kv_heads, length), torch.int32)
+            newest = torch.tensor(rows[0])[:, None] - length + torch.arange(length)
+            self._in_reach(layer, shift, newest.clamp(min=0) + shift, "window")
+        if layer.evicted_store is not None and saved["evicted"] is not None:
+            self._check_evicted(layer, saved, held)
+
+    def _in_reach(self, layer: BudgetLayer, shift: Tensor, made_at: Tensor, what: str) -> None:
+        """Refuse shifts larger than the tokens read, or keys rotated to positions out of reach."""
+        exact = self.exact and layer.rotates
+        last = self.cache.layout.rotation_span - 1 if exact else 2 * self.seen
+        fits = bool(((shift >= 0) & (shift <= self.seen) & (made_at <= last)).all())
+        self.demand(fits, f"layer {layer.index}'s {what}")
+
+    def _check_evicted(
+        self, layer: BudgetLayer, saved: dict[str, Any], rows: Sequence[Tensor]
+    ) -> None:
+        """Check the evicted tokens of a layer whose heads hold the positions in `rows`."""
+        index, kept, counts = layer.index, layer.evicted_store, saved["evicted"]
+        assert kept is not None
+        what = f"layer {index}'s evicted tokens"
+        self.demand(len(counts) == len(rows) and max(counts) <= self.seen, what)
+        found = {
+            name: self._take(index, f"evicted.{name}", (sum(counts), *like.shape[1:]), like.dtype)
+            for name, like in kept.pool.named().items()
+        }
+        finite = all(bool(found[name].isfinite().all()) for name in ("keys", "values"))
+        self.demand(finite and not bool(found["score"].isnan().any()), what)
+        times, made_at = found["positions"], found["made_at"]
+        self.demand(bool(((times >= 0) & (times < self.seen)).all()), what)
+        pairs = zip(rows, times.split(counts), strict=True)
+        ranks = torch.cat([_ranks(row, evicted) for row, evicted in pairs])
+        self._in_reach(layer, made_at - (ranks if layer.rotates else 0), made_at, what)
+        for name, like in kept.remembered.items():
+            tensor = self._take(index, f"remembered.{name}", tuple(like.shape), like.dtype)
+            missing = tensor.isneginf() if name == "lse" else tensor.new_zeros((), dtype=torch.bool)
+            self.demand(bool((tensor.isfinite() | missing).all()), f"layer {index}'s {name}")
+        steps, recomputed = saved.get("counts", (0, 1))
+        self.demand(recomputed <= steps, f"layer {index}'s counts")
+
+    def _check_sliding(self, index: int, window: int) -> None:
+        if self.seen:
+            shape, dtype = self.cache.layout.shape, _dtype(self.cache.capped_layers[0])
+            wanted = (1, shape.kv_heads, min(window - 1, self.seen), shape.head_size)
+            for name in ("keys", "values"):
+                found = self.file.taken(f"sliding.{index}.{name}", wanted, dtype)
+                self.demand(bool(found.isfinite().all()), f"sliding layer {index}")
+
+    def _finite(self, tensor: Tensor, index: int) -> None:
+        self.demand(bool(tensor.isfinite().all()), f"layer {index}'s keys, values or queries")
+
+    def _take(self, index: int, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        found: Tensor = self.file.taken(f"layers.{index}.{name}", shape, dtype)
+        return found
+
+
+def _dtype(layer: BudgetLayer) -> torch.dtype:
+    return layer.segments[0].pool.keys.dtype
+
+
+def _ranks(row: Tensor, times: Tensor) -> Tensor:
+    """For each of `times` [m], how many tokens of `row` [n] are older."""
+    return torch.searchsorted(row.sort().values, times.contiguous(), out_int32=True)
+
+
 class Refill:
-    """Fills a cache from what was `saved`; all is checked when this is made, nothing changed.
+    """Fills a cache with `saved` layers. Making it checks everything and changes nothing.
 
     Raises:
         SessionFileCorrupt: boundaries between segments that the cache cannot have.
@@ -36,7 +206,7 @@ class Refill:
         check_pins(self.cache.layout, saved.spans, self.seen, self.budgets)
 
     def run(self) -> None:
-        """Fill the cache; should that fail, it is empty."""
+        """Fill the cache; if that fails, it is left empty."""
         cache = self.cache
         cache.reset()
         if not self.seen:
@@ -58,14 +228,14 @@ class Refill:
             raise
 
     def _pools(self) -> list[tuple[list[Segment], list[int]]]:
-        """Segments that share slots, and their budgets."""
+        """The groups of segments that share slots, with their budgets."""
         layers = [(layer.segments, self.budgets[layer.index]) for layer in self.cache.capped_layers]
         if not self.cache.layout.pooled:
             return layers
         return [([s for x, _ in layers for s in x], [b for _, x in layers for b in x])]
 
     def _budgets(self) -> list[list[int]]:
-        """What every segment of every layer will have, for what it is to hold."""
+        """The slots that each segment of each layer gets for the tokens that it will hold."""
         layout, layers = self.cache.layout, self.cache.capped_layers
         fresh = [[layout.allotments[c.index][s.head] for s in c.segments] for c in layers]
         if not self.seen:
@@ -84,7 +254,7 @@ class Refill:
         return fresh
 
     def _saved_budgets(self, layer: BudgetLayer, fresh: list[int]) -> list[int]:
-        """The saved boundaries of a layer, if they can be."""
+        """The saved budgets of a layer's segments, if its slots can be divided so."""
         saved, layout = self.saved.layers[layer.index], self.cache.layout
         found = []
         for s in layer.segments:
@@ -105,7 +275,7 @@ class Refill:
         return found
 
     def _fill(self, layer: BudgetLayer) -> None:
-        """Put a layer's rows, ring and store in place."""
+        """Restore a layer: its slots, its window of queries and its evicted tokens."""
         index, saved = layer.index, self.saved.layers[layer.index]
         assert layer.storage is not None
         layer.seen, layer.storage.moved = self.seen, bool(saved["moved"])
@@ -156,7 +326,7 @@ class Refill:
     def _split(
         self, index: int, part: str, pool: SlotPool, held: list[int]
     ) -> list[dict[str, Tensor]]:
-        """Every head's row of every buffer; a side tensor that the file lacks is zero."""
+        """For every head, its saved row of every buffer; zeros where the file lacks a buffer."""
         rows: list[dict[str, Tensor]] = [{} for _ in held]
         for name, buffer in pool.named().items():
             if self.saved.has(index, f"{part}.{name}"):
@@ -170,7 +340,7 @@ class Refill:
     def _evicted_to(
         self, keep: int, layer: BudgetLayer, index: int, head: int, row: dict[str, Tensor]
     ) -> dict[str, Tensor]:
-        """A row of `keep` slots: those that the policy, as far as it can see, would keep."""
+        """The row reduced to `keep` slots, by the scores that the policy can still compute."""
         held, segment, evictor = len(row["positions"]), layer.segments[index], layer.evictor
         assert evictor is not None
         if held <= keep:
@@ -191,7 +361,7 @@ class Refill:
         return {name: one.view(buffer)[0, 0] for name, buffer in aside.named().items()}
 
     def _bring_in_reach(self, layer: BudgetLayer, row: dict[str, Tensor]) -> None:
-        """Rotate keys once and for all where they were made further off than this cache counts."""
+        """Rotate a row's keys now if their shifts exceed this cache's table of rotations."""
         if not layer.rotates or self.exact or not len(row["positions"]):
             return
         shift = row[SHIFT]
@@ -210,7 +380,7 @@ class Refill:
 
 
 def _share(held: list[int], total: int, least: int) -> list[int]:
-    """`total` slots: what is held and as many free ones each, else in proportion to it."""
+    """Divide `total` slots: all that is held and equal shares of the rest, else in proportion."""
     least = min(least, total // len(held))
     sure = [max(n, least) for n in held]
     if sum(sure) <= total:
@@ -218,173 +388,3 @@ def _share(held: list[int], total: int, least: int) -> list[int]:
         return [slots + extra for slots, extra in zip(sure, free, strict=True)]
     more = apportion([max(0, n - least) for n in held], total - least * len(held))
     return [least + extra for extra in more]
-
-
-def saved(layer: BudgetLayer) -> tuple[dict[str, list[Tensor]], dict[str, Any]]:
-    """A layer's tensors, in pieces to be joined, and its figures by head."""
-    pieces = {f"slots.{name}": rows for name, rows in _rows(layer.segments).items()}
-    heads = [s for s in layer.segments for _ in range(s.heads)]
-    kept, ring = layer.evicted_store, layer.ring
-    facts = {
-        "held": [s.held for s in heads],
-        "budgets": [s.budget for s in heads],
-        "stays": [s.stay for s in heads],
-        "moved": layer.storage is not None and layer.storage.moved,
-        "ring": 0 if ring is None else ring.queries.shape[2],
-        "evicted": None,
-    }
-    if ring is not None:
-        pieces |= {"ring.queries": [ring.queries], "ring.shift": [ring.shift]}
-    if kept is not None:
-        facts["evicted"] = [s.held for s in kept.evicted for _ in range(s.heads)]
-        facts["counts"] = [kept.steps, kept.recomputed]
-        pieces |= {f"evicted.{name}": rows for name, rows in _rows(kept.evicted).items()}
-        pieces |= {f"remembered.{name}": [x] for name, x in kept.remembered.items()}
-    return pieces, facts
-
-
-def _rows(segments: list[Segment]) -> dict[str, list[Tensor]]:
-    """Every buffer's held part, head by head."""
-    return {
-        name: [row for s in segments for row in s.view(buffer)[0]]
-        for name, buffer in segments[0].pool.named().items()
-    }
-
-
-class SavedLayers:
-    """Figures and tensors of `file`, checked against `cache`, which stays as it is.
-
-    Args:
-        cache: any state.
-        file: of a session that it may take up, whose facts are those of its schema.
-        exact: same eviction and sizes, so that the boundaries between segments are the saved ones.
-
-    Raises:
-        SessionFileCorrupt: tensors or figures that no cache can have.
-    """
-
-    def __init__(self, cache: BudgetCache, file: SessionFile, exact: bool) -> None:
-        facts = file.facts
-        self.cache, self.file, self.exact = cache, file, exact
-        self.seen: int = facts["seen"]
-        self.layers: list[dict[str, Any]] = facts["layers"]
-        self.preferences = facts["preferences"]
-        self.spans = merged((a, b) for a, b in facts["pinned_spans"])
-        count = len(cache.layout.budgets)
-        self.demand(len(self.layers) == count, "the number of layers")
-        fits = self.preferences is None or len(self.preferences) == count
-        self.demand(fits, "the number of preferences")
-        for index, saved in enumerate(self.layers):
-            self._check(index, saved)
-        for index, native in cache.sliding_layers.items():
-            self._check_sliding(index, native.sliding_window)
-
-    def demand(self, ok: bool, what: str) -> None:
-        """Refuse the file unless `ok`."""
-        if not ok:
-            raise self.file.corrupt(f"{what} cannot be so")
-
-    def has(self, index: int, name: str) -> bool:
-        """Whether there is such a tensor of a layer."""
-        return f"layers.{index}.{name}" in self.file.names
-
-    def tensor(self, index: int, name: str) -> Tensor:
-        """A tensor of a layer."""
-        found: Tensor = self.file.tensor(f"layers.{index}.{name}")
-        return found
-
-    def sliding(self, index: int, name: str) -> Tensor:
-        """Keys or values of a native sliding layer."""
-        found: Tensor = self.file.tensor(f"sliding.{index}.{name}")
-        return found
-
-    def _check(self, index: int, saved: dict[str, Any]) -> None:
-        shape, layer = self.cache.layout.shape, self.cache.capped_layers[index]
-        rows, dtype = [saved["held"], saved["budgets"], saved["stays"]], _dtype(layer)
-        self.demand({len(row) for row in rows} == {shape.kv_heads}, f"layer {index}'s slots")
-        self.demand(all(n <= self.seen for n in rows[0]), f"layer {index}'s slots")
-        self.demand(not self.seen or min(rows[0]) > 0, f"layer {index}'s slots")
-        total, size = sum(rows[0]), shape.head_size
-        for name in ("keys", "values"):
-            self._finite(self._take(index, f"slots.{name}", (total, size), dtype), index)
-        positions = self._take(index, "slots.positions", (total,), torch.int32)
-        inside = bool(((positions >= 0) & (positions < self.seen)).all())
-        self.demand(inside, f"layer {index}'s positions")
-        held = positions.split(rows[0])
-        for row in held:
-            self.demand(len(row.unique()) == len(row), f"layer {index}'s positions")
-        for name, kind in layer.segments[0].pool.kinds().items():
-            if self.has(index, f"slots.{name}"):
-                side = self._take(index, f"slots.{name}", (total,), kind)
-                self.demand(not bool(side.isnan().any()), f"layer {index}'s {name}")
-                if name == SHIFT:
-                    made_at = torch.cat([_ranks(row, row) for row in held]) + side
-                    self._in_reach(layer, side, made_at, "shifts")
-            elif self.exact or (name == SHIFT and layer.rotates):
-                self._take(index, f"slots.{name}", (total,), kind)  # says what is missing
-        if layer.ring is not None and self.seen:
-            length = saved["ring"]
-            queries = (1, shape.heads, length, size)
-            self._finite(self._take(index, "ring.queries", queries, dtype), index)
-            shift = self._take(index, "ring.shift", (1, shape.kv_heads, length), torch.int32)
-            newest = torch.tensor(rows[0])[:, None] - length + torch.arange(length)
-            self._in_reach(layer, shift, newest.clamp(min=0) + shift, "window")
-        if layer.evicted_store is not None and saved["evicted"] is not None:
-            self._check_evicted(layer, saved, held)
-
-    def _in_reach(self, layer: BudgetLayer, shift: Tensor, made_at: Tensor, what: str) -> None:
-        """Refuse positions that moved further than was read, or from where none can be made."""
-        exact = self.exact and layer.rotates
-        last = self.cache.layout.rotation_span - 1 if exact else 2 * self.seen
-        fits = bool(((shift >= 0) & (shift <= self.seen) & (made_at <= last)).all())
-        self.demand(fits, f"layer {layer.index}'s {what}")
-
-    def _check_evicted(
-        self, layer: BudgetLayer, saved: dict[str, Any], rows: Sequence[Tensor]
-    ) -> None:
-        """The evicted tokens of a layer that holds `rows` of others."""
-        index, kept, counts = layer.index, layer.evicted_store, saved["evicted"]
-        assert kept is not None
-        what = f"layer {index}'s evicted tokens"
-        self.demand(len(counts) == len(rows) and max(counts) <= self.seen, what)
-        found = {
-            name: self._take(index, f"evicted.{name}", (sum(counts), *like.shape[1:]), like.dtype)
-            for name, like in kept.pool.named().items()
-        }
-        finite = all(bool(found[name].isfinite().all()) for name in ("keys", "values"))
-        self.demand(finite and not bool(found["score"].isnan().any()), what)
-        times, made_at = found["positions"], found["made_at"]
-        self.demand(bool(((times >= 0) & (times < self.seen)).all()), what)
-        pairs = zip(rows, times.split(counts), strict=True)
-        ranks = torch.cat([_ranks(row, evicted) for row, evicted in pairs])
-        self._in_reach(layer, made_at - (ranks if layer.rotates else 0), made_at, what)
-        for name, like in kept.remembered.items():
-            tensor = self._take(index, f"remembered.{name}", tuple(like.shape), like.dtype)
-            missing = tensor.isneginf() if name == "lse" else tensor.new_zeros((), dtype=torch.bool)
-            self.demand(bool((tensor.isfinite() | missing).all()), f"layer {index}'s {name}")
-        steps, recomputed = saved.get("counts", (0, 1))
-        self.demand(recomputed <= steps, f"layer {index}'s counts")
-
-    def _check_sliding(self, index: int, window: int) -> None:
-        if self.seen:
-            shape, dtype = self.cache.layout.shape, _dtype(self.cache.capped_layers[0])
-            wanted = (1, shape.kv_heads, min(window - 1, self.seen), shape.head_size)
-            for name in ("keys", "values"):
-                found = self.file.taken(f"sliding.{index}.{name}", wanted, dtype)
-                self.demand(bool(found.isfinite().all()), f"sliding layer {index}")
-
-    def _finite(self, tensor: Tensor, index: int) -> None:
-        self.demand(bool(tensor.isfinite().all()), f"layer {index}'s keys, values or queries")
-
-    def _take(self, index: int, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        found: Tensor = self.file.taken(f"layers.{index}.{name}", shape, dtype)
-        return found
-
-
-def _dtype(layer: BudgetLayer) -> torch.dtype:
-    return layer.segments[0].pool.keys.dtype
-
-
-def _ranks(row: Tensor, times: Tensor) -> Tensor:
-    """How many tokens of `row` [n] are older than each of `times` [m]."""
-    return torch.searchsorted(row.sort().values, times.contiguous(), out_int32=True)

@@ -1,4 +1,4 @@
-"""A model, its tokenizer and a memory plan, loaded together; conversations are made from it."""
+"""The PyTorch backend: loads a model and its tokenizer under a memory plan, to chat with it."""
 
 from __future__ import annotations
 
@@ -72,21 +72,21 @@ class Runtime:
         self.compiled = compiled  # parts of the model, for CUDA graphs
 
     def __repr__(self) -> str:
-        return f"<Runtime of {self.name or 'a model'} on {self.where}: {self.plan.summary}>"
+        return f"<Runtime of {self.name or 'a model'} on {self.device_label}: {self.plan.summary}>"
 
     @property
-    def where(self) -> str:
-        """The device and the type of numbers."""
+    def device_label(self) -> str:
+        """The device and the type of numbers, for people."""
         return f"{self.model.device.type} {self.plan.dtype}"
 
     @cached_property
     def trained_length(self) -> int:
-        """The tokens that the model was trained on at once."""
+        """The longest sequence, in tokens, that the model was trained on."""
         return ModelShape.of(self.model.config.get_text_config(decoder=True)).trained_length
 
     @cached_property
     def vocabulary(self) -> int:
-        """How many tokens the model knows."""
+        """How many different tokens the model knows."""
         return ModelShape.of(self.model.config.get_text_config(decoder=True)).vocabulary
 
     @property
@@ -96,7 +96,7 @@ class Runtime:
 
     @property
     def cap_bytes(self) -> int:
-        """The cap of the cache: what was asked for in bytes, else what the slots need."""
+        """The cap of the cache: the bytes that were asked for, else what the slots need."""
         return self.plan.cache_bytes if self.kv_budget is None else self.kv_budget
 
     @classmethod
@@ -124,16 +124,16 @@ class Runtime:
             kv_budget_tokens: slots kept per KV head and layer; 256 if neither budget is given.
             kv_budget: or the bytes of the whole cache, such as '256KiB'.
             block_size: tokens read at once, 128 by default.
-            dtype: 'float32', 'bfloat16' or 'float16'; what the checkpoint says by default.
+            dtype: 'float32', 'bfloat16' or 'float16'; the checkpoint's by default.
             device: 'cpu', 'cuda' or 'mps'; the best there is by default.
             positions: 'compact' or 'true'; compact where exact by default.
             evict_every: in generation, evict every so many tokens.
             memory_cap: bytes for the whole process, such as '2GiB', or 'auto' for all that is free
                 now; without a KV budget, the largest that fits is taken.
-            enforce: 'check' looks before every block; 'rlimit' also has the system refuse more
+            enforce: 'check' checks before every block; 'rlimit' also has the system refuse more
                 (on a GPU: the allocator, for the GPU's memory).
-            compiled: on CUDA, run parts of the model by `torch.compile`: some seconds at the first
-                full block, and faster from then on.
+            compiled: on CUDA, run parts of the model by `torch.compile`, which takes some seconds
+                at the first full block and is faster from then on.
 
         Raises:
             ModelNotFound, ModelFilesBroken, UnsupportedModel, PlanInfeasible, PolicyError: before
@@ -184,7 +184,7 @@ class Runtime:
         )
 
     def new_cache(self) -> BudgetCache:
-        """An empty cache of the planned size, allocated in full."""
+        """An empty cache of the planned size, with all its memory."""
         cache = BudgetCache(
             self.model.config,
             self.plan.budget_tokens,
@@ -210,39 +210,39 @@ class Runtime:
 
     def loop(self) -> BlockLoop:
         """The block loop over a new cache."""
-        planned = self.memory_cap is not None  # for activations of one block
-        return BlockLoop(self.model, self.new_cache(), compiled=self.compiled, several=not planned)
+        capped = self.memory_cap is not None  # with memory for the activations of one block
+        return BlockLoop(self.model, self.new_cache(), compiled=self.compiled, several=not capped)
 
-    def draws(self, seed: int | None) -> torch.Generator:
-        """Random numbers, on the CPU: one seed gives the same on any device."""
-        draws = torch.Generator()
+    def rng(self, seed: int | None) -> torch.Generator:
+        """A generator of random numbers on the CPU: one seed gives the same on any device."""
+        rng = torch.Generator()
         if seed is None:
-            draws.seed()
+            rng.seed()
         else:
-            draws.manual_seed(seed)
-        return draws
+            rng.manual_seed(seed)
+        return rng
 
-    def sampler(self, generation: GenerationConfig, draws: torch.Generator) -> Sampler:
-        """What draws tokens by these settings.
+    def sampler(self, generation: GenerationConfig, rng: torch.Generator) -> Sampler:
+        """A sampler with these settings and random numbers.
 
         Raises:
             UnsupportedModel: for beams and other modes that reorder the cache.
         """
-        return Sampler(generation, draws)
+        return Sampler(generation, rng)
 
-    def ids(self, tokens: list[int]) -> Tensor:
+    def token_ids(self, tokens: list[int]) -> Tensor:
         """Token ids [1, T] on the model's device."""
         return torch.tensor([tokens], device=self.model.device)
 
-    def joined(self, history: Tensor, token: Tensor) -> Tensor:
-        """History [1, T] and the next token [1], [1, T + 1]."""
+    def append_token(self, history: Tensor, token: Tensor) -> Tensor:
+        """The history [1, T] with the next token [1] behind it: [1, T + 1]."""
         return torch.cat((history, token[:, None]), dim=1)
 
     def save(self, session: Session, path: str | os.PathLike[str]) -> None:
         """Write everything that `session` needs to go on.
 
         Raises:
-            SessionNotSaved, SessionBroken: an earlier file is as it was.
+            SessionNotSaved, SessionBroken: nothing was written; an earlier file is as it was.
         """
         session_file.write(path, *snapshot.gather(session, self._identity()))
 
@@ -250,16 +250,16 @@ class Runtime:
         return snapshot.identity_of(self.model, self.name, self.plan.positions)
 
     def restore(self, session: Session, path: str | os.PathLike[str]) -> None:
-        """Make `session` what was saved.
+        """Make `session` the saved one, or refuse and leave it as it is.
 
         Raises:
-            SessionFileCorrupt, SessionFileForeign, SessionFileNewer, PinsTooLarge: it is as it was.
+            SessionFileCorrupt, SessionFileForeign, SessionFileNewer, PinsTooLarge: refused.
         """
         with SessionFile(path) as file:
             snapshot.restore(session, self._identity(), self.vocabulary, file)
 
-    def under(self, policy: str, options: dict[str, Any]) -> Runtime:
-        """The same model and budget under another policy, which pins what this one was told to.
+    def with_policy_name(self, policy: str, options: dict[str, Any]) -> Runtime:
+        """The same model and budget under another policy; tokens pinned by option stay pinned.
 
         Raises:
             PolicyError: unknown names, refused values.
@@ -268,7 +268,7 @@ class Runtime:
         return self.with_policy(load_policy(policy, **{**pins, **options}))
 
     def policies(self) -> dict[str, list[str]]:
-        """The policies that `under` takes, with the names of their options."""
+        """The policies that `with_policy_name` takes, with the names of their options."""
         return {
             name: [
                 *PINS,
@@ -280,7 +280,7 @@ class Runtime:
     def with_policy(self, policy: Eviction) -> Runtime:
         """The same model and budget under another policy; weights are shared.
 
-        A budget in bytes stays one: the new policy may keep fewer slots in it.
+        A budget in bytes keeps its bytes, in which the new policy may keep fewer slots.
         """
         tokens = self.plan.budget_tokens if self.kv_budget is None else None
         return self._replanned(policy, tokens, self.kv_budget)
@@ -299,7 +299,7 @@ class Runtime:
         return found
 
     def _replanned(self, policy: Eviction, tokens: int | None, kv_budget: int | None) -> Runtime:
-        """The same model under another plan; weights are shared."""
+        """The same model and weights under another plan."""
         plan = MemoryPlan.of(
             self.model.config,
             policy=policy,
@@ -335,7 +335,7 @@ def enforce_limit(cap: int, device: str | torch.device) -> None:
 
 
 def usable(device: str | torch.device | None) -> str | torch.device | None:
-    """`device`, if tensors can live there.
+    """The `device`, if tensors can be made there.
 
     Raises:
         ValueError: they cannot; says which can be used here.

@@ -1,4 +1,4 @@
-"""From logits to the next token, through transformers' own logits processors."""
+"""Draws the next token from logits, by transformers' own logits processors."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from kvcap.runtime.types import NEUTRAL
 UNSUPPORTED = {"num_beams": 1, "penalty_alpha": None, "num_return_sequences": 1,
                "constraints": None, "force_words_ids": None, "guidance_scale": None}  # fmt: skip
 
-# Settings that change which token comes next in transformers and are not read here; 0 and None are
-# neutral, and so is what stands beside a name.
+# Settings by which transformers would choose another token, and which are not read here. 0, None or
+# the value beside a name changes nothing.
 NOT_READ = {"no_repeat_ngram_size": 0, "encoder_no_repeat_ngram_size": 0, "bad_words_ids": None,
             "encoder_repetition_penalty": 1.0, "typical_p": 1.0, "epsilon_cutoff": 0.0,
             "eta_cutoff": 0.0, "top_h": None, "min_length": 0, "min_new_tokens": None,
@@ -33,13 +33,13 @@ NOT_READ = {"no_repeat_ngram_size": 0, "encoder_no_repeat_ngram_size": 0, "bad_w
 
 
 class Sampler:
-    """Draws the next token as a `GenerationConfig` says.
+    """Draws the next token by the settings of a `GenerationConfig`.
 
     Args:
         config: temperature, top_k, top_p, min_p, repetition_penalty, do_sample.
-        generator: of the draws, on the CPU: one seed gives the same on any device.
+        generator: random numbers on the CPU: one seed gives the same on any device.
 
-    Warns of settings that would change what is drawn and are not read, by name.
+    Settings that are not read, and would change what is drawn, are warned of by name.
 
     Raises:
         UnsupportedModel: for beams and other modes that reorder the cache.
@@ -65,7 +65,7 @@ class Sampler:
         self.processors = _processors(config, self.greedy)
 
     def next(self, logits: Tensor, history: Tensor) -> Tensor:
-        """Token ids [B] from logits [B, V]; `history` [B, T] are the tokens that count as said."""
+        """Token ids [B] from logits [B, V]; a repetition penalty looks at `history` [B, T]."""
         scores: Tensor = self.processors(history, logits.float())
         if self.greedy:
             return scores.argmax(-1)

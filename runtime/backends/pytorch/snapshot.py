@@ -1,7 +1,7 @@
-"""What a session is on disk: gathered from a live one, checked against a runtime, put back.
+"""Gathers everything a saved session needs from a live one, and puts it back.
 
-A layer's slots are saved row by row in the order they lie in memory, so that a session that is
-loaded into the same settings computes exactly what the saved one would have. Everything is checked
+A layer's slots are saved row by row in the order in which they lie in memory, so that under the
+same settings a restored session computes exactly what the saved one would have. All is checked
 before anything is changed.
 """
 
@@ -38,9 +38,9 @@ from kvcap.runtime.types import NEUTRAL
 def gather(
     session: Session, identity: dict[str, Any]
 ) -> tuple[dict[str, list[Tensor]], dict[str, Any]]:
-    """The tensors of a session, as views where they can be, and everything else.
+    """The tensors of a session, as views where possible, and all its other facts.
 
-    `identity` says what keys and values depend on, see `identity_of`.
+    `identity` is that of `identity_of`.
 
     Raises:
         SessionBroken: layers have read different tokens.
@@ -51,7 +51,7 @@ def gather(
             "a forward pass failed half-way, so the session is no state to save; reset it (in "
             "chat: /clear) and go on"
         )
-    tensors, layers = {"draws": [session.draws.get_state()]}, list[dict[str, Any]]()
+    tensors, layers = {"draws": [session.rng.get_state()]}, list[dict[str, Any]]()
     for index, layer in enumerate(cache.capped_layers):
         pieces, figures = saved(layer)
         tensors |= {f"layers.{index}.{name}": tensor for name, tensor in pieces.items()}
@@ -79,17 +79,17 @@ def gather(
 
 
 def settings(generation: GenerationConfig) -> dict[str, Any]:
-    """What a session goes by of the settings, as every version of transformers takes them."""
+    """The settings of generation that a session saves, for any version of transformers."""
     given = {name: getattr(generation, name, None) for name in SETTINGS}
     return {**NEUTRAL, **{name: value for name, value in given.items() if value is not None}}
 
 
 def restore(session: Session, identity: dict[str, Any], vocabulary: int, file: SessionFile) -> None:
-    """Make `session` what was saved; its runtime, of that identity and vocabulary, stays.
+    """Make `session` the saved one; its runtime has that identity and vocabulary.
 
     Raises:
         SessionFileForeign: another model, dtype or position mode, or a policy that cannot go on.
-        SessionFileCorrupt: not what a session can be. Nothing is changed by either.
+        SessionFileCorrupt: no session can be so. Nothing is changed by either.
         PinsTooLarge: the pinned tokens do not fit the budget.
     """
     facts = checked_facts(file)
@@ -100,8 +100,8 @@ def restore(session: Session, identity: dict[str, Any], vocabulary: int, file: S
     for name, value in generation_of(facts["generation"]).items():
         setattr(generation, name, value)
     try:
-        draws = runtime.draws(conversation["seed"])
-        draws.set_state(file.taken("draws", tuple(draws.get_state().shape), torch.uint8))
+        rng = runtime.rng(conversation["seed"])
+        rng.set_state(file.taken("draws", tuple(rng.get_state().shape), torch.uint8))
         exact = continues(facts, session.cache, file.path)
         refill = Refill(SavedLayers(session.cache, file, exact))
     except (
@@ -117,14 +117,14 @@ def restore(session: Session, identity: dict[str, Any], vocabulary: int, file: S
         raise file.corrupt(f"what it says cannot be ({error!r})") from error
     refill.run()
     session.generation = generation
-    session.take(conversation, draws)
+    session.take_over(conversation, rng)
 
 
 def continues(facts: Any, cache: BudgetCache, path: str) -> bool:
-    """Whether the cache goes on exactly as the saved one; else its policy can take it over.
+    """Whether the cache goes on exactly as the saved one would; else its policy takes it over.
 
-    Another policy can where it needs nothing of the past that the file lacks: state must be that of
-    equal parts, and enough queries must be in the window.
+    A policy can take over a cache if the file has all that it needs of the past: the state of equal
+    parts, and as many queries as its window holds.
 
     Raises:
         SessionFileForeign: it cannot.
@@ -158,7 +158,7 @@ def continues(facts: Any, cache: BudgetCache, path: str) -> bool:
 
 
 def parts(eviction: Eviction) -> dict[str, Any]:
-    """What an eviction is made of, with all options, as JSON keeps it."""
+    """The parts of an eviction with all their options, as JSON keeps them."""
     found: dict[str, Any] = {
         slot: [f"{type(c).__module__}.{type(c).__qualname__}", c.options()]
         for slot, c in _components(eviction).items()
@@ -174,7 +174,7 @@ def _components(eviction: Eviction) -> dict[str, Component]:
 
 
 def identity_of(model: Any, name: str, positions: str) -> dict[str, Any]:
-    """What must agree for keys and values of a saved session to mean the same."""
+    """Everything that must agree for a saved session's keys and values to be usable."""
     return {
         "model": name,
         "revision": getattr(model.config, "_commit_hash", None),
@@ -207,9 +207,9 @@ def _check_identity(facts: dict[str, Any], mine: dict[str, Any], path: str) -> N
 
 
 def fingerprint(model: Any) -> str:
-    """Of a model's shape and positions, and of a few values of every weight.
+    """A digest of a model's shape, its positions and a few values of every weight.
 
-    Not of its config, whose fields differ between versions of transformers.
+    Its config is not part of it, since its fields differ between versions of transformers.
     """
     shape = ModelShape.of(model.config.get_text_config(decoder=True))
     total = hashlib.sha256()

@@ -20,7 +20,7 @@ import tiny_chat
 from tools import PATIENCE
 
 from kvcap import Runtime, cli, pocket
-from kvcap.runtime.cli.chat import Chat, joined, with_budget
+from kvcap.runtime.cli.chat import Chat, join_continued, with_budget
 from kvcap.runtime.cli.live_meter import Meter
 from kvcap.runtime.cli.options import Output, Sampling
 from kvcap.runtime.errors import MemoryCapExceeded
@@ -51,7 +51,7 @@ def consistent(chat: Chat) -> bool:
 
 
 def test_a_script_answers_every_line(chat: Chat, capsys: pytest.CaptureFixture[str]) -> None:
-    code = chat.script(["Hello!\n", "\n", "How are\\\n", "you? And you?\n"])
+    code = chat.run_script(["Hello!\n", "\n", "How are\\\n", "you? And you?\n"])
     out, err = capsys.readouterr()
     assert code == 0
     said = [m["content"] for m in chat.session.messages]
@@ -64,14 +64,14 @@ def test_a_script_answers_every_line(chat: Chat, capsys: pytest.CaptureFixture[s
 
 def test_a_script_in_json(runtime: Runtime, capsys: pytest.CaptureFixture[str]) -> None:
     chat = Chat(runtime.session(), Output(json=True, quiet=True))
-    chat.script(["/set max_new_tokens 4", "One", "/stats", "Two"])
+    chat.run_script(["/set max_new_tokens 4", "One", "/stats", "Two"])
     documents = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [d["usage"]["completion_tokens"] for d in documents] == [4, 4]
     assert documents[1]["kv"]["evicted_tokens"] >= documents[0]["kv"]["evicted_tokens"]
 
 
 def test_what_each_turn_evicted_is_reported(chat: Chat, capsys: pytest.CaptureFixture[str]) -> None:
-    chat.script([f"{'many words ' * 20}{turn}" for turn in range(3)] + ["/regen"])
+    chat.run_script([f"{'many words ' * 20}{turn}" for turn in range(3)] + ["/regen"])
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("seen")]
     figures = [re.search(r"evicted ([\d,]+) \(\+([\d,]+) now\)", line) for line in lines]
     total, now = zip(
@@ -107,13 +107,13 @@ def test_what_each_turn_evicted_is_reported(chat: Chat, capsys: pytest.CaptureFi
     ],
 )
 def test_commands(line: str, says: str, chat: Chat, capsys: pytest.CaptureFixture[str]) -> None:
-    chat.take("Hello!")
+    chat.handle("Hello!")
     capsys.readouterr()
-    chat.take(line)
+    chat.handle(line)
     out, err = capsys.readouterr()
     assert (chat.code, out) == (0, "")
     assert says in err
-    chat.take("And now?")
+    chat.handle("And now?")
     assert chat.code == 0
     assert consistent(chat)
 
@@ -150,7 +150,7 @@ def test_refused_commands_change_nothing(
     line: str, says: str, chat: Chat, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = chat.session, chat.session.generation.to_dict()
-    code = chat.script([line, "Hello!"])
+    code = chat.run_script([line, "Hello!"])
     out, err = capsys.readouterr()
     assert code == 2
     assert err.startswith("kvcap: ")
@@ -160,7 +160,7 @@ def test_refused_commands_change_nothing(
 
 
 def test_a_space_makes_a_message_of_a_command(chat: Chat) -> None:
-    chat.take(" /help is what I typed")
+    chat.handle(" /help is what I typed")
     assert chat.session.messages[0]["content"] == " /help is what I typed"
 
 
@@ -168,23 +168,25 @@ def test_policy_keeps_messages_settings_and_pins(
     runtime: Runtime, capsys: pytest.CaptureFixture[str]
 ) -> None:
     chat = Chat(runtime.session("Be kind.", seed=3), Output())
-    chat.script(["/set max_new_tokens 6", "Hello!", "/policy h2o sink_tokens=2", "/policy knorm"])
+    chat.run_script(
+        ["/set max_new_tokens 6", "Hello!", "/policy h2o sink_tokens=2", "/policy knorm"]
+    )
     assert chat.session.cache.seen == 0
     assert [m["role"] for m in chat.session.messages] == ["user", "assistant"]
     eviction = chat.session.runtime.eviction
     assert (eviction.name, eviction.sink_tokens) == ("knorm", 2)
     read = len(chat.session.encode("Be kind. Hello! And?"))
-    chat.take("And?")
+    chat.handle("And?")
     assert chat.session.turn.prompt_tokens > read + 6  # the first turn again, too
     assert chat.session.turn.completion_tokens == 6
     assert chat.session.system == "Be kind."
 
 
 def test_system_and_exit(chat: Chat) -> None:
-    assert chat.script(["/system You are terse.", "Hi", "/exit", "not read"]) == 0
+    assert chat.run_script(["/system You are terse.", "Hi", "/exit", "not read"]) == 0
     assert chat.session.system == "You are terse."
     assert len(chat.session.messages) == 2
-    chat.take('/system ""')
+    chat.handle('/system ""')
     assert chat.session.system is None
 
 
@@ -193,7 +195,9 @@ def test_a_full_cache_ends_the_turn_not_the_chat(
 ) -> None:
     runtime = Runtime.from_pretrained(model, "full", kv_budget_tokens=24, block_size=16)
     chat = Chat(runtime.session(), Output(json=True, quiet=True))
-    code = chat.script(["Hi", "and so on " * 30, "/policy keydiff", "/set max_new_tokens 4", "Hi"])
+    code = chat.run_script(
+        ["Hi", "and so on " * 30, "/policy keydiff", "/set max_new_tokens 4", "Hi"]
+    )
     out, err = capsys.readouterr()
     documents = [json.loads(line) for line in out.splitlines()]
     assert code == 4
@@ -205,7 +209,7 @@ def test_a_full_cache_ends_the_turn_not_the_chat(
 
 @pytest.mark.parametrize("line", ["/etc/hosts is a file", "// no", "/read-only?", "/2", "/*"])
 def test_a_path_is_no_command(line: str, chat: Chat) -> None:
-    assert chat.script([line]) == 0
+    assert chat.run_script([line]) == 0
     assert chat.session.messages[0]["content"] == line
 
 
@@ -224,11 +228,11 @@ def test_budget_takes_the_most_slots_that_fit(chat: Chat) -> None:
     slots = runtime.plan.budget_tokens
     assert runtime.plan.cache_bytes <= 64 * 1024
     assert runtime.with_budget(slots + 1).plan.cache_bytes > 64 * 1024
-    chat.take("Hello!")
-    chat.take("/budget 64KiB")
+    chat.handle("Hello!")
+    chat.handle("/budget 64KiB")
     assert chat.session.stats.budget_tokens == slots
     assert chat.session.messages[0]["content"] == "Hello!"
-    chat.take("And now?")
+    chat.handle("And now?")
     assert consistent(chat)
 
 
@@ -239,7 +243,7 @@ def test_a_budget_that_cannot_be_had_leaves_the_chat_as_it_was(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    chat.take("Hello!")
+    chat.handle("Hello!")
     before = list(chat.session.messages)
     make = Runtime.session
 
@@ -249,18 +253,18 @@ def test_a_budget_that_cannot_be_had_leaves_the_chat_as_it_was(
         return make(runtime, *given, **options)
 
     monkeypatch.setattr(Runtime, "session", scarce)
-    chat.take("/budget 4096")
+    chat.handle("/budget 4096")
     assert "none left" in capsys.readouterr().err
     assert chat.session.stats.budget_tokens == 32
     assert chat.session.messages == before
-    chat.take("Still here?")
+    chat.handle("Still here?")
     assert consistent(chat)
 
 
 def test_a_budget_beyond_the_memory_is_refused(
     chat: Chat, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    chat.take("/budget 1,000,000,000,000")
+    chat.handle("/budget 1,000,000,000,000")
     assert "are free" in capsys.readouterr().err
     assert chat.code == 3
     assert chat.session.stats.budget_tokens == 32
@@ -269,13 +273,13 @@ def test_a_budget_beyond_the_memory_is_refused(
 def test_undo_leaves_the_message_for_the_next_prompt(
     chat: Chat, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    chat.script(["First.", "Second,\\", "in two lines."])
+    chat.run_script(["First.", "Second,\\", "in two lines."])
     assert chat.draft == ""
-    chat.take("/undo")
+    chat.handle("/undo")
     assert "taken back: Second, ...; the next message reads" in capsys.readouterr().err
     assert chat.draft == "Second,\nin two lines."
     assert [m["content"] for m in chat.session.messages if m["role"] == "user"] == ["First."]
-    chat.take("/undo")
+    chat.handle("/undo")
     assert not chat.session.messages
     assert "reads" not in capsys.readouterr().err
 
@@ -286,7 +290,7 @@ def test_a_file_is_read_into_the_conversation(
     monkeypatch.chdir(tmp_path)
     Path("my notes.txt").write_bytes(b"\xef\xbb\xbfOne.\r\nTwo.\n")
     for line in ["/read 'my notes.txt'", "/read my\\ notes.txt What's  this?"]:
-        chat.take(line)
+        chat.handle(line)
     said = [m["content"] for m in chat.session.messages if m["role"] == "user"]
     assert said == ["One.\nTwo.", "One.\nTwo.\n\nWhat's  this?"]
     assert "read 2 lines of my notes.txt" in capsys.readouterr().err
@@ -324,7 +328,7 @@ def test_files_that_are_not_read(
         os.mkfifo("pipe")  # opened, it would wait for ever
     with Path("huge.txt").open("wb") as huge:
         huge.truncate(5 * 1024**2)
-    chat.take(f"/read {name}")
+    chat.handle(f"/read {name}")
     assert says in capsys.readouterr().err
     assert chat.code == 2
     assert not chat.session.messages
@@ -358,10 +362,10 @@ def test_a_session_that_goes_on_says_so(
 
 
 def test_people_see_the_last_exchange(chat: Chat, capsys: pytest.CaptureFixture[str]) -> None:
-    chat.script(["Long ago.", "Lately.\\", *["more\\"] * 20, "end"])
+    chat.run_script(["Long ago.", "Lately.\\", *["more\\"] * 20, "end"])
     capsys.readouterr()
     chat.spaced = True
-    chat.resumed()
+    chat.show_resumed()
     err = capsys.readouterr().err
     assert "continued: 2 turns" in err
     assert "> Lately.\nmore\n" in err
@@ -375,31 +379,31 @@ def test_pin_shows_a_pinned_system_prompt(
 ) -> None:
     chat = Chat(runtime.session("Be kind."), Output())
     chat.session.set_generation(max_new_tokens=2)
-    chat.take("/pin")
+    chat.handle("/pin")
     assert "nothing is pinned" in capsys.readouterr().err
     chat.session.pin_system = True
-    chat.script(["/pin The door is blue.", "/pin"])
+    chat.run_script(["/pin The door is blue.", "/pin"])
     assert capsys.readouterr().err.endswith("system prompt: Be kind.\nThe door is blue.\n")
 
 
 def test_stats_say_what_there_is(chat: Chat, capsys: pytest.CaptureFixture[str]) -> None:
-    chat.take("/stats")
+    chat.handle("/stats")
     err = capsys.readouterr().err
     assert "no answer yet" in err
-    chat.script(["Hello!", "/stats"])
+    chat.run_script(["Hello!", "/stats"])
     err = capsys.readouterr().err
     assert "tokens read, 6 written; ended at max_new_tokens" in err
     assert "eager" not in err
     for change in ("/policy knorm", "/budget 64", "/undo", "/clear"):
-        chat.script(["Hello!", change])
+        chat.run_script(["Hello!", change])
         capsys.readouterr()
-        chat.take("/stats")
+        chat.handle("/stats")
         assert "no answer yet" in capsys.readouterr().err
 
 
 def test_help_fits_eighty_columns(chat: Chat, capsys: pytest.CaptureFixture[str]) -> None:
     chat.spaced = True
-    chat.take("/help")
+    chat.handle("/help")
     lines = capsys.readouterr().err.splitlines()
     assert max(map(len, lines)) <= 80
     assert all(any(line.startswith(f"/{name}") for line in lines) for name in Chat.COMMANDS)
@@ -413,7 +417,7 @@ def test_an_error_begins_a_line_of_its_own(
     chat.session.on_full = "error"
     monkeypatch.setattr(sys, "stdout", io.StringIO())
     monkeypatch.setattr(sys, "stderr", sys.stdout)
-    chat.take("Hello!")
+    chat.handle("Hello!")
     said = chat.session.messages[-1]["content"]
     assert said
     assert sys.stdout.getvalue().startswith(f"{said}\nkvcap: ")
@@ -425,7 +429,7 @@ def test_an_empty_answer_is_said_to_be_one(
 ) -> None:
     ends = list(range(len(chat.session.runtime.tokenizer)))
     chat.session.generation.eos_token_id = ends
-    chat.take("Hello!")
+    chat.handle("Hello!")
     out, err = capsys.readouterr()
     assert out == "\n"
     assert "the answer is empty" in err
@@ -435,7 +439,7 @@ def test_what_was_not_taken_is_kept_for_the_next_prompt(
     chat: Chat, capsys: pytest.CaptureFixture[str]
 ) -> None:
     chat.session.on_full = "error"
-    chat.take("too much " * 100)
+    chat.handle("too much " * 100)
     assert chat.draft == "too much " * 100
     assert not chat.session.messages
 
@@ -443,7 +447,7 @@ def test_what_was_not_taken_is_kept_for_the_next_prompt(
 def test_regen_that_is_stopped_says_what_remains(
     chat: Chat, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    chat.take("Hello!")
+    chat.handle("Hello!")
     before = list(chat.session.messages)
 
     def press(*_: int) -> None:
@@ -451,11 +455,11 @@ def test_regen_that_is_stopped_says_what_remains(
 
     with monkeypatch.context() as patch:
         patch.setattr("kvcap.runtime.cli.live_meter.Meter.reading", press)
-        chat.take("/regen")
+        chat.handle("/regen")
     assert "the former one stays" in capsys.readouterr().err
     assert chat.session.messages == before
     monkeypatch.setattr("kvcap.runtime.cli.live_meter.Meter.write", press)
-    chat.take("/regen")
+    chat.handle("/regen")
     assert "replaces the former one" in capsys.readouterr().err
     assert consistent(chat)
 
@@ -481,12 +485,12 @@ class Interrupting:
 def test_ctrl_c_keeps_what_was_said(chat: Chat, monkeypatch: pytest.MonkeyPatch) -> None:
     screen = Interrupting(after=4)
     monkeypatch.setattr(sys, "stdout", screen)
-    assert chat.script(["Hello!", "not read"]) == 130
+    assert chat.run_script(["Hello!", "not read"]) == 130
     assert chat.session.turn.finish_reason == "interrupted"
     assert chat.session.messages[-1]["content"] + "\n" == screen.text
     assert len(chat.session.messages) == 2
     assert consistent(chat)
-    chat.take("Go on.")
+    chat.handle("Go on.")
     assert chat.session.turn.finish_reason == "length"
     assert consistent(chat)
 
@@ -499,7 +503,7 @@ def test_ctrl_c_while_reading(chat: Chat, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(
         "kvcap.runtime.cli.live_meter.Meter.reading", lambda _, *counts: press(*counts)
     )
-    chat.take("many words " * 50)
+    chat.handle("many words " * 50)
     assert chat.code == 130
     assert chat.session.stats.seen_tokens == 32
     assert consistent(chat)
@@ -530,7 +534,7 @@ def test_a_model_cannot_speak_escape_sequences(
 def test_pocket_recalls(capsys: pytest.CaptureFixture[str]) -> None:
     chat = Chat(Runtime.from_pretrained("pocket").session(), Output(quiet=True))
     told = "Please remember: the code for the blue door is 4821."
-    chat.script([told, "What is the code for the blue door?"])
+    chat.run_script([told, "What is the code for the blue door?"])
     assert "4821" in capsys.readouterr().out
     assert "small test and demonstration model" in "".join(chat.banner())
 
@@ -542,7 +546,7 @@ def test_settings_have_the_bounds_of_their_options() -> None:
 
 
 def test_lines_are_joined() -> None:
-    assert list(joined(["a\\\r\n", "b\n", "c\\"])) == ["a\nb", "c\n"]
+    assert list(join_continued(["a\\\r\n", "b\n", "c\\"])) == ["a\nb", "c\n"]
 
 
 PROGRAM = """

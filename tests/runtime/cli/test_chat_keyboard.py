@@ -17,8 +17,7 @@ from prompt_toolkit.output import DummyOutput
 
 from kvcap.runtime.cli.chat import SETTINGS, Chat
 from kvcap.runtime.cli.options import Output
-from kvcap.runtime.cli.tab_completion import ChatCompleter
-from kvcap.runtime.cli.terminal import Pastes, TypeAhead, converse, history
+from kvcap.runtime.cli.terminal import ChatCompleter, Pastes, TypeAhead, converse, history
 
 LONG = "\n".join(f"line {number}" for number in range(120))
 POLICIES = {"keydiff": ["anchor", "recent_tokens"], "knorm": ["recent_tokens"]}
@@ -32,7 +31,7 @@ class Listener(Chat):
         super().__init__(SimpleNamespace(runtime=runtime), Output(quiet=True))  # type: ignore[arg-type]
         self.told: list[str] = []
 
-    def take(self, text: str) -> None:
+    def handle(self, text: str) -> None:
         self.told.append(text)
         self.draft = text.removeprefix("/draft ") if text.startswith("/draft ") else ""
         self.over = text == "/exit"
@@ -177,7 +176,7 @@ def test_ctrl_c_where_nothing_is_answered_ends_no_chat(monkeypatch: pytest.Monke
         if not chat.over:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(Listener, "take", take)
+    monkeypatch.setattr(Listener, "handle", take)
     assert typed("/load file\r") == []
 
 

@@ -151,12 +151,12 @@ def test_a_terminal_gets_markdown_and_a_file_the_text(
     screen = on_screen(monkeypatch)
     chat = Chat(SimpleNamespace(messages=[]), Output())  # type: ignore[arg-type]
     assert chat._meter is MarkdownMeter
-    chat.take("/set markdown off")
+    chat.handle("/set markdown off")
     assert chat._meter is Meter
     assert "markdown = off" in screen.getvalue()
-    chat.take("/set markdown on")
+    chat.handle("/set markdown on")
     assert chat._meter is MarkdownMeter
-    chat.take("/set markdown perhaps")
+    chat.handle("/set markdown perhaps")
     assert "markdown takes on or off; got 'perhaps'" in screen.getvalue()
     monkeypatch.setattr(sys, "stdout", io.StringIO())
     assert chat._meter is Meter

@@ -15,7 +15,7 @@ import tiny_chat
 import torch
 
 from kvcap import cli, dtypes, policies
-from kvcap.runtime.cli.completion import policy_names
+from kvcap.runtime.cli.options import policy_names
 
 BUDGET = {
     *("--policy", "--policy-option", "--kv-budget", "--kv-budget-tokens", "--max-kv-size"),
@@ -452,5 +452,5 @@ def test_unexpected_errors_are_one_line(kvcap: Any, monkeypatch: pytest.MonkeyPa
     def fail(_: Any) -> None:
         raise RuntimeError("out of paper\ndetails")
 
-    monkeypatch.setattr("kvcap.runtime.models.names.resolve", fail)
+    monkeypatch.setattr("kvcap.runtime.cli.commands.resolve", fail)
     assert kvcap("plan") == (1, "", "kvcap: out of paper\n")

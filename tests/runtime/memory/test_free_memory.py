@@ -52,7 +52,7 @@ def test_a_cgroup_full_of_page_cache(tmp_path):
 
 def test_the_plan_says_what_is_free(tmp_path, monkeypatch, capsys):
     free = free_memory(full_of_page_cache(tmp_path))
-    monkeypatch.setattr("kvcap.runtime.memory.free_memory.free_memory", lambda: free)
+    monkeypatch.setattr("kvcap.runtime.cli.commands.free_memory", lambda: free)
     assert run(["plan", "pocket", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["free_bytes"], found["free_by"]) == (30 * GIB, "the limit of cgroup box")

@@ -135,7 +135,7 @@ def test_no_weights_are_read(tmp_path, monkeypatch):
         file.truncate(8 + len(text) + end)
     assert end > 64 << 30
     free = FreeMemory(8 << 30, "a test")
-    monkeypatch.setattr("kvcap.runtime.memory.free_memory.free_memory", lambda: free)
+    monkeypatch.setattr("kvcap.runtime.cli.commands.free_memory", lambda: free)
     with pytest.warns(UserWarning, match="8,589,934,592 are free .a test.; the largest"):
         done = CliRunner().invoke(app, ["plan", str(tmp_path), "--dtype", "bfloat16", "--json"])
     found = json.loads(done.stdout)

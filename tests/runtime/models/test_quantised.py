@@ -184,7 +184,7 @@ def test_what_stays_packed_is_planned_packed(kind, checkpoint):
 def test_they_chat_under_a_cap(kind, checkpoint):
     runtime = Runtime.from_pretrained(checkpoint(kind), kv_budget_tokens=32, device="cpu")
     assert runtime.plan.weights == held_weights(runtime.model).nbytes
-    assert runtime.under("snapkv", {"window": 4}).plan.weights == runtime.plan.weights
+    assert runtime.with_policy_name("snapkv", {"window": 4}).plan.weights == runtime.plan.weights
     answer(runtime)
 
 

@@ -17,8 +17,8 @@ import kvcap
 from kvcap import pocket
 from kvcap.runtime.errors import ChatTemplateMissing
 from kvcap.runtime.session import chat_template
-from kvcap.runtime.session.chat_template import TemplateFailed, rendered
-from kvcap.runtime.session.text import render
+from kvcap.runtime.session.chat_template import TemplateFailed, render_template
+from kvcap.runtime.session.messages import render
 
 SRC = str(Path(kvcap.__file__).parents[1])
 SAID = [{"role": "user", "content": "Hi."}]
@@ -74,20 +74,20 @@ def test_what_transformers_writes():
 
 
 def test_one_process_renders_all_and_is_replaced_if_it_ends():
-    assert rendered("{{ x }}", {"x": 1}) == "1"
+    assert render_template("{{ x }}", {"x": 1}) == "1"
     first = chat_template._renderer().process
-    assert rendered("{{ x }}", {"x": "\n\u2028\0"}) == "\n\u2028\0"
+    assert render_template("{{ x }}", {"x": "\n\u2028\0"}) == "\n\u2028\0"
     assert chat_template._renderer().process is first
     first.kill()
     first.wait()
-    assert rendered("{{ x }}", {"x": 2}) == "2"
+    assert render_template("{{ x }}", {"x": 2}) == "2"
 
 
 def test_threads_take_turns():
     found = {}
 
     def ask(i: int) -> None:
-        found[i] = rendered("{{ x * 1000 }}", {"x": str(i)})
+        found[i] = render_template("{{ x * 1000 }}", {"x": str(i)})
 
     threads = [threading.Thread(target=ask, args=(i,)) for i in range(8)]
     for thread in threads:
@@ -103,8 +103,8 @@ def test_ctrl_c_ends_a_template():
     """The process that waits for it is free at once, and what it asks next is answered."""
     threading.Timer(0.5, signal.raise_signal, [signal.SIGINT]).start()
     with pytest.raises(KeyboardInterrupt):
-        rendered(NESTED, {})
-    assert rendered("{{ x }}", {"x": 3}) == "3"
+        render_template(NESTED, {})
+    assert render_template("{{ x }}", {"x": 3}) == "3"
 
 
 @posix
@@ -112,7 +112,7 @@ def test_nothing_outlives_the_process():
     code = (
         "import os, signal, sys\nsys.path[:0] = sys.argv[1:]\n"
         "from kvcap.runtime.session import chat_template\n"
-        "chat_template.rendered('x', {})\n"
+        "chat_template.render_template('x', {})\n"
         "print(chat_template._renderer().process.pid, flush=True)\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
@@ -133,7 +133,8 @@ def test_files_of_the_current_directory_are_not_run(name, tmp_path):
     (tmp_path / name).write_text("raise SystemExit('run')")
     code = (
         "import sys\nsys.path[:] = [x for x in sys.path if x] + sys.argv[1:]\n"
-        "from kvcap.runtime.session.chat_template import rendered\nprint(rendered('{{ 1 }}', {}))\n"
+        "from kvcap.runtime.session import chat_template\n"
+        "print(chat_template.render_template('{{ 1 }}', {}))\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", code, SRC], cwd=tmp_path, capture_output=True, text=True,
@@ -145,5 +146,5 @@ def test_files_of_the_current_directory_are_not_run(name, tmp_path):
 def test_a_request_is_one_line():
     """Newlines within are escaped, so that neither side waits for the other."""
     with pytest.raises(TemplateFailed, match="Expected an expression"):
-        rendered("{% if %}\n\n{{", {"a": "\r\n"})
-    assert json.loads(rendered("{{ messages | tojson }}", {"messages": SAID})) == SAID
+        render_template("{% if %}\n\n{{", {"a": "\r\n"})
+    assert json.loads(render_template("{{ messages | tojson }}", {"messages": SAID})) == SAID

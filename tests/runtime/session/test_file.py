@@ -73,7 +73,7 @@ def test_a_loaded_session_goes_on_exactly(family, policy, positions, tokens, tmp
         assert torch.equal(read_on(fork, ids[:, 66:]), expected)
         assert fork.cache.held == session.cache.held
         assert fork.cache.recomputed == session.cache.recomputed
-        assert fork.draws.get_state().equal(session.draws.get_state())
+        assert fork.rng.get_state().equal(session.rng.get_state())
 
 
 def test_between_evictions(tokens, tmp_path):
@@ -691,20 +691,20 @@ def test_chat_commands(chatting, tmp_path, capsys):
     session.set_generation(max_new_tokens=6)
     chat = Chat(session, Output(quiet=True), str(tmp_path / "kept"))
     file = tmp_path / "a file"
-    chat.take("/pin The door is blue.")
-    chat.take(f"/save {file}")
-    chat.take("Tell me more.")
+    chat.handle("/pin The door is blue.")
+    chat.handle(f"/save {file}")
+    chat.handle("Tell me more.")
     first = session.messages[-1]["content"]
     assert len(Session.load(chatting, tmp_path / "kept").messages) == 4
-    chat.take(f"/load {file}")
+    chat.handle(f"/load {file}")
     assert len(session.messages) == 2
-    chat.take("Tell me more.")
+    chat.handle("Tell me more.")
     assert session.messages[-1]["content"] == first
     capsys.readouterr()
-    chat.take("/pin")
+    chat.handle("/pin")
     assert "The door is blue." in capsys.readouterr().err
-    chat.take("/policy snapkv window=4")
-    chat.take("Go on.")
+    chat.handle("/policy snapkv window=4")
+    chat.handle("Go on.")
     assert chat.session.pinned == {0}
     assert chat.session.cache.pinned_spans
     assert chat.code == 0
@@ -716,6 +716,6 @@ def test_chat_commands(chatting, tmp_path, capsys):
         ("/pin " + "word " * 60, "pin less"),
     ):
         before = len(chat.session.messages)
-        chat.take(line)
+        chat.handle(line)
         assert says in capsys.readouterr().err
         assert len(chat.session.messages) == before

@@ -54,13 +54,13 @@ def session(request: Any, model: Path) -> Session:
 
 def state(session: Session) -> tuple[Any, ...]:
     """Everything of a session that a refusal must leave as it is."""
-    cache, draws = session.cache, session.draws
-    if isinstance(draws, torch.Generator):
+    cache, rng = session.cache, session.rng
+    if isinstance(rng, torch.Generator):
         held = [x.float().numpy() for x in cache.buffers()]
-        drawn = draws.get_state().tolist()
+        drawn = rng.get_state().tolist()
         figures = [(s.held, s.budget, s.stay) for x in cache.capped_layers for s in x.segments]
     else:
-        held, drawn = list(cache.decoder.state(cache.seen).values()), draws.bit_generator.state
+        held, drawn = list(cache.decoder.state(cache.seen).values()), rng.bit_generator.state
         figures = []
     spans, said = list(cache.pinned_spans), repr(session.conversation)
     arrays = [array.tobytes() for array in held]

@@ -14,7 +14,7 @@ from toy_engine import BACKENDS, BLOCK, ToyEngine, held, session_of, tiny
 
 from kvcap.runtime.errors import EmptyPrompt, KvcapError, MemoryCapExceeded
 from kvcap.runtime.session import session as session_module
-from kvcap.runtime.session.text import opening, render
+from kvcap.runtime.session.messages import render, system_message
 
 LONG = "Seven kinds of mosses survive the cold near Porto, and tall grasses attract many bees. " * 3
 
@@ -37,7 +37,7 @@ def whole(session: Any, messages: Any = None) -> str:
     """The conversation as one prompt, and as its tokens spell it."""
     messages = session.messages if messages is None else messages
     tokenizer = session.runtime.tokenizer
-    ids = session.encode(render(tokenizer, [*opening(session.system), *messages]))
+    ids = session.encode(render(tokenizer, [*system_message(session.system), *messages]))
     return tokenizer.backend_tokenizer.decode(ids, skip_special_tokens=False)
 
 
@@ -237,7 +237,7 @@ def test_saved_tokens_that_were_not_read(session, unread, since, left):
     """Of files from before, in which a cleared conversation's token could still be."""
     seen = session.cache.seen
     said = {**session.conversation, "unread": unread, "unread_since": seen + since}
-    session.take(said, session.draws)
+    session.take_over(said, session.rng)
     assert session._unread == left
     assert session.conversation["unread"] == left
     assert session.turn is None

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from toy_engine import BACKENDS, ToyEngine, held, session_of, tiny
 
 from kvcap.runtime.errors import EmptyPrompt, KvcapError, MessagesInvalid
-from kvcap.runtime.session.text import ROLES, messages_of, render
+from kvcap.runtime.session.messages import ROLES, checked_messages, render
 
 SYSTEM = {"role": "system", "content": "Be kind."}
 ASKED = {"role": "user", "content": "Who are you?"}
@@ -134,7 +134,7 @@ odd = st.recursive(
 @given(odd)
 def test_whatever_is_given_is_messages_or_refused_by_name(said):
     try:
-        found = messages_of(said)
+        found = checked_messages(said)
     except KvcapError:
         pass
     else:

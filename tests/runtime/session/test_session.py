@@ -13,7 +13,8 @@ import kvcap
 from kvcap import pocket
 from kvcap.runtime.backends.pytorch.sampler import Sampler
 from kvcap.runtime.interrupts import interrupts_deferred
-from kvcap.runtime.session.text import TextStream, render, render_turn
+from kvcap.runtime.session.decoding import TextStream
+from kvcap.runtime.session.messages import render, render_turn
 
 
 @pytest.fixture(scope="module")

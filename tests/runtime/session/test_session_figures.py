@@ -17,7 +17,7 @@ from transformers import AutoTokenizer
 from kvcap import pocket
 from kvcap.runtime.backends.onnxruntime.tokenizer import Tokenizer
 from kvcap.runtime.backends.pytorch.runtime import Runtime
-from kvcap.runtime.cli.answer import answer
+from kvcap.runtime.cli.answer import print_answer
 from kvcap.runtime.cli.options import Output
 from kvcap.runtime.errors import (
     MemoryCapExceeded,
@@ -46,7 +46,7 @@ def torch_runtime(tmp_path_factory):
 def shown(session: Any, capsys: Any, text: str | None = None) -> dict[str, Any]:
     """The JSON of one answer."""
     say = session.regenerate if text is None else lambda: session.send(text)
-    answer(session, say, Output(json=True, quiet=True))
+    print_answer(session, say, Output(json=True, quiet=True))
     document: dict[str, Any] = json.loads(capsys.readouterr().out)
     return document
 
@@ -127,7 +127,7 @@ def test_a_budget_that_is_advised_is_enough(runtime, on_full, limit):
 
 
 def test_a_policy_that_never_evicts_advises_a_budget_that_is_enough(torch_runtime):
-    full = torch_runtime.under("full", {}).with_budget(24)
+    full = torch_runtime.with_policy_name("full", {}).with_budget(24)
     session = session_of(full)
     session.set_generation(max_new_tokens=40)
     with pytest.raises(MemoryCapExceeded, match="policy 'full' never evicts: 24 of 24") as caught:
@@ -140,7 +140,7 @@ def test_a_policy_that_never_evicts_advises_a_budget_that_is_enough(torch_runtim
 
 
 def test_unequal_heads_are_advised_a_budget_for_the_smallest(torch_runtime):
-    runtime = torch_runtime.under("pyramidkv", {})
+    runtime = torch_runtime.with_policy_name("pyramidkv", {})
     session = session_of(runtime, budget=64)
     session.on_full = "error"
     with pytest.raises(MemoryCapExceeded) as caught:

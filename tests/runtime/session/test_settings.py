@@ -52,14 +52,14 @@ def test_what_cannot_be_is_refused_and_changes_nothing(runtime, setting, says):
     session = session_of(runtime)
 
     def state() -> Any:
-        return session.seed, bounds.given(session.generation)
+        return session.seed, bounds.as_dict(session.generation)
 
     before = state()
     with pytest.raises(ValueError, match=says):
         session.set_generation(**setting)
     assert state() == before
     (name, value), *_ = setting.items()
-    if name in bounds.given(session.generation):  # and so is what was set past the door
+    if name in bounds.as_dict(session.generation):  # and so is what was set past the door
         setattr(session.generation, name, value)
         with pytest.raises(ValueError, match=name):
             session.send("Hi.")

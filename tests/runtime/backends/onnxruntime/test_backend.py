@@ -28,7 +28,7 @@ from kvcap.policies import load_policy
 from kvcap.runtime.backends.onnxruntime.graph import Graph
 from kvcap.runtime.backends.onnxruntime.library import library
 from kvcap.runtime.backends.onnxruntime.manifest import check, files_named
-from kvcap.runtime.backends.onnxruntime.runtime import OrtRuntime, Wanted
+from kvcap.runtime.backends.onnxruntime.runtime import OrtRuntime, PolicyRequest
 from kvcap.runtime.backends.pytorch.runtime import Runtime
 from kvcap.runtime.errors import (
     GraphBroken,
@@ -172,12 +172,12 @@ def test_decoders_say_and_keep_what_pytorch_does(exported, found, mode, budget):
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("policy", ["keydiff", "streaming_llm", "random"])
 def test_policies_of_a_found_decoder(tiny, policy, mode):
-    runtime = OrtRuntime.from_directory(tiny / "decoder", Wanted(policy), positions=mode)
+    runtime = OrtRuntime.from_directory(tiny / "decoder", PolicyRequest(policy), positions=mode)
     same_as_torch(runtime, str(tiny / "model"))
 
 
 def test_another_policy_would_be_seen(tiny):
-    runtime = OrtRuntime.from_directory(tiny / "decoder", Wanted("random"))
+    runtime = OrtRuntime.from_directory(tiny / "decoder", PolicyRequest("random"))
     with pytest.raises(AssertionError):
         same_as_torch(runtime, str(tiny / "model"), "keydiff")
 
@@ -696,11 +696,11 @@ def test_another_budget_of_the_same_decoder(exported, tiny):
     session.set_generation(max_new_tokens=4)
     list(session.send(STORY))
     assert session.stats.held_tokens == 20
-    assert other.under("random", {}).plan.budget_tokens == 20
+    assert other.with_policy_name("random", {}).plan.budget_tokens == 20
     with pytest.raises(PlanInfeasible, match="above 0"):
         runtime.with_budget(0)
     with pytest.raises(PlanInfeasible, match="pins 4"):
-        runtime.under("streaming_llm", {}).with_budget(3)
+        runtime.with_policy_name("streaming_llm", {}).with_budget(3)
     runtime.memory_cap = runtime.plan.total_bytes + (1 << 20)
     with pytest.raises(PlanInfeasible, match="more than the cap"):
         runtime.with_budget(100_000)

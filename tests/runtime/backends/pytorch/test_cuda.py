@@ -151,7 +151,7 @@ def test_replayed_blocks_equal_eager_ones(policy, positions, compiled, tokens):
         logits.append(torch.stack([*found, loop.prefill(ids[:, 206:])]).float())
         segments = [s for layer in cache.capped_layers for s in layer.segments]
         kept.append([sorted(head.tolist()) for s in segments for head in s.positions[0]])
-        replayed.append(loop.graphs and {kind[1:4:2] for kind in loop.graphs.made})
+        replayed.append(loop.graphs and {kind[1:4:2] for kind in loop.graphs.captured})
         assert cache.seen == 216
     able = policy not in ("cake", "adakv", "criticalkv-adakv") and "calidrop" not in policy
     assert replayed[1] is None
@@ -182,7 +182,7 @@ def test_tokens_between_evictions_are_replayed(policy, positions):
         segments = [s for layer in cache.capped_layers for s in layer.segments]
         kept.append([sorted(head.tolist()) for s in segments for head in s.positions[0]])
         if graphs:
-            made = {k.excess for k in loop.graphs.made if k.length == 1 and not k.filling}
+            made = {k.excess for k in loop.graphs.captured if k.length == 1 and not k.filling}
             assert made == {0, 1, 2, 3}
             assert loop.execution == "CUDA graphs"
     torch.testing.assert_close(logits[0], logits[1], rtol=1e-3, atol=1e-3)
@@ -208,12 +208,12 @@ def test_several_blocks_are_replayed_in_one_pass(policy, positions, monkeypatch)
         segments = [s for layer in cache.capped_layers for s in layer.segments]
         kept.append([sorted(head.tolist()) for s in segments for head in s.positions[0]])
         if graphs:
-            assert (48, False) in {kind[1:4:2] for kind in loop.graphs.made}
+            assert (48, False) in {kind[1:4:2] for kind in loop.graphs.captured}
             assert loop.execution == "CUDA graphs"
     torch.testing.assert_close(logits[0], logits[1], rtol=1e-3, atol=1e-3)
     assert kept[0] == kept[1]
-    assert BlockLoop(model, cache).graphs.ahead(1, 240) == 48
-    assert BlockLoop(model, cache, several=False).graphs.ahead(1, 240) is None
+    assert BlockLoop(model, cache).graphs.pass_length(1, 240) == 48
+    assert BlockLoop(model, cache, several=False).graphs.pass_length(1, 240) is None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -231,7 +231,7 @@ def test_a_cache_is_filled_by_graphs(policy, dtype, tokens):
         logits.append(torch.stack(found).float())
         memory.append([x.clone() for x in cache.buffers()])
         if graphs:
-            assert {kind[1:4:2] for kind in loop.graphs.made} == {(16, True), (1, True)}
+            assert {kind[1:4:2] for kind in loop.graphs.captured} == {(16, True), (1, True)}
     with torch.no_grad():
         exact, plain = (
             tiny_model("llama", "eager", dtype=x).cuda()(ids[:, :100]).logits[:, 49:].float()

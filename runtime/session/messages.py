@@ -1,0 +1,162 @@
+"""Messages of a conversation: checked, written by the chat template, and found among the tokens.
+
+A pinned message is found by writing the conversation again without what follows it: the tokens
+that both begin with are those up to its end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+from kvcap.runtime.errors import ChatTemplateMissing, EmptyPrompt, MessagesInvalid
+from kvcap.runtime.session.chat_template import TemplateFailed, render_template
+from kvcap.runtime.types import Message, Span
+
+ROLES = ("system", "user", "assistant")
+MARK = "\u2402answer\u2403"  # stands for the answer that is already in the cache
+
+
+def checked_messages(said: Any) -> list[Message]:
+    """The messages given to `Session.send`, checked: a user's comes last, a system prompt first.
+
+    Raises:
+        MessagesInvalid: neither a text nor such messages, naming the first that is wrong.
+        EmptyPrompt: there is nothing to answer.
+    """
+    if isinstance(said, str):
+        said = [{"role": "user", "content": said}]
+    elif not isinstance(said, (list, tuple)):
+        raise MessagesInvalid(
+            f"a {type(said).__name__} was given; give a text, or a list of messages such as "
+            "{'role': 'user', 'content': 'Hello!'}"
+        )
+    if not said:
+        raise EmptyPrompt("there are no messages; give at least one of the user")
+    found = [_checked_message(index, one) for index, one in enumerate(said)]
+    if found[-1]["role"] != "user":
+        raise MessagesInvalid(
+            f"the last message is of the {found[-1]['role']}; it must be of the user, who is to be "
+            "answered"
+        )
+    if not found[-1]["content"].strip():
+        raise EmptyPrompt("the message is empty; write something to answer")
+    return found
+
+
+def _checked_message(index: int, given: Any) -> Message:
+    """A copy of one message, if it is one."""
+    if not isinstance(given, dict):
+        raise MessagesInvalid(
+            f"message {index} is a {type(given).__name__}; give a dictionary with 'role' and "
+            "'content'"
+        )
+    for key in ("role", "content"):
+        if key not in given:
+            raise MessagesInvalid(f"message {index} has no {key!r}; give 'role' and 'content'")
+    if others := [key for key in given if key not in ("role", "content") and given[key]]:
+        raise MessagesInvalid(
+            f"message {index} has {others[0]!r}, which is not read; leave it out and say it in "
+            "'content'"
+        )
+    role, content = given["role"], given["content"]
+    if role not in ROLES:
+        raise MessagesInvalid(f"message {index} has role {role!r}; use {', '.join(ROLES)}")
+    if not isinstance(content, str):
+        raise MessagesInvalid(
+            f"the content of message {index} is a {type(content).__name__}; give its text"
+        )
+    if role == "system" and index:
+        raise MessagesInvalid(
+            f"message {index} is of the system; a system prompt can only be the first message"
+        )
+    return {"role": role, "content": content}
+
+
+def system_message(system: str | None) -> list[Message]:
+    """The message of a system prompt, if there is one."""
+    return [{"role": "system", "content": system}] if system else []
+
+
+def render(tokenizer: Any, messages: Sequence[Message]) -> str:
+    """The conversation as the model's chat template writes it, ready for an answer.
+
+    Raises:
+        ChatTemplateMissing: there is no template, or it fails on these messages.
+    """
+    if not getattr(tokenizer, "chat_template", None):
+        raise ChatTemplateMissing(
+            "this tokenizer has no chat template; continue a text with `kvcap generate --raw` (in "
+            "Python: session.complete), or use a model that was made for chat"
+        )
+    names = {"messages": list(messages), "add_generation_prompt": True, "tools": None,
+             "documents": None, **tokenizer.special_tokens_map}  # fmt: skip
+    try:
+        return render_template(tokenizer.get_chat_template(), names)
+    except (TemplateFailed, ValueError) as error:
+        raise ChatTemplateMissing(
+            f"this model's chat template fails ({str(error) or type(error).__name__}); use "
+            "`kvcap generate --raw`, or a model whose template works"
+        ) from error
+
+
+def render_turn(tokenizer: Any, system: str | None, messages: Sequence[Message]) -> str:
+    """The text to read for messages that follow an answer which is in the cache already.
+
+    They are rendered behind a stand-in for that answer, and the text is cut after it. So the cost
+    does not grow with the conversation, and the answer's turn is closed.
+
+    Raises:
+        ChatTemplateMissing: no template, or one that changes the answer it is given.
+    """
+    said = [{"role": "user", "content": "."}, {"role": "assistant", "content": MARK}]
+    _, found, tail = render(tokenizer, [*system_message(system), *said, *messages]).partition(MARK)
+    if not found:
+        raise ChatTemplateMissing(
+            "this tokenizer's chat template rewrites earlier answers, so a conversation cannot be "
+            "continued without reading it again; use `kvcap generate`"
+        )
+    return tail
+
+
+def system_span(encode: Callable[[Sequence[Message]], list[int]], system: str) -> list[Span]:
+    """Where the system prompt lies: the first tokens, whatever the user says after them."""
+    opening = [{"role": "system", "content": system}]
+    one, other = (encode([*opening, {"role": "user", "content": text}]) for text in ("A", "0"))
+    return [(0, _common_prefix(one, other))]
+
+
+def message_spans(
+    encode: Callable[[Sequence[Message]], list[int]],
+    opening: Sequence[Message],
+    messages: Sequence[Message],
+    pinned: Collection[int],
+    ids: list[int],
+) -> list[Span]:
+    """Where the `pinned` messages lie within `ids`, with the marks that open and close their turns.
+
+    Args:
+        encode: gives the tokens of messages, ready for an answer.
+        opening: the message of the system prompt, if there is one.
+        messages: all others.
+        pinned: indices of those that are pinned, all of the user.
+        ids: tokens of the whole conversation.
+    """
+    found = []
+    for index in sorted(pinned):
+        before = [*opening, *messages[:index]]
+        start = 0
+        if index:
+            start = _common_prefix(encode(before), ids)
+        elif opening:
+            ((_, start),) = system_span(encode, opening[0]["content"])
+        stop = _common_prefix(encode([*before, messages[index]]), ids)
+        found.append((start, stop))
+    return found
+
+
+def _common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
+    """How many tokens both begin with."""
+    return next(
+        (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b))
+    )
