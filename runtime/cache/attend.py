@@ -25,7 +25,6 @@ from kvcap.runtime.attention.functions import (
 )
 from kvcap.runtime.cache.evictor import SHIFT, Evictor, Seen
 from kvcap.runtime.cache.step import Pass
-from kvcap.runtime.models.fused.deferred_rope import LateRotation
 from kvcap.runtime.models.rope import Rotation
 
 
@@ -117,9 +116,10 @@ class LayerAttention:
 
     def token(
         self,
-        late: LateRotation,
+        query: Tensor,
         key: Tensor,
         value: Tensor,
+        angles: tuple[Tensor, Tensor],
         time: Tensor,
         block: Block,
         asked: Asked,
@@ -135,14 +135,16 @@ class LayerAttention:
             return None
         if block.offset or any(block.residual):
             return None
-        if not takes_token(late.query, key, value, buffers):
+        if not takes_token(query, key, value, buffers):
             return None
+        if current.side is not None:
+            current.side.turn()
         segment.held += 1
         looks = evictor.looks(1) and not filling
         rotation = self._moved_by()
         turn = None if rotation is None else (segment.side(SHIFT), rotation.table)
         out, query, sums = token.attend(
-            late.query, key, value, late.angles, time, buffers, asked.scaling, turn,
+            query, key, value, angles, time, buffers, asked.scaling, turn,
             used=current.clock if filling else None,
             early=current.side is not None,
             summed=looks and evictor.reads_sums,

@@ -27,7 +27,6 @@ from kvcap.runtime.errors import (
     PositionMismatch,
     UnsupportedModel,
 )
-from kvcap.runtime.models.fused.deferred_rope import LateRotation, left
 
 if TYPE_CHECKING:
     from kvcap.runtime.cache.cache import BudgetCache
@@ -52,8 +51,7 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
         self._attention: LayerAttention | None = None
         self._block = Block()  # the last
         self._attended = True  # the registered attention function has seen the last block
-        # Keys and values that attention appends, and what it has yet to do with them.
-        self._waiting: tuple[Tensor, Tensor, LateRotation | None] | None = None
+        self._waiting: tuple[Tensor, Tensor] | None = None  # keys and values attention appends
         self._like: tuple[int, torch.dtype, torch.device] | None = None  # what it is allocated for
 
     @property
@@ -155,15 +153,14 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
     def _update(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
         current = self._cache.current
         length = current.tokens or key_states.shape[2]
-        late = left(key_states)
         key_states, value_states = key_states[:, :, :length], value_states[:, :, :length]
         if self.evictor is None:
             self.lazy_initialization(key_states)
         self._check_like(key_states)
         if current.side is not None:
             current.side.turn()
-        if current.blocks > 1 or late is not None or self._splits(length):
-            self._waiting = key_states, value_states, late
+        if current.blocks > 1 or self._splits(length):
+            self._waiting = key_states, value_states
         else:
             self._append(key_states, value_states)
         keys = self.keys if self._waiting is None else None
@@ -227,6 +224,45 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
             evictor.moved = evictor.moved or any(block.residual)
         return block
 
+    def read_token(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        angles: tuple[Tensor, Tensor],
+        module: nn.Module,
+        scaling: float,
+    ) -> Tensor | None:
+        """Rotate, append and attend to one token by one kernel, then evict.
+
+        Takes the place of rotating, `update` and `attend`, where the kernel covers the layer.
+
+        Args:
+            query: [B, H, 1, D], not rotated yet.
+            key: [B, K, 1, D], likewise.
+            value: [B, K, 1, D].
+            angles: cosines and sines [B or 1, 1, D] of the position it is read at.
+            module: the model's attention, whose output projection policies may read.
+            scaling: factor of the logits.
+
+        Returns:
+            [B, H, 1, D]; None, and nothing is read: rotate it, and call `update` and `attend`.
+
+        Raises:
+            BlockTooLarge, MemoryCapExceeded, CacheMismatch: before anything is changed.
+            UnsupportedModel: the policy or the positions need the registered attention function.
+        """
+        if self._attention is None:
+            return None
+        self._check_like(key)
+        self._make_room(1)
+        current, asked = self._cache.current, Asked(module, scaling, None)
+        time = current.times_of(self.seen, 1, key.device)
+        out = self._attention.token(query, key, value, angles, time, self._block, asked, current)
+        if out is not None:
+            self.seen, self._attended = self._block.seen, True
+        return out
+
     def attend(
         self,
         module: nn.Module,
@@ -249,10 +285,7 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
         asked = Asked(module, scaling, softcap)
         if self._waiting is None:
             return self._attend_block(query, asked)
-        (keys, values, late), self._waiting = self._waiting, None
-        if late is not None:
-            assert late.query is query, "see can_be_late"
-            return self._attend_token(late, keys, values, asked)
+        (keys, values), self._waiting = self._waiting, None
         sizes, current = self._blocks(keys.shape[2]), self._cache.current
         blocks = zip(*(x.split(sizes, dim=2) for x in (keys, values, query)), strict=True)
         out = []
@@ -276,20 +309,6 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
         assert self._attention is not None
         self._attended = True
         return self._attention.block(query, self._block, asked, self._cache.current)
-
-    def _attend_token(self, late: LateRotation, key: Tensor, value: Tensor, asked: Asked) -> Tensor:
-        """`attend`, of one token that is yet to be rotated and appended."""
-        assert self._attention is not None
-        self._make_room(1)
-        current = self._cache.current
-        time = current.times_of(self.seen, 1, key.device)
-        out = self._attention.token(late, key, value, time, self._block, asked, current)
-        if out is not None:
-            self.seen, self._attended = self._block.seen, True
-            return out
-        query, key = late.now(key)
-        self._write(key, value)
-        return self._attend_block(query, asked)
 
     def _overdue(self, length: int) -> int:
         """Slots above the budget that stock attention left, to go before a block of `length`."""

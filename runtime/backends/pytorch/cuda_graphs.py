@@ -10,8 +10,6 @@ the other. Knows a model and a cache.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +19,7 @@ from kvcap.runtime.cache.cache import BudgetCache
 from kvcap.runtime.cache.step import Pass
 from kvcap.runtime.cache.streams import SideStream
 from kvcap.runtime.errors import first_line
-from kvcap.runtime.models.fused.patch import Tuning
+from kvcap.runtime.models.fused.decoder import decoder_of
 
 PASS = 512  # tokens that a GPU reads at little more cost than fewer
 
@@ -43,7 +41,7 @@ class BlockGraphs:
     Args:
         model: on the cache's device.
         cache: what it reads into.
-        compiled: parts of the model by `torch.compile`, see `Tuning`.
+        compiled: parts of the model by `torch.compile`, see `decoder_of`.
         several: small blocks in one pass, which takes activations of `PASS` tokens, those of
             all sequences counted.
     """
@@ -55,7 +53,8 @@ class BlockGraphs:
         self.refused = uneven(cache)
         """Why blocks are not replayed; None: they are."""
         self.made: dict[Kind, BlockGraph] = {}
-        self._tuning = None if self.refused else Tuning(model, compiled)
+        self.decoder = None if self.refused else decoder_of(model, compiled)
+        """What is captured in the model's place; None: the model itself is."""
         self._warm: set[Kind] = set()  # of passes read as their graphs will
 
     def read(self, ids: Tensor, wanted: bool = True) -> Tensor | None:
@@ -75,21 +74,20 @@ class BlockGraphs:
             self.made = {k: g for k, g in self.made.items() if k.filling or k.spans == kind.spans}
             kept, before = next(iter(self.made.values()), None), cache.counts
             try:
-                with self._tuned():
-                    # One block is never in hand with another: graphs share their memory.
-                    self.made[kind] = BlockGraph(self.model, cache, ids, kind, kept and kept.pool)
+                # One block is never in hand with another: graphs share their memory.
+                model, pool = self.decoder or self.model, kept and kept.pool
+                self.made[kind] = BlockGraph(model, cache, ids, kind, pool)
             except RuntimeError as error:
                 cache.counts = before
                 self.refused = f"capture failed: {first_line(error)}"
                 return None
         return self.made[kind].replay(ids, seen)
 
-    @contextmanager
-    def warm_up(self, ids: Tensor, wanted: bool = True) -> Iterator[None]:
-        """Around a pass [B, T] that is read eagerly: as its graph will, if it is to have one.
+    def warm_up(self, ids: Tensor, wanted: bool = True) -> Any:
+        """Prepare a pass [B, T] that is read eagerly; returns the model that is to read it.
 
-        Only then is everything ready that a graph cannot make: kernels compiled for these shapes,
-        and Python's numbers on the device.
+        It reads as its graph will, if it is to have one. Only then is everything ready that a graph
+        cannot make: kernels compiled for these shapes, and Python's numbers on the device.
         """
         kind = self._kind(ids, wanted)
         if any(layer.rows for layer in self.cache.capped_layers):
@@ -101,12 +99,7 @@ class BlockGraphs:
                 self.cache.current.tell_time_by(clock, self.cache.block_size, filling=True)
             else:
                 self.cache.move()  # as in all passes that the graph will serve
-        with nullcontext() if kind is None else self._tuned():
-            yield
-
-    def _tuned(self) -> AbstractContextManager[None]:
-        assert self._tuning is not None
-        return self._tuning.applied()
+        return self.model if kind is None else self.decoder or self.model
 
     def _kind(self, ids: Tensor, wanted: bool) -> Kind | None:
         """Of a pass, if every one that follows it does the same."""

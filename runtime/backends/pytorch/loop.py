@@ -6,7 +6,6 @@ Works on token ids and logits; knows no text and no sampling.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any, cast
 
 import torch
@@ -111,9 +110,9 @@ class BlockLoop:
         if cache.guard is not None:
             cache.guard.check(len(place))
         try:
-            warm_up = nullcontext() if self.graphs is None else self.graphs.warm_up(ids, wanted)
-            with interrupts_deferred(), cache.passing(Pass(start, tokens, blocks)), warm_up:
-                out = self.model(
+            with interrupts_deferred(), cache.passing(Pass(start, tokens, blocks)):
+                model = self.model if self.graphs is None else self.graphs.warm_up(ids, wanted)
+                out = model(
                     input_ids=ids[:, place],
                     position_ids=(start + cache.places(place)).expand(ids.shape[0], -1),
                     past_key_values=cache,
