@@ -206,7 +206,7 @@ class DecoderLayer:
         if single and all(product.weight is not None for product in self.products):
             (q, k, v), product = self.inputs.rows, self.inputs.project_row(x, *self.first)
             both, value = self._normed(product.split((q + k, v), dim=-1), self.joint_norms, parts)
-            heads = (*both.split(self.heads[:2], dim=2), value)
+            heads = [*both.split(self.heads[:2], dim=2), value]
             x = self.output.project_row(self._attend(heads, angles, cache, parts), plus=x)
             gated = self.gates.project_row(x, *self.second, gated=True)
             return self.down.project_row(gated, plus=x), None
