@@ -413,6 +413,35 @@ def test_a_token_is_rotated_appended_and_attended_at_once(
     torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
 
 
+def test_a_token_that_the_kernel_does_not_take_leaves_a_layer_as_it_is():
+    """Before there is memory, where heads hold unequally many, and where kernels are not wanted."""
+    model = tiny_model("llama").to(DEVICE)
+    attention, ids = model.model.layers[0].self_attn, torch.randint(90, (1, 24), device=DEVICE)
+    heads = [torch.randn(1, n, 1, 16, device=DEVICE) for n in (4, 2, 2)]
+    angles = tuple(torch.randn(1, 1, 16, device=DEVICE) for _ in range(2))
+    for policy, choice, taken in (
+        ("keydiff", "triton", True),
+        ("keydiff", "eager", False),
+        ("headkv", "triton", False),
+    ):
+        cache = kvcap.BudgetCache(model.config, 20, 8, small_policy(policy, model.config))
+        layer = cache.layers[0]
+        with kernels.use(choice):
+            assert layer.read_token(*heads, angles, attention, 0.25) is None
+            BlockLoop(model, cache, graphs=False).prefill(ids)
+            before = [x.clone() for x in cache.buffers()]
+            with cache.passing(Pass(cache.next_position)):
+                out = layer.read_token(*heads, angles, attention, 0.25)
+            if taken:
+                assert out.shape == (1, 4, 1, 16)
+                with pytest.raises(kvcap.KvcapError, match="the cache is allocated for"):
+                    layer.read_token(*(x.double() for x in heads), angles, attention, 0.25)
+        assert (out is not None) == taken
+        assert layer.seen == 24 + taken
+        changed = any(not torch.equal(a, b) for a, b in zip(before, cache.buffers(), strict=True))
+        assert changed == taken
+
+
 def test_all_memory_is_there_with_the_first_token():
     """Nothing is left to be made while a graph is captured."""
     model = tiny_model("llama")
