@@ -1,4 +1,4 @@
-"""Triton twins of scores, and the choice between twin and eager.
+"""Runs a policy's score by its Triton twin where there is one, else eagerly.
 
 `score` and `update` take the place of a policy's own and give the same values: by a twin where one
 covers the policy's options and the shapes and `choice.py` wants it, else eagerly. The environment

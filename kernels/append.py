@@ -1,7 +1,8 @@
 # mypy: allow-untyped-calls, disable-error-code="import-untyped"
-"""A block's keys, values and positions into their slots, side tensors to zero: one launch.
+"""Writes a block's keys, values and positions into its slots, in one launch.
 
-Eagerly it is a copy for each. Knows tensors only; triton is imported when first needed.
+Auxiliary tensors become zero there. Eagerly it is a copy for each. Knows tensors only; triton is
+imported when first needed.
 """
 
 from __future__ import annotations
@@ -11,9 +12,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kvcap.kernels.device import able, bits, overlaps, power_of_two
-
-MOST_SIDE = 6  # tensors of a number a slot, besides positions
+from kvcap.kernels.arguments import MOST_AUX, aux, strides
+from kvcap.kernels.device import able, overlaps, power_of_two
 
 
 def covers(keys: Tensor, values: Tensor, buffers: Sequence[Tensor]) -> bool:
@@ -23,7 +23,7 @@ def covers(keys: Tensor, values: Tensor, buffers: Sequence[Tensor]) -> bool:
     """
     alike = all(x.dtype == buffers[0].dtype and x.stride(-1) == 1 for x in (keys, values))
     alike = alike and keys.shape == values.shape and keys.device == buffers[0].device
-    return able(keys) and alike and len(buffers) <= 3 + MOST_SIDE and keys.numel() > 0
+    return able(keys) and alike and len(buffers) <= 3 + MOST_AUX and keys.numel() > 0
 
 
 def append(
@@ -40,7 +40,7 @@ def append(
         values: [b, k, T, D] likewise.
         positions: [T] int32.
         buffers: the slots that are written, views: of keys and of values [b, k, T, D], of
-            positions [b, k, T] int32, and [b, k, T] of side tensors, which become 0. Rows are
+            positions [b, k, T] int32, and [b, k, T] of auxiliary tensors, which become 0. Rows are
             equally far apart in all.
         after: an integer on the device [], by how many slots what is written lies behind these.
     """
@@ -48,15 +48,14 @@ def append(
 
     batch, heads, length, size = keys.shape
     row = buffers[2].stride(1)  # slots from one to the next
-    sides = [bits(x) for x in buffers[3:]]
     for x in (*buffers[2:], *buffers[:2]):
         step = size if x.dim() == 4 else 1
         assert x.stride()[:3] == (heads * row * step, row * step, step), "rows side by side"
     block = 16
     with torch.cuda.device_of(keys):
         write[-(-length // block), batch * heads](
-            keys, values, positions, *buffers[:3], *sides, *[None] * (MOST_SIDE - len(sides)),
-            length, row, after, *keys.stride()[:3], *values.stride()[:3],
+            keys, values, positions, *buffers[:3], **aux(buffers[3:]),
+            length=length, row_slots=row, after=after, **strides("bht", key=keys, value=values),
             HEADS=heads, SIZE=size, SIZE_PAD=power_of_two(size, 16), BLOCK=block,
             OVERLAP=overlaps(keys.device), num_warps=4,
         )  # fmt: skip

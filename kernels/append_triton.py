@@ -5,25 +5,25 @@ import triton
 import triton.language as tl
 
 # Where a block goes differs from segment to segment, which must not compile anew.
-_PLACES = ["to_positions", *(f"side_{i}" for i in range(6)), "length", "row_slots", "after"]
+_PLACES = ["to_positions", *(f"aux_{i}" for i in range(6)), "length", "row_slots", "after"]
 
 
 @triton.jit
-def clear(slot, inside, side_0, side_1, side_2, side_3, side_4, side_5):
-    """Side tensors of new tokens, integers or None, at slots [N] that are `inside`: zero."""
+def clear(slot, inside, aux_0, aux_1, aux_2, aux_3, aux_4, aux_5):
+    """Zero into auxiliary tensors, integers or None, at slots [N] that are `inside`."""
     zero = tl.zeros(slot.shape, tl.int8)
-    if side_0 is not None:
-        tl.store(side_0 + slot, zero.to(side_0.dtype.element_ty), inside)
-    if side_1 is not None:
-        tl.store(side_1 + slot, zero.to(side_1.dtype.element_ty), inside)
-    if side_2 is not None:
-        tl.store(side_2 + slot, zero.to(side_2.dtype.element_ty), inside)
-    if side_3 is not None:
-        tl.store(side_3 + slot, zero.to(side_3.dtype.element_ty), inside)
-    if side_4 is not None:
-        tl.store(side_4 + slot, zero.to(side_4.dtype.element_ty), inside)
-    if side_5 is not None:
-        tl.store(side_5 + slot, zero.to(side_5.dtype.element_ty), inside)
+    if aux_0 is not None:
+        tl.store(aux_0 + slot, zero.to(aux_0.dtype.element_ty), inside)
+    if aux_1 is not None:
+        tl.store(aux_1 + slot, zero.to(aux_1.dtype.element_ty), inside)
+    if aux_2 is not None:
+        tl.store(aux_2 + slot, zero.to(aux_2.dtype.element_ty), inside)
+    if aux_3 is not None:
+        tl.store(aux_3 + slot, zero.to(aux_3.dtype.element_ty), inside)
+    if aux_4 is not None:
+        tl.store(aux_4 + slot, zero.to(aux_4.dtype.element_ty), inside)
+    if aux_5 is not None:
+        tl.store(aux_5 + slot, zero.to(aux_5.dtype.element_ty), inside)
 
 
 @triton.jit(do_not_specialize=_PLACES)
@@ -33,7 +33,7 @@ def write(
     positions,  # [T]
     to_keys,  # slot 0 of row 0, rows `row_slots` slots apart
     to_values, to_positions,
-    side_0, side_1, side_2, side_3, side_4, side_5,  # integers, or None
+    aux_0, aux_1, aux_2, aux_3, aux_4, aux_5,  # integers, or None
     length,  # T
     row_slots,
     after,  # slots of a row before them, [] or None: none
@@ -62,4 +62,4 @@ def write(
     tl.store(to_keys + slot[:, None] * SIZE + d, key, wide)
     tl.store(to_values + slot[:, None] * SIZE + d, value, wide)
     tl.store(to_positions + slot, tl.load(positions + t, inside), inside)
-    clear(slot, inside, side_0, side_1, side_2, side_3, side_4, side_5)
+    clear(slot, inside, aux_0, aux_1, aux_2, aux_3, aux_4, aux_5)

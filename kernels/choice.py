@@ -1,4 +1,4 @@
-"""Kernels or eager code: chosen here once, by device, or by `KVCAP_KERNELS` or `use`."""
+"""Chooses between kernels and eager code: by device, by `KVCAP_KERNELS`, or by `use`."""
 
 from __future__ import annotations
 

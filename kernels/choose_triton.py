@@ -1,7 +1,8 @@
 # mypy: allow-untyped-calls, disable-error-code="import-untyped, no-untyped-def, untyped-decorator"
-"""Triton functions of `kernels/evict.py`: which slots of a row go, the lowest that nothing pins.
+"""Triton functions of `kernels/evict.py` that choose which slots of a row are evicted.
 
-Of equal ones the older go, as `policies.base.order` has it.
+Those go that have the lowest scores and that nothing pins; of equal ones the older, as
+`policies.base.order` has it.
 
 Importing this imports triton; `evict.py` does so when a kernel is first needed. What changes from
 block to block, or from segment to segment, is not specialised: whatever is replayed in a CUDA graph

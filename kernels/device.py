@@ -1,4 +1,4 @@
-"""What kernels ask of a device and of sizes. Knows tensors only; imports no triton."""
+"""Answers what kernels ask of a device, and rounds tile sizes. Knows tensors; imports no triton."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # mypy: allow-untyped-calls, disable-error-code="import-untyped"
-"""Giving up slots on a GPU in one to four launches: which, who moves down, and into the holes.
+"""Evicts slots in one to four launches: chooses them, counts shifts up, and fills the holes.
 
 The eager code takes dozens of small kernels a layer, most of what generation costs besides matrix
 products. Memory comes out the same to the bit. Knows tensors only; triton is imported when first
@@ -15,16 +15,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kvcap.kernels.device import able, bits, power_of_two, told
+from kvcap.kernels.arguments import MOST_SPANS, Spans, aux, strides
+from kvcap.kernels.arguments import Pins as Pins
+from kvcap.kernels.device import able, bits, power_of_two
 
 MOST_ALONE = 4096  # slots of a row that one program looks through
 PART = 1024  # slots of a longer one that nominate some to go, where that leaves fewer than half
-MOST_SPANS = 8
 MOST_COUNT = 1024  # slots given up at once; each is compared with every slot
 MOST_COMPARED = 16384  # slots of a row among which a program chooses several
-MOST_SIDE = 5  # tensors of a number a slot, besides positions
-
-Spans = Sequence[tuple[int, int]]
+MOST_AUX = 5  # auxiliary tensors: a number a slot, besides positions and shifts
 
 
 def covers(
@@ -41,7 +40,7 @@ def covers(
     if not able(positions) or positions.dtype != torch.int32 or positions.stride(-1) != 1:
         return False
     dims = [x.dim() for x in buffers]
-    if buffers and (dims.count(4) != 2 or dims.count(3) > MOST_SIDE + 1):
+    if buffers and (dims.count(4) != 2 or dims.count(3) > MOST_AUX + 1):
         return False
     slots = positions.shape[-1]
     if not 1 <= count <= min(MOST_COUNT, slots) or len(spans) > MOST_SPANS:
@@ -62,15 +61,6 @@ def _compared(slots: int, count: int) -> tuple[int, int]:
 def _part(count: int) -> int:
     """Slots of a part that nominates `count`."""
     return max(PART, 2 * power_of_two(count, 16))
-
-
-class Pins(NamedTuple):
-    """Slots that do not go, whatever their scores."""
-
-    sinks: int  # positions below this
-    recents: int  # and this many below `seen`
-    seen: int | Tensor  # tokens read so far, an int or one int64 on the device
-    spans: Spans  # [start, stop) positions
 
 
 class Choice(NamedTuple):
@@ -117,15 +107,14 @@ def give_up(
     from kvcap.kernels.evict_triton import evict_one
 
     batch, heads, slots = positions.shape
-    wide, side, sizes = _moved(buffers, positions, shift)
     evicted = torch.empty(batch, heads, 1, dtype=torch.int32, device=positions.device)
-    where, newer_at, lengths = _where(scores, positions, pins, newer)
     # Few registers: other programs (kernels/linear.py) fill the device meanwhile.
     block = min(2048, power_of_two(slots, 16))
     with torch.cuda.device_of(positions):
         evict_one[batch * heads,](
-            scores, evicted, positions, shift, *wide, *side, *where, *newer_at,
-            **lengths, **sizes, BLOCK=block, num_warps=max(1, block // 256),
+            scores, evicted, positions, shift, **_moved(buffers, positions, shift),
+            **_rows(scores, positions), **pins.arguments(positions.device), **_newer(newer),
+            BLOCK=block, num_warps=max(1, block // 256),
         )  # fmt: skip
     return evicted
 
@@ -149,20 +138,21 @@ def choose(
     rows, capacity = batch * heads, positions.stride(1)
     new = partial(torch.empty, dtype=torch.int32, device=positions.device)
     choice = Choice(new(batch, heads, count), new(rows, count), new(rows, count))
-    where, newer_at, lengths = _where(scores, positions, pins, newer)
+    where = {**_rows(scores, positions), **pins.arguments(positions.device)}
     padded, part = power_of_two(count, 16), _part(count)
     (several, parts), worths, nominees = _compared(slots, count), None, None
     with torch.cuda.device_of(positions):
         if parts:
             worths, nominees = new(rows, several), new(rows, several)
             nominate_slots[parts, rows](
-                scores, positions, worths, nominees, *where, count,
+                scores, positions, worths, nominees, **where, count=count,
                 COUNT_PAD=padded, BLOCK=part, num_warps=max(1, part // 128),
             )  # fmt: skip
         block = power_of_two(several, 32)
         choose_slots[rows,](
-            scores, positions, *choice, worths, nominees, several, *where, *newer_at, count,
-            **lengths, COUNT_PAD=padded, BLOCK=block, num_warps=max(1, min(16, block // 128)),
+            scores, positions, *choice, worths, nominees, several, **where, **_newer(newer),
+            count=count, COUNT_PAD=padded, BLOCK=block,
+            num_warps=max(1, min(16, block // 128)),
         )  # fmt: skip
         if shift is not None:
             shift_slots[-(-slots // 32), rows](
@@ -177,47 +167,39 @@ def move(choice: Choice, positions: Tensor, buffers: Sequence[Tensor]) -> None:
     from kvcap.kernels.evict_triton import move_slots
 
     (batch, heads, slots), count = positions.shape, choice.evicted.shape[-1]
-    wide, side, sizes = _moved(buffers, positions)
     with torch.cuda.device_of(positions):
         move_slots[-(-count // 16), batch * heads](
-            choice.targets, positions, *wide, *side, slots, positions.stride(1), count,
-            **sizes, BLOCK=16, num_warps=4,
+            choice.targets, positions, **_moved(buffers, positions),
+            slots=slots, capacity=positions.stride(1), count=count, BLOCK=16, num_warps=4,
         )  # fmt: skip
 
 
-def _where(
-    scores: Tensor,
-    positions: Tensor,
-    pins: Pins,
-    newer: Tensor | None,
-) -> tuple[list[Any], list[Any], dict[str, int]]:
-    """The kernels' arguments from `slots` to `stop_7`, those of `newer`, and its constants."""
-    (_, heads, slots), length = positions.shape, 0 if newer is None else newer.shape[-1]
-    ends = [end for span in pins.spans for end in span]
-    ends += [0] * (2 * MOST_SPANS - len(ends))
-    where: list[Any] = [slots, positions.stride(1), heads, *scores.stride(), pins.sinks]
-    where += [pins.recents, *told(pins.seen, positions.device), len(pins.spans), *ends]
-    newer_at: list[Any] = [newer, *((0, 0) if newer is None else newer.stride()[:2])]
-    return where, newer_at, {"NEWER": length, "NEWER_PAD": power_of_two(length)}
+def _rows(scores: Tensor, positions: Tensor) -> dict[str, int]:
+    """Where the rows of scores and slots lie."""
+    _, heads, slots = positions.shape
+    rows = {"slots": slots, "capacity": positions.stride(1), "heads": heads}
+    return {**rows, **strides("bhn", score=scores)}
+
+
+def _newer(newer: Tensor | None) -> dict[str, Any]:
+    """Shifts of tokens that are newer than all which go, as `grow` takes them."""
+    length = 0 if newer is None else newer.shape[-1]
+    sizes = {"NEWER": length, "NEWER_PAD": power_of_two(length)}
+    return {"newer": newer, **strides("bh", newer=newer), **sizes}
 
 
 def _moved(
     buffers: Sequence[Tensor], positions: Tensor, shift: Tensor | None = None
-) -> tuple[list[Any], list[Any], dict[str, int]]:
-    """Buffers [B, K, n, D]; others [B, K, n] but those named, and None; sizes.
-
-    As integers: only bits are moved.
-    """
+) -> dict[str, Any]:
+    """Keys, values and auxiliary tensors, but those named: as integers, only bits are moved."""
     capacity = positions.stride(1)
     apart = {positions.data_ptr(), None if shift is None else shift.data_ptr()}
-    found = [bits(x) for x in buffers if x.data_ptr() not in apart]
-    wide, side = ([x for x in found if x.dim() == dim] for dim in (4, 3))
-    assert len(wide) == 2, "keys and values"
-    assert len(side) <= MOST_SIDE, "see `covers`"
+    found = [x for x in buffers if x.data_ptr() not in apart]
+    (keys, values), rest = ([x for x in found if x.dim() == dim] for dim in (4, 3))
     for x in found:
         step = x.shape[-1] if x.dim() == 4 else 1
         assert x.stride(1) == capacity * step, "rows must lie as those of the positions"
         assert x.stride(-1) == 1
-    size = wide[0].shape[-1]
+    size = keys.shape[-1]
     sizes = {"SIZE": size, "SIZE_PAD": power_of_two(size, 16)}
-    return wide, side + [None] * (MOST_SIDE - len(side)), sizes
+    return {"keys": bits(keys), "values": bits(values), **aux(rest, MOST_AUX), **sizes}

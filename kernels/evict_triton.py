@@ -1,5 +1,5 @@
 # mypy: allow-untyped-calls, disable-error-code="import-untyped, no-untyped-def, untyped-decorator"
-"""Triton functions of `kernels/evict.py`: slots that go leave holes, which the last ones fill.
+"""Triton functions of `kernels/evict.py` that move a row's last slots into evicted ones.
 
 As in `choose_triton.py`, nothing is specialised that changes from block to block.
 """
@@ -9,7 +9,7 @@ import triton.language as tl
 
 from kvcap.kernels.choose_triton import NEWER_AT, PINS, grow, ordered, worth_of
 
-_NARROW = ["positions", "shift", *(f"side_{i}" for i in range(5))]
+_NARROW = ["positions", "shift", *(f"aux_{i}" for i in range(5))]
 
 
 @triton.jit(do_not_specialize=[*PINS, *_NARROW, *NEWER_AT])
@@ -20,7 +20,7 @@ def evict_one(
     shift,  # or None
     keys,  # [..., SIZE] integers
     values,
-    side_0, side_1, side_2, side_3, side_4,  # integers, or None
+    aux_0, aux_1, aux_2, aux_3, aux_4,  # integers, or None
     slots,  # n
     capacity,
     heads,  # K
@@ -52,16 +52,16 @@ def evict_one(
     position = tl.load(positions + slots - 1)
     if shift is not None:
         shifted = tl.load(shift + last)
-    if side_0 is not None:
-        x_0 = tl.load(side_0 + last)
-    if side_1 is not None:
-        x_1 = tl.load(side_1 + last)
-    if side_2 is not None:
-        x_2 = tl.load(side_2 + last)
-    if side_3 is not None:
-        x_3 = tl.load(side_3 + last)
-    if side_4 is not None:
-        x_4 = tl.load(side_4 + last)
+    if aux_0 is not None:
+        x_0 = tl.load(aux_0 + last)
+    if aux_1 is not None:
+        x_1 = tl.load(aux_1 + last)
+    if aux_2 is not None:
+        x_2 = tl.load(aux_2 + last)
+    if aux_3 is not None:
+        x_3 = tl.load(aux_3 + last)
+    if aux_4 is not None:
+        x_4 = tl.load(aux_4 + last)
     scores += row // heads * score_b + row % heads * score_h
     least = tl.full([BLOCK], 0x7FFFFFFFFFFFFFFF, tl.int64)
     place = tl.zeros([BLOCK], tl.int32)
@@ -94,16 +94,16 @@ def evict_one(
     at = row * capacity + target
     tl.store(keys + at * SIZE + d, key, d < SIZE)
     tl.store(values + at * SIZE + d, value, d < SIZE)
-    if side_0 is not None:
-        tl.store(side_0 + at, x_0)
-    if side_1 is not None:
-        tl.store(side_1 + at, x_1)
-    if side_2 is not None:
-        tl.store(side_2 + at, x_2)
-    if side_3 is not None:
-        tl.store(side_3 + at, x_3)
-    if side_4 is not None:
-        tl.store(side_4 + at, x_4)
+    if aux_0 is not None:
+        tl.store(aux_0 + at, x_0)
+    if aux_1 is not None:
+        tl.store(aux_1 + at, x_1)
+    if aux_2 is not None:
+        tl.store(aux_2 + at, x_2)
+    if aux_3 is not None:
+        tl.store(aux_3 + at, x_3)
+    if aux_4 is not None:
+        tl.store(aux_4 + at, x_4)
 
 
 @triton.jit(do_not_specialize=["positions", "shift", "slots", "capacity", "count"])
@@ -133,7 +133,7 @@ def move_slots(
     positions,  # this and the others: slot 0 of row 0, the next row `capacity` slots behind
     keys,  # [..., SIZE] integers
     values,
-    side_0, side_1, side_2, side_3, side_4,  # integers, or None
+    aux_0, aux_1, aux_2, aux_3, aux_4,  # integers, or None
     slots, capacity, count,
     SIZE: tl.constexpr,
     SIZE_PAD: tl.constexpr,
@@ -154,13 +154,13 @@ def move_slots(
     tl.store(keys + to[:, None] * SIZE + d, key, inside)
     tl.store(values + to[:, None] * SIZE + d, value, inside)
     tl.store(positions + to, tl.load(positions + source, moves), moves)
-    if side_0 is not None:
-        tl.store(side_0 + to, tl.load(side_0 + source, moves), moves)
-    if side_1 is not None:
-        tl.store(side_1 + to, tl.load(side_1 + source, moves), moves)
-    if side_2 is not None:
-        tl.store(side_2 + to, tl.load(side_2 + source, moves), moves)
-    if side_3 is not None:
-        tl.store(side_3 + to, tl.load(side_3 + source, moves), moves)
-    if side_4 is not None:
-        tl.store(side_4 + to, tl.load(side_4 + source, moves), moves)
+    if aux_0 is not None:
+        tl.store(aux_0 + to, tl.load(aux_0 + source, moves), moves)
+    if aux_1 is not None:
+        tl.store(aux_1 + to, tl.load(aux_1 + source, moves), moves)
+    if aux_2 is not None:
+        tl.store(aux_2 + to, tl.load(aux_2 + source, moves), moves)
+    if aux_3 is not None:
+        tl.store(aux_3 + to, tl.load(aux_3 + source, moves), moves)
+    if aux_4 is not None:
+        tl.store(aux_4 + to, tl.load(aux_4 + source, moves), moves)

@@ -1,4 +1,4 @@
-"""Launching a Triton kernel again without what its launcher works out anew every time.
+"""Launches a Triton kernel again without what Triton's own launcher works out every time.
 
 Triton looks at every argument to find the compiled kernel, 20 µs of a host's time; scoring 16 K
 slots takes a GPU 40. Knows no kernel.

@@ -1,5 +1,5 @@
 # mypy: allow-untyped-calls, disable-error-code="import-untyped"
-"""One row times a matrix, for decoding: every weight read once, at the speed of memory.
+"""Multiplies one row with a matrix, for decoding: weights are read once, at the speed of memory.
 
 Libraries' matrix products reach half of that with one row of few outputs (`kvcap bench parts`), and
 what lies between two of them (a norm, a gate, a sum) takes longer to launch than to compute: it is

@@ -1,5 +1,5 @@
 # mypy: allow-untyped-calls, disable-error-code="import-untyped"
-"""Pooling of scores in time on a GPU, without a sort of whole rows.
+"""Pools scores in time order on a GPU, without sorting whole rows.
 
 A slot's place in time is the number of slots of its row with a smaller position. Rows are cut into
 tiles: a slot is compared with each of its tile, and looked for by bisection in every tile thus

@@ -1,5 +1,5 @@
 # mypy: allow-untyped-calls, disable-error-code="import-untyped"
-"""The newest queries into a ring that moves up for them, its shifts too: one launch.
+"""Appends a block's queries to the observation window and drops its oldest, in one launch.
 
 Eagerly it takes five small kernels a layer and block. Knows tensors only; triton is imported when
 first needed.

@@ -1,5 +1,5 @@
 # mypy: allow-untyped-calls, disable-error-code="import-untyped"
-"""Keys moved to earlier positions in one pass: read, turned back, written. Knows tensors only."""
+"""Rotates keys back to earlier positions in one pass over them. Knows tensors only."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ MOST_BLOCKS = 8  # of slots that a program rotates
 def rotate_back(
     x: Tensor, shift: Tensor, table: Tensor, sums: bool = False
 ) -> tuple[Tensor, Tensor | None]:
-    """Rotate the halves (i, i + R/2) of every row back by its shift; a contiguous copy.
+    """Rotate the halves (i, i + R/2) of every row back by its shift, into a contiguous copy.
 
-    And sums of its parts on the way, where `sums`: what reads nothing but their mean need not read
+    With `sums`, parts of the rows are summed on the way: who needs only their mean need not read
     the copy again.
 
     Args:

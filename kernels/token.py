@@ -1,5 +1,5 @@
 # mypy: allow-untyped-calls, disable-error-code="import-untyped"
-"""One more token of a sequence: rotated to its position, appended and attended in one launch.
+"""Rotates one more token to its position, appends it and attends to all slots in one launch.
 
 Between the product that makes its query and the one that reads what it attends to, a GPU's memory
 would idle: slots that are held do not depend on the query, and their first block is read and
@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from kvcap.kernels import append, decode
-from kvcap.kernels.device import bits, overlapping, power_of_two
+from kvcap.kernels.arguments import aux, strides
+from kvcap.kernels.device import overlapping, power_of_two
 
 MOST_GROUP = 16
 # Of a thread, so that a multiprocessor begins one of these beside five programs of the product
@@ -58,11 +59,11 @@ def attend(
             and key are rotated.
         time: [1] int32, which token it is.
         buffers: views of slots: keys and values [B, K, n, D], positions [B, K, n] int32, and
-            [B, K, n] of side tensors, which become 0. Rows are equally far apart in all. The last
-            slot is the token's.
+            [B, K, n] of auxiliary tensors, which become 0. Rows are equally far apart in all. The
+            last slot is the token's.
         scaling: factor of the logits.
-        turn: one of the side tensors, int32: how far each key is rotated back, and a contiguous
-            table [span, 2, D/2] of cosines and sines; None: keys are used as they are.
+        turn: one of the auxiliary tensors, int32: how far each key is rotated back, and a
+            contiguous table [span, 2, D/2] of cosines and sines; None: keys are used as they are.
         used: slots in use before the token, an integer on the device []; None: n - 1.
         early: slots are read while what was launched before may still run, which must not write
             them.
@@ -77,8 +78,6 @@ def attend(
     assert used is None or not summed, "parts that are not in use have no sums"
     (batch, heads, _, size), (kv_heads, slots) = query.shape, buffers[2].shape[1:]
     slots, rows, group = slots - 1, batch * kv_heads, heads // kv_heads
-    sides = [bits(x) for x in buffers[3:]]
-    spare = [None] * (append.MOST_SIDE - len(sides))
     tile = decode.tile_of(size * query.element_size())
     blocks = decode.blocks_in_part(-(-slots // tile.block), rows, tile, query.device)
     chunk = tile.block * blocks
@@ -92,10 +91,11 @@ def attend(
     shift, table = (None, None) if turn is None else turn
     with torch.cuda.device_of(query):
         attend_part[parts, rows](
-            query, key, value, cos, sin, time, *buffers[:3], *sides, *spare, shift, table, turned,
-            sums, part_out, part_lse, used, slots, buffers[2].stride(1), chunk,
-            scaling * decode.LOG2_E, *query.stride()[:2], *key.stride()[:2], *value.stride()[:2],
-            0 if cos.shape[0] == 1 else size,
+            query, key, value, cos, sin, time, *buffers[:3], **aux(buffers[3:]),
+            shift=shift, table=table, queries=turned, sums=sums, part_out=part_out,
+            part_lse=part_lse, used=used, slots=slots, row_slots=buffers[2].stride(1), chunk=chunk,
+            factor=scaling * decode.LOG2_E, **strides("bh", query=query, key=key, value=value),
+            angle_b=0 if cos.shape[0] == 1 else size,
             KV_HEADS=kv_heads, GROUP=group, ROWS=MOST_GROUP, SIZE=size, HALF=size // 2,
             HALF_PAD=power_of_two(size, 32) // 2, BLOCK=tile.block, MORE=blocks > 1,
             STAGES=tile.stages, WIDEN=query.device.type == "cpu", num_warps=tile.warps,

@@ -9,7 +9,7 @@ from kvcap.kernels.decode_triton import dot
 from kvcap.kernels.turn_triton import halves, turned, turned_back
 
 # Where a token goes differs from segment to segment, which must not compile anew.
-_PLACES = ["positions", *(f"side_{i}" for i in range(6)), "shift", "time", "slots", "chunk"]
+_PLACES = ["positions", *(f"aux_{i}" for i in range(6)), "shift", "time", "slots", "chunk"]
 
 
 @triton.jit
@@ -58,7 +58,7 @@ def attend_part(
     time,  # [1], which token it is
     keys,  # of slot 0 of row 0, rows `row_slots` slots apart
     values, positions,
-    side_0, side_1, side_2, side_3, side_4, side_5,  # integers that become 0, or None
+    aux_0, aux_1, aux_2, aux_3, aux_4, aux_5,  # integers that become 0, or None
     shift,  # one of these, by how much keys are rotated back, or None
     table,  # [span, 2, D/2], or None
     queries,  # [B, H, D], as they are attended with
@@ -129,7 +129,7 @@ def attend_part(
         tl.store(values + slot * SIZE + d, new_v, d < SIZE)
         tl.store(positions + slot, tl.load(time))
         it = tl.arange(0, 1)
-        clear(slot + it, it == 0, side_0, side_1, side_2, side_3, side_4, side_5)
+        clear(slot + it, it == 0, aux_0, aux_1, aux_2, aux_3, aux_4, aux_5)
         return
     end = tl.minimum(begin + chunk, slots)
     keys += row * row_slots * SIZE

@@ -1,5 +1,5 @@
 # mypy: allow-untyped-calls, disable-error-code="import-untyped"
-"""Scores of a window of queries over the slots, without anything of size window times slots.
+"""Scores slots by a window of queries, without holding a matrix of window times slots.
 
 Two passes over keys and values: `forward` splits the slots, and each part leaves its output, the
 largest logit and the sum of exponentials; `merge` puts the parts together; `score` reads keys and

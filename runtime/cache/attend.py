@@ -105,27 +105,35 @@ class SlotAttention:
         return out
 
     def token(
-        self, key: Tensor, value: Tensor, time: Tensor, block: PendingBlock, asked: Asked
+        self,
+        query: Tensor,
+        angles: tuple[Tensor, Tensor],
+        time: Tensor,
+        block: PendingBlock,
+        asked: Asked,
     ) -> Tensor | None:
-        """The same of one token [B, K, 1, D] that is yet to be rotated and appended.
+        """The same of a block of one token that is yet to be rotated and appended.
 
         None, and nothing is done: `kernels/token.py` does not take it.
         """
         storage, evictor, (segment, *others) = self.storage, self.evictor, self.segments
-        context, late, filling = block.context, block.late, block.context.filling
-        assert late is not None
+        context, filling = block.context, block.context.filling
+        assert block.arrived is not None
+        key, value = block.arrived
         buffers = segment.with_next(whole=filling)
         if others or storage.evicted_store is not None or asked.softcap is not None:
             return None
-        if any(block.offsets) or not takes_token(late.query, key, value, buffers):
+        if any(block.offsets) or not takes_token(query, key, value, buffers):
             return None
+        if context.side is not None:
+            context.side.turn()
         segment.held += 1
         has_work = evictor.looks(1) and not filling
         rotation, pending = storage.pending_rotation, None
         if rotation is not None:
             pending = segment.side(SHIFT), rotation.table
         out, query, sums = token.attend(
-            late.query, key, value, late.angles, time, buffers, asked.scaling, pending,
+            query, key, value, angles, time, buffers, asked.scaling, pending,
             used=context.clock if filling else None,
             early=context.side is not None,
             summed=has_work and evictor.uses_stored_keys,

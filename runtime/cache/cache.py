@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicSlidingWindowLayer
 
 from kvcap.policies import Eviction, Policy, PolicyError, load_policy
@@ -133,6 +133,21 @@ class BudgetCache(Cache):  # type: ignore[misc]
             key_states, value_states, layer_idx, *args, **kwargs
         )
         return found
+
+    def read_token(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        angles: tuple[Tensor, Tensor],
+        layer_idx: int,
+        module: nn.Module,
+        scaling: float,
+    ) -> Tensor | None:
+        """Rotate, append and attend to one token in a layer; see `BudgetLayer.read_token`."""
+        layer = self.layers[layer_idx]
+        assert isinstance(layer, BudgetLayer), "all layers are capped where tokens are read so"
+        return layer.read_token(query, key, value, angles, module, scaling, self.current)
 
     def check_mask(self, asked: Asked) -> None:
         """Take note of the mask that a pass asks transformers for.

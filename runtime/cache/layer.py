@@ -31,7 +31,6 @@ from kvcap.runtime.errors import (
     PositionMismatch,
     UnsupportedModel,
 )
-from kvcap.runtime.models.fused.deferred_rope import left
 from kvcap.runtime.types import Span
 
 
@@ -154,7 +153,7 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
             UnsupportedModel: the policy or the positions need the registered attention function.
         """
         context = context or Pass()
-        length, late = context.tokens or key_states.shape[2], left(key_states)
+        length = context.tokens or key_states.shape[2]
         if self.storage is None:
             self.lazy_initialization(key_states)
         self._check_like(key_states)
@@ -163,8 +162,8 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
         sizes = self._sizes(length, context)
         with torch.no_grad():
             arrived = key_states[:, :, :length], value_states[:, :, :length]
-            block = PendingBlock(context, length, arrived, sizes, late)
-            if len(sizes) == 1 and late is None:
+            block = PendingBlock(context, length, arrived, sizes)
+            if len(sizes) == 1:
                 self._append(block)
             self.pending = block
             keys, values = self.keys if block.appended else None, self.values
@@ -230,6 +229,49 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
             read_at = self.seen if block.context.start is None else block.context.start
             block.offsets = tuple(read_at - segment.held for segment in self.segments)
 
+    def read_token(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        angles: tuple[Tensor, Tensor],
+        module: nn.Module,
+        scaling: float,
+        context: Pass | None = None,
+    ) -> Tensor | None:
+        """Rotate, append and attend to one token by one kernel, then evict.
+
+        Takes the place of rotating, `update` and `attend`, where the kernel covers the layer.
+
+        Args:
+            query: [B, H, 1, D], not rotated yet.
+            key: [B, K, 1, D], likewise.
+            value: [B, K, 1, D].
+            angles: cosines and sines [B or 1, 1, D] of the position it is read at.
+            module: the model's attention, whose output projection policies may read.
+            scaling: factor of the logits.
+            context: of the pass.
+
+        Returns:
+            [B, H, 1, D]; None, and nothing is read: rotate it, and call `update` and `attend`.
+
+        Raises:
+            BlockTooLarge, MemoryCapExceeded, CacheMismatch: before anything is changed.
+            UnsupportedModel: the policy or the positions need the registered attention function.
+        """
+        if self._attention is None:
+            return None
+        self._check_like(key)
+        context = context or Pass()
+        block = PendingBlock(context, 1, (key, value), [1])
+        self._make_room(block)
+        times = context.times_of(self.seen, 1, key.device)
+        asked = Asked(module, scaling, None)
+        out = self._attention.token(query, angles, times, block, asked)
+        if out is not None:
+            self.seen = block.seen
+        return out
+
     def attend(
         self,
         module: nn.Module,
@@ -255,31 +297,11 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
         self.pending, asked = None, Asked(module, scaling, softcap)
         if block.appended:
             return self._attention.block(query, block, asked)
-        if block.late is not None:
-            assert block.late.query is query, "see can_be_late"
-            return self._attend_token(block, asked)
         out = []
         for part, queries in block.parts(query):
             self._append(part)
             out.append(self._attention.block(queries, part, asked).transpose(1, 2))
         return torch.cat(out, dim=1).transpose(1, 2)
-
-    def _attend_token(self, block: PendingBlock, asked: Asked) -> Tensor:
-        """`attend`, of one token that is yet to be rotated and appended."""
-        assert self._attention is not None
-        assert block.arrived is not None
-        assert block.late is not None
-        key, value = block.arrived
-        self._make_room(block)
-        time = block.context.times_of(self.seen, 1, key.device)
-        out = self._attention.token(key, value, time, block, asked)
-        if out is not None:
-            self.seen = block.seen
-            return out
-        query, key = block.late.now(key)
-        block.arrived = key, value
-        self._append(block)
-        return self._attention.block(query, block, asked)
 
     def _overdue(self, length: int) -> int:
         """Slots above the budget that stock attention left, to go before a block of `length`."""

@@ -15,8 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvcap.runtime.models.fused.deferred_rope import LateRotation
-
 LAYERS = 4  # of one sequence that evict at once, each on a stream of its own
 
 
@@ -178,8 +176,6 @@ class PendingBlock:
     """Keys and values [B, K, T, D] that are yet to be appended; None: they are in their slots."""
     sizes: list[int]
     """Tokens of each of the blocks it is appended in, one after the other: one, or several."""
-    late: LateRotation | None = None
-    """What is yet to be done with the query and key of a single token, if anything."""
     seen: int = 0
     """Tokens read, these included, once there is room for it."""
     offsets: tuple[int, ...] = (0,)

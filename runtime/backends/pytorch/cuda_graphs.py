@@ -9,8 +9,6 @@ in one pass, since its matrices are then read once; each layer takes them one af
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +17,7 @@ from torch import Tensor
 from kvcap.runtime.cache.cache import BudgetCache
 from kvcap.runtime.cache.step import Pass, SideStream
 from kvcap.runtime.errors import first_line
-from kvcap.runtime.models.fused.patch import Tuning
+from kvcap.runtime.models.fused.decoder import decoder_of
 
 PASS = 512  # tokens of a pass that a GPU reads at little more cost than fewer
 
@@ -41,7 +39,7 @@ class BlockGraphs:
     Args:
         model: on the cache's device.
         cache: what it reads into.
-        compiled: run parts of the model by `torch.compile`, see `Tuning`.
+        compiled: run parts of the model by `torch.compile`, see `decoder_of`.
         several: read several small blocks in one pass of up to `PASS` tokens in all sequences.
     """
 
@@ -52,7 +50,8 @@ class BlockGraphs:
         self.refused = why_unsteady(cache)
         """Why blocks are not replayed; None: they are."""
         self.captured: dict[PassKind, BlockGraph] = {}
-        self._tuning = None if self.refused else Tuning(model, compiled)
+        self.decoder = None if self.refused else decoder_of(model, compiled)
+        """What is captured in the model's place; None: the model itself is."""
         self._warm: set[PassKind] = set()  # read once without a graph, so that they can be captured
 
     def read(self, ids: Tensor, need_logits: bool = True) -> Tensor | None:
@@ -73,22 +72,21 @@ class BlockGraphs:
             kept = {k: g for k, g in self.captured.items() if k.filling or k.spans == kind.spans}
             self.captured, first, before = kept, next(iter(kept.values()), None), cache.counts
             try:
-                with self._tuned():
-                    # No two run at the same time, so all graphs share the memory of the first.
-                    pool = first and first.pool
-                    self.captured[kind] = BlockGraph(self.model, cache, ids, kind, pool)
+                # No two run at the same time, so all graphs share the memory of the first.
+                model, pool = self.decoder or self.model, first and first.pool
+                self.captured[kind] = BlockGraph(model, cache, ids, kind, pool)
             except RuntimeError as error:
                 cache.counts = before
                 self.refused = f"capture failed: {first_line(error)}"
                 return None
         return self.captured[kind].replay(ids, seen)
 
-    @contextmanager
-    def warm_up(self, ids: Tensor, need_logits: bool = True) -> Iterator[None]:
-        """Run a pass [B, T], read in the body, by the code that its graph will capture, if any.
+    def warm_up(self, ids: Tensor, need_logits: bool = True) -> Any:
+        """Prepare a pass [B, T] that is read eagerly; returns the model that is to read it.
 
-        That prepares what cannot be done during a capture: kernels are compiled for these shapes,
-        and Python's numbers are copied to the device.
+        It reads by the code that its graph will capture, if it is to have one. That prepares
+        what cannot be done during a capture: kernels are compiled for these shapes, and Python's
+        numbers are copied to the device.
         """
         kind = self._kind(ids, need_logits)
         if any(layer.rows for layer in self.cache.capped_layers):
@@ -100,12 +98,7 @@ class BlockGraphs:
                 self.cache.current.tell_time_by(clock, self.cache.block_size, filling=True)
             else:
                 self.cache.move()  # as in all passes that the graph will serve
-        with nullcontext() if kind is None else self._tuned():
-            yield
-
-    def _tuned(self) -> AbstractContextManager[None]:
-        assert self._tuning is not None
-        return self._tuning.applied()
+        return self.model if kind is None else self.decoder or self.model
 
     def _kind(self, ids: Tensor, need_logits: bool) -> PassKind | None:
         """The kind of a pass; None where the passes that follow it would differ."""

@@ -5,7 +5,6 @@ Works on token ids and logits; knows no text and no sampling.
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import Any, cast
 
 import torch
@@ -91,9 +90,9 @@ class BlockLoop(Loop):
             cache.guard.check(len(place))
         try:
             graphs = self.graphs
-            warm_up = nullcontext() if graphs is None else graphs.warm_up(ids, need_logits)
-            with interrupts_deferred(), cache.passing(Pass(start, tokens, blocks)), warm_up:
-                out = self.model(
+            with interrupts_deferred(), cache.passing(Pass(start, tokens, blocks)):
+                model = self.model if graphs is None else graphs.warm_up(ids, need_logits)
+                out = model(
                     input_ids=ids[:, place],
                     position_ids=(start + cache.places(place)).expand(ids.shape[0], -1),
                     past_key_values=cache,

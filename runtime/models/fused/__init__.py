@@ -1,1 +1,1 @@
-"""A model's modules in fewer kernels, for CUDA graphs."""
+"""kvcap's own decoder: a model in fewer and faster kernels, for CUDA graphs."""

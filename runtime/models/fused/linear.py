@@ -1,112 +1,63 @@
-"""Linear layers as matrix products: those that read the same input are one.
-
-Knows torch's modules and a kernel, no model.
-"""
+"""Linear layers that read the same input, as one matrix product. Knows torch's modules only."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from kvcap.kernels import linear
 from kvcap.kernels.choice import ready
-from kvcap.runtime.models.quantised import is_plain
 
-TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # read the same input
 MOST_TOGETHER = 2**23  # numbers that come of one product; larger ones fill a GPU by themselves
 
 
-class Products:
-    """Linear layers that read the same input: one launch when the first of them is asked.
+class JoinedLinear:
+    """One or more `nn.Linear` that read the same input, and have one type and device.
 
-    Their weights are moved to lie one behind the other, where each layer finds its own as before:
-    one matrix product then makes all of what a block is multiplied with.
+    Until `join` they are multiplied with one by one, as their model does.
     """
 
-    def __init__(self, layers: Sequence[nn.Linear]) -> None:
+    def __init__(self, *layers: nn.Linear) -> None:
         self.layers = layers
         self.rows = [layer.weight.shape[0] for layer in layers]
-        biases = [layer.bias.detach() for layer in layers if layer.bias is not None]
-        self.weight = layers[0].weight if len(layers) == 1 else _joined(layers)
-        """[O, I], all of theirs; None: there was no memory to move them."""
-        self.bias = torch.cat(biases) if len(biases) > 1 else biases[0] if biases else None
-        self._plus: Tensor | None = None
-        self._x: Tensor | None = None
-        self._found: dict[nn.Linear, Tensor] = {}
+        self.weight: Tensor | None = None
+        """[O, I], all of theirs; None: they lie apart."""
+        self.bias: Tensor | None = None
 
-    def of(self, layer: nn.Linear, x: Tensor) -> Tensor:
-        """`layer(x)`, by kvcap's kernel where it can be."""
-        if self._x is not x or layer not in self._found:
-            found = self._all(x)
-            if found is None:
-                return _product(x, layer.weight, layer.bias)
-            self.are(x, found)
-        product = self._found.pop(layer)
-        if not self._found:
-            self._x = None  # memory that others may have
-        return product
+    def join(self) -> None:
+        """Move their weights one behind the other, where each layer finds its own as before.
 
-    def are(self, x: Tensor, product: Tensor) -> None:
-        """Say what comes of `x`: [..., O]."""
-        parts = product.split(self.rows, dim=-1) if len(self.rows) > 1 else [product]
-        self._x, self._found = x, dict(zip(self.layers, parts, strict=True))
+        They stay apart where there is no memory to move them.
+        """
+        if len(self.layers) == 1:
+            self.weight, self.bias = self.layers[0].weight, self.layers[0].bias
+            return
+        biases = [layer.bias.detach() for layer in self.layers if layer.bias is not None]
+        alike = {(x.weight.dtype, x.weight.device) for x in self.layers}
+        if len(alike) == 1 and len(biases) in (0, len(self.layers)):
+            self.weight = _joined(self.layers)
+            self.bias = torch.cat(biases) if biases else None
 
-    def one(self, x: Tensor) -> bool:
+    def is_single_row(self, x: Tensor) -> bool:
         """Whether `x` is one row, which kvcap's kernel multiplies with all of them at once."""
         return self.weight is not None and ready(x) and linear.covers(x, self.weight)
 
-    @contextmanager
-    def adding(self, plus: Tensor) -> Iterator[None]:
-        """Within it, `plus` [..., O] is added to a product of one row, which must come."""
-        self._plus = plus
-        try:
-            yield
-            assert self._plus is None, "there was no product to add to"
-        finally:
-            self._plus = None
-
-    def row(self, x: Tensor, *args: Any, **further: Any) -> Tensor:
-        """All of them of one row, and what further `matvec` does on the way."""
+    def project_row(self, x: Tensor, *args: Any, **further: Any) -> Tensor:
+        """All products [..., O] of a single row, and what else `kernels.linear.matvec` does."""
         assert self.weight is not None
         return linear.matvec(x, self.weight, self.bias, *args, **further)
 
-    def _all(self, x: Tensor) -> Tensor | None:
-        """Every layer's product; None: better one by one."""
-        if self.weight is None:
-            return None
-        if self.one(x):
-            plus, self._plus = self._plus, None
-            return self.row(x, plus=plus)
-        tokens = x.numel() // x.shape[-1]
-        if len(self.layers) > 1 and tokens * sum(self.rows) > MOST_TOGETHER:
-            return None
-        return nn.functional.linear(x, self.weight, self.bias)
-
-
-def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    if ready(x) and linear.covers(x, weight):
-        return linear.matvec(x, weight, bias)
-    return nn.functional.linear(x, weight, bias)
-
-
-def products(model: nn.Module) -> dict[nn.Linear, Products]:
-    """Those of every plain linear layer; layers that read the same input share one."""
-    found: list[list[nn.Linear]] = []
-    for module in model.modules():
-        for names in TOGETHER:
-            layers = [getattr(module, name, None) for name in names]
-            plain = [layer for layer in layers if is_plain(layer)]
-            alike = {(x.bias is None, x.weight.dtype, x.weight.device) for x in plain}
-            if len(plain) == len(names) and len(alike) == 1:
-                found.append(plain)
-    grouped = {layer for layers in found for layer in layers}
-    rest = [m for m in model.modules() if is_plain(m) and m not in grouped]
-    groups = [Products(layers) for layers in [*found, *([layer] for layer in rest)]]
-    return {layer: group for group in groups for layer in group.layers}
+    def project(self, x: Tensor) -> Sequence[Tensor]:
+        """Every layer's product [..., O_i]; views of one where they are joined and small."""
+        several = len(self.layers) > 1
+        if self.weight is None or (several and x[..., 0].numel() * sum(self.rows) > MOST_TOGETHER):
+            return [functional.linear(x, layer.weight, layer.bias) for layer in self.layers]
+        product = functional.linear(x, self.weight, self.bias)
+        return product.split(self.rows, dim=-1) if several else [product]
 
 
 @torch.inference_mode(False)

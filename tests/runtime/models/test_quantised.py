@@ -18,8 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 from kvcap import Runtime, pocket
 from kvcap.runtime.errors import UnsupportedModel
 from kvcap.runtime.models.files import load_config, load_model
-from kvcap.runtime.models.fused.decoder_layer import decoder_layers
-from kvcap.runtime.models.fused.linear import products
+from kvcap.runtime.models.fused.decoder import decoder_of
 from kvcap.runtime.models.quantised import is_plain, quantisation
 from kvcap.runtime.models.weights import held_weights, read_headers, weigh
 
@@ -208,10 +207,7 @@ def test_packed_projections_are_refused_by_name(kind, checkpoint):
 @pytest.mark.parametrize("kind", PACKED)
 def test_packed_layers_are_left_to_their_own_code(kind, checkpoint):
     where = checkpoint(kind)
-    model = load_model(where, load_config(where), torch.bfloat16)
-    groups = products(model)
-    assert [layer for layer in groups if layer is not model.lm_head] == []
-    assert decoder_layers(model, groups, None) == []
+    assert decoder_of(load_model(where, load_config(where), torch.bfloat16)) is None
 
 
 @pytest.mark.skipif(not OLD, reason="newer transformers unpack it")

@@ -15,6 +15,7 @@ from kvcap.runtime.backends.pytorch import cuda_graphs as block_graph
 from kvcap.runtime.backends.pytorch.loop import BlockLoop
 from kvcap.runtime.backends.pytorch.runtime import enforce_limit
 from kvcap.runtime.cache import attend as layer_attention
+from kvcap.runtime.models.fused.decoder import FAMILIES as OWN
 from kvcap.runtime.session.session import Session
 from kvcap.testing import cuda_peak
 
@@ -255,6 +256,8 @@ def test_replayed_decoding_of_every_family(family, tokens):
         found = [loop.prefill(ids[:, :100])]
         found += [loop.read(ids[:, i : i + 1]) for i in range(100, 120)]
         logits.append(torch.stack(found))
+        if graphs:  # captured by kvcap's own decoder
+            assert (loop.graphs.decoder is not None) == (family in OWN)
     torch.testing.assert_close(logits[0], logits[1], rtol=1e-3, atol=1e-3)
 
 

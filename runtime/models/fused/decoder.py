@@ -1,0 +1,295 @@
+"""kvcap's own decoder of the usual formula, in fewer kernels than transformers' modules take.
+
+A layer is x + attention(norm(x)), then x + mlp(norm(x)), with rotary positions by halves and a
+gated feed-forward part. It shares a model's weights and is tried against its layers. Of one token,
+what lies between matrix products takes as long to launch as these take to run: norms, gates and
+sums go into the products' kernel, the rotation into attention's. Knows transformers' models, and
+of a cache three methods.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import silu
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from kvcap.runtime.attention.functions import attention_forward
+from kvcap.runtime.models.fused.linear import JoinedLinear
+from kvcap.runtime.models.quantised import is_plain
+from kvcap.runtime.types import ATTENTION
+
+
+class Family(NamedTuple):
+    """A family whose layers have the formula."""
+
+    model: str  # its class
+    norms_heads: bool = False  # every head's queries and keys
+    skips_rope: bool = False  # in some layers
+
+
+FAMILIES = {  # by their model type
+    "llama": Family("LlamaForCausalLM"),
+    "mistral": Family("MistralForCausalLM"),
+    "qwen2": Family("Qwen2ForCausalLM"),
+    "qwen3": Family("Qwen3ForCausalLM", norms_heads=True),
+    "smollm3": Family("SmolLM3ForCausalLM", skips_rope=True),
+}
+
+Angles = tuple[Tensor, Tensor]  # cosines and sines [B, T, D]
+
+
+def decoder_of(model: Any, compiled: bool = False) -> Decoder | None:
+    """Build kvcap's own decoder of a model; None where the model must run by its own modules.
+
+    Args:
+        model: of transformers. Weights that one product can read are moved side by side.
+        compiled: what lies between the products of several tokens by `torch.compile`, which takes
+            some seconds once: norms (eight kernels each in transformers), sums before them,
+            rotations of queries and keys (ten), and gates (two).
+    """
+    if not covers(model):
+        return None
+    try:
+        decoder = Decoder(model)
+        if not decoder.agrees():
+            return None
+    except (AttributeError, RuntimeError, TypeError, ValueError):
+        return None  # its modules are others, or want to be called in another way
+    for product in decoder.products:
+        product.join()
+    if compiled:
+        parts: list[Any] = [torch.compile(part, dynamic=False) for part in PARTS]
+        decoder.parts = Parts(*parts)
+    return decoder
+
+
+def covers(model: Any) -> bool:
+    """Whether a model is of `FAMILIES`, in plain numbers, and nobody else's code runs in it."""
+    family = getattr(model.config, "model_type", None)
+    if family not in FAMILIES or model.training:
+        return False
+    file = f"transformers.models.{family}.modeling_{family}"
+    if (type(model).__module__, type(model).__name__) != (file, FAMILIES[family].model):
+        return False
+    known, modules = (file, "torch.nn.modules.", "transformers.activations"), list(model.modules())
+    return (
+        model.config._attn_implementation == ATTENTION
+        and all(type(m).__module__.startswith(known) and not is_watched(m) for m in modules)
+        and all(is_plain(m) for m in modules if isinstance(m, nn.Linear))
+    )
+
+
+def is_watched(module: nn.Module) -> bool:
+    """Whether calling it runs more than its class does: a forward of its own, or hooks."""
+    hooks = module._forward_hooks or module._forward_pre_hooks
+    return bool(hooks) or "forward" in vars(module)
+
+
+class Decoder:
+    """Takes the place of a model that it `covers`, whose weights it reads."""
+
+    def __init__(self, model: Any) -> None:
+        base, family = model.model, FAMILIES[model.config.model_type]
+        self.model, self.embed, self.rotary = model, base.embed_tokens, base.rotary_emb
+        layers = base.layers[: model.config.num_hidden_layers]
+        self.layers = [DecoderLayer(layer, family) for layer in layers]
+        self.norm, self.head = Norm.of(base.norm), JoinedLinear(model.lm_head)
+        self.parts = PARTS
+
+    @property
+    def products(self) -> list[JoinedLinear]:
+        """All matrix products."""
+        return [self.head, *(product for layer in self.layers for product in layer.products)]
+
+    def __call__(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        past_key_values: Any,
+        logits_to_keep: Tensor,
+        **further: Any,
+    ) -> CausalLMOutputWithPast:
+        """As the model, which runs by itself where somebody has begun to watch it.
+
+        Args:
+            input_ids: [B, T].
+            position_ids: [B, T].
+            past_key_values: a `BudgetCache`, all of whose layers are capped.
+            logits_to_keep: of these tokens [N] logits are wanted, places in the block.
+            further: for the model.
+        """
+        if not covers(self.model):
+            out: CausalLMOutputWithPast = self.model(
+                input_ids=input_ids,
+                position_ids=position_ids,
+                past_key_values=past_key_values,
+                logits_to_keep=logits_to_keep,
+                **further,
+            )
+            return out
+        x, y = self.embed(input_ids), None
+        angles = self.rotary(x, position_ids)
+        for layer in self.layers:
+            x, y = layer(x, y, angles, past_key_values, self.parts)
+        x, y = x[:, logits_to_keep], None if y is None else y[:, logits_to_keep]
+        return CausalLMOutputWithPast(logits=self._logits(x, y))
+
+    def _logits(self, x: Tensor, y: Tensor | None) -> Tensor:
+        """[B, N, V] of the last layer's results."""
+        if y is None and self.head.is_single_row(x):
+            return self.head.project_row(x, *self.norm)
+        _, normed = self.parts.add_norm(x, y, *self.norm)
+        return self.head.project(normed)[0]
+
+    @torch.no_grad()
+    def agrees(self) -> bool:
+        """Whether each layer's answer to one token, and to three, is the very same as its model's.
+
+        To be asked before products are joined and parts compiled, which sum in other orders.
+        """
+        base, device = self.model.model, self.embed.weight.device
+        for places in (torch.tensor([[7]], device=device), torch.arange(3, device=device)[None]):
+            x = self.embed(places)
+            angles = self.rotary(x, places)
+            for layer, own in zip(base.layers, self.layers, strict=False):
+                its = layer(x, attention_mask=None, position_embeddings=angles)
+                total, more = own(x, None, angles, None, self.parts)
+                if more is None or not torch.equal(total + more, its):
+                    return False
+                x = its
+            if not torch.equal(self._logits(x, None), self.model.lm_head(base.norm(x))):
+                return False
+        return True
+
+
+class DecoderLayer:
+    """One layer: x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(self, layer: Any, family: Family) -> None:
+        attention, mlp = layer.self_attn, layer.mlp
+        self.attention, self.index = attention, attention.layer_idx
+        self.size, self.scaling = attention.head_dim, attention.scaling
+        self.rotates = not family.skips_rope or bool(attention.use_rope)
+        self.first = Norm.of(layer.input_layernorm)
+        self.second = Norm.of(layer.post_attention_layernorm)
+        self.inputs = JoinedLinear(attention.q_proj, attention.k_proj, attention.v_proj)
+        self.output = JoinedLinear(attention.o_proj)
+        self.gates = JoinedLinear(mlp.gate_proj, mlp.up_proj)
+        self.down = JoinedLinear(mlp.down_proj)
+        self.products = self.inputs, self.output, self.gates, self.down
+        self.heads = [rows // self.size for rows in self.inputs.rows]  # H, K, K
+        self.head_norms: list[Norm] = []  # of queries, and of keys
+        self.joint_norms: list[Norm] = []  # of both, which lie side by side in one row's product
+        if family.norms_heads:
+            self.head_norms = [Norm.of(attention.q_norm), Norm.of(attention.k_norm)]
+            each = zip(self.head_norms, self.heads, strict=False)
+            gains = [norm.gain.detach().expand(heads, -1) for norm, heads in each]
+            self.joint_norms = [Norm(torch.cat(gains), self.head_norms[0].epsilon)]
+
+    def __call__(
+        self, x: Tensor, y: Tensor | None, angles: Angles, cache: Any, parts: Parts
+    ) -> tuple[Tensor, Tensor | None]:
+        """The layer's result as a sum of two, which the next norm's kernel adds up.
+
+        Args:
+            x: [B, T, C].
+            y: [B, T, C], to be added to it, or None.
+            angles: of the tokens' positions.
+            cache: a `BudgetCache`; None: tokens attend to each other only.
+            parts: what lies between products.
+        """
+        single = y is None and self.inputs.is_single_row(x)
+        if single and all(product.weight is not None for product in self.products):
+            (q, k, v), product = self.inputs.rows, self.inputs.project_row(x, *self.first)
+            both, value = self._normed(product.split((q + k, v), dim=-1), self.joint_norms, parts)
+            heads = [*both.split(self.heads[:2], dim=2), value]
+            x = self.output.project_row(self._attend(heads, angles, cache, parts), plus=x)
+            gated = self.gates.project_row(x, *self.second, gated=True)
+            return self.down.project_row(gated, plus=x), None
+        x, normed = parts.add_norm(x, y, *self.first)
+        heads = self._normed(self.inputs.project(normed), self.head_norms, parts)
+        attended = self._attend(heads, angles, cache, parts)
+        x, normed = parts.add_norm(x, self.output.project(attended)[0], *self.second)
+        return x, self.down.project(parts.gate(*self.gates.project(normed)))[0]
+
+    def _normed(
+        self, products: Sequence[Tensor], norms: Sequence[Norm], parts: Parts
+    ) -> list[Tensor]:
+        """Heads [B, T, N, D] of products [B, T, N·D], the first of which have norms."""
+        heads = [x.unflatten(-1, (-1, self.size)) for x in products]
+        return [*map(lambda x, by: parts.norm(x, *by), heads, norms), *heads[len(norms) :]]
+
+    def _attend(self, heads: Sequence[Tensor], angles: Angles, cache: Any, parts: Parts) -> Tensor:
+        """Attention [B, T, H·D] of queries [B, T, H, D], keys and values [B, T, K, D]."""
+        query, key, value = (x.transpose(1, 2) for x in heads)
+        if self.rotates:
+            if cache is not None and query.shape[2] == 1:
+                out: Tensor | None = cache.read_token(
+                    query, key, value, angles, self.index, self.attention, self.scaling
+                )
+                if out is not None:
+                    return out.transpose(1, 2).flatten(2)
+            query, key = parts.rotate(query, key, *angles)
+        if cache is not None:
+            if self.index == 0:
+                cache.check_mask({})  # there is none: tokens see all before them
+            key, value = cache.update(key, value, self.index)
+        attended, _ = attention_forward(self.attention, query, key, value, None, self.scaling)
+        return attended.flatten(2)
+
+
+class Norm(NamedTuple):
+    """The numbers of an RMS norm."""
+
+    gain: Tensor  # [C]
+    epsilon: float
+
+    @classmethod
+    def of(cls, module: Any) -> Norm:
+        """Those of transformers' module."""
+        return cls(module.weight, module.variance_epsilon)
+
+
+def norm(x: Tensor, gain: Tensor, epsilon: float) -> Tensor:
+    """RMS norm of x [..., C]: x · gain / sqrt(mean(x²) + epsilon), rounded as transformers does."""
+    wide = x.float()
+    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + epsilon)
+    return gain * wide.to(x.dtype)
+
+
+def add_norm(x: Tensor, y: Tensor | None, gain: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+    """Add y to x, if there is one; returns the sum, and the norm of it."""
+    total = x if y is None else x + y
+    return total, norm(total, gain, epsilon)
+
+
+def rotate(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Halves of queries [B, H, T, D] and keys [B, K, T, D], by angles [B, T, D]."""
+    cos, sin = cos[:, None], sin[:, None]
+
+    def rotated(x: Tensor) -> Tensor:
+        a, b = x.chunk(2, dim=-1)
+        return x * cos + torch.cat((-b, a), dim=-1) * sin
+
+    return rotated(query), rotated(key)
+
+
+def gate(gates: Tensor, up: Tensor) -> Tensor:
+    """What lies between the products of a feed-forward part."""
+    return silu(gates) * up
+
+
+class Parts(NamedTuple):
+    """What lies between matrix products: the functions above, or what is compiled of them."""
+
+    norm: Callable[..., Tensor]
+    add_norm: Callable[..., tuple[Tensor, Tensor]]
+    rotate: Callable[..., tuple[Tensor, Tensor]]
+    gate: Callable[..., Tensor]
+
+
+PARTS = Parts(norm, add_norm, rotate, gate)
