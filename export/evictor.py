@@ -94,12 +94,12 @@ class Evictor(nn.Module):
     def _keep(self, given: dict[str, Tensor], slots: int) -> Tensor:
         """The slots that stay, [L, K, stay], in time order."""
         positions, spans = given["positions"], given["spans"]
-        seen = self.form.observe(given)
+        obs = self.form.observe(given)
         with Portable():
-            scores = self.eviction.score(seen, by=lambda _, seen: self.form.score(given, seen))
+            scores = self.eviction.score(obs, by=lambda _, obs: self.form.score(given, obs))
         inside = (positions[..., None] >= spans[:, 0]) & (positions[..., None] < spans[:, 1])
         pinned = inside.any(-1) | (positions >= given["seen"] - given["recents"])
-        worth = self.eviction.worth(scores, pinned, seen)
+        worth = self.eviction.worth(scores, pinned, obs)
         stay: Any = given["stay"].item()
         torch._check(stay >= 1)
         torch._check(stay <= slots)

@@ -58,11 +58,11 @@ class Traced:
     def observe(self, given: Named) -> Observation:
         """What the policy sees, its state brought up to date where the graph does that."""
         shape = self.shape
-        seen = Observation(
+        obs = Observation(
             keys=given.get("keys"),  # type: ignore[arg-type]  # not declared, so not read
             values=given.get("values"),  # type: ignore[arg-type]
             positions=given.get("positions"),  # type: ignore[arg-type]
-            seen=given.get("seen"),  # type: ignore[arg-type]
+            num_tokens=given.get("seen"),  # type: ignore[arg-type]
             budget=given.get("budget", shape.budget),  # type: ignore[arg-type]
             queries=given.get("queries"),
             scaling=shape.scale,
@@ -70,17 +70,17 @@ class Traced:
             state={name: given[name] for name in self.slot_state},
             saliency=self.eviction.saliency,
         )
-        seen.state = {**seen.state, **self.eviction.policy.update(seen)}
-        return seen
+        obs.state = {**obs.state, **self.eviction.policy.update(obs)}
+        return obs
 
-    def score(self, given: Named, seen: Observation) -> Tensor:
+    def score(self, given: Named, obs: Observation) -> Tensor:
         """Worth of every slot, [B, K, n] float32."""
-        return self.eviction.policy.score(seen)
+        return self.eviction.policy.score(obs)
 
-    def next_state(self, seen: Observation) -> dict[str, tuple[Port, Tensor]]:
+    def next_state(self, obs: Observation) -> dict[str, tuple[Port, Tensor]]:
         """State that scoring brought up to date: {name: (port, tensor)}."""
         names = self.eviction.policy.state
-        return {name: (following(PORTS[name]), seen.state[name]) for name in names}
+        return {name: (following(PORTS[name]), obs.state[name]) for name in names}
 
     def kept_state(self, given: Named, keys: Tensor) -> list[tuple[Port, Tensor]]:
         """State that is not per slot, made from the kept keys [B, K, N, D]."""
@@ -98,17 +98,17 @@ class Traced:
         """State of the arriving tokens, by the component that keeps it."""
         values, rescorer = given["new_values"], self.eviction.rescorer
         assert rescorer is not None
-        seen = Observation(
+        obs = Observation(
             keys=values,
             values=values,
             positions=values,
-            seen=0,
+            num_tokens=0,
             budget=0,
             new=values.shape[2],
             state={"output_norm": values[..., 0].float()},
             output_projection=given["output_projection"],
         )
-        return [rescorer.update(seen)["output_norm"]]
+        return [rescorer.update(obs)["output_norm"]]
 
 
 def graph_part(eviction: Eviction) -> Eviction:

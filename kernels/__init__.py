@@ -29,13 +29,13 @@ from kvcap.policies.tova import TOVA
 MOST_HEAD_SIZE, MOST_GROUPS = 256, 32
 
 
-def score(policy: Policy, seen: Observation) -> Tensor:
-    """Worth of every slot, as `policy.score(seen)` has it. Shape [B, K, n], float32."""
+def score(policy: Policy, obs: Observation) -> Tensor:
+    """Worth of every slot, as `policy.score(obs)` has it. Shape [B, K, n], float32."""
     twin = TWINS.get(type(policy))
-    if twin is None or not ready(seen.keys) or not _covers(policy, seen):
-        assert seen.turn is None, "keys as they are stored are for twins that rotate them"
-        return policy.score(seen)
-    return twin(policy, seen)
+    if twin is None or not ready(obs.keys) or not _covers(policy, obs):
+        assert obs.turn is None, "keys as they are stored are for twins that rotate them"
+        return policy.score(obs)
+    return twin(policy, obs)
 
 
 def reads_sums(policy: Policy) -> bool:
@@ -43,16 +43,16 @@ def reads_sums(policy: Policy) -> bool:
     return type(policy) is KeyDiff and (policy.metric, policy.anchor) == ("cosine", "mean")
 
 
-def update(policy: Policy, seen: Observation) -> dict[str, Tensor]:
-    """New values of the policy's state, as `policy.update(seen)` has them."""
-    if type(policy) is H2O and ready(seen.keys) and _covers(policy, seen):
-        return _h2o(policy, seen)
-    return policy.update(seen)
+def update(policy: Policy, obs: Observation) -> dict[str, Tensor]:
+    """New values of the policy's state, as `policy.update(obs)` has them."""
+    if type(policy) is H2O and ready(obs.keys) and _covers(policy, obs):
+        return _h2o(policy, obs)
+    return policy.update(obs)
 
 
-def _covers(policy: Policy, seen: Observation) -> bool:
+def _covers(policy: Policy, obs: Observation) -> bool:
     """Whether the twin of this policy knows its options, the saliency and the shapes."""
-    keys, queries = seen.keys, seen.queries
+    keys, queries = obs.keys, obs.queries
     if keys.dtype not in DTYPES or keys.shape[-1] > MOST_HEAD_SIZE or keys.stride(-1) != 1:
         return False
     if isinstance(policy, KeyDiff):
@@ -61,75 +61,75 @@ def _covers(policy: Policy, seen: Observation) -> bool:
         return False
     return (
         queries is not None
-        and _kind(seen) is not None
+        and _kind(obs) is not None
         and queries.shape[1] // keys.shape[1] <= MOST_GROUPS
-        and all(x.dtype == keys.dtype and x.stride(-1) == 1 for x in (queries, seen.values))
-        and seen.positions.stride(-1) == 1
+        and all(x.dtype == keys.dtype and x.stride(-1) == 1 for x in (queries, obs.values))
+        and obs.positions.stride(-1) == 1
     )
 
 
-def _kind(seen: Observation) -> str | None:
-    """The epilogue that makes `seen.weight`, if there is one."""
-    if seen.saliency is None:
+def _kind(obs: Observation) -> str | None:
+    """The epilogue that makes `obs.weight`, if there is one."""
+    if obs.saliency is None:
         return "attention"
-    return seen.saliency.mode if type(seen.saliency) is OBCache else None
+    return obs.saliency.mode if type(obs.saliency) is OBCache else None
 
 
-def _dropkv(policy: Policy, seen: Observation) -> Tensor:
+def _dropkv(policy: Policy, obs: Observation) -> Tensor:
     assert isinstance(policy, DropKV)
     cost = window.scores(
-        seen, "dropkv", policy.group, epsilon=policy.epsilon, rounded=policy.bf16_ratio
+        obs, "dropkv", policy.group, epsilon=policy.epsilon, rounded=policy.bf16_ratio
     )
-    return _pooled(cost, seen, policy)
+    return _pooled(cost, obs, policy)
 
 
-def _andpro(policy: Policy, seen: Observation) -> Tensor:
+def _andpro(policy: Policy, obs: Observation) -> Tensor:
     assert isinstance(policy, AnDPro)
-    return window.scores(seen, "andpro", policy.group)
+    return window.scores(obs, "andpro", policy.group)
 
 
-def _snapkv(policy: Policy, seen: Observation) -> Tensor:
+def _snapkv(policy: Policy, obs: Observation) -> Tensor:
     assert isinstance(policy, SnapKV)
-    kind = _kind(seen)
+    kind = _kind(obs)
     assert kind is not None
     if policy.kernel == 1 or (policy.pool == "avg" and policy.group != "max"):
         # Averages commute: the heads first, so that there is less to pool.
-        return _pooled(window.scores(seen, kind, policy.group), seen, policy)
-    return over_group(_pooled(window.scores(seen, kind, None), seen, policy), policy.group)
+        return _pooled(window.scores(obs, kind, policy.group), obs, policy)
+    return over_group(_pooled(window.scores(obs, kind, None), obs, policy), policy.group)
 
 
-def _pooled(scores: Tensor, seen: Observation, policy: DropKV | SnapKV) -> Tensor:
+def _pooled(scores: Tensor, obs: Observation, policy: DropKV | SnapKV) -> Tensor:
     """`pool_in_time`, by its kernels where they cover it."""
-    covered = pool.covers(scores, seen.positions, policy.kernel)
+    covered = pool.covers(scores, obs.positions, policy.kernel)
     pooling = pool.pool_in_time if covered else pool_in_time
-    return pooling(scores, seen.positions, policy.kernel, policy.pool, seen.seen, policy.window)
+    return pooling(scores, obs.positions, policy.kernel, policy.pool, obs.num_tokens, policy.window)
 
 
-def _tova(policy: Policy, seen: Observation) -> Tensor:
+def _tova(policy: Policy, obs: Observation) -> Tensor:
     assert isinstance(policy, TOVA)
-    kind = _kind(seen)
+    kind = _kind(obs)
     assert kind is not None
-    assert seen.queries is not None
-    last = replace(seen, queries=seen.queries[:, :, -1:])
+    assert obs.queries is not None
+    last = replace(obs, queries=obs.queries[:, :, -1:])
     return window.scores(last, kind, policy.group)
 
 
-def _h2o(policy: Policy, seen: Observation) -> dict[str, Tensor]:
+def _h2o(policy: Policy, obs: Observation) -> dict[str, Tensor]:
     assert isinstance(policy, H2O)
-    kind = _kind(seen)
+    kind = _kind(obs)
     assert kind is not None
-    return {"accumulated": seen.state["accumulated"] + window.scores(seen, kind, policy.group)}
+    return {"accumulated": obs.state["accumulated"] + window.scores(obs, kind, policy.group)}
 
 
-def _keydiff(policy: Policy, seen: Observation) -> Tensor:
+def _keydiff(policy: Policy, obs: Observation) -> Tensor:
     from kvcap.kernels import keydiff
 
     assert isinstance(policy, KeyDiff)
     unit = policy.anchor == "unit_mean"
-    if seen.turn is not None:
-        assert seen.key_sums is not None
-        return keydiff.scores_turned(seen.keys, *seen.turn, seen.key_sums)
-    return keydiff.scores(seen.keys, unit=unit, key_sums=None if unit else seen.key_sums)
+    if obs.turn is not None:
+        assert obs.key_sums is not None
+        return keydiff.scores_turned(obs.keys, *obs.turn, obs.key_sums)
+    return keydiff.scores(obs.keys, unit=unit, key_sums=None if unit else obs.key_sums)
 
 
 TWINS: dict[type[Policy], Callable[[Policy, Observation], Tensor]] = {

@@ -27,7 +27,7 @@ class AnDPro(WindowPolicy):
     formula: ClassVar = "sum over the window of A_tj (a_t · v_j)"
     when: ClassVar = "as a baseline: it keeps values that point where the output does"
 
-    def score(self, seen: Observation) -> Tensor:
-        a, v = seen.output, seen.values.float()  # [B, K, G, w, D], [B, K, n, D]
-        along = torch.matmul(a.flatten(2, 3), v.mT).view_as(seen.attention)  # [B, K, G, w, n]
-        return over_group((seen.attention * along).sum(-2), self.group)
+    def score(self, obs: Observation) -> Tensor:
+        a, v = obs.output, obs.values.float()  # [B, K, G, w, D], [B, K, n, D]
+        along = torch.matmul(a.flatten(2, 3), v.mT).view_as(obs.attention)  # [B, K, G, w, n]
+        return over_group((obs.attention * along).sum(-2), self.group)

@@ -31,8 +31,10 @@ class Cake(WindowPolicy):
         self.require("gamma", self.gamma >= 0, "a weight, 0 or more")
         self.require_kernel(self.kernel)
 
-    def score(self, seen: Observation) -> Tensor:
-        a = seen.attention  # [B, K, G, w, n]
+    def score(self, obs: Observation) -> Tensor:
+        a = obs.attention  # [B, K, G, w, n]
         scores = a.mean(-2) + self.gamma * a.var(-2, correction=0)  # [B, K, G, n]
-        pooled = pool_in_time(scores, seen.positions, self.kernel, "avg", seen.seen, self.window)
+        pooled = pool_in_time(
+            scores, obs.positions, self.kernel, "avg", obs.num_tokens, self.window
+        )
         return over_group(pooled, self.group)

@@ -40,12 +40,14 @@ class DropKV(WindowPolicy):
         self.require("epsilon", 0 < self.epsilon < 1, "a number between 0 and 1")
         self.require("bf16_ratio", self.bf16_ratio in (True, False), "True or False")
 
-    def score(self, seen: Observation) -> Tensor:
-        p = seen.attention.bfloat16().float() if self.bf16_ratio else seen.attention
-        a, v = seen.output, seen.values.float()  # [B, K, G, w, D], [B, K, n, D]
-        along = torch.matmul(a.flatten(2, 3), v.mT).view_as(seen.attention)  # [B, K, G, w, n]
+    def score(self, obs: Observation) -> Tensor:
+        p = obs.attention.bfloat16().float() if self.bf16_ratio else obs.attention
+        a, v = obs.output, obs.values.float()  # [B, K, G, w, D], [B, K, n, D]
+        along = torch.matmul(a.flatten(2, 3), v.mT).view_as(obs.attention)  # [B, K, G, w, n]
         squares = a.square().sum(-1, keepdim=True) + v.square().sum(-1)[:, :, None, None]
         distance = (squares - 2 * along).clamp(min=0)  # rounding may leave it below 0
         cost = ((p / (1 - p + self.epsilon)).square() * distance).sum(-2)  # [B, K, G, n]
         cost = over_group(cost, self.group)  # [B, K, n]
-        return pool_in_time(cost, seen.positions, self.kernel, self.pool, seen.seen, self.window)
+        return pool_in_time(
+            cost, obs.positions, self.kernel, self.pool, obs.num_tokens, self.window
+        )

@@ -20,5 +20,5 @@ class Full(Policy):
     formula: ClassVar = "none: nothing is evicted"
     when: ClassVar = "to compare with no eviction at all: reading ends where the budget is full"
 
-    def score(self, seen: Observation) -> Tensor:
-        return seen.positions.float()
+    def score(self, obs: Observation) -> Tensor:
+        return obs.positions.float()

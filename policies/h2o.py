@@ -39,9 +39,9 @@ class H2O(Policy):
     def recents_pinned(self, budget: int) -> int:
         return int(self.recent * budget)
 
-    def update(self, seen: Observation) -> dict[str, Tensor]:
-        block = over_group(seen.weight.sum(-2), self.group)  # [B, K, n]
-        return {"accumulated": seen.state["accumulated"] + block}
+    def update(self, obs: Observation) -> dict[str, Tensor]:
+        block = over_group(obs.weight.sum(-2), self.group)  # [B, K, n]
+        return {"accumulated": obs.state["accumulated"] + block}
 
-    def score(self, seen: Observation) -> Tensor:
-        return seen.state["accumulated"]
+    def score(self, obs: Observation) -> Tensor:
+        return obs.state["accumulated"]

@@ -41,8 +41,8 @@ class KeyDiff(Policy):
     def recents_pinned(self, budget: int) -> int:
         return int(self.recent * budget)
 
-    def score(self, seen: Observation) -> Tensor:
-        keys = seen.keys.float()  # [B, K, n, D]; a float16 mean over thousands of keys loses bits
+    def score(self, obs: Observation) -> Tensor:
+        keys = obs.keys.float()  # [B, K, n, D]; a float16 mean over thousands of keys loses bits
         if self.anchor == "pairwise":  # Eq. 7, O(n²)
             return -self._similarity(keys[..., :, None, :], keys[..., None, :, :]).mean(-1)
         if self.anchor == "median":

@@ -24,6 +24,6 @@ class Knorm(Policy):
     formula: ClassVar = "-|k_j|"
     when: ClassVar = "as a baseline: it looks at nothing but the length of keys"
 
-    def score(self, seen: Observation) -> Tensor:
-        norms: Tensor = torch.linalg.vector_norm(seen.keys, dim=-1, dtype=torch.float32)
+    def score(self, obs: Observation) -> Tensor:
+        norms: Tensor = torch.linalg.vector_norm(obs.keys, dim=-1, dtype=torch.float32)
         return -norms

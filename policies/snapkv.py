@@ -31,9 +31,9 @@ class SnapKV(WindowPolicy):
         self.require_kernel(self.kernel)
         self.require("pool", self.pool in ("max", "avg"), "max or avg")
 
-    def score(self, seen: Observation) -> Tensor:
-        summed = seen.weight.sum(-2)  # [B, K, G, n]
+    def score(self, obs: Observation) -> Tensor:
+        summed = obs.weight.sum(-2)  # [B, K, G, n]
         pooled = pool_in_time(
-            summed, seen.positions, self.kernel, self.pool, seen.seen, self.window
+            summed, obs.positions, self.kernel, self.pool, obs.num_tokens, self.window
         )
         return over_group(pooled, self.group)

@@ -30,6 +30,6 @@ class StreamingLLM(Policy):
     def sinks_pinned(self) -> int:
         return self.sinks
 
-    def score(self, seen: Observation) -> Tensor:
+    def score(self, obs: Observation) -> Tensor:
         # Ages are small where positions of a long conversation are beyond float32's integers.
-        return (seen.positions - seen.seen).float()
+        return (obs.positions - obs.num_tokens).float()

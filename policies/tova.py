@@ -38,8 +38,8 @@ class TOVA(Policy):
     def scores_heads_alone(self) -> bool:
         return self.across == "group"
 
-    def score(self, seen: Observation) -> Tensor:
-        weight = seen.weight[..., -1, :]  # [B, K, G, n]
+    def score(self, obs: Observation) -> Tensor:
+        weight = obs.weight[..., -1, :]  # [B, K, G, n]
         if self.across == "layer":
             # Every head gets the same scores, so that all hold the same tokens at the same slots.
             weight = weight.mean((1, 2), keepdim=True).expand_as(weight)

@@ -66,11 +66,11 @@ def test_the_policy_example_in_contributing():
     # A dataclass looks its module up, so the example runs as one.
     module = vars(sys.modules.setdefault("oldest", ModuleType("oldest")))
     exec(compile(code, "oldest.py", "exec"), module)
-    seen = kvcap.Observation(
+    obs = kvcap.Observation(
         keys=torch.zeros(1, 1, 3, 2), values=torch.zeros(1, 1, 3, 2),
-        positions=torch.tensor([[[5, 1, 3]]]), seen=6, budget=2,
+        positions=torch.tensor([[[5, 1, 3]]]), num_tokens=6, budget=2,
     )  # fmt: skip
-    assert kvcap.Eviction(module["Oldest"]()).select(seen, 1).item() == 0
+    assert kvcap.Eviction(module["Oldest"]()).select(obs, 1).item() == 0
 
 
 def test_every_command_and_make_target_is_named():

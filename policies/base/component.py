@@ -38,7 +38,7 @@ class Component:
     state: ClassVar[Mapping[str, torch.dtype]] = {}
     """Per-slot memory [B, K, n] that moves with its slot: name -> dtype."""
 
-    def update(self, seen: Observation) -> dict[str, Tensor]:
+    def update(self, obs: Observation) -> dict[str, Tensor]:
         """New values of `state`, [B, K, n] each, computed after every block before scoring."""
         return {}
 

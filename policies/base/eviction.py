@@ -25,14 +25,14 @@ Score = Callable[[Policy, Observation], Tensor]
 Update = Callable[[Policy, Observation], Mapping[str, Tensor]]
 
 
-def eager_score(policy: Policy, seen: Observation) -> Tensor:
+def eager_score(policy: Policy, obs: Observation) -> Tensor:
     """The policy's own code."""
-    return policy.score(seen)
+    return policy.score(obs)
 
 
-def eager_update(policy: Policy, seen: Observation) -> Mapping[str, Tensor]:
+def eager_update(policy: Policy, obs: Observation) -> Mapping[str, Tensor]:
     """The policy's own code."""
-    return policy.update(seen)
+    return policy.update(obs)
 
 
 @dataclass(frozen=True)
@@ -198,57 +198,57 @@ class Eviction:
         """Slots of every head of every layer."""
         return [slots for heads in self.allot(budget, layers, kv_heads) for slots in heads]
 
-    def update(self, seen: Observation, by: Update = eager_update) -> dict[str, Tensor]:
+    def update(self, obs: Observation, by: Update = eager_update) -> dict[str, Tensor]:
         """New values of the state of all components, [B, K, n] each; `by` runs the policy's."""
-        found = dict(by(self._policy(seen), seen))
+        found = dict(by(self._policy(obs), obs))
         for component in self.components[1:]:
-            found |= component.update(seen)
+            found |= component.update(obs)
         return found
 
-    def score(self, seen: Observation, by: Score = eager_score, *, finite: bool = True) -> Tensor:
+    def score(self, obs: Observation, by: Score = eager_score, *, finite: bool = True) -> Tensor:
         """The policy's scores, made finite if asked. Shape [B, K, n], float32.
 
         `by` runs the policy's own.
         """
-        scores = by(self._policy(seen), seen).float()
+        scores = by(self._policy(obs), obs).float()
         return scores.nan_to_num(nan=LOWEST) if finite else scores
 
-    def pinned(self, seen: Observation) -> Tensor:
+    def pinned(self, obs: Observation) -> Tensor:
         """Slots that are never evicted. Bool [B, K, n]."""
-        sinks, recents = self.pins_of(seen)
-        mask = (seen.positions < sinks) | (seen.positions >= seen.seen - recents)
-        for start, stop in seen.pinned_spans:
-            mask = mask | ((seen.positions >= start) & (seen.positions < stop))
+        sinks, recents = self.pins_of(obs)
+        mask = (obs.positions < sinks) | (obs.positions >= obs.num_tokens - recents)
+        for start, stop in obs.pinned_spans:
+            mask = mask | ((obs.positions >= start) & (obs.positions < stop))
         return mask
 
-    def pins_of(self, seen: Observation) -> tuple[int, int]:
+    def pins_of(self, obs: Observation) -> tuple[int, int]:
         """First and newest tokens that are never evicted from the heads that are looked at."""
-        policy = self._policy(seen)
+        policy = self._policy(obs)
         sinks = max(policy.sinks_pinned(), self.sink_tokens)
-        return sinks, max(policy.recents_pinned(seen.budget), self.recent_tokens)
+        return sinks, max(policy.recents_pinned(obs.budget), self.recent_tokens)
 
-    def worth(self, scores: Tensor, pinned: Tensor, seen: Observation) -> Tensor:
+    def worth(self, scores: Tensor, pinned: Tensor, obs: Observation) -> Tensor:
         """What slots are chosen by: `score`'s result, rescored, and +inf where pinned. [B, K, n].
 
-        `seen.budget` slots of each head stay.
+        `obs.budget` slots of each head stay.
         """
         if self.rescorer is not None:
-            scores = self.rescorer.rescore(scores, pinned, seen).float().nan_to_num(nan=LOWEST)
+            scores = self.rescorer.rescore(scores, pinned, obs).float().nan_to_num(nan=LOWEST)
         # All scores are finite, so that a pinned slot's +inf is above every one of them.
         return scores.masked_fill(pinned, float("inf"))
 
-    def choose(self, scores: Tensor, pinned: Tensor, seen: Observation, count: int) -> Tensor:
+    def choose(self, scores: Tensor, pinned: Tensor, obs: Observation, count: int) -> Tensor:
         """The `count` slots of each head to give up, by `score`'s result. [B, K, count], unordered.
 
-        `seen.budget` slots of each head stay. Of slots that are worth the same the older go.
+        `obs.budget` slots of each head stay. Of slots that are worth the same the older go.
         """
-        return lowest(self.worth(scores, pinned, seen), seen.positions, count)
+        return lowest(self.worth(scores, pinned, obs), obs.positions, count)
 
-    def select(self, seen: Observation, count: int) -> Tensor:
+    def select(self, obs: Observation, count: int) -> Tensor:
         """Score and choose: the `count` slots of each head to give up. [B, K, count], unordered."""
-        return self.choose(self.score(seen), self.pinned(seen), seen, count)
+        return self.choose(self.score(obs), self.pinned(obs), obs, count)
 
-    def _policy(self, seen: Observation) -> Policy:
+    def _policy(self, obs: Observation) -> Policy:
         if self.head_budget is None:
             return self.policy
-        return self.head_budget.policy_of(seen, self.policy)
+        return self.head_budget.policy_of(obs, self.policy)

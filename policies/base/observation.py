@@ -29,7 +29,7 @@ class Observation:
     keys: Tensor  # [B, K, n, D]
     values: Tensor  # [B, K, n, D]
     positions: Tensor  # [B, K, n] int, the token's place in the conversation
-    seen: int | Tensor  # tokens read so far, this block's included; [] inside a CUDA graph
+    num_tokens: int | Tensor  # tokens read so far, this block's included; [] inside a CUDA graph
     budget: int  # slots per KV head that stay
     new: int = 0  # tokens of this block: the last slots in memory
     layer: int = 0  # index among the capped layers
@@ -55,7 +55,7 @@ class Observation:
         """Which slots a query may see: its own token's and older ones. Bool [B, K, 1, w, n]."""
         assert self.queries is not None
         w = self.queries.shape[2]
-        times = self.seen + torch.arange(-w, 0, device=self.positions.device)  # [w]
+        times = self.num_tokens + torch.arange(-w, 0, device=self.positions.device)  # [w]
         visible: Tensor = self.positions[:, :, None, None, :] <= times[:, None]
         return visible
 

@@ -30,7 +30,7 @@ class Policy(Component):
         """Whether a head's scores depend on that head only, as heads of unequal length ask."""
         return True
 
-    def score(self, seen: Observation) -> Tensor:
+    def score(self, obs: Observation) -> Tensor:
         """Worth of every slot, higher is kept. Shape [B, K, n], float32."""
         raise NotImplementedError
 
@@ -79,7 +79,7 @@ def over_group(scores: Tensor, group: Group) -> Tensor:
 
 
 def pool_in_time(
-    scores: Tensor, positions: Tensor, kernel: int, pool: str, seen: int | Tensor, window: int
+    scores: Tensor, positions: Tensor, kernel: int, pool: str, num_tokens: int | Tensor, window: int
 ) -> Tensor:
     """1-D pooling over the slots in time order, same length out; the newest tokens are left out.
 
@@ -92,14 +92,14 @@ def pool_in_time(
         positions: [B, K, n].
         kernel: odd window length in tokens; 1 leaves the scores as they are.
         pool: 'max' or 'avg' (borders average over what exists and is not left out).
-        seen: tokens read so far.
+        num_tokens: tokens read so far.
         window: how many of the newest are left out.
     """
     if kernel == 1:
         return scores
     wide = (*positions.shape[:2], *(1,) * (scores.dim() - 3), -1)
     order = positions.argsort(-1).view(wide)  # [B, K, ..., n]
-    apart = (positions >= seen - window).view(wide)
+    apart = (positions >= num_tokens - window).view(wide)
     given = scores.masked_fill(apart, float("-inf") if pool == "max" else 0.0)
     in_time = given.gather(-1, order.expand_as(scores))
     if pool == "max":

@@ -17,7 +17,7 @@ from kvcap.policies.base.policy import Policy
 class Saliency(Component):
     """Replaces the attention weights inside attention-based scores."""
 
-    def weigh(self, seen: Observation) -> Tensor:
+    def weigh(self, obs: Observation) -> Tensor:
         """What is added up instead of `A`. Shape [B, K, G, w, n], 0 where masked."""
         raise NotImplementedError
 
@@ -39,7 +39,7 @@ class LayerBudget(Component):
         """
         return [budget] * layers
 
-    def preference(self, seen: Observation) -> Tensor:
+    def preference(self, obs: Observation) -> Tensor:
         """How much one layer wants slots, above 0; only where `moves`. Shape []."""
         raise NotImplementedError
 
@@ -96,11 +96,11 @@ class HeadBudget(Component):
         """
         raise NotImplementedError
 
-    def policy_of(self, seen: Observation, base: Policy) -> Policy:
+    def policy_of(self, obs: Observation, base: Policy) -> Policy:
         """The policy of the KV head that is looked at, where classes of heads are treated apart.
 
         Args:
-            seen: one head: `seen.layer`, `seen.first_head`, and its `seen.budget` slots.
+            obs: one head: `obs.layer`, `obs.first_head`, and its `obs.budget` slots.
             base: what it is where all heads are alike.
         """
         return base
@@ -110,13 +110,13 @@ class HeadBudget(Component):
 class Rescorer(Component):
     """Replaces the scores once the budget is known."""
 
-    def rescore(self, scores: Tensor, pinned: Tensor, seen: Observation) -> Tensor:
-        """New scores [B, K, n]; `seen.budget` slots of each head stay.
+    def rescore(self, scores: Tensor, pinned: Tensor, obs: Observation) -> Tensor:
+        """New scores [B, K, n]; `obs.budget` slots of each head stay.
 
         Args:
             scores: [B, K, n], finite float32.
             pinned: bool [B, K, n], slots that stay whatever is returned.
-            seen: what the policy saw.
+            obs: what the policy saw.
         """
         raise NotImplementedError
 

@@ -36,8 +36,8 @@ class Cake(LayerBudget):
         self.require("tau2", self.tau2 > 0, "a temperature above 0")
         self.require("floor", 0 <= self.floor <= 1, "a fraction of the budget, 0 to 1")
 
-    def preference(self, seen: Observation) -> Tensor:
-        a = seen.attention  # [B, K, G, w, n]
+    def preference(self, obs: Observation) -> Tensor:
+        a = obs.attention  # [B, K, G, w, n]
         entropy = torch.special.entr(a).sum((-2, -1)).mean()
         variance = a.var(-2, correction=0).sum(-1).mean()
         wanted: Tensor = entropy ** (1 / self.tau1) * variance ** (1 / self.tau2)  # []

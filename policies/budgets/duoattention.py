@@ -49,14 +49,14 @@ class DuoAttention(HeadBudget):
             found.append([next(shares) if mine else small for mine in retrieves])
         return found
 
-    def policy_of(self, seen: Observation, base: Policy) -> Policy:
-        layer = _retrieving(last_read(self.table, "duoattention"), self.retrieval)[seen.layer]
-        mine = set(layer[seen.first_head : seen.first_head + seen.positions.shape[1]])
+    def policy_of(self, obs: Observation, base: Policy) -> Policy:
+        layer = _retrieving(last_read(self.table, "duoattention"), self.retrieval)[obs.layer]
+        mine = set(layer[obs.first_head : obs.first_head + obs.positions.shape[1]])
         assert len(mine) == 1, "heads of both classes are observed one by one"
         if mine == {True}:
             return base
         whole = self.sinks + self.recents
-        return StreamingLLM(min(self.sinks, self.sinks * seen.budget // whole))
+        return StreamingLLM(min(self.sinks, self.sinks * obs.budget // whole))
 
 
 @lru_cache

@@ -35,23 +35,23 @@ class CriticalKV(Rescorer):
         self.require("alpha", 0 <= self.alpha <= 1, "a fraction of the budget, 0 to 1 (the base)")
         self.require("epsilon", self.epsilon >= 0, "a number, 0 or more")
 
-    def update(self, seen: Observation) -> dict[str, Tensor]:
-        assert seen.output_projection is not None
-        old = seen.values.shape[2] - seen.new
-        heads = zip(seen.values[:, :, old:].unbind(1), seen.output_projection, strict=True)
+    def update(self, obs: Observation) -> dict[str, Tensor]:
+        assert obs.output_projection is not None
+        old = obs.values.shape[2] - obs.new
+        heads = zip(obs.values[:, :, old:].unbind(1), obs.output_projection, strict=True)
         norms = torch.stack([_norms(values, weights) for values, weights in heads], 1)  # [B, K, T]
-        return {"output_norm": torch.cat((seen.state["output_norm"][..., :old], norms), -1)}
+        return {"output_norm": torch.cat((obs.state["output_norm"][..., :old], norms), -1)}
 
-    def rescore(self, scores: Tensor, pinned: Tensor, seen: Observation) -> Tensor:
+    def rescore(self, scores: Tensor, pinned: Tensor, obs: Observation) -> Tensor:
         if self.alpha == 1:
             return scores
         lowest = scores.masked_fill(pinned, 0.0).amin(-1, keepdim=True).clamp(max=0.0)  # [B, K, 1]
-        rows = 1 if seen.queries is None else seen.queries.shape[2]
-        second = ((scores - lowest) / rows + self.epsilon) * seen.state["output_norm"]
-        free = seen.budget - pinned.sum(-1, keepdim=True)  # [B, K, 1]
+        rows = 1 if obs.queries is None else obs.queries.shape[2]
+        second = ((scores - lowest) / rows + self.epsilon) * obs.state["output_norm"]
+        free = obs.budget - pinned.sum(-1, keepdim=True)  # [B, K, 1]
         others = scores.masked_fill(pinned, -torch.inf)
         last = scores.shape[-1] - (self.alpha * free).floor()  # [B, K, 1]
-        first = ranks(others, seen.positions) >= last  # [B, K, n]
+        first = ranks(others, obs.positions) >= last  # [B, K, n]
         return second.masked_fill(first, torch.finfo(torch.float32).max)
 
 

@@ -29,17 +29,17 @@ class OBCache(Saliency):
     def __post_init__(self) -> None:
         self.require("mode", self.mode in ("value", "key", "joint"), "value, key or joint")
 
-    def weigh(self, seen: Observation) -> Tensor:
-        v = seen.values.float()  # [B, K, n, D]
+    def weigh(self, obs: Observation) -> Tensor:
+        v = obs.values.float()  # [B, K, n, D]
         squares = v.square().sum(-1)[:, :, None, None]  # [B, K, 1, 1, n]
-        value = seen.attention.square() * squares  # [B, K, G, w, n]
+        value = obs.attention.square() * squares  # [B, K, G, w, n]
         if self.mode == "value":
             return value
-        a = seen.output  # [B, K, G, w, D]
-        along = torch.matmul(a.flatten(2, 3), v.mT).view_as(seen.attention)  # [B, K, G, w, n]
+        a = obs.output  # [B, K, G, w, D]
+        along = torch.matmul(a.flatten(2, 3), v.mT).view_as(obs.attention)  # [B, K, G, w, n]
         distance = (a.square().sum(-1, keepdim=True) + squares - 2 * along).clamp(min=0)
-        key = (seen.attention * seen.logits).square() * distance
+        key = (obs.attention * obs.logits).square() * distance
         if self.mode == "key":
             return key
-        cross = 2 * seen.attention.square() * seen.logits * (squares - along)
+        cross = 2 * obs.attention.square() * obs.logits * (squares - along)
         return cross + value + key

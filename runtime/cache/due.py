@@ -70,4 +70,4 @@ class Due:
     @property
     def _pins(self) -> evict.Pins:
         seen = self.seen
-        return evict.Pins(*self.eviction.pins_of(seen), seen.seen, seen.pinned_spans)
+        return evict.Pins(*self.eviction.pins_of(seen), seen.num_tokens, seen.pinned_spans)

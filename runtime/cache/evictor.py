@@ -281,7 +281,7 @@ class Evictor:
             keys=seen.keys[index],
             values=segment.values,
             positions=segment.positions,
-            seen=seen.tokens if seen.clock is None else seen.clock,
+            num_tokens=seen.tokens if seen.clock is None else seen.clock,
             budget=segment.stay,
             new=seen.length,
             layer=self.index,

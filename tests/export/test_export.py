@@ -440,7 +440,7 @@ def test_an_export_that_fails_leaves_nothing(tmp_path, monkeypatch):
 
     eager = Knorm.score
     monkeypatch.setattr(
-        Knorm, "score", lambda s, seen: eager(s, seen) * (2 if torch.compiler.is_exporting() else 1)
+        Knorm, "score", lambda s, obs: eager(s, obs) * (2 if torch.compiler.is_exporting() else 1)
     )
     with pytest.raises(ToleranceError):
         export(tmp_path / "new", "knorm")
