@@ -321,16 +321,18 @@ def test_criticalkv_norms_take_one_query_head_at_a_time():
 
 
 def stages(
-    scores: list[float], norms: list[float], pinned: list[bool], keep: int, alpha: float, rows: int
-) -> set[int]:
-    """Algorithm 1 on one head, as lists: which slots stay."""
+    scores: list[float], norms: list[float], positions: list[int], pinned: list[bool], keep: int,
+    alpha: float, rows: int,
+) -> set[int]:  # fmt: skip
+    """Algorithm 1 on one head, as lists: which slots stay. Of equal ones the newer does."""
     kept = {j for j, pin in enumerate(pinned) if pin}
     left = [j for j in range(len(scores)) if j not in kept]
     lowest = min([0.0, *(scores[j] for j in left)])
     room = keep - len(kept)
-    first = sorted(left, key=lambda j: -scores[j])[: int(alpha * room)]
+    first = sorted(left, key=lambda j: (-scores[j], -positions[j]))[: int(alpha * room)]
     left = [j for j in left if j not in first]
-    second = sorted(left, key=lambda j: -((scores[j] - lowest) / rows + 1e-4) * norms[j])
+    worth = {j: ((scores[j] - lowest) / rows + 1e-4) * norms[j] for j in left}
+    second = sorted(left, key=lambda j: (-worth[j], -positions[j]))
     return kept | set(first) | set(second[: room - len(first)])
 
 
@@ -352,7 +354,7 @@ def test_criticalkv_selects_in_two_stages(seed, alpha, base, pins):
     for b, k in ((b, k) for b in range(2) for k in range(2)):
         expected = stages(
             scores[b, k].double().tolist(), obs.state["output_norm"][b, k].double().tolist(),
-            pinned[b, k].tolist(), 11, alpha, 3 if obs.queries is not None else 1,
+            obs.positions[b, k].tolist(), pinned[b, k].tolist(), 11, alpha, 3 if obs.queries is not None else 1,
         )  # fmt: skip
         assert set(range(23)) - set(gone[b, k].tolist()) == expected
 
