@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cosine_similarity, normalize
 
-from kvcap.policies.base import Observation, Policy
+from kvcap.policies.base import Observation, Policy, Preset
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,13 @@ class KeyDiff(Policy):
     paper: ClassVar = "KeyDiff, arXiv 2504.15364, Eq. 7-8"
     formula: ClassVar = "-cos(k_j, mean of held keys)"
     when: ClassVar = "to reproduce the paper, or with stock attention; to chat, take keydiff-window"
+    presets: ClassVar = {
+        "keydiff-window": Preset(
+            "keydiff",
+            {"recent": 0.2},
+            "first, and to chat: it reads keys alone and keeps the answer being written",
+        ),
+    }
 
     def __post_init__(self) -> None:
         anchors, metrics = (

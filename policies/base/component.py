@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,6 +17,19 @@ VIEWS = ATTENTION_VIEWS | {"keys", "values", "positions", "output_projection", "
 
 class PolicyError(ValueError):
     """A policy, one of its options, or a combination with a budget that cannot work."""
+
+
+class Preset(NamedTuple):
+    """A name for a policy or combination with settings of its own, such as a paper's system."""
+
+    parts: str
+    """As `--policy` takes it: `"snapkv+adakv"`."""
+
+    options: Mapping[str, Any] = {}
+    """Options that differ from the defaults of the parts."""
+
+    when: str = ""
+    """When to use it, where its parts do not say it."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +49,13 @@ class Component:
     """When to use it: "for ...", "to ...", "where ...", shown by `kvcap policies NAME`."""
 
     state: ClassVar[Mapping[str, torch.dtype]] = {}
-    """Per-slot memory [B, K, n] that moves with its slot: name -> dtype."""
+    """Per-slot memory [B, K, n] that moves with its slot: name -> dtype. A new slot's is 0."""
+
+    presets: ClassVar[Mapping[str, Preset]] = {}
+    """Names that this file adds beside its own."""
+
+    small: ClassVar[Mapping[str, Any]] = {}
+    """Options that suit budgets of some tens of slots, as tests of every policy use them."""
 
     def update(self, obs: Observation) -> dict[str, Tensor]:
         """New values of `state`, [B, K, n] each, computed after every block before scoring."""

@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvcap.policies.base import HeadBudget, apportion
+from kvcap.policies.base import HeadBudget, Preset, apportion
 from kvcap.policies.base.order import ordered
 
 
@@ -27,6 +27,9 @@ class AdaKV(HeadBudget):
     paper: ClassVar = "Ada-KV, arXiv 2407.11550, Alg. 1"
     formula: ClassVar = "(1-f) · (a head's part of the layer's best scores) + f · R + pinned"
     when: ClassVar = "to compare with other tools that share slots out between heads"
+    presets: ClassVar = {
+        "adakv": Preset("snapkv+adakv"),
+    }
 
     def __post_init__(self) -> None:
         self.require("safeguard", 0 <= self.safeguard <= 1, "a fraction, 0 to 1 (uniform)")

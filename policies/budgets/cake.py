@@ -10,7 +10,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvcap.policies.base import LayerBudget, Observation, apportion
+from kvcap.policies.base import LayerBudget, Observation, Preset, apportion
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,9 @@ class Cake(LayerBudget):
     paper: ClassVar = "CAKE, arXiv 2503.12491"
     formula: ClassVar = "slots in proportion to entropy^(1/τ1) · variance^(1/τ2) of attention"
     when: ClassVar = "where layers differ much in what they need"
+    presets: ClassVar = {
+        "cake": Preset("cake+cake"),
+    }
 
     def __post_init__(self) -> None:
         self.require("tau1", self.tau1 > 0, "a temperature above 0")

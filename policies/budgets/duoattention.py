@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import ClassVar
 
-from kvcap.policies.base import HeadBudget, Observation, Policy, apportion
+from kvcap.policies.base import HeadBudget, Observation, Policy, Preset, apportion
 from kvcap.policies.base.table import Table, last_read, read_table
 from kvcap.policies.streaming_llm import StreamingLLM
 
@@ -30,6 +30,9 @@ class DuoAttention(HeadBudget):
     paper: ClassVar = "DuoAttention, arXiv 2410.10819"
     formula: ClassVar = "sinks + recents for streaming heads, the layer's rest for retrieval heads"
     when: ClassVar = "for very small budgets, after calibrating once"
+    presets: ClassVar = {
+        "duoattention": Preset("keydiff+duoattention"),
+    }
 
     def __post_init__(self) -> None:
         self.require("table", isinstance(self.table, str), "the name of a JSON file")

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from kvcap.policies.base import HeadBudget, apportion
+from kvcap.policies.base import HeadBudget, Preset, apportion
 from kvcap.policies.base.table import read_table
 
 
@@ -25,6 +25,9 @@ class HeadKV(HeadBudget):
     paper: ClassVar = "HeadKV, arXiv 2410.19258"
     formula: ClassVar = "base - base//β + pool · importance / Σ importance + pinned"
     when: ClassVar = "to score by attention under 256 to 512 slots, after calibrating once"
+    presets: ClassVar = {
+        "headkv": Preset("snapkv+headkv"),
+    }
 
     def __post_init__(self) -> None:
         self.require("table", isinstance(self.table, str), "the name of a JSON file")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from kvcap.policies.base import LayerBudget, apportion
+from kvcap.policies.base import LayerBudget, Preset, apportion
 
 
 @dataclass(frozen=True)
@@ -21,6 +21,9 @@ class PyramidKV(LayerBudget):
     paper: ClassVar = "PyramidKV, arXiv 2406.02069"
     formula: ClassVar = "slots fall linearly from 2R - R//β to R//β, R = N - pinned"
     when: ClassVar = "as a baseline: the first layers get most of the slots"
+    presets: ClassVar = {
+        "pyramidkv": Preset("snapkv+pyramidkv"),
+    }
 
     def __post_init__(self) -> None:
         self.require("beta", self.beta >= 1, "a number, 1 (uniform) or more")

@@ -8,7 +8,7 @@ from typing import ClassVar
 from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
-from kvcap.policies.base import Corrector
+from kvcap.policies.base import Corrector, Preset
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,11 @@ class CaliDrop(Corrector):
     when: ClassVar = (
         "where memory is short on the device, not on the host, which keeps what was evicted"
     )
+    presets: ClassVar = {
+        "calidrop": Preset("snapkv+calidrop", {"kernel": 5, "pool": "avg"}),
+        "calidrop-h2o": Preset("h2o+calidrop"),
+        "calidrop-streaming_llm": Preset("streaming_llm+calidrop", {"sinks": 32}),
+    }
 
     def __post_init__(self) -> None:
         self.require("theta1", -1 <= self.theta1 <= 1, "a cosine, -1 to 1")

@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvcap.policies.base import Observation, Rescorer
+from kvcap.policies.base import Observation, Preset, Rescorer
 from kvcap.policies.base.order import ranks
 
 
@@ -30,6 +30,11 @@ class CriticalKV(Rescorer):
     paper: ClassVar = "CriticalKV, arXiv 2502.03805, Alg. 1"
     formula: ClassVar = "the top α by score S, then by (S + ε) |v_j W_O|₁"
     when: ClassVar = "to evict once, after a long prompt; harmful in a chat, which evicts often"
+    presets: ClassVar = {
+        "criticalkv": Preset("snapkv+criticalkv"),
+        "criticalkv-adakv": Preset("snapkv+adakv+criticalkv"),
+        "criticalkv-headkv": Preset("snapkv+headkv+criticalkv"),
+    }
 
     def __post_init__(self) -> None:
         self.require("alpha", 0 <= self.alpha <= 1, "a fraction of the budget, 0 to 1 (the base)")

@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from kvcap.policies.base import Observation, Saliency
+from kvcap.policies.base import Observation, Preset, Saliency
 
 
 @dataclass(frozen=True)
@@ -25,6 +25,11 @@ class OBCache(Saliency):
     paper: ClassVar = "OBCache, arXiv 2510.07651, Eq. 4-6"
     formula: ClassVar = "in place of A_tj: 2 A² z (|v|² - v·a) + A² |v|² + (A z)² |v - a|²"
     when: ClassVar = "to score by attention without calibration, at twice the time of snapkv"
+    presets: ClassVar = {
+        "obcache": Preset("snapkv+obcache"),
+        "obcache-h2o": Preset("h2o+obcache", {"recent": 0.25, "sink_tokens": 4}),
+        "obcache-tova": Preset("tova+obcache", {"sink_tokens": 4}),
+    }
 
     def __post_init__(self) -> None:
         self.require("mode", self.mode in ("value", "key", "joint"), "value, key or joint")

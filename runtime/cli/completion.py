@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -17,7 +18,7 @@ def policy_names(incomplete: str) -> list[str]:
     if plus:
         names = {name for sub in folder.iterdir() if sub.name != "base" for name in _modules(sub)}
     else:
-        names = {*_modules(folder), *_presets(Path(spec.origin))}
+        names = {*_modules(folder), *_presets(folder)}
     return sorted(f"{base}{plus}{name}" for name in names if name.startswith(last))
 
 
@@ -26,10 +27,10 @@ def _modules(folder: Path) -> list[str]:
     return [path.stem for path in folder.glob("*.py") if path.stem != "__init__"]
 
 
-def _presets(source: Path) -> list[str]:
-    """The keys of the dictionary PRESETS, read from the source."""
-    for node in ast.parse(source.read_text(encoding="utf-8")).body:
-        match node:
-            case ast.AnnAssign(target=ast.Name(id="PRESETS"), value=ast.Dict(keys=keys)):
-                return [ast.literal_eval(key) for key in keys if key is not None]
-    return []
+def _presets(folder: Path) -> Iterator[str]:
+    """The keys of the dictionary `presets` of every class, read from the sources."""
+    for path in (*folder.glob("*.py"), *folder.glob("*/*.py")):
+        for node in ast.walk(ast.parse(path.read_bytes())):
+            match node:
+                case ast.AnnAssign(target=ast.Name(id="presets"), value=ast.Dict(keys=keys)):
+                    yield from (ast.literal_eval(key) for key in keys if key is not None)
