@@ -29,7 +29,6 @@ from kvcap.runtime.models.config import ModelShape
 from kvcap.runtime.models.files import load_config, load_tokenizer
 from kvcap.runtime.models.names import resolve
 
-NAMES = ("headkv", "duoattention")
 LEAST = 32  # tokens of a text
 
 

@@ -25,6 +25,7 @@ class Cake(WindowPolicy):
     paper: ClassVar = "CAKE, arXiv 2503.12491, Eq. 11"
     formula: ClassVar = "avg pool(mean over the window of A_tj + γ variance of A_tj)"
     when: ClassVar = "where layers differ much in what they need"
+    small: ClassVar = {"window": 4, "kernel": 3}
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -32,6 +32,7 @@ class DropKV(WindowPolicy):
     paper: ClassVar = "DropKV (Zhang et al. 2026), Lemma 1"
     formula: ClassVar = "pool(sum over the window of (A_tj / (1 - A_tj))² |a_t - v_j|²)"
     when: ClassVar = "to score by attention with little extra memory: a window of 8 queries"
+    small: ClassVar = {"window": 4, "kernel": 3, "pool": "avg"}  # maxima tie
 
     def __post_init__(self) -> None:
         super().__post_init__()

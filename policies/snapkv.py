@@ -25,6 +25,7 @@ class SnapKV(WindowPolicy):
     paper: ClassVar = "SnapKV, arXiv 2404.14469"
     formula: ClassVar = "pool(sum over the window of A_tj)"
     when: ClassVar = "to compare with other tools; needs 512 slots or more to remember well"
+    small: ClassVar = {"window": 4, "kernel": 3, "pool": "avg"}  # maxima tie
 
     def __post_init__(self) -> None:
         super().__post_init__()

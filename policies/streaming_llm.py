@@ -23,6 +23,7 @@ class StreamingLLM(Policy):
     paper: ClassVar = "StreamingLLM, arXiv 2309.17453"
     formula: ClassVar = "position_j, the first sinks pinned"
     when: ClassVar = "as a baseline, or where only the newest text matters: it forgets all between"
+    small: ClassVar = {"sinks": 2}
 
     def __post_init__(self) -> None:
         self.require("sinks", self.sinks >= 0, "a number of tokens, 0 or more")

@@ -7,7 +7,10 @@ from dataclasses import replace
 
 import torch
 
-from kvcap.policies import Observation
+from kvcap.policies import Observation, policies
+
+PARTS = {cls for recipe in policies().values() for cls in recipe.parts.values()}
+STATE = {name: dtype for cls in PARTS for name, dtype in cls.state.items()}
 
 
 def observe(
@@ -45,7 +48,7 @@ def observe(
         budget=budget,
         queries=torch.randn(batch, kv_heads * group, window, size, generator=g).to(dtype),
         scaling=size**-0.5,
-        state={"accumulated": torch.zeros(batch, kv_heads, n)},
+        state={name: torch.zeros(batch, kv_heads, n, dtype=STATE[name]) for name in STATE},
     )
 
 

@@ -55,6 +55,8 @@ class WindowPolicy(Policy):
     window: int = 32
     group: Group = "mean"  # how the query heads of a KV head are put together
 
+    small: ClassVar = {"window": 4}
+
     def __post_init__(self) -> None:
         self.require("window", self.window >= 1, "a number of queries, 1 or more")
         self.require("group", self.group in ("mean", "sum", "max"), "mean, sum or max")

@@ -30,6 +30,7 @@ class DuoAttention(HeadBudget):
     paper: ClassVar = "DuoAttention, arXiv 2410.10819"
     formula: ClassVar = "sinks + recents for streaming heads, the layer's rest for retrieval heads"
     when: ClassVar = "for very small budgets, after calibrating once"
+    small: ClassVar = {"sinks": 2, "recents": 6}
     presets: ClassVar = {
         "duoattention": Preset("keydiff+duoattention"),
     }

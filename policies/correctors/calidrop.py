@@ -32,6 +32,7 @@ class CaliDrop(Corrector):
     when: ClassVar = (
         "where memory is short on the device, not on the host, which keeps what was evicted"
     )
+    small: ClassVar = {"calibration_size": 20}
     presets: ClassVar = {
         "calidrop": Preset("snapkv+calidrop", {"kernel": 5, "pool": "avg"}),
         "calidrop-h2o": Preset("h2o+calidrop"),
