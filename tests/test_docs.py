@@ -1,4 +1,4 @@
-"""Documents cannot rot: examples run, maps name every file, commands exist."""
+"""Documents cannot rot: examples run, commands and policies that they name exist."""
 
 from __future__ import annotations
 
@@ -84,23 +84,13 @@ def test_every_command_and_make_target_is_named():
         assert name in targets
 
 
-def test_the_file_map_names_every_file():
-    (section,) = re.findall(r"## File map\n(.*?)\n## ", README, re.DOTALL)
-    for folder in ("runtime", "policies", "evals", "pocket", "src/kvcap"):
-        for path in sorted((ROOT / folder).glob("*.py")):
-            if path.name != "__init__.py":
-                assert f"`{path.name}`" in section, f"{folder}/{path.name} is not in the file map"
-    folders = [ROOT / name for name in re.findall(r"^\| `([\w/]+)/`", section, re.MULTILINE)]
-    files = {path.name for folder in folders for path in folder.rglob("*.py")}
-    for name in re.findall(r"`(\w+\.py)`", section):
-        assert name in files, f"{name} is in the file map but not in the repository"
-
-
 def test_the_page_on_policies():
-    """It names every policy and preset, and its example runs."""
+    """What its tables name is there, and its example runs."""
     page = (ROOT / "docs" / "policies.md").read_text()
-    for name in policies():
-        assert f"`{name}`" in page, f"docs/policies.md does not say when to pick {name}"
+    rows = re.findall(r"^\| (`[^|]*`)[^|]* \|", page, re.MULTILINE)
+    assert len(rows) > 30
+    for name in re.findall(r"`([\w-]+)`", " ".join(rows)):
+        assert name in policies(), f"docs/policies.md has a row of {name}, which is no policy"
     for name in re.findall(r"kvcap bench (\w+)", page):
         assert name in benchmarks()
     (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)

@@ -209,8 +209,16 @@ class Eviction:
         """The policy's scores, made finite if asked. Shape [B, K, n], float32.
 
         `by` runs the policy's own.
+
+        Raises:
+            PolicyError: scores of another shape.
         """
         scores = by(self._policy(obs), obs).float()
+        if obs.positions is not None and scores.shape != obs.positions.shape:
+            raise PolicyError(
+                f"{self.name or type(self.policy).__name__}: score gave {list(scores.shape)}; "
+                f"expected one number per slot, [B, K, n] = {list(obs.positions.shape)}"
+            )
         return scores.nan_to_num(nan=LOWEST) if finite else scores
 
     def pinned(self, obs: Observation) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -130,6 +130,62 @@ def test_random_depends_on_the_token_alone():
     assert abs(float(many.mean()) / 2**24 - 0.5) < 0.01
     correlation = torch.corrcoef(torch.cat((many[0], positions[0, :1].float())))
     assert correlation.fill_diagonal_(0).abs().max() < 0.02
+
+
+def keeps_its_contract(policy: Policy) -> None:
+    """Fail by the policy's name unless it reads what it says and gives what it should."""
+    name, obs = type(policy).__name__, observe()
+    unknown = policy.observes - policies.base.component.VIEWS
+    assert not unknown, f"{name} observes {sorted(unknown)}, which no Observation has"
+    unread = {"keys", "values", "queries"} - policy.observes
+    obs = replace(obs, **dict.fromkeys(unread))
+    state = policy.update(obs)
+    assert state.keys() == policy.state.keys(), f"{name}: update gave {sorted(state)}"
+    obs.state = {**obs.state, **state}
+    for what, tensor in {**state, "scores": policy.score(obs)}.items():
+        dtype = policy.state.get(what, torch.float32)
+        assert tensor.shape == (2, 2, 23), f"{name}: {what} of shape {list(tensor.shape)}"
+        assert tensor.dtype == dtype, f"{name}: {what} in {tensor.dtype}"
+        assert torch.isfinite(tensor).all(), f"{name}: {what} that are not finite"
+
+
+@pytest.mark.parametrize("name", policies.policies())
+def test_every_policy_keeps_its_contract(name):
+    keeps_its_contract(load_policy(name).policy)
+
+
+def broken(**members: Any) -> Policy:
+    good = {"score": lambda self, obs: -obs.positions.float()}
+    return type("Broken", (Policy,), good | members)()
+
+
+@pytest.mark.parametrize(
+    ("members", "why"),
+    [
+        ({"score": lambda self, obs: obs.positions.float()[..., :5]}, "of shape"),
+        ({"score": lambda self, obs: obs.positions.float().mean(1, keepdim=True)}, "of shape"),
+        ({"score": lambda self, obs: torch.log(-obs.positions.float())}, "not finite"),
+        ({"score": lambda self, obs: obs.positions}, "int32"),
+        ({"observes": frozenset({"key"})}, "observes"),
+        ({"state": {"age": torch.int32}}, "update gave"),
+    ],
+    ids=str,
+)
+def test_a_broken_policy_is_reported_by_its_name(members, why):
+    keeps_its_contract(broken())
+    with pytest.raises(AssertionError, match=f"Broken.*{why}"):
+        keeps_its_contract(broken(**members))
+
+
+def test_what_was_not_declared_is_not_there():
+    with pytest.raises(AttributeError):
+        keeps_its_contract(broken(score=lambda self, obs: obs.keys.sum(-1)))
+
+
+def test_scores_of_another_shape_are_refused():
+    eviction = Eviction(broken(score=lambda self, obs: obs.positions.float()[:, :1]), name="mine")
+    with pytest.raises(PolicyError, match=r"mine: score gave \[2, 1, 23\]; .* \[2, 2, 23\]"):
+        eviction.select(observe(), 13)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
