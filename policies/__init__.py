@@ -54,7 +54,7 @@ SLOTS: dict[str, type[Component]] = {
 
 
 class Recipe(NamedTuple):
-    """What a name stands for: a class for every slot that is filled, and options to set."""
+    """What a name stands for: a class for each part of the eviction, and options to set."""
 
     parts: Mapping[str, type[Component]]
     options: Mapping[str, Any]
@@ -118,7 +118,7 @@ def load_policy(name: str, **options: Any) -> Eviction:
 
 
 def _check_type(what: str, value: Any, kind: Any, default: Any) -> None:
-    """Refuse an option that is not of its type; what a number must be, the policy checks itself.
+    """Refuse an option of another type. Which numbers will work, the policy checks itself.
 
     Raises:
         PolicyError: saying what was got and what would work.

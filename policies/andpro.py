@@ -1,4 +1,4 @@
-"""AnDPro: values that point where attention's output points."""
+"""AnDPro: keeps tokens whose values point where attention's output points."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from kvcap.policies.base import Group, Observation, WindowPolicy, over_group
 
 @dataclass(frozen=True)
 class AnDPro(WindowPolicy):
-    """`score_j = Σ_t A_tj · (a_t · v_j)` over the last `window` queries; the window pinned.
+    """Scores a token by its attention and by how far its value points along attention's output.
 
+    `score_j = Σ_t A_tj · (a_t · v_j)` over the last `window` queries, whose own tokens are pinned.
     Geng et al. 2025, https://openreview.net/forum?id=Tdl89SZItB, Eq. 15, as DropKV's Table 11 gives
     it, with the window of that comparison. Can be negative: such a token pulls against the output.
     """

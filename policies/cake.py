@@ -1,4 +1,4 @@
-"""CAKE: what the last queries look at, and what they disagree about."""
+"""CAKE: keeps what the last queries look at, and what they disagree about."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ from kvcap.policies.base import Observation, WindowPolicy, over_group, pool_in_t
 
 @dataclass(frozen=True)
 class Cake(WindowPolicy):
-    """`score_j = mean_t A_tj + γ · var_t A_tj` over the last `window` queries; the window pinned.
+    """Scores a token by the mean and the variance of the attention that the last queries pay it.
 
-    CAKE, https://arxiv.org/abs/2503.12491, Eq. 11. The population's variance; a query older than
-    the token counts as not looking at it. Averaged in time per query head, then over the group.
+    `score_j = mean_t A_tj + γ · var_t A_tj` over the last `window` queries, whose own tokens are
+    pinned. CAKE, https://arxiv.org/abs/2503.12491, Eq. 11. The population's variance; a query older
+    than the token counts as not looking at it. Averaged over neighbours in time per query head,
+    then over the query group.
     """
 
     gamma: float = 200.0

@@ -1,4 +1,4 @@
-"""DropKV: how far attention's output moves when one token is taken away."""
+"""DropKV: keeps the tokens without which attention's output would move most."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from kvcap.policies.base import Observation, WindowPolicy, over_group, pool_in_t
 
 @dataclass(frozen=True)
 class DropKV(WindowPolicy):
-    """`score_j = Σ_t (p / (1 - p + ε))² · ‖a_t - v_j‖²` over the last `window` queries, `p = A_tj`.
+    """Scores a token by how far attention's output would move if that token alone were removed.
 
-    DropKV (Zhang et al. 2026), Lemma 1 and Alg. 1-2: each term is the squared change of `a_t` when
-    token `j` alone is removed. Aggregated over the group, then pooled in time (published code:
-    `avg`); the window is pinned. `bf16_ratio` rounds `p` to bfloat16, as line 6 of Alg. 2 does.
+    `score_j = Σ_t (p / (1 - p + ε))² · ‖a_t - v_j‖²` over the last `window` queries, `p = A_tj`.
+    DropKV (Zhang et al. 2026), Lemma 1 and Alg. 1-2: each term is the squared change of `a_t`. Put
+    together over the query group, then pooled over neighbours in time (published code: `avg`); the
+    window's own tokens are pinned. `bf16_ratio` rounds `p` to bfloat16, as line 6 of Alg. 2.
     """
 
     window: int = 8

@@ -1,4 +1,4 @@
-"""KeyDiff: evict the keys that look like all the others."""
+"""KeyDiff: evicts the keys that look most like all the others."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from kvcap.policies.base import Observation, Policy, Preset
 
 @dataclass(frozen=True)
 class KeyDiff(Policy):
-    """`score_j = -cos(k_j, μ)`, `μ` the mean of the held keys.
+    """Scores a token by how little its key resembles the anchor, the mean of the held keys.
 
-    KeyDiff, https://arxiv.org/abs/2504.15364, Eq. 7-8 and Fig. 3; metrics of Tables 15-16;
-    sliding window of Table 14.
+    `score_j = -cos(k_j, μ)`, `μ` the anchor. KeyDiff, https://arxiv.org/abs/2504.15364, Eq. 7-8 and
+    Fig. 3; metrics of Tables 15-16; `recent` is the sliding window of Table 14.
     """
 
     anchor: Literal["mean", "unit_mean", "median", "pairwise"] = "mean"

@@ -1,4 +1,4 @@
-"""Random eviction: the floor of every comparison."""
+"""Random: evicts at random, the floor of every comparison."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvcap.policies.base import Observation, Policy
 
 @dataclass(frozen=True)
 class Random(Policy):
-    """A score for every token and head that depends on its position and the seed alone.
+    """Scores a token by a hash of its position, its head and the seed.
 
     A hash rather than a generator: the same for any block size, on any device, in any export.
     """

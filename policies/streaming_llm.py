@@ -1,4 +1,4 @@
-"""StreamingLLM: the first tokens and the newest ones."""
+"""StreamingLLM: keeps the first tokens and the newest ones."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvcap.policies.base import Observation, Policy
 
 @dataclass(frozen=True)
 class StreamingLLM(Policy):
-    """Keep the first `sinks` tokens and the `N - sinks` newest.
+    """Keeps the first `sinks` tokens and the `N - sinks` newest.
 
     StreamingLLM, https://arxiv.org/abs/2309.17453 ('Sink' in KeyDiff).
     """

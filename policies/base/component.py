@@ -1,4 +1,4 @@
-"""What every part of an eviction has in common: options, sources, and memory per slot."""
+"""What every part of an eviction has in common: options, its source, and memory per slot."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ VIEWS = ATTENTION_VIEWS | {"keys", "values", "positions", "output_projection", "
 
 
 class PolicyError(ValueError):
-    """A policy, one of its options, or a combination with a budget that cannot work."""
+    """A policy, an option, a combination or a budget that cannot work."""
 
 
 class Preset(NamedTuple):
@@ -34,10 +34,13 @@ class Preset(NamedTuple):
 
 @dataclass(frozen=True)
 class Component:
-    """A frozen dataclass in a file of its own: the file's name is its name, fields are options."""
+    """One part of an eviction: a frozen dataclass, whose fields are its options.
+
+    It stands in a file of its own, whose name is what the part is called.
+    """
 
     observes: ClassVar[frozenset[str]] = frozenset()
-    """What it reads: names of `Observation` attributes. The runtime keeps nothing else."""
+    """Names of the attributes of `Observation` that it reads. The runtime keeps nothing else."""
 
     paper: ClassVar[str] = ""
     """Where the formula comes from."""

@@ -1,4 +1,4 @@
-"""Composition: what is scored, how the budget is spread, and which slots go.
+"""Puts a policy and its companions together: scores, how the budget is spread, which slots go.
 
 Order: score -> budget -> rescore -> select; the cache then compacts. Pins are a mask applied in
 selection, never arithmetic on scores. Knows no cache and no model.
@@ -13,11 +13,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvcap.policies.base.companions import Corrector, HeadBudget, LayerBudget, Rescorer, Saliency
 from kvcap.policies.base.component import ATTENTION_VIEWS, Component, PolicyError
 from kvcap.policies.base.observation import Observation
 from kvcap.policies.base.order import lowest
 from kvcap.policies.base.policy import Policy
-from kvcap.policies.base.slots import Corrector, HeadBudget, LayerBudget, Rescorer, Saliency
 
 LOWEST = torch.finfo(torch.float32).min
 MOST = 1 << 30  # slots of a head; above any budget
@@ -26,18 +26,18 @@ Update = Callable[[Policy, Observation], Mapping[str, Tensor]]
 
 
 def eager_score(policy: Policy, obs: Observation) -> Tensor:
-    """The policy's own code."""
+    """Scores by the policy's own PyTorch code."""
     return policy.score(obs)
 
 
 def eager_update(policy: Policy, obs: Observation) -> Mapping[str, Tensor]:
-    """The policy's own code."""
+    """New state by the policy's own PyTorch code."""
     return policy.update(obs)
 
 
 @dataclass(frozen=True)
 class Eviction:
-    """A policy and what it is combined with, by values in six slots.
+    """A policy and the companions that it is combined with, at most one of each kind.
 
     Raises:
         PolicyError: for a combination that cannot be run.
@@ -85,8 +85,8 @@ class Eviction:
 
     @property
     def components(self) -> list[Component]:
-        """The policy and whatever fills the other slots, in the order of the slots."""
-        slots = (
+        """The policy and its companions, in the order of the fields."""
+        parts = (
             self.policy,
             self.saliency,
             self.layer_budget,
@@ -94,7 +94,7 @@ class Eviction:
             self.rescorer,
             self.corrector,
         )
-        return [component for component in slots if component is not None]
+        return [part for part in parts if part is not None]
 
     @property
     def observes(self) -> frozenset[str]:
@@ -108,7 +108,7 @@ class Eviction:
 
     @property
     def needs_attention(self) -> bool:
-        """Whether it must see inside attention, which stock attention functions do not allow."""
+        """Whether it needs what stock attention functions do not show, such as queries."""
         inside = ATTENTION_VIEWS | {"output_projection"}
         return bool(
             self.observes & inside
@@ -128,15 +128,15 @@ class Eviction:
         return self.layer_budget is not None and self.layer_budget.moves
 
     def sinks(self) -> int:
-        """First tokens of the conversation that are never evicted."""
+        """How many first tokens of the conversation are never evicted."""
         return max(self.policy.sinks_pinned(), self.sink_tokens)
 
     def recents(self, budget: int) -> int:
-        """Newest tokens that are never evicted."""
+        """How many of the newest tokens are never evicted."""
         return max(self.policy.recents_pinned(budget), self.recent_tokens)
 
     def pins(self, budget: int) -> int:
-        """Slots of a head that its pins take."""
+        """How many slots of a head pinned tokens take."""
         return self.sinks() + self.recents(budget)
 
     def split(self, budget: int, layers: int) -> list[int]:
@@ -199,7 +199,10 @@ class Eviction:
         return [slots for heads in self.allot(budget, layers, kv_heads) for slots in heads]
 
     def update(self, obs: Observation, by: Update = eager_update) -> dict[str, Tensor]:
-        """New values of the state of all components, [B, K, n] each; `by` runs the policy's."""
+        """New values of the state of all components, [B, K, n] each.
+
+        `by` runs the policy's own.
+        """
         found = dict(by(self._policy(obs), obs))
         for component in self.components[1:]:
             found |= component.update(obs)
@@ -230,13 +233,13 @@ class Eviction:
         return mask
 
     def pins_of(self, obs: Observation) -> tuple[int, int]:
-        """First and newest tokens that are never evicted from the heads that are looked at."""
+        """How many first and how many newest tokens stay in the heads that are observed."""
         policy = self._policy(obs)
         sinks = max(policy.sinks_pinned(), self.sink_tokens)
         return sinks, max(policy.recents_pinned(obs.budget), self.recent_tokens)
 
     def worth(self, scores: Tensor, pinned: Tensor, obs: Observation) -> Tensor:
-        """What slots are chosen by: `score`'s result, rescored, and +inf where pinned. [B, K, n].
+        """The numbers that slots are chosen by: scores, rescored, +inf where pinned. [B, K, n].
 
         `obs.budget` slots of each head stay.
         """
@@ -246,14 +249,14 @@ class Eviction:
         return scores.masked_fill(pinned, float("inf"))
 
     def choose(self, scores: Tensor, pinned: Tensor, obs: Observation, count: int) -> Tensor:
-        """The `count` slots of each head to give up, by `score`'s result. [B, K, count], unordered.
+        """The `count` slots of each head to evict, by `score`'s result. [B, K, count], unordered.
 
         `obs.budget` slots of each head stay. Of slots that are worth the same the older go.
         """
         return lowest(self.worth(scores, pinned, obs), obs.positions, count)
 
     def select(self, obs: Observation, count: int) -> Tensor:
-        """Score and choose: the `count` slots of each head to give up. [B, K, count], unordered."""
+        """Score, then choose the `count` slots of each head to evict. [B, K, count], unordered."""
         return self.choose(self.score(obs), self.pinned(obs), obs, count)
 
     def _policy(self, obs: Observation) -> Policy:

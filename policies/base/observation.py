@@ -15,15 +15,15 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from kvcap.policies.base.slots import Saliency
+    from kvcap.policies.base.companions import Saliency
 
 
 @dataclass
 class Observation:
-    """One layer's slots and, where the policy asks, its last queries.
+    """One layer's slots and, where the policy asks for them, its last queries.
 
     Keys and queries are rotated as attention saw them. Everything derived is float32, computed
-    once and only when read. Attributes a policy did not declare in `observes` are `None`.
+    once and only when read. What a policy did not declare in `observes` may be `None`.
     """
 
     keys: Tensor  # [B, K, n, D]
@@ -88,7 +88,7 @@ class Observation:
 
     @cached_property
     def weight(self) -> Tensor:
-        """What attention-based scores add up: the saliency if one is set, else `A`.
+        """What scores by attention add up: attention `A`, or what a saliency puts in its place.
 
         Shape [B, K, G, w, n].
         """

@@ -1,4 +1,4 @@
-"""The contract of a policy, and what scores share.
+"""The contract of a policy, and what scores have in common.
 
 A policy's `score` is pure tensor code (no `.item()`, no data-dependent Python, no in-place
 writes), because the same method is traced for ONNX and mirrored by a Triton kernel.
@@ -27,7 +27,7 @@ class Policy(Component):
 
     @property
     def scores_heads_alone(self) -> bool:
-        """Whether a head's scores depend on that head only, as heads of unequal length ask."""
+        """Whether a head's scores depend on that head alone, as heads of unequal length require."""
         return True
 
     def score(self, obs: Observation) -> Tensor:
@@ -50,7 +50,7 @@ class Policy(Component):
 
 @dataclass(frozen=True)
 class WindowPolicy(Policy):
-    """Scores by the last `window` queries, whose own tokens are pinned."""
+    """A policy that scores by the last `window` queries, and pins their tokens."""
 
     window: int = 32
     group: Group = "mean"  # how the query heads of a KV head are put together
@@ -83,11 +83,11 @@ def over_group(scores: Tensor, group: Group) -> Tensor:
 def pool_in_time(
     scores: Tensor, positions: Tensor, kernel: int, pool: str, num_tokens: int | Tensor, window: int
 ) -> Tensor:
-    """1-D pooling over the slots in time order, same length out; the newest tokens are left out.
+    """Pool each slot's score with those of its neighbours in time; the newest tokens are left out.
 
-    Those stay as they are, and lend their neighbours nothing: of pinned tokens, which are looked at
-    most, the ones next to them would live. Slots lie unordered in memory, so neighbours are found
-    through their positions.
+    Those keep their scores and lend none: else tokens would live for standing next to the pinned
+    window, which is looked at most. Slots lie unordered in memory, so neighbours are found through
+    their positions.
 
     Args:
         scores: [B, K, ..., n].

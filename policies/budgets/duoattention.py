@@ -1,4 +1,4 @@
-"""DuoAttention: heads that only stream keep sinks and recents, the others get the rest."""
+"""DuoAttention: heads that only stream keep sinks and recents; the others get the rest."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvcap.policies.streaming_llm import StreamingLLM
 
 @dataclass(frozen=True)
 class DuoAttention(HeadBudget):
-    """`sinks + recents` slots for a streaming head; the retrieval heads share the layer's rest.
+    """Gives a streaming head `sinks + recents` slots, and retrieval heads the rest of the layer's.
 
     DuoAttention, https://arxiv.org/abs/2410.10819, but capped. The `retrieval` fraction of all
     heads with the highest scores of `table` retrieve. Under a smaller budget sinks and recents
@@ -31,9 +31,7 @@ class DuoAttention(HeadBudget):
     formula: ClassVar = "sinks + recents for streaming heads, the layer's rest for retrieval heads"
     when: ClassVar = "for very small budgets, after calibrating once"
     small: ClassVar = {"sinks": 2, "recents": 6}
-    presets: ClassVar = {
-        "duoattention": Preset("keydiff+duoattention"),
-    }
+    presets: ClassVar = {"duoattention": Preset("keydiff+duoattention")}
 
     def __post_init__(self) -> None:
         self.require("table", isinstance(self.table, str), "the name of a JSON file")

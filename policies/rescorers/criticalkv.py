@@ -1,4 +1,4 @@
-"""CriticalKV: the second half of the budget by what a value does behind the output projection."""
+"""CriticalKV: chooses half of the slots by what a value does behind the output projection."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from kvcap.policies.base.order import ranks
 
 @dataclass(frozen=True)
 class CriticalKV(Rescorer):
-    """First the top `α` of the unpinned budget by score `S`, then by `(S̄ + ε)·‖v_j W_O‖₁`.
+    """Keeps the best slots by score, then others by score and the norm of the projected value.
 
+    First the top `α` of the unpinned budget by score `S`, then by `(S̄ + ε)·‖v_j W_O‖₁`.
     CriticalKV, https://arxiv.org/abs/2502.03805, Alg. 1 (box: `α` 0.25; experiments: 0.5). `S̄` is
     `S` per observed query, as Alg. 2 averages attention over the window. The norm is the mean over
     the group of those through each query head's slice of `W_O`, computed once a token. Scores below

@@ -1,4 +1,4 @@
-"""OBCache: what pruning a token does to attention's output, in place of attention weights."""
+"""OBCache: weighs a token by what pruning it does to attention's output."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from kvcap.policies.base import Observation, Preset, Saliency
 
 @dataclass(frozen=True)
 class OBCache(Saliency):
-    """`value = A²·‖v‖²`, `key = (A·z)²·‖v - a‖²`, `joint = 2·A²·z·(‖v‖² - v·a) + value + key`.
+    """Replaces attention by an estimate of how far pruning a token moves attention's output.
 
+    `value = A²·‖v‖²`, `key = (A·z)²·‖v - a‖²`, `joint = 2·A²·z·(‖v‖² - v·a) + value + key`.
     OBCache, https://arxiv.org/abs/2510.07651, Eq. 4-6; the group's heads add up (Eq. 33-35), to
     which their mean is proportional. `joint` can be negative.
     """

@@ -1,4 +1,4 @@
-"""What a policy is combined with, one class per slot of `Eviction`; how slots are shared out."""
+"""The contracts of what a policy is combined with, a class for each kind; sharing slots out."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvcap.policies.base.policy import Policy
 
 @dataclass(frozen=True)
 class Saliency(Component):
-    """Replaces the attention weights inside attention-based scores."""
+    """Replaces the attention weights in scores that add attention up."""
 
     def weigh(self, obs: Observation) -> Tensor:
         """What is added up instead of `A`. Shape [B, K, G, w, n], 0 where masked."""
@@ -59,7 +59,7 @@ class LayerBudget(Component):
 
 @dataclass(frozen=True)
 class HeadBudget(Component):
-    """Spreads the slots of a layer over its KV heads; the sum is exact and really stored ragged."""
+    """Spreads the slots of a layer over its KV heads, each of which stores only its own."""
 
     moves: ClassVar[bool] = False
     """Whether slots move between heads after every block, by `split`."""
@@ -97,18 +97,18 @@ class HeadBudget(Component):
         raise NotImplementedError
 
     def policy_of(self, obs: Observation, base: Policy) -> Policy:
-        """The policy of the KV head that is looked at, where classes of heads are treated apart.
+        """The policy for the KV head that is observed, where heads of some kinds have their own.
 
         Args:
-            obs: one head: `obs.layer`, `obs.first_head`, and its `obs.budget` slots.
-            base: what it is where all heads are alike.
+            obs: of one head: `obs.layer`, `obs.first_head`, and its `obs.budget` slots.
+            base: the policy of the eviction.
         """
         return base
 
 
 @dataclass(frozen=True)
 class Rescorer(Component):
-    """Replaces the scores once the budget is known."""
+    """Replaces the scores once it is known how many slots stay."""
 
     def rescore(self, scores: Tensor, pinned: Tensor, obs: Observation) -> Tensor:
         """New scores [B, K, n]; `obs.budget` slots of each head stay.
@@ -116,7 +116,7 @@ class Rescorer(Component):
         Args:
             scores: [B, K, n], finite float32.
             pinned: bool [B, K, n], slots that stay whatever is returned.
-            obs: what the policy saw.
+            obs: what the policy was given.
         """
         raise NotImplementedError
 
