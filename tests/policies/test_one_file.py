@@ -74,13 +74,13 @@ FILES = {  # the example of CONTRIBUTING.md, a policy of everything it names, on
     def weigh(self, obs: Observation) -> Tensor:
         return obs.attention.square()
 """,
-    "budgets/early": """class Early(LayerBudget):
+    "budgets/headstart": """class HeadStart(LayerBudget):
     '''The first layer gets what is over half of each other's.'''
 
     paper: ClassVar = "none, an example"
     formula: ClassVar = "half for all layers but the first"
     when: ClassVar = "to see how uneven layers are held"
-    presets: ClassVar = {"early": Preset("keydiff+early")}
+    presets: ClassVar = {"headstart": Preset("keydiff+headstart")}
 
     def split(self, budget: int, layers: int, pinned: int) -> list[int]:
         least = min(budget, max(budget // 2, pinned + 1))
@@ -116,7 +116,7 @@ FILES = {  # the example of CONTRIBUTING.md, a policy of everything it names, on
     def rescore(self, scores: Tensor, pinned: Tensor, obs: Observation) -> Tensor:
         return scores * torch.linalg.vector_norm(obs.values.float(), dim=-1)
 """,
-    "correctors/idle": """class Idle(Corrector):
+    "correctors/bystander": """class Bystander(Corrector):
     '''Keeps evicted tokens, and corrects nothing.'''
 
     kept: int = 512
@@ -126,7 +126,7 @@ FILES = {  # the example of CONTRIBUTING.md, a policy of everything it names, on
     when: ClassVar = "to see what evicted tokens cost"
     small: ClassVar = {"kept": 20}
     observes: ClassVar = frozenset({"queries", "keys", "values"})
-    presets: ClassVar = {"idle": Preset("tova+idle")}
+    presets: ClassVar = {"bystander": Preset("tova+bystander")}
 
     @property
     def size(self) -> int:
@@ -166,7 +166,8 @@ def test_new_files_pass_with_no_other_edit(tmp_path: Path) -> None:
     (example,) = re.findall(r"```python\n(.*?)```", guide, re.DOTALL)
     copy = planted(tmp_path, {"oldest": example, **FILES})
     names = ["oldest", *(name.rpartition("/")[2] for name in FILES)]
-    together = ["document", "companion", "presets", "completes", "of_their_own", "test_policies"]
+    together = ["page_on_policies", "documents_itself", "every_policy_is_listed", "presets_hold",
+                "companions_stand", "shell_completes", "graphs_of_their_own"]  # fmt: skip
     words = " or ".join(names + together)
     code, said = outcome(copy, "--all", "-rA", f"--ignore=tests/{HERE}", "-k", words)
     assert code == 0, said[-10_000:]
