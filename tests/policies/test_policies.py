@@ -169,7 +169,6 @@ def broken(**members: Any) -> Policy:
         ({"observes": frozenset({"key"})}, "observes"),
         ({"state": {"age": torch.int32}}, "update gave"),
     ],
-    ids=str,
 )
 def test_a_broken_policy_is_reported_by_its_name(members, why):
     keeps_its_contract(broken())
