@@ -20,7 +20,6 @@ from kvcap.android_bench.errors import PlanBroken
 from kvcap.android_bench.runner.inputs import filled
 from kvcap.export.compare import RTOL, difference, reference, truth
 from kvcap.export.graphs import Evict, Graph
-from kvcap.export.ports import PORTS
 
 SEEDS = {"keys": 1, "values": 2, "queries": 3, "output_norm": 4}
 TRIES = 64
@@ -109,14 +108,14 @@ class Case:
             first = max(0, self.slots - self.graph.form.shape.block)  # the newest are in order
             multiplier = next((prime for prime in MULTIPLIERS if first % prime), 1)
             return {"kind": "permutation", "multiplier": multiplier, "first": first}
-        constants = {"seen": self.slots, "accumulated": 0, "pinned": 0,
-                     "budget": max(1, self.slots // 2)}  # fmt: skip
-        return {"kind": "constant", "value": constants[name]}
+        constants = {"seen": self.slots, "budget": max(1, self.slots // 2)}
+        return {"kind": "constant", "value": constants.get(name, 0)}  # no pins, state of new slots
 
     def port(self, name: str, fill: dict[str, Any]) -> Port:
         """An input, in float32 where it is of the cache's type."""
-        shape = self.shape_of(list(PORTS[name].axes))
-        return {"name": name, "dtype": PORTS[name].type_in("float32"), "shape": shape, "fill": fill}
+        port = self.graph.form.ports[name]
+        shape = self.shape_of(list(port.axes))
+        return {"name": name, "dtype": port.type_in("float32"), "shape": shape, "fill": fill}
 
 
 class Expected:

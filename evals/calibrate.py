@@ -29,7 +29,6 @@ from kvcap.runtime.models.config import ModelShape
 from kvcap.runtime.models.files import load_config, load_tokenizer
 from kvcap.runtime.models.names import resolve
 
-NAMES = ("headkv", "duoattention")
 LEAST = 32  # tokens of a text
 
 
@@ -50,17 +49,17 @@ class Probe(Policy):
         """All of the block."""
         return
 
-    def update(self, seen: Observation) -> dict[str, Tensor]:
+    def update(self, obs: Observation) -> dict[str, Tensor]:
         """Look at the queries of the second copy; the state stays as it is."""
-        read = int(seen.seen)
-        count = min(seen.new, read - self.before - self.length)
+        read = int(obs.num_tokens)
+        count = min(obs.new, read - self.before - self.length)
         if count > 0:
-            rows = seen.attention[:, :, :, -count:]  # [1, K, G, t, n]
+            rows = obs.attention[:, :, :, -count:]  # [1, K, G, t, n]
             times = torch.arange(read - count, read, device=rows.device)  # [t]
             followed = times - self.length + 1
-            found = seen.positions[:, :, None, None] == followed[:, None]  # [1, K, 1, t, n]
+            found = obs.positions[:, :, None, None] == followed[:, None]  # [1, K, 1, t, n]
             mass = (rows * found).sum((0, 3, 4)).flatten().cpu().double()  # [H]
-            self.mass[seen.layer] = self.mass.get(seen.layer, 0) + mass
+            self.mass[obs.layer] = self.mass.get(obs.layer, 0) + mass
         return {}
 
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def calibrate_command(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="headkv or duoattention.")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Such as headkv or duoattention.")],
     model: Model = "pocket",
     *,
     file: Annotated[
@@ -54,10 +54,12 @@ def calibrate_command(
     from kvcap.runtime.cli.commands import quiet_libraries, read_input
 
     quiet_libraries()
-    from kvcap.evals.calibrate import NAMES, calibrate
+    from kvcap.evals.calibrate import calibrate
+    from kvcap.policies import companions
 
-    if name not in NAMES:
-        raise ValueError(f"{name!r} takes no table of heads; only {' and '.join(NAMES)} do")
+    names = [other for other, cls in companions().items() if "table" in cls.__dataclass_fields__]
+    if name not in names:
+        raise ValueError(f"{name!r} takes no table of heads; only {' and '.join(names)} do")
     text = read_input(file)
     if not text.strip():
         raise ValueError("the text is empty; give one of at least 32 tokens")

@@ -36,13 +36,13 @@ class Probe(Policy):
         """All of the block."""
         return
 
-    def update(self, seen: Observation) -> dict[str, Tensor]:
+    def update(self, obs: Observation) -> dict[str, Tensor]:
         """Remember; the state stays as it is."""
-        assert seen.output_projection is not None
-        self.found.append(replace(seen, output_projection=seen.output_projection.detach()))
-        return {"probe": seen.state["probe"]}
+        assert obs.output_projection is not None
+        self.found.append(replace(obs, output_projection=obs.output_projection.detach()))
+        return {"probe": obs.state["probe"]}
 
-    def score(self, seen: Observation) -> Tensor:
+    def score(self, obs: Observation) -> Tensor:
         """Never asked for."""
         raise NotImplementedError
 
@@ -84,21 +84,21 @@ def until(
         values=whole.values[:, :, :tokens],
         positions=whole.positions[:, :, :tokens],
         queries=whole.queries[:, :, first:tokens],
-        seen=tokens,
+        num_tokens=tokens,
         new=tokens,
         budget=tokens if budget is None else budget,
         state={},
     )
 
 
-def removal_error(seen: Observation) -> Tensor:
+def removal_error(obs: Observation) -> Tensor:
     """`(A_tj / (1 - A_tj))² · ‖a_t - v_j‖²`: how far `a_t` moves when token j alone is evicted.
 
     Squared; DropKV's Lemma 1. Shape [B, K, G, w, n].
     """
-    a, v = seen.output, seen.values.float()[:, :, None]  # [B, K, G, w, D], [B, K, 1, n, D]
+    a, v = obs.output, obs.values.float()[:, :, None]  # [B, K, G, w, D], [B, K, 1, n, D]
     squares = a.square().sum(-1, keepdim=True) + v.square().sum(-1)[..., None, :]
     distance = (squares - 2 * torch.matmul(a, v.mT)).clamp(min=0)
-    odds = seen.attention / (1 - seen.attention).clamp(min=1e-7)
+    odds = obs.attention / (1 - obs.attention).clamp(min=1e-7)
     error: Tensor = odds.square() * distance
     return error

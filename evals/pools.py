@@ -40,18 +40,18 @@ class Pools(NamedTuple):
         return Pools(*(part[seen] for part in self))
 
 
-def draw(seen: Observation, seed: int) -> tuple[dict[str, Pools], Tensor]:
+def draw(obs: Observation, seed: int) -> tuple[dict[str, Pools], Tensor]:
     """Pools of one layer by the ways of Table 16, each with a pool per query head.
 
     Returns:
         The pools by the way they were drawn, and the residuals [H, n', D] of all candidates for
         the last query.
     """
-    seen = _by_query_head(seen)
+    obs = _by_query_head(obs)
     policy = load_policy("dropkv", kernel=1).policy  # by itself: nothing pooled, nothing pinned
-    last = seen.positions.shape[-1] - SPARED
-    cost = policy.score(seen)[0, :, :last].double()  # [H, n]
-    p = seen.attention[0, :, 0, :, :last].double()  # [H, w, n]
+    last = obs.positions.shape[-1] - SPARED
+    cost = policy.score(obs)[0, :, :last].double()  # [H, n]
+    p = obs.attention[0, :, 0, :, :last].double()  # [H, w, n]
     mean = p.mean(1)
     candidates = mean.topk(last - int(NEEDED * last), largest=False).indices  # [H, n']
     cost, mean = cost.gather(-1, candidates), mean.gather(-1, candidates)
@@ -67,10 +67,10 @@ def draw(seen: Observation, seed: int) -> tuple[dict[str, Pools], Tensor]:
     for name, key in keys.items():
         index = key.topk(SIZE, largest=False).indices  # [H, m]
         place = candidates.gather(-1, index)
-        residuals = _residuals(seen, place)
+        residuals = _residuals(obs, place)
         weights = p.gather(-1, place[:, None].expand(-1, p.shape[1], -1))
         found[name] = Pools(weights, residuals, cost.gather(-1, index), mean.gather(-1, index))
-    return found, _residuals(seen, candidates)[:, -1]
+    return found, _residuals(obs, candidates)[:, -1]
 
 
 def squared_change(pools: Pools, subsets: Tensor) -> Tensor:
@@ -124,19 +124,19 @@ def cone(residuals: Tensor, steps: int = 2000) -> Tensor:
     return best
 
 
-def _by_query_head(seen: Observation) -> Observation:
+def _by_query_head(obs: Observation) -> Observation:
     """The same attention with a KV head of its own for every query head."""
-    groups = seen.groups
+    groups = obs.groups
     parts = {
-        name: getattr(seen, name).repeat_interleave(groups, 1)
+        name: getattr(obs, name).repeat_interleave(groups, 1)
         for name in ("keys", "values", "positions")
     }
-    return replace(seen, **parts, output_projection=None)
+    return replace(obs, **parts, output_projection=None)
 
 
-def _residuals(seen: Observation, place: Tensor) -> Tensor:
+def _residuals(obs: Observation, place: Tensor) -> Tensor:
     """`a_t - v_j` of the tokens at `place` [H, m], [H, w, m, D]."""
-    values = seen.values[0].double()  # [H, n, D]
+    values = obs.values[0].double()  # [H, n, D]
     chosen = values.gather(1, place[..., None].expand(-1, -1, values.shape[-1]))
-    output = seen.output[0, :, 0].double()  # [H, w, D]
+    output = obs.output[0, :, 0].double()  # [H, w, D]
     return output[:, :, None] - chosen[:, None]

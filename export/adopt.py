@@ -23,7 +23,7 @@ import kvcap
 from kvcap.export import parity
 from kvcap.export.companions import bring, check_tokenizer, files_of
 from kvcap.export.decoder import manifest as facts
-from kvcap.export.evictor import Evictor, trace
+from kvcap.export.evictor import Evictor, revealed, trace
 from kvcap.export.signature import Found, look
 from kvcap.export.spec import recipe
 from kvcap.export.trial import tried
@@ -36,7 +36,6 @@ from kvcap.runtime.models.config import ModelShape, layer_kinds
 from kvcap.runtime.models.files import check_generation, load_config
 from kvcap.runtime.planning.plan import BLOCK_SIZE
 
-POLICIES = ("keydiff", "knorm", "streaming_llm", "random")
 PREFERRED = ("model.onnx", "onnx/model.onnx", "decoder_with_past_model.onnx")
 COMPANIONS = ("config.json", "generation_config.json", *facts.TOKENIZER.values(),
               "special_tokens_map.json")  # fmt: skip
@@ -84,7 +83,7 @@ def adopt(
         raise UnsupportedModel(f"positions='compact' are not exact for {file.name}; leave them out")
     said = _describe(folder, config, shape, found)
     said |= {"budget_tokens": budget_tokens, "block_size": block_size, "exporter": exporter}
-    chosen = list(policies) or [load_policy(name) for name in POLICIES]
+    chosen = list(policies) or [load_policy(name) for name in revealed()]
     said |= {"positions": positions or modes[0], "default_policy": chosen[0].name}
     target = folder if out is None else out
     fresh = not target.exists()

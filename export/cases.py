@@ -63,6 +63,10 @@ def inputs(graph: Graph, case: Case, dtype: torch.dtype, seed: int = 0) -> dict[
     old = torch.arange(n) < n - block
     found["accumulated"] = torch.rand(*heads, n, generator=generator) * old  # 0 for a new slot
     found["output_norm"] = torch.rand(*heads, n, generator=generator) * 20
+    for name, dtype in graph.form.eviction.policy.state.items():
+        if name not in found:
+            numbers = torch.rand(*heads, n, generator=generator)
+            found[name] = (numbers if dtype.is_floating_point else 100 * numbers).to(dtype) * old
     found["pinned"] = torch.rand(*heads, n, generator=generator) < 0.02
     if "budget" in {port.name for port in graph.inputs}:
         found["budget"] = torch.tensor(max(1, min(shape.budget, n) // 2), dtype=torch.int32)

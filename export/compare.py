@@ -97,9 +97,9 @@ def reference(graph: Graph, given: Found) -> dict[str, Tensor]:
     form = graph.form
     plain = Traced(form.eviction, form.shape)
     if isinstance(graph, Evict):
-        seen = plain.observe(given)
-        found = {name: tensor for name, (_, tensor) in plain.next_state(seen).items()}
-        return {**found, "worth": Evict(plain).worth(given, seen)}
+        obs = plain.observe(given)
+        found = {name: tensor for name, (_, tensor) in plain.next_state(obs).items()}
+        return {**found, "worth": Evict(plain).worth(given, obs)}
     if isinstance(graph, Update):
         names = [port.name for port in form.update_outputs()]
         return dict(zip(names, form.update(given), strict=True))

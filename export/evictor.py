@@ -20,7 +20,7 @@ from kvcap.export.ports import CACHE, Port
 from kvcap.export.shape import Shape
 from kvcap.export.slim import slim
 from kvcap.export.write import IR_VERSION, program_of
-from kvcap.policies import Eviction
+from kvcap.policies import Eviction, load_policy, policies
 from kvcap.runtime.backends.onnxruntime.library import library
 from kvcap.runtime.errors import NotExportable
 
@@ -94,12 +94,12 @@ class Evictor(nn.Module):
     def _keep(self, given: dict[str, Tensor], slots: int) -> Tensor:
         """The slots that stay, [L, K, stay], in time order."""
         positions, spans = given["positions"], given["spans"]
-        seen = self.form.observe(given)
+        obs = self.form.observe(given)
         with Portable():
-            scores = self.eviction.score(seen, by=lambda _, seen: self.form.score(given, seen))
+            scores = self.eviction.score(obs, by=lambda _, obs: self.form.score(given, obs))
         inside = (positions[..., None] >= spans[:, 0]) & (positions[..., None] < spans[:, 1])
         pinned = inside.any(-1) | (positions >= given["seen"] - given["recents"])
-        worth = self.eviction.worth(scores, pinned, seen)
+        worth = self.eviction.worth(scores, pinned, obs)
         stay: Any = given["stay"].item()
         torch._check(stay >= 1)
         torch._check(stay <= slots)
@@ -123,6 +123,20 @@ def turned(keys: Tensor, rows: Tensor) -> Tensor:
     return torch.cat((a * cos - b * sin, b * cos + a * sin, rest), dim=-1).to(keys.dtype)
 
 
+def revealed() -> list[str]:
+    """Policies of one part that run on keys, values and positions alone; the usual one first."""
+    single = [
+        name for name, made in policies().items() if len(made.parts) == 1 and not made.options
+    ]
+    found = [name for name in single if _fits(load_policy(name))]
+    return sorted(found, key=lambda name: (name != "keydiff", name))
+
+
+def _fits(eviction: Eviction) -> bool:
+    uneven = eviction.layer_budget or eviction.head_budget or eviction.corrector
+    return eviction.policy.evicts and eviction.observes <= REVEALED and not uneven
+
+
 def check(eviction: Eviction) -> None:
     """Refuse what cannot run on keys, values and positions alone.
 
@@ -130,16 +144,16 @@ def check(eviction: Eviction) -> None:
         NotExportable: saying which policies can.
     """
     name, more = eviction.name or "the policy", eviction.observes - REVEALED
-    uneven = eviction.layer_budget or eviction.head_budget or eviction.corrector
-    if eviction.policy.evicts and not more and not uneven:
+    if _fits(eviction):
         return
+    *others, last = revealed()
     why = "never evicts"
     if eviction.policy.evicts:
         why = f"reads {', '.join(sorted(more))}" if more else "shares slots out, or keeps more"
     raise NotExportable(
         f"{name} {why}, and a decoder that others exported shows keys, values and positions "
-        "alone, of layers that are equally long; use keydiff, knorm, streaming_llm or random, or "
-        "export the model itself"
+        f"alone, of layers that are equally long; use {', '.join(others)} or {last}, or export the "
+        "model itself"
     )
 
 

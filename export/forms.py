@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kvcap.export.formulations import TRACED
-from kvcap.export.ports import PORTS, Port, following, made
+from kvcap.export.ports import Port, following, made, ports_of
 from kvcap.export.shape import Shape
 from kvcap.policies import Eviction, Observation
 from kvcap.runtime.errors import NotExportable
@@ -34,6 +34,7 @@ class Traced:
 
     def __init__(self, eviction: Eviction, shape: Shape) -> None:
         self.eviction, self.shape = eviction, shape
+        self.ports = ports_of(eviction.state)
         if "output_norm" in eviction.state:
             self.update_inputs = ("new_values", "output_projection")
 
@@ -42,13 +43,16 @@ class Traced:
         reads = self.eviction.policy.observes
         if self.eviction.saliency is not None:
             reads = reads | self.eviction.saliency.observes
-        if self.eviction.rescorer is not None:  # it reads values only when they arrive
-            reads = reads | (self.eviction.rescorer.observes & {"positions"})
+        if (rescorer := self.eviction.rescorer) is not None:
+            # One with state reads values only when they arrive, in the update graph.
+            reads = reads | (
+                rescorer.observes & {"positions"} if rescorer.state else rescorer.observes
+            )
         names: list[str] = [name for name in ("keys", "values") if name in reads]
         if reads & {"positions", "queries"}:
             names += ["positions", "seen"]
         names += ["queries"] * ("queries" in reads)
-        return [PORTS[name] for name in (*names, *self.eviction.state)]
+        return [self.ports[name] for name in (*names, *self.eviction.state)]
 
     @property
     def slot_state(self) -> tuple[str, ...]:
@@ -58,11 +62,11 @@ class Traced:
     def observe(self, given: Named) -> Observation:
         """What the policy sees, its state brought up to date where the graph does that."""
         shape = self.shape
-        seen = Observation(
+        obs = Observation(
             keys=given.get("keys"),  # type: ignore[arg-type]  # not declared, so not read
             values=given.get("values"),  # type: ignore[arg-type]
             positions=given.get("positions"),  # type: ignore[arg-type]
-            seen=given.get("seen"),  # type: ignore[arg-type]
+            num_tokens=given.get("seen"),  # type: ignore[arg-type]
             budget=given.get("budget", shape.budget),  # type: ignore[arg-type]
             queries=given.get("queries"),
             scaling=shape.scale,
@@ -70,17 +74,17 @@ class Traced:
             state={name: given[name] for name in self.slot_state},
             saliency=self.eviction.saliency,
         )
-        seen.state = {**seen.state, **self.eviction.policy.update(seen)}
-        return seen
+        obs.state = {**obs.state, **self.eviction.policy.update(obs)}
+        return obs
 
-    def score(self, given: Named, seen: Observation) -> Tensor:
+    def score(self, given: Named, obs: Observation) -> Tensor:
         """Worth of every slot, [B, K, n] float32."""
-        return self.eviction.policy.score(seen)
+        return self.eviction.policy.score(obs)
 
-    def next_state(self, seen: Observation) -> dict[str, tuple[Port, Tensor]]:
+    def next_state(self, obs: Observation) -> dict[str, tuple[Port, Tensor]]:
         """State that scoring brought up to date: {name: (port, tensor)}."""
         names = self.eviction.policy.state
-        return {name: (following(PORTS[name]), seen.state[name]) for name in names}
+        return {name: (following(self.ports[name]), obs.state[name]) for name in names}
 
     def kept_state(self, given: Named, keys: Tensor) -> list[tuple[Port, Tensor]]:
         """State that is not per slot, made from the kept keys [B, K, N, D]."""
@@ -98,17 +102,17 @@ class Traced:
         """State of the arriving tokens, by the component that keeps it."""
         values, rescorer = given["new_values"], self.eviction.rescorer
         assert rescorer is not None
-        seen = Observation(
+        obs = Observation(
             keys=values,
             values=values,
             positions=values,
-            seen=0,
+            num_tokens=0,
             budget=0,
             new=values.shape[2],
             state={"output_norm": values[..., 0].float()},
             output_projection=given["output_projection"],
         )
-        return [rescorer.update(seen)["output_norm"]]
+        return [rescorer.update(obs)["output_norm"]]
 
 
 def graph_part(eviction: Eviction) -> Eviction:
@@ -120,7 +124,7 @@ def form_of(eviction: Eviction, shape: Shape, name: str | None = None) -> Traced
     """The form called `name`, or the one that is safe in float16 and needs no state.
 
     Raises:
-        NotExportable: the policy has no score, or no such form.
+        NotExportable: the policy has no score or no such form, or it rescores by other state.
     """
     from kvcap.export import keydiff
 
@@ -128,6 +132,11 @@ def form_of(eviction: Eviction, shape: Shape, name: str | None = None) -> Traced
         raise NotExportable(
             f"{eviction.name or 'full'} never evicts: it has no score to export; "
             "kvcap policies lists those that do"
+        )
+    if eviction.rescorer is not None and set(eviction.rescorer.state) - {"output_norm"}:
+        raise NotExportable(
+            f"{eviction.name} rescores by state that no graph brings up to date "
+            f"({', '.join(eviction.rescorer.state)}); export its base without the rescorer"
         )
     known: list[type[Traced]] = [Traced, *keydiff.forms(eviction)]
     forms = {form.name: form for form in known}

@@ -56,11 +56,11 @@ class Score(Graph):
 
     def compute(self, given: Named) -> list[tuple[Port, Tensor]]:
         """Scores and the state that scoring brought up to date."""
-        form, seen = self.form, self.form.observe(given)
-        scores = form.score(given, seen)
+        form, obs = self.form, self.form.observe(given)
+        scores = form.score(given, obs)
         if form.eviction.rescorer is not None:
-            scores = form.eviction.rescorer.rescore(scores, given["pinned"], seen)
-        return [(scores_port(), scores), *form.next_state(seen).values()]
+            scores = form.eviction.rescorer.rescore(scores, given["pinned"], obs)
+        return [(scores_port(), scores), *form.next_state(obs).values()]
 
 
 class Evict(Graph):
@@ -80,12 +80,12 @@ class Evict(Graph):
 
     def compute(self, given: Named) -> list[tuple[Port, Tensor]]:
         """Everything a slot has, of the slots that stay."""
-        form, seen = self.form, self.form.observe(given)
-        worth = self.worth(given, seen)
+        form, obs = self.form, self.form.observe(given)
+        worth = self.worth(given, obs)
         stays = torch.sym_min(worth.shape[-1], form.shape.budget)
         keep = survivors(worth, given["positions"], stays)  # [B, K, N]
         slots = {"keys", "values", "positions", *form.slot_state}
-        state = {name: tensor for name, (_, tensor) in form.next_state(seen).items()}
+        state = {name: tensor for name, (_, tensor) in form.next_state(obs).items()}
         rows = rows_of(keep, worth.shape[-1])
         found = [
             (kept(port), take({**given, **state}[port.name], rows, keep))
@@ -99,13 +99,13 @@ class Evict(Graph):
             *form.kept_state(given, found[0][1]),
         ]
 
-    def worth(self, given: Named, seen: Observation) -> Tensor:
+    def worth(self, given: Named, obs: Observation) -> Tensor:
         """What slots are kept by, [B, K, n]."""
         form, eviction, pinned = self.form, self.form.eviction, given["pinned"]
-        scores = eviction.score(seen, by=lambda _, seen: form.score(given, seen))
+        scores = eviction.score(obs, by=lambda _, obs: form.score(given, obs))
         if eviction.pins(form.shape.budget):
-            pinned = pinned | eviction.pinned(seen)
-        return eviction.worth(scores, pinned, seen)
+            pinned = pinned | eviction.pinned(obs)
+        return eviction.worth(scores, pinned, obs)
 
 
 class Update(Graph):

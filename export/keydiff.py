@@ -42,7 +42,7 @@ class Stateless(Traced):
         assert isinstance(policy, KeyDiff)
         return policy.anchor == "unit_mean"
 
-    def score(self, given: Named, seen: Observation) -> Tensor:
+    def score(self, given: Named, obs: Observation) -> Tensor:
         """Worth of every slot, [B, K, n] float32."""
         keys = float32(given["keys"])
         units = unit(keys)
@@ -65,7 +65,7 @@ class InverseNorms(Stateless):
         """The norms move with their keys."""
         return ("inverse_norms",)
 
-    def score(self, given: Named, seen: Observation) -> Tensor:
+    def score(self, given: Named, obs: Observation) -> Tensor:
         """Worth of every slot, [B, K, n] float32."""
         keys, inverse = float32(given["keys"]), given["inverse_norms"]
         return -_products(keys, self.anchor(keys, given)) * inverse

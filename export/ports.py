@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
+
+import torch
 
 from kvcap.export.shape import Shape
 
@@ -77,6 +80,13 @@ PORTS = _table(
         "the layer's W_O, transposed and cut by query head",
     ),
 )  # fmt: skip
+
+
+def ports_of(state: Mapping[str, torch.dtype]) -> dict[str, Port]:
+    """All ports there are where a policy keeps `state` of every slot."""
+    again = "what this graph returned for the slot last time, 0 for a new one"
+    types = {name: str(dtype).removeprefix("torch.") for name, dtype in state.items()}
+    return {name: Port(name, types[name], _SLOT, "1", again) for name in types} | PORTS
 
 
 def scores_port() -> Port:

@@ -16,6 +16,7 @@ from kvcap.policies.base import Component
 from kvcap.runtime.errors import NotExportable
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16}
+IN_GRAPH = ("policy", "saliency", "rescorer")  # slots of an eviction, as graph_part keeps them
 ELEMENT = {"fp32": "float32", "fp16": "float16"}
 
 
@@ -97,6 +98,20 @@ def recipe(eviction: Eviction) -> dict[str, Any]:
     pins = {"sink_tokens": eviction.sink_tokens, "recent_tokens": eviction.recent_tokens}
     parts = "+".join(_name(component) for component in eviction.components)
     return {"name": eviction.name, "parts": parts, "parameters": {**options, **pins}}
+
+
+def with_graphs_of_their_own() -> list[str]:
+    """Policies and presets whose graph has parts that no other's has, all of them sorted.
+
+    Of those with the same parts in a graph, such as `snapkv`, `adakv` and `calidrop`, it is the one
+    with the fewest parts and options.
+    """
+    found: dict[tuple[Any, ...], str] = {}
+    known = {name: made for name, made in policies().items() if load_policy(name).policy.evicts}
+    for name in sorted(known, key=lambda name: (len(known[name].parts), len(known[name].options))):
+        parts = known[name].parts
+        found.setdefault(tuple(parts.get(slot) for slot in IN_GRAPH), name)
+    return sorted(found.values())
 
 
 def recalled(recipe: dict[str, Any], shape: dict[str, Any], **rest: str) -> Spec:

@@ -40,12 +40,12 @@ class StoredKeys(NamedTuple):
     table [span, 2, D/2] of cosines and sines. None: they are as attention saw them."""
 
 
-def score(policy: Policy, seen: Observation, stored: StoredKeys | None = None) -> Tensor:
-    """Worth of every slot, as `policy.score(seen)` has it. Shape [B, K, n], float32."""
-    if type(policy) is KeyDiff and stored is not None and _by_twin(policy, seen):
-        return _keydiff(policy, seen, stored)
+def score(policy: Policy, obs: Observation, stored: StoredKeys | None = None) -> Tensor:
+    """Worth of every slot, as `policy.score(obs)` has it. Shape [B, K, n], float32."""
+    if type(policy) is KeyDiff and stored is not None and _by_twin(policy, obs):
+        return _keydiff(policy, obs, stored)
     assert stored is None or stored.rotation is None, "only KeyDiff's twin rotates keys itself"
-    return TWINS[type(policy)](policy, seen) if _by_twin(policy, seen) else policy.score(seen)
+    return TWINS[type(policy)](policy, obs) if _by_twin(policy, obs) else policy.score(obs)
 
 
 def uses_stored_keys(policy: Policy) -> bool:
@@ -53,20 +53,20 @@ def uses_stored_keys(policy: Policy) -> bool:
     return type(policy) is KeyDiff and (policy.metric, policy.anchor) == ("cosine", "mean")
 
 
-def _by_twin(policy: Policy, seen: Observation) -> bool:
-    return type(policy) in TWINS and ready(seen.keys) and _covers(policy, seen)
+def _by_twin(policy: Policy, obs: Observation) -> bool:
+    return type(policy) in TWINS and ready(obs.keys) and _covers(policy, obs)
 
 
-def update(policy: Policy, seen: Observation) -> dict[str, Tensor]:
-    """New values of the policy's state, as `policy.update(seen)` has them."""
-    if type(policy) is H2O and ready(seen.keys) and _covers(policy, seen):
-        return _h2o(policy, seen)
-    return policy.update(seen)
+def update(policy: Policy, obs: Observation) -> dict[str, Tensor]:
+    """New values of the policy's state, as `policy.update(obs)` has them."""
+    if type(policy) is H2O and ready(obs.keys) and _covers(policy, obs):
+        return _h2o(policy, obs)
+    return policy.update(obs)
 
 
-def _covers(policy: Policy, seen: Observation) -> bool:
+def _covers(policy: Policy, obs: Observation) -> bool:
     """Whether the twin of this policy knows its options, the saliency and the shapes."""
-    keys, queries = seen.keys, seen.queries
+    keys, queries = obs.keys, obs.queries
     if keys.dtype not in DTYPES or keys.shape[-1] > MOST_HEAD_SIZE or keys.stride(-1) != 1:
         return False
     if isinstance(policy, KeyDiff):
@@ -75,76 +75,76 @@ def _covers(policy: Policy, seen: Observation) -> bool:
         return False
     return (
         queries is not None
-        and _kind(seen) is not None
+        and _kind(obs) is not None
         and queries.shape[1] // keys.shape[1] <= MOST_GROUPS
-        and all(x.dtype == keys.dtype and x.stride(-1) == 1 for x in (queries, seen.values))
-        and seen.positions.stride(-1) == 1
+        and all(x.dtype == keys.dtype and x.stride(-1) == 1 for x in (queries, obs.values))
+        and obs.positions.stride(-1) == 1
     )
 
 
-def _kind(seen: Observation) -> str | None:
-    """The epilogue that makes `seen.weight`, if there is one."""
-    if seen.saliency is None:
+def _kind(obs: Observation) -> str | None:
+    """The epilogue that makes `obs.weight`, if there is one."""
+    if obs.saliency is None:
         return "attention"
-    return seen.saliency.mode if type(seen.saliency) is OBCache else None
+    return obs.saliency.mode if type(obs.saliency) is OBCache else None
 
 
-def _dropkv(policy: Policy, seen: Observation) -> Tensor:
+def _dropkv(policy: Policy, obs: Observation) -> Tensor:
     assert isinstance(policy, DropKV)
     cost = window.scores(
-        seen, "dropkv", policy.group, epsilon=policy.epsilon, rounded=policy.bf16_ratio
+        obs, "dropkv", policy.group, epsilon=policy.epsilon, rounded=policy.bf16_ratio
     )
-    return _pooled(cost, seen, policy)
+    return _pooled(cost, obs, policy)
 
 
-def _andpro(policy: Policy, seen: Observation) -> Tensor:
+def _andpro(policy: Policy, obs: Observation) -> Tensor:
     assert isinstance(policy, AnDPro)
-    return window.scores(seen, "andpro", policy.group)
+    return window.scores(obs, "andpro", policy.group)
 
 
-def _snapkv(policy: Policy, seen: Observation) -> Tensor:
+def _snapkv(policy: Policy, obs: Observation) -> Tensor:
     assert isinstance(policy, SnapKV)
-    kind = _kind(seen)
+    kind = _kind(obs)
     assert kind is not None
     if policy.kernel == 1 or (policy.pool == "avg" and policy.group != "max"):
         # Averages commute: the heads first, so that there is less to pool.
-        return _pooled(window.scores(seen, kind, policy.group), seen, policy)
-    return over_group(_pooled(window.scores(seen, kind, None), seen, policy), policy.group)
+        return _pooled(window.scores(obs, kind, policy.group), obs, policy)
+    return over_group(_pooled(window.scores(obs, kind, None), obs, policy), policy.group)
 
 
-def _pooled(scores: Tensor, seen: Observation, policy: DropKV | SnapKV) -> Tensor:
+def _pooled(scores: Tensor, obs: Observation, policy: DropKV | SnapKV) -> Tensor:
     """`pool_in_time`, by its kernels where they cover it."""
-    covered = pool.covers(scores, seen.positions, policy.kernel)
+    covered = pool.covers(scores, obs.positions, policy.kernel)
     pooling = pool.pool_in_time if covered else pool_in_time
-    return pooling(scores, seen.positions, policy.kernel, policy.pool, seen.seen, policy.window)
+    return pooling(scores, obs.positions, policy.kernel, policy.pool, obs.num_tokens, policy.window)
 
 
-def _tova(policy: Policy, seen: Observation) -> Tensor:
+def _tova(policy: Policy, obs: Observation) -> Tensor:
     assert isinstance(policy, TOVA)
-    kind = _kind(seen)
+    kind = _kind(obs)
     assert kind is not None
-    assert seen.queries is not None
-    last = replace(seen, queries=seen.queries[:, :, -1:])
+    assert obs.queries is not None
+    last = replace(obs, queries=obs.queries[:, :, -1:])
     return window.scores(last, kind, policy.group)
 
 
-def _h2o(policy: Policy, seen: Observation) -> dict[str, Tensor]:
+def _h2o(policy: Policy, obs: Observation) -> dict[str, Tensor]:
     assert isinstance(policy, H2O)
-    kind = _kind(seen)
+    kind = _kind(obs)
     assert kind is not None
-    return {"accumulated": seen.state["accumulated"] + window.scores(seen, kind, policy.group)}
+    return {"accumulated": obs.state["accumulated"] + window.scores(obs, kind, policy.group)}
 
 
-def _keydiff(policy: Policy, seen: Observation, stored: StoredKeys | None = None) -> Tensor:
+def _keydiff(policy: Policy, obs: Observation, stored: StoredKeys | None = None) -> Tensor:
     from kvcap.kernels import keydiff
 
     assert isinstance(policy, KeyDiff)
     unit = policy.anchor == "unit_mean"
     if stored is not None and stored.rotation is not None:
         assert stored.sums is not None
-        return keydiff.scores_turned(seen.keys, *stored.rotation, stored.sums)
+        return keydiff.scores_turned(obs.keys, *stored.rotation, stored.sums)
     sums = None if unit or stored is None else stored.sums
-    return keydiff.scores(seen.keys, unit=unit, key_sums=sums)
+    return keydiff.scores(obs.keys, unit=unit, key_sums=sums)
 
 
 TWINS: dict[type[Policy], Callable[[Policy, Observation], Tensor]] = {

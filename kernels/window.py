@@ -73,7 +73,7 @@ def tiling(
 
 
 def scores(
-    seen: Observation,
+    obs: Observation,
     kind: str,
     group: Group | None,
     *,
@@ -83,7 +83,7 @@ def scores(
     """Sum of an epilogue over the observed queries.
 
     Args:
-        seen: queries, keys, values and positions, whatever their strides but the last.
+        obs: queries, keys, values and positions, whatever their strides but the last.
         kind: the epilogue: 'dropkv', 'andpro', 'attention', 'value', 'key' or 'joint'.
         group: how the query heads of a KV head are put together; None: not at all.
         epsilon: of the ratio of 'dropkv'.
@@ -95,10 +95,10 @@ def scores(
     from kvcap.kernels.launch import empty, launch
     from kvcap.kernels.window_triton import forward, merge, score
 
-    q, k, v, positions = seen.queries, seen.keys, seen.values, seen.positions
+    q, k, v, positions = obs.queries, obs.keys, obs.values, obs.positions
     assert q is not None
     (B, K, n, D), w, device = k.shape, q.shape[2], k.device
-    G, output, capped = q.shape[1] // K, kind in NEEDS_OUTPUT, seen.softcap is not None
+    G, output, capped = q.shape[1] // K, kind in NEEDS_OUTPUT, obs.softcap is not None
     t = tiling(B * K, G, w, n, D, k.element_size(), output, multiprocessors(device))
     R, rows = t.GP * t.WB, B * K * t.blocks
     part_sums = empty(2 * rows * t.parts * R, device=device)
@@ -108,8 +108,8 @@ def scores(
     out = empty(B, K, n, device=device) if group else empty(B, K, G, n, device=device)
     strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *positions.stride()[:2])
     shape, scale = (
-        (K, G, w, n, *told(seen.seen, device)),
-        (float(seen.scaling), float(seen.softcap or 0)),
+        (K, G, w, n, *told(obs.num_tokens, device)),
+        (float(obs.scaling), float(obs.softcap or 0)),
     )
     sizes, options = (D, t.DP, t.GP, t.WB, t.N), {"num_warps": t.warps, "num_stages": t.stages}
     starts = tuple(x.data_ptr() % 16 for x in (q, k, v, positions))

@@ -52,34 +52,13 @@ SLOTS: dict[str, type[Component]] = {
     "corrector": Corrector,
 }
 
-# The systems of the papers: a policy, what it is combined with, and the papers' own settings.
-PRESETS: dict[str, tuple[str, dict[str, Any]]] = {
-    "keydiff-window": ("keydiff", {"recent": 0.2}),
-    "obcache": ("snapkv+obcache", {}),
-    "obcache-h2o": ("h2o+obcache", {"recent": 0.25, "sink_tokens": 4}),
-    "obcache-tova": ("tova+obcache", {"sink_tokens": 4}),
-    "pyramidkv": ("snapkv+pyramidkv", {}),
-    "cake": ("cake+cake", {}),
-    "adakv": ("snapkv+adakv", {}),
-    "headkv": ("snapkv+headkv", {}),
-    "duoattention": ("keydiff+duoattention", {}),
-    "criticalkv": ("snapkv+criticalkv", {}),
-    "criticalkv-adakv": ("snapkv+adakv+criticalkv", {}),
-    "criticalkv-headkv": ("snapkv+headkv+criticalkv", {}),
-    "calidrop": ("snapkv+calidrop", {"kernel": 5, "pool": "avg"}),
-    "calidrop-h2o": ("h2o+calidrop", {}),
-    "calidrop-streaming_llm": ("streaming_llm+calidrop", {"sinks": 32}),
-}
-WHEN = {  # to use a preset, where its parts do not say it
-    "keydiff-window": "first, and to chat: it reads keys alone and keeps the answer being written",
-}
-
 
 class Recipe(NamedTuple):
-    """What a name stands for: a class for every slot that is filled, and options to set."""
+    """What a name stands for: a class for each part of the eviction, and options to set."""
 
     parts: Mapping[str, type[Component]]
     options: Mapping[str, Any]
+    when: str = ""  # to use it, where its parts do not say it
 
 
 @cache
@@ -91,8 +70,14 @@ def companions() -> dict[str, type[Component]]:
 @cache
 def policies() -> dict[str, Recipe]:
     """Every policy and preset by name."""
-    found = {name: Recipe({"policy": cls}, {}) for name, cls in _scores().items()}
-    found.update({name: _compose(parts, options) for name, (parts, options) in PRESETS.items()})
+    scores = _scores()
+    found = {name: Recipe({"policy": cls}, {}) for name, cls in scores.items()}
+    for cls in (*scores.values(), *companions().values()):
+        for name, preset in vars(cls).get("presets", {}).items():  # not those of a base class
+            recipe = _compose(preset.parts, preset.options, preset.when)
+            if name in found and found[name].parts != {"policy": recipe.parts["policy"]}:
+                raise PolicyError(f"{cls.__module__} has a preset {name!r}, a name that is taken")
+            found[name] = recipe
     return dict(sorted(found.items()))
 
 
@@ -133,7 +118,7 @@ def load_policy(name: str, **options: Any) -> Eviction:
 
 
 def _check_type(what: str, value: Any, kind: Any, default: Any) -> None:
-    """Refuse an option that is not of its type; what a number must be, the policy checks itself.
+    """Refuse an option of another type. Which numbers will work, the policy checks itself.
 
     Raises:
         PolicyError: saying what was got and what would work.
@@ -162,7 +147,7 @@ def _scores() -> dict[str, type[Component]]:
     return found
 
 
-def _compose(combination: str, options: Mapping[str, Any]) -> Recipe:
+def _compose(combination: str, options: Mapping[str, Any], when: str = "") -> Recipe:
     """The parts of 'policy+companion+companion'."""
     scores = _scores()
     base, *others = combination.split("+")
@@ -178,7 +163,7 @@ def _compose(combination: str, options: Mapping[str, Any]) -> Recipe:
         if slot in parts:
             raise PolicyError(f"{combination!r} has two parts for one place ({slot})")
         parts[slot] = cls
-    return Recipe(parts, options)
+    return Recipe(parts, options, when)
 
 
 def _modules(folder: str) -> dict[str, type[Component]]:
@@ -191,12 +176,12 @@ def _modules(folder: str) -> dict[str, type[Component]]:
 
 def _class_in(module: str) -> type[Component]:
     members = vars(importlib.import_module(module)).values()
-    (found,) = (
-        m
-        for m in members
-        if isinstance(m, type) and issubclass(m, Component) and m.__module__ == module
-    )
-    return found
+    classes = [m for m in members if isinstance(m, type) and issubclass(m, Component)]
+    found = [cls for cls in classes if cls.__module__ == module]
+    if len(found) != 1:
+        names = ", ".join(cls.__name__ for cls in found) or "none"
+        raise PolicyError(f"{module} must define one policy or companion; it defines {names}")
+    return found[0]
 
 
 def _nearest(name: str, known: list[str]) -> str:

@@ -1,4 +1,4 @@
-"""AnDPro: values that point where attention's output points."""
+"""AnDPro: keeps tokens whose values point where attention's output points."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from kvcap.policies.base import Group, Observation, WindowPolicy, over_group
 
 @dataclass(frozen=True)
 class AnDPro(WindowPolicy):
-    """`score_j = Σ_t A_tj · (a_t · v_j)` over the last `window` queries; the window pinned.
+    """Scores a token by its attention and by how far its value points along attention's output.
 
+    `score_j = Σ_t A_tj · (a_t · v_j)` over the last `window` queries, whose own tokens are pinned.
     Geng et al. 2025, https://openreview.net/forum?id=Tdl89SZItB, Eq. 15, as DropKV's Table 11 gives
     it, with the window of that comparison. Can be negative: such a token pulls against the output.
     """
@@ -27,7 +28,7 @@ class AnDPro(WindowPolicy):
     formula: ClassVar = "sum over the window of A_tj (a_t · v_j)"
     when: ClassVar = "as a baseline: it keeps values that point where the output does"
 
-    def score(self, seen: Observation) -> Tensor:
-        a, v = seen.output, seen.values.float()  # [B, K, G, w, D], [B, K, n, D]
-        along = torch.matmul(a.flatten(2, 3), v.mT).view_as(seen.attention)  # [B, K, G, w, n]
-        return over_group((seen.attention * along).sum(-2), self.group)
+    def score(self, obs: Observation) -> Tensor:
+        a, v = obs.output, obs.values.float()  # [B, K, G, w, D], [B, K, n, D]
+        along = torch.matmul(a.flatten(2, 3), v.mT).view_as(obs.attention)  # [B, K, G, w, n]
+        return over_group((obs.attention * along).sum(-2), self.group)

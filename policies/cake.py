@@ -1,4 +1,4 @@
-"""CAKE: what the last queries look at, and what they disagree about."""
+"""CAKE: keeps what the last queries look at, and what they disagree about."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ from kvcap.policies.base import Observation, WindowPolicy, over_group, pool_in_t
 
 @dataclass(frozen=True)
 class Cake(WindowPolicy):
-    """`score_j = mean_t A_tj + γ · var_t A_tj` over the last `window` queries; the window pinned.
+    """Scores a token by the mean and the variance of the attention that the last queries pay it.
 
-    CAKE, https://arxiv.org/abs/2503.12491, Eq. 11. The population's variance; a query older than
-    the token counts as not looking at it. Averaged in time per query head, then over the group.
+    `score_j = mean_t A_tj + γ · var_t A_tj` over the last `window` queries, whose own tokens are
+    pinned. CAKE, https://arxiv.org/abs/2503.12491, Eq. 11. The population's variance; a query older
+    than the token counts as not looking at it. Averaged over neighbours in time per query head,
+    then over the query group.
     """
 
     gamma: float = 200.0
@@ -25,14 +27,17 @@ class Cake(WindowPolicy):
     paper: ClassVar = "CAKE, arXiv 2503.12491, Eq. 11"
     formula: ClassVar = "avg pool(mean over the window of A_tj + γ variance of A_tj)"
     when: ClassVar = "where layers differ much in what they need"
+    small: ClassVar = {"window": 4, "kernel": 3}
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.require("gamma", self.gamma >= 0, "a weight, 0 or more")
         self.require_kernel(self.kernel)
 
-    def score(self, seen: Observation) -> Tensor:
-        a = seen.attention  # [B, K, G, w, n]
+    def score(self, obs: Observation) -> Tensor:
+        a = obs.attention  # [B, K, G, w, n]
         scores = a.mean(-2) + self.gamma * a.var(-2, correction=0)  # [B, K, G, n]
-        pooled = pool_in_time(scores, seen.positions, self.kernel, "avg", seen.seen, self.window)
+        pooled = pool_in_time(
+            scores, obs.positions, self.kernel, "avg", obs.num_tokens, self.window
+        )
         return over_group(pooled, self.group)

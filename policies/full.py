@@ -1,4 +1,4 @@
-"""Full: never evict."""
+"""Full: never evicts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvcap.policies.base import Observation, Policy
 
 @dataclass(frozen=True)
 class Full(Policy):
-    """Keep everything; a token beyond the budget is refused by the cache, not dropped."""
+    """Keeps everything: the cache refuses a token beyond the budget, rather than drop one."""
 
     observes: ClassVar = frozenset()
     evicts: ClassVar = False
@@ -20,5 +20,5 @@ class Full(Policy):
     formula: ClassVar = "none: nothing is evicted"
     when: ClassVar = "to compare with no eviction at all: reading ends where the budget is full"
 
-    def score(self, seen: Observation) -> Tensor:
-        return seen.positions.float()
+    def score(self, obs: Observation) -> Tensor:
+        return obs.positions.float()

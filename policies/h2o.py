@@ -1,4 +1,4 @@
-"""H2O: keep the heavy hitters of accumulated attention."""
+"""H2O: keeps the heavy hitters, the tokens that drew most attention so far."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from kvcap.policies.base import Group, Observation, Policy, over_group
 
 @dataclass(frozen=True)
 class H2O(Policy):
-    """`φ_j <- φ_j + Σ_t A_tj` over every query of every block; `score = φ`.
+    """Scores a token by the sum of all attention that it has drawn since it was read.
 
-    H2O, https://arxiv.org/abs/2306.14048; the block form is KeyDiff's appendix A.1.
-    `recent` is 0.5 in the official code and CaliDrop, 0 in KeyDiff's table.
+    `φ_j <- φ_j + Σ_t A_tj` over every query of every block; `score = φ`. H2O,
+    https://arxiv.org/abs/2306.14048; the block form is KeyDiff's appendix A.1. `recent` is 0.5 in
+    the official code and CaliDrop, 0 in KeyDiff's table.
     """
 
     recent: float = 0.5  # fraction of the budget reserved for the newest tokens
@@ -39,9 +40,9 @@ class H2O(Policy):
     def recents_pinned(self, budget: int) -> int:
         return int(self.recent * budget)
 
-    def update(self, seen: Observation) -> dict[str, Tensor]:
-        block = over_group(seen.weight.sum(-2), self.group)  # [B, K, n]
-        return {"accumulated": seen.state["accumulated"] + block}
+    def update(self, obs: Observation) -> dict[str, Tensor]:
+        block = over_group(obs.weight.sum(-2), self.group)  # [B, K, n]
+        return {"accumulated": obs.state["accumulated"] + block}
 
-    def score(self, seen: Observation) -> Tensor:
-        return seen.state["accumulated"]
+    def score(self, obs: Observation) -> Tensor:
+        return obs.state["accumulated"]

@@ -1,4 +1,4 @@
-"""KeyDiff: evict the keys that look like all the others."""
+"""KeyDiff: evicts the keys that look most like all the others."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cosine_similarity, normalize
 
-from kvcap.policies.base import Observation, Policy
+from kvcap.policies.base import Observation, Policy, Preset
 
 
 @dataclass(frozen=True)
 class KeyDiff(Policy):
-    """`score_j = -cos(k_j, μ)`, `μ` the mean of the held keys.
+    """Scores a token by how little its key resembles the anchor, the mean of the held keys.
 
-    KeyDiff, https://arxiv.org/abs/2504.15364, Eq. 7-8 and Fig. 3; metrics of Tables 15-16;
-    sliding window of Table 14.
+    `score_j = -cos(k_j, μ)`, `μ` the anchor. KeyDiff, https://arxiv.org/abs/2504.15364, Eq. 7-8 and
+    Fig. 3; metrics of Tables 15-16; `recent` is the sliding window of Table 14.
     """
 
     anchor: Literal["mean", "unit_mean", "median", "pairwise"] = "mean"
@@ -28,6 +28,13 @@ class KeyDiff(Policy):
     paper: ClassVar = "KeyDiff, arXiv 2504.15364, Eq. 7-8"
     formula: ClassVar = "-cos(k_j, mean of held keys)"
     when: ClassVar = "to reproduce the paper, or with stock attention; to chat, take keydiff-window"
+    presets: ClassVar = {
+        "keydiff-window": Preset(
+            "keydiff",
+            {"recent": 0.2},
+            "first, and to chat: it reads keys alone and keeps the answer being written",
+        ),
+    }
 
     def __post_init__(self) -> None:
         anchors, metrics = (
@@ -41,8 +48,8 @@ class KeyDiff(Policy):
     def recents_pinned(self, budget: int) -> int:
         return int(self.recent * budget)
 
-    def score(self, seen: Observation) -> Tensor:
-        keys = seen.keys.float()  # [B, K, n, D]; a float16 mean over thousands of keys loses bits
+    def score(self, obs: Observation) -> Tensor:
+        keys = obs.keys.float()  # [B, K, n, D]; a float16 mean over thousands of keys loses bits
         if self.anchor == "pairwise":  # Eq. 7, O(n²)
             return -self._similarity(keys[..., :, None, :], keys[..., None, :, :]).mean(-1)
         if self.anchor == "median":

@@ -1,4 +1,4 @@
-"""Knorm: keys of small norm are the ones attention looks for."""
+"""Knorm: keeps keys of small norm, which attention tends to look for."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from kvcap.policies.base import Observation, Policy
 
 @dataclass(frozen=True)
 class Knorm(Policy):
-    """`score_j = -‖k_j‖₂`.
+    """Scores a token by how small the L2 norm of its key is.
 
-    Devoto et al. 2024, https://arxiv.org/abs/2406.11430. Their code leaves the first two layers
-    whole; here the cap holds in every layer.
+    `score_j = -‖k_j‖₂`. Devoto et al. 2024, https://arxiv.org/abs/2406.11430. Their code leaves the
+    first two layers whole; here the cap holds in every layer.
     """
 
     observes: ClassVar = frozenset({"keys"})
@@ -24,6 +24,6 @@ class Knorm(Policy):
     formula: ClassVar = "-|k_j|"
     when: ClassVar = "as a baseline: it looks at nothing but the length of keys"
 
-    def score(self, seen: Observation) -> Tensor:
-        norms: Tensor = torch.linalg.vector_norm(seen.keys, dim=-1, dtype=torch.float32)
+    def score(self, obs: Observation) -> Tensor:
+        norms: Tensor = torch.linalg.vector_norm(obs.keys, dim=-1, dtype=torch.float32)
         return -norms

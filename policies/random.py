@@ -1,4 +1,4 @@
-"""Random eviction: the floor of every comparison."""
+"""Random: evicts at random, the floor of every comparison."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvcap.policies.base import Observation, Policy
 
 @dataclass(frozen=True)
 class Random(Policy):
-    """A score for every token and head that depends on its position and the seed alone.
+    """Scores a token by a hash of its position, its head and the seed.
 
     A hash rather than a generator: the same for any block size, on any device, in any export.
     """
@@ -28,10 +28,10 @@ class Random(Policy):
     def __post_init__(self) -> None:
         self.require("seed", 0 <= self.seed < 2**31, "an integer from 0 to 2^31 - 1")
 
-    def score(self, seen: Observation) -> Tensor:
-        heads = torch.arange(seen.positions.shape[1], device=seen.positions.device)[:, None]
-        heads = heads + seen.first_head
-        x = seen.positions.long() + 0x9E3779B1 * (heads + 1) + 0x85EBCA6B * (self.seed + 1)
+    def score(self, obs: Observation) -> Tensor:
+        heads = torch.arange(obs.positions.shape[1], device=obs.positions.device)[:, None]
+        heads = heads + obs.first_head
+        x = obs.positions.long() + 0x9E3779B1 * (heads + 1) + 0x85EBCA6B * (self.seed + 1)
         for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B), (16, 1)):  # a 32-bit mixer
             x = (x & 0xFFFFFFFF) ^ ((x & 0xFFFFFFFF) >> shift)
             x = x * factor

@@ -1,4 +1,4 @@
-"""SnapKV: what the last queries look at, and its neighbours."""
+"""SnapKV: keeps what the last queries look at, and its neighbours."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from kvcap.policies.base import Observation, WindowPolicy, over_group, pool_in_t
 
 @dataclass(frozen=True)
 class SnapKV(WindowPolicy):
-    """`score_j = Σ_t A_tj` over the last `window` queries, pooled in time; the window pinned.
+    """Scores a token by the attention that the last queries pay it and its neighbours in time.
 
-    SnapKV, https://arxiv.org/abs/2404.14469. Pooled per query head, then over the group: a maximum
-    does not commute with the mean. KeyDiff's baseline is `pool='avg'`.
+    `score_j = pool(Σ_t A_tj)` over the last `window` queries, whose own tokens are pinned. SnapKV,
+    https://arxiv.org/abs/2404.14469. Pooled per query head, then put together over the query group:
+    a maximum does not commute with the mean. KeyDiff's baseline is `pool='avg'`.
     """
 
     kernel: int = 7
@@ -25,15 +26,16 @@ class SnapKV(WindowPolicy):
     paper: ClassVar = "SnapKV, arXiv 2404.14469"
     formula: ClassVar = "pool(sum over the window of A_tj)"
     when: ClassVar = "to compare with other tools; needs 512 slots or more to remember well"
+    small: ClassVar = {"window": 4, "kernel": 3, "pool": "avg"}  # maxima tie
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.require_kernel(self.kernel)
         self.require("pool", self.pool in ("max", "avg"), "max or avg")
 
-    def score(self, seen: Observation) -> Tensor:
-        summed = seen.weight.sum(-2)  # [B, K, G, n]
+    def score(self, obs: Observation) -> Tensor:
+        summed = obs.weight.sum(-2)  # [B, K, G, n]
         pooled = pool_in_time(
-            summed, seen.positions, self.kernel, self.pool, seen.seen, self.window
+            summed, obs.positions, self.kernel, self.pool, obs.num_tokens, self.window
         )
         return over_group(pooled, self.group)

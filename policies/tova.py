@@ -1,4 +1,4 @@
-"""TOVA: what the newest token attends to least goes."""
+"""TOVA: evicts what the newest token attends to least."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from kvcap.policies.base import Group, Observation, Policy, over_group
 
 @dataclass(frozen=True)
 class TOVA(Policy):
-    """`score_j = A[last, j]`, over the query group, or the mean of all heads of the layer.
+    """Scores a token by the attention that the newest token pays it.
 
-    Oren et al. 2024, https://arxiv.org/abs/2401.06104 (their code: `layer`; KeyDiff's baseline:
+    `score_j = A[last, j]`, put together over the query group or over all heads of the layer. Oren
+    et al. 2024, https://arxiv.org/abs/2401.06104 (their code: `layer`; KeyDiff's baseline:
     `group`). Nothing is pinned.
     """
 
@@ -38,8 +39,8 @@ class TOVA(Policy):
     def scores_heads_alone(self) -> bool:
         return self.across == "group"
 
-    def score(self, seen: Observation) -> Tensor:
-        weight = seen.weight[..., -1, :]  # [B, K, G, n]
+    def score(self, obs: Observation) -> Tensor:
+        weight = obs.weight[..., -1, :]  # [B, K, G, n]
         if self.across == "layer":
             # Every head gets the same scores, so that all hold the same tokens at the same slots.
             weight = weight.mean((1, 2), keepdim=True).expand_as(weight)

@@ -122,16 +122,19 @@ def tiny_model(
     return model.eval()
 
 
+def small_options(name: str) -> dict[str, Any]:
+    """Options of a policy or preset that suit budgets of some tens of slots."""
+    parts = policies()[name].parts.values()
+    return {key: value for cls in parts for key, value in cls.small.items()}
+
+
 def small_policy(name: str, config: Any, **changes: Any) -> Eviction:
     """A policy or preset whose windows and pins suit budgets of some tens of slots.
 
-    Those that need a table get one for the model. Average pooling, as maxima tie.
+    Those that need a table get one for the model. `changes` are made where there is such an option.
     """
-    small = {"window": 4, "kernel": 3, "pool": "avg", "sinks": 2, "recents": 6,
-             "calibration_size": 20, **changes}  # fmt: skip
-    recipe = policies()[name]
-    known = {f.name for cls in recipe.parts.values() for f in fields(cls)}
-    options = {key: value for key, value in small.items() if key in known}
+    known = {f.name for cls in policies()[name].parts.values() for f in fields(cls)}
+    options = small_options(name) | {key: value for key, value in changes.items() if key in known}
     if "table" in known:
         shape = ModelShape.of(config.get_text_config(decoder=True))
         layers, heads = len(shape.capped), shape.heads

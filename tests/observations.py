@@ -7,7 +7,10 @@ from dataclasses import replace
 
 import torch
 
-from kvcap.policies import Observation
+from kvcap.policies import Observation, policies
+
+PARTS = {cls for recipe in policies().values() for cls in recipe.parts.values()}
+STATE = {name: dtype for cls in PARTS for name, dtype in cls.state.items()}
 
 
 def observe(
@@ -41,28 +44,27 @@ def observe(
         keys=torch.randn(shape, generator=g).to(dtype),
         values=torch.randn(shape, generator=g).to(dtype),
         positions=times.gather(1, order).view(batch, kv_heads, n).int(),
-        seen=2 * n + window if gaps else n,
+        num_tokens=2 * n + window if gaps else n,
         budget=budget,
         queries=torch.randn(batch, kv_heads * group, window, size, generator=g).to(dtype),
         scaling=size**-0.5,
-        state={"accumulated": torch.zeros(batch, kv_heads, n)},
+        state={name: torch.zeros(batch, kv_heads, n, dtype=STATE[name]) for name in STATE},
     )
 
 
-def attention_by_loops(seen: Observation) -> torch.Tensor:
+def attention_by_loops(obs: Observation) -> torch.Tensor:
     """[B, K, G, w, n] with Python loops and math.exp."""
-    batch, kv_heads, n, _ = seen.keys.shape
-    group, w = seen.groups, seen.queries.shape[2]
+    batch, kv_heads, n, _ = obs.keys.shape
+    group, w = obs.groups, obs.queries.shape[2]
     out = torch.zeros(batch, kv_heads, group, w, n, dtype=torch.float64)
     for b in range(batch):
         for h in range(kv_heads * group):
             for t in range(w):
-                now = seen.seen - w + t
+                now = obs.num_tokens - w + t
                 k = h // group
                 z = [
-                    float(seen.queries[b, h, t].double() @ seen.keys[b, k, j].double())
-                    * seen.scaling
-                    if seen.positions[b, k, j] <= now
+                    float(obs.queries[b, h, t].double() @ obs.keys[b, k, j].double()) * obs.scaling
+                    if obs.positions[b, k, j] <= now
                     else -math.inf
                     for j in range(n)
                 ]
@@ -77,8 +79,8 @@ def same(a: torch.Tensor, b: torch.Tensor) -> None:
 
 def newer_than_some_queries() -> Observation:
     """More queries than slots, and slots that some of the queries cannot see."""
-    seen, g = observe(6, window=3, seed=4), torch.Generator().manual_seed(5)
+    obs, g = observe(6, window=3, seed=4), torch.Generator().manual_seed(5)
     positions = torch.tensor([0, 3, 9, 10, 12, 14])
     order = torch.stack([torch.randperm(6, generator=g) for _ in range(4)]).view(2, 2, 6)
     queries = torch.randn(2, 4, 9, 8, generator=g)
-    return replace(seen, positions=positions[order].int(), queries=queries)
+    return replace(obs, positions=positions[order].int(), queries=queries)

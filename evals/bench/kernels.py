@@ -63,20 +63,20 @@ class Work:
     compiled: bool = False
     naive: bool = False
 
-    def twin(self, seen: Observation) -> Tensor:
+    def twin(self, obs: Observation) -> Tensor:
         """By the kernels."""
         if isinstance(self.policy, H2O):
-            return kernels.update(self.policy, seen)["accumulated"]
-        sums = seen.key_sums if isinstance(seen, Inputs) else None
+            return kernels.update(self.policy, obs)["accumulated"]
+        sums = obs.key_sums if isinstance(obs, Inputs) else None
         stored = None if sums is None else kernels.StoredKeys(sums, None)
-        return kernels.score(self.policy, seen, stored)
+        return kernels.score(self.policy, obs, stored)
 
-    def eager(self, seen: Observation) -> Tensor:
+    def eager(self, obs: Observation) -> Tensor:
         """By the policy itself, from nothing computed before."""
-        seen = replace(seen)
+        obs = replace(obs)
         if isinstance(self.policy, H2O):
-            return self.policy.update(seen)["accumulated"]
-        return self.policy.score(seen)
+            return self.policy.update(obs)["accumulated"]
+        return self.policy.score(obs)
 
 
 WORKS = (
@@ -158,12 +158,12 @@ def observe(n: int, work: Work) -> Observation:
     )  # fmt: skip
 
 
-def naive(seen: Observation) -> Tensor:
+def naive(obs: Observation) -> Tensor:
     """DropKV as it is written down: keys and values repeated, every difference materialised."""
-    assert seen.queries is not None
-    k = seen.keys.repeat_interleave(HEADS // KV_HEADS, 1)  # [B, H, n, D]
-    v = seen.values.repeat_interleave(HEADS // KV_HEADS, 1)
-    p = (seen.queries @ k.mT * seen.scaling).float().softmax(-1)  # [B, H, w, n]
+    assert obs.queries is not None
+    k = obs.keys.repeat_interleave(HEADS // KV_HEADS, 1)  # [B, H, n, D]
+    v = obs.values.repeat_interleave(HEADS // KV_HEADS, 1)
+    p = (obs.queries @ k.mT * obs.scaling).float().softmax(-1)  # [B, H, w, n]
     a = p.to(v.dtype) @ v  # [B, H, w, D]
     distance = (a[:, :, :, None] - v[:, :, None]).square().sum(-1)  # [B, H, w, n]
     cost = ((p / (1 - p + 1e-6)).square() * distance).sum(2)
@@ -171,12 +171,12 @@ def naive(seen: Observation) -> Tensor:
     return scores
 
 
-def expanded(seen: Observation) -> Tensor:
+def expanded(obs: Observation) -> Tensor:
     """DropKV by `|a - v|² = |a|² + |v|² - 2 a·v` in 16-bit matrix products, nothing repeated."""
-    assert seen.queries is not None
-    k, v = seen.keys, seen.values
-    q = seen.queries.unflatten(1, (KV_HEADS, -1)).flatten(2, 3)  # [B, K, G·w, D]
-    p = (q @ k.mT * seen.scaling).float().softmax(-1)  # [B, K, G·w, n]
+    assert obs.queries is not None
+    k, v = obs.keys, obs.values
+    q = obs.queries.unflatten(1, (KV_HEADS, -1)).flatten(2, 3)  # [B, K, G·w, D]
+    p = (q @ k.mT * obs.scaling).float().softmax(-1)  # [B, K, G·w, n]
     a = p.to(v.dtype) @ v  # [B, K, G·w, D]
     squares = a.float().square().sum(-1, keepdim=True) + v.float().square().sum(-1)[:, :, None]
     distance = squares - 2 * (a @ v.mT)
@@ -190,25 +190,25 @@ def compiled(score: Callable[[Observation], Tensor], like: Observation) -> Call:
     def function(keys: Tensor, values: Tensor, positions: Tensor, queries: Tensor | None) -> Tensor:
         return score(
             Observation(
-                keys, values, positions, like.seen, like.budget,
+                keys, values, positions, like.num_tokens, like.budget,
                 queries=queries, scaling=like.scaling,
             )
         )  # fmt: skip
 
     torch.compiler.reset()
     fast = torch.compile(function, dynamic=False)
-    return lambda seen: fast(seen.keys, seen.values, seen.positions, seen.queries)
+    return lambda obs: fast(obs.keys, obs.values, obs.positions, obs.queries)
 
 
 def timed(call: Call, inputs: list[Observation], repeats: int) -> list[float]:
     """Milliseconds of each call, one right after another."""
-    for seen in inputs[:3]:
-        call(seen)
+    for obs in inputs[:3]:
+        call(obs)
     events = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
     torch.cuda.synchronize()
     events[0].record()
-    for event, seen in zip(events[1:], cycle(inputs), strict=False):
-        call(seen)
+    for event, obs in zip(events[1:], cycle(inputs), strict=False):
+        call(obs)
         event.record()
     torch.cuda.synchronize()
     times = [a.elapsed_time(b) for a, b in pairwise(events)]
@@ -222,18 +222,18 @@ def replayed(call: Call, inputs: list[Observation], replays: int = 20) -> float:
     """
     graph, calls = torch.cuda.CUDAGraph(), max(64, len(inputs))
     with torch.cuda.graph(graph):
-        for seen in islice(cycle(inputs), calls):
-            call(seen)
+        for obs in islice(cycle(inputs), calls):
+            call(obs)
     times = timed(lambda _: graph.replay(), inputs[:1], replays)
     return percentiles(times)["p50"] / calls
 
 
-def scratch(call: Call, seen: Observation) -> int:
+def scratch(call: Call, obs: Observation) -> int:
     """Bytes that one call allocates at its peak, besides what it returns."""
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    found = call(seen)
+    found = call(obs)
     torch.cuda.synchronize()
     return int(torch.cuda.max_memory_allocated() - before - found.nbytes)
 
@@ -241,8 +241,8 @@ def scratch(call: Call, seen: Observation) -> int:
 def read_bandwidth() -> float:
     """Bytes a second that a sum over 4 GiB reads."""
     x = torch.randn(2**30, device="cuda")
-    seen = Observation(x, x, x, 0, 0)
-    return x.nbytes / percentiles(timed(lambda s: s.keys.sum(), [seen], 20))["p50"] * 1e3
+    obs = Observation(x, x, x, 0, 0)
+    return x.nbytes / percentiles(timed(lambda s: s.keys.sum(), [obs], 20))["p50"] * 1e3
 
 
 def _slot_bytes() -> int:

@@ -199,11 +199,11 @@ class _Slots:
         """Likewise, without kernels."""
         self.segment.held = self.slots
         segment = self.segment
-        seen = Observation(
+        obs = Observation(
             segment.keys, segment.values, segment.positions, self.slots, segment.budget
         )
-        pinned = self.eviction.pinned(seen)
-        evicted = self.eviction.choose(self.scores, pinned, seen, self.count)
+        pinned = self.eviction.pinned(obs)
+        evicted = self.eviction.choose(self.scores, pinned, obs, self.count)
         gone = segment.positions.gather(-1, evicted).sort(dim=-1).values
         older = torch.searchsorted(gone, segment.positions.contiguous(), out_int32=True)
         segment.side("shift").add_(older)

@@ -56,21 +56,21 @@ def measure(whole: Observation, policy: str, tokens: int, budget: int) -> Tensor
     """
     base = load_policy(policy)
     critical = load_policy(f"{policy}+criticalkv", alpha=ALPHA)
-    seen = until(whole, tokens, base.policy.queries_observed, budget)
-    empty = torch.zeros(seen.positions.shape)
-    seen.state = {name: empty.to(dtype) for name, dtype in critical.state.items()}
-    seen.state = critical.update(seen)
+    obs = until(whole, tokens, base.policy.queries_observed, budget)
+    empty = torch.zeros(obs.positions.shape)
+    obs.state = {name: empty.to(dtype) for name, dtype in critical.state.items()}
+    obs.state = critical.update(obs)
     after = until(whole, tokens + 1, 1)
-    errors = [error(after, kept(seen, eviction)) for eviction in (base, critical)]
+    errors = [error(after, kept(obs, eviction)) for eviction in (base, critical)]
     size = projected(after, after.attention[0, :, :, 0])
     mass = after.attention[0, :, :, 0].topk(int(ALPHA * budget)).values.sum(-1).flatten()
     return torch.stack((*errors, size, mass))
 
 
-def kept(seen: Observation, eviction: Eviction) -> Tensor:
+def kept(obs: Observation, eviction: Eviction) -> Tensor:
     """The slots that stay. Bool [1, K, n]."""
-    evicted = eviction.select(seen, seen.positions.shape[-1] - seen.budget)
-    return torch.ones_like(seen.positions, dtype=torch.bool).scatter(-1, evicted, False)
+    evicted = eviction.select(obs, obs.positions.shape[-1] - obs.budget)
+    return torch.ones_like(obs.positions, dtype=torch.bool).scatter(-1, evicted, False)
 
 
 def error(after: Observation, kept: Tensor) -> Tensor:

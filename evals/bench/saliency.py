@@ -46,14 +46,14 @@ def oracle(whole: Observation, tokens: int) -> Tensor:
     return removal_error(until(whole, tokens + 1, 1)).sum((2, 3))[..., :tokens]
 
 
-def scores(seen: Observation) -> dict[str, Tensor]:
+def scores(obs: Observation) -> dict[str, Tensor]:
     """Every score's sum over the window and the group, [B, K, n], in the order of `SCORES`."""
-    found = {"attention": seen.attention}
+    found = {"attention": obs.attention}
     for mode in MODES:
         saliency = load_policy("h2o+obcache", mode=mode).saliency
         assert saliency is not None
-        found[mode] = saliency.weigh(seen)
-    found["exact"] = removal_error(seen)
+        found[mode] = saliency.weigh(obs)
+    found["exact"] = removal_error(obs)
     return {name: score.sum((2, 3)) for name, score in found.items()}
 
 

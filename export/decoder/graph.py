@@ -14,7 +14,7 @@ from transformers.cache_utils import Cache
 
 from kvcap.export.decoder.layer import Block, LayerPass
 from kvcap.export.portable import Portable
-from kvcap.export.ports import PORTS, Port
+from kvcap.export.ports import PORTS, Port, ports_of
 from kvcap.runtime.cache.layout import CacheLayout
 from kvcap.runtime.models.rope import Rotation
 
@@ -135,11 +135,11 @@ def _table(layout: CacheLayout, first: int) -> Tensor:
 
 def _state(layout: CacheLayout) -> list[State]:
     """Everything a run takes and gives back, layer by layer."""
-    found = []
+    found, ports = [], ports_of(layout.eviction.state)
     for layer, budget in enumerate(layout.budgets):
         slots = "slots" if len(set(layout.budgets)) == 1 else f"slots_{budget}"
         for name in ("keys", "values", "positions", *layout.eviction.state):
-            port = PORTS[name]
+            port = ports[name]
             axes = tuple(slots if axis == "slots" else axis for axis in port.axes)
             found.append(State(name, layer, _of(port, layer, axes, layout), budget))
         if window := layout.ring_length:

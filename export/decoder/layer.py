@@ -159,12 +159,12 @@ class LayerPass(CacheLayerMixin):  # type: ignore[misc]
         if (window := self._window(query)) is not None:
             given["queries"] = self._turned(window, frame.turns[-window.shape[2] :])
         given |= self._state(module, form)
-        seen = form.observe(given)
-        self.worth = Evict(form).worth(given, seen)
+        obs = form.observe(given)
+        self.worth = Evict(form).worth(given, obs)
         stays = torch.sym_min(frame.slots, self.budget)
         keep = survivors(self.worth, self.slots["positions"], stays)
         rows = rows_of(keep, frame.slots)
-        stored = {**self.slots, **{name: given[name] for name in form.slot_state}, **seen.state}
+        stored = {**self.slots, **{name: given[name] for name in form.slot_state}, **obs.state}
         self.kept |= {name: take(tensor, rows, keep) for name, tensor in stored.items()}
 
     def _window(self, query: Tensor) -> Tensor | None:

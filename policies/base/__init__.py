@@ -1,10 +1,6 @@
 """What every eviction is made of: `Observation`, `Policy`, its companions, and `Eviction`."""
 
-from kvcap.policies.base.component import Component, PolicyError
-from kvcap.policies.base.eviction import Eviction
-from kvcap.policies.base.observation import Observation
-from kvcap.policies.base.policy import Group, Policy, WindowPolicy, over_group, pool_in_time
-from kvcap.policies.base.slots import (
+from kvcap.policies.base.companions import (
     Corrector,
     HeadBudget,
     LayerBudget,
@@ -12,6 +8,10 @@ from kvcap.policies.base.slots import (
     Saliency,
     apportion,
 )
+from kvcap.policies.base.component import Component, PolicyError, Preset
+from kvcap.policies.base.eviction import Eviction
+from kvcap.policies.base.observation import Observation
+from kvcap.policies.base.policy import Group, Policy, WindowPolicy, over_group, pool_in_time
 
 __all__ = [
     "Component",
@@ -23,6 +23,7 @@ __all__ = [
     "Observation",
     "Policy",
     "PolicyError",
+    "Preset",
     "Rescorer",
     "Saliency",
     "WindowPolicy",

@@ -1,10 +1,10 @@
-"""What every part of an eviction has in common: options, sources, and memory per slot."""
+"""What every part of an eviction has in common: options, its source, and memory per slot."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,15 +16,31 @@ VIEWS = ATTENTION_VIEWS | {"keys", "values", "positions", "output_projection", "
 
 
 class PolicyError(ValueError):
-    """A policy, one of its options, or a combination with a budget that cannot work."""
+    """A policy, an option, a combination or a budget that cannot work."""
+
+
+class Preset(NamedTuple):
+    """A name for a policy or combination with settings of its own, such as a paper's system."""
+
+    parts: str
+    """As `--policy` takes it: `"snapkv+adakv"`."""
+
+    options: Mapping[str, Any] = {}
+    """Options that differ from the defaults of the parts."""
+
+    when: str = ""
+    """When to use it, where its parts do not say it."""
 
 
 @dataclass(frozen=True)
 class Component:
-    """A frozen dataclass in a file of its own: the file's name is its name, fields are options."""
+    """One part of an eviction: a frozen dataclass, whose fields are its options.
+
+    It stands in a file of its own, whose name is what the part is called.
+    """
 
     observes: ClassVar[frozenset[str]] = frozenset()
-    """What it reads: names of `Observation` attributes. The runtime keeps nothing else."""
+    """Names of the attributes of `Observation` that it reads. The runtime keeps nothing else."""
 
     paper: ClassVar[str] = ""
     """Where the formula comes from."""
@@ -36,9 +52,15 @@ class Component:
     """When to use it: "for ...", "to ...", "where ...", shown by `kvcap policies NAME`."""
 
     state: ClassVar[Mapping[str, torch.dtype]] = {}
-    """Per-slot memory [B, K, n] that moves with its slot: name -> dtype."""
+    """Per-slot memory [B, K, n] that moves with its slot: name -> dtype. A new slot's is 0."""
 
-    def update(self, seen: Observation) -> dict[str, Tensor]:
+    presets: ClassVar[Mapping[str, Preset]] = {}
+    """Names that this file adds beside its own."""
+
+    small: ClassVar[Mapping[str, Any]] = {}
+    """Options that suit budgets of some tens of slots, as tests of every policy use them."""
+
+    def update(self, obs: Observation) -> dict[str, Tensor]:
         """New values of `state`, [B, K, n] each, computed after every block before scoring."""
         return {}
 

@@ -1,4 +1,4 @@
-"""Composition: what is scored, how the budget is spread, and which slots go.
+"""Puts a policy and its companions together: scores, how the budget is spread, which slots go.
 
 Order: score -> budget -> rescore -> select; the cache then compacts. Pins are a mask applied in
 selection, never arithmetic on scores. Knows no cache and no model.
@@ -13,11 +13,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvcap.policies.base.companions import Corrector, HeadBudget, LayerBudget, Rescorer, Saliency
 from kvcap.policies.base.component import ATTENTION_VIEWS, Component, PolicyError
 from kvcap.policies.base.observation import Observation
 from kvcap.policies.base.order import lowest
 from kvcap.policies.base.policy import Policy
-from kvcap.policies.base.slots import Corrector, HeadBudget, LayerBudget, Rescorer, Saliency
 
 LOWEST = torch.finfo(torch.float32).min
 MOST = 1 << 30  # slots of a head; above any budget
@@ -25,19 +25,19 @@ Score = Callable[[Policy, Observation], Tensor]
 Update = Callable[[Policy, Observation], Mapping[str, Tensor]]
 
 
-def eager_score(policy: Policy, seen: Observation) -> Tensor:
-    """The policy's own code."""
-    return policy.score(seen)
+def eager_score(policy: Policy, obs: Observation) -> Tensor:
+    """Scores by the policy's own PyTorch code."""
+    return policy.score(obs)
 
 
-def eager_update(policy: Policy, seen: Observation) -> Mapping[str, Tensor]:
-    """The policy's own code."""
-    return policy.update(seen)
+def eager_update(policy: Policy, obs: Observation) -> Mapping[str, Tensor]:
+    """New state by the policy's own PyTorch code."""
+    return policy.update(obs)
 
 
 @dataclass(frozen=True)
 class Eviction:
-    """A policy and what it is combined with, by values in six slots.
+    """A policy and the companions that it is combined with, at most one of each kind.
 
     Raises:
         PolicyError: for a combination that cannot be run.
@@ -85,8 +85,8 @@ class Eviction:
 
     @property
     def components(self) -> list[Component]:
-        """The policy and whatever fills the other slots, in the order of the slots."""
-        slots = (
+        """The policy and its companions, in the order of the fields."""
+        parts = (
             self.policy,
             self.saliency,
             self.layer_budget,
@@ -94,7 +94,7 @@ class Eviction:
             self.rescorer,
             self.corrector,
         )
-        return [component for component in slots if component is not None]
+        return [part for part in parts if part is not None]
 
     @property
     def observes(self) -> frozenset[str]:
@@ -108,7 +108,7 @@ class Eviction:
 
     @property
     def needs_attention(self) -> bool:
-        """Whether it must see inside attention, which stock attention functions do not allow."""
+        """Whether it needs what stock attention functions do not show, such as queries."""
         inside = ATTENTION_VIEWS | {"output_projection"}
         return bool(
             self.observes & inside
@@ -128,15 +128,15 @@ class Eviction:
         return self.layer_budget is not None and self.layer_budget.moves
 
     def sinks(self) -> int:
-        """First tokens of the conversation that are never evicted."""
+        """How many first tokens of the conversation are never evicted."""
         return max(self.policy.sinks_pinned(), self.sink_tokens)
 
     def recents(self, budget: int) -> int:
-        """Newest tokens that are never evicted."""
+        """How many of the newest tokens are never evicted."""
         return max(self.policy.recents_pinned(budget), self.recent_tokens)
 
     def pins(self, budget: int) -> int:
-        """Slots of a head that its pins take."""
+        """How many slots of a head pinned tokens take."""
         return self.sinks() + self.recents(budget)
 
     def split(self, budget: int, layers: int) -> list[int]:
@@ -198,57 +198,68 @@ class Eviction:
         """Slots of every head of every layer."""
         return [slots for heads in self.allot(budget, layers, kv_heads) for slots in heads]
 
-    def update(self, seen: Observation, by: Update = eager_update) -> dict[str, Tensor]:
-        """New values of the state of all components, [B, K, n] each; `by` runs the policy's."""
-        found = dict(by(self._policy(seen), seen))
-        for component in self.components[1:]:
-            found |= component.update(seen)
-        return found
-
-    def score(self, seen: Observation, by: Score = eager_score, *, finite: bool = True) -> Tensor:
-        """The policy's scores, made finite if asked. Shape [B, K, n], float32.
+    def update(self, obs: Observation, by: Update = eager_update) -> dict[str, Tensor]:
+        """New values of the state of all components, [B, K, n] each.
 
         `by` runs the policy's own.
         """
-        scores = by(self._policy(seen), seen).float()
+        found = dict(by(self._policy(obs), obs))
+        for component in self.components[1:]:
+            found |= component.update(obs)
+        return found
+
+    def score(self, obs: Observation, by: Score = eager_score, *, finite: bool = True) -> Tensor:
+        """The policy's scores, made finite if asked. Shape [B, K, n], float32.
+
+        `by` runs the policy's own.
+
+        Raises:
+            PolicyError: scores of another shape.
+        """
+        scores = by(self._policy(obs), obs).float()
+        if obs.positions is not None and scores.shape != obs.positions.shape:
+            raise PolicyError(
+                f"{self.name or type(self.policy).__name__}: score gave {list(scores.shape)}; "
+                f"expected one number per slot, [B, K, n] = {list(obs.positions.shape)}"
+            )
         return scores.nan_to_num(nan=LOWEST) if finite else scores
 
-    def pinned(self, seen: Observation) -> Tensor:
+    def pinned(self, obs: Observation) -> Tensor:
         """Slots that are never evicted. Bool [B, K, n]."""
-        sinks, recents = self.pins_of(seen)
-        mask = (seen.positions < sinks) | (seen.positions >= seen.seen - recents)
-        for start, stop in seen.pinned_spans:
-            mask = mask | ((seen.positions >= start) & (seen.positions < stop))
+        sinks, recents = self.pins_of(obs)
+        mask = (obs.positions < sinks) | (obs.positions >= obs.num_tokens - recents)
+        for start, stop in obs.pinned_spans:
+            mask = mask | ((obs.positions >= start) & (obs.positions < stop))
         return mask
 
-    def pins_of(self, seen: Observation) -> tuple[int, int]:
-        """First and newest tokens that are never evicted from the heads that are looked at."""
-        policy = self._policy(seen)
+    def pins_of(self, obs: Observation) -> tuple[int, int]:
+        """How many first and how many newest tokens stay in the heads that are observed."""
+        policy = self._policy(obs)
         sinks = max(policy.sinks_pinned(), self.sink_tokens)
-        return sinks, max(policy.recents_pinned(seen.budget), self.recent_tokens)
+        return sinks, max(policy.recents_pinned(obs.budget), self.recent_tokens)
 
-    def worth(self, scores: Tensor, pinned: Tensor, seen: Observation) -> Tensor:
-        """What slots are chosen by: `score`'s result, rescored, and +inf where pinned. [B, K, n].
+    def worth(self, scores: Tensor, pinned: Tensor, obs: Observation) -> Tensor:
+        """The numbers that slots are chosen by: scores, rescored, +inf where pinned. [B, K, n].
 
-        `seen.budget` slots of each head stay.
+        `obs.budget` slots of each head stay.
         """
         if self.rescorer is not None:
-            scores = self.rescorer.rescore(scores, pinned, seen).float().nan_to_num(nan=LOWEST)
+            scores = self.rescorer.rescore(scores, pinned, obs).float().nan_to_num(nan=LOWEST)
         # All scores are finite, so that a pinned slot's +inf is above every one of them.
         return scores.masked_fill(pinned, float("inf"))
 
-    def choose(self, scores: Tensor, pinned: Tensor, seen: Observation, count: int) -> Tensor:
-        """The `count` slots of each head to give up, by `score`'s result. [B, K, count], unordered.
+    def choose(self, scores: Tensor, pinned: Tensor, obs: Observation, count: int) -> Tensor:
+        """The `count` slots of each head to evict, by `score`'s result. [B, K, count], unordered.
 
-        `seen.budget` slots of each head stay. Of slots that are worth the same the older go.
+        `obs.budget` slots of each head stay. Of slots that are worth the same the older go.
         """
-        return lowest(self.worth(scores, pinned, seen), seen.positions, count)
+        return lowest(self.worth(scores, pinned, obs), obs.positions, count)
 
-    def select(self, seen: Observation, count: int) -> Tensor:
-        """Score and choose: the `count` slots of each head to give up. [B, K, count], unordered."""
-        return self.choose(self.score(seen), self.pinned(seen), seen, count)
+    def select(self, obs: Observation, count: int) -> Tensor:
+        """Score, then choose the `count` slots of each head to evict. [B, K, count], unordered."""
+        return self.choose(self.score(obs), self.pinned(obs), obs, count)
 
-    def _policy(self, seen: Observation) -> Policy:
+    def _policy(self, obs: Observation) -> Policy:
         if self.head_budget is None:
             return self.policy
-        return self.head_budget.policy_of(seen, self.policy)
+        return self.head_budget.policy_of(obs, self.policy)

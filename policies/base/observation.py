@@ -15,21 +15,21 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from kvcap.policies.base.slots import Saliency
+    from kvcap.policies.base.companions import Saliency
 
 
 @dataclass
 class Observation:
-    """One layer's slots and, where the policy asks, its last queries.
+    """One layer's slots and, where the policy asks for them, its last queries.
 
     Keys and queries are rotated as attention saw them. Everything derived is float32, computed
-    once and only when read. Attributes a policy did not declare in `observes` are `None`.
+    once and only when read. What a policy did not declare in `observes` may be `None`.
     """
 
     keys: Tensor  # [B, K, n, D]
     values: Tensor  # [B, K, n, D]
     positions: Tensor  # [B, K, n] int, the token's place in the conversation
-    seen: int | Tensor  # tokens read so far, this block's included; [] inside a CUDA graph
+    num_tokens: int | Tensor  # tokens read so far, this block's included; [] inside a CUDA graph
     budget: int  # slots per KV head that stay
     new: int = 0  # tokens of this block: the last slots in memory
     layer: int = 0  # index among the capped layers
@@ -53,7 +53,7 @@ class Observation:
         """Which slots a query may see: its own token's and older ones. Bool [B, K, 1, w, n]."""
         assert self.queries is not None
         w = self.queries.shape[2]
-        times = self.seen + torch.arange(-w, 0, device=self.positions.device)  # [w]
+        times = self.num_tokens + torch.arange(-w, 0, device=self.positions.device)  # [w]
         visible: Tensor = self.positions[:, :, None, None, :] <= times[:, None]
         return visible
 
@@ -86,7 +86,7 @@ class Observation:
 
     @cached_property
     def weight(self) -> Tensor:
-        """What attention-based scores add up: the saliency if one is set, else `A`.
+        """What scores by attention add up: attention `A`, or what a saliency puts in its place.
 
         Shape [B, K, G, w, n].
         """

@@ -1,4 +1,4 @@
-"""Which slots are worth least: by worth, of equal worth by position, the newer token is worth more.
+"""Orders slots by worth; of slots that are worth the same, the older one goes first.
 
 One rule for every device and backend, so that all keep the same slots where scores tie, as pooling
 by a maximum makes them do. Positions of a head are distinct.
@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 def ordered(worth: Tensor, positions: Tensor) -> Tensor:
-    """Integers [..., n] in the order of (worth, position), -0.0 as 0.0. int64.
+    """Integers that sort as (worth, position) does, -0.0 as 0.0. [..., n] int64.
 
     Args:
         worth: [..., n] float32 without NaN.
@@ -23,7 +23,7 @@ def ordered(worth: Tensor, positions: Tensor) -> Tensor:
 
 
 def lowest(worth: Tensor, positions: Tensor, count: int) -> Tensor:
-    """The `count` slots of least worth of each head. [..., count], unordered.
+    """Indices of the `count` slots of each head that are worth least. [..., count], unordered.
 
     Args:
         worth: [..., n] float32 without NaN.
@@ -36,13 +36,13 @@ def lowest(worth: Tensor, positions: Tensor, count: int) -> Tensor:
 
 
 def sequence(worth: Tensor, positions: Tensor) -> Tensor:
-    """All slots of each head, from the least worth on, by two sorts. [..., n] int64."""
+    """Indices of all slots of each head, the least worthy first, by two sorts. [..., n] int64."""
     by_age = positions.argsort(dim=-1)
     return by_age.gather(-1, worth.gather(-1, by_age).argsort(dim=-1, stable=True))
 
 
 def ranks(worth: Tensor, positions: Tensor) -> Tensor:
-    """How many slots of its head each slot is worth more than. [..., n] int64.
+    """For every slot, how many slots of its head are worth less. [..., n] int64.
 
     The same order by sorts, which are traced for ONNX, where a float has no bits.
     """

@@ -1,4 +1,4 @@
-"""The contract of a policy, and what scores share.
+"""The contract of a policy, and what scores have in common.
 
 A policy's `score` is pure tensor code (no `.item()`, no data-dependent Python, no in-place
 writes), because the same method is traced for ONNX and mirrored by a Triton kernel.
@@ -27,10 +27,10 @@ class Policy(Component):
 
     @property
     def scores_heads_alone(self) -> bool:
-        """Whether a head's scores depend on that head only, as heads of unequal length ask."""
+        """Whether a head's scores depend on that head alone, as heads of unequal length require."""
         return True
 
-    def score(self, seen: Observation) -> Tensor:
+    def score(self, obs: Observation) -> Tensor:
         """Worth of every slot, higher is kept. Shape [B, K, n], float32."""
         raise NotImplementedError
 
@@ -50,10 +50,12 @@ class Policy(Component):
 
 @dataclass(frozen=True)
 class WindowPolicy(Policy):
-    """Scores by the last `window` queries, whose own tokens are pinned."""
+    """A policy that scores by the last `window` queries, and pins their tokens."""
 
     window: int = 32
     group: Group = "mean"  # how the query heads of a KV head are put together
+
+    small: ClassVar = {"window": 4}
 
     def __post_init__(self) -> None:
         self.require("window", self.window >= 1, "a number of queries, 1 or more")
@@ -79,27 +81,27 @@ def over_group(scores: Tensor, group: Group) -> Tensor:
 
 
 def pool_in_time(
-    scores: Tensor, positions: Tensor, kernel: int, pool: str, seen: int | Tensor, window: int
+    scores: Tensor, positions: Tensor, kernel: int, pool: str, num_tokens: int | Tensor, window: int
 ) -> Tensor:
-    """1-D pooling over the slots in time order, same length out; the newest tokens are left out.
+    """Pool each slot's score with those of its neighbours in time; the newest tokens are left out.
 
-    Those stay as they are, and lend their neighbours nothing: of pinned tokens, which are looked at
-    most, the ones next to them would live. Slots lie unordered in memory, so neighbours are found
-    through their positions.
+    Those keep their scores and lend none: else tokens would live for standing next to the pinned
+    window, which is looked at most. Slots lie unordered in memory, so neighbours are found through
+    their positions.
 
     Args:
         scores: [B, K, ..., n].
         positions: [B, K, n].
         kernel: odd window length in tokens; 1 leaves the scores as they are.
         pool: 'max' or 'avg' (borders average over what exists and is not left out).
-        seen: tokens read so far.
+        num_tokens: tokens read so far.
         window: how many of the newest are left out.
     """
     if kernel == 1:
         return scores
     wide = (*positions.shape[:2], *(1,) * (scores.dim() - 3), -1)
     order = positions.argsort(-1).view(wide)  # [B, K, ..., n]
-    apart = (positions >= seen - window).view(wide)
+    apart = (positions >= num_tokens - window).view(wide)
     given = scores.masked_fill(apart, float("-inf") if pool == "max" else 0.0)
     in_time = given.gather(-1, order.expand_as(scores))
     if pool == "max":

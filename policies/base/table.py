@@ -1,4 +1,4 @@
-"""Tables of one number per head, measured once per model, that some head budgets need.
+"""Reads tables of one number per head, measured once per model, that some budgets need.
 
 A JSON file: `{"model": NAME, "kind": "heads", "scores": [[...], ...]}`, a row for every capped
 layer, in it a number (0 or more, higher matters more) for every query head or every KV head.

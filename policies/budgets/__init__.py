@@ -1,1 +1,1 @@
-"""How slots are spread over layers or heads, one file each."""
+"""Budgets, one file each: how slots are spread over layers or heads."""

@@ -1,4 +1,4 @@
-"""Ada-KV: a layer's slots go to the heads whose tokens score highest."""
+"""Ada-KV: gives a layer's slots to the heads whose tokens score highest."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvcap.policies.base import HeadBudget, apportion
+from kvcap.policies.base import HeadBudget, Preset, apportion
 from kvcap.policies.base.order import ordered
 
 
 @dataclass(frozen=True)
 class AdaKV(HeadBudget):
-    """`(1-f)·c_k + f·R` slots for head `k`, and its pinned ones; `f` is `safeguard`.
+    """Shares a layer's slots out by how many of the layer's best scores each head has.
 
-    Ada-KV, https://arxiv.org/abs/2407.11550, Alg. 1. `R` slots per head are left by the pins, and
-    `c_k` of the layer's `K·R` best scores are head `k`'s. No head goes without a slot.
+    Head `k` gets its pinned slots and `(1-f)·c_k + f·R` more: the pins leave `R` slots per head,
+    `c_k` of the layer's `K·R` best scores are head `k`'s, and `f` is `safeguard`. No head goes
+    without a slot. Ada-KV, https://arxiv.org/abs/2407.11550, Alg. 1.
     """
 
     safeguard: float = 0.2
@@ -27,6 +28,7 @@ class AdaKV(HeadBudget):
     paper: ClassVar = "Ada-KV, arXiv 2407.11550, Alg. 1"
     formula: ClassVar = "(1-f) · (a head's part of the layer's best scores) + f · R + pinned"
     when: ClassVar = "to compare with other tools that share slots out between heads"
+    presets: ClassVar = {"adakv": Preset("snapkv+adakv")}
 
     def __post_init__(self) -> None:
         self.require("safeguard", 0 <= self.safeguard <= 1, "a fraction, 0 to 1 (uniform)")

@@ -1,4 +1,4 @@
-"""CAKE's layers: slots go where attention is spread out and keeps moving."""
+"""CAKE: gives slots to the layers whose attention is spread out and keeps moving."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvcap.policies.base import LayerBudget, Observation, apportion
+from kvcap.policies.base import LayerBudget, Observation, Preset, apportion
 
 
 @dataclass(frozen=True)
 class Cake(LayerBudget):
-    """`(-Σ A ln A)^(1/τ1) · (Σ_j var_t A_tj)^(1/τ2)` of the window: a layer's share of the slots.
+    """Shares slots out between layers by the entropy and the variance of their attention.
 
+    `(-Σ A ln A)^(1/τ1) · (Σ_j var_t A_tj)^(1/τ2)` over the window of queries is a layer's share.
     CAKE, https://arxiv.org/abs/2503.12491, Eq. 5-7. Every layer keeps at least `floor` of the
     uniform budget: entropy falls with the slots, so a layer that lost once would go on losing.
     """
@@ -30,14 +31,15 @@ class Cake(LayerBudget):
     paper: ClassVar = "CAKE, arXiv 2503.12491"
     formula: ClassVar = "slots in proportion to entropy^(1/τ1) · variance^(1/τ2) of attention"
     when: ClassVar = "where layers differ much in what they need"
+    presets: ClassVar = {"cake": Preset("cake+cake")}
 
     def __post_init__(self) -> None:
         self.require("tau1", self.tau1 > 0, "a temperature above 0")
         self.require("tau2", self.tau2 > 0, "a temperature above 0")
         self.require("floor", 0 <= self.floor <= 1, "a fraction of the budget, 0 to 1")
 
-    def preference(self, seen: Observation) -> Tensor:
-        a = seen.attention  # [B, K, G, w, n]
+    def preference(self, obs: Observation) -> Tensor:
+        a = obs.attention  # [B, K, G, w, n]
         entropy = torch.special.entr(a).sum((-2, -1)).mean()
         variance = a.var(-2, correction=0).sum(-1).mean()
         wanted: Tensor = entropy ** (1 / self.tau1) * variance ** (1 / self.tau2)  # []

@@ -1,4 +1,4 @@
-"""DuoAttention: heads that only stream keep sinks and recents, the others get the rest."""
+"""DuoAttention: heads that only stream keep sinks and recents; the others get the rest."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import ClassVar
 
-from kvcap.policies.base import HeadBudget, Observation, Policy, apportion
+from kvcap.policies.base import HeadBudget, Observation, Policy, Preset, apportion
 from kvcap.policies.base.table import Table, last_read, read_table
 from kvcap.policies.streaming_llm import StreamingLLM
 
 
 @dataclass(frozen=True)
 class DuoAttention(HeadBudget):
-    """`sinks + recents` slots for a streaming head; the retrieval heads share the layer's rest.
+    """Gives a streaming head `sinks + recents` slots, and retrieval heads the rest of the layer's.
 
     DuoAttention, https://arxiv.org/abs/2410.10819, but capped. The `retrieval` fraction of all
     heads with the highest scores of `table` retrieve. Under a smaller budget sinks and recents
@@ -30,6 +30,8 @@ class DuoAttention(HeadBudget):
     paper: ClassVar = "DuoAttention, arXiv 2410.10819"
     formula: ClassVar = "sinks + recents for streaming heads, the layer's rest for retrieval heads"
     when: ClassVar = "for very small budgets, after calibrating once"
+    small: ClassVar = {"sinks": 2, "recents": 6}
+    presets: ClassVar = {"duoattention": Preset("keydiff+duoattention")}
 
     def __post_init__(self) -> None:
         self.require("table", isinstance(self.table, str), "the name of a JSON file")
@@ -49,14 +51,14 @@ class DuoAttention(HeadBudget):
             found.append([next(shares) if mine else small for mine in retrieves])
         return found
 
-    def policy_of(self, seen: Observation, base: Policy) -> Policy:
-        layer = _retrieving(last_read(self.table, "duoattention"), self.retrieval)[seen.layer]
-        mine = set(layer[seen.first_head : seen.first_head + seen.positions.shape[1]])
+    def policy_of(self, obs: Observation, base: Policy) -> Policy:
+        layer = _retrieving(last_read(self.table, "duoattention"), self.retrieval)[obs.layer]
+        mine = set(layer[obs.first_head : obs.first_head + obs.positions.shape[1]])
         assert len(mine) == 1, "heads of both classes are observed one by one"
         if mine == {True}:
             return base
         whole = self.sinks + self.recents
-        return StreamingLLM(min(self.sinks, self.sinks * seen.budget // whole))
+        return StreamingLLM(min(self.sinks, self.sinks * obs.budget // whole))
 
 
 @lru_cache

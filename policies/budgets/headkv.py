@@ -1,4 +1,4 @@
-"""HeadKV: slots by a table of how much each head matters."""
+"""HeadKV: gives slots to heads by a table of how much each head matters."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from kvcap.policies.base import HeadBudget, apportion
+from kvcap.policies.base import HeadBudget, Preset, apportion
 from kvcap.policies.base.table import read_table
 
 
 @dataclass(frozen=True)
 class HeadKV(HeadBudget):
-    """`base - base//β + pool · importance / Σ importance` slots, and the pinned ones.
+    """Takes slots from every head of the model, and shares them out again by importance.
 
-    HeadKV, https://arxiv.org/abs/2410.19258; `base` is what the pins leave. The pool is what all
-    heads of the model give up and share again, by importance. `kvcap policies calibrate headkv`
-    makes a `table`.
+    `base - base//β + pool · importance / Σ importance` slots, and the pinned ones: `base` is what
+    the pins leave, the pool what all heads give up. HeadKV, https://arxiv.org/abs/2410.19258.
+    `kvcap policies calibrate headkv` makes a `table` of the importance.
     """
 
     table: str = ""
@@ -25,6 +25,7 @@ class HeadKV(HeadBudget):
     paper: ClassVar = "HeadKV, arXiv 2410.19258"
     formula: ClassVar = "base - base//β + pool · importance / Σ importance + pinned"
     when: ClassVar = "to score by attention under 256 to 512 slots, after calibrating once"
+    presets: ClassVar = {"headkv": Preset("snapkv+headkv")}
 
     def __post_init__(self) -> None:
         self.require("table", isinstance(self.table, str), "the name of a JSON file")

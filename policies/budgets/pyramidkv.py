@@ -1,19 +1,20 @@
-"""PyramidKV: many slots for the first layers, few for the last."""
+"""PyramidKV: gives many slots to the first layers, few to the last."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import ClassVar
 
-from kvcap.policies.base import LayerBudget, apportion
+from kvcap.policies.base import LayerBudget, Preset, apportion
 
 
 @dataclass(frozen=True)
 class PyramidKV(LayerBudget):
-    """From `2R - R//β` slots at the first layer down to `R//β` at the last, and the pinned ones.
+    """Lets the slots of a layer fall linearly, from the first layer to the last.
 
-    PyramidKV, https://arxiv.org/abs/2406.02069; `R` is what the pins leave of the budget. Every
-    layer keeps at least one slot that is not pinned.
+    From `2R - R//β` slots down to `R//β`, and the pinned ones; `R` is what the pins leave of the
+    budget. Every layer keeps at least one slot that is not pinned. PyramidKV,
+    https://arxiv.org/abs/2406.02069.
     """
 
     beta: int = 20
@@ -21,6 +22,7 @@ class PyramidKV(LayerBudget):
     paper: ClassVar = "PyramidKV, arXiv 2406.02069"
     formula: ClassVar = "slots fall linearly from 2R - R//β to R//β, R = N - pinned"
     when: ClassVar = "as a baseline: the first layers get most of the slots"
+    presets: ClassVar = {"pyramidkv": Preset("snapkv+pyramidkv")}
 
     def __post_init__(self) -> None:
         self.require("beta", self.beta >= 1, "a number, 1 (uniform) or more")

@@ -1,1 +1,1 @@
-"""What corrects the output for the tokens that were evicted, one file each."""
+"""Correctors, one file each: what corrects attention's output for evicted tokens."""

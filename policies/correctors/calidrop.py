@@ -1,4 +1,4 @@
-"""CaliDrop: what evicted tokens would have added, remembered from a similar query."""
+"""CaliDrop: adds what evicted tokens would have, as a similar query found it."""
 
 from __future__ import annotations
 
@@ -8,17 +8,18 @@ from typing import ClassVar
 from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
-from kvcap.policies.base import Corrector
+from kvcap.policies.base import Corrector, Preset
 
 
 @dataclass(frozen=True)
 class CaliDrop(Corrector):
-    """Merge attention over evicted tokens into the output, as query `C_q` had it, by log-sum-exp.
+    """Adds attention over evicted tokens to the output, remembered from a similar earlier query.
 
-    CaliDrop, Alg. 1: with `ρ = cos(q, C_q)`, `ρ < θ1` attends to the evicted tokens anew and
-    corrects, `ρ > θ2` corrects with what is remembered, between them nothing is done. Evicted
-    tokens stay on the host, at most `calibration_size` for each KV head, those of the highest
-    scores (Fig. 3c); the cap counts them.
+    CaliDrop, Alg. 1, with `C_q` the query that attended to the evicted tokens last, and `ρ` its
+    cosine with the query in hand: `ρ < θ1` attends to them anew and corrects, `ρ > θ2` corrects
+    with what is remembered, between them nothing is done. The two attentions are merged by
+    log-sum-exp. Evicted tokens stay on the host, at most `calibration_size` for each KV head, those
+    of the highest scores (Fig. 3c); the cap counts them.
     """
 
     theta1: float = 0.7
@@ -32,6 +33,12 @@ class CaliDrop(Corrector):
     when: ClassVar = (
         "where memory is short on the device, not on the host, which keeps what was evicted"
     )
+    small: ClassVar = {"calibration_size": 20}
+    presets: ClassVar = {
+        "calidrop": Preset("snapkv+calidrop", {"kernel": 5, "pool": "avg"}),
+        "calidrop-h2o": Preset("h2o+calidrop"),
+        "calidrop-streaming_llm": Preset("streaming_llm+calidrop", {"sinks": 32}),
+    }
 
     def __post_init__(self) -> None:
         self.require("theta1", -1 <= self.theta1 <= 1, "a cosine, -1 to 1")

@@ -1,1 +1,1 @@
-"""What replaces the scores once the budget is known, one file each."""
+"""Rescorers, one file each: what replaces the scores once the budget is known."""

@@ -1,4 +1,4 @@
-"""CriticalKV: the second half of the budget by what a value does behind the output projection."""
+"""CriticalKV: chooses half of the slots by what a value does behind the output projection."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvcap.policies.base import Observation, Rescorer
+from kvcap.policies.base import Observation, Preset, Rescorer
 from kvcap.policies.base.order import ranks
 
 
 @dataclass(frozen=True)
 class CriticalKV(Rescorer):
-    """First the top `α` of the unpinned budget by score `S`, then by `(S̄ + ε)·‖v_j W_O‖₁`.
+    """Keeps the best slots by score, then others by score and the norm of the projected value.
 
+    First the top `α` of the unpinned budget by score `S`, then by `(S̄ + ε)·‖v_j W_O‖₁`.
     CriticalKV, https://arxiv.org/abs/2502.03805, Alg. 1 (box: `α` 0.25; experiments: 0.5). `S̄` is
     `S` per observed query, as Alg. 2 averages attention over the window. The norm is the mean over
     the group of those through each query head's slice of `W_O`, computed once a token. Scores below
@@ -30,28 +31,33 @@ class CriticalKV(Rescorer):
     paper: ClassVar = "CriticalKV, arXiv 2502.03805, Alg. 1"
     formula: ClassVar = "the top α by score S, then by (S + ε) |v_j W_O|₁"
     when: ClassVar = "to evict once, after a long prompt; harmful in a chat, which evicts often"
+    presets: ClassVar = {
+        "criticalkv": Preset("snapkv+criticalkv"),
+        "criticalkv-adakv": Preset("snapkv+adakv+criticalkv"),
+        "criticalkv-headkv": Preset("snapkv+headkv+criticalkv"),
+    }
 
     def __post_init__(self) -> None:
         self.require("alpha", 0 <= self.alpha <= 1, "a fraction of the budget, 0 to 1 (the base)")
         self.require("epsilon", self.epsilon >= 0, "a number, 0 or more")
 
-    def update(self, seen: Observation) -> dict[str, Tensor]:
-        assert seen.output_projection is not None
-        old = seen.values.shape[2] - seen.new
-        heads = zip(seen.values[:, :, old:].unbind(1), seen.output_projection, strict=True)
+    def update(self, obs: Observation) -> dict[str, Tensor]:
+        assert obs.output_projection is not None
+        old = obs.values.shape[2] - obs.new
+        heads = zip(obs.values[:, :, old:].unbind(1), obs.output_projection, strict=True)
         norms = torch.stack([_norms(values, weights) for values, weights in heads], 1)  # [B, K, T]
-        return {"output_norm": torch.cat((seen.state["output_norm"][..., :old], norms), -1)}
+        return {"output_norm": torch.cat((obs.state["output_norm"][..., :old], norms), -1)}
 
-    def rescore(self, scores: Tensor, pinned: Tensor, seen: Observation) -> Tensor:
+    def rescore(self, scores: Tensor, pinned: Tensor, obs: Observation) -> Tensor:
         if self.alpha == 1:
             return scores
         lowest = scores.masked_fill(pinned, 0.0).amin(-1, keepdim=True).clamp(max=0.0)  # [B, K, 1]
-        rows = 1 if seen.queries is None else seen.queries.shape[2]
-        second = ((scores - lowest) / rows + self.epsilon) * seen.state["output_norm"]
-        free = seen.budget - pinned.sum(-1, keepdim=True)  # [B, K, 1]
+        rows = 1 if obs.queries is None else obs.queries.shape[2]
+        second = ((scores - lowest) / rows + self.epsilon) * obs.state["output_norm"]
+        free = obs.budget - pinned.sum(-1, keepdim=True)  # [B, K, 1]
         others = scores.masked_fill(pinned, -torch.inf)
         last = scores.shape[-1] - (self.alpha * free).floor()  # [B, K, 1]
-        first = ranks(others, seen.positions) >= last  # [B, K, n]
+        first = ranks(others, obs.positions) >= last  # [B, K, n]
         return second.masked_fill(first, torch.finfo(torch.float32).max)
 
 

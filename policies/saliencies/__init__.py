@@ -1,1 +1,1 @@
-"""What replaces the attention weights inside a score, one file each."""
+"""Saliencies, one file each: what replaces the attention weights in a score."""

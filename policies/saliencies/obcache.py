@@ -1,4 +1,4 @@
-"""OBCache: what pruning a token does to attention's output, in place of attention weights."""
+"""OBCache: weighs a token by what pruning it does to attention's output."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from kvcap.policies.base import Observation, Saliency
+from kvcap.policies.base import Observation, Preset, Saliency
 
 
 @dataclass(frozen=True)
 class OBCache(Saliency):
-    """`value = A²·‖v‖²`, `key = (A·z)²·‖v - a‖²`, `joint = 2·A²·z·(‖v‖² - v·a) + value + key`.
+    """Replaces attention by an estimate of how far pruning a token moves attention's output.
 
+    `value = A²·‖v‖²`, `key = (A·z)²·‖v - a‖²`, `joint = 2·A²·z·(‖v‖² - v·a) + value + key`.
     OBCache, https://arxiv.org/abs/2510.07651, Eq. 4-6; the group's heads add up (Eq. 33-35), to
     which their mean is proportional. `joint` can be negative.
     """
@@ -25,21 +26,26 @@ class OBCache(Saliency):
     paper: ClassVar = "OBCache, arXiv 2510.07651, Eq. 4-6"
     formula: ClassVar = "in place of A_tj: 2 A² z (|v|² - v·a) + A² |v|² + (A z)² |v - a|²"
     when: ClassVar = "to score by attention without calibration, at twice the time of snapkv"
+    presets: ClassVar = {
+        "obcache": Preset("snapkv+obcache"),
+        "obcache-h2o": Preset("h2o+obcache", {"recent": 0.25, "sink_tokens": 4}),
+        "obcache-tova": Preset("tova+obcache", {"sink_tokens": 4}),
+    }
 
     def __post_init__(self) -> None:
         self.require("mode", self.mode in ("value", "key", "joint"), "value, key or joint")
 
-    def weigh(self, seen: Observation) -> Tensor:
-        v = seen.values.float()  # [B, K, n, D]
+    def weigh(self, obs: Observation) -> Tensor:
+        v = obs.values.float()  # [B, K, n, D]
         squares = v.square().sum(-1)[:, :, None, None]  # [B, K, 1, 1, n]
-        value = seen.attention.square() * squares  # [B, K, G, w, n]
+        value = obs.attention.square() * squares  # [B, K, G, w, n]
         if self.mode == "value":
             return value
-        a = seen.output  # [B, K, G, w, D]
-        along = torch.matmul(a.flatten(2, 3), v.mT).view_as(seen.attention)  # [B, K, G, w, n]
+        a = obs.output  # [B, K, G, w, D]
+        along = torch.matmul(a.flatten(2, 3), v.mT).view_as(obs.attention)  # [B, K, G, w, n]
         distance = (a.square().sum(-1, keepdim=True) + squares - 2 * along).clamp(min=0)
-        key = (seen.attention * seen.logits).square() * distance
+        key = (obs.attention * obs.logits).square() * distance
         if self.mode == "key":
             return key
-        cross = 2 * seen.attention.square() * seen.logits * (squares - along)
+        cross = 2 * obs.attention.square() * obs.logits * (squares - along)
         return cross + value + key

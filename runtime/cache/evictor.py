@@ -91,7 +91,7 @@ class SegmentEviction:
     @property
     def _pins(self) -> evict.Pins:
         obs = self.obs
-        return evict.Pins(*self.eviction.pins_of(obs), obs.seen, obs.pinned_spans)
+        return evict.Pins(*self.eviction.pins_of(obs), obs.num_tokens, obs.pinned_spans)
 
 
 class Evictor:
@@ -320,7 +320,7 @@ class Evictor:
             keys=step.keys[index],
             values=segment.values,
             positions=segment.positions,
-            seen=step.tokens if step.clock is None else step.clock,
+            num_tokens=step.tokens if step.clock is None else step.clock,
             budget=segment.stay,
             new=step.length,
             layer=self.index,

@@ -66,7 +66,7 @@ def check_pins(
             none = empty(1, max(1, kv_heads // len(row)), 0)  # pins depend on no tensor
             observed = Observation(
                 keys=none, values=none, positions=none,
-                seen=seen, budget=slots, layer=layer,
+                num_tokens=seen, budget=slots, layer=layer,
                 first_head=index % kv_heads,
             )  # fmt: skip
             sinks, recents = eviction.pins_of(observed)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import ast
 import inspect
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields, is_dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -149,7 +149,7 @@ def policy_names(incomplete: str) -> list[str]:
             name for sub in folder.iterdir() if sub.name != "base" for name in _module_names(sub)
         }
     else:
-        names = {*_module_names(folder), *_preset_names(Path(spec.origin))}
+        names = {*_module_names(folder), *_preset_names(folder)}
     return sorted(f"{base}{plus}{name}" for name in names if name.startswith(last))
 
 
@@ -158,13 +158,13 @@ def _module_names(folder: Path) -> list[str]:
     return [path.stem for path in folder.glob("*.py") if path.stem != "__init__"]
 
 
-def _preset_names(source: Path) -> list[str]:
-    """The keys of the dictionary PRESETS, read from its source."""
-    for node in ast.parse(source.read_text(encoding="utf-8")).body:
-        match node:
-            case ast.AnnAssign(target=ast.Name(id="PRESETS"), value=ast.Dict(keys=keys)):
-                return [ast.literal_eval(key) for key in keys if key is not None]
-    return []
+def _preset_names(folder: Path) -> Iterator[str]:
+    """The keys of the dictionary `presets` of every policy's class, read from the sources."""
+    for path in (*folder.glob("*.py"), *folder.glob("*/*.py")):
+        for node in ast.walk(ast.parse(path.read_bytes())):
+            match node:
+                case ast.AnnAssign(target=ast.Name(id="presets"), value=ast.Dict(keys=keys)):
+                    yield from (ast.literal_eval(key) for key in keys if key is not None)
 
 
 Model = Annotated[

@@ -36,7 +36,7 @@ LEGEND = (
 
 def describe(name: str, eviction: Eviction) -> dict[str, Any]:
     """A policy or preset as `kvcap policies --json` has it."""
-    from kvcap.policies import SLOTS, WHEN
+    from kvcap.policies import SLOTS, policies
 
     filled = {slot: part for slot in SLOTS if (part := getattr(eviction, slot)) is not None}
     parts = [_part(slot, _name(part), part) for slot, part in filled.items()]
@@ -45,7 +45,7 @@ def describe(name: str, eviction: Eviction) -> dict[str, Any]:
     return {
         "name": name,
         "composition": " + ".join(part["name"] for part in parts),
-        "when": WHEN.get(name) or _when(filled),
+        "when": (policies()[name].when if name in policies() else "") or _when(filled),
         "parts": parts,
         # As `--policy-option` takes them: an option is the first part's that has it.
         "options": {k: v for part in reversed(parts) for k, v in part["options"].items()} | pins,

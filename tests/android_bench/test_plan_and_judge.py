@@ -39,7 +39,8 @@ from kvcap.export import keydiff
 from kvcap.export.forms import Traced
 from kvcap.export.formulations import FORMULATIONS
 from kvcap.export.shape import Shape
-from kvcap.policies import load_policy, policies
+from kvcap.export.spec import with_graphs_of_their_own
+from kvcap.policies import load_policy
 
 ROOT = Path(__file__).parents[2]
 SHAPE = Shape(kv_heads=2, heads=4, head_dim=16, block=16)
@@ -170,16 +171,17 @@ def test_positions_are_a_permutation_with_the_newest_last(folder):
 
 
 def test_presets_hold_what_their_names_promise():
-    (group,) = PRESETS["table19"].groups
+    (group,) = PRESETS["table19"]().groups
     assert group.sizes == SIZES == (512, 1024, 2048, 4096, 8192)
     assert group.dtypes == ("fp16",)
     assert {v.policy for v in group.variants} == {"snapkv", "tova", "keydiff", "h2o"}
-    assert PRESETS["table19"].rules == PRESETS["full"].rules == Rules()
-    forms = {v.formulation for v in PRESETS["full"].groups[0].variants if v.policy == "keydiff"}
-    assert forms == set(FORMULATIONS)
-    every = {v.policy for group in PRESETS["full"].groups for v in group.variants}
-    scores = {name for name, recipe in policies().items() if set(recipe.parts) == {"policy"}}
-    assert scores - every - {"full"} <= {name for name in scores if "-" in name}
+    full = PRESETS["full"]()
+    assert PRESETS["table19"]().rules == full.rules == Rules()
+    for group in full.groups:
+        forms = {v.formulation for v in group.variants if v.policy == "keydiff"}
+        assert forms == set(FORMULATIONS)
+        assert {v.policy for v in group.variants} == set(with_graphs_of_their_own())
+        assert len(group.variants) == len({repr(v) for v in group.variants})
 
 
 @pytest.mark.parametrize(

@@ -266,7 +266,7 @@ def test_texts_that_will_not_do(content: bytes | None, says: str, run: Any, tmp_
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["snapkv"], "'snapkv' takes no table of heads; only headkv and duoattention do"),
+        (["snapkv"], "'snapkv' takes no table of heads; only duoattention and headkv do"),
         (["criticalkv-headkv"], "takes no table"),
         (["headkv", "nowhere/at-all"], "is no directory here"),
         (["headkv", "--dtype", "int8"], "use one of float32"),

@@ -44,9 +44,10 @@ from kvcap.runtime.types import MANIFEST
 BUDGET, BLOCK = 20, 8
 LENGTHS = [8, 8, 8, 5, 8, 1, 1, 1, 3, 8, 1]  # beyond the budget, odd blocks, steps
 SLIDING = {"gemma2", "gemma3_text"}
-RAGGED = {"adakv", "cake", "criticalkv-adakv", "criticalkv-headkv", "duoattention", "headkv"}
-CORRECTED = {"calidrop", "calidrop-h2o", "calidrop-streaming_llm"}
-EXPORTED = sorted(set(policies()) - RAGGED - CORRECTED - {"full"})
+EVICTIONS = {name: load_policy(name) for name in policies() if name != "full"}
+RAGGED = {name for name, e in EVICTIONS.items() if e.head_budget is not None or e.layers_move}
+CORRECTED = {name for name, e in EVICTIONS.items() if e.corrector is not None} - RAGGED
+EXPORTED = sorted(EVICTIONS.keys() - RAGGED - CORRECTED)
 
 
 def decoder(family="llama", policy="keydiff", positions="compact", budget=BUDGET, **changes):

@@ -14,6 +14,7 @@ import numpy as np
 import onnx
 import pytest
 import torch
+from conftest import small_options
 from onnx import numpy_helper
 from safetensors.numpy import load_file
 from torch.onnx._internal.exporter._registration import ONNXRegistry
@@ -24,10 +25,10 @@ from kvcap.export.cases import Case, inputs
 from kvcap.export.forms import form_of, graph_part
 from kvcap.export.ports import PORTS
 from kvcap.export.shape import Shape, model_sizes
-from kvcap.export.spec import Spec
+from kvcap.export.spec import Spec, with_graphs_of_their_own
 from kvcap.export.verify import feed, session, verify
 from kvcap.export.write import OPSET, write
-from kvcap.policies import load_policy, policies
+from kvcap.policies import load_policy
 from kvcap.runtime.backends.onnxruntime import library as libraries
 from kvcap.runtime.errors import (
     ExtraMissing,
@@ -41,11 +42,7 @@ from kvcap.runtime.errors import (
 ROOT = Path(__file__).parents[2]
 ODD = Shape(kv_heads=3, heads=9, head_dim=24, batch=3, block=10, budget=40)
 SMALL = ["--kv-heads", "2", "--heads", "4", "--head-dim", "16", "--budget", "40", "--block", "8"]
-SCORED = [name for name in policies() if name != "full"]
-# Presets whose graph is their base's: an evict graph of the base is enough.
-OWN = ["andpro", "cake", "criticalkv", "dropkv", "h2o", "keydiff", "keydiff-window", "knorm",
-       "obcache", "obcache-h2o", "obcache-tova", "random", "snapkv", "streaming_llm",
-       "tova"]  # fmt: skip
+OWN = sorted([*with_graphs_of_their_own(), "keydiff-window"])
 FORMS = ["naive", "stateless", "inverse_norms", "running_anchor"]
 
 
@@ -82,7 +79,8 @@ def shelf(tmp_path_factory):
         form = form or ("stateless" if name == "keydiff" else "naive")
         key = (name, stage, form, dtype)
         if key not in made:
-            made[key] = export(folder, name, stage, form, dtype, quick=False)[0]
+            options = small_options(name) if load_policy(name).least() > ODD.budget else {}
+            made[key] = export(folder, name, stage, form, dtype, quick=False, **options)[0]
         return made[key]
 
     return get
@@ -142,7 +140,12 @@ BASES = {"adakv": "snapkv", "cake": "cake+cake", "calidrop-h2o": "h2o", "critica
          "calidrop-streaming_llm": "streaming_llm"}  # fmt: skip
 
 
-@pytest.mark.parametrize("name", sorted(set(SCORED) - set(OWN) | {"cake"}))
+def test_policies_with_graphs_of_their_own():
+    assert {"andpro", "cake", "criticalkv", "keydiff", "obcache-h2o", "snapkv"} <= set(OWN)
+    assert not {"full", *BASES} - {"cake"} & set(OWN)
+
+
+@pytest.mark.parametrize("name", BASES)
 def test_a_preset_that_shares_out_budgets_exports_its_base(name):
     """The same graph, hence one export; and a note of what is not in it."""
     spec = Spec(load_policy(name), ODD)
@@ -440,7 +443,7 @@ def test_an_export_that_fails_leaves_nothing(tmp_path, monkeypatch):
 
     eager = Knorm.score
     monkeypatch.setattr(
-        Knorm, "score", lambda s, seen: eager(s, seen) * (2 if torch.compiler.is_exporting() else 1)
+        Knorm, "score", lambda s, obs: eager(s, obs) * (2 if torch.compiler.is_exporting() else 1)
     )
     with pytest.raises(ToleranceError):
         export(tmp_path / "new", "knorm")

@@ -92,7 +92,7 @@ class Slots:
         self.eviction = Eviction(KeyDiff(), sink_tokens=c.sinks, recent_tokens=c.recents)
         self.observation = Observation(
             keys=self.segment.keys, values=self.segment.values, positions=self.segment.positions,
-            seen=SEEN, budget=c.held - c.count, pinned_spans=c.spans,
+            num_tokens=SEEN, budget=c.held - c.count, pinned_spans=c.spans,
         )  # fmt: skip
 
     @property
@@ -113,9 +113,9 @@ class Slots:
         return evict.covers(self.segment.positions, c.count, c.spans, self.buffers)
 
     def worth(self) -> Tensor:
-        seen, raw = self.observation, self.scores
-        finite = self.eviction.score(seen, lambda policy, seen: raw)
-        return finite.masked_fill(self.eviction.pinned(seen), float("inf"))
+        obs, raw = self.observation, self.scores
+        finite = self.eviction.score(obs, lambda policy, obs: raw)
+        return finite.masked_fill(self.eviction.pinned(obs), float("inf"))
 
     def evict(self, **changed) -> Tensor:
         """By the kernels."""
@@ -139,9 +139,9 @@ class Slots:
 
     def choose(self) -> Tensor:
         """Eagerly."""
-        seen, raw = self.observation, self.scores
-        scores = self.eviction.score(seen, lambda policy, seen: raw)
-        return self.eviction.choose(scores, self.eviction.pinned(seen), seen, self.case.count)
+        obs, raw = self.observation, self.scores
+        scores = self.eviction.score(obs, lambda policy, obs: raw)
+        return self.eviction.choose(scores, self.eviction.pinned(obs), obs, self.case.count)
 
     def give_up(self, evicted: Tensor) -> None:
         """Eagerly."""
@@ -370,7 +370,7 @@ def test_the_clock_can_change_between_replays_of_a_graph(count):
         for mine, its in zip(slots.pool.buffers(), other.pool.buffers(), strict=True):
             mine.copy_(its)
         slots.scores.copy_(other.scores)
-        other.observation.seen = now
+        other.observation.num_tokens = now
         clock.fill_(now)
         graph.replay()
         other.give_up(other.expected())

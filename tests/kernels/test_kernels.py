@@ -83,27 +83,27 @@ def observe(s: Shape, seed: int | None = None) -> Observation:
         row[: s.n] = held[torch.randperm(s.n)]
     queries = (2 * torch.randn(s.B, s.w, H, s.D)).to(DEVICE, s.dtype).transpose(1, 2)
     return Observation(
-        keys=pool(), values=pool(), positions=places.to(DEVICE)[:, :, : s.n], seen=seen,
+        keys=pool(), values=pool(), positions=places.to(DEVICE)[:, :, : s.n], num_tokens=seen,
         budget=max(1, s.n // 2), queries=queries, scaling=s.D**-0.5, softcap=s.softcap,
         state={"accumulated": torch.rand(s.B, s.K, s.n, device=DEVICE)},
     )  # fmt: skip
 
 
-def exact(policy: Policy, seen: Observation, magnitude: bool = False) -> Tensor:
+def exact(policy: Policy, obs: Observation, magnitude: bool = False) -> Tensor:
     """The formulas of the papers in float64. [B, K, n].
 
     With `magnitude`, every difference is a sum: the numbers whose rounding makes the error.
     """
-    k, v = seen.keys.double(), seen.values.double()
+    k, v = obs.keys.double(), obs.values.double()
     if isinstance(policy, KeyDiff):
         unit = k / k.norm(dim=-1, keepdim=True)
         mean = (unit if policy.anchor == "unit_mean" else k).mean(2, keepdim=True)
         return -(unit * mean / mean.norm(dim=-1, keepdim=True)).sum(-1)
-    q = seen.queries.double().unflatten(1, (k.shape[1], -1))  # [B, K, G, w, D]
-    z = seen.scaling * q @ k[:, :, None].mT
-    z = z if seen.softcap is None else seen.softcap * (z / seen.softcap).tanh()
-    times = seen.seen - q.shape[3] + torch.arange(q.shape[3], device=k.device)
-    hidden = seen.positions[:, :, None, None] > times[:, None]
+    q = obs.queries.double().unflatten(1, (k.shape[1], -1))  # [B, K, G, w, D]
+    z = obs.scaling * q @ k[:, :, None].mT
+    z = z if obs.softcap is None else obs.softcap * (z / obs.softcap).tanh()
+    times = obs.num_tokens - q.shape[3] + torch.arange(q.shape[3], device=k.device)
+    hidden = obs.positions[:, :, None, None] > times[:, None]
     p = z.masked_fill(hidden, -torch.inf).softmax(-1)
     z = z.masked_fill(hidden, 0)
     a, square = p @ v[:, :, None], v.square().sum(-1)[:, :, None, None]
@@ -116,7 +116,7 @@ def exact(policy: Policy, seen: Observation, magnitude: bool = False) -> Tensor:
         "value": p**2 * square,
         "key": (p * z) ** 2 * distance,
         "joint": 2 * p**2 * z * (square - along) + p**2 * square + (p * z) ** 2 * distance,
-    }[getattr(seen.saliency, "mode", None)]
+    }[getattr(obs.saliency, "mode", None)]
     if isinstance(policy, DropKV):
         p = p.bfloat16().double() if policy.bf16_ratio else p
         weight = (p / (1 - p + policy.epsilon)) ** 2 * distance
@@ -127,39 +127,39 @@ def exact(policy: Policy, seen: Observation, magnitude: bool = False) -> Tensor:
     heads = {"mean": lambda x: x.mean(2), "sum": lambda x: x.sum(2), "max": lambda x: x.amax(2)}
     group, cost = heads[policy.group], weight.sum(3)  # [B, K, G, n]
     if isinstance(policy, SnapKV):
-        return group(pooled(cost, seen, policy))
+        return group(pooled(cost, obs, policy))
     scores = group(cost)
     if isinstance(policy, DropKV):
-        scores = pooled(scores[:, :, None], seen, policy)[:, :, 0]
-    return scores + seen.state["accumulated"].double() if isinstance(policy, H2O) else scores
+        scores = pooled(scores[:, :, None], obs, policy)[:, :, 0]
+    return scores + obs.state["accumulated"].double() if isinstance(policy, H2O) else scores
 
 
-def pooled(cost: Tensor, seen: Observation, policy: DropKV | SnapKV) -> Tensor:
+def pooled(cost: Tensor, obs: Observation, policy: DropKV | SnapKV) -> Tensor:
     """Over the neighbours in time that exist, the window left out. [B, K, G, n]."""
     found, reach = cost.clone(), policy.kernel // 2
     for b, k in torch.cartesian_prod(*map(torch.arange, cost.shape[:2])).view(-1, 2).tolist():
-        places = seen.positions[b, k]
-        order = [j for j in places.argsort().tolist() if places[j] < seen.seen - policy.window]
+        places = obs.positions[b, k]
+        order = [j for j in places.argsort().tolist() if places[j] < obs.num_tokens - policy.window]
         for i, slot in enumerate(order):
             near = cost[b, k][:, order[max(0, i - reach) : i + reach + 1]]
             found[b, k, :, slot] = near.amax(-1) if policy.pool == "max" else near.mean(-1)
     return found
 
 
-def twin(policy: Policy, seen: Observation, stored: kernels.StoredKeys | None = None) -> Tensor:
+def twin(policy: Policy, obs: Observation, stored: kernels.StoredKeys | None = None) -> Tensor:
     with kernels.use("triton"):
         if isinstance(policy, H2O):
-            return kernels.update(policy, seen)["accumulated"]
-        return kernels.score(policy, seen, stored)
+            return kernels.update(policy, obs)["accumulated"]
+        return kernels.score(policy, obs, stored)
 
 
-def eager(policy: Policy, seen: Observation) -> Tensor:
-    seen = replace(seen)  # nothing computed before
-    return policy.update(seen)["accumulated"] if isinstance(policy, H2O) else policy.score(seen)
+def eager(policy: Policy, obs: Observation) -> Tensor:
+    obs = replace(obs)  # nothing computed before
+    return policy.update(obs)["accumulated"] if isinstance(policy, H2O) else policy.score(obs)
 
 
 def excess(
-    policy: Policy, seen: Observation, found: Tensor, epsilon: float | None = None
+    policy: Policy, obs: Observation, found: Tensor, epsilon: float | None = None
 ) -> tuple[Tensor, Tensor]:
     """The error in units of what is allowed, and that. [B, K, n] each.
 
@@ -167,24 +167,24 @@ def excess(
     `epsilon` of the numbers that are subtracted from one another. 2**-18 is what 16-bit inputs are
     multiplied to by matrix units; the rounding of the inputs is 512 times as much.
     """
-    true = exact(policy, seen)
+    true = exact(policy, obs)
     if epsilon is None:
-        epsilon = 2**-20 if seen.keys.dtype == torch.float32 else 2**-18
-    allowed = 2 * (eager(policy, seen).double() - true).abs().max()
-    allowed = allowed + epsilon * exact(policy, seen, magnitude=True).abs()
+        epsilon = 2**-20 if obs.keys.dtype == torch.float32 else 2**-18
+    allowed = 2 * (eager(policy, obs).double() - true).abs().max()
+    allowed = allowed + epsilon * exact(policy, obs, magnitude=True).abs()
     return (found.double() - true).abs() / allowed, allowed
 
 
-def check(policy: Policy, seen: Observation, epsilon: float | None = None) -> None:
+def check(policy: Policy, obs: Observation, epsilon: float | None = None) -> None:
     """Values, type and the kept set up to ties."""
-    found = twin(policy, seen)
+    found = twin(policy, obs)
     assert found.dtype == torch.float32
-    assert found.shape == seen.positions.shape
-    share, allowed = excess(policy, seen, found, epsilon)
+    assert found.shape == obs.positions.shape
+    share, allowed = excess(policy, obs, found, epsilon)
     assert share.max() <= 1
-    true = exact(policy, seen)
+    true = exact(policy, obs)
     kept = torch.zeros_like(true, dtype=torch.bool)
-    kept.scatter_(-1, found.topk(seen.budget).indices, True)
+    kept.scatter_(-1, found.topk(obs.budget).indices, True)
     least = (true + allowed).masked_fill(~kept, torch.inf).amin(-1)
     most = (true - allowed).masked_fill(kept, -torch.inf).amax(-1)
     assert (least >= most).all()
@@ -205,20 +205,20 @@ def poisoned(monkeypatch):
 @each_shape
 @pytest.mark.parametrize("group", ["mean", "max"])
 def test_dropkv(shape, group):
-    seen = observe(shape)
+    obs = observe(shape)
     if shape.n <= 2:
         # p = 1 and v = a: the score is rounding over epsilon squared, so any number will do.
-        assert twin(DropKV(kernel=1), seen).isfinite().all()
+        assert twin(DropKV(kernel=1), obs).isfinite().all()
         return
-    check(DropKV(kernel=1, group=group), seen)
+    check(DropKV(kernel=1, group=group), obs)
 
 
 @pytest.mark.slow(keep=5)
 @each_shape
 def test_sums_of_attention(shape):
-    seen = observe(shape)
-    check(SnapKV(kernel=1, group="sum"), seen)
-    check(TOVA(group="max"), seen)
+    obs = observe(shape)
+    check(SnapKV(kernel=1, group="sum"), obs)
+    check(TOVA(group="max"), obs)
 
 
 @each_shape
@@ -230,12 +230,12 @@ def test_keydiff(shape, anchor):
 @pytest.mark.slow(keep=1)
 @each_shape
 def test_keydiff_with_sums_made_elsewhere(shape):
-    seen = observe(shape)
-    parts = seen.keys.float().split(5, dim=2)
+    obs = observe(shape)
+    parts = obs.keys.float().split(5, dim=2)
     sums = torch.stack([part.sum(2) for part in parts], dim=2)  # [B, K, P, D]
-    known = twin(KeyDiff(), seen, kernels.StoredKeys(sums, None))
-    torch.testing.assert_close(known, twin(KeyDiff(), seen), rtol=0, atol=2e-6)
-    wrong = twin(KeyDiff(), seen, kernels.StoredKeys(-sums, None))  # they are what is read
+    known = twin(KeyDiff(), obs, kernels.StoredKeys(sums, None))
+    torch.testing.assert_close(known, twin(KeyDiff(), obs), rtol=0, atol=2e-6)
+    wrong = twin(KeyDiff(), obs, kernels.StoredKeys(-sums, None))  # they are what is read
     torch.testing.assert_close(wrong, -known, rtol=0, atol=2e-6)
 
 
@@ -243,10 +243,10 @@ def test_keydiff_with_sums_made_elsewhere(shape):
 @pytest.mark.parametrize("shape", SHAPES[2:5], ids=ids[2:5])
 @pytest.mark.parametrize("mode", ["value", "key", "joint"])
 def test_obcache(shape, mode):
-    seen = replace(observe(shape), saliency=OBCache(mode))
-    check(SnapKV(kernel=1), seen)
+    obs = replace(observe(shape), saliency=OBCache(mode))
+    check(SnapKV(kernel=1), obs)
     if mode == "joint":
-        check(TOVA(), seen)
+        check(TOVA(), obs)
 
 
 @pytest.mark.slow(keep=1)
@@ -267,29 +267,29 @@ def test_pooling_in_time(policy):
 
 def test_dropkv_with_rounded_attention():
     # A p next to a rounding boundary may fall on either side of it, in eager as in the twin.
-    seen = observe(Shape(200))
-    seen.queries *= 0.25  # 1 - p would make much of that where p is near 1
+    obs = observe(Shape(200))
+    obs.queries *= 0.25  # 1 - p would make much of that where p is near 1
     # The interpreter does not round: it cuts off.
-    check(DropKV(kernel=1, bf16_ratio=True), seen, epsilon=2**-6)
+    check(DropKV(kernel=1, bf16_ratio=True), obs, epsilon=2**-6)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("saliency", [None, OBCache("joint")])
 def test_state_of_h2o_over_blocks_of_queries(saliency):
-    seen = observe(Shape(100, w=70, G=4))
-    check(H2O(), replace(seen, saliency=saliency))
+    obs = observe(Shape(100, w=70, G=4))
+    check(H2O(), replace(obs, saliency=saliency))
 
 
 @pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("seed", range(3))
 def test_fresh_inputs_and_int64_positions(seed):
-    seen = observe(Shape(150, D=128), seed)
-    check(DropKV(), replace(seen, positions=seen.positions.long()))
+    obs = observe(Shape(150, D=128), seed)
+    check(DropKV(), replace(obs, positions=obs.positions.long()))
 
 
-def on_the_device(seen: Observation) -> Observation:
+def on_the_device(obs: Observation) -> Observation:
     """The same told by a clock, as inside a CUDA graph; it need not start a piece of memory."""
-    return replace(seen, seen=torch.tensor([-5, seen.seen], device=DEVICE)[1])
+    return replace(obs, num_tokens=torch.tensor([-5, obs.num_tokens], device=DEVICE)[1])
 
 
 @pytest.mark.slow
@@ -301,26 +301,26 @@ def on_the_device(seen: Observation) -> Observation:
     (H2O(), "joint", torch.int32),
 ])  # fmt: skip
 def test_a_clock_on_the_device_tells_the_time_as_an_int_does(policy, mode, dtype, monkeypatch):
-    seen = observe(Shape(50, w=20, G=8, D=16, K=1))  # several blocks of queries
+    obs = observe(Shape(50, w=20, G=8, D=16, K=1))  # several blocks of queries
     saliency = None if mode is None else OBCache(mode)
-    seen = replace(seen, positions=seen.positions.to(dtype), saliency=saliency)
-    told = on_the_device(seen)
+    obs = replace(obs, positions=obs.positions.to(dtype), saliency=saliency)
+    told = on_the_device(obs)
     keys, readers, launched = [], set(), launch.launch
 
     def watched(kernel, grid, key, args, **options):
         keys.append((kernel, key))
-        readers.update({kernel} if any(x is told.seen for x in args) else ())
+        readers.update({kernel} if any(x is told.num_tokens for x in args) else ())
         launched(kernel, grid, key, args, **options)
 
     monkeypatch.setattr(launch, "launch", watched)
-    by_int = twin(policy, seen)
+    by_int = twin(policy, obs)
     assert not readers
     assert torch.equal(twin(policy, told), by_int)
     # What a graph replays must read it, not what it once said; pooling leaves the newest out.
     assert len(readers) == (3 if isinstance(policy, DropKV) else 2)
     assert keys[: len(keys) // 2] == keys[len(keys) // 2 :]  # the same machine code
     check(policy, told)
-    late = replace(seen, seen=torch.tensor(seen.seen - 15, device=DEVICE))
+    late = replace(obs, num_tokens=torch.tensor(obs.num_tokens - 15, device=DEVICE))
     assert not torch.equal(twin(policy, late), by_int)
 
 
@@ -328,29 +328,29 @@ def test_a_clock_on_the_device_tells_the_time_as_an_int_does(policy, mode, dtype
 @pytest.mark.parametrize("policy", [DropKV(), SnapKV()])
 def test_the_clock_can_change_between_replays_of_a_graph(policy, monkeypatch):
     monkeypatch.undo()  # a graph's memory is its own
-    seen = observe(Shape(90, w=8))
-    clock = torch.tensor(seen.seen, device=DEVICE)
-    told = replace(seen, seen=clock)
-    twin(policy, seen)  # compiles, by an int
+    obs = observe(Shape(90, w=8))
+    clock = torch.tensor(obs.num_tokens, device=DEVICE)
+    told = replace(obs, num_tokens=clock)
+    twin(policy, obs)  # compiles, by an int
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         found = twin(policy, told)
-    for now in (seen.seen, seen.seen - 3, seen.seen + 1000):
+    for now in (obs.num_tokens, obs.num_tokens - 3, obs.num_tokens + 1000):
         clock.fill_(now)
         graph.replay()
-        assert torch.equal(found, twin(policy, replace(seen, seen=now)))
+        assert torch.equal(found, twin(policy, replace(obs, num_tokens=now)))
 
 
 @pytest.mark.slow
 def test_heads_observed_one_by_one_equal_the_layer():
-    seen = observe(Shape(140, K=3))
-    whole = twin(DropKV(), seen)
+    obs = observe(Shape(140, K=3))
+    whole = twin(DropKV(), obs)
     for head in range(3):
         mine = slice(head, head + 1)
         alone = replace(
-            seen, keys=seen.keys[:, mine], values=seen.values[:, mine], first_head=head,
-            positions=seen.positions[:, mine], queries=seen.queries[:, 4 * head : 4 * head + 4],
+            obs, keys=obs.keys[:, mine], values=obs.values[:, mine], first_head=head,
+            positions=obs.positions[:, mine], queries=obs.queries[:, 4 * head : 4 * head + 4],
         )  # fmt: skip
         check(DropKV(), alone)
         torch.testing.assert_close(twin(DropKV(), alone), whole[:, mine], rtol=1e-4, atol=1e-6)
@@ -359,8 +359,8 @@ def test_heads_observed_one_by_one_equal_the_layer():
 @pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("policy", [DropKV(), SnapKV(), KeyDiff()])
 def test_two_runs_are_equal_to_the_bit(policy):
-    seen = observe(Shape(300, D=128))
-    assert torch.equal(twin(policy, seen), twin(policy, seen))
+    obs = observe(Shape(300, D=128))
+    assert torch.equal(twin(policy, obs), twin(policy, obs))
 
 
 def test_new_lengths_and_strides_run_through_remembered_kernels():
@@ -370,15 +370,15 @@ def test_new_lengths_and_strides_run_through_remembered_kernels():
 
 
 def test_whole_numbers_for_floats():
-    seen = observe(Shape(64, D=16, softcap=5.0))
-    check(SnapKV(kernel=1), replace(seen, scaling=0.25))
-    check(SnapKV(kernel=1), replace(seen, scaling=1, softcap=5))
+    obs = observe(Shape(64, D=16, softcap=5.0))
+    check(SnapKV(kernel=1), replace(obs, scaling=0.25))
+    check(SnapKV(kernel=1), replace(obs, scaling=1, softcap=5))
 
 
 def faults() -> dict[str, Callable[[Observation], Observation]]:
     return {
         "no causal mask": lambda s: replace(s, positions=torch.zeros_like(s.positions)),
-        "one query late": lambda s: replace(s, seen=s.seen + 1),
+        "one query late": lambda s: replace(s, num_tokens=s.num_tokens + 1),
         "no softcap": lambda s: replace(s, softcap=None),
         "other heads": lambda s: replace(s, queries=s.queries.roll(1, 1)),
         "keys for values": lambda s: replace(s, values=s.keys),
@@ -387,8 +387,8 @@ def faults() -> dict[str, Callable[[Observation], Observation]]:
 
 @pytest.mark.parametrize("fault", faults())
 def test_a_planted_fault_is_seen(fault):
-    seen, policy = observe(Shape(100, softcap=5.0)), DropKV(kernel=1)
-    share, _ = excess(policy, seen, twin(policy, faults()[fault](seen)))
+    obs, policy = observe(Shape(100, softcap=5.0)), DropKV(kernel=1)
+    share, _ = excess(policy, obs, twin(policy, faults()[fault](obs)))
     assert share.max() > 10
 
 
@@ -412,27 +412,27 @@ def strided(x: Tensor) -> Tensor:
     (KeyDiff(), {"keys": lambda x: x.repeat(1, 1, 1, 8)}),
 ])  # fmt: skip
 def test_what_no_twin_covers_is_scored_eagerly(policy, change, monkeypatch):
-    seen = observe(Shape(40))
-    seen = replace(seen, **{name: f(getattr(seen, name)) for name, f in change.items()})
+    obs = observe(Shape(40))
+    obs = replace(obs, **{name: f(getattr(obs, name)) for name, f in change.items()})
     monkeypatch.setattr(window, "scores", unaware)
     monkeypatch.setattr(keydiff, "scores", unaware)
-    assert torch.equal(twin(policy, seen), policy.score(replace(seen)))
+    assert torch.equal(twin(policy, obs), policy.score(replace(obs)))
 
 
 def test_the_choice(monkeypatch):
-    seen = observe(Shape(40))
+    obs = observe(Shape(40))
     monkeypatch.setattr(keydiff, "scores", unaware)
     with kernels.use("eager"):
-        kernels.score(KeyDiff(), seen)
+        kernels.score(KeyDiff(), obs)
     monkeypatch.setenv("KVCAP_KERNELS", "eager")
-    kernels.score(KeyDiff(), seen)
+    kernels.score(KeyDiff(), obs)
     monkeypatch.setenv("KVCAP_KERNELS", "triton")
     with pytest.raises(AssertionError, match="a twin ran"):
-        kernels.score(KeyDiff(), seen)
+        kernels.score(KeyDiff(), obs)
     monkeypatch.setenv("KVCAP_KERNELS", "cuda")
     with pytest.raises(ValueError, match="auto, eager, triton"):
-        kernels.score(KeyDiff(), seen)
-    cpu = replace(seen, keys=seen.keys.cpu())
+        kernels.score(KeyDiff(), obs)
+    cpu = replace(obs, keys=obs.keys.cpu())
     with kernels.use("auto"):
         kernels.score(KeyDiff(), cpu)
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
@@ -449,8 +449,8 @@ def test_importing_loads_no_kernel_and_scoring_needs_no_triton():
         "assert 'triton' not in sys.modules\n"
         "sys.modules['triton'] = None\n"
         "x = torch.randn(1, 1, 5, 16)\n"
-        "seen = Observation(x, x, torch.arange(5)[None, None], seen=5, budget=3)\n"
-        "assert torch.equal(kvcap.kernels.score(KeyDiff(), seen), KeyDiff().score(seen))\n"
+        "obs = Observation(x, x, torch.arange(5)[None, None], num_tokens=5, budget=3)\n"
+        "assert torch.equal(kvcap.kernels.score(KeyDiff(), obs), KeyDiff().score(obs))\n"
     )
     path = os.pathsep.join(p for p in sys.path if p)
     done = subprocess.run(

@@ -169,7 +169,7 @@ def _seen(slots: int) -> Observation:
     )
     positions = observe(1, 2, slots)[1] + 3 * slots
     return Observation(
-        keys=keys, values=values, queries=queries, positions=positions, seen=4 * slots,
+        keys=keys, values=values, queries=queries, positions=positions, num_tokens=4 * slots,
         budget=slots // 2, scaling=0.25,
     )  # fmt: skip
 
@@ -183,9 +183,9 @@ def _seen(slots: int) -> Observation:
 )  # fmt: skip
 @pytest.mark.parametrize("clock", [False, True])
 def test_scores_of_policies_are_pooled_by_kernels(policy, clock, monkeypatch):
-    seen, calls = _seen(90), []
+    obs, calls = _seen(90), []
     if clock:  # on the device, as inside a CUDA graph
-        seen = replace(seen, seen=torch.tensor(seen.seen, device=DEVICE))
+        obs = replace(obs, num_tokens=torch.tensor(obs.num_tokens, device=DEVICE))
 
     def counted(*args) -> Tensor:
         calls.append(args)
@@ -193,7 +193,7 @@ def test_scores_of_policies_are_pooled_by_kernels(policy, clock, monkeypatch):
 
     def scored(policy: Policy) -> Tensor:
         with kernels.use("triton"):
-            return kernels.score(policy, seen)
+            return kernels.score(policy, obs)
 
     kernel = pool.pool_in_time
     monkeypatch.setattr(pool, "pool_in_time", counted)

@@ -105,12 +105,12 @@ def test_pyramid_by_hand():
 
 
 @pytest.mark.parametrize(
-    "seen", [observe(17, group=g) for g in (1, 4)] + [newer_than_some_queries()]
+    "obs", [observe(17, group=g) for g in (1, 4)] + [newer_than_some_queries()]
 )
 @pytest.mark.parametrize(("tau1", "tau2"), [(1.0, 1.0), (2.0, 0.5)])
-def test_cake_preference_by_its_formula(seen, tau1, tau2):
+def test_cake_preference_by_its_formula(obs, tau1, tau2):
     entropies, variances = [], []
-    for rows in attention_by_loops(seen).flatten(0, 2).tolist():
+    for rows in attention_by_loops(obs).flatten(0, 2).tolist():
         entropies.append(-sum(a * math.log(a) for row in rows for a in row if a > 0))
         means = [sum(column) / len(rows) for column in zip(*rows, strict=True)]
         variances.append(
@@ -118,7 +118,7 @@ def test_cake_preference_by_its_formula(seen, tau1, tau2):
         )
     heads = len(entropies)
     expected = (sum(entropies) / heads) ** (1 / tau1) * (sum(variances) / heads) ** (1 / tau2)
-    found = Cake(tau1, tau2).preference(seen)
+    found = Cake(tau1, tau2).preference(obs)
     assert found.shape == ()
     same(found, torch.tensor(expected))
 
@@ -129,8 +129,8 @@ def test_cake_preference_is_always_a_number():
     sharp = observe(9)
     sharp.keys = 1e4 * sharp.keys  # nearly no entropy, and many zeros
     for budget in (Cake(), Cake(tau1=0.01, tau2=0.01)):
-        for seen in (sharp, observe(9)):
-            found = float(budget.preference(seen))
+        for obs in (sharp, observe(9)):
+            found = float(budget.preference(obs))
             assert math.isfinite(found)
             assert found >= 0
 
@@ -379,9 +379,9 @@ def test_duoattention_shares_every_slot(
 
 
 def at(layer: int, head: int, budget: int, **options):
-    seen = observe(40, batch=1, kv_heads=1, budget=budget, gaps=False, **options)
-    seen.layer, seen.first_head = layer, head
-    return seen
+    obs = observe(40, batch=1, kv_heads=1, budget=budget, gaps=False, **options)
+    obs.layer, obs.first_head = layer, head
+    return obs
 
 
 def test_duoattention_gives_each_class_its_policy(table):
@@ -391,8 +391,8 @@ def test_duoattention_gives_each_class_its_policy(table):
     assert eviction.allot(24, 2, 2) == [[28, 20], [24, 24]]  # four query heads, two a group
     kept = {}
     for layer, head, budget in ((0, 1, 20), (1, 0, 24), (0, 1, 10), (0, 1, 1)):
-        seen = at(layer, head, budget)
-        gone = set(seen.positions.flatten()[eviction.select(seen, 40 - budget).flatten()].tolist())
+        obs = at(layer, head, budget)
+        gone = set(obs.positions.flatten()[eviction.select(obs, 40 - budget).flatten()].tolist())
         kept[layer, head, budget] = sorted(set(range(40)) - gone)
     assert kept[0, 1, 20] == [*range(4), *range(24, 40)]
     assert kept[1, 0, 24] == [*range(4), *range(20, 40)]  # no head retrieves here: all slots used

@@ -36,13 +36,13 @@ def layers(model: Any, ids: Tensor) -> list[Observation]:
     return capture(model, ids)
 
 
-def heads(seen: Observation, t: int) -> list[tuple[Tensor, Tensor, Tensor]]:
+def heads(obs: Observation, t: int) -> list[tuple[Tensor, Tensor, Tensor]]:
     """Attention [n], values [n, D] and the slice of W_O [D, hidden] of every query head."""
-    assert seen.output_projection is not None
-    flat = seen.attention[0, :, :, t].flatten(0, 1)
-    groups = seen.groups
+    assert obs.output_projection is not None
+    flat = obs.attention[0, :, :, t].flatten(0, 1)
+    groups = obs.groups
     return [
-        (a, seen.values[0, h // groups], seen.output_projection[h // groups, h % groups])
+        (a, obs.values[0, h // groups], obs.output_projection[h // groups, h % groups])
         for h, a in enumerate(flat)
     ]
 
@@ -61,11 +61,11 @@ def test_what_is_captured_gives_the_models_attention_output(model: Any, ids: Ten
         layer.self_attn.register_forward_hook(lambda *call: outputs.append(call[2][0]))
         for layer in model.model.layers
     ]
-    seen = capture(model, ids)
+    obs = capture(model, ids)
     for hook in hooks:
         hook.remove()
-    assert len(seen) == len(outputs) == 2
-    for layer, expected in zip(seen, outputs, strict=True):
+    assert len(obs) == len(outputs) == 2
+    for layer, expected in zip(obs, outputs, strict=True):
         for t in (0, 7, LENGTH - 1):
             found = sum(a @ v @ w for a, v, w in heads(layer, t))
             torch.testing.assert_close(found, expected[0, t], atol=1e-5, rtol=1e-4)
@@ -75,19 +75,19 @@ def test_a_prefix_is_what_a_shorter_text_shows(
     model: Any, ids: Tensor, layers: list[Observation]
 ) -> None:
     for whole, short in zip(layers, capture(model, ids[:, :25]), strict=True):
-        seen = until(whole, 25, 4)
-        assert seen.queries is not None
+        obs = until(whole, 25, 4)
+        assert obs.queries is not None
         assert short.queries is not None
-        torch.testing.assert_close(seen.keys, short.keys)
-        torch.testing.assert_close(seen.queries, short.queries[:, :, -4:])
-        torch.testing.assert_close(seen.attention, short.attention[..., -4:, :])
+        torch.testing.assert_close(obs.keys, short.keys)
+        torch.testing.assert_close(obs.queries, short.queries[:, :, -4:])
+        torch.testing.assert_close(obs.attention, short.attention[..., -4:, :])
 
 
 def test_removal_error_is_that_of_removing_one_token(layers: list[Observation]) -> None:
-    seen = until(layers[1], 20, 3)
-    found = removal_error(seen).flatten(1, 2)  # [B, H, w, n]
+    obs = until(layers[1], 20, 3)
+    found = removal_error(obs).flatten(1, 2)  # [B, H, w, n]
     for t in range(3):
-        for h, (attention, values, _) in enumerate(heads(seen, t)):
+        for h, (attention, values, _) in enumerate(heads(obs, t)):
             for j in range(17 + t + 1):
                 expected = without(attention, values, [j]).square().sum()
                 assert float(found[0, h, t, j]) == pytest.approx(float(expected), rel=1e-3)
@@ -158,9 +158,9 @@ def test_the_best_set_is_the_best_of_all(drawn: dict[str, pools.Pools], count: i
 
 
 def test_the_change_of_a_set_is_that_of_attention_renormalised(layers: list[Observation]) -> None:
-    seen = until(layers[0], LENGTH, 1)
+    obs = until(layers[0], LENGTH, 1)
     gone = [3, 11, 20]
-    for attention, values, _ in heads(seen, 0):
+    for attention, values, _ in heads(obs, 0):
         residuals = (attention @ values - values).double()[gone]
         p = attention.double()[gone]
         pool = pools.Pools(p[None, None], residuals[None, None], p[None], p[None])
@@ -215,13 +215,13 @@ def test_the_oracle_removes_each_token_before_the_last(layers: list[Observation]
 
 
 def test_scores_are_summed_over_window_and_group(layers: list[Observation]) -> None:
-    seen = until(layers[0], 30, 4)
-    found = saliency.scores(seen)
+    obs = until(layers[0], 30, 4)
+    found = saliency.scores(obs)
     assert tuple(found) == saliency.SCORES
     for k, j in ((0, 3), (1, 29)):
         attended, valued = 0.0, 0.0
         for t in range(4):
-            for attention, values, _ in heads(seen, t)[2 * k : 2 * k + 2]:
+            for attention, values, _ in heads(obs, t)[2 * k : 2 * k + 2]:
                 attended += float(attention[j])
                 valued += float(attention[j]) ** 2 * float(values[j].square().sum())
         assert float(found["attention"][0, k, j]) == pytest.approx(attended, rel=1e-4)

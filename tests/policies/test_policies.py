@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -21,37 +21,37 @@ from kvcap.policies.base import LayerBudget, Rescorer, Saliency, pool_in_time
 @pytest.mark.parametrize("group", [1, 2, 4, 8])
 @pytest.mark.parametrize("n", [7, 23])
 def test_attention_is_causal_softmax_on_unordered_slots(group, n):
-    seen = observe(n, group=group)
-    same(seen.attention, attention_by_loops(seen))
-    expected = torch.einsum("bkgwn,bknd->bkgwd", attention_by_loops(seen), seen.values.double())
-    same(seen.output, expected)
+    obs = observe(n, group=group)
+    same(obs.attention, attention_by_loops(obs))
+    expected = torch.einsum("bkgwn,bknd->bkgwd", attention_by_loops(obs), obs.values.double())
+    same(obs.output, expected)
 
 
 def test_masked_logits_are_finite_and_softcap_applies():
-    seen = observe(gaps=False)  # some slots are newer than some queries
-    assert torch.isfinite(seen.logits).all()
-    assert (seen.logits[~seen.visible.expand_as(seen.logits)] == 0).all()
+    obs = observe(gaps=False)  # some slots are newer than some queries
+    assert torch.isfinite(obs.logits).all()
+    assert (obs.logits[~obs.visible.expand_as(obs.logits)] == 0).all()
     capped = observe(gaps=False)
     capped.softcap = 0.5
-    same(capped.logits, 0.5 * torch.tanh(seen.logits / 0.5))
+    same(capped.logits, 0.5 * torch.tanh(obs.logits / 0.5))
 
 
 @pytest.mark.parametrize("group", [1, 4])
 def test_tova_h2o_snapkv_are_sums_of_attention(group):
-    seen = observe(group=group)
-    a = attention_by_loops(seen)
-    same(load_policy("tova").policy.score(seen), a[..., -1, :].mean(2))
-    layer = load_policy("tova", across="layer").policy.score(seen)
+    obs = observe(group=group)
+    a = attention_by_loops(obs)
+    same(load_policy("tova").policy.score(obs), a[..., -1, :].mean(2))
+    layer = load_policy("tova", across="layer").policy.score(obs)
     same(layer, a[..., -1, :].mean(2).mean(1, keepdim=True).expand_as(layer))
-    same(load_policy("h2o").policy.update(seen)["accumulated"], a.sum(-2).mean(2))
+    same(load_policy("h2o").policy.update(obs)["accumulated"], a.sum(-2).mean(2))
     summed = a.sum(-2)  # [B, K, G, n]
-    apart = seen.positions >= seen.seen - 5
+    apart = obs.positions >= obs.num_tokens - 5
     for pool in ("max", "avg"):
         policy = load_policy("snapkv", window=5, kernel=3, pool=pool).policy
         expected = torch.zeros(2, 2, 23, dtype=torch.float64)
         for b in range(2):
             for k in range(2):
-                order = seen.positions[b, k].argsort().tolist()
+                order = obs.positions[b, k].argsort().tolist()
                 order = [slot for slot in order if not apart[b, k, slot]]
                 for place, slot in enumerate(order):
                     near = order[max(0, place - 1) : place + 2]
@@ -59,72 +59,70 @@ def test_tova_h2o_snapkv_are_sums_of_attention(group):
                         x = summed[b, k, g, near]
                         expected[b, k, slot] += (x.max() if pool == "max" else x.mean()) / group
         expected = torch.where(apart, summed.mean(2), expected)  # as they are: they are pinned
-        same(policy.score(seen), expected)
+        same(policy.score(obs), expected)
 
 
 def test_h2o_adds_to_what_was_accumulated():
-    seen = observe()
+    obs = observe()
     before = torch.rand(2, 2, 23)
-    first = load_policy("h2o").policy.update(seen)["accumulated"]
-    seen.state = {"accumulated": before}
-    same(load_policy("h2o").policy.update(seen)["accumulated"], before + first)
+    first = load_policy("h2o").policy.update(obs)["accumulated"]
+    obs.state = {"accumulated": before}
+    same(load_policy("h2o").policy.update(obs)["accumulated"], before + first)
 
 
 def test_keydiff_by_its_formula():
-    seen = observe()
-    keys = seen.keys.double()
+    obs = observe()
+    keys = obs.keys.double()
     mean = keys.mean(2, keepdim=True)
     cos = (keys * mean).sum(-1) / keys.norm(dim=-1) / mean.norm(dim=-1)
-    same(load_policy("keydiff").policy.score(seen), -cos)
-    same(load_policy("keydiff", metric="dot").policy.score(seen), -(keys * mean).sum(-1))
+    same(load_policy("keydiff").policy.score(obs), -cos)
+    same(load_policy("keydiff", metric="dot").policy.score(obs), -(keys * mean).sum(-1))
     distance = (keys - mean).norm(dim=-1)
-    same(load_policy("keydiff", metric="euclidean").policy.score(seen), distance)
+    same(load_policy("keydiff", metric="euclidean").policy.score(obs), distance)
     median = keys.median(2, keepdim=True).values
     cos = (keys * median).sum(-1) / keys.norm(dim=-1) / median.norm(dim=-1)
-    same(load_policy("keydiff", anchor="median").policy.score(seen), -cos)
+    same(load_policy("keydiff", anchor="median").policy.score(obs), -cos)
 
 
 def test_keydiff_pairwise_and_unit_mean_keep_the_same():
     """Eq. 7 = Eq. 8: the mean cosine is the cosine with the mean unit key times a constant."""
-    seen = observe(40, budget=12)
+    obs = observe(40, budget=12)
     kept = [
-        set(
-            load_policy("keydiff", anchor=anchor).policy.score(seen)[0, 0].topk(12).indices.tolist()
-        )
+        set(load_policy("keydiff", anchor=anchor).policy.score(obs)[0, 0].topk(12).indices.tolist())
         for anchor in ("pairwise", "unit_mean")
     ]
     assert kept[0] == kept[1]
 
 
 def test_zero_keys_are_no_nan():
-    seen = observe()
-    seen.keys = torch.zeros_like(seen.keys)
+    obs = observe()
+    obs.keys = torch.zeros_like(obs.keys)
     for name in ("keydiff", "knorm", "tova", "snapkv"):
-        assert torch.isfinite(load_policy(name).policy.score(seen)).all()
+        assert torch.isfinite(load_policy(name).policy.score(obs)).all()
 
 
 def test_knorm_and_streaming_llm():
-    seen = observe()
-    same(load_policy("knorm").policy.score(seen), -seen.keys.double().norm(dim=-1))
+    obs = observe()
+    same(load_policy("knorm").policy.score(obs), -obs.keys.double().norm(dim=-1))
     eviction = load_policy("streaming_llm", sinks=3)
-    gone = seen.positions.gather(-1, eviction.select(seen, 13))
+    gone = obs.positions.gather(-1, eviction.select(obs, 13))
     for b in range(2):
         for k in range(2):
-            times = sorted(seen.positions[b, k].tolist())
+            times = sorted(obs.positions[b, k].tolist())
             sinks = [t for t in times if t < 3]
             rest = [t for t in times if t >= 3]
             assert sorted(gone[b, k].tolist()) == rest[:13], sinks
 
 
 def test_random_depends_on_the_token_alone():
-    seen = observe()
+    obs = observe()
     policy = load_policy("random", seed=3).policy
-    scores = policy.score(seen)
-    order = seen.positions.argsort(-1)
+    scores = policy.score(obs)
+    order = obs.positions.argsort(-1)
     shuffled = observe()
-    shuffled.positions = seen.positions.gather(-1, order)
+    shuffled.positions = obs.positions.gather(-1, order)
     same(policy.score(shuffled), scores.gather(-1, order))
-    other = load_policy("random", seed=4).policy.score(seen)
+    other = load_policy("random", seed=4).policy.score(obs)
     assert not torch.equal(scores, other)
     positions = torch.arange(100_000, dtype=torch.int32).expand(1, 2, -1)
     shuffled.positions = positions
@@ -134,20 +132,75 @@ def test_random_depends_on_the_token_alone():
     assert correlation.fill_diagonal_(0).abs().max() < 0.02
 
 
+def keeps_its_contract(policy: Policy) -> None:
+    """Fail by the policy's name unless it reads what it says and gives what it should."""
+    name, obs = type(policy).__name__, observe()
+    unknown = policy.observes - policies.base.component.VIEWS
+    assert not unknown, f"{name} observes {sorted(unknown)}, which no Observation has"
+    unread = {"keys", "values", "queries"} - policy.observes
+    obs = replace(obs, **dict.fromkeys(unread))
+    state = policy.update(obs)
+    assert state.keys() == policy.state.keys(), f"{name}: update gave {sorted(state)}"
+    obs.state = {**obs.state, **state}
+    for what, tensor in {**state, "scores": policy.score(obs)}.items():
+        dtype = policy.state.get(what, torch.float32)
+        assert tensor.shape == (2, 2, 23), f"{name}: {what} of shape {list(tensor.shape)}"
+        assert tensor.dtype == dtype, f"{name}: {what} in {tensor.dtype}"
+        assert torch.isfinite(tensor).all(), f"{name}: {what} that are not finite"
+
+
+@pytest.mark.parametrize("name", policies.policies())
+def test_every_policy_keeps_its_contract(name):
+    keeps_its_contract(load_policy(name).policy)
+
+
+def broken(**members: Any) -> Policy:
+    good = {"score": lambda self, obs: -obs.positions.float()}
+    return type("Broken", (Policy,), good | members)()
+
+
+@pytest.mark.parametrize(
+    ("members", "why"),
+    [
+        ({"score": lambda self, obs: obs.positions.float()[..., :5]}, "of shape"),
+        ({"score": lambda self, obs: obs.positions.float().mean(1, keepdim=True)}, "of shape"),
+        ({"score": lambda self, obs: torch.log(-obs.positions.float())}, "not finite"),
+        ({"score": lambda self, obs: obs.positions}, "int32"),
+        ({"observes": frozenset({"key"})}, "observes"),
+        ({"state": {"age": torch.int32}}, "update gave"),
+    ],
+)
+def test_a_broken_policy_is_reported_by_its_name(members, why):
+    keeps_its_contract(broken())
+    with pytest.raises(AssertionError, match=f"Broken.*{why}"):
+        keeps_its_contract(broken(**members))
+
+
+def test_what_was_not_declared_is_not_there():
+    with pytest.raises(AttributeError):
+        keeps_its_contract(broken(score=lambda self, obs: obs.keys.sum(-1)))
+
+
+def test_scores_of_another_shape_are_refused():
+    eviction = Eviction(broken(score=lambda self, obs: obs.positions.float()[:, :1]), name="mine")
+    with pytest.raises(PolicyError, match=r"mine: score gave \[2, 1, 23\]; .* \[2, 2, 23\]"):
+        eviction.select(observe(), 13)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", [n for n in policies.policies() if n != "full"])
 def test_low_precision_inputs_score_in_float32(name, dtype):
     """The same numbers, given in low precision, are scored as float32 scores them."""
-    seen = observe(dtype=dtype)
+    obs = observe(dtype=dtype)
     wide = observe(dtype=dtype)
     wide.keys, wide.values, wide.queries = (
-        seen.keys.float(),
-        seen.values.float(),
-        seen.queries.float(),
+        obs.keys.float(),
+        obs.values.float(),
+        obs.queries.float(),
     )
     policy = load_policy(name).policy
-    assert policy.score(seen).dtype == torch.float32
-    assert torch.equal(policy.score(seen), policy.score(wide))
+    assert policy.score(obs).dtype == torch.float32
+    assert torch.equal(policy.score(obs), policy.score(wide))
 
 
 @pytest.mark.parametrize("pool", ["max", "avg"])
@@ -160,33 +213,33 @@ def test_pooling_goes_through_time(pool):
 
 
 @pytest.mark.parametrize("pool", ["max", "avg"])
-@pytest.mark.parametrize("seen", [41, torch.tensor(41)])
-def test_the_newest_tokens_lift_no_neighbours(pool, seen):
+@pytest.mark.parametrize("num_tokens", [41, torch.tensor(41)])
+def test_the_newest_tokens_lift_no_neighbours(pool, num_tokens):
     scores = torch.tensor([[[90.0, 1.0, 4.0, 80.0]]])
     positions = torch.tensor([[[40, 10, 20, 30]]])  # in time: 1, 4, 80, 90
-    pooled = pool_in_time(scores, positions, 3, pool, seen, 11)
+    pooled = pool_in_time(scores, positions, 3, pool, num_tokens, 11)
     expected = [90.0, 4.0, 4.0, 80.0] if pool == "max" else [90.0, 2.5, 2.5, 80.0]
     assert pooled[0, 0].tolist() == pytest.approx(expected, rel=1e-6)
     for all_ in (31, 1000):
-        assert torch.equal(pool_in_time(scores, positions, 3, pool, seen, all_), scores)
+        assert torch.equal(pool_in_time(scores, positions, 3, pool, num_tokens, all_), scores)
 
 
 @pytest.mark.parametrize(("name", "kernel"), [("snapkv", 7), ("dropkv", 11), ("cake", 5)])
 def test_a_strong_window_does_not_lift_its_neighbours(name, kernel):
     """What its tokens score is nothing to the others."""
     policy = load_policy(name, window=5).policy
-    seen = observe(60)
-    apart = seen.positions >= seen.seen - 5
-    border = (seen.positions >= seen.seen - 5 - 60) & ~apart
-    weak = policy.score(replace(seen))
-    strong = replace(seen, values=torch.where(apart[..., None], 50 * seen.values, seen.values))
+    obs = observe(60)
+    apart = obs.positions >= obs.num_tokens - 5
+    border = (obs.positions >= obs.num_tokens - 5 - 60) & ~apart
+    weak = policy.score(replace(obs))
+    strong = replace(obs, values=torch.where(apart[..., None], 50 * obs.values, obs.values))
     if name != "dropkv":  # attention itself: the same to all but the window
-        strong = replace(seen)
+        strong = replace(obs)
         strong.__dict__["attention"] = torch.where(
-            apart[:, :, None, None], 100 * seen.attention, seen.attention
+            apart[:, :, None, None], 100 * obs.attention, obs.attention
         )
     else:
-        strong.__dict__["attention"], strong.__dict__["output"] = seen.attention, seen.output
+        strong.__dict__["attention"], strong.__dict__["output"] = obs.attention, obs.output
     assert (policy.score(strong)[apart] > weak[apart]).any()
     assert torch.equal(policy.score(strong)[border], weak[border])
 
@@ -199,14 +252,14 @@ def test_pins_survive_any_score(seed, extreme):
     class Wild(Policy):
         observes: ClassVar = frozenset({"keys"})
 
-        def score(self, seen: Observation) -> torch.Tensor:
+        def score(self, obs: Observation) -> torch.Tensor:
             g = torch.Generator().manual_seed(seed)
-            scores = torch.randn(seen.positions.shape, generator=g)
+            scores = torch.randn(obs.positions.shape, generator=g)
             return scores.masked_fill(scores > 0, extreme)
 
-    seen = observe(seed=seed, gaps=False)
+    obs = observe(seed=seed, gaps=False)
     eviction = Eviction(Wild(), sink_tokens=4, recent_tokens=6)
-    gone = seen.positions.gather(-1, eviction.select(seen, 13))
+    gone = obs.positions.gather(-1, eviction.select(obs, 13))
     assert (gone >= 4).all()
     assert (gone < 23 - 6).all()
     assert all(len(set(head.tolist())) == 13 for head in gone.flatten(0, 1))
@@ -259,24 +312,24 @@ def test_pins_larger_than_the_budget():
 
 def test_slots_of_an_eviction_compose():
     """A saliency replaces attention, a rescorer the scores, a layer budget the split."""
-    seen = observe()
+    obs = observe()
 
     class Square(Saliency):
-        def weigh(self, seen):
-            return seen.attention**2
+        def weigh(self, obs):
+            return obs.attention**2
 
     saliency = Eviction(load_policy("tova").policy, saliency=Square())
-    seen.saliency = saliency.saliency
-    same(saliency.policy.score(seen), (attention_by_loops(seen)[..., -1, :] ** 2).mean(2))
+    obs.saliency = saliency.saliency
+    same(saliency.policy.score(obs), (attention_by_loops(obs)[..., -1, :] ** 2).mean(2))
 
     class Flip(Rescorer):
-        def rescore(self, scores, pinned, seen):
+        def rescore(self, scores, pinned, obs):
             return -scores
 
     plain = load_policy("knorm")
     flipped = Eviction(plain.policy, rescorer=Flip())
-    a = plain.select(seen, 11)[0, 0].tolist()
-    b = flipped.select(seen, 12)[0, 0].tolist()
+    a = plain.select(obs, 11)[0, 0].tolist()
+    b = flipped.select(obs, 12)[0, 0].tolist()
     assert not set(a) & set(b)
 
     class Funnel(LayerBudget):
@@ -303,8 +356,8 @@ def test_third_party_policy_by_entry_point(monkeypatch):
     class Newest(Policy):
         observes: ClassVar = frozenset({"positions"})
 
-        def score(self, seen: Observation) -> torch.Tensor:
-            return seen.positions.float()
+        def score(self, obs: Observation) -> torch.Tensor:
+            return obs.positions.float()
 
     class Point:
         name, value = "newest", "elsewhere:Newest"

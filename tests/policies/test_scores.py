@@ -28,14 +28,14 @@ def shapes() -> list[tuple[str, Observation]]:
     return [*found, ("more queries than slots", newer_than_some_queries())]
 
 
-SHAPES = [pytest.param(seen, id=name) for name, seen in shapes()]
+SHAPES = [pytest.param(obs, id=name) for name, obs in shapes()]
 
 
-def by_loops(seen: Observation, term: Term) -> Tensor:
+def by_loops(obs: Observation, term: Term) -> Tensor:
     """`term(A, z, a, v)` of every query and slot, [B, K, G, w, n], with Python's own floats."""
-    weights = attention_by_loops(seen).tolist()
-    queries, keys, values = (x.double().tolist() for x in (seen.queries, seen.keys, seen.values))
-    found = attention_by_loops(seen)
+    weights = attention_by_loops(obs).tolist()
+    queries, keys, values = (x.double().tolist() for x in (obs.queries, obs.keys, obs.values))
+    found = attention_by_loops(obs)
     for b, batch in enumerate(weights):
         for k, heads in enumerate(batch):
             for g, rows in enumerate(heads):
@@ -43,7 +43,7 @@ def by_loops(seen: Observation, term: Term) -> Tensor:
                     query = queries[b][k * len(heads) + g][t]
                     out = [dot(row, column) for column in zip(*values[b][k], strict=True)]
                     for j, weight in enumerate(row):
-                        z = seen.scaling * dot(query, keys[b][k][j])
+                        z = obs.scaling * dot(query, keys[b][k][j])
                         found[b, k, g, t, j] = term(weight, z, out, values[b][k][j])
     return found
 
@@ -56,11 +56,11 @@ def distance(a: list[float], b: list[float]) -> float:
     return sum((x - y) ** 2 for x, y in zip(a, b, strict=True))
 
 
-def pooled(scores: Tensor, seen: Observation, window: int, kernel: int, pool: str) -> Tensor:
+def pooled(scores: Tensor, obs: Observation, window: int, kernel: int, pool: str) -> Tensor:
     """Pooling in time by sorting, the window left out: [B, K, n] or [B, K, G, n]."""
-    out, positions = scores.clone(), seen.positions
+    out, positions = scores.clone(), obs.positions
     for b, k in ((b, k) for b in range(scores.shape[0]) for k in range(scores.shape[1])):
-        older = [j for j in range(scores.shape[-1]) if positions[b, k, j] < seen.seen - window]
+        older = [j for j in range(scores.shape[-1]) if positions[b, k, j] < obs.num_tokens - window]
         order = sorted(older, key=lambda j: positions[b, k, j])
         for place, slot in enumerate(order):
             near = scores[b, k][..., order[max(0, place - kernel // 2) : place + kernel // 2 + 1]]
@@ -85,45 +85,45 @@ def obcache_term(mode: str) -> Term:
     return term
 
 
-@pytest.mark.parametrize("seen", SHAPES)
+@pytest.mark.parametrize("obs", SHAPES)
 @pytest.mark.parametrize(("pool", "group"), [("max", "mean"), ("avg", "sum"), ("max", "max")])
-def test_dropkv(seen, pool, group):
+def test_dropkv(obs, pool, group):
     policy = load_policy("dropkv", pool=pool, group=group, kernel=5, window=4).policy
-    expected = grouped(by_loops(seen, dropkv_term).sum(-2), group)
-    same(policy.score(seen), pooled(expected, seen, 4, 5, pool))
+    expected = grouped(by_loops(obs, dropkv_term).sum(-2), group)
+    same(policy.score(obs), pooled(expected, obs, 4, 5, pool))
 
 
-@pytest.mark.parametrize("seen", SHAPES)
+@pytest.mark.parametrize("obs", SHAPES)
 @pytest.mark.parametrize("group", ["sum", "mean", "max"])
-def test_andpro(seen, group):
-    expected = grouped(by_loops(seen, lambda p, z, a, v: p * dot(a, v)).sum(-2), group)
-    same(load_policy("andpro", group=group).policy.score(seen), expected)
+def test_andpro(obs, group):
+    expected = grouped(by_loops(obs, lambda p, z, a, v: p * dot(a, v)).sum(-2), group)
+    same(load_policy("andpro", group=group).policy.score(obs), expected)
     assert load_policy("andpro").policy.group == "sum"
 
 
-@pytest.mark.parametrize("seen", SHAPES)
+@pytest.mark.parametrize("obs", SHAPES)
 @pytest.mark.parametrize("group", ["mean", "max"])
-def test_cake(seen, group):
-    a = attention_by_loops(seen)
+def test_cake(obs, group):
+    a = attention_by_loops(obs)
     mean = a.mean(-2)
     scores = mean + 200 * ((a - mean[..., None, :]) ** 2).mean(-2)
-    expected = grouped(pooled(scores, seen, 4, 5, "avg"), group)
-    same(load_policy("cake", group=group, window=4).policy.score(seen), expected)
+    expected = grouped(pooled(scores, obs, 4, 5, "avg"), group)
+    same(load_policy("cake", group=group, window=4).policy.score(obs), expected)
 
 
-@pytest.mark.parametrize("seen", SHAPES)
+@pytest.mark.parametrize("obs", SHAPES)
 @pytest.mark.parametrize("mode", ["value", "key", "joint"])
-def test_obcache(seen, mode):
+def test_obcache(obs, mode):
     """As saliency of every base; what a query cannot see weighs exactly nothing."""
-    weights = by_loops(seen, obcache_term(mode))
+    weights = by_loops(obs, obcache_term(mode))
     for name, expected in (
         ("obcache-tova", weights[..., -1, :].mean(2)),
         ("obcache-h2o", weights.sum(-2).mean(2)),
-        ("obcache", pooled(weights.sum(-2), seen, 32, 7, "max").mean(2)),
+        ("obcache", pooled(weights.sum(-2), obs, 32, 7, "max").mean(2)),
     ):
         eviction = load_policy(name, mode=mode)
-        now = replace(seen, saliency=eviction.saliency)
-        now.state = {"accumulated": torch.zeros(seen.positions.shape)}
+        now = replace(obs, saliency=eviction.saliency)
+        now.state = {"accumulated": torch.zeros(obs.positions.shape)}
         now.state = {**now.state, **eviction.update(now)}
         same(eviction.score(now), expected)
         masked = ~now.visible.expand_as(now.weight)
@@ -142,36 +142,36 @@ def test_obcache(seen, mode):
 )
 def test_wrong_formulas_would_be_caught(wrong, name, options):
     eviction = load_policy(name, **options)
-    seen = replace(observe(17, window=1), saliency=eviction.saliency)
+    obs = replace(observe(17, window=1), saliency=eviction.saliency)
     with pytest.raises(AssertionError):
-        same(eviction.score(seen), by_loops(seen, wrong).sum(-2).mean(2))
+        same(eviction.score(obs), by_loops(obs, wrong).sum(-2).mean(2))
 
 
 def test_dropkv_is_the_exact_change_of_the_output():
     """One query: the score of `j` is how far attention's output moves without token `j`."""
-    seen = observe(15, group=1, window=1)
+    obs = observe(15, group=1, window=1)
     expected = torch.zeros(2, 2, 15, dtype=torch.float64)
-    values = seen.values.double()
+    values = obs.values.double()
     for j in range(15):
         rest = [i for i in range(15) if i != j]
         without = replace(
-            seen,
-            keys=seen.keys[:, :, rest],
-            values=seen.values[:, :, rest],
-            positions=seen.positions[:, :, rest],
+            obs,
+            keys=obs.keys[:, :, rest],
+            values=obs.values[:, :, rest],
+            positions=obs.positions[:, :, rest],
         )
-        before = torch.einsum("bkgwn,bknd->bkd", attention_by_loops(seen), values)
+        before = torch.einsum("bkgwn,bknd->bkd", attention_by_loops(obs), values)
         after = torch.einsum("bkgwn,bknd->bkd", attention_by_loops(without), values[:, :, rest])
         expected[:, :, j] = (after - before).square().sum(-1)
-    same(load_policy("dropkv", kernel=1, window=1).policy.score(seen), expected)
+    same(load_policy("dropkv", kernel=1, window=1).policy.score(obs), expected)
 
 
 def test_dropkv_of_a_token_that_takes_all_attention():
     """`p = 1` divides by ε: large, and finite; in bfloat16 that begins at 0.998."""
-    seen = observe(9, window=1)
-    seen.keys[:, :, 2] = 300 * seen.queries[:, ::2, 0]
+    obs = observe(9, window=1)
+    obs.keys[:, :, 2] = 300 * obs.queries[:, ::2, 0]
     for bf16_ratio in (False, True):
-        scores = load_policy("dropkv", kernel=1, bf16_ratio=bf16_ratio).policy.score(seen)
+        scores = load_policy("dropkv", kernel=1, bf16_ratio=bf16_ratio).policy.score(obs)
         assert torch.isfinite(scores).all()
         assert (scores >= 0).all()
     rounded = observe(9, window=1)
@@ -186,56 +186,54 @@ def test_dropkv_of_a_token_that_takes_all_attention():
 
 def test_dropkv_and_andpro_disagree_where_a_value_is_the_output():
     """A token whose value is the output changes nothing when it goes, and points along it."""
-    seen = observe(9, group=1, window=1, gaps=False)
-    seen.values[:, :, :] = seen.values[:, :, :1]
-    dropped = load_policy("dropkv", kernel=1).policy.score(seen)
+    obs = observe(9, group=1, window=1, gaps=False)
+    obs.values[:, :, :] = obs.values[:, :, :1]
+    dropped = load_policy("dropkv", kernel=1).policy.score(obs)
     same(dropped, torch.zeros(2, 2, 9))
-    assert (load_policy("andpro").policy.score(seen) > 0).all()
+    assert (load_policy("andpro").policy.score(obs) > 0).all()
     assert (load_policy("andpro").policy.score(observe()) < 0).any()
 
 
 def test_obcache_value_with_unit_values_is_the_sum_of_squares():
-    seen = observe()
-    seen.values = torch.nn.functional.normalize(seen.values, dim=-1)
-    seen.saliency = load_policy("obcache", mode="value").saliency
-    same(seen.weight, attention_by_loops(seen) ** 2)
+    obs = observe()
+    obs.values = torch.nn.functional.normalize(obs.values, dim=-1)
+    obs.saliency = load_policy("obcache", mode="value").saliency
+    same(obs.weight, attention_by_loops(obs) ** 2)
 
 
 @pytest.mark.parametrize("group", ["mean", "sum", "max"])
 def test_bases_are_the_attention_saliency_on_their_windows(group):
     """tova, snapkv and h2o sum `A` over the last query, the window, every query."""
-    seen = observe(group=4)
-    a = attention_by_loops(seen)
-    same(load_policy("tova", group=group).policy.score(seen), grouped(a[..., -1, :], group))
+    obs = observe(group=4)
+    a = attention_by_loops(obs)
+    same(load_policy("tova", group=group).policy.score(obs), grouped(a[..., -1, :], group))
     same(
-        load_policy("h2o", group=group).policy.update(seen)["accumulated"],
+        load_policy("h2o", group=group).policy.update(obs)["accumulated"],
         grouped(a.sum(-2), group),
     )
-    same(load_policy("snapkv", group=group, kernel=1).policy.score(seen), grouped(a.sum(-2), group))
+    same(load_policy("snapkv", group=group, kernel=1).policy.score(obs), grouped(a.sum(-2), group))
 
 
 def test_random_hashes_heads_by_their_place():
-    seen = observe()
+    obs = observe()
     policy = load_policy("random").policy
-    alone = replace(seen, positions=seen.positions[:, 1:], first_head=1)
-    assert torch.equal(policy.score(alone), policy.score(seen)[:, 1:])
+    alone = replace(obs, positions=obs.positions[:, 1:], first_head=1)
+    assert torch.equal(policy.score(alone), policy.score(obs)[:, 1:])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", [*OUTPUT_AWARE, "criticalkv"])
 def test_low_precision_keeps_what_float32_keeps(name, dtype):
     """Values as large as float16 squares cannot hold, and the same slots stay."""
-    seen = observe(dtype=dtype, window=8)
-    seen.values = 100 * seen.values
-    wide = replace(seen)
-    wide.keys, wide.values, wide.queries = (
-        x.float() for x in (seen.keys, seen.values, seen.queries)
-    )
+    obs = observe(dtype=dtype, window=8)
+    obs.values = 100 * obs.values
+    wide = replace(obs)
+    wide.keys, wide.values, wide.queries = (x.float() for x in (obs.keys, obs.values, obs.queries))
     kept = []
-    for now in (seen, wide):
+    for now in (obs, wide):
         eviction = load_policy(name)
         projection = torch.randn(2, 2, 8, 12, generator=torch.Generator().manual_seed(0)).to(dtype)
-        now.output_projection = projection if now is seen else projection.float()
+        now.output_projection = projection if now is obs else projection.float()
         now.saliency, now.new = eviction.saliency, 23
         now.state = {n: torch.zeros(2, 2, 23) for n in eviction.state}
         now.state = eviction.update(now)
@@ -264,11 +262,11 @@ class Largest(TorchDispatchMode):
 def test_scores_need_no_more_than_a_window_of_attention(name):
     """No tensor of window x slots x head size, and no values copied for every query head."""
     eviction = load_policy(name)
-    seen = observe(40, batch=1, group=4, size=16, window=8)
-    seen.saliency = eviction.saliency
+    obs = observe(40, batch=1, group=4, size=16, window=8)
+    obs.saliency = eviction.saliency
     with Largest() as largest:
-        eviction.update(seen)
-        eviction.policy.score(seen)
+        eviction.update(obs)
+        eviction.policy.score(obs)
     assert largest.numbers <= 2 * 4 * 8 * 40  # [K, G, w, n]
 
 
@@ -276,63 +274,65 @@ def test_scores_need_no_more_than_a_window_of_attention(name):
 def test_scores_depend_on_no_data_in_python(name):
     """Fake tensors have no numbers: a score that asks for one fails."""
     eviction = load_policy(name)
-    seen = critical(observe(), new=23)
-    seen.saliency = eviction.saliency
+    obs = critical(observe(), new=23)
+    obs.saliency = eviction.saliency
     with FakeTensorMode() as mode:
-        for field, value in vars(seen).items():
+        for field, value in vars(obs).items():
             if isinstance(value, Tensor):
-                setattr(seen, field, mode.from_tensor(value))
-        seen.state = {n: mode.from_tensor(x) for n, x in seen.state.items()}
-        eviction.policy.update(seen)
-        scores = eviction.policy.score(seen)
+                setattr(obs, field, mode.from_tensor(value))
+        obs.state = {n: mode.from_tensor(x) for n, x in obs.state.items()}
+        eviction.policy.update(obs)
+        scores = eviction.policy.score(obs)
         assert scores.shape == (2, 2, 23)
         if eviction.rescorer is not None:
-            eviction.rescorer.update(seen)
-            eviction.rescorer.rescore(scores, seen.positions > 3, seen)
+            eviction.rescorer.update(obs)
+            eviction.rescorer.rescore(scores, obs.positions > 3, obs)
 
 
-def critical(seen: Observation, new: int = 0, hidden: int = 12, seed: int = 0) -> Observation:
+def critical(obs: Observation, new: int = 0, hidden: int = 12, seed: int = 0) -> Observation:
     g = torch.Generator().manual_seed(seed)
-    seen.output_projection = torch.randn(2, seen.groups, seen.keys.shape[-1], hidden, generator=g)
-    seen.state = {**seen.state, "output_norm": torch.rand(seen.positions.shape, generator=g)}
-    seen.new = new
-    return seen
+    obs.output_projection = torch.randn(2, obs.groups, obs.keys.shape[-1], hidden, generator=g)
+    obs.state = {**obs.state, "output_norm": torch.rand(obs.positions.shape, generator=g)}
+    obs.new = new
+    return obs
 
 
 @pytest.mark.parametrize("group", [1, 2, 4, 8])
 @pytest.mark.parametrize("new", [0, 1, 5, 23])
 def test_criticalkv_norms_of_the_new_tokens(group, new):
-    seen = critical(observe(group=group), new)
-    norms = load_policy("criticalkv").rescorer.update(seen)["output_norm"]
-    expected = seen.state["output_norm"].double()
+    obs = critical(observe(group=group), new)
+    norms = load_policy("criticalkv").rescorer.update(obs)["output_norm"]
+    expected = obs.state["output_norm"].double()
     for b, k, j in ((b, k, j) for b in range(2) for k in range(2) for j in range(23 - new, 23)):
         total = 0.0
         for g in range(group):
-            for column in seen.output_projection[k, g].T.double().tolist():
-                total += abs(dot(seen.values[b, k, j].double().tolist(), column))
+            for column in obs.output_projection[k, g].T.double().tolist():
+                total += abs(dot(obs.values[b, k, j].double().tolist(), column))
         expected[b, k, j] = total / group
     same(norms, expected)
     assert norms.dtype == torch.float32
 
 
 def test_criticalkv_norms_take_one_query_head_at_a_time():
-    seen = critical(observe(batch=1, group=4), new=20, hidden=512)
+    obs = critical(observe(batch=1, group=4), new=20, hidden=512)
     with Largest() as largest:
-        load_policy("criticalkv").rescorer.update(seen)
+        load_policy("criticalkv").rescorer.update(obs)
     assert largest.numbers <= 20 * 512  # [B, T, hidden]
 
 
 def stages(
-    scores: list[float], norms: list[float], pinned: list[bool], keep: int, alpha: float, rows: int
-) -> set[int]:
-    """Algorithm 1 on one head, as lists: which slots stay."""
+    scores: list[float], norms: list[float], positions: list[int], pinned: list[bool], keep: int,
+    alpha: float, rows: int,
+) -> set[int]:  # fmt: skip
+    """Algorithm 1 on one head, as lists: which slots stay. Of equal ones the newer does."""
     kept = {j for j, pin in enumerate(pinned) if pin}
     left = [j for j in range(len(scores)) if j not in kept]
     lowest = min([0.0, *(scores[j] for j in left)])
     room = keep - len(kept)
-    first = sorted(left, key=lambda j: -scores[j])[: int(alpha * room)]
+    first = sorted(left, key=lambda j: (-scores[j], -positions[j]))[: int(alpha * room)]
     left = [j for j in left if j not in first]
-    second = sorted(left, key=lambda j: -((scores[j] - lowest) / rows + 1e-4) * norms[j])
+    worth = {j: ((scores[j] - lowest) / rows + 1e-4) * norms[j] for j in left}
+    second = sorted(left, key=lambda j: (-worth[j], -positions[j]))
     return kept | set(first) | set(second[: room - len(first)])
 
 
@@ -343,56 +343,62 @@ def stages(
     pins=st.integers(0, 6),
 )
 def test_criticalkv_selects_in_two_stages(seed, alpha, base, pins):
-    seen = critical(observe(window=3, budget=11, seed=seed), new=23, seed=seed)
+    obs = critical(observe(window=3, budget=11, seed=seed), new=23, seed=seed)
     options = {"window": 3} if base in ("snapkv", "andpro") else {}
     eviction = load_policy(f"{base}+criticalkv", alpha=alpha, recent_tokens=pins, **options)
-    seen.state = {**seen.state, **eviction.update(seen)}
+    obs.state = {**obs.state, **eviction.update(obs)}
     if base in ("keydiff", "streaming_llm"):
-        seen.queries = None  # such a policy keeps none
-    scores, pinned = eviction.score(seen), eviction.pinned(seen)
-    gone = eviction.select(seen, 12)
+        obs.queries = None  # such a policy keeps none
+    scores, pinned = eviction.score(obs), eviction.pinned(obs)
+    gone = eviction.select(obs, 12)
     for b, k in ((b, k) for b in range(2) for k in range(2)):
         expected = stages(
-            scores[b, k].double().tolist(), seen.state["output_norm"][b, k].double().tolist(),
-            pinned[b, k].tolist(), 11, alpha, 3 if seen.queries is not None else 1,
+            scores[b, k].double().tolist(), obs.state["output_norm"][b, k].double().tolist(),
+            obs.positions[b, k].tolist(), pinned[b, k].tolist(), 11, alpha,
+            3 if obs.queries is not None else 1,
         )  # fmt: skip
         assert set(range(23)) - set(gone[b, k].tolist()) == expected
 
 
-@pytest.mark.parametrize("name", [n for n, r in policies.policies().items() if len(r.parts) == 1])
+@pytest.mark.parametrize(
+    "name",
+    [
+        n
+        for n, r in policies.policies().items()
+        if len(r.parts) == 1 and not r.options and n != "full"
+    ],
+)
 def test_criticalkv_with_alpha_1_is_its_base(name):
-    if name == "full" or name in policies.PRESETS:
-        return
-    seen = critical(observe(window=4), new=23)
+    obs = critical(observe(window=4), new=23)
     kept = [
-        eviction.select(seen, 13).sort(-1).values
+        eviction.select(obs, 13).sort(-1).values
         for eviction in (load_policy(name), load_policy(f"{name}+criticalkv", alpha=1))
     ]
     assert torch.equal(*kept)
 
 
 def test_criticalkv_prefers_large_outputs_among_equal_scores():
-    seen = observe(8, batch=1, kv_heads=1, group=1, window=1, budget=4, gaps=False)
+    obs = observe(8, batch=1, kv_heads=1, group=1, window=1, budget=4, gaps=False)
     norms = torch.tensor([[[5.0, 1.0, 7.0, 2.0, 8.0, 3.0, 6.0, 4.0]]])
-    seen.state = {"output_norm": norms}
+    obs.state = {"output_norm": norms}
     rescorer = load_policy("criticalkv").rescorer
     pinned = torch.zeros(1, 1, 8, dtype=torch.bool)
     equal = torch.full((1, 1, 8), 0.125)
     equal[..., [1, 3]] = 0.25
-    scores = rescorer.rescore(equal, pinned, seen)[0, 0]
+    scores = rescorer.rescore(equal, pinned, obs)[0, 0]
     assert set(scores.topk(4).indices.tolist()) == {1, 3, 4, 2}
     pinned[..., :4] = True  # nothing is left to choose
-    assert torch.isfinite(rescorer.rescore(equal, pinned, seen)).all()
+    assert torch.isfinite(rescorer.rescore(equal, pinned, obs)).all()
 
 
 def test_criticalkv_of_negative_scores_still_likes_large_norms():
     """Were (S + ε) negative, the smallest norm would win."""
-    seen = observe(6, batch=1, kv_heads=1, group=1, window=1, budget=3, gaps=False)
-    seen.state = {"output_norm": torch.tensor([[[1.0, 2.0, 3.0, 4.0, 5.0, 6.0]]])}
+    obs = observe(6, batch=1, kv_heads=1, group=1, window=1, budget=3, gaps=False)
+    obs.state = {"output_norm": torch.tensor([[[1.0, 2.0, 3.0, 4.0, 5.0, 6.0]]])}
     rescorer = load_policy("criticalkv", alpha=0).rescorer
     scores = torch.tensor([[[-1.0, -1.0, -1.0, -1.0, -1.0, -9.0]]])
     pinned = torch.zeros(1, 1, 6, dtype=torch.bool)
-    kept = rescorer.rescore(scores, pinned, seen)[0, 0].topk(3).indices.tolist()
+    kept = rescorer.rescore(scores, pinned, obs)[0, 0].topk(3).indices.tolist()
     assert set(kept) == {2, 3, 4}
 
 

@@ -31,7 +31,11 @@ def observe(n: int, seed: int = 0) -> Observation:
     places = torch.stack([torch.randperm(3 * n, generator=g)[:n] for _ in range(4)])
     keys = torch.randn(2, 2, n, 8, generator=g)
     return Observation(
-        keys=keys, values=keys, positions=places.view(2, 2, n).int(), seen=3 * n, budget=n // 2
+        keys=keys,
+        values=keys,
+        positions=places.view(2, 2, n).int(),
+        num_tokens=3 * n,
+        budget=n // 2,
     )
 
 
@@ -51,17 +55,17 @@ def given_up(worth: Tensor, positions: Tensor, count: int) -> list[list[list[int
     sinks=st.integers(0, 9), seed=st.integers(0, 10_000),
 )  # fmt: skip
 def test_eager_code_chooses_by_worth_and_then_by_age(n, share, kinds, sinks, seed):
-    seen, g = observe(n, seed), torch.Generator().manual_seed(seed)
+    obs, g = observe(n, seed), torch.Generator().manual_seed(seed)
     raw = torch.tensor(FEW)[torch.randint(kinds, (2, 2, n), generator=g)]
     eviction, count = Eviction(KeyDiff(), sink_tokens=sinks), max(1, int(share * (n - 1)))
-    scores = eviction.score(seen, lambda *_: raw)
-    pinned = eviction.pinned(seen)
+    scores = eviction.score(obs, lambda *_: raw)
+    pinned = eviction.pinned(obs)
     worth = torch.where(pinned, torch.inf, scores)
-    found = eviction.choose(scores, pinned, seen, count).sort().values
-    assert found.tolist() == given_up(worth, seen.positions, count)
+    found = eviction.choose(scores, pinned, obs, count).sort().values
+    assert found.tolist() == given_up(worth, obs.positions, count)
     # The same order by sorts, as graphs and devices without 64-bit topk have it.
-    assert sequence(worth, seen.positions)[..., :count].sort().values.equal(found)
-    assert (ranks(worth, seen.positions) < count).nonzero()[:, -1].view(2, 2, -1).equal(found)
+    assert sequence(worth, obs.positions)[..., :count].sort().values.equal(found)
+    assert (ranks(worth, obs.positions) < count).nonzero()[:, -1].view(2, 2, -1).equal(found)
 
 
 def tied(given: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -92,14 +96,14 @@ def test_graphs_keep_what_eager_code_keeps(name, options, tmp_path):
     fixed: Any = session(file)
     for n in (24, 33):
         given = tied(inputs(graph, Case("random", n), torch.float32))
-        got, eviction, seen = feed(fixed, given), spec.eviction, graph.form.observe(given)
-        worth = eviction.worth(eviction.score(seen), eviction.pinned(seen), seen)
+        got, eviction, obs = feed(fixed, given), spec.eviction, graph.form.observe(given)
+        worth = eviction.worth(eviction.score(obs), eviction.pinned(obs), obs)
         cut = worth.sort().values[..., n - 24 : n - 22]  # the last that goes, the first that stays
         assert (cut[..., 0] == cut[..., 1]).any(), "no tie at the cut"
-        gone = given_up(worth, seen.positions, n - 23)
+        gone = given_up(worth, obs.positions, n - 23)
         stays = [[sorted({*range(n)} - {*row}) for row in rows] for rows in gone]
         assert got["kept_slot"].tolist() == stays
-        assert eviction.select(seen, n - 23).sort().values.tolist() == gone
+        assert eviction.select(obs, n - 23).sort().values.tolist() == gone
 
 
 def test_of_evicted_tokens_kept_aside_the_newer_stay():
@@ -112,7 +116,7 @@ def test_of_evicted_tokens_kept_aside_the_newer_stay():
     assert corrector is not None
     kept = EvictedStore(corrector, [segment], 4)
     slots = torch.stack([torch.randperm(30, generator=new)[:20] for _ in range(2)])[None]
-    obs = Observation(segment.keys, segment.values, segment.positions, seen=30, budget=10)
+    obs = Observation(segment.keys, segment.values, segment.positions, num_tokens=30, budget=10)
     kept.take(0, segment, slots, torch.ones(1, 2, 30), obs, None)
     newest = segment.positions.gather(2, slots).sort().values[..., -7:]
     assert kept.evicted[0].positions.sort().values.equal(newest)

@@ -176,9 +176,9 @@ class Swing(LayerBudget):
     observes = frozenset({"attention"})
     moves = True
 
-    def preference(self, seen: Any) -> torch.Tensor:
-        first = (seen.seen // 40) % 2 == 0
-        return torch.tensor(3.0 if first == (seen.layer == 0) else 1.0)
+    def preference(self, obs: Any) -> torch.Tensor:
+        first = (obs.num_tokens // 40) % 2 == 0
+        return torch.tensor(3.0 if first == (obs.layer == 0) else 1.0)
 
     def resplit(self, preferences: Any, budget: int, most: Any, pinned: int) -> list[int]:
         return apportion(preferences, budget * len(preferences), most)

@@ -87,9 +87,9 @@ def test_a_forgotten_temporary_would_be_seen():
     plain = kvcap.load_policy("keydiff")
 
     class Spike(type(plain.policy)):
-        def score(self, seen: Any) -> torch.Tensor:
+        def score(self, obs: Any) -> torch.Tensor:
             spike = torch.zeros(64 << 18)
-            return super().score(seen) + spike[0]
+            return super().score(obs) + spike[0]
 
     spiky = kvcap.Eviction(Spike())
     sizes = (200, 64, torch.float32, "compact")

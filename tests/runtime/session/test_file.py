@@ -132,8 +132,8 @@ def test_a_smaller_budget_keeps_what_the_policy_would(tokens, tmp_path):
     one, two = session.cache.capped_layers[0], loaded.cache.capped_layers[0]
     segment = one.segments[0]
     keys = one.storage.rotation.back(segment.keys, segment.side("shift"))
-    seen = kvcap.Observation(keys, segment.values, segment.positions, seen=60, budget=12)
-    gone = session.cache.eviction.select(seen, 12)
+    obs = kvcap.Observation(keys, segment.values, segment.positions, num_tokens=60, budget=12)
+    gone = session.cache.eviction.select(obs, 12)
     for head in range(2):
         kept = set(segment.positions[0, head].tolist())
         kept -= set(segment.positions[0, head][gone[0, head]].tolist())

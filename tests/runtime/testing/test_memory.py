@@ -24,6 +24,7 @@ import kvcap
 from kvcap import testing
 from kvcap.cli import run
 from kvcap.evals.measure import MIB
+from kvcap.policies import load_policy, policies
 from kvcap.runtime.backends.pytorch.loop import BlockLoop
 from kvcap.runtime.testing import figures as memory_figures
 from kvcap.runtime.testing import threads as memory_threads
@@ -43,7 +44,6 @@ ROOT = Path(__file__).parents[3]
 INSTALLED = [e.name for e in entry_points(group="pytest11") if e.name == "kvcap"]
 PLUGIN = INSTALLED[0] if INSTALLED else "kvcap.runtime.testing.pytest_plugin"
 BLOCK, BUDGET = 128, 64
-SHARES = {"adakv", "cake", "criticalkv-adakv"}  # how slots are shared out depends on the text
 
 
 def read(name: str, length: int, layers: int = 1, fault=None):
@@ -65,16 +65,26 @@ def flat(name: str, short: int, long: int, fault=None, slack=0.0, layers=1) -> N
     assert after.held_bytes <= before.held_bytes
 
 
-# Every score and every companion once; that of each preset are its parts'.
+def kinds() -> list[str]:
+    """Every score and every companion once, those without attention first."""
+    evictions = {name: load_policy(name) for name in policies() if name != "full"}
+    found: dict[type, str] = {}
+    for name in sorted(evictions, key=lambda name: len(evictions[name].components)):
+        for part in evictions[name].components:
+            found.setdefault(type(part), name)
+    return sorted(set(found.values()), key=lambda name: (evictions[name].needs_attention, name))
+
+
 # The allocator's peak is asked of each second one, of most that keep more than keys and values.
-KINDS = ("keydiff", "streaming_llm", "snapkv", "tova", "h2o", "knorm", "obcache", "andpro", "cake",
-         "random", "adakv", "pyramidkv", "criticalkv", "headkv", "calidrop", "dropkv")  # fmt: skip
+KINDS = kinds()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", KINDS[::2])
 def test_flat_from_half_a_k_to_2k(name):
-    flat(name, 512, 2048, layers=2, slack=0.05 if name in SHARES else 0.0)
+    eviction = load_policy(name)
+    shares = eviction.heads_move or eviction.layers_move  # slots, as the text has it
+    flat(name, 512, 2048, layers=2, slack=0.05 if shares else 0.0)
 
 
 @pytest.mark.slow
@@ -86,7 +96,7 @@ def test_flat_from_4k_to_64k(name):
 @pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("name", KINDS)
 def test_bytes_at_every_block_to_64k_for_every_kind_of_policy(name):
-    layers = 2 if name == "cake" else 1  # whose slots move between them
+    layers = 2 if load_policy(name).layers_move else 1
     model = tiny_model("llama", num_hidden_layers=layers, max_position_embeddings=131072)
     ids = torch.randint(3, 90, (1, 65536), generator=torch.Generator().manual_seed(0))
     cache = kvcap.BudgetCache(model.config, BUDGET, 8 * BLOCK, small_policy(name, model.config))

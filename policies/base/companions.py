@@ -1,4 +1,4 @@
-"""What a policy is combined with, one class per slot of `Eviction`; how slots are shared out."""
+"""The contracts of what a policy is combined with, a class for each kind; sharing slots out."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from kvcap.policies.base.policy import Policy
 
 @dataclass(frozen=True)
 class Saliency(Component):
-    """Replaces the attention weights inside attention-based scores."""
+    """Replaces the attention weights in scores that add attention up."""
 
-    def weigh(self, seen: Observation) -> Tensor:
+    def weigh(self, obs: Observation) -> Tensor:
         """What is added up instead of `A`. Shape [B, K, G, w, n], 0 where masked."""
         raise NotImplementedError
 
@@ -39,7 +39,7 @@ class LayerBudget(Component):
         """
         return [budget] * layers
 
-    def preference(self, seen: Observation) -> Tensor:
+    def preference(self, obs: Observation) -> Tensor:
         """How much one layer wants slots, above 0; only where `moves`. Shape []."""
         raise NotImplementedError
 
@@ -59,7 +59,7 @@ class LayerBudget(Component):
 
 @dataclass(frozen=True)
 class HeadBudget(Component):
-    """Spreads the slots of a layer over its KV heads; the sum is exact and really stored ragged."""
+    """Spreads the slots of a layer over its KV heads, each of which stores only its own."""
 
     moves: ClassVar[bool] = False
     """Whether slots move between heads after every block, by `split`."""
@@ -96,27 +96,27 @@ class HeadBudget(Component):
         """
         raise NotImplementedError
 
-    def policy_of(self, seen: Observation, base: Policy) -> Policy:
-        """The policy of the KV head that is looked at, where classes of heads are treated apart.
+    def policy_of(self, obs: Observation, base: Policy) -> Policy:
+        """The policy for the KV head that is observed, where heads of some kinds have their own.
 
         Args:
-            seen: one head: `seen.layer`, `seen.first_head`, and its `seen.budget` slots.
-            base: what it is where all heads are alike.
+            obs: of one head: `obs.layer`, `obs.first_head`, and its `obs.budget` slots.
+            base: the policy of the eviction.
         """
         return base
 
 
 @dataclass(frozen=True)
 class Rescorer(Component):
-    """Replaces the scores once the budget is known."""
+    """Replaces the scores once it is known how many slots stay."""
 
-    def rescore(self, scores: Tensor, pinned: Tensor, seen: Observation) -> Tensor:
-        """New scores [B, K, n]; `seen.budget` slots of each head stay.
+    def rescore(self, scores: Tensor, pinned: Tensor, obs: Observation) -> Tensor:
+        """New scores [B, K, n]; `obs.budget` slots of each head stay.
 
         Args:
             scores: [B, K, n], finite float32.
             pinned: bool [B, K, n], slots that stay whatever is returned.
-            seen: what the policy saw.
+            obs: what the policy was given.
         """
         raise NotImplementedError
 
