@@ -16,8 +16,7 @@ from typing import Any
 
 import torch
 
-from kvcap.evals.machine import versions
-from kvcap.evals.table import grid
+from kvcap.evals.reports import grid, versions
 from kvcap.policies import load_policy
 from kvcap.runtime.backends.pytorch.loop import BlockLoop
 from kvcap.runtime.backends.pytorch.runtime import Runtime

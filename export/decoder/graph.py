@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from kvcap.export.decoder.layer import Block, LayerPass
-from kvcap.export.portable import Portable
-from kvcap.export.ports import PORTS, Port
+from kvcap.export.graphs.portable import Portable
+from kvcap.export.graphs.ports import PORTS, Port
 from kvcap.runtime.cache.layout import CacheLayout
 from kvcap.runtime.models.rope import Rotation
 

@@ -1,6 +1,6 @@
 """One layer of the decoder's graph: append, attend, score, evict, all on tensors of open length.
 
-The same as `runtime.budget_layer` without its buffers: what is held comes in, what stays goes out.
+The same as the runtime's cache layer without its buffers: what is held comes in, what stays goes out.
 Slots lie in time order, so that with compact positions a slot's index is its position, and keys
 are kept as the model made them at position 0.
 """
@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import CacheLayerMixin
 
-from kvcap.export.forms import Traced, form_of, graph_part
-from kvcap.export.graphs import Evict, rows_of, survivors, take
-from kvcap.export.shape import Shape
+from kvcap.export.graphs.forms import Traced, form_of, graph_part
+from kvcap.export.graphs.shape import Shape
+from kvcap.export.graphs.stages import Evict, rows_of, survivors, take
 from kvcap.runtime.attention.masks import Slots
 from kvcap.runtime.cache.layout import CacheLayout
 from kvcap.runtime.models.output_projection import output_projection
