@@ -12,6 +12,8 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from kvcap.android_bench.errors import AndroidError, PlanBroken, ResultBroken
 
 PLAN, BENCH = "kvcap.android_plan/1", "kvcap.android_bench/1"
@@ -19,7 +21,6 @@ PLAN_FILE = "plan.json"
 FILE_BYTES = 512 << 20  # of a plan.json or a result's file: 20 times the largest preset's samples
 PARTS = 200_000  # lists and objects in one document; the largest preset has some ten thousand
 SCHEMAS = Path(__file__).parent / "schemas"
-BYTES = {"float32": 4, "float16": 2, "int32": 4, "bool": 1}  # of one number of a port
 _FILES = {PLAN: "plan.schema.json", BENCH: "bench.schema.json"}
 
 
@@ -168,7 +169,7 @@ def _sha256(path: Path) -> str:
 def port_bytes(port: dict[str, Any]) -> int:
     """Of an input or output of a cell."""
     numbers: int = prod(port["shape"])
-    return numbers * BYTES[port["dtype"]]
+    return numbers * int(np.dtype(port["dtype"]).itemsize)
 
 
 def plan_id(plan: dict[str, Any]) -> str:

@@ -15,11 +15,11 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from transformers import GenerationConfig
 
 import kvcap
+from kvcap.dtypes import short, torch_dtype
 from kvcap.export.adopted import check as evictors
 from kvcap.export.adopted.evictor import Evictor, trace
 from kvcap.export.adopted.signature import Found, look
@@ -203,7 +203,7 @@ def _describe(folder: Path, config: Any, shape: ModelShape, found: Found) -> dic
             "rotated_pairs": len(rotated),
             "window": config.sliding_window if slides else None,
         },
-        "dtype": {"float32": "fp32", "float16": "fp16"}[str(found.cache)],
+        "dtype": short(str(found.cache)),
         "cache_dtype": str(found.cache),
         "inv_freq": rotated,
         "rule": RULE,
@@ -244,7 +244,7 @@ def module(
     """What a decoder's evictor is traced from, and the type of its keys and values."""
     pairs = len(frequencies(shape)) if positions == "compact" else 0
     evictor = Evictor(eviction, found.layers, found.kv_heads, found.head_dim, pairs)
-    return evictor, torch.float16 if found.cache == np.float16 else torch.float32
+    return evictor, torch_dtype(str(found.cache))
 
 
 def pins(eviction: Eviction) -> dict[str, Any]:

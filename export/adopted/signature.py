@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from kvcap.runtime.backends.onnxruntime.graph import TYPES, Graph
 from kvcap.runtime.errors import UnsupportedModel
 
@@ -72,4 +70,4 @@ def look(file: Path) -> Found:
             f"past_key_values of {file.name} are [batch, {heads}, {length}, {size}] of {kind}; "
             "their length must be open, the other sizes fixed, of float or float16"
         )
-    return Found(graph, file, layers, int(heads), int(size), np.dtype(TYPES[kind]))
+    return Found(graph, file, layers, int(heads), int(size), TYPES[kind])

@@ -1,8 +1,8 @@
 """One layer of the decoder's graph: append, attend, score, evict, all on tensors of open length.
 
-The same as the runtime's cache layer without its buffers: what is held comes in, what stays goes out.
-Slots lie in time order, so that with compact positions a slot's index is its position, and keys
-are kept as the model made them at position 0.
+The runtime's cache layer without its buffers: what is held comes in, what stays goes out. Slots lie
+in time order, so that with compact positions a slot's index is its position, and keys are kept as
+the model made them at position 0.
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvcap.dtypes import ONNX
 from kvcap.export.graphs import compare, manifest
 from kvcap.export.graphs.cases import Case, cases, inputs
 from kvcap.export.graphs.spec import Spec
@@ -136,12 +137,10 @@ def signature(run: Any, said: dict[str, Any]) -> None:
     Raises:
         ShapeError: naming the first difference.
     """
-    types = {"float32": "float", "int32": "int32", "bool": "bool", "float16": "float16"}
     for kind, real in (("inputs", run.get_inputs()), ("outputs", run.get_outputs())):
         try:
             expected = [
-                (p["name"], f"tensor({types[p['dtype']]})", [a["size"] for a in p["axes"]])
-                for p in said[kind]
+                (p["name"], ONNX[p["dtype"]], [a["size"] for a in p["axes"]]) for p in said[kind]
             ]
         except (KeyError, TypeError) as error:
             raise ManifestError(f"the manifest's {kind} cannot be read: {error}") from error

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import kvcap
+from kvcap.dtypes import full
 from kvcap.export.files import sha256
 from kvcap.export.graphs.ports import Port
-from kvcap.export.graphs.spec import ELEMENT, Spec, recalled
+from kvcap.export.graphs.spec import Spec, recalled
 from kvcap.export.graphs.stages import Graph
 from kvcap.runtime.errors import ManifestError
 
@@ -31,7 +32,7 @@ def describe(spec: Spec, graph: Graph, used: set[str], outputs: list[Port]) -> d
         outputs: what it returns.
     """
     part = graph.form.eviction
-    sizes, element = graph.sizes, ELEMENT[spec.dtype]
+    sizes, element = graph.sizes, full(spec.dtype)
 
     def said(ports: list[Port]) -> list[dict[str, Any]]:
         return [port.as_dict(element, sizes) for port in ports]

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from kvcap.dtypes import short
+from kvcap.dtypes import short, torch_dtype
 from kvcap.export.graphs.forms import form_of, graph_part
 from kvcap.export.graphs.shape import Shape
 from kvcap.export.graphs.stages import STAGES, Graph
@@ -15,8 +15,7 @@ from kvcap.policies import Eviction, load_policy, policies
 from kvcap.policies.base import Component
 from kvcap.runtime.errors import NotExportable
 
-DTYPES = {"fp32": torch.float32, "fp16": torch.float16}
-ELEMENT = {"fp32": "float32", "fp16": "float16"}
+DTYPES = ("fp32", "fp16")
 
 
 @dataclass(frozen=True)
@@ -55,7 +54,7 @@ class Spec:
     @property
     def torch_dtype(self) -> torch.dtype:
         """The type of the cache."""
-        return DTYPES[self.dtype]
+        return torch_dtype(self.dtype)
 
     def stem(self) -> str:
         """The name of its files without what ends them."""

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
+from kvcap.dtypes import SAFETENSORS
 from kvcap.runtime.errors import (
     SessionFileCorrupt,
     SessionFileNewer,
@@ -31,15 +32,6 @@ from kvcap.runtime.session import settings
 
 FORMAT = "kvcap-session"
 VERSION = 1
-DTYPES = {
-    "float32": "F32",
-    "bfloat16": "BF16",
-    "float16": "F16",
-    "int64": "I64",
-    "int32": "I32",
-    "uint8": "U8",
-    "bool": "BOOL",
-}
 LONGEST = 100_000_000  # bytes of a header that safetensors reads
 PIECE = 1 << 20  # bytes handed to the system at once
 Array = Any  # a torch.Tensor or a numpy.ndarray
@@ -110,7 +102,7 @@ def _bytes(tensor: Array) -> memoryview:
 
 def _kind(tensor: Array) -> str:
     """The tensor's type in safetensors' letters."""
-    return DTYPES[_name(tensor.dtype)]
+    return SAFETENSORS[str(tensor.dtype).removeprefix("torch.")]
 
 
 def _name(dtype: Any) -> str:

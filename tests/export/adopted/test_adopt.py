@@ -23,8 +23,8 @@ from kvcap.export.adopted import check as parity
 from kvcap.export.adopted.adopt import adopt
 from kvcap.export.adopted.evictor import Evictor, example, trace
 from kvcap.export.adopted.signature import look
-from kvcap.export.decoder import manifest as facts
 from kvcap.export.decoder.companions import check_tokenizer
+from kvcap.export.files import file_entry
 from kvcap.export.verify import verify_decoder
 from kvcap.policies import load_policy
 from kvcap.runtime.backends.onnxruntime.generation import Generation, Sampler
@@ -277,7 +277,7 @@ def ready(adopted, tmp_path):
 def rewrite(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
     """Change the manifest, which then says of every file what it is now."""
     said = json.loads((folder / MANIFEST).read_text())
-    said["files"] = [{**facts.entry(folder / e["file"]), "file": e["file"]} for e in said["files"]]
+    said["files"] = [{**file_entry(folder / e["file"]), "file": e["file"]} for e in said["files"]]
     change(said)
     (folder / MANIFEST).write_text(json.dumps(said))
 
