@@ -22,6 +22,7 @@ from kvcap.export.graphs.trace import IR_VERSION, program_of, slim
 from kvcap.policies import Eviction
 from kvcap.runtime.backends.onnxruntime.library import library
 from kvcap.runtime.errors import NotExportable
+from kvcap.runtime.models.rope import rotate
 
 REVEALED = frozenset({"keys", "values", "positions"})  # by a decoder with past_key_values
 SLOTS, HELD = ("layers", "kv_heads", "slots"), ("layers", "kv_heads", "held")
@@ -82,12 +83,11 @@ class Evictor(nn.Module):
         kept = {name: take(given[name], rows, keep) for name in ("values", "positions")}
         if not self.compact:
             return take(keys, rows, keep), kept["values"], kept["positions"]
-        back = given["table"][past:slots] * torch.tensor([1.0, -1.0])[:, None]
-        new = turned(keys[:, :, past:], back)
+        new = rotate(keys[:, :, past:], given["table"][past:slots], back=True)
         base = take(torch.cat((given["base"], new), dim=2), rows, keep)
         stay = keep.shape[-1]
         torch._check(stay <= given["table"].shape[0])
-        here = turned(base, given["table"][:stay])
+        here = rotate(base, given["table"][:stay])
         return here, kept["values"], kept["positions"], base
 
     def _keep(self, given: dict[str, Tensor], slots: int) -> Tensor:
@@ -108,18 +108,6 @@ class Evictor(nn.Module):
 def _kept(port: Port) -> Port:
     axes = tuple("stay" if axis in OPEN else axis for axis in port.axes)
     return Port(f"kept_{port.name}", port.dtype, axes, port.unit, f"{port.name} of what stays")
-
-
-def turned(keys: Tensor, rows: Tensor) -> Tensor:
-    """Keys [L, K, n, D] turned by the angles in `rows` [n, 2, R/2]; in their own type.
-
-    The halves (i, i + R/2) of the first R numbers turn together, as in transformers.
-    """
-    cos, sin = rows.unbind(1)
-    half = cos.shape[-1]
-    wide = keys.float()
-    a, b, rest = wide[..., :half], wide[..., half : 2 * half], wide[..., 2 * half :]
-    return torch.cat((a * cos - b * sin, b * cos + a * sin, rest), dim=-1).to(keys.dtype)
 
 
 def check(eviction: Eviction) -> None:

@@ -10,12 +10,13 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from kvcap.export.adopted.signature import Found
-from kvcap.runtime.backends.onnxruntime.paired import rotations
 from kvcap.runtime.errors import UnsupportedModel, first_line
 from kvcap.runtime.models.config import ModelShape
+from kvcap.runtime.models.rope import rotate, rotations
 
 Array = NDArray[Any]
 TOKENS, DROPPED, FURTHER = 12, (3, 5), 7
@@ -110,14 +111,9 @@ def _moves(trial: Trial, shape: ModelShape, past: list[Array], whole: Array) -> 
     if ropes[0] is None or any(rope != ropes[0] and rope is None for rope in ropes):
         return False  # layers without positions among others: one table cannot serve them
     assert ropes[0].inv_freq is not None
-    cos, sin = rotations(ropes[0].inv_freq.tolist(), FURTHER + 1)[FURTHER]
-    half = len(cos)
-
-    def turned(keys: Array) -> Array:
-        wide = keys.astype(np.float32)
-        a, b, rest = wide[..., :half], wide[..., half : 2 * half], wide[..., 2 * half :]
-        return np.concatenate((a * cos - b * sin, b * cos + a * sin, rest), -1).astype(keys.dtype)
-
-    moved = [turned(x) if i % 2 == 0 else x for i, x in enumerate(past)]
+    rows = rotations(ropes[0].inv_freq, torch.tensor(FURTHER))  # [2, R/2]
+    moved = [
+        rotate(torch.from_numpy(x), rows).numpy() if i % 2 == 0 else x for i, x in enumerate(past)
+    ]
     logits, _ = trial.run(trial.ids[:, TOKENS:], moved, TOKENS + FURTHER)
     return trial.same(logits, whole)
