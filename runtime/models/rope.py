@@ -127,10 +127,10 @@ def rotate(x: Tensor, rows: Tensor, back: bool = False) -> Tensor:
     cos, sin = rows.to(wide).unbind(-2)
     half = cos.shape[-1]
     a, b, rest = x[..., :half].to(wide), x[..., half : 2 * half].to(wide), x[..., 2 * half :]
-    pair = (
-        (a * cos + b * sin, b * cos - a * sin) if back else (a * cos - b * sin, b * cos + a * sin)
-    )
-    rotated = torch.cat(pair, dim=-1).to(x.dtype)
+    rotated = torch.cat(  # in one expression, so that no half outlives it
+        (a * cos + b * sin, b * cos - a * sin) if back else (a * cos - b * sin, b * cos + a * sin),
+        dim=-1,
+    ).to(x.dtype)
     return torch.cat((rotated, rest), dim=-1) if rest.shape[-1] else rotated
 
 
