@@ -4,7 +4,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-FOLDERS := runtime policies kernels export android_bench evals pocket tests src/kvcap/__init__.py src/kvcap/__main__.py src/kvcap/cli.py src/kvcap/testing.py
+FOLDERS := runtime policies kernels export android_bench evals pocket tests src/kvcap/*.py
 
 .PHONY: setup chat test test-all check build-check format clean
 

@@ -6,7 +6,6 @@ import hashlib
 import json
 import stat
 from collections import Counter
-from collections.abc import Iterator
 from functools import cache
 from math import prod
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from kvcap.android_bench.errors import AndroidError, PlanBroken, ResultBroken
+from kvcap.schema import fault
 
 PLAN, BENCH = "kvcap.android_plan/1", "kvcap.android_bench/1"
 PLAN_FILE = "plan.json"
@@ -31,27 +31,6 @@ def schema(name: str) -> dict[str, Any]:
     return found
 
 
-@cache
-def _validator(name: str) -> Any:
-    """What holds documents to a schema; lists of numbers, which may be long, by a quick look."""
-    from jsonschema import Draft202012Validator, validators
-
-    one_by_one = Draft202012Validator.VALIDATORS["items"]
-
-    def items(validator: Any, wanted: Any, found: Any, schema: Any) -> Iterator[Any]:
-        if wanted.get("type") != "number" or not isinstance(found, list):
-            yield from one_by_one(validator, wanted, found, schema) or ()
-            return
-        low, high = wanted["minimum"], wanted["maximum"]
-        for place, one in enumerate(found):
-            if type(one) not in (int, float) or not low <= one <= high:
-                yield from validator.descend(one, wanted, path=place)
-                return
-
-    extend: Any = validators.extend  # its stubs have no types
-    return extend(Draft202012Validator, {"items": items})(schema(name))
-
-
 def validate(found: object, name: str, said: str, error: type[AndroidError]) -> None:
     """Hold a document to a schema.
 
@@ -59,19 +38,17 @@ def validate(found: object, name: str, said: str, error: type[AndroidError]) -> 
         found: the parsed document.
         name: of the schema, `PLAN` or `BENCH`.
         said: what the document is called in messages.
-        error: what is raised, with the place of the first fault; others are not looked for, as a
-            document may have as many as it has numbers.
+        error: what is raised, with the place of the first fault.
     """
     stated = found.get("schema") if isinstance(found, dict) else None
     try:
         if stated != name:
             raise error(f"{said} has schema {repr(stated)[:100]}; this kvcap reads {name!r}")
-        fault = next(_validator(name).iter_errors(found), None)
     except RecursionError:
         raise error(f"{said} is not a {name}: it is nested too deeply") from None
-    if fault is not None:
-        place = "/".join(str(part) for part in fault.absolute_path) or "the whole"
-        raise error(f"{said} is not a {name}: {place}: {fault.message[:200]}")
+    wrong = fault(found, SCHEMAS / _FILES[name])
+    if wrong is not None:
+        raise error(f"{said} is not a {name}: {wrong}")
 
 
 def parsed(data: bytes, said: str, error: type[AndroidError]) -> Any:

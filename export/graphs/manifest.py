@@ -17,8 +17,10 @@ from kvcap.export.graphs.ports import Port
 from kvcap.export.graphs.spec import Spec, recalled
 from kvcap.export.graphs.stages import Graph
 from kvcap.runtime.errors import ManifestError
+from kvcap.schema import fault
 
 SCHEMA = "kvcap.export/1"
+SCHEMA_FILE = Path(__file__).with_name("graph.schema.json")
 SAMPLES = ".samples.safetensors"
 
 
@@ -76,31 +78,56 @@ def read(graph: Path, expected: str = SCHEMA) -> dict[str, Any]:
         raise ManifestError(
             f"{graph.name} has no manifest {path.name} beside it; export it again"
         ) from error
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ManifestError(f"manifest {path.name} cannot be read: {error}") from error
     schema = found.get("schema") if isinstance(found, dict) else None
     if schema != expected:
-        raise ManifestError(f"{path.name} has schema {schema!r}, expected is {expected!r}")
+        raise ManifestError(
+            f"{path.name} has schema {str(schema)[:40]!r}, expected is {expected!r}"
+        )
+    check(found, path.name)
     for part in ("graph", "samples"):
-        _unchanged(graph.parent, found, part, path.name)
+        _unchanged(graph.parent, found[part], path.name)
     if found["graph"]["file"] != graph.name:
         raise ManifestError(f"{path.name} describes {found['graph']['file']}, not {graph.name}")
     return found
 
 
-def _unchanged(folder: Path, found: dict[str, Any], part: str, manifest: str) -> None:
+def write(said: dict[str, Any], path: Path) -> None:
+    """Write a manifest.
+
+    Raises:
+        ManifestError: it is not what its schema says.
+    """
+    check(said, path.name)
+    text = json.dumps(said, indent=1, ensure_ascii=False)
+    path.write_text(text + "\n", encoding="utf-8")
+
+
+def check(said: dict[str, Any], name: str) -> None:
+    """Hold what a manifest says to the schema.
+
+    Raises:
+        ManifestError: `name` and the first fault.
+    """
+    wrong = fault(said, SCHEMA_FILE)
+    if wrong is not None:
+        raise ManifestError(f"{name} is no {said['schema']}: {wrong}; export it again")
+
+
+def _unchanged(folder: Path, entry: dict[str, Any], manifest: str) -> None:
     """Refuse where a file that the manifest names is not the one it was written with."""
+    file, expected = folder / entry["file"], entry["sha256"]
     try:
-        file = folder / Path(found[part]["file"]).name
-        expected, got = found[part]["sha256"], sha256(file)
-    except (KeyError, TypeError) as error:
-        raise ManifestError(f"manifest {manifest} lacks {part}: {error}") from error
+        got = sha256(file)
     except OSError as error:
-        raise ManifestError(f"{manifest} names {part} that cannot be read: {error}") from error
+        raise ManifestError(
+            f"{manifest} names {file.name}, which cannot be read: {error}"
+        ) from error
     if got != expected:
         raise ManifestError(
             f"{file.name} is not the file {manifest} was written with: its sha256 is {got[:12]}…, "
-            f"the manifest says {str(expected)[:12]}…; export it again"
+            f"the manifest says {expected[:12]}…; export it again"
         )
 
 
@@ -118,5 +145,5 @@ def spec_of(found: dict[str, Any]) -> Spec:
             formulation=found["formulation"],
             dtype=found["dtype"],
         )
-    except (KeyError, TypeError, ValueError) as error:
+    except (TypeError, ValueError) as error:
         raise ManifestError(f"the manifest's policy or shape cannot be used: {error}") from error

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import tempfile
 from pathlib import Path
@@ -62,8 +61,7 @@ def write(
         said["verified"] = report.as_dict()
         samples = _samples(file, given)
         said["samples"] = {**_entry(samples), "format": "safetensors; in.NAME and out.NAME"}
-        text = json.dumps(said, indent=1, ensure_ascii=False)
-        file.with_suffix(".json").write_text(text + "\n", encoding="utf-8")
+        manifest.write(said, file.with_suffix(".json"))
         for part in (samples, file.with_suffix(".json"), file):
             shutil.move(part, folder / part.name)
     return folder / file.name, report

@@ -147,8 +147,7 @@ def write(file: Path, target: Target, quick: bool = False) -> tuple[Path, Report
         report.require()
         del said["verified"]
         said["simulated"] = report.as_dict()
-        text = json.dumps(said, indent=1, ensure_ascii=False)
-        context.with_suffix(".json").write_text(text + "\n", encoding="utf-8")
+        manifest.write(said, context.with_suffix(".json"))
         for part in (context.with_suffix(".json"), context):
             shutil.move(part, file.parent / part.name)
     return file.parent / context.name, report

@@ -27,9 +27,10 @@ from kvcap.runtime.errors import (
     first_line,
 )
 from kvcap.runtime.files import check_plain, parse_json, replacing
-from kvcap.runtime.schema import SESSION, fault
 from kvcap.runtime.session import settings
+from kvcap.schema import fault
 
+SCHEMA = Path(__file__).parents[1] / "schemas" / "session.schema.json"
 FORMAT = "kvcap-session"
 VERSION = 1
 LONGEST = 100_000_000  # bytes of a header that safetensors reads
@@ -221,7 +222,7 @@ def checked_facts(file: SessionFile) -> dict[str, Any]:
     Raises:
         SessionFileCorrupt: naming the first place where it is not.
     """
-    wrong = fault(file.facts, SESSION)
+    wrong = fault(file.facts, SCHEMA)
     if wrong is not None:
         raise file.corrupt(f"what it says cannot be ({wrong})")
     return file.facts

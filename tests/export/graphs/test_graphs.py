@@ -20,6 +20,7 @@ from torch.onnx._internal.exporter._registration import ONNXRegistry
 
 from kvcap.cli import run
 from kvcap.export.files import sha256
+from kvcap.export.graphs import manifest
 from kvcap.export.graphs.cases import Case, inputs
 from kvcap.export.graphs.check import feed, session
 from kvcap.export.graphs.forms import form_of, graph_part
@@ -412,11 +413,34 @@ def test_files_that_do_not_belong_together_are_refused(copied, shelf):
     with pytest.raises(ManifestError, match="cannot be read"):
         verify(copied)
     copied.with_suffix(".json").write_text('{"schema": "kvcap.export/1"}')
-    with pytest.raises(ManifestError, match="lacks graph"):
+    with pytest.raises(ManifestError, match=r"the whole: .* is a required property"):
         verify(copied)
     copied.with_suffix(".json").unlink()
     with pytest.raises(ManifestError, match="no manifest"):
         verify(copied)
+
+
+@pytest.mark.parametrize(
+    ("part", "value", "fault"),
+    [
+        ("stage", "both", "stage: 'both' is not one of"),
+        ("shape", {"kv_heads": 2}, "shape: 'heads' is a required property"),
+        ("inputs", [{"name": "keys", "dtype": "int8", "axes": []}], "inputs/0/dtype: 'int8'"),
+        ("graph", {"file": "../x.onnx", "sha256": "0" * 64}, "graph/file: '../x.onnx'"),
+        ("opset", 18.0, "opset: 18.0 is not of type 'integer'"),
+        ("schema", "kvcap.qnn/1", "has schema 'kvcap.qnn/1'"),
+    ],
+)
+def test_a_manifest_that_its_schema_does_not_allow_is_refused(copied, part, value, fault):
+    copied.with_suffix(".json").write_text(json.dumps({**said(copied), part: value}))
+    with pytest.raises(ManifestError, match=re.escape(fault)):
+        verify(copied)
+
+
+def test_no_manifest_is_written_that_could_not_be_read(copied, tmp_path):
+    with pytest.raises(ManifestError, match="dtype: 'bf16' is not one of"):
+        manifest.write({**said(copied), "dtype": "bf16"}, tmp_path / "x.json")
+    assert not list(tmp_path.glob("x*"))
 
 
 def test_a_manifest_of_a_policy_unknown_here_is_refused(copied):

@@ -88,7 +88,8 @@ def test_a_compiled_graph_is_left_unchecked_where_the_package_is_missing(
     compiled = tmp_path / f"{file.stem}.sm8650{qnn.SUFFIX}"
     compiled.write_bytes(b"a context")
     said = manifest.read(file)
-    said |= {"schema": qnn.SCHEMA}
+    target = {"chip": "SM8650", "soc_model": 57, "hexagon": 75, "options": {}}
+    said |= {"schema": qnn.SCHEMA, "source": said["graph"], "target": target}
     said["graph"] = {"file": compiled.name, "sha256": sha256(compiled)}
     compiled.with_suffix(".json").write_text(json.dumps(said))
 
