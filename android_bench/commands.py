@@ -1,4 +1,4 @@
-"""`kvcap android plan`, `host`, `report`, `serve` and `adb`, for the command line to register.
+"""`kvcap android plan`, `host`, `report`, `serve` and `adb`: the options of each command.
 
 Imports of torch wait until a command runs. Results go to stdout, everything else to stderr.
 """

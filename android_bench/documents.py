@@ -1,4 +1,4 @@
-"""Plans and results as files: read, held to their JSON schemas, refused by name."""
+"""Reads and writes plans and results: JSON files that are held to their schemas."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def _sha256(path: Path) -> str:
 
 
 def port_bytes(port: dict[str, Any]) -> int:
-    """Of an input or output of a cell."""
+    """Bytes of an input or output of a cell."""
     numbers: int = prod(port["shape"])
     return numbers * int(np.dtype(port["dtype"]).itemsize)
 

@@ -1,4 +1,4 @@
-"""Words that files, devices and clients bring, made safe to show. Knows no results.
+"""Makes text from files, devices and clients safe to show.
 
 `plain` is for terminals, charts and messages; `escaped` for Markdown, and so for HTML made of it.
 """

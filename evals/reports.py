@@ -1,4 +1,4 @@
-"""What every result carries, the device and versions it was measured on; and Markdown tables."""
+"""Names the device and versions that every result carries, and lays out Markdown tables."""
 
 from __future__ import annotations
 

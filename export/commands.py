@@ -1,4 +1,4 @@
-"""`kvcap export`: `scorer`, `decoder` and `verify`, for the command line to register.
+"""`kvcap export scorer`, `decoder` and `verify`: the options of each command.
 
 Imports of torch wait until a command runs. Results go to stdout, everything else to stderr.
 """

@@ -54,7 +54,7 @@ def _leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def sha256(path: Path) -> str:
-    """Of a file's bytes."""
+    """The checksum of a file, in hexadecimal digits."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while part := file.read(1 << 20):  # weights may be larger than memory

@@ -40,11 +40,11 @@ class Unchecked:
     ok: ClassVar[bool | None] = None  # nothing is known
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values."""
+        """Plain values, for JSON."""
         return {"file": self.file, "ok": self.ok, "unchecked": self.why}
 
     def table(self) -> str:
-        """For people."""
+        """A table for a terminal."""
         return f"{self.file}  NOT CHECKED: {self.why}"
 
     def require(self) -> None:

@@ -1,4 +1,4 @@
-"""Devices that adb reaches: which there are, a shell, files, ports; failures by name.
+"""Talks to devices through the adb program: lists them, runs commands, copies files, opens ports.
 
 The adb program does the talking, as it restarts its server and knows every transport. Knows nothing
 of plans. `adb shell` exits with 0 when the daemon dies under it, so every command ends in a marker.

@@ -1,4 +1,4 @@
-"""The page on a phone's own browser, reached over adb: no network, and all of the page's features.
+"""Runs a plan in the browser of a phone, which loads the page over adb and so needs no network.
 
 `adb reverse` makes the page local to the phone, which browsers trust: threads and the fine clock.
 """

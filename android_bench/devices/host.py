@@ -1,4 +1,4 @@
-"""Runs a plan on this machine by the same runner that a device gets."""
+"""Runs a plan on this machine, with the Python runner that a device gets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A plan run on a device over adb: pushed, started, watched, pulled; nothing is left there.
+"""Runs a plan on a device over adb: pushed, started, watched, pulled; nothing is left there.
 
 What runs on the device is a watcher (`watch.sh`) with the runner below it. It lives as long as this
 side asks for it, so that a pulled cable or a dead daemon leaves no process and no file behind.

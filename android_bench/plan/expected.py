@@ -1,4 +1,4 @@
-"""What a cell is fed and what it must give: eager's own numbers, on inputs made by a rule.
+"""Computes what a cell must give: the eager policy's numbers, on inputs that a rule makes.
 
 Inputs are made by `runner.filled`, so that every runner makes the same ones; what no rule gives
 (cached state) and what is expected become files. Types share them: the rule's numbers are exact in

@@ -1,4 +1,4 @@
-"""Which cells a preset measures, and by which rules. Knows policies by their names only."""
+"""Defines the presets: which cells are measured, and by which rules. Knows policies by name."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ REFERENCE = "keydiff.stateless.score"  # what relative numbers are relative to, 
 
 @dataclass(frozen=True)
 class Wanted:
-    """What is planned."""
+    """What a plan is asked to measure: a preset on a layer of some model."""
 
     name: str  # of the preset
     preset: Preset

@@ -1,4 +1,4 @@
-"""Results as a picture: a row per result, absolute times left, relative ones right.
+"""Draws results: a row per result, absolute times on the left, relative ones on the right.
 
 A line is told from others by its marker and its dash, not only by its colour; a bar at each point
 goes from the least sample to the 90th percentile, and a hollow point's is wild. Needs matplotlib,

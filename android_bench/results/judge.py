@@ -1,4 +1,4 @@
-"""What is made of a result's raw samples: statistics, relative times, fits, and what to doubt.
+"""Computes statistics, relative times and fits from a result's raw samples, and flags doubts.
 
 The one place for all runners: what a file already says is not believed but held to its samples.
 """
@@ -80,12 +80,12 @@ def rows_of(result: Row) -> Row:
 
 
 def key(row: Row) -> tuple[str, int, str]:
-    """What tells rows apart."""
+    """A row's identity: cell, threads, provider."""
     return row["id"], row["threads"], row["provider_asked"]
 
 
 def said(row: Row) -> str:
-    """What tells rows apart, in words."""
+    """A row's identity in words."""
     return plain(f"{row['id']} ({row['provider_asked']}, {row['threads']})", 450)
 
 

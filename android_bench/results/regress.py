@@ -1,4 +1,4 @@
-"""A result beside an earlier one of the same device: what became slower, for CI."""
+"""Finds the cells that became slower than in an earlier result of the same device, for CI."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether a measurement is of a real device: a browser's signs, and what a result claims of itself.
+"""Decides whether a measurement is of a real device, by a browser's signs or a result's claims.
 
 A browser can be told to call itself anything, and a developer's tools make a desktop look like a
 phone. So `origin` calls a browser's device real only where every sign agrees; one that cannot be

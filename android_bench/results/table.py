@@ -1,4 +1,4 @@
-"""Results as Markdown: what ran, medians with their fits, relative times, doubts."""
+"""Writes results as Markdown: what ran, medians with their fits, relative times, doubts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Results that a browser sends: held to plan and device, judged, written once. Knows no web."""
+"""Takes results that a browser sends: checks them against plan and device, and writes each once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The page's server: hands out the page and one plan, takes results in, lets nothing else through.
+"""Serves the page and one plan over HTTP, takes results in, and lets nothing else through.
 
 What it hands out is a fixed table made when it starts, so that no request can name another file.
 Knows nothing of commands or terminals.

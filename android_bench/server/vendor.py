@@ -1,4 +1,4 @@
-"""onnxruntime-web beside the page: fetched once with npm, checked against a digest, unpacked.
+"""Fetches onnxruntime-web for the page, once with npm, and checks it against a digest.
 
 Run as `python -m kvcap.android_bench.server.vendor` when a checkout is set up or before a wheel is
 built; the wheel carries what it leaves. Nothing is fetched when the page is served.

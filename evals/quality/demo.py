@@ -1,4 +1,4 @@
-"""The headline, repeatable: facts told in chat, a long text read in fixed memory, then questions.
+"""Runs the demo: facts are told in chat, a long text is read in fixed memory, questions follow.
 
 Everything goes through `Session.send`, as a user's turns would: the model acknowledges what it is
 told, and every question and answer takes slots of its own.

@@ -1,4 +1,4 @@
-"""Cells as a picture: recall over budget, one small panel per policy, the others behind it in grey.
+"""Draws recall over budget: one small panel per policy, with the others behind it in grey.
 
 A line per policy in one set of axes cannot be told apart beyond ten; a panel each can. Panels are
 ordered by their mean recall. Needs matplotlib, which nothing else imports.

@@ -1,4 +1,4 @@
-"""A sweep: policies × budgets × positions × tasks × lengths, every cell under its own cap.
+"""Runs a sweep over policies × budgets × positions × tasks × lengths, each cell under its own cap.
 
 Writes `cells.jsonl`, a line as soon as a cell is finished, and `results.md`. A sweep that is run
 again with the same folder and version of kvcap runs only the cells that are missing.

@@ -1,4 +1,4 @@
-"""Cells as Markdown: a table per model, task and length; policies down, budgets across."""
+"""Writes cells as Markdown: a table per model, task and length; policies down, budgets across."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Text that tasks and the demo are made of: facts nobody can guess, filler of an exact length."""
+"""Makes the text of tasks and the demo: facts nobody can guess, and filler of an exact length."""
 
 from __future__ import annotations
 

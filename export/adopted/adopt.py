@@ -1,4 +1,4 @@
-"""A decoder that others exported, made ready to run under a cap: graphs that evict, and a manifest.
+"""Prepares a decoder that others exported to run under a cap: adds evictor graphs and a manifest.
 
 Taken are decoders with the signature of optimum and of most that are found: input_ids,
 attention_mask, position_ids and past_key_values.N.key/value in, logits and present.N.key/value out.
@@ -22,10 +22,10 @@ import kvcap
 from kvcap.dtypes import short, torch_dtype
 from kvcap.export.adopted import check as evictors
 from kvcap.export.adopted.evictor import Evictor, trace
-from kvcap.export.adopted.signature import Found, look
-from kvcap.export.adopted.trial import tried
+from kvcap.export.adopted.signature import DecoderPorts, read_ports
+from kvcap.export.adopted.trial import check_evictable
 from kvcap.export.decoder import manifest as facts
-from kvcap.export.decoder.companions import bring, check_tokenizer, files_of
+from kvcap.export.decoder.companions import check_tokenizer, files_of, link_or_copy
 from kvcap.export.files import file_entry
 from kvcap.export.graphs.spec import recipe
 from kvcap.policies import Eviction, load_policy
@@ -101,7 +101,7 @@ def adopt(
     return said
 
 
-def examined(folder: Path, file: Path) -> tuple[Any, ModelShape, Found, bool]:
+def examined(folder: Path, file: Path) -> tuple[Any, ModelShape, DecoderPorts, bool]:
     """Try a decoder with what belongs to it.
 
     Args:
@@ -117,16 +117,16 @@ def examined(folder: Path, file: Path) -> tuple[Any, ModelShape, Found, bool]:
     """
     config = load_config(str(folder))
     shape = ModelShape.of(config.get_text_config(decoder=True))
-    found = look(file)
+    found = read_ports(file)
     _agree(shape, found)
-    compact = tried(found, shape)
+    compact = check_evictable(found, shape)
     check_generation(str(folder))
     check_tokenizer(folder)
     return config, shape, found, compact
 
 
 def _evictors(
-    target: Path, pairs: Iterable[tuple[Eviction, str]], found: Found, shape: ModelShape
+    target: Path, pairs: Iterable[tuple[Eviction, str]], found: DecoderPorts, shape: ModelShape
 ) -> list[dict[str, Any]]:
     """Write the graphs that evict into `target`, all or none; returns their entries."""
     with tempfile.TemporaryDirectory(prefix=".kvcap-", dir=target) as name:
@@ -141,7 +141,7 @@ def _finish(target: Path, folder: Path, file: Path, said: dict[str, Any]) -> Non
     """Bring what belongs to the decoder, and write the manifest last."""
     names = [*files_of(folder, file), *(name for name in COMPANIONS if (folder / name).is_file())]
     for name in names if target != folder else ():
-        bring(folder / name, target / name)
+        link_or_copy(folder / name, target / name)
     names += [entry["file"] for entry in said["evictors"]]
     said["files"] = [{**file_entry(target / name), "file": name} for name in names]
     said["graphs"] = {"decoder": said["files"][0]}
@@ -169,7 +169,7 @@ def _decoder_in(where: Path) -> Path:
     return found[0]
 
 
-def _agree(shape: ModelShape, found: Found) -> None:
+def _agree(shape: ModelShape, found: DecoderPorts) -> None:
     """Refuse a config that is not the graph's, and layers that slide by themselves."""
     mine = (found.layers, found.kv_heads, found.head_dim)
     said = (len(shape.layers), shape.kv_heads, shape.head_size)
@@ -185,7 +185,7 @@ def _agree(shape: ModelShape, found: Found) -> None:
         )
 
 
-def _describe(folder: Path, config: Any, shape: ModelShape, found: Found) -> dict[str, Any]:
+def _describe(folder: Path, config: Any, shape: ModelShape, found: DecoderPorts) -> dict[str, Any]:
     """What can be said before any graph is written."""
     generation = GenerationConfig.from_model_config(config)
     if (folder / "generation_config.json").exists():
@@ -219,7 +219,7 @@ def frequencies(shape: ModelShape) -> list[float]:
 
 
 def _write(
-    folder: Path, eviction: Eviction, found: Found, shape: ModelShape, positions: str
+    folder: Path, eviction: Eviction, found: DecoderPorts, shape: ModelShape, positions: str
 ) -> dict[str, Any]:
     """Trace an evictor into `folder`, check it; returns its entry of the manifest."""
     evictor, dtype = module(eviction, found, shape, positions)
@@ -239,7 +239,7 @@ def _write(
 
 
 def module(
-    eviction: Eviction, found: Found, shape: ModelShape, positions: str
+    eviction: Eviction, found: DecoderPorts, shape: ModelShape, positions: str
 ) -> tuple[Evictor, torch.dtype]:
     """What a decoder's evictor is traced from, and the type of its keys and values."""
     pairs = len(frequencies(shape)) if positions == "compact" else 0

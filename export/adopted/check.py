@@ -1,4 +1,4 @@
-"""Whether graphs that evict compute what the modules that they are traced from do."""
+"""Checks that evictor graphs compute what the modules that they are traced from do."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Row:
 
     @property
     def ok(self) -> bool:
-        """Whether it holds."""
+        """Whether the error is allowed."""
         return self.error <= self.allowed
 
     def require(self) -> None:
@@ -59,12 +59,12 @@ class Report:
         return all(row.ok for row in self.rows)
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values."""
+        """Plain values, for JSON."""
         return {"file": self.file, "onnxruntime": self.runtime, "ok": self.ok,
                 "evictors": [{**asdict(row), "ok": row.ok} for row in self.rows]}  # fmt: skip
 
     def table(self) -> str:
-        """For people."""
+        """A table for a terminal."""
         lines = [f"{self.file}  (ONNX Runtime {self.runtime}, CPU)"]
         width = max((len(row.file) for row in self.rows), default=0)
         lines.append(f"  {'evictor':<{width}} {'slots':>6} {'error':>9} {'allowed':>9}  ")

@@ -1,4 +1,4 @@
-"""The graph that evicts for a decoder that others exported: all its layers at once, for any budget.
+"""The evictor of a decoder that others exported: one graph for all layers and any budget.
 
 Such a decoder shows keys, values and positions, so it serves policies that read no more. Layers
 stand where a batch does: a policy scores each by itself. Slots lie in time order. In compact

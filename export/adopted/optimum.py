@@ -1,4 +1,4 @@
-"""Optimum's export of a decoder, in an environment where it fits; `adopt.py` makes it ready.
+"""Exports a decoder with Optimum, in an environment of its own; `adopt.py` makes it ready.
 
 optimum-onnx needs transformers below 4.58, so it has an environment of its own. Its exporter for
 the CPU writes float32 whatever it is asked for.
@@ -20,7 +20,7 @@ import torch
 
 from kvcap.dtypes import short
 from kvcap.export.adopted.adopt import adopt
-from kvcap.export.adopted.signature import look
+from kvcap.export.adopted.signature import read_ports
 from kvcap.export.adopted.trial import Trial
 from kvcap.policies import Eviction
 from kvcap.runtime.backends.onnxruntime.library import library
@@ -107,7 +107,7 @@ def _compare(folder: Path, model: Any) -> None:
     Raises:
         ToleranceError: they differ.
     """
-    found = look(folder / "model.onnx")
+    found = read_ports(folder / "model.onnx")
     trial = Trial(found, model.config.get_text_config(decoder=True).vocab_size)
     got, _ = trial.run(trial.ids, trial.empty, 0)
     with torch.inference_mode():

@@ -1,4 +1,4 @@
-"""The ports of a decoder that others exported: which are taken, and what they say of its sizes."""
+"""Reads a decoder's inputs and outputs: whether they are the usual ones, and their sizes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FLOATS = ("tensor(float)", "tensor(float16)")
 
 
 @dataclass(frozen=True)
-class Found:
+class DecoderPorts:
     """A decoder's graph and what its ports say."""
 
     graph: Graph
@@ -26,7 +26,7 @@ class Found:
     cache: Any  # the NumPy type of keys and values
 
 
-def look(file: Path) -> Found:
+def read_ports(file: Path) -> DecoderPorts:
     """What a decoder's ports say.
 
     Raises:
@@ -70,4 +70,4 @@ def look(file: Path) -> Found:
             f"past_key_values of {file.name} are [batch, {heads}, {length}, {size}] of {kind}; "
             "their length must be open, the other sizes fixed, of float or float16"
         )
-    return Found(graph, file, layers, int(heads), int(size), TYPES[kind])
+    return DecoderPorts(graph, file, layers, int(heads), int(size), TYPES[kind])

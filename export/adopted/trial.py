@@ -1,4 +1,4 @@
-"""Whether a decoder that others exported can lose tokens: tried on a few, not believed.
+"""Tries on a few tokens whether a decoder that others exported stays right when tokens are evicted.
 
 A graph that counts positions by itself, or that looks at where slots lie, runs without an error
 after an eviction and gives wrong logits. Each such fault shows as two runs that should agree and do
@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvcap.export.adopted.signature import Found
+from kvcap.export.adopted.signature import DecoderPorts
 from kvcap.runtime.errors import UnsupportedModel, first_line
 from kvcap.runtime.models.config import ModelShape
 from kvcap.runtime.models.rope import rotate, rotations
@@ -24,9 +24,9 @@ SAME = {"float32": 1e-3, "float16": 3e-2}  # of the largest logit; faults are te
 
 
 class Trial:
-    """A decoder and some tokens."""
+    """Runs a decoder on random tokens, with and without some of its cache."""
 
-    def __init__(self, found: Found, vocabulary: int) -> None:
+    def __init__(self, found: DecoderPorts, vocabulary: int) -> None:
         self.found = found
         draws = np.random.default_rng(0)
         self.ids = draws.integers(0, vocabulary, (1, TOKENS + 1))
@@ -70,7 +70,7 @@ class Trial:
         return bool(np.abs(one - other).max() <= allowed)
 
 
-def tried(found: Found, shape: ModelShape) -> bool:
+def check_evictable(found: DecoderPorts, shape: ModelShape) -> bool:
     """Try a decoder; returns whether its keys can be moved to other positions exactly.
 
     Raises:

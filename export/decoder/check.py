@@ -1,4 +1,4 @@
-"""Whether a decoder's file computes what PyTorch does: run beside it, block by block.
+"""Checks a decoder's graph against PyTorch: both run the same blocks, side by side.
 
 Three run the same blocks: the runtime (`BlockLoop` over a `BudgetCache`), the decoder's module
 eagerly, and its graph in ONNX Runtime. The module must agree with the runtime, keeping its own
@@ -45,7 +45,7 @@ TOLERANCES = {
 
 @dataclass(frozen=True)
 class Row:
-    """One run: a block or a step."""
+    """How one run, of a block or a single token, compares."""
 
     who: str  # module or graph, or the graph alone
     tokens: int
@@ -72,14 +72,14 @@ class Report:
         return all(row.ok for row in self.rows)
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values."""
+        """Plain values, for JSON."""
         return {
             "file": self.file, "onnxruntime": self.runtime, "ok": self.ok, "agreed": self.agreed,
             "ties": self.ties, "runs": [asdict(row) for row in self.rows],
         }  # fmt: skip
 
     def table(self) -> str:
-        """For people."""
+        """A table for a terminal."""
         lines = [f"{self.file}  (ONNX Runtime {self.runtime}, CPU)"]
         lines.append(f"  {'checked':<22} {'tokens':>6} {'held':>6} {'error':>9} {'kept':>8}")
         for row in self.rows:
@@ -186,7 +186,7 @@ def check(folder: Path, decoder: Decoder, dtype: str, quick: bool = False) -> Re
 
 
 def no_pins() -> Tensor:
-    """One empty span."""
+    """The input `pinned` that pins nothing: one empty span, [1, 2]."""
     return torch.zeros(1, 2, dtype=torch.int32)
 
 

@@ -1,4 +1,4 @@
-"""What lies beside a decoder's graph: files of its weights, and a tokenizer that must be whole."""
+"""Finds the files that belong to a decoder's graph, and checks that its tokenizer is whole."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def files_of(folder: Path, file: Path) -> list[str]:
     return [path.relative_to(folder).as_posix() for path in files]
 
 
-def bring(source: Path, target: Path) -> None:
+def link_or_copy(source: Path, target: Path) -> None:
     """The same file at another place: a link where that can be, else a copy."""
     target.parent.mkdir(parents=True, exist_ok=True)
     target.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""What is asked for: a model, an eviction, a budget, a type. And what of that can be one graph."""
+"""Loads what a decoder is made of, and refuses what one graph of fixed sizes cannot do."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Source:
 
     @property
     def config(self) -> Any:
-        """Of the model."""
+        """The model's config."""
         return self.model.config
 
 

@@ -1,4 +1,4 @@
-"""Trace a decoder, save it with all that a runner needs, check it; only then it appears."""
+"""Exports a decoder's directory: traced, saved and checked; it appears only when all is done."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Inputs that a graph is checked with: random, outliers, zero keys, few slots and many.
+"""Makes the inputs that a graph is checked with: random, outliers, zero keys, few slots and many.
 
 Seeded, so that the same case is the same everywhere.
 """

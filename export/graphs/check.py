@@ -1,4 +1,4 @@
-"""Whether a graph computes what its policy does: in ONNX Runtime, on inputs it has not seen.
+"""Checks in ONNX Runtime that a graph computes what its policy does, on fresh inputs.
 
 Scores are held to the policy's eager code, and its own error to float64 is allowed for; kept sets
 are equal up to ties, which are scores nearer to each other than that allowance.
@@ -64,12 +64,12 @@ class Report:
         return all(row.ok or self.excused(row) for row in self.rows)
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values."""
+        """Plain values, for JSON."""
         return {"file": self.file, "onnxruntime": self.runtime, "ok": self.ok,
                 "cases": [asdict(row) for row in self.rows]}  # fmt: skip
 
     def table(self) -> str:
-        """For people."""
+        """A table for a terminal."""
         lines = [f"{self.file}  (ONNX Runtime {self.runtime}, {self.where})"]
         lines.append(f"  {'inputs':<10} {'slots':>6} {'error':>9} {'allowed':>9} {'kept':>7}  ")
         for row in self.rows:

@@ -1,4 +1,4 @@
-"""A graph's outputs against the policy's own code, and both against float64."""
+"""Compares a graph's outputs with the policy's own code, and both with float64."""
 
 from __future__ import annotations
 

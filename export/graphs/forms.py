@@ -22,7 +22,7 @@ from torch import Tensor
 
 from kvcap.export.graphs.formulations import TRACED
 from kvcap.export.graphs.portable import unit
-from kvcap.export.graphs.ports import PORTS, Port, following, kept, made
+from kvcap.export.graphs.ports import PORTS, Port, kept_port, new_port, next_port
 from kvcap.export.graphs.shape import Shape
 from kvcap.policies import Eviction, Observation
 from kvcap.policies.keydiff import KeyDiff
@@ -90,7 +90,7 @@ class Traced:
     def next_state(self, seen: Observation) -> dict[str, tuple[Port, Tensor]]:
         """State that scoring brought up to date: {name: (port, tensor)}."""
         names = self.eviction.policy.state
-        return {name: (following(PORTS[name]), seen.state[name]) for name in names}
+        return {name: (next_port(PORTS[name]), seen.state[name]) for name in names}
 
     def kept_state(self, given: Named, keys: Tensor) -> list[tuple[Port, Tensor]]:
         """State that is not per slot, made from the kept keys [B, K, N, D]."""
@@ -102,7 +102,7 @@ class Traced:
 
     def update_outputs(self) -> list[Port]:
         """What the update graph returns."""
-        return [made("output_norm")] if self.update_inputs else []
+        return [new_port("output_norm")] if self.update_inputs else []
 
     def update(self, given: Named) -> list[Tensor]:
         """State of the arriving tokens, by the component that keeps it."""
@@ -173,7 +173,7 @@ class InverseNorms(Stateless):
 
     def update_outputs(self) -> list[Port]:
         """Norms of the arriving keys."""
-        return [made("inverse_norms")]
+        return [new_port("inverse_norms")]
 
     def update(self, given: Named) -> list[Tensor]:
         """Norms of the arriving keys, [B, K, T]."""
@@ -196,7 +196,7 @@ class RunningAnchor(InverseNorms):
 
     def kept_state(self, given: Named, keys: Tensor) -> list[tuple[Port, Tensor]]:
         """The sum of what stays, anew: it cannot drift."""
-        return [(kept(PORTS["anchor"]), self._sum(keys))]
+        return [(kept_port(PORTS["anchor"]), self._sum(keys))]
 
     def cached(self, given: Named) -> dict[str, Tensor]:
         """Norms and sum of the slots' keys."""
@@ -204,7 +204,7 @@ class RunningAnchor(InverseNorms):
 
     def update_outputs(self) -> list[Port]:
         """Norms of what arrives, and the sum after it."""
-        return [*super().update_outputs(), following(PORTS["anchor"])]
+        return [*super().update_outputs(), next_port(PORTS["anchor"])]
 
     def update(self, given: Named) -> list[Tensor]:
         """Norms of the arriving keys [B, K, T] and the sum [B, K, D]."""

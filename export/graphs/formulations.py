@@ -1,4 +1,4 @@
-"""How a policy's score can be put into a graph: one name and one sentence for each formulation.
+"""Names the formulations, the ways to compute a policy's score in a graph, in a sentence each.
 
 Commands, manifests, plans, reports, the page on a phone and the docs use these names and no others.
 """

@@ -1,4 +1,4 @@
-"""What ONNX Runtime's own tools make of a graph: its ORT format, and what mobile providers take."""
+"""Converts a graph to ORT format, and reports what mobile execution providers would take of it."""
 
 from __future__ import annotations
 

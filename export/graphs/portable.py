@@ -1,4 +1,4 @@
-"""How operations are said so that exporters and low precision take them. Applied while tracing.
+"""Replaces operations that exporters or float16 cannot take by equal ones, while a graph is traced.
 
 A policy's own code runs; these stand in for single operations of it, with the same results.
 """

@@ -1,4 +1,4 @@
-"""Inputs and outputs of graphs: name, type, axes, meaning. One table, also what manifests say."""
+"""The table of all inputs and outputs of graphs: name, type, axes, unit, meaning."""
 
 from __future__ import annotations
 
@@ -80,22 +80,22 @@ PORTS = _table(
 
 
 def scores_port() -> Port:
-    """What every score graph returns."""
+    """The output of every score graph."""
     return Port("scores", "float32", _SLOT, "see formula", "worth of every slot, higher is kept")
 
 
-def kept(port: Port) -> Port:
+def kept_port(port: Port) -> Port:
     """A slot's property after eviction: `kept_NAME`, over the slots that stay."""
     axes = tuple("kept" if axis == "slots" else axis for axis in port.axes)
     return Port(f"kept_{port.name}", port.dtype, axes, port.unit, f"{port.name} of the slots kept")
 
 
-def following(port: Port) -> Port:
+def next_port(port: Port) -> Port:
     """State after this block: `next_NAME`."""
     return Port(f"next_{port.name}", port.dtype, port.axes, port.unit, f"{port.name}, updated")
 
 
-def made(name: str) -> Port:
+def new_port(name: str) -> Port:
     """State of the arriving tokens: `new_NAME`, over the block."""
     port = PORTS[name]
     axes = tuple("block" if axis == "slots" else axis for axis in port.axes)

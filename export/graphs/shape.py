@@ -1,4 +1,4 @@
-"""The sizes a graph is made for: by hand, or from a model's config."""
+"""The sizes that a graph is made for, given by hand or read from a model's config."""
 
 from __future__ import annotations
 

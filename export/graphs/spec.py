@@ -1,4 +1,4 @@
-"""What is asked for: a policy, a stage, a formulation, a type and a shape. And its graph."""
+"""Says which graph is asked for (policy, stage, formulation, type, shape), and makes its module."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The graphs: score, evict (score, select, gather) and update, as modules that are traced.
+"""The graphs as modules that are traced: score, evict (score, select, gather) and update.
 
 Selection follows `Eviction`: pins are a mask, a rescorer comes after the score. `survivors` and
 `take` are the one place that selects and gathers, for a layer's graph and for a whole decoder.
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from kvcap.export.graphs.forms import Named, Traced
 from kvcap.export.graphs.portable import Portable
-from kvcap.export.graphs.ports import PORTS, Port, kept, scores_port, sizes
+from kvcap.export.graphs.ports import PORTS, Port, kept_port, scores_port, sizes
 from kvcap.policies import Observation
 from kvcap.runtime.errors import NotExportable
 
@@ -36,7 +36,7 @@ class Graph(nn.Module):
         return tuple(tensor for _, tensor in found)
 
     def outputs(self, given: Named) -> list[Port]:
-        """What it returns."""
+        """The ports of its outputs for these inputs."""
         return [port for port, _ in self.compute(given)]
 
     def compute(self, given: Named) -> list[tuple[Port, Tensor]]:
@@ -88,19 +88,19 @@ class Evict(Graph):
         state = {name: tensor for name, (_, tensor) in form.next_state(seen).items()}
         rows = rows_of(keep, worth.shape[-1])
         found = [
-            (kept(port), take({**given, **state}[port.name], rows, keep))
+            (kept_port(port), take({**given, **state}[port.name], rows, keep))
             for port in self.inputs
             if port.name in slots
         ]
         index = Port("slot", "int32", PORTS["positions"].axes, "slots", "where it lay")
         return [
             *found,
-            (kept(index), keep.to(torch.int32)),
+            (kept_port(index), keep.to(torch.int32)),
             *form.kept_state(given, found[0][1]),
         ]
 
     def worth(self, given: Named, seen: Observation) -> Tensor:
-        """What slots are kept by, [B, K, n]."""
+        """What decides which slots stay, [B, K, n]: scores with pins above all."""
         form, eviction, pinned = self.form, self.form.eviction, given["pinned"]
         scores = eviction.score(seen, by=lambda _, seen: form.score(given, seen))
         if eviction.pins(form.shape.budget):

@@ -1,4 +1,4 @@
-"""A graph compiled ahead for Qualcomm's Hexagon NPU: one QNN context node, a manifest beside it.
+"""Compiles a graph ahead for Qualcomm's Hexagon NPU: one QNN context node, a manifest beside it.
 
 The package onnxruntime-qnn compiles on an x86 computer, and simulates the NPU there; the simulator
 is what a compiled graph is held to eager in, with float16's tolerance, for the NPU has no float32.

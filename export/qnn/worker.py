@@ -1,4 +1,4 @@
-"""Qualcomm's library at work: compiles a graph for a Hexagon NPU, or simulates a compiled one.
+"""Runs Qualcomm's library: compiles a graph for a Hexagon NPU, or simulates a compiled one.
 
 Runs as a process of its own, `python -m kvcap.export.qnn.worker FOLDER`, because the library prints
 on stdout and may end its process. Reads `job.json` there and leaves files. Knows no policies.

@@ -22,7 +22,6 @@ from kvcap.cli import run
 from kvcap.export.adopted import check as parity
 from kvcap.export.adopted.adopt import adopt
 from kvcap.export.adopted.evictor import Evictor, example, trace
-from kvcap.export.adopted.signature import look
 from kvcap.export.decoder.companions import check_tokenizer
 from kvcap.export.files import file_entry
 from kvcap.export.verify import verify_decoder
@@ -161,7 +160,7 @@ def ports(tmp_path: Path, **changes: Any) -> Path:
 
 
 def test_the_standard_signature_is_taken(tmp_path):
-    found = look(ports(tmp_path))
+    found = read_ports(ports(tmp_path))
     assert (found.layers, found.kv_heads, found.head_dim) == (2, 2, 8)
     assert found.cache == np.float32
 
@@ -186,7 +185,7 @@ def test_the_standard_signature_is_taken(tmp_path):
 )  # fmt: skip
 def test_other_signatures_are_refused_by_name(tmp_path, changes, says):
     with pytest.raises(UnsupportedModel, match=says):
-        look(ports(tmp_path, **changes))
+        read_ports(ports(tmp_path, **changes))
 
 
 @pytest.mark.slow
