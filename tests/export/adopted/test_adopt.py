@@ -22,6 +22,7 @@ from kvcap.cli import run
 from kvcap.export.adopted import check as parity
 from kvcap.export.adopted.adopt import adopt
 from kvcap.export.adopted.evictor import Evictor, example, trace
+from kvcap.export.adopted.signature import read_ports
 from kvcap.export.decoder.companions import check_tokenizer
 from kvcap.export.files import file_entry
 from kvcap.export.verify import verify_decoder
