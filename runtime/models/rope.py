@@ -126,7 +126,8 @@ def rotate(x: Tensor, rows: Tensor, back: bool = False) -> Tensor:
     wide = torch.promote_types(rows.dtype, torch.float32)
     cos, sin = rows.to(wide).unbind(-2)
     half = cos.shape[-1]
-    a, b, rest = x[..., :half].to(wide), x[..., half : 2 * half].to(wide), x[..., 2 * half :]
+    turning, rest = x[..., : 2 * half].to(wide), x[..., 2 * half :]
+    a, b = turning[..., :half], turning[..., half:]
     rotated = torch.cat(  # in one expression, so that no half outlives it
         (a * cos + b * sin, b * cos - a * sin) if back else (a * cos - b * sin, b * cos + a * sin),
         dim=-1,
