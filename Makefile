@@ -5,7 +5,7 @@ export NO_MKDOCS_2_WARNING := 1
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-FOLDERS := runtime policies kernels export android_bench evals pocket tests src/kvcap/__init__.py src/kvcap/__main__.py src/kvcap/cli.py src/kvcap/testing.py scripts/reference.py scripts/draw-chat
+FOLDERS := runtime policies kernels export android_bench evals pocket tests src/kvcap/*.py scripts/reference.py scripts/draw-chat
 
 .PHONY: setup chat test test-all check build-check docs docs-build format clean
 
@@ -46,7 +46,7 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	@echo "setting up $(VENV) (once, a few minutes) ..."
 	@$(BIN)/pip install --quiet --requirement constraints.txt
 	@$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev,plot]'
-	@$(BIN)/python -m kvcap.android_bench.vendor || echo "going on without the page of kvcap android serve"
+	@$(BIN)/python -m kvcap.android_bench.server.vendor || echo "going on without the page of kvcap android serve"
 	@touch $@
 
 $(VENV)/.docs-ready: $(VENV)/.ready # what only the documentation needs

@@ -1,4 +1,4 @@
-"""`kvcap android plan`, `host`, `report`, `serve` and `adb`, for the command line to register.
+"""`kvcap android plan`, `host`, `report`, `serve` and `adb`: the options of each command.
 
 Imports of torch wait until a command runs. Results go to stdout, everything else to stderr.
 """
@@ -6,24 +6,40 @@ Imports of torch wait until a command runs. Results go to stdout, everything els
 from __future__ import annotations
 
 import json as jsonlib
+import os
+import queue
+import socket
+import sys
+import tempfile
 from dataclasses import replace
+from enum import Enum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvcap.android_bench.adb_command import adb_command
-from kvcap.android_bench.presets import PRESETS, narrowed
-from kvcap.android_bench.serve_command import serve_command
-from kvcap.export.formulations import FORMULATIONS
+from kvcap.android_bench.errors import NoNetwork, ServerMissing
+from kvcap.android_bench.plan.presets import PRESETS, narrowed
+from kvcap.export.graphs.formulations import FORMULATIONS
+
+if TYPE_CHECKING:
+    from kvcap.android_bench.server.landing import Landed
+    from kvcap.android_bench.server.serving import Serving
+
+NOWHERE = "192.0.2.1"  # reserved for documents: nothing is sent there, but a route is chosen
 
 android = typer.Typer(add_completion=False, help="Latency of scores on phones, measured there.")
-android.command("adb")(adb_command)
-android.command("serve")(serve_command)
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 Names = Annotated[str | None, typer.Option(metavar="NAMES", help="Only these, with commas.")]
 Counts = Annotated[str | None, typer.Option(metavar="COUNTS", help="Such as 1,2.")]
+
+
+class Program(str, Enum):
+    """What measures on the device."""
+
+    c = "c"
+    python = "python"
 
 
 def _count(text: str) -> Any:
@@ -63,8 +79,8 @@ def plan_command(
     json: Json = False,
 ) -> None:
     """Write a folder with plan.json, graphs, and what they must give."""
-    from kvcap.android_bench.plan import Wanted, write_plan
-    from kvcap.export.shape import Shape, model_sizes
+    from kvcap.android_bench.plan.write import Wanted, write_plan
+    from kvcap.export.graphs.shape import Shape, model_sizes
 
     rules: dict[str, Any] = {"min_runs": min_runs, "min_seconds": min_seconds, "rounds": rounds,
                              "warmup_seconds": warmup_seconds}  # fmt: skip
@@ -99,9 +115,9 @@ def host_command(
     json: Json = False,
 ) -> None:
     """Measure a plan on this machine, by the runner that a device gets."""
-    from kvcap.android_bench.host import run_here
-    from kvcap.android_bench.schema import parent_of, write_json
-    from kvcap.android_bench.table import markdown
+    from kvcap.android_bench.devices.host import run_here
+    from kvcap.android_bench.documents import parent_of, write_json
+    from kvcap.android_bench.results.table import markdown
 
     parent_of(out)
     options = ["--cores", cores]
@@ -136,11 +152,11 @@ def report_command(
     json: Json = False,
 ) -> None:
     """Tables and a chart of results; with a baseline, exit 1 where a cell became slower."""
+    from kvcap.android_bench.documents import parent_of, read_result, write_json
     from kvcap.android_bench.errors import Regressed
-    from kvcap.android_bench.judge import judged, relative, rows_of
-    from kvcap.android_bench.regress import regressions
-    from kvcap.android_bench.schema import parent_of, read_result, write_json
-    from kvcap.android_bench.table import heading, markdown, slower
+    from kvcap.android_bench.results.judge import judged, relative, rows_of
+    from kvcap.android_bench.results.regress import regressions
+    from kvcap.android_bench.results.table import heading, markdown, slower
 
     allowed = _share(max_regress)
     for path in (out, plot, rows):
@@ -161,13 +177,166 @@ def report_command(
     if out is not None:
         out.write_text(text, encoding="utf-8")
     if plot is not None:
-        from kvcap.android_bench.chart import draw
+        from kvcap.android_bench.results.chart import draw
 
         draw(results, plot)
     if rows is not None:
         write_json({"title": heading(results), "results": list(map(rows_of, results))}, rows)
     if worse:
         raise Regressed(f"{len(worse)} cells became slower by more than {allowed:.0%}: {worse[0]}")
+
+
+@android.command("adb")
+def adb_command(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Of kvcap android plan.")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="Where the result goes.")],
+    serial: Annotated[
+        str | None, typer.Option(metavar="S", help="Which device, where there are several.")
+    ] = None,
+    runner: Annotated[
+        Program, typer.Option(help="c, built by CMake; or python, the device's own.")
+    ] = Program.c,
+    runner_dir: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Where CMake built the C runner.")
+    ] = None,
+    python: Annotated[
+        str, typer.Option(metavar="PATH", help="The device's Python, with onnxruntime.")
+    ] = "python3",
+    browser: Annotated[
+        bool, typer.Option("--browser", help="Open the page on the device instead of a runner.")
+    ] = False,
+    threads: Annotated[
+        str | None, typer.Option(metavar="COUNTS", help="Such as 1,2; the plan's otherwise.")
+    ] = None,
+    cores: Annotated[
+        str, typer.Option(help="auto (the fastest), none, or cores such as 7 or 4-7.")
+    ] = "auto",
+    timeout: Annotated[float, typer.Option(min=1, help="Seconds that the run may take.")] = 3600,
+    device_dir: Annotated[
+        str, typer.Option(metavar="DIR", help="Of the device, for a folder that is removed again.")
+    ] = "/data/local/tmp",
+) -> None:
+    """Measure a plan on a device over adb; nothing is installed or left there."""
+    from kvcap.android_bench.devices.adb import chosen
+    from kvcap.android_bench.devices.run import Settings
+    from kvcap.android_bench.documents import read_plan, write_json
+    from kvcap.android_bench.errors import ResultBroken
+    from kvcap.android_bench.results.judge import judged
+    from kvcap.android_bench.results.table import markdown
+
+    read_plan(folder)
+    if not out.parent.is_dir():
+        raise ResultBroken(f"no folder {str(out.parent)!r} for the result")
+    options = ["--cores", cores, *(["--threads", threads] if threads else [])]
+    device = chosen(serial or os.environ.get("ANDROID_SERIAL"))
+    settings = Settings(device_dir.rstrip("/") or "/", options, timeout)
+    if browser:
+        from kvcap.android_bench.devices.browser import run_in_browser
+
+        found = run_in_browser(device, folder, settings)
+    else:
+        found = _on_device(device, folder, runner, runner_dir, python, settings)
+    result = judged(found)
+    write_json(result, out)
+    print(markdown([result]), end="")
+
+
+def _on_device(
+    device: Any, folder: Path, program: Program, built: Path | None, python: str, settings: Any
+) -> dict[str, Any]:
+    from kvcap.android_bench.devices.run import c_runner, python_runner, run_on
+
+    if program is Program.c:
+        return run_on(device, folder, c_runner(built), settings)
+    with tempfile.TemporaryDirectory(prefix="kvcap-") as scratch:
+        return run_on(device, folder, python_runner(device, python, Path(scratch)), settings)
+
+
+@android.command("serve")
+def serve_command(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Of kvcap android plan.")],
+    out: Annotated[
+        Path, typer.Option("--out", "-o", metavar="DIR", file_okay=False, help="Results go there.")
+    ],
+    lan: Annotated[
+        bool,
+        typer.Option("--lan", help="Let phones of this network in, by an address with a token."),
+    ] = False,
+    address: Annotated[
+        str | None, typer.Option(help="With --lan, where this machine has several addresses.")
+    ] = None,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8765,
+    count: Annotated[
+        int | None, typer.Option("--count", min=1, help="End after so many results.")
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="One JSON document a line.")] = False,
+) -> None:
+    """Serve a page that measures a plan in the browser that opens it."""
+    try:
+        from kvcap.android_bench.server.serving import Serving
+    except ImportError as error:
+        raise ServerMissing(
+            f"serving needs {error.name}, which is not installed; run: pip install kvcap[android]"
+        ) from error
+    if address is not None and not lan:
+        raise ValueError("--address goes with --lan; without it only this machine is let in")
+    reached = (address or lan_address()) if lan else None
+    with Serving(folder, out, port=port, lan=reached) as serving:
+        _invite(serving, lan)
+        arrived = 0
+        while count is None or arrived < count:
+            try:
+                landed = serving.landed.get(timeout=0.5)  # so that Ctrl-C is heard everywhere
+            except queue.Empty:
+                serving.check()
+                continue
+            arrived += 1
+            _tell(landed, json)
+
+
+def lan_address() -> str:
+    """This machine's address on the way to other networks.
+
+    Raises:
+        NoNetwork: there is none.
+    """
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((NOWHERE, 9))
+            found: str = probe.getsockname()[0]
+        except OSError as error:
+            raise NoNetwork(
+                f"this machine is in no network ({error.strerror}); --address names one of its "
+                "addresses, and kvcap android adb --browser needs none"
+            ) from error
+    return found
+
+
+def _invite(serving: Serving, lan: bool) -> None:
+    """Say where to go, as a QR code too where a phone's camera can see it."""
+    said = sys.stderr
+    if lan:
+        import segno
+
+        if said.isatty():
+            segno.make(serving.url, error="m").terminal(said, compact=True)
+        print("Whoever has this address may measure here, until this command ends:", file=said)
+    print(serving.url, file=said)
+    print("Ctrl-C ends.", file=said, flush=True)
+
+
+def _tell(landed: Landed, json: bool) -> None:
+    result = landed.result
+    if json:
+        device, validity = result["device"], result["validity"]
+        said = {"file": str(landed.path), "device": device["model"], "source": device["source"],
+                "complete": result["run"]["complete"], "valid": validity["ok"]}  # fmt: skip
+        print(jsonlib.dumps(said), flush=True)
+        return
+    from kvcap.android_bench.results.source import title
+
+    print(f"a result: {title(result)}", file=sys.stderr, flush=True)
+    print(landed.path, flush=True)
 
 
 def _names(text: str | None) -> list[str]:

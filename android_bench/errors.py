@@ -6,6 +6,11 @@ AndroidError
 ├── PlanExists       the folder holds something already
 ├── ResultBroken     no result, another schema, or one that contradicts itself
 ├── ResultsFull      as many results were taken as one start takes, or the disk is full
+├── ServerMissing    the packages that serve the page are not installed
+├── NoNetwork        this machine has no address that a phone could reach
+├── PortTaken        another program listens there
+├── ServerEnded      the page's server ended by itself
+├── VendorError      onnxruntime-web is not beside the page, or cannot be put there
 ├── RunFailed        the runner ended without a result
 ├── NotComparable    results that have no cell in common, or of other shapes
 ├── Regressed        a cell is slower than its baseline by more than was allowed
@@ -23,7 +28,7 @@ AndroidError
 
 from __future__ import annotations
 
-from kvcap.android_bench.words import plain
+from kvcap.android_bench.safe_text import plain
 
 MESSAGE = 1000  # characters
 
@@ -49,6 +54,26 @@ class ResultBroken(AndroidError, ValueError):
 
 class ResultsFull(AndroidError):
     """No more results are taken, so that no client fills the disk."""
+
+
+class ServerMissing(AndroidError):
+    """The packages that serve the page are not installed."""
+
+
+class NoNetwork(AndroidError):
+    """This machine has no address that a phone could reach."""
+
+
+class PortTaken(AndroidError, ValueError):
+    """Another program listens there."""
+
+
+class ServerEnded(AndroidError):
+    """The page's server ended by itself."""
+
+
+class VendorError(AndroidError):
+    """onnxruntime-web is not beside the page, or cannot be put there."""
 
 
 class RunFailed(AndroidError):

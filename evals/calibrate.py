@@ -1,4 +1,4 @@
-"""The table of how much every head retrieves, which headkv and duoattention need.
+"""Measures how much every head retrieves: the table that headkv and duoattention need.
 
 A head that can retrieve looks back at what followed an earlier occurrence of the same text. So the
 model reads a text twice in a row, uncapped and block by block, and the score of a query head is
@@ -46,7 +46,7 @@ class Probe(Policy):
 
     @property
     def queries_observed(self) -> None:
-        """All of the block."""
+        """Every query of the block."""
         return
 
     def update(self, obs: Observation) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""What pocket's layers see of a text of its own kind: queries, keys and values, nothing evicted.
+"""Captures queries, keys and values of every layer of pocket on a text, with nothing evicted.
 
 The checks of the papers' claims start here; what they do with it is in `bench/`.
 """
@@ -33,7 +33,7 @@ class Probe(Policy):
 
     @property
     def queries_observed(self) -> None:
-        """All of the block."""
+        """Every query of the block."""
         return
 
     def update(self, obs: Observation) -> dict[str, Tensor]:
@@ -43,7 +43,7 @@ class Probe(Policy):
         return {"probe": obs.state["probe"]}
 
     def score(self, obs: Observation) -> Tensor:
-        """Never asked for."""
+        """Not called, as nothing is evicted."""
         raise NotImplementedError
 
 

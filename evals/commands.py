@@ -1,4 +1,4 @@
-"""`kvcap eval`, `kvcap demo` and `kvcap bench`, for the command line to register.
+"""`kvcap eval`, `demo`, `bench`, `memory` and `policies calibrate`: the options of each command.
 
 Imports of torch wait until a command runs. Results go to stdout, everything else to stderr.
 """
@@ -6,8 +6,10 @@ Imports of torch wait until a command runs. Results go to stdout, everything els
 from __future__ import annotations
 
 import json as jsonlib
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,9 +17,14 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from kvcap.runtime.cli import options
+from kvcap.runtime.cli.console import styled
+
 if TYPE_CHECKING:
-    from kvcap.evals.cells import Cell
-    from kvcap.evals.demo import Demo, Question, Report
+    from kvcap.evals.calibrate import Calibration
+    from kvcap.evals.memory import Baseline, Matrix
+    from kvcap.evals.quality.cells import Cell
+    from kvcap.evals.quality.demo import Demo, Question, Report
 
 Model = Annotated[str, typer.Argument(help="'pocket', a directory, or a repository of the hub.")]
 BlockSize = Annotated[
@@ -34,6 +41,23 @@ Dtype = Annotated[
 ]
 Device = Annotated[str | None, typer.Option(help="cpu, cuda or mps; the best there is.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
+
+memory = typer.Typer(add_completion=False, help="Memory figures that must not grow.")
+
+BaselineFile = Annotated[
+    Path, typer.Option("--baseline", metavar="FILE", help="The figures to keep to.")
+]
+BaselineModel = Annotated[
+    str | None, typer.Option(metavar="MODEL", help="Default: the baseline's, else pocket.")
+]
+BaselinePolicies = Annotated[str | None, typer.Option(metavar="NAMES", help="With commas.")]
+BaselineBudgets = Annotated[
+    str | None, typer.Option(metavar="SLOTS", help="Per KV head, with commas, such as 64,256.")
+]
+BaselineLengths = Annotated[
+    str | None, typer.Option(metavar="TOKENS", help="Of prompts, with commas, such as 1024,2048.")
+]
+BASELINE = Path("memory-baseline.json")
 
 
 def eval_command(
@@ -66,11 +90,11 @@ def eval_command(
 
     Cells that the folder already holds are not run again; after Ctrl-C, run the same command.
     """
-    from kvcap.evals.cells import current_cells
-    from kvcap.evals.plot import plot as draw
-    from kvcap.evals.plot import require_matplotlib
-    from kvcap.evals.runner import Sweep, run
-    from kvcap.evals.table import results
+    from kvcap.evals.quality.cells import current_cells
+    from kvcap.evals.quality.plot import plot as draw
+    from kvcap.evals.quality.plot import require_matplotlib
+    from kvcap.evals.quality.sweep import Sweep, run
+    from kvcap.evals.quality.table import results
     from kvcap.runtime.cli.commands import quiet_libraries, use_threads
     from kvcap.runtime.cli.options import pairs
 
@@ -126,7 +150,7 @@ def demo_command(
     json: Json = False,
 ) -> None:
     """Tell facts, read a very long text in fixed memory, then ask for every fact."""
-    from kvcap.evals.demo import Demo
+    from kvcap.evals.quality.demo import Demo
     from kvcap.runtime.backends.pytorch.runtime import Runtime
     from kvcap.runtime.cli.commands import quiet_libraries, use_threads
 
@@ -207,12 +231,135 @@ def bench_command(
     print(jsonlib.dumps(result.as_dict()))
 
 
+def calibrate_command(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Such as headkv or duoattention.")],
+    model: options.Model = "pocket",
+    *,
+    file: Annotated[
+        str, typer.Option("--file", "-f", metavar="TEXT", help="The text to read; - is stdin.")
+    ],
+    out: Annotated[
+        Path, typer.Option("--out", "-o", metavar="FILE", help="Where the table goes.")
+    ] = Path("heads.json"),
+    tokens: Annotated[
+        int, typer.Option(min=32, metavar="N", help="The most tokens of the text to read, twice.")
+    ] = 1024,
+    dtype: Annotated[
+        str | None, typer.Option(metavar="NAME", help="float32, bfloat16 or float16.")
+    ] = None,
+    device: Annotated[
+        str | None, typer.Option(metavar="NAME", help="cpu, cuda or mps; the best there is.")
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print the table as JSON.")] = False,
+    quiet: Annotated[
+        bool, typer.Option("--quiet", "-q", help="Print only where the table is.")
+    ] = False,
+) -> None:
+    """Measure how much every head of a model retrieves: the table of headkv and duoattention.
+
+    The model reads a text twice, uncapped; a head that retrieves looks, in the second copy, at what
+    followed in the first. Best is a text of names and numbers, which nobody can guess.
+    """
+    from kvcap.runtime.cli.commands import quiet_libraries, read_input
+
+    quiet_libraries()
+    from kvcap.evals.calibrate import calibrate
+    from kvcap.policies import companions
+
+    names = [other for other, cls in companions().items() if "table" in cls.__dataclass_fields__]
+    if name not in names:
+        raise ValueError(f"{name!r} takes no table of heads; only {' and '.join(names)} do")
+    text = read_input(file)
+    if not text.strip():
+        raise ValueError("the text is empty; give one of at least 32 tokens")
+    if out.is_dir() or not out.parent.is_dir():
+        raise ValueError(f"cannot write {str(out)!r}: no such folder, or it is one")
+    with _meter("{task.completed}/{task.total} tokens", off=quiet or not styled()) as progress:
+        meter = progress.add_task("calibrate", total=None)
+
+        def report(done: int, total: int) -> None:
+            progress.update(meter, completed=done, total=total)
+
+        found = calibrate(model, text, tokens=tokens, dtype=dtype, device=device, report=report)
+    document = jsonlib.dumps(found.as_dict())
+    try:
+        out.write_text(document + "\n", encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"cannot write {str(out)!r}: {error.strerror}") from error
+    if json:
+        print(document)
+        return
+    print(f"{out} written; use it with --policy {name} --policy-option table={out}")
+    if not quiet:
+        print(_heads(found))
+
+
+@memory.command("check")
+def check_command(
+    baseline: BaselineFile = BASELINE,
+    model: BaselineModel = None,
+    policies: BaselinePolicies = None,
+    budgets: BaselineBudgets = None,
+    lengths: BaselineLengths = None,
+    tolerance: Annotated[
+        float, typer.Option(min=0, metavar="PERCENT", help="By which a peak may grow.")
+    ] = 2.0,
+    json: Json = False,
+) -> None:
+    """Measure what reading a prompt takes and compare with the baseline; exit 1 where it grew.
+
+    Without options, everything that the baseline holds.
+    """
+    from kvcap.evals.memory import Baseline, regressions, table
+
+    before = Baseline.read(baseline)
+    now = _measured(_matrix(before.matrix, model, policies, budgets, lengths))
+    grown, unlike = regressions(now, before, tolerance / 100)
+    if json:
+        document = {**now.as_dict(), "regressions": grown, "peaks_not_compared": unlike or None}
+        print(jsonlib.dumps(document))
+    else:
+        print(table(now.cells, before))
+        print("\n".join(grown) or f"nothing grew in {len(now.cells)} cells")
+    if unlike:
+        _note(f"peaks were not compared: {unlike}")
+    if grown:
+        _note(f"{len(grown)} figures grew; where that is meant, run kvcap memory update")
+        raise typer.Exit(1)
+
+
+@memory.command("update")
+def update_command(
+    baseline: BaselineFile = BASELINE,
+    model: BaselineModel = None,
+    policies: BaselinePolicies = None,
+    budgets: BaselineBudgets = None,
+    lengths: BaselineLengths = None,
+    json: Json = False,
+) -> None:
+    """Measure and write the baseline anew; an earlier one is replaced whole or not at all.
+
+    Without options, what the earlier one held.
+    """
+    from kvcap.evals.memory import Baseline, BaselineUnusable, Matrix, table
+
+    try:
+        known = Baseline.read(baseline).matrix
+    except BaselineUnusable:
+        known = Matrix()
+    now = _measured(_matrix(known, model, policies, budgets, lengths))
+    now.write(baseline)
+    print(jsonlib.dumps(now.as_dict()) if json else table(now.cells))
+    _note(f"wrote {baseline}")
+
+
 @contextmanager
-def _meter(*columns: str) -> Iterator[Progress]:
+def _meter(*columns: str, off: bool = False) -> Iterator[Progress]:
     """A live line on stderr that is gone when the work is done."""
     shown = [BarColumn(bar_width=24), *(TextColumn(c) for c in columns), TimeRemainingColumn()]
     console = Console(stderr=True, soft_wrap=True, highlight=False)
-    with Progress(*shown, TimeElapsedColumn(), console=console, transient=True) as progress:
+    shown.append(TimeElapsedColumn())
+    with Progress(*shown, console=console, transient=True, disable=off) as progress:
         yield progress
 
 
@@ -272,3 +419,39 @@ def _summary(report: Report) -> str:
 
 def _size(count: int) -> str:
     return f"{count / 1024:,.0f} KiB" if count < 1024**2 else f"{count / 1024**2:,.1f} MiB"
+
+
+def _heads(found: Calibration) -> str:
+    scores = [score for row in found.scores for score in row]
+    figures = [("least", min(scores)), ("mean", sum(scores) / len(scores)), ("most", max(scores))]
+    heads = [(f"layer {i} head {h}", score) for score, i, h in found.strongest(5)]
+    return "\n".join(f"{label:<18}{score:.4f}" for label, score in [*figures, *heads])
+
+
+def _matrix(
+    known: Matrix,
+    model: str | None,
+    policies: str | None,
+    budgets: str | None,
+    lengths: str | None,
+) -> Matrix:
+    """What was asked for, and the rest as it is known."""
+    given: dict[str, Any] = {
+        "model": model,
+        "policies": policies and _names(policies),
+        "budgets": budgets and _numbers("budgets", budgets),
+        "lengths": lengths and _numbers("lengths", lengths),
+    }
+    return replace(known, **{name: value for name, value in given.items() if value})
+
+
+def _measured(matrix: Matrix) -> Baseline:
+    from kvcap.evals.memory import measure
+    from kvcap.runtime.cli.commands import quiet_libraries
+
+    quiet_libraries()
+    return measure(matrix, lambda cell: _note(str(cell)))
+
+
+def _note(text: str) -> None:
+    print(f"kvcap: {text}", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""How evals measure: percentiles of times, exact peaks of memory, models of random weights."""
+"""What benchmarks measure with: percentiles of times, peaks of memory, models of random weights."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WARM_UP_BLOCKS, MEASURED_BLOCKS = 4, 12
 
 
 def seconds(function: Callable[[], Any]) -> float:
-    """How long one call takes."""
+    """Seconds that one call takes."""
     start = time.perf_counter()
     function()
     return time.perf_counter() - start
@@ -124,7 +124,7 @@ def random_llama(options: Options, attention: str) -> Any:
 
 
 def random_prompt(length: int) -> torch.Tensor:
-    """Token ids [1, length]."""
+    """Random token ids [1, length], the same for the same length."""
     return torch.randint(VOCABULARY, (1, length), generator=torch.Generator().manual_seed(length))
 
 

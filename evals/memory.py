@@ -1,4 +1,4 @@
-"""Memory that must not grow: what reading a prompt takes, against the figures of a file.
+"""Measures the memory that reading a prompt takes, and compares it with the figures of a file.
 
 Bytes of the cache follow from its layout and must agree to the byte, everywhere. The allocator's
 peak also depends on what PyTorch's kernels take for a while, so it is measured on one thread and
@@ -16,8 +16,7 @@ from typing import Any
 
 import torch
 
-from kvcap.evals.machine import versions
-from kvcap.evals.table import grid
+from kvcap.evals.reports import grid, versions
 from kvcap.policies import load_policy
 from kvcap.runtime.backends.pytorch.loop import BlockLoop
 from kvcap.runtime.backends.pytorch.runtime import Runtime
@@ -34,7 +33,7 @@ class BaselineUnusable(ValueError):
 
 @dataclass(frozen=True)
 class Matrix:
-    """What is measured: every combination."""
+    """Policies, budgets and lengths; every combination is measured."""
 
     model: str = "pocket"
     policies: tuple[str, ...] = ("keydiff", "snapkv", "h2o", "adakv")

@@ -1,101 +1,34 @@
-"""Whether a graph computes what its policy does: in ONNX Runtime, on inputs it has not seen.
+"""Checks exported files again: graphs beside their policies, decoders beside their models.
 
-Scores are held to the policy's eager code, and its own error to float64 is allowed for; kept sets
-are equal up to ties, which are scores nearer to each other than that allowance.
+The one place that tells the kinds of exports apart: graphs of a policy, graphs compiled for a chip,
+directories of decoders, and graphs that evict beside a decoder of another exporter.
 """
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
-import torch
-from torch import Tensor
 
-from kvcap.export import compare, manifest
-from kvcap.export.cases import Case, cases, inputs
-from kvcap.export.graphs import Graph
-from kvcap.export.spec import Spec
-from kvcap.runtime.backends.onnxruntime.library import library
-from kvcap.runtime.errors import (
-    ExtraMissing,
-    GraphBroken,
-    ManifestError,
-    ShapeError,
-    ToleranceError,
-    first_line,
-)
-
-SEED = 20  # of fresh inputs; samples have another
-
-
-@dataclass(frozen=True)
-class Row:
-    """One case's result."""
-
-    kind: str
-    slots: int
-    error: float  # largest difference to eager
-    allowed: float
-    overlap: float  # of the kept set with float64's
-    misses: int  # slots kept or given up wrongly, ties aside
-    finite: bool
-    ok: bool
-
-
-@dataclass(frozen=True)
-class Report:
-    """Every case of one graph."""
-
-    file: str
-    rows: list[Row]
-    runtime: str  # ONNX Runtime's version
-    where: ClassVar[str] = "CPU"
-
-    def excused(self, row: Row) -> str:
-        """Why a case that does not hold is no fault; none here."""
-        return ""
-
-    @property
-    def ok(self) -> bool:
-        """Whether all cases hold."""
-        return all(row.ok or self.excused(row) for row in self.rows)
-
-    def as_dict(self) -> dict[str, Any]:
-        """Plain values."""
-        return {"file": self.file, "onnxruntime": self.runtime, "ok": self.ok,
-                "cases": [asdict(row) for row in self.rows]}  # fmt: skip
-
-    def table(self) -> str:
-        """For people."""
-        lines = [f"{self.file}  (ONNX Runtime {self.runtime}, {self.where})"]
-        lines.append(f"  {'inputs':<10} {'slots':>6} {'error':>9} {'allowed':>9} {'kept':>7}  ")
-        for row in self.rows:
-            said = "FAILED" if row.finite else "NOT FINITE"
-            said = "ok" if row.ok else self.excused(row) or said
-            lines.append(
-                f"  {row.kind:<10} {row.slots:>6} {row.error:>9.1e} {row.allowed:>9.1e} "
-                f"{row.overlap:>7.2%}  {said}"
-            )
-        return "\n".join(lines)
-
-    def require(self) -> None:
-        """Refuse a graph that failed.
-
-        Raises:
-            ToleranceError: naming the first case that does not hold.
-        """
-        for row in sorted(self.rows, key=lambda row: row.finite):
-            if not row.ok and not self.excused(row):
-                why = (
-                    "is not finite" if not row.finite
-                    else f"differs by {row.error:.2g}, allowed are {row.allowed:.2g}"
-                    if row.error > row.allowed
-                    else f"keeps {row.misses} other slots, {row.overlap:.1%} as float64"
-                )  # fmt: skip
-                raise ToleranceError(f"{self.file} {why} on {row.kind} inputs of {row.slots} slots")
+from kvcap.export.adopted import adopt
+from kvcap.export.adopted import check as evictors
+from kvcap.export.decoder import check as decoders
+from kvcap.export.decoder.graph import Decoder
+from kvcap.export.decoder.spec import check_dtype, layout_for, load
+from kvcap.export.files import sha256
+from kvcap.export.graphs import check as graphs
+from kvcap.export.graphs import manifest
+from kvcap.export.qnn import compiled
+from kvcap.policies import Eviction, load_policy
+from kvcap.runtime.backends.onnxruntime.graph import Graph
+from kvcap.runtime.backends.onnxruntime.manifest import HASHED, Manifest, read
+from kvcap.runtime.errors import ExtraMissing, ManifestError, ModelFilesBroken
+from kvcap.runtime.models.files import load_config
+from kvcap.runtime.models.names import resolve
+from kvcap.runtime.types import MANIFEST
 
 
 @dataclass(frozen=True)
@@ -107,11 +40,11 @@ class Unchecked:
     ok: ClassVar[bool | None] = None  # nothing is known
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values."""
+        """Plain values, for JSON."""
         return {"file": self.file, "ok": self.ok, "unchecked": self.why}
 
     def table(self) -> str:
-        """For people."""
+        """A table for a terminal."""
         return f"{self.file}  NOT CHECKED: {self.why}"
 
     def require(self) -> None:
@@ -123,105 +56,122 @@ class Unchecked:
         raise ExtraMissing(f"{self.file} was not checked: {self.why}")
 
 
-def verify(path: Path, quick: bool = False) -> list[Report | Unchecked]:
-    """Check a graph with its manifest, or every graph of a directory.
+Report = graphs.Report | decoders.Report | evictors.Report | Unchecked
+
+
+def verify(path: Path, model: str | None = None, quick: bool = False) -> list[Report]:
+    """Check a graph with its manifest, every graph of a directory, or a decoder's directory.
 
     A graph for Qualcomm's NPU is not run where the package that simulates one is missing.
 
     Args:
-        path: a .onnx, or a directory of some.
-        quick: leave the long case out.
+        path: a .onnx, a directory of some, or one that `kvcap export decoder` wrote.
+        model: of a decoder, where it is if not where it was when it was exported.
+        quick: leave long cases out.
 
     Raises:
         ManifestError: nothing to check there, or a manifest that is not the file's.
         GraphBroken: a file that is no graph.
         ShapeError: a graph of other inputs or outputs than its manifest says.
+        ModelFilesBroken, ModelNotFound, UnsupportedModel: see `verify_decoder`.
     """
+    if (path / MANIFEST).is_file():
+        return [verify_decoder(path, model, quick)]
     files = sorted(path.glob("*.onnx")) if path.is_dir() else [path]
     if not files or not all(file.is_file() for file in files):
         raise ManifestError(f"no .onnx file at {str(path)!r}; kvcap export scorer writes some")
-    return [_verified(file, quick) for file in files]
+    return [_graph(file, quick) for file in files]
 
 
-def _verified(file: Path, quick: bool) -> Report | Unchecked:
-    from kvcap.export import qnn
-
-    if file.name.endswith(qnn.SUFFIX):
+def _graph(file: Path, quick: bool) -> Report:
+    if file.name.endswith(compiled.SUFFIX):
         try:
-            return qnn.verify(file, quick)
+            return compiled.verify(file, quick)
         except ExtraMissing as error:
             return Unchecked(file.name, str(error))
-    return check(file, manifest.read(file), quick)
+    return graphs.check(file, manifest.read(file), quick)
 
 
-def check(file: Path, said: dict[str, Any], quick: bool = False) -> Report:
-    """Run one graph on every case and compare.
+def verify_decoder(
+    folder: Path, model: str | None = None, quick: bool = False
+) -> decoders.Report | evictors.Report:
+    """Run the graph of an exported decoder beside PyTorch, or those that evict for another's.
 
-    Raises:
-        GraphBroken: ONNX Runtime cannot load it.
-        ShapeError: its inputs or outputs are not those of `said`, its manifest.
-    """
-    spec = manifest.spec_of(said)
-    run = session(file)
-    signature(run, said)
-    graph = spec.graph()
-    with torch.inference_mode():
-        rows = [_row(run, spec, graph, case) for case in cases(graph, quick)]
-    return Report(file.name, rows, library("onnxruntime").__version__)
-
-
-def session(file: Path) -> Any:
-    """An ONNX Runtime session on one thread.
+    Args:
+        folder: with its manifest.
+        model: where the model is, if not where it was when it was exported.
+        quick: over one block past the budget only.
 
     Raises:
-        GraphBroken: it cannot be loaded.
+        ManifestError, ModelFilesBroken: the directory is not as it was written.
+        ModelNotFound: the model is not where it was.
+        GraphBroken, ShapeError: the graph cannot be run, or is another.
+        UnsupportedModel: a decoder of others that cannot lose tokens.
     """
-    runtime = library("onnxruntime")
-    options = runtime.SessionOptions()
-    options.intra_op_num_threads = 1
-    options.log_severity_level = 4
+    found = read(folder)
+    _large_files(found)
+    if not found.fused:
+        if model is not None:
+            raise ManifestError(
+                f"{folder.name} holds another exporter's decoder, which is not held to a model; "
+                "leave --model out"
+            )
+        return _evictors(found)
+    facts = found.facts
+    name = model or str(found.model["name"])
     try:
-        return runtime.InferenceSession(file.read_bytes(), options, ["CPUExecutionProvider"])
-    except Exception as error:  # its own classes, which have no common base
-        told = first_line(error)
-        raise GraphBroken(f"{file.name} is no graph that can be loaded: {told}") from error
+        eviction = _policy(facts)
+        check_dtype(facts["dtype"])
+        sizes = facts["budget_tokens"], facts["block_size"], facts["positions"]
+    except (KeyError, TypeError, ValueError) as error:
+        raise ManifestError(f"{MANIFEST} describes no decoder known here: {error}") from error
+    config = load_config(resolve(name))
+    layout = layout_for(config, eviction, *sizes)
+    decoder = Decoder(load(name, facts["dtype"]).model, layout)
+    return decoders.check(folder, decoder, facts["dtype"], quick)
 
 
-def signature(run: Any, said: dict[str, Any]) -> None:
-    """Compare what a session takes and gives with its manifest.
+def _large_files(found: Manifest) -> None:
+    """Refuse one that is another: `read` tells them by their size alone."""
+    for entry in found.facts["files"]:
+        if entry["bytes"] > HASHED and sha256(found.file(entry["file"])) != entry["sha256"]:
+            raise ModelFilesBroken(
+                f"{entry['file']} in {str(found.folder)!r} is not the file that "
+                f"{MANIFEST} was written with; get the files again, or export it again"
+            )
 
-    Raises:
-        ShapeError: naming the first difference.
-    """
-    types = {"float32": "float", "int32": "int32", "bool": "bool", "float16": "float16"}
-    for kind, real in (("inputs", run.get_inputs()), ("outputs", run.get_outputs())):
+
+def _policy(entry: Mapping[str, Any]) -> Eviction:
+    policy = entry["policy"]
+    return load_policy(policy["parts"], **policy["parameters"])
+
+
+def _evictors(found: Manifest) -> evictors.Report:
+    """Try the decoder again, and hold every graph that evicts to its policy."""
+    _, shape, ports, compact = adopt.examined(found.folder, found.decoder)
+    rows = []
+    for entry in found.facts["evictors"]:
         try:
-            expected = [
-                (p["name"], f"tensor({types[p['dtype']]})", [a["size"] for a in p["axes"]])
-                for p in said[kind]
-            ]
-        except (KeyError, TypeError) as error:
-            raise ManifestError(f"the manifest's {kind} cannot be read: {error}") from error
-        found = [(p.name, p.type, list(p.shape)) for p in real]
-        for want, got in zip(expected, found, strict=False):
-            if want != got:
-                raise ShapeError(f"the manifest's {kind} say {want}, the graph has {got}")
-        if len(expected) != len(found):
-            raise ShapeError(f"the manifest has {len(expected)} {kind}, the graph {len(found)}")
+            eviction, positions = _policy(entry), entry["positions"]
+            pins = entry["policy"]["pins"]
+            exact = compact and _near(found.facts["inv_freq"], adopt.frequencies(shape))
+        except (KeyError, TypeError, ValueError) as error:
+            raise ManifestError(f"{MANIFEST} describes no evictor known here: {error}") from error
+        if pins != adopt.pins(eviction):
+            raise _otherwise(f"pins of {eviction.name}", "this policy has")
+        if positions == "compact" and not exact:
+            raise _otherwise("inv_freq", "this decoder turns keys by")
+        evictor, dtype = adopt.module(eviction, ports, shape, positions)
+        graph = Graph(found.file(entry["file"]))
+        graphs.signature(graph.session, entry)
+        rows.append(evictors.check(graph, evictor, dtype))
+    return evictors.Report(found.folder.name, ports.graph.version, rows)
 
 
-def feed(run: Any, given: dict[str, Tensor]) -> dict[str, np.ndarray[Any, Any]]:
-    """The session's outputs by name."""
-    names = [port.name for port in run.get_inputs()]
-    outputs = [port.name for port in run.get_outputs()]
-    try:
-        found = run.run(outputs, {name: given[name].numpy() for name in names})
-    except Exception as error:  # its own classes, which have no common base
-        raise ShapeError(f"ONNX Runtime refuses the inputs: {str(error)[:300]}") from error
-    return dict(zip(outputs, found, strict=True))
+def _near(told: list[float], wanted: list[float]) -> bool:
+    """Whether frequencies are equal but for how a processor rounds them."""
+    return len(told) == len(wanted) and bool(np.allclose(told, wanted, rtol=1e-5, atol=0))
 
 
-def _row(run: Any, spec: Spec, graph: Graph, case: Case) -> Row:
-    given = inputs(graph, case, spec.torch_dtype, SEED)
-    got = {name: torch.from_numpy(array) for name, array in feed(run, given).items()}
-    return Row(case.kind, case.slots, *compare.compared(graph, given, got))
+def _otherwise(said: str, what: str) -> ManifestError:
+    return ManifestError(f"{MANIFEST} says other {said} than {what}; export it again")

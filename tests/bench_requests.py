@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from tools import PATIENCE
 
-from kvcap.android_bench import vendor
-from kvcap.android_bench.schema import PLAN_FILE, plan_id
-from kvcap.android_bench.server import Serving
+from kvcap.android_bench.documents import PLAN_FILE, plan_id
+from kvcap.android_bench.server import vendor
+from kvcap.android_bench.server.serving import Serving
 
 vendored = pytest.mark.skipif(
     not (vendor.FOLDER / "VERSION").is_file(), reason=f"no onnxruntime-web: {vendor.COMMAND}"

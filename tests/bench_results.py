@@ -10,7 +10,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from kvcap.android_bench.schema import (
+from kvcap.android_bench.documents import (
     BENCH,
     PLAN,
     plan_id,

@@ -88,7 +88,7 @@ def tiny_decoder(factory: pytest.TempPathFactory) -> Path:
     """A random model that can chat, in `model`, and its decoder made ready, in `decoder`."""
 
     def make(folder: Path) -> None:
-        from kvcap.export.adopt import adopt
+        from kvcap.export.adopted.adopt import adopt
         from kvcap.policies import load_policy
 
         tiny_chat.save(folder / "model")

@@ -1,4 +1,4 @@
-"""What a device is and what may slow it down: Android's properties, sysfs, dumpsys.
+"""Reads what a device is and what may slow it down: Android's properties, sysfs, dumpsys.
 
 What cannot be read is null, never guessed. Only Android's own properties make a device real.
 """

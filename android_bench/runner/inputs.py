@@ -1,4 +1,4 @@
-"""What cells are fed: numbers by rules that JavaScript, C and Python follow to the bit."""
+"""Makes the inputs of cells by rules that JavaScript, C and Python follow to the bit."""
 
 from __future__ import annotations
 

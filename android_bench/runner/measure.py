@@ -1,4 +1,4 @@
-"""Visits to cells in random order, and their samples: the rules of measuring."""
+"""Times every cell in rounds of random order, by the plan's rules, and collects raw samples."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class Bound:
             self.binding.bind_ortvalue_output(name, value)
 
     def run(self) -> None:
-        """Once."""
+        """Run the graph once."""
         self.session.run_with_iobinding(self.binding)
 
     def results(self) -> dict[str, Array]:

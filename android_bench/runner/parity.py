@@ -1,4 +1,4 @@
-"""Whether a cell gives what eager gives: the checks that a plan names for outputs."""
+"""Checks a cell's outputs against the eager policy's, as the plan says for each output."""
 
 from __future__ import annotations
 

@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-from kvcap.evals.machine import environment
-from kvcap.evals.table import grid
+from kvcap.evals.reports import environment, grid
 
 
 @dataclass(frozen=True)

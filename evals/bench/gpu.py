@@ -26,8 +26,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from kvcap import kernels
 from kvcap.evals.bench import Options, Result
 from kvcap.evals.bench.kernels import read_bandwidth
-from kvcap.evals.machine import device_name, versions
 from kvcap.evals.measure import Plain, percentiles, quoted
+from kvcap.evals.reports import device_name, versions
 from kvcap.runtime.backends.pytorch.cuda_graphs import PASS
 from kvcap.runtime.backends.pytorch.loop import BlockLoop
 from kvcap.runtime.cache.cache import BudgetCache

@@ -22,8 +22,8 @@ from torch import Tensor
 
 from kvcap import kernels
 from kvcap.evals.bench import Options, Result
-from kvcap.evals.machine import device_name, versions
 from kvcap.evals.measure import percentiles, quoted
+from kvcap.evals.reports import device_name, versions
 from kvcap.policies import Observation, Policy
 from kvcap.policies.andpro import AnDPro
 from kvcap.policies.dropkv import DropKV

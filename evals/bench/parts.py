@@ -27,8 +27,8 @@ from kvcap import kernels
 from kvcap.evals.bench import Options, Result
 from kvcap.evals.bench.gpu import require_cuda
 from kvcap.evals.bench.kernels import read_bandwidth, timed
-from kvcap.evals.machine import device_name, versions
 from kvcap.evals.measure import percentiles, quoted
+from kvcap.evals.reports import device_name, versions
 from kvcap.kernels import decode, evict, linear, pool, token
 from kvcap.policies import Eviction, Observation
 from kvcap.policies.base import pool_in_time

@@ -4,14 +4,17 @@ From the tokens that attention needs least, pools of 20 are drawn, of which some
 DropKV takes those with the smallest costs; trying every subset finds the best. `ratio` is between
 the changes of attention's output that the two make, `F(Ĵ) / F(J*)`; over a window, `F²` is summed.
 Theorem 1 bounds it by `1 / (c (1 - ε) (1 - kε))`, where `c` is the cone constant of the pool.
+What leaves is a set `J`, and attention without it is renormalised: the output moves by
+`Σ_J p_i (a - v_i) / (1 - Σ_J p_i)` (Lemma 1). `R` pools, `m` tokens each, `w` queries.
 Reads `lengths` (the first), `repeats` (texts; each gives a pool per layer and query head).
 """
 
 from __future__ import annotations
 
-from itertools import product
+from dataclasses import replace
+from itertools import combinations, product
 from random import Random
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,12 +22,17 @@ from torch import Tensor
 from kvcap.evals.bench import Options, Result
 from kvcap.evals.captured import pocket_layers, until
 from kvcap.evals.measure import percentiles
-from kvcap.evals.pools import Pools, cone, draw, optimum, squared_change
+from kvcap.policies import Observation, load_policy
 
 DEFAULTS = {"lengths": (1024,), "repeats": 4}
 WINDOWS = (1, 8)  # queries: the theorem's one, and DropKV's window
 EVICTED = (10, 18)  # of the 20 tokens of a pool, as in Table 16
 MINIMUM = 64  # a half must hold a pool, the spared tokens and those that are no candidates
+SIZE = 20  # tokens of a pool
+SPARED = 8  # the newest tokens, DropKV's window, are never evicted
+NEEDED = 0.1  # of the others, the share with the most attention is no candidate
+LEAST = 1e-15  # attention whose square float32 still tells from 0, with room for the values
+CHUNK = 1024  # subsets tried at once
 WHAT = ("pools", "window", "evicted", "records")
 COLUMNS = (*WHAT, "ratio", "worst", "attention", "cone", "bound", "holds")
 
@@ -92,3 +100,123 @@ def _chosen(pools: Pools, score: Tensor, count: int) -> Tensor:
     return torch.cat(
         [squared_change(pools.row(i), subset[i : i + 1])[0] for i in range(len(subset))]
     )
+
+
+class Pools(NamedTuple):
+    """Everything in float64, since the best set may be small beside its parts."""
+
+    weights: Tensor  # p, [R, w, m]
+    residuals: Tensor  # a - v, [R, w, m, D]
+    cost: Tensor  # DropKV's, [R, m]
+    attention: Tensor  # mean over the window, [R, m]
+
+    def row(self, i: int) -> Pools:
+        """One pool."""
+        return Pools(*(part[i : i + 1] for part in self))
+
+    def noticed(self) -> Pools:
+        """Those whose attention is no rounding error: below, costs are 0 in float32, all alike."""
+        seen = self.weights.amin((1, 2)) > LEAST
+        return Pools(*(part[seen] for part in self))
+
+
+def draw(seen: Observation, seed: int) -> tuple[dict[str, Pools], Tensor]:
+    """Pools of one layer by the ways of Table 16, each with a pool per query head.
+
+    Returns:
+        The pools by the way they were drawn, and the residuals [H, n', D] of all candidates for
+        the last query.
+    """
+    seen = _by_query_head(seen)
+    policy = load_policy("dropkv", kernel=1).policy  # by itself: nothing pooled, nothing pinned
+    last = seen.positions.shape[-1] - SPARED
+    cost = policy.score(seen)[0, :, :last].double()  # [H, n]
+    p = seen.attention[0, :, 0, :, :last].double()  # [H, w, n]
+    mean = p.mean(1)
+    candidates = mean.topk(last - int(NEEDED * last), largest=False).indices  # [H, n']
+    cost, mean = cost.gather(-1, candidates), mean.gather(-1, candidates)
+    chance = torch.rand(mean.shape, generator=torch.Generator().manual_seed(seed))
+    ranks = [x.argsort(-1).argsort(-1) for x in (cost, mean)]
+    keys = {
+        "random": chance,
+        "least attention": mean,
+        "near the median": (ranks[0] - mean.shape[-1] // 2).abs(),
+        "ranks disagree": -(ranks[0] - ranks[1]).abs(),
+    }
+    found = {}
+    for name, key in keys.items():
+        index = key.topk(SIZE, largest=False).indices  # [H, m]
+        place = candidates.gather(-1, index)
+        residuals = _residuals(seen, place)
+        weights = p.gather(-1, place[:, None].expand(-1, p.shape[1], -1))
+        found[name] = Pools(weights, residuals, cost.gather(-1, index), mean.gather(-1, index))
+    return found, _residuals(seen, candidates)[:, -1]
+
+
+def squared_change(pools: Pools, subsets: Tensor) -> Tensor:
+    """`F²` summed over the window, for sets given as rows of 0 and 1 [S, m]. [S, R]."""
+    scaled = pools.weights[..., None] * pools.residuals  # [R, w, m, D]
+    gram = torch.matmul(scaled, scaled.mT)  # [R, w, m, m]
+    i, j = torch.triu_indices(*gram.shape[-2:])
+    # |Σ_J x_i|² is a sum over pairs of J: one matrix product for all sets, pools and queries.
+    pairs = subsets[:, i] * subsets[:, j] * torch.where(i == j, 1.0, 2.0)  # [S, m(m+1)/2]
+    moved = pairs @ gram[..., i, j].flatten(0, 1).T  # [S, R·w]
+    left = 1 - subsets @ pools.weights.flatten(0, 1).T
+    change: Tensor = moved.clamp(min=0) / left.square()
+    summed: Tensor = change.unflatten(1, pools.weights.shape[:2]).sum(-1)
+    return summed
+
+
+def optimum(pools: Pools, count: int) -> Tensor:
+    """The least `F²` of all sets of `count` tokens. [R]."""
+    size = pools.weights.shape[-1]
+    sets = torch.tensor([*combinations(range(size), count)])  # [C, count]
+    best = torch.full(pools.weights.shape[:1], torch.inf, dtype=torch.float64)
+    for part in sets.split(CHUNK):
+        subsets = torch.zeros(len(part), size, dtype=torch.float64).scatter(1, part, 1.0)
+        best = torch.minimum(best, squared_change(pools, subsets).amin(0))
+    return best
+
+
+def cone(residuals: Tensor, steps: int = 2000) -> Tensor:
+    """`c* = max_u min_i u·r_i / ‖r_i‖`, u of unit length; above 0 where one cone holds all. [R].
+
+    The nearest point to 0 of the hull of the unit residuals [R, m, D] is the best u, approached by
+    shifting weight from the farthest point to the nearest (Mitchell, Demyanov and Malozemov 1974).
+    Every u proves a lower bound, of which the largest is returned; it is exact where above 0.
+    """
+    unit = torch.nn.functional.normalize(residuals.double(), dim=-1)
+    share = torch.full(unit.shape[:2], 1 / unit.shape[1], dtype=torch.float64)  # [R, m]
+    point = unit.mean(1)  # [R, D]
+    best = torch.full(unit.shape[:1], -1.0, dtype=torch.float64)
+    for _ in range(steps):
+        along = torch.matmul(unit, point[..., None])[..., 0]  # [R, m]
+        low, near = along.min(-1)
+        best = torch.maximum(best, low / point.norm(dim=-1).clamp(min=1e-12))
+        far = along.masked_fill(share <= 0, -torch.inf).argmax(-1)
+        rows = torch.arange(len(unit))
+        line = unit[rows, far] - unit[rows, near]  # [R, D]
+        step = (point * line).sum(-1) / line.square().sum(-1).clamp(min=1e-24)
+        step = torch.minimum(step.clamp(min=0), share[rows, far])
+        share[rows, far] -= step
+        share[rows, near] += step
+        point = point - step[:, None] * line
+    return best
+
+
+def _by_query_head(seen: Observation) -> Observation:
+    """The same attention with a KV head of its own for every query head."""
+    groups = seen.groups
+    parts = {
+        name: getattr(seen, name).repeat_interleave(groups, 1)
+        for name in ("keys", "values", "positions")
+    }
+    return replace(seen, **parts, output_projection=None)
+
+
+def _residuals(seen: Observation, place: Tensor) -> Tensor:
+    """`a_t - v_j` of the tokens at `place` [H, m], [H, w, m, D]."""
+    values = seen.values[0].double()  # [H, n, D]
+    chosen = values.gather(1, place[..., None].expand(-1, -1, values.shape[-1]))
+    output = seen.output[0, :, 0].double()  # [H, w, D]
+    return output[:, :, None] - chosen[:, None]

@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from kvcap.evals.bench import Options, Result
-from kvcap.evals.machine import device_name
 from kvcap.evals.measure import percentiles, seconds
+from kvcap.evals.reports import device_name
 from kvcap.runtime.attention.functions import Rows, attend, attend_packed, packs
 from kvcap.runtime.cache.pool import Segment, SlotPool
 

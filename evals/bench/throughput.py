@@ -21,8 +21,8 @@ from transformers import DynamicCache
 
 from kvcap.evals.bench import Options, Result
 from kvcap.evals.bench.gpu import llama_3b, milliseconds, require_cuda
-from kvcap.evals.machine import device_name, versions
 from kvcap.evals.measure import percentiles, quoted
+from kvcap.evals.reports import device_name, versions
 from kvcap.runtime.backends.pytorch.loop import BlockLoop
 from kvcap.runtime.cache.cache import BudgetCache
 from kvcap.runtime.errors import MemoryCapExceeded

@@ -1,4 +1,4 @@
-"""The decoder as a module that is traced: tokens and what is held, to logits and what stays.
+"""The decoder as the module that is traced: from tokens and held state to logits and kept state.
 
 One graph serves blocks and single tokens: the axes of tokens and slots are open. It runs eagerly
 too, which is what its ONNX file is checked against.
@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from kvcap.export.decoder.layer import Block, LayerPass
-from kvcap.export.portable import Portable
-from kvcap.export.ports import PORTS, Port, ports_of
+from kvcap.export.graphs.portable import Portable
+from kvcap.export.graphs.ports import PORTS, Port, ports_of
 from kvcap.runtime.cache.layout import CacheLayout
 from kvcap.runtime.models.rope import Rotation
 
@@ -39,7 +39,7 @@ class State(NamedTuple):
 
     @property
     def kept(self) -> Port:
-        """As an output."""
+        """The port that gives it back."""
         axes = tuple(f"kept_{axis}" if axis == self.axis else axis for axis in self.port.axes)
         return Port(
             f"kept_{self.port.name}", self.port.dtype, axes, self.port.unit,
@@ -48,7 +48,7 @@ class State(NamedTuple):
 
     @property
     def axis(self) -> str:
-        """The open one, which is the third."""
+        """The axis whose length changes from run to run, the third."""
         return self.port.axes[2]
 
 

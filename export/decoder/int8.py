@@ -1,4 +1,4 @@
-"""Weights in int8: of products by ONNX Runtime's quantiser, of embeddings row by row.
+"""Turns weights into int8: matrices by ONNX Runtime's quantiser, embeddings row by row.
 
 Knows ONNX files; no model.
 """

@@ -1,8 +1,8 @@
 """One layer of the decoder's graph: append, attend, score, evict, all on tensors of open length.
 
-The same as `runtime.budget_layer` without its buffers: what is held comes in, what stays goes out.
-Slots lie in time order, so that with compact positions a slot's index is its position, and keys
-are kept as the model made them at position 0.
+The runtime's cache layer without its buffers: what is held comes in, what stays goes out. Slots lie
+in time order, so that with compact positions a slot's index is its position, and keys are kept as
+the model made them at position 0.
 """
 
 from __future__ import annotations
@@ -13,12 +13,13 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import CacheLayerMixin
 
-from kvcap.export.forms import Traced, form_of, graph_part
-from kvcap.export.graphs import Evict, rows_of, survivors, take
-from kvcap.export.shape import Shape
+from kvcap.export.graphs.forms import Traced, form_of, graph_part
+from kvcap.export.graphs.shape import Shape
+from kvcap.export.graphs.stages import Evict, rows_of, survivors, take
 from kvcap.runtime.attention.masks import Slots
 from kvcap.runtime.cache.layout import CacheLayout
 from kvcap.runtime.models.output_projection import output_projection
+from kvcap.runtime.models.rope import rotate
 
 
 class Frame(NamedTuple):
@@ -125,8 +126,8 @@ class LayerPass(CacheLayerMixin):  # type: ignore[misc]
     ) -> Tensor:
         """Attention of the block over all slots, then eviction. [1, H, T, D] -> [1, H, T, D]."""
         frame = self.block.frame(self.budget, self.slots["keys"].shape[2])
-        keys = self._turned(self.slots["keys"], frame.turns[frame.first :])
-        queries = self._turned(query, frame.turns[-self.block.length :])
+        keys = self._rotated(self.slots["keys"], frame.turns[frame.first :])
+        queries = self._rotated(query, frame.turns[-self.block.length :])
         out = _attention(queries, keys, self.slots["values"], frame.ahead, scaling, softcap)
         self._evict(module, query, keys, frame, self._form(scaling, softcap))
         return out
@@ -140,16 +141,9 @@ class LayerPass(CacheLayerMixin):  # type: ignore[misc]
         )  # fmt: skip
         return form_of(graph_part(layout.eviction), shape)
 
-    def _turned(self, x: Tensor, turns: Tensor) -> Tensor:
-        """Rotate `x` [1, h, n, D] by the angles of [n, 2, R/2], in x's dtype."""
-        if not self.rotates:
-            return x
-        cos, sin = turns.unbind(1)
-        half = cos.shape[-1]
-        a, b = x[..., :half].float(), x[..., half : 2 * half].float()
-        turned = torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(x.dtype)
-        rest = x[..., 2 * half :]
-        return turned if rest.shape[-1] == 0 else torch.cat((turned, rest), -1)
+    def _rotated(self, x: Tensor, turns: Tensor) -> Tensor:
+        """Keys or queries [1, h, n, D] at the positions of the angles [n, 2, R/2]."""
+        return rotate(x, turns) if self.rotates else x
 
     def _evict(
         self, module: nn.Module, query: Tensor, keys: Tensor, frame: Frame, form: Traced
@@ -157,7 +151,7 @@ class LayerPass(CacheLayerMixin):  # type: ignore[misc]
         """Score by the keys as attention saw them, select, gather everything a slot has."""
         given = {**self.slots, "keys": keys, "seen": self.block.after, "pinned": self._pinned()}
         if (window := self._window(query)) is not None:
-            given["queries"] = self._turned(window, frame.turns[-window.shape[2] :])
+            given["queries"] = self._rotated(window, frame.turns[-window.shape[2] :])
         given |= self._state(module, form)
         obs = form.observe(given)
         self.worth = Evict(form).worth(given, obs)

@@ -14,9 +14,9 @@ from typing import Any
 
 import kvcap
 from kvcap.export.decoder.graph import Decoder
-from kvcap.export.manifest import sha256
-from kvcap.export.ports import Port
-from kvcap.export.spec import recipe
+from kvcap.export.files import file_entry
+from kvcap.export.graphs.ports import Port
+from kvcap.export.graphs.spec import recipe
 from kvcap.runtime.backends.onnxruntime.manifest import FUSED, SCHEMA, check
 from kvcap.runtime.cache.layout import CacheLayout
 from kvcap.runtime.models.config import ModelShape
@@ -114,15 +114,10 @@ def generation_facts(config: Any) -> dict[str, Any]:
 
 def file_facts(folder: Path) -> dict[str, Any]:
     """`files`: every file there is but the manifest; `tokenizer`: which of them it is read from."""
-    entries = [entry(path) for path in sorted(folder.iterdir()) if path.name != MANIFEST]
+    entries = [file_entry(path) for path in sorted(folder.iterdir()) if path.name != MANIFEST]
     names = {found["file"] for found in entries}
     tokenizer = {kind: name if name in names else None for kind, name in TOKENIZER.items()}
     return {"files": entries, "tokenizer": tokenizer}
-
-
-def entry(path: Path) -> dict[str, Any]:
-    """A file's name, size and checksum."""
-    return {"file": path.name, "bytes": path.stat().st_size, "sha256": sha256(path)}
 
 
 def write(folder: Path, said: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""What is asked for: a model, an eviction, a budget, a type. And what of that can be one graph."""
+"""Loads what a decoder is made of, and refuses what one graph of fixed sizes cannot do."""
 
 from __future__ import annotations
 
@@ -6,9 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from kvcap.dtypes import short
+from kvcap.dtypes import short, torch_dtype
 from kvcap.policies import Eviction
 from kvcap.runtime.cache.layout import CacheLayout, default_positions
 from kvcap.runtime.errors import NotExportable
@@ -22,7 +20,7 @@ from kvcap.runtime.models.files import (
 from kvcap.runtime.models.names import resolve
 from kvcap.runtime.types import Positions
 
-DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "int8": torch.float32}  # of the cache
+CACHE = {"fp32": "fp32", "fp16": "fp16", "int8": "fp32"}  # the type of weights: of the cache
 
 
 @dataclass(frozen=True)
@@ -35,7 +33,7 @@ class Source:
 
     @property
     def config(self) -> Any:
-        """Of the model."""
+        """The model's config."""
         return self.model.config
 
 
@@ -70,9 +68,8 @@ def load(model: str | Path, dtype: str) -> Source:
     config = load_config(where)
     tokenizer = load_tokenizer(where)
     check_generation(where)
-    return Source(
-        str(model), load_model(where, config, DTYPES[check_dtype(dtype)]).eval(), tokenizer
-    )
+    loaded = load_model(where, config, torch_dtype(CACHE[check_dtype(dtype)])).eval()
+    return Source(str(model), loaded, tokenizer)
 
 
 def check_dtype(dtype: str) -> str:
@@ -82,8 +79,8 @@ def check_dtype(dtype: str) -> str:
         NotExportable: there are none of that type; names those there are.
     """
     found = short(dtype)
-    if found not in DTYPES:
-        raise NotExportable(f"no dtype {dtype!r} of a decoder; there are {', '.join(DTYPES)}")
+    if found not in CACHE:
+        raise NotExportable(f"no dtype {dtype!r} of a decoder; there are {', '.join(CACHE)}")
     return found
 
 

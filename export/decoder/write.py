@@ -1,4 +1,4 @@
-"""Trace a decoder, save it with all that a runner needs, check it; only then it appears."""
+"""Exports a decoder's directory: traced, saved and checked; it appears only when all is done."""
 
 from __future__ import annotations
 
@@ -11,15 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvcap.export.companions import check_tokenizer
 from kvcap.export.decoder import manifest
+from kvcap.export.decoder.check import Report, check
+from kvcap.export.decoder.companions import check_tokenizer
 from kvcap.export.decoder.graph import Decoder
 from kvcap.export.decoder.int8 import require_quantiser, to_int8
 from kvcap.export.decoder.spec import Source, check_dtype
-from kvcap.export.decoder.verify import Report, check
-from kvcap.export.manifest import refuse_other
-from kvcap.export.slim import slim
-from kvcap.export.write import IR_VERSION, OPSET, program_of
+from kvcap.export.files import refuse_other
+from kvcap.export.graphs.trace import IR_VERSION, OPSET, program_of, slim
 from kvcap.runtime.backends.onnxruntime.library import library, require
 from kvcap.runtime.cache.layout import CacheLayout
 from kvcap.runtime.errors import ManifestError

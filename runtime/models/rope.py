@@ -130,14 +130,28 @@ def rotations(inv_freq: Tensor, shifts: Tensor) -> Tensor:
     return torch.stack((angles.cos(), angles.sin()), dim=-2).float()
 
 
-def rotate_back_eagerly(x: Tensor, rows: Tensor) -> Tensor:
-    """Rotate the halves (i, i + R/2) of x [..., D] by minus the angles in rows [..., 2, R/2]."""
+def rotate(x: Tensor, rows: Tensor, back: bool = False) -> Tensor:
+    """Rotate the halves (i, i + R/2) of the first R numbers of keys or queries, as transformers do.
+
+    The one eager rotation, for the runtime and for exported graphs.
+
+    Args:
+        x: [..., D], D at least R; what is computed is rounded to its dtype once.
+        rows: cosines and sines [..., 2, R/2], of a shape that broadcasts.
+        back: by minus these angles.
+    """
     wide = torch.promote_types(rows.dtype, torch.float32)
     cos, sin = rows.to(wide).unbind(-2)
     half = cos.shape[-1]
-    a, b = x[..., :half].to(wide), x[..., half : 2 * half].to(wide)
-    out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    out[..., :half] = a * cos + b * sin
-    out[..., half : 2 * half] = b * cos - a * sin
-    out[..., 2 * half :] = x[..., 2 * half :]
-    return out
+    turning, rest = x[..., : 2 * half].to(wide), x[..., 2 * half :]
+    a, b = turning[..., :half], turning[..., half:]
+    rotated = torch.cat(  # in one expression, so that no half outlives it
+        (a * cos + b * sin, b * cos - a * sin) if back else (a * cos - b * sin, b * cos + a * sin),
+        dim=-1,
+    ).to(x.dtype)
+    return torch.cat((rotated, rest), dim=-1) if rest.shape[-1] else rotated
+
+
+def rotate_back_eagerly(x: Tensor, rows: Tensor) -> Tensor:
+    """The eager twin of the kernel `rotate_back`: by minus the angles in rows [..., 2, R/2]."""
+    return rotate(x, rows, back=True)

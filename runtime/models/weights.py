@@ -22,6 +22,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import AutoModelForCausalLM
 
+from kvcap.dtypes import NAMES, SAFETENSORS
 from kvcap.runtime.errors import ModelFilesBroken, first_line
 from kvcap.runtime.files import read_json
 from kvcap.runtime.models.quantised import UNPACKED, parts, quantisation
@@ -29,7 +30,7 @@ from kvcap.runtime.types import ATTENTION
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLES = ("pytorch_model*.bin", "*.pt", "*.pth", "*.ckpt")
-FLOATS = ("F64", "F32", "F16", "BF16")  # types that are converted to the model's dtype
+FLOATS = ("F64", *(SAFETENSORS[name] for name in NAMES))  # converted to the model's dtype
 NO_PICKLES = (
     "its weights are pickles, which can run code when they are opened; give one with "
     "safetensors, or convert it once with save_pretrained"

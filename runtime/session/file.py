@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
+from kvcap.dtypes import SAFETENSORS
 from kvcap.runtime.errors import (
     SessionFileCorrupt,
     SessionFileNewer,
@@ -26,20 +27,12 @@ from kvcap.runtime.errors import (
     first_line,
 )
 from kvcap.runtime.files import check_plain, parse_json, replacing
-from kvcap.runtime.schema import SESSION, fault
 from kvcap.runtime.session import settings
+from kvcap.schema import fault
 
+SCHEMA = Path(__file__).parents[1] / "schemas" / "session.schema.json"
 FORMAT = "kvcap-session"
 VERSION = 1
-DTYPES = {
-    "float32": "F32",
-    "bfloat16": "BF16",
-    "float16": "F16",
-    "int64": "I64",
-    "int32": "I32",
-    "uint8": "U8",
-    "bool": "BOOL",
-}
 LONGEST = 100_000_000  # bytes of a header that safetensors still reads
 PIECE = 1 << 20  # bytes handed to the system at once
 # The settings of generation that are saved, but for the seed, which is saved beside them.
@@ -113,7 +106,7 @@ def _bytes(tensor: Array) -> memoryview:
 
 def _kind(tensor: Array) -> str:
     """The tensor's type as safetensors writes it, such as F32."""
-    return DTYPES[_name(tensor.dtype)]
+    return SAFETENSORS[str(tensor.dtype).removeprefix("torch.")]
 
 
 def _name(dtype: Any) -> str:
@@ -227,7 +220,7 @@ def checked_facts(file: SessionFile) -> dict[str, Any]:
     Raises:
         SessionFileCorrupt: naming the first place where they do not.
     """
-    wrong = fault(file.facts, SESSION)
+    wrong = fault(file.facts, SCHEMA)
     if wrong is not None:
         raise file.corrupt(f"what it says cannot be ({wrong})")
     return file.facts

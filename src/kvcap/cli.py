@@ -15,8 +15,6 @@ from typer.core import TyperGroup
 
 from kvcap.android_bench.commands import android
 from kvcap.evals import commands as evals
-from kvcap.evals.calibrate_command import calibrate_command
-from kvcap.evals.memory_command import memory
 from kvcap.export.commands import export
 from kvcap.runtime.cli import commands
 from kvcap.runtime.cli.console import INTERRUPTED, USAGE, complain, exit_code
@@ -48,9 +46,9 @@ class _Named(TyperGroup):
 policies = typer.Typer(cls=_Named, subcommand_metavar="[NAME | COMMAND [ARGS]...]")
 policies.callback(invoke_without_command=True)(commands.policies_command)
 policies.command("show")(commands.policy_command)
-policies.command("calibrate")(calibrate_command)
+policies.command("calibrate")(evals.calibrate_command)
 app.add_typer(policies, name="policies")
-app.add_typer(memory, name="memory")
+app.add_typer(evals.memory, name="memory")
 app.add_typer(export, name="export")
 app.add_typer(android, name="android")
 app.command("demo")(evals.demo_command)

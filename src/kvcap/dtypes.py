@@ -1,11 +1,36 @@
-"""Names of the types of numbers that models run in: one table of full names and of short ones."""
+"""Types of numbers and what they are called: by PyTorch and NumPy, for short, and in files.
+
+The one table of these names. What runs on devices without kvcap (`android_bench/runner`) has its
+own.
+"""
 
 from __future__ import annotations
 
-NAMES = {
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+NAMES = {  # of the types that models run in: the full name, the short one first
     "float32": ("fp32", "f32", "float"),
     "bfloat16": ("bf16",),
     "float16": ("fp16", "f16", "half"),
+}
+SAFETENSORS = {
+    "float32": "F32",
+    "bfloat16": "BF16",
+    "float16": "F16",
+    "int64": "I64",
+    "int32": "I32",
+    "uint8": "U8",
+    "bool": "BOOL",
+}
+ONNX = {  # as ONNX Runtime says it of a graph's inputs and outputs
+    "float32": "tensor(float)",
+    "float16": "tensor(float16)",
+    "int64": "tensor(int64)",
+    "int32": "tensor(int32)",
+    "bool": "tensor(bool)",
 }
 
 
@@ -36,3 +61,15 @@ def short(name: str) -> str:
         return NAMES[full(name)][0]
     except ValueError:
         return name
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """PyTorch's type of any of these names.
+
+    Raises:
+        ValueError: not one that models run in.
+    """
+    import torch
+
+    found: torch.dtype = getattr(torch, full(name))
+    return found

@@ -17,16 +17,16 @@ import torch
 from tools import PATIENCE, arm_environment, arm_python, installed
 
 from kvcap.android_bench.archive import write_runner
-from kvcap.android_bench.judge import judged
-from kvcap.android_bench.schema import read_result
-from kvcap.android_bench.source import title
+from kvcap.android_bench.documents import read_result
+from kvcap.android_bench.results.judge import judged
+from kvcap.android_bench.results.source import title
 from kvcap.cli import run
-from kvcap.export import compare
-from kvcap.export.cases import Case, cases, inputs
-from kvcap.export.shape import Shape
-from kvcap.export.spec import Spec
-from kvcap.export.verify import SEED
-from kvcap.export.write import write
+from kvcap.export.graphs import compare
+from kvcap.export.graphs.cases import Case, cases, inputs
+from kvcap.export.graphs.check import SEED
+from kvcap.export.graphs.shape import Shape
+from kvcap.export.graphs.spec import Spec
+from kvcap.export.graphs.write import write
 from kvcap.policies import load_policy
 
 pytestmark = installed

@@ -1,6 +1,6 @@
 """The page in a real browser, headless: what it measures, and what can go wrong on the way.
 
-Needs Debian's package chromium, and onnxruntime-web (python -m kvcap.android_bench.vendor).
+Needs Debian's package chromium, and onnxruntime-web (python -m kvcap.android_bench.server.vendor).
 WebGPU runs in software here, which proves function, never speed.
 """
 
@@ -28,20 +28,19 @@ import pytest
 from bench_requests import asked, edited, posted, vendored
 from tools import PATIENCE
 
-from kvcap.android_bench import vendor
-from kvcap.android_bench.browser_device import origin
+from kvcap.android_bench.devices.host import run_here
+from kvcap.android_bench.documents import BENCH, PLAN_FILE, read_result, validate
 from kvcap.android_bench.errors import PlanBroken
-from kvcap.android_bench.host import run_here
-from kvcap.android_bench.judge import WILD, fit, spread, statistics
-from kvcap.android_bench.limits import Limits
-from kvcap.android_bench.plan import Wanted, write_plan
-from kvcap.android_bench.presets import Group, Preset, narrowed
+from kvcap.android_bench.plan.presets import Group, Preset, narrowed
+from kvcap.android_bench.plan.write import Wanted, write_plan
+from kvcap.android_bench.results.judge import WILD, fit, spread, statistics
+from kvcap.android_bench.results.source import origin, title
 from kvcap.android_bench.runner.inputs import hash11
-from kvcap.android_bench.schema import BENCH, PLAN_FILE, read_result, validate
-from kvcap.android_bench.server import PortTaken, Serving
-from kvcap.android_bench.source import title
-from kvcap.export.formulations import FORMULATIONS
-from kvcap.export.shape import Shape
+from kvcap.android_bench.server import vendor
+from kvcap.android_bench.server.landing import Limits
+from kvcap.android_bench.server.serving import PortTaken, Serving
+from kvcap.export.graphs.formulations import FORMULATIONS
+from kvcap.export.graphs.shape import Shape
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from tools import ROOT, TOOLS, compilers, installed, runner_here, small_plan
 
-from kvcap.android_bench.schema import read_result
+from kvcap.android_bench.documents import read_result
 
 pytestmark = [installed, compilers]
 

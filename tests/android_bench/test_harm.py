@@ -15,15 +15,10 @@ from bench_results import EVIL, MUTATIONS, mutated, plan, put, result, written
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvcap.android_bench import table
-from kvcap.android_bench.adb import Settings
-from kvcap.android_bench.chart import draw
-from kvcap.android_bench.errors import PlanBroken, ResultBroken, ResultsFull, RunFailed
-from kvcap.android_bench.judge import judged
-from kvcap.android_bench.landing import Results
-from kvcap.android_bench.limits import PARTS, Limits
-from kvcap.android_bench.schema import (
+from kvcap.android_bench.devices.run import Settings
+from kvcap.android_bench.documents import (
     BENCH,
+    PARTS,
     SCHEMAS,
     parsed,
     plan_id,
@@ -32,7 +27,12 @@ from kvcap.android_bench.schema import (
     validate,
     write_json,
 )
-from kvcap.android_bench.words import escaped, plain
+from kvcap.android_bench.errors import PlanBroken, ResultBroken, ResultsFull, RunFailed
+from kvcap.android_bench.results import table
+from kvcap.android_bench.results.chart import draw
+from kvcap.android_bench.results.judge import judged
+from kvcap.android_bench.safe_text import escaped, plain
+from kvcap.android_bench.server.landing import Limits, Results
 from kvcap.cli import run
 
 few = settings(max_examples=150)

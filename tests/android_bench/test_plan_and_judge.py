@@ -17,15 +17,8 @@ import numpy as np
 import pytest
 from tools import PATIENCE
 
-from kvcap.android_bench import chart, judge, regress, source, table
 from kvcap.android_bench.archive import write_runner
-from kvcap.android_bench.errors import NotComparable, PlanBroken, ResultBroken
-from kvcap.android_bench.plan import Wanted, write_plan
-from kvcap.android_bench.presets import KEYDIFF, PRESETS, SIZES, Group, Preset, Rules, Variant
-from kvcap.android_bench.runner import device, inputs
-from kvcap.android_bench.runner.measure import Bound
-from kvcap.android_bench.runner.parity import parity
-from kvcap.android_bench.schema import (
+from kvcap.android_bench.documents import (
     BENCH,
     plan_id,
     read_plan,
@@ -34,12 +27,18 @@ from kvcap.android_bench.schema import (
     validate,
     write_json,
 )
+from kvcap.android_bench.errors import NotComparable, PlanBroken, ResultBroken
+from kvcap.android_bench.plan.presets import KEYDIFF, PRESETS, SIZES, Group, Preset, Rules, Variant
+from kvcap.android_bench.plan.write import Wanted, write_plan
+from kvcap.android_bench.results import chart, judge, regress, source, table
+from kvcap.android_bench.runner import device, inputs
+from kvcap.android_bench.runner.measure import Bound
+from kvcap.android_bench.runner.parity import parity
 from kvcap.cli import run
-from kvcap.export import keydiff
-from kvcap.export.forms import Traced
-from kvcap.export.formulations import FORMULATIONS
-from kvcap.export.shape import Shape
-from kvcap.export.spec import with_graphs_of_their_own
+from kvcap.export.graphs.forms import forms_of
+from kvcap.export.graphs.formulations import FORMULATIONS
+from kvcap.export.graphs.shape import Shape
+from kvcap.export.graphs.spec import with_graphs_of_their_own
 from kvcap.policies import load_policy
 
 ROOT = Path(__file__).parents[2]
@@ -949,8 +948,7 @@ def test_a_wrong_percentage_is_refused(saved, text, capsys):
 
 
 def test_formulations_have_one_name_in_code_and_documents(folder):
-    forms = {form.name for form in (Traced, *keydiff.forms(load_policy("keydiff")))}
-    assert forms == set(FORMULATIONS)
+    assert forms_of(load_policy("keydiff")).keys() == FORMULATIONS.keys()
     plan = read_plan(folder)
     used = {cell["formulation"] for cell in plan["cells"]}
     assert plan["formulations"] == {name: FORMULATIONS[name] for name in sorted(used)}

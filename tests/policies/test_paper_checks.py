@@ -12,8 +12,8 @@ import torch
 from conftest import tiny_model
 from torch import Tensor
 
-from kvcap.evals import pools
 from kvcap.evals.bench import Options, load, perturbation, proxy, saliency
+from kvcap.evals.bench import proxy as pools
 from kvcap.evals.captured import capture, pocket_layers, removal_error, until
 from kvcap.policies import Observation
 

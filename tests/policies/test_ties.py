@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kvcap.export.cases import Case, inputs
-from kvcap.export.shape import Shape
-from kvcap.export.spec import Spec
-from kvcap.export.verify import feed, session
-from kvcap.export.write import write
+from kvcap.export.graphs.cases import Case, inputs
+from kvcap.export.graphs.check import feed, session
+from kvcap.export.graphs.shape import Shape
+from kvcap.export.graphs.spec import Spec
+from kvcap.export.graphs.write import write
 from kvcap.policies import Eviction, Observation, load_policy
 from kvcap.policies.base.order import ranks, sequence
 from kvcap.policies.keydiff import KeyDiff

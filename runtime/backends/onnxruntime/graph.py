@@ -14,18 +14,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from kvcap.dtypes import ONNX
 from kvcap.runtime.backends.onnxruntime.library import library
 from kvcap.runtime.errors import GraphBroken, MemoryCapExceeded, ShapeError, first_line
 
 Array = NDArray[Any]
 BINDINGS = 4  # kept: buffers are swapped after every run, so two of them are used by turns
-TYPES = {
-    "tensor(float)": np.float32,
-    "tensor(float16)": np.float16,
-    "tensor(int64)": np.int64,
-    "tensor(int32)": np.int32,
-    "tensor(bool)": np.bool_,
-}
+TYPES = {port: np.dtype(name) for name, port in ONNX.items()}
 
 
 class Graph:

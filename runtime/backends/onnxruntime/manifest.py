@@ -22,10 +22,11 @@ from kvcap.runtime.errors import (
     NotExportable,
 )
 from kvcap.runtime.files import check_plain, read_json
-from kvcap.runtime.schema import DECODER, fault
 from kvcap.runtime.types import MANIFEST
+from kvcap.schema import fault
 
 SCHEMA = "kvcap.decoder/1"
+SCHEMA_FILE = Path(__file__).parents[2] / "schemas" / "decoder.schema.json"
 FUSED, EVICTOR = "fused", "evictor"
 HASHED = 64 << 20  # bytes; of larger files, which hold weights, only the size is checked
 # In an ONNX file: for each kind of message, which of its fields lead to a tensor (onnx.proto).
@@ -143,7 +144,7 @@ def check(facts: Any, name: str = MANIFEST) -> None:
             f"{name} has schema {str(schema)[:40]!r}, and this kvcap reads {SCHEMA!r}; export it "
             "again"
         )
-    wrong = fault(facts, DECODER) or _contradiction(facts)
+    wrong = fault(facts, SCHEMA_FILE) or _contradiction(facts)
     if wrong is not None:
         raise ManifestError(f"{name} is no {SCHEMA}: {wrong}; export it again")
 

@@ -371,5 +371,4 @@ def parse_dtype(name: str | torch.dtype | None) -> torch.dtype | None:
     """
     if name is None or isinstance(name, torch.dtype):
         return name
-    found: torch.dtype = getattr(torch, dtypes.full(name))
-    return found
+    return dtypes.torch_dtype(name)

@@ -21,7 +21,7 @@ from tools import PATIENCE, made, tiny_decoder
 
 from kvcap import pocket
 from kvcap.cli import run
-from kvcap.export.adopt import adopt
+from kvcap.export.adopted.adopt import adopt
 from kvcap.export.decoder.spec import layout_for, load
 from kvcap.export.decoder.write import write
 from kvcap.policies import load_policy

@@ -1,0 +1,43 @@
+"""Runs a plan on this machine, with the Python runner that a device gets."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from kvcap.android_bench.archive import RUNNER_FILE, write_runner
+from kvcap.android_bench.documents import PLAN_FILE, read_plan, read_result
+from kvcap.android_bench.errors import RunFailed
+from kvcap.android_bench.results.judge import judged
+
+INTERRUPTED = 130
+
+
+def run_here(folder: Path, options: Sequence[str] = ()) -> dict[str, Any]:
+    """Measure the plan in `folder` in a process of its own; its progress goes to stderr.
+
+    Args:
+        folder: of the plan.
+        options: of the runner.
+
+    Returns:
+        The judged result.
+
+    Raises:
+        PlanBroken: there is no plan there, or its files were changed.
+        RunFailed: the runner ended without a result.
+    """
+    read_plan(folder)
+    with tempfile.TemporaryDirectory(prefix="kvcap-") as name:
+        runner, out = write_runner(Path(name) / RUNNER_FILE), Path(name) / "result.json"
+        command = [sys.executable, str(runner), str(folder / PLAN_FILE), "-o", str(out)]
+        done = subprocess.run([*command, "--source", "host", *options], check=False)
+        if done.returncode == INTERRUPTED:
+            raise KeyboardInterrupt
+        if not out.is_file():
+            raise RunFailed(f"the runner ended with exit code {done.returncode} and no result")
+        return judged(read_result(out))

@@ -1,0 +1,236 @@
+"""Runs a plan on a device over adb: pushed, started, watched, pulled; nothing is left there.
+
+What runs on the device is a watcher (`watch.sh`) with the runner below it. It lives as long as this
+side asks for it, so that a pulled cable or a dead daemon leaves no process and no file behind.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from kvcap.android_bench.archive import write_runner
+from kvcap.android_bench.devices.adb import Device, quoted
+from kvcap.android_bench.documents import PLAN_FILE, read_plan, read_result
+from kvcap.android_bench.errors import (
+    DeviceError,
+    DeviceFull,
+    DeviceLost,
+    ResultBroken,
+    RunFailed,
+    RunnerMissing,
+    RunTimeout,
+)
+from kvcap.android_bench.safe_text import plain
+
+C_PROGRAM, C_LIBRARY = "kvcap-bench", "libonnxruntime.so"
+SPARE = 16 << 20  # bytes that must stay free: for the result, and as full devices misbehave
+NEARLY_FULL = 1 << 20
+WATCHER = Path(__file__).with_name("watch.sh")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How a run is made."""
+
+    base: str = "/data/local/tmp"  # of the device; the one folder that adb's user may run files in
+    options: Sequence[str] = ()  # of the runner
+    timeout: float = 3600  # seconds of the whole run
+    poll: float = 2.0  # seconds between looks, which cost the device a moment each
+    lease: int = 60  # seconds after which the device ends a run that nobody asks for
+    told: Callable[[str], None] = field(default=lambda line: print(plain(line), file=sys.stderr))
+
+
+@dataclass(frozen=True)
+class Runner:
+    """What is pushed beside the plan, and how it is started in its folder."""
+
+    files: tuple[Path, ...]
+    command: tuple[str, ...]
+
+
+def c_runner(folder: Path | None) -> Runner:
+    """The C runner as CMake left it in `folder`.
+
+    Raises:
+        RunnerMissing: it was not built.
+    """
+    for name in (C_PROGRAM, C_LIBRARY):
+        if folder is None or not (folder / name).is_file():
+            raise RunnerMissing(
+                f"no {name} in {str(folder)!r}; build the C runner as docs/android.md says and "
+                "name its folder by --runner-dir, or use --browser, which needs nothing"
+            )
+    assert folder is not None
+    command = (f"./{C_PROGRAM}", "--lib", f"./{C_LIBRARY}")
+    return Runner((folder / C_PROGRAM, folder / C_LIBRARY), command)
+
+
+def python_runner(device: Device, python: str, scratch: Path) -> Runner:
+    """The Python runner, for the device's own Python.
+
+    Raises:
+        RunnerMissing: the device has none, or without numpy and onnxruntime.
+    """
+    said, code = device.shell(
+        f"ORT_DISABLE_TELEMETRY=1 {quoted(python)} -c 'import numpy, onnxruntime' 2>&1", 120
+    )
+    if code:
+        line = (said.strip().splitlines() or ["it says nothing"])[-1]
+        raise RunnerMissing(
+            f"{python} of {device.serial} cannot run the Python runner ({line}); name another by "
+            "--python, or use --runner c or --browser"
+        )
+    return Runner((write_runner(scratch / "runner.pyz"),), (python, "runner.pyz"))
+
+
+def run_on(device: Device, plan: Path, runner: Runner, settings: Settings) -> dict[str, Any]:
+    """Run a plan on a device and bring the result here.
+
+    Raises:
+        PlanBroken: there is no plan.
+        DeviceFull: files or the result do not fit.
+        DeviceLost: the device went away; it ends the run by itself.
+        RunTimeout: it took too long, and was ended.
+        RunFailed: the runner ended without a result.
+        ResultBroken: what it wrote is no result of this plan.
+    """
+    folder = f"{settings.base}/kvcap-{secrets.token_hex(4)}"
+    with tempfile.TemporaryDirectory(prefix="kvcap-") as name:
+        staged = _staged(plan, runner, Path(name) / folder.rsplit("/", 1)[1])
+        _check_space(device, staged, settings.base)
+        watcher: str | None = None
+        try:
+            settings.told(f"{device.serial}: copying to {folder}")
+            device.push(staged, folder)
+            _check_arrived(device, folder)
+            watcher = _started(device, folder, runner, settings)
+            _watched(device, folder, watcher, settings)
+            return _pulled(device, folder, plan, Path(name) / "result.json")
+        finally:
+            _cleaned(device, folder, watcher, settings)
+
+
+def _staged(plan: Path, runner: Runner, staged: Path) -> Path:
+    """Everything that the device gets, in one folder, with its checksums."""
+    named = [entry["file"] for entry in read_plan(plan)["files"]]
+    sources = {name: plan / name for name in (PLAN_FILE, *named)}
+    sources |= {path.name: path for path in (*runner.files, WATCHER)}
+    sums = []
+    for name, source in sources.items():
+        target = staged / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(source, target)
+        sums.append(f"{hashlib.sha256(target.read_bytes()).hexdigest()}  {name}\n")
+    (staged / "sums").write_text("".join(sums))
+    return staged
+
+
+def _check_space(device: Device, staged: Path, base: str) -> None:
+    needed = SPARE + sum(path.stat().st_size for path in staged.rglob("*") if path.is_file())
+    free = device.free_bytes(base)
+    if free < needed:
+        raise DeviceFull(
+            f"{device.serial} has {free / 1e6:.1f} MB free in {base}, needed are "
+            f"{needed / 1e6:.1f} MB; make room, or plan fewer cells"
+        )
+
+
+def _check_arrived(device: Device, folder: str) -> None:
+    said, code = device.shell(f"cd {quoted(folder)} && sha256sum -c sums 2>&1 | grep -v ': OK$'")
+    if code == 0:  # grep found a line that is not OK
+        raise DeviceError(f"files did not arrive as they are: {said.strip().splitlines()[0]}")
+
+
+def _started(device: Device, folder: str, runner: Runner, settings: Settings) -> str:
+    """Start the watcher in a session of its own; returns its process id, which is its group's."""
+    command = (*runner.command, PLAN_FILE, "-o", "result.json", *settings.options)
+    said, _ = device.shell(
+        f"cd {quoted(folder)} && export TMPDIR=$PWD && {{ ORT_DISABLE_TELEMETRY=1 setsid sh "
+        f"{quoted(folder + '/' + WATCHER.name)} {settings.lease} {quoted(command)} "
+        "</dev/null >/dev/null 2>&1 & } && echo $!"
+    )
+    if not said.strip().isdigit():
+        raise DeviceError(f"{device.serial} did not start the runner: {said.strip()[:200]}")
+    return said.strip()
+
+
+def _watched(device: Device, folder: str, watcher: str, settings: Settings) -> None:
+    """Look after the run until the runner has ended well.
+
+    Raises:
+        RunTimeout, DeviceLost, RunFailed, DeviceFull: see `run_on`.
+    """
+    start = seen = time.monotonic()
+    last = ""
+    look = (f"if cd {quoted(folder)}; then touch alive; if [ -s exit ]; then cat exit; "
+            f"elif kill -0 {watcher}; then echo runs; else echo gone; fi; tail -n 1 log; "
+            "else echo left; fi 2>/dev/null")  # fmt: skip
+    while time.monotonic() - start < settings.timeout:
+        try:
+            state, *rest = device.shell(look)[0].strip().splitlines()
+        except DeviceLost:
+            if time.monotonic() - seen > settings.lease / 2:  # cables have loose contacts
+                raise
+            state, rest = "runs", []
+        else:
+            seen = time.monotonic()
+        if state == "left":
+            raise RunTimeout(f"{device.serial} ended the run, as nobody asked for it for "
+                             f"{settings.lease} s; was this computer asleep?")  # fmt: skip
+        if state != "runs":
+            return _ended(device, folder, state, settings)
+        if rest and rest[-1] != last:
+            last = rest[-1]
+            settings.told(last)
+        time.sleep(settings.poll)
+    raise RunTimeout(f"the run on {device.serial} took more than {settings.timeout:g} s and was "
+                     "ended; --timeout allows more, or plan fewer cells")  # fmt: skip
+
+
+def _ended(device: Device, folder: str, state: str, settings: Settings) -> None:
+    """Say why the runner ended, unless it ended well: `state` is its exit code, or gone."""
+    if state == "0":
+        return
+    said, _ = device.shell(f"tail -n 3 {quoted(folder + '/log')}")
+    line = (said.strip().splitlines() or ["it said nothing"])[-1]
+    full = state == "gone" and device.free_bytes(settings.base) < NEARLY_FULL
+    if full or "No space left" in line:  # where nothing can be written, not even why
+        raise DeviceFull(f"{device.serial} became full during the run; make room")
+    if "cannot be opened" in line or "not executable" in line or state in ("126", "127"):
+        raise RunnerMissing(f"the runner does not start on {device.serial}: {line}")
+    raise RunFailed(f"the runner on {device.serial} ended ({state}): {line}")
+
+
+def _pulled(device: Device, folder: str, plan: Path, target: Path) -> dict[str, Any]:
+    """The result, held to the schema and to the plan."""
+    try:
+        device.pull(f"{folder}/result.json", target)
+    except DeviceLost:
+        raise
+    except DeviceError as error:
+        raise ResultBroken(f"the runner on {device.serial} left no result: {error}") from error
+    found = read_result(target)
+    wanted = read_plan(plan)["id"]
+    if found["run"]["plan"] != wanted:
+        raise ResultBroken(f"the result is of plan {found['run']['plan']}, not {wanted}")
+    return found
+
+
+def _cleaned(device: Device, folder: str, watcher: str | None, settings: Settings) -> None:
+    """End what was started, by its process group, and remove the folder."""
+    end = f"kill -9 -{watcher} 2>/dev/null; " if watcher else ""
+    try:
+        device.shell(f"{end}rm -rf {quoted(folder)}")
+    except DeviceError:
+        left = (f"it ends the run by itself within {settings.lease} s and removes {folder}"
+                if watcher else f"{folder} may be left there")  # fmt: skip
+        settings.told(f"{device.serial} does not answer; {left}")

@@ -1,0 +1,196 @@
+"""Reads and writes plans and results: JSON files that are held to their schemas."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import stat
+from collections import Counter
+from functools import cache
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kvcap.android_bench.errors import AndroidError, PlanBroken, ResultBroken
+from kvcap.schema import fault
+
+PLAN, BENCH = "kvcap.android_plan/1", "kvcap.android_bench/1"
+PLAN_FILE = "plan.json"
+FILE_BYTES = 512 << 20  # of a plan.json or a result's file: 20 times the largest preset's samples
+PARTS = 200_000  # lists and objects in one document; the largest preset has some ten thousand
+SCHEMAS = Path(__file__).parent / "schemas"
+_FILES = {PLAN: "plan.schema.json", BENCH: "bench.schema.json"}
+
+
+@cache
+def schema(name: str) -> dict[str, Any]:
+    """The JSON schema called `name`."""
+    found: dict[str, Any] = json.loads((SCHEMAS / _FILES[name]).read_text(encoding="utf-8"))
+    return found
+
+
+def validate(found: object, name: str, said: str, error: type[AndroidError]) -> None:
+    """Hold a document to a schema.
+
+    Args:
+        found: the parsed document.
+        name: of the schema, `PLAN` or `BENCH`.
+        said: what the document is called in messages.
+        error: what is raised, with the place of the first fault.
+    """
+    stated = found.get("schema") if isinstance(found, dict) else None
+    try:
+        if stated != name:
+            raise error(f"{said} has schema {repr(stated)[:100]}; this kvcap reads {name!r}")
+    except RecursionError:
+        raise error(f"{said} is not a {name}: it is nested too deeply") from None
+    wrong = fault(found, SCHEMAS / _FILES[name])
+    if wrong is not None:
+        raise error(f"{said} is not a {name}: {wrong}")
+
+
+def parsed(data: bytes, said: str, error: type[AndroidError]) -> Any:
+    """A JSON document; NaN and infinity are no JSON.
+
+    Args:
+        data: UTF-8.
+        said: what the document is called in messages.
+        error: what is raised where it is something else, or has more than `PARTS` parts.
+    """
+    parts = data.count(b"[") + data.count(b"{")
+    if parts > PARTS:
+        raise error(f"{said} has {parts:,} lists and objects; at most {PARTS:,} are read")
+    try:
+        return json.loads(data.decode("utf-8-sig"), parse_constant=_refuse)
+    except RecursionError:
+        raise error(f"{said} cannot be read, it is no JSON: it is nested too deeply") from None
+    except ValueError as cause:
+        raise error(f"{said} cannot be read, it is no JSON: {cause}") from cause
+
+
+def load_json(path: Path, error: type[AndroidError]) -> Any:
+    """A JSON file's content. Only ordinary files are opened: pipes and devices may never end."""
+    try:
+        found = path.stat()
+        if not stat.S_ISREG(found.st_mode):
+            raise error(f"{path.name} cannot be read: it is no ordinary file")
+        if found.st_size > FILE_BYTES:
+            raise error(f"{path.name} cannot be read: it has {found.st_size:,} bytes, at most "
+                        f"{FILE_BYTES:,} are read")  # fmt: skip
+        data = path.read_bytes()
+    except OSError as cause:
+        raise error(f"{path.name} cannot be read: {cause.strerror}") from cause
+    except ValueError as cause:  # a NUL in the name
+        raise error(f"{str(path)!r} cannot be read: {cause}") from cause
+    return parsed(data, path.name, error)
+
+
+def read_plan(folder: Path) -> dict[str, Any]:
+    """The plan in a folder, whose files are all there and as they were written.
+
+    Raises:
+        PlanBroken: no plan, another schema, a missing or changed file, or a plan whose parts
+            contradict each other.
+    """
+    if not (folder / PLAN_FILE).is_file():
+        raise PlanBroken(f"no {PLAN_FILE} in {str(folder)!r}; kvcap android plan -o DIR writes one")
+    found: dict[str, Any] = load_json(folder / PLAN_FILE, PlanBroken)
+    validate(found, PLAN, PLAN_FILE, PlanBroken)
+    if plan_id(found) != found["id"]:
+        raise PlanBroken(f"{PLAN_FILE} was changed: its id is {found['id']}, not {plan_id(found)}")
+    for entry in found["files"]:
+        path = folder / entry["file"]
+        if not path.is_file():
+            raise PlanBroken(f"the plan's file {entry['file']} is missing; write the plan again")
+        if path.stat().st_size != entry["bytes"] or _sha256(path) != entry["sha256"]:
+            raise PlanBroken(f"the plan's file {entry['file']} was changed; write the plan again")
+    _check_references(found)
+    return found
+
+
+def _check_references(plan: dict[str, Any]) -> None:
+    """Make sure that what the plan names is in it, and cells are told apart by their ids."""
+    named = {entry["file"] for entry in plan["files"]}
+    ids = [cell["id"] for cell in plan["cells"]]
+    if len(set(ids)) < len(ids):
+        twice = next(name for name, count in Counter(ids).items() if count > 1)
+        raise PlanBroken(f"the plan has the cell {twice} twice")
+    if plan["reference"] not in ids:
+        raise PlanBroken(f"the reference {plan['reference']!r} is no cell of the plan")
+    for cell in plan["cells"]:
+        inputs, outputs = cell["inputs"], cell["outputs"]
+        files = {cell["model"], *(port["fill"].get("file") for port in inputs),
+                 *(port["check"].get("file") for port in outputs)} - {None}  # fmt: skip
+        if missing := files - named:
+            raise PlanBroken(f"cells name files that the plan does not list: {min(missing)}")
+        sources = {port["check"].get("of") for port in outputs} - {None}
+        if missing := sources - {port["name"] for port in inputs}:
+            raise PlanBroken(f"the cell {cell['id']} has no input {min(missing)!r}")
+        held = sum(map(port_bytes, (*inputs, *outputs)))
+        if held != cell["bytes"]:
+            raise PlanBroken(
+                f"the cell {cell['id']} says {cell['bytes']:,} bytes, its shapes are {held:,}"
+            )
+
+
+def _sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while part := file.read(2**20):
+            digest.update(part)
+    return digest.hexdigest()
+
+
+def port_bytes(port: dict[str, Any]) -> int:
+    """Bytes of an input or output of a cell."""
+    numbers: int = prod(port["shape"])
+    return numbers * int(np.dtype(port["dtype"]).itemsize)
+
+
+def plan_id(plan: dict[str, Any]) -> str:
+    """16 digits that change with anything in the plan."""
+    rest = {key: value for key, value in plan.items() if key != "id"}
+    text = json.dumps(rest, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def read_result(path: Path) -> dict[str, Any]:
+    """A result as a file holds it.
+
+    Raises:
+        ResultBroken: it cannot be read, or is of another schema.
+    """
+    found: dict[str, Any] = load_json(path, ResultBroken)
+    validate(found, BENCH, path.name, ResultBroken)
+    return found
+
+
+def parent_of(path: Path) -> Path:
+    """The folder that a file will be written to; asked before anything is measured.
+
+    Raises:
+        ResultBroken: there is none.
+    """
+    if not path.parent.is_dir():
+        raise ResultBroken(f"no folder {str(path.parent)!r} to write {path.name} to")
+    return path.parent
+
+
+def write_json(document: dict[str, Any], path: Path) -> None:
+    """Write a document whole or not at all.
+
+    Raises:
+        ResultBroken: there is no such folder.
+    """
+    part = parent_of(path) / f".{path.name}.part"
+    try:
+        part.write_text(json.dumps(document, allow_nan=False) + "\n", encoding="utf-8")
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is no JSON")

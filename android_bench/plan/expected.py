@@ -1,0 +1,197 @@
+"""Computes what a cell must give: the eager policy's numbers, on inputs that a rule makes.
+
+Inputs are made by `runner.filled`, so that every runner makes the same ones; what no rule gives
+(cached state) and what is expected become files. Types share them: the rule's numbers are exact in
+float16, and graphs compute in float32 whatever the cache's type.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvcap.android_bench.errors import PlanBroken
+from kvcap.android_bench.runner.inputs import filled
+from kvcap.export.graphs.compare import RTOL, difference, reference, truth
+from kvcap.export.graphs.stages import Evict, Graph
+
+SEEDS = {"keys": 1, "values": 2, "queries": 3, "output_norm": 4}
+TRIES = 64
+MULTIPLIERS = (10007, 10009)  # primes: one that does not divide a size permutes it
+MUST, MAY = 2, 1  # marks of slots that stay
+Port = dict[str, Any]
+
+
+@dataclass
+class Folder:
+    """The plan's folder while it is written, and what is in it."""
+
+    path: Path
+    files: dict[str, dict[str, Any]] = field(default_factory=dict)  # by sha256
+
+    def add(self, name: str, content: bytes) -> str:
+        """Write a file; returns its name, or that of a file of the same content."""
+        digest = hashlib.sha256(content).hexdigest()
+        if digest not in self.files:
+            self.files[digest] = {"file": name, "bytes": len(content), "sha256": digest}
+            path = self.path / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(content)
+        return str(self.files[digest]["file"])
+
+    def numbers(self, name: str, tensor: Tensor) -> str:
+        """Write a tensor as little-endian float32."""
+        return self.add(f"{name}.f32", tensor.float().contiguous().numpy().astype("<f4").tobytes())
+
+
+@dataclass(frozen=True)
+class Case:
+    """One size of one graph."""
+
+    graph: Graph
+    said: Mapping[str, Any]  # the graph's manifest
+    label: str  # of policy, options and stage: names the files
+    slots: int  # held while scoring
+    queries: int  # looked at, 0 for none
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Size of every axis."""
+        kept = min(self.graph.form.shape.budget, self.slots)
+        open_ones = {"slots": self.slots, "queries": self.queries, "kept": kept}
+        return {k: v for k, v in {**self.graph.sizes, **open_ones}.items() if v is not None}
+
+    def shape_of(self, axes: list[str]) -> list[int]:
+        """Sizes of some axes."""
+        return [self.sizes[axis] for axis in axes]
+
+    def describe(self, folder: Folder) -> tuple[list[Port], list[Port]]:
+        """Inputs with how to fill them and outputs with how to check them.
+
+        Raises:
+            PlanBroken: every seed has slots that tie for the last place, where none may.
+        """
+        read = [port["name"] for port in self.said["inputs"]]
+        for attempt in range(TRIES):
+            ports = {name: self.port(name, self.fill(name, attempt)) for name in self.names()}
+            given = {name: tensor(port, folder.path) for name, port in ports.items()}
+            state = self.graph.form.cached(given)
+            for name in set(state) & set(read):
+                file = folder.numbers(f"state/{name}.n{self.slots}.s{attempt}", state[name])
+                ports[name] = self.port(name, {"kind": "file", "file": file})
+            given |= state
+            expected = Expected(self, given, f"expected/{self.label}.n{self.slots}.s{attempt}")
+            if expected.decided:
+                types = {port["name"]: port["dtype"] for port in self.said["inputs"]}
+                inputs = [{**ports[name], "dtype": types[name]} for name in read]
+                return inputs, expected.outputs(folder)
+        raise PlanBroken(f"{self.label}, {self.slots} slots: {TRIES} seeds, each with ties")
+
+    def names(self) -> list[str]:
+        """Inputs that have a rule: all that eager may read, and keys, which state is made of."""
+        names = ["keys", *(port.name for port in self.graph.inputs)]
+        return [name for name in dict.fromkeys(names) if name not in ("inverse_norms", "anchor")]
+
+    def fill(self, name: str, attempt: int) -> dict[str, Any]:
+        """The rule of an input's numbers."""
+        if name in SEEDS:
+            seed = SEEDS[name] + len(SEEDS) * attempt
+            scale, offset = (2**-7, 0.5) if name == "output_norm" else (2**-9, -2.0)
+            return {"kind": "hash", "seed": seed, "scale": scale, "offset": offset}
+        if name == "positions":
+            first = max(0, self.slots - self.graph.form.shape.block)  # the newest are in order
+            multiplier = next((prime for prime in MULTIPLIERS if first % prime), 1)
+            return {"kind": "permutation", "multiplier": multiplier, "first": first}
+        constants = {"seen": self.slots, "budget": max(1, self.slots // 2)}
+        return {"kind": "constant", "value": constants.get(name, 0)}  # no pins, state of new slots
+
+    def port(self, name: str, fill: dict[str, Any]) -> Port:
+        """An input, in float32 where it is of the cache's type."""
+        port = self.graph.form.ports[name]
+        shape = self.shape_of(list(port.axes))
+        return {"name": name, "dtype": port.type_in("float32"), "shape": shape, "fill": fill}
+
+
+class Expected:
+    """What eager gives for the inputs `given`, and how far from it an output may be."""
+
+    def __init__(self, case: Case, given: dict[str, Tensor], name: str) -> None:
+        self.case, self.given, self.name = case, given, name
+        if case.queries:
+            self.name += f".q{case.queries}"
+        # Of state an evict graph gives the kept slots'.
+        kept = "kept_" if isinstance(case.graph, Evict) else ""
+        self.eager, self.truth = (
+            {name if name == "worth" else kept + name: x for name, x in found.items()}
+            for found in (reference(case.graph, given), truth(case.graph, given))
+        )
+
+    def allowed(self, name: str) -> float:
+        """The largest difference to eager that passes; what `kvcap export verify` allows."""
+        eager = self.eager[name]
+        return difference(eager, eager, self.truth[name], RTOL)[1]
+
+    def marks(self) -> Tensor:
+        """2 for a slot that must stay, 1 where it may, 0 where it must go. [B, K, n] uint8."""
+        worth, near = self.eager["worth"], self.allowed("worth")
+        kept = self.case.sizes["kept"]
+        least = worth.topk(kept, dim=-1).values[..., -1:]
+        return (worth >= least - near).to(torch.uint8) + (worth > least + near).to(torch.uint8)
+
+    @property
+    def decided(self) -> bool:
+        """Whether no tie hides what the outputs should be, where that matters."""
+        graph = self.case.graph
+        if not isinstance(graph, Evict) or not graph.form.kept_state({}, self.given["keys"]):
+            return True
+        stay = (self.marks() > 0).sum(-1)
+        return bool((stay == self.case.sizes["kept"]).all())
+
+    def outputs(self, folder: Folder) -> list[Port]:
+        """Every output of the graph and its check."""
+        found = []
+        for port in self.case.said["outputs"]:
+            shape = self.case.shape_of([axis["name"] for axis in port["axes"]])
+            check = self.check(port["name"], folder)
+            found.append(
+                {"name": port["name"], "dtype": port["dtype"], "shape": shape, "check": check}
+            )
+        return found
+
+    def check(self, name: str, folder: Folder) -> dict[str, Any]:
+        """How an output is checked."""
+        source = name.removeprefix("kept_")
+        if name == "kept_slot":
+            marks = self.marks().numpy().tobytes()
+            return {"kind": "slots", "file": folder.add(f"{self.name}.u8", marks)}
+        if name in self.eager:
+            file = folder.numbers(f"{self.name}.{name}", self.eager[name])
+            kind = "by_slot" if name.startswith("kept_") else "values"
+            return {"kind": kind, "file": file, "allowed": self.allowed(name)}
+        if source in self.given and source != "anchor":
+            return {"kind": "rows", "of": source}
+        (total,) = (
+            found
+            for port, found in self.case.graph.form.kept_state({}, self.kept_keys())
+            if port.name == name
+        )
+        file = folder.numbers(f"{self.name}.{name}", total)
+        return {"kind": "values", "file": file,
+                "allowed": RTOL * float(total.abs().amax())}  # fmt: skip
+
+    def kept_keys(self) -> Tensor:
+        """Keys of the slots that stay, where no tie leaves a choice. [B, K, N, D]."""
+        keys, stays = self.given["keys"], self.marks() > 0
+        index = stays.nonzero(as_tuple=True)[-1].view(*stays.shape[:2], -1, 1)
+        return keys.gather(2, index.expand(*index.shape[:3], keys.shape[-1]))
+
+
+def tensor(port: Port, folder: Path) -> Tensor:
+    """An input as torch sees it."""
+    return torch.from_numpy(filled(port, folder).copy())

@@ -1,0 +1,148 @@
+"""Defines the presets: which cells are measured, and by which rules. Knows policies by name.
+
+Presets are made when asked for: their names are shown where policies, and so torch, must wait.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from kvcap.android_bench.errors import PlanBroken
+from kvcap.dtypes import short
+from kvcap.export.graphs.formulations import FORMULATIONS, TRACED
+
+SIZES = (512, 1024, 2048, 4096, 8192)  # of the paper's Table 19
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A policy in one form, looking at one number of queries."""
+
+    policy: str
+    formulation: str | None = None  # None: the one that export makes by itself
+    queries: int | None = None  # None: as many as the policy asks for, a block's where it asks all
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Rules:
+    """How a cell is measured; see `rules` of the plan's schema."""
+
+    warmup_runs: int = 5
+    warmup_seconds: float = 0.5
+    min_runs: int = 50
+    min_seconds: float = 2.0
+    rounds: int = 3
+    max_drift: float = 0.10
+    max_timer_share: float = 0.02
+    seed: int = 1
+
+
+@dataclass(frozen=True)
+class Group:
+    """Cells of one stage: every variant at every size in every type."""
+
+    stage: str
+    variants: tuple[Variant, ...]
+    sizes: tuple[int, ...]  # slots held while scoring; of stage evict: slots that stay
+    dtypes: tuple[str, ...]
+
+    def models(self) -> Iterator[tuple[Variant, str, int | None]]:
+        """The graphs: variant, type and, of stage evict, budget."""
+        budgets = self.sizes if self.stage == "evict" else (None,)
+        for variant in self.variants:
+            for dtype in self.dtypes:
+                for budget in budgets:
+                    yield variant, dtype, budget
+
+
+@dataclass(frozen=True)
+class Preset:
+    """Groups of cells, rules, and threads."""
+
+    groups: tuple[Group, ...]
+    rules: Rules = Rules()
+    threads: tuple[int, ...] = (1,)
+
+
+KEYDIFF = tuple(Variant("keydiff", form) for form in FORMULATIONS)
+TABLE19 = (Variant("snapkv"), Variant("tova"), *KEYDIFF, Variant("h2o", queries=1))
+QUICK = Rules(warmup_seconds=0.05, min_runs=30, min_seconds=0.3)
+BOTH = ("fp32", "fp16")
+
+
+def table19() -> Preset:
+    """The paper's Table 19."""
+    return Preset((Group("score", TABLE19, SIZES, ("fp16",)),))
+
+
+def quick() -> Preset:
+    """The same at three sizes, and two graphs that evict."""
+    groups = (
+        Group("score", TABLE19, (512, 2048, 8192), ("fp16",)),
+        Group("score", TABLE19, (512,), ("fp32",)),
+        Group("evict", (KEYDIFF[1], Variant("tova")), (512,), ("fp16",)),
+    )
+    return Preset(groups, QUICK)
+
+
+def full() -> Preset:
+    """Every policy that has a graph of its own, scoring and evicting."""
+    from kvcap.export.graphs.spec import with_graphs_of_their_own
+
+    once = {variant.policy for variant in TABLE19 if variant.queries is None}
+    others = [Variant(name) for name in with_graphs_of_their_own() if name not in once]
+    every = (*TABLE19, Variant("snapkv", options={"window": 8}), *others)
+    groups = (Group("score", every, SIZES, BOTH), Group("evict", every, (512, 2048), BOTH))
+    return Preset(groups, threads=(1, 2))
+
+
+PRESETS: dict[str, Callable[[], Preset]] = {"table19": table19, "quick": quick, "full": full}
+
+
+def narrowed(
+    preset: str,
+    policies: Sequence[str] = (),
+    formulations: Sequence[str] = (),
+    dtypes: Sequence[str] = (),
+    stages: Sequence[str] = (),
+    sizes: Sequence[int] = (),
+) -> Preset:
+    """A preset, or what of it was asked for; `sizes` take the place of its own.
+
+    Raises:
+        PlanBroken: there is no such preset, or none of what was asked for is in it.
+    """
+    if preset not in PRESETS:
+        raise PlanBroken(f"no preset {preset!r}; there are {', '.join(PRESETS)}")
+    whole = PRESETS[preset]()
+    dtypes = [short(name) for name in dtypes]
+    variants = [variant for group in whole.groups for variant in group.variants]
+    _known(preset, "policy", policies, [v.policy for v in variants])
+    _known(preset, "formulation", formulations, [v.formulation or TRACED for v in variants])
+    _known(preset, "dtype", dtypes, [dtype for group in whole.groups for dtype in group.dtypes])
+    _known(preset, "stage", stages, [group.stage for group in whole.groups])
+    groups = []
+    for group in whole.groups:
+        kept = tuple(
+            v
+            for v in group.variants
+            if (not policies or v.policy in policies)
+            and (not formulations or (v.formulation or TRACED) in formulations)
+        )
+        types = tuple(d for d in group.dtypes if not dtypes or d in dtypes)
+        if kept and types and (not stages or group.stage in stages):
+            groups.append(replace(group, variants=kept, dtypes=types,
+                                  sizes=tuple(sizes) or group.sizes))  # fmt: skip
+    if not groups:
+        raise PlanBroken(f"preset {preset} has no cell with all that was asked for")
+    return replace(whole, groups=tuple(groups))
+
+
+def _known(preset: str, what: str, asked: Sequence[str], there: Sequence[str]) -> None:
+    for name in asked:
+        if name not in there:
+            known = ", ".join(dict.fromkeys(there))
+            raise PlanBroken(f"preset {preset} has no {what} {name!r}; it has {known}")

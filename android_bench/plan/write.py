@@ -1,0 +1,157 @@
+"""Writes a plan: graphs, what they are fed, what they must give, and the rules of measuring."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kvcap.android_bench.archive import RUNNER_FILE, write_runner
+from kvcap.android_bench.documents import PLAN, PLAN_FILE, plan_id, port_bytes, validate
+from kvcap.android_bench.errors import PlanBroken, PlanExists
+from kvcap.android_bench.plan.expected import Case, Folder
+from kvcap.android_bench.plan.presets import Preset, Variant
+from kvcap.android_bench.runner.inputs import GENERATOR, hash11
+from kvcap.export.graphs.formulations import FORMULATIONS
+from kvcap.export.graphs.shape import Shape
+from kvcap.export.graphs.spec import Spec, recalled
+from kvcap.export.graphs.stages import Graph
+from kvcap.export.graphs.write import write
+
+REFERENCE = "keydiff.stateless.score"  # what relative numbers are relative to, at its least size
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What a plan is asked to measure: a preset on a layer of some model."""
+
+    name: str  # of the preset
+    preset: Preset
+    shape: Shape = field(default_factory=Shape)
+    model: str = "Llama-3.2-3B"
+
+
+def write_plan(wanted: Wanted, folder: Path) -> dict[str, Any]:
+    """Write plan.json, its files and the Python runner into a new or empty folder.
+
+    Returns:
+        The plan.
+
+    Raises:
+        PlanExists: there is something in the folder.
+        PlanBroken: there is no cell, or none that the others are relative to.
+    """
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise PlanExists(f"{str(folder)!r} is not empty; name a new folder")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".kvcap-", dir=folder.parent) as name:
+        whole = Path(name) / "plan"
+        whole.mkdir(mode=0o755)
+        found = _planned(wanted, Folder(whole))
+        text = json.dumps(found, indent=1)
+        (whole / PLAN_FILE).write_text(text + "\n", encoding="utf-8")
+        write_runner(whole / RUNNER_FILE)
+        whole.rename(folder)
+    return found
+
+
+def _planned(wanted: Wanted, folder: Folder) -> dict[str, Any]:
+    producer: dict[str, str] = {}
+    cells = list(_cells(wanted, folder, producer))
+    references = [cell for cell in cells if cell["id"].startswith(REFERENCE)]
+    if not cells:
+        raise PlanBroken("nothing is left to measure; see --policies, --sizes, --dtypes, --stages")
+    reference = min(references or cells, key=lambda cell: int(cell["n"]))
+    shape = asdict(wanted.shape)
+    found: dict[str, Any] = {"schema": PLAN, "id": "", "preset": wanted.name}
+    kept = ("batch", "kv_heads", "heads", "head_dim", "block")
+    found |= {
+        "producer": producer,
+        "shape": {"name": wanted.model, **{key: shape[key] for key in kept}},
+        "rules": asdict(wanted.preset.rules),
+        "threads": list(wanted.preset.threads),
+        "reference": reference["id"],
+        "generator": {"name": "hash11", "rule": GENERATOR, "check": hash11(1, 8).tolist()},
+        "files": sorted(folder.files.values(), key=lambda entry: str(entry["file"])),
+        "baselines": _baselines(cells, wanted.shape),
+        "cells": cells,
+        "formulations": {name: said for name, said in FORMULATIONS.items()
+                         if name in {cell["formulation"] for cell in cells}},
+    }  # fmt: skip
+    found["id"] = plan_id(found)
+    validate(found, PLAN, PLAN_FILE, PlanBroken)
+    return found
+
+
+def _cells(wanted: Wanted, folder: Folder, producer: dict[str, str]) -> Iterator[dict[str, Any]]:
+    """Every cell; graphs are exported on the way, each once."""
+    for group in wanted.preset.groups:
+        for variant, dtype, budget in group.models():
+            spec = _spec(wanted.shape, variant, group.stage, dtype, budget)
+            said, model = _exported(spec, variant, folder)
+            producer |= said["producer"]
+            sizes = group.sizes if budget is None else (budget + wanted.shape.block,)
+            for slots in sizes:
+                yield _cell(spec, variant, said, model, slots, folder)
+
+
+def _spec(shape: Shape, variant: Variant, stage: str, dtype: str, budget: int | None) -> Spec:
+    sizes = shape.as_dict() | ({} if budget is None else {"budget": budget})
+    asked = {"stage": stage, "dtype": dtype}
+    if variant.formulation is not None:
+        asked["formulation"] = variant.formulation
+    return recalled({"parts": variant.policy, "parameters": variant.options}, sizes, **asked)
+
+
+def _exported(spec: Spec, variant: Variant, folder: Folder) -> tuple[dict[str, Any], str]:
+    """A verified graph's manifest, and the name of its file in the plan."""
+    with tempfile.TemporaryDirectory() as name:
+        file, _ = write(spec, Path(name), quick=True)
+        said: dict[str, Any] = json.loads(file.with_suffix(".json").read_text(encoding="utf-8"))
+        stem = file.name.replace(spec.eviction.name, _label(variant), 1)
+        return said, folder.add(f"models/{stem}", file.read_bytes())
+
+
+def _label(variant: Variant) -> str:
+    """The policy with what was asked of it."""
+    parts = [f"{key[0]}{value}" for key, value in sorted(variant.options.items())]
+    return "-".join([variant.policy, *parts])
+
+
+def _cell(
+    spec: Spec, variant: Variant, said: dict[str, Any], model: str, slots: int, folder: Folder
+) -> dict[str, Any]:
+    graph = spec.graph()
+    queries = _queries(graph, variant, said, slots)
+    budget = spec.shape.budget if spec.stage == "evict" else None
+    label = f"{_label(variant)}.{spec.stage}" + (f".to{budget}" if budget else "")
+    inputs, outputs = Case(graph, said, label, slots, queries).describe(folder)
+    name = [_label(variant), said["formulation"], spec.stage, spec.dtype, f"n{slots}"]
+    name += [f"q{queries}"] * bool(queries) + [f"to{budget}"] * bool(budget)
+    return {
+        "id": ".".join(name), "policy": _label(variant), "formulation": said["formulation"],
+        "dtype": spec.dtype, "stage": spec.stage, "n": slots, "queries": queries, "budget": budget,
+        "model": model, "opset": said["opset"],
+        "bytes": sum(map(port_bytes, (*inputs, *outputs))),
+        "inputs": inputs, "outputs": outputs,
+    }  # fmt: skip
+
+
+def _queries(graph: Graph, variant: Variant, said: dict[str, Any], slots: int) -> int:
+    """How many queries are fed, 0 where the graph reads none."""
+    if "queries" not in {port["name"] for port in said["inputs"]}:
+        return 0
+    observed = graph.form.eviction.policy.queries_observed or graph.form.shape.block
+    return min(variant.queries or observed, slots)
+
+
+def _baselines(cells: list[dict[str, Any]], shape: Shape) -> list[dict[str, Any]]:
+    """A copy of as many bytes as float16 keys have, for every size that is scored."""
+    row = shape.batch * shape.kv_heads * shape.head_dim * np.dtype(np.float16).itemsize
+    sizes = sorted({cell["n"] for cell in cells if cell["stage"] == "score"})
+    return [{"id": f"memcpy.n{n}", "bytes": n * row} for n in sizes]

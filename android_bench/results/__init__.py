@@ -1,0 +1,1 @@
+"""What results say: statistics, doubts, comparisons, tables and charts."""

@@ -1,0 +1,242 @@
+"""Computes statistics, relative times and fits from a result's raw samples, and flags doubts.
+
+The one place for all runners: what a file already says is not believed but held to its samples.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from kvcap.android_bench.errors import NotComparable, ResultBroken
+from kvcap.android_bench.plan.presets import Rules
+from kvcap.android_bench.results.source import believed
+from kvcap.android_bench.safe_text import plain
+
+Row = dict[str, Any]
+Flag = dict[str, Any]
+HOUSE = Rules()
+AGREES = 0.01  # a runner's own statistics may be rounded
+WILD = 2.5  # 90th percentile over least sample; of 293 cells in docs/results, 95 % are below 2
+SHORT = 0.8  # of the least time: some runners count the time between samples too
+REMARKS = {"rules", "skipped"}  # flags that make no result invalid
+
+
+def statistics(rounds: list[list[float]]) -> dict[str, float]:
+    """Of all rounds' samples: least, median, 90th percentile, mean, standard deviation (n - 1).
+
+    >>> statistics([[1.0, 2.0], [3.0, 4.0]])["p50_us"]
+    2.5
+    """
+    samples = np.concatenate([np.asarray(part, dtype=np.float64) for part in rounds])
+    p50, p90 = np.percentile(samples, (50, 90))
+    std = samples.std(ddof=1) if len(samples) > 1 else 0.0
+    return {"min_us": float(samples.min()), "p50_us": float(p50), "p90_us": float(p90),
+            "mean_us": float(samples.mean()), "std_us": float(std)}  # fmt: skip
+
+
+def judged(result: Row) -> Row:
+    """A copy with statistics, derived numbers and flags; the argument is of the schema.
+
+    Raises:
+        ResultBroken: it says other statistics than its samples give, or names a row twice.
+    """
+    found = {**result, **{name: [dict(row) for row in result[name]]
+                          for name in ("cells", "baselines")}}  # fmt: skip
+    for row in (*found["cells"], *found["baselines"]):
+        if any(row.get("samples_us", [])):
+            _complete(row)
+    counts = Counter(map(said, found["cells"]))
+    if twice := [name for name, count in counts.items() if count > 1]:
+        raise ResultBroken(f"the result has {twice[0]} twice")
+    found["derived"] = {"relative": _relative(found), "fits": fits(found)}
+    flags = [*_run_flags(found), *(f for row in found["cells"] for f in _row_flags(found, row))]
+    ok = not [flag for flag in flags if flag["kind"] not in REMARKS]
+    found["validity"] = {"ok": ok, "flags": flags}
+    return found
+
+
+def relative(result: Row, reference: str | None) -> Row:
+    """The result with another reference, or as it is where that is None.
+
+    Raises:
+        NotComparable: it has no such cell.
+    """
+    if reference is None:
+        return result
+    if reference not in {row["id"] for row in result["cells"]}:
+        raise NotComparable(f"no cell {reference!r} in the result of {result['device']['model']}")
+    return {**result, "run": {**result["run"], "reference": reference}}
+
+
+def rows_of(result: Row) -> Row:
+    """A judged result without its samples, which are most of it."""
+    lean = {name: [{k: v for k, v in row.items() if k != "samples_us"} for row in result[name]]
+            for name in ("cells", "baselines")}  # fmt: skip
+    return {**result, **lean}
+
+
+def key(row: Row) -> tuple[str, int, str]:
+    """A row's identity: cell, threads, provider."""
+    return row["id"], row["threads"], row["provider_asked"]
+
+
+def said(row: Row) -> str:
+    """A row's identity in words."""
+    return plain(f"{row['id']} ({row['provider_asked']}, {row['threads']})", 450)
+
+
+def _complete(row: Row) -> None:
+    """Add statistics, or hold those that are there to the samples."""
+    numbers = statistics(row["samples_us"])
+    numbers["gb_per_s"] = row["bytes"] / numbers["p50_us"] / 1000
+    samples = np.concatenate([np.asarray(part) for part in row["samples_us"]])
+    for name, value in numbers.items():
+        least, most = value, value
+        if name in ("p50_us", "p90_us"):  # rules of interpolation differ
+            share = float(name[1:3])
+            least = float(np.percentile(samples, share, method="lower"))
+            most = float(np.percentile(samples, share, method="higher"))
+        if name == "std_us":
+            least = float(samples.std())  # some divide by n
+        told = row.get(name, value)
+        if name != "gb_per_s" and not least * (1 - AGREES) <= told <= most * (1 + AGREES):
+            raise ResultBroken(f"{row['id']}: {name} is {told:.6g}, its samples give {value:.6g}")
+    row |= numbers
+
+
+def spread(row: Row) -> float:
+    """How many times its least sample a row's 90th percentile is: 1 where all took the same."""
+    return float(row["p90_us"] / row["min_us"])
+
+
+def measured(result: Row) -> list[Row]:
+    """The rows that have samples."""
+    return [row for row in result["cells"] if row["status"] == "ok"]
+
+
+def _relative(result: Row) -> list[Row]:
+    """Every median over that of the reference under the same threads and provider."""
+    base = {(row["threads"], row["provider_asked"]): row["p50_us"] for row in measured(result)
+            if row["id"] == result["run"]["reference"]}  # fmt: skip
+    found = []
+    for row in measured(result):
+        reference = base.get((row["threads"], row["provider_asked"]))
+        if reference is not None:
+            name, threads, provider = key(row)
+            found.append({"id": name, "threads": threads, "provider_asked": provider,
+                          "value": row["p50_us"] / reference})  # fmt: skip
+    return found
+
+
+def series(result: Row) -> dict[tuple[Any, ...], list[Row]]:
+    """Rows that differ in their slots only, by size; of stage score."""
+    found: dict[tuple[Any, ...], list[Row]] = defaultdict(list)
+    for row in measured(result):
+        if row["stage"] == "score":
+            same = ("policy", "formulation", "queries", "dtype", "threads", "provider_asked")
+            found[tuple(row[name] for name in same)].append(row)
+    return {name: sorted(rows, key=lambda row: int(row["n"])) for name, rows in found.items()}
+
+
+def fits(result: Row) -> list[Row]:
+    """`t0 + slope · n` of every series of three sizes or more; see `fit`."""
+    found = []
+    for name, rows in series(result).items():
+        if len({row["n"] for row in rows}) >= 3:
+            names = ("policy", "formulation", "queries", "dtype", "threads", "provider_asked")
+            numbers = fit([row["n"] for row in rows], [row["p50_us"] for row in rows])
+            found.append({**dict(zip(names, name, strict=True)), **numbers})
+    return found
+
+
+def fit(slots: list[int], times: list[float]) -> dict[str, float]:
+    """Least squares of relative errors, t0 not below 0: else the largest size would decide t0.
+
+    Returns:
+        t0_us, us_per_1024 (slots), and worst: the largest relative error of the line.
+    """
+    n, t = np.asarray(slots, dtype=np.float64), np.asarray(times, dtype=np.float64)
+    matrix = np.stack((1 / t, n / t), axis=1)
+    (t0, slope), *_ = np.linalg.lstsq(matrix, np.ones_like(t), rcond=None)
+    if t0 < 0:
+        t0, slope = 0.0, float((n / t).sum() / ((n / t) ** 2).sum())
+    worst = np.abs((t0 + slope * n) / t - 1).max()
+    return {"t0_us": float(t0), "us_per_1024": float(slope * 1024), "worst": float(worst)}
+
+
+def _flag(kind: str, cell: str | None, text: str) -> Flag:
+    return {"kind": kind, "cell": cell, "text": text}
+
+
+def _run_flags(result: Row) -> Iterator[Flag]:
+    """What is to be doubted of the whole run."""
+    rules, run = result["rules"], result["run"]
+    source, why = believed(result["device"])
+    if source != result["device"]["source"]:
+        yield _flag("source", None, f"says it is {result['device']['source']}, but {why}")
+    if not run["complete"] or run["interrupted"]:
+        spans = "; ".join(span["reason"] for span in run["interrupted"]) or "it ended early"
+        yield _flag("interrupted", None, f"the run was interrupted: {spans}")
+    less = [
+        f"{name} {rules[name]:g} in place of {getattr(HOUSE, name):g}"
+        for name in ("warmup_runs", "warmup_seconds", "min_runs", "min_seconds", "rounds")
+        if rules[name] < getattr(HOUSE, name)
+    ]
+    if less:
+        yield _flag("rules", None, f"measured by shorter rules: {', '.join(less)}")
+    yield from _drift(result)
+    yield from _throttled(result)
+
+
+def _drift(result: Row) -> Iterator[Flag]:
+    repeat, limit = result["repeat"], result["rules"]["max_drift"]
+    first = next((row for row in measured(result) if repeat and key(row) == key(repeat)), None)
+    if repeat is None or first is None or not repeat["samples_us"]:
+        yield _flag("drift", None, "the first cell was not measured again at the end")
+        return
+    change = float(np.median(repeat["samples_us"]) / np.median(first["samples_us"][0])) - 1
+    if abs(change) > limit:
+        text = f"took {change:+.0%} when measured again at the end; allowed are {limit:.0%}"
+        yield _flag("drift", repeat["id"], text)
+
+
+def _throttled(result: Row) -> Iterator[Flag]:
+    """All cells together, last round over first: what heat does."""
+    limit = result["rules"]["max_drift"]
+    changes = [np.median(row["samples_us"][-1]) / np.median(row["samples_us"][0])
+               for row in measured(result) if len(row["samples_us"]) > 1]  # fmt: skip
+    if changes and (change := float(np.median(changes)) - 1) > limit:
+        text = f"the cells' median took {change:+.0%} in the last round; allowed are {limit:.0%}"
+        yield _flag("throttled", None, text)
+
+
+def _row_flags(result: Row, row: Row) -> Iterator[Flag]:
+    """What is to be doubted of one cell."""
+    name = said(row)
+    if row["status"] != "ok":
+        yield _flag(row["status"], name, row["reason"] or "no reason is given")
+        return
+    rules, rounds, runs = result["rules"], row["samples_us"], row["runs_per_sample"]
+    count = sum(map(len, rounds)) * runs
+    seconds = sum(map(sum, rounds)) * runs / 1e6
+    if row["provider_got"] != row["provider_asked"]:
+        yield _flag("endpoint", name, f"ran on {row['provider_got']}")
+    if not row["parity"]["passed"]:
+        yield _flag("parity", name, row["parity"].get("text", "differs from eager"))
+    if len(rounds) < rules["rounds"]:
+        yield _flag("rounds", name, f"{len(rounds)} rounds of {rules['rounds']}")
+    if count < rules["min_runs"]:
+        yield _flag("runs", name, f"{count} runs of {rules['min_runs']}")
+    if seconds < SHORT * rules["min_seconds"]:
+        yield _flag("runs", name, f"{seconds:.3g} s of {rules['min_seconds']:g}")
+    step = result["runtime"]["timer_us"] / (row["min_us"] * runs)
+    if step > rules["max_timer_share"]:
+        yield _flag("timer", name, f"the clock's step is {step:.0%} of a sample")
+    if (times := spread(row)) > WILD:
+        yield _flag("spread", name, f"a tenth of the samples took {times:.1f} times the least or "
+                    f"more: {row['min_us']:,.0f} to {row['p90_us']:,.0f} µs, median "
+                    f"{row['p50_us']:,.0f}")  # fmt: skip

@@ -1,0 +1,242 @@
+"""Writes results as Markdown: what ran, medians with their fits, relative times, doubts."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby
+from typing import Any
+
+from kvcap.android_bench.results.judge import WILD, Row, key, measured, series, spread
+from kvcap.android_bench.results.source import believed, title
+from kvcap.android_bench.safe_text import escaped, plain
+from kvcap.export.graphs.formulations import TRACED
+
+FEW = 3  # flags of one kind that are written out
+WORST = 0.25  # relative error beyond which a line does not describe a series
+LONG = 3000  # characters of a sentence, in which several names may stand
+ROW = ("policy", "formulation", "queries")
+
+
+def markdown(results: Sequence[Row]) -> str:
+    """One or several judged results, side by side where there are several.
+
+    Every text goes through `_title`, `_said`, `_listed` or `table`, which escape it.
+    """
+    lines = [_title(1, heading(results)), ""]
+    if len(results) > 1:
+        lines += _beside(results)
+    for result in results:
+        lines += [_title(2, title(result)), "", *_facts(result), ""]
+        lines += [*_score_tables(result), *_evict_table(result), *_doubts(result)]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def slower(lines: Sequence[str]) -> str:
+    """Regressions as a list."""
+    return "\n".join(_listed(f"slower: {line}") for line in lines)
+
+
+def _title(level: int, text: str) -> str:
+    return f"{'#' * level} {escaped(text, LONG)}"
+
+
+def _said(text: str, mark: str = "") -> str:
+    return f"{mark}{escaped(text, LONG)}{mark}"
+
+
+def _listed(text: str) -> str:
+    return f"- {escaped(text, LONG)}"
+
+
+def heading(results: Sequence[Row]) -> str:
+    """The title of everything; whatever is not from a real device says so."""
+    return "Latency of eviction scores. " + "; ".join(title(result) for result in results)
+
+
+def label(row: Row) -> str:
+    """A policy with what distinguishes it in a table."""
+    parts = [row["policy"]]
+    if row["formulation"] != TRACED or row["policy"] == "keydiff":
+        parts.append(row["formulation"])
+    if row["queries"]:
+        parts.append("1 query" if row["queries"] == 1 else f"{row['queries']} queries")
+    return plain(", ".join(parts), 450)
+
+
+def short(result: Row) -> str:
+    """A column's heading: the device, and what it is where it is none."""
+    source, _ = believed(result["device"])
+    tag = {"real": "", "emulated": "EMULATED ", "host": "HOST "}[source]
+    return f"{tag}{plain(result['device']['model'], 60)} ({result['run']['runner']})"
+
+
+def microseconds(value: float) -> str:
+    """Three digits.
+
+    >>> microseconds(23.456), microseconds(14523.2)
+    ('23.5', '14,523')
+    """
+    if value < 0.005:
+        return "0"
+    return f"{value:,.0f}" if value >= 100 else f"{value:#.3g}".rstrip(".")
+
+
+def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> Iterator[str]:
+    """A Markdown table; the first column is text, the others numbers."""
+    first, *others = (list(map(escaped, row)) for row in (head, *rows))
+    yield "| " + " | ".join(first) + " |"
+    yield "|---|" + "---:|" * (len(first) - 1)
+    for row in others:
+        yield "| " + " | ".join(row) + " |"
+
+
+def setting(row: Row) -> tuple[Any, ...]:
+    """What a table is of."""
+    return row["dtype"], row["provider_asked"], row["threads"]
+
+
+def setting_name(name: tuple[Any, ...]) -> str:
+    """A setting in words."""
+    dtype, provider, threads = name
+    return plain(f"{dtype}, {provider}, {threads} thread{'s' * (threads > 1)}")
+
+
+def _facts(result: Row) -> Iterator[str]:
+    runtime, rules, run = result["runtime"], result["rules"], result["run"]
+    shape, before = result["shape"], result["conditions"]["before"]
+    cores = runtime.get("cores")
+    yield _said(
+        f"{shape['name']}: {shape['kv_heads']} KV heads of {shape['head_dim']}, "
+        f"{shape['heads']} query heads, blocks of {shape['block']}. Preset {run['preset']}, plan "
+        f"{run['plan']}, {run['started']}. At least {rules['min_runs']} runs and "
+        f"{rules['min_seconds']:g} s a cell in {rules['rounds']} rounds of random order, after "
+        f"{rules['warmup_runs']} runs and {rules['warmup_seconds']:g} s to warm up."
+    )
+    yield ""
+    said = [f"pinned to cores {', '.join(map(str, cores))}" if cores else "not pinned"]
+    said.append(f"clock's step {runtime['timer_us']:g} µs")
+    if before.get("governor"):
+        said.append(f"governor {', '.join(sorted(set(before['governor']))[:FEW])}")
+    for name, unit in (("battery_percent", "% battery"), ("charging", "charging")):
+        if before.get(name) is not None:
+            said.append(f"{before[name]} {unit}" if unit[0] == "%" else f"{unit}: {before[name]}")
+    said += [f"{name}: {_change(result, name)}" for name in ("thermal",) if before.get(name)]
+    yield _said("; ".join(said) + ".")
+
+
+def _change(result: Row, name: str) -> str:
+    """The hottest zone before and after."""
+    before, after = (result["conditions"][when].get(name) or {} for when in ("before", "after"))
+    return f"{max(before.values()):.0f} °C before, {max(after.values(), default=0):.0f} °C after"
+
+
+def _score_tables(result: Row) -> Iterator[str]:
+    rows = [row for row in measured(result) if row["stage"] == "score"]
+    relative = {(v["id"], v["threads"], v["provider_asked"]): v["value"]
+                for v in result["derived"]["relative"]}  # fmt: skip
+    lines = {tuple(fit[name] for name in (*ROW, "dtype", "provider_asked", "threads")): fit
+             for fit in result["derived"]["fits"]}  # fmt: skip
+    for name, _ in groupby(sorted(rows, key=setting), key=setting):
+        part = [found for found in series(result).values() if setting(found[0]) == name]
+        sizes = sorted({row["n"] for found in part for row in found})
+        said = setting_name(name)
+        yield _said(f"Score, {said}: median (least to 90th percentile) in µs by slots held", "**")
+        yield ""
+        body = [
+            [label(found[0]), *_by_size(found, sizes, lambda row: _median(row)),
+             _line(lines.get((*(found[0][n] for n in ROW), *name)))]
+            for found in part
+        ]  # fmt: skip
+        body += _copies(result, sizes)
+        yield from table(["policy", *(f"{n:,}" for n in sizes), "t0 + slope"], body)
+        yield ""
+        yield _said(f"Score, {said}: relative to {result['run']['reference']}", "**")
+        yield ""
+        values = [[label(found[0]), *_by_size(found, sizes, lambda r: _ratio(relative.get(key(r))))]
+                  for found in part]  # fmt: skip
+        yield from table(["policy", *(f"{n:,}" for n in sizes)], values)
+        yield ""
+
+
+def _by_size(rows: list[Row], sizes: list[int], show: Any) -> list[str]:
+    found = {row["n"]: row for row in rows}
+    return [show(found[n]) if n in found else "" for n in sizes]
+
+
+def _median(row: Row) -> str:
+    """With its spread, and what is to be doubted of it."""
+    least, most = microseconds(row["min_us"]), microseconds(row["p90_us"])
+    wild = " WILD" if spread(row) > WILD else ""
+    wrong = "" if row["parity"]["passed"] else " WRONG"
+    return f"{microseconds(row['p50_us'])} ({least}–{most}){wild}{wrong}"
+
+
+def _ratio(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}"
+
+
+def _line(fit: Row | None) -> str:
+    if fit is None:
+        return ""
+    if fit["worst"] > WORST:
+        return f"no line (off by {fit['worst']:.0%})"
+    slope = microseconds(fit["us_per_1024"])
+    return f"{microseconds(fit['t0_us'])} + {slope} per 1,024 (±{fit['worst']:.0%})"
+
+
+def _copies(result: Row, sizes: list[int]) -> Iterator[list[str]]:
+    found = {entry["id"]: entry for entry in result["baselines"]}
+    rows = [found.get(f"memcpy.n{n}") for n in sizes]
+    if any(rows):
+        shown = [microseconds(row["p50_us"]) if row and "p50_us" in row else "" for row in rows]
+        yield ["copy of the fp16 keys", *shown, ""]
+
+
+def _evict_table(result: Row) -> Iterator[str]:
+    rows = [row for row in measured(result) if row["stage"] == "evict"]
+    if not rows:
+        return
+    yield _said("Evict: score, select, gather keys and values", "**")
+    yield ""
+    head = ["policy", "slots", "kept", "type", "on", "threads",
+            "median (least to 90th percentile) in µs"]  # fmt: skip
+    body = [
+        [label(row), str(row["n"]), str(row["budget"]), row["dtype"], row["provider_asked"],
+         str(row["threads"]), _median(row)]
+        for row in rows
+    ]  # fmt: skip
+    yield from table(head, body)
+    yield ""
+
+
+def _doubts(result: Row) -> Iterator[str]:
+    """Flags, of each kind the first few."""
+    passed = sum(row["parity"]["passed"] for row in measured(result))
+    yield _said(f"{passed} of {len(result['cells'])} cells ran and gave what eager code gives.")
+    kinds: dict[str, list[str]] = defaultdict(list)
+    for flag in result["validity"]["flags"]:
+        where = f"{flag['cell']}: " if flag["cell"] else ""
+        kinds[flag["kind"]].append(where + flag["text"])
+    for kind, texts in kinds.items():
+        yield from (_listed(f"{kind}: {plain(text)}") for text in texts[:FEW])
+        if len(texts) > FEW:
+            yield _listed(f"{kind}: {len(texts) - FEW} cells more")
+    yield ""
+
+
+def _beside(results: Sequence[Row]) -> Iterator[str]:
+    """Medians of every cell, a column per result."""
+    columns = [{key(row): row for row in measured(result)} for result in results]
+    keys = list(dict.fromkeys(k for column in columns for k in column))
+    names = [short(result) for result in results]
+    if len(set(names)) < len(names):
+        names = [f"{place}. {name}" for place, name in enumerate(names, 1)]
+    yield _said("Median (least to 90th percentile) in µs", "**")
+    yield ""
+    yield from table(
+        ["cell", "on", "threads", *names],
+        ([k[0], k[2], str(k[1]), *(_median(c[k]) if k in c else "" for c in columns)]
+         for k in keys),
+    )  # fmt: skip
+    yield ""

@@ -1,0 +1,357 @@
+"""Serves the page and one plan over HTTP, takes results in, and lets nothing else through.
+
+What it hands out is a fixed table made when it starts, so that no request can name another file.
+Knows nothing of commands or terminals.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import anyio
+import uvicorn
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.middleware import Middleware
+from starlette.middleware.trustedhost import TrustedHostMiddleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import FileResponse, JSONResponse, Response
+from starlette.routing import BaseRoute, Mount, Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from kvcap.android_bench.documents import PLAN_FILE, parsed, read_plan
+from kvcap.android_bench.errors import PortTaken, ResultBroken, ResultsFull, ServerEnded
+from kvcap.android_bench.results.source import origin
+from kvcap.android_bench.server import vendor
+from kvcap.android_bench.server.landing import Limits, Results
+
+PAGE = Path(__file__).parents[1] / "page"
+HEAD_BYTES, SIGNS_BYTES = 2**15, 2**16  # of a request's first lines; of what a browser says
+TYPES = {
+    ".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".mjs": "text/javascript",
+    ".svg": "image/svg+xml", ".wasm": "application/wasm", ".json": "application/json",
+}  # fmt: skip
+HEADERS = {
+    # Isolation gives the page threads and a clock of 5 µs, where the origin is secure.
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Embedder-Policy": "require-corp",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    # Nothing at run time from anywhere else, nor to anywhere else.
+    "Content-Security-Policy": "default-src 'self'; script-src 'self' 'wasm-unsafe-eval'; "
+    "worker-src 'self' blob:; connect-src 'self'; img-src 'self'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+    "Cache-Control": "no-store",
+}
+
+
+class Headers:
+    """Puts `HEADERS` on every answer, refusals too."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """One request."""
+
+        async def sending(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                there = {name for name, _ in message["headers"]}
+                message["headers"] += [
+                    (name.lower().encode(), value.encode())
+                    for name, value in HEADERS.items()
+                    if name.lower().encode() not in there
+                ]
+            await send(message)
+
+        await self.app(scope, receive, sending)
+
+
+class Patience:
+    """Ends requests whose answer is not read in time, and those of clients that leave midway."""
+
+    def __init__(self, app: ASGIApp, seconds: float) -> None:
+        self.app, self.seconds = app, seconds
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """One request."""
+        try:
+            with anyio.move_on_after(self.seconds):
+                await self.app(scope, receive, send)
+        except ClientDisconnect:
+            pass  # nobody is there to be answered
+
+
+class Connection(H11Protocol):
+    """uvicorn's, which would wait for ever for a request's first lines."""
+
+    head_seconds = Limits.head_seconds
+    waiting: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Begin to wait."""
+        super().connection_made(transport)
+        self.waiting = self.loop.call_later(self.head_seconds, transport.close)
+
+    def data_received(self, data: bytes) -> None:
+        """Wait for as long as no request is under way."""
+        super().data_received(data)
+        under_way = self.cycle is not None and not self.cycle.response_complete
+        if under_way and self.waiting is not None:
+            self.waiting.cancel()
+            self.waiting = None
+        elif not under_way and self.waiting is None:
+            self.waiting = self.loop.call_later(self.head_seconds, self.transport.close)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Wait no more."""
+        if self.waiting is not None:
+            self.waiting.cancel()
+        super().connection_lost(exc)
+
+
+class Answer(JSONResponse):
+    """JSON in ASCII, as clients may have sent what no other encoding can hold."""
+
+    def render(self, content: Any) -> bytes:
+        """The body."""
+        return json.dumps(content, allow_nan=False).encode("ascii")
+
+
+def handed_out(plan: Mapping[str, Any], folder: Path) -> dict[str, Path]:
+    """Every path that can be asked for, with its file."""
+    names = [PLAN_FILE, *(entry["file"] for entry in plan["files"])]
+    pages = [path for path in PAGE.iterdir() if path.suffix in TYPES]
+    libraries = [path for path in vendor.FOLDER.iterdir() if path.is_file()]
+    return {
+        "": PAGE / "index.html",
+        **{path.name: path for path in pages},
+        **{f"ort/{path.name.removesuffix('.gz')}": path for path in libraries},
+        **{f"plan/{name}": folder / name for name in names},
+    }
+
+
+class Answers:
+    """What the server says to a page that may ask."""
+
+    def __init__(self, files: Mapping[str, Path], results: Results, limits: Limits) -> None:
+        self.files, self.results, self.limits = files, results, limits
+        self.uploads = 0  # under way
+        self.judging = anyio.Semaphore(1)  # a large result takes memory and a whole core
+
+    async def give(self, request: Request) -> Response:
+        """A file of the page or the plan."""
+        name = request.path_params["name"]
+        path = self.files.get(name)
+        if path is None or not path.is_file():
+            return _refused(404, f"there is no {name!r} here")
+        coding = {"Content-Encoding": "gzip"} if path.suffix == ".gz" else {}
+        kind = TYPES.get(Path(path.name.removesuffix(".gz")).suffix, "application/octet-stream")
+        if name.startswith("ort/"):
+            coding["Cache-Control"] = "private, max-age=600"  # every worker loads it again
+        return FileResponse(path, media_type=kind, headers=coding)
+
+    async def judge(self, request: Request) -> Response:
+        """What the page is told before it measures: where it runs, and its library's version."""
+        try:
+            body = await _body(request, SIGNS_BYTES, self.limits.body_seconds)
+            signs = parsed(body, "what the browser says", ResultBroken)
+            found = origin(signs, request.headers.get("user-agent", ""))
+        except (ValueError, AttributeError, RecursionError):
+            return _refused(400, "signs of the browser are expected, as a JSON object")
+        except TimeoutError:
+            return _refused(408, "it took too long to arrive")
+        return Answer({**found._asdict(), "version": vendor.VERSION})
+
+    async def take(self, request: Request) -> Response:
+        """A result: where it was written and what is to be doubted, or why it was refused."""
+        if request.headers.get("content-type", "").split(";")[0] != "application/json":
+            return _refused(415, "a result is sent as application/json")
+        if self.uploads >= self.limits.uploads:
+            return _refused(503, "other results are arriving; send it again in a moment")
+        self.uploads += 1
+        try:
+            return await self._take(request)
+        finally:
+            self.uploads -= 1
+
+    async def _take(self, request: Request) -> Response:
+        limits = self.limits
+        try:
+            body = await _body(request, limits.result_bytes, limits.body_seconds)
+        except ValueError:
+            return _refused(413, f"a result has at most {limits.result_bytes:,} bytes")
+        except TimeoutError:
+            return _refused(408, f"the result did not arrive within {limits.body_seconds:g} s")
+        agent = request.headers.get("user-agent", "")
+        try:
+            async with self.judging:
+                landed = await run_in_threadpool(self.results.take, body, agent)
+        except ResultBroken as error:
+            return _refused(422, str(error))
+        except ResultsFull as error:
+            return _refused(507, str(error))
+        except OSError as error:
+            return _refused(507, f"the result cannot be written: {error.strerror}")
+        flags = landed.result["validity"]["flags"]
+        return Answer({"file": landed.path.name, "flags": flags}, status_code=201)
+
+
+def application(answers: Answers, token: str | None, hosts: list[str], limits: Limits) -> Starlette:
+    """The server.
+
+    Args:
+        answers: to those who may ask.
+        token: first part of every path, None where there is none.
+        hosts: names the server may be called by; others are another site's tricks.
+        limits: how long a request may take.
+    """
+    routes: list[BaseRoute] = [
+        Route("/device", answers.judge, methods=["POST"]),
+        Route("/results", answers.take, methods=["POST"]),
+        Route("/{name:path}", answers.give, methods=["GET"]),
+    ]
+    if token:
+        routes = [Mount(f"/{token}", routes=routes), Route("/{name:path}", _without_token)]
+    return Starlette(
+        routes=routes,
+        middleware=[
+            Middleware(Patience, seconds=limits.request_seconds),
+            Middleware(Headers),
+            Middleware(TrustedHostMiddleware, allowed_hosts=hosts),
+        ],
+    )
+
+
+def _without_token(request: Request) -> Response:
+    """Nothing but a page that says so, and its looks."""
+    if request.path_params["name"] == "style.css":
+        return FileResponse(PAGE / "style.css")
+    return FileResponse(PAGE / "refused.html", status_code=403)
+
+
+def _refused(status: int, why: str) -> Response:
+    return Answer({"error": why}, status_code=status)
+
+
+async def _body(request: Request, limit: int, seconds: float) -> bytes:
+    """A request's body; it is not read further than it may be.
+
+    Raises:
+        ValueError: it is longer than `limit` bytes.
+        TimeoutError: it was not there after so many seconds.
+    """
+    if int(request.headers.get("content-length", 0)) > limit:
+        raise ValueError("too long")
+    body = bytearray()
+    with anyio.fail_after(seconds):
+        async for part in request.stream():
+            body += part
+            if len(body) > limit:
+                raise ValueError("too long")
+    return bytes(body)
+
+
+class Serving:
+    """A running server, in a thread of its own.
+
+    >>> with Serving(folder, results) as serving:  # doctest: +SKIP
+    ...     print(serving.url)
+    ...     print(serving.landed.get(timeout=600).path)
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        results: Path,
+        *,
+        port: int = 0,
+        lan: str | None = None,
+        limits: Limits | None = None,
+    ) -> None:
+        """Check everything and bind the port.
+
+        Args:
+            folder: of a plan.
+            results: folder for results, made where it does not exist.
+            port: 0 takes a free one.
+            lan: this machine's address in its network, where others may come in with a token;
+                None lets in this machine alone.
+            limits: on what clients may take.
+
+        Raises:
+            PlanBroken: the folder holds no whole plan.
+            VendorError: onnxruntime-web is not there.
+            PortTaken: something listens there already.
+        """
+        vendor.require()
+        limits = limits or Limits()
+        self.plan = read_plan(folder)
+        token = secrets.token_urlsafe(16) if lan else None
+        self.socket = _bound(lan or "127.0.0.1", port)
+        try:
+            self.results = Results(results, self.plan, limits)
+        except OSError:
+            self.socket.close()
+            raise
+        self.landed = self.results.landed
+        self.port: int = self.socket.getsockname()[1]
+        self.url = f"http://{lan or 'localhost'}:{self.port}/" + (f"{token}/" if token else "")
+        hosts = [lan] if lan else ["localhost", "127.0.0.1"]
+        answers = Answers(handed_out(self.plan, folder.resolve()), self.results, limits)
+        app = application(answers, token, hosts, limits)
+        config = uvicorn.Config(
+            app, log_level="error", access_log=False, lifespan="off", ws="none",
+            http=type("Patient", (Connection,), {"head_seconds": limits.head_seconds}),
+            timeout_keep_alive=int(limits.head_seconds), limit_concurrency=limits.connections,
+            h11_max_incomplete_event_size=HEAD_BYTES,
+        )  # fmt: skip
+        self.server = uvicorn.Server(config)
+        self.thread = threading.Thread(
+            target=self.server.run, kwargs={"sockets": [self.socket]}, daemon=True
+        )
+
+    def __enter__(self) -> Serving:
+        """Start."""
+        self.thread.start()
+        while not self.server.started and self.thread.is_alive():
+            time.sleep(0.01)
+        return self
+
+    def check(self) -> None:
+        """Raise where the server ended by itself.
+
+        Raises:
+            ServerEnded: its thread is gone.
+        """
+        if not self.thread.is_alive():
+            raise ServerEnded("the server ended by itself; start it again")
+
+    def __exit__(self, *_: object) -> None:
+        """Stop, without waiting for browsers that hold connections."""
+        self.server.should_exit = self.server.force_exit = True
+        self.thread.join()
+        self.socket.close()
+
+
+def _bound(address: str, port: int) -> socket.socket:
+    found = socket.socket()
+    found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        found.bind((address, port))
+    except OSError as error:
+        found.close()
+        raise PortTaken(
+            f"cannot listen on {address} port {port}: {error.strerror}; --port 0 takes a free port"
+        ) from error
+    return found

@@ -1,0 +1,75 @@
+"""Writes cells as Markdown: a table per model, task and length; policies down, budgets across."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import groupby
+
+from kvcap.evals.quality.cells import Cell, Setting
+from kvcap.evals.reports import grid
+from kvcap.runtime.units import format_bytes
+
+UNCAPPED = "uncapped"
+INTRODUCTION = (
+    "Share of right answers (95 % Wilson interval). At the largest budget: the milliseconds that "
+    "eviction takes per block, all layers together (median), and the memory that the policy needs "
+    "beyond keys, values and positions."
+)
+
+
+def results(cells: Iterable[Cell]) -> str:
+    """All `cells` as one Markdown text."""
+    ordered = sorted(cells, key=lambda cell: group(cell.setting))
+    parts = ["# Results", "", INTRODUCTION, ""]
+    for _, part in groupby(ordered, key=lambda cell: group(cell.setting)):
+        parts += _table(list(part))
+    return "\n".join(parts)
+
+
+def group(s: Setting) -> tuple[str, str, str, int, int, int, int]:
+    """What cells of one table have in common."""
+    return s.model, s.dtype, s.task, s.length, s.samples, s.seed, s.block_size
+
+
+def title(s: Setting) -> str:
+    """What a table is about."""
+    return f"{s.task}, {s.length:,} tokens, {s.model}"
+
+
+def _table(cells: list[Cell]) -> list[str]:
+    first = cells[0].setting
+    columns = sorted({c.setting.budget for c in cells if c.setting.budget is not None})
+    budgets: list[int | None] = [*columns]
+    budgets += [None] if any(c.setting.budget is None for c in cells) else []
+    found = {(label(c.setting), c.setting.positions, c.setting.budget): c for c in cells}
+    rows = sorted({key[:2] for key in found})
+    scores = [UNCAPPED if b is None else f"{b:,}" for b in budgets]
+    return [
+        f"## {title(first)}",
+        "",
+        f"{first.samples} samples, seed {first.seed}, block {first.block_size}, {first.dtype}, "
+        f"{cells[0].device}.",
+        "",
+        *grid(
+            ["policy", "positions", *scores, "ms per block", "extra memory"],
+            [[*row, *_cells([found.get((*row, budget)) for budget in budgets])] for row in rows],
+        ),
+        "",
+    ]
+
+
+def label(s: Setting) -> str:
+    """The policy and the options it was given."""
+    return ", ".join([s.policy, *(f"{name}={value}" for name, value in s.options)])
+
+
+def _cells(row: list[Cell | None]) -> list[str]:
+    """A row's scores, and what the policy costs at the largest of its budgets."""
+    last = [cell for cell in row if cell is not None][-1]
+    ms = "" if last.scoring_ms is None else f"{last.scoring_ms['p50']:.2f}"
+    extra = "" if last.extra_bytes is None else format_bytes(last.extra_bytes)
+    return [*(_score(cell) for cell in row), ms, extra]
+
+
+def _score(cell: Cell | None) -> str:
+    return f"{cell.score:.2f} ({cell.ci_low:.2f}–{cell.ci_high:.2f})" if cell else ""

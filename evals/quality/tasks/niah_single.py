@@ -1,0 +1,36 @@
+"""One fact somewhere in a long text, and a question for it below the text."""
+
+from __future__ import annotations
+
+from random import Random
+from typing import Any
+
+from kvcap.evals.quality.tasks import Sample, prompt_ids
+from kvcap.evals.quality.text import fit, has_word, number_facts
+from kvcap.pocket.corpus import filler
+
+MAX_NEW_TOKENS = 32
+
+
+def make(rng: Random, tokenizer: Any, length: int, depth: float) -> Sample:
+    """A text that states one number once, between two of its sentences."""
+    while True:
+        sample = _draw(rng, tokenizer, length, depth)
+        if sample.context.count(sample.answer) == 1:  # filler has numbers too
+            return sample
+
+
+def is_right(sample: Sample, reply: str) -> bool:
+    """The number stands in the reply as a word of its own."""
+    return has_word(reply, sample.answer)
+
+
+def _draw(rng: Random, tokenizer: Any, length: int, depth: float) -> Sample:
+    fact = number_facts(rng, 1)[0]
+
+    def write(sentences: list[str]) -> Sample:
+        place = int(depth * (len(sentences) + 1))
+        lines = [*sentences[:place], fact.statement, *sentences[place:]]
+        return Sample(" ".join(lines), fact.question, fact.value)
+
+    return write(fit(lambda s: len(prompt_ids(tokenizer, write(s))), filler(rng), length))

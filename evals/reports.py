@@ -1,0 +1,58 @@
+"""Names the device and versions that every result carries, and lays out Markdown tables."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+import kvcap
+
+
+def versions() -> dict[str, str]:
+    """Versions of what computes."""
+    return {
+        "kvcap": kvcap.__version__,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def device_name(device: torch.device | str) -> str:
+    """The device's kind and product name, and for a CPU the threads in use."""
+    device = torch.device(device)
+    if device.type == "cuda":
+        return f"cuda, {torch.cuda.get_device_name(device)}"
+    if device.type == "cpu":
+        return f"cpu, {_cpu()}, {torch.get_num_threads()} threads"
+    return f"{device.type}, {platform.machine()}"
+
+
+def environment(device: torch.device | str) -> dict[str, Any]:
+    """Device, versions and threads, for JSON."""
+    return {
+        "device": device_name(device),
+        "versions": versions(),
+        "threads": torch.get_num_threads(),
+    }
+
+
+def grid(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """A Markdown table, columns aligned for reading as plain text."""
+    lines = [list(header), *(list(row) for row in rows)]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
+    lines.insert(1, ["-" * width for width in widths])
+    aligned = ([c.ljust(w) for c, w in zip(line, widths, strict=True)] for line in lines)
+    return [f"| {' | '.join(line)} |" for line in aligned]
+
+
+def _cpu() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()

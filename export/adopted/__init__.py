@@ -1,0 +1,1 @@
+"""Decoders that others exported to ONNX: tried, and given graphs beside them that evict."""

@@ -1,0 +1,119 @@
+"""Checks that evictor graphs compute what the modules that they are traced from do."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvcap.export.adopted.evictor import Evictor, example
+from kvcap.export.graphs.check import feed
+from kvcap.runtime.backends.onnxruntime.graph import Graph
+from kvcap.runtime.errors import ToleranceError
+
+# Slots held, tokens that arrive, slots that stay.
+CASES = ((0, 5, 5), (0, 1, 1), (20, 7, 27), (64, 1, 64), (64, 16, 64), (1, 1, 1), (64, 9, 40))
+CLOSE = {torch.float32: 1e-5, torch.float16: 1e-2}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One graph, by the output and the case that differ most."""
+
+    file: str
+    output: str
+    slots: int  # before it evicts
+    error: float  # infinite where not finite, or of another shape
+    allowed: float
+
+    @property
+    def ok(self) -> bool:
+        """Whether the error is allowed."""
+        return self.error <= self.allowed
+
+    def require(self) -> None:
+        """Refuse a graph that failed.
+
+        Raises:
+            ToleranceError: it computes something else.
+        """
+        if not self.ok:
+            raise ToleranceError(
+                f"{self.file} differs by {self.error:.2g} in {self.output}, of {self.slots} slots"
+            )
+
+
+@dataclass(frozen=True)
+class Report:
+    """Every graph that evicts for one decoder."""
+
+    file: str
+    runtime: str  # ONNX Runtime's version
+    rows: list[Row]
+
+    @property
+    def ok(self) -> bool:
+        """Whether all graphs hold."""
+        return all(row.ok for row in self.rows)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return {"file": self.file, "onnxruntime": self.runtime, "ok": self.ok,
+                "evictors": [{**asdict(row), "ok": row.ok} for row in self.rows]}  # fmt: skip
+
+    def table(self) -> str:
+        """A table for a terminal."""
+        lines = [f"{self.file}  (ONNX Runtime {self.runtime}, CPU)"]
+        width = max((len(row.file) for row in self.rows), default=0)
+        lines.append(f"  {'evictor':<{width}} {'slots':>6} {'error':>9} {'allowed':>9}  ")
+        for row in self.rows:
+            said = "ok" if row.ok else f"FAILED in {row.output}"
+            lines.append(
+                f"  {row.file:<{width}} {row.slots:>6} {row.error:>9.1e} "
+                f"{row.allowed:>9.1e}  {said}"
+            )
+        return "\n".join(lines)
+
+    def require(self) -> None:
+        """Refuse a directory of which a graph failed.
+
+        Raises:
+            ToleranceError: naming the first graph that does not hold.
+        """
+        for row in self.rows:
+            row.require()
+
+
+def check(graph: Graph, evictor: Evictor, dtype: torch.dtype) -> Row:
+    """Hold a graph to the module it was traced from.
+
+    Args:
+        graph: in ONNX Runtime.
+        evictor: the module.
+        dtype: of keys and values.
+
+    Raises:
+        ShapeError: it has other inputs or outputs, or refuses what the module takes.
+    """
+    taken, given_back = evictor.inputs, evictor.outputs
+    graph.require({port.name for port in taken}, {port.name for port in given_back})
+    rows = []
+    for past, block, stay in CASES:
+        given = example(evictor, dtype, past=past, block=block, stay=stay, seed=past + block)
+        with torch.inference_mode():
+            wanted = evictor(*given.values())
+        got = feed(graph.session, given)
+        for port, want in zip(given_back, wanted, strict=True):
+            error = _difference(torch.from_numpy(got[port.name]), want)
+            rows.append(Row(graph.name, port.name, past + block, error, CLOSE[dtype]))
+    return max(rows, key=lambda row: (row.error, row.slots))
+
+
+def _difference(got: Tensor, want: Tensor) -> float:
+    """The largest difference."""
+    if got.shape != want.shape:
+        return float("inf")
+    error = (got.double() - want.double()).abs().nan_to_num(nan=float("inf"))
+    return float(error.max()) if error.numel() else 0.0

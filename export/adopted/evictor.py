@@ -1,0 +1,181 @@
+"""The evictor of a decoder that others exported: one graph for all layers and any budget.
+
+Such a decoder shows keys, values and positions, so it serves policies that read no more. Layers
+stand where a batch does: a policy scores each by itself. Slots lie in time order. In compact
+positions a slot's index is its position: the graph also keeps every key turned to position 0, and
+gives a copy turned to where it counts now, so that no error adds up.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kvcap.export.graphs.forms import form_of, graph_part
+from kvcap.export.graphs.portable import Portable
+from kvcap.export.graphs.ports import CACHE, Port
+from kvcap.export.graphs.shape import Shape
+from kvcap.export.graphs.stages import rows_of, survivors, take
+from kvcap.export.graphs.trace import IR_VERSION, program_of, slim
+from kvcap.policies import Eviction, load_policy, policies
+from kvcap.runtime.backends.onnxruntime.library import library
+from kvcap.runtime.errors import NotExportable
+from kvcap.runtime.models.rope import rotate
+
+REVEALED = frozenset({"keys", "values", "positions"})  # by a decoder with past_key_values
+SLOTS, HELD = ("layers", "kv_heads", "slots"), ("layers", "kv_heads", "held")
+OPEN = ("slots", "held", "shifts", "spans")
+INPUTS = (
+    Port("keys", CACHE, (*SLOTS, "head_dim"), "activation", "all layers' `present` keys"),
+    Port("values", CACHE, (*SLOTS, "head_dim"), "activation", "all layers' `present` values"),
+    Port("positions", "int32", HELD, "tokens", "what was kept before the block, by its tokens"),
+    Port("seen", "int32", (), "tokens", "tokens read so far, the block's included"),
+    Port("stay", "int32", (), "slots", "slots of each head that stay, at most all there are"),
+    Port("recents", "int32", (), "tokens", "newest tokens that are never evicted"),
+    Port("spans", "int32", ("spans", "two"), "tokens", "[start, stop) that are never evicted"),
+    Port("base", CACHE, (*HELD, "head_dim"), "activation", "kept keys, turned to position 0"),
+    Port("table", "float32", ("shifts", "two", "pairs"), "1", "cosine and sine of each position"),
+)
+COMPACT = ("base", "table")  # inputs of compact positions
+
+
+class Evictor(nn.Module):
+    """Score, select, gather and turn, for layers [L] of heads [K].
+
+    Args:
+        eviction: a policy that reads keys, values and positions alone.
+        layers: `L`.
+        kv_heads: `K`.
+        head_dim: `D`.
+        pairs: numbers of a key that turn, by two; 0 leaves positions true.
+
+    Raises:
+        NotExportable: the policy reads more than such a decoder shows.
+    """
+
+    def __init__(
+        self, eviction: Eviction, layers: int, kv_heads: int, head_dim: int, pairs: int = 0
+    ) -> None:
+        super().__init__()
+        check(eviction)
+        self.eviction, self.compact = graph_part(eviction), pairs > 0
+        self.form = form_of(self.eviction, Shape(kv_heads, kv_heads, head_dim))
+        self.sizes: dict[str, int | None] = {
+            "layers": layers, "kv_heads": kv_heads, "head_dim": head_dim, "pairs": pairs, "two": 2,
+            **dict.fromkeys((*OPEN, "stay")),
+        }  # fmt: skip
+        self.inputs = [port for port in INPUTS if self.compact or port.name not in COMPACT]
+        kept = ["keys", "values", "positions", *(["base"] if self.compact else [])]
+        self.outputs = [_kept(port) for name in kept for port in INPUTS if port.name == name]
+
+    def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """What stays, in the order of `outputs`."""
+        given = {port.name: tensor for port, tensor in zip(self.inputs, tensors, strict=True)}
+        keys, past = given["keys"], given["positions"].shape[2]
+        slots = keys.shape[2]
+        times = torch.arange(slots, dtype=torch.int32)[past:] + (given["seen"] - slots)
+        arrived = times.expand(*keys.shape[:2], -1)
+        given["positions"] = torch.cat((given["positions"], arrived), dim=2)
+        keep = self._keep(given, slots)
+        rows = rows_of(keep, slots)
+        kept = {name: take(given[name], rows, keep) for name in ("values", "positions")}
+        if not self.compact:
+            return take(keys, rows, keep), kept["values"], kept["positions"]
+        new = rotate(keys[:, :, past:], given["table"][past:slots], back=True)
+        base = take(torch.cat((given["base"], new), dim=2), rows, keep)
+        stay = keep.shape[-1]
+        torch._check(stay <= given["table"].shape[0])
+        here = rotate(base, given["table"][:stay])
+        return here, kept["values"], kept["positions"], base
+
+    def _keep(self, given: dict[str, Tensor], slots: int) -> Tensor:
+        """The slots that stay, [L, K, stay], in time order."""
+        positions, spans = given["positions"], given["spans"]
+        obs = self.form.observe(given)
+        with Portable():
+            scores = self.eviction.score(obs, by=lambda _, obs: self.form.score(given, obs))
+        inside = (positions[..., None] >= spans[:, 0]) & (positions[..., None] < spans[:, 1])
+        pinned = inside.any(-1) | (positions >= given["seen"] - given["recents"])
+        worth = self.eviction.worth(scores, pinned, obs)
+        stay: Any = given["stay"].item()
+        torch._check(stay >= 1)
+        torch._check(stay <= slots)
+        return survivors(worth, positions, stay)
+
+
+def _kept(port: Port) -> Port:
+    axes = tuple("stay" if axis in OPEN else axis for axis in port.axes)
+    return Port(f"kept_{port.name}", port.dtype, axes, port.unit, f"{port.name} of what stays")
+
+
+def revealed() -> list[str]:
+    """Policies of one part that run on keys, values and positions alone; the usual one first."""
+    single = [
+        name for name, made in policies().items() if len(made.parts) == 1 and not made.options
+    ]
+    found = [name for name in single if _fits(load_policy(name))]
+    return sorted(found, key=lambda name: (name != "keydiff", name))
+
+
+def _fits(eviction: Eviction) -> bool:
+    uneven = eviction.layer_budget or eviction.head_budget or eviction.corrector
+    return eviction.policy.evicts and eviction.observes <= REVEALED and not uneven
+
+
+def check(eviction: Eviction) -> None:
+    """Refuse what cannot run on keys, values and positions alone.
+
+    Raises:
+        NotExportable: saying which policies can.
+    """
+    name, more = eviction.name or "the policy", eviction.observes - REVEALED
+    if _fits(eviction):
+        return
+    *others, last = revealed()
+    why = "never evicts"
+    if eviction.policy.evicts:
+        why = f"reads {', '.join(sorted(more))}" if more else "shares slots out, or keeps more"
+    raise NotExportable(
+        f"{name} {why}, and a decoder that others exported shows keys, values and positions "
+        f"alone, of layers that are equally long; use {', '.join(others)} or {last}, or export the "
+        "model itself"
+    )
+
+
+def trace(evictor: Evictor, dtype: torch.dtype) -> Any:
+    """The stripped onnx.ModelProto of an evictor."""
+    given = example(evictor, dtype, past=20, block=7, stay=16)
+    open_axes = dict.fromkeys(OPEN, torch.export.Dim.AUTO)
+    program = program_of(evictor, evictor.inputs, list(given.values()), open_axes)
+    model = program.model_proto
+    model.ir_version = min(model.ir_version, IR_VERSION)
+    ports = (*evictor.inputs, *evictor.outputs)
+    slim(model, [port.name for port in evictor.outputs], {port.name: port.axes for port in ports})
+    library("onnx.checker").check_model(model)
+    return model
+
+
+def example(
+    evictor: Evictor, dtype: torch.dtype, *, past: int, block: int, stay: int, seed: int = 0
+) -> dict[str, Tensor]:
+    """Random inputs of an evictor that holds `past` slots and has read a block."""
+    draws = torch.Generator().manual_seed(seed)
+    sizes = {**evictor.sizes, "slots": past + block, "held": past, "shifts": past + block + 3}
+    counts = {"seen": past + block + 5 * (past > 0), "recents": min(2, stay), "stay": stay}
+
+    def made(port: Port) -> Tensor:
+        if port.name in counts:
+            return torch.tensor(counts[port.name], dtype=torch.int32)
+        if port.name == "spans":
+            return torch.tensor([[0, min(3, stay)], [0, 0]], dtype=torch.int32)
+        shape = [sizes[axis] or 0 for axis in port.axes]
+        if port.name == "positions":
+            return torch.arange(past, dtype=torch.int32).expand(shape).contiguous()
+        if port.name == "table":
+            angles = torch.randn(shape[0], shape[2], generator=draws)
+            return torch.stack((angles.cos(), angles.sin()), dim=1)
+        return torch.randn(shape, generator=draws).to(dtype)
+
+    return {port.name: made(port) for port in evictor.inputs}

@@ -1,0 +1,119 @@
+"""Tries on a few tokens whether a decoder that others exported stays right when tokens are evicted.
+
+A graph that counts positions by itself, or that looks at where slots lie, runs without an error
+after an eviction and gives wrong logits. Each such fault shows as two runs that should agree and do
+not, or that should differ and agree.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from kvcap.export.adopted.signature import DecoderPorts
+from kvcap.runtime.errors import UnsupportedModel, first_line
+from kvcap.runtime.models.config import ModelShape
+from kvcap.runtime.models.rope import rotate, rotations
+
+Array = NDArray[Any]
+TOKENS, DROPPED, FURTHER = 12, (3, 5), 7
+SAME = {"float32": 1e-3, "float16": 3e-2}  # of the largest logit; faults are tens of times as large
+
+
+class Trial:
+    """Runs a decoder on random tokens, with and without some of its cache."""
+
+    def __init__(self, found: DecoderPorts, vocabulary: int) -> None:
+        self.found = found
+        draws = np.random.default_rng(0)
+        self.ids = draws.integers(0, vocabulary, (1, TOKENS + 1))
+        self.empty = [self._zeros() for _ in range(2 * found.layers)]
+
+    def _zeros(self) -> Array:
+        found = self.found
+        return np.zeros((1, found.kv_heads, 0, found.head_dim), found.cache)
+
+    def run(
+        self, ids: Array, past: list[Array], first: int, mask: Array | None = None
+    ) -> tuple[Array, list[Array]]:
+        """The last token's logits [V] and what is held afterwards: keys, values by turns.
+
+        Raises:
+            UnsupportedModel: the graph cannot run so.
+        """
+        length = ids.shape[1]
+        whole = past[0].shape[2] + length
+        given = {
+            "input_ids": ids,
+            "attention_mask": np.ones((1, whole), np.int64) if mask is None else mask,
+            "position_ids": np.arange(first, first + length, dtype=np.int64)[None],
+        }
+        names = [f"{i}.{kind}" for i in range(self.found.layers) for kind in ("key", "value")]
+        given |= {f"past_key_values.{n}": x for n, x in zip(names, past, strict=True)}
+        try:
+            logits, *after = self.found.graph.session.run(
+                ["logits", *(f"present.{name}" for name in names)], given
+            )
+        except Exception as error:  # its own classes, which have no common base
+            raise UnsupportedModel(
+                f"{self.found.file.name} cannot read {length} tokens after "
+                f"{past[0].shape[2]}: {first_line(error)[:200]}"
+            ) from error
+        return logits[0, -1].astype(np.float64), after
+
+    def same(self, one: Array, other: Array) -> bool:
+        """Whether logits agree."""
+        allowed = SAME[str(self.found.cache)] * np.abs(one).max()
+        return bool(np.abs(one - other).max() <= allowed)
+
+
+def check_evictable(found: DecoderPorts, shape: ModelShape) -> bool:
+    """Try a decoder; returns whether its keys can be moved to other positions exactly.
+
+    Raises:
+        UnsupportedModel: what it computes after an eviction is wrong, and how that shows.
+    """
+    trial, name = Trial(found, shape.vocabulary), found.file.name
+    ids, last = trial.ids[:, :TOKENS], trial.ids[:, TOKENS:]
+    _, past = trial.run(ids, trial.empty, 0)
+    _, half = trial.run(ids[:, :8], trial.empty, 0)
+    _, halves = trial.run(ids[:, 8:], half, 8)
+    whole, _ = trial.run(last, past, TOKENS)
+    pieces, _ = trial.run(last, halves, TOKENS)
+    if not trial.same(whole, pieces):
+        raise UnsupportedModel(f"{name} computes something else when a prompt is read in blocks")
+    if any(layer.rope for layer in shape.layers):
+        away, _ = trial.run(last, past, TOKENS + 5 * FURTHER)
+        if trial.same(away, whole):
+            raise UnsupportedModel(
+                f"{name} takes no notice of position_ids: it counts positions by itself, which is "
+                "wrong once tokens are evicted; export the model itself with kvcap export decoder"
+            )
+    stays = [i for i in range(TOKENS) if i not in DROPPED]
+    mask = np.ones((1, TOKENS + 1), np.int64)
+    mask[0, list(DROPPED)] = 0
+    masked, _ = trial.run(last, past, TOKENS, mask)
+    dropped, _ = trial.run(last, [x[:, :, stays] for x in past], TOKENS)
+    if not trial.same(masked, dropped) or trial.same(masked, whole):
+        raise UnsupportedModel(
+            f"{name} computes something else when tokens are dropped than when they are masked: "
+            "it goes by where slots lie; export the model itself with kvcap export decoder"
+        )
+    return shape.moves_exactly and _moves(trial, shape, past, whole)
+
+
+def _moves(trial: Trial, shape: ModelShape, past: list[Array], whole: Array) -> bool:
+    """Whether keys that are turned on, and read from further on, give the same logits."""
+    ropes = [layer.rope for layer in shape.layers]
+    if ropes[0] is None or any(rope != ropes[0] and rope is None for rope in ropes):
+        return False  # layers without positions among others: one table cannot serve them
+    assert ropes[0].inv_freq is not None
+    rows = rotations(ropes[0].inv_freq, torch.tensor(FURTHER))  # [2, R/2]
+    moved = [
+        rotate(torch.from_numpy(x), rows).numpy() if i % 2 == 0 else x for i, x in enumerate(past)
+    ]
+    logits, _ = trial.run(trial.ids[:, TOKENS:], moved, TOKENS + FURTHER)
+    return trial.same(logits, whole)

@@ -1,0 +1,62 @@
+"""Finds the files that belong to a decoder's graph, and checks that its tokenizer is whole."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+from kvcap.runtime.backends.onnxruntime.library import library
+from kvcap.runtime.backends.onnxruntime.tokenizer import Tokenizer
+from kvcap.runtime.errors import UnsupportedModel
+from kvcap.runtime.models.files import load_tokenizer
+from kvcap.runtime.session.messages import render
+
+TEXT = "Hello! Zwölf Boxkämpfer, 42 <b>ships</b>\n and 你好."
+
+
+def files_of(folder: Path, file: Path) -> list[str]:
+    """The decoder's file and the files of its weights, as names within `folder`."""
+    model = library("onnx").load(str(file), load_external_data=False)
+    locations = {
+        entry.value
+        for tensor in model.graph.initializer
+        for entry in tensor.external_data
+        if entry.key == "location"
+    }
+    files = [file, *(file.parent / name for name in sorted(locations))]
+    return [path.relative_to(folder).as_posix() for path in files]
+
+
+def link_or_copy(source: Path, target: Path) -> None:
+    """The same file at another place: a link where that can be, else a copy."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.unlink(missing_ok=True)
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copyfile(source, target)
+
+
+def check_tokenizer(folder: Path) -> None:
+    """See that the tokenizer's files alone give what transformers makes of them.
+
+    Raises:
+        UnsupportedModel: they do not.
+    """
+    theirs, mine = load_tokenizer(str(folder)), Tokenizer(folder)
+    for special in (True, False):
+        if (
+            theirs(TEXT, add_special_tokens=special)["input_ids"]
+            != (mine(TEXT, add_special_tokens=special)["input_ids"])
+        ):
+            raise UnsupportedModel(
+                f"tokenizer.json in {str(folder)!r} gives other tokens than transformers do; save "
+                "it once with AutoTokenizer.from_pretrained(...).save_pretrained(...)"
+            )
+    turns = [{"role": "user", "content": TEXT}, {"role": "assistant", "content": "Yes."}]
+    if not theirs.chat_template:
+        return
+    text = render(mine, turns)  # within bounds, which transformers has none of
+    if text != theirs.apply_chat_template(turns, tokenize=False, add_generation_prompt=True):
+        raise UnsupportedModel(f"the chat template in {str(folder)!r} needs more than jinja2 gives")

@@ -1,0 +1,62 @@
+"""Files of an export: told by their checksums, and not replaced by an export of something else."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from kvcap.runtime.errors import ExportExists
+
+
+def file_entry(path: Path) -> dict[str, Any]:
+    """A file's name, size and checksum."""
+    return {"file": path.name, "bytes": path.stat().st_size, "sha256": sha256(path)}
+
+
+def refuse_other(path: Path, asked: dict[str, Any]) -> None:
+    """Refuse to replace an export of something else.
+
+    Args:
+        path: of the manifest of what is there; one that cannot be read is of something else.
+        asked: what the new manifest will say, of what was asked for.
+
+    Raises:
+        ExportExists: naming where the two differ.
+    """
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        found = None
+    there, new = (dict(_leaves(x)) for x in (found, json.loads(json.dumps(asked))))
+    differ = [name for name in new if there.get(name) != new[name]]
+    if differ:
+        says = ", ".join(
+            f"{name.rpartition('.')[2]} {there.get(name)} instead of {new[name]}"
+            for name in differ[:3]
+        )
+        what = f"an export of another kind ({says})" if found else "no export that can be read"
+        raise ExportExists(
+            f"in {str(path.parent)!r} there is {what}; add --force to replace it, or give another "
+            "place with -o"
+        )
+
+
+def _leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """All values of nested objects, by their paths."""
+    if isinstance(value, dict):
+        for key, part in value.items():
+            yield from _leaves(part, f"{name}.{key}")
+    else:
+        yield name, value
+
+
+def sha256(path: Path) -> str:
+    """The checksum of a file, in hexadecimal digits."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while part := file.read(1 << 20):  # weights may be larger than memory
+            digest.update(part)
+    return digest.hexdigest()

@@ -1,0 +1,119 @@
+"""Makes the inputs that a graph is checked with: random, outliers, zero keys, few slots and many.
+
+Seeded, so that the same case is the same everywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvcap.export.graphs.stages import Graph
+
+OUTLIER = 960.0  # the mean of one channel of real models' keys; its square is beyond float16
+LONG = 8192
+FEW = 8  # queries of a long case, as all of a block's would take gigabytes
+WIDE = 64  # hidden size, where a graph leaves it open
+
+
+class Case(NamedTuple):
+    """What a graph is run on."""
+
+    kind: str  # random, outliers, zero keys, all zero
+    slots: int
+
+
+def cases(graph: Graph, quick: bool = False) -> list[Case]:
+    """The cases for a graph, a static one's at its own size; `quick` leaves the long one out."""
+    shape = graph.form.shape
+    if shape.slots is not None:
+        return [Case(kind, shape.slots) for kind in ("random", "outliers", "zero keys", "all zero")]
+    usual = shape.budget + shape.block
+    found = [Case("random", n) for n in sorted({1, 2, shape.budget, usual})]
+    found += [Case(kind, usual) for kind in ("outliers", "zero keys", "all zero")]
+    if not quick and getattr(graph.form.eviction.policy, "anchor", "") != "pairwise":  # O(n²)
+        found.append(Case("random", LONG))
+    return found
+
+
+def inputs(graph: Graph, case: Case, dtype: torch.dtype, seed: int = 0) -> dict[str, Tensor]:
+    """Every input that the graph may take, by name."""
+    sizes, shape = {**graph.sizes}, graph.form.shape
+    n = sizes["slots"] = case.slots
+    block = sizes["block"] = sizes["gone"] = sizes["block"] or min(shape.block, n)
+    if sizes["queries"] is None:
+        observed = graph.form.eviction.policy.queries_observed or block
+        sizes["queries"] = min(observed, n, FEW if n >= LONG else n)
+    sizes["hidden"] = WIDE
+    generator = torch.Generator().manual_seed(seed * 1_000_003 + n)
+    floats = _Floats(generator, dtype, case.kind)
+    found: dict[str, Tensor] = {}
+    for port in _all_ports(graph):
+        size = [sizes[axis] or 0 for axis in port.axes]
+        if "keys" in port.name:
+            found[port.name] = floats.keys(size)
+        elif port.dtype == "cache":
+            found[port.name] = floats.normal(size)
+    heads = (shape.batch, shape.kv_heads)
+    found["seen"] = torch.tensor(3 * n + 5, dtype=torch.int32)
+    found["positions"] = _positions(generator, heads, n, block, 3 * n + 5)
+    old = torch.arange(n) < n - block
+    found["accumulated"] = torch.rand(*heads, n, generator=generator) * old  # 0 for a new slot
+    found["output_norm"] = torch.rand(*heads, n, generator=generator) * 20
+    for name, dtype in graph.form.eviction.policy.state.items():
+        if name not in found:
+            numbers = torch.rand(*heads, n, generator=generator)
+            found[name] = (numbers if dtype.is_floating_point else 100 * numbers).to(dtype) * old
+    found["pinned"] = torch.rand(*heads, n, generator=generator) < 0.02
+    if "budget" in {port.name for port in graph.inputs}:
+        found["budget"] = torch.tensor(max(1, min(shape.budget, n) // 2), dtype=torch.int32)
+    found |= graph.form.cached(found)
+    if "gone_keys" in found:
+        found["anchor"] = found["anchor"] + found["gone_keys"].float().sum(-2)
+    return found
+
+
+def _all_ports(graph: Graph) -> Iterator:  # type: ignore[type-arg]
+    """The graph's inputs, and keys, of which every other state is made."""
+    from kvcap.export.graphs.ports import PORTS
+
+    names = {port.name for port in graph.inputs}
+    yield from graph.inputs
+    if "keys" not in names:
+        yield PORTS["keys"]
+
+
+class _Floats:
+    """Random activations of one kind."""
+
+    def __init__(self, generator: torch.Generator, dtype: torch.dtype, kind: str) -> None:
+        self.generator, self.dtype, self.kind = generator, dtype, kind
+
+    def normal(self, size: list[int]) -> Tensor:
+        """Standard normal."""
+        return torch.randn(size, generator=self.generator).to(self.dtype)
+
+    def keys(self, size: list[int]) -> Tensor:
+        """Keys [B, K, n, D]."""
+        keys = torch.randn(size, generator=self.generator)
+        if self.kind == "outliers":
+            keys[..., min(3, size[-1] - 1)] += OUTLIER
+        elif self.kind == "zero keys":
+            keys[..., ::3, :] = 0
+        elif self.kind == "all zero":
+            keys = torch.zeros(size)
+        return keys.to(self.dtype)
+
+
+def _positions(
+    generator: torch.Generator, heads: tuple[int, int], n: int, block: int, seen: int
+) -> Tensor:
+    """Old slots in no order, the newest block last and in order. [B, K, n] int32."""
+    rows = []
+    for _ in range(heads[0] * heads[1]):
+        old = torch.randperm(seen - block, generator=generator)[: n - min(block, n)]
+        rows.append(torch.cat((old, torch.arange(seen - min(block, n), seen))))
+    return torch.stack(rows).view(*heads, n).to(torch.int32)

@@ -1,0 +1,169 @@
+"""Checks in ONNX Runtime that a graph computes what its policy does, on fresh inputs.
+
+Scores are held to the policy's eager code, and its own error to float64 is allowed for; kept sets
+are equal up to ties, which are scores nearer to each other than that allowance.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvcap.dtypes import ONNX
+from kvcap.export.graphs import compare, manifest
+from kvcap.export.graphs.cases import Case, cases, inputs
+from kvcap.export.graphs.spec import Spec
+from kvcap.export.graphs.stages import Graph
+from kvcap.runtime.backends.onnxruntime.library import library
+from kvcap.runtime.errors import (
+    GraphBroken,
+    ManifestError,
+    ShapeError,
+    ToleranceError,
+    first_line,
+)
+
+SEED = 20  # of fresh inputs; samples have another
+
+
+@dataclass(frozen=True)
+class Row:
+    """One case's result."""
+
+    kind: str
+    slots: int
+    error: float  # largest difference to eager
+    allowed: float
+    overlap: float  # of the kept set with float64's
+    misses: int  # slots kept or given up wrongly, ties aside
+    finite: bool
+    ok: bool
+
+
+@dataclass(frozen=True)
+class Report:
+    """Every case of one graph."""
+
+    file: str
+    rows: list[Row]
+    runtime: str  # ONNX Runtime's version
+    where: ClassVar[str] = "CPU"
+
+    def excused(self, row: Row) -> str:
+        """Why a case that does not hold is no fault; none here."""
+        return ""
+
+    @property
+    def ok(self) -> bool:
+        """Whether all cases hold."""
+        return all(row.ok or self.excused(row) for row in self.rows)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return {"file": self.file, "onnxruntime": self.runtime, "ok": self.ok,
+                "cases": [asdict(row) for row in self.rows]}  # fmt: skip
+
+    def table(self) -> str:
+        """A table for a terminal."""
+        lines = [f"{self.file}  (ONNX Runtime {self.runtime}, {self.where})"]
+        lines.append(f"  {'inputs':<10} {'slots':>6} {'error':>9} {'allowed':>9} {'kept':>7}  ")
+        for row in self.rows:
+            said = "FAILED" if row.finite else "NOT FINITE"
+            said = "ok" if row.ok else self.excused(row) or said
+            lines.append(
+                f"  {row.kind:<10} {row.slots:>6} {row.error:>9.1e} {row.allowed:>9.1e} "
+                f"{row.overlap:>7.2%}  {said}"
+            )
+        return "\n".join(lines)
+
+    def require(self) -> None:
+        """Refuse a graph that failed.
+
+        Raises:
+            ToleranceError: naming the first case that does not hold.
+        """
+        for row in sorted(self.rows, key=lambda row: row.finite):
+            if not row.ok and not self.excused(row):
+                why = (
+                    "is not finite" if not row.finite
+                    else f"differs by {row.error:.2g}, allowed are {row.allowed:.2g}"
+                    if row.error > row.allowed
+                    else f"keeps {row.misses} other slots, {row.overlap:.1%} as float64"
+                )  # fmt: skip
+                raise ToleranceError(f"{self.file} {why} on {row.kind} inputs of {row.slots} slots")
+
+
+def check(file: Path, said: dict[str, Any], quick: bool = False) -> Report:
+    """Run one graph on every case and compare.
+
+    Raises:
+        GraphBroken: ONNX Runtime cannot load it.
+        ShapeError: its inputs or outputs are not those of `said`, its manifest.
+    """
+    spec = manifest.spec_of(said)
+    run = session(file)
+    signature(run, said)
+    graph = spec.graph()
+    with torch.inference_mode():
+        rows = [_row(run, spec, graph, case) for case in cases(graph, quick)]
+    return Report(file.name, rows, library("onnxruntime").__version__)
+
+
+def session(file: Path) -> Any:
+    """An ONNX Runtime session on one thread.
+
+    Raises:
+        GraphBroken: it cannot be loaded.
+    """
+    runtime = library("onnxruntime")
+    options = runtime.SessionOptions()
+    options.intra_op_num_threads = 1
+    options.log_severity_level = 4
+    try:
+        return runtime.InferenceSession(file.read_bytes(), options, ["CPUExecutionProvider"])
+    except Exception as error:  # its own classes, which have no common base
+        told = first_line(error)
+        raise GraphBroken(f"{file.name} is no graph that can be loaded: {told}") from error
+
+
+def signature(run: Any, said: dict[str, Any]) -> None:
+    """Compare what a session takes and gives with its manifest.
+
+    Raises:
+        ShapeError: naming the first difference.
+    """
+    for kind, real in (("inputs", run.get_inputs()), ("outputs", run.get_outputs())):
+        try:
+            expected = [
+                (p["name"], ONNX[p["dtype"]], [a["size"] for a in p["axes"]]) for p in said[kind]
+            ]
+        except (KeyError, TypeError) as error:
+            raise ManifestError(f"the manifest's {kind} cannot be read: {error}") from error
+        found = [(p.name, p.type, list(p.shape)) for p in real]
+        for want, got in zip(expected, found, strict=False):
+            if want != got:
+                raise ShapeError(f"the manifest's {kind} say {want}, the graph has {got}")
+        if len(expected) != len(found):
+            raise ShapeError(f"the manifest has {len(expected)} {kind}, the graph {len(found)}")
+
+
+def feed(run: Any, given: dict[str, Tensor]) -> dict[str, np.ndarray[Any, Any]]:
+    """The session's outputs by name."""
+    names = [port.name for port in run.get_inputs()]
+    outputs = [port.name for port in run.get_outputs()]
+    try:
+        found = run.run(outputs, {name: given[name].numpy() for name in names})
+    except Exception as error:  # its own classes, which have no common base
+        raise ShapeError(f"ONNX Runtime refuses the inputs: {str(error)[:300]}") from error
+    return dict(zip(outputs, found, strict=True))
+
+
+def _row(run: Any, spec: Spec, graph: Graph, case: Case) -> Row:
+    given = inputs(graph, case, spec.torch_dtype, SEED)
+    got = {name: torch.from_numpy(array) for name, array in feed(run, given).items()}
+    return Row(case.kind, case.slots, *compare.compared(graph, given, got))

@@ -1,0 +1,284 @@
+"""How a policy's score is put into a graph: as traced, or in a form that a device computes faster.
+
+`form_of` is the one place where a form is chosen. A form says which inputs it takes and what they
+become; select and gather are the same for all. KeyDiff's cosine has three forms beside the traced:
+
+    stateless        unit keys (LpNormalization) times the unit anchor; nothing is kept
+    inverse_norms    1/|k| of every slot is kept: one pass for the anchor, one for the products
+    running_anchor   1/|k| of every slot and the sum of all keys are kept: one pass
+
+They give the policy's own scores, in float32 whatever the cache's type: squares and sums of real
+keys leave float16's range, and cosines of keys that share a large channel differ by less than
+float16 can tell apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from kvcap.export.graphs.formulations import TRACED
+from kvcap.export.graphs.portable import unit
+from kvcap.export.graphs.ports import PORTS, Port, kept_port, new_port, next_port, ports_of
+from kvcap.export.graphs.shape import Shape
+from kvcap.policies import Eviction, Observation
+from kvcap.policies.keydiff import KeyDiff
+from kvcap.runtime.errors import NotExportable
+
+Named = Mapping[str, Tensor]
+
+
+class Traced:
+    """The policy's own `score`, traced; its casts to float32 are in the graph.
+
+    Args:
+        eviction: policy, saliency and rescorer; nothing else of it is in a graph.
+        shape: of the layer.
+    """
+
+    name = TRACED  # of FORMULATIONS, as all names of forms
+    update_inputs: tuple[str, ...] = ()
+
+    def __init__(self, eviction: Eviction, shape: Shape) -> None:
+        self.eviction, self.shape = eviction, shape
+        self.ports = ports_of(eviction.state)
+        if "output_norm" in eviction.state:
+            self.update_inputs = ("new_values", "output_projection")
+
+    def inputs(self) -> list[Port]:
+        """What scoring may take; the exporter drops those that the graph does not use."""
+        reads = self.eviction.policy.observes
+        if self.eviction.saliency is not None:
+            reads = reads | self.eviction.saliency.observes
+        if (rescorer := self.eviction.rescorer) is not None:
+            # One with state reads values only when they arrive, in the update graph.
+            reads = reads | (
+                rescorer.observes & {"positions"} if rescorer.state else rescorer.observes
+            )
+        names: list[str] = [name for name in ("keys", "values") if name in reads]
+        if reads & {"positions", "queries"}:
+            names += ["positions", "seen"]
+        names += ["queries"] * ("queries" in reads)
+        return [self.ports[name] for name in (*names, *self.eviction.state)]
+
+    @property
+    def slot_state(self) -> tuple[str, ...]:
+        """State that moves with its slots."""
+        return tuple(self.eviction.state)
+
+    def observe(self, given: Named) -> Observation:
+        """What the policy sees, its state brought up to date where the graph does that."""
+        shape = self.shape
+        obs = Observation(
+            keys=given.get("keys"),  # type: ignore[arg-type]  # not declared, so not read
+            values=given.get("values"),  # type: ignore[arg-type]
+            positions=given.get("positions"),  # type: ignore[arg-type]
+            num_tokens=given.get("seen"),  # type: ignore[arg-type]
+            budget=given.get("budget", shape.budget),  # type: ignore[arg-type]
+            queries=given.get("queries"),
+            scaling=shape.scale,
+            softcap=shape.softcap,
+            state={name: given[name] for name in self.slot_state},
+            saliency=self.eviction.saliency,
+        )
+        obs.state = {**obs.state, **self.eviction.policy.update(obs)}
+        return obs
+
+    def score(self, given: Named, obs: Observation) -> Tensor:
+        """Worth of every slot, [B, K, n] float32."""
+        return self.eviction.policy.score(obs)
+
+    def next_state(self, obs: Observation) -> dict[str, tuple[Port, Tensor]]:
+        """State that scoring brought up to date: {name: (port, tensor)}."""
+        names = self.eviction.policy.state
+        return {name: (next_port(self.ports[name]), obs.state[name]) for name in names}
+
+    def kept_state(self, given: Named, keys: Tensor) -> list[tuple[Port, Tensor]]:
+        """State that is not per slot, made from the kept keys [B, K, N, D]."""
+        return []
+
+    def cached(self, given: Named) -> dict[str, Tensor]:
+        """The state this form keeps of slots, from their keys. For tests and verification."""
+        return {}
+
+    def update_outputs(self) -> list[Port]:
+        """What the update graph returns."""
+        return [new_port("output_norm")] if self.update_inputs else []
+
+    def update(self, given: Named) -> list[Tensor]:
+        """State of the arriving tokens, by the component that keeps it."""
+        values, rescorer = given["new_values"], self.eviction.rescorer
+        assert rescorer is not None
+        obs = Observation(
+            keys=values,
+            values=values,
+            positions=values,
+            num_tokens=0,
+            budget=0,
+            new=values.shape[2],
+            state={"output_norm": values[..., 0].float()},
+            output_projection=given["output_projection"],
+        )
+        return [rescorer.update(obs)["output_norm"]]
+
+
+class Stateless(Traced):
+    """`-unit(K) · unit(mean)`: standard operations, zero-safe, no norm is ever squared out."""
+
+    name = "stateless"
+
+    @property
+    def units(self) -> bool:
+        """Whether the anchor is the mean of unit keys."""
+        policy = self.eviction.policy
+        assert isinstance(policy, KeyDiff)
+        return policy.anchor == "unit_mean"
+
+    def score(self, given: Named, obs: Observation) -> Tensor:
+        """Worth of every slot, [B, K, n] float32."""
+        keys = float32(given["keys"])
+        units = unit(keys)
+        mean = (units if self.units else keys).mean(-2, keepdim=True)
+        return -_products(units, mean)
+
+
+class InverseNorms(Stateless):
+    """`-(K · unit(mean)) / |k|` with `1/|k|` kept per slot."""
+
+    name = "inverse_norms"
+    update_inputs: tuple[str, ...] = ("new_keys",)
+
+    def inputs(self) -> list[Port]:
+        """Keys and their inverse norms."""
+        return [*super().inputs(), PORTS["inverse_norms"]]
+
+    @property
+    def slot_state(self) -> tuple[str, ...]:
+        """The norms move with their keys."""
+        return ("inverse_norms",)
+
+    def score(self, given: Named, obs: Observation) -> Tensor:
+        """Worth of every slot, [B, K, n] float32."""
+        keys, inverse = float32(given["keys"]), given["inverse_norms"]
+        return -_products(keys, self.anchor(keys, given)) * inverse
+
+    def anchor(self, keys: Tensor, given: Named) -> Tensor:
+        """What keys are compared with, of any length. [B, K, 1, D]."""
+        if self.units:
+            return torch.matmul(given["inverse_norms"][..., None, :], keys)
+        return keys.mean(-2, keepdim=True)
+
+    def cached(self, given: Named) -> dict[str, Tensor]:
+        """The norms of the slots' keys."""
+        return {"inverse_norms": _inverse_norms(given["keys"])}
+
+    def update_outputs(self) -> list[Port]:
+        """Norms of the arriving keys."""
+        return [new_port("inverse_norms")]
+
+    def update(self, given: Named) -> list[Tensor]:
+        """Norms of the arriving keys, [B, K, T]."""
+        return [_inverse_norms(given["new_keys"])]
+
+
+class RunningAnchor(InverseNorms):
+    """`-(K · unit(sum)) / |k|`, norms and sum kept; the sum follows what arrives and what goes."""
+
+    name = "running_anchor"
+    update_inputs = ("new_keys", "gone_keys", "anchor")
+
+    def inputs(self) -> list[Port]:
+        """Keys, their inverse norms and their sum."""
+        return [*super().inputs(), PORTS["anchor"]]
+
+    def anchor(self, keys: Tensor, given: Named) -> Tensor:
+        """The sum that is kept. [B, K, 1, D]."""
+        return given["anchor"][:, :, None]
+
+    def kept_state(self, given: Named, keys: Tensor) -> list[tuple[Port, Tensor]]:
+        """The sum of what stays, anew: it cannot drift."""
+        return [(kept_port(PORTS["anchor"]), self._sum(keys))]
+
+    def cached(self, given: Named) -> dict[str, Tensor]:
+        """Norms and sum of the slots' keys."""
+        return {**super().cached(given), "anchor": self._sum(given["keys"])}
+
+    def update_outputs(self) -> list[Port]:
+        """Norms of what arrives, and the sum after it."""
+        return [*super().update_outputs(), next_port(PORTS["anchor"])]
+
+    def update(self, given: Named) -> list[Tensor]:
+        """Norms of the arriving keys [B, K, T] and the sum [B, K, D]."""
+        change = self._sum(given["new_keys"]) - self._sum(given["gone_keys"])
+        return [*super().update(given), given["anchor"] + change]
+
+    def _sum(self, keys: Tensor) -> Tensor:
+        """Of keys [B, K, n, D] or their unit vectors, [B, K, D] float32."""
+        keys = float32(keys)
+        return (unit(keys) if self.units else keys).sum(-2)
+
+
+def _products(keys: Tensor, anchor: Tensor) -> Tensor:
+    """`unit(anchor) · k` of [B, K, n, D] and [B, K, 1, D], as [B, K, n].
+
+    In this order, since ONNX Runtime reads transposed keys along their rows, 3.5 times as fast.
+    """
+    return torch.matmul(unit(anchor), keys.mT).squeeze(-2)
+
+
+def _inverse_norms(keys: Tensor) -> Tensor:
+    """`1/|k|`, [B, K, n] float32. Clamped, as exporters drop a small `+ eps`."""
+    norms: Tensor = torch.linalg.vector_norm(float32(keys), dim=-1)
+    return norms.clamp_min(1e-8).reciprocal()
+
+
+def float32(tensor: Tensor) -> Tensor:
+    """In float32, or in float64 where it is that already."""
+    return tensor.float() if tensor.dtype == torch.float16 else tensor
+
+
+def graph_part(eviction: Eviction) -> Eviction:
+    """What of an eviction a graph of one layer can hold: policy, saliency, rescorer and pins."""
+    return replace(eviction, layer_budget=None, head_budget=None, corrector=None)
+
+
+def forms_of(eviction: Eviction) -> dict[str, type[Traced]]:
+    """The forms there are for a policy, by name; more than one for a cosine to a mean."""
+    policy = eviction.policy
+    found: list[type[Traced]] = [Traced]
+    if (
+        isinstance(policy, KeyDiff)
+        and policy.metric == "cosine"
+        and policy.anchor in ("mean", "unit_mean")
+    ):
+        found += [Stateless, InverseNorms, RunningAnchor]
+    return {form.name: form for form in found}
+
+
+def form_of(eviction: Eviction, shape: Shape, name: str | None = None) -> Traced:
+    """The form called `name`, or the one that is safe in float16 and needs no state.
+
+    Raises:
+        NotExportable: the policy has no score or no such form, or it rescores by other state.
+    """
+    if not eviction.policy.evicts:
+        raise NotExportable(
+            f"{eviction.name or 'full'} never evicts: it has no score to export; "
+            "kvcap policies lists those that do"
+        )
+    if eviction.rescorer is not None and set(eviction.rescorer.state) - {"output_norm"}:
+        raise NotExportable(
+            f"{eviction.name} rescores by state that no graph brings up to date "
+            f"({', '.join(eviction.rescorer.state)}); export its base without the rescorer"
+        )
+    forms = forms_of(eviction)
+    if name is None:
+        name = "stateless" if "stateless" in forms else TRACED
+    if name not in forms:
+        raise NotExportable(
+            f"{eviction.name} has no formulation {name!r}; known for it: {', '.join(forms)}"
+        )
+    return forms[name](eviction, shape)

@@ -1,0 +1,52 @@
+"""Converts a graph to ORT format, and reports what mobile execution providers would take of it."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import sys
+import warnings
+from pathlib import Path
+
+from kvcap.export.graphs import manifest
+from kvcap.export.graphs.check import check
+from kvcap.runtime.backends.onnxruntime.library import library
+
+
+def to_ort(file: Path) -> Path:
+    """Convert to ORT format for ARM, beside the graph, and check it like the graph itself.
+
+    Raises:
+        ToleranceError, ShapeError: it computes something else; it is removed again.
+    """
+    tool = library("onnxruntime.tools.convert_onnx_models_to_ort")
+    with contextlib.redirect_stdout(sys.stderr), warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResourceWarning)  # the tool leaves a file to the collector
+        tool.convert_onnx_models_to_ort(
+            file, optimization_styles=[tool.OptimizationStyle.Fixed], target_platform="arm"
+        )
+    found = file.with_suffix(".ort")
+    try:
+        check(found, manifest.read(file), quick=True).require()
+    except Exception:
+        found.unlink(missing_ok=True)
+        raise
+    return found
+
+
+def report(file: Path) -> str:
+    """Which nodes CoreML and NNAPI would take, in the words of the usability checker."""
+    lines: list[str] = []
+    logger = logging.getLogger("kvcap.export.graphs.mobile")
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+    try:
+        library("onnxruntime.tools.mobile_helpers.usability_checker").analyze_model(
+            file, skip_optimize=True, logger=logger
+        )
+    finally:
+        logger.removeHandler(handler)
+    return "\n".join(lines)

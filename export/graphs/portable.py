@@ -1,0 +1,105 @@
+"""Replaces operations that exporters or float16 cannot take by equal ones, while a graph is traced.
+
+A policy's own code runs; these stand in for single operations of it, with the same results.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+UNIT = "kvcap::unit"
+
+
+@torch.library.custom_op(UNIT, mutates_args=())
+def unit(vectors: Tensor) -> Tensor:
+    """`x / |x|` along the last axis, 0 where `x` is 0. Any shape.
+
+    In a graph this is LpNormalization, whose kernels neither overflow where |x| > 256 in float16
+    nor divide by zero.
+    """
+    return torch.nn.functional.normalize(vectors.float(), dim=-1, eps=1e-30).to(vectors.dtype)
+
+
+@unit.register_fake
+def _(vectors: Tensor) -> Tensor:
+    return torch.empty_like(vectors)
+
+
+def translations() -> dict[Any, Callable[..., Any]]:
+    """What the ONNX exporter does not know, or says at length: `unit`, sorting, medians, NaNs.
+
+    TopK decides ties by the lower index, as a stable sort does.
+    """
+    from kvcap.runtime.backends.onnxruntime.library import library
+
+    op = library("onnxscript").opset18
+
+    def sort(x: Any, stable: bool = True, dim: int = -1, descending: bool = False) -> Any:
+        length = op.Shape(x, start=dim, end=None if dim == -1 else dim + 1)
+        return op.TopK(x, length, axis=dim, largest=int(descending))
+
+    def median(x: Any, dim: int, keepdim: bool = False) -> Any:
+        length = op.Shape(x, start=dim, end=None if dim == -1 else dim + 1)
+        values, places = op.TopK(x, length, axis=dim, largest=0)
+        middle = op.Div(op.Sub(length, op.Constant(value_ints=[1])), op.Constant(value_ints=[2]))
+        found = (op.Gather(values, middle, axis=dim), op.Gather(places, middle, axis=dim))
+        if keepdim:
+            return found
+        axes = op.Constant(value_ints=[dim])
+        return tuple(op.Squeeze(tensor, axes) for tensor in found)
+
+    def nan_to_num(x: Any, nan: float = 0.0, posinf: Any = None, neginf: Any = None) -> Any:
+        least, most = torch.finfo(torch.float32).min, torch.finfo(torch.float32).max
+        assert posinf is None
+        assert neginf is None
+        number = op.CastLike(op.Constant(value_float=nan), x)
+        bounds = [op.Constant(value_float=bound) for bound in (least, most)]
+        return op.Clip(op.Where(op.IsNaN(x), number, x), *bounds)
+
+    return {
+        torch.ops.aten.nan_to_num.default: nan_to_num,
+        torch.ops.aten.median.dim: median,
+        torch.ops.kvcap.unit.default: lambda x: op.LpNormalization(x, axis=-1, p=2),
+        torch.ops.aten.sort.stable: sort,
+    }
+
+
+class Portable(TorchFunctionMode):
+    """Operations whose shapes torch.export would freeze, said in a way that leaves them open."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        """Stand in for `func`."""
+        kwargs = kwargs or {}
+        if func in (torch.max_pool1d, torch.nn.functional.max_pool1d):
+            return _max_pool(*args, **kwargs)
+        return func(*args, **kwargs)
+
+
+def _max_pool(x: Tensor, kernel: int, stride: int = 1, padding: int = 0, **_: Any) -> Tensor:
+    """`max_pool1d` [B, C, L] with stride 1 by the pooling of images."""
+    pooled: Tensor = torch.nn.functional.max_pool2d(
+        x[..., None, :], (1, kernel), stride=(1, stride), padding=(0, padding)
+    )
+    return pooled.squeeze(-2)
+
+
+class Float64(TorchFunctionMode):
+    """Runs code that computes in float32 in float64: the truth that low precision is held to."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        """Run `func`, in float64 where it asks for float32."""
+        kwargs = dict(kwargs or {})
+        if func is Tensor.float:
+            return args[0].double()
+        if kwargs.get("dtype") is torch.float32:
+            kwargs["dtype"] = torch.float64
+        return func(*args, **kwargs)

@@ -1,0 +1,82 @@
+"""The sizes that a graph is made for, given by hand or read from a model's config."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One layer's sizes; `slots=None` leaves the number of slots (and of queries) open.
+
+    Raises:
+        ValueError: sizes that make no layer.
+
+    >>> Shape(kv_heads=8, heads=24, head_dim=128).groups
+    3
+    """
+
+    kv_heads: int = 8  # K
+    heads: int = 24  # H
+    head_dim: int = 128  # D
+    batch: int = 1  # B
+    block: int = 128  # T, the newest slots
+    budget: int = 512  # N, slots per KV head that an evict graph keeps
+    slots: int | None = None  # n, held while scoring
+    scaling: float | None = None  # of logits; None: 1/sqrt(D)
+    softcap: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("kv_heads", "heads", "head_dim", "batch", "block", "budget"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} will not work; use 1 or more")
+        if self.heads % self.kv_heads:
+            raise ValueError(
+                f"{self.heads} query heads cannot share {self.kv_heads} KV heads evenly; "
+                f"use a multiple of {self.kv_heads}"
+            )
+        if self.slots is not None and self.slots < 1:
+            raise ValueError(f"{self.slots} slots hold nothing; use 1 or more")
+
+    @property
+    def groups(self) -> int:
+        """`G`: query heads that share a KV head."""
+        return self.heads // self.kv_heads
+
+    @property
+    def scale(self) -> float:
+        """What logits are multiplied by."""
+        return self.head_dim**-0.5 if self.scaling is None else self.scaling
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, for a manifest."""
+        return asdict(self)
+
+
+def model_sizes(model: str) -> dict[str, Any]:
+    """The sizes of a model's capped layers, from its config alone.
+
+    Args:
+        model: 'pocket', a directory, or a repository of the hub.
+
+    Raises:
+        ModelNotFound: there is none.
+        UnsupportedModel: kvcap cannot run it.
+    """
+    from kvcap.runtime.models.config import ModelShape
+    from kvcap.runtime.models.files import load_config
+    from kvcap.runtime.models.names import resolve
+
+    config = load_config(resolve(model)).get_text_config(decoder=True)
+    shape = ModelShape.of(config)
+    scaling = getattr(config, "attention_multiplier", None)  # Granite
+    if (scalar := getattr(config, "query_pre_attn_scalar", None)) is not None:  # Gemma
+        scaling = scalar**-0.5
+    return {
+        "kv_heads": shape.kv_heads,
+        "heads": shape.heads,
+        "head_dim": shape.head_size,
+        "scaling": scaling,
+        "softcap": shape.softcap,
+    }

@@ -1,0 +1,131 @@
+"""Says which graph is asked for (policy, stage, formulation, type, shape), and makes its module."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from kvcap.dtypes import short, torch_dtype
+from kvcap.export.graphs.forms import form_of, graph_part
+from kvcap.export.graphs.shape import Shape
+from kvcap.export.graphs.stages import STAGES, Graph
+from kvcap.policies import Eviction, load_policy, policies
+from kvcap.policies.base import Component
+from kvcap.runtime.errors import NotExportable
+
+DTYPES = ("fp32", "fp16")
+IN_GRAPH = ("policy", "saliency", "rescorer")  # slots of an eviction, as graph_part keeps them
+
+
+@dataclass(frozen=True)
+class Spec:
+    """One graph.
+
+    Raises:
+        NotExportable: no such stage or type.
+        PolicyError: the budget does not hold the policy's pins.
+    """
+
+    eviction: Eviction  # whole; the graph holds what of it fits one layer
+    shape: Shape
+    stage: str = "score"
+    formulation: str | None = None
+    dtype: str = "fp32"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "dtype", short(self.dtype))  # frozen; of all names, one
+        if self.stage not in STAGES:
+            raise NotExportable(f"no stage {self.stage!r}; there are {', '.join(STAGES)}")
+        if self.dtype not in DTYPES:
+            raise NotExportable(f"no dtype {self.dtype!r}; there are {', '.join(DTYPES)}")
+        if self.stage == "evict":
+            self.eviction.check(self.shape.budget)
+
+    def graph(self) -> Graph:
+        """The module to trace.
+
+        Raises:
+            NotExportable: there is none.
+        """
+        form = form_of(graph_part(self.eviction), self.shape, self.formulation)
+        return STAGES[self.stage](form)
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """The type of the cache."""
+        return torch_dtype(self.dtype)
+
+    def stem(self) -> str:
+        """The name of its files without what ends them."""
+        parts = [self.eviction.name, self.stage, self.graph().form.name, self.dtype]
+        if self.stage == "evict":
+            parts.append(f"to{self.shape.budget}")
+        if self.shape.slots is not None:
+            parts.append(f"n{self.shape.slots}")
+        return ".".join(parts)
+
+    def notes(self) -> list[str]:
+        """What of the policy is not in the graph, for its reader."""
+        found, eviction = [], self.eviction
+        if eviction.layer_budget is not None:
+            found.append("layers hold unequal budgets: export an evict graph for every budget")
+        if eviction.head_budget is not None:
+            found.append(
+                "heads hold unequal budgets, which this graph does not share out: it scores "
+                f"every head by {_name(eviction.policy)}, and evicts to one budget"
+            )
+        if eviction.corrector is not None:
+            found.append("the score of its base: what corrects attention is not in this graph")
+        if self.stage == "score" and eviction.rescorer is not None:
+            found.append("pinned holds every slot that stays, those the policy pins too")
+        if self.stage == "evict":
+            found.append("slots that stay keep their order; positions say where each belongs")
+        return found
+
+    def recipe(self) -> dict[str, Any]:
+        """The part of the policy that is in the graph, as `recipe`."""
+        return recipe(graph_part(self.eviction))
+
+
+def recipe(eviction: Eviction) -> dict[str, Any]:
+    """A policy in plain values, from which `load_policy` makes it again."""
+    options: dict[str, Any] = {}
+    for component in reversed(eviction.components):  # an option is the first part's that has it
+        options |= component.options()
+    pins = {"sink_tokens": eviction.sink_tokens, "recent_tokens": eviction.recent_tokens}
+    parts = "+".join(_name(component) for component in eviction.components)
+    return {"name": eviction.name, "parts": parts, "parameters": {**options, **pins}}
+
+
+def with_graphs_of_their_own() -> list[str]:
+    """Policies and presets whose graph has parts that no other's has, all of them sorted.
+
+    Of those with the same parts in a graph, such as `snapkv`, `adakv` and `calidrop`, it is the one
+    with the fewest parts and options.
+    """
+    found: dict[tuple[Any, ...], str] = {}
+    known = {name: made for name, made in policies().items() if load_policy(name).policy.evicts}
+    for name in sorted(known, key=lambda name: (len(known[name].parts), len(known[name].options))):
+        parts = known[name].parts
+        found.setdefault(tuple(parts.get(slot) for slot in IN_GRAPH), name)
+    return sorted(found.values())
+
+
+def recalled(recipe: dict[str, Any], shape: dict[str, Any], **rest: str) -> Spec:
+    """The spec that a manifest describes.
+
+    Raises:
+        ValueError: of a policy that is not known here, or sizes that make no layer.
+    """
+    eviction = load_policy(recipe["parts"], **recipe["parameters"])
+    return Spec(eviction, Shape(**shape), **rest)
+
+
+def _name(component: Component) -> str:
+    """What a part is called in a combination."""
+    for name, found in policies().items():
+        if set(found.parts) == {"policy"} and found.parts["policy"] is type(component):
+            return name
+    return type(component).__module__.rsplit(".", 1)[-1]

@@ -1,0 +1,168 @@
+"""Traces a module into an ONNX model, and strips it: plain names, no paths of sources, no notes."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kvcap.export.graphs.portable import translations
+from kvcap.export.graphs.ports import DYNAMIC, Port
+from kvcap.export.graphs.stages import Graph
+from kvcap.runtime.backends.onnxruntime.library import library
+
+OPSET = 18  # newer files fail on the runtimes that phones have
+IR_VERSION = 10  # likewise
+FOLDED = 64  # numbers of a constant at most: what is larger, a device computes when it loads
+
+
+def trace(graph: Graph, given: dict[str, Tensor]) -> Any:
+    """The stripped onnx.ModelProto of a graph, traced on the inputs `given`."""
+    open_axes = {
+        axis: torch.export.Dim(axis, min=1) for axis in DYNAMIC if graph.sizes[axis] is None
+    }
+    tensors = [given[port.name] for port in graph.inputs]
+    program = program_of(graph, graph.inputs, tensors, open_axes, optimize=False)
+    library("onnxscript.optimizer").optimize_ir(program.model, output_size_limit=FOLDED)
+    model = program.model_proto
+    model.ir_version = min(model.ir_version, IR_VERSION)
+    outputs = graph.outputs(given)
+    axes = {port.name: port.axes for port in (*graph.inputs, *outputs)}
+    slim(model, [port.name for port in outputs], axes)
+    library("onnx.checker").check_model(model)
+    return model
+
+
+def program_of(
+    module: nn.Module,
+    ports: list[Port],
+    tensors: list[Tensor],
+    open_axes: dict[str, Any],
+    optimize: bool = True,
+) -> Any:
+    """The torch.onnx.ONNXProgram of a module, traced on `tensors`, its inputs in order.
+
+    `open_axes` are those without a fixed size, as a torch.export.Dim each.
+    """
+    shapes = tuple(
+        {i: open_axes[axis] for i, axis in enumerate(port.axes) if axis in open_axes}
+        for port in ports
+    )
+    with _quiet(), torch.inference_mode():
+        program = torch.onnx.export(
+            module.eval(),
+            tuple(tensors),
+            dynamo=True,
+            opset_version=OPSET,
+            dynamic_shapes=(shapes,),
+            input_names=[port.name for port in ports],
+            external_data=False,
+            verbose=False,
+            optimize=optimize,
+            custom_translation_table=translations(),
+        )
+    assert program is not None
+    return program
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep the exporter's advice to its callers, and deprecations inside torch, off the screen."""
+    logger = logging.getLogger("torch.onnx")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="# The axis name")
+            warnings.filterwarnings("ignore", message=".*LeafSpec")
+            yield
+    finally:
+        logger.setLevel(level)
+
+
+def slim(model: Any, names: list[str], axes: dict[str, tuple[str, ...]]) -> None:
+    """Strip and rename an onnx.ModelProto in place.
+
+    Args:
+        model: as the exporter wrote it.
+        names: of its outputs, in order.
+        axes: names of the axes of every input and output, for those left open.
+    """
+    graph = model.graph
+    del model.metadata_props[:], graph.metadata_props[:], graph.value_info[:]
+    model.doc_string = graph.doc_string = ""
+    _shorten(graph)
+    _drop_unused(graph)
+    _rename(graph, names)
+    for value in (*graph.input, *graph.output):
+        del value.metadata_props[:]
+        for dim, axis in zip(value.type.tensor_type.shape.dim, axes[value.name], strict=True):
+            if not dim.HasField("dim_value"):
+                dim.dim_param = axis
+    domains = {node.domain for node in graph.node}
+    kept = [entry for entry in model.opset_import if entry.domain in domains]
+    del model.opset_import[:]
+    model.opset_import.extend(kept)
+
+
+def _shorten(graph: Any) -> None:
+    """Say a choice by `not x` as the other choice by `x`, the larger of `x` and 0 as Relu.
+
+    The same results from fewer nodes, and nodes that accelerators have for tensors of five axes.
+    """
+    array = library("onnx.numpy_helper").to_array
+    negated = {node.output[0]: node.input[0] for node in graph.node if node.op_type == "Not"}
+    zeros = {t.name for t in graph.initializer if t.dims in ([], [1]) and array(t).sum() == 0}
+    for node in graph.node:
+        if node.op_type == "Where" and node.input[0] in negated:
+            condition, one, other = node.input
+            node.input[:] = [negated[condition], other, one]
+        elif node.op_type == "Max" and len(node.input) == 2 and node.input[1] in zeros:
+            node.op_type = "Relu"
+            del node.input[1]
+    read = {name for node in graph.node for name in node.input}
+    read |= {value.name for value in graph.output}
+    for node in [node for node in graph.node if node.op_type == "Not"]:
+        if node.output[0] not in read:
+            graph.node.remove(node)
+
+
+def _drop_unused(graph: Any) -> None:
+    """Remove inputs and constants that nothing reads."""
+    read = {name for node in graph.node for name in node.input}
+    used = [value for value in graph.input if value.name in read]
+    del graph.input[:]
+    graph.input.extend(used)
+    constants = [tensor for tensor in graph.initializer if tensor.name in read]
+    del graph.initializer[:]
+    graph.initializer.extend(constants)
+
+
+def _rename(graph: Any, names: list[str]) -> None:
+    """Short names inside, `names` for the outputs; a tensor returned twice gets an Identity."""
+    known = {value.name: value.name for value in graph.input}
+    twice = []
+    for value, name in zip(graph.output, names, strict=True):
+        if value.name in known:
+            twice.append((known[value.name], name))
+        known.setdefault(value.name, name)
+        value.name = name
+
+    def short(name: str) -> str:
+        return known.setdefault(name, f"v{len(known)}") if name else ""
+
+    for tensor in graph.initializer:
+        tensor.name, tensor.doc_string = short(tensor.name), ""
+        del tensor.metadata_props[:]
+    for node in graph.node:
+        node.name = node.doc_string = ""
+        del node.metadata_props[:]
+        node.input[:] = [short(name) for name in node.input]
+        node.output[:] = [short(name) for name in node.output]
+    make = library("onnx.helper").make_node
+    graph.node.extend(make("Identity", [source], [name]) for source, name in twice)

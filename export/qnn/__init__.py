@@ -1,0 +1,1 @@
+"""Graphs compiled ahead for Qualcomm's Hexagon NPU, and simulated there."""

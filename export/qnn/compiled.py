@@ -1,0 +1,253 @@
+"""Compiles a graph ahead for Qualcomm's Hexagon NPU: one QNN context node, a manifest beside it.
+
+The package onnxruntime-qnn compiles on an x86 computer, and simulates the NPU there; the simulator
+is what a compiled graph is held to eager in, with float16's tolerance, for the NPU has no float32.
+It says nothing of speed. What the package does happens in `qnn_worker`, a process of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from kvcap.export.files import sha256
+from kvcap.export.graphs import compare, manifest
+from kvcap.export.graphs.cases import Case, cases, inputs
+from kvcap.export.graphs.check import SEED, Report, Row
+from kvcap.export.graphs.spec import Spec
+from kvcap.export.graphs.stages import Graph
+from kvcap.runtime.backends.onnxruntime.library import library
+from kvcap.runtime.errors import ExtraMissing, GraphBroken, NotExportable, first_line
+
+SCHEMA = "kvcap.qnn/1"
+SUFFIX = ".qnn.onnx"
+RTOL = 1e-2  # of the largest value: sums of float16 numbers
+TWICE = 0.95  # of float64's kept set, where a rescorer chooses on top of a choice
+LARGEST = 65504.0  # of float16; what is beyond it comes back as this
+# Chip: its number in Qualcomm's SDK, the version of its Hexagon. Phones first, newest first.
+CHIPS = {
+    "SM8850": (87, 81), "SM8750": (69, 79), "SM8650": (57, 75), "SM8550": (43, 73),
+    "SM8475": (42, 69), "SM8450": (36, 69), "SM8350": (30, 68), "SM8845": (97, 81),
+    "QCS9100": (77, 73), "QCM6490": (93, 68), "SXR2330P": (75, 79), "SXR2230P": (53, 69),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Target:
+    """What a graph is compiled for."""
+
+    chip: str
+    soc_model: int
+    hexagon: int  # version
+
+    @property
+    def options(self) -> dict[str, str]:
+        """Options of the execution provider."""
+        return {
+            "htp_arch": str(self.hexagon),
+            "soc_model": str(self.soc_model),
+            "enable_htp_fp16_precision": "1",  # what is float32 in the graph, too
+        }
+
+
+class Simulated(Report):
+    """Cases run in the simulator of the NPU; what float16 cannot decide is told, not refused."""
+
+    where = "Hexagon simulated"
+
+    def excused(self, row: Row) -> str:
+        """Cosines of keys that share one large channel are equal in float16; so are ties."""
+        if row.kind == "outliers":
+            return "beyond float16"
+        tied = row.kind == "all zero" and row.finite and row.error <= row.allowed
+        return "ties" if tied else ""
+
+
+def target_of(name: str, spec: Spec) -> Target:
+    """The target called `name`: a chip such as SM8650, or a Hexagon version such as v75.
+
+    Refuses early what cannot be compiled for it.
+
+    Raises:
+        NotExportable: there is no such target, or it takes no such graph.
+        ExtraMissing: the package that compiles is not installed.
+    """
+    for chip, (model, hexagon) in CHIPS.items():
+        if name.upper() in (chip, f"V{hexagon}"):
+            require(spec)
+            return Target(chip, model, hexagon)
+    versions = sorted({f"v{hexagon}" for _, hexagon in CHIPS.values()})
+    raise NotExportable(
+        f"no chip {name!r} for QNN; there are {', '.join(versions)} and {', '.join(CHIPS)}"
+    )
+
+
+def require(spec: Spec | None = None) -> None:
+    """Refuse early what cannot be compiled.
+
+    Raises:
+        ExtraMissing: the package is not installed.
+        NotExportable: a graph with open sizes, or of float32.
+    """
+    if spec is not None and (spec.shape.slots is None or spec.dtype != "fp16"):
+        raise NotExportable("QNN takes fixed sizes and float16: add --static N --dtype fp16")
+    try:
+        version("onnxruntime-qnn")
+    except PackageNotFoundError as error:
+        raise ExtraMissing(
+            "graphs for QNN need onnxruntime-qnn, which is not installed; run: "
+            "pip install kvcap[qnn] (Python 3.11 or newer, on x86-64)"
+        ) from error
+
+
+def write(file: Path, target: Target, quick: bool = False) -> tuple[Path, Report]:
+    """Compile a graph that was exported, check it, and put it beside the graph with its manifest.
+
+    Args:
+        file: an exported .onnx, its manifest and samples beside it; static, float16.
+        target: the chip.
+        quick: simulate random inputs alone.
+
+    Returns:
+        The compiled file and what the simulator gave.
+
+    Raises:
+        NotExportable: QNN cannot compile it, or leaves nodes to the CPU.
+        ToleranceError, ShapeError: the compiled graph computes something else.
+    """
+    said = manifest.read(file)
+    spec = manifest.spec_of(said)
+    require(spec)
+    with tempfile.TemporaryDirectory(prefix=".kvcap-", dir=file.parent) as name:
+        context = Path(name) / f"{file.stem}.{target.chip.lower()}{SUFFIX}"
+        job = {"compile": True, "graph": str(file.resolve()), "cases": []}
+        producer = _work(Path(name), context, target.options, job)
+        compatibility = _one_context(context, said)
+        said |= {
+            "schema": SCHEMA,
+            "source": said["graph"],
+            "target": {**asdict(target), "options": target.options, "says": compatibility},
+            "producer": {**said["producer"], **producer},
+            "graph": {"file": context.name, "sha256": sha256(context),
+                      "bytes": context.stat().st_size, "nodes": 1},
+        }  # fmt: skip
+        report = _simulated(context, said, quick)
+        report.require()
+        del said["verified"]
+        said["simulated"] = report.as_dict()
+        manifest.write(said, context.with_suffix(".json"))
+        for part in (context.with_suffix(".json"), context):
+            shutil.move(part, file.parent / part.name)
+    return file.parent / context.name, report
+
+
+def verify(context: Path, quick: bool = False) -> Report:
+    """Simulate a compiled graph on fresh inputs and compare with eager.
+
+    Raises:
+        ManifestError: no manifest of it.
+        GraphBroken: what does not run.
+        ExtraMissing: the package is not installed.
+    """
+    said = manifest.read(context, SCHEMA)
+    require()
+    return _simulated(context, said, quick)
+
+
+def _one_context(context: Path, said: dict[str, Any]) -> str:
+    """Refuse a model of more than one context node; returns what it says to run on.
+
+    Raises:
+        NotExportable: naming what did not go into the context.
+    """
+    model = library("onnx").load(context)
+    outside = sorted({node.op_type for node in model.graph.node} - {"EPContext"})
+    if outside or len(model.graph.node) != 1:
+        raise NotExportable(
+            f"{said['policy']['name']} does not compile into one QNN context; outside of it are "
+            f"{', '.join(outside) or 'connections'} (the ONNX graph itself is written)"
+        )
+    found = {entry.key: entry.value for entry in model.metadata_props}
+    return next((value for key, value in found.items() if "compatibility" in key), "")
+
+
+def _simulated(context: Path, said: dict[str, Any], quick: bool) -> Report:
+    spec = manifest.spec_of(said)
+    graph = spec.graph()
+    wanted = [case for case in cases(graph) if case.kind == "random" or not quick]
+    given = [inputs(graph, case, spec.torch_dtype, SEED) for case in wanted]
+    with tempfile.TemporaryDirectory(prefix="kvcap-") as name:
+        folder = Path(name)
+        for i, tensors in enumerate(given):
+            whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
+            save_file(whole, folder / f"{i}.in")
+        job = {"compile": False, "cases": [str(i) for i in range(len(given))]}
+        done = _work(folder, context, said["target"]["options"], job)
+        with torch.inference_mode():
+            rows = [
+                _row(graph, case, tensors, _output(folder / f"{i}.out"))
+                for i, (case, tensors) in enumerate(zip(wanted, given, strict=True))
+            ]
+    return Simulated(context.name, rows, done["onnxruntime"])
+
+
+def _row(graph: Graph, case: Case, given: compare.Found, got: compare.Found) -> Row:
+    found = compare.compared(graph, given, got, RTOL)
+    if graph.form.eviction.rescorer is not None:
+        # It chooses twice: a slot that rounding moves across the first choice gets another value.
+        valued = found.finite and found.error <= found.allowed
+        found = found._replace(ok=valued and found.overlap >= TWICE)
+    return Row(case.kind, case.slots, *found)
+
+
+def _output(file: Path) -> dict[str, Tensor]:
+    """What the simulator gave; marks larger than float16 are made large again."""
+    found = load_file(file)
+    mark = 2 * compare.HUGE
+    for name, tensor in found.items():
+        if tensor.dtype == torch.float32:
+            found[name] = torch.where(tensor.abs() >= LARGEST, tensor.sign() * mark, tensor)
+    return found
+
+
+def _work(
+    folder: Path, context: Path, options: dict[str, str], job: dict[str, Any]
+) -> dict[str, Any]:
+    """Have a process of its own do a job; returns the versions of what did it.
+
+    Raises:
+        NotExportable: it did not compile.
+        GraphBroken: a compiled graph that does not run.
+    """
+    text = json.dumps({**job, "context": str(context.resolve()), "options": options})
+    (folder / "job.json").write_text(text, encoding="utf-8")
+    paths = os.pathsep.join(path for path in sys.path if path)
+    done = subprocess.run(
+        [sys.executable, "-m", "kvcap.export.qnn.worker", str(folder)],
+        env={**os.environ, "PYTHONPATH": paths, "PYTHONSAFEPATH": "1"},
+        capture_output=True, check=False,
+    )  # fmt: skip
+    if done.returncode == 0:
+        found: dict[str, Any] = json.loads((folder / "done.json").read_text(encoding="utf-8"))
+        return found
+    failed = folder / "failed.txt"
+    why = (
+        first_line(RuntimeError(failed.read_text(encoding="utf-8")))
+        if failed.exists()
+        else f"its process ended with {done.returncode}: {done.stderr[-300:].decode()}"
+    )
+    if job["compile"]:
+        raise NotExportable(f"QNN cannot compile {Path(job['graph']).name}: {why}")
+    raise GraphBroken(f"{context.name} does not run in QNN's simulator: {why}")

@@ -1,0 +1,164 @@
+"""The demo, on a random model and on pocket, and the commands that print."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import tiny_model
+from transformers import AutoTokenizer
+from typer import Typer
+from typer.testing import CliRunner
+
+from kvcap import pocket
+from kvcap.evals.commands import (
+    _question_line,
+    _summary,
+    bench_command,
+    demo_command,
+    eval_command,
+)
+from kvcap.evals.quality.demo import Demo
+from kvcap.pocket.corpus import Fact
+from kvcap.policies import load_policy
+from kvcap.runtime.backends.pytorch.runtime import Runtime
+
+app = Typer()
+for name, command in {"eval": eval_command, "demo": demo_command, "bench": bench_command}.items():
+    app.command(name)(command)
+needs_pocket = pytest.mark.skipif(
+    not (pocket.path() / "model.safetensors").exists(), reason="pocket's weights are not there"
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    tokenizer = AutoTokenizer.from_pretrained(pocket.path())
+    size, end = len(tokenizer), tokenizer.eos_token_id
+    tiny_model("llama", vocab_size=size, eos_token_id=end).save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return path
+
+
+def printed(*args: str) -> Any:
+    result = CliRunner().invoke(app, list(args), catch_exceptions=False)
+    assert result.exit_code == 0
+    return result
+
+
+def test_the_demo_gives_one_document(folder: Path) -> None:
+    out = printed("demo", str(folder), "--tokens", "3000", "--facts", "3", "--kv-budget-tokens",
+                  "64", "--block-size", "32", "--device", "cpu", "--json").stdout  # fmt: skip
+    report = json.loads(out)
+    assert 0 <= report["recall"] <= 1
+    assert 3000 <= report["filler_tokens"] < 3100
+    assert report["tokens"] > report["filler_tokens"]
+    kv = report["kv"]
+    assert kv["held_tokens"] <= kv["budget_tokens"] == 64
+    assert kv["held_tokens"] + kv["evicted_tokens"] == report["tokens"]
+    assert kv["bytes"] <= kv["peak_bytes"] == kv["cap_bytes"]
+    assert kv["policy"] == "keydiff"
+    assert len(report["questions"]) == 3
+    assert set(report["questions"][0]) == {"question", "expected", "answer", "found", "right"}
+    assert {"seconds", "device", "versions", "threads", "positions", "seed"} <= set(report)
+
+
+def test_the_demo_prints_answers_and_figures(folder: Path) -> None:
+    result = printed("demo", str(folder), "--tokens", "500", "--facts", "2", "--device", "cpu")
+    lines = result.stdout.splitlines()
+    assert [line.split()[0] for line in lines] == (
+        ["wrong", "wrong", "recall", "kv", "bytes", "tokens"]
+    )
+
+
+@pytest.mark.parametrize(
+    ("answer", "found", "right"),
+    [
+        ("The code for the blue door is 4821.", True, True),
+        ("4821", True, True),
+        ("It is 4821. Anna Brown told me in Oslo.", True, True),
+        ("The number is 4821.", True, True),
+        ("The code for the red door is 4821.", True, False),
+        ("The code for the blue gate is 4821.", True, False),
+        ("Anna Brown's locker code is 4821.", True, False),
+        ("I do not know. The code for Zelmar is 4821.", True, False),
+        ("The code for the blue door is 48213.", False, False),
+        ("The code for the blue door is not known to me.", False, False),
+    ],
+)
+def test_a_value_of_another_key_is_found_but_not_right(
+    answer: str, found: bool, right: bool, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runtime = Runtime.from_pretrained(folder, kv_budget_tokens=48, block_size=32, device="cpu")
+    demo = Demo(runtime, tokens=0, facts=1)
+    demo._order = [Fact("the code for the blue door", "4821")]
+    monkeypatch.setattr(demo, "_say", lambda *_: answer)
+    report = demo.run()
+    (asked,) = report.questions
+    assert (asked.found, asked.right) == (found, right)
+    assert report.recall == right
+    assert asked.expected == "The code for the blue door is 4821."
+    line, summary = _question_line(asked), _summary(report).splitlines()[0]
+    assert line.startswith("right" if right else "value found" if found else "wrong")
+    assert ("expected: 'The code for the blue door is 4821.'" in line) != right
+    assert f"{int(right)} of 1 right" in summary
+    assert ("1 more say the value of something else" in summary) == (found and not right)
+
+
+def test_the_demo_keeps_no_text_and_never_passes_the_cap(folder: Path) -> None:
+    runtime = Runtime.from_pretrained(folder, kv_budget_tokens=48, block_size=32, device="cpu")
+    demo = Demo(runtime, tokens=4000, facts=2)
+    held, kept = [], []
+
+    def look(state: Demo) -> None:
+        held.append(state.session.stats.held_tokens)
+        kept.append(sum(len(m["content"]) for m in state.session.messages))
+
+    demo.run(look)
+    assert max(held) == 48
+    assert max(kept[-20:]) <= max(kept[:20])
+
+
+def test_the_demo_repeats(folder: Path) -> None:
+    runtime = Runtime.from_pretrained(folder, kv_budget_tokens=48, block_size=32, device="cpu")
+    one, two, other = (Demo(runtime, tokens=300, facts=2, seed=s).run() for s in (5, 5, 6))
+    assert one.questions == two.questions != other.questions
+
+
+@pytest.mark.parametrize(("tokens", "facts"), [(-1, 1), (10, 0)])
+def test_the_demo_refuses_nonsense(folder: Path, tokens: int, facts: int) -> None:
+    runtime = Runtime.from_pretrained(folder, kv_budget_tokens=48, block_size=32, device="cpu")
+    with pytest.raises(ValueError, match="facts="):
+        Demo(runtime, tokens=tokens, facts=facts)
+
+
+def test_eval_prints_the_table_and_writes_it(folder: Path, tmp_path: Path) -> None:
+    args = ("eval", str(folder), "--lengths", "96", "--samples", "2", "--budgets", "24,32",
+            "--positions", "compact", "--block-size", "16", "--device", "cpu",
+            "--out", str(tmp_path))  # fmt: skip
+    assert printed(*args).stdout == (tmp_path / "results.md").read_text() + "\n"
+    cells = json.loads(printed(*args, "--json").stdout)
+    assert [cell["budget"] for cell in cells] == [24, 32, 24, 32, None]
+
+
+def test_eval_refuses_numbers_that_are_none() -> None:
+    with pytest.raises(ValueError, match="--budgets '12,x'"):
+        CliRunner().invoke(app, ["eval", "--budgets", "12,x"], catch_exceptions=False)
+
+
+def test_bench_ends_with_a_json_line() -> None:
+    out = printed("bench", "positions", "--budgets", "16", "--evictions", "20", "--repeats", "1")
+    assert json.loads(out.stdout.splitlines()[-1])["bench"] == "positions"
+
+
+@needs_pocket
+def test_pocket_remembers_what_it_no_longer_holds() -> None:
+    runtime = Runtime.from_pretrained("pocket", kv_budget_tokens=256, device="cpu")
+    report = Demo(runtime, tokens=6000, facts=8).run()
+    assert report.recall >= 0.75
+    assert report.kv["evicted_tokens"] > 5500
+    forgetful = runtime.with_policy(load_policy("streaming_llm"))
+    assert Demo(forgetful, tokens=6000, facts=8).run().recall <= 0.25

@@ -1,0 +1,381 @@
+"""Tasks, sweeps and tables, on a small random model that knows pocket's tokens."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from conftest import tiny_config, tiny_model
+from transformers import AutoTokenizer
+
+from kvcap import cli, pocket
+from kvcap.evals.measure import eviction_ms
+from kvcap.evals.quality import plot
+from kvcap.evals.quality import sweep as runner
+from kvcap.evals.quality.cells import Cell, Setting, as_options, read_cells, wilson
+from kvcap.evals.quality.sweep import Sweep, answer, run
+from kvcap.evals.quality.table import results
+from kvcap.evals.quality.tasks import Sample, load_task, make_samples, prompt_ids, tasks
+from kvcap.evals.quality.text import fit, has_word, number_facts
+from kvcap.policies import PolicyError, policies
+from kvcap.runtime.cache.cache import BudgetCache
+from kvcap.runtime.errors import ModelNotFound, UnsupportedModel
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return AutoTokenizer.from_pretrained(pocket.path())
+
+
+@pytest.fixture(scope="module")
+def folder(tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    size, end = len(tokenizer), tokenizer.eos_token_id
+    tiny_model("llama", vocab_size=size, eos_token_id=end).save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return path
+
+
+@pytest.fixture
+def sweep(folder: Path) -> Sweep:
+    return Sweep(
+        model=str(folder),
+        policies=("keydiff", "full"),
+        budgets=(24, 48),
+        lengths=(128,),
+        samples=3,
+        block_size=16,
+        batch_size=2,
+        device="cpu",
+    )
+
+
+@pytest.mark.parametrize("name", tasks())
+@pytest.mark.parametrize("length", [64, 513])
+def test_samples_have_the_length_asked_for_and_one_answer(
+    name: str, length: int, tokenizer: Any
+) -> None:
+    samples = make_samples(name, tokenizer, length, 8, seed=3)
+    for sample in samples:
+        assert len(prompt_ids(tokenizer, sample)) == length
+        assert sample.context.count(sample.answer) == 1
+        assert sample.answer not in sample.question
+        assert load_task(name).is_right(sample, f"It is {sample.answer}.")
+        assert not load_task(name).is_right(sample, f"It is {sample.answer}7.")
+
+
+def test_needles_are_spread_over_the_text(tokenizer: Any) -> None:
+    samples = make_samples("niah_single", tokenizer, 1024, 10, seed=0)
+    depths = sorted(s.context.index(s.answer) / len(s.context) for s in samples)
+    assert all(i / 10 - 0.1 < depth < i / 10 + 0.2 for i, depth in enumerate(depths))
+
+
+@pytest.mark.parametrize("name", tasks())
+def test_samples_depend_on_the_seed_alone(name: str, tokenizer: Any) -> None:
+    few = make_samples(name, tokenizer, 200, 2, seed=0)
+    assert make_samples(name, tokenizer, 200, 4, seed=0)[:2] == few
+    assert make_samples(name, tokenizer, 200, 2, seed=1) != few
+
+
+def test_a_length_below_the_question_is_refused(tokenizer: Any) -> None:
+    with pytest.raises(ValueError, match="too short"):
+        make_samples("niah_single", tokenizer, 10, 1, seed=0)
+
+
+def test_unknown_tasks_name_the_nearest() -> None:
+    with pytest.raises(ValueError, match="did you mean 'niah_single'"):
+        load_task("niah_singel")
+
+
+@pytest.mark.parametrize("length", range(5, 40))
+def test_fit_is_exact_at_every_length(length: int) -> None:
+    words = fit(lambda s: 5 + len(" ".join(s).split()), iter(["one two three four."] * 20), length)
+    assert 5 + len(" ".join(words).split()) == length
+
+
+def test_facts_have_distinct_keys_and_numbers() -> None:
+    found = number_facts(Random(0), 200)
+    assert len({fact.key.lower() for fact in found}) == len({fact.value for fact in found}) == 200
+    assert all(fact.value.isdigit() for fact in found)
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [("4821", True), ("It is 4821.", True), ("14821", False), ("48210", False), ("", False)],
+)
+def test_a_word_counts_only_as_a_whole(text: str, found: bool) -> None:
+    assert has_word(text, "4821") is found
+
+
+# Rounded to 4 places: R's prop.test(x, n, correct=FALSE).
+@pytest.mark.parametrize(
+    ("right", "samples", "low", "high"),
+    [
+        (0, 10, 0.0, 0.2775),
+        (10, 10, 0.7225, 1.0),
+        (5, 10, 0.2366, 0.7634),
+        (81, 263, 0.2553, 0.3662),
+    ],
+)
+def test_wilson_interval(right: int, samples: int, low: float, high: float) -> None:
+    assert wilson(right, samples) == pytest.approx((low, high), abs=6e-5)
+
+
+def test_a_batch_answers_like_single_prompts(folder: Path, tokenizer: Any) -> None:
+    size, end = len(tokenizer), tokenizer.eos_token_id
+    model = tiny_model("llama", vocab_size=size, eos_token_id=end)
+    samples = make_samples("niah_single", tokenizer, 96, 3, seed=0)
+    ids = torch.tensor([prompt_ids(tokenizer, sample) for sample in samples])
+
+    def replies(rows: torch.Tensor) -> list[list[int]]:
+        return answer(model, BudgetCache(model.config, 32, 16, "keydiff"), rows, 6)
+
+    assert replies(ids) == [replies(row[None])[0] for row in ids]
+
+
+def test_uncapped_answers_are_those_of_generate(tokenizer: Any) -> None:
+    size, end = len(tokenizer), tokenizer.eos_token_id
+    sample = make_samples("niah_single", tokenizer, 96, 1, seed=0)[0]
+    ids = torch.tensor([prompt_ids(tokenizer, sample)])
+    stock = tiny_model("llama", "eager", vocab_size=size, eos_token_id=end)
+    whole = torch.ones_like(ids)  # no padding
+    expected = stock.generate(ids, attention_mask=whole, max_new_tokens=6, do_sample=False)[0, 96:]
+    model = tiny_model("llama", vocab_size=size, eos_token_id=end)
+    cache = BudgetCache(model.config, 96 + 6, 16, "full", positions="true")
+    assert answer(model, cache, ids, 6)[0] == [t for t in expected.tolist() if t != end]
+
+
+def test_a_reply_ends_where_the_model_ends_it(tokenizer: Any) -> None:
+    model = tiny_model("llama", vocab_size=len(tokenizer))
+    ids = torch.tensor([[5, 6, 7, 8]])
+    said = answer(model, BudgetCache(model.config, 16, 8), ids, 6)[0]
+    assert len(said) == 6
+    model.generation_config.eos_token_id = [said[2], 1]
+    assert answer(model, BudgetCache(model.config, 16, 8), ids, 6)[0] == said[: said.index(said[2])]
+
+
+def test_a_sweep_writes_every_cell_and_a_table(sweep: Sweep, tmp_path: Path) -> None:
+    cells = run(sweep, tmp_path)
+    assert [(c.setting.policy, c.setting.positions, c.setting.budget) for c in cells] == [
+        ("keydiff", "compact", 24),
+        ("keydiff", "true", 24),
+        ("keydiff", "compact", 48),
+        ("keydiff", "true", 48),
+        ("full", "true", None),
+    ]
+    rows = [json.loads(line) for line in (tmp_path / "cells.jsonl").read_text().splitlines()]
+    named = {"task", "policy", "positions", "budget", "length", "samples", "score", "ci_low"}
+    named |= {"ci_high", "kv_bytes", "seed", "block_size", "model", "versions", "device", "seconds"}
+    assert all(named <= set(row) for row in rows)
+    assert read_cells(tmp_path / "cells.jsonl") == cells
+    text = (tmp_path / "results.md").read_text()
+    assert text == results(cells)
+    assert "| keydiff | compact   | 0.00 (0.00–0.56) | 0.00 (0.00–0.56) |" in text
+    header = next(line for line in text.splitlines() if line.startswith("| policy"))
+    columns = [column.strip() for column in header.strip("|").split("|")]
+    assert columns == [
+        "policy",
+        "positions",
+        "24",
+        "48",
+        "uncapped",
+        "ms per block",
+        "extra memory",
+    ]
+
+
+def test_cell_bytes_are_those_of_an_allocated_cache(sweep: Sweep, tmp_path: Path) -> None:
+    config = tiny_config("llama")
+    for cell in run(sweep, tmp_path):
+        cache = runner.new_cache(config, cell.setting).allocate(1, torch.float32, "cpu")
+        assert cell.kv_bytes == cache.nbytes
+
+
+def test_a_cell_says_what_eviction_costs(sweep: Sweep, tmp_path: Path) -> None:
+    policies = ("keydiff", "h2o", "snapkv", "full")
+    changes = {"policies": policies, "budgets": (40,), "positions": ("true",), "samples": 1}
+    found = {cell.setting.policy: cell for cell in run(replace(sweep, **changes), tmp_path)}
+    for name in policies[:-1]:
+        took = found[name].scoring_ms
+        assert took is not None
+        assert 0 < took["p20"] <= took["p50"] <= took["p80"]
+        assert found[name].extra_bytes == found[name].kv_bytes - found["keydiff"].kv_bytes
+    assert found["full"].scoring_ms is None
+    extra = {name: found[name].extra_bytes for name in policies}
+    assert extra["keydiff"] == extra["full"] == 0
+    assert extra["h2o"] == 2 * 2 * (40 + 16) * 4  # layers, KV heads, slots, a float32 each
+    assert (extra["snapkv"] or 0) >= 2 * 4 * 32 * 16 * 4  # layers, heads, queries, size, float32
+    assert f"| {extra['h2o']} B " in results(found.values())
+
+
+def test_every_measured_block_evicts() -> None:
+    model = tiny_model("llama")
+    cache = BudgetCache(model.config, 40, 16, "keydiff")
+    times = eviction_ms(model, cache, torch.arange(3, 80)[None], blocks=3)
+    assert len(times) == 3
+    assert cache.held == 40
+    assert cache.seen == 16 * (3 + 4 + 3)  # to fill the cache, to warm up, measured
+
+
+def test_all_is_every_policy_once() -> None:
+    named = runner.spelled_out(("snapkv", "all", "keydiff"))
+    assert sorted(named) == sorted(policies())
+    assert named[0] == "snapkv"
+
+
+def test_options_go_to_the_policies_that_have_them(sweep: Sweep, tmp_path: Path) -> None:
+    changes = {"policies": ("keydiff", "snapkv", "full"), "budgets": (24,), "samples": 1}
+    changed = replace(sweep, **changes, options={"window": 4, "sink_tokens": 2})
+    cells = run(changed, tmp_path)
+    assert [cell.setting.options for cell in cells[::2]] == [
+        (("sink_tokens", 2),),
+        (("sink_tokens", 2), ("window", 4)),
+        (),
+    ]
+    assert read_cells(tmp_path / "cells.jsonl") == cells
+    assert "| snapkv, sink_tokens=2, window=4 | compact " in (tmp_path / "results.md").read_text()
+    cache = runner.new_cache(tiny_config("llama"), cells[2].setting)
+    assert cache.eviction.policy.options()["window"] == 4
+    again: list[int] = []
+    run(replace(changed, options={"window": 4}), tmp_path, lambda done, *_: again.append(done))
+    assert again[0] == 1  # only `full` is the same
+
+
+@pytest.mark.parametrize("options", [{"a": 1.5, "table": "x.json"}, {"b": [1, [2]], "a": True}])
+def test_options_survive_json(options: dict[str, Any]) -> None:
+    given = as_options(options)
+    hash(given)
+    assert as_options(dict(json.loads(json.dumps(given)))) == given
+
+
+def test_cells_without_the_newer_fields_are_read(sweep: Sweep, tmp_path: Path) -> None:
+    run(sweep, tmp_path)
+    path = tmp_path / "cells.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    for row in rows:
+        del row["options"], row["scoring_ms"], row["extra_bytes"]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    cells = run(sweep, tmp_path)
+    assert [(c.scoring_ms, c.extra_bytes, c.setting.options) for c in cells] == [
+        (None, None, ())
+    ] * 5
+    assert len(path.read_text().splitlines()) == 5  # none was measured again
+
+
+def cell(policy: str, budget: int | None, score: float, mode: Any = "true") -> Cell:
+    setting = Setting("m", "float32", "t", 64, policy, mode, budget, 10, 0, 16)
+    return Cell(setting, score, score / 2, score, 0, 0.0, "cpu", {})
+
+
+@pytest.mark.parametrize("count", [1, 7])
+def test_a_plot_is_a_picture(count: int, tmp_path: Path) -> None:
+    many = [cell(f"policy-{i}", b, i / 8, m) for i in range(count) for b in (8, 16)
+            for m in ("compact", "true")]  # fmt: skip
+    plot.plot([*many, cell("full", None, 0.9)], tmp_path / "results.png")
+    assert (tmp_path / "results.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+
+
+def test_a_plot_needs_budgets_and_matplotlib(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ValueError, match="no cell has a budget"):
+        plot.plot([cell("full", None, 0.9)], tmp_path / "results.png")
+    monkeypatch.setattr(plot, "find_spec", lambda _: None)
+    with pytest.raises(ValueError, match=r"pip install kvcap\[plot\]"):
+        plot.require_matplotlib()
+
+
+def test_the_command_plots_and_takes_options(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
+) -> None:
+    command = ["eval", str(folder), "--policies", "snapkv,full", "--policy-option", "window=4"]
+    command += ["--budgets", "24", "--lengths", "64", "--samples", "1", "--block-size", "16"]
+    command += ["--positions", "true", "--out", str(tmp_path / "out"), "--json", "--plot"]
+    assert cli.run([*command, "--device", "cpu"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert [row["options"] for row in rows] == [[["window", 4]], []]
+    assert (tmp_path / "out" / "results.png").exists()
+    monkeypatch.setattr(plot, "find_spec", lambda _: None)
+    assert cli.run([*command, "--out", str(tmp_path / "other")]) == 2
+    assert not (tmp_path / "other").exists()  # refused before the sweep
+
+
+def test_an_interrupted_sweep_goes_on_where_it_stopped(
+    sweep: Sweep, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop(done: int, *_: Any) -> None:
+        if done == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run(sweep, tmp_path, stop)
+    kept = read_cells(tmp_path / "cells.jsonl")
+    assert len(kept) == 2
+    assert (tmp_path / "results.md").read_text() == results(kept)
+    steps: list[int] = []
+    cells = run(sweep, tmp_path, lambda done, *_: steps.append(done))
+    assert steps == [2, 3, 4, 5]
+    assert cells[:2] == kept
+    monkeypatch.setattr(runner, "_load", pytest.fail)
+    assert run(sweep, tmp_path) == cells  # nothing is missing: no model is loaded
+
+
+def test_cells_of_another_version_are_measured_anew(
+    sweep: Sweep, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run(sweep, tmp_path)
+    monkeypatch.setattr("kvcap.__version__", "99")
+    assert {cell.versions["kvcap"] for cell in run(sweep, tmp_path)} == {"99"}
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "match"),
+    [
+        ({"policies": ("keydif",)}, PolicyError, "did you mean 'keydiff'"),
+        ({"policies": ("streaming_llm",), "budgets": (48, 3)}, PolicyError, "at least 4"),
+        ({"tasks": ("niah",)}, ValueError, "no task"),
+        ({"positions": ("tru",)}, ValueError, "'compact', 'true'"),
+        ({"budgets": (0,)}, ValueError, "budgets: 0"),
+        ({"budgets": ()}, ValueError, "budgets: give"),
+        ({"samples": 0}, ValueError, "samples: 0"),
+        ({"options": {"ancor": "mean"}}, ValueError, "did you mean 'anchor'"),
+        ({"options": {"anchor": "maen"}}, PolicyError, "one of mean"),
+        ({"policies": ("keydiff", "headkv"), "budgets": (48,)}, PolicyError, "needs a table"),
+        ({"options": {"anchor": {"mean": 1}}}, ValueError, "option anchor"),
+        ({"lengths": (12,)}, ValueError, "too short"),
+        ({"model": "no-such-folder"}, ModelNotFound, "no-such-folder"),
+    ],
+)
+def test_bad_input_is_refused_before_anything_runs(
+    sweep: Sweep, tmp_path: Path, change: Any, error: type[Exception], match: str
+) -> None:
+    changed = Sweep(**{**vars(sweep), **change})
+    with pytest.raises(error, match=match):
+        run(changed, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_compact_positions_are_refused_where_they_are_not_exact(
+    sweep: Sweep, tokenizer: Any, tmp_path: Path
+) -> None:
+    scaling = {"rope_type": "dynamic", "factor": 2.0}
+    config = tiny_config("llama", vocab_size=len(tokenizer), rope_scaling=scaling)
+    config.save_pretrained(tmp_path / "model")
+    with pytest.raises(UnsupportedModel, match="positions='true'"):
+        run(Sweep(**{**vars(sweep), "model": str(tmp_path / "model")}), tmp_path / "out")
+
+
+def test_a_broken_line_is_named(sweep: Sweep, tmp_path: Path) -> None:
+    (tmp_path / "cells.jsonl").write_text('{"task": "niah_single"}\n')
+    with pytest.raises(ValueError, match=r"cells\.jsonl, line 1"):
+        run(sweep, tmp_path)
+
+
+def test_a_sample_is_one_message() -> None:
+    sample = Sample("A text.", "A question?", "1")
+    assert sample.messages == [{"role": "user", "content": "A text.\n\nA question?"}]

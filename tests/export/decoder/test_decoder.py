@@ -1,0 +1,513 @@
+"""A whole decoder as one graph: the same logits, kept tokens and text as PyTorch, or no file."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from conftest import FAMILIES, small_policy, tiny_config, tiny_model
+
+from kvcap import pocket
+from kvcap.cli import run
+from kvcap.export.decoder import check as checking
+from kvcap.export.decoder.check import Ort, check, no_pins
+from kvcap.export.decoder.graph import Decoder
+from kvcap.export.decoder.manifest import asked
+from kvcap.export.decoder.spec import Source, layout_for
+from kvcap.export.decoder.write import check_out, write
+from kvcap.export.files import file_entry
+from kvcap.export.verify import verify_decoder
+from kvcap.policies import PolicyError, load_policy, policies
+from kvcap.runtime.backends.onnxruntime.library import library
+from kvcap.runtime.backends.onnxruntime.manifest import read
+from kvcap.runtime.backends.pytorch.loop import BlockLoop
+from kvcap.runtime.cache.cache import BudgetCache
+from kvcap.runtime.errors import (
+    ExportExists,
+    GraphBroken,
+    ManifestError,
+    ModelFilesBroken,
+    ModelNotFound,
+    NotExportable,
+    PlanInfeasible,
+    ShapeError,
+    ToleranceError,
+    UnsupportedModel,
+)
+from kvcap.runtime.types import MANIFEST
+
+BUDGET, BLOCK = 20, 8
+LENGTHS = [8, 8, 8, 5, 8, 1, 1, 1, 3, 8, 1]  # beyond the budget, odd blocks, steps
+SLIDING = {"gemma2", "gemma3_text"}
+EVICTIONS = {name: load_policy(name) for name in policies() if name != "full"}
+RAGGED = {name for name, e in EVICTIONS.items() if e.head_budget is not None or e.layers_move}
+CORRECTED = {name for name, e in EVICTIONS.items() if e.corrector is not None} - RAGGED
+EXPORTED = sorted(EVICTIONS.keys() - RAGGED - CORRECTED)
+
+
+def decoder(family="llama", policy="keydiff", positions="compact", budget=BUDGET, **changes):
+    model = tiny_model(family, **changes)
+    eviction = small_policy(policy, model.config)
+    return Decoder(model, layout_for(model.config, eviction, budget, BLOCK, positions))
+
+
+def beside_the_runtime(made: Decoder, lengths=LENGTHS, pins=((0, 0),)):
+    """Logits of the module, which keeps its own state, and of the runtime; kept positions equal."""
+    layout, model = made.layout, made.model
+    cache = BudgetCache(model.config, layout.budget_tokens, layout.block_size, layout.eviction,
+                        positions=layout.positions)  # fmt: skip
+    loop, held, seen = BlockLoop(model, cache), made.empty(), 0
+    cache.allocate(1, torch.float32, "cpu")
+    cache.pin([span for span in pins if span[1]])
+    # No token twice: equal keys would tie.
+    ids = 3 + torch.randperm(94, generator=torch.Generator().manual_seed(1))[None]
+    for block in ids[:, : sum(lengths)].split(lengths, 1):
+        wanted = loop.read(block)
+        with torch.inference_mode():
+            given = torch.tensor(seen, dtype=torch.int32), torch.tensor(pins, dtype=torch.int32)
+            logits, layers = made.run(block, *given, *held)
+        held = [layers[s.layer].kept[s.name] for s in made.state]
+        seen += block.shape[1]
+        torch.testing.assert_close(logits, wanted, rtol=1e-4, atol=1e-4)
+        for mine, theirs in zip(layers, cache.capped_layers, strict=True):
+            stored = theirs.segments[0].positions.sort(-1).values
+            assert torch.equal(mine.kept["positions"], stored)
+    return layers
+
+
+# --- the module that is traced is the runtime, whatever is asked for
+
+
+@pytest.mark.slow(keep=16)
+@pytest.mark.parametrize("positions", ["compact", "true"])
+@pytest.mark.parametrize("family", sorted(set(FAMILIES) - SLIDING))
+def test_every_family_computes_what_the_runtime_does(family, positions):
+    beside_the_runtime(decoder(family, positions=positions))
+
+
+@pytest.mark.slow(keep=19)
+@pytest.mark.parametrize("positions", ["compact", "true"])
+@pytest.mark.parametrize("policy", EXPORTED)
+def test_every_policy_keeps_what_the_runtime_keeps(policy, positions):
+    beside_the_runtime(decoder(policy=policy, positions=positions))
+
+
+@pytest.mark.parametrize("rope", ["linear", "llama3", "yarn"])
+def test_compact_positions_with_every_rope(rope):
+    import transformers
+
+    scaling = {"rope_type": rope, "rope_theta": 10000.0, "factor": 4.0,
+               "original_max_position_embeddings": 64}  # fmt: skip
+    if rope == "llama3":
+        scaling |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    if rope == "linear":
+        del scaling["original_max_position_embeddings"]
+    newer = int(transformers.__version__.split(".")[0]) >= 5
+    beside_the_runtime(decoder(**{"rope_parameters" if newer else "rope_scaling": scaling}))
+
+
+@pytest.mark.parametrize(("policy", "options"), [
+    ("snapkv", {"window": 30, "kernel": 3, "pool": "avg"}),  # beyond the budget: the cap wins
+    ("snapkv", {"window": 2, "kernel": 15}),  # most scores are equal
+    ("criticalkv", {"window": 2, "kernel": 15}),
+    ("keydiff", {"sink_tokens": 3, "recent_tokens": 5}),
+    ("keydiff", {"anchor": "median", "metric": "euclidean"}),
+])  # fmt: skip
+def test_windows_and_pins_of_any_size(policy, options):
+    model = tiny_model("llama")
+    layout = layout_for(model.config, load_policy(policy, **options), BUDGET, BLOCK, "compact")
+    beside_the_runtime(Decoder(model, layout))
+
+
+def test_pinned_spans_stay():
+    layers = beside_the_runtime(decoder(), pins=((2, 6), (11, 12)))
+    for layer in layers:
+        for head in layer.kept["positions"][0]:
+            assert {2, 3, 4, 5, 11} <= set(head.tolist())
+
+
+# --- files
+
+
+@pytest.fixture(scope="module")
+def shelf(tmp_path_factory):
+    """A checkpoint of two layers, exported by the command with its defaults but sizes."""
+    folder = tmp_path_factory.mktemp("decoder")
+    model = tiny_model("qwen2", vocab_size=2560, eos_token_id=[2, 5])
+    model.generation_config.temperature = 0.5
+    model.generation_config.do_sample = True
+    model.save_pretrained(folder / "model")
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(pocket.path() / name, folder / "model")
+    code = run(["export", "decoder", str(folder / "model"), "-o", str(folder / "made"),
+                "--kv-budget-tokens", "20", "--block-size", "8"])  # fmt: skip
+    assert code == 0
+    return folder
+
+
+@pytest.fixture
+def copied(shelf, tmp_path):
+    """An export that a test may break."""
+    return Path(shutil.copytree(shelf / "made", tmp_path / "made"))
+
+
+def facts(folder: Path) -> dict:
+    return json.loads((folder / MANIFEST).read_text())
+
+
+def by_the_manifest(folder: Path, runs: list[list[int]], answer: int) -> tuple[list[int], dict]:
+    """A runner that knows nothing but the manifest: JSON, ONNX Runtime and arrays of numbers."""
+    said = facts(folder)
+    session = library("onnxruntime").InferenceSession(
+        str(folder / said["graphs"]["decoder"]["file"]), providers=["CPUExecutionProvider"]
+    )
+    held = {s["input"]: np.zeros(s["empty"], s["dtype"]) for s in said["state"]}
+    outputs = [port["name"] for port in said["outputs"]]
+    seen, found, pending = 0, [], [list(block) for block in runs]
+    while len(found) < answer:
+        ids = pending.pop(0) if pending else [found[-1]]
+        got = session.run(outputs, {
+            "input_ids": np.array([ids], np.int64), "seen": np.array(seen, np.int32),
+            "pinned": np.zeros((1, 2), np.int32), **held,
+        })  # fmt: skip
+        got = dict(zip(outputs, got, strict=True))
+        held = {s["input"]: got[s["output"]] for s in said["state"]}
+        seen += len(ids)
+        for state in said["state"]:
+            full = state["full"][state["open_axis"]]
+            assert held[state["input"]].shape[state["open_axis"]] == min(full, seen)
+        if not pending:
+            found.append(int(got["logits"][0].argmax()))
+    return found, held
+
+
+def blocks_of(sample: dict) -> list[list[int]]:
+    ids = iter(sample["prompt"])
+    return [[next(ids) for _ in range(length)] for length in sample["runs"]]
+
+
+@pytest.mark.slow
+def test_a_runner_that_knows_only_the_manifest_gives_the_same_text(shelf):
+    sample = facts(shelf / "made")["sample"]
+    assert sum(sample["runs"]) == len(sample["prompt"]) > BUDGET + BLOCK
+    found, held = by_the_manifest(shelf / "made", blocks_of(sample), len(sample["greedy"]))
+    assert found == sample["greedy"]
+    for name, tensor in held.items():
+        if name.startswith("positions"):
+            assert (np.diff(tensor) > 0).all()  # in time order
+
+
+@pytest.mark.slow
+def test_the_runner_in_the_documentation_runs(shelf, capsys):
+    page = (Path(__file__).parents[3] / "docs" / "decoder.md").read_text()
+    (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    exec(code.replace('"pocket-onnx"', repr(str(shelf / "made"))), {})
+    assert capsys.readouterr().out == "True\n"
+    for name in facts(shelf / "made"):
+        assert f"`{name}`" in page, f"docs/decoder.md does not say what {name} is"
+
+
+def test_the_manifest_says_what_a_runner_needs(shelf):
+    folder = shelf / "made"
+    said, session = facts(folder), library("onnxruntime").InferenceSession(
+        str(folder / "decoder.onnx"), providers=["CPUExecutionProvider"]
+    )  # fmt: skip
+    types = {"float32": "float", "int32": "int32", "int64": "int64"}
+    for kind, real in (("inputs", session.get_inputs()), ("outputs", session.get_outputs())):
+        told = [(p["name"], f"tensor({types[p['dtype']]})", [a["size"] for a in p["axes"]])
+                for p in said[kind]]  # fmt: skip
+        assert told == [(p.name, p.type, list(p.shape)) for p in real]
+    held = sum(np.zeros(s["full"], s["dtype"]).nbytes for s in said["state"])
+    assert said["state_bytes"] == held == 2 * 2 * BUDGET * (2 * 16 * 4 + 4)
+    listed = {entry["file"]: entry["bytes"] for entry in said["files"]}
+    assert listed == {p.name: p.stat().st_size for p in folder.iterdir() if p.name != MANIFEST}
+    assert said["model"]["weights_bytes"] == listed["decoder.onnx.data"]
+    assert said["generation"]["eos_token_id"] == [2, 5]
+    assert said["generation"]["temperature"] == 0.5
+    assert said["tokenizer"]["chat_template"] == "chat_template.jinja"
+    assert said["opset"] == 18
+    assert said["policy"]["pins"] == {"sinks": 0, "recents": [0, 0]}
+    assert said["verified"]["ok"]
+    assert read(folder).fused
+
+
+def test_nothing_of_this_machine_is_in_the_files(shelf):
+    for file in ("decoder.onnx", MANIFEST, "config.json"):
+        text = (shelf / "made" / file).read_bytes()
+        assert b"site-packages" not in text
+        assert b"kvcap_layer" not in text
+        assert str(Path(__file__).parents[3]).encode() not in text
+    assert not list(shelf.glob(".kvcap-*"))
+
+
+def test_verify_knows_a_decoders_folder(shelf, capsys):
+    assert run(["export", "verify", str(shelf / "made"), "--quick", "--json"]) == 0
+    (report,) = json.loads(capsys.readouterr().out)
+    assert report["ok"]
+    assert report["agreed"] == checking.ANSWER
+    assert {row["who"] for row in report["runs"]} == {"module to runtime", "graph to module"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("policy", "positions", "dtype"), [
+    ("pyramidkv", "compact", "fp32"),  # layers of unequal budgets, a window of queries
+    ("criticalkv", "true", "fp16"),  # state of slots, weights of the output projection
+    ("h2o", "compact", "int8"),
+])  # fmt: skip
+def test_graphs_of_policies_and_types(policy, positions, dtype, tmp_path):
+    layers = 2 if policy == "pyramidkv" else 1
+    sizes = {} if dtype == "fp32" else {"hidden_size": 256, "num_hidden_layers": layers,
+                                        "vocab_size": 512}  # fmt: skip
+    made = decoder(policy=policy, positions=positions, **sizes)
+    model = made.model.half() if dtype == "fp16" else made.model
+    said, report = write(Source("tiny", model, None), made.layout, dtype, tmp_path / "x", True)
+    assert report.ok
+    assert not report.ties
+    budgets = {s["layer"]: s["full"][2] for s in said["state"] if s["name"] == "keys"}
+    assert list(budgets.values()) == said["budgets"]
+    types = {s["dtype"] for s in said["state"] if s["name"] == "keys"}
+    assert types == {"float16" if dtype == "fp16" else "float32"}
+    weights = {x.name: x for x in onnx.load(str(tmp_path / "x/decoder.onnx")).graph.initializer}
+    numbers = sum(p.numel() for p in model.parameters())
+    size = said["model"]["weights_bytes"] / numbers
+    assert size < {"fp32": 4.3, "fp16": 2.1, "int8": 1.6}[dtype]  # int8: norms, scales, turns
+    assert weights
+
+
+# --- what verification catches
+
+
+@pytest.fixture
+def right(shelf):
+    """A right graph, and a maker of the module that it was traced from."""
+    return shelf / "made", lambda **changes: decoder("qwen2", vocab_size=2560, **changes)
+
+
+def test_a_right_graph_passes(right):
+    folder, make = right
+    report = check(folder, make(), "fp32")
+    report.require()
+    assert report.agreed == checking.ANSWER
+    assert {row.kept for row in report.rows} == {1.0}
+
+
+@pytest.mark.parametrize("fault", ["policy", "positions", "weights", "turns"])
+def test_another_graph_than_the_modules_is_found(right, fault):
+    folder, make = right
+    changes = {"policy": {"policy": "knorm"}, "positions": {"positions": "true"}}
+    made = make(**changes.get(fault, {}))
+    if fault == "weights":
+        made.model.model.layers[0].mlp.down_proj.weight.data[0] *= 1.5
+    if fault == "turns":
+        made.table = made.table.roll(1, 0)
+    with pytest.raises(ToleranceError, match=r"differs|keeps"):
+        check(folder, made, "fp32").require()
+
+
+def test_a_module_that_is_not_the_runtime_is_found(right, monkeypatch):
+    """The newest tokens are never kept, in the module alone."""
+    folder, make = right
+    monkeypatch.setattr(
+        "kvcap.export.decoder.layer.survivors",
+        lambda worth, positions, stays: torch.arange(int(stays)).expand(*worth.shape[:2], -1),
+    )
+    report = check(folder, make(), "fp32")
+    assert not next(row for row in report.rows if row.who == "module to runtime" and not row.ok).ok
+    with pytest.raises(ToleranceError):
+        report.require()
+
+
+def test_equal_scores_are_ties_and_unequal_are_not():
+    made = decoder(policy="random")
+    held = made.empty()
+    with torch.inference_mode():
+        _, (layer, _) = made.run(torch.arange(3, 31)[None, :8], torch.tensor(0), no_pins(), *held)
+    layer.worth = torch.tensor([[[5.0, 1, 1, 4, 3, 2, 7, 6]] * 2])
+    mine, theirs = torch.tensor([[[0, 1, 3]] * 2]), torch.tensor([[[0, 2, 3]] * 2])
+    assert checking._same(mine, theirs, layer, 1e-6) == (1.0, True)
+    theirs = torch.tensor([[[0, 4, 3]] * 2])
+    share, tied = checking._same(mine, theirs, layer, 1e-6)
+    assert share == pytest.approx(2 / 3)
+    assert not tied
+
+
+def test_nothing_is_written_where_checking_fails_and_what_was_there_stays(
+    right, tmp_path, monkeypatch
+):
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / MANIFEST).write_text("{}")
+    monkeypatch.setitem(checking.TOLERANCES, "fp32", checking.Tolerance(-1.0, 0.0, 1.0))
+    monkeypatch.setattr("kvcap.export.decoder.write.save", lambda made, file, dtype: [
+        shutil.copy(right[0] / name, file.parent) for name in ("decoder.onnx", "decoder.onnx.data")
+    ] and 1)  # fmt: skip
+    made = right[1]()
+    with pytest.raises(ToleranceError):
+        write(Source("tiny", made.model, None), made.layout, "fp32", out, True, force=True)
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]
+    assert [p.name for p in out.iterdir()] == [MANIFEST]
+
+
+def test_an_export_of_something_else_is_not_replaced_unasked(right, tmp_path):
+    made = right[1]()
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / MANIFEST).write_text(json.dumps(asked("tiny", made.layout, "fp32")))
+    check_out(out, asked("tiny", made.layout, "fp32"))  # the same again
+    others = {
+        "dtype fp32 instead of fp16": asked("tiny", made.layout, "fp16"),
+        "name tiny instead of large": asked("large", made.layout, "fp32"),
+        f"block_size {made.layout.block_size} instead of 1": asked(
+            "tiny", replace(made.layout, block_size=1), "fp32"
+        ),
+    }
+    for says, other in others.items():
+        with pytest.raises(ExportExists, match=f"{says}.*--force.* -o"):
+            check_out(out, other)
+    check_out(out, None)  # --force
+    with pytest.raises(ExportExists, match="--force"):
+        write(Source("large", made.model, None), made.layout, "fp32", out, True)
+    (out / MANIFEST).write_text("no JSON")
+    with pytest.raises(ExportExists, match="no export that can be read"):
+        check_out(out, asked("tiny", made.layout, "fp32"))
+
+
+# --- refused by name
+
+
+@pytest.mark.parametrize(("name", "error", "why"), [
+    *((name, NotExportable, "unequally many") for name in sorted(RAGGED)),
+    *((name, NotExportable, "evicted tokens") for name in sorted(CORRECTED)),
+    ("full", NotExportable, "never evicts"),
+])  # fmt: skip
+def test_policies_without_a_graph(name, error, why):
+    config = tiny_config("llama")
+    with pytest.raises(error, match=why):
+        layout_for(config, small_policy(name, config), BUDGET, BLOCK)
+
+
+@pytest.mark.parametrize("family", sorted(SLIDING))
+def test_native_sliding_layers(family):
+    with pytest.raises(NotExportable, match="window of their own"):
+        layout_for(tiny_config(family), load_policy("keydiff"), BUDGET, BLOCK)
+
+
+def test_rope_that_changes_with_the_length():
+    config = tiny_config("llama")
+    scaling = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    setattr(config, "rope_parameters" if hasattr(config, "rope_parameters") else "rope_scaling",
+            scaling)  # fmt: skip
+    with pytest.raises(NotExportable, match="dynamic"):
+        layout_for(config, load_policy("keydiff"), BUDGET, BLOCK, "true")
+
+
+@pytest.mark.parametrize(("sizes", "error"), [
+    ({"budget_tokens": 3}, PolicyError), ({"block_size": 0}, PlanInfeasible),
+])  # fmt: skip
+def test_sizes_that_cannot_be(sizes, error):
+    eviction = load_policy("keydiff", sink_tokens=4)
+    with pytest.raises(error):
+        layout_for(tiny_config("llama"), eviction, **{"budget_tokens": 8, "block_size": 4, **sizes})
+
+
+def test_an_onnx_runtime_that_cannot_quantise(monkeypatch, tmp_path):
+    monkeypatch.setattr("kvcap.export.decoder.int8._quantiser", lambda: lambda model: None)
+    made = decoder()
+    with pytest.raises(NotExportable, match="4 bits only"):
+        write(Source("tiny", made.model, None), made.layout, "int8", tmp_path / "x")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_model_of_another_kind():
+    from transformers import AutoConfig
+
+    with pytest.raises(UnsupportedModel, match="gpt2"):
+        layout_for(AutoConfig.for_model("gpt2"), load_policy("keydiff"), 8, 4)
+
+
+@pytest.mark.parametrize(("arguments", "code", "told"), [
+    (["pocket", "--dtype", "int4"], 2, "fp32, fp16, int8"),
+    (["pocket", "--policy", "adakv"], 2, "unequally"),
+    (["nothing-there"], 2, "nothing-there"),
+    (["pocket", "--kv-budget-tokens", "0"], 2, "--kv-budget-tokens"),
+    (["pocket", "-o", "{here}"], 2, "something else"),
+    (["{here}", "--exporter", "existing"], 2, ""),
+])  # fmt: skip
+def test_wrong_input_ends_before_weights_are_read(arguments, code, told, tmp_path, capsys):
+    here = tmp_path / "here"
+    here.mkdir()
+    (here / "letter.txt").write_text("dear")
+    arguments = [x.replace("{here}", str(here)) for x in arguments]
+    if "-o" not in arguments:
+        arguments += ["-o", str(tmp_path / "out")]
+    assert run(["export", "decoder", *arguments]) == code
+    assert told in capsys.readouterr().err
+    assert [p.name for p in tmp_path.iterdir()] == ["here"]
+    assert (here / "letter.txt").read_text() == "dear"
+
+
+def test_a_broken_folder_is_refused_by_name(copied):
+    (copied / "decoder.onnx.data").unlink()
+    with pytest.raises(ModelFilesBroken, match=r"decoder\.onnx\.data"):
+        verify_decoder(copied)
+
+
+def test_an_altered_file_is_refused(copied):
+    with (copied / "config.json").open("a") as file:
+        file.write(" ")
+    with pytest.raises(ModelFilesBroken, match=r"config\.json"):
+        verify_decoder(copied)
+
+
+@pytest.mark.parametrize(("change", "error"), [
+    ({"policy": {"parts": "nothing", "parameters": {}}}, ManifestError),
+    ({"dtype": "int4"}, ManifestError),
+    ({"schema": "kvcap.decoder/9"}, ManifestError),
+    ({"model": {"name": "nowhere"}}, ModelNotFound),
+    ({"budget_tokens": 21}, ManifestError),
+    ({"positions": "true"}, ToleranceError),
+])  # fmt: skip
+def test_a_manifest_that_says_something_else(copied, change, error):
+    said = facts(copied)
+    if "model" in change:
+        change = {"model": {**said["model"], **change["model"]}}
+    (copied / MANIFEST).write_text(json.dumps({**said, **change}))
+    with pytest.raises(error):
+        verify_decoder(copied, quick=True).require()
+
+
+def admit(folder: Path, name: str) -> None:
+    """Let the manifest say of a file what it is now."""
+    said = facts(folder)
+    entries = [file_entry(folder / e["file"]) if e["file"] == name else e
+               for e in said["files"]]  # fmt: skip
+    (folder / MANIFEST).write_text(json.dumps({**said, "files": entries}))
+
+
+def test_other_weights_under_a_manifest_that_admits_to_them(copied):
+    data = bytearray((copied / "decoder.onnx.data").read_bytes())
+    data[: len(data) // 2] = bytes(len(data) // 2)
+    (copied / "decoder.onnx.data").write_bytes(data)
+    admit(copied, "decoder.onnx.data")
+    with pytest.raises(ToleranceError):
+        verify_decoder(copied, quick=True).require()
+
+
+def test_a_file_that_is_no_graph(copied):
+    (copied / "decoder.onnx").write_bytes(b"no graph")
+    admit(copied, "decoder.onnx")
+    with pytest.raises(GraphBroken, match=r"decoder\.onnx"):
+        verify_decoder(copied)
+
+
+def test_a_graph_without_an_input_is_not_this_decoders(copied):
+    made = decoder("llama", "snapkv", num_hidden_layers=2)
+    with pytest.raises(ShapeError, match="inputs"):
+        Ort(copied / "decoder.onnx", made)

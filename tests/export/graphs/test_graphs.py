@@ -1,0 +1,599 @@
+"""Exported graphs: every policy, stage and type; shapes and state; what verification catches."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from conftest import small_options
+from onnx import numpy_helper
+from safetensors.numpy import load_file
+from torch.onnx._internal.exporter._registration import ONNXRegistry
+
+from kvcap.cli import run
+from kvcap.export.files import sha256
+from kvcap.export.graphs import manifest
+from kvcap.export.graphs.cases import Case, inputs
+from kvcap.export.graphs.check import feed, session
+from kvcap.export.graphs.forms import form_of, graph_part
+from kvcap.export.graphs.ports import PORTS
+from kvcap.export.graphs.shape import Shape, model_sizes
+from kvcap.export.graphs.spec import Spec, with_graphs_of_their_own
+from kvcap.export.graphs.trace import OPSET
+from kvcap.export.graphs.write import write
+from kvcap.export.verify import verify
+from kvcap.policies import load_policy
+from kvcap.runtime.backends.onnxruntime import library as libraries
+from kvcap.runtime.errors import (
+    ExtraMissing,
+    GraphBroken,
+    ManifestError,
+    NotExportable,
+    ShapeError,
+    ToleranceError,
+)
+
+ROOT = Path(__file__).parents[3]
+ODD = Shape(kv_heads=3, heads=9, head_dim=24, batch=3, block=10, budget=40)
+SMALL = ["--kv-heads", "2", "--heads", "4", "--head-dim", "16", "--budget", "40", "--block", "8"]
+OWN = sorted([*with_graphs_of_their_own(), "keydiff-window"])
+FORMS = ["naive", "stateless", "inverse_norms", "running_anchor"]
+
+
+def export(folder, name, stage="score", form=None, dtype="fp32", shape=ODD, quick=True, **options):
+    return write(Spec(load_policy(name, **options), shape, stage, form, dtype), folder, quick)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def operations():
+    """The exporter's table of operations, made once: at every export, it is a third of the time."""
+    make, made = ONNXRegistry.from_torchlib, {}
+
+    def once(opset_version: int) -> ONNXRegistry:
+        if opset_version not in made:
+            made[opset_version] = make(opset_version=opset_version)
+        found = copy.copy(made[opset_version])
+        found.functions = {key: [*known] for key, known in found.functions.items()}
+        return found
+
+    gc.freeze()  # what is here now is not looked through for garbage at every trace
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ONNXRegistry, "from_torchlib", staticmethod(once))
+        yield
+    gc.unfreeze()
+
+
+@pytest.fixture(scope="module")
+def shelf(tmp_path_factory):
+    """Graphs that several tests look at, exported once."""
+    folder = tmp_path_factory.mktemp("shelf")
+    made: dict[tuple[str, ...], Path] = {}
+
+    def get(name: str, stage: str = "score", form: str | None = None, dtype: str = "fp32") -> Path:
+        form = form or ("stateless" if name == "keydiff" else "naive")
+        key = (name, stage, form, dtype)
+        if key not in made:
+            options = small_options(name) if load_policy(name).least() > ODD.budget else {}
+            made[key] = export(folder, name, stage, form, dtype, quick=False, **options)[0]
+        return made[key]
+
+    return get
+
+
+@pytest.fixture
+def copied(shelf, tmp_path):
+    """Three files that a test may break: the graph, its manifest, its samples."""
+    source = shelf("keydiff")
+    for file in source.parent.glob(f"{source.stem}.*"):
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    return tmp_path / source.name
+
+
+def said(file: Path) -> dict:
+    return json.loads(file.with_suffix(".json").read_text())
+
+
+def altered(file: Path, model: onnx.ModelProto) -> None:
+    """Another graph under a manifest that admits to it."""
+    file.write_bytes(model.SerializeToString())
+    found = said(file)
+    found["graph"]["sha256"] = sha256(file)
+    file.with_suffix(".json").write_text(json.dumps(found))
+
+
+def matched(file: Path) -> dict:
+    """The manifest of a graph that was found to match eager at every number of slots."""
+    found = said(file)
+    slots = [case["slots"] for case in found["verified"]["cases"]]
+    assert slots == [1, 2, 40, 50, 50, 50, 50, 8192]
+    assert found["verified"]["ok"]
+    return found
+
+
+# --- every policy, stage and type: writing verifies, at 1, 2, N, N + block and 8,192 slots
+
+
+@pytest.mark.slow(keep=1)
+@pytest.mark.parametrize("name", OWN)
+def test_every_policy_is_exported_and_matches(name, shelf):
+    file = shelf(name)
+    model, found = onnx.load(file), matched(file)
+    assert found["formula"]
+    assert found["paper"]
+    assert file.stat().st_size <= 4096
+    read = {x for node in model.graph.node for x in node.input}
+    assert {p["name"] for p in found["inputs"]} == {v.name for v in model.graph.input} <= read
+    for port in (*found["inputs"], *found["outputs"]):
+        assert set(port) == {"name", "dtype", "axes", "unit", "meaning"}
+        assert port["meaning"]
+
+
+BASES = {"adakv": "snapkv", "cake": "cake+cake", "calidrop-h2o": "h2o", "criticalkv-adakv":
+         "criticalkv", "criticalkv-headkv": "criticalkv", "duoattention": "keydiff", "headkv":
+         "snapkv", "pyramidkv": "snapkv", "calidrop": "snapkv+calidrop",
+         "calidrop-streaming_llm": "streaming_llm"}  # fmt: skip
+
+
+def test_policies_with_graphs_of_their_own():
+    assert {"andpro", "cake", "criticalkv", "keydiff", "obcache-h2o", "snapkv"} <= set(OWN)
+    assert not {"full", *BASES} - {"cake"} & set(OWN)
+
+
+@pytest.mark.parametrize("name", BASES)
+def test_a_preset_that_shares_out_budgets_exports_its_base(name):
+    """The same graph, hence one export; and a note of what is not in it."""
+    spec = Spec(load_policy(name), ODD)
+    options = {"kernel": 5, "pool": "avg"} if name == "calidrop" else {}
+    options |= {"sinks": 32} if name == "calidrop-streaming_llm" else {}
+    base = Spec(load_policy(BASES[name], **options), ODD)
+    assert {**spec.recipe(), "name": ""} == {**base.recipe(), "name": ""}
+    assert spec.notes()
+
+
+@pytest.mark.slow(keep=1)
+@pytest.mark.parametrize("name", OWN[::3])
+def test_scores_are_exported_in_float16(name, shelf):
+    file = shelf(name, dtype="fp16")
+    types = {port["name"]: port["dtype"] for port in matched(file)["inputs"]}
+    assert types.get("keys", "float16") == types.get("values", "float16") == "float16"
+    assert said(file)["outputs"][0]["dtype"] == "float32"  # worth is never rounded to float16
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [*((name, "fp32") for name in OWN), *((name, "fp16") for name in OWN[::5])],
+)
+def test_every_policy_evicts(name, dtype, shelf):
+    file = shelf(name, "evict", dtype=dtype)
+    outputs = [port["name"] for port in matched(file)["outputs"]]
+    assert {"kept_keys", "kept_values", "kept_positions", "kept_slot"} <= set(outputs)
+    for state in graph_part(load_policy(name)).state:
+        assert f"kept_{state}" in outputs
+
+
+@pytest.mark.slow(keep=2)
+@pytest.mark.parametrize("dtype", ["fp32", "fp16"])
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("stage", ["score", "evict"])
+def test_keydiff_in_every_form(form, stage, dtype, shelf):
+    file = shelf("keydiff", stage, form, dtype)
+    cases = matched(file)["verified"]["cases"]
+    (outliers,) = (case for case in cases if case["kind"] == "outliers")
+    assert outliers["overlap"] >= 0.95  # with float64, keys whose squares float16 cannot hold
+    if stage == "score":
+        assert file.stat().st_size <= 1200
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("anchor", ["unit_mean", "median", "pairwise"])
+def test_keydiff_with_other_anchors(anchor, tmp_path):
+    for form in FORMS if anchor == "unit_mean" else FORMS[:1]:
+        export(tmp_path, "keydiff", "score", form, anchor=anchor)
+
+
+@pytest.mark.parametrize("options", [{"metric": "dot"}, {"metric": "euclidean"}])
+def test_keydiff_with_other_metrics(options, tmp_path):
+    assert "naive" in export(tmp_path, "keydiff", **options)[0].name
+    with pytest.raises(NotExportable, match="known for it: naive"):
+        export(tmp_path, "keydiff", form="stateless", **options)
+
+
+@pytest.mark.slow(keep=2)
+@pytest.mark.parametrize(
+    ("name", "stage"),
+    [("keydiff", "evict"), ("snapkv", "score"), ("criticalkv", "evict"), ("h2o", "score")],
+)
+def test_static_shapes(name, stage, tmp_path):
+    shape = Shape(kv_heads=3, heads=6, head_dim=16, block=10, budget=40, slots=50)
+    file, _ = export(tmp_path, name, stage, shape=shape)
+    for value in (v for p in ("inputs", "outputs") for v in said(file)[p]):
+        assert all(isinstance(axis["size"], int) for axis in value["axes"])
+    assert file.stat().st_size <= 8192  # no constant of a size that grows with the slots
+
+
+def test_a_soft_cap_and_a_scaling_of_its_own(tmp_path):
+    shape = Shape(kv_heads=2, heads=4, head_dim=16, scaling=0.1, softcap=5.0, block=10, budget=40)
+    export(tmp_path, "tova", shape=shape)
+
+
+# --- state that a device keeps
+
+
+def steps(shelf, form: str, dtype: torch.dtype, units: bool = False):
+    """Blocks arrive and are evicted by the graphs alone; scores after each, and eager's."""
+    short = "fp16" if dtype == torch.float16 else "fp32"
+    update, evict, score = (
+        session(shelf("keydiff", stage, form, short)) for stage in ("update", "evict", "score")
+    )
+    wide = (ODD.batch, ODD.kv_heads)
+    held = {
+        "keys": torch.zeros(*wide, 0, ODD.head_dim, dtype=dtype),
+        "values": torch.zeros(*wide, 0, ODD.head_dim, dtype=dtype),
+        "positions": torch.zeros(*wide, 0, dtype=torch.int32),
+        "inverse_norms": torch.zeros(*wide, 0),
+    }
+    anchor = torch.zeros(*wide, ODD.head_dim)
+    generator = torch.Generator().manual_seed(1)
+    gone = torch.zeros(*wide, 1, ODD.head_dim, dtype=dtype)
+    for step in range(12):
+        keys = (torch.randn(*wide, ODD.block, ODD.head_dim, generator=generator) + 1).to(dtype)
+        given = {"new_keys": keys, "gone_keys": gone, "anchor": anchor}
+        made = {k: torch.from_numpy(v) for k, v in feed(update, given).items()}
+        anchor = made.get("next_anchor", anchor)
+        places = torch.arange(step * ODD.block, (step + 1) * ODD.block, dtype=torch.int32)
+        new = {"keys": keys, "values": keys, "positions": places.expand(*wide, -1),
+               "inverse_norms": made["new_inverse_norms"]}  # fmt: skip
+        held = {name: torch.cat((held[name], new[name]), 2) for name in held}
+        pinned = torch.zeros(held["positions"].shape, dtype=torch.bool)
+        given = {**held, "anchor": anchor, "pinned": pinned}
+        policy = load_policy("keydiff").policy
+        plain = form_of(graph_part(load_policy("keydiff")), ODD, "naive")
+        yield feed(score, given)["scores"], policy.score(plain.observe(given)).numpy()
+        kept = {k: torch.from_numpy(v) for k, v in feed(evict, given).items()}
+        held = {name: kept[f"kept_{name}"] for name in held}
+        anchor = kept.get("kept_anchor", anchor)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("form", ["inverse_norms", "running_anchor"])
+def test_a_device_can_keep_keydiffs_state(form, dtype, shelf):
+    """Update, score and evict graphs alone give eager scores over a conversation."""
+    for got, eager in steps(shelf, form, dtype):
+        np.testing.assert_allclose(got, eager, atol=2e-6)
+
+
+def test_an_anchor_follows_what_is_evicted_without_the_evict_graph(shelf):
+    run_ = session(shelf("keydiff", "update", "running_anchor"))
+    new, gone = (torch.randn(3, 3, n, 24) for n in (10, 6))
+    before = torch.randn(3, 3, 24)
+    got = feed(run_, {"new_keys": new, "gone_keys": gone, "anchor": before})
+    expected = before + new.sum(2) - gone.sum(2)
+    np.testing.assert_allclose(got["next_anchor"], expected.numpy(), atol=2e-5)
+
+
+@pytest.mark.slow
+def test_criticalkv_keeps_norms_of_values(shelf):
+    assert [p["name"] for p in said(shelf("criticalkv", "update"))["inputs"]] == [
+        "new_values", "output_projection",
+    ]  # fmt: skip
+    names = [p["name"] for p in said(shelf("criticalkv"))["inputs"]]
+    assert {"output_norm", "pinned", "budget"} <= set(names)
+
+
+def test_accumulated_attention_goes_in_and_out(shelf):
+    run_ = session(shelf("h2o"))
+    graph = Spec(load_policy("h2o"), ODD).graph()
+    given = inputs(graph, Case("random", 50), torch.float32, seed=3)
+    first = feed(run_, given)
+    second = feed(run_, {**given, "accumulated": torch.from_numpy(first["next_accumulated"])})
+    added = first["scores"] - given["accumulated"].numpy()
+    np.testing.assert_allclose(second["scores"], first["scores"] + added, atol=1e-5)
+
+
+def test_pins_of_the_policy_and_of_the_caller_stay(shelf):
+    run_ = session(shelf("streaming_llm", "evict"))
+    graph = Spec(load_policy("streaming_llm"), ODD, "evict").graph()
+    given = inputs(graph, Case("random", 50), torch.float32)
+    given["positions"] = torch.arange(50, dtype=torch.int32).expand(3, 3, 50).contiguous()
+    given["seen"] = torch.tensor(50, dtype=torch.int32)
+    given["pinned"] = torch.zeros(3, 3, 50, dtype=torch.bool)
+    given["pinned"][..., 7] = True
+    got = feed(run_, given)["kept_positions"]
+    assert sorted(got[0, 0].tolist()) == [0, 1, 2, 3, 7, *range(15, 50)]
+
+
+# --- the files
+
+
+@pytest.mark.slow
+def test_graphs_hold_no_paths_and_load_on_older_runtimes(shelf):
+    for name, stage in (("keydiff", "evict"), ("snapkv", "score"), ("h2o", "evict")):
+        file = shelf(name, stage)
+        model = onnx.load(file)
+        assert [(o.domain, o.version) for o in model.opset_import] == [("", OPSET)]
+        assert model.ir_version <= 10
+        assert not any(n.metadata_props or n.doc_string or n.name for n in model.graph.node)
+        for kind in (file, file.with_suffix(".json")):
+            assert not re.search(rb"\.py|/[a-z]+/[a-z]+/|kvcap\.policies", kind.read_bytes())
+        assert {"GatherElements", "GatherND"}.isdisjoint(
+            {n.op_type for n in model.graph.node} if name != "snapkv" else set()
+        )
+
+
+@pytest.mark.slow
+def test_samples_are_what_the_graph_gives(shelf):
+    for name, stage in (("keydiff", "score"), ("tova", "evict")):
+        file = shelf(name, stage)
+        found = load_file(file.parent / said(file)["samples"]["file"])
+        given = {k[3:]: torch.from_numpy(v) for k, v in found.items() if k.startswith("in.")}
+        for key, value in feed(session(file), given).items():
+            np.testing.assert_array_equal(value, found[f"out.{key}"])
+
+
+def test_sizes_of_a_model_are_read_from_its_config(tmp_path):
+    sizes = model_sizes("pocket")
+    assert Shape(**sizes).scale == pytest.approx(sizes["head_dim"] ** -0.5)
+    for family, expected in (
+        ({"model_type": "gemma2", "query_pre_attn_scalar": 64}, 0.125),
+        ({"model_type": "granite", "attention_multiplier": 0.3}, 0.3),
+        ({"model_type": "llama"}, None),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps({**family, "num_hidden_layers": 2}))
+        assert model_sizes(str(tmp_path))["scaling"] == expected
+
+
+# --- what verification catches
+
+
+def test_a_wrong_constant_is_caught(copied):
+    model = onnx.load(copied)
+    (mean,) = (n for n in model.graph.node if n.op_type == "ReduceMean")
+    mean.op_type = "ReduceMax"
+    altered(copied, model)
+    (report,) = verify(copied, quick=True)
+    with pytest.raises(ToleranceError, match="differs by"):
+        report.require()
+
+
+def test_a_wrong_number_of_sinks_is_caught(shelf, tmp_path):
+    source = shelf("streaming_llm", "evict")
+    for file in source.parent.glob(f"{source.stem}.*"):
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    copy = tmp_path / source.name
+    model = onnx.load(copy)
+    (tensor,) = (t for t in model.graph.initializer
+                 if t.data_type == 6 and numpy_helper.to_array(t).tolist() == 4)  # fmt: skip
+    tensor.CopyFrom(numpy_helper.from_array(np.array(60, dtype=np.int32), tensor.name))
+    altered(copy, model)
+    (report,) = verify(copy, quick=True)
+    assert not report.ok
+    with pytest.raises(ToleranceError, match="other slots"):
+        report.require()
+
+
+def test_what_is_not_finite_is_caught(copied):
+    model = onnx.load(copied)
+    model.graph.node[-1].op_type = "Sqrt"
+    altered(copied, model)
+    (report,) = verify(copied, quick=True)
+    with pytest.raises(ToleranceError, match="not finite"):
+        report.require()
+
+
+def test_another_shape_is_caught(copied):
+    found = said(copied)
+    found["inputs"][0]["axes"][3]["size"] = 25
+    copied.with_suffix(".json").write_text(json.dumps(found))
+    with pytest.raises(ShapeError, match="inputs say"):
+        verify(copied)
+    found["inputs"][0]["axes"][3]["size"] = 24
+    found["outputs"].append({**found["outputs"][0], "name": "more"})
+    copied.with_suffix(".json").write_text(json.dumps(found))
+    with pytest.raises(ShapeError, match="2 outputs"):
+        verify(copied)
+
+
+def test_files_that_do_not_belong_together_are_refused(copied, shelf):
+    text = copied.with_suffix(".json").read_text()
+    copied.write_bytes(copied.read_bytes() + b"\0")
+    with pytest.raises(ManifestError, match="sha256"):
+        verify(copied)
+    copied.with_suffix(".json").write_text(text.replace("kvcap.export/1", "kvcap.export/9"))
+    with pytest.raises(ManifestError, match="schema"):
+        verify(copied)
+    copied.with_suffix(".json").write_text(text[:99])
+    with pytest.raises(ManifestError, match="cannot be read"):
+        verify(copied)
+    copied.with_suffix(".json").write_text('{"schema": "kvcap.export/1"}')
+    with pytest.raises(ManifestError, match=r"the whole: .* is a required property"):
+        verify(copied)
+    copied.with_suffix(".json").unlink()
+    with pytest.raises(ManifestError, match="no manifest"):
+        verify(copied)
+
+
+@pytest.mark.parametrize(
+    ("part", "value", "fault"),
+    [
+        ("stage", "both", "stage: 'both' is not one of"),
+        ("shape", {"kv_heads": 2}, "shape: 'heads' is a required property"),
+        ("inputs", [{"name": "keys", "dtype": "int8", "axes": []}], "inputs/0/dtype: 'int8'"),
+        ("graph", {"file": "../x.onnx", "sha256": "0" * 64}, "graph/file: '../x.onnx'"),
+        ("opset", 18.0, "opset: 18.0 is not of type 'integer'"),
+        ("schema", "kvcap.qnn/1", "has schema 'kvcap.qnn/1'"),
+    ],
+)
+def test_a_manifest_that_its_schema_does_not_allow_is_refused(copied, part, value, fault):
+    copied.with_suffix(".json").write_text(json.dumps({**said(copied), part: value}))
+    with pytest.raises(ManifestError, match=re.escape(fault)):
+        verify(copied)
+
+
+def test_no_manifest_is_written_that_could_not_be_read(copied, tmp_path):
+    with pytest.raises(ManifestError, match="dtype: 'bf16' is not one of"):
+        manifest.write({**said(copied), "dtype": "bf16"}, tmp_path / "x.json")
+    assert not list(tmp_path.glob("x*"))
+
+
+def test_a_manifest_of_a_policy_unknown_here_is_refused(copied):
+    found = said(copied)
+    found["policy"]["parts"] = "keydif"
+    copied.with_suffix(".json").write_text(json.dumps(found))
+    with pytest.raises(ManifestError, match="did you mean 'keydiff'"):
+        verify(copied)
+
+
+def test_a_broken_graph_is_refused_by_name(copied):
+    for data in (b"", b"no graph", copied.read_bytes()[:200]):
+        copied.write_bytes(data)
+        found = said(copied)
+        found["graph"]["sha256"] = sha256(copied)
+        copied.with_suffix(".json").write_text(json.dumps(found))
+        with pytest.raises(GraphBroken, match="no graph"):
+            verify(copied)
+
+
+def test_an_export_that_fails_leaves_nothing(tmp_path, monkeypatch):
+    from kvcap.policies.knorm import Knorm
+
+    eager = Knorm.score
+    monkeypatch.setattr(
+        Knorm, "score", lambda s, obs: eager(s, obs) * (2 if torch.compiler.is_exporting() else 1)
+    )
+    with pytest.raises(ToleranceError):
+        export(tmp_path / "new", "knorm")
+    assert not list((tmp_path / "new").iterdir())
+
+
+# --- the command line
+
+
+def test_a_graph_of_something_else_is_not_replaced_unasked(tmp_path, capsys):
+    def export(*options: str) -> tuple[int, str]:
+        sizes = ["--kv-heads", "1", "--heads", "2", "--quick", "-o", str(tmp_path)]
+        code = run(["export", "scorer", "knorm", *sizes, *options])
+        return code, capsys.readouterr().err
+
+    def files() -> dict[str, bytes]:
+        return {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+
+    assert export("--head-dim", "8")[0] == 0
+    before = files()
+    assert export("--head-dim", "8", "--dtype", "float32")[0] == 0
+    assert files().keys() == before.keys()
+    for options in (["--head-dim", "16"], ["--head-dim", "8", "--policy-option", "sink_tokens=2"]):
+        before = files()
+        code, err = export(*options)
+        assert code == 2
+        assert " instead of " in err
+        assert "--force" in err
+        assert files() == before
+    assert "head_dim 8 instead of 16" in export("--head-dim", "16")[1]
+    assert export("--head-dim", "16", "--force")[0] == 0
+    (found,) = (json.loads(path.read_text()) for path in tmp_path.glob("*.json"))
+    assert found["shape"]["head_dim"] == 16
+    next(tmp_path.glob("*.json")).write_text("{")
+    assert "no export that can be read" in export("--head-dim", "16")[1]
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "float16", "half"])
+def test_types_have_the_names_that_people_use(dtype):
+    spec = Spec(load_policy("keydiff"), ODD, dtype=dtype)
+    assert (spec.dtype, spec.torch_dtype) == ("fp16", torch.float16)
+
+
+def test_the_commands(tmp_path, capsys):
+    assert run(["export", "scorer", "tova", *SMALL, "-o", str(tmp_path), "--quick"]) == 0
+    assert "tova.score.naive.fp32.onnx" in capsys.readouterr().out
+    assert run(["export", "scorer", "snapkv", *SMALL, "--window", "4", "--policy-option",
+                "pool=avg", "--json", "--quick", "-o", str(tmp_path)]) == 0  # fmt: skip
+    found = json.loads(capsys.readouterr().out)
+    assert said(Path(found["graph"]))["policy"]["parameters"]["window"] == 4
+    assert run(["export", "verify", str(tmp_path), "--quick", "--json"]) == 0
+    assert [x["ok"] for x in json.loads(capsys.readouterr().out)] == [True, True]
+
+
+def test_exit_codes(copied, capsys, tmp_path):
+    assert run(["export", "scorer", "full"]) == 2
+    assert "never evicts" in capsys.readouterr().err
+    assert run(["export", "scorer", "snapkv", "--stage", "update"]) == 2
+    assert run(["export", "scorer", "tova", "--dtype", "int8"]) == 2
+    assert run(["export", "scorer", "tova", "--stage", "both"]) == 2
+    assert run(["export", "scorer", "tova", "--heads", "9", "--kv-heads", "2"]) == 2
+    assert run(["export", "scorer", "h2o", "--window", "8"]) == 2
+    assert run(["export", "scorer", "snapkv", "--stage", "evict", "--budget", "0"]) == 2
+    assert run(["export", "verify", str(tmp_path / "none")]) == 2
+    model = onnx.load(copied)
+    (mean,) = (n for n in model.graph.node if n.op_type == "ReduceMean")
+    mean.op_type = "ReduceMax"
+    altered(copied, model)
+    assert run(["export", "verify", str(copied), "--quick"]) == 1
+    captured = capsys.readouterr()
+    assert "FAILED" in captured.out
+    assert "differs by" in captured.err
+
+
+def test_ort_format_and_the_mobile_report(tmp_path, capsys):
+    assert run(["export", "scorer", "keydiff", *SMALL, "-o", str(tmp_path), "--ort", "--quick",
+                "--mobile-report", "--json"]) == 0  # fmt: skip
+    found = json.loads(capsys.readouterr().out)
+    assert Path(found["ort"]).read_bytes()[4:8] == b"ORTM"
+    assert "CoreML" in found["mobile"]
+
+
+def test_a_missing_extra_is_named(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "onnxscript", None)
+    with pytest.raises(ExtraMissing, match=r"pip install kvcap\[onnx\]"):
+        libraries.require()
+    assert run(["export", "scorer", "knorm"]) == 1
+    assert run(["export", "verify", "."]) == 1
+    assert "onnxscript" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_no_telemetry(shelf, tmp_path):
+    """A command leaves no file of ONNX Runtime's in a home of its own, though the user allows it.
+
+    Without the variable it leaves a device's id and a queue there.
+    """
+    home = tmp_path / "home"
+    home.mkdir()
+    env = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT / "src"), "HOME": str(home),
+           "XDG_CACHE_HOME": str(home / "cache"), "ORT_DISABLE_TELEMETRY": "0"}  # fmt: skip
+    program = "import sys\nfrom kvcap.cli import run\nsys.exit(run(sys.argv[1:]))"
+    done = subprocess.run(
+        [sys.executable, "-c", program, "export", "verify", str(shelf("knorm")), "--quick"],
+        env=env, capture_output=True, text=True, cwd=tmp_path, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert not [path for path in home.rglob("*") if "onnxruntime" in str(path)]
+
+
+@pytest.mark.slow
+def test_the_page(tmp_path, monkeypatch, capsys):
+    """Its commands run, and its tables name every input, field and formulation."""
+    page = (ROOT / "docs" / "export.md").read_text()
+    monkeypatch.chdir(tmp_path)
+    (block,) = re.findall(r"```sh\n(.*?)```", page, re.DOTALL)
+    commands = [line.split("#")[0].split() for line in block.splitlines() if line]
+    for program, *arguments in commands:
+        assert program == "kvcap"
+        quick = [] if "--json" in arguments else ["--quick"]
+        assert run([*arguments, *quick]) == 0, capsys.readouterr().err
+    (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    exec(code, {})
+    assert "scores" in capsys.readouterr().out
+    found = json.loads(next(tmp_path.rglob("*.json")).read_text())
+    for name in (*found, *FORMS, *PORTS):
+        assert f"`{name}`" in page, f"docs/export.md does not say what {name} is"
