@@ -76,7 +76,7 @@ def test_defaults_of_benchmarks_are_options(name: str) -> None:
 def test_keys_rotated_in_place_drift() -> None:
     error = {(r["keys"], r["dtype"]): r["error_max"] for r in load("positions")(TOY).rows}
     for dtype in ("float32", "bfloat16"):
-        assert error["in place", dtype] > 4 * error["at attention", dtype]
+        assert error["in place", dtype] > 4 * error["by shift", dtype]
 
 
 def test_unknown_benchmarks_name_the_known() -> None:
