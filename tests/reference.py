@@ -52,7 +52,7 @@ class ReferenceLayer(CacheLayerMixin):
 
     def __init__(self, setting: Setting, inv_freq: Tensor | None, index: int) -> None:
         super().__init__()
-        self.index, self.stay = index, list[int]()
+        self.index, self.target_length = index, list[int]()
         self.gone: list[list[Slot]] = []  # evicted, where they are attended to
         self.setting, self.inv_freq, self.seen = setting, inv_freq, 0
         self.heads: list[list[Slot]] = []
@@ -140,21 +140,21 @@ class ReferenceLayer(CacheLayerMixin):
             for slots in self.heads
         ]
         start = self.setting.start
-        self.stay = (
-            self.stay
+        self.target_length = (
+            self.target_length
             or (start[self.index] if start else [self.setting.budget] * 99)[: len(self.heads)]
         )
-        full = any(len(x) > n for x, n in zip(self.heads, self.stay, strict=True))
+        full = any(len(x) > n for x, n in zip(self.heads, self.target_length, strict=True))
         if self.setting.split is not None and full:
-            self.stay = self.setting.split(self.index, scored, pinned)
+            self.target_length = self.setting.split(self.index, scored, pinned)
         for k, slots in enumerate(self.heads):
             order = sorted(
                 range(len(slots)),
                 key=lambda j: (not pinned[k][j], -scored[k][j], -slots[j].time),
             )
-            kept = sorted(order[: self.stay[k]])
+            kept = sorted(order[: self.target_length[k]])
             self.gone = self.gone or [[] for _ in self.heads]
-            self.gone[k] += [slots[j] for j in order[self.stay[k] :]]
+            self.gone[k] += [slots[j] for j in order[self.target_length[k] :]]
             self.heads[k] = [slots[j] for j in kept]
 
     def sinks(self) -> int:

@@ -21,7 +21,7 @@ from filelock import FileLock
 
 import kvcap
 from kvcap.cli import run
-from kvcap.runtime.cache.step import Pass
+from kvcap.runtime.cache.step import ForwardContext
 from kvcap.runtime.planning.plan import MemoryPlan
 
 ROOT = Path(__file__).parents[1]
@@ -159,7 +159,7 @@ def in_blocks(model, cache, ids: torch.Tensor, block: int) -> torch.Tensor:
     with torch.no_grad():
         for part in ids.split(block, 1):
             positions = cache.next_position + torch.arange(part.shape[1])[None]
-            with cache.passing(Pass(cache.next_position)):
+            with cache.passing(ForwardContext(cache.next_position)):
                 parts.append(model(part, past_key_values=cache, position_ids=positions).logits)
     return torch.cat(parts, 1)
 

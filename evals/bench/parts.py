@@ -191,7 +191,7 @@ class _Slots:
     def by_kernels(self) -> None:
         """As `runtime/cache/evictor.py` does."""
         self.segment.held = self.slots
-        shift, buffers = self.segment.side("shift"), self.segment.buffers()
+        shift, buffers = self.segment.aux("shift"), self.segment.buffers()
         pins = evict.Pins(self.eviction.sink_tokens, self.eviction.recent_tokens, self.slots, ())
         evict.give_up(self.scores, self.segment.positions, self.count, pins, shift, buffers)
 
@@ -206,7 +206,7 @@ class _Slots:
         evicted = self.eviction.choose(self.scores, pinned, obs, self.count)
         gone = segment.positions.gather(-1, evicted).sort(dim=-1).values
         older = torch.searchsorted(gone, segment.positions.contiguous(), out_int32=True)
-        segment.side("shift").add_(older)
+        segment.aux("shift").add_(older)
         segment.compact(evicted)
 
 
@@ -220,7 +220,7 @@ class _Token:
         self.segment.held, self.slots = slots, slots
         self.segment.keys.copy_(keys)
         self.segment.values.copy_(_random(*keys.shape))
-        self.segment.side("shift").copy_(shift)
+        self.segment.aux("shift").copy_(shift)
         sizes = HEADS, KV_HEADS, KV_HEADS
         heads = _random(1, 1, sum(sizes), SIZE).transpose(1, 2)
         self.query, self.key, self.value = heads.split(sizes, dim=1)
@@ -230,8 +230,8 @@ class _Token:
     def by_kernels(self, rotated: bool = True) -> Tensor:
         """As `runtime/cache/attend.py` does."""
         self.segment.held = self.slots
-        buffers = self.segment.with_next(whole=False)
-        turn = (self.segment.side("shift"), self.rotation.table) if rotated else None
+        buffers = self.segment.append_views(whole=False)
+        turn = (self.segment.aux("shift"), self.rotation.table) if rotated else None
         return token.attend(
             self.query, self.key, self.value, self.angles, self.time, buffers, SIZE**-0.5, turn,
             early=True,
@@ -247,7 +247,7 @@ class _Token:
         with kernels.use("eager"):
             query, key = apply_rotary_pos_emb(self.query, self.key, *self.angles)
             self.segment.append(key, self.value, self.time)
-            keys = self.rotation.back(self.segment.keys, self.segment.side("shift"))
+            keys = self.rotation.back(self.segment.keys, self.segment.aux("shift"))
             return _sdpa((query, keys, self.segment.values))
 
 

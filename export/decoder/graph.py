@@ -66,7 +66,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.model, self.layout = model, layout
         # A window longer than the budget reaches back before the first slot that is held.
-        self.first = max(0, layout.ring_length - min(layout.budgets))
+        self.first = max(0, layout.window_length - min(layout.budgets))
         self.register_buffer("table", _table(layout, self.first), persistent=False)
         self.state = _state(layout)
         self.inputs: list[Port] = [TOKENS, SEEN, PINNED, *(s.port for s in self.state)]
@@ -142,7 +142,7 @@ def _state(layout: CacheLayout) -> list[State]:
             port = ports[name]
             axes = tuple(slots if axis == "slots" else axis for axis in port.axes)
             found.append(State(name, layer, _of(port, layer, axes, layout), budget))
-        if window := layout.ring_length:
+        if window := layout.window_length:
             axes = ("batch", "heads", "window", "head_dim")
             port = _of(PORTS["queries"], layer, axes, layout)
             found.append(State("queries", layer, port, window))

@@ -169,10 +169,10 @@ class LayerPass(CacheLayerMixin):  # type: ignore[misc]
             return None
         if count is None:
             return query
-        if layout.ring_length:
+        if layout.window_length:
             query = torch.cat((self.held["queries"], query), 2)
         window = query[:, :, query.shape[2] - torch.sym_min(query.shape[2], count) :]
-        if layout.ring_length:
+        if layout.window_length:
             self.kept["queries"] = window
         return window
 

@@ -17,16 +17,16 @@ from torch import Tensor
 from kvcap.runtime.errors import PaddingUnsupported, PositionMismatch
 from kvcap.runtime.types import ATTENTION
 
-Asked = Mapping[str, Any]  # what transformers gives to a function that makes a mask
+MaskRequest = Mapping[str, Any]  # what transformers gives to a function that makes a mask
 
 
 class Slots(int):
     """How many slots a block of a capped layer sees; `check` is shown what mask is asked for."""
 
-    check: Callable[[Asked], None] | None
+    check: Callable[[MaskRequest], None] | None
 
     @classmethod
-    def of(cls, count: int, check: Callable[[Asked], None] | None = None) -> Slots:
+    def of(cls, count: int, check: Callable[[MaskRequest], None] | None = None) -> Slots:
         """The number `count`."""
         found = cls(count)
         found.check = check
@@ -70,7 +70,7 @@ def watch_stock() -> None:
             AttentionMaskInterface.register(name, _checking(make))
 
 
-def check(asked: Asked, seen: int) -> None:
+def check(asked: MaskRequest, seen: int) -> None:
     """Refuse a mask that hides any of the `seen` tokens of a capped cache, or of the next block.
 
     Raises:
@@ -112,13 +112,13 @@ READY_MADE = (
 )
 
 
-def _length(asked: Asked) -> int:
+def _length(asked: MaskRequest) -> int:
     """Tokens of the block. Transformers 4.57 tells their places instead."""
     length: int = asked["q_length"] if "q_length" in asked else asked["cache_position"].shape[0]
     return length
 
 
-def _check(slots: Slots, asked: Asked) -> None:
+def _check(slots: Slots, asked: MaskRequest) -> None:
     if slots.check is not None:
         slots.check(asked)
 

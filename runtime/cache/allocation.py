@@ -12,7 +12,7 @@ from kvcap.runtime.cache.evicted_store import EvictedStore, MappedFile
 from kvcap.runtime.cache.layer_balance import LayerBalance
 from kvcap.runtime.cache.layout import CacheLayout
 from kvcap.runtime.cache.pool import Segment, SlotPool
-from kvcap.runtime.cache.query_window import QueryRing
+from kvcap.runtime.cache.query_window import QueryWindow
 from kvcap.runtime.models.rope import Rotation, table_dtype
 
 
@@ -22,23 +22,23 @@ class LayerStorage:
 
     segments: list[Segment]
     """Its slots: one segment, or one for every head where heads hold unequally many."""
-    ring: QueryRing | None
+    query_window: QueryWindow | None
     """Its last queries, if the policy observes more than a block may hold."""
     evicted_store: EvictedStore | None
     """Its evicted tokens, if a corrector keeps them."""
     rotation: Rotation | None
     """Moves its keys to other positions; None: they stay where they were read."""
-    moved: bool = False
+    needs_rotation: bool = False
     """Whether a slot was ever given up, so that keys count elsewhere than they are rotated to."""
 
     @property
     def pending_rotation(self) -> Rotation | None:
         """What keys must be rotated by before they are used, if by anything yet."""
-        return self.rotation if self.moved else None
+        return self.rotation if self.needs_rotation else None
 
-    def move(self) -> None:
+    def enable_rotation(self) -> None:
         """Have keys rotated from now on, though by nothing before a slot was given up."""
-        self.moved = self.rotation is not None
+        self.needs_rotation = self.rotation is not None
 
     def reset(self) -> None:
         """Forget everything; the buffers stay."""
@@ -46,7 +46,7 @@ class LayerStorage:
             segment.held = 0
         if self.evicted_store is not None:
             self.evicted_store.reset()
-        self.moved = False
+        self.needs_rotation = False
 
 
 class Allocation:
@@ -88,8 +88,8 @@ class Allocation:
         layout, heads = self.layout, self.layout.shape.heads
         segments, ring, store = self._segments(index, like), None, None
         rotation = self.rotation(like) if layout.rotates[index] else None
-        if layout.ring_length:
-            ring = QueryRing(like, heads, layout.ring_length)
+        if layout.window_length:
+            ring = QueryWindow(like, heads, layout.window_length)
             self._register(f"window.{index}", ring.named, like)
         if (corrector := layout.eviction.corrector) is not None:
             new = self._in_file(corrector.directory, like)

@@ -27,7 +27,7 @@ from kvcap.runtime.cache.pool import SHIFT
 from kvcap.runtime.cache.step import PendingBlock
 
 
-class Asked(NamedTuple):
+class AttentionCall(NamedTuple):
     """What a model's attention module wants besides its queries."""
 
     module: nn.Module
@@ -70,37 +70,43 @@ class SlotAttention:
             self._offsets = offsets, rotation.rows(offsets)
         return rotation.back_by(x, self._offsets[1])
 
-    def block(self, query: Tensor, block: PendingBlock, asked: Asked) -> Tensor:
+    def block(self, query: Tensor, block: PendingBlock, call: AttentionCall) -> Tensor:
         """Attention of an appended block, then eviction. [B, H, T, D] -> [B, H, T, D]."""
         context, evictor = block.context, self.evictor
         query = self.align(query[:, :, : block.length], block.offsets)
-        if self.storage.ring is not None:
-            with context.beside(query):
-                self.storage.ring.append(query)
-        clock = context.clock_after(block.length)
+        if self.storage.query_window is not None:
+            with context.run_async_if_last(query):
+                self.storage.query_window.append(query)
+        token_counter = context.token_counter_after(block.length)
         if context.filling:
-            assert clock is not None
-            return self._over_all_slots(query, clock, asked)
-        packed = self._packs(query, asked)
+            assert token_counter is not None
+            return self._over_all_slots(query, token_counter, call)
+        packed = self._packs(query, call)
         context.make_room()  # for a copy of all keys
         keys = self._keys(packed)
         queries = [segment.rows_of(query) for segment in self.segments]
         step = AttentionStep(
-            block.seen, block.length, keys.segments, queries, *asked, clock, keys.stored
+            block.total_tokens,
+            block.length,
+            keys.segments,
+            queries,
+            *call,
+            token_counter,
+            keys.stored,
         )
-        has_work = evictor.looks(block.length)
+        has_work = evictor.has_work(block.length)
         # A selection occupies few of a GPU's multiprocessors: attention hides it.
         early = has_work and context.is_waited_for
-        selected = evictor.select_early(step, context.meanwhile) if early else []
+        selected = evictor.select_early(step, context.run_async) if early else []
         if packed:
-            out = self._over_packed(query, keys.pool, asked)
+            out = self._over_packed(query, keys.pool, call)
         else:
-            out = self._over_segments(query, queries, keys.segments, asked)
+            out = self._over_segments(query, queries, keys.segments, call)
         if selected:
             context.rejoin()
             evictor.compact(selected)
         elif has_work:
-            with context.beside(step):
+            with context.run_async_if_last(step):
                 evictor.evict_if_due(step)
         return out
 
@@ -110,7 +116,7 @@ class SlotAttention:
         angles: tuple[Tensor, Tensor],
         time: Tensor,
         block: PendingBlock,
-        asked: Asked,
+        call: AttentionCall,
     ) -> Tensor | None:
         """The same of a block of one token that is yet to be rotated and appended.
 
@@ -120,47 +126,49 @@ class SlotAttention:
         context, filling = block.context, block.context.filling
         assert block.arrived is not None
         key, value = block.arrived
-        buffers = segment.with_next(whole=filling)
-        if others or storage.evicted_store is not None or asked.softcap is not None:
+        buffers = segment.append_views(whole=filling)
+        if others or storage.evicted_store is not None or call.softcap is not None:
             return None
         if any(block.offsets) or not takes_token(query, key, value, buffers):
             return None
-        if context.side is not None:
-            context.side.turn()
+        if context.stream is not None:
+            context.stream.next_layer()
         segment.held += 1
-        has_work = evictor.looks(1) and not filling
+        has_work = evictor.has_work(1) and not filling
         rotation, pending = storage.pending_rotation, None
         if rotation is not None:
-            pending = segment.side(SHIFT), rotation.table
+            pending = segment.aux(SHIFT), rotation.table
         out, query, sums = token.attend(
-            query, key, value, angles, time, buffers, asked.scaling, pending,
-            used=context.clock if filling else None,
-            early=context.side is not None,
+            query, key, value, angles, time, buffers, call.scaling, pending,
+            used=context.token_counter if filling else None,
+            early=context.stream is not None,
             summed=has_work and evictor.uses_stored_keys,
         )  # fmt: skip
-        if storage.ring is not None:
-            with context.beside(query):
-                storage.ring.append(query)
-        clock = context.clock_after(1)
+        if storage.query_window is not None:
+            with context.run_async_if_last(query):
+                storage.query_window.append(query)
+        token_counter = context.token_counter_after(1)
         if has_work:
-            with context.beside((query, sums)):
+            with context.run_async_if_last((query, sums)):
                 keys = segment.keys
                 if evictor.rotates_keys_itself:
                     stored = StoredKeys(sums, pending)
                 else:
                     stored = StoredKeys(sums, None)
                     if rotation is not None and evictor.reads_keys:
-                        keys = rotation.back(keys, segment.side(SHIFT))
-                step = AttentionStep(block.seen, 1, [keys], [query], *asked, clock, stored)
+                        keys = rotation.back(keys, segment.aux(SHIFT))
+                step = AttentionStep(
+                    block.total_tokens, 1, [keys], [query], *call, token_counter, stored
+                )
                 evictor.evict_if_due(step)
         return out
 
-    def _packs(self, query: Tensor, asked: Asked) -> bool:
+    def _packs(self, query: Tensor, call: AttentionCall) -> bool:
         """Whether heads of unequal lengths are attended in one call."""
         if len(self.segments) == 1 or self.storage.evicted_store is not None:
             return False
         first = self.segments[0]
-        return packs(query, first.pool.keys, first.pool.values, first.layer_heads, asked.softcap)
+        return packs(query, first.pool.keys, first.pool.values, first.layer_heads, call.softcap)
 
     def _keys(self, packed: bool) -> _HeldKeys:
         """All keys, rotated to where they count now; the whole pool's at once where `packed`."""
@@ -169,38 +177,38 @@ class SlotAttention:
         if rotation is None:
             return _HeldKeys([segment.keys for segment in segments], pool.keys)
         if packed:
-            flat = rotation.back(pool.keys, pool.side[SHIFT])
+            flat = rotation.back(pool.keys, pool.aux[SHIFT])
             return _HeldKeys([segment.view(flat) for segment in segments], flat)
         if self.evictor.uses_stored_keys:
-            keys, sums = rotation.back_and_sums(segments[0].keys, segments[0].side(SHIFT))
+            keys, sums = rotation.back_and_sums(segments[0].keys, segments[0].aux(SHIFT))
             return _HeldKeys([keys], pool.keys, StoredKeys(sums, None))
-        rotated = [rotation.back(segment.keys, segment.side(SHIFT)) for segment in segments]
+        rotated = [rotation.back(segment.keys, segment.aux(SHIFT)) for segment in segments]
         return _HeldKeys(rotated, pool.keys)
 
-    def _over_all_slots(self, query: Tensor, used: Tensor, asked: Asked) -> Tensor:
+    def _over_all_slots(self, query: Tensor, used: Tensor, call: AttentionCall) -> Tensor:
         """Attention over the first `used` [] slots, a number on the device, of one segment."""
         (segment,) = self.segments
         keys, values = (segment.whole(x) for x in (segment.pool.keys, segment.pool.values))
-        return attend_to_some(query, keys, values, used, asked.scaling, asked.softcap)
+        return attend_to_some(query, keys, values, used, call.scaling, call.softcap)
 
-    def _over_packed(self, query: Tensor, keys: Tensor, asked: Asked) -> Tensor:
+    def _over_packed(self, query: Tensor, keys: Tensor, call: AttentionCall) -> Tensor:
         """Attention of heads of unequal lengths in one call, over the pool's `keys` [slots, D]."""
         held, last = tuple(s.held for s in self.segments), self.segments[-1]
         starts = (*(s.start for s in self.segments), last.start + last.slots)
         self.rows = Rows.of(held, starts, query.device, self.rows)
         values = last.pool.values
-        return attend_packed(query, keys, values, self.rows, asked.scaling, asked.softcap)
+        return attend_packed(query, keys, values, self.rows, call.scaling, call.softcap)
 
     def _over_segments(
-        self, query: Tensor, queries: list[Tensor], keys: list[Tensor], asked: Asked
+        self, query: Tensor, queries: list[Tensor], keys: list[Tensor], call: AttentionCall
     ) -> Tensor:
         """Attention segment by segment, with what evicted tokens add where they are kept."""
         store, out = self.storage.evicted_store, None
         for i, segment in enumerate(self.segments):
             if store is None:
-                part = attend(queries[i], keys[i], segment.values, asked.scaling, asked.softcap)
+                part = attend(queries[i], keys[i], segment.values, call.scaling, call.softcap)
             else:
-                part = store.attend(i, segment, queries[i], keys[i], asked.scaling, asked.softcap)
+                part = store.attend(i, segment, queries[i], keys[i], call.scaling, call.softcap)
             if len(self.segments) == 1:
                 return part
             out = torch.empty_like(query) if out is None else out

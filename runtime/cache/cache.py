@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicSlidingWindowLayer
 
 from kvcap.policies import Eviction, Policy, PolicyError, load_policy
-from kvcap.runtime.attention.masks import READY_MADE, Asked, check, watch_stock
+from kvcap.runtime.attention.masks import READY_MADE, MaskRequest, check, watch_stock
 from kvcap.runtime.cache.allocation import Allocation
 from kvcap.runtime.cache.evicted_store import EvictedStore
 from kvcap.runtime.cache.layer import BudgetLayer
@@ -19,7 +19,7 @@ from kvcap.runtime.cache.layer_balance import LayerBalance
 from kvcap.runtime.cache.layout import CacheLayout
 from kvcap.runtime.cache.pinned_slots import check_pins, slots_needed
 from kvcap.runtime.cache.pool import Segment, resize
-from kvcap.runtime.cache.step import Pass
+from kvcap.runtime.cache.step import ForwardContext
 from kvcap.runtime.errors import PaddingUnsupported, PlanInfeasible, UnsupportedModel
 from kvcap.runtime.memory.cap_guard import CapGuard
 from kvcap.runtime.models.config import ModelShape
@@ -77,7 +77,7 @@ class BudgetCache(Cache):  # type: ignore[misc]
         positions = positions or ("true" if stock or not shape.moves_exactly else "compact")
         self.layout = CacheLayout(shape, self.eviction, budget_tokens, block_size, positions)
         self.eviction.check(budget_tokens, len(shape.capped), shape.kv_heads)
-        self.current = Pass()
+        self.context = ForwardContext()
         """The forward pass in hand."""
         self.pinned_spans: list[tuple[int, int]] = []
         """Tokens read, [start, stop), that are never evicted; see `pin`."""
@@ -125,10 +125,10 @@ class BudgetCache(Cache):  # type: ignore[misc]
                 raise PaddingUnsupported(READY_MADE)
             self._mask_checked = False
             if key_states.shape[2] > 1:
-                self.current.room = self.room
+                self.context.room = self.room
         layer = self.layers[layer_idx]
         if isinstance(layer, BudgetLayer):
-            return layer.update(key_states, value_states, self.current)
+            return layer.update(key_states, value_states, self.context)
         found: tuple[Tensor, Tensor] = super().update(
             key_states, value_states, layer_idx, *args, **kwargs
         )
@@ -147,9 +147,9 @@ class BudgetCache(Cache):  # type: ignore[misc]
         """Rotate, append and attend to one token in a layer; see `BudgetLayer.read_token`."""
         layer = self.layers[layer_idx]
         assert isinstance(layer, BudgetLayer), "all layers are capped where tokens are read so"
-        return layer.read_token(query, key, value, angles, module, scaling, self.current)
+        return layer.read_token(query, key, value, angles, module, scaling, self.context)
 
-    def check_mask(self, asked: Asked) -> None:
+    def check_mask(self, asked: MaskRequest) -> None:
         """Take note of the mask that a pass asks transformers for.
 
         Raises:
@@ -188,36 +188,36 @@ class BudgetCache(Cache):  # type: ignore[misc]
     @property
     def next_position(self) -> int:
         """Where the block loop reads the next token."""
-        return self.longest if self.moves else self.seen
+        return self.longest if self.compact_positions else self.seen
 
     @property
-    def moves(self) -> bool:
+    def compact_positions(self) -> bool:
         """Whether blocks are read at compact positions."""
         return self.layout.positions == "compact" and self.layout.shape.all_capped
 
     @property
-    def counts(self) -> list[tuple[int, list[int]]]:
+    def counters(self) -> list[tuple[int, list[int]]]:
         """Of every layer, the tokens read and the slots each segment holds."""
         return [(layer.seen, [s.held for s in layer.segments]) for layer in self.capped_layers]
 
-    @counts.setter
-    def counts(self, value: list[tuple[int, list[int]]]) -> None:
+    @counters.setter
+    def counters(self, value: list[tuple[int, list[int]]]) -> None:
         for layer, (seen, held) in zip(self.capped_layers, value, strict=True):
-            layer.count_as(seen, held)
+            layer.restore_counters(seen, held)
 
-    def count(self, tokens: int, kept: bool) -> None:
+    def advance(self, tokens: int, kept: bool) -> None:
         """Count tokens read elsewhere, in a CUDA graph; all `kept`, or down to the budget."""
         for layer in self.capped_layers:
-            layer.count(tokens, kept)
+            layer.advance(tokens, kept)
 
-    def move(self) -> None:
+    def enable_rotation(self) -> None:
         """Have keys rotated from now on, though by nothing before a slot was given up."""
         for layer in self.capped_layers:
-            layer.move()
+            layer.enable_rotation()
 
     def places(self, tokens: Tensor) -> Tensor:
         """How far behind `next_position` the tokens [T] of a pass are read."""
-        several = self.current.blocks > 1 and self.moves
+        several = self.context.blocks > 1 and self.compact_positions
         return tokens % self.block_size if several else tokens
 
     @property
@@ -286,13 +286,13 @@ class BudgetCache(Cache):  # type: ignore[misc]
         return self
 
     @contextmanager
-    def passing(self, current: Pass) -> Iterator[Pass]:
+    def passing(self, context: ForwardContext) -> Iterator[ForwardContext]:
         """Within it, that is the forward pass in hand."""
-        self.current = current
+        self.context = context
         try:
-            yield current
+            yield context
         finally:
-            self.current = Pass()
+            self.context = ForwardContext()
 
     def pin(self, spans: Sequence[Span]) -> None:
         """Never evict these tokens, as [start, stop) in tokens read; those to come, too.

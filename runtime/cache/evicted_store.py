@@ -146,7 +146,7 @@ class EvictedStore:
             # An evicted token counts behind the held ones that are older than it.
             held = segment.positions.sort(dim=-1).values
             rank = torch.searchsorted(held, evicted.positions.to(query.device).contiguous())
-            keys = self.rotation.back(keys, evicted.side("made_at").to(query.device) - rank)
+            keys = self.rotation.back(keys, evicted.aux("made_at").to(query.device) - rank)
         return attend_with_lse(query, keys, values, scaling, softcap)
 
     def take(
@@ -186,10 +186,10 @@ class EvictedStore:
             place.append(stored[:, :, part_slots].cpu(), values[:, :, part_slots].cpu(), part.int())
             new = slice(place.held - len(part), place.held)
             place.positions[:, :, new] = times[:, :, part_slots].cpu()
-            place.side("made_at")[:, :, new] = made_at[:, :, part_slots].cpu()
-            place.side("score")[:, :, new] = scores.gather(2, slots)[:, :, part_slots].cpu()
+            place.aux("made_at")[:, :, new] = made_at[:, :, part_slots].cpu()
+            place.aux("score")[:, :, new] = scores.gather(2, slots)[:, :, part_slots].cpu()
             if (excess := place.held - place.budget) > 0:
-                place.compact(lowest(place.side("score"), place.positions, excess))
+                place.compact(lowest(place.aux("score"), place.positions, excess))
 
     def _remember(
         self,

@@ -41,7 +41,9 @@ class AttentionStep:
     module: nn.Module | None = None  # the attention module
     scaling: float = 1.0
     softcap: float | None = None
-    clock: Tensor | None = None  # tokens read, the block's included, on the device [] in a graph
+    token_counter: Tensor | None = (
+        None  # tokens read, the block's included, on the device [] in a graph
+    )
     stored: kernels.StoredKeys | None = None  # of the first segment's keys
 
 
@@ -122,7 +124,7 @@ class Evictor:
     @property
     def excess(self) -> int:
         """The most slots that a head holds above what stays."""
-        return max(0, max(segment.held - segment.stay for segment in self.segments))
+        return max(0, max(segment.held - segment.target_length for segment in self.segments))
 
     @property
     def free(self) -> int:
@@ -149,7 +151,7 @@ class Evictor:
         excess = self.excess
         return excess if length > 1 or excess >= self.evict_every else 0
 
-    def looks(self, length: int) -> bool:
+    def has_work(self, length: int) -> bool:
         """Whether the policy has anything to do after a block of `length`."""
         return bool(self.due(length) or self.eviction.state or (self.balance and length > 1))
 
@@ -176,7 +178,7 @@ class Evictor:
             What to `compact` after attention; nothing: `evict_if_due` does all of it.
         """
         observed = self._observe_all(step)
-        counts = [segment.held - segment.stay for segment in self.segments]
+        counts = [segment.held - segment.target_length for segment in self.segments]
         if self.balance is not None or 1 in counts or not self._fused(observed):
             return []
         self._update_state(observed)
@@ -191,17 +193,19 @@ class Evictor:
         for one in evictions:
             if one.fused:
                 one.compact_by_kernel()
-                self.storage.move()
+                self.storage.enable_rotation()
                 continue
             slots, store = one.select(), self.storage.evicted_store
             if store is not None:
                 store.take(one.index, one.segment, slots, one.scores, one.obs, one.shift)
             self._give_up(one.segment, slots)
         if self.eviction.heads_move:
-            resize(self.segments, self._filled([segment.stay for segment in self.segments]))
+            resize(
+                self.segments, self._filled([segment.target_length for segment in self.segments])
+            )
 
     def shrink_to_budget(self, segment: Segment, step: AttentionStep) -> None:
-        """Evict one head's slots down to `segment.stay`, without queries.
+        """Evict one head's slots down to `segment.target_length`, without queries.
 
         By the policy's scores where those need none, else the oldest that nothing pins.
         """
@@ -214,14 +218,14 @@ class Evictor:
             scores = segment.positions.float()
         else:
             scores = eviction.score(obs)
-        slots = eviction.choose(scores, pinned, obs, segment.held - segment.stay)
+        slots = eviction.choose(scores, pinned, obs, segment.held - segment.target_length)
         self._give_up(segment, slots)
 
     def _update_state(self, observed: list[Observation]) -> None:
         """What the policy remembers of slots."""
         for segment, obs in zip(self.segments, observed, strict=True):
             for name, tensor in self.eviction.update(obs, kernels.update).items():
-                segment.side(name).copy_(tensor)
+                segment.aux(name).copy_(tensor)
 
     def _evictions(
         self, observed: list[Observation], stored: kernels.StoredKeys | None
@@ -231,18 +235,22 @@ class Evictor:
         score = partial(kernels.score, stored=stored)
         found = []
         for i, (segment, obs) in enumerate(zip(self.segments, observed, strict=True)):
-            if segment.held <= segment.stay and not eviction.heads_move:
+            if segment.held <= segment.target_length and not eviction.heads_move:
                 continue
-            shift = None if storage.rotation is None else segment.side(SHIFT)
-            newer = None if storage.ring is None else segment.rows_of(storage.ring.shift)
+            shift = None if storage.rotation is None else segment.aux(SHIFT)
+            newer = (
+                None
+                if storage.query_window is None
+                else segment.rows_of(storage.query_window.shift)
+            )
             scores = eviction.score(obs, score, finite=not fused)
             pinned = None if fused else eviction.pinned(obs)
-            count = segment.held - segment.stay
+            count = segment.held - segment.target_length
             those = scores, count, eviction, fused, pinned, shift, newer
             found.append(SegmentEviction(i, segment, obs, *those))
         if eviction.heads_move:
             for one, kept in zip(found, self._split(found), strict=True):
-                one.segment.stay = one.obs.budget = kept
+                one.segment.target_length = one.obs.budget = kept
                 one.count = one.segment.held - kept
         return [one for one in found if one.count > 0]
 
@@ -254,9 +262,11 @@ class Evictor:
         if eviction.rescorer is not None or self.storage.evicted_store is not None:
             return False
         return all(
-            evict.covers(obs.positions, segment.held - segment.stay, spans, segment.buffers())
+            evict.covers(
+                obs.positions, segment.held - segment.target_length, spans, segment.buffers()
+            )
             for segment, obs in zip(self.segments, observed, strict=True)
-            if segment.held > segment.stay
+            if segment.held > segment.target_length
         )
 
     def _give_up(self, segment: Segment, evicted: Tensor) -> None:
@@ -266,10 +276,10 @@ class Evictor:
             # A survivor moves down by the number of evicted tokens older than itself.
             gone = segment.positions.gather(-1, evicted).sort(dim=-1).values
             older = torch.searchsorted(gone, segment.positions.contiguous(), out_int32=True)
-            segment.side(SHIFT).add_(older)
-        storage.move()
-        if storage.ring is not None:
-            storage.ring.moved(segment, evicted.shape[-1])
+            segment.aux(SHIFT).add_(older)
+        storage.enable_rotation()
+        if storage.query_window is not None:
+            storage.query_window.move_down(segment, evicted.shape[-1])
         segment.compact(evicted)
 
     def _split(self, evictions: Sequence[SegmentEviction]) -> list[int]:
@@ -303,10 +313,10 @@ class Evictor:
             return None
         if count is None:
             return step.queries[index]
-        if self.storage.ring is None:
+        if self.storage.query_window is None:
             return step.queries[index][:, :, -count:]
         count = min(count, step.tokens)
-        return self.storage.ring.last(segment, count, self.storage.pending_rotation)
+        return self.storage.query_window.last(segment, count, self.storage.pending_rotation)
 
     def _observe_all(self, step: AttentionStep) -> list[Observation]:
         return [self._observe(i, segment, step) for i, segment in enumerate(self.segments)]
@@ -320,15 +330,15 @@ class Evictor:
             keys=step.keys[index],
             values=segment.values,
             positions=segment.positions,
-            num_tokens=step.tokens if step.clock is None else step.clock,
-            budget=segment.stay,
+            num_tokens=step.tokens if step.token_counter is None else step.token_counter,
+            budget=segment.target_length,
             new=step.length,
             layer=self.index,
             first_head=segment.head,
             queries=self._window(index, segment, step),
             scaling=step.scaling,
             softcap=step.softcap,
-            state={name: segment.side(name) for name in eviction.state},
+            state={name: segment.aux(name) for name in eviction.state},
             output_projection=projection,
             saliency=eviction.saliency,
             pinned_spans=tuple(self.pinned_spans),

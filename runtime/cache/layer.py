@@ -15,15 +15,14 @@ from torch import Tensor, nn
 from transformers.cache_utils import CacheLayerMixin
 
 from kvcap.runtime.attention.functions import Rows, without_gradient
-from kvcap.runtime.attention.masks import Asked as AskedMask
-from kvcap.runtime.attention.masks import Slots
+from kvcap.runtime.attention.masks import MaskRequest, Slots
 from kvcap.runtime.cache.allocation import Allocation, LayerStorage
-from kvcap.runtime.cache.attend import Asked, SlotAttention
+from kvcap.runtime.cache.attend import AttentionCall, SlotAttention
 from kvcap.runtime.cache.evicted_store import EvictedStore
 from kvcap.runtime.cache.evictor import AttentionStep, Evictor
 from kvcap.runtime.cache.pool import Segment
-from kvcap.runtime.cache.query_window import QueryRing
-from kvcap.runtime.cache.step import Pass, PendingBlock
+from kvcap.runtime.cache.query_window import QueryWindow
+from kvcap.runtime.cache.step import ForwardContext, PendingBlock
 from kvcap.runtime.errors import (
     BlockTooLarge,
     CacheMismatch,
@@ -57,7 +56,7 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
         allocation: Allocation,
         evict_every: int,
         pinned_spans: Sequence[Span],
-        check_mask: Callable[[AskedMask], None],
+        check_mask: Callable[[MaskRequest], None],
     ) -> None:
         super().__init__()
         self.index, self.layout = index, allocation.layout
@@ -65,7 +64,9 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
         self.seen = 0  # tokens read
         self.storage: LayerStorage | None = None
         self.segments: list[Segment] = []  # its slots: one, or one for every head
-        self.ring: QueryRing | None = None  # its last queries, where the policy observes them
+        self.query_window: QueryWindow | None = (
+            None  # its last queries, where the policy observes them
+        )
         self.evicted_store: EvictedStore | None = None  # its evicted tokens, where they are kept
         self.evictor: Evictor | None = None
         self.pending: PendingBlock | None = None
@@ -130,7 +131,7 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
         """Allocate everything this layer will ever hold."""
         self._like = key_states.shape[0], key_states.dtype, key_states.device
         storage = self.storage = self._allocation.layer(self.index, key_states)
-        self.segments, self.ring = storage.segments, storage.ring
+        self.segments, self.query_window = storage.segments, storage.query_window
         self.evicted_store = storage.evicted_store
         balance = self._allocation.balance
         self.evictor = Evictor(
@@ -140,7 +141,7 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
         self.is_initialized = True
 
     def update(
-        self, key_states: Tensor, value_states: Tensor, context: Pass | None = None
+        self, key_states: Tensor, value_states: Tensor, context: ForwardContext | None = None
     ) -> tuple[Tensor, Tensor]:
         """Append a block [B, K, T, D] but for its fillers; returns what is held (views).
 
@@ -152,13 +153,13 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
             BlockTooLarge, MemoryCapExceeded, CacheMismatch: before anything is changed.
             UnsupportedModel: the policy or the positions need the registered attention function.
         """
-        context = context or Pass()
+        context = context or ForwardContext()
         length = context.tokens or key_states.shape[2]
         if self.storage is None:
             self.lazy_initialization(key_states)
         self._check_like(key_states)
-        if context.side is not None:
-            context.side.turn()
+        if context.stream is not None:
+            context.stream.next_layer()
         sizes = self._sizes(length, context)
         with torch.no_grad():
             arrived = key_states[:, :, :length], value_states[:, :, :length]
@@ -184,7 +185,7 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
                 "one batch size, type and device, also after reset(): make a new BudgetCache"
             )
 
-    def _sizes(self, length: int, context: Pass) -> list[int]:
+    def _sizes(self, length: int, context: ForwardContext) -> list[int]:
         """The lengths of the blocks in which so many tokens are appended: one after the other.
 
         Several come in one pass of the block loop; and a block is read in two where tokens are held
@@ -214,8 +215,8 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
         times = context.times_of(self.seen, block.length, keys.device)
         for segment in self.segments:
             rows = segment.rows_of(keys), segment.rows_of(values)
-            segment.append(*rows, times, context.clock if context.filling else None)
-        self.seen = block.seen
+            segment.append(*rows, times, context.token_counter if context.filling else None)
+        self.seen = block.total_tokens
 
     def _make_room(self, block: PendingBlock) -> None:
         """Check a block, evict what stock attention left, and say where the block counts."""
@@ -224,7 +225,7 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
         if self.pending is not None and self._overdue(block.length):
             held = [segment.keys for segment in self.segments]
             self.evictor.evict_if_due(AttentionStep(self.seen, self.pending.length, held), now=True)
-        block.seen = self.seen + block.length
+        block.total_tokens = self.seen + block.length
         if self.rotates:
             read_at = self.seen if block.context.start is None else block.context.start
             block.offsets = tuple(read_at - segment.held for segment in self.segments)
@@ -237,7 +238,7 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
         angles: tuple[Tensor, Tensor],
         module: nn.Module,
         scaling: float,
-        context: Pass | None = None,
+        context: ForwardContext | None = None,
     ) -> Tensor | None:
         """Rotate, append and attend to one token by one kernel, then evict.
 
@@ -262,14 +263,14 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
         if self._attention is None:
             return None
         self._check_like(key)
-        context = context or Pass()
+        context = context or ForwardContext()
         block = PendingBlock(context, 1, (key, value), [1])
         self._make_room(block)
         times = context.times_of(self.seen, 1, key.device)
-        asked = Asked(module, scaling, None)
-        out = self._attention.token(query, angles, times, block, asked)
+        call = AttentionCall(module, scaling, None)
+        out = self._attention.token(query, angles, times, block, call)
         if out is not None:
-            self.seen = block.seen
+            self.seen = block.total_tokens
         return out
 
     def attend(
@@ -294,13 +295,13 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
         assert block is not None, "attention comes once after every update"
         if block.context.start is None and self.index == 0:
             self._check_positions(block, position_ids)
-        self.pending, asked = None, Asked(module, scaling, softcap)
+        self.pending, call = None, AttentionCall(module, scaling, softcap)
         if block.appended:
-            return self._attention.block(query, block, asked)
+            return self._attention.block(query, block, call)
         out = []
         for part, queries in block.parts(query):
             self._append(part)
-            out.append(self._attention.block(queries, part, asked).transpose(1, 2))
+            out.append(self._attention.block(queries, part, call).transpose(1, 2))
         return torch.cat(out, dim=1).transpose(1, 2)
 
     def _overdue(self, length: int) -> int:
@@ -364,20 +365,20 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
             for segment in self.segments:
                 segment.held -= block.length
 
-    def count(self, tokens: int, kept: bool) -> None:
+    def advance(self, tokens: int, kept: bool) -> None:
         """Count tokens read in a CUDA graph; all `kept`, or down to the budget."""
         self.seen += tokens
         for segment in self.segments:
-            segment.held = segment.held + tokens if kept else segment.stay
+            segment.held = segment.held + tokens if kept else segment.target_length
         if not kept:
-            self.move()
+            self.enable_rotation()
 
-    def move(self) -> None:
+    def enable_rotation(self) -> None:
         """Have keys rotated from now on, though by nothing before a slot was given up."""
         assert self.storage is not None
-        self.storage.move()
+        self.storage.enable_rotation()
 
-    def count_as(self, seen: int, held: list[int]) -> None:
+    def restore_counters(self, seen: int, held: list[int]) -> None:
         """Count as before a block that was begun and never came to be, as in a failed capture."""
         self.seen, self.pending = seen, None
         for segment, slots in zip(self.segments, held, strict=True):

@@ -30,7 +30,7 @@ class LayerBalance:
         self.preferences[index] = preference
         if (wanted := self._wanted(seen)) is not None:
             segment = self.segments[index]
-            segment.stay = min(segment.budget, wanted[index])
+            segment.target_length = min(segment.budget, wanted[index])
 
     def rebalance(self, seen: int) -> None:
         """After a block of all layers, give those that want more what others no longer hold."""
@@ -43,7 +43,7 @@ class LayerBalance:
         more = apportion(shares, self.average * len(held) - sum(held))
         resize(self.segments, [h + extra for h, extra in zip(held, more, strict=True)])
         for segment, slots in zip(self.segments, wanted, strict=True):
-            segment.stay = max(1, min(segment.budget, slots))
+            segment.target_length = max(1, min(segment.budget, slots))
 
     def reset(self) -> None:
         """Forget what was preferred."""

@@ -113,17 +113,17 @@ class CacheLayout:
         return any(self.rotates[index] for index in layers)
 
     @property
-    def ring_length(self) -> int:
+    def window_length(self) -> int:
         """Queries kept per layer between blocks."""
         observed = self.eviction.policy.queries_observed
         return observed if observed is not None and observed > 1 else 0
 
     @property
     def rotation_span(self) -> int:
-        """Shifts that can occur: a key's within the slots, a kept query's by the ring more."""
+        """Shifts that can occur: a key's within the slots, a kept query's by the window more."""
         if not any(self.rotates):
             return 0
-        return self.longest + self.ring_length + self.block_size + 1
+        return self.longest + self.window_length + self.block_size + 1
 
     @property
     def rope(self) -> Rope | None:
@@ -149,7 +149,7 @@ class CacheLayout:
             slots = sum(self.slots(index, batch) for index in layers)
             found |= _slots(f"pool.{number}", slots, size, dtype, self.aux(layers))
         for index in range(len(self.budgets)):
-            if length := self.ring_length:
+            if length := self.window_length:
                 queries = (batch, self.shape.heads, length, size)
                 shifts = (batch, self.shape.kv_heads, length)
                 found[f"window.{index}.queries"] = BufferSpec("query_window", queries, dtype)

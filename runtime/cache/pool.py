@@ -1,4 +1,4 @@
-"""Keys, values and side tensors of a fixed number of slots, cut into segments.
+"""Keys, values and auxiliary tensors of a fixed number of slots, cut into segments.
 
 Allocated once, never grown, never replaced. A segment is the slots of heads that hold equally many:
 a whole layer where budgets are uniform, one head where they are not, so that nothing is padded and
@@ -18,11 +18,11 @@ from kvcap.kernels import append
 from kvcap.kernels.choice import ready
 
 SHIFT = "shift"
-"""The side tensor of how far a slot's position has moved down since its key was rotated."""
+"""The auxiliary tensor of how far a slot's position has moved down since its key was rotated."""
 
 
 class SlotPool:
-    """Flat buffers `[slots, D]` of keys and values, `[slots]` of positions and side tensors.
+    """Flat buffers `[slots, D]` of keys and values, `[slots]` of positions and auxiliary tensors.
 
     `new` makes them, as `torch.zeros` does.
     """
@@ -33,14 +33,14 @@ class SlotPool:
         head_size: int,
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
-        side: Mapping[str, torch.dtype] | None = None,
+        aux: Mapping[str, torch.dtype] | None = None,
         new: Callable[..., Tensor] = torch.zeros,
     ) -> None:
         self.slots = slots
         self.keys = new(slots, head_size, dtype=dtype, device=device)
         self.values = new(slots, head_size, dtype=dtype, device=device)
         self.positions = new(slots, dtype=torch.int32, device=device)
-        self.side = {name: new(slots, dtype=dt, device=device) for name, dt in (side or {}).items()}
+        self.aux = {name: new(slots, dtype=dt, device=device) for name, dt in (aux or {}).items()}
 
     @property
     def nbytes(self) -> int:
@@ -55,22 +55,22 @@ class SlotPool:
     def named(self) -> dict[str, Tensor]:
         """Everything that belongs to a slot, by name."""
         return {
-            "keys": self.keys, "values": self.values, "positions": self.positions, **self.side,
+            "keys": self.keys, "values": self.values, "positions": self.positions, **self.aux,
         }  # fmt: skip
 
     def kinds(self) -> dict[str, torch.dtype]:
-        """The side tensors' types by name."""
-        return {name: tensor.dtype for name, tensor in self.side.items()}
+        """The auxiliary tensors' types by name."""
+        return {name: tensor.dtype for name, tensor in self.aux.items()}
 
     def buffers(self) -> list[Tensor]:
         """Everything that belongs to a slot and moves with it."""
-        return [self.keys, self.values, self.positions, *self.side.values()]
+        return [self.keys, self.values, self.positions, *self.aux.values()]
 
 
 class Segment:
     """`[b, k]` rows of equally many slots, side by side in a pool from slot `start`.
 
-    `budget` slots of a row stay after an eviction, or fewer where `stay` is set lower; `block` more
+    `budget` slots of a row stay after an eviction, or fewer where `target_length` is set lower; `block` more
     take the arriving tokens.
 
     Args:
@@ -107,7 +107,7 @@ class Segment:
         self.pool, self.start, self.budget, self.block = pool, start, budget, block
         self.batch, self.heads, self.row, self.head = batch, heads, row, head
         self.layer_heads = layer_heads or heads
-        self.stay = budget
+        self.target_length = budget
         self.held = 0
         device = pool.positions.device
         self._rows = torch.arange(batch * heads, device=device).view(batch, heads, 1)
@@ -137,15 +137,15 @@ class Segment:
         """The held tokens' places in the conversation, a view [b, k, held] int32."""
         return self.view(self.pool.positions)
 
-    def side(self, name: str) -> Tensor:
-        """A side tensor's held part, a view [b, k, held]."""
-        return self.view(self.pool.side[name])
+    def aux(self, name: str) -> Tensor:
+        """A auxiliary tensor's held part, a view [b, k, held]."""
+        return self.view(self.pool.aux[name])
 
     def buffers(self) -> list[Tensor]:
         """The held parts of all the pool's buffers, views."""
         return [self.view(buffer) for buffer in self.pool.buffers()]
 
-    def with_next(self, whole: bool) -> list[Tensor]:
+    def append_views(self, whole: bool) -> list[Tensor]:
         """The same and the slot behind them, for a token; or the `whole` of all slots."""
         slots = self.capacity if whole else self.held + 1
         return [self._view(buffer, 0, slots) for buffer in self.pool.buffers()]
@@ -187,8 +187,8 @@ class Segment:
         else:
             for target, block in zip(targets, (keys, values, positions), strict=False):
                 target.copy_(block)
-            for side in targets[3:]:
-                side.zero_()
+            for aux in targets[3:]:
+                aux.zero_()
         self.held = stop
 
     def compact(self, evicted: Tensor) -> None:
@@ -252,7 +252,7 @@ def resize(segments: Sequence[Segment], budgets: Sequence[int]) -> None:
         count = min(old - new, segment.held)
         _move(segment.pool, old + segment.held - count, new, count)
     for segment, first, budget in places:
-        segment.start, segment.budget, segment.stay = first, budget, budget
+        segment.start, segment.budget, segment.target_length = first, budget, budget
 
 
 def _move(pool: SlotPool, source: int, target: int, count: int) -> None:

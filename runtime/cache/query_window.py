@@ -15,7 +15,7 @@ from kvcap.runtime.cache.pool import Segment
 from kvcap.runtime.models.rope import Rotation
 
 
-class QueryRing:
+class QueryWindow:
     """`[B, H, w, D]` queries, oldest first, and how far each one's position has moved, `[B, K, w]`.
 
     A segment reads and moves its own heads' part.
@@ -44,7 +44,7 @@ class QueryRing:
         self.shift[:, :, size - new :] = 0
 
     def fill(self, queries: Tensor, shift: Tensor) -> None:
-        """Take over the newest of another ring's queries and shifts, which has as many or more."""
+        """Take over the newest of another window's queries and shifts, which has as many or more."""
         size = self.queries.shape[2]
         self.queries.copy_(queries[:, :, queries.shape[2] - size :])
         self.shift.copy_(shift[:, :, shift.shape[2] - size :])
@@ -62,6 +62,6 @@ class QueryRing:
         shared = shift[:, :, None].expand(-1, -1, group, -1).flatten(0, 1)  # [b·k, G, count]
         return rotation.back(by_group, shared).view(queries.shape)
 
-    def moved(self, segment: Segment, count: int) -> None:
+    def move_down(self, segment: Segment, count: int) -> None:
         """Move a segment's queries down by `count` positions."""
         segment.rows_of(self.shift).add_(count)

@@ -38,13 +38,13 @@ class SideStream:
 
     def __exit__(self, *error: object) -> None:
         """Wait for all of it, of a pass that failed too: torch ends no capture that is in parts."""
-        self.turn()
+        self.next_layer()
         for event, _ in list(self._before)[-len(self._streams) :]:  # the last of every stream
             torch.cuda.current_stream().wait_event(event)
         self._before.clear()
 
     @contextmanager
-    def beside(self, kept: Any) -> Iterator[None]:
+    def run_async(self, kept: Any) -> Iterator[None]:
         """What runs within it waits for all before; `rejoin`, `make_room` and the end wait for it.
 
         Args:
@@ -59,7 +59,7 @@ class SideStream:
         """Wait for the layer in hand, which may go on beside after that."""
         torch.cuda.current_stream().wait_stream(self._streams[0])
 
-    def turn(self) -> None:
+    def next_layer(self) -> None:
         """Another layer begins, on the stream of the one that began the longest ago."""
         if self._kept:
             self._before.append((self._streams[0].record_event(), self._kept))
@@ -83,7 +83,7 @@ def _streams(device: torch.device) -> tuple[torch.cuda.Stream, ...]:
 
 
 @dataclass
-class Pass:
+class ForwardContext:
     """One forward pass; as it is by default, what transformers makes without the block loop."""
 
     start: int | None = None
@@ -96,59 +96,59 @@ class Pass:
     block: int = 0
     """Which of them a layer has in hand."""
     filling: bool = False
-    """With a clock: no slot was given up yet, so that it also says how many are in use."""
+    """With a token counter: no slot was given up yet, so that it also says how many are in use."""
     room: int | None = None
     """Tokens that fitted into the cache when it began; a longer block is read in two, by all
     layers alike."""
-    side: SideStream | None = None
+    stream: SideStream | None = None
     """Where layers evict while a CUDA graph is made."""
-    _clocks: list[Tensor] = field(default_factory=list)
+    _counters: list[Tensor] = field(default_factory=list)
     _times: dict[tuple[int, int, torch.device], Tensor] = field(default_factory=dict)
     _after: dict[int, Tensor] = field(default_factory=dict)
 
-    def tell_time_by(self, clock: Tensor, block_size: int, filling: bool) -> None:
+    def bind_token_counter(self, token_counter: Tensor, block_size: int, filling: bool) -> None:
         """Take what was read before it from a tensor [], while a CUDA graph is made or prepared."""
-        later = [clock + i * block_size for i in range(1, self.blocks)]
-        self._clocks, self.filling = [clock, *later], filling
+        later = [token_counter + i * block_size for i in range(1, self.blocks)]
+        self._counters, self.filling = [token_counter, *later], filling
 
     @property
     def is_waited_for(self) -> bool:
         """Whether another block of the pass begins where a layer is done with the one in hand."""
         return self.block + 1 < self.blocks
 
-    def beside(self, kept: Any) -> AbstractContextManager[None]:
-        """What attention does not wait for runs within it; see `SideStream.beside`.
+    def run_async_if_last(self, kept: Any) -> AbstractContextManager[None]:
+        """What attention does not wait for runs within it; see `SideStream.run_async`.
 
         Only of the last block: any other has one behind it that waits.
         """
-        return nullcontext() if self.is_waited_for else self.meanwhile(kept)
+        return nullcontext() if self.is_waited_for else self.run_async(kept)
 
-    def meanwhile(self, kept: Any) -> AbstractContextManager[None]:
+    def run_async(self, kept: Any) -> AbstractContextManager[None]:
         """Likewise of any block; whoever needs what comes of it calls `rejoin` before."""
-        return nullcontext() if self.side is None else self.side.beside(kept)
+        return nullcontext() if self.stream is None else self.stream.run_async(kept)
 
     def make_room(self) -> None:
         """Before a layer keeps what is large beside; see `SideStream.make_room`."""
-        if self.side is not None:
-            self.side.make_room()
+        if self.stream is not None:
+            self.stream.make_room()
 
     def rejoin(self) -> None:
         """Wait for what runs beside the layer in hand."""
-        if self.side is not None:
-            self.side.rejoin()
+        if self.stream is not None:
+            self.stream.rejoin()
 
     @property
-    def clock(self) -> Tensor | None:
+    def token_counter(self) -> Tensor | None:
         """Inside a CUDA graph: how many tokens were read before the block, on the device [].
 
         Whatever enters a computation must come from there, not from Python's numbers.
         """
-        return self._clocks[self.block] if self._clocks else None
+        return self._counters[self.block] if self._counters else None
 
-    def clock_after(self, length: int) -> Tensor | None:
-        """What the clock says after the block of `length` in hand; layers share one tensor."""
-        if self.clock is not None and self.block not in self._after:
-            self._after[self.block] = self.clock + length
+    def token_counter_after(self, length: int) -> Tensor | None:
+        """The counter after the block of `length` in hand; layers share one tensor."""
+        if self.token_counter is not None and self.block not in self._after:
+            self._after[self.block] = self.token_counter + length
         return self._after.get(self.block)
 
     def times_of(self, seen: int, length: int, device: torch.device) -> Tensor:
@@ -157,7 +157,7 @@ class Pass:
         if asked not in self._times:
             if len(self._times) >= self.blocks:
                 self._times.clear()
-            first = seen if self.clock is None else self.clock
+            first = seen if self.token_counter is None else self.token_counter
             self._times[asked] = first + torch.arange(length, dtype=torch.int32, device=device)
         return self._times[asked]
 
@@ -170,13 +170,13 @@ class PendingBlock:
     stays pending until the next one arrives.
     """
 
-    context: Pass
+    context: ForwardContext
     length: int
     arrived: tuple[Tensor, Tensor] | None
     """Keys and values [B, K, T, D] that are yet to be appended; None: they are in their slots."""
     sizes: list[int]
     """Tokens of each of the blocks it is appended in, one after the other: one, or several."""
-    seen: int = 0
+    total_tokens: int = 0
     """Tokens read, these included, once there is room for it."""
     offsets: tuple[int, ...] = (0,)
     """How far past the slots of each segment it was read: of one for all heads, or of each."""

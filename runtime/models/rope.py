@@ -103,7 +103,7 @@ class Rotation:
         if x.dim() == 4 and ready(x):
             return rotate_back(x, shift, self.table, sums)
         rows = self.table.index_select(0, shift.flatten())  # [.. · n, 2, R/2]
-        return rotate_back_eagerly(x, rows.view(*shift.shape, *rows.shape[1:])), None
+        return rotate(x, rows.view(*shift.shape, *rows.shape[1:]), back=True), None
 
     def rows(self, offsets: Sequence[int]) -> Tensor:
         """Cosines and sines [offsets, 2, R/2] of any offsets, on the device."""
@@ -119,9 +119,9 @@ class Rotation:
         Rows of [B·K, 2, R/2] are of KV heads, whose query heads share them.
         """
         if len(rows) == 1:
-            return rotate_back_eagerly(x, rows[0])
+            return rotate(x, rows[0], back=True)
         heads = x.reshape(len(rows), -1, *x.shape[2:])  # [B·K, G, T, D]
-        return rotate_back_eagerly(heads, rows[:, None, None]).view(x.shape)
+        return rotate(heads, rows[:, None, None], back=True).view(x.shape)
 
 
 def rotations(inv_freq: Tensor, shifts: Tensor) -> Tensor:
@@ -150,8 +150,3 @@ def rotate(x: Tensor, rows: Tensor, back: bool = False) -> Tensor:
         dim=-1,
     ).to(x.dtype)
     return torch.cat((rotated, rest), dim=-1) if rest.shape[-1] else rotated
-
-
-def rotate_back_eagerly(x: Tensor, rows: Tensor) -> Tensor:
-    """The eager twin of the kernel `rotate_back`: by minus the angles in rows [..., 2, R/2]."""
-    return rotate(x, rows, back=True)

@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM
 
 from kvcap.policies import Eviction
 from kvcap.runtime.cache.cache import BudgetCache
-from kvcap.runtime.cache.step import Pass
+from kvcap.runtime.cache.step import ForwardContext
 from kvcap.runtime.types import ATTENTION, Positions
 
 
@@ -62,7 +62,7 @@ def rehearse_block(
         with tally:
             pretend_full(cache)  # native sliding layers replace what they hold
             held = tally.peak = tally.now
-            with cache.passing(Pass(cache.next_position)):
+            with cache.passing(ForwardContext(cache.next_position)):
                 model(
                     input_ids=ids,
                     position_ids=ids,
@@ -78,8 +78,10 @@ def pretend_full(cache: BudgetCache) -> None:
     shape, block = cache.layout.shape, cache.block_size
     for layer in cache.capped_layers:
         spare = 0 if cache.eviction.policy.evicts else block
-        layer.count_as(shape.trained_length, [max(0, s.budget - spare) for s in layer.segments])
-        layer.move()
+        layer.restore_counters(
+            shape.trained_length, [max(0, s.budget - spare) for s in layer.segments]
+        )
+        layer.enable_rotation()
     segment = cache.capped_layers[0].segments[0]
     like = segment.pool.keys
     for layer in cache.sliding_layers.values():

@@ -97,7 +97,7 @@ class Slots:
 
     @property
     def shift(self) -> Tensor | None:
-        return self.segment.side("shift") if "shift" in self.pool.side else None
+        return self.segment.aux("shift") if "shift" in self.pool.aux else None
 
     @property
     def buffers(self) -> list[Tensor]:

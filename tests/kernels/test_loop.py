@@ -21,7 +21,7 @@ from kvcap.runtime.backends.pytorch.loop import BlockLoop
 from kvcap.runtime.cache import attend as layer_attention
 from kvcap.runtime.cache import step as side_stream
 from kvcap.runtime.cache.evictor import Evictor
-from kvcap.runtime.cache.step import Pass
+from kvcap.runtime.cache.step import ForwardContext
 
 POLICIES = ("keydiff-window", "dropkv", "h2o", "obcache", "pyramidkv", "headkv")
 
@@ -117,7 +117,7 @@ def test_blocks_in_one_pass_equal_passes_of_their_own(policy, positions):
         cache.pin([(102, 103)])
         assert alike.excess(cache) == 0
         logits = [loop.read(ids[:, 81:105]) if several else loop.prefill(ids[:, 81:105])]
-        assert cache.current == Pass()
+        assert cache.context == ForwardContext()
         assert cache.seen == 105
         logits += [loop.read(ids[:, 105:125]) if several else loop.prefill(ids[:, 105:125])]
         logits += [loop.read(ids[:, 125:126])]
@@ -221,12 +221,12 @@ def test_a_layer_waits_for_the_one_whose_stream_it_takes(captured, monkeypatch):
     side, read = side_stream.SideStream(torch.device("cpu")), []
     with side:
         for _ in range(4):
-            side.turn()
+            side.next_layer()
             side.make_room()
             captured.append("layer")
             tensor = torch.zeros(1)
             read.append(weakref.ref(tensor))
-            with side.beside(tensor):
+            with side.run_async(tensor):
                 pass
             del tensor
             captured.append(sum(reference() is not None for reference in read))
@@ -242,8 +242,8 @@ def test_nothing_waits_for_layers_that_keep_little_but_the_end(captured, monkeyp
     side = side_stream.SideStream(torch.device("cpu"))
     with side:
         for _ in range(3):
-            side.turn()
-            with side.beside(None):
+            side.next_layer()
+            with side.run_async(None):
                 pass
     assert captured == ["one waits", "two waits", "one waits", "main waits", "main waits"]
 
@@ -254,9 +254,9 @@ def test_layers_of_many_sequences_evict_one_at_a_time(captured):
         side = side_stream.SideStream(torch.device("cpu"), batch)
         with side:
             for _ in range(4):
-                side.turn()
+                side.next_layer()
                 side.make_room()
-                with side.beside(None):
+                with side.run_async(None):
                     pass
         assert captured[: streams + 1] == [*["side waits"] * streams, "main waits"]
 
@@ -270,9 +270,9 @@ def test_a_capture_that_fails_is_joined_and_blocks_go_on_eagerly(captured):
     loop.prefill(ids[:, :64])
 
     def fail(*_):
-        side = cache.current.side
+        side = cache.context.stream
         if side is not None:
-            with side.beside(None):
+            with side.run_async(None):
                 raise RuntimeError("no room")
 
     captured.clear()
@@ -291,14 +291,14 @@ def test_copies_of_few_layers_keys_are_held_at_a_time(captured, monkeypatch):
     ids = 3 + torch.randint(90, (1, 81), generator=torch.Generator().manual_seed(0))
     model, copies, alive = tiny_model("llama", num_hidden_layers=5), [], []
     monkeypatch.setattr(attention, "MANY_SLOTS", 0)
-    beside = side_stream.SideStream.beside
+    beside = side_stream.SideStream.run_async
 
     def noting(self, kept):
         copies.append(weakref.ref(kept))
         alive.append(sum(copy() is not None for copy in copies))
         return beside(self, kept)
 
-    monkeypatch.setattr(side_stream.SideStream, "beside", noting)
+    monkeypatch.setattr(side_stream.SideStream, "run_async", noting)
     for batch, layers in ((1, 4), (2, 2)):
         cache = kvcap.BudgetCache(model.config, 40, 16, "keydiff")
         loop = BlockLoop(model, cache.allocate(batch, torch.float32, "cpu"), graphs=False)
@@ -432,7 +432,7 @@ def test_a_token_that_the_kernel_does_not_take_leaves_a_layer_as_it_is():
             assert layer.read_token(*heads, angles, attention, 0.25) is None
             BlockLoop(model, cache, graphs=False).prefill(ids)
             before = [x.clone() for x in cache.buffers()]
-            with cache.passing(Pass(cache.next_position)):
+            with cache.passing(ForwardContext(cache.next_position)):
                 out = cache.read_token(*heads, angles, 0, attention, 0.25)
             if taken:
                 assert out.shape == (1, 4, 1, 16)
@@ -459,12 +459,12 @@ def test_what_was_evicted_in_a_graph_is_known_outside():
     """Whether keys have moved decides whether they are rotated."""
     model = tiny_model("llama")
     cache = kvcap.BudgetCache(model.config, 32, 16).allocate(1, torch.float32, "cpu")
-    cache.count(40, kept=True)
+    cache.advance(40, kept=True)
     assert (cache.seen, cache.held, alike.excess(cache)) == (40, 40, 8)
-    assert not any(layer.storage.moved for layer in cache.capped_layers)
-    cache.count(8, kept=False)
+    assert not any(layer.storage.needs_rotation for layer in cache.capped_layers)
+    cache.advance(8, kept=False)
     assert (cache.seen, cache.held, alike.excess(cache)) == (48, 32, 0)
-    assert all(layer.storage.moved for layer in cache.capped_layers)
+    assert all(layer.storage.needs_rotation for layer in cache.capped_layers)
 
 
 def test_what_is_decided_on_beyond_a_layer_keeps_blocks_in_passes_of_their_own():

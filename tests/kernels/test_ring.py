@@ -10,7 +10,7 @@ from torch import Tensor
 from kvcap import kernels
 from kvcap.kernels import ring as kernel
 from kvcap.runtime.cache.pool import Segment, SlotPool
-from kvcap.runtime.cache.query_window import QueryRing
+from kvcap.runtime.cache.query_window import QueryWindow
 from kvcap.runtime.models.rope import Rotation
 
 AROUND = 64  # elements of poison before and after what the kernel may write
@@ -45,10 +45,10 @@ def blocks(lengths: list[int], B: int, H: int, D: int, dtype: torch.dtype) -> li
     return found
 
 
-def new_ring(B: int, H: int, K: int, w: int, D: int, dtype: torch.dtype) -> QueryRing:
+def new_ring(B: int, H: int, K: int, w: int, D: int, dtype: torch.dtype) -> QueryWindow:
     """Queries and shifts of earlier blocks, the same in every one."""
     g = torch.Generator().manual_seed(w)
-    ring = QueryRing(torch.zeros(B, K, 1, D, dtype=dtype, device=DEVICE), H, w)
+    ring = QueryWindow(torch.zeros(B, K, 1, D, dtype=dtype, device=DEVICE), H, w)
     ring.queries = amid_poison(torch.randn(ring.queries.shape, generator=g).to(DEVICE, dtype))
     shift = torch.randint(900, ring.shift.shape, generator=g, dtype=torch.int32)
     ring.shift = amid_poison(shift.to(DEVICE))
@@ -83,7 +83,7 @@ def test_memory_is_the_eager_codes(w, B, K, G, D, lengths, dtype, monkeypatch):
         for ring, choice in ((mine, "triton"), (its, "eager")):
             with kernels.use(choice):
                 ring.append(queries)
-            ring.moved(segment, i + 1)  # an eviction, so that shifts differ
+            ring.move_down(segment, i + 1)  # an eviction, so that shifts differ
         assert torch.equal(mine.queries, its.queries)
         assert torch.equal(mine.shift, its.shift)
         assert torch.equal(queries, before)

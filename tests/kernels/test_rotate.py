@@ -7,7 +7,7 @@ import torch
 from interpreted import DEVICE, pytestmark  # noqa: F401
 
 from kvcap.kernels.rotate import rotate_back
-from kvcap.runtime.models.rope import Rotation, rotate_back_eagerly, table_dtype
+from kvcap.runtime.models.rope import Rotation, rotate, table_dtype
 
 SPAN = 300
 
@@ -22,7 +22,7 @@ def test_rotated_as_by_the_formula(slots, size, rotated, dtype, monkeypatch):
     pool = torch.randn(2, 3, slots + 9, size, device=DEVICE).to(dtype)
     x = pool[:, :, :slots]  # a view with gaps, as a pool's slots are
     shift = torch.randint(SPAN, (2, 3, slots + 9), dtype=torch.int32, device=DEVICE)[:, :, :slots]
-    expected = rotate_back_eagerly(x.double(), rotation.table[shift.long()].double())
+    expected = rotate(x.double(), rotation.table[shift.long()].double(), back=True)
     monkeypatch.setattr(torch, "empty", lambda *a, **k: torch.full(*a, float("nan"), **k))
     found, no_sums = rotate_back(x, shift, rotation.table)
     # One rounding to the dtype; triton's interpreter cuts bfloat16 off rather than rounding.
@@ -42,7 +42,7 @@ def test_programs_of_long_rows_rotate_several_blocks():
     x = torch.randn(1, 1, 4100, 12, device=DEVICE)
     shift = torch.randint(SPAN, (1, 1, 4100), dtype=torch.int32, device=DEVICE)
     found, sums = rotate_back(x, shift, rotation.table, sums=True)
-    expected = rotate_back_eagerly(x, rotation.table[shift.long()])
+    expected = rotate(x, rotation.table[shift.long()], back=True)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
     assert sums.shape[2] == -(-4100 // 64)
     torch.testing.assert_close(sums.sum(2), found.sum(2), rtol=1e-3, atol=1e-3)
@@ -54,12 +54,12 @@ def test_the_table_is_as_exact_as_keys_of_the_type_need_it(dtype):
     x = torch.randn(1, 2, SPAN, 64, device=DEVICE).to(dtype)
     shift = torch.arange(SPAN, dtype=torch.int32, device=DEVICE).expand(1, 2, -1)
     angles = shift.double().cpu()[..., None] * frequencies.double()
-    truth = rotate_back_eagerly(
-        x.double(), torch.stack((angles.cos(), angles.sin()), dim=-2).to(DEVICE)
+    truth = rotate(
+        x.double(), torch.stack((angles.cos(), angles.sin()), dim=-2).to(DEVICE), back=True
     )
     table = Rotation(frequencies, SPAN, DEVICE, table_dtype(dtype)).table
     assert table.element_size() <= 4 * (1 if dtype != torch.bfloat16 else 0.5)
-    found = rotate_back_eagerly(x, table[shift.long()])
+    found = rotate(x, table[shift.long()], back=True)
     rounded = (truth.to(dtype).double() - truth).abs()
     assert (found.double() - truth).abs().max() <= 1.2 * rounded.max() + 1e-6
     assert (found.double() - truth).abs().mean() <= 1.1 * rounded.mean() + 1e-7

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvcap.kernels import decode, token
 from kvcap.runtime.cache.pool import Segment, SlotPool
-from kvcap.runtime.models.rope import Rotation, rotate_back_eagerly, table_dtype
+from kvcap.runtime.models.rope import Rotation, rotate, table_dtype
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SPAN, SPARE, TIME = 300, 3, 4711
@@ -78,13 +78,13 @@ class Inputs:
         self.segment.values.copy_(rand(*self.segment.keys.shape))
         if c.moved:
             shift = torch.randint(SPAN, self.segment.positions.shape, generator=g)
-            self.pool.side["shift"].fill_(2**30)
-            self.segment.side("shift").copy_(shift)
+            self.pool.aux["shift"].fill_(2**30)
+            self.segment.aux("shift").copy_(shift)
 
     def attend(self, **changed) -> tuple[Tensor, Tensor, Tensor | None]:
-        buffers = self.segment.with_next(whole=False)
+        buffers = self.segment.append_views(whole=False)
         assert token.covers(self.query, self.key, self.value, buffers)
-        turn = (self.segment.side("shift"), self.rotation.table) if self.case.moved else None
+        turn = (self.segment.aux("shift"), self.rotation.table) if self.case.moved else None
         arguments = {
             "query": self.query, "key": self.key, "value": self.value, "angles": self.angles,
             "time": self.time, "buffers": buffers, "scaling": self.scaling, "turn": turn,
@@ -99,8 +99,8 @@ class Inputs:
         query, key = (turned(x.to(dtype), cos, sin) for x in (self.query, self.key))
         keys = self.segment.keys.to(dtype)
         if self.case.moved:
-            rows = self.rotation.table[self.segment.side("shift").long()]
-            keys = rotate_back_eagerly(keys, rows.to(torch.promote_types(dtype, torch.float32)))
+            rows = self.rotation.table[self.segment.aux("shift").long()]
+            keys = rotate(keys, rows.to(torch.promote_types(dtype, torch.float32)), back=True)
         keys, values = torch.cat((keys, key), 2), torch.cat((self.segment.values, self.value), 2)
         return query, keys, values.to(dtype)
 
@@ -152,8 +152,8 @@ def test_it_is_appended_and_attended_as_by_the_formula(case, dtype):
     torch.testing.assert_close(inputs.segment.keys[:, :, -1], keys[:, :, -1], **near)
     assert torch.equal(inputs.segment.values[:, :, -1], values[:, :, -1])
     assert torch.unique(inputs.segment.positions[:, :, -1]).tolist() == [TIME]
-    for name in inputs.pool.side:
-        assert not inputs.segment.side(name)[:, :, -1].any()
+    for name in inputs.pool.aux:
+        assert not inputs.segment.aux(name)[:, :, -1].any()
     # A bound for the sum of as many roundings, and of what is rounded the other way.
     near = {"rtol": 0.0, "atol": float(keys.abs().max()) * near["atol"] * (case.slots + 1)}
     torch.testing.assert_close(sums.sum(2), keys.float().sum(2), **near)
@@ -174,7 +174,7 @@ def test_two_runs_are_equal_to_the_bit(dtype):
 def test_a_fault_is_noticed(fault, dtype):
     inputs = Inputs(Case(1, 2, 2, 70, 64), dtype)
     check(inputs.attend()[0], inputs)
-    shift, table = inputs.segment.side("shift"), inputs.rotation.table
+    shift, table = inputs.segment.aux("shift"), inputs.rotation.table
     if fault == "a shift":
         out = inputs.attend(turn=(shift, table.roll(1, 0)))
     elif fault == "an angle":
@@ -203,7 +203,7 @@ def test_how_many_slots_are_in_use_can_be_told_on_the_device(moved):
         expected = replace(case, slots=held)
         few = Inputs(expected, torch.float32)
         for name in ("keys", "values", *(["shift"] if moved else [])):
-            view = lambda x, n=name: x.side(n) if n == "shift" else getattr(x, n)  # noqa: E731
+            view = lambda x, n=name: x.aux(n) if n == "shift" else getattr(x, n)  # noqa: E731
             view(few.segment).copy_(view(inputs.segment)[:, :, :held])
         few.query, few.key, few.value = inputs.query, inputs.key, inputs.value
         used.fill_(held)
@@ -233,11 +233,11 @@ def test_keydiff_scores_keys_that_it_rotates_itself(case, dtype):
     from kvcap.kernels import keydiff
 
     inputs = Inputs(replace(case, moved=True), dtype)
-    shift, keys = inputs.segment.side("shift"), inputs.segment.keys
+    shift, keys = inputs.segment.aux("shift"), inputs.segment.keys
     sums = inputs.attended(torch.float32)[1][:, :, :-1].sum(2, keepdim=True)
     found = keydiff.scores_turned(keys, shift, inputs.rotation.table, sums.contiguous())
     assert found.shape == keys.shape[:3]
-    turned_keys = rotate_back_eagerly(keys, inputs.rotation.table[shift.long()])
+    turned_keys = rotate(keys, inputs.rotation.table[shift.long()], back=True)
     expected = -torch.cosine_similarity(turned_keys.float(), sums / case.slots, dim=-1)
     near = 1e-5 if dtype == torch.float32 else 4 * torch.finfo(dtype).eps
     torch.testing.assert_close(found, expected, rtol=0, atol=near)
@@ -247,7 +247,9 @@ def test_what_is_covered():
     def covered(tokens=1, size=64, group=2, sides=1, dtype=torch.bfloat16):
         inputs = Inputs(Case(1, 2, group, 9, size, sides=sides), dtype)
         query = inputs.query.expand(-1, -1, tokens, -1)
-        return token.covers(query, inputs.key, inputs.value, inputs.segment.with_next(whole=False))
+        return token.covers(
+            query, inputs.key, inputs.value, inputs.segment.append_views(whole=False)
+        )
 
     assert covered()
     assert covered(group=16, size=256)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from kvcap.runtime.cache.cache import BudgetCache
-from kvcap.runtime.cache.step import Pass, SideStream
+from kvcap.runtime.cache.step import ForwardContext, SideStream
 from kvcap.runtime.errors import first_line
 from kvcap.runtime.models.fused.decoder import decoder_of
 
@@ -65,18 +65,18 @@ class BlockGraphs:
             return None
         seen = cache.seen
         if kind in self.captured:
-            cache.count(kind.length, kept=kind.filling or not evicts(cache, kind.length))
+            cache.advance(kind.length, kept=kind.filling or not evicts(cache, kind.length))
         elif kind not in self._warm:
             return None
         else:
             kept = {k: g for k, g in self.captured.items() if k.filling or k.spans == kind.spans}
-            self.captured, first, before = kept, next(iter(kept.values()), None), cache.counts
+            self.captured, first, before = kept, next(iter(kept.values()), None), cache.counters
             try:
                 # No two run at the same time, so all graphs share the memory of the first.
                 model, pool = self.decoder or self.model, first and first.pool
                 self.captured[kind] = BlockGraph(model, cache, ids, kind, pool)
             except RuntimeError as error:
-                cache.counts = before
+                cache.counters = before
                 self.refused = f"capture failed: {first_line(error)}"
                 return None
         return self.captured[kind].replay(ids, seen)
@@ -94,10 +94,12 @@ class BlockGraphs:
         if kind is not None:
             self._warm.add(kind)
             if kind.filling:
-                clock = torch.tensor(self.cache.seen, device=ids.device)
-                self.cache.current.tell_time_by(clock, self.cache.block_size, filling=True)
+                token_counter = torch.tensor(self.cache.seen, device=ids.device)
+                self.cache.context.bind_token_counter(
+                    token_counter, self.cache.block_size, filling=True
+                )
             else:
-                self.cache.move()  # as in all passes that the graph will serve
+                self.cache.enable_rotation()  # as in all passes that the graph will serve
         return self.model if kind is None else self.decoder or self.model
 
     def _kind(self, ids: Tensor, need_logits: bool) -> PassKind | None:
@@ -143,21 +145,25 @@ class BlockGraph:
     ) -> None:
         start = cache.next_position
         self.ids = ids.clone()
-        self.clock = torch.tensor(cache.seen, device=ids.device)
+        self.token_counter = torch.tensor(cache.seen, device=ids.device)
         last = torch.full((int(kind.need_logits),), kind.length - 1, device=ids.device)
         self.graph = torch.cuda.CUDAGraph()
-        fixed = cache.moves and not kind.filling  # compact positions of a full cache stay
+        fixed = (
+            cache.compact_positions and not kind.filling
+        )  # compact positions of a full cache stay
         side, blocks = SideStream(ids.device, kind.batch), blocks_of(cache, kind.length)
         with (
-            cache.passing(Pass(start, blocks=blocks, side=side)) as current,
+            cache.passing(ForwardContext(start, blocks=blocks, stream=side)) as current,
             torch.cuda.graph(self.graph, pool=pool, capture_error_mode="thread_local"),
             side,
         ):
-            current.tell_time_by(self.clock, cache.block_size, kind.filling)
+            current.bind_token_counter(self.token_counter, cache.block_size, kind.filling)
             place = cache.places(torch.arange(kind.length, device=ids.device))
             self.logits = model(
                 input_ids=self.ids,
-                position_ids=((start if fixed else self.clock) + place).expand(kind.batch, -1),
+                position_ids=((start if fixed else self.token_counter) + place).expand(
+                    kind.batch, -1
+                ),
                 past_key_values=cache,
                 use_cache=True,
                 logits_to_keep=last,
@@ -168,7 +174,7 @@ class BlockGraph:
     def replay(self, ids: Tensor, seen: int) -> Tensor:
         """Read `ids` [B, T] after `seen` tokens; returns the logits."""
         self.ids.copy_(ids)
-        self.clock.fill_(seen)
+        self.token_counter.fill_(seen)
         self.graph.replay()
         logits: Tensor = self.logits
         return logits.clone()
@@ -192,7 +198,7 @@ def excess(cache: BudgetCache) -> int | None:
     """Slots that every head holds above its budget; None where heads differ or are shrinking."""
     segments = [segment for layer in cache.capped_layers for segment in layer.segments]
     found = {segment.held - segment.budget for segment in segments}
-    settled = all(segment.stay == segment.budget for segment in segments)
+    settled = all(segment.target_length == segment.budget for segment in segments)
     return found.pop() if settled and len(found) == 1 else None
 
 
@@ -201,7 +207,7 @@ def fills(cache: BudgetCache, tokens: int) -> bool:
     layers = cache.capped_layers
     if cache.eviction.state or not all(len(layer.segments) == 1 for layer in layers):
         return False
-    return all(x.held == x.seen and x.held + tokens <= x.segments[0].stay for x in layers)
+    return all(x.held == x.seen and x.held + tokens <= x.segments[0].target_length for x in layers)
 
 
 def steady(cache: BudgetCache, tokens: int) -> bool:

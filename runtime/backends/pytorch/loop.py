@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvcap.runtime.backends.pytorch.cuda_graphs import BlockGraphs, blocks_of
 from kvcap.runtime.cache.cache import BudgetCache
-from kvcap.runtime.cache.step import Pass
+from kvcap.runtime.cache.step import ForwardContext
 from kvcap.runtime.errors import MemoryCapExceeded
 from kvcap.runtime.interrupts import interrupts_deferred
 from kvcap.runtime.models.output_projection import check_projections
@@ -90,7 +90,7 @@ class BlockLoop(Loop):
             cache.guard.check(len(place))
         try:
             graphs = self.graphs
-            with interrupts_deferred(), cache.passing(Pass(start, tokens, blocks)):
+            with interrupts_deferred(), cache.passing(ForwardContext(start, tokens, blocks)):
                 model = self.model if graphs is None else graphs.warm_up(ids, need_logits)
                 out = model(
                     input_ids=ids[:, place],

@@ -18,7 +18,7 @@ from kvcap.runtime.cache.evictor import AttentionStep
 from kvcap.runtime.cache.layer import BudgetLayer
 from kvcap.runtime.cache.pinned_slots import check_pins, merged
 from kvcap.runtime.cache.pool import SHIFT, Segment, SlotPool, resize
-from kvcap.runtime.models.rope import rotate_back_eagerly, rotations
+from kvcap.runtime.models.rope import rotate, rotations
 from kvcap.runtime.session.file import SessionFile
 
 
@@ -26,12 +26,12 @@ def saved(layer: BudgetLayer) -> tuple[dict[str, list[Tensor]], dict[str, Any]]:
     """The tensors of a layer, each in pieces to be joined, and its other facts, by head."""
     pieces = {f"slots.{name}": rows for name, rows in _rows(layer.segments).items()}
     heads = [s for s in layer.segments for _ in range(s.heads)]
-    kept, ring = layer.evicted_store, layer.ring
+    kept, ring = layer.evicted_store, layer.query_window
     facts = {
         "held": [s.held for s in heads],
         "budgets": [s.budget for s in heads],
-        "stays": [s.stay for s in heads],
-        "moved": layer.storage is not None and layer.storage.moved,
+        "stays": [s.target_length for s in heads],
+        "moved": layer.storage is not None and layer.storage.needs_rotation,
         "ring": 0 if ring is None else ring.queries.shape[2],
         "evicted": None,
     }
@@ -124,7 +124,7 @@ class SavedLayers:
                     self._in_reach(layer, side, made_at, "shifts")
             elif self.exact or (name == SHIFT and layer.rotates):
                 self._take(index, f"slots.{name}", (total,), kind)  # says what is missing
-        if layer.ring is not None and self.seen:
+        if layer.query_window is not None and self.seen:
             length = saved["ring"]
             queries = (1, shape.heads, length, size)
             self._finite(self._take(index, "ring.queries", queries, dtype), index)
@@ -278,9 +278,11 @@ class Refill:
         """Restore a layer: its slots, its window of queries and its evicted tokens."""
         index, saved = layer.index, self.saved.layers[layer.index]
         assert layer.storage is not None
-        layer.seen, layer.storage.moved = self.seen, bool(saved["moved"])
-        if layer.ring is not None:
-            layer.ring.fill(*(self.saved.tensor(index, f"ring.{x}") for x in ("queries", "shift")))
+        layer.seen, layer.storage.needs_rotation = self.seen, bool(saved["moved"])
+        if layer.query_window is not None:
+            layer.query_window.fill(
+                *(self.saved.tensor(index, f"ring.{x}") for x in ("queries", "shift"))
+            )
         rows = self._split(index, "slots", layer.segments[0].pool, saved["held"])
         for i, s in enumerate(layer.segments):
             mine = rows[s.head : s.head + s.heads]
@@ -288,17 +290,19 @@ class Refill:
             keep = min(limit, *(len(row["positions"]) for row in mine))
             s.held = keep
             if self.exact:
-                s.stay = saved["stays"][s.head]
+                s.target_length = saved["stays"][s.head]
             for k, row in enumerate(mine):
                 small = self._evicted_to(keep, layer, i, k, row)
                 self._bring_in_reach(layer, small)
                 for name, buffer in s.pool.named().items():
                     s.view(buffer)[0, k].copy_(small[name])
-        if layer.ring is not None and layer.rotates and not self.exact:
-            shift = layer.ring.shift
-            group = layer.ring.queries.shape[1] // shift.shape[1]
+        if layer.query_window is not None and layer.rotates and not self.exact:
+            shift = layer.query_window.shift
+            group = layer.query_window.queries.shape[1] // shift.shape[1]
             wide = shift.repeat_interleave(group, dim=1)
-            layer.ring.fill(self._back(layer.ring.queries, wide), torch.zeros_like(shift))
+            layer.query_window.fill(
+                self._back(layer.query_window.queries, wide), torch.zeros_like(shift)
+            )
         if layer.evicted_store is not None and saved["evicted"] is not None:
             self._fill_evicted(layer, saved)
 
@@ -351,12 +355,12 @@ class Refill:
         one = Segment(
             aside, 0, held, 0, head=segment.head + head, layer_heads=segment.layer_heads,
         )  # fmt: skip
-        one.held, one.stay = held, keep
+        one.held, one.target_length = held, keep
         for name, buffer in aside.named().items():
             buffer.copy_(row[name])
         keys = one.keys
         if layer.rotates:
-            keys = self._back(keys, one.side(SHIFT))
+            keys = self._back(keys, one.aux(SHIFT))
         evictor.shrink_to_budget(one, AttentionStep(self.seen, 0, [keys]))
         return {name: one.view(buffer)[0, 0] for name, buffer in aside.named().items()}
 
@@ -376,7 +380,7 @@ class Refill:
         assert rope is not None
         assert rope.inv_freq is not None
         rows = rotations(rope.inv_freq.double().cpu(), shift.cpu()).to(x.device)
-        return rotate_back_eagerly(x, rows)
+        return rotate(x, rows, back=True)
 
 
 def _share(held: list[int], total: int, least: int) -> list[int]:

@@ -143,9 +143,9 @@ def continues(facts: Any, cache: BudgetCache, path: str) -> bool:
                 f"{refused}: it needs its own figures of every token; use {facts['policy']!r} "
                 "with the options it had, or a policy without state, such as keydiff"
             )
-    if layout.ring_length > facts["layers"][0]["ring"]:
+    if layout.window_length > facts["layers"][0]["ring"]:
         raise SessionFileForeign(
-            f"{refused}: it observes the last {layout.ring_length} queries and the file has "
+            f"{refused}: it observes the last {layout.window_length} queries and the file has "
             f"{facts['layers'][0]['ring']}; use {facts['policy']!r} or a smaller window"
         )
     if not cache.eviction.policy.evicts:

@@ -38,9 +38,7 @@ EVICTING = [name for name in policies() if name != "full"]
 def test_compact_moves_everything_of_a_slot_together(budget, block, batch, heads, seed):
     """Against Python lists: after any evictions each head holds the survivors, whole."""
     g = torch.Generator().manual_seed(seed)
-    pool = SlotPool(
-        batch * heads * (budget + block), 4, torch.float32, side={"mass": torch.float32}
-    )
+    pool = SlotPool(batch * heads * (budget + block), 4, torch.float32, aux={"mass": torch.float32})
     store = Segment(pool, 0, budget, block, batch, heads)
     nbytes, pointer = pool.nbytes, pool.keys.data_ptr()
     expected = [[set() for _ in range(heads)] for _ in range(batch)]
@@ -49,7 +47,7 @@ def test_compact_moves_everything_of_a_slot_together(budget, block, batch, heads
         length = int(torch.randint(1, block + 1, (1,), generator=g))
         stamp = torch.arange(seen, seen + length).float()[:, None].expand(batch, heads, length, 4)
         store.append(stamp, -stamp, torch.arange(seen, seen + length))
-        store.side("mass").copy_(store.positions.float() * 2)
+        store.aux("mass").copy_(store.positions.float() * 2)
         for b in range(batch):
             for h in range(heads):
                 expected[b][h] |= set(range(seen, seen + length))
@@ -74,7 +72,7 @@ def test_compact_moves_everything_of_a_slot_together(budget, block, batch, heads
                 assert sorted(store.positions[b, h].tolist()) == sorted(expected[b][h])
         assert torch.equal(store.keys[..., 0], store.positions.float())
         assert torch.equal(store.values[..., 0], -store.positions.float())
-        assert torch.equal(store.side("mass"), store.positions.float() * 2)
+        assert torch.equal(store.aux("mass"), store.positions.float() * 2)
         assert (pool.nbytes, pool.keys.data_ptr()) == (nbytes, pointer)
 
 
@@ -194,7 +192,7 @@ def test_counts_go_back_to_before_a_block_that_broke_off(tokens):
     cache = kvcap.BudgetCache(model.config, 24, 8, "snapkv")
     loop = BlockLoop(model, cache)
     loop.prefill(tokens(40))
-    before = cache.counts
+    before = cache.counters
 
     def fail(*_):
         raise RuntimeError("broken off")
@@ -203,9 +201,9 @@ def test_counts_go_back_to_before_a_block_that_broke_off(tokens):
     with pytest.raises(RuntimeError, match="broken off"):
         loop.read(tokens(8))
     hook.remove()
-    assert cache.counts != before
+    assert cache.counters != before
     assert not cache.consistent or cache.seen != 40
-    cache.counts = before
+    cache.counters = before
     assert cache.consistent
     assert (cache.seen, cache.held, alike.excess(cache)) == (40, 24, 0)
     loop.read(tokens(8))

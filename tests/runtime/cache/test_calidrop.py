@@ -141,8 +141,8 @@ def test_the_store_keeps_the_best_and_never_grows(tokens):
     for other in (bounded, unbounded):
         other.prefill(tokens(90)[:, :36])
     few, all_ = (x.cache.layers[0].evicted_store.evicted[0] for x in (bounded, unbounded))
-    best = all_.side("score").topk(10).values.sort().values
-    torch.testing.assert_close(few.side("score").sort().values, best)
+    best = all_.aux("score").topk(10).values.sort().values
+    torch.testing.assert_close(few.aux("score").sort().values, best)
 
 
 def test_generation_recomputes_now_and_then(tokens):

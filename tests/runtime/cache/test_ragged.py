@@ -67,7 +67,7 @@ def test_moving_boundaries_loses_and_mixes_nothing(rows, block, seed):
     g = torch.Generator().manual_seed(seed)
     budgets = [int(torch.randint(1, 9, (1,), generator=g)) for _ in rows]
     pool = SlotPool(sum(n * (b + block) for n, b in zip(rows, budgets, strict=True)), 2,
-                    torch.float32, side={"mass": torch.float32})  # fmt: skip
+                    torch.float32, aux={"mass": torch.float32})  # fmt: skip
     segments, start = [], 0
     for n, budget in zip(rows, budgets, strict=True):
         segments.append(Segment(pool, start, budget, block, heads=n))
@@ -79,7 +79,7 @@ def test_moving_boundaries_loses_and_mixes_nothing(rows, block, seed):
         stamp = 100 * number + 10_000 * heads + torch.arange(held)[None, None, :, None]
         stamp = stamp.expand(1, -1, -1, 2).float()
         segment.append(stamp, -stamp, torch.arange(held, dtype=torch.int32))
-        segment.side("mass").copy_(stamp[..., 0] * 2)
+        segment.aux("mass").copy_(stamp[..., 0] * 2)
     for _ in range(4):
         expected = [s.keys[..., 0].sort(-1).values.tolist() for s in segments]
         # A random sharing of what there is, above what each needs.
@@ -98,7 +98,7 @@ def test_moving_boundaries_loses_and_mixes_nothing(rows, block, seed):
         assert [s.keys[..., 0].sort(-1).values.tolist() for s in segments] == expected
         for segment in segments:
             assert torch.equal(segment.values[..., 0], -segment.keys[..., 0])
-            assert torch.equal(segment.side("mass"), segment.keys[..., 0] * 2)
+            assert torch.equal(segment.aux("mass"), segment.keys[..., 0] * 2)
         assert (pool.nbytes, pool.keys.data_ptr()) == (nbytes, pointer)
 
 

@@ -11,7 +11,7 @@ from reference import NAME, STEPS, Setting, rotate, run_reference
 
 import kvcap
 from kvcap.runtime.backends.pytorch.loop import BlockLoop
-from kvcap.runtime.cache.query_window import QueryRing
+from kvcap.runtime.cache.query_window import QueryWindow
 from kvcap.runtime.models.rope import Rotation
 
 POLICIES: list[tuple[str, dict[str, Any]]] = [
@@ -104,13 +104,13 @@ def hasattr_rope() -> bool:
 
 @pytest.mark.parametrize("fault", ["keys not moved", "keys moved too far", "queries not moved"])
 def test_planted_faults_of_positions_are_seen(fault, monkeypatch):
-    back, window = Rotation.back, QueryRing.last
+    back, window = Rotation.back, QueryWindow.last
     if fault == "keys not moved":
         monkeypatch.setattr(Rotation, "back", lambda self, x, shift: x)
     elif fault == "keys moved too far":
         monkeypatch.setattr(Rotation, "back", lambda self, x, shift: back(self, x, shift + 1))
     else:
-        monkeypatch.setattr(QueryRing, "last", lambda self, seg, n, _: window(self, seg, n, None))
+        monkeypatch.setattr(QueryWindow, "last", lambda self, seg, n, _: window(self, seg, n, None))
     setting = Setting("snapkv", 12, "compact", {"window": 9, "kernel": 5, "pool": "avg"})
     ids = 3 + torch.randperm(50)[None, :31]
     cache, logits = run(tiny_model("llama"), ids, 6, setting)
@@ -133,11 +133,11 @@ def test_no_drift_in_bfloat16_after_ten_thousand_evictions():
     BlockLoop(model, fresh).read(3 + (torch.arange(8)[None] * 7) % 90)
     order = store.positions[0, 0].argsort()[:8]  # the sinks, read first and never rewritten
     rotation = cache.rotation(torch.empty(0))
-    moved = rotation.back(store.keys, store.side("shift"))[0, 0, order]
+    moved = rotation.back(store.keys, store.aux("shift"))[0, 0, order]
     assert torch.equal(moved, fresh.layers[0].segments[0].keys[0, 0])
     newest = store.positions[0, 0].argsort()[-8:]
-    exact = rotate_all(store.keys[0, 0, newest], -store.side("shift")[0, 0, newest], cache)
-    error = (rotation.back(store.keys, store.side("shift"))[0, 0, newest].double() - exact).abs()
+    exact = rotate_all(store.keys[0, 0, newest], -store.aux("shift")[0, 0, newest], cache)
+    error = (rotation.back(store.keys, store.aux("shift"))[0, 0, newest].double() - exact).abs()
     assert error.max() <= exact.abs().max() * 2**-8  # one rounding to bfloat16
 
 

@@ -14,7 +14,7 @@ import kvcap
 from kvcap.policies import Eviction, policies
 from kvcap.runtime.backends.pytorch.loop import BlockLoop
 from kvcap.runtime.cache.layer import BudgetLayer
-from kvcap.runtime.cache.step import Pass
+from kvcap.runtime.cache.step import ForwardContext
 from kvcap.runtime.models.config import FAMILIES as SUPPORTED
 from kvcap.runtime.models.config import ModelShape
 from kvcap.runtime.models.rope import rope_of
@@ -309,7 +309,7 @@ def test_planted_faults_are_seen(fault, tokens, monkeypatch):
     parts = []
     with torch.no_grad():
         for part in ids.split(8, 1):
-            positions, current = None, Pass()
+            positions, current = None, ForwardContext()
             if fault == "position":
                 current.start = cache.seen  # what the cache is told
                 positions = cache.seen // 2 + torch.arange(8)[None]  # what the model does

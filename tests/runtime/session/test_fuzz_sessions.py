@@ -58,7 +58,9 @@ def state(session: Session) -> tuple[Any, ...]:
     if isinstance(rng, torch.Generator):
         held = [x.float().numpy() for x in cache.buffers()]
         drawn = rng.get_state().tolist()
-        figures = [(s.held, s.budget, s.stay) for x in cache.capped_layers for s in x.segments]
+        figures = [
+            (s.held, s.budget, s.target_length) for x in cache.capped_layers for s in x.segments
+        ]
     else:
         held, drawn = list(cache.decoder.state(cache.seen).values()), rng.bit_generator.state
         figures = []

@@ -271,7 +271,7 @@ def test_a_capture_that_fails_leaves_the_device_as_it_was(policy, block, tokens)
         loop = BlockLoop(model, cache, graphs=failing)
 
         def fail(*_, cache=cache):
-            if cache.current.side is not None:
+            if cache.context.stream is not None:
                 raise RuntimeError("no room")
 
         handle = model.model.layers[-1].mlp.register_forward_pre_hook(fail)

@@ -14,7 +14,7 @@ from torch import nn
 import kvcap
 from kvcap import kernels
 from kvcap.kernels import linear as matvec_kernel
-from kvcap.runtime.cache.step import Pass
+from kvcap.runtime.cache.step import ForwardContext
 from kvcap.runtime.models.fused import decoder as fused
 from kvcap.runtime.models.fused import linear
 from kvcap.runtime.models.fused.decoder import decoder_of
@@ -30,7 +30,7 @@ def read(run, cache, ids, last=None):
     """Logits of a block's every token, or of so many of its last."""
     start, tokens = cache.next_position, ids.shape[1]
     place = torch.arange(tokens, device=ids.device)
-    with torch.inference_mode(), cache.passing(Pass(start, tokens)):
+    with torch.inference_mode(), cache.passing(ForwardContext(start, tokens)):
         return run(
             input_ids=ids,
             position_ids=(start + place)[None].expand(ids.shape[0], -1),
