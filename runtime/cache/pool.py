@@ -70,8 +70,8 @@ class SlotPool:
 class Segment:
     """`[b, k]` rows of equally many slots, side by side in a pool from slot `start`.
 
-    `budget` slots of a row stay after an eviction, or fewer where `target_length` is set lower; `block` more
-    take the arriving tokens.
+    `budget` slots of a row stay after an eviction, or fewer where `target_length` is lower;
+    `block` more take the arriving tokens.
 
     Args:
         pool: where the slots are.

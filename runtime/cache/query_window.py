@@ -44,7 +44,7 @@ class QueryWindow:
         self.shift[:, :, size - new :] = 0
 
     def fill(self, queries: Tensor, shift: Tensor) -> None:
-        """Take over the newest of another window's queries and shifts, which has as many or more."""
+        """Take over the newest queries and shifts of another window, which has as many or more."""
         size = self.queries.shape[2]
         self.queries.copy_(queries[:, :, queries.shape[2] - size :])
         self.shift.copy_(shift[:, :, shift.shape[2] - size :])

@@ -209,7 +209,7 @@ class Cap:
         """
         past = given.get("past_key_values")
         if isinstance(past, BudgetCache):
-            if past.current.start is not None:
+            if past.context.start is not None:
                 return None
         elif past is None or (isinstance(past, DynamicCache) and past.get_seq_length() == 0):
             past = self._make()
