@@ -244,9 +244,11 @@ class Chat:
 
     def _mem(self, _: str) -> None:
         stats, plan = self.session.stats, self.session.runtime.plan
+        graphs = self.session.graph_bytes
         dim(
             f"{kv(stats)} in use, {format_bytes(stats.peak_bytes)} allocated at the peak\n"
-            f"weights {format_bytes(plan.weights)} · workspace of a block about "
+            + (f"CUDA graphs {format_bytes(graphs)} · " if graphs else "")
+            + f"weights {format_bytes(plan.weights)} · workspace of a block about "
             f"{format_bytes(plan.workspace)} · this process {format_bytes(process_bytes())}"
         )
 

@@ -111,6 +111,11 @@ class Loop(ABC):
         """How blocks are run, for people; empty where there is nothing to say."""
 
     @property
+    def graph_bytes(self) -> int:
+        """Bytes that captured CUDA graphs hold beside the cache."""
+        return 0
+
+    @property
     @abstractmethod
     def room(self) -> Room:
         """What the cache holds and what still fits."""

@@ -129,6 +129,11 @@ class Session:
             turn=self.turn,
         )
 
+    @property
+    def graph_bytes(self) -> int:
+        """Bytes of the device's memory that captured CUDA graphs hold beside the cache."""
+        return self._loop.graph_bytes
+
     @classmethod
     def load(cls, runtime: Engine, path: str | os.PathLike[str]) -> Session:
         """The conversation saved in `path`, with a cache of its own: a file may be loaded often.

@@ -54,6 +54,13 @@ class BlockGraphs:
         """What is captured in the model's place; None: the model itself is."""
         self._warm: set[PassKind] = set()  # read once without a graph, so that they can be captured
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the memory pool that all graphs share, as the allocator has reserved it."""
+        pools = {graph.pool for graph in self.captured.values()} - {None}
+        segments = torch.cuda.memory_snapshot() if pools else []
+        return sum(s["total_size"] for s in segments if tuple(s["segment_pool_id"]) in pools)
+
     def read(self, ids: Tensor, need_logits: bool = True) -> Tensor | None:
         """Replay a pass over ids [B, T], or return None where that is not possible.
 

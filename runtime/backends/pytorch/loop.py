@@ -131,6 +131,11 @@ class BlockLoop(Loop):
         return "CUDA graphs" if refused is None else f"without CUDA graphs: {refused}"
 
     @property
+    def graph_bytes(self) -> int:
+        """Bytes that captured CUDA graphs hold beside the cache."""
+        return 0 if self.graphs is None else self.graphs.nbytes
+
+    @property
     def room(self) -> Room:
         """What the cache holds and what still fits."""
         cache, layout = self.cache, self.cache.layout

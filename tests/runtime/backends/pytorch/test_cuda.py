@@ -185,6 +185,7 @@ def test_tokens_between_evictions_are_replayed(policy, positions):
         if graphs:
             made = {k.excess for k in loop.graphs.captured if k.length == 1 and not k.filling}
             assert made == {0, 1, 2, 3}
+            assert 0 < loop.graph_bytes < torch.cuda.memory_reserved()
             assert loop.execution == "CUDA graphs"
     torch.testing.assert_close(logits[0], logits[1], rtol=1e-3, atol=1e-3)
     assert kept[0] == kept[1]
