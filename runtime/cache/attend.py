@@ -28,7 +28,7 @@ from kvcap.runtime.cache.step import PendingBlock
 
 
 class AttentionCall(NamedTuple):
-    """What a model's attention module wants besides its queries."""
+    """The arguments of an attention call besides queries, keys and values."""
 
     module: nn.Module
     scaling: float
@@ -44,7 +44,7 @@ class _HeldKeys(NamedTuple):
 
 
 class SlotAttention:
-    """Attends over the slots of one layer, and has its evictor evict what is too much after."""
+    """Computes one layer's attention over its slots, and starts the eviction that follows."""
 
     def __init__(self, storage: LayerStorage, evictor: Evictor) -> None:
         self.storage, self.segments, self.evictor = storage, storage.segments, evictor
@@ -53,11 +53,11 @@ class SlotAttention:
 
     @property
     def on_device(self) -> tuple[Any, ...]:
-        """What was told the device beside the buffers, which a CUDA graph must keep alive."""
+        """Small tensors on the device besides the buffers, which a CUDA graph must keep alive."""
         return self.rows, self._offsets
 
     def align(self, x: Tensor, offsets: tuple[int, ...]) -> Tensor:
-        """Move queries or keys [B, H or K, T, D] to the slots behind what their heads hold.
+        """Rotate queries or keys [B, H or K, T, D] to the positions behind what their heads hold.
 
         Args:
             x: as the model rotated them.
@@ -118,9 +118,9 @@ class SlotAttention:
         block: PendingBlock,
         call: AttentionCall,
     ) -> Tensor | None:
-        """The same of a block of one token that is yet to be rotated and appended.
+        """`block` of a single token that is neither rotated nor appended yet, by one kernel.
 
-        None, and nothing is done: `kernels/token.py` does not take it.
+        Returns None, with nothing changed, where `kernels/token.py` does not cover it.
         """
         storage, evictor, (segment, *others) = self.storage, self.evictor, self.segments
         context, filling = block.context, block.context.filling

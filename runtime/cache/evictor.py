@@ -97,7 +97,7 @@ class SegmentEviction:
 
 
 class Evictor:
-    """The policy's side of one layer.
+    """Applies the policy to one layer: observes its slots, and evicts what is above the budget.
 
     Args:
         layout: of the cache.

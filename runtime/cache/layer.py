@@ -1,4 +1,4 @@
-"""One capped layer of the cache: appends blocks, and has them attended and evicted from.
+"""One capped layer of the cache: a block arrives, is appended, attended, and evicted after.
 
 Positions. `true`: keys keep the rotation they were read with. `compact`: the survivors count as
 the tokens 0..held-1 in time order and the next block is read behind the longest head, so nothing
@@ -82,7 +82,7 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
 
     @property
     def on_device(self) -> tuple[Any, ...]:
-        """What attention told the device beside the buffers, which a CUDA graph must keep alive."""
+        """Small tensors on the device besides the buffers, which a CUDA graph must keep alive."""
         return () if self._attention is None else self._attention.on_device
 
     @property

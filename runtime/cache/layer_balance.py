@@ -10,7 +10,7 @@ from kvcap.runtime.cache.pool import Segment, resize
 
 
 class LayerBalance:
-    """The layers' wishes and what becomes of them.
+    """Collects how many slots layers should have, and moves slots between them.
 
     Args:
         budget: says what the layers should have by their preferences.
@@ -26,7 +26,7 @@ class LayerBalance:
         self.floor = 0  # slots that no layer goes below, where tokens of the text are pinned
 
     def prefer(self, index: int, preference: float, seen: int) -> None:
-        """Note how much a layer wants slots; it evicts down to what it should have now."""
+        """Note a layer's preference; from now on it evicts down to the slots it should have."""
         self.preferences[index] = preference
         if (wanted := self._wanted(seen)) is not None:
             segment = self.segments[index]

@@ -1,4 +1,4 @@
-"""The last queries of a layer, kept between blocks for policies that observe a window.
+"""Keeps the last queries of a layer between blocks, for policies that observe a window.
 
 Compact positions move down with every eviction; a kept query's moves by as many as its head
 evicted, since every slot is older than it or pinned with it. It is rotated when it is read.

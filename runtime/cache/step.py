@@ -1,4 +1,4 @@
-"""One forward pass through the cache: its context, its blocks on their way, its second stream.
+"""One forward pass through the cache: its context, its pending blocks, its eviction streams.
 
 Knows torch only.
 """
@@ -19,12 +19,14 @@ LAYERS = 4  # of one sequence that evict at once, each on a stream of its own
 
 
 class SideStream:
-    """Further branches of the graph that is being captured within it, joined at the end.
+    """Runs evictions on CUDA streams of their own, beside the matrix products that follow.
+
+    Used while a CUDA graph is captured: the graph gets branches, which are joined at its end.
 
     Args:
         device: of the graph.
-        batch: sequences. What many read is large, and evicting of them fills the device: fewer
-            layers do so at once.
+        batch: sequences. Evictions of many sequences read much and fill the device, so that fewer
+            layers evict at once.
     """
 
     def __init__(self, device: torch.device, batch: int = 1) -> None:
@@ -37,7 +39,7 @@ class SideStream:
         pass
 
     def __exit__(self, *error: object) -> None:
-        """Wait for all of it, of a pass that failed too: torch ends no capture that is in parts."""
+        """Wait for all streams, after an error too: torch ends no capture that has open branches."""
         self.next_layer()
         for event, _ in list(self._before)[-len(self._streams) :]:  # the last of every stream
             torch.cuda.current_stream().wait_event(event)
@@ -45,10 +47,12 @@ class SideStream:
 
     @contextmanager
     def run_async(self, kept: Any) -> Iterator[None]:
-        """What runs within it waits for all before; `rejoin`, `make_room` and the end wait for it.
+        """Run the body on another stream, after all that was launched before.
+
+        `rejoin`, `make_room` and the end of the capture wait for it.
 
         Args:
-            kept: holds the tensors that it reads, whose memory nobody else may have until then.
+            kept: the tensors that the body reads; their memory is not reused until then.
         """
         self._kept.append(kept)
         self._streams[0].wait_stream(torch.cuda.current_stream())
@@ -56,20 +60,20 @@ class SideStream:
             yield
 
     def rejoin(self) -> None:
-        """Wait for the layer in hand, which may go on beside after that."""
+        """Wait for what the current layer runs on its stream."""
         torch.cuda.current_stream().wait_stream(self._streams[0])
 
     def next_layer(self) -> None:
-        """Another layer begins, on the stream of the one that began the longest ago."""
+        """Begin another layer, on the stream of the layer that began the longest ago."""
         if self._kept:
             self._before.append((self._streams[0].record_event(), self._kept))
             self._kept = []
             self._streams.rotate(-1)
 
     def make_room(self) -> None:
-        """Wait for the layer that had the stream of the one in hand; what it kept can go.
+        """Wait for the layer that used this stream before, so that the memory it kept is free.
 
-        For layers that keep much. What others keep may stay to the end, and nothing waits.
+        For layers that keep large tensors; others need not wait.
         """
         while len(self._before) >= len(self._streams):
             event, _ = self._before.popleft()
@@ -78,62 +82,62 @@ class SideStream:
 
 @cache
 def _streams(device: torch.device) -> tuple[torch.cuda.Stream, ...]:
-    """The same for all graphs: libraries keep workspaces for every stream that they have met."""
+    """Streams that all graphs share, as libraries keep a workspace for every stream they meet."""
     return tuple(torch.cuda.Stream(device) for _ in range(LAYERS))
 
 
 @dataclass
 class ForwardContext:
-    """One forward pass; as it is by default, what transformers makes without the block loop."""
+    """Describes one forward pass; the default is a pass that transformers makes by itself."""
 
     start: int | None = None
-    """The position it is read at; None: at the logical length, as transformers does. The block loop
-    says it so that compact positions need no rotation on arrival."""
+    """Position of its first token; None: the number of tokens read, as transformers counts. The
+    block loop sets it so that keys arrive at compact positions and need no rotation."""
     tokens: int | None = None
-    """How many it has, where fillers follow them; see `BlockLoop.read`."""
+    """How many tokens it has, where fillers follow them; see `BlockLoop.read`."""
     blocks: int = 1
-    """How many it has: each layer takes them one after the other."""
+    """How many blocks it has: each layer takes them one after the other."""
     block: int = 0
-    """Which of them a layer has in hand."""
+    """Index of the block that a layer is reading."""
     filling: bool = False
     """With a token counter: no slot was given up yet, so that it also says how many are in use."""
     room: int | None = None
     """Tokens that fitted into the cache when it began; a longer block is read in two, by all
     layers alike."""
     stream: SideStream | None = None
-    """Where layers evict while a CUDA graph is made."""
+    """Where layers evict while a CUDA graph is captured."""
     _counters: list[Tensor] = field(default_factory=list)
     _times: dict[tuple[int, int, torch.device], Tensor] = field(default_factory=dict)
     _after: dict[int, Tensor] = field(default_factory=dict)
 
     def bind_token_counter(self, token_counter: Tensor, block_size: int, filling: bool) -> None:
-        """Take what was read before it from a tensor [], while a CUDA graph is made or prepared."""
+        """Count tokens by a tensor [] on the device, while a CUDA graph is captured or prepared."""
         later = [token_counter + i * block_size for i in range(1, self.blocks)]
         self._counters, self.filling = [token_counter, *later], filling
 
     @property
     def is_waited_for(self) -> bool:
-        """Whether another block of the pass begins where a layer is done with the one in hand."""
+        """Whether the next block of the pass waits until the layer is done with this one."""
         return self.block + 1 < self.blocks
 
     def run_async_if_last(self, kept: Any) -> AbstractContextManager[None]:
-        """What attention does not wait for runs within it; see `SideStream.run_async`.
+        """Run the body on another stream after the pass's last block, which no block waits for.
 
-        Only of the last block: any other has one behind it that waits.
+        `kept` as in `SideStream.run_async`. After any other block the body runs at once.
         """
         return nullcontext() if self.is_waited_for else self.run_async(kept)
 
     def run_async(self, kept: Any) -> AbstractContextManager[None]:
-        """Likewise of any block; whoever needs what comes of it calls `rejoin` before."""
+        """Run the body on another stream; call `rejoin` before its results are used."""
         return nullcontext() if self.stream is None else self.stream.run_async(kept)
 
     def make_room(self) -> None:
-        """Before a layer keeps what is large beside; see `SideStream.make_room`."""
+        """Free the memory of earlier layers before one keeps large tensors; see `SideStream`."""
         if self.stream is not None:
             self.stream.make_room()
 
     def rejoin(self) -> None:
-        """Wait for what runs beside the layer in hand."""
+        """Wait for what the current layer runs on another stream."""
         if self.stream is not None:
             self.stream.rejoin()
 
@@ -146,13 +150,13 @@ class ForwardContext:
         return self._counters[self.block] if self._counters else None
 
     def token_counter_after(self, length: int) -> Tensor | None:
-        """The counter after the block of `length` in hand; layers share one tensor."""
+        """The counter after a block of `length`, [] on the device; layers share one tensor."""
         if self.token_counter is not None and self.block not in self._after:
             self._after[self.block] = self.token_counter + length
         return self._after.get(self.block)
 
     def times_of(self, seen: int, length: int, device: torch.device) -> Tensor:
-        """Which tokens a block of `length` after `seen` has, [T] int32; layers share one."""
+        """Indices of a block's tokens in the conversation, [T] int32; layers share one tensor."""
         asked = (seen, length, device)
         if asked not in self._times:
             if len(self._times) >= self.blocks:
