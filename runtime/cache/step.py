@@ -39,7 +39,7 @@ class SideStream:
         pass
 
     def __exit__(self, *error: object) -> None:
-        """Wait for all streams, after an error too: torch ends no capture that has open branches."""
+        """Wait for all streams, after an error too: torch ends no capture with open branches."""
         self.next_layer()
         for event, _ in list(self._before)[-len(self._streams) :]:  # the last of every stream
             torch.cuda.current_stream().wait_event(event)
