@@ -639,7 +639,7 @@ def test_what_cannot_be_served_is_refused_by_name(small, tmp_path, monkeypatch):
     with Serving(small, tmp_path) as serving, pytest.raises(PortTaken, match="--port 0"):
         Serving(small, tmp_path, port=serving.port)
     monkeypatch.setattr(vendor.require, "__defaults__", (tmp_path,))
-    with pytest.raises(vendor.VendorError, match=r"android_bench\.vendor"):
+    with pytest.raises(vendor.VendorError, match=r"android_bench\.server\.vendor"):
         Serving(small, tmp_path)
 
 
