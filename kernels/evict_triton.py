@@ -12,6 +12,7 @@ from kvcap.kernels.choose_triton import NEWER_AT, PINS, grow, ordered, worth_of
 _NARROW = ["positions", "shift", *(f"aux_{i}" for i in range(5))]
 
 
+# Long and branching, as it is one launch: branches on None and constants are gone once compiled.
 @triton.jit(do_not_specialize=[*PINS, *_NARROW, *NEWER_AT])
 def evict_one(
     scores,  # [B, K, n]

@@ -49,6 +49,7 @@ def _fold(
     return higher, total * fade + tl.sum(p, 1), acc
 
 
+# Long and branching, as it is one launch: branches on None and constants are gone once compiled.
 @triton.jit(do_not_specialize=_PLACES)
 def attend_part(
     query,  # [B, H, D]

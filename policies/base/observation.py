@@ -9,13 +9,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from kvcap.policies.base.companions import Saliency
+
+class Weigher(Protocol):
+    """What an observation knows of a `Saliency`."""
+
+    def weigh(self, obs: Observation) -> Tensor:
+        """What scores add up instead of attention. Shape [B, K, G, w, n]."""
 
 
 @dataclass
@@ -39,7 +43,7 @@ class Observation:
     softcap: float | None = None  # Gemma 2: logits = softcap * tanh(logits / softcap)
     state: Mapping[str, Tensor] = field(default_factory=dict)  # name -> [B, K, n]
     output_projection: Tensor | None = None  # [K, G, D, hidden], W_O cut by query head
-    saliency: Saliency | None = None  # replaces the attention weights, see `weight`
+    saliency: Weigher | None = None  # replaces the attention weights, see `weight`
     pinned_spans: tuple[tuple[int, int], ...] = ()  # [start, stop) positions that are never evicted
 
     @property

@@ -15,8 +15,7 @@ import kvcap
 from kvcap import kernels
 from kvcap.kernels import evict, token
 from kvcap.runtime.attention import functions as attention
-from kvcap.runtime.backends.pytorch import cuda_graphs as alike
-from kvcap.runtime.backends.pytorch import cuda_graphs as block_graph
+from kvcap.runtime.backends.pytorch import cuda_graphs
 from kvcap.runtime.backends.pytorch.loop import BlockLoop
 from kvcap.runtime.cache import attend as layer_attention
 from kvcap.runtime.cache import step as side_stream
@@ -75,12 +74,12 @@ def test_a_cache_that_fills_as_a_graph_does_holds_the_same(policy, positions, ch
         with kernels.use(choice if filling else "eager"):
             loop = BlockLoop(model, cache, graphs=False)
             if filling:
-                loop.graphs = block_graph.BlockGraphs(model, cache)
+                loop.graphs = cuda_graphs.BlockGraphs(model, cache)
                 loop.graphs.read = lambda *_: None  # nothing is captured
             for start, stop in ((0, 16), (16, 32), (32, 33), (33, 34)):
-                assert alike.fills(cache, stop - start)
+                assert cuda_graphs.fills(cache, stop - start)
                 logits.append(loop.read(ids[:, start:stop]))
-            assert not alike.fills(cache, 7)
+            assert not cuda_graphs.fills(cache, 7)
             assert not filling or {kind.filling for kind in loop.graphs._warm} == {True}
             if policy != "full":
                 logits.append(loop.prefill(ids[:, 34:]))
@@ -93,13 +92,13 @@ def test_only_what_nothing_was_given_up_of_fills():
     for policy, fills in (("keydiff", True), ("snapkv", True), ("h2o", False), ("headkv", False)):
         cache = kvcap.BudgetCache(model.config, 40, 16, small_policy(policy, model.config))
         loop = BlockLoop(model, cache)
-        assert not alike.fills(cache, 1)  # there is no memory yet
+        assert not cuda_graphs.fills(cache, 1)  # there is no memory yet
         loop.prefill(torch.randint(90, (1, 8)))
-        assert alike.fills(cache, 1) == fills
+        assert cuda_graphs.fills(cache, 1) == fills
         loop.prefill(torch.randint(90, (1, 40)))
-        assert not alike.fills(cache, 1)
+        assert not cuda_graphs.fills(cache, 1)
         cache.reset()
-        assert alike.fills(cache, 8) == fills
+        assert cuda_graphs.fills(cache, 8) == fills
 
 
 @pytest.mark.slow(keep=12)
@@ -115,7 +114,7 @@ def test_blocks_in_one_pass_equal_passes_of_their_own(policy, positions):
         loop = BlockLoop(model, cache, graphs=False)
         loop.prefill(ids[:, :81])  # with an odd end
         cache.pin([(102, 103)])
-        assert alike.excess(cache) == 0
+        assert cuda_graphs.excess(cache) == 0
         logits = [loop.read(ids[:, 81:105]) if several else loop.prefill(ids[:, 81:105])]
         assert cache.context == ForwardContext()
         assert cache.seen == 105
@@ -154,11 +153,11 @@ def test_what_goes_is_chosen_before_a_block_is_attended(policy, early, monkeypat
 
 
 def test_several_blocks_are_read_at_once_where_all_are_alike(monkeypatch):
-    monkeypatch.setattr(block_graph, "PASS", 50)  # three blocks of 16
+    monkeypatch.setattr(cuda_graphs, "PASS", 50)  # three blocks of 16
     model, ids = tiny_model("llama"), torch.randint(90, (1, 32))
     for policy, fills, evicts in (("keydiff", 48, 48), ("h2o", None, 48), ("adakv", None, None)):
         cache = kvcap.BudgetCache(model.config, 64, 16, policy).allocate(1, torch.float32, "cpu")
-        loop, graphs = BlockLoop(model, cache), block_graph.BlockGraphs(model, cache)
+        loop, graphs = BlockLoop(model, cache), cuda_graphs.BlockGraphs(model, cache)
         assert graphs.pass_length(1, 60) == fills
         assert graphs.pass_length(1, 47) is None  # the prompt ends before
         assert graphs.pass_length(2, 60) is None  # blocks of two sequences are large enough
@@ -168,7 +167,7 @@ def test_several_blocks_are_read_at_once_where_all_are_alike(monkeypatch):
         )  # neither do they all fit, nor does each evict as many
         loop.prefill(ids)
         assert graphs.pass_length(1, 60) == evicts
-        assert block_graph.BlockGraphs(model, cache, several=False).pass_length(1, 60) is None
+        assert cuda_graphs.BlockGraphs(model, cache, several=False).pass_length(1, 60) is None
 
 
 class PretendedGraph:
@@ -209,7 +208,7 @@ def captured(monkeypatch):
         monkeypatch.setattr(torch.cuda, name, lambda *_, **__: nullcontext())
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: main)
     monkeypatch.setattr(side_stream, "_streams", lambda _: [side] * side_stream.LAYERS)
-    monkeypatch.setattr(block_graph, "PASS", 50)
+    monkeypatch.setattr(cuda_graphs, "PASS", 50)
     return log
 
 
@@ -266,7 +265,7 @@ def test_a_capture_that_fails_is_joined_and_blocks_go_on_eagerly(captured):
     model, ids = tiny_model("llama"), 3 + torch.randperm(90)[None, :80]
     cache = kvcap.BudgetCache(model.config, 40, 16, "keydiff").allocate(1, torch.float32, "cpu")
     loop, eager = BlockLoop(model, cache), kvcap.BudgetCache(model.config, 40, 16, "keydiff")
-    loop.graphs = block_graph.BlockGraphs(model, cache)
+    loop.graphs = cuda_graphs.BlockGraphs(model, cache)
     loop.prefill(ids[:, :64])
 
     def fail(*_):
@@ -302,7 +301,7 @@ def test_copies_of_few_layers_keys_are_held_at_a_time(captured, monkeypatch):
     for batch, layers in ((1, 4), (2, 2)):
         cache = kvcap.BudgetCache(model.config, 40, 16, "keydiff")
         loop = BlockLoop(model, cache.allocate(batch, torch.float32, "cpu"), graphs=False)
-        loop.graphs = block_graph.BlockGraphs(model, cache, several=False)
+        loop.graphs = cuda_graphs.BlockGraphs(model, cache, several=False)
         loop.prefill(ids[:, :48].expand(batch, -1))
         for length in (16, 1):
             copies.clear()
@@ -324,7 +323,7 @@ def test_what_is_captured_is_what_is_read(policy, positions, captured):
         cache = kvcap.BudgetCache(model.config, 64, 16, eviction, positions=positions)
         cache.allocate(1, torch.float32, "cpu")
         loop = BlockLoop(model, cache, graphs=False)
-        loop.graphs = block_graph.BlockGraphs(model, cache) if graphs else None
+        loop.graphs = cuda_graphs.BlockGraphs(model, cache) if graphs else None
         logits = [loop.prefill(ids[:, :48])]
         cache.reset()
         logits += [loop.prefill(ids[:, :48]), loop.prefill(ids[:, 48:64])]
@@ -353,7 +352,7 @@ def test_a_graph_for_each_token_between_evictions(policy, positions, captured):
         cache.allocate(1, torch.float32, "cpu")
         loop = BlockLoop(model, cache, graphs=False)
         logits = [loop.prefill(ids[:, :20])]  # full, and nothing was evicted
-        loop.graphs = block_graph.BlockGraphs(model, cache) if graphs else None
+        loop.graphs = cuda_graphs.BlockGraphs(model, cache) if graphs else None
         held = []
         for i in range(20, 20 + 2 * every):
             logits.append(loop.read(ids[:, i : i + 1]))  # each graph serves once
@@ -375,9 +374,9 @@ def test_heads_of_their_own_budgets_are_not_replayed_between_evictions():
         cache = kvcap.BudgetCache(model.config, 20, 8, eviction, evict_every=every)
         BlockLoop(model, cache, graphs=False).prefill(torch.randint(90, (1, 40)))
         assert len(cache.layers[0].segments) > 1
-        assert alike.excess(cache) == 0
-        assert alike.steady(cache, 8)
-        assert alike.steady(cache, 1) is steady
+        assert cuda_graphs.excess(cache) == 0
+        assert cuda_graphs.steady(cache, 8)
+        assert cuda_graphs.steady(cache, 1) is steady
 
 
 @pytest.mark.slow(keep=1)
@@ -407,7 +406,7 @@ def test_a_token_is_rotated_appended_and_attended_at_once(
         loop = BlockLoop(model, cache, graphs=False)
         logits = [loop.prefill(ids[:, :24])]
         if choice == "triton":
-            loop.graphs = block_graph.BlockGraphs(model, cache)
+            loop.graphs = cuda_graphs.BlockGraphs(model, cache)
         with kernels.use(choice):
             logits += [loop.read(ids[:, i : i + 1]) for i in (24, 25)]  # a graph serves once
         found.append((torch.stack(logits), [x.clone() for x in cache.buffers()]))
@@ -460,10 +459,10 @@ def test_what_was_evicted_in_a_graph_is_known_outside():
     model = tiny_model("llama")
     cache = kvcap.BudgetCache(model.config, 32, 16).allocate(1, torch.float32, "cpu")
     cache.advance(40, kept=True)
-    assert (cache.seen, cache.held, alike.excess(cache)) == (40, 40, 8)
+    assert (cache.seen, cache.held, cuda_graphs.excess(cache)) == (40, 40, 8)
     assert not any(layer.storage.needs_rotation for layer in cache.capped_layers)
     cache.advance(8, kept=False)
-    assert (cache.seen, cache.held, alike.excess(cache)) == (48, 32, 0)
+    assert (cache.seen, cache.held, cuda_graphs.excess(cache)) == (48, 32, 0)
     assert all(layer.storage.needs_rotation for layer in cache.capped_layers)
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import kvcap
 from kvcap.policies import PolicyError, policies
 from kvcap.policies.knorm import Knorm
-from kvcap.runtime.backends.pytorch import cuda_graphs as alike
+from kvcap.runtime.backends.pytorch import cuda_graphs
 from kvcap.runtime.backends.pytorch.loop import BlockLoop
 from kvcap.runtime.cache.pool import Segment, SlotPool
 from kvcap.runtime.errors import (
@@ -205,7 +205,7 @@ def test_counts_go_back_to_before_a_block_that_broke_off(tokens):
     assert not cache.consistent or cache.seen != 40
     cache.counters = before
     assert cache.consistent
-    assert (cache.seen, cache.held, alike.excess(cache)) == (40, 24, 0)
+    assert (cache.seen, cache.held, cuda_graphs.excess(cache)) == (40, 24, 0)
     loop.read(tokens(8))
 
 

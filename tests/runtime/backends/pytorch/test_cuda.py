@@ -11,7 +11,7 @@ from tools import runtime_of
 
 import kvcap
 from kvcap.policies import policies
-from kvcap.runtime.backends.pytorch import cuda_graphs as block_graph
+from kvcap.runtime.backends.pytorch import cuda_graphs
 from kvcap.runtime.backends.pytorch.loop import BlockLoop
 from kvcap.runtime.backends.pytorch.runtime import enforce_limit
 from kvcap.runtime.cache import attend as layer_attention
@@ -194,7 +194,7 @@ def test_tokens_between_evictions_are_replayed(policy, positions):
 @pytest.mark.parametrize("positions", ["compact", "true"])
 @pytest.mark.parametrize("policy", ["keydiff", "dropkv", "snapkv", "h2o", "headkv", "pyramidkv"])
 def test_several_blocks_are_replayed_in_one_pass(policy, positions, monkeypatch):
-    monkeypatch.setattr(block_graph, "PASS", 50)  # three blocks of 16
+    monkeypatch.setattr(cuda_graphs, "PASS", 50)  # three blocks of 16
     ids = 3 + torch.randperm(240, generator=torch.Generator().manual_seed(1))[None].cuda()
     model = tiny_model("llama", vocab_size=256).cuda()
     kept, logits = [], []
