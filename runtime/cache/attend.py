@@ -1,4 +1,4 @@
-"""Attention of one capped layer over its slots, and the eviction that follows it.
+"""Computes attention of one capped layer over its slots, and starts the eviction that follows.
 
 A key is stored rotated as the model made it, to the position behind what its head then held, with
 the `shift` its position has moved down since; attention rotates a copy, or what it reads, so that
@@ -77,23 +77,16 @@ class SlotAttention:
         if self.storage.query_window is not None:
             with context.run_async_if_last(query):
                 self.storage.query_window.append(query)
-        token_counter = context.token_counter_after(block.length)
+        counter = context.token_counter_after(block.length)
         if context.filling:
-            assert token_counter is not None
-            return self._over_all_slots(query, token_counter, call)
+            assert counter is not None
+            return self._over_all_slots(query, counter, call)
         packed = self._packs(query, call)
         context.make_room()  # for a copy of all keys
         keys = self._keys(packed)
         queries = [segment.rows_of(query) for segment in self.segments]
-        step = AttentionStep(
-            block.total_tokens,
-            block.length,
-            keys.segments,
-            queries,
-            *call,
-            token_counter,
-            keys.stored,
-        )
+        total, length = block.total_tokens, block.length
+        step = AttentionStep(total, length, keys.segments, queries, *call, counter, keys.stored)
         has_work = evictor.has_work(block.length)
         # A selection occupies few of a GPU's multiprocessors: attention hides it.
         early = has_work and context.is_waited_for
@@ -147,7 +140,7 @@ class SlotAttention:
         if storage.query_window is not None:
             with context.run_async_if_last(query):
                 storage.query_window.append(query)
-        token_counter = context.token_counter_after(1)
+        counter = context.token_counter_after(1)
         if has_work:
             with context.run_async_if_last((query, sums)):
                 keys = segment.keys
@@ -157,9 +150,8 @@ class SlotAttention:
                     stored = StoredKeys(sums, None)
                     if rotation is not None and evictor.reads_keys:
                         keys = rotation.back(keys, segment.aux(SHIFT))
-                step = AttentionStep(
-                    block.total_tokens, 1, [keys], [query], *call, token_counter, stored
-                )
+                total = block.total_tokens
+                step = AttentionStep(total, 1, [keys], [query], *call, counter, stored)
                 evictor.evict_if_due(step)
         return out
 

@@ -41,18 +41,15 @@ class AttentionStep:
     module: nn.Module | None = None  # the attention module
     scaling: float = 1.0
     softcap: float | None = None
-    token_counter: Tensor | None = (
-        None  # tokens read, the block's included, on the device [] in a graph
-    )
+    token_counter: Tensor | None = None  # `tokens` on the device [], inside a CUDA graph
     stored: kernels.StoredKeys | None = None  # of the first segment's keys
 
 
 @dataclass
 class SegmentEviction:
-    """The slots that one segment gives up: first selected, then compacted.
+    """Gives up slots of one segment: they are selected first, then compacted.
 
-    By kernels where they cover it (`fused`), which need no selection before: they then select and
-    compact at once.
+    Where kernels do it (`fused`) they may select and compact at once.
     """
 
     index: int

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import CacheLayerMixin
 
-from kvcap.runtime.attention.functions import Rows, without_gradient
+from kvcap.runtime.attention.functions import without_gradient
 from kvcap.runtime.attention.masks import MaskRequest, Slots
 from kvcap.runtime.cache.allocation import Allocation, LayerStorage
 from kvcap.runtime.cache.attend import AttentionCall, SlotAttention
@@ -74,11 +74,6 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
         self._pinned_spans, self._check_mask = pinned_spans, check_mask
         self._attention: SlotAttention | None = None
         self._like: tuple[int, torch.dtype, torch.device] | None = None  # what it is allocated for
-
-    @property
-    def rows(self) -> Rows | None:
-        """Where heads that hold unequally many lie, on the device."""
-        return None if self._attention is None else self._attention.rows
 
     @property
     def on_device(self) -> tuple[Any, ...]:

@@ -96,8 +96,8 @@ class BlockGraphs:
         numbers are copied to the device.
         """
         kind = self._kind(ids, need_logits)
-        if any(layer.rows for layer in self.cache.capped_layers):
-            self._warm.clear()  # of what tells where heads lie, only the last is kept
+        if any(len(layer.segments) > 1 for layer in self.cache.capped_layers):
+            self._warm.clear()  # of what tells the device where heads lie, only the last is kept
         if kind is not None:
             self._warm.add(kind)
             if kind.filling:
