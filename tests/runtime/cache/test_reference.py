@@ -132,7 +132,7 @@ def test_no_drift_in_bfloat16_after_ten_thousand_evictions():
     fresh = kvcap.BudgetCache(model.config, 16, 8)
     BlockLoop(model, fresh).read(3 + (torch.arange(8)[None] * 7) % 90)
     order = store.positions[0, 0].argsort()[:8]  # the sinks, read first and never rewritten
-    rotation = cache.rotation(torch.empty(0))
+    rotation = cache.layers[0].storage.rotation
     moved = rotation.back(store.keys, store.aux("shift"))[0, 0, order]
     assert torch.equal(moved, fresh.layers[0].segments[0].keys[0, 0])
     newest = store.positions[0, 0].argsort()[-8:]

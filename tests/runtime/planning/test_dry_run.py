@@ -64,9 +64,10 @@ def test_policies_that_decide_nothing_by_contents(policy):
     expected = rehearse_block(config, eviction, 200, 64, torch.float32, "compact")
     if data_independent(eviction) is eviction:
         actual = measured(config, eviction, 200, 64, torch.float32)
-        # One call a head lets kernels take a little that is not seen.
-        allowed = 0.05 if eviction.head_budget is None else 0.1
-        assert expected == pytest.approx(actual, rel=allowed)
+        # Where heads are attended one by one, the peak is inside torch's FlashAttention, whose
+        # own buffers, of some 64 KiB a thread, are not seen.
+        unseen = None if eviction.head_budget is None else 64 << 10
+        assert expected == pytest.approx(actual, rel=0.05, abs=unseen)
     else:
         named = {name: kvcap.load_policy(name) for name in policies()}
         names = {name for name, found in named.items() if data_independent(found) is not found}
