@@ -108,13 +108,17 @@ class Eviction:
 
     @property
     def needs_attention(self) -> bool:
-        """Whether it needs what stock attention functions do not show, such as queries."""
+        """Whether it needs what stock attention functions do not show, such as queries.
+
+        Or what they cannot do: transformers makes them one mask for all layers, so every layer and
+        head has to hold as many slots.
+        """
         inside = ATTENTION_VIEWS | {"output_projection"}
         return bool(
             self.observes & inside
             or self.head_budget is not None
+            or self.layer_budget is not None
             or self.corrector
-            or self.layers_move
         )
 
     @property

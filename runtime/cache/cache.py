@@ -366,7 +366,7 @@ class BudgetCache(Cache):  # type: ignore[misc]
         if stock and self.eviction.needs_attention:
             raise UnsupportedModel(
                 f"policy {self.eviction.name!r} works inside attention, which {attention!r} does "
-                f"not show; {load}"
+                f"not show, or divides slots unevenly; {load}"
             )
         if stock and positions == "compact":
             raise UnsupportedModel(

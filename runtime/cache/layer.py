@@ -313,7 +313,8 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
         if self.pending is not None and eviction.needs_attention:
             raise UnsupportedModel(
                 f"policy {eviction.name!r} works inside attention, which stock attention "
-                "does not show; load the model with attn_implementation='kvcap'"
+                "does not show, or divides slots unevenly; load the model with "
+                "attn_implementation='kvcap'"
             )
         if self.pending is not None and self.rotates:
             raise UnsupportedModel(

@@ -209,6 +209,14 @@ def test_counts_go_back_to_before_a_block_that_broke_off(tokens):
     loop.read(tokens(8))
 
 
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("policy", ["snapkv", "keydiff+pyramidkv", "keydiff+adakv"])
+def test_stock_attention_cannot_look_inside_or_divide_unevenly(policy, attention):
+    config = tiny_model("llama", attention).config
+    with pytest.raises(UnsupportedModel, match="divides slots unevenly; load the model with"):
+        kvcap.BudgetCache(config, 24, 8, policy)
+
+
 # Outside torch.no_grad() --------------------------------------------------------------------------
 
 
