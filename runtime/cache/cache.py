@@ -93,7 +93,7 @@ class BudgetCache(Cache):  # type: ignore[misc]
         super().__init__(
             layers=[
                 BudgetLayer(next(indices), allocation, evict_every, spans, check)
-                if layer.window is None
+                if layer.kind == "capped"
                 else DynamicSlidingWindowLayer(layer.window)
                 for layer in shape.layers
             ]

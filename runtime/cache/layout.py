@@ -172,13 +172,14 @@ class CacheLayout:
 
     def nbytes(self, batch: int, dtype: torch.dtype) -> dict[str, int]:
         """Exact bytes of every part for `batch` sequences, native sliding layers' included."""
-        vector = self.shape.kv_heads * self.shape.head_size * dtype.itemsize
-        windows = [layer.window for layer in self.shape.layers if layer.window is not None]
+        sliding = [self.shape.layers[i] for i in self.shape.of_kind("sliding")]
         found = dict.fromkeys(PARTS, 0)
         for spec in self.buffers(batch, dtype).values():
             found[spec.part] += spec.nbytes
         found["sliding_layers"] = sum(
-            2 * batch * (window - 1 + self.block_size) * vector for window in windows
+            2 * batch * (layer.window - 1 + self.block_size) * layer.vector * dtype.itemsize
+            for layer in sliding
+            if layer.window is not None
         )
         return found
 

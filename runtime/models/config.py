@@ -6,7 +6,7 @@ This is where it is decided which architectures run; the others are refused by n
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from kvcap.runtime.errors import UnsupportedModel
 from kvcap.runtime.models.rope import Rope, rope_of
@@ -17,12 +17,27 @@ FAMILIES = (
 )  # fmt: skip
 
 
+LayerKind = Literal["capped", "sliding"]
+
+
 @dataclass(frozen=True)
 class LayerShape:
-    """A layer: capped by kvcap, or native, as its own sliding window already bounds it."""
+    """What a layer holds of a conversation.
 
-    window: int | None  # tokens that a native sliding layer sees; None: capped
+    `capped`: keys and values of tokens that the policy chose, in slots. `sliding`: those of its own
+    last tokens, which transformers' cache layer keeps, as the model's window bounds them already.
+    """
+
+    kind: LayerKind
+    window: int | None  # the last tokens that the model lets it see; None: all
     rope: Rope | None  # None: the layer has no positions (SmolLM3's NoPE layers)
+    kv_heads: int  # K
+    head_size: int  # D
+
+    @property
+    def vector(self) -> int:
+        """Numbers of the keys, or of the values, of one token."""
+        return self.kv_heads * self.head_size
 
 
 @dataclass(frozen=True)
@@ -32,8 +47,8 @@ class ModelShape:
     family: str
     layers: tuple[LayerShape, ...]
     heads: int  # H
-    kv_heads: int  # K
-    head_size: int  # D
+    kv_heads: int  # K, of the capped layers
+    head_size: int  # D, of the capped layers
     hidden_size: int
     mlp_size: int
     vocabulary: int
@@ -48,7 +63,11 @@ class ModelShape:
     @property
     def capped(self) -> list[int]:
         """Indices of the layers that kvcap caps."""
-        return [i for i, layer in enumerate(self.layers) if layer.window is None]
+        return self.of_kind("capped")
+
+    def of_kind(self, kind: LayerKind) -> list[int]:
+        """Indices of the layers of a kind."""
+        return [i for i, layer in enumerate(self.layers) if layer.kind == kind]
 
     @property
     def moves_exactly(self) -> bool:
@@ -87,29 +106,35 @@ class ModelShape:
         kinds = layer_kinds(config)
         sliding = "sliding_attention" in kinds
         window: int | None = config.sliding_window if sliding else None
-        if window is not None and "full_attention" not in kinds:
+        slides = [kind == "sliding_attention" for kind in kinds]
+        capped = [not one for one in slides]
+        if window is not None and all(slides):
             if window < slots:
                 raise UnsupportedModel(
                     f"every layer of this {family} slides over {window} tokens, which already "
                     f"bounds its memory; a budget and block of {slots} slots would see further "
                     f"than it was built to, use at most {window} slots"
                 )
-            kinds, window = ["full_attention"] * len(kinds), None
+            capped = [True] * len(kinds)
         rotated = getattr(config, "no_rope_layers", None) or [1] * len(kinds)  # 1: has RoPE
-        rope = rope_of(config)
+        rope, heads = rope_of(config), config.num_attention_heads
+        kv_heads = getattr(config, "num_key_value_heads", None) or heads
+        head_size = getattr(config, "head_dim", None) or config.hidden_size // heads
         return cls(
             family=family,
             layers=tuple(
                 LayerShape(
-                    window if kind == "sliding_attention" else None,
-                    rope if rotated[i] else None,
+                    kind="capped" if capped[i] else "sliding",
+                    window=window if slides[i] else None,
+                    rope=rope if rotated[i] else None,
+                    kv_heads=kv_heads,
+                    head_size=head_size,
                 )
-                for i, kind in enumerate(kinds)
+                for i in range(len(kinds))
             ),
-            heads=config.num_attention_heads,
-            kv_heads=getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
-            head_size=getattr(config, "head_dim", None)
-            or config.hidden_size // config.num_attention_heads,
+            heads=heads,
+            kv_heads=kv_heads,
+            head_size=head_size,
             hidden_size=config.hidden_size,
             mlp_size=config.intermediate_size,
             vocabulary=config.vocab_size,

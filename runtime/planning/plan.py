@@ -211,12 +211,12 @@ class ModelPlanner:
     def plan(self, tokens: int, block: int) -> MemoryPlan:
         """The plan of `tokens` slots and blocks of `block`, its workspace estimated."""
         from kvcap.runtime.cache.layout import CacheLayout
-        from kvcap.runtime.models.config import ModelShape, layer_kinds
+        from kvcap.runtime.models.config import ModelShape
 
         config, eviction, dtype, batch = self.config, self.eviction, self.dtype, self.batch
         shape = ModelShape.of(config, tokens + block)
-        kinds = layer_kinds(config)
-        token = 2 * batch * shape.kv_heads * shape.head_size * dtype.itemsize  # of one layer
+        pair = 2 * batch * dtype.itemsize  # bytes of a number of a key and one of a value
+        slides = [layer for layer in shape.layers if layer.window is not None]
         layout = CacheLayout(shape, eviction, tokens, block, self.positions)
         largest = max(map(sum, layout.allotments)) + shape.kv_heads * block  # slots of a layer
         observed = eviction.policy.queries_observed
@@ -239,9 +239,9 @@ class ModelPlanner:
             weights=self.weights.nbytes,
             weights_from=self.weights.source,
             trained_length=shape.trained_length,
-            token_bytes=token * kinds.count("full_attention"),
-            sliding_token_bytes=token * kinds.count("sliding_attention"),
-            sliding_window=getattr(config, "sliding_window", None) or 0,
+            token_bytes=pair * sum(x.vector for x in shape.layers if x.window is None),
+            sliding_token_bytes=pair * sum(layer.vector for layer in slides),
+            sliding_window=max((layer.window or 0 for layer in slides), default=0),
         )
 
     def rehearsed(self, plan: MemoryPlan) -> MemoryPlan:

@@ -215,8 +215,9 @@ def fingerprint(model: Any) -> str:
     total = hashlib.sha256()
     for layer in shape.layers:
         rope = layer.rope
+        window = layer.window if layer.kind == "sliding" else None
         turns = [] if rope is None or rope.inv_freq is None else rope.inv_freq.tolist()
-        told = (layer.window, rope and rope.kind, [f"{x:.6g}" for x in turns])
+        told = (window, rope and rope.kind, [f"{x:.6g}" for x in turns])
         total.update(repr(told).encode())
     total.update(repr(replace(shape, layers=())).encode())
     for name, weight in model.named_parameters():
