@@ -76,9 +76,21 @@ class ModelShape:
         return all(rope is None or rope.exact for rope in ropes)
 
     @property
-    def rope_kinds(self) -> str:
-        """The types of RoPE of the capped layers, for messages."""
-        return ", ".join(sorted({r.kind for i in self.capped if (r := self.layers[i].rope)}))
+    def obstacle(self) -> str:
+        """Why keys of capped layers cannot be moved exactly, for messages; '' where they can."""
+        ropes = [rope for i in self.capped if (rope := self.layers[i].rope)]
+        found = sorted({f"RoPE of type {r.kind}: {r.obstacle}" for r in ropes if not r.exact})
+        return "; ".join(found)
+
+    @property
+    def longest_compact(self) -> int | None:
+        """Tokens of the longest sequence in which keys move exactly; None: in any."""
+        ropes = [rope for i in self.capped if (rope := self.layers[i].rope)]
+        return min((r.longest for r in ropes if r.longest is not None), default=None)
+
+    def can_be_compact(self, slots: int = 0) -> bool:
+        """Whether positions may be compact where the longest head and its block hold `slots`."""
+        return self.moves_exactly and slots <= (self.longest_compact or slots)
 
     @property
     def all_capped(self) -> bool:
