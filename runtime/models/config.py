@@ -1,6 +1,6 @@
 """Reads from a model's config what kvcap must know: capped layers, head counts, positions.
 
-This is where it is decided which architectures run; the others are refused by name.
+This is where it is decided which architectures run; the others are refused with their reason.
 """
 
 from __future__ import annotations
@@ -8,13 +8,33 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
 from kvcap.runtime.errors import UnsupportedModel
-from kvcap.runtime.models.rope import Rope, rope_of
+from kvcap.runtime.models.rope import Rope, has_rope, rope_of
+from kvcap.runtime.models.trial import Trial, layers_named, try_model
 
 FAMILIES = (
-    "gemma", "gemma2", "gemma3_text", "granite", "llama", "mistral", "olmo2", "phi3", "qwen2",
-    "qwen3", "smollm3", "starcoder2",
+    "apertus", "arcee", "bitnet", "cwm", "dots1", "gemma", "gemma2", "gemma3_text", "glm4_moe",
+    "granite", "granitemoe", "granitemoeshared", "hyperclovax", "internlm3", "iquestcoder",
+    "jais2", "llama", "mellum", "ministral", "ministral3", "mistral", "mixtral", "nemotron",
+    "olmo", "olmo2", "olmo3", "olmoe", "phi", "phi3", "phimoe", "qwen2", "qwen2_moe", "qwen3",
+    "qwen3_moe", "seed_oss", "smollm3", "stablelm", "starcoder2", "vaultgemma",
 )  # fmt: skip
+"""Model types that the tests hold to full attention over the kept tokens. A model of another type
+is tried as a small random copy (`trial.py`)."""
+
+KINDS = {  # of layers that are refused, as transformers names them
+    "chunked_attention": "attention within chunks",
+    "compressed_sparse_attention": "sparse attention over compressed keys",
+    "conv": "short convolutions, whose state is no keys and values",
+    "heavily_compressed_attention": "attention over compressed keys",
+    "hybrid": "attention and a recurrent state in one layer",
+    "hybrid_sliding": "attention and a recurrent state in one layer",
+    "indexed_attention": "sparse attention by an index of its own",
+    "linear_attention": "linear attention, whose state is no keys and values",
+    "mamba": "state spaces, whose state is no keys and values",
+}
 
 
 LayerKind = Literal["capped", "sliding"]
@@ -107,19 +127,16 @@ class ModelShape:
                 capped if its window is at least this long, since no token is then out of reach.
 
         Raises:
-            UnsupportedModel: the architecture is not in `FAMILIES`, or has no layer to cap.
+            UnsupportedModel: the model cannot run under a cap, with the reason.
         """
         family = getattr(config, "model_type", None) or type(config).__name__
-        if family not in FAMILIES:
-            raise UnsupportedModel(
-                f"model type {family!r} is not supported: its cache could not be capped without "
-                f"wrong logits; supported: {', '.join(FAMILIES)}"
-            )
         kinds = layer_kinds(config)
-        sliding = "sliding_attention" in kinds
-        window: int | None = config.sliding_window if sliding else None
+        trial = None if family in FAMILIES else try_model(config)
+        if trial is not None and trial.obstacle:
+            raise UnsupportedModel(f"model type {family!r} is not supported: {trial.obstacle}")
         slides = [kind == "sliding_attention" for kind in kinds]
         capped = [not one for one in slides]
+        window: int | None = config.sliding_window if any(slides) else None
         if window is not None and all(slides):
             if window < slots:
                 raise UnsupportedModel(
@@ -128,17 +145,18 @@ class ModelShape:
                     f"than it was built to, use at most {window} slots"
                 )
             capped = [True] * len(kinds)
-        rotated = getattr(config, "no_rope_layers", None) or [1] * len(kinds)  # 1: has RoPE
-        rope, heads = rope_of(config), config.num_attention_heads
+        heads = config.num_attention_heads
         kv_heads = getattr(config, "num_key_value_heads", None) or heads
         head_size = getattr(config, "head_dim", None) or config.hidden_size // heads
+        ropes = _ropes(config, kinds, trial)
+        mlp_size = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
         return cls(
             family=family,
             layers=tuple(
                 LayerShape(
                     kind="capped" if capped[i] else "sliding",
                     window=window if slides[i] else None,
-                    rope=rope if rotated[i] else None,
+                    rope=ropes[i],
                     kv_heads=kv_heads,
                     head_size=head_size,
                 )
@@ -148,27 +166,77 @@ class ModelShape:
             kv_heads=kv_heads,
             head_size=head_size,
             hidden_size=config.hidden_size,
-            mlp_size=config.intermediate_size,
+            mlp_size=mlp_size if isinstance(mlp_size, int) else max(mlp_size),
             vocabulary=config.vocab_size,
             softcap=getattr(config, "attn_logit_softcapping", None),
             trained_length=config.max_position_embeddings,
         )
 
 
+def _ropes(config: Any, kinds: list[str], trial: Trial | None) -> list[Rope | None]:
+    """The rotary embedding of every layer, as its family has it or as a trial showed it.
+
+    Raises:
+        UnsupportedModel: a trial showed positions that are no rotation, and no limit to them.
+    """
+    if trial is None:
+        rope = rope_of(config)
+        rotated = getattr(config, "no_rope_layers", None) or [1] * len(kinds)  # 1: has RoPE
+        return [rope if one else None for one in rotated]
+    rope = rope_of(config) if has_rope(config) else Rope("none", None)
+    if rope.kind == "none" and "other" in trial.keys:
+        raise UnsupportedModel(
+            f"model type {config.model_type!r} is not supported: its positions are no rotation of "
+            "keys, and end at the length that it was built for"
+        )
+    still = Rope(rope.kind, None, obstacle="its keys are no rotation of themselves elsewhere")
+    found = {"none": None, "still": None, "rotated": rope}
+    return [found.get(one, still if rope.exact else rope) for one in trial.keys]
+
+
 def layer_kinds(config: Any) -> list[str]:
     """The kind of every layer, 'full_attention' or 'sliding_attention'.
 
     Raises:
-        UnsupportedModel: it has layers of another kind.
+        UnsupportedModel: it has layers of another kind, or is no causal language model.
     """
+    family = getattr(config, "model_type", None) or type(config).__name__
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING or config.is_encoder_decoder:
+        raise UnsupportedModel(
+            f"model type {family!r} is not supported: transformers has no causal language model "
+            "of it that reads tokens alone"
+        )
+    count = getattr(config, "num_hidden_layers", None)
+    try:
+        heads = getattr(config, "num_attention_heads", None), getattr(config, "head_dim", None)
+    except Exception as error:  # transformers' own, where layers differ
+        raise UnsupportedModel(
+            f"model type {family!r} is not supported: its layers have unequal heads"
+        ) from error
+    if not count or not heads[0]:
+        raise UnsupportedModel(f"model type {family!r} is not supported: its config names no "
+                               "layers with attention heads")  # fmt: skip
+    if getattr(config, "kv_lora_rank", None):
+        raise UnsupportedModel(
+            f"model type {family!r} is not supported: {layers_named([*range(count)])} are "
+            "multi-head latent attention, whose cache holds a latent vector and no keys"
+        )
+    if getattr(config, "num_kv_shared_layers", None):
+        raise UnsupportedModel(
+            f"model type {family!r} is not supported: its last {config.num_kv_shared_layers} "
+            "layers read the keys and values of earlier layers"
+        )
     kinds = getattr(config, "layer_types", None)
     if kinds is None:
         # Mistral, Phi-3 and Starcoder 2 slide in every layer or in none.
         kind = "sliding_attention" if getattr(config, "sliding_window", None) else "full_attention"
-        return [kind] * config.num_hidden_layers
+        return [kind] * count
     unknown = set(kinds) - {"full_attention", "sliding_attention"}
     if unknown:
-        raise UnsupportedModel(
-            f"layers of type {', '.join(sorted(unknown))} have no keys and values to cap"
+        those = "; ".join(
+            f"{layers_named([i for i, kind in enumerate(kinds) if kind == one])} are "
+            f"{KINDS.get(one, one)}"
+            for one in sorted(unknown)
         )
+        raise UnsupportedModel(f"model type {family!r} is not supported: {those}")
     return list(kinds)

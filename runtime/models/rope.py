@@ -38,6 +38,11 @@ class Rope:
         return self.inv_freq is not None
 
 
+def has_rope(config: Any) -> bool:
+    """Whether a transformers config (4.57 or 5.x) has rotary positions."""
+    return bool(getattr(config, "rope_parameters", None) or getattr(config, "rope_theta", None))
+
+
 def rope_of(config: Any, layer_type: str = "full_attention") -> Rope:
     """The rotary embedding of `layer_type` layers, from a transformers config (4.57 or 5.x)."""
     parameters = _parameters(config, layer_type)
