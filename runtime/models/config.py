@@ -12,7 +12,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from kvcap.runtime.errors import UnsupportedModel
 from kvcap.runtime.models.rope import Rope, has_rope, rope_of
-from kvcap.runtime.models.trial import Trial, layers_named, try_model
+from kvcap.runtime.models.trial import Trial, heads_of, layers_named, try_model
 
 FAMILIES = (
     "apertus", "arcee", "bitnet", "cwm", "dots1", "gemma", "gemma2", "gemma3_text", "glm4_moe",
@@ -133,7 +133,7 @@ class ModelShape:
         kinds = layer_kinds(config)
         trial = None if family in FAMILIES else try_model(config)
         if trial is not None and trial.obstacle:
-            raise UnsupportedModel(f"model type {family!r} is not supported: {trial.obstacle}")
+            raise refusal(family, trial.obstacle)
         slides = [kind == "sliding_attention" for kind in kinds]
         capped = [not one for one in slides]
         window: int | None = config.sliding_window if any(slides) else None
@@ -145,9 +145,7 @@ class ModelShape:
                     f"than it was built to, use at most {window} slots"
                 )
             capped = [True] * len(kinds)
-        heads = config.num_attention_heads
-        kv_heads = getattr(config, "num_key_value_heads", None) or heads
-        head_size = getattr(config, "head_dim", None) or config.hidden_size // heads
+        heads, kv_heads, head_size = heads_of(config)
         ropes = _ropes(config, kinds, trial)
         mlp_size = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
         return cls(
@@ -173,6 +171,14 @@ class ModelShape:
         )
 
 
+def refusal(family: str, why: str) -> UnsupportedModel:
+    """The error for a model type that cannot run, and what can."""
+    return UnsupportedModel(
+        f"model type {family!r} is not supported: {why}; models of full and sliding attention, "
+        "such as llama, qwen3 and gemma3_text, run (docs/models.md lists them)"
+    )
+
+
 def _ropes(config: Any, kinds: list[str], trial: Trial | None) -> list[Rope | None]:
     """The rotary embedding of every layer, as its family has it or as a trial showed it.
 
@@ -185,9 +191,9 @@ def _ropes(config: Any, kinds: list[str], trial: Trial | None) -> list[Rope | No
         return [rope if one else None for one in rotated]
     rope = rope_of(config) if has_rope(config) else Rope("none", None)
     if rope.kind == "none" and "other" in trial.keys:
-        raise UnsupportedModel(
-            f"model type {config.model_type!r} is not supported: its positions are no rotation of "
-            "keys, and end at the length that it was built for"
+        raise refusal(
+            config.model_type,
+            "its positions are no rotation of keys, and end at the length that it was built for",
         )
     still = Rope(rope.kind, None, obstacle="its keys are no rotation of themselves elsewhere")
     found = {"none": None, "still": None, "rotated": rope}
@@ -202,29 +208,27 @@ def layer_kinds(config: Any) -> list[str]:
     """
     family = getattr(config, "model_type", None) or type(config).__name__
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING or config.is_encoder_decoder:
-        raise UnsupportedModel(
-            f"model type {family!r} is not supported: transformers has no causal language model "
-            "of it that reads tokens alone"
+        raise refusal(
+            family, "transformers has no causal language model of it that reads tokens alone"
         )
     count = getattr(config, "num_hidden_layers", None)
     try:
         heads = getattr(config, "num_attention_heads", None), getattr(config, "head_dim", None)
     except Exception as error:  # transformers' own, where layers differ
-        raise UnsupportedModel(
-            f"model type {family!r} is not supported: its layers have unequal heads"
-        ) from error
+        raise refusal(family, "its layers have unequal heads") from error
     if not count or not heads[0]:
-        raise UnsupportedModel(f"model type {family!r} is not supported: its config names no "
-                               "layers with attention heads")  # fmt: skip
+        raise refusal(family, "its config names no layers with attention heads")
     if getattr(config, "kv_lora_rank", None):
-        raise UnsupportedModel(
-            f"model type {family!r} is not supported: {layers_named([*range(count)])} are "
-            "multi-head latent attention, whose cache holds a latent vector and no keys"
+        raise refusal(
+            family,
+            f"{layers_named([*range(count)])} are multi-head latent attention, whose cache holds a "
+            "latent vector and no keys",
         )
     if getattr(config, "num_kv_shared_layers", None):
-        raise UnsupportedModel(
-            f"model type {family!r} is not supported: its last {config.num_kv_shared_layers} "
-            "layers read the keys and values of earlier layers"
+        raise refusal(
+            family,
+            f"its last {config.num_kv_shared_layers} layers read the keys and values of earlier "
+            "layers",
         )
     kinds = getattr(config, "layer_types", None)
     if kinds is None:
@@ -238,5 +242,5 @@ def layer_kinds(config: Any) -> list[str]:
             f"{KINDS.get(one, one)}"
             for one in sorted(unknown)
         )
-        raise UnsupportedModel(f"model type {family!r} is not supported: {those}")
+        raise refusal(family, those)
     return list(kinds)

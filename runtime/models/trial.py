@@ -135,10 +135,12 @@ def _compare(config: Any, plain: Any, ours: Any) -> Trial:
     if (error := difference(logits, expected)) > LOGITS:
         return Trial(f"kvcap's attention gives other logits than its own, by {error:.1g} of the "
                      "largest")  # fmt: skip
-    shapes = {(x.shape[1], x.shape[3]) for x in caches[2].tensors}
-    if len(shapes) > 1:
-        return Trial("its keys and values are of several shapes, heads and head size: "
-                     + ", ".join(map(str, sorted(shapes))))  # fmt: skip
+    heads, size = heads_of(config)[1:]
+    shapes = {(x.shape[1], x.shape[3]) for x in caches[2].tensors} - {(heads, size)}
+    if shapes:
+        found = ", ".join(f"{k} of {d}" for k, d in sorted(shapes))
+        return Trial(f"its config tells of {heads} KV heads of size {size}, and its layers have "
+                     f"keys or values of {found}")  # fmt: skip
     rope = rope_of(config) if has_rope(config) else None
     pairs = zip(caches[0].layers, caches[1].layers, strict=True)
     return Trial("", tuple(_dependence(near, far, rope) for near, far in pairs))
@@ -203,6 +205,13 @@ class _RecordedLayer:
 
     def take_back(self) -> None:
         """Nothing is undone here."""
+
+
+def heads_of(config: Any) -> tuple[int, int, int]:
+    """Query heads, KV heads and the head size of a text model's config."""
+    heads: int = config.num_attention_heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    return heads, kv_heads, getattr(config, "head_dim", None) or config.hidden_size // heads
 
 
 def difference(a: Tensor, b: Tensor) -> float:
