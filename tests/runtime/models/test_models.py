@@ -229,7 +229,7 @@ REASONS = (
 )  # fmt: skip
 UNTRIED = {  # what transformers makes of a small copy of these, or of their own default config
     "beam", "codegen", "cohere_compass_text", "dbrx", "ernie4_5_moe", "gpt_neo", "gptj",
-    "lfm2_moe", "mpt", "reformer", "xlnet", "xmod",
+    "lfm2_moe", "mpt", "reformer", "roberta-prelayernorm", "xlm-roberta-xl", "xlnet", "xmod",
 }  # fmt: skip
 
 
@@ -243,8 +243,8 @@ def test_every_model_type_of_transformers_runs_or_is_refused_with_its_reason(mod
     try:
         ModelShape.of(config)
     except UnsupportedModel as error:
-        known = any(re.search(reason, str(error)) for reason in REASONS)
-        assert known or model_type in UNTRIED, error
+        if not any(re.search(reason, str(error)) for reason in REASONS):
+            assert model_type in UNTRIED, error  # noqa: PT017
         return
     if config.model_type in ALL:
         return  # the tests above run it
