@@ -5,6 +5,7 @@ This is where it is decided which architectures run; the others are refused by n
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -12,9 +13,12 @@ from kvcap.runtime.errors import UnsupportedModel
 from kvcap.runtime.models.rope import Rope, rope_of
 
 FAMILIES = (
-    "gemma", "gemma2", "gemma3_text", "granite", "llama", "mistral", "olmo2", "phi3", "qwen2",
-    "qwen3", "smollm3", "starcoder2",
+    "cohere", "cohere2", "ernie4_5", "ernie4_5_moe", "exaone4", "gemma", "gemma2", "gemma3_text",
+    "glm", "glm4", "granite", "helium", "llama", "mistral", "olmo2", "phi3", "qwen2", "qwen3",
+    "smollm3", "starcoder2",
 )  # fmt: skip
+INTERLEAVED = ("cohere", "cohere2", "ernie4_5", "ernie4_5_moe", "glm", "glm4", "helium")
+"""Families whose RoPE rotates neighbours (2i, 2i + 1) together; the others' rotates halves."""
 
 
 LayerKind = Literal["capped", "sliding"]
@@ -30,7 +34,7 @@ class LayerShape:
 
     kind: LayerKind
     window: int | None  # the last tokens that the model lets it see; None: all
-    rope: Rope | None  # None: the layer has no positions (SmolLM3's NoPE layers)
+    rope: Rope | None  # None: the layer has no positions
     kv_heads: int  # K
     head_size: int  # D
 
@@ -116,8 +120,9 @@ class ModelShape:
                     f"than it was built to, use at most {window} slots"
                 )
             capped = [True] * len(kinds)
-        rotated = getattr(config, "no_rope_layers", None) or [1] * len(kinds)  # 1: has RoPE
-        rope, heads = rope_of(config), config.num_attention_heads
+        rotated = layers_with_rope(config, kinds)
+        rope = rope_of(config, interleaved=family in INTERLEAVED)
+        heads = config.num_attention_heads
         kv_heads = getattr(config, "num_key_value_heads", None) or heads
         head_size = getattr(config, "head_dim", None) or config.hidden_size // heads
         return cls(
@@ -160,3 +165,14 @@ def layer_kinds(config: Any) -> list[str]:
             f"layers of type {', '.join(sorted(unknown))} have no keys and values to cap"
         )
     return list(kinds)
+
+
+def layers_with_rope(config: Any, kinds: Sequence[str]) -> list[bool]:
+    """Of every layer of the `kinds`, whether it rotates queries and keys; others have no positions.
+
+    Cohere 2 rotates in sliding layers only, EXAONE 4 likewise where its config has a window.
+    """
+    family = getattr(config, "model_type", None)
+    if family == "cohere2" or (family == "exaone4" and config.sliding_window is not None):
+        return [kind == "sliding_attention" for kind in kinds]
+    return [bool(one) for one in getattr(config, "no_rope_layers", None) or [1] * len(kinds)]
