@@ -49,8 +49,8 @@ def rotate(x: Tensor, position: float, inv_freq: Tensor, interleaved: bool = Fal
     cos, sin = angles.cos(), angles.sin()
     turning, rest = x[: 2 * half], x[2 * half :]
     a, b = (turning[::2], turning[1::2]) if interleaved else (turning[:half], turning[half:])
-    rotated = a * cos - b * sin, b * cos + a * sin
-    return torch.cat((torch.stack(rotated, 1).flatten() if interleaved else torch.cat(rotated), rest))
+    rotated = torch.stack((a * cos - b * sin, b * cos + a * sin), dim=1 if interleaved else 0)
+    return torch.cat((rotated.flatten(), rest))
 
 
 class ReferenceLayer(CacheLayerMixin):

@@ -36,9 +36,7 @@ class Rope:
         return self.inv_freq is not None
 
 
-def rope_of(
-    config: Any, layer_type: str = "full_attention", *, interleaved: bool = False
-) -> Rope:
+def rope_of(config: Any, layer_type: str = "full_attention", *, interleaved: bool = False) -> Rope:
     """The rotary embedding of `layer_type` layers, from a transformers config (4.57 or 5.x).
 
     No config says which numbers rotate together: whether they are `interleaved` is the family's.

@@ -45,7 +45,7 @@ def test_rotated_as_by_the_formula(interleaved, slots, size, rotated, dtype, mon
 
 
 def by_formula(x, rows, interleaved):
-    """x [..., D] rotated back by cosines and sines [..., 2, R/2], a pair of numbers at a time."""
+    """Rows [..., D] rotated back by cosines and sines [..., 2, R/2], pair by pair."""
     out, (cos, sin), half = x.clone(), rows.unbind(-2), rows.shape[-1]
     for i in range(half):
         first, second = (2 * i, 2 * i + 1) if interleaved else (i, i + half)
