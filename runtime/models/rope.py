@@ -172,7 +172,7 @@ def rotate(x: Tensor, rows: Tensor, back: bool = False, interleaved: bool = Fals
     half = cos.shape[-1]
     turning, rest = x[..., : 2 * half].to(wide), x[..., 2 * half :]
     if interleaved:
-        rotated = _rotate_neighbours(turning, cos, -sin if back else sin).to(x.dtype)
+        rotated = _rotate_neighbours(turning, cos, sin, back).to(x.dtype)
     else:
         a, b = turning[..., :half], turning[..., half:]
         rotated = torch.cat(  # in one expression, so that no half outlives it
@@ -184,11 +184,12 @@ def rotate(x: Tensor, rows: Tensor, back: bool = False, interleaved: bool = Fals
     return torch.cat((rotated, rest), dim=-1) if rest.shape[-1] else rotated
 
 
-def _rotate_neighbours(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def _rotate_neighbours(x: Tensor, cos: Tensor, sin: Tensor, back: bool) -> Tensor:
     """Rotate the pairs (2i, 2i + 1) of x [..., R] by angles of cosines and sines [..., R/2]."""
     if torch.compiler.is_compiling():  # ONNX has no complex numbers
-        a, b = x[..., 0::2], x[..., 1::2]
+        a, b, sin = x[..., 0::2], x[..., 1::2], -sin if back else sin
         return torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1).flatten(-2)
     # Numbers that lie apart are read at a fraction of the speed; a pair is one complex number.
     pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous())
-    return torch.view_as_real(pairs * torch.complex(cos, sin)).flatten(-2)
+    turns = torch.complex(cos, -sin if back else sin)
+    return torch.view_as_real(pairs * turns).flatten(-2)
