@@ -12,9 +12,9 @@ MOST_BLOCKS = 8  # of slots that a program rotates
 
 
 def rotate_back(
-    x: Tensor, shift: Tensor, table: Tensor, sums: bool = False
+    x: Tensor, shift: Tensor, table: Tensor, sums: bool = False, *, interleaved: bool = False
 ) -> tuple[Tensor, Tensor | None]:
-    """Rotate the halves (i, i + R/2) of every row back by its shift, into a contiguous copy.
+    """Rotate pairs of numbers of every row back by its shift, into a contiguous copy.
 
     With `sums`, parts of the rows are summed on the way: who needs only their mean need not read
     the copy again.
@@ -24,6 +24,7 @@ def rotate_back(
         shift: [B, K, n] int32, below the table's span; any strides.
         table: [span, 2, R/2] float32, contiguous, cosines and sines.
         sums: make them.
+        interleaved: neighbours (2i, 2i + 1) are pairs; else halves (i, i + R/2) are.
 
     Returns:
         The copy, and its sums [B, K, parts, D] over parts of the rows, float32, or None.
@@ -44,6 +45,7 @@ def rotate_back(
         rotate[parts, batch * heads](
             x, shift, table, out, summed, slots, *x.stride()[:3], *shift.stride(),
             HEADS=heads, SIZE=size, HALF=half, HALF_PAD=power_of_two(half),
+            STEP=2 if interleaved else 1, MATE=1 if interleaved else half,
             REST=size - 2 * half, REST_PAD=power_of_two(size - 2 * half),
             BLOCK=block, BLOCKS=blocks, num_warps=2 if sums else 4, **overlapping(x.device),
         )  # fmt: skip

@@ -19,6 +19,8 @@ def rotate(
     SIZE: tl.constexpr,
     HALF: tl.constexpr,
     HALF_PAD: tl.constexpr,
+    STEP: tl.constexpr,  # from the first number of a pair to that of the next
+    MATE: tl.constexpr,  # to the second number of a pair
     REST: tl.constexpr,  # dimensions behind the rotated ones
     REST_PAD: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -45,14 +47,14 @@ def rotate(
         turn = table + back[:, None] * (2 * HALF) + i
         cos = tl.load(turn, inside, 0.0).to(tl.float32)
         sin = tl.load(turn + HALF, inside, 0.0).to(tl.float32)
-        a = tl.load(source + i, inside, 0.0).to(tl.float32)
-        b = tl.load(source + HALF + i, inside, 0.0).to(tl.float32)
+        a = tl.load(source + i * STEP, inside, 0.0).to(tl.float32)
+        b = tl.load(source + MATE + i * STEP, inside, 0.0).to(tl.float32)
         a, b = (
             (a * cos + b * sin).to(out.dtype.element_ty),
             (b * cos - a * sin).to(out.dtype.element_ty),
         )
-        tl.store(target + i, a, inside)
-        tl.store(target + HALF + i, b, inside)
+        tl.store(target + i * STEP, a, inside)
+        tl.store(target + MATE + i * STEP, b, inside)
         if REST > 0:
             behind = used[:, None] & (j < REST)
             kept = tl.load(source + 2 * HALF + j, behind, 0.0)
@@ -64,7 +66,7 @@ def rotate(
                 sum_rest += kept.to(tl.float32)
     if sums is not None:
         sums += (row * tl.num_programs(0) + tl.program_id(0)) * SIZE
-        tl.store(sums + i, tl.sum(sum_a, 0)[None, :], i < HALF)
-        tl.store(sums + HALF + i, tl.sum(sum_b, 0)[None, :], i < HALF)
+        tl.store(sums + i * STEP, tl.sum(sum_a, 0)[None, :], i < HALF)
+        tl.store(sums + MATE + i * STEP, tl.sum(sum_b, 0)[None, :], i < HALF)
         if REST > 0:
             tl.store(sums + 2 * HALF + j, tl.sum(sum_rest, 0)[None, :], j < REST)

@@ -17,6 +17,8 @@ from transformers import AttentionInterface
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 NAME = "slow_reference"
+# Families whose rotate_half is of neighbours.
+NEIGHBOURS = {"cohere", "cohere2", "ernie4_5", "ernie4_5_moe", "glm", "glm4", "helium"}
 
 
 @dataclass(eq=False)
@@ -35,24 +37,37 @@ class Setting:
     options: dict[str, Any] = field(default_factory=dict)
     start: list[list[int]] | None = None  # slots of each layer's heads, if not all `budget`
     recalls: bool = False  # attends to evicted tokens too
+    # of each layer, after every pass, the times that its heads hold: chosen by another cache
+    chosen: dict[int, list[list[list[int]]]] = field(default_factory=dict)
     # (layer, scores per head, pinned per head) -> slots per head, where they move
     split: Callable[[int, list[list[float]], list[list[bool]]], list[int]] | None = None
 
 
-def rotate(x: Tensor, position: float, inv_freq: Tensor) -> Tensor:
-    """X [D] at another position, the halves (i, i + R/2) paired."""
+def rotate(x: Tensor, position: float, inv_freq: Tensor, interleaved: bool = False) -> Tensor:
+    """X [D] at another position, the halves (i, i + R/2) paired, or the neighbours (2i, 2i + 1)."""
     angles, half = position * inv_freq.double(), len(inv_freq)
     cos, sin = angles.cos(), angles.sin()
-    a, b, rest = x[:half], x[half : 2 * half], x[2 * half :]
-    return torch.cat((a * cos - b * sin, b * cos + a * sin, rest))
+    turning, rest = x[: 2 * half], x[2 * half :]
+    a, b = (turning[::2], turning[1::2]) if interleaved else (turning[:half], turning[half:])
+    rotated = torch.stack((a * cos - b * sin, b * cos + a * sin), dim=1 if interleaved else 0)
+    return torch.cat((rotated.flatten(), rest))
 
 
 class ReferenceLayer(CacheLayerMixin):
     is_sliding = False
 
-    def __init__(self, setting: Setting, inv_freq: Tensor | None, index: int) -> None:
+    def __init__(
+        self,
+        setting: Setting,
+        inv_freq: Tensor | None,
+        index: int,
+        interleaved: bool = False,
+        window: int | None = None,
+    ) -> None:
         super().__init__()
         self.index, self.target_length = index, list[int]()
+        self.interleaved = interleaved
+        self.window = window  # of a layer that slides: it sees the last tokens, whatever the policy
         self.gone: list[list[Slot]] = []  # evicted, where they are attended to
         self.setting, self.inv_freq, self.seen = setting, inv_freq, 0
         self.heads: list[list[Slot]] = []
@@ -72,10 +87,10 @@ class ReferenceLayer(CacheLayerMixin):
         return keys, values
 
     def unrotate(self, x: Tensor, position: int) -> Tensor:
-        return x if self.inv_freq is None else rotate(x, -position, self.inv_freq)
+        return self.place(x, -position)
 
     def place(self, x: Tensor, position: int) -> Tensor:
-        return x if self.inv_freq is None else rotate(x, position, self.inv_freq)
+        return x if self.inv_freq is None else rotate(x, position, self.inv_freq, self.interleaved)
 
     def attend(self, query: Tensor, scaling: float) -> Tensor:
         heads, length = query.shape[1], query.shape[2]
@@ -98,7 +113,7 @@ class ReferenceLayer(CacheLayerMixin):
 
     def position(self, slots: list[Slot], time: int) -> int:
         """Where a token counts: its own time, or right-aligned by rank in compact mode."""
-        if self.setting.positions == "true":
+        if self.setting.positions == "true" or self.window is not None:
             return time
         older = sum(s.time < time for s in slots)
         held = [s.time for s in slots]
@@ -115,15 +130,23 @@ class ReferenceLayer(CacheLayerMixin):
         for s in slots or held:
             # An evicted token counts behind the held ones that are older than it.
             position = self.position(held, s.time)
-            if self.setting.positions == "compact" and s not in held:
+            if self.setting.positions == "compact" and self.window is None and s not in held:
                 position = sum(other.time < s.time for other in held)
             z = float(q @ self.place(s.key, position)) * scaling
-            logits.append(z if s.time <= time else -math.inf)
+            seen = s.time <= time and (self.window is None or time - s.time < self.window)
+            logits.append(z if seen else -math.inf)
         top = max(logits)
         exps = [math.exp(z - top) for z in logits]
         return [e / sum(exps) for e in exps]
 
     def evict(self, group: int, length: int, scaling: float) -> None:
+        if self.window is not None:
+            return
+        if self.setting.chosen:
+            times = self.setting.chosen[self.index].pop(0)
+            for k, slots in enumerate(self.heads):
+                self.heads[k] = [s for s in slots if s.time in times[k]]
+            return
         rows = {}
         if self.setting.policy in ("tova", "h2o", "snapkv"):
             count = {
@@ -217,13 +240,22 @@ class ReferenceLayer(CacheLayerMixin):
 
 class ReferenceCache(Cache):
     def __init__(self, model: Any, setting: Setting) -> None:
-        rotary = getattr(model.model, "rotary_emb", None)
-        inv_freq = rotary.inv_freq.double()
-        rotated = getattr(model.config, "no_rope_layers", None) or [1] * 99
+        config, inv_freq = model.config, model.model.rotary_emb.inv_freq.double()
+        kinds = getattr(config, "layer_types", None) or ["full_attention"] * 99
+        slides = [kind == "sliding_attention" for kind in kinds]
+        rotated = getattr(config, "no_rope_layers", None) or [1] * 99
+        if config.model_type in ("cohere2", "exaone4") and any(slides):
+            rotated = slides
         super().__init__(
             layers=[
-                ReferenceLayer(setting, inv_freq if rotated[i] else None, i)
-                for i in range(model.config.num_hidden_layers)
+                ReferenceLayer(
+                    setting,
+                    inv_freq if rotated[i] else None,
+                    i,
+                    config.model_type in NEIGHBOURS,
+                    config.sliding_window if slides[i] else None,
+                )
+                for i in range(config.num_hidden_layers)
             ]
         )
 

@@ -242,7 +242,9 @@ def module(
 ) -> tuple[Evictor, torch.dtype]:
     """What a decoder's evictor is traced from, and the type of its keys and values."""
     pairs = len(frequencies(shape)) if positions == "compact" else 0
-    evictor = Evictor(eviction, found.layers, found.kv_heads, found.head_dim, pairs)
+    rope = shape.layers[0].rope
+    evictor = Evictor(eviction, found.layers, found.kv_heads, found.head_dim, pairs,
+                      interleaved=rope is not None and rope.interleaved)  # fmt: skip
     return evictor, torch_dtype(str(found.cache))
 
 

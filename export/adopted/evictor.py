@@ -8,6 +8,7 @@ gives a copy turned to where it counts now, so that no error adds up.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -50,17 +51,20 @@ class Evictor(nn.Module):
         kv_heads: `K`.
         head_dim: `D`.
         pairs: numbers of a key that turn, by two; 0 leaves positions true.
+        interleaved: a pair are neighbours (2i, 2i + 1); else (i, i + pairs).
 
     Raises:
         NotExportable: the policy reads more than such a decoder shows.
     """
 
     def __init__(
-        self, eviction: Eviction, layers: int, kv_heads: int, head_dim: int, pairs: int = 0
-    ) -> None:
+        self, eviction: Eviction, layers: int, kv_heads: int, head_dim: int, pairs: int = 0,
+        interleaved: bool = False,
+    ) -> None:  # fmt: skip
         super().__init__()
         check(eviction)
         self.eviction, self.compact = graph_part(eviction), pairs > 0
+        self.interleaved = interleaved
         self.form = form_of(self.eviction, Shape(kv_heads, kv_heads, head_dim))
         self.sizes: dict[str, int | None] = {
             "layers": layers, "kv_heads": kv_heads, "head_dim": head_dim, "pairs": pairs, "two": 2,
@@ -83,11 +87,12 @@ class Evictor(nn.Module):
         kept = {name: take(given[name], rows, keep) for name in ("values", "positions")}
         if not self.compact:
             return take(keys, rows, keep), kept["values"], kept["positions"]
-        new = rotate(keys[:, :, past:], given["table"][past:slots], back=True)
+        turned = partial(rotate, interleaved=self.interleaved)
+        new = turned(keys[:, :, past:], given["table"][past:slots], back=True)
         base = take(torch.cat((given["base"], new), dim=2), rows, keep)
         stay = keep.shape[-1]
         torch._check(stay <= given["table"].shape[0])
-        here = rotate(base, given["table"][:stay])
+        here = turned(base, given["table"][:stay])
         return here, kept["values"], kept["positions"], base
 
     def _keep(self, given: dict[str, Tensor], slots: int) -> Tensor:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from kvcap.export.adopted.signature import DecoderPorts
 from kvcap.runtime.errors import UnsupportedModel, first_line
 from kvcap.runtime.models.config import ModelShape
-from kvcap.runtime.models.rope import rotate, rotations
+from kvcap.runtime.models.rope import moved_by
 
 Array = NDArray[Any]
 TOKENS, DROPPED, FURTHER = 12, (3, 5), 7
@@ -110,10 +110,9 @@ def _moves(trial: Trial, shape: ModelShape, past: list[Array], whole: Array) -> 
     ropes = [layer.rope for layer in shape.layers]
     if ropes[0] is None or any(rope != ropes[0] and rope is None for rope in ropes):
         return False  # layers without positions among others: one table cannot serve them
-    assert ropes[0].inv_freq is not None
-    rows = rotations(ropes[0].inv_freq, torch.tensor(FURTHER))  # [2, R/2]
     moved = [
-        rotate(torch.from_numpy(x), rows).numpy() if i % 2 == 0 else x for i, x in enumerate(past)
+        moved_by(ropes[0], torch.from_numpy(x), FURTHER).numpy() if i % 2 == 0 else x
+        for i, x in enumerate(past)
     ]
     logits, _ = trial.run(trial.ids[:, TOKENS:], moved, TOKENS + FURTHER)
     return trial.same(logits, whole)

@@ -143,7 +143,10 @@ class LayerPass(CacheLayerMixin):  # type: ignore[misc]
 
     def _rotated(self, x: Tensor, turns: Tensor) -> Tensor:
         """Keys or queries [1, h, n, D] at the positions of the angles [n, 2, R/2]."""
-        return rotate(x, turns) if self.rotates else x
+        rope = self.block.layout.rope
+        if not self.rotates or rope is None:
+            return x
+        return rotate(x, turns, interleaved=rope.interleaved)
 
     def _evict(
         self, module: nn.Module, query: Tensor, keys: Tensor, frame: Frame, form: Traced

@@ -104,7 +104,9 @@ class Allocation:
             assert rope is not None
             assert rope.inv_freq is not None
             span, dtype = self.layout.rotation_span, table_dtype(like.dtype)
-            self._rotation = Rotation(rope.inv_freq, span, like.device, dtype)
+            self._rotation = Rotation(
+                rope.inv_freq, span, like.device, dtype, interleaved=rope.interleaved
+            )
             self._register("rotation", self._rotation.named, like)
         return self._rotation
 

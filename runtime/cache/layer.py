@@ -61,6 +61,8 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
         super().__init__()
         self.index, self.layout = index, allocation.layout
         self.rotates = self.layout.rotates[index]  # its keys are moved to other positions
+        shape = self.layout.shape
+        self.rope = shape.layers[shape.capped[index]].rope
         self.seen = 0  # tokens read
         self.storage: LayerStorage | None = None
         self.segments: list[Segment] = []  # its slots: one, or one for every head
@@ -261,8 +263,8 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
             BlockTooLarge, MemoryCapExceeded, CacheMismatch: before anything is changed.
             UnsupportedModel: the policy or the positions need the registered attention function.
         """
-        if self._attention is None:
-            return None
+        if self._attention is None or (self.rope is not None and self.rope.interleaved):
+            return None  # the kernel rotates halves
         self._check_like(key)
         context = context or ForwardContext()
         block = PendingBlock(context, 1, (key, value), [1])

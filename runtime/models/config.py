@@ -5,6 +5,7 @@ This is where it is decided which architectures run; the others are refused with
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -15,14 +16,17 @@ from kvcap.runtime.models.rope import Rope, has_rope, rope_of
 from kvcap.runtime.models.trial import Trial, heads_of, layers_named, try_model
 
 FAMILIES = (
-    "apertus", "arcee", "bitnet", "cwm", "dots1", "gemma", "gemma2", "gemma3_text", "glm4_moe",
-    "granite", "granitemoe", "granitemoeshared", "hyperclovax", "internlm3", "iquestcoder",
-    "jais2", "llama", "mellum", "ministral", "ministral3", "mistral", "mixtral", "nemotron",
-    "olmo", "olmo2", "olmo3", "olmoe", "phi", "phi3", "phimoe", "qwen2", "qwen2_moe", "qwen3",
-    "qwen3_moe", "seed_oss", "smollm3", "stablelm", "starcoder2", "vaultgemma",
+    "apertus", "arcee", "bitnet", "cohere", "cohere2", "cwm", "dots1", "ernie4_5", "ernie4_5_moe",
+    "exaone4", "gemma", "gemma2", "gemma3_text", "glm", "glm4", "glm4_moe", "granite", "granitemoe",
+    "granitemoeshared", "helium", "hyperclovax", "internlm3", "iquestcoder", "jais2", "llama",
+    "mellum", "ministral", "ministral3", "mistral", "mixtral", "nemotron", "olmo", "olmo2", "olmo3",
+    "olmoe", "phi", "phi3", "phimoe", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss",
+    "smollm3", "stablelm", "starcoder2", "vaultgemma",
 )  # fmt: skip
 """Model types that the tests hold to full attention over the kept tokens. A model of another type
 is tried as a small random copy (`trial.py`)."""
+INTERLEAVED = ("cohere", "cohere2", "ernie4_5", "ernie4_5_moe", "glm", "glm4", "helium")
+"""Families whose RoPE rotates neighbours (2i, 2i + 1) together; the others' rotates halves."""
 
 KINDS = {  # of layers that are refused, as transformers names them
     "chunked_attention": "attention within chunks",
@@ -50,7 +54,7 @@ class LayerShape:
 
     kind: LayerKind
     window: int | None  # the last tokens that the model lets it see; None: all
-    rope: Rope | None  # None: the layer has no positions (SmolLM3's NoPE layers)
+    rope: Rope | None  # None: the layer has no positions
     kv_heads: int  # K
     head_size: int  # D
 
@@ -186,17 +190,17 @@ def _ropes(config: Any, kinds: list[str], trial: Trial | None) -> list[Rope | No
         UnsupportedModel: a trial showed positions that are no rotation, and no limit to them.
     """
     if trial is None:
-        rope = rope_of(config)
-        rotated = getattr(config, "no_rope_layers", None) or [1] * len(kinds)  # 1: has RoPE
-        return [rope if one else None for one in rotated]
-    rope = rope_of(config) if has_rope(config) else Rope("none", None)
+        rope = rope_of(config, interleaved=config.model_type in INTERLEAVED)
+        return [rope if one else None for one in layers_with_rope(config, kinds)]
+    neighbours = "neighbours" in trial.keys
+    rope = rope_of(config, interleaved=neighbours) if has_rope(config) else Rope("none", None)
     if rope.kind == "none" and "other" in trial.keys:
         raise refusal(
             config.model_type,
             "its positions are no rotation of keys, and end at the length that it was built for",
         )
     still = Rope(rope.kind, None, obstacle="its keys are no rotation of themselves elsewhere")
-    found = {"none": None, "still": None, "rotated": rope}
+    found = {"none": None, "still": None, "neighbours" if neighbours else "halves": rope}
     return [found.get(one, still if rope.exact else rope) for one in trial.keys]
 
 
@@ -244,3 +248,14 @@ def layer_kinds(config: Any) -> list[str]:
         )
         raise refusal(family, those)
     return list(kinds)
+
+
+def layers_with_rope(config: Any, kinds: Sequence[str]) -> list[bool]:
+    """Of every layer of the `kinds`, whether it rotates queries and keys; others have no positions.
+
+    Cohere 2 rotates in sliding layers only, EXAONE 4 likewise where its config has a window.
+    """
+    family = getattr(config, "model_type", None)
+    if family == "cohere2" or (family == "exaone4" and config.sliding_window is not None):
+        return [kind == "sliding_attention" for kind in kinds]
+    return [bool(one) for one in getattr(config, "no_rope_layers", None) or [1] * len(kinds)]

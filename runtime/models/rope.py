@@ -1,8 +1,9 @@
 """Rotary positions: which models can move a key to another position exactly, and how.
 
 A key rotated at position p is moved to p - shift by rotating it back by `shift`; that needs only
-the model's inverse frequencies. Exact where these do not depend on the length of the sequence.
-Knows configs and tensors, no cache.
+the model's inverse frequencies, and which of a head's numbers rotate together: halves (i, i + R/2)
+in most families, neighbours (2i, 2i + 1) in some. Exact where frequencies do not depend on the
+length of the sequence. Knows configs and tensors, no cache.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ class Rope:
 
     kind: str
     inv_freq: Tensor | None  # [R/2] float32, R rotated dimensions; None: cannot be moved exactly
+    interleaved: bool = False  # neighbours (2i, 2i + 1) rotate together, not (i, i + R/2)
     longest: int | None = None
     """Tokens of the longest sequence that these frequencies are for; None: of any sequence."""
     obstacle: str = "its frequencies depend on the length"
@@ -43,12 +45,15 @@ def has_rope(config: Any) -> bool:
     return bool(getattr(config, "rope_parameters", None) or getattr(config, "rope_theta", None))
 
 
-def rope_of(config: Any, layer_type: str = "full_attention") -> Rope:
-    """The rotary embedding of `layer_type` layers, from a transformers config (4.57 or 5.x)."""
+def rope_of(config: Any, layer_type: str = "full_attention", *, interleaved: bool = False) -> Rope:
+    """The rotary embedding of `layer_type` layers, from a transformers config (4.57 or 5.x).
+
+    No config says which numbers rotate together: whether they are `interleaved` is the family's.
+    """
     parameters = _parameters(config, layer_type)
     kind = parameters.get("rope_type", parameters.get("type", "default"))
     if kind not in EXACT:
-        return Rope(kind, None)
+        return Rope(kind, None, interleaved)
     if kind == "default":
         part = parameters.get("partial_rotary_factor", getattr(config, "partial_rotary_factor", 1))
         size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -59,11 +64,11 @@ def rope_of(config: Any, layer_type: str = "full_attention") -> Rope:
     else:
         inv_freq, _ = ROPE_INIT_FUNCTIONS[kind](config, "cpu")
     if kind != "longrope":
-        return Rope(kind, inv_freq)
+        return Rope(kind, inv_freq, interleaved)
     # These are the short factors, which hold for sequences as long as those first trained on.
     trained = "original_max_position_embeddings"
     longest = parameters.get(trained) or getattr(config, trained, config.max_position_embeddings)
-    return Rope(kind, inv_freq, longest)
+    return Rope(kind, inv_freq, interleaved, longest)
 
 
 def _parameters(config: Any, layer_type: str) -> dict[str, Any]:
@@ -90,6 +95,7 @@ class Rotation:
         span: shifts, from 0 on.
         device: of the keys.
         dtype: of the table, see `table_dtype`.
+        interleaved: as in `Rope`.
     """
 
     def __init__(
@@ -98,8 +104,10 @@ class Rotation:
         span: int,
         device: torch.device | str,
         dtype: torch.dtype = torch.float32,
+        *,
+        interleaved: bool = False,
     ) -> None:
-        self._inv_freq = inv_freq.double().cpu()
+        self._inv_freq, self.interleaved = inv_freq.double().cpu(), interleaved
         self.table = rotations(self._inv_freq, torch.arange(span)).to(device, dtype)
 
     def named(self) -> dict[str, Tensor]:
@@ -115,9 +123,9 @@ class Rotation:
     ) -> tuple[Tensor, Tensor | None]:
         """`back`, and sums [B, K, parts, D] of parts of the rows where they come along for free."""
         if x.dim() == 4 and ready(x):
-            return rotate_back(x, shift, self.table, sums)
+            return rotate_back(x, shift, self.table, sums, interleaved=self.interleaved)
         rows = self.table.index_select(0, shift.flatten())  # [.. · n, 2, R/2]
-        return rotate(x, rows.view(*shift.shape, *rows.shape[1:]), back=True), None
+        return self._back(x, rows.view(*shift.shape, *rows.shape[1:])), None
 
     def rows(self, offsets: Sequence[int]) -> Tensor:
         """Cosines and sines [offsets, 2, R/2] of any offsets, on the device."""
@@ -133,9 +141,27 @@ class Rotation:
         Rows of [B·K, 2, R/2] are of KV heads, whose query heads share them.
         """
         if len(rows) == 1:
-            return rotate(x, rows[0], back=True)
+            return self._back(x, rows[0])
         heads = x.reshape(len(rows), -1, *x.shape[2:])  # [B·K, G, T, D]
-        return rotate(heads, rows[:, None, None], back=True).view(x.shape)
+        return self._back(heads, rows[:, None, None]).view(x.shape)
+
+    def _back(self, x: Tensor, rows: Tensor) -> Tensor:
+        return rotate(x, rows, back=True, interleaved=self.interleaved)
+
+
+def moved_by(rope: Rope, x: Tensor, shift: Tensor | int) -> Tensor:
+    """Keys or queries [..., n, D], rotated on by `shift` positions [..., n] or all by as many.
+
+    Less than 0 moves them back; however far, as no table is read. A key that a model made at p + s
+    is, moved by -s, the one that it makes at p: if not, `rope` is not the model's.
+
+    Raises:
+        ValueError: keys of this type of RoPE cannot be moved exactly.
+    """
+    if rope.inv_freq is None:
+        raise ValueError(f"keys cannot be moved exactly under RoPE of type {rope.kind!r}")
+    rows = rotations(rope.inv_freq.double().cpu(), torch.as_tensor(shift).cpu()).to(x.device)
+    return rotate(x, rows, interleaved=rope.interleaved)
 
 
 def rotations(inv_freq: Tensor, shifts: Tensor) -> Tensor:
@@ -144,8 +170,8 @@ def rotations(inv_freq: Tensor, shifts: Tensor) -> Tensor:
     return torch.stack((angles.cos(), angles.sin()), dim=-2).float()
 
 
-def rotate(x: Tensor, rows: Tensor, back: bool = False) -> Tensor:
-    """Rotate the halves (i, i + R/2) of the first R numbers of keys or queries, as transformers do.
+def rotate(x: Tensor, rows: Tensor, back: bool = False, interleaved: bool = False) -> Tensor:
+    """Rotate the first R numbers of keys or queries by pairs, as transformers do.
 
     The one eager rotation, for the runtime and for exported graphs.
 
@@ -153,14 +179,31 @@ def rotate(x: Tensor, rows: Tensor, back: bool = False) -> Tensor:
         x: [..., D], D at least R; what is computed is rounded to its dtype once.
         rows: cosines and sines [..., 2, R/2], of a shape that broadcasts.
         back: by minus these angles.
+        interleaved: neighbours (2i, 2i + 1) are pairs; else halves (i, i + R/2) are.
     """
     wide = torch.promote_types(rows.dtype, torch.float32)
     cos, sin = rows.to(wide).unbind(-2)
     half = cos.shape[-1]
     turning, rest = x[..., : 2 * half].to(wide), x[..., 2 * half :]
-    a, b = turning[..., :half], turning[..., half:]
-    rotated = torch.cat(  # in one expression, so that no half outlives it
-        (a * cos + b * sin, b * cos - a * sin) if back else (a * cos - b * sin, b * cos + a * sin),
-        dim=-1,
-    ).to(x.dtype)
+    if interleaved:
+        rotated = _rotate_neighbours(turning, cos, sin, back).to(x.dtype)
+    else:
+        a, b = turning[..., :half], turning[..., half:]
+        rotated = torch.cat(  # in one expression, so that no half outlives it
+            (a * cos + b * sin, b * cos - a * sin)
+            if back
+            else (a * cos - b * sin, b * cos + a * sin),
+            dim=-1,
+        ).to(x.dtype)
     return torch.cat((rotated, rest), dim=-1) if rest.shape[-1] else rotated
+
+
+def _rotate_neighbours(x: Tensor, cos: Tensor, sin: Tensor, back: bool) -> Tensor:
+    """Rotate the pairs (2i, 2i + 1) of x [..., R] by angles of cosines and sines [..., R/2]."""
+    if torch.compiler.is_compiling():  # ONNX has no complex numbers
+        a, b, sin = x[..., 0::2], x[..., 1::2], -sin if back else sin
+        return torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1).flatten(-2)
+    # Numbers that lie apart are read at a fraction of the speed; a pair is one complex number.
+    pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous())
+    turns = torch.complex(cos, -sin if back else sin)
+    return torch.view_as_real(pairs * turns).flatten(-2)

@@ -8,7 +8,7 @@ their position.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Literal
 
@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 from kvcap.runtime.attention.functions import attend
 from kvcap.runtime.errors import UnsupportedModel
-from kvcap.runtime.models.rope import Rope, Rotation, has_rope, rope_of
+from kvcap.runtime.models.rope import Rope, has_rope, moved_by, rope_of
 from kvcap.runtime.types import ATTENTION
 
 SIZES = {
@@ -46,9 +46,9 @@ MOST_WEIGHTS = 50_000_000
 LOGITS, KEYS = 1e-3, 1e-4  # the largest differences that count as rounding, next to the largest
 
 
-Keys = Literal["none", "still", "rotated", "other"]
+Keys = Literal["none", "still", "halves", "neighbours", "other"]
 """How a layer's keys depend on the position they are read at: there are none, not at all, by a
-rotation with the frequencies of its config, or in another way."""
+rotation of halves or of neighbours with the frequencies of its config, or in another way."""
 
 
 @dataclass(frozen=True)
@@ -155,9 +155,12 @@ def _dependence(near: Any, far: Any, rope: Rope | None) -> Keys:
         return "still"
     if rope is None or rope.inv_freq is None or 2 * len(rope.inv_freq) > keys.shape[-1]:
         return "other"
-    shift = torch.full(keys.shape[:3], SHIFT, dtype=torch.int32)
-    back = Rotation(rope.inv_freq, SHIFT + 1, "cpu").back(moved, shift)
-    return "rotated" if difference(back, keys) <= KEYS else "other"
+    layouts: tuple[tuple[Keys, bool], ...] = (("halves", False), ("neighbours", True))
+    for name, interleaved in layouts:
+        back = moved_by(replace(rope, interleaved=interleaved), moved, -SHIFT)
+        if difference(back, keys) <= KEYS:
+            return name
+    return "other"
 
 
 class _Recorder(DynamicCache):  # type: ignore[misc]

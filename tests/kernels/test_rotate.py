@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
+from conftest import SIZES, small_policy
 from interpreted import DEVICE, pytestmark  # noqa: F401
+from transformers import AutoModelForCausalLM, GlmConfig, LlamaConfig
 
+import kvcap
+from kvcap import kernels
 from kvcap.kernels.rotate import rotate_back
+from kvcap.runtime.backends.pytorch.loop import BlockLoop
+from kvcap.runtime.cache.step import ForwardContext
 from kvcap.runtime.models.rope import Rotation, rotate, table_dtype
 
 SPAN = 300
@@ -16,25 +22,37 @@ SPAN = 300
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("size", "rotated"), [(64, 64), (80, 32), (96, 96), (128, 128), (24, 12)])
 @pytest.mark.parametrize("slots", [1, 31, 137])
-def test_rotated_as_by_the_formula(slots, size, rotated, dtype, monkeypatch):
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_rotated_as_by_the_formula(interleaved, slots, size, rotated, dtype, monkeypatch):
     frequencies = 10000.0 ** -(torch.arange(0, rotated, 2) / rotated)
-    rotation = Rotation(frequencies, SPAN, DEVICE)
+    rotation = Rotation(frequencies, SPAN, DEVICE, interleaved=interleaved)
     pool = torch.randn(2, 3, slots + 9, size, device=DEVICE).to(dtype)
     x = pool[:, :, :slots]  # a view with gaps, as a pool's slots are
     shift = torch.randint(SPAN, (2, 3, slots + 9), dtype=torch.int32, device=DEVICE)[:, :, :slots]
-    expected = rotate(x.double(), rotation.table[shift.long()].double(), back=True)
+    expected = by_formula(x.double(), rotation.table[shift.long()].double(), interleaved)
     monkeypatch.setattr(torch, "empty", lambda *a, **k: torch.full(*a, float("nan"), **k))
-    found, no_sums = rotate_back(x, shift, rotation.table)
+    found, no_sums = rotate_back(x, shift, rotation.table, interleaved=interleaved)
     # One rounding to the dtype; triton's interpreter cuts bfloat16 off rather than rounding.
     allowed = {torch.float32: 1e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}[dtype]
     assert found.dtype == dtype
     assert found.is_contiguous()
     torch.testing.assert_close(found.double(), expected, rtol=allowed, atol=allowed)
-    again, sums = rotate_back(x, shift, rotation.table, sums=True)
+    again, sums = rotate_back(x, shift, rotation.table, sums=True, interleaved=interleaved)
     assert torch.equal(found, again)
     assert no_sums is None
     assert sums.shape[:3] == (2, 3, -(-slots // 32))
     torch.testing.assert_close(sums.sum(2), found.float().sum(2), rtol=1e-4, atol=1e-4)
+
+
+def by_formula(x, rows, interleaved):
+    """Rows [..., D] rotated back by cosines and sines [..., 2, R/2], pair by pair."""
+    out, (cos, sin), half = x.clone(), rows.unbind(-2), rows.shape[-1]
+    for i in range(half):
+        first, second = (2 * i, 2 * i + 1) if interleaved else (i, i + half)
+        a, b = x[..., first], x[..., second]
+        out[..., first] = a * cos[..., i] + b * sin[..., i]
+        out[..., second] = b * cos[..., i] - a * sin[..., i]
+    return out
 
 
 def test_programs_of_long_rows_rotate_several_blocks():
@@ -65,9 +83,60 @@ def test_the_table_is_as_exact_as_keys_of_the_type_need_it(dtype):
     assert (found.double() - truth).abs().mean() <= 1.1 * rounded.mean() + 1e-7
 
 
+@pytest.mark.parametrize("policy", ["keydiff", "snapkv"])
+def test_models_that_rotate_neighbours(policy):
+    """Keys, and a window of queries, by the kernel and eagerly; half of a head rotates."""
+    found = []
+    for choice in ("eager", "triton"):
+        cache, loop, ids = glm(policy)
+        with kernels.use(choice):
+            logits = [loop.prefill(ids[:, :38]), loop.read(ids[:, 38:39]), loop.read(ids[:, 39:])]
+        found.append((torch.stack(logits), cache.layers[0].segments[0].positions.sort().values))
+    torch.testing.assert_close(found[1][0], found[0][0], rtol=1e-4, atol=1e-4)
+    assert torch.equal(found[1][1], found[0][1])
+
+
+@pytest.mark.parametrize("positions", ["compact", "true"])
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_the_kernel_of_one_token_takes_halves_alone(interleaved, positions):
+    """Asked for a layer that rotates neighbours it does nothing, whatever the positions."""
+    config = LlamaConfig(**SIZES, head_dim=16) if not interleaved else None
+    cache, loop, ids = glm("keydiff", config, positions)
+    loop.prefill(ids)
+    query, key = torch.randn(1, 4, 1, 16).to(DEVICE), torch.randn(1, 2, 1, 16).to(DEVICE)
+    angles = torch.ones(1, 1, 16).to(DEVICE), torch.zeros(1, 1, 16).to(DEVICE)
+    attention = loop.model.model.layers[0].self_attn
+    with cache.passing(ForwardContext(cache.next_position)), kernels.use("triton"):
+        out = cache.read_token(query, key, key, angles, 0, attention, 0.25)
+    assert (out is None) == interleaved
+    assert cache.layers[0].seen == 40 + (out is not None)
+
+
+def glm(policy, config=None, positions="compact"):
+    """A cache of 16 slots, its loop around a small random model, and tokens for it."""
+    torch.manual_seed(0)
+    config = config or GlmConfig(**SIZES, head_dim=16)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="kvcap").eval().to(DEVICE)
+    for weight in model.parameters():
+        if weight.dim() > 1:  # large enough for attention to pick tokens
+            torch.nn.init.normal_(weight, 0.0, 0.15)
+    eviction = small_policy(policy, config)
+    cache = kvcap.BudgetCache(config, 16, 8, eviction, positions=positions)
+    ids = 3 + torch.randperm(90, generator=torch.Generator().manual_seed(0))[None, :40]
+    return cache, BlockLoop(model, cache, graphs=False), ids.to(DEVICE)
+
+
 def test_a_wrong_shift_would_be_seen():
     rotation = Rotation(1.0 / torch.arange(1, 17), SPAN, DEVICE)
     x = torch.randn(1, 1, 5, 32, device=DEVICE)
     shift = torch.arange(5, dtype=torch.int32, device=DEVICE).view(1, 1, 5)
     a, b = (rotate_back(x, s, rotation.table)[0] for s in (shift, shift + 1))
+    assert (a - b).abs().max() > 1e-2
+
+
+def test_the_other_layout_would_be_seen():
+    rotation = Rotation(1.0 / torch.arange(1, 17), SPAN, DEVICE)
+    x = torch.randn(1, 1, 5, 32, device=DEVICE)
+    shift = torch.arange(5, dtype=torch.int32, device=DEVICE).view(1, 1, 5)
+    a, b = (rotate_back(x, shift, rotation.table, interleaved=i)[0] for i in (False, True))
     assert (a - b).abs().max() > 1e-2

@@ -18,7 +18,7 @@ from kvcap.runtime.cache.evictor import AttentionStep
 from kvcap.runtime.cache.layer import BudgetLayer
 from kvcap.runtime.cache.pinned_slots import check_pins, merged
 from kvcap.runtime.cache.pool import SHIFT, Segment, SlotPool, resize
-from kvcap.runtime.models.rope import rotate, rotations
+from kvcap.runtime.models.rope import moved_by
 from kvcap.runtime.session.file import SessionFile
 
 
@@ -378,9 +378,7 @@ class Refill:
         """Rotate x [..., n, D] back by `shift` [..., n], however far, without a table."""
         rope = self.cache.layout.rope
         assert rope is not None
-        assert rope.inv_freq is not None
-        rows = rotations(rope.inv_freq.double().cpu(), shift.cpu()).to(x.device)
-        return rotate(x, rows, back=True)
+        return moved_by(rope, x, -shift)
 
 
 def _share(held: list[int], total: int, least: int) -> list[int]:

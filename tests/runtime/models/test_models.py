@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import FAMILIES as CORE
-from conftest import SIZES
+from families import ALL, ELSEWHERE, config_of, model_of
 from masked import compare, rotary_frequencies
 from reference import rotate
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
@@ -24,78 +24,11 @@ from kvcap.runtime.models.config import ModelShape
 from kvcap.runtime.models.rope import Rotation
 from kvcap.runtime.models.trial import small_copy, try_model
 
-FULL, SLIDING = "full_attention", "sliding_attention"
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-GROUPS = {"n_routed_experts": 4, "n_shared_experts": 1, "n_group": 1, "topk_group": 1}
-LOCAL = {"num_local_experts": 4, "num_experts_per_tok": 2}
-YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0,
-        "original_max_position_embeddings": 64, "beta_fast": 32.0, "beta_slow": 1.0}  # fmt: skip
-MIXED = {"sliding_window": 24, "num_hidden_layers": 3, "layer_types": [SLIDING, FULL, SLIDING]}
-FAMILIES: dict[str, dict[str, Any]] = {
-    **CORE,
-    "apertus": {},
-    "arcee": {},
-    "bitnet": {},
-    "cwm": {"head_dim": 16, **MIXED},
-    "dots1": {**EXPERTS, **GROUPS, "head_dim": 16, "first_k_dense_replace": 1},
-    "glm4_moe": {**EXPERTS, **GROUPS, "head_dim": 16, "first_k_dense_replace": 1},
-    "granitemoe": LOCAL,
-    "granitemoeshared": {**LOCAL, "shared_intermediate_size": 32},
-    "hyperclovax": {},
-    "internlm3": {"head_dim": 16},
-    "iquestcoder": {"head_dim": 16},
-    "jais2": {},
-    "mellum": {**EXPERTS, "head_dim": 16, **MIXED},
-    "ministral": {"head_dim": 16, **MIXED},
-    "ministral3": {"head_dim": 16, "rope_parameters": {**YARN, "llama_4_scaling_beta": 0.1}},
-    "mixtral": {**LOCAL, "head_dim": 16, "sliding_window": None},
-    "nemotron": {"head_dim": 16},
-    "olmo": {},
-    "olmo3": MIXED,
-    "olmoe": EXPERTS,
-    "phi": {},
-    "phimoe": {**LOCAL, "sliding_window": None},
-    "qwen2_moe": {**EXPERTS, "shared_expert_intermediate_size": 32},
-    "qwen3_moe": {**EXPERTS, "head_dim": 16},
-    "seed_oss": {"head_dim": 16},
-    "stablelm": {},
-    "vaultgemma": {"head_dim": 16, "num_hidden_layers": 4, "sliding_window": 24},
-}  # fmt: skip
-TRIED: dict[str, dict[str, Any]] = {  # not in the list: they run by what a small copy shows
-    "afmoe": {**EXPERTS, "head_dim": 16, "num_hidden_layers": 4, "sliding_window": 24,
-              "layer_types": [SLIDING, FULL, SLIDING, FULL]},
-    "flex_olmo": EXPERTS,
-    "gpt_neox": {"num_key_value_heads": 4},
-    "hunyuan_v1_dense": {"head_dim": 16},
-    "minimax_m2": {**LOCAL, "head_dim": 16, "rotary_dim": 8},
-    "persimmon": {"num_key_value_heads": 4},
-    "solar_open": {**EXPERTS, **GROUPS, "head_dim": 16},
-}  # fmt: skip
-ALL = {**FAMILIES, **TRIED}
 POLICIES = ["keydiff", "snapkv", "h2o", "dropkv", "streaming_llm"]
 OPTIONS: dict[str, dict[str, Any]] = {
     "snapkv": {"window": 4, "kernel": 3, "pool": "avg"}, "dropkv": {"window": 4},
     "streaming_llm": {"sinks": 2},
 }  # fmt: skip
-
-
-def config_of(family: str, **changes: Any) -> Any:
-    if family not in CONFIG_MAPPING:
-        pytest.skip("this transformers does not know it")
-    return AutoConfig.for_model(family, **{**SIZES, **ALL[family], **changes})
-
-
-def model_of(family: str, attention: str, **changes: Any) -> Any:
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(
-        config_of(family, **changes), attn_implementation=attention, dtype=torch.float32
-    )
-    for name, weight in model.named_parameters():
-        flat = weight.dim() == 1
-        torch.nn.init.normal_(
-            weight, 1.0 if flat and "norm" in name else 0.0, 0.1 if flat else 0.15
-        )
-    return model.eval()
 
 
 def text(length: int = 44) -> torch.Tensor:
@@ -106,8 +39,8 @@ def eviction_of(policy: str) -> kvcap.Eviction:
     return kvcap.load_policy(policy, **OPTIONS.get(policy, {}))
 
 
-def test_every_family_of_the_list_is_held_here():
-    assert set(SUPPORTED) <= set(FAMILIES)
+def test_every_family_of_the_list_is_held_somewhere():
+    assert set(SUPPORTED) <= {name.split()[0] for name in ALL | ELSEWHERE}
 
 
 @pytest.mark.slow(keep=24)
@@ -141,7 +74,7 @@ def test_a_key_moves_as_the_model_would_have_read_it(family):
             assert torch.allclose(near[index], far[index], atol=1e-5)
         elif rope.inv_freq is not None:
             shift = torch.full(far[index].shape[:3], 37, dtype=torch.int32)
-            table = Rotation(rope.inv_freq, 38, "cpu")
+            table = Rotation(rope.inv_freq, 38, "cpu", interleaved=rope.interleaved)
             error = (table.back(far[index], shift) - near[index]).abs().max()
             assert error <= 1e-5 * near[index].abs().max()
         else:
@@ -183,7 +116,7 @@ def test_plan_generation_and_sessions(family, tmp_path):
 # What is read by a trial ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", sorted(SUPPORTED))
+@pytest.mark.parametrize("family", sorted({*SUPPORTED}))
 def test_a_trial_finds_what_the_list_says(family, monkeypatch):
     config = config_of(family)
     listed = ModelShape.of(config)
@@ -194,6 +127,7 @@ def test_a_trial_finds_what_the_list_says(family, monkeypatch):
         mine, theirs = listed.layers[i].rope, found.layers[i].rope
         assert (mine is None) == (theirs is None)
         assert mine is None or mine.exact == theirs.exact
+        assert mine is None or mine.interleaved == theirs.interleaved
 
 
 @pytest.mark.parametrize(
@@ -246,7 +180,7 @@ def test_every_model_type_of_transformers_runs_or_is_refused_with_its_reason(mod
         if not any(re.search(reason, str(error)) for reason in REASONS):
             assert model_type in UNTRIED, error  # noqa: PT017
         return
-    if config.model_type in ALL:
+    if config.model_type in ALL | ELSEWHERE:
         return  # the tests above run it
     small = small_copy(type(config), config.to_dict())
     loop = BlockLoop(
