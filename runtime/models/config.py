@@ -6,18 +6,25 @@ This is where it is decided which architectures run; the others are refused by n
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from kvcap.runtime.errors import UnsupportedModel
 from kvcap.runtime.models.rope import Rope, rope_of
+from kvcap.runtime.models.states import StateShape, states_of
 
 FAMILIES = (
     "gemma", "gemma2", "gemma3_text", "granite", "llama", "mistral", "olmo2", "phi3", "qwen2",
     "qwen3", "smollm3", "starcoder2",
+    # partly recurrent
+    "granitemoehybrid", "lfm2", "lfm2_moe", "lfm3", "nemotron_h", "olmo_hybrid", "qwen3_5_moe_text",
+    "qwen3_5_text", "qwen3_next",
 )  # fmt: skip
 
 
-LayerKind = Literal["capped", "sliding"]
+LayerKind = Literal["capped", "sliding", "state", "none"]
+ATTENTIONS = {"full_attention", "sliding_attention"}  # types of layers in a config
+STATES = {"linear_attention", "conv", "mamba"}  # that keep a state of fixed size
+WITHOUT = {"mlp", "moe"}  # that hold nothing
 
 
 @dataclass(frozen=True)
@@ -26,13 +33,15 @@ class LayerShape:
 
     `capped`: keys and values of tokens that the policy chose, in slots. `sliding`: those of its own
     last tokens, which transformers' cache layer keeps, as the model's window bounds them already.
+    `state`: a recurrent layer's state, of one size however long the text is. `none`: nothing.
     """
 
     kind: LayerKind
     window: int | None  # the last tokens that the model lets it see; None: all
     rope: Rope | None  # None: the layer has no positions (SmolLM3's NoPE layers)
-    kv_heads: int  # K
+    kv_heads: int  # K; 0 where it has no keys and values
     head_size: int  # D
+    states: tuple[StateShape, ...] = ()  # of a recurrent layer
 
     @property
     def vector(self) -> int:
@@ -82,8 +91,21 @@ class ModelShape:
 
     @property
     def all_capped(self) -> bool:
-        """Whether no layer keeps its own sliding window."""
+        """Whether every layer is capped: none has a sliding window of its own, or a state."""
         return len(self.capped) == len(self.layers)
+
+    @property
+    def slides(self) -> bool:
+        """Whether some layers keep a sliding window of their own."""
+        return bool(self.of_kind("sliding"))
+
+    @property
+    def uncapped(self) -> str:
+        """The layers that are not capped, by index and kind, for messages."""
+        told = {"sliding": "slide over a window of their own", "state": "keep a recurrent state",
+                "none": "hold no keys and values"}  # fmt: skip
+        kinds = [kind for kind in get_args(LayerKind) if kind in told and self.of_kind(kind)]
+        return ", ".join(f"layers {listed(self.of_kind(kind))} {told[kind]}" for kind in kinds)
 
     @classmethod
     def of(cls, config: Any, slots: int = 0) -> ModelShape:
@@ -107,7 +129,7 @@ class ModelShape:
         sliding = "sliding_attention" in kinds
         window: int | None = config.sliding_window if sliding else None
         slides = [kind == "sliding_attention" for kind in kinds]
-        capped = [not one for one in slides]
+        capped = [kind == "full_attention" for kind in kinds]
         if window is not None and all(slides):
             if window < slots:
                 raise UnsupportedModel(
@@ -116,8 +138,13 @@ class ModelShape:
                     f"than it was built to, use at most {window} slots"
                 )
             capped = [True] * len(kinds)
+        if not any(capped):
+            raise UnsupportedModel(
+                f"no layer of this {family} attends to all tokens, so its memory has a bound "
+                "already and there is nothing to cap; run it without kvcap"
+            )
         rotated = getattr(config, "no_rope_layers", None) or [1] * len(kinds)  # 1: has RoPE
-        rope, heads = rope_of(config), config.num_attention_heads
+        rope, heads = rope_of(config) if _rotates(config) else None, config.num_attention_heads
         kv_heads = getattr(config, "num_key_value_heads", None) or heads
         head_size = getattr(config, "head_dim", None) or config.hidden_size // heads
         return cls(
@@ -130,13 +157,17 @@ class ModelShape:
                     kv_heads=kv_heads,
                     head_size=head_size,
                 )
-                for i in range(len(kinds))
+                if kind in ATTENTIONS
+                else LayerShape("none", None, None, 0, 0)
+                if kind in WITHOUT
+                else LayerShape("state", None, None, 0, 0, states_of(config, kind))
+                for i, kind in enumerate(kinds)
             ),
             heads=heads,
             kv_heads=kv_heads,
             head_size=head_size,
             hidden_size=config.hidden_size,
-            mlp_size=config.intermediate_size,
+            mlp_size=getattr(config, "intermediate_size", None) or config.moe_intermediate_size,
             vocabulary=config.vocab_size,
             softcap=getattr(config, "attn_logit_softcapping", None),
             trained_length=config.max_position_embeddings,
@@ -144,19 +175,40 @@ class ModelShape:
 
 
 def layer_kinds(config: Any) -> list[str]:
-    """The kind of every layer, 'full_attention' or 'sliding_attention'.
+    """The type of every layer: one of `ATTENTIONS`, `STATES` or `WITHOUT`.
 
     Raises:
-        UnsupportedModel: it has layers of another kind.
+        UnsupportedModel: it has layers of another type.
     """
     kinds = getattr(config, "layer_types", None)
     if kinds is None:
         # Mistral, Phi-3 and Starcoder 2 slide in every layer or in none.
         kind = "sliding_attention" if getattr(config, "sliding_window", None) else "full_attention"
         return [kind] * config.num_hidden_layers
-    unknown = set(kinds) - {"full_attention", "sliding_attention"}
+    if both := [i for i, kind in enumerate(kinds) if kind.startswith("hybrid")]:
+        raise UnsupportedModel(
+            f"layers {listed(both)} keep a recurrent state and keys and values in one layer, which "
+            "is not supported; what runs has them in different layers, such as Qwen3.5 or LFM2"
+        )
+    unknown = set(kinds) - ATTENTIONS - STATES - WITHOUT
     if unknown:
         raise UnsupportedModel(
             f"layers of type {', '.join(sorted(unknown))} have no keys and values to cap"
         )
     return list(kinds)
+
+
+def listed(indices: list[int]) -> str:
+    """Indices of layers in words, a few of many: '0, 1, 2 and 21 more'."""
+    shown = ", ".join(map(str, indices[:4]))
+    return shown if len(indices) <= 4 else f"{shown} and {len(indices) - 4} more"
+
+
+def _rotates(config: Any) -> bool:
+    """Whether any layer has rotary positions: hybrids may do without."""
+    if config.model_type == "nemotron_h":
+        return False
+    if config.model_type == "granitemoehybrid":
+        return bool(config.position_embedding_type == "rope")
+    parameters = getattr(config, "rope_parameters", None)
+    return config.model_type != "olmo_hybrid" or (parameters or {}).get("rope_theta") is not None
