@@ -113,7 +113,7 @@ class Allocation:
         self, index: int, batch: int, dtype: torch.dtype, device: torch.device | str
     ) -> Mapping[str, Tensor]:
         """Allocate the states of a recurrent layer of the model, all zeros, by name."""
-        named = {
+        named: dict[str, Tensor] = {
             state.name: torch.zeros((batch, *state.shape), dtype=state.dtype(dtype), device=device)
             for state in self.layout.shape.layers[index].states
         }

@@ -305,7 +305,8 @@ class BudgetCache(Cache):  # type: ignore[misc]
     @property
     def consistent(self) -> bool:
         """Whether all layers have read the same tokens; false after a pass failed half-way."""
-        counted = [layer.seen for layer in (*self.capped_layers, *self.state_layers.values())]
+        counted = [layer.seen for layer in self.capped_layers]
+        counted += [layer.seen for layer in self.state_layers.values()]
         counted += [layer.get_seq_length() for layer in self.sliding_layers.values()]
         return len(set(counted)) == 1
 
