@@ -38,6 +38,7 @@ BROKEN = (
     "state cannot go back; cache.reset() and read again"
 )
 
+
 class BudgetCache(Cache):  # type: ignore[misc]
     """A transformers cache of fixed size: `model.generate(..., past_key_values=BudgetCache(...))`.
 

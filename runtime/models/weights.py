@@ -99,13 +99,14 @@ def weigh(config: Any, dtype: torch.dtype, headers: Headers | None = None) -> We
         headers = {name: x for name, x in headers.items() if not _ignored(name, config)}
     if headers is not None and method is None and text is not config:
         return Weights(sum(_nbytes(x, dtype) for x in headers.values()), "safetensors headers")
-    model = _on_meta(text)
+    model = _on_meta(text, dtype)
     needed = _parameters(model)
     trained = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     # Such as what balances experts, which stays in its own type.
-    kept = sum(x.nbytes for name, x in model.state_dict().items() if name not in trained)
+    buffers = {name: x for name, x in model.state_dict().items() if name not in trained}
+    kept = sum(_loaded_bytes(model, name, x) for name, x in buffers.items())
     if headers is None or method in UNPACKED:
-        return Weights(sum(prod(p.shape) for p in needed) * dtype.itemsize + kept, "config")
+        return Weights(sum(p.nbytes for p in needed) + kept, "config")
     if method is not None:
         known = {name for parameter in needed for name in parameter.names}
         # Scales and the like are no parameters of the model, and keep their type.
@@ -124,9 +125,9 @@ def weigh(config: Any, dtype: torch.dtype, headers: Headers | None = None) -> We
                 f"{list(parameter.shape)}"
             )
         else:
-            count += prod(parameter.shape)
+            count += parameter.nbytes
     refuse_misfits(missing, wrong)
-    return Weights(count * dtype.itemsize + kept, "safetensors headers")
+    return Weights(count + kept, "safetensors headers")
 
 
 def _ignored(name: str, config: Any) -> bool:
@@ -168,6 +169,7 @@ def held_weights(model: nn.Module) -> Weights:
 class _Parameter(NamedTuple):
     names: list[str]  # that it may have in a file; several where it is tied
     shape: tuple[int, ...]
+    nbytes: int  # once it is loaded; a few stay in float32, whatever the model is in
 
 
 class _Source(NamedTuple):
@@ -217,13 +219,13 @@ def _sources(model: Any, headers: Headers, known: set[str]) -> dict[str, _Source
     return found
 
 
-def _on_meta(config: Any) -> Any:
+def _on_meta(config: Any, dtype: torch.dtype) -> Any:
     """The model that the config describes, without data."""
     try:
         with torch.device("meta"):
             # The attention is given, as a config may name a kernel that would be fetched and run.
             return AutoModelForCausalLM.from_config(
-                config, attn_implementation=ATTENTION, trust_remote_code=False
+                config, attn_implementation=ATTENTION, trust_remote_code=False, dtype=dtype
             )
     except Exception as error:  # whatever a model's constructor makes of its config's values
         raise ModelFilesBroken(
@@ -237,7 +239,18 @@ def _parameters(model: Any) -> list[_Parameter]:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         # Files of a model without its head lack the prefix, and are loaded all the same.
         names[parameter] += [name, name.removeprefix(f"{model.base_model_prefix}.")]
-    return [_Parameter(known, tuple(p.shape)) for p, known in names.items()]
+    return [
+        _Parameter(known, tuple(p.shape), _loaded_bytes(model, known[0], p))
+        for p, known in names.items()
+    ]
+
+
+def _loaded_bytes(model: Any, name: str, tensor: torch.Tensor) -> int:
+    """The bytes of a parameter or buffer once it is loaded, of a model made in its type."""
+    wide = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
+    if any(re.search(pattern.replace("*", ".*"), name) for pattern in wide):
+        return 4 * tensor.numel()
+    return tensor.nbytes
 
 
 def _in_folder(folder: Path) -> Headers | None:

@@ -218,7 +218,8 @@ def beside_the_reference(
     loop, reference = BlockLoop(model, cache), DynamicCache(config=plain.config)
     for index in cache.layout.shape.capped:
         rope = cache.layout.shape.layers[index].rope
-        inv_freq = plain.model.rotary_emb.inv_freq if rope is not None else None
+        rotary = getattr(plain.model, "rotary_emb", None) or getattr(plain.model, "pos_emb", None)
+        inv_freq = None if rope is None else rotary.inv_freq
         reference.layers[index] = KeptLayer(inv_freq, positions == "compact")
     worst = 0.0
     steps = ids.shape[1] - 4  # single tokens at the end, as in generation
@@ -319,7 +320,9 @@ def test_planned_bytes_are_held(family, dtype, tokens):
     in_blocks(BlockLoop(model, cache), ids)
     early = kvcap.BudgetCache(model.config, 16, 8, positions=positions)
     early.allocate(2, dtype, "cpu")
-    states = sum(layer.named[x].nbytes for layer in cache.state_layers.values() for x in layer.named)
+    states = sum(
+        layer.named[x].nbytes for layer in cache.state_layers.values() for x in layer.named
+    )
     assert plan.state_layers == states > 0
     if plan.sliding_layers:
         assert 0 <= plan.cache_bytes - cache.nbytes < plan.sliding_layers
@@ -335,7 +338,8 @@ def test_planned_bytes_are_held(family, dtype, tokens):
         assert found == {name: (x.shape, x.dtype) for name, x in layer.named.items()}
 
 
-@pytest.mark.parametrize("family", SOME)
+# Experts' grouped products do not run dry in float32.
+@pytest.mark.parametrize("family", ["qwen3_5_text", "lfm2", "granitemoehybrid"])
 def test_a_dry_run_finds_the_workspace(family):
     config = tiny_model(family).config
     assert rehearse_block(config, kvcap.load_policy("keydiff"), 24, 8, torch.float32, "compact") > 0
@@ -457,7 +461,7 @@ def test_what_is_refused_changes_nothing(family, tokens):
             with pytest.raises(BlockTooLarge, match="60 tokens"):
                 model(ids, past_key_values=cache)
             with pytest.raises(PaddingUnsupported):
-                mask = torch.ones(1, 8, dtype=torch.long)
+                mask = torch.ones(1, cache.seen + 8, dtype=torch.long)
                 mask[0, 0] = 0
                 model(ids[:, :8], attention_mask=mask, past_key_values=cache)
             with pytest.raises(PaddingUnsupported):
