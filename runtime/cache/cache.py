@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from kvcap.runtime.cache.state_layer import StateLayer
 
 BROKEN = (
-    "an earlier forward pass failed half-way, so layers have read different tokens, and a recurrent "
-    "state cannot go back; cache.reset() and read again"
+    "an earlier forward pass failed half-way, so layers have read different tokens, and a "
+    "recurrent state cannot go back; cache.reset() and read again"
 )
 
 

@@ -100,13 +100,13 @@ def tiny_model(
     """A random model, of weights as `conftest.tiny_model`'s."""
     if family not in CONFIG_MAPPING:
         pytest.skip(f"this version of transformers has no {family}")
+    if not hasattr(DynamicCache, "get_conv_state"):
+        pytest.skip("this version of transformers keeps no states in a cache")
     torch.manual_seed(0)
     sizes = {**SIZES, **FAMILIES[family], **changes}
     if family == "nemotron_h":
         del sizes["num_hidden_layers"]
     config = AutoConfig.for_model(family, **sizes)
-    if not hasattr(DynamicCache, "get_conv_state"):
-        pytest.skip("this version of transformers keeps no states in a cache")
     model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=dtype)
     for name, weight in model.named_parameters():
         if weight.dim() == 1:
@@ -460,9 +460,9 @@ def test_what_is_refused_changes_nothing(family, tokens):
         for _ in range(2):
             with pytest.raises(BlockTooLarge, match="60 tokens"):
                 model(ids, past_key_values=cache)
+            mask = torch.ones(1, cache.seen + 8, dtype=torch.long)
+            mask[0, 0] = 0
             with pytest.raises(PaddingUnsupported):
-                mask = torch.ones(1, cache.seen + 8, dtype=torch.long)
-                mask[0, 0] = 0
                 model(ids[:, :8], attention_mask=mask, past_key_values=cache)
             with pytest.raises(PaddingUnsupported):
                 model(ids[:, :8], attention_mask=torch.ones(1, 1, 8, 8), past_key_values=cache)
@@ -486,8 +486,8 @@ def test_a_pass_that_failed_half_way_demands_a_reset(family, tokens):
     cache = kvcap.BudgetCache(model.config, 16, 8)
     loop = BlockLoop(model, cache)
     first = loop.read(ids[:, :8])
+    places = torch.arange(50, 58)[None]
     with torch.no_grad(), pytest.raises(PositionMismatch):
-        places = torch.arange(50, 58)[None]
         model(ids[:, 8:16], position_ids=places, past_key_values=cache)
     assert (cache.seen, cache.consistent) == (8, False)
     with pytest.raises(SessionBroken):
@@ -579,3 +579,43 @@ def test_a_vision_tower_that_is_left_out_is_not_weighed(tmp_path):
     assert found == held_weights(loaded).nbytes == held_weights(model).nbytes
     cache = kvcap.BudgetCache(loaded.config, 16, 8)
     assert BlockLoop(loaded, cache).read(torch.arange(3, 11)[None]).isfinite().all()
+
+
+@pytest.mark.parametrize("family", SOME)
+def test_a_chat_takes_turns_back_and_counts_its_states(family, tmp_path):
+    """Its next answer is that of a conversation without what was taken back."""
+    from transformers import AutoTokenizer
+
+    from kvcap import pocket
+
+    tokenizer = AutoTokenizer.from_pretrained(pocket.path())
+    ends = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": None}
+    tiny_model(family, vocab_size=len(tokenizer), **ends).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    runtime = kvcap.Runtime.from_pretrained(
+        tmp_path, kv_budget_tokens=32, block_size=16, device="cpu", dtype="float32"
+    )
+
+    def new() -> Session:
+        session = runtime.session(seed=0)
+        session.generation.max_new_tokens, session.generation.do_sample = 12, False
+        return session
+
+    first, second = "Please remember: the code for the blue door is 4821.", "Which code is it?"
+    expected = new()
+    texts = ["".join(expected.send(first)), "".join(expected.send(second))]
+    session = new()
+    assert "".join(session.send(first)) == texts[0]
+    session.save(tmp_path / "s")
+    assert "".join(session.send("Something else entirely, which is taken back.")) != ""
+    session.undo()
+    assert len(session.messages) == 2
+    again = Session.load(runtime, tmp_path / "s")
+    assert "".join(again.send(second)) == texts[1]
+    stats = again.stats
+    assert stats.peak_bytes == runtime.plan.cache_bytes > runtime.plan.state_layers > 0
+    assert stats.bytes > runtime.plan.state_layers
+    whole = new()
+    whole.messages = list(session.messages)
+    # Earlier messages are read again, in other blocks than before, into states that are zero.
+    assert "".join(session.send(second)) == "".join(whole.send(second))
