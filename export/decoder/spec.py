@@ -93,10 +93,11 @@ def _check(shape: ModelShape, eviction: Eviction) -> None:
             "export a model whose layers all attend fully, or use kvcap export scorer for its "
             "capped layers"
         )
-    if not shape.moves_exactly:
+    if not shape.moves_exactly or shape.longest_compact is not None:
+        why = shape.obstacle or "RoPE of type longrope: its frequencies depend on the length"
         raise NotExportable(
-            f"RoPE of type {shape.rope_kinds} changes with the length while the model runs, which "
-            "a graph cannot; export a model with default, linear, llama3 or yarn RoPE"
+            f"a graph cannot do what this model does while it runs ({why}); export a model with "
+            "default, linear, llama3 or yarn RoPE"
         )
     if not eviction.policy.evicts:
         raise NotExportable(

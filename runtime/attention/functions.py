@@ -301,6 +301,12 @@ def attention_forward(
                 layer.take_back()
             raise
     if layer is not None:
+        if attention_mask is not None:  # transformers' own is none here, see `masks.py`
+            layer.take_back()
+            raise UnsupportedModel(
+                "the model gives its attention a mask of its own, and no mask can follow slots; "
+                "run it without a cap"
+            )
         with torch.no_grad():
             out = layer.attend(module, query, scaling, softcap, position_ids)
         out = without_gradient(out, query)

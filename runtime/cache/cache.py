@@ -87,7 +87,9 @@ class BudgetCache(Cache):  # type: ignore[misc]
         self.block_size, self.evict_every = block_size, evict_every
         shape = ModelShape.of(config, budget_tokens + block_size)
         stock = self._check_attention(config, positions)
-        positions = positions or ("true" if stock or not shape.moves_exactly else "compact")
+        if positions is None:
+            compact = not stock and shape.can_be_compact(budget_tokens + block_size)
+            positions = "compact" if compact else "true"
         self.layout = CacheLayout(shape, self.eviction, budget_tokens, block_size, positions)
         self.eviction.check(budget_tokens, len(shape.capped), shape.kv_heads)
         self.context = ForwardContext()

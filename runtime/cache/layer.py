@@ -140,6 +140,12 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor | None = None) -> None:
         """Allocate everything this layer will ever hold."""
+        given, shape = (key_states.shape[1], key_states.shape[3]), self.layout.shape
+        if given != (own := (shape.kv_heads, shape.head_size)):
+            raise CacheMismatch(
+                f"the config tells of {own[0]} KV heads of size {own[1]}, and the model's keys are "
+                f"{given[0]} of {given[1]}; make the cache of the config that the model was made of"
+            )
         self._like = key_states.shape[0], key_states.dtype, key_states.device
         storage = self.storage = self._allocation.layer(self.index, key_states)
         self.segments, self.query_window = storage.segments, storage.query_window

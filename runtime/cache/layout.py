@@ -62,8 +62,16 @@ class CacheLayout:
             raise PlanInfeasible(f"positions={self.positions!r}: use 'compact' or 'true'")
         if self.positions == "compact" and not self.shape.moves_exactly:
             raise UnsupportedModel(
-                f"positions='compact' are not exact for RoPE of type {self.shape.rope_kinds}, "
-                "whose frequencies depend on the length; use positions='true'"
+                f"positions='compact' are not exact here ({self.shape.obstacle}); use "
+                "positions='true'"
+            )
+        most = self.shape.longest_compact
+        if self.positions == "compact" and most and self.longest + self.block_size > most:
+            raise PlanInfeasible(
+                f"positions='compact' are exact up to {most:,} tokens held, with the frequencies "
+                "that RoPE of type longrope has for short texts, and a head and its block would "
+                f"hold {self.longest + self.block_size:,}; use a smaller budget or "
+                "positions='true'"
             )
 
     @cached_property
@@ -204,13 +212,18 @@ def _slots(
     return {f"{place}.{name}": spec for name, spec in found.items()}
 
 
-def default_positions(shape: ModelShape) -> Positions:
-    """The default of chat and generate: compact where exact, else true with a warning."""
-    if shape.moves_exactly:
+def default_positions(shape: ModelShape, slots: int = 0) -> Positions:
+    """The default of chat and generate: compact where exact, else true with a warning.
+
+    Args:
+        shape: of the model.
+        slots: that a head and its block will hold, if that is known.
+    """
+    if shape.can_be_compact(slots):
         return "compact"
+    why = shape.obstacle or f"keys move exactly up to {shape.longest_compact:,} tokens held"
     warnings.warn(
-        f"RoPE of type {shape.rope_kinds} changes with the length, so positions stay true; "
-        f"answers will suffer beyond {shape.trained_length} tokens",
+        f"positions stay true ({why}); answers will suffer beyond {shape.trained_length} tokens",
         stacklevel=2,
     )
     return "true"

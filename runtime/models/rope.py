@@ -18,7 +18,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from kvcap.kernels.choice import ready
 from kvcap.kernels.rotate import rotate_back
 
-EXACT = ("default", "linear", "llama3", "yarn")
+EXACT = ("default", "linear", "llama3", "longrope", "yarn")
 
 
 @dataclass(frozen=True)
@@ -27,11 +27,20 @@ class Rope:
 
     kind: str
     inv_freq: Tensor | None  # [R/2] float32, R rotated dimensions; None: cannot be moved exactly
+    longest: int | None = None
+    """Tokens of the longest sequence that these frequencies are for; None: of any sequence."""
+    obstacle: str = "its frequencies depend on the length"
+    """Why keys cannot be moved exactly, where they cannot."""
 
     @property
     def exact(self) -> bool:
         """Whether a key can be moved to another position without knowing the sequence's length."""
         return self.inv_freq is not None
+
+
+def has_rope(config: Any) -> bool:
+    """Whether a transformers config (4.57 or 5.x) has rotary positions."""
+    return bool(getattr(config, "rope_parameters", None) or getattr(config, "rope_theta", None))
 
 
 def rope_of(config: Any, layer_type: str = "full_attention") -> Rope:
@@ -49,7 +58,12 @@ def rope_of(config: Any, layer_type: str = "full_attention") -> Rope:
         inv_freq, _ = ROPE_INIT_FUNCTIONS[kind](config, "cpu", layer_type=layer_type)
     else:
         inv_freq, _ = ROPE_INIT_FUNCTIONS[kind](config, "cpu")
-    return Rope(kind, inv_freq)
+    if kind != "longrope":
+        return Rope(kind, inv_freq)
+    # These are the short factors, which hold for sequences as long as those first trained on.
+    trained = "original_max_position_embeddings"
+    longest = parameters.get(trained) or getattr(config, trained, config.max_position_embeddings)
+    return Rope(kind, inv_freq, longest)
 
 
 def _parameters(config: Any, layer_type: str) -> dict[str, Any]:

@@ -13,7 +13,8 @@ from typing import Any, Literal
 import torch
 from transformers.cache_utils import Cache
 
-from kvcap.runtime.errors import UnsupportedModel
+KEPT = hasattr(Cache, "get_conv_state")
+"""Whether this version of transformers keeps states in a cache: 5.23 does, 4.57 does not."""
 
 
 @dataclass(frozen=True)
@@ -35,17 +36,7 @@ class StateShape:
 
 
 def states_of(config: Any, layer_type: str) -> tuple[StateShape, ...]:
-    """The states of a layer of that type, from a transformers config.
-
-    Raises:
-        UnsupportedModel: transformers is too old, or the config describes a layer that is not
-            known here.
-    """
-    if not hasattr(Cache, "get_conv_state"):
-        raise UnsupportedModel(
-            f"layers of type {layer_type!r} keep a state in the cache, which this version of "
-            "transformers does not do; install transformers 5.23 or newer"
-        )
+    """The states of a layer of that type, from a transformers config; none where not known."""
     if layer_type == "conv":
         return (StateShape("conv", (config.hidden_size, config.conv_L_cache), False),)
     if hasattr(config, "linear_num_key_heads"):  # a gated delta net
@@ -61,10 +52,7 @@ def states_of(config: Any, layer_type: str) -> tuple[StateShape, ...]:
         heads, size, state = config.mamba_num_heads, config.mamba_head_dim, config.ssm_state_size
         groups, kernel = config.n_groups, config.conv_kernel
         return _pair(heads * size + 2 * groups * state, kernel, (heads, size, state))
-    raise UnsupportedModel(
-        f"layers of type {layer_type!r} are no gated delta net, short convolution or Mamba 2 that "
-        "is known, so the bytes of their state cannot be planned"
-    )
+    return ()
 
 
 def _pair(channels: int, kernel: int, recurrent: tuple[int, ...]) -> tuple[StateShape, ...]:

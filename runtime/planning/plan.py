@@ -176,16 +176,19 @@ class MemoryPlan:
         dtype = dtype or getattr(text, "dtype", None) or torch.float32
         shape, weights = ModelShape.of(text), weigh(config, dtype, headers)
         eviction = load_policy(policy) if isinstance(policy, str) else policy
-        positions = positions or default_positions(shape)
+        tokens = sizes.slots(BUDGET_TOKENS)
+        slots = 0 if tokens is None else tokens + (block_size or BLOCK_SIZE)
+        positions = positions or default_positions(shape, slots)
         own = process_bytes() + (RUNNING - weights.nbytes if loaded else LOADING)
         baseline = 0 if memory_cap is None else own
         model = ModelPlanner(text, eviction, dtype, positions, batch, weights, baseline)
         heads = len(shape.capped), shape.kv_heads
-        if (tokens := sizes.slots(BUDGET_TOKENS)) is not None:
+        if tokens is not None:
             eviction.check(tokens, *heads)
         # Compact positions count what is held, and stay where the model was trained.
+        most = shape.longest_compact if positions == "compact" else None
         search = PlanSearch(
-            model.plan, sizes, eviction.least(*heads), shape.trained_length, model.rehearsed
+            model.plan, sizes, eviction.least(*heads), shape.trained_length, model.rehearsed, most
         )
         found = search.found(BUDGET_TOKENS, BLOCK_SIZE)
         if not rehearse:
@@ -296,6 +299,7 @@ class PlanSearch:
         pinned: the fewest slots that the policy accepts.
         trained_length: tokens, beyond which a cap of the process takes no more slots.
         exactly: replaces a plan's estimate of the workspace by the workspace it will take.
+        most: tokens that a head and its block may hold; None: any number.
     """
 
     plan: Callable[[int, int], MemoryPlan]
@@ -303,6 +307,7 @@ class PlanSearch:
     pinned: int
     trained_length: int
     exactly: Callable[[MemoryPlan], MemoryPlan] = lambda plan: plan
+    most: int | None = None
 
     def found(self, tokens: int, block: int) -> MemoryPlan:
         """The plan, with so many `tokens` and so large a `block` where nothing else was asked for.
@@ -337,6 +342,8 @@ class PlanSearch:
             fixed = self.plan(0, block).cache_bytes  # bytes grow by the same step with every slot
             step = self.plan(1, block).cache_bytes - fixed
             tokens = (nbytes - fixed) // step
+            if self.most is not None:
+                tokens = min(tokens, self.most - block)
             while tokens > 0 and self.plan(tokens, block).cache_bytes > nbytes:
                 tokens -= 1  # layer budgets may round the rotation table up
             if tokens >= self._fewest(block):
@@ -374,7 +381,7 @@ class PlanSearch:
         found = self.exactly(self.plan(tokens, block))
         if found.total_bytes > cap:
             return None
-        most = max(fewest, self.trained_length - block)
+        most = max(fewest, min(self.trained_length, self.most or self.trained_length) - block)
         step = self.plan(fewest + 1, block).total_bytes - self.plan(fewest, block).total_bytes
         for _ in range(4):  # the workspace grows with the slots too, nearly evenly
             more = (cap - found.total_bytes) // step

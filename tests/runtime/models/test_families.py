@@ -15,7 +15,6 @@ from kvcap.policies import Eviction, policies
 from kvcap.runtime.backends.pytorch.loop import BlockLoop
 from kvcap.runtime.cache.layer import BudgetLayer
 from kvcap.runtime.cache.step import ForwardContext
-from kvcap.runtime.models.config import FAMILIES as SUPPORTED
 from kvcap.runtime.models.config import ModelShape
 from kvcap.runtime.models.rope import rope_of
 
@@ -25,10 +24,6 @@ BLOCKS = (1, 5, 128, LENGTH)
 
 def close(a: torch.Tensor, b: torch.Tensor, tolerance: float = 2e-4) -> None:
     torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
-
-
-def test_the_tests_cover_every_supported_family():
-    assert set(FAMILIES) <= set(SUPPORTED)  # others have tests of their own
 
 
 @pytest.mark.slow(keep=20)
@@ -211,7 +206,7 @@ def test_length_dependent_rope_falls_back_with_a_warning():
 
 @pytest.mark.parametrize("family", ["gpt2", "mamba", "bert", "deepseek_v3", "falcon_h1"])
 def test_other_models_are_refused_by_name(family):
-    with pytest.raises(kvcap.KvcapError, match=rf"{family}.*supported: .*llama"):
+    with pytest.raises(kvcap.KvcapError, match=rf"{family}.*supported: .*llama, .* run"):
         kvcap.BudgetCache(AutoConfig.for_model(family), 24, 8)
 
 

@@ -30,6 +30,7 @@ from kvcap.runtime.errors import (
     SessionFileForeign,
     UnsupportedModel,
 )
+from kvcap.runtime.models import config as reading
 from kvcap.runtime.models.config import ModelShape
 from kvcap.runtime.models.files import load_config, load_model
 from kvcap.runtime.models.rope import Rotation
@@ -520,10 +521,25 @@ def test_what_cannot_work_is_refused_by_name(family, tokens):
             getattr(cache.layers[shape.of_kind("state")[0]], what)()
 
 
+@pytest.mark.slow(keep=3)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_trial_finds_what_the_list_says(family, monkeypatch):
+    config = tiny_model(family).config
+    listed = ModelShape.of(config)
+    monkeypatch.setattr(reading, "FAMILIES", ())
+    found = ModelShape.of(config)
+    assert [layer.kind for layer in found.layers] == [layer.kind for layer in listed.layers]
+    assert [layer.states for layer in found.layers] == [layer.states for layer in listed.layers]
+    for i in listed.capped:
+        mine, theirs = listed.layers[i].rope, found.layers[i].rope
+        assert (mine is None) == (theirs is None)
+        assert mine is None or mine.exact == theirs.exact
+
+
 def test_layers_of_state_and_keys_in_one_are_refused():
     config = tiny_model("qwen3_5_text").config
     config.layer_types = ["hybrid", "full_attention", "hybrid", "full_attention"]
-    with pytest.raises(UnsupportedModel, match="layers 0, 2 keep a recurrent state and keys"):
+    with pytest.raises(UnsupportedModel, match="layers 0, 2 are attention and a recurrent"):
         ModelShape.of(config)
     config.layer_types = ["linear_attention"] * 4
     with pytest.raises(UnsupportedModel, match="nothing to cap"):

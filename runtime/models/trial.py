@@ -1,0 +1,231 @@
+"""Tries a model that kvcap was not tested with, as a small random copy of its config.
+
+It shows what a cache with a cap relies on: that layers attend through transformers' interface to
+what the cache returns, that kvcap's attention gives the model's own logits, and how keys depend on
+their position.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, DynamicCache
+
+from kvcap.runtime.attention.functions import attend
+from kvcap.runtime.errors import UnsupportedModel
+from kvcap.runtime.models.rope import Rope, Rotation, has_rope, rope_of
+from kvcap.runtime.types import ATTENTION
+
+SIZES = {
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "intermediate_size": 96,
+    "vocab_size": 97,
+    "max_position_embeddings": 256,
+    "sliding_window": 24,
+    # Mixtures of experts: four experts, two of which a token takes.
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "n_routed_experts": 4,
+    "moe_num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_topk": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+    "shared_intermediate_size": 32,
+}
+TOKENS, SHIFT = 12, 37
+MOST_WEIGHTS = 50_000_000
+LOGITS, KEYS = 1e-3, 1e-4  # the largest differences that count as rounding, next to the largest
+
+
+Keys = Literal["none", "still", "rotated", "other"]
+"""How a layer's keys depend on the position they are read at: there are none, not at all, by a
+rotation with the frequencies of its config, or in another way."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What a small copy of a model showed."""
+
+    obstacle: str  # why it cannot run under a cap; '': it can
+    keys: tuple[Keys, ...] = ()  # of every layer
+
+
+def try_model(config: Any) -> Trial:
+    """Try a model of this config; the same config is tried once.
+
+    Args:
+        config: of the text model, from transformers.
+    """
+    kind: Any = type(config)
+    return _try_model(kind, json.dumps(config.to_dict(), sort_keys=True, default=str))
+
+
+@lru_cache(maxsize=64)
+def _try_model(kind: Any, values: str) -> Trial:
+    try:
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            torch.manual_seed(0)
+            small = small_copy(kind, json.loads(values))
+            with torch.device("meta"):
+                large = AutoModelForCausalLM.from_config(small).num_parameters() > MOST_WEIGHTS
+            if large:
+                return Trial("a copy of it cannot be made small enough to be tried")
+            models = [_random_model(small, how) for how in ("eager", ATTENTION)]
+            models[1].load_state_dict(models[0].state_dict())
+            return _compare(small, *models)
+    except UnsupportedModel as error:
+        return Trial(str(error))
+    except Exception as error:  # whatever transformers makes of sizes that it does not expect
+        reason = str(error).strip().partition("\n")[0]
+        return Trial(f"a small copy of it cannot be tried here ({type(error).__name__}: {reason})")
+
+
+def small_copy(kind: Any, values: dict[str, Any]) -> Any:
+    """A config of the same kind and layers, for a model of some thousand weights a layer."""
+    own = {name: kind.attribute_map.get(name, name) for name in SIZES}  # GPT-2 has others
+    sizes: dict[str, Any] = {own[k]: v for k, v in SIZES.items() if values.get(own[k]) is not None}
+    heads, kv_heads = values.get(own["num_attention_heads"]), values.get("num_key_value_heads")
+    if kv_heads is not None:
+        sizes["num_key_value_heads"] = 4 if kv_heads == heads else 2
+    if "head_dim" in values:
+        sizes["head_dim"] = 16
+    named = {"model_type", "architectures", "transformers_version", "dtype", "torch_dtype",
+             "id2label", "label2id", "quantization_config", "_name_or_path"}  # fmt: skip
+    kept = {k: v for k, v in values.items() if k not in named and not k.startswith("_")}
+    tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    return kind(**{**kept, **sizes, **tokens})
+
+
+def _random_model(config: Any, attention: str) -> Any:
+    """A random model, whose weights are large enough for attention to tell tokens apart."""
+    model = AutoModelForCausalLM.from_config(
+        config, attn_implementation=attention, dtype=torch.float32
+    )
+    for name, weight in model.named_parameters():
+        flat = weight.dim() == 1
+        nn.init.normal_(weight, 1.0 if flat and "norm" in name else 0.0, 0.1 if flat else 0.15)
+    return model.eval()
+
+
+def _compare(config: Any, plain: Any, ours: Any) -> Trial:
+    """Read the same tokens by both, and by the first once more further on."""
+    ids = 3 + torch.arange(TOKENS)[None] * 7 % 90
+    caches = DynamicCache(config=config), DynamicCache(config=config), _Recorder(config=config)
+    further = SHIFT + torch.arange(TOKENS)[None]
+    expected = plain(input_ids=ids, past_key_values=caches[0], use_cache=True).logits
+    plain(input_ids=ids, past_key_values=caches[1], use_cache=True, position_ids=further)
+    logits = ours(input_ids=ids, past_key_values=caches[2], use_cache=True).logits
+    if not caches[2].updated:
+        return Trial("it keeps no keys and values of the tokens before")
+    if (others := caches[2].not_attended) and not caches[2].attended:
+        return Trial("its layers compute attention by code of their own, outside of transformers' "
+                     "interface")  # fmt: skip
+    if others:
+        return Trial(f"{layers_named(others)} attend to something else than the keys and values "
+                     "that their cache returns")  # fmt: skip
+    if (error := difference(logits, expected)) > LOGITS:
+        return Trial(f"kvcap's attention gives other logits than its own, by {error:.1g} of the "
+                     "largest")  # fmt: skip
+    heads, size = heads_of(config)[1:]
+    shapes = {(x.shape[1], x.shape[3]) for x in caches[2].tensors} - {(heads, size)}
+    if shapes:
+        found = ", ".join(f"{k} of {d}" for k, d in sorted(shapes))
+        return Trial(f"its config tells of {heads} KV heads of size {size}, and its layers have "
+                     f"keys or values of {found}")  # fmt: skip
+    rope = rope_of(config) if has_rope(config) else None
+    pairs = zip(caches[0].layers, caches[1].layers, strict=True)
+    return Trial("", tuple(_dependence(near, far, rope) for near, far in pairs))
+
+
+def _dependence(near: Any, far: Any, rope: Rope | None) -> Keys:
+    """How the keys of two cache layers differ, the second read `SHIFT` positions further on."""
+    keys, moved = getattr(near, "keys", None), getattr(far, "keys", None)
+    if keys is None or moved is None or not keys.numel():
+        return "none"
+    if difference(moved, keys) <= KEYS:
+        return "still"
+    if rope is None or rope.inv_freq is None or 2 * len(rope.inv_freq) > keys.shape[-1]:
+        return "other"
+    shift = torch.full(keys.shape[:3], SHIFT, dtype=torch.int32)
+    back = Rotation(rope.inv_freq, SHIFT + 1, "cpu").back(moved, shift)
+    return "rotated" if difference(back, keys) <= KEYS else "other"
+
+
+class _Recorder(DynamicCache):  # type: ignore[misc]
+    """A cache that notes which layers attend to what it returned."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.attended: list[int] = []
+        self.updated: list[int] = []
+        self.tensors: list[Tensor] = []  # keys and values of layers that could be capped
+
+    @property
+    def not_attended(self) -> list[int]:
+        """Layers that did not attend exactly once to what they were given."""
+        return [i for i in self.updated if self.attended.count(i) != 1]
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """As the base class; the keys it returns tell when they are attended to."""
+        keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        if getattr(self.layers[layer_idx], "is_sliding", False):
+            return keys, values  # it stays transformers' own under a cap
+        self.updated.append(layer_idx)
+        self.tensors += [keys, values]
+        keys = keys.view_as(keys)
+        keys.kvcap_layer = _RecordedLayer(self.attended, layer_idx, keys, values)
+        return keys, values
+
+
+@dataclass
+class _RecordedLayer:
+    """Attends to what it was given, and notes that it did."""
+
+    attended: list[int]
+    index: int
+    keys: Tensor
+    values: Tensor
+
+    def attend(
+        self, module: nn.Module, query: Tensor, scaling: float, softcap: float | None, _: Any
+    ) -> Tensor:
+        self.attended.append(self.index)
+        return attend(query, self.keys, self.values, scaling, softcap)
+
+    def take_back(self) -> None:
+        """Nothing is undone here."""
+
+
+def heads_of(config: Any) -> tuple[int, int, int]:
+    """Query heads, KV heads and the head size of a text model's config."""
+    heads: int = config.num_attention_heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    return heads, kv_heads, getattr(config, "head_dim", None) or config.hidden_size // heads
+
+
+def difference(a: Tensor, b: Tensor) -> float:
+    """The largest difference of two tensors, next to the largest number of the second."""
+    return float((a - b).abs().max() / b.abs().max().clamp(min=1e-9))
+
+
+def layers_named(indices: list[int]) -> str:
+    """Layers in words, such as 'layer 3' or 'layers 0 to 7, 9'."""
+    runs: list[list[int]] = []
+    for index in sorted(set(indices)):
+        if runs and index == runs[-1][-1] + 1:
+            runs[-1].append(index)
+        else:
+            runs.append([index])
+    words = [str(run[0]) if len(run) == 1 else f"{run[0]} to {run[-1]}" for run in runs]
+    return f"layer{'' if len(set(indices)) == 1 else 's'} {', '.join(words)}"

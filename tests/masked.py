@@ -1,0 +1,131 @@
+"""Full attention under an explicit mask of the tokens that a capped cache kept: what it must equal.
+
+A capped cache reads a text block by block, and notes what every head held while it attended. Then
+the whole text is read at once, uncapped, each token seeing exactly those tokens; at compact
+positions queries and keys are rotated, in float64, to their rank among them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from reference import rotate
+from torch import Tensor
+from transformers import AttentionInterface
+from transformers.masking_utils import AttentionMaskInterface, eager_mask
+
+import kvcap
+from kvcap.runtime.backends.pytorch.loop import BlockLoop
+from kvcap.runtime.cache.step import ForwardContext
+
+NAME = "masked_reference"
+Rotate = Callable[[Tensor, float, Tensor], Tensor]
+
+
+@dataclass
+class Kept:
+    """What the heads of capped layers saw, block by block."""
+
+    compact: bool = False
+    rotate: Rotate = rotate
+    inv_freq: dict[int, Tensor] = field(default_factory=dict)  # of layers that rotate
+    blocks: dict[int, list[tuple[int, list[list[int]]]]] = field(default_factory=dict)
+    """Of every capped layer and block: its first token, and what each KV head held before it."""
+
+
+_KEPT = Kept()
+
+
+def attention(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
+    scaling: float | None = None, softcap: float | None = None, **_: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
+    """Eager attention; in capped layers over what was kept, at the positions it counted at."""
+    index, length = module.layer_idx, query.shape[2]
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    group = query.shape[1] // key.shape[1]
+    if index not in _KEPT.blocks:
+        keys, values = (x.repeat_interleave(group, 1) for x in (key, value))
+        out = _softmax(query @ keys.mT * scaling, softcap, attention_mask) @ values
+        return out.transpose(1, 2).contiguous(), None
+    out = torch.zeros(query.shape)
+    blocks = _KEPT.blocks[index]
+    for (start, held), stop in zip(blocks, [b[0] for b in blocks[1:]] + [length], strict=True):
+        for h in range(query.shape[1]):
+            seen = sorted(held[h // group]) + list(range(start, stop))
+            q, k = query[0, h, start:stop].double(), key[0, h // group, seen].double()
+            if _KEPT.compact and (inv_freq := _KEPT.inv_freq.get(index)) is not None:
+                moves = [rank - time for rank, time in enumerate(seen)]
+                k, q = (
+                    torch.stack(
+                        [_KEPT.rotate(row, move, inv_freq)
+                         for row, move in zip(x, moves[-len(x) :], strict=True)]
+                    )
+                    for x in (k, q)
+                )  # fmt: skip
+            hidden = torch.ones(len(q), len(seen)).triu(len(seen) - len(q) + 1).bool()
+            mask = torch.zeros(hidden.shape, dtype=torch.double).masked_fill(hidden, -torch.inf)
+            weights = _softmax(q @ k.T * scaling, softcap, mask)
+            out[0, h, start:stop] = (weights @ value[0, h // group, seen].double()).to(out.dtype)
+    return out.transpose(1, 2).contiguous(), None
+
+
+def _softmax(logits: Tensor, softcap: float | None, mask: Tensor | None) -> Tensor:
+    logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+    return (logits if mask is None else logits + mask[..., : logits.shape[-1]]).softmax(-1)
+
+
+AttentionInterface.register(NAME, attention)
+AttentionMaskInterface.register(NAME, eager_mask)
+
+
+def compare(
+    make: Callable[[str], Any], cache: kvcap.BudgetCache, ids: Tensor, block: int,
+    rotation: Rotate = rotate, inv_freq: dict[int, Tensor] | None = None, single: int = 3,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Logits [T, V] of every token, under the cap and under the mask of what was kept.
+
+    Args:
+        make: the model with an attention of that name, the same weights every time.
+        cache: empty, of that model.
+        ids: the text [1, T].
+        block: tokens of a block; the last `single` tokens come one by one, as in generation.
+        rotation: the layout of the model's rotary embedding.
+        inv_freq: frequencies of each layer that rotates, as the model has them.
+        single: how many tokens.
+    """
+    model, kept = make("kvcap"), Kept(cache.layout.positions == "compact", rotation, inv_freq or {})
+    loop, logits, start = BlockLoop(model, cache), [], 0
+    parts = [*ids[:, : ids.shape[1] - single].split(block, 1), *ids[:, -single:].split(1, 1)]
+    for part in parts:
+        for index, layer in enumerate(cache.layers):
+            if layer in cache.capped_layers:
+                heads = [p for s in layer.segments for p in s.positions[0].tolist()]
+                heads = heads or [[]] * cache.layout.shape.kv_heads
+                kept.blocks.setdefault(index, []).append((start, heads))
+        logits.append(_read(loop, part))
+        start += part.shape[1]
+    global _KEPT
+    _KEPT = kept
+    with torch.no_grad():
+        expected = make(NAME)(ids).logits[0]
+    return torch.cat(logits), expected
+
+
+def _read(loop: BlockLoop, part: Tensor) -> Tensor:
+    """Logits [T, V] of a block, all of them."""
+    cache = loop.cache
+    positions = cache.next_position + torch.arange(part.shape[1])[None]
+    with torch.no_grad(), cache.passing(ForwardContext(cache.next_position)):
+        out = loop.model(input_ids=part, position_ids=positions, past_key_values=cache)
+    return out.logits[0]
+
+
+def rotary_frequencies(model: Any, layer_type: str = "full_attention") -> Tensor:
+    """The model's own inverse frequencies [R/2], of layers of a type."""
+    (rotary,) = {m for n, m in model.named_modules() if n.endswith("rotary_emb")}
+    own = getattr(rotary, f"{layer_type}_inv_freq", None)
+    return rotary.inv_freq if own is None else own

@@ -1,0 +1,326 @@
+"""Every family against full attention under a mask of what was kept, and its keys elsewhere."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from conftest import FAMILIES as CORE
+from conftest import SIZES
+from masked import compare, rotary_frequencies
+from reference import rotate
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+import kvcap
+from kvcap.runtime.backends.pytorch.loop import BlockLoop
+from kvcap.runtime.errors import UnsupportedModel
+from kvcap.runtime.models import config as reading
+from kvcap.runtime.models.config import FAMILIES as SUPPORTED
+from kvcap.runtime.models.config import ModelShape
+from kvcap.runtime.models.rope import Rotation
+from kvcap.runtime.models.trial import small_copy, try_model
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+GROUPS = {"n_routed_experts": 4, "n_shared_experts": 1, "n_group": 1, "topk_group": 1}
+LOCAL = {"num_local_experts": 4, "num_experts_per_tok": 2}
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0,
+        "original_max_position_embeddings": 64, "beta_fast": 32.0, "beta_slow": 1.0}  # fmt: skip
+MIXED = {"sliding_window": 24, "num_hidden_layers": 3, "layer_types": [SLIDING, FULL, SLIDING]}
+FAMILIES: dict[str, dict[str, Any]] = {
+    **CORE,
+    "apertus": {},
+    "arcee": {},
+    "bitnet": {},
+    "cwm": {"head_dim": 16, **MIXED},
+    "dots1": {**EXPERTS, **GROUPS, "head_dim": 16, "first_k_dense_replace": 1},
+    "glm4_moe": {**EXPERTS, **GROUPS, "head_dim": 16, "first_k_dense_replace": 1},
+    "granitemoe": LOCAL,
+    "granitemoeshared": {**LOCAL, "shared_intermediate_size": 32},
+    "hyperclovax": {},
+    "internlm3": {"head_dim": 16},
+    "iquestcoder": {"head_dim": 16},
+    "jais2": {},
+    "mellum": {**EXPERTS, "head_dim": 16, **MIXED},
+    "ministral": {"head_dim": 16, **MIXED},
+    "ministral3": {"head_dim": 16, "rope_parameters": {**YARN, "llama_4_scaling_beta": 0.1}},
+    "mixtral": {**LOCAL, "head_dim": 16, "sliding_window": None},
+    "nemotron": {"head_dim": 16},
+    "olmo": {},
+    "olmo3": MIXED,
+    "olmoe": EXPERTS,
+    "phi": {},
+    "phimoe": {**LOCAL, "sliding_window": None},
+    "qwen2_moe": {**EXPERTS, "shared_expert_intermediate_size": 32},
+    "qwen3_moe": {**EXPERTS, "head_dim": 16},
+    "seed_oss": {"head_dim": 16},
+    "stablelm": {},
+    "vaultgemma": {"head_dim": 16, "num_hidden_layers": 4, "sliding_window": 24},
+}  # fmt: skip
+TRIED: dict[str, dict[str, Any]] = {  # not in the list: they run by what a small copy shows
+    "afmoe": {**EXPERTS, "head_dim": 16, "num_hidden_layers": 4, "sliding_window": 24,
+              "layer_types": [SLIDING, FULL, SLIDING, FULL]},
+    "flex_olmo": EXPERTS,
+    "gpt_neox": {"num_key_value_heads": 4},
+    "hunyuan_v1_dense": {"head_dim": 16},
+    "minimax_m2": {**LOCAL, "head_dim": 16, "rotary_dim": 8},
+    "persimmon": {"num_key_value_heads": 4},
+    "solar_open": {**EXPERTS, **GROUPS, "head_dim": 16},
+}  # fmt: skip
+ALL = {**FAMILIES, **TRIED}
+RECURRENT = {  # in part; tests/runtime/models/test_state_layers.py holds them
+    "granitemoehybrid", "lfm2", "lfm2_moe", "lfm3", "nemotron_h", "olmo_hybrid", "qwen3_5_moe_text",
+    "qwen3_5_text", "qwen3_next",
+}  # fmt: skip
+POLICIES = ["keydiff", "snapkv", "h2o", "dropkv", "streaming_llm"]
+OPTIONS: dict[str, dict[str, Any]] = {
+    "snapkv": {"window": 4, "kernel": 3, "pool": "avg"}, "dropkv": {"window": 4},
+    "streaming_llm": {"sinks": 2},
+}  # fmt: skip
+
+
+def config_of(family: str, **changes: Any) -> Any:
+    if family not in CONFIG_MAPPING:
+        pytest.skip("this transformers does not know it")
+    return AutoConfig.for_model(family, **{**SIZES, **ALL[family], **changes})
+
+
+def model_of(family: str, attention: str, **changes: Any) -> Any:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(
+        config_of(family, **changes), attn_implementation=attention, dtype=torch.float32
+    )
+    for name, weight in model.named_parameters():
+        flat = weight.dim() == 1
+        torch.nn.init.normal_(
+            weight, 1.0 if flat and "norm" in name else 0.0, 0.1 if flat else 0.15
+        )
+    return model.eval()
+
+
+def text(length: int = 44) -> torch.Tensor:
+    return 3 + torch.randperm(90, generator=torch.Generator().manual_seed(1))[None, :length]
+
+
+def eviction_of(policy: str) -> kvcap.Eviction:
+    return kvcap.load_policy(policy, **OPTIONS.get(policy, {}))
+
+
+def test_every_family_of_the_list_is_held_here():
+    assert set(SUPPORTED) <= {*FAMILIES, *RECURRENT}
+
+
+@pytest.mark.slow(keep=24)
+@pytest.mark.parametrize("positions", ["compact", "true"])
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("family", ALL)
+def test_logits_are_those_of_attention_over_what_was_kept(family, policy, positions):
+    config = config_of(family)
+    shape = ModelShape.of(config)
+    if positions == "compact" and not shape.moves_exactly:
+        pytest.skip("its positions are true only")
+    cache = kvcap.BudgetCache(config, 14, 6, eviction_of(policy), positions=positions)
+    model = model_of(family, "eager")
+    turning = {i: rotary_frequencies(model) for i in shape.capped if shape.layers[i].rope}
+    logits, expected = compare(
+        lambda attention: model_of(family, attention), cache, text(), 6, inv_freq=turning
+    )
+    assert cache.held == 14
+    assert (logits - expected).abs().max() <= 1e-4 * expected.abs().max().clamp(min=1)
+
+
+@pytest.mark.parametrize("family", ALL)
+def test_a_key_moves_as_the_model_would_have_read_it(family):
+    """By kvcap's frequencies and layout, of every capped layer; logits alone cannot tell."""
+    config = config_of(family)
+    shape = ModelShape.of(config)
+    near, far = keys_of(family, 0), keys_of(family, 37)
+    for index in shape.capped:
+        rope = shape.layers[index].rope
+        if rope is None:
+            assert torch.allclose(near[index], far[index], atol=1e-5)
+        elif rope.inv_freq is not None:
+            shift = torch.full(far[index].shape[:3], 37, dtype=torch.int32)
+            table = Rotation(rope.inv_freq, 38, "cpu")
+            error = (table.back(far[index], shift) - near[index]).abs().max()
+            assert error <= 1e-5 * near[index].abs().max()
+        else:
+            assert family == "hunyuan_v1_dense"  # normalises keys after it rotates them
+
+
+def keys_of(family: str, start: int) -> list[torch.Tensor]:
+    """Keys of every layer of a text that begins at `start`."""
+    model, ids = model_of(family, "eager"), text(12)
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(ids, past_key_values=cache, position_ids=start + torch.arange(12)[None])
+    return [layer.keys for layer in cache.layers]
+
+
+@pytest.mark.slow(keep=6)
+@pytest.mark.parametrize("family", sorted(set(ALL) - set(CORE)))
+def test_plan_generation_and_sessions(family, tmp_path):
+    config = config_of(family)
+    model = model_of(family, "kvcap")
+    plan = kvcap.MemoryPlan.of(config, kv_budget_tokens=14, block_size=6, dtype=torch.float32)
+    cache = kvcap.BudgetCache(config, 14, 6, positions=plan.positions)
+    loop = BlockLoop(model, cache)
+    loop.prefill(text())
+    slides = cache.layout.shape.of_kind("sliding")
+    assert cache.nbytes == plan.cache_bytes if not slides else cache.nbytes <= plan.cache_bytes
+    ids = text(20)
+    options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 2,
+               "attention_mask": torch.ones_like(ids)}  # fmt: skip
+    expected = model_of(family, "eager").generate(ids, **options).tolist()
+    roomy = kvcap.BudgetCache(config, 40, 8)
+    assert model.generate(
+        ids, past_key_values=roomy, prefill_chunk_size=8, **options
+    ).tolist() == expected  # fmt: skip
+    with kvcap.cap(model, 40, 8):
+        assert model.generate(ids, **options).tolist() == expected
+
+
+# What is read by a trial ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", sorted(set(SUPPORTED) - RECURRENT))
+def test_a_trial_finds_what_the_list_says(family, monkeypatch):
+    config = config_of(family)
+    listed = ModelShape.of(config)
+    monkeypatch.setattr(reading, "FAMILIES", ())
+    found = ModelShape.of(config)
+    assert try_model(config).obstacle == ""
+    for i in listed.capped:
+        mine, theirs = listed.layers[i].rope, found.layers[i].rope
+        assert (mine is None) == (theirs is None)
+        assert mine is None or mine.exact == theirs.exact
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "reason"),
+    [
+        ("deepseek_v3", {}, r"layers 0 to 60 are multi-head latent attention"),
+        ("llama4_text", {}, r"layers 0 to 2, 4 to 6.* are attention within chunks"),
+        ("falcon_h1", {}, r"layers 0 to 31 are attention and a recurrent state in one layer"),
+        ("bloom", {}, r"compute attention by code of their own"),
+        ("gpt2", {}, r"its positions are no rotation of keys"),
+        ("openai-gpt", {}, r"it keeps no keys and values"),
+        ("diffllama", {}, r"layers 0 to 15 attend to something else"),
+        ("doge", {}, r"a mask of its own"),
+        ("bart", {}, r"no causal language model of it"),
+        ("mamba", {}, r"names no layers with attention heads"),
+    ],
+)
+def test_refusals_name_the_layers_and_why(family, changes, reason):
+    if family not in CONFIG_MAPPING:
+        pytest.skip("this transformers does not know it")
+    config = AutoConfig.for_model(family, **changes).get_text_config(decoder=True)
+    with pytest.raises(kvcap.KvcapError, match=reason):
+        kvcap.BudgetCache(config, 24, 8)
+
+
+REASONS = (
+    r"layers? \d.* are ", r"its last \d+ layers read", r"its layers have unequal heads",
+    r"names no layers with attention heads", r"no causal language model of it",
+    r"its layers compute attention by code of their own", r"attend to something else",
+    r"its positions are no rotation of keys", r"it keeps no keys and values", r"a mask of its own",
+    r"kvcap's attention does not take \w+", r"its config tells of \d+ KV heads",
+    r"cannot be made small enough", r"no layer attends to all tokens",
+)  # fmt: skip
+UNTRIED = {  # what transformers makes of a small copy of these, or of their own default config
+    "bamba", "beam", "codegen", "cohere_compass_text", "dbrx", "ernie4_5_moe", "gpt_neo", "gptj",
+    "lfm2_moe", "mpt", "reformer", "roberta-prelayernorm", "xlm-roberta-xl", "xlnet", "xmod",
+}  # fmt: skip
+
+
+@pytest.mark.slow(keep=8)
+@pytest.mark.parametrize("model_type", sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
+def test_every_model_type_of_transformers_runs_or_is_refused_with_its_reason(model_type):
+    try:
+        config = CONFIG_MAPPING[model_type]().get_text_config(decoder=True)
+    except Exception:
+        pytest.skip("transformers cannot make its default config")
+    try:
+        ModelShape.of(config)
+    except UnsupportedModel as error:
+        if not any(re.search(reason, str(error)) for reason in REASONS):
+            assert model_type in UNTRIED, error  # noqa: PT017
+        return
+    if config.model_type in {*ALL, *RECURRENT}:
+        return  # the tests above run it
+    small = small_copy(type(config), config.to_dict())
+    loop = BlockLoop(
+        AutoModelForCausalLM.from_config(small, attn_implementation="kvcap", dtype=torch.float32),
+        kvcap.BudgetCache(small, 14, 6),
+    )
+    assert loop.prefill(text()).isfinite().all()
+    assert loop.cache.held == 14
+
+
+def test_a_config_of_other_heads_is_found_out(tokens):
+    """GPT-NeoX has no grouped heads, whatever its config is given."""
+    config = config_of("gpt_neox", num_key_value_heads=2)
+    with pytest.raises(kvcap.KvcapError, match=r"2 KV heads of size 16.* have keys .* 4 of 16"):
+        kvcap.BudgetCache(config, 24, 8)
+    cache = kvcap.BudgetCache(config_of("llama", num_key_value_heads=1), 24, 8)
+    with pytest.raises(kvcap.KvcapError, match="1 KV heads of size 16, and the model's keys are 2"):
+        model_of("llama", "kvcap")(tokens(8), past_key_values=cache)
+    assert cache.seen == 0
+
+
+def test_a_copy_too_large_to_be_tried_is_not_made():
+    config = AutoConfig.for_model("gpt_neox", rotary_pct=0.25)
+    config.hidden_size_unknown_to_all = 1
+    assert small_copy(type(config), config.to_dict()).hidden_size == 64
+    large = AutoConfig.for_model("phi4_multimodal") if "phi4_multimodal" in CONFIG_MAPPING else None
+    if large is not None:
+        with pytest.raises(kvcap.KvcapError, match="cannot be made small enough"):
+            ModelShape.of(large)
+
+
+# Longrope ---------------------------------------------------------------------------------------
+
+LONG = {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0 + 0.1 * i for i in
+        range(8)], "long_factor": [4.0 + i for i in range(8)],
+        "original_max_position_embeddings": 64}  # fmt: skip
+
+
+def longrope(attention: str = "kvcap") -> Any:
+    return model_of("phi3", attention, rope_parameters=LONG, original_max_position_embeddings=64)
+
+
+def needs_5() -> None:
+    if not hasattr(config_of("phi3"), "rope_parameters"):
+        pytest.skip("transformers 5 has rope_parameters")
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_longrope_is_compact_while_what_is_held_fits(policy):
+    """The text is longer than the trained length; every position stays below it."""
+    needs_5()
+    ids = torch.cat((text(), text(40) % 89 + 3), 1)
+    config = longrope().config
+    cache = kvcap.BudgetCache(config, 14, 6, eviction_of(policy))
+    assert cache.layout.positions == "compact"
+    rotary = rotary_frequencies(longrope("eager"))
+    # The reference reads true positions, which would take the long factors: it counts from 0 to
+    # less than 64 in the text's first part only.
+    logits, expected = compare(longrope, cache, ids[:, :60], 6, rotate, {0: rotary, 1: rotary})
+    assert (logits - expected).abs().max() <= 1e-4 * expected.abs().max()
+
+
+def test_longrope_beyond_its_short_factors():
+    needs_5()
+    config = longrope().config
+    with pytest.raises(kvcap.KvcapError, match="exact up to 64 tokens held"):
+        kvcap.BudgetCache(config, 60, 8, positions="compact")
+    assert kvcap.BudgetCache(config, 60, 8).layout.positions == "true"
+    with pytest.warns(UserWarning, match="keys move exactly up to 64 tokens held"):
+        plan = kvcap.MemoryPlan.of(config, kv_budget_tokens=60, block_size=8)
+    assert plan.positions == "true"
+    by_bytes = kvcap.MemoryPlan.of(config, kv_budget="64MiB", block_size=8)
+    assert (by_bytes.positions, by_bytes.budget_tokens) == ("compact", 56)
