@@ -40,7 +40,7 @@ from kvcap.runtime.types import Positions
 
 ALL = "all"  # among the names of a sweep's policies
 # What every cache holds, whatever its policy is.
-COMMON = ("keys_values", "slot_positions", "rotation_table", "sliding_layers")
+COMMON = ("keys_values", "slot_positions", "rotation_table", "sliding_layers", "state_layers")
 Prompts = tuple[list[Sample], Tensor]  # samples, and their token ids [samples, length]
 
 

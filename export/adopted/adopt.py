@@ -169,18 +169,18 @@ def _decoder_in(where: Path) -> Path:
 
 
 def _agree(shape: ModelShape, found: DecoderPorts) -> None:
-    """Refuse a config that is not the graph's, and layers that slide by themselves."""
+    """Refuse a config that is not the graph's, and layers that are not capped."""
+    if not shape.all_capped:
+        raise UnsupportedModel(
+            f"in this {shape.family} {shape.uncapped}, which its graph finds by where slots lie, "
+            "or keeps by itself; run the model itself, without --backend onnxruntime"
+        )
     mine = (found.layers, found.kv_heads, found.head_dim)
     said = (len(shape.layers), shape.kv_heads, shape.head_size)
     if mine != said:
         raise UnsupportedModel(
             f"config.json says {said[0]} layers of {said[1]} KV heads of {said[2]}, and "
             f"{found.file.name} has {mine[0]} of {mine[1]} of {mine[2]}; they are not of one model"
-        )
-    if not shape.all_capped:
-        raise UnsupportedModel(
-            f"some layers of this {shape.family} slide over a window of their own, which its graph "
-            "finds by where slots lie; export the model itself with kvcap export decoder"
         )
 
 

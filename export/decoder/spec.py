@@ -89,9 +89,9 @@ def _check(shape: ModelShape, eviction: Eviction) -> None:
     name = eviction.name or "the policy"
     if not shape.all_capped:
         raise NotExportable(
-            f"some layers of this {shape.family} slide over a window of their own, which the "
-            "decoder's graph does not do; export a model whose layers all attend fully, or use "
-            "kvcap export scorer for its capped layers"
+            f"in this {shape.family} {shape.uncapped}, which the decoder's graph does not do; "
+            "export a model whose layers all attend fully, or use kvcap export scorer for its "
+            "capped layers"
         )
     if not shape.moves_exactly or shape.longest_compact is not None:
         why = shape.obstacle or "RoPE of type longrope: its frequencies depend on the length"

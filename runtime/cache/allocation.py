@@ -110,6 +110,18 @@ class Allocation:
             self._register("rotation", self._rotation.named, like)
         return self._rotation
 
+    @torch.inference_mode(False)
+    def states(
+        self, index: int, batch: int, dtype: torch.dtype, device: torch.device | str
+    ) -> Mapping[str, Tensor]:
+        """Allocate the states of a recurrent layer of the model, all zeros, by name."""
+        named: dict[str, Tensor] = {
+            state.name: torch.zeros((batch, *state.shape), dtype=state.dtype(dtype), device=device)
+            for state in self.layout.shape.layers[index].states
+        }
+        self._register(f"state.{index}", lambda: named, torch.empty(batch, 0, dtype=dtype))
+        return named
+
     def _register(
         self, place: str, named: Callable[[], Mapping[str, Tensor]], like: Tensor
     ) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -20,10 +20,23 @@ from kvcap.runtime.cache.layout import CacheLayout
 from kvcap.runtime.cache.pinned_slots import check_pins, slots_needed
 from kvcap.runtime.cache.pool import Segment, resize
 from kvcap.runtime.cache.step import ForwardContext
-from kvcap.runtime.errors import PaddingUnsupported, PlanInfeasible, UnsupportedModel
+from kvcap.runtime.errors import (
+    PaddingUnsupported,
+    PlanInfeasible,
+    SessionBroken,
+    UnsupportedModel,
+)
 from kvcap.runtime.memory.cap_guard import CapGuard
 from kvcap.runtime.models.config import ModelShape
 from kvcap.runtime.types import ATTENTION, Positions, Span
+
+if TYPE_CHECKING:
+    from kvcap.runtime.cache.state_layer import StateLayer
+
+BROKEN = (
+    "an earlier forward pass failed half-way, so layers have read different tokens, and a "
+    "recurrent state cannot go back; cache.reset() and read again"
+)
 
 
 class BudgetCache(Cache):  # type: ignore[misc]
@@ -89,17 +102,9 @@ class BudgetCache(Cache):  # type: ignore[misc]
         """Holds the process to a cap; the block loop asks it before every block."""
         self._mask_checked = False  # of the pass that begins
         watch_stock()
-        self.allocation = allocation = Allocation(self.layout)
-        spans, check = self.pinned_spans, self.check_mask
-        indices = iter(range(len(shape.capped)))
-        super().__init__(
-            layers=[
-                BudgetLayer(next(indices), allocation, evict_every, spans, check)
-                if layer.kind == "capped"
-                else DynamicSlidingWindowLayer(layer.window)
-                for layer in shape.layers
-            ]
-        )
+        self.allocation = Allocation(self.layout)
+        self._first = next(i for i, layer in enumerate(shape.layers) if layer.kind != "none")
+        super().__init__(layers=[self._layer(i) for i in range(len(shape.layers))])
 
     def __repr__(self) -> str:
         """What it is for, and how full it is."""
@@ -113,6 +118,24 @@ class BudgetCache(Cache):  # type: ignore[misc]
             f"{layout.budget_tokens:,}, blocks of {self.block_size:,}; {allocated})"
         )
 
+    def _layer(self, index: int) -> Any:
+        """A new layer for the model's layer of that index."""
+        shape = self.layout.shape
+        layer = shape.layers[index]
+        if layer.kind == "sliding":
+            return DynamicSlidingWindowLayer(layer.window)
+        if layer.kind == "state":
+            from kvcap.runtime.cache.state_layer import StateLayer
+
+            return StateLayer(index, self.allocation)
+        if layer.kind == "none":
+            from transformers.cache_utils import DummyLayer
+
+            return DummyLayer()
+        spans, check = self.pinned_spans, self.check_mask
+        place = shape.capped.index(index)
+        return BudgetLayer(place, self.allocation, self.evict_every, spans, check)
+
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
@@ -122,12 +145,9 @@ class BudgetCache(Cache):  # type: ignore[misc]
             PaddingUnsupported: the pass has a mask that was not made by transformers, or `update`
                 is called without a model; nothing is changed.
         """
-        if layer_idx == 0:
-            if not self._mask_checked:
-                raise PaddingUnsupported(READY_MADE)
-            self._mask_checked = False
-            if key_states.shape[2] > 1:
-                self.context.room = self.room
+        if layer_idx == self._first:
+            self._begin()
+            self._note_room(key_states.shape[2])
         layer = self.layers[layer_idx]
         if isinstance(layer, BudgetLayer):
             return layer.update(key_states, value_states, self.context)
@@ -135,6 +155,54 @@ class BudgetCache(Cache):  # type: ignore[misc]
             key_states, value_states, layer_idx, *args, **kwargs
         )
         return found
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        """The state of a recurrent layer's convolution, by which the layer begins each pass.
+
+        Raises:
+            PaddingUnsupported: as `update`.
+            BlockTooLarge, MemoryCapExceeded, UnsupportedModel: the capped layers could not read
+                the pass. As states cannot go back, the first layer says so, and nothing is changed.
+            SessionBroken: an earlier pass failed half-way; reset the cache.
+        """
+        if layer_idx == self._first:
+            if not self.consistent:
+                raise SessionBroken(BROKEN)
+            self.capped_layers[0].check_block(1, self.context)
+            self._begin()
+        self.layers[layer_idx].begin()
+        found: Tensor | None = super().get_conv_state(layer_idx, state_idx)
+        return found
+
+    def update_conv_state(
+        self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
+    ) -> Tensor:
+        """Take the inputs [B, channels, T] of a convolution into a recurrent layer's state.
+
+        Raises:
+            BlockTooLarge, MemoryCapExceeded, UnsupportedModel: as `get_conv_state`.
+        """
+        if layer_idx == self._first:
+            length = conv_states.shape[2] if self.context.tokens is None else self.context.tokens
+            self._note_room(length)
+            try:
+                self.capped_layers[0].check_block(length, self.context)
+            except Exception:
+                self.layers[layer_idx].seen -= 1  # nothing was read
+                raise
+        found: Tensor = super().update_conv_state(conv_states, layer_idx, state_idx, **kwargs)
+        return found
+
+    def _begin(self) -> None:
+        """Begin a pass, whose mask must have been checked."""
+        if not self._mask_checked:
+            raise PaddingUnsupported(READY_MADE)
+        self._mask_checked = False
+
+    def _note_room(self, tokens: int) -> None:
+        """Have all layers cut a block of so many tokens alike."""
+        if tokens > 1:
+            self.context.room = self.room
 
     def read_token(
         self,
@@ -167,7 +235,7 @@ class BudgetCache(Cache):  # type: ignore[misc]
 
     @property
     def capped_layers(self) -> list[BudgetLayer]:
-        """The layers kvcap caps, without native sliding ones."""
+        """The layers kvcap caps, without native sliding and recurrent ones."""
         return [layer for layer in self.layers if isinstance(layer, BudgetLayer)]
 
     @property
@@ -195,7 +263,7 @@ class BudgetCache(Cache):  # type: ignore[misc]
     @property
     def compact_positions(self) -> bool:
         """Whether blocks are read at compact positions."""
-        return self.layout.positions == "compact" and self.layout.shape.all_capped
+        return self.layout.positions == "compact" and not self.layout.shape.slides
 
     @property
     def counters(self) -> list[tuple[int, list[int]]]:
@@ -240,11 +308,14 @@ class BudgetCache(Cache):  # type: ignore[misc]
     @property
     def consistent(self) -> bool:
         """Whether all layers have read the same tokens; false after a pass failed half-way."""
-        return len({layer.get_seq_length() for layer in self.layers}) == 1
+        counted = [layer.seen for layer in self.capped_layers]
+        counted += [layer.seen for layer in self.state_layers.values()]
+        counted += [layer.get_seq_length() for layer in self.sliding_layers.values()]
+        return len(set(counted)) == 1
 
     @property
     def nbytes(self) -> int:
-        """Exact bytes of all storage this cache holds, native sliding layers included."""
+        """Exact bytes of all storage this cache holds, of native sliding layers and states too."""
         native = [layer for layer in self.sliding_layers.values() if layer.is_initialized]
         sliding = [x for layer in native for x in (layer.keys, layer.values)]
         return self.allocation.nbytes + sum(int(x.untyped_storage().nbytes()) for x in sliding)
@@ -285,6 +356,8 @@ class BudgetCache(Cache):  # type: ignore[misc]
         like = torch.empty(batch, shape.kv_heads, 0, shape.head_size, dtype=dtype, device=device)
         for layer in self.capped_layers:
             layer.lazy_initialization(like)
+        for state in self.state_layers.values():
+            state.allocate(batch, dtype, device)
         return self
 
     @contextmanager
@@ -335,8 +408,12 @@ class BudgetCache(Cache):  # type: ignore[misc]
     @property
     def sliding_layers(self) -> dict[int, DynamicSlidingWindowLayer]:
         """The native sliding layers by their index in the model."""
-        layers = enumerate(self.layers)
-        return {i: layer for i, layer in layers if not isinstance(layer, BudgetLayer)}
+        return {i: self.layers[i] for i in self.layout.shape.of_kind("sliding")}
+
+    @property
+    def state_layers(self) -> dict[int, StateLayer]:
+        """The recurrent layers by their index in the model."""
+        return {i: self.layers[i] for i in self.layout.shape.of_kind("state")}
 
     def refill_sliding(self, index: int, keys: Tensor, values: Tensor, seen: int) -> None:
         """Let a native sliding layer hold these after `seen` tokens."""
@@ -357,7 +434,7 @@ class BudgetCache(Cache):  # type: ignore[misc]
             resize([segment for _, segment in mine], kept)
 
     def buffers(self) -> list[Tensor]:
-        """Every tensor of the capped layers, which live as long as the cache."""
+        """Every tensor of capped and recurrent layers, which live as long as the cache."""
         return list(self.allocation.buffers.values())
 
     def _check_attention(self, config: Any, positions: Positions | None) -> bool:

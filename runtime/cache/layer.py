@@ -33,6 +33,22 @@ from kvcap.runtime.errors import (
 from kvcap.runtime.types import Span
 
 
+def refuse_reordering(*_: Any, **__: Any) -> None:
+    """Refuse what reorders or crops a cache."""
+    raise UnsupportedModel(
+        "evicted tokens cannot be brought back, so beam search, contrastive search and "
+        "assisted decoding, which reorder or crop the cache, are not supported"
+    )
+
+
+def refuse_moving(*_: Any, **__: Any) -> None:
+    """Refuse to move a cache's buffers to another device."""
+    raise UnsupportedModel(
+        "the buffers of a capped layer stay where they are, on the model's device; keep fewer "
+        "tokens (budget_tokens) rather than offload them"
+    )
+
+
 class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
     """One capped layer of a `BudgetCache`.
 
@@ -315,6 +331,15 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
             return self.evictor.excess
         return 0
 
+    def check_block(self, length: int, context: ForwardContext) -> None:
+        """Refuse a block that cannot be read rightly, before layers below have read it.
+
+        Raises:
+            BlockTooLarge, MemoryCapExceeded, UnsupportedModel: as `update`.
+        """
+        if len(self._sizes(length, context)) == 1:  # of a cut one each part is checked
+            self._check(length)
+
     def _check(self, length: int) -> None:
         """Refuse a block that cannot be read rightly, before anything has changed."""
         eviction, block_size = self.layout.eviction, self.layout.block_size
@@ -329,8 +354,8 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
                 "positions='compact' need the registered attention function; load the model with "
                 "attn_implementation='kvcap', or use positions='true'"
             )
-        assert self.evictor is not None
-        room = self.evictor.free + self._overdue(length)
+        free = min(self.layout.allotments[self.index]) + block_size
+        room = (free if self.evictor is None else self.evictor.free) + self._overdue(length)
         if not eviction.policy.evicts and length > room - block_size:
             raise MemoryCapExceeded(
                 f"policy {eviction.name!r} never evicts: {self.held} tokens are held and "
@@ -394,17 +419,5 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
             self.storage.reset()
         self.seen, self.pending = 0, None
 
-    def _refuse(self, *_: Any, **__: Any) -> None:
-        raise UnsupportedModel(
-            "evicted tokens cannot be brought back, so beam search, contrastive search and "
-            "assisted decoding, which reorder or crop the cache, are not supported"
-        )
-
-    def _stay(self, *_: Any, **__: Any) -> None:
-        raise UnsupportedModel(
-            "the buffers of a capped layer stay where they are, on the model's device; keep fewer "
-            "tokens (budget_tokens) rather than offload them"
-        )
-
-    offload = prefetch = _stay
-    crop = reorder_cache = batch_repeat_interleave = batch_select_indices = _refuse
+    offload = prefetch = refuse_moving
+    crop = reorder_cache = batch_repeat_interleave = batch_select_indices = refuse_reordering

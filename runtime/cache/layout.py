@@ -22,7 +22,7 @@ from kvcap.runtime.models.rope import Rope, table_dtype
 from kvcap.runtime.types import Positions
 
 PARTS = ("keys_values", "slot_positions", "policy_state", "evicted_store", "query_window",
-         "rotation_table", "sliding_layers")  # fmt: skip
+         "rotation_table", "sliding_layers", "state_layers")  # fmt: skip
 EVICTED = {"score": torch.float32, "made_at": torch.int32}
 """What evicted tokens have besides: their score, and the position their key was rotated to."""
 
@@ -150,7 +150,10 @@ class CacheLayout:
         return {**self.eviction.state, **moved}
 
     def buffers(self, batch: int, dtype: torch.dtype) -> dict[str, BufferSpec]:
-        """Every buffer of the capped layers by name, for `batch` sequences of `dtype` keys."""
+        """Every buffer of capped and recurrent layers by name, for `batch` sequences.
+
+        `dtype` is that of keys and values.
+        """
         found: dict[str, BufferSpec] = {}
         size = self.shape.head_size
         for number, layers in enumerate(self.pools):
@@ -176,6 +179,11 @@ class CacheLayout:
         if self.rope is not None and self.rope.inv_freq is not None and self.rotation_span:
             table = (self.rotation_span, 2, len(self.rope.inv_freq))
             found["rotation.table"] = BufferSpec("rotation_table", table, table_dtype(dtype))
+        for index in self.shape.of_kind("state"):
+            for state in self.shape.layers[index].states:
+                numbers = (batch, *state.shape)
+                spec = BufferSpec("state_layers", numbers, state.dtype(dtype))
+                found[f"state.{index}.{state.name}"] = spec
         return found
 
     def nbytes(self, batch: int, dtype: torch.dtype) -> dict[str, int]:

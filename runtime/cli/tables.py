@@ -185,6 +185,7 @@ def print_plan(model: str, plan: MemoryPlan, free: FreeMemory, tokens: int) -> N
         ("window of queries", plan.query_window, "exact"),
         ("table of rotations", plan.rotation_table, "exact"),
         ("layers with a window of their own", plan.sliding_layers, "at most"),
+        ("states of recurrent layers", plan.state_layers, "exact"),
     ]
     rows = [(name, count, how) for name, count, how in parts if count]
     rows += [("KV cache, all of the above", plan.cache_bytes, "exact")]

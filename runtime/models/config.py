@@ -5,43 +5,50 @@ This is where it is decided which architectures run; the others are refused with
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from kvcap.runtime.errors import UnsupportedModel
-from kvcap.runtime.models.rope import Rope, has_rope, rope_of
+from kvcap.runtime.models.rope import Rope, has_rope, layer_config, rope_of
+from kvcap.runtime.models.states import KEPT, StateShape, states_of
 from kvcap.runtime.models.trial import Trial, heads_of, layers_named, try_model
 
 FAMILIES = (
     "apertus", "arcee", "bitnet", "cohere", "cohere2", "cwm", "dots1", "ernie4_5", "ernie4_5_moe",
-    "exaone4", "gemma", "gemma2", "gemma3_text", "glm", "glm4", "glm4_moe", "granite", "granitemoe",
-    "granitemoeshared", "helium", "hyperclovax", "internlm3", "iquestcoder", "jais2", "llama",
-    "mellum", "ministral", "ministral3", "mistral", "mixtral", "nemotron", "olmo", "olmo2", "olmo3",
-    "olmoe", "phi", "phi3", "phimoe", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss",
+    "exaone4", "gemma", "gemma2", "gemma3_text", "gemma3n_text", "gemma4_text", "glm", "glm4",
+    "glm4_moe", "gpt_oss", "granite", "granite_swa", "granitemoe", "granitemoe_swa",
+    "granitemoehybrid", "granitemoeshared", "helium", "hyperclovax", "internlm3", "iquestcoder",
+    "jais2", "lfm2", "lfm2_moe", "lfm3", "llama", "mellum", "ministral", "ministral3", "mistral",
+    "mixtral", "nemotron", "nemotron_h", "olmo", "olmo2", "olmo3", "olmo_hybrid", "olmoe", "phi",
+    "phi3", "phimoe", "qwen2", "qwen2_5_vl_text", "qwen2_moe", "qwen2_vl_text", "qwen3",
+    "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe", "qwen3_next", "qwen3_vl_text", "seed_oss",
     "smollm3", "stablelm", "starcoder2", "vaultgemma",
 )  # fmt: skip
 """Model types that the tests hold to full attention over the kept tokens. A model of another type
 is tried as a small random copy (`trial.py`)."""
 INTERLEAVED = ("cohere", "cohere2", "ernie4_5", "ernie4_5_moe", "glm", "glm4", "helium")
 """Families whose RoPE rotates neighbours (2i, 2i + 1) together; the others' rotates halves."""
+SINKS = ("gpt_oss", "granite_swa", "granitemoe_swa")
+"""Families whose attention has a learned sink logit per query head, in all layers."""
 
 KINDS = {  # of layers that are refused, as transformers names them
     "chunked_attention": "attention within chunks",
     "compressed_sparse_attention": "sparse attention over compressed keys",
-    "conv": "short convolutions, whose state is no keys and values",
     "heavily_compressed_attention": "attention over compressed keys",
     "hybrid": "attention and a recurrent state in one layer",
     "hybrid_sliding": "attention and a recurrent state in one layer",
     "indexed_attention": "sparse attention by an index of its own",
-    "linear_attention": "linear attention, whose state is no keys and values",
-    "mamba": "state spaces, whose state is no keys and values",
 }
 
 
-LayerKind = Literal["capped", "sliding"]
+LayerKind = Literal["capped", "sliding", "shared", "state", "none"]
+ATTENTIONS = {"full_attention", "sliding_attention"}  # types of layers in a config
+STATES = {"linear_attention", "conv", "mamba"}  # that keep a state of fixed size
+WITHOUT = {"mlp", "moe"}  # that hold nothing
 
 
 @dataclass(frozen=True)
@@ -50,18 +57,23 @@ class LayerShape:
 
     `capped`: keys and values of tokens that the policy chose, in slots. `sliding`: those of its own
     last tokens, which transformers' cache layer keeps, as the model's window bounds them already.
+    `shared`: nothing; its queries attend to the keys and values of an earlier layer. `state`: a
+    recurrent layer's state, of one size however long the text is. `none`: nothing.
     """
 
     kind: LayerKind
     window: int | None  # the last tokens that the model lets it see; None: all
     rope: Rope | None  # None: the layer has no positions
-    kv_heads: int  # K
+    kv_heads: int  # K; 0 where it has no keys and values
     head_size: int  # D
+    reads: int | None = None  # the layer whose keys and values a shared layer attends to
+    states: tuple[StateShape, ...] = ()  # of a recurrent layer
+    sinks: bool = False  # a learned logit per query head stands in softmax beside those of slots
 
     @property
     def vector(self) -> int:
-        """Numbers of the keys, or of the values, of one token."""
-        return self.kv_heads * self.head_size
+        """Numbers of the keys, or of the values, that it holds of one token."""
+        return 0 if self.kind == "shared" else self.kv_heads * self.head_size
 
 
 @dataclass(frozen=True)
@@ -93,6 +105,22 @@ class ModelShape:
         """Indices of the layers of a kind."""
         return [i for i, layer in enumerate(self.layers) if layer.kind == kind]
 
+    def readers(self, index: int) -> int:
+        """How many layers attend to what layer `index` holds, itself included."""
+        return 1 + sum(layer.reads == index for layer in self.layers)
+
+    @property
+    def shared(self) -> str:
+        """The layers that hold nothing and those that they read, for messages; '': there are none.
+
+        They are the last ones.
+        """
+        readers = self.of_kind("shared")
+        if not readers:
+            return ""
+        read = sorted({x.reads for x in self.layers if x.reads is not None})
+        return f"layers {readers[0]} to {readers[-1]} read {' and '.join(map(str, read))}"
+
     @property
     def moves_exactly(self) -> bool:
         """Whether the keys of all capped layers can be moved to other positions exactly."""
@@ -118,8 +146,27 @@ class ModelShape:
 
     @property
     def all_capped(self) -> bool:
-        """Whether no layer keeps its own sliding window."""
+        """Whether every layer holds slots: none slides by itself, reads another's, has a state."""
         return len(self.capped) == len(self.layers)
+
+    @property
+    def slides(self) -> bool:
+        """Whether some layers keep a sliding window of their own."""
+        return bool(self.of_kind("sliding"))
+
+    @property
+    def sinks(self) -> bool:
+        """Whether the attention of capped layers has sink logits."""
+        return any(self.layers[i].sinks for i in self.capped)
+
+    @property
+    def uncapped(self) -> str:
+        """The layers that are not capped, by index and kind, for messages."""
+        told = {"sliding": "slide over a window of their own", "state": "keep a recurrent state",
+                "shared": "read the keys and values of earlier layers",
+                "none": "hold no keys and values"}  # fmt: skip
+        kinds = [kind for kind in get_args(LayerKind) if kind in told and self.of_kind(kind)]
+        return ", ".join(f"{layers_named(self.of_kind(kind))} {told[kind]}" for kind in kinds)
 
     @classmethod
     def of(cls, config: Any, slots: int = 0) -> ModelShape:
@@ -135,12 +182,13 @@ class ModelShape:
         """
         family = getattr(config, "model_type", None) or type(config).__name__
         kinds = layer_kinds(config)
+        states = _states(config, kinds)
         trial = None if family in FAMILIES else try_model(config)
         if trial is not None and trial.obstacle:
             raise refusal(family, trial.obstacle)
         slides = [kind == "sliding_attention" for kind in kinds]
-        capped = [not one for one in slides]
         window: int | None = config.sliding_window if any(slides) else None
+        full = "full_attention"
         if window is not None and all(slides):
             if window < slots:
                 raise UnsupportedModel(
@@ -148,27 +196,38 @@ class ModelShape:
                     f"bounds its memory; a budget and block of {slots} slots would see further "
                     f"than it was built to, use at most {window} slots"
                 )
-            capped = [True] * len(kinds)
-        heads, kv_heads, head_size = heads_of(config)
-        ropes = _ropes(config, kinds, trial)
-        mlp_size = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
-        return cls(
-            family=family,
-            layers=tuple(
+            full = "sliding_attention"
+        reads, ropes = read_layers(config, kinds), _ropes(config, kinds, trial)
+        layers = []
+        for i, kind in enumerate(kinds):
+            if kind not in ATTENTIONS:
+                layers.append(LayerShape("state" if states[i] else "none", None, None, 0, 0,
+                                         states=states[i]))  # fmt: skip
+                continue
+            own: LayerKind = (
+                "shared" if reads[i] is not None else "capped" if kind == full else "sliding"
+            )
+            _, kv_heads, head_size = heads_of(layer_config(config, i))
+            layers.append(
                 LayerShape(
-                    kind="capped" if capped[i] else "sliding",
+                    kind=own,
                     window=window if slides[i] else None,
                     rope=ropes[i],
                     kv_heads=kv_heads,
                     head_size=head_size,
+                    reads=reads[i],
+                    sinks=family in SINKS,
                 )
-                for i in range(len(kinds))
-            ),
-            heads=heads,
+            )
+        kv_heads, head_size = _slot_sizes(family, layers)
+        return cls(
+            family=family,
+            layers=tuple(layers),
+            heads=config.num_attention_heads,
             kv_heads=kv_heads,
             head_size=head_size,
             hidden_size=config.hidden_size,
-            mlp_size=mlp_size if isinstance(mlp_size, int) else max(mlp_size),
+            mlp_size=_mlp_size(config),
             vocabulary=config.vocab_size,
             softcap=getattr(config, "attn_logit_softcapping", None),
             trained_length=config.max_position_embeddings,
@@ -190,8 +249,7 @@ def _ropes(config: Any, kinds: list[str], trial: Trial | None) -> list[Rope | No
         UnsupportedModel: a trial showed positions that are no rotation, and no limit to them.
     """
     if trial is None:
-        rope = rope_of(config, interleaved=config.model_type in INTERLEAVED)
-        return [rope if one else None for one in layers_with_rope(config, kinds)]
+        return _known_ropes(config, kinds)
     neighbours = "neighbours" in trial.keys
     rope = rope_of(config, interleaved=neighbours) if has_rope(config) else Rope("none", None)
     if rope.kind == "none" and "other" in trial.keys:
@@ -204,42 +262,148 @@ def _ropes(config: Any, kinds: list[str], trial: Trial | None) -> list[Rope | No
     return [found.get(one, still if rope.exact else rope) for one in trial.keys]
 
 
-def layer_kinds(config: Any) -> list[str]:
-    """The kind of every layer, 'full_attention' or 'sliding_attention'.
+def _known_ropes(config: Any, kinds: list[str]) -> list[Rope | None]:
+    """The rotary embedding of every layer of one of the `FAMILIES`.
 
     Raises:
-        UnsupportedModel: it has layers of another kind, or is no causal language model.
+        UnsupportedModel: full layers have several frequencies, and share a table of one.
+    """
+    thetas = getattr(config, "layer_rope_theta", None)  # Granite SWA; 0: no RoPE
+    if thetas is None:
+        if not _rotates(config):
+            return [None] * len(kinds)
+        rope = rope_of(config, interleaved=config.model_type in INTERLEAVED)
+        return [rope if one else None for one in layers_with_rope(config, kinds)]
+    pairs = list(zip(thetas, kinds, strict=True))
+    several = sorted({theta for theta, kind in pairs if theta and kind == "full_attention"})
+    if len(several) > 1:
+        raise UnsupportedModel(
+            f"the full attention layers of this {config.model_type} have RoPE of different bases "
+            f"(rope_theta {', '.join(f'{theta:g}' for theta in several)}), and capped layers share "
+            "one table of rotations; use a model whose full layers have one, or none"
+        )
+    ropes: dict[Any, Rope | None] = {0: None}
+    for theta in {*thetas} - {0}:
+        own = copy.deepcopy(config)
+        own.rope_parameters = {**config.rope_parameters, "rope_theta": theta}
+        ropes[theta] = rope_of(own)
+    return [ropes[theta] for theta in thetas]
+
+
+def _rotates(config: Any) -> bool:
+    """Whether any layer has rotary positions: hybrids may do without."""
+    if config.model_type == "nemotron_h":
+        return False
+    if config.model_type == "granitemoehybrid":
+        return bool(config.position_embedding_type == "rope")
+    parameters = getattr(config, "rope_parameters", None)
+    return config.model_type != "olmo_hybrid" or (parameters or {}).get("rope_theta") is not None
+
+
+def _states(config: Any, kinds: list[str]) -> list[tuple[StateShape, ...]]:
+    """The states of every layer; none but those of recurrent layers.
+
+    Raises:
+        UnsupportedModel: states of unknown sizes, or a transformers that keeps none in a cache.
+    """
+    found = [states_of(config, kind) if kind in STATES else () for kind in kinds]
+    recurrent = [i for i, kind in enumerate(kinds) if kind in STATES]
+    if recurrent and not KEPT:
+        raise refusal(
+            config.model_type,
+            f"{layers_named(recurrent)} are recurrent, and this version of transformers keeps no "
+            "states in a cache: install 5.23 or newer",
+        )
+    if unknown := [i for i in recurrent if not found[i]]:
+        raise refusal(
+            config.model_type,
+            f"{layers_named(unknown)} are recurrent, but no gated delta net, short convolution or "
+            "Mamba 2 as Granite 4 and Nemotron-H have it, and their states of unknown size",
+        )
+    return found
+
+
+def read_layers(config: Any, kinds: list[str]) -> list[int | None]:
+    """For every layer the earlier one whose keys and values it attends to; None: its own.
+
+    The last `num_kv_shared_layers` read the last layer of their kind before them (Gemma 3n and 4).
+    """
+    own = len(kinds) - (getattr(config, "num_kv_shared_layers", None) or 0)
+    last = {kind: i for i, kind in enumerate(kinds[:own])}
+    return [None if i < own else last[kind] for i, kind in enumerate(kinds)]
+
+
+def _slot_sizes(family: str, layers: Sequence[LayerShape]) -> tuple[int, int]:
+    """KV heads and head size of the capped layers, which are alike.
+
+    Raises:
+        UnsupportedModel: they are not, or there are none.
+    """
+    sizes = {(layer.kv_heads, layer.head_size) for layer in layers if layer.kind == "capped"}
+    if not sizes:
+        raise refusal(
+            family,
+            "no layer attends to all tokens, so its memory has a bound already and there is "
+            "nothing to cap",
+        )
+    if len(sizes) > 1:
+        raise refusal(
+            family,
+            "the layers that could be capped have KV heads of different numbers and sizes, "
+            f"{', '.join(f'{k} of {d}' for k, d in sorted(sizes))}",
+        )
+    return sizes.pop()
+
+
+def _mlp_size(config: Any) -> int:
+    """Of the largest MLP of a layer."""
+    sizes = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
+    largest: int = max(sizes) if isinstance(sizes, list | tuple) else sizes  # Gemma 3n: of each
+    wide = getattr(config, "use_double_wide_mlp", False) and config.num_kv_shared_layers
+    return 2 * largest if wide else largest  # Gemma 4, in layers that read others
+
+
+def layer_kinds(config: Any) -> list[str]:
+    """The type of every layer: one of `ATTENTIONS`, `STATES` or `WITHOUT`.
+
+    Raises:
+        UnsupportedModel: it has layers of another type, or is no causal language model.
     """
     family = getattr(config, "model_type", None) or type(config).__name__
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING or config.is_encoder_decoder:
+    listed = family in FAMILIES
+    if not listed and (
+        type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING or config.is_encoder_decoder
+    ):
         raise refusal(
             family, "transformers has no causal language model of it that reads tokens alone"
         )
     count = getattr(config, "num_hidden_layers", None)
-    try:
-        heads = getattr(config, "num_attention_heads", None), getattr(config, "head_dim", None)
-    except Exception as error:  # transformers' own, where layers differ
-        raise refusal(family, "its layers have unequal heads") from error
-    if not count or not heads[0]:
-        raise refusal(family, "its config names no layers with attention heads")
-    if getattr(config, "kv_lora_rank", None):
-        raise refusal(
-            family,
-            f"{layers_named([*range(count)])} are multi-head latent attention, whose cache holds a "
-            "latent vector and no keys",
-        )
-    if getattr(config, "num_kv_shared_layers", None):
-        raise refusal(
-            family,
-            f"its last {config.num_kv_shared_layers} layers read the keys and values of earlier "
-            "layers",
-        )
+    if not listed:
+        try:
+            heads = getattr(config, "num_attention_heads", None)
+            heads_of(config) if heads else None
+        except Exception as error:  # transformers' own, where layers differ
+            raise refusal(family, "its layers have unequal heads") from error
+        if not count or not heads:
+            raise refusal(family, "its config names no layers with attention heads")
+        if getattr(config, "kv_lora_rank", None):
+            raise refusal(
+                family,
+                f"{layers_named([*range(count)])} are multi-head latent attention, whose cache "
+                "holds a latent vector and no keys",
+            )
+        if getattr(config, "num_kv_shared_layers", None):
+            raise refusal(
+                family,
+                f"its last {config.num_kv_shared_layers} layers read the keys and values of "
+                "earlier layers",
+            )
     kinds = getattr(config, "layer_types", None)
     if kinds is None:
         # Mistral, Phi-3 and Starcoder 2 slide in every layer or in none.
         kind = "sliding_attention" if getattr(config, "sliding_window", None) else "full_attention"
-        return [kind] * count
-    unknown = set(kinds) - {"full_attention", "sliding_attention"}
+        return [kind] * config.num_hidden_layers
+    unknown = set(kinds) - ATTENTIONS - STATES - WITHOUT
     if unknown:
         those = "; ".join(
             f"{layers_named([i for i, kind in enumerate(kinds) if kind == one])} are "

@@ -18,7 +18,7 @@ def output_projection(module: Any, shape: ModelShape) -> Tensor:
     Raises:
         UnsupportedModel: the projection is quantised, adapted or otherwise no plain `nn.Linear`.
     """
-    projection = getattr(module, "o_proj", None)
+    projection = getattr(module, "o_proj", None) or getattr(module, "out_proj", None)
     if not is_plain(projection):
         raise UnsupportedModel(
             f"the policy weighs values by the output projection, which is {_name(projection)} "
@@ -37,7 +37,9 @@ def check_projections(model: nn.Module, shape: ModelShape) -> None:
         UnsupportedModel: as `output_projection`.
     """
     for module in model.modules():
-        if hasattr(module, "o_proj"):
+        # Recurrent layers have output projections too, which no policy reads.
+        attends = getattr(module, "layer_idx", None) in (None, *shape.capped)
+        if attends and (hasattr(module, "o_proj") or hasattr(module, "out_proj")):
             output_projection(module, shape)
 
 

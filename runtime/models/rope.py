@@ -71,6 +71,11 @@ def rope_of(config: Any, layer_type: str = "full_attention", *, interleaved: boo
     return Rope(kind, inv_freq, interleaved, longest)
 
 
+def layer_config(config: Any, layer: int | str) -> Any:
+    """The config of one layer, or of those of a type: another one where layers' sizes differ."""
+    return config.per_layer_config[layer] if getattr(config, "is_heterogeneous", False) else config
+
+
 def _parameters(config: Any, layer_type: str) -> dict[str, Any]:
     """`rope_parameters` of 5.x (one, or one per layer type), or 4.57's separate fields."""
     parameters = getattr(config, "rope_parameters", None)

@@ -95,30 +95,49 @@ def weigh(config: Any, dtype: torch.dtype, headers: Headers | None = None) -> We
     """
     text = config.get_text_config(decoder=True)
     method = quantisation(config)
+    if headers is not None:
+        headers = {name: x for name, x in headers.items() if not _ignored(name, config)}
     if headers is not None and method is None and text is not config:
         return Weights(sum(_nbytes(x, dtype) for x in headers.values()), "safetensors headers")
-    needed = _parameters(text)
+    model = _on_meta(text, dtype)
+    needed = _parameters(model)
+    trained = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    # Such as what balances experts, which stays in its own type.
+    buffers = {name: x for name, x in model.state_dict().items() if name not in trained}
+    kept = sum(_loaded_bytes(model, name, x) for name, x in buffers.items())
     if headers is None or method in UNPACKED:
-        return Weights(sum(prod(p.shape) for p in needed) * dtype.itemsize, "config")
+        return Weights(sum(p.nbytes for p in needed) + kept, "config")
     if method is not None:
         known = {name for parameter in needed for name in parameter.names}
         # Scales and the like are no parameters of the model, and keep their type.
         held = (_nbytes(x, dtype if name in known else None) for name, x in headers.items())
         return Weights(sum(held), "safetensors headers")
     missing, wrong, count = [], [], 0
+    sources = _sources(model, headers, {name for x in needed for name in x.names})
     for parameter in needed:
-        found = next((headers[name] for name in parameter.names if name in headers), None)
+        found = next((sources[name] for name in parameter.names if name in sources), None)
         if found is None:
             missing.append(parameter.names[0])
-        elif found.shape != parameter.shape or found.dtype not in FLOATS:
+        elif not found.gives(parameter.shape):
+            first = found.tensors[0]
             wrong.append(
-                f"{parameter.names[0]} is {found.dtype} {list(found.shape)} and not "
+                f"{parameter.names[0]} is {first.dtype} {list(first.shape)} and not "
                 f"{list(parameter.shape)}"
             )
         else:
-            count += prod(found.shape)
+            count += parameter.nbytes
     refuse_misfits(missing, wrong)
-    return Weights(count * dtype.itemsize, "safetensors headers")
+    return Weights(count + kept, "safetensors headers")
+
+
+def _ignored(name: str, config: Any) -> bool:
+    """Whether the model leaves a tensor of its files out, such as a vision tower's.
+
+    Its class says which it does not expect, by patterns that transformers searches names for.
+    """
+    model = AutoModelForCausalLM._model_mapping.get(type(config), None)
+    patterns = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
+    return any(re.search(pattern, name) for pattern in patterns)
 
 
 def refuse_misfits(missing: Iterable[str], wrong: Iterable[str] = ()) -> None:
@@ -150,25 +169,88 @@ def held_weights(model: nn.Module) -> Weights:
 class _Parameter(NamedTuple):
     names: list[str]  # that it may have in a file; several where it is tied
     shape: tuple[int, ...]
+    nbytes: int  # once it is loaded; a few stay in float32, whatever the model is in
 
 
-def _parameters(config: Any) -> list[_Parameter]:
-    """The parameters of the model that the config describes; tied ones are one."""
+class _Source(NamedTuple):
+    """What files have for a parameter."""
+
+    tensors: list[Tensor]
+    how: Literal["whole", "joined", "cut"]  # transformers may join tensors, or cut one up
+
+    def gives(self, shape: tuple[int, ...]) -> bool:
+        """Whether a parameter of that shape can be made of it."""
+        if any(tensor.dtype not in FLOATS for tensor in self.tensors):
+            return False
+        if self.how == "whole":
+            return self.tensors[0].shape == shape
+        return self.how == "cut" or sum(prod(x.shape) for x in self.tensors) == prod(shape)
+
+
+def _sources(model: Any, headers: Headers, known: set[str]) -> dict[str, _Source]:
+    """What files have for every parameter, by its name.
+
+    Other names and parts, such as a matrix for each expert, are put together as transformers does
+    when it loads them; its 4.57 loads everything as it is.
+    """
+    found = {name: _Source([tensor], "whole") for name, tensor in headers.items() if name in known}
+    try:
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import WeightConverter
+    except ImportError:
+        return found
+    steps = get_model_conversion_mapping(model)
+    for name in headers.keys() - known:
+        target, converter = name, None
+        for step in sorted(steps, key=lambda step: isinstance(step, WeightConverter)):
+            target, matched = step.rename_source_key(target)
+            if matched is not None and isinstance(step, WeightConverter):
+                converter = step
+                break
+        if converter is None:
+            found.setdefault(target, _Source([headers[name]], "whole"))
+        elif len(converter.target_patterns) == 1:
+            found.setdefault(target, _Source([], "joined")).tensors.append(headers[name])
+        else:
+            first = converter.target_patterns[0]
+            for pattern in converter.target_patterns:
+                one = target.replace(first, pattern, 1)
+                found.setdefault(one, _Source([], "cut")).tensors.append(headers[name])
+    return found
+
+
+def _on_meta(config: Any, dtype: torch.dtype) -> Any:
+    """The model that the config describes, without data."""
     try:
         with torch.device("meta"):
             # The attention is given, as a config may name a kernel that would be fetched and run.
-            model = AutoModelForCausalLM.from_config(
-                config, attn_implementation=ATTENTION, trust_remote_code=False
+            return AutoModelForCausalLM.from_config(
+                config, attn_implementation=ATTENTION, trust_remote_code=False, dtype=dtype
             )
     except Exception as error:  # whatever a model's constructor makes of its config's values
         raise ModelFilesBroken(
             f"config.json describes no model that can be built: {first_line(error)}"
         ) from error
+
+
+def _parameters(model: Any) -> list[_Parameter]:
+    """The parameters of a model; tied ones are one."""
     names: dict[Any, list[str]] = defaultdict(list)
     for name, parameter in model.named_parameters(remove_duplicate=False):
         # Files of a model without its head lack the prefix, and are loaded all the same.
         names[parameter] += [name, name.removeprefix(f"{model.base_model_prefix}.")]
-    return [_Parameter(known, tuple(p.shape)) for p, known in names.items()]
+    return [
+        _Parameter(known, tuple(p.shape), _loaded_bytes(model, known[0], p))
+        for p, known in names.items()
+    ]
+
+
+def _loaded_bytes(model: Any, name: str, tensor: torch.Tensor) -> int:
+    """The bytes of a parameter or buffer once it is loaded, of a model made in its type."""
+    wide = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
+    if any(re.search(pattern.replace("*", ".*"), name) for pattern in wide):
+        return 4 * tensor.numel()
+    return tensor.nbytes
 
 
 def _in_folder(folder: Path) -> Headers | None:

@@ -82,6 +82,8 @@ def pretend_full(cache: BudgetCache) -> None:
             shape.trained_length, [max(0, s.budget - spare) for s in layer.segments]
         )
         layer.enable_rotation()
+    for state in cache.state_layers.values():
+        state.seen, state.has_previous_state[0] = shape.trained_length, True
     segment = cache.capped_layers[0].segments[0]
     like = segment.pool.keys
     for layer in cache.sliding_layers.values():

@@ -54,6 +54,7 @@ class MemoryPlan:
     query_window: int
     rotation_table: int
     sliding_layers: int  # at most; layers that keep a sliding window of their own
+    state_layers: int  # the states of recurrent layers
     workspace: int  # of a block; an estimate unless `rehearsed`
     logits: int
     weights: int
@@ -90,6 +91,7 @@ class MemoryPlan:
             + self.query_window
             + self.rotation_table
             + self.sliding_layers
+            + self.state_layers
         )
 
     @property

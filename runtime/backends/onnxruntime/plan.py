@@ -140,6 +140,7 @@ def _fused(manifest: Manifest, policy: str, baseline: int, block: int) -> Memory
         query_window=parts["queries"],
         rotation_table=0,  # a part of the weights
         sliding_layers=0,
+        state_layers=0,
         workspace=_workspace(manifest, slots + block, block, 1),
         logits=4 * manifest.model["vocabulary"],
         weights=manifest.model["weights_bytes"],
@@ -170,6 +171,7 @@ def _paired(
         query_window=0,
         rotation_table=(tokens + block) * ROTATION * model["rotated_pairs"] if compact else 0,
         sliding_layers=0,
+        state_layers=0,
         workspace=_workspace(manifest, tokens + block, block, model["layers"]),
         logits=4 * block * model["vocabulary"],  # such graphs give those of every token
         weights=model["weights_bytes"],

@@ -190,8 +190,10 @@ class BlockGraph:
 def why_unsteady(cache: BudgetCache) -> str | None:
     """Why a full cache never reaches a steady state; None: it does."""
     eviction = cache.eviction
-    if not cache.layout.shape.all_capped:
+    if cache.layout.shape.slides:
         return "native sliding layers grow and shrink"
+    if cache.state_layers:
+        return "some layers are recurrent"
     if eviction.layers_move:
         return "slots move between layers"
     if eviction.heads_move:

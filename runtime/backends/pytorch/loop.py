@@ -118,7 +118,7 @@ class BlockLoop(Loop):
         """
         size = self.cache.block_size
         if tokens == 1 or not self.cache.layout.shape.all_capped:
-            return tokens  # native sliding layers would keep the fillers
+            return tokens  # native sliding layers and recurrent states would keep the fillers
         step = -(-size // LENGTHS)
         return max(tokens, min(size, -(-tokens // step) * step))
 

@@ -80,6 +80,8 @@ class SavedLayers:
             self._check(index, saved)
         for index, native in cache.sliding_layers.items():
             self._check_sliding(index, native.sliding_window)
+        for index in cache.state_layers:
+            self._check_states(index)
 
     def demand(self, ok: bool, what: str) -> None:
         """Refuse the file unless `ok`."""
@@ -175,6 +177,19 @@ class SavedLayers:
                 found = self.file.taken(f"sliding.{index}.{name}", wanted, dtype)
                 self.demand(bool(found.isfinite().all()), f"sliding layer {index}")
 
+    def states(self, index: int) -> dict[str, Tensor]:
+        """The states of a recurrent layer by name."""
+        names = [state.name for state in self.cache.layout.shape.layers[index].states]
+        return {name: self.file.tensor(f"state.{index}.{name}") for name in names}
+
+    def _check_states(self, index: int) -> None:
+        if self.seen:
+            dtype = _dtype(self.cache.capped_layers[0])
+            for state in self.cache.layout.shape.layers[index].states:
+                wanted = (1, *state.shape)
+                found = self.file.taken(f"state.{index}.{state.name}", wanted, state.dtype(dtype))
+                self.demand(bool(found.isfinite().all()), f"recurrent layer {index}")
+
     def _finite(self, tensor: Tensor, index: int) -> None:
         self.demand(bool(tensor.isfinite().all()), f"layer {index}'s keys, values or queries")
 
@@ -221,6 +236,8 @@ class Refill:
                 device = cache.capped_layers[0].segments[0].pool.keys.device
                 keys, values = (self.saved.sliding(index, x).to(device) for x in ("keys", "values"))
                 cache.refill_sliding(index, keys, values, self.seen)
+            for index, layer in cache.state_layers.items():
+                layer.fill(self.saved.states(index), self.seen)
             if self.exact and cache.balance is not None and self.saved.preferences is not None:
                 cache.balance.preferences = list(self.saved.preferences)
         except BaseException:

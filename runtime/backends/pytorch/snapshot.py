@@ -60,6 +60,10 @@ def gather(
         if cache.seen:
             tensors[f"sliding.{index}.keys"] = [native.keys]
             tensors[f"sliding.{index}.values"] = [native.values]
+    for index, recurrent in cache.state_layers.items():
+        if cache.seen:
+            named = recurrent.named.items()
+            tensors |= {f"state.{index}.{name}": [state] for name, state in named}
     facts = {
         "kvcap": __version__,
         **identity,

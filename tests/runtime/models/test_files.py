@@ -123,7 +123,7 @@ def test_no_weights_are_read(tmp_path, monkeypatch):
                          num_hidden_layers=1, num_attention_heads=16)  # fmt: skip
     config.save_pretrained(tmp_path)
     header, end = {}, 0
-    for parameter in weights._parameters(config):
+    for parameter in weights._parameters(weights._on_meta(config, torch.float32)):
         size = 4 * torch.Size(parameter.shape).numel()
         header[parameter.names[0]] = {
             "dtype": "F32", "shape": parameter.shape, "data_offsets": [end, end + size]

@@ -1,0 +1,93 @@
+"""A recurrent layer of the cache: a state of fixed size, which every token changes.
+
+Imported where a model has such layers, since transformers 4.57 knows none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import LinearAttentionLayer
+
+from kvcap.runtime.cache.allocation import Allocation
+from kvcap.runtime.cache.layer import refuse_moving, refuse_reordering
+from kvcap.runtime.errors import CacheMismatch
+
+
+class StateLayer(LinearAttentionLayer):  # type: ignore[misc]
+    """Transformers' layer of a delta net, a short convolution or Mamba 2, allocated by the layout.
+
+    It counts the tokens it has read, as a state that has read some cannot go back.
+
+    Args:
+        index: of the layer in the model.
+        allocation: of the cache.
+    """
+
+    is_compileable = is_croppable = False
+
+    def __init__(self, index: int, allocation: Allocation) -> None:
+        super().__init__()
+        self.index, self.seen = index, 0  # tokens read
+        self.named: Mapping[str, Tensor] = {}
+        """Its states [B, ...] by name, once they are allocated."""
+        self._allocation = allocation
+
+    def allocate(self, batch: int, dtype: torch.dtype, device: torch.device | str) -> None:
+        """Allocate the states, all zeros, for a model of that type."""
+        self.dtype, self.device = dtype, torch.device(device)
+        self.named = self._allocation.states(self.index, batch, dtype, device)
+        self.conv_states[0] = self.named["conv"]
+        self.conv_kernel_size[0] = self.named["conv"].shape[-1]
+        self.is_conv_states_initialized[0] = True
+        if "recurrent" in self.named:
+            self.recurrent_states[0] = self.named["recurrent"]
+            self.is_recurrent_states_initialized[0] = True
+
+    def begin(self) -> None:
+        """Count a token of the pass that begins; `update_conv_state` counts where it has more."""
+        self.seen += 1
+        for state in self.named.values():
+            if state.requires_grad:
+                state.detach_()  # or every pass before would be kept for its gradients
+
+    def update_conv_state(
+        self, conv_states: Tensor, state_idx: int = 0, conv_kernel_size: int | None = None, **_: Any
+    ) -> Tensor:
+        """Take in the inputs [B, channels, T] of the convolution; returns those it reads.
+
+        Raises:
+            CacheMismatch: of another number of sequences; nothing is changed.
+        """
+        batch, _channels, length = conv_states.shape
+        if not self.named:
+            self.allocate(batch, conv_states.dtype, conv_states.device)
+        if batch != (own := len(self.named["conv"])):
+            self.seen -= 1
+            raise CacheMismatch(
+                f"the cache is allocated for {own} sequences, and {batch} were given; a cache is "
+                "of one batch size, also after reset(): make a new BudgetCache"
+            )
+        self.seen += length - 1
+        found: Tensor = super().update_conv_state(conv_states, state_idx, conv_kernel_size)
+        return found
+
+    def fill(self, states: Mapping[str, Tensor], seen: int) -> None:
+        """Hold these states, after `seen` tokens."""
+        for name, state in self.named.items():
+            state.copy_(states[name])
+        self.seen, self.has_previous_state[0] = seen, seen > 0
+
+    def reset(self) -> None:
+        """Forget everything; the buffers stay."""
+        with torch.no_grad():
+            for state in self.named.values():
+                state.detach_().zero_()
+        self.seen, self.has_previous_state[0] = 0, False
+
+    offload = prefetch = refuse_moving
+    crop = reorder_cache = activate_past_recording = refuse_reordering
+    batch_repeat_interleave = batch_select_indices = refuse_reordering

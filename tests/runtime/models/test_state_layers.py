@@ -1,0 +1,636 @@
+"""Models whose layers are partly recurrent: delta nets, short convolutions and Mamba 2."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from conftest import SIZES, small_policy
+from tools import runtime_of
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, DynamicCache
+from transformers.cache_utils import CacheLayerMixin
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+import kvcap
+from kvcap.runtime.backends.pytorch.cuda_graphs import why_unsteady
+from kvcap.runtime.backends.pytorch.loop import BlockLoop
+from kvcap.runtime.errors import (
+    BlockTooLarge,
+    CacheMismatch,
+    KvcapError,
+    NotExportable,
+    PaddingUnsupported,
+    PositionMismatch,
+    SessionBroken,
+    SessionFileCorrupt,
+    SessionFileForeign,
+    UnsupportedModel,
+)
+from kvcap.runtime.models import config as reading
+from kvcap.runtime.models.config import ModelShape
+from kvcap.runtime.models.files import load_config, load_model
+from kvcap.runtime.models.rope import Rotation
+from kvcap.runtime.models.weights import held_weights, read_headers, weigh
+from kvcap.runtime.planning.dry_run import rehearse_block
+from kvcap.runtime.session.session import Session
+
+DELTA = {
+    "head_dim": 16,
+    "num_hidden_layers": 4,
+    "layer_types": ["linear_attention", "full_attention"] * 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+}
+EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+}
+CONV = {"num_hidden_layers": 4, "layer_types": ["conv", "full_attention"] * 2}
+MAMBA = {
+    "mamba_n_heads": 8,
+    "mamba_d_head": 16,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 8,
+    "mamba_chunk_size": 8,
+    "num_local_experts": 0,
+    "shared_intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "layer_types": ["linear_attention", "full_attention"] * 2,
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen3_5_text": DELTA,
+    "qwen3_5_moe_text": {**DELTA, **EXPERTS},
+    "qwen3_next": {**DELTA, **EXPERTS, "decoder_sparse_step": 1},
+    "olmo_hybrid": {**DELTA, "linear_num_key_heads": 4, "rope_parameters": None},
+    "lfm2": CONV,
+    "lfm2_moe": {**CONV, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+    "lfm3": {
+        "head_dim": 16,
+        "num_hidden_layers": 4,
+        "sliding_window": 24,
+        "layer_types": ["conv", "full_attention", "sliding_attention", "full_attention"],
+    },
+    "granitemoehybrid": MAMBA,
+    "nemotron_h": {
+        "head_dim": 16,
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 8,
+        "ssm_state_size": 8,
+        "n_groups": 2,
+        "chunk_size": 8,
+        "layers_block_type": ["mlp", "linear_attention", "full_attention", "moe"] * 2,
+        "n_routed_experts": 4,
+        "moe_intermediate_size": 32,
+        "moe_shared_expert_intermediate_size": 32,
+    },
+}
+SOME = ["qwen3_5_text", "lfm2", "nemotron_h"]  # a delta net, a short convolution, Mamba 2
+
+
+def tiny_model(
+    family: str, attention: str = "kvcap", dtype: torch.dtype = torch.float32, **changes: Any
+) -> Any:
+    """A random model, of weights as `conftest.tiny_model`'s."""
+    if family not in CONFIG_MAPPING:
+        pytest.skip(f"this version of transformers has no {family}")
+    if not hasattr(DynamicCache, "get_conv_state"):
+        pytest.skip("this version of transformers keeps no states in a cache")
+    torch.manual_seed(0)
+    sizes = {**SIZES, **FAMILIES[family], **changes}
+    if family == "nemotron_h":
+        del sizes["num_hidden_layers"]
+    config = AutoConfig.for_model(family, **sizes)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=dtype)
+    for name, weight in model.named_parameters():
+        if weight.dim() == 1:
+            torch.nn.init.normal_(weight, 1.0 if "norm" in name else 0.0, 0.1)
+        else:
+            torch.nn.init.normal_(weight, 0.0, 0.15)
+    return model.eval()
+
+
+# The reference: plain attention over exactly the tokens that a capped cache holds, in float64.
+
+KEPT = "attention_over_kept_tokens"
+
+
+class KeptLayer(CacheLayerMixin):
+    """Holds every key unrotated; attends to those of `held` [K, n] and to the block."""
+
+    is_sliding = False
+
+    def __init__(self, inv_freq: Tensor | None, compact: bool) -> None:
+        super().__init__()
+        self.inv_freq, self.compact, self.seen = inv_freq, compact, 0
+        self.held: Tensor | None = None
+
+    def lazy_initialization(self, *_: Any) -> None: ...
+
+    def rotated(self, x: Tensor, positions: Tensor) -> Tensor:
+        """X [K, n, D], its halves (i, i + R/2) turned to positions [K, n]."""
+        if self.inv_freq is None:
+            return x
+        half = len(self.inv_freq)
+        angles = positions[..., None] * self.inv_freq.double()
+        cos, sin = angles.cos(), angles.sin()
+        a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+        return torch.cat((a * cos - b * sin, b * cos + a * sin, rest), -1)
+
+    def times(self, length: int) -> Tensor:
+        return torch.arange(self.seen - length, self.seen)[None]
+
+    def update(self, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        self.seen += (length := keys.shape[2])
+        raw = self.rotated(keys[0].double(), -self.times(length))
+        before = (self.keys, self.values) if self.is_initialized else (raw[:, :0], raw[:, :0])
+        self.keys = torch.cat((before[0], raw), 1)
+        self.values = torch.cat((before[1], values[0].double()), 1)
+        self.is_initialized = True
+        keys = keys.clone()
+        keys.kept = self
+        return keys, values
+
+    def attend(self, query: Tensor, scaling: float) -> Tensor:
+        heads, length = query.shape[1:3]
+        block = self.times(length).expand(len(self.keys), -1)
+        held = block[:, :0] if self.held is None else self.held.long().sort().values
+        times = torch.cat((held, block), 1)  # [K, n], in time order
+        places = torch.arange(times.shape[1]).expand_as(times) if self.compact else times
+        index = times[..., None].expand(-1, -1, self.keys.shape[-1])
+        keys = self.rotated(self.keys.gather(1, index), places)
+        values = self.values.gather(1, index)
+        group = heads // len(self.keys)
+        raw = self.rotated(query[0].double(), -self.times(length))
+        queries = self.rotated(raw, places[:, -length:].repeat_interleave(group, 0))
+        logits = queries @ keys.repeat_interleave(group, 0).mT * scaling  # [H, T, n]
+        later = torch.ones(length, times.shape[1]).tril(times.shape[1] - length) == 0
+        weights = logits.masked_fill(later, -torch.inf).softmax(-1)
+        return (weights @ values.repeat_interleave(group, 0))[None].to(query.dtype)
+
+    def get_seq_length(self) -> int:
+        return self.seen
+
+    def get_mask_sizes(self, length: int) -> tuple[int, int]:
+        return self.seen + length, 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+
+def attend_to_kept(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any
+) -> Any:
+    if (layer := getattr(key, "kept", None)) is not None:
+        out = layer.attend(query, kwargs["scaling"])
+    else:  # a native sliding layer
+        alone = mask is None and query.shape[2] > 1
+        scale = kwargs["scaling"]
+        out = scaled_dot_product_attention(
+            query, key, value, mask, is_causal=alone, scale=scale, enable_gqa=True
+        )
+    return out.transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register(KEPT, attend_to_kept)
+AttentionMaskInterface.register(KEPT, sdpa_mask)
+
+
+def beside_the_reference(
+    family: str,
+    policy: str,
+    positions: str,
+    ids: Tensor,
+    fault: Any = lambda cache: None,
+    block: int = 8,
+    budget: int = 16,
+) -> float:
+    """The largest difference of logits; `fault` may spoil the capped cache after every block."""
+    model, plain = tiny_model(family), tiny_model(family, KEPT)
+    eviction = small_policy(policy, model.config)
+    cache = kvcap.BudgetCache(model.config, budget, block, eviction, positions=positions)
+    loop, reference = BlockLoop(model, cache), DynamicCache(config=plain.config)
+    for index in cache.layout.shape.capped:
+        rope = cache.layout.shape.layers[index].rope
+        rotary = getattr(plain.model, "rotary_emb", None) or getattr(plain.model, "pos_emb", None)
+        # Where keys cannot be moved, positions are true and keys stay as they were read.
+        inv_freq = None if rope is None or rope.inv_freq is None else rotary.inv_freq
+        reference.layers[index] = KeptLayer(inv_freq, positions == "compact")
+    worst = 0.0
+    steps = ids.shape[1] - 4  # single tokens at the end, as in generation
+    for part in (*ids[:, :steps].split(block, 1), *ids[:, steps:].split(1, 1)):
+        for index in cache.layout.shape.capped:
+            if cache.seen:
+                reference.layers[index].held = cache.layers[index].segments[0].positions[0]
+        with torch.no_grad():
+            expected = plain(part, past_key_values=reference, logits_to_keep=1).logits[:, -1]
+        worst = max(worst, float((loop.read(part) - expected).abs().max()))
+        fault(cache)
+    assert cache.held == budget
+    return worst
+
+
+MODES = [(family, mode) for family in FAMILIES for mode in ("compact", "true")]
+MODES.remove(("lfm3", "compact"))  # its RoPE is no type whose keys can be moved
+
+
+@pytest.mark.slow(keep=9)
+@pytest.mark.parametrize("policy", ["keydiff", "snapkv", "h2o", "dropkv", "streaming_llm"])
+@pytest.mark.parametrize(("family", "positions"), MODES)
+def test_logits_are_those_of_attention_over_the_kept_tokens(family, positions, policy, tokens):
+    assert beside_the_reference(family, policy, positions, tokens(49)) <= 1e-4
+
+
+def zero_states(cache: Any) -> None:
+    for layer in cache.state_layers.values():
+        layer.named["conv"].zero_()
+        layer.named.get("recurrent", torch.zeros(1)).zero_()
+
+
+@pytest.mark.parametrize("family", SOME)
+def test_a_planted_loss_of_states_is_seen(family, tokens):
+    assert beside_the_reference(family, "keydiff", "compact", tokens(49), zero_states) > 1e-2
+
+
+def in_blocks(loop: BlockLoop, ids: Tensor, block: int = 8) -> Tensor:
+    """Logits after every block, and after each of the last ten tokens."""
+    parts = (*ids[:, :-10].split(block, 1), *ids[:, -10:].split(1, 1))
+    return torch.stack([loop.read(part) for part in parts], 1)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_states_are_those_of_transformers_cache_to_the_bit(family, tokens):
+    """While all tokens fit, at the same blocks, of two sequences; blocks have no fillers."""
+    model, ids = tiny_model(family), tokens(60, batch=2)
+    cache, plain = kvcap.BudgetCache(model.config, 64, 8), DynamicCache(config=model.config)
+    loop = BlockLoop(model, cache)
+    for part in (*ids[:, :45].split(8, 1), *ids[:, 45:].split(1, 1)):
+        assert loop.padded(part.shape[1]) == part.shape[1]
+        with torch.no_grad():
+            expected = model(part, past_key_values=plain, logits_to_keep=1).logits[:, -1]
+        torch.testing.assert_close(loop.read(part), expected, rtol=1e-5, atol=1e-5)
+    for index, layer in cache.state_layers.items():
+        theirs = plain.layers[index]
+        assert layer.seen == 60
+        assert torch.equal(layer.named["conv"], theirs.conv_states[0])
+        if "recurrent" in layer.named:
+            torch.testing.assert_close(layer.named["recurrent"], theirs.recurrent_states[0])
+    assert cache.consistent
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_moved_keys_are_those_read_there(family, tokens):
+    model = tiny_model(family)
+    shape = ModelShape.of(model.config)
+    rope = shape.layers[shape.capped[0]].rope
+    if rope is None or rope.inv_freq is None:
+        assert family in ("olmo_hybrid", "granitemoehybrid", "nemotron_h", "lfm3")
+        return
+    keys = []
+    for start in (5, 42):
+        cache = DynamicCache(config=model.config)
+        places = torch.arange(start, start + 12)[None]
+        with torch.no_grad():
+            model(tokens(12), position_ids=places, past_key_values=cache)
+        keys.append(cache.layers[shape.capped[0]].keys)
+    rotation = Rotation(rope.inv_freq, 40, "cpu")
+    moved = rotation.back(keys[1], torch.full(keys[1].shape[:3], 37, dtype=torch.int32))
+    assert (moved - keys[0]).norm() / keys[0].norm() <= 1e-5
+    assert (keys[1] - keys[0]).norm() / keys[0].norm() > 1e-2
+
+
+@pytest.mark.slow(keep=6)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_planned_bytes_are_held(family, dtype, tokens):
+    """And a state has the type that the model makes, as transformers' own cache shows."""
+    model, ids = tiny_model(family, dtype=dtype), tokens(60, batch=2)
+    positions = "true" if family == "lfm3" else "compact"
+    plan = kvcap.MemoryPlan.of(
+        model.config, kv_budget_tokens=16, block_size=8, dtype=dtype, positions=positions, batch=2
+    )
+    cache = kvcap.BudgetCache(model.config, 16, 8, positions=positions)
+    in_blocks(BlockLoop(model, cache), ids)
+    early = kvcap.BudgetCache(model.config, 16, 8, positions=positions)
+    early.allocate(2, dtype, "cpu")
+    states = sum(
+        layer.named[x].nbytes for layer in cache.state_layers.values() for x in layer.named
+    )
+    assert plan.state_layers == states > 0
+    if plan.sliding_layers:
+        assert 0 <= plan.cache_bytes - cache.nbytes < plan.sliding_layers
+    else:
+        assert plan.cache_bytes == cache.nbytes == early.nbytes
+    plain = DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(ids[:, :9], past_key_values=plain)
+    for index, layer in cache.state_layers.items():
+        theirs = plain.layers[index]
+        made = {"conv": theirs.conv_states[0], "recurrent": theirs.recurrent_states[0]}
+        found = {name: (x.shape, x.dtype) for name, x in made.items() if x is not None}
+        assert found == {name: (x.shape, x.dtype) for name, x in layer.named.items()}
+
+
+# Experts' grouped products do not run dry in float32.
+@pytest.mark.parametrize("family", ["qwen3_5_text", "lfm2", "granitemoehybrid"])
+def test_a_dry_run_finds_the_workspace(family):
+    config = tiny_model(family).config
+    assert rehearse_block(config, kvcap.load_policy("keydiff"), 24, 8, torch.float32, "compact") > 0
+
+
+@pytest.mark.slow(keep=4)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_loaded_session_goes_on_to_the_bit(family, tokens, tmp_path):
+    model, ids = tiny_model(family), tokens(80)
+    runtime = runtime_of(model, positions="true" if family == "lfm3" else "compact")
+    session = runtime.session(seed=1)
+    in_blocks(session._loop, ids[:, :60])
+    session.save(tmp_path / "s")
+    loaded = Session.load(runtime, tmp_path / "s")
+    assert loaded.cache.consistent
+    expected = in_blocks(session._loop, ids[:, 60:])
+    assert torch.equal(in_blocks(loaded._loop, ids[:, 60:]), expected)
+
+
+@pytest.mark.parametrize("family", SOME)
+def test_a_planted_state_that_is_not_restored_is_seen(family, tokens, tmp_path, monkeypatch):
+    model, ids = tiny_model(family), tokens(80)
+    runtime = runtime_of(model)
+    session = runtime.session(seed=1)
+    in_blocks(session._loop, ids[:, :60])
+    session.save(tmp_path / "s")
+    from kvcap.runtime.cache.state_layer import StateLayer
+
+    def keep_out(layer: Any, _: Any, seen: int) -> None:
+        layer.seen, layer.has_previous_state[0] = seen, True
+
+    monkeypatch.setattr(StateLayer, "fill", keep_out)
+    loaded = Session.load(runtime, tmp_path / "s")
+    expected = in_blocks(session._loop, ids[:, 60:])
+    assert (in_blocks(loaded._loop, ids[:, 60:]) - expected).abs().max() > 1e-2
+
+
+def test_sessions_of_other_models_and_broken_states_are_refused(tokens, tmp_path):
+    model = tiny_model("qwen3_5_text")
+    session = runtime_of(model).session(seed=1)
+    in_blocks(session._loop, tokens(40))
+    session.save(tmp_path / "s")
+    other = runtime_of(tiny_model("qwen3_5_text", linear_value_head_dim=8))
+    with pytest.raises(SessionFileForeign):
+        Session.load(other, tmp_path / "s")
+    session.cache.state_layers[0].named["recurrent"][0, 0, 0, 0] = torch.nan
+    session.save(tmp_path / "s")
+    with pytest.raises(SessionFileCorrupt, match="recurrent layer 0"):
+        Session.load(runtime_of(model), tmp_path / "s")
+
+
+@pytest.mark.parametrize("family", SOME)
+def test_another_budget_takes_the_states_over(family, tokens, tmp_path):
+    model, ids = tiny_model(family), tokens(80)
+    session = runtime_of(model).session(seed=1)
+    in_blocks(session._loop, ids[:, :60])
+    session.save(tmp_path / "s")
+    for budget in (12, 40):
+        loaded = Session.load(runtime_of(model, budget=budget), tmp_path / "s")
+        for index, layer in session.cache.state_layers.items():
+            for name, state in layer.named.items():
+                assert torch.equal(loaded.cache.state_layers[index].named[name], state)
+        assert in_blocks(loaded._loop, ids[:, 60:]).isfinite().all()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_generation_equals_the_uncapped_model(family, tokens):
+    ids = tokens(30)
+    settings = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None}
+    expected = tiny_model(family, "sdpa").generate(ids, **settings)
+    model = tiny_model(family)
+    cache = kvcap.BudgetCache(model.config, 64, 32)
+    assert torch.equal(model.generate(ids, past_key_values=cache, **settings), expected)
+    assert (cache.seen, cache.consistent) == (41, True)
+    cache.reset()  # a new text, with nothing of the old one's states
+    assert torch.equal(model.generate(ids, past_key_values=cache, **settings), expected)
+    model = tiny_model(family, "sdpa")
+    cache = kvcap.BudgetCache(model.config, 64, 32)  # stock attention
+    assert torch.equal(model.generate(ids, past_key_values=cache, **settings), expected)
+    with kvcap.cap(model, 64, 8) as capped:
+        assert torch.equal(model.generate(ids, **settings), expected)
+    assert capped.cache.held == 41
+
+
+@pytest.mark.parametrize("family", SOME)
+def test_cap_reads_long_inputs_block_by_block(family, tokens):
+    model, ids = tiny_model(family), tokens(60)
+    loop = BlockLoop(model, kvcap.BudgetCache(model.config, 16, 8))
+    expected = torch.stack([loop.read(part) for part in ids.split(8, 1)], 1)
+    with kvcap.cap(model, 16, 8):
+        found = model(ids, use_cache=False).logits
+    torch.testing.assert_close(found[:, 7::8], expected[:, :-1], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(found[:, -1:], expected[:, -1:], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", SOME)
+def test_states_keep_no_gradients(family, tokens):
+    model, ids = tiny_model(family), tokens(24)
+    cache = kvcap.BudgetCache(model.config, 16, 8)
+    for part in ids.split(8, 1):
+        logits = model(part, past_key_values=cache).logits
+    with pytest.raises(UnsupportedModel, match="no gradients"):
+        logits.sum().backward()
+    cache.reset()
+    again = kvcap.BudgetCache(model.config, 16, 8)
+    with torch.no_grad():
+        for part in ids.split(8, 1):
+            fresh = model(part, past_key_values=again).logits
+    torch.testing.assert_close(logits.detach(), fresh)
+
+
+@pytest.mark.parametrize("family", SOME)
+def test_what_is_refused_changes_nothing(family, tokens):
+    """A state cannot go back, so what a capped layer would refuse is refused before any layer."""
+    model, ids = tiny_model(family), tokens(60)
+    cache = kvcap.BudgetCache(model.config, 16, 8)
+    with torch.no_grad():
+        for _ in range(2):
+            with pytest.raises(BlockTooLarge, match="60 tokens"):
+                model(ids, past_key_values=cache)
+            mask = torch.ones(1, cache.seen + 8, dtype=torch.long)
+            mask[0, 0] = 0
+            with pytest.raises(PaddingUnsupported):
+                model(ids[:, :8], attention_mask=mask, past_key_values=cache)
+            with pytest.raises(PaddingUnsupported):
+                model(ids[:, :8], attention_mask=torch.ones(1, 1, 8, 8), past_key_values=cache)
+            assert cache.consistent
+            model(ids[:, :8], past_key_values=cache)
+        with pytest.raises(CacheMismatch):
+            model(tokens(8, batch=2), past_key_values=cache)
+        assert (cache.seen, cache.consistent) == (16, True)
+        again = kvcap.BudgetCache(model.config, 16, 8)
+        for _ in range(2):
+            model(ids[:, :8], past_key_values=again)
+        for index, layer in cache.state_layers.items():
+            for name, state in layer.named.items():
+                assert torch.equal(again.state_layers[index].named[name], state)
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_text", "lfm2"])
+def test_a_pass_that_failed_half_way_demands_a_reset(family, tokens):
+    """A block that was taken back from capped layers stays in the states below them."""
+    model, ids = tiny_model(family), tokens(24)
+    cache = kvcap.BudgetCache(model.config, 16, 8)
+    loop = BlockLoop(model, cache)
+    first = loop.read(ids[:, :8])
+    places = torch.arange(50, 58)[None]
+    with torch.no_grad(), pytest.raises(PositionMismatch):
+        model(ids[:, 8:16], position_ids=places, past_key_values=cache)
+    assert (cache.seen, cache.consistent) == (8, False)
+    with pytest.raises(SessionBroken):
+        loop.read(ids[:, 8:16])
+    with torch.no_grad(), pytest.raises(SessionBroken):
+        model(ids[:, 8:16], past_key_values=cache)
+    before = cache.counters
+    cache.counters = before
+    assert not cache.consistent
+    cache.reset()
+    assert cache.consistent
+    assert torch.equal(loop.read(ids[:, :8]), first)
+
+
+@pytest.mark.parametrize("family", SOME)
+def test_what_cannot_work_is_refused_by_name(family, tokens):
+    from kvcap.export.decoder.spec import layout_for
+
+    model = tiny_model(family)
+    shape = ModelShape.of(model.config)
+    first = ", ".join(map(str, shape.of_kind("state")))
+    with pytest.raises(NotExportable, match=f"layers {first} keep a recurrent state"):
+        layout_for(model.config, kvcap.load_policy("keydiff"), 16, 8)
+    cache = kvcap.BudgetCache(model.config, 16, 8)
+    assert why_unsteady(cache) == "some layers are recurrent"
+    with pytest.raises(KvcapError, match="beam search"):
+        model.generate(tokens(8), past_key_values=cache, num_beams=2, max_new_tokens=4)
+    for what in ("crop", "reorder_cache", "activate_past_recording", "offload", "prefetch"):
+        with pytest.raises(UnsupportedModel):
+            getattr(cache.layers[shape.of_kind("state")[0]], what)()
+
+
+@pytest.mark.slow(keep=3)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_trial_finds_what_the_list_says(family, monkeypatch):
+    config = tiny_model(family).config
+    listed = ModelShape.of(config)
+    monkeypatch.setattr(reading, "FAMILIES", ())
+    found = ModelShape.of(config)
+    assert [layer.kind for layer in found.layers] == [layer.kind for layer in listed.layers]
+    assert [layer.states for layer in found.layers] == [layer.states for layer in listed.layers]
+    for i in listed.capped:
+        mine, theirs = listed.layers[i].rope, found.layers[i].rope
+        assert (mine is None) == (theirs is None)
+        assert mine is None or mine.exact == theirs.exact
+
+
+def test_layers_of_state_and_keys_in_one_are_refused():
+    config = tiny_model("qwen3_5_text").config
+    config.layer_types = ["hybrid", "full_attention", "hybrid", "full_attention"]
+    with pytest.raises(UnsupportedModel, match="layers 0, 2 are attention and a recurrent"):
+        ModelShape.of(config)
+    config.layer_types = ["linear_attention"] * 4
+    with pytest.raises(UnsupportedModel, match="nothing to cap"):
+        ModelShape.of(config)
+
+
+@pytest.mark.parametrize("family", ["olmo_hybrid", "lfm2", "qwen3_5_text"])
+def test_policies_that_read_the_output_projection(family, tokens):
+    """Of attention, under either name, and not that of recurrent layers."""
+    model = tiny_model(family)
+    eviction = small_policy("criticalkv", model.config)
+    loop = BlockLoop(model, kvcap.BudgetCache(model.config, 16, 8, eviction))
+    assert in_blocks(loop, tokens(60)).isfinite().all()
+
+
+@pytest.mark.slow(keep=4)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_weights_are_counted_as_loaded(family, tmp_path):
+    """Files have other names, a matrix for each expert, and parts that the model leaves out."""
+    from safetensors.torch import load_file, save_file
+
+    tiny_model(family).save_pretrained(tmp_path)
+    where, file = str(tmp_path), tmp_path / "model.safetensors"
+    if family in ("qwen3_5_text", "qwen3_next", "olmo_hybrid"):
+        left_out = {"mtp.layers.0.input_layernorm.weight": torch.ones(64)}
+        save_file(load_file(file) | left_out, file, {"format": "pt"})
+    config = load_config(where)
+    for dtype in (torch.float32, torch.bfloat16):
+        found = weigh(config, dtype, read_headers(where)).nbytes
+        assert found == weigh(config, dtype).nbytes
+        assert found == held_weights(load_model(where, config, dtype)).nbytes
+
+
+def test_a_vision_tower_that_is_left_out_is_not_weighed(tmp_path):
+    """Qwen3.5's files hold one, and layers that predict further tokens."""
+    from safetensors.torch import load_file, save_file
+
+    model = tiny_model("qwen3_5_text")
+    model.save_pretrained(tmp_path)
+    file, where = tmp_path / "model.safetensors", str(tmp_path)
+    tensors = {
+        name.replace("model.", "model.language_model.", 1): x for name, x in load_file(file).items()
+    }
+    further = {
+        "model.visual.merger.norm.weight": torch.ones(999),
+        "mtp.norm.weight": torch.ones(333),
+    }
+    save_file(tensors | further, file, {"format": "pt"})
+    AutoConfig.for_model("qwen3_5", text_config=model.config.to_dict()).save_pretrained(where)
+    config = load_config(where)
+    found = weigh(config, torch.float32, read_headers(where)).nbytes
+    loaded = load_model(where, config, torch.float32)
+    assert found == held_weights(loaded).nbytes == held_weights(model).nbytes
+    cache = kvcap.BudgetCache(loaded.config, 16, 8)
+    assert BlockLoop(loaded, cache).read(torch.arange(3, 11)[None]).isfinite().all()
+
+
+@pytest.mark.parametrize("family", SOME)
+def test_a_chat_takes_turns_back_and_counts_its_states(family, tmp_path):
+    """Its next answer is that of a conversation without what was taken back."""
+    from transformers import AutoTokenizer
+
+    from kvcap import pocket
+
+    tokenizer = AutoTokenizer.from_pretrained(pocket.path())
+    ends = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": None}
+    tiny_model(family, vocab_size=len(tokenizer), **ends).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    runtime = kvcap.Runtime.from_pretrained(
+        tmp_path, kv_budget_tokens=32, block_size=16, device="cpu", dtype="float32"
+    )
+
+    def new() -> Session:
+        session = runtime.session(seed=0)
+        session.generation.max_new_tokens, session.generation.do_sample = 12, False
+        return session
+
+    first, second = "Please remember: the code for the blue door is 4821.", "Which code is it?"
+    expected = new()
+    texts = ["".join(expected.send(first)), "".join(expected.send(second))]
+    session = new()
+    assert "".join(session.send(first)) == texts[0]
+    session.save(tmp_path / "s")
+    assert "".join(session.send("Something else entirely, which is taken back.")) != ""
+    session.undo()
+    assert len(session.messages) == 2
+    again = Session.load(runtime, tmp_path / "s")
+    assert "".join(again.send(second)) == texts[1]
+    stats = again.stats
+    assert stats.peak_bytes == runtime.plan.cache_bytes > runtime.plan.state_layers > 0
+    assert stats.bytes > runtime.plan.state_layers
+    whole = new()
+    whole.messages = list(session.messages)
+    # Earlier messages are read again, in other blocks than before, into states that are zero.
+    assert "".join(session.send(second)) == "".join(whole.send(second))
