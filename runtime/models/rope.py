@@ -130,7 +130,8 @@ class Rotation:
         if x.dim() == 4 and ready(x):
             return rotate_back(x, shift, self.table, sums, interleaved=self.interleaved)
         rows = self.table.index_select(0, shift.flatten())  # [.. · n, 2, R/2]
-        return self._back(x, rows.view(*shift.shape, *rows.shape[1:])), None
+        rows = rows.view(*shift.shape, *rows.shape[1:])
+        return rotate(x, rows, back=True, interleaved=self.interleaved), None
 
     def rows(self, offsets: Sequence[int]) -> Tensor:
         """Cosines and sines [offsets, 2, R/2] of any offsets, on the device."""
@@ -146,12 +147,10 @@ class Rotation:
         Rows of [B·K, 2, R/2] are of KV heads, whose query heads share them.
         """
         if len(rows) == 1:
-            return self._back(x, rows[0])
+            return rotate(x, rows[0], back=True, interleaved=self.interleaved)
         heads = x.reshape(len(rows), -1, *x.shape[2:])  # [B·K, G, T, D]
-        return self._back(heads, rows[:, None, None]).view(x.shape)
-
-    def _back(self, x: Tensor, rows: Tensor) -> Tensor:
-        return rotate(x, rows, back=True, interleaved=self.interleaved)
+        rows = rows[:, None, None]
+        return rotate(heads, rows, back=True, interleaved=self.interleaved).view(x.shape)
 
 
 def moved_by(rope: Rope, x: Tensor, shift: Tensor | int) -> Tensor:
