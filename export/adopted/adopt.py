@@ -169,7 +169,13 @@ def _decoder_in(where: Path) -> Path:
 
 
 def _agree(shape: ModelShape, found: DecoderPorts) -> None:
-    """Refuse a config that is not the graph's, and layers that slide by themselves."""
+    """Refuse a config that is not the graph's, and layers that share keys or slide."""
+    if shape.shared:
+        raise UnsupportedModel(
+            f"layers of this {shape.family} attend to the keys and values of others (layer "
+            f"{shape.shared}), which may be evicted only after the last of them; run the model "
+            "itself with kvcap chat"
+        )
     mine = (found.layers, found.kv_heads, found.head_dim)
     said = (len(shape.layers), shape.kv_heads, shape.head_size)
     if mine != said:

@@ -20,7 +20,12 @@ from kvcap.runtime.cache.layout import CacheLayout
 from kvcap.runtime.cache.pinned_slots import check_pins, slots_needed
 from kvcap.runtime.cache.pool import Segment, resize
 from kvcap.runtime.cache.step import ForwardContext
-from kvcap.runtime.errors import PaddingUnsupported, PlanInfeasible, UnsupportedModel
+from kvcap.runtime.errors import (
+    BlockTooLarge,
+    PaddingUnsupported,
+    PlanInfeasible,
+    UnsupportedModel,
+)
 from kvcap.runtime.memory.cap_guard import CapGuard
 from kvcap.runtime.models.config import ModelShape
 from kvcap.runtime.types import ATTENTION, Positions, Span
@@ -96,6 +101,7 @@ class BudgetCache(Cache):  # type: ignore[misc]
                 if layer.kind == "capped"
                 else DynamicSlidingWindowLayer(layer.window)
                 for layer in shape.layers
+                if layer.kind != "shared"  # the last ones, which no cache is asked for
             ]
         )
 
@@ -104,7 +110,7 @@ class BudgetCache(Cache):  # type: ignore[misc]
         shape, layout = self.layout.shape, self.layout
         allocated = f"{self.nbytes:,} bytes" if self._segments else "not allocated yet"
         return (
-            f"BudgetCache({shape.family}, {len(self.capped_layers)} of {len(self.layers)} layers "
+            f"BudgetCache({shape.family}, {len(self.capped_layers)} of {len(shape.layers)} layers "
             f"capped, {shape.kv_heads} KV heads of {shape.head_size}; policy "
             f"{self.eviction.name!r}, "
             f"{layout.positions} positions; {self.seen:,} tokens read, {self.held:,} held of "
@@ -119,6 +125,7 @@ class BudgetCache(Cache):  # type: ignore[misc]
         Raises:
             PaddingUnsupported: the pass has a mask that was not made by transformers, or `update`
                 is called without a model; nothing is changed.
+            BlockTooLarge: it does not fit, and layers that share slots read no block in two.
         """
         if layer_idx == 0:
             if not self._mask_checked:
@@ -126,6 +133,7 @@ class BudgetCache(Cache):  # type: ignore[misc]
             self._mask_checked = False
             if key_states.shape[2] > 1:
                 self.context.room = self.room
+                self._check_whole(key_states.shape[2])
         layer = self.layers[layer_idx]
         if isinstance(layer, BudgetLayer):
             return layer.update(key_states, value_states, self.context)
@@ -238,7 +246,8 @@ class BudgetCache(Cache):  # type: ignore[misc]
     @property
     def consistent(self) -> bool:
         """Whether all layers have read the same tokens; false after a pass failed half-way."""
-        return len({layer.get_seq_length() for layer in self.layers}) == 1
+        read = {layer.get_seq_length() for layer in self.layers}
+        return len(read) == 1 and not any(layer.half_read for layer in self.capped_layers)
 
     @property
     def nbytes(self) -> int:
@@ -357,6 +366,20 @@ class BudgetCache(Cache):  # type: ignore[misc]
     def buffers(self) -> list[Tensor]:
         """Every tensor of the capped layers, which live as long as the cache."""
         return list(self.allocation.buffers.values())
+
+    def _check_whole(self, length: int) -> None:
+        """Refuse a block that would be read in two where layers read the slots of others.
+
+        Raises:
+            BlockTooLarge: nothing is changed.
+        """
+        shares = any(x.readers > 1 and x.pending is None for x in self.capped_layers)
+        if shares and (room := self.room) < length <= self.block_size:
+            raise BlockTooLarge(
+                f"a block of {length} tokens was given and {room} fit before the next eviction; "
+                "it is not read in two, as layers of this model read the slots of others (layer "
+                f"{self.layout.shape.shared}): give {room} tokens first, or use evict_every=1"
+            )
 
     def _check_attention(self, config: Any, positions: Positions | None) -> bool:
         """Whether the model's attention is stock, refusing what that cannot do."""

@@ -9,15 +9,15 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from kvcap.runtime.errors import UnsupportedModel
-from kvcap.runtime.models.rope import Rope, rope_of
+from kvcap.runtime.models.rope import Rope, layer_config, rope_of
 
 FAMILIES = (
-    "gemma", "gemma2", "gemma3_text", "granite", "llama", "mistral", "olmo2", "phi3", "qwen2",
-    "qwen3", "smollm3", "starcoder2",
+    "gemma", "gemma2", "gemma3_text", "gemma3n_text", "gemma4_text", "granite", "llama", "mistral",
+    "olmo2", "phi3", "qwen2", "qwen3", "smollm3", "starcoder2",
 )  # fmt: skip
 
 
-LayerKind = Literal["capped", "sliding"]
+LayerKind = Literal["capped", "sliding", "shared"]
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,7 @@ class LayerShape:
 
     `capped`: keys and values of tokens that the policy chose, in slots. `sliding`: those of its own
     last tokens, which transformers' cache layer keeps, as the model's window bounds them already.
+    `shared`: nothing; its queries attend to the keys and values of an earlier layer.
     """
 
     kind: LayerKind
@@ -33,11 +34,12 @@ class LayerShape:
     rope: Rope | None  # None: the layer has no positions (SmolLM3's NoPE layers)
     kv_heads: int  # K
     head_size: int  # D
+    reads: int | None = None  # the layer whose keys and values a shared layer attends to
 
     @property
     def vector(self) -> int:
-        """Numbers of the keys, or of the values, of one token."""
-        return self.kv_heads * self.head_size
+        """Numbers of the keys, or of the values, that it holds of one token."""
+        return 0 if self.kind == "shared" else self.kv_heads * self.head_size
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,16 @@ class ModelShape:
         """Indices of the layers of a kind."""
         return [i for i, layer in enumerate(self.layers) if layer.kind == kind]
 
+    def readers(self, index: int) -> int:
+        """How many layers attend to what layer `index` holds, itself included."""
+        return 1 + sum(layer.reads == index for layer in self.layers)
+
+    @property
+    def shared(self) -> str:
+        """The layers that hold nothing of their own and the one each reads, for messages."""
+        pairs = [f"{i} reads {x.reads}" for i, x in enumerate(self.layers) if x.kind == "shared"]
+        return ", ".join(pairs)
+
     @property
     def moves_exactly(self) -> bool:
         """Whether the keys of all capped layers can be moved to other positions exactly."""
@@ -82,7 +94,7 @@ class ModelShape:
 
     @property
     def all_capped(self) -> bool:
-        """Whether no layer keeps its own sliding window."""
+        """Whether every layer holds slots: none slides natively or reads another's."""
         return len(self.capped) == len(self.layers)
 
     @classmethod
@@ -95,7 +107,8 @@ class ModelShape:
                 capped if its window is at least this long, since no token is then out of reach.
 
         Raises:
-            UnsupportedModel: the architecture is not in `FAMILIES`, or has no layer to cap.
+            UnsupportedModel: the architecture is not in `FAMILIES`, or has no layer to cap, or
+                capped layers of unequal sizes.
         """
         family = getattr(config, "model_type", None) or type(config).__name__
         if family not in FAMILIES:
@@ -118,17 +131,31 @@ class ModelShape:
             capped = [True] * len(kinds)
         rotated = getattr(config, "no_rope_layers", None) or [1] * len(kinds)  # 1: has RoPE
         rope, heads = rope_of(config), config.num_attention_heads
-        kv_heads = getattr(config, "num_key_value_heads", None) or heads
-        head_size = getattr(config, "head_dim", None) or config.hidden_size // heads
+        sizes = [_sizes(layer_config(config, i)) for i in range(len(kinds))]
+        reads = read_layers(config, kinds)
+        capped = [capped[i] and reads[i] is None for i in range(len(kinds))]
+        if len(found := {sizes[i] for i in range(len(kinds)) if capped[i]}) != 1:
+            raise UnsupportedModel(
+                f"the layers of this {family} that could be capped have KV heads of different "
+                f"numbers and sizes, {', '.join(f'{k} of {d}' for k, d in sorted(found))}; a "
+                "budget needs layers that are alike"
+                if found
+                else f"no layer of this {family} holds keys and values of every token"
+            )
+        ((kv_heads, head_size),) = found
+        mlp_size = config.intermediate_size  # Gemma 3n has one for each layer
         return cls(
             family=family,
             layers=tuple(
                 LayerShape(
-                    kind="capped" if capped[i] else "sliding",
+                    kind=(
+                        "shared" if reads[i] is not None else "capped" if capped[i] else "sliding"
+                    ),
                     window=window if slides[i] else None,
                     rope=rope if rotated[i] else None,
-                    kv_heads=kv_heads,
-                    head_size=head_size,
+                    kv_heads=sizes[i][0],
+                    head_size=sizes[i][1],
+                    reads=reads[i],
                 )
                 for i in range(len(kinds))
             ),
@@ -136,11 +163,28 @@ class ModelShape:
             kv_heads=kv_heads,
             head_size=head_size,
             hidden_size=config.hidden_size,
-            mlp_size=config.intermediate_size,
+            mlp_size=max(mlp_size) if isinstance(mlp_size, list) else mlp_size,
             vocabulary=config.vocab_size,
             softcap=getattr(config, "attn_logit_softcapping", None),
             trained_length=config.max_position_embeddings,
         )
+
+
+def read_layers(config: Any, kinds: list[str]) -> list[int | None]:
+    """For every layer the earlier one whose keys and values it attends to; None: its own.
+
+    The last `num_kv_shared_layers` read the last layer of their kind before them (Gemma 3n and 4).
+    """
+    own = len(kinds) - (getattr(config, "num_kv_shared_layers", None) or 0)
+    last = {kind: i for i, kind in enumerate(kinds[:own])}
+    return [None if i < own else last[kind] for i, kind in enumerate(kinds)]
+
+
+def _sizes(config: Any) -> tuple[int, int]:
+    """KV heads of a layer and their size, from its config."""
+    heads = config.num_attention_heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    return kv_heads, getattr(config, "head_dim", None) or config.hidden_size // heads
 
 
 def layer_kinds(config: Any) -> list[str]:

@@ -18,19 +18,12 @@ def output_projection(module: Any, shape: ModelShape) -> Tensor:
     Raises:
         UnsupportedModel: the projection is quantised, adapted or otherwise no plain `nn.Linear`.
     """
-    projection = getattr(module, "o_proj", None)
-    if not is_plain(projection):
-        raise UnsupportedModel(
-            f"the policy weighs values by the output projection, which is {_name(projection)} "
-            "here; it must be a plain nn.Linear of floating point weights: load the model "
-            "unquantised, merge adapters, or choose a policy without criticalkv"
-        )
-    weight: Tensor = projection.weight.T  # [H·D, hidden]
+    weight: Tensor = _plain_projection(module).weight.T  # [H·D, hidden]
     cut: Tensor = weight.unflatten(0, (shape.kv_heads, -1, shape.head_size))
     return cut
 
 
-def check_projections(model: nn.Module, shape: ModelShape) -> None:
+def check_projections(model: nn.Module) -> None:
     """Refuse a model whose output projections cannot be read, before it runs.
 
     Raises:
@@ -38,7 +31,19 @@ def check_projections(model: nn.Module, shape: ModelShape) -> None:
     """
     for module in model.modules():
         if hasattr(module, "o_proj"):
-            output_projection(module, shape)
+            _plain_projection(module)
+
+
+def _plain_projection(module: Any) -> Any:
+    """The output projection of an attention module, where it can be read."""
+    projection = getattr(module, "o_proj", None)
+    if not is_plain(projection):
+        raise UnsupportedModel(
+            f"the policy weighs values by the output projection, which is {_name(projection)} "
+            "here; it must be a plain nn.Linear of floating point weights: load the model "
+            "unquantised, merge adapters, or choose a policy without criticalkv"
+        )
+    return projection
 
 
 def _name(projection: Any) -> str:

@@ -50,7 +50,7 @@ class BlockLoop(Loop):
         several: bool = True,
     ) -> None:
         if "output_projection" in cache.eviction.observes:
-            check_projections(model, cache.layout.shape)
+            check_projections(model)
         super().__init__(cache, on_full)
         self.model = model
         graphs = graphs and model.device.type == "cuda"
