@@ -296,11 +296,16 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
 
         Raises:
             PositionMismatch: where the caller's `position_ids` do not follow what was read.
-            UnsupportedModel: the policy reads the output projection, which cannot be read.
+            UnsupportedModel: the policy reads the output projection, which cannot be read; or more
+                layers read these slots than the config says.
         """
         assert self._attention is not None
         block = self.pending
-        assert block is not None, "attention comes once after every update"
+        if block is None:
+            raise UnsupportedModel(
+                f"more layers attend to a block than the {self.readers} that are known to read it, "
+                "and its tokens may be evicted by now; run this model with a cache of transformers"
+            )
         own = block.readers == self.readers
         if own and block.context.start is None and self.index == 0:
             self._check_positions(block, position_ids)

@@ -130,7 +130,6 @@ class ModelShape:
                 )
             capped = [True] * len(kinds)
         rotated = getattr(config, "no_rope_layers", None) or [1] * len(kinds)  # 1: has RoPE
-        rope, heads = rope_of(config), config.num_attention_heads
         sizes = [_sizes(layer_config(config, i)) for i in range(len(kinds))]
         reads = read_layers(config, kinds)
         capped = [capped[i] and reads[i] is None for i in range(len(kinds))]
@@ -143,7 +142,7 @@ class ModelShape:
                 else f"no layer of this {family} holds keys and values of every token"
             )
         ((kv_heads, head_size),) = found
-        mlp_size = config.intermediate_size  # Gemma 3n has one for each layer
+        rope = rope_of(config)
         return cls(
             family=family,
             layers=tuple(
@@ -159,11 +158,11 @@ class ModelShape:
                 )
                 for i in range(len(kinds))
             ),
-            heads=heads,
+            heads=config.num_attention_heads,
             kv_heads=kv_heads,
             head_size=head_size,
             hidden_size=config.hidden_size,
-            mlp_size=max(mlp_size) if isinstance(mlp_size, list) else mlp_size,
+            mlp_size=_mlp_size(config),
             vocabulary=config.vocab_size,
             softcap=getattr(config, "attn_logit_softcapping", None),
             trained_length=config.max_position_embeddings,
@@ -185,6 +184,14 @@ def _sizes(config: Any) -> tuple[int, int]:
     heads = config.num_attention_heads
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
     return kv_heads, getattr(config, "head_dim", None) or config.hidden_size // heads
+
+
+def _mlp_size(config: Any) -> int:
+    """Of the largest MLP of a layer."""
+    sizes = config.intermediate_size  # Gemma 3n has one for each layer
+    largest: int = max(sizes) if isinstance(sizes, list | tuple) else sizes
+    wide = getattr(config, "use_double_wide_mlp", False) and config.num_kv_shared_layers
+    return 2 * largest if wide else largest  # Gemma 4, in layers that read others
 
 
 def layer_kinds(config: Any) -> list[str]:

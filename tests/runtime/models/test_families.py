@@ -28,7 +28,8 @@ def close(a: torch.Tensor, b: torch.Tensor, tolerance: float = 2e-4) -> None:
 
 
 def test_the_tests_cover_every_supported_family():
-    assert set(FAMILIES) == set(SUPPORTED)
+    # Those whose layers read others are tested in test_shared_layers.py.
+    assert set(FAMILIES) | {"gemma3n_text", "gemma4_text"} == set(SUPPORTED)
 
 
 @pytest.mark.slow(keep=20)
