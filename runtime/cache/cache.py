@@ -354,6 +354,9 @@ class BudgetCache(Cache):  # type: ignore[misc]
 
     def reset(self) -> None:
         """Forget everything; the buffers stay."""
+        for index, layer in self.sliding_layers.items():
+            # Transformers before 5 would fill them with zeros, which count as tokens.
+            self.layers[index] = DynamicSlidingWindowLayer(layer.sliding_window)
         super().reset()
         self.set_pins(())
         self.unread = None
