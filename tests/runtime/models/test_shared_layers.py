@@ -20,6 +20,7 @@ from transformers.cache_utils import Cache, DynamicSlidingWindowLayer
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import kvcap
+from kvcap import kernels
 from kvcap.export.decoder.spec import layout_for
 from kvcap.policies import load_policy
 from kvcap.runtime.backends.pytorch.cuda_graphs import why_unsteady
@@ -255,6 +256,26 @@ def test_logits_equal_the_uncapped_model_while_tokens_fit(family, block):
     assert held.held == 60
 
 
+@pytest.mark.slow(keep=1)
+@pytest.mark.parametrize("policy", ["keydiff-window", "h2o", "dropkv", "adakv"])
+@pytest.mark.parametrize("family", SHARED)
+def test_kernels_and_batches_compute_the_same(family, policy):
+    pytest.importorskip("triton")
+    eviction = small_policy(policy, tiny_config(family))
+    ids = torch.cat((IDS[:, :27], IDS[:, :27].flip(1)))
+    found = []
+    for choice, batch in (("triton", ids), ("eager", ids), ("eager", ids[:1])):
+        model = tiny_model(family)
+        held = kvcap.BudgetCache(model.config, 12, 6, eviction)
+        with kernels.use(choice):
+            loop = BlockLoop(model, held)
+            logits = [loop.prefill(batch[:, :24])]
+            logits += [loop.read(batch[:, i : i + 1]) for i in range(24, 27)]
+        found.append(torch.stack(logits))
+    assert worst(found[0], found[1]) <= 1e-4
+    assert worst(found[2][:, :1], found[1][:, :1]) <= 1e-4
+
+
 # Stock attention; generate; cap -------------------------------------------------------------------
 
 
@@ -298,7 +319,9 @@ def test_a_cap_reads_long_inputs_block_by_block(family, tokens):
     with kvcap.cap(model, 16, 8), torch.no_grad():
         assert worst(model(ids).logits, expected) <= 1e-4
         some = model(ids, logits_to_keep=3).logits  # Gemma 4 leaves out the queries of the others
+        last = model(ids, logits_to_keep=3, labels=ids[:, -3:]).logits
     assert worst(some, expected[:, -3:]) <= 1e-4
+    assert worst(last, expected[:, -3:]) <= 1e-4
 
 
 # Positions ----------------------------------------------------------------------------------------
