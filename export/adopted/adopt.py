@@ -172,7 +172,7 @@ def _agree(shape: ModelShape, found: DecoderPorts) -> None:
     """Refuse a config that is not the graph's, and layers that share keys or slide."""
     if shape.shared:
         raise UnsupportedModel(
-            f"layers of this {shape.family} attend to the keys and values of others (layer "
+            f"layers of this {shape.family} attend to the keys and values of others ("
             f"{shape.shared}), which may be evicted only after the last of them; run the model "
             "itself with kvcap chat"
         )

@@ -89,7 +89,7 @@ def _check(shape: ModelShape, eviction: Eviction) -> None:
     name = eviction.name or "the policy"
     if shape.shared:
         raise NotExportable(
-            f"layers of this {shape.family} attend to the keys and values of others (layer "
+            f"layers of this {shape.family} attend to the keys and values of others ("
             f"{shape.shared}), which the decoder's graph does not do; export a model whose layers "
             "all have their own, or run this one with kvcap chat"
         )

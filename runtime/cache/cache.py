@@ -380,7 +380,7 @@ class BudgetCache(Cache):  # type: ignore[misc]
         if shares and (room := self.room) < length <= self.block_size:
             raise BlockTooLarge(
                 f"a block of {length} tokens was given and {room} fit before the next eviction; "
-                "it is not read in two, as layers of this model read the slots of others (layer "
+                "it is not read in two, as layers of this model read the slots of others ("
                 f"{self.layout.shape.shared}): give {room} tokens first, or use evict_every=1"
             )
 

@@ -71,7 +71,7 @@ class CacheLayout:
             raise UnsupportedModel(
                 f"policy {self.eviction.name!r} adds to a layer's attention what its evicted "
                 "tokens would have given to its own queries, and here other layers attend to them "
-                f"too (layer {self.shape.shared}); use its base without the corrector"
+                f"too ({self.shape.shared}); use its base without the corrector"
             )
 
     @cached_property

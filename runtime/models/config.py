@@ -77,9 +77,15 @@ class ModelShape:
 
     @property
     def shared(self) -> str:
-        """The layers that hold nothing of their own and the one each reads, for messages."""
-        pairs = [f"{i} reads {x.reads}" for i, x in enumerate(self.layers) if x.kind == "shared"]
-        return ", ".join(pairs)
+        """The layers that hold nothing and those that they read, for messages; '': there are none.
+
+        They are the last ones.
+        """
+        readers = self.of_kind("shared")
+        if not readers:
+            return ""
+        read = sorted({x.reads for x in self.layers if x.reads is not None})
+        return f"layers {readers[0]} to {readers[-1]} read {' and '.join(map(str, read))}"
 
     @property
     def moves_exactly(self) -> bool:
