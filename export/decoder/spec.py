@@ -87,6 +87,12 @@ def check_dtype(dtype: str) -> str:
 def _check(shape: ModelShape, eviction: Eviction) -> None:
     """Refuse what one graph of open but equal lengths cannot do."""
     name = eviction.name or "the policy"
+    if shape.shared:
+        raise NotExportable(
+            f"layers of this {shape.family} attend to the keys and values of others ("
+            f"{shape.shared}), which the decoder's graph does not do; export a model whose layers "
+            "all have their own, or run this one with kvcap chat"
+        )
     if not shape.all_capped:
         raise NotExportable(
             f"in this {shape.family} {shape.uncapped}, which the decoder's graph does not do; "

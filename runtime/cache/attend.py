@@ -43,6 +43,14 @@ class _HeldKeys(NamedTuple):
     stored: StoredKeys | None = None  # what rotating them told of the first segment's
 
 
+class _Shown(NamedTuple):
+    """What a layer attended to, until other layers have, too."""
+
+    keys: _HeldKeys
+    packed: bool
+    step: AttentionStep
+
+
 class SlotAttention:
     """Computes one layer's attention over its slots, and starts the eviction that follows."""
 
@@ -71,7 +79,11 @@ class SlotAttention:
         return rotation.back_by(x, self._offsets[1])
 
     def block(self, query: Tensor, block: PendingBlock, call: AttentionCall) -> Tensor:
-        """Attention of an appended block, then eviction. [B, H, T, D] -> [B, H, T, D]."""
+        """Attention of an appended block, then eviction. [B, H, T, D] -> [B, H, T, D].
+
+        Where other layers read these slots, the block keeps what they are to attend to, and the
+        last of them evicts; see `again`.
+        """
         context, evictor = block.context, self.evictor
         query = self.align(query[:, :, : block.length], block.offsets)
         if self.storage.query_window is not None:
@@ -91,16 +103,32 @@ class SlotAttention:
         # A selection occupies few of a GPU's multiprocessors: attention hides it.
         early = has_work and context.is_waited_for
         selected = evictor.select_early(step, context.run_async) if early else []
-        if packed:
-            out = self._over_packed(query, keys.pool, call)
-        else:
-            out = self._over_segments(query, queries, keys.segments, call)
-        if selected:
+        out = self._over(query, keys, packed, call)
+        if block.readers:
+            block.shown = _Shown(keys, packed, step)
+        elif selected:
             context.rejoin()
             evictor.compact(selected)
         elif has_work:
             with context.run_async_if_last(step):
                 evictor.evict_if_due(step)
+        return out
+
+    def again(self, query: Tensor, block: PendingBlock, call: AttentionCall) -> Tensor:
+        """Attention of another layer over what `block` attended to; after the last one, eviction.
+
+        The policy sees the queries of the layer whose slots these are, and no others.
+
+        Args:
+            query: [B, H, T', D], of the last T' tokens of the block: Gemma 4 leaves out those whose
+                logits nobody asked for.
+            block: whose own layer has attended.
+            call: of the other layer.
+        """
+        keys, packed, step = block.shown
+        out = self._over(self.align(query, block.offsets), keys, packed, call)
+        if not block.readers and self.evictor.has_work(block.length):
+            self.evictor.evict_if_due(step)
         return out
 
     def token(
@@ -190,6 +218,13 @@ class SlotAttention:
         self.rows = Rows.of(held, starts, query.device, self.rows)
         values = last.pool.values
         return attend_packed(query, keys, values, self.rows, call.scaling, call.softcap)
+
+    def _over(self, query: Tensor, keys: _HeldKeys, packed: bool, call: AttentionCall) -> Tensor:
+        """Attention of aligned queries [B, H, T, D] over all slots in use."""
+        if packed:
+            return self._over_packed(query, keys.pool, call)
+        queries = [segment.rows_of(query) for segment in self.segments]
+        return self._over_segments(query, queries, keys.segments, call)
 
     def _over_segments(
         self, query: Tensor, queries: list[Tensor], keys: list[Tensor], call: AttentionCall

@@ -21,6 +21,7 @@ from kvcap.runtime.cache.pinned_slots import check_pins, slots_needed
 from kvcap.runtime.cache.pool import Segment, resize
 from kvcap.runtime.cache.step import ForwardContext
 from kvcap.runtime.errors import (
+    BlockTooLarge,
     PaddingUnsupported,
     PlanInfeasible,
     SessionBroken,
@@ -104,14 +105,15 @@ class BudgetCache(Cache):  # type: ignore[misc]
         watch_stock()
         self.allocation = Allocation(self.layout)
         self._first = next(i for i, layer in enumerate(shape.layers) if layer.kind != "none")
-        super().__init__(layers=[self._layer(i) for i in range(len(shape.layers))])
+        own = [i for i, layer in enumerate(shape.layers) if layer.kind != "shared"]
+        super().__init__(layers=[self._layer(i) for i in own])  # no cache is asked for the others
 
     def __repr__(self) -> str:
         """What it is for, and how full it is."""
         shape, layout = self.layout.shape, self.layout
         allocated = f"{self.nbytes:,} bytes" if self._segments else "not allocated yet"
         return (
-            f"BudgetCache({shape.family}, {len(self.capped_layers)} of {len(self.layers)} layers "
+            f"BudgetCache({shape.family}, {len(self.capped_layers)} of {len(shape.layers)} layers "
             f"capped, {shape.kv_heads} KV heads of {shape.head_size}; policy "
             f"{self.eviction.name!r}, "
             f"{layout.positions} positions; {self.seen:,} tokens read, {self.held:,} held of "
@@ -144,6 +146,7 @@ class BudgetCache(Cache):  # type: ignore[misc]
         Raises:
             PaddingUnsupported: the pass has a mask that was not made by transformers, or `update`
                 is called without a model; nothing is changed.
+            BlockTooLarge: it does not fit, and layers that share slots read no block in two.
         """
         if layer_idx == self._first:
             self._begin()
@@ -203,6 +206,7 @@ class BudgetCache(Cache):  # type: ignore[misc]
         """Have all layers cut a block of so many tokens alike."""
         if tokens > 1:
             self.context.room = self.room
+            self._check_whole(tokens)
 
     def read_token(
         self,
@@ -311,7 +315,8 @@ class BudgetCache(Cache):  # type: ignore[misc]
         counted = [layer.seen for layer in self.capped_layers]
         counted += [layer.seen for layer in self.state_layers.values()]
         counted += [layer.get_seq_length() for layer in self.sliding_layers.values()]
-        return len(set(counted)) == 1
+        half = any(layer.half_read for layer in self.capped_layers)
+        return len(set(counted)) == 1 and not half
 
     @property
     def nbytes(self) -> int:
@@ -424,6 +429,9 @@ class BudgetCache(Cache):  # type: ignore[misc]
 
     def reset(self) -> None:
         """Forget everything; the buffers stay."""
+        for index, layer in self.sliding_layers.items():
+            # Transformers before 5 would fill them with zeros, which count as tokens.
+            self.layers[index] = DynamicSlidingWindowLayer(layer.sliding_window)
         super().reset()
         self.set_pins(())
         self.unread = None
@@ -436,6 +444,20 @@ class BudgetCache(Cache):  # type: ignore[misc]
     def buffers(self) -> list[Tensor]:
         """Every tensor of capped and recurrent layers, which live as long as the cache."""
         return list(self.allocation.buffers.values())
+
+    def _check_whole(self, length: int) -> None:
+        """Refuse a block that would be read in two where layers read the slots of others.
+
+        Raises:
+            BlockTooLarge: nothing is changed.
+        """
+        shares = any(x.readers > 1 and x.pending is None for x in self.capped_layers)
+        if shares and (room := self.room) < length <= self.block_size:
+            raise BlockTooLarge(
+                f"a block of {length} tokens was given and {room} fit before the next eviction; "
+                "it is not read in two, as layers of this model read the slots of others ("
+                f"{self.layout.shape.shared}): give {room} tokens first, or use evict_every=1"
+            )
 
     def _check_attention(self, config: Any, positions: Positions | None) -> bool:
         """Whether the model's attention is stock, refusing what that cannot do."""

@@ -28,6 +28,7 @@ from kvcap.runtime.errors import (
     CacheMismatch,
     MemoryCapExceeded,
     PositionMismatch,
+    SessionBroken,
     UnsupportedModel,
 )
 from kvcap.runtime.types import Span
@@ -79,6 +80,7 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
         self.rotates = self.layout.rotates[index]  # its keys are moved to other positions
         shape = self.layout.shape
         self.rope = shape.layers[shape.capped[index]].rope
+        self.readers = shape.readers(shape.capped[index])  # layers that attend to its slots
         self.seen = 0  # tokens read
         self.storage: LayerStorage | None = None
         self.segments: list[Segment] = []  # its slots: one, or one for every head
@@ -171,7 +173,14 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
         Raises:
             BlockTooLarge, MemoryCapExceeded, CacheMismatch: before anything is changed.
             UnsupportedModel: the policy or the positions need the registered attention function.
+            SessionBroken: not all layers that read its slots attended to the block before.
         """
+        if self.half_read:
+            raise SessionBroken(
+                "not all layers that read another layer's slots attended to the block before: a "
+                "forward pass failed half-way, or they lie on another device; reset the cache, "
+                "and keep the model on one device"
+            )
         context = context or ForwardContext()
         length = context.tokens or key_states.shape[2]
         if self.storage is None:
@@ -182,7 +191,7 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
         sizes = self._sizes(length, context)
         with torch.no_grad():
             arrived = key_states[:, :, :length], value_states[:, :, :length]
-            block = PendingBlock(context, length, arrived, sizes)
+            block = PendingBlock(context, length, arrived, sizes, readers=self.readers)
             if len(sizes) == 1:
                 self._append(block)
             self.pending = block
@@ -302,19 +311,33 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
     ) -> Tensor:
         """Attention of the pending block, then eviction. [B, H, T, D] -> [B, H, T, D].
 
+        Called once for every layer that reads these slots, first for the one whose they are. All
+        see the same keys, and the last call evicts.
+
         Of several blocks in one pass each is appended when those before it are through: what a
         block attends to is what they left, as in passes of their own.
 
         Raises:
             PositionMismatch: where the caller's `position_ids` do not follow what was read.
-            UnsupportedModel: the policy reads the output projection, which cannot be read.
+            UnsupportedModel: the policy reads the output projection, which cannot be read; or more
+                layers read these slots than the config says.
         """
         assert self._attention is not None
         block = self.pending
-        assert block is not None, "attention comes once after every update"
-        if block.context.start is None and self.index == 0:
+        if block is None:
+            raise UnsupportedModel(
+                f"more layers attend to a block than the {self.readers} that are known to read it, "
+                "and its tokens may be evicted by now; run this model with a cache of transformers"
+            )
+        own = block.readers == self.readers
+        if own and block.context.start is None and self.index == 0:
             self._check_positions(block, position_ids)
-        self.pending, call = None, AttentionCall(module, scaling, softcap)
+        block.readers -= 1
+        if not block.readers:
+            self.pending = None
+        call = AttentionCall(module, scaling, softcap)
+        if not own:
+            return self._attention.again(query, block, call)
         if block.appended:
             return self._attention.block(query, block, call)
         out = []
@@ -322,6 +345,11 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
             self._append(part)
             out.append(self._attention.block(queries, part, call).transpose(1, 2))
         return torch.cat(out, dim=1).transpose(1, 2)
+
+    @property
+    def half_read(self) -> bool:
+        """Whether some but not all layers that read these slots attended to the pending block."""
+        return self.pending is not None and self.pending.readers < self.readers
 
     def _overdue(self, length: int) -> int:
         """Slots above the budget that stock attention left, to go before a block of `length`."""

@@ -46,7 +46,8 @@ class CacheLayout:
 
     Raises:
         PlanInfeasible: sizes below 1.
-        UnsupportedModel: compact positions where keys cannot be moved exactly.
+        UnsupportedModel: compact positions where keys cannot be moved exactly; evicted tokens that
+            are kept, where layers read the slots of others.
     """
 
     shape: ModelShape
@@ -72,6 +73,13 @@ class CacheLayout:
                 "that RoPE of type longrope has for short texts, and a head and its block would "
                 f"hold {self.longest + self.block_size:,}; use a smaller budget or "
                 "positions='true'"
+            )
+
+        if self.eviction.corrector is not None and self.shape.shared:
+            raise UnsupportedModel(
+                f"policy {self.eviction.name!r} adds to a layer's attention what its evicted "
+                "tokens would have given to its own queries, and here other layers attend to them "
+                f"too ({self.shape.shared}); use its base without the corrector"
             )
 
     @cached_property

@@ -184,6 +184,10 @@ class PendingBlock:
     """Tokens read, these included, once there is room for it."""
     offsets: tuple[int, ...] = (0,)
     """How far past the slots of each segment it was read: of one for all heads, or of each."""
+    readers: int = 0
+    """Layers that are yet to attend to it: its own, and those that read that one's slots."""
+    shown: Any = None
+    """What its own layer attended to, for the other readers."""
 
     @property
     def appended(self) -> bool:

@@ -19,7 +19,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from kvcap.kernels.choice import ready
 from kvcap.kernels.rotate import rotate_back
 
-EXACT = ("default", "linear", "llama3", "longrope", "yarn")
+EXACT = ("default", "linear", "llama3", "longrope", "proportional", "yarn")
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,8 @@ def rope_of(config: Any, layer_type: str = "full_attention", *, interleaved: boo
         return Rope(kind, None, interleaved)
     if kind == "default":
         part = parameters.get("partial_rotary_factor", getattr(config, "partial_rotary_factor", 1))
-        size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        own = layer_config(config, layer_type)
+        size = getattr(own, "head_dim", None) or own.hidden_size // own.num_attention_heads
         dims = int(size * (1 if part is None else part))
         inv_freq = parameters["rope_theta"] ** -(torch.arange(0, dims, 2).float() / dims)
     elif hasattr(config, "rope_parameters") and layer_type in config.rope_parameters:

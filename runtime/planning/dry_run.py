@@ -86,10 +86,11 @@ def pretend_full(cache: BudgetCache) -> None:
         state.seen, state.has_previous_state[0] = shape.trained_length, True
     segment = cache.capped_layers[0].segments[0]
     like = segment.pool.keys
-    for layer in cache.sliding_layers.values():
+    for index, layer in cache.sliding_layers.items():
         # It keeps the end of what it and a block had together.
         size = layer.sliding_window - 1
-        slots = (segment.batch, shape.kv_heads, size + block, shape.head_size)
+        own = shape.layers[index]
+        slots = (segment.batch, own.kv_heads, size + block, own.head_size)
         layer.keys = like.new_zeros(*slots)[:, :, -size:]
         layer.values = like.new_zeros(*slots)[:, :, -size:]
         layer.dtype, layer.device, layer.is_initialized = like.dtype, like.device, True

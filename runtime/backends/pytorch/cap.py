@@ -183,6 +183,8 @@ class Cap:
         call = _Call(bool(cached), given.pop("return_dict", None) is False)
         given.update(past_key_values=cache, use_cache=True)
         call.earlier = list(self._blocks(given, cache))
+        if call.earlier:
+            given.pop("logits_to_keep", None)  # Gemma 4's decoder would shorten the last block
         self._calls[cache] = call
         return (), given
 

@@ -190,6 +190,8 @@ class BlockGraph:
 def why_unsteady(cache: BudgetCache) -> str | None:
     """Why a full cache never reaches a steady state; None: it does."""
     eviction = cache.eviction
+    if any(layer.readers > 1 for layer in cache.capped_layers):
+        return "layers read the slots of others"
     if cache.layout.shape.slides:
         return "native sliding layers grow and shrink"
     if cache.state_layers:

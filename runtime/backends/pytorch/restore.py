@@ -171,8 +171,8 @@ class SavedLayers:
 
     def _check_sliding(self, index: int, window: int) -> None:
         if self.seen:
-            shape, dtype = self.cache.layout.shape, _dtype(self.cache.capped_layers[0])
-            wanted = (1, shape.kv_heads, min(window - 1, self.seen), shape.head_size)
+            own, dtype = self.cache.layout.shape.layers[index], _dtype(self.cache.capped_layers[0])
+            wanted = (1, own.kv_heads, min(window - 1, self.seen), own.head_size)
             for name in ("keys", "values"):
                 found = self.file.taken(f"sliding.{index}.{name}", wanted, dtype)
                 self.demand(bool(found.isfinite().all()), f"sliding layer {index}")

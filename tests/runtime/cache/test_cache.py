@@ -251,6 +251,16 @@ def test_a_gradient_is_refused_rather_than_wrong(attention, tokens):
         loss.backward()
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+def test_a_reset_cache_reads_as_a_new_one(family, tokens):
+    model, ids = tiny_model(family), tokens(60)
+    cache = kvcap.BudgetCache(model.config, 16, 8)
+    loop = BlockLoop(model, cache)
+    expected = loop.prefill(ids)
+    cache.reset()
+    assert torch.equal(loop.prefill(ids), expected)
+
+
 # Tokens that wait for their eviction --------------------------------------------------------------
 
 
