@@ -275,6 +275,7 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
         scaling: float,
         softcap: float | None,
         position_ids: Tensor | None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Attention of the pending block, then eviction. [B, H, T, D] -> [B, H, T, D].
 
@@ -290,7 +291,7 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
         assert block is not None, "attention comes once after every update"
         if block.context.start is None and self.index == 0:
             self._check_positions(block, position_ids)
-        self.pending, call = None, AttentionCall(module, scaling, softcap)
+        self.pending, call = None, AttentionCall(module, scaling, softcap, sinks)
         if block.appended:
             return self._attention.block(query, block, call)
         out = []

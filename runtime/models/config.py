@@ -5,6 +5,8 @@ This is where it is decided which architectures run; the others are refused by n
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -12,9 +14,10 @@ from kvcap.runtime.errors import UnsupportedModel
 from kvcap.runtime.models.rope import Rope, rope_of
 
 FAMILIES = (
-    "gemma", "gemma2", "gemma3_text", "granite", "llama", "mistral", "olmo2", "phi3", "qwen2",
-    "qwen3", "smollm3", "starcoder2",
+    "gemma", "gemma2", "gemma3_text", "gpt_oss", "granite", "granite_swa", "granitemoe_swa",
+    "llama", "mistral", "olmo2", "phi3", "qwen2", "qwen3", "smollm3", "starcoder2",
 )  # fmt: skip
+SINKS = ("gpt_oss", "granite_swa", "granitemoe_swa")  # in the attention of all their layers
 
 
 LayerKind = Literal["capped", "sliding"]
@@ -33,6 +36,7 @@ class LayerShape:
     rope: Rope | None  # None: the layer has no positions (SmolLM3's NoPE layers)
     kv_heads: int  # K
     head_size: int  # D
+    sinks: bool = False  # a learned logit per query head stands in softmax beside those of slots
 
     @property
     def vector(self) -> int:
@@ -85,6 +89,11 @@ class ModelShape:
         """Whether no layer keeps its own sliding window."""
         return len(self.capped) == len(self.layers)
 
+    @property
+    def sinks(self) -> bool:
+        """Whether the attention of capped layers has sink logits."""
+        return any(self.layers[i].sinks for i in self.capped)
+
     @classmethod
     def of(cls, config: Any, slots: int = 0) -> ModelShape:
         """Read a transformers config.
@@ -116,8 +125,7 @@ class ModelShape:
                     f"than it was built to, use at most {window} slots"
                 )
             capped = [True] * len(kinds)
-        rotated = getattr(config, "no_rope_layers", None) or [1] * len(kinds)  # 1: has RoPE
-        rope, heads = rope_of(config), config.num_attention_heads
+        ropes, heads = layer_ropes(config, capped), config.num_attention_heads
         kv_heads = getattr(config, "num_key_value_heads", None) or heads
         head_size = getattr(config, "head_dim", None) or config.hidden_size // heads
         return cls(
@@ -126,9 +134,10 @@ class ModelShape:
                 LayerShape(
                     kind="capped" if capped[i] else "sliding",
                     window=window if slides[i] else None,
-                    rope=rope if rotated[i] else None,
+                    rope=ropes[i],
                     kv_heads=kv_heads,
                     head_size=head_size,
+                    sinks=family in SINKS,
                 )
                 for i in range(len(kinds))
             ),
@@ -160,3 +169,29 @@ def layer_kinds(config: Any) -> list[str]:
             f"layers of type {', '.join(sorted(unknown))} have no keys and values to cap"
         )
     return list(kinds)
+
+
+def layer_ropes(config: Any, capped: Sequence[bool]) -> list[Rope | None]:
+    """The rotary embedding of every layer; None: it has no positions.
+
+    Raises:
+        UnsupportedModel: `capped` layers have several frequencies, and share a table of one.
+    """
+    thetas = getattr(config, "layer_rope_theta", None)  # Granite SWA; 0: no RoPE
+    if thetas is None:
+        rotated = getattr(config, "no_rope_layers", None) or [1] * len(capped)  # 1: has RoPE
+        rope = rope_of(config)
+        return [rope if one else None for one in rotated]
+    several = sorted({theta for theta, one in zip(thetas, capped, strict=True) if theta and one})
+    if len(several) > 1:
+        raise UnsupportedModel(
+            f"the full attention layers of this {config.model_type} have RoPE of different bases "
+            f"(rope_theta {', '.join(f'{theta:g}' for theta in several)}), and capped layers share "
+            "one table of rotations; use a model whose full layers have one, or none"
+        )
+    ropes: dict[Any, Rope | None] = {0: None}
+    for theta in {*thetas} - {0}:
+        own = copy.deepcopy(config)
+        own.rope_parameters = {**config.rope_parameters, "rope_theta": theta}
+        ropes[theta] = rope_of(own)
+    return [ropes[theta] for theta in thetas]

@@ -192,6 +192,8 @@ def why_unsteady(cache: BudgetCache) -> str | None:
     eviction = cache.eviction
     if not cache.layout.shape.all_capped:
         return "native sliding layers grow and shrink"
+    if cache.layout.shape.sinks:
+        return "attention has sink logits"
     if eviction.layers_move:
         return "slots move between layers"
     if eviction.heads_move:
