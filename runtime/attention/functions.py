@@ -281,7 +281,7 @@ def _tells_lse(*inputs: Tensor) -> bool:
 def _attend_with_lse_on_cpu(
     query: Tensor, keys: Tensor, values: Tensor, scaling: float, mask: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """`attend_with_lse` without a softcap; a KV head counts as a sequence, and nothing is copied."""
+    """`attend_with_lse` without a softcap: a KV head counts as a sequence, no key is copied."""
     (batch, heads, length, size), kv_heads = query.shape, keys.shape[1]
     # Where every slot is visible, the group's queries are rows of one head, as in `attend`.
     group = heads // kv_heads if mask is not None else 1

@@ -45,7 +45,9 @@ class Tensor(NamedTuple):
 
 
 Headers = dict[str, Tensor]
-WeightsSource = Literal["safetensors headers", "config", "loaded model", "the manifest"]
+WeightsSource = Literal[
+    "safetensors headers", "config", "config, unpacked", "loaded model", "the manifest"
+]
 
 
 class Weights(NamedTuple):
@@ -99,7 +101,8 @@ def weigh(config: Any, dtype: torch.dtype, headers: Headers | None = None) -> We
         return Weights(sum(_nbytes(x, dtype) for x in headers.values()), "safetensors headers")
     needed = _parameters(text)
     if headers is None or method in UNPACKED:
-        return Weights(sum(prod(p.shape) for p in needed) * dtype.itemsize, "config")
+        source: WeightsSource = "config, unpacked" if method in UNPACKED else "config"
+        return Weights(sum(prod(p.shape) for p in needed) * dtype.itemsize, source)
     if method is not None:
         known = {name for parameter in needed for name in parameter.names}
         # Scales and the like are no parameters of the model, and keep their type.
