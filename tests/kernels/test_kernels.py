@@ -231,7 +231,9 @@ WITH_SINKS = [DropKV(kernel=1), AnDPro(), SnapKV(kernel=1), TOVA(group="max"), H
 def sunk(obs: Observation) -> Observation:
     """A sink logit for each query head, far apart; state as H2O has it."""
     sinks = torch.linspace(-2, 4, obs.queries.shape[1], device=DEVICE)
-    return replace(obs, sinks=sinks, state={"accumulated": torch.zeros(obs.positions.shape, device=DEVICE)})
+    return replace(
+        obs, sinks=sinks, state={"accumulated": torch.zeros(obs.positions.shape, device=DEVICE)}
+    )
 
 
 @pytest.mark.slow(keep=8)
