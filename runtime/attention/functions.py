@@ -115,7 +115,7 @@ def attend_to_some(
         return decode.attend(query, keys, values, scaling, softcap, count, sinks)
     place = torch.arange(keys.shape[2], device=query.device)
     mask = place < (count + 1 - query.shape[2] + place[: query.shape[2], None])
-    return attend(query, keys, values, scaling, softcap, mask[None, None])
+    return attend(query, keys, values, scaling, softcap, mask[None, None], sinks)
 
 
 def takes_token(query: Tensor, key: Tensor, value: Tensor, buffers: Sequence[Tensor]) -> bool:

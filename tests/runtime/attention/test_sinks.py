@@ -391,6 +391,14 @@ def test_no_matrix_of_queries_times_slots_on_a_cpu(monkeypatch):
     assert peak < heads * length * slots * 4 / 3
 
 
+def test_attention_over_some_slots():
+    """As many as a number on the device says."""
+    q, k, sinks = torch.randn(1, 4, 3, 16), torch.randn(1, 2, 20, 16), torch.randn(4)
+    got = functions.attend_to_some(q, k, k, torch.tensor(11), 0.3, sinks=sinks)
+    held = k[:, :, :11]
+    close(got.double(), plain(q, held, held, sinks, causal(3, 11, q.device)), 1e-5)
+
+
 def test_gradients_reach_sinks_and_keys():
     """Uncapped training: the fused operator knows no gradient of the log-sum-exp."""
     q, k = torch.randn(1, 4, 5, 16), torch.randn(1, 2, 5, 16, requires_grad=True)
