@@ -65,6 +65,7 @@ def attend(
     scaling: float,
     softcap: float | None = None,
     length: int | Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attention of the newest T tokens over n slots, the last T of them their own.
 
@@ -79,6 +80,8 @@ def attend(
         softcap: logits = softcap · tanh(logits / softcap).
         length: slots that are used, at least T, where not all n: an int, or one integer on the
             device, which may change between replays of a CUDA graph.
+        sinks: [H], logits that stand in the softmax of a query head beside those of slots, and
+            have no value.
 
     Returns:
         [B, H, T, D]
@@ -88,7 +91,7 @@ def attend(
     longest = length if isinstance(length, int) else slots
     strides = keys.stride()[:3] + values.stride()[:3]
     rows = keys.shape[0] * kv_heads
-    return _attend(query, keys, values, scaling, softcap,
+    return _attend(query, keys, values, scaling, softcap, sinks,
                    None, lengths, 0, kv_heads, longest, rows * longest, strides)  # fmt: skip
 
 
@@ -101,6 +104,7 @@ def attend_ragged(
     scaling: float,
     softcap: float | None = None,
     max_length: int | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """`attend` where heads hold unequally many slots, side by side in a pool.
 
@@ -113,6 +117,7 @@ def attend_ragged(
         scaling: factor of the logits.
         softcap: as in `attend`.
         max_length: no length is above it; by default the pool's slots.
+        sinks: as in `attend`.
 
     Returns:
         [B, H, T, D]
@@ -120,7 +125,7 @@ def attend_ragged(
     slots, kv_heads = keys.shape[0], starts.numel() // query.shape[0]
     longest = slots if max_length is None else max_length
     strides = (0, 0, keys.stride(0), 0, 0, values.stride(0))
-    return _attend(query, keys, values, scaling, softcap,
+    return _attend(query, keys, values, scaling, softcap, sinks,
                    starts, lengths, 1, kv_heads, longest, slots, strides)  # fmt: skip
 
 
@@ -130,6 +135,7 @@ def _attend(
     values: Tensor,
     scaling: float,
     softcap: float | None,
+    sinks: Tensor | None,
     starts: Tensor | None,
     lengths: Tensor | None,
     lengths_step: int,
@@ -162,7 +168,7 @@ def _attend(
     with torch.cuda.device_of(query):
         attend_part[parts, tiles, rows](
             query, keys, values, starts, lengths, part_out, part_lse,
-            out if whole else None,
+            out if whole else None, sinks if whole else None,
             longest, lengths_step, chunk, tokens, factor, (softcap or 0.0) * LOG2_E,
             *query.stride()[:3], *strides,
             KV_HEADS=kv_heads, GROUP=heads // kv_heads, ROWS=rows_pad,
@@ -173,7 +179,7 @@ def _attend(
         )  # fmt: skip
         if whole:
             return out.transpose(1, 2)
-        merge(part_out, part_lse, out, lengths, longest, lengths_step, chunk, 0, overlap)
+        merge(part_out, part_lse, out, lengths, longest, lengths_step, chunk, 0, overlap, sinks)
     return out.transpose(1, 2)
 
 
@@ -187,6 +193,7 @@ def merge(
     chunk: int,
     more: int,
     overlap: Mapping[str, bool],
+    sinks: Tensor | None = None,
 ) -> None:
     """Attention of every query row from that over parts of the slots, in their order.
 
@@ -200,6 +207,7 @@ def merge(
         chunk: slots of a part.
         more: parts besides those of slots.
         overlap: options as of `overlapping`.
+        sinks: [H], as in `attend`: one part more, without an output.
     """
     from kvcap.kernels.decode_triton import merge_parts
 
@@ -209,7 +217,7 @@ def merge(
     few = count <= MOST_ROWS
     step = min(128, max(32 if few else 2, power_of_two(parts)))  # parts merged at once
     merge_parts[count, rows](
-        part_out, part_lse, out, lengths, length, lengths_step, chunk, parts, more, tokens,
+        part_out, part_lse, out, sinks, lengths, length, lengths_step, chunk, parts, more, tokens,
         KV_HEADS=kv_heads, GROUP=heads // kv_heads, SIZE=size, SIZE_PAD=power_of_two(size, 16),
         PARTS_PAD=max(64 if few else 2, power_of_two(parts)), STEP=step,
         num_warps=8 if step > 64 else 4 if step > 8 else 1,

@@ -5,8 +5,12 @@ Importing this imports triton; `decode.py` does so when the kernel is first need
 no annotations: newer versions of triton look names in them up.
 """
 
+import math
+
 import triton
 import triton.language as tl
+
+LOG2_E = tl.constexpr(math.log2(math.e))
 
 
 @triton.jit
@@ -61,6 +65,7 @@ def attend_part(
     part_out,  # [B·K, S, M, D] float32, M = GROUP · T query rows of a KV head
     part_lse,  # [B·K, S, M] float32, log-sum-exp in base 2
     out,  # [B, T, H, D] where one part is all, else None
+    sinks,  # [H] with `out`: logits besides those of the slots, or None
     length,
     lengths_step,
     chunk,  # slots of a part, a multiple of BLOCK
@@ -130,6 +135,12 @@ def attend_part(
     if out is not None:
         head = head * GROUP + m // tokens
         at = (batch * tokens + m % tokens) * KV_HEADS * GROUP + head
+        if sinks is not None:
+            sink = tl.load(sinks + head, mask=m < count, other=0.0).to(tl.float32) * LOG2_E
+            higher = tl.maximum(top, sink)
+            fade = tl.exp2(top - higher)
+            total = total * fade + tl.exp2(sink - higher)
+            acc *= fade[:, None]
         y = (acc / total[:, None]).to(out.dtype.element_ty)
         tl.store(out + at[:, None] * SIZE + d, y, mask=real & (d < SIZE))
         return
@@ -145,6 +156,7 @@ def merge_parts(
     part_out,  # [B·K, S, M, D] float32
     part_lse,  # [B·K, S, M] float32
     out,  # [B, T, H, D]
+    sinks,  # [H] logits besides those of the slots, or None
     lengths,  # as above
     length,
     lengths_step,
@@ -178,7 +190,13 @@ def merge_parts(
     x = tl.load(at, mask=(step < live)[:, None] & (d < SIZE), other=0.0)
     weight = tl.load(part_lse + step * count, mask=step < live, other=float("-inf"))
     top = tl.max(lse, 0)
+    query_head = row % KV_HEADS * GROUP + m // tokens
+    if sinks is not None:
+        sink = tl.load(sinks + query_head).to(tl.float32) * LOG2_E
+        top = tl.maximum(top, sink)
     total = tl.sum(tl.exp2(lse - top), 0)
+    if sinks is not None:
+        total += tl.exp2(sink - top)
     acc = tl.zeros([SIZE_PAD], tl.float32)
     for first in range(STEP, live + STEP, STEP):
         acc += tl.sum(x * tl.exp2(weight - top)[:, None], 0)
@@ -187,6 +205,5 @@ def merge_parts(
         x = tl.load(at, mask=(ahead < live)[:, None] & (d < SIZE), other=0.0)
         weight = tl.load(part_lse + ahead * count, mask=ahead < live, other=float("-inf"))
     heads = KV_HEADS * GROUP
-    query_head = row % KV_HEADS * GROUP + m // tokens
     out += ((row // KV_HEADS * tokens + m % tokens) * heads + query_head) * SIZE
     tl.store(out + d, acc / total, mask=d < SIZE)

@@ -113,6 +113,8 @@ def scores(
     )
     sizes, options = (D, t.DP, t.GP, t.WB, t.N), {"num_warps": t.warps, "num_stages": t.stages}
     starts = tuple(x.data_ptr() % 16 for x in (q, k, v, positions))
+    sinks = None if obs.sinks is None else obs.sinks.float().contiguous()
+    beside = None if sinks is None else sinks.data_ptr() % 16
     static = (K, G, sizes, t.warps, t.stages, output, capped)
     key = (device, k.dtype, positions.dtype, starts, strides, static)
     launch(
@@ -122,8 +124,9 @@ def scores(
     )  # fmt: skip
     padded = power_of_two(t.parts)
     launch(
-        merge, (rows, R, 1), (device, R, t.DP, padded, output),
-        (part, part_sums, a, sums, t.parts, R, t.DP, padded, output), num_warps=2,
+        merge, (rows, R, 1), (device, R, t.WB, t.DP, padded, output, beside),
+        (part, part_sums, a, sums, sinks, t.parts, K, G, t.blocks,
+         R, t.WB, t.DP, padded, output), num_warps=2,
     )  # fmt: skip
     variant = (t.blocks, kind, group or "", output, capped, rounded)
     launch(

@@ -154,17 +154,27 @@ def forward(
         tl.store(part_ptr + at[None, :] * DP + d[:, None], a / each[None, :])
 
 
-@triton.jit(do_not_specialize=["parts"])
-def merge(part_ptr, sum_ptr, a_ptr, out_ptr, parts, R: tl.constexpr, DP: tl.constexpr,
-           PARTS: tl.constexpr, WITH_OUTPUT: tl.constexpr):  # fmt: skip
-    """One row of `a` [DP], its largest logit and its sum of exponentials over all parts."""
+@triton.jit(do_not_specialize=["parts", "K", "G", "blocks"])
+def merge(part_ptr, sum_ptr, a_ptr, out_ptr, sinks_ptr, parts, K, G, blocks,
+          R: tl.constexpr, WB: tl.constexpr, DP: tl.constexpr, PARTS: tl.constexpr,
+          WITH_OUTPUT: tl.constexpr):  # fmt: skip
+    """One row of `a` [DP], its largest logit and its sum of exponentials over all parts.
+
+    A sink logit, one of a query head [K·G], counts in both as that of a part without an output.
+    """
     row, r, rows = tl.program_id(0), tl.program_id(1), tl.num_programs(0)
     part, d = tl.arange(0, PARTS), tl.arange(0, DP)
     at, there = (row * parts + part) * R + r, part < parts
     tops = tl.load(sum_ptr + at, mask=there, other=LOWEST)
     top = tl.max(tops, 0)
+    if sinks_ptr is not None:
+        head = tl.minimum(r // WB, G - 1)  # a padded row's result is not read
+        sink = tl.load(sinks_ptr + row // blocks % K * G + head)
+        top = tl.maximum(top, sink)
     weight = _exp(tops - top) * tl.load(sum_ptr + rows * parts * R + at, mask=there, other=0.0)
     total = tl.sum(weight, 0)
+    if sinks_ptr is not None:
+        total += _exp(sink - top)
     tl.store(out_ptr + row * R + r, top)
     tl.store(out_ptr + (rows + row) * R + r, total)
     if WITH_OUTPUT:

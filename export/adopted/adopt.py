@@ -27,6 +27,7 @@ from kvcap.export.adopted.trial import check_evictable
 from kvcap.export.decoder import manifest as facts
 from kvcap.export.decoder.companions import check_tokenizer, files_of, link_or_copy
 from kvcap.export.files import file_entry
+from kvcap.export.graphs.shape import refuse_sinks
 from kvcap.export.graphs.spec import recipe
 from kvcap.policies import Eviction, load_policy
 from kvcap.runtime.backends.onnxruntime.graph import Graph
@@ -112,10 +113,12 @@ def examined(folder: Path, file: Path) -> tuple[Any, ModelShape, DecoderPorts, b
 
     Raises:
         GraphBroken: a file that is no graph.
+        NotExportable: the model's attention has sink logits.
         UnsupportedModel: it cannot lose tokens, or is not of one model with its config.
     """
     config = load_config(str(folder))
     shape = ModelShape.of(config.get_text_config(decoder=True))
+    refuse_sinks(shape)
     found = read_ports(file)
     _agree(shape, found)
     compact = check_evictable(found, shape)

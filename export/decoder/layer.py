@@ -123,8 +123,10 @@ class LayerPass(CacheLayerMixin):  # type: ignore[misc]
         scaling: float,
         softcap: float | None,
         position_ids: Tensor | None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Attention of the block over all slots, then eviction. [1, H, T, D] -> [1, H, T, D]."""
+        assert sinks is None, "models with sink logits are refused"
         frame = self.block.frame(self.budget, self.slots["keys"].shape[2])
         keys = self._rotated(self.slots["keys"], frame.turns[frame.first :])
         queries = self._rotated(query, frame.turns[-self.block.length :])

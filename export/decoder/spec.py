@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from kvcap.dtypes import short, torch_dtype
+from kvcap.export.graphs.shape import refuse_sinks
 from kvcap.policies import Eviction
 from kvcap.runtime.cache.layout import CacheLayout, default_positions
 from kvcap.runtime.errors import NotExportable
@@ -87,6 +88,7 @@ def check_dtype(dtype: str) -> str:
 def _check(shape: ModelShape, eviction: Eviction) -> None:
     """Refuse what one graph of open but equal lengths cannot do."""
     name = eviction.name or "the policy"
+    refuse_sinks(shape)
     if shape.shared:
         raise NotExportable(
             f"layers of this {shape.family} attend to the keys and values of others ("

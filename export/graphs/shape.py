@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from kvcap.runtime.errors import NotExportable
+from kvcap.runtime.models.config import ModelShape
+
 
 @dataclass(frozen=True)
 class Shape:
@@ -63,13 +66,14 @@ def model_sizes(model: str) -> dict[str, Any]:
     Raises:
         ModelNotFound: there is none.
         UnsupportedModel: kvcap cannot run it.
+        NotExportable: its attention has sink logits.
     """
-    from kvcap.runtime.models.config import ModelShape
     from kvcap.runtime.models.files import load_config
     from kvcap.runtime.models.names import resolve
 
     config = load_config(resolve(model)).get_text_config(decoder=True)
     shape = ModelShape.of(config)
+    refuse_sinks(shape)
     scaling = getattr(config, "attention_multiplier", None)  # Granite
     if (scalar := getattr(config, "query_pre_attn_scalar", None)) is not None:  # Gemma
         scaling = scalar**-0.5
@@ -80,3 +84,17 @@ def model_sizes(model: str) -> dict[str, Any]:
         "scaling": scaling,
         "softcap": shape.softcap,
     }
+
+
+def refuse_sinks(shape: ModelShape) -> None:
+    """Refuse a model whose attention has what no graph here computes.
+
+    Raises:
+        NotExportable: it has sink logits.
+    """
+    if shape.sinks:
+        raise NotExportable(
+            f"the attention of this {shape.family} has sink logits, learned numbers beside the "
+            "slots' logits, which no exported graph computes; run it with the PyTorch backend, or "
+            "export a model without them, such as a Llama or a Qwen 3"
+        )

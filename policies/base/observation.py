@@ -41,6 +41,7 @@ class Observation:
     queries: Tensor | None = None  # [B, H, w, D], the last w queries, oldest first
     scaling: float = 1.0  # of the logits, usually 1/sqrt(D)
     softcap: float | None = None  # Gemma 2: logits = softcap * tanh(logits / softcap)
+    sinks: Tensor | None = None  # [H], gpt-oss: a learned logit per query head, see `attention`
     state: Mapping[str, Tensor] = field(default_factory=dict)  # name -> [B, K, n]
     output_projection: Tensor | None = None  # [K, G, D, hidden], W_O cut by query head
     saliency: Weigher | None = None  # replaces the attention weights, see `weight`
@@ -79,8 +80,16 @@ class Observation:
 
     @cached_property
     def attention(self) -> Tensor:
-        """`A = softmax(z)` over the visible slots. Shape [B, K, G, w, n]."""
-        return self.logits.masked_fill(~self.visible, float("-inf")).softmax(-1)
+        """`A = softmax(z)` over the visible slots. Shape [B, K, G, w, n].
+
+        With sink logits `A = softmax([z, sink])` without the sink's own weight: a row sums to less
+        than 1, as in the model.
+        """
+        z = self.logits.masked_fill(~self.visible, float("-inf"))
+        if self.sinks is None:
+            return z.softmax(-1)
+        sinks = self.sinks.float().view(-1, self.groups, 1, 1)  # [K, G, 1, 1]
+        return (z - torch.logaddexp(z.logsumexp(-1, keepdim=True), sinks)).exp()
 
     @cached_property
     def output(self) -> Tensor:

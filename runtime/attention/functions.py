@@ -36,6 +36,7 @@ class CappedLayer(Protocol):
         scaling: float,
         softcap: float | None,
         position_ids: Tensor | None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Attention output [B, H, T, D] of the block just appended, without its fillers."""
         ...
@@ -52,6 +53,7 @@ def attend(
     scaling: float,
     softcap: float | None = None,
     mask: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attention of the newest T tokens over n slots, the last T of them their own.
 
@@ -64,18 +66,21 @@ def attend(
         scaling: factor of the logits.
         softcap: logits = softcap · tanh(logits / softcap), in Gemma 2.
         mask: [B, 1, T, n], boolean (True: visible) or additive.
+        sinks: [H], the sink logit of every query head, in gpt-oss; see `with_sinks`.
 
     Returns:
         [B, H, T, D]
     """
     length, slots = query.shape[2], keys.shape[2]
-    few = keys.shape[0] * keys.shape[1] * slots < MANY_SLOTS
+    few = keys.shape[0] * keys.shape[1] * slots < MANY_SLOTS or sinks is not None
     if mask is None and few and ready(query) and decode.covers(query, keys, values):
-        return decode.attend(query, keys, values, scaling, softcap)
-    if softcap is not None:
-        # No fused kernel here takes a softcap.
-        mask = causal(length, slots, query.device) if mask is None else mask
-        return attend_with_lse(query, keys, values, scaling, softcap, mask)[0]
+        return decode.attend(query, keys, values, scaling, softcap, sinks=sinks)
+    if softcap is not None or sinks is not None:
+        # `scaled_dot_product_attention` takes neither.
+        if mask is None and length > 1:
+            mask = causal(length, slots, query.device)
+        out, lse = attend_with_lse(query, keys, values, scaling, softcap, mask)
+        return out if sinks is None else with_sinks(out, lse, sinks)
     if mask is None and length > 1:
         # On a CPU this bias would be turned into the same mask.
         bias = causal_lower_right(length, slots) if query.is_cuda else None
@@ -100,16 +105,17 @@ def attend_to_some(
     count: Tensor,
     scaling: float,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """`attend` over the first `count` [] slots only, a number on the device.
 
     The same work whatever it is, for CUDA graphs.
     """
     if ready(query) and decode.covers(query, keys, values):
-        return decode.attend(query, keys, values, scaling, softcap, length=count)
+        return decode.attend(query, keys, values, scaling, softcap, count, sinks)
     place = torch.arange(keys.shape[2], device=query.device)
     mask = place < (count + 1 - query.shape[2] + place[: query.shape[2], None])
-    return attend(query, keys, values, scaling, softcap, mask[None, None])
+    return attend(query, keys, values, scaling, softcap, mask[None, None], sinks)
 
 
 def takes_token(query: Tensor, key: Tensor, value: Tensor, buffers: Sequence[Tensor]) -> bool:
@@ -119,17 +125,22 @@ def takes_token(query: Tensor, key: Tensor, value: Tensor, buffers: Sequence[Ten
 
 
 def packs(
-    query: Tensor, keys: Tensor, values: Tensor, kv_heads: int, softcap: float | None
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    kv_heads: int,
+    softcap: float | None,
+    sinks: Tensor | None = None,
 ) -> bool:
     """Whether `attend_packed` can run over a pool's keys and values [slots, D].
 
-    Few tokens by kvcap's kernel; more on CUDA from Ampere on, in 16 bit, without a softcap, by a
-    torch that has it.
+    Few tokens by kvcap's kernel; more on CUDA from Ampere on, in 16 bit, without a softcap or sink
+    logits, by a torch that has it.
     """
     if _splits(query, keys, values, kv_heads):
         return True
-    half = query.dtype in (torch.float16, torch.bfloat16)
-    if not query.is_cuda or not half or softcap is not None or query.shape[-1] > 256:
+    half, plain = query.dtype in (torch.float16, torch.bfloat16), softcap is None and sinks is None
+    if not query.is_cuda or not half or not plain or query.shape[-1] > 256:
         return False
     return torch.cuda.get_device_capability(query.device) >= (8, 0) and _packed_operator()
 
@@ -165,6 +176,7 @@ def attend_packed(
     rows: Rows,
     scaling: float,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Causal attention of heads that hold unequally many tokens, in one call, where `packs`.
 
@@ -175,6 +187,7 @@ def attend_packed(
         rows: where the B·K heads lie.
         scaling: factor of the logits.
         softcap: as in `attend`.
+        sinks: likewise.
 
     Returns:
         [B, H, T, D]
@@ -184,7 +197,7 @@ def attend_packed(
     if _splits(query, keys, values, count // batch):
         starts, lengths = rows.starts_on_device[:-1], rows.lengths_on_device
         return decode.attend_ragged(
-            query, keys, values, starts, lengths, scaling, softcap, max_length=max(rows.held)
+            query, keys, values, starts, lengths, scaling, softcap, max(rows.held), sinks
         )
     group = batch * heads // count
     # A row is a sequence of its own: T queries of G heads over one KV head's slots.
@@ -229,13 +242,16 @@ def attend_with_lse(
     softcap: float | None = None,
     mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Plain attention and the logarithm of its denominator, which no fused kernel here tells.
+    """Attention and the logarithm of its denominator, which is the log-sum-exp of the logits.
 
-    Arguments as in `attend`, but without a mask every slot is visible. Workspace [B, H, T, n].
+    Arguments as in `attend`, but without a mask every slot is visible. By torch's fused operator
+    where it covers the call, else plainly, with a workspace [B, H, T, n].
 
     Returns:
         [B, H, T, D] in the values' dtype, and log-sum-exp of the logits [B, H, T] in float32.
     """
+    if softcap is None and _tells_lse(query, keys, values):
+        return _attend_with_lse_on_cpu(query, keys, values, scaling, mask)
     group, length = query.shape[1] // keys.shape[1], query.shape[2]
     q = query.unflatten(1, (-1, group)).flatten(2, 3)  # [B, K, G·T, D]
     z = torch.matmul(q, keys.mT).unflatten(2, (group, length)) * scaling
@@ -250,6 +266,52 @@ def attend_with_lse(
     weights = (z - lse).exp().to(values.dtype)
     out = torch.matmul(weights.flatten(2, 3), values).view(query.shape)
     return out, lse.view(query.shape[:3])
+
+
+def _tells_lse(*inputs: Tensor) -> bool:
+    """Whether torch's fused attention for CPUs can tell the log-sum-exp of these.
+
+    It gives the log-sum-exp no gradient, so that training computes both plainly.
+    """
+    if any(x.device.type != "cpu" or x.stride(-1) != 1 for x in inputs):
+        return False
+    return not (torch.is_grad_enabled() and any(x.requires_grad for x in inputs))
+
+
+def _attend_with_lse_on_cpu(
+    query: Tensor, keys: Tensor, values: Tensor, scaling: float, mask: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """`attend_with_lse` without a softcap: a KV head counts as a sequence, no key is copied."""
+    (batch, heads, length, size), kv_heads = query.shape, keys.shape[1]
+    # Where every slot is visible, the group's queries are rows of one head, as in `attend`.
+    group = heads // kv_heads if mask is not None else 1
+    q = query.reshape(batch * kv_heads, group, -1, size)
+    k, v = (x.flatten(0, 1)[:, None].expand(-1, group, -1, -1) for x in (keys, values))
+    if mask is not None:
+        if mask.dtype == torch.bool:
+            hidden = torch.zeros(mask.shape, dtype=query.dtype, device=mask.device)
+            mask = hidden.masked_fill_(~mask, float("-inf"))
+        mask = mask.to(query.dtype).expand(-1, -1, length, -1)
+        mask = mask.repeat_interleave(kv_heads, 0) if mask.shape[0] > 1 else mask
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        q, k, v, attn_mask=mask, scale=scaling
+    )
+    return out.reshape(query.shape), lse.reshape(batch, heads, length)
+
+
+def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+    """Attention whose softmax has a sink logit beside those of the slots, from that without.
+
+    A sink logit is a number that the model learned for each query head. It has no value, so that
+    its share of the weights is lost: `softmax([z, sink]) v = σ(lse(z) - sink) · softmax(z) v`.
+
+    Args:
+        out: [B, H, T, D] without it.
+        lse: log-sum-exp of the slots' logits [B, H, T], float32.
+        sinks: [H].
+    """
+    share = torch.sigmoid(lse - sinks.float()[:, None])[..., None]
+    return (out * share).to(out.dtype)
 
 
 def causal(length: int, slots: int, device: torch.device) -> Tensor:
@@ -282,13 +344,16 @@ def attention_forward(
     dropout: float = 0.0,
     softcap: float | None = None,
     position_ids: Tensor | None = None,
+    s_aux: Tensor | None = None,
     **further: Any,
 ) -> tuple[Tensor, None]:
     """Transformers' attention interface. query [B, H, T, D] -> output [B, T, H, D].
 
+    `s_aux` [H] are sink logits, see `with_sinks`.
+
     Raises:
-        UnsupportedModel: it is asked for what it does not do, such as attention sinks, dropout or
-            the attention weights.
+        UnsupportedModel: it is asked for what it does not do, such as dropout or the attention
+            weights.
         PositionMismatch: a capped layer is to read tokens at other places than its next.
     """
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
@@ -308,12 +373,12 @@ def attention_forward(
                 "run it without a cap"
             )
         with torch.no_grad():
-            out = layer.attend(module, query, scaling, softcap, position_ids)
+            out = layer.attend(module, query, scaling, softcap, position_ids, s_aux)
         out = without_gradient(out, query)
     else:
         if attention_mask is None and not getattr(module, "is_causal", True):
             attention_mask = query.new_ones(1, 1, 1, key.shape[2], dtype=torch.bool)
-        out = attend(query, key, value, scaling, softcap, attention_mask)
+        out = attend(query, key, value, scaling, softcap, attention_mask, s_aux)
     out = out.transpose(1, 2)
     if (spare := query.shape[2] - out.shape[1]) == 0:
         return out.contiguous(), None
@@ -328,7 +393,6 @@ HARMLESS = frozenset(
 )  # fmt: skip
 WITHOUT = {  # what else would do
     "output_attentions": "load the model with attn_implementation='eager' to see attention weights",
-    "s_aux": "attention sinks need attn_implementation='eager'",
     "dropout": "call model.eval(), or train with attn_implementation='sdpa'",
 }
 

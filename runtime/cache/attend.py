@@ -33,6 +33,7 @@ class AttentionCall(NamedTuple):
     module: nn.Module
     scaling: float
     softcap: float | None
+    sinks: Tensor | None = None  # [H], the sink logits of a model that has them
 
 
 class _HeldKeys(NamedTuple):
@@ -148,7 +149,9 @@ class SlotAttention:
         assert block.arrived is not None
         key, value = block.arrived
         buffers = segment.append_views(whole=filling)
-        if others or storage.evicted_store is not None or call.softcap is not None:
+        if others or storage.evicted_store is not None:
+            return None
+        if call.softcap is not None or call.sinks is not None:
             return None
         if any(block.offsets) or not takes_token(query, key, value, buffers):
             return None
@@ -188,7 +191,8 @@ class SlotAttention:
         if len(self.segments) == 1 or self.storage.evicted_store is not None:
             return False
         first = self.segments[0]
-        return packs(query, first.pool.keys, first.pool.values, first.layer_heads, call.softcap)
+        keys, values, heads = first.pool.keys, first.pool.values, first.layer_heads
+        return packs(query, keys, values, heads, call.softcap, call.sinks)
 
     def _keys(self, packed: bool) -> _HeldKeys:
         """All keys, rotated to where they count now; the whole pool's at once where `packed`."""
@@ -209,15 +213,15 @@ class SlotAttention:
         """Attention over the first `used` [] slots, a number on the device, of one segment."""
         (segment,) = self.segments
         keys, values = (segment.whole(x) for x in (segment.pool.keys, segment.pool.values))
-        return attend_to_some(query, keys, values, used, call.scaling, call.softcap)
+        return attend_to_some(query, keys, values, used, call.scaling, call.softcap, call.sinks)
 
     def _over_packed(self, query: Tensor, keys: Tensor, call: AttentionCall) -> Tensor:
         """Attention of heads of unequal lengths in one call, over the pool's `keys` [slots, D]."""
         held, last = tuple(s.held for s in self.segments), self.segments[-1]
         starts = (*(s.start for s in self.segments), last.start + last.slots)
         self.rows = Rows.of(held, starts, query.device, self.rows)
-        values = last.pool.values
-        return attend_packed(query, keys, values, self.rows, call.scaling, call.softcap)
+        values, given = last.pool.values, (call.scaling, call.softcap, call.sinks)
+        return attend_packed(query, keys, values, self.rows, *given)
 
     def _over(self, query: Tensor, keys: _HeldKeys, packed: bool, call: AttentionCall) -> Tensor:
         """Attention of aligned queries [B, H, T, D] over all slots in use."""
@@ -231,11 +235,13 @@ class SlotAttention:
     ) -> Tensor:
         """Attention segment by segment, with what evicted tokens add where they are kept."""
         store, out = self.storage.evicted_store, None
+        scaling, softcap = call.scaling, call.softcap
         for i, segment in enumerate(self.segments):
+            sinks = segment.query_heads_of(call.sinks)
             if store is None:
-                part = attend(queries[i], keys[i], segment.values, call.scaling, call.softcap)
+                part = attend(queries[i], keys[i], segment.values, scaling, softcap, sinks=sinks)
             else:
-                part = store.attend(i, segment, queries[i], keys[i], call.scaling, call.softcap)
+                part = store.attend(i, segment, queries[i], keys[i], scaling, softcap, sinks)
             if len(self.segments) == 1:
                 return part
             out = torch.empty_like(query) if out is None else out

@@ -22,7 +22,7 @@ from torch import Tensor
 from kvcap.policies import Observation
 from kvcap.policies.base import Corrector
 from kvcap.policies.base.order import lowest
-from kvcap.runtime.attention.functions import attend_with_lse, causal, merge
+from kvcap.runtime.attention.functions import attend_with_lse, causal, merge, with_sinks
 from kvcap.runtime.cache.layout import EVICTED
 from kvcap.runtime.cache.pool import Segment, SlotPool
 from kvcap.runtime.errors import StoreFailed
@@ -92,6 +92,7 @@ class EvictedStore:
         keys: Tensor,
         scaling: float,
         softcap: float | None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Attention over what is held and what the evicted tokens add. Shape [b, h, T, D].
 
@@ -102,12 +103,13 @@ class EvictedStore:
             keys: [b, k, n, D] of what is held, likewise.
             scaling: of the logits.
             softcap: of the logits.
+            sinks: [h], sink logits; they take their share once, of held and evicted tokens.
         """
         mask = causal(query.shape[2], segment.held, query.device)
         out, lse = attend_with_lse(query, keys, segment.values, scaling, softcap, mask)
         evicted = self.evicted[index]
         if not evicted.held:
-            return out
+            return out if sinks is None else with_sinks(out, lse, sinks)
         mine = [segment.rows_of(x) for x in (self._query, self._out, self._lse)]
         anew, corrected = self.corrector.decide(query, mine[0])
         unknown = mine[2].isneginf()  # nothing is remembered yet
@@ -129,8 +131,13 @@ class EvictedStore:
         if query.shape[2] == 1:
             self.steps += anew.numel()
             self.recomputed += int(anew.sum())
-        merged, _ = merge(out, lse, other, other_lse)
-        return torch.where(corrected[..., None], merged, out.float()).to(out.dtype)
+        merged, merged_lse = merge(out, lse, other, other_lse)
+        corrected_out = torch.where(corrected[..., None], merged, out.float())
+        if sinks is not None:
+            corrected_out = with_sinks(
+                corrected_out, torch.where(corrected, merged_lse, lse), sinks
+            )
+        return corrected_out.to(out.dtype)
 
     def _recompute(
         self,

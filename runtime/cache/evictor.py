@@ -41,6 +41,7 @@ class AttentionStep:
     module: nn.Module | None = None  # the attention module
     scaling: float = 1.0
     softcap: float | None = None
+    sinks: Tensor | None = None  # [H], the model's sink logits
     token_counter: Tensor | None = None  # `tokens` on the device [], inside a CUDA graph
     stored: kernels.StoredKeys | None = None  # of the first segment's keys
 
@@ -335,6 +336,7 @@ class Evictor:
             queries=self._window(index, segment, step),
             scaling=step.scaling,
             softcap=step.softcap,
+            sinks=segment.query_heads_of(step.sinks),
             state={name: segment.aux(name) for name in eviction.state},
             output_projection=projection,
             saliency=eviction.saliency,

@@ -308,6 +308,7 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
         scaling: float,
         softcap: float | None,
         position_ids: Tensor | None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Attention of the pending block, then eviction. [B, H, T, D] -> [B, H, T, D].
 
@@ -335,7 +336,7 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
         block.readers -= 1
         if not block.readers:
             self.pending = None
-        call = AttentionCall(module, scaling, softcap)
+        call = AttentionCall(module, scaling, softcap, sinks)
         if not own:
             return self._attention.again(query, block, call)
         if block.appended:

@@ -164,6 +164,13 @@ class Segment:
         first = self.head * group
         return x[self.row : self.row + self.batch, first : first + self.heads * group]
 
+    def query_heads_of(self, x: Tensor | None) -> Tensor | None:
+        """This segment's part of numbers [H] of a layer's query heads, a view [h]."""
+        if x is None:
+            return None
+        group = len(x) // self.layer_heads
+        return x[self.head * group : (self.head + self.heads) * group]
+
     def append(
         self, keys: Tensor, values: Tensor, positions: Tensor, after: Tensor | None = None
     ) -> None:

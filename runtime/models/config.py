@@ -198,6 +198,7 @@ class ModelShape:
                 )
             full = "sliding_attention"
         reads, ropes = read_layers(config, kinds), _ropes(config, kinds, trial)
+        sinks = family in SINKS if trial is None else trial.sinks
         layers = []
         for i, kind in enumerate(kinds):
             if kind not in ATTENTIONS:
@@ -216,7 +217,7 @@ class ModelShape:
                     kv_heads=kv_heads,
                     head_size=head_size,
                     reads=reads[i],
-                    sinks=family in SINKS,
+                    sinks=sinks,
                 )
             )
         kv_heads, head_size = _slot_sizes(family, layers)

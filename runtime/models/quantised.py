@@ -13,13 +13,13 @@ import transformers
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-UNPACKED = ("compressed-tensors", "fp8")
+UNPACKED = ("compressed-tensors", "fp8", "mxfp4")
 """Kinds of quantised weights that are converted to plain floats when they are loaded.
 
-Their libraries would decide that by the device, or at the first forward pass, when the memory has
-been planned already.
+Their libraries would decide that by the device, by the packages that are installed, or at the first
+forward pass, when the memory has been planned already.
 """
-_UNPACK = {"run_compressed": False} if transformers.__version__ < "5" else {"dequantize": True}
+_OLD = transformers.__version__ < "5"
 
 
 def quantisation(config: Any) -> str | None:
@@ -39,8 +39,10 @@ def quantisation(config: Any) -> str | None:
 
 def unpacking(config: Any) -> Any:
     """A copy of the config, with which a model of an `UNPACKED` kind is loaded as plain floats."""
+    old = _OLD and quantisation(config) != "mxfp4"
+    settings = {"run_compressed": False} if old else {"dequantize": True}
     config = copy.deepcopy(config)
-    config.quantization_config = {**config.quantization_config, **_UNPACK}
+    config.quantization_config = {**config.quantization_config, **settings}
     return config
 
 

@@ -57,6 +57,7 @@ class Trial:
 
     obstacle: str  # why it cannot run under a cap; '': it can
     keys: tuple[Keys, ...] = ()  # of every layer
+    sinks: bool = False  # its attention has sink logits
 
 
 def try_model(config: Any) -> Trial:
@@ -143,7 +144,8 @@ def _compare(config: Any, plain: Any, ours: Any) -> Trial:
                      f"keys or values of {found}")  # fmt: skip
     rope = rope_of(config) if has_rope(config) else None
     pairs = zip(caches[0].layers, caches[1].layers, strict=True)
-    return Trial("", tuple(_dependence(near, far, rope) for near, far in pairs))
+    dependences = tuple(_dependence(near, far, rope) for near, far in pairs)
+    return Trial("", dependences, bool(caches[2].sinks))
 
 
 def _dependence(near: Any, far: Any, rope: Rope | None) -> Keys:
@@ -170,6 +172,7 @@ class _Recorder(DynamicCache):  # type: ignore[misc]
         super().__init__(**options)
         self.attended: list[int] = []
         self.updated: list[int] = []
+        self.sinks: set[int] = set()  # layers whose attention has sink logits
         self.tensors: list[Tensor] = []  # keys and values of layers that could be capped
 
     @property
@@ -187,7 +190,7 @@ class _Recorder(DynamicCache):  # type: ignore[misc]
         self.updated.append(layer_idx)
         self.tensors += [keys, values]
         keys = keys.view_as(keys)
-        keys.kvcap_layer = _RecordedLayer(self.attended, layer_idx, keys, values)
+        keys.kvcap_layer = _RecordedLayer(self.attended, self.sinks, layer_idx, keys, values)
         return keys, values
 
 
@@ -196,15 +199,23 @@ class _RecordedLayer:
     """Attends to what it was given, and notes that it did."""
 
     attended: list[int]
+    sinks: set[int]
     index: int
     keys: Tensor
     values: Tensor
 
     def attend(
-        self, module: nn.Module, query: Tensor, scaling: float, softcap: float | None, _: Any
+        self,
+        module: nn.Module,
+        query: Tensor,
+        scaling: float,
+        softcap: float | None,
+        position_ids: Tensor | None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         self.attended.append(self.index)
-        return attend(query, self.keys, self.values, scaling, softcap)
+        self.sinks |= {self.index} if sinks is not None else set()
+        return attend(query, self.keys, self.values, scaling, softcap, sinks=sinks)
 
     def take_back(self) -> None:
         """Nothing is undone here."""

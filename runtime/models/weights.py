@@ -45,7 +45,9 @@ class Tensor(NamedTuple):
 
 
 Headers = dict[str, Tensor]
-WeightsSource = Literal["safetensors headers", "config", "loaded model", "the manifest"]
+WeightsSource = Literal[
+    "safetensors headers", "config", "config, unpacked", "loaded model", "the manifest"
+]
 
 
 class Weights(NamedTuple):
@@ -106,7 +108,8 @@ def weigh(config: Any, dtype: torch.dtype, headers: Headers | None = None) -> We
     buffers = {name: x for name, x in model.state_dict().items() if name not in trained}
     kept = sum(_loaded_bytes(model, name, x) for name, x in buffers.items())
     if headers is None or method in UNPACKED:
-        return Weights(sum(p.nbytes for p in needed) + kept, "config")
+        source: WeightsSource = "config, unpacked" if method in UNPACKED else "config"
+        return Weights(sum(p.nbytes for p in needed) + kept, source)
     if method is not None:
         known = {name for parameter in needed for name in parameter.names}
         # Scales and the like are no parameters of the model, and keep their type.

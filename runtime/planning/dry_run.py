@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM
@@ -23,6 +23,7 @@ from transformers import AutoModelForCausalLM
 from kvcap.policies import Eviction
 from kvcap.runtime.cache.cache import BudgetCache
 from kvcap.runtime.cache.step import ForwardContext
+from kvcap.runtime.errors import UnsupportedModel
 from kvcap.runtime.types import ATTENTION, Positions
 
 
@@ -48,6 +49,9 @@ def rehearse_block(
         dtype: of weights, keys and values.
         positions: 'compact' or 'true'.
         batch: sequences.
+
+    Raises:
+        UnsupportedModel: what the model computes depends on its data, so that it has no dry run.
     """
     with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
         model = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION, dtype=dtype)
@@ -63,13 +67,20 @@ def rehearse_block(
             pretend_full(cache)  # native sliding layers replace what they hold
             held = tally.peak = tally.now
             with cache.passing(ForwardContext(cache.next_position)):
-                model(
-                    input_ids=ids,
-                    position_ids=ids,
-                    past_key_values=cache,
-                    use_cache=True,
-                    logits_to_keep=1,
-                )
+                try:
+                    model(
+                        input_ids=ids,
+                        position_ids=ids,
+                        past_key_values=cache,
+                        use_cache=True,
+                        logits_to_keep=1,
+                    )
+                except DynamicOutputShapeException as error:
+                    raise UnsupportedModel(
+                        f"the memory that {type(model).__name__} takes depends on its data here, "
+                        "as its experts run one by one; use transformers 5, or a cap of the cache "
+                        "(kv_budget) in place of one of the process"
+                    ) from error
     return tally.peak - held
 
 
@@ -113,7 +124,11 @@ class Tally(TorchDispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run an operator and count the storages it returned."""
-        found = func(*args, **(kwargs or {}))
+        if str(func) == "aten._grouped_mm.default" and args[0].dtype != torch.bfloat16:
+            # Experts: torch knows the sizes in bfloat16 alone, and computes in others too.
+            found = args[0].new_empty(args[0].shape[0], args[1].shape[-1])
+        else:
+            found = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(found):
             if isinstance(tensor, Tensor):
                 self._count(tensor.untyped_storage())

@@ -201,6 +201,48 @@ def test_parts_are_such_that_all_are_done_the_soonest(blocks, tiles, expected, m
     assert decode.blocks_in_part(blocks, tiles, decode.tile_of(256), device) == expected
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("sink", [-3.0, 1.0, 200.0])
+@pytest.mark.parametrize("case", [CASES[i] for i in (0, 2, 3, 6, 9, 11, 12)], ids=str)
+def test_sink_logits(case, sink, dtype):
+    """Beside those of slots, in one part and in many; far above them nothing is left."""
+    inputs = Inputs(case, dtype)
+    heads = case.kv_heads * case.group
+    sinks = torch.linspace(sink, sink + 2, heads).to(DEVICE, dtype)
+    out, expected = inputs.attend(sinks=sinks), plain_with_sinks(inputs, sinks)
+    tolerance = 1e-5 if dtype == torch.float32 else 3e-2
+    torch.testing.assert_close(out.double(), expected, rtol=tolerance, atol=tolerance)
+    if dtype == torch.float32 and sink < 100:
+        none = plain_with_sinks(inputs, torch.zeros_like(sinks))
+        assert (out - none).abs().max() > 1e-4  # a zero sink is another
+
+
+def plain_with_sinks(inputs: Inputs, sinks: Tensor) -> Tensor:
+    """A column of logits without a value."""
+    group, cap = inputs.case.group, inputs.case.softcap
+    keys, values = (x.double().repeat_interleave(group, 1) for x in (inputs.keys, inputs.values))
+    z = inputs.query.double() @ keys.mT * inputs.scaling
+    z = z if cap is None else cap * torch.tanh(z / cap)
+    z = z.masked_fill(~visible(z.shape[-2], z.shape[-1]), float("-inf"))
+    column = sinks.double()[:, None, None].expand(*z.shape[:-1], 1)
+    return torch.cat((z, column), -1).softmax(-1)[..., :-1] @ values
+
+
+def test_sink_logits_of_heads_that_hold_unequally_many_slots():
+    held, sinks = [3, 70, 33, 101], torch.tensor([0.5, -1.0, 2.0, 1.5, 0.0, 3.0], device=DEVICE)
+    heads = [Inputs(Case(1, 1, 3, 1, n, 64), torch.float32, n) for n in held]
+    whole = lambda x: x.as_strided((x.shape[2] + 5, *x.shape[3:]), x.stride()[2:])  # noqa: E731
+    keys, values = (torch.cat([whole(getattr(h, n)) for h in heads]) for n in ("keys", "values"))
+    starts = torch.tensor([0, *(n + 5 for n in held[:-1])]).cumsum(0).int().to(DEVICE)
+    out = decode.attend_ragged(
+        torch.cat([h.query for h in heads]).view(2, 6, 1, 64), keys, values, starts,
+        torch.tensor(held).int().to(DEVICE), heads[0].scaling, sinks=sinks,
+    )  # fmt: skip
+    for i, (head, inputs) in enumerate(zip(out.reshape(4, 1, 3, 1, 64), heads, strict=True)):
+        expected = plain_with_sinks(inputs, sinks.view(2, 3)[i % 2])
+        torch.testing.assert_close(head.double(), expected, rtol=1e-5, atol=1e-5)
+
+
 def test_a_length_can_be_an_int():
     inputs = Inputs(Case(2, 1, 2, 1, 90, 64), torch.float32)
     pool = Inputs(Case(2, 1, 2, 1, 120, 64), torch.float32, seed=1)

@@ -104,7 +104,11 @@ def exact(policy: Policy, obs: Observation, magnitude: bool = False) -> Tensor:
     z = z if obs.softcap is None else obs.softcap * (z / obs.softcap).tanh()
     times = obs.num_tokens - q.shape[3] + torch.arange(q.shape[3], device=k.device)
     hidden = obs.positions[:, :, None, None] > times[:, None]
-    p = z.masked_fill(hidden, -torch.inf).softmax(-1)
+    p = z.masked_fill(hidden, -torch.inf)
+    if obs.sinks is not None:
+        column = obs.sinks.double().view(1, -1, q.shape[2], 1, 1).expand(*p.shape[:-1], 1)
+        p = torch.cat((p, column), -1)
+    p = p.softmax(-1)[..., : k.shape[2]]
     z = z.masked_fill(hidden, 0)
     a, square = p @ v[:, :, None], v.square().sum(-1)[:, :, None, None]
     along = a @ v[:, :, None].mT
@@ -219,6 +223,37 @@ def test_sums_of_attention(shape):
     obs = observe(shape)
     check(SnapKV(kernel=1, group="sum"), obs)
     check(TOVA(group="max"), obs)
+
+
+WITH_SINKS = [DropKV(kernel=1), AnDPro(), SnapKV(kernel=1), TOVA(group="max"), H2O()]
+
+
+def sunk(obs: Observation) -> Observation:
+    """A sink logit for each query head, far apart; state as H2O has it."""
+    sinks = torch.linspace(-2, 4, obs.queries.shape[1], device=DEVICE)
+    return replace(
+        obs, sinks=sinks, state={"accumulated": torch.zeros(obs.positions.shape, device=DEVICE)}
+    )
+
+
+@pytest.mark.slow(keep=8)
+@pytest.mark.parametrize("shape", SHAPES[1:8], ids=ids[1:8])
+@pytest.mark.parametrize("policy", WITH_SINKS, ids=lambda policy: type(policy).__name__)
+def test_sink_logits_stand_in_the_denominator(policy, shape):
+    obs = sunk(observe(shape))
+    check(policy, obs)
+    if isinstance(policy, SnapKV):
+        check(policy, replace(obs, saliency=OBCache("joint")))
+
+
+@pytest.mark.slow(keep=5)
+@pytest.mark.parametrize("fault", ["no sinks", "zero sinks", "another head's"])
+@pytest.mark.parametrize("policy", WITH_SINKS, ids=lambda policy: type(policy).__name__)
+def test_a_sink_that_is_forgotten_in_the_denominator_is_seen(policy, fault):
+    obs = sunk(observe(SHAPES[3]))
+    wrong = {"no sinks": None, "zero sinks": 0 * obs.sinks, "another head's": obs.sinks.flip(0)}
+    found = twin(policy, replace(obs, sinks=wrong[fault]))
+    assert excess(policy, obs, found)[0].max() > 10
 
 
 @each_shape

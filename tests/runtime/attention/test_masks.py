@@ -189,7 +189,6 @@ def test_modules_that_are_not_causal():
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"s_aux": torch.zeros(4)}, "attention sinks"),
         ({"cu_seq_lens_q": torch.tensor([0, 10])}, "leave cu_seq_lens_q out"),
         ({"is_causal": False}, "causal"),
         ({"position_bias": torch.zeros(1)}, "position_bias"),

@@ -1,0 +1,627 @@
+"""Models whose attention has a learned sink logit per query head: gpt-oss, Granite SWA.
+
+Under the cap they give what eager attention over the kept tokens gives, and policies that score by
+attention see its weights with the sink's share taken off.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import warnings
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from conftest import SIZES, small_policy
+from observations import attention_by_loops, observe, same
+from reference import NAME, STEPS, ReferenceLayer, Setting
+from safetensors.torch import load_file, save_file
+from tools import runtime_of
+from torch import Tensor
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
+from transformers.cache_utils import Cache
+
+import kvcap
+from kvcap.evals.measure import allocator_peak
+from kvcap.export.decoder.spec import layout_for
+from kvcap.export.graphs.shape import model_sizes
+from kvcap.kernels import use
+from kvcap.policies.saliencies.obcache import OBCache
+from kvcap.runtime.attention import functions
+from kvcap.runtime.attention.functions import attend, attend_with_lse, attention_forward, causal
+from kvcap.runtime.backends.pytorch.cuda_graphs import why_unsteady
+from kvcap.runtime.backends.pytorch.loop import BlockLoop
+from kvcap.runtime.errors import NotExportable, UnsupportedModel
+from kvcap.runtime.models.config import SINKS, ModelShape
+from kvcap.runtime.models.files import load_config, load_model
+from kvcap.runtime.models.fused.decoder import decoder_of
+from kvcap.runtime.models.rope import Rotation
+from kvcap.runtime.models.weights import held_weights, weigh
+from kvcap.runtime.planning.dry_run import rehearse_block
+from kvcap.runtime.session.session import Session
+
+OLD = transformers.__version__ < "5"
+WINDOW = 24
+FAMILIES: dict[str, dict[str, Any]] = {
+    "gpt_oss": {
+        "num_hidden_layers": 3,
+        "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "rope_parameters": {
+            "rope_type": "yarn", "rope_theta": 150000.0, "factor": 8.0, "beta_fast": 32.0,
+            "beta_slow": 1.0, "truncate": False, "original_max_position_embeddings": 32,
+        },
+    },
+    "granite_swa": {
+        "num_hidden_layers": 4,
+        "layer_types": ["full_attention", "sliding_attention"] * 2,
+        "layer_rope_theta": [5e5, 1e4, 0, 1e4],  # its third layer has no positions
+        "attention_multiplier": 0.3,
+    },
+    "granitemoe_swa": {
+        "num_hidden_layers": 2,
+        "layer_types": ["full_attention", "sliding_attention"],
+        "num_local_experts": 4,
+        "attention_multiplier": 0.3,
+    },
+}  # fmt: skip
+POLICIES: dict[str, dict[str, Any]] = {
+    "keydiff": {},
+    "streaming_llm": {"sinks": 2},
+    "h2o": {},
+    "snapkv": {"window": 4, "kernel": 3, "pool": "avg"},
+    "dropkv": {"window": 4, "kernel": 3, "pool": "avg"},
+}
+
+
+def known(family: str) -> str:
+    """The family, where this transformers has it."""
+    if family not in CONFIG_MAPPING:
+        pytest.skip(f"this transformers has no {family}")
+    return family
+
+
+def tiny_config(family: str, **changes: Any) -> Any:
+    changes = {**FAMILIES[known(family)], **changes}
+    sizes = {**SIZES, "head_dim": 16, "sliding_window": WINDOW, **changes}
+    if family == "gpt_oss" and "rope_scaling" in vars(CONFIG_MAPPING[family]()):  # 4.57
+        rope = dict(sizes.pop("rope_parameters"))
+        sizes |= {"rope_theta": rope.pop("rope_theta"), "rope_scaling": rope}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return AutoConfig.for_model(family, **sizes)
+
+
+def tiny_model(
+    family: str, attention: str = "kvcap", dtype: torch.dtype = torch.float32, **changes: Any
+) -> Any:
+    """A random model whose sinks take a good part of attention."""
+    config = tiny_config(family, **changes)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=dtype)
+    for name, weight in model.named_parameters():
+        if name.endswith("sinks"):
+            torch.nn.init.normal_(weight, 1.0, 1.0)
+        elif weight.dim() == 1:
+            torch.nn.init.normal_(weight, 1.0 if "norm" in name else 0.0, 0.1)
+        else:
+            torch.nn.init.normal_(weight, 0.0, 0.15)
+    return model.eval()
+
+
+def close(a: Tensor, b: Tensor, tolerance: float = 1e-4) -> None:
+    torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
+
+
+# The reference, with a sink in the softmax and layers that slide ----------------------------------
+
+
+class SinkLayer(ReferenceLayer):
+    """Plain attention with a sink; where it slides, over its last tokens whatever the policy."""
+
+    def __init__(self, setting: Setting, inv_freq: Tensor | None, index: int, layer: Any) -> None:
+        super().__init__(setting, inv_freq, index)
+        self.window = getattr(layer, "sliding_window", None)
+        self.sink_logits = layer.sinks.double().tolist()
+
+    def position(self, slots: Any, time: int) -> int:
+        return time if self.window is not None else super().position(slots, time)
+
+    def row(self, h: int, k: int, time: int, scaling: float, slots: Any = None) -> list[float]:
+        held = self.heads[k]
+        q = self.place(self.queries[h][time], self.position(held, time))
+        logits = []
+        for s in held:
+            z = float(q @ self.place(s.key, self.position(held, s.time))) * scaling
+            far = self.window is not None and time - s.time >= self.window
+            logits.append(-math.inf if far or s.time > time else z)
+        top = max(*logits, self.sink_logits[h])
+        exps = [math.exp(z - top) for z in logits]
+        return [e / (sum(exps) + math.exp(self.sink_logits[h] - top)) for e in exps]
+
+    def evict(self, group: int, length: int, scaling: float) -> None:
+        if self.window is None:
+            self.scaling = scaling
+            super().evict(group, length, scaling)
+
+    def recents(self) -> int:
+        dropkv = self.setting.policy == "dropkv"
+        return self.setting.options["window"] if dropkv else super().recents()
+
+    def score(self, k: int, group: int, rows: Any) -> list[float]:
+        if self.setting.policy != "dropkv":
+            return super().score(k, group, rows)
+        slots, window = self.heads[k], self.setting.options["window"]
+        cost = [0.0] * len(slots)
+        for h in range(k * group, (k + 1) * group):
+            for time in range(max(0, self.seen - window), self.seen):
+                weights = self.row(h, k, time, self.scaling)
+                out = sum(p * s.value for p, s in zip(weights, slots, strict=True))
+                for j, (p, s) in enumerate(zip(weights, slots, strict=True)):
+                    moved = float((out - s.value).square().sum())
+                    cost[j] += (p / (1 - p + 1e-6)) ** 2 * moved / group
+        before = sum(s.time < self.seen - window for s in slots)
+        near = [cost[max(0, j - 1) : min(before, j + 2)] for j in range(before)]
+        return [sum(x) / len(x) for x in near] + cost[before:]
+
+
+class SinkCache(Cache):
+    def __init__(self, model: Any, setting: Setting) -> None:
+        super().__init__(
+            layers=[
+                SinkLayer(setting, frequencies(model, i), i, layer.self_attn)
+                for i, layer in enumerate(model.model.layers)
+            ]
+        )
+
+
+def rotary(model: Any, index: int) -> Any:
+    """The model's own rotary embedding of a layer; None: it has no positions."""
+    thetas = getattr(model.config, "layer_rope_theta", None)
+    if thetas is None:
+        return model.model.rotary_emb
+    return dict(zip(sorted({*thetas} - {0}), model.model.rotary_embs, strict=True)).get(
+        thetas[index]
+    )
+
+
+def frequencies(model: Any, index: int) -> Tensor | None:
+    own = rotary(model, index)
+    return None if own is None else own.inv_freq.double()
+
+
+def both(
+    family: str, policy: str, positions: str, block: int = 6, tokens: int = 30
+) -> tuple[Any, Any, Tensor, Tensor]:
+    """A capped cache and the reference that read the same, and their logits."""
+    setting = Setting(policy, 12, positions, POLICIES[policy])
+    ids = 3 + torch.randperm(50, generator=torch.Generator().manual_seed(3))[None, :tokens]
+    model = tiny_model(family)
+    eviction = kvcap.load_policy(policy, **POLICIES[policy])
+    cache = kvcap.BudgetCache(model.config, 12, block, eviction, positions=positions)
+    loop, parts = BlockLoop(model, cache), [*ids.split(block, 1), *STEPS]
+    logits = torch.cat([loop.read(part) for part in parts])
+    slow = tiny_model(family, NAME)
+    reference = SinkCache(slow, setting)
+    with torch.no_grad():
+        expected = [slow(x, past_key_values=reference, logits_to_keep=1).logits for x in parts]
+    return cache, reference, logits, torch.cat(expected)[:, -1]
+
+
+def kept(cache: Any) -> dict[int, list[list[int]]]:
+    places = [i for i, layer in enumerate(cache.layers) if layer in cache.capped_layers]
+    held = [layer.segments[0].positions[0] for layer in cache.capped_layers]
+    return {i: [sorted(head.tolist()) for head in x] for i, x in zip(places, held, strict=True)}
+
+
+def expected_kept(reference: Any, index: int) -> list[list[int]]:
+    return [[slot.time for slot in slots] for slots in reference.layers[index].heads]
+
+
+@pytest.mark.slow(keep=10)
+@pytest.mark.parametrize("positions", ["compact", "true"])
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_and_kept_tokens_past_the_budget(family, policy, positions):
+    cache, reference, logits, expected = both(family, policy, positions)
+    assert cache.held == 12
+    for index, held in kept(cache).items():
+        assert held == expected_kept(reference, index)
+    close(logits, expected)
+
+
+def off(got: tuple[Any, Any, Tensor, Tensor]) -> bool:
+    cache, reference, logits, expected = got
+    differ = [held != expected_kept(reference, i) for i, held in kept(cache).items()]
+    return any(differ) or bool((logits - expected).abs().max() > 1e-2)
+
+
+@pytest.mark.parametrize("fault", ["zero", "ignored", "of capped layers", "another head's"])
+def test_faults_of_attention_are_seen(fault, monkeypatch):
+    right = functions.with_sinks
+    wrong = {
+        "zero": lambda out, lse, sinks: right(out, lse, 0 * sinks),
+        "ignored": lambda out, lse, sinks: out,
+        "another head's": lambda out, lse, sinks: right(out, lse, sinks.roll(1)),
+    }
+    if fault == "of capped layers":
+        whole = kvcap.runtime.cache.layer.BudgetLayer.attend
+        monkeypatch.setattr(
+            kvcap.runtime.cache.layer.BudgetLayer, "attend",
+            lambda self, *args: whole(self, *args[:-1], None),
+        )  # fmt: skip
+    else:
+        monkeypatch.setattr(functions, "with_sinks", wrong[fault])
+    assert off(both("gpt_oss", "keydiff", "compact"))
+
+
+@pytest.mark.parametrize("policy", ["h2o", "snapkv", "dropkv"])
+def test_a_sink_forgotten_in_the_denominator_of_scores_is_seen(policy, monkeypatch):
+    observe_layer = kvcap.runtime.cache.evictor.Evictor._observe
+    monkeypatch.setattr(
+        kvcap.runtime.cache.evictor.Evictor, "_observe",
+        lambda *args: replace(observe_layer(*args), sinks=None),
+    )  # fmt: skip
+    assert off(both("gpt_oss", policy, "compact", tokens=48))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_uncapped_calls_give_eagers_logits(family, tokens):
+    ids = tokens(60, batch=2)
+    with torch.no_grad():
+        close(tiny_model(family)(ids).logits, tiny_model(family, "eager")(ids).logits, 5e-5)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("block", [1, 7, 60])
+def test_logits_equal_the_uncapped_model_while_tokens_fit(family, block, tokens):
+    ids = tokens(60)
+    model = tiny_model(family)
+    cache = kvcap.BudgetCache(model.config, 64, block, "snapkv")
+    with torch.no_grad():
+        parts = [model(part, past_key_values=cache).logits for part in ids.split(block, 1)]
+        close(torch.cat(parts, 1), tiny_model(family, "eager")(ids).logits)
+
+
+@pytest.mark.slow(keep=1)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_low_precision_is_as_near_as_eager(family, tokens):
+    ids = tokens(60)
+    with torch.no_grad():
+        exact = tiny_model(family, "eager")(ids).logits
+        eager = tiny_model(family, "eager", torch.bfloat16)(ids).logits.float()
+        model = tiny_model(family, dtype=torch.bfloat16)
+        cache = kvcap.BudgetCache(model.config, 64, 60)
+        got = model(ids, past_key_values=cache).logits.float()
+    assert (got - exact).abs().max() <= 2 * (eager - exact).abs().max()
+
+
+@pytest.mark.slow(keep=2)
+@pytest.mark.parametrize("policy", ["keydiff", "h2o", "snapkv+adakv", "duoattention"])
+def test_kernels_give_what_eager_code_gives(policy, tokens):
+    """Blocks, single tokens, heads that hold unequally many slots: by the Triton kernels."""
+    found = []
+    for choice in ("eager", "triton"):
+        with use(choice):
+            found.append(run("gpt_oss", policy, tokens(40)))
+    close(*found, 2e-4)
+
+
+def run(family: str, policy: str, ids: Tensor) -> Tensor:
+    model = tiny_model(family)
+    eviction = small_policy(policy, model.config) if "+" not in policy else kvcap.load_policy(
+        policy, window=4, kernel=3, pool="avg"
+    )  # fmt: skip
+    loop = BlockLoop(model, kvcap.BudgetCache(model.config, 16, 8, eviction))
+    return torch.cat([loop.read(part) for part in [*ids.split(8, 1), *STEPS]])
+
+
+# Rotations ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_key_moves_exactly(family):
+    """A key read at p + 37 and moved back by 37 is the key read at p, in every layer."""
+    model = tiny_model(family)
+    shape = ModelShape.of(model.config)
+    apply = importlib.import_module(type(model).__module__).apply_rotary_pos_emb
+    keys, positions = torch.randn(1, 2, 50, 16), torch.arange(50)[None]
+    for i, layer in enumerate(shape.layers):
+        own = rotary(model, i)
+        assert (own is None) == (layer.rope is None)
+        if own is None:
+            continue
+        near, far = (apply(keys, keys, *own(keys, at))[1] for at in (positions, positions + 37))
+        torch.testing.assert_close(layer.rope.inv_freq, own.inv_freq)
+        moved = Rotation(layer.rope.inv_freq, 40, "cpu").back(far, torch.full((1, 2, 50), 37))
+        assert (moved - near).norm() <= 1e-5 * near.norm()
+
+
+def test_full_layers_of_several_frequencies_are_refused_by_name():
+    config = tiny_config("granite_swa", layer_rope_theta=[5e5, 1e4, 1e4, 1e4])
+    with pytest.raises(UnsupportedModel, match=r"rope_theta 10000, 500000.*whose full layers"):
+        kvcap.BudgetCache(config, 12, 6)
+
+
+# Attention by itself ------------------------------------------------------------------------------
+
+
+def plain(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, mask: Tensor | None) -> Tensor:
+    group = q.shape[1] // k.shape[1]
+    k, v = (x.double().repeat_interleave(group, 1) for x in (k, v))
+    z = q.double() @ k.mT * 0.3
+    z = z if mask is None else z.masked_fill(~mask, -math.inf)
+    column = sinks.double().view(1, -1, 1, 1).expand(*z.shape[:-1], 1)
+    return torch.cat((z, column), -1).softmax(-1)[..., :-1] @ v
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("sizes", [(1, 2, 3, 1, 17), (2, 2, 2, 5, 33), (2, 1, 4, 9, 9)], ids=str)
+@pytest.mark.parametrize("masked", [None, "bool", "additive", "a batch's"])
+def test_attention_with_sinks(sizes, masked, dtype):
+    batch, kv_heads, group, length, slots = sizes
+    q = torch.randn(batch, kv_heads * group, length, 16, dtype=dtype)
+    pool = torch.randn(2, batch, kv_heads, slots + 3, 16, dtype=dtype)
+    k, v = pool[:, :, :, :slots]
+    sinks = torch.linspace(-2, 3, kv_heads * group).to(dtype)
+    seen = causal(length, slots, q.device)
+    given = None if masked is None else seen
+    if masked == "additive":
+        given = torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(torch.float32).min)
+    elif masked == "a batch's":
+        seen = given = seen.repeat(batch, 1, 1, 1)
+        seen[0, ..., 0] = slots == length  # a slot that the first sequence alone does not see
+    got = attend(q, k, v, 0.3, mask=given, sinks=sinks)
+    tolerance = 1e-5 if dtype == torch.float32 else 3e-2
+    assert got.dtype == dtype
+    close(got.double(), plain(q, k, v, sinks, seen), tolerance)
+
+
+def test_no_matrix_of_queries_times_slots_on_a_cpu(monkeypatch):
+    """Neither masked nor unmasked attention has a workspace [B, H, T, n]."""
+    heads, length, slots = 8, 256, 2048
+    q, k = torch.randn(1, heads, length, 16), torch.randn(1, 2, slots, 16)
+    peak = allocator_peak(lambda: attend(q, k, k, 0.3, sinks=torch.zeros(heads)))
+    assert peak < heads * length * slots * 4 / 3
+
+
+def test_attention_over_some_slots():
+    """As many as a number on the device says."""
+    q, k, sinks = torch.randn(1, 4, 3, 16), torch.randn(1, 2, 20, 16), torch.randn(4)
+    got = functions.attend_to_some(q, k, k, torch.tensor(11), 0.3, sinks=sinks)
+    held = k[:, :, :11]
+    close(got.double(), plain(q, held, held, sinks, causal(3, 11, q.device)), 1e-5)
+
+
+def test_gradients_reach_sinks_and_keys():
+    """Uncapped training: the fused operator knows no gradient of the log-sum-exp."""
+    q, k = torch.randn(1, 4, 5, 16), torch.randn(1, 2, 5, 16, requires_grad=True)
+    sinks = torch.randn(4, requires_grad=True)
+    out, _ = attention_forward(torch.nn.Module(), q, k, k, None, 0.3, s_aux=sinks)
+    exact = plain(q, k, k, sinks, causal(5, 5, q.device)).transpose(1, 2)
+    own = torch.autograd.grad(out.square().sum(), (k, sinks))
+    for got, expected in zip(
+        own, torch.autograd.grad(exact.square().sum(), (k, sinks)), strict=True
+    ):
+        close(got, expected)
+
+
+def test_the_log_sum_exp_is_the_same_either_way():
+    q, k = torch.randn(2, 4, 5, 16), torch.randn(2, 2, 11, 16)
+    mask = causal(5, 11, q.device)
+    fused, slow = (attend_with_lse(x, k, k, 0.3, None, mask) for x in (q, q.requires_grad_()))
+    close(fused[0], slow[0].detach(), 1e-5)
+    close(fused[1], slow[1].detach(), 1e-5)
+
+
+# Scores -------------------------------------------------------------------------------------------
+
+
+def test_attention_weights_of_an_observation_have_the_sink_in_their_denominator():
+    obs = observe()
+    sinks = torch.tensor([-1.0, 0.5, 2.0, 4.0])
+    weights = attention_by_loops(obs)
+    lse = obs.logits.masked_fill(~obs.visible, -math.inf).logsumexp(-1, keepdim=True)
+    expected = weights * torch.sigmoid(lse.double() - sinks.view(1, 2, 2, 1, 1))
+    sunk = replace(obs, sinks=sinks)
+    same(sunk.attention, expected)
+    same(sunk.output, (expected.flatten(2, 3) @ obs.values.double()).view_as(sunk.output))
+    with pytest.raises(AssertionError):
+        same(replace(obs, sinks=0 * sinks).attention, expected)
+
+
+def test_dropkv_is_the_change_of_the_output_with_a_sink_too():
+    """With one query the score is the squared change when a token alone is removed (Lemma 1)."""
+    obs = replace(observe(9, window=1, batch=1, group=1), sinks=torch.tensor([0.5, -1.0]))
+    cost = kvcap.load_policy("dropkv", window=1, kernel=1).policy.score(obs)
+    z = obs.logits[:, :, 0, 0].double()  # [1, K, n]
+    whole = obs.output[:, :, 0, 0].double()
+    for j in range(9):
+        others = [i for i in range(9) if i != j]
+        logits = torch.cat((z[..., others], obs.sinks.double()[None, :, None]), -1)
+        weights = logits.softmax(-1)[..., :-1]
+        without = (weights[..., None] * obs.values[:, :, others].double()).sum(2)
+        same(cost[:, :, j], (whole - without).square().sum(-1))
+
+
+def test_obcache_weighs_by_attention_with_the_sink():
+    obs = replace(observe(), sinks=torch.linspace(-1, 3, 4))
+    squares = obs.values.square().sum(-1)[:, :, None, None]
+    same(OBCache("value").weigh(obs), obs.attention.square() * squares)
+
+
+# A cache's life -----------------------------------------------------------------------------------
+
+
+def test_evicted_tokens_that_are_recalled_share_one_sink(tokens):
+    """CaliDrop that recomputes always and forgets nothing is full attention."""
+    ids = tokens(50)
+    model = tiny_model("gpt_oss")
+    options = {"theta1": 1.0, "theta2": 1.0, "calibration_size": 64, "window": 4, "kernel": 3}
+    eviction = kvcap.load_policy("calidrop", **options)
+    cache = kvcap.BudgetCache(model.config, 12, 6, eviction, positions="true")
+    loop = BlockLoop(model, cache)
+    logits = torch.cat([loop.read(part) for part in ids.split(6, 1)])
+    with torch.no_grad():
+        expected = tiny_model("gpt_oss", "eager")(ids).logits[0]
+    ends = [min(i + 6, 50) - 1 for i in range(0, 50, 6)]
+    close(logits, expected[ends], 2e-4)
+
+
+@pytest.mark.parametrize("positions", ["compact", "true"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_planned_bytes_are_held_bytes(family, positions, tokens):
+    model = tiny_model(family)
+    cache = kvcap.BudgetCache(model.config, 16, 8, "h2o", positions=positions)
+    loop = BlockLoop(model, cache)
+    loop.prefill(tokens(80))
+    plan = kvcap.MemoryPlan.of(
+        model.config, policy="h2o", kv_budget_tokens=16, block_size=8, dtype=torch.float32,
+        positions=positions,
+    )  # fmt: skip
+    assert cache.nbytes == plan.cache_bytes
+    assert loop.peak_bytes <= plan.cache_bytes
+    assert plan.weights == held_weights(model).nbytes
+
+
+@pytest.mark.slow(keep=2)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_workspace_is_found_by_a_dry_run(family, dtype, tokens):
+    """Experts' products and fused attention have sizes without data."""
+    model = tiny_model(family, dtype=dtype, hidden_size=128, intermediate_size=320)
+    cache = kvcap.BudgetCache(model.config, 120, 40, "h2o").allocate(1, dtype, "cpu")
+    loop, ids = BlockLoop(model, cache), tokens(40)
+    while cache.seen < 240:
+        loop.read(ids)
+    native = [x for c in cache.sliding_layers.values() for x in (c.keys, c.values)]
+    left = sum(x.untyped_storage().nbytes() for x in native)
+    peak = allocator_peak(lambda: (loop.read(ids), loop.read(ids))) - left
+    eviction = kvcap.load_policy("h2o")
+    if OLD:
+        with pytest.raises(UnsupportedModel, match="use transformers 5"):
+            rehearse_block(model.config, eviction, 120, 40, dtype, "compact")
+        return
+    expected = rehearse_block(model.config, eviction, 120, 40, dtype, "compact")
+    assert expected == pytest.approx(peak, rel=0.05)
+
+
+@pytest.mark.slow(keep=3)
+@pytest.mark.parametrize("policy", ["keydiff", "snapkv", "calidrop"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_loaded_session_goes_on_exactly(family, policy, tokens, tmp_path):
+    runtime = runtime_of(tiny_model(family), policy, 24, positions="compact")
+    session, ids = runtime.session(seed=1), tokens(84)
+    session._loop.prefill(ids[:, :66])
+    session.save(tmp_path / "s")
+    fork = Session.load(runtime, tmp_path / "s")
+    assert fork.cache.seen == 66
+    logits = [[one._loop.read(x) for x in ids[:, 66:].split(6, 1)] for one in (session, fork)]
+    assert torch.equal(torch.cat(logits[0]), torch.cat(logits[1]))
+
+
+@pytest.mark.parametrize("attention", ["kvcap", "eager"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_generate_equals_the_uncapped_model_while_tokens_fit(family, attention, tokens):
+    ids = tokens(30)
+    options = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 2,
+               "attention_mask": torch.ones_like(ids)}  # fmt: skip
+    expected = tiny_model(family, "eager").generate(ids, **options)
+    model = tiny_model(family, attention)
+    cache = kvcap.BudgetCache(model.config, 64, 16)
+    got = model.generate(ids, past_key_values=cache, prefill_chunk_size=16, **options)
+    assert got.tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_loaded_model_under_a_cap(family, tokens):
+    ids = tokens(60)
+    model = tiny_model(family, "eager")
+    options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 2}
+    with kvcap.cap(model, 24, 8, "snapkv") as capped:
+        said = model.generate(ids, attention_mask=torch.ones_like(ids), **options)[0, 60:].tolist()
+        assert capped.cache.held == 24
+    loop = BlockLoop(model := tiny_model(family), kvcap.BudgetCache(model.config, 24, 8, "snapkv"))
+    logits, expected = loop.prefill(ids), []
+    for _ in said:
+        expected.append(int(logits.argmax()))
+        logits = loop.read(logits.argmax(-1, keepdim=True))
+    assert said == expected
+
+
+# What does not run --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_neither_graphs_nor_the_fused_decoder_take_them(family):
+    model = tiny_model(family)
+    assert decoder_of(model) is None
+    whole = {"layer_types": ["full_attention"] * model.config.num_hidden_layers}
+    whole |= {"layer_rope_theta": None} if "granite" in family else {}
+    config = tiny_config(family, **whole)
+    assert why_unsteady(kvcap.BudgetCache(config, 16, 8)) == "attention has sink logits"
+    for one in (model.config, config):
+        with pytest.raises(NotExportable, match=f"{family} has sink logits.*PyTorch backend"):
+            layout_for(one, kvcap.load_policy("keydiff"), 16, 8)
+
+
+def test_no_graph_of_scores_is_exported(tmp_path):
+    tiny_config("gpt_oss").save_pretrained(tmp_path)
+    with pytest.raises(NotExportable, match="sink logits"):
+        model_sizes(str(tmp_path))
+
+
+def test_these_are_the_families_with_sinks():
+    assert set(FAMILIES) == set(SINKS)
+
+
+# MXFP4 --------------------------------------------------------------------------------------------
+
+
+def save_mxfp4(folder: Path) -> Any:
+    """As gpt-oss is published: experts in blocks of 32 numbers of 4 bits, with a scale each."""
+    model = tiny_model("gpt_oss", "eager", torch.bfloat16)
+    model.save_pretrained(folder)
+    found = load_file(folder / "model.safetensors")
+    for name in [name for name in found if name.endswith(("gate_up_proj", "down_proj"))]:
+        experts, inside, outside = found.pop(name).shape
+        blocks = (experts, outside, inside // 32)
+        found[f"{name}_blocks"] = torch.randint(0, 256, (*blocks, 16), dtype=torch.uint8)
+        found[f"{name}_scales"] = torch.randint(122, 126, blocks, dtype=torch.uint8)
+    save_file(found, folder / "model.safetensors", {"format": "pt"})
+    path = folder / "config.json"
+    method = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": method}))
+    return model
+
+
+FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+
+
+def test_mxfp4_checkpoints_are_unpacked_and_planned_so(tmp_path):
+    if OLD:
+        pytest.importorskip("accelerate")
+    save_mxfp4(tmp_path)
+    config = load_config(str(tmp_path))
+    planned = weigh(config, torch.bfloat16)
+    model = load_model(str(tmp_path), config, torch.bfloat16)
+    assert planned.source == "config, unpacked"
+    assert planned.nbytes == held_weights(model).nbytes
+    stored = load_file(tmp_path / "model.safetensors")
+    name = "model.layers.0.mlp.experts.down_proj"
+    packed, scales = stored[f"{name}_blocks"], stored[f"{name}_scales"]
+    numbers = torch.tensor([*FP4, *(-x for x in FP4)])
+    pairs = torch.stack((packed & 15, packed >> 4), -1).flatten(-2)  # [E, out, in / 32, 32]
+    whole = numbers[pairs.long()] * 2.0 ** (scales.float() - 127)[..., None]
+    torch.testing.assert_close(
+        model.model.layers[0].mlp.experts.down_proj.float(), whole.flatten(-2).mT, rtol=0, atol=0
+    )
+    ids = torch.randint(3, 90, (1, 20))
+    loop = BlockLoop(model, kvcap.BudgetCache(model.config, 12, 6))
+    assert loop.prefill(ids).isfinite().all()
