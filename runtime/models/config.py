@@ -163,10 +163,10 @@ class ModelShape:
     def uncapped(self) -> str:
         """The layers that are not capped, by index and kind, for messages."""
         told = {"sliding": "slide over a window of their own", "state": "keep a recurrent state",
-                "shared": "read the keys and values of earlier layers",
                 "none": "hold no keys and values"}  # fmt: skip
         kinds = [kind for kind in get_args(LayerKind) if kind in told and self.of_kind(kind)]
-        return ", ".join(f"{layers_named(self.of_kind(kind))} {told[kind]}" for kind in kinds)
+        words = [f"{layers_named(self.of_kind(kind))} {told[kind]}" for kind in kinds]
+        return ", ".join([*words, self.shared] if self.shared else words)
 
     @classmethod
     def of(cls, config: Any, slots: int = 0) -> ModelShape:
@@ -197,30 +197,34 @@ class ModelShape:
                     f"than it was built to, use at most {window} slots"
                 )
             full = "sliding_attention"
-        reads, ropes = read_layers(config, kinds), _ropes(config, kinds, trial)
-        sinks = family in SINKS if trial is None else trial.sinks
-        layers = []
-        for i, kind in enumerate(kinds):
-            if kind not in ATTENTIONS:
-                layers.append(LayerShape("state" if states[i] else "none", None, None, 0, 0,
-                                         states=states[i]))  # fmt: skip
-                continue
-            own: LayerKind = (
-                "shared" if reads[i] is not None else "capped" if kind == full else "sliding"
+        reads, sinks = read_layers(config, kinds), family in SINKS
+        sinks = sinks or (trial is not None and trial.sinks)
+        own: list[LayerKind] = [
+            ("state" if states[i] else "none") if kind not in ATTENTIONS
+            else "shared" if reads[i] is not None else "capped" if kind == full else "sliding"
+            for i, kind in enumerate(kinds)
+        ]  # fmt: skip
+        sizes = [
+            heads_of(layer_config(config, i))[1:] if kind in ATTENTIONS else (0, 0)
+            for i, kind in enumerate(kinds)
+        ]
+        kv_heads, head_size = _slot_sizes(
+            family, {sizes[i] for i, kind in enumerate(own) if kind == "capped"}
+        )
+        ropes = _ropes(config, kinds, trial)
+        layers = [
+            LayerShape(
+                kind=kind,
+                window=window if slides[i] else None,
+                rope=ropes[i] if kinds[i] in ATTENTIONS else None,
+                kv_heads=sizes[i][0],
+                head_size=sizes[i][1],
+                reads=reads[i],
+                states=states[i],
+                sinks=sinks and kinds[i] in ATTENTIONS,
             )
-            _, kv_heads, head_size = heads_of(layer_config(config, i))
-            layers.append(
-                LayerShape(
-                    kind=own,
-                    window=window if slides[i] else None,
-                    rope=ropes[i],
-                    kv_heads=kv_heads,
-                    head_size=head_size,
-                    reads=reads[i],
-                    sinks=sinks,
-                )
-            )
-        kv_heads, head_size = _slot_sizes(family, layers)
+            for i, kind in enumerate(own)
+        ]
         return cls(
             family=family,
             layers=tuple(layers),
@@ -334,13 +338,12 @@ def read_layers(config: Any, kinds: list[str]) -> list[int | None]:
     return [None if i < own else last[kind] for i, kind in enumerate(kinds)]
 
 
-def _slot_sizes(family: str, layers: Sequence[LayerShape]) -> tuple[int, int]:
+def _slot_sizes(family: str, sizes: set[tuple[int, int]]) -> tuple[int, int]:
     """KV heads and head size of the capped layers, which are alike.
 
     Raises:
         UnsupportedModel: they are not, or there are none.
     """
-    sizes = {(layer.kv_heads, layer.head_size) for layer in layers if layer.kind == "capped"}
     if not sizes:
         raise refusal(
             family,
@@ -353,7 +356,7 @@ def _slot_sizes(family: str, layers: Sequence[LayerShape]) -> tuple[int, int]:
             "the layers that could be capped have KV heads of different numbers and sizes, "
             f"{', '.join(f'{k} of {d}' for k, d in sorted(sizes))}",
         )
-    return sizes.pop()
+    return next(iter(sizes))
 
 
 def _mlp_size(config: Any) -> int:

@@ -220,8 +220,8 @@ def beside_the_reference(
     for index in cache.layout.shape.capped:
         rope = cache.layout.shape.layers[index].rope
         rotary = getattr(plain.model, "rotary_emb", None) or getattr(plain.model, "pos_emb", None)
-        # Where keys cannot be moved, positions are true and keys stay as they were read.
-        inv_freq = None if rope is None or rope.inv_freq is None else rotary.inv_freq
+        name = "inv_freq" if hasattr(rotary, "inv_freq") else "full_attention_inv_freq"  # LFM3
+        inv_freq = None if rope is None else getattr(rotary, name)
         reference.layers[index] = KeptLayer(inv_freq, positions == "compact")
     worst = 0.0
     steps = ids.shape[1] - 4  # single tokens at the end, as in generation
@@ -238,7 +238,6 @@ def beside_the_reference(
 
 
 MODES = [(family, mode) for family in FAMILIES for mode in ("compact", "true")]
-MODES.remove(("lfm3", "compact"))  # its RoPE is no type whose keys can be moved
 
 
 @pytest.mark.slow(keep=9)
@@ -291,7 +290,7 @@ def test_moved_keys_are_those_read_there(family, tokens):
     shape = ModelShape.of(model.config)
     rope = shape.layers[shape.capped[0]].rope
     if rope is None or rope.inv_freq is None:
-        assert family in ("olmo_hybrid", "granitemoehybrid", "nemotron_h", "lfm3")
+        assert family in ("olmo_hybrid", "granitemoehybrid", "nemotron_h")
         return
     keys = []
     for start in (5, 42):
@@ -312,13 +311,12 @@ def test_moved_keys_are_those_read_there(family, tokens):
 def test_planned_bytes_are_held(family, dtype, tokens):
     """And a state has the type that the model makes, as transformers' own cache shows."""
     model, ids = tiny_model(family, dtype=dtype), tokens(60, batch=2)
-    positions = "true" if family == "lfm3" else "compact"
     plan = kvcap.MemoryPlan.of(
-        model.config, kv_budget_tokens=16, block_size=8, dtype=dtype, positions=positions, batch=2
+        model.config, kv_budget_tokens=16, block_size=8, dtype=dtype, positions="compact", batch=2
     )
-    cache = kvcap.BudgetCache(model.config, 16, 8, positions=positions)
+    cache = kvcap.BudgetCache(model.config, 16, 8)
     in_blocks(BlockLoop(model, cache), ids)
-    early = kvcap.BudgetCache(model.config, 16, 8, positions=positions)
+    early = kvcap.BudgetCache(model.config, 16, 8)
     early.allocate(2, dtype, "cpu")
     states = sum(
         layer.named[x].nbytes for layer in cache.state_layers.values() for x in layer.named
@@ -349,7 +347,7 @@ def test_a_dry_run_finds_the_workspace(family):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_loaded_session_goes_on_to_the_bit(family, tokens, tmp_path):
     model, ids = tiny_model(family), tokens(80)
-    runtime = runtime_of(model, positions="true" if family == "lfm3" else "compact")
+    runtime = runtime_of(model, positions="compact")
     session = runtime.session(seed=1)
     in_blocks(session._loop, ids[:, :60])
     session.save(tmp_path / "s")
