@@ -13,7 +13,7 @@ from kvcap.runtime.models.rope import Rope, rope_of
 
 FAMILIES = (
     "gemma", "gemma2", "gemma3_text", "granite", "llama", "mistral", "olmo2", "phi3", "qwen2",
-    "qwen3", "smollm3", "starcoder2",
+    "qwen2_5_vl_text", "qwen2_vl_text", "qwen3", "qwen3_vl_text", "smollm3", "starcoder2",
 )  # fmt: skip
 
 

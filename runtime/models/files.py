@@ -5,10 +5,13 @@ Nothing in it is executed: no pickles and no code of its own; templates run in a
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from safetensors import SafetensorError
 from transformers import (
     CONFIG_MAPPING,
@@ -18,6 +21,7 @@ from transformers import (
     GenerationConfig,
     PretrainedConfig,
 )
+from transformers.utils import logging
 
 from kvcap.runtime.errors import (
     ModelFilesBroken,
@@ -28,7 +32,8 @@ from kvcap.runtime.errors import (
 from kvcap.runtime.files import check_folder
 from kvcap.runtime.models.config import FAMILIES, ModelShape
 from kvcap.runtime.models.quantised import UNPACKED, quantisation, unpacking
-from kvcap.runtime.models.weights import refuse_misfits
+from kvcap.runtime.models.weights import read_headers, refuse_misfits
+from kvcap.runtime.models.wrappers import NAMES, is_wrapper, text_config
 from kvcap.runtime.types import ATTENTION, NEUTRAL
 
 VOCABULARIES = ("tokenizer.json", "tokenizer.model", "tekken.json", "vocab.json", "vocab.txt")
@@ -36,7 +41,7 @@ MOST_LAYERS = 10_000  # a config with more would fill the memory before it could
 
 
 def load_config(where: str) -> Any:
-    """The model's config, checked.
+    """The model's config, checked; of a wrapper, that of its text model.
 
     Raises:
         ModelNotFound: no such directory or repository, or it holds no config.
@@ -82,17 +87,36 @@ def _checked(where: str, given: dict[str, Any]) -> Any:
         raise UnsupportedModel(
             f"model type {kind!r} is not known{own}; supported: {', '.join(FAMILIES)}"
         )
-    if (layers := given.get("num_hidden_layers", 0)) > MOST_LAYERS:
-        raise ValueError(f"it asks for {layers:,} layers")
+    for part in (given, *(part for part in given.values() if isinstance(part, dict))):
+        if (layers := part.get("num_hidden_layers", 0)) > MOST_LAYERS:
+            raise ValueError(f"it asks for {layers:,} layers")
     if given.get("transformers_weights") is not None:
         raise ValueError("it names other files of weights, in transformers_weights")
     config = AutoConfig.from_pretrained(where, trust_remote_code=False)
+    if is_wrapper(config):
+        config = _text_of(config)
     config._attn_implementation = ATTENTION  # it may name a kernel, which would be fetched and run
     dtype = getattr(config, "dtype", None)
     if dtype is not None and not (dtype.is_floating_point and dtype.itemsize > 1):
         raise ValueError(f"models do not run in {dtype}")
-    ModelShape.of(config.get_text_config(decoder=True))
+    ModelShape.of(config)
     return config
+
+
+def _text_of(wrapper: Any) -> Any:
+    """The config of a wrapper's text model.
+
+    Raises:
+        UnsupportedModel: it does not run, saying which wrapper it is of.
+    """
+    text = text_config(wrapper)
+    try:
+        ModelShape.of(text)
+    except UnsupportedModel as error:
+        raise UnsupportedModel(
+            f"{wrapper.model_type!r} reads more than text, around a text model: {error}"
+        ) from error
+    return text
 
 
 def load_tokenizer(where: str) -> Any:
@@ -151,17 +175,22 @@ def load_model(where: str, config: Any, dtype: torch.dtype) -> Any:
     method = quantisation(config)
     if method in UNPACKED:
         config = unpacking(config)
+    wrapped = PretrainedConfig.get_config_dict(where)[0].get("model_type") != config.model_type
+    if wrapped and transformers.__version__ < "5":
+        _check_names(where)
     try:
-        model, report = AutoModelForCausalLM.from_pretrained(
-            where,
-            config=config,
-            dtype=dtype,
-            attn_implementation=ATTENTION,
-            use_safetensors=True,
-            trust_remote_code=False,
-            ignore_mismatched_sizes=True,  # named below
-            output_loading_info=True,
-        )
+        with _quiet(wrapped):
+            model, report = AutoModelForCausalLM.from_pretrained(
+                where,
+                config=config,
+                dtype=dtype,
+                attn_implementation=ATTENTION,
+                use_safetensors=True,
+                trust_remote_code=False,
+                ignore_mismatched_sizes=True,  # named below
+                output_loading_info=True,
+                key_mapping=NAMES if wrapped else None,
+            )
     except ImportError as error:
         raise UnsupportedModel(
             f"{where!r} needs a package that is not installed: {first_line(error)}"
@@ -178,10 +207,33 @@ def load_model(where: str, config: Any, dtype: torch.dtype) -> Any:
     lost = {name for name, parameter in model.named_parameters() if parameter.is_meta}
     wrong = [x if isinstance(x, str) else x[0] for x in report["mismatched_keys"]]  # 4.57: names
     refuse_misfits(lost.union(report["missing_keys"]), wrong)
+    if wrapped:  # transformers would save it under patterns turned around; it is a model by itself
+        vars(model).pop("_weight_conversions", None)
     if method in UNPACKED:  # into bfloat16, whatever was asked for
         for parameter in model.parameters():
             parameter.data = parameter.data.to(dtype)
     return model
+
+
+def _check_names(where: str) -> None:
+    """Refuse a wrapper's files whose names transformers 4.57 cannot give to the text model."""
+    if not any(name.startswith("model") for name in read_headers(where) or ["model"]):
+        raise UnsupportedModel(
+            f"transformers {transformers.__version__} cannot load the text model of {where!r} "
+            "without its wrapper; install transformers 5"
+        )
+
+
+@contextmanager
+def _quiet(wrapped: bool) -> Iterator[None]:
+    """Keep transformers from listing the tensors of a wrapper that are left out on purpose."""
+    level = logging.get_verbosity()
+    try:
+        if wrapped:
+            logging.set_verbosity_error()
+        yield
+    finally:
+        logging.set_verbosity(level)
 
 
 def _broken(where: str, what: str, error: Exception) -> ModelFilesBroken:

@@ -26,6 +26,7 @@ from kvcap.dtypes import NAMES, SAFETENSORS
 from kvcap.runtime.errors import ModelFilesBroken, first_line
 from kvcap.runtime.files import read_json
 from kvcap.runtime.models.quantised import UNPACKED, parts, quantisation
+from kvcap.runtime.models.wrappers import text_config, text_name
 from kvcap.runtime.types import ATTENTION
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -82,10 +83,12 @@ def read_headers(where: str) -> Headers | None:
 def weigh(config: Any, dtype: torch.dtype, headers: Headers | None = None) -> Weights:
     """The bytes that a model's weights take once they are loaded; tied parameters count once.
 
-    Quantised weights count as they are in their files, except those that are `UNPACKED`.
+    Quantised weights count as they are in their files, except those that are `UNPACKED`. Of a
+    wrapper's files only the text model's tensors count, as no others are loaded.
 
     Args:
-        config: the model's transformers config, from which weights without headers are counted.
+        config: the model's config from `load_config`, from which weights without headers are
+            counted; of a wrapper, its text model alone is.
         dtype: that the model is loaded in.
         headers: from `read_headers`; they must have all tensors that the model needs.
 
@@ -93,17 +96,20 @@ def weigh(config: Any, dtype: torch.dtype, headers: Headers | None = None) -> We
         ModelFilesBroken: no model can be built from the config, or tensors are missing from the
             files or have other shapes.
     """
-    text = config.get_text_config(decoder=True)
     method = quantisation(config)
-    if headers is not None and method is None and text is not config:
-        return Weights(sum(_nbytes(x, dtype) for x in headers.values()), "safetensors headers")
-    needed = _parameters(text)
+    needed = _parameters(text_config(config))
     if headers is None or method in UNPACKED:
         return Weights(sum(prod(p.shape) for p in needed) * dtype.itemsize, "config")
+    headers = {text_name(name): tensor for name, tensor in headers.items()}
     if method is not None:
         known = {name for parameter in needed for name in parameter.names}
+        modules = {name.rpartition(".")[0] for name in known}
         # Scales and the like are no parameters of the model, and keep their type.
-        held = (_nbytes(x, dtype if name in known else None) for name, x in headers.items())
+        held = (
+            _nbytes(x, dtype if name in known else None)
+            for name, x in headers.items()
+            if any(name[: dot.start()] in modules for dot in re.finditer(r"\.", name))
+        )
         return Weights(sum(held), "safetensors headers")
     missing, wrong, count = [], [], 0
     for parameter in needed:
