@@ -25,6 +25,7 @@ from transformers import AutoModelForCausalLM
 from kvcap.dtypes import NAMES, SAFETENSORS
 from kvcap.runtime.errors import ModelFilesBroken, first_line
 from kvcap.runtime.files import read_json
+from kvcap.runtime.models.gguf import is_gguf
 from kvcap.runtime.models.quantised import UNPACKED, parts, quantisation
 from kvcap.runtime.models.wrappers import text_config, text_name
 from kvcap.runtime.types import ATTENTION
@@ -60,17 +61,19 @@ def read_headers(where: str) -> Headers | None:
     """The headers of all tensors in a model's safetensors files.
 
     Args:
-        where: a directory, or a repository of the hub, whose headers are taken from the cache or
-            else requested alone.
+        where: a directory, a GGUF file, or a repository of the hub, whose headers are taken from
+            the cache or else requested alone.
 
     Returns:
-        The headers; None where there are no files of weights, or the hub cannot be reached.
+        The headers; None where there are no files of safetensors, or the hub cannot be reached.
 
     Raises:
         ModelFilesBroken: files are missing or no safetensors, or the weights are pickles.
     """
     if Path(where).is_dir():
         return _in_folder(Path(where))
+    if is_gguf(where):  # its weights are unpacked, into what the config says
+        return None
     for name in (SINGLE, INDEX):
         cached = try_to_load_from_cache(where, name)
         if isinstance(cached, str):

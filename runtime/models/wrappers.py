@@ -30,7 +30,7 @@ NAMES = {
     r"^(?:model\.)?(?:language_model|text_model)\.(?:model\.)?": "model.",
 }
 """Patterns of the names that the text model's weights have in a wrapper's files, and their own."""
-KEPT = ("modules_to_not_convert", "ignore", "llm_int8_skip_modules")
+KEPT = ("modules_to_not_convert", "ignore")
 """Settings of quantised weights that list modules by their names."""
 _MAPPINGS = ("CAUSAL_LM", "IMAGE_TEXT_TO_TEXT", "MULTIMODAL_LM")  # the last is not in 4.57
 
