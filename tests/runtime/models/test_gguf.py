@@ -134,7 +134,8 @@ def test_it_chats_and_says_what_it_becomes(file, tmp_path, capsys):
     assert runtime.plan.weights == held_weights(runtime.model).nbytes
     own = AutoTokenizer.from_pretrained(pocket.path())
     text = "Please remember: the code for the blue door is 4821."
-    assert runtime.tokenizer(text).input_ids == own(text).input_ids
+    bare = {"add_special_tokens": False}
+    assert runtime.tokenizer(text, **bare).input_ids == own(text, **bare).input_ids
     assert runtime.generation.eos_token_id == own.eos_token_id
     session = runtime.session(seed=0)
     session.set_generation(max_new_tokens=4, temperature=0)
