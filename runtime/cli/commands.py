@@ -28,6 +28,7 @@ from kvcap.runtime.cli.options import (
 from kvcap.runtime.errors import ExtraMissing, NotExportable, PlanInfeasible
 from kvcap.runtime.files import as_text
 from kvcap.runtime.memory.free_memory import free_memory
+from kvcap.runtime.models.gguf import GgufFile, is_gguf, read_gguf
 from kvcap.runtime.models.names import CONFIG, REPOSITORY, locate, resolve
 from kvcap.runtime.planning.plan import MemoryPlan, Sizes, warn_if_short
 from kvcap.runtime.types import MANIFEST, POCKET
@@ -177,12 +178,16 @@ def plan_command(
         complain(error)
         raise typer.Exit(INFEASIBLE) from error
     tokens = length or plan.trained_length
+    stored = None if backend.exported(model) else _in_gguf(model)
     if json_:
         uncapped = {"uncapped_tokens": tokens, "uncapped_bytes": plan.uncapped_bytes(tokens)}
         available = {"free_bytes": free.nbytes, "free_by": free.source}
-        print(json.dumps({**plan.as_dict(), **uncapped, **available}))
+        file = {} if stored is None else {"file_bytes": stored.nbytes, "file_type": stored.numbers}
+        print(json.dumps({**plan.as_dict(), **uncapped, **available, **file}))
     else:
         print_plan(model, plan, free, tokens)
+        if stored is not None:
+            print(f"weights: {stored.becomes(plan.weights, plan.dtype)}")
     warn_if_short(plan, free, budget.memory_cap)
 
 
@@ -231,12 +236,16 @@ def policy_command(
 
 def load(model: str, backend: Backend, budget: Budget, running: Running, output: Output) -> Engine:
     """The model under its budget, with a note on stderr while it loads."""
+    exported = backend.exported(model)
+    if not output.quiet and not exported and (stored := _in_gguf(model)) is not None:
+        dtype, nbytes = _unpacked(model, budget)
+        print(f"{model}: {stored.becomes(nbytes, dtype)}", file=sys.stderr)
     note = not output.quiet and styled()
     if note:
         sys.stderr.write(f"\x1b[2mloading {model} ...\x1b[0m")
         sys.stderr.flush()
     try:
-        by = _load_export if backend.exported(model) else _load_model
+        by = _load_export if exported else _load_model
         return by(model, budget, running)
     finally:
         if note:
@@ -259,6 +268,26 @@ def _load_model(model: str, budget: Budget, running: Running) -> Engine:
         evict_every=running.evict_every,
         compiled=running.compiled,
     )
+
+
+def _in_gguf(model: str) -> GgufFile | None:
+    """What the GGUF file `model` says of itself; None where it is no such file."""
+    found = None if model == POCKET else locate(model)
+    return read_gguf(str(found)) if found is not None and found.is_file() else None
+
+
+def _unpacked(model: str, budget: Budget) -> tuple[str, int]:
+    """The type of numbers that a GGUF file's weights become, and their bytes."""
+    quiet_libraries()
+    import torch
+
+    from kvcap.runtime.backends.pytorch.runtime import parse_dtype
+    from kvcap.runtime.models.files import load_config
+    from kvcap.runtime.models.weights import weigh
+
+    config = load_config(resolve(model))
+    dtype = parse_dtype(budget.dtype) or getattr(config, "dtype", None) or torch.float32
+    return str(dtype).removeprefix("torch."), weigh(config, dtype).nbytes
 
 
 def _load_export(model: str, budget: Budget, running: Running) -> Engine:
@@ -400,6 +429,8 @@ def _names_model(text: str) -> bool:
     """Whether the only argument of `generate` names a model, and is no prompt."""
     folder = Path(text)
     if text == POCKET or any((folder / name).is_file() for name in (CONFIG, MANIFEST)):
+        return True
+    if text.endswith(".gguf") and is_gguf(text):
         return True
     return REPOSITORY.fullmatch(text) is not None  # such a text is a repository of the hub
 

@@ -5,10 +5,13 @@ Nothing in it is executed: no pickles and no code of its own; templates run in a
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from safetensors import SafetensorError
 from transformers import (
     CONFIG_MAPPING,
@@ -18,6 +21,7 @@ from transformers import (
     GenerationConfig,
     PretrainedConfig,
 )
+from transformers.utils import logging
 
 from kvcap.runtime.errors import (
     ModelFilesBroken,
@@ -27,8 +31,11 @@ from kvcap.runtime.errors import (
 )
 from kvcap.runtime.files import check_folder
 from kvcap.runtime.models.config import FAMILIES, ModelShape
-from kvcap.runtime.models.quantised import UNPACKED, quantisation, unpacking
-from kvcap.runtime.models.weights import refuse_misfits
+from kvcap.runtime.models.gguf import is_gguf, loading, read_gguf, source
+from kvcap.runtime.models.quantised import UNPACKED, check_packages, quantisation, unpacking
+from kvcap.runtime.models.rope import rope_of
+from kvcap.runtime.models.weights import read_headers, refuse_misfits
+from kvcap.runtime.models.wrappers import NAMES, is_wrapper, text_config
 from kvcap.runtime.types import ATTENTION, NEUTRAL
 
 VOCABULARIES = ("tokenizer.json", "tokenizer.model", "tekken.json", "vocab.json", "vocab.txt")
@@ -36,7 +43,7 @@ MOST_LAYERS = 10_000  # a config with more would fill the memory before it could
 
 
 def load_config(where: str) -> Any:
-    """The model's config, checked.
+    """The model's config, checked; of a wrapper, that of its text model.
 
     Raises:
         ModelNotFound: no such directory or repository, or it holds no config.
@@ -45,6 +52,8 @@ def load_config(where: str) -> Any:
         UnsupportedModel: kvcap does not run this kind of model.
     """
     folder = Path(where)
+    if is_gguf(where):
+        return _config_in_gguf(where)
     if folder.is_dir():
         try:
             check_folder(folder)
@@ -72,6 +81,36 @@ def load_config(where: str) -> Any:
         raise _broken(where, "config.json", error) from error
 
 
+def _config_in_gguf(where: str) -> Any:
+    """The config that transformers makes of a GGUF file's fields."""
+    file = read_gguf(where)
+    folder, options = source(where)
+    try:
+        given, _ = PretrainedConfig.get_config_dict(folder, **options)
+    except Exception as error:
+        if "architecture" not in str(error):
+            raise _broken(where, "the fields", error) from error
+        raise UnsupportedModel(
+            f"{where!r} holds a model of {file.architecture!r}, which transformers does not read "
+            "from GGUF; give the repository or directory that it was made from, with safetensors"
+        ) from error
+    try:
+        config = _checked(where, given)
+    except UnsupportedModel:
+        raise
+    except Exception as error:  # whatever transformers makes of values that it does not expect
+        raise _broken(where, "the fields", error) from error
+    if file.scaled and rope_of(config).kind == "default":
+        raise UnsupportedModel(
+            f"{where!r} stretches its rotary embedding (RoPE) to longer contexts, which "
+            "transformers does not read from GGUF, so that its logits would be wrong; give the "
+            "repository or directory that it was made from, with safetensors"
+        )
+    if file.ends:
+        config.eos_token_id = file.ends if len(file.ends) > 1 else file.ends[0]
+    return config
+
+
 def _checked(where: str, given: dict[str, Any]) -> Any:
     """The config, if it is of a known kind of model and its values are usable."""
     kind = given.get("model_type")
@@ -82,17 +121,44 @@ def _checked(where: str, given: dict[str, Any]) -> Any:
         raise UnsupportedModel(
             f"model type {kind!r} is not known{own}; supported: {', '.join(FAMILIES)}"
         )
-    if (layers := given.get("num_hidden_layers", 0)) > MOST_LAYERS:
-        raise ValueError(f"it asks for {layers:,} layers")
+    for part in (given, *(part for part in given.values() if isinstance(part, dict))):
+        if (layers := part.get("num_hidden_layers", 0)) > MOST_LAYERS:
+            raise ValueError(f"it asks for {layers:,} layers")
     if given.get("transformers_weights") is not None:
         raise ValueError("it names other files of weights, in transformers_weights")
-    config = AutoConfig.from_pretrained(where, trust_remote_code=False)
+    folder, options = source(where)
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=False, **options)
+    if is_wrapper(config):
+        config = _text_of(config)
     config._attn_implementation = ATTENTION  # it may name a kernel, which would be fetched and run
     dtype = getattr(config, "dtype", None)
     if dtype is not None and not (dtype.is_floating_point and dtype.itemsize > 1):
         raise ValueError(f"models do not run in {dtype}")
-    ModelShape.of(config.get_text_config(decoder=True))
+    ModelShape.of(config)
     return config
+
+
+def _text_of(wrapper: Any) -> Any:
+    """The config of a wrapper's text model.
+
+    Raises:
+        UnsupportedModel: it does not run, saying which wrapper it is of.
+    """
+    text = text_config(wrapper)
+    method = quantisation(text)
+    if method is not None and method not in UNPACKED:
+        raise UnsupportedModel(
+            f"{wrapper.model_type!r} reads more than text, and transformers cannot give weights "
+            f"quantised by {method!r} to its text model alone; load it whole and use kvcap.cap, or "
+            f"give it unquantised, or by {' or '.join(UNPACKED)}"
+        )
+    try:
+        ModelShape.of(text)
+    except UnsupportedModel as error:
+        raise UnsupportedModel(
+            f"{wrapper.model_type!r} reads more than text, around a text model: {error}"
+        ) from error
+    return text
 
 
 def load_tokenizer(where: str) -> Any:
@@ -108,7 +174,8 @@ def load_tokenizer(where: str) -> Any:
             "there from where the model comes from (in Python: tokenizer.save_pretrained)"
         )
     try:
-        tokenizer = AutoTokenizer.from_pretrained(where, trust_remote_code=False)
+        place, options = source(where)
+        tokenizer = AutoTokenizer.from_pretrained(place, trust_remote_code=False, **options)
         if not tokenizer("Hello", add_special_tokens=False).input_ids:
             raise ValueError("its vocabulary has no letters")
         if not tokenizer.is_fast:
@@ -121,9 +188,13 @@ def load_tokenizer(where: str) -> Any:
 def check_generation(where: str) -> None:
     """Refuse a model whose settings of generation cannot be used; it may have none.
 
+    A GGUF file has none but its config's: those of a model beside it are not read.
+
     Raises:
         ModelFilesBroken: they are no JSON, or no numbers where they must be.
     """
+    if is_gguf(where):
+        return
     try:
         settings = GenerationConfig.from_pretrained(where)
         for name in NEUTRAL:
@@ -136,10 +207,10 @@ def check_generation(where: str) -> None:
 
 
 def load_model(where: str, config: Any, dtype: torch.dtype) -> Any:
-    """The model with kvcap's attention, all its tensors from safetensors files.
+    """The model with kvcap's attention, all its tensors from safetensors files or a GGUF file.
 
     Args:
-        where: its directory or repository.
+        where: its directory, GGUF file or repository.
         config: from `load_config`.
         dtype: that its weights are converted to.
 
@@ -148,20 +219,29 @@ def load_model(where: str, config: Any, dtype: torch.dtype) -> Any:
             so that transformers would fill them at random.
         UnsupportedModel: a package is missing, such as one that reads quantised weights.
     """
+    check_packages(config)
     method = quantisation(config)
     if method in UNPACKED:
         config = unpacking(config)
+    folder, options = source(where)
+    packed = bool(options)
+    options |= loading() if packed else {"use_safetensors": True}
+    wrapped = not packed and _kind(where) != config.model_type
+    if wrapped and transformers.__version__ < "5":
+        _check_names(where)
     try:
-        model, report = AutoModelForCausalLM.from_pretrained(
-            where,
-            config=config,
-            dtype=dtype,
-            attn_implementation=ATTENTION,
-            use_safetensors=True,
-            trust_remote_code=False,
-            ignore_mismatched_sizes=True,  # named below
-            output_loading_info=True,
-        )
+        with _quiet(wrapped):
+            model, report = AutoModelForCausalLM.from_pretrained(
+                folder,
+                config=config,
+                dtype=dtype,
+                attn_implementation=ATTENTION,
+                trust_remote_code=False,
+                ignore_mismatched_sizes=True,  # named below
+                output_loading_info=True,
+                key_mapping=NAMES if wrapped else None,
+                **options,
+            )
     except ImportError as error:
         raise UnsupportedModel(
             f"{where!r} needs a package that is not installed: {first_line(error)}"
@@ -169,6 +249,8 @@ def load_model(where: str, config: Any, dtype: torch.dtype) -> Any:
     except (OSError, ValueError, SafetensorError) as error:
         raise _broken(where, "the weights", error) from error
     except Exception as error:  # whatever the libraries that read quantised weights raise
+        if packed:
+            raise _broken(where, "the weights", error) from error
         if method is None:
             raise
         raise UnsupportedModel(
@@ -178,10 +260,40 @@ def load_model(where: str, config: Any, dtype: torch.dtype) -> Any:
     lost = {name for name, parameter in model.named_parameters() if parameter.is_meta}
     wrong = [x if isinstance(x, str) else x[0] for x in report["mismatched_keys"]]  # 4.57: names
     refuse_misfits(lost.union(report["missing_keys"]), wrong)
+    if wrapped:  # transformers would save it under patterns turned around; it is a model by itself
+        vars(model).pop("_weight_conversions", None)
+    if packed:
+        model.generation_config = GenerationConfig.from_model_config(config)
     if method in UNPACKED:  # into bfloat16, whatever was asked for
         for parameter in model.parameters():
             parameter.data = parameter.data.to(dtype)
     return model
+
+
+def _kind(where: str) -> Any:
+    """The type of model that the files' config names."""
+    return PretrainedConfig.get_config_dict(where)[0].get("model_type")
+
+
+def _check_names(where: str) -> None:
+    """Refuse a wrapper's files whose names transformers 4.57 cannot give to the text model."""
+    if not any(name.startswith("model") for name in read_headers(where) or ["model"]):
+        raise UnsupportedModel(
+            f"transformers {transformers.__version__} cannot load the text model of {where!r} "
+            "without its wrapper; install transformers 5"
+        )
+
+
+@contextmanager
+def _quiet(wrapped: bool) -> Iterator[None]:
+    """Keep transformers from listing the tensors of a wrapper that are left out on purpose."""
+    level = logging.get_verbosity()
+    try:
+        if wrapped:
+            logging.set_verbosity_error()
+        yield
+    finally:
+        logging.set_verbosity(level)
 
 
 def _broken(where: str, what: str, error: Exception) -> ModelFilesBroken:

@@ -1,4 +1,4 @@
-"""Finds what a model's name means: the built-in model, a directory, or a repository of the hub.
+"""Finds what a model's name means: the built-in model, a directory, a file, or a repository.
 
 A name that is none of these is refused at once, saying what it is instead. The hub is asked once
 for a repository before anything else, so that nobody waits for retries. Imports neither torch nor
@@ -13,21 +13,21 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from kvcap.runtime.errors import ModelNotFound, UnsupportedModel, first_line
+from kvcap.runtime.models.gguf import is_gguf
 from kvcap.runtime.types import MANIFEST, POCKET
 
 CONFIG = "config.json"
 TIMEOUT = 10.0  # seconds within which the hub must answer
 EXAMPLE = "Qwen/Qwen3-0.6B"
-GGUF = "GGUF, which kvcap does not read; give the repository or directory that"
 REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 def resolve(model: str | Path) -> str:
-    """The directory or repository that `model` names, for transformers to load.
+    """The directory, GGUF file or repository that `model` names, for transformers to load.
 
     Returns:
-        A directory, or the name of a repository that can be read. Where the hub cannot be reached,
-        the directory of an earlier download, if there is one.
+        A directory, a GGUF file, or the name of a repository that can be read. Where the hub cannot
+        be reached, the directory of an earlier download, if there is one.
 
     Raises:
         ModelNotFound: it names neither; the message says what it is instead.
@@ -40,6 +40,8 @@ def resolve(model: str | Path) -> str:
     folder = locate(model)
     if folder is None:
         return _on_the_hub(str(model))
+    if folder.is_file():
+        return str(folder)
     if is_export(folder):
         raise UnsupportedModel(
             f"{str(model)!r} is an exported decoder, which ONNX Runtime runs and PyTorch does not; "
@@ -51,7 +53,7 @@ def resolve(model: str | Path) -> str:
 
 
 def locate(model: str | Path) -> Path | None:
-    """The directory that `model` names; None where it may be the name of a repository.
+    """The directory or GGUF file that `model` names; None where it may be a repository.
 
     Raises:
         ModelNotFound: it names neither; the message says what it is instead.
@@ -61,6 +63,8 @@ def locate(model: str | Path) -> Path | None:
         raise ModelNotFound(f"no model: give {POCKET!r}, a directory or a repository of the hub")
     path = Path(name).expanduser() if name.startswith("~") else Path(name)
     if path.is_dir():
+        return path
+    if is_gguf(path):
         return path
     if path.exists():
         raise ModelNotFound(f"{name!r} is {_kind(path)}")
@@ -84,8 +88,8 @@ def is_export(folder: str | Path) -> bool:
 
 def _contents(folder: Path) -> str:
     """Words for what a directory without a config holds, and what to give instead."""
-    if any(folder.glob("*.gguf")):
-        return f"holds {GGUF} it was made from, with safetensors and {CONFIG}"
+    if files := sorted(folder.glob("*.gguf")):
+        return f"holds GGUF files; give one of them, such as {str(files[0])!r}"
     inside = sorted(folder.glob(f"*/{CONFIG}"))
     hint = f"; did you mean {str(inside[0].parent)!r}?" if inside else ""
     return f"holds no {CONFIG}, so it is no model of transformers{hint}"
@@ -98,8 +102,6 @@ def _kind(path: Path) -> str:
     with path.open("rb") as file:
         head = file.read(9)
     folder = str(path.parent)
-    if head.startswith(b"GGUF"):
-        return f"a file of {GGUF} it was made from, with safetensors and {CONFIG}"
     if head.startswith(b"PK"):
         return (
             "a zip archive, or weights that PyTorch pickled; give a directory with safetensors "
@@ -156,7 +158,7 @@ def _on_the_hub(name: str) -> str:
     if files and CONFIG not in files:
         what = f"no {CONFIG}, so it is no model of transformers"
         if any(file.endswith(".gguf") for file in files):
-            what = f"{GGUF} it was made from"
+            what = "GGUF files; get one by hf download and give its path"
         raise ModelNotFound(f"{name!r} holds {what}")
     return name
 

@@ -30,13 +30,13 @@ def output_projection(module: Any, shape: ModelShape) -> Tensor:
     return cut
 
 
-def check_projections(model: nn.Module, shape: ModelShape) -> None:
+def check_projections(model: Any, shape: ModelShape) -> None:
     """Refuse a model whose output projections cannot be read, before it runs.
 
     Raises:
         UnsupportedModel: as `output_projection`.
     """
-    for module in model.modules():
+    for module in model.get_decoder().modules():  # not those of a vision tower
         # Recurrent layers have output projections too, which no policy reads.
         attends = getattr(module, "layer_idx", None) in (None, *shape.capped)
         if attends and (hasattr(module, "o_proj") or hasattr(module, "out_proj")):

@@ -6,12 +6,15 @@ Knows the settings in checkpoints and torch's tensor types; imports no library t
 from __future__ import annotations
 
 import copy
+import importlib.util
 from collections.abc import Iterator
 from typing import Any, TypeGuard
 
 import transformers
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from kvcap.runtime.errors import UnsupportedModel
 
 UNPACKED = ("compressed-tensors", "fp8", "mxfp4")
 """Kinds of quantised weights that are converted to plain floats when they are loaded.
@@ -20,6 +23,11 @@ Their libraries would decide that by the device, by the packages that are instal
 forward pass, when the memory has been planned already.
 """
 _OLD = transformers.__version__ < "5"
+_PACKAGES = {  # of whose libraries transformers names one at a time, or none
+    "gptq": ("optimum", "gptqmodel"),
+    "awq": ("awq",) if _OLD else ("gptqmodel",),
+}
+_INSTALLED_AS = {"awq": "autoawq"}
 
 
 def quantisation(config: Any) -> str | None:
@@ -35,6 +43,22 @@ def quantisation(config: Any) -> str | None:
         settings = settings.to_dict()
     method = settings.get("quant_method")
     return str(getattr(method, "value", method))
+
+
+def check_packages(config: Any) -> None:
+    """Refuse quantised weights that packages read which are not installed.
+
+    Raises:
+        UnsupportedModel: naming them.
+    """
+    method = quantisation(config)
+    missing = [x for x in _PACKAGES.get(method or "", ()) if importlib.util.find_spec(x) is None]
+    if missing:
+        names = " ".join(_INSTALLED_AS.get(name, name) for name in missing)
+        raise UnsupportedModel(
+            f"weights quantised by {method!r} need a package that is not installed: pip install "
+            f"{names}; or give the model unquantised, or quantised by bitsandbytes or torchao"
+        )
 
 
 def unpacking(config: Any) -> Any:

@@ -25,7 +25,9 @@ from transformers import AutoModelForCausalLM
 from kvcap.dtypes import NAMES, SAFETENSORS
 from kvcap.runtime.errors import ModelFilesBroken, first_line
 from kvcap.runtime.files import read_json
+from kvcap.runtime.models.gguf import is_gguf
 from kvcap.runtime.models.quantised import UNPACKED, parts, quantisation
+from kvcap.runtime.models.wrappers import text_config, text_name
 from kvcap.runtime.types import ATTENTION
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -61,17 +63,19 @@ def read_headers(where: str) -> Headers | None:
     """The headers of all tensors in a model's safetensors files.
 
     Args:
-        where: a directory, or a repository of the hub, whose headers are taken from the cache or
-            else requested alone.
+        where: a directory, a GGUF file, or a repository of the hub, whose headers are taken from
+            the cache or else requested alone.
 
     Returns:
-        The headers; None where there are no files of weights, or the hub cannot be reached.
+        The headers; None where there are no files of safetensors, or the hub cannot be reached.
 
     Raises:
         ModelFilesBroken: files are missing or no safetensors, or the weights are pickles.
     """
     if Path(where).is_dir():
         return _in_folder(Path(where))
+    if is_gguf(where):  # its weights are unpacked, into what the config says
+        return None
     for name in (SINGLE, INDEX):
         cached = try_to_load_from_cache(where, name)
         if isinstance(cached, str):
@@ -84,10 +88,12 @@ def read_headers(where: str) -> Headers | None:
 def weigh(config: Any, dtype: torch.dtype, headers: Headers | None = None) -> Weights:
     """The bytes that a model's weights take once they are loaded; tied parameters count once.
 
-    Quantised weights count as they are in their files, except those that are `UNPACKED`.
+    Quantised weights count as they are in their files, except those that are `UNPACKED`. Of a
+    wrapper's files only the text model's tensors count, as no others are loaded.
 
     Args:
-        config: the model's transformers config, from which weights without headers are counted.
+        config: the model's config from `load_config`, from which weights without headers are
+            counted; of a wrapper, its text model alone is.
         dtype: that the model is loaded in.
         headers: from `read_headers`; they must have all tensors that the model needs.
 
@@ -95,13 +101,8 @@ def weigh(config: Any, dtype: torch.dtype, headers: Headers | None = None) -> We
         ModelFilesBroken: no model can be built from the config, or tensors are missing from the
             files or have other shapes.
     """
-    text = config.get_text_config(decoder=True)
     method = quantisation(config)
-    if headers is not None:
-        headers = {name: x for name, x in headers.items() if not _ignored(name, config)}
-    if headers is not None and method is None and text is not config:
-        return Weights(sum(_nbytes(x, dtype) for x in headers.values()), "safetensors headers")
-    model = _on_meta(text, dtype)
+    model = _on_meta(text_config(config), dtype)
     needed = _parameters(model)
     trained = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     # Such as what balances experts, which stays in its own type.
@@ -110,10 +111,16 @@ def weigh(config: Any, dtype: torch.dtype, headers: Headers | None = None) -> We
     if headers is None or method in UNPACKED:
         source: WeightsSource = "config, unpacked" if method in UNPACKED else "config"
         return Weights(sum(p.nbytes for p in needed) + kept, source)
+    headers = {text_name(name): x for name, x in headers.items() if not _ignored(name, config)}
     if method is not None:
         known = {name for parameter in needed for name in parameter.names}
+        modules = {name.rpartition(".")[0] for name in known}
         # Scales and the like are no parameters of the model, and keep their type.
-        held = (_nbytes(x, dtype if name in known else None) for name, x in headers.items())
+        held = (
+            _nbytes(x, dtype if name in known else None)
+            for name, x in headers.items()
+            if any(name[: dot.start()] in modules for dot in re.finditer(r"\.", name))
+        )
         return Weights(sum(held), "safetensors headers")
     missing, wrong, count = [], [], 0
     sources = _sources(model, headers, {name for x in needed for name in x.names})

@@ -142,7 +142,7 @@ class MemoryPlan:
         """Plan a run.
 
         Args:
-            config: the model's transformers config.
+            config: the model's transformers config; of a wrapper, its text model is planned.
             policy: a name or an `Eviction`.
             kv_budget_tokens: slots per KV head and layer (`N`); or else
             kv_budget: bytes for the whole cache, an integer or such as '256KiB' or '2GB': the
@@ -169,10 +169,11 @@ class MemoryPlan:
         from kvcap.runtime.cache.layout import default_positions
         from kvcap.runtime.models.config import ModelShape
         from kvcap.runtime.models.weights import weigh
+        from kvcap.runtime.models.wrappers import text_config
 
         sizes = Sizes(kv_budget_tokens, kv_budget, memory_cap, block_size)
         sizes.check()
-        text = config.get_text_config(decoder=True)
+        text = text_config(config)
         dtype = dtype or getattr(text, "dtype", None) or torch.float32
         shape, weights = ModelShape.of(text), weigh(config, dtype, headers)
         eviction = load_policy(policy) if isinstance(policy, str) else policy

@@ -14,6 +14,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+import transformers
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
@@ -22,10 +23,12 @@ from kvcap.runtime.attention.masks import READY_MADE, check
 from kvcap.runtime.backends.pytorch.loop import BlockLoop
 from kvcap.runtime.cache.cache import BudgetCache
 from kvcap.runtime.errors import PaddingUnsupported, PositionMismatch, UnsupportedModel
+from kvcap.runtime.models.wrappers import M_ROPE, is_wrapper, text_config
 from kvcap.runtime.types import ATTENTION, Positions
 
 MARK = "kvcap_cap"  # the attribute in which a decoder keeps its `Cap`
 HEAD_ARGUMENTS = ("labels", "logits_to_keep", "return_dict")
+TYPES_OF_TOKENS = ("token_type_ids", "mm_token_type_ids")  # of a wrapper: 0 is text
 TOKEN_ARGUMENTS = ("input_ids", "inputs_embeds", "attention_mask", "position_ids", "cache_position")
 
 
@@ -46,7 +49,8 @@ def cap(
     `model(input_ids)` gives the logits of all tokens, read block by block as they would be in a
     chat; with `use_cache=False`, too. Tokens may be padded on the right where nobody reads their
     logits, without a mask; padded prompts, beam search, assisted decoding, other caches and
-    gradients are refused by name.
+    gradients are refused by name. A model that reads more than text, such as Gemma 3 or Qwen3-VL,
+    may be given text alone.
 
     Works by hooks and by `attn_implementation='kvcap'`, which the model is switched to. The result
     undoes both, by `remove()` or as a context manager.
@@ -77,10 +81,13 @@ def cap(
             f"kvcap.cap takes a model of transformers, and {type(model).__name__} is none; of a "
             "wrapper give what it wraps (of peft: model.get_base_model())"
         )
-    if model.config.get_text_config(decoder=True) is not model.config:
+    text_config(model.config)  # refuses wrappers whose text model does not run
+    inner = model.config.get_text_config(decoder=True).model_type
+    if inner in M_ROPE and transformers.__version__ < "5":
         raise UnsupportedModel(
-            f"{type(model).__name__} reads more than text, whose masks no cap can follow; give a "
-            "model of text alone"
+            f"{type(model).__name__} counts positions by itself in transformers "
+            f"{transformers.__version__}, whatever was read; install transformers 5, or load its "
+            "text model by kvcap.Runtime.from_pretrained"
         )
     if hasattr(model.get_decoder(), MARK):
         raise UnsupportedModel("the model is already under a cap; remove() that one first")
@@ -116,6 +123,8 @@ class Cap:
     def __init__(self, model: Any, make: Any, attention: str) -> None:
         self._model, self._decoder, self._make = model, model.get_decoder(), make
         self._attention = attention
+        self._wraps = is_wrapper(model.config)
+        self._mask: Any = None  # that the wrapper was called with
         self._calls: WeakKeyDictionary[BudgetCache, _Call] = WeakKeyDictionary()
         self._hooks = [
             self._decoder.register_forward_pre_hook(self._before_decoder, with_kwargs=True),
@@ -162,9 +171,12 @@ class Cap:
     def _before_model(self, model: nn.Module, args: Any, kwargs: Any) -> Any:
         """Before the whole model runs, read the blocks of which no logits are needed."""
         given = _named(model, args, kwargs)
+        if self._wraps:
+            given = _text_alone(model, given)
+            self._mask = given.get("attention_mask")
         logits = given.get("logits_to_keep")
         if not isinstance(logits, int) or logits < 1 or _needs_all(given):
-            return None
+            return (), given
         cache = self._cache_for(given)
         if cache is not None:
             given["past_key_values"] = cache
@@ -178,6 +190,9 @@ class Cap:
         cache = self._cache_for(given)
         if cache is None:
             return None
+        made = given.get("attention_mask")
+        if self._wraps and made is not None and not (isinstance(made, Tensor) and made.dim() == 2):
+            given["attention_mask"] = self._mask  # of which the wrapper made it, knowing no cache
         cached = given.get("use_cache")
         cached = getattr(self._decoder.config, "use_cache", True) if cached is None else cached
         call = _Call(bool(cached), given.pop("return_dict", None) is False)
@@ -267,6 +282,29 @@ def _named(module: nn.Module, args: Any, kwargs: Any) -> dict[str, Any]:
     """All arguments of a call by name."""
     names = inspect.signature(module.forward).parameters
     return {**dict(zip(names, args, strict=False)), **kwargs}
+
+
+def _text_alone(model: nn.Module, given: dict[str, Any]) -> dict[str, Any]:
+    """A wrapper's arguments of a call with text alone.
+
+    Raises:
+        UnsupportedModel: there is more than text.
+    """
+    given = {
+        k: x for k, x in given.items() if x is not None and not (isinstance(x, dict) and not x)
+    }
+    more = [
+        name
+        for name, value in given.items()
+        if name not in (*TOKEN_ARGUMENTS, *HEAD_ARGUMENTS)
+        and (bool(value.any()) if name in TYPES_OF_TOKENS else isinstance(value, (Tensor, dict)))
+    ]
+    if more:
+        raise UnsupportedModel(
+            f"under kvcap.cap {type(model).__name__} reads text alone, and was given "
+            f"{', '.join(more)}; remove() the cap for these, or leave them out"
+        )
+    return {name: value for name, value in given.items() if name not in TYPES_OF_TOKENS}
 
 
 def _needs_all(given: dict[str, Any]) -> bool:

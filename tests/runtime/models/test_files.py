@@ -112,7 +112,8 @@ def test_quantised_weights_stay_as_the_files_have_them():
         "model.layers.0.mlp.up_proj.weight": Tensor("I8", (5, 2)),
         "model.layers.0.mlp.up_proj.weight_scale": Tensor("BF16", (7,)),
         "model.norm.weight": Tensor("BF16", (3,)),  # of the model itself: as it is loaded
-        "c": Tensor("F4", (8,)),
+        "model.layers.0.mlp.up_proj.weight.codes": Tensor("F4", (8,)),
+        "vision_tower.layers.0.mlp.up_proj.weight": Tensor("I8", (9,)),  # is not loaded
     }
     assert weigh(config, torch.float32, headers).nbytes == 10 + 14 + 12 + 4
 

@@ -76,8 +76,6 @@ def listing(*files: str, gated: bool = False) -> Any:
 def test_files_are_refused_as_what_they_are(unasked: Path) -> None:
     import torch
 
-    (unasked / "tiny.gguf").write_bytes(b"GGUF\3\0\0\0" + bytes(20))
-    (unasked / "disguised").write_bytes(b"GGUF\3\0\0\0" + bytes(20))
     with zipfile.ZipFile(unasked / "pytorch_model.bin", "w") as archive:
         archive.writestr("data.pkl", "")
     save_file({"x": torch.zeros(2)}, unasked / "model.safetensors")
@@ -86,8 +84,6 @@ def test_files_are_refused_as_what_they_are(unasked: Path) -> None:
     (unasked / "notes.txt").write_text("Hello")
     os.mkfifo(unasked / "pipe")
     for name, says in [
-        ("tiny.gguf", "a file of GGUF, which kvcap does not read"),
-        ("disguised", "GGUF"),
         ("pytorch_model.bin", "pickled"),
         ("model.safetensors", "a file of weights; give the directory"),
         ("blob", "a file of weights; give the directory"),
@@ -97,6 +93,14 @@ def test_files_are_refused_as_what_they_are(unasked: Path) -> None:
         ("/dev/zero", "no file that could hold a model"),
     ]:
         assert says in refused(name)
+
+
+def test_a_gguf_file_is_a_model_by_its_first_bytes(unasked: Path) -> None:
+    for name in ("tiny.gguf", "disguised"):
+        (unasked / name).write_bytes(b"GGUF\3\0\0\0" + bytes(20))
+        assert resolve(name) == name
+    (unasked / "zip.gguf").write_bytes(b"PK")
+    assert "a zip archive" in refused("zip.gguf")
 
 
 def test_names_that_are_no_repository_are_refused_without_asking(unasked: Path) -> None:
@@ -127,7 +131,7 @@ def test_directories_without_a_model_say_what_they_hold(unasked: Path) -> None:
     assert f"did you mean {str(Path('outer', 'inner'))!r}?" in refused("outer")
     assert resolve("outer/inner") == str(Path("outer", "inner"))
     (unasked / "outer" / "x.gguf").write_bytes(b"GGUF")
-    assert "holds GGUF" in refused("outer")
+    assert f"give one of them, such as {str(Path('outer', 'x.gguf'))!r}" in refused("outer")
 
 
 def test_an_export_is_told_from_a_model(unasked: Path) -> None:

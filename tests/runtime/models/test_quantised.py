@@ -21,6 +21,7 @@ from kvcap.runtime.models.files import load_config, load_model
 from kvcap.runtime.models.fused.decoder import decoder_of
 from kvcap.runtime.models.quantised import is_plain, quantisation
 from kvcap.runtime.models.weights import held_weights, read_headers, weigh
+from kvcap.runtime.models.wrappers import KEPT
 
 OLD = transformers.__version__ < "5"  # loads FP8 on a GPU only, and keeps scales of the unpacked
 PACKAGES = {"fp8": "accelerate", "compressed-tensors": "compressed_tensors",
@@ -217,10 +218,67 @@ def test_fp8_is_refused_by_name_where_it_cannot_be_unpacked(checkpoint):
         load_model(where, load_config(where), torch.bfloat16)
 
 
-def test_a_kind_that_cannot_be_loaded_here_is_refused_by_name(tmp_path):
+@pytest.mark.parametrize(
+    ("kind", "packages"),
+    [("gptq", {"optimum", "gptqmodel"}), ("awq", {"autoawq"} if OLD else {"gptqmodel"})],
+)
+def test_missing_packages_are_named_before_anything_is_loaded(
+    kind, packages, tmp_path, monkeypatch
+):
+    if any(importlib.util.find_spec({"autoawq": "awq"}.get(x, x)) for x in packages):
+        pytest.skip("one of them is installed")
     tiny().save_pretrained(tmp_path)
     path = tmp_path / "config.json"
-    method = {"quant_method": "gptq", "bits": 4, "group_size": 128}
+    method = {"quant_method": kind, "bits": 4, "group_size": 128}
     path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": method}))
-    with pytest.raises(UnsupportedModel, match=r"package that is not|quantised by 'gptq'"):
-        load_model(str(tmp_path), load_config(str(tmp_path)), torch.bfloat16)
+    config = load_config(str(tmp_path))
+    monkeypatch.setattr(
+        AutoModelForCausalLM, "from_pretrained", lambda *_, **__: pytest.fail("was loaded")
+    )
+    with pytest.raises(UnsupportedModel, match=f"quantised by '{kind}' need a package") as error:
+        load_model(str(tmp_path), config, torch.bfloat16)
+    assert all(name in str(error.value) for name in packages)
+
+
+def wrapped(where: Path, folder: Path) -> str:
+    """A quantised checkpoint as the text model of Llava, with a plain vision tower."""
+    files = load_file(where / "model.safetensors")
+    inner = {f"language_model.{key}": tensor for key, tensor in files.items()}
+    inner["vision_tower.layers.0.mlp.up_proj.weight"] = torch.zeros(512, 512)
+    save_file(inner, folder / "model.safetensors", {"format": "pt"})
+    config = json.loads((where / "config.json").read_text())
+    method = config.pop("quantization_config")
+    for name in KEPT:
+        if name in method:
+            method[name] = [f"language_model.{module}" for module in method[name]]
+    outer = {"model_type": "llava", "text_config": config, "tie_word_embeddings": False,
+             "vision_config": {"model_type": "clip_vision_model"}, "dtype": "bfloat16",
+             "quantization_config": method}  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(outer))
+    return str(folder)
+
+
+@pytest.mark.skipif(OLD, reason="4.57 cannot load such files' text model alone")
+@pytest.mark.parametrize("kind", UNPACKED)
+def test_of_a_wrapper_the_text_model_alone_is_unpacked(kind, checkpoint, tmp_path):
+    plain = checkpoint(kind)
+    where = wrapped(Path(plain), tmp_path)
+    config = load_config(where)
+    assert quantisation(config) == kind
+    model = load_model(where, config, torch.bfloat16)
+    alone = load_model(plain, load_config(plain), torch.bfloat16)
+    planned = weigh(config, torch.bfloat16, read_headers(where)).nbytes
+    assert planned == held_weights(model).nbytes == held_weights(alone).nbytes
+    ids = torch.arange(3, 20)[None]
+    with torch.no_grad():
+        assert torch.equal(model(ids).logits, alone(ids).logits)
+
+
+@pytest.mark.parametrize("kind", [*PACKED, "gptq"])
+def test_a_wrapper_with_packed_weights_is_refused_by_name(kind, tmp_path):
+    config = {"model_type": "llava", "text_config": tiny().config.to_dict(),
+              "vision_config": {"model_type": "clip_vision_model"},
+              "quantization_config": {"quant_method": kind, "bits": 4}}  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UnsupportedModel, match=rf"'llava'.*{kind}.*kvcap\.cap"):
+        load_config(str(tmp_path))

@@ -15,7 +15,7 @@ from transformers import AutoConfig, DynamicCache
 from kvcap import Eviction, KvcapError, MemoryPlan, Policy, PolicyError, load_policy
 from kvcap.runtime.errors import PlanInfeasible, UnsupportedModel
 from kvcap.runtime.memory.free_memory import FreeMemory
-from kvcap.runtime.models.weights import Tensor
+from kvcap.runtime.models.weights import Tensor, held_weights
 from kvcap.runtime.planning import plan as plan_module
 from kvcap.runtime.planning.plan import warn_if_short
 from kvcap.runtime.units import parse_bytes
@@ -50,12 +50,18 @@ def test_other_families_are_refused_before_their_weights_are_counted():
         MemoryPlan.of(AutoConfig.for_model("mamba", num_hidden_layers=1))
 
 
-def test_a_model_of_text_and_images_counts_all_of_its_files():
-    text = tiny_config("gemma3_text")
+def test_of_a_model_of_text_and_images_the_text_model_is_planned():
+    text = tiny_config("gemma3_text", dtype=torch.bfloat16)
     config = AutoConfig.for_model("gemma3", text_config=text.to_dict())
-    headers = {"vision": Tensor("F32", (1000,)), "text": Tensor("BF16", (10,))}
-    plan = MemoryPlan.of(config, dtype=torch.bfloat16, headers=headers)
-    assert (plan.weights, plan.weights_from) == (2020, "safetensors headers")
+    model = tiny_model("gemma3_text", dtype=torch.bfloat16)
+    headers = {
+        f"language_model.{name}": Tensor("BF16", tuple(x.shape))
+        for name, x in model.named_parameters()
+    }
+    headers["vision_tower.embeddings.weight"] = Tensor("F32", (1000,))
+    plan = MemoryPlan.of(config, headers=headers)
+    assert plan == MemoryPlan.of(text, headers=headers)
+    assert (plan.weights, plan.weights_from) == (held_weights(model).nbytes, "safetensors headers")
 
 
 @given(cap=st.integers(20_000, 3_000_000), policy=st.sampled_from(["keydiff", "h2o", "snapkv"]))

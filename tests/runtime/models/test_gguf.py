@@ -1,0 +1,191 @@
+"""GGUF files: read through transformers, planned as what they become, damaged ones named."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import struct
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from kvcap import BudgetCache, Runtime, pocket
+from kvcap.cli import run
+from kvcap.runtime.backends.pytorch.loop import BlockLoop
+from kvcap.runtime.errors import ExtraMissing, ModelFilesBroken, UnsupportedModel
+from kvcap.runtime.models import gguf as gguf_files
+from kvcap.runtime.models.files import load_config, load_model
+from kvcap.runtime.models.weights import held_weights, read_headers, weigh
+
+INSTALLED = all(importlib.util.find_spec(name) for name in gguf_files.NEEDED)
+needs_gguf = pytest.mark.skipif(not INSTALLED, reason="needs gguf and accelerate")
+pytestmark = pytest.mark.filterwarnings("ignore")  # of what reads them
+HEADS, KV_HEADS, LAYERS, HIDDEN, MLP = 4, 2, 2, 64, 96
+
+
+def write(path: Path, *, architecture: str = "llama", parts: int = 0, vocabulary: bool = True,
+          tensors: bool = True, without: str = "none", factors: bool = False) -> None:  # fmt: skip
+    """A random Llama in Q8_0, with the built-in model's tokenizer."""
+    import gguf
+
+    tokenizer = AutoTokenizer.from_pretrained(pocket.path())
+    words = sorted(tokenizer.get_vocab(), key=tokenizer.get_vocab().get)
+    config = LlamaConfig(num_hidden_layers=LAYERS, num_attention_heads=HEADS, hidden_size=HIDDEN,
+                         num_key_value_heads=KV_HEADS, intermediate_size=MLP,
+                         vocab_size=len(words))  # fmt: skip
+    torch.manual_seed(0)
+    weights = LlamaForCausalLM(config).state_dict()
+    writer = gguf.GGUFWriter(path, architecture)
+    writer.add_name("tiny")
+    writer.add_context_length(256)
+    writer.add_embedding_length(HIDDEN)
+    writer.add_block_count(LAYERS)
+    writer.add_feed_forward_length(MLP)
+    writer.add_head_count(HEADS)
+    writer.add_head_count_kv(KV_HEADS)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_rope_freq_base(10000.0)
+    writer.add_rope_dimension_count(HIDDEN // HEADS)
+    writer.add_vocab_size(len(words))
+    if parts:
+        writer.add_uint16("split.count", parts)
+    if vocabulary:
+        merges = json.loads(tokenizer.backend_tokenizer.to_str())["model"]["merges"]
+        special = set(tokenizer.all_special_ids)
+        writer.add_tokenizer_model("gpt2")
+        writer.add_token_list(words)
+        writer.add_token_types([3 if i in special else 1 for i in range(len(words))])
+        writer.add_token_merges([" ".join(pair) for pair in merges])
+        writer.add_bos_token_id(tokenizer.bos_token_id)
+        writer.add_eos_token_id(tokenizer.eos_token_id)
+        writer.add_chat_template(tokenizer.chat_template)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, LAYERS)
+    if factors:
+        writer.add_tensor("rope_freqs.weight", torch.ones(HIDDEN // HEADS // 2).numpy())
+    for name, tensor in weights.items() if tensors else ():
+        if without in name:
+            continue
+        stem, _, end = name.rpartition(".")
+        values = (0.15 * torch.randn_like(tensor) + (tensor.dim() == 1)).numpy()
+        if tensor.dim() == 1:
+            writer.add_tensor(f"{names.get_name(stem)}.{end}", values)
+        else:
+            kind = gguf.GGMLQuantizationType.Q8_0
+            packed = gguf.quantize(values, kind)
+            writer.add_tensor(f"{names.get_name(stem)}.{end}", packed, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("gguf") / "tiny.gguf"
+    write(path)
+    return str(path)
+
+
+@needs_gguf
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_it_is_planned_as_what_it_becomes(file, dtype):
+    config = load_config(file)
+    assert read_headers(file) is None
+    planned = weigh(config, dtype)
+    model = load_model(file, config, dtype)
+    assert planned.nbytes == held_weights(model).nbytes
+    assert {p.dtype for p in model.parameters()} == {dtype}
+    stored = gguf_files.read_gguf(file)
+    assert (stored.architecture, stored.numbers) == ("llama", "Q8_0")
+    assert stored.nbytes == pytest.approx(planned.nbytes / dtype.itemsize * 34 / 32, rel=0.02)
+
+
+@needs_gguf
+def test_its_logits_are_those_of_transformers_own_load(file):
+    path = Path(file)
+    expected = AutoModelForCausalLM.from_pretrained(
+        path.parent, gguf_file=path.name, attn_implementation="eager", dtype=torch.float32,
+        **gguf_files.loading(),
+    ).eval()  # fmt: skip
+    model = load_model(file, load_config(file), torch.float32).eval()
+    ids = torch.randint(3, 2000, (1, 40))
+    loop = BlockLoop(model, BudgetCache(model.config, 48, 16))
+    with torch.no_grad():
+        last = expected(ids).logits[:, -1]
+    assert (loop.prefill(ids) - last).abs().max() < 1e-4
+    assert last.abs().max() > 1
+
+
+@needs_gguf
+def test_it_chats_and_says_what_it_becomes(file, tmp_path, capsys):
+    assert run(["plan", file, "--kv-budget-tokens", "32", "--dtype", "bfloat16"]) == 0
+    said = capsys.readouterr().out
+    assert "of Q8_0 in the file become" in said
+    assert "of bfloat16 in memory" in said
+    assert run(["plan", file, "--kv-budget-tokens", "32", "--json"]) == 0
+    planned = json.loads(capsys.readouterr().out)
+    assert planned["file_type"] == "Q8_0"
+    assert planned["file_bytes"] < planned["weights"] / 3
+    assert run(["generate", file, "one two three", "--max-new-tokens", "4"]) == 0
+    assert "of Q8_0 in the file become" in capsys.readouterr().err
+    runtime = Runtime.from_pretrained(file, kv_budget_tokens=32, block_size=16, device="cpu")
+    assert runtime.plan.weights == held_weights(runtime.model).nbytes
+    own = AutoTokenizer.from_pretrained(pocket.path())
+    text = "Please remember: the code for the blue door is 4821."
+    bare = {"add_special_tokens": False}
+    assert runtime.tokenizer(text, **bare).input_ids == own(text, **bare).input_ids
+    assert runtime.generation.eos_token_id == own.eos_token_id
+    session = runtime.session(seed=0)
+    session.set_generation(max_new_tokens=4, temperature=0)
+    "".join(session.send("one two three four five six seven eight nine ten " * 4))
+    assert session.stats.held_tokens <= 32 < session.stats.seen_tokens
+    session.save(tmp_path / "session.kvcap")
+    again = type(session).load(runtime, tmp_path / "session.kvcap")
+    assert "".join(session.send("more")) == "".join(again.send("more"))
+
+
+@needs_gguf
+def test_what_is_damaged_or_foreign_is_named(file, tmp_path, capsys):
+    whole = Path(file).read_bytes()
+    path = tmp_path / "x.gguf"
+    version, counts = b"GGUF" + struct.pack("<I", 99), b"\xff" * 16
+    cut = [whole[: len(whole) // 2], whole[:100], b"GGUF"]
+    for data in (*cut, whole[:8] + counts + whole[24:], version + whole[8:]):
+        path.write_bytes(data)
+        with pytest.raises(ModelFilesBroken, match="damaged GGUF file or was cut short"):
+            load_config(str(path))
+        assert run(["plan", str(path)]) == 2
+        assert capsys.readouterr().err.count("\n") == 1
+    write(path, architecture="sonnet")
+    with pytest.raises(UnsupportedModel, match="'sonnet', which transformers does not read"):
+        load_config(str(path))
+    write(path, architecture="gpt2")
+    with pytest.raises(UnsupportedModel, match=r"'gpt2'.*supported"):
+        load_config(str(path))
+    write(path, parts=3)
+    with pytest.raises(UnsupportedModel, match=r"one of 3 parts.*--merge"):
+        load_config(str(path))
+    write(path, tensors=False)
+    with pytest.raises(UnsupportedModel, match="holds no model"):
+        load_config(str(path))
+    write(path, factors=True)
+    with pytest.raises(UnsupportedModel, match="stretches its rotary embedding"):
+        load_config(str(path))
+    write(path, without="layers.1.mlp.up_proj")
+    with pytest.raises(ModelFilesBroken, match=r"lack model\.layers\.1\.mlp\.up_proj"):
+        load_model(str(path), load_config(str(path)), torch.float32)
+    write(path, vocabulary=False)
+    with pytest.raises(ModelFilesBroken, match="tokenizer"):
+        Runtime.from_pretrained(path, kv_budget_tokens=32, device="cpu")
+
+
+def test_the_missing_package_is_named_before_anything_is_loaded(tmp_path, monkeypatch, capsys):
+    path = tmp_path / "x.gguf"
+    path.write_bytes(b"GGUF and more")
+    monkeypatch.setattr(gguf_files, "NEEDED", ("gguf_that_is_not_there", "accelerate"))
+    with pytest.raises(ExtraMissing, match=r"gguf_that_is_not_there.*kvcap\[gguf\]"):
+        load_config(str(path))
+    assert run(["chat", str(path)]) == 1
+    assert "kvcap[gguf]" in capsys.readouterr().err
