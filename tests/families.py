@@ -81,16 +81,132 @@ NEIGHBOURS: dict[str, dict[str, Any]] = {  # by their model type, and what is sp
     "llama": {"head_dim": 16},  # by halves, to compare with
 }
 
+# Partly recurrent ones.
+DELTA = {
+    "head_dim": 16,
+    "num_hidden_layers": 4,
+    "layer_types": ["linear_attention", "full_attention"] * 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+}
+SHARED_EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+}
+CONV = {"num_hidden_layers": 4, "layer_types": ["conv", "full_attention"] * 2}
+MAMBA = {
+    "mamba_n_heads": 8,
+    "mamba_d_head": 16,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 8,
+    "mamba_chunk_size": 8,
+    "num_local_experts": 0,
+    "shared_intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "layer_types": ["linear_attention", "full_attention"] * 2,
+}
+STATES: dict[str, dict[str, Any]] = {
+    "qwen3_5_text": DELTA,
+    "qwen3_5_moe_text": {**DELTA, **SHARED_EXPERTS},
+    "qwen3_next": {**DELTA, **SHARED_EXPERTS, "decoder_sparse_step": 1},
+    "olmo_hybrid": {**DELTA, "linear_num_key_heads": 4, "rope_parameters": None},
+    "lfm2": CONV,
+    "lfm2_moe": {**CONV, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+    "lfm3": {
+        "head_dim": 16,
+        "num_hidden_layers": 4,
+        "sliding_window": 24,
+        "layer_types": ["conv", "full_attention", "sliding_attention", "full_attention"],
+    },
+    "granitemoehybrid": MAMBA,
+    "nemotron_h": {
+        "head_dim": 16,
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 8,
+        "ssm_state_size": 8,
+        "n_groups": 2,
+        "chunk_size": 8,
+        "layers_block_type": ["mlp", "linear_attention", "full_attention", "moe"] * 2,
+        "n_routed_experts": 4,
+        "moe_intermediate_size": 32,
+        "moe_shared_expert_intermediate_size": 32,
+    },
+}
+# Whose last layers read an earlier layer's keys and values.
+PATTERN = ["sliding_attention", "full_attention"]
+COMMON = {
+    "head_dim": 16,
+    "sliding_window": 24,
+    "num_hidden_layers": 8,
+    "layer_types": PATTERN * 4,
+    "vocab_size_per_layer_input": 97,
+    "hidden_size_per_layer_input": 8,
+}
+# The last four layers read layers 2 (sliding) and 3 (full); layer 1 is read by itself alone.
+READERS: dict[str, dict[str, Any]] = {
+    "gemma3n": {
+        **COMMON,
+        "num_kv_shared_layers": 4,
+        "altup_num_inputs": 2,
+        "laurel_rank": 8,
+        "activation_sparsity_pattern": [0.5, 0.5, *[0.0] * 6],
+    },
+    "gemma4": {**COMMON, "num_kv_shared_layers": 4, "global_head_dim": 32,
+               "use_double_wide_mlp": True},
+    # As the larger ones: nothing is shared, keys are values, full layers have fewer, larger heads.
+    "gemma4 k=v": {**COMMON, "num_hidden_layers": 4, "layer_types": PATTERN * 2,
+                   "global_head_dim": 32, "num_global_key_value_heads": 1,
+                   "attention_k_eq_v": True, "hidden_size_per_layer_input": 0},
+}  # fmt: skip
+# With a sink logit per query head.
+SINKS: dict[str, dict[str, Any]] = {
+    "gpt_oss": {
+        "num_hidden_layers": 3,
+        "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "rope_parameters": {
+            "rope_type": "yarn", "rope_theta": 150000.0, "factor": 8.0, "beta_fast": 32.0,
+            "beta_slow": 1.0, "truncate": False, "original_max_position_embeddings": 32,
+        },
+    },
+    "granite_swa": {
+        "num_hidden_layers": 4,
+        "layer_types": ["full_attention", "sliding_attention"] * 2,
+        "layer_rope_theta": [5e5, 1e4, 0, 1e4],  # its third layer has no positions
+        "attention_multiplier": 0.3,
+    },
+    "granitemoe_swa": {
+        "num_hidden_layers": 2,
+        "layer_types": ["full_attention", "sliding_attention"],
+        "num_local_experts": 4,
+        "attention_multiplier": 0.3,
+    },
+}  # fmt: skip
+
 ALL = {**FAMILIES, **TRIED}  # that tests/runtime/models/test_models.py holds
-ELSEWHERE = NEIGHBOURS  # that files beside it hold to the same
+ELSEWHERE = NEIGHBOURS | STATES | READERS | SINKS  # that files of their own hold to the same
+
+
+def model_type(name: str) -> str:
+    """The model type that a name in these tables means."""
+    family = name.split()[0]
+    return f"{family}_text" if family in ("gemma3n", "gemma4") else family
 
 
 def config_of(name: str, **changes: Any) -> Any:
     """The small config; a family that this transformers does not know skips the test."""
-    family = name.split()[0]
+    family = model_type(name)
     if family not in CONFIG_MAPPING:
         pytest.skip(f"this transformers has no {family}")
-    return AutoConfig.for_model(family, **{**SIZES, **(ALL | ELSEWHERE)[name], **changes})
+    sizes = {**SIZES, **(ALL | ELSEWHERE)[name], **changes}
+    if family == "nemotron_h":  # counts its layers by their types
+        del sizes["num_hidden_layers"]
+    return AutoConfig.for_model(family, **sizes)
 
 
 def model_of(name: str, attention: str = "kvcap", **changes: Any) -> Any:

@@ -89,23 +89,11 @@ def _check(shape: ModelShape, eviction: Eviction) -> None:
     """Refuse what one graph of open but equal lengths cannot do."""
     name = eviction.name or "the policy"
     refuse_sinks(shape)
-    if shape.shared:
+    if why := shape.not_exportable:
         raise NotExportable(
-            f"layers of this {shape.family} attend to the keys and values of others ("
-            f"{shape.shared}), which the decoder's graph does not do; export a model whose layers "
-            "all have their own, or run this one with kvcap chat"
-        )
-    if not shape.all_capped:
-        raise NotExportable(
-            f"in this {shape.family} {shape.uncapped}, which the decoder's graph does not do; "
-            "export a model whose layers all attend fully, or use kvcap export scorer for its "
-            "capped layers"
-        )
-    if not shape.moves_exactly or shape.longest_compact is not None:
-        why = shape.obstacle or "RoPE of type longrope: its frequencies depend on the length"
-        raise NotExportable(
-            f"a graph cannot do what this model does while it runs ({why}); export a model with "
-            "default, linear, llama3 or yarn RoPE"
+            f"in this {shape.family} there is what the decoder's graph does not do: {why}; export "
+            "a model whose layers all attend fully, with RoPE of type default, linear, llama3 or "
+            "yarn, or run this one with the PyTorch backend"
         )
     if not eviction.policy.evicts:
         raise NotExportable(

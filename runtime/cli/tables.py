@@ -208,6 +208,10 @@ def print_plan(model: str, plan: MemoryPlan, free: FreeMemory, tokens: int) -> N
         f"\nwithout a cap, keys and values of {tokens:,} tokens would take "
         f"{format_bytes(uncapped)} ({uncapped:,} bytes)"
     )
+    if plan.layers:
+        print(f"layers: {plan.layers}; positions: {plan.position_modes}")
+        runs = plan.not_exportable and f"no, {plan.not_exportable}"
+        print(f"runs with PyTorch; exported, with ONNX Runtime: {runs or 'yes'}")
     if plan.least_kv_budget:
         print(
             f"the least that works: --kv-budget {plan.least_kv_budget}, or "

@@ -45,6 +45,9 @@ KINDS = {  # of layers that are refused, as transformers names them
 }
 
 
+EXPERTS = ("moe_num_experts", "n_routed_experts", "num_experts", "num_local_experts")
+"""Names that configs have for the number of experts."""
+
 LayerKind = Literal["capped", "sliding", "shared", "state", "none"]
 ATTENTIONS = {"full_attention", "sliding_attention"}  # types of layers in a config
 STATES = {"linear_attention", "conv", "mamba"}  # that keep a state of fixed size
@@ -69,6 +72,7 @@ class LayerShape:
     reads: int | None = None  # the layer whose keys and values a shared layer attends to
     states: tuple[StateShape, ...] = ()  # of a recurrent layer
     sinks: bool = False  # a learned logit per query head stands in softmax beside those of slots
+    experts: bool = False  # its MLP is a mixture of experts
 
     @property
     def vector(self) -> int:
@@ -168,6 +172,40 @@ class ModelShape:
         words = [f"{layers_named(self.of_kind(kind))} {told[kind]}" for kind in kinds]
         return ", ".join([*words, self.shared] if self.shared else words)
 
+    @property
+    def held(self) -> str:
+        """What the layers hold, kind by kind, in words."""
+        ropes = {r.kind for i in self.capped if (r := self.layers[i].rope)}
+        rope = f"RoPE {', '.join(sorted(ropes))}" if ropes else "no positions"
+        told = {"capped": f"capped ({rope}{', sink logits' if self.sinks else ''})",
+                "sliding": "over a window of their own", "shared": "that read another's slots",
+                "state": "with a recurrent state", "none": "without a cache"}  # fmt: skip
+        return ", ".join(f"{n} {told[kind]}" for kind in get_args(LayerKind) if
+                         (n := len(self.of_kind(kind))))  # fmt: skip
+
+    @property
+    def position_modes(self) -> str:
+        """The ways in which positions can be kept, in words."""
+        if not self.moves_exactly:
+            return f"true only ({self.obstacle})"
+        most = self.longest_compact
+        return "compact or true" if most is None else f"compact up to {most:,} tokens held, or true"
+
+    @property
+    def not_exportable(self) -> str:
+        """Why no graph of open but equal lengths can run the model, for messages; '': it can."""
+        if not self.all_capped:
+            return self.uncapped
+        if self.sinks:
+            return "its attention has sink logits"
+        if any(layer.experts for layer in self.layers):
+            return "every token chooses among experts"
+        if not self.moves_exactly:
+            return self.obstacle
+        return "RoPE of type longrope: its frequencies depend on the length" * bool(
+            self.longest_compact
+        )
+
     @classmethod
     def of(cls, config: Any, slots: int = 0) -> ModelShape:
         """Read a transformers config.
@@ -198,6 +236,7 @@ class ModelShape:
                 )
             full = "sliding_attention"
         reads, sinks = read_layers(config, kinds), family in SINKS
+        experts = any((getattr(config, name, None) or 0) > 1 for name in EXPERTS)
         sinks = sinks or (trial is not None and trial.sinks)
         own: list[LayerKind] = [
             ("state" if states[i] else "none") if kind not in ATTENTIONS
@@ -222,6 +261,7 @@ class ModelShape:
                 reads=reads[i],
                 states=states[i],
                 sinks=sinks and kinds[i] in ATTENTIONS,
+                experts=experts,
             )
             for i, kind in enumerate(own)
         ]

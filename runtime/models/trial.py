@@ -8,6 +8,9 @@ their position.
 from __future__ import annotations
 
 import json
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Literal
@@ -15,8 +18,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, DynamicCache
+from transformers.utils import logging
 
 from kvcap.runtime.attention.functions import attend
+from kvcap.runtime.attention.masks import Slots
 from kvcap.runtime.errors import UnsupportedModel
 from kvcap.runtime.models.rope import Rope, has_rope, moved_by, rope_of
 from kvcap.runtime.types import ATTENTION
@@ -70,10 +75,23 @@ def try_model(config: Any) -> Trial:
     return _try_model(kind, json.dumps(config.to_dict(), sort_keys=True, default=str))
 
 
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without what transformers says of a config of odd sizes, which nobody asked about."""
+    before = logging.get_verbosity()
+    logging.set_verbosity(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.set_verbosity(before)
+
+
 @lru_cache(maxsize=64)
 def _try_model(kind: Any, values: str) -> Trial:
     try:
-        with torch.random.fork_rng(devices=[]), torch.no_grad():
+        with _quiet(), torch.random.fork_rng(devices=[]), torch.no_grad():
             torch.manual_seed(0)
             small = small_copy(kind, json.loads(values))
             with torch.device("meta"):
@@ -179,6 +197,13 @@ class _Recorder(DynamicCache):  # type: ignore[misc]
     def not_attended(self) -> list[int]:
         """Layers that did not attend exactly once to what they were given."""
         return [i for i in self.updated if self.attended.count(i) != 1]
+
+    def get_mask_sizes(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
+        """As the base class; of layers that are not sliding, as a capped layer says it."""
+        slots, offset = super().get_mask_sizes(*args, **kwargs)
+        index = kwargs.get("layer_idx", args[-1] if args else 0)
+        sliding = getattr(self.layers[index], "is_sliding", False)
+        return slots if sliding else Slots.of(slots), offset
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any

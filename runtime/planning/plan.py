@@ -67,6 +67,9 @@ class MemoryPlan:
     sliding_window: int = 0  # tokens of that window
     least_kv_budget: int = 0  # bytes: the smallest cache that works for model and policy
     least_memory_cap: int = 0  # bytes: the smallest cap of the process, with a margin
+    layers: str = ""  # what the model's layers hold, in words
+    position_modes: str = ""  # how positions can be kept, in words
+    not_exportable: str = ""  # why ONNX Runtime cannot run the model; '': it can
 
     @property
     def summary(self) -> str:
@@ -247,6 +250,9 @@ class ModelPlanner:
             trained_length=shape.trained_length,
             token_bytes=pair * sum(x.vector for x in shape.layers if x.window is None),
             sliding_token_bytes=pair * sum(layer.vector for layer in slides),
+            layers=shape.held,
+            position_modes=shape.position_modes,
+            not_exportable=shape.not_exportable,
             sliding_window=max((layer.window or 0 for layer in slides), default=0),
         )
 

@@ -18,6 +18,7 @@ import pytest
 import torch
 import transformers
 from conftest import SIZES, small_policy
+from families import SINKS as FAMILIES
 from observations import attention_by_loops, observe, same
 from reference import NAME, STEPS, ReferenceLayer, Setting
 from safetensors.torch import load_file, save_file
@@ -47,30 +48,6 @@ from kvcap.runtime.session.session import Session
 
 OLD = transformers.__version__ < "5"
 WINDOW = 24
-FAMILIES: dict[str, dict[str, Any]] = {
-    "gpt_oss": {
-        "num_hidden_layers": 3,
-        "layer_types": ["full_attention", "sliding_attention", "full_attention"],
-        "num_local_experts": 4,
-        "num_experts_per_tok": 2,
-        "rope_parameters": {
-            "rope_type": "yarn", "rope_theta": 150000.0, "factor": 8.0, "beta_fast": 32.0,
-            "beta_slow": 1.0, "truncate": False, "original_max_position_embeddings": 32,
-        },
-    },
-    "granite_swa": {
-        "num_hidden_layers": 4,
-        "layer_types": ["full_attention", "sliding_attention"] * 2,
-        "layer_rope_theta": [5e5, 1e4, 0, 1e4],  # its third layer has no positions
-        "attention_multiplier": 0.3,
-    },
-    "granitemoe_swa": {
-        "num_hidden_layers": 2,
-        "layer_types": ["full_attention", "sliding_attention"],
-        "num_local_experts": 4,
-        "attention_multiplier": 0.3,
-    },
-}  # fmt: skip
 POLICIES: dict[str, dict[str, Any]] = {
     "keydiff": {},
     "streaming_llm": {"sinks": 2},

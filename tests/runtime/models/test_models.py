@@ -3,17 +3,29 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
+import models_page
 import pytest
 import torch
 from conftest import FAMILIES as CORE
-from families import ALL, ELSEWHERE, config_of, model_of
+from families import (
+    ALL,
+    ELSEWHERE,
+    NEIGHBOURS,
+    STATES,
+    TRIED,
+    config_of,
+    model_of,
+    model_type,
+)
 from masked import compare, rotary_frequencies
 from reference import rotate
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from typer.testing import CliRunner
 
 import kvcap
 from kvcap.runtime.backends.pytorch.loop import BlockLoop
@@ -24,11 +36,7 @@ from kvcap.runtime.models.config import ModelShape
 from kvcap.runtime.models.rope import Rotation
 from kvcap.runtime.models.trial import small_copy, try_model
 
-OTHERS = {  # held by test_state_layers.py, test_shared_layers.py, test_wrappers.py, test_sinks.py
-    "granitemoehybrid", "lfm2", "lfm2_moe", "lfm3", "nemotron_h", "olmo_hybrid", "qwen3_5_moe_text",
-    "qwen3_5_text", "qwen3_next", "gemma3n_text", "gemma4_text", "qwen2_vl_text", "qwen2_5_vl_text",
-    "qwen3_vl_text", "gpt_oss", "granite_swa", "granitemoe_swa",
-}  # fmt: skip
+WRAPPED = {"qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text"}  # held by test_wrappers.py
 POLICIES = ["keydiff", "snapkv", "h2o", "dropkv", "streaming_llm"]
 OPTIONS: dict[str, dict[str, Any]] = {
     "snapkv": {"window": 4, "kernel": 3, "pool": "avg"}, "dropkv": {"window": 4},
@@ -45,7 +53,7 @@ def eviction_of(policy: str) -> kvcap.Eviction:
 
 
 def test_every_family_of_the_list_is_held_somewhere():
-    assert set(SUPPORTED) <= {name.split()[0] for name in ALL | ELSEWHERE} | OTHERS
+    assert set(SUPPORTED) <= {model_type(name) for name in ALL | ELSEWHERE} | WRAPPED
 
 
 @pytest.mark.slow(keep=24)
@@ -121,7 +129,11 @@ def test_plan_generation_and_sessions(family, tmp_path):
 # What is read by a trial ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", sorted(set(SUPPORTED) - OTHERS))
+@pytest.mark.parametrize(
+    # Not Granite SWA, whose layers have a frequency each: a trial would have it true only.
+    "family",
+    sorted({*ALL, *NEIGHBOURS, *STATES, "gpt_oss"} & set(SUPPORTED)),
+)
 def test_a_trial_finds_what_the_list_says(family, monkeypatch):
     config = config_of(family)
     listed = ModelShape.of(config)
@@ -185,7 +197,7 @@ def test_every_model_type_of_transformers_runs_or_is_refused_with_its_reason(mod
         if not any(re.search(reason, str(error)) for reason in REASONS):
             assert model_type in UNTRIED, error  # noqa: PT017
         return
-    if config.model_type in {*ALL, *ELSEWHERE, *OTHERS}:
+    if config.model_type in SUPPORTED or config.model_type in TRIED:
         return  # the tests above run it
     small = small_copy(type(config), config.to_dict())
     loop = BlockLoop(
@@ -215,6 +227,35 @@ def test_a_copy_too_large_to_be_tried_is_not_made():
     if large is not None:
         with pytest.raises(kvcap.KvcapError, match="cannot be made small enough"):
             ModelShape.of(large)
+
+
+# What is told of a model ------------------------------------------------------------------------
+
+
+def test_the_page_of_models_is_what_the_tests_hold():
+    if not {model_type(name) for name in ALL | ELSEWHERE} <= set(CONFIG_MAPPING):
+        pytest.skip("the page is of the newest transformers")
+    page = (Path(__file__).parents[3] / "docs/models.md").read_text()
+    assert page == models_page.page(), "run scripts/list-models"
+
+
+def test_a_plan_says_what_the_layers_hold():
+    from kvcap.cli import app
+
+    result = CliRunner().invoke(app, ["plan", "pocket", "--kv-budget-tokens", "64"])
+    assert "layers: 6 capped (RoPE default); positions: compact or true" in result.output
+    assert "exported, with ONNX Runtime: yes" in result.output
+    plan = kvcap.MemoryPlan.of(config_of("afmoe"), kv_budget_tokens=14, block_size=6)
+    assert plan.layers == "2 capped (no positions), 2 over a window of their own"
+    assert plan.not_exportable == "layers 0, 2 slide over a window of their own"
+    experts = kvcap.MemoryPlan.of(config_of("mixtral"), kv_budget_tokens=14, block_size=6)
+    assert experts.not_exportable == "every token chooses among experts"
+    sliding = kvcap.MemoryPlan.of(config_of("cwm"), kv_budget_tokens=14, block_size=6)
+    assert sliding.not_exportable == "layers 0, 2 slide over a window of their own"
+    hunyuan = config_of("hunyuan_v1_dense")
+    with pytest.warns(UserWarning, match="its keys are no rotation of themselves elsewhere"):
+        moved = kvcap.MemoryPlan.of(hunyuan, kv_budget_tokens=14, block_size=6)
+    assert moved.position_modes.startswith("true only (RoPE of type default: its keys are no")
 
 
 # Longrope ---------------------------------------------------------------------------------------

@@ -1,0 +1,94 @@
+"""Makes docs/models.md out of the families that the tests hold."""
+
+from __future__ import annotations
+
+from families import ALL, ELSEWHERE, TRIED, config_of, model_type
+
+from kvcap.runtime.models.config import INTERLEAVED, LayerShape, ModelShape
+from kvcap.runtime.models.wrappers import M_ROPE
+
+HEAD = """# Models
+
+To see whether kvcap runs your model, find its type here; it stands in `config.json`. \
+`kvcap plan MODEL` says the same of one model, with what it takes in memory. `scripts/list-models` writes the table, from the models that the \
+tests hold to full attention over the tokens that were kept: past the budget, in every position \
+mode, for `keydiff`, `snapkv`, `h2o`, `dropkv` and `streaming_llm`. Their keys, moved, are held to \
+those that the model itself makes there.
+
+| model type | layers | positions | exported to ONNX Runtime | transformers |
+|---|---|---|---|---|
+"""
+TAIL = """
+`capped` layers hold what the policy keeps. `sliding` layers keep a window of their own, which \
+bounds them already, as they do without kvcap; `state` layers keep a recurrent state of one size; \
+`shared` layers read the slots of an earlier layer and hold nothing. A capped layer without RoPE \
+has no positions to keep. A mixture of experts is not exported.
+
+Types marked * are not listed in kvcap: like any other that is not in this table they are tried \
+when they are met, as a small random copy of their config. It shows whether the layers attend \
+through transformers' interface, whether kvcap's attention gives the model's own logits, and how \
+keys depend on their position. So a new family often runs at once; if not, the refusal names the \
+layers and the reason.
+
+## Models that read more than text
+
+Gemma 3 (4B, 12B, 27B), Mistral 3, Llava, InternVL, Idefics 3, Qwen2-VL, Qwen2.5-VL, Qwen3-VL and \
+other wrappers of these text models run as text models: the text model alone is loaded, without \
+the vision tower. PaliGemma, which reads a prompt in both directions, is refused.
+
+## What is refused
+
+| layers | models |
+|---|---|
+| multi-head latent attention, whose cache holds a latent vector | DeepSeek V2, V3, MiniCPM3 |
+| attention within chunks | Llama 4 |
+| sparse attention by an index, or over compressed keys | DeepSeek V3.2 and V4, GLM-5 |
+| attention and a recurrent state in one layer | Falcon-H1, Zaya, Zamba |
+| states of a size that is not known | Bamba, Jamba, MiniMax |
+| positions that are learned for each place, and no rotation of keys | GPT-2, OPT, BERT |
+| attention that does not go through transformers' interface | BLOOM, JetMoE, RoFormer |
+
+Quantised weights are in [Python](python.md), with GGUF files.
+"""
+
+
+def page() -> str:
+    """The whole page."""
+    rows = {name: _row(name) for name in sorted(ALL | ELSEWHERE)}
+    for wrapped in M_ROPE:
+        rows[wrapped] = (
+            f"| `{wrapped}` | as `{M_ROPE[wrapped]}` | as `{M_ROPE[wrapped]}` | no | 5.x |"
+        )
+    return HEAD + "\n".join(rows[name] for name in sorted(rows)) + "\n" + TAIL
+
+
+def _row(name: str) -> str:
+    """A family's line of the table."""
+    config, family = config_of(name), model_type(name)
+    shape = ModelShape.of(config)
+    special = name.partition(" ")[2]
+    title = f"`{family}`{'*' if name in TRIED else ''}{f', {special}' if special else ''}"
+    kinds = dict.fromkeys(_kind(layer, family) for layer in shape.layers)
+    old = "4.57 and 5.x" if family in OLD else "5.x"
+    exported = "no" if shape.not_exportable else "yes"
+    return f"| {title} | {', '.join(kinds)} | {shape.position_modes} | {exported} | {old} |"
+
+
+def _kind(layer: LayerShape, family: str) -> str:
+    """A layer's kind and its positions."""
+    if layer.kind != "capped":
+        return layer.kind
+    if layer.rope is None:
+        return "capped without RoPE"
+    turning = ", neighbours together" if family in INTERLEAVED else ""
+    return f"capped (RoPE {layer.rope.kind}{turning}{', sink logits' if layer.sinks else ''})"
+
+
+OLD = {  # that transformers 4.57 has and runs alike
+    "apertus", "arcee", "bitnet", "cohere", "cohere2", "dots1", "ernie4_5", "ernie4_5_moe",
+    "exaone4", "flex_olmo", "gemma", "gemma2", "gemma3_text", "gemma3n_text", "glm", "glm4",
+    "glm4_moe", "gpt_neox", "gpt_oss", "granite", "granitemoe", "granitemoeshared", "helium",
+    "hunyuan_v1_dense", "llama", "ministral", "mistral", "mixtral", "nemotron", "olmo", "olmo2",
+    "olmo3", "olmoe", "phi", "phi3", "phimoe", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe",
+    "seed_oss", "smollm3", "stablelm", "starcoder2", "vaultgemma",
+}  # fmt: skip
