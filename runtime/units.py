@@ -1,4 +1,4 @@
-"""Sizes in bytes: read from text, written for people, and rounded up to caps of a process."""
+"""Sizes in bytes: read from text, written for people, rounded up to caps; and layers in words."""
 
 from __future__ import annotations
 
@@ -48,3 +48,15 @@ def with_margin(nbytes: int) -> int:
     516
     """
     return -(-(nbytes + MARGIN) >> 20) << 20
+
+
+def layers_named(indices: list[int]) -> str:
+    """Layers in words, such as 'layer 3' or 'layers 0 to 7, 9'."""
+    runs: list[list[int]] = []
+    for index in sorted(set(indices)):
+        if runs and index == runs[-1][-1] + 1:
+            runs[-1].append(index)
+        else:
+            runs.append([index])
+    words = [str(run[0]) if len(run) == 1 else f"{run[0]} to {run[-1]}" for run in runs]
+    return f"layer{'' if len(set(indices)) == 1 else 's'} {', '.join(words)}"

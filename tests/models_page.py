@@ -10,10 +10,11 @@ from kvcap.runtime.models.wrappers import M_ROPE
 HEAD = """# Models
 
 To see whether kvcap runs your model, find its type here; it stands in `config.json`. \
-`kvcap plan MODEL` says the same of one model, with what it takes in memory. `scripts/list-models` writes the table, from the models that the \
-tests hold to full attention over the tokens that were kept: past the budget, in every position \
-mode, for `keydiff`, `snapkv`, `h2o`, `dropkv` and `streaming_llm`. Their keys, moved, are held to \
-those that the model itself makes there.
+`kvcap plan MODEL` says the same of one model, with what it takes in memory.
+
+The tests hold these models to full attention over the tokens that were kept: past the budget, in \
+every position mode, for `keydiff`, `snapkv`, `h2o`, `dropkv` and `streaming_llm`. Their keys, \
+moved, are held to those that the model itself makes there. `scripts/list-models` writes the table.
 
 | model type | layers | positions | exported to ONNX Runtime | transformers |
 |---|---|---|---|---|

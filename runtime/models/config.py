@@ -8,14 +8,15 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
-
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from kvcap.runtime.errors import UnsupportedModel
-from kvcap.runtime.models.rope import Rope, has_rope, layer_config, rope_of
+from kvcap.runtime.models.rope import Rope, has_rope, heads_of, layer_config, rope_of
 from kvcap.runtime.models.states import KEPT, StateShape, states_of
-from kvcap.runtime.models.trial import Trial, heads_of, layers_named, try_model
+from kvcap.runtime.units import layers_named
+
+if TYPE_CHECKING:
+    from kvcap.runtime.models.trial import Trial
 
 FAMILIES = (
     "apertus", "arcee", "bitnet", "cohere", "cohere2", "cwm", "dots1", "ernie4_5", "ernie4_5_moe",
@@ -221,7 +222,7 @@ class ModelShape:
         family = getattr(config, "model_type", None) or type(config).__name__
         kinds = layer_kinds(config)
         states = _states(config, kinds)
-        trial = None if family in FAMILIES else try_model(config)
+        trial = None if family in FAMILIES else _tried(config)
         if trial is not None and trial.obstacle:
             raise refusal(family, trial.obstacle)
         slides = [kind == "sliding_attention" for kind in kinds]
@@ -285,6 +286,12 @@ def refusal(family: str, why: str) -> UnsupportedModel:
         f"model type {family!r} is not supported: {why}; models of full and sliding attention, "
         "such as llama, qwen3 and gemma3_text, run (docs/models.md lists them)"
     )
+
+
+def _tried(config: Any) -> Trial:
+    from kvcap.runtime.models.trial import try_model  # here, as a listed model needs none of it
+
+    return try_model(config)
 
 
 def _ropes(config: Any, kinds: list[str], trial: Trial | None) -> list[Rope | None]:
@@ -415,9 +422,7 @@ def layer_kinds(config: Any) -> list[str]:
     """
     family = getattr(config, "model_type", None) or type(config).__name__
     listed = family in FAMILIES
-    if not listed and (
-        type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING or config.is_encoder_decoder
-    ):
+    if not listed and not _is_causal(config):
         raise refusal(
             family, "transformers has no causal language model of it that reads tokens alone"
         )
@@ -456,6 +461,13 @@ def layer_kinds(config: Any) -> list[str]:
         )
         raise refusal(family, those)
     return list(kinds)
+
+
+def _is_causal(config: Any) -> bool:
+    """Whether transformers has a causal language model of a config."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING  # here, as it takes seconds to import
+
+    return type(config) in MODEL_FOR_CAUSAL_LM_MAPPING and not config.is_encoder_decoder
 
 
 def layers_with_rope(config: Any, kinds: Sequence[str]) -> list[bool]:

@@ -72,6 +72,13 @@ def rope_of(config: Any, layer_type: str = "full_attention", *, interleaved: boo
     return Rope(kind, inv_freq, interleaved, longest)
 
 
+def heads_of(config: Any) -> tuple[int, int, int]:
+    """Query heads, KV heads and the head size of a text model's config."""
+    heads: int = config.num_attention_heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    return heads, kv_heads, getattr(config, "head_dim", None) or config.hidden_size // heads
+
+
 def layer_config(config: Any, layer: int | str) -> Any:
     """The config of one layer, or of those of a type: another one where layers' sizes differ."""
     return config.per_layer_config[layer] if getattr(config, "is_heterogeneous", False) else config

@@ -17,14 +17,15 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, DynamicCache
+from transformers.cache_utils import DynamicCache
 from transformers.utils import logging
 
 from kvcap.runtime.attention.functions import attend
 from kvcap.runtime.attention.masks import Slots
 from kvcap.runtime.errors import UnsupportedModel
-from kvcap.runtime.models.rope import Rope, has_rope, moved_by, rope_of
+from kvcap.runtime.models.rope import Rope, has_rope, heads_of, moved_by, rope_of
 from kvcap.runtime.types import ATTENTION
+from kvcap.runtime.units import layers_named
 
 SIZES = {
     "hidden_size": 64,
@@ -90,6 +91,8 @@ def _quiet() -> Iterator[None]:
 
 @lru_cache(maxsize=64)
 def _try_model(kind: Any, values: str) -> Trial:
+    from transformers import AutoModelForCausalLM  # here, as it takes seconds to import
+
     try:
         with _quiet(), torch.random.fork_rng(devices=[]), torch.no_grad():
             torch.manual_seed(0)
@@ -126,6 +129,8 @@ def small_copy(kind: Any, values: dict[str, Any]) -> Any:
 
 def _random_model(config: Any, attention: str) -> Any:
     """A random model, whose weights are large enough for attention to tell tokens apart."""
+    from transformers import AutoModelForCausalLM
+
     model = AutoModelForCausalLM.from_config(
         config, attn_implementation=attention, dtype=torch.float32
     )
@@ -246,25 +251,6 @@ class _RecordedLayer:
         """Nothing is undone here."""
 
 
-def heads_of(config: Any) -> tuple[int, int, int]:
-    """Query heads, KV heads and the head size of a text model's config."""
-    heads: int = config.num_attention_heads
-    kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    return heads, kv_heads, getattr(config, "head_dim", None) or config.hidden_size // heads
-
-
 def difference(a: Tensor, b: Tensor) -> float:
     """The largest difference of two tensors, next to the largest number of the second."""
     return float((a - b).abs().max() / b.abs().max().clamp(min=1e-9))
-
-
-def layers_named(indices: list[int]) -> str:
-    """Layers in words, such as 'layer 3' or 'layers 0 to 7, 9'."""
-    runs: list[list[int]] = []
-    for index in sorted(set(indices)):
-        if runs and index == runs[-1][-1] + 1:
-            runs[-1].append(index)
-        else:
-            runs.append([index])
-    words = [str(run[0]) if len(run) == 1 else f"{run[0]} to {run[-1]}" for run in runs]
-    return f"layer{'' if len(set(indices)) == 1 else 's'} {', '.join(words)}"
