@@ -18,6 +18,7 @@ from kvcap.runtime.backends.onnxruntime.generation import Generation, Sampler
 from kvcap.runtime.backends.onnxruntime.loop import OrtCache, OrtLoop
 from kvcap.runtime.backends.onnxruntime.tokenizer import Tokenizer
 from kvcap.runtime.backends.pytorch.runtime import Runtime
+from kvcap.runtime.cache.layout import PARTS
 from kvcap.runtime.planning.plan import MemoryPlan
 from kvcap.runtime.session.session import Session
 
@@ -75,8 +76,9 @@ class ToyEngine:
 
     @property
     def plan(self) -> MemoryPlan:
+        sizes = dict.fromkeys((*PARTS, "workspace", "logits", "weights"), 0)
         return MemoryPlan(
-            "toy", "compact", self.budget, BLOCK, "float32", 4096, 0, 0, 0, 0, 0, 0, 0, 0, 0
+            "toy", "compact", self.budget, BLOCK, "float32", **sizes | {"keys_values": 4096}
         )
 
     def loop(self) -> OrtLoop:

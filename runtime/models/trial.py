@@ -215,6 +215,10 @@ class _Recorder(DynamicCache):  # type: ignore[misc]
     ) -> tuple[Tensor, Tensor]:
         """As the base class; the keys it returns tell when they are attended to."""
         keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        if keys.shape[-1] != values.shape[-1]:
+            raise UnsupportedModel(
+                f"its keys and values have different sizes, {keys.shape[-1]} and {values.shape[-1]}"
+            )
         if getattr(self.layers[layer_idx], "is_sliding", False):
             return keys, values  # it stays transformers' own under a cap
         self.updated.append(layer_idx)

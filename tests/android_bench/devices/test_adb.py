@@ -413,7 +413,7 @@ def test_a_server_that_is_restarted_does_no_harm(phone, plan, here, tmp_path):
 def test_a_run_that_takes_too_long(phone, plan, endless, here):
     with pytest.raises(RunTimeout, match="more than 2 s"):
         measured(phone, endless, here, timeout=2)
-    assert phone.clean()
+    assert phone.clean(PATIENCE)
     cells_are_right(measured(phone, plan, here), plan)
 
 
@@ -434,7 +434,7 @@ def test_a_run_that_is_interrupted(phone, endless, here):
 def test_a_computer_that_sleeps(phone, endless, here):
     with pytest.raises(RunTimeout, match="asleep"):
         measured(phone, endless, here, told=Breaks(lambda: time.sleep(4)), lease=1)
-    assert phone.clean()
+    assert phone.clean(PATIENCE)
 
 
 # --- no space
