@@ -7,6 +7,7 @@ their position.
 
 from __future__ import annotations
 
+import copy
 import json
 import warnings
 from collections.abc import Iterator
@@ -101,7 +102,7 @@ def _try_model(kind: Any, values: str) -> Trial:
                 large = AutoModelForCausalLM.from_config(small).num_parameters() > MOST_WEIGHTS
             if large:
                 return Trial("a copy of it cannot be made small enough to be tried")
-            models = [_random_model(small, how) for how in ("eager", ATTENTION)]
+            models = [_random_model(copy.deepcopy(small), how) for how in ("eager", ATTENTION)]
             models[1].load_state_dict(models[0].state_dict())
             return _compare(small, *models)
     except UnsupportedModel as error:

@@ -28,9 +28,12 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from typer.testing import CliRunner
 
 import kvcap
+from kvcap.runtime.attention import functions
+from kvcap.runtime.attention.functions import attend
 from kvcap.runtime.backends.pytorch.loop import BlockLoop
 from kvcap.runtime.errors import UnsupportedModel
 from kvcap.runtime.models import config as reading
+from kvcap.runtime.models import trial
 from kvcap.runtime.models.config import FAMILIES as SUPPORTED
 from kvcap.runtime.models.config import ModelShape
 from kvcap.runtime.models.rope import Rotation
@@ -210,6 +213,18 @@ def test_every_model_type_of_transformers_runs_or_is_refused_with_its_reason(mod
     )
     assert loop.prefill(text()).isfinite().all()
     assert loop.cache.held == 14
+
+
+def test_a_trial_sees_attention_that_is_not_the_models(monkeypatch):
+    """In the copy that runs with kvcap's attention, and in no other."""
+
+    def wrong(*given: Any, **options: Any) -> torch.Tensor:
+        return 1.1 * attend(*given, **options)
+
+    monkeypatch.setattr(functions, "attend", wrong)
+    monkeypatch.setattr(trial, "attend", wrong)
+    found = try_model(config_of("llama", attention_bias=True))  # which no other test tries
+    assert "kvcap's attention gives other logits than its own" in found.obstacle
 
 
 def test_a_config_of_other_heads_is_found_out(tokens):
