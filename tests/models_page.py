@@ -86,10 +86,10 @@ def _kind(layer: LayerShape, family: str) -> str:
 
 
 OLD = {  # that transformers 4.57 has and runs alike
-    "apertus", "arcee", "bitnet", "cohere", "cohere2", "dots1", "ernie4_5", "ernie4_5_moe",
+    "arcee", "bitnet", "cohere", "cohere2", "dots1", "ernie4_5", "ernie4_5_moe",
     "exaone4", "flex_olmo", "gemma", "gemma2", "gemma3_text", "gemma3n_text", "glm", "glm4",
-    "glm4_moe", "gpt_neox", "gpt_oss", "granite", "granitemoe", "granitemoeshared", "helium",
-    "hunyuan_v1_dense", "llama", "ministral", "mistral", "mixtral", "nemotron", "olmo", "olmo2",
-    "olmo3", "olmoe", "phi", "phi3", "phimoe", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe",
-    "seed_oss", "smollm3", "stablelm", "starcoder2", "vaultgemma",
+    "glm4_moe", "gpt_oss", "granite", "helium",
+    "hunyuan_v1_dense", "llama", "ministral", "mistral", "mixtral", "olmo", "olmo2",
+    "phi", "phi3", "qwen2", "qwen3", "qwen3_moe",
+    "seed_oss", "smollm3", "starcoder2", "vaultgemma",
 }  # fmt: skip

@@ -49,6 +49,7 @@ SIZES = {
     "shared_intermediate_size": 32,
 }
 TOKENS, SHIFT = 12, 37
+OWN_CODE = "its layers compute attention by code of their own, outside of transformers' interface"
 MOST_WEIGHTS = 50_000_000
 LOGITS, KEYS = 1e-3, 1e-4  # the largest differences that count as rounding, next to the largest
 
@@ -107,6 +108,10 @@ def _try_model(kind: Any, values: str) -> Trial:
             return _compare(small, *models)
     except UnsupportedModel as error:
         return Trial(str(error))
+    except KeyError as error:
+        if error.args != (ATTENTION,):
+            return Trial(f"a small copy of it cannot be tried here (it has no {error})")
+        return Trial(OWN_CODE)
     except Exception as error:  # whatever transformers makes of sizes that it does not expect
         reason = str(error).strip().partition("\n")[0]
         return Trial(f"a small copy of it cannot be tried here ({type(error).__name__}: {reason})")
@@ -152,8 +157,7 @@ def _compare(config: Any, plain: Any, ours: Any) -> Trial:
     if not caches[2].updated:
         return Trial("it keeps no keys and values of the tokens before")
     if (others := caches[2].not_attended) and not caches[2].attended:
-        return Trial("its layers compute attention by code of their own, outside of transformers' "
-                     "interface")  # fmt: skip
+        return Trial(OWN_CODE)
     if others:
         return Trial(f"{layers_named(others)} attend to something else than the keys and values "
                      "that their cache returns")  # fmt: skip

@@ -14,6 +14,7 @@ from families import (
     ALL,
     ELSEWHERE,
     NEIGHBOURS,
+    OLD,
     STATES,
     TRIED,
     config_of,
@@ -141,6 +142,8 @@ def test_plan_generation_and_sessions(family, tmp_path):
     sorted({*ALL, *NEIGHBOURS, *STATES, "gpt_oss"} & set(SUPPORTED)),
 )
 def test_a_trial_finds_what_the_list_says(family, monkeypatch):
+    if OLD and family in STATES:
+        pytest.skip("this transformers keeps no states in a cache")
     config = config_of(family)
     listed = ModelShape.of(config)
     monkeypatch.setattr(reading, "FAMILIES", ())
@@ -169,7 +172,7 @@ def test_a_trial_finds_what_the_list_says(family, monkeypatch):
     ],
 )
 def test_refusals_name_the_layers_and_why(family, changes, reason):
-    if family not in CONFIG_MAPPING:
+    if family not in CONFIG_MAPPING or (OLD and family in ("falcon_h1", "diffllama")):
         pytest.skip("this transformers does not know it")
     config = AutoConfig.for_model(family, **changes).get_text_config(decoder=True)
     with pytest.raises(kvcap.KvcapError, match=reason):
@@ -194,6 +197,8 @@ UNTRIED = {  # what transformers makes of a small copy of these, or of their own
 @pytest.mark.slow(keep=8)
 @pytest.mark.parametrize("model_type", sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
 def test_every_model_type_of_transformers_runs_or_is_refused_with_its_reason(model_type):
+    if OLD:
+        pytest.skip("the reasons are those of the newest transformers")
     try:
         config = CONFIG_MAPPING[model_type]().get_text_config(decoder=True)
     except Exception:
@@ -242,8 +247,8 @@ def test_a_copy_too_large_to_be_tried_is_not_made():
     config = AutoConfig.for_model("gpt_neox", rotary_pct=0.25)
     config.hidden_size_unknown_to_all = 1
     assert small_copy(type(config), config.to_dict()).hidden_size == 64
-    large = AutoConfig.for_model("phi4_multimodal") if "phi4_multimodal" in CONFIG_MAPPING else None
-    if large is not None:
+    if not OLD:
+        large = AutoConfig.for_model("phi4_multimodal")
         with pytest.raises(kvcap.KvcapError, match="cannot be made small enough"):
             ModelShape.of(large)
 
