@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 from conftest import FAMILIES, small_policy, tiny_model
+from families import ALL, ELSEWHERE, model_of
 from tools import runtime_of
 
 import kvcap
@@ -260,6 +261,21 @@ def test_replayed_decoding_of_every_family(family, tokens):
         if graphs:  # captured by kvcap's own decoder
             assert (loop.graphs.decoder is not None) == (family in OWN)
     torch.testing.assert_close(logits[0], logits[1], rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("policy", ["keydiff", "dropkv"])
+@pytest.mark.parametrize("name", sorted((ALL | ELSEWHERE).keys() - FAMILIES))
+def test_other_families_answer_as_on_the_cpu(name, policy):
+    ids, logits = 3 + torch.randperm(90)[None], []
+    for device, graphs in (("cpu", False), ("cuda", False), ("cuda", True)):
+        model = model_of(name).to(device)
+        cache = kvcap.BudgetCache(model.config, 24, 8, small_policy(policy, model.config))
+        loop = BlockLoop(model, cache, graphs=graphs)
+        found = [loop.prefill(ids[:, :70].to(device))]
+        found += [loop.read(ids[:, i : i + 1].to(device)) for i in range(70, 90)]
+        logits.append(torch.stack(found).cpu())
+    for found in logits[1:]:
+        torch.testing.assert_close(found, logits[0], rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("policy", ["keydiff", "dropkv"])
