@@ -22,8 +22,9 @@ moved, are held to those that the model itself makes there. `scripts/list-models
 TAIL = """
 `capped` layers hold what the policy keeps. `sliding` layers keep a window of their own, which \
 bounds them already, as they do without kvcap; `state` layers keep a recurrent state of one size; \
-`shared` layers read the slots of an earlier layer and hold nothing. A capped layer without RoPE \
-has no positions to keep. A mixture of experts is not exported.
+`shared` layers read the slots of an earlier layer and hold nothing; `none` layers have no \
+attention. A capped layer without RoPE has no positions to keep. A mixture of experts is \
+not exported.
 
 Types marked * are not listed in kvcap: like any other that is not in this table they are tried \
 when they are met, as a small random copy of their config. It shows whether the layers attend \

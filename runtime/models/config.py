@@ -48,8 +48,6 @@ KINDS = {  # of layers that are refused, as transformers names them
     "hybrid_sliding": "attention and a recurrent state in one layer",
     "indexed_attention": "sparse attention by an index of its own",
 }
-
-
 EXPERTS = ("moe_num_experts", "n_routed_experts", "num_experts", "num_local_experts")
 """Names that configs have for the number of experts."""
 
@@ -131,23 +129,26 @@ class ModelShape:
         return f"layers {readers[0]} to {readers[-1]} read {' and '.join(map(str, read))}"
 
     @property
+    def capped_ropes(self) -> list[Rope]:
+        """The rotary embeddings of the capped layers that have one."""
+        return [rope for i in self.capped if (rope := self.layers[i].rope)]
+
+    @property
     def moves_exactly(self) -> bool:
         """Whether the keys of all capped layers can be moved to other positions exactly."""
-        ropes = [self.layers[i].rope for i in self.capped]
-        return all(rope is None or rope.exact for rope in ropes)
+        return all(rope.exact for rope in self.capped_ropes)
 
     @property
     def obstacle(self) -> str:
         """Why keys of capped layers cannot be moved exactly, for messages; '' where they can."""
-        ropes = [rope for i in self.capped if (rope := self.layers[i].rope)]
-        found = sorted({f"RoPE of type {r.kind}: {r.obstacle}" for r in ropes if not r.exact})
-        return "; ".join(found)
+        ropes = [rope for rope in self.capped_ropes if not rope.exact]
+        return "; ".join(sorted({f"RoPE of type {rope.kind}: {rope.obstacle}" for rope in ropes}))
 
     @property
     def longest_compact(self) -> int | None:
         """Tokens of the longest sequence in which keys move exactly; None: in any."""
-        ropes = [rope for i in self.capped if (rope := self.layers[i].rope)]
-        return min((r.longest for r in ropes if r.longest is not None), default=None)
+        lengths = [rope.longest for rope in self.capped_ropes]
+        return min((length for length in lengths if length is not None), default=None)
 
     def can_be_compact(self, slots: int = 0) -> bool:
         """Whether positions may be compact where the longest head and its block hold `slots`."""
@@ -180,7 +181,7 @@ class ModelShape:
     @property
     def held(self) -> str:
         """What the layers hold, kind by kind, in words."""
-        ropes = {r.kind for i in self.capped if (r := self.layers[i].rope)}
+        ropes = {rope.kind for rope in self.capped_ropes}
         rope = f"RoPE {', '.join(sorted(ropes))}" if ropes else "no positions"
         told = {"capped": f"capped ({rope}{', sink logits' if self.sinks else ''})",
                 "sliding": "over a window of their own", "shared": "that read another's slots",
@@ -207,9 +208,9 @@ class ModelShape:
             return "every token chooses among experts"
         if not self.moves_exactly:
             return self.obstacle
-        return "RoPE of type longrope: its frequencies depend on the length" * bool(
-            self.longest_compact
-        )
+        if self.longest_compact:
+            return "RoPE of type longrope: its frequencies depend on the length"
+        return ""
 
     @classmethod
     def of(cls, config: Any, slots: int = 0) -> ModelShape:
@@ -240,9 +241,9 @@ class ModelShape:
                     f"than it was built to, use at most {window} slots"
                 )
             full = "sliding_attention"
-        reads, sinks = read_layers(config, kinds), family in SINKS
+        reads = read_layers(config, kinds)
+        sinks = family in SINKS if trial is None else trial.sinks
         experts = any((getattr(config, name, None) or 0) > 1 for name in EXPERTS)
-        sinks = sinks or (trial is not None and trial.sinks)
         own: list[LayerKind] = [
             ("state" if states[i] else "none") if kind not in ATTENTIONS
             else "shared" if reads[i] is not None else "capped" if kind == full else "sliding"
@@ -318,7 +319,7 @@ def _ropes(config: Any, kinds: list[str], trial: Trial | None) -> list[Rope | No
             config.model_type,
             "its positions are no rotation of keys, and end at the length that it was built for",
         )
-    still = Rope(rope.kind, None, obstacle="its keys are no rotation of themselves elsewhere")
+    still = Rope(rope.kind, None, obstacle="a key read at another position is not the same key rotated")
     found = {"none": None, "still": None, "neighbours" if neighbours else "halves": rope}
     return [found.get(one, still if rope.exact else rope) for one in trial.keys]
 

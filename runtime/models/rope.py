@@ -56,8 +56,7 @@ def rope_of(config: Any, layer_type: str = "full_attention", *, interleaved: boo
         return Rope(kind, None, interleaved)
     if kind == "default":
         part = parameters.get("partial_rotary_factor", getattr(config, "partial_rotary_factor", 1))
-        own = layer_config(config, layer_type)
-        size = getattr(own, "head_dim", None) or own.hidden_size // own.num_attention_heads
+        size = heads_of(layer_config(config, layer_type))[2]
         dims = int(size * (1 if part is None else part))
         inv_freq = parameters["rope_theta"] ** -(torch.arange(0, dims, 2).float() / dims)
     elif hasattr(config, "rope_parameters") and layer_type in config.rope_parameters:

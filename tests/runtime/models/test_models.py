@@ -277,9 +277,9 @@ def test_a_plan_says_what_the_layers_hold():
     sliding = kvcap.MemoryPlan.of(config_of("cwm"), kv_budget_tokens=14, block_size=6)
     assert sliding.not_exportable == "layers 0, 2 slide over a window of their own"
     hunyuan = config_of("hunyuan_v1_dense")
-    with pytest.warns(UserWarning, match="its keys are no rotation of themselves elsewhere"):
+    with pytest.warns(UserWarning, match="is not the same key rotated"):
         moved = kvcap.MemoryPlan.of(hunyuan, kv_budget_tokens=14, block_size=6)
-    assert moved.position_modes.startswith("true only (RoPE of type default: its keys are no")
+    assert moved.position_modes.startswith("true only (RoPE of type default: a key")
 
 
 # Longrope ---------------------------------------------------------------------------------------
