@@ -21,7 +21,8 @@ moved, are held to those that the model itself makes there. `scripts/list-models
 """
 TAIL = """
 `capped` layers hold what the policy keeps. `sliding` layers keep a window of their own, which \
-bounds them already, as they do without kvcap; `state` layers keep a recurrent state of one size; \
+bounds them already, as they do without kvcap; `state` layers keep a recurrent state of one size, \
+which some models have beside slots in one layer; \
 `shared` layers read the slots of an earlier layer and hold nothing; `none` layers have no \
 attention. A capped layer without RoPE has no positions to keep. A mixture of experts is \
 not exported.
@@ -45,7 +46,8 @@ the vision tower. PaliGemma, which reads a prompt in both directions, is refused
 | multi-head latent attention, whose cache holds a latent vector | DeepSeek V2, V3, MiniCPM3 |
 | attention within chunks | Llama 4 |
 | sparse attention by an index, or over compressed keys | DeepSeek V3.2 and V4, GLM-5 |
-| attention and a recurrent state in one layer | Falcon-H1, Zaya, Zamba |
+| attention and a recurrent state of another kind in one layer | Zamba, Zamba 2 |
+| attention over a window and a recurrent state in one layer | Inkling |
 | states of a size that is not known | Bamba, Jamba, MiniMax |
 | positions that are learned for each place, and no rotation of keys | GPT-2, OPT, BERT |
 | attention that does not go through transformers' interface | BLOOM, JetMoE, RoFormer |
@@ -82,8 +84,9 @@ def _kind(layer: LayerShape, family: str) -> str:
         return layer.kind
     if layer.rope is None:
         return "capped without RoPE"
+    beside = ", a recurrent state beside" if layer.states else ""
     turning = ", neighbours together" if family in INTERLEAVED else ""
-    return f"capped (RoPE {layer.rope.kind}{turning}{', sink logits' if layer.sinks else ''})"
+    return f"capped (RoPE {layer.rope.kind}{turning}{', sink logits' if layer.sinks else ''}{beside})"
 
 
 OLD = {  # that transformers 4.57 has and runs alike

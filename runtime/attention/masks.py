@@ -55,7 +55,7 @@ def attention_mask(**asked: Any) -> Tensor | None:
     plain = asked.get("mask_function", causal_mask_function) is causal_mask_function
     if plain and not sliding and asked.get("allow_is_causal_skip", True):
         # A block that sees itself, or one token that sees all there is: never a static cache.
-        alone = _length(asked) in (1, slots)
+        alone = length_of(asked) in (1, slots)
         if alone and (padding is None or (padding.shape[-1] >= slots and bool(padding.all()))):
             return None
     return cast(Tensor, sdpa_mask(**{**asked, "allow_is_causal_skip": False}))
@@ -85,9 +85,9 @@ def check(asked: MaskRequest, seen: int) -> None:
     padding: Tensor | None = asked.get("attention_mask")
     if padding is None:
         return
-    if (reach := padding.shape[-1]) < seen + _length(asked):
+    if (reach := padding.shape[-1]) < seen + length_of(asked):
         raise PositionMismatch(
-            f"the attention mask covers {reach} tokens, but {seen} were read and {_length(asked)} "
+            f"the attention mask covers {reach} tokens, but {seen} were read and {length_of(asked)} "
             "more were given: was this prompt read before? Give the whole conversation and its "
             "mask, or use a new cache, or cache.reset()"
         )
@@ -112,8 +112,8 @@ READY_MADE = (
 )
 
 
-def _length(asked: MaskRequest) -> int:
-    """Tokens of the block. Transformers 4.57 tells their places instead."""
+def length_of(asked: MaskRequest) -> int:
+    """Tokens of the block that a mask is asked for. Transformers 4.57 tells their places instead."""
     length: int = asked["q_length"] if "q_length" in asked else asked["cache_position"].shape[0]
     return length
 

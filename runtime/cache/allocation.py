@@ -54,6 +54,8 @@ class Allocation:
 
     def __init__(self, layout: CacheLayout) -> None:
         self.layout = layout
+        self.batch: int | None = None
+        """Sequences that it is for; None: nothing is allocated yet."""
         self._named: dict[str, Callable[[], Mapping[str, Tensor]]] = {}  # what was made, by place
         self.balance: LayerBalance | None = None  # of layers that share one pool
         self._file: MappedFile | None = None  # of evicted tokens
@@ -130,7 +132,7 @@ class Allocation:
         for name, buffer in named().items():
             made, planned = (tuple(buffer.shape), buffer.dtype), specs[f"{place}.{name}"][1:]
             assert made == planned, f"{place}.{name} is {made}, and the layout has {planned}"
-        self._named[place] = named
+        self._named[place], self.batch = named, like.shape[0]
 
     def _segments(self, index: int, like: Tensor) -> list[Segment]:
         """The segments of a capped layer."""

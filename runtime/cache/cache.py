@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicSlidingWindowLayer
 
 from kvcap.policies import Eviction, Policy, PolicyError, load_policy
-from kvcap.runtime.attention.masks import READY_MADE, MaskRequest, check, watch_stock
+from kvcap.runtime.attention.masks import READY_MADE, MaskRequest, check, length_of, watch_stock
 from kvcap.runtime.cache.allocation import Allocation
 from kvcap.runtime.cache.evicted_store import EvictedStore
 from kvcap.runtime.cache.layer import BudgetLayer
@@ -22,6 +22,7 @@ from kvcap.runtime.cache.pool import Segment, resize
 from kvcap.runtime.cache.step import ForwardContext
 from kvcap.runtime.errors import (
     BlockTooLarge,
+    CacheMismatch,
     PaddingUnsupported,
     PlanInfeasible,
     SessionBroken,
@@ -101,10 +102,13 @@ class BudgetCache(Cache):  # type: ignore[misc]
         """The last token said, to be read before what follows, and the tokens read before it."""
         self.guard: CapGuard | None = None
         """Holds the process to a cap; the block loop asks it before every block."""
-        self._mask_checked = False  # of the pass that begins
+        self._length: int | None = None  # tokens of the pass that begins, once its mask is checked
+        self._reading = 0  # tokens of the pass in hand
         watch_stock()
         self.allocation = Allocation(self.layout)
         self._first = next(i for i, layer in enumerate(shape.layers) if layer.kind != "none")
+        self.state_layers = {i: self._state_layer(i) for i in shape.recurrent}
+        """The recurrent layers, or halves of layers, by their index in the model."""
         own = [i for i, layer in enumerate(shape.layers) if layer.kind != "shared"]
         super().__init__(layers=[self._layer(i) for i in own])  # no cache is asked for the others
 
@@ -127,9 +131,7 @@ class BudgetCache(Cache):  # type: ignore[misc]
         if layer.kind == "sliding":
             return DynamicSlidingWindowLayer(layer.window)
         if layer.kind == "state":
-            from kvcap.runtime.cache.state_layer import StateLayer
-
-            return StateLayer(index, self.allocation)
+            return self.state_layers[index]
         if layer.kind == "none":
             from transformers.cache_utils import DummyLayer
 
@@ -137,6 +139,12 @@ class BudgetCache(Cache):  # type: ignore[misc]
         spans, check = self.pinned_spans, self.check_mask
         place = shape.capped.index(index)
         return BudgetLayer(place, self.allocation, self.evict_every, spans, check)
+
+    def _state_layer(self, index: int) -> StateLayer:
+        """A new state for the model's layer of that index."""
+        from kvcap.runtime.cache.state_layer import StateLayer  # transformers 4.57 has none
+
+        return StateLayer(index, self.allocation)
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -148,9 +156,8 @@ class BudgetCache(Cache):  # type: ignore[misc]
                 is called without a model; nothing is changed.
             BlockTooLarge: it does not fit, and layers that share slots read no block in two.
         """
-        if layer_idx == self._first:
+        if layer_idx == self._first and layer_idx not in self.state_layers:
             self._begin()
-            self._note_room(key_states.shape[2])
         layer = self.layers[layer_idx]
         if isinstance(layer, BudgetLayer):
             return layer.update(key_states, value_states, self.context)
@@ -171,42 +178,43 @@ class BudgetCache(Cache):  # type: ignore[misc]
         if layer_idx == self._first:
             if not self.consistent:
                 raise SessionBroken(BROKEN)
-            self.capped_layers[0].check_block(1, self.context)
-            self._begin()
-        self.layers[layer_idx].begin()
-        found: Tensor | None = super().get_conv_state(layer_idx, state_idx)
-        return found
+            self.capped_layers[0].check_block(self._begin(), self.context)
+        layer = self.state_layers[layer_idx]
+        layer.begin(self._reading)
+        return layer.conv_states[state_idx] if layer.has_previous_state[state_idx] else None
 
     def update_conv_state(
         self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
     ) -> Tensor:
-        """Take the inputs [B, channels, T] of a convolution into a recurrent layer's state.
+        """Take the inputs [B, channels, T] of a convolution into a recurrent layer's state."""
+        return self.state_layers[layer_idx].update_conv_state(conv_states, state_idx, **kwargs)
 
-        Raises:
-            BlockTooLarge, MemoryCapExceeded, UnsupportedModel: as `get_conv_state`.
-        """
-        if layer_idx == self._first:
-            length = conv_states.shape[2] if self.context.tokens is None else self.context.tokens
-            self._note_room(length)
-            try:
-                self.capped_layers[0].check_block(length, self.context)
-            except Exception:
-                self.layers[layer_idx].seen -= 1  # nothing was read
-                raise
-        found: Tensor = super().update_conv_state(conv_states, layer_idx, state_idx, **kwargs)
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        """What a recurrent layer summed up; None before the first token."""
+        layer = self.state_layers[layer_idx]
+        found: Tensor | None = layer.recurrent_states[state_idx]
+        return found if layer.has_previous_state[state_idx] else None
+
+    def update_recurrent_state(
+        self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
+    ) -> Tensor:
+        """Have a recurrent layer hold what it summed up."""
+        layer = self.state_layers[layer_idx]
+        found: Tensor = layer.update_recurrent_state(recurrent_states, state_idx, **kwargs)
         return found
 
-    def _begin(self) -> None:
-        """Begin a pass, whose mask must have been checked."""
-        if not self._mask_checked:
-            raise PaddingUnsupported(READY_MADE)
-        self._mask_checked = False
+    def _begin(self) -> int:
+        """Begin a pass, whose mask must have been checked; returns its tokens.
 
-    def _note_room(self, tokens: int) -> None:
-        """Have all layers cut a block of so many tokens alike."""
-        if tokens > 1:
+        All layers will cut its block alike.
+        """
+        if self._length is None:
+            raise PaddingUnsupported(READY_MADE)
+        self._reading, self._length = self._length, None
+        if self._reading > 1:
             self.context.room = self.room
-            self._check_whole(tokens)
+            self._check_whole(self._reading)
+        return self._reading
 
     def read_token(
         self,
@@ -228,9 +236,16 @@ class BudgetCache(Cache):  # type: ignore[misc]
 
         Raises:
             PaddingUnsupported, PositionMismatch: it hides tokens, or does not reach all.
+            CacheMismatch: it is of another number of sequences. Nothing is changed.
         """
         check(asked, self.seen)
-        self._mask_checked = True
+        batch, own = asked.get("batch_size"), self.allocation.batch  # transformers 4.57 gives none
+        if batch is not None and own is not None and batch != own:
+            raise CacheMismatch(
+                f"the cache is allocated for {own} sequences, and {batch} were given; a cache is "
+                "of one batch size, also after reset(): make a new BudgetCache"
+            )
+        self._length = length_of(asked)
 
     @property
     def balance(self) -> LayerBalance | None:
@@ -415,11 +430,6 @@ class BudgetCache(Cache):  # type: ignore[misc]
         """The native sliding layers by their index in the model."""
         return {i: self.layers[i] for i in self.layout.shape.of_kind("sliding")}
 
-    @property
-    def state_layers(self) -> dict[int, StateLayer]:
-        """The recurrent layers by their index in the model."""
-        return {i: self.layers[i] for i in self.layout.shape.of_kind("state")}
-
     def refill_sliding(self, index: int, keys: Tensor, values: Tensor, seen: int) -> None:
         """Let a native sliding layer hold these after `seen` tokens."""
         layer = DynamicSlidingWindowLayer(self.sliding_layers[index].sliding_window)
@@ -433,9 +443,11 @@ class BudgetCache(Cache):  # type: ignore[misc]
             # Transformers before 5 would fill them with zeros, which count as tokens.
             self.layers[index] = DynamicSlidingWindowLayer(layer.sliding_window)
         super().reset()
+        for state in self.state_layers.values():  # those beside slots are none of the layers
+            state.reset()
         self.set_pins(())
         self.unread = None
-        self._mask_checked = False
+        self._length = None
         for pool in {id(s.pool): s.pool for s in self._segments}.values():
             mine = [(c.index, s) for c in self.capped_layers for s in c.segments if s.pool is pool]
             kept = [self.layout.allotments[index][segment.head] for index, segment in mine]

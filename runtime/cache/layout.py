@@ -187,7 +187,7 @@ class CacheLayout:
         if self.rope is not None and self.rope.inv_freq is not None and self.rotation_span:
             table = (self.rotation_span, 2, len(self.rope.inv_freq))
             found["rotation.table"] = BufferSpec("rotation_table", table, table_dtype(dtype))
-        for index in self.shape.of_kind("state"):
+        for index in self.shape.recurrent:
             for state in self.shape.layers[index].states:
                 numbers = (batch, *state.shape)
                 spec = BufferSpec("state_layers", numbers, state.dtype(dtype))

@@ -1,4 +1,4 @@
-"""A recurrent layer of the cache: a state of fixed size, which every token changes.
+"""A recurrent layer of the cache, or the recurrent half of one: a state of fixed size, which every token changes.
 
 Imported where a model has such layers, since transformers 4.57 knows none.
 """
@@ -14,7 +14,6 @@ from transformers.cache_utils import LinearAttentionLayer
 
 from kvcap.runtime.cache.allocation import Allocation
 from kvcap.runtime.cache.layer import refuse_moving, refuse_reordering
-from kvcap.runtime.errors import CacheMismatch
 
 
 class StateLayer(LinearAttentionLayer):  # type: ignore[misc]
@@ -47,9 +46,9 @@ class StateLayer(LinearAttentionLayer):  # type: ignore[misc]
             self.recurrent_states[0] = self.named["recurrent"]
             self.is_recurrent_states_initialized[0] = True
 
-    def begin(self) -> None:
-        """Count a token of the pass that begins; `update_conv_state` counts where it has more."""
-        self.seen += 1
+    def begin(self, tokens: int) -> None:
+        """Count the tokens of a pass that begins."""
+        self.seen += tokens
         for state in self.named.values():
             if state.requires_grad:
                 state.detach_()  # or every pass before would be kept for its gradients
@@ -57,21 +56,9 @@ class StateLayer(LinearAttentionLayer):  # type: ignore[misc]
     def update_conv_state(
         self, conv_states: Tensor, state_idx: int = 0, conv_kernel_size: int | None = None, **_: Any
     ) -> Tensor:
-        """Take in the inputs [B, channels, T] of the convolution; returns those it reads.
-
-        Raises:
-            CacheMismatch: of another number of sequences; nothing is changed.
-        """
-        batch, _channels, length = conv_states.shape
+        """Take in the inputs [B, channels, T] of the convolution; returns those it reads."""
         if not self.named:
-            self.allocate(batch, conv_states.dtype, conv_states.device)
-        if batch != (own := len(self.named["conv"])):
-            self.seen -= 1
-            raise CacheMismatch(
-                f"the cache is allocated for {own} sequences, and {batch} were given; a cache is "
-                "of one batch size, also after reset(): make a new BudgetCache"
-            )
-        self.seen += length - 1
+            self.allocate(len(conv_states), conv_states.dtype, conv_states.device)
         found: Tensor = super().update_conv_state(conv_states, state_idx, conv_kernel_size)
         return found
 

@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 
 FAMILIES = (
     "apertus", "arcee", "bitnet", "cohere", "cohere2", "cwm", "dots1", "ernie4_5", "ernie4_5_moe",
-    "exaone4", "gemma", "gemma2", "gemma3_text", "gemma3n_text", "gemma4_text", "glm", "glm4",
+    "exaone4", "falcon_h1", "gemma", "gemma2", "gemma3_text", "gemma3n_text", "gemma4_text", "glm", "glm4",
     "glm4_moe", "gpt_oss", "granite", "granite_swa", "granitemoe", "granitemoe_swa",
     "granitemoehybrid", "granitemoeshared", "helium", "hyperclovax", "internlm3", "iquestcoder",
     "jais2", "lfm2", "lfm2_moe", "lfm3", "llama", "mellum", "ministral", "ministral3", "mistral",
     "mixtral", "nemotron", "nemotron_h", "olmo", "olmo2", "olmo3", "olmo_hybrid", "olmoe", "phi",
     "phi3", "phimoe", "qwen2", "qwen2_5_vl_text", "qwen2_moe", "qwen2_vl_text", "qwen3",
     "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe", "qwen3_next", "qwen3_vl_text", "seed_oss",
-    "smollm3", "stablelm", "starcoder2", "vaultgemma",
+    "smollm3", "stablelm", "starcoder2", "vaultgemma", "zaya",
 )  # fmt: skip
 """Model types that the tests hold to full attention over the kept tokens. A model of another type
 is tried as a small random copy (`trial.py`)."""
@@ -44,16 +44,16 @@ KINDS = {  # of layers that are refused, as transformers names them
     "chunked_attention": "attention within chunks",
     "compressed_sparse_attention": "sparse attention over compressed keys",
     "heavily_compressed_attention": "attention over compressed keys",
-    "hybrid": "attention and a recurrent state in one layer",
-    "hybrid_sliding": "attention and a recurrent state in one layer",
+    "hybrid_sliding": "attention over a window and a recurrent state in one layer",
     "indexed_attention": "sparse attention by an index of its own",
 }
 EXPERTS = ("moe_num_experts", "n_routed_experts", "num_experts", "num_local_experts")
 """Names that configs have for the number of experts."""
 
 LayerKind = Literal["capped", "sliding", "shared", "state", "none"]
-ATTENTIONS = {"full_attention", "sliding_attention"}  # types of layers in a config
-STATES = {"linear_attention", "conv", "mamba"}  # that keep a state of fixed size
+FULL = {"full_attention", "hybrid"}  # types of layers in a config: that attend to all tokens,
+ATTENTIONS = FULL | {"sliding_attention"}  # that attend,
+STATES = {"linear_attention", "conv", "mamba", "hybrid"}  # that keep a state of fixed size,
 WITHOUT = {"mlp", "moe"}  # that hold nothing
 
 
@@ -61,7 +61,8 @@ WITHOUT = {"mlp", "moe"}  # that hold nothing
 class LayerShape:
     """What a layer holds of a conversation.
 
-    `capped`: keys and values of tokens that the policy chose, in slots. `sliding`: those of its own
+    `capped`: keys and values of tokens that the policy chose, in slots; in some models a recurrent
+    state beside them. `sliding`: those of its own
     last tokens, which transformers' cache layer keeps, as the model's window bounds them already.
     `shared`: nothing; its queries attend to the keys and values of an earlier layer. `state`: a
     recurrent layer's state, of one size however long the text is. `none`: nothing.
@@ -73,7 +74,7 @@ class LayerShape:
     kv_heads: int  # K; 0 where it has no keys and values
     head_size: int  # D
     reads: int | None = None  # the layer whose keys and values a shared layer attends to
-    states: tuple[StateShape, ...] = ()  # of a recurrent layer
+    states: tuple[StateShape, ...] = ()  # of a recurrent layer, or beside slots
     sinks: bool = False  # a learned logit per query head stands in softmax beside those of slots
     experts: bool = False  # its MLP is a mixture of experts
 
@@ -157,7 +158,12 @@ class ModelShape:
     @property
     def all_capped(self) -> bool:
         """Whether every layer holds slots: none slides by itself, reads another's, has a state."""
-        return len(self.capped) == len(self.layers)
+        return len(self.capped) == len(self.layers) and not self.recurrent
+
+    @property
+    def recurrent(self) -> list[int]:
+        """Indices of the layers that have a recurrent state, alone or beside slots."""
+        return [i for i, layer in enumerate(self.layers) if layer.states]
 
     @property
     def slides(self) -> bool:
@@ -174,8 +180,9 @@ class ModelShape:
         """The layers that are not capped, by index and kind, for messages."""
         told = {"sliding": "slide over a window of their own", "state": "keep a recurrent state",
                 "none": "hold no keys and values"}  # fmt: skip
-        kinds = [kind for kind in get_args(LayerKind) if kind in told and self.of_kind(kind)]
-        words = [f"{layers_named(self.of_kind(kind))} {told[kind]}" for kind in kinds]
+        found = {kind: self.of_kind(kind) for kind in get_args(LayerKind) if kind in told}
+        found["state"] = self.recurrent
+        words = [f"{layers_named(those)} {told[kind]}" for kind, those in found.items() if those]
         return ", ".join([*words, self.shared] if self.shared else words)
 
     @property
@@ -183,7 +190,9 @@ class ModelShape:
         """What the layers hold, kind by kind, in words."""
         ropes = {rope.kind for rope in self.capped_ropes}
         rope = f"RoPE {', '.join(sorted(ropes))}" if ropes else "no positions"
-        told = {"capped": f"capped ({rope}{', sink logits' if self.sinks else ''})",
+        beside = any(self.layers[i].states for i in self.capped)
+        rope += ", sink logits" * self.sinks + ", a recurrent state beside" * beside
+        told = {"capped": f"capped ({rope})",
                 "sliding": "over a window of their own", "shared": "that read another's slots",
                 "state": "with a recurrent state", "none": "without a cache"}  # fmt: skip
         return ", ".join(f"{n} {told[kind]}" for kind in get_args(LayerKind) if
@@ -232,7 +241,7 @@ class ModelShape:
             raise refusal(family, trial.obstacle)
         slides = [kind == "sliding_attention" for kind in kinds]
         window: int | None = config.sliding_window if any(slides) else None
-        full = "full_attention"
+        full = FULL
         if window is not None and all(slides):
             if window < slots:
                 raise UnsupportedModel(
@@ -240,13 +249,13 @@ class ModelShape:
                     f"bounds its memory; a budget and block of {slots} slots would see further "
                     f"than it was built to, use at most {window} slots"
                 )
-            full = "sliding_attention"
+            full = {"sliding_attention"}
         reads = read_layers(config, kinds)
         sinks = family in SINKS if trial is None else trial.sinks
         experts = any((getattr(config, name, None) or 0) > 1 for name in EXPERTS)
         own: list[LayerKind] = [
             ("state" if states[i] else "none") if kind not in ATTENTIONS
-            else "shared" if reads[i] is not None else "capped" if kind == full else "sliding"
+            else "shared" if reads[i] is not None else "capped" if kind in full else "sliding"
             for i, kind in enumerate(kinds)
         ]  # fmt: skip
         sizes = [
@@ -334,7 +343,8 @@ def _known_ropes(config: Any, kinds: list[str]) -> list[Rope | None]:
     if thetas is None:
         if not _rotates(config):
             return [None] * len(kinds)
-        rope = rope_of(config, interleaved=config.model_type in INTERLEAVED)
+        full = next((kind for kind in kinds if kind in FULL), "full_attention")
+        rope = rope_of(config, full, interleaved=config.model_type in INTERLEAVED)
         return [rope if one else None for one in layers_with_rope(config, kinds)]
     pairs = list(zip(thetas, kinds, strict=True))
     several = sorted({theta for theta, kind in pairs if theta and kind == "full_attention"})

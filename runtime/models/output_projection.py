@@ -38,7 +38,8 @@ def check_projections(model: Any, shape: ModelShape) -> None:
     """
     for module in model.get_decoder().modules():  # not those of a vision tower
         # Recurrent layers have output projections too, which no policy reads.
-        attends = getattr(module, "layer_idx", None) in (None, *shape.capped)
+        attends = getattr(module, "layer_idx", None) in shape.capped
+        attends = attends and not hasattr(module, "conv1d")  # Falcon-H1's Mamba 2 beside attention
         if attends and (hasattr(module, "o_proj") or hasattr(module, "out_proj")):
             output_projection(module, shape)
 

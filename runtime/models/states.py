@@ -44,6 +44,13 @@ def states_of(config: Any, layer_type: str) -> tuple[StateShape, ...]:
         heads, size = config.linear_num_value_heads, config.linear_value_head_dim
         channels, kernel = 2 * keys + heads * size, config.linear_conv_kernel_dim
         return _pair(channels, kernel, (heads, config.linear_key_head_dim, size))
+    if hasattr(config, "cca_time0"):  # Zaya: last queries and keys, and half of the last value
+        channels = (config.num_attention_heads + config.num_key_value_heads) * config.head_dim
+        value = config.num_key_value_heads * config.head_dim // 2
+        return (
+            StateShape("conv", (channels, config.cca_time0 + config.cca_time1 - 2), False),
+            StateShape("recurrent", (value,), False),
+        )
     if hasattr(config, "mamba_n_heads"):  # Mamba 2, as Granite 4 names its sizes
         heads, size, state = config.mamba_n_heads, config.mamba_d_head, config.mamba_d_state
         groups, kernel = config.mamba_n_groups, config.mamba_d_conv

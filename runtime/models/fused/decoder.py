@@ -236,7 +236,8 @@ class DecoderLayer:
             query, key = parts.rotate(query, key, *angles)
         if cache is not None:
             if self.index == 0:
-                cache.check_mask({})  # there is none: tokens see all before them
+                # There is none: tokens see all before them.
+                cache.check_mask({"q_length": query.shape[2], "batch_size": len(query)})
             key, value = cache.update(key, value, self.index)
         attended, _ = attention_forward(self.attention, query, key, value, None, self.scaling)
         return attended.flatten(2)
