@@ -30,14 +30,25 @@ from kvcap.runtime.errors import (
 )
 from kvcap.runtime.memory.cap_guard import CapGuard
 from kvcap.runtime.models.config import ModelShape
+from kvcap.runtime.models.rope import has_m_rope
 from kvcap.runtime.types import ATTENTION, Positions, Span
 
 if TYPE_CHECKING:
     from kvcap.runtime.cache.state_layer import StateLayer
 
 BROKEN = (
-    "an earlier forward pass failed half-way, so layers have read different tokens, and a "
-    "recurrent state cannot go back; cache.reset() and read again"
+    "an earlier forward pass failed or was interrupted half-way, so that layers have read "
+    "different tokens, and those cannot be taken back; cache.reset() and read again"
+)
+HALF_READ = (
+    "not all layers that read another layer's slots attended to the block before: a forward pass "
+    "failed half-way, or they lie on another device; reset the cache, and keep the model on one "
+    "device"
+)
+_IMAGES = (
+    "count one position a token, and this model gives tokens of images three (M-RoPE), which an "
+    "eviction would move apart; use positions='true', or for text alone kvcap.cap(model) or the "
+    "config of its text model, model.config.get_text_config(decoder=True)"
 )
 
 
@@ -50,7 +61,8 @@ class BudgetCache(Cache):  # type: ignore[misc]
         block_size: tokens read at once (`T`); pass it to generate() as `prefill_chunk_size`.
         policy: a name (see `kvcap policies`), an `Eviction` or a `Policy`.
         positions: 'compact' or 'true'; by default compact where it is exact and the model was
-            loaded with `attn_implementation='kvcap'`, else true.
+            loaded with `attn_implementation='kvcap'`, else true. Under M-RoPE it is exact for text
+            alone: a model that reads images too has true ones.
         evict_every: in generation, evict every so many tokens, at most `block_size`.
 
     One conversation: a second generate() goes on with it, as with any cache of transformers, which
@@ -60,7 +72,8 @@ class BudgetCache(Cache):  # type: ignore[misc]
     a new one for every call.
 
     Raises:
-        UnsupportedModel: for the model, or for a policy that needs `attn_implementation='kvcap'`.
+        UnsupportedModel: for the model or its positions, or for a policy that needs
+            `attn_implementation='kvcap'`.
         PolicyError: unknown policy, or pins that do not fit the budget.
         PlanInfeasible: sizes that are not whole numbers from 1, or `evict_every` above the block.
     """
@@ -84,11 +97,16 @@ class BudgetCache(Cache):  # type: ignore[misc]
                 f"evict_every={evict_every}, block_size={block_size}: evict every 1 to block_size "
                 "tokens"
             )
-        config = config.get_text_config(decoder=True)
+        wrapper, config = config, config.get_text_config(decoder=True)
+        if wrapper is not config and has_m_rope(config):
+            if positions == "compact":
+                raise UnsupportedModel(f"positions='compact' {_IMAGES}")
+            positions = "true"
         self.eviction = _eviction(policy)
         self.block_size, self.evict_every = block_size, evict_every
         shape = ModelShape.of(config, budget_tokens + block_size)
         stock = self._check_attention(config, positions)
+        self._attends = getattr(config, "_attn_implementation", None) == ATTENTION
         if positions is None:
             compact = not stock and shape.can_be_compact(budget_tokens + block_size)
             positions = "compact" if compact else "true"
@@ -155,6 +173,7 @@ class BudgetCache(Cache):  # type: ignore[misc]
             PaddingUnsupported: the pass has a mask that was not made by transformers, or `update`
                 is called without a model; nothing is changed.
             BlockTooLarge: it does not fit, and layers that share slots read no block in two.
+            SessionBroken: an earlier pass failed half-way; reset the cache.
         """
         if layer_idx == self._first and layer_idx not in self.state_layers:
             self._begin()
@@ -176,8 +195,6 @@ class BudgetCache(Cache):  # type: ignore[misc]
             SessionBroken: an earlier pass failed half-way; reset the cache.
         """
         if layer_idx == self._first:
-            if not self.consistent:
-                raise SessionBroken(BROKEN)
             self.capped_layers[0].check_block(self._begin(), self.context)
         layer = self.state_layers[layer_idx]
         layer.begin(self._reading)
@@ -210,6 +227,9 @@ class BudgetCache(Cache):  # type: ignore[misc]
         """
         if self._length is None:
             raise PaddingUnsupported(READY_MADE)
+        if not self.consistent:
+            waits = any(x.readers > 1 and x.half_read for x in self.capped_layers)
+            raise SessionBroken(HALF_READ if waits else BROKEN)
         self._reading, self._length = self._length, None
         if self._reading > 1:
             self.context.room = self.room
@@ -242,8 +262,8 @@ class BudgetCache(Cache):  # type: ignore[misc]
         batch, own = asked.get("batch_size"), self.allocation.batch  # transformers 4.57 gives none
         if batch is not None and own is not None and batch != own:
             raise CacheMismatch(
-                f"the cache is allocated for {own} sequences, and {batch} were given; a cache is "
-                "of one batch size, also after reset(): make a new BudgetCache"
+                f"the cache is allocated for {own} sequences, and a block of {batch} sequences was "
+                "given; a cache is of one batch size, also after reset(): make a new BudgetCache"
             )
         self._length = length_of(asked)
 
@@ -331,6 +351,9 @@ class BudgetCache(Cache):  # type: ignore[misc]
         counted += [layer.seen for layer in self.state_layers.values()]
         counted += [layer.get_seq_length() for layer in self.sliding_layers.values()]
         half = any(layer.half_read for layer in self.capped_layers)
+        half |= any(layer.half_read for layer in self.state_layers.values())
+        # With kvcap's attention no block waits from pass to pass; stock attention tells nothing.
+        half |= self._attends and any(layer.pending is not None for layer in self.capped_layers)
         return len(set(counted)) == 1 and not half
 
     @property

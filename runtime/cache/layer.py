@@ -28,7 +28,6 @@ from kvcap.runtime.errors import (
     CacheMismatch,
     MemoryCapExceeded,
     PositionMismatch,
-    SessionBroken,
     UnsupportedModel,
 )
 from kvcap.runtime.types import Span
@@ -90,6 +89,7 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
         self.evicted_store: EvictedStore | None = None  # its evicted tokens, where they are kept
         self.evictor: Evictor | None = None
         self.pending: PendingBlock | None = None
+        self._attending = False  # a block is attended to, and evicted after
         self._allocation, self._evict_every = allocation, evict_every
         self._pinned_spans, self._check_mask = pinned_spans, check_mask
         self._attention: SlotAttention | None = None
@@ -173,14 +173,7 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
         Raises:
             BlockTooLarge, MemoryCapExceeded, CacheMismatch: before anything is changed.
             UnsupportedModel: the policy or the positions need the registered attention function.
-            SessionBroken: not all layers that read its slots attended to the block before.
         """
-        if self.half_read:
-            raise SessionBroken(
-                "not all layers that read another layer's slots attended to the block before: a "
-                "forward pass failed half-way, or they lie on another device; reset the cache, "
-                "and keep the model on one device"
-            )
         context = context or ForwardContext()
         length = context.tokens or key_states.shape[2]
         if self.storage is None:
@@ -337,6 +330,14 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
         if not block.readers:
             self.pending = None
         call = AttentionCall(module, scaling, softcap, sinks)
+        self._attending = True
+        out = self._attend(query, block, call, own)
+        self._attending = False
+        return out
+
+    def _attend(self, query: Tensor, block: PendingBlock, call: AttentionCall, own: bool) -> Tensor:
+        """Attention of a block or of its parts, and the eviction that is due."""
+        assert self._attention is not None
         if not own:
             return self._attention.again(query, block, call)
         if block.appended:
@@ -349,8 +350,12 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
 
     @property
     def half_read(self) -> bool:
-        """Whether some but not all layers that read these slots attended to the pending block."""
-        return self.pending is not None and self.pending.readers < self.readers
+        """Whether some but not all layers that read these slots attended to the pending block.
+
+        Or one of them was interrupted as it did, so that slots may be evicted in part.
+        """
+        waits = self.pending is not None and self.pending.readers < self.readers
+        return waits or self._attending
 
     def _overdue(self, length: int) -> int:
         """Slots above the budget that stock attention left, to go before a block of `length`."""
@@ -438,7 +443,7 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def restore_counters(self, seen: int, held: list[int]) -> None:
         """Count as before a block that was begun and never came to be, as in a failed capture."""
-        self.seen, self.pending = seen, None
+        self.seen, self.pending, self._attending = seen, None, False
         for segment, slots in zip(self.segments, held, strict=True):
             segment.held = slots
 
@@ -446,7 +451,7 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
         """Forget everything; the buffers stay."""
         if self.storage is not None:
             self.storage.reset()
-        self.seen, self.pending = 0, None
+        self.seen, self.pending, self._attending = 0, None, False
 
     offload = prefetch = refuse_moving
     crop = reorder_cache = batch_repeat_interleave = batch_select_indices = refuse_reordering

@@ -33,6 +33,7 @@ class StateLayer(LinearAttentionLayer):  # type: ignore[misc]
         self.index, self.seen = index, 0  # tokens read
         self.named: Mapping[str, Tensor] = {}
         """Its states [B, ...] by name, once they are allocated."""
+        self._written: dict[str, int] = {}  # how often each was when a pass began
         self._allocation = allocation
 
     def allocate(self, batch: int, dtype: torch.dtype, device: torch.device | str) -> None:
@@ -52,6 +53,22 @@ class StateLayer(LinearAttentionLayer):  # type: ignore[misc]
         for state in self.named.values():
             if state.requires_grad:
                 state.detach_()  # or every pass before would be kept for its gradients
+        self._written = self._versions()
+
+    def _versions(self) -> dict[str, int]:
+        """How often each state was written to."""
+        return {name: state._version for name, state in self.named.items()}
+
+    @property
+    def half_read(self) -> bool:
+        """Whether a pass began and did not write all states, as where Ctrl-C ended it.
+
+        Every pass writes them in place, which a tensor counts; kernels on a GPU do not count.
+        """
+        if not self.named:
+            return self.seen > 0
+        counts = self.device is not None and self.device.type == "cpu"
+        return counts and bool(self._written.items() & self._versions().items())
 
     def update_conv_state(
         self, conv_states: Tensor, state_idx: int = 0, conv_kernel_size: int | None = None, **_: Any
@@ -59,6 +76,7 @@ class StateLayer(LinearAttentionLayer):  # type: ignore[misc]
         """Take in the inputs [B, channels, T] of the convolution; returns those it reads."""
         if not self.named:
             self.allocate(len(conv_states), conv_states.dtype, conv_states.device)
+            self._written = self._versions()
         found: Tensor = super().update_conv_state(conv_states, state_idx, conv_kernel_size)
         return found
 
@@ -66,14 +84,14 @@ class StateLayer(LinearAttentionLayer):  # type: ignore[misc]
         """Hold these states, after `seen` tokens."""
         for name, state in self.named.items():
             state.copy_(states[name])
-        self.seen, self.has_previous_state[0] = seen, seen > 0
+        self.seen, self.has_previous_state[0], self._written = seen, seen > 0, {}
 
     def reset(self) -> None:
         """Forget everything; the buffers stay."""
         with torch.no_grad():
             for state in self.named.values():
                 state.detach_().zero_()
-        self.seen, self.has_previous_state[0] = 0, False
+        self.seen, self.has_previous_state[0], self._written = 0, False, {}
 
     offload = prefetch = refuse_moving
     crop = reorder_cache = activate_past_recording = refuse_reordering

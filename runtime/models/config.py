@@ -31,8 +31,8 @@ FAMILIES = (
 )  # fmt: skip
 """Model types that the tests hold to full attention over the kept tokens. A model of another type
 is tried as a small random copy (`trial.py`)."""
-SINCE_5 = ("apertus", "granitemoe", "granitemoeshared", "nemotron", "olmo3", "olmoe", "phimoe",
-           "qwen2_moe", "stablelm")  # fmt: skip
+SINCE_5 = ("apertus", "falcon_h1", "granitemoe", "granitemoeshared", "nemotron", "olmo3", "olmoe",
+           "phimoe", "qwen2_moe", "stablelm")  # fmt: skip
 """Families of the list that are tried like any other with transformers 4.57, whose code of them is
 another."""
 INTERLEAVED = ("cohere", "cohere2", "ernie4_5", "ernie4_5_moe", "glm", "glm4", "helium")

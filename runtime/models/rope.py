@@ -45,6 +45,12 @@ def has_rope(config: Any) -> bool:
     return bool(getattr(config, "rope_parameters", None) or getattr(config, "rope_theta", None))
 
 
+def has_m_rope(config: Any) -> bool:
+    """Whether tokens of images have three positions each (M-RoPE), from a text model's config."""
+    given = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    return "mrope_section" in given
+
+
 def rope_of(config: Any, layer_type: str = "full_attention", *, interleaved: bool = False) -> Rope:
     """The rotary embedding of `layer_type` layers, from a transformers config (4.57 or 5.x).
 

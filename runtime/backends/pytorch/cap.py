@@ -92,7 +92,7 @@ def cap(
     if hasattr(model.get_decoder(), MARK):
         raise UnsupportedModel("the model is already under a cap; remove() that one first")
     make = partial(
-        BudgetCache, model.config, budget_tokens, block_size, policy,
+        BudgetCache, model.config.get_text_config(decoder=True), budget_tokens, block_size, policy,
         positions=positions, evict_every=evict_every,
     )  # fmt: skip
     before = model.config._attn_implementation

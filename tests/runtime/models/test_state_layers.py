@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from families import STATES as FAMILIES
 from tools import runtime_of
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     AttentionInterface,
     AutoConfig,
@@ -470,6 +472,60 @@ def test_a_pass_that_failed_half_way_demands_a_reset(family, tokens):
     cache.reset()
     assert cache.consistent
     assert torch.equal(loop.read(ids[:, :8]), first)
+
+
+class Interrupted(TorchDispatchMode):
+    """Ctrl-C before an operator of a pass; counts them."""
+
+    def __init__(self, at: int = -1) -> None:
+        super().__init__()
+        self.at, self.count = at, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        if self.count == self.at:
+            raise KeyboardInterrupt
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("family", "length", "changes"),
+    [
+        ("lfm2", 1, {"layer_types": ["conv", "full_attention", "conv", "conv"]}),
+        ("granitemoehybrid", 8, {"layer_types": ["full_attention", "linear_attention"] * 2}),
+        ("nemotron_h", 8, {}),
+        ("falcon_h1", 1, {}),
+    ],
+)
+def test_after_ctrl_c_in_a_pass_it_goes_on_rightly_or_is_refused(family, length, changes, tokens):
+    """In a pass that transformers make, as nothing holds Ctrl-C back there."""
+    model, ids = tiny_model(family, **changes), tokens(40)
+    cache = kvcap.BudgetCache(model.config, 16, 8)
+
+    def read(at: int | None, then: bool = True) -> tuple[int, Any]:
+        """Operators of the pass that is interrupted, and logits of the next one; None: refused."""
+        cache.reset()
+        model(ids[:, :8], past_key_values=cache)
+        model(ids[:, 8:16], past_key_values=cache)
+        model(ids[:, 16:24], past_key_values=cache)
+        mode = Interrupted(-1 if at is None else at)
+        with mode if then else nullcontext(), suppress(KeyboardInterrupt):
+            model(ids[:, 24 : 24 + length], past_key_values=cache) if then else None
+        try:
+            return mode.count, model(ids[:, 32:], past_key_values=cache).logits
+        except SessionBroken:
+            assert not cache.consistent
+            return mode.count, None
+
+    with torch.no_grad():
+        unread, (total, whole) = read(None, then=False)[1], read(None)
+        found = []
+        for at in {*range(1, total, total // 12), *range(total - total // 5, total, total // 60)}:
+            logits = read(at)[1]
+            if logits is not None:
+                assert torch.equal(logits, unread if cache.seen == 32 else whole), at
+            found.append(logits is None)
+    assert {True, False} == {*found}
 
 
 @pytest.mark.parametrize("family", SOME + BESIDE)

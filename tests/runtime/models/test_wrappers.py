@@ -90,7 +90,7 @@ WRAPPERS: dict[str, dict[str, Any]] = {
 RUN = [name for name in WRAPPERS if name != "paligemma"]
 
 
-def wrapper(name: str, attention: str = "eager", **changes: Any) -> Any:
+def wrapper(name: str, attention: Any = "eager", **changes: Any) -> Any:
     """A random wrapper with its vision tower."""
     if name not in CONFIG_MAPPING or (name == "lfm2_vl" and not KEPT):
         pytest.skip(f"this transformers has no {name}, or keeps no states in a cache")
@@ -305,6 +305,56 @@ def test_under_a_cap_only_text_is_read(tokens):
     types[0, 3:7] = 1
     with pytest.raises(KvcapError, match=r"not causal|ready-made"):
         model(input_ids=tokens(12), token_type_ids=types, past_key_values=cache)
+
+
+IMAGES = [pytest.param(f"qwen{v}_vl", marks=OLD_M_ROPE) for v in ("2", "2_5", "3")]
+
+
+TEXT_ALONE = {"text_config": "kvcap", "vision_config": "eager"}  # kvcap's attention is causal
+
+
+def with_an_image(model: Any) -> dict[str, Any]:
+    """A prompt of 18 tokens, 8 of which are an image's; they take 4 positions."""
+    torch.manual_seed(1)
+    ids = torch.tensor([[5, 6, 7, 92, *[90] * 8, 93, 8, 9, 10, 11, 12]])
+    pixels = torch.randn(32, 3 * 2 * model.config.vision_config.patch_size**2)
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "pixel_values": pixels,
+            "image_grid_thw": torch.tensor([[1, 8, 4]]), "mm_token_type_ids": (ids == 90).int()}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", IMAGES)
+def test_images_under_m_rope_are_read_at_true_positions(name, tokens):
+    """Past the budget logits are those of plain attention over the keys and values that stay."""
+    options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 2, "eos_token_id": None}
+    model, plain = wrapper(name, TEXT_ALONE), wrapper(name)
+    given = with_an_image(model)
+    expected = plain.generate(**given, **options)
+    cache = kvcap.BudgetCache(model.config, 32, 32)
+    assert torch.equal(model.generate(**given, past_key_values=cache, **options), expected)
+    cache, reference = kvcap.BudgetCache(model.config, 12, 18), transformers.DynamicCache()
+    with torch.no_grad():
+        for part in (given, *({"input_ids": x} for x in tokens(14).clamp(max=89).split(6, 1))):
+            place = cache.seen + torch.arange(part["input_ids"].shape[1]).expand(3, 1, -1)
+            if cache.seen:
+                place = place + plain.model.rope_deltas
+            found = model(**part, past_key_values=cache).logits
+            where = {"position_ids": place} if cache.seen > 18 else {}
+            logits = plain(**part, **where, past_key_values=reference).logits
+            assert (found - logits).abs().max() < 1e-4
+            for mine, theirs in zip(cache.layers, reference.layers, strict=True):
+                theirs.keys, theirs.values = mine.keys.clone(), mine.values.clone()
+    assert cache.held == 12
+
+
+@pytest.mark.parametrize("name", IMAGES)
+def test_images_under_m_rope_have_no_compact_positions(name):
+    """An eviction would move tokens of an image away from the tokens beside them."""
+    config = wrapper(name, "kvcap").config
+    assert kvcap.BudgetCache(config, 24, 8).layout.positions == "true"
+    with pytest.raises(UnsupportedModel, match=r"tokens of images three \(M-RoPE\)"):
+        kvcap.BudgetCache(config, 24, 8, positions="compact")
+    text = config.get_text_config(decoder=True)
+    assert kvcap.BudgetCache(text, 24, 8).layout.positions == "compact"
 
 
 @pytest.mark.skipif(not OLD_M_ROPE.args[0], reason="runs since transformers 5")
