@@ -283,20 +283,23 @@ def test_low_precision_is_as_near_as_eager(family, tokens):
 @pytest.mark.parametrize("policy", ["keydiff", "h2o", "snapkv+adakv", "duoattention"])
 def test_kernels_give_what_eager_code_gives(policy, tokens):
     """Blocks, single tokens, heads that hold unequally many slots: by the Triton kernels."""
+    pytest.importorskip("triton")
+    from interpreted import DEVICE
+
     found = []
     for choice in ("eager", "triton"):
         with use(choice):
-            found.append(run("gpt_oss", policy, tokens(40)))
+            found.append(run("gpt_oss", policy, tokens(40), DEVICE))
     close(*found, 2e-4)
 
 
-def run(family: str, policy: str, ids: Tensor) -> Tensor:
-    model = tiny_model(family)
+def run(family: str, policy: str, ids: Tensor, device: str) -> Tensor:
+    model = tiny_model(family).to(device)
     eviction = small_policy(policy, model.config) if "+" not in policy else kvcap.load_policy(
         policy, window=4, kernel=3, pool="avg"
     )  # fmt: skip
     loop = BlockLoop(model, kvcap.BudgetCache(model.config, 16, 8, eviction))
-    return torch.cat([loop.read(part) for part in [*ids.split(8, 1), *STEPS]])
+    return torch.cat([loop.read(part.to(device)) for part in [*ids.split(8, 1), *STEPS]])
 
 
 # Rotations ----------------------------------------------------------------------------------------

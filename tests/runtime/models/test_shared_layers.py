@@ -238,11 +238,13 @@ def test_logits_equal_the_uncapped_model_while_tokens_fit(family, block):
 @pytest.mark.parametrize("family", SHARED)
 def test_kernels_and_batches_compute_the_same(family, policy):
     pytest.importorskip("triton")
+    from interpreted import DEVICE
+
     eviction = small_policy(policy, tiny_config(family))
-    ids = torch.cat((IDS[:, :27], IDS[:, :27].flip(1)))
+    ids = torch.cat((IDS[:, :27], IDS[:, :27].flip(1))).to(DEVICE)
     found = []
     for choice, batch in (("triton", ids), ("eager", ids), ("eager", ids[:1])):
-        model = tiny_model(family)
+        model = tiny_model(family).to(DEVICE)
         held = kvcap.BudgetCache(model.config, 12, 6, eviction)
         with kernels.use(choice):
             loop = BlockLoop(model, held)
