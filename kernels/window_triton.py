@@ -213,6 +213,12 @@ def _cost(q, time, top, total, a, k, v, position, first, scaling, softcap, epsil
             # |a - v|² is a small difference of large numbers where a query looks at one slot.
             along = _dot_fine(v, tl.trans(a), 3)
             distance = tl.maximum(tl.sum(a * a, 1)[None, :] + squares - 2 * along, 0.0)
+            if KIND == "dropkv":
+                most = tl.where(p > 0.5, 1.0, 0.0)  # of one slot per query at most
+                if tl.max(most) > 0:  # there the distance is taken by differences
+                    own = _dot(tl.trans(most).to(v.dtype), v)  # its v, or 0. [R, DP]
+                    near = tl.sum((a - own) * (a - own), 1)
+                    distance = tl.where(p > 0.5, near[None, :], distance)
             z = tl.where(visible, z, 0.0)
             if KIND == "andpro":
                 cost = p * along

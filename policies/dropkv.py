@@ -48,6 +48,10 @@ class DropKV(WindowPolicy):
         along = torch.matmul(a.flatten(2, 3), v.mT).view_as(obs.attention)  # [B, K, G, w, n]
         squares = a.square().sum(-1, keepdim=True) + v.square().sum(-1)[:, :, None, None]
         distance = (squares - 2 * along).clamp(min=0)  # rounding may leave it below 0
+        # Where a query looks at one token, a is nearly v: that distance is taken by differences.
+        most = obs.attention > 0.5
+        own = torch.matmul(most.float().flatten(2, 3), v).view_as(a)  # its v, or 0
+        distance = torch.where(most, (a - own).square().sum(-1, keepdim=True), distance)
         cost = ((p / (1 - p + self.epsilon)).square() * distance).sum(-2)  # [B, K, G, n]
         cost = over_group(cost, self.group)  # [B, K, n]
         return pool_in_time(

@@ -308,6 +308,17 @@ def test_dropkv_with_rounded_attention():
     check(DropKV(kernel=1, bf16_ratio=True), obs, epsilon=2**-6)
 
 
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_a_token_that_queries_see_all_but_alone(dtype):
+    """Attention's output is nearly its value, and what is between them is divided by 1 - p."""
+    obs = observe(Shape(70, dtype=dtype), seed=0)
+    obs, policy = replace(obs, queries=6 * obs.queries), DropKV(kernel=1)
+    assert obs.attention.max() > 0.9999
+    expected = exact(policy, obs)
+    for found in (policy.score(obs), twin(policy, obs)):
+        torch.testing.assert_close(found.double(), expected, rtol=2e-2, atol=1e-6)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("saliency", [None, OBCache("joint")])
 def test_state_of_h2o_over_blocks_of_queries(saliency):
