@@ -86,7 +86,9 @@ def _kind(layer: LayerShape, family: str) -> str:
         return "capped without RoPE"
     beside = ", a recurrent state beside" if layer.states else ""
     turning = ", neighbours together" if family in INTERLEAVED else ""
-    return f"capped (RoPE {layer.rope.kind}{turning}{', sink logits' if layer.sinks else ''}{beside})"
+    return (
+        f"capped (RoPE {layer.rope.kind}{turning}{', sink logits' if layer.sinks else ''}{beside})"
+    )
 
 
 OLD = {  # that transformers 4.57 has and runs alike

@@ -85,9 +85,10 @@ def check(asked: MaskRequest, seen: int) -> None:
     padding: Tensor | None = asked.get("attention_mask")
     if padding is None:
         return
-    if (reach := padding.shape[-1]) < seen + length_of(asked):
+    reach, length = padding.shape[-1], length_of(asked)
+    if reach < seen + length:
         raise PositionMismatch(
-            f"the attention mask covers {reach} tokens, but {seen} were read and {length_of(asked)} "
+            f"the attention mask covers {reach} tokens, but {seen} were read and {length} "
             "more were given: was this prompt read before? Give the whole conversation and its "
             "mask, or use a new cache, or cache.reset()"
         )
@@ -113,7 +114,7 @@ READY_MADE = (
 
 
 def length_of(asked: MaskRequest) -> int:
-    """Tokens of the block that a mask is asked for. Transformers 4.57 tells their places instead."""
+    """Tokens of the block that a mask is for. Transformers 4.57 tells their places instead."""
     length: int = asked["q_length"] if "q_length" in asked else asked["cache_position"].shape[0]
     return length
 

@@ -1,4 +1,4 @@
-"""A recurrent layer of the cache, or the recurrent half of one: a state of fixed size, which every token changes.
+"""A recurrent layer of the cache, or half of one: a state of fixed size, changed by every token.
 
 Imported where a model has such layers, since transformers 4.57 knows none.
 """

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 FAMILIES = (
     "apertus", "arcee", "bitnet", "cohere", "cohere2", "cwm", "dots1", "ernie4_5", "ernie4_5_moe",
-    "exaone4", "falcon_h1", "gemma", "gemma2", "gemma3_text", "gemma3n_text", "gemma4_text", "glm", "glm4",
-    "glm4_moe", "gpt_oss", "granite", "granite_swa", "granitemoe", "granitemoe_swa",
+    "exaone4", "falcon_h1", "gemma", "gemma2", "gemma3_text", "gemma3n_text", "gemma4_text", "glm",
+    "glm4", "glm4_moe", "gpt_oss", "granite", "granite_swa", "granitemoe", "granitemoe_swa",
     "granitemoehybrid", "granitemoeshared", "helium", "hyperclovax", "internlm3", "iquestcoder",
     "jais2", "lfm2", "lfm2_moe", "lfm3", "llama", "mellum", "ministral", "ministral3", "mistral",
     "mixtral", "nemotron", "nemotron_h", "olmo", "olmo2", "olmo3", "olmo_hybrid", "olmoe", "phi",

@@ -137,8 +137,8 @@ def test_plan_generation_and_sessions(family, tmp_path):
 
 
 @pytest.mark.parametrize(
-    # Not Granite SWA, whose layers have a frequency each: a trial would have it true only; nor Zaya,
-    # a token of which takes one expert, where a trial's copy takes two.
+    # Not Granite SWA, whose layers have a frequency each: a trial would have it true only. Nor
+    # Zaya, a token of which takes one expert, where a trial's copy takes two.
     "family",
     sorted({*ALL, *NEIGHBOURS, *STATES, "gpt_oss"} & set(SUPPORTED) - {"zaya"}),
 )
@@ -162,7 +162,11 @@ def test_a_trial_finds_what_the_list_says(family, monkeypatch):
     [
         ("deepseek_v3", {}, r"layers 0 to 60 are multi-head latent attention"),
         ("llama4_text", {}, r"layers 0 to 2, 4 to 6.* are attention within chunks"),
-        ("inkling_text", {}, r"layers 0 to 4, .* are attention over a window and a recurrent state"),
+        (
+            "inkling_text",
+            {},
+            r"layers 0 to 4, .* are attention over a window and a recurrent state",
+        ),
         ("zamba", {}, r"layers 0 to 75 are recurrent, but no gated delta net"),
         ("bloom", {}, r"compute attention by code of their own"),
         ("gpt2", {}, r"its positions are no rotation of keys"),

@@ -318,8 +318,9 @@ def with_an_image(model: Any) -> dict[str, Any]:
     torch.manual_seed(1)
     ids = torch.tensor([[5, 6, 7, 92, *[90] * 8, 93, 8, 9, 10, 11, 12]])
     pixels = torch.randn(32, 3 * 2 * model.config.vision_config.patch_size**2)
+    grid, types = torch.tensor([[1, 8, 4]]), (ids == 90).int()
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "pixel_values": pixels,
-            "image_grid_thw": torch.tensor([[1, 8, 4]]), "mm_token_type_ids": (ids == 90).int()}  # fmt: skip
+            "image_grid_thw": grid, "mm_token_type_ids": types}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", IMAGES)
