@@ -328,7 +328,9 @@ def _ropes(config: Any, kinds: list[str], trial: Trial | None) -> list[Rope | No
             config.model_type,
             "its positions are no rotation of keys, and end at the length that it was built for",
         )
-    still = Rope(rope.kind, None, obstacle="a key read at another position is not the same key rotated")
+    still = Rope(
+        rope.kind, None, obstacle="a key read at another position is not the same key rotated"
+    )
     found = {"none": None, "still": None, "neighbours" if neighbours else "halves": rope}
     return [found.get(one, still if rope.exact else rope) for one in trial.keys]
 
