@@ -70,13 +70,16 @@ def _covers(policy: Policy, obs: Observation) -> bool:
     if keys.dtype not in DTYPES or keys.shape[-1] > MOST_HEAD_SIZE or keys.stride(-1) != 1:
         return False
     if isinstance(policy, KeyDiff):
-        return policy.metric == "cosine" and policy.anchor in ("mean", "unit_mean")
+        expands = policy.expand and obs.expansion is not None
+        known = policy.metric == "cosine" and policy.anchor in ("mean", "unit_mean")
+        return known and not expands
     if isinstance(policy, TOVA) and policy.across != "group":
         return False
     return (
         queries is not None
         and _kind(obs) is not None
         and queries.shape[1] // keys.shape[1] <= MOST_GROUPS
+        and obs.values.shape == keys.shape  # not where slots hold latents
         and all(x.dtype == keys.dtype and x.stride(-1) == 1 for x in (queries, obs.values))
         and obs.positions.stride(-1) == 1
     )

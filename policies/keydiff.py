@@ -17,12 +17,15 @@ class KeyDiff(Policy):
     """Scores a token by how little its key resembles the anchor, the mean of the held keys.
 
     `score_j = -cos(k_j, μ)`, `μ` the anchor. KeyDiff, https://arxiv.org/abs/2504.15364, Eq. 7-8 and
-    Fig. 3; metrics of Tables 15-16; `recent` is the sliding window of Table 14.
+    Fig. 3; metrics of Tables 15-16; `recent` is the sliding window of Table 14. Of slots that hold
+    latents (MLA, which the paper leaves to future work) the slot is the key; with `expand` every
+    query head's own keys are scored, and their scores averaged.
     """
 
     anchor: Literal["mean", "unit_mean", "median", "pairwise"] = "mean"
     metric: Literal["cosine", "dot", "euclidean"] = "cosine"
     recent: float = 0.0  # fraction of the budget reserved for the newest tokens
+    expand: bool = False  # of latents, score the keys that they expand to
 
     observes: ClassVar = frozenset({"keys"})
     paper: ClassVar = "KeyDiff, arXiv 2504.15364, Eq. 7-8"
@@ -43,13 +46,21 @@ class KeyDiff(Policy):
         )
         self.require("anchor", self.anchor in anchors, f"one of {', '.join(anchors)}")
         self.require("metric", self.metric in metrics, f"one of {', '.join(metrics)}")
+        self.require("expand", self.expand in (True, False), "True or False")
         self.require("recent", 0 <= self.recent < 1, "a fraction of the budget, 0 to below 1")
 
     def recents_pinned(self, budget: int) -> int:
         return int(self.recent * budget)
 
     def score(self, obs: Observation) -> Tensor:
-        keys = obs.keys.float()  # [B, K, n, D]; a float16 mean over thousands of keys loses bits
+        if self.expand and obs.expansion is not None:
+            heads = obs.expansion.each_head_keys(obs.keys.float())  # one at a time, for memory
+            total = torch.stack([self._score(keys) for keys in heads])
+            return total.mean(0)
+        return self._score(obs.keys.float())  # a float16 mean over thousands of keys loses bits
+
+    def _score(self, keys: Tensor) -> Tensor:
+        """Scores [B, K, n] of keys [B, K, n, D]."""
         if self.anchor == "pairwise":  # Eq. 7, O(n²)
             return -self._similarity(keys[..., :, None, :], keys[..., None, :, :]).mean(-1)
         if self.anchor == "median":

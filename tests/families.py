@@ -210,9 +210,26 @@ SINKS: dict[str, dict[str, Any]] = {
         "attention_multiplier": 0.3,
     },
 }  # fmt: skip
+# Multi-head latent attention; sizes of which none is a power of two, or another's.
+LATENT = {"kv_lora_rank": 28, "q_lora_rank": 20, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8,
+          "v_head_dim": 10, "num_key_value_heads": 4}  # fmt: skip
+MLA: dict[str, dict[str, Any]] = {
+    "axk1": {**LATENT, **EXPERTS, **GROUPS, "moe_layer_freq": 1, "first_k_dense_replace": 1},
+    "deepseek_v2": {**LATENT, **EXPERTS, **GROUPS, "first_k_dense_replace": 1,
+                    "topk_method": "greedy"},
+    "deepseek_v2 yarn": {**LATENT, **EXPERTS, **GROUPS, "q_lora_rank": None,
+                         "rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 0.7}},
+    "deepseek_v3": {**LATENT, **EXPERTS, **GROUPS, "first_k_dense_replace": 1},
+    "deepseek_v3 halves": {**LATENT, **EXPERTS, **GROUPS, "rope_interleave": False},
+    "glm4_moe_lite": {**LATENT, **EXPERTS, **GROUPS, "v_head_dim": 20},
+    "longcat_flash": {**LATENT, "head_dim": 8, "ffn_hidden_size": 96, "n_routed_experts": 4,
+                      "moe_topk": 2, "zero_expert_num": 2, "expert_ffn_hidden_size": 32},
+    "minicpm3": LATENT,
+    "youtu": LATENT,
+}  # fmt: skip
 
 ALL = {**FAMILIES, **TRIED}  # that tests/runtime/models/test_models.py holds
-ELSEWHERE = NEIGHBOURS | STATES | READERS | SINKS  # that files of their own hold to the same
+ELSEWHERE = NEIGHBOURS | STATES | READERS | SINKS | MLA  # that files of their own hold to the same
 
 
 def model_type(name: str) -> str:

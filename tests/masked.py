@@ -51,11 +51,12 @@ def attention(
         keys, values = (x.repeat_interleave(group, 1) for x in (key, value))
         out = _softmax(query @ keys.mT * scaling, softcap, attention_mask) @ values
         return out.transpose(1, 2).contiguous(), None
-    out = torch.zeros(query.shape)
+    out = torch.zeros(*query.shape[:3], value.shape[3])
     blocks = _KEPT.blocks[index]
     for (start, held), stop in zip(blocks, [b[0] for b in blocks[1:]] + [length], strict=True):
         for h in range(query.shape[1]):
-            seen = sorted(held[h // group]) + list(range(start, stop))
+            # Of latents one slot serves all query heads, which expand it to keys of their own.
+            seen = sorted(held[h * len(held) // query.shape[1]]) + list(range(start, stop))
             q, k = query[0, h, start:stop].double(), key[0, h // group, seen].double()
             if _KEPT.compact and (inv_freq := _KEPT.inv_freq.get(index)) is not None:
                 moves = [rank - time for rank, time in enumerate(seen)]

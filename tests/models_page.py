@@ -27,6 +27,13 @@ which some models have beside slots in one layer; \
 attention. A capped layer without RoPE has no positions to keep. A mixture of experts is \
 not exported.
 
+Slots of multi-head latent attention (DeepSeek V2 and V3, GLM-4.7-Flash, MiniCPM3, Youtu and \
+others) hold `latents`: the compressed latent of a token and the rotated part of its key, and no \
+keys and values of heads. Queries are taken to the latents, or, for large blocks, slots are \
+expanded to every head's keys and values, whichever costs less; both are exact. Load such a model \
+with `attn_implementation="kvcap"`; its `kv_b_proj` must not be quantised. What policies make of \
+latents is in [Choose a policy](policies.md#latents).
+
 Types marked * are not listed in kvcap: like any other that is not in this table they are tried \
 when they are met, as a small random copy of their config. It shows whether the layers attend \
 through transformers' interface, whether kvcap's attention gives the model's own logits, and how \
@@ -43,12 +50,11 @@ the vision tower. PaliGemma, which reads a prompt in both directions, is refused
 
 | layers | models |
 |---|---|
-| multi-head latent attention, whose cache holds a latent vector | DeepSeek V2, V3, MiniCPM3 |
 | attention within chunks | Llama 4 |
-| sparse attention by an index, or over compressed keys | DeepSeek V3.2 and V4, GLM-5 |
+| sparse attention by an index, or over compressed keys | DeepSeek V3.2 and V4, GLM-5, A.X K2 |
 | attention and a recurrent state of another kind in one layer | Zamba, Zamba 2 |
 | attention over a window and a recurrent state in one layer | Inkling |
-| states of a size that is not known | Bamba, Jamba, MiniMax |
+| states of a size that is not known | Bamba, Jamba, MiniMax, Kimi Linear |
 | positions that are learned for each place, and no rotation of keys | GPT-2, OPT, BERT |
 | attention that does not go through transformers' interface | BLOOM, JetMoE, RoFormer |
 
@@ -86,9 +92,9 @@ def _kind(layer: LayerShape, family: str) -> str:
         return "capped without RoPE"
     beside = ", a recurrent state beside" if layer.states else ""
     turning = ", neighbours together" if family in INTERLEAVED else ""
-    return (
-        f"capped (RoPE {layer.rope.kind}{turning}{', sink logits' if layer.sinks else ''}{beside})"
-    )
+    latents = "latents, " if layer.latent else ""
+    sinks = ", sink logits" if layer.sinks else ""
+    return f"capped ({latents}RoPE {layer.rope.kind}{turning}{sinks}{beside})"
 
 
 OLD = {  # that transformers 4.57 has and runs alike

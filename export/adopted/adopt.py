@@ -178,6 +178,11 @@ def _agree(shape: ModelShape, found: DecoderPorts) -> None:
             f"in this {shape.family} {shape.uncapped}, which its graph finds by where slots lie, "
             "or keeps by itself; run the model itself, without --backend onnxruntime"
         )
+    if shape.latent is not None:
+        raise UnsupportedModel(
+            f"in this {shape.family} {shape.not_exportable}, whose slots hold latents; run the "
+            "model itself, without --backend onnxruntime"
+        )
     mine = (found.layers, found.kv_heads, found.head_dim)
     said = (len(shape.layers), shape.kv_heads, shape.head_size)
     if mine != said:

@@ -10,13 +10,14 @@ from kvcap.policies.base.companions import (
 )
 from kvcap.policies.base.component import Component, PolicyError, Preset
 from kvcap.policies.base.eviction import Eviction
-from kvcap.policies.base.observation import Observation
+from kvcap.policies.base.observation import Expansion, Observation
 from kvcap.policies.base.policy import Group, Policy, WindowPolicy, over_group, pool_in_time
 
 __all__ = [
     "Component",
     "Corrector",
     "Eviction",
+    "Expansion",
     "Group",
     "HeadBudget",
     "LayerBudget",

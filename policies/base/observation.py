@@ -6,10 +6,10 @@ held (cache and block), `w` observed queries, `D` head size. Pure tensor code: n
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -22,6 +22,34 @@ class Weigher(Protocol):
         """What scores add up instead of attention. Shape [B, K, G, w, n]."""
 
 
+class Expansion(NamedTuple):
+    """How query heads read slots that hold latents, in multi-head latent attention (MLA).
+
+    A slot is `[k_rot, c]`: `r` rotated numbers that all heads share, and a latent `c` of `R`
+    numbers, of which head `h` makes its key `[k_rot, W_uk c]` and its value `W_uv c`.
+    DeepSeek-V2, https://arxiv.org/abs/2405.04434, Eq. 9-19.
+    """
+
+    keys: Tensor  # [H, nope, R], W_uk
+    values: Tensor  # [H, v, R], W_uv
+    rotated: int  # r
+
+    def head_keys(self, slots: Tensor) -> Tensor:
+        """Every query head's keys [B, H, n, r + nope] of slots [B, 1, n, r + R]."""
+        rotated, latents = slots.tensor_split((self.rotated,), dim=-1)
+        own = torch.matmul(latents, self.keys.to(slots.dtype).mT)  # [B, H, n, nope]
+        return torch.cat((rotated.expand(*own.shape[:-1], -1), own), dim=-1)
+
+    def each_head_keys(self, slots: Tensor) -> Iterator[Tensor]:
+        """The same head by head, [B, 1, n, r + nope] each."""
+        for keys in self.keys.split(1):
+            yield Expansion(keys, self.values, self.rotated).head_keys(slots)
+
+    def head_values(self, latents: Tensor) -> Tensor:
+        """`W_uv c` [B, H, n, v] of latents [B, 1 or H, n, R]: values, or sums of them."""
+        return torch.matmul(latents, self.values.to(latents.dtype).mT)
+
+
 @dataclass
 class Observation:
     """One layer's slots and, where the policy asks for them, its last queries.
@@ -31,7 +59,7 @@ class Observation:
     """
 
     keys: Tensor  # [B, K, n, D]
-    values: Tensor  # [B, K, n, D]
+    values: Tensor  # [B, K, n, D]; of latents the last numbers of the keys
     positions: Tensor  # [B, K, n] int, the token's place in the conversation
     num_tokens: int | Tensor  # tokens read so far, this block's included; [] inside a CUDA graph
     budget: int  # slots per KV head that stay
@@ -43,8 +71,9 @@ class Observation:
     softcap: float | None = None  # Gemma 2: logits = softcap * tanh(logits / softcap)
     sinks: Tensor | None = None  # [H], gpt-oss: a learned logit per query head, see `attention`
     state: Mapping[str, Tensor] = field(default_factory=dict)  # name -> [B, K, n]
-    output_projection: Tensor | None = None  # [K, G, D, hidden], W_O cut by query head
+    output_projection: Tensor | None = None  # [K, G, D, hidden], W_O by query head
     saliency: Weigher | None = None  # replaces the attention weights, see `weight`
+    expansion: Expansion | None = None  # of slots that hold latents (MLA)
     pinned_spans: tuple[tuple[int, int], ...] = ()  # [start, stop) positions that are never evicted
 
     @property

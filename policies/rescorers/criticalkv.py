@@ -44,8 +44,12 @@ class CriticalKV(Rescorer):
     def update(self, obs: Observation) -> dict[str, Tensor]:
         assert obs.output_projection is not None
         old = obs.values.shape[2] - obs.new
-        heads = zip(obs.values[:, :, old:].unbind(1), obs.output_projection, strict=True)
-        norms = torch.stack([_norms(values, weights) for values, weights in heads], 1)  # [B, K, T]
+        values, weights = obs.values[:, :, old:], obs.output_projection
+        if obs.expansion is not None:  # of a latent every query head has a value of its own
+            values, weights = obs.expansion.head_values(values), weights.transpose(0, 1)
+        heads = zip(values.unbind(1), weights, strict=True)
+        norms = torch.stack([_norms(*head) for head in heads], 1)  # [B, K or H, T]
+        norms = norms.unflatten(1, (obs.keys.shape[1], -1)).mean(2)  # [B, K, T]
         return {"output_norm": torch.cat((obs.state["output_norm"][..., :old], norms), -1)}
 
     def rescore(self, scores: Tensor, pinned: Tensor, obs: Observation) -> Tensor:

@@ -374,7 +374,7 @@ def attention_forward(
             )
         with torch.no_grad():
             out = layer.attend(module, query, scaling, softcap, position_ids, s_aux)
-        out = without_gradient(out, query)
+        out = without_gradient(out, query, *getattr(key, "sources", ()))
     else:
         if attention_mask is None and not getattr(module, "is_causal", True):
             attention_mask = query.new_ones(1, 1, 1, key.shape[2], dtype=torch.bool)

@@ -147,7 +147,9 @@ class Allocation:
         """One pool for some layers, cut into segments: one a layer, or one a head."""
         layout, (batch, heads, _, size) = self.layout, like.shape
         slots = sum(layout.slots(index, batch) for index in layers)
-        pool = SlotPool(slots, size, like.dtype, like.device, layout.aux(layers))
+        latent, aux = layout.shape.latent, layout.aux(layers)
+        first = None if latent is None else latent.rotated
+        pool = SlotPool(slots, size, like.dtype, like.device, aux, values_from=first)
         self._register(f"pool.{number}", pool.named, like)
         found, start = [], 0
         for index in layers:

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 
 from kvcap.kernels import StoredKeys, token
+from kvcap.policies.base import Expansion
 from kvcap.runtime.attention.functions import (
     Rows,
     attend,
@@ -21,6 +21,7 @@ from kvcap.runtime.attention.functions import (
     packs,
     takes_token,
 )
+from kvcap.runtime.attention.latents import absorbed, attend_absorbed, attend_expanded
 from kvcap.runtime.cache.allocation import LayerStorage
 from kvcap.runtime.cache.evictor import AttentionStep, Evictor
 from kvcap.runtime.cache.pool import SHIFT
@@ -34,6 +35,7 @@ class AttentionCall(NamedTuple):
     scaling: float
     softcap: float | None
     sinks: Tensor | None = None  # [H], the sink logits of a model that has them
+    expansion: Expansion | None = None  # of slots that hold latents
 
 
 class _HeldKeys(NamedTuple):
@@ -82,11 +84,19 @@ class SlotAttention:
     def block(self, query: Tensor, block: PendingBlock, call: AttentionCall) -> Tensor:
         """Attention of an appended block, then eviction. [B, H, T, D] -> [B, H, T, D].
 
+        Over slots that hold latents [B, H, T, r + nope] -> [B, H, T, v]: queries are taken to the
+        latents, or the slots are expanded for them, whichever costs less.
+
         Where other layers read these slots, the block keeps what they are to attend to, and the
         last of them evicts; see `again`.
         """
         context, evictor = block.context, self.evictor
         query = self.align(query[:, :, : block.length], block.offsets)
+        own: Tensor | None = None  # queries of slots that are expanded
+        if call.expansion is not None:
+            own = query if self._expands(block.length) else None
+            if own is None or evictor.reads_queries:
+                query = absorbed(query, call.expansion)
         if self.storage.query_window is not None:
             with context.run_async_if_last(query):
                 self.storage.query_window.append(query)
@@ -104,7 +114,7 @@ class SlotAttention:
         # A selection occupies few of a GPU's multiprocessors: attention hides it.
         early = has_work and context.is_waited_for
         selected = evictor.select_early(step, context.run_async) if early else []
-        out = self._over(query, keys, packed, call)
+        out = self._over(query if own is None else own, keys, packed, call)
         if block.readers:
             block.shown = _Shown(keys, packed, step)
         elif selected:
@@ -186,9 +196,17 @@ class SlotAttention:
                 evictor.evict_if_due(step)
         return out
 
+    def _expands(self, tokens: int) -> bool:
+        """Whether slots that hold latents are expanded for so many queries."""
+        layout = self.evictor.layout
+        latent, slots = layout.shape.latent, layout.budget_tokens + layout.block_size
+        return latent is not None and latent.expands(tokens, slots)
+
     def _packs(self, query: Tensor, call: AttentionCall) -> bool:
         """Whether heads of unequal lengths are attended in one call."""
         if len(self.segments) == 1 or self.storage.evicted_store is not None:
+            return False
+        if call.expansion is not None:
             return False
         first = self.segments[0]
         keys, values, heads = first.pool.keys, first.pool.values, first.layer_heads
@@ -238,13 +256,18 @@ class SlotAttention:
         scaling, softcap = call.scaling, call.softcap
         for i, segment in enumerate(self.segments):
             sinks = segment.query_heads_of(call.sinks)
-            if store is None:
+            if call.expansion is not None:
+                expands = self._expands(query.shape[2])
+                over = attend_expanded if expands else attend_absorbed
+                part = over(queries[i], keys[i], call.expansion, scaling, softcap)
+            elif store is None:
                 part = attend(queries[i], keys[i], segment.values, scaling, softcap, sinks=sinks)
             else:
                 part = store.attend(i, segment, queries[i], keys[i], scaling, softcap, sinks)
             if len(self.segments) == 1:
                 return part
-            out = torch.empty_like(query) if out is None else out
+            if out is None:
+                out = query.new_empty(*query.shape[:3], part.shape[3])
             segment.rows_of(out).copy_(part)
         assert out is not None
         return out

@@ -105,7 +105,7 @@ class BudgetCache(Cache):  # type: ignore[misc]
         self.eviction = _eviction(policy)
         self.block_size, self.evict_every = block_size, evict_every
         shape = ModelShape.of(config, budget_tokens + block_size)
-        stock = self._check_attention(config, positions)
+        stock = self._check_attention(config, shape, positions)
         self._attends = getattr(config, "_attn_implementation", None) == ATTENTION
         if positions is None:
             compact = not stock and shape.can_be_compact(budget_tokens + block_size)
@@ -494,10 +494,15 @@ class BudgetCache(Cache):  # type: ignore[misc]
                 f"{self.layout.shape.shared}): give {room} tokens first, or use evict_every=1"
             )
 
-    def _check_attention(self, config: Any, positions: Positions | None) -> bool:
+    def _check_attention(self, config: Any, shape: ModelShape, positions: Positions | None) -> bool:
         """Whether the model's attention is stock, refusing what that cannot do."""
         attention = getattr(config, "_attn_implementation", None)
         stock = attention not in (None, ATTENTION)
+        if stock and shape.latent is not None:
+            raise UnsupportedModel(
+                f"slots of {shape.family} hold latents, which attention {attention!r} "
+                "cannot read; load the model with attn_implementation='kvcap'"
+            )
         load = "load the model with attn_implementation='kvcap'"
         if stock and self.eviction.needs_attention:
             raise UnsupportedModel(

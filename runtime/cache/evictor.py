@@ -18,7 +18,7 @@ from kvcap import kernels
 from kvcap.kernels import evict
 from kvcap.kernels.choice import ready
 from kvcap.policies import Eviction, Observation
-from kvcap.policies.base import apportion
+from kvcap.policies.base import Expansion, apportion
 from kvcap.policies.base.component import ATTENTION_VIEWS
 from kvcap.runtime.cache.allocation import LayerStorage
 from kvcap.runtime.cache.layer_balance import LayerBalance
@@ -42,6 +42,7 @@ class AttentionStep:
     scaling: float = 1.0
     softcap: float | None = None
     sinks: Tensor | None = None  # [H], the model's sink logits
+    expansion: Expansion | None = None  # of slots that hold latents
     token_counter: Tensor | None = None  # `tokens` on the device [], inside a CUDA graph
     stored: kernels.StoredKeys | None = None  # of the first segment's keys
 
@@ -138,6 +139,11 @@ class Evictor:
     def rotates_keys_itself(self) -> bool:
         """Whether that kernel rotates keys as it reads them, and nothing else looks at any."""
         return self.uses_stored_keys and len(self.eviction.components) == 1
+
+    @property
+    def reads_queries(self) -> bool:
+        """Whether the policy looks at queries."""
+        return self.eviction.policy.queries_observed != 0
 
     @property
     def reads_keys(self) -> bool:
@@ -339,6 +345,7 @@ class Evictor:
             sinks=segment.query_heads_of(step.sinks),
             state={name: segment.aux(name) for name in eviction.state},
             output_projection=projection,
+            expansion=step.expansion,
             saliency=eviction.saliency,
             pinned_spans=tuple(self.pinned_spans),
         )

@@ -8,13 +8,14 @@ ever leaves the window the model was trained on.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from transformers.cache_utils import CacheLayerMixin
 
 from kvcap.runtime.attention.functions import without_gradient
+from kvcap.runtime.attention.latents import LatentBlock, rotated_first
 from kvcap.runtime.attention.masks import MaskRequest, Slots
 from kvcap.runtime.cache.allocation import Allocation, LayerStorage
 from kvcap.runtime.cache.attend import AttentionCall, SlotAttention
@@ -30,6 +31,7 @@ from kvcap.runtime.errors import (
     PositionMismatch,
     UnsupportedModel,
 )
+from kvcap.runtime.models.latents import expansion_of
 from kvcap.runtime.types import Span
 
 
@@ -79,6 +81,7 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
         self.rotates = self.layout.rotates[index]  # its keys are moved to other positions
         shape = self.layout.shape
         self.rope = shape.layers[shape.capped[index]].rope
+        self.latent = shape.latent
         self.readers = shape.readers(shape.capped[index])  # layers that attend to its slots
         self.seen = 0  # tokens read
         self.storage: LayerStorage | None = None
@@ -166,6 +169,9 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
     ) -> tuple[Tensor, Tensor]:
         """Append a block [B, K, T, D] but for its fillers; returns what is held (views).
 
+        In latent attention it is latents [B, 1, T, R] and rotated parts [B, 1, T, r], which become
+        slots `[k_rot, c]`; a `LatentBlock` of each is returned.
+
         Where heads hold unequally many, or several blocks come in one pass, they are returned: only
         the registered attention function, which does not read what is returned, runs then. No
         gradient flows through either.
@@ -175,6 +181,10 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
             UnsupportedModel: the policy or the positions need the registered attention function.
         """
         context = context or ForwardContext()
+        latents = key_states, value_states
+        if self.latent is not None:
+            key_states = torch.cat((value_states.detach(), key_states.detach()), dim=-1)
+            value_states = key_states[..., self.latent.rotated :]
         length = context.tokens or key_states.shape[2]
         if self.storage is None:
             self.lazy_initialization(key_states)
@@ -188,6 +198,8 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
             if len(sizes) == 1:
                 self._append(block)
             self.pending = block
+            if self.latent is not None:
+                return cast("tuple[Tensor, Tensor]", tuple(LatentBlock(x, self) for x in latents))
             keys, values = self.keys if block.appended else None, self.values
             keys = arrived[0].view_as(arrived[0]) if keys is None else keys
             values = arrived[1] if values is None else values
@@ -305,6 +317,9 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
     ) -> Tensor:
         """Attention of the pending block, then eviction. [B, H, T, D] -> [B, H, T, D].
 
+        In latent attention queries are `[q_nope, q_rot]` [B, H, T, nope + r], and outputs those of
+        the heads' own values [B, H, T, v].
+
         Called once for every layer that reads these slots, first for the one whose they are. All
         see the same keys, and the last call evicts.
 
@@ -326,10 +341,18 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
         own = block.readers == self.readers
         if own and block.context.start is None and self.index == 0:
             self._check_positions(block, position_ids)
+        expansion = None
+        if self.latent is not None:
+            try:
+                expansion = expansion_of(module, self.latent)
+            except UnsupportedModel:
+                self.take_back()
+                raise
+            query = rotated_first(query, self.latent.rotated)
         block.readers -= 1
         if not block.readers:
             self.pending = None
-        call = AttentionCall(module, scaling, softcap, sinks)
+        call = AttentionCall(module, scaling, softcap, sinks, expansion)
         self._attending = True
         out = self._attend(query, block, call, own)
         self._attending = False

@@ -74,7 +74,11 @@ class CacheLayout:
                 f"hold {self.longest + self.block_size:,}; use a smaller budget or "
                 "positions='true'"
             )
-
+        if self.eviction.corrector is not None and self.shape.latent is not None:
+            raise UnsupportedModel(
+                f"policy {self.eviction.name!r} keeps the keys and values of evicted tokens, and "
+                f"slots of {self.shape.family} hold latents; use its base without the corrector"
+            )
         if self.eviction.corrector is not None and self.shape.shared:
             raise UnsupportedModel(
                 f"policy {self.eviction.name!r} adds to a layer's attention what its evicted "
@@ -166,7 +170,10 @@ class CacheLayout:
         size = self.shape.head_size
         for number, layers in enumerate(self.pools):
             slots = sum(self.slots(index, batch) for index in layers)
-            found |= _slots(f"pool.{number}", slots, size, dtype, self.aux(layers))
+            whole = _slots(f"pool.{number}", slots, size, dtype, self.aux(layers))
+            if self.shape.latent is not None:  # values are part of keys
+                del whole[f"pool.{number}.values"]
+            found |= whole
         for index in range(len(self.budgets)):
             if length := self.window_length:
                 queries = (batch, self.shape.heads, length, size)
@@ -201,7 +208,7 @@ class CacheLayout:
         for spec in self.buffers(batch, dtype).values():
             found[spec.part] += spec.nbytes
         found["sliding_layers"] = sum(
-            2 * batch * (layer.window - 1 + self.block_size) * layer.vector * dtype.itemsize
+            batch * (layer.window - 1 + self.block_size) * layer.numbers * dtype.itemsize
             for layer in sliding
             if layer.window is not None
         )

@@ -24,7 +24,14 @@ SHIFT = "shift"
 class SlotPool:
     """Flat buffers `[slots, D]` of keys and values, `[slots]` of positions and auxiliary tensors.
 
-    `new` makes them, as `torch.zeros` does.
+    Args:
+        slots: how many.
+        head_size: `D`.
+        dtype: of keys and values.
+        device: of all.
+        aux: types of the auxiliary tensors by name.
+        new: makes the buffers, as `torch.zeros` does.
+        values_from: the values are the keys' numbers from that one on (latents); None: their own.
     """
 
     def __init__(
@@ -35,10 +42,14 @@ class SlotPool:
         device: torch.device | str = "cpu",
         aux: Mapping[str, torch.dtype] | None = None,
         new: Callable[..., Tensor] = torch.zeros,
+        values_from: int | None = None,
     ) -> None:
-        self.slots = slots
+        self.slots, self.values_from = slots, values_from
         self.keys = new(slots, head_size, dtype=dtype, device=device)
-        self.values = new(slots, head_size, dtype=dtype, device=device)
+        if values_from is None:
+            self.values = new(slots, head_size, dtype=dtype, device=device)
+        else:
+            self.values = self.keys[:, values_from:]
         self.positions = new(slots, dtype=torch.int32, device=device)
         self.aux = {name: new(slots, dtype=dt, device=device) for name, dt in (aux or {}).items()}
 
@@ -54,9 +65,8 @@ class SlotPool:
 
     def named(self) -> dict[str, Tensor]:
         """Everything that belongs to a slot, by name."""
-        return {
-            "keys": self.keys, "values": self.values, "positions": self.positions, **self.aux,
-        }  # fmt: skip
+        values = {"values": self.values} if self.values_from is None else {}
+        return {"keys": self.keys, **values, "positions": self.positions, **self.aux}
 
     def kinds(self) -> dict[str, torch.dtype]:
         """The auxiliary tensors' types by name."""
@@ -64,7 +74,7 @@ class SlotPool:
 
     def buffers(self) -> list[Tensor]:
         """Everything that belongs to a slot and moves with it."""
-        return [self.keys, self.values, self.positions, *self.aux.values()]
+        return list(self.named().values())
 
 
 class Segment:
@@ -182,19 +192,21 @@ class Segment:
         start, stop = self.held, self.held + length
         assert stop <= self.capacity, f"{stop} slots needed, {self.capacity} allocated"
         first = start if after is None else 0
+        blocks = [keys, values] if self.pool.values_from is None else [keys]
         targets = [self._view(buffer, first, first + length) for buffer in self.pool.buffers()]
-        if ready(keys) and append.covers(keys, values, targets):
+        if len(blocks) == 2 and ready(keys) and append.covers(keys, values, targets):
             append.append(keys, values, positions, targets, after)
         elif after is not None:
             places = after + torch.arange(length, device=keys.device)
-            blocks = [keys, values, positions.expand(*keys.shape[:3])]
+            blocks.append(positions.expand(*keys.shape[:3]))
             for buffer in self.pool.buffers():
                 block = blocks.pop(0) if blocks else buffer.new_zeros(keys.shape[:3])
                 self.whole(buffer).index_copy_(2, places, block)
         else:
-            for target, block in zip(targets, (keys, values, positions), strict=False):
+            blocks.append(positions)
+            for target, block in zip(targets, blocks, strict=False):
                 target.copy_(block)
-            for aux in targets[3:]:
+            for aux in targets[len(blocks) :]:
                 aux.zero_()
         self.held = stop
 
@@ -225,7 +237,8 @@ class Segment:
         row = self.capacity * step
         size = (self.batch, self.heads, stop - start, *buffer.shape[1:])
         stride = (self.heads * row, row, step, *buffer.stride()[1:])
-        return buffer.as_strided(size, stride, (self.start + start) * step)
+        first = buffer.storage_offset() + (self.start + start) * step
+        return buffer.as_strided(size, stride, first)
 
 
 def resize(segments: Sequence[Segment], budgets: Sequence[int]) -> None:

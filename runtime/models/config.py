@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from kvcap.runtime.errors import UnsupportedModel
+from kvcap.runtime.models.latents import Latent, latent_of
 from kvcap.runtime.models.rope import Rope, has_rope, heads_of, layer_config, rope_of
 from kvcap.runtime.models.states import KEPT, StateShape, states_of
 from kvcap.runtime.units import layers_named
@@ -19,23 +20,27 @@ if TYPE_CHECKING:
     from kvcap.runtime.models.trial import Trial
 
 FAMILIES = (
-    "apertus", "arcee", "bitnet", "cohere", "cohere2", "cwm", "dots1", "ernie4_5", "ernie4_5_moe",
-    "exaone4", "falcon_h1", "gemma", "gemma2", "gemma3_text", "gemma3n_text", "gemma4_text", "glm",
-    "glm4", "glm4_moe", "gpt_oss", "granite", "granite_swa", "granitemoe", "granitemoe_swa",
-    "granitemoehybrid", "granitemoeshared", "helium", "hyperclovax", "internlm3", "iquestcoder",
-    "jais2", "lfm2", "lfm2_moe", "lfm3", "llama", "mellum", "ministral", "ministral3", "mistral",
-    "mixtral", "nemotron", "nemotron_h", "olmo", "olmo2", "olmo3", "olmo_hybrid", "olmoe", "phi",
-    "phi3", "phimoe", "qwen2", "qwen2_5_vl_text", "qwen2_moe", "qwen2_vl_text", "qwen3",
-    "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe", "qwen3_next", "qwen3_vl_text", "seed_oss",
-    "smollm3", "stablelm", "starcoder2", "vaultgemma", "zaya",
+    "apertus", "arcee", "axk1", "bitnet", "cohere", "cohere2", "cwm", "deepseek_v2", "deepseek_v3",
+    "dots1", "ernie4_5", "ernie4_5_moe", "exaone4", "falcon_h1", "gemma", "gemma2", "gemma3_text",
+    "gemma3n_text", "gemma4_text", "glm", "glm4", "glm4_moe", "glm4_moe_lite", "gpt_oss", "granite",
+    "granite_swa", "granitemoe", "granitemoe_swa", "granitemoehybrid", "granitemoeshared", "helium",
+    "hyperclovax", "internlm3", "iquestcoder", "jais2", "lfm2", "lfm2_moe", "lfm3", "llama",
+    "longcat_flash", "mellum", "minicpm3", "ministral", "ministral3", "mistral", "mixtral",
+    "nemotron", "nemotron_h", "olmo", "olmo2", "olmo3", "olmo_hybrid", "olmoe", "phi", "phi3",
+    "phimoe", "qwen2", "qwen2_5_vl_text", "qwen2_moe", "qwen2_vl_text", "qwen3", "qwen3_5_moe_text",
+    "qwen3_5_text", "qwen3_moe", "qwen3_next", "qwen3_vl_text", "seed_oss", "smollm3", "stablelm",
+    "starcoder2", "vaultgemma", "youtu", "zaya",
 )  # fmt: skip
 """Model types that the tests hold to full attention over the kept tokens. A model of another type
 is tried as a small random copy (`trial.py`)."""
-SINCE_5 = ("apertus", "falcon_h1", "granitemoe", "granitemoeshared", "nemotron", "olmo3", "olmoe",
-           "phimoe", "qwen2_moe", "stablelm")  # fmt: skip
+SINCE_5 = ("apertus", "axk1", "deepseek_v2", "deepseek_v3", "falcon_h1",
+           "glm4_moe_lite", "granitemoe", "granitemoeshared", "longcat_flash",
+           "minicpm3", "nemotron", "olmo3", "olmoe", "phimoe", "qwen2_moe", "stablelm",
+           "youtu")  # fmt: skip
 """Families of the list that are tried like any other with transformers 4.57, whose code of them is
 another."""
-INTERLEAVED = ("cohere", "cohere2", "ernie4_5", "ernie4_5_moe", "glm", "glm4", "helium")
+INTERLEAVED = ("cohere", "cohere2", "deepseek_v2", "ernie4_5", "ernie4_5_moe", "glm", "glm4",
+               "helium")  # fmt: skip
 """Families whose RoPE rotates neighbours (2i, 2i + 1) together; the others' rotates halves."""
 SINKS = ("gpt_oss", "granite_swa", "granitemoe_swa")
 """Families whose attention has a learned sink logit per query head, in all layers."""
@@ -77,11 +82,14 @@ class LayerShape:
     states: tuple[StateShape, ...] = ()  # of a recurrent layer, or beside slots
     sinks: bool = False  # a learned logit per query head stands in softmax beside those of slots
     experts: bool = False  # its MLP is a mixture of experts
+    latent: Latent | None = None  # its slots hold latents: one KV head, values are part of keys
 
     @property
-    def vector(self) -> int:
-        """Numbers of the keys, or of the values, that it holds of one token."""
-        return 0 if self.kind == "shared" else self.kv_heads * self.head_size
+    def numbers(self) -> int:
+        """Numbers of keys and values that it holds of one token."""
+        if self.kind == "shared":
+            return 0
+        return self.kv_heads * self.head_size * (2 if self.latent is None else 1)
 
 
 @dataclass(frozen=True)
@@ -176,6 +184,11 @@ class ModelShape:
         return any(self.layers[i].sinks for i in self.capped)
 
     @property
+    def latent(self) -> Latent | None:
+        """The sizes of the capped layers' latent attention; None: they hold keys and values."""
+        return self.layers[self.capped[0]].latent
+
+    @property
     def uncapped(self) -> str:
         """The layers that are not capped, by index and kind, for messages."""
         told = {"sliding": "slide over a window of their own", "state": "keep a recurrent state",
@@ -192,7 +205,8 @@ class ModelShape:
         rope = f"RoPE {', '.join(sorted(ropes))}" if ropes else "no positions"
         beside = any(self.layers[i].states for i in self.capped)
         rope += ", sink logits" * self.sinks + ", a recurrent state beside" * beside
-        told = {"capped": f"capped ({rope})",
+        latents = "latents, " if self.latent else ""
+        told = {"capped": f"capped ({latents}{rope})",
                 "sliding": "over a window of their own", "shared": "that read another's slots",
                 "state": "with a recurrent state", "none": "without a cache"}  # fmt: skip
         return ", ".join(f"{n} {told[kind]}" for kind in get_args(LayerKind) if
@@ -213,6 +227,8 @@ class ModelShape:
             return self.uncapped
         if self.sinks:
             return "its attention has sink logits"
+        if self.latent is not None:
+            return f"{layers_named(self.capped)} are multi-head latent attention"
         if any(layer.experts for layer in self.layers):
             return "every token chooses among experts"
         if not self.moves_exactly:
@@ -262,6 +278,9 @@ class ModelShape:
             heads_of(layer_config(config, i))[1:] if kind in ATTENTIONS else (0, 0)
             for i, kind in enumerate(kinds)
         ]
+        latent = latent_of(config)
+        if latent is not None:
+            sizes = [(1, latent.slot) if kind in ATTENTIONS else (0, 0) for kind in kinds]
         kv_heads, head_size = _slot_sizes(
             family, {sizes[i] for i, kind in enumerate(own) if kind == "capped"}
         )
@@ -277,6 +296,7 @@ class ModelShape:
                 states=states[i],
                 sinks=sinks and kinds[i] in ATTENTIONS,
                 experts=experts,
+                latent=latent if kinds[i] in ATTENTIONS else None,
             )
             for i, kind in enumerate(own)
         ]
@@ -457,11 +477,15 @@ def layer_kinds(config: Any) -> list[str]:
             raise refusal(family, "its layers have unequal heads") from error
         if not count or not heads:
             raise refusal(family, "its config names no layers with attention heads")
-        if getattr(config, "kv_lora_rank", None):
+        if latent_of(config) and not KEPT:
             raise refusal(
                 family,
-                f"{layers_named([*range(count)])} are multi-head latent attention, whose cache "
-                "holds a latent vector and no keys",
+                f"{layers_named([*range(count)])} are multi-head latent attention, and this "
+                "version of transformers caches no latents: install 5.23 or newer",
+            )
+        if getattr(config, "index_topk", None):
+            raise refusal(
+                family, f"{layers_named([*range(count)])} are {KINDS['indexed_attention']}"
             )
         if getattr(config, "num_kv_shared_layers", None):
             raise refusal(

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from kvcap.runtime.errors import UnsupportedModel
 from kvcap.runtime.models.config import ModelShape
-from kvcap.runtime.models.quantised import is_plain
+from kvcap.runtime.models.quantised import is_plain, name_of
 
 
 def output_projection(module: Any, shape: ModelShape) -> Tensor:
     """`W_O` by query head, a view [K, G, D, hidden]; a bias does not depend on what is evicted.
+
+    `D` is the size of a value: of latents, which `Expansion` makes values of, that of a head's.
 
     Raises:
         UnsupportedModel: the projection is quantised, adapted or otherwise no plain `nn.Linear`.
@@ -21,12 +22,13 @@ def output_projection(module: Any, shape: ModelShape) -> Tensor:
     projection = getattr(module, "o_proj", None) or getattr(module, "out_proj", None)
     if not is_plain(projection):
         raise UnsupportedModel(
-            f"the policy weighs values by the output projection, which is {_name(projection)} "
+            f"the policy weighs values by the output projection, which is {name_of(projection)} "
             "here; it must be a plain nn.Linear of floating point weights: load the model "
             "unquantised, merge adapters, or choose a policy without criticalkv"
         )
     weight: Tensor = projection.weight.T  # [H·D, hidden]
-    cut: Tensor = weight.unflatten(0, (shape.kv_heads, -1, shape.head_size))
+    size = shape.head_size if shape.latent is None else shape.latent.value
+    cut: Tensor = weight.unflatten(0, (shape.kv_heads, -1, size))
     return cut
 
 
@@ -42,14 +44,3 @@ def check_projections(model: Any, shape: ModelShape) -> None:
         attends = attends and not hasattr(module, "conv1d")  # Falcon-H1's Mamba 2 beside attention
         if attends and (hasattr(module, "o_proj") or hasattr(module, "out_proj")):
             output_projection(module, shape)
-
-
-def _name(projection: Any) -> str:
-    if projection is None:
-        return "missing"
-    weight = getattr(projection, "weight", None)
-    of = ""
-    if isinstance(weight, torch.Tensor):
-        plain = type(weight) in (torch.Tensor, nn.Parameter)
-        of = f" of {weight.dtype if plain else type(weight).__name__}"
-    return f"a {type(projection).__module__}.{type(projection).__name__}{of}"

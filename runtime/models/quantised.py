@@ -81,6 +81,18 @@ def is_plain(module: Any) -> TypeGuard[nn.Linear]:
     return weight.dtype.is_floating_point and not is_traceable_wrapper_subclass(weight)
 
 
+def name_of(module: Any) -> str:
+    """A module's type and that of its weights, for messages about one that is not plain."""
+    if module is None:
+        return "missing"
+    weight = getattr(module, "weight", None)
+    of = ""
+    if isinstance(weight, Tensor):
+        plain = type(weight) in (Tensor, nn.Parameter)
+        of = f" of {weight.dtype if plain else type(weight).__name__}"
+    return f"a {type(module).__module__}.{type(module).__name__}{of}"
+
+
 def parts(tensor: Any) -> Iterator[Tensor]:
     """The ordinary tensors of which a tensor of a library's own type consists."""
     flatten = getattr(tensor, "__tensor_flatten__", None)

@@ -22,8 +22,15 @@ from transformers.cache_utils import DynamicCache
 from transformers.utils import logging
 
 from kvcap.runtime.attention.functions import attend
+from kvcap.runtime.attention.latents import (
+    LatentBlock,
+    absorbed,
+    attend_absorbed,
+    rotated_first,
+)
 from kvcap.runtime.attention.masks import Slots
 from kvcap.runtime.errors import UnsupportedModel
+from kvcap.runtime.models.latents import Latent, expansion_of, latent_of
 from kvcap.runtime.models.rope import Rope, has_rope, heads_of, moved_by, rope_of
 from kvcap.runtime.types import ATTENTION
 from kvcap.runtime.units import layers_named
@@ -47,6 +54,9 @@ SIZES = {
     "moe_intermediate_size": 32,
     "shared_expert_intermediate_size": 32,
     "shared_intermediate_size": 32,
+    # Latent attention; its heads keep their sizes, of which others in a config are made.
+    "kv_lora_rank": 32,
+    "q_lora_rank": 24,
 }
 TOKENS, SHIFT = 12, 37
 OWN_CODE = "its layers compute attention by code of their own, outside of transformers' interface"
@@ -124,7 +134,7 @@ def small_copy(kind: Any, values: dict[str, Any]) -> Any:
     heads, kv_heads = values.get(own["num_attention_heads"]), values.get("num_key_value_heads")
     if kv_heads is not None:
         sizes["num_key_value_heads"] = 4 if kv_heads == heads else 2
-    if "head_dim" in values:
+    if "head_dim" in values and not values.get("kv_lora_rank"):
         sizes["head_dim"] = 16
     named = {"model_type", "architectures", "transformers_version", "dtype", "torch_dtype",
              "id2label", "label2id", "quantization_config", "_name_or_path"}  # fmt: skip
@@ -154,6 +164,7 @@ def _compare(config: Any, plain: Any, ours: Any) -> Trial:
     expected = plain(input_ids=ids, past_key_values=caches[0], use_cache=True).logits
     plain(input_ids=ids, past_key_values=caches[1], use_cache=True, position_ids=further)
     logits = ours(input_ids=ids, past_key_values=caches[2], use_cache=True).logits
+    latent = latent_of(config)
     if not caches[2].updated:
         return Trial("it keeps no keys and values of the tokens before")
     if (others := caches[2].not_attended) and not caches[2].attended:
@@ -164,7 +175,7 @@ def _compare(config: Any, plain: Any, ours: Any) -> Trial:
     if (error := difference(logits, expected)) > LOGITS:
         return Trial(f"kvcap's attention gives other logits than its own, by {error:.1g} of the "
                      "largest")  # fmt: skip
-    heads, size = heads_of(config)[1:]
+    heads, size = heads_of(config)[1:] if latent is None else (1, latent.slot)
     shapes = {(x.shape[1], x.shape[3]) for x in caches[2].tensors} - {(heads, size)}
     if shapes:
         found = ", ".join(f"{k} of {d}" for k, d in sorted(shapes))
@@ -172,13 +183,16 @@ def _compare(config: Any, plain: Any, ours: Any) -> Trial:
                      f"keys or values of {found}")  # fmt: skip
     rope = rope_of(config) if has_rope(config) else None
     pairs = zip(caches[0].layers, caches[1].layers, strict=True)
-    dependences = tuple(_dependence(near, far, rope) for near, far in pairs)
+    turned = "keys" if latent is None else "values"  # of latents, the rope parts
+    dependences = tuple(
+        _dependence(getattr(near, turned, None), getattr(far, turned, None), rope)
+        for near, far in pairs
+    )
     return Trial("", dependences, bool(caches[2].sinks))
 
 
-def _dependence(near: Any, far: Any, rope: Rope | None) -> Keys:
+def _dependence(keys: Tensor | None, moved: Tensor | None, rope: Rope | None) -> Keys:
     """How the keys of two cache layers differ, the second read `SHIFT` positions further on."""
-    keys, moved = getattr(near, "keys", None), getattr(far, "keys", None)
     if keys is None or moved is None or not keys.numel():
         return "none"
     if difference(moved, keys) <= KEYS:
@@ -196,8 +210,9 @@ def _dependence(near: Any, far: Any, rope: Rope | None) -> Keys:
 class _Recorder(DynamicCache):  # type: ignore[misc]
     """A cache that notes which layers attend to what it returned."""
 
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
+    def __init__(self, config: Any) -> None:
+        super().__init__(config=config)
+        self.latent = latent_of(config)
         self.attended: list[int] = []
         self.updated: list[int] = []
         self.sinks: set[int] = set()  # layers whose attention has sink logits
@@ -217,9 +232,18 @@ class _Recorder(DynamicCache):  # type: ignore[misc]
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
-        """As the base class; the keys it returns tell when they are attended to."""
+    ) -> Any:
+        """As the base class; the keys it returns tell when they are attended to.
+
+        Of latents and rope parts it returns what a capped layer does.
+        """
         keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        if self.latent is not None:
+            self.updated.append(layer_idx)
+            slots = torch.cat((values, keys), dim=-1)
+            self.tensors.append(slots)
+            layer = _RecordedLayer(self.attended, self.sinks, layer_idx, slots, keys, self.latent)
+            return LatentBlock(keys, layer), LatentBlock(values, layer)
         if keys.shape[-1] != values.shape[-1]:
             raise UnsupportedModel(
                 f"its keys and values have different sizes, {keys.shape[-1]} and {values.shape[-1]}"
@@ -242,6 +266,7 @@ class _RecordedLayer:
     index: int
     keys: Tensor
     values: Tensor
+    latent: Latent | None = None
 
     def attend(
         self,
@@ -254,7 +279,11 @@ class _RecordedLayer:
     ) -> Tensor:
         self.attended.append(self.index)
         self.sinks |= {self.index} if sinks is not None else set()
-        return attend(query, self.keys, self.values, scaling, softcap, sinks=sinks)
+        if self.latent is None:
+            return attend(query, self.keys, self.values, scaling, softcap, sinks=sinks)
+        expansion = expansion_of(module, self.latent)
+        taken = absorbed(rotated_first(query, self.latent.rotated), expansion)
+        return attend_absorbed(taken, self.keys, expansion, scaling, softcap)
 
     def take_back(self) -> None:
         """Nothing is undone here."""

@@ -224,7 +224,7 @@ class ModelPlanner:
 
         config, eviction, dtype, batch = self.config, self.eviction, self.dtype, self.batch
         shape = ModelShape.of(config, tokens + block)
-        pair = 2 * batch * dtype.itemsize  # bytes of a number of a key and one of a value
+        number = batch * dtype.itemsize  # bytes of one of every sequence's
         slides = [layer for layer in shape.layers if layer.window is not None]
         layout = CacheLayout(shape, eviction, tokens, block, self.positions)
         largest = max(map(sum, layout.allotments)) + shape.kv_heads * block  # slots of a layer
@@ -235,6 +235,9 @@ class ModelPlanner:
         projected = 4 * block * shape.hidden_size * ("output_projection" in eviction.observes)
         rotated = 4 * largest * shape.head_size * 4 * any(layout.rotates)
         attention = 3 * shape.groups * rows * largest * 4
+        if (latent := shape.latent) is not None:
+            numbers = shape.heads * latent.workspace(block, tokens + block)
+            attention += numbers * dtype.itemsize
         sizes: dict[str, Any] = layout.nbytes(batch, dtype)
         return MemoryPlan(
             policy=eviction.name,
@@ -248,8 +251,8 @@ class ModelPlanner:
             weights=self.weights.nbytes,
             weights_from=self.weights.source,
             trained_length=shape.trained_length,
-            token_bytes=pair * sum(x.vector for x in shape.layers if x.window is None),
-            sliding_token_bytes=pair * sum(layer.vector for layer in slides),
+            token_bytes=number * sum(x.numbers for x in shape.layers if x.window is None),
+            sliding_token_bytes=number * sum(layer.numbers for layer in slides),
             layers=shape.held,
             position_modes=shape.position_modes,
             not_exportable=shape.not_exportable,

@@ -196,6 +196,8 @@ def why_unsteady(cache: BudgetCache) -> str | None:
         return "native sliding layers grow and shrink"
     if cache.state_layers:
         return "some layers are recurrent"
+    if cache.layout.shape.latent is not None:
+        return "slots hold latents"
     if cache.layout.shape.sinks:
         return "attention has sink logits"
     if eviction.layers_move:

@@ -15,6 +15,7 @@ from kvcap.runtime.cache.cache import BudgetCache
 from kvcap.runtime.cache.step import ForwardContext
 from kvcap.runtime.errors import MemoryCapExceeded
 from kvcap.runtime.interrupts import interrupts_deferred
+from kvcap.runtime.models.latents import check_expansions
 from kvcap.runtime.models.output_projection import check_projections
 from kvcap.runtime.session.engine import Loop, Room
 from kvcap.runtime.types import OnFull
@@ -35,7 +36,8 @@ class BlockLoop(Loop):
             of one larger block.
 
     Raises:
-        UnsupportedModel: the policy reads the output projection, which is quantised or adapted.
+        UnsupportedModel: weights that the policy, or attention over latents, reads are quantised
+            or adapted.
     """
 
     cache: BudgetCache
@@ -51,6 +53,8 @@ class BlockLoop(Loop):
     ) -> None:
         if "output_projection" in cache.eviction.observes:
             check_projections(model, cache.layout.shape)
+        if (latent := cache.layout.shape.latent) is not None:
+            check_expansions(model, latent)
         super().__init__(cache, on_full)
         self.model = model
         graphs = graphs and model.device.type == "cuda"

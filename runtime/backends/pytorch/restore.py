@@ -109,15 +109,17 @@ class SavedLayers:
         self.demand(all(n <= self.seen for n in rows[0]), f"layer {index}'s slots")
         self.demand(not self.seen or min(rows[0]) > 0, f"layer {index}'s slots")
         total, size = sum(rows[0]), shape.head_size
-        for name in ("keys", "values"):
-            self._finite(self._take(index, f"slots.{name}", (total, size), dtype), index)
+        pool = layer.segments[0].pool
+        for name, buffer in pool.named().items():
+            if buffer.dim() == 2:  # of keys and values
+                self._finite(self._take(index, f"slots.{name}", (total, size), dtype), index)
         positions = self._take(index, "slots.positions", (total,), torch.int32)
         inside = bool(((positions >= 0) & (positions < self.seen)).all())
         self.demand(inside, f"layer {index}'s positions")
         held = positions.split(rows[0])
         for row in held:
             self.demand(len(row.unique()) == len(row), f"layer {index}'s positions")
-        for name, kind in layer.segments[0].pool.kinds().items():
+        for name, kind in pool.kinds().items():
             if self.has(index, f"slots.{name}"):
                 side = self._take(index, f"slots.{name}", (total,), kind)
                 self.demand(not bool(side.isnan().any()), f"layer {index}'s {name}")
@@ -368,7 +370,9 @@ class Refill:
             return row
         pool, side = segment.pool, segment.pool.kinds()
         size = pool.keys.shape[-1]
-        aside = SlotPool(held, size, pool.keys.dtype, pool.keys.device, side)
+        aside = SlotPool(
+            held, size, pool.keys.dtype, pool.keys.device, side, values_from=pool.values_from
+        )
         one = Segment(
             aside, 0, held, 0, head=segment.head + head, layer_heads=segment.layer_heads,
         )  # fmt: skip

@@ -133,7 +133,8 @@ def continues(facts: Any, cache: BudgetCache, path: str) -> bool:
     Raises:
         SessionFileForeign: it cannot.
     """
-    mine, saved, layout = parts(cache.eviction), facts["parts"], cache.layout
+    mine, layout = parts(cache.eviction), cache.layout
+    saved = _with_defaults(facts["parts"], cache.eviction)
     if mine == saved and facts["allotments"] == layout.allotments:
         return bool(facts["block_size"] == cache.block_size)
     if not facts["seen"]:
@@ -170,6 +171,17 @@ def parts(eviction: Eviction) -> dict[str, Any]:
     found["pins"] = [eviction.sink_tokens, eviction.recent_tokens]
     kept: dict[str, Any] = json.loads(json.dumps(found, default=str))
     return kept
+
+
+def _with_defaults(saved: dict[str, Any], eviction: Eviction) -> dict[str, Any]:
+    """Saved parts, with the defaults of options that came after the file was written."""
+    found = dict(saved)
+    for slot, part in _components(eviction).items():
+        kind, options = saved.get(slot) or (None, {})
+        if kind == parts(eviction)[slot][0]:
+            defaults = {f.name: f.default for f in fields(part) if f.name not in options}
+            found[slot] = [kind, {**options, **defaults}]
+    return found
 
 
 def _components(eviction: Eviction) -> dict[str, Component]:

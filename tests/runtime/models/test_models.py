@@ -160,7 +160,7 @@ def test_a_trial_finds_what_the_list_says(family, monkeypatch):
 @pytest.mark.parametrize(
     ("family", "changes", "reason"),
     [
-        ("deepseek_v3", {}, r"layers 0 to 60 are multi-head latent attention"),
+        ("deepseek_v32", {}, r"layers 0 to 60 are sparse attention by an index of its own"),
         ("llama4_text", {}, r"layers 0 to 2, 4 to 6.* are attention within chunks"),
         (
             "inkling_text",
@@ -183,6 +183,13 @@ def test_refusals_name_the_layers_and_why(family, changes, reason):
     config = AutoConfig.for_model(family, **changes).get_text_config(decoder=True)
     with pytest.raises(kvcap.KvcapError, match=reason):
         kvcap.BudgetCache(config, 24, 8)
+
+
+@pytest.mark.skipif(not OLD, reason="transformers 5.23 caches latents: test_latent_attention.py")
+def test_latents_need_a_transformers_that_caches_them():
+    reason = r"layers 0 to 60 are multi-head latent attention.* install 5\.23 or newer"
+    with pytest.raises(kvcap.KvcapError, match=reason):
+        kvcap.BudgetCache(AutoConfig.for_model("deepseek_v3"), 24, 8)
 
 
 REASONS = (

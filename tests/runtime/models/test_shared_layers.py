@@ -345,7 +345,7 @@ def test_what_layers_are():
         assert [layer.kind for layer in shape.layers] == ["sliding", "capped"] * 2 + ["shared"] * 4
         assert [layer.reads for layer in shape.layers] == [None] * 4 + [2, 3] * 2
         assert [shape.readers(i) for i in range(4)] == [1, 1, 3, 3]
-        assert shape.layers[7].vector == 0
+        assert shape.layers[7].numbers == 0
     assert (shape.kv_heads, shape.head_size) == (2, 32)
     assert shape.layers[0].head_size == 16
     shape = ModelShape.of(tiny_config("gemma4 k=v"))

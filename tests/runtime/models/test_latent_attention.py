@@ -1,0 +1,461 @@
+"""Multi-head latent attention: slots hold the latent and the rope part, and all else is exact.
+
+The reference reads the whole text at once by the model's own `expand_kv`, each token seeing what
+was kept. Blocks of 6 tokens attend over latents, blocks of 24 over expanded slots.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from families import MLA, OLD, config_of, model_of
+from masked import compare, rotary_frequencies
+from reference import rotate
+from tools import runtime_of
+from torch import Tensor, nn
+from transformers import AutoConfig, DynamicCache
+
+import kvcap
+from kvcap.evals.measure import allocator_peak
+from kvcap.export.adopted import adopt
+from kvcap.export.decoder.spec import layout_for
+from kvcap.kernels import use
+from kvcap.policies import Observation
+from kvcap.policies.base import Expansion
+from kvcap.runtime.attention import latents
+from kvcap.runtime.backends.pytorch import snapshot
+from kvcap.runtime.backends.pytorch.cuda_graphs import why_unsteady
+from kvcap.runtime.backends.pytorch.loop import BlockLoop
+from kvcap.runtime.cache import layer as capped
+from kvcap.runtime.errors import NotExportable, UnsupportedModel
+from kvcap.runtime.models import config as reading
+from kvcap.runtime.models import trial
+from kvcap.runtime.models.config import ModelShape
+from kvcap.runtime.models.latents import expansion_of, latent_of
+from kvcap.runtime.models.rope import Rotation
+from kvcap.runtime.models.trial import try_model
+from kvcap.runtime.planning.dry_run import rehearse_block
+from kvcap.runtime.session.session import Session
+
+if OLD:
+    pytest.skip("this transformers caches no latents", allow_module_level=True)
+
+POLICIES = ["keydiff", "snapkv", "h2o", "dropkv", "streaming_llm"]
+OPTIONS: dict[str, dict[str, Any]] = {
+    "snapkv": {"window": 4, "kernel": 3, "pool": "avg"}, "dropkv": {"window": 4},
+    "streaming_llm": {"sinks": 2},
+}  # fmt: skip
+ROTATED = 8  # r, of all configs
+
+
+def text(length: int = 60) -> Tensor:
+    return 3 + torch.randperm(90, generator=torch.Generator().manual_seed(1))[None, :length]
+
+
+def eviction_of(policy: str) -> kvcap.Eviction:
+    return kvcap.load_policy(policy, **OPTIONS.get(policy, {}))
+
+
+def rotate_last(row: Tensor, move: float, inv_freq: Tensor) -> Tensor:
+    """A head's own key or query, whose last numbers the model rotates by halves."""
+    return torch.cat((row[:-ROTATED], rotate(row[-ROTATED:], move, inv_freq)))
+
+
+def rotate_last_neighbours(row: Tensor, move: float, inv_freq: Tensor) -> Tensor:
+    """The same by neighbours, as DeepSeek V2."""
+    return torch.cat((row[:-ROTATED], rotate(row[-ROTATED:], move, inv_freq, interleaved=True)))
+
+
+def compared(
+    name: str, policy: str, positions: Any, block: int, budget: int = 14
+) -> tuple[Tensor, Tensor]:
+    """Logits under the cap, and those of full attention over what was kept."""
+    shape = ModelShape.of(config_of(name))
+    cache = kvcap.BudgetCache(
+        config_of(name), budget, block, eviction_of(policy), positions=positions
+    )
+    inv_freq = rotary_frequencies(model_of(name, "eager"))
+    turning = dict.fromkeys(shape.capped, inv_freq)
+    rotation = rotate_last_neighbours if name.startswith("deepseek_v2") else rotate_last
+    found = compare(lambda a: model_of(name, a), cache, text(), block, rotation, turning)
+    assert cache.held == budget
+    return found
+
+
+def far_apart(logits: Tensor, expected: Tensor) -> bool:
+    return bool((logits - expected).abs().max() > 1e-2 * expected.abs().max())
+
+
+# Exactness ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow(keep=14)
+@pytest.mark.parametrize("block", [6, 24])
+@pytest.mark.parametrize("positions", ["compact", "true"])
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("name", MLA)
+def test_logits_are_those_of_the_models_attention_over_what_was_kept(
+    name, policy, positions, block
+):
+    latent = latent_of(config_of(name))
+    assert latent.expands(block, 14 + block) == (block == 24)
+    logits, expected = compared(name, policy, positions, block)
+    assert (logits - expected).abs().max() <= 1e-4 * expected.abs().max().clamp(min=1)
+
+
+@pytest.mark.parametrize("name", MLA)
+def test_a_rope_part_moves_as_the_model_would_have_read_it(name):
+    """By kvcap's frequencies and layout; logits below the budget cannot tell."""
+    shape = ModelShape.of(config_of(name))
+    model, near, far = model_of(name, "eager"), *(DynamicCache(), DynamicCache())
+    with torch.no_grad():
+        model(text(12), past_key_values=near)
+        model(text(12), past_key_values=far, position_ids=37 + torch.arange(12)[None])
+    for index in shape.capped:
+        rope = shape.layers[index].rope
+        here, there = (
+            torch.cat((c.layers[index].values, c.layers[index].keys), -1) for c in (near, far)
+        )
+        table = Rotation(rope.inv_freq, 38, "cpu", interleaved=rope.interleaved)
+        back = table.back(there, torch.full(there.shape[:3], 37, dtype=torch.int32))
+        if index == 0:  # further up latents differ by the rounding of the layers below
+            assert torch.equal(back[..., ROTATED:], here[..., ROTATED:])
+        assert (back - here).abs().max() <= 1e-5 * here.abs().max()
+
+
+FAULTS = ["rope layout", "another head's keys", "values", "own order"]
+
+
+@pytest.mark.parametrize("block", [6, 24])
+@pytest.mark.parametrize("fault", FAULTS)
+def test_planted_faults_are_seen(fault, block, monkeypatch):
+    if fault == "rope layout":
+        monkeypatch.setattr(reading, "INTERLEAVED", ("deepseek_v3",))
+    elif fault == "another head's keys":
+        wrong = lambda *given: (e := expansion_of(*given))._replace(keys=e.keys.roll(1, 0))  # noqa: E731
+        monkeypatch.setattr(capped, "expansion_of", wrong)
+    elif fault == "values":  # made of the slot's first numbers in place of its latent
+        whole = latents.attend
+        monkeypatch.setattr(
+            latents, "attend", lambda q, k, v, *rest: whole(q, k, v.roll(ROTATED, -1), *rest)
+        )
+    else:
+        monkeypatch.setattr(capped, "rotated_first", lambda query, _: query)
+    assert far_apart(*compared("deepseek_v3", "keydiff", "compact", block))
+
+
+def test_both_ways_to_attend_are_the_formula():
+    """Softmax over `[k_rot, W_uk c]` of every head, times `W_uv c`, in float64."""
+    g = torch.Generator().manual_seed(2)
+    heads, rank, nope, value, length, n = 3, 11, 7, 5, 4, 9
+    draw = lambda *shape: torch.randn(shape, generator=g, dtype=torch.double)  # noqa: E731
+    expansion = Expansion(draw(heads, nope, rank), draw(heads, value, rank), 6)
+    query, slots = draw(2, heads, length, 6 + nope), draw(2, 1, n, 6 + rank)
+    expected = torch.zeros(2, heads, length, value, dtype=torch.double)
+    for b in range(2):
+        for h in range(heads):
+            for t in range(length):
+                seen = slots[b, 0, : n - length + t + 1]
+                keys = torch.stack([torch.cat((s[:6], expansion.keys[h] @ s[6:])) for s in seen])
+                weights = (keys @ query[b, h, t] * 0.3).softmax(0)
+                expected[b, h, t] = weights @ (seen[:, 6:] @ expansion.values[h].T)
+    expanded = latents.attend_expanded(query, slots, expansion, 0.3, None)
+    taken = latents.absorbed(query, expansion)
+    over = latents.attend_absorbed(taken, slots, expansion, 0.3, None)
+    torch.testing.assert_close(expanded, expected)
+    torch.testing.assert_close(over, expected)
+
+
+# The cache ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", MLA)
+def test_slots_hold_the_latent_and_the_rope_part_only(name):
+    config, latent = config_of(name), latent_of(config_of(name))
+    cache = kvcap.BudgetCache(config, 14, 6)
+    BlockLoop(model_of(name), cache).prefill(text())
+    plan = kvcap.MemoryPlan.of(config, kv_budget_tokens=14, block_size=6, dtype=torch.float32)
+    assert plan.cache_bytes == cache.nbytes
+    assert plan.keys_values == 2 * (14 + 6) * latent.slot * 4
+    assert plan.token_bytes == 2 * latent.slot * 4
+    assert "latents" in plan.layers
+    segment = cache.capped_layers[0].segments[0]
+    assert segment.keys.shape == (1, 1, 14, latent.slot)
+    assert segment.values.shape == (1, 1, 14, latent.rank)
+    assert torch.equal(segment.values, segment.keys[..., ROTATED:])
+
+
+@pytest.mark.parametrize("name", ["deepseek_v2", "glm4_moe_lite"])
+def test_generation_below_the_budget_is_the_uncapped_models(name):
+    ids, model = text(20), model_of(name)
+    options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 2,
+               "attention_mask": torch.ones_like(ids)}  # fmt: skip
+    expected = model_of(name, "eager").generate(ids, **options).tolist()
+    cache = kvcap.BudgetCache(model.config, 40, 8)
+    found = model.generate(ids, past_key_values=cache, prefill_chunk_size=8, **options)
+    assert found.tolist() == expected
+    with kvcap.cap(model, 40, 8):
+        assert model.generate(ids, **options).tolist() == expected
+
+
+@pytest.mark.parametrize("policy", ["snapkv", "snapkv+adakv"])
+@pytest.mark.parametrize("block", [6, 24])
+def test_a_batch_is_its_sequences(policy, block):
+    model, ids = model_of("deepseek_v3"), torch.cat((text(54), text(60)[:, 6:]))
+    eviction = kvcap.load_policy(policy, window=4, kernel=3, pool="avg")
+
+    def read(rows: Tensor) -> Tensor:
+        loop = BlockLoop(model, kvcap.BudgetCache(model.config, 14, block, eviction))
+        return loop.prefill(rows)
+
+    apart = torch.cat([read(ids[:1]), read(ids[1:])])
+    torch.testing.assert_close(read(ids), apart, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.slow(keep=6)
+@pytest.mark.parametrize("block", [6, 24])
+@pytest.mark.parametrize("policy", sorted(kvcap.policies.policies()))
+def test_every_policy_runs_or_is_refused_by_name(policy, block):
+    """Each sees an attention of one KV head, whose keys are slots and whose values are latents."""
+    recipe = kvcap.policies.policies()[policy]
+    config = config_of("youtu")
+    try:
+        cache = kvcap.BudgetCache(config, 40, block, kvcap.load_policy(policy))
+    except kvcap.PolicyError:
+        pytest.skip("it pins more than 40 slots")
+    except kvcap.KvcapError as error:
+        assert "corrector" in recipe.parts
+        assert "hold latents" in str(error)  # noqa: PT017
+        return
+    if not cache.eviction.policy.evicts:
+        return
+    logits = BlockLoop(model_of("youtu"), cache).prefill(text(88))
+    assert logits.isfinite().all()
+    assert cache.held == 40
+
+
+def test_criticalkv_reads_the_heads_own_values():
+    """`‖v_j W_O‖₁` of the values that latents expand to, and of no latents."""
+    model = model_of("deepseek_v3")
+    eviction = kvcap.load_policy("snapkv+criticalkv", window=4, kernel=3, pool="avg")
+    cache = kvcap.BudgetCache(model.config, 40, 6, eviction)
+    BlockLoop(model, cache).prefill(text(30))
+    for layer, block in zip(cache.capped_layers, model.model.layers, strict=True):
+        slots, module = layer.segments[0].keys, block.self_attn
+        with torch.no_grad():
+            values = module.expand_kv(slots[..., ROTATED:], slots[..., :ROTATED])[1]
+            heads = module.o_proj.weight.T.unflatten(0, (4, -1))  # [H, v, hidden]
+            norms = (values[0] @ heads).abs().sum(-1).mean(0)
+        torch.testing.assert_close(layer.segments[0].aux("output_norm")[0, 0], norms)
+
+
+@pytest.mark.parametrize("policy", ["keydiff", "snapkv", "h2o"])
+def test_a_loaded_session_goes_on_exactly(policy, tmp_path):
+    runtime, ids = runtime_of(model_of("deepseek_v2"), policy), text(80)
+    session = runtime.session(seed=1)
+    session._loop.prefill(ids[:, :60])
+    session.save(tmp_path / "s")
+    loaded = Session.load(runtime, tmp_path / "s")
+    assert loaded.cache.nbytes == session.cache.nbytes
+    for each in (ids[:, 60:73], *ids[:, 73:].split(1, 1)):
+        assert torch.equal(loaded._loop.prefill(each), session._loop.prefill(each))
+
+
+def test_a_session_loads_into_a_smaller_cache(tmp_path):
+    model = model_of("deepseek_v2")
+    session = runtime_of(model, "keydiff", 48).session()
+    session._loop.prefill(text(56))
+    session.save(tmp_path / "s")
+    small = Session.load(runtime_of(model, "keydiff", 12, block=2), tmp_path / "s")
+    assert small.cache.held == 12
+    assert small._loop.prefill(text(3)).isfinite().all()
+
+
+def test_a_session_of_before_an_option_goes_on_exactly(tmp_path, monkeypatch):
+    """As saved by a version that did not know the option yet."""
+    runtime, ids = runtime_of(model_of("youtu"), "keydiff"), text(70)
+    session = runtime.session()
+    session._loop.prefill(ids[:, :60])
+    known = snapshot.parts
+
+    def older(eviction: kvcap.Eviction) -> dict[str, Any]:
+        found = known(eviction)
+        found["policy"][1].pop("expand")
+        return found
+
+    with monkeypatch.context() as patch:
+        patch.setattr(snapshot, "parts", older)
+        session.save(tmp_path / "s")
+    loaded = Session.load(runtime, tmp_path / "s")
+    for each in ids[:, 60:].split(1, 1):
+        assert torch.equal(loaded._loop.prefill(each), session._loop.prefill(each))
+
+
+# Refusals -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_stock_attention_is_refused(attention):
+    model, known = model_of("deepseek_v3", attention), config_of("deepseek_v3")
+    with pytest.raises(UnsupportedModel, match=r"latents.*attn_implementation='kvcap'"):
+        kvcap.BudgetCache(model.config, 14, 6)
+    # A config that does not tell its attention is found out at the first block.
+    cache = kvcap.BudgetCache(known, 14, 6)
+    with pytest.raises(UnsupportedModel, match=r"latents.*attn_implementation='kvcap'"):
+        model(text(6), past_key_values=cache)
+    assert cache.seen == 0
+    model_of("deepseek_v3")(text(6), past_key_values=cache)
+    assert cache.seen == 6
+
+
+def test_the_block_stands_in_for_no_other_tensor():
+    class Layer:
+        taken_back = 0
+
+        def take_back(self) -> None:
+            self.taken_back += 1
+
+    layer, tensor = Layer(), torch.ones(1, 1, 3, 4)
+    block = latents.LatentBlock(tensor, layer)
+    shaped = block.view(1, 3, 2, 2).transpose(1, 2)
+    assert shaped.kvcap_layer is layer
+    assert nn.Linear(4, 6)(block).shape == (1, 1, 3, 6)
+    assert [x.shape[-1] for x in torch.split(block, [1, 3], dim=-1)] == [1, 3]
+    uses = (
+        lambda: tensor @ block, lambda: torch.cat((tensor, block)), lambda: block.float(),
+        lambda: torch.nn.functional.scaled_dot_product_attention(tensor, block, block),
+        lambda: tensor.copy_(block), lambda: torch.matmul(block, tensor.mT), lambda: block.mean(),
+    )  # fmt: skip
+    for use_it in uses:
+        with pytest.raises(UnsupportedModel, match="knows of no slots"):
+            use_it()
+    assert layer.taken_back == len(uses)
+
+
+def test_weights_that_cannot_be_read_are_refused():
+    class Packed(nn.Linear):
+        pass
+
+    for broken in (Packed(28, 88, bias=False), nn.Linear(28, 88, bias=True)):
+        model = model_of("deepseek_v3")
+        model.model.layers[1].self_attn.kv_b_proj = broken
+        cache = kvcap.BudgetCache(model.config, 14, 6)
+        with pytest.raises(UnsupportedModel, match=r"kv_b_proj.*plain nn\.Linear"):
+            BlockLoop(model, cache)
+        with pytest.raises(UnsupportedModel, match=r"kv_b_proj.*plain nn\.Linear"):
+            model(text(6), past_key_values=cache)
+
+
+def test_what_cannot_run_is_refused_by_name():
+    config, layers = config_of("youtu"), "layers 0 to 1 are multi-head latent attention"
+    with pytest.raises(NotExportable, match=layers):
+        layout_for(config, kvcap.load_policy("keydiff"), 14, 6)
+    with pytest.raises(UnsupportedModel, match=layers):
+        adopt._agree(ModelShape.of(config), None)
+    with pytest.raises(UnsupportedModel, match="without the corrector"):
+        kvcap.BudgetCache(config, 14, 6, "calidrop")
+    assert why_unsteady(kvcap.BudgetCache(config, 14, 6)) == "slots hold latents"
+
+
+@pytest.mark.parametrize("family", ["deepseek_v32", "glm_moe_dsa", "axk2"])
+def test_sparse_attention_over_latents_is_refused(family):
+    with pytest.raises(UnsupportedModel, match="sparse attention by an index"):
+        ModelShape.of(AutoConfig.for_model(family))
+
+
+def test_no_gradient_flows(tokens):
+    model = model_of("deepseek_v3")
+    cache = kvcap.BudgetCache(model.config, 14, 6)
+    with pytest.raises(UnsupportedModel, match="keeps no gradients"):
+        model(text(6), past_key_values=cache).logits.sum().backward()
+    model.requires_grad_(False)  # but for the latents
+    model.model.layers[1].self_attn.kv_a_proj_with_mqa.requires_grad_(True)
+    cache.reset()
+    with pytest.raises(UnsupportedModel, match="keeps no gradients"):
+        model(text(6), past_key_values=cache).logits.sum().backward()
+
+
+# What a trial shows -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", MLA)
+def test_a_trial_finds_what_the_list_says(name, monkeypatch):
+    config = config_of(name)
+    listed = ModelShape.of(config)
+    monkeypatch.setattr(reading, "FAMILIES", ())
+    found = ModelShape.of(config)
+    assert try_model(config).obstacle == ""
+    assert found.latent == listed.latent
+    for mine, theirs in zip(listed.layers, found.layers, strict=True):
+        assert mine.rope.interleaved == theirs.rope.interleaved
+        assert torch.equal(mine.rope.inv_freq, theirs.rope.inv_freq)
+
+
+def test_a_trial_sees_a_wrong_expansion(monkeypatch):
+    wrong = lambda *given: (e := expansion_of(*given))._replace(values=e.values.roll(1, 0))  # noqa: E731
+    monkeypatch.setattr(trial, "expansion_of", wrong)
+    config = config_of("youtu", hidden_size=48)  # which no other test tries
+    assert "kvcap's attention gives other logits than its own" in try_model(config).obstacle
+
+
+# Memory and kernels -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("block", [8, 64])
+def test_a_dry_run_finds_the_allocators_peak(block):
+    """Of either way: expanded keys and values, and none that fused attention makes in secret."""
+    config, eviction = config_of("deepseek_v3", num_hidden_layers=1), eviction_of("keydiff")
+    assert latent_of(config).expands(block, 400 + block) == (block == 64)
+    planned = rehearse_block(config, eviction, 400, block, torch.float32, "compact")
+    model, ids = model_of("deepseek_v3", num_hidden_layers=1), text(block)
+    cache = kvcap.BudgetCache(config, 400, block, eviction).allocate(1, torch.float32, "cpu")
+    loop = BlockLoop(model, cache)
+    while cache.seen < 400 + 2 * block:
+        loop.read(ids)
+    # Torch's fused attention has buffers of its own, of some 64 KiB a thread, which are not seen.
+    peak = allocator_peak(lambda: loop.read(ids))
+    assert planned == pytest.approx(peak, rel=0.05, abs=64 << 10)
+
+
+@pytest.mark.slow(keep=4)
+@pytest.mark.parametrize("block", [6, 24])
+@pytest.mark.parametrize("policy", ["keydiff", "snapkv", "h2o", "dropkv"])
+def test_kernels_give_what_eager_code_does(policy, block):
+    """Where they cover slots of latents; elsewhere eager code runs."""
+    pytest.importorskip("triton")
+    found = []
+    for choice in ("eager", "triton"):
+        model = model_of("deepseek_v2")
+        cache = kvcap.BudgetCache(model.config, 14, block, eviction_of(policy))
+        with use(choice):
+            logits = [BlockLoop(model, cache).prefill(text(40))]
+            logits += [BlockLoop(model, cache).read(x) for x in text(44)[:, 40:].split(1, 1)]
+        segment = cache.capped_layers[1].segments[0]
+        found.append((torch.cat(logits), segment.positions.sort(-1).values))
+    torch.testing.assert_close(found[1][0], found[0][0], rtol=1e-4, atol=1e-4)
+    assert torch.equal(found[0][1], found[1][1])
+
+
+# KeyDiff's two scores -----------------------------------------------------------------------------
+
+
+def test_keydiff_scores_the_expanded_keys_of_every_head():
+    model = model_of("glm4_moe_lite")
+    for expand in (False, True):
+        cache = kvcap.BudgetCache(model.config, 30, 6, kvcap.load_policy("keydiff", expand=expand))
+        BlockLoop(model, cache).prefill(text(30))
+        layer, module = cache.capped_layers[0], model.model.layers[0].self_attn
+        slots = layer.segments[0].keys
+        keys = slots
+        if expand:
+            with torch.no_grad():
+                keys = module.expand_kv(slots[..., ROTATED:], slots[..., :ROTATED])[0]
+        expected = -torch.cosine_similarity(keys, keys.mean(2, keepdim=True), -1).mean(1)
+        obs = Observation(
+            keys=slots, values=slots[..., ROTATED:], positions=layer.segments[0].positions,
+            num_tokens=30, budget=30, expansion=expansion_of(module, cache.layout.shape.latent),
+        )  # fmt: skip
+        with torch.no_grad():
+            torch.testing.assert_close(cache.eviction.policy.score(obs)[:, 0], expected)
