@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich.console import Console
@@ -185,23 +185,69 @@ def bench_command(
     name: Annotated[
         str,
         typer.Argument(
-            help="prefill, decode, scoring, positions, ragged; on CUDA: kernels, parts, gpu, "
-            "throughput; on pocket: stream and turns (endurance), perturbation (CriticalKV), "
-            "proxy (DropKV), saliency (OBCache)."
+            help="prefill, decode, scoring, positions, ragged; cpu, beside llama.cpp and others; "
+            "on CUDA: kernels, parts, gpu, throughput; on pocket: stream and turns (endurance), "
+            "perturbation (CriticalKV), proxy (DropKV), saliency (OBCache)."
         ),
     ],
-    lengths: Annotated[str | None, typer.Option(help="Tokens of a text, with commas.")] = None,
+    lengths: Annotated[
+        str | None,
+        typer.Option("--lengths", "-p", help="Tokens of a text, with commas; cpu: 0 for none."),
+    ] = None,
     budgets: Annotated[str | None, typer.Option(help="Slots per KV head, with commas.")] = None,
     policies: Annotated[str | None, typer.Option(help="Names, with commas; or all.")] = None,
     block_size: Annotated[int | None, typer.Option(help="Tokens read at once.")] = None,
-    repeats: Annotated[int | None, typer.Option(help="Measurements per row, or texts.")] = None,
+    repeats: Annotated[
+        int | None, typer.Option("--repeats", "-r", help="Measurements per row, or texts.")
+    ] = None,
     steps: Annotated[
-        int | None, typer.Option(help="prefill, decode: tokens decoded; turns: turns.")
+        int | None,
+        typer.Option("--steps", "-n", help="prefill, decode, cpu: tokens decoded; turns: turns."),
     ] = None,
     evictions: Annotated[int | None, typer.Option(help="positions: before measuring.")] = None,
     layers: Annotated[int | None, typer.Option(help="Of a model of random weights.")] = None,
     hidden: Annotated[int | None, typer.Option(help="Of such a model, multiple of 64.")] = None,
-    threads: Threads = None,
+    threads: Annotated[
+        str | None,
+        typer.Option(
+            "--threads", "-t", help="Of the CPU (all cores by default); cpu: several, with commas."
+        ),
+    ] = None,
+    depths: Annotated[
+        str | None,
+        typer.Option("--depths", "-d", help="cpu: tokens read before decoding, with commas."),
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            "--model",
+            "-m",
+            help="cpu: random-360m (SmolLM2-360M's shape), random-tiny, pocket, or a directory.",
+        ),
+    ] = None,
+    weights: Annotated[
+        str | None,
+        typer.Option(help="cpu: bf16, int8 or whatever --dtype an export takes, with commas."),
+    ] = None,
+    backend: Annotated[
+        str | None, typer.Option(help="cpu: pytorch or onnxruntime, if not what suits the weights.")
+    ] = None,
+    vs: Annotated[
+        str | None,
+        typer.Option(metavar="NAMES", help="cpu: llama.cpp, transformers, kvpress; with commas."),
+    ] = None,
+    peer_python: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=PATH", help="cpu: the Python that has a peer; repeatable."),
+    ] = None,
+    files: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="cpu: for models and exports, kept (out/cpu)."),
+    ] = None,
+    output: Annotated[
+        Literal["md", "json", "csv"] | None,
+        typer.Option("--output", "-o", help="Print this alone: a table, an object, or all rows."),
+    ] = None,
     rows: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write the rows as a JSON list, too.")
     ] = None,
@@ -211,7 +257,11 @@ def bench_command(
     from kvcap.runtime.cli.commands import quiet_libraries, use_threads
 
     quiet_libraries()
-    use_threads(threads)
+    counts = _numbers("threads", threads) if threads else None
+    if counts and (min(counts) < 1 or (len(counts) > 1 and name != "cpu")):
+        raise ValueError(f"--threads {threads}: give one count, or to `bench cpu` several")
+    if name != "cpu":
+        use_threads(counts[0] if counts else None)
     given: dict[str, Any] = {
         "lengths": lengths and _numbers("lengths", lengths),
         "budgets": budgets and _numbers("budgets", budgets),
@@ -222,13 +272,25 @@ def bench_command(
         "evictions": evictions,
         "layers": layers,
         "hidden": hidden,
+        "depths": depths and _numbers("depths", depths),
+        "threads": counts,
+        "model": model,
+        "weights": weights and _names(weights),
+        "backend": backend,
+        "vs": vs and _names(vs),
+        "peer_pythons": peer_python and dict(_peer(text) for text in peer_python),
+        "files": files,
     }
     run = load(name)
     result = run(options_for(name, {k: value for k, value in given.items() if value is not None}))
     if rows is not None:
         rows.write_text(jsonlib.dumps(list(result.rows), indent=1) + "\n")
-    print(result.table())
-    print(jsonlib.dumps(result.as_dict()))
+    if output in (None, "md"):
+        print(result.table())
+    if output == "csv":
+        print(result.csv())
+    if output in (None, "json"):
+        print(jsonlib.dumps(result.as_dict()))
 
 
 def calibrate_command(
@@ -365,6 +427,13 @@ def _meter(*columns: str, off: bool = False) -> Iterator[Progress]:
 
 def _names(text: str) -> tuple[str, ...]:
     return tuple(name.strip() for name in text.split(",") if name.strip())
+
+
+def _peer(text: str) -> tuple[str, str]:
+    name, _, path = text.partition("=")
+    if not path:
+        raise ValueError(f"--peer-python {text!r}: give a peer and a Python, llama.cpp=PATH")
+    return name, path
 
 
 def _numbers(option: str, text: str) -> tuple[int, ...]:

@@ -77,4 +77,9 @@ class KeyDiff(Policy):
         if self.metric == "euclidean":
             distance: Tensor = torch.linalg.vector_norm(a - b, dim=-1)
             return -distance
-        return cosine_similarity(a, b, dim=-1)
+        if torch.compiler.is_compiling():
+            return cosine_similarity(a, b, dim=-1)
+        # The same, but lengths divide the products: no copies of all keys at length 1.
+        length_a, length_b = (torch.linalg.vector_norm(x, dim=-1).clamp_min(1e-8) for x in (a, b))
+        cosine: Tensor = (a * b).sum(-1) / (length_a * length_b)
+        return cosine

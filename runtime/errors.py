@@ -23,6 +23,7 @@ KvcapError
 │   └── SessionFileNewer    it was saved by a newer kvcap
 ├── SessionBroken           a forward pass failed half-way; reset the session
 ├── ExtraMissing            a package is not installed; names the extra that brings it
+├── PeerFailed              a benchmark's peer cannot be run, or ended; nothing was measured
 ├── NotExportable           there is no graph of that policy, stage or formulation
 ├── ExportExists            something else was exported to that place; nothing was replaced
 ├── ShapeError              a graph has other inputs or outputs than its manifest says
@@ -131,6 +132,10 @@ class SessionBroken(KvcapError):
 
 class ExtraMissing(KvcapError, ImportError):
     """A package is not installed; the message names the extra that brings it."""
+
+
+class PeerFailed(KvcapError, RuntimeError):
+    """A program that a benchmark measures cannot be run, or ended; the message has its words."""
 
 
 class NotExportable(KvcapError, ValueError):

@@ -34,7 +34,7 @@ MODULES = [
 ]
 
 
-@pytest.mark.slow(keep=92)
+@pytest.mark.slow(keep=99)
 @pytest.mark.parametrize("name", MODULES)
 def test_examples_in_docstrings(name):
     module = importlib.import_module(name)

@@ -7,10 +7,14 @@ side in the same run. Timing asserts nothing; correctness is for the tests.
 
 from __future__ import annotations
 
+import csv
 import importlib
+import json
 import pkgutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from io import StringIO
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -19,7 +23,7 @@ from kvcap.evals.reports import environment, grid
 
 @dataclass(frozen=True)
 class Options:
-    """Sizes of a benchmark. Each reads those that its docstring names."""
+    """What a benchmark measures. Each reads what its docstring names."""
 
     lengths: Sequence[int] = (8192, 32768)  # tokens of a prompt
     budgets: Sequence[int] = (1024,)
@@ -30,6 +34,14 @@ class Options:
     evictions: int = 10_000
     layers: int = 8
     hidden: int = 512
+    depths: Sequence[int] = (0,)  # tokens read before those that are decoded
+    threads: Sequence[int] = (1,)
+    model: str = "random-360m"
+    weights: Sequence[str] = ("int8",)
+    backend: str | None = None  # the one that runs the weights
+    vs: Sequence[str] = ()  # peers
+    peer_pythons: Mapping[str, str] = field(default_factory=dict)  # by peer
+    files: Path = Path("out/cpu")  # for models, exports and GGUF files
 
 
 @dataclass(frozen=True)
@@ -45,6 +57,16 @@ class Result:
         """The rows as a table."""
         rows = [[_cell(row[column]) for column in self.columns] for row in self.rows]
         return "\n".join(grid(self.columns, rows))
+
+    def csv(self) -> str:
+        """All of the rows, with a header; a cell that is no number or word is JSON."""
+        text = StringIO()
+        writer = csv.DictWriter(text, list(self.rows[0]) if self.rows else self.columns)
+        writer.writeheader()
+        for row in self.rows:
+            nested = {name: json.dumps(v) for name, v in row.items() if isinstance(v, dict)}
+            writer.writerow({**row, **nested})
+        return text.getvalue().rstrip()
 
     def as_dict(self) -> dict[str, Any]:
         """The machine-readable line."""

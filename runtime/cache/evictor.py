@@ -278,8 +278,12 @@ class Evictor:
         storage = self.storage
         if storage.rotation is not None:
             # A survivor moves down by the number of evicted tokens older than itself.
-            gone = segment.positions.gather(-1, evicted).sort(dim=-1).values
-            older = torch.searchsorted(gone, segment.positions.contiguous(), out_int32=True)
+            gone, positions = segment.positions.gather(-1, evicted), segment.positions
+            if evicted.shape[-1] == 1:
+                older = positions > gone
+            else:
+                gone = gone.sort(dim=-1).values
+                older = torch.searchsorted(gone, positions.contiguous(), out_int32=True)
             segment.aux(SHIFT).add_(older)
         storage.enable_rotation()
         if storage.query_window is not None:

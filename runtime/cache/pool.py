@@ -218,13 +218,8 @@ class Segment:
         """
         count = evicted.shape[-1]
         kept = self.held - count
-        target = evicted.sort(dim=-1).values  # [b, k, e]: first the holes below `kept`
-        # Tail slots [kept, held) survive unless they are evicted themselves; a spare last place
-        # takes the marks of the holes. Survivors come first, as many as there are holes.
-        gone = torch.zeros(*target.shape[:2], count + 1, dtype=torch.int8, device=target.device)
-        gone.scatter_(-1, torch.where(target < kept, count, target - kept), 1)
-        source = kept + gone[..., :count].argsort(dim=-1, stable=True)
-        source = torch.where(target < kept, source, target)  # no hole: the slot onto itself
+        target = evicted.sort(dim=-1).values if count > 1 else evicted  # [b, k, e]
+        source = _survivors(target, kept) if count > 1 else torch.full_like(target, kept)
         rows = self._rows * self.capacity + self.start
         rows_to, rows_from = (rows + target).flatten(), (rows + source).flatten()
         for buffer in self.pool.buffers():
@@ -239,6 +234,20 @@ class Segment:
         stride = (self.heads * row, row, step, *buffer.stride()[1:])
         first = buffer.storage_offset() + (self.start + start) * step
         return buffer.as_strided(size, stride, first)
+
+
+def _survivors(target: Tensor, kept: int) -> Tensor:
+    """For each evicted slot [b, k, e], in order, the one from `kept` on that moves into it.
+
+    First come the holes below `kept`; a slot that is none moves onto itself.
+    """
+    count = target.shape[-1]
+    # Tail slots [kept, held) survive unless they are evicted themselves; a spare last place
+    # takes the marks of the holes. Survivors come first, as many as there are holes.
+    gone = torch.zeros(*target.shape[:2], count + 1, dtype=torch.int8, device=target.device)
+    gone.scatter_(-1, torch.where(target < kept, count, target - kept), 1)
+    source = kept + gone[..., :count].argsort(dim=-1, stable=True)
+    return torch.where(target < kept, source, target)
 
 
 def resize(segments: Sequence[Segment], budgets: Sequence[int]) -> None:

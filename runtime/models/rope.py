@@ -206,13 +206,23 @@ def rotate(x: Tensor, rows: Tensor, back: bool = False, interleaved: bool = Fals
         rotated = _rotate_neighbours(turning, cos, sin, back).to(x.dtype)
     else:
         a, b = turning[..., :half], turning[..., half:]
+        add = (
+            _add_in_place if x.device.type == "cpu" and not torch.compiler.is_compiling() else _add
+        )
+        sign = 1 if back else -1
         rotated = torch.cat(  # in one expression, so that no half outlives it
-            (a * cos + b * sin, b * cos - a * sin)
-            if back
-            else (a * cos - b * sin, b * cos + a * sin),
-            dim=-1,
+            (add(a * cos, b, sin, sign), add(b * cos, a, sin, -sign)), dim=-1
         ).to(x.dtype)
     return torch.cat((rotated, rest), dim=-1) if rest.shape[-1] else rotated
+
+
+def _add(total: Tensor, x: Tensor, y: Tensor, sign: int) -> Tensor:
+    return total + x * y if sign > 0 else total - x * y
+
+
+def _add_in_place(total: Tensor, x: Tensor, y: Tensor, sign: int) -> Tensor:
+    """`_add` without a tensor for the product, which costs a CPU more than to compute it."""
+    return total.addcmul_(x, y, value=sign)
 
 
 def _rotate_neighbours(x: Tensor, cos: Tensor, sin: Tensor, back: bool) -> Tensor:

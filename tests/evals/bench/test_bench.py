@@ -23,7 +23,7 @@ TOY = Options(
 )
 
 
-ELSEWHERE = ("perturbation", "proxy", "saliency", "stream", "turns")  # their own test files
+ELSEWHERE = ("cpu", "perturbation", "proxy", "saliency", "stream", "turns")  # their own test files
 ON_CUDA = ("gpu", "kernels", "parts", "throughput")
 
 
@@ -80,7 +80,7 @@ def test_keys_rotated_in_place_drift() -> None:
 
 
 def test_unknown_benchmarks_name_the_known() -> None:
-    with pytest.raises(ValueError, match=r"known: decode, .*positions, prefill"):
+    with pytest.raises(ValueError, match=r"known: cpu, decode, .*positions, prefill"):
         load("prefil")
 
 

@@ -1,0 +1,246 @@
+"""Tokens a second on a CPU, by turns with what users would otherwise run; llama-bench's options.
+
+Everyone, kvcap too, is a process of its own that loads once, on the same cores, and works while the
+others wait. `prefill` reads `lengths` tokens from an empty cache until the first token of the
+answer is known; `decode` writes `steps` tokens after `depths`. kvcap keeps the first of `budgets`
+slots and reads blocks of `block_size`; peers hold what they would. Before decoding, caches are
+filled with what takes as long as the real tokens: kvcap reads as many as fill it, llama.cpp copies
+256 tokens over and over, others hold random numbers. Reads also `repeats` (turns), `threads`,
+`model`, `weights`, `backend`, `vs`, `peer_pythons`, `files` and the first of `policies`.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from itertools import product
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from kvcap.evals.bench import Options, Result
+from kvcap.evals.peers.process import PEERS, Process, cores, free_cores
+from kvcap.evals.reports import device_name, versions
+from kvcap.runtime.errors import PeerFailed
+from kvcap.runtime.models.names import is_export, resolve
+
+DEFAULTS = {"lengths": (1024,), "depths": (0,), "repeats": 5, "threads": (len(free_cores()),)}
+COLUMNS = (
+    "work", "backend", "weights", "threads", "n", "budget", "tok_s", "p50_ms", "p90_ms",
+    "peak_bytes", "peer", "peer_weights", "peer_tok_s", "ratio", "peer_peak_bytes",
+)  # fmt: skip
+# What each peer runs where kvcap's weights are these; others run bfloat16.
+GGUF = {"int4": "Q4_0", "int8": "Q8_0"}
+FLOATS = {"bf16": "bfloat16", "fp32": "float32", "fp16": "float16"}
+WARM_UP = 256  # tokens read before the first turn
+# Models of random weights that are made when they are asked for.
+MADE: dict[str, dict[str, int]] = {
+    "random-360m": {  # SmolLM2-360M's shape
+        "hidden_size": 960, "num_hidden_layers": 32, "num_attention_heads": 15,
+        "num_key_value_heads": 5, "head_dim": 64, "intermediate_size": 2560,
+        "vocab_size": 49152, "max_position_embeddings": 131072,
+    },
+    "random-tiny": {
+        "hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2,
+        "num_key_value_heads": 1, "head_dim": 64, "intermediate_size": 256,
+        "vocab_size": 512, "max_position_embeddings": 131072,
+    },
+}  # fmt: skip
+
+
+def run(options: Options) -> Result:
+    """A row for every work, weights, count of threads and peer, or one without a peer.
+
+    `tok_s` is the median over turns, `p50_ms` and `p90_ms` are of a token (decode) or of the time
+    to the first token (prefill); `ratio` is the median of the turns' ratios, `ratio_least` and
+    `ratio_most` the outermost. `eviction_share` is that of kvcap's time, from a turn of its own,
+    where it can be told apart.
+
+    Raises:
+        ValueError: unknown names, or too many threads.
+        ExtraMissing, PeerFailed: a peer cannot be run.
+    """
+    _check(options)
+    model = _model(options)
+    works = [("prefill", n, 0) for n in options.lengths if n]
+    works += [("decode", n, options.steps) for n in options.depths if options.steps]
+    rows: list[dict[str, Any]] = []
+    for weights, threads in product(options.weights, options.threads):
+        backend = options.backend or ("pytorch" if weights in FLOATS else "onnxruntime")
+        ours = _ours(options, model, weights, backend)
+        for work, n, tokens in works:
+            shared = {"threads": threads, "context": n + tokens + 1, "files": str(options.files)}
+            asked = {name: _peer(options, model, name, weights) for name in options.vs}
+            asked = {"kvcap": ours, **asked}
+            with ExitStack() as stack:
+                all_ = {
+                    name: stack.enter_context(
+                        Process(name, options.peer_pythons.get(name), {**settings, **shared})
+                    )
+                    for name, settings in asked.items()
+                }
+                turns = _by_turns(all_, work, n, tokens, options.repeats)
+                share = all_["kvcap"].turn(work, n, tokens, 0, evictions=True)["share"]
+            row = {
+                "work": work, "backend": backend, "weights": weights, "threads": threads, "n": n,
+                "tokens": tokens or None, "budget": options.budgets[0],
+                "block_size": options.block_size, "policy": options.policies[0],
+                "turns": options.repeats, "model": options.model,
+                **_figures(turns["kvcap"], work, n), "eviction_share": share,
+            }  # fmt: skip
+            for name in options.vs or (None,):
+                other = {
+                    "peer": name,
+                    "peer_weights": name and asked[name]["weights"],
+                    **_beside(turns, name, work, n),
+                }
+                told: dict[str, Any] = {"versions": {**versions(), **all_["kvcap"].versions}}
+                told["peer_versions"] = name and all_[name].versions
+                rows.append({**row, **other, "device": _device(threads), **told})
+                print(f"kvcap: {_line(rows[-1])}", file=sys.stderr, flush=True)
+    return Result("cpu", COLUMNS, rows, {"model": options.model})
+
+
+def _check(options: Options) -> None:
+    for name in (*options.vs, *options.peer_pythons):
+        if name not in PEERS:
+            raise ValueError(f"no peer is called {name!r}; known: {', '.join(PEERS)}")
+    for threads in options.threads:
+        cores(threads)
+    if options.backend not in (None, "pytorch", "onnxruntime"):
+        raise ValueError(f"no backend is called {options.backend!r}: pytorch or onnxruntime")
+    if options.repeats < 1 or options.budgets[0] < 1 or options.block_size < 1:
+        raise ValueError("turns, slots and blocks are at least 1")
+
+
+def _by_turns(
+    all_: Mapping[str, Process], work: str, n: int, tokens: int, repeats: int
+) -> dict[str, list[dict[str, Any]]]:
+    """Every program's turns, of which each is one before the next begins."""
+    for process in all_.values():
+        process.turn("prefill", min(n or 1, WARM_UP), 0, 0)
+    found: dict[str, list[dict[str, Any]]] = {name: [] for name in all_}
+    for seed in range(repeats):
+        for name, process in all_.items():
+            found[name].append(process.turn(work, n, tokens, seed))
+    return found
+
+
+def _speeds(turns: Sequence[Mapping[str, Any]], work: str, n: int) -> list[float]:
+    """Tokens a second of each turn."""
+    done = [n if work == "prefill" else len(turn["seconds"]) for turn in turns]
+    return [count / sum(turn["seconds"]) for count, turn in zip(done, turns, strict=True)]
+
+
+def _figures(turns: Sequence[Mapping[str, Any]], work: str, n: int) -> dict[str, Any]:
+    times = sorted(1000 * second for turn in turns for second in turn["seconds"])
+    return {
+        "tok_s": median(_speeds(turns, work, n)),
+        "p50_ms": median(times),
+        "p90_ms": times[min(len(times) - 1, round(0.9 * len(times)))],
+        "peak_bytes": turns[-1]["peak_bytes"],
+        "kv_bytes": turns[-1]["kv_bytes"],
+    }
+
+
+def _beside(
+    turns: Mapping[str, Sequence[Mapping[str, Any]]], name: str | None, work: str, n: int
+) -> dict[str, Any]:
+    """The peer's figures, and how many times as fast kvcap is; None without a peer."""
+    if name is None:
+        empty = ("tok_s", "p50_ms", "p90_ms", "peak_bytes", "kv_bytes")
+        return {f"peer_{key}": None for key in empty} | dict.fromkeys(
+            ("ratio", "ratio_least", "ratio_most")
+        )
+    mine, its = (_speeds(turns[who], work, n) for who in ("kvcap", name))
+    ratios = [a / b for a, b in zip(mine, its, strict=True)]
+    return {f"peer_{key}": value for key, value in _figures(turns[name], work, n).items()} | {
+        "ratio": median(ratios),
+        "ratio_least": min(ratios),
+        "ratio_most": max(ratios),
+    }
+
+
+def _line(row: Mapping[str, Any]) -> str:
+    said = f"{row['work']} {row['n']}, {row['weights']}, {row['threads']} threads: "
+    said += f"{row['tok_s']:.1f} tok/s"
+    if row["peer"] is None:
+        return said
+    peer = f"{row['peer']} {row['peer_weights']} {row['peer_tok_s']:.1f}"
+    return f"{said}; {peer}; {row['ratio']:.2f} ×"
+
+
+def _device(threads: int) -> str:
+    """The CPU, with the threads of the row in place of this process's own."""
+    return f"{device_name('cpu').rpartition(', ')[0]}, {threads} threads"
+
+
+def _peer(options: Options, model: str, name: str, weights: str) -> dict[str, Any]:
+    kind = GGUF.get(weights, "F16") if name == "llama.cpp" else "bf16"
+    return {"model": model, "weights": kind, "budget": options.budgets[0]}
+
+
+def _ours(options: Options, model: str, weights: str, backend: str) -> dict[str, Any]:
+    """Settings of kvcap itself; a decoder is exported for ONNX Runtime, once."""
+    budget, block, policy = options.budgets[0], options.block_size, options.policies[0]
+    found = {"backend": backend, "budget": budget, "block_size": block, "policy": policy}
+    if backend == "pytorch":
+        if weights not in FLOATS:
+            raise ValueError(
+                f"PyTorch runs no weights called {weights!r}: {', '.join(FLOATS)}; with "
+                "--backend onnxruntime, what kvcap export decoder --dtype takes"
+            )
+        return {**found, "model": model, "weights": FLOATS[weights]}
+    if is_export(model):
+        return {**found, "model": model, "weights": weights}
+    name = f"{Path(model).name}-{weights}-{policy}-{budget}-{block}"
+    out = Path(options.files) / name
+    if not out.exists():
+        print(f"kvcap: exporting {name} ...", file=sys.stderr, flush=True)
+        sizes = ["--kv-budget-tokens", str(budget), "--block-size", str(block)]
+        command = ["export", "decoder", model, "--dtype", weights, "--policy", policy, *sizes]
+        path = [place for place in sys.path if place]
+        code = f"import sys; sys.path[:] = {path!r}; from kvcap.cli import main; main()"
+        done = subprocess.run(
+            [sys.executable, "-c", code, *command, "--quick", "--out", str(out)],
+            capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        if done.returncode:
+            said = done.stderr.strip().removeprefix("kvcap: ") or f"code {done.returncode}"
+            raise PeerFailed(f"{name} cannot be exported: {said}")
+    return {**found, "model": str(out), "weights": weights}
+
+
+def _model(options: Options) -> str:
+    """The directory of the model; one of random weights is written, once."""
+    if options.model not in MADE:
+        found = resolve(options.model)
+        if not Path(found).is_dir():
+            raise ValueError(
+                f"{options.model!r} is no directory of a model, which peers read too; give one, "
+                f"pocket, or one of random weights: {', '.join(MADE)}"
+            )
+        return found
+    folder = Path(options.files, options.model)
+    if not (folder / "tokenizer.json").exists():  # written last
+        _make(MADE[options.model], folder)
+    return str(folder)
+
+
+def _make(shape: Mapping[str, int], folder: Path) -> None:
+    """A Llama of random bfloat16 weights, its embeddings tied, and a tokenizer of as many words."""
+    import torch
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(**shape, tie_word_embeddings=True)
+    LlamaForCausalLM(config).bfloat16().save_pretrained(folder)
+    words = {f"t{token}": token for token in range(shape["vocab_size"])}
+    said = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "t2"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(said))
+    Tokenizer(WordLevel(words, unk_token="t0")).save(str(folder / "tokenizer.json"))

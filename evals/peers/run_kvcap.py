@@ -1,0 +1,87 @@
+"""kvcap: a model in PyTorch, or an exported decoder in ONNX Runtime, under its cap."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from .serve import serve
+
+
+class Capped:
+    """A loop over a cache of a fixed size."""
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        self.runtime, self.packages = _runtime(settings)
+        self.loop = self.runtime.loop()
+        self.cache = self.loop.cache
+        known = getattr(self.runtime, "vocabulary", None)
+        self.vocabulary = int(known or self.runtime.manifest.model["vocabulary"])
+        self.kv_bytes = int(self.cache.nbytes)
+        # So many tokens fill every slot; nothing depends on how many more were read before.
+        self.enough = settings["budget"] + 2 * settings["block_size"]
+        self.token = 0
+
+    def fill(self, ids: list[int]) -> None:
+        """Read the prompt, or as much of it as fills the cache; once, if it is full after it."""
+        if len(ids) < self.enough or self.cache.seen < self.enough:
+            self.prefill(ids[: self.enough] or [0])
+
+    def prefill(self, ids: list[int]) -> None:
+        self.cache.reset()
+        self._choose(self.loop.prefill(self.runtime.token_ids(ids)))
+
+    def step(self) -> None:
+        self._choose(self.loop.read(self.runtime.token_ids([self.token])))
+
+    def _choose(self, logits: Any) -> None:
+        self.token = int(logits[0].argmax())
+
+    def eviction_seconds(self, turn: Callable[[], Any]) -> float | None:
+        """In PyTorch, what layers do after their attention; a graph that evicts is one piece."""
+        layers = getattr(self.cache, "capped_layers", None)
+        if layers is None:
+            return None
+        spent: list[float] = []
+        for layer in layers:
+            layer.evictor.evict_if_due = _timed(layer.evictor.evict_if_due, spent)
+        turn()
+        for layer in layers:
+            del layer.evictor.evict_if_due
+        return sum(spent)
+
+
+def _timed(function: Callable[..., Any], spent: list[float]) -> Callable[..., Any]:
+    def timed(*args: Any) -> Any:
+        start = time.perf_counter()
+        result = function(*args)
+        spent.append(time.perf_counter() - start)
+        return result
+
+    return timed
+
+
+def _runtime(settings: dict[str, Any]) -> tuple[Any, tuple[str, ...]]:
+    """The runtime, and the packages whose versions matter."""
+    sizes = {"kv_budget_tokens": settings["budget"], "block_size": settings["block_size"]}
+    if settings["backend"] == "onnxruntime":
+        from kvcap.runtime.backends.onnxruntime.runtime import OrtRuntime
+
+        found = OrtRuntime.from_directory(settings["model"], threads=settings["threads"], **sizes)
+        return found, ("kvcap", "onnxruntime")
+    import torch
+
+    from kvcap.runtime.backends.pytorch.runtime import Runtime
+
+    torch.set_num_threads(settings["threads"])
+    dtype, policy = settings["weights"], settings["policy"]
+    more = {"dtype": dtype, "device": "cpu", "policy": policy}
+    return Runtime.from_pretrained(settings["model"], **more, **sizes), (
+        "kvcap", "torch", "transformers",
+    )  # fmt: skip
+
+
+def main() -> None:
+    """Serve until the input ends."""
+    serve(Capped)

@@ -1,0 +1,134 @@
+"""Writes the GGUF file of a Llama from its checkpoint, quantised by llama.cpp itself.
+
+The file holds no tokenizer: tokens are given as numbers.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from ctypes import byref
+from pathlib import Path
+from typing import Any
+
+TYPES = ("F16", "Q8_0", "Q4_0")
+PARTS = {
+    "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down", "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+}  # fmt: skip
+ENDS = {
+    "model.embed_tokens.weight": "token_embd.weight",
+    "model.norm.weight": "output_norm.weight",
+    "lm_head.weight": "output.weight",
+}
+
+
+def written(model: Path, files: Path, kind: str) -> Path:
+    """The file of that type, one of `TYPES`; written if it is not there.
+
+    Raises:
+        ValueError: the model is no plain Llama, or there is no such type.
+    """
+    if kind not in TYPES:
+        raise ValueError(f"no GGUF file is written in {kind}; give one of {', '.join(TYPES)}")
+    config = json.loads((model / "config.json").read_text())
+    if fault := _unlike_llama(config):
+        raise ValueError(f"a GGUF file is written of plain Llama models only; this one {fault}")
+    files.mkdir(parents=True, exist_ok=True)
+    whole = files / f"{model.name}-F16.gguf"
+    if not whole.exists():
+        _write(model, config, part := whole.with_suffix(".part"))
+        part.rename(whole)
+    file = files / f"{model.name}-{kind}.gguf"
+    if not file.exists():
+        _quantise(whole, part := file.with_suffix(".part"), kind)
+        part.rename(file)
+    return file
+
+
+def _unlike_llama(config: dict[str, Any]) -> str | None:
+    if config["model_type"] != "llama":
+        return f"is {config['model_type']}"
+    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    if rope.get("rope_type", "default") != "default":
+        return f"has {rope['rope_type']} RoPE"
+    return "has biases" if config.get("attention_bias") or config.get("mlp_bias") else None
+
+
+def _write(model: Path, config: dict[str, Any], out: Path) -> None:
+    from gguf import GGUFWriter
+
+    heads, hidden = config["num_attention_heads"], config["hidden_size"]
+    kv_heads, size = config["num_key_value_heads"], config.get("head_dim") or hidden // heads
+    rope = config.get("rope_parameters") or {}
+    writer = GGUFWriter(out, "llama")
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(hidden)
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(kv_heads)
+    writer.add_key_length(size)
+    writer.add_value_length(size)
+    writer.add_rope_dimension_count(size)
+    writer.add_rope_freq_base(rope.get("rope_theta") or config.get("rope_theta") or 10000.0)
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_vocab_size(config["vocab_size"])
+    writer.add_tokenizer_model("none")
+    for name, array in _tensors(model):
+        if name == "lm_head.weight" and config.get("tie_word_embeddings"):
+            continue
+        for part, rows in (("q_proj", heads), ("k_proj", kv_heads)):
+            if f"{part}.weight" in name:
+                array = _neighbours(array, rows)
+        flat = array.ndim == 1  # norms stay in float32
+        writer.add_tensor(_renamed(name), array.astype("float32" if flat else "float16"))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _renamed(name: str) -> str:
+    if name in ENDS:
+        return ENDS[name]
+    _, _, layer, part = name.removesuffix(".weight").split(".", 3)
+    return f"blk.{layer}.{PARTS[part]}.weight"
+
+
+def _neighbours(rows: Any, heads: int) -> Any:
+    """Rows of a projection, so that RoPE turns neighbours, where the checkpoint's turns halves."""
+    size = rows.shape[0] // heads
+    halves = rows.reshape(heads, 2, size // 2, rows.shape[1])
+    return halves.swapaxes(1, 2).reshape(rows.shape)
+
+
+def _tensors(model: Path) -> Iterator[tuple[str, Any]]:
+    """The float32 arrays of all safetensors files."""
+    import numpy
+
+    for path in sorted(model.glob("*.safetensors")):
+        data = numpy.memmap(path, numpy.uint8, "r")
+        length = int.from_bytes(data[:8].tobytes(), "little")
+        for name, entry in json.loads(data[8 : 8 + length].tobytes()).items():
+            if name == "__metadata__":
+                continue
+            start, stop = entry["data_offsets"]
+            raw = data[8 + length + start : 8 + length + stop]
+            if entry["dtype"] == "BF16":  # the upper half of a float32
+                array = (raw.view(numpy.uint16).astype(numpy.uint32) << 16).view(numpy.float32)
+            else:
+                kinds = {"F32": numpy.float32, "F16": numpy.float16}
+                array = raw.view(kinds[entry["dtype"]]).astype(numpy.float32)
+            yield name, array.reshape(entry["shape"])
+
+
+def _quantise(whole: Path, out: Path, kind: str) -> None:
+    import llama_cpp
+
+    asked = llama_cpp.llama_model_quantize_default_params()
+    asked.ftype = getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{kind}")
+    if llama_cpp.llama_model_quantize(str(whole).encode(), str(out).encode(), byref(asked)):
+        raise RuntimeError(f"llama.cpp cannot quantise {whole.name} to {kind}")
