@@ -20,6 +20,7 @@ from kvcap.runtime.cli.options import DEFAULT_POLICY
 if TYPE_CHECKING:
     from kvcap.export.decoder.check import Report
     from kvcap.export.graphs.shape import Shape
+    from kvcap.export.weights import Rounding
     from kvcap.policies import Eviction
 
 Exporter = Literal["kvcap", "optimum", "existing"]
@@ -182,9 +183,19 @@ def decoder_command(
     dtype: Annotated[
         str,
         typer.Option(
-            help="float32 or float16 (fp32, fp16), or int8: weights in int8, a cache in float32."
+            help="float32 or float16 (fp32, fp16), or int8, int4: weights in blocks of integers, a "
+            "cache in float32."
         ),
     ] = "fp32",
+    symmetric: Annotated[
+        bool | None,
+        typer.Option(
+            "--symmetric/--asymmetric",
+            help="Blocks of integers without a zero of their own, or with one (by default int8 "
+            "without, int4 with).",
+            show_default=False,
+        ),
+    ] = None,
     exporter: Annotated[
         Exporter,
         typer.Option(
@@ -216,7 +227,8 @@ def decoder_command(
     report = None
     if exporter == "kvcap":
         where = out or Path(f"{Path(model).name}-onnx")
-        said, report = _kvcap(model, eviction, sizes, dtype, where, quick, force)
+        rounding = _rounding(dtype, symmetric)
+        said, report = _kvcap(model, eviction, sizes, dtype, where, quick, force, rounding)
     else:  # graphs for several policies, unless one is asked for
         where = out or Path(model if exporter == "existing" else f"{Path(model).name}-onnx")
         said = _others(exporter, model, [eviction] if policy else [], sizes, dtype, where)
@@ -290,10 +302,11 @@ def _kvcap(
     out: Path,
     quick: bool,
     force: bool,
+    rounding: Rounding | None,
 ) -> tuple[dict[str, Any], Report]:
     """One graph; what cannot be is refused before weights are read."""
     from kvcap.export.decoder.manifest import asked
-    from kvcap.export.decoder.spec import check_dtype, layout_for, load
+    from kvcap.export.decoder.spec import check_dtype, layout_for, open_model
     from kvcap.export.decoder.write import check_out, write
     from kvcap.runtime.backends.onnxruntime.library import require
     from kvcap.runtime.models.files import load_config
@@ -303,8 +316,16 @@ def _kvcap(
     dtype = check_dtype(dtype)
     check_out(out, None)
     layout = layout_for(load_config(resolve(model)), eviction, *sizes)
-    check_out(out, None if force else asked(model, layout, dtype))
-    return write(load(model, dtype), layout, dtype, out, quick, _note, force)
+    check_out(out, None if force else asked(model, layout, dtype, rounding))
+    source = open_model(model, dtype, layout)
+    return write(source, layout, dtype, out, quick, _note, force, rounding)
+
+
+def _rounding(dtype: str, symmetric: bool | None) -> Rounding | None:
+    """How weights are rounded; a type that does not exist is told first."""
+    from kvcap.export.decoder.spec import check_dtype, rounding_of
+
+    return rounding_of(check_dtype(dtype), symmetric)
 
 
 def _note(text: str) -> None:

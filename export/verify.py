@@ -22,6 +22,7 @@ from kvcap.export.files import sha256
 from kvcap.export.graphs import check as graphs
 from kvcap.export.graphs import manifest
 from kvcap.export.qnn import compiled
+from kvcap.export.weights import rounded_in
 from kvcap.policies import Eviction, load_policy
 from kvcap.runtime.backends.onnxruntime.graph import Graph
 from kvcap.runtime.backends.onnxruntime.manifest import HASHED, Manifest, read
@@ -128,7 +129,8 @@ def verify_decoder(
     config = load_config(resolve(name))
     layout = layout_for(config, eviction, *sizes)
     decoder = Decoder(load(name, facts["dtype"]).model, layout)
-    return decoders.check(folder, decoder, facts["dtype"], quick)
+    with decoders.as_rounded(decoder, rounded_in(found.decoder)):
+        return decoders.check(folder, decoder, facts["dtype"], quick)
 
 
 def _large_files(found: Manifest) -> None:

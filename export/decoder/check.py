@@ -7,7 +7,9 @@ state, and the graph with the module, given the module's state. At the end the g
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,8 +18,11 @@ import torch
 from torch import Tensor
 
 from kvcap.export.decoder import manifest
+from kvcap.export.decoder.checkpoint import streaming
+from kvcap.export.decoder.depth import layers_of
 from kvcap.export.decoder.graph import Decoder
 from kvcap.export.decoder.layer import LayerPass
+from kvcap.export.weights import Rounded, rounded_in
 from kvcap.runtime.backends.onnxruntime.graph import Graph
 from kvcap.runtime.backends.onnxruntime.library import library
 from kvcap.runtime.backends.pytorch.loop import BlockLoop
@@ -26,6 +31,7 @@ from kvcap.runtime.errors import ShapeError, ToleranceError, first_line
 
 STEPS = 4  # single tokens after the blocks
 ANSWER = 16  # tokens generated at the end
+BRIEF = 4  # tokens of a block, and of the text generated, where a check is brief
 
 
 class Tolerance(NamedTuple):
@@ -39,8 +45,10 @@ class Tolerance(NamedTuple):
 TOLERANCES = {
     "fp32": Tolerance(1e-4, 1e-5, 1.0),
     "fp16": Tolerance(3e-2, 1e-5, 0.9),
-    "int8": Tolerance(1e-1, 1e-5, 0.9),
+    "int8": Tolerance(1e-1, 1e-5, 0.9),  # of weights that are rounded like the graph's
+    "int4": Tolerance(1e-1, 1e-5, 0.9),
 }
+ROUNDED = {8: 0.05, 4: 0.5}  # by how much of its norm a matrix may be rounded, by bits
 
 
 @dataclass(frozen=True)
@@ -88,7 +96,8 @@ class Report:
                 f"  {row.who:<22} {row.tokens:>6} {row.held:>6} {row.error:>9.1e} "
                 f"{row.kept:>8.2%}  {said}"
             )
-        lines.append(f"  greedy text, graph alone: {self.agreed} of {ANSWER} tokens as PyTorch")
+        answer = len(self.sample.get("greedy", ()))
+        lines.append(f"  greedy text, graph alone: {self.agreed} of {answer} tokens as PyTorch")
         if self.ties:
             lines.append("  scores tie, so that the module may keep other slots than the runtime")
         return "\n".join(lines)
@@ -136,16 +145,31 @@ class Ort:
         return [x.float() if x.is_floating_point() else x for x in found]
 
 
-def check(folder: Path, decoder: Decoder, dtype: str, quick: bool = False) -> Report:
+def check(
+    folder: Path,
+    decoder: Decoder,
+    dtype: str,
+    quick: bool = False,
+    brief: bool = False,
+    graph: str = manifest.GRAPH,
+) -> Report:
     """Run a directory's graph beside its module and the runtime.
 
     The model is turned into float32: that is what every type of weights is held to.
+
+    Args:
+        folder: of the graph.
+        decoder: the module.
+        dtype: of the graph's weights.
+        quick: over one block past the budget only.
+        brief: over a few tokens only, none of which is evicted.
+        graph: the name of its file.
 
     Raises:
         GraphBroken, ShapeError: the file cannot be run, or is not this decoder's.
     """
     decoder.model.float()
-    ort = Ort(folder / manifest.GRAPH, decoder)
+    ort = Ort(folder / graph, decoder)
     layout, model = decoder.layout, decoder.model
     cache = BudgetCache(model.config, layout.budget_tokens, layout.block_size, layout.eviction,
                         positions=layout.positions)  # fmt: skip
@@ -153,7 +177,7 @@ def check(folder: Path, decoder: Decoder, dtype: str, quick: bool = False) -> Re
     rows: list[Row] = []
     held, tied, ids = decoder.empty(), False, []
     with torch.inference_mode():
-        for block in _blocks(decoder, quick):
+        for block in _blocks(decoder, quick, brief):
             before = cache.held
             given = (block, torch.tensor(cache.seen, dtype=torch.int32), no_pins(), *held)
             wanted = loop.read(block)
@@ -173,9 +197,10 @@ def check(folder: Path, decoder: Decoder, dtype: str, quick: bool = False) -> Re
             row, ties = _row("graph to module", block, before, dtype, said["logits"], logits,
                              found, kept, layers)  # fmt: skip
             rows.append(_with_state(row, decoder, said, held, dtype) if not ties else row)
-        answer = _answer(loop, wanted)
+        answer = _answer(loop, wanted, BRIEF if brief else ANSWER)
         alone = _alone(ort, decoder, ids, len(answer))
-    agreed = next((i for i, (a, b) in enumerate(zip(answer, alone, strict=True)) if a != b), ANSWER)
+    both = zip(answer, alone, strict=True)
+    agreed = next((i for i, (a, b) in enumerate(both) if a != b), len(answer))
     sample = {
         "prompt": torch.cat(ids, 1)[0].tolist(),
         "runs": [block.shape[1] for block in ids],
@@ -185,17 +210,98 @@ def check(folder: Path, decoder: Decoder, dtype: str, quick: bool = False) -> Re
     return Report(folder.name, runtime, rows, sample, agreed, tied)
 
 
+def check_streaming(
+    folder: Path, decoder: Decoder, dtype: str, weights: Mapping[str, Tensor]
+) -> Report:
+    """Run a directory's graph over a few tokens beside a module that has no weights.
+
+    Args:
+        folder: of the graph.
+        decoder: its module, whose parameters are on the meta device.
+        dtype: of the graph's weights.
+        weights: of the module, by their names in it; no more than a layer's are held at once.
+    """
+    found = layers_of(decoder.model)
+    assert found is not None
+    given = _Rounded(weights, _of_tied(decoder, rounded_in(folder / manifest.GRAPH)))
+    decoder.float()
+    with streaming(decoder, found[1], given):
+        return check(folder, decoder, dtype, brief=True)
+
+
+@contextmanager
+def as_rounded(decoder: Decoder, rounded: Mapping[str, Rounded]) -> Iterator[None]:
+    """Give a module the weights that its graph has in blocks, while they are compared.
+
+    Raises:
+        ToleranceError: a matrix is not the module's.
+    """
+    parameters = dict(decoder.named_parameters())
+    rounded = _of_tied(decoder, rounded)
+    weights = _Rounded({name: x.data for name, x in parameters.items()}, rounded)
+    before = {name: parameters[name].data for name in rounded if name in parameters}
+    try:
+        for name in before:
+            parameters[name].data = weights[name].to(before[name].dtype)
+        yield
+    finally:
+        for name, data in before.items():
+            parameters[name].data = data
+
+
+def _of_tied(decoder: Decoder, rounded: Mapping[str, Rounded]) -> dict[str, Rounded]:
+    """Matrices in blocks by all names that their parameters have in the module."""
+    names = defaultdict[int, list[str]](list)
+    for name, parameter in decoder.named_parameters(remove_duplicate=False):
+        names[id(parameter)].append(name)
+    return {
+        name: rounded[known]
+        for tied in names.values()
+        for known in tied
+        if known in rounded
+        for name in tied
+    }
+
+
+class _Rounded(Mapping[str, Tensor]):
+    """Weights, of which those that a graph has in blocks are what it has of them."""
+
+    def __init__(self, weights: Mapping[str, Tensor], rounded: Mapping[str, Rounded]) -> None:
+        self.weights, self.rounded = weights, rounded
+        self._held: set[str] = set()  # to be near the weights
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self.rounded:
+            return self.weights[name]
+        found = self.rounded[name].read()
+        if name not in self._held:
+            wanted, most = self.weights[name].float(), ROUNDED[self.rounded[name].rounding.bits]
+            far = float((found - wanted).norm() / wanted.norm().clamp_min(1e-12))
+            if found.shape != wanted.shape or not far <= most:
+                raise ToleranceError(f"the graph has {name} rounded by {far:.0%} of its norm")
+            self._held.add(name)
+        return found
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.weights)
+
+    def __len__(self) -> int:
+        return len(self.weights)
+
+
 def no_pins() -> Tensor:
     """The input `pinned` that pins nothing: one empty span, [1, 2]."""
     return torch.zeros(1, 2, dtype=torch.int32)
 
 
-def _blocks(decoder: Decoder, quick: bool) -> Iterator[Tensor]:
+def _blocks(decoder: Decoder, quick: bool, brief: bool) -> Iterator[Tensor]:
     """Blocks until some are evicted, an odd one, a full one, single tokens; ids differ."""
     layout = decoder.layout
     size, budget = layout.block_size, max(layout.budgets)
     full = -(-budget // size) + (1 if quick else 2)
     lengths = [size] * full + [-(-size // 3), size] + [1] * STEPS
+    if brief:
+        lengths = [min(size, BRIEF), 1]
     generator = torch.Generator().manual_seed(0)
     words, left = [], sum(lengths)
     while left > 0:  # equal tokens may have equal scores
@@ -268,13 +374,11 @@ def _positions(layer: Any) -> Tensor:
     return found
 
 
-def _answer(loop: BlockLoop, logits: Tensor) -> list[int]:
+def _answer(loop: BlockLoop, logits: Tensor, length: int) -> list[int]:
     """The runtime's greedy tokens after `logits`."""
-    found = []
-    for _ in range(ANSWER):
-        token = logits.argmax(-1, keepdim=True)
-        found.append(int(token))
-        logits = loop.read(token)
+    found = [int(logits.argmax(-1))]
+    while len(found) < length:
+        found.append(int(loop.read(torch.tensor([found[-1:]])).argmax(-1)))
     return found
 
 

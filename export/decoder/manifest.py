@@ -17,6 +17,7 @@ from kvcap.export.decoder.graph import Decoder
 from kvcap.export.files import file_entry
 from kvcap.export.graphs.ports import Port
 from kvcap.export.graphs.spec import recipe
+from kvcap.export.weights import Rounding
 from kvcap.runtime.backends.onnxruntime.manifest import FUSED, SCHEMA, check
 from kvcap.runtime.cache.layout import CacheLayout
 from kvcap.runtime.models.config import ModelShape
@@ -38,7 +39,9 @@ RULE = [
 ]
 
 
-def describe(name: str, decoder: Decoder, dtype: str) -> dict[str, Any]:
+def describe(
+    name: str, decoder: Decoder, dtype: str, rounding: Rounding | None = None
+) -> dict[str, Any]:
     """What can be said of a decoder before its files are written; `name` is its model's."""
     layout = decoder.layout
     sizes, element = decoder.sizes, str(decoder.model.dtype).removeprefix("torch.")
@@ -48,7 +51,7 @@ def describe(name: str, decoder: Decoder, dtype: str) -> dict[str, Any]:
 
     return {
         "schema": SCHEMA,
-        **asked(name, layout, dtype),
+        **asked(name, layout, dtype, rounding),
         "rule": RULE,
         "inputs": said(decoder.inputs),
         "outputs": said(decoder.outputs),
@@ -64,7 +67,9 @@ def describe(name: str, decoder: Decoder, dtype: str) -> dict[str, Any]:
     }
 
 
-def asked(name: str, layout: CacheLayout, dtype: str) -> dict[str, Any]:
+def asked(
+    name: str, layout: CacheLayout, dtype: str, rounding: Rounding | None = None
+) -> dict[str, Any]:
     """The part of a manifest that was asked for: two decoders are the same if this is."""
     return {
         "kind": FUSED,
@@ -76,6 +81,7 @@ def asked(name: str, layout: CacheLayout, dtype: str) -> dict[str, Any]:
         "budgets": layout.budgets,
         "block_size": layout.block_size,
         "dtype": dtype,
+        **({} if rounding is None else {"symmetric": rounding.symmetric}),
     }
 
 

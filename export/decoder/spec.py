@@ -7,7 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from kvcap.dtypes import short, torch_dtype
+from kvcap.export.decoder.checkpoint import Checkpoint, empty_model
+from kvcap.export.decoder.depth import are_alike
 from kvcap.export.graphs.shape import refuse_sinks
+from kvcap.export.weights import Rounding
 from kvcap.policies import Eviction
 from kvcap.runtime.cache.layout import CacheLayout, default_positions
 from kvcap.runtime.errors import NotExportable
@@ -21,16 +24,20 @@ from kvcap.runtime.models.files import (
 from kvcap.runtime.models.names import resolve
 from kvcap.runtime.types import Positions
 
-CACHE = {"fp32": "fp32", "fp16": "fp16", "int8": "fp32"}  # the type of weights: of the cache
+CACHE = {"fp32": "fp32", "fp16": "fp16", "int8": "fp32", "int4": "fp32"}  # weights: the cache
+ROUNDINGS = {"int8": Rounding(8), "int4": Rounding(4, symmetric=False)}  # by default
+WITHIN = "model."  # before the model's names, within the module that is traced
+LOADED = 256 << 20  # bytes up to which a model is loaded and checked as a whole
 
 
 @dataclass(frozen=True)
 class Source:
-    """A loaded model and what belongs to it."""
+    """A model and what belongs to it."""
 
     name: str
     model: Any
     tokenizer: Any  # None: the directory gets none
+    checkpoint: Checkpoint | None = None  # has the weights that the model is without
 
     @property
     def config(self) -> Any:
@@ -73,8 +80,51 @@ def load(model: str | Path, dtype: str) -> Source:
     return Source(str(model), loaded, tokenizer)
 
 
+def open_model(model: str | Path, dtype: str, layout: CacheLayout) -> Source:
+    """The model with its weights in their files, where they are large and can stay there.
+
+    Args:
+        model: a directory, a repository, or pocket.
+        dtype: of the export.
+        layout: of the cache; a model whose layers are not alike is loaded.
+
+    Raises:
+        ModelFilesBroken, UnsupportedModel: it cannot be used.
+    """
+    where = resolve(model)
+    config, kind = load_config(where), torch_dtype(CACHE[check_dtype(dtype)])
+    made = empty_model(where, config, kind).eval()
+    nbytes = sum(p.nbytes for p in made.parameters())
+    weights = Checkpoint.of(where, made, kind, WITHIN) if nbytes > LOADED else None
+    if weights is None or not are_alike(made, layout):
+        return load(model, dtype)
+    check_generation(where)
+    return Source(str(model), made, load_tokenizer(where), weights)
+
+
+def rounding_of(dtype: str, symmetric: bool | None = None) -> Rounding | None:
+    """How an export's weights are rounded; None where they are floats.
+
+    Args:
+        dtype: one of `CACHE`.
+        symmetric: whether blocks have no zero of their own; None: as is usual for the type.
+
+    Raises:
+        NotExportable: `symmetric` is given and weights are floats.
+    """
+    found = ROUNDINGS.get(dtype)
+    if symmetric is None:
+        return found
+    if found is None:
+        raise NotExportable(
+            f"{'--symmetric' if symmetric else '--asymmetric'} is for --dtype "
+            f"{' and '.join(ROUNDINGS)}, and this is {dtype}; leave it out"
+        )
+    return Rounding(found.bits, symmetric)
+
+
 def check_dtype(dtype: str) -> str:
-    """The name of a type of which there are weights, as manifests have it: fp32, fp16, int8.
+    """The name of a type of which there are weights, as manifests have it: fp32, fp16, int8, int4.
 
     Raises:
         NotExportable: there are none of that type; names those there are.

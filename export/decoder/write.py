@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,17 +13,22 @@ import torch
 from torch import Tensor
 
 from kvcap.export.decoder import manifest
-from kvcap.export.decoder.check import Report, check
+from kvcap.export.decoder.check import Report, Row, as_rounded, check, check_streaming
+from kvcap.export.decoder.checkpoint import empty, fill
 from kvcap.export.decoder.companions import check_tokenizer
+from kvcap.export.decoder.depth import are_alike, first_layers, numbered
 from kvcap.export.decoder.graph import Decoder
-from kvcap.export.decoder.int8 import require_quantiser, to_int8
-from kvcap.export.decoder.spec import Source, check_dtype
+from kvcap.export.decoder.repeat import TRACED, repeat
+from kvcap.export.decoder.spec import WITHIN, Source, check_dtype, load, rounding_of
 from kvcap.export.files import refuse_other
-from kvcap.export.graphs.trace import IR_VERSION, OPSET, program_of, slim
+from kvcap.export.graphs.trace import OPSET, trace_without_weights
+from kvcap.export.weights import Rounding, Store, place, rounded_in
 from kvcap.runtime.backends.onnxruntime.library import library, require
 from kvcap.runtime.cache.layout import CacheLayout
 from kvcap.runtime.errors import ManifestError
 from kvcap.runtime.types import MANIFEST
+
+FEW = "few.onnx"  # the graph of the layers that were traced, while they are checked
 
 
 def write(
@@ -33,17 +39,19 @@ def write(
     quick: bool = False,
     note: Callable[[str], None] = lambda text: None,
     force: bool = False,
+    rounding: Rounding | None = None,
 ) -> tuple[dict[str, Any], Report]:
     """Export a model and its evictions as one directory.
 
     Args:
         source: the model, in the type of its cache.
         layout: of the cache.
-        dtype: of the weights: fp32, fp16 or int8.
+        dtype: of the weights: fp32, fp16, int8 or int4.
         out: the directory; it may hold the same export, which is replaced.
         quick: check over one block past the budget only.
         note: told what is being done.
         force: replace another export too.
+        rounding: of weights in int8 or int4; None: as is usual.
 
     Returns:
         The manifest and what checking found.
@@ -56,20 +64,15 @@ def write(
     """
     require()
     dtype = check_dtype(dtype)
-    if dtype == "int8":
-        require_quantiser()
+    rounding = rounding or rounding_of(dtype)
     out = out.resolve()
-    check_out(out, None if force else manifest.asked(source.name, layout, dtype))
+    check_out(out, None if force else manifest.asked(source.name, layout, dtype, rounding))
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".kvcap-", dir=out.parent) as name:
         folder = Path(name) / "decoder"
         folder.mkdir()
-        decoder = Decoder(source.model, layout)
-        note(f"tracing {source.name}")
-        said = _files(source, decoder, dtype, folder)
-        note("checking it beside PyTorch")
-        report = check(folder, decoder, dtype, quick)
-        report.require()
+        export = _Export(source, layout, dtype, rounding, folder, quick, note)
+        said, report = export.made()
         manifest.write(folder, {**said, "verified": report.as_dict(), "sample": report.sample})
         if out.exists():
             os.replace(out, Path(name) / "before")
@@ -77,36 +80,124 @@ def write(
     return said, report
 
 
-def _files(source: Source, decoder: Decoder, dtype: str, folder: Path) -> dict[str, Any]:
-    """Write all files but the manifest; returns what it says of them."""
-    nodes = save(decoder, folder / manifest.GRAPH, dtype)
-    source.config.save_pretrained(folder)
-    source.model.generation_config.save_pretrained(folder)
-    if source.tokenizer is not None:
-        source.tokenizer.save_pretrained(folder)
-        check_tokenizer(folder)
-    said = manifest.describe(source.name, decoder, dtype) | manifest.file_facts(folder)
-    entries = {entry["file"]: entry for entry in said["files"]}
-    said["opset"] = OPSET
-    said["graphs"] = {"decoder": {**entries[manifest.GRAPH], "nodes": nodes}}
-    said["model"]["weights_bytes"] = entries[manifest.WEIGHTS]["bytes"]
-    return said
+@dataclass
+class _Export:
+    """One directory that is being made."""
+
+    source: Source
+    layout: CacheLayout
+    dtype: str
+    rounding: Rounding | None
+    folder: Path
+    quick: bool
+    note: Callable[[str], None]
+
+    def made(self) -> tuple[dict[str, Any], Report]:
+        """Write all files but the manifest, and check them.
+
+        Returns:
+            What the manifest says, and what was found. Of a model whose weights stay in their
+            files a few layers are checked at length, and all of them over a few tokens.
+        """
+        source, checkpoint = self.source, self.source.checkpoint
+        self.note(f"tracing {source.name}")
+        decoder = Decoder(source.model, self.layout)
+        store = Store(self.folder / manifest.WEIGHTS)
+        rows = list[Row]()
+        model = self._traced(decoder, store, rows)
+        if model is None:  # it has to be traced, and loaded, as a whole
+            self.source = load(source.name, self.dtype)
+            return self.made()
+        self.note("writing its weights")
+        weights = decoder.state_dict() if checkpoint is None else checkpoint
+        file = self.folder / manifest.GRAPH
+        nodes = save(model, decoder, weights, store, file, self.rounding)
+        said = self._files(decoder, nodes)
+        self.note("checking it beside PyTorch")
+        if checkpoint is None:
+            with as_rounded(decoder, rounded_in(file)):
+                report = check(self.folder, decoder, self.dtype, self.quick)
+        else:
+            report = check_streaming(self.folder, decoder, self.dtype, checkpoint)
+            report = replace(report, rows=[*rows, *report.rows])
+        report.require()
+        return said, report
+
+    def _traced(self, decoder: Decoder, store: Store, rows: list[Row]) -> Any:
+        """The graph of all layers, whose weights are inputs; traced once for layers that are alike.
+
+        Returns:
+            None where that cannot be, and the model has no weights. `rows` gets what checking a few
+            layers found, where it is not to be checked as a whole.
+        """
+        model, checkpoint = decoder.model, self.source.checkpoint
+        if are_alike(model, self.layout):
+            with first_layers(model, self.layout) as first:
+                few = Decoder(model, first)
+                filled = fill(few, checkpoint) if checkpoint is not None else []
+                graph = trace(few)
+                whole = type(graph).FromString(graph.SerializeToString())
+                done = repeat(whole, numbered(model, WITHIN), len(self.layout.budgets))
+                if done and checkpoint is not None:
+                    rows += self._check_few(graph, few, store, checkpoint)
+                empty(filled)
+            if done or checkpoint is not None:
+                return whole if done else None
+        return trace(decoder)
+
+    def _check_few(
+        self, graph: Any, few: Decoder, store: Store, weights: Mapping[str, Tensor]
+    ) -> list[Row]:
+        """Check the layers that were traced beside PyTorch, at length."""
+        self.note(f"checking {TRACED} of its layers beside PyTorch")
+        file = self.folder / FEW
+        save(graph, few, weights, store, file, self.rounding)
+        with as_rounded(few, rounded_in(file)):
+            report = check(self.folder, few, self.dtype, self.quick, graph=FEW)
+        report.require()
+        file.unlink()
+        return [replace(row, who=f"{row.who}, {TRACED} layers") for row in report.rows]
+
+    def _files(self, decoder: Decoder, nodes: int) -> dict[str, Any]:
+        """Write the files that belong to the graph; returns what the manifest says of all."""
+        source, folder = self.source, self.folder
+        source.config.save_pretrained(folder)
+        source.model.generation_config.save_pretrained(folder)
+        if source.tokenizer is not None:
+            source.tokenizer.save_pretrained(folder)
+            check_tokenizer(folder)
+        said = manifest.describe(source.name, decoder, self.dtype, self.rounding)
+        said |= manifest.file_facts(folder)
+        entries = {entry["file"]: entry for entry in said["files"]}
+        said["opset"] = OPSET
+        said["graphs"] = {"decoder": {**entries[manifest.GRAPH], "nodes": nodes}}
+        said["model"]["weights_bytes"] = entries[manifest.WEIGHTS]["bytes"]
+        return said
 
 
-def save(decoder: Decoder, file: Path, dtype: str) -> int:
-    """Trace into `file`, weights beside it; returns the number of nodes."""
-    onnx, ir = library("onnx"), library("onnx_ir")
-    program = program_of(decoder, decoder.inputs, _example(decoder), _open_axes(decoder))
-    ir.save(program.model, str(file), external_data=manifest.WEIGHTS)
-    model = onnx.load(str(file), load_external_data=False)
-    model.ir_version = min(model.ir_version, IR_VERSION)
-    axes = {port.name: port.axes for port in (*decoder.inputs, *decoder.outputs)}
-    slim(model, [port.name for port in decoder.outputs], axes)
+def trace(decoder: Decoder) -> Any:
+    """The onnx.ModelProto of a decoder, whose weights are inputs."""
+    ports = decoder.inputs, decoder.outputs
+    return trace_without_weights(decoder, *ports, _example(decoder), _open_axes(decoder))
+
+
+def save(
+    model: Any,
+    decoder: Decoder,
+    weights: Mapping[str, Tensor],
+    store: Store,
+    file: Path,
+    rounding: Rounding | None,
+) -> int:
+    """Write a traced graph with its weights into `file` and `store`; returns how many nodes."""
+    place(model, weights, store, rounding)
+    places = {port.name: place for place, port in enumerate(decoder.inputs)}
+    inputs = sorted(model.graph.input, key=lambda value: places[value.name])
+    del model.graph.input[:]
+    model.graph.input.extend(inputs)
     file.write_bytes(model.SerializeToString())
-    if dtype == "int8":
-        to_int8(file)
     library("onnx.checker").check_model(str(file))
-    return len(onnx.load(str(file), load_external_data=False).graph.node)
+    return len(model.graph.node)
 
 
 def _example(decoder: Decoder) -> list[Tensor]:

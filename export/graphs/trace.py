@@ -27,7 +27,7 @@ def trace(graph: Graph, given: dict[str, Tensor]) -> Any:
         axis: torch.export.Dim(axis, min=1) for axis in DYNAMIC if graph.sizes[axis] is None
     }
     tensors = [given[port.name] for port in graph.inputs]
-    program = program_of(graph, graph.inputs, tensors, open_axes, optimize=False)
+    program = program_of(graph, graph.inputs, tensors, open_axes)
     library("onnxscript.optimizer").optimize_ir(program.model, output_size_limit=FOLDED)
     model = program.model_proto
     model.ir_version = min(model.ir_version, IR_VERSION)
@@ -38,14 +38,43 @@ def trace(graph: Graph, given: dict[str, Tensor]) -> Any:
     return model
 
 
-def program_of(
+def trace_without_weights(
     module: nn.Module,
     ports: list[Port],
+    outputs: list[Port],
     tensors: list[Tensor],
     open_axes: dict[str, Any],
-    optimize: bool = True,
 ) -> Any:
-    """The torch.onnx.ONNXProgram of a module, traced on `tensors`, its inputs in order.
+    """The stripped onnx.ModelProto of a module whose weights are inputs, by their names in it.
+
+    They are neither copied nor folded, and no two of them become one for being equal.
+
+    Args:
+        module: its state dict are its weights; what is in no state dict becomes part of the graph.
+        ports: its inputs, in order.
+        outputs: its outputs, in order.
+        tensors: to trace it on.
+        open_axes: those without a fixed size, as a torch.export.Dim each.
+    """
+    program = program_of(module, ports, tensors, open_axes)
+    ir, graph = library("onnx_ir"), program.model.graph
+    for name in module.state_dict().keys() & graph.initializers.keys():
+        weight = graph.initializers.pop(name)
+        weight.const_value = None
+        graph.inputs.append(weight)
+    library("onnxscript.optimizer").optimize_ir(program.model)
+    model = ir.to_proto(program.model)
+    model.ir_version = min(model.ir_version, IR_VERSION)
+    axes = {port.name: port.axes for port in (*ports, *outputs)}
+    weights = {v.name: tuple(v.type.tensor_type.shape.dim) for v in model.graph.input}
+    slim(model, [port.name for port in outputs], weights | axes)
+    return model
+
+
+def program_of(
+    module: nn.Module, ports: list[Port], tensors: list[Tensor], open_axes: dict[str, Any]
+) -> Any:
+    """The torch.onnx.ONNXProgram of a module, as it was traced on `tensors`, its inputs in order.
 
     `open_axes` are those without a fixed size, as a torch.export.Dim each.
     """
@@ -63,7 +92,7 @@ def program_of(
             input_names=[port.name for port in ports],
             external_data=False,
             verbose=False,
-            optimize=optimize,
+            optimize=False,
             custom_translation_table=translations(),
         )
     assert program is not None

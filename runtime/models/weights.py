@@ -72,17 +72,32 @@ def read_headers(where: str) -> Headers | None:
     Raises:
         ModelFilesBroken: files are missing or no safetensors, or the weights are pickles.
     """
-    if Path(where).is_dir():
-        return _in_folder(Path(where))
     if is_gguf(where):  # its weights are unpacked, into what the config says
         return None
+    folder = folder_of(where)
+    return _on_the_hub(where) if folder is None else _in_folder(folder)
+
+
+def folder_of(where: str) -> Path | None:
+    """The directory of a model's files: its own, or that of a download of all its weights."""
+    if Path(where).is_dir():
+        return Path(where)
     for name in (SINGLE, INDEX):
         cached = try_to_load_from_cache(where, name)
         if isinstance(cached, str):
             folder = Path(cached).parent
             if all((folder / file).is_file() for file in _files(folder)):
-                return _in_folder(folder)
-    return _on_the_hub(where)
+                return folder
+    return None
+
+
+def locations(folder: Path) -> dict[str, Path]:
+    """The safetensors file in `folder` that each tensor of a model is in, by the tensor's name.
+
+    Raises:
+        ModelFilesBroken: as `read_headers`.
+    """
+    return {name: folder / file for file in _files(folder) for name in _header(folder / file)}
 
 
 def weigh(config: Any, dtype: torch.dtype, headers: Headers | None = None) -> Weights:

@@ -1,0 +1,92 @@
+"""A model of many layers as one of few, for what need not be done once a layer: tracing, checking.
+
+Only where layers differ by their weights alone: the same modules, settings and sizes in all of
+them, and the same budget.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from kvcap.export.decoder.repeat import TRACED, Numbered
+from kvcap.runtime.cache.layout import CacheLayout
+
+PLAIN = (int, float, str, bool, type(None), torch.dtype, tuple, list)  # settings of a module
+OWN = ("layer_idx", "layer_id")  # that differ and mean nothing but the layer
+
+
+def layers_of(model: Any) -> tuple[str, nn.ModuleList] | None:
+    """The name of a model's list of layers, and the list; None: it has none that can be told."""
+    count = model.config.num_hidden_layers
+    lists = {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.ModuleList) and len(module) == count
+    }
+    name = min(lists, key=lambda name: name.count("."), default=None)
+    return None if name is None else (name, lists[name])
+
+
+def are_alike(model: Any, layout: CacheLayout) -> bool:
+    """Whether all layers but the first do the same, so that one can stand for the others."""
+    found = layers_of(model)
+    if found is None or len(found[1]) <= TRACED:
+        return False
+    if len(set(layout.budgets)) > 1 or len(set(layout.rotates)) > 1:
+        return False
+    return all(_facts(layer) == _facts(found[1][1]) for layer in found[1][2:])
+
+
+def _facts(layer: nn.Module) -> list[Any]:
+    """Everything of a layer that is not the values of its weights."""
+    return [
+        (
+            name,
+            type(part),
+            {k: v for k, v in vars(part).items() if isinstance(v, PLAIN) and k not in OWN},
+            {k: None if p is None else (p.shape, p.dtype) for k, p in part._parameters.items()},
+            {k: None if b is None else b.tolist() for k, b in part._buffers.items()},
+        )
+        for name, part in layer.named_modules()
+    ]
+
+
+def numbered(model: Any, prefix: str) -> Numbered:
+    """How layers are numbered in a decoder's ports and weights, whose names begin by `prefix`."""
+    found = layers_of(model)
+    assert found is not None
+    layers = re.escape(f"{prefix}{found[0]}")
+    return Numbered(re.compile(rf"^(?:(?:kept_)?[a-z_]+|{layers})\.(\d+)(?=$|\.)"))
+
+
+@contextmanager
+def first_layers(model: Any, layout: CacheLayout, count: int = TRACED) -> Iterator[CacheLayout]:
+    """Leave a model its first layers alone, and its config; yields the cache's layout of these."""
+    found = layers_of(model)
+    assert found is not None
+    parent, _, name = found[0].rpartition(".")
+    config, total = model.config, len(found[1])
+    lists = {
+        key: value
+        for key, value in vars(config).items()
+        if isinstance(value, (list, tuple)) and len(value) == total
+    }
+    holder = model.get_submodule(parent)
+    try:
+        setattr(holder, name, found[1][:count])
+        config.num_hidden_layers = count
+        for key, value in lists.items():
+            setattr(config, key, value[:count])
+        yield replace(layout, shape=replace(layout.shape, layers=layout.shape.layers[:count]))
+    finally:
+        setattr(holder, name, found[1])
+        config.num_hidden_layers = total
+        for key, value in lists.items():
+            setattr(config, key, value)

@@ -1,0 +1,174 @@
+"""Repeats a layer of a traced graph: three layers are traced, and the rest are like the third.
+
+Tracing takes seconds a layer. Where layers differ by their weights and their held state alone, the
+second and the third of three traced layers show what a layer is: nodes that are the same but for
+numbered names, and what one layer hands to the next. Both must agree node by node, or nothing is
+done. Knows ONNX graphs and how their inputs are numbered; no model.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from itertools import groupby
+from typing import Any, NamedTuple
+
+TRACED = 3  # layers: the first one, which does what all share, and two that are compared
+
+
+class Numbered(NamedTuple):
+    """How a layer's number stands in the names of its inputs and outputs."""
+
+    pattern: re.Pattern[str]  # the number is its first group
+
+    def of(self, name: str) -> int | None:
+        """The number of the layer that a name belongs to; None: of no layer."""
+        found = self.pattern.search(name)
+        return None if found is None else int(found[1])
+
+    def at(self, name: str, layer: int) -> str:
+        """The name that has this number instead."""
+        found = self.pattern.search(name)
+        assert found is not None
+        return f"{name[: found.start(1)]}{layer}{name[found.end(1) :]}"
+
+
+Naming = Callable[[int, dict[str, str], dict[str, str]], str]  # layer, its names, those before it
+
+
+class _Step(NamedTuple):
+    """A node of a layer, and what names its inputs in another layer."""
+
+    node: Any
+    inputs: list[Naming]
+
+
+def repeat(model: Any, numbered: Numbered, layers: int) -> bool:
+    """Make an onnx.ModelProto of `TRACED` layers one of `layers`, in place.
+
+    Args:
+        model: traced; the lengths of what its layers hold are equal.
+        numbered: of its inputs, and of its outputs.
+        layers: as many as are wanted, at least `TRACED`.
+
+    Returns:
+        Whether it could be done; else nothing of the model has changed its meaning.
+    """
+    graph = model.graph
+    _share_lengths(graph, numbered)
+    levels = _levels(graph, numbered)
+    second = [node for node, level in zip(graph.node, levels, strict=True) if level == 1]
+    after = [node for node, level in zip(graph.node, levels, strict=True) if level == TRACED - 1]
+    third, rest = after[: len(second)], after[len(second) :]
+    pairs = dict[str, str]()  # an output of the second layer: the third's
+    steps = _compare(graph, second, third, numbered, pairs)
+    if steps is None or any(
+        name in pairs for node in rest for name in node.input  # past the last layer
+    ) or any(numbered.of(name) is not None for node in rest for name in node.output):  # fmt: skip
+        return False
+    before, nodes = pairs, list[Any]()
+    for layer in range(TRACED, layers):
+        own = {name: _named(name, layer, numbered) for name in pairs}
+        nodes += [_made(step, layer, own, before) for step in steps]
+        before = own
+    last = {pairs[name]: before[name] for name in pairs}
+    for node in rest:
+        node.input[:] = [last.get(name, name) for name in node.input]
+    moved = {id(node) for node in rest}
+    _set(graph.node, [*(node for node in graph.node if id(node) not in moved), *nodes, *rest])
+    for values in (graph.input, graph.output):
+        _set(values, list(_values(values, numbered, layers)))
+    return True
+
+
+def _share_lengths(graph: Any, numbered: Numbered) -> None:
+    """Take the lengths of what is held from the first layer, as they are equal in all."""
+    for node in graph.node:
+        if node.op_type == "Shape" and numbered.of(node.input[0]) is not None:
+            node.input[0] = numbered.at(node.input[0], 0)
+
+
+def _levels(graph: Any, numbered: Numbered) -> list[int]:
+    """For each node the last layer that it depends on; 0 of none."""
+    of = {value.name: numbered.of(value.name) or 0 for value in graph.input}
+    found = []
+    for node in graph.node:
+        level = max((of.get(name, 0) for name in node.input), default=0)
+        of |= dict.fromkeys(node.output, level)
+        found.append(level)
+    return found
+
+
+def _compare(
+    graph: Any, second: list[Any], third: list[Any], numbered: Numbered, pairs: dict[str, str]
+) -> list[_Step] | None:
+    """The steps of a layer, if two have the same; `pairs` gets the outputs of both."""
+    if not second or len(second) != len(third):
+        return None
+    constants = {tensor.name: _content(tensor) for tensor in graph.initializer}
+    inputs = {value.name for value in graph.input}
+    mine = {name for node in second for name in node.output}
+    steps = []
+    for one, other in zip(second, third, strict=True):
+        if _kind(one) != _kind(other):
+            return None
+        found = list[Naming]()
+        for x, y in zip(one.input, other.input, strict=True):
+            if x in pairs and pairs[x] == y:
+                found.append(lambda layer, own, before, x=x: own[x])
+            elif x in inputs and numbered.of(x) == 1 and y == numbered.at(x, 2):
+                found.append(lambda layer, own, before, x=x: numbered.at(x, layer))
+            elif x == y or (x in constants and constants[x] == constants.get(y)):
+                found.append(lambda layer, own, before, x=x: x)
+            elif y in mine and x not in mine and x not in inputs and x not in constants:
+                found.append(lambda layer, own, before, y=y: before[y])
+            else:
+                return None
+        pairs |= dict(zip(one.output, other.output, strict=True))
+        steps.append(_Step(one, found))
+    return steps
+
+
+def _kind(node: Any) -> tuple[Any, ...]:
+    """All that must be equal of two nodes but names."""
+    attributes = sorted(a.SerializeToString(deterministic=True) for a in node.attribute)
+    return node.op_type, node.domain, len(node.input), len(node.output), attributes
+
+
+def _content(tensor: Any) -> bytes:
+    """A constant without its name."""
+    copy = type(tensor).FromString(tensor.SerializeToString())
+    copy.name = ""
+    return bytes(copy.SerializeToString(deterministic=True))
+
+
+def _named(name: str, layer: int, numbered: Numbered) -> str:
+    """An output of the second layer as another layer has it."""
+    return f"{name}.{layer}" if numbered.of(name) is None else numbered.at(name, layer)
+
+
+def _made(step: _Step, layer: int, own: dict[str, str], before: dict[str, str]) -> Any:
+    """A node of another layer; `before` are the outputs of the layer before it."""
+    node = type(step.node).FromString(step.node.SerializeToString())
+    node.input[:] = [name(layer, own, before) for name in step.inputs]
+    node.output[:] = [own[name] for name in node.output]
+    return node
+
+
+def _values(values: Any, numbered: Numbered, layers: int) -> Iterator[Any]:
+    """Inputs or outputs, those of more layers behind the third's."""
+    for number, group in groupby(values, lambda value: numbered.of(value.name)):
+        found = list(group)
+        yield from found
+        for layer in range(TRACED, layers if number == TRACED - 1 else 0):
+            for value in found:
+                copy = type(value).FromString(value.SerializeToString())
+                copy.name = numbered.at(value.name, layer)
+                yield copy
+
+
+def _set(field: Any, values: list[Any]) -> None:
+    """Replace what a repeated field holds."""
+    copies = [type(value).FromString(value.SerializeToString()) for value in values]
+    del field[:]
+    field.extend(copies)

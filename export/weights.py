@@ -1,0 +1,435 @@
+"""Puts a model's weights into the graphs that read them: as they are, or in blocks of 4 or 8 bits.
+
+A traced graph has its weights as inputs, by their names in the model. Each is read when its turn
+comes and appended to a file beside the graphs, once for all of them, so that no more than one is in
+memory. Knows ONNX files; no model.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvcap.runtime.backends.onnxruntime.library import library
+
+BLOCK = 32  # weights of a row that share a scale
+ACCURACY = 4  # activations are rounded to int8 too, block by block: the fast kernels
+LARGE = 1 << 16  # numbers of a matrix or table that is worth it
+INLINE = 1024  # bytes of a tensor that stays in the graph's own file
+PAGE = 4096  # where large tensors begin in a file, so that it can be mapped into memory
+ALIGNED = 64  # where others do
+MAPPED = 1 << 16  # bytes of such a tensor
+ROWS = 1 << 20  # numbers that are quantised at once
+MICROSOFT = "com.microsoft"  # ONNX Runtime's own operations
+NAMES = ("numbers", "scales", "zeros")  # of the parts of a packed matrix, behind the weight's own
+TABLE = ".table"  # behind them, where rows are looked up in the same bytes
+TURNED = ".turned"  # between them, where the model has the matrix as [K, N]
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """How weights are rounded: `w ≈ (q - zero) * scale`, with a scale for every block of a row.
+
+    Attributes:
+        bits: of `q`, 4 or 8.
+        symmetric: `zero` is the middle, 8 or 128; else each block has its own.
+    """
+
+    bits: int
+    symmetric: bool = True
+
+    @property
+    def middle(self) -> int:
+        """The number that stands for 0 where zeros are not kept."""
+        return 1 << (self.bits - 1)
+
+    @property
+    def top(self) -> int:
+        """The largest number."""
+        return (1 << self.bits) - 1
+
+
+class Packed(NamedTuple):
+    """A matrix [N, K] in blocks, as MatMulNBits and GatherBlockQuantized read it."""
+
+    numbers: Tensor  # uint8 [N, ceil(K / 32), 4 * bits]; of 4 bits the first is the lower half
+    scales: Tensor  # float32 [N, ceil(K / 32)]
+    zeros: Tensor | None  # uint8 [N, ceil(ceil(K / 32) * bits / 8)]
+
+
+def pack(matrix: Tensor, rounding: Rounding) -> Packed:
+    """Round a matrix [N, K] to the nearest numbers, block by block of its rows.
+
+    A symmetric block's number of the largest magnitude becomes exactly the lowest number, -8 or
+    -128, so that all numbers are used; an asymmetric one's span its least and its greatest, and 0.
+    """
+    parts = [_pack(rows, rounding) for rows in matrix.split(max(1, ROWS // matrix.shape[1]))]
+    zeros = [part.zeros for part in parts if part.zeros is not None]
+    return Packed(
+        torch.cat([part.numbers for part in parts]),
+        torch.cat([part.scales for part in parts]),
+        torch.cat(zeros) if zeros else None,
+    )
+
+
+def _pack(rows: Tensor, rounding: Rounding) -> Packed:
+    blocks = _blocks(rows.float())
+    if rounding.symmetric:
+        extreme = blocks.gather(-1, blocks.abs().argmax(-1, keepdim=True))
+        scales = extreme / -rounding.middle
+        zeros = None
+    else:
+        least, most = blocks.amin(-1, keepdim=True), blocks.amax(-1, keepdim=True)
+        least, most = least.clamp_max(0), most.clamp_min(0)
+        scales = (most - least) / rounding.top
+        zeros = (-least / _nonzero(scales)).round().clamp(0, rounding.top)
+    at = rounding.middle if zeros is None else zeros
+    numbers = (blocks / _nonzero(scales)).round_().add_(at).clamp_(0, rounding.top)
+    kept = None if zeros is None else _halves(zeros[..., 0].to(torch.uint8), rounding)
+    return Packed(_halves(numbers.to(torch.uint8), rounding), scales[..., 0], kept)
+
+
+def unpack(packed: Packed, columns: int, rounding: Rounding) -> Tensor:
+    """The matrix [N, K] float32 that a packed one stands for; `columns` is K."""
+    numbers = _whole(packed.numbers, rounding).float()
+    zeros: Tensor | float = rounding.middle
+    if packed.zeros is not None:
+        zeros = _whole(packed.zeros, rounding)[:, : packed.scales.shape[1], None].float()
+    return numbers.sub_(zeros).mul_(packed.scales[..., None]).flatten(1)[:, :columns]
+
+
+def _blocks(rows: Tensor) -> Tensor:
+    """Rows [N, K] as [N, ceil(K / 32), 32], zeros behind the last."""
+    missing = -rows.shape[1] % BLOCK
+    return torch.nn.functional.pad(rows, (0, missing)).unflatten(1, (-1, BLOCK))
+
+
+def _nonzero(scales: Tensor) -> Tensor:
+    """Scales to divide by: 1 for a block of zeros alone."""
+    return torch.where(scales == 0, 1.0, scales)
+
+
+def _halves(numbers: Tensor, rounding: Rounding) -> Tensor:
+    """Numbers of 4 bits as two in a byte along the last axis; of 8 bits as they are."""
+    if rounding.bits == 8:
+        return numbers
+    even = torch.nn.functional.pad(numbers, (0, numbers.shape[-1] % 2))
+    packed: Tensor = even[..., 0::2] | (even[..., 1::2] << 4)
+    return packed
+
+
+def _whole(numbers: Tensor, rounding: Rounding) -> Tensor:
+    if rounding.bits == 8:
+        return numbers
+    return torch.stack((numbers & 15, numbers >> 4), -1).flatten(-2)
+
+
+class Store:
+    """A file to which tensors are appended, each once however many graphs read it.
+
+    Args:
+        file: that is written; graphs lie beside it.
+    """
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+        self._places: dict[str, tuple[int, int]] = {}  # offset and bytes by name
+        file.touch()
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._places
+
+    def tensor(self, name: str, make: Callable[[], Tensor], kind: int, shape: list[int]) -> Any:
+        """The onnx.TensorProto of a tensor in the file, where `make` puts it if it is not there.
+
+        `kind` and `shape` are what a graph reads it as, which may differ between graphs.
+        """
+        onnx = library("onnx")
+        if name not in self._places:
+            data = make().contiguous().numpy()
+            with self.file.open("ab") as file:
+                file.write(bytes(-file.tell() % (PAGE if data.nbytes >= MAPPED else ALIGNED)))
+                self._places[name] = file.tell(), data.nbytes
+                data.tofile(file)
+        offset, length = self._places[name]
+        tensor = onnx.TensorProto(
+            name=name, data_type=kind, dims=shape, data_location=onnx.TensorProto.EXTERNAL
+        )
+        entries = {"location": self.file.name, "offset": str(offset), "length": str(length)}
+        for key, value in entries.items():
+            tensor.external_data.add(key=key, value=value)
+        return tensor
+
+
+class Placed(NamedTuple):
+    """A weight that a graph has in blocks."""
+
+    rows: int  # N
+    columns: int  # K
+    turned: bool  # the model has it as [K, N]
+
+
+def place(
+    model: Any,
+    weights: Mapping[str, Tensor],
+    store: Store,
+    rounding: Rounding | None = None,
+    packed: Mapping[str, Packed] | None = None,
+) -> dict[str, Placed]:
+    """Make initialisers of the inputs of an onnx.ModelProto that are weights, in place.
+
+    With a rounding, products of activations and a matrix become MatMulNBits, and embeddings that
+    are looked up in a table GatherBlockQuantized; a table that is a matrix too is kept once.
+
+    Args:
+        model: whose weights are inputs.
+        weights: by the names of those inputs, in the types of the graph.
+        store: that they are written to.
+        rounding: of products and embeddings; None: all weights as they are.
+        packed: matrices [N, K] that were rounded already, in another way than to the nearest.
+
+    Returns:
+        The weights that are in blocks, by name.
+    """
+    graph, found = model.graph, dict[str, Placed]()
+    nodes = _Nodes(graph)
+    for value in [value for value in graph.input if value.name in weights]:
+        name, shape = value.name, [dim.dim_value for dim in value.type.tensor_type.shape.dim]
+        uses = nodes.uses(name)
+        if rounding is not None and len(shape) == 2 and uses.fit_blocks(prod(shape)):
+            rows, columns = shape[::-1] if uses.turned else shape
+            found[name] = Placed(rows, columns, uses.turned)
+            ready = (packed or {}).get(name)
+            matrix = _Matrix(name, found[name], rounding, store, weights, ready)
+            nodes.replace(uses.transposes, lambda node: [])
+            nodes.replace(uses.products, matrix.product)
+            nodes.replace(uses.lookups, matrix.lookup)
+            graph.initializer.extend(matrix.tensors.values())
+        elif uses.transposes and not uses.others:  # not by every run again
+            nodes.replace(uses.transposes, lambda node: [])
+            for node in uses.products:
+                node.input[1] = name
+            graph.initializer.append(
+                _plain(store, value, partial(_transposed, weights, name), shape[::-1])
+            )
+        else:
+            graph.initializer.append(
+                _plain(store, value, partial(weights.__getitem__, name), shape)
+            )
+        graph.input.remove(value)
+    nodes.write()
+    if found:
+        model.opset_import.append(library("onnx.helper").make_opsetid(MICROSOFT, 1))
+    return found
+
+
+class _Uses(NamedTuple):
+    """The nodes that read a weight."""
+
+    transposes: list[Any]
+    products: list[Any]  # MatMul of an activation and the weight, transposed or not
+    lookups: list[Any]  # Gather of rows
+    others: list[Any]  # lookups, and whatever else reads it as it is
+
+    @property
+    def turned(self) -> bool:
+        """Whether products read it as it is: it is [K, N]."""
+        return bool(self.products) and not self.transposes
+
+    def fit_blocks(self, numbers: int) -> bool:
+        """Whether blocks can take its place wherever it is read, and are worth it."""
+        if len(self.others) > len(self.lookups) or (self.turned and self.lookups):
+            return False
+        return bool(self.products) or (bool(self.lookups) and numbers >= LARGE)
+
+
+class _Nodes:
+    """The nodes of a graph, some of which are to be replaced."""
+
+    def __init__(self, graph: Any) -> None:
+        self.graph, self.nodes = graph, list(graph.node)
+        self.instead: dict[int, list[Any]] = {}  # nodes by the `id` of the one that they replace
+        self.readers = defaultdict[str, list[Any]](list)
+        for node in self.nodes:
+            for name in set(node.input):
+                self.readers[name].append(node)
+
+    def uses(self, name: str) -> _Uses:
+        """What reads a weight."""
+        readers = self.readers[name]
+        turned = [
+            n for n in readers if n.op_type == "Transpose" and _attribute(n, "perm") == [1, 0]
+        ]
+        after = [node for found in turned for node in self.readers[found.output[0]]]
+        outputs = {node.output[0] for node in turned}
+        if not all(_is_product(node, outputs) for node in after):
+            turned, after = [], []
+        products = after or [node for node in readers if _is_product(node, {name})]
+        others = [node for node in readers if node not in turned and node not in products]
+        lookups = [
+            node
+            for node in others
+            if node.op_type == "Gather" and node.input[0] == name and not _attribute(node, "axis")
+        ]
+        return _Uses(turned, products, lookups, others)
+
+    def replace(self, nodes: list[Any], by: Callable[[Any], list[Any]]) -> None:
+        """Put what `by` makes of each node in its place."""
+        self.instead |= {id(node): by(node) for node in nodes}
+
+    def write(self) -> None:
+        """Make them the graph's."""
+        if self.instead:
+            nodes = [new for node in self.nodes for new in self.instead.get(id(node), [node])]
+            copies = [type(node).FromString(node.SerializeToString()) for node in nodes]
+            del self.graph.node[:]
+            self.graph.node.extend(copies)
+
+
+def _is_product(node: Any, weights: set[str]) -> bool:
+    return node.op_type == "MatMul" and node.input[1] in weights and node.input[0] not in weights
+
+
+class _Matrix:
+    """A matrix in blocks, and the nodes that read it; it is written if it is not there."""
+
+    def __init__(
+        self, name: str, placed: Placed, rounding: Rounding, store: Store,
+        weights: Mapping[str, Tensor], ready: Packed | None,
+    ) -> None:  # fmt: skip
+        self.name, self.placed, self.rounding, self.store = name, placed, rounding, store
+        self.stem = name + TURNED if placed.turned else name
+        self._weights, self._ready = weights, ready
+        self.tensors: dict[str, Any] = {}
+        count = -(-placed.columns // BLOCK)
+        types = library("onnx").TensorProto
+        self._count, self._size = count, BLOCK * rounding.bits // 8
+        self._part(0, types.UINT8, [placed.rows, count, self._size])
+        given = [self._part(1, types.FLOAT, [placed.rows, count])]
+        if not rounding.symmetric:
+            width = -(-count * rounding.bits // 8)
+            given.append(self._part(2, types.UINT8, [placed.rows, width]))
+        self._given, self._ready = given, None
+        self._said = {"domain": MICROSOFT, "bits": rounding.bits, "block_size": BLOCK}
+
+    def product(self, node: Any) -> list[Any]:
+        """In place of a MatMul."""
+        numbers = f"{self.stem}.{NAMES[0]}"
+        return [
+            library("onnx.helper").make_node(
+                "MatMulNBits", [node.input[0], numbers, *self._given], node.output,
+                K=self.placed.columns, N=self.placed.rows, accuracy_level=ACCURACY, **self._said,
+            )
+        ]  # fmt: skip
+
+    def lookup(self, node: Any) -> list[Any]:
+        """In place of a Gather: from the same bytes as a table, without what pads its rows."""
+        helper, types = library("onnx.helper"), library("onnx").TensorProto
+        shape = [self.placed.rows, self._count * self._size]
+        table = self._part(0, types.UINT8, shape, TABLE)
+        (out,), whole = node.output, self._count * BLOCK == self.placed.columns
+        wide = out if whole else f"{out}.wide"
+        nodes = [
+            helper.make_node(
+                "GatherBlockQuantized", [table, node.input[1], *self._given], [wide],
+                gather_axis=0, quantize_axis=1, **self._said,
+            )
+        ]  # fmt: skip
+        if not whole:
+            for end, number in {"from": 0, "to": self.placed.columns, "axis": -1}.items():
+                name = f"{self.stem}.{end}"
+                self.tensors[name] = helper.make_tensor(name, types.INT64, [1], [number])
+            ends = [f"{self.stem}.{end}" for end in ("from", "to", "axis")]
+            nodes.append(helper.make_node("Slice", [wide, *ends], [out]))
+        return nodes
+
+    def _part(self, index: int, kind: int, shape: list[int], more: str = "") -> str:
+        """The name of one of a packed matrix's tensors, which the graph gets."""
+        stored = f"{self.stem}.{NAMES[index]}"
+        tensor = self.store.tensor(stored, lambda: self._make()[index], kind, shape)
+        tensor.name += more
+        self.tensors[tensor.name] = tensor
+        return str(tensor.name)
+
+    def _make(self) -> Any:
+        if self._ready is None:
+            matrix = self._weights[self.name]
+            self._ready = pack(matrix.T if self.placed.turned else matrix, self.rounding)
+        return self._ready
+
+
+def _plain(store: Store, value: Any, make: Callable[[], Tensor], shape: list[int]) -> Any:
+    """A weight as it is: in the store, or in the graph where it is small."""
+    kind = value.type.tensor_type.elem_type
+    width = library("onnx.helper").tensor_dtype_to_np_dtype(kind).itemsize
+    if prod(shape) * width >= INLINE:
+        return store.tensor(value.name, make, kind, shape)
+    return library("onnx.numpy_helper").from_array(make().contiguous().numpy(), value.name)
+
+
+def _transposed(weights: Mapping[str, Tensor], name: str) -> Tensor:
+    return weights[name].T
+
+
+def _attribute(node: Any, name: str) -> Any:
+    """An attribute's number or numbers; None: it has none."""
+    get = library("onnx.helper").get_attribute_value
+    return next((get(found) for found in node.attribute if found.name == name), None)
+
+
+class Rounded(NamedTuple):
+    """A matrix in blocks that a graph reads from a file."""
+
+    file: Path
+    parts: list[tuple[int, list[int]]]  # offset and shape of numbers, scales and zeros
+    columns: int  # K
+    rounding: Rounding
+    turned: bool  # the model has it as [K, N]
+
+    def read(self) -> Tensor:
+        """What it stands for, in float32, as the model has it."""
+        kinds = (np.uint8, np.float32, np.uint8)
+        found = [
+            torch.from_numpy(np.fromfile(self.file, kind, prod(size), offset=at).reshape(size))
+            for (at, size), kind in zip(self.parts, kinds, strict=False)
+        ]
+        packed = Packed(found[0], found[1], found[2] if len(found) > 2 else None)
+        matrix = unpack(packed, self.columns, self.rounding)
+        return matrix.T if self.turned else matrix
+
+
+def rounded_in(file: Path) -> dict[str, Rounded]:
+    """The weights that a graph has in blocks, by the names that `place` knew them by."""
+    graph = library("onnx").load(str(file), load_external_data=False).graph
+    tensors = {tensor.name: tensor for tensor in graph.initializer}
+    found = {}
+    for node in graph.node:
+        if node.op_type not in ("MatMulNBits", "GatherBlockQuantized") or node.domain != MICROSOFT:
+            continue
+        table = node.op_type == "GatherBlockQuantized"
+        name = node.input[0 if table else 1].removesuffix(TABLE)
+        stem, _, part = name.rpartition(".")
+        if part != NAMES[0] or stem in found:
+            continue
+        bits = _attribute(node, "bits")
+        parts = [tensors[f"{stem}.{kind}"] for kind in NAMES if f"{stem}.{kind}" in tensors]
+        said = [{entry.key: entry.value for entry in tensor.external_data} for tensor in parts]
+        places = [(int(s["offset"]), list(t.dims)) for s, t in zip(said, parts, strict=True)]
+        rows, count = parts[1].dims
+        places[0] = places[0][0], [rows, count, BLOCK * bits // 8]
+        end = tensors.get(f"{stem}.to")
+        columns = _attribute(node, "K") or (end.int64_data[0] if end else count * BLOCK)
+        found[stem] = Rounded(
+            file.with_name(said[0]["location"]), places, columns,
+            Rounding(bits, symmetric=len(parts) == 2), stem.endswith(TURNED),
+        )  # fmt: skip
+    return {stem.removesuffix(TURNED): rounded for stem, rounded in found.items()}
