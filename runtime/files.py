@@ -12,7 +12,7 @@ import os
 import re
 import stat
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
@@ -171,6 +171,22 @@ def replacing(target: Path) -> Iterator[int]:
             os.fsync(directory)
         finally:
             os.close(directory)
+
+
+@contextmanager
+def locked(path: Path, waiting: Callable[[], None]) -> Iterator[None]:
+    """Hold the lock of a file, which is made; no other process holds it at the same time.
+
+    `waiting` is called where another one does, before it is waited for. A process that ends gives
+    its locks back. Where the system has none of them (Windows), nothing is locked.
+    """
+    with path.open("wb") as file:
+        try:
+            _lock(file.fileno(), wait=False)
+        except BlockingIOError:
+            waiting()
+            _lock(file.fileno(), wait=True)
+        yield
 
 
 def _new_part(target: Path) -> tuple[int, str]:

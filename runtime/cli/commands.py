@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvcap.runtime.cli.console import INFEASIBLE, complain, styled
+from kvcap.runtime.cli.kept_exports import kept_export
 from kvcap.runtime.cli.options import (
     Backend,
     Budget,
@@ -237,6 +238,8 @@ def policy_command(
 def load(model: str, backend: Backend, budget: Budget, running: Running, output: Output) -> Engine:
     """The model under its budget, with a note on stderr while it loads."""
     exported = backend.exported(model)
+    if backend.weights is not None:
+        model = str(kept_export(model, backend.weights, budget, output.quiet))
     if not output.quiet and not exported and (stored := _in_gguf(model)) is not None:
         dtype, nbytes = _unpacked(model, budget)
         print(f"{model}: {stored.becomes(nbytes, dtype)}", file=sys.stderr)
@@ -318,6 +321,8 @@ def planned(model: str, backend: Backend, budget: Budget) -> MemoryPlan:
         PlanInfeasible: nothing fits, naming what would.
     """
     if backend.exported(model):
+        if backend.weights is not None:
+            model = str(kept_export(model, backend.weights, budget))
         return _planned_export(model, budget)
     quiet_libraries()
     from kvcap.runtime.backends.pytorch.runtime import parse_dtype

@@ -307,8 +307,23 @@ class Backend:
         ),
     ] = None
 
+    weights: Annotated[
+        Literal["int8", "int4"] | None,
+        option(
+            "--weights",
+            help="Run MODEL in ONNX Runtime with its weights in so many bits; exported once, into "
+            "the cache folder.",
+        ),
+    ] = None
+
     def exported(self, model: str) -> bool:
         """Whether `model` is to be run as an exported decoder."""
+        if self.weights is not None:
+            if self.backend == "torch":
+                raise ValueError(
+                    f"--weights {self.weights} is run by ONNX Runtime; leave --backend torch out"
+                )
+            return True
         if self.backend is None:
             return model != POCKET and is_export(model)
         return self.backend == "onnxruntime"

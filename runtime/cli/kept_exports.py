@@ -1,0 +1,206 @@
+"""Exports a model once into a cache folder, for `--weights`, and finds it there the next time.
+
+An export is named by all that is fixed in it: the model's files, the type of weights, the policy
+and its options, sizes, positions, and the versions that made it. It is made by `kvcap export
+decoder` in a process of its own, whose memory is given back, and appears only when all of it is
+there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from kvcap.runtime.cli.console import dim
+from kvcap.runtime.cli.options import DEFAULT_POLICY, Budget, pairs
+from kvcap.runtime.errors import (
+    ManifestError,
+    ModelFilesBroken,
+    NotExportable,
+    PlanInfeasible,
+    first_line,
+)
+from kvcap.runtime.files import locked
+from kvcap.runtime.models.gguf import is_gguf
+from kvcap.runtime.models.names import CONFIG, is_export, locate, resolve
+from kvcap.runtime.types import MANIFEST, PINS, POCKET
+from kvcap.runtime.units import format_bytes
+
+TOKENS, BLOCK = 256, 128  # where no sizes are given
+LEFT = 64 << 20  # bytes beside the weights that must be free on the disk
+SNAPSHOTS = "snapshots"  # in which the hub's cache has a folder for every revision
+
+
+def cache_folder() -> Path:
+    """Where exports are kept: `kvcap/exports` in XDG_CACHE_HOME, by default ~/.cache."""
+    given = os.environ.get("XDG_CACHE_HOME", "")
+    base = Path(given) if Path(given).is_absolute() else Path.home() / ".cache"
+    return base / "kvcap" / "exports"
+
+
+def kept_export(model: str, weights: str, budget: Budget, quiet: bool = False) -> Path:
+    """The directory of a model's export with these weights and sizes; made if it is not there.
+
+    Args:
+        model: a directory, a GGUF file, a repository, or pocket.
+        weights: int8 or int4.
+        budget: the policy, its options and the sizes, which the graph has inside.
+        quiet: say nothing on stderr but what the export says itself.
+
+    Raises:
+        ModelNotFound: there is no such model.
+        NotExportable: it is an export already, or there is no room for one.
+        PlanInfeasible: a budget in bytes, which is no number of slots yet.
+        typer.Exit: the export failed, which has said why.
+    """
+    if model != POCKET and (found := locate(model)) is not None and is_export(found):
+        raise NotExportable(
+            f"{model!r} is an exported decoder already, whose weights are as they are; leave "
+            "--weights out, or give the model that it was made from"
+        )
+    if budget.kv_budget is not None:
+        raise PlanInfeasible(
+            "--kv-budget is in bytes, and with --weights the number of slots is part of the "
+            "graph; give --kv-budget-tokens instead"
+        )
+    facts = identity(model, weights, budget)
+    digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
+    folder = cache_folder() / f"{Path(model).name or 'model'}-{weights}-{digest}"
+    out = folder / "decoder"
+    if _is_whole(out):
+        return out
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise NotExportable(
+            f"no export can be kept in {str(folder)!r} ({error.strerror}); set XDG_CACHE_HOME to a "
+            "directory that can be written to"
+        ) from error
+    waiting = f"another process exports {model}; waiting for it"
+    with locked(folder / "lock", lambda: None if quiet else dim(waiting)):
+        if not _is_whole(out):
+            _make(model, weights, budget, facts, folder, quiet)
+    return out
+
+
+def identity(model: str, weights: str, budget: Budget) -> dict[str, Any]:
+    """All that is fixed in an export, as JSON has it."""
+    return {
+        "model": _model(model),
+        "weights": weights,
+        "options": _options(budget),
+        "versions": {name: _version(name) for name in ("kvcap", "onnxruntime")},
+    }
+
+
+def _model(model: str) -> dict[str, Any]:
+    """A repository and its revision; else a path, and the sizes and times of the files there."""
+    where = Path(resolve(model))
+    if not where.exists():
+        from huggingface_hub import hf_hub_download
+
+        where = Path(hf_hub_download(str(where), CONFIG)).parent
+    if where.parent.name == SNAPSHOTS:
+        return {"repository": where.parent.parent.name, "revision": where.name}
+    files = [where] if is_gguf(where) else sorted(p for p in where.iterdir() if p.is_file())
+    told = {path.name: path.stat() for path in files}
+    return {
+        "path": str(where.resolve()),
+        "files": {name: [stat.st_size, stat.st_mtime_ns] for name, stat in told.items()},
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _options(budget: Budget) -> list[str]:
+    """The options of `kvcap export decoder` that stand for a budget."""
+    pairs(budget.policy_option or [])  # refuses what is no KEY=VALUE
+    given: dict[str, Any] = {
+        "--policy": budget.policy or DEFAULT_POLICY,
+        "--kv-budget-tokens": budget.kv_budget_tokens or TOKENS,
+        "--block-size": budget.block_size or BLOCK,
+        **{f"--{name.replace('_', '-')}": getattr(budget, name) for name in PINS},
+    }
+    if budget.positions is not None:
+        given["--positions"] = budget.positions
+    found = [str(word) for item in given.items() for word in item]
+    for option in sorted(budget.policy_option or []):
+        found += ["--policy-option", option]
+    return found
+
+
+def _is_whole(out: Path) -> bool:
+    """Whether an export is there as it was written."""
+    if not (out / MANIFEST).is_file():
+        return False
+    from kvcap.runtime.backends.onnxruntime import manifest
+
+    try:
+        manifest.read(out)
+    except (ManifestError, ModelFilesBroken):  # it was cut short, or changed: made again
+        return False
+    return True
+
+
+def _make(
+    model: str, weights: str, budget: Budget, facts: dict[str, Any], folder: Path, quiet: bool
+) -> None:
+    """Export into `folder`, in which nobody else does at this time."""
+    for left in _left_over(folder):
+        shutil.rmtree(left, ignore_errors=True)
+    _require_room(facts["model"], model, folder)
+    if not quiet:
+        dim(f"exporting {model} with {weights} weights, once; this can take a minute")
+    safe = ["-P"] if getattr(sys.flags, "safe_path", False) else []
+    command = [sys.executable, *safe, "-m", "kvcap", "export", "decoder", model, "--dtype", weights,
+               *_options(budget), "--quick", "--force", "-o", str(folder / "decoder")]  # fmt: skip
+    code = subprocess.run(command, stdout=subprocess.DEVNULL, check=False).returncode
+    if code != 0:
+        for left in (*_left_over(folder), folder):
+            shutil.rmtree(left, ignore_errors=True)
+        raise typer.Exit(code if code > 0 else 1)
+    (folder / "made.json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+    if not quiet:
+        size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+        dim(f"kept in {folder} ({format_bytes(size)}); to free the space, delete that directory")
+
+
+def _left_over(folder: Path) -> Iterator[Path]:
+    """What exports left that were killed."""
+    yield from folder.glob(".kvcap-*")
+
+
+def _require_room(told: dict[str, Any], model: str, folder: Path) -> None:
+    """Refuse where the disk has less free than the model's own files take.
+
+    Raises:
+        NotExportable: naming both.
+    """
+    weights = sum(
+        size for name, (size, _) in told.get("files", {}).items() if not name.endswith(".json")
+    )
+    try:
+        free = shutil.disk_usage(folder).free
+    except OSError as error:
+        raise NotExportable(f"{str(folder)!r} cannot be used: {first_line(error)}") from error
+    if free < weights + LEFT:
+        raise NotExportable(
+            f"exporting {model} takes up to {format_bytes(weights + LEFT)}, and "
+            f"{format_bytes(free)} are free in {str(folder)!r}; free some, or set XDG_CACHE_HOME "
+            "to a directory on another disk"
+        )
