@@ -187,7 +187,7 @@ def bench_command(
         typer.Argument(
             help="prefill, decode, scoring, positions, ragged; cpu, beside llama.cpp and others; "
             "on CUDA: kernels, parts, gpu, throughput; on pocket: stream and turns (endurance), "
-            "perturbation (CriticalKV), proxy (DropKV), saliency (OBCache)."
+            "perturbation (CriticalKV), proxy (DropKV), saliency (OBCache), weights."
         ),
     ],
     lengths: Annotated[

@@ -89,14 +89,29 @@ def _share_lengths(graph: Any, numbered: Numbered) -> None:
 
 
 def _levels(graph: Any, numbered: Numbered) -> list[int]:
-    """For each node the last layer that it depends on; 0 of none."""
-    of = {value.name: numbered.of(value.name) or 0 for value in graph.input}
-    found = []
+    """For each node the layer that it belongs to; -1 where all share it.
+
+    That is the last one it depends on; but what reads no input of a layer, such as the sum behind
+    one or the mean before the next, belongs to the first layer that reads it.
+    """
+    number = {value.name: numbered.of(value.name) for value in graph.input}
+    of = {name: -1 if layer is None else layer for name, layer in number.items()}
+    outputs = {value.name for value in graph.output}
     for node in graph.node:
-        level = max((of.get(name, 0) for name in node.input), default=0)
+        lengths = node.op_type == "Shape" and node.input[0] in number
+        level = -1 if lengths else max((of.get(name, -1) for name in node.input), default=-1)
         of |= dict.fromkeys(node.output, level)
+    reader: dict[str, int] = {}
+    found = []
+    for node in reversed(graph.node):
+        level = of[node.output[0]]
+        own = any(number.get(name) is not None for name in node.input)
+        if level >= 0 and not own and not outputs & set(node.output):
+            level = max(level, min(reader.get(name, level) for name in node.output))
+        for name in node.input:
+            reader[name] = min(level, reader.get(name, level))
         found.append(level)
-    return found
+    return found[::-1]
 
 
 def _compare(
@@ -120,7 +135,7 @@ def _compare(
                 found.append(lambda layer, own, before, x=x: numbered.at(x, layer))
             elif x == y or (x in constants and constants[x] == constants.get(y)):
                 found.append(lambda layer, own, before, x=x: x)
-            elif y in mine and x not in mine and x not in inputs and x not in constants:
+            elif y in mine and not {x} & (mine | inputs | constants.keys()):
                 found.append(lambda layer, own, before, y=y: before[y])
             else:
                 return None

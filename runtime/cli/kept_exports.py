@@ -48,7 +48,9 @@ def cache_folder() -> Path:
     return base / "kvcap" / "exports"
 
 
-def kept_export(model: str, weights: str, budget: Budget, quiet: bool = False) -> Path:
+def kept_export(
+    model: str, weights: str, budget: Budget, quiet: bool = False, symmetric: bool | None = None
+) -> Path:
     """The directory of a model's export with these weights and sizes; made if it is not there.
 
     Args:
@@ -56,6 +58,7 @@ def kept_export(model: str, weights: str, budget: Budget, quiet: bool = False) -
         weights: int8 or int4.
         budget: the policy, its options and the sizes, which the graph has inside.
         quiet: say nothing on stderr but what the export says itself.
+        symmetric: whether blocks of weights have no zero of their own; None: as is usual.
 
     Raises:
         ModelNotFound: there is no such model.
@@ -73,7 +76,7 @@ def kept_export(model: str, weights: str, budget: Budget, quiet: bool = False) -
             "--kv-budget is in bytes, and with --weights the number of slots is part of the "
             "graph; give --kv-budget-tokens instead"
         )
-    facts = identity(model, weights, budget)
+    facts = identity(model, weights, budget, symmetric)
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
     folder = cache_folder() / f"{Path(model).name or 'model'}-{weights}-{digest}"
     out = folder / "decoder"
@@ -89,16 +92,18 @@ def kept_export(model: str, weights: str, budget: Budget, quiet: bool = False) -
     waiting = f"another process exports {model}; waiting for it"
     with locked(folder / "lock", lambda: None if quiet else dim(waiting)):
         if not _is_whole(out):
-            _make(model, weights, budget, facts, folder, quiet)
+            _make(model, weights, facts, folder, quiet)
     return out
 
 
-def identity(model: str, weights: str, budget: Budget) -> dict[str, Any]:
+def identity(
+    model: str, weights: str, budget: Budget, symmetric: bool | None = None
+) -> dict[str, Any]:
     """All that is fixed in an export, as JSON has it."""
     return {
         "model": _model(model),
         "weights": weights,
-        "options": _options(budget),
+        "options": _options(budget, symmetric),
         "versions": {name: _version(name) for name in ("kvcap", "onnxruntime")},
     }
 
@@ -127,8 +132,8 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _options(budget: Budget) -> list[str]:
-    """The options of `kvcap export decoder` that stand for a budget."""
+def _options(budget: Budget, symmetric: bool | None) -> list[str]:
+    """The options of `kvcap export decoder` beside model, type and place."""
     pairs(budget.policy_option or [])  # refuses what is no KEY=VALUE
     given: dict[str, Any] = {
         "--policy": budget.policy or DEFAULT_POLICY,
@@ -141,6 +146,8 @@ def _options(budget: Budget) -> list[str]:
     found = [str(word) for item in given.items() for word in item]
     for option in sorted(budget.policy_option or []):
         found += ["--policy-option", option]
+    if symmetric is not None:
+        found.append("--symmetric" if symmetric else "--asymmetric")
     return found
 
 
@@ -157,9 +164,7 @@ def _is_whole(out: Path) -> bool:
     return True
 
 
-def _make(
-    model: str, weights: str, budget: Budget, facts: dict[str, Any], folder: Path, quiet: bool
-) -> None:
+def _make(model: str, weights: str, facts: dict[str, Any], folder: Path, quiet: bool) -> None:
     """Export into `folder`, in which nobody else does at this time."""
     for left in _left_over(folder):
         shutil.rmtree(left, ignore_errors=True)
@@ -168,11 +173,9 @@ def _make(
         dim(f"exporting {model} with {weights} weights, once; this can take a minute")
     safe = ["-P"] if getattr(sys.flags, "safe_path", False) else []
     command = [sys.executable, *safe, "-m", "kvcap", "export", "decoder", model, "--dtype", weights,
-               *_options(budget), "--quick", "--force", "-o", str(folder / "decoder")]  # fmt: skip
+               *facts["options"], "--quick", "--force", "-o", str(folder / "decoder")]  # fmt: skip
     code = subprocess.run(command, stdout=subprocess.DEVNULL, check=False).returncode
     if code != 0:
-        for left in (*_left_over(folder), folder):
-            shutil.rmtree(left, ignore_errors=True)
         raise typer.Exit(code if code > 0 else 1)
     (folder / "made.json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
     if not quiet:

@@ -1,0 +1,127 @@
+"""What weights of fewer bits cost in quality, on pocket: how it predicts, and what it recalls.
+
+Every type of weights reads the same texts token by token, without evictions: perplexity, and how
+near its predictions are to float32's. Then it answers questions about facts in texts longer than
+the budget. What PyTorch does not have is run by ONNX Runtime, from the cache folder of `--weights`.
+Reads `lengths`, `budgets`, `repeats`.
+"""
+
+from __future__ import annotations
+
+import math
+from itertools import islice
+from pathlib import Path
+from random import Random
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvcap.evals.bench import Options, Result
+from kvcap.evals.quality.tasks import load_task, make_samples
+from kvcap.pocket.corpus import filler
+from kvcap.runtime.backends.onnxruntime.runtime import OrtRuntime
+from kvcap.runtime.backends.pytorch.runtime import Runtime
+from kvcap.runtime.cli.kept_exports import kept_export
+from kvcap.runtime.cli.options import Budget
+from kvcap.runtime.session.engine import Engine
+
+DEFAULTS = {"lengths": (2048,), "budgets": (256,), "repeats": 20}
+COLUMNS = ("weights", "bytes", "perplexity", "kl", "same_token", "recall")
+TASK = "niah_single"
+TEXTS = 6
+CLEAR = 0.1  # of probability, by which a first choice leads
+
+
+class Kind(NamedTuple):
+    """A type of weights."""
+
+    name: str
+    dtype: str | None = None  # of PyTorch
+    weights: str = ""  # or of `--weights`
+    symmetric: bool | None = None
+
+
+KINDS = (
+    Kind("float32", dtype="float32"),
+    Kind("bfloat16", dtype="bfloat16"),
+    Kind("int8", weights="int8"),
+    Kind("int4 symmetric", weights="int4", symmetric=True),
+    Kind("int4 asymmetric", weights="int4", symmetric=False),
+)
+
+
+def run(options: Options) -> Result:
+    """Perplexity, and beside float32 the mean KL divergence (nats) and equal first choices.
+
+    Of first choices those count that lead by `CLEAR`. `recall` is the share of right answers.
+    """
+    (length,), (budget,) = options.lengths, options.budgets
+    rows = list[dict[str, Any]]()
+    truth: list[Tensor] = []
+    for kind in KINDS:
+        engine, nbytes = _engine(kind, budget)
+        texts = _texts(engine, budget)
+        logits = [_log_probabilities(engine, ids) for ids in texts]
+        truth = truth or logits
+        right = _right_answers(engine, length, options.repeats)
+        rows.append({
+            "weights": kind.name, "bytes": nbytes, **_beside(logits, truth, texts),
+            "recall": right / options.repeats,
+        })  # fmt: skip
+    said = {"model": "pocket", "task": TASK, "length": length, "budget": budget}
+    return Result("weights", COLUMNS, rows, {**said, "samples": options.repeats, "texts": TEXTS})
+
+
+def _engine(kind: Kind, budget: int) -> tuple[Engine, int]:
+    """What runs these weights, and their bytes."""
+    if kind.dtype is not None:
+        found = Runtime.from_pretrained(kv_budget_tokens=budget, dtype=kind.dtype, device="cpu")
+        return found, found.plan.weights
+    folder = kept_export("pocket", kind.weights, Budget(kv_budget_tokens=budget), True,
+                         kind.symmetric)  # fmt: skip
+    made = OrtRuntime.from_directory(Path(folder))
+    return made, made.plan.weights
+
+
+def _texts(engine: Engine, budget: int) -> list[list[int]]:
+    """Token ids of texts that fit the budget."""
+    found = []
+    for seed in range(TEXTS):
+        text = " ".join(islice(filler(Random(f"weights/{seed}")), budget // 4))
+        found.append(engine.tokenizer(text)["input_ids"][:budget])
+    return found
+
+
+def _log_probabilities(engine: Engine, ids: list[int]) -> Tensor:
+    """The logarithm of the probability of every token after each but the last, [T - 1, V]."""
+    loop, rows = engine.loop(), []
+    with torch.inference_mode():
+        for token in ids[:-1]:
+            logits = torch.as_tensor(loop.read(engine.token_ids([token])))
+            rows.append(logits[0].float().log_softmax(-1))
+    return torch.stack(rows)
+
+
+def _beside(logits: list[Tensor], truth: list[Tensor], texts: list[list[int]]) -> dict[str, float]:
+    """How well texts are predicted, and how far predictions are from the true ones."""
+    mine, theirs = torch.cat(logits), torch.cat(truth)
+    after = torch.tensor([token for ids in texts for token in ids[1:]])
+    first, second = theirs.exp().topk(2, -1).values.T
+    clear = first - second >= CLEAR
+    return {
+        "perplexity": math.exp(-float(mine.gather(1, after[:, None]).mean())),
+        "kl": float((theirs.exp() * (theirs - mine)).sum(-1).mean()),
+        "same_token": float((mine.argmax(-1) == theirs.argmax(-1))[clear].float().mean()),
+    }
+
+
+def _right_answers(engine: Engine, length: int, count: int) -> int:
+    """Questions about a fact in a text that are answered rightly."""
+    task, right = load_task(TASK), 0
+    for sample in make_samples(TASK, engine.tokenizer, length, count, seed=0):
+        session = engine.session()
+        session.set_generation(temperature=0.0, max_new_tokens=task.MAX_NEW_TOKENS)
+        reply = "".join(session.send(sample.messages[0]["content"]))
+        right += task.is_right(sample, reply)
+    return right

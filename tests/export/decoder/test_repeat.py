@@ -1,0 +1,275 @@
+"""A decoder of many layers from a trace of three, and from weights that stay in their files."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import onnx
+import pytest
+import torch
+from conftest import small_policy, tiny_model
+from onnx import TensorProto, helper
+
+from kvcap import pocket
+from kvcap.cli import run
+from kvcap.export.decoder import spec
+from kvcap.export.decoder.checkpoint import Checkpoint, empty, empty_model, fill, streaming
+from kvcap.export.decoder.depth import are_alike, first_layers, layers_of, numbered
+from kvcap.export.decoder.graph import Decoder
+from kvcap.export.decoder.repeat import Numbered, repeat
+from kvcap.export.decoder.spec import Source, layout_for, open_model
+from kvcap.export.decoder.write import write
+from kvcap.policies import load_policy
+from kvcap.runtime.errors import ToleranceError
+from kvcap.runtime.models.files import load_config
+from kvcap.runtime.types import MANIFEST
+
+BUDGET, BLOCK, LAYERS = 12, 4, 5
+
+
+def made(family="llama", policy="keydiff", **changes):
+    model = tiny_model(family, num_hidden_layers=LAYERS, **changes)
+    eviction = small_policy(policy, model.config)
+    return model, layout_for(model.config, eviction, BUDGET, BLOCK)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """A directory of a tied model of five layers, in bfloat16."""
+    folder = tmp_path_factory.mktemp("repeat") / "model"
+    model, _ = made("qwen2", tie_word_embeddings=True)
+    model.to(torch.bfloat16).save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        (folder / name).write_bytes((pocket.path() / name).read_bytes())
+    return folder
+
+
+# --- layers that are alike
+
+
+@pytest.mark.slow(keep=1)
+@pytest.mark.parametrize(("family", "policy"), [
+    ("llama", "keydiff"), ("qwen3", "snapkv"), ("qwen2", "h2o"), ("granite", "criticalkv"),
+])  # fmt: skip
+def test_a_repeated_layer_is_a_traced_one(family, policy, tmp_path, monkeypatch):
+    """The whole graph is checked beside PyTorch, and has the nodes of one traced as a whole."""
+    repeated = []
+    monkeypatch.setattr("kvcap.export.decoder.write.repeat",
+                        lambda *given: repeated.append(repeat(*given)) or repeated[-1])  # fmt: skip
+    model, layout = made(family, policy)
+    assert are_alike(model, layout)
+    said, report = write(Source("tiny", model, None), layout, "fp32", tmp_path / "x", True)
+    assert repeated == [True]
+    assert report.ok
+    assert len(model.model.layers) == model.config.num_hidden_layers == LAYERS
+    names = [port["name"] for port in said["inputs"]]
+    graph = onnx.load(str(tmp_path / "x/decoder.onnx"), load_external_data=False).graph
+    assert [value.name for value in graph.input] == names
+    assert [value.name for value in graph.output] == [port["name"] for port in said["outputs"]]
+    counts = [name for name in names if name.startswith("keys.")]
+    assert counts == [f"keys.{layer}" for layer in range(LAYERS)]
+
+
+def test_layers_that_differ_are_told():
+    model, layout = made()
+    assert are_alike(model, layout)
+    assert not are_alike(*made(policy="pyramidkv"))
+    model.model.layers[4].self_attn.scaling *= 2
+    assert not are_alike(model, layout)
+    model, layout = made()
+    model.model.layers[3].mlp.act_fn = torch.nn.ReLU()
+    assert not are_alike(model, layout)
+    model, layout = made()
+    short = tiny_model("llama", num_hidden_layers=3)
+    assert not are_alike(short, layout_for(short.config, load_policy("keydiff"), BUDGET, BLOCK))
+
+
+def test_a_model_has_all_its_layers_again():
+    model, layout = made()
+    with first_layers(model, layout, 2) as few:
+        assert len(few.budgets) == len(model.model.layers) == 2
+        assert model.config.num_hidden_layers == 2
+    assert len(model.model.layers) == model.config.num_hidden_layers == LAYERS
+
+
+def chain(second="Relu", third="Relu", skip=False):
+    """Three layers: x becomes f(x) + w, the last one is handed to the tail."""
+    value, node = helper.make_tensor_value_info, helper.make_node
+    names = ["x", *(f"layers.{i}.w" for i in range(3)), *(f"keys.{i}" for i in range(3))]
+    nodes = [node("Shape", ["keys.2"], ["n"])]
+    for i, kind in enumerate(("Relu", second, third)):
+        before = "x" if i == 0 else f"y{i - 1}"
+        nodes += [node(kind, [before], [f"a{i}"]), node("Add", [f"a{i}", f"layers.{i}.w"],
+                                                        [f"y{i}"])]  # fmt: skip
+        nodes.append(node("Mul", [f"keys.{i}", f"y{i}"], [f"kept_keys.{i}"]))
+    nodes.append(node("Sub", ["y2", "y1" if skip else "x"], ["out"]))
+    floats = [value(name, TensorProto.FLOAT, [2]) for name in names]
+    outputs = [f"kept_keys.{i}" for i in range(3)] + ["out"]
+    ends = [value(name, TensorProto.FLOAT, [2]) for name in outputs]
+    return helper.make_model(helper.make_graph(nodes, "chain", floats, ends))
+
+
+def test_a_chain_of_three_becomes_one_of_six():
+    import re
+
+    how = Numbered(re.compile(r"^(?:layers|keys|kept_keys)\.(\d+)"))
+    model = chain()
+    assert repeat(model, how, 6)
+    onnx.checker.check_model(model)
+    from onnx.reference import ReferenceEvaluator
+
+    given = {value.name: torch.randn(2).numpy() for value in model.graph.input}
+    found = dict(zip([v.name for v in model.graph.output],
+                     ReferenceEvaluator(model).run(None, given), strict=True))  # fmt: skip
+    x = torch.from_numpy(given["x"])
+    y = x
+    for layer in range(6):
+        y = y.relu() + torch.from_numpy(given[f"layers.{layer}.w"])
+        kept = torch.from_numpy(found[f"kept_keys.{layer}"])
+        torch.testing.assert_close(kept, y * torch.from_numpy(given[f"keys.{layer}"]))
+    torch.testing.assert_close(torch.from_numpy(found["out"]), y - x)
+    assert not repeat(chain(third="Neg"), how, 6)
+    assert not repeat(chain(skip=True), how, 6)  # past the layer before
+
+
+# --- weights that stay in their files
+
+
+def test_a_checkpoint_gives_a_loaded_models_weights(checkpoint):
+    where = str(checkpoint)
+    config = load_config(where)
+    model = empty_model(where, config, torch.float32)
+    assert all(parameter.is_meta for parameter in model.parameters())
+    loaded = spec.load(where, "fp32").model
+    weights = Checkpoint.of(where, model, torch.float32, "model.")
+    assert set(weights) == {f"model.{name}" for name in loaded.state_dict()}
+    for name, tensor in loaded.state_dict().items():
+        assert torch.equal(weights[f"model.{name}"], tensor), name
+    for (name, mine), theirs in zip(model.named_buffers(), loaded.buffers(), strict=True):
+        assert torch.equal(mine, theirs), name
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert model.generation_config.to_dict() == loaded.generation_config.to_dict()
+
+
+def test_a_streaming_model_computes_the_same_and_holds_a_layer(checkpoint):
+    where, ids = str(checkpoint), torch.arange(3, 9)[None]
+    loaded = spec.load(where, "fp32").model
+    model = empty_model(where, load_config(where), torch.float32).eval()
+    weights = Checkpoint.of(where, model, torch.float32)
+    held = []
+    for layer in model.model.layers:
+        layer.self_attn.register_forward_pre_hook(
+            lambda *_: held.append(sum(not p.is_meta for p in model.model.layers.parameters()))
+        )
+    loaded.config._attn_implementation = model.config._attn_implementation = "eager"
+    with torch.no_grad(), streaming(model, layers_of(model)[1], weights):
+        found = model(ids).logits
+        assert torch.equal(found, loaded(ids).logits)
+    assert held == [len(list(model.model.layers[0].parameters()))] * LAYERS
+    assert all(parameter.is_meta for parameter in model.parameters())
+    filled = fill(model, weights)
+    assert not any(parameter.is_meta for parameter in model.parameters())
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    empty(filled)
+    assert all(parameter.is_meta for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("fault", ["missing", "shape", "dtype"])
+def test_what_a_checkpoint_cannot_give_is_left_to_transformers(checkpoint, fault):
+    where = str(checkpoint)
+    config = load_config(where)
+    if fault == "missing":
+        config.attention_bias = True
+        config.num_hidden_layers = LAYERS + 1
+        config.layer_types = ["full_attention"] * (LAYERS + 1)
+    if fault == "shape":
+        config.intermediate_size *= 2
+    model = empty_model(where, config, torch.float32)
+    if fault == "dtype":
+        model._keep_in_fp32_modules = ["norm"]
+    kind = torch.float16 if fault == "dtype" else torch.float32
+    assert Checkpoint.of(where, model, kind) is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["int4", "fp16"])
+def test_an_export_from_the_files_is_that_of_the_loaded_model(
+    checkpoint, dtype, tmp_path, monkeypatch
+):
+    where, folders = str(checkpoint), [tmp_path / "loaded", tmp_path / "files"]
+    layout = layout_for(load_config(where), load_policy("keydiff"), BUDGET, BLOCK)
+    assert open_model(where, dtype, layout).checkpoint is None  # it is small
+    sources = [spec.load(where, dtype)]
+    monkeypatch.setattr(spec, "LOADED", 0)
+    sources.append(open_model(where, dtype, layout))
+    assert sources[1].checkpoint is not None
+    reports = [write(source, layout, dtype, folder, True)[1]
+               for source, folder in zip(sources, folders, strict=True)]  # fmt: skip
+    for name in sorted(path.name for path in folders[0].iterdir()):
+        if name not in (MANIFEST, "decoder.onnx", "decoder.onnx.data"):
+            assert (folders[0] / name).read_bytes() == (folders[1] / name).read_bytes(), name
+    graphs = [onnx.load(str(folder / "decoder.onnx")).graph for folder in folders]
+    tensors = [{t.name: t.raw_data for t in graph.initializer} for graph in graphs]
+    assert tensors[0] == tensors[1]
+    assert list(map(str, graphs[0].node)) == list(map(str, graphs[1].node))
+    assert {row.who for row in reports[1].rows} == {
+        f"{who} to {other}{more}" for who, other in (("module", "runtime"), ("graph", "module"))
+        for more in ("", ", 3 layers")
+    }  # fmt: skip
+    assert all(parameter.is_meta for parameter in sources[1].model.parameters())
+
+
+@pytest.mark.slow
+def test_a_wrong_weight_is_found_though_the_graph_is_right(checkpoint, tmp_path, monkeypatch):
+    """A matrix of another layer, rounded as it should be."""
+    where = str(checkpoint)
+    monkeypatch.setattr(spec, "LOADED", 0)
+    layout = layout_for(load_config(where), load_policy("keydiff"), BUDGET, BLOCK)
+    source = open_model(where, "int4", layout)
+    places = dict(source.checkpoint.places)
+    wrong = Checkpoint(places, torch.float32)
+    one, other = (f"model.model.layers.{i}.mlp.up_proj.weight" for i in (4, 1))
+
+    class Swapped(Checkpoint):
+        def __getitem__(self, name):
+            return super().__getitem__(other if name == one and not self.right else name)
+
+    wrong = Swapped(places, torch.float32)
+    wrong.right = False
+    from kvcap.export.decoder import write as writing
+
+    def check(*given, streaming=writing.check_streaming):
+        wrong.right = True
+        return streaming(*given)
+
+    monkeypatch.setattr(writing, "check_streaming", check)
+    with pytest.raises(ToleranceError, match=r"layers\.4\.mlp\.up_proj.*rounded by"):
+        write(replace(source, checkpoint=wrong), layout, "int4", tmp_path / "x", True)
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_command_says_what_was_asked(checkpoint, tmp_path, capsys):
+    out = tmp_path / "x"
+    code = run(["export", "decoder", str(checkpoint), "-o", str(out), "--kv-budget-tokens", "12",
+                "--block-size", "4", "--dtype", "int4", "--symmetric", "--quick",
+                "--json"])  # fmt: skip
+    assert code == 0
+    assert json.loads(capsys.readouterr().out)["dtype"] == "int4"
+    assert json.loads((out / MANIFEST).read_text())["symmetric"] is True
+    assert run(["export", "verify", str(out), "--quick"]) == 0
+    other = ["export", "decoder", str(checkpoint), "-o", str(out), "--kv-budget-tokens", "12",
+             "--block-size", "4", "--dtype", "int4"]  # fmt: skip
+    capsys.readouterr()
+    assert run(other) == 2
+    assert "symmetric True instead of False" in capsys.readouterr().err
+
+
+def test_names_are_numbered_by_their_layer():
+    model, layout = made()
+    how = numbered(Decoder(model, layout).model, "model.")
+    assert how.of("kept_keys.3") == 3
+    assert how.at("model.model.layers.1.mlp.up_proj.weight", 7) == (
+        "model.model.layers.7.mlp.up_proj.weight"
+    )
+    assert how.of("v12") is how.of("model.lm_head.weight") is how.of("input_ids") is None
