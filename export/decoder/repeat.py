@@ -101,6 +101,8 @@ def _levels(graph: Any, numbered: Numbered) -> list[int]:
         lengths = node.op_type == "Shape" and node.input[0] in number
         level = -1 if lengths else max((of.get(name, -1) for name in node.input), default=-1)
         of |= dict.fromkeys(node.output, level)
+        if node.op_type == "Transpose":  # a weight, as products read it
+            number[node.output[0]] = number.get(node.input[0])
     reader: dict[str, int] = {}
     found = []
     for node in reversed(graph.node):

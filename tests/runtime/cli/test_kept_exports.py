@@ -1,0 +1,175 @@
+"""`--weights`: a model is exported once, and found again as long as nothing in it has changed."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import threading
+from collections import namedtuple
+from pathlib import Path
+
+import pytest
+import typer
+
+from kvcap import pocket
+from kvcap.cli import run
+from kvcap.runtime.cli import kept_exports
+from kvcap.runtime.cli.kept_exports import cache_folder, identity, kept_export
+from kvcap.runtime.cli.options import Budget
+from kvcap.runtime.errors import NotExportable, PlanInfeasible
+from kvcap.runtime.types import MANIFEST
+
+
+@pytest.fixture
+def made(tmp_path, monkeypatch):
+    """Commands that would have exported; each leaves a manifest alone, which counts as whole."""
+    commands = []
+
+    def export(command, **_):
+        commands.append(command)
+        out = Path(command[command.index("-o") + 1])
+        out.mkdir()
+        (out / MANIFEST).write_text("{}")
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(kept_exports.subprocess, "run", export)
+    monkeypatch.setattr(kept_exports, "_is_whole", lambda out: (out / MANIFEST).is_file())
+    return commands
+
+
+@pytest.fixture
+def model(tmp_path):
+    folder = tmp_path / "model"
+    shutil.copytree(pocket.path(), folder)
+    return folder
+
+
+def test_the_cache_folder_is_the_users_own(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert cache_folder() == tmp_path / "kvcap" / "exports"
+    monkeypatch.setenv("XDG_CACHE_HOME", "not/absolute")  # is to be ignored
+    assert cache_folder() == Path.home() / ".cache" / "kvcap" / "exports"
+
+
+def test_it_is_made_once_and_again_when_something_in_it_differs(model, made, capsys):
+    first = kept_export(str(model), "int4", Budget())
+    assert "once" in capsys.readouterr().err
+    assert kept_export(str(model), "int4", Budget()) == first
+    assert len(made) == 1
+    assert capsys.readouterr().err == ""
+    others = [
+        kept_export(str(model), "int8", Budget()),
+        kept_export(str(model), "int4", Budget(), symmetric=True),
+        *(kept_export(str(model), "int4", Budget(**given)) for given in (
+            {"kv_budget_tokens": 64}, {"block_size": 16}, {"positions": "true"},
+            {"policy": "knorm"}, {"sink_tokens": 4}, {"policy_option": ["anchor=median"]},
+        )),
+    ]  # fmt: skip
+    config = model / "config.json"
+    config.write_text(config.read_text() + " ")
+    others.append(kept_export(str(model), "int4", Budget()))
+    assert len({first, *others}) == len(made) == 1 + len(others)
+
+
+def test_the_versions_that_made_it_count(model, monkeypatch):
+    before = identity(str(model), "int4", Budget())
+    monkeypatch.setattr(kept_exports, "_version", lambda package: f"newer {package}")
+    assert identity(str(model), "int4", Budget()) != before
+
+
+def test_the_command_is_told_everything(model, made):
+    kept_export(str(model), "int8", Budget(policy="knorm", sink_tokens=2, block_size=32))
+    (command,) = made
+    said = " ".join(command[command.index("export") :])
+    assert said.startswith(f"export decoder {model} --dtype int8 --policy knorm")
+    assert "--kv-budget-tokens 256 --block-size 32 --sink-tokens 2" in said
+
+
+def test_where_it_is_and_how_it_is_deleted_is_told(model, made, capsys):
+    folder = kept_export(str(model), "int4", Budget()).parent
+    assert f"kept in {folder}" in capsys.readouterr().err.replace("\n", "")
+    shutil.rmtree(folder)
+    kept_export(str(model), "int4", Budget(), quiet=True)
+    assert len(made) == 2
+    assert capsys.readouterr().err == ""
+
+
+def test_what_a_killed_export_left_never_counts(model, made):
+    out = kept_export(str(model), "int4", Budget())
+    shutil.rmtree(out)
+    left = out.parent / ".kvcap-left" / "decoder"
+    left.mkdir(parents=True)
+    (left / MANIFEST).write_text("{}")
+    kept_export(str(model), "int4", Budget())
+    assert len(made) == 2
+    assert not left.exists()
+
+
+def test_a_changed_file_is_made_again(model, tmp_path):
+    out = tmp_path / "decoder"
+    out.mkdir()
+    (out / MANIFEST).write_text("{}")  # no manifest that could be read
+    assert not kept_exports._is_whole(out)
+
+
+def test_two_at_once_make_it_once(model, made, capsys):
+    started = threading.Barrier(2)
+    found = []
+
+    def one():
+        started.wait()
+        found.append(kept_export(str(model), "int4", Budget()))
+
+    threads = [threading.Thread(target=one) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(made) == 1
+    assert found[0] == found[1]
+
+
+def test_an_export_that_fails_ends_with_its_code(model, made, monkeypatch):
+    monkeypatch.setattr(kept_exports.subprocess, "run",
+                        lambda command, **_: subprocess.CompletedProcess(command, 2))  # fmt: skip
+    with pytest.raises(typer.Exit) as error:
+        kept_export(str(model), "int4", Budget())
+    assert error.value.exit_code == 2
+
+
+def test_no_room_on_the_disk(model, made, monkeypatch):
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(kept_exports.shutil, "disk_usage", lambda _: usage(1, 1, 1 << 20))
+    with pytest.raises(NotExportable, match=r"takes up to .* 1.0 MiB are free.*XDG_CACHE_HOME"):
+        kept_export(str(model), "int4", Budget())
+    assert not made
+
+
+def test_what_cannot_be(model, made, tmp_path, capsys):
+    export = tmp_path / "export"
+    export.mkdir()
+    (export / MANIFEST).write_text("{}")
+    with pytest.raises(NotExportable, match="exported decoder already"):
+        kept_export(str(export), "int4", Budget())
+    with pytest.raises(PlanInfeasible, match="--kv-budget-tokens"):
+        kept_export(str(model), "int4", Budget(kv_budget="1MiB"))
+    wrong = {"int3": ["--weights", "int3"],
+             "ONNX Runtime": ["--weights", "int4", "--backend", "torch"]}  # fmt: skip
+    for told, arguments in wrong.items():
+        assert run(["generate", "pocket", "Hello!", *arguments]) == 2
+        assert told in capsys.readouterr().err
+    assert not made
+
+
+@pytest.mark.slow
+def test_one_command_answers_and_a_model_without_a_graph_says_why(tmp_path, monkeypatch, capfd):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    given = ["generate", "pocket", "Hello!", "--weights", "int4", "--max-new-tokens", "4"]
+    assert run(given) == 0
+    first = capfd.readouterr()
+    assert "kept in" in first.err
+    assert run(given) == 0
+    assert capfd.readouterr().out == first.out
+    assert run([*given, "--policy", "adakv"]) == 2
+    assert "unequally" in capfd.readouterr().err
