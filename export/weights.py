@@ -110,7 +110,8 @@ def unpack(packed: Packed, columns: int, rounding: Rounding) -> Tensor:
 def _blocks(rows: Tensor) -> Tensor:
     """Rows [N, K] as [N, ceil(K / 32), 32], zeros behind the last."""
     missing = -rows.shape[1] % BLOCK
-    return torch.nn.functional.pad(rows, (0, missing)).unflatten(1, (-1, BLOCK))
+    found: Tensor = torch.nn.functional.pad(rows, (0, missing)).unflatten(1, (-1, BLOCK))
+    return found
 
 
 def _nonzero(scales: Tensor) -> Tensor:

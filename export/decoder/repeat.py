@@ -9,9 +9,9 @@ done. Knows ONNX graphs and how their inputs are numbered; no model.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 TRACED = 3  # layers: the first one, which does what all share, and two that are compared
 
@@ -33,7 +33,7 @@ class Numbered(NamedTuple):
         return f"{name[: found.start(1)]}{layer}{name[found.end(1) :]}"
 
 
-Naming = Callable[[int, dict[str, str], dict[str, str]], str]  # layer, its names, those before it
+Naming = tuple[Literal["own", "numbered", "shared", "before"], str]  # whose output, which name
 
 
 class _Step(NamedTuple):
@@ -69,7 +69,7 @@ def repeat(model: Any, numbered: Numbered, layers: int) -> bool:
     before, nodes = pairs, list[Any]()
     for layer in range(TRACED, layers):
         own = {name: _named(name, layer, numbered) for name in pairs}
-        nodes += [_made(step, layer, own, before) for step in steps]
+        nodes += [_made(step, layer, numbered, own, before) for step in steps]
         before = own
     last = {pairs[name]: before[name] for name in pairs}
     for node in rest:
@@ -132,13 +132,13 @@ def _compare(
         found = list[Naming]()
         for x, y in zip(one.input, other.input, strict=True):
             if x in pairs and pairs[x] == y:
-                found.append(lambda layer, own, before, x=x: own[x])
+                found.append(("own", x))
             elif x in inputs and numbered.of(x) == 1 and y == numbered.at(x, 2):
-                found.append(lambda layer, own, before, x=x: numbered.at(x, layer))
+                found.append(("numbered", x))
             elif x == y or (x in constants and constants[x] == constants.get(y)):
-                found.append(lambda layer, own, before, x=x: x)
+                found.append(("shared", x))
             elif y in mine and not {x} & (mine | inputs | constants.keys()):
-                found.append(lambda layer, own, before, y=y: before[y])
+                found.append(("before", y))
             else:
                 return None
         pairs |= dict(zip(one.output, other.output, strict=True))
@@ -164,10 +164,16 @@ def _named(name: str, layer: int, numbered: Numbered) -> str:
     return f"{name}.{layer}" if numbered.of(name) is None else numbered.at(name, layer)
 
 
-def _made(step: _Step, layer: int, own: dict[str, str], before: dict[str, str]) -> Any:
+def _made(
+    step: _Step, layer: int, numbered: Numbered, own: dict[str, str], before: dict[str, str]
+) -> Any:
     """A node of another layer; `before` are the outputs of the layer before it."""
+    names = {"own": own, "before": before}
     node = type(step.node).FromString(step.node.SerializeToString())
-    node.input[:] = [name(layer, own, before) for name in step.inputs]
+    node.input[:] = [
+        numbered.at(name, layer) if kind == "numbered" else names.get(kind, {}).get(name, name)
+        for kind, name in step.inputs
+    ]
     node.output[:] = [own[name] for name in node.output]
     return node
 
