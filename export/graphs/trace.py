@@ -27,7 +27,7 @@ def trace(graph: Graph, given: dict[str, Tensor]) -> Any:
         axis: torch.export.Dim(axis, min=1) for axis in DYNAMIC if graph.sizes[axis] is None
     }
     tensors = [given[port.name] for port in graph.inputs]
-    program = program_of(graph, graph.inputs, tensors, open_axes)
+    program = program_of(graph, graph.inputs, tensors, open_axes, optimize=False)
     library("onnxscript.optimizer").optimize_ir(program.model, output_size_limit=FOLDED)
     model = program.model_proto
     model.ir_version = min(model.ir_version, IR_VERSION)
@@ -56,7 +56,7 @@ def trace_without_weights(
         tensors: to trace it on.
         open_axes: those without a fixed size, as a torch.export.Dim each.
     """
-    program = program_of(module, ports, tensors, open_axes)
+    program = program_of(module, ports, tensors, open_axes, optimize=False)
     ir, graph = library("onnx_ir"), program.model.graph
     for name in module.state_dict().keys() & graph.initializers.keys():
         weight = graph.initializers.pop(name)
@@ -72,9 +72,13 @@ def trace_without_weights(
 
 
 def program_of(
-    module: nn.Module, ports: list[Port], tensors: list[Tensor], open_axes: dict[str, Any]
+    module: nn.Module,
+    ports: list[Port],
+    tensors: list[Tensor],
+    open_axes: dict[str, Any],
+    optimize: bool = True,
 ) -> Any:
-    """The torch.onnx.ONNXProgram of a module, as it was traced on `tensors`, its inputs in order.
+    """The torch.onnx.ONNXProgram of a module, traced on `tensors`, its inputs in order.
 
     `open_axes` are those without a fixed size, as a torch.export.Dim each.
     """
@@ -92,7 +96,7 @@ def program_of(
             input_names=[port.name for port in ports],
             external_data=False,
             verbose=False,
-            optimize=False,
+            optimize=optimize,
             custom_translation_table=translations(),
         )
     assert program is not None
