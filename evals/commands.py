@@ -83,6 +83,12 @@ def eval_command(
     dtype: Dtype = None,
     device: Device = None,
     threads: Threads = None,
+    kv_dtype: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME", help="Of what slots hold: int8, int8-int4 or int4 (the model's own)."
+        ),
+    ] = None,
     plot: Annotated[bool, typer.Option("--plot", help="Draw results.png (kvcap[plot]).")] = False,
     json: Json = False,
 ) -> None:
@@ -116,6 +122,7 @@ def eval_command(
         device=device,
         batch_size=batch_size,
         options=pairs(policy_option or []),
+        kv_dtype=kv_dtype,  # type: ignore[arg-type]  # the cache refuses other names
     )
     with _meter("{task.completed}/{task.total} cells") as progress:
         meter = progress.add_task("eval", total=None)
@@ -446,7 +453,8 @@ def _numbers(option: str, text: str) -> tuple[int, ...]:
 def _cell_line(cell: Cell) -> str:
     s = cell.setting
     budget = "uncapped" if s.budget is None else f"{s.budget} slots"
-    policy = " ".join([s.policy, *(f"{name}={value}" for name, value in s.options)])
+    given = [*(f"{name}={value}" for name, value in s.options), *([s.slots] if s.slots else [])]
+    policy = " ".join([s.policy, *given])
     return (
         f"{cell.score:.2f}  {s.task}, {s.length:,} tokens, {policy}, {budget}, {s.positions}"
         f"  ({cell.seconds:.1f} s)"

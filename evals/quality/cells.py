@@ -10,6 +10,7 @@ from statistics import NormalDist
 from typing import Any
 
 from kvcap.evals.reports import versions
+from kvcap.runtime.cache.slot_format import KvDtype
 from kvcap.runtime.types import Positions
 
 Options = tuple[tuple[str, Any], ...]
@@ -31,6 +32,12 @@ class Setting:
     seed: int
     block_size: int
     options: Options = ()  # given to the policy, sorted by name
+    kv_dtype: KvDtype | None = None  # of what slots hold; None: `dtype`
+
+    @property
+    def slots(self) -> str:
+        """What slots hold, for labels: 'int8 slots', or '' for the model's own numbers."""
+        return f"{self.kv_dtype} slots" if self.kv_dtype else ""
 
 
 @dataclass(frozen=True)

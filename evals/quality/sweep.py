@@ -34,6 +34,7 @@ from kvcap.policies import PINS, load_policy, policies
 from kvcap.runtime.backends.pytorch.loop import BlockLoop
 from kvcap.runtime.backends.pytorch.runtime import Runtime, parse_dtype
 from kvcap.runtime.cache.cache import BudgetCache
+from kvcap.runtime.cache.slot_format import KvDtype
 from kvcap.runtime.models.files import load_config, load_tokenizer
 from kvcap.runtime.models.names import resolve
 from kvcap.runtime.types import Positions
@@ -61,6 +62,7 @@ class Sweep:
     device: str | None = None
     batch_size: int = 8  # prompts read at once
     options: Mapping[str, Any] = field(default_factory=dict)  # for every policy that has them
+    kv_dtype: KvDtype | None = None  # of what slots hold; None: the model's own numbers
 
     def check(self) -> None:
         """Refuse numbers and names that cannot be run.
@@ -117,6 +119,7 @@ class Sweep:
                 seed=self.seed,
                 block_size=self.block_size,
                 options=self._options_for(policy),
+                kv_dtype=self.kv_dtype if capped else None,
             )
             found.setdefault(setting)
         return list(found)
@@ -188,6 +191,7 @@ def new_cache(config: Any, setting: Setting) -> BudgetCache:
         setting.block_size,
         load_policy(setting.policy, **dict(setting.options)),
         positions=setting.positions,
+        kv_dtype=setting.kv_dtype,
     )
 
 

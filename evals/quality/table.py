@@ -59,8 +59,9 @@ def _table(cells: list[Cell]) -> list[str]:
 
 
 def label(s: Setting) -> str:
-    """The policy and the options it was given."""
-    return ", ".join([s.policy, *(f"{name}={value}" for name, value in s.options)])
+    """The policy, the options it was given, and what slots hold if not the model's numbers."""
+    given = [*(f"{name}={value}" for name, value in s.options), *([s.slots] if s.slots else [])]
+    return ", ".join([s.policy, *given])
 
 
 def _cells(row: list[Cell | None]) -> list[str]:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from kvcap.kernels import dequantise
+from kvcap.kernels.choice import ready
 from kvcap.runtime.cache.evicted_store import EvictedStore, MappedFile
 from kvcap.runtime.cache.layer_balance import LayerBalance
 from kvcap.runtime.cache.layout import CacheLayout
-from kvcap.runtime.cache.pool import Segment, SlotPool
+from kvcap.runtime.cache.pool import SHIFT, Segment, SlotPool
 from kvcap.runtime.cache.query_window import QueryWindow
 from kvcap.runtime.models.rope import Rotation, table_dtype
 
@@ -28,6 +31,8 @@ class LayerStorage:
     """Its evicted tokens, if a corrector keeps them."""
     rotation: Rotation | None
     """Moves its keys to other positions; None: they stay where they were read."""
+    key_mean: Tensor | None = None
+    """What its quantised keys are held without, [B, K, D] float32: the mean of its first block."""
     needs_rotation: bool = False
     """Whether a slot was ever given up, so that keys count elsewhere than they are rotated to."""
 
@@ -35,6 +40,55 @@ class LayerStorage:
     def pending_rotation(self) -> Rotation | None:
         """What keys must be rotated by before they are used, if by anything yet."""
         return self.rotation if self.needs_rotation else None
+
+    def quantisable(self, keys: Tensor, start: int, first: bool) -> Tensor:
+        """Keys [B, K, T, D] as slots of fewer bits hold them: unrotated, and without their mean.
+
+        Rotated as they are where they are never moved.
+
+        Args:
+            keys: as the model rotated them, at the positions from `start` on.
+            start: the position of the first.
+            first: whether they are the first that the layer reads, whose mean is kept.
+        """
+        keys = keys.float()
+        if self.rotation is not None:
+            keys = self.rotation.unrotated(keys, start)
+        if self.key_mean is not None:
+            if first:
+                torch.mean(keys, dim=2, out=self.key_mean)
+            keys = keys - self.key_mean[:, :, None]
+        return keys
+
+    def read_keys(self, segment: Segment) -> Tensor:
+        """A segment's keys [b, k, held, D] at today's positions: a view where nothing is to do."""
+        rotation, pool = self.pending_rotation, segment.pool
+        if not pool.format.quantised:
+            return (
+                segment.keys
+                if rotation is None
+                else rotation.back(segment.keys, segment.aux(SHIFT))
+            )
+        whole = segment.named(0, segment.held)
+        parts, rotation = pool.format.parts("key", whole), self.rotation
+        mean = None if self.key_mean is None else segment.rows_of(self.key_mean)
+        if ready(pool.keys) and dequantise.covers(parts):
+            turned = () if rotation is None else (whole[SHIFT], rotation.table)
+            interleaved = rotation is not None and rotation.interleaved
+            return dequantise.read(
+                parts, pool.size, pool.read_dtype, mean, *turned, interleaved=interleaved
+            )
+        shape = segment.batch, segment.heads, segment.held, pool.size
+        found = torch.empty(shape, device=pool.keys.device)
+        for start, stop in segment.pieces():
+            named, out = segment.named(start, stop), found[:, :, start:stop]
+            keys = out if rotation is None else torch.empty_like(out)
+            pool.format.read_keys(named, keys)
+            if mean is not None:
+                keys.add_(mean[:, :, None])
+            if rotation is not None:
+                rotation.on(keys, -named[SHIFT], out)
+        return found.to(pool.read_dtype)
 
     def enable_rotation(self) -> None:
         """Have keys rotated from now on, though by nothing before a slot was given up."""
@@ -88,7 +142,7 @@ class Allocation:
             StoreFailed: the file of evicted tokens cannot be made.
         """
         layout, heads = self.layout, self.layout.shape.heads
-        segments, ring, store = self._segments(index, like), None, None
+        segments, ring, store, mean = self._segments(index, like), None, None, None
         rotation = self.rotation(like) if layout.rotates[index] else None
         if layout.window_length:
             ring = QueryWindow(like, heads, layout.window_length)
@@ -97,7 +151,10 @@ class Allocation:
             new = self._in_file(corrector.directory, like)
             store = EvictedStore(corrector, segments, heads, rotation, new)
             self._register(f"evicted.{index}", store.named, like)
-        return LayerStorage(segments, ring, store, rotation)
+        if layout.centred(index):
+            mean = like.new_zeros(*like.shape[:2], like.shape[3], dtype=torch.float32)
+            self._register(f"mean.{index}", partial(dict, keys=mean), like)
+        return LayerStorage(segments, ring, store, rotation, mean)
 
     def rotation(self, like: Tensor) -> Rotation:
         """The table of rotations that all capped layers share, for keys such as these."""
@@ -149,7 +206,10 @@ class Allocation:
         slots = sum(layout.slots(index, batch) for index in layers)
         latent, aux = layout.shape.latent, layout.aux(layers)
         first = None if latent is None else latent.rotated
-        pool = SlotPool(slots, size, like.dtype, like.device, aux, values_from=first)
+        pool = SlotPool(
+            slots, size, like.dtype, like.device, aux, values_from=first,
+            slot_format=layout.slot_format,
+        )  # fmt: skip
         self._register(f"pool.{number}", pool.named, like)
         found, start = [], 0
         for index in layers:

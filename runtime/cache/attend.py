@@ -2,7 +2,7 @@
 
 A key is stored rotated as the model made it, to the position behind what its head then held, with
 the `shift` its position has moved down since; attention rotates a copy, or what it reads, so that
-errors never add up.
+errors never add up. Of slots of fewer bits it reads a copy in any case, see `LayerStorage`.
 """
 
 from __future__ import annotations
@@ -39,10 +39,11 @@ class AttentionCall(NamedTuple):
 
 
 class _HeldKeys(NamedTuple):
-    """A layer's keys at the positions where they count now."""
+    """A layer's keys at the positions where they count now, and its values."""
 
     segments: list[Tensor]  # [b, k, held, D] of every segment
-    pool: Tensor  # [slots, D] of the whole pool, where attention is packed
+    values: list[Tensor]  # [b, k, held, D] of every segment
+    pool: Tensor  # keys [slots, D] of the whole pool, where attention is packed
     stored: StoredKeys | None = None  # what rotating them told of the first segment's
 
 
@@ -109,7 +110,9 @@ class SlotAttention:
         keys = self._keys(packed)
         queries = [segment.rows_of(query) for segment in self.segments]
         total, length = block.total_tokens, block.length
-        step = AttentionStep(total, length, keys.segments, queries, *call, counter, keys.stored)
+        step = AttentionStep(
+            total, length, keys.segments, queries, *call, counter, keys.stored, values=keys.values
+        )
         has_work = evictor.has_work(block.length)
         # A selection occupies few of a GPU's multiprocessors: attention hides it.
         early = has_work and context.is_waited_for
@@ -159,7 +162,7 @@ class SlotAttention:
         assert block.arrived is not None
         key, value = block.arrived
         buffers = segment.append_views(whole=filling)
-        if others or storage.evicted_store is not None:
+        if others or storage.evicted_store is not None or segment.pool.format.quantised:
             return None
         if call.softcap is not None or call.sinks is not None:
             return None
@@ -209,6 +212,8 @@ class SlotAttention:
         if call.expansion is not None:
             return False
         first = self.segments[0]
+        if first.pool.format.quantised:
+            return False
         keys, values, heads = first.pool.keys, first.pool.values, first.layer_heads
         return packs(query, keys, values, heads, call.softcap, call.sinks)
 
@@ -216,20 +221,20 @@ class SlotAttention:
         """All keys, rotated to where they count now; the whole pool's at once where `packed`."""
         segments, pool = self.segments, self.segments[0].pool
         rotation = self.storage.pending_rotation
-        if rotation is None:
-            return _HeldKeys([segment.keys for segment in segments], pool.keys)
-        if packed:
+        values = [segment.read_values() for segment in segments]
+        if rotation is not None and packed:
             flat = rotation.back(pool.keys, pool.aux[SHIFT])
-            return _HeldKeys([segment.view(flat) for segment in segments], flat)
-        if self.evictor.uses_stored_keys:
+            return _HeldKeys([segment.view(flat) for segment in segments], values, flat)
+        if rotation is not None and self.evictor.uses_stored_keys and not pool.format.quantised:
             keys, sums = rotation.back_and_sums(segments[0].keys, segments[0].aux(SHIFT))
-            return _HeldKeys([keys], pool.keys, StoredKeys(sums, None))
-        rotated = [rotation.back(segment.keys, segment.aux(SHIFT)) for segment in segments]
-        return _HeldKeys(rotated, pool.keys)
+            return _HeldKeys([keys], values, pool.keys, StoredKeys(sums, None))
+        found = [self.storage.read_keys(segment) for segment in segments]
+        return _HeldKeys(found, values, pool.keys)
 
     def _over_all_slots(self, query: Tensor, used: Tensor, call: AttentionCall) -> Tensor:
         """Attention over the first `used` [] slots, a number on the device, of one segment."""
         (segment,) = self.segments
+        assert not segment.pool.format.quantised, "no CUDA graph reads them"
         keys, values = (segment.whole(x) for x in (segment.pool.keys, segment.pool.values))
         return attend_to_some(query, keys, values, used, call.scaling, call.softcap, call.sinks)
 
@@ -246,14 +251,15 @@ class SlotAttention:
         if packed:
             return self._over_packed(query, keys.pool, call)
         queries = [segment.rows_of(query) for segment in self.segments]
-        return self._over_segments(query, queries, keys.segments, call)
+        return self._over_segments(query, queries, keys, call)
 
     def _over_segments(
-        self, query: Tensor, queries: list[Tensor], keys: list[Tensor], call: AttentionCall
+        self, query: Tensor, queries: list[Tensor], held: _HeldKeys, call: AttentionCall
     ) -> Tensor:
         """Attention segment by segment, with what evicted tokens add where they are kept."""
         store, out = self.storage.evicted_store, None
         scaling, softcap = call.scaling, call.softcap
+        keys, values = held.segments, held.values
         for i, segment in enumerate(self.segments):
             sinks = segment.query_heads_of(call.sinks)
             if call.expansion is not None:
@@ -261,7 +267,9 @@ class SlotAttention:
                 over = attend_expanded if expands else attend_absorbed
                 part = over(queries[i], keys[i], call.expansion, scaling, softcap)
             elif store is None:
-                part = attend(queries[i], keys[i], segment.values, scaling, softcap, sinks=sinks)
+                mine = queries[i].to(keys[i].dtype)  # of slots of fewer bits it may be another
+                part = attend(mine, keys[i], values[i], scaling, softcap, sinks=sinks)
+                part = part.to(query.dtype)
             else:
                 part = store.attend(i, segment, queries[i], keys[i], scaling, softcap, sinks)
             if len(self.segments) == 1:

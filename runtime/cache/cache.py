@@ -16,9 +16,10 @@ from kvcap.runtime.cache.allocation import Allocation
 from kvcap.runtime.cache.evicted_store import EvictedStore
 from kvcap.runtime.cache.layer import BudgetLayer
 from kvcap.runtime.cache.layer_balance import LayerBalance
-from kvcap.runtime.cache.layout import CacheLayout
+from kvcap.runtime.cache.layout import UNREAD, CacheLayout
 from kvcap.runtime.cache.pinned_slots import check_pins, slots_needed
 from kvcap.runtime.cache.pool import Segment, resize
+from kvcap.runtime.cache.slot_format import KvDtype, SlotFormat
 from kvcap.runtime.cache.step import ForwardContext
 from kvcap.runtime.errors import (
     BlockTooLarge,
@@ -64,6 +65,9 @@ class BudgetCache(Cache):  # type: ignore[misc]
             loaded with `attn_implementation='kvcap'`, else true. Under M-RoPE it is exact for text
             alone: a model that reads images too has true ones.
         evict_every: in generation, evict every so many tokens, at most `block_size`.
+        kv_dtype: 'int8', 'int8-int4' (keys in 8 bits, values in 4) or 'int4' to quantise what
+            slots hold, with `attn_implementation='kvcap'`; by default they hold the model's own
+            numbers.
 
     One conversation: a second generate() goes on with it, as with any cache of transformers, which
     take a longer prompt for the whole conversation; `reset()` comes before another one. No gradient
@@ -72,10 +76,11 @@ class BudgetCache(Cache):  # type: ignore[misc]
     a new one for every call.
 
     Raises:
-        UnsupportedModel: for the model or its positions, or for a policy that needs
+        UnsupportedModel: for the model or its positions, or for a policy or slots that need
             `attn_implementation='kvcap'`.
         PolicyError: unknown policy, or pins that do not fit the budget.
-        PlanInfeasible: sizes that are not whole numbers from 1, or `evict_every` above the block.
+        PlanInfeasible: sizes that are not whole numbers from 1, `evict_every` above the block, or
+            an unknown `kv_dtype`.
     """
 
     def __init__(
@@ -87,6 +92,7 @@ class BudgetCache(Cache):  # type: ignore[misc]
         *,
         positions: Positions | None = None,
         evict_every: int = 1,
+        kv_dtype: KvDtype | None = None,
     ) -> None:
         sizes = {"budget_tokens": budget_tokens, "block_size": block_size,
                  "evict_every": evict_every}  # fmt: skip
@@ -107,10 +113,15 @@ class BudgetCache(Cache):  # type: ignore[misc]
         shape = ModelShape.of(config, budget_tokens + block_size)
         stock = self._check_attention(config, shape, positions)
         self._attends = getattr(config, "_attn_implementation", None) == ATTENTION
+        slot_format = SlotFormat.of(kv_dtype)
+        if stock and slot_format.quantised:
+            raise UnsupportedModel(UNREAD.format(kv_dtype))
         if positions is None:
             compact = not stock and shape.can_be_compact(budget_tokens + block_size)
             positions = "compact" if compact else "true"
-        self.layout = CacheLayout(shape, self.eviction, budget_tokens, block_size, positions)
+        self.layout = CacheLayout(
+            shape, self.eviction, budget_tokens, block_size, positions, slot_format
+        )
         self.eviction.check(budget_tokens, len(shape.capped), shape.kv_heads)
         self.context = ForwardContext()
         """The forward pass in hand."""
@@ -138,7 +149,8 @@ class BudgetCache(Cache):  # type: ignore[misc]
             f"BudgetCache({shape.family}, {len(self.capped_layers)} of {len(shape.layers)} layers "
             f"capped, {shape.kv_heads} KV heads of {shape.head_size}; policy "
             f"{self.eviction.name!r}, "
-            f"{layout.positions} positions; {self.seen:,} tokens read, {self.held:,} held of "
+            f"{layout.positions} positions{layout.slot_format.told}; {self.seen:,} tokens read, "
+            f"{self.held:,} held of "
             f"{layout.budget_tokens:,}, blocks of {self.block_size:,}; {allocated})"
         )
 

@@ -45,6 +45,7 @@ class AttentionStep:
     expansion: Expansion | None = None  # of slots that hold latents
     token_counter: Tensor | None = None  # `tokens` on the device [], inside a CUDA graph
     stored: kernels.StoredKeys | None = None  # of the first segment's keys
+    values: list[Tensor] | None = None  # of every segment likewise; None: read from its slots
 
 
 @dataclass
@@ -336,7 +337,7 @@ class Evictor:
             projection = projection[segment.head : segment.head + segment.heads]
         return Observation(
             keys=step.keys[index],
-            values=segment.values,
+            values=segment.read_values() if step.values is None else step.values[index],
             positions=segment.positions,
             num_tokens=step.tokens if step.token_counter is None else step.token_counter,
             budget=segment.target_length,

@@ -21,6 +21,7 @@ from kvcap.runtime.cache.allocation import Allocation, LayerStorage
 from kvcap.runtime.cache.attend import AttentionCall, SlotAttention
 from kvcap.runtime.cache.evicted_store import EvictedStore
 from kvcap.runtime.cache.evictor import AttentionStep, Evictor
+from kvcap.runtime.cache.layout import UNREAD
 from kvcap.runtime.cache.pool import Segment
 from kvcap.runtime.cache.query_window import QueryWindow
 from kvcap.runtime.cache.step import ForwardContext, PendingBlock
@@ -107,9 +108,10 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
     def keys(self) -> Tensor | None:
         """The held keys [B, K, held, D] as they are stored (a view), or None before the first.
 
-        Heads that hold unequally many have no such tensor: read their `segments`.
+        Heads that hold unequally many have no such tensor, nor have quantised slots: read their
+        `segments`.
         """
-        return self.segments[0].keys if len(self.segments) == 1 else None
+        return self.segments[0].keys if self._in_one else None
 
     @keys.setter
     def keys(self, value: None) -> None:
@@ -118,11 +120,16 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
     @property
     def values(self) -> Tensor | None:
         """The held values [B, K, held, D] (a view), as `keys`."""
-        return self.segments[0].values if len(self.segments) == 1 else None
+        return self.segments[0].values if self._in_one else None
 
     @values.setter
     def values(self, value: None) -> None:
         assert value is None
+
+    @property
+    def _in_one(self) -> bool:
+        """Whether one tensor is all that is held, in the model's type."""
+        return len(self.segments) == 1 and not self.layout.slot_format.quantised
 
     @property
     def held(self) -> int:
@@ -172,9 +179,9 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
         In latent attention it is latents [B, 1, T, R] and rotated parts [B, 1, T, r], which become
         slots `[k_rot, c]`; a `LatentBlock` of each is returned.
 
-        Where heads hold unequally many, or several blocks come in one pass, they are returned: only
-        the registered attention function, which does not read what is returned, runs then. No
-        gradient flows through either.
+        Where heads hold unequally many, slots are quantised or several blocks come in one pass,
+        the block is returned: only the registered attention function, which does not read what is
+        returned, runs then. No gradient flows through either.
 
         Raises:
             BlockTooLarge, MemoryCapExceeded, CacheMismatch: before anything is changed.
@@ -243,7 +250,12 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
         assert block.arrived is not None
         self._make_room(block)
         (keys, values), block.arrived = block.arrived, None
-        keys = self._attention.align(keys, block.offsets)
+        if self.layout.slot_format.quantised:
+            assert self.storage is not None
+            read_at = block.offsets[0] + self.segments[0].held
+            keys = self.storage.quantisable(keys, read_at, first=not self.seen)
+        else:
+            keys = self._attention.align(keys, block.offsets)
         context = block.context
         times = context.times_of(self.seen, block.length, keys.device)
         for segment in self.segments:
@@ -406,6 +418,8 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
                 "does not show, or divides slots unevenly; load the model with "
                 "attn_implementation='kvcap'"
             )
+        if self.pending is not None and self.layout.slot_format.quantised:
+            raise UnsupportedModel(UNREAD.format(self.layout.slot_format.name))
         if self.pending is not None and self.rotates:
             raise UnsupportedModel(
                 "positions='compact' need the registered attention function; load the model with "

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
@@ -16,6 +16,7 @@ import torch
 
 from kvcap.policies import Eviction
 from kvcap.runtime.cache.pool import SHIFT
+from kvcap.runtime.cache.slot_format import Shapes, SlotFormat
 from kvcap.runtime.errors import PlanInfeasible, UnsupportedModel
 from kvcap.runtime.models.config import ModelShape
 from kvcap.runtime.models.rope import Rope, table_dtype
@@ -25,6 +26,13 @@ PARTS = ("keys_values", "slot_positions", "policy_state", "evicted_store", "quer
          "rotation_table", "sliding_layers", "state_layers")  # fmt: skip
 EVICTED = {"score": torch.float32, "made_at": torch.int32}
 """What evicted tokens have besides: their score, and the position their key was rotated to."""
+
+
+UNREAD = (
+    "kv_dtype={!r}: stock attention reads slots as the model's own numbers; load the model with "
+    "attn_implementation='kvcap', or leave kv_dtype out"
+)
+"""Of quantised slots with another attention function than kvcap's."""
 
 
 class BufferSpec(NamedTuple):
@@ -47,7 +55,8 @@ class CacheLayout:
     Raises:
         PlanInfeasible: sizes below 1.
         UnsupportedModel: compact positions where keys cannot be moved exactly; evicted tokens that
-            are kept, where layers read the slots of others.
+            are kept, where layers read the slots of others or slots are quantised; keys of 4 bits
+            that cannot be held without rotation.
     """
 
     shape: ModelShape
@@ -55,6 +64,7 @@ class CacheLayout:
     budget_tokens: int  # N
     block_size: int  # T
     positions: Positions
+    slot_format: SlotFormat = field(default_factory=SlotFormat)
 
     def __post_init__(self) -> None:
         if self.block_size < 1:
@@ -74,6 +84,8 @@ class CacheLayout:
                 f"hold {self.longest + self.block_size:,}; use a smaller budget or "
                 "positions='true'"
             )
+        if self.slot_format.quantised:
+            self._check_quantised()
         if self.eviction.corrector is not None and self.shape.latent is not None:
             raise UnsupportedModel(
                 f"policy {self.eviction.name!r} keeps the keys and values of evicted tokens, and "
@@ -84,6 +96,31 @@ class CacheLayout:
                 f"policy {self.eviction.name!r} adds to a layer's attention what its evicted "
                 "tokens would have given to its own queries, and here other layers attend to them "
                 f"too ({self.shape.shared}); use its base without the corrector"
+            )
+
+    def _check_quantised(self) -> None:
+        """Refuse what slots of fewer bits cannot be combined with."""
+        name, size = self.slot_format.name, self.shape.head_size
+        if self.shape.latent is not None:
+            raise UnsupportedModel(
+                f"kv_dtype={name!r} quantises keys and values, and slots of {self.shape.family} "
+                "hold latents, of which every head makes its own; leave kv_dtype out"
+            )
+        if self.eviction.corrector is not None:
+            raise UnsupportedModel(
+                f"kv_dtype={name!r} quantises the cache's own slots, and policy "
+                f"{self.eviction.name!r} keeps evicted tokens beside them; use its base without "
+                "the corrector, or leave kv_dtype out"
+            )
+        if size % 2 and name != "int8":
+            raise UnsupportedModel(
+                f"kv_dtype={name!r} has two numbers in a byte, and a head has {size}; use 'int8'"
+            )
+        turned = [self.shape.layers[i].rope is not None for i in self.shape.capped]
+        if name == "int4" and self.positions == "true" and any(turned):
+            raise UnsupportedModel(
+                "kv_dtype='int4' holds keys without their rotation, for which positions must be "
+                "compact; use positions='compact' where the model can, or kv_dtype='int8-int4'"
             )
 
     @cached_property
@@ -122,6 +159,14 @@ class CacheLayout:
         """Whether the keys of each capped layer are moved to other positions."""
         compact = self.positions == "compact"
         return [compact and self.shape.layers[i].rope is not None for i in self.shape.capped]
+
+    def centred(self, index: int) -> bool:
+        """Whether a capped layer holds what keys have beyond a mean: of unrotated, quantised ones.
+
+        The channels of unrotated keys keep to values of their own; those of rotated ones turn.
+        """
+        rope = self.shape.layers[self.shape.capped[index]].rope
+        return self.slot_format.quantised and (rope is None or self.rotates[index])
 
     def slots(self, index: int, batch: int) -> int:
         """Slots of a capped layer, over all heads of `batch` sequences."""
@@ -170,11 +215,14 @@ class CacheLayout:
         size = self.shape.head_size
         for number, layers in enumerate(self.pools):
             slots = sum(self.slots(index, batch) for index in layers)
-            whole = _slots(f"pool.{number}", slots, size, dtype, self.aux(layers))
+            shapes = self.slot_format.shapes(size, dtype)
             if self.shape.latent is not None:  # values are part of keys
-                del whole[f"pool.{number}.values"]
-            found |= whole
+                del shapes["values"]
+            found |= _slots(f"pool.{number}", slots, shapes, self.aux(layers))
         for index in range(len(self.budgets)):
+            if self.centred(index):
+                mean = (batch, self.shape.kv_heads, size)
+                found[f"mean.{index}.keys"] = BufferSpec("keys_values", mean, torch.float32)
             if length := self.window_length:
                 queries = (batch, self.shape.heads, length, size)
                 shifts = (batch, self.shape.kv_heads, length)
@@ -182,7 +230,8 @@ class CacheLayout:
                 found[f"window.{index}.shift"] = BufferSpec("query_window", shifts, torch.int32)
             if (corrector := self.eviction.corrector) is not None:
                 slots = batch * self.shape.kv_heads * (corrector.size + self.block_size)
-                kept = _slots(f"evicted.{index}", slots, size, dtype, EVICTED)
+                shapes = SlotFormat().shapes(size, dtype)
+                kept = _slots(f"evicted.{index}", slots, shapes, EVICTED)
                 found |= {name: spec._replace(part="evicted_store") for name, spec in kept.items()}
                 query = (batch, self.shape.heads, 1, size)
                 for name, shape, kind in (
@@ -216,10 +265,13 @@ class CacheLayout:
 
 
 def _slots(
-    place: str, slots: int, size: int, dtype: torch.dtype, aux: Mapping[str, torch.dtype]
+    place: str, slots: int, shapes: Shapes, aux: Mapping[str, torch.dtype]
 ) -> dict[str, BufferSpec]:
-    """The buffers of a `SlotPool`."""
-    found = {name: BufferSpec("keys_values", (slots, size), dtype) for name in ("keys", "values")}
+    """The buffers of a `SlotPool`, whose keys and values have these shapes of a slot."""
+    found = {
+        name: BufferSpec("keys_values", (slots, *shape), kind)
+        for name, (shape, kind) in shapes.items()
+    }
     found["positions"] = BufferSpec("slot_positions", (slots,), torch.int32)
     for name, kind in aux.items():
         part = "slot_positions" if name == SHIFT else "policy_state"

@@ -9,16 +9,22 @@ no transformers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from kvcap.kernels import append
+from kvcap.kernels import append, dequantise
 from kvcap.kernels.choice import ready
+from kvcap.runtime.cache.slot_format import SlotFormat
 
+PIECE = 1 << 20  # bytes of float32 numbers that are dequantised at once on a CPU
 SHIFT = "shift"
-"""The auxiliary tensor of how far a slot's position has moved down since its key was rotated."""
+"""The auxiliary tensor of how far a slot's position has moved down since its key was rotated.
+
+A quantised key that is rotated at all is held unrotated, at position 0: it has moved up by its
+rank, and its shift is minus that.
+"""
 
 
 class SlotPool:
@@ -32,6 +38,8 @@ class SlotPool:
         aux: types of the auxiliary tensors by name.
         new: makes the buffers, as `torch.zeros` does.
         values_from: the values are the keys' numbers from that one on (latents); None: their own.
+        slot_format: in one of fewer bits keys and values are the tensors that it says, and `sides`
+            with scales.
     """
 
     def __init__(
@@ -43,11 +51,20 @@ class SlotPool:
         aux: Mapping[str, torch.dtype] | None = None,
         new: Callable[..., Tensor] = torch.zeros,
         values_from: int | None = None,
+        slot_format: SlotFormat | None = None,
     ) -> None:
-        self.slots, self.values_from = slots, values_from
-        self.keys = new(slots, head_size, dtype=dtype, device=device)
+        self.slots, self.size, self.dtype = slots, head_size, dtype
+        self.values_from, self.format = values_from, slot_format or SlotFormat()
+        shapes = self.format.shapes(head_size, dtype)
+        if values_from is not None:
+            del shapes["values"]
+        self.sides = {
+            name: new(slots, *shape, dtype=kind, device=device)
+            for name, (shape, kind) in shapes.items()
+        }
+        self.keys = self.sides.pop("keys")
         if values_from is None:
-            self.values = new(slots, head_size, dtype=dtype, device=device)
+            self.values = self.sides.pop("values")
         else:
             self.values = self.keys[:, values_from:]
         self.positions = new(slots, dtype=torch.int32, device=device)
@@ -63,10 +80,17 @@ class SlotPool:
         """Bytes that one slot of one head takes."""
         return self.nbytes // self.slots
 
+    @property
+    def read_dtype(self) -> torch.dtype:
+        """Of copies of quantised keys and values: float32 on a CPU, else the model's type."""
+        return torch.float32 if self.keys.device.type == "cpu" else self.dtype
+
     def named(self) -> dict[str, Tensor]:
         """Everything that belongs to a slot, by name."""
         values = {"values": self.values} if self.values_from is None else {}
-        return {"keys": self.keys, **values, "positions": self.positions, **self.aux}
+        return {
+            "keys": self.keys, **values, "positions": self.positions, **self.sides, **self.aux,
+        }  # fmt: skip
 
     def kinds(self) -> dict[str, torch.dtype]:
         """The auxiliary tensors' types by name."""
@@ -134,12 +158,12 @@ class Segment:
 
     @property
     def keys(self) -> Tensor:
-        """The held keys, a view [b, k, held, D]."""
+        """The held keys as they are stored, a view [b, k, held, D]."""
         return self.view(self.pool.keys)
 
     @property
     def values(self) -> Tensor:
-        """The held values, a view [b, k, held, D]."""
+        """The held values as they are stored, a view [b, k, held, D]."""
         return self.view(self.pool.values)
 
     @property
@@ -150,6 +174,33 @@ class Segment:
     def aux(self, name: str) -> Tensor:
         """A auxiliary tensor's held part, a view [b, k, held]."""
         return self.view(self.pool.aux[name])
+
+    def read_values(self) -> Tensor:
+        """The held values [b, k, held, D]: a view, or a copy of quantised ones.
+
+        A copy is in float32 on a CPU, which is what it computes with, else in the model's type.
+        """
+        pool = self.pool
+        if not pool.format.quantised:
+            return self.values
+        parts = pool.format.parts("value", self.named(0, self.held))
+        if ready(pool.values) and dequantise.covers(parts):
+            return dequantise.read(parts, pool.size, pool.read_dtype)
+        out = torch.empty(self.batch, self.heads, self.held, pool.size, device=pool.keys.device)
+        for start, stop in self.pieces():
+            pool.format.read_values(self.named(start, stop), out[:, :, start:stop])
+        return out.to(pool.read_dtype)
+
+    def pieces(self) -> Iterator[tuple[int, int]]:
+        """The held slots of every row in parts, whose copies stay in a processor's cache."""
+        row = 4 * self.batch * self.heads * self.pool.size
+        step = max(32, PIECE // row) if self.pool.keys.device.type == "cpu" else max(1, self.held)
+        for start in range(0, self.held, step):
+            yield start, min(start + step, self.held)
+
+    def named(self, start: int, stop: int) -> dict[str, Tensor]:
+        """Slots [start, stop) of every row of every buffer, views by name."""
+        return {name: self._view(x, start, stop) for name, x in self.pool.named().items()}
 
     def buffers(self) -> list[Tensor]:
         """The held parts of all the pool's buffers, views."""
@@ -192,22 +243,26 @@ class Segment:
         start, stop = self.held, self.held + length
         assert stop <= self.capacity, f"{stop} slots needed, {self.capacity} allocated"
         first = start if after is None else 0
-        blocks = [keys, values] if self.pool.values_from is None else [keys]
         targets = [self._view(buffer, first, first + length) for buffer in self.pool.buffers()]
-        if len(blocks) == 2 and ready(keys) and append.covers(keys, values, targets):
+        if self.pool.values_from is None and ready(keys) and append.covers(keys, values, targets):
             append.append(keys, values, positions, targets, after)
-        elif after is not None:
+            self.held = stop
+            return
+        blocks = {"keys": keys, "values": values, "positions": positions}
+        if self.pool.format.quantised:
+            blocks |= self.pool.format.written(keys, values)
+            count = torch.arange(length, dtype=torch.int32, device=keys.device)
+            blocks[SHIFT] = -(count + (start if after is None else after))  # minus the ranks
+        if after is not None:
             places = after + torch.arange(length, device=keys.device)
-            blocks.append(positions.expand(*keys.shape[:3]))
-            for buffer in self.pool.buffers():
-                block = blocks.pop(0) if blocks else buffer.new_zeros(keys.shape[:3])
-                self.whole(buffer).index_copy_(2, places, block)
+            for name, buffer in self.pool.named().items():
+                whole = self.whole(buffer)
+                block = blocks.get(name, buffer.new_zeros(())).to(buffer.dtype)
+                shape = (*keys.shape[:3], *buffer.shape[1:])
+                whole.index_copy_(2, places, block.expand(shape))
         else:
-            blocks.append(positions)
-            for target, block in zip(targets, blocks, strict=False):
-                target.copy_(block)
-            for aux in targets[len(blocks) :]:
-                aux.zero_()
+            for target, name in zip(targets, self.pool.named(), strict=True):
+                target.copy_(blocks[name]) if name in blocks else target.zero_()
         self.held = stop
 
     def compact(self, evicted: Tensor) -> None:

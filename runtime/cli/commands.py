@@ -270,6 +270,7 @@ def _load_model(model: str, budget: Budget, running: Running) -> Engine:
         device=running.device,
         evict_every=running.evict_every,
         compiled=running.compiled,
+        kv_dtype=budget.kv_dtype,
     )
 
 
@@ -308,6 +309,7 @@ def _load_export(model: str, budget: Budget, running: Running) -> Engine:
     ):
         if given:
             raise NotExportable(f"{option} is not for --backend onnxruntime: {why}; leave it out")
+    _check_export_slots(budget)
     return OrtRuntime.from_directory(
         _export_folder(model), _policy_request(budget), **budget.sizes(), enforce=budget.enforce,
         dtype=budget.dtype, threads=running.threads,
@@ -336,6 +338,7 @@ def planned(model: str, backend: Backend, budget: Budget) -> MemoryPlan:
         dtype=parse_dtype(budget.dtype),
         headers=read_headers(where),
         rehearse=True,
+        kv_dtype=budget.kv_dtype,
         **sizes,
     )
 
@@ -345,10 +348,24 @@ def _planned_export(model: str, budget: Budget) -> MemoryPlan:
     from kvcap.runtime.backends.onnxruntime.plan import plan_of
     from kvcap.runtime.backends.onnxruntime.runtime import check_dtype, find_policy
 
+    _check_export_slots(budget)
     found = manifest.read(_export_folder(model))
     policy = find_policy(found, _policy_request(budget), budget.positions)
     check_dtype(found, budget.dtype)
     return plan_of(found, policy.name, Sizes(**budget.sizes()), pinned=policy.least)
+
+
+def _check_export_slots(budget: Budget) -> None:
+    """Refuse quantised slots, which exported graphs do not have.
+
+    Raises:
+        NotExportable: they are asked for.
+    """
+    if budget.kv_dtype is not None:
+        raise NotExportable(
+            f"--kv-dtype {budget.kv_dtype} is not for --backend onnxruntime: an exported graph "
+            "holds keys and values in its own type; leave it out, or run the model by PyTorch"
+        )
 
 
 def _policy_request(budget: Budget) -> PolicyRequest:

@@ -267,6 +267,14 @@ class Budget:
             "default).",
         ),
     ] = None
+    kv_dtype: Annotated[
+        Literal["int8", "int8-int4", "int4"] | None,
+        option(
+            "--kv-dtype",
+            help="Quantise what is kept: keys and values in 8 bits, keys in 8 and values in 4, or "
+            "both in 4 (by default they stay as they are). The same bytes keep more.",
+        ),
+    ] = None
 
     def eviction(self) -> Eviction:
         """The policy with its options.

@@ -200,7 +200,8 @@ def print_plan(model: str, plan: MemoryPlan, free: FreeMemory, tokens: int) -> N
         table.add_row(name, format_bytes(count), f"{count:,}", how, style=bold)
     print(
         f"{model}: policy {plan.policy}, {plan.budget_tokens:,} slots + blocks of "
-        f"{plan.block_size:,}, {plan.dtype}, {plan.positions} positions\n"
+        f"{plan.block_size:,}, {plan.dtype}, {plan.positions} positions"
+        f"{f', {plan.kv_dtype} slots' if plan.kv_dtype else ''}\n"
     )
     show(table)
     uncapped = plan.uncapped_bytes(tokens)

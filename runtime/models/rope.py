@@ -146,6 +146,32 @@ class Rotation:
         rows = rows.view(*shift.shape, *rows.shape[1:])
         return rotate(x, rows, back=True, interleaved=self.interleaved), None
 
+    def on(self, x: Tensor, by: Tensor, out: Tensor) -> None:
+        """Rotate `x` [..., n, D] on by `by` [..., n] positions, below the table's span, to `out`.
+
+        Both in float32 and apart. In four passes, where `rotate` takes eight.
+        """
+        rows = self.table.index_select(0, by.flatten()).view(*by.shape, *self.table.shape[1:])
+        if self.interleaved:
+            out.copy_(rotate(x, rows, interleaved=True))
+            return
+        cos, sin = rows.float().unbind(-2)
+        half = cos.shape[-1]
+        a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+        to_a, to_b = out[..., :half], out[..., half : 2 * half]
+        torch.mul(a, cos, out=to_a).addcmul_(b, sin, value=-1)
+        torch.mul(b, cos, out=to_b).addcmul_(a, sin)
+        out[..., 2 * half :] = rest
+
+    def unrotated(self, x: Tensor, start: int) -> Tensor:
+        """`x` [..., n, D], rotated to the positions from `start` on, as it is at position 0."""
+        stop = start + x.shape[-2]
+        if stop <= len(self.table):
+            rows = self.table[start:stop]
+        else:
+            rows = rotations(self._inv_freq, torch.arange(start, stop)).to(self.table.device)
+        return rotate(x, rows, back=True, interleaved=self.interleaved)
+
     def rows(self, offsets: Sequence[int]) -> Tensor:
         """Cosines and sines [offsets, 2, R/2] of any offsets, on the device."""
         if all(0 <= offset < len(self.table) for offset in offsets):

@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM
 
 from kvcap.policies import Eviction
 from kvcap.runtime.cache.cache import BudgetCache
+from kvcap.runtime.cache.slot_format import KvDtype
 from kvcap.runtime.cache.step import ForwardContext
 from kvcap.runtime.errors import UnsupportedModel
 from kvcap.runtime.types import ATTENTION, Positions
@@ -35,6 +36,7 @@ def rehearse_block(
     dtype: torch.dtype,
     positions: Positions,
     batch: int = 1,
+    kv_dtype: KvDtype | None = None,
 ) -> int:
     """The most bytes that reading one block takes beyond weights and cache, with its logits.
 
@@ -49,6 +51,7 @@ def rehearse_block(
         dtype: of weights, keys and values.
         positions: 'compact' or 'true'.
         batch: sequences.
+        kv_dtype: of what slots hold, as in `BudgetCache`.
 
     Raises:
         UnsupportedModel: what the model computes depends on its data, so that it has no dry run.
@@ -57,8 +60,9 @@ def rehearse_block(
         model = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION, dtype=dtype)
         model.eval()
         cache = BudgetCache(
-            config, budget_tokens, block_size, data_independent(eviction), positions=positions
-        )
+            config, budget_tokens, block_size, data_independent(eviction), positions=positions,
+            kv_dtype=kv_dtype,
+        )  # fmt: skip
         cache.allocate(batch, dtype, "cpu")
         longest = min(block_size, budget_tokens) if not eviction.policy.evicts else block_size
         ids = torch.zeros(batch, longest, dtype=torch.long)
@@ -96,7 +100,7 @@ def pretend_full(cache: BudgetCache) -> None:
     for state in cache.state_layers.values():
         state.seen, state.has_previous_state[0] = shape.trained_length, True
     segment = cache.capped_layers[0].segments[0]
-    like = segment.pool.keys
+    like = segment.pool.keys.new_empty(0, dtype=segment.pool.dtype)
     for index, layer in cache.sliding_layers.items():
         # It keeps the end of what it and a block had together.
         size = layer.sliding_window - 1

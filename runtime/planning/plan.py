@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     import torch
 
     from kvcap.policies import Eviction
+    from kvcap.runtime.cache.slot_format import KvDtype, SlotFormat
     from kvcap.runtime.models.weights import Headers, Weights, WeightsSource
 
 BUDGET_TOKENS, BLOCK_SIZE = 256, 128  # where neither is asked for and bytes are not few
@@ -70,6 +71,7 @@ class MemoryPlan:
     layers: str = ""  # what the model's layers hold, in words
     position_modes: str = ""  # how positions can be kept, in words
     not_exportable: str = ""  # why ONNX Runtime cannot run the model; '': it can
+    kv_dtype: KvDtype | None = None  # of what slots hold; None: `dtype`
 
     @property
     def summary(self) -> str:
@@ -77,7 +79,7 @@ class MemoryPlan:
         return (
             f"{self.policy} keeps {self.budget_tokens:,} slots in "
             f"{format_bytes(self.cache_bytes)} of KV memory, blocks of {self.block_size:,}, "
-            f"{self.positions} positions"
+            f"{self.positions} positions{f', {self.kv_dtype} slots' if self.kv_dtype else ''}"
         )
 
     def __repr__(self) -> str:
@@ -141,6 +143,7 @@ class MemoryPlan:
         headers: Headers | None = None,
         loaded: bool = False,
         rehearse: bool = False,
+        kv_dtype: KvDtype | None = None,
     ) -> MemoryPlan:
         """Plan a run.
 
@@ -161,6 +164,8 @@ class MemoryPlan:
             loaded: the weights are in this process already.
             rehearse: find the workspace by a dry run, in about a second, and the least budget and
                 cap that work.
+            kv_dtype: 'int8', 'int8-int4' (keys, values) or 'int4' to quantise what slots hold, so
+                that the same bytes hold more of them.
 
         Raises:
             PlanInfeasible: nothing fits, naming what would.
@@ -170,6 +175,7 @@ class MemoryPlan:
 
         from kvcap.policies import load_policy
         from kvcap.runtime.cache.layout import default_positions
+        from kvcap.runtime.cache.slot_format import SlotFormat
         from kvcap.runtime.models.config import ModelShape
         from kvcap.runtime.models.weights import weigh
         from kvcap.runtime.models.wrappers import text_config
@@ -185,7 +191,10 @@ class MemoryPlan:
         positions = positions or default_positions(shape, slots)
         own = process_bytes() + (RUNNING - weights.nbytes if loaded else LOADING)
         baseline = 0 if memory_cap is None else own
-        model = ModelPlanner(text, eviction, dtype, positions, batch, weights, baseline)
+        slot_format = SlotFormat.of(kv_dtype)
+        model = ModelPlanner(
+            text, eviction, dtype, positions, batch, weights, baseline, slot_format
+        )
         heads = len(shape.capped), shape.kv_heads
         if tokens is not None:
             eviction.check(tokens, *heads)
@@ -216,6 +225,7 @@ class ModelPlanner:
     batch: int
     weights: Weights
     baseline: int  # bytes of the process before, where it has a cap
+    slot_format: SlotFormat
 
     def plan(self, tokens: int, block: int) -> MemoryPlan:
         """The plan of `tokens` slots and blocks of `block`, its workspace estimated."""
@@ -226,7 +236,8 @@ class ModelPlanner:
         shape = ModelShape.of(config, tokens + block)
         number = batch * dtype.itemsize  # bytes of one of every sequence's
         slides = [layer for layer in shape.layers if layer.window is not None]
-        layout = CacheLayout(shape, eviction, tokens, block, self.positions)
+        slots = self.slot_format
+        layout = CacheLayout(shape, eviction, tokens, block, self.positions, slots)
         largest = max(map(sum, layout.allotments)) + shape.kv_heads * block  # slots of a layer
         observed = eviction.policy.queries_observed
         rows = block if observed is None else observed  # queries whose attention is recomputed
@@ -234,6 +245,8 @@ class ModelPlanner:
         # Norms after the output projection are taken one query head at a time.
         projected = 4 * block * shape.hidden_size * ("output_projection" in eviction.observes)
         rotated = 4 * largest * shape.head_size * 4 * any(layout.rotates)
+        # Keys, and values beside them, in float32 and then in the model's type.
+        rotated += largest * shape.head_size * (4 + 2 * dtype.itemsize) * slots.quantised
         attention = 3 * shape.groups * rows * largest * 4
         if (latent := shape.latent) is not None:
             numbers = shape.heads * latent.workspace(block, tokens + block)
@@ -257,6 +270,7 @@ class ModelPlanner:
             position_modes=shape.position_modes,
             not_exportable=shape.not_exportable,
             sliding_window=max((layer.window or 0 for layer in slides), default=0),
+            kv_dtype=slots.name,
         )
 
     def rehearsed(self, plan: MemoryPlan) -> MemoryPlan:
@@ -267,7 +281,7 @@ class ModelPlanner:
             return plan
         workspace = rehearse_block(
             self.config, self.eviction, plan.budget_tokens, plan.block_size, self.dtype,
-            self.positions, self.batch,
+            self.positions, self.batch, self.slot_format.name,
         )  # fmt: skip
         return replace(plan, workspace=workspace, rehearsed=True, baseline=self.baseline)
 

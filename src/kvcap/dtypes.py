@@ -22,6 +22,7 @@ SAFETENSORS = {
     "float16": "F16",
     "int64": "I64",
     "int32": "I32",
+    "int8": "I8",
     "uint8": "U8",
     "bool": "BOOL",
 }

@@ -22,6 +22,7 @@ from kvcap.policies import Eviction, Policy
 from kvcap.runtime.attention.masks import READY_MADE, check
 from kvcap.runtime.backends.pytorch.loop import BlockLoop
 from kvcap.runtime.cache.cache import BudgetCache
+from kvcap.runtime.cache.slot_format import KvDtype
 from kvcap.runtime.errors import PaddingUnsupported, PositionMismatch, UnsupportedModel
 from kvcap.runtime.models.wrappers import M_ROPE, is_wrapper, text_config
 from kvcap.runtime.types import ATTENTION, Positions
@@ -40,6 +41,7 @@ def cap(
     *,
     positions: Positions | None = None,
     evict_every: int = 1,
+    kv_dtype: KvDtype | None = None,
 ) -> Cap:
     """Put a loaded transformers model under a cap, whoever calls it, with no cache passed.
 
@@ -62,6 +64,7 @@ def cap(
         policy: a name (see `kvcap policies`), an `Eviction` or a `Policy`.
         positions: 'compact' or 'true'; compact where exact by default.
         evict_every: in generation, evict every so many tokens.
+        kv_dtype: 'int8', 'int8-int4' or 'int4' to quantise what slots hold.
 
     Raises:
         UnsupportedModel: the model cannot be capped, or already is.
@@ -93,7 +96,7 @@ def cap(
         raise UnsupportedModel("the model is already under a cap; remove() that one first")
     make = partial(
         BudgetCache, model.config.get_text_config(decoder=True), budget_tokens, block_size, policy,
-        positions=positions, evict_every=evict_every,
+        positions=positions, evict_every=evict_every, kv_dtype=kv_dtype,
     )  # fmt: skip
     before = model.config._attn_implementation
     model.set_attn_implementation(ATTENTION)

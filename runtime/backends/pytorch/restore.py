@@ -35,6 +35,8 @@ def saved(layer: BudgetLayer) -> tuple[dict[str, list[Tensor]], dict[str, Any]]:
         "ring": 0 if ring is None else ring.queries.shape[2],
         "evicted": None,
     }
+    if layer.storage is not None and layer.storage.key_mean is not None:
+        pieces["mean"] = [layer.storage.key_mean]
     if ring is not None:
         pieces |= {"ring.queries": [ring.queries], "ring.shift": [ring.shift]}
     if kept is not None:
@@ -108,11 +110,12 @@ class SavedLayers:
         self.demand({len(row) for row in rows} == {shape.kv_heads}, f"layer {index}'s slots")
         self.demand(all(n <= self.seen for n in rows[0]), f"layer {index}'s slots")
         self.demand(not self.seen or min(rows[0]) > 0, f"layer {index}'s slots")
-        total, size = sum(rows[0]), shape.head_size
-        pool = layer.segments[0].pool
-        for name, buffer in pool.named().items():
-            if buffer.dim() == 2:  # of keys and values
-                self._finite(self._take(index, f"slots.{name}", (total, size), dtype), index)
+        total, size, pool = sum(rows[0]), shape.head_size, layer.segments[0].pool
+        for name, (one, kind) in pool.format.shapes(size, dtype).items():
+            if name in pool.named():  # values may be part of keys
+                self._finite(self._take(index, f"slots.{name}", (total, *one), kind), index)
+        if layer.storage is not None and (mean := layer.storage.key_mean) is not None:
+            self._finite(self._take(index, "mean", tuple(mean.shape), mean.dtype), index)
         positions = self._take(index, "slots.positions", (total,), torch.int32)
         inside = bool(((positions >= 0) & (positions < self.seen)).all())
         self.demand(inside, f"layer {index}'s positions")
@@ -124,8 +127,11 @@ class SavedLayers:
                 side = self._take(index, f"slots.{name}", (total,), kind)
                 self.demand(not bool(side.isnan().any()), f"layer {index}'s {name}")
                 if name == SHIFT:
-                    made_at = torch.cat([_ranks(row, row) for row in held]) + side
-                    self._in_reach(layer, side, made_at, "shifts")
+                    ranks = torch.cat([_ranks(row, row) for row in held])
+                    if pool.format.quantised:
+                        self.demand(torch.equal(side, -ranks), f"layer {index}'s shifts")
+                    else:
+                        self._in_reach(layer, side, ranks + side, "shifts")
             elif self.exact or (name == SHIFT and layer.rotates):
                 self._take(index, f"slots.{name}", (total,), kind)  # says what is missing
         if layer.query_window is not None and self.seen:
@@ -201,7 +207,7 @@ class SavedLayers:
 
 
 def _dtype(layer: BudgetLayer) -> torch.dtype:
-    return layer.segments[0].pool.keys.dtype
+    return layer.segments[0].pool.dtype
 
 
 def _ranks(row: Tensor, times: Tensor) -> Tensor:
@@ -298,6 +304,8 @@ class Refill:
         index, saved = layer.index, self.saved.layers[layer.index]
         assert layer.storage is not None
         layer.seen, layer.storage.needs_rotation = self.seen, bool(saved["moved"])
+        if layer.storage.key_mean is not None:
+            layer.storage.key_mean.copy_(self.saved.tensor(index, "mean"))
         if layer.query_window is not None:
             layer.query_window.fill(
                 *(self.saved.tensor(index, f"ring.{x}") for x in ("queries", "shift"))
@@ -369,10 +377,11 @@ class Refill:
         if held <= keep:
             return row
         pool, side = segment.pool, segment.pool.kinds()
-        size = pool.keys.shape[-1]
+        size, device = self.cache.layout.shape.head_size, pool.keys.device
         aside = SlotPool(
-            held, size, pool.keys.dtype, pool.keys.device, side, values_from=pool.values_from
-        )
+            held, size, pool.dtype, device, side, values_from=pool.values_from,
+            slot_format=pool.format,
+        )  # fmt: skip
         one = Segment(
             aside, 0, held, 0, head=segment.head + head, layer_heads=segment.layer_heads,
         )  # fmt: skip
@@ -380,6 +389,11 @@ class Refill:
         for name, buffer in aside.named().items():
             buffer.copy_(row[name])
         keys = one.keys
+        if pool.format.quantised:
+            keys = torch.empty(1, 1, held, size, device=device)
+            pool.format.read_keys(one.named(0, held), keys)
+            if layer.storage is not None and (mean := layer.storage.key_mean) is not None:
+                keys += mean[0, one.head, None]
         if layer.rotates:
             keys = self._back(keys, one.aux(SHIFT))
         evictor.shrink_to_budget(one, AttentionStep(self.seen, 0, [keys]))
@@ -389,6 +403,8 @@ class Refill:
         """Rotate a row's keys now if their shifts exceed this cache's table of rotations."""
         if not layer.rotates or self.exact or not len(row["positions"]):
             return
+        if layer.segments[0].pool.format.quantised:
+            return  # unrotated: their shifts are ranks, whatever the cache was
         shift = row[SHIFT]
         made_at = row["positions"].argsort().argsort() + shift
         if int(made_at.max()) >= self.cache.layout.rotation_span:

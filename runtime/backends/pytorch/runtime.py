@@ -19,6 +19,7 @@ from kvcap.runtime.backends.pytorch import snapshot
 from kvcap.runtime.backends.pytorch.loop import BlockLoop
 from kvcap.runtime.backends.pytorch.sampler import Sampler
 from kvcap.runtime.cache.cache import BudgetCache
+from kvcap.runtime.cache.slot_format import KvDtype
 from kvcap.runtime.errors import first_line
 from kvcap.runtime.memory.cap_guard import CapGuard, Enforce, limit_data
 from kvcap.runtime.memory.free_memory import free_memory
@@ -115,6 +116,7 @@ class Runtime:
         memory_cap: str | int | None = None,
         enforce: Enforce = "check",
         compiled: bool = False,
+        kv_dtype: KvDtype | None = None,
     ) -> Runtime:
         """Load a model to chat in fixed memory.
 
@@ -134,6 +136,8 @@ class Runtime:
                 (on a GPU: the allocator, for the GPU's memory).
             compiled: on CUDA, run parts of the model by `torch.compile`, which takes some seconds
                 at the first full block and is faster from then on.
+            kv_dtype: 'int8', 'int8-int4' (keys in 8 bits, values in 4) or 'int4' to quantise what
+                slots hold, so that the same bytes hold more of them.
 
         Raises:
             ModelNotFound, ModelFilesBroken, UnsupportedModel, PlanInfeasible, PolicyError: before
@@ -156,6 +160,7 @@ class Runtime:
             positions=positions,
             memory_cap=cap,
             headers=read_headers(where),
+            kv_dtype=kv_dtype,
         )
         plan = plan_for()
         ModelShape.of(config, plan.budget_tokens + plan.block_size)
@@ -192,6 +197,7 @@ class Runtime:
             self.eviction,
             positions=self.plan.positions,
             evict_every=self.evict_every,
+            kv_dtype=self.plan.kv_dtype,
         )
         if self.memory_cap is not None and self.model.device.type == "cpu":
             block = self.plan.workspace + self.plan.logits
@@ -247,7 +253,8 @@ class Runtime:
         session_file.write(path, *snapshot.gather(session, self._identity()))
 
     def _identity(self) -> dict[str, Any]:
-        return snapshot.identity_of(self.model, self.name, self.plan.positions)
+        plan = self.plan
+        return snapshot.identity_of(self.model, self.name, plan.positions, plan.kv_dtype)
 
     def restore(self, session: Session, path: str | os.PathLike[str]) -> None:
         """Make `session` the saved one, or refuse and leave it as it is.
@@ -309,6 +316,7 @@ class Runtime:
             dtype=self.model.dtype,
             positions=self.plan.positions,
             rehearse=self.memory_cap is not None,
+            kv_dtype=self.plan.kv_dtype,
         ).with_weights(Weights(self.plan.weights, self.plan.weights_from))
         return Runtime(
             self.model,

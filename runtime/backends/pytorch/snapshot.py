@@ -189,7 +189,9 @@ def _components(eviction: Eviction) -> dict[str, Component]:
     return {name: part for name, part in slots.items() if isinstance(part, Component)}
 
 
-def identity_of(model: Any, name: str, positions: str) -> dict[str, Any]:
+def identity_of(
+    model: Any, name: str, positions: str, kv_dtype: str | None = None
+) -> dict[str, Any]:
     """Everything that must agree for a saved session's keys and values to be usable."""
     return {
         "model": name,
@@ -197,6 +199,7 @@ def identity_of(model: Any, name: str, positions: str) -> dict[str, Any]:
         "fingerprint": fingerprint(model),
         "dtype": str(model.dtype).removeprefix("torch."),
         "positions": positions,
+        "kv_dtype": kv_dtype,
     }
 
 
@@ -220,6 +223,13 @@ def _check_identity(facts: dict[str, Any], mine: dict[str, Any], path: str) -> N
                 f"{path!r} was saved with {name} {facts[name]!r}, this is {mine[name]!r}; start "
                 f"with {option} {facts[name]}"
             )
+    held, own = facts.get("kv_dtype"), mine["kv_dtype"]
+    if held != own:
+        how = "without --kv-dtype" if held is None else f"with --kv-dtype {held}"
+        raise SessionFileForeign(
+            f"{path!r} was saved with slots of {held or facts['dtype']}, and these are of "
+            f"{own or facts['dtype']}; start {how}"
+        )
 
 
 def fingerprint(model: Any) -> str:

@@ -21,6 +21,7 @@ BUDGET = {
     *("--policy", "--policy-option", "--kv-budget", "--kv-budget-tokens", "--max-kv-size"),
     *("--block-size", "--prefill-chunk-size", "--sink-tokens", "--recent-tokens"),
     *("--positions", "--dtype", "--json", "--memory-cap", "--enforce", "--backend"),
+    "--kv-dtype",
 }
 ANSWER = {
     *("--evict-every", "--system-prompt", "--device", "--max-new-tokens", "--temp"),
@@ -33,7 +34,7 @@ OPTIONS = {
     "generate": BUDGET | ANSWER | {"--model", "-m", "--file", "-f", "--raw"},
     "plan": BUDGET | {"--context"},
     "policies": {"--json"},
-    "eval": {"--json", "--threads", "--prefill-chunk-size"},
+    "eval": {"--json", "--threads", "--prefill-chunk-size", "--kv-dtype"},
     "demo": {"--json", "--threads", "--prefill-chunk-size", "--max-kv-size"},
     "bench": {"--block-size", "--threads"},
 }
@@ -57,6 +58,26 @@ def kvcap(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -
 
 def one_line(err: str) -> bool:
     return err.startswith("kvcap: ") and err.count("\n") == 1
+
+
+def test_quantised_slots_are_planned_taken_and_refused_by_name(kvcap, model):
+    said = {}
+    for kind in ("int8", "int8-int4", "int4"):
+        given = ("--kv-budget", "40KiB", "--block-size", "16", "--kv-dtype", kind)
+        code, out, _ = kvcap("plan", model, *given, "--json")
+        said[kind] = json.loads(out)
+        assert (code, said[kind]["kv_dtype"]) == (0, kind)
+        code, out, err = kvcap("generate", model, "Hello!", *given, "--max-new-tokens", "3")
+        assert code == 0, err
+    assert said["int8"]["budget_tokens"] < said["int8-int4"]["budget_tokens"]
+    assert said["int8-int4"]["budget_tokens"] < said["int4"]["budget_tokens"]
+    code, out, err = kvcap("plan", model, "--kv-dtype", "int5")
+    assert (code, out) == (2, "")
+    assert "int5" in err
+    code, _, err = kvcap("plan", model, "--kv-dtype", "int8", "--backend", "onnxruntime")
+    assert code == 2
+    assert one_line(err)
+    assert "holds keys and values in its own type" in err
 
 
 def test_help_is_light_and_complete() -> None:

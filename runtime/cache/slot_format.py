@@ -1,0 +1,182 @@
+"""How slots hold keys and values: as the model's own numbers, or quantised to 8 or 4 bits.
+
+A token's key and value are quantised once, when they arrive. From then on their bytes are copied
+wherever the slot goes, and their scales, which lie in side tensors of the pool, with them, so that
+errors never add up. Whoever reads them gets a copy in the model's own type.
+
+    int8   q = round(x / s), s = max |x| / 127 of a vector                      D + 2 bytes
+    int4   q = round((x - l) / s), l = min x, s = (max x - l) / 15 of a group   D/2 + 4 D/32 bytes
+
+Scales `s` and least numbers `l` are float16, and `q` is made with them as they are stored. A group
+is 32 neighbouring numbers, or the largest divisor of D below. Byte i of an int4 vector holds
+number i in its low bits and number i + D/2 in its high ones. Knows tensors only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, get_args
+
+import torch
+from torch import Tensor
+
+from kvcap.runtime.errors import PlanInfeasible
+
+KvDtype = Literal["int8", "int8-int4", "int4"]
+GROUP = 32  # the most numbers of an int4 vector that share a scale
+
+Shapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
+
+
+class Numbers(NamedTuple):
+    """A way to quantise vectors: the tensors that one becomes are its bytes and side tensors."""
+
+    shapes: Callable[[int], Shapes]
+    """Of a vector of so many numbers: what each tensor has of it, by its name's ending."""
+    quantise: Callable[[Tensor], dict[str, Tensor]]
+    """Vectors [..., D] to tensors [..., *shape]."""
+    dequantise: Callable[[Mapping[str, Tensor], Tensor], None]
+    """Back, into a tensor [..., D] of float32."""
+
+
+@dataclass(frozen=True)
+class SlotFormat:
+    """How slots hold keys and values. None: as the model's own numbers."""
+
+    keys: Numbers | None = None
+    values: Numbers | None = None
+    name: KvDtype | None = None
+
+    @classmethod
+    def of(cls, name: str | None) -> SlotFormat:
+        """The format that `--kv-dtype` names; None is the model's own numbers.
+
+        Raises:
+            PlanInfeasible: there is none of that name.
+        """
+        if name is None:
+            return cls()
+        if name not in get_args(KvDtype):
+            raise PlanInfeasible(
+                f"kv_dtype={name!r}: slots hold keys and values as {', '.join(get_args(KvDtype))} "
+                "(keys and values, or each), or as the model's own numbers where it is left out"
+            )
+        keys, _, values = name.partition("-")
+        return cls(NUMBERS[keys], NUMBERS[values or keys], name)  # type: ignore[arg-type]
+
+    @property
+    def quantised(self) -> bool:
+        """Whether slots hold other numbers than the model's own."""
+        return self.name is not None
+
+    @property
+    def told(self) -> str:
+        """For summaries: ', int8 slots' and its like."""
+        return f", {self.name} slots" if self.name else ""
+
+    def shapes(self, size: int, dtype: torch.dtype) -> Shapes:
+        """Shape and type of what a slot has of a key and a value [D], by name: first these two.
+
+        Args:
+            size: `D`.
+            dtype: the model's.
+        """
+        both = {"key": self.keys, "value": self.values}
+        vectors, sides = Shapes(), Shapes()
+        for name, numbers in both.items():
+            if numbers is None:
+                vectors[f"{name}s"] = (size,), dtype
+                continue
+            for part, shape in numbers.shapes(size).items():
+                if part:
+                    sides[f"{name}_{part}"] = shape
+                else:
+                    vectors[f"{name}s"] = shape
+        return {**vectors, **sides}
+
+    def written(self, keys: Tensor, values: Tensor) -> dict[str, Tensor]:
+        """What is to be written for keys and values [..., D], by the names of `shapes`."""
+        found = dict[str, Tensor]()
+        for name, numbers, x in (("key", self.keys, keys), ("value", self.values, values)):
+            if numbers is None:
+                found[f"{name}s"] = x
+                continue
+            for part, tensor in numbers.quantise(x).items():
+                found[f"{name}_{part}" if part else f"{name}s"] = tensor
+        return found
+
+    @staticmethod
+    def parts(name: str, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The bytes of the 'key' or 'value', under '', and its side tensors, of all in `named`."""
+        head = f"{name}_"
+        sides = {key.removeprefix(head): x for key, x in named.items() if key.startswith(head)}
+        return {"": named[f"{name}s"], **sides}
+
+    def read_keys(self, named: Mapping[str, Tensor], out: Tensor) -> None:
+        """Keys from tensors as `written`, into `out` [..., D] float32."""
+        assert self.keys is not None, "what is not quantised is read where it lies"
+        self.keys.dequantise(self.parts("key", named), out)
+
+    def read_values(self, named: Mapping[str, Tensor], out: Tensor) -> None:
+        """Values likewise."""
+        assert self.values is not None
+        self.values.dequantise(self.parts("value", named), out)
+
+
+def group_of(size: int) -> int:
+    """Numbers of an int4 vector of `size` that share a scale."""
+    return next(n for n in range(min(GROUP, size), 0, -1) if size % n == 0)
+
+
+def _shapes_8(size: int) -> Shapes:
+    return {"": ((size,), torch.int8), "scale": ((), torch.float16)}
+
+
+def _quantise_8(x: Tensor) -> dict[str, Tensor]:
+    x = x.float()
+    scale = (x.abs().amax(-1) / 127).half()
+    q = (x / _divisor(scale)[..., None]).round_().clamp_(-127, 127)
+    return {"": q.to(torch.int8), "scale": scale}
+
+
+def _dequantise_8(parts: Mapping[str, Tensor], out: Tensor) -> None:
+    out.copy_(parts[""]).mul_(parts["scale"].float()[..., None])
+
+
+def _shapes_4(size: int) -> Shapes:
+    groups = (size // group_of(size),)
+    return {
+        "": ((size // 2,), torch.uint8),
+        "scale": (groups, torch.float16),
+        "low": (groups, torch.float16),
+    }
+
+
+def _quantise_4(x: Tensor) -> dict[str, Tensor]:
+    groups = x.float().unflatten(-1, (-1, group_of(x.shape[-1])))  # [..., D/32, 32]
+    least, most = groups.aminmax(dim=-1)
+    low = least.half()
+    scale = ((most - low.float()) / 15).half()
+    q = (groups - low.float()[..., None]).div_(_divisor(scale)[..., None]).round_().clamp_(0, 15)
+    a, b = q.flatten(-2).to(torch.uint8).chunk(2, dim=-1)
+    return {"": a | (b << 4), "scale": scale, "low": low}
+
+
+def _dequantise_4(parts: Mapping[str, Tensor], out: Tensor) -> None:
+    packed, scale, low = parts[""], parts["scale"].float(), parts["low"].float()
+    half = packed.shape[-1]
+    out[..., :half], out[..., half:] = packed & 15, packed >> 4
+    groups = out.unflatten(-1, (scale.shape[-1], -1))  # a view
+    groups.mul_(scale[..., None]).add_(low[..., None])
+
+
+def _divisor(scale: Tensor) -> Tensor:
+    """A scale to divide by: of equal numbers it is 0, and what is divided is 0 too."""
+    return scale.float().masked_fill_(scale == 0, 1.0)
+
+
+NUMBERS = {
+    "int8": Numbers(_shapes_8, _quantise_8, _dequantise_8),
+    "int4": Numbers(_shapes_4, _quantise_4, _dequantise_4),
+}

@@ -1,0 +1,465 @@
+"""Slots of 8 and 4 bits: what they hold, what attention reads of it, what they take and refuse.
+
+The truth here is written without kvcap: bytes are turned into numbers one by one, keys rotated and
+attended in float64. Every key and value that arrives is remembered, and what a slot holds of it
+many evictions later may be off by half a step of its own scale, and no more.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from conftest import small_policy, tiny_config, tiny_model
+from families import OLD, STATES, config_of, model_of
+from torch import Tensor
+
+import kvcap
+from kvcap.policies import load_policy, policies
+from kvcap.runtime.backends.pytorch.cuda_graphs import why_unsteady
+from kvcap.runtime.backends.pytorch.loop import BlockLoop
+from kvcap.runtime.cache.allocation import LayerStorage
+from kvcap.runtime.cache.attend import SlotAttention
+from kvcap.runtime.cache.layer import BudgetLayer
+from kvcap.runtime.cache.pool import SHIFT, Segment
+from kvcap.runtime.cache.slot_format import NUMBERS, SlotFormat
+from kvcap.runtime.errors import PlanInfeasible, SessionFileForeign, UnsupportedModel
+from kvcap.runtime.planning.dry_run import rehearse_block
+from kvcap.runtime.session.session import Session
+
+KINDS = ["int8", "int8-int4", "int4"]
+GROUPS = {16: 16, 20: 20, 24: 24, 32: 32, 64: 32, 80: 20, 96: 32, 128: 32}  # of a head's numbers
+
+
+# A vector, number by number ---------------------------------------------------------------------
+
+
+def numbers(bits: int, parts: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """One vector's numbers from its bytes, and the most that each may be off, [D] float64."""
+    q, scale = parts[""].tolist(), parts["scale"].double()
+    if bits == 8:
+        step = float(scale)
+        return torch.tensor([x * step for x in q]).double(), torch.full((len(q),), 0.57 * step)
+    half = len(q)
+    found, off = [], []
+    for i in range(2 * half):
+        four = q[i] & 15 if i < half else q[i - half] >> 4
+        group = i // GROUPS[2 * half]
+        step, low = float(scale[group]), float(parts["low"][group])
+        found.append(low + four * step)
+        off.append(0.51 * step + abs(low) / 1000)
+    return torch.tensor(found).double(), torch.tensor(off).double()
+
+
+@pytest.mark.parametrize("size", GROUPS)
+@pytest.mark.parametrize("bits", [8, 4])
+def test_quantised_as_by_the_formula(bits, size):
+    kind = NUMBERS[f"int{bits}"]
+    x = torch.randn(2, 3, 5, size) * torch.logspace(-3, 3, 5)[:, None]
+    x[0, 0, 0], x[0, 0, 1], x[0, 0, 2] = 0.0, 3.25, torch.arange(size)
+    parts = kind.quantise(x)
+    out = torch.full(x.shape, float("nan"))
+    kind.dequantise(parts, out)
+    for name, (shape, dtype) in kind.shapes(size).items():
+        assert (tuple(parts[name].shape), parts[name].dtype) == ((2, 3, 5, *shape), dtype)
+    for place in [(b, k, n) for b in range(2) for k in range(3) for n in range(5)]:
+        found, off = numbers(bits, {name: part[place] for name, part in parts.items()})
+        torch.testing.assert_close(out[place].double(), found, rtol=1e-6, atol=1e-7)
+        assert ((found - x[place].double()).abs() <= off + 1e-6).all()
+    levels = parts[""].unique().numel()
+    assert levels > (200 if bits == 8 and size > 24 else 15)  # all of the range is used
+    nothing = {name: part[0, 0, 0] for name, part in parts.items()}
+    assert numbers(bits, nothing)[0].eq(0).all()
+
+
+def test_bytes_of_a_slot():
+    """With its position and shift, of a head of 128: the figures of the documentation."""
+    for name, nbytes in {None: 512, "int8": 260, "int8-int4": 210, "int4": 160}.items():
+        shapes = SlotFormat.of(name).shapes(128, torch.bfloat16).values()
+        count = sum(torch.empty(shape, dtype=kind).nbytes for shape, kind in shapes)
+        assert count == nbytes, name
+
+
+# What slots hold, and what attention reads of it ------------------------------------------------
+
+
+def turn(x: Tensor, position: Tensor, layer: BudgetLayer) -> Tensor:
+    """X [..., n, D] float64 rotated on by `position` [..., n], where the layer rotates."""
+    if layer.rope is None:
+        return x
+    angles = position.double()[..., None] * layer.rope.inv_freq.double()
+    turns, half = torch.polar(torch.ones_like(angles), angles), angles.shape[-1]
+    first, rest = x[..., : 2 * half], x[..., 2 * half :]
+    if layer.rope.interleaved:
+        pairs = torch.complex(first[..., ::2], first[..., 1::2]) * turns
+        first = torch.stack((pairs.real, pairs.imag), -1).flatten(-2)
+    else:
+        pairs = torch.complex(first[..., :half], first[..., half:]) * turns
+        first = torch.cat((pairs.real, pairs.imag), -1)
+    return torch.cat((first, rest), -1)
+
+
+class Truth:
+    """Remembers what arrives in every layer, and holds attention to what the slots have."""
+
+    def __init__(self, monkeypatch: Any) -> None:
+        self.arrived: dict[int, list[tuple[Tensor, Tensor]]] = {}  # of each layer, token by token
+        self.means: dict[int, Tensor] = {}
+        self.attended = 0
+        append, block_of, again_of = BudgetLayer._append, SlotAttention.block, SlotAttention.again
+
+        def _append(layer: BudgetLayer, block: Any) -> None:
+            keys, values = (x.double().clone() for x in block.arrived)
+            before = layer.seen
+            append(layer, block)
+            start = before if block.context.start is None else block.context.start
+            if layer.rotates:
+                at = start + torch.arange(block.length)
+                keys = turn(keys, -at.expand(keys.shape[:3]), layer)
+            if not before:
+                self.means[layer.index] = keys.mean(2)
+            tokens = self.arrived.setdefault(layer.index, [])
+            tokens[before:] = [(keys[:, :, t], values[:, :, t]) for t in range(block.length)]
+            block.layer = layer
+
+        def block(attention: Any, query: Tensor, block: Any, call: Any) -> Tensor:
+            layer = block.layer
+            block.truth = [held(layer, segment) for segment in layer.segments]
+            block.past = [(x if layer.rotates else 0) for x in block.offsets]
+            block.past *= len(layer.segments) // len(block.past)
+            out = block_of(attention, query, block, call)
+            self.check(layer, query, out, block, call)
+            return out
+
+        def again(attention: Any, query: Tensor, block: Any, call: Any) -> Tensor:
+            out = again_of(attention, query, block, call)
+            self.check(block.layer, query, out, block, call)
+            return out
+
+        monkeypatch.setattr(BudgetLayer, "_append", _append)
+        monkeypatch.setattr(SlotAttention, "block", block)
+        monkeypatch.setattr(SlotAttention, "again", again)
+
+    def check(self, layer: Any, query: Tensor, out: Tensor, block: Any, call: Any) -> None:
+        """Hold attention to float64 over the numbers in the slots."""
+        pairs = zip(layer.segments, block.truth, block.past, strict=True)
+        for segment, (keys, values), past in pairs:
+            q = segment.rows_of(query).double()
+            if layer.rotates:
+                q = turn(q, torch.full(q.shape[:3], -past), layer)
+            group = q.shape[1] // keys.shape[1]
+            k, v = (x.repeat_interleave(group, 1) for x in (keys, values))
+            z = q @ k.mT * call.scaling
+            z = z if call.softcap is None else call.softcap * torch.tanh(z / call.softcap)
+            later = torch.ones(q.shape[2], k.shape[2]).triu(k.shape[2] - q.shape[2] + 1).bool()
+            z = z.masked_fill(later, float("-inf"))
+            if call.sinks is not None:
+                sinks = segment.query_heads_of(call.sinks).double()
+                z = torch.cat((z, sinks[None, :, None, None].expand(*z.shape[:3], 1)), -1)
+            weights = z.softmax(-1)[..., : k.shape[2]]
+            found = segment.rows_of(out).double()
+            torch.testing.assert_close(found, weights @ v, rtol=1e-5, atol=1e-5)
+            self.attended += 1
+
+    def check_slots(self, cache: kvcap.BudgetCache) -> None:
+        """Hold every slot to the token that arrived."""
+        for layer in cache.capped_layers:
+            mean = layer.storage.key_mean
+            centred = mean is not None
+            if centred:
+                torch.testing.assert_close(mean.double(), self.means[layer.index])
+            for s in layer.segments:
+                for b, k, n in torch.cartesian_prod(
+                    *(torch.arange(x) for x in (s.batch, s.heads, s.held))
+                ).tolist():
+                    place, head = (b, k, n), (s.row + b, s.head + k)
+                    key, value = self.arrived[layer.index][int(s.positions[place])]
+                    own = key[head] - (self.means[layer.index][head] if centred else 0)
+                    for name, true in (("key", own), ("value", value[head])):
+                        found, off = vector(s, name, place)
+                        assert ((found - true).abs() <= off + 1e-5).all(), (name, place)
+                    if layer.rotates:
+                        rank = int((s.positions[b, k] < s.positions[place]).sum())
+                        assert int(s.aux(SHIFT)[place]) == -rank
+
+
+def vector(segment: Segment, name: str, place: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """The key or value of a slot, from its bytes, and the most that its numbers may be off."""
+    named = segment.pool.named()
+    sides = {part: f"{name}_{part}" for part in ("scale", "low") if f"{name}_{part}" in named}
+    parts = {part: segment.view(named[of])[place] for part, of in {"": f"{name}s", **sides}.items()}
+    return numbers(4 if "low" in parts else 8, parts)
+
+
+def held(layer: BudgetLayer, segment: Segment) -> tuple[Tensor, Tensor]:
+    """Keys at the positions where they count, and values [b, k, held, D] float64, of a segment."""
+    shape = (segment.batch, segment.heads, segment.held)
+    places = torch.cartesian_prod(*map(torch.arange, shape)).tolist()
+    keys, values = (
+        torch.stack([vector(segment, name, tuple(p))[0] for p in places]).view(*shape, -1)
+        for name in ("key", "value")
+    )
+    if (mean := layer.storage.key_mean) is not None:
+        keys = keys + segment.rows_of(mean)[:, :, None].double()
+    if layer.rotates:
+        ranks = segment.positions.argsort(-1).argsort(-1)
+        keys = turn(keys, ranks, layer)
+    return keys, values
+
+
+def read(cache: kvcap.BudgetCache, model: Any, ids: Tensor) -> None:
+    loop = BlockLoop(model, cache, graphs=False)
+    loop.prefill(ids[:, :-4])
+    for i in range(4):
+        loop.read(ids[:, ids.shape[1] - 4 + i :][:, :1])
+
+
+FAMILIES = ["llama", "gemma2", "gemma3_text", "smollm3", "phi3", "glm", "cohere", "gemma3n",
+            "gemma4", "gemma4 k=v", "gpt_oss", "granite_swa", "qwen3_5_text", "lfm2",
+            "granitemoehybrid"]  # fmt: skip
+FAMILIES = [family for family in FAMILIES if not (OLD and family in STATES)]
+
+
+@pytest.mark.slow(keep=7)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_attention_is_that_over_the_numbers_in_the_slots(family, kind, tokens, monkeypatch):
+    """After many evictions, at compact positions, in every kind of layer."""
+    model, truth = model_of(family), Truth(monkeypatch)
+    cache = kvcap.BudgetCache(
+        model.config, 12, 5, "keydiff", positions="compact", kv_dtype=kind
+    ).allocate(1, torch.float32, "cpu")
+    read(cache, model, tokens(49))
+    assert cache.held == 12
+    assert truth.attended
+    truth.check_slots(cache)
+
+
+@pytest.mark.parametrize("kind", KINDS[:2])
+def test_true_positions_hold_keys_as_the_model_rotated_them(kind, tokens, monkeypatch):
+    model, truth = tiny_model("llama"), Truth(monkeypatch)
+    cache = kvcap.BudgetCache(model.config, 12, 5, positions="true", kv_dtype=kind)
+    read(cache, model, tokens(49))
+    truth.check_slots(cache)
+    assert SHIFT not in cache.capped_layers[0].segments[0].pool.aux
+
+
+@pytest.mark.slow(keep=3)
+@pytest.mark.parametrize("policy", [p for p in policies() if "calidrop" not in p and p != "full"])
+def test_under_every_policy(policy, tokens, monkeypatch):
+    """Two sequences where the policy can, budgets that move between heads or layers with others."""
+    model, truth = tiny_model("llama"), Truth(monkeypatch)
+    eviction = small_policy(policy, model.config)
+    batch = 1 if eviction.heads_move or eviction.layers_move else 2
+    cache = kvcap.BudgetCache(model.config, 16, 6, eviction, kv_dtype="int8-int4")
+    read(cache, model, tokens(40, batch))
+    truth.check_slots(cache)
+
+
+def test_keys_read_by_generate_count_from_all_tokens_read(tokens, monkeypatch):
+    """There a block is read at its place in the text, past what is held."""
+    model, truth = tiny_model("llama"), Truth(monkeypatch)
+    with kvcap.cap(model, 12, 5, kv_dtype="int4") as capped:
+        model.generate(tokens(70), max_new_tokens=3, do_sample=False)
+        truth.check_slots(capped.cache)
+        assert capped.cache.held == 12
+
+
+def test_faults_are_seen(tokens, monkeypatch):
+    """A slot's scale given to another, or left behind by an eviction, and a mean left out."""
+    model = tiny_model("llama")
+
+    def after(change: Any = None) -> tuple[Truth, kvcap.BudgetCache]:
+        with monkeypatch.context() as patch:
+            if change is not None:
+                change(patch)
+            truth = Truth(patch)
+            cache = kvcap.BudgetCache(model.config, 12, 5, kv_dtype="int8")
+            read(cache, model, tokens(49))
+            return truth, cache
+
+    truth, cache = after()
+    truth.check_slots(cache)
+    scale = cache.capped_layers[0].segments[0].pool.sides["key_scale"]
+    scale.copy_(scale.roll(1))
+    with pytest.raises(AssertionError, match="key"):
+        truth.check_slots(cache)
+
+    compact, read_keys = Segment.compact, LayerStorage.read_keys
+
+    def left_behind(segment: Segment, evicted: Tensor) -> None:
+        before = segment.pool.sides["value_scale"].clone()
+        compact(segment, evicted)
+        segment.pool.sides["value_scale"].copy_(before)
+
+    truth, cache = after(lambda patch: patch.setattr(Segment, "compact", left_behind))
+    with pytest.raises(AssertionError, match="value"):
+        truth.check_slots(cache)
+
+    def without_mean(storage: LayerStorage, segment: Segment) -> Tensor:
+        return read_keys(replace(storage, key_mean=None), segment)
+
+    with pytest.raises(AssertionError, match="not close"):
+        after(lambda patch: patch.setattr(LayerStorage, "read_keys", without_mean))
+
+
+def test_a_reset_takes_the_mean_anew(tokens):
+    model = tiny_model("llama")
+    cache = kvcap.BudgetCache(model.config, 12, 5, kv_dtype="int4")
+    fresh = kvcap.BudgetCache(model.config, 12, 5, kv_dtype="int4")
+    read(cache, model, tokens(49, seed=1))
+    cache.reset()
+    for one in (cache, fresh):
+        read(one, model, tokens(49))
+    for name, buffer in cache.allocation.buffers.items():
+        if name.startswith("mean"):
+            assert torch.equal(buffer, fresh.allocation.buffers[name])
+
+
+def test_close_to_the_uncapped_model_while_tokens_fit(tokens):
+    ids = tokens(60)
+    with torch.no_grad():
+        expected = tiny_model("llama", "eager")(ids).logits[:, -1]
+    off = []
+    for kind in (None, *KINDS):
+        model = tiny_model("llama")
+        loop = BlockLoop(model, kvcap.BudgetCache(model.config, 64, 16, kv_dtype=kind))
+        off.append(float((loop.prefill(ids) - expected).abs().max() / expected.std()))
+    assert off[0] < 1e-3 < off[1] < off[2] < off[3]
+    assert off[1] < 0.05
+    assert off[3] < 0.8
+
+
+# Bytes ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt_oss", FAMILIES[-1]])
+def test_planned_bytes_are_allocated_bytes(family, kind):
+    config = config_of(family)
+    for dtype, batch, policy in ((torch.float32, 2, "h2o"), (torch.bfloat16, 1, "adakv")):
+        eviction = small_policy(policy, config)
+        given: dict[str, Any] = {"policy": eviction, "block_size": 8, "kv_dtype": kind}
+        plan = kvcap.MemoryPlan.of(config, kv_budget_tokens=24, batch=batch, dtype=dtype, **given)
+        cache = kvcap.BudgetCache(
+            config, 24, 8, eviction, positions=plan.positions, kv_dtype=kind
+        ).allocate(batch, dtype, "cpu")
+        assert cache.allocation.nbytes == plan.cache_bytes - plan.sliding_layers
+        assert plan.kv_dtype == kind
+        assert cache.used_bytes < cache.nbytes
+
+
+def test_the_same_bytes_hold_more_slots():
+    """A head of 128, in bfloat16: 520 bytes of a slot become 268, 218 and 168."""
+    config = tiny_config("llama", head_dim=128, num_hidden_layers=24)
+    given: dict[str, Any] = {"dtype": torch.bfloat16, "block_size": 16}
+    cap = kvcap.MemoryPlan.of(config, kv_budget_tokens=1000, **given).cache_bytes
+    plans = [kvcap.MemoryPlan.of(config, kv_budget=cap, kv_dtype=k, **given) for k in KINDS]
+    for plan, more in zip(plans, (520 / 268, 520 / 218, 520 / 168), strict=True):
+        assert plan.budget_tokens / 1000 == pytest.approx(more, rel=0.05)
+        assert plan.cache_bytes <= cap < plan.cache_bytes * 1.01
+
+
+def test_the_dry_run_counts_the_copies_that_attention_reads():
+    config = tiny_config("llama", hidden_size=128, head_dim=32)
+    plain, less = (
+        rehearse_block(config, load_policy("keydiff"), 2000, 8, torch.float32, "compact", 1, kind)
+        for kind in (None, "int8")
+    )
+    values = 2 * 2008 * 32 * 4  # of two heads
+    assert plain + values * 0.8 < less < plain + values * 2.5
+
+
+# Sessions ---------------------------------------------------------------------------------------
+
+
+def runtime(model: Any, kind: str | None, budget: int = 24, policy: str = "keydiff") -> Any:
+    eviction = small_policy(policy, model.config)
+    plan = kvcap.MemoryPlan.of(
+        model.config, policy=eviction, kv_budget_tokens=budget, block_size=8, dtype=model.dtype,
+        positions="compact", kv_dtype=kind,
+    )  # fmt: skip
+    return kvcap.Runtime(model, None, plan, eviction, name="tiny")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("family", "policy"), [("llama", "snapkv"), ("gemma2", "adakv")])
+def test_a_loaded_session_goes_on_to_the_bit(family, policy, kind, tokens, tmp_path):
+    run, ids = runtime(tiny_model(family), kind, policy=policy), tokens(84)
+    session = run.session(seed=1)
+    session._loop.prefill(ids[:, :60])
+    session.save(tmp_path / "s")
+    fork = Session.load(run, tmp_path / "s")
+    for part in (ids[:, 60:73], *ids[:, 73:].split(1, 1)):
+        assert torch.equal(session._loop.prefill(part), fork._loop.prefill(part))
+
+
+def test_in_a_smaller_cache_the_same_bytes_stay(tokens, tmp_path):
+    model, ids = tiny_model("llama"), tokens(84)
+    session = runtime(model, "int4", 40).session(seed=1)
+    session._loop.prefill(ids[:, :70])
+    session.save(tmp_path / "s")
+    small = Session.load(runtime(model, "int4", 16), tmp_path / "s")
+    assert small.cache.held == 16
+    pairs = zip(session.cache.capped_layers, small.cache.capped_layers, strict=True)
+    for before, after in pairs:
+        (old,), (new,) = before.segments, after.segments
+        for k in range(new.heads):
+            times = old.positions[0, k].tolist()
+            source = [times.index(t) for t in new.positions[0, k].tolist()]
+            for name, buffer in new.pool.named().items():
+                if name != SHIFT:
+                    whole = old.view(old.pool.named()[name])[0, k, source]
+                    assert torch.equal(new.view(buffer)[0, k], whole), name
+            ranks = new.positions[0, k].argsort().argsort()
+            assert torch.equal(new.aux(SHIFT)[0, k], -ranks.int())
+    assert small._loop.prefill(ids[:, 70:]).isfinite().all()
+
+
+@pytest.mark.parametrize(("one", "other"), [("int8", None), (None, "int4"), ("int4", "int8")])
+def test_a_session_of_other_slots_is_refused(one, other, tokens, tmp_path):
+    model = tiny_model("llama")
+    session = runtime(model, one).session(seed=1)
+    session._loop.prefill(tokens(30))
+    session.save(tmp_path / "s")
+    with pytest.raises(SessionFileForeign, match=f"--kv-dtype{f' {one}' if one else ''}"):
+        Session.load(runtime(model, other), tmp_path / "s")
+
+
+# What cannot be ---------------------------------------------------------------------------------
+
+
+def test_what_cannot_be_is_refused_by_name():
+    config = tiny_config("llama")
+    with pytest.raises(PlanInfeasible, match=r"kv_dtype='int5'.*int8, int8-int4, int4"):
+        kvcap.BudgetCache(config, kv_dtype="int5")
+    with pytest.raises(PlanInfeasible, match="kv_dtype='fp8'"):
+        kvcap.MemoryPlan.of(config, kv_dtype="fp8")
+    with pytest.raises(UnsupportedModel, match="int8-int4"):
+        kvcap.BudgetCache(config, positions="true", kv_dtype="int4")
+    with pytest.raises(UnsupportedModel, match=r"calidrop.*without the corrector"):
+        kvcap.BudgetCache(config, policy=load_policy("calidrop"), kv_dtype="int8")
+    with pytest.raises(UnsupportedModel, match="hold latents"):
+        kvcap.BudgetCache(config_of("deepseek_v3"), kv_dtype="int8")
+    layout = kvcap.BudgetCache(config, kv_dtype="int8-int4").layout
+    with pytest.raises(UnsupportedModel, match="two numbers in a byte"):
+        replace(layout, shape=replace(layout.shape, head_size=15))
+    with pytest.raises(UnsupportedModel, match="attn_implementation='kvcap'"):
+        kvcap.BudgetCache(tiny_model("llama", "sdpa").config, kv_dtype="int8")
+
+
+def test_an_attention_that_does_not_read_them_is_refused_at_its_second_block(tokens):
+    model = tiny_model("llama")
+    cache = kvcap.BudgetCache(model.config, 12, 5, positions="true", kv_dtype="int8")
+    keys = torch.randn(1, 2, 5, 16)
+    layer = cache.capped_layers[0]
+    layer.update(keys, keys)
+    with pytest.raises(UnsupportedModel, match="stock attention"):
+        layer.update(keys, keys)
+
+
+def test_no_cuda_graph_is_made():
+    cache = kvcap.BudgetCache(tiny_config("llama"), kv_dtype="int8")
+    assert why_unsteady(cache) == "slots are quantised"
