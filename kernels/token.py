@@ -17,7 +17,8 @@ from torch import Tensor
 
 from kvcap.kernels import append, decode
 from kvcap.kernels.arguments import aux, strides
-from kvcap.kernels.device import overlapping, power_of_two
+from kvcap.kernels.device import on_gpu, overlapping, power_of_two
+from kvcap.kernels.launch import run
 
 MOST_GROUP = 16
 # Of a thread, so that a multiprocessor begins one of these beside five programs of the product
@@ -90,7 +91,8 @@ def attend(
     cos, sin = (x.contiguous() for x in angles)
     shift, table = (None, None) if turn is None else turn
     with torch.cuda.device_of(query):
-        attend_part[parts, rows](
+        run(
+            attend_part, (parts, rows),
             query, key, value, cos, sin, time, *buffers[:3], **aux(buffers[3:]),
             shift=shift, table=table, queries=turned, sums=sums, part_out=part_out,
             part_lse=part_lse, used=used, slots=slots, row_slots=buffers[2].stride(1), chunk=chunk,
@@ -98,7 +100,7 @@ def attend(
             angle_b=0 if cos.shape[0] == 1 else size,
             KV_HEADS=kv_heads, GROUP=group, ROWS=MOST_GROUP, SIZE=size, HALF=size // 2,
             HALF_PAD=power_of_two(size, 32) // 2, BLOCK=tile.block, MORE=blocks > 1,
-            STAGES=tile.stages, WIDEN=query.device.type == "cpu", num_warps=tile.warps,
+            STAGES=tile.stages, WIDEN=not on_gpu(query), num_warps=tile.warps,
             maxnreg=REGISTERS if blocks == 1 else None,
             **overlapping(query.device, wanted=early),
         )  # fmt: skip
