@@ -149,7 +149,8 @@ def _attend(
 
     batch, heads, tokens, size = query.shape
     rows, count = batch * kv_heads, heads // kv_heads * tokens
-    rows_pad, size_pad = min(MOST_ROWS, power_of_two(count, 16)), power_of_two(size, 16)
+    rows_pad = 16 if count <= 16 else MOST_ROWS  # each size between is one more to compile
+    size_pad = power_of_two(size, 16)
     tiles = -(-count // rows_pad)
     tile = tile_of(size * query.element_size())
     blocks = -(-longest // tile.block)
@@ -216,12 +217,12 @@ def merge(
     batch, tokens, heads = out.shape[:3]
     kv_heads = rows // batch
     few = count <= MOST_ROWS
-    step = min(128, max(32 if few else 2, power_of_two(parts)))  # parts merged at once
+    step = min(128, max(32 if few else 8, power_of_two(parts)))  # parts merged at once
     run(
         merge_parts, (count, rows),
         part_out, part_lse, out, sinks, lengths, length, lengths_step, chunk, parts, more, tokens,
         KV_HEADS=kv_heads, GROUP=heads // kv_heads, SIZE=size, SIZE_PAD=power_of_two(size, 16),
-        PARTS_PAD=max(64 if few else 2, power_of_two(parts)), STEP=step,
+        PARTS_PAD=max(64 if few else 8, power_of_two(parts)), STEP=step,
         num_warps=8 if step > 64 else 4 if step > 8 else 1,
         **overlap,
     )  # fmt: skip

@@ -22,7 +22,8 @@ from kvcap.kernels.launch import run
 
 MOST_ALONE = 4096  # slots of a row that one program looks through
 PART = 1024  # slots of a longer one that nominate some to go, where that leaves fewer than half
-MOST_COUNT = 1024  # slots given up at once; each is compared with every slot
+COUNTS = 16, 128, 512, 1024  # slots given up at once, filled up; each is compared with every slot
+MOST_COUNT = COUNTS[-1]
 MOST_COMPARED = 16384  # slots of a row among which a program chooses several
 MOST_AUX = 5  # auxiliary tensors: a number a slot, besides positions and shifts
 
@@ -141,7 +142,8 @@ def choose(
     new = partial(torch.empty, dtype=torch.int32, device=positions.device)
     choice = Choice(new(batch, heads, count), new(rows, count), new(rows, count))
     where = {**_rows(scores, positions), **pins.arguments(positions.device)}
-    padded, part = power_of_two(count, 16), _part(count)
+    # Few sizes: each other would be compiled when a message ends in a shorter block.
+    padded, part = next(size for size in COUNTS if count <= size), _part(count)
     (several, parts), worths, nominees = _compared(slots, count), None, None
     with torch.cuda.device_of(positions):
         if parts:

@@ -47,10 +47,11 @@ def attend(
     scaling: float,
     turn: tuple[Tensor, Tensor] | None = None,
     used: Tensor | None = None,
-    early: bool = False,
     summed: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Write a token into the slot behind those in use, and attend to all of them.
+
+    Slots are read while what was launched just before may still run: that must not write them.
 
     Args:
         query: [B, H, 1, D].
@@ -66,8 +67,6 @@ def attend(
         turn: one of the auxiliary tensors, int32: how far each key is rotated back, and a
             contiguous table [span, 2, D/2] of cosines and sines; None: keys are used as they are.
         used: slots in use before the token, an integer on the device []; None: n - 1.
-        early: slots are read while what was launched before may still run, which must not write
-            them.
         summed: the keys' sums are wanted, which takes `used` None.
 
     Returns:
@@ -102,7 +101,7 @@ def attend(
             HALF_PAD=power_of_two(size, 32) // 2, BLOCK=tile.block, MORE=blocks > 1,
             STAGES=tile.stages, WIDEN=not on_gpu(query), num_warps=tile.warps,
             maxnreg=REGISTERS if blocks == 1 else None,
-            **overlapping(query.device, wanted=early),
+            **overlapping(query.device),
         )  # fmt: skip
         decode.merge(part_out, part_lse, out, used, slots, 0, chunk, 1, overlapping(query.device))
     return out.transpose(1, 2), turned.transpose(1, 2), sums

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 from kvcap.kernels.device import Target, pretending
 from kvcap.kernels.launch import Listener, heard
 from kvcap.policies import Eviction
-from kvcap.runtime.backends.pytorch.cuda_graphs import BlockGraphs
+from kvcap.runtime.backends.pytorch.cuda_graphs import PASS, BlockGraphs
 from kvcap.runtime.backends.pytorch.loop import LENGTHS, BlockLoop
 from kvcap.runtime.cache.cache import BudgetCache
 from kvcap.runtime.models.fused.decoder import Decoder, covers
@@ -81,20 +81,30 @@ class Rehearsal:
         longest = budget + block if cache.eviction.policy.evicts else budget
         step = -(-block // LENGTHS)
         with self._dry(), heard(listener):
-            # A long prompt and its answer; then messages of every length.
-            for length in dict.fromkeys((longest + 3 * max(block, 512) + step // 2, step // 2, 1)):
+            # A long prompt and its answer, then a short one; both are what most begin with.
+            for length in (longest + 3 * max(block, PASS) + step // 2, step // 2):
                 cache.reset()
-                self._read(min(length, budget) if not cache.eviction.policy.evicts else length)
+                self._read(length)
                 for _ in range(cache.evict_every + 1):
                     self._read(1)
-            for first in (0, longest):
-                for length in (*range(step, block, step), block + 1):
-                    cache.reset()
-                    if cache.eviction.policy.evicts or first + length < budget:
-                        self._read(first)
-                        self._read(length)
+            # Messages: of few tokens, and of all lengths to which blocks are padded.
+            lengths = sorted({2, 4, 8, 16, 24, *range(step, block, step)} & {*range(2, block)})
+            cache.reset()
+            self._read(longest)
+            for length in lengths:
+                self._read(length)
+            for length in lengths:
+                cache.reset()
+                self._read(length)
+            cache.reset()
+            for length in lengths:
+                self._read(length)
 
     def _read(self, length: int) -> None:
+        """A prompt, or as much of it as there is room for where nothing is evicted."""
+        cache = self.loop.cache
+        if not cache.eviction.policy.evicts:
+            length = min(length, cache.spare)
         if length:
             self.loop.prefill(torch.zeros(1, length, dtype=torch.long))
 
