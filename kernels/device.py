@@ -115,7 +115,7 @@ _clocks: dict[torch.device, Tensor] = {}
 
 def address(x: Tensor) -> int:
     """Where a tensor begins, in bytes; one without data as if its storage were the first."""
-    return x.storage_offset() * x.element_size() if isinstance(x, FakeTensor) else x.data_ptr()
+    return int(x.storage_offset()) * x.element_size() if isinstance(x, FakeTensor) else x.data_ptr()
 
 
 def bits(x: Tensor) -> Tensor:

@@ -215,4 +215,4 @@ def _moved(
 
 def _place(x: Tensor) -> tuple[int, int]:
     """Which memory a tensor is a view of, and where in it it begins."""
-    return x.untyped_storage()._cdata, x.storage_offset()
+    return x.untyped_storage()._cdata, int(x.storage_offset())

@@ -21,6 +21,9 @@ MOST = 1024  # compiled kernels remembered by their keys
 Listener = Callable[[Any, Sequence[Any], Mapping[str, Any]], bool]
 """Is told a kernel, its arguments and options; says whether it is to be launched."""
 
+ahead: list[Callable[[Any, Sequence[Any], Mapping[str, Any]], None]] = []
+"""While kernels are compiled ahead: waits for the one that a launch needs."""
+
 _listener: ContextVar[Listener | None] = ContextVar("launches", default=None)
 _compiled: dict[Hashable, Any] = {}
 
@@ -50,6 +53,8 @@ def run(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> Any:
     listener = _listener.get()
     if listener is not None and not listener(kernel, args, options):
         return None
+    for wait in tuple(ahead):
+        wait(kernel, args, options)
     return kernel[grid](*args, **options)
 
 

@@ -7,24 +7,31 @@ runs. Knows transformers' models; no kernel.
 
 from __future__ import annotations
 
+import atexit
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from threading import Thread
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM
 
+from kvcap import dtypes
 from kvcap.kernels.device import Target, pretending
-from kvcap.kernels.launch import Listener, heard
+from kvcap.kernels.launch import Listener, ahead, heard
+from kvcap.kernels.variants import Compiler, Launch, save, saved
 from kvcap.policies import Eviction
 from kvcap.runtime.backends.pytorch.cuda_graphs import PASS, BlockGraphs
 from kvcap.runtime.backends.pytorch.loop import LENGTHS, BlockLoop
 from kvcap.runtime.cache.cache import BudgetCache
-from kvcap.runtime.models.fused.decoder import Decoder, covers
+from kvcap.runtime.models.config import ModelShape
+from kvcap.runtime.models.fused.decoder import FAMILIES, Decoder, covers
+from kvcap.runtime.models.quantised import quantisation
 from kvcap.runtime.planning.dry_run import data_independent
+from kvcap.runtime.planning.plan import MemoryPlan
 from kvcap.runtime.types import ATTENTION, Positions
 
 
@@ -41,6 +48,9 @@ class Rehearsal:
         evict_every: in generation.
         several: see `BlockLoop`.
         target: the GPU; None: as kernels are interpreted.
+
+    Raises:
+        KvcapError: no such conversation is possible.
     """
 
     def __init__(
@@ -57,8 +67,10 @@ class Rehearsal:
     ) -> None:
         self.target, self.mode = target, FakeTensorMode(allow_non_fake_inputs=True)
         with self._dry():
-            config = copy.deepcopy(config)
+            config = copy.deepcopy(config.get_text_config(decoder=True))
             config._attn_implementation = ATTENTION
+            if _alike(config, eviction, budget_tokens):
+                config.num_hidden_layers = 1
             self.model = AutoModelForCausalLM.from_config(
                 config, attn_implementation=ATTENTION, dtype=dtype
             ).eval()
@@ -114,7 +126,7 @@ class DryGraphs(BlockGraphs):
 
     def _decoder(self, compiled: bool) -> Decoder | None:
         if not covers(self.model):
-            return None
+            return None  # trying whether it agrees takes numbers
         decoder = Decoder(self.model)
         for product in decoder.products:
             product.join()
@@ -123,3 +135,89 @@ class DryGraphs(BlockGraphs):
     def read(self, ids: Tensor, need_logits: bool = True) -> Tensor | None:
         """Nothing is replayed."""
         return None
+
+
+def _alike(config: Any, eviction: Eviction, budget_tokens: int) -> bool:
+    """Whether one layer launches what all launch."""
+    shape = ModelShape.of(config)
+    kept = eviction.allot(budget_tokens, len(shape.capped), shape.kv_heads)
+    one = all(layer == shape.layers[0] for layer in shape.layers) and shape.all_capped
+    return one and all(heads == kept[0] for heads in kept) and config.model_type in FAMILIES
+
+
+class WarmUp:
+    """Compiles a plan's kernels ahead, in the background, or loads those that were.
+
+    Args:
+        config: the model's transformers config.
+        plan: of its memory.
+        eviction: what is evicted.
+        device: of CUDA, on which it will run.
+        evict_every: in generation.
+        several: see `BlockLoop`.
+        on_done: called after each kernel with how many are ready, and how many are known of.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        plan: MemoryPlan,
+        eviction: Eviction,
+        device: torch.device,
+        evict_every: int = 1,
+        several: bool = True,
+        on_done: Callable[[int, int], None] | None = None,
+    ) -> None:
+        self.compiler, self.target = Compiler(device, on_done), Target.of(device)
+        self.error: Exception | None = None
+        self._rehearsal: Rehearsal | None = None
+        plain = {k: v for k, v in config.to_dict().items() if not k.startswith("_")}
+        told = (plain, plan.budget_tokens, plan.block_size, plan.dtype, plan.positions)
+        self._key = f"{told} {eviction} {evict_every} {several} {self.target}"
+        self._saved: list[Launch] | None = saved(self._key)
+        if self._saved is None and quantisation(config) is None:
+            # Here, as transformers sets what all threads share while it makes a model.
+            try:
+                self._rehearsal = Rehearsal(
+                    config, eviction, plan.budget_tokens, plan.block_size,
+                    dtypes.torch_dtype(plan.dtype), plan.positions, evict_every, several,
+                    self.target,
+                )  # fmt: skip
+            except Exception as error:
+                self.error = error
+        self._thread = Thread(target=self._work, name="kvcap-warm-up", daemon=True)
+        ahead.append(self.compiler.join)
+        atexit.register(self._stop)
+        self._thread.start()
+
+    def _work(self) -> None:
+        compiler = self.compiler
+        try:
+            for launch in self._saved or ():
+                compiler.add(launch)
+            if self._rehearsal is not None:
+                self._rehearsal.run(compiler.hear)
+                self._rehearsal = None
+            compiler.finish()
+            if self._saved is None and self.error is None:
+                save(self._key, compiler.launches.values())
+        except Exception as error:
+            self.error = error  # an answer compiles what is missing, or says what is wrong
+        finally:
+            ahead.remove(compiler.join)
+            atexit.unregister(self._stop)
+
+    def finish(self) -> int:
+        """Wait for all; returns how many kernels there are.
+
+        Raises:
+            Exception: what kept them from being found or compiled.
+        """
+        self._thread.join()
+        if self.error is not None:
+            raise self.error
+        return len(self.compiler.launches)
+
+    def _stop(self) -> None:
+        self.compiler.stop()
+        self._thread.join()
