@@ -363,6 +363,8 @@ class Runtime:
             positions=self.plan.positions,
             rehearse=self.memory_cap is not None,
         ).with_weights(Weights(self.plan.weights, self.plan.weights_from))
+        several = self.memory_cap is None
+        warm_up(self.model.config, plan, policy, self.model.device, self.evict_every, several)
         return Runtime(
             self.model,
             self.tokenizer,

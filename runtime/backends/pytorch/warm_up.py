@@ -69,13 +69,14 @@ class Rehearsal:
         with self._dry():
             config = copy.deepcopy(config.get_text_config(decoder=True))
             config._attn_implementation = ATTENTION
-            if _alike(config, eviction, budget_tokens):
+            eviction = data_independent(eviction)
+            if _alike(config, eviction):
                 config.num_hidden_layers = 1
             self.model = AutoModelForCausalLM.from_config(
                 config, attn_implementation=ATTENTION, dtype=dtype
             ).eval()
             cache = BudgetCache(
-                config, budget_tokens, block_size, data_independent(eviction),
+                config, budget_tokens, block_size, eviction,
                 positions=positions, evict_every=evict_every,
             )  # fmt: skip
             self.loop = BlockLoop(self.model, cache.allocate(1, dtype, "cpu"), graphs=False)
@@ -137,12 +138,11 @@ class DryGraphs(BlockGraphs):
         return None
 
 
-def _alike(config: Any, eviction: Eviction, budget_tokens: int) -> bool:
+def _alike(config: Any, eviction: Eviction) -> bool:
     """Whether one layer launches what all launch."""
-    shape = ModelShape.of(config)
-    kept = eviction.allot(budget_tokens, len(shape.capped), shape.kv_heads)
-    one = all(layer == shape.layers[0] for layer in shape.layers) and shape.all_capped
-    return one and all(heads == kept[0] for heads in kept) and config.model_type in FAMILIES
+    layers = ModelShape.of(config).layers
+    uniform = eviction.layer_budget is None and eviction.head_budget is None
+    return uniform and config.model_type in FAMILIES and len(set(layers)) == 1
 
 
 class WarmUp:

@@ -32,6 +32,7 @@ OPTIONS = {
     "chat": BUDGET | ANSWER | {"--no-commands"},
     "generate": BUDGET | ANSWER | {"--model", "-m", "--file", "-f", "--raw"},
     "plan": BUDGET | {"--context"},
+    "warm": (BUDGET - {"--json", "--backend"}) | {"--device", "--evict-every"},
     "policies": {"--json"},
     "eval": {"--json", "--threads", "--prefill-chunk-size"},
     "demo": {"--json", "--threads", "--prefill-chunk-size", "--max-kv-size"},

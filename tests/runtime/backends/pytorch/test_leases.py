@@ -79,7 +79,9 @@ def read(loop, ids, pins=()):
     logits = [loop.prefill(ids[:, :-6])]
     logits += [loop.read(ids[:, i : i + 1]) for i in range(ids.shape[1] - 6, ids.shape[1])]
     cache = loop.cache
-    views = [x.clone() for layer in cache.capped_layers for s in layer.segments for x in s.buffers()]
+    views = [
+        x.clone() for layer in cache.capped_layers for s in layer.segments for x in s.buffers()
+    ]
     return [torch.stack(logits), *views]
 
 
