@@ -25,7 +25,7 @@ from kvcap.kernels.launch import Listener, ahead, heard
 from kvcap.kernels.variants import Compiler, Launch, save, saved
 from kvcap.policies import Eviction
 from kvcap.runtime.backends.pytorch.cuda_graphs import PASS, BlockGraphs
-from kvcap.runtime.backends.pytorch.loop import LENGTHS, BlockLoop
+from kvcap.runtime.backends.pytorch.loop import BlockLoop
 from kvcap.runtime.cache.cache import BudgetCache
 from kvcap.runtime.models.config import ModelShape
 from kvcap.runtime.models.fused.decoder import FAMILIES, Decoder, covers
@@ -91,17 +91,16 @@ class Rehearsal:
         """Go through a conversation: first what comes first in any, then what is rarer."""
         cache = self.loop.cache
         budget, block = cache.layout.budget_tokens, cache.block_size
-        longest = budget + block if cache.eviction.policy.evicts else budget
-        step = -(-block // LENGTHS)
+        longest, odd = budget + block, block // 16 + 2
         with self._dry(), heard(listener):
             # A long prompt and its answer, then a short one; both are what most begin with.
-            for length in (longest + 3 * max(block, PASS) + step // 2, step // 2):
+            for length in (longest + 2 * max(block, PASS) + odd, odd):
                 cache.reset()
                 self._read(length)
                 for _ in range(cache.evict_every + 1):
                     self._read(1)
-            # Messages: of few tokens, and of all lengths to which blocks are padded.
-            lengths = sorted({2, 4, 8, 16, 24, *range(step, block, step)} & {*range(2, block)})
+            # Messages of few and of many tokens: in a full cache, in an empty one, in between.
+            lengths = [2**i for i in range(1, block.bit_length()) if 2**i < block]
             cache.reset()
             self._read(longest)
             for length in lengths:
@@ -109,8 +108,7 @@ class Rehearsal:
             for length in lengths:
                 cache.reset()
                 self._read(length)
-            cache.reset()
-            for length in lengths:
+            for length in reversed(lengths):
                 self._read(length)
 
     def _read(self, length: int) -> None:
