@@ -17,6 +17,7 @@ import kvcap
 from kvcap import kernels
 from kvcap.kernels import launch, variants
 from kvcap.policies import policies
+from kvcap.runtime.backends.pytorch import warm_up
 from kvcap.runtime.backends.pytorch.cuda_graphs import BlockGraphs
 from kvcap.runtime.backends.pytorch.loop import BlockLoop
 from kvcap.runtime.backends.pytorch.warm_up import Rehearsal
@@ -167,6 +168,57 @@ def test_what_a_compiler_raises_is_told_and_a_stopped_one_begins_nothing():
     compiler.stop()
     with pytest.raises(variants.Stopped):
         compiler.hear(Kernel(), (None, 1, 2, 3), {})
+
+
+@pytest.fixture
+def gpu_of(monkeypatch, tmp_path):
+    """Has a CPU count as a GPU whose kernels need no compiling; notes what was compiled."""
+    compiled = []
+    monkeypatch.setattr(warm_up.Target, "of", lambda _: warm_up.Target(132, 227 * 1024, True))
+    monkeypatch.setattr(variants.Launch, "compile", lambda self: compiled.append(self.variant))
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    return compiled
+
+
+def warmed(config, policy="keydiff", **options):
+    eviction = small_policy(policy, config)
+    plan = kvcap.MemoryPlan.of(
+        config, policy=eviction, kv_budget_tokens=BUDGET, block_size=BLOCK, dtype=torch.bfloat16
+    )
+    return warm_up.WarmUp(config, plan, eviction, torch.device("cpu"), **options)
+
+
+def test_a_plan_is_rehearsed_once(gpu_of, monkeypatch):
+    """The next process has what was launched from Triton's cache, for the same plan alone."""
+    config = tiny_config("llama")
+    count = warmed(config).finish()
+    assert count == len(gpu_of) == len(set(gpu_of)) > 15
+    first = set(gpu_of)
+    gpu_of.clear()
+    rehearsals = []
+    monkeypatch.setattr(warm_up, "Rehearsal", lambda *_: rehearsals.append(1) or 1 / 0)
+    assert warmed(config).finish() == count
+    assert set(gpu_of) == first
+    assert not rehearsals
+    assert not launch.ahead
+    with pytest.raises(ZeroDivisionError):  # what went wrong is told who asks, and no answer
+        warmed(config, evict_every=4).finish()
+    assert len(rehearsals) == 1
+    assert not launch.ahead
+
+
+@pytest.mark.slow
+def test_an_answer_goes_on_where_kernels_cannot_be_compiled_ahead(gpu_of, monkeypatch):
+    def fail(_):
+        raise RuntimeError("no such instruction")
+
+    monkeypatch.setattr(variants.Launch, "compile", fail)
+    config = tiny_config("llama")
+    warmed_up = warmed(config)
+    with pytest.raises(RuntimeError, match="no such instruction"):
+        warmed_up.finish()
+    assert not launch.ahead
+    assert variants.saved(warmed_up.key) is None
 
 
 AHEAD = """

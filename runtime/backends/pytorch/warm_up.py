@@ -171,8 +171,8 @@ class WarmUp:
         self._rehearsal: Rehearsal | None = None
         plain = {k: v for k, v in config.to_dict().items() if not k.startswith("_")}
         told = (plain, plan.budget_tokens, plan.block_size, plan.dtype, plan.positions)
-        self._key = f"{told} {eviction} {evict_every} {several} {self.target}"
-        self._saved: list[Launch] | None = saved(self._key)
+        self.key = f"{told} {eviction} {evict_every} {several} {self.target}"
+        self._saved: list[Launch] | None = saved(self.key)
         if self._saved is None and quantisation(config) is None:
             # Here, as transformers sets what all threads share while it makes a model.
             try:
@@ -198,7 +198,7 @@ class WarmUp:
                 self._rehearsal = None
             compiler.finish()
             if self._saved is None and self.error is None:
-                save(self._key, compiler.launches.values())
+                save(self.key, compiler.launches.values())
         except Exception as error:
             self.error = error  # an answer compiles what is missing, or says what is wrong
         finally:
