@@ -14,6 +14,7 @@ from torch import Tensor
 
 from kvcap.kernels.arguments import MOST_AUX, aux, strides
 from kvcap.kernels.device import able, overlaps, power_of_two
+from kvcap.kernels.launch import run
 
 
 def covers(keys: Tensor, values: Tensor, buffers: Sequence[Tensor]) -> bool:
@@ -53,7 +54,8 @@ def append(
         assert x.stride()[:3] == (heads * row * step, row * step, step), "rows side by side"
     block = 16
     with torch.cuda.device_of(keys):
-        write[-(-length // block), batch * heads](
+        run(
+            write, (-(-length // block), batch * heads),
             keys, values, positions, *buffers[:3], **aux(buffers[3:]),
             length=length, row_slots=row, after=after, **strides("bht", key=keys, value=values),
             HEADS=heads, SIZE=size, SIZE_PAD=power_of_two(size, 16), BLOCK=block,

@@ -9,7 +9,7 @@ from contextvars import ContextVar
 
 from torch import Tensor
 
-from kvcap.kernels.device import able
+from kvcap.kernels.device import able, on_gpu
 
 CHOICES = ("auto", "eager", "triton")
 
@@ -36,7 +36,7 @@ def ready(x: Tensor) -> bool:
     choice = _override.get() or os.environ.get("KVCAP_KERNELS") or "auto"
     if choice not in CHOICES:
         raise ValueError(f"KVCAP_KERNELS={choice!r} will not work; use {', '.join(CHOICES)}")
-    if choice == "eager" or (choice == "auto" and not x.is_cuda):
+    if choice == "eager" or (choice == "auto" and not on_gpu(x)):
         return False
     if choice == "triton" and not able(x):
         raise RuntimeError(

@@ -11,13 +11,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from functools import cache, lru_cache, partial
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from kvcap.kernels.device import DTYPES, able, multiprocessors, overlapping, power_of_two
+from kvcap.kernels.device import (
+    DTYPES,
+    able,
+    multiprocessors,
+    on_gpu,
+    overlapping,
+    power_of_two,
+    target,
+)
+from kvcap.kernels.launch import run
 
 MOST_TOKENS = 16  # of a block whose keys are wider than 256 bytes
 MOST_ROWS = 64  # query rows of a KV head that a program attends
@@ -44,18 +53,9 @@ def covers(query: Tensor, keys: Tensor, values: Tensor, kv_heads: int | None = N
         return False
     if any(x.dtype != query.dtype or x.stride(-1) != 1 for x in (query, keys, values)):
         return False
-    if not query.is_cuda:
-        return True
+    gpu = target(query.device)
     small = rows <= 16 and size * item <= 512
-    return _shared_memory(query.device) >= (96 if small else 224) * 1024
-
-
-@cache
-def _shared_memory(device: torch.device) -> int:
-    """Bytes that a program can have; 0 before Ampere, which cannot fetch ahead."""
-    properties = torch.cuda.get_device_properties(device)
-    room = getattr(properties, "shared_memory_per_block_optin", 0)
-    return int(room) if properties.major >= 8 else 0
+    return gpu is None or gpu.shared_memory >= (96 if small else 224) * 1024
 
 
 def attend(
@@ -149,7 +149,8 @@ def _attend(
 
     batch, heads, tokens, size = query.shape
     rows, count = batch * kv_heads, heads // kv_heads * tokens
-    rows_pad, size_pad = min(MOST_ROWS, power_of_two(count, 16)), power_of_two(size, 16)
+    rows_pad = 16 if count <= 16 else MOST_ROWS  # each size between is one more to compile
+    size_pad = power_of_two(size, 16)
     tiles = -(-count // rows_pad)
     tile = tile_of(size * query.element_size())
     blocks = -(-longest // tile.block)
@@ -166,7 +167,8 @@ def _attend(
     # Many programs that wait would only keep others from running.
     overlap = overlapping(query.device, wanted=not whole and tiles == 1)
     with torch.cuda.device_of(query):
-        attend_part[parts, tiles, rows](
+        run(
+            attend_part, (parts, tiles, rows),
             query, keys, values, starts, lengths, part_out, part_lse,
             out if whole else None, sinks if whole else None,
             longest, lengths_step, chunk, tokens, factor, (softcap or 0.0) * LOG2_E,
@@ -174,7 +176,7 @@ def _attend(
             KV_HEADS=kv_heads, GROUP=heads // kv_heads, ROWS=rows_pad,
             SIZE=size, SIZE_PAD=size_pad, SOFTCAP=softcap is not None,
             BLOCK=tile.block, STAGES=tile.stages,
-            WIDEN=query.device.type == "cpu", num_warps=warps,
+            WIDEN=not on_gpu(query), num_warps=warps,
             **overlap,
         )  # fmt: skip
         if whole:
@@ -215,11 +217,12 @@ def merge(
     batch, tokens, heads = out.shape[:3]
     kv_heads = rows // batch
     few = count <= MOST_ROWS
-    step = min(128, max(32 if few else 2, power_of_two(parts)))  # parts merged at once
-    merge_parts[count, rows](
+    step = min(128, max(32 if few else 8, power_of_two(parts)))  # parts merged at once
+    run(
+        merge_parts, (count, rows),
         part_out, part_lse, out, sinks, lengths, length, lengths_step, chunk, parts, more, tokens,
         KV_HEADS=kv_heads, GROUP=heads // kv_heads, SIZE=size, SIZE_PAD=power_of_two(size, 16),
-        PARTS_PAD=max(64 if few else 2, power_of_two(parts)), STEP=step,
+        PARTS_PAD=max(64 if few else 8, power_of_two(parts)), STEP=step,
         num_warps=8 if step > 64 else 4 if step > 8 else 1,
         **overlap,
     )  # fmt: skip

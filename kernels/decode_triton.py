@@ -55,7 +55,7 @@ def _fold(
     return higher, total * fade + tl.sum(p, 1), acc
 
 
-@triton.jit(do_not_specialize=["length"])
+@triton.jit(do_not_specialize=["length", "tokens"])
 def attend_part(
     query,  # [B, H, T, D]
     keys,  # [B, K, n, D], or [slots, D] with `starts`
@@ -151,7 +151,7 @@ def attend_part(
     tl.store(part_out + at[:, None] * SIZE + d, acc / total[:, None], mask=real & (d < SIZE))
 
 
-@triton.jit(do_not_specialize=["length", "chunk", "parts", "more"])
+@triton.jit(do_not_specialize=["length", "chunk", "parts", "more", "tokens"])
 def merge_parts(
     part_out,  # [B·K, S, M, D] float32
     part_lse,  # [B·K, S, M] float32

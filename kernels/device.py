@@ -3,18 +3,71 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import lru_cache
 from importlib.util import find_spec
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
+class Target(NamedTuple):
+    """A GPU, as far as kernels are made for it."""
+
+    multiprocessors: int
+    shared_memory: int  # bytes that a program can have; 0 before Ampere, which cannot fetch ahead
+    overlaps: bool  # a kernel can be launched before the one it waits for has ended
+
+    @classmethod
+    def of(cls, device: torch.device) -> Target:
+        """That of a device of CUDA."""
+        properties = torch.cuda.get_device_properties(device)
+        room = getattr(properties, "shared_memory_per_block_optin", 0)
+        overlaps = False
+        if properties.major >= 9:
+            from triton.language.extra import cuda  # type: ignore[import-untyped]
+
+            overlaps = hasattr(cuda, "gdc_wait")
+        ampere = properties.major >= 8
+        return cls(properties.multi_processor_count, int(room) if ampere else 0, overlaps)
+
+
+_pretended: ContextVar[Target | None] = ContextVar("pretended", default=None)
+_target_of = lru_cache(Target.of)
+
+
+@contextmanager
+def pretending(target: Target | None) -> Iterator[None]:
+    """Within it, in this thread, tensors on any device count as on that GPU: for dry runs."""
+    token = _pretended.set(target)
+    try:
+        yield
+    finally:
+        _pretended.reset(token)
+
+
+def target(device: torch.device) -> Target | None:
+    """The GPU for which kernels are compiled; None: on a CPU, where they are interpreted."""
+    pretended = _pretended.get()
+    if pretended is not None:
+        return pretended
+    return _target_of(device) if device.type == "cuda" else None
+
+
+def on_gpu(x: Tensor) -> bool:
+    """Whether kernels that read `x` are compiled."""
+    return x.is_cuda or _pretended.get() is not None
+
+
 def able(x: Tensor) -> bool:
     """Whether Triton can run where `x` is: on CUDA, or on a CPU in its interpreter."""
-    return _has_triton() and (x.is_cuda or os.environ.get("TRITON_INTERPRET") == "1")
+    return _has_triton() and (on_gpu(x) or os.environ.get("TRITON_INTERPRET") == "1")
 
 
 @lru_cache
@@ -22,22 +75,16 @@ def _has_triton() -> bool:
     return find_spec("triton") is not None
 
 
-@lru_cache
 def multiprocessors(device: torch.device) -> int:
     """Of a GPU; interpreted, enough to cut the slots into parts."""
-    if device.type != "cuda":
-        return 8
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+    found = target(device)
+    return 8 if found is None else found.multiprocessors
 
 
-@lru_cache
 def overlaps(device: torch.device) -> bool:
     """Whether a kernel can be launched before the one it waits for has ended."""
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) < (9, 0):
-        return False
-    from triton.language.extra import cuda  # type: ignore[import-untyped]
-
-    return hasattr(cuda, "gdc_wait")
+    found = target(device)
+    return found is not None and found.overlaps
 
 
 def overlapping(device: torch.device, wanted: bool = True) -> dict[str, bool]:
@@ -54,9 +101,21 @@ def told(seen: int | Tensor, device: torch.device) -> tuple[int, Tensor]:
     return (-1, seen) if isinstance(seen, Tensor) else (seen, _no_clock(device))
 
 
-@lru_cache
 def _no_clock(device: torch.device) -> Tensor:
-    return torch.zeros((), dtype=torch.int64, device=device)
+    clock = _clocks.get(device)
+    if clock is None:
+        clock = torch.zeros((), dtype=torch.int64, device=device)
+        if not isinstance(clock, FakeTensor):
+            _clocks[device] = clock
+    return clock
+
+
+_clocks: dict[torch.device, Tensor] = {}
+
+
+def address(x: Tensor) -> int:
+    """Where a tensor begins, in bytes; one without data as if its storage were the first."""
+    return int(x.storage_offset()) * x.element_size() if isinstance(x, FakeTensor) else x.data_ptr()
 
 
 def bits(x: Tensor) -> Tensor:

@@ -18,10 +18,12 @@ from torch import Tensor
 from kvcap.kernels.arguments import MOST_SPANS, Spans, aux, strides
 from kvcap.kernels.arguments import Pins as Pins
 from kvcap.kernels.device import able, bits, power_of_two
+from kvcap.kernels.launch import run
 
 MOST_ALONE = 4096  # slots of a row that one program looks through
 PART = 1024  # slots of a longer one that nominate some to go, where that leaves fewer than half
-MOST_COUNT = 1024  # slots given up at once; each is compared with every slot
+COUNTS = 16, 128, 512, 1024  # slots given up at once, filled up; each is compared with every slot
+MOST_COUNT = COUNTS[-1]
 MOST_COMPARED = 16384  # slots of a row among which a program chooses several
 MOST_AUX = 5  # auxiliary tensors: a number a slot, besides positions and shifts
 
@@ -111,7 +113,8 @@ def give_up(
     # Few registers: other programs (kernels/linear.py) fill the device meanwhile.
     block = min(2048, power_of_two(slots, 16))
     with torch.cuda.device_of(positions):
-        evict_one[batch * heads,](
+        run(
+            evict_one, (batch * heads,),
             scores, evicted, positions, shift, **_moved(buffers, positions, shift),
             **_rows(scores, positions), **pins.arguments(positions.device), **_newer(newer),
             BLOCK=block, num_warps=max(1, block // 256),
@@ -139,23 +142,27 @@ def choose(
     new = partial(torch.empty, dtype=torch.int32, device=positions.device)
     choice = Choice(new(batch, heads, count), new(rows, count), new(rows, count))
     where = {**_rows(scores, positions), **pins.arguments(positions.device)}
-    padded, part = power_of_two(count, 16), _part(count)
+    # Few sizes: each other would be compiled when a message ends in a shorter block.
+    padded, part = next(size for size in COUNTS if count <= size), _part(count)
     (several, parts), worths, nominees = _compared(slots, count), None, None
     with torch.cuda.device_of(positions):
         if parts:
             worths, nominees = new(rows, several), new(rows, several)
-            nominate_slots[parts, rows](
+            run(
+                nominate_slots, (parts, rows),
                 scores, positions, worths, nominees, **where, count=count,
                 COUNT_PAD=padded, BLOCK=part, num_warps=max(1, part // 128),
             )  # fmt: skip
         block = power_of_two(several, 32)
-        choose_slots[rows,](
+        run(
+            choose_slots, (rows,),
             scores, positions, *choice, worths, nominees, several, **where, **_newer(newer),
             count=count, COUNT_PAD=padded, BLOCK=block,
             num_warps=max(1, min(16, block // 128)),
         )  # fmt: skip
         if shift is not None:
-            shift_slots[-(-slots // 32), rows](
+            run(
+                shift_slots, (-(-slots // 32), rows),
                 choice.ages, positions, shift, slots, capacity, count,
                 COUNT_PAD=padded, BLOCK=32, num_warps=max(1, min(4, padded // 128)),
             )  # fmt: skip
@@ -168,7 +175,8 @@ def move(choice: Choice, positions: Tensor, buffers: Sequence[Tensor]) -> None:
 
     (batch, heads, slots), count = positions.shape, choice.evicted.shape[-1]
     with torch.cuda.device_of(positions):
-        move_slots[-(-count // 16), batch * heads](
+        run(
+            move_slots, (-(-count // 16), batch * heads),
             choice.targets, positions, **_moved(buffers, positions),
             slots=slots, capacity=positions.stride(1), count=count, BLOCK=16, num_warps=4,
         )  # fmt: skip
@@ -193,8 +201,8 @@ def _moved(
 ) -> dict[str, Any]:
     """Keys, values and auxiliary tensors, but those named: as integers, only bits are moved."""
     capacity = positions.stride(1)
-    apart = {positions.data_ptr(), None if shift is None else shift.data_ptr()}
-    found = [x for x in buffers if x.data_ptr() not in apart]
+    apart = {_place(x) for x in (positions, shift) if x is not None}
+    found = [x for x in buffers if _place(x) not in apart]
     (keys, values), rest = ([x for x in found if x.dim() == dim] for dim in (4, 3))
     for x in found:
         step = x.shape[-1] if x.dim() == 4 else 1
@@ -203,3 +211,8 @@ def _moved(
     size = keys.shape[-1]
     sizes = {"SIZE": size, "SIZE_PAD": power_of_two(size, 16)}
     return {"keys": bits(keys), "values": bits(values), **aux(rest, MOST_AUX), **sizes}
+
+
+def _place(x: Tensor) -> tuple[int, int]:
+    """Which memory a tensor is a view of, and where in it it begins."""
+    return x.untyped_storage()._cdata, int(x.storage_offset())

@@ -14,8 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvcap.kernels.device import multiprocessors, power_of_two
-from kvcap.kernels.launch import empty, launch
+from kvcap.kernels.device import address, multiprocessors, power_of_two
+from kvcap.kernels.launch import empty, launch, run
 from kvcap.kernels.token import REGISTERS
 from kvcap.kernels.turn_triton import halves, turned_back
 
@@ -114,7 +114,8 @@ def scores_turned(keys: Tensor, shift: Tensor, table: Tensor, key_sums: Tensor) 
     tile, parts = 64, key_sums.shape[2]
     out = empty(B, K, n, device=keys.device)
     with torch.cuda.device_of(keys):
-        _cosine_turned[-(-n // tile), B * K](
+        run(
+            _cosine_turned, (-(-n // tile), B * K),
             keys, key_sums, out, shift, table, *keys.stride()[:3], *shift.stride()[:2],
             K, n, parts, D, power_of_two(D, 32) // 2, tile, power_of_two(parts),
             num_warps=4, maxnreg=REGISTERS,
@@ -139,7 +140,7 @@ def scores(keys: Tensor, *, unit: bool = False, key_sums: Tensor | None = None) 
     chunk = -(-max(2 * tile, n * B * K // (2 * multiprocessors(keys.device))) // tile) * tile
     out = empty(B, K, n, device=keys.device)
     strides, sizes = (*keys.stride()[:3], K, n), (D, padded, tile)
-    key = (keys.device, keys.dtype, keys.data_ptr() % 16, strides[:4], sizes, few)
+    key = (keys.device, keys.dtype, address(keys) % 16, strides[:4], sizes, few)
     if key_sums is None:
         parts = -(-n // chunk)
         key_sums = empty(B, K, parts, D, device=keys.device)
@@ -154,7 +155,7 @@ def scores(keys: Tensor, *, unit: bool = False, key_sums: Tensor | None = None) 
     # Of few, short programs begin with a tile in hand; of many, long ones fetch several ahead.
     share, stages = (4 * tile, 1) if few else (chunk, 4)
     launch(
-        _cosine, (-(-n // share), B * K, 1), (key, most, key_sums.data_ptr() % 16),
+        _cosine, (-(-n // share), B * K, 1), (key, most, address(key_sums) % 16),
         (keys, key_sums, out, *strides, share, added, *sizes, most, stages),
         num_warps=4 if few else 8,
     )  # fmt: skip

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from kvcap.kernels.device import DTYPES, overlapping
+from kvcap.kernels.launch import run
 
 TILE, WIDE_TILE = (8, 1024), (4, 2048)  # rows, columns read at once: fastest of those tried
 WIDE = 4096  # a matrix of columns that are a multiple of it
@@ -54,7 +55,8 @@ def matvec(
     each = tile_rows // 2 if gated else tile_rows
     out = torch.empty(*x.shape[:-1], rows, dtype=x.dtype, device=x.device)
     with torch.cuda.device_of(x):
-        dot[-(-rows // each),](
+        run(
+            dot, (-(-rows // each),),
             x.contiguous(), out, weight, bias, gain, None if plus is None else plus.contiguous(),
             rows, columns, weight.stride(0), epsilon,
             ROWS=tile_rows, COLUMNS=tile_columns, SHARE=8, GATED=gated,

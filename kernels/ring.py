@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from kvcap.kernels.device import able, bits, power_of_two
+from kvcap.kernels.launch import run
 
 MOST_LENGTH, MOST_HEAD_SIZE = 64, 256  # a program holds a head's whole ring
 
@@ -40,7 +41,8 @@ def append(ring: Tensor, shift: Tensor, queries: Tensor) -> None:
 
     batch, heads, length, size = ring.shape
     with torch.cuda.device_of(ring):
-        push[(batch * heads,)](
+        run(
+            push, (batch * heads,),
             bits(ring), shift, bits(queries), queries.shape[2], *queries.stride()[:3],
             HEADS=heads, GROUP=heads // shift.shape[1], LENGTH=length,
             LENGTH_PAD=power_of_two(length), SIZE=size, SIZE_PAD=power_of_two(size, 16),

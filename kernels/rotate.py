@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from kvcap.kernels.device import overlapping, power_of_two
+from kvcap.kernels.launch import empty, run
 
 MOST_BLOCKS = 8  # of slots that a program rotates
 
@@ -29,7 +30,6 @@ def rotate_back(
     Returns:
         The copy, and its sums [B, K, parts, D] over parts of the rows, float32, or None.
     """
-    from kvcap.kernels.launch import empty
     from kvcap.kernels.rotate_triton import rotate
 
     batch, heads, slots, size = x.shape
@@ -42,7 +42,8 @@ def rotate_back(
     if not out.numel():
         return out, summed
     with torch.cuda.device_of(x):
-        rotate[parts, batch * heads](
+        run(
+            rotate, (parts, batch * heads),
             x, shift, table, out, summed, slots, *x.stride()[:3], *shift.stride(),
             HEADS=heads, SIZE=size, HALF=half, HALF_PAD=power_of_two(half),
             STEP=2 if interleaved else 1, MATE=1 if interleaved else half,

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 
 
-@triton.jit(do_not_specialize=["slots"])
+@triton.jit(do_not_specialize=["slots", "shift", "shift_b", "shift_h"])
 def rotate(
     x,  # [B, K, n, D]
     shift,  # [B, K, n]

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from kvcap.kernels import append, decode
 from kvcap.kernels.arguments import aux, strides
-from kvcap.kernels.device import overlapping, power_of_two
+from kvcap.kernels.device import on_gpu, overlapping, power_of_two
+from kvcap.kernels.launch import run
 
 MOST_GROUP = 16
 # Of a thread, so that a multiprocessor begins one of these beside five programs of the product
@@ -46,10 +47,11 @@ def attend(
     scaling: float,
     turn: tuple[Tensor, Tensor] | None = None,
     used: Tensor | None = None,
-    early: bool = False,
     summed: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Write a token into the slot behind those in use, and attend to all of them.
+
+    Slots are read while what was launched just before may still run: that must not write them.
 
     Args:
         query: [B, H, 1, D].
@@ -65,8 +67,6 @@ def attend(
         turn: one of the auxiliary tensors, int32: how far each key is rotated back, and a
             contiguous table [span, 2, D/2] of cosines and sines; None: keys are used as they are.
         used: slots in use before the token, an integer on the device []; None: n - 1.
-        early: slots are read while what was launched before may still run, which must not write
-            them.
         summed: the keys' sums are wanted, which takes `used` None.
 
     Returns:
@@ -90,7 +90,8 @@ def attend(
     cos, sin = (x.contiguous() for x in angles)
     shift, table = (None, None) if turn is None else turn
     with torch.cuda.device_of(query):
-        attend_part[parts, rows](
+        run(
+            attend_part, (parts, rows),
             query, key, value, cos, sin, time, *buffers[:3], **aux(buffers[3:]),
             shift=shift, table=table, queries=turned, sums=sums, part_out=part_out,
             part_lse=part_lse, used=used, slots=slots, row_slots=buffers[2].stride(1), chunk=chunk,
@@ -98,9 +99,9 @@ def attend(
             angle_b=0 if cos.shape[0] == 1 else size,
             KV_HEADS=kv_heads, GROUP=group, ROWS=MOST_GROUP, SIZE=size, HALF=size // 2,
             HALF_PAD=power_of_two(size, 32) // 2, BLOCK=tile.block, MORE=blocks > 1,
-            STAGES=tile.stages, WIDEN=query.device.type == "cpu", num_warps=tile.warps,
+            STAGES=tile.stages, WIDEN=not on_gpu(query), num_warps=tile.warps,
             maxnreg=REGISTERS if blocks == 1 else None,
-            **overlapping(query.device, wanted=early),
+            **overlapping(query.device),
         )  # fmt: skip
         decode.merge(part_out, part_lse, out, used, slots, 0, chunk, 1, overlapping(query.device))
     return out.transpose(1, 2), turned.transpose(1, 2), sums

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from kvcap.kernels.device import multiprocessors, power_of_two, told
+from kvcap.kernels.device import address, multiprocessors, power_of_two, told
 from kvcap.policies.base import Group, Observation
 
 NEEDS_OUTPUT = ("dropkv", "andpro", "key", "joint")
@@ -112,9 +112,9 @@ def scores(
         (float(obs.scaling), float(obs.softcap or 0)),
     )
     sizes, options = (D, t.DP, t.GP, t.WB, t.N), {"num_warps": t.warps, "num_stages": t.stages}
-    starts = tuple(x.data_ptr() % 16 for x in (q, k, v, positions))
+    starts = tuple(address(x) % 16 for x in (q, k, v, positions))
     sinks = None if obs.sinks is None else obs.sinks.float().contiguous()
-    beside = None if sinks is None else sinks.data_ptr() % 16
+    beside = None if sinks is None else address(sinks) % 16
     static = (K, G, sizes, t.warps, t.stages, output, capped)
     key = (device, k.dtype, positions.dtype, starts, strides, static)
     launch(

@@ -74,7 +74,7 @@ def policies() -> dict[str, Recipe]:
     found = {name: Recipe({"policy": cls}, {}) for name, cls in scores.items()}
     for cls in (*scores.values(), *companions().values()):
         for name, preset in vars(cls).get("presets", {}).items():  # not those of a base class
-            recipe = _compose(preset.parts, preset.options, preset.when)
+            recipe = _compose(preset.parts, preset.options, preset.when, scores)
             if name in found and found[name].parts != {"policy": recipe.parts["policy"]}:
                 raise PolicyError(f"{cls.__module__} has a preset {name!r}, a name that is taken")
             found[name] = recipe
@@ -147,9 +147,14 @@ def _scores() -> dict[str, type[Component]]:
     return found
 
 
-def _compose(combination: str, options: Mapping[str, Any], when: str = "") -> Recipe:
+def _compose(
+    combination: str,
+    options: Mapping[str, Any],
+    when: str = "",
+    scores: Mapping[str, type[Component]] | None = None,
+) -> Recipe:
     """The parts of 'policy+companion+companion'."""
-    scores = _scores()
+    scores = _scores() if scores is None else scores
     base, *others = combination.split("+")
     if base not in scores:
         raise PolicyError(f"no policy is called {base!r}{_nearest(base, list(scores))}")

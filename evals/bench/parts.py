@@ -234,7 +234,6 @@ class _Token:
         turn = (self.segment.aux("shift"), self.rotation.table) if rotated else None
         return token.attend(
             self.query, self.key, self.value, self.angles, self.time, buffers, SIZE**-0.5, turn,
-            early=True,
         )[0]  # fmt: skip
 
     def unrotated(self) -> Tensor:

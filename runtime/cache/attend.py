@@ -178,7 +178,6 @@ class SlotAttention:
         out, query, sums = token.attend(
             query, key, value, angles, time, buffers, call.scaling, pending,
             used=context.token_counter if filling else None,
-            early=context.stream is not None,
             summed=has_work and evictor.uses_stored_keys,
         )  # fmt: skip
         if storage.query_window is not None:

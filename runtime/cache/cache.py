@@ -480,6 +480,8 @@ class BudgetCache(Cache):  # type: ignore[misc]
         super().reset()
         for state in self.state_layers.values():  # those beside slots are none of the layers
             state.reset()
+        if self.balance is not None:
+            self.balance.reset()
         self.set_pins(())
         self.unread = None
         self._length = None

@@ -1,4 +1,4 @@
-"""The commands chat, generate, plan and policies, and the loading of a model by their options.
+"""The commands chat, generate, plan, warm and policies, and loading a model by their options.
 
 `kvcap --help` imports this, so what is slow to import is imported when a command runs.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from time import perf_counter
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -17,6 +18,8 @@ from kvcap.runtime.cli.kept_exports import kept_export
 from kvcap.runtime.cli.options import (
     Backend,
     Budget,
+    Device,
+    EvictEvery,
     Json,
     Model,
     Output,
@@ -190,6 +193,54 @@ def plan_command(
         if stored is not None:
             print(f"weights: {stored.becomes(plan.weights, plan.dtype)}")
     warn_if_short(plan, free, budget.memory_cap)
+
+
+@grouped
+def warm_command(
+    model: Model = POCKET,
+    *,
+    device: Device = None,
+    evict_every: EvictEvery = 1,
+    budget: Budget,
+) -> None:
+    """Compile what a model's answers run on this GPU, so that the first need not wait for it.
+
+    Reads the config, no weights. What is compiled is kept in Triton's cache (TRITON_CACHE_DIR),
+    where every process finds it; give the options that it will run with.
+    """
+    quiet_libraries()
+    from kvcap.runtime.backends.pytorch.runtime import best_device, parse_dtype, usable, warm_up
+    from kvcap.runtime.models.files import load_config
+    from kvcap.runtime.models.weights import read_headers
+
+    begun, where, eviction = perf_counter(), resolve(model), budget.eviction()
+    config, chosen = load_config(where), usable(device) or best_device()
+    plan = MemoryPlan.of(
+        config,
+        policy=eviction,
+        dtype=parse_dtype(budget.dtype),
+        headers=read_headers(where),
+        **budget.sizes(),
+    )
+
+    def show(done: int, known: int) -> None:
+        if styled():
+            sys.stderr.write(f"\r\x1b[2K\x1b[2m{done} of {known} kernels ...\x1b[0m")
+            sys.stderr.flush()
+
+    several = budget.memory_cap is None
+    compiling = warm_up(config, plan, eviction, chosen, evict_every, several, show)
+    if compiling is None:
+        raise ValueError(
+            f"kernels are compiled for a GPU of CUDA, and on {chosen} the model runs without them; "
+            "use --device cuda where there is one, and KVCAP_KERNELS=auto"
+        )
+    try:
+        count = compiling.finish()
+    finally:
+        sys.stderr.write("\r\x1b[2K" if styled() else "")
+    seconds = perf_counter() - begun
+    print(f"{count} kernels for {plan.summary} are ready, after {seconds:.1f} s", file=sys.stderr)
 
 
 def policies_command(

@@ -176,6 +176,19 @@ Model = Annotated[
         help="A repository of the hub, a local directory, or pocket, the built-in model.",
     ),
 ]
+Device = Annotated[
+    str | None,
+    option("--device", metavar="NAME", help="cpu, cuda or mps (the best there is by default)."),
+]
+EvictEvery = Annotated[
+    int,
+    option(
+        "--evict-every",
+        min=1,
+        metavar="N",
+        help="While answering, evict every so many tokens; 16 pay on a GPU.",
+    ),
+]
 Json = Annotated[bool, option("--json", help="Print one JSON document per result.")]
 
 
@@ -355,10 +368,7 @@ class Running:
             help="Go on with this conversation if there is one; saved after every answer.",
         ),
     ] = None
-    device: Annotated[
-        str | None,
-        option("--device", metavar="NAME", help="cpu, cuda or mps (the best there is by default)."),
-    ] = None
+    device: Device = None
     threads: Annotated[
         int | None,
         option(
@@ -380,15 +390,7 @@ class Running:
             show_default=True,
         ),
     ] = "evict"
-    evict_every: Annotated[
-        int,
-        option(
-            "--evict-every",
-            min=1,
-            metavar="N",
-            help="While answering, evict every so many tokens; 16 pay on a GPU.",
-        ),
-    ] = 1
+    evict_every: EvictEvery = 1
 
 
 @dataclass(frozen=True)

@@ -219,13 +219,6 @@ def test_how_many_slots_are_in_use_can_be_told_on_the_device(moved):
             assert torch.equal(out, run(inputs))
 
 
-def test_slots_may_be_read_before_the_query_is_there():
-    case = Case(1, 2, 3, 90, 64)
-    early, late = (Inputs(case, torch.float32).attend(early=x) for x in (True, False))
-    assert torch.equal(early[0], late[0])
-    assert early[2] is None
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("case", CASES[1:], ids=str)
 def test_keydiff_scores_keys_that_it_rotates_itself(case, dtype):

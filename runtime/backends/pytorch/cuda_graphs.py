@@ -17,7 +17,7 @@ from torch import Tensor
 from kvcap.runtime.cache.cache import BudgetCache
 from kvcap.runtime.cache.step import ForwardContext, SideStream
 from kvcap.runtime.errors import first_line
-from kvcap.runtime.models.fused.decoder import decoder_of
+from kvcap.runtime.models.fused.decoder import Decoder, decoder_of
 
 PASS = 512  # tokens of a pass that a GPU reads at little more cost than fewer
 
@@ -50,9 +50,12 @@ class BlockGraphs:
         self.refused = why_unsteady(cache)
         """Why blocks are not replayed; None: they are."""
         self.captured: dict[PassKind, BlockGraph] = {}
-        self.decoder = None if self.refused else decoder_of(model, compiled)
+        self.decoder = None if self.refused else self._decoder(compiled)
         """What is captured in the model's place; None: the model itself is."""
         self._warm: set[PassKind] = set()  # read once without a graph, so that they can be captured
+
+    def _decoder(self, compiled: bool) -> Decoder | None:
+        return decoder_of(self.model, compiled)
 
     @property
     def nbytes(self) -> int:

@@ -30,7 +30,8 @@ class BlockLoop(Loop):
         model: a causal language model loaded with `attn_implementation='kvcap'`.
         cache: made for the model's config.
         on_full: see `Loop`.
-        graphs: on CUDA, replay the blocks of a full cache as CUDA graphs.
+        graphs: on CUDA, replay the blocks of a full cache as CUDA graphs: those given, which are of
+            this cache, or new ones.
         compiled: in these, run parts of the model by `torch.compile`.
         several: in these, read several small blocks in one pass, whose activations take the memory
             of one larger block.
@@ -47,7 +48,7 @@ class BlockLoop(Loop):
         model: Any,
         cache: BudgetCache,
         on_full: OnFull = "evict",
-        graphs: bool = True,
+        graphs: bool | BlockGraphs = True,
         compiled: bool = False,
         several: bool = True,
     ) -> None:
@@ -57,8 +58,9 @@ class BlockLoop(Loop):
             check_expansions(model, latent)
         super().__init__(cache, on_full)
         self.model = model
-        graphs = graphs and model.device.type == "cuda"
-        self.graphs = BlockGraphs(model, cache, compiled, several) if graphs else None
+        if graphs is True and model.device.type == "cuda":
+            graphs = BlockGraphs(model, cache, compiled, several)
+        self.graphs = graphs if isinstance(graphs, BlockGraphs) else None
 
     def next_length(self, batch: int, left: int) -> int:
         """A block, or as many as go through the model in one pass; see `Loop.next_length`."""

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import os
+from collections import deque
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property, partial
 from inspect import signature
 from pathlib import Path
-from typing import Any
+from sys import getrefcount
+from typing import TYPE_CHECKING, Any, NamedTuple
+from weakref import finalize
 
 import torch
 from torch import Tensor
 from transformers import GenerationConfig
 
 from kvcap import dtypes
+from kvcap.kernels.choice import ready
 from kvcap.policies import PINS, Eviction, load_policy, policies
 from kvcap.runtime.backends.pytorch import snapshot
+from kvcap.runtime.backends.pytorch.cuda_graphs import BlockGraphs, why_unsteady
 from kvcap.runtime.backends.pytorch.loop import BlockLoop
 from kvcap.runtime.backends.pytorch.sampler import Sampler
 from kvcap.runtime.cache.cache import BudgetCache
@@ -40,6 +46,17 @@ from kvcap.runtime.session.file import SessionFile
 from kvcap.runtime.session.session import Session
 from kvcap.runtime.types import POCKET, Positions
 from kvcap.runtime.units import parse_bytes
+
+if TYPE_CHECKING:
+    from kvcap.runtime.backends.pytorch.warm_up import WarmUp
+
+
+class Leased(NamedTuple):
+    """A cache with all its memory and its CUDA graphs, of a session or of none."""
+
+    cache: BudgetCache
+    graphs: BlockGraphs
+    references: int  # to the cache where no session has it
 
 
 class Runtime:
@@ -71,6 +88,7 @@ class Runtime:
         self.evict_every = evict_every
         self.memory_cap = memory_cap  # bytes of the whole process
         self.compiled = compiled  # parts of the model, for CUDA graphs
+        self._idle: deque[Leased] = deque()  # of sessions that ended
 
     def __repr__(self) -> str:
         return f"<Runtime of {self.name or 'a model'} on {self.device_label}: {self.plan.summary}>"
@@ -168,6 +186,7 @@ class Runtime:
             warn_if_short(plan, free_memory(), memory_cap)
         check_generation(where)
         chat_template.warm_up()
+        warm_up(config, plan, eviction, chosen, evict_every, several=cap is None)  # meanwhile
         tokenizer = load_tokenizer(where)
         loaded = load_model(where, config, precision)
         if cap is not None:
@@ -215,9 +234,43 @@ class Runtime:
         return Session(self, system, seed, generation)
 
     def loop(self) -> BlockLoop:
-        """The block loop over a new cache."""
+        """The block loop over an empty cache, which nobody else uses as long as the loop lives.
+
+        On CUDA it may be that of a session that ended, with the graphs captured there: the pool of
+        such caches holds as many as were in use at once. See `free_idle`.
+        """
         capped = self.memory_cap is not None  # with memory for the activations of one block
-        return BlockLoop(self.model, self.new_cache(), compiled=self.compiled, several=not capped)
+        leased = self._reused()
+        if leased is None:
+            cache = self.new_cache()
+            loop = BlockLoop(self.model, cache, compiled=self.compiled, several=not capped)
+            if loop.graphs is None:
+                return loop  # without graphs a new cache is as fast
+            references = getrefcount(cache) - 1  # without that of `loop`
+            leased = Leased(cache, loop.graphs, references)
+        else:
+            leased.cache.reset()
+            loop = BlockLoop(self.model, leased.cache, graphs=leased.graphs)
+        finalize(loop, self._idle.append, leased).atexit = False
+        return loop
+
+    def _reused(self) -> Leased | None:
+        """The cache and graphs of a session that ended, if there are any that are as good as new.
+
+        A cache to which somebody else still refers, as `session.cache`, is left to them.
+        """
+        while self._idle:
+            leased = self._idle.pop()
+            refused = leased.graphs.refused != why_unsteady(leased.cache)
+            if not refused and getrefcount(leased.cache) <= leased.references:
+                return leased
+        return None
+
+    def free_idle(self) -> int:
+        """Free the memory of caches and graphs that no session uses; returns the caches' bytes."""
+        freed = sum(leased.cache.nbytes for leased in self._idle)
+        self._idle.clear()
+        return freed
 
     def rng(self, seed: int | None) -> torch.Generator:
         """A generator of random numbers on the CPU: one seed gives the same on any device."""
@@ -318,6 +371,8 @@ class Runtime:
             rehearse=self.memory_cap is not None,
             kv_dtype=self.plan.kv_dtype,
         ).with_weights(Weights(self.plan.weights, self.plan.weights_from))
+        several = self.memory_cap is None
+        warm_up(self.model.config, plan, policy, self.model.device, self.evict_every, several)
         return Runtime(
             self.model,
             self.tokenizer,
@@ -329,6 +384,30 @@ class Runtime:
             memory_cap=self.memory_cap,
             compiled=self.compiled,
         )
+
+
+def warm_up(
+    config: Any,
+    plan: MemoryPlan,
+    eviction: Eviction,
+    device: str | torch.device,
+    evict_every: int = 1,
+    several: bool = True,
+    on_done: Callable[[int, int], None] | None = None,
+) -> WarmUp | None:
+    """Begin to compile what a plan's conversations launch; None: no kernels run on that device.
+
+    Arguments as of `WarmUp`.
+    """
+    where = torch.device(device)
+    if where.type != "cuda":
+        return None
+    where = where if where.index is not None else torch.device("cuda", torch.cuda.current_device())
+    if not ready(torch.empty(0, device=where)):
+        return None
+    from kvcap.runtime.backends.pytorch.warm_up import WarmUp
+
+    return WarmUp(config, plan, eviction, where, evict_every, several, on_done)
 
 
 def enforce_limit(cap: int, device: str | torch.device) -> None:

@@ -11,6 +11,7 @@ from torch.nn import functional
 
 from kvcap.kernels import linear
 from kvcap.kernels.choice import ready
+from kvcap.kernels.device import address
 
 MOST_TOGETHER = 2**23  # numbers that come of one product; larger ones fill a GPU by themselves
 
@@ -66,8 +67,8 @@ def _joined(layers: Sequence[nn.Linear]) -> Tensor | None:
     """Their weights as one matrix, whose rows they are from now on; None: no memory to do so."""
     weights = [layer.weight.data for layer in layers]
     rows = [weight.shape[0] for weight in weights]
-    starts = [weight.data_ptr() for weight in weights]
-    ends = [weight.data_ptr() + weight.nbytes for weight in weights]
+    starts = [address(weight) for weight in weights]
+    ends = [address(weight) + weight.nbytes for weight in weights]
     if starts[1:] == ends[:-1] and len({x.untyped_storage().data_ptr() for x in weights}) == 1:
         return weights[0].as_strided((sum(rows), weights[0].shape[1]), weights[0].stride())
     try:

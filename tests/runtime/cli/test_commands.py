@@ -33,6 +33,7 @@ OPTIONS = {
     "chat": BUDGET | ANSWER | {"--no-commands"},
     "generate": BUDGET | ANSWER | {"--model", "-m", "--file", "-f", "--raw"},
     "plan": BUDGET | {"--context"},
+    "warm": (BUDGET - {"--json", "--backend"}) | {"--device", "--evict-every"},
     "policies": {"--json"},
     "eval": {"--json", "--threads", "--prefill-chunk-size", "--kv-dtype"},
     "demo": {"--json", "--threads", "--prefill-chunk-size", "--max-kv-size"},
@@ -475,3 +476,11 @@ def test_unexpected_errors_are_one_line(kvcap: Any, monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr("kvcap.runtime.cli.commands.resolve", fail)
     assert kvcap("plan") == (1, "", "kvcap: out of paper\n")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to warm")
+def test_kernels_are_warmed_for_a_gpu_alone(kvcap: Any) -> None:
+    code, out, err = kvcap("warm", "pocket", "--kv-budget-tokens", "64")
+    assert (code, out) == (2, "")
+    assert one_line(err)
+    assert "on cpu the model runs without them" in err

@@ -1,0 +1,221 @@
+"""Finds the kernels that a plan's conversations launch, and has them compiled ahead.
+
+A conversation is rehearsed: the block loop runs over tensors that have sizes and no contents, and
+what would be launched is only noted. So there is no list of kernels that could differ from what
+runs. Knows transformers' models; no kernel.
+"""
+
+from __future__ import annotations
+
+import atexit
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from threading import Thread
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import AutoModelForCausalLM
+
+from kvcap import dtypes
+from kvcap.kernels.device import Target, pretending
+from kvcap.kernels.launch import Listener, ahead, heard
+from kvcap.kernels.variants import Compiler, Launch, save, saved
+from kvcap.policies import Eviction
+from kvcap.runtime.backends.pytorch.cuda_graphs import PASS, BlockGraphs
+from kvcap.runtime.backends.pytorch.loop import BlockLoop
+from kvcap.runtime.cache.cache import BudgetCache
+from kvcap.runtime.models.config import ModelShape
+from kvcap.runtime.models.fused.decoder import FAMILIES, Decoder, covers
+from kvcap.runtime.models.quantised import quantisation
+from kvcap.runtime.planning.dry_run import data_independent
+from kvcap.runtime.planning.plan import MemoryPlan
+from kvcap.runtime.types import ATTENTION, Positions
+
+
+class Rehearsal:
+    """A conversation without data, of which kernels are told and none is run.
+
+    Args:
+        config: the model's transformers config.
+        eviction: what is evicted. Parts that decide on data are left out, see `data_independent`.
+        budget_tokens: slots per KV head and layer.
+        block_size: tokens of a block.
+        dtype: of weights, keys and values.
+        positions: 'compact' or 'true'.
+        evict_every: in generation.
+        several: see `BlockLoop`.
+        target: the GPU; None: as kernels are interpreted.
+
+    Raises:
+        KvcapError: no such conversation is possible.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        eviction: Eviction,
+        budget_tokens: int,
+        block_size: int,
+        dtype: torch.dtype,
+        positions: Positions,
+        evict_every: int = 1,
+        several: bool = True,
+        target: Target | None = None,
+    ) -> None:
+        self.target, self.mode = target, FakeTensorMode(allow_non_fake_inputs=True)
+        with self._dry():
+            config = copy.deepcopy(config.get_text_config(decoder=True))
+            config._attn_implementation = ATTENTION
+            eviction = data_independent(eviction)
+            if _alike(config, eviction):
+                config.num_hidden_layers = 1
+            self.model = AutoModelForCausalLM.from_config(
+                config, attn_implementation=ATTENTION, dtype=dtype
+            ).eval()
+            cache = BudgetCache(
+                config, budget_tokens, block_size, eviction,
+                positions=positions, evict_every=evict_every,
+            )  # fmt: skip
+            self.loop = BlockLoop(self.model, cache.allocate(1, dtype, "cpu"), graphs=False)
+            self.loop.graphs = DryGraphs(self.model, cache, several=several)
+
+    @contextmanager
+    def _dry(self) -> Iterator[None]:
+        with self.mode, torch.no_grad(), pretending(self.target):
+            yield
+
+    def run(self, listener: Listener) -> None:
+        """Go through a conversation: first what comes first in any, then what is rarer."""
+        cache = self.loop.cache
+        budget, block = cache.layout.budget_tokens, cache.block_size
+        longest, odd = budget + block, block // 16 + 2
+        with self._dry(), heard(listener):
+            # A long prompt and its answer, then a short one; both are what most begin with.
+            for length in (longest + 2 * max(block, PASS) + odd, odd):
+                cache.reset()
+                self._read(length)
+                for _ in range(cache.evict_every + 1):
+                    self._read(1)
+            # Messages of few and of many tokens: in a full cache, in an empty one, in between.
+            lengths = [2**i for i in range(1, block.bit_length()) if 2**i < block]
+            cache.reset()
+            self._read(longest)
+            for length in lengths:
+                self._read(length)
+            for length in lengths:
+                cache.reset()
+                self._read(length)
+            for length in reversed(lengths):
+                self._read(length)
+
+    def _read(self, length: int) -> None:
+        """A prompt, or as much of it as there is room for where nothing is evicted."""
+        cache = self.loop.cache
+        if not cache.eviction.policy.evicts:
+            length = min(length, cache.spare)
+        if length:
+            self.loop.prefill(torch.zeros(1, length, dtype=torch.long))
+
+
+class DryGraphs(BlockGraphs):
+    """Reads all passes as one that prepares a capture does, and captures none."""
+
+    def _decoder(self, compiled: bool) -> Decoder | None:
+        if not covers(self.model):
+            return None  # trying whether it agrees takes numbers
+        decoder = Decoder(self.model)
+        for product in decoder.products:
+            product.join()
+        return decoder
+
+    def read(self, ids: Tensor, need_logits: bool = True) -> Tensor | None:
+        """Nothing is replayed."""
+        return None
+
+
+def _alike(config: Any, eviction: Eviction) -> bool:
+    """Whether one layer launches what all launch."""
+    layers = ModelShape.of(config).layers
+    uniform = eviction.layer_budget is None and eviction.head_budget is None
+    return uniform and config.model_type in FAMILIES and len(set(layers)) == 1
+
+
+class WarmUp:
+    """Compiles a plan's kernels ahead, in the background, or loads those that were.
+
+    Args:
+        config: the model's transformers config.
+        plan: of its memory.
+        eviction: what is evicted.
+        device: of CUDA, on which it will run.
+        evict_every: in generation.
+        several: see `BlockLoop`.
+        on_done: called after each kernel with how many are ready, and how many are known of.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        plan: MemoryPlan,
+        eviction: Eviction,
+        device: torch.device,
+        evict_every: int = 1,
+        several: bool = True,
+        on_done: Callable[[int, int], None] | None = None,
+    ) -> None:
+        self.compiler, self.target = Compiler(device, on_done), Target.of(device)
+        self.error: Exception | None = None
+        self._rehearsal: Rehearsal | None = None
+        plain = {k: v for k, v in config.to_dict().items() if not k.startswith("_")}
+        told = (plain, plan.budget_tokens, plan.block_size, plan.dtype, plan.positions)
+        self.key = f"{told} {eviction} {evict_every} {several} {self.target}"
+        self._saved: list[Launch] | None = saved(self.key)
+        if self._saved is None and quantisation(config) is None:
+            # Here, as transformers sets what all threads share while it makes a model.
+            try:
+                self._rehearsal = Rehearsal(
+                    config, eviction, plan.budget_tokens, plan.block_size,
+                    dtypes.torch_dtype(plan.dtype), plan.positions, evict_every, several,
+                    self.target,
+                )  # fmt: skip
+            except Exception as error:
+                self.error = error
+        self._thread = Thread(target=self._work, name="kvcap-warm-up", daemon=True)
+        ahead.append(self.compiler.join)
+        atexit.register(self._stop)
+        self._thread.start()
+
+    def _work(self) -> None:
+        compiler = self.compiler
+        try:
+            for launch in self._saved or ():
+                compiler.add(launch)
+            if self._rehearsal is not None:
+                self._rehearsal.run(compiler.hear)
+                self._rehearsal = None
+            compiler.finish()
+            if self._saved is None and self.error is None:
+                save(self.key, compiler.launches.values())
+        except Exception as error:
+            self.error = error  # an answer compiles what is missing, or says what is wrong
+        finally:
+            ahead.remove(compiler.join)
+            atexit.unregister(self._stop)
+
+    def finish(self) -> int:
+        """Wait for all; returns how many kernels there are.
+
+        Raises:
+            Exception: what kept them from being found or compiled.
+        """
+        self._thread.join()
+        if self.error is not None:
+            raise self.error
+        return len(self.compiler.launches)
+
+    def _stop(self) -> None:
+        self.compiler.stop()
+        self._thread.join()
