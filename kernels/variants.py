@@ -80,8 +80,14 @@ class Launch(NamedTuple):
         return (kernel.fn.__module__, kernel.fn.__name__, *own, *sorted(given.items()))
 
     def compile(self) -> None:
-        """Compile it, or load what was compiled, for the current device."""
-        self.kernel.run(*self.args, grid=(1,), warmup=True, **self.options)
+        """Compile it, or load what was compiled, for the current device.
+
+        On a GPU also what Triton leaves to the first launch: the launcher in C, for which it starts
+        another compiler, and loading the code.
+        """
+        compiled = self.kernel.run(*self.args, grid=(1,), warmup=True, **self.options)
+        if torch.cuda.is_available():
+            compiled.run  # noqa: B018  # which makes both
 
     def written(self) -> dict[str, Any]:
         """As JSON has it."""
