@@ -14,6 +14,7 @@ from torch import Tensor
 from kvcap.export.decoder import manifest
 from kvcap.export.decoder.check import Report, check
 from kvcap.export.decoder.companions import check_tokenizer
+from kvcap.export.decoder.evictor import evictors_of, trace
 from kvcap.export.decoder.graph import Decoder
 from kvcap.export.decoder.int8 import require_quantiser, to_int8
 from kvcap.export.decoder.spec import Source, check_dtype
@@ -80,6 +81,7 @@ def write(
 def _files(source: Source, decoder: Decoder, dtype: str, folder: Path) -> dict[str, Any]:
     """Write all files but the manifest; returns what it says of them."""
     nodes = save(decoder, folder / manifest.GRAPH, dtype)
+    evictors = save_evictors(decoder, folder)
     source.config.save_pretrained(folder)
     source.model.generation_config.save_pretrained(folder)
     if source.tokenizer is not None:
@@ -87,7 +89,7 @@ def _files(source: Source, decoder: Decoder, dtype: str, folder: Path) -> dict[s
         check_tokenizer(folder)
     said = manifest.describe(source.name, decoder, dtype) | manifest.file_facts(folder)
     entries = {entry["file"]: entry for entry in said["files"]}
-    said["opset"] = OPSET
+    said["opset"], said["evictors"] = OPSET, evictors
     said["graphs"] = {"decoder": {**entries[manifest.GRAPH], "nodes": nodes}}
     said["model"]["weights_bytes"] = entries[manifest.WEIGHTS]["bytes"]
     return said
@@ -109,27 +111,37 @@ def save(decoder: Decoder, file: Path, dtype: str) -> int:
     return len(onnx.load(str(file), load_external_data=False).graph.node)
 
 
+def save_evictors(decoder: Decoder, folder: Path) -> list[dict[str, Any]]:
+    """Trace the graphs that evict into `folder`; what the manifest says of each."""
+    found = []
+    evictors = evictors_of(decoder)
+    for i, (evictor, layers) in enumerate(evictors):
+        model = trace(evictor)
+        file = folder / manifest.evictor_name(i, len(evictors))
+        file.write_bytes(model.SerializeToString())
+        taken = {port.name for port in model.graph.input}
+        found.append(manifest.evictor_facts(file, evictor, layers, taken))
+    return found
+
+
 def _example(decoder: Decoder) -> list[Tensor]:
     """Inputs to trace on: lengths that are neither 0 nor 1 nor equal, which would be frozen."""
-    lengths = {"tokens": max(2, decoder.layout.block_size - 1), "spans": 2}
+    lengths = {"tokens": max(2, decoder.layout.block_size - 1)}
     sizes = decoder.sizes
     found = []
-    for port in decoder.inputs[:3]:
+    for port in decoder.inputs[: len(decoder.inputs) - len(decoder.past)]:
         shape = [sizes[axis] or lengths[axis] for axis in port.axes]
         found.append(torch.zeros(shape, dtype=decoder.dtype(port)))
-    for state in decoder.state:
-        shape = decoder.shape(state, max(2, state.full - 1))
-        found.append(torch.zeros(shape, dtype=decoder.dtype(state.port)))
-    return found
+    return found + decoder.empty()
 
 
 def _open_axes(decoder: Decoder) -> dict[str, Any]:
     """The lengths that are open, and how far."""
     dim = torch.export.Dim
-    found = {"tokens": dim("tokens", min=1, max=decoder.layout.block_size),
-             "spans": dim("spans", min=1)}  # fmt: skip
-    for state in decoder.state:
-        found.setdefault(state.axis, dim(state.axis, min=0, max=state.full))
+    found = {"tokens": dim("tokens", min=1, max=max(2, decoder.layout.block_size))}
+    for state in decoder.past:
+        axis = state.port.axes[2]
+        found.setdefault(axis, dim(axis, min=1, max=max(4, 2 * state.full[2])))
     return found
 
 

@@ -358,14 +358,15 @@ class Running:
         ),
     ] = "evict"
     evict_every: Annotated[
-        int,
+        int | None,
         option(
             "--evict-every",
             min=1,
             metavar="N",
-            help="While answering, evict every so many tokens; 16 pay on a GPU.",
+            help="While answering, evict every so many tokens: 1, or 16 in ONNX Runtime; 16 "
+            "pay on a GPU.",
         ),
-    ] = 1
+    ] = None
 
 
 @dataclass(frozen=True)
