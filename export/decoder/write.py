@@ -15,6 +15,7 @@ from kvcap.export.decoder import manifest
 from kvcap.export.decoder.check import Report, check
 from kvcap.export.decoder.companions import check_tokenizer
 from kvcap.export.decoder.evictor import evictors_of, trace
+from kvcap.export.decoder.fuse import fuse
 from kvcap.export.decoder.graph import Decoder
 from kvcap.export.decoder.int8 import require_quantiser, to_int8
 from kvcap.export.decoder.spec import Source, check_dtype
@@ -104,6 +105,7 @@ def save(decoder: Decoder, file: Path, dtype: str) -> int:
     model.ir_version = min(model.ir_version, IR_VERSION)
     axes = {port.name: port.axes for port in (*decoder.inputs, *decoder.outputs)}
     slim(model, [port.name for port in decoder.outputs], axes)
+    fuse(model)
     file.write_bytes(model.SerializeToString())
     if dtype == "int8":
         to_int8(file)

@@ -18,6 +18,7 @@ from kvcap import pocket
 from kvcap.cli import run
 from kvcap.export.decoder import check as checking
 from kvcap.export.decoder.check import Watched, check, facts_of, opened
+from kvcap.export.decoder.fuse import fuse
 from kvcap.export.decoder.graph import Decoder
 from kvcap.export.decoder.manifest import _turns, asked
 from kvcap.export.decoder.spec import Source, layout_for
@@ -543,3 +544,61 @@ def test_a_graph_without_an_input_is_not_this_decoders(copied):
     made = decoder("llama", "snapkv", num_hidden_layers=2)
     with pytest.raises(ShapeError, match="outputs"):
         opened(copied, facts_of(made, "fp32"), made)
+
+
+# --- few nodes
+
+
+def test_a_decoder_says_in_few_nodes_what_it_was_traced_as(shelf):
+    nodes = onnx.load(str(shelf / "made/decoder.onnx"), load_external_data=False).graph.node
+    kinds = [node.op_type for node in nodes]
+    assert kinds.count("RotaryEmbedding") == 2 * kinds.count("GroupQueryAttention") == 4
+    assert not {"Neg", "Reciprocal", "Max"} & set(kinds)
+    normed = {node.output[0] for node in nodes if node.op_type == "Sqrt"}
+    assert normed <= {name for node in nodes if node.op_type == "Div" for name in node.input}
+
+
+def test_what_only_looks_like_a_rotation_is_left():
+    """Halves that are cut elsewhere, or swapped: the nodes stay as they are."""
+    make, array = onnx.helper.make_node, onnx.numpy_helper.from_array
+    tensor, floats = onnx.helper.make_tensor_value_info, onnx.TensorProto.FLOAT
+
+    def rotary(cut: int, swapped: bool):
+        nodes = [
+            make("Unsqueeze", ["c", "one"], ["cos"]),
+            make("Unsqueeze", ["s", "one"], ["sin"]),
+            make("Slice", ["x", "none", "cut", "last"], ["a"]),
+            make("Slice", ["x", "cut", "far", "last"], ["b"]),
+            make("Neg", ["a" if swapped else "b"], ["n"]),
+            make("Concat", ["n", "b" if swapped else "a"], ["h"], axis=3),
+            make("Mul", ["x", "cos"], ["p"]),
+            make("Mul", ["h", "sin"], ["t"]),
+            make("Add", ["p", "t"], ["y"]),
+            make("Identity", ["s0"], ["s"]),
+            make("Identity", ["c0"], ["c"]),
+        ]
+        nodes = nodes[-2:] + nodes[:-2]
+        numbers = {"none": 0, "cut": cut, "far": 99, "last": 3, "one": 1}
+        constants = [array(np.array([n], np.int64), name) for name, n in numbers.items()]
+        inputs = [tensor("x", floats, [1, 2, 3, 8])]
+        inputs += [tensor(name, floats, [1, 3, 8]) for name in ("c0", "s0")]
+        outputs = [tensor("y", floats, None)]
+        graph = onnx.helper.make_graph(nodes, "g", inputs, outputs, constants)
+        imports = [onnx.helper.make_opsetid("", 18), onnx.helper.make_opsetid("com.microsoft", 1)]
+        return onnx.helper.make_model(graph, opset_imports=imports, ir_version=10)
+
+    draws, ort = np.random.default_rng(0), library("onnxruntime")
+    angles = np.tile(draws.random((1, 3, 4)), 2)
+    given = {"x": draws.random((1, 2, 3, 8)), "c0": np.cos(angles), "s0": np.sin(angles)}
+    given = {name: x.astype(np.float32) for name, x in given.items()}
+    for cut, swapped, fused in ((4, False, True), (3, False, False), (4, True, False)):
+        model, found = rotary(cut, swapped), []
+        for step in (lambda model: None, fuse):
+            step(model)
+            session = ort.InferenceSession(
+                model.SerializeToString(), providers=["CPUExecutionProvider"]
+            )
+            found.append(session.run(None, given)[0])
+        kinds = {node.op_type for node in model.graph.node}
+        assert ("RotaryEmbedding" in kinds) == fused, (cut, swapped)
+        np.testing.assert_allclose(*found, atol=1e-6)
