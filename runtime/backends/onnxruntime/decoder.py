@@ -201,6 +201,15 @@ class Shared:
         self._logits = np.zeros((1, manifest.model["vocabulary"]), np.float32)
         self._runs: dict[int, Run] = {}
         self._require()
+        ports = {
+            name: port
+            for name, port in graph.outputs.items()
+            if name.startswith(("block_", "new_"))
+        }  # what evictors are told of a block, which is not held
+        self._told = {
+            name: Buffer(self._sized(name, block_size), TYPES[port.type])
+            for name, port in ports.items()
+        }
         outputs = self.evictors[0].outputs
         self._states = [name.removeprefix("next_") for name in outputs if name != "gone"]
 
@@ -258,6 +267,11 @@ class Shared:
         self._evict(seen + len(ids), run, spans)
         return self._logits
 
+    def _sized(self, name: str, length: int) -> tuple[int, ...]:
+        """The shape of one of the decoder's outputs for a block of a length."""
+        axes = self.graph.outputs[name].shape
+        return tuple(length if isinstance(axis, str) else axis for axis in axes)
+
     def _bound(self, length: int) -> Run:
         """The decoder's inputs and outputs for blocks of a length; those of few are kept."""
         ids = np.zeros((1, length), np.int64)
@@ -270,12 +284,10 @@ class Shared:
                 name, buffer = f"{spec.name}.{spec.layer}", self.layers[spec.layer].buffers
                 inputs[name] = outputs[f"present_{name}"] = buffer[spec.name]
         made: list[dict[str, Array]] = [{} for _ in self.layers]
-        for name, port in self.graph.outputs.items():
+        for name, told in self._told.items():
             kind, _, layer = name.partition(".")
-            if kind.startswith(("block_", "new_")):
-                size = [length if isinstance(axis, str) else axis for axis in port.shape]
-                array = np.zeros(size, TYPES[port.type])
-                outputs[name] = made[int(layer)][kind.partition("_")[2]] = array
+            array = told.at(self._sized(name, length))
+            outputs[name] = made[int(layer)][kind.partition("_")[2]] = array
         if len(self._runs) == RUNS:
             del self._runs[next(iter(self._runs))]
         self._runs[length] = found = Run(self.graph.bind(inputs, outputs), ids, made)

@@ -146,13 +146,21 @@ def _shared(manifest: Manifest, policy: str, baseline: int, block: int) -> Memor
         rotation_table=0 if turns is None else turns.nbytes,
         sliding_layers=0,
         state_layers=0,
-        workspace=_workspace(manifest, slots, block, 1),
+        workspace=_workspace(manifest, slots, block, 1) + _told(manifest, block),
         logits=4 * manifest.model["vocabulary"],
         weights=manifest.model["weights_bytes"],
         weights_from="the manifest",
         baseline=baseline,
         **_uncapped(manifest, cache),
     )
+
+
+def _told(manifest: Manifest, block: int) -> int:
+    """Bytes of the queries that a block's evictions may look at, of all layers in float32."""
+    model = manifest.model
+    if manifest.facts["queries_observed"] == 0:
+        return 0
+    return 4 * block * int(model["layers"] * model["heads"] * model["head_dim"])
 
 
 def _paired(
