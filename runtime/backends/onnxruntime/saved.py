@@ -89,7 +89,8 @@ def _held(session: Session, facts: Mapping[str, Any], seen: int) -> list[int]:
     """Slots in use by layer; files of decoders that evict after every token do not say."""
     budgets = session.cache.decoder.budgets
     held = facts.get("held") or [slots_in_use(budget, seen) for budget in budgets]
-    if not all(type(slots) is int for slots in held) or len(held) != len(budgets):
+    numbers = all(type(slots) is int for slots in held) and len(held) == len(budgets)
+    if not numbers or (not seen and any(held)):
         raise ValueError(f"held: {str(held)[:100]}")
     return list(held)
 
