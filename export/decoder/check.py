@@ -249,7 +249,8 @@ def check(
         GraphBroken, ShapeError: a file cannot be run, or is not this decoder's.
     """
     facts = facts_of(decoder, dtype)  # before its weights are others
-    ort, alone = (opened(folder, facts, decoder, name=graph) for _ in range(2))
+    ort = opened(folder, facts, decoder, name=graph)
+    alone = Shared(facts, ort.graph, ort.evictors, decoder.layout.block_size)
     decoder.model.float()
     module = Watched(facts_of(decoder, "fp32"), decoder)
     layout, model = decoder.layout, decoder.model
