@@ -139,7 +139,7 @@ class _Export:
             with first_layers(model, self.layout) as first:
                 few = Decoder(model, first)
                 filled = fill(few, checkpoint) if checkpoint is not None else []
-                more = len(self.layout.budgets) - TRACED
+                more = len(self.layout.budgets) - TRACED  # which are like the last
                 decoder.scales = [*few.scales, *few.scales[-1:] * more]
                 self.evictors = save_evictors(decoder, self.folder)
                 graph = trace(few)
