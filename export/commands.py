@@ -199,8 +199,8 @@ def decoder_command(
     exporter: Annotated[
         Exporter,
         typer.Option(
-            help="kvcap: one graph that evicts; optimum: its export with graphs beside it that "
-            "evict; existing: those for an ONNX decoder that is there."
+            help="kvcap: its own, which evicts in place; optimum: its export with graphs beside it "
+            "that evict; existing: those for an ONNX decoder that is there."
         ),
     ] = "kvcap",
     out: Annotated[
@@ -213,7 +213,7 @@ def decoder_command(
     ] = False,
     json: Json = False,
 ) -> None:
-    """Export a model that evicts by itself as one ONNX graph, checked, or leave no directory."""
+    """Export a model and its eviction as ONNX graphs, checked, or leave no directory."""
     from kvcap.policies import load_policy
     from kvcap.runtime.cli.commands import quiet_libraries
     from kvcap.runtime.cli.options import pairs

@@ -111,7 +111,7 @@ def verify_decoder(
     """
     found = read(folder)
     _large_files(found)
-    if not found.fused:
+    if not found.shared:
         if model is not None:
             raise ManifestError(
                 f"{folder.name} holds another exporter's decoder, which is not held to a model; "

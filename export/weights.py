@@ -228,7 +228,7 @@ def place(
             )
         graph.input.remove(value)
     nodes.write()
-    if found:
+    if found and MICROSOFT not in {entry.domain for entry in model.opset_import}:
         model.opset_import.append(library("onnx.helper").make_opsetid(MICROSOFT, 1))
     return found
 

@@ -37,6 +37,7 @@ class ToyDecoder:
     sinks: int = 0
     nbytes: int = 4096
     read: list[int] = field(default_factory=list)  # what the cache holds or held, in order
+    held: list[int] = field(default_factory=lambda: [0])
 
     @property
     def budgets(self) -> list[int]:
@@ -46,19 +47,24 @@ class ToyDecoder:
     def recents(self) -> list[int]:
         return [0]
 
+    @property
+    def room(self) -> int:
+        return self.block_size
+
     def used_bytes(self, seen: int) -> int:
         return min(seen, self.budget) * 8
 
     def run(self, ids: Any, seen: int, spans: Any) -> Any:
         assert len(ids) <= self.block_size
         self.read[seen:] = ids
+        self.held = [min(seen + len(ids), self.budget)]
         draws = np.random.default_rng([ids[-1], seen])
         return draws.standard_normal((1, self.vocabulary)).astype(np.float32)
 
     def positions(self, seen: int) -> Any:
         return [np.arange(max(0, seen - self.budget), seen)[None]]
 
-    def state(self, seen: int) -> Any:
+    def state(self, seen: int, held: Any) -> Any:
         return {}
 
 

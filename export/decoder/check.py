@@ -1,8 +1,9 @@
-"""Checks a decoder's graph against PyTorch: both run the same blocks, side by side.
+"""Checks a decoder's graphs against PyTorch: both run the same blocks, side by side.
 
-Three run the same blocks: the runtime (`BlockLoop` over a `BudgetCache`), the decoder's module
-eagerly, and its graph in ONNX Runtime. The module must agree with the runtime, keeping its own
-state, and the graph with the module, given the module's state. At the end the graph runs alone.
+Three run the same blocks: the runtime (`BlockLoop` over a `BudgetCache`), the modules of decoder
+and evictors eagerly, and their graphs in ONNX Runtime; the latter two over slots as the backend has
+them (`Shared`). The modules must agree with the runtime, keeping their own state, and the graphs
+with the modules, given the modules' state. At the end the graphs run alone.
 """
 
 from __future__ import annotations
@@ -14,20 +15,26 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from kvcap.dtypes import ONNX
 from kvcap.export.decoder import manifest
 from kvcap.export.decoder.checkpoint import streaming
 from kvcap.export.decoder.depth import layers_of
+from kvcap.export.decoder.evictor import Evictor, evictors_of
 from kvcap.export.decoder.graph import Decoder
-from kvcap.export.decoder.layer import LayerPass
+from kvcap.export.graphs.ports import Port
 from kvcap.export.weights import Rounded, rounded_in
+from kvcap.runtime.backends.onnxruntime.decoder import Shared
 from kvcap.runtime.backends.onnxruntime.graph import Graph
 from kvcap.runtime.backends.onnxruntime.library import library
+from kvcap.runtime.backends.onnxruntime.manifest import Manifest
+from kvcap.runtime.backends.onnxruntime.slots import LayerSlots
 from kvcap.runtime.backends.pytorch.loop import BlockLoop
 from kvcap.runtime.cache.cache import BudgetCache
-from kvcap.runtime.errors import ShapeError, ToleranceError, first_line
+from kvcap.runtime.errors import ToleranceError
 
 STEPS = 4  # single tokens after the blocks
 ANSWER = 16  # tokens generated at the end
@@ -117,32 +124,105 @@ class Report:
                 )
 
 
-class Ort:
-    """The graph in ONNX Runtime, on tensors."""
+class Arg(NamedTuple):
+    """One input or output, as ONNX Runtime tells of it."""
 
-    def __init__(self, file: Path, decoder: Decoder) -> None:
-        self.graph, self.decoder = Graph(file), decoder
-        names = {port.name for port in decoder.inputs}, {port.name for port in decoder.outputs}
-        self.graph.require(*names)
-        self.types = {name: port.type for name, port in self.graph.inputs.items()}
+    name: str
+    type: str
+    shape: list[Any]
 
-    def run(self, *tensors: Tensor) -> list[Tensor]:
-        """Outputs for inputs, both in order and in float32 where they are float16.
 
-        Raises:
-            ShapeError: the graph does not take tensors of these sizes.
-        """
-        given = {}
-        for port, tensor in zip(self.decoder.inputs, tensors, strict=True):
-            half = self.types[port.name] == "tensor(float16)"
-            given[port.name] = (tensor.half() if half else tensor).contiguous().numpy()
-        names = [port.name for port in self.decoder.outputs]
-        try:
-            found = map(torch.from_numpy, self.graph.session.run(names, given))
-        except Exception as error:  # its own classes, which have no common base
-            told = first_line(error)
-            raise ShapeError(f"{self.graph.name} refuses what the decoder takes: {told}") from error
-        return [x.float() if x.is_floating_point() else x for x in found]
+class ModuleGraph(Graph):
+    """A module in place of the graph that is traced from it: it reads and writes arrays."""
+
+    def __init__(self, module: Decoder | Evictor) -> None:
+        self.module, self.name, self.version, self.threads = module, "module", "", None
+        self._bindings: dict[tuple[Any, ...], Any] = {}
+        self.worth: Tensor | None = None  # what an evictor decided by at last, [1, K, n]
+
+    @property
+    def inputs(self) -> dict[str, Any]:
+        """Every input by name."""
+        return self._told(self.module.inputs)
+
+    @property
+    def outputs(self) -> dict[str, Any]:
+        """Every output by name."""
+        return self._told(self.module.outputs)
+
+    def _told(self, ports: list[Port]) -> dict[str, Any]:
+        sizes, found = self.module.sizes, {}
+        for port in ports:
+            kind = str(getattr(torch, port.dtype, torch.float32)).removeprefix("torch.")
+            shape = [sizes[axis] or axis for axis in port.axes]
+            found[port.name] = Arg(port.name, ONNX[kind], shape)
+        return found
+
+    def bind(self, inputs: Mapping[str, Any], outputs: Mapping[str, Any]) -> Any:
+        """The arrays themselves."""
+        return inputs, outputs
+
+    def run_bound(self, binding: Any) -> None:
+        """Compute outputs from inputs, as a graph does."""
+        inputs, outputs = binding
+        given = [torch.from_numpy(inputs[port.name]) for port in self.module.inputs]
+        with torch.inference_mode():
+            if isinstance(self.module, Evictor):
+                found, self.worth = self.module.run(*given)
+            else:
+                found = self.module(*given)
+        for port, tensor in zip(self.module.outputs, found, strict=True):
+            outputs[port.name][...] = tensor.numpy()
+
+
+class Decided(NamedTuple):
+    """What a layer's slots were chosen by."""
+
+    worth: Tensor  # [1, K, n]
+    positions: Tensor  # [1, K, n]
+
+
+class Watched(Shared):
+    """A module that runs as its graph does, and tells what its evictions were decided by."""
+
+    def __init__(self, facts: Manifest, decoder: Decoder, evict_every: int = 1) -> None:
+        evictors: dict[int, Graph] = {}
+        for evictor, layers in evictors_of(decoder):
+            evictors |= dict.fromkeys(layers, ModuleGraph(evictor))
+        graphs = [evictors[layer] for layer in sorted(evictors)]
+        block = decoder.layout.block_size
+        super().__init__(facts, ModuleGraph(decoder), graphs, block, evict_every)
+        self.decided: dict[int, Decided] = {}
+
+    def _gone(self, layer: LayerSlots, evictor: Graph, *rest: Any) -> Any:
+        positions = torch.from_numpy(layer.buffers["positions"][:, :, : layer.held].copy())
+        gone = super()._gone(layer, evictor, *rest)
+        assert isinstance(evictor, ModuleGraph)
+        assert evictor.worth is not None
+        self.decided[self.layers.index(layer)] = Decided(evictor.worth, positions)
+        return gone
+
+
+def opened(
+    folder: Path,
+    facts: Manifest,
+    decoder: Decoder,
+    evict_every: int = 1,
+    name: str = manifest.GRAPH,
+) -> Shared:
+    """A directory's graphs in ONNX Runtime; `facts` are as it was exported.
+
+    `name` is that of the decoder's file.
+
+    Raises:
+        GraphBroken, ShapeError: a file cannot be run, or is not this decoder's.
+    """
+    evictors, found = evictors_of(decoder), dict[int, Graph]()
+    for i, (_, layers) in enumerate(evictors):
+        file = folder / manifest.evictor_name(i, len(evictors))
+        found |= dict.fromkeys(layers, Graph(file))
+    graph, graphs = Graph(folder / name), [found[layer] for layer in sorted(found)]
+    return Shared(facts, graph, graphs, decoder.layout.block_size, evict_every)
 
 
 def check(
@@ -153,7 +233,7 @@ def check(
     brief: bool = False,
     graph: str = manifest.GRAPH,
 ) -> Report:
-    """Run a directory's graph beside its module and the runtime.
+    """Run a directory's graphs beside their modules and the runtime.
 
     The model is turned into float32: that is what every type of weights is held to.
 
@@ -166,44 +246,47 @@ def check(
         graph: the name of its file.
 
     Raises:
-        GraphBroken, ShapeError: the file cannot be run, or is not this decoder's.
+        GraphBroken, ShapeError: a file cannot be run, or is not this decoder's.
     """
+    facts = facts_of(decoder, dtype)  # before its weights are others
+    ort = opened(folder, facts, decoder, name=graph)
+    alone = Shared(facts, ort.graph, ort.evictors, decoder.layout.block_size)
     decoder.model.float()
-    ort = Ort(folder / graph, decoder)
+    module = Watched(facts_of(decoder, "fp32"), decoder)
     layout, model = decoder.layout, decoder.model
     cache = BudgetCache(model.config, layout.budget_tokens, layout.block_size, layout.eviction,
                         positions=layout.positions)  # fmt: skip
     loop = BlockLoop(model, cache, graphs=False)
     rows: list[Row] = []
-    held, tied, ids = decoder.empty(), False, []
-    with torch.inference_mode():
-        for block in _blocks(decoder, quick, brief):
-            before = cache.held
-            given = (block, torch.tensor(cache.seen, dtype=torch.int32), no_pins(), *held)
-            wanted = loop.read(block)
-            logits, layers = decoder.run(*given)
-            held = [layers[s.layer].kept[s.name] for s in decoder.state]
-            got = ort.run(*given)
-            ids.append(block)
-            kept = [layer.kept["positions"] for layer in layers]
-            if not tied:
-                stored = [_positions(layer) for layer in cache.capped_layers]
-                row, ties = _row("module to runtime", block, before, "fp32", logits, wanted,
-                                 kept, stored, layers)  # fmt: skip
-                rows.append(row)
-                tied = tied or ties
-            said = dict(zip([port.name for port in decoder.outputs], got, strict=True))
-            found = [said[f"kept_positions.{i}"] for i in range(len(layers))]
-            row, ties = _row("graph to module", block, before, dtype, said["logits"], logits,
-                             found, kept, layers)  # fmt: skip
-            rows.append(_with_state(row, decoder, said, held, dtype) if not ties else row)
-        answer = _answer(loop, wanted, BRIEF if brief else ANSWER)
-        alone = _alone(ort, decoder, ids, len(answer))
-    both = zip(answer, alone, strict=True)
+    tied, seen, runs = False, 0, list[list[int]]()
+    for block in _blocks(decoder, quick, brief):
+        ids, before = block[0].tolist(), cache.held
+        wanted = loop.read(block)
+        if seen:
+            put(module, ort, seen)
+        module.decided.clear()
+        logits = torch.from_numpy(module.run(ids, seen, []).copy())
+        got = torch.from_numpy(ort.run(ids, seen, []))
+        runs.append(ids)
+        seen += len(ids)
+        kept = [torch.from_numpy(x[None]) for x in module.positions(seen)]
+        if not tied:
+            stored = [_positions(layer) for layer in cache.capped_layers]
+            row, ties = _row("module to runtime", block, before, "fp32", logits, wanted,
+                             kept, stored, module.decided)  # fmt: skip
+            rows.append(row)
+            tied = tied or ties
+        found = [torch.from_numpy(x[None]) for x in ort.positions(seen)]
+        row, ties = _row("graph to module", block, before, dtype, got, logits,
+                         found, kept, module.decided)  # fmt: skip
+        rows.append(_with_state(row, module, ort, seen, dtype) if not ties else row)
+    answer = _answer(loop, wanted, BRIEF if brief else ANSWER)
+    said = _alone(alone, runs, len(answer))
+    both = zip(answer, said, strict=True)
     agreed = next((i for i, (a, b) in enumerate(both) if a != b), len(answer))
     sample = {
-        "prompt": torch.cat(ids, 1)[0].tolist(),
-        "runs": [block.shape[1] for block in ids],
+        "prompt": [token for ids in runs for token in ids],
+        "runs": [len(ids) for ids in runs],
         "greedy": answer,
     }
     runtime = library("onnxruntime").__version__
@@ -213,18 +296,17 @@ def check(
 def check_streaming(
     folder: Path, decoder: Decoder, dtype: str, weights: Mapping[str, Tensor]
 ) -> Report:
-    """Run a directory's graph over a few tokens beside a module that has no weights.
+    """Run a directory's graphs over a few tokens beside a module that has no weights.
 
     Args:
-        folder: of the graph.
-        decoder: its module, whose parameters are on the meta device.
+        folder: of the graphs.
+        decoder: the module, whose parameters are on the meta device.
         dtype: of the graph's weights.
         weights: of the module, by their names in it; no more than a layer's are held at once.
     """
     found = layers_of(decoder.model)
     assert found is not None
     given = _Rounded(weights, _of_tied(decoder, rounded_in(folder / manifest.GRAPH)))
-    decoder.float()
     with streaming(decoder, found[1], given):
         return check(folder, decoder, dtype, brief=True)
 
@@ -289,9 +371,18 @@ class _Rounded(Mapping[str, Tensor]):
         return len(self.weights)
 
 
-def no_pins() -> Tensor:
-    """The input `pinned` that pins nothing: one empty span, [1, 2]."""
-    return torch.zeros(1, 2, dtype=torch.int32)
+def facts_of(decoder: Decoder, dtype: str) -> Manifest:
+    """What a manifest will say of a decoder, for `Shared`."""
+    return Manifest(Path(), manifest.describe("", decoder, dtype))
+
+
+def put(source: Shared, target: Shared, seen: int) -> None:
+    """Let a decoder hold what another one holds after `seen` tokens."""
+    held = list(source.held)
+    target.held = held
+    mine = target.state(seen, held)
+    for name, array in source.state(seen, held).items():
+        mine[name][...] = array
 
 
 def _blocks(decoder: Decoder, quick: bool, brief: bool) -> Iterator[Tensor]:
@@ -312,14 +403,14 @@ def _blocks(decoder: Decoder, quick: bool, brief: bool) -> Iterator[Tensor]:
 
 def _row(
     who: str, block: Tensor, held: int, dtype: str, got: Tensor, wanted: Tensor,
-    kept: list[Tensor], others: list[Tensor], layers: list[LayerPass],
+    kept: list[Tensor], others: list[Tensor], decided: Mapping[int, Decided],
 ) -> tuple[Row, bool]:  # fmt: skip
     """Logits and kept slots of one run against another's, and whether some are tied."""
     tolerance = TOLERANCES[dtype]
     error = _relative(got, wanted)
     shares, tied = [], False
-    for mine, theirs, layer in zip(kept, others, layers, strict=True):
-        same, ties = _same(mine, theirs, layer, tolerance.worth)
+    for layer, (mine, theirs) in enumerate(zip(kept, others, strict=True)):
+        same, ties = _same(mine, theirs, decided.get(layer), tolerance.worth)
         shares.append(same)
         tied = tied or ties
     share = sum(shares) / len(shares)
@@ -327,21 +418,34 @@ def _row(
     return Row(who, block.shape[1], held, error, share, ok), tied
 
 
-def _with_state(
-    row: Row, decoder: Decoder, said: dict[str, Tensor], held: list[Tensor], dtype: str
-) -> Row:
-    """The row, failed where kept state differs though the same slots were kept."""
+def _with_state(row: Row, module: Shared, ort: Shared, seen: int, dtype: str) -> Row:
+    """The row, failed where what is held differs though the same slots were kept."""
     if row.kept < 1:
         return row
     allowed = TOLERANCES[dtype].values
-    pairs = [(said[s.kept.name], x) for s, x in zip(decoder.state, held, strict=True)]
+    pairs = zip(_in_time(ort, seen), _in_time(module, seen), strict=True)
     fine = all(a.shape == b.shape and _relative(a, b) <= allowed for a, b in pairs)
     return row if fine else Row(**{**asdict(row), "ok": False})
 
 
-def _same(mine: Tensor, theirs: Tensor, layer: LayerPass, near: float) -> tuple[float, bool]:
+def _in_time(decoder: Shared, seen: int) -> list[Tensor]:
+    """Everything that is held, slots in time order."""
+    held, found = decoder.state(seen, decoder.held), []
+    for name, array in held.items():
+        kind, layer = name.split(".")
+        if kind != "queries":
+            order = held[f"positions.{layer}"].argsort(axis=2)
+            order = order.reshape(*order.shape, *(1,) * (array.ndim - 3))
+            array = np.take_along_axis(array, order, axis=2)
+        found.append(torch.from_numpy(array.copy()))
+    return found
+
+
+def _same(mine: Tensor, theirs: Tensor, decided: Decided | None, near: float) -> tuple[float, bool]:
     """Share of one layer's slots that are kept by both, ties counted in; whether there are some."""
-    worth, positions = layer.worth, layer.slots["positions"]
+    if decided is None:  # nothing went
+        return float(torch.equal(mine, theirs)), False
+    worth, positions = decided
     finite = worth[worth.isfinite()]
     near *= float(finite.abs().amax()) if len(finite) else 0.0
     missed, tied = 0, False
@@ -382,14 +486,14 @@ def _answer(loop: BlockLoop, logits: Tensor, length: int) -> list[int]:
     return found
 
 
-def _alone(ort: Ort, decoder: Decoder, blocks: list[Tensor], length: int) -> list[int]:
-    """The graph's greedy tokens after the blocks, fed its own state."""
-    held, seen, found = decoder.empty(), 0, list[int]()
+def _alone(ort: Shared, blocks: list[list[int]], length: int) -> list[int]:
+    """The graphs' greedy tokens after the blocks."""
+    seen, found = 0, list[int]()
     pending = list(blocks)
     while len(found) < length:
-        block = pending.pop(0) if pending else torch.tensor([[found[-1]]])
-        logits, *held = ort.run(block, torch.tensor(seen, dtype=torch.int32), no_pins(), *held)
-        seen += block.shape[1]
+        ids = pending.pop(0) if pending else [found[-1]]
+        logits = ort.run(ids, seen, [])
+        seen += len(ids)
         if not pending:
-            found.append(int(logits.argmax(-1)))
+            found.append(int(logits.argmax(-1)[0]))
     return found

@@ -63,7 +63,7 @@ def numbered(model: Any, prefix: str) -> Numbered:
     found = layers_of(model)
     assert found is not None
     layers = re.escape(f"{prefix}{found[0]}")
-    return Numbered(re.compile(rf"^(?:(?:kept_)?[a-z_]+|{layers})\.(\d+)(?=$|\.)"))
+    return Numbered(re.compile(rf"^(?:[a-z_]+|{layers})\.(\d+)(?=$|\.)"))
 
 
 @contextmanager

@@ -1,20 +1,22 @@
-"""The decoder as the module that is traced: from tokens and held state to logits and kept state.
+"""The decoder as the module that is traced: from tokens and held slots to logits and a block.
 
 One graph serves blocks and single tokens: the axes of tokens and slots are open. It runs eagerly
-too, which is what its ONNX file is checked against.
+too, which is what its ONNX file is checked against. What goes is decided beside it, in `evictor`.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
-from kvcap.export.decoder.layer import Block, LayerPass
+from kvcap.export.decoder.layer import Block, LayerPass, lengths
 from kvcap.export.graphs.portable import Portable
-from kvcap.export.graphs.ports import PORTS, Port, ports_of
+from kvcap.export.graphs.ports import PORTS, Port, new_port, ports_of
 from kvcap.runtime.cache.layout import CacheLayout
 from kvcap.runtime.models.rope import Rotation
 
@@ -22,38 +24,30 @@ TOKENS = Port(
     "input_ids", "int64", ("batch", "tokens"), "token ids", "the block, at most block_size of them"
 )
 SEEN = Port("seen", "int32", (), "tokens", "tokens read before this run")
-PINNED = Port(
-    "pinned", "int32", ("spans", "two"), "tokens",
-    "[start, stop) in tokens read, never evicted; one row at least, [0, 0] pins nothing",
+HELD = Port(
+    "held", "int32", ("lengths",), "slots",
+    "slots in use before this run, one for all layers of a budget, the largest budget first",
 )  # fmt: skip
 LOGITS = Port("logits", "float32", ("batch", "vocabulary"), "logits", "of the block's last token")
 
 
 class State(NamedTuple):
-    """One tensor that a run takes and gives back."""
+    """One buffer that a run needs: the decoder's, or its evictor's alone."""
 
     name: str
     layer: int
-    port: Port  # as an input
-    full: int  # the most that its open axis can be
+    port: Port
+    full: tuple[int, ...]  # its shape
 
     @property
-    def kept(self) -> Port:
-        """The port that gives it back."""
-        axes = tuple(f"kept_{axis}" if axis == self.axis else axis for axis in self.port.axes)
-        return Port(
-            f"kept_{self.port.name}", self.port.dtype, axes, self.port.unit,
-            f"what is the next run's {self.port.name}",
-        )  # fmt: skip
-
-    @property
-    def axis(self) -> str:
-        """The axis whose length changes from run to run, the third."""
-        return self.port.axes[2]
+    def present(self) -> Port:
+        """The port by which the decoder gives a buffer of slots back: the same memory."""
+        meaning = f"{self.port.name} with the block in it: bind both to one memory"
+        return replace(self.port, name=f"present_{self.port.name}", meaning=meaning)
 
 
 class Decoder(nn.Module):
-    """A causal language model and its evictions as one function without memory.
+    """A causal language model over slots that it is given.
 
     Args:
         model: loaded with `attn_implementation='kvcap'`.
@@ -65,28 +59,34 @@ class Decoder(nn.Module):
     def __init__(self, model: Any, layout: CacheLayout) -> None:
         super().__init__()
         self.model, self.layout = model, layout
-        # A window longer than the budget reaches back before the first slot that is held.
-        self.first = max(0, layout.window_length - min(layout.budgets))
-        self.register_buffer("table", _table(layout, self.first), persistent=False)
-        self.state = _state(layout)
-        self.inputs: list[Port] = [TOKENS, SEEN, PINNED, *(s.port for s in self.state)]
-        self.outputs: list[Port] = [LOGITS, *(s.kept for s in self.state)]
+        self.register_buffer("table", _table(layout), persistent=False)
+        self.state = state_of(layout)
+        self.past = [s for s in self.state if s.name in ("keys", "values")]
+        counts = [HELD] if layout.positions == "compact" else [HELD, SEEN]
+        self.inputs: list[Port] = [TOKENS, *counts, *(s.port for s in self.past)]
+        made = _made(layout)
+        self.outputs: list[Port] = [LOGITS, *(s.present for s in self.past), *made.values()]
+        self._made = list(made)
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """`outputs` for `inputs` in order."""
         logits, layers = self.run(*tensors)
-        return (logits, *(layers[s.layer].kept[s.name] for s in self.state))
+        buffers = (layers[s.layer].made[f"present_{s.name}"] for s in self.past)
+        return (logits, *buffers, *(layers[i].made[name] for name, i in self._made))
 
-    def run(self, ids: Tensor, seen: Tensor, pinned: Tensor, *held: Tensor) -> Any:
+    def run(self, *tensors: Tensor) -> Any:
         """Logits [1, V] float32 of a block's last token, and the layers after it."""
-        block = Block(self.layout, self.table, self.first, seen, pinned, ids.shape[1])
-        layers = [LayerPass(block, i, {}) for i in range(len(self.layout.budgets))]
-        for state, tensor in zip(self.state, held, strict=True):
-            layers[state.layer].held[state.name] = tensor
+        given = {port.name: x for port, x in zip(self.inputs, tensors, strict=True)}
+        ids, held, past = given["input_ids"], given["held"], tensors[-len(self.past) :]
+        block = Block(self.layout, self.table, held, ids.shape[1])
+        pairs = zip(past[::2], past[1::2], strict=True)
+        layers = [LayerPass(block, i, *pair) for i, pair in enumerate(pairs)]
+        # Compact positions are ranks: those behind the slots in use.
+        first = given.get("seen", held[0])
         with Portable():
             out = self.model(
                 input_ids=ids,
-                position_ids=self._positions(ids, seen),
+                position_ids=(first + torch.arange(ids.shape[1]))[None],
                 past_key_values=Cache(layers=layers),
                 use_cache=True,
                 logits_to_keep=1,
@@ -94,68 +94,95 @@ class Decoder(nn.Module):
         return out.logits[:, -1].float(), layers
 
     def empty(self) -> list[Tensor]:
-        """What is held before anything was read, in the order of `state`."""
-        return [torch.zeros(self.shape(s, 0), dtype=self.dtype(s.port)) for s in self.state]
+        """The buffers of slots before anything was read, in the order of `past`."""
+        return [torch.zeros(s.full, dtype=self.dtype(s.port)) for s in self.past]
 
-    def shape(self, state: State, length: int) -> list[int]:
-        """The shape of a state whose open axis has this length."""
-        return [self.sizes[axis] or length for axis in state.port.axes]
+    @cached_property
+    def scales(self) -> list[tuple[float, float | None]]:
+        """What each layer's logits are multiplied by, and their softcap: by running a token."""
+        counts = self.inputs[: len(self.inputs) - len(self.past)]
+        shapes = [[self.sizes[axis] or 1 for axis in port.axes] for port in counts]
+        pairs = zip(counts, shapes, strict=True)
+        zeros = [torch.zeros(shape, dtype=self.dtype(port)) for port, shape in pairs]
+        with torch.inference_mode():
+            _, layers = self.run(*zeros, *self.empty())
+        return [layer.scales for layer in layers]
 
     def dtype(self, port: Port) -> torch.dtype:
         """The type of a port's tensor."""
-        found: torch.dtype = getattr(torch, port.dtype, self.model.dtype)  # or of the cache
-        return found
+        return getattr(torch, port.dtype, cache_dtype(self.layout, self.model.dtype))
 
     @property
     def sizes(self) -> dict[str, int | None]:
         """Size of every axis by its name, None where open."""
         shape = self.layout.shape
-        open_axes = [a for s in self.state for a in (s.axis, f"kept_{s.axis}")]
         return {
-            "batch": 1, "tokens": None, "spans": None, "two": 2, "heads": shape.heads,
-            "kv_heads": shape.kv_heads, "head_dim": shape.head_size,
-            "vocabulary": shape.vocabulary, **dict.fromkeys(open_axes),
+            "batch": 1, "tokens": None, "lengths": len(lengths(self.layout)),
+            "heads": shape.heads, "kv_heads": shape.kv_heads, "head_dim": shape.head_size,
+            "vocabulary": shape.vocabulary, "window": self.layout.window_length,
+            **dict.fromkeys(s.port.axes[2] for s in self.past),
         }  # fmt: skip
 
-    def _positions(self, ids: Tensor, seen: Tensor) -> Tensor:
-        """Where the model rotates: at true positions, or at 0, as layers rotate by rank."""
-        if self.layout.positions == "compact":
-            return torch.zeros_like(ids)
-        return (seen + torch.arange(ids.shape[1]))[None]
+
+def cache_dtype(layout: CacheLayout, weights: torch.dtype) -> torch.dtype:
+    """The type of a cache's numbers for a model of this type.
+
+    With compact positions keys are turned in place as older ones go, at times at every token:
+    float16's rounding would add up, float32's is 7e-6 of a key after 10,000 evictions.
+    """
+    return torch.float32 if any(layout.rotates) else weights
 
 
-def _table(layout: CacheLayout, first: int) -> Tensor:
-    """Cosines and sines [span, 2, R/2] of every position a layer can rotate to."""
+def _table(layout: CacheLayout) -> Tensor:
+    """Cosines and sines [span, 2, R/2] of how much less a layer can hold than the longest."""
     rope = layout.rope
     if not any(layout.rotates) or rope is None or rope.inv_freq is None:
         return torch.zeros(0, 2, 0)
-    span = first + max(layout.budgets) + layout.block_size
-    return Rotation(rope.inv_freq, span, "cpu").table
+    budgets = lengths(layout)
+    if len(budgets) == 1:
+        return torch.zeros(0, 2, 0)
+    return Rotation(rope.inv_freq, budgets[0] - budgets[-1] + layout.block_size + 1, "cpu").table
 
 
-def _state(layout: CacheLayout) -> list[State]:
-    """Everything a run takes and gives back, layer by layer."""
-    found, ports = [], ports_of(layout.eviction.state)
+def state_of(layout: CacheLayout) -> list[State]:
+    """Everything that is kept from run to run, layer by layer, as its buffers."""
+    found, ports = list[State](), ports_of(layout.eviction.state)
+    shape, block = layout.shape, layout.block_size
+    one = len(lengths(layout)) == 1
     for layer, budget in enumerate(layout.budgets):
-        slots = "slots" if len(set(layout.budgets)) == 1 else f"slots_{budget}"
+        slots = "slots" if one else f"slots_{budget}"
+        rows = (1, shape.kv_heads, budget + block)
         for name in ("keys", "values", "positions", *layout.eviction.state):
             port = ports[name]
             axes = tuple(slots if axis == "slots" else axis for axis in port.axes)
-            found.append(State(name, layer, _of(port, layer, axes, layout), budget))
+            own = Port(f"{name}.{layer}", port.dtype, axes, port.unit, port.meaning)
+            full = (*rows, shape.head_size) if "head_dim" in axes else rows
+            found.append(State(name, layer, own, full))
         if window := layout.window_length:
+            port = PORTS["queries"]
             axes = ("batch", "heads", "window", "head_dim")
-            port = _of(PORTS["queries"], layer, axes, layout)
-            found.append(State("queries", layer, port, window))
+            own = Port(f"queries.{layer}", port.dtype, axes, port.unit, port.meaning)
+            full = (1, shape.heads, window, shape.head_size)
+            found.append(State("queries", layer, own, full))
     return found
 
 
-def _of(port: Port, layer: int, axes: tuple[str, ...], layout: CacheLayout) -> Port:
-    """A layer's own port."""
-    meaning = port.meaning
-    if port.name in ("keys", "queries"):
-        rotated = "at their true positions"
-        if layout.rotates[layer]:
-            rotated = "at position 0: the graph rotates them by rank"
-        what = "keys of the slots" if port.name == "keys" else "the last queries, oldest first"
-        meaning = f"{what}, rotated {rotated}"
-    return Port(f"{port.name}.{layer}", port.dtype, axes, port.unit, meaning)
+def _made(layout: CacheLayout) -> dict[tuple[str, int], Port]:
+    """What a run tells an evictor besides the buffers, by name and layer."""
+    found = dict[tuple[str, int], Port]()
+    for layer in range(len(layout.budgets)):
+        if layout.eviction.policy.queries_observed != 0:
+            what = "queries of the block, as attention saw them"
+            port = replace(PORTS["queries"], name="block_queries", meaning=what)
+            found["queries", layer] = _of_block(port, layer)
+        if "output_norm" in layout.eviction.state:
+            port = new_port("output_norm")
+            found[port.name, layer] = _of_block(port, layer)
+    return found
+
+
+def _of_block(port: Port, layer: int) -> Port:
+    """A layer's own port, of the block's tokens."""
+    tokens = ("queries", "block")
+    axes = tuple("tokens" if axis in tokens else axis for axis in port.axes)
+    return replace(port, name=f"{port.name}.{layer}", axes=axes)

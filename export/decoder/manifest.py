@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import kvcap
-from kvcap.export.decoder.graph import Decoder
+from kvcap.export.decoder.evictor import Evictor
+from kvcap.export.decoder.graph import Decoder, cache_dtype
 from kvcap.export.files import file_entry
 from kvcap.export.graphs.ports import Port
 from kvcap.export.graphs.spec import recipe
 from kvcap.export.weights import Rounding
-from kvcap.runtime.backends.onnxruntime.manifest import FUSED, SCHEMA, check
+from kvcap.runtime.backends.onnxruntime.manifest import SCHEMA, SHARED, check
 from kvcap.runtime.cache.layout import CacheLayout
 from kvcap.runtime.models.config import ModelShape
 from kvcap.runtime.types import MANIFEST
@@ -32,10 +33,16 @@ TOKENIZER = {
 SETTINGS = ("max_new_tokens", "do_sample", "temperature", "top_k", "top_p", "min_p",
             "repetition_penalty", "bos_token_id", "pad_token_id")  # fmt: skip
 RULE = [
+    "allocate every tensor of state once, in its full shape; seen is 0, held is 0 for each budget",
     "read a prompt in runs of block_size tokens, the last one shorter; generate in runs of one",
-    "before the first run every state is empty (its open axis is 0) and seen is 0",
-    "after each run, give every output of state back as its input and add the tokens to seen",
-    "eviction is in the graph: after a run a layer holds min(its budget, seen) slots, oldest first",
+    "bind keys.i and present_keys.i to one memory, and values.i and present_values.i: a run writes "
+    "the block's T slots behind the held ones; note their positions, and 0 or new_NAME as state",
+    "then add T to held, and give each layer that holds more than its budget to its evictor, with "
+    "stay = its budget: gone are slots. Move the survivors behind the budget into the holes before "
+    "it, with all that is theirs, and set held to the budget. In generation this may wait until "
+    "some tokens are to go, at most block_size",
+    "of a layer that rotates, turn the keys of survivors (and the queries kept) back by the number "
+    "of older slots that went, by the angles inv_freq: positions are compact",
 ]
 
 
@@ -44,7 +51,8 @@ def describe(
 ) -> dict[str, Any]:
     """What can be said of a decoder before its files are written; `name` is its model's."""
     layout = decoder.layout
-    sizes, element = decoder.sizes, str(decoder.model.dtype).removeprefix("torch.")
+    sizes = decoder.sizes
+    element = str(cache_dtype(layout, decoder.model.dtype)).removeprefix("torch.")
 
     def said(ports: list[Port]) -> list[dict[str, Any]]:
         return [port.as_dict(element, sizes) for port in ports]
@@ -55,10 +63,9 @@ def describe(
         "rule": RULE,
         "inputs": said(decoder.inputs),
         "outputs": said(decoder.outputs),
-        "state": _state(decoder, element),
-        "state_bytes": sum(
-            decoder.dtype(s.port).itemsize * prod(decoder.shape(s, s.full)) for s in decoder.state
-        ),
+        "state": _state(decoder),
+        "state_bytes": sum(decoder.dtype(s.port).itemsize * prod(s.full) for s in decoder.state),
+        **_turns(layout),
         "generation": generation_facts(decoder.model.generation_config),
         "producer": {
             "kvcap": kvcap.__version__,
@@ -72,7 +79,7 @@ def asked(
 ) -> dict[str, Any]:
     """The part of a manifest that was asked for: two decoders are the same if this is."""
     return {
-        "kind": FUSED,
+        "kind": SHARED,
         "exporter": "kvcap",
         "model": {"name": name, **model_facts(layout.shape)},
         **policy_facts(layout),
@@ -137,17 +144,43 @@ def write(folder: Path, said: dict[str, Any]) -> None:
     (folder / MANIFEST).write_text(text + "\n", encoding="utf-8")
 
 
-def _state(decoder: Decoder, element: str) -> list[dict[str, Any]]:
+def evictor_name(index: int, count: int) -> str:
+    """The file of one of `count` graphs that evict."""
+    return f"evictor.{index}.onnx" if count > 1 else "evictor.onnx"
+
+
+def evictor_facts(
+    file: Path, evictor: Evictor, layers: list[int], taken: set[str]
+) -> dict[str, Any]:
+    """What is said of a graph that evicts, which takes some of its module's inputs."""
+    sizes, element = evictor.sizes, str(evictor.cache).removeprefix("torch.")
+    return {
+        **file_entry(file),
+        "layers": layers,
+        "inputs": [p.as_dict(element, sizes) for p in evictor.inputs if p.name in taken],
+        "outputs": [port.as_dict(element, sizes) for port in evictor.outputs],
+    }
+
+
+def _state(decoder: Decoder) -> list[dict[str, Any]]:
     return [
         {
             "name": state.name,
             "layer": state.layer,
-            "input": state.port.name,
-            "output": state.kept.name,
-            "dtype": state.port.type_in(element),
-            "open_axis": 2,
-            "empty": decoder.shape(state, 0),
-            "full": decoder.shape(state, state.full),
+            "dtype": str(decoder.dtype(state.port)).removeprefix("torch."),
+            "full": list(state.full),
         }
         for state in decoder.state
     ]
+
+
+def _turns(layout: CacheLayout) -> dict[str, Any]:
+    """What a runner needs to turn keys, and which queries an evictor is to be given."""
+    rope = layout.rope
+    turning = rope is not None and any(layout.rotates) and rope.inv_freq is not None
+    return {
+        "queries_observed": layout.eviction.policy.queries_observed,
+        "rotates": layout.rotates,
+        "inv_freq": rope.inv_freq.tolist() if turning else [],  # type: ignore[union-attr]
+        "interleaved": bool(rope is not None and rope.interleaved),
+    }

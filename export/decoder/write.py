@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,9 @@ from kvcap.export.decoder.check import Report, Row, as_rounded, check, check_str
 from kvcap.export.decoder.checkpoint import empty, fill
 from kvcap.export.decoder.companions import check_tokenizer
 from kvcap.export.decoder.depth import are_alike, first_layers, numbered
+from kvcap.export.decoder.evictor import evictors_of
+from kvcap.export.decoder.evictor import trace as trace_evictor
+from kvcap.export.decoder.fuse import fuse
 from kvcap.export.decoder.graph import Decoder
 from kvcap.export.decoder.repeat import TRACED, repeat
 from kvcap.export.decoder.spec import WITHIN, Source, check_dtype, load, rounding_of
@@ -91,6 +94,7 @@ class _Export:
     folder: Path
     quick: bool
     note: Callable[[str], None]
+    evictors: list[dict[str, Any]] = field(default_factory=list)  # as the manifest has them
 
     def made(self) -> tuple[dict[str, Any], Report]:
         """Write all files but the manifest, and check them.
@@ -135,6 +139,9 @@ class _Export:
             with first_layers(model, self.layout) as first:
                 few = Decoder(model, first)
                 filled = fill(few, checkpoint) if checkpoint is not None else []
+                more = len(self.layout.budgets) - TRACED  # which are like the last
+                decoder.scales = [*few.scales, *few.scales[-1:] * more]
+                self.evictors = save_evictors(decoder, self.folder)
                 graph = trace(few)
                 whole = type(graph).FromString(graph.SerializeToString())
                 done = repeat(whole, numbered(model, WITHIN), len(self.layout.budgets))
@@ -143,6 +150,7 @@ class _Export:
                 empty(filled)
             if done or checkpoint is not None:
                 return whole if done else None
+        self.evictors = self.evictors or save_evictors(decoder, self.folder)
         return trace(decoder)
 
     def _check_few(
@@ -169,7 +177,7 @@ class _Export:
         said = manifest.describe(source.name, decoder, self.dtype, self.rounding)
         said |= manifest.file_facts(folder)
         entries = {entry["file"]: entry for entry in said["files"]}
-        said["opset"] = OPSET
+        said["opset"], said["evictors"] = OPSET, self.evictors
         said["graphs"] = {"decoder": {**entries[manifest.GRAPH], "nodes": nodes}}
         said["model"]["weights_bytes"] = entries[manifest.WEIGHTS]["bytes"]
         return said
@@ -178,7 +186,9 @@ class _Export:
 def trace(decoder: Decoder) -> Any:
     """The onnx.ModelProto of a decoder, whose weights are inputs."""
     ports = decoder.inputs, decoder.outputs
-    return trace_without_weights(decoder, *ports, _example(decoder), _open_axes(decoder))
+    model = trace_without_weights(decoder, *ports, _example(decoder), _open_axes(decoder))
+    fuse(model)
+    return model
 
 
 def save(
@@ -200,27 +210,37 @@ def save(
     return len(model.graph.node)
 
 
+def save_evictors(decoder: Decoder, folder: Path) -> list[dict[str, Any]]:
+    """Trace the graphs that evict into `folder`; what the manifest says of each."""
+    found = []
+    evictors = evictors_of(decoder)
+    for i, (evictor, layers) in enumerate(evictors):
+        model = trace_evictor(evictor)
+        file = folder / manifest.evictor_name(i, len(evictors))
+        file.write_bytes(model.SerializeToString())
+        taken = {port.name for port in model.graph.input}
+        found.append(manifest.evictor_facts(file, evictor, layers, taken))
+    return found
+
+
 def _example(decoder: Decoder) -> list[Tensor]:
     """Inputs to trace on: lengths that are neither 0 nor 1 nor equal, which would be frozen."""
-    lengths = {"tokens": max(2, decoder.layout.block_size - 1), "spans": 2}
+    lengths = {"tokens": max(2, decoder.layout.block_size - 1)}
     sizes = decoder.sizes
     found = []
-    for port in decoder.inputs[:3]:
+    for port in decoder.inputs[: len(decoder.inputs) - len(decoder.past)]:
         shape = [sizes[axis] or lengths[axis] for axis in port.axes]
         found.append(torch.zeros(shape, dtype=decoder.dtype(port)))
-    for state in decoder.state:
-        shape = decoder.shape(state, max(2, state.full - 1))
-        found.append(torch.zeros(shape, dtype=decoder.dtype(state.port)))
-    return found
+    return found + decoder.empty()
 
 
 def _open_axes(decoder: Decoder) -> dict[str, Any]:
     """The lengths that are open, and how far."""
     dim = torch.export.Dim
-    found = {"tokens": dim("tokens", min=1, max=decoder.layout.block_size),
-             "spans": dim("spans", min=1)}  # fmt: skip
-    for state in decoder.state:
-        found.setdefault(state.axis, dim(state.axis, min=0, max=state.full))
+    found = {"tokens": dim("tokens", min=1, max=max(2, decoder.layout.block_size))}
+    for state in decoder.past:
+        axis = state.port.axes[2]
+        found.setdefault(axis, dim(axis, min=1, max=max(4, 2 * state.full[2])))
     return found
 
 

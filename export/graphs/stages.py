@@ -1,7 +1,7 @@
 """The graphs as modules that are traced: score, evict (score, select, gather) and update.
 
-Selection follows `Eviction`: pins are a mask, a rescorer comes after the score. `survivors` and
-`take` are the one place that selects and gathers, for a layer's graph and for a whole decoder.
+Selection follows `Eviction`: pins are a mask, a rescorer comes after the score. `evicted` is the
+one place that selects, for a layer's graph and for a whole decoder.
 """
 
 from __future__ import annotations
@@ -99,6 +99,17 @@ class Evict(Graph):
             *form.kept_state(given, found[0][1]),
         ]
 
+    def decided(self, given: Named) -> tuple[Tensor, dict[str, Tensor]]:
+        """What decides which slots stay, [B, K, n], and the state that scoring brought up to date.
+
+        `given` has the form's inputs and `pinned`.
+        """
+        obs = self.form.observe(given)
+        with Portable():
+            worth = self.worth(given, obs)
+        state = {name: tensor for name, (_, tensor) in self.form.next_state(obs).items()}
+        return worth, state
+
     def worth(self, given: Named, obs: Observation) -> Tensor:
         """What decides which slots stay, [B, K, n]: scores with pins above all."""
         form, eviction, pinned = self.form, self.form.eviction, given["pinned"]
@@ -130,12 +141,11 @@ class Update(Graph):
 STAGES: dict[str, type[Graph]] = {"score": Score, "evict": Evict, "update": Update}
 
 
-def survivors(worth: Tensor, positions: Tensor, stays: int) -> Tensor:
-    """The `stays` slots of each head that are worth most, in the order they lie in.
+def evicted(worth: Tensor, positions: Tensor, stays: int) -> Tensor:
+    """The slots of each head that go, all but the `stays` that are worth most, in no order.
 
-    By choosing those that go, which are few when one token arrives; of equal ones the older, as
-    `policies.base.order` has it. Slots that lie in time order stay so: then a slot's index is its
-    rank.
+    They are few when one token arrives. Of equal ones the older go, as `policies.base.order` has
+    it.
 
     Args:
         worth: [B, K, n].
@@ -143,15 +153,23 @@ def survivors(worth: Tensor, positions: Tensor, stays: int) -> Tensor:
         stays: 1 to n.
 
     Returns:
-        Slots [B, K, stays], ascending.
+        Slots [B, K, n - stays].
     """
-    slots = worth.shape[-1]
-    count = slots - stays
+    count = worth.shape[-1] - stays
     lowest = worth.topk(count + 1, dim=-1, largest=False, sorted=False).values
     least = lowest.amax(-1, keepdim=True)  # of those that stay
     equal = torch.where(worth == least, positions, torch.iinfo(torch.int32).max)
     age = torch.where(worth < least, -1, equal)
-    gone = age.topk(count, dim=-1, largest=False, sorted=False).indices
+    return age.topk(count, dim=-1, largest=False, sorted=False).indices
+
+
+def survivors(worth: Tensor, positions: Tensor, stays: int) -> Tensor:
+    """The `stays` slots of each head that `evicted` leaves, in the order they lie in.
+
+    Slots that lie in time order stay so: then a slot's index is its rank. [B, K, stays], ascending.
+    """
+    slots = worth.shape[-1]
+    gone = evicted(worth, positions, stays)
     keep = torch.ones_like(worth, dtype=torch.int64)
     keep = keep.scatter(-1, gone, torch.zeros_like(gone))  # [B, K, n]
     here, older = torch.arange(slots).expand_as(keep), keep.cumsum(-1)  # survivors up to a slot

@@ -319,7 +319,7 @@ def _load_model(model: str, budget: Budget, running: Running) -> Engine:
         enforce=budget.enforce,
         dtype=budget.dtype,
         device=running.device,
-        evict_every=running.evict_every,
+        evict_every=running.evict_every or 1,
         compiled=running.compiled,
         kv_dtype=budget.kv_dtype,
     )
@@ -356,14 +356,13 @@ def _load_export(model: str, budget: Budget, running: Running) -> Engine:
     for option, given, why in (
         ("--device", running.device not in (None, "cpu"), "this backend runs on the CPU"),
         ("--compile", running.compiled, "a graph is compiled as it is"),
-        ("--evict-every", running.evict_every != 1, "exported graphs evict after every token"),
     ):
         if given:
             raise NotExportable(f"{option} is not for --backend onnxruntime: {why}; leave it out")
     _check_export_slots(budget)
     return OrtRuntime.from_directory(
         _export_folder(model), _policy_request(budget), **budget.sizes(), enforce=budget.enforce,
-        dtype=budget.dtype, threads=running.threads,
+        dtype=budget.dtype, threads=running.threads, evict_every=running.evict_every,
     )  # fmt: skip
 
 

@@ -1,7 +1,8 @@
 """Runs exported decoders, of two kinds, over slots in buffers that are allocated once.
 
-`Fused`: one graph decodes and evicts (`kvcap export decoder`). Its state goes in and comes out of
-every run, so there are two sets of buffers: one is read, the other written, and they change places.
+`Shared`: kvcap's own export (`kvcap export decoder`). Past and present of a layer are one buffer:
+the decoder's graph writes a block behind the slots in use, another graph says which slots go, and
+survivors move into their places. Nothing else that is held is moved or copied.
 
 `Paired`: a decoder that others exported, and a graph beside it that evicts (`export/adopt.py`). The
 decoder writes all that it was given, and the block, as `present`; the other graph takes from it
@@ -12,52 +13,62 @@ rotated to its present position, so that no error adds up.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcap.runtime.backends.onnxruntime.graph import TYPES, Array, Buffer, Graph
+from kvcap.runtime.backends.onnxruntime.graph import TYPES, Array, Binding, Buffer, Graph
 from kvcap.runtime.backends.onnxruntime.manifest import Manifest
+from kvcap.runtime.backends.onnxruntime.slots import Int32, LayerSlots, Turns, last_in, rotations
 from kvcap.runtime.errors import ManifestError
 from kvcap.runtime.types import Span
 
-Int32 = NDArray[np.int32]
+RUNS = 4  # lengths of blocks whose buffers are kept bound
 SPANS = 9  # for which a place is kept: a policy's sinks, and eight of the user's
 
 
 class Decoder(Protocol):
-    """Runs a model over its slots, which lie in order of time, and evicts after every block."""
+    """Runs a model over its slots, and evicts after every block."""
 
     budgets: list[int]  # slots that a KV head keeps, by layer
     block_size: int
     version: str  # of ONNX Runtime
     sinks: int  # first tokens that the policy pins
     recents: list[int]  # newest tokens that it pins, by layer
+    held: list[int]  # slots of a head in use, by layer
 
     @property
     def nbytes(self) -> int:
         """Exact bytes of all buffers, which never grow."""
 
+    @property
+    def room(self) -> int:
+        """Tokens that the next block has at most."""
+
     def used_bytes(self, seen: int) -> int:
         """Bytes of the slots in use after `seen` tokens, in all buffers."""
 
     def run(self, ids: Sequence[int], seen: int, spans: Sequence[Span]) -> NDArray[np.float32]:
-        """Read up to `block_size` tokens after `seen`, and evict; the last one's logits [1, V].
+        """Read up to `room` tokens after `seen`, and evict; the last one's logits [1, V].
 
         Raises:
             MemoryCapExceeded: the system refused memory; the slots are no longer whole.
         """
 
     def positions(self, seen: int) -> list[Int32]:
-        """The positions of the kept tokens in the conversation, by layer: [K, held]."""
+        """The positions of the kept tokens in the conversation, by layer: [K, held], ascending."""
 
-    def state(self, seen: int) -> Mapping[str, Array]:
-        """Everything that is held after `seen` tokens, by name, as views."""
+    def state(self, seen: int, held: Sequence[int]) -> Mapping[str, Array]:
+        """What `held` slots of each layer have after `seen` tokens, by name, as views.
+
+        Raises:
+            ValueError: there are not so many slots.
+        """
 
 
 def slots_in_use(budget: int, seen: int) -> int:
-    """The slots in use of a head that keeps `budget` of `seen` tokens."""
+    """The slots in use of a head that keeps `budget` of `seen` tokens after every block."""
     return min(budget, seen)
 
 
@@ -73,118 +84,272 @@ def spans_array(spans: Sequence[Span], buffer: Int32) -> Int32:
     return buffer[: len(rows)]
 
 
-class StateTensor:
-    """A tensor of a fused decoder's state, whose `open_axis` grows from 0 to its size in `full`."""
+class BufferSpec(NamedTuple):
+    """A buffer of a shared decoder."""
 
-    def __init__(self, entry: Mapping[str, Any]) -> None:
-        self.input, self.output = str(entry["input"]), str(entry["output"])
-        self.name, self.layer = str(entry["name"]), int(entry["layer"])
-        self.dtype = np.dtype(str(entry["dtype"]))
-        self.full = tuple(int(size) for size in entry["full"])
-        self.axis = int(entry["open_axis"])
-        self.full[self.axis]  # or it is no axis
+    name: str
+    layer: int
+    shape: tuple[int, ...]
+    dtype: Any  # of NumPy
 
     @property
     def nbytes(self) -> int:
-        """Its bytes when it is full, in one set of buffers."""
-        return int(np.prod(self.full)) * self.dtype.itemsize
-
-    def shape(self, seen: int) -> tuple[int, ...]:
-        """Its shape after `seen` tokens."""
-        size = slots_in_use(self.full[self.axis], seen)
-        return (*self.full[: self.axis], size, *self.full[self.axis + 1 :])
+        """Exact bytes."""
+        return int(np.prod(self.shape)) * int(self.dtype.itemsize)
 
 
-def state_of(manifest: Manifest) -> list[StateTensor]:
-    """The tensors that a fused decoder is fed back after every run.
+def buffers_of(manifest: Manifest, block: int) -> list[BufferSpec]:
+    """The buffers of a shared decoder that reads blocks of up to `block` tokens.
 
     Raises:
         ManifestError: the manifest does not describe them, or contradicts itself.
     """
-    try:
-        found = [StateTensor(entry) for entry in manifest.facts["state"]]
-    except (LookupError, TypeError, ValueError) as error:
-        raise ManifestError(
-            f"the manifest in {str(manifest.folder)!r} describes no state that can be fed back "
-            f"({error!r}); export it again"
-        ) from error
-    budgets = manifest.facts["budgets"]
-    slots = {(t.name, t.layer): t.full[t.axis] for t in found if t.name == "positions"}
-    if slots != {("positions", layer): budget for layer, budget in enumerate(budgets)}:
-        raise ManifestError(
-            f"the manifest in {str(manifest.folder)!r} has other budgets than slots; export it "
-            "again"
-        )
+    facts, found, missing = manifest.facts, list[BufferSpec](), set[tuple[str, int]]()
+    for layer in range(len(facts["budgets"])):
+        missing |= {(name, layer) for name in ("keys", "values", "positions")}
+    for entry in facts["state"]:
+        name, layer, shape = str(entry["name"]), int(entry["layer"]), list(entry["full"])
+        if layer >= len(facts["budgets"]) or len(shape) < 3:
+            raise _no_state(manifest, f"{name} of layer {layer}")
+        if name != "queries":
+            slots = facts["budgets"][layer]
+            if shape[2] != slots + facts["block_size"]:
+                raise _no_state(manifest, f"{name} of layer {layer} with {shape[2]} slots")
+            shape[2] = slots + block
+        missing.discard((name, layer))
+        found.append(BufferSpec(name, layer, tuple(shape), np.dtype(entry["dtype"])))
+    if missing or len({(spec.name, spec.layer) for spec in found}) < len(found):
+        raise _no_state(manifest, f"{len(found)} buffers, and lacks {sorted(missing)[:1]}")
     return found
 
 
-class Fused:
-    """A decoder whose own graph evicts.
+def _no_state(manifest: Manifest, what: str) -> ManifestError:
+    return ManifestError(
+        f"the manifest in {str(manifest.folder)!r} describes {what}, which is no state of this "
+        "decoder; export it again"
+    )
+
+
+def turns_of(manifest: Manifest, block: int) -> Turns | None:
+    """How a shared decoder's keys are turned; None where positions are true."""
+    facts = manifest.facts
+    if not any(facts["rotates"]):
+        return None
+    span = max(facts["budgets"]) + block + 1
+    return Turns(facts["inv_freq"], span, facts["interleaved"])
+
+
+def evictors_of(manifest: Manifest, threads: int | None) -> list[Graph]:
+    """The graph that evicts of each layer of a shared decoder; many layers have the same.
+
+    Raises:
+        GraphBroken: one cannot be loaded.
+    """
+    found: dict[int, Graph] = {}
+    for entry in manifest.facts["evictors"]:
+        graph = Graph(manifest.file(entry["file"]), threads)
+        found |= dict.fromkeys(entry["layers"], graph)
+    return [found[layer] for layer in sorted(found)]
+
+
+class Run(NamedTuple):
+    """A run of a shared decoder over blocks of one length."""
+
+    binding: Binding
+    ids: Array  # [1, T]
+    made: list[dict[str, Array]]  # what each layer's evictor is told besides, by name
+
+
+class Shared:
+    """A decoder whose past and present are one buffer, with graphs beside it that evict.
 
     Args:
-        manifest: of kind `fused`.
+        manifest: of kind `shared`.
         graph: of the decoder.
+        evictors: the graph that evicts of each layer; see `evictors_of`.
         block_size: tokens read at once, at most as many as it was exported for.
+        evict_every: in generation, evict every so many tokens, at most `block_size`.
 
     Raises:
         ShapeError, ManifestError: it is not what the manifest says.
     """
 
-    def __init__(self, manifest: Manifest, graph: Graph, block_size: int) -> None:
+    def __init__(
+        self, manifest: Manifest, graph: Graph, evictors: Sequence[Graph], block_size: int,
+        evict_every: int = 1,
+    ) -> None:  # fmt: skip
         facts = manifest.facts
         self.block_size, self.budgets = block_size, [int(n) for n in facts["budgets"]]
+        self.evict_every, self.compact = evict_every, facts["positions"] == "compact"
         pins = facts["policy"].get("pins") or {}
         self.sinks = int(pins.get("sinks", 0))
         self.recents = [int(n) for n in pins.get("recents", [0] * len(self.budgets))]
-        self.tensors = state_of(manifest)
-        self.graph, self.version = graph, graph.version
-        self.graph.require(
-            {"input_ids", "seen", "pinned", *(t.input for t in self.tensors)},
-            {"logits", *(t.output for t in self.tensors)},
-        )
-        self._sets = [[Buffer(t.full, t.dtype) for t in self.tensors] for _ in range(2)]
-        self._ids = Buffer((1, block_size), np.int64)
+        self.graph, self.evictors, self.version = graph, evictors, graph.version
+        self.observed = facts["queries_observed"]  # last queries; None: all of a block
+        self.specs, self.turns = buffers_of(manifest, block_size), turns_of(manifest, block_size)
+        buffers: list[dict[str, Array]] = [{} for _ in self.budgets]
+        for spec in self.specs:
+            buffers[spec.layer][spec.name] = np.zeros(spec.shape, spec.dtype)
+        self.layers = [
+            LayerSlots(found, budget, self.turns if rotates else None)
+            for found, budget, rotates in zip(buffers, self.budgets, facts["rotates"], strict=True)
+        ]
+        self._lengths = sorted(set(self.budgets), reverse=True)
+        self._held = np.zeros(len(self._lengths), np.int32)
+        self._seen, self._stay = np.zeros((), np.int32), np.zeros((), np.int32)
+        self._spans = np.zeros((SPANS, 2), np.int32)
         self._logits = np.zeros((1, manifest.model["vocabulary"]), np.float32)
-        self._seen, self._spans = np.zeros((), np.int32), np.zeros((SPANS, 2), np.int32)
+        self._runs: dict[int, Run] = {}
+        self._require()
+        ports = {
+            name: port
+            for name, port in graph.outputs.items()
+            if name.startswith(("block_", "new_"))
+        }  # what evictors are told of a block, which is not held
+        self._told = {
+            name: Buffer(self._sized(name, block_size), TYPES[port.type])
+            for name, port in ports.items()
+        }
+        outputs = self.evictors[0].outputs
+        self._states = [name.removeprefix("next_") for name in outputs if name != "gone"]
+
+    def _require(self) -> None:
+        """Refuse graphs that have other inputs or outputs; those that are not read may lack."""
+        names = {(spec.name, spec.layer) for spec in self.specs}
+        past = {f"{name}.{layer}" for name, layer in names if name in ("keys", "values")}
+        new = {f"new_{name}.{layer}" for name, layer in names} & set(self.graph.outputs)
+        queries = range(len(self.budgets) if self.observed != 0 else 0)
+        self.graph.require(
+            {"input_ids", "held", *past, *([] if self.compact else ["seen"])},
+            {"logits", *(f"present_{name}" for name in past), *new}
+            | {f"block_queries.{layer}" for layer in queries},
+        )
+        kinds = {name for name, _ in names if name != "queries"}
+        known = {"seen", "stay", "pinned", *kinds, *(["queries"] if queries else [])}
+        state = {f"next_{name}" for name in kinds - {"keys", "values", "positions"}}
+        for evictor in self.evictors:
+            evictor.require(known & set(evictor.inputs), {"gone"} | (state & set(evictor.outputs)))
+
+    @property
+    def held(self) -> list[int]:
+        """Slots of a head in use, by layer."""
+        return [layer.held for layer in self.layers]
+
+    @held.setter
+    def held(self, slots: Sequence[int]) -> None:
+        for layer, count in zip(self.layers, slots, strict=True):
+            layer.held = count
 
     @property
     def nbytes(self) -> int:
-        """Exact bytes of both sets of buffers."""
-        return sum(buffer.nbytes for one in self._sets for buffer in one)
+        """Exact bytes of all buffers and of the table of rotations."""
+        table = 0 if self.turns is None else self.turns.nbytes
+        return table + sum(x.nbytes for layer in self.layers for x in layer.buffers.values())
+
+    @property
+    def room(self) -> int:
+        """Tokens that the next block has at most: a slot each, behind those in use."""
+        return min(self.block_size, *(layer.capacity - layer.held for layer in self.layers))
 
     def used_bytes(self, seen: int) -> int:
-        """Bytes of the slots in use, in both sets of buffers."""
-        return 2 * sum(array.nbytes for array in self.state(seen).values())
+        """Bytes of what is in use of all buffers."""
+        return sum(x.nbytes for x in self.state(seen, self.held).values())
 
     def run(self, ids: Sequence[int], seen: int, spans: Sequence[Span]) -> NDArray[np.float32]:
         """Read a block; see `Decoder.run`."""
-        now, after = self._sets
-        tokens = self._ids.at((1, len(ids)))
-        tokens[0] = ids
-        self._seen[...] = seen
-        inputs = {"input_ids": tokens, "seen": self._seen}
-        inputs["pinned"] = spans_array(spans, self._spans)
-        outputs: dict[str, Array] = {"logits": self._logits}
-        for tensor, before, then in zip(self.tensors, now, after, strict=True):
-            inputs[tensor.input] = before.at(tensor.shape(seen))
-            outputs[tensor.output] = then.at(tensor.shape(seen + len(ids)))
-        self.graph.run(inputs, outputs)
-        self._sets = [after, now]
+        run = self._runs.get(len(ids)) or self._bound(len(ids))
+        run.ids[0], self._seen[...] = ids, seen
+        held = dict(zip(self.budgets, self.held, strict=True))
+        self._held[:] = [held[budget] for budget in self._lengths]
+        self.graph.run_bound(run.binding)
+        for layer, made in zip(self.layers, run.made, strict=True):
+            layer.append(seen, len(ids), made)
+        self._evict(seen + len(ids), run, spans)
         return self._logits
 
-    def positions(self, seen: int) -> list[Int32]:
-        """The positions of the kept tokens in the conversation, by layer: [K, held]."""
-        found = {
-            tensor.layer: buffer.at(tensor.shape(seen))[0]
-            for tensor, buffer in zip(self.tensors, self._sets[0], strict=True)
-            if tensor.name == "positions"
-        }
-        return [found[layer] for layer in sorted(found)]
+    def _sized(self, name: str, length: int) -> tuple[int, ...]:
+        """The shape of one of the decoder's outputs for a block of a length."""
+        axes = self.graph.outputs[name].shape
+        return tuple(length if isinstance(axis, str) else axis for axis in axes)
 
-    def state(self, seen: int) -> Mapping[str, Array]:
-        """Everything that is held, by the names of the graph's inputs (views)."""
-        pairs = zip(self.tensors, self._sets[0], strict=True)
-        return {tensor.input: buffer.at(tensor.shape(seen)) for tensor, buffer in pairs}
+    def _bound(self, length: int) -> Run:
+        """The decoder's inputs and outputs for blocks of a length; those of few are kept."""
+        ids = np.zeros((1, length), np.int64)
+        inputs: dict[str, Array] = {"input_ids": ids, "held": self._held}
+        if not self.compact:
+            inputs["seen"] = self._seen
+        outputs: dict[str, Array] = {"logits": self._logits}
+        for spec in self.specs:
+            if spec.name in ("keys", "values"):
+                name, buffer = f"{spec.name}.{spec.layer}", self.layers[spec.layer].buffers
+                inputs[name] = outputs[f"present_{name}"] = buffer[spec.name]
+        made: list[dict[str, Array]] = [{} for _ in self.layers]
+        for name, told in self._told.items():
+            kind, _, layer = name.partition(".")
+            array = told.at(self._sized(name, length))
+            outputs[name] = made[int(layer)][kind.partition("_")[2]] = array
+        if len(self._runs) == RUNS:
+            del self._runs[next(iter(self._runs))]
+        self._runs[length] = found = Run(self.graph.bind(inputs, outputs), ids, made)
+        return found
+
+    def _evict(self, seen: int, run: Run, spans: Sequence[Span]) -> None:
+        """Bring the policy's state up to date and, where it is time, evict down to the budget."""
+        self._seen[...], least = seen, 1 if run.ids.shape[1] > 1 else self.evict_every
+        for layer, evictor, made in zip(self.layers, self.evictors, run.made, strict=True):
+            due = layer.held - layer.budget >= least
+            if not due and not self._states:
+                continue
+            stay = layer.budget if due else layer.held
+            gone = self._gone(layer, evictor, made.get("queries"), seen, stay, spans)
+            if due:
+                layer.give_up(gone[0])
+
+    def _gone(
+        self, layer: LayerSlots, evictor: Graph, queries: Array | None, seen: int, stay: int,
+        spans: Sequence[Span],
+    ) -> Array:  # fmt: skip
+        """The slots of a layer that go [1, K, count]; its policy's state is brought up to date."""
+        buffers, held = layer.buffers, layer.held
+        self._stay[...] = stay
+        given: dict[str, Array] = {
+            "seen": self._seen, "stay": self._stay, "pinned": spans_array(spans, self._spans),
+            "keys": buffers["keys"], "values": buffers["values"],
+        }  # fmt: skip
+        if queries is not None:
+            if "queries" in buffers:
+                queries = layer.views(held, seen)["queries"]
+            elif self.observed is not None:
+                queries = last_in(queries, self.observed)
+            given["queries"] = queries
+        for name in ("positions", *layer.state):
+            given[name] = buffers[name][:, :, :held]
+        inputs = {
+            name: x if (x := given[name]).flags.c_contiguous else x.copy()
+            for name in evictor.inputs
+        }
+        heads = buffers["positions"].shape[1]
+        gone = np.empty((1, heads, held - stay), np.int64)
+        outputs: dict[str, Array] = {"gone": gone}
+        for name in self._states:
+            outputs[f"next_{name}"] = np.empty((1, heads, held), buffers[name].dtype)
+        evictor.run(inputs, outputs)
+        for name in self._states:
+            buffers[name][:, :, :held] = outputs[f"next_{name}"]
+        return gone
+
+    def positions(self, seen: int) -> list[Int32]:
+        """The positions of the kept tokens in the conversation, by layer: [K, held], ascending."""
+        return [np.sort(x.buffers["positions"][0, :, : x.held], axis=1) for x in self.layers]
+
+    def state(self, seen: int, held: Sequence[int]) -> Mapping[str, Array]:
+        """Everything that is held, by buffer and layer (views); see `Decoder.state`."""
+        found: dict[str, Array] = {}
+        for i, (layer, count) in enumerate(zip(self.layers, held, strict=True)):
+            if not min(layer.budget, seen) <= count <= min(seen, layer.capacity - 1):
+                raise ValueError(f"{count} slots of layer {i} cannot be held after {seen} tokens")
+            found |= {f"{name}.{i}": x for name, x in layer.views(count, seen).items()}
+        return found
 
 
 def paired_buffers(
@@ -205,12 +370,6 @@ def paired_buffers(
         **dict.fromkeys(("present_keys", "present_values"), ((*whole, *vector), cache)),
         **{f"{name}{copy}": found for copy in ("", ".next") for name, found in twice.items()},
     }
-
-
-def rotations(inv_freq: Sequence[float], span: int) -> NDArray[np.float32]:
-    """Cosines and sines of all positions below `span`, [span, 2, R/2], from float64 angles."""
-    angles = np.arange(span, dtype=np.float64)[:, None] * np.array(inv_freq, np.float64)
-    return np.stack((np.cos(angles), np.sin(angles)), axis=1).astype(np.float32)
 
 
 class Paired:
@@ -243,7 +402,7 @@ class Paired:
         self.model, self.block_size, self.budget = model, block_size, budget
         self.layers: int = model["layers"]
         self.budgets, self.recents = [budget] * self.layers, [recents] * self.layers
-        self.sinks = sinks
+        self.sinks, self.held = sinks, [0] * self.layers
         self.compact = evictor["positions"] == "compact"
         self.graph, self.version = graph, graph.version
         self.evictor = Graph(manifest.file(evictor["file"]), graph.threads)
@@ -289,6 +448,11 @@ class Paired:
         table = 0 if self._table is None else self._table.nbytes
         return table + sum(buffer.nbytes for buffer in self._buffers.values())
 
+    @property
+    def room(self) -> int:
+        """Tokens of a block."""
+        return self.block_size
+
     def used_bytes(self, seen: int) -> int:
         """The same bytes without those of free slots."""
         share = slots_in_use(self.budget, seen) / self.budget
@@ -299,6 +463,7 @@ class Paired:
         past, length = slots_in_use(self.budget, seen), len(ids)
         logits = self._decode(ids, past, past if self.compact else seen)
         self._evict(seen, past, length, spans)
+        self.held = [slots_in_use(self.budget, seen + length)] * self.layers
         last: NDArray[np.float32] = logits[:, -1]
         return last
 
@@ -353,7 +518,9 @@ class Paired:
         """The positions of the kept tokens in the conversation, by layer: [K, held]."""
         return list(self._held("positions", slots_in_use(self.budget, seen)))
 
-    def state(self, seen: int) -> Mapping[str, Array]:
-        """Everything that is held, by name (views)."""
-        names = ("keys", "values", *self._state)
-        return {name: self._held(name, slots_in_use(self.budget, seen)) for name in names}
+    def state(self, seen: int, held: Sequence[int]) -> Mapping[str, Array]:
+        """Everything that is held, by name (views); see `Decoder.state`."""
+        slots = slots_in_use(self.budget, seen)
+        if list(held) != [slots] * self.layers:
+            raise ValueError(f"{held} slots cannot be held after {seen} tokens")
+        return {name: self._held(name, slots) for name in ("keys", "values", *self._state)}

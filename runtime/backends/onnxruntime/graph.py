@@ -19,7 +19,8 @@ from kvcap.runtime.backends.onnxruntime.library import library
 from kvcap.runtime.errors import GraphBroken, MemoryCapExceeded, ShapeError, first_line
 
 Array = NDArray[Any]
-BINDINGS = 4  # kept: buffers are swapped after every run, so two of them are used by turns
+Binding = Any  # onnxruntime's IOBinding
+BINDINGS = 4  # kept: some buffers are swapped after every run, so two are used by turns
 TYPES = {port: np.dtype(name) for name, port in ONNX.items()}
 
 
@@ -93,22 +94,27 @@ class Graph:
         if places not in self._bindings:
             if len(self._bindings) == BINDINGS:
                 del self._bindings[next(iter(self._bindings))]
-            self._bindings[places] = self._bound(inputs, outputs)
-        try:
-            self.session.run_with_iobinding(self._bindings[places])
-        except Exception as error:  # its own classes, which have no common base
-            told = first_line(error)
-            if isinstance(error, MemoryError) or "allocat" in told or "bad_alloc" in told:
-                raise MemoryCapExceeded(f"the system refused memory to {self.name}") from error
-            raise ShapeError(f"{self.name} cannot run: {told[:300]}") from error
+            self._bindings[places] = self.bind(inputs, outputs)
+        self.run_bound(self._bindings[places])
 
-    def _bound(self, inputs: Mapping[str, Array], outputs: Mapping[str, Array]) -> Any:
+    def bind(self, inputs: Mapping[str, Array], outputs: Mapping[str, Array]) -> Binding:
+        """Where `run_bound` is to read and to write, again and again: arrays that do not move."""
         binding = self.session.io_binding()
         for bind, arrays in ((binding.bind_input, inputs), (binding.bind_output, outputs)):
             for name, array in arrays.items():
                 assert array.flags.c_contiguous, name
                 bind(name, "cpu", 0, array.dtype, array.shape, array.ctypes.data)
         return binding
+
+    def run_bound(self, binding: Binding) -> None:
+        """Compute what `bind` bound; errors as of `run`."""
+        try:
+            self.session.run_with_iobinding(binding)
+        except Exception as error:  # its own classes, which have no common base
+            told = first_line(error)
+            if isinstance(error, MemoryError) or "allocat" in told or "bad_alloc" in told:
+                raise MemoryCapExceeded(f"the system refused memory to {self.name}") from error
+            raise ShapeError(f"{self.name} cannot run: {told[:300]}") from error
 
 
 class Buffer:

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcap.runtime.backends.onnxruntime.decoder import Decoder, Int32, slots_in_use
+from kvcap.runtime.backends.onnxruntime.decoder import Decoder
+from kvcap.runtime.backends.onnxruntime.slots import Int32
 from kvcap.runtime.cache.pinned_slots import check_slots
 from kvcap.runtime.errors import MemoryCapExceeded
 from kvcap.runtime.interrupts import interrupts_deferred
@@ -38,7 +39,7 @@ class OrtCache:
     @property
     def held(self) -> int:
         """Slots in use per KV head and layer, on average (rounded up)."""
-        slots = [slots_in_use(budget, self.seen) for budget in self.decoder.budgets]
+        slots = self.decoder.held
         return -(-sum(slots) // len(slots))
 
     @property
@@ -99,6 +100,7 @@ class OrtCache:
     def reset(self) -> None:
         """Forget the conversation; the buffers stay."""
         self.seen, self.pinned_spans, self.unread = 0, [], None
+        self.decoder.held = [0] * len(self.decoder.budgets)
 
 
 class OrtLoop(Loop):
@@ -121,8 +123,8 @@ class OrtLoop(Loop):
         return f"ONNX Runtime {self.cache.decoder.version}"
 
     def next_length(self, batch: int, left: int) -> int:
-        """The tokens of a block."""
-        return self.cache.decoder.block_size
+        """The tokens of a block, or as many as fit before the next eviction."""
+        return self.cache.decoder.room
 
     def read(self, ids: Ids, need_logits: bool = True) -> NDArray[Any]:
         """Read one block [1, T]; returns the last token's logits [1, V], needed or not.
@@ -139,12 +141,15 @@ class OrtLoop(Loop):
             with interrupts_deferred():
                 logits = cache.decoder.run(ids[0].tolist(), cache.seen, cache.pinned_spans)
                 cache.seen += tokens
-        except MemoryCapExceeded as error:
+        except (MemoryCapExceeded, MemoryError) as error:
             cache.reset()
             raise MemoryCapExceeded(
                 f"{error}, for a block of {tokens} tokens; what was held is forgotten, the "
                 "conversation is read again with the next message"
             ) from error
+        except Exception:
+            cache.reset()  # layers may hold different tokens now
+            raise
         return logits
 
     @property

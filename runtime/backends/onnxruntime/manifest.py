@@ -1,8 +1,9 @@
 """Reads kvcap.json, the manifest of an exported decoder, and checks it against its files.
 
-There are two kinds, with one schema. `fused`: one graph decodes and evicts, and its state is fed
-back. `evictor`: a decoder that others exported, with graphs beside it that evict. Knows no ONNX
-Runtime: of a graph, it finds only the names of the files that hold its weights.
+There are two kinds, with one schema. `shared`: past and present of the decoder are one buffer, and
+graphs beside it say which slots go. `evictor`: a decoder that others exported, with graphs beside
+it that copy what stays. Knows no ONNX Runtime: of a graph, it finds only the names of the files
+that hold its weights.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ from kvcap.runtime.files import check_plain, read_json
 from kvcap.runtime.types import MANIFEST
 from kvcap.schema import fault
 
-SCHEMA = "kvcap.decoder/1"
+SCHEMA = "kvcap.decoder/2"
 SCHEMA_FILE = Path(__file__).parents[2] / "schemas" / "decoder.schema.json"
-FUSED, EVICTOR = "fused", "evictor"
+SHARED, EVICTOR = "shared", "evictor"
 HASHED = 64 << 20  # bytes; of larger files, which hold weights, only the size is checked
 # In an ONNX file: for each kind of message, which of its fields lead to a tensor (onnx.proto).
 LEADS = {
@@ -52,9 +53,9 @@ class Manifest:
     facts: Mapping[str, Any]
 
     @property
-    def fused(self) -> bool:
-        """Whether the decoder's own graph evicts."""
-        return bool(self.facts["kind"] == FUSED)
+    def shared(self) -> bool:
+        """Whether the decoder's past and present are one buffer: it is kvcap's own."""
+        return bool(self.facts["kind"] == SHARED)
 
     @property
     def model(self) -> Mapping[str, Any]:
@@ -157,11 +158,12 @@ def _contradiction(facts: Mapping[str, Any]) -> str | None:
     for graph in _graphs(facts):
         if graph not in names:
             return f"{graph!r} is a graph that is not among its files"
-    return _of_fused(facts) if facts["kind"] == FUSED else _of_evictors(facts)
+    return _of_shared(facts) if facts["kind"] == SHARED else _of_evictors(facts)
 
 
-def _of_fused(facts: Mapping[str, Any]) -> str | None:
+def _of_shared(facts: Mapping[str, Any]) -> str | None:
     budgets, pins = facts["budgets"], facts["policy"].get("pins", {})
+    size = facts["model"]["head_dim"]
     if len(budgets) != facts["model"]["layers"]:
         return f"budgets: of {len(budgets)} layers, and there are {facts['model']['layers']}"
     if sum(budgets) != facts["budget_tokens"] * len(budgets):
@@ -171,8 +173,12 @@ def _of_fused(facts: Mapping[str, Any]) -> str | None:
         return "policy/pins/recents: not one of each layer"
     if any(pins.get("sinks", 0) + n > budget for n, budget in zip(recents, budgets, strict=True)):
         return "policy/pins: more than a layer's budget"
-    if any(state["open_axis"] >= len(state["full"]) for state in facts["state"]):
-        return "state: an open axis that is none"
+    if sorted(i for one in facts["evictors"] for i in one["layers"]) != list(range(len(budgets))):
+        return "evictors: not one of each layer"
+    if len(facts["rotates"]) != len(budgets):
+        return "rotates: not said of each layer"
+    if any(facts["rotates"]) and 2 * len(facts["inv_freq"]) not in range(2, size + 1):
+        return f"inv_freq: of {len(facts['inv_freq'])} pairs of a head's {size} numbers"
     return None
 
 

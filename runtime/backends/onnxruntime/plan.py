@@ -13,7 +13,11 @@ from typing import Any
 
 import numpy as np
 
-from kvcap.runtime.backends.onnxruntime.decoder import paired_buffers, state_of
+from kvcap.runtime.backends.onnxruntime.decoder import (
+    buffers_of,
+    paired_buffers,
+    turns_of,
+)
 from kvcap.runtime.backends.onnxruntime.manifest import Manifest
 from kvcap.runtime.errors import PlanInfeasible, UnsupportedModel
 from kvcap.runtime.memory.free_memory import process_bytes
@@ -45,12 +49,12 @@ def plan_of(
         sizes = sizes._replace(memory_cap=parse_cap(sizes.memory_cap))
         weights = manifest.model["weights_bytes"]
         baseline = process_bytes() + (RUNNING - weights if loaded else LOADING)
-    if manifest.fused:
-        return _of_fused(manifest, policy, sizes, baseline)
+    if manifest.shared:
+        return _of_shared(manifest, policy, sizes, baseline)
     return _of_paired(manifest, policy, sizes, pinned, baseline)
 
 
-def _of_fused(manifest: Manifest, policy: str, sizes: Sizes, baseline: int) -> MemoryPlan:
+def _of_shared(manifest: Manifest, policy: str, sizes: Sizes, baseline: int) -> MemoryPlan:
     """The plan of a decoder whose graph fixes the budget."""
     facts = manifest.facts
     cap = None if sizes.memory_cap is None else parse_cap(sizes.memory_cap)
@@ -66,7 +70,7 @@ def _of_fused(manifest: Manifest, policy: str, sizes: Sizes, baseline: int) -> M
             f"this decoder was exported for blocks of up to {facts['block_size']:,} tokens; use "
             f"--block-size {facts['block_size']} or less"
         )
-    found = _fused(manifest, policy, baseline, block)
+    found = _shared(manifest, policy, baseline, block)
     if sizes.kv_budget is not None and found.cache_bytes > parse_bytes(sizes.kv_budget):
         raise PlanInfeasible(
             f"the cache takes {found.cache_bytes:,} bytes for its {tokens:,} slots, more than "
@@ -75,7 +79,7 @@ def _of_fused(manifest: Manifest, policy: str, sizes: Sizes, baseline: int) -> M
         )
     while cap is not None and sizes.block_size is None and found.total_bytes > cap and block > 1:
         block = -(-block // 2)  # a smaller block takes a smaller workspace
-        found = _fused(manifest, policy, baseline, block)
+        found = _shared(manifest, policy, baseline, block)
     if cap is not None and found.total_bytes > cap:
         raise PlanInfeasible(
             f"the process takes {found.total_bytes:,} bytes with blocks of {block:,} tokens, more "
@@ -84,7 +88,7 @@ def _of_fused(manifest: Manifest, policy: str, sizes: Sizes, baseline: int) -> M
             f"{with_margin(found.total_bytes) >> 20}MiB, or {again}",
             least_memory_cap=with_margin(found.total_bytes),
         )
-    least = found if sizes.block_size else _fused(manifest, policy, baseline, 1)
+    least = found if sizes.block_size else _shared(manifest, policy, baseline, 1)
     return _with_least(found, least, sizes)
 
 
@@ -120,13 +124,14 @@ def _with_least(found: MemoryPlan, least: MemoryPlan, sizes: Sizes) -> MemoryPla
     )
 
 
-def _fused(manifest: Manifest, policy: str, baseline: int, block: int) -> MemoryPlan:
+def _shared(manifest: Manifest, policy: str, baseline: int, block: int) -> MemoryPlan:
     parts = {"keys": 0, "values": 0, "positions": 0, "queries": 0, "state": 0}
     cache, slots = "float32", 1
-    for tensor in state_of(manifest):
-        parts[tensor.name if tensor.name in parts else "state"] += 2 * tensor.nbytes
-        if tensor.name == "keys":
-            cache, slots = str(tensor.dtype), max(slots, tensor.full[tensor.axis])
+    for spec in buffers_of(manifest, block):
+        parts[spec.name if spec.name in parts else "state"] += spec.nbytes
+        if spec.name == "keys":
+            cache, slots = str(spec.dtype), max(slots, spec.shape[2])
+    turns = turns_of(manifest, block)
     return MemoryPlan(
         policy=policy,
         positions=manifest.facts["positions"],
@@ -138,16 +143,24 @@ def _fused(manifest: Manifest, policy: str, baseline: int, block: int) -> Memory
         policy_state=parts["state"],
         evicted_store=0,
         query_window=parts["queries"],
-        rotation_table=0,  # a part of the weights
+        rotation_table=0 if turns is None else turns.nbytes,
         sliding_layers=0,
         state_layers=0,
-        workspace=_workspace(manifest, slots + block, block, 1),
+        workspace=_workspace(manifest, slots, block, 1) + _told(manifest, block),
         logits=4 * manifest.model["vocabulary"],
         weights=manifest.model["weights_bytes"],
         weights_from="the manifest",
         baseline=baseline,
         **_uncapped(manifest, cache),
     )
+
+
+def _told(manifest: Manifest, block: int) -> int:
+    """Bytes of the queries that a block's evictions may look at, of all layers in float32."""
+    model = manifest.model
+    if manifest.facts["queries_observed"] == 0:
+        return 0
+    return 4 * block * int(model["layers"] * model["heads"] * model["head_dim"])
 
 
 def _paired(

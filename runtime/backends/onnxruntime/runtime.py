@@ -17,14 +17,14 @@ from numpy.typing import NDArray
 from kvcap.dtypes import short
 from kvcap.runtime.backends.onnxruntime import manifest as manifests
 from kvcap.runtime.backends.onnxruntime import saved
-from kvcap.runtime.backends.onnxruntime.decoder import Decoder, Fused, Paired
+from kvcap.runtime.backends.onnxruntime.decoder import Decoder, Paired, Shared, evictors_of
 from kvcap.runtime.backends.onnxruntime.generation import Generation, Sampler
 from kvcap.runtime.backends.onnxruntime.graph import Graph
 from kvcap.runtime.backends.onnxruntime.loop import OrtCache, OrtLoop
 from kvcap.runtime.backends.onnxruntime.manifest import Manifest
 from kvcap.runtime.backends.onnxruntime.plan import plan_of
 from kvcap.runtime.backends.onnxruntime.tokenizer import Tokenizer
-from kvcap.runtime.errors import NotExportable
+from kvcap.runtime.errors import NotExportable, PlanInfeasible
 from kvcap.runtime.memory.cap_guard import CapGuard, Enforce, limit_data
 from kvcap.runtime.memory.free_memory import free_memory
 from kvcap.runtime.planning.plan import (
@@ -39,6 +39,8 @@ from kvcap.runtime.session import chat_template
 from kvcap.runtime.session.session import Session
 from kvcap.runtime.types import PINS
 from kvcap.runtime.units import parse_bytes
+
+EVICT_EVERY = 16  # tokens in generation, unless told otherwise
 
 
 class PolicyRequest(NamedTuple):
@@ -91,6 +93,7 @@ class OrtRuntime:
     name: str
     sizes: Sizes
     memory_cap: int | None = None
+    evict_every: int | None = None
     generation: Generation = field(init=False)
 
     def __post_init__(self) -> None:
@@ -113,6 +116,7 @@ class OrtRuntime:
         enforce: Enforce = "check",
         dtype: str | None = None,
         threads: int | None = None,
+        evict_every: int | None = None,
     ) -> OrtRuntime:
         """Load a decoder that `kvcap export decoder` wrote or prepared.
 
@@ -128,6 +132,8 @@ class OrtRuntime:
             enforce: 'check' checks before every block; 'rlimit' also has the system refuse more.
             dtype: of keys and values; the export's, or an error.
             threads: of the CPU; OMP_NUM_THREADS, or all cores, by default.
+            evict_every: in generation, evict every so many tokens, at most `block_size`; 16, or
+                the block, by default. After every token where the decoder is another exporter's.
 
         Raises:
             ModelNotFound, NotExportable, ManifestError, ModelFilesBroken, PlanInfeasible: before
@@ -139,7 +145,13 @@ class OrtRuntime:
         sizes = Sizes(kv_budget_tokens, kv_budget, cap, block_size, positions)
         chosen = find_policy(found, policy, positions)
         check_dtype(found, dtype)
+        check_every(found, evict_every)
         plan = plan_of(found, chosen.name, sizes, pinned=chosen.least)
+        if evict_every is not None and evict_every > plan.block_size:
+            raise PlanInfeasible(
+                f"evict_every={evict_every}, block_size={plan.block_size}: evict every 1 to "
+                "block_size tokens"
+            )
         warn_if_short(plan, free_memory(), memory_cap)
         chat_template.warm_up()
         tokenizer = Tokenizer(found.folder, found.listed)
@@ -149,12 +161,18 @@ class OrtRuntime:
             plan = plan_of(found, chosen.name, sizes, pinned=chosen.least, loaded=True)
             if enforce == "rlimit":
                 limit_data(cap)
-        return cls(found, tokenizer, plan, chosen, graph, str(folder), sizes, cap)
+        return cls(found, tokenizer, plan, chosen, graph, str(folder), sizes, cap, evict_every)
 
     @property
     def device_label(self) -> str:
         """The library, the device and the type of numbers, for people."""
         return f"onnxruntime cpu {self.plan.dtype}"
+
+    @property
+    def every(self) -> int:
+        """After how many tokens it evicts in generation."""
+        usual = EVICT_EVERY if self.manifest.shared else 1
+        return self.evict_every or min(usual, self.plan.block_size)
 
     @property
     def trained_length(self) -> int:
@@ -179,7 +197,7 @@ class OrtRuntime:
         if self.memory_cap is not None:
             block = self.plan.workspace + self.plan.logits
             guard = CapGuard(self.memory_cap, block, self.plan.block_size)
-        decoder = make_decoder(self.manifest, self.graph, self.policy, self.plan)
+        decoder = make_decoder(self.manifest, self.graph, self.policy, self.plan, self.every)
         return OrtLoop(OrtCache(decoder, self.plan.policy), guard)
 
     def rng(self, seed: int | None) -> np.random.Generator:
@@ -240,7 +258,7 @@ class OrtRuntime:
     def policies(self) -> dict[str, list[str]]:
         """The policies that were exported, with the names of their options."""
         facts = self.manifest.facts
-        entries = [facts] if self.manifest.fused else facts["evictors"]
+        entries = [facts] if self.manifest.shared else facts["evictors"]
         return {
             entry["policy"]["name"]: [*entry["policy"]["parameters"], *PINS]
             for entry in entries
@@ -277,20 +295,20 @@ def find_policy(
     """
     facts = manifest.facts
     mode = positions or facts["positions"]
-    if manifest.fused:
+    if manifest.shared:
         entries = [{"policy": facts["policy"], "positions": facts["positions"]}]
     else:
         entries = facts["evictors"]
-    name = request.name or (facts["policy"]["name"] if manifest.fused else facts["default_policy"])
+    name = request.name or (facts["policy"]["name"] if manifest.shared else facts["default_policy"])
     has = ", ".join(
         sorted({f"{e['policy']['name']} ({e['positions']} positions)" for e in entries})
     )
     for entry in entries:
         if entry["policy"]["name"] != name or entry["positions"] != mode:
             continue
-        _check_options(entry["policy"]["parameters"], request, manifest.fused)
+        _check_options(entry["policy"]["parameters"], request, manifest.shared)
         pins = entry["policy"].get("pins") or {}
-        if manifest.fused:
+        if manifest.shared:
             return ExportedPolicy(name, entry, request)
         counts = {key: pins.get(key, 0) for key in ("sinks", "recents", "share")}
         return ExportedPolicy(name, entry, request, **counts)
@@ -300,10 +318,10 @@ def find_policy(
     )
 
 
-def _check_options(parameters: Mapping[str, Any], request: PolicyRequest, fused: bool) -> None:
+def _check_options(parameters: Mapping[str, Any], request: PolicyRequest, shared: bool) -> None:
     """Refuse options that differ from those of the exported graph."""
     asked = dict(request.options)
-    if fused:  # its pins are in the graph too
+    if shared:  # its pins are in the graph too
         asked |= {name: n for name in PINS if (n := getattr(request, name))}
     for name, value in asked.items():
         if parameters.get(name) != value:
@@ -324,11 +342,25 @@ def check_dtype(manifest: Manifest, dtype: str | None) -> None:
         )
 
 
+def check_every(manifest: Manifest, evict_every: int | None) -> None:
+    """Refuse to evict after more than one token where the decoder cannot hold them.
+
+    Raises:
+        NotExportable: it is another exporter's.
+    """
+    if evict_every not in (None, 1) and not manifest.shared:
+        raise NotExportable(
+            f"--evict-every {evict_every} is not for a decoder of another exporter, whose graph "
+            "copies what stays after every token; leave it out"
+        )
+
+
 def make_decoder(
-    manifest: Manifest, graph: Graph, policy: ExportedPolicy, plan: MemoryPlan
+    manifest: Manifest, graph: Graph, policy: ExportedPolicy, plan: MemoryPlan, evict_every: int
 ) -> Decoder:
     """The decoder of a plan, with its buffers allocated."""
-    if manifest.fused:
-        return Fused(manifest, graph, plan.block_size)
+    if manifest.shared:
+        evictors = evictors_of(manifest, graph.threads)
+        return Shared(manifest, graph, evictors, plan.block_size, evict_every)
     budget, pins = plan.budget_tokens, policy.pins(plan.budget_tokens)
     return Paired(manifest, graph, policy.entry, budget, plan.block_size, *pins)

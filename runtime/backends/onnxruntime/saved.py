@@ -7,13 +7,14 @@ the same decoder, positions, policy and budget. All is checked before anything i
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
 import numpy as np
 
 from kvcap import __version__
+from kvcap.runtime.backends.onnxruntime.decoder import slots_in_use
 from kvcap.runtime.backends.onnxruntime.generation import Generation
 from kvcap.runtime.cache.pinned_slots import merged
 from kvcap.runtime.errors import KvcapError, SessionFileForeign
@@ -32,13 +33,15 @@ def save(session: Session, identity: dict[str, Any], path: str | os.PathLike[str
         SessionNotSaved: an earlier file is as it was.
     """
     cache = session.cache
-    state = cache.decoder.state(cache.seen) if cache.seen else {}
+    held = list(cache.decoder.held)
+    state = cache.decoder.state(cache.seen, held) if cache.seen else {}
     facts = {
         "kvcap": __version__,
         "model": f"{session.runtime.name} (ONNX Runtime)",
         "revision": None,
         **identity,
         "seen": cache.seen,
+        "held": held,
         "pinned_spans": cache.pinned_spans,
         "conversation": session.conversation,
         "generation": asdict(session.generation),
@@ -67,24 +70,35 @@ def restore(
             generation = Generation.of(generation_of(facts["generation"]))
             rng = session.runtime.rng(conversation["seed"])
             rng.bit_generator.state = facts["draws"]
-            slots = _slots(session, file, seen)
+            held = _held(session, facts, seen)
+            slots = _slots(session, file, seen, held)
         except KvcapError:
             raise
         except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
             raise file.corrupt(f"what it says cannot be ({error!r})") from error
         cache = session.cache
         cache.set_pins(merged((a, b) for a, b in facts["pinned_spans"]))  # or refuses
-        cache.seen = seen
-        for name, array in (cache.decoder.state(seen) if seen else {}).items():
+        cache.seen, cache.decoder.held = seen, held
+        for name, array in (cache.decoder.state(seen, held) if seen else {}).items():
             array[...] = slots[name]
         session.generation = generation
         session.take_over(conversation, rng)
 
 
-def _slots(session: Session, file: SessionFile, seen: int) -> dict[str, Any]:
+def _held(session: Session, facts: Mapping[str, Any], seen: int) -> list[int]:
+    """Slots in use by layer; files of decoders that evict after every token do not say."""
+    budgets = session.cache.decoder.budgets
+    held = facts.get("held") or [slots_in_use(budget, seen) for budget in budgets]
+    numbers = all(type(slots) is int for slots in held) and len(held) == len(budgets)
+    if not numbers or (not seen and any(held)):
+        raise ValueError(f"held: {str(held)[:100]}")
+    return list(held)
+
+
+def _slots(session: Session, file: SessionFile, seen: int, held: Sequence[int]) -> dict[str, Any]:
     """The saved slots, checked against the decoder's shapes after so many tokens."""
     decoder = session.cache.decoder
-    expected = decoder.state(seen) if seen else {}
+    expected = decoder.state(seen, held) if seen else {}
     found = {
         name: file.taken(f"state.{name}", array.shape, array.dtype)
         for name, array in expected.items()
@@ -95,7 +109,7 @@ def _slots(session: Session, file: SessionFile, seen: int) -> dict[str, Any]:
         if name.startswith("positions"):
             rows = array.reshape(-1, array.shape[-1])
             inside = (rows >= 0).all() and (rows < seen).all()
-            if not inside or not (np.diff(rows, axis=1) > 0).all():
+            if not inside or not (np.diff(np.sort(rows, axis=1), axis=1) > 0).all():
                 raise ValueError(f"{name} are none that slots can have")
     return found
 

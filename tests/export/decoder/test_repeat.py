@@ -69,6 +69,11 @@ def test_a_repeated_layer_is_a_traced_one(family, policy, tmp_path, monkeypatch)
     assert [value.name for value in graph.output] == [port["name"] for port in said["outputs"]]
     counts = [name for name in names if name.startswith("keys.")]
     assert counts == [f"keys.{layer}" for layer in range(LAYERS)]
+    kinds = [node.op_type for node in graph.node]
+    assert kinds.count("GroupQueryAttention") == LAYERS
+    assert kinds.count("RotaryEmbedding") == 2 * LAYERS
+    assert kinds.count("Cos") == kinds.count("Sin") == 1  # all layers share them
+    assert [entry["layers"] for entry in said["evictors"]] == [list(range(LAYERS))]
 
 
 def test_layers_that_differ_are_told():
@@ -102,10 +107,10 @@ def chain(second="Relu", third="Relu", skip=False):
         before = "x" if i == 0 else f"y{i - 1}"
         nodes += [node(kind, [before], [f"a{i}"]), node("Add", [f"a{i}", f"layers.{i}.w"],
                                                         [f"y{i}"])]  # fmt: skip
-        nodes.append(node("Mul", [f"keys.{i}", f"y{i}"], [f"kept_keys.{i}"]))
+        nodes.append(node("Mul", [f"keys.{i}", f"y{i}"], [f"present_keys.{i}"]))
     nodes.append(node("Sub", ["y2", "y1" if skip else "x"], ["out"]))
     floats = [value(name, TensorProto.FLOAT, [2]) for name in names]
-    outputs = [f"kept_keys.{i}" for i in range(3)] + ["out"]
+    outputs = [f"present_keys.{i}" for i in range(3)] + ["out"]
     ends = [value(name, TensorProto.FLOAT, [2]) for name in outputs]
     return helper.make_model(helper.make_graph(nodes, "chain", floats, ends))
 
@@ -113,7 +118,7 @@ def chain(second="Relu", third="Relu", skip=False):
 def test_a_chain_of_three_becomes_one_of_six():
     import re
 
-    how = Numbered(re.compile(r"^(?:layers|keys|kept_keys)\.(\d+)"))
+    how = Numbered(re.compile(r"^(?:layers|keys|present_keys)\.(\d+)"))
     model = chain()
     assert repeat(model, how, 6)
     onnx.checker.check_model(model)
@@ -126,7 +131,7 @@ def test_a_chain_of_three_becomes_one_of_six():
     y = x
     for layer in range(6):
         y = y.relu() + torch.from_numpy(given[f"layers.{layer}.w"])
-        kept = torch.from_numpy(found[f"kept_keys.{layer}"])
+        kept = torch.from_numpy(found[f"present_keys.{layer}"])
         torch.testing.assert_close(kept, y * torch.from_numpy(given[f"keys.{layer}"]))
     torch.testing.assert_close(torch.from_numpy(found["out"]), y - x)
     assert not repeat(chain(third="Neg"), how, 6)
@@ -193,12 +198,14 @@ def test_what_a_checkpoint_cannot_give_is_left_to_transformers(checkpoint, fault
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["int4", "fp16"])
+@pytest.mark.parametrize(("dtype", "positions"), [
+    ("int4", "compact"), ("fp16", "compact"), ("fp16", "true"),  # the last has a cache in float16
+])  # fmt: skip
 def test_an_export_from_the_files_is_that_of_the_loaded_model(
-    checkpoint, dtype, tmp_path, monkeypatch
+    checkpoint, dtype, positions, tmp_path, monkeypatch
 ):
     where, folders = str(checkpoint), [tmp_path / "loaded", tmp_path / "files"]
-    layout = layout_for(load_config(where), load_policy("keydiff"), BUDGET, BLOCK)
+    layout = layout_for(load_config(where), load_policy("keydiff"), BUDGET, BLOCK, positions)
     assert open_model(where, dtype, layout).checkpoint is None  # it is small
     sources = [spec.load(where, dtype)]
     monkeypatch.setattr(spec, "LOADED", 0)
@@ -268,7 +275,7 @@ def test_the_command_says_what_was_asked(checkpoint, tmp_path, capsys):
 def test_names_are_numbered_by_their_layer():
     model, layout = made()
     how = numbered(Decoder(model, layout).model, "model.")
-    assert how.of("kept_keys.3") == 3
+    assert how.of("present_keys.3") == 3
     assert how.at("model.model.layers.1.mlp.up_proj.weight", 7) == (
         "model.model.layers.7.mlp.up_proj.weight"
     )

@@ -62,8 +62,8 @@ def state(session: Session) -> tuple[Any, ...]:
             (s.held, s.budget, s.target_length) for x in cache.capped_layers for s in x.segments
         ]
     else:
-        held, drawn = list(cache.decoder.state(cache.seen).values()), rng.bit_generator.state
-        figures = []
+        figures, decoder = list(cache.decoder.held), cache.decoder
+        held, drawn = list(decoder.state(cache.seen, figures).values()), rng.bit_generator.state
     spans, said = list(cache.pinned_spans), repr(session.conversation)
     arrays = [array.tobytes() for array in held]
     return cache.seen, spans, said, repr(session.generation), drawn, figures, arrays

@@ -61,7 +61,7 @@ FACT, QUESTION = (
 
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory):
-    """Directories of pocket's decoder with eviction in its graph, by mode and budget."""
+    """Directories of pocket's decoder as kvcap exports it, by mode and budget."""
 
     def most(mode: str, out: Path) -> None:
         source = load("pocket", "fp32")
@@ -69,12 +69,12 @@ def exported(tmp_path_factory):
         write(source, layout, "fp32", out, quick=True)
 
     def folder(mode: str, budget: int) -> Path:
-        largest = made(tmp_path_factory, f"fused-{mode}", functools.partial(most, mode))
+        largest = made(tmp_path_factory, f"shared-{mode}", functools.partial(most, mode))
         if budget == MOST:
             return largest
         return made(
             tmp_path_factory,
-            f"fused-{mode}-{budget}",
+            f"shared-{mode}-{budget}",
             lambda out: rebudgeted(largest, out, budget),
         )
 
@@ -82,21 +82,12 @@ def exported(tmp_path_factory):
 
 
 def rebudgeted(source: Path, folder: Path, budget: int) -> Path:
-    """The same export for fewer slots: its one number of slots, in graph and manifest."""
+    """The same export for fewer slots: KeyDiff's graphs know no budget, the manifest says it."""
     shutil.copytree(source, folder)
-    onnx = library("onnx")
-    model = onnx.load(folder / "decoder.onnx", load_external_data=False)
-    small = [x for x in model.graph.initializer if not x.external_data and not x.dims]
-    (count,) = (x for x in small if onnx.numpy_helper.to_array(x) == MOST)
-    users = {node.op_type for node in model.graph.node if count.name in node.input}
-    assert users == {"Min"}
-    kind = onnx.numpy_helper.to_array(count).dtype
-    count.CopyFrom(onnx.numpy_helper.from_array(np.array(budget, kind), count.name))
-    (folder / "decoder.onnx").write_bytes(model.SerializeToString())
     said = json.loads((folder / "kvcap.json").read_text())
     said["budget_tokens"], said["budgets"] = budget, [budget] * len(said["budgets"])
     for state in said["state"]:
-        state["full"][state["open_axis"]] = budget
+        state["full"][2] = budget + said["block_size"]
     return rewritten(folder, said)
 
 
@@ -127,11 +118,11 @@ def tiny(tmp_path_factory):
 
 
 @functools.cache
-def torch_run(model: str, policy: str, mode: str, budget: int, block: int) -> Any:
+def torch_run(model: str, policy: str, mode: str, budget: int, block: int, every: int) -> Any:
     """What PyTorch says, and which tokens each layer keeps, [K, N] in time order."""
     runtime = Runtime.from_pretrained(
         model, policy, kv_budget_tokens=budget, block_size=block, dtype="float32",
-        positions=mode, device="cpu",
+        positions=mode, device="cpu", evict_every=every,
     )  # fmt: skip
     session = said_by(runtime)
     rows = [layer.segments[0].positions[0] for layer in session.cache.capped_layers]
@@ -151,7 +142,9 @@ def said_by(runtime: Any) -> Any:
 def same_as_torch(runtime: OrtRuntime, model: str = "pocket", policy: str = "") -> None:
     session, plan = said_by(runtime), runtime.plan
     policy = policy or plan.policy
-    text, kept = torch_run(model, policy, plan.positions, plan.budget_tokens, plan.block_size)
+    every = runtime.every
+    sizes = plan.budget_tokens, plan.block_size, every
+    text, kept = torch_run(model, policy, plan.positions, *sizes)
     assert session.said == text
     assert session.cache.seen > plan.budget_tokens + 200
     for mine, theirs in zip(session.cache.positions, kept, strict=True):
@@ -161,8 +154,9 @@ def same_as_torch(runtime: OrtRuntime, model: str = "pocket", policy: str = "") 
 @pytest.mark.slow
 @pytest.mark.parametrize(("mode", "budget"), [("compact", 48), ("true", 96), ("true", MOST)])
 def test_decoders_say_and_keep_what_pytorch_does(exported, found, mode, budget):
-    """With eviction in the graph, and with a graph beside a found decoder."""
+    """With slots that are overwritten in place, and with a graph that copies what stays."""
     same_as_torch(OrtRuntime.from_directory(exported(mode, budget)))
+    same_as_torch(OrtRuntime.from_directory(exported(mode, budget), evict_every=1))
     same_as_torch(
         OrtRuntime.from_directory(found, kv_budget_tokens=budget, block_size=BLOCK, positions=mode)
     )
@@ -254,9 +248,9 @@ print(re.search(r"VmHWM:\\s+(\\d+)", open("/proc/self/status").read())[1])
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="peaks are read from /proc")
-@pytest.mark.parametrize("kind", ["fused", "found"])
+@pytest.mark.parametrize("kind", ["shared", "found"])
 def test_memory_does_not_grow_with_the_conversation(exported, tiny, kind):
-    folder = exported("compact", 48) if kind == "fused" else tiny / "decoder"
+    folder = exported("compact", 48) if kind == "shared" else tiny / "decoder"
     peaks = []
     for tokens in (1000, 8000):
         done = python("-c", PEAK, str(folder), str(tokens))
@@ -266,9 +260,9 @@ def test_memory_does_not_grow_with_the_conversation(exported, tiny, kind):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["fused", "found"])
+@pytest.mark.parametrize("kind", ["shared", "found"])
 def test_a_plan_is_what_is_allocated(exported, tiny, kind):
-    folder = exported("compact", MOST) if kind == "fused" else tiny / "decoder"
+    folder = exported("compact", MOST) if kind == "shared" else tiny / "decoder"
     runtime = OrtRuntime.from_directory(folder)
     assert (
         runtime.loop().cache.nbytes == runtime.plan.cache_bytes == runtime.session().stats.cap_bytes
@@ -337,7 +331,7 @@ def test_what_a_found_decoder_cannot_do_is_refused_by_name(tiny, capsys, options
         (["--memory-cap", "20MiB"], 3, "more than the cap"),
     ],
 )
-def test_what_a_fused_decoder_cannot_do_is_refused_by_name(exported, capsys, options, code, says):
+def test_what_a_shared_decoder_cannot_do_is_refused_by_name(exported, capsys, options, code, says):
     folder = exported("compact", MOST)
     assert run(["plan", str(folder), *ALWAYS, *options]) == code
     assert says in capsys.readouterr().err
@@ -432,7 +426,9 @@ def test_a_manifest_that_is_not_the_decoders_is_refused(copied, change, error, s
     [
         (put(64, "budget_tokens"), "budgets: not budget_tokens, 64"),
         (lambda said: said["budgets"].pop(), "budgets: of 5 layers"),
-        (put(99, "state", 0, "open_axis"), "open_axis"),
+        (put([0, 1], "evictors", 0, "layers"), "evictors: not one of each layer"),
+        (put([True], "rotates"), "rotates"),
+        (put(True, "queries_observed"), "queries_observed"),
         (put("float8", "state", 0, "dtype"), "dtype"),
         (put([0], "policy", "pins", "recents"), "recents"),
         (put([200] * 6, "policy", "pins", "recents"), "more than a layer's budget"),
@@ -462,7 +458,7 @@ def test_broken_files_are_named(copied, exported, tmp_path):
     rewritten(copied, json.loads((copied / "kvcap.json").read_text()))
     with pytest.raises(GraphBroken, match=r"model\.onnx"):  # though the manifest agrees
         OrtRuntime.from_directory(copied)
-    folder = tmp_path / "fused"
+    folder = tmp_path / "shared"
     shutil.copytree(exported("true", MOST), folder)
     data = folder / "decoder.onnx.data"
     data.rename(tmp_path / "aside")
@@ -478,9 +474,113 @@ def test_broken_files_are_named(copied, exported, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda said: said["state"].pop(), "lacks"),
+        (lambda said: said["state"].append(said["state"][0]), "buffers"),
+        (put(3, "state", 1, "full", 2), "with 3 slots"),
+        (put([4], "state", 1, "full"), "values of layer 0"),
+        (put(77, "state", 0, "layer"), "layer 77"),
+    ],
+)
+def test_buffers_that_are_not_the_decoders_are_refused(exported, tmp_path, change, says):
+    folder = tmp_path / "copy"
+    shutil.copytree(exported("true", MOST), folder)
+    said = json.loads((folder / "kvcap.json").read_text())
+    change(said)
+    rewritten(folder, said)
+    with pytest.raises(ManifestError, match=says):
+        OrtRuntime.from_directory(folder).loop()
+
+
+def addresses(decoder: Any) -> list[int]:
+    return [x.ctypes.data for layer in decoder.layers for x in layer.buffers.values()]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", MODES)
+def test_nothing_held_is_copied(exported, mode):
+    """Past and present are one memory, which only one node of the graph touches."""
+    folder = exported(mode, MOST)
+    graph = library("onnx").load(folder / "decoder.onnx", load_external_data=False).graph
+    past = {x.name for x in graph.input if x.name.startswith(("keys", "values"))}
+    present = {x.name for x in graph.output if x.name.startswith("present_")}
+    assert {name.removeprefix("present_") for name in present} == past
+    assert {n.op_type for n in graph.node if past & set(n.input)} == {"GroupQueryAttention"}
+    assert {n.op_type for n in graph.node if present & set(n.output)} == {"GroupQueryAttention"}
+    assert not {name for n in graph.node for name in n.input} & present
+
+    loop = OrtRuntime.from_directory(folder, evict_every=4).loop()
+    decoder, draws = loop.cache.decoder, np.random.default_rng(0)
+    before = addresses(decoder)
+    loop.prefill(draws.integers(6, 2560, (1, MOST)))
+    for step in range(13):
+        held = [{k: x.copy() for k, x in layer.views(layer.held, 0).items()}
+                for layer in decoder.layers]  # fmt: skip
+        loop.read(draws.integers(6, 2560, (1, 1)))
+        for layer, old in zip(decoder.layers, held, strict=True):
+            slots = layer.held
+            assert slots == MOST + (step + 1) % 4
+            now = layer.views(slots, 0)
+            same = (
+                now["positions"][0] == old["positions"][0, :, :slots]
+                if slots <= old["positions"].shape[2]
+                else old["positions"][0] == now["positions"][0, :, : slots - 1]
+            )
+            if slots > MOST:  # nothing went: all is as it was, to the bit
+                assert same.all()
+                assert (now["keys"][:, :, :-1] == old["keys"]).all()
+            else:  # at most four slots of a head were given up, and filled from behind
+                assert (~same).sum(1).max() <= 4
+                stays = now["values"][0][same]
+                assert (stays == old["values"][0, :, :slots][same]).all()
+                keys = now["keys"][0][same] == old["keys"][0, :, :slots][same]
+                assert keys.all() == (mode == "true")
+    assert addresses(decoder) == before
+
+
+@pytest.mark.slow
+def test_a_run_that_fails_half_way_empties_the_cache(exported, monkeypatch):
+    loop = OrtRuntime.from_directory(exported("true", MOST), evict_every=1).loop()
+    draws = np.random.default_rng(0)
+    loop.prefill(draws.integers(6, 2560, (1, MOST)))
+    assert loop.cache.held == MOST
+    evictor, calls = Graph.run, []
+
+    def failing(self: Graph, inputs: Any, outputs: Any) -> None:
+        calls.append(self.name)
+        if len(calls) == 3:
+            raise ShapeError("not this time")
+        evictor(self, inputs, outputs)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Graph, "run", failing)
+        with pytest.raises(ShapeError):
+            loop.read(draws.integers(6, 2560, (1, 1)))
+    assert (loop.cache.seen, loop.cache.held) == (0, 0)
+    loop.prefill(draws.integers(6, 2560, (1, MOST + 5)))
+    assert loop.cache.held == MOST
+
+
+@pytest.mark.slow
+def test_evict_every_is_checked_and_planned(exported, capsys):
+    folder = exported("compact", MOST)
+    held = set()
+    for every in (None, 1, BLOCK):
+        runtime = OrtRuntime.from_directory(folder, evict_every=every)
+        assert runtime.every == (every or 16)
+        held.add(runtime.loop().cache.nbytes)
+    assert len(held) == 1  # blocks have the spare slots anyway
+    options = ["--evict-every", str(BLOCK + 1)]
+    assert run(["generate", str(folder), "Hi", *ALWAYS, *options]) == 3
+    assert "evict every 1 to block_size" in capsys.readouterr().err
+
+
+@pytest.mark.slow
 def test_weights_that_are_not_listed_are_not_loaded(exported, tmp_path):
     """A graph names the files of its weights; one that nobody vouched for is refused."""
-    folder = tmp_path / "fused"
+    folder = tmp_path / "shared"
     shutil.copytree(exported("true", MOST), folder)
     said = json.loads((folder / "kvcap.json").read_text())
     said["files"] = [entry for entry in said["files"] if entry["file"] != "decoder.onnx.data"]
@@ -540,13 +640,13 @@ def test_what_is_no_file_is_refused_and_not_waited_for(copied, name, kind):
 
 
 def both(exported, tiny, kind: str) -> OrtRuntime:
-    if kind == "fused":
+    if kind == "shared":
         return OrtRuntime.from_directory(exported("compact", 48))
     return OrtRuntime.from_directory(tiny / "decoder")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["fused", "found"])
+@pytest.mark.parametrize("kind", ["shared", "found"])
 def test_a_saved_conversation_goes_on_to_the_bit(exported, tiny, tmp_path, kind):
     runtime = both(exported, tiny, kind)
     session = runtime.session("Be kind.", seed=5)
@@ -584,9 +684,9 @@ def test_sessions_of_others_are_refused_and_change_nothing(exported, tiny, tmp_p
     smaller = OrtRuntime.from_directory(tiny / "decoder", kv_budget_tokens=20)
     with pytest.raises(SessionFileForeign, match="budget_tokens"):
         smaller.session().restore(tmp_path / "mine")
-    fused = both(exported, tiny, "fused")
+    shared = both(exported, tiny, "shared")
     with pytest.raises(SessionFileForeign, match="another decoder"):
-        fused.session().restore(tmp_path / "mine")
+        shared.session().restore(tmp_path / "mine")
     data = bytearray((tmp_path / "mine").read_bytes())
     data[-5] ^= 1
     (tmp_path / "mine").write_bytes(data)
@@ -596,15 +696,15 @@ def test_sessions_of_others_are_refused_and_change_nothing(exported, tiny, tmp_p
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["fused", "found"])
+@pytest.mark.parametrize("kind", ["shared", "found"])
 def test_pinned_messages_stay(exported, tiny, kind):
     session = both(exported, tiny, kind).session()
     session.set_generation(max_new_tokens=2)
     pinned = session.encode(FACT)
-    list(session.send(FACT if kind == "fused" else "Hi.", pin=True))
+    list(session.send(FACT if kind == "shared" else "Hi.", pin=True))
     ((start, stop),) = session.cache.pinned_spans
     assert start == 0
-    assert stop >= (len(pinned) if kind == "fused" else 2)
+    assert stop >= (len(pinned) if kind == "shared" else 2)
     list(session.send(STORY))
     assert session.stats.evicted_tokens > 0
     for rows in session.cache.positions:

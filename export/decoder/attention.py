@@ -1,0 +1,76 @@
+"""Attention of a block over slots in a buffer: ONNX Runtime's own node, and what it computes.
+
+GroupQueryAttention (domain com.microsoft) of ONNX Runtime on a CPU, as measured with 1.32:
+
+- Where past and present are one memory it writes the block's keys and values behind the slots in
+  use, [last + 1 - T, last + 1), and touches nothing else; else it copies both buffers.
+- A block of any length may follow any number of slots; its tokens see all slots before it, in
+  whatever order they lie, and those of themselves that are not newer.
+- It takes float32 and float16; of these it turns keys into float32 at every run.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+NODE = "com.microsoft::GroupQueryAttention"
+
+
+def group_attention(
+    query: Tensor, key: Tensor, value: Tensor, keys: Tensor, values: Tensor, last: Tensor,
+    scaling: float, softcap: float = 0.0,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Append a block to a layer's buffers, and attend to it and to all slots before it.
+
+    Args:
+        query: [1, H, T, D]; computed in the type of the buffers, as keys and values.
+        key: [1, K, T, D], the block's.
+        value: likewise.
+        keys: buffer [1, K, slots, D]; the block goes to the slots up to `last`.
+        values: likewise.
+        last: the block's last slot, int32 [1].
+        scaling: of logits.
+        softcap: logits are `softcap · tanh(logits / softcap)`; 0: as they are.
+
+    Returns:
+        [1, H, T, D], and the buffers with the block in them.
+    """
+    heads, kv_heads, length = query.shape[1], key.shape[1], query.shape[2]
+    flat = [x.to(keys.dtype).transpose(1, 2).flatten(2) for x in (query, key, value)]
+    if not torch.compiler.is_compiling():
+        found = _plainly(query.to(keys.dtype), key, value, keys, values, last, scaling, softcap)
+    else:
+        total = last.squeeze(0) + 1
+        attributes: dict[str, Any] = {"num_heads": heads, "kv_num_heads": kv_heads}
+        attributes |= {"scale": float(scaling)} | ({"softcap": float(softcap)} if softcap else {})
+        out, keys, values = torch.onnx.ops.symbolic_multi_out(
+            NODE,
+            (*flat, keys, values, last, total),
+            attributes,
+            dtypes=(keys.dtype,) * 3,
+            shapes=(flat[0].shape, keys.shape, values.shape),
+            version=1,
+        )
+        found = out.unflatten(2, (heads, -1)).transpose(1, 2), keys, values
+    return found[0].to(query.dtype).view(1, heads, length, -1), *found[1:]
+
+
+def _plainly(
+    query: Tensor, key: Tensor, value: Tensor, keys: Tensor, values: Tensor, last: Tensor,
+    scaling: float, softcap: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """What the node computes, by copies."""
+    length, stop = query.shape[2], int(last) + 1
+    keys, values = keys.clone(), values.clone()
+    keys[:, :, stop - length : stop], values[:, :, stop - length : stop] = key, value
+    group = query.shape[1] // keys.shape[1]
+    q = (query * scaling).unflatten(1, (-1, group)).flatten(2, 3)  # [1, K, G·T, D]
+    z = (q @ keys[:, :, :stop].mT).float().unflatten(2, (group, length))  # [1, K, G, T, n]
+    if softcap:
+        z = softcap * torch.tanh(z / softcap)
+    ahead = torch.arange(stop) > torch.arange(stop - length, stop)[:, None]
+    weights = z.masked_fill(ahead, float("-inf")).softmax(-1).to(values.dtype)
+    return (weights.flatten(2, 3) @ values[:, :, :stop]).view(query.shape), keys, values

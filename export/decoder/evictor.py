@@ -1,0 +1,140 @@
+"""The evictor of a decoder's layer: which slots go, and the state that its policy keeps of slots.
+
+One graph for all layers that are alike, run for one after the other. It reads the layer's buffers
+as they are and gives out numbers of slots; whoever runs it moves what stays into their places.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kvcap.export.decoder.graph import Decoder, cache_dtype
+from kvcap.export.graphs.forms import form_of, graph_part
+from kvcap.export.graphs.ports import PORTS, Port, next_port
+from kvcap.export.graphs.shape import Shape
+from kvcap.export.graphs.stages import Evict, evicted
+from kvcap.export.graphs.trace import IR_VERSION, program_of, slim
+from kvcap.runtime.backends.onnxruntime.library import library
+from kvcap.runtime.cache.layout import CacheLayout
+
+BUFFERS = ("keys", "values")  # inputs with free slots behind those in use
+STAY = Port("stay", "int32", (), "slots", "slots of each head that stay, at most all there are")
+SPANS = Port(
+    "pinned", "int32", ("spans", "two"), "tokens",
+    "[start, stop) in tokens read, never evicted; one row at least, [0, 0] pins nothing",
+)  # fmt: skip
+GONE = Port("gone", "int64", ("batch", "kv_heads", "count"), "slots", "slots that go, in no order")
+
+
+class Evictor(nn.Module):
+    """Scores one layer's slots and selects those that go.
+
+    Args:
+        layout: of the cache.
+        layer: its index; the graph serves every layer of its budget and attention.
+        scaling: of its logits.
+        softcap: of its logits, if they have one.
+        dtype: of keys and values.
+    """
+
+    def __init__(
+        self, layout: CacheLayout, layer: int, scaling: float, softcap: float | None,
+        dtype: torch.dtype,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        model, self.layout, self.layer, self.cache = layout.shape, layout, layer, dtype
+        shape = Shape(
+            model.kv_heads, model.heads, model.head_size, block=layout.block_size,
+            budget=layout.budgets[layer], scaling=scaling, softcap=softcap,
+        )  # fmt: skip
+        self.form = form_of(graph_part(layout.eviction), shape)
+        scoring = {port.name: port for port in self.form.inputs()}
+        first = {name: PORTS[name] for name in ("keys", "positions", "seen")}
+        self.inputs = [_capacity(port) for port in {**first, **scoring}.values()] + [STAY, SPANS]
+        states = layout.eviction.policy.state
+        self.outputs = [GONE, *(next_port(self.form.ports[name]) for name in states)]
+
+    def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """`outputs` for `inputs` in order."""
+        return self.run(*tensors)[0]
+
+    def run(self, *tensors: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
+        """The outputs, and what decided: the worth of every slot, [1, K, n]."""
+        given = {port.name: x for port, x in zip(self.inputs, tensors, strict=True)}
+        positions, spans = given["positions"], given["pinned"]
+        slots = positions.shape[-1]
+        for name in BUFFERS:
+            if name in given:
+                torch._check(slots <= given[name].shape[2])
+                given[name] = given[name][:, :, :slots]
+        inside = (positions[..., None] >= spans[:, 0]) & (positions[..., None] < spans[:, 1])
+        given["pinned"] = inside.any(-1)
+        worth, state = Evict(self.form).decided(given)
+        stay: Any = given["stay"].item()
+        torch._check(stay >= 1)
+        torch._check(stay <= slots)
+        return (evicted(worth, positions, stay), *state.values()), worth
+
+    @property
+    def sizes(self) -> dict[str, int | None]:
+        """Size of every axis by its name, None where open."""
+        model = self.layout.shape
+        return {
+            "batch": 1, "kv_heads": model.kv_heads, "heads": model.heads, "two": 2,
+            "head_dim": model.head_size, **dict.fromkeys(("slots", "capacity", "spans", "count")),
+            "queries": 1 if self.layout.eviction.policy.queries_observed == 1 else None,
+        }  # fmt: skip
+
+    def example(self) -> list[Tensor]:
+        """Inputs to trace on: lengths that are neither 0 nor 1 nor equal, which would be frozen."""
+        draws = torch.Generator().manual_seed(0)
+        lengths = {"slots": 11, "capacity": 17, "spans": 2, "queries": 3}
+        counts = {"seen": 23, "stay": 7}
+
+        def made(port: Port) -> Tensor:
+            if port.name in counts:
+                return torch.tensor(counts[port.name], dtype=torch.int32)
+            shape = [self.sizes[axis] or lengths[axis] for axis in port.axes]
+            if port.name == "positions":
+                return torch.arange(11, dtype=torch.int32).expand(shape).contiguous()
+            found = torch.rand(shape, generator=draws)
+            return found.to(getattr(torch, port.dtype, self.cache))
+
+        return [made(port) for port in self.inputs]
+
+
+def _capacity(port: Port) -> Port:
+    """A layer's port; of a buffer all slots are given, in use or not."""
+    if port.name not in BUFFERS:
+        return port
+    axes = tuple("capacity" if axis == "slots" else axis for axis in port.axes)
+    return Port(port.name, port.dtype, axes, port.unit, f"{port.meaning}, and those not in use")
+
+
+def evictors_of(decoder: Decoder) -> list[tuple[Evictor, list[int]]]:
+    """The evictors of a decoder, each with the layers it serves."""
+    layout, found = decoder.layout, dict[Any, tuple[Evictor, list[int]]]()
+    dtype = cache_dtype(layout, decoder.model.dtype)
+    for layer, (scaling, softcap) in enumerate(decoder.scales):
+        alike = layout.budgets[layer], scaling, softcap
+        if alike not in found:
+            found[alike] = Evictor(layout, layer, scaling, softcap, dtype), []
+        found[alike][1].append(layer)
+    return list(found.values())
+
+
+def trace(evictor: Evictor) -> Any:
+    """The stripped onnx.ModelProto of an evictor."""
+    open_axes = {
+        axis: torch.export.Dim.AUTO for axis, size in evictor.sizes.items() if size is None
+    }
+    program = program_of(evictor, evictor.inputs, evictor.example(), open_axes)
+    model = program.model_proto
+    model.ir_version = min(model.ir_version, IR_VERSION)
+    ports = (*evictor.inputs, *evictor.outputs)
+    slim(model, [port.name for port in evictor.outputs], {port.name: port.axes for port in ports})
+    library("onnx.checker").check_model(model)
+    return model

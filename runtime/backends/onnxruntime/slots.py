@@ -1,0 +1,148 @@
+"""One layer's slots in buffers that never move: a block is appended, survivors move into holes.
+
+Slots lie in any order; `positions` says which token each holds. Nothing else is moved or copied.
+With compact positions a survivor counts one position less for every older token that goes: its key
+is turned back in place, by the model's frequencies. Knows arrays, no graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvcap.runtime.backends.onnxruntime.graph import Array
+
+Int32 = NDArray[np.int32]
+FAR = 1 << 32  # beyond every position
+
+
+class Turns:
+    """Rotates keys and queries back, by pairs of numbers.
+
+    Args:
+        inv_freq: of the model, one for each pair.
+        span: shifts that there can be, from 0 on.
+        interleaved: a pair are neighbours (2i, 2i + 1); else (i, i + R/2).
+    """
+
+    def __init__(self, inv_freq: Sequence[float], span: int, interleaved: bool) -> None:
+        self.table, self.interleaved = rotations(inv_freq, span), interleaved
+
+    @property
+    def nbytes(self) -> int:
+        """Exact bytes of the table."""
+        return self.table.nbytes
+
+    def back(self, x: Array, shift: Array) -> None:
+        """Turn `x` [..., D] float32 back in place by `shift` [...], which broadcasts.
+
+        Where the shift is 0 nothing changes, to the bit.
+        """
+        pairs = self.table.shape[2]
+        if self.interleaved:
+            a, b = x[..., 0 : 2 * pairs : 2], x[..., 1 : 2 * pairs : 2]
+        else:
+            a, b = x[..., :pairs], x[..., pairs : 2 * pairs]
+        cos, sin = self.table[shift, 0], self.table[shift, 1]
+        turned = a * cos
+        turned += b * sin
+        b *= cos
+        b -= a * sin
+        a[...] = turned
+
+
+def rotations(inv_freq: Sequence[float], span: int) -> NDArray[np.float32]:
+    """Cosines and sines of all positions below `span`, [span, 2, R/2], from float64 angles."""
+    angles = np.arange(span, dtype=np.float64)[:, None] * np.array(inv_freq, np.float64)
+    return np.stack((np.cos(angles), np.sin(angles)), axis=1).astype(np.float32)
+
+
+class LayerSlots:
+    """The slots of one layer.
+
+    Args:
+        buffers: `keys` and `values` [1, K, slots, D], `positions` [1, K, slots] and what a policy
+            keeps of every slot; `queries` [1, H, w, D], the last ones, for policies with a window.
+        budget: slots of a head that stay.
+        turns: of its keys, where they count by their rank.
+    """
+
+    def __init__(self, buffers: Mapping[str, Array], budget: int, turns: Turns | None) -> None:
+        self.buffers, self.budget, self.turns, self.held = buffers, budget, turns, 0
+        self.moving = [x[0] for name, x in buffers.items() if name != "queries"]  # with their slot
+        self.state = [
+            name for name in buffers if name not in ("keys", "values", "positions", "queries")
+        ]
+
+    @property
+    def capacity(self) -> int:
+        """Slots of a head."""
+        return int(self.buffers["positions"].shape[2])
+
+    def views(self, held: int, seen: int) -> dict[str, Array]:
+        """What is in use of every buffer, by name, where `held` slots are after `seen` tokens."""
+        found = {name: x[:, :, :held] for name, x in self.buffers.items()}
+        if (window := self.buffers.get("queries")) is not None:
+            found["queries"] = last_in(window, min(seen, window.shape[2]))
+        return found
+
+    def append(self, seen: int, length: int, made: Mapping[str, Array]) -> None:
+        """Take in a block after `seen` tokens, whose keys and values lie behind the slots in use.
+
+        Args:
+            seen: tokens before it.
+            length: its tokens.
+            made: state that they have from the start [1, K, T], 0 where none is given; `queries`
+                [1, H, T, D], the block's.
+        """
+        start, stop = self.held, self.held + length
+        self.buffers["positions"][:, :, start:stop] = np.arange(seen, seen + length)
+        for name in self.state:
+            self.buffers[name][:, :, start:stop] = made.get(name, 0)
+        if "queries" in self.buffers:
+            window, queries = self.buffers["queries"], made["queries"]
+            new = min(window.shape[2], length)
+            window[:, :, : window.shape[2] - new] = window[:, :, new:].copy()
+            last_in(window, new)[...] = last_in(queries, new)
+        self.held = stop
+
+    def give_up(self, gone: Array) -> None:
+        """Evict the slots `gone` [K, count], each head's its own; `held` falls by as many.
+
+        Survivors behind the new `held` move into the holes before it.
+        """
+        count = gone.shape[1]
+        kept = self.held - count
+        shift = None if self.turns is None else self._older(gone)
+        # A head has as many holes before `kept` as survivors behind it: both are listed by heads.
+        heads, at = np.nonzero(gone < kept)
+        holes = gone[heads, at]
+        stays = np.ones(gone.shape, bool)
+        tail, at = np.nonzero(gone >= kept)
+        stays[tail, gone[tail, at] - kept] = False
+        sources = kept + np.nonzero(stays)[1]
+        for x in (*self.moving, *([] if shift is None else [shift])):
+            x[heads, holes] = x[heads, sources]
+        self.held = kept
+        if self.turns is None or shift is None:
+            return
+        for key, by in zip(self.buffers["keys"][0], shift, strict=True):
+            self.turns.back(key[:kept], by[:kept])
+        if "queries" in self.buffers:  # newer than all that goes, or pinned with their tokens
+            self.turns.back(self.buffers["queries"], np.array(count))
+
+    def _older(self, gone: Array) -> Array:
+        """How many of the slots that go hold an older token than each slot in use. [K, held]."""
+        positions = self.buffers["positions"][0, :, : self.held].astype(np.int64)
+        positions += np.arange(len(gone))[:, None] * FAR  # one list, head by head
+        left = np.sort(np.take_along_axis(positions, gone, axis=1), axis=1)
+        found = np.searchsorted(left.ravel(), positions.ravel()).reshape(positions.shape)
+        older: Array = found - np.arange(len(gone))[:, None] * gone.shape[1]
+        return older
+
+
+def last_in(x: Array, count: int) -> Array:
+    """The last `count` of axis 2, a view."""
+    return x[:, :, x.shape[2] - count :]
