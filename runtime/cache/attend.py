@@ -249,28 +249,25 @@ class SlotAttention:
         """Attention of aligned queries [B, H, T, D] over all slots in use."""
         if packed:
             return self._over_packed(query, keys.pool, call)
-        queries = [segment.rows_of(query) for segment in self.segments]
-        return self._over_segments(query, queries, keys, call)
+        return self._over_segments(query, keys, call)
 
-    def _over_segments(
-        self, query: Tensor, queries: list[Tensor], held: _HeldKeys, call: AttentionCall
-    ) -> Tensor:
+    def _over_segments(self, query: Tensor, held: _HeldKeys, call: AttentionCall) -> Tensor:
         """Attention segment by segment, with what evicted tokens add where they are kept."""
         store, out = self.storage.evicted_store, None
         scaling, softcap = call.scaling, call.softcap
         keys, values = held.segments, held.values
         for i, segment in enumerate(self.segments):
-            sinks = segment.query_heads_of(call.sinks)
+            mine, sinks = segment.rows_of(query), segment.query_heads_of(call.sinks)
             if call.expansion is not None:
                 expands = self._expands(query.shape[2])
                 over = attend_expanded if expands else attend_absorbed
-                part = over(queries[i], keys[i], call.expansion, scaling, softcap)
+                part = over(mine, keys[i], call.expansion, scaling, softcap)
             elif store is None:
-                mine = queries[i].to(keys[i].dtype)  # of slots of fewer bits it may be another
+                mine = mine.to(keys[i].dtype)  # of slots of fewer bits it may be another
                 part = attend(mine, keys[i], values[i], scaling, softcap, sinks=sinks)
                 part = part.to(query.dtype)
             else:
-                part = store.attend(i, segment, queries[i], keys[i], scaling, softcap, sinks)
+                part = store.attend(i, segment, mine, keys[i], scaling, softcap, sinks)
             if len(self.segments) == 1:
                 return part
             if out is None:
