@@ -27,7 +27,7 @@ from kvcap.runtime.cli.options import Budget
 from kvcap.runtime.session.engine import Engine
 
 DEFAULTS = {"lengths": (2048,), "budgets": (256,), "repeats": 20}
-COLUMNS = ("weights", "bytes", "perplexity", "kl", "same_token", "recall")
+COLUMNS = ("n", "budget", "weights", "bytes", "perplexity", "kl", "same_token", "recall")
 TASK = "niah_single"
 TEXTS = 6
 CLEAR = 0.1  # of probability, by which a first choice leads
@@ -56,21 +56,21 @@ def run(options: Options) -> Result:
 
     Of first choices those count that lead by `CLEAR`. `recall` is the share of right answers.
     """
-    (length,), (budget,) = options.lengths, options.budgets
     rows = list[dict[str, Any]]()
-    truth: list[Tensor] = []
-    for kind in KINDS:
-        engine, nbytes = _engine(kind, budget)
-        texts = _texts(engine, budget)
-        logits = [_log_probabilities(engine, ids) for ids in texts]
-        truth = truth or logits
-        right = _right_answers(engine, length, options.repeats)
-        rows.append({
-            "weights": kind.name, "bytes": nbytes, **_beside(logits, truth, texts),
-            "recall": right / options.repeats,
-        })  # fmt: skip
-    said = {"model": "pocket", "task": TASK, "length": length, "budget": budget}
-    return Result("weights", COLUMNS, rows, {**said, "samples": options.repeats, "texts": TEXTS})
+    for budget in options.budgets:
+        truth: list[Tensor] = []
+        for kind in KINDS:
+            engine, nbytes = _engine(kind, budget)
+            texts = _texts(engine, budget)
+            logits = [_log_probabilities(engine, ids) for ids in texts]
+            truth = truth or logits
+            found = {"weights": kind.name, "bytes": nbytes, **_beside(logits, truth, texts)}
+            for length in options.lengths:
+                right = _right_answers(engine, length, options.repeats)
+                recall = right / options.repeats
+                rows.append({"n": length, "budget": budget, **found, "recall": recall})
+    said = {"model": "pocket", "task": TASK, "samples": options.repeats, "texts": TEXTS}
+    return Result("weights", COLUMNS, rows, said)
 
 
 def _engine(kind: Kind, budget: int) -> tuple[Engine, int]:

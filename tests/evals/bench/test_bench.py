@@ -23,7 +23,8 @@ TOY = Options(
 )
 
 
-ELSEWHERE = ("cpu", "perturbation", "proxy", "saliency", "stream", "turns")  # their own test files
+ELSEWHERE = ("cpu", "perturbation", "proxy", "saliency", "stream", "turns", "weights")
+"""Benchmarks that have test files of their own."""
 ON_CUDA = ("gpu", "kernels", "parts", "throughput")
 
 
