@@ -193,6 +193,7 @@ def bench_command(
         str,
         typer.Argument(
             help="prefill, decode, scoring, positions, ragged; cpu, beside llama.cpp and others; "
+            "use, the first answers of machines, processes and sessions; "
             "on CUDA: kernels, parts, gpu, throughput; on pocket: stream and turns (endurance), "
             "perturbation (CriticalKV), proxy (DropKV), saliency (OBCache), weights."
         ),
@@ -209,7 +210,7 @@ def bench_command(
     ] = None,
     steps: Annotated[
         int | None,
-        typer.Option("--steps", "-n", help="prefill, decode, cpu: tokens decoded; turns: turns."),
+        typer.Option("--steps", "-n", help="Tokens decoded; turns: turns."),
     ] = None,
     evictions: Annotated[int | None, typer.Option(help="positions: before measuring.")] = None,
     layers: Annotated[int | None, typer.Option(help="Of a model of random weights.")] = None,
@@ -229,7 +230,8 @@ def bench_command(
         typer.Option(
             "--model",
             "-m",
-            help="cpu: random-360m (SmolLM2-360M's shape), random-tiny, pocket, or a directory.",
+            help="cpu, use: a directory, pocket, or a random model: random-3b (Llama-3.2-3B's "
+            "shape), random-360m (SmolLM2's), random-tiny.",
         ),
     ] = None,
     weights: Annotated[
@@ -249,7 +251,7 @@ def bench_command(
     ] = None,
     files: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="cpu: for models and exports, kept (out/cpu)."),
+        typer.Option(metavar="DIR", help="cpu, use: for models and exports, kept (out/...)."),
     ] = None,
     output: Annotated[
         Literal["md", "json", "csv"] | None,

@@ -23,9 +23,10 @@ from typing import Any
 
 from kvcap.evals.bench import Options, Result
 from kvcap.evals.peers.process import PEERS, Process, cores, free_cores
+from kvcap.evals.random_models import directory
 from kvcap.evals.reports import device_name, versions
 from kvcap.runtime.errors import PeerFailed
-from kvcap.runtime.models.names import is_export, resolve
+from kvcap.runtime.models.names import is_export
 
 DEFAULTS = {"lengths": (1024,), "depths": (0,), "repeats": 5, "threads": (len(free_cores()),)}
 COLUMNS = (
@@ -36,19 +37,6 @@ COLUMNS = (
 GGUF = {"int4": "Q4_0", "int8": "Q8_0"}
 FLOATS = {"bf16": "bfloat16", "fp32": "float32", "fp16": "float16"}
 WARM_UP = 256  # tokens read before the first turn
-# Models of random weights that are made when they are asked for.
-MADE: dict[str, dict[str, int]] = {
-    "random-360m": {  # SmolLM2-360M's shape
-        "hidden_size": 960, "num_hidden_layers": 32, "num_attention_heads": 15,
-        "num_key_value_heads": 5, "head_dim": 64, "intermediate_size": 2560,
-        "vocab_size": 49152, "max_position_embeddings": 131072,
-    },
-    "random-tiny": {
-        "hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2,
-        "num_key_value_heads": 1, "head_dim": 64, "intermediate_size": 256,
-        "vocab_size": 512, "max_position_embeddings": 131072,
-    },
-}  # fmt: skip
 
 
 def run(options: Options) -> Result:
@@ -64,7 +52,7 @@ def run(options: Options) -> Result:
         ExtraMissing, PeerFailed: a peer cannot be run.
     """
     _check(options)
-    model = _model(options)
+    model = directory(options.model, options.files)
     works = [("prefill", n, 0) for n in options.lengths if n]
     works += [("decode", n, options.steps) for n in options.depths if options.steps]
     rows: list[dict[str, Any]] = []
@@ -212,35 +200,3 @@ def _ours(options: Options, model: str, weights: str, backend: str) -> dict[str,
             said = done.stderr.strip().removeprefix("kvcap: ") or f"code {done.returncode}"
             raise PeerFailed(f"{name} cannot be exported: {said}")
     return {**found, "model": str(out), "weights": weights}
-
-
-def _model(options: Options) -> str:
-    """The directory of the model; one of random weights is written, once."""
-    if options.model not in MADE:
-        found = resolve(options.model)
-        if not Path(found).is_dir():
-            raise ValueError(
-                f"{options.model!r} is no directory of a model, which peers read too; give one, "
-                f"pocket, or one of random weights: {', '.join(MADE)}"
-            )
-        return found
-    folder = Path(options.files, options.model)
-    if not (folder / "tokenizer.json").exists():  # written last
-        _make(MADE[options.model], folder)
-    return str(folder)
-
-
-def _make(shape: Mapping[str, int], folder: Path) -> None:
-    """A Llama of random bfloat16 weights, its embeddings tied, and a tokenizer of as many words."""
-    import torch
-    from tokenizers import Tokenizer
-    from tokenizers.models import WordLevel
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    config = LlamaConfig(**shape, tie_word_embeddings=True)
-    LlamaForCausalLM(config).bfloat16().save_pretrained(folder)
-    words = {f"t{token}": token for token in range(shape["vocab_size"])}
-    said = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "t2"}
-    (folder / "tokenizer_config.json").write_text(json.dumps(said))
-    Tokenizer(WordLevel(words, unk_token="t0")).save(str(folder / "tokenizer.json"))

@@ -27,6 +27,7 @@ from kvcap import kernels
 from kvcap.evals.bench import Options, Result
 from kvcap.evals.bench.kernels import read_bandwidth
 from kvcap.evals.measure import Plain, percentiles, quoted
+from kvcap.evals.random_models import SHAPES
 from kvcap.evals.reports import device_name, versions
 from kvcap.runtime.backends.pytorch.cuda_graphs import PASS
 from kvcap.runtime.backends.pytorch.loop import BlockLoop
@@ -80,11 +81,7 @@ def require_cuda() -> None:
 def llama_3b() -> Any:
     """Random weights in the shape of Llama-3.2-3B."""
     torch.manual_seed(0)
-    config = LlamaConfig(
-        num_hidden_layers=28, hidden_size=3072, num_attention_heads=24, num_key_value_heads=8,
-        head_dim=128, intermediate_size=8192, vocab_size=128256, tie_word_embeddings=True,
-        max_position_embeddings=262144, rope_theta=500000.0,
-    )  # fmt: skip
+    config = LlamaConfig(**SHAPES["random-3b"], tie_word_embeddings=True)
     with torch.device("cuda"):
         model = LlamaForCausalLM._from_config(config, dtype=torch.bfloat16)
     return model.eval()

@@ -23,7 +23,7 @@ TOY = Options(
 )
 
 
-ELSEWHERE = ("cpu", "perturbation", "proxy", "saliency", "stream", "turns", "weights")
+ELSEWHERE = ("cpu", "perturbation", "proxy", "saliency", "stream", "turns", "use", "weights")
 """Benchmarks that have test files of their own."""
 ON_CUDA = ("gpu", "kernels", "parts", "throughput")
 

@@ -1,0 +1,170 @@
+"""What a user waits for: the first answer of a machine, of a process, of a session, by policy.
+
+Every process is started for its row, loads the model as `kvcap generate` does, and answers three
+sessions: each reads `lengths` tokens of text and writes `steps`. `ttft` is the time from the call
+to the first piece of text, `decode` the tokens a second from then on. `run` says which it is:
+
+- `first`: a process on a machine where no kernel was compiled; `warmed`: after `kvcap warm`.
+- `process`: the next process on that machine; `session`: its second session; `again`: its third.
+
+`load_ms` is from the start of the process until the model can be asked. Only the first of
+`policies` is run on an empty machine too; an answer ends early after 30 seconds. Reads `lengths`,
+`budgets`, `policies`, `block_size`, `steps`, `repeats` (whole machines), `model`, `files`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from itertools import product
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+
+from kvcap.evals.bench import Options, Result
+from kvcap.evals.random_models import directory
+from kvcap.runtime.errors import PeerFailed
+
+DEFAULTS = {
+    "lengths": (36_000,), "budgets": (2048,), "block_size": 512, "steps": 400, "repeats": 1,
+    "model": "random-3b", "files": Path("out/use"),
+}  # fmt: skip
+COLUMNS = ("work", "policy", "run", "n", "budget", "ms", "tok_s", "load_ms", "turns", "execution")
+LATER = ("process", "session", "again")
+MOST_SECONDS = 30
+KERNELS = "TRITON_CACHE_DIR"  # where Triton keeps what it compiled
+
+
+def run(options: Options) -> Result:
+    """Two rows, `ttft` and `decode`, for every policy, setting and run.
+
+    Raises:
+        ValueError: a model that is no directory.
+        PeerFailed: a process ended before it had answered.
+    """
+    model = directory(options.model, options.files)
+    rows: list[dict[str, Any]] = []
+    for policy, budget, n in product(options.policies, options.budgets, options.lengths):
+        asked = {
+            "model": model, "policy": policy, "budget": budget, "block_size": options.block_size,
+            "n": n, "steps": options.steps,
+        }  # fmt: skip
+        found: dict[str, list[dict[str, Any]]] = {}
+        for _ in range(options.repeats):
+            for run, answer in _machine(asked, with_warm=policy == options.policies[0]):
+                found.setdefault(run, []).append(answer)
+        for run, answers in found.items():
+            rows += _rows(asked, run, answers, options.model)
+            print(f"kvcap: {_line(rows[-2], rows[-1])}", file=sys.stderr, flush=True)
+    return Result("use", COLUMNS, rows, {"model": options.model})
+
+
+def _machine(
+    asked: Mapping[str, Any], with_warm: bool
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Runs and answers on a machine where nothing was compiled before."""
+    with TemporaryDirectory(prefix="kvcap-use-") as empty:
+        yield "first", _answers(asked, empty, sessions=1)[0]
+        yield from zip(LATER, _answers(asked, empty, len(LATER)), strict=True)
+    if with_warm and torch.cuda.is_available():
+        with TemporaryDirectory(prefix="kvcap-use-") as empty:
+            sizes = ["--kv-budget-tokens", asked["budget"], "--block-size", asked["block_size"]]
+            command = ["warm", asked["model"], "--policy", asked["policy"], *map(str, sizes)]
+            _process("from kvcap.cli import main; main()", command, empty)
+            yield "warmed", _answers(asked, empty, sessions=1)[0]
+
+
+def _answers(asked: Mapping[str, Any], kernels: str, sessions: int) -> list[dict[str, Any]]:
+    """What a process of its own told of its sessions."""
+    code = "from kvcap.evals.bench.use import answer; answer()"
+    given = {**asked, "sessions": sessions, "started": time.time()}
+    said = _process(code, [json.dumps(given)], kernels)
+    found: list[dict[str, Any]] = json.loads(said.splitlines()[-1])
+    return found
+
+
+def _process(code: str, arguments: list[str], kernels: str) -> str:
+    """What Python printed, with these modules and that folder of compiled kernels."""
+    path = [place for place in sys.path if place]
+    done = subprocess.run(
+        [sys.executable, "-c", f"import sys; sys.path[:] = {path!r}; {code}", *arguments],
+        env={**os.environ, KERNELS: kernels}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    if done.returncode:
+        said = done.stderr.strip().splitlines()[-1:] or ["it said nothing"]
+        raise PeerFailed(f"a process ended with code {done.returncode}: {said[0]}")
+    return done.stdout
+
+
+def answer() -> None:
+    """Answer as many sessions as the argument asks for, and print what they took."""
+    from random import Random
+
+    from kvcap.evals.reports import device_name, versions
+    from kvcap.runtime.backends.pytorch.runtime import Runtime
+
+    asked = json.loads(sys.argv[1])
+    runtime = Runtime.from_pretrained(
+        asked["model"],
+        asked["policy"],
+        kv_budget_tokens=asked["budget"],
+        block_size=asked["block_size"],
+    )
+    load_ms = 1000 * (time.time() - asked["started"])
+    generation = runtime.generation
+    generation.do_sample, generation.max_new_tokens = False, asked["steps"]
+    words = runtime.tokenizer.convert_ids_to_tokens(range(runtime.vocabulary))
+    found = []
+    for number in range(asked["sessions"]):
+        text = " ".join(Random(number).choices(words[3:], k=asked["n"]))
+        session = runtime.session(generation=generation)
+        begun = time.perf_counter()
+        pieces = session.complete(text)
+        next(pieces)
+        first = time.perf_counter()
+        for _ in pieces:
+            if time.perf_counter() - first > MOST_SECONDS:
+                break
+        last, stats = time.perf_counter(), session.stats
+        assert stats.turn is not None
+        found.append({
+            "ttft_ms": 1000 * (first - begun),
+            "tok_s": (stats.turn.completion_tokens - 1) / (last - first),
+            "tokens": stats.turn.completion_tokens,
+            "execution": stats.execution or "eager",
+            "load_ms": load_ms,
+            "device": device_name(runtime.model.device),
+            "versions": versions(),
+        })  # fmt: skip
+        del session, pieces
+    print(json.dumps(found), flush=True)
+
+
+def _rows(
+    asked: Mapping[str, Any], run: str, answers: list[dict[str, Any]], model: str
+) -> Iterator[dict[str, Any]]:
+    shared = {name: asked[name] for name in ("policy", "n", "budget", "block_size")}
+    told = {name: answers[0][name] for name in ("execution", "device", "versions")}
+    for work, name in (("ttft", "ttft_ms"), ("decode", "tok_s")):
+        values = [answer[name] for answer in answers]
+        figures: dict[str, Any] = {"ms": None, "tok_s": None, "load_ms": None}
+        if work == "ttft":
+            figures["ms"] = median(values)
+            figures["load_ms"] = median(answer["load_ms"] for answer in answers)
+        else:
+            figures["tok_s"] = median(values)
+            figures["tokens"] = answers[0]["tokens"]
+        spread = {"least": min(values), "most": max(values), "turns": len(values)}
+        yield {"work": work, "run": run, **shared, **figures, **spread, "model": model, **told}
+
+
+def _line(ttft: Mapping[str, Any], decode: Mapping[str, Any]) -> str:
+    said = f"{ttft['policy']}, {ttft['run']}: {ttft['ms']:.0f} ms to the first token"
+    return f"{said}, then {decode['tok_s']:.0f} tokens/s, {ttft['execution']}"

@@ -1,0 +1,69 @@
+"""Models of random weights in known shapes, made in a folder when they are asked for."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from kvcap.runtime.models.names import resolve
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "random-3b": {  # Llama-3.2-3B's
+        "hidden_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 24,
+        "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 8192,
+        "vocab_size": 128256, "max_position_embeddings": 262144, "rope_theta": 500000.0,
+    },
+    "random-360m": {  # SmolLM2-360M's
+        "hidden_size": 960, "num_hidden_layers": 32, "num_attention_heads": 15,
+        "num_key_value_heads": 5, "head_dim": 64, "intermediate_size": 2560,
+        "vocab_size": 49152, "max_position_embeddings": 131072,
+    },
+    "random-tiny": {
+        "hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2,
+        "num_key_value_heads": 1, "head_dim": 64, "intermediate_size": 256,
+        "vocab_size": 512, "max_position_embeddings": 131072,
+    },
+}  # fmt: skip
+
+
+def directory(name: str, files: Path) -> str:
+    """The directory of a model; one of random weights is written below `files`, once.
+
+    Raises:
+        ValueError: no directory, and no name of `SHAPES`.
+    """
+    if name not in SHAPES:
+        found = resolve(name)
+        if not Path(found).is_dir():
+            raise ValueError(
+                f"{name!r} is no directory of a model, which other processes read too; give one, "
+                f"pocket, or one of random weights: {', '.join(SHAPES)}"
+            )
+        return found
+    folder = Path(files, name)
+    if not (folder / "tokenizer.json").exists():  # written last
+        _make(SHAPES[name], folder)
+    return str(folder)
+
+
+def _make(shape: Mapping[str, Any], folder: Path) -> None:
+    """A Llama of random bfloat16 weights, its embeddings tied, and a tokenizer of as many words."""
+    import torch
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import WhitespaceSplit
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(**shape, tie_word_embeddings=True)
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        model = LlamaForCausalLM._from_config(config, dtype=torch.bfloat16)
+    model.save_pretrained(folder)
+    words = {f"t{token}": token for token in range(shape["vocab_size"])}
+    said = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "t2"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(said))
+    tokenizer = Tokenizer(WordLevel(words, unk_token="t0"))
+    tokenizer.pre_tokenizer = WhitespaceSplit()
+    tokenizer.save(str(folder / "tokenizer.json"))

@@ -1,0 +1,79 @@
+"""`kvcap bench use`: answers of real processes, told apart by what was there before."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvcap.evals.bench import options_for, use
+from kvcap.evals.random_models import directory
+from kvcap.runtime.errors import PeerFailed
+
+GIVEN: dict[str, Any] = {
+    "lengths": (70,), "budgets": (32,), "block_size": 16, "steps": 5, "model": "random-tiny",
+}  # fmt: skip
+
+
+@pytest.mark.slow
+def test_every_run_is_a_process_or_a_session(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    result = use.run(options_for("use", {**GIVEN, "files": tmp_path}))
+    rows = json.loads(json.dumps(result.as_dict()))["rows"]
+    runs = {(row["work"], row["run"]): row for row in rows if row["run"] != "warmed"}
+    assert len(runs) == 2 * 4
+    for (work, _), row in runs.items():
+        assert (row["n"], row["budget"], row["policy"], row["turns"]) == (70, 32, "keydiff", 1)
+        assert (row["ms"] is None, row["tok_s"] is None) == (work == "decode", work == "ttft")
+        assert 0 < row["least"] == row["most"]
+        assert row["device"]
+    # A process is loaded once, however many sessions it answers.
+    loads = {run: row["load_ms"] for (work, run), row in runs.items() if work == "ttft"}
+    assert loads["process"] == loads["session"] == loads["again"] != loads["first"]
+    assert all(row["tokens"] == 5 for (work, _), row in runs.items() if work == "decode")
+    assert len(result.table().splitlines()) == 2 + len(rows)
+    assert "keydiff, again: " in capsys.readouterr().err
+
+
+def test_machines_are_empty_and_turns_are_told_by_their_median(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No run finds what another machine compiled; what is told of several is their middle."""
+    folders: list[str] = []
+    times = iter([3.0, 10.0, 10.0, 10.0, 9.0, 10.0, 10.0, 10.0, 4.0, 10.0, 10.0, 10.0])
+
+    def answers(asked: Any, kernels: str, sessions: int) -> list[dict[str, Any]]:
+        assert not list(Path(kernels).iterdir()) or sessions > 1
+        Path(kernels, "kernel").touch()
+        folders.append(kernels)
+        told = {"tokens": 5, "execution": "eager", "load_ms": 1.0, "device": "d", "versions": {}}
+        return [{**told, "ttft_ms": next(times), "tok_s": 2.0} for _ in range(sessions)]
+
+    monkeypatch.setattr(use, "_answers", answers)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    result = use.run(options_for("use", {**GIVEN, "files": tmp_path, "repeats": 3}))
+    first = result.rows[0]
+    assert (first["run"], first["ms"], first["least"], first["most"]) == ("first", 4.0, 3.0, 9.0)
+    assert len(set(folders)) == 3
+    assert [folders.count(folder) for folder in folders] == [2] * 6
+
+
+def test_a_process_that_fails_says_why(tmp_path: Path) -> None:
+    model = directory("random-tiny", tmp_path)
+    asked = {"model": model, "policy": "nobody", "budget": 32, "block_size": 16, "n": 5, "steps": 1}
+    with pytest.raises(PeerFailed, match="no policy is called 'nobody'"):
+        use._answers(asked, str(tmp_path), 1)
+    with pytest.raises(PeerFailed, match="ended with code 3: it said nothing"):
+        use._process("sys.exit(3)", [], str(tmp_path))
+    assert use._process("print(sys.argv[1:])", ["a"], str(tmp_path)) == "['a']\n"
+
+
+def test_models_have_names_or_directories(tmp_path: Path) -> None:
+    made = directory("random-tiny", tmp_path)
+    assert directory("random-tiny", tmp_path) == made == str(tmp_path / "random-tiny")
+    assert directory(made, tmp_path) == made
+    with pytest.raises(ValueError, match="pocket, or one of random weights: random-3b"):
+        directory("HuggingFaceTB/none", tmp_path)
