@@ -11,7 +11,6 @@ filled with what takes as long as the real tokens: kvcap reads as many as fill i
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence

@@ -109,7 +109,7 @@ def _measured(
                 return Plain(model)
         else:
             cache = BudgetCache(model.config, budget, block, policy)
-            loop = BlockLoop(model, cache.allocate(1, torch.bfloat16, "cuda"), compiled=True)
+            loop = BlockLoop(model, cache.allocate(1, torch.bfloat16, "cuda"))
 
             def begin() -> Any:
                 cache.reset()
@@ -148,7 +148,7 @@ def _rarely_evicting(
 ) -> list[float]:
     """Milliseconds of a token, over as many as are evicted at once; blocks do not matter."""
     cache = BudgetCache(model.config, budget, BLOCKS[0], policy, evict_every=EVERY)
-    loop = BlockLoop(model, cache.allocate(1, torch.bfloat16, "cuda"), compiled=True)
+    loop = BlockLoop(model, cache.allocate(1, torch.bfloat16, "cuda"))
     loop.prefill(ids[:, : budget + 8 * PASS])
 
     def tokens() -> None:

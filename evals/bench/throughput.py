@@ -90,7 +90,7 @@ def _fixed(model: Any, budget: int, policy: str) -> Begin:
     def begin(batch: int) -> Callable[[Tensor], Any]:
         model.set_attn_implementation("kvcap")
         cache = BudgetCache(model.config, budget, BLOCK, policy)
-        loop = BlockLoop(model, cache.allocate(batch, torch.bfloat16, "cuda"), compiled=True)
+        loop = BlockLoop(model, cache.allocate(batch, torch.bfloat16, "cuda"))
         text = torch.randint(model.config.vocab_size, (batch, budget + 2 * BLOCK), device="cuda")
         loop.prefill(text)
         return loop.read

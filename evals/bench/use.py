@@ -66,9 +66,7 @@ def run(options: Options) -> Result:
     return Result("use", COLUMNS, rows, {"model": options.model})
 
 
-def _machine(
-    asked: Mapping[str, Any], with_warm: bool
-) -> Iterator[tuple[str, dict[str, Any]]]:
+def _machine(asked: Mapping[str, Any], with_warm: bool) -> Iterator[tuple[str, dict[str, Any]]]:
     """Runs and answers on a machine where nothing was compiled before."""
     with TemporaryDirectory(prefix="kvcap-use-") as empty:
         yield "first", _answers(asked, empty, sessions=1)[0]

@@ -320,7 +320,6 @@ def _load_model(model: str, budget: Budget, running: Running) -> Engine:
         dtype=budget.dtype,
         device=running.device,
         evict_every=running.evict_every or 1,
-        compiled=running.compiled,
         kv_dtype=budget.kv_dtype,
     )
 
@@ -355,7 +354,6 @@ def _load_export(model: str, budget: Budget, running: Running) -> Engine:
 
     for option, given, why in (
         ("--device", running.device not in (None, "cpu"), "this backend runs on the CPU"),
-        ("--compile", running.compiled, "a graph is compiled as it is"),
     ):
         if given:
             raise NotExportable(f"{option} is not for --backend onnxruntime: {why}; leave it out")

@@ -378,10 +378,6 @@ class Running:
             help="Of the CPU, that compute (all cores, or OMP_NUM_THREADS, by default).",
         ),
     ] = None
-    compiled: Annotated[
-        bool,
-        option("--compile", help="On CUDA, compile parts of the model: seconds once, then faster."),
-    ] = False
     on_full: Annotated[
         Literal["evict", "stop", "error"],
         option(

@@ -39,23 +39,20 @@ class BlockGraphs:
     Args:
         model: on the cache's device.
         cache: what it reads into.
-        compiled: run parts of the model by `torch.compile`, see `decoder_of`.
         several: read several small blocks in one pass of up to `PASS` tokens in all sequences.
     """
 
-    def __init__(
-        self, model: Any, cache: BudgetCache, compiled: bool = False, several: bool = True
-    ) -> None:
+    def __init__(self, model: Any, cache: BudgetCache, several: bool = True) -> None:
         self.model, self.cache, self.several = model, cache, several
         self.refused = why_unsteady(cache)
         """Why blocks are not replayed; None: they are."""
         self.captured: dict[PassKind, BlockGraph] = {}
-        self.decoder = None if self.refused else self._decoder(compiled)
+        self.decoder = None if self.refused else self._decoder()
         """What is captured in the model's place; None: the model itself is."""
         self._warm: set[PassKind] = set()  # read once without a graph, so that they can be captured
 
-    def _decoder(self, compiled: bool) -> Decoder | None:
-        return decoder_of(self.model, compiled)
+    def _decoder(self) -> Decoder | None:
+        return decoder_of(self.model)
 
     @property
     def nbytes(self) -> int:

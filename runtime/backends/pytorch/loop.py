@@ -32,7 +32,6 @@ class BlockLoop(Loop):
         on_full: see `Loop`.
         graphs: on CUDA, replay the blocks of a full cache as CUDA graphs: those given, which are of
             this cache, or new ones.
-        compiled: in these, run parts of the model by `torch.compile`.
         several: in these, read several small blocks in one pass, whose activations take the memory
             of one larger block.
 
@@ -49,7 +48,6 @@ class BlockLoop(Loop):
         cache: BudgetCache,
         on_full: OnFull = "evict",
         graphs: bool | BlockGraphs = True,
-        compiled: bool = False,
         several: bool = True,
     ) -> None:
         if "output_projection" in cache.eviction.observes:
@@ -59,7 +57,7 @@ class BlockLoop(Loop):
         super().__init__(cache, on_full)
         self.model = model
         if graphs is True and model.device.type == "cuda":
-            graphs = BlockGraphs(model, cache, compiled, several)
+            graphs = BlockGraphs(model, cache, several)
         self.graphs = graphs if isinstance(graphs, BlockGraphs) else None
 
     def next_length(self, batch: int, left: int) -> int:

@@ -80,14 +80,12 @@ class Runtime:
         kv_budget: int | None = None,
         evict_every: int = 1,
         memory_cap: int | None = None,
-        compiled: bool = False,
     ) -> None:
         self.model, self.tokenizer, self.plan, self.eviction = model, tokenizer, plan, eviction
         self.name = name
         self.kv_budget = kv_budget  # bytes, where the cap was given in bytes
         self.evict_every = evict_every
         self.memory_cap = memory_cap  # bytes of the whole process
-        self.compiled = compiled  # parts of the model, for CUDA graphs
         self._idle: deque[Leased] = deque()  # of sessions that ended
 
     def __repr__(self) -> str:
@@ -133,7 +131,6 @@ class Runtime:
         evict_every: int = 1,
         memory_cap: str | int | None = None,
         enforce: Enforce = "check",
-        compiled: bool = False,
         kv_dtype: KvDtype | None = None,
     ) -> Runtime:
         """Load a model to chat in fixed memory.
@@ -152,8 +149,6 @@ class Runtime:
                 now; without a KV budget, the largest that fits is taken.
             enforce: 'check' checks before every block; 'rlimit' also has the system refuse more
                 (on a GPU: the allocator, for the GPU's memory).
-            compiled: on CUDA, run parts of the model by `torch.compile`, which takes some seconds
-                at the first full block and is faster from then on.
             kv_dtype: 'int8', 'int8-int4' (keys in 8 bits, values in 4) or 'int4' to quantise what
                 slots hold, so that the same bytes hold more of them.
 
@@ -204,7 +199,6 @@ class Runtime:
             kv_budget=None if kv_budget is None else parse_bytes(kv_budget),
             evict_every=evict_every,
             memory_cap=cap,
-            compiled=compiled,
         )
 
     def new_cache(self) -> BudgetCache:
@@ -243,7 +237,7 @@ class Runtime:
         leased = self._reused()
         if leased is None:
             cache = self.new_cache()
-            loop = BlockLoop(self.model, cache, compiled=self.compiled, several=not capped)
+            loop = BlockLoop(self.model, cache, several=not capped)
             if loop.graphs is None:
                 return loop  # without graphs a new cache is as fast
             references = getrefcount(cache) - 1  # without that of `loop`
@@ -382,7 +376,6 @@ class Runtime:
             kv_budget=kv_budget,
             evict_every=self.evict_every,
             memory_cap=self.memory_cap,
-            compiled=self.compiled,
         )
 
 

@@ -123,12 +123,11 @@ class Rehearsal:
 class DryGraphs(BlockGraphs):
     """Reads all passes as one that prepares a capture does, and captures none."""
 
-    def _decoder(self, compiled: bool) -> Decoder | None:
+    def _decoder(self) -> Decoder | None:
         if not covers(self.model):
             return None  # trying whether it agrees takes numbers
         decoder = Decoder(self.model)
-        for product in decoder.products:
-            product.join()
+        decoder.join()
         return decoder
 
     def read(self, ids: Tensor, need_logits: bool = True) -> Tensor | None:

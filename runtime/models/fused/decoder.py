@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from torch.nn.functional import silu
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from kvcap.kernels import elementwise
+from kvcap.kernels.choice import ready
 from kvcap.runtime.attention.functions import attention_forward
 from kvcap.runtime.models.fused.linear import JoinedLinear
 from kvcap.runtime.models.quantised import is_plain
@@ -42,14 +44,10 @@ FAMILIES = {  # by their model type
 Angles = tuple[Tensor, Tensor]  # cosines and sines [B, T, D]
 
 
-def decoder_of(model: Any, compiled: bool = False) -> Decoder | None:
+def decoder_of(model: Any) -> Decoder | None:
     """Build kvcap's own decoder of a model; None where the model must run by its own modules.
 
-    Args:
-        model: of transformers. Weights that one product can read are moved side by side.
-        compiled: what lies between the products of several tokens by `torch.compile`, which takes
-            some seconds once: norms (eight kernels each in transformers), sums before them,
-            rotations of queries and keys (ten), and gates (two).
+    Weights that one product can read are moved side by side.
     """
     if not covers(model):
         return None
@@ -59,11 +57,7 @@ def decoder_of(model: Any, compiled: bool = False) -> Decoder | None:
             return None
     except (AttributeError, RuntimeError, TypeError, ValueError):
         return None  # its modules are others, or want to be called in another way
-    for product in decoder.products:
-        product.join()
-    if compiled:
-        parts: list[Any] = [torch.compile(part, dynamic=False) for part in PARTS]
-        decoder.parts = Parts(*parts)
+    decoder.join()
     return decoder
 
 
@@ -104,6 +98,12 @@ class Decoder:
     def products(self) -> list[JoinedLinear]:
         """All matrix products."""
         return [self.head, *(product for layer in self.layers for product in layer.products)]
+
+    def join(self) -> None:
+        """Take fewer kernels: one for products that read the same, one for what lies between."""
+        for product in self.products:
+            product.join()
+        self.parts = KERNELS if ready(self.norm.gain) else PARTS
 
     def __call__(
         self,
@@ -149,7 +149,7 @@ class Decoder:
     def agrees(self) -> bool:
         """Whether each layer's answer to one token, and to three, is the very same as its model's.
 
-        To be asked before products are joined and parts compiled, which sum in other orders.
+        To be asked before it is joined, which sums in another order.
         """
         base, device = self.model.model, self.embed.weight.device
         for places in (torch.tensor([[7]], device=device), torch.arange(3, device=device)[None]):
@@ -285,7 +285,7 @@ def gate(gates: Tensor, up: Tensor) -> Tensor:
 
 
 class Parts(NamedTuple):
-    """What lies between matrix products: the functions above, or what is compiled of them."""
+    """What lies between matrix products: the functions above, or kernels that do the same."""
 
     norm: Callable[..., Tensor]
     add_norm: Callable[..., tuple[Tensor, Tensor]]
@@ -294,3 +294,4 @@ class Parts(NamedTuple):
 
 
 PARTS = Parts(norm, add_norm, rotate, gate)
+KERNELS = Parts(elementwise.norm, elementwise.add_norm, elementwise.rotate, elementwise.gate)

@@ -10,7 +10,7 @@ import pytest
 
 from kvcap.evals.bench import options_for, use
 from kvcap.evals.random_models import directory
-from kvcap.runtime.errors import PeerFailed
+from kvcap.runtime.errors import ModelNotFound, PeerFailed
 
 GIVEN: dict[str, Any] = {
     "lengths": (70,), "budgets": (32,), "block_size": 16, "steps": 5, "model": "random-tiny",
@@ -75,5 +75,5 @@ def test_models_have_names_or_directories(tmp_path: Path) -> None:
     made = directory("random-tiny", tmp_path)
     assert directory("random-tiny", tmp_path) == made == str(tmp_path / "random-tiny")
     assert directory(made, tmp_path) == made
-    with pytest.raises(ValueError, match="pocket, or one of random weights: random-3b"):
-        directory("HuggingFaceTB/none", tmp_path)
+    with pytest.raises(ModelNotFound):
+        directory(str(tmp_path / "none"), tmp_path)

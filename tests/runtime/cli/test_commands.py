@@ -26,7 +26,7 @@ BUDGET = {
 ANSWER = {
     *("--evict-every", "--system-prompt", "--device", "--max-new-tokens", "--temp"),
     *("--temperature", "--top-p", "--top-k", "--min-p", "--seed", "--stop", "--quiet", "-q"),
-    *("--session", "--pin-system", "--on-full", "--compile", "--threads"),
+    *("--session", "--pin-system", "--on-full", "--threads"),
     *("--repetition-penalty", "--repeat-penalty"),
 }
 OPTIONS = {

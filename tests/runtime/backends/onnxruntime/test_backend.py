@@ -298,7 +298,6 @@ def test_a_process_under_a_cap(tiny):
 ALWAYS = ["--backend", "onnxruntime"]
 REFUSED = [
     (["--device", "cuda"], 2, "--device"),
-    (["--compile"], 2, "--compile"),
     (["--evict-every", "2"], 2, "--evict-every"),
     (["--policy", "snapkv"], 2, "is not in this export"),
     (["--policy", "nonsense"], 2, "is not in this export"),

@@ -245,32 +245,27 @@ def test_without_memory_to_move_weights_they_stay_apart(monkeypatch):
 
 
 @pytest.mark.parametrize("family", fused.FAMILIES)
-def test_what_is_compiled_is_what_lies_between_products(family, monkeypatch):
-    """In our order of calls; torch.compile itself is left out."""
+def test_what_lies_between_products_runs_by_kernels(family, monkeypatch):
+    """All of it, and to the same logits."""
     calls = []
 
-    def watched(function, **_):
-        return lambda *a, **k: (calls.append(function.__name__), function(*a, **k))[1]
+    def watched(function):
+        return lambda *a: (calls.append(function.__name__), function(*a))[1]
 
-    monkeypatch.setattr(torch, "compile", watched)
-    model, ids = tiny_model(family), torch.tensor([[5, 7, 9]])
+    model, ids = tiny_model(family).to(DEVICE), torch.tensor([[5, 7, 9]], device=DEVICE)
     expected = read(decoder_of(model), cache_of(model), ids)
-    assert not calls
-    assert torch.equal(read(decoder_of(model, compiled=True), cache_of(model), ids), expected)
+    assert decoder_of(model).parts == (fused.KERNELS if DEVICE == "cuda" else fused.PARTS)
+    parts = fused.Parts(*map(watched, fused.KERNELS))
+    monkeypatch.setattr(fused, "KERNELS", parts)
+    with kernels.use("triton"):
+        decoder = decoder_of(model)
+        found = read(decoder, cache_of(model), ids)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
     layers, heads = model.config.num_hidden_layers, 2 * fused.FAMILIES[family].norms_heads
     assert calls.count("add_norm") == 2 * layers + 1
     assert calls.count("gate") == layers
     assert calls.count("norm") == heads * layers
-    assert calls.count("rotate") == sum(layer.rotates for layer in decoder_of(model).layers)
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's own
-def test_parts_are_compiled():
-    model, ids = tiny_model("qwen3"), torch.tensor([[5, 7, 9]])
-    decoder = decoder_of(model, compiled=True)
-    found = read(decoder, cache_of(model), ids)
-    torch.testing.assert_close(found, read(model, cache_of(model), ids), rtol=1e-4, atol=1e-4)
+    assert calls.count("rotate") == sum(layer.rotates for layer in decoder.layers)
 
 
 def test_a_mask_is_still_asked_for_by_whoever_comes_after():

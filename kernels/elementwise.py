@@ -1,0 +1,112 @@
+# mypy: allow-untyped-calls, disable-error-code="import-untyped"
+"""What lies between a decoder's matrix products of several tokens: sums, norms, rotations, gates.
+
+Each takes one launch, where PyTorch's own operations take two to ten that write out every step.
+Rounds where those round. Knows tensors only.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvcap.kernels.device import overlapping, power_of_two
+from kvcap.kernels.launch import run
+
+COLUMNS = 1024  # of a row of gates that a program takes
+
+
+def add_norm(x: Tensor, y: Tensor | None, gain: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+    """Add y to x, if there is one; returns the sum, and its RMS norm.
+
+    Args:
+        x: [..., C].
+        y: [..., C], or None.
+        gain: [C].
+        epsilon: norm(x) = x · gain / sqrt(mean(x²) + epsilon).
+    """
+    x = x.contiguous()
+    total = x if y is None else torch.empty_like(x)
+    out = torch.empty_like(x)
+    plus = None if y is None else y.contiguous()
+    _norm(x.view(-1, 1, x.shape[-1]), plus, total, out, gain, epsilon)
+    return total, out
+
+
+def norm(x: Tensor, gain: Tensor, epsilon: float) -> Tensor:
+    """RMS norm of every head.
+
+    Args:
+        x: [B, T, N, D], tokens at equal distances.
+        gain: [D], or [N, D].
+        epsilon: as of `add_norm`.
+    """
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    _norm(x.flatten(0, 1), None, out, out, gain, epsilon)
+    return out
+
+
+def _norm(
+    x: Tensor, y: Tensor | None, total: Tensor, out: Tensor, gain: Tensor, epsilon: float
+) -> None:
+    """Write the norms of x [rows, N, D], plus y, to `out`; and with y the sums to `total`."""
+    from kvcap.kernels.elementwise_triton import add_norm as kernel
+
+    rows, heads, size = x.shape
+    warps = 8 if size > 2048 else 4 if size > 512 else 1
+    with torch.cuda.device_of(x):
+        run(
+            kernel, (rows * heads,),
+            x, y, total, out, gain, x.stride(0), x.stride(1), gain.stride(0) * (gain.dim() == 2),
+            size, epsilon,
+            HEADS=heads, BLOCK=power_of_two(size), num_warps=warps, **overlapping(x.device),
+        )  # fmt: skip
+
+
+def rotate(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Rotate halves of queries [B, H, T, D] and keys [B, K, T, D] by their positions' angles.
+
+    Args:
+        query: any strides but of the last dimension.
+        key: likewise.
+        cos: [B or 1, T, D], of both halves.
+        sin: likewise.
+
+    Returns:
+        Copies, in which the heads of a token lie side by side.
+    """
+    from kvcap.kernels.elementwise_triton import rotate as kernel
+
+    batch, heads, tokens, size = query.shape
+    kv_heads = key.shape[1]
+    cos, sin = (x.expand(batch, -1, -1) for x in (cos, sin))
+    found = [
+        torch.empty(batch, tokens, n, size, dtype=query.dtype, device=query.device)
+        for n in (heads, kv_heads)
+    ]
+    with torch.cuda.device_of(query):
+        run(
+            kernel, (batch * tokens, heads + kv_heads),
+            query, key, cos, sin, *found, tokens,
+            *query.stride()[:3], *key.stride()[:3], *cos.stride()[:2], *sin.stride()[:2],
+            HEADS=heads, KV_HEADS=kv_heads, HALF=size // 2, HALF_PAD=power_of_two(size // 2),
+            num_warps=1, **overlapping(query.device),
+        )  # fmt: skip
+    rotated_query, rotated_key = (x.transpose(1, 2) for x in found)
+    return rotated_query, rotated_key
+
+
+def gate(gates: Tensor, up: Tensor) -> Tensor:
+    """silu(gates) · up, of [B, T, I] each with rows at equal distances."""
+    from kvcap.kernels.elementwise_triton import gate as kernel
+
+    out = torch.empty(gates.shape, dtype=gates.dtype, device=gates.device)
+    gates, up = gates.flatten(0, -2), up.flatten(0, -2)
+    rows, size = gates.shape
+    with torch.cuda.device_of(gates):
+        run(
+            kernel, (rows, -(-size // COLUMNS)),
+            gates, up, out, gates.stride(0), up.stride(0), size,
+            BLOCK=COLUMNS, num_warps=4, **overlapping(gates.device),
+        )  # fmt: skip
+    return out
