@@ -126,7 +126,7 @@ def session_of(runtime: Any, system: str | None = None, budget: int | None = Non
     if isinstance(runtime, ToyEngine):
         session.read = session.cache.decoder.read
         return session
-    loop, session.read = session._loop, []
+    loop, session.read = session.loop, []
     plain = loop.read
 
     def read(ids: Any, need_logits: bool = True) -> Any:

@@ -6,6 +6,8 @@ to the first piece of text, `decode` the tokens a second from then on. `run` say
 
 - `first`: a process on a machine where no kernel was compiled; `warmed`: after `kvcap warm`.
 - `process`: the next process on that machine; `session`: its second session; `again`: its third.
+- `together`: 16 sessions of unequal history answered at once by that process (`runtime.batch`), and
+  the tokens a second of all of them; histories are short, as only what is held matters.
 
 `load_ms` is from the start of the process until the model can be asked. Only the first of
 `policies` is run on an empty machine too; an answer ends early after 30 seconds. Reads `lengths`,
@@ -37,7 +39,8 @@ DEFAULTS = {
     "model": "random-3b", "files": Path("out/use"),
 }  # fmt: skip
 COLUMNS = ("work", "policy", "run", "n", "budget", "ms", "tok_s", "load_ms", "turns", "execution")
-LATER = ("process", "session", "again")
+LATER = ("process", "session", "again", "together")
+TOGETHER = 16
 MOST_SECONDS = 30
 KERNELS = "TRITON_CACHE_DIR"  # where Triton keeps what it compiled
 
@@ -62,7 +65,7 @@ def run(options: Options) -> Result:
                 found.setdefault(run, []).append(answer)
         for run, answers in found.items():
             rows += _rows(asked, run, answers, options.model)
-            print(f"kvcap: {_line(rows[-2], rows[-1])}", file=sys.stderr, flush=True)
+            print(f"kvcap: {_line(answers[-1], policy, run)}", file=sys.stderr, flush=True)
     return Result("use", COLUMNS, rows, {"model": options.model})
 
 
@@ -70,7 +73,7 @@ def _machine(asked: Mapping[str, Any], with_warm: bool) -> Iterator[tuple[str, d
     """Runs and answers on a machine where nothing was compiled before."""
     with TemporaryDirectory(prefix="kvcap-use-") as empty:
         yield "first", _answers(asked, empty, sessions=1)[0]
-        yield from zip(LATER, _answers(asked, empty, len(LATER)), strict=True)
+        yield from zip(LATER, _answers(asked, empty, sessions=3, together=TOGETHER), strict=True)
     if with_warm and torch.cuda.is_available():
         with TemporaryDirectory(prefix="kvcap-use-") as empty:
             sizes = ["--kv-budget-tokens", asked["budget"], "--block-size", asked["block_size"]]
@@ -79,10 +82,12 @@ def _machine(asked: Mapping[str, Any], with_warm: bool) -> Iterator[tuple[str, d
             yield "warmed", _answers(asked, empty, sessions=1)[0]
 
 
-def _answers(asked: Mapping[str, Any], kernels: str, sessions: int) -> list[dict[str, Any]]:
-    """What a process of its own told of its sessions."""
+def _answers(
+    asked: Mapping[str, Any], kernels: str, sessions: int, together: int = 0
+) -> list[dict[str, Any]]:
+    """What a process of its own told of its sessions, and of so many `together`."""
     code = "from kvcap.evals.bench.use import answer; answer()"
-    given = {**asked, "sessions": sessions, "started": time.time()}
+    given = {**asked, "sessions": sessions, "together": together, "started": time.time()}
     said = _process(code, [json.dumps(given)], kernels)
     found: list[dict[str, Any]] = json.loads(said.splitlines()[-1])
     return found
@@ -142,7 +147,31 @@ def answer() -> None:
             "versions": versions(),
         })  # fmt: skip
         del session, pieces
+    if asked["together"]:
+        found.append({**found[-1], **_together(runtime, words[3:], asked), "ttft_ms": None})
     print(json.dumps(found), flush=True)
+
+
+def _together(runtime: Any, words: list[str], asked: Mapping[str, Any]) -> dict[str, Any]:
+    """Tokens a second of all sessions, from the moment when each has begun its answer."""
+    from random import Random
+
+    batch = runtime.batch(asked["together"])
+    for number in range(asked["together"]):
+        tokens = asked["budget"] + 2 * asked["block_size"] + 100 * number
+        session = runtime.session(generation=runtime.generation)
+        text = " ".join(Random(number).choices(words, k=tokens))
+        batch.add(session, session.complete(text))
+    batch.step()  # reads the prompts, and the first token together
+    batch.step()
+    begun, tokens, going = time.perf_counter(), 0, True
+    while going and time.perf_counter() - begun < MOST_SECONDS:
+        ended = [progress for progress in batch.step() if progress.ended]
+        going = not ended
+        tokens += going * asked["together"]
+    seconds = time.perf_counter() - begun
+    how = "by turns: " + batch.apart if batch.apart else "at once"
+    return {"tok_s": tokens / seconds, "tokens": tokens, "execution": how}
 
 
 def _rows(
@@ -150,7 +179,9 @@ def _rows(
 ) -> Iterator[dict[str, Any]]:
     shared = {name: asked[name] for name in ("policy", "n", "budget", "block_size")}
     told = {name: answers[0][name] for name in ("execution", "device", "versions")}
-    for work, name in (("ttft", "ttft_ms"), ("decode", "tok_s")):
+    works = [("ttft", "ttft_ms"), ("decode", "tok_s")]
+    shared["sessions"] = TOGETHER if run == "together" else 1
+    for work, name in works[run == "together" :]:
         values = [answer[name] for answer in answers]
         figures: dict[str, Any] = {"ms": None, "tok_s": None, "load_ms": None}
         if work == "ttft":
@@ -163,6 +194,6 @@ def _rows(
         yield {"work": work, "run": run, **shared, **figures, **spread, "model": model, **told}
 
 
-def _line(ttft: Mapping[str, Any], decode: Mapping[str, Any]) -> str:
-    said = f"{ttft['policy']}, {ttft['run']}: {ttft['ms']:.0f} ms to the first token"
-    return f"{said}, then {decode['tok_s']:.0f} tokens/s, {ttft['execution']}"
+def _line(answer: Mapping[str, Any], policy: str, run: str) -> str:
+    first = "" if answer["ttft_ms"] is None else f"{answer['ttft_ms']:.0f} ms to the first token, "
+    return f"{policy}, {run}: {first}{answer['tok_s']:.0f} tokens/s, {answer['execution']}"

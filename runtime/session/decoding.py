@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Generator, Sequence
+from typing import Any, NamedTuple
 
 from tokenizers.decoders import DecodeStream
 
@@ -14,6 +14,16 @@ from kvcap.runtime.session.engine import Engine, Loop
 from kvcap.runtime.session.stats import Turn
 
 MAX_NEW_TOKENS = 512
+
+
+class Read(NamedTuple):
+    """Asks for a token to be read, where somebody reads those of several answers at once.
+
+    To be sent back: logits [1, V] of the next token; or its id, if that is the `likeliest` anyway.
+    """
+
+    token: int
+    likeliest: bool
 
 
 class Decoding:
@@ -26,6 +36,8 @@ class Decoding:
 
     def __init__(self, engine: Engine, loop: Loop) -> None:
         self.engine, self.loop = engine, loop
+        self.together = False
+        """Tokens are asked for (`Read`) rather than read here."""
         self._warned = False  # of positions beyond what the model was trained on
 
     def check(self, config: Any, rng: Any, tokens: int, *, emptied: bool = False) -> None:
@@ -54,10 +66,11 @@ class Decoding:
         rng: Any,
         turn: Turn,
         on_block: Callable[[int, int], None] | None,
-    ) -> Iterator[str]:
+    ) -> Generator[Any, Any, None]:
         """Read `ids` and stream the answer, filling in the figures of `turn`.
 
-        The last token drawn is not read; the cache keeps it as `unread`.
+        The last token drawn is not read; the cache keeps it as `unread`. Gives pieces of text, and
+        a `Read` for every token if they are read `together`.
         """
         engine, loop, cache = self.engine, self.loop, self.loop.cache
         sampler, most = engine.sampler(config, rng), answer_limit(config)
@@ -71,8 +84,11 @@ class Decoding:
         history = prompt[:, -engine.plan.budget_tokens :]
         while True:
             self._warn_beyond()
-            token = sampler.next(logits, history)
-            number: int = token.item()
+            if isinstance(logits, int):
+                number, token = logits, engine.token_ids([logits])[0]
+            else:
+                token = sampler.next(logits, history)
+                number = token.item()
             now = time.perf_counter()
             turn.completion_tokens += 1
             if turn.completion_tokens == 1:
@@ -92,8 +108,12 @@ class Decoding:
                 turn.finish_reason = "full"
                 break
             loop.check_room(1, most - turn.completion_tokens)
-            history = engine.append_token(history, token)
-            logits = loop.read(token[:, None])
+            if not sampler.likeliest:
+                history = engine.append_token(history, token)
+            if self.together:
+                logits = yield Read(number, sampler.likeliest)
+            else:
+                logits = loop.read(token[:, None])
         if text := stream.end():
             yield text
 

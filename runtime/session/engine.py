@@ -86,6 +86,10 @@ class Engine(Protocol):
 class Sampler(Protocol):
     """Draws the next token."""
 
+    @property
+    def likeliest(self) -> bool:
+        """Whether that is the likeliest one, whatever came before."""
+
     def next(self, logits: Any, history: Any) -> Any:
         """Token ids [1] from logits [1, V], given the tokens so far [1, T]."""
 

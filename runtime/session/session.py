@@ -79,9 +79,12 @@ class Session:
         """Whether the system prompt is never evicted, from the next time that it is read."""
         self.seed = seed
         self.rng = runtime.rng(seed)
-        self._loop = runtime.loop()
-        self._decoding = Decoding(runtime, self._loop)
-        self._open: Generator[str, None, None] | None = None  # the answer being written
+        self.loop = runtime.loop()
+        """What reads into the conversation's cache."""
+        self.cache_away: Callable[[], None] | None = None
+        """Brings back what the cache held, where that is elsewhere while answers are written."""
+        self._decoding = Decoding(runtime, self.loop)
+        self._open: Generator[Any, Any, None] | None = None  # the answer being written
 
     def __repr__(self) -> str:
         plan, count = self.runtime.plan, len(self.messages)
@@ -93,7 +96,22 @@ class Session:
     @property
     def cache(self) -> Any:
         """The conversation's cache, of the backend's own kind."""
-        return self._loop.cache
+        self.fetch_cache()
+        return self.loop.cache
+
+    def fetch_cache(self) -> None:
+        """Have the cache hold the conversation again, if that is elsewhere."""
+        if self.cache_away is not None:
+            self.cache_away()
+
+    @property
+    def read_together(self) -> bool:
+        """Whether answers ask for their tokens to be read (`Read`), rather than reading them."""
+        return self._decoding.together
+
+    @read_together.setter
+    def read_together(self, value: bool) -> None:
+        self._decoding.together = value
 
     @property
     def on_full(self) -> OnFull:
@@ -103,13 +121,13 @@ class Session:
         With the last two nothing is ever evicted, and a message that does not fit is refused
         before any of it is read.
         """
-        return self._loop.on_full
+        return self.loop.on_full
 
     @on_full.setter
     def on_full(self, value: OnFull) -> None:
         if value not in get_args(OnFull):
             raise ValueError(f"on_full is {value!r}; use one of {', '.join(get_args(OnFull))}")
-        self._loop.on_full = value
+        self.loop.on_full = value
 
     @property
     def stats(self) -> Stats:
@@ -123,16 +141,16 @@ class Session:
             evicted_tokens=cache.seen - cache.held,
             bytes=cache.used_bytes,
             cap_bytes=self.runtime.cap_bytes,
-            peak_bytes=max(self._loop.peak_bytes, cache.nbytes),
+            peak_bytes=max(self.loop.peak_bytes, cache.nbytes),
             recomputed=cache.recomputed,
-            execution=self._loop.execution,
+            execution=self.loop.execution,
             turn=self.turn,
         )
 
     @property
     def graph_bytes(self) -> int:
         """Bytes of the device's memory that captured CUDA graphs hold beside the cache."""
-        return self._loop.graph_bytes
+        return self.loop.graph_bytes
 
     @classmethod
     def load(cls, runtime: Engine, path: str | os.PathLike[str]) -> Session:
@@ -378,7 +396,7 @@ class Session:
 
     def _stream(
         self, prepare: Callable[[], Prompt], before: tuple[Any, ...], prompt: Prompt
-    ) -> Iterator[str]:
+    ) -> Generator[Any, Any, None]:
         """The answer to a prompt that was prepared when `_prompt_inputs` was `before`."""
         self._close()
         if self._prompt_inputs != before:  # the conversation went on since
@@ -400,7 +418,7 @@ class Session:
         """Everything that a prompt depends on."""
         return self._transcript, self.on_full, self.cache.seen, self._unread
 
-    def _answer(self, prompt: Prompt) -> Generator[str, None, None]:
+    def _answer(self, prompt: Prompt) -> Generator[Any, Any, None]:
         """Answer a prompt; however that ends, the conversation can go on."""
         before, pieces, settled = self._transcript, list[str](), False
         turn = Turn(prompt_tokens=len(prompt.ids))
@@ -423,11 +441,20 @@ class Session:
                         self._transcript = prompt.transcript
                     self.turn, self.notice = turn, None
                     start = self.cache.seen, self.cache.held
-                for piece in self._decoding.answer(
-                    prompt.ids, self.generation, self.rng, turn, self.on_block
-                ):
-                    pieces.append(piece)
-                    yield piece
+                made, sent = (
+                    self._decoding.answer(
+                        prompt.ids, self.generation, self.rng, turn, self.on_block
+                    ),
+                    None,
+                )
+                while True:
+                    try:
+                        piece = made.send(sent)
+                    except StopIteration:
+                        break
+                    if isinstance(piece, str):
+                        pieces.append(piece)
+                    sent = yield piece
             except BaseException as error:
                 turn.finish_reason = turn.finish_reason or _reason(error)
                 raise

@@ -62,6 +62,11 @@ class Sampler:
         self.config, self.rng = config, rng
         self.greedy = not config.do_sample or config.temperature == 0
 
+    @property
+    def likeliest(self) -> bool:
+        """Whether the likeliest token is drawn, whatever came before."""
+        return self.greedy and self.config.repetition_penalty in (None, 1.0)
+
     def next(self, logits: Floats, history: NDArray[np.int64]) -> NDArray[np.int64]:
         """Token ids [1] from logits [1, V]; a repetition penalty looks at `history` [1, T]."""
         scores = self.scores(logits[0].astype(np.float32), history[0])

@@ -21,6 +21,7 @@ from kvcap import dtypes
 from kvcap.kernels.choice import ready
 from kvcap.policies import PINS, Eviction, load_policy, policies
 from kvcap.runtime.backends.pytorch import snapshot
+from kvcap.runtime.backends.pytorch.batch import Batch
 from kvcap.runtime.backends.pytorch.cuda_graphs import BlockGraphs, why_unsteady
 from kvcap.runtime.backends.pytorch.loop import BlockLoop
 from kvcap.runtime.backends.pytorch.sampler import Sampler
@@ -201,8 +202,8 @@ class Runtime:
             memory_cap=cap,
         )
 
-    def new_cache(self) -> BudgetCache:
-        """An empty cache of the planned size, with all its memory."""
+    def new_cache(self, batch: int = 1) -> BudgetCache:
+        """An empty cache of the planned size for each of `batch` sequences, with all its memory."""
         cache = BudgetCache(
             self.model.config,
             self.plan.budget_tokens,
@@ -215,7 +216,7 @@ class Runtime:
         if self.memory_cap is not None and self.model.device.type == "cpu":
             block = self.plan.workspace + self.plan.logits
             cache.guard = CapGuard(self.memory_cap, block, self.plan.block_size)
-        return cache.allocate(1, self.model.dtype, self.model.device)
+        return cache.allocate(batch, self.model.dtype, self.model.device)
 
     def session(
         self,
@@ -226,6 +227,14 @@ class Runtime:
     ) -> Session:
         """A new conversation with a cache of its own."""
         return Session(self, system, seed, generation)
+
+    def batch(self, size: int) -> Batch:
+        """Answers up to `size` sessions at once; see `Batch`.
+
+        Raises:
+            PlanInfeasible: no rows, or under a memory cap, whose plan has one session.
+        """
+        return Batch(self, size)
 
     def loop(self) -> BlockLoop:
         """The block loop over an empty cache, which nobody else uses as long as the loop lives.

@@ -64,6 +64,11 @@ class Sampler:
         self.generator = generator
         self.processors = _processors(config, self.greedy)
 
+    @property
+    def likeliest(self) -> bool:
+        """Whether the likeliest token is drawn, whatever came before."""
+        return self.greedy and not self.processors
+
     def next(self, logits: Tensor, history: Tensor) -> Tensor:
         """Token ids [B] from logits [B, V]; a repetition penalty looks at `history` [B, T]."""
         scores: Tensor = self.processors(history, logits.float())

@@ -19,13 +19,15 @@ GIVEN: dict[str, Any] = {
 
 @pytest.mark.slow
 def test_every_run_is_a_process_or_a_session(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(use, "TOGETHER", 2)
     result = use.run(options_for("use", {**GIVEN, "files": tmp_path}))
     rows = json.loads(json.dumps(result.as_dict()))["rows"]
     runs = {(row["work"], row["run"]): row for row in rows if row["run"] != "warmed"}
-    assert len(runs) == 2 * 4
-    for (work, _), row in runs.items():
+    assert len(runs) == 2 * 4 + 1
+    for (work, run), row in runs.items():
+        assert row["sessions"] == (2 if run == "together" else 1)
         assert (row["n"], row["budget"], row["policy"], row["turns"]) == (70, 32, "keydiff", 1)
         assert (row["ms"] is None, row["tok_s"] is None) == (work == "decode", work == "ttft")
         assert 0 < row["least"] == row["most"]
@@ -33,7 +35,7 @@ def test_every_run_is_a_process_or_a_session(
     # A process is loaded once, however many sessions it answers.
     loads = {run: row["load_ms"] for (work, run), row in runs.items() if work == "ttft"}
     assert loads["process"] == loads["session"] == loads["again"] != loads["first"]
-    assert all(row["tokens"] == 5 for (work, _), row in runs.items() if work == "decode")
+    assert {row["tokens"] for (work, _), row in runs.items() if work == "decode"} == {5, 2 * 2}
     assert len(result.table().splitlines()) == 2 + len(rows)
     assert "keydiff, again: " in capsys.readouterr().err
 
@@ -43,14 +45,16 @@ def test_machines_are_empty_and_turns_are_told_by_their_median(
 ) -> None:
     """No run finds what another machine compiled; what is told of several is their middle."""
     folders: list[str] = []
-    times = iter([3.0, 10.0, 10.0, 10.0, 9.0, 10.0, 10.0, 10.0, 4.0, 10.0, 10.0, 10.0])
+    times = iter([x for first in (3.0, 9.0, 4.0) for x in (first, 10.0, 10.0, 10.0, None)])
 
-    def answers(asked: Any, kernels: str, sessions: int) -> list[dict[str, Any]]:
+    def answers(asked: Any, kernels: str, sessions: int, together: int = 0) -> list[dict[str, Any]]:
         assert not list(Path(kernels).iterdir()) or sessions > 1
         Path(kernels, "kernel").touch()
         folders.append(kernels)
         told = {"tokens": 5, "execution": "eager", "load_ms": 1.0, "device": "d", "versions": {}}
-        return [{**told, "ttft_ms": next(times), "tok_s": 2.0} for _ in range(sessions)]
+        return [
+            {**told, "ttft_ms": next(times), "tok_s": 2.0} for _ in range(sessions + (together > 0))
+        ]
 
     monkeypatch.setattr(use, "_answers", answers)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)

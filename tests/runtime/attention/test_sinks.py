@@ -498,11 +498,11 @@ def test_the_workspace_is_found_by_a_dry_run(family, dtype, tokens):
 def test_a_loaded_session_goes_on_exactly(family, policy, tokens, tmp_path):
     runtime = runtime_of(tiny_model(family), policy, 24, positions="compact")
     session, ids = runtime.session(seed=1), tokens(84)
-    session._loop.prefill(ids[:, :66])
+    session.loop.prefill(ids[:, :66])
     session.save(tmp_path / "s")
     fork = Session.load(runtime, tmp_path / "s")
     assert fork.cache.seen == 66
-    logits = [[one._loop.read(x) for x in ids[:, 66:].split(6, 1)] for one in (session, fork)]
+    logits = [[one.loop.read(x) for x in ids[:, 66:].split(6, 1)] for one in (session, fork)]
     assert torch.equal(torch.cat(logits[0]), torch.cat(logits[1]))
 
 

@@ -148,7 +148,7 @@ def session(runtime):
     session = runtime.session("Be kind.", seed=0)
     session.set_generation(max_new_tokens=6)
     session.read = []
-    plain = session._loop.read
+    plain = session.loop.read
 
     def noted(ids, **how):
         if not session.cache.seen:
@@ -156,7 +156,7 @@ def session(runtime):
         session.read.extend(ids[0].tolist())
         return plain(ids, **how)
 
-    session._loop.read = noted
+    session.loop.read = noted
     return session
 
 
@@ -235,7 +235,7 @@ def test_a_warning_once_beyond_the_trained_length(tokens):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             for _ in range(3):
-                session._loop.prefill(tokens(40))
+                session.loop.prefill(tokens(40))
                 session._decoding._warn_beyond()
         assert len(caught) == expected
         assert all("beyond the 64 tokens" in str(w.message) for w in caught)

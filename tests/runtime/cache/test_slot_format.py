@@ -393,17 +393,17 @@ def runtime(model: Any, kind: str | None, budget: int = 24, policy: str = "keydi
 def test_a_loaded_session_goes_on_to_the_bit(family, policy, kind, tokens, tmp_path):
     run, ids = runtime(tiny_model(family), kind, policy=policy), tokens(84)
     session = run.session(seed=1)
-    session._loop.prefill(ids[:, :60])
+    session.loop.prefill(ids[:, :60])
     session.save(tmp_path / "s")
     fork = Session.load(run, tmp_path / "s")
     for part in (ids[:, 60:73], *ids[:, 73:].split(1, 1)):
-        assert torch.equal(session._loop.prefill(part), fork._loop.prefill(part))
+        assert torch.equal(session.loop.prefill(part), fork.loop.prefill(part))
 
 
 def test_in_a_smaller_cache_the_same_bytes_stay(tokens, tmp_path):
     model, ids = tiny_model("llama"), tokens(84)
     session = runtime(model, "int4", 40).session(seed=1)
-    session._loop.prefill(ids[:, :70])
+    session.loop.prefill(ids[:, :70])
     session.save(tmp_path / "s")
     small = Session.load(runtime(model, "int4", 16), tmp_path / "s")
     assert small.cache.held == 16
@@ -419,14 +419,14 @@ def test_in_a_smaller_cache_the_same_bytes_stay(tokens, tmp_path):
                     assert torch.equal(new.view(buffer)[0, k], whole), name
             ranks = new.positions[0, k].argsort().argsort()
             assert torch.equal(new.aux(SHIFT)[0, k], -ranks.int())
-    assert small._loop.prefill(ids[:, 70:]).isfinite().all()
+    assert small.loop.prefill(ids[:, 70:]).isfinite().all()
 
 
 @pytest.mark.parametrize(("one", "other"), [("int8", None), (None, "int4"), ("int4", "int8")])
 def test_a_session_of_other_slots_is_refused(one, other, tokens, tmp_path):
     model = tiny_model("llama")
     session = runtime(model, one).session(seed=1)
-    session._loop.prefill(tokens(30))
+    session.loop.prefill(tokens(30))
     session.save(tmp_path / "s")
     with pytest.raises(SessionFileForeign, match=f"--kv-dtype{f' {one}' if one else ''}"):
         Session.load(runtime(model, other), tmp_path / "s")

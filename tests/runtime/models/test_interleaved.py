@@ -306,18 +306,18 @@ def test_a_loaded_session_goes_on_exactly(name, policy, tokens, tmp_path):
     model, ids = tiny_model(name), tokens(80)
     runtime = runtime_of(model, policy)
     session = runtime.session(seed=1)
-    session._loop.prefill(ids[:, :60])
+    session.loop.prefill(ids[:, :60])
     session.save(tmp_path / "s")
     loaded = Session.load(runtime, tmp_path / "s")
     for each in (ids[:, 60:73], *ids[:, 73:].split(1, 1)):
-        assert torch.equal(loaded._loop.prefill(each), session._loop.prefill(each))
+        assert torch.equal(loaded.loop.prefill(each), session.loop.prefill(each))
 
 
 @pytest.mark.parametrize("name", ["glm", "cohere"])
 def test_a_session_loaded_into_a_smaller_cache_rotates_what_its_table_cannot(name, tmp_path):
     model, ids = tiny_model(name), distinct(56)
     session = runtime_of(model, "keydiff", 48).session()
-    session._loop.prefill(ids)
+    session.loop.prefill(ids)
     session.save(tmp_path / "s")
     cache = Session.load(runtime_of(model, "keydiff", 6, block=2), tmp_path / "s").cache
     assert cache.held == 6

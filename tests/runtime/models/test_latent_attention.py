@@ -255,29 +255,29 @@ def test_criticalkv_reads_the_heads_own_values():
 def test_a_loaded_session_goes_on_exactly(policy, tmp_path):
     runtime, ids = runtime_of(model_of("deepseek_v2"), policy), text(80)
     session = runtime.session(seed=1)
-    session._loop.prefill(ids[:, :60])
+    session.loop.prefill(ids[:, :60])
     session.save(tmp_path / "s")
     loaded = Session.load(runtime, tmp_path / "s")
     assert loaded.cache.nbytes == session.cache.nbytes
     for each in (ids[:, 60:73], *ids[:, 73:].split(1, 1)):
-        assert torch.equal(loaded._loop.prefill(each), session._loop.prefill(each))
+        assert torch.equal(loaded.loop.prefill(each), session.loop.prefill(each))
 
 
 def test_a_session_loads_into_a_smaller_cache(tmp_path):
     model = model_of("deepseek_v2")
     session = runtime_of(model, "keydiff", 48).session()
-    session._loop.prefill(text(56))
+    session.loop.prefill(text(56))
     session.save(tmp_path / "s")
     small = Session.load(runtime_of(model, "keydiff", 12, block=2), tmp_path / "s")
     assert small.cache.held == 12
-    assert small._loop.prefill(text(3)).isfinite().all()
+    assert small.loop.prefill(text(3)).isfinite().all()
 
 
 def test_a_session_of_before_an_option_goes_on_exactly(tmp_path, monkeypatch):
     """As saved by a version that did not know the option yet."""
     runtime, ids = runtime_of(model_of("youtu"), "keydiff"), text(70)
     session = runtime.session()
-    session._loop.prefill(ids[:, :60])
+    session.loop.prefill(ids[:, :60])
     known = snapshot.parts
 
     def older(eviction: kvcap.Eviction) -> dict[str, Any]:
@@ -290,7 +290,7 @@ def test_a_session_of_before_an_option_goes_on_exactly(tmp_path, monkeypatch):
         session.save(tmp_path / "s")
     loaded = Session.load(runtime, tmp_path / "s")
     for each in ids[:, 60:].split(1, 1):
-        assert torch.equal(loaded._loop.prefill(each), session._loop.prefill(each))
+        assert torch.equal(loaded.loop.prefill(each), session.loop.prefill(each))
 
 
 # Refusals -----------------------------------------------------------------------------------------

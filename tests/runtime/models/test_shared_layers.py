@@ -380,13 +380,13 @@ def test_the_plan_is_what_is_held(family, positions, tokens):
 def test_a_loaded_session_goes_on_exactly(family, policy, tokens, tmp_path):
     runtime = runtime_of(tiny_model(family), policy)
     session, ids = runtime.session(seed=1), tokens(70)
-    session._loop.prefill(ids[:, :55])
+    session.loop.prefill(ids[:, :55])
     session.save(tmp_path / "s")
     fork = Session.load(runtime, tmp_path / "s")
 
     def read_on(one: Any) -> Tensor:
-        found = [one._loop.prefill(ids[:, 55:66])]
-        found += [one._loop.read(ids[:, i : i + 1]) for i in range(66, 70)]
+        found = [one.loop.prefill(ids[:, 55:66])]
+        found += [one.loop.read(ids[:, i : i + 1]) for i in range(66, 70)]
         return torch.stack(found)
 
     assert torch.equal(read_on(fork), read_on(session))

@@ -323,12 +323,12 @@ def test_a_loaded_session_goes_on_to_the_bit(family, tokens, tmp_path):
     model, ids = tiny_model(family), tokens(80)
     runtime = runtime_of(model, positions="compact")
     session = runtime.session(seed=1)
-    in_blocks(session._loop, ids[:, :60])
+    in_blocks(session.loop, ids[:, :60])
     session.save(tmp_path / "s")
     loaded = Session.load(runtime, tmp_path / "s")
     assert loaded.cache.consistent
-    expected = in_blocks(session._loop, ids[:, 60:])
-    assert torch.equal(in_blocks(loaded._loop, ids[:, 60:]), expected)
+    expected = in_blocks(session.loop, ids[:, 60:])
+    assert torch.equal(in_blocks(loaded.loop, ids[:, 60:]), expected)
 
 
 @pytest.mark.parametrize("family", SOME + BESIDE)
@@ -336,7 +336,7 @@ def test_a_planted_state_that_is_not_restored_is_seen(family, tokens, tmp_path, 
     model, ids = tiny_model(family), tokens(80)
     runtime = runtime_of(model)
     session = runtime.session(seed=1)
-    in_blocks(session._loop, ids[:, :60])
+    in_blocks(session.loop, ids[:, :60])
     session.save(tmp_path / "s")
     from kvcap.runtime.cache.state_layer import StateLayer
 
@@ -345,14 +345,14 @@ def test_a_planted_state_that_is_not_restored_is_seen(family, tokens, tmp_path, 
 
     monkeypatch.setattr(StateLayer, "fill", keep_out)
     loaded = Session.load(runtime, tmp_path / "s")
-    expected = in_blocks(session._loop, ids[:, 60:])
-    assert (in_blocks(loaded._loop, ids[:, 60:]) - expected).abs().max() > 1e-2
+    expected = in_blocks(session.loop, ids[:, 60:])
+    assert (in_blocks(loaded.loop, ids[:, 60:]) - expected).abs().max() > 1e-2
 
 
 def test_sessions_of_other_models_and_broken_states_are_refused(tokens, tmp_path):
     model = tiny_model("qwen3_5_text")
     session = runtime_of(model).session(seed=1)
-    in_blocks(session._loop, tokens(40))
+    in_blocks(session.loop, tokens(40))
     session.save(tmp_path / "s")
     other = runtime_of(tiny_model("qwen3_5_text", linear_value_head_dim=8))
     with pytest.raises(SessionFileForeign):
@@ -367,14 +367,14 @@ def test_sessions_of_other_models_and_broken_states_are_refused(tokens, tmp_path
 def test_another_budget_takes_the_states_over(family, tokens, tmp_path):
     model, ids = tiny_model(family), tokens(80)
     session = runtime_of(model).session(seed=1)
-    in_blocks(session._loop, ids[:, :60])
+    in_blocks(session.loop, ids[:, :60])
     session.save(tmp_path / "s")
     for budget in (12, 40):
         loaded = Session.load(runtime_of(model, budget=budget), tmp_path / "s")
         for index, layer in session.cache.state_layers.items():
             for name, state in layer.named.items():
                 assert torch.equal(loaded.cache.state_layers[index].named[name], state)
-        assert in_blocks(loaded._loop, ids[:, 60:]).isfinite().all()
+        assert in_blocks(loaded.loop, ids[:, 60:]).isfinite().all()
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -230,7 +230,7 @@ def test_it_chats_from_the_command_line_and_goes_on_from_a_file(name, saved, tmp
     assert session.stats.held_tokens <= 32 < session.stats.seen_tokens
     assert (
         runtime.plan.cache_bytes - runtime.plan.sliding_layers
-        == session._loop.cache.allocation.nbytes
+        == session.loop.cache.allocation.nbytes
     )
     assert runtime.plan.weights == held_weights(runtime.model).nbytes
     session.save(tmp_path / "session.kvcap")

@@ -43,8 +43,8 @@ MODELS = {family: tiny_model(family) for family in ("llama", "gemma2", "gemma3_t
 
 def read_on(session, ids):
     """Logits after a block and after every token of some steps."""
-    found = [session._loop.prefill(ids[:, :13])]
-    found += [session._loop.read(ids[:, i : i + 1]) for i in range(13, ids.shape[1])]
+    found = [session.loop.prefill(ids[:, :13])]
+    found += [session.loop.read(ids[:, i : i + 1]) for i in range(13, ids.shape[1])]
     return torch.stack(found)
 
 
@@ -62,9 +62,9 @@ def test_a_loaded_session_goes_on_exactly(family, policy, positions, tokens, tmp
     runtime = runtime_of(model, policy, budget, positions=positions)
     session = runtime.session(seed=1)
     ids = tokens(84)
-    session._loop.prefill(ids[:, :60])
+    session.loop.prefill(ids[:, :60])
     for i in range(60, 66):
-        session._loop.read(ids[:, i : i + 1])
+        session.loop.read(ids[:, i : i + 1])
     session.save(tmp_path / "s")
     forks = [Session.load(runtime, tmp_path / "s") for _ in range(2)]
     assert forks[0].cache.seen == 66
@@ -80,9 +80,9 @@ def test_between_evictions(tokens, tmp_path):
     """With evict_every the cache holds more than its budget for a while."""
     runtime = runtime_of(MODELS["llama"], evict_every=6)
     session, ids = runtime.session(), tokens(90)
-    session._loop.prefill(ids[:, :60])
+    session.loop.prefill(ids[:, :60])
     for i in range(60, 64):
-        session._loop.read(ids[:, i : i + 1])
+        session.loop.read(ids[:, i : i + 1])
     assert session.cache.held == 28
     session.save(tmp_path / "s")
     fork = Session.load(runtime, tmp_path / "s")
@@ -103,7 +103,7 @@ def test_another_budget(policy, positions, tokens, tmp_path):
     """A smaller one evicts on the way in, a larger one takes everything; both go on."""
     model, ids = MODELS["smollm3"], tokens(120)
     session = runtime_of(model, policy, 24, positions=positions).session()
-    session._loop.prefill(ids[:, :60])
+    session.loop.prefill(ids[:, :60])
     session.save(tmp_path / "s")
     for budget in (12, 40):
         loaded = Session.load(
@@ -126,7 +126,7 @@ def test_a_smaller_budget_keeps_what_the_policy_would(tokens, tmp_path):
     """KeyDiff needs no queries: the kept set is that of one eviction more."""
     model, ids = MODELS["llama"], tokens(60)
     session = runtime_of(model).session()
-    session._loop.prefill(ids)
+    session.loop.prefill(ids)
     session.save(tmp_path / "s")
     loaded = Session.load(runtime_of(model, budget=12), tmp_path / "s")
     one, two = session.cache.capped_layers[0], loaded.cache.capped_layers[0]
@@ -158,7 +158,7 @@ def test_a_smaller_budget_keeps_what_the_policy_would(tokens, tmp_path):
 def test_another_policy(saved, loaded, takes, tokens, tmp_path):
     model, ids = MODELS["smollm3"], tokens(90)
     session = runtime_of(model, saved).session()
-    session._loop.prefill(ids[:, :60])
+    session.loop.prefill(ids[:, :60])
     session.save(tmp_path / "s")
     other = runtime_of(model, loaded, 60 if loaded == "full" else 24)
     if not takes:
@@ -350,9 +350,9 @@ def test_evicted_tokens_of_calidrop_are_checked(tokens, tmp_path):
     """Figures, places and numbers of the store beside the cache."""
     runtime = runtime_of(MODELS["llama"], "calidrop")
     session = runtime.session(seed=1)
-    session._loop.prefill(tokens(60))
+    session.loop.prefill(tokens(60))
     for i in range(4):
-        session._loop.read(tokens(70)[:, 60 + i : 61 + i])
+        session.loop.read(tokens(70)[:, 60 + i : 61 + i])
     session.save(tmp_path / "s")
     assert Session.load(runtime, tmp_path / "s").cache.recomputed == session.cache.recomputed
     for change in (

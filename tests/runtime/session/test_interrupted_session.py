@@ -152,7 +152,7 @@ def test_a_message_of_which_nothing_was_read_is_taken_back(session, monkeypatch)
 
     before, seen = copy.deepcopy(session.messages), session.cache.seen
     with monkeypatch.context() as patched:
-        patched.setattr(session._loop, "prefill", stop)
+        patched.setattr(session.loop, "prefill", stop)
         interrupted(lambda: session.send(LONG, pin=True))
     assert (session.messages, session.cache.seen, session.pinned) == (before, seen, set())
     assert "taken back" in session.notice
@@ -178,7 +178,7 @@ def test_an_answer_that_fails_is_kept_and_read_again(session, monkeypatch):
     def fail(*_: Any) -> None:
         raise RuntimeError("lost")
 
-    monkeypatch.setattr(session._loop, "read", fail)
+    monkeypatch.setattr(session.loop, "read", fail)
     with pytest.raises(RuntimeError):
         list(stream)
     monkeypatch.undo()

@@ -67,7 +67,7 @@ def test_turn_by_turn_equals_one_long_prompt(directory, tokenizer):
     session = make(directory, budget=400)
     session.system = "You are kind."
     read = []
-    loop = session._loop
+    loop = session.loop
     plain = loop.read
     loop.read = lambda ids, **how: read.extend(ids[0].tolist()) or plain(ids, **how)
     first = "".join(session.send("My name is Ada."))
@@ -80,9 +80,9 @@ def test_turn_by_turn_equals_one_long_prompt(directory, tokenizer):
     assert text == tokenizer.decode(whole)
     # and the logits are those of a fresh cache that reads the same tokens at once
     fresh = session.runtime.session()
-    one = fresh._loop.prefill(torch.tensor([read]))
+    one = fresh.loop.prefill(torch.tensor([read]))
     two = plain(torch.tensor([[5]]))
-    torch.testing.assert_close(fresh._loop.read(torch.tensor([[5]])), two, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(fresh.loop.read(torch.tensor([[5]])), two, rtol=1e-4, atol=1e-4)
     assert one.shape == two.shape
 
 
@@ -90,9 +90,9 @@ def test_block_boundaries_that_coincide_give_the_same_after_evictions(directory)
     """Two reads of whole blocks leave the same cache as one read of both."""
     ids = torch.randint(3, 90, (1, 160))
     one, two = make(directory), make(directory)
-    a = one._loop.prefill(ids)
-    two._loop.prefill(ids[:, :96])
-    b = two._loop.prefill(ids[:, 96:])
+    a = one.loop.prefill(ids)
+    two.loop.prefill(ids[:, :96])
+    b = two.loop.prefill(ids[:, 96:])
     torch.testing.assert_close(a, b)
     assert one.cache.seen == two.cache.seen == 160
 

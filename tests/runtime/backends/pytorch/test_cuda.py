@@ -107,13 +107,13 @@ def test_a_saved_session_goes_on_exactly(policy, tokens, tmp_path):
         runtime_of(copy.deepcopy(model).to(device), policy, 32, 16) for device in ("cuda", "cpu")
     ]
     saved = runtimes[0].session()
-    saved._loop.prefill(ids[:, :70].cuda())
+    saved.loop.prefill(ids[:, :70].cuda())
     saved.save(tmp_path / "session")
-    logits = saved._loop.read(ids[:, 70:].cuda())
+    logits = saved.loop.read(ids[:, 70:].cuda())
     for runtime in runtimes:  # from one device to the other, too
         loaded = Session.load(runtime, tmp_path / "session")
         assert loaded.cache.seen == 70
-        again = loaded._loop.read(ids[:, 70:].to(runtime.model.device))
+        again = loaded.loop.read(ids[:, 70:].to(runtime.model.device))
         close = 0 if runtime is runtimes[0] else 1e-3
         torch.testing.assert_close(again.cpu(), logits.cpu(), rtol=close, atol=close)
 

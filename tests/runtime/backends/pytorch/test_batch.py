@@ -1,0 +1,242 @@
+"""Several sessions answered at once: each as if it were alone."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+import kvcap
+from kvcap.runtime.backends.pytorch.batch import Batch
+from kvcap.runtime.errors import PlanInfeasible
+from kvcap.runtime.session.session import Session
+
+FACT = "Please remember: the code for the {} door is {}. "
+SAID = [FACT.format(*x) * n for n, x in enumerate([("blue", 4821), ("red", 77), ("old", 1906)], 4)]
+
+
+def runtime_of(policy: str = "keydiff", budget: int = 48, **more: Any) -> kvcap.Runtime:
+    return kvcap.Runtime.from_pretrained(
+        "pocket", policy, kv_budget_tokens=budget, block_size=16, dtype="float32", device="cpu",
+        **more,
+    )  # fmt: skip
+
+
+def begun(runtime: kvcap.Runtime, texts: list[str], tokens: int = 20) -> list[Session]:
+    """Sessions that have read texts of unequal length."""
+    found = []
+    for text in texts:
+        session = runtime.session()
+        session.set_generation(do_sample=False, max_new_tokens=2)
+        "".join(session.send(text))
+        session.set_generation(max_new_tokens=tokens)
+        found.append(session)
+    return found
+
+
+def together(batch: Batch, asked: list[tuple[Session, Any]]) -> list[str]:
+    answers = {id(session): "" for session, _ in asked}
+    for session, pieces in asked:
+        batch.add(session, pieces)
+    for session, text in batch:
+        answers[id(session)] += text
+    return [answers[id(session)] for session, _ in asked]
+
+
+def kept(session: Session) -> list[list[int]]:
+    segments = [s for layer in session.cache.capped_layers for s in layer.segments]
+    return [sorted(head.tolist()) for s in segments for head in s.positions[0]]
+
+
+NEVER = 1_000_000  # a token that is not drawn
+QUESTION = "What is the code for the {} door?"
+
+
+@pytest.mark.slow(keep=2)
+@pytest.mark.parametrize(
+    "policy", ["keydiff", "snapkv", "h2o", "dropkv", "streaming_llm", "pyramidkv"]
+)
+def test_answers_and_what_is_kept_are_those_of_sessions_alone(policy: str) -> None:
+    runtime = runtime_of(policy)
+    questions = [QUESTION.format(door) for door in ("blue", "red", "old")]
+    alone = begun(runtime, SAID)
+    expected = ["".join(s.send(q)) for s, q in zip(alone, questions, strict=True)]
+    sessions = begun(runtime, SAID)
+    batch = runtime.batch(2)  # the third waits until one has ended
+    assert batch.apart is None
+    asked = [(s, s.send(q)) for s, q in zip(sessions, questions, strict=True)]
+    assert together(batch, asked) == expected
+    for one, other in zip(sessions, alone, strict=True):
+        assert one.messages == other.messages
+        assert kept(one) == kept(other)
+        mine, its = one.stats, other.stats
+        assert (mine.seen_tokens, mine.held_tokens) == (its.seen_tokens, its.held_tokens)
+        assert mine.turn is not None
+        assert mine.turn.finish_reason == its.turn.finish_reason  # type: ignore[union-attr]
+    # They go on alone as well.
+    again = [["".join(s.send("And once more?")) for s in group] for group in (sessions, alone)]
+    assert again[0] == again[1]
+
+
+def test_a_shared_pass_reads_the_tokens_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime = runtime_of()
+    sessions, shapes = begun(runtime, SAID), []
+    batch = runtime.batch(3)
+    assert batch._rows is not None
+    read = batch._rows.loop.read
+    monkeypatch.setattr(
+        batch._rows.loop, "read", lambda ids: (shapes.append(tuple(ids.shape)), read(ids))[1]
+    )
+    for session in sessions:
+        session.set_generation(max_new_tokens=9, eos_token_id=NEVER)
+    together(batch, [(session, session.send("Go on.")) for session in sessions])
+    assert shapes == [(3, 1)] * 8  # the ninth token is not read
+    assert batch.nbytes == 3 * sessions[0].cache.nbytes - 2 * _table(sessions[0])
+
+
+def _table(session: Session) -> int:
+    buffers = session.cache.allocation.buffers
+    return sum(x.nbytes for name, x in buffers.items() if name.startswith("rotation."))
+
+
+def test_sessions_that_fill_join_when_they_are_full() -> None:
+    runtime = runtime_of(budget=64)
+    texts = ["Hello.", SAID[2]]
+    alone, sessions = begun(runtime, texts, 60), begun(runtime, texts, 60)
+    for session in (*alone, *sessions):
+        session.set_generation(eos_token_id=NEVER)
+    expected = ["".join(s.send("Go on.")) for s in alone]
+    assert alone[0].cache.seen > 64 > len(sessions[0].encode("Hello. Go on."))
+    batch = runtime.batch(2)
+    assert together(batch, [(s, s.send("Go on.")) for s in sessions]) == expected
+    assert list(map(kept, sessions)) == list(map(kept, alone))
+
+
+def test_sampled_answers_have_their_own_random_numbers() -> None:
+    runtime = runtime_of()
+    groups = [begun(runtime, SAID[:2]) for _ in range(2)]
+    for group in groups:
+        for seed, session in enumerate(group):
+            session.set_generation(do_sample=True, temperature=1.5, seed=seed)
+    expected = ["".join(s.send("Go on.")) for s in groups[0]]
+    batch = runtime.batch(2)
+    assert together(batch, [(s, s.send("Go on.")) for s in groups[1]]) == expected
+    assert expected[0] != expected[1]
+
+
+def test_whoever_looks_at_a_session_finds_its_own_cache(tmp_path: Any) -> None:
+    """Saved, asked for figures or stopped in the middle, it is what it would be alone."""
+    runtime = runtime_of()
+    alone, sessions = begun(runtime, SAID[:2]), begun(runtime, SAID[:2])
+    for session in (*alone, *sessions):
+        session.set_generation(eos_token_id=NEVER, max_new_tokens=30)
+    pieces = alone[0].send("Go on.")
+    said = "".join(next(pieces) for _ in range(8))
+    batch, found = runtime.batch(2), ""
+    for session in sessions:
+        batch.add(session, session.send("Go on."))
+    while len(found) < len(said):
+        for progress in batch.step():
+            found += progress.text if progress.session is sessions[0] else ""
+    assert found == said
+    assert sessions[0].cache_away is not None
+    seen = sessions[0].loop.cache.seen
+    sessions[0].save(tmp_path / "one.kvcap")
+    assert sessions[0].cache_away is None
+    batch.step()  # it joins again
+    assert sessions[0].cache_away is not None
+    batch.remove(sessions[0])
+    assert sessions[0].turn.finish_reason == "interrupted"  # type: ignore[union-attr]
+    loaded = Session.load(runtime, tmp_path / "one.kvcap")
+    assert loaded.cache.seen == seen
+    assert sorted(kept(loaded)[0])[-1] == seen - 1
+    "".join(text for _, text in batch)  # the other one ends as usual
+    assert sessions[1].turn.finish_reason == "length"  # type: ignore[union-attr]
+
+
+def test_an_error_ends_its_own_answer_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime = runtime_of()
+    sessions = begun(runtime, SAID[:2])
+    monkeypatch.setattr(sessions[0].loop, "prefill", _fail)
+    batch = runtime.batch(2)
+    for session in sessions:
+        batch.add(session, session.send("Go on."))
+    with pytest.raises(ZeroDivisionError):
+        list(batch)
+    assert [text for _, text in batch]
+    assert sessions[0].turn.finish_reason == "error"  # type: ignore[union-attr]
+    assert sessions[1].turn.finish_reason in ("stop", "length")  # type: ignore[union-attr]
+
+
+def _fail(*_: Any) -> None:
+    raise ZeroDivisionError
+
+
+@pytest.mark.parametrize(
+    ("policy", "more", "why"),
+    [
+        ("keydiff", {"positions": "true"}, "a position of its own"),
+        ("keydiff", {"evict_every": 4}, "unequally many"),
+        ("full", {"budget": 500}, "nothing is evicted"),
+        ("cake", {}, "move between layers"),
+        ("adakv", {}, "move between heads"),
+    ],
+)
+def test_what_cannot_share_a_cache_is_answered_by_turns(
+    policy: str, more: dict[str, Any], why: str
+) -> None:
+    runtime = runtime_of(policy, **more)
+    texts = SAID[:2] if policy != "full" else ["Hello."] * 2
+    alone, sessions = begun(runtime, texts, 6), begun(runtime, texts, 6)
+    expected = ["".join(s.send("Go on.")) for s in alone]
+    batch = runtime.batch(2)
+    assert why in str(batch.apart)
+    assert together(batch, [(s, s.send("Go on.")) for s in sessions]) == expected
+
+
+def test_pinned_messages_are_read_by_their_own_session() -> None:
+    runtime = runtime_of(budget=96)
+    alone, sessions = begun(runtime, SAID), begun(runtime, SAID)
+    for group in (alone, sessions):
+        "".join(group[0].send("The word is plum.", pin=True))
+    expected = ["".join(s.send("Go on.")) for s in alone]
+    batch = runtime.batch(3)
+    assert together(batch, [(s, s.send("Go on.")) for s in sessions]) == expected
+    assert list(map(kept, sessions)) == list(map(kept, alone))
+
+
+def test_a_row_left_behind_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without counting as the rows do, other tokens would be kept."""
+    from kvcap.runtime.backends.pytorch.batch import Rows
+
+    runtime = runtime_of("streaming_llm")
+    alone, sessions = begun(runtime, SAID[:2]), begun(runtime, SAID[:2])
+    for s in alone:
+        "".join(s.send("Go on."))
+    monkeypatch.setattr(Rows, "_move", lambda *_: None)
+    together(runtime.batch(2), [(s, s.send("Go on.")) for s in sessions])
+    assert kept(sessions[0]) != kept(alone[0])
+
+
+def test_bad_input_is_refused() -> None:
+    runtime = runtime_of()
+    for size in (0, True, "2"):
+        with pytest.raises(PlanInfeasible, match="whole number of sessions"):
+            runtime.batch(size)  # type: ignore[arg-type]
+    capped = copy.copy(runtime)
+    capped.memory_cap = 1 << 30
+    with pytest.raises(PlanInfeasible, match="memory cap"):
+        capped.batch(2)
+    batch, session = runtime.batch(1), runtime.session()
+    with pytest.raises(ValueError, match="another runtime"):
+        batch.add(capped.session(), iter(()))
+    with pytest.raises(ValueError, match=r"send\(\)"):
+        batch.add(session, iter("abc"))
+    batch.add(session, session.send("Hello."))
+    with pytest.raises(ValueError, match="being answered"):
+        batch.add(session, session.send("Hello."))
+    batch.remove(session)
+    assert not list(batch)
+    assert torch.equal(session.cache.buffers()[0], torch.zeros_like(session.cache.buffers()[0]))
