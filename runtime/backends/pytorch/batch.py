@@ -23,7 +23,6 @@ from kvcap.runtime.interrupts import interrupts_deferred
 from kvcap.runtime.session.decoding import Read
 
 if TYPE_CHECKING:
-    from kvcap.runtime.backends.pytorch.runtime import Runtime
     from kvcap.runtime.session.session import Session
 
 
@@ -65,14 +64,14 @@ class Batch:
     1
 
     Args:
-        runtime: whose sessions are answered.
+        runtime: the `Runtime` whose sessions are answered.
         size: rows of the shared cache, each with as many slots as a session has.
 
     Raises:
         PlanInfeasible: no rows, or a memory cap, whose plan has one session.
     """
 
-    def __init__(self, runtime: Runtime, size: int) -> None:
+    def __init__(self, runtime: Any, size: int) -> None:
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
             raise PlanInfeasible(f"size={size!r}: use a whole number of sessions from 1")
         if runtime.memory_cap is not None:
