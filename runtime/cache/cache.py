@@ -139,7 +139,10 @@ class BudgetCache(Cache):  # type: ignore[misc]
         self.state_layers = {i: self._state_layer(i) for i in shape.recurrent}
         """The recurrent layers, or halves of layers, by their index in the model."""
         own = [i for i, layer in enumerate(shape.layers) if layer.kind != "shared"]
-        super().__init__(layers=[self._layer(i) for i in own])  # no cache is asked for the others
+        layers = [self._layer(i) for i in own]  # no cache is asked for the others
+        self.capped_layers = [layer for layer in layers if isinstance(layer, BudgetLayer)]
+        """The layers kvcap caps, without native sliding and recurrent ones."""
+        super().__init__(layers=layers)
 
     def __repr__(self) -> str:
         """What it is for, and how full it is."""
@@ -283,11 +286,6 @@ class BudgetCache(Cache):  # type: ignore[misc]
     def balance(self) -> LayerBalance | None:
         """What moves slots between layers, if they move."""
         return self.allocation.balance
-
-    @property
-    def capped_layers(self) -> list[BudgetLayer]:
-        """The layers kvcap caps, without native sliding and recurrent ones."""
-        return [layer for layer in self.layers if isinstance(layer, BudgetLayer)]
 
     @property
     def seen(self) -> int:

@@ -65,9 +65,10 @@ class Decoding:
         config: Any,
         rng: Any,
         turn: Turn,
+        said: list[str],
         on_block: Callable[[int, int], None] | None,
     ) -> Generator[Any, Any, None]:
-        """Read `ids` and stream the answer, filling in the figures of `turn`.
+        """Read `ids` and stream the answer, whose pieces join `said`; fills in figures of `turn`.
 
         The last token drawn is not read; the cache keeps it as `unread`. Gives pieces of text, and
         a `Read` for every token if they are read `together`.
@@ -84,8 +85,9 @@ class Decoding:
         history = prompt[:, -engine.plan.budget_tokens :]
         while True:
             self._warn_beyond()
+            token: Any = None
             if isinstance(logits, int):
-                number, token = logits, engine.token_ids([logits])[0]
+                number = logits
             else:
                 token = sampler.next(logits, history)
                 number = token.item()
@@ -97,6 +99,7 @@ class Decoding:
             ended = number in ends
             cache.unread = None if ended else (number, cache.seen)
             if text := "" if ended else stream.put(number):
+                said.append(text)
                 yield text
             if ended or stream.stopped:
                 turn.finish_reason = "stop"
@@ -108,6 +111,8 @@ class Decoding:
                 turn.finish_reason = "full"
                 break
             loop.check_room(1, most - turn.completion_tokens)
+            if token is None and not self.together:
+                token = engine.token_ids([number])[0]
             if not sampler.likeliest:
                 history = engine.append_token(history, token)
             if self.together:
@@ -115,6 +120,7 @@ class Decoding:
             else:
                 logits = loop.read(token[:, None])
         if text := stream.end():
+            said.append(text)
             yield text
 
     def _warn_beyond(self) -> None:

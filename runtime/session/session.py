@@ -441,20 +441,9 @@ class Session:
                         self._transcript = prompt.transcript
                     self.turn, self.notice = turn, None
                     start = self.cache.seen, self.cache.held
-                made, sent = (
-                    self._decoding.answer(
-                        prompt.ids, self.generation, self.rng, turn, self.on_block
-                    ),
-                    None,
+                yield from self._decoding.answer(
+                    prompt.ids, self.generation, self.rng, turn, pieces, self.on_block
                 )
-                while True:
-                    try:
-                        piece = made.send(sent)
-                    except StopIteration:
-                        break
-                    if isinstance(piece, str):
-                        pieces.append(piece)
-                    sent = yield piece
             except BaseException as error:
                 turn.finish_reason = turn.finish_reason or _reason(error)
                 raise

@@ -71,6 +71,8 @@ class Sampler:
 
     def next(self, logits: Tensor, history: Tensor) -> Tensor:
         """Token ids [B] from logits [B, V]; a repetition penalty looks at `history` [B, T]."""
+        if self.likeliest:
+            return logits.argmax(-1)
         scores: Tensor = self.processors(history, logits.float())
         if self.greedy:
             return scores.argmax(-1)
