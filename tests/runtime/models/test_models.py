@@ -10,6 +10,7 @@ import models_page
 import pytest
 import torch
 from conftest import FAMILIES as CORE
+from conftest import in_turn
 from families import (
     ALL,
     ELSEWHERE,
@@ -61,9 +62,9 @@ def test_every_family_of_the_list_is_held_somewhere():
 
 
 @pytest.mark.slow(keep=24)
-@pytest.mark.parametrize("positions", ["compact", "true"])
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("family", ALL)
+@pytest.mark.parametrize(("family", "positions", "policy"), in_turn(
+    [(family, positions) for family in ALL for positions in ("compact", "true")], POLICIES, 2,
+))  # fmt: skip
 def test_logits_are_those_of_attention_over_what_was_kept(family, policy, positions):
     config = config_of(family)
     shape = ModelShape.of(config)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import SIZES, small_policy
+from conftest import SIZES, in_turn, small_policy
 from families import STATES as FAMILIES
 from tools import runtime_of
 from torch import Tensor
@@ -215,8 +215,9 @@ MODES = [(family, mode) for family in FAMILIES for mode in ("compact", "true")]
 
 
 @pytest.mark.slow(keep=9)
-@pytest.mark.parametrize("policy", ["keydiff", "snapkv", "h2o", "dropkv", "streaming_llm"])
-@pytest.mark.parametrize(("family", "positions"), MODES)
+@pytest.mark.parametrize(("family", "positions", "policy"), in_turn(
+    MODES, ["keydiff", "snapkv", "h2o", "dropkv", "streaming_llm"], 2,
+))  # fmt: skip
 def test_logits_are_those_of_attention_over_the_kept_tokens(family, positions, policy, tokens):
     assert beside_the_reference(family, policy, positions, tokens(49)) <= 1e-4
 

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import standard_decoder
-from tools import PATIENCE, made, tiny_decoder
+from tools import PATIENCE, made, operations, tiny_decoder  # noqa: F401
 
 from kvcap import pocket
 from kvcap.cli import run
