@@ -216,9 +216,7 @@ def test_a_batch_is_its_sequences(policy, block):
 
 
 @pytest.mark.slow(keep=6)
-@pytest.mark.parametrize(
-    ("policy", "block"), in_turn(sorted(kvcap.policies.policies()), [6, 24])
-)
+@pytest.mark.parametrize(("policy", "block"), in_turn(sorted(kvcap.policies.policies()), [6, 24]))
 def test_every_policy_runs_or_is_refused_by_name(policy, block):
     """Each sees an attention of one KV head, whose keys are slots and whose values are latents."""
     recipe = kvcap.policies.policies()[policy]
