@@ -45,8 +45,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all", action="store_true", help="all tests, not the fast tier alone")
 
 
+# Files that take a minute and more: processes that share out files begin with these, lest one of
+# them is left alone with one at the end.
+LONG = ("policies/test_one_file.py", "export/graphs/test_graphs.py", "testing/test_memory.py",
+        "testing/test_pytest_plugin.py", "kernels/test_loop.py", "onnxruntime/test_backend.py",
+        "export/decoder/test_decoder.py", "export/decoder/test_repeat.py",
+        "devices/test_adb.py", "android_bench/test_browser.py", "adopted/test_adopt.py",
+        "memory/test_cap_guard.py", "planning/test_dry_run.py")  # fmt: skip
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave to `--all` what the fast tier does not run, unless it was asked for by its name."""
+    items.sort(key=lambda item: not item.path.as_posix().endswith(LONG))
     if config.getoption("--all") or any("::" in argument for argument in config.args):
         return
     sets: dict[str, list[pytest.Item]] = {}

@@ -16,7 +16,6 @@ from families import (
     ELSEWHERE,
     NEIGHBOURS,
     OLD,
-    STATES,
     TRIED,
     config_of,
     model_of,
@@ -138,14 +137,11 @@ def test_plan_generation_and_sessions(family, tmp_path):
 
 
 @pytest.mark.parametrize(
-    # Not Granite SWA, whose layers have a frequency each: a trial would have it true only. Nor
-    # Zaya, a token of which takes one expert, where a trial's copy takes two.
+    # Not Granite SWA, whose layers have a frequency each: a trial would have it true only.
     "family",
-    sorted({*ALL, *NEIGHBOURS, *STATES, "gpt_oss"} & set(SUPPORTED) - {"zaya"}),
+    sorted({*ALL, *NEIGHBOURS, "gpt_oss"} & set(SUPPORTED)),
 )
 def test_a_trial_finds_what_the_list_says(family, monkeypatch):
-    if OLD and family in STATES:
-        pytest.skip("this transformers keeps no states in a cache")
     config = config_of(family)
     listed = ModelShape.of(config)
     monkeypatch.setattr(reading, "FAMILIES", ())

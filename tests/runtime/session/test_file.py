@@ -97,7 +97,7 @@ def test_between_evictions(tokens, tmp_path):
 )
 def test_another_budget(policy, positions, tokens, tmp_path):
     """A smaller one evicts on the way in, a larger one takes everything; both go on."""
-    model, ids = MODELS["smollm3"], tokens(120)
+    model, ids = MODELS["smollm3"], tokens(90)
     session = runtime_of(model, policy, 24, positions=positions).session()
     session.loop.prefill(ids[:, :60])
     session.save(tmp_path / "s")
