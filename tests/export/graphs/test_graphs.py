@@ -150,9 +150,10 @@ def test_scores_are_exported_in_float16(name, shelf):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    [*((name, "fp32") for name in OWN), *((name, "fp16") for name in OWN[::5])],
+    # What evicts is the same code behind every score, which the tests above hold for each.
+    [*((name, "fp32") for name in OWN[::2]), *((name, "fp16") for name in OWN[1::6])],
 )
-def test_every_policy_evicts(name, dtype, shelf):
+def test_graphs_evict_by_the_score(name, dtype, shelf):
     file = shelf(name, "evict", dtype=dtype)
     outputs = [port["name"] for port in matched(file)["outputs"]]
     assert {"kept_keys", "kept_values", "kept_positions", "kept_slot"} <= set(outputs)
