@@ -6,6 +6,7 @@ is marked `slow`, which is left to the latter, or `slow(keep=N)`: N of its param
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
@@ -16,7 +17,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # Before numpy and torch: tests and what they start run in three processes on two cores.
 os.environ["OMP_NUM_THREADS"] = "1"
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -44,8 +45,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all", action="store_true", help="all tests, not the fast tier alone")
 
 
+# Files that take a minute and more: processes that share out files begin with these, lest one of
+# them is left alone with one at the end.
+LONG = ("policies/test_one_file.py", "export/graphs/test_graphs.py", "testing/test_memory.py",
+        "testing/test_pytest_plugin.py", "kernels/test_loop.py", "onnxruntime/test_backend.py",
+        "export/decoder/test_decoder.py", "export/decoder/test_repeat.py",
+        "devices/test_adb.py", "android_bench/test_browser.py", "adopted/test_adopt.py",
+        "memory/test_cap_guard.py", "planning/test_dry_run.py")  # fmt: skip
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave to `--all` what the fast tier does not run, unless it was asked for by its name."""
+    items.sort(key=lambda item: not item.path.as_posix().endswith(LONG))
     if config.getoption("--all") or any("::" in argument for argument in config.args):
         return
     sets: dict[str, list[pytest.Item]] = {}
@@ -65,6 +76,27 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def spread(count: int, keep: int) -> set[int]:
     """The places of `keep` of `count` things, from the first to the last."""
     return {round(i * (count - 1) / max(1, keep - 1)) for i in range(min(keep, count))}
+
+
+def pytest_collection_finish() -> None:
+    """Have garbage looked for in what tests make, not in all of torch and transformers each time.
+
+    One collection takes a third of a second else, and exporters collect often.
+    """
+    gc.collect()
+    gc.freeze()
+
+
+def in_turn(things: Iterable[Any], others: Iterable[Any], each: int = 1) -> list[tuple[Any, ...]]:
+    """Sets of parameters: each of the things with `each` of the others in turn, not with all."""
+    known, found = [*others], list[tuple[Any, ...]]()
+    for thing in things:
+        for _ in range(each):
+            # One further every round, lest every second thing meets only every second other.
+            place = len(found) + len(found) // len(known)
+            pair = thing, known[place % len(known)]
+            found.append(sum((x if isinstance(x, tuple) else (x,) for x in pair), ()))
+    return found
 
 
 VOCABULARY = 97

@@ -1,15 +1,18 @@
 """What several tests share: folders made once for all processes of a run, and tools of phones.
 
-Of those: where adbd, an ARM Linux and a compiler are, and why else to skip; a small plan, and the C
-runner.
+Of the latter: where adbd, an ARM Linux and a compiler are, and why else to skip; a small plan, and
+the C runner.
 """
 
 from __future__ import annotations
 
+import copy
+import functools
 import os
 import shutil
 import subprocess
 import sysconfig
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -71,6 +74,31 @@ def script(path: Path, text: str) -> Path:
     path.write_text(f"#!/bin/sh\n{text}\n")
     path.chmod(0o755)
     return path
+
+
+@functools.cache
+def _operations(make, opset_version: int):
+    return make(opset_version=opset_version)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def operations() -> Iterator[None]:
+    """The exporter's table of operations, made once: at every export, it is a third of the time.
+
+    For a module that imports it.
+    """
+    from torch.onnx._internal.exporter._registration import ONNXRegistry
+
+    make = ONNXRegistry.from_torchlib
+
+    def once(opset_version: int) -> ONNXRegistry:
+        found = copy.copy(_operations(make, opset_version))
+        found.functions = {key: [*known] for key, known in found.functions.items()}
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ONNXRegistry, "from_torchlib", staticmethod(once))
+        yield
 
 
 def made(factory: pytest.TempPathFactory, name: str, make) -> Path:

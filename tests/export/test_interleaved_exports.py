@@ -10,7 +10,7 @@ import pytest
 import standard_decoder
 import torch
 from conftest import SIZES, small_policy
-from tools import made
+from tools import made, operations  # noqa: F401
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from kvcap import pocket

@@ -26,15 +26,15 @@ POLICIES = ("keydiff-window", "dropkv", "h2o", "obcache", "pyramidkv", "headkv")
 
 
 def read(policy, positions, choice):
-    ids = 3 + torch.randint(90, (1, 56), generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    ids = 3 + torch.randint(90, (1, 47), generator=torch.Generator().manual_seed(0)).to(DEVICE)
     model = tiny_model("llama", num_hidden_layers=1).to(DEVICE)
     eviction = small_policy(policy, model.config)
     cache = kvcap.BudgetCache(model.config, 40, 16, eviction, positions=positions)
     with kernels.use(choice):
         loop = BlockLoop(model, cache, graphs=False)
-        logits = [loop.prefill(ids[:, :53])]
-        cache.pin([(53, 54)])
-        logits += [loop.read(ids[:, i : i + 1]) for i in range(53, 56)]
+        logits = [loop.prefill(ids[:, :45])]
+        cache.pin([(45, 46)])
+        logits += [loop.read(ids[:, i : i + 1]) for i in range(45, 47)]
     heads = [h for layer in cache.capped_layers for s in layer.segments for h in s.positions[0]]
     return torch.stack(logits), [sorted(head.tolist()) for head in heads]
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tools import operations  # noqa: F401
 from torch import Tensor
 
 from kvcap.export.graphs.cases import Case, inputs

@@ -15,7 +15,7 @@ import standard_decoder
 import tiny_chat
 import torch
 from onnx import TensorProto, helper
-from tools import made
+from tools import made, operations  # noqa: F401
 from transformers import AutoTokenizer, GenerationConfig
 
 from kvcap.cli import run

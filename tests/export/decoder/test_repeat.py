@@ -10,6 +10,7 @@ import pytest
 import torch
 from conftest import small_policy, tiny_model
 from onnx import TensorProto, helper
+from tools import operations  # noqa: F401
 
 from kvcap import pocket
 from kvcap.cli import run

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import onnx
 import pytest
+from tools import operations  # noqa: F401
 
 from kvcap.cli import run
 from kvcap.export.files import sha256

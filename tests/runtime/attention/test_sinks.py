@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from conftest import SIZES, small_policy
+from conftest import SIZES, in_turn, small_policy
 from families import SINKS as FAMILIES
 from observations import attention_by_loops, observe, same
 from reference import NAME, STEPS, ReferenceLayer, Setting
@@ -202,9 +202,9 @@ def expected_kept(reference: Any, index: int) -> list[list[int]]:
 
 
 @pytest.mark.slow(keep=10)
-@pytest.mark.parametrize("positions", ["compact", "true"])
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "positions", "policy"), in_turn(
+    [(family, positions) for family in FAMILIES for positions in ("compact", "true")], POLICIES, 3,
+))  # fmt: skip
 def test_logits_and_kept_tokens_past_the_budget(family, policy, positions):
     cache, reference, logits, expected = both(family, policy, positions)
     assert cache.held == 12

@@ -6,7 +6,7 @@ import gc
 
 import pytest
 import torch
-from conftest import small_policy, tiny_model
+from conftest import in_turn, small_policy, tiny_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -85,7 +85,7 @@ def test_compact_moves_everything_of_a_slot_together(budget, block, batch, heads
     evict_every=st.integers(1, 3),
     compact=st.booleans(),
 )
-@settings(max_examples=12)  # of each policy
+@settings(max_examples=6)  # of each policy
 def test_never_above_the_cap(policy, budget, block, length, evict_every, compact):
     """After every block and generated token: held ≤ N, bytes as planned, positions unique."""
     model = MODEL
@@ -128,8 +128,7 @@ MODEL = tiny_model("llama")
 
 
 @pytest.mark.slow(keep=13)
-@pytest.mark.parametrize("policy", EVICTING)
-@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+@pytest.mark.parametrize(("policy", "kv_heads"), in_turn(EVICTING, [1, 2, 4]))
 def test_bytes_equal_the_plan_for_every_policy_and_dtype(policy, kv_heads):
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         model = tiny_model("llama", dtype=dtype, num_key_value_heads=kv_heads)
@@ -221,13 +220,13 @@ def test_stock_attention_cannot_look_inside_or_divide_unevenly(policy, attention
 
 
 @pytest.mark.slow(keep=3)
-@pytest.mark.parametrize("attention", ["kvcap", "sdpa"])
-@pytest.mark.parametrize("policy", EVICTING)
+@pytest.mark.parametrize(
+    ("policy", "attention"),
+    [*((policy, "kvcap") for policy in EVICTING), ("keydiff", "sdpa"), ("streaming_llm", "sdpa")],
+)
 def test_no_graph_of_gradients_is_kept(policy, attention, tokens):
     model = tiny_model("llama", attention)
     eviction = small_policy(policy, model.config)
-    if attention != "kvcap" and eviction.needs_attention:
-        pytest.skip("needs kvcap's attention")
     cache = kvcap.BudgetCache(model.config, 24, 8, eviction)
     ids, alive = tokens(72), []
     for block in ids[:, :56].split(8, 1):  # every layer evicts by then, however slots are divided
@@ -265,9 +264,10 @@ def test_a_reset_cache_reads_as_a_new_one(family, tokens):
 
 
 @pytest.mark.slow(keep=6)
-@pytest.mark.parametrize("attention", ["kvcap", "sdpa", "eager"])
-@pytest.mark.parametrize("waiting", [1, 2, 3, 4])
-@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+@pytest.mark.parametrize(("waiting", "family", "attention"), in_turn(
+    [(waiting, family) for waiting in (1, 2, 3, 4) for family in ("llama", "gemma3_text")],
+    ["kvcap", "sdpa", "eager"],
+))  # fmt: skip
 def test_a_block_finds_room_beside_them(waiting, attention, family, tokens):
     """As in a second generate() under evict_every: the same as when the block is cut to fit."""
     ids = tokens(60)
@@ -300,8 +300,7 @@ def test_a_block_finds_room_beside_them(waiting, attention, family, tokens):
 
 
 @pytest.mark.slow(keep=6)
-@pytest.mark.parametrize("policy", EVICTING)
-@pytest.mark.parametrize("positions", ["compact", "true"])
+@pytest.mark.parametrize(("policy", "positions"), in_turn(EVICTING, ["compact", "true"]))
 def test_a_block_cut_in_two_is_read_as_the_block_loop_reads_it(policy, positions):
     ids, model = torch.arange(3, 63)[None], MODEL  # no token twice, whose norms would tie
     caches = [

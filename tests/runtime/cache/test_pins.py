@@ -7,7 +7,7 @@ import warnings
 import pytest
 import tiny_chat
 import torch
-from conftest import small_policy, tiny_model
+from conftest import in_turn, small_policy, tiny_model
 
 import kvcap
 from kvcap.policies import policies
@@ -36,12 +36,13 @@ def held_everywhere(cache, spans):
 
 @pytest.mark.slow(keep=15)
 @pytest.mark.parametrize(
-    ("family", "positions"),
+    ("policy", "family", "positions"),
     # Compact positions ask more of a cache; beside sliding layers they stand for both.
-    [*((family, "compact") for family in sorted(MODELS)), ("llama", "true"), ("smollm3", "true")],
-)
-@pytest.mark.parametrize("policy", sorted(set(policies()) - {"full"}))
-def test_pinned_tokens_survive(family, policy, positions, tokens):
+    in_turn(sorted(set(policies()) - {"full"}), [
+        *((family, "compact") for family in sorted(MODELS)), ("llama", "true"), ("smollm3", "true"),
+    ], 2),
+)  # fmt: skip
+def test_pinned_tokens_survive(policy, family, positions, tokens):
     model, ids = MODELS[family], tokens(200)
     cache = cache_of(model, policy, positions=positions)
     loop, spans = BlockLoop(model, cache), [(3, 6)]
@@ -64,9 +65,10 @@ def test_pinned_tokens_survive(family, policy, positions, tokens):
 
 
 @pytest.mark.slow(keep=6)
-@pytest.mark.parametrize("positions", ["compact", "true"])
-@pytest.mark.parametrize("policy", ["adakv", "cake", "criticalkv-adakv", "h2o", "snapkv"])
-@pytest.mark.parametrize("first", [0, 30])
+@pytest.mark.parametrize(("policy", "positions", "first"), in_turn(
+    ["adakv", "cake", "criticalkv-adakv", "h2o", "snapkv"],
+    [("compact", 0), ("true", 30), ("compact", 30), ("true", 0)], 2,
+))  # fmt: skip
 def test_most_of_the_budget_pinned_where_slots_move(first, policy, positions, tokens):
     """A layer or a head that wants little still has room for its pins."""
     model, ids = MODELS["smollm3"], tokens(300)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import small_policy, tiny_config, tiny_model
+from conftest import in_turn, small_policy, tiny_config, tiny_model
 from families import OLD, STATES, config_of, model_of
 from torch import Tensor
 
@@ -223,8 +223,7 @@ FAMILIES = [family for family in FAMILIES if not (OLD and family in STATES)]
 
 
 @pytest.mark.slow(keep=7)
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "kind"), in_turn(FAMILIES, KINDS, 2))
 def test_attention_is_that_over_the_numbers_in_the_slots(family, kind, tokens, monkeypatch):
     """After many evictions, at compact positions, in every kind of layer."""
     model, truth = model_of(family), Truth(monkeypatch)

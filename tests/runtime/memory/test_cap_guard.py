@@ -114,28 +114,34 @@ def test_a_cap_that_is_advised_is_taken_by_a_process_a_little_larger(policy, bud
     assert found.total_bytes <= parse_bytes(advised)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("enforce", ["check", "rlimit"])
-def test_a_process_stays_under_its_cap(enforce, tmp_path):
-    """The whole way: a long document, the largest cache that fits, the peak of a fresh process."""
-    lines = filler(Random(1))
-    (tmp_path / "long.txt").write_text(" ".join(next(lines) for _ in range(200)))
+@pytest.fixture(scope="module")
+def least():
+    """The least cap on a process that a plan of pocket names, which is taken when fed back."""
     command = [sys.executable, "-m", "kvcap"]
     env = {**os.environ, "PYTHONPATH": str(Path(kvcap.__file__).parents[1])}
-    if sys.platform != "linux":
-        pytest.skip("reads /proc")
     refused = subprocess.run(
         [*command, "plan", "pocket", "--memory-cap", "1MiB"],
         capture_output=True, text=True, env=env, check=False,
     )  # fmt: skip
     assert refused.returncode == 3
-    least = refused.stderr.split("raise it to ")[1].split(", or")[0]
+    found = refused.stderr.split("raise it to ")[1].split(", or")[0]
     fed_back = subprocess.run(
-        [*command, "plan", "pocket", "--memory-cap", least],
+        [*command, "plan", "pocket", "--memory-cap", found],
         capture_output=True, text=True, env=env, check=False,
     )  # fmt: skip
     assert fed_back.returncode == 0, fed_back.stderr
-    cap = parse_bytes(least) + 8 * MIB
+    return parse_bytes(found)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("enforce", ["check", "rlimit"])
+def test_a_process_stays_under_its_cap(enforce, least, tmp_path):
+    """The whole way: a long document, the largest cache that fits, the peak of a fresh process."""
+    lines = filler(Random(1))
+    (tmp_path / "long.txt").write_text(" ".join(next(lines) for _ in range(200)))
+    env = {**os.environ, "PYTHONPATH": str(Path(kvcap.__file__).parents[1])}
+    cap = least + 8 * MIB
     # The peak of a child by rusage begins at its parent's, so the child reads its own.
     code = (
         "import runpy, sys\n"

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import FAMILIES, small_policy, tiny_config, tiny_model
+from conftest import FAMILIES, in_turn, small_policy, tiny_config, tiny_model
 from tools import in_blocks, uncapped
 from transformers import AutoConfig, DynamicCache
 
@@ -27,8 +27,7 @@ def close(a: torch.Tensor, b: torch.Tensor, tolerance: float = 2e-4) -> None:
 
 
 @pytest.mark.slow(keep=20)
-@pytest.mark.parametrize("policy", policies())
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("policy", "family"), in_turn(policies(), FAMILIES, 3))
 def test_logits_equal_the_uncapped_model_while_tokens_fit(family, policy, tokens):
     ids = tokens(LENGTH)
     expected = uncapped(family, ids)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import SIZES, small_policy
+from conftest import SIZES, in_turn, small_policy
 from families import NEIGHBOURS as FAMILIES
 from reference import NAME, STEPS, Setting, run_reference
 from tools import in_blocks, runtime_of
@@ -179,9 +179,9 @@ def run(model: Any, setting: Setting, ids: Tensor) -> tuple[Any, Tensor, Setting
 
 
 @pytest.mark.slow(keep=16)
-@pytest.mark.parametrize("positions", ["compact", "true"])
-@pytest.mark.parametrize(("policy", "options"), POLICIES, ids=str)
-@pytest.mark.parametrize("name", NEW)
+@pytest.mark.parametrize(("name", "positions", "policy", "options"), in_turn(
+    [(name, positions) for name in NEW for positions in ("compact", "true")], POLICIES, 2,
+))  # fmt: skip
 def test_logits_and_kept_sets_past_the_budget(name, policy, options, positions):
     setting, ids = Setting(policy, 12, positions, options), distinct(31)
     cache, logits, followed = run(tiny_model(name), setting, ids)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import in_turn
 from families import MLA, OLD, config_of, model_of
 from masked import compare, rotary_frequencies
 from reference import rotate
@@ -92,10 +93,10 @@ def far_apart(logits: Tensor, expected: Tensor) -> bool:
 
 
 @pytest.mark.slow(keep=14)
-@pytest.mark.parametrize("block", [6, 24])
-@pytest.mark.parametrize("positions", ["compact", "true"])
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("name", MLA)
+@pytest.mark.parametrize(("name", "positions", "block", "policy"), in_turn(
+    [(name, positions, block) for name in MLA for positions in ("compact", "true")
+     for block in (6, 24)], POLICIES, 2,
+))  # fmt: skip
 def test_logits_are_those_of_the_models_attention_over_what_was_kept(
     name, policy, positions, block
 ):
@@ -215,8 +216,7 @@ def test_a_batch_is_its_sequences(policy, block):
 
 
 @pytest.mark.slow(keep=6)
-@pytest.mark.parametrize("block", [6, 24])
-@pytest.mark.parametrize("policy", sorted(kvcap.policies.policies()))
+@pytest.mark.parametrize(("policy", "block"), in_turn(sorted(kvcap.policies.policies()), [6, 24]))
 def test_every_policy_runs_or_is_refused_by_name(policy, block):
     """Each sees an attention of one KV head, whose keys are slots and whose values are latents."""
     recipe = kvcap.policies.policies()[policy]

@@ -10,12 +10,12 @@ import models_page
 import pytest
 import torch
 from conftest import FAMILIES as CORE
+from conftest import in_turn
 from families import (
     ALL,
     ELSEWHERE,
     NEIGHBOURS,
     OLD,
-    STATES,
     TRIED,
     config_of,
     model_of,
@@ -61,9 +61,9 @@ def test_every_family_of_the_list_is_held_somewhere():
 
 
 @pytest.mark.slow(keep=24)
-@pytest.mark.parametrize("positions", ["compact", "true"])
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("family", ALL)
+@pytest.mark.parametrize(("family", "positions", "policy"), in_turn(
+    [(family, positions) for family in ALL for positions in ("compact", "true")], POLICIES, 2,
+))  # fmt: skip
 def test_logits_are_those_of_attention_over_what_was_kept(family, policy, positions):
     config = config_of(family)
     shape = ModelShape.of(config)
@@ -137,14 +137,11 @@ def test_plan_generation_and_sessions(family, tmp_path):
 
 
 @pytest.mark.parametrize(
-    # Not Granite SWA, whose layers have a frequency each: a trial would have it true only. Nor
-    # Zaya, a token of which takes one expert, where a trial's copy takes two.
+    # Not Granite SWA, whose layers have a frequency each: a trial would have it true only.
     "family",
-    sorted({*ALL, *NEIGHBOURS, *STATES, "gpt_oss"} & set(SUPPORTED) - {"zaya"}),
+    sorted({*ALL, *NEIGHBOURS, "gpt_oss"} & set(SUPPORTED)),
 )
 def test_a_trial_finds_what_the_list_says(family, monkeypatch):
-    if OLD and family in STATES:
-        pytest.skip("this transformers keeps no states in a cache")
     config = config_of(family)
     listed = ModelShape.of(config)
     monkeypatch.setattr(reading, "FAMILIES", ())

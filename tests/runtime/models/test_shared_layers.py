@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import SIZES, small_policy
+from conftest import SIZES, in_turn, small_policy
 from families import READERS as FAMILIES
 from reference import STEPS, ReferenceLayer, Setting
 from tools import in_blocks, runtime_of
@@ -197,9 +197,9 @@ IDS = 3 + torch.randperm(50, generator=torch.Generator().manual_seed(1))[None, :
 
 
 @pytest.mark.slow(keep=6)
-@pytest.mark.parametrize("positions", ["compact", "true"])
-@pytest.mark.parametrize(("policy", "options"), POLICIES, ids=str)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "positions", "policy", "options"), in_turn(
+    [(family, positions) for family in FAMILIES for positions in ("compact", "true")], POLICIES, 2,
+))  # fmt: skip
 def test_logits_and_kept_sets(family, policy, options, positions):
     setting = Setting(policy, 12, positions, options)
     held, logits, _ = capped(family, IDS, 6, setting)
@@ -210,9 +210,9 @@ def test_logits_and_kept_sets(family, policy, options, positions):
 
 
 @pytest.mark.slow(keep=2)
-@pytest.mark.parametrize("positions", ["compact", "true"])
-@pytest.mark.parametrize("policy", ["dropkv", "adakv", "criticalkv", "andpro", "cake"])
-@pytest.mark.parametrize("family", SHARED)
+@pytest.mark.parametrize(("policy", "family", "positions"), in_turn(
+    in_turn(["dropkv", "adakv", "criticalkv", "andpro", "cake"], SHARED, 2), ["compact", "true"],
+))  # fmt: skip
 def test_logits_of_what_is_kept(family, policy, positions):
     """Whatever a policy keeps, in heads and layers of unequal budgets too."""
     setting = Setting(policy, 12, positions)

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import tiny_chat
 import torch
-from conftest import tiny_model
+from conftest import in_turn, tiny_model
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tools import runtime_of
@@ -50,11 +50,12 @@ def read_on(session, ids):
 
 @pytest.mark.slow(keep=9)
 @pytest.mark.parametrize(
-    ("family", "positions"),
+    ("policy", "family", "positions"),
     # Compact positions ask more of a cache; beside sliding layers they stand for both.
-    [*((family, "compact") for family in sorted(MODELS)), ("llama", "true"), ("smollm3", "true")],
-)
-@pytest.mark.parametrize("policy", sorted(policies()))
+    in_turn(sorted(policies()), [
+        *((family, "compact") for family in sorted(MODELS)), ("llama", "true"), ("smollm3", "true"),
+    ], 2),
+)  # fmt: skip
 def test_a_loaded_session_goes_on_exactly(family, policy, positions, tokens, tmp_path):
     """Logits are equal to the bit, and nothing is read again."""
     model = MODELS[family]
@@ -92,16 +93,11 @@ def test_between_evictions(tokens, tmp_path):
 @pytest.mark.slow(keep=2)
 @pytest.mark.parametrize(
     ("policy", "positions"),
-    [
-        (name, positions)
-        for i, name in enumerate(sorted({*policies()} - {"full"}))
-        for j, positions in enumerate(("compact", "true"))
-        if i % 2 == j or name in ("keydiff", "headkv")
-    ],
+    in_turn(sorted({*policies()} - {"full"}), ["compact", "true"]),
 )
 def test_another_budget(policy, positions, tokens, tmp_path):
     """A smaller one evicts on the way in, a larger one takes everything; both go on."""
-    model, ids = MODELS["smollm3"], tokens(120)
+    model, ids = MODELS["smollm3"], tokens(90)
     session = runtime_of(model, policy, 24, positions=positions).session()
     session.loop.prefill(ids[:, :60])
     session.save(tmp_path / "s")

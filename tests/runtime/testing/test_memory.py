@@ -88,21 +88,20 @@ def test_flat_from_half_a_k_to_2k(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["keydiff", "snapkv"])
-def test_flat_from_4k_to_64k(name):
-    flat(name, 4096, 65536)
+def test_flat_from_4k_to_64k():
+    flat("snapkv", 4096, 65536)
 
 
 @pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("name", KINDS)
-def test_bytes_at_every_block_to_64k_for_every_kind_of_policy(name):
+def test_bytes_at_every_block_of_16k_for_every_kind_of_policy(name):
     layers = 2 if load_policy(name).layers_move else 1
     model = tiny_model("llama", num_hidden_layers=layers, max_position_embeddings=131072)
-    ids = torch.randint(3, 90, (1, 65536), generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(3, 90, (1, 16384), generator=torch.Generator().manual_seed(0))
     cache = kvcap.BudgetCache(model.config, BUDGET, 8 * BLOCK, small_policy(name, model.config))
     seen: dict[int, int] = {}
     BlockLoop(model, cache).prefill(ids, lambda done: seen.update({done: kv_bytes(cache)}))
-    assert {4096, 65536} <= set(seen)
+    assert {4096, 16384} <= set(seen)
     assert set(seen.values()) == {sum(cache.layout.nbytes(1, torch.float32).values())}
 
 
@@ -339,19 +338,19 @@ def turns(session, count: int, fault=None) -> None:
             fault(session)
 
 
-def left_by_chat(chat, fault=None) -> tuple[int, int]:
-    """KV bytes and bytes left by 200 turns, after the first."""
+def left_by_chat(chat, count: int, fault=None) -> tuple[int, int]:
+    """KV bytes and bytes left by so many turns, after the first."""
     session = chat.session(seed=0)
     session.set_generation(max_new_tokens=2)
     turns(session, 3)
     before = kv_bytes(session.cache)
-    took = cpu_peak(lambda: turns(session, 200, fault))
+    took = cpu_peak(lambda: turns(session, count, fault))
     return kv_bytes(session.cache) - before, took.held_bytes
 
 
 @pytest.mark.slow
 def test_two_hundred_turns_leave_nothing(chat):
-    grown, left = left_by_chat(chat)
+    grown, left = left_by_chat(chat, 200)
     assert grown == 0
     assert left < 4096  # the state of the last turn
 
@@ -359,8 +358,8 @@ def test_two_hundred_turns_leave_nothing(chat):
 @pytest.mark.slow
 def test_a_chat_that_leaks_a_little_is_seen(chat):
     kept: list[torch.Tensor] = []
-    _, left = left_by_chat(chat, lambda session: kept.append(torch.zeros(64)))
-    assert left >= 200 * 256
+    _, left = left_by_chat(chat, 40, lambda session: kept.append(torch.zeros(64)))
+    assert left >= 40 * 256
 
 
 def dropped(chat, keep=None) -> list[weakref.ref]:

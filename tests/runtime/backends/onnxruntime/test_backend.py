@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import standard_decoder
-from tools import PATIENCE, made, tiny_decoder
+from tools import PATIENCE, made, operations, tiny_decoder  # noqa: F401
 
 from kvcap import pocket
 from kvcap.cli import run
@@ -130,12 +130,12 @@ def torch_run(model: str, policy: str, mode: str, budget: int, block: int, every
 
 
 def said_by(runtime: Any) -> Any:
-    """A session that has read the story and written 300 tokens."""
+    """A session that has read the story and written 200 tokens."""
     session = runtime.session()
-    session.set_generation(do_sample=False, max_new_tokens=300)
+    session.set_generation(do_sample=False, max_new_tokens=200)
     session.generation.eos_token_id = None
     session.said = "".join(session.complete(STORY))
-    assert session.turn.completion_tokens == 300
+    assert session.turn.completion_tokens == 200
     return session
 
 
@@ -146,13 +146,13 @@ def same_as_torch(runtime: OrtRuntime, model: str = "pocket", policy: str = "") 
     sizes = plan.budget_tokens, plan.block_size, every
     text, kept = torch_run(model, policy, plan.positions, *sizes)
     assert session.said == text
-    assert session.cache.seen > plan.budget_tokens + 200
+    assert session.cache.seen > plan.budget_tokens + 100
     for mine, theirs in zip(session.cache.positions, kept, strict=True):
         assert mine.tolist() == theirs.tolist()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("mode", "budget"), [("compact", 48), ("true", 96), ("true", MOST)])
+@pytest.mark.parametrize(("mode", "budget"), [("compact", 48), ("true", MOST)])
 def test_decoders_say_and_keep_what_pytorch_does(exported, found, mode, budget):
     """With slots that are overwritten in place, and with a graph that copies what stays."""
     same_as_torch(OrtRuntime.from_directory(exported(mode, budget)))
