@@ -1,4 +1,4 @@
-"""`kvcap android plan`, `host`, `report`, `serve` and `adb`: the options of each command.
+"""`kvcap android plan`, `host`, `report`, `serve`, `chat` and `adb`: the options of each command.
 
 Imports of torch wait until a command runs. Results go to stdout, everything else to stderr.
 """
@@ -11,6 +11,7 @@ import queue
 import socket
 import sys
 import tempfile
+import time
 from dataclasses import replace
 from enum import Enum
 from pathlib import Path
@@ -24,7 +25,7 @@ from kvcap.export.graphs.formulations import FORMULATIONS
 
 if TYPE_CHECKING:
     from kvcap.android_bench.server.landing import Landed
-    from kvcap.android_bench.server.serving import Serving
+    from kvcap.android_bench.server.serving import Server
 
 NOWHERE = "192.0.2.1"  # reserved for documents: nothing is sent there, but a route is chosen
 
@@ -272,15 +273,8 @@ def serve_command(
     json: Annotated[bool, typer.Option("--json", help="One JSON document a line.")] = False,
 ) -> None:
     """Serve a page that measures a plan in the browser that opens it."""
-    try:
-        from kvcap.android_bench.server.serving import Serving
-    except ImportError as error:
-        raise ServerMissing(
-            f"serving needs {error.name}, which is not installed; run: pip install kvcap[android]"
-        ) from error
-    if address is not None and not lan:
-        raise ValueError("--address goes with --lan; without it only this machine is let in")
-    reached = (address or lan_address()) if lan else None
+    Serving = _server("Serving")
+    reached = _reached(lan, address)
     with Serving(folder, out, port=port, lan=reached) as serving:
         _invite(serving, lan)
         arrived = 0
@@ -292,6 +286,50 @@ def serve_command(
                 continue
             arrived += 1
             _tell(landed, json)
+
+
+@android.command("chat")
+def chat_command(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Of kvcap export decoder.")],
+    lan: Annotated[
+        bool,
+        typer.Option("--lan", help="Let phones of this network in, by an address with a token."),
+    ] = False,
+    address: Annotated[
+        str | None, typer.Option(help="With --lan, where this machine has several addresses.")
+    ] = None,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8765,
+) -> None:
+    """Serve a page that chats with a decoder, all on the device that opens it."""
+    Chat = _server("Chat")
+    reached = _reached(lan, address)
+    with Chat(folder, port=port, lan=reached) as serving:
+        _invite(serving, lan, "chat with this model")
+        while True:
+            time.sleep(0.5)  # so that Ctrl-C is heard everywhere
+            serving.check()
+
+
+def _server(name: str) -> Any:
+    """A class of the server, whose packages may lack.
+
+    Raises:
+        ServerMissing: they do.
+    """
+    try:
+        from kvcap.android_bench.server import serving
+    except ImportError as error:
+        raise ServerMissing(
+            f"serving needs {error.name}, which is not installed; run: pip install kvcap[android]"
+        ) from error
+    return getattr(serving, name)
+
+
+def _reached(lan: bool, address: str | None) -> str | None:
+    """The address by which others come in; None where they may not."""
+    if address is not None and not lan:
+        raise ValueError("--address goes with --lan; without it only this machine is let in")
+    return (address or lan_address()) if lan else None
 
 
 def lan_address() -> str:
@@ -312,7 +350,7 @@ def lan_address() -> str:
     return found
 
 
-def _invite(serving: Serving, lan: bool) -> None:
+def _invite(serving: Server, lan: bool, what: str = "measure here") -> None:
     """Say where to go, as a QR code too where a phone's camera can see it."""
     said = sys.stderr
     if lan:
@@ -320,7 +358,7 @@ def _invite(serving: Serving, lan: bool) -> None:
 
         if said.isatty():
             segno.make(serving.url, error="m").terminal(said, compact=True)
-        print("Whoever has this address may measure here, until this command ends:", file=said)
+        print(f"Whoever has this address may {what}, until this command ends:", file=said)
     print(serving.url, file=said)
     print("Ctrl-C ends.", file=said, flush=True)
 
