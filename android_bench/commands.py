@@ -77,9 +77,20 @@ def plan_command(
     heads: Annotated[int | None, _count("Query heads.")] = None,
     head_dim: Annotated[int | None, _count("Numbers of a key.")] = None,
     block: Annotated[int | None, _count("Tokens that arrive at once.")] = None,
+    decoder: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Of kvcap export decoder: time the whole decoder too."),
+    ] = None,
+    prompt_tokens: Annotated[int, _count("Of the decoder, before its first token.")] = 128,
+    answer_tokens: Annotated[int, _count("Written after them.")] = 64,
+    long_tokens: Annotated[
+        int | None, _count("Of a long prompt; four times the budget, at least 8 blocks.")
+    ] = None,
+    sustained_minutes: Annotated[float, typer.Option(min=0, help="Of writing on, at last.")] = 2.0,
     json: Json = False,
 ) -> None:
     """Write a folder with plan.json, graphs, and what they must give."""
+    from kvcap.android_bench.plan.decoder import Work, shape_of
     from kvcap.android_bench.plan.write import Wanted, write_plan
     from kvcap.export.graphs.shape import Shape, model_sizes
 
@@ -95,8 +106,13 @@ def plan_command(
     sizes_given = {"kv_heads": kv_heads, "heads": heads, "head_dim": head_dim, "block": block}
     given = {name: value for name, value in sizes_given.items() if value is not None}
     name = model or ("Llama-3.2-3B" if not given else "sizes by hand")
-    shape = Shape(**{**(model_sizes(model) if model else {}), **given})
-    found = write_plan(Wanted(preset, chosen, shape, name), out)
+    work = Work(prompt_tokens, answer_tokens, long_tokens, sustained_minutes)
+    sizes_of = model_sizes(model) if model else {}
+    if decoder is not None and not model and not given:  # scores of its own layers beside it
+        sizes_of = shape_of(decoder)
+        name = sizes_of.pop("name")
+    shape = Shape(**{**sizes_of, **given})
+    found = write_plan(Wanted(preset, chosen, shape, name, decoder, work), out)
     whole = sum(entry["bytes"] for entry in found["files"])
     if json:
         said = {"plan": str(out), "id": found["id"], "cells": len(found["cells"]), "bytes": whole}
