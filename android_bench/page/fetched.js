@@ -24,6 +24,6 @@ export async function fetched(folder, { file, bytes, sha256 }, heard = () => {})
     const digest = new Uint8Array(await crypto.subtle.digest("SHA-256", content));
     same = sha256 === Array.from(digest, (byte) => byte.toString(16).padStart(2, "0")).join("");
   }
-  if (!same) throw new Error(`${file} is not the plan's: its content has changed`);
+  if (!same) throw new Error(`${file} is not the one that was meant: its content has changed`);
   return content;
 }

@@ -89,8 +89,9 @@ def _check(manifest: Manifest, folder: Folder) -> dict[str, Any]:
         least = min(facts["budgets"])
         runs = [n for n, whole in zip(runs, accumulate(runs), strict=True) if whole <= least]
         runs = runs or [min(runs_of(facts), least)]
-    decoder = Shared(manifest, Graph(manifest.decoder, 1), evictors_of(manifest, 1),
-                     int(facts["block_size"]))  # fmt: skip
+    block = int(facts["block_size"])
+    graph, evictors = Graph(manifest.decoder, 1), evictors_of(manifest, 1)
+    decoder = Shared(manifest, graph, evictors, block, min(EVICT_EVERY, block))
     seen, logits = 0, None
     for length in runs:
         logits = decoder.run(prompt[seen : seen + length], seen, [])

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from kvcap.runtime.backends.onnxruntime.decoder import Shared
 
 SAME = ("id", "model", "policy", "positions", "dtype", "budget", "block", "evict_every",
-        "weights_bytes", "state_bytes", "prompt_tokens", "answer_tokens", "long_tokens")  # fmt: skip
+        "weights_bytes", "state_bytes", "prompt_tokens", "answer_tokens",
+        "long_tokens")  # fmt: skip
 
 
 def row_of(plan: Cell, threads: int, provider: str) -> Cell:

@@ -375,7 +375,9 @@ class Serving(Server):
         Args:
             folder: of a plan.
             results: folder for results, made where it does not exist.
-            port: as of `Server`, as are `lan` and `limits`.
+            port: as of `Server`.
+            lan: likewise.
+            limits: likewise.
 
         Raises:
             PlanBroken: the folder holds no whole plan.
@@ -403,7 +405,8 @@ class Chat(Server):
 
         Args:
             folder: of a decoder that `kvcap export decoder` wrote.
-            port: as of `Server`, as is `lan`.
+            port: as of `Server`.
+            lan: likewise.
 
         Raises:
             ModelNotFound, NotExportable, ManifestError, ModelFilesBroken, GraphBroken,

@@ -110,9 +110,7 @@ def vendor(folder: Path, packages: Sequence[Package], tarballs: Sequence[Path] =
             file = given.get(package.sha512)
             if file is None and tarballs:
                 names = ", ".join(path.name for path in tarballs)
-                raise VendorError(
-                    f"{names}: none is {package.name} {package.version} as published"
-                )
+                raise VendorError(f"{names}: none is {package.name} {package.version} as published")
             file = file or _download(work, package)
             if _digest(file.read_bytes()) != package.sha512:
                 raise VendorError(
