@@ -68,7 +68,6 @@ const verbs = {
     conversation.clear();
     return { meter: meter(conversation) };
   },
-  positions: () => conversation.decoder.positions,
 };
 
 self.onmessage = async ({ data: { verb, given } }) => {

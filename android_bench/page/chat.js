@@ -36,7 +36,7 @@ function trouble(title, text) {
 function showMeter({ slots, budget, seen, used, bytes }) {
   byId("slots").value = Math.min(1, slots / budget);
   byId("held").replaceChildren(`${number(slots)} slots`, html("small", {}, `budget ${number(budget)}`));
-  byId("evicted").replaceChildren(number(seen - slots), html("small", {}, `of ${number(seen)} read`));
+  byId("evicted").replaceChildren(`${number(seen - slots)} evicted`, html("small", {}, `of ${number(seen)} read`));
   byId("bytes").replaceChildren(megabytes(used), html("small", {}, `never over ${megabytes(bytes)}`));
 }
 
@@ -46,10 +46,20 @@ function showSpeed(tokens, ms, first) {
     html("small", {}, `first after ${(first / 1000).toFixed(2)} s`));
 }
 
+/** How far the end of the conversation is below what is seen of it. */
+function below() {
+  const { scrollHeight, clientHeight, scrollTop } = byId("log");
+  return scrollHeight - clientHeight - scrollTop;
+}
+
+function follow() {
+  byId("log").scrollTop = byId("log").scrollHeight;
+}
+
 function say(role, text) {
   const made = html("p", { class: `said ${role}` }, text);
   byId("log").append(made);
-  made.scrollIntoView({ block: "end" });
+  follow();
   return made;
 }
 
@@ -84,8 +94,7 @@ async function send(text) {
       tokens += 1;
       answer.append(piece);
       showSpeed(tokens, performance.now() - begun, begun - start);
-      const { scrollHeight, clientHeight, scrollTop } = document.documentElement;
-      if (scrollHeight - clientHeight - scrollTop < 160) scrollTo(0, scrollHeight);
+      if (below() < 160) follow();
     });
     showMeter(found.meter);
     byId("notice").textContent = ENDS[found.reason] ?? "";
@@ -99,6 +108,7 @@ async function send(text) {
     trouble("The answer broke off", `${error.message}. What was read is forgotten and is read again with the next message`);
   }
   answer.classList.remove("writing");
+  follow();
   working(false);
   byId("text").focus();
 }
