@@ -71,10 +71,11 @@ static bool make_layers(Decoder *made, const cJSON *facts, Fault *fault) {
     Tensor *into = !strcmp(name, "keys") ? &layer->keys : !strcmp(name, "values") ? &layer->values
                  : !strcmp(name, "positions") ? &layer->positions : NULL;
     if (!into) return fail(fault, "the C runner runs no policy that keeps %s; --runner python and --browser do", name);
-    int64_t dims[MAX_RANK];
+    int64_t dims[MAX_RANK] = {0};
     int rank = 0;
     const cJSON *size;
-    cJSON_ArrayForEach(size, list_of(entry, "full")) dims[rank++] = (int64_t)size->valuedouble;
+    cJSON_ArrayForEach(size, list_of(entry, "full"))
+      if (rank < MAX_RANK) dims[rank++] = (int64_t)size->valuedouble;
     const char *type = text_of(entry, "dtype");
     Type kind = !strcmp(type, "int32") ? INT32 : !strcmp(type, "float16") ? FLOAT16 : FLOAT32;
     if (!tensor(into, name, kind, rank, dims, fault)) return false;
