@@ -141,6 +141,7 @@ def test_logits_and_kept_tokens_are_pythons(mode, tmp_path_factory, page):
     assert (got["bytes"], got["used"]) == (python.nbytes, python.used_bytes(seen))
 
 
+@pytest.mark.slow
 @in_browser
 def test_an_answer_can_be_stopped_and_the_conversation_goes_on(decoder, page):
     with Chat(decoder) as serving:
@@ -155,6 +156,7 @@ def test_an_answer_can_be_stopped_and_the_conversation_goes_on(decoder, page):
         assert said(page, "Hello!")
 
 
+@pytest.mark.slow
 @in_browser
 def test_what_cannot_be_loaded_is_told_in_words(decoder, page):
     facts = json.loads((decoder / "kvcap.json").read_text())
