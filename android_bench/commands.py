@@ -1,4 +1,4 @@
-"""`kvcap android plan`, `host`, `report`, `serve` and `adb`: the options of each command.
+"""`kvcap android plan`, `host`, `report`, `serve`, `chat` and `adb`: the options of each command.
 
 Imports of torch wait until a command runs. Results go to stdout, everything else to stderr.
 """
@@ -11,6 +11,7 @@ import queue
 import socket
 import sys
 import tempfile
+import time
 from dataclasses import replace
 from enum import Enum
 from pathlib import Path
@@ -24,7 +25,7 @@ from kvcap.export.graphs.formulations import FORMULATIONS
 
 if TYPE_CHECKING:
     from kvcap.android_bench.server.landing import Landed
-    from kvcap.android_bench.server.serving import Serving
+    from kvcap.android_bench.server.serving import Server
 
 NOWHERE = "192.0.2.1"  # reserved for documents: nothing is sent there, but a route is chosen
 
@@ -76,9 +77,20 @@ def plan_command(
     heads: Annotated[int | None, _count("Query heads.")] = None,
     head_dim: Annotated[int | None, _count("Numbers of a key.")] = None,
     block: Annotated[int | None, _count("Tokens that arrive at once.")] = None,
+    decoder: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Of kvcap export decoder: time the whole decoder too."),
+    ] = None,
+    prompt_tokens: Annotated[int, _count("Of the decoder, before its first token.")] = 128,
+    answer_tokens: Annotated[int, _count("Written after them.")] = 64,
+    long_tokens: Annotated[
+        int | None, _count("Of a long prompt; four times the budget, at least 8 blocks.")
+    ] = None,
+    sustained_minutes: Annotated[float, typer.Option(min=0, help="Of writing on, at last.")] = 2.0,
     json: Json = False,
 ) -> None:
     """Write a folder with plan.json, graphs, and what they must give."""
+    from kvcap.android_bench.plan.decoder import Work, shape_of
     from kvcap.android_bench.plan.write import Wanted, write_plan
     from kvcap.export.graphs.shape import Shape, model_sizes
 
@@ -94,8 +106,13 @@ def plan_command(
     sizes_given = {"kv_heads": kv_heads, "heads": heads, "head_dim": head_dim, "block": block}
     given = {name: value for name, value in sizes_given.items() if value is not None}
     name = model or ("Llama-3.2-3B" if not given else "sizes by hand")
-    shape = Shape(**{**(model_sizes(model) if model else {}), **given})
-    found = write_plan(Wanted(preset, chosen, shape, name), out)
+    work = Work(prompt_tokens, answer_tokens, long_tokens, sustained_minutes)
+    sizes_of = model_sizes(model) if model else {}
+    if decoder is not None and not model and not given:  # scores of its own layers beside it
+        sizes_of = shape_of(decoder)
+        name = sizes_of.pop("name")
+    shape = Shape(**{**sizes_of, **given})
+    found = write_plan(Wanted(preset, chosen, shape, name, decoder, work), out)
     whole = sum(entry["bytes"] for entry in found["files"])
     if json:
         said = {"plan": str(out), "id": found["id"], "cells": len(found["cells"]), "bytes": whole}
@@ -272,15 +289,8 @@ def serve_command(
     json: Annotated[bool, typer.Option("--json", help="One JSON document a line.")] = False,
 ) -> None:
     """Serve a page that measures a plan in the browser that opens it."""
-    try:
-        from kvcap.android_bench.server.serving import Serving
-    except ImportError as error:
-        raise ServerMissing(
-            f"serving needs {error.name}, which is not installed; run: pip install kvcap[android]"
-        ) from error
-    if address is not None and not lan:
-        raise ValueError("--address goes with --lan; without it only this machine is let in")
-    reached = (address or lan_address()) if lan else None
+    Serving = _server("Serving")
+    reached = _reached(lan, address)
     with Serving(folder, out, port=port, lan=reached) as serving:
         _invite(serving, lan)
         arrived = 0
@@ -292,6 +302,50 @@ def serve_command(
                 continue
             arrived += 1
             _tell(landed, json)
+
+
+@android.command("chat")
+def chat_command(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Of kvcap export decoder.")],
+    lan: Annotated[
+        bool,
+        typer.Option("--lan", help="Let phones of this network in, by an address with a token."),
+    ] = False,
+    address: Annotated[
+        str | None, typer.Option(help="With --lan, where this machine has several addresses.")
+    ] = None,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8765,
+) -> None:
+    """Serve a page that chats with a decoder, all on the device that opens it."""
+    Chat = _server("Chat")
+    reached = _reached(lan, address)
+    with Chat(folder, port=port, lan=reached) as serving:
+        _invite(serving, lan, "chat with this model")
+        while True:
+            time.sleep(0.5)  # so that Ctrl-C is heard everywhere
+            serving.check()
+
+
+def _server(name: str) -> Any:
+    """A class of the server, whose packages may lack.
+
+    Raises:
+        ServerMissing: they do.
+    """
+    try:
+        from kvcap.android_bench.server import serving
+    except ImportError as error:
+        raise ServerMissing(
+            f"serving needs {error.name}, which is not installed; run: pip install kvcap[android]"
+        ) from error
+    return getattr(serving, name)
+
+
+def _reached(lan: bool, address: str | None) -> str | None:
+    """The address by which others come in; None where they may not."""
+    if address is not None and not lan:
+        raise ValueError("--address goes with --lan; without it only this machine is let in")
+    return (address or lan_address()) if lan else None
 
 
 def lan_address() -> str:
@@ -312,7 +366,7 @@ def lan_address() -> str:
     return found
 
 
-def _invite(serving: Serving, lan: bool) -> None:
+def _invite(serving: Server, lan: bool, what: str = "measure here") -> None:
     """Say where to go, as a QR code too where a phone's camera can see it."""
     said = sys.stderr
     if lan:
@@ -320,7 +374,7 @@ def _invite(serving: Serving, lan: bool) -> None:
 
         if said.isatty():
             segno.make(serving.url, error="m").terminal(said, compact=True)
-        print("Whoever has this address may measure here, until this command ends:", file=said)
+        print(f"Whoever has this address may {what}, until this command ends:", file=said)
     print(serving.url, file=said)
     print("Ctrl-C ends.", file=said, flush=True)
 

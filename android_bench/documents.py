@@ -104,7 +104,7 @@ def read_plan(folder: Path) -> dict[str, Any]:
         path = folder / entry["file"]
         if not path.is_file():
             raise PlanBroken(f"the plan's file {entry['file']} is missing; write the plan again")
-        if path.stat().st_size != entry["bytes"] or _sha256(path) != entry["sha256"]:
+        if path.stat().st_size != entry["bytes"] or sha256(path) != entry["sha256"]:
             raise PlanBroken(f"the plan's file {entry['file']} was changed; write the plan again")
     _check_references(found)
     return found
@@ -119,6 +119,11 @@ def _check_references(plan: dict[str, Any]) -> None:
         raise PlanBroken(f"the plan has the cell {twice} twice")
     if plan["reference"] not in ids:
         raise PlanBroken(f"the reference {plan['reference']!r} is no cell of the plan")
+    if decoder := plan.get("decoder"):
+        if missing := {decoder["manifest"], decoder["check"]["file"]} - named:
+            raise PlanBroken(f"the decoder names files that the plan does not list: {min(missing)}")
+        if sum(decoder["check"]["runs"]) != len(decoder["check"]["prompt"]):
+            raise PlanBroken("the decoder's check has runs of another length than its prompt")
     for cell in plan["cells"]:
         inputs, outputs = cell["inputs"], cell["outputs"]
         files = {cell["model"], *(port["fill"].get("file") for port in inputs),
@@ -135,7 +140,8 @@ def _check_references(plan: dict[str, Any]) -> None:
             )
 
 
-def _sha256(path: Path) -> str:
+def sha256(path: Path) -> str:
+    """The digest of a file of any size."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while part := file.read(2**20):

@@ -17,7 +17,8 @@ from kvcap.android_bench.server import vendor
 from kvcap.android_bench.server.serving import Serving
 
 vendored = pytest.mark.skipif(
-    not (vendor.FOLDER / "VERSION").is_file(), reason=f"no onnxruntime-web: {vendor.COMMAND}"
+    not all((folder / "VERSION").is_file() for folder in vendor.FOLDERS),
+    reason=f"the page's libraries are not here: {vendor.COMMAND}",
 )
 
 

@@ -15,7 +15,7 @@ MAY_IMPORT = {
     "kernels": {"policies"},
     "runtime": {"policies", "kernels", "pocket"},
     "export": {"policies", "runtime"},
-    "android_bench": {"export"},
+    "android_bench": {"export", "runtime"},
     "pocket": set(),
     "evals": {"runtime", "policies", "kernels", "pocket"},
 }

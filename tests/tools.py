@@ -112,6 +112,21 @@ def made(factory: pytest.TempPathFactory, name: str, make) -> Path:
     return base / name
 
 
+def pocket_decoder(factory: pytest.TempPathFactory, mode: str = "compact") -> Path:
+    """The built-in model's decoder as kvcap exports it: 128 slots, blocks of 32, in float32."""
+
+    def make(folder: Path) -> None:
+        from kvcap.export.decoder.spec import layout_for, load
+        from kvcap.export.decoder.write import write
+        from kvcap.policies import load_policy
+
+        source = load("pocket", "fp32")
+        layout = layout_for(source.config, load_policy("keydiff"), 128, 32, mode)
+        write(source, layout, "fp32", folder, quick=True)
+
+    return made(factory, f"shared-{mode}", make)
+
+
 def tiny_decoder(factory: pytest.TempPathFactory) -> Path:
     """A random model that can chat, in `model`, and its decoder made ready, in `decoder`."""
 

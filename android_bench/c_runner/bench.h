@@ -10,7 +10,7 @@
 
 enum { MAX_RANK = 8, MAX_PORTS = 32, MAX_TEXT = 400 };
 
-typedef enum { FLOAT32, FLOAT16, INT32, BOOL } Type;
+typedef enum { FLOAT32, FLOAT16, INT32, BOOL, INT64 } Type; /* no cell has the last */
 
 /* An input or output of a cell, with its memory. */
 typedef struct {
@@ -39,6 +39,7 @@ bool fail(Fault *fault, const char *format, ...) __attribute__((format(printf, 2
 _Noreturn void quit(int code, const char *format, ...) __attribute__((format(printf, 2, 3)));
 
 /* tensor.c: what cells are fed. */
+void resize(Tensor *tensor); /* numbers and bytes, after its type and shape */
 bool make_tensor(Tensor *tensor, const cJSON *port, Fault *fault);
 bool fill_tensor(Tensor *tensor, const cJSON *fill, const char *folder, Fault *fault);
 double number_at(const Tensor *tensor, size_t index);
@@ -93,5 +94,8 @@ typedef struct {
 } Visit;
 bool visit_cell(Visit *visit, const Rules *rules, const char *folder, cJSON *samples);
 bool visit_copy(Visit *visit, const Rules *rules, cJSON *samples);
+
+/* decoder.c: all rounds of the plan's decoder; what it takes, or why it cannot be, goes into its row of the result. */
+void visit_decoder(const cJSON *wanted, int threads, int rounds, const char *folder, cJSON *row);
 
 #endif

@@ -191,6 +191,31 @@ static void measure(Visit *visits, int count, const Rules *rules, uint32_t seed,
   make_visit(&again, rules, options, folder, cJSON_AddArrayToObject(repeat, "samples_us"));
 }
 
+/* The plan's decoder, once for each number of threads; nothing where it has none. */
+static int measure_decoders(const cJSON *plan, const Options *options, int rounds, const char *folder, cJSON *document) {
+  const cJSON *wanted = cJSON_GetObjectItemCaseSensitive(plan, "decoder");
+  int measured = 0;
+  if (!wanted) return 0;
+  static const char *const names[] = {"id", "model", "policy", "positions", "dtype", "budget", "block", "evict_every",
+                                      "weights_bytes", "state_bytes", "prompt_tokens", "answer_tokens", "long_tokens"};
+  cJSON *rows = cJSON_AddArrayToObject(document, "decoders");
+  for (int t = 0; t < options->thread_counts; t++) {
+    cJSON *row = cJSON_CreateObject();
+    copy_fields(row, wanted, names, sizeof names / sizeof *names);
+    cJSON_AddStringToObject(row, "model_sha256", sha256_of(plan, text_of(wanted, "manifest")));
+    cJSON_AddNumberToObject(row, "threads", options->threads[t]);
+    cJSON_AddStringToObject(row, "provider_asked", "cpu");
+    cJSON_AddStringToObject(row, "provider_got", "cpu");
+    cJSON_AddStringToObject(row, "status", "ok");
+    cJSON_AddItemToArray(rows, row);
+    int held = options->biggest && options->threads[t] < options->core_counts ? options->threads[t] : options->core_counts;
+    if (held) hold_to_cores(options->cores, held);
+    visit_decoder(wanted, options->threads[t], rounds, folder, row);
+    measured += !strcmp(text_of(row, "status"), "ok");
+  }
+  return measured;
+}
+
 static void add_run(cJSON *document, const cJSON *plan, double seed) {
   char id[64] = "", started[40];
   FILE *random = fopen("/proc/sys/kernel/random/uuid", "r");
@@ -266,7 +291,9 @@ int main(int count, char **given) {
   snprintf(folder, sizeof folder, "%s", options.plan);
   Visit *visits;
   int count_of_visits = make_visits(plan, &options, document, &visits), measured = 0;
-  measure(visits, count_of_visits, &rules, (uint32_t)seed * 2654435761u + 1, &options, dirname(folder), document);
+  const char *beside = dirname(folder);
+  measure(visits, count_of_visits, &rules, (uint32_t)seed * 2654435761u + 1, &options, beside, document);
+  measured += measure_decoders(plan, &options, rules.rounds, beside, document);
   cJSON_AddItemToObject(found, "after", conditions());
   time_text(finished);
   cJSON_AddStringToObject(cJSON_GetObjectItemCaseSensitive(document, "run"), "finished", finished);

@@ -17,7 +17,7 @@ static OrtEnv *environment;
 struct Session {
   OrtSession *session;
   OrtIoBinding *binding;
-  OrtValue *values[2 * MAX_PORTS];
+  OrtValue **values; /* of what is bound */
   int bound;
 };
 
@@ -58,12 +58,24 @@ Session *open_session(const char *path, int threads, Fault *fault) {
   return NULL;
 }
 
-/* Inputs and outputs are the cell's own memory, so that a run allocates neither. */
+static void unbind(Session *session) {
+  for (int i = 0; i < session->bound; i++) ort->ReleaseValue(session->values[i]);
+  free(session->values);
+  session->values = NULL, session->bound = 0;
+}
+
+/* Inputs and outputs are the caller's own memory, so that a run allocates neither. What was bound before is forgotten. */
 bool bind_tensors(Session *session, Tensor *inputs, int ins, Tensor *outputs, int outs, Fault *fault) {
   static const ONNXTensorElementDataType types[] = {
       [FLOAT32] = ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT, [FLOAT16] = ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT16,
-      [INT32] = ONNX_TENSOR_ELEMENT_DATA_TYPE_INT32, [BOOL] = ONNX_TENSOR_ELEMENT_DATA_TYPE_BOOL};
+      [INT32] = ONNX_TENSOR_ELEMENT_DATA_TYPE_INT32, [BOOL] = ONNX_TENSOR_ELEMENT_DATA_TYPE_BOOL,
+      [INT64] = ONNX_TENSOR_ELEMENT_DATA_TYPE_INT64};
   OrtMemoryInfo *memory = NULL;
+  ort->ClearBoundInputs(session->binding);
+  ort->ClearBoundOutputs(session->binding);
+  unbind(session);
+  session->values = calloc((size_t)(ins + outs), sizeof *session->values);
+  if (!session->values) return fail(fault, "there is no memory to bind tensors");
   bool bound = done(ort->CreateCpuMemoryInfo(OrtArenaAllocator, OrtMemTypeDefault, &memory), fault);
   for (int i = 0; bound && i < ins + outs; i++) {
     Tensor *tensor = i < ins ? &inputs[i] : &outputs[i - ins];
@@ -85,7 +97,7 @@ bool run_session(Session *session, Fault *fault) {
 
 void close_session(Session *session) {
   if (session->binding) ort->ReleaseIoBinding(session->binding);
-  for (int i = 0; i < session->bound; i++) ort->ReleaseValue(session->values[i]);
+  unbind(session);
   if (session->session) ort->ReleaseSession(session->session);
   free(session);
 }

@@ -41,7 +41,7 @@ static float of_half(uint16_t half) {
   return half & 0x8000 ? -size : size;
 }
 
-static size_t width(Type type) { return type == BOOL ? 1 : type == FLOAT16 ? 2 : 4; }
+static size_t width(Type type) { return type == BOOL ? 1 : type == FLOAT16 ? 2 : type == INT64 ? 8 : 4; }
 
 static void put(Tensor *tensor, size_t index, double value) {
   switch (tensor->type) {
@@ -49,6 +49,7 @@ static void put(Tensor *tensor, size_t index, double value) {
     case FLOAT16: ((uint16_t *)tensor->data)[index] = half_of((float)value); break;
     case INT32: ((int32_t *)tensor->data)[index] = (int32_t)value; break;
     case BOOL: ((uint8_t *)tensor->data)[index] = value != 0; break;
+    case INT64: ((int64_t *)tensor->data)[index] = (int64_t)value; break;
   }
 }
 
@@ -58,8 +59,15 @@ double number_at(const Tensor *tensor, size_t index) {
     case FLOAT16: return of_half(((const uint16_t *)tensor->data)[index]);
     case INT32: return ((const int32_t *)tensor->data)[index];
     case BOOL: return ((const uint8_t *)tensor->data)[index];
+    case INT64: return (double)((const int64_t *)tensor->data)[index];
   }
   return NAN;
+}
+
+void resize(Tensor *tensor) {
+  tensor->count = 1;
+  for (int i = 0; i < tensor->rank; i++) tensor->count *= (size_t)tensor->dims[i];
+  tensor->bytes = tensor->count * width(tensor->type);
 }
 
 bool make_tensor(Tensor *tensor, const cJSON *port, Fault *fault) {
@@ -73,9 +81,8 @@ bool make_tensor(Tensor *tensor, const cJSON *port, Fault *fault) {
   cJSON_ArrayForEach(size, shape) {
     if (tensor->rank == MAX_RANK) quit(2, "the plan has a tensor of more than %d axes", MAX_RANK);
     tensor->dims[tensor->rank++] = (int64_t)size->valuedouble;
-    tensor->count *= (size_t)size->valuedouble;
   }
-  tensor->bytes = tensor->count * width(tensor->type);
+  resize(tensor);
   if (posix_memalign(&tensor->data, ALIGNMENT, tensor->bytes ? tensor->bytes : 1)) {
     tensor->data = NULL;
     return fail(fault, "there is no memory for %zu bytes of %s", tensor->bytes, tensor->name);

@@ -74,7 +74,8 @@ async function begin() {
 /** A pass takes at least this long: warm-up and samples of every visit. */
 function minutes(cells, count) {
   const { warmup_seconds, min_seconds, rounds } = state.plan.rules;
-  const seconds = cells * count * (rounds * warmup_seconds + min_seconds) * 1.4;
+  const decoder = state.plan.decoder ? state.plan.decoder.sustained_seconds + 60 : 0;
+  const seconds = count * (cells * (rounds * warmup_seconds + min_seconds) * 1.4 + decoder);
   return seconds < 90 ? "about a minute" : `about ${Math.ceil(seconds / 60)} minutes`;
 }
 
@@ -98,6 +99,7 @@ function introduce() {
     ["Slots held", sizes.length > 1 ? `${sizes.slice(0, -1).join(", ")} and ${sizes.at(-1)}` : sizes[0]],
     ["Shape", `${plan.shape.name}: ${plan.shape.kv_heads} KV heads of ${plan.shape.head_dim}, ${[...new Set(plan.cells.map(({ dtype }) => dtype))].join(" and ")}`],
     ["Plan", `${plan.preset}, ${plan.cells.length} cells in ${plan.rules.rounds} rounds`],
+    ...(plan.decoder ? [["Decoder", `${plan.decoder.model}, ${plan.decoder.policy} keeps ${plan.decoder.budget.toLocaleString("en")} slots, ${plan.decoder.dtype}`]] : []),
     ["Takes", ""],
   ];
   byId("summary").replaceChildren(...facts.flatMap(([name, text]) => [html("dt", {}, name), html("dd", {}, text)]));
@@ -174,7 +176,8 @@ function progress({ result, configuration, id, round, share, hidden }) {
   if (!configuration) return;
   const cell = state.plan.cells.find((one) => one.id === id);
   byId("now").textContent = `${configuration.label} · ${cell
-    ? `${policyName(cell.policy)}, ${cell.n.toLocaleString("en")} slots, ${cell.dtype}` : "copying memory"}`;
+    ? `${policyName(cell.policy)}, ${cell.n.toLocaleString("en")} slots, ${cell.dtype}`
+    : id === state.plan.decoder?.id ? "the whole decoder, which takes minutes" : "copying memory"}`;
   byId("bar").value = share;
   const percent = Math.round(share * 100);
   const spent = (performance.now() - state.began) / 1000;

@@ -100,9 +100,11 @@ export class Run {
     this.cells = new Map(chosen.map((configuration) =>
       [configuration, plan.cells.map((cell) => this.#cell(cell, configuration))]));
     this.result.cells = [...this.cells.values()].flat();
+    if (plan.decoder) this.result.decoders = chosen.map((configuration) => this.#decoder(configuration));
     this.visits = 0;
     this.expected = chosen.reduce((sum, configuration) =>
-      sum + rules.rounds * this.#able(configuration).length, rules.rounds * plan.baselines.length + 1);
+      sum + rules.rounds * this.#able(configuration).length, rules.rounds * plan.baselines.length + 1)
+      + (plan.decoder ? chosen.filter(({ missing, provider }) => !missing && provider === "wasm").length : 0);
     this.hidden = null;
     this.watch = () => this.#visibility();
   }
@@ -120,6 +122,7 @@ export class Run {
       for (const configuration of this.chosen) {
         if (!this.stopping) await this.#configuration(configuration);
       }
+      await this.#decoders();
       await this.#again();
       this.result.run.complete = !this.stopping;
     } finally {
@@ -154,6 +157,27 @@ export class Run {
     }
     await this.#rounds(configuration, cells);
     this.bench.close();
+  }
+
+  /** The whole decoder in every configuration that can run it, each in a worker of its own. */
+  async #decoders() {
+    for (const row of this.result.decoders ?? []) {
+      const configuration = this.chosen.find(({ provider, threads }) =>
+        provider === row.provider_asked && threads === row.threads);
+      if (this.stopping || configuration.missing || row.provider_asked !== "wasm") continue;
+      this.#tell(configuration, { id: row.id }, this.plan.rules.rounds - 1);
+      this.bench = new Bench();
+      try {
+        const found = await this.#undisturbed(() =>
+          this.bench.ask("decoder", { plan: this.plan, threads: row.threads }));
+        Object.assign(row, found, { status: "ok", reason: null, provider_got: "wasm" });
+      } catch (error) {
+        if (!this.stopping) Object.assign(row, { status: "failed", reason: error.message.slice(0, 1000) });
+      }
+      this.bench.close();
+      this.visits += 1;
+      this.#tell(configuration, { id: row.id }, this.plan.rules.rounds - 1);
+    }
   }
 
   /** A fresh worker, as memory that WebAssembly took is given back by its end only. */
@@ -270,6 +294,15 @@ export class Run {
     return { id, policy, formulation, dtype, stage, n, queries, budget, opset, bytes,
       model_sha256: sha256, threads, provider_asked: provider, provider_got: null,
       status: "skipped", reason: PENDING };
+  }
+
+  #decoder({ provider, threads, missing }) {
+    const { manifest, vocabulary, seed, sustained_seconds, window_seconds, check, ...same } = this.plan.decoder;
+    const { sha256 } = this.plan.files.find(({ file }) => file === manifest);
+    const reason = missing ?? (provider === "wasm" ? PENDING
+      : "WebGPU has no buffers that are past and present at once; a decoder runs in WebAssembly");
+    return { ...same, model_sha256: sha256, threads, provider_asked: provider, provider_got: null,
+      status: "skipped", reason };
   }
 
   #fail(target, reason) {

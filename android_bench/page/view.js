@@ -95,6 +95,35 @@ export function showResult(result, plan) {
   latest = { result, plan, styles: styles(plan.cells) };
   show("results");
   render();
+  showDecoders(result.decoders ?? []);
+}
+
+const digits = (value) => (value >= 100 ? Math.round(value).toLocaleString("en") : value.toPrecision(3));
+const middle = (values) => [...values].sort((a, b) => a - b)[values.length >> 1];
+
+/** A row for each number of threads that a whole decoder was timed with. */
+function showDecoders(decoders) {
+  const timed = decoders.filter(({ status }) => status === "ok");
+  show("decoders", timed.length > 0);
+  const head = ["Threads", "First token", "Writes", "Reads", "Holds"];
+  const rows = timed.map((row) => {
+    const tokens = row.token_us.flat(), mean = tokens.reduce((a, b) => a + b) / tokens.length;
+    return html("tr", {}, html("th", { scope: "row" }, row.threads,
+      row.parity.passed ? null : html("small", { class: "wrong" }, "wrong")),
+    ...[[`${digits(middle(row.first_ms))} ms`, `${row.prompt_tokens.toLocaleString("en")} tokens`],
+      [`${digits(1e6 / mean)} tokens/s`, `after ${row.prompt_tokens.toLocaleString("en")}`],
+      [`${digits((row.long_tokens * 1000) / middle(row.long_ms))} tokens/s`, `${row.long_tokens.toLocaleString("en")}, ${row.evicting_blocks} blocks evict`],
+      [`${digits(row.held_bytes / 1e6)} MB`, `weights ${digits(row.weights_bytes / 1e6)} MB`],
+    ].map(([text, note]) => html("td", {}, text, html("small", {}, note))));
+  });
+  byId("decoders-table").replaceChildren(
+    html("thead", {}, html("tr", {}, ...head.map((text) => html("th", { scope: "col" }, text)))),
+    html("tbody", {}, ...rows));
+  const drifts = timed.filter(({ sustained }) => sustained.length > 1).map(({ threads, sustained }) => {
+    const speeds = sustained.map(({ tokens, seconds }) => tokens / seconds), change = speeds.at(-1) / speeds[0] - 1;
+    return `${threads} thread${threads > 1 ? "s" : ""}: ${digits(speeds[0])} tokens/s at first, ${digits(speeds.at(-1))} at last (${change > 0 ? "+" : ""}${Math.round(change * 100)} %).`;
+  });
+  byId("sustained").textContent = drifts.length ? `Writing on and on. ${drifts.join(" ")}` : "";
 }
 
 narrow.addEventListener("change", () => latest && render());

@@ -1,7 +1,9 @@
 // Measures what it is told to, one cell or copy of memory at a time, so that the page stays alive.
-// Knows the rules of measuring; knows neither the order of cells nor the result.
+// Knows the rules of measuring; knows neither the order of cells nor the result. A whole decoder is
+// timed in a worker of its own.
 
 import { decoded, engine } from "./engines.js";
+import { fetched } from "./fetched.js";
 import { filled } from "./inputs.js";
 import { parity } from "./parity.js";
 
@@ -10,25 +12,11 @@ const files = new Map();
 
 /** A file of the plan, whole: fetched once, held against its size and, where it can be, its digest. */
 function load(file) {
-  if (!files.has(file)) files.set(file, fetched(file).catch((error) => {
+  if (!files.has(file)) files.set(file, fetched("plan/", plan.files.find((entry) => entry.file === file)).then(({ buffer }) => buffer).catch((error) => {
     files.delete(file);
     throw error;
   }));
   return files.get(file);
-}
-
-async function fetched(file) {
-  const { bytes, sha256 } = plan.files.find((entry) => entry.file === file);
-  const response = await fetch(`plan/${file}`);
-  if (!response.ok) throw new Error(`${file} cannot be had from the server (${response.status})`);
-  const content = await response.arrayBuffer();
-  let same = content.byteLength === bytes;
-  if (same && crypto.subtle) { // only on a secure page
-    const digest = new Uint8Array(await crypto.subtle.digest("SHA-256", content));
-    same = sha256 === Array.from(digest, (byte) => byte.toString(16).padStart(2, "0")).join("");
-  }
-  if (!same) throw new Error(`${file} is not the plan's: its content has changed`);
-  return content;
 }
 
 /** The smallest step of the clock, in milliseconds. */
@@ -129,7 +117,13 @@ async function open(given) {
   return { features: await runner.open(given.threads), timer_us: step * 1000 };
 }
 
-const verbs = { open, visit, copy };
+/** The whole decoder, in a worker that has measured nothing else: WebAssembly is set up once. */
+async function decoder({ plan: given, threads }) {
+  plan = given;
+  return (await import("./time-decoder.js")).timeDecoder(plan, threads, load);
+}
+
+const verbs = { open, visit, copy, decoder };
 
 self.onmessage = async ({ data: { verb, given } }) => {
   try {

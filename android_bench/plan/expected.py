@@ -8,6 +8,7 @@ float16, and graphs compute in float32 whatever the cache's type.
 from __future__ import annotations
 
 import hashlib
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvcap.android_bench.documents import sha256
 from kvcap.android_bench.errors import PlanBroken
 from kvcap.android_bench.runner.inputs import filled
 from kvcap.export.graphs.compare import RTOL, difference, reference, truth
@@ -44,6 +46,15 @@ class Folder:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(content)
         return str(self.files[digest]["file"])
+
+    def copy(self, name: str, source: Path) -> str:
+        """Copy a file, which may be large; returns its name."""
+        path = self.path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(source, path)
+        entry = {"file": name, "bytes": path.stat().st_size, "sha256": sha256(path)}
+        self.files[f"{name} {entry['sha256']}"] = entry  # by its own name: others lie beside it
+        return name
 
     def numbers(self, name: str, tensor: Tensor) -> str:
         """Write a tensor as little-endian float32."""

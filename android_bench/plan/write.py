@@ -14,6 +14,7 @@ import numpy as np
 from kvcap.android_bench.archive import RUNNER_FILE, write_runner
 from kvcap.android_bench.documents import PLAN, PLAN_FILE, plan_id, port_bytes, validate
 from kvcap.android_bench.errors import PlanBroken, PlanExists
+from kvcap.android_bench.plan.decoder import Work, decoder_entry
 from kvcap.android_bench.plan.expected import Case, Folder
 from kvcap.android_bench.plan.presets import Preset, Variant
 from kvcap.android_bench.runner.inputs import GENERATOR, hash11
@@ -34,6 +35,8 @@ class Wanted:
     preset: Preset
     shape: Shape = field(default_factory=Shape)
     model: str = "Llama-3.2-3B"
+    decoder: Path | None = None  # the folder of a whole one, timed beside the cells
+    work: Work = field(default_factory=Work)
 
 
 def write_plan(wanted: Wanted, folder: Path) -> dict[str, Any]:
@@ -83,6 +86,9 @@ def _planned(wanted: Wanted, folder: Folder) -> dict[str, Any]:
         "formulations": {name: said for name, said in FORMULATIONS.items()
                          if name in {cell["formulation"] for cell in cells}},
     }  # fmt: skip
+    if wanted.decoder is not None:
+        found["decoder"] = decoder_entry(wanted.decoder, wanted.work, folder)
+        found["files"] = sorted(folder.files.values(), key=lambda entry: str(entry["file"]))
     found["id"] = plan_id(found)
     validate(found, PLAN, PLAN_FILE, PlanBroken)
     return found

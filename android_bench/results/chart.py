@@ -1,5 +1,7 @@
 """Draws results: a row per result, absolute times on the left, relative ones on the right.
 
+Below, where decoders were timed, stand their tokens a second over time.
+
 A line is told from others by its marker and its dash, not only by its colour; a bar at each point
 goes from the least sample to the 90th percentile, and a hollow point's is wild. Needs matplotlib,
 which is imported when a chart is drawn.
@@ -9,13 +11,13 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from itertools import count
+from itertools import accumulate, count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvcap.android_bench.results.judge import WILD, Row, fit, key, series, spread
+from kvcap.android_bench.results.judge import WILD, Row, fit, key, series, spread, timed
 from kvcap.android_bench.results.source import title
-from kvcap.android_bench.results.table import WORST, label, setting, setting_name
+from kvcap.android_bench.results.table import WORST, label, setting, setting_name, short
 from kvcap.android_bench.safe_text import plain
 from kvcap.export.graphs.formulations import FORMULATIONS
 
@@ -46,14 +48,18 @@ def draw(results: Sequence[Row], path: Path) -> None:
     except ImportError as error:
         raise ValueError("--plot needs matplotlib; run: pip install kvcap[android]") from error
     shown = [(result, lines) for result in results if (lines := chosen(result))]
-    if not shown:
-        raise ValueError("--plot: no score was measured")
+    sustained = [(result, row) for result in results for row in timed(result) if row["sustained"]]
+    if not shown and not sustained:
+        raise ValueError("--plot: no score was measured, and no decoder")
+    rows = len(shown) + bool(sustained)
     with rc_context({"text.parse_math": False}), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph .* missing")  # of a device's name
-        size = (SIZE[0], SIZE[1] * len(shown))
+        size = (SIZE[0], SIZE[1] * rows)
         figure = Figure(figsize=size, dpi=160, layout="constrained")
-        blocks = figure.subfigures(len(shown), 1, squeeze=False)[:, 0]
-        for block, (result, lines) in zip(blocks, shown, strict=True):
+        blocks = figure.subfigures(rows, 1, squeeze=False)[:, 0]
+        if sustained:
+            _sustained(blocks[-1], sustained)
+        for block, (result, lines) in zip(blocks, shown, strict=False):
             left, right = block.subplots(1, 2)
             said = setting_name(setting(next(iter(lines.values()))[0]))
             if (there := len(lines)) > MOST:
@@ -71,6 +77,28 @@ def draw(results: Sequence[Row], path: Path) -> None:
             block.legend(handles, names, loc="outside right center", fontsize=7.5, frameon=False,
                          handlelength=3.2)  # fmt: skip
         figure.savefig(path)
+
+
+def _sustained(block: Any, rows: list[tuple[Row, Row]]) -> None:
+    """Tokens a second over time, of decoders that write on and on: what heat does."""
+    axes = block.subplots(1, 1)
+    for place, (result, row) in enumerate(rows[:MOST]):
+        windows = row["sustained"]
+        ends = list(accumulate(window["seconds"] for window in windows))
+        middles = [(end - window["seconds"] / 2) / 60
+                   for end, window in zip(ends, windows, strict=True)]  # fmt: skip
+        speeds = [window["tokens"] / window["seconds"] for window in windows]
+        name = f"{row['id']}, {row['threads']} thr., {short(result)}".lstrip("_")
+        axes.plot(middles, speeds, ls=DASHES[place % len(DASHES)], marker=MARKERS[place % 12],
+                  color=OTHERS[place % len(OTHERS)], ms=4.5, lw=1.4,
+                  label=plain(name, 2 * WIDTH))  # fmt: skip
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("minutes of writing on", fontsize=8)
+    axes.set_title("whole decoders: tokens a second", fontsize=8)
+    axes.tick_params(labelsize=7.5)
+    axes.grid(alpha=0.25, lw=0.5)
+    axes.spines[["top", "right"]].set_visible(False)
+    block.legend(loc="outside lower center", fontsize=7.5, frameon=False, handlelength=3.2)
 
 
 def chosen(result: Row) -> Lines:

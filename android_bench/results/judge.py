@@ -49,14 +49,37 @@ def judged(result: Row) -> Row:
     for row in (*found["cells"], *found["baselines"]):
         if any(row.get("samples_us", [])):
             _complete(row)
-    counts = Counter(map(said, found["cells"]))
+    if "decoders" in result:
+        found["decoders"] = [_timed(row) for row in result["decoders"]]
+    counts = Counter(map(said, (*found["cells"], *found.get("decoders", []))))
     if twice := [name for name, count in counts.items() if count > 1]:
         raise ResultBroken(f"the result has {twice[0]} twice")
     found["derived"] = {"relative": _relative(found), "fits": fits(found)}
-    flags = [*_run_flags(found), *(f for row in found["cells"] for f in _row_flags(found, row))]
+    flags = [*_run_flags(found), *(f for row in found["cells"] for f in _row_flags(found, row)),
+             *(f for row in found.get("decoders", [])
+               for f in _decoder_flags(found, row))]  # fmt: skip
     ok = not [flag for flag in flags if flag["kind"] not in REMARKS]
     found["validity"] = {"ok": ok, "flags": flags}
     return found
+
+
+def _timed(row: Row) -> Row:
+    """A decoder's row with its speeds; what it says of them itself is not read."""
+    if row["status"] != "ok":
+        return row
+    tokens = np.concatenate([np.asarray(part, dtype=np.float64) for part in row["token_us"]])
+    p50, p90 = np.percentile(tokens, (50, 90))
+    speeds = [window["tokens"] / window["seconds"] for window in row["sustained"]]
+    long_s = float(np.median(row["long_ms"])) / 1000
+    return {
+        **row,
+        "first_p50_ms": float(np.median(row["first_ms"])),
+        "token_p50_us": float(p50),
+        "token_p90_us": float(p90),
+        "tokens_per_s": float(1e6 / tokens.mean()),
+        "prefill_tokens_per_s": row["long_tokens"] / long_s,
+        "sustained_change": speeds[-1] / speeds[0] - 1 if len(speeds) > 1 else None,
+    }
 
 
 def relative(result: Row, reference: str | None) -> Row:
@@ -76,6 +99,9 @@ def rows_of(result: Row) -> Row:
     """A judged result without its samples, which are most of it."""
     lean = {name: [{k: v for k, v in row.items() if k != "samples_us"} for row in result[name]]
             for name in ("cells", "baselines")}  # fmt: skip
+    if "decoders" in result:
+        lean["decoders"] = [{k: v for k, v in row.items() if k != "token_us"}
+                            for row in result["decoders"]]  # fmt: skip
     return {**result, **lean}
 
 
@@ -212,6 +238,29 @@ def _throttled(result: Row) -> Iterator[Flag]:
     if changes and (change := float(np.median(changes)) - 1) > limit:
         text = f"the cells' median took {change:+.0%} in the last round; allowed are {limit:.0%}"
         yield _flag("throttled", None, text)
+
+
+def _decoder_flags(result: Row, row: Row) -> Iterator[Flag]:
+    """What is to be doubted of a decoder's times."""
+    name, rules = said(row), result["rules"]
+    if row["status"] != "ok":
+        yield _flag(row["status"], name, row["reason"] or "no reason is given")
+        return
+    if row["provider_got"] != row["provider_asked"]:
+        yield _flag("endpoint", name, f"ran on {row['provider_got']}")
+    if not row["parity"]["passed"]:
+        yield _flag("parity", name, row["parity"].get("text", "differs from this kvcap"))
+    if len(row["token_us"]) < rules["rounds"]:
+        yield _flag("rounds", name, f"{len(row['token_us'])} rounds of {rules['rounds']}")
+    change = row["sustained_change"]
+    if change is not None and change < -rules["max_drift"]:
+        yield _flag("throttled", name, f"wrote {change:+.0%} tokens a second in the last window of "
+                    f"its sustained run; allowed are {rules['max_drift']:.0%}")  # fmt: skip
+
+
+def timed(result: Row) -> list[Row]:
+    """The decoders that have samples."""
+    return [row for row in result.get("decoders", []) if row["status"] == "ok"]
 
 
 def _row_flags(result: Row, row: Row) -> Iterator[Flag]:

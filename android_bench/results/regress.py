@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from kvcap.android_bench.errors import NotComparable
-from kvcap.android_bench.results.judge import Row, key, measured, said
+from kvcap.android_bench.results.judge import Row, key, measured, said, timed
+
+SPEEDS = (  # 1: more is slower, -1: less is
+    ("first_p50_ms", "first token in ms", 1), ("tokens_per_s", "tokens a second", -1),
+    ("prefill_tokens_per_s", "tokens a second of a long prompt", -1),
+)  # fmt: skip
 
 
 def regressions(now: Row, before: Row, allowed: float) -> list[str]:
@@ -27,7 +32,7 @@ def regressions(now: Row, before: Row, allowed: float) -> list[str]:
     tried = {key(row) for row in now["cells"]}
     if not set(old) & tried:
         raise NotComparable("the baseline has no cell in common with the result")
-    return list(_slower(old, new, tried, allowed))
+    return [*_slower(old, new, tried, allowed), *_slower_decoders(now, before, allowed)]
 
 
 def _slower(
@@ -46,6 +51,22 @@ def _slower(
         elif k in tried and k not in new:
             found.append(f"{said(row)}: ran before and does no more")
     return found
+
+
+def _slower_decoders(now: Row, before: Row, allowed: float) -> Iterator[str]:
+    """Decoders whose first token takes longer, or that read or write fewer tokens a second."""
+    new = {key(row): row for row in timed(now)}
+    tried = {key(row) for row in now.get("decoders", [])}
+    for row in timed(before):
+        k = key(row)
+        if k not in new:
+            if k in tried:
+                yield f"{said(row)}: ran before and does no more"
+            continue
+        for name, what, times in SPEEDS:
+            grown = (new[k][name] / row[name]) ** times - 1
+            if grown > allowed:
+                yield f"{said(row)}: {what} {new[k][name]:,.1f}, {row[name]:,.1f} before"
 
 
 def _rows(result: Row) -> dict[tuple[str, int, str], Row]:

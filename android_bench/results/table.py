@@ -7,11 +7,23 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 from typing import Any
 
-from kvcap.android_bench.results.judge import WILD, Row, key, measured, series, spread
+from kvcap.android_bench.results.judge import (
+    WILD,
+    Row,
+    key,
+    measured,
+    series,
+    spread,
+    timed,
+)
+from kvcap.android_bench.results.judge import (
+    said as identity,
+)
 from kvcap.android_bench.results.source import believed, title
 from kvcap.android_bench.safe_text import escaped, plain
 from kvcap.export.graphs.formulations import TRACED
 
+MOST = 24  # windows of a sustained run that are shown
 FEW = 3  # flags of one kind that are written out
 WORST = 0.25  # relative error beyond which a line does not describe a series
 LONG = 3000  # characters of a sentence, in which several names may stand
@@ -28,7 +40,8 @@ def markdown(results: Sequence[Row]) -> str:
         lines += _beside(results)
     for result in results:
         lines += [_title(2, title(result)), "", *_facts(result), ""]
-        lines += [*_score_tables(result), *_evict_table(result), *_doubts(result)]
+        lines += [*_score_tables(result), *_evict_table(result), *_decoder_table(result)]
+        lines += _doubts(result)
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -210,6 +223,56 @@ def _evict_table(result: Row) -> Iterator[str]:
     yield ""
 
 
+def _decoder_table(result: Row) -> Iterator[str]:
+    rows = timed(result)
+    if not rows:
+        return
+    yield _said("Whole decoders under their cap", "**")
+    yield ""
+    head = ["decoder", "on", "threads", "first token, ms", "tokens/s", "a token, ms",
+            "long prompt, tokens/s", "slots, MB", "weights, MB"]  # fmt: skip
+    yield from table(head, (
+        [f"{row['id']}{'' if row['parity']['passed'] else ' WRONG'}", row["provider_asked"],
+         str(row["threads"]), f"{_digits(row['first_p50_ms'])} ({row['prompt_tokens']:,} tokens)",
+         _digits(row["tokens_per_s"]),
+         f"{_digits(row['token_p50_us'] / 1000)} (to {_digits(row['token_p90_us'] / 1000)})",
+         f"{_digits(row['prefill_tokens_per_s'])} ({row['long_tokens']:,} tokens, "
+         f"{row['evicting_blocks']:,} blocks evict)",
+         _digits(row["held_bytes"] / 1e6), _digits(row["weights_bytes"] / 1e6)]
+        for row in rows
+    ))  # fmt: skip
+    yield ""
+    yield from _sustained_table(rows)
+
+
+def _sustained_table(rows: list[Row]) -> Iterator[str]:
+    """Tokens a second of each window, of which many are shown as the first, the middle ones."""
+    rows = [row for row in rows if row["sustained"]]
+    if not rows:
+        return
+    yield _said("Sustained: tokens a second of each window of writing on and on", "**")
+    yield ""
+    for row in rows:
+        windows = row["sustained"]
+        speeds = [_digits(window["tokens"] / window["seconds"]) for window in windows]
+        if len(speeds) > MOST:
+            speeds = [*speeds[: MOST // 2], "…", *speeds[-MOST // 2 :]]
+        change = row["sustained_change"]
+        drift = "" if change is None else f", {change:+.0%} from first to last"
+        yield _listed(f"{identity(row)}, windows of {windows[0]['seconds']:.0f} s{drift}: "
+                      f"{', '.join(speeds)}")  # fmt: skip
+    yield ""
+
+
+def _digits(value: float) -> str:
+    """Three digits.
+
+    >>> _digits(3.14159), _digits(2715.0)
+    ('3.14', '2,715')
+    """
+    return f"{value:,.0f}" if value >= 100 else f"{value:#.3g}".rstrip(".")
+
+
 def _doubts(result: Row) -> Iterator[str]:
     """Flags, of each kind the first few."""
     passed = sum(row["parity"]["passed"] for row in measured(result))
@@ -240,3 +303,25 @@ def _beside(results: Sequence[Row]) -> Iterator[str]:
          for k in keys),
     )  # fmt: skip
     yield ""
+    yield from _decoders_beside(results, names)
+
+
+def _decoders_beside(results: Sequence[Row], names: list[str]) -> Iterator[str]:
+    """Decoders, a column per result."""
+    columns = [{key(row): row for row in timed(result)} for result in results]
+    keys = list(dict.fromkeys(k for column in columns for k in column))
+    if not keys:
+        return
+    yield _said("Whole decoders: first token in ms, tokens a second, long prompt in tokens/s", "**")
+    yield ""
+    yield from table(
+        ["decoder", "on", "threads", *names],
+        ([k[0], k[2], str(k[1]), *(_speeds(c[k]) if k in c else "" for c in columns)]
+         for k in keys),
+    )  # fmt: skip
+    yield ""
+
+
+def _speeds(row: Row) -> str:
+    three = (row["first_p50_ms"], row["tokens_per_s"], row["prefill_tokens_per_s"])
+    return ", ".join(map(_digits, three))

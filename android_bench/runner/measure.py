@@ -22,6 +22,7 @@ from types import ModuleType
 
 import numpy as np
 
+from . import decoder
 from .device import Refused, conditions, cores_for, device
 from .inputs import DTYPES, Array, Cell, inputs_of
 from .parity import parity
@@ -196,6 +197,37 @@ class Run:
         target = np.empty_like(source)
         row["samples_us"].append(visit(lambda: np.copyto(target, source), self.rules))
 
+    def decoders(self) -> list[Cell]:
+        """The plan's decoder, once for each number of threads; none where it has none."""
+        if "decoder" not in self.plan:
+            return []
+        found = []
+        for threads in self.threads:
+            row = decoder.row_of(self.plan, threads, self.provider)
+            found.append(row)
+            print(f"{row['id']} ({threads})", file=sys.stderr, flush=True)
+            self._decoder(row)
+        return found
+
+    def _decoder(self, row: Cell) -> None:
+        """All rounds of one decoder; one that fails stays failed and the run goes on."""
+        wanted = self.plan["decoder"]
+        try:
+            if self.provider != "cpu":
+                return _without_samples(row, "skipped", "a decoder runs on the provider cpu only")
+            if lack := self._pin(row["threads"]):
+                return _without_samples(row, "skipped", lack)
+            start = time.perf_counter()
+            manifest = self.folder / wanted["manifest"]
+            made = decoder.loaded(manifest, wanted["evict_every"], row["threads"])
+            row["load_ms"] = (time.perf_counter() - start) * 1000
+            row["parity"] = decoder.checked(made, wanted["check"], self.folder)
+            row |= decoder.measured(made, wanted, self.rules["rounds"])
+            row |= {"held_bytes": made.nbytes, "provider_got": "cpu"}
+        except Exception as error:  # ONNX Runtime's own classes have no common base
+            said = str(error).strip().splitlines() or [""]
+            _without_samples(row, "failed", f"{type(error).__name__}: {said[0][:300]}")
+
     def _pin(self, threads: int) -> str | None:
         """Hold this process, and threads that it starts from now on, to its cores.
 
@@ -217,6 +249,7 @@ class Run:
         """Measure, and everything that a result says."""
         started, before, step = _now(), conditions(), timer_us()
         repeat = self.measure()
+        decoders = self.decoders()
         pinned = self.everywhere and cores_for(self.cores, max(self.threads))
         return {
             "schema": BENCH,
@@ -231,6 +264,7 @@ class Run:
             "conditions": {"before": before, "after": conditions()},
             "shape": self.plan["shape"], "rules": self.rules, "cells": self.rows,
             "baselines": self.baselines, "repeat": repeat,
+            **({"decoders": decoders} if decoders else {}),
         }  # fmt: skip
 
 
@@ -238,7 +272,8 @@ def _without_samples(row: Cell, status: str, reason: str) -> None:
     """Mark a row as not measured; rounds that it had are given up."""
     row["status"] = status
     row["reason"] = "".join(letter if letter.isprintable() else "?" for letter in reason)
-    for key in ("samples_us", "runs_per_sample", "parity", "load_ms"):
+    for key in ("samples_us", "runs_per_sample", "parity", "load_ms", "first_ms", "token_us",
+                "long_ms", "sustained"):  # fmt: skip
         row.pop(key, None)
 
 

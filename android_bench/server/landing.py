@@ -53,6 +53,7 @@ class Results:
         self.count = self.stored = 0  # results and their bytes since this start
         self.plan = plan["id"]
         self.rows = {cell["id"] for cell in plan["cells"]}
+        self.decoder = plan.get("decoder", {}).get("id")
         self.landed: queue.Queue[Landed] = queue.Queue()
         self.lock = threading.Lock()
 
@@ -73,6 +74,9 @@ class Results:
             raise ResultBroken(f"the result is of plan {found['run']['plan']}, not {self.plan}")
         if strange := {cell["id"] for cell in found["cells"]} - self.rows:
             raise ResultBroken(f"the result has a cell that the plan has not: {min(strange)}")
+        named = {row["id"] for row in found.get("decoders", [])}
+        if strange := named - {self.decoder}:
+            raise ResultBroken(f"the result has a decoder that the plan has not: {min(strange)}")
         where = origin(found["device"].get("signs", {}), header)
         if found["device"]["source"] != where.source:
             raise ResultBroken(

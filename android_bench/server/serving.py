@@ -1,7 +1,8 @@
-"""Serves the page and one plan over HTTP, takes results in, and lets nothing else through.
+"""Serves the pages over HTTP, with a plan or a decoder, and lets nothing else through.
 
 What it hands out is a fixed table made when it starts, so that no request can name another file.
-Knows nothing of commands or terminals.
+`Serving` hands out a plan and takes results in; `Chat` hands out a decoder and takes nothing. Knows
+nothing of commands or terminals.
 """
 
 from __future__ import annotations
@@ -12,9 +13,9 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import anyio
 import uvicorn
@@ -28,11 +29,16 @@ from starlette.routing import BaseRoute, Mount, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from kvcap.android_bench.decoders import decoder_for_a_page
 from kvcap.android_bench.documents import PLAN_FILE, parsed, read_plan
 from kvcap.android_bench.errors import PortTaken, ResultBroken, ResultsFull, ServerEnded
 from kvcap.android_bench.results.source import origin
 from kvcap.android_bench.server import vendor
 from kvcap.android_bench.server.landing import Limits, Results
+from kvcap.runtime.types import MANIFEST
+
+if TYPE_CHECKING:
+    from typing import Self
 
 PAGE = Path(__file__).parents[1] / "page"
 HEAD_BYTES, SIGNS_BYTES = 2**15, 2**16  # of a request's first lines; of what a browser says
@@ -128,29 +134,38 @@ class Answer(JSONResponse):
         return json.dumps(content, allow_nan=False).encode("ascii")
 
 
-def handed_out(plan: Mapping[str, Any], folder: Path) -> dict[str, Path]:
-    """Every path that can be asked for, with its file."""
-    names = [PLAN_FILE, *(entry["file"] for entry in plan["files"])]
+def handed_out(page: str, prefix: str, folder: Path, names: Iterable[str]) -> dict[str, Path]:
+    """Every path that can be asked for, with its file.
+
+    Args:
+        page: that the address itself leads to.
+        prefix: of the paths of `names`.
+        folder: that these files lie in.
+        names: of a plan's or a decoder's files.
+    """
     pages = [path for path in PAGE.iterdir() if path.suffix in TYPES]
-    libraries = [path for path in vendor.FOLDER.iterdir() if path.is_file()]
+    libraries = [path for at in vendor.FOLDERS for path in at.iterdir() if path.is_file()]
     return {
-        "": PAGE / "index.html",
+        "": PAGE / page,
         **{path.name: path for path in pages},
-        **{f"ort/{path.name.removesuffix('.gz')}": path for path in libraries},
-        **{f"plan/{name}": folder / name for name in names},
+        **{f"{path.parent.name}/{path.name.removesuffix('.gz')}": path for path in libraries},
+        **{f"{prefix}/{name}": folder / name for name in names},
     }
 
 
-class Answers:
-    """What the server says to a page that may ask."""
+class Files:
+    """What the server hands out to a page that may ask."""
 
-    def __init__(self, files: Mapping[str, Path], results: Results, limits: Limits) -> None:
-        self.files, self.results, self.limits = files, results, limits
-        self.uploads = 0  # under way
-        self.judging = anyio.Semaphore(1)  # a large result takes memory and a whole core
+    def __init__(self, files: Mapping[str, Path]) -> None:
+        self.files = files
+
+    @property
+    def routes(self) -> list[BaseRoute]:
+        """What can be asked for."""
+        return [Route("/{name:path}", self.give, methods=["GET"])]
 
     async def give(self, request: Request) -> Response:
-        """A file of the page or the plan."""
+        """A file of the page, the plan or the decoder."""
         name = request.path_params["name"]
         path = self.files.get(name)
         if path is None or not path.is_file():
@@ -160,6 +175,25 @@ class Answers:
         if name.startswith("ort/"):
             coding["Cache-Control"] = "private, max-age=600"  # every worker loads it again
         return FileResponse(path, media_type=kind, headers=coding)
+
+
+class Answers(Files):
+    """What the server says to a page that measures."""
+
+    def __init__(self, files: Mapping[str, Path], results: Results, limits: Limits) -> None:
+        super().__init__(files)
+        self.results, self.limits = results, limits
+        self.uploads = 0  # under way
+        self.judging = anyio.Semaphore(1)  # a large result takes memory and a whole core
+
+    @property
+    def routes(self) -> list[BaseRoute]:
+        """What can be asked for and sent."""
+        return [
+            Route("/device", self.judge, methods=["POST"]),
+            Route("/results", self.take, methods=["POST"]),
+            *super().routes,
+        ]
 
     async def judge(self, request: Request) -> Response:
         """What the page is told before it measures: where it runs, and its library's version."""
@@ -207,20 +241,16 @@ class Answers:
         return Answer({"file": landed.path.name, "flags": flags}, status_code=201)
 
 
-def application(answers: Answers, token: str | None, hosts: list[str], limits: Limits) -> Starlette:
+def application(files: Files, token: str | None, hosts: list[str], limits: Limits) -> Starlette:
     """The server.
 
     Args:
-        answers: to those who may ask.
+        files: for those who may ask.
         token: first part of every path, None where there is none.
         hosts: names the server may be called by; others are another site's tricks.
         limits: how long a request may take.
     """
-    routes: list[BaseRoute] = [
-        Route("/device", answers.judge, methods=["POST"]),
-        Route("/results", answers.take, methods=["POST"]),
-        Route("/{name:path}", answers.give, methods=["GET"]),
-    ]
+    routes = files.routes
     if token:
         routes = [Mount(f"/{token}", routes=routes), Route("/{name:path}", _without_token)]
     return Starlette(
@@ -262,56 +292,35 @@ async def _body(request: Request, limit: int, seconds: float) -> bytes:
     return bytes(body)
 
 
-class Serving:
+class Server:
     """A running server, in a thread of its own.
 
-    >>> with Serving(folder, results) as serving:  # doctest: +SKIP
-    ...     print(serving.url)
-    ...     print(serving.landed.get(timeout=600).path)
+    Args:
+        port: 0 takes a free one.
+        lan: this machine's address in its network, where others may come in with a token; None
+            lets in this machine alone.
+        limits: on what clients may take.
+
+    Raises:
+        VendorError: the page's libraries are not there.
+        PortTaken: something listens there already.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        results: Path,
-        *,
-        port: int = 0,
-        lan: str | None = None,
-        limits: Limits | None = None,
-    ) -> None:
-        """Check everything and bind the port.
-
-        Args:
-            folder: of a plan.
-            results: folder for results, made where it does not exist.
-            port: 0 takes a free one.
-            lan: this machine's address in its network, where others may come in with a token;
-                None lets in this machine alone.
-            limits: on what clients may take.
-
-        Raises:
-            PlanBroken: the folder holds no whole plan.
-            VendorError: onnxruntime-web is not there.
-            PortTaken: something listens there already.
-        """
+    def __init__(self, port: int, lan: str | None, limits: Limits) -> None:
         vendor.require()
-        limits = limits or Limits()
-        self.plan = read_plan(folder)
-        token = secrets.token_urlsafe(16) if lan else None
+        self.lan, self.limits = lan, limits
+        self.token = secrets.token_urlsafe(16) if lan else None
         self.socket = _bound(lan or "127.0.0.1", port)
-        try:
-            self.results = Results(results, self.plan, limits)
-        except OSError:
-            self.socket.close()
-            raise
-        self.landed = self.results.landed
         self.port: int = self.socket.getsockname()[1]
-        self.url = f"http://{lan or 'localhost'}:{self.port}/" + (f"{token}/" if token else "")
-        hosts = [lan] if lan else ["localhost", "127.0.0.1"]
-        answers = Answers(handed_out(self.plan, folder.resolve()), self.results, limits)
-        app = application(answers, token, hosts, limits)
+        token = f"{self.token}/" if self.token else ""
+        self.url = f"http://{lan or 'localhost'}:{self.port}/{token}"
+
+    def _hand_out(self, files: Files) -> None:
+        """Set up what is served once it runs."""
+        limits, hosts = self.limits, [self.lan] if self.lan else ["localhost", "127.0.0.1"]
         config = uvicorn.Config(
-            app, log_level="error", access_log=False, lifespan="off", ws="none",
+            application(files, self.token, hosts, limits), log_level="error", access_log=False,
+            lifespan="off", ws="none",
             http=type("Patient", (Connection,), {"head_seconds": limits.head_seconds}),
             timeout_keep_alive=int(limits.head_seconds), limit_concurrency=limits.connections,
             h11_max_incomplete_event_size=HEAD_BYTES,
@@ -321,7 +330,7 @@ class Serving:
             target=self.server.run, kwargs={"sockets": [self.socket]}, daemon=True
         )
 
-    def __enter__(self) -> Serving:
+    def __enter__(self) -> Self:
         """Start."""
         self.thread.start()
         while not self.server.started and self.thread.is_alive():
@@ -342,6 +351,73 @@ class Serving:
         self.server.should_exit = self.server.force_exit = True
         self.thread.join()
         self.socket.close()
+
+
+class Serving(Server):
+    """Serves the page that measures a plan, and takes its results.
+
+    >>> with Serving(folder, results) as serving:  # doctest: +SKIP
+    ...     print(serving.url)
+    ...     print(serving.landed.get(timeout=600).path)
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        results: Path,
+        *,
+        port: int = 0,
+        lan: str | None = None,
+        limits: Limits | None = None,
+    ) -> None:
+        """Check everything and bind the port.
+
+        Args:
+            folder: of a plan.
+            results: folder for results, made where it does not exist.
+            port: as of `Server`.
+            lan: likewise.
+            limits: likewise.
+
+        Raises:
+            PlanBroken: the folder holds no whole plan.
+            VendorError, PortTaken: as of `Server`.
+        """
+        vendor.require()
+        self.plan = read_plan(folder)
+        super().__init__(port, lan, limits or Limits())
+        try:
+            self.results = Results(results, self.plan, self.limits)
+        except OSError:
+            self.socket.close()
+            raise
+        self.landed = self.results.landed
+        names = [PLAN_FILE, *(entry["file"] for entry in self.plan["files"])]
+        files = handed_out("index.html", "plan", folder.resolve(), names)
+        self._hand_out(Answers(files, self.results, self.limits))
+
+
+class Chat(Server):
+    """Serves the page that chats with a decoder, all on the device that opens it."""
+
+    def __init__(self, folder: Path, *, port: int = 0, lan: str | None = None) -> None:
+        """Check everything and bind the port.
+
+        Args:
+            folder: of a decoder that `kvcap export decoder` wrote.
+            port: as of `Server`.
+            lan: likewise.
+
+        Raises:
+            ModelNotFound, NotExportable, ManifestError, ModelFilesBroken, GraphBroken,
+            ChatTemplateMissing: no decoder, or none that a page can chat with.
+            VendorError, PortTaken: as of `Server`.
+        """
+        self.manifest = decoder_for_a_page(folder)
+        # Weights are hundreds of megabytes, and Wi-Fi may be slow.
+        super().__init__(port, lan, Limits(request_seconds=3600))
+        names = sorted({MANIFEST, *self.manifest.listed})
+        self._hand_out(Files(handed_out("chat.html", "decoder", folder.resolve(), names)))
 
 
 def _bound(address: str, port: int) -> socket.socket:

@@ -1,4 +1,4 @@
-"""Fetches onnxruntime-web for the page, once with npm, and checks it against a digest.
+"""Fetches the page's JavaScript libraries, once with npm, and checks them against digests.
 
 Run as `python -m kvcap.android_bench.server.vendor` when a checkout is set up or before a wheel is
 built; the wheel carries what it leaves. Nothing is fetched when the page is served.
@@ -15,16 +15,25 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import typer
 
 from kvcap.android_bench.errors import VendorError
 
-PACKAGE, VERSION = "onnxruntime-web", "1.30.0"
-SHA512 = "q0y+JrrtukXSzsBWEMccVfqX25LRmosXHF+CaRJmg8pZClzcV7svNc4rKY3jL02Vb7QmRMDs1SigqR4CXAfKYQ=="
-FOLDER = Path(__file__).parents[1] / "page" / "ort"
+
+class Package(NamedTuple):
+    """A package of npm, as it was published."""
+
+    name: str
+    version: str
+    sha512: str  # of its tarball, in base64
+    files: Mapping[str, str]  # what the page has of it: path in the package, name in the folder
+
+
+PAGE = Path(__file__).parents[1] / "page"
 COMMAND = "python -m kvcap.android_bench.server.vendor"
 
 # The CPU build, and the larger one that also knows WebGPU; each is a loader, glue and a binary.
@@ -36,76 +45,117 @@ SCRIPTS = (
 )
 BINARIES = ("ort-wasm-simd-threaded.wasm", "ort-wasm-simd-threaded.asyncify.wasm")
 NOTICES = ("LICENSE", "ThirdPartyNotices.txt")  # of ONNX Runtime; the npm package has none
+ORT = Package(
+    "onnxruntime-web", "1.30.0",
+    "q0y+JrrtukXSzsBWEMccVfqX25LRmosXHF+CaRJmg8pZClzcV7svNc4rKY3jL02Vb7QmRMDs1SigqR4CXAfKYQ==",
+    {f"dist/{name}": name for name in (*SCRIPTS, *BINARIES)},
+)  # fmt: skip
+TEXT = (
+    Package(
+        "@huggingface/tokenizers", "0.2.0",
+        "LidMHe1FpcSYH4vcSjXooda34pC0M8m1gmDOv7SQi6Iv+ib1zX7J3sHBCC9/3FPCkn2k1b55FneVqMRxrr99pg==",
+        {"dist/tokenizers.min.mjs": "tokenizers.js", "LICENSE": "LICENSE.tokenizers"},
+    ),
+    Package(
+        "@huggingface/jinja", "0.5.11",
+        "YzEzwM5oQf4r0vs7ifWQ+yuVR1YkAHrjERQ+a8WRsStHHp4NRBg+NesjiFc+X2AFUpRvvrIeHDS1xFy9jY/IjQ==",
+        {"dist/index.js": "jinja.js", "LICENSE": "LICENSE.jinja"},
+    ),
+)  # fmt: skip
+VERSION = ORT.version
+FOLDERS: dict[Path, tuple[Package, ...]] = {PAGE / "ort": (ORT,), PAGE / "text": TEXT}
+FOLDER, TEXT_FOLDER = FOLDERS
 
 
-def require(folder: Path = FOLDER) -> None:
-    """Make sure that the page has its onnxruntime-web.
+def marker(packages: Sequence[Package]) -> str:
+    """What the file VERSION of a folder of these packages says."""
+    return ", ".join(package.version for package in packages)
+
+
+def require(folders: Mapping[Path, Sequence[Package]] = FOLDERS) -> None:
+    """Make sure that the page has its libraries.
 
     Raises:
-        VendorError: it is not there, or is another version.
+        VendorError: one is not there, or is another version.
     """
-    marker = folder / "VERSION"
-    found = marker.read_text().strip() if marker.is_file() else None
-    if found != VERSION:
-        raise VendorError(
-            f"the page needs {PACKAGE} {VERSION} in {folder}, where there is "
-            f"{found or 'none'}; run: {COMMAND}"
-        )
+    for folder, packages in folders.items():
+        path = folder / "VERSION"
+        found = path.read_text().strip() if path.is_file() else None
+        if found != marker(packages):
+            names = " and ".join(f"{package.name} {package.version}" for package in packages)
+            raise VendorError(
+                f"the page needs {names} in {folder}, where there is {found or 'none'}; run: "
+                f"{COMMAND}"
+            )
 
 
-def vendor(folder: Path = FOLDER, tarball: Path | None = None) -> None:
-    """Put onnxruntime-web and its licence into `folder`, all of it or nothing.
+def vendor(folder: Path, packages: Sequence[Package], tarballs: Sequence[Path] = ()) -> None:
+    """Put packages and their licences into `folder`, all of it or nothing.
 
     Args:
         folder: replaced where it exists.
-        tarball: the npm package, where npm cannot be asked.
+        packages: that it is to hold.
+        tarballs: of npm, in any order, where npm cannot be asked.
 
     Raises:
-        VendorError: no npm, no network, or another content than the digest says.
+        VendorError: no npm, no network, or another content than a digest says.
     """
+    given = {_digest(path.read_bytes()): path for path in tarballs}
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".ort-") as place:
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as place:
         work = Path(place)
-        data = (tarball or _download(work)).read_bytes()
-        if base64.b64encode(hashlib.sha512(data).digest()).decode() != SHA512:
-            raise VendorError(f"{tarball or PACKAGE} is not {PACKAGE} {VERSION} as published")
-        made = work / "ort"
+        made = work / folder.name
         made.mkdir()
-        package = work / "package.tgz"
-        package.write_bytes(data)
-        _unpack(package, made)
-        _notices(made)
-        (made / "VERSION").write_text(VERSION + "\n")
+        for package in packages:
+            file = given.get(package.sha512)
+            if file is None and tarballs:
+                names = ", ".join(path.name for path in tarballs)
+                raise VendorError(f"{names}: none is {package.name} {package.version} as published")
+            file = file or _download(work, package)
+            if _digest(file.read_bytes()) != package.sha512:
+                raise VendorError(
+                    f"{package.name} is not {package.name} {package.version} as published"
+                )
+            _unpack(file, package, made)
+        if ORT in packages:
+            _notices(made)
+        (made / "VERSION").write_text(marker(packages) + "\n")
         if folder.exists():
             shutil.rmtree(folder)
         made.rename(folder)
 
 
-def _download(work: Path) -> Path:
+def _digest(data: bytes) -> str:
+    return base64.b64encode(hashlib.sha512(data).digest()).decode()
+
+
+def _download(work: Path, package: Package) -> Path:
     """The package as npm's client gets it, from the registry that npm is set to."""
+    name = f"{package.name}@{package.version}"
     npm = shutil.which("npm")
     if npm is None:
         raise VendorError(
             f"npm is not installed; install it (Debian: apt install npm), or give the file of "
-            f"{PACKAGE}@{VERSION}: {COMMAND} --tarball FILE"
+            f"{name}: {COMMAND} --tarball FILE"
         )
-    done = subprocess.run(
-        [npm, "pack", "--silent", "--pack-destination", str(work), f"{PACKAGE}@{VERSION}"],
-        capture_output=True, text=True, check=False, cwd=work, stdin=subprocess.DEVNULL,
-    )  # fmt: skip
-    files = list(work.glob("*.tgz"))
-    if done.returncode or len(files) != 1:
-        said = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
-        raise VendorError(f"npm could not get {PACKAGE}@{VERSION}: {said}")
-    return files[0]
+    with tempfile.TemporaryDirectory(dir=work) as place:
+        done = subprocess.run(
+            [npm, "pack", "--silent", "--pack-destination", place, name],
+            capture_output=True, text=True, check=False, cwd=work, stdin=subprocess.DEVNULL,
+        )  # fmt: skip
+        files = list(Path(place).glob("*.tgz"))
+        if done.returncode or len(files) != 1:
+            said = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
+            raise VendorError(f"npm could not get {name}: {said}")
+        return files[0].rename(work / files[0].name)
 
 
-def _unpack(package: Path, made: Path) -> None:
+def _unpack(file: Path, package: Package, made: Path) -> None:
     """The files that the page loads. Binaries stay compressed: a quarter of the bytes on Wi-Fi."""
-    with tarfile.open(package) as archive:
-        for name in (*SCRIPTS, *BINARIES):
-            member = archive.extractfile(f"package/dist/{name}")
-            assert member is not None, name  # the digest says which files there are
+    with tarfile.open(file) as archive:
+        for path, name in package.files.items():
+            member = archive.extractfile(f"package/{path}")
+            assert member is not None, path  # the digest says which files there are
             content = member.read()
             if name in BINARIES:
                 (made / f"{name}.gz").write_bytes(gzip.compress(content, mtime=0))
@@ -131,23 +181,26 @@ def _notices(made: Path) -> None:
 
 def main(
     tarball: Annotated[
-        Path | None, typer.Option(help="The npm package as a file, in place of asking npm.")
+        list[Path] | None,
+        typer.Option(help="A package of npm as a file, in place of asking npm; all of a folder's."),
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Even where it is there.")] = False,
 ) -> None:
-    """Put onnxruntime-web beside the page of kvcap android serve."""
-    try:
-        require()
-        if not force:
-            return
-    except VendorError:
-        pass
-    try:
-        vendor(tarball=tarball)
-    except (VendorError, OSError) as error:
-        print(f"kvcap: {error}", file=sys.stderr)
-        raise typer.Exit(1) from None
-    print(f"{PACKAGE} {VERSION} is in {FOLDER}")
+    """Put the JavaScript libraries of kvcap android serve and chat beside their pages."""
+    for folder, packages in FOLDERS.items():
+        try:
+            require({folder: packages})
+            if not force:
+                continue
+        except VendorError:
+            pass
+        try:
+            vendor(folder, packages, tarball or ())
+        except (VendorError, OSError) as error:
+            print(f"kvcap: {error}", file=sys.stderr)
+            raise typer.Exit(1) from None
+        for package in packages:
+            print(f"{package.name} {package.version} is in {folder}")
 
 
 if __name__ == "__main__":

@@ -638,7 +638,7 @@ def test_what_cannot_be_served_is_refused_by_name(small, tmp_path, monkeypatch):
         Serving(tmp_path, tmp_path)
     with Serving(small, tmp_path) as serving, pytest.raises(PortTaken, match="--port 0"):
         Serving(small, tmp_path, port=serving.port)
-    monkeypatch.setattr(vendor.require, "__defaults__", (tmp_path,))
+    monkeypatch.setattr(vendor.require, "__defaults__", ({tmp_path: vendor.TEXT},))
     with pytest.raises(vendor.VendorError, match=r"android_bench\.server\.vendor"):
         Serving(small, tmp_path)
 
@@ -890,26 +890,32 @@ def test_wrong_outputs_are_caught(module, ports, outputs, said):
         assert said in found["text"]
 
 
-# onnxruntime-web beside the page
+# The libraries beside the page
 
 
 def test_what_is_vendored_is_whole_and_licensed():
-    names = {path.name.removesuffix(".gz") for path in vendor.FOLDER.iterdir()}
-    assert names == {*vendor.SCRIPTS, *vendor.BINARIES, *vendor.NOTICES, "VERSION"}
+    for folder, packages in vendor.FOLDERS.items():
+        names = {path.name.removesuffix(".gz") for path in folder.iterdir()}
+        files = {name for package in packages for name in package.files.values()}
+        notices = set(vendor.NOTICES) if vendor.ORT in packages else set()
+        assert names == {*files, *notices, "VERSION"}
     assert "MIT License" in (vendor.FOLDER / "LICENSE").read_text()
+    assert "Apache License" in (vendor.TEXT_FOLDER / "LICENSE.tokenizers").read_text()
+    assert "MIT License" in (vendor.TEXT_FOLDER / "LICENSE.jinja").read_text()
 
 
 def test_another_package_is_refused_and_leaves_nothing(tmp_path):
     false = tmp_path / "false.tgz"
     false.write_bytes(b"not what was published")
     with pytest.raises(vendor.VendorError, match="as published"):
-        vendor.vendor(tmp_path / "ort", false)
+        vendor.vendor(tmp_path / "ort", [vendor.ORT], [false])
     assert [path.name for path in tmp_path.iterdir()] == ["false.tgz"]
 
 
 def test_without_npm_the_error_says_what_would_work(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(vendor.VendorError, match="--tarball"):
-        vendor.vendor(tmp_path / "ort")
+        vendor.vendor(tmp_path / "text", vendor.TEXT)
     assert not list(tmp_path.iterdir())
-    assert len(base64.b64decode(vendor.SHA512)) == 64
+    for packages in vendor.FOLDERS.values():
+        assert {len(base64.b64decode(package.sha512)) for package in packages} == {64}

@@ -17,13 +17,11 @@ from typing import Any
 import numpy as np
 import pytest
 import standard_decoder
-from tools import PATIENCE, made, operations, tiny_decoder  # noqa: F401
+from tools import PATIENCE, made, operations, pocket_decoder, tiny_decoder  # noqa: F401
 
 from kvcap import pocket
 from kvcap.cli import run
 from kvcap.export.adopted.adopt import adopt
-from kvcap.export.decoder.spec import layout_for, load
-from kvcap.export.decoder.write import write
 from kvcap.policies import load_policy
 from kvcap.runtime.backends.onnxruntime.graph import Graph
 from kvcap.runtime.backends.onnxruntime.library import library
@@ -63,13 +61,8 @@ FACT, QUESTION = (
 def exported(tmp_path_factory):
     """Directories of pocket's decoder as kvcap exports it, by mode and budget."""
 
-    def most(mode: str, out: Path) -> None:
-        source = load("pocket", "fp32")
-        layout = layout_for(source.config, load_policy("keydiff"), MOST, BLOCK, mode)
-        write(source, layout, "fp32", out, quick=True)
-
     def folder(mode: str, budget: int) -> Path:
-        largest = made(tmp_path_factory, f"shared-{mode}", functools.partial(most, mode))
+        largest = pocket_decoder(tmp_path_factory, mode)
         if budget == MOST:
             return largest
         return made(

@@ -1,0 +1,54 @@
+"""Finds out whether an exported decoder can be timed or chatted with on a device.
+
+What runs there knows one kind: kvcap's own export, whose past and present are one buffer.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from kvcap.runtime.backends.onnxruntime import manifest as manifests
+from kvcap.runtime.backends.onnxruntime.manifest import Manifest
+from kvcap.runtime.backends.onnxruntime.tokenizer import Tokenizer
+from kvcap.runtime.errors import ChatTemplateMissing, NotExportable
+
+PAGE_BYTES = 3 << 30  # of weights and slots: WebAssembly addresses 4 GiB, a run takes some of it
+
+
+def decoder_in(folder: Path) -> Manifest:
+    """The manifest of a decoder that runs on a device.
+
+    Raises:
+        ModelNotFound, NotExportable, ManifestError, ModelFilesBroken, GraphBroken: it is none, or
+            another exporter's.
+    """
+    found = manifests.read(folder)
+    if not found.shared:
+        raise NotExportable(
+            f"{str(folder)!r} is a decoder of another exporter, which runs in Python only; phones "
+            "and pages run kvcap's own: kvcap export decoder MODEL -o DIR"
+        )
+    return found
+
+
+def decoder_for_a_page(folder: Path) -> Manifest:
+    """The manifest of a decoder that a page can chat with.
+
+    Raises:
+        ModelFilesBroken: its tokenizer cannot be used.
+        ChatTemplateMissing: it has no chat template.
+        NotExportable: it is too large, or as of `decoder_in`, as are all others.
+    """
+    found = decoder_in(folder)
+    taken = int(found.model["weights_bytes"]) + int(found.facts["state_bytes"])
+    if taken > PAGE_BYTES:
+        raise NotExportable(
+            f"weights and slots of {str(folder)!r} take {taken / 1e9:.1f} GB, and a page has "
+            f"{PAGE_BYTES / 1e9:.1f} GB for them; export it with --dtype int4, or fewer slots"
+        )
+    if not Tokenizer(folder, found.listed).chat_template:
+        raise ChatTemplateMissing(
+            f"the tokenizer in {str(folder)!r} has no chat template; export a model that was made "
+            "for chat"
+        )
+    return found

@@ -1,0 +1,107 @@
+"""Puts a whole decoder into a plan: its files, what is timed, and what it must give.
+
+A decoder runs over text that a rule makes, as its speed does not depend on what the text says.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kvcap.android_bench.decoders import decoder_in
+from kvcap.android_bench.errors import PlanBroken
+from kvcap.android_bench.plan.expected import Folder
+from kvcap.runtime.backends.onnxruntime.decoder import Shared, evictors_of
+from kvcap.runtime.backends.onnxruntime.graph import Graph
+from kvcap.runtime.backends.onnxruntime.manifest import Manifest
+from kvcap.runtime.backends.onnxruntime.runtime import EVICT_EVERY
+from kvcap.runtime.types import MANIFEST
+
+FOLDER = "decoder"
+SEED = 11  # of the text
+EXACT, ROUNDED = 1e-3, 0.05  # of the largest logit: how far a runner may be from this machine
+
+
+@dataclass(frozen=True)
+class Work:
+    """What of a decoder is timed."""
+
+    prompt: int = 128  # tokens, read before the first one is written
+    answer: int = 64  # tokens, written in every round
+    long: int | None = None  # tokens of a long prompt; None: four times the budget and 8 blocks
+    minutes: float = 2.0  # of writing on and on, in the end
+    every: float = 30.0  # seconds that tokens are counted over
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be timed.
+
+        Raises:
+            PlanBroken: naming it.
+        """
+        if self.answer < 2:
+            raise PlanBroken(f"--answer-tokens {self.answer} give no time between two; use 2")
+
+
+def shape_of(folder: Path) -> dict[str, Any]:
+    """The sizes of a decoder's layer, as a plan's shape has them, and `name`."""
+    found = decoder_in(folder)
+    sizes = {name: found.model[name] for name in ("kv_heads", "heads", "head_dim")}
+    return {**sizes, "block": found.facts["block_size"], "name": str(found.model["name"])}
+
+
+def decoder_entry(source: Path, work: Work, folder: Folder) -> dict[str, Any]:
+    """What a plan says of the decoder in `source`, whose files are copied into `folder`."""
+    found = decoder_in(source)
+    facts, model = found.facts, found.model
+    for name in (MANIFEST, *sorted(found.listed)):
+        folder.copy(f"{FOLDER}/{name}", source / name)
+    budget, block = int(facts["budget_tokens"]), int(facts["block_size"])
+    stem = str(model["name"]).rstrip("/").rsplit("/", 1)[-1][:40]
+    letters = "".join(c if c.isascii() and (c.isalnum() or c in "._+-") else "-" for c in stem)
+    policy = str(facts["policy"]["name"])
+    return {
+        "id": f"decoder.{letters}.{policy}.{facts['dtype']}.n{budget}",
+        "model": str(model["name"])[-200:], "policy": policy, "positions": facts["positions"],
+        "dtype": facts["dtype"], "budget": budget, "block": block,
+        "evict_every": min(EVICT_EVERY, block), "manifest": f"{FOLDER}/{MANIFEST}",
+        "weights_bytes": model["weights_bytes"], "state_bytes": facts["state_bytes"],
+        "vocabulary": model["vocabulary"], "seed": SEED, "prompt_tokens": work.prompt,
+        "answer_tokens": work.answer, "long_tokens": work.long or max(8 * block, 4 * budget),
+        "sustained_seconds": work.minutes * 60, "window_seconds": work.every,
+        "check": _check(found, folder),
+    }  # fmt: skip
+
+
+def _check(manifest: Manifest, folder: Folder) -> dict[str, Any]:
+    """Tokens to read, and the logits of the last as ONNX Runtime gives them here.
+
+    In float32 they pass the budget many times. Where products are rounded another processor's
+    differ by more, and so may which slots stay: what is read then fits the budget.
+    """
+    facts = manifest.facts
+    prompt, runs = facts["sample"]["prompt"], facts["sample"]["runs"]
+    exact = facts["dtype"] == "fp32"
+    if not exact:
+        least = min(facts["budgets"])
+        runs = [n for n, whole in zip(runs, accumulate(runs), strict=True) if whole <= least]
+        runs = runs or [min(runs_of(facts), least)]
+    block = int(facts["block_size"])
+    graph, evictors = Graph(manifest.decoder, 1), evictors_of(manifest, 1)
+    decoder = Shared(manifest, graph, evictors, block, min(EVICT_EVERY, block))
+    seen, logits = 0, None
+    for length in runs:
+        logits = decoder.run(prompt[seen : seen + length], seen, [])
+        seen += length
+    tensor = torch.from_numpy(logits[0].copy())  # type: ignore[index]
+    allowed = (EXACT if exact else ROUNDED) * float(tensor.abs().amax())
+    file = folder.numbers("expected/decoder.logits", tensor)
+    return {"prompt": prompt[:seen], "runs": runs, "file": file, "allowed": allowed}
+
+
+def runs_of(facts: Any) -> int:
+    """The length of the sample's first run."""
+    return int(facts["sample"]["runs"][0])

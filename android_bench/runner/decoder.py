@@ -1,0 +1,130 @@
+"""Times a whole decoder: the first token, an answer, a long prompt, and writing on and on.
+
+Its loop is kvcap's own, which the archive brings along.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from .inputs import Array, Cell, hash11
+
+if TYPE_CHECKING:
+    from kvcap.runtime.backends.onnxruntime.decoder import Shared
+
+SAME = ("id", "model", "policy", "positions", "dtype", "budget", "block", "evict_every",
+        "weights_bytes", "state_bytes", "prompt_tokens", "answer_tokens",
+        "long_tokens")  # fmt: skip
+
+
+def row_of(plan: Cell, threads: int, provider: str) -> Cell:
+    """What a result says of the plan's decoder before it was timed."""
+    wanted = plan["decoder"]
+    sha256 = {entry["file"]: entry["sha256"] for entry in plan["files"]}
+    return {**{key: wanted[key] for key in SAME}, "model_sha256": sha256[wanted["manifest"]],
+            "threads": threads, "provider_asked": provider, "provider_got": None,
+            "status": "ok", "reason": None}  # fmt: skip
+
+
+def loaded(manifest: Path, every: int, threads: int) -> Shared:
+    """The decoder, with its buffers."""
+    from kvcap.runtime.backends.onnxruntime.decoder import Shared, evictors_of
+    from kvcap.runtime.backends.onnxruntime.graph import Graph
+    from kvcap.runtime.backends.onnxruntime.manifest import Manifest
+
+    facts = json.loads(manifest.read_text(encoding="utf-8"))
+    found = Manifest(manifest.parent, facts)
+    graph, evictors = Graph(found.decoder, threads), evictors_of(found, threads)
+    return Shared(found, graph, evictors, facts["block_size"], every)
+
+
+class Text:
+    """A text that is read into a decoder from its beginning.
+
+    Args:
+        decoder: emptied before.
+        ids: tokens that go round and round.
+    """
+
+    def __init__(self, decoder: Shared, ids: list[int]) -> None:
+        self.decoder, self.ids, self.seen = decoder, ids, 0
+        decoder.held = [0] * len(decoder.budgets)
+
+    def read(self, count: int) -> int:
+        """Read the first `count` tokens, in blocks; returns the likeliest next one."""
+        token, start = 0, self.seen
+        while (left := start + count - self.seen) > 0:
+            length = min(left, self.decoder.room)
+            at = self.seen - start
+            token = self.run([self.ids[(at + i) % len(self.ids)] for i in range(length)])
+        return token
+
+    def run(self, ids: list[int]) -> int:
+        """Read these tokens at once; returns the likeliest next one."""
+        logits = self.decoder.run(ids, self.seen, [])
+        self.seen += len(ids)
+        return int(logits[0].argmax())
+
+
+def checked(decoder: Shared, check: Cell, folder: Path) -> Cell:
+    """Whether the decoder's logits are those that the plan expects."""
+    text, expected = Text(decoder, check["prompt"]), np.fromfile(folder / check["file"], "<f4")
+    for length in check["runs"]:
+        logits = decoder.run(check["prompt"][text.seen : text.seen + length], text.seen, [])
+        text.seen += length
+    return compared(logits[0], expected, check["allowed"])
+
+
+def compared(logits: Array, expected: Array, allowed: float) -> Cell:
+    """The parity of logits [V]."""
+    error = float(np.abs(logits - expected).max())
+    found: Cell = {"passed": error <= allowed, "error": error if error < np.inf else None,
+                   "allowed": allowed}  # fmt: skip
+    if not found["passed"]:
+        found["text"] = f"logits differ by {error:.3g}, allowed are {allowed:.3g}"
+    return found
+
+
+def measured(decoder: Shared, wanted: Cell, rounds: int) -> Cell:
+    """All samples of a decoder."""
+    count = max(wanted["prompt_tokens"], wanted["long_tokens"])
+    ids = (hash11(wanted["seed"], count) % wanted["vocabulary"]).tolist()
+    Text(decoder, ids).read(decoder.block_size)  # its memory is there afterwards
+    found: Cell = {"first_ms": [], "token_us": [], "long_ms": []}
+    for _ in range(rounds):
+        start = time.perf_counter()
+        long = Text(decoder, ids)
+        long.read(wanted["long_tokens"])
+        found["long_ms"].append((time.perf_counter() - start) * 1000)
+        start = time.perf_counter()
+        text = Text(decoder, ids)
+        token = text.read(wanted["prompt_tokens"])
+        found["first_ms"].append((time.perf_counter() - start) * 1000)
+        samples = []
+        for _ in range(wanted["answer_tokens"] - 1):
+            before = time.perf_counter_ns()
+            token = text.run([token])
+            samples.append((time.perf_counter_ns() - before) / 1000)
+        found["token_us"].append(samples)
+    evicting = -(-wanted["long_tokens"] // wanted["block"]) - wanted["budget"] // wanted["block"]
+    found["evicting_blocks"] = max(0, evicting)
+    found["sustained"] = sustained(text, token, wanted)
+    return found
+
+
+def sustained(text: Text, token: int, wanted: Cell) -> list[Cell]:
+    """Tokens of each window while it writes on, from an answer on."""
+    windows: list[Cell] = []
+    end = time.perf_counter() + wanted["sustained_seconds"]
+    while (start := time.perf_counter()) < end:
+        until, tokens = min(start + wanted["window_seconds"], end), 0
+        while tokens == 0 or time.perf_counter() < until:
+            token = text.run([token])
+            tokens += 1
+        windows.append({"seconds": time.perf_counter() - start, "tokens": tokens})
+    return windows

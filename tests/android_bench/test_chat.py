@@ -1,0 +1,224 @@
+"""The page that chats, in a real browser: the same text and kept tokens as Python's ONNX Runtime.
+
+Needs Debian's package chromium, and the page's libraries
+(python -m kvcap.android_bench.server.vendor).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from bench_requests import asked, vendored
+from tools import PATIENCE, pocket_decoder, tiny_decoder
+
+from kvcap.android_bench.decoders import PAGE_BYTES, decoder_for_a_page, decoder_in
+from kvcap.android_bench.server.serving import Chat
+from kvcap.cli import run
+from kvcap.runtime.backends.onnxruntime.decoder import Shared, evictors_of
+from kvcap.runtime.backends.onnxruntime.graph import Graph
+from kvcap.runtime.backends.onnxruntime.manifest import read
+from kvcap.runtime.backends.onnxruntime.runtime import OrtRuntime
+from kvcap.runtime.errors import ChatTemplateMissing, ModelFilesBroken, NotExportable
+
+CHROMIUM = os.environ.get("KVCAP_CHROMIUM") or shutil.which("chromium")
+SOON = 1000 * PATIENCE  # milliseconds
+STORY = (
+    "Please remember: the code for the blue door is 4821. Seven kinds of mosses survive the cold "
+    "near Porto. He believed that tall grasses attract many bees – “naïve”, she said. 🐝 "
+)
+MESSAGES = (STORY, 4 * STORY, "What is the code for the blue door?")
+
+in_browser = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium: apt-get install chromium")
+pytestmark = vendored
+
+
+@pytest.fixture(scope="module")
+def decoder(tmp_path_factory) -> Path:
+    return pocket_decoder(tmp_path_factory)
+
+
+@pytest.fixture(scope="module")
+def page() -> Iterator[Any]:
+    playwright = pytest.importorskip("playwright.sync_api", reason="no playwright: pip install it")
+    with playwright.sync_playwright() as started:
+        flags = ["--no-sandbox", "--disable-dev-shm-usage"]
+        browser = started.chromium.launch(executable_path=CHROMIUM, args=flags)
+        yield browser.new_page(viewport={"width": 360, "height": 740})
+        browser.close()
+
+
+def opened(page: Any, serving: Chat) -> Any:
+    page.goto(serving.url)
+    page.locator("#form:visible, #trouble:visible").wait_for(timeout=SOON)
+    return page
+
+
+def said(page: Any, text: str) -> str:
+    """The answer to a message."""
+    page.get_by_role("textbox", name="Your message").fill(text)
+    page.get_by_role("button", name="Send").click()
+    page.get_by_role("button", name="Send").wait_for(timeout=SOON)
+    return str(page.locator(".said.assistant").last.text_content())
+
+
+@in_browser
+def test_the_page_answers_as_python_does_and_sends_nothing(decoder, page):
+    console, requests = [], []
+    page.on("console", lambda message: console.append(message.text))
+    page.on("pageerror", lambda error: console.append(str(error)))
+    page.on("request", lambda request: requests.append(request))
+    runtime = OrtRuntime.from_directory(decoder, threads=1)
+    session = runtime.session()
+    with Chat(decoder) as serving:
+        opened(page, serving)
+        loaded = len(requests)
+        for text in MESSAGES:
+            assert said(page, text) == "".join(session.send(text))
+        held, evicted = (page.locator(id).inner_text().split()[0] for id in ("#held", "#evicted"))
+        assert (int(held), int(evicted)) == (session.cache.held, session.stats.evicted_tokens)
+        assert int(evicted) > 128
+        assert f"{session.cache.nbytes / 1e6:.2f} MB" in page.locator("#bytes").inner_text()
+        assert len(requests) == loaded, "nothing is asked for once the model is there"
+        assert all(one.method == "GET" for one in requests)
+        assert all(one.url.startswith((serving.url, "blob:")) for one in requests)
+        assert asked(serving, "POST", "/results", b"{}")[0] == 405
+        page.get_by_role("button", name="New conversation").click()
+        page.locator(".said").first.wait_for(state="detached")
+        assert said(page, "Hello!") == "".join(runtime.session().send("Hello!"))
+        wide = page.evaluate("document.documentElement.scrollWidth - innerWidth")
+        assert wide <= 0, "the page scrolls sideways on a phone"
+    assert not console
+
+
+@in_browser
+@pytest.mark.parametrize("mode", ["compact", pytest.param("true", marks=pytest.mark.slow)], ids=str)
+def test_logits_and_kept_tokens_are_pythons(mode, tmp_path_factory, page):
+    folder = pocket_decoder(tmp_path_factory, mode)
+    found = read(folder)
+    sample, block = found.facts["sample"], found.facts["block_size"]
+    text = sample["prompt"] * 3
+    runs = [block, block - 5, *[block] * 6, *[1] * 40, 9, block]
+    python = Shared(found, Graph(found.decoder, 1), evictors_of(found, 1), block, 16)
+    seen, expected = 0, []
+    for length in runs:
+        ids = [text[(seen + i) % len(text)] for i in range(length)]
+        expected.append(python.run(ids, seen, [])[0].copy())
+        seen += length
+    with Chat(folder) as serving:
+        page.goto(serving.url + "icon.svg")  # an empty page of the same origin
+        got = page.evaluate(
+            """async ({ url, runs, text }) => {
+              const { open } = await import(`${url}bound-ort.js`);
+              const { Decoder } = await import(`${url}decoder.js`);
+              open(1);
+              const facts = await (await fetch(`${url}decoder/kvcap.json`)).json();
+              const file = async (name) => {
+                const response = await fetch(`${url}decoder/${name}`);
+                return new Uint8Array(await response.arrayBuffer());
+              };
+              const decoder = await Decoder.load(facts, file);
+              const logits = [];
+              for (const length of runs) {
+                const from = decoder.seen;
+                const ids = Array.from({ length }, (_, i) => text[(from + i) % text.length]);
+                logits.push(Array.from(decoder.run(ids)));
+              }
+              const { positions, bytes, usedBytes: used } = decoder;
+              return { logits, positions, bytes, used };
+            }""",
+            {"url": serving.url, "runs": runs, "text": text},
+        )
+    np.testing.assert_allclose(np.array(got["logits"]), np.array(expected), atol=2e-4)
+    for layer, kept in zip(got["positions"], python.positions(seen), strict=True):
+        np.testing.assert_array_equal(layer, kept)
+    assert (got["bytes"], got["used"]) == (python.nbytes, python.used_bytes(seen))
+
+
+@pytest.mark.slow
+@in_browser
+def test_an_answer_can_be_stopped_and_the_conversation_goes_on(decoder, page):
+    with Chat(decoder) as serving:
+        opened(page, serving)
+        page.get_by_role("textbox").fill(40 * STORY)
+        page.get_by_role("textbox").press("Enter")
+        page.get_by_text("Reading", exact=False).first.wait_for(timeout=SOON)
+        page.get_by_role("button", name="Stop").click()
+        page.get_by_text("Stopped before the message was read").wait_for(timeout=SOON)
+        assert page.get_by_role("textbox").input_value() == 40 * STORY
+        assert page.locator("#held").inner_text().startswith("0 slots")
+        assert said(page, "Hello!")
+
+
+@pytest.mark.slow
+@in_browser
+def test_what_cannot_be_loaded_is_told_in_words(decoder, page):
+    facts = json.loads((decoder / "kvcap.json").read_text())
+
+    def answered(change: Any) -> None:
+        said = json.loads(json.dumps(facts))
+        change(said)
+        page.route("**/decoder/kvcap.json", lambda route: route.fulfill(json=said))
+
+    def large(said: Any) -> None:
+        for state in said["state"]:
+            state["full"][2] = 2_000_000
+
+    def without_template(said: Any) -> None:
+        said["tokenizer"]["chat_template"] = None
+
+    with Chat(decoder) as serving:
+        for change, text in (
+            (large, "not enough memory"),
+            (without_template, "no chat template"),
+        ):
+            answered(change)
+            opened(page, serving)
+            assert text in page.get_by_role("alert").inner_text()
+            page.unroute("**/decoder/kvcap.json")
+        page.route("**/decoder/tokenizer.json", lambda route: route.fulfill(body="{}"))
+        opened(page, serving)
+        assert "tokenizer" in page.get_by_role("alert").inner_text()
+        page.unroute("**/decoder/tokenizer.json")
+
+
+# What is refused before anything is served
+
+
+def test_what_is_no_decoder_of_kvcaps_is_refused_by_name(
+    decoder, tmp_path, tmp_path_factory, capsys
+):
+    assert run(["android", "chat", str(tmp_path)]) == 2
+    assert "kvcap export decoder" in capsys.readouterr().err
+    with pytest.raises(NotExportable, match="another exporter"):
+        decoder_in(tiny_decoder(tmp_path_factory) / "decoder")
+    copy = shutil.copytree(decoder, tmp_path / "copy")
+    (copy / "tokenizer.json").write_text("{}")
+    with pytest.raises(ModelFilesBroken, match=r"tokenizer\.json"):
+        decoder_for_a_page(copy)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "text"),
+    [
+        ({"model": {"weights_bytes": PAGE_BYTES}}, NotExportable, "--dtype int4"),
+        ({"files": [], "tokenizer": {"chat_template": None}}, ChatTemplateMissing, "for chat"),
+    ],
+)
+def test_a_page_refuses_what_it_cannot_hold_or_say(decoder, tmp_path, change, error, text):
+    copy = shutil.copytree(decoder, tmp_path / "copy")
+    facts = json.loads((copy / "kvcap.json").read_text())
+    for key, value in change.items():
+        if key == "files":
+            facts["files"] = [e for e in facts["files"] if e["file"] != "chat_template.jinja"]
+        else:
+            facts[key] |= value
+    (copy / "kvcap.json").write_text(json.dumps(facts))
+    with pytest.raises(error, match=text):
+        decoder_for_a_page(copy)

@@ -1,0 +1,219 @@
+"""A whole decoder in a plan: what the three runners time, and what is made of it."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import shutil
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from bench_requests import edited, posted, vendored
+from tools import PATIENCE, compilers, installed, pocket_decoder, runner_here, tiny_decoder
+
+from kvcap.android_bench.devices.host import run_here
+from kvcap.android_bench.documents import read_plan, read_result
+from kvcap.android_bench.errors import PlanBroken, ResultBroken
+from kvcap.android_bench.plan.decoder import Work, shape_of
+from kvcap.android_bench.plan.presets import narrowed
+from kvcap.android_bench.plan.write import Wanted, write_plan
+from kvcap.android_bench.results import chart, judge, regress, table
+from kvcap.cli import run
+from kvcap.export.graphs.shape import Shape
+from kvcap.runtime.errors import NotExportable
+
+CHROMIUM = os.environ.get("KVCAP_CHROMIUM") or shutil.which("chromium")
+WORK = Work(prompt=20, answer=20, long=300, minutes=0.002, every=0.05)
+
+
+@pytest.fixture(scope="module")
+def plan(tmp_path_factory) -> Path:
+    """One small cell, and the built-in model's decoder of 128 slots."""
+    decoder = pocket_decoder(tmp_path_factory)
+    quick = narrowed("quick", ["keydiff"], ["stateless"], ["fp32"], ["score"], [64])
+    rules = replace(quick.rules, min_runs=3, min_seconds=0.006, warmup_seconds=0.001, rounds=2)
+    sizes = shape_of(decoder)
+    name = sizes.pop("name")
+    folder = tmp_path_factory.mktemp("decoder") / "plan"
+    wanted = Wanted("quick", replace(quick, rules=rules), Shape(**sizes), name, decoder, WORK)
+    write_plan(wanted, folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def result(plan) -> dict[str, Any]:
+    return run_here(plan, ["--cores", "none"])
+
+
+def only(result: dict[str, Any]) -> dict[str, Any]:
+    (row,) = result["decoders"]
+    return row
+
+
+def check_row(row: dict[str, Any], plan: Path) -> None:
+    """Whatever ran it, the numbers are those of the plan's work."""
+    wanted = read_plan(plan)["decoder"]
+    assert row["status"] == "ok", row["reason"]
+    assert row["parity"]["passed"], row["parity"]
+    assert [len(tokens) for tokens in row["token_us"]] == [19, 19]
+    assert len(row["first_ms"]) == len(row["long_ms"]) == 2
+    assert row["evicting_blocks"] == 10 - 4  # 300 tokens in blocks of 32, of which 128 fit
+    assert row["held_bytes"] > wanted["state_bytes"]  # and the table of rotations
+    assert len(row["sustained"]) >= 2
+    assert sum(window["tokens"] for window in row["sustained"]) >= 2
+    mean = np.mean(np.concatenate(row["token_us"]))
+    assert row["tokens_per_s"] == pytest.approx(1e6 / mean)
+    assert row["prefill_tokens_per_s"] == pytest.approx(300 / np.median(row["long_ms"]) * 1000)
+
+
+def test_a_plan_holds_the_decoder_and_the_scores_of_its_layers(plan):
+    found = read_plan(plan)
+    assert found["shape"] == {
+        "name": "pocket", "batch": 1, "kv_heads": 2, "heads": 6, "head_dim": 64, "block": 32,
+    }  # fmt: skip
+    decoder = found["decoder"]
+    assert decoder["id"] == "decoder.pocket.keydiff.fp32.n128"
+    assert len(decoder["check"]["prompt"]) > 128, "what is checked passes the budget"
+    names = {entry["file"] for entry in found["files"]}
+    facts = json.loads((plan / "decoder" / "kvcap.json").read_text())
+    assert names >= {"decoder/kvcap.json", *(f"decoder/{e['file']}" for e in facts["files"])}
+
+
+def test_the_python_runner_times_it(result, plan):
+    check_row(only(result), plan)
+    assert {flag["kind"] for flag in result["validity"]["flags"]} <= {
+        "rules", "drift", "throttled", "spread", "timer",
+    }  # fmt: skip
+
+
+@pytest.mark.slow
+@installed
+@compilers
+def test_the_c_runner_times_it(plan, tmp_path_factory, tmp_path):
+    here = runner_here(tmp_path_factory)
+    command = [here / "kvcap-bench", plan / "plan.json", "-o", tmp_path / "c.json", "--cores",
+               "none", "--lib", here / "libonnxruntime.so"]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    check_row(only(judge.judged(read_result(tmp_path / "c.json"))), plan)
+
+    def state(found: Any, folder: Path) -> None:
+        file = folder / "decoder" / "kvcap.json"
+        facts = json.loads(file.read_text())
+        facts["state"].append({**facts["state"][-1], "name": "accumulated"})
+        file.write_text(json.dumps(facts))
+
+    command[1] = edited(plan, tmp_path / "plan", state) / "plan.json"
+    assert subprocess.run(command, capture_output=True, check=False).returncode == 0
+    row = only(read_result(tmp_path / "c.json"))
+    assert (row["status"], "accumulated" in row["reason"]) == ("skipped", True)
+    assert "--browser" in row["reason"]
+
+
+@vendored
+@pytest.mark.slow
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium: apt-get install chromium")
+def test_the_page_times_it(plan, tmp_path):
+    playwright = pytest.importorskip("playwright.sync_api", reason="no playwright: pip install it")
+    from kvcap.android_bench.server.serving import Serving
+
+    with Serving(plan, tmp_path) as serving, playwright.sync_playwright() as started:
+        flags = ["--no-sandbox", "--disable-dev-shm-usage"]
+        browser = started.chromium.launch(executable_path=CHROMIUM, args=flags)
+        page = browser.new_page(viewport={"width": 360, "height": 740})
+        page.goto(serving.url + "#start")
+        page.locator("#outcome-text code").wait_for(timeout=1000 * PATIENCE)
+        found = serving.landed.get(timeout=PATIENCE).result
+        check_row(only(found), plan)
+        assert "tokens/s" in page.locator("#decoders").inner_text()
+        assert "Writing on and on" in page.locator("#sustained").inner_text()
+        browser.close()
+
+
+@vendored
+def test_the_server_takes_no_other_decoder(result, plan, tmp_path):
+    from kvcap.android_bench.server.serving import Serving
+
+    with Serving(plan, tmp_path) as serving:
+        assert posted(serving, result)[0] == 201
+        other = copy.deepcopy(result)
+        only(other)["id"] = "decoder.other"
+        status, said = posted(serving, other)
+    assert (status, "decoder.other" in said["error"]) == (422, True)
+
+
+def test_wrong_logits_are_called_wrong(plan, tmp_path):
+    def spoil(found: Any, folder: Path) -> None:
+        found["decoder"] |= {"sustained_seconds": 0, "long_tokens": 1, "answer_tokens": 2}
+        file = folder / found["decoder"]["check"]["file"]
+        logits = np.fromfile(file, "<f4")
+        logits[7] += 1
+        logits.tofile(file)
+
+    found = run_here(edited(plan, tmp_path / "plan", spoil), ["--cores", "none"])
+    assert not only(found)["parity"]["passed"]
+    assert only(found)["parity"]["error"] == pytest.approx(1, abs=0.1)
+    assert "parity" in {flag["kind"] for flag in found["validity"]["flags"]}
+    assert "WRONG" in table.markdown([found])
+
+
+def test_a_report_has_its_speeds_and_their_drift(result, tmp_path):
+    found = copy.deepcopy(result)
+    row = only(found)
+    row |= {
+        "first_ms": [50.0, 70.0, 60.0],
+        "token_us": [[9000.0, 11000.0]],
+        "long_ms": [600.0],
+        "sustained": [{"seconds": 30.0, "tokens": 600}, {"seconds": 30.0, "tokens": 300}],
+    }
+    found = judge.judged(found)
+    text = table.markdown([found])
+    assert "| decoder.pocket.keydiff.fp32.n128 | cpu | 1 | 60.0 (20 tokens) | 100 " in text
+    assert "500 (300 tokens, 6 blocks evict)" in text
+    assert "-50% from first to last: 20.0, 10.0" in text
+    flags = {flag["kind"]: flag["text"] for flag in found["validity"]["flags"] if flag["cell"]}
+    assert "-50%" in flags["throttled"]
+    assert "token_us" not in only(judge.rows_of(found))
+    chart.draw([found], tmp_path / "chart.png")
+    assert (tmp_path / "chart.png").stat().st_size > 10_000
+    beside = table.markdown([found, found])
+    assert "60.0, 100, 500" in beside
+    slower = copy.deepcopy(found)
+    only(slower)["token_us"] = [[20000.0]]
+    only(slower)["first_ms"] = [30.0]
+    worse = regress.regressions(judge.judged(slower), found, 0.1)
+    assert [line for line in worse if "decoder" in line] == [
+        "decoder.pocket.keydiff.fp32.n128 (cpu, 1): tokens a second 50.0, 100.0 before"
+    ]
+
+
+def test_what_cannot_be_timed_is_refused_by_name(plan, tmp_path, tmp_path_factory, capsys):
+    assert run(["android", "plan", "--decoder", str(tmp_path), "-o", str(tmp_path / "x")]) == 2
+    assert "kvcap export decoder" in capsys.readouterr().err
+    with pytest.raises(NotExportable, match="another exporter"):
+        shape_of(tiny_decoder(tmp_path_factory) / "decoder")
+    with pytest.raises(PlanBroken, match="--answer-tokens"):
+        Work(answer=1)
+
+    def lengths(found: Any, _: Path) -> None:
+        found["decoder"]["check"]["runs"].append(1)
+
+    with pytest.raises(PlanBroken, match="another length"):
+        read_plan(edited(plan, tmp_path / "runs", lengths))
+    twice = run_here_once(plan)
+    twice["decoders"] *= 2
+    with pytest.raises(ResultBroken, match="twice"):
+        judge.judged(twice)
+
+
+def run_here_once(plan: Path) -> dict[str, Any]:
+    """A result that nothing was measured for."""
+    wanted = read_plan(plan)["decoder"]
+    row = {**{key: wanted[key] for key in ("id",)}, "threads": 1, "provider_asked": "cpu",
+           "status": "failed", "reason": "a test"}  # fmt: skip
+    return {"cells": [], "baselines": [], "decoders": [row]}
