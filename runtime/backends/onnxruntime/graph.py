@@ -97,9 +97,14 @@ class Graph:
             self._bindings[places] = self.bind(inputs, outputs)
         self.run_bound(self._bindings[places])
 
-    def bind(self, inputs: Mapping[str, Array], outputs: Mapping[str, Array]) -> Binding:
-        """Where `run_bound` is to read and to write, again and again: arrays that do not move."""
-        binding = self.session.io_binding()
+    def bind(
+        self, inputs: Mapping[str, Array], outputs: Mapping[str, Array], more: Binding = None
+    ) -> Binding:
+        """Where `run_bound` is to read and to write, again and again: arrays that do not move.
+
+        They are added to `more`, or take the place of those that it has by the same names.
+        """
+        binding = self.session.io_binding() if more is None else more
         for bind, arrays in ((binding.bind_input, inputs), (binding.bind_output, outputs)):
             for name, array in arrays.items():
                 assert array.flags.c_contiguous, name
