@@ -389,7 +389,7 @@ def _which(model: str, said: dict[str, Any]) -> str:
 
 def _others(
     exporter: str, model: str, policies: list[Eviction], sizes: Sizes, dtype: str, out: Path,
-    found_by: dict[str, str | None],
+    found_by: dict[str, Any],
 ) -> dict[str, Any]:  # fmt: skip
     """A decoder of another exporter, and graphs beside it that evict."""
     if exporter == "optimum":

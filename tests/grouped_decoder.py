@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import masked
 import numpy as np
 import onnx
 import torch
@@ -196,3 +197,93 @@ def ready(factory: Any, kind: str) -> Path:
         adopt(folder / "decoder", None, policies, budget_tokens=24, block_size=8)
 
     return made(factory, f"grouped-{kind}", make)
+
+
+def driven(runtime: Any, ids: Any, block: int, single: int) -> tuple[Any, list[int], masked.Kept]:
+    """Read a text under a cap: blocks, and at the end tokens one by one.
+
+    Args:
+        runtime: of a decoder that was made ready.
+        ids: the text [1, S].
+        block: tokens of a block.
+        single: how many tokens come one by one.
+
+    Returns:
+        The last logits of every block [blocks, V], at which tokens they stand, and what was held
+        before each block.
+    """
+    loop, kept = runtime.loop(), masked.Kept(compact=True)
+    logits, ends, start = [], [], 0
+    stop = ids.shape[1] - single
+    for length in [min(block, stop - at) for at in range(0, stop, block)] + [1] * single:
+        layers = runtime.manifest.facts["kv_layers"]
+        for layer, rows in zip(layers, loop.cache.positions, strict=True):
+            kept.blocks.setdefault(layer, []).append((start, rows.tolist()))
+        logits.append(np.array(loop.read(ids[:, start : start + length])[0], np.float64))
+        start += length
+        ends.append(start - 1)
+    return np.stack(logits), ends, kept
+
+
+def masked_logits(model: Path, ids: Any, kept: masked.Kept) -> Any:
+    """Logits [S, V] of transformers' model, each token seeing exactly what was kept."""
+    loaded = AutoModelForCausalLM.from_pretrained(
+        model, dtype=torch.float32, attn_implementation=masked.NAME
+    ).eval()
+    kept.inv_freq = dict.fromkeys(kept.blocks, masked.rotary_frequencies(loaded))
+    masked._KEPT = kept
+    with torch.no_grad():
+        return loaded(torch.from_numpy(ids)).logits[0].double().numpy()
+
+
+def plain_logits(runtime: Any, ids: Any, ends: list[int], kept: masked.Kept | None) -> Any:
+    """The same logits of the same graph, driven plainly: arrays of their own, in time order.
+
+    Every key is kept as it is at position 0, in float64, and rotated to its rank for every block.
+
+    Args:
+        runtime: of the decoder.
+        ids: the text [1, S].
+        ends: where blocks end.
+        kept: what each block sees; None: everything, without a cap.
+    """
+    facts, session = runtime.manifest.facts, runtime.graph.session
+    names = [x.name for x in session.get_outputs()]
+    states = {x["name"]: np.zeros(x["shape"], x["dtype"]) for x in facts["states"]}
+    cache, frequencies = np.dtype(facts["cache_dtype"]), np.array(facts["inv_freq"])
+    sizes = facts["model"]["kv_heads"], 0, facts["model"]["head_dim"]
+    held = {(i, kind): np.zeros(sizes) for i in facts["kv_layers"] for kind in ("key", "value")}
+    logits, start = [], 0
+    for block, end in enumerate(ends):
+        given, slots = {"input_ids": ids[:, start : end + 1], **states}, start
+        for (layer, kind), x in held.items():
+            if kept is not None:
+                rows = np.sort(
+                    np.array(kept.blocks[layer][block][1], np.int64).reshape(sizes[0], -1)
+                )
+                x, slots = np.take_along_axis(x, rows[..., None], axis=1), rows.shape[1]
+            if kind == "key" and facts["rotates"][facts["kv_layers"].index(layer)]:
+                x = _turned(x, np.arange(slots), frequencies)
+            given[f"past_key_values.{layer}.{kind}"] = x[None].astype(cache)
+        whole = slots + end + 1 - start
+        given["attention_mask"] = np.ones((1, whole), np.int64)
+        more = {"position_ids": np.arange(slots, whole)[None], "num_logits_to_keep": np.array(1)}
+        given |= {name: more[name] for name in runtime.graph.inputs if name in more}
+        found = dict(zip(names, session.run(names, given), strict=True))
+        logits.append(found["logits"][0, -1].astype(np.float64))
+        states = {x["name"]: found[x["present"]] for x in facts["states"]}
+        for (layer, kind), x in held.items():
+            new = found[f"present.{layer}.{kind}"][0, :, slots:].astype(np.float64)
+            if kind == "key" and facts["rotates"][facts["kv_layers"].index(layer)]:
+                new = _turned(new, -np.arange(slots, whole), frequencies)
+            held[layer, kind] = np.concatenate((x, new), axis=1)
+        start = end + 1
+    return np.stack(logits)
+
+
+def _turned(x: Any, by: Any, frequencies: Any) -> Any:
+    """Keys [K, n, D] turned on by so many positions [n], by halves."""
+    angles, half = by[:, None] * frequencies, len(frequencies)
+    a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    cos, sin = np.cos(angles), np.sin(angles)
+    return np.concatenate((a * cos - b * sin, b * cos + a * sin, rest), axis=-1)

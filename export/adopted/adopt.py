@@ -226,7 +226,7 @@ def decoder_in(where: Path, variant: str | None = None) -> Path:
 def variants_in(where: Path) -> dict[str, Path]:
     """The decoders in a directory whose names are usual ones, by variant, best first."""
     names = [*VARIANTS.items(), ("with_past", "decoder_with_past_model")]
-    found = {}
+    found = dict[str, Path]()
     for folder in (where, where / "onnx"):
         for variant, stem in names:
             if (path := folder / f"{stem}.onnx").is_file():

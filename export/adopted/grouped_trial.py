@@ -41,7 +41,7 @@ class Held:
     @property
     def length(self) -> int:
         """Slots in use of each head."""
-        return next(iter(self.slots.values())).shape[2]
+        return int(next(iter(self.slots.values())).shape[2])
 
 
 class Trial:

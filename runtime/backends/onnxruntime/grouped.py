@@ -58,10 +58,11 @@ def grouped_turns(manifest: Manifest, budget: int, block: int) -> Turns | None:
 
 def state_bytes(manifest: Manifest) -> int:
     """Bytes of what recurrent layers hold: twice, one is read and the other written."""
-    return 2 * sum(
+    found: int = 2 * sum(
         prod(state["shape"]) * np.dtype(state["dtype"]).itemsize
         for state in manifest.facts["states"]
     )
+    return found
 
 
 class Run(NamedTuple):
@@ -164,7 +165,7 @@ class Grouped(InPlace):
                 state[...] = 0
         present = {self._present[name]: x for name, x in self._next.items()}
         inputs = {MASK: self._mask[:, : held + length], **self._states}
-        self.graph.bind(inputs, present, run.binding)
+        self.graph.rebind(run.binding, inputs, present)
         self.graph.run_bound(run.binding)
         self._states, self._next = self._next, self._states
         for layer in self.layers:

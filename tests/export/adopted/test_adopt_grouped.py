@@ -12,6 +12,7 @@ import numpy as np
 import onnx
 import pytest
 from onnx import helper, numpy_helper
+from standard_decoder import COMPANIONS
 
 from kvcap.cli import run
 from kvcap.export.adopted.adopt import adopt, decoder_in
@@ -178,7 +179,7 @@ def test_a_fault_in_a_graph_that_selects_is_found(source, tmp_path):
 def test_true_positions_and_policies_that_need_more_are_refused(decoder):
     with pytest.raises(UnsupportedModel, match="positions='true' are not exact"):
         adopt(decoder, None, KEYDIFF, positions="true")
-    with pytest.raises(NotExportable, match="reads queries"):
+    with pytest.raises(NotExportable, match="reads attention, queries"):
         adopt(decoder, None, [load_policy("snapkv")])
 
 
@@ -186,9 +187,8 @@ def test_variants_are_found_by_name(tmp_path, source, capsys):
     (tmp_path / "onnx").mkdir()
     for name in ("model_q4", "model_q4f16", "model_quantized"):
         shutil.copy(source / "decoder" / "model.onnx", tmp_path / "onnx" / f"{name}.onnx")
-    for path in (source / "decoder").glob("*.json"):
-        if path.name != "kvcap.json":
-            shutil.copy(path, tmp_path)
+    for name in COMPANIONS:
+        shutil.copy(source / "decoder" / name, tmp_path)
     assert decoder_in(tmp_path).name == "model_q4.onnx"
     assert decoder_in(tmp_path, "q4f16").name == "model_q4f16.onnx"
     assert decoder_in(tmp_path, "quantized") == decoder_in(tmp_path, "q8")

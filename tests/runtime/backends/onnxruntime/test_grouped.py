@@ -9,9 +9,6 @@ import grouped_decoder
 import masked
 import numpy as np
 import pytest
-import torch
-from reference import rotate
-from transformers import AutoModelForCausalLM
 
 from kvcap.cli import run
 from kvcap.runtime.backends.onnxruntime.runtime import OrtRuntime, PolicyRequest
@@ -32,22 +29,6 @@ def ready(tmp_path_factory):
     return folder
 
 
-def driven(runtime: OrtRuntime, ids: Any, block: int, single: int) -> tuple[Any, Any, Any]:
-    """Reads `ids` [1, S]; the last logits of every block, where they stand, and what was held."""
-    loop = runtime.loop()
-    kept, logits, ends, start = masked.Kept(compact=True), [], [], 0
-    layers = runtime.manifest.facts["kv_layers"]
-    stop = ids.shape[1] - single
-    lengths = [min(block, stop - at) for at in range(0, stop, block)] + [1] * single
-    for length in lengths:
-        for layer, rows in zip(layers, loop.cache.positions, strict=True):
-            kept.blocks.setdefault(layer, []).append((start, rows.tolist()))
-        logits.append(np.array(loop.read(ids[:, start : start + length])[0], np.float64))
-        start += length
-        ends.append(start - 1)
-    return np.stack(logits), ends, (loop, kept)
-
-
 @pytest.mark.slow(keep=2)
 @pytest.mark.parametrize("kind", ["llama", "lfm2", "qwen3", "places", "float16"])
 def test_logits_are_those_of_full_attention_over_what_was_kept(ready, kind, monkeypatch):
@@ -55,22 +36,13 @@ def test_logits_are_those_of_full_attention_over_what_was_kept(ready, kind, monk
     folder = ready(kind)
     runtime = OrtRuntime.from_directory(folder / "decoder", evict_every=3)
     ids = np.random.default_rng(3).integers(0, runtime.manifest.model["vocabulary"], (1, 77))
-    got, ends, (loop, kept) = driven(runtime, ids, 8, 9)
-    assert loop.cache.held in (24, 25, 26)
-    model = AutoModelForCausalLM.from_pretrained(
-        folder / "model", dtype=torch.float32, attn_implementation=masked.NAME
-    ).eval()
-    frequencies = masked.rotary_frequencies(model)
-    kept.inv_freq = dict.fromkeys(kept.blocks, frequencies)
-    kept.rotate = rotate
-    monkeypatch.setattr(masked, "_KEPT", kept)
-    with torch.no_grad():
-        wanted = model(torch.from_numpy(ids)).logits[0, ends].double().numpy()
+    got, ends, kept = grouped_decoder.driven(runtime, ids, 8, 9)
+    monkeypatch.setattr(masked, "_KEPT", None)  # is what it was, once this is over
+    wanted = grouped_decoder.masked_logits(folder / "model", ids, kept)[ends]
     allowed = CLOSE.get(kind, 1e-4) * np.abs(wanted).max()
     assert np.abs(got - wanted).max() < allowed
     kept.compact = False  # positions that count otherwise would be seen
-    with torch.no_grad():
-        other = model(torch.from_numpy(ids)).logits[0, ends].double().numpy()
+    other = grouped_decoder.masked_logits(folder / "model", ids, kept)[ends]
     assert np.abs(got - other).max() > allowed
 
 
