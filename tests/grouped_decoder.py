@@ -62,7 +62,7 @@ class Graph:
 
 def save(
     source: Path, folder: Path, *, dtype: Any = np.float32, keep: bool = False,
-    places: bool = False, file: str = "model.onnx",
+    places: bool = False, length: bool = False, file: str = "model.onnx",
 ) -> Path:  # fmt: skip
     """Write the model in `source` to `folder` as such a decoder, with what belongs to it.
 
@@ -72,6 +72,7 @@ def save(
         dtype: of all numbers.
         keep: it takes num_logits_to_keep.
         places: it takes position_ids, and rotates beside its attention.
+        length: it counts the tokens before by the length of past_key_values, not by its mask.
         file: of the graph.
     """
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
@@ -83,6 +84,9 @@ def save(
     cos, sin = g.weight(angles.cos(), "cos_cache"), g.weight(angles.sin(), "sin_cache")
     one = g.weight(np.array([1]))
     total = g.op("ReduceSum", "attention_mask", one, keepdims=0)
+    if length:
+        past = g.op("Shape", f"past_key_values.{shape.capped[0]}.key", start=2, end=3)
+        total = g.op("Add", past, g.op("Shape", "input_ids", start=1, end=2))
     last = g.op("Cast", g.op("Sub", total, g.weight(np.array(1))), to=TensorProto.INT32)
     whole = g.op("Gather", g.op("Shape", "attention_mask"), g.weight(np.array(1)), axis=0)
     whole = g.op("Cast", whole, to=TensorProto.INT32)
@@ -180,6 +184,7 @@ KINDS: dict[str, dict[str, Any]] = {  # of decoders: a family, and how it is wri
     "lfm2": {},
     "places": {"family": "llama", "places": True},
     "float16": {"family": "llama", "dtype": np.float16},
+    "length": {"family": "llama", "length": True},
 }
 
 
@@ -193,7 +198,8 @@ def ready(factory: Any, kind: str) -> Path:
 
         tiny(folder / "model", said.pop("family", kind))
         save(folder / "model", folder / "decoder", **said)
-        policies = [load_policy(name) for name in ("keydiff", "streaming_llm")]
+        names = ("keydiff", "streaming_llm") if kind in ("llama", "float16") else ("keydiff",)
+        policies = [load_policy(name) for name in names]
         adopt(folder / "decoder", None, policies, budget_tokens=24, block_size=8)
 
     return made(factory, f"grouped-{kind}", make)

@@ -327,6 +327,7 @@ def _grouped(said: dict[str, Any], nodes: Nodes, shape: ModelShape) -> dict[str,
         "kv_layers": nodes.layers,
         "rotates": [shape.layers[i].rope is not None for i in nodes.layers],
         "last_only": nodes.last_only,
+        "one_buffer": nodes.one_buffer,
         "states": [state.as_dict() for state in nodes.states],
     }
 

@@ -73,6 +73,7 @@ class Nodes:
     tables: Mapping[str, NDArray[Any]]  # cosines and sines by name, [positions, pairs]
     weights: str | None  # int4 or int8, where matrices are stored so
     rounds: bool  # activations are rounded to integers
+    one_buffer: bool  # past and present may be one: only attention reads them
     last_only: bool = False  # it gives the logits of a block's last token alone
 
     @property
@@ -140,13 +141,9 @@ def nodes_of(graph: Any, runtime: Graph, file: Path) -> Nodes:
             f"too much or missing); taken are {IDS}, {MASK}, past_key_values.N.key/value, and "
             f"{PLACES}, {KEPT}, past_conv.N, past_recurrent.N, past_ssm.N where there are any"
         )
-    for node in graph.node:
-        if node.op_type != NODE and (read := set(node.input) & set(past)):
-            raise UnsupportedModel(
-                f"{name} reads {min(read)} in a node of {node.op_type} beside its attention, so "
-                f"that it goes by the length of a buffer, not by the slots in use; {OTHER}"
-            )
-    return Nodes(tuple(found), states, _tables(graph, found, file), *_weights(graph))
+    held = {*past, *past.values()}
+    alone = not any(held & set(node.input) for node in graph.node if node.op_type != NODE)
+    return Nodes(tuple(found), states, _tables(graph, found, file), *_weights(graph), alone)
 
 
 def _attention(node: Any, name: str) -> Attention:

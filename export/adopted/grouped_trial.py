@@ -1,9 +1,9 @@
 """Tries on a few tokens whether a decoder that counts positions by its slots can lose some.
 
 It is run as it will be: past and present bound to one buffer, with numbers behind the slots in use
-that must not matter. A mask means nothing to such a graph, so that what it says with every slot
-held twice is compared instead: softmax over each key and value twice is what it was, if keys were
-turned on to where their new slots count.
+that must not matter, unless the graph goes by the length of its past. A mask means nothing to such
+a graph, so that what it says with every slot held twice is compared instead: softmax over each key
+and value twice is what it was, if keys were turned on to where their new slots count.
 """
 
 from __future__ import annotations
@@ -76,7 +76,8 @@ class Trial:
         inputs |= held.states
         names = {state.name: state.present for state in self.nodes.states}
         try:
-            found = (self._bound if in_place else self._apart)(inputs, held, whole)
+            shared = in_place and self.nodes.one_buffer
+            found = (self._bound if shared else self._apart)(inputs, held, whole)
         except UnsupportedModel:
             raise
         except Exception as error:  # its own classes, which have no common base

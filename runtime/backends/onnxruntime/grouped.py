@@ -4,6 +4,9 @@ Such a graph writes a block behind the slots in use where past and present are b
 and counts positions by how many slots are in use: that is a compact position. So survivors of an
 eviction move into the places of what goes, and their keys are turned back to where they count now.
 A graph beside it says which slots go. What recurrent layers hold is carried from run to run.
+
+A graph that goes by the length of its past is given arrays of just that length: then slots in use
+are copied there before a run, and the block from what it wrote.
 """
 
 from __future__ import annotations
@@ -33,7 +36,8 @@ IDS, MASK, PLACES, KEPT = "input_ids", "attention_mask", "position_ids", "num_lo
 def grouped_buffers(manifest: Manifest, budget: int, block: int) -> list[BufferSpec]:
     """The buffers of slots of a decoder that keeps `budget` and reads blocks of up to `block`.
 
-    Of float16, a layer whose keys turn also keeps them as they were written (`LayerSlots`).
+    Of float16, a layer whose keys turn also keeps them as they were written (`LayerSlots`). Where
+    past and present are arrays of their own, their memory is counted as `copies`.
     """
     facts, found = manifest.facts, list[BufferSpec]()
     cache = np.dtype(facts["cache_dtype"])
@@ -42,6 +46,8 @@ def grouped_buffers(manifest: Manifest, budget: int, block: int) -> list[BufferS
     for layer, rotates in enumerate(facts["rotates"]):
         again = rotates and cache.itemsize < 4
         vectors = ("keys", "values", *(["arrived"] if again else []))
+        if not facts["one_buffer"]:
+            found.append(BufferSpec("copies", layer, (2, 2, *slots, size), cache))
         found += [BufferSpec(name, layer, (*slots, size), cache) for name in vectors]
         counts = ("positions", *(["shifts"] if again else []))
         found += [BufferSpec(name, layer, slots, np.dtype(np.int32)) for name in counts]
@@ -110,8 +116,12 @@ class Grouped(InPlace):
         self.evictor = Graph(manifest.file(evictor["file"]), graph.threads)
         self.turns = grouped_turns(manifest, budget, block_size)
         buffers: list[dict[str, Array]] = [{} for _ in self.ports]
+        self._copies: list[list[Buffer]] = []  # of a layer: past key, value, present key, value
         for spec in grouped_buffers(manifest, budget, block_size):
-            buffers[spec.layer][spec.name] = np.zeros(spec.shape, spec.dtype)
+            if spec.name == "copies":
+                self._copies.append([Buffer(spec.shape[2:], spec.dtype) for _ in range(4)])
+            else:
+                buffers[spec.layer][spec.name] = np.zeros(spec.shape, spec.dtype)
         self.layers = [
             LayerSlots(found, budget, self.turns if rotates else None)
             for found, rotates in zip(buffers, facts["rotates"], strict=True)
@@ -149,7 +159,8 @@ class Grouped(InPlace):
     def nbytes(self) -> int:
         """Exact bytes of all buffers, of states and of the table of rotations."""
         states = (*self._states.values(), *self._next.values())
-        return super().nbytes + sum(x.nbytes for x in states)
+        copies = sum(x.nbytes for four in self._copies for x in four)
+        return super().nbytes + sum(x.nbytes for x in states) + copies
 
     def state(self, seen: int, held: Sequence[int]) -> Mapping[str, Array]:
         """Everything that is held (views); see `Decoder.state`."""
@@ -166,13 +177,32 @@ class Grouped(InPlace):
         present = {self._present[name]: x for name, x in self._next.items()}
         inputs = {MASK: self._mask[:, : held + length], **self._states}
         self.graph.rebind(run.binding, inputs, present)
+        written = self._copied(run.binding, held, held + length) if self._copies else []
         self.graph.run_bound(run.binding)
+        for buffer, x in written:
+            buffer[:, :, held : held + length] = x[:, :, held:]
         self._states, self._next = self._next, self._states
         for layer in self.layers:
             layer.append(seen, length, {})
         self._evict(seen + length, 1 if length > 1 else self.evict_every, spans)
         last: NDArray[np.float32] = run.logits[:, -1]
         return last
+
+    def _copied(self, binding: Binding, held: int, whole: int) -> list[tuple[Array, Array]]:
+        """Bind copies of the slots in use; returns buffers and what a run writes for them."""
+        written, kinds = list[tuple[Array, Array]](), ("key", "value")
+        for port, layer, copies in zip(self.ports, self.layers, self._copies, strict=True):
+            for name, kind, past, present in zip(
+                ("keys", "values"), kinds, copies[:2], copies[2:], strict=True
+            ):
+                buffer = layer.buffers[name]
+                heads, size = buffer.shape[1], buffer.shape[3]
+                given, made = past.at((1, heads, held, size)), present.at((1, heads, whole, size))
+                given[...] = buffer[:, :, :held]
+                ports = f"past_key_values.{port}.{kind}", f"present.{port}.{kind}"
+                self.graph.rebind(binding, {ports[0]: given}, {ports[1]: made})
+                written.append((buffer, made))
+        return written
 
     def _bound(self, length: int) -> Run:
         """What does not change from run to run of blocks of a length; those of few are kept."""

@@ -207,7 +207,7 @@ def _grouped(
 ) -> MemoryPlan:
     model, facts = manifest.model, manifest.facts
     specs, span = grouped_buffers(manifest, tokens, block), tokens + block + 1
-    vectors = sum(spec.nbytes for spec in specs if len(spec.shape) == 4)
+    vectors = sum(spec.nbytes for spec in specs if len(spec.shape) >= 4)
     return MemoryPlan(
         policy=policy,
         positions=positions,

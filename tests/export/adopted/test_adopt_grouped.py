@@ -16,6 +16,7 @@ from standard_decoder import COMPANIONS
 
 from kvcap.cli import run
 from kvcap.export.adopted.adopt import adopt, decoder_in
+from kvcap.export.files import file_entry
 from kvcap.export.verify import verify_decoder
 from kvcap.policies import load_policy
 from kvcap.runtime.errors import ModelNotFound, NotExportable, UnsupportedModel
@@ -96,7 +97,6 @@ def none(x: Any) -> Any:
     return x
 
 
-LENGTH = helper.make_node("Shape", ["past_key_values.0.key"], ["length"], "length")
 SAME = helper.make_node("Identity", ["cos_cache"], ["made"], "same")
 FAULTS = {
     "a row of cosines": (weight("cos_cache", row), r"cos_cache of model\.onnx is .* position 77"),
@@ -109,7 +109,6 @@ FAULTS = {
     "heads": (attribute("num_heads", 8), "cannot read|8 heads"),
     "a window": (attribute("local_window_size", 5), "computes something else"),
     "smooth": (attribute("smooth_softmax", 1), "smooth_softmax"),
-    "length": (nodes(LENGTH), "Shape beside its attention"),
     "a bias": (nodes(x10="cos_cache"), "bias by where slots lie"),
     "sinks": (nodes(x11="sin_cache"), "sink logits"),
 }
@@ -133,6 +132,7 @@ def test_a_config_of_other_frequencies_is_refused(decoder):
         adopt(decoder, None, KEYDIFF)
 
 
+@pytest.mark.slow
 def test_keys_that_are_rotated_otherwise_are_found_by_trial(tmp_path_factory, tmp_path):
     """Beside its attention, where no node says by which angles."""
     found = grouped_decoder.ready(tmp_path_factory, "places")
@@ -142,6 +142,7 @@ def test_keys_that_are_rotated_otherwise_are_found_by_trial(tmp_path_factory, tm
         adopt(tmp_path / "decoder", None, KEYDIFF)
 
 
+@pytest.mark.slow
 def test_a_window_that_nothing_can_pass(decoder):
     spoil(decoder, attribute("local_window_size", 40))
     said = adopt(decoder, None, KEYDIFF, budget_tokens=24, block_size=8)
@@ -159,6 +160,7 @@ def test_what_is_said_of_one(source, capsys):
     assert capsys.readouterr().out.count("  ok\n") == 2
 
 
+@pytest.mark.slow
 def test_a_fault_in_a_graph_that_selects_is_found(source, tmp_path):
     shutil.copytree(source / "decoder", tmp_path / "decoder")
     file = tmp_path / "decoder" / "kvcap-evict.keydiff.compact.onnx"
@@ -167,8 +169,6 @@ def test_a_fault_in_a_graph_that_selects_is_found(source, tmp_path):
     sign.op_type = "Identity"
     onnx.save(model, file)
     said = json.loads((tmp_path / "decoder" / "kvcap.json").read_text())
-    from kvcap.export.files import file_entry
-
     for entry in said["files"]:
         entry |= {**file_entry(tmp_path / "decoder" / entry["file"]), "file": entry["file"]}
     (tmp_path / "decoder" / "kvcap.json").write_text(json.dumps(said))
@@ -202,6 +202,7 @@ def test_variants_are_found_by_name(tmp_path, source, capsys):
     assert "--exporter existing" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_where_no_config_lies_beside_it(decoder, source, capsys):
     (decoder / "config.json").unlink()
     with pytest.raises(ModelNotFound, match="--config MODEL"):

@@ -30,7 +30,7 @@ def ready(tmp_path_factory):
 
 
 @pytest.mark.slow(keep=2)
-@pytest.mark.parametrize("kind", ["llama", "lfm2", "qwen3", "places", "float16"])
+@pytest.mark.parametrize("kind", ["llama", "lfm2", "qwen3", "places", "float16", "length"])
 def test_logits_are_those_of_full_attention_over_what_was_kept(ready, kind, monkeypatch):
     """Past the budget, over blocks and tokens that evict; in generation every third."""
     folder = ready(kind)
@@ -64,6 +64,7 @@ def test_nothing_held_is_copied(ready):
     assert [x.ctypes.data for one in decoder.layers for x in one.buffers.values()] == before
 
 
+@pytest.mark.slow
 def test_keys_in_float16_do_not_drift(ready):
     """A key that stays for 300 evictions is where one rotation brings it, in float32."""
     runtime = OrtRuntime.from_directory(
@@ -87,7 +88,7 @@ def test_keys_in_float16_do_not_drift(ready):
 
 
 @pytest.mark.slow(keep=1)
-@pytest.mark.parametrize("kind", ["float16", "lfm2", "llama"])
+@pytest.mark.parametrize("kind", ["lfm2", "float16", "length", "llama"])
 def test_a_plan_is_what_is_allocated_and_sessions_go_on_to_the_bit(ready, kind, tmp_path):
     folder = ready(kind) / "decoder"
     for sizes in ({"kv_budget": "60KiB"}, {"kv_budget_tokens": 30, "block_size": 5}):
