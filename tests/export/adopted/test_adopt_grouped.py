@@ -194,7 +194,8 @@ def test_variants_are_found_by_name(tmp_path, source, capsys):
     assert decoder_in(tmp_path, "quantized") == decoder_in(tmp_path, "q8")
     with pytest.raises(ModelNotFound, match=r"'int8'; there are q4 \(model_q4\.onnx\), q8"):
         decoder_in(tmp_path, "int8")
-    command = ["export", "decoder", str(tmp_path), "--exporter", "existing", "--policy", "keydiff"]
+    sizes = ["--kv-budget-tokens", "24", "--block-size", "8", "--policy", "keydiff"]
+    command = ["export", "decoder", str(tmp_path), "--exporter", "existing", *sizes]
     assert run([*command, "--variant", "q4f16"]) == 0
     assert "decoder: onnx/model_q4f16.onnx, fp32; also there: q4, q8" in capsys.readouterr().out
     assert run(["generate", str(tmp_path), "Hi", "--max-new-tokens", "2"]) == 0
