@@ -46,8 +46,8 @@ def read_ports(file: Path) -> DecoderPorts:
     names = {f"past_key_values.{i}.{kind}" for i in range(layers) for kind in ("key", "value")}
     if "position_ids" not in ports and past:
         raise UnsupportedModel(
-            f"{file.name} has no position_ids, nor nodes of GroupQueryAttention: it counts positions "
-            "by itself, which is wrong once tokens are evicted; export the model again with "
+            f"{file.name} has no position_ids, nor nodes of GroupQueryAttention: it counts by "
+            "itself, which is wrong once tokens are evicted; export the model again with "
             "position_ids, or with kvcap export decoder MODEL"
         )
     wanted = {"input_ids", "attention_mask", "position_ids", *names}
