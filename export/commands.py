@@ -196,6 +196,21 @@ def decoder_command(
             show_default=False,
         ),
     ] = None,
+    variant: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="With --exporter existing: which of several graphs (fp32, q4, q4f16, int8, ...).",
+        ),
+    ] = None,
+    config: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MODEL",
+            help="With --exporter existing: the model it was made from, where no config.json lies "
+            "beside it.",
+        ),
+    ] = None,
     exporter: Annotated[
         Exporter,
         typer.Option(
@@ -224,20 +239,25 @@ def decoder_command(
     options = {**pins, **pairs(policy_option or [])}
     eviction = load_policy(policy or DEFAULT_POLICY, **options)
     sizes = Sizes(kv_budget_tokens, block_size, positions)
+    _check_found(exporter, variant=variant, config=config)
     report = None
     if exporter == "kvcap":
         where = out or Path(f"{Path(model).name}-onnx")
         rounding = _rounding(dtype, symmetric)
         said, report = _kvcap(model, eviction, sizes, dtype, where, quick, force, rounding)
     else:  # graphs for several policies, unless one is asked for
-        where = out or Path(model if exporter == "existing" else f"{Path(model).name}-onnx")
-        said = _others(exporter, model, [eviction] if policy else [], sizes, dtype, where)
+        where = out or _beside(model, exporter)
+        found_by = {"variant": variant, "config": config} if exporter == "existing" else {}
+        policies = [eviction] if policy else []
+        said = _others(exporter, model, policies, sizes, dtype, where, found_by)
     found = {**_summary(said, where), "seconds": round(time.perf_counter() - started, 1)}
     if json:
         print(jsonlib.dumps({**found, **(report.as_dict() if report else {})}))
         return
     if report is not None:
         print(report.table())
+    if exporter == "existing":
+        print(_which(model, said))
     for entry in said["files"]:
         print(f"  {entry['file']:<24} {entry['bytes']:>15,} bytes")
     print(f"{where}  in {found['seconds']} s; kvcap chat {where}")
@@ -334,9 +354,43 @@ def _note(text: str) -> None:
         print(f"{text} ...", file=sys.stderr, flush=True)
 
 
+def _check_found(exporter: str, **given: str | None) -> None:
+    """Refuse options of graphs that are there where one is made.
+
+    Raises:
+        NotExportable: naming the option.
+    """
+    from kvcap.runtime.errors import NotExportable
+
+    for name, value in given.items():
+        if value is not None and exporter != "existing":
+            raise NotExportable(f"--{name} {value} is for --exporter existing; leave it out")
+
+
+def _beside(model: str, exporter: str) -> Path:
+    """Where what evicts is put: beside a decoder that is there, else in a new directory."""
+    where = Path(model)
+    if exporter != "existing":
+        return Path(f"{where.name}-onnx")
+    if not where.is_file():
+        return where
+    return where.parent.parent if where.parent.name == "onnx" else where.parent
+
+
+def _which(model: str, said: dict[str, Any]) -> str:
+    """Which graph was taken, and what else there is."""
+    from kvcap.export.adopted.adopt import variants_in
+
+    taken = said["graphs"]["decoder"]["file"]
+    others = [name for name, path in variants_in(Path(model)).items() if not path.match(taken)]
+    more = f"; also there: {', '.join(others)} (--variant)" if others else ""
+    return f"decoder: {taken}, {said['dtype']}{more}"
+
+
 def _others(
-    exporter: str, model: str, policies: list[Eviction], sizes: Sizes, dtype: str, out: Path
-) -> dict[str, Any]:
+    exporter: str, model: str, policies: list[Eviction], sizes: Sizes, dtype: str, out: Path,
+    found_by: dict[str, Any],
+) -> dict[str, Any]:  # fmt: skip
     """A decoder of another exporter, and graphs beside it that evict."""
     if exporter == "optimum":
         from kvcap.export.adopted.optimum import export_with_optimum
@@ -344,7 +398,8 @@ def _others(
         return export_with_optimum(model, out, policies, dtype=dtype, **sizes._asdict())
     from kvcap.export.adopted.adopt import adopt
 
-    return adopt(Path(model), None if out == Path(model) else out, policies, **sizes._asdict())
+    there = out == _beside(model, exporter)
+    return adopt(Path(model), None if there else out, policies, **sizes._asdict(), **found_by)
 
 
 def _summary(said: dict[str, Any], out: Path) -> dict[str, Any]:

@@ -1,9 +1,10 @@
 """The evictor of a decoder that others exported: one graph for all layers and any budget.
 
-Such a decoder shows keys, values and positions, so it serves policies that read no more. Layers
-stand where a batch does: a policy scores each by itself. Slots lie in time order. In compact
-positions a slot's index is its position: the graph also keeps every key turned to position 0, and
-gives a copy turned to where it counts now, so that no error adds up.
+Such a decoder shows keys, values and positions, so it serves policies that read no more. Where it
+writes its cache anew, an `Evictor` copies what stays: layers stand where a batch does, as a policy
+scores each by itself, and slots lie in time order. In compact positions a slot's index is its
+position: the graph also keeps every key turned to position 0, and gives a copy turned to where it
+counts now, so that no error adds up. Where slots stay in place, a `Selector` says which go.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from kvcap.export.graphs.forms import form_of, graph_part
 from kvcap.export.graphs.portable import Portable
 from kvcap.export.graphs.ports import CACHE, Port
 from kvcap.export.graphs.shape import Shape
-from kvcap.export.graphs.stages import rows_of, survivors, take
+from kvcap.export.graphs.stages import evicted, rows_of, survivors, take
 from kvcap.export.graphs.trace import IR_VERSION, program_of, slim
 from kvcap.policies import Eviction, load_policy, policies
 from kvcap.runtime.backends.onnxruntime.library import library
@@ -27,7 +28,7 @@ from kvcap.runtime.models.rope import rotate
 
 REVEALED = frozenset({"keys", "values", "positions"})  # by a decoder with past_key_values
 SLOTS, HELD = ("layers", "kv_heads", "slots"), ("layers", "kv_heads", "held")
-OPEN = ("slots", "held", "shifts", "spans")
+OPEN = ("slots", "held", "shifts", "spans", "capacity", "count")
 INPUTS = (
     Port("keys", CACHE, (*SLOTS, "head_dim"), "activation", "all layers' `present` keys"),
     Port("values", CACHE, (*SLOTS, "head_dim"), "activation", "all layers' `present` values"),
@@ -40,6 +41,14 @@ INPUTS = (
     Port("table", "float32", ("shifts", "two", "pairs"), "1", "cosine and sine of each position"),
 )
 COMPACT = ("base", "table")  # inputs of compact positions
+BUFFER = ("layers", "kv_heads", "capacity", "head_dim")
+CHOOSING = (
+    Port("keys", CACHE, BUFFER, "activation", "a layer's buffer, with free slots behind"),
+    Port("values", CACHE, BUFFER, "activation", "likewise"),
+    Port("positions", "int32", SLOTS, "tokens", "of all slots in use, by their tokens"),
+    *(port for port in INPUTS if port.name in ("seen", "stay", "recents", "spans")),
+)
+GONE = Port("gone", "int64", ("layers", "kv_heads", "count"), "slots", "slots that go, in no order")
 
 
 class Evictor(nn.Module):
@@ -97,17 +106,47 @@ class Evictor(nn.Module):
 
     def _keep(self, given: dict[str, Tensor], slots: int) -> Tensor:
         """The slots that stay, [L, K, stay], in time order."""
+        return survivors(self._worth(given), given["positions"], self._stay(given, slots))
+
+    def _worth(self, given: dict[str, Tensor]) -> Tensor:
+        """What decides which slots stay, [L, K, slots]."""
         positions, spans = given["positions"], given["spans"]
         obs = self.form.observe(given)
         with Portable():
             scores = self.eviction.score(obs, by=lambda _, obs: self.form.score(given, obs))
         inside = (positions[..., None] >= spans[:, 0]) & (positions[..., None] < spans[:, 1])
         pinned = inside.any(-1) | (positions >= given["seen"] - given["recents"])
-        worth = self.eviction.worth(scores, pinned, obs)
+        return self.eviction.worth(scores, pinned, obs)
+
+    @staticmethod
+    def _stay(given: dict[str, Tensor], slots: int) -> Any:
+        """How many slots of a head stay, 1 to `slots`."""
         stay: Any = given["stay"].item()
         torch._check(stay >= 1)
         torch._check(stay <= slots)
-        return survivors(worth, positions, stay)
+        return stay
+
+
+class Selector(Evictor):
+    """Score and select, for one layer whose slots lie in a buffer, in any order.
+
+    Whoever runs it moves what stays into the places of what goes, and turns keys.
+    """
+
+    def __init__(self, eviction: Eviction, kv_heads: int, head_dim: int) -> None:
+        super().__init__(eviction, 1, kv_heads, head_dim)
+        read = self.eviction.observes | {"positions"}
+        self.inputs = [port for port in CHOOSING if port.name in read or port.name not in REVEALED]
+        self.outputs = [GONE]
+
+    def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Slots [1, K, count] that go."""
+        given = {port.name: tensor for port, tensor in zip(self.inputs, tensors, strict=True)}
+        slots = given["positions"].shape[2]
+        for name in {"keys", "values"} & given.keys():
+            torch._check(slots <= given[name].shape[2])
+            given[name] = given[name][:, :, :slots]
+        return (evicted(self._worth(given), given["positions"], self._stay(given, slots)),)
 
 
 def _kept(port: Port) -> Port:
@@ -167,7 +206,8 @@ def example(
 ) -> dict[str, Tensor]:
     """Random inputs of an evictor that holds `past` slots and has read a block."""
     draws = torch.Generator().manual_seed(seed)
-    sizes = {**evictor.sizes, "slots": past + block, "held": past, "shifts": past + block + 3}
+    sizes = {**evictor.sizes, "slots": past + block, "held": past, "shifts": past + block + 3,
+             "capacity": past + block + 5}  # fmt: skip
     counts = {"seen": past + block + 5 * (past > 0), "recents": min(2, stay), "stay": stay}
 
     def made(port: Port) -> Tensor:
@@ -177,7 +217,11 @@ def example(
             return torch.tensor([[0, min(3, stay)], [0, 0]], dtype=torch.int32)
         shape = [sizes[axis] or 0 for axis in port.axes]
         if port.name == "positions":
-            return torch.arange(past, dtype=torch.int32).expand(shape).contiguous()
+            rows = torch.arange(shape[2], dtype=torch.int32).expand(shape)
+            if not isinstance(evictor, Selector):
+                return rows.contiguous()
+            order = torch.rand(shape, generator=draws).argsort(-1)  # slots lie in any order
+            return rows.gather(-1, order).contiguous()
         if port.name == "table":
             angles = torch.randn(shape[0], shape[2], generator=draws)
             return torch.stack((angles.cos(), angles.sin()), dim=1)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kvcap.export.adopted.grouped import Nodes, nodes_of, read_nodes
 from kvcap.runtime.backends.onnxruntime.graph import TYPES, Graph
 from kvcap.runtime.errors import UnsupportedModel
 
@@ -22,8 +23,9 @@ class DecoderPorts:
     file: Path
     layers: int
     kv_heads: int
-    head_dim: int
+    head_dim: int  # 0: an open axis
     cache: Any  # the NumPy type of keys and values
+    nodes: Nodes | None = None  # where its attention can run over slots that stay in place
 
 
 def read_ports(file: Path) -> DecoderPorts:
@@ -34,15 +36,19 @@ def read_ports(file: Path) -> DecoderPorts:
         UnsupportedModel: another signature.
     """
     graph = Graph(file)
-    ports = graph.inputs
+    ports, grouped = graph.inputs, read_nodes(file)
     past = {name: port for name, port in ports.items() if PORT.fullmatch(name)}
     layers = len(past) // 2
+    if grouped is not None and past:
+        nodes = nodes_of(grouped, graph, file)
+        _check_integers(file, ports)
+        return DecoderPorts(graph, file, layers, *_sizes(file, past), nodes)
     names = {f"past_key_values.{i}.{kind}" for i in range(layers) for kind in ("key", "value")}
     if "position_ids" not in ports and past:
         raise UnsupportedModel(
-            f"{file.name} has no position_ids: it counts positions by itself, which is wrong once "
-            "tokens are evicted (so are graphs of GroupQueryAttention with rotary embeddings "
-            "inside); export the model again with position_ids, or with kvcap export decoder MODEL"
+            f"{file.name} has no position_ids, nor nodes of GroupQueryAttention: it counts by "
+            "itself, which is wrong once tokens are evicted; export the model again with "
+            "position_ids, or with kvcap export decoder MODEL"
         )
     wanted = {"input_ids", "attention_mask", "position_ids", *names}
     present = {name.replace("past_key_values", "present") for name in names}
@@ -53,9 +59,26 @@ def read_ports(file: Path) -> DecoderPorts:
             "is too much or missing); taken are input_ids, attention_mask, position_ids, "
             "past_key_values.N.key/value to logits, present.N.key/value"
         )
-    for name in ("input_ids", "attention_mask", "position_ids"):
-        if ports[name].type != "tensor(int64)":
+    _check_integers(file, ports)
+    heads, size, cache = _sizes(file, past)
+    if not size:
+        raise UnsupportedModel(f"past_key_values of {file.name} have an open head size")
+    return DecoderPorts(graph, file, layers, heads, size, cache)
+
+
+def _check_integers(file: Path, ports: dict[str, Any]) -> None:
+    """Refuse tokens, masks and positions of another type than int64."""
+    for name in ("input_ids", "attention_mask", "position_ids", "num_logits_to_keep"):
+        if name in ports and ports[name].type != "tensor(int64)":
             raise UnsupportedModel(f"{file.name} takes {name} as {ports[name].type}, not int64")
+
+
+def _sizes(file: Path, past: dict[str, Any]) -> tuple[int, int, Any]:
+    """KV heads, the size of a head (0 where its axis is open), and the type of numbers.
+
+    Raises:
+        UnsupportedModel: layers differ, or the length is fixed, or numbers are of another type.
+    """
     kinds = {(port.type, str(port.shape[1]), str(port.shape[3])) for port in past.values()}
     lengths = {str(port.shape[2]) for port in past.values()}
     if len(kinds) > 1 or len(lengths) > 1:
@@ -65,9 +88,10 @@ def read_ports(file: Path) -> DecoderPorts:
         )
     ((kind, heads, size),) = kinds
     (length,) = lengths
-    if length.isdigit() or not heads.isdigit() or not size.isdigit() or kind not in FLOATS:
+    size = size if size.isdigit() else "0"
+    if length.isdigit() or not heads.isdigit() or kind not in FLOATS:
         raise UnsupportedModel(
             f"past_key_values of {file.name} are [batch, {heads}, {length}, {size}] of {kind}; "
             "their length must be open, the other sizes fixed, of float or float16"
         )
-    return DecoderPorts(graph, file, layers, int(heads), int(size), TYPES[kind])
+    return int(heads), int(size), TYPES[kind]

@@ -1,8 +1,10 @@
-"""Runs exported decoders, of two kinds, over slots in buffers that are allocated once.
+"""Runs exported decoders over slots in buffers that are allocated once.
 
 `Shared`: kvcap's own export (`kvcap export decoder`). Past and present of a layer are one buffer:
 the decoder's graph writes a block behind the slots in use, another graph says which slots go, and
 survivors move into their places. Nothing else that is held is moved or copied.
+
+`Grouped` (`grouped.py`): the same for decoders of others whose attention can do that too.
 
 `Paired`: a decoder that others exported, and a graph beside it that evicts (`export/adopt.py`). The
 decoder writes all that it was given, and the block, as `present`; the other graph takes from it
@@ -160,7 +162,53 @@ class Run(NamedTuple):
     made: list[dict[str, Array]]  # what each layer's evictor is told besides, by name
 
 
-class Shared:
+class InPlace:
+    """Slots of layers in buffers that never move: what decoders that write behind them share."""
+
+    layers: list[LayerSlots]
+    turns: Turns | None
+    block_size: int
+
+    @property
+    def held(self) -> list[int]:
+        """Slots of a head in use, by layer."""
+        return [layer.held for layer in self.layers]
+
+    @held.setter
+    def held(self, slots: Sequence[int]) -> None:
+        for layer, count in zip(self.layers, slots, strict=True):
+            layer.held = count
+
+    @property
+    def nbytes(self) -> int:
+        """Exact bytes of all buffers and of the table of rotations."""
+        table = 0 if self.turns is None else self.turns.nbytes
+        return table + sum(x.nbytes for layer in self.layers for x in layer.buffers.values())
+
+    @property
+    def room(self) -> int:
+        """Tokens that the next block has at most: a slot each, behind those in use."""
+        return min(self.block_size, *(layer.capacity - layer.held for layer in self.layers))
+
+    def used_bytes(self, seen: int) -> int:
+        """Bytes of what is in use of all buffers."""
+        return sum(x.nbytes for x in self.state(seen, self.held).values())
+
+    def positions(self, seen: int) -> list[Int32]:
+        """The positions of the kept tokens in the conversation, by layer: [K, held], ascending."""
+        return [np.sort(x.buffers["positions"][0, :, : x.held], axis=1) for x in self.layers]
+
+    def state(self, seen: int, held: Sequence[int]) -> Mapping[str, Array]:
+        """Everything that is held, by buffer and layer (views); see `Decoder.state`."""
+        found: dict[str, Array] = {}
+        for i, (layer, count) in enumerate(zip(self.layers, held, strict=True)):
+            if not min(layer.budget, seen) <= count <= min(seen, layer.capacity - 1):
+                raise ValueError(f"{count} slots of layer {i} cannot be held after {seen} tokens")
+            found |= {f"{name}.{i}": x for name, x in layer.views(count, seen).items()}
+        return found
+
+
+class Shared(InPlace):
     """A decoder whose past and present are one buffer, with graphs beside it that evict.
 
     Args:
@@ -229,31 +277,6 @@ class Shared:
         state = {f"next_{name}" for name in kinds - {"keys", "values", "positions"}}
         for evictor in self.evictors:
             evictor.require(known & set(evictor.inputs), {"gone"} | (state & set(evictor.outputs)))
-
-    @property
-    def held(self) -> list[int]:
-        """Slots of a head in use, by layer."""
-        return [layer.held for layer in self.layers]
-
-    @held.setter
-    def held(self, slots: Sequence[int]) -> None:
-        for layer, count in zip(self.layers, slots, strict=True):
-            layer.held = count
-
-    @property
-    def nbytes(self) -> int:
-        """Exact bytes of all buffers and of the table of rotations."""
-        table = 0 if self.turns is None else self.turns.nbytes
-        return table + sum(x.nbytes for layer in self.layers for x in layer.buffers.values())
-
-    @property
-    def room(self) -> int:
-        """Tokens that the next block has at most: a slot each, behind those in use."""
-        return min(self.block_size, *(layer.capacity - layer.held for layer in self.layers))
-
-    def used_bytes(self, seen: int) -> int:
-        """Bytes of what is in use of all buffers."""
-        return sum(x.nbytes for x in self.state(seen, self.held).values())
 
     def run(self, ids: Sequence[int], seen: int, spans: Sequence[Span]) -> NDArray[np.float32]:
         """Read a block; see `Decoder.run`."""
@@ -337,19 +360,6 @@ class Shared:
         for name in self._states:
             buffers[name][:, :, :held] = outputs[f"next_{name}"]
         return gone
-
-    def positions(self, seen: int) -> list[Int32]:
-        """The positions of the kept tokens in the conversation, by layer: [K, held], ascending."""
-        return [np.sort(x.buffers["positions"][0, :, : x.held], axis=1) for x in self.layers]
-
-    def state(self, seen: int, held: Sequence[int]) -> Mapping[str, Array]:
-        """Everything that is held, by buffer and layer (views); see `Decoder.state`."""
-        found: dict[str, Array] = {}
-        for i, (layer, count) in enumerate(zip(self.layers, held, strict=True)):
-            if not min(layer.budget, seen) <= count <= min(seen, layer.capacity - 1):
-                raise ValueError(f"{count} slots of layer {i} cannot be held after {seen} tokens")
-            found |= {f"{name}.{i}": x for name, x in layer.views(count, seen).items()}
-        return found
 
 
 def paired_buffers(

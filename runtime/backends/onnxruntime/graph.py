@@ -100,11 +100,16 @@ class Graph:
     def bind(self, inputs: Mapping[str, Array], outputs: Mapping[str, Array]) -> Binding:
         """Where `run_bound` is to read and to write, again and again: arrays that do not move."""
         binding = self.session.io_binding()
+        self.rebind(binding, inputs, outputs)
+        return binding
+
+    @staticmethod
+    def rebind(binding: Binding, inputs: Mapping[str, Array], outputs: Mapping[str, Array]) -> None:
+        """Add arrays to what `bind` bound, or put them in the place of those of the same names."""
         for bind, arrays in ((binding.bind_input, inputs), (binding.bind_output, outputs)):
             for name, array in arrays.items():
                 assert array.flags.c_contiguous, name
                 bind(name, "cpu", 0, array.dtype, array.shape, array.ctypes.data)
-        return binding
 
     def run_bound(self, binding: Binding) -> None:
         """Compute what `bind` bound; errors as of `run`."""

@@ -1,9 +1,9 @@
 """Reads kvcap.json, the manifest of an exported decoder, and checks it against its files.
 
-There are two kinds, with one schema. `shared`: past and present of the decoder are one buffer, and
-graphs beside it say which slots go. `evictor`: a decoder that others exported, with graphs beside
-it that copy what stays. Knows no ONNX Runtime: of a graph, it finds only the names of the files
-that hold its weights.
+There are three kinds, with one schema. `shared`: past and present of the decoder are one buffer,
+and graphs beside it say which slots go. `grouped`: the same of a decoder that others exported, for
+any budget. `evictor`: one that writes its cache anew, with graphs beside it that copy what stays.
+Knows no ONNX Runtime: of a graph, it finds only the names of the files that hold its weights.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from kvcap.schema import fault
 
 SCHEMA = "kvcap.decoder/2"
 SCHEMA_FILE = Path(__file__).parents[2] / "schemas" / "decoder.schema.json"
-SHARED, EVICTOR = "shared", "evictor"
+SHARED, GROUPED, EVICTOR = "shared", "grouped", "evictor"
 HASHED = 64 << 20  # bytes; of larger files, which hold weights, only the size is checked
 # In an ONNX file: for each kind of message, which of its fields lead to a tensor (onnx.proto).
 LEADS = {
@@ -56,6 +56,11 @@ class Manifest:
     def shared(self) -> bool:
         """Whether the decoder's past and present are one buffer: it is kvcap's own."""
         return bool(self.facts["kind"] == SHARED)
+
+    @property
+    def in_place(self) -> bool:
+        """Whether slots stay where they are, so that tokens may wait to be evicted."""
+        return bool(self.facts["kind"] != EVICTOR)
 
     @property
     def model(self) -> Mapping[str, Any]:
@@ -158,7 +163,9 @@ def _contradiction(facts: Mapping[str, Any]) -> str | None:
     for graph in _graphs(facts):
         if graph not in names:
             return f"{graph!r} is a graph that is not among its files"
-    return _of_shared(facts) if facts["kind"] == SHARED else _of_evictors(facts)
+    if facts["kind"] == SHARED:
+        return _of_shared(facts)
+    return _of_evictors(facts) or (_of_grouped(facts) if facts["kind"] == GROUPED else None)
 
 
 def _of_shared(facts: Mapping[str, Any]) -> str | None:
@@ -189,8 +196,20 @@ def _of_evictors(facts: Mapping[str, Any]) -> str | None:
     modes = {(entry["policy"]["name"], entry["positions"]) for entry in facts["evictors"]}
     if (facts["default_policy"], facts["positions"]) not in modes:
         return "default_policy: no evictor of that name and the manifest's positions"
-    if not pairs and any(mode == "compact" for _, mode in modes):
+    if not pairs and facts["kind"] == EVICTOR and any(mode == "compact" for _, mode in modes):
         return "evictors: compact positions, and no frequencies to turn keys by"
+    return None
+
+
+def _of_grouped(facts: Mapping[str, Any]) -> str | None:
+    if len(facts["rotates"]) != len(facts["kv_layers"]):
+        return "rotates: not said of each layer that holds slots"
+    if len(set(facts["kv_layers"])) < len(facts["kv_layers"]):
+        return "kv_layers: one is listed twice"
+    if any(facts["rotates"]) and not facts["inv_freq"]:
+        return "inv_freq: none, and keys turn"
+    if any(entry["positions"] != "compact" for entry in facts["evictors"]):
+        return "evictors: the decoder counts positions by itself, which are compact"
     return None
 
 

@@ -18,7 +18,8 @@ from kvcap.runtime.backends.onnxruntime.decoder import (
     paired_buffers,
     turns_of,
 )
-from kvcap.runtime.backends.onnxruntime.manifest import Manifest
+from kvcap.runtime.backends.onnxruntime.grouped import grouped_buffers, state_bytes
+from kvcap.runtime.backends.onnxruntime.manifest import GROUPED, Manifest
 from kvcap.runtime.errors import PlanInfeasible, UnsupportedModel
 from kvcap.runtime.memory.free_memory import process_bytes
 from kvcap.runtime.planning.plan import RUNNING, MemoryPlan, PlanSearch, Sizes, parse_cap
@@ -51,7 +52,7 @@ def plan_of(
         baseline = process_bytes() + (RUNNING - weights if loaded else LOADING)
     if manifest.shared:
         return _of_shared(manifest, policy, sizes, baseline)
-    return _of_paired(manifest, policy, sizes, pinned, baseline)
+    return _of_any_budget(manifest, policy, sizes, pinned, baseline)
 
 
 def _of_shared(manifest: Manifest, policy: str, sizes: Sizes, baseline: int) -> MemoryPlan:
@@ -92,12 +93,13 @@ def _of_shared(manifest: Manifest, policy: str, sizes: Sizes, baseline: int) -> 
     return _with_least(found, least, sizes)
 
 
-def _of_paired(
+def _of_any_budget(
     manifest: Manifest, policy: str, sizes: Sizes, pinned: int, baseline: int
 ) -> MemoryPlan:
     """The plan of a decoder for any budget: the graph that evicts takes it as an input."""
     facts, model = manifest.facts, manifest.model
-    plan = partial(_paired, manifest, policy, sizes.positions or facts["positions"], baseline)
+    made = _grouped if facts["kind"] == GROUPED else _paired
+    plan = partial(made, manifest, policy, sizes.positions or facts["positions"], baseline)
     search = PlanSearch(plan, sizes, pinned, model["trained_length"])
     found = search.found(facts["budget_tokens"], facts["block_size"])
     if found.budget_tokens < pinned:
@@ -110,6 +112,12 @@ def _of_paired(
         raise UnsupportedModel(
             f"every layer of this model slides over {window} tokens; use a budget and a block of "
             f"at most {window} slots together"
+        )
+    longest = model.get("longest")
+    if longest is not None and found.budget_tokens + found.block_size > longest:
+        raise UnsupportedModel(
+            f"this decoder's graph has cosines of {longest:,} positions; use a budget and a block "
+            f"of at most {longest:,} slots together"
         )
     return _with_least(found, search.smallest(), sizes)
 
@@ -194,10 +202,40 @@ def _paired(
     )
 
 
+def _grouped(
+    manifest: Manifest, policy: str, positions: Any, baseline: int, tokens: int, block: int
+) -> MemoryPlan:
+    model, facts = manifest.model, manifest.facts
+    specs, span = grouped_buffers(manifest, tokens, block), tokens + block + 1
+    vectors = sum(spec.nbytes for spec in specs if len(spec.shape) >= 4)
+    return MemoryPlan(
+        policy=policy,
+        positions=positions,
+        budget_tokens=tokens,
+        block_size=block,
+        dtype=facts["cache_dtype"],
+        keys_values=vectors,
+        slot_positions=sum(spec.nbytes for spec in specs) - vectors,
+        policy_state=0,
+        evicted_store=0,
+        query_window=0,
+        rotation_table=span * ROTATION * model["rotated_pairs"] if any(facts["rotates"]) else 0,
+        sliding_layers=0,
+        state_layers=state_bytes(manifest),
+        workspace=_workspace(manifest, tokens + block, block, 1),
+        logits=4 * model["vocabulary"] * (1 if facts["last_only"] else block),
+        weights=model["weights_bytes"],
+        weights_from="the manifest",
+        baseline=baseline,
+        **_uncapped(manifest, np.dtype(facts["cache_dtype"])),
+    )
+
+
 def _uncapped(manifest: Manifest, cache: Any) -> dict[str, Any]:
     """The bytes of a token where nothing caps the cache, under `MemoryPlan`'s names."""
     model = manifest.model
-    token = model["layers"] * 2 * model["kv_heads"] * model["head_dim"] * np.dtype(cache).itemsize
+    layers = len(manifest.facts.get("kv_layers", ())) or model["layers"]
+    token = layers * 2 * model["kv_heads"] * model["head_dim"] * np.dtype(cache).itemsize
     window = model.get("window") or 0
     kind = "sliding_token_bytes" if window else "token_bytes"
     return {kind: token, "sliding_window": window, "trained_length": model["trained_length"]}

@@ -20,8 +20,9 @@ from kvcap.runtime.backends.onnxruntime import saved
 from kvcap.runtime.backends.onnxruntime.decoder import Decoder, Paired, Shared, evictors_of
 from kvcap.runtime.backends.onnxruntime.generation import Generation, Sampler
 from kvcap.runtime.backends.onnxruntime.graph import Graph
+from kvcap.runtime.backends.onnxruntime.grouped import Grouped
 from kvcap.runtime.backends.onnxruntime.loop import OrtCache, OrtLoop
-from kvcap.runtime.backends.onnxruntime.manifest import Manifest
+from kvcap.runtime.backends.onnxruntime.manifest import GROUPED, Manifest
 from kvcap.runtime.backends.onnxruntime.plan import plan_of
 from kvcap.runtime.backends.onnxruntime.tokenizer import Tokenizer
 from kvcap.runtime.errors import NotExportable, PlanInfeasible
@@ -133,7 +134,7 @@ class OrtRuntime:
             dtype: of keys and values; the export's, or an error.
             threads: of the CPU; OMP_NUM_THREADS, or all cores, by default.
             evict_every: in generation, evict every so many tokens, at most `block_size`; 16, or
-                the block, by default. After every token where the decoder is another exporter's.
+                the block, by default. After every token where the graph writes its cache anew.
 
         Raises:
             ModelNotFound, NotExportable, ManifestError, ModelFilesBroken, PlanInfeasible: before
@@ -171,7 +172,7 @@ class OrtRuntime:
     @property
     def every(self) -> int:
         """After how many tokens it evicts in generation."""
-        usual = EVICT_EVERY if self.manifest.shared else 1
+        usual = EVICT_EVERY if self.manifest.in_place else 1
         return self.evict_every or min(usual, self.plan.block_size)
 
     @property
@@ -346,9 +347,9 @@ def check_every(manifest: Manifest, evict_every: int | None) -> None:
     """Refuse to evict after more than one token where the decoder cannot hold them.
 
     Raises:
-        NotExportable: it is another exporter's.
+        NotExportable: it is another exporter's, whose slots do not stay in place.
     """
-    if evict_every not in (None, 1) and not manifest.shared:
+    if evict_every not in (None, 1) and not manifest.in_place:
         raise NotExportable(
             f"--evict-every {evict_every} is not for a decoder of another exporter, whose graph "
             "copies what stays after every token; leave it out"
@@ -363,4 +364,7 @@ def make_decoder(
         evictors = evictors_of(manifest, graph.threads)
         return Shared(manifest, graph, evictors, plan.block_size, evict_every)
     budget, pins = plan.budget_tokens, policy.pins(plan.budget_tokens)
+    if manifest.facts["kind"] == GROUPED:
+        sizes = budget, plan.block_size, *pins, evict_every
+        return Grouped(manifest, graph, policy.entry, *sizes)
     return Paired(manifest, graph, policy.entry, budget, plan.block_size, *pins)

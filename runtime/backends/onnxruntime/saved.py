@@ -106,6 +106,11 @@ def _slots(session: Session, file: SessionFile, seen: int, held: Sequence[int]) 
     for name, array in found.items():
         if array.dtype.kind == "f" and not np.isfinite(array).all():
             raise ValueError(f"{name} holds numbers that are none")
+        if (
+            name.startswith("shifts")
+            and not ((array >= 0) & (array < len(decoder.turns.table))).all()
+        ):
+            raise ValueError(f"{name} are none that keys can have")
         if name.startswith("positions"):
             rows = array.reshape(-1, array.shape[-1])
             inside = (rows >= 0).all() and (rows < seen).all()

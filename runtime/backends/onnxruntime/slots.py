@@ -65,6 +65,9 @@ class LayerSlots:
     Args:
         buffers: `keys` and `values` [1, K, slots, D], `positions` [1, K, slots] and what a policy
             keeps of every slot; `queries` [1, H, w, D], the last ones, for policies with a window.
+            Where keys are float16, `arrived` [1, K, slots, D] and `shifts` [1, K, slots]: each key
+            as it was written, and how far it is turned back since. It is turned from there every
+            time, so that no rounding adds up.
         budget: slots of a head that stay.
         turns: of its keys, where they count by their rank.
     """
@@ -72,9 +75,8 @@ class LayerSlots:
     def __init__(self, buffers: Mapping[str, Array], budget: int, turns: Turns | None) -> None:
         self.buffers, self.budget, self.turns, self.held = buffers, budget, turns, 0
         self.moving = [x[0] for name, x in buffers.items() if name != "queries"]  # with their slot
-        self.state = [
-            name for name in buffers if name not in ("keys", "values", "positions", "queries")
-        ]
+        own = {"keys", "values", "positions", "queries", "arrived", "shifts"}
+        self.state = [name for name in buffers if name not in own]
 
     @property
     def capacity(self) -> int:
@@ -101,6 +103,9 @@ class LayerSlots:
         self.buffers["positions"][:, :, start:stop] = np.arange(seen, seen + length)
         for name in self.state:
             self.buffers[name][:, :, start:stop] = made.get(name, 0)
+        if "arrived" in self.buffers:
+            self.buffers["arrived"][:, :, start:stop] = self.buffers["keys"][:, :, start:stop]
+            self.buffers["shifts"][:, :, start:stop] = 0
         if "queries" in self.buffers:
             window, queries = self.buffers["queries"], made["queries"]
             new = min(window.shape[2], length)
@@ -128,10 +133,24 @@ class LayerSlots:
         self.held = kept
         if self.turns is None or shift is None:
             return
-        for key, by in zip(self.buffers["keys"][0], shift, strict=True):
-            self.turns.back(key[:kept], by[:kept])
+        if "arrived" in self.buffers:
+            self._turn_again(shift[:, :kept])
+        else:
+            for key, by in zip(self.buffers["keys"][0], shift, strict=True):
+                self.turns.back(key[:kept], by[:kept])
         if "queries" in self.buffers:  # newer than all that goes, or pinned with their tokens
             self.turns.back(self.buffers["queries"], np.array(count))
+
+    def _turn_again(self, shift: Array) -> None:
+        """Turn keys [K, kept] back by `shift` more, from how they were written."""
+        assert self.turns is not None
+        shifts, kept = self.buffers["shifts"][0], shift.shape[1]
+        shifts[:, :kept] += shift
+        heads = zip(self.buffers["keys"][0], self.buffers["arrived"][0], shifts, strict=True)
+        for key, arrived, by in heads:
+            turned = arrived[:kept].astype(np.float32)
+            self.turns.back(turned, by[:kept])
+            key[:kept] = turned
 
     def _older(self, gone: Array) -> Array:
         """How many of the slots that go hold an older token than each slot in use. [K, held]."""

@@ -1,0 +1,327 @@
+"""Reads decoders of others whose attention is GroupQueryAttention, node by node.
+
+onnxruntime-genai's builder and onnx-community write such graphs. The node rotates queries and keys
+itself (`do_rotary=1`), at positions that follow from how many slots are in use, by cosines and
+sines that are constants of the graph. Keys that stay are to be turned by the same angles, so these
+are compared with the frequencies of the model's config.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvcap.runtime.backends.onnxruntime.graph import TYPES, Graph
+from kvcap.runtime.backends.onnxruntime.grouped import IDS, KEPT, MASK, PLACES
+from kvcap.runtime.backends.onnxruntime.library import library
+from kvcap.runtime.errors import UnsupportedModel
+from kvcap.runtime.models.config import ModelShape
+from kvcap.runtime.models.rope import Rope
+
+NODE = "GroupQueryAttention"
+PAST = re.compile(r"past_key_values\.(\d+)\.(key|value)")
+STATE = re.compile(r"past(_key_values)?[._](\d+[._])?(conv|recurrent|ssm)(_state)?([._]\d+)?")
+PAST_KEY, COS, SIN, BIAS, SINK, SCALE = 3, 7, 8, 10, 11, 12  # of the node's inputs
+ROUNDING = {"DynamicQuantizeLinear", "DynamicQuantizeMatMul", "MatMulInteger", "QLinearMatMul"}
+CLOSE = {"float32": 1e-3, "float16": 3e-3, "bfloat16": 2e-2}  # of cosines
+DRIFT = 4e-7  # an angle's own rounding in float32, next to the angle
+ROWS = 4096  # of cosines compared at once
+OTHER = "export the model itself with kvcap export decoder MODEL"
+
+
+@dataclass(frozen=True)
+class Attention:
+    """The node of one layer."""
+
+    layer: int  # as past_key_values names it
+    heads: int
+    kv_heads: int
+    rotates: bool
+    interleaved: bool
+    window: int | None  # slots that a token sees at most; None: all
+    cosines: str  # the name of its constant
+    sines: str
+
+
+@dataclass(frozen=True)
+class State:
+    """What a recurrent layer holds, which the graph reads and writes anew."""
+
+    name: str
+    present: str
+    shape: tuple[int, ...]
+    dtype: str
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, for the manifest."""
+        return {"name": self.name, "present": self.present, "shape": list(self.shape),
+                "dtype": self.dtype}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """What the nodes of such a graph say."""
+
+    attention: tuple[Attention, ...]
+    states: tuple[State, ...]
+    tables: Mapping[str, NDArray[Any]]  # cosines and sines by name, [positions, pairs]
+    weights: str | None  # int4 or int8, where matrices are stored so
+    rounds: bool  # activations are rounded to integers
+    one_buffer: bool  # past and present may be one: only attention reads them
+    last_only: bool = False  # it gives the logits of a block's last token alone
+
+    @property
+    def layers(self) -> list[int]:
+        """The layers that hold slots, as past_key_values names them."""
+        return [node.layer for node in self.attention]
+
+    @property
+    def window(self) -> int | None:
+        """Slots that a token sees at most in some layer."""
+        return min((node.window for node in self.attention if node.window), default=None)
+
+    @property
+    def longest(self) -> int | None:
+        """Positions that there are cosines of; None where the nodes rotate nothing."""
+        return min((len(table) for table in self.tables.values()), default=None)
+
+
+def read_nodes(file: Path) -> Any | None:
+    """The graph (an onnx.GraphProto without its weights), if its attention is such nodes."""
+    try:
+        graph = library("onnx").load(str(file), load_external_data=False).graph
+    except Exception:  # protobuf's own; a graph that ONNX Runtime can load is told by it
+        return None
+    return graph if any(node.op_type == NODE for node in graph.node) else None
+
+
+def nodes_of(graph: Any, runtime: Graph, file: Path) -> Nodes:
+    """What the nodes say, of a graph that can run over slots that stay in place.
+
+    Args:
+        graph: from `read_nodes`.
+        runtime: the same in ONNX Runtime.
+        file: of the graph.
+
+    Raises:
+        UnsupportedModel: another signature, or attention that goes by where slots lie.
+    """
+    name = file.name
+    found = sorted(
+        (_attention(node, name) for node in graph.node if node.op_type == NODE),
+        key=lambda node: node.layer,
+    )
+    past = {
+        port: f"present.{hit[1]}.{hit[2]}"
+        for port in runtime.inputs
+        if (hit := PAST.fullmatch(port))
+    }
+    layers = sorted(int(port.split(".")[1]) for port in past if port.endswith("key"))
+    if [node.layer for node in found] != layers:
+        raise UnsupportedModel(
+            f"{name} has past_key_values of layers {layers} and nodes of {NODE} for "
+            f"{[node.layer for node in found]}; all layers must attend by one each; {OTHER}"
+        )
+    states = _states(runtime, name)
+    wanted = {IDS, MASK, *past, *(state.name for state in states)}
+    outputs = {"logits", *past.values(), *(state.present for state in states)}
+    odd = sorted(
+        ((wanted | ({PLACES, KEPT} & set(runtime.inputs))) ^ set(runtime.inputs))
+        | (outputs ^ set(runtime.outputs))
+    )
+    if odd:
+        raise UnsupportedModel(
+            f"{name} has not the signature of a decoder with its cache ({', '.join(odd[:4])} is "
+            f"too much or missing); taken are {IDS}, {MASK}, past_key_values.N.key/value, and "
+            f"{PLACES}, {KEPT}, past_conv.N, past_recurrent.N, past_ssm.N where there are any"
+        )
+    held = {*past, *past.values()}
+    alone = not any(held & set(node.input) for node in graph.node if node.op_type != NODE)
+    return Nodes(tuple(found), states, _tables(graph, found, file), *_weights(graph), alone)
+
+
+def _attention(node: Any, name: str) -> Attention:
+    """One node's facts.
+
+    Raises:
+        UnsupportedModel: its attention goes by more than which slots there are.
+    """
+    said = {a.name: library("onnx").helper.get_attribute_value(a) for a in node.attribute}
+    inputs = [*node.input, *[""] * (SCALE + 1 - len(node.input))]
+    for place, what in (
+        (BIAS, "adds a bias by where slots lie"),
+        (SINK, "has sink logits"),
+        (SCALE, "holds quantised keys and values"),
+    ):
+        if inputs[place]:
+            raise UnsupportedModel(f"the attention {node.name!r} of {name} {what}; {OTHER}")
+    for flag in ("smooth_softmax", "sliding_window_cache"):
+        if said.get(flag, 0) > 0:
+            raise UnsupportedModel(f"the attention {node.name!r} of {name} has {flag}; {OTHER}")
+    hit = PAST.fullmatch(inputs[PAST_KEY])
+    if hit is None:
+        raise UnsupportedModel(
+            f"the attention {node.name!r} of {name} does not read past_key_values as they are, "
+            f"but {inputs[PAST_KEY] or 'nothing'!r}; {OTHER}"
+        )
+    window = int(said.get("local_window_size", -1))
+    return Attention(
+        layer=int(hit[1]),
+        heads=int(said["num_heads"]),
+        kv_heads=int(said["kv_num_heads"]),
+        rotates=bool(said.get("do_rotary", 0)),
+        interleaved=bool(said.get("rotary_interleaved", 0)),
+        window=window if window > 0 else None,
+        cosines=inputs[COS],
+        sines=inputs[SIN],
+    )
+
+
+def _states(runtime: Graph, name: str) -> tuple[State, ...]:
+    """What recurrent layers hold, by the graph's ports.
+
+    Raises:
+        UnsupportedModel: of an open size.
+    """
+    found = []
+    for port in runtime.inputs.values():
+        if not STATE.fullmatch(port.name):
+            continue
+        present = re.sub(r"^past(_key_values)?", "present", port.name)
+        shape = [1, *port.shape[1:]]
+        if not all(type(size) is int for size in shape) or port.type not in TYPES:
+            raise UnsupportedModel(
+                f"{port.name} of {name} is {port.shape} of {port.type}: a recurrent state must "
+                f"have fixed sizes but for the batch, of float or float16; {OTHER}"
+            )
+        found.append(State(port.name, present, tuple(shape), str(TYPES[port.type])))
+    return tuple(found)
+
+
+def _tables(graph: Any, nodes: Sequence[Attention], file: Path) -> dict[str, NDArray[Any]]:
+    """The constants that nodes rotate by, by name.
+
+    Raises:
+        UnsupportedModel: one is computed in the graph, as where it depends on the length.
+    """
+    onnx = library("onnx")
+    constants = {tensor.name: tensor for tensor in graph.initializer}
+    for node in graph.node:
+        values = [a.t for a in node.attribute if a.name == "value"]
+        if node.op_type == "Constant" and values:
+            constants[node.output[0]] = values[0]
+    found = {}
+    for name in {n for node in nodes if node.rotates for n in (node.cosines, node.sines)}:
+        if name not in constants:
+            raise UnsupportedModel(
+                f"{name or 'cos_cache'} of {file.name} is computed in its graph, as where angles "
+                f"depend on the length, so that keys cannot be moved by it; {OTHER}"
+            )
+        tensor = constants[name]
+        if tensor.data_location == onnx.TensorProto.EXTERNAL:
+            library("onnx.external_data_helper").load_external_data_for_tensor(
+                tensor, str(file.parent)
+            )
+        found[name] = onnx.numpy_helper.to_array(tensor)
+    return found
+
+
+def _weights(graph: Any) -> tuple[str | None, bool]:
+    """The type of stored matrices, where they are integers; whether activations are rounded."""
+    bits, rounds = 0, False
+    for node in graph.node:
+        said = {a.name: a.i for a in node.attribute}
+        if node.op_type == "MatMulNBits":
+            bits = max(bits, said.get("bits", 4))
+            rounds |= said.get("accuracy_level", 0) == 4
+        elif node.op_type in ROUNDING:
+            bits, rounds = max(bits, 8), True
+    return (("int4" if bits <= 4 else "int8") if bits else None), rounds
+
+
+def check_nodes(nodes: Nodes, shape: ModelShape, name: str) -> None:
+    """Hold the nodes to the config: sizes, which layers rotate, and by which angles.
+
+    Raises:
+        UnsupportedModel: naming what differs.
+    """
+    if nodes.layers != shape.capped:
+        raise UnsupportedModel(
+            f"{name} holds slots in layers {nodes.layers}, and config.json says {shape.capped}; "
+            "they are not of one model"
+        )
+    if bool(nodes.states) != bool(shape.recurrent):
+        raise UnsupportedModel(
+            f"{name} has {len(nodes.states)} recurrent states, and config.json says that "
+            f"{len(shape.recurrent)} layers have some; they are not of one model"
+        )
+    if not shape.moves_exactly:
+        raise UnsupportedModel(
+            f"keys of this {shape.family} cannot be moved ({shape.obstacle}), and {name} counts "
+            f"positions by its slots; {OTHER}"
+        )
+    ropes = [shape.layers[i].rope for i in shape.capped]
+    given = [rope.inv_freq for rope in ropes if rope is not None and rope.inv_freq is not None]
+    if any(not x.equal(given[0]) for x in given):
+        raise UnsupportedModel(f"layers of {name} rotate by different angles; {OTHER}")
+    for node, rope in zip(nodes.attention, ropes, strict=True):
+        mine, said = (node.heads, node.kv_heads), (shape.heads, shape.kv_heads)
+        if mine != said:
+            raise UnsupportedModel(
+                f"the attention of layer {node.layer} in {name} has {mine[0]} heads and {mine[1]} "
+                f"KV heads, config.json {said[0]} and {said[1]}; they are not of one model"
+            )
+        if node.rotates and rope is None:
+            raise UnsupportedModel(
+                f"layer {node.layer} of {name} rotates, and by config.json it has no positions; "
+                "they are not of one model"
+            )
+        if node.rotates and rope is not None:
+            if node.interleaved != rope.interleaved:
+                pairs = {True: "neighbours", False: "halves"}
+                raise UnsupportedModel(
+                    f"layer {node.layer} of {name} rotates {pairs[node.interleaved]}, and a "
+                    f"{shape.family} rotates {pairs[rope.interleaved]}; they are not of one model"
+                )
+            _check_angles(nodes, node, rope, name)
+
+
+def _check_angles(nodes: Nodes, node: Attention, rope: Rope, name: str) -> None:
+    """Refuse cosines and sines that are not of the config's frequencies.
+
+    YaRN multiplies all of them by one number, which is allowed.
+    """
+    assert rope.inv_freq is not None
+    cos, sin = nodes.tables[node.cosines], nodes.tables[node.sines]
+    frequencies = rope.inv_freq.double().numpy()
+    if cos.shape != sin.shape or cos.ndim != 2 or cos.shape[1] != len(frequencies):
+        raise UnsupportedModel(
+            f"{node.cosines} of {name} is {list(cos.shape)} and {node.sines} {list(sin.shape)}; "
+            f"config.json makes {len(frequencies)} pairs of a head's numbers rotate"
+        )
+    close = CLOSE.get(str(cos.dtype), CLOSE["bfloat16"])
+    size = float(np.median(np.hypot(cos[:ROWS].astype(np.float64), sin[:ROWS].astype(np.float64))))
+    for start in range(0, len(cos), ROWS):
+        angles = np.arange(start, min(start + ROWS, len(cos)))[:, None] * frequencies
+        allowed = close + DRIFT * angles
+        for table, what, wanted in (
+            (node.cosines, cos, np.cos(angles)),
+            (node.sines, sin, np.sin(angles)),
+        ):
+            got = what[start : start + ROWS].astype(np.float64) / (size or 1.0)
+            wrong = ~(np.abs(got - wanted) <= allowed)  # no number is wrong too
+            if wrong.any():
+                row, pair = np.argwhere(wrong)[0]
+                raise UnsupportedModel(
+                    f"{table} of {name} is {got[row, pair]:.4f} at position {start + row}, pair "
+                    f"{pair}, and RoPE of type {rope.kind} by config.json gives "
+                    f"{wanted[row, pair]:.4f}: keys that stay would be moved by other angles than "
+                    "they were rotated by; get the config.json of this very model, or its graph "
+                    "again"
+                )

@@ -1,0 +1,198 @@
+"""Tries on a few tokens whether a decoder that counts positions by its slots can lose some.
+
+It is run as it will be: past and present bound to one buffer, with numbers behind the slots in use
+that must not matter, unless the graph goes by the length of its past. A mask means nothing to such
+a graph, so that what it says with every slot held twice is compared instead: softmax over each key
+and value twice is what it was, if keys were turned on to where their new slots count.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from kvcap.export.adopted.grouped import OTHER, Nodes
+from kvcap.export.adopted.signature import DecoderPorts
+from kvcap.runtime.backends.onnxruntime.graph import TYPES
+from kvcap.runtime.backends.onnxruntime.grouped import IDS, KEPT, MASK, PLACES
+from kvcap.runtime.errors import ShapeError, UnsupportedModel, first_line
+from kvcap.runtime.models.config import ModelShape
+from kvcap.runtime.models.rope import moved_by
+
+Array = NDArray[Any]
+TOKENS, FIRST = 12, 8
+CAPACITY = 2 * (TOKENS + 1) + 3
+FREE = 7.5  # what lies in slots that are not in use
+SAME = {"float32": 1e-3, "float16": 3e-2}  # of the largest logit
+ROUNDED = 0.1  # where activations are rounded to integers, a block's together
+
+
+@dataclass(frozen=True)
+class Held:
+    """What a run reads and what it leaves."""
+
+    slots: dict[str, Array]  # [1, K, n, D] by port
+    states: dict[str, Array]
+
+    @property
+    def length(self) -> int:
+        """Slots in use of each head."""
+        return int(next(iter(self.slots.values())).shape[2])
+
+
+class Trial:
+    """Runs a decoder on random tokens."""
+
+    def __init__(self, found: DecoderPorts, nodes: Nodes, vocabulary: int) -> None:
+        self.found, self.nodes, self.vocabulary = found, nodes, vocabulary
+        self.ids = np.random.default_rng(0).integers(0, vocabulary, (1, TOKENS + 1))
+        slots = np.zeros((1, found.kv_heads, 0, found.head_dim), found.cache)
+        self.ports = [f"{i}.{kind}" for i in nodes.layers for kind in ("key", "value")]
+        self.empty = Held(
+            dict.fromkeys(self.ports, slots),
+            {state.name: np.zeros(state.shape, state.dtype) for state in nodes.states},
+        )
+
+    def run(self, ids: Array, held: Held, in_place: bool = True) -> tuple[Array, Held]:
+        """All logits that it gives [T or 1, V], and what is held afterwards.
+
+        Args:
+            ids: [1, T].
+            held: before.
+            in_place: past and present are one buffer; else arrays of their own.
+
+        Raises:
+            UnsupportedModel: the graph cannot run so.
+        """
+        past, length = held.length, ids.shape[1]
+        whole = past + length
+        inputs: dict[str, Array] = {IDS: ids, MASK: np.ones((1, whole), np.int64)}
+        more = {PLACES: np.arange(past, whole)[None], KEPT: np.array(1, np.int64)}
+        inputs |= {name: x for name, x in more.items() if name in self.found.graph.inputs}
+        inputs |= held.states
+        names = {state.name: state.present for state in self.nodes.states}
+        try:
+            shared = in_place and self.nodes.one_buffer
+            found = (self._bound if shared else self._apart)(inputs, held, whole)
+        except UnsupportedModel:
+            raise
+        except Exception as error:  # its own classes, which have no common base
+            raise UnsupportedModel(
+                f"{self.found.file.name} cannot read {length} tokens after {past}: "
+                f"{first_line(error)[:200]}"
+            ) from error
+        states = {name: found[present] for name, present in names.items()}
+        slots = {port: found[f"present.{port}"] for port in self.ports}
+        return found["logits"][0].astype(np.float64), Held(slots, states)
+
+    def _apart(self, inputs: dict[str, Array], held: Held, whole: int) -> dict[str, Array]:
+        inputs |= {f"past_key_values.{port}": x for port, x in held.slots.items()}
+        session = self.found.graph.session
+        names = list(self.found.graph.outputs)
+        return dict(zip(names, session.run(names, inputs), strict=True))
+
+    def _bound(self, inputs: dict[str, Array], held: Held, whole: int) -> dict[str, Array]:
+        graph, found = self.found.graph, self.found
+        shape = (1, found.kv_heads, CAPACITY, found.head_dim)
+        buffers = {port: np.full(shape, FREE, found.cache) for port in self.ports}
+        for port, x in held.slots.items():
+            buffers[port][:, :, : held.length] = x
+        length = inputs[IDS].shape[1]
+        rows = 1 if KEPT in inputs or self.nodes.last_only else length
+        kind = TYPES[graph.outputs["logits"].type]
+        made = {state.present: np.zeros(state.shape, state.dtype) for state in self.nodes.states}
+        made["logits"] = np.zeros((1, rows, self.vocabulary), kind)
+        inputs |= {f"past_key_values.{port}": x for port, x in buffers.items()}
+        outputs = {**made, **{f"present.{port}": x for port, x in buffers.items()}}
+        given = {name: x if x.flags.c_contiguous else x.copy() for name, x in inputs.items()}
+        try:
+            graph.run_bound(graph.bind(given, outputs))
+        except ShapeError as error:
+            raise UnsupportedModel(
+                f"{found.file.name} cannot write behind the slots in use ({error}); {OTHER}"
+            ) from error
+        return {**made, **{f"present.{port}": x[:, :, :whole] for port, x in buffers.items()}}
+
+    def same(self, one: Array, other: Array) -> bool:
+        """Whether the last token's logits agree."""
+        share = ROUNDED if self.nodes.rounds else SAME[str(self.found.cache)]
+        return bool(np.abs(one[-1] - other[-1]).max() <= share * np.abs(one[-1]).max())
+
+
+def checked(found: DecoderPorts, nodes: Nodes, shape: ModelShape) -> Nodes:
+    """Try a decoder; returns its nodes' facts, with which logits it gives.
+
+    Raises:
+        UnsupportedModel: it cannot be driven so, or is wrong after an eviction, and how that shows.
+    """
+    name = found.file.name
+    trial = Trial(found, nodes, shape.vocabulary)
+    ids, last = trial.ids[:, :TOKENS], trial.ids[:, TOKENS:]
+    rows, past = trial.run(ids, trial.empty, in_place=False)
+    if len(rows) not in (1, TOKENS) or rows.shape[1] != shape.vocabulary:
+        raise UnsupportedModel(
+            f"{name} gives logits {list(rows.shape)} for {TOKENS} tokens, and config.json says a "
+            f"vocabulary of {shape.vocabulary}; they are not of one model"
+        )
+    trial.nodes = nodes = replace(nodes, last_only=len(rows) == 1)
+    wanted, after = trial.run(last, past, in_place=False)
+    if not np.isfinite(wanted).all():
+        raise UnsupportedModel(f"{name} gives logits that are no numbers")
+
+    def must(agrees: bool, what: str) -> None:
+        if not agrees:
+            raise UnsupportedModel(f"{name} computes something else {what}; {OTHER}")
+
+    _, written = trial.run(ids, trial.empty)
+    got, _ = trial.run(last, written)
+    must(trial.same(wanted, got), "where past and present are one buffer")
+    _, half = trial.run(ids[:, :FIRST], trial.empty)
+    _, halves = trial.run(ids[:, FIRST:], half)
+    got, _ = trial.run(last, halves)
+    must(trial.same(wanted, got), "when a prompt is read in blocks")
+    got, _ = trial.run(last, _shuffled(past))
+    must(trial.same(wanted, got), "when slots lie in another order: it goes by where they lie")
+    turned = _twice(past, after, shape, turn=True)
+    got, _ = trial.run(last, turned)
+    must(
+        trial.same(wanted, got),
+        "when keys are moved: it rotates by other angles than config.json says, or does not count "
+        "positions by the slots in use",
+    )
+    if any(shape.layers[i].rope for i in nodes.layers):
+        got, _ = trial.run(last, _twice(past, after, shape, turn=False))
+        must(not trial.same(wanted, got), "nowhere when keys are not moved: it has no positions")
+    return nodes
+
+
+def _shuffled(held: Held) -> Held:
+    """The slots of every head in another order, keys and values alike."""
+    draws, found = np.random.default_rng(1), dict[str, Array]()
+    for port, x in held.slots.items():
+        if port.endswith("key"):
+            order = draws.permuted(np.tile(np.arange(held.length), (x.shape[1], 1)), axis=1)
+        found[port] = np.take_along_axis(x, order[None, :, :, None], axis=2)
+    return replace(held, slots=found)
+
+
+def _twice(past: Held, after: Held, shape: ModelShape, turn: bool) -> Held:
+    """Every slot twice and the next token's once, as far behind as they will be from it.
+
+    Args:
+        past: before that token was read; its states are the ones to go on from.
+        after: with its slot.
+        shape: of the model, by whose angles keys are turned.
+        turn: whether they are.
+    """
+    found = {}
+    for port, x in after.slots.items():
+        layer, _, kind = port.partition(".")
+        rope = shape.layers[int(layer)].rope
+        if kind == "key" and turn and rope is not None:
+            x = moved_by(rope, torch.from_numpy(x), past.length + 1).numpy()
+        found[port] = np.concatenate((x, x[:, :, : past.length]), axis=2)
+    return replace(past, slots=found)
