@@ -233,9 +233,14 @@ class SlotAttention:
     def _over_all_slots(self, query: Tensor, used: Tensor, call: AttentionCall) -> Tensor:
         """Attention over the first `used` [] slots, a number on the device, of one segment."""
         (segment,) = self.segments
-        assert not segment.pool.format.quantised, "no CUDA graph reads them"
-        keys, values = (segment.whole(x) for x in (segment.pool.keys, segment.pool.values))
-        return attend_to_some(query, keys, values, used, call.scaling, call.softcap, call.sinks)
+        pool, slots = segment.pool, segment.capacity
+        if pool.format.quantised:
+            keys, values = self.storage.read_keys(segment, slots), segment.read_values(slots)
+        else:
+            keys, values = segment.whole(pool.keys), segment.whole(pool.values)
+        given = (call.scaling, call.softcap, call.sinks)
+        out = attend_to_some(query.to(keys.dtype), keys, values, used, *given)
+        return out.to(query.dtype)
 
     def _over_packed(self, query: Tensor, keys: Tensor, call: AttentionCall) -> Tensor:
         """Attention of heads of unequal lengths in one call, over the pool's `keys` [slots, D]."""

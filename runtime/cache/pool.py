@@ -175,28 +175,30 @@ class Segment:
         """A auxiliary tensor's held part, a view [b, k, held]."""
         return self.view(self.pool.aux[name])
 
-    def read_values(self) -> Tensor:
+    def read_values(self, slots: int | None = None) -> Tensor:
         """The held values [b, k, held, D]: a view, or a copy of quantised ones.
 
         A copy is in float32 on a CPU, which is what it computes with, else in the model's type.
+        Of quantised ones `slots` of each row may be read in place of those held.
         """
         pool = self.pool
+        slots = self.held if slots is None else slots
         if not pool.format.quantised:
             return self.values
-        parts = pool.format.parts("value", self.named(0, self.held))
+        parts = pool.format.parts("value", self.named(0, slots))
         if ready(pool.values) and dequantise.covers(parts):
             return dequantise.read(parts, pool.size, pool.read_dtype)
-        out = torch.empty(self.batch, self.heads, self.held, pool.size, device=pool.keys.device)
-        for start, stop in self.pieces():
+        out = torch.empty(self.batch, self.heads, slots, pool.size, device=pool.keys.device)
+        for start, stop in self.pieces(slots):
             pool.format.read_values(self.named(start, stop), out[:, :, start:stop])
         return out.to(pool.read_dtype)
 
-    def pieces(self) -> Iterator[tuple[int, int]]:
-        """The held slots of every row in parts, whose copies stay in a processor's cache."""
+    def pieces(self, slots: int) -> Iterator[tuple[int, int]]:
+        """The first slots of every row in parts, whose copies stay in a processor's cache."""
         row = 4 * self.batch * self.heads * self.pool.size
-        step = max(32, PIECE // row) if self.pool.keys.device.type == "cpu" else max(1, self.held)
-        for start in range(0, self.held, step):
-            yield start, min(start + step, self.held)
+        step = max(32, PIECE // row) if self.pool.keys.device.type == "cpu" else max(1, slots)
+        for start in range(0, slots, step):
+            yield start, min(start + step, slots)
 
     def named(self, start: int, stop: int) -> dict[str, Tensor]:
         """Slots [start, stop) of every row of every buffer, views by name."""
@@ -232,6 +234,13 @@ class Segment:
         group = len(x) // self.layer_heads
         return x[self.head * group : (self.head + self.heads) * group]
 
+    def behind(self, length: int, held: bool = True) -> dict[str, Tensor]:
+        """So many slots of every row behind those `held`, or the first ones, views by name."""
+        first = self.held if held else 0
+        stop = self.held + length
+        assert stop <= self.capacity, f"{stop} slots needed, {self.capacity} allocated"
+        return self.named(first, first + length)
+
     def append(
         self, keys: Tensor, values: Tensor, positions: Tensor, after: Tensor | None = None
     ) -> None:
@@ -241,9 +250,7 @@ class Segment:
         """
         length = keys.shape[2]
         start, stop = self.held, self.held + length
-        assert stop <= self.capacity, f"{stop} slots needed, {self.capacity} allocated"
-        first = start if after is None else 0
-        targets = [self._view(buffer, first, first + length) for buffer in self.pool.buffers()]
+        targets = list(self.behind(length, after is None).values())
         if self.pool.values_from is None and ready(keys) and append.covers(keys, values, targets):
             append.append(keys, values, positions, targets, after)
             self.held = stop

@@ -163,10 +163,15 @@ class Rotation:
         torch.mul(b, cos, out=to_b).addcmul_(a, sin)
         out[..., 2 * half :] = rest
 
-    def unrotated(self, x: Tensor, start: int) -> Tensor:
-        """`x` [..., n, D], rotated to the positions from `start` on, as it is at position 0."""
+    def unrotated(self, x: Tensor, start: int | Tensor) -> Tensor:
+        """`x` [..., n, D], rotated to the positions from `start` on, as it is at position 0.
+
+        A `start` [] on the device must lie in the table, with all that follow it.
+        """
         stop = start + x.shape[-2]
-        if stop <= len(self.table):
+        if isinstance(start, Tensor):
+            rows = self.table.index_select(0, start + torch.arange(x.shape[-2], device=x.device))
+        elif stop <= len(self.table):
             rows = self.table[start:stop]
         else:
             rows = rotations(self._inv_freq, torch.arange(start, stop)).to(self.table.device)
