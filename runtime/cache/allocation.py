@@ -134,16 +134,15 @@ class LayerStorage:
             return dequantise.read(
                 parts, pool.size, pool.read_dtype, mean, *turned, interleaved=interleaved
             )
-        shape = segment.batch, segment.heads, slots, pool.size
-        found = torch.empty(shape, device=pool.keys.device)
-        for start, stop in segment.pieces(slots):
-            named, out = segment.named(start, stop), found[:, :, start:stop]
-            keys = out if rotation is None else torch.empty_like(out)
-            pool.format.read_keys(named, keys)
-            if mean is not None:
-                keys.add_(mean[:, :, None])
-            if rotation is not None:
-                rotation.on(keys, -named[SHIFT], out)
+        assert pool.format.keys is not None, "all formats of fewer bits quantise keys"
+        found, ranks = segment.empty(slots), whole[SHIFT].neg() if rotation else None
+        for piece in segment.pieces(slots):
+            out = found[piece]
+            keys = out if ranks is None else torch.empty_like(out)
+            those = {name: x[piece] for name, x in parts.items()}
+            pool.format.keys.dequantise(those, keys, None if mean is None else mean[piece[:2]])
+            if rotation is not None and ranks is not None:
+                rotation.on(keys, ranks[piece], out)
         return found.to(pool.read_dtype)
 
     def enable_rotation(self) -> None:
