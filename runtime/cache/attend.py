@@ -18,8 +18,8 @@ from kvcap.runtime.attention.functions import (
     Rows,
     attend,
     attend_packed,
-    attend_weighing,
     attend_to_some,
+    attend_weighing,
     packs,
     takes_token,
 )

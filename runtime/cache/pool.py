@@ -201,7 +201,10 @@ class Segment:
         Piece by piece: there is no copy of all values.
         """
         parts = self.pool.format.parts("value", self.named(0, self.held))
-        out, numbers = weights.new_zeros(*weights.shape[:3], self.pool.size), self.pool.format.values
+        out, numbers = (
+            weights.new_zeros(*weights.shape[:3], self.pool.size),
+            self.pool.format.values,
+        )
         assert numbers is not None
         for piece in self.pieces(self.held):
             b, k, n = piece

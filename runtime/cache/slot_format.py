@@ -103,7 +103,9 @@ class SlotFormat:
         if self.keys is not None and self.keys is self.values:  # at once, in half the operations
             both = self.keys.quantise(torch.stack((keys.float(), values.float())))
             for i, name in enumerate(("key", "value")):
-                found |= {f"{name}_{part}" if part else f"{name}s": x[i] for part, x in both.items()}
+                found |= {
+                    f"{name}_{part}" if part else f"{name}s": x[i] for part, x in both.items()
+                }
             return found
         for name, numbers, x in (("key", self.keys, keys), ("value", self.values, values)):
             if numbers is None:

@@ -173,10 +173,9 @@ class Rotation:
 
         A `start` [] on the device must lie in the table, with all that follow it.
         """
-        stop = start + x.shape[-2]
         if isinstance(start, Tensor):
             rows = self.table.index_select(0, start + torch.arange(x.shape[-2], device=x.device))
-        elif stop <= len(self.table):
+        elif (stop := start + x.shape[-2]) <= len(self.table):
             rows = self.table[start:stop]
         else:
             rows = rotations(self._inv_freq, torch.arange(start, stop)).to(self.table.device)

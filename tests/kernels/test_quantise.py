@@ -45,17 +45,15 @@ CASES = [
 
 
 @pytest.mark.slow(keep=7)
-@pytest.mark.parametrize(
-    ("kind", "size", "rotated", "interleaved", "centred", "on_device"), CASES
-)
+@pytest.mark.parametrize(("kind", "size", "rotated", "interleaved", "centred", "on_device"), CASES)
 def test_written_as_by_pytorch(kind, size, rotated, interleaved, centred, on_device, monkeypatch):
     """Three blocks, the first with its mean; by Python's numbers or by one on the device."""
-    found = []
+    found, calls, write = [], [], quantise.append
+    monkeypatch.setattr(quantise, "append", lambda *a, **k: (calls.append(1), write(*a, **k)))
     for choice in ("eager", "triton"):
         layer, g = storage(kind, size, rotated, interleaved, centred), torch.Generator()
-        (segment,), calls = layer.segments, []
-        write = quantise.append
-        monkeypatch.setattr(quantise, "append", lambda *a, **k: (calls.append(1), write(*a, **k)))
+        (segment,) = layer.segments
+        calls.clear()
         for length in (9, 1, 10):
             g.manual_seed(length)
             keys, values = torch.randn(2, 2, 3, length, size, generator=g).to(DEVICE)
@@ -65,7 +63,6 @@ def test_written_as_by_pytorch(kind, size, rotated, interleaved, centred, on_dev
             after = torch.tensor(seen, device=DEVICE) if on_device else None
             with kernels.use(choice):
                 layer.append(keys, values, times, seen, seen == 0, after)
-        monkeypatch.undo()
         assert segment.held == 20
         assert len(calls) == (3 if choice == "triton" else 0)
         found.append({**segment.pool.named(), "mean": layer.key_mean})

@@ -390,7 +390,8 @@ class Refill:
             buffer.copy_(row[name])
         keys = one.keys
         if (numbers := pool.format.keys) is not None:
-            keys, mean = one.empty(held), layer.storage and layer.storage.key_mean
+            keys = one.empty(held)
+            mean = None if layer.storage is None else layer.storage.key_mean
             own = None if mean is None else mean[:1, one.head : one.head + 1]
             numbers.dequantise(pool.format.parts("key", one.named(0, held)), keys, own)
         if layer.rotates:
