@@ -39,7 +39,7 @@ class Numbers(NamedTuple):
     dequantise: Callable[[Mapping[str, Tensor], Tensor, Tensor | None], None]
     """Back, into a tensor [..., n, D] of float32; with a vector [..., D] added to each, if any."""
     weigh: Callable[[Mapping[str, Tensor], Tensor], Tensor]
-    """Sums [..., r, D] of vectors by weights [..., r, n], into which scales are multiplied."""
+    """Sums [..., r, D] of vectors by weights [..., r, n], into which scales of 8 bits go."""
 
 
 @dataclass(frozen=True)
@@ -171,15 +171,10 @@ def _weigh_8(parts: Mapping[str, Tensor], weights: Tensor) -> Tensor:
     return torch.matmul(weights * parts["scale"].float()[..., None, :], parts[""].float())
 
 
-def _unpack(packed: Tensor, out: Tensor) -> None:
-    """The numbers 0 to 15 [..., D] of bytes [..., D/2]."""
+def _dequantise_4(parts: Mapping[str, Tensor], out: Tensor, plus: Tensor | None = None) -> None:
+    packed, scale, low = parts[""], parts["scale"].float(), parts["low"].float()
     half = packed.shape[-1]
     out[..., :half], out[..., half:] = packed & 15, packed >> 4
-
-
-def _dequantise_4(parts: Mapping[str, Tensor], out: Tensor, plus: Tensor | None = None) -> None:
-    scale, low = parts["scale"].float(), parts["low"].float()
-    _unpack(parts[""], out)
     groups = out.unflatten(-1, (scale.shape[-1], -1))  # a view
     groups.mul_(scale[..., None]).add_(low[..., None])
     if plus is not None:
@@ -187,13 +182,10 @@ def _dequantise_4(parts: Mapping[str, Tensor], out: Tensor, plus: Tensor | None 
 
 
 def _weigh_4(parts: Mapping[str, Tensor], weights: Tensor) -> Tensor:
-    packed, scale, low = parts[""], parts["scale"].float(), parts["low"].float()
+    packed = parts[""]
     out = torch.empty(*packed.shape[:-1], 2 * packed.shape[-1], device=packed.device)
-    _unpack(packed, out)
-    groups = out.unflatten(-1, (scale.shape[-1], -1)).movedim(-2, -3)  # [..., D/g, n, g]
-    scaled = weights[..., None, :, :] * scale.mT[..., None, :]  # [..., D/g, r, n]
-    sums = torch.matmul(scaled, groups).movedim(-3, -2)  # [..., r, D/g, g]
-    return (sums + torch.matmul(weights, low)[..., None]).flatten(-2)
+    _dequantise_4(parts, out)  # products by group would take longer
+    return torch.matmul(weights, out)
 
 
 def _divisor(scale: Tensor) -> Tensor:
