@@ -13,6 +13,7 @@ from torch import Tensor
 
 from kvcap.kernels.arguments import strides
 from kvcap.kernels.device import able, power_of_two
+from kvcap.kernels.launch import run
 
 
 def covers(parts: Mapping[str, Tensor]) -> bool:
@@ -52,7 +53,8 @@ def read(
         return out
     block, rest = 32, size - 2 * half
     with torch.cuda.device_of(q):
-        read_slots[-(-slots // block), batch * heads](
+        run(
+            read_slots, (-(-slots // block), batch * heads),
             q, scale, low, mean, shift, table, out, slots,
             **strides("bhn", q=q, scale=scale, low=low, shift=shift), **strides("bh", mean=mean),
             HEADS=heads, SIZE=size, HALF=half, HALF_PAD=power_of_two(half),

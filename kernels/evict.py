@@ -25,6 +25,7 @@ PART = 1024  # slots of a longer one that nominate some to go, where that leaves
 COUNTS = 16, 128, 512, 1024  # slots given up at once, filled up; each is compared with every slot
 MOST_COUNT = COUNTS[-1]
 MOST_COMPARED = 16384  # slots of a row among which a program chooses several
+WHOLE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 MOST_AUX = 5  # auxiliary tensors: a number a slot, besides positions and shifts
 
 
@@ -41,8 +42,8 @@ def covers(
     """
     if not able(positions) or positions.dtype != torch.int32 or positions.stride(-1) != 1:
         return False
-    dims = [x.dim() for x in buffers]
-    if buffers and (dims.count(4) != 2 or dims.count(3) > MOST_AUX + 1):
+    wide, narrow = _wide(buffers)
+    if buffers and (len(wide) != 2 or len(narrow) > MOST_AUX + 1):
         return False
     slots = positions.shape[-1]
     if not 1 <= count <= min(MOST_COUNT, slots) or len(spans) > MOST_SPANS:
@@ -94,8 +95,9 @@ def give_up(
         count: at most as many as are not pinned.
         pins: slots that stay.
         shift: [B, K, n] int32, another of the buffers, or None.
-        buffers: all that moves: two [B, K, n, D] of one type, and [B, K, n] of any; views whose
-            rows are `positions.stride(1)` slots apart, that and D contiguous.
+        buffers: all that moves: two [B, K, n, D], each with a D of its own, and [B, K, n] of any
+            type, or [B, K, n, G] of up to 8 bytes; views whose rows are `positions.stride(1)` slots
+            apart, that and D contiguous.
         newer: [B, K, w] int32, the last stride 1: shifts of tokens that are newer than all which
             go, or pinned with them, and so grow by `count`.
 
@@ -203,14 +205,28 @@ def _moved(
     capacity = positions.stride(1)
     apart = {_place(x) for x in (positions, shift) if x is not None}
     found = [x for x in buffers if _place(x) not in apart]
-    (keys, values), rest = ([x for x in found if x.dim() == dim] for dim in (4, 3))
-    for x in found:
+    (keys, values), rest = _wide(found)
+    for x in (keys, values, *rest):
         step = x.shape[-1] if x.dim() == 4 else 1
         assert x.stride(1) == capacity * step, "rows must lie as those of the positions"
         assert x.stride(-1) == 1
-    size = keys.shape[-1]
-    sizes = {"SIZE": size, "SIZE_PAD": power_of_two(size, 16)}
+    size, other = keys.shape[-1], values.shape[-1]
+    sizes = {"SIZE": size, "VALUE_SIZE": other, "SIZE_PAD": power_of_two(max(size, other), 16)}
     return {"keys": bits(keys), "values": bits(values), **aux(rest, MOST_AUX), **sizes}
+
+
+def _wide(buffers: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    """Buffers with many numbers a slot, and those with one: several of up to 8 bytes become one."""
+    wide, narrow = list[Tensor](), list[Tensor]()
+    for x in buffers:
+        together = WHOLE.get(x.shape[-1] * x.element_size()) if x.dim() == 4 else None
+        if x.dim() == 3:
+            narrow.append(x)
+        elif together is not None and len(wide) >= 2:  # the first are keys and values
+            narrow.append(x.view(together)[..., 0])
+        else:
+            wide.append(x)
+    return wide, narrow
 
 
 def _place(x: Tensor) -> tuple[int, int]:

@@ -20,7 +20,7 @@ def evict_one(
     positions,  # this and the others: slot 0 of row 0, the next row `capacity` slots behind
     shift,  # or None
     keys,  # [..., SIZE] integers
-    values,
+    values,  # [..., VALUE_SIZE] likewise
     aux_0, aux_1, aux_2, aux_3, aux_4,  # integers, or None
     slots,  # n
     capacity,
@@ -37,7 +37,8 @@ def evict_one(
     NEWER: tl.constexpr,
     NEWER_PAD: tl.constexpr,
     SIZE: tl.constexpr,
-    SIZE_PAD: tl.constexpr,
+    VALUE_SIZE: tl.constexpr,
+    SIZE_PAD: tl.constexpr,  # at least both
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """A whole row: find its slot of least worth, and put its last one there."""
@@ -49,7 +50,7 @@ def evict_one(
     d = tl.arange(0, SIZE_PAD)
     # The last slot moves wherever it goes: read before that is known.
     key = tl.load(keys + last * SIZE + d, d < SIZE)
-    value = tl.load(values + last * SIZE + d, d < SIZE)
+    value = tl.load(values + last * VALUE_SIZE + d, d < VALUE_SIZE)
     position = tl.load(positions + slots - 1)
     if shift is not None:
         shifted = tl.load(shift + last)
@@ -94,7 +95,7 @@ def evict_one(
     tl.store(positions + target, position)
     at = row * capacity + target
     tl.store(keys + at * SIZE + d, key, d < SIZE)
-    tl.store(values + at * SIZE + d, value, d < SIZE)
+    tl.store(values + at * VALUE_SIZE + d, value, d < VALUE_SIZE)
     if aux_0 is not None:
         tl.store(aux_0 + at, x_0)
     if aux_1 is not None:
@@ -133,11 +134,12 @@ def move_slots(
     targets,  # [B·K, count] int32: where the last slots go, -1: nowhere
     positions,  # this and the others: slot 0 of row 0, the next row `capacity` slots behind
     keys,  # [..., SIZE] integers
-    values,
+    values,  # [..., VALUE_SIZE] likewise
     aux_0, aux_1, aux_2, aux_3, aux_4,  # integers, or None
     slots, capacity, count,
     SIZE: tl.constexpr,
-    SIZE_PAD: tl.constexpr,
+    VALUE_SIZE: tl.constexpr,
+    SIZE_PAD: tl.constexpr,  # at least both
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Some of a row's last slots, into holes before all that stay."""
@@ -148,12 +150,12 @@ def move_slots(
     source = row * capacity + slots - count + i
     to = row * capacity + tl.where(moves, target, 0)
     d = tl.arange(0, SIZE_PAD)[None, :]
-    inside = (i < count)[:, None] & (d < SIZE)  # read before it is known who moves
-    key = tl.load(keys + source[:, None] * SIZE + d, inside)
-    value = tl.load(values + source[:, None] * SIZE + d, inside)
-    inside = moves[:, None] & (d < SIZE)
-    tl.store(keys + to[:, None] * SIZE + d, key, inside)
-    tl.store(values + to[:, None] * SIZE + d, value, inside)
+    there = (i < count)[:, None]  # read before it is known who moves
+    key = tl.load(keys + source[:, None] * SIZE + d, there & (d < SIZE))
+    value = tl.load(values + source[:, None] * VALUE_SIZE + d, there & (d < VALUE_SIZE))
+    tl.store(keys + to[:, None] * SIZE + d, key, moves[:, None] & (d < SIZE))
+    at = values + to[:, None] * VALUE_SIZE + d
+    tl.store(at, value, moves[:, None] & (d < VALUE_SIZE))
     tl.store(positions + to, tl.load(positions + source, moves), moves)
     if aux_0 is not None:
         tl.store(aux_0 + to, tl.load(aux_0 + source, moves), moves)

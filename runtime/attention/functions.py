@@ -7,7 +7,7 @@ attention. Knows tensors only; the layer knows the policy.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, Protocol, cast
@@ -95,6 +95,36 @@ def attend(
     return scaled_dot_product_attention(
         query, keys, values, attn_mask=mask, scale=scaling, enable_gqa=grouped
     )
+
+
+def attend_weighing(
+    query: Tensor,
+    keys: Tensor,
+    weigh: Callable[[Tensor], Tensor],
+    scaling: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """`attend` of a single token to values that are nowhere as they are, by their sums.
+
+    Args:
+        query: [B, H, 1, D].
+        keys: [B, K, n, D].
+        weigh: gives the sums [B, K, G, D] of the values by weights [B, K, G, n].
+        scaling: as in `attend`, with what follows.
+        softcap: likewise.
+        sinks: likewise.
+    """
+    grouped = query.reshape(query.shape[0], keys.shape[1], -1, query.shape[3])  # [B, K, G, D]
+    z = torch.matmul(grouped * scaling, keys.mT)
+    if softcap is not None:
+        z = softcap * torch.tanh(z / softcap)
+    if sinks is None:
+        weights = z.softmax(-1)
+    else:
+        own = sinks.to(z.dtype).view(keys.shape[1], -1, 1)  # [K, G, 1]
+        weights = (z - torch.logaddexp(z.logsumexp(-1, keepdim=True), own)).exp()
+    return weigh(weights).reshape(query.shape)
 
 
 def attend_to_some(

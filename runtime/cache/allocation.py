@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from kvcap.kernels import dequantise
+from kvcap.kernels import dequantise, quantise
 from kvcap.kernels.choice import ready
 from kvcap.runtime.cache.evicted_store import EvictedStore, MappedFile
 from kvcap.runtime.cache.layer_balance import LayerBalance
@@ -41,35 +41,91 @@ class LayerStorage:
         """What keys must be rotated by before they are used, if by anything yet."""
         return self.rotation if self.needs_rotation else None
 
-    def quantisable(self, keys: Tensor, start: int, first: bool) -> Tensor:
-        """Keys [B, K, T, D] as slots of fewer bits hold them: unrotated, and without their mean.
+    def append(
+        self,
+        keys: Tensor,
+        values: Tensor,
+        positions: Tensor,
+        start: int,
+        first: bool,
+        after: Tensor | None = None,
+    ) -> None:
+        """Write a block into slots of fewer bits, behind those in use.
 
-        Rotated as they are where they are never moved.
+        Keys are held unrotated and without their mean; rotated where they are never moved.
 
         Args:
-            keys: as the model rotated them, at the positions from `start` on.
+            keys: [B, K, T, D] as the model rotated them, at the positions from `start` on.
+            values: [B, K, T, D].
+            positions: [T] int32, what the tokens count as.
             start: the position of the first.
             first: whether they are the first that the layer reads, whose mean is kept.
+            after: on the device [], how many slots are in use; then `start` and `first` follow
+                from it, as no slot was ever given up.
         """
+        if not self._append_by_kernel(keys, values, positions, start, first, after):
+            since = (start, first) if after is None else (after, after == 0)
+            keys = self._quantisable(keys, *since)
+            for segment in self.segments:
+                segment.append(segment.rows_of(keys), segment.rows_of(values), positions, after)
+
+    def _append_by_kernel(
+        self,
+        keys: Tensor,
+        values: Tensor,
+        positions: Tensor,
+        start: int,
+        first: bool,
+        after: Tensor | None,
+    ) -> bool:
+        """`append` where the kernel covers it; whether it does."""
+        length, rotation = keys.shape[2], self.rotation
+        if not ready(keys) or (rotation is not None and start + length > len(rotation.table)):
+            return False
+        slots = [segment.behind(length, after is None) for segment in self.segments]
+        if not quantise.covers(keys, values, slots[0]):
+            return False
+        for segment, those in zip(self.segments, slots, strict=True):
+            quantise.append(
+                segment.rows_of(keys), segment.rows_of(values), positions, those,
+                0 if after is not None else segment.held, after,
+                None if self.key_mean is None else segment.rows_of(self.key_mean),
+                None if rotation is None else rotation.table,
+                0 if after is not None else start, first=first,
+                interleaved=rotation is not None and rotation.interleaved,
+            )  # fmt: skip
+            segment.held += length
+        return True
+
+    def _quantisable(self, keys: Tensor, start: int | Tensor, first: bool | Tensor) -> Tensor:
+        """Keys [B, K, T, D] as slots of fewer bits hold them, in float32; see `append`."""
         keys = keys.float()
         if self.rotation is not None:
             keys = self.rotation.unrotated(keys, start)
         if self.key_mean is not None:
-            if first:
+            if isinstance(first, Tensor):
+                self.key_mean.copy_(torch.where(first, keys.mean(2), self.key_mean))
+            elif first:
                 torch.mean(keys, dim=2, out=self.key_mean)
             keys = keys - self.key_mean[:, :, None]
         return keys
 
-    def read_keys(self, segment: Segment) -> Tensor:
-        """A segment's keys [b, k, held, D] at today's positions: a view where nothing is to do."""
+    def read_keys(self, segment: Segment, slots: int | None = None) -> Tensor:
+        """A segment's keys [b, k, held, D] at today's positions: a view where nothing is to do.
+
+        Args:
+            segment: of the layer.
+            slots: of quantised ones, how many of a row are read where not those held.
+        """
         rotation, pool = self.pending_rotation, segment.pool
+        slots = segment.held if slots is None else slots
         if not pool.format.quantised:
             return (
                 segment.keys
                 if rotation is None
                 else rotation.back(segment.keys, segment.aux(SHIFT))
             )
-        whole = segment.named(0, segment.held)
+        whole = segment.named(0, slots)
         parts, rotation = pool.format.parts("key", whole), self.rotation
         mean = None if self.key_mean is None else segment.rows_of(self.key_mean)
         if ready(pool.keys) and dequantise.covers(parts):
@@ -78,16 +134,15 @@ class LayerStorage:
             return dequantise.read(
                 parts, pool.size, pool.read_dtype, mean, *turned, interleaved=interleaved
             )
-        shape = segment.batch, segment.heads, segment.held, pool.size
-        found = torch.empty(shape, device=pool.keys.device)
-        for start, stop in segment.pieces():
-            named, out = segment.named(start, stop), found[:, :, start:stop]
-            keys = out if rotation is None else torch.empty_like(out)
-            pool.format.read_keys(named, keys)
-            if mean is not None:
-                keys.add_(mean[:, :, None])
-            if rotation is not None:
-                rotation.on(keys, -named[SHIFT], out)
+        assert pool.format.keys is not None, "all formats of fewer bits quantise keys"
+        found, ranks = segment.empty(slots), whole[SHIFT].neg() if rotation else None
+        for piece in segment.pieces(slots):
+            out = found[piece]
+            keys = out if ranks is None else torch.empty_like(out)
+            those = {name: x[piece] for name, x in parts.items()}
+            pool.format.keys.dequantise(those, keys, None if mean is None else mean[piece[:2]])
+            if rotation is not None and ranks is not None:
+                rotation.on(keys, ranks[piece], out)
         return found.to(pool.read_dtype)
 
     def enable_rotation(self) -> None:

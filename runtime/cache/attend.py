@@ -12,12 +12,14 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from kvcap.kernels import StoredKeys, token
+from kvcap.kernels.choice import ready
 from kvcap.policies.base import Expansion
 from kvcap.runtime.attention.functions import (
     Rows,
     attend,
     attend_packed,
     attend_to_some,
+    attend_weighing,
     packs,
     takes_token,
 )
@@ -42,7 +44,7 @@ class _HeldKeys(NamedTuple):
     """A layer's keys at the positions where they count now, and its values."""
 
     segments: list[Tensor]  # [b, k, held, D] of every segment
-    values: list[Tensor]  # [b, k, held, D] of every segment
+    values: list[Tensor] | None  # [b, k, held, D] of every segment; None: see `_weighs`
     pool: Tensor  # keys [slots, D] of the whole pool, where attention is packed
     stored: StoredKeys | None = None  # what rotating them told of the first segment's
 
@@ -107,7 +109,7 @@ class SlotAttention:
             return self._over_all_slots(query, counter, call)
         packed = self._packs(query, call)
         context.make_room()  # for a copy of all keys
-        keys = self._keys(packed)
+        keys = self._keys(packed, block.length)
         queries = [segment.rows_of(query) for segment in self.segments]
         total, length = block.total_tokens, block.length
         step = AttentionStep(
@@ -216,11 +218,17 @@ class SlotAttention:
         keys, values, heads = first.pool.keys, first.pool.values, first.layer_heads
         return packs(query, keys, values, heads, call.softcap, call.sinks)
 
-    def _keys(self, packed: bool) -> _HeldKeys:
+    def _weighs(self, length: int) -> bool:
+        """Whether quantised values are read as they are weighed, and never copied."""
+        pool = self.segments[0].pool
+        return pool.format.quantised and length == 1 and not ready(pool.keys)
+
+    def _keys(self, packed: bool, length: int) -> _HeldKeys:
         """All keys, rotated to where they count now; the whole pool's at once where `packed`."""
         segments, pool = self.segments, self.segments[0].pool
         rotation = self.storage.pending_rotation
-        values = [segment.read_values() for segment in segments]
+        weighs = self._weighs(length)
+        values = None if weighs else [segment.read_values() for segment in segments]
         if rotation is not None and packed:
             flat = rotation.back(pool.keys, pool.aux[SHIFT])
             return _HeldKeys([segment.view(flat) for segment in segments], values, flat)
@@ -233,9 +241,14 @@ class SlotAttention:
     def _over_all_slots(self, query: Tensor, used: Tensor, call: AttentionCall) -> Tensor:
         """Attention over the first `used` [] slots, a number on the device, of one segment."""
         (segment,) = self.segments
-        assert not segment.pool.format.quantised, "no CUDA graph reads them"
-        keys, values = (segment.whole(x) for x in (segment.pool.keys, segment.pool.values))
-        return attend_to_some(query, keys, values, used, call.scaling, call.softcap, call.sinks)
+        pool, slots = segment.pool, segment.capacity
+        if pool.format.quantised:
+            keys, values = self.storage.read_keys(segment, slots), segment.read_values(slots)
+        else:
+            keys, values = segment.whole(pool.keys), segment.whole(pool.values)
+        given = (call.scaling, call.softcap, call.sinks)
+        out = attend_to_some(query.to(keys.dtype), keys, values, used, *given)
+        return out.to(query.dtype)
 
     def _over_packed(self, query: Tensor, keys: Tensor, call: AttentionCall) -> Tensor:
         """Attention of heads of unequal lengths in one call, over the pool's `keys` [slots, D]."""
@@ -262,6 +275,10 @@ class SlotAttention:
                 expands = self._expands(query.shape[2])
                 over = attend_expanded if expands else attend_absorbed
                 part = over(mine, keys[i], call.expansion, scaling, softcap)
+            elif values is None:
+                part = attend_weighing(
+                    mine.to(keys[i].dtype), keys[i], segment.weigh_values, scaling, softcap, sinks
+                ).to(query.dtype)
             elif store is None:
                 mine = mine.to(keys[i].dtype)  # of slots of fewer bits it may be another
                 part = attend(mine, keys[i], values[i], scaling, softcap, sinks=sinks)

@@ -327,6 +327,12 @@ class Evictor:
         count = min(count, step.tokens)
         return self.storage.query_window.last(segment, count, self.storage.pending_rotation)
 
+    def _values(self, segment: Segment) -> Tensor:
+        """A segment's values [b, k, held, D]; of quantised ones none where no policy reads any."""
+        if segment.pool.format.quantised and not self.eviction.observes & {"values", "output"}:
+            return segment.empty(0)
+        return segment.read_values()
+
     def _observe_all(self, step: AttentionStep) -> list[Observation]:
         return [self._observe(i, segment, step) for i, segment in enumerate(self.segments)]
 
@@ -337,7 +343,7 @@ class Evictor:
             projection = projection[segment.head : segment.head + segment.heads]
         return Observation(
             keys=step.keys[index],
-            values=segment.read_values() if step.values is None else step.values[index],
+            values=self._values(segment) if step.values is None else step.values[index],
             positions=segment.positions,
             num_tokens=step.tokens if step.token_counter is None else step.token_counter,
             budget=segment.target_length,

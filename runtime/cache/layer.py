@@ -250,17 +250,17 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
         assert block.arrived is not None
         self._make_room(block)
         (keys, values), block.arrived = block.arrived, None
+        context = block.context
+        times = context.times_of(self.seen, block.length, keys.device)
+        after = context.token_counter if context.filling else None
         if self.layout.slot_format.quantised:
             assert self.storage is not None
             read_at = block.offsets[0] + self.segments[0].held
-            keys = self.storage.quantisable(keys, read_at, first=not self.seen)
+            self.storage.append(keys, values, times, read_at, not self.seen, after)
         else:
             keys = self._attention.align(keys, block.offsets)
-        context = block.context
-        times = context.times_of(self.seen, block.length, keys.device)
-        for segment in self.segments:
-            rows = segment.rows_of(keys), segment.rows_of(values)
-            segment.append(*rows, times, context.token_counter if context.filling else None)
+            for segment in self.segments:
+                segment.append(segment.rows_of(keys), segment.rows_of(values), times, after)
         self.seen = block.total_tokens
 
     def _make_room(self, block: PendingBlock) -> None:

@@ -10,6 +10,7 @@ no transformers.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ from kvcap.kernels import append, dequantise
 from kvcap.kernels.choice import ready
 from kvcap.runtime.cache.slot_format import SlotFormat
 
-PIECE = 1 << 20  # bytes of float32 numbers that are dequantised at once on a CPU
+PIECE = 1 << 19  # bytes of float32 numbers that are dequantised at once on a CPU
 SHIFT = "shift"
 """The auxiliary tensor of how far a slot's position has moved down since its key was rotated.
 
@@ -175,28 +176,61 @@ class Segment:
         """A auxiliary tensor's held part, a view [b, k, held]."""
         return self.view(self.pool.aux[name])
 
-    def read_values(self) -> Tensor:
+    def read_values(self, slots: int | None = None) -> Tensor:
         """The held values [b, k, held, D]: a view, or a copy of quantised ones.
 
         A copy is in float32 on a CPU, which is what it computes with, else in the model's type.
+        Of quantised ones `slots` of each row may be read in place of those held.
         """
         pool = self.pool
+        slots = self.held if slots is None else slots
         if not pool.format.quantised:
             return self.values
-        parts = pool.format.parts("value", self.named(0, self.held))
+        parts = pool.format.parts("value", self.named(0, slots))
         if ready(pool.values) and dequantise.covers(parts):
             return dequantise.read(parts, pool.size, pool.read_dtype)
-        out = torch.empty(self.batch, self.heads, self.held, pool.size, device=pool.keys.device)
-        for start, stop in self.pieces():
-            pool.format.read_values(self.named(start, stop), out[:, :, start:stop])
+        out, numbers = self.empty(slots), pool.format.values
+        assert numbers is not None, "all formats of fewer bits quantise values"
+        for piece in self.pieces(slots):
+            numbers.dequantise({name: x[piece] for name, x in parts.items()}, out[piece], None)
         return out.to(pool.read_dtype)
 
-    def pieces(self) -> Iterator[tuple[int, int]]:
-        """The held slots of every row in parts, whose copies stay in a processor's cache."""
-        row = 4 * self.batch * self.heads * self.pool.size
-        step = max(32, PIECE // row) if self.pool.keys.device.type == "cpu" else max(1, self.held)
-        for start in range(0, self.held, step):
-            yield start, min(start + step, self.held)
+    def weigh_values(self, weights: Tensor) -> Tensor:
+        """Sums [b, k, r, D] of the held quantised values by weights [b, k, r, held], in float32.
+
+        Piece by piece: there is no copy of all values.
+        """
+        parts = self.pool.format.parts("value", self.named(0, self.held))
+        out, numbers = (
+            weights.new_zeros(*weights.shape[:3], self.pool.size),
+            self.pool.format.values,
+        )
+        assert numbers is not None
+        for piece in self.pieces(self.held):
+            b, k, n = piece
+            those = {name: x[piece] for name, x in parts.items()}
+            out[b, k] += numbers.weigh(those, weights[b, k, :, n])
+        return out
+
+    def empty(self, slots: int) -> Tensor:
+        """Memory for so many keys or values of every row, [b, k, slots, D] float32."""
+        shape = self.batch, self.heads, slots, self.pool.size
+        return torch.empty(shape, device=self.pool.keys.device)
+
+    def pieces(self, slots: int) -> Iterator[tuple[slice, slice, slice]]:
+        """The first slots of every row in parts, whose copies stay in a processor's cache.
+
+        Rows, heads and slots of each: on a CPU all, if they are few, or some of one head.
+        """
+        row, every = 4 * self.pool.size, slice(None)
+        rows = self.batch * self.heads
+        if self.pool.keys.device.type != "cpu" or rows * slots * row <= PIECE:
+            yield every, every, slice(slots)
+            return
+        step = max(32, PIECE // row)
+        for i, start in product(range(rows), range(0, slots, step)):
+            b, k = divmod(i, self.heads)
+            yield slice(b, b + 1), slice(k, k + 1), slice(start, min(start + step, slots))
 
     def named(self, start: int, stop: int) -> dict[str, Tensor]:
         """Slots [start, stop) of every row of every buffer, views by name."""
@@ -232,6 +266,13 @@ class Segment:
         group = len(x) // self.layer_heads
         return x[self.head * group : (self.head + self.heads) * group]
 
+    def behind(self, length: int, held: bool = True) -> dict[str, Tensor]:
+        """So many slots of every row behind those `held`, or the first ones, views by name."""
+        first = self.held if held else 0
+        stop = self.held + length
+        assert stop <= self.capacity, f"{stop} slots needed, {self.capacity} allocated"
+        return self.named(first, first + length)
+
     def append(
         self, keys: Tensor, values: Tensor, positions: Tensor, after: Tensor | None = None
     ) -> None:
@@ -241,9 +282,7 @@ class Segment:
         """
         length = keys.shape[2]
         start, stop = self.held, self.held + length
-        assert stop <= self.capacity, f"{stop} slots needed, {self.capacity} allocated"
-        first = start if after is None else 0
-        targets = [self._view(buffer, first, first + length) for buffer in self.pool.buffers()]
+        targets = list(self.behind(length, after is None).values())
         if self.pool.values_from is None and ready(keys) and append.covers(keys, values, targets):
             append.append(keys, values, positions, targets, after)
             self.held = stop

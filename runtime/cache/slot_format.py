@@ -36,8 +36,10 @@ class Numbers(NamedTuple):
     """Of a vector of so many numbers: what each tensor has of it, by its name's ending."""
     quantise: Callable[[Tensor], dict[str, Tensor]]
     """Vectors [..., D] to tensors [..., *shape]."""
-    dequantise: Callable[[Mapping[str, Tensor], Tensor], None]
-    """Back, into a tensor [..., D] of float32."""
+    dequantise: Callable[[Mapping[str, Tensor], Tensor, Tensor | None], None]
+    """Back, into a tensor [..., n, D] of float32; with a vector [..., D] added to each, if any."""
+    weigh: Callable[[Mapping[str, Tensor], Tensor], Tensor]
+    """Sums [..., r, D] of vectors by weights [..., r, n], into which scales of 8 bits go."""
 
 
 @dataclass(frozen=True)
@@ -98,6 +100,13 @@ class SlotFormat:
     def written(self, keys: Tensor, values: Tensor) -> dict[str, Tensor]:
         """What is to be written for keys and values [..., D], by the names of `shapes`."""
         found = dict[str, Tensor]()
+        if self.keys is not None and self.keys is self.values:  # at once, in half the operations
+            both = self.keys.quantise(torch.stack((keys.float(), values.float())))
+            for i, name in enumerate(("key", "value")):
+                found |= {
+                    f"{name}_{part}" if part else f"{name}s": x[i] for part, x in both.items()
+                }
+            return found
         for name, numbers, x in (("key", self.keys, keys), ("value", self.values, values)):
             if numbers is None:
                 found[f"{name}s"] = x
@@ -112,16 +121,6 @@ class SlotFormat:
         head = f"{name}_"
         sides = {key.removeprefix(head): x for key, x in named.items() if key.startswith(head)}
         return {"": named[f"{name}s"], **sides}
-
-    def read_keys(self, named: Mapping[str, Tensor], out: Tensor) -> None:
-        """Keys from tensors as `written`, into `out` [..., D] float32."""
-        assert self.keys is not None, "what is not quantised is read where it lies"
-        self.keys.dequantise(self.parts("key", named), out)
-
-    def read_values(self, named: Mapping[str, Tensor], out: Tensor) -> None:
-        """Values likewise."""
-        assert self.values is not None
-        self.values.dequantise(self.parts("value", named), out)
 
 
 def group_of(size: int) -> int:
@@ -140,8 +139,13 @@ def _quantise_8(x: Tensor) -> dict[str, Tensor]:
     return {"": q.to(torch.int8), "scale": scale}
 
 
-def _dequantise_8(parts: Mapping[str, Tensor], out: Tensor) -> None:
-    out.copy_(parts[""]).mul_(parts["scale"].float()[..., None])
+def _dequantise_8(parts: Mapping[str, Tensor], out: Tensor, plus: Tensor | None = None) -> None:
+    scale = parts["scale"].float()[..., None]
+    out.copy_(parts[""])
+    if plus is None:
+        out.mul_(scale)
+    else:
+        torch.addcmul(plus[..., None, :], out, scale, out=out)
 
 
 def _shapes_4(size: int) -> Shapes:
@@ -163,12 +167,25 @@ def _quantise_4(x: Tensor) -> dict[str, Tensor]:
     return {"": a | (b << 4), "scale": scale, "low": low}
 
 
-def _dequantise_4(parts: Mapping[str, Tensor], out: Tensor) -> None:
+def _weigh_8(parts: Mapping[str, Tensor], weights: Tensor) -> Tensor:
+    return torch.matmul(weights * parts["scale"].float()[..., None, :], parts[""].float())
+
+
+def _dequantise_4(parts: Mapping[str, Tensor], out: Tensor, plus: Tensor | None = None) -> None:
     packed, scale, low = parts[""], parts["scale"].float(), parts["low"].float()
     half = packed.shape[-1]
     out[..., :half], out[..., half:] = packed & 15, packed >> 4
     groups = out.unflatten(-1, (scale.shape[-1], -1))  # a view
     groups.mul_(scale[..., None]).add_(low[..., None])
+    if plus is not None:
+        out.add_(plus[..., None, :])
+
+
+def _weigh_4(parts: Mapping[str, Tensor], weights: Tensor) -> Tensor:
+    packed = parts[""]
+    out = torch.empty(*packed.shape[:-1], 2 * packed.shape[-1], device=packed.device)
+    _dequantise_4(parts, out)  # products by group would take longer
+    return torch.matmul(weights, out)
 
 
 def _divisor(scale: Tensor) -> Tensor:
@@ -177,6 +194,6 @@ def _divisor(scale: Tensor) -> Tensor:
 
 
 NUMBERS = {
-    "int8": Numbers(_shapes_8, _quantise_8, _dequantise_8),
-    "int4": Numbers(_shapes_4, _quantise_4, _dequantise_4),
+    "int8": Numbers(_shapes_8, _quantise_8, _dequantise_8, _weigh_8),
+    "int4": Numbers(_shapes_4, _quantise_4, _dequantise_4, _weigh_4),
 }

@@ -412,7 +412,8 @@ def _check_export_slots(budget: Budget) -> None:
     if budget.kv_dtype is not None:
         raise NotExportable(
             f"--kv-dtype {budget.kv_dtype} is not for --backend onnxruntime: an exported graph "
-            "holds keys and values in its own type; leave it out, or run the model by PyTorch"
+            "holds keys and values in its own type, and ONNX Runtime's attention takes no scales "
+            "of single tokens; leave it out, or run the model by PyTorch"
         )
 
 

@@ -152,25 +152,36 @@ class Rotation:
         Both in float32 and apart. In four passes, where `rotate` takes eight.
         """
         rows = self.table.index_select(0, by.flatten()).view(*by.shape, *self.table.shape[1:])
+        self._to(x, rows, out, 1)
+
+    def _to(self, x: Tensor, rows: Tensor, out: Tensor, sign: int) -> None:
+        """Rotate `x` by `rows` [..., 2, R/2], or by minus these, to `out`."""
         if self.interleaved:
-            out.copy_(rotate(x, rows, interleaved=True))
+            out.copy_(rotate(x, rows, back=sign < 0, interleaved=True))
             return
         cos, sin = rows.float().unbind(-2)
         half = cos.shape[-1]
-        a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+        a, b = x[..., :half], x[..., half : 2 * half]
         to_a, to_b = out[..., :half], out[..., half : 2 * half]
-        torch.mul(a, cos, out=to_a).addcmul_(b, sin, value=-1)
-        torch.mul(b, cos, out=to_b).addcmul_(a, sin)
-        out[..., 2 * half :] = rest
+        torch.mul(a, cos, out=to_a).addcmul_(b, sin, value=-sign)
+        torch.mul(b, cos, out=to_b).addcmul_(a, sin, value=sign)
+        if 2 * half < x.shape[-1]:
+            out[..., 2 * half :] = x[..., 2 * half :]
 
-    def unrotated(self, x: Tensor, start: int) -> Tensor:
-        """`x` [..., n, D], rotated to the positions from `start` on, as it is at position 0."""
-        stop = start + x.shape[-2]
-        if stop <= len(self.table):
+    def unrotated(self, x: Tensor, start: int | Tensor) -> Tensor:
+        """`x` [..., n, D] float32, rotated to the positions from `start` on, as it is at 0: a copy.
+
+        A `start` [] on the device must lie in the table, with all that follow it.
+        """
+        if isinstance(start, Tensor):
+            rows = self.table.index_select(0, start + torch.arange(x.shape[-2], device=x.device))
+        elif (stop := start + x.shape[-2]) <= len(self.table):
             rows = self.table[start:stop]
         else:
             rows = rotations(self._inv_freq, torch.arange(start, stop)).to(self.table.device)
-        return rotate(x, rows, back=True, interleaved=self.interleaved)
+        out = torch.empty_like(x)
+        self._to(x, rows, out, -1)
+        return out
 
     def rows(self, offsets: Sequence[int]) -> Tensor:
         """Cosines and sines [offsets, 2, R/2] of any offsets, on the device."""

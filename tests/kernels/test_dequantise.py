@@ -28,7 +28,7 @@ def test_read_as_by_the_formula(interleaved, size, rotated, kind, dtype, monkeyp
     slots, parts = 37, NUMBERS[kind].quantise(torch.randn(2, 3, 46, size))
     held = {name: x[:, :, :slots].to(DEVICE) for name, x in parts.items()}  # views with gaps
     expected = torch.empty(2, 3, slots, size)
-    NUMBERS[kind].dequantise({name: x.cpu() for name, x in held.items()}, expected)
+    NUMBERS[kind].dequantise({name: x.cpu() for name, x in held.items()}, expected, None)
     mean, table, shift = torch.randn(2, 3, size), None, None
     expected += mean[:, :, None]
     if rotated:

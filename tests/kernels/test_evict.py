@@ -14,6 +14,7 @@ from kvcap.kernels import choose_triton, evict
 from kvcap.policies import Eviction, Observation
 from kvcap.policies.keydiff import KeyDiff
 from kvcap.runtime.cache.pool import Segment, SlotPool
+from kvcap.runtime.cache.slot_format import SlotFormat
 
 SIDE = {"shift": torch.int32, "a": torch.float32, "b": torch.bool, "c": torch.float16}
 SEEN = 1000  # tokens; positions lie below
@@ -36,9 +37,11 @@ class Case:
     spans: tuple[tuple[int, int], ...] = ()
     wild: bool = False  # NaN, infinities and equal scores
     side: tuple[str, ...] = ("shift", "a")
+    quantised: str | None = None
 
     def __str__(self) -> str:
-        return f"{self.held}-{self.count}-{self.batch}-{self.heads}-{self.size}"
+        sizes = self.held, self.count, self.batch, self.heads, self.size, self.quantised
+        return "-".join(map(str, sizes if self.quantised else sizes[:-1]))
 
 
 ONE = (
@@ -49,6 +52,8 @@ ONE = (
     Case(129, 1, heads=1, start=7, spare=9, wild=True, side=tuple(SIDE)),  # one head, ragged
     Case(300, 1, batch=3, heads=3, spare=4, dtype=torch.float16, side=()),
     Case(257, 1, spans=tuple((100 * i, 100 * i + 90) for i in range(8)), recents=100, wild=True),
+    Case(35, 1, size=128, start=2, spare=3, side=("shift",), quantised="int4"),
+    Case(35, 1, size=16, side=("shift",), quantised="int8-int4"),
 )
 MANY = (
     Case(2, 2),
@@ -62,6 +67,7 @@ MANY = (
         531, 20, batch=1, heads=1, wild=True, spans=tuple((i, i + 30) for i in range(0, 800, 100))
     ),
     Case(700, 600, heads=1, size=4, side=("shift",)),  # more than are compared at once
+    Case(40, 9, batch=2, size=64, start=1, spare=2, quantised="int8-int4"),
 )
 
 
@@ -73,10 +79,13 @@ class Slots:
         self.case, self.rows = case, case.batch * case.heads
         capacity = c.held + c.spare
         slots = c.start + self.rows * capacity + 3
-        self.pool = SlotPool(slots, c.size, c.dtype, DEVICE, {name: SIDE[name] for name in c.side})
+        self.pool = SlotPool(
+            slots, c.size, c.dtype, DEVICE, {name: SIDE[name] for name in c.side},
+            slot_format=SlotFormat.of(c.quantised),
+        )  # fmt: skip
         for name, buffer in self.pool.named().items():
             x = torch.randn(buffer.shape, generator=g)
-            if name in ("shift", "positions"):
+            if name in ("shift", "positions") or not buffer.is_floating_point():
                 x = torch.randint(SEEN, buffer.shape, generator=g)
             buffer.copy_(x > 0 if buffer.dtype == torch.bool else x)
         self.segment = Segment(self.pool, c.start, c.held, c.spare, c.batch, c.heads)

@@ -57,19 +57,22 @@ def test_the_same_logits_and_the_same_tokens_kept(policy, positions, monkeypatch
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("policy", "positions", "choice"),
-    [("dropkv", "compact", "triton"), ("full", "true", "triton"),
-     ("keydiff-window", "compact", "eager"), ("dropkv", "true", "eager")],
+    ("policy", "positions", "choice", "kind"),
+    [("dropkv", "compact", "triton", None), ("full", "true", "triton", None),
+     ("keydiff-window", "compact", "eager", None), ("dropkv", "true", "eager", None),
+     ("keydiff", "compact", "eager", "int4"), ("keydiff", "compact", "triton", "int8-int4"),
+     ("keydiff", "true", "triton", "int8")],
 )  # fmt: skip
-def test_a_cache_that_fills_as_a_graph_does_holds_the_same(policy, positions, choice):
+def test_a_cache_that_fills_as_a_graph_does_holds_the_same(policy, positions, choice, kind):
     """What is in use is told on the device; read outside of a graph, as when one is prepared."""
     ids = 3 + torch.randint(90, (2, 52), generator=torch.Generator().manual_seed(0)).to(DEVICE)
     model = tiny_model("qwen3", num_hidden_layers=1).to(DEVICE)
     eviction = small_policy(policy, model.config)
     found = []
     for filling in (True, False):
-        cache = kvcap.BudgetCache(model.config, 40, 16, eviction, positions=positions)
-        cache.allocate(2, torch.float32, DEVICE)
+        cache = kvcap.BudgetCache(
+            model.config, 40, 16, eviction, positions=positions, kv_dtype=kind
+        ).allocate(2, torch.float32, DEVICE)
         logits = []
         with kernels.use(choice if filling else "eager"):
             loop = BlockLoop(model, cache, graphs=False)

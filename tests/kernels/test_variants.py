@@ -33,16 +33,18 @@ class Prepared(BlockGraphs):
         return None
 
 
-def rehearsed(config, eviction):
-    compiler = Noting()
+def rehearsed(config, eviction, kind=None):
+    compiler, given = Noting(), (BUDGET, BLOCK, torch.float32, "compact")
     with kernels.use("triton"):
-        Rehearsal(config, eviction, BUDGET, BLOCK, torch.float32, "compact").run(compiler.hear)
+        Rehearsal(config, eviction, *given, kv_dtype=kind).run(compiler.hear)
     return compiler.found
 
 
-def launched(model, eviction, lengths):
+def launched(model, eviction, lengths, kind=None):
     """Variants of conversations that begin with so many tokens, and of their answers."""
-    cache = kvcap.BudgetCache(model.config, BUDGET, BLOCK, eviction, positions="compact")
+    cache = kvcap.BudgetCache(
+        model.config, BUDGET, BLOCK, eviction, positions="compact", kv_dtype=kind
+    )
     loop = BlockLoop(model, cache.allocate(1, torch.float32, "cpu"), graphs=False)
     loop.graphs, compiler = Prepared(model, cache), Noting()
     ids = torch.zeros(1, max(lengths), dtype=torch.long)
@@ -79,15 +81,18 @@ def distinct():
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="compares with what would be interpreted")
-@pytest.mark.slow(keep=2)
-@pytest.mark.parametrize("policy", distinct())
-def test_what_runs_was_rehearsed(policy):
+@pytest.mark.slow(keep=3)
+@pytest.mark.parametrize(
+    ("policy", "kind"),
+    [("keydiff", "int8-int4"), *((policy, None) for policy in distinct()), ("h2o", "int4")],
+)
+def test_what_runs_was_rehearsed(policy, kind):
     """Prompts that fill the cache or do not, messages of odd lengths, and answers."""
     model = tiny_model("llama")
     eviction = data_independent(small_policy(policy, model.config))
-    found = launched(model, eviction, (3, 16, 37, 90, 101))
+    found = launched(model, eviction, (3, 16, 37, 90, 101), kind)
     assert found
-    assert found <= rehearsed(model.config, eviction)
+    assert found <= rehearsed(model.config, eviction, kind)
 
 
 def test_a_rehearsal_holds_no_weights_and_leaves_none_behind():

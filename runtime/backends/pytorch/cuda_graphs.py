@@ -200,8 +200,6 @@ def why_unsteady(cache: BudgetCache) -> str | None:
         return "slots hold latents"
     if cache.layout.shape.sinks:
         return "attention has sink logits"
-    if cache.layout.slot_format.quantised:
-        return "slots are quantised"
     if eviction.layers_move:
         return "slots move between layers"
     if eviction.heads_move:

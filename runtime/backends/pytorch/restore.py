@@ -389,11 +389,11 @@ class Refill:
         for name, buffer in aside.named().items():
             buffer.copy_(row[name])
         keys = one.keys
-        if pool.format.quantised:
-            keys = torch.empty(1, 1, held, size, device=device)
-            pool.format.read_keys(one.named(0, held), keys)
-            if layer.storage is not None and (mean := layer.storage.key_mean) is not None:
-                keys += mean[0, one.head, None]
+        if (numbers := pool.format.keys) is not None:
+            keys = one.empty(held)
+            mean = None if layer.storage is None else layer.storage.key_mean
+            own = None if mean is None else mean[:1, one.head : one.head + 1]
+            numbers.dequantise(pool.format.parts("key", one.named(0, held)), keys, own)
         if layer.rotates:
             keys = self._back(keys, one.aux(SHIFT))
         evictor.shrink_to_budget(one, AttentionStep(self.seen, 0, [keys]))

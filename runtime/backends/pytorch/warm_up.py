@@ -27,6 +27,7 @@ from kvcap.policies import Eviction
 from kvcap.runtime.backends.pytorch.cuda_graphs import PASS, BlockGraphs
 from kvcap.runtime.backends.pytorch.loop import BlockLoop
 from kvcap.runtime.cache.cache import BudgetCache
+from kvcap.runtime.cache.slot_format import KvDtype
 from kvcap.runtime.models.config import ModelShape
 from kvcap.runtime.models.fused.decoder import FAMILIES, Decoder, covers
 from kvcap.runtime.models.quantised import quantisation
@@ -48,6 +49,7 @@ class Rehearsal:
         evict_every: in generation.
         several: see `BlockLoop`.
         target: the GPU; None: as kernels are interpreted.
+        kv_dtype: of what slots hold, as in `BudgetCache`.
 
     Raises:
         KvcapError: no such conversation is possible.
@@ -64,6 +66,7 @@ class Rehearsal:
         evict_every: int = 1,
         several: bool = True,
         target: Target | None = None,
+        kv_dtype: KvDtype | None = None,
     ) -> None:
         self.target, self.mode = target, FakeTensorMode(allow_non_fake_inputs=True)
         with self._dry():
@@ -77,7 +80,7 @@ class Rehearsal:
             ).eval()
             cache = BudgetCache(
                 config, budget_tokens, block_size, eviction,
-                positions=positions, evict_every=evict_every,
+                positions=positions, evict_every=evict_every, kv_dtype=kv_dtype,
             )  # fmt: skip
             self.loop = BlockLoop(self.model, cache.allocate(1, dtype, "cpu"), graphs=False)
             self.loop.graphs = DryGraphs(self.model, cache, several=several)
@@ -169,7 +172,8 @@ class WarmUp:
         self.error: Exception | None = None
         self._rehearsal: Rehearsal | None = None
         plain = {k: v for k, v in config.to_dict().items() if not k.startswith("_")}
-        told = (plain, plan.budget_tokens, plan.block_size, plan.dtype, plan.positions)
+        sizes = plan.budget_tokens, plan.block_size, plan.dtype, plan.positions, plan.kv_dtype
+        told = (plain, *sizes)
         self.key = f"{told} {eviction} {evict_every} {several} {self.target}"
         self._saved: list[Launch] | None = saved(self.key)
         if self._saved is None and quantisation(config) is None:
@@ -178,7 +182,7 @@ class WarmUp:
                 self._rehearsal = Rehearsal(
                     config, eviction, plan.budget_tokens, plan.block_size,
                     dtypes.torch_dtype(plan.dtype), plan.positions, evict_every, several,
-                    self.target,
+                    self.target, plan.kv_dtype,
                 )  # fmt: skip
             except Exception as error:
                 self.error = error

@@ -20,6 +20,7 @@ import kvcap
 from kvcap.policies import load_policy, policies
 from kvcap.runtime.backends.pytorch.cuda_graphs import why_unsteady
 from kvcap.runtime.backends.pytorch.loop import BlockLoop
+from kvcap.runtime.cache import pool
 from kvcap.runtime.cache.allocation import LayerStorage
 from kvcap.runtime.cache.attend import SlotAttention
 from kvcap.runtime.cache.layer import BudgetLayer
@@ -61,7 +62,12 @@ def test_quantised_as_by_the_formula(bits, size):
     x[0, 0, 0], x[0, 0, 1], x[0, 0, 2] = 0.0, 3.25, torch.arange(size)
     parts = kind.quantise(x)
     out = torch.full(x.shape, float("nan"))
-    kind.dequantise(parts, out)
+    kind.dequantise(parts, out, None)
+    plus, added = torch.randn(2, 3, size), torch.full(x.shape, float("nan"))
+    kind.dequantise(parts, added, plus)
+    torch.testing.assert_close(added, out + plus[:, :, None])
+    weights = torch.rand(2, 3, 4, 5)
+    torch.testing.assert_close(kind.weigh(parts, weights), weights @ out, rtol=1e-5, atol=1e-3)
     for name, (shape, dtype) in kind.shapes(size).items():
         assert (tuple(parts[name].shape), parts[name].dtype) == ((2, 3, 5, *shape), dtype)
     for place in [(b, k, n) for b in range(2) for k in range(3) for n in range(5)]:
@@ -308,6 +314,23 @@ def test_faults_are_seen(tokens, monkeypatch):
         after(lambda patch: patch.setattr(LayerStorage, "read_keys", without_mean))
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_large_rows_are_read_in_pieces(kind, tokens, monkeypatch):
+    """Some slots of one head after the other, where many are all read at once."""
+    model, found = tiny_model("llama"), []
+    for piece in (pool.PIECE, 1):
+        monkeypatch.setattr(pool, "PIECE", piece)
+        cache = kvcap.BudgetCache(model.config, 40, 8, kv_dtype=kind)
+        read(cache, model, tokens(90, 2))
+        (segment,), layer = cache.capped_layers[0].segments, cache.capped_layers[0]
+        weights = torch.rand(2, 2, 3, segment.held, generator=torch.Generator().manual_seed(0))
+        assert len(list(segment.pieces(segment.held))) == (1 if piece > 1 else 8)
+        keys = layer.storage.read_keys(segment)
+        found.append((keys, segment.read_values(), segment.weigh_values(weights)))
+    for whole, pieces in zip(*found, strict=True):
+        torch.testing.assert_close(whole, pieces)
+
+
 def test_a_reset_takes_the_mean_anew(tokens):
     model = tiny_model("llama")
     cache = kvcap.BudgetCache(model.config, 12, 5, kv_dtype="int4")
@@ -463,6 +486,6 @@ def test_an_attention_that_does_not_read_them_is_refused_at_its_second_block(tok
         layer.update(keys, keys)
 
 
-def test_no_cuda_graph_is_made():
-    cache = kvcap.BudgetCache(tiny_config("llama"), kv_dtype="int8")
-    assert why_unsteady(cache) == "slots are quantised"
+@pytest.mark.parametrize("kind", KINDS)
+def test_cuda_graphs_can_be_made(kind):
+    assert why_unsteady(kvcap.BudgetCache(tiny_config("llama"), kv_dtype=kind)) is None

@@ -248,6 +248,31 @@ def test_a_cache_is_filled_by_graphs(policy, dtype, tokens):
         torch.testing.assert_close(x, y, **close)
 
 
+@pytest.mark.parametrize("kind", ["int8", "int8-int4", "int4"])
+def test_quantised_slots_are_filled_and_replayed(kind):
+    ids = 3 + torch.randperm(240, generator=torch.Generator().manual_seed(1))[None].cuda()
+    model, kept, logits = tiny_model("llama", vocab_size=256).cuda(), [], []
+    for graphs in (True, False):
+        cache = kvcap.BudgetCache(model.config, 64, 16, kv_dtype=kind, evict_every=2)
+        loop = BlockLoop(model, cache, graphs=graphs)
+        for _ in range(2):  # again after a reset, by what was captured before
+            cache.reset()
+            found = [loop.prefill(ids[:, :48])]
+            found += [loop.read(ids[:, i : i + 1]) for i in range(48, 60)]
+            found += [loop.prefill(ids[:, 60:180])]
+            found += [loop.read(ids[:, i : i + 1]) for i in range(180, 200)]
+        logits.append(torch.stack(found))
+        segments = [s for layer in cache.capped_layers for s in layer.segments]
+        kept.append([set(head.tolist()) for s in segments for head in s.positions[0]])
+        if graphs:
+            made = {kind[1:4:2] for kind in loop.graphs.captured}
+            assert made >= {(16, True), (1, True), (1, False)}
+            assert loop.execution == "CUDA graphs"
+    # By another rounding a number may become the next one of 8 or 4 bits.
+    torch.testing.assert_close(logits[0], logits[1], rtol=0.05, atol=0.05)
+    assert all(len(a & b) > 0.95 * len(a) for a, b in zip(*kept, strict=True))
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_replayed_decoding_of_every_family(family, tokens):
     ids, logits = tokens(120).cuda(), []

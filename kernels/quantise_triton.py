@@ -1,0 +1,202 @@
+# mypy: allow-untyped-calls, disable-error-code="import-untyped, no-untyped-def, untyped-decorator"
+"""The triton functions of `kernels/quantise.py`, which imports this when it is first needed."""
+
+import triton
+import triton.language as tl
+
+NEAREST = tl.constexpr(12582912.0)  # 1.5 · 2²³: added and taken off, it rounds halves to even
+
+
+@triton.jit
+def _unrotated(x, turn, d, inside, HALF: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """The numbers `d` [1, P] of some tokens where `inside` [N, P], at position 0; float32 [N, P].
+
+    `x` points at the tokens [N, 1], `turn` at cosines of their positions, sines behind.
+    """
+    own = tl.load(x + d, inside, 0.0).to(tl.float32)
+    if HALF > 0:
+        turns = inside & (d < 2 * HALF)
+        if INTERLEAVED:
+            i, second = d // 2, d % 2 == 1
+            mate = tl.where(second, d - 1, d + 1)
+        else:
+            second = d >= HALF
+            i = tl.where(second, d - HALF, d)
+            mate = tl.where(second, d - HALF, d + HALF)
+        cos = tl.load(turn + i, turns, 1.0).to(tl.float32)
+        sin = tl.load(turn + HALF + i, turns, 0.0).to(tl.float32)
+        other = tl.load(x + mate, turns, 0.0).to(tl.float32) * sin
+        own = own * cos + tl.where(second, -other, other)
+    return own
+
+
+@triton.jit(do_not_specialize=["length", "start"])
+def take_mean(
+    keys,  # [b, k, T, D]
+    mean,  # [b, k, D]
+    table,  # [span, 2, HALF], or None
+    length,  # T
+    start,
+    after,  # [] or None
+    key_b, key_h, key_t,
+    mean_b, mean_h,
+    HEADS: tl.constexpr,
+    SIZE: tl.constexpr,
+    HALF: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    SIZE_PAD: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The mean of one KV head's keys, at position 0; nothing where tokens were read before."""
+    row = tl.program_id(0).to(tl.int64)
+    batch, head = row // HEADS, row % HEADS
+    before = tl.load(after) if after is not None else 0
+    if before == 0:
+        d = tl.arange(0, SIZE_PAD)[None, :]
+        total = tl.zeros([BLOCK, SIZE_PAD], tl.float32)
+        for begin in range(0, length, BLOCK):
+            t = begin + tl.arange(0, BLOCK)
+            inside = (t < length)[:, None] & (d < SIZE)
+            x = keys + batch * key_b + head * key_h + t.to(tl.int64)[:, None] * key_t
+            turn = x  # read where HALF > 0 only
+            if HALF > 0:
+                turn = table + (start + t).to(tl.int64)[:, None] * (2 * HALF)
+            total += _unrotated(x, turn, d, inside, HALF, INTERLEAVED)
+        d = tl.arange(0, SIZE_PAD)
+        to = mean + batch * mean_b + head * mean_h + d
+        tl.store(to, tl.sum(total, 0) / length, d < SIZE)
+
+
+@triton.jit
+def _nearest(x):
+    """The nearest whole number; of two the even one."""
+    return (x + NEAREST) - NEAREST
+
+
+@triton.jit
+def _divisor(scale):
+    """A scale to divide by: of equal numbers it is 0, and what is divided is 0 too."""
+    return tl.where(scale == 0.0, 1.0, scale)
+
+
+@triton.jit
+def _store(a, b, to, scale, low, slot, inside, i, SIZE: tl.constexpr, GROUP: tl.constexpr):
+    """Quantise numbers i and i + SIZE/2 [N, P] of tokens, of which i < SIZE/2 are real.
+
+    In an odd SIZE, which 8 bits alone have, `b` has one more than `a`.
+    """
+    LOW: tl.constexpr = SIZE // 2
+    in_a = inside[:, None] & (i < LOW)
+    in_b = inside[:, None] & (i < SIZE - LOW)
+    if GROUP == 0:
+        most = tl.maximum(tl.max(tl.abs(a), 1), tl.max(tl.abs(b), 1))
+        step = tl.div_rn(most, tl.full(most.shape, 127.0, tl.float32)).to(tl.float16)
+        tl.store(scale + slot, step, inside)
+        by = _divisor(step.to(tl.float32))[:, None] + tl.zeros_like(a)
+        a = tl.minimum(tl.maximum(_nearest(tl.div_rn(a, by)), -127.0), 127.0)
+        b = tl.minimum(tl.maximum(_nearest(tl.div_rn(b, by)), -127.0), 127.0)
+        at = to + slot[:, None] * SIZE + i
+        tl.store(at, a.to(tl.int8), in_a)
+        tl.store(at + LOW, b.to(tl.int8), in_b)
+    else:
+        GROUPS: tl.constexpr = SIZE // GROUP
+        lows_a, lows_b = tl.zeros_like(a), tl.zeros_like(a)
+        by_a, by_b = tl.zeros_like(a) + 1.0, tl.zeros_like(a) + 1.0
+        for g in tl.static_range(GROUPS):
+            of_a = in_a & (i // GROUP == g)
+            of_b = in_b & ((i + LOW) // GROUP == g)
+            least = tl.minimum(
+                tl.min(tl.where(of_a, a, float("inf")), 1),
+                tl.min(tl.where(of_b, b, float("inf")), 1),
+            )
+            most = tl.maximum(
+                tl.max(tl.where(of_a, a, float("-inf")), 1),
+                tl.max(tl.where(of_b, b, float("-inf")), 1),
+            )
+            least = tl.where(inside, least, 0.0)
+            most = tl.where(inside, most, 0.0)
+            base = least.to(tl.float16)
+            span = most - base.to(tl.float32)
+            step = tl.div_rn(span, tl.full(span.shape, 15.0, tl.float32)).to(tl.float16)
+            tl.store(low + slot * GROUPS + g, base, inside)
+            tl.store(scale + slot * GROUPS + g, step, inside)
+            by = _divisor(step.to(tl.float32))[:, None]
+            lows_a = tl.where(of_a, base.to(tl.float32)[:, None], lows_a)
+            lows_b = tl.where(of_b, base.to(tl.float32)[:, None], lows_b)
+            by_a = tl.where(of_a, by, by_a)
+            by_b = tl.where(of_b, by, by_b)
+        a = tl.minimum(tl.maximum(_nearest(tl.div_rn(a - lows_a, by_a)), 0.0), 15.0)
+        b = tl.minimum(tl.maximum(_nearest(tl.div_rn(b - lows_b, by_b)), 0.0), 15.0)
+        both = a.to(tl.int32) | (b.to(tl.int32) << 4)
+        tl.store(to + slot[:, None] * LOW + i, both.to(tl.uint8), in_a)
+
+
+# Where a block goes differs from segment to segment, which must not compile anew.
+_PLACES = ["to_keys", "to_values", "key_scale", "key_low", "value_scale", "value_low",
+           "to_positions", "shift", "state_0", "state_1", "length", "row_slots", "rank",
+           "start"]  # fmt: skip
+
+
+@triton.jit(do_not_specialize=_PLACES)
+def write_slots(
+    keys,  # [b, k, T, D]
+    values,  # likewise
+    positions,  # [T]
+    mean,  # [b, k, D], or None
+    table,  # [span, 2, HALF], or None
+    to_keys,  # this and what follows: slot 0 of row 0, rows `row_slots` slots apart
+    to_values,
+    key_scale, key_low, value_scale, value_low,  # the lows: or None
+    to_positions,
+    shift,  # or None
+    state_0, state_1,  # or None
+    length,  # T
+    row_slots,
+    rank,
+    start,
+    after,  # slots of a row before them, [] or None: none
+    key_b, key_h, key_t,
+    value_b, value_h, value_t,
+    mean_b, mean_h,
+    HEADS: tl.constexpr,
+    SIZE: tl.constexpr,
+    HALF: tl.constexpr,  # pairs that rotate; 0: none
+    INTERLEAVED: tl.constexpr,
+    PAD: tl.constexpr,  # at least half of SIZE
+    KEY_GROUP: tl.constexpr,  # numbers that share a scale; 0: all, in 8 bits
+    VALUE_GROUP: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Some tokens of one KV head."""
+    LOW: tl.constexpr = SIZE // 2
+    row = tl.program_id(1).to(tl.int64)
+    batch, head = row // HEADS, row % HEADS
+    t = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = t < length
+    before = tl.load(after).to(tl.int32) if after is not None else 0
+    slot = row * row_slots + before + t
+    i = tl.arange(0, PAD)[None, :]
+    in_a, in_b = inside[:, None] & (i < LOW), inside[:, None] & (i < SIZE - LOW)
+    x = keys + batch * key_b + head * key_h + t.to(tl.int64)[:, None] * key_t
+    turn = x  # read where HALF > 0 only
+    if HALF > 0:
+        turn = table + (start + before + t).to(tl.int64)[:, None] * (2 * HALF)
+    a = _unrotated(x, turn, i, in_a, HALF, INTERLEAVED)
+    b = _unrotated(x, turn, i + LOW, in_b, HALF, INTERLEAVED)
+    if mean is not None:
+        off = mean + batch * mean_b + head * mean_h + i + tl.zeros_like(a).to(tl.int32)
+        a -= tl.load(off, in_a, 0.0)
+        b -= tl.load(off + LOW, in_b, 0.0)
+    _store(a, b, to_keys, key_scale, key_low, slot, inside, i, SIZE, KEY_GROUP)
+    x = values + batch * value_b + head * value_h + t.to(tl.int64)[:, None] * value_t
+    a = tl.load(x + i, in_a, 0.0).to(tl.float32)
+    b = tl.load(x + i + LOW, in_b, 0.0).to(tl.float32)
+    _store(a, b, to_values, value_scale, value_low, slot, inside, i, SIZE, VALUE_GROUP)
+    tl.store(to_positions + slot, tl.load(positions + t, inside), inside)
+    if shift is not None:
+        tl.store(shift + slot, -(rank + before + t), inside)
+    zero = tl.zeros(slot.shape, tl.int8)
+    if state_0 is not None:
+        tl.store(state_0 + slot, zero.to(state_0.dtype.element_ty), inside)
+    if state_1 is not None:
+        tl.store(state_1 + slot, zero.to(state_1.dtype.element_ty), inside)
