@@ -62,7 +62,7 @@ class SegmentEviction:
     count: int  # slots of each head
     eviction: Eviction
     fused: bool
-    pinned: Tensor | None = None  # bool [b, k, held], where not fused
+    pinned: Tensor | None = None  # bool [b, k, held], where not fused and any are
     shift: Tensor | None = None  # how far the segment's keys have moved, if they are moved
     newer: Tensor | None = None  # likewise kept queries, newer than all that goes
     choice: evict.Choice | None = None
@@ -87,7 +87,6 @@ class SegmentEviction:
 
     def select(self) -> Tensor:
         """The slots [b, k, count] that go, eagerly."""
-        assert self.pinned is not None
         return self.eviction.choose(self.scores, self.pinned, self.obs, self.count)
 
     @property
@@ -249,7 +248,8 @@ class Evictor:
                 else segment.rows_of(storage.query_window.shift)
             )
             scores = eviction.score(obs, score, finite=not fused)
-            pinned = None if fused else eviction.pinned(obs)
+            masked = eviction.heads_move or (not fused and eviction.pins_any(obs))
+            pinned = eviction.pinned(obs) if masked else None
             count = segment.held - segment.target_length
             those = scores, count, eviction, fused, pinned, shift, newer
             found.append(SegmentEviction(i, segment, obs, *those))

@@ -69,6 +69,10 @@ class SlotPool:
             self.values = self.keys[:, values_from:]
         self.positions = new(slots, dtype=torch.int32, device=device)
         self.aux = {name: new(slots, dtype=dt, device=device) for name, dt in (aux or {}).items()}
+        values = {"values": self.values} if values_from is None else {}
+        self._named = {
+            "keys": self.keys, **values, "positions": self.positions, **self.sides, **self.aux,
+        }  # fmt: skip
 
     @property
     def nbytes(self) -> int:
@@ -87,10 +91,7 @@ class SlotPool:
 
     def named(self) -> dict[str, Tensor]:
         """Everything that belongs to a slot, by name."""
-        values = {"values": self.values} if self.values_from is None else {}
-        return {
-            "keys": self.keys, **values, "positions": self.positions, **self.sides, **self.aux,
-        }  # fmt: skip
+        return self._named
 
     def kinds(self) -> dict[str, torch.dtype]:
         """The auxiliary tensors' types by name."""
@@ -98,7 +99,7 @@ class SlotPool:
 
     def buffers(self) -> list[Tensor]:
         """Everything that belongs to a slot and moves with it."""
-        return list(self.named().values())
+        return list(self._named.values())
 
 
 class Segment:
@@ -145,6 +146,7 @@ class Segment:
         self.held = 0
         device = pool.positions.device
         self._rows = torch.arange(batch * heads, device=device).view(batch, heads, 1)
+        self._viewed: tuple[tuple[int, ...], Mapping[str, Tensor]] | None = None  # by `named`
 
     @property
     def capacity(self) -> int:
@@ -159,21 +161,23 @@ class Segment:
     @property
     def keys(self) -> Tensor:
         """The held keys as they are stored, a view [b, k, held, D]."""
-        return self.view(self.pool.keys)
+        return self.named(0, self.held)["keys"]
 
     @property
     def values(self) -> Tensor:
         """The held values as they are stored, a view [b, k, held, D]."""
-        return self.view(self.pool.values)
+        if self.pool.values_from is not None:
+            return self.view(self.pool.values)
+        return self.named(0, self.held)["values"]
 
     @property
     def positions(self) -> Tensor:
         """The held tokens' places in the conversation, a view [b, k, held] int32."""
-        return self.view(self.pool.positions)
+        return self.named(0, self.held)["positions"]
 
     def aux(self, name: str) -> Tensor:
         """A auxiliary tensor's held part, a view [b, k, held]."""
-        return self.view(self.pool.aux[name])
+        return self.named(0, self.held)[name]
 
     def read_values(self) -> Tensor:
         """The held values [b, k, held, D]: a view, or a copy of quantised ones.
@@ -198,13 +202,21 @@ class Segment:
         for start in range(0, self.held, step):
             yield start, min(start + step, self.held)
 
-    def named(self, start: int, stop: int) -> dict[str, Tensor]:
-        """Slots [start, stop) of every row of every buffer, views by name."""
-        return {name: self._view(x, start, stop) for name, x in self.pool.named().items()}
+    def named(self, start: int, stop: int) -> Mapping[str, Tensor]:
+        """Slots [start, stop) of every row of every buffer, views by name.
+
+        The last are kept: a token asks for those of all held slots again and again, and to make
+        them takes a CPU as long as to use them.
+        """
+        place = self.start, self.budget, start, stop
+        if self._viewed is None or self._viewed[0] != place:
+            pool = self.pool.named()
+            self._viewed = place, {name: self._view(x, start, stop) for name, x in pool.items()}
+        return self._viewed[1]
 
     def buffers(self) -> list[Tensor]:
         """The held parts of all the pool's buffers, views."""
-        return [self.view(buffer) for buffer in self.pool.buffers()]
+        return list(self.named(0, self.held).values())
 
     def append_views(self, whole: bool) -> list[Tensor]:
         """The same and the slot behind them, for a token; or the `whole` of all slots."""
@@ -243,11 +255,13 @@ class Segment:
         start, stop = self.held, self.held + length
         assert stop <= self.capacity, f"{stop} slots needed, {self.capacity} allocated"
         first = start if after is None else 0
-        targets = [self._view(buffer, first, first + length) for buffer in self.pool.buffers()]
-        if self.pool.values_from is None and ready(keys) and append.covers(keys, values, targets):
-            append.append(keys, values, positions, targets, after)
-            self.held = stop
-            return
+        targets = self.named(first, first + length)
+        if self.pool.values_from is None and ready(keys):
+            buffers = list(targets.values())
+            if append.covers(keys, values, buffers):
+                append.append(keys, values, positions, buffers, after)
+                self.held = stop
+                return
         blocks = {"keys": keys, "values": values, "positions": positions}
         if self.pool.format.quantised:
             blocks |= self.pool.format.written(keys, values)
@@ -261,7 +275,7 @@ class Segment:
                 shape = (*keys.shape[:3], *buffer.shape[1:])
                 whole.index_copy_(2, places, block.expand(shape))
         else:
-            for target, name in zip(targets, self.pool.named(), strict=True):
+            for name, target in targets.items():
                 target.copy_(blocks[name]) if name in blocks else target.zero_()
         self.held = stop
 
@@ -273,9 +287,9 @@ class Segment:
         """
         count = evicted.shape[-1]
         kept = self.held - count
-        target = evicted.sort(dim=-1).values if count > 1 else evicted  # [b, k, e]
-        source = _survivors(target, kept) if count > 1 else torch.full_like(target, kept)
         rows = self._rows * self.capacity + self.start
+        target = evicted.sort(dim=-1).values if count > 1 else evicted  # [b, k, e]
+        source = _survivors(target, kept) if count > 1 else kept
         rows_to, rows_from = (rows + target).flatten(), (rows + source).flatten()
         for buffer in self.pool.buffers():
             buffer.index_copy_(0, rows_to, buffer.index_select(0, rows_from))
