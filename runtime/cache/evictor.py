@@ -27,6 +27,7 @@ from kvcap.runtime.cache.pool import SHIFT, Segment, resize
 from kvcap.runtime.models.output_projection import output_projection
 from kvcap.runtime.types import Span
 
+SETTLED = 8  # tokens between evictions from which on keys are rotated in place
 RunAsync = Callable[[Any], AbstractContextManager[None]]
 
 
@@ -126,6 +127,15 @@ class Evictor:
         return max(0, max(segment.held - segment.target_length for segment in self.segments))
 
     @property
+    def _settles(self) -> bool:
+        """Whether keys are rotated in place once they moved, as nothing moves for many tokens."""
+        (segment, *others), storage = self.segments, self.storage
+        if self.evict_every < SETTLED or others or storage.rotation is None:
+            return False
+        keys = segment.pool.keys
+        return keys.device.type == "cpu" and keys.dtype == torch.float32
+
+    @property
     def free(self) -> int:
         """Slots that every head has for the next block."""
         return min(segment.capacity - segment.held for segment in self.segments)
@@ -168,6 +178,8 @@ class Evictor:
             self.balance.prefer(self.index, preference, step.tokens)
         if now or self.due(step.length):
             self.compact(self._evictions(observed, step.stored))
+            if step.length == 1 and self._settles:
+                self.storage.settle(self.segments[0])
         if self.balance is not None and self.index == len(self.layout.budgets) - 1:
             self.balance.rebalance(step.tokens)
 
