@@ -81,5 +81,9 @@ class KeyDiff(Policy):
             return cosine_similarity(a, b, dim=-1)
         # The same, but lengths divide the products: no copies of all keys at length 1.
         length_a, length_b = (torch.linalg.vector_norm(x, dim=-1).clamp_min(1e-8) for x in (a, b))
-        cosine: Tensor = (a * b).sum(-1) / (length_a * length_b)
+        if self.anchor == "pairwise":
+            products = (a * b).sum(-1)
+        else:
+            products = torch.matmul(b, a.mT).squeeze(-2)
+        cosine: Tensor = products / (length_a * length_b)
         return cosine

@@ -236,23 +236,31 @@ class Eviction:
             mask = mask | ((obs.positions >= start) & (obs.positions < stop))
         return mask
 
+    def pins_any(self, obs: Observation) -> bool:
+        """Whether `pinned` would show any slot that is never evicted."""
+        return bool(obs.pinned_spans) or self.pins_of(obs) != (0, 0)
+
     def pins_of(self, obs: Observation) -> tuple[int, int]:
         """How many first and how many newest tokens stay in the heads that are observed."""
         policy = self._policy(obs)
         sinks = max(policy.sinks_pinned(), self.sink_tokens)
         return sinks, max(policy.recents_pinned(obs.budget), self.recent_tokens)
 
-    def worth(self, scores: Tensor, pinned: Tensor, obs: Observation) -> Tensor:
+    def worth(self, scores: Tensor, pinned: Tensor | None, obs: Observation) -> Tensor:
         """The numbers that slots are chosen by: scores, rescored, +inf where pinned. [B, K, n].
 
-        `obs.budget` slots of each head stay.
+        `obs.budget` slots of each head stay. `pinned` may be None where none are.
         """
+        if pinned is None:
+            if self.rescorer is None:
+                return scores
+            pinned = torch.zeros_like(scores, dtype=torch.bool)
         if self.rescorer is not None:
             scores = self.rescorer.rescore(scores, pinned, obs).float().nan_to_num(nan=LOWEST)
         # All scores are finite, so that a pinned slot's +inf is above every one of them.
         return scores.masked_fill(pinned, float("inf"))
 
-    def choose(self, scores: Tensor, pinned: Tensor, obs: Observation, count: int) -> Tensor:
+    def choose(self, scores: Tensor, pinned: Tensor | None, obs: Observation, count: int) -> Tensor:
         """The `count` slots of each head to evict, by `score`'s result. [B, K, count], unordered.
 
         `obs.budget` slots of each head stay. Of slots that are worth the same the older go.

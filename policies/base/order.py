@@ -30,6 +30,9 @@ def lowest(worth: Tensor, positions: Tensor, count: int) -> Tensor:
         positions: [..., n] int.
         count: at most n.
     """
+    if count == 1:  # the oldest of the least, whose positions become negative
+        least = worth == worth.amin(-1, keepdim=True)
+        return positions.add(least, alpha=-(2**31)).argmin(-1, keepdim=True)
     if worth.device.type == "mps":  # whose topk takes no 64-bit integers
         return sequence(worth, positions)[..., :count]
     return ordered(worth, positions).topk(count, dim=-1, largest=False, sorted=False).indices

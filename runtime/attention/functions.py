@@ -127,6 +127,12 @@ def attend_weighing(
     return weigh(weights).reshape(query.shape)
 
 
+def adds_masks(query: Tensor, softcap: float | None, sinks: Tensor | None) -> bool:
+    """Whether `attend` adds the mask of a block to its logits, and would make it anew each time."""
+    plain = softcap is None and sinks is None
+    return plain and query.shape[2] > 1 and query.device.type == "cpu" and not ready(query)
+
+
 def attend_to_some(
     query: Tensor,
     keys: Tensor,

@@ -145,6 +145,18 @@ class LayerStorage:
                 rotation.on(keys, ranks[piece], out)
         return found.to(pool.read_dtype)
 
+    def settle(self, segment: Segment) -> None:
+        """Rotate a segment's keys where they lie to where they count, so that nobody else need.
+
+        Each time rounds those that moved once more: for float32, whose rounding is lost in that of
+        attention. A key moves down by its rank at most, however many tokens are read.
+        """
+        assert self.rotation is not None
+        shift = segment.aux(SHIFT)
+        segment.keys.copy_(self.rotation.back(segment.keys, shift))
+        shift.zero_()
+        self.needs_rotation = False
+
     def enable_rotation(self) -> None:
         """Have keys rotated from now on, though by nothing before a slot was given up."""
         self.needs_rotation = self.rotation is not None

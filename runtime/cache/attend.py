@@ -16,6 +16,7 @@ from kvcap.kernels.choice import ready
 from kvcap.policies.base import Expansion
 from kvcap.runtime.attention.functions import (
     Rows,
+    adds_masks,
     attend,
     attend_packed,
     attend_to_some,
@@ -27,7 +28,7 @@ from kvcap.runtime.attention.latents import absorbed, attend_absorbed, attend_ex
 from kvcap.runtime.cache.allocation import LayerStorage
 from kvcap.runtime.cache.evictor import AttentionStep, Evictor
 from kvcap.runtime.cache.pool import SHIFT
-from kvcap.runtime.cache.step import PendingBlock
+from kvcap.runtime.cache.step import ForwardContext, PendingBlock
 
 
 class AttentionCall(NamedTuple):
@@ -119,7 +120,7 @@ class SlotAttention:
         # A selection occupies few of a GPU's multiprocessors: attention hides it.
         early = has_work and context.is_waited_for
         selected = evictor.select_early(step, context.run_async) if early else []
-        out = self._over(query if own is None else own, keys, packed, call)
+        out = self._over(query if own is None else own, keys, packed, call, context)
         if block.readers:
             block.shown = _Shown(keys, packed, step)
         elif selected:
@@ -142,7 +143,8 @@ class SlotAttention:
             call: of the other layer.
         """
         keys, packed, step = block.shown
-        out = self._over(self.align(query, block.offsets), keys, packed, call)
+        query = self.align(query, block.offsets)
+        out = self._over(query, keys, packed, call, block.context)
         if not block.readers and self.evictor.has_work(block.length):
             self.evictor.evict_if_due(step)
         return out
@@ -258,13 +260,22 @@ class SlotAttention:
         values, given = last.pool.values, (call.scaling, call.softcap, call.sinks)
         return attend_packed(query, keys, values, self.rows, *given)
 
-    def _over(self, query: Tensor, keys: _HeldKeys, packed: bool, call: AttentionCall) -> Tensor:
+    def _over(
+        self,
+        query: Tensor,
+        keys: _HeldKeys,
+        packed: bool,
+        call: AttentionCall,
+        context: ForwardContext,
+    ) -> Tensor:
         """Attention of aligned queries [B, H, T, D] over all slots in use."""
         if packed:
             return self._over_packed(query, keys.pool, call)
-        return self._over_segments(query, keys, call)
+        return self._over_segments(query, keys, call, context)
 
-    def _over_segments(self, query: Tensor, held: _HeldKeys, call: AttentionCall) -> Tensor:
+    def _over_segments(
+        self, query: Tensor, held: _HeldKeys, call: AttentionCall, context: ForwardContext
+    ) -> Tensor:
         """Attention segment by segment, with what evicted tokens add where they are kept."""
         store, out = self.storage.evicted_store, None
         scaling, softcap = call.scaling, call.softcap
@@ -281,7 +292,10 @@ class SlotAttention:
                 ).to(query.dtype)
             elif store is None:
                 mine = mine.to(keys[i].dtype)  # of slots of fewer bits it may be another
-                part = attend(mine, keys[i], values[i], scaling, softcap, sinks=sinks)
+                mask = None
+                if adds_masks(mine, softcap, sinks):
+                    mask = context.causal_bias(mine.shape[2], keys[i].shape[2], mine)
+                part = attend(mine, keys[i], values[i], scaling, softcap, mask, sinks)
                 part = part.to(query.dtype)
             else:
                 part = store.attend(i, segment, mine, keys[i], scaling, softcap, sinks)

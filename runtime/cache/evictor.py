@@ -27,6 +27,7 @@ from kvcap.runtime.cache.pool import SHIFT, Segment, resize
 from kvcap.runtime.models.output_projection import output_projection
 from kvcap.runtime.types import Span
 
+SETTLED = 8  # tokens between evictions from which on keys are rotated in place
 RunAsync = Callable[[Any], AbstractContextManager[None]]
 
 
@@ -62,7 +63,7 @@ class SegmentEviction:
     count: int  # slots of each head
     eviction: Eviction
     fused: bool
-    pinned: Tensor | None = None  # bool [b, k, held], where not fused
+    pinned: Tensor | None = None  # bool [b, k, held], where not fused and any are
     shift: Tensor | None = None  # how far the segment's keys have moved, if they are moved
     newer: Tensor | None = None  # likewise kept queries, newer than all that goes
     choice: evict.Choice | None = None
@@ -87,7 +88,6 @@ class SegmentEviction:
 
     def select(self) -> Tensor:
         """The slots [b, k, count] that go, eagerly."""
-        assert self.pinned is not None
         return self.eviction.choose(self.scores, self.pinned, self.obs, self.count)
 
     @property
@@ -125,6 +125,15 @@ class Evictor:
     def excess(self) -> int:
         """The most slots that a head holds above what stays."""
         return max(0, max(segment.held - segment.target_length for segment in self.segments))
+
+    @property
+    def _settles(self) -> bool:
+        """Whether keys are rotated in place once they moved, as nothing moves for many tokens."""
+        (segment, *others), storage = self.segments, self.storage
+        if self.evict_every < SETTLED or others or storage.rotation is None:
+            return False
+        keys = segment.pool.keys
+        return keys.device.type == "cpu" and keys.dtype == torch.float32
 
     @property
     def free(self) -> int:
@@ -169,6 +178,8 @@ class Evictor:
             self.balance.prefer(self.index, preference, step.tokens)
         if now or self.due(step.length):
             self.compact(self._evictions(observed, step.stored))
+            if step.length == 1 and self._settles:
+                self.storage.settle(self.segments[0])
         if self.balance is not None and self.index == len(self.layout.budgets) - 1:
             self.balance.rebalance(step.tokens)
 
@@ -249,7 +260,8 @@ class Evictor:
                 else segment.rows_of(storage.query_window.shift)
             )
             scores = eviction.score(obs, score, finite=not fused)
-            pinned = None if fused else eviction.pinned(obs)
+            masked = eviction.heads_move or (not fused and eviction.pins_any(obs))
+            pinned = eviction.pinned(obs) if masked else None
             count = segment.held - segment.target_length
             those = scores, count, eviction, fused, pinned, shift, newer
             found.append(SegmentEviction(i, segment, obs, *those))

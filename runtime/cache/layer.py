@@ -207,9 +207,10 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
             self.pending = block
             if self.latent is not None:
                 return cast("tuple[Tensor, Tensor]", tuple(LatentBlock(x, self) for x in latents))
-            keys, values = self.keys if block.appended else None, self.values
-            keys = arrived[0].view_as(arrived[0]) if keys is None else keys
-            values = arrived[1] if values is None else values
+            keys, values = arrived
+            if block.appended and self._in_one:
+                keys, values = self.segments[0].keys, self.segments[0].values
+            keys = keys.view_as(keys)  # it will carry the layer
         keys = without_gradient(keys, key_states)
         keys.kvcap_layer = self  # type: ignore[attr-defined]  # attention_forward finds it here
         return keys, without_gradient(values, value_states)

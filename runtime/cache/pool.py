@@ -70,6 +70,10 @@ class SlotPool:
             self.values = self.keys[:, values_from:]
         self.positions = new(slots, dtype=torch.int32, device=device)
         self.aux = {name: new(slots, dtype=dt, device=device) for name, dt in (aux or {}).items()}
+        values = {"values": self.values} if values_from is None else {}
+        self._named = {
+            "keys": self.keys, **values, "positions": self.positions, **self.sides, **self.aux,
+        }  # fmt: skip
 
     @property
     def nbytes(self) -> int:
@@ -88,10 +92,7 @@ class SlotPool:
 
     def named(self) -> dict[str, Tensor]:
         """Everything that belongs to a slot, by name."""
-        values = {"values": self.values} if self.values_from is None else {}
-        return {
-            "keys": self.keys, **values, "positions": self.positions, **self.sides, **self.aux,
-        }  # fmt: skip
+        return self._named
 
     def kinds(self) -> dict[str, torch.dtype]:
         """The auxiliary tensors' types by name."""
@@ -99,7 +100,7 @@ class SlotPool:
 
     def buffers(self) -> list[Tensor]:
         """Everything that belongs to a slot and moves with it."""
-        return list(self.named().values())
+        return list(self._named.values())
 
 
 class Segment:
@@ -146,6 +147,7 @@ class Segment:
         self.held = 0
         device = pool.positions.device
         self._rows = torch.arange(batch * heads, device=device).view(batch, heads, 1)
+        self._viewed: tuple[tuple[int, ...], Mapping[str, Tensor]] | None = None  # by `named`
 
     @property
     def capacity(self) -> int:
@@ -160,21 +162,23 @@ class Segment:
     @property
     def keys(self) -> Tensor:
         """The held keys as they are stored, a view [b, k, held, D]."""
-        return self.view(self.pool.keys)
+        return self.named(0, self.held)["keys"]
 
     @property
     def values(self) -> Tensor:
         """The held values as they are stored, a view [b, k, held, D]."""
-        return self.view(self.pool.values)
+        if self.pool.values_from is not None:
+            return self.view(self.pool.values)
+        return self.named(0, self.held)["values"]
 
     @property
     def positions(self) -> Tensor:
         """The held tokens' places in the conversation, a view [b, k, held] int32."""
-        return self.view(self.pool.positions)
+        return self.named(0, self.held)["positions"]
 
     def aux(self, name: str) -> Tensor:
         """A auxiliary tensor's held part, a view [b, k, held]."""
-        return self.view(self.pool.aux[name])
+        return self.named(0, self.held)[name]
 
     def read_values(self, slots: int | None = None) -> Tensor:
         """The held values [b, k, held, D]: a view, or a copy of quantised ones.
@@ -232,13 +236,21 @@ class Segment:
             b, k = divmod(i, self.heads)
             yield slice(b, b + 1), slice(k, k + 1), slice(start, min(start + step, slots))
 
-    def named(self, start: int, stop: int) -> dict[str, Tensor]:
-        """Slots [start, stop) of every row of every buffer, views by name."""
-        return {name: self._view(x, start, stop) for name, x in self.pool.named().items()}
+    def named(self, start: int, stop: int) -> Mapping[str, Tensor]:
+        """Slots [start, stop) of every row of every buffer, views by name.
+
+        The last are kept: a token asks for those of all held slots again and again, and to make
+        them takes a CPU as long as to use them.
+        """
+        place = self.start, self.budget, start, stop
+        if self._viewed is None or self._viewed[0] != place:
+            pool = self.pool.named()
+            self._viewed = place, {name: self._view(x, start, stop) for name, x in pool.items()}
+        return self._viewed[1]
 
     def buffers(self) -> list[Tensor]:
         """The held parts of all the pool's buffers, views."""
-        return [self.view(buffer) for buffer in self.pool.buffers()]
+        return list(self.named(0, self.held).values())
 
     def append_views(self, whole: bool) -> list[Tensor]:
         """The same and the slot behind them, for a token; or the `whole` of all slots."""
@@ -266,7 +278,7 @@ class Segment:
         group = len(x) // self.layer_heads
         return x[self.head * group : (self.head + self.heads) * group]
 
-    def behind(self, length: int, held: bool = True) -> dict[str, Tensor]:
+    def behind(self, length: int, held: bool = True) -> Mapping[str, Tensor]:
         """So many slots of every row behind those `held`, or the first ones, views by name."""
         first = self.held if held else 0
         stop = self.held + length
@@ -282,11 +294,13 @@ class Segment:
         """
         length = keys.shape[2]
         start, stop = self.held, self.held + length
-        targets = list(self.behind(length, after is None).values())
-        if self.pool.values_from is None and ready(keys) and append.covers(keys, values, targets):
-            append.append(keys, values, positions, targets, after)
-            self.held = stop
-            return
+        targets = self.behind(length, after is None)
+        if self.pool.values_from is None and ready(keys):
+            buffers = list(targets.values())
+            if append.covers(keys, values, buffers):
+                append.append(keys, values, positions, buffers, after)
+                self.held = stop
+                return
         blocks = {"keys": keys, "values": values, "positions": positions}
         if self.pool.format.quantised:
             blocks |= self.pool.format.written(keys, values)
@@ -300,7 +314,7 @@ class Segment:
                 shape = (*keys.shape[:3], *buffer.shape[1:])
                 whole.index_copy_(2, places, block.expand(shape))
         else:
-            for target, name in zip(targets, self.pool.named(), strict=True):
+            for name, target in targets.items():
                 target.copy_(blocks[name]) if name in blocks else target.zero_()
         self.held = stop
 
@@ -312,9 +326,9 @@ class Segment:
         """
         count = evicted.shape[-1]
         kept = self.held - count
-        target = evicted.sort(dim=-1).values if count > 1 else evicted  # [b, k, e]
-        source = _survivors(target, kept) if count > 1 else torch.full_like(target, kept)
         rows = self._rows * self.capacity + self.start
+        target = evicted.sort(dim=-1).values if count > 1 else evicted  # [b, k, e]
+        source = _survivors(target, kept) if count > 1 else kept
         rows_to, rows_from = (rows + target).flatten(), (rows + source).flatten()
         for buffer in self.pool.buffers():
             buffer.index_copy_(0, rows_to, buffer.index_select(0, rows_from))

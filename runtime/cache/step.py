@@ -109,6 +109,7 @@ class ForwardContext:
     _counters: list[Tensor] = field(default_factory=list)
     _times: dict[tuple[int, int, torch.device], Tensor] = field(default_factory=dict)
     _after: dict[int, Tensor] = field(default_factory=dict)
+    _mask: Tensor | None = None
 
     def bind_token_counter(self, token_counter: Tensor, block_size: int, filling: bool) -> None:
         """Count tokens by a tensor [] on the device, while a CUDA graph is captured or prepared."""
@@ -164,6 +165,16 @@ class ForwardContext:
             first = seen if self.token_counter is None else self.token_counter
             self._times[asked] = first + torch.arange(length, dtype=torch.int32, device=device)
         return self._times[asked]
+
+    def causal_bias(self, length: int, slots: int, like: Tensor) -> Tensor:
+        """A block's causal mask as it is added to logits, [1, 1, T, n]; layers share one tensor.
+
+        For a CPU, where attention would make one of its own from another in every layer.
+        """
+        if self._mask is None or self._mask.shape[2:] != (length, slots):
+            hidden = like.new_full((length, slots), float("-inf"))
+            self._mask = hidden.triu_(slots - length + 1)[None, None]
+        return self._mask
 
 
 @dataclass

@@ -158,15 +158,9 @@ class Rotation:
         """Rotate `x` by `rows` [..., 2, R/2], or by minus these, to `out`."""
         if self.interleaved:
             out.copy_(rotate(x, rows, back=sign < 0, interleaved=True))
-            return
-        cos, sin = rows.float().unbind(-2)
-        half = cos.shape[-1]
-        a, b = x[..., :half], x[..., half : 2 * half]
-        to_a, to_b = out[..., :half], out[..., half : 2 * half]
-        torch.mul(a, cos, out=to_a).addcmul_(b, sin, value=-sign)
-        torch.mul(b, cos, out=to_b).addcmul_(a, sin, value=sign)
-        if 2 * half < x.shape[-1]:
-            out[..., 2 * half :] = x[..., 2 * half :]
+        else:
+            cos, sin = rows.float().unbind(-2)
+            _rotate_halves(x, cos, sin, -sign, out)
 
     def unrotated(self, x: Tensor, start: int | Tensor) -> Tensor:
         """`x` [..., n, D] float32, rotated to the positions from `start` on, as it is at 0: a copy.
@@ -237,18 +231,19 @@ def rotate(x: Tensor, rows: Tensor, back: bool = False, interleaved: bool = Fals
     """
     wide = torch.promote_types(rows.dtype, torch.float32)
     cos, sin = rows.to(wide).unbind(-2)
-    half = cos.shape[-1]
+    half, sign = cos.shape[-1], 1 if back else -1
+    eager = x.device.type == "cpu" and not torch.compiler.is_compiling()
+    if eager and not interleaved and not x.requires_grad:
+        out = torch.empty(x.shape, dtype=wide)
+        _rotate_halves(x.to(wide), cos, sin, sign, out)
+        return out.to(x.dtype)
     turning, rest = x[..., : 2 * half].to(wide), x[..., 2 * half :]
     if interleaved:
         rotated = _rotate_neighbours(turning, cos, sin, back).to(x.dtype)
     else:
         a, b = turning[..., :half], turning[..., half:]
-        add = (
-            _add_in_place if x.device.type == "cpu" and not torch.compiler.is_compiling() else _add
-        )
-        sign = 1 if back else -1
         rotated = torch.cat(  # in one expression, so that no half outlives it
-            (add(a * cos, b, sin, sign), add(b * cos, a, sin, -sign)), dim=-1
+            (_add(a * cos, b, sin, sign), _add(b * cos, a, sin, -sign)), dim=-1
         ).to(x.dtype)
     return torch.cat((rotated, rest), dim=-1) if rest.shape[-1] else rotated
 
@@ -257,9 +252,18 @@ def _add(total: Tensor, x: Tensor, y: Tensor, sign: int) -> Tensor:
     return total + x * y if sign > 0 else total - x * y
 
 
-def _add_in_place(total: Tensor, x: Tensor, y: Tensor, sign: int) -> Tensor:
-    """`_add` without a tensor for the product, which costs a CPU more than to compute it."""
-    return total.addcmul_(x, y, value=sign)
+def _rotate_halves(x: Tensor, cos: Tensor, sin: Tensor, sign: int, out: Tensor) -> None:
+    """`rotate` of halves, back where `sign` is 1, in four passes and into another tensor.
+
+    A CPU takes as long to fill a temporary tensor as to compute it.
+    """
+    half = cos.shape[-1]
+    a, b = x[..., :half], x[..., half : 2 * half]
+    to_a, to_b = out[..., :half], out[..., half : 2 * half]
+    torch.mul(a, cos, out=to_a).addcmul_(b, sin, value=sign)
+    torch.mul(b, cos, out=to_b).addcmul_(a, sin, value=-sign)
+    if 2 * half < x.shape[-1]:
+        out[..., 2 * half :] = x[..., 2 * half :]
 
 
 def _rotate_neighbours(x: Tensor, cos: Tensor, sin: Tensor, back: bool) -> Tensor:

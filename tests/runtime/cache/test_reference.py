@@ -11,6 +11,7 @@ from reference import NAME, STEPS, Setting, rotate, run_reference
 
 import kvcap
 from kvcap.runtime.backends.pytorch.loop import BlockLoop
+from kvcap.runtime.cache import evictor
 from kvcap.runtime.cache.query_window import QueryWindow
 from kvcap.runtime.models.rope import Rotation
 
@@ -139,6 +140,33 @@ def test_no_drift_in_bfloat16_after_ten_thousand_evictions():
     exact = rotate_all(store.keys[0, 0, newest], -store.aux("shift")[0, 0, newest], cache)
     error = (rotation.back(store.keys, store.aux("shift"))[0, 0, newest].double() - exact).abs()
     assert error.max() <= exact.abs().max() * 2**-8  # one rounding to bfloat16
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_keys_rotated_in_place_are_those_rotated_at_attention(dtype, monkeypatch, tokens):
+    """As where evictions are rare on a CPU, in float32; a key moves by no more than its rank."""
+    model, ids = tiny_model("llama", dtype=dtype), tokens(300)
+    caches, logits = [], []
+    for settles in (True, False):
+        if not settles:
+            monkeypatch.setattr(evictor, "SETTLED", 1 << 30)
+        cache = kvcap.BudgetCache(model.config, 24, 8, "keydiff-window", evict_every=8)
+        loop, found = BlockLoop(model, cache), []
+        loop.prefill(ids[:, :40])
+        found += [loop.read(ids[:, i : i + 1]) for i in range(40, 200)]
+        loop.prefill(ids[:, 200:220])  # another turn, whose blocks evict too
+        found += [loop.read(ids[:, i : i + 1]) for i in range(220, 300)]
+        caches.append(cache)
+        logits.append(torch.cat(found))
+    in_place, at_attention = (cache.capped_layers[0].storage for cache in caches)
+    assert at_attention.pending_rotation is not None
+    assert (in_place.pending_rotation is None) == (dtype == torch.float32)
+    assert kept(caches[0], 1) == kept(caches[1], 1)
+    torch.testing.assert_close(*logits, rtol=1e-4, atol=2e-5)
+    keys = [
+        cache.capped_layers[0].storage.read_keys(cache.layers[0].segments[0]) for cache in caches
+    ]
+    torch.testing.assert_close(*keys, rtol=1e-5, atol=1e-6)
 
 
 def rotate_all(keys: torch.Tensor, positions: torch.Tensor, cache: Any) -> torch.Tensor:
