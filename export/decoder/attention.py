@@ -55,7 +55,7 @@ def group_attention(
             version=1,
         )
         found = out.unflatten(2, (heads, -1)).transpose(1, 2), keys, values
-    return found[0].to(query.dtype).view(1, heads, length, -1), *found[1:]
+    return found[0].to(query.dtype), *found[1:]
 
 
 def _plainly(
