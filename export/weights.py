@@ -21,7 +21,7 @@ from torch import Tensor
 
 from kvcap.runtime.backends.onnxruntime.library import library
 
-BLOCK = 32  # weights of a row that share a scale
+BLOCK = 32  # weights of a row that share a scale, unless told otherwise
 ACCURACY = 4  # activations are rounded to int8 too, block by block: the fast kernels
 LARGE = 1 << 16  # numbers of a matrix or table that is worth it
 INLINE = 1024  # bytes of a tensor that stays in the graph's own file
@@ -43,10 +43,12 @@ class Rounding:
     Attributes:
         bits: of `q`, 4 or 8.
         symmetric: `zero` is the middle, 8 or 128; else each block has its own.
+        block: weights of a row that share a scale, a power of two from 16 on.
     """
 
     bits: int
     symmetric: bool = True
+    block: int = BLOCK
 
     @property
     def middle(self) -> int:
@@ -60,11 +62,14 @@ class Rounding:
 
 
 class Packed(NamedTuple):
-    """A matrix [N, K] in blocks, as MatMulNBits and GatherBlockQuantized read it."""
+    """A matrix [N, K] in blocks, as MatMulNBits and GatherBlockQuantized read it.
 
-    numbers: Tensor  # uint8 [N, ceil(K / 32), 4 * bits]; of 4 bits the first is the lower half
-    scales: Tensor  # float32 [N, ceil(K / 32)]
-    zeros: Tensor | None  # uint8 [N, ceil(ceil(K / 32) * bits / 8)]
+    `C` is how many blocks a row has, `ceil(K / block)`.
+    """
+
+    numbers: Tensor  # uint8 [N, C, block * bits / 8]; of 4 bits the first is the lower half
+    scales: Tensor  # float32 [N, C]
+    zeros: Tensor | None  # uint8 [N, ceil(C * bits / 8)]
 
 
 def pack(matrix: Tensor, rounding: Rounding) -> Packed:
@@ -88,7 +93,7 @@ def _below(parts: list[Packed]) -> Packed:
 
 
 def _pack(rows: Tensor, rounding: Rounding) -> Packed:
-    blocks = _blocks(rows.float())
+    blocks = _blocks(rows.float(), rounding.block)
     if rounding.symmetric:
         extreme = blocks.gather(-1, blocks.abs().argmax(-1, keepdim=True))
         scales = extreme / -rounding.middle
@@ -113,10 +118,10 @@ def unpack(packed: Packed, columns: int, rounding: Rounding) -> Tensor:
     return numbers.sub_(zeros).mul_(packed.scales[..., None]).flatten(1)[:, :columns]
 
 
-def _blocks(rows: Tensor) -> Tensor:
-    """Rows [N, K] as [N, ceil(K / 32), 32], zeros behind the last."""
-    missing = -rows.shape[1] % BLOCK
-    found: Tensor = torch.nn.functional.pad(rows, (0, missing)).unflatten(1, (-1, BLOCK))
+def _blocks(rows: Tensor, size: int) -> Tensor:
+    """Rows [N, K] as [N, C, size], zeros behind the last."""
+    missing = -rows.shape[1] % size
+    found: Tensor = torch.nn.functional.pad(rows, (0, missing)).unflatten(1, (-1, size))
     return found
 
 
@@ -372,9 +377,9 @@ class _Matrix:
         self._weights, self._given_packed = weights, ready
         self._ready: Packed | None = None
         self.tensors: dict[str, Any] = {}
-        count = -(-placed.columns // BLOCK)
+        count = -(-placed.columns // rounding.block)
         types = library("onnx").TensorProto
-        self._count, self._size = count, BLOCK * rounding.bits // 8
+        self._count, self._size = count, rounding.block * rounding.bits // 8
         numbers = self.tensors[self._part(0, types.UINT8, [placed.rows, count, self._size])]
         for name, part in zip(names, parts, strict=True):
             if len(names) > 1:
@@ -384,7 +389,8 @@ class _Matrix:
             width = -(-count * rounding.bits // 8)
             given.append(self._part(2, types.UINT8, [placed.rows, width]))
         self._given, self._ready, self._given_packed = given, None, []
-        self._said = {"domain": MICROSOFT, "bits": rounding.bits, "block_size": BLOCK}
+        self._said: dict[str, Any] = {"domain": MICROSOFT, "bits": rounding.bits}
+        self._said["block_size"] = rounding.block
 
     def product(self, node: Any) -> list[Any]:
         """In place of a MatMul."""
@@ -401,7 +407,7 @@ class _Matrix:
         helper, types = library("onnx.helper"), library("onnx").TensorProto
         shape = [self.placed.rows, self._count * self._size]
         table = self._part(0, types.UINT8, shape, TABLE)
-        (out,), whole = node.output, self._count * BLOCK == self.placed.columns
+        (out,), whole = node.output, self._count * self.rounding.block == self.placed.columns
         wide = out if whole else f"{out}.wide"
         nodes = [
             helper.make_node(
@@ -505,17 +511,17 @@ def rounded_in(file: Path) -> dict[str, Rounded]:
         stem, _, part = name.rpartition(".")
         if part != NAMES[0] or stem in found:
             continue
-        bits = _attribute(node, "bits")
+        bits, block = (_attribute(node, kind) for kind in ("bits", "block_size"))
         parts = [tensors[f"{stem}.{kind}"] for kind in NAMES if f"{stem}.{kind}" in tensors]
         said = [{entry.key: entry.value for entry in tensor.external_data} for tensor in parts]
         places = [(int(s["offset"]), list(t.dims)) for s, t in zip(said, parts, strict=True)]
         rows, count = parts[1].dims
-        places[0] = places[0][0], [rows, count, BLOCK * bits // 8]
+        places[0] = places[0][0], [rows, count, block * bits // 8]
         end = tensors.get(f"{stem}.to")
-        columns = _attribute(node, "K") or (end.int64_data[0] if end else count * BLOCK)
+        columns = _attribute(node, "K") or (end.int64_data[0] if end else count * block)
         whole = Rounded(
             file.with_name(said[0]["location"]), places, columns,
-            Rounding(bits, symmetric=len(parts) == 2), stem.endswith(TURNED),
+            Rounding(bits, len(parts) == 2, block), stem.endswith(TURNED),
         )  # fmt: skip
         within = [(entry.key, int(entry.value)) for entry in parts[0].metadata_props]
         start = 0
