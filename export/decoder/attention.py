@@ -38,7 +38,7 @@ def group_attention(
     Returns:
         [1, H, T, D], and the buffers with the block in them.
     """
-    heads, kv_heads, length = query.shape[1], key.shape[1], query.shape[2]
+    heads, kv_heads = query.shape[1], key.shape[1]
     flat = [x.to(keys.dtype).transpose(1, 2).flatten(2) for x in (query, key, value)]
     if not torch.compiler.is_compiling():
         found = _plainly(query.to(keys.dtype), key, value, keys, values, last, scaling, softcap)

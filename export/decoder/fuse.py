@@ -188,7 +188,9 @@ class Fusing:
             if count not in self.made:
                 two = self._constant("no_rows", np.zeros(2, np.int64))
                 nodes += [
-                    self.make("Cast", [total], [f"{count}_long"], to=library("onnx").TensorProto.INT64),
+                    self.make(
+                        "Cast", [total], [f"{count}_long"], to=library("onnx").TensorProto.INT64
+                    ),
                     self.make("Unsqueeze", [f"{count}_long", none], [f"{count}_one"]),
                     self.make("Concat", [two, f"{count}_one", none], [count], axis=0),
                 ]

@@ -176,7 +176,9 @@ def test_matrices_side_by_side_are_kept_as_one(columns, rounding, tmp_path):
     file = tmp_path / "x.onnx"
     file.write_bytes(model.SerializeToString())
     onnx.checker.check_model(str(file))
-    assert [n.op_type for n in model.graph.node] == ["MatMul" if rounding is None else "MatMulNBits"]
+    assert [n.op_type for n in model.graph.node] == [
+        "MatMul" if rounding is None else "MatMulNBits"
+    ]
     rounded = rounded_in(file)
     assert list(rounded) == list(places) == ([] if rounding is None else list(weights))
     meant = {**weights, **{name: found.read() for name, found in rounded.items()}}
@@ -200,7 +202,11 @@ def test_a_matrix_that_is_read_alone_too_is_not_joined(tmp_path):
     nodes = [node("Transpose", [name], [f"{name}.t"], perm=[1, 0]) for name in weights]
     nodes.append(node("Concat", ["a.t", "b.t"], ["all"], axis=1))
     nodes += [node("MatMul", ["x", "all"], ["y"]), node("MatMul", ["x", "a.t"], ["z"])]
-    inputs = [value("x", floats, [2, 64]), value("a", floats, [40, 64]), value("b", floats, [8, 64])]
+    inputs = [
+        value("x", floats, [2, 64]),
+        value("a", floats, [40, 64]),
+        value("b", floats, [8, 64]),
+    ]
     outputs = [value(name, floats, [2, None]) for name in "yz"]
     made = helper.make_graph(nodes, "both", inputs, outputs)
     model = helper.make_model(made, opset_imports=[helper.make_opsetid("", 18)], ir_version=10)
