@@ -560,7 +560,6 @@ def test_a_decoder_says_in_few_nodes_what_it_was_traced_as(shelf):
     ("llama", "keydiff", {"head_dim": 24}, False, False),  # no multiple of 16
     ("llama", "snapkv", {"head_dim": 16}, False, False),  # rotated queries are given out
     ("llama", "pyramidkv", {"head_dim": 16}, False, False),
-    ("gemma3_text", "keydiff", {"head_dim": 16}, False, True),
 ])  # fmt: skip
 def test_attention_takes_what_products_give_where_it_can(family, policy, changes, packed, rotates):
     nodes = trace(decoder(family, policy, **changes)).graph.node
