@@ -8,7 +8,7 @@ memory. Knows ONNX files; no model.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 from math import prod
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from kvcap.runtime.backends.onnxruntime.library import library
 
-BLOCK = 32  # weights of a row that share a scale
+BLOCK = 32  # weights of a row that share a scale, unless told otherwise
 ACCURACY = 4  # activations are rounded to int8 too, block by block: the fast kernels
 LARGE = 1 << 16  # numbers of a matrix or table that is worth it
 INLINE = 1024  # bytes of a tensor that stays in the graph's own file
@@ -33,6 +33,7 @@ MICROSOFT = "com.microsoft"  # ONNX Runtime's own operations
 NAMES = ("numbers", "scales", "zeros")  # of the parts of a packed matrix, behind the weight's own
 TABLE = ".table"  # behind them, where rows are looked up in the same bytes
 TURNED = ".turned"  # between them, where the model has the matrix as [K, N]
+JOINED = "+"  # between the names of matrices that lie below each other as one
 
 
 @dataclass(frozen=True)
@@ -42,10 +43,12 @@ class Rounding:
     Attributes:
         bits: of `q`, 4 or 8.
         symmetric: `zero` is the middle, 8 or 128; else each block has its own.
+        block: weights of a row that share a scale, a power of two from 16 on.
     """
 
     bits: int
     symmetric: bool = True
+    block: int = BLOCK
 
     @property
     def middle(self) -> int:
@@ -59,11 +62,14 @@ class Rounding:
 
 
 class Packed(NamedTuple):
-    """A matrix [N, K] in blocks, as MatMulNBits and GatherBlockQuantized read it."""
+    """A matrix [N, K] in blocks, as MatMulNBits and GatherBlockQuantized read it.
 
-    numbers: Tensor  # uint8 [N, ceil(K / 32), 4 * bits]; of 4 bits the first is the lower half
-    scales: Tensor  # float32 [N, ceil(K / 32)]
-    zeros: Tensor | None  # uint8 [N, ceil(ceil(K / 32) * bits / 8)]
+    `C` is how many blocks a row has, `ceil(K / block)`.
+    """
+
+    numbers: Tensor  # uint8 [N, C, block * bits / 8]; of 4 bits the first is the lower half
+    scales: Tensor  # float32 [N, C]
+    zeros: Tensor | None  # uint8 [N, ceil(C * bits / 8)]
 
 
 def pack(matrix: Tensor, rounding: Rounding) -> Packed:
@@ -72,7 +78,12 @@ def pack(matrix: Tensor, rounding: Rounding) -> Packed:
     A symmetric block's number of the largest magnitude becomes exactly the lowest number, -8 or
     -128, so that all numbers are used; an asymmetric one's span its least and its greatest, and 0.
     """
-    parts = [_pack(rows, rounding) for rows in matrix.split(max(1, ROWS // matrix.shape[1]))]
+    parts = matrix.split(max(1, ROWS // matrix.shape[1]))
+    return _below([_pack(rows, rounding) for rows in parts])
+
+
+def _below(parts: list[Packed]) -> Packed:
+    """Matrices of one K below each other, as one."""
     zeros = [part.zeros for part in parts if part.zeros is not None]
     return Packed(
         torch.cat([part.numbers for part in parts]),
@@ -82,7 +93,7 @@ def pack(matrix: Tensor, rounding: Rounding) -> Packed:
 
 
 def _pack(rows: Tensor, rounding: Rounding) -> Packed:
-    blocks = _blocks(rows.float())
+    blocks = _blocks(rows.float(), rounding.block)
     if rounding.symmetric:
         extreme = blocks.gather(-1, blocks.abs().argmax(-1, keepdim=True))
         scales = extreme / -rounding.middle
@@ -107,10 +118,10 @@ def unpack(packed: Packed, columns: int, rounding: Rounding) -> Tensor:
     return numbers.sub_(zeros).mul_(packed.scales[..., None]).flatten(1)[:, :columns]
 
 
-def _blocks(rows: Tensor) -> Tensor:
-    """Rows [N, K] as [N, ceil(K / 32), 32], zeros behind the last."""
-    missing = -rows.shape[1] % BLOCK
-    found: Tensor = torch.nn.functional.pad(rows, (0, missing)).unflatten(1, (-1, BLOCK))
+def _blocks(rows: Tensor, size: int) -> Tensor:
+    """Rows [N, K] as [N, C, size], zeros behind the last."""
+    missing = -rows.shape[1] % size
+    found: Tensor = torch.nn.functional.pad(rows, (0, missing)).unflatten(1, (-1, size))
     return found
 
 
@@ -190,6 +201,7 @@ def place(
 
     With a rounding, products of activations and a matrix become MatMulNBits, and embeddings that
     are looked up in a table GatherBlockQuantized; a table that is a matrix too is kept once.
+    Matrices that a graph puts side by side for one product are kept as one.
 
     Args:
         model: whose weights are inputs.
@@ -202,15 +214,35 @@ def place(
         The weights that are in blocks, by name.
     """
     graph, found = model.graph, dict[str, Placed]()
-    nodes = _Nodes(graph)
-    for value in [value for value in graph.input if value.name in weights]:
+    nodes, values = _Nodes(graph), {x.name: x for x in graph.input if x.name in weights}
+    for joint in nodes.joints(values.keys()):
+        first, names = values[joint.names[0]], list(joint.names)
+        sizes = [[dim.dim_value for dim in values[x].type.tensor_type.shape.dim] for x in names]
+        placed = [Placed(rows, columns, False) for rows, columns in sizes]
+        nodes.replace([*joint.transposes, joint.concat], lambda node: [])
+        if rounding is not None:
+            found |= dict(zip(names, placed, strict=True))
+            ready = [(packed or {}).get(name) for name in names]
+            matrix = _Matrix(names, placed, rounding, store, weights, ready)
+            nodes.replace(joint.products, matrix.product)
+            graph.initializer.extend(matrix.tensors.values())
+        else:
+            shape = [placed[0].columns, sum(part.rows for part in placed)]
+            make = partial(_side_by_side, weights, names)
+            tensor = _plain(store, first, make, shape, JOINED.join(names))
+            for node in joint.products:
+                node.input[1] = tensor.name
+            graph.initializer.append(tensor)
+        for name in names:
+            graph.input.remove(values.pop(name))
+    for value in values.values():
         name, shape = value.name, [dim.dim_value for dim in value.type.tensor_type.shape.dim]
         uses = nodes.uses(name)
         if rounding is not None and len(shape) == 2 and uses.fit_blocks(prod(shape)):
             rows, columns = shape[::-1] if uses.turned else shape
             found[name] = Placed(rows, columns, uses.turned)
-            ready = (packed or {}).get(name)
-            matrix = _Matrix(name, found[name], rounding, store, weights, ready)
+            ready = [(packed or {}).get(name)]
+            matrix = _Matrix([name], [found[name]], rounding, store, weights, ready)
             nodes.replace(uses.transposes, lambda node: [])
             nodes.replace(uses.products, matrix.product)
             nodes.replace(uses.lookups, matrix.lookup)
@@ -253,6 +285,15 @@ class _Uses(NamedTuple):
         return bool(self.products) or (bool(self.lookups) and numbers >= LARGE)
 
 
+class _Joint(NamedTuple):
+    """Weights [N, K], transposed and put side by side for products."""
+
+    names: list[str]
+    transposes: list[Any]
+    concat: Any
+    products: list[Any]
+
+
 class _Nodes:
     """The nodes of a graph, some of which are to be replaced."""
 
@@ -283,6 +324,25 @@ class _Nodes:
         ]
         return _Uses(turned, products, lookups, others)
 
+    def joints(self, names: Collection[str]) -> list[_Joint]:
+        """Where weights of these names are put side by side, and read in no other way."""
+        turned = {
+            node.output[0]: node
+            for node in self.nodes
+            if node.op_type == "Transpose" and node.input[0] in names
+            if _attribute(node, "perm") == [1, 0] and len(self.readers[node.input[0]]) == 1
+        }
+        found = []
+        for node in self.nodes:
+            products = self.readers[node.output[0]] if node.op_type == "Concat" else []
+            if not products or not turned.keys() >= set(node.input):
+                continue
+            alone = all(len(self.readers[name]) == 1 for name in node.input)
+            if alone and all(_is_product(n, {node.output[0]}) for n in products):
+                parts = [turned[name] for name in node.input]
+                found.append(_Joint([part.input[0] for part in parts], parts, node, products))
+        return found
+
     def replace(self, nodes: list[Any], by: Callable[[Any], list[Any]]) -> None:
         """Put what `by` makes of each node in its place."""
         self.instead |= {id(node): by(node) for node in nodes}
@@ -301,26 +361,36 @@ def _is_product(node: Any, weights: set[str]) -> bool:
 
 
 class _Matrix:
-    """A matrix in blocks, and the nodes that read it; it is written if it is not there."""
+    """A matrix in blocks, and the nodes that read it; it is written if it is not there.
+
+    It may be several of the model's, of one K, below each other.
+    """
 
     def __init__(
-        self, name: str, placed: Placed, rounding: Rounding, store: Store,
-        weights: Mapping[str, Tensor], ready: Packed | None,
+        self, names: list[str], parts: list[Placed], rounding: Rounding, store: Store,
+        weights: Mapping[str, Tensor], ready: list[Packed | None],
     ) -> None:  # fmt: skip
-        self.name, self.placed, self.rounding, self.store = name, placed, rounding, store
-        self.stem = name + TURNED if placed.turned else name
-        self._weights, self._ready = weights, ready
+        self.names, self.parts, self.rounding, self.store = names, parts, rounding, store
+        placed = parts[0]._replace(rows=sum(part.rows for part in parts))
+        self.placed, stem = placed, JOINED.join(names)
+        self.stem = stem + TURNED if placed.turned else stem
+        self._weights, self._given_packed = weights, ready
+        self._ready: Packed | None = None
         self.tensors: dict[str, Any] = {}
-        count = -(-placed.columns // BLOCK)
+        count = -(-placed.columns // rounding.block)
         types = library("onnx").TensorProto
-        self._count, self._size = count, BLOCK * rounding.bits // 8
-        self._part(0, types.UINT8, [placed.rows, count, self._size])
+        self._count, self._size = count, rounding.block * rounding.bits // 8
+        numbers = self.tensors[self._part(0, types.UINT8, [placed.rows, count, self._size])]
+        for name, part in zip(names, parts, strict=True):
+            if len(names) > 1:
+                numbers.metadata_props.add(key=name, value=str(part.rows))
         given = [self._part(1, types.FLOAT, [placed.rows, count])]
         if not rounding.symmetric:
             width = -(-count * rounding.bits // 8)
             given.append(self._part(2, types.UINT8, [placed.rows, width]))
-        self._given, self._ready = given, None
-        self._said = {"domain": MICROSOFT, "bits": rounding.bits, "block_size": BLOCK}
+        self._given, self._ready, self._given_packed = given, None, []
+        self._said: dict[str, Any] = {"domain": MICROSOFT, "bits": rounding.bits}
+        self._said["block_size"] = rounding.block
 
     def product(self, node: Any) -> list[Any]:
         """In place of a MatMul."""
@@ -337,7 +407,7 @@ class _Matrix:
         helper, types = library("onnx.helper"), library("onnx").TensorProto
         shape = [self.placed.rows, self._count * self._size]
         table = self._part(0, types.UINT8, shape, TABLE)
-        (out,), whole = node.output, self._count * BLOCK == self.placed.columns
+        (out,), whole = node.output, self._count * self.rounding.block == self.placed.columns
         wide = out if whole else f"{out}.wide"
         nodes = [
             helper.make_node(
@@ -363,22 +433,34 @@ class _Matrix:
 
     def _make(self) -> Any:
         if self._ready is None:
-            matrix = self._weights[self.name]
-            self._ready = pack(matrix.T if self.placed.turned else matrix, self.rounding)
+            pairs = zip(self.names, self._given_packed, strict=True)
+            parts = [ready or self._packed(name) for name, ready in pairs]
+            self._ready = parts[0] if len(parts) == 1 else _below(parts)
         return self._ready
 
+    def _packed(self, name: str) -> Packed:
+        matrix = self._weights[name]
+        return pack(matrix.T if self.placed.turned else matrix, self.rounding)
 
-def _plain(store: Store, value: Any, make: Callable[[], Tensor], shape: list[int]) -> Any:
+
+def _plain(
+    store: Store, value: Any, make: Callable[[], Tensor], shape: list[int], name: str | None = None
+) -> Any:
     """A weight as it is: in the store, or in the graph where it is small."""
-    kind = value.type.tensor_type.elem_type
+    kind, name = value.type.tensor_type.elem_type, name or value.name
     width = library("onnx.helper").tensor_dtype_to_np_dtype(kind).itemsize
     if prod(shape) * width >= INLINE:
-        return store.tensor(value.name, make, kind, shape)
-    return library("onnx.numpy_helper").from_array(make().contiguous().numpy(), value.name)
+        return store.tensor(name, make, kind, shape)
+    return library("onnx.numpy_helper").from_array(make().contiguous().numpy(), name)
 
 
 def _transposed(weights: Mapping[str, Tensor], name: str) -> Tensor:
     return weights[name].T
+
+
+def _side_by_side(weights: Mapping[str, Tensor], names: list[str]) -> Tensor:
+    """Weights [N, K], each transposed, as [K, N + N + ...]."""
+    return torch.cat([weights[name] for name in names]).T
 
 
 def _attribute(node: Any, name: str) -> Any:
@@ -395,6 +477,14 @@ class Rounded(NamedTuple):
     columns: int  # K
     rounding: Rounding
     turned: bool  # the model has it as [K, N]
+
+    def rows(self, start: int, count: int) -> Rounded:
+        """So many of its rows, which lie one after the other."""
+        parts = [
+            (at + start * prod(size[1:]) * width, [count, *size[1:]])
+            for (at, size), width in zip(self.parts, (1, 4, 1), strict=False)  # bytes of a number
+        ]
+        return self._replace(parts=parts)
 
     def read(self) -> Tensor:
         """What it stands for, in float32, as the model has it."""
@@ -421,16 +511,21 @@ def rounded_in(file: Path) -> dict[str, Rounded]:
         stem, _, part = name.rpartition(".")
         if part != NAMES[0] or stem in found:
             continue
-        bits = _attribute(node, "bits")
+        bits, block = (_attribute(node, kind) for kind in ("bits", "block_size"))
         parts = [tensors[f"{stem}.{kind}"] for kind in NAMES if f"{stem}.{kind}" in tensors]
         said = [{entry.key: entry.value for entry in tensor.external_data} for tensor in parts]
         places = [(int(s["offset"]), list(t.dims)) for s, t in zip(said, parts, strict=True)]
         rows, count = parts[1].dims
-        places[0] = places[0][0], [rows, count, BLOCK * bits // 8]
+        places[0] = places[0][0], [rows, count, block * bits // 8]
         end = tensors.get(f"{stem}.to")
-        columns = _attribute(node, "K") or (end.int64_data[0] if end else count * BLOCK)
-        found[stem] = Rounded(
+        columns = _attribute(node, "K") or (end.int64_data[0] if end else count * block)
+        whole = Rounded(
             file.with_name(said[0]["location"]), places, columns,
-            Rounding(bits, symmetric=len(parts) == 2), stem.endswith(TURNED),
+            Rounding(bits, len(parts) == 2, block), stem.endswith(TURNED),
         )  # fmt: skip
+        within = [(entry.key, int(entry.value)) for entry in parts[0].metadata_props]
+        start = 0
+        for name, length in within or [(stem, rows)]:
+            found[name] = whole.rows(start, length)
+            start += length
     return {stem.removesuffix(TURNED): rounded for stem, rounded in found.items()}

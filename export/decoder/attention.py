@@ -38,7 +38,7 @@ def group_attention(
     Returns:
         [1, H, T, D], and the buffers with the block in them.
     """
-    heads, kv_heads, length = query.shape[1], key.shape[1], query.shape[2]
+    heads, kv_heads = query.shape[1], key.shape[1]
     flat = [x.to(keys.dtype).transpose(1, 2).flatten(2) for x in (query, key, value)]
     if not torch.compiler.is_compiling():
         found = _plainly(query.to(keys.dtype), key, value, keys, values, last, scaling, softcap)
@@ -55,7 +55,7 @@ def group_attention(
             version=1,
         )
         found = out.unflatten(2, (heads, -1)).transpose(1, 2), keys, values
-    return found[0].to(query.dtype).view(1, heads, length, -1), *found[1:]
+    return found[0].to(query.dtype), *found[1:]
 
 
 def _plainly(

@@ -1,34 +1,66 @@
 """Says of a decoder's graph in few nodes what it says in many: a token's time is theirs, too.
 
 At a single token a node that computes next to nothing still takes some microseconds, and a layer of
-a traced decoder has dozens. ONNX Runtime fuses RMS norms by itself if they divide; of rotary
-embeddings it has a node, but finds none. Only what matches in full is replaced; the export is
-checked afterwards in any case. Knows ONNX graphs; no model.
+a traced decoder has dozens. ONNX Runtime fuses RMS norms by itself if they divide, but not with the
+sum before them; of rotary embeddings it has a node, but finds none. Its attention takes queries,
+keys and values as one product gives them, and rotates them itself. Only what matches in full is
+replaced; the export is checked afterwards in any case. Knows ONNX graphs; no model.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from kvcap.runtime.backends.onnxruntime.library import library
 
 MS = "com.microsoft"
+ATTENTION = "GroupQueryAttention"
+Sizes = list[int]  # of a tensor's axes, 0 where open
 
 
 def fuse(model: Any) -> None:
     """Fuse what can be in an onnx.ModelProto, in place."""
-    inferred = library("onnx.shape_inference").infer_shapes(model).graph
-    shapes = {x.name: x.type.tensor_type.shape.dim for x in (*inferred.value_info, *inferred.input)}
-    graph = Fusing(model.graph, {name: dims[-1].dim_value for name, dims in shapes.items() if dims})
-    for node in list(model.graph.node):
-        if node.op_type == "Mul":
-            graph.divide(node)
-        if node.op_type == "Add":
-            graph.rotate(node)
-    graph.clean()
+    graph = Fusing(model.graph, _shapes(model))
+    for kind, fused in (
+        ("Mul", graph.divide),
+        ("Add", graph.rotate),
+        (ATTENTION, graph.attend),
+        ("Reshape", graph.reshape),
+        ("Mul", graph.norm),
+    ):
+        for node in list(model.graph.node):
+            if node.op_type == kind:
+                fused(node)
+        graph.clean()
+    if MS not in {entry.domain for entry in model.opset_import}:
+        model.opset_import.append(library("onnx.helper").make_opsetid(MS, 1))
+
+
+def _shapes(model: Any) -> dict[str, Sizes]:
+    """The shapes of tensors, as far as they are known."""
+    copy, onnx = type(model).FromString(model.SerializeToString()), library("onnx")
+    ports = {value.name: value.type.tensor_type for value in copy.graph.input}
+    for node in copy.graph.node:
+        if node.op_type == ATTENTION:  # of which ONNX knows nothing
+            keys = ports[node.input[3]]
+            (heads,) = (a.i for a in node.attribute if a.name == "num_heads")
+            shape = [1, None, heads * keys.shape.dim[3].dim_value]
+            made = onnx.helper.make_tensor_value_info(node.output[0], keys.elem_type, shape)
+            copy.graph.value_info.append(made)
+    found = onnx.shape_inference.infer_shapes(copy).graph
+    values = (*found.value_info, *found.input)
+    return {x.name: [d.dim_value for d in x.type.tensor_type.shape.dim] for x in values}
+
+
+class Product(NamedTuple):
+    """`x @ weight.T`, and a sum with a bias."""
+
+    x: str
+    weight: str  # [K, N]: the model's, transposed
+    bias: str | None  # [N]
 
 
 class Fusing:
@@ -36,16 +68,27 @@ class Fusing:
 
     Args:
         graph: an onnx.GraphProto, changed in place.
-        widths: the last size of tensors, where it is known.
+        shapes: of tensors, where they are known.
     """
 
-    def __init__(self, graph: Any, widths: dict[str, int]) -> None:
-        self.graph, self.widths = graph, widths
-        self.made = {name: node for node in graph.node for name in node.output}
-        self.uses = Counter(name for node in graph.node for name in node.input)
-        self.uses.update(value.name for value in graph.output)
+    def __init__(self, graph: Any, shapes: dict[str, Sizes]) -> None:
+        self.graph, self.shapes = graph, shapes
+        self.make = library("onnx.helper").make_node
+        self.inputs = {value.name for value in graph.input}
+        self.outputs = {value.name for value in graph.output}
         self.halves: dict[tuple[str, int], str] = {}  # cosines or sines [T, R/2] by their whole
+        self.pairs: dict[str, int] = {}  # R/2 of these
+        self.padded: dict[tuple[str, str], str] = {}  # with rows for all slots, by their number
+        self.places: dict[str, str] = {}  # the rows of a block's tokens in them [1, T]
         self.constants = {x.name: x for x in graph.initializer}
+        self._survey()
+
+    def _survey(self) -> None:
+        """Note what makes every tensor, and how often each is read."""
+        nodes = self.graph.node
+        self.made = {name: node for node in nodes for name in node.output if name}
+        self.uses = Counter(name for node in nodes for name in node.input)
+        self.uses.update(self.outputs)
 
     def divide(self, node: Any) -> None:
         """`x · (1 / √y)` as `x / √y`, by which RMS norms are known."""
@@ -71,7 +114,7 @@ class Fusing:
             return
         pairs = self._whole(first.input[2])
         cuts = self._whole(first.input[1]), self._whole(second.input[1])
-        if pairs is None or cuts != (0, pairs) or self.widths.get(x) != 2 * pairs:
+        if pairs is None or cuts != (0, pairs) or self._width(x) != 2 * pairs:
             return
         angles = [self._angles(name, pairs) for name in (plain.input[1], turned.input[1])]
         if None not in angles:
@@ -90,16 +133,193 @@ class Fusing:
                 self._constant(f"bound_{number}", np.array([number], np.int64))
                 for number in (0, pairs, 2)
             ]
-            make, found = library("onnx.helper").make_node, f"{whole}_half"
+            found = f"{whole}_half"
             nodes = [
-                make("Slice", [whole, *bounds], [f"{found}_kept"]),
-                make("Squeeze", [f"{found}_kept", bounds[0]], [found]),
+                self.make("Slice", [whole, *bounds], [f"{found}_kept"]),
+                self.make("Squeeze", [f"{found}_kept", bounds[0]], [found]),
             ]
-            after = list(self.graph.node).index(self.made[whole]) + 1
-            for i, node in enumerate(nodes):
-                self.graph.node.insert(after + i, node)
-            self.halves[whole, pairs] = found
+            self._insert(nodes, list(self.graph.node).index(self.made[whole]) + 1)
+            self.halves[whole, pairs], self.pairs[found] = found, pairs
         return self.halves[whole, pairs]
+
+    def attend(self, node: Any) -> None:
+        """Rotations within GroupQueryAttention, and its inputs from one product.
+
+        It takes them as [1, T, h · D], so that nothing is turned to [1, h, T, D] and back. Angles
+        are given as rows for all slots, of which only the block's are read.
+        """
+        head = self._width(node.input[3])
+        turned = [self._rotation(name) for name in node.input[:2]]
+        if turned[0] is None or turned[1] is None or turned[0].input[1:] != turned[1].input[1:]:
+            return
+        places, cos, sin = turned[0].input[1:]
+        pairs = self.pairs.get(cos, 0)
+        if places != "first_place" or not pairs or pairs % 8 or head % 16:
+            return
+        flat = [self._before_heads(found.input[0]) for found in turned]
+        if None in flat:
+            return
+        for name, source in zip(node.input[:2], flat, strict=True):
+            self.made[name].input[0] = source  # heads side by side again, without a turn
+        angles = [self._rows(found, node.input[6], node) for found in (cos, sin)]
+        node.input.extend([*angles, self._places(cos, node)])
+        node.attribute.append(library("onnx.helper").make_attribute("do_rotary", 1))
+        self._join(node)
+
+    def _rotation(self, name: str) -> Any:
+        """The RotaryEmbedding whose result [1, h, T, D] is given as [1, T, h · D]."""
+        flat = self._alone(name, "Reshape")
+        turned = None if flat is None else self._alone(flat.input[0], "Transpose")
+        if turned is None or not _swaps(turned):
+            return None
+        return self._alone(turned.input[0], "RotaryEmbedding")
+
+    def _before_heads(self, name: str) -> str | None:
+        """What [1, T, h, D] was turned to be [1, h, T, D]."""
+        turned = self._alone(name, "Transpose")
+        return turned.input[0] if turned is not None and _swaps(turned) else None
+
+    def _rows(self, angles: str, total: str, node: Any) -> str:
+        """Angles [T, R/2] with rows behind them, as many as slots."""
+        if (angles, total) not in self.padded:
+            found, count = f"{angles}_rows", f"{total}_rows"
+            none = self._constant("bound_0", np.zeros(1, np.int64))
+            nodes = []
+            if count not in self.made:
+                two = self._constant("no_rows", np.zeros(2, np.int64))
+                nodes += [
+                    self.make(
+                        "Cast", [total], [f"{count}_long"], to=library("onnx").TensorProto.INT64
+                    ),
+                    self.make("Unsqueeze", [f"{count}_long", none], [f"{count}_one"]),
+                    self.make("Concat", [two, f"{count}_one", none], [count], axis=0),
+                ]
+            nodes.append(self.make("Pad", [angles, count], [found]))
+            self._before(node, nodes)
+            self.padded[angles, total] = found
+        return self.padded[angles, total]
+
+    def _places(self, angles: str, node: Any) -> str:
+        """0, 1, ... for a block's tokens, int64 [1, T]."""
+        if angles not in self.places:
+            found = f"{angles}_places"
+            zero, one = (self._constant(f"place_{n}", np.array(n, np.int64)) for n in (0, 1))
+            none = self._constant("bound_0", np.zeros(1, np.int64))
+            nodes = [
+                self.make("Shape", [angles], [f"{found}_shape"], start=0, end=1),
+                self.make("Squeeze", [f"{found}_shape", none], [f"{found}_count"]),
+                self.make("Range", [zero, f"{found}_count", one], [f"{found}_flat"]),
+                self.make("Unsqueeze", [f"{found}_flat", none], [found]),
+            ]
+            self._before(node, nodes)
+            self.places[angles] = found
+        return self.places[angles]
+
+    def _join(self, node: Any) -> None:
+        """Queries, keys and values of one activation as one product with all three matrices."""
+        found = [self._product(name) for name in node.input[:3]]
+        products = [product for product in found if product is not None]
+        if len(products) < 3 or len({(p.x, p.bias is None) for p in products}) > 1:
+            return
+        last = joined = f"{node.output[0]}_given"
+        biases = [p.bias for p in products if p.bias is not None]
+        if biases:
+            joined = f"{last}_plain"
+        matrix = f"{last}_weights"
+        nodes = [
+            self.make("Concat", [p.weight for p in products], [matrix], axis=1),
+            self.make("MatMul", [products[0].x, matrix], [joined]),
+        ]
+        if biases:
+            nodes += [
+                self.make("Concat", biases, [f"{last}_bias"], axis=0),
+                self.make("Add", [joined, f"{last}_bias"], [last]),
+            ]
+        self._before(node, nodes)
+        node.input[:3] = [last, "", ""]
+
+    def _product(self, name: str) -> Product | None:
+        """The product [1, T, N] of an activation and a weight that are given as they are."""
+        while (view := self._alone(name, "Reshape")) is not None:
+            name = view.input[0]
+        bias, found = None, self._alone(name, "MatMul")
+        if (added := self._alone(name, "Add")) is not None:
+            for one, other in (added.input, reversed(added.input)):
+                if other in self.inputs and len(self.shapes[other]) == 1:
+                    bias, found = other, self._alone(one, "MatMul")
+        weight = None if found is None else self._alone(found.input[1], "Transpose")
+        if found is None or weight is None or weight.input[0] not in self.inputs:
+            return None
+        if self.uses[weight.input[0]] > 1 or len(self.shapes.get(found.input[0], [])) != 3:
+            return None
+        return Product(found.input[0], found.input[1], bias)
+
+    def reshape(self, node: Any) -> None:
+        """A view that gives a tensor [1, T, W] its own shape again: the tensor itself."""
+        shape, source = self._sizes(node.input[1]), node.input[0]
+        while (view := self.made.get(source)) is not None and view.op_type == "Reshape":
+            source = view.input[0]
+        if shape is None or shape != [1, -1, self._width(source)]:
+            return
+        if len(self.shapes[source]) == 3 and node.output[0] not in self.outputs:
+            self._replace(node.output[0], source)
+
+    def norm(self, node: Any) -> None:
+        """An RMS norm of a sum as SkipSimplifiedLayerNormalization, which gives both."""
+        for one, gain in (node.input, reversed(node.input)):
+            found = self._rms(one)
+            if found is None or len(self.shapes.get(gain, [])) != 1 or gain in self.made:
+                continue
+            total, epsilon = found
+            added = self.made.get(total)
+            if added is None or added.op_type != "Add" or total in self.outputs:
+                continue
+            sides = [self.shapes.get(name, []) for name in added.input]
+            if any(len(side) != 3 or side[-1] != self._width(gain) for side in sides):
+                continue
+            place = list(self.graph.node).index(added)
+            fused = self.make(
+                "SkipSimplifiedLayerNormalization", [*added.input, gain],
+                [node.output[0], "", "", total], domain=MS, epsilon=epsilon,
+            )  # fmt: skip
+            self.graph.node.insert(place, fused)
+            self.graph.node.remove(added)
+            self.graph.node.remove(node)
+            del self.made[total]
+            return
+
+    def _rms(self, name: str) -> tuple[str, float] | None:
+        """What is divided by the root of its mean square, and what is added to that mean."""
+        divided = self._alone(name, "Div")
+        root = None if divided is None else self._alone(divided.input[1], "Sqrt")
+        added = None if root is None else self._alone(root.input[0], "Add")
+        if divided is None or added is None:
+            return None
+        for one, other in (added.input, reversed(added.input)):
+            mean, epsilon = self._alone(one, "ReduceMean"), self._number(other)
+            square = None if mean is None else self._alone(mean.input[0], "Pow")
+            if square is None or epsilon is None or square.input[0] != divided.input[0]:
+                continue
+            axes = self._sizes(mean.input[1]) if len(mean.input) > 1 else None
+            if axes == [-1] and self._number(square.input[1]) == 2:
+                return str(square.input[0]), epsilon
+        return None
+
+    def _replace(self, name: str, other: str) -> None:
+        """Have all that read a tensor read another."""
+        for node in self.graph.node:
+            for i, read in enumerate(node.input):
+                if read == name:
+                    node.input[i] = other
+
+    def _before(self, node: Any, nodes: list[Any]) -> None:
+        self._insert(nodes, list(self.graph.node).index(node))
+
+    def _insert(self, nodes: list[Any], place: int) -> None:
+        for i, node in enumerate(nodes):
+            self.graph.node.insert(place + i, node)
+            self.made |= dict.fromkeys(node.output, node)
+            self.uses.update(node.input)
 
     def _constant(self, name: str, value: Any) -> str:
         if name not in self.constants:
@@ -113,19 +333,35 @@ class Fusing:
         node = self.made.get(name)
         return node if node is not None and node.op_type == kind and self.uses[name] == 1 else None
 
+    def _width(self, name: str) -> int:
+        """The last size of a tensor; 0 where it is not known."""
+        return (self.shapes.get(name) or [0])[-1]
+
     def _whole(self, name: str) -> int | None:
+        """The whole number that a constant holds."""
+        found = self._number(name)
+        return None if found is None else int(found)
+
+    def _number(self, name: str) -> float | None:
         """The number that a constant holds."""
+        value = self._value(name)
+        return float(value.item()) if value is not None and value.size == 1 else None
+
+    def _sizes(self, name: str) -> Sizes | None:
+        """The numbers that a constant lists."""
+        value = self._value(name)
+        return None if value is None or value.ndim != 1 else [int(x) for x in value]
+
+    def _value(self, name: str) -> Any:
         tensor = self.constants.get(name)
         if tensor is None or tensor.external_data:  # weights
             return None
-        value = library("onnx.numpy_helper").to_array(tensor)
-        return int(value.item()) if value.size == 1 else None
+        return library("onnx.numpy_helper").to_array(tensor)
 
     def clean(self) -> None:
         """Remove nodes that nothing reads any more."""
-        outputs = {value.name for value in self.graph.output}
         while True:
-            read = outputs | {name for node in self.graph.node for name in node.input}
+            read = self.outputs | {name for node in self.graph.node for name in node.input if name}
             idle = [node for node in self.graph.node if not read & set(node.output)]
             if not idle:
                 break
@@ -133,3 +369,11 @@ class Fusing:
                 self.graph.node.remove(node)
         for tensor in [x for x in self.graph.initializer if x.name not in read]:
             self.graph.initializer.remove(tensor)
+            del self.constants[tensor.name]
+        self._survey()
+
+
+def _swaps(transpose: Any) -> bool:
+    """Whether [1, h, T, D] becomes [1, T, h, D], or the other way."""
+    get = library("onnx.helper").get_attribute_value
+    return any(a.name == "perm" and list(get(a)) == [0, 2, 1, 3] for a in transpose.attribute)

@@ -100,7 +100,7 @@ def _levels(graph: Any, numbered: Numbered) -> list[int]:
     for node in graph.node:
         lengths = node.op_type == "Shape" and node.input[0] in number
         level = -1 if lengths else max((of.get(name, -1) for name in node.input), default=-1)
-        of |= dict.fromkeys(node.output, level)
+        of |= dict.fromkeys(filter(None, node.output), level)  # "" is an output that is left out
         if node.op_type == "Transpose":  # a weight, as products read it
             number[node.output[0]] = number.get(node.input[0])
     reader: dict[str, int] = {}
@@ -110,7 +110,7 @@ def _levels(graph: Any, numbered: Numbered) -> list[int]:
         own = any(number.get(name) is not None for name in node.input)
         if level >= 0 and not own and not outputs & set(node.output):
             level = max(level, min(reader.get(name, level) for name in node.output))
-        for name in node.input:
+        for name in filter(None, node.input):
             reader[name] = min(level, reader.get(name, level))
         found.append(level)
     return found[::-1]
@@ -124,7 +124,7 @@ def _compare(
         return None
     constants = {tensor.name: _content(tensor) for tensor in graph.initializer}
     inputs = {value.name for value in graph.input}
-    mine = {name for node in second for name in node.output}
+    mine = {name for node in second for name in node.output if name}
     steps = []
     for one, other in zip(second, third, strict=True):
         if _kind(one) != _kind(other):
@@ -141,7 +141,7 @@ def _compare(
                 found.append(("before", y))
             else:
                 return None
-        pairs |= dict(zip(one.output, other.output, strict=True))
+        pairs |= {x: y for x, y in zip(one.output, other.output, strict=True) if x}
         steps.append(_Step(one, found))
     return steps
 
@@ -174,7 +174,7 @@ def _made(
         numbered.at(name, layer) if kind == "numbered" else names.get(kind, {}).get(name, name)
         for kind, name in step.inputs
     ]
-    node.output[:] = [own[name] for name in node.output]
+    node.output[:] = [own.get(name, name) for name in node.output]
     return node
 
 

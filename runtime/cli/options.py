@@ -392,7 +392,7 @@ class Running:
             "--evict-every",
             min=1,
             metavar="N",
-            help="While answering, evict every so many tokens: 1, or 16 in ONNX Runtime; 16 "
+            help="While answering, evict every so many tokens: 1, or 64 in ONNX Runtime; 16 "
             "pay on a GPU.",
         ),
     ] = None

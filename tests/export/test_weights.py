@@ -158,6 +158,63 @@ def test_the_graph_computes_what_the_rounded_weights_do(
     assert float((logits - expected).abs().max() / expected.abs().max()) < near
 
 
+@pytest.mark.parametrize("rounding", [None, *ROUNDINGS], ids=str)
+@pytest.mark.parametrize("columns", [33, 64])
+def test_matrices_side_by_side_are_kept_as_one(columns, rounding, tmp_path):
+    """Three matrices of unequal heights, of which each is found again by its own name."""
+    heights = {"q": 40, "k": 7, "v": 16}
+    weights = {name: matrix(n, columns, seed=n) for name, n in heights.items()}
+    value, node, floats = helper.make_tensor_value_info, helper.make_node, TensorProto.FLOAT
+    nodes = [node("Transpose", [name], [f"{name}.t"], perm=[1, 0]) for name in weights]
+    nodes.append(node("Concat", [f"{name}.t" for name in weights], ["all"], axis=1))
+    nodes.append(node("MatMul", ["x", "all"], ["y"]))
+    inputs = [value("x", floats, [2, columns])]
+    inputs += [value(name, floats, [n, columns]) for name, n in heights.items()]
+    made = helper.make_graph(nodes, "joint", inputs, [value("y", floats, [2, None])])
+    model = helper.make_model(made, opset_imports=[helper.make_opsetid("", 18)], ir_version=10)
+    places = place(model, weights, Store(tmp_path / "data"), rounding)
+    file = tmp_path / "x.onnx"
+    file.write_bytes(model.SerializeToString())
+    onnx.checker.check_model(str(file))
+    assert [n.op_type for n in model.graph.node] == [
+        "MatMul" if rounding is None else "MatMulNBits"
+    ]
+    rounded = rounded_in(file)
+    assert list(rounded) == list(places) == ([] if rounding is None else list(weights))
+    meant = {**weights, **{name: found.read() for name, found in rounded.items()}}
+    for name, weight in weights.items():
+        if rounding is not None:
+            packed = pack(weight, rounding)
+            torch.testing.assert_close(meant[name], unpack(packed, columns, rounding))
+    import onnxruntime
+
+    session = onnxruntime.InferenceSession(str(file), providers=["CPUExecutionProvider"])
+    x = matrix(2, columns, seed=5)
+    (y,) = session.run(None, {"x": x.numpy()})
+    expected = x @ torch.cat(list(meant.values())).T
+    near = 1e-5 if rounding is None else 2e-2
+    assert float((torch.from_numpy(y) - expected).abs().max() / expected.abs().max()) < near
+
+
+def test_a_matrix_that_is_read_alone_too_is_not_joined(tmp_path):
+    weights = {"a": matrix(40, 64), "b": matrix(8, 64)}
+    value, node, floats = helper.make_tensor_value_info, helper.make_node, TensorProto.FLOAT
+    nodes = [node("Transpose", [name], [f"{name}.t"], perm=[1, 0]) for name in weights]
+    nodes.append(node("Concat", ["a.t", "b.t"], ["all"], axis=1))
+    nodes += [node("MatMul", ["x", "all"], ["y"]), node("MatMul", ["x", "a.t"], ["z"])]
+    inputs = [
+        value("x", floats, [2, 64]),
+        value("a", floats, [40, 64]),
+        value("b", floats, [8, 64]),
+    ]
+    outputs = [value(name, floats, [2, None]) for name in "yz"]
+    made = helper.make_graph(nodes, "both", inputs, outputs)
+    model = helper.make_model(made, opset_imports=[helper.make_opsetid("", 18)], ir_version=10)
+    assert place(model, weights, Store(tmp_path / "data"), Rounding(4)) == {}
+    (tmp_path / "x.onnx").write_bytes(model.SerializeToString())
+    onnx.checker.check_model(str(tmp_path / "x.onnx"), full_check=True)
+
+
 def test_a_tied_table_is_kept_once_and_shared_by_graphs(tmp_path, monkeypatch):
     monkeypatch.setattr("kvcap.export.weights.LARGE", 0)
     shape, store, rounding = (256, 64), Store(tmp_path / "data"), Rounding(4)

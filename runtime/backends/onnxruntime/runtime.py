@@ -41,7 +41,7 @@ from kvcap.runtime.session.session import Session
 from kvcap.runtime.types import PINS
 from kvcap.runtime.units import parse_bytes
 
-EVICT_EVERY = 16  # tokens in generation, unless told otherwise
+EVICT_EVERY = 64  # tokens in generation, unless told otherwise
 
 
 class PolicyRequest(NamedTuple):
@@ -133,7 +133,7 @@ class OrtRuntime:
             enforce: 'check' checks before every block; 'rlimit' also has the system refuse more.
             dtype: of keys and values; the export's, or an error.
             threads: of the CPU; OMP_NUM_THREADS, or all cores, by default.
-            evict_every: in generation, evict every so many tokens, at most `block_size`; 16, or
+            evict_every: in generation, evict every so many tokens, at most `block_size`; 64, or
                 the block, by default. After every token where the graph writes its cache anew.
 
         Raises:

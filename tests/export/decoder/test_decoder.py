@@ -23,7 +23,7 @@ from kvcap.export.decoder.fuse import fuse
 from kvcap.export.decoder.graph import Decoder
 from kvcap.export.decoder.manifest import _turns, asked
 from kvcap.export.decoder.spec import Source, layout_for
-from kvcap.export.decoder.write import check_out, write
+from kvcap.export.decoder.write import check_out, trace, write
 from kvcap.export.files import file_entry
 from kvcap.export.verify import verify_decoder
 from kvcap.policies import PolicyError, load_policy, policies
@@ -549,10 +549,67 @@ def test_a_graph_without_an_input_is_not_this_decoders(copied):
 def test_a_decoder_says_in_few_nodes_what_it_was_traced_as(shelf):
     nodes = onnx.load(str(shelf / "made/decoder.onnx"), load_external_data=False).graph.node
     kinds = [node.op_type for node in nodes]
-    assert kinds.count("RotaryEmbedding") == 2 * kinds.count("GroupQueryAttention") == 4
-    assert not {"Neg", "Reciprocal", "Max"} & set(kinds)
-    normed = {node.output[0] for node in nodes if node.op_type == "Sqrt"}
-    assert normed <= {name for node in nodes if node.op_type == "Div" for name in node.input}
+    assert kinds.count("SkipSimplifiedLayerNormalization") == 2 * kinds.count("GroupQueryAttention")
+    assert not {"RotaryEmbedding", "Transpose", "Reshape", "Neg", "Reciprocal", "Max"} & set(kinds)
+    assert kinds.count("Sqrt") == kinds.count("Div") == 1  # what is read first has no sum
+
+
+@pytest.mark.slow(keep=4)
+@pytest.mark.parametrize(("family", "policy", "changes", "packed", "rotates"), [
+    ("llama", "keydiff", {"head_dim": 16}, True, True),
+    ("qwen2", "keydiff", {"head_dim": 16}, True, True),  # with biases
+    ("qwen3", "keydiff", {"head_dim": 16}, False, True),  # heads are normed first
+    ("llama", "keydiff", {"head_dim": 24}, False, False),  # no multiple of 16
+    ("llama", "snapkv", {"head_dim": 16}, False, False),  # rotated queries are given out
+    ("llama", "pyramidkv", {"head_dim": 16}, False, False),
+])  # fmt: skip
+def test_attention_takes_what_products_give_where_it_can(family, policy, changes, packed, rotates):
+    nodes = trace(decoder(family, policy, **changes)).graph.node
+    attention = [node for node in nodes if node.op_type == "GroupQueryAttention"]
+    assert [not node.input[1] for node in attention] == [packed] * len(attention)
+    assert [len(node.input) > 7 for node in attention] == [rotates] * len(attention)
+
+
+def test_a_norm_that_differs_from_an_rms_norm_is_left():
+    """A mean over another axis, another power, or a gain that is no vector."""
+    make, array = onnx.helper.make_node, onnx.numpy_helper.from_array
+    tensor, floats = onnx.helper.make_tensor_value_info, onnx.TensorProto.FLOAT
+
+    def normed(axis=-1, power=2.0, gain=(8,)):
+        nodes = [
+            make("Add", ["x", "r"], ["s"]),
+            make("Pow", ["s", "power"], ["p"]),
+            make("ReduceMean", ["p", "axis"], ["m"]),
+            make("Add", ["m", "small"], ["e"]),
+            make("Sqrt", ["e"], ["q"]),
+            make("Div", ["s", "q"], ["d"]),
+            make("Mul", ["g", "d"], ["y"]),
+            make("Neg", ["s"], ["z"]),
+        ]
+        constants = [array(np.array(power, np.float32), "power"), array(np.float32(0.1), "small")]
+        constants.append(array(np.array([axis], np.int64), "axis"))
+        inputs = [tensor(name, floats, [1, 3, 8]) for name in "xr"]
+        inputs.append(tensor("g", floats, gain))
+        outputs = [tensor(name, floats, None) for name in "yz"]
+        graph = onnx.helper.make_graph(nodes, "g", inputs, outputs, constants)
+        imports = [onnx.helper.make_opsetid("", 18)]
+        return onnx.helper.make_model(graph, opset_imports=imports, ir_version=10)
+
+    draws, ort = np.random.default_rng(0), library("onnxruntime")
+    for changes in ({}, {"axis": 1}, {"power": 4.0}, {"gain": (1, 3, 8)}):
+        model, found = normed(**changes), []
+        given = {name: draws.random((1, 3, 8), np.float32) - 0.5 for name in "xr"}
+        given["g"] = draws.random(changes.get("gain", (8,)), np.float32)
+        for step in (lambda model: None, fuse):
+            step(model)
+            session = ort.InferenceSession(
+                model.SerializeToString(), providers=["CPUExecutionProvider"]
+            )
+            found.append(session.run(None, given))
+        kinds = [node.op_type for node in model.graph.node]
+        assert ("SkipSimplifiedLayerNormalization" in kinds) == (not changes), changes
+        for one, other in zip(*found, strict=True):
+            np.testing.assert_allclose(one, other, atol=1e-6)
 
 
 def test_what_only_looks_like_a_rotation_is_left():

@@ -561,7 +561,7 @@ def test_evict_every_is_checked_and_planned(exported, capsys):
     held = set()
     for every in (None, 1, BLOCK):
         runtime = OrtRuntime.from_directory(folder, evict_every=every)
-        assert runtime.every == (every or 16)
+        assert runtime.every == (every or min(64, BLOCK))
         held.add(runtime.loop().cache.nbytes)
     assert len(held) == 1  # blocks have the spare slots anyway
     options = ["--evict-every", str(BLOCK + 1)]
