@@ -7,7 +7,7 @@
 import { Graph, NoMemory, Numbers } from "./bound-ort.js";
 import { LayerSlots, Turns } from "./slots.js";
 
-const EVERY = 16; // tokens in generation after which it evicts
+const EVERY = 64; // tokens in generation after which it evicts
 const NONE = [1, 2]; // the shape of the pinned spans: one that is empty
 
 /** A decoder with its buffers, which never grow. */
