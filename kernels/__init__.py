@@ -12,17 +12,21 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
-from kvcap.kernels import pool, window
+from kvcap.kernels import critical, pool, window
+from kvcap.kernels.arguments import Pins
 from kvcap.kernels.choice import ready
 from kvcap.kernels.choice import use as use
 from kvcap.kernels.device import DTYPES
 from kvcap.policies.andpro import AnDPro
-from kvcap.policies.base import Observation, Policy, over_group, pool_in_time
+from kvcap.policies.base import Observation, Policy, Rescorer, over_group, pool_in_time
+from kvcap.policies.base.component import Component
 from kvcap.policies.dropkv import DropKV
 from kvcap.policies.h2o import H2O
 from kvcap.policies.keydiff import KeyDiff
+from kvcap.policies.rescorers.criticalkv import CriticalKV
 from kvcap.policies.saliencies.obcache import OBCache
 from kvcap.policies.snapkv import SnapKV
 from kvcap.policies.tova import TOVA
@@ -57,11 +61,33 @@ def _by_twin(policy: Policy, obs: Observation) -> bool:
     return type(policy) in TWINS and ready(obs.keys) and _covers(policy, obs)
 
 
-def update(policy: Policy, obs: Observation) -> dict[str, Tensor]:
-    """New values of the policy's state, as `policy.update(obs)` has them."""
-    if type(policy) is H2O and ready(obs.keys) and _covers(policy, obs):
-        return _h2o(policy, obs)
-    return policy.update(obs)
+def update(component: Component, obs: Observation) -> dict[str, Tensor]:
+    """New values of a component's state, as `component.update(obs)` has them."""
+    if type(component) is H2O and ready(obs.keys) and _covers(component, obs):
+        return _h2o(component, obs)
+    if type(component) is CriticalKV and ready(obs.keys) and obs.expansion is None:
+        old, weights = obs.values.shape[2] - obs.new, obs.output_projection
+        values, kept = obs.values[:, :, old:], obs.state["output_norm"][..., :old]
+        if weights is not None and critical.covers_norms(values, weights):
+            return {"output_norm": torch.cat((kept, critical.norms(values, weights)), -1)}
+    return component.update(obs)
+
+
+def rescores(rescorer: Rescorer | None, obs: Observation) -> bool:
+    """Whether `rescore` can take the place of the rescorer's own, if there is one."""
+    if rescorer is None:
+        return True
+    known = type(rescorer) is CriticalKV and ready(obs.keys) and "output_norm" in obs.state
+    return known and critical.covers_rescore(obs.positions, obs.positions, obs.pinned_spans)
+
+
+def rescore(rescorer: Rescorer | None, scores: Tensor, pins: Pins, obs: Observation) -> Tensor:
+    """New scores [B, K, n], as `rescorer.rescore` has them, of scores that may not be finite."""
+    if not isinstance(rescorer, CriticalKV) or rescorer.alpha == 1:
+        return scores
+    norm, queries = obs.state["output_norm"], 1 if obs.queries is None else obs.queries.shape[2]
+    options = pins, obs.budget, rescorer.alpha, rescorer.epsilon, queries
+    return critical.rescore(scores, obs.positions, norm, *options)
 
 
 def _covers(policy: Policy, obs: Observation) -> bool:
@@ -147,7 +173,7 @@ def _keydiff(policy: Policy, obs: Observation, stored: StoredKeys | None = None)
         assert stored.sums is not None
         return keydiff.scores_turned(obs.keys, *stored.rotation, stored.sums)
     sums = None if unit or stored is None else stored.sums
-    return keydiff.scores(obs.keys, unit=unit, key_sums=sums)
+    return keydiff.scores(obs.keys, unit=unit, key_sums=sums, rows=obs.rows)
 
 
 TWINS: dict[type[Policy], Callable[[Policy, Observation], Tensor]] = {

@@ -83,7 +83,8 @@ def scores(
     """Sum of an epilogue over the observed queries.
 
     Args:
-        obs: queries, keys, values and positions, whatever their strides but the last.
+        obs: queries, keys, values and positions, whatever their strides but the last. With `rows`
+            keys and values are [B, K, slots, D] views of a pool, and positions [B, K, longest].
         kind: the epilogue: 'dropkv', 'andpro', 'attention', 'value', 'key' or 'joint'.
         group: how the query heads of a KV head are put together; None: not at all.
         epsilon: of the ratio of 'dropkv'.
@@ -97,9 +98,13 @@ def scores(
 
     q, k, v, positions = obs.queries, obs.keys, obs.values, obs.positions
     assert q is not None
-    (B, K, n, D), w, device = k.shape, q.shape[2], k.device
+    (B, K, n, D), w, device = (*positions.shape, k.shape[3]), q.shape[2], k.device
+    starts, lengths = (None, None) if obs.rows is None else obs.rows[:2]
     G, output, capped = q.shape[1] // K, kind in NEEDS_OUTPUT, obs.softcap is not None
-    t = tiling(B * K, G, w, n, D, k.element_size(), output, multiprocessors(device))
+    sms = multiprocessors(device)
+    if obs.rows is not None:  # rows share the pool's slots: as many programs as for equal rows
+        sms = min(sms * 4, -(-sms * B * K * n // k.shape[2]))
+    t = tiling(B * K, G, w, n, D, k.element_size(), output, sms)
     R, rows = t.GP * t.WB, B * K * t.blocks
     part_sums = empty(2 * rows * t.parts * R, device=device)
     part = empty(rows * t.parts * R * t.DP if output else 0, device=device)
@@ -112,14 +117,14 @@ def scores(
         (float(obs.scaling), float(obs.softcap or 0)),
     )
     sizes, options = (D, t.DP, t.GP, t.WB, t.N), {"num_warps": t.warps, "num_stages": t.stages}
-    starts = tuple(address(x) % 16 for x in (q, k, v, positions))
+    begins = tuple(address(x) % 16 for x in (q, k, v, positions))
     sinks = None if obs.sinks is None else obs.sinks.float().contiguous()
     beside = None if sinks is None else address(sinks) % 16
     static = (K, G, sizes, t.warps, t.stages, output, capped)
-    key = (device, k.dtype, positions.dtype, starts, strides, static)
+    key = (device, k.dtype, positions.dtype, begins, strides, static, starts is None)
     launch(
         forward, (t.parts, B * K, t.blocks), key,
-        (q, k, v, positions, part, part_sums, *strides, *shape, t.chunk, *scale,
+        (q, k, v, positions, starts, lengths, part, part_sums, *strides, *shape, t.chunk, *scale,
          *sizes, capped, output), **options,
     )  # fmt: skip
     padded = power_of_two(t.parts)
@@ -131,7 +136,7 @@ def scores(
     variant = (t.blocks, kind, group or "", output, capped, rounded)
     launch(
         score, (t.score_parts, B * K, 1), (key, variant),
-        (q, k, v, positions, a, sums, out, *strides, *shape, t.score_chunk, *scale, epsilon,
+        (q, k, v, positions, starts, lengths, a, sums, out, *strides, *shape, t.score_chunk, *scale, epsilon,
          *sizes, *variant), **options,
     )  # fmt: skip
     return out

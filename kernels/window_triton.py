@@ -103,9 +103,16 @@ def _logits(q, k, scaling, softcap, CAPPED: tl.constexpr):
     return z
 
 
-@triton.jit(do_not_specialize=["w", "n", "seen", "clock", "chunk"])
+@triton.jit
+def _placed(k_base, v_base, k_n, v_n, starts, lengths, row):
+    """Keys, values and how many of a row that lies at a place of its own in a pool."""
+    first = tl.load(starts + row).to(tl.int64)
+    return k_base + first * k_n, v_base + first * v_n, tl.load(lengths + row)
+
+
+@triton.jit(do_not_specialize=["starts", "lengths", "w", "n", "seen", "clock", "chunk"])
 def forward(
-    q_ptr, k_ptr, v_ptr, pos_ptr, part_ptr, sum_ptr,
+    q_ptr, k_ptr, v_ptr, pos_ptr, starts, lengths, part_ptr, sum_ptr,
     q_b, q_h, q_t, k_b, k_h, k_n, v_b, v_h, v_n, p_b, p_h,
     K, G, w, n, seen, clock, chunk, scaling, softcap,
     D: tl.constexpr, DP: tl.constexpr, GP: tl.constexpr, WB: tl.constexpr, N: tl.constexpr,
@@ -122,6 +129,8 @@ def forward(
     q_base = q_ptr + b * q_b + h * G * q_h
     q, time = _queries(q_base, q_h, q_t, block, G, w, D, DP, GP, WB)
     k_base, v_base = k_ptr + b * k_b + h * k_h, v_ptr + b * v_b + h * v_h
+    if starts is not None:
+        k_base, v_base, n = _placed(k_base, v_base, k_n, v_n, starts, lengths, row)
     pos_base, first = pos_ptr + b * p_b + h * p_h, _first(seen, clock, w)
     top = tl.full([R], LOWEST, tl.float32)
     total = tl.full(
@@ -151,6 +160,7 @@ def forward(
     tl.store(sum_ptr + rows * tl.num_programs(0) * R + at, each)
     if WITH_OUTPUT:
         d = tl.arange(0, DP)
+        each = tl.where(each == 0.0, 1.0, each)  # of a part behind all slots of its row
         tl.store(part_ptr + at[None, :] * DP + d[:, None], a / each[None, :])
 
 
@@ -235,9 +245,9 @@ def _cost(q, time, top, total, a, k, v, position, first, scaling, softcap, epsil
     return cost
 
 
-@triton.jit(do_not_specialize=["w", "n", "seen", "clock", "chunk"])
+@triton.jit(do_not_specialize=["starts", "lengths", "w", "n", "seen", "clock", "chunk"])
 def score(
-    q_ptr, k_ptr, v_ptr, pos_ptr, a_ptr, sum_ptr, out_ptr,
+    q_ptr, k_ptr, v_ptr, pos_ptr, starts, lengths, a_ptr, sum_ptr, out_ptr,
     q_b, q_h, q_t, k_b, k_h, k_n, v_b, v_h, v_n, p_b, p_h,
     K, G, w, n, seen, clock, chunk, scaling, softcap, epsilon,
     D: tl.constexpr, DP: tl.constexpr, GP: tl.constexpr, WB: tl.constexpr, N: tl.constexpr,
@@ -250,6 +260,9 @@ def score(
     b, h = (row // K).to(tl.int64), (row % K).to(tl.int64)
     q_base = q_ptr + b * q_b + h * G * q_h
     k_base, v_base = k_ptr + b * k_b + h * k_h, v_ptr + b * v_b + h * v_h
+    row_n = n  # from a row of scores to the next
+    if starts is not None:
+        k_base, v_base, n = _placed(k_base, v_base, k_n, v_n, starts, lengths, row)
     pos_base, first = pos_ptr + b * p_b + h * p_h, _first(seen, clock, w)
     heads = tl.arange(0, GP)
     if BLOCKS == 1:
@@ -278,12 +291,12 @@ def score(
         if GROUP == "sum" or GROUP == "mean":
             summed = tl.sum(cost, 1)
             summed = summed / G if GROUP == "mean" else summed
-            tl.store(out_ptr + row.to(tl.int64) * n + slots, summed, mask=slots < stop)
+            tl.store(out_ptr + row.to(tl.int64) * row_n + slots, summed, mask=slots < stop)
         else:
             each = tl.sum(tl.reshape(cost, [N, GP, WB]), 2)  # [N, GP]
             if GROUP == "max":
                 most = tl.max(tl.where((heads < G)[None, :], each, LOWEST), 1)
-                tl.store(out_ptr + row.to(tl.int64) * n + slots, most, mask=slots < stop)
+                tl.store(out_ptr + row.to(tl.int64) * row_n + slots, most, mask=slots < stop)
             else:
-                at = (row.to(tl.int64) * G + heads)[None, :] * n + slots[:, None]
+                at = (row.to(tl.int64) * G + heads)[None, :] * row_n + slots[:, None]
                 tl.store(out_ptr + at, each, mask=(slots < stop)[:, None] & (heads < G)[None, :])

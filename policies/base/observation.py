@@ -50,6 +50,14 @@ class Expansion(NamedTuple):
         return torch.matmul(latents, self.values.to(latents.dtype).mT)
 
 
+class Rows(NamedTuple):
+    """Where the heads of a layer lie that hold unequally many slots, side by side in a pool."""
+
+    starts: Tensor  # [B·K] int32, the first slot of each
+    lengths: Tensor  # [B·K] int32, its slots in use
+    longest: int  # no row is longer
+
+
 @dataclass
 class Observation:
     """One layer's slots and, where the policy asks for them, its last queries.
@@ -74,6 +82,7 @@ class Observation:
     output_projection: Tensor | None = None  # [K, G, D, hidden], W_O by query head
     saliency: Weigher | None = None  # replaces the attention weights, see `weight`
     expansion: Expansion | None = None  # of slots that hold latents (MLA)
+    rows: Rows | None = None  # of unequal heads, where kernels read them; see `rows_of_pool`
     pinned_spans: tuple[tuple[int, int], ...] = ()  # [start, stop) positions that are never evicted
 
     @property

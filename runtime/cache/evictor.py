@@ -70,7 +70,7 @@ class SegmentEviction:
     def select_by_kernel(self) -> None:
         """Decide which slots go, more than one of each head; they stay until compacted."""
         self.choice = evict.choose(
-            self.scores, self.obs.positions, self.count, self._pins, self.shift, self.newer
+            self.scores, self.obs.positions, self.count, self.pins, self.shift, self.newer
         )
 
     def compact_by_kernel(self) -> None:
@@ -80,7 +80,7 @@ class SegmentEviction:
             evict.move(self.choice, self.obs.positions, buffers)
         else:
             evict.give_up(
-                self.scores, self.obs.positions, self.count, self._pins, self.shift, buffers,
+                self.scores, self.obs.positions, self.count, self.pins, self.shift, buffers,
                 self.newer,
             )  # fmt: skip
         self.segment.held -= self.count
@@ -91,7 +91,8 @@ class SegmentEviction:
         return self.eviction.choose(self.scores, self.pinned, self.obs, self.count)
 
     @property
-    def _pins(self) -> evict.Pins:
+    def pins(self) -> evict.Pins:
+        """What stays whatever its score."""
         obs = self.obs
         return evict.Pins(*self.eviction.pins_of(obs), obs.num_tokens, obs.pinned_spans)
 
@@ -253,6 +254,9 @@ class Evictor:
             count = segment.held - segment.target_length
             those = scores, count, eviction, fused, pinned, shift, newer
             found.append(SegmentEviction(i, segment, obs, *those))
+            if fused:
+                pins = found[-1].pins
+                found[-1].scores = kernels.rescore(eviction.rescorer, scores, pins, obs)
         if eviction.heads_move:
             for one, kept in zip(found, self._split(found), strict=True):
                 one.segment.target_length = one.obs.budget = kept
@@ -264,7 +268,9 @@ class Evictor:
         eviction, spans = self.eviction, tuple(self.pinned_spans)
         if not ready(observed[0].keys) or eviction.heads_move:
             return False
-        if eviction.rescorer is not None or self.storage.evicted_store is not None:
+        if self.storage.evicted_store is not None:
+            return False
+        if not all(kernels.rescores(eviction.rescorer, obs) for obs in observed):
             return False
         return all(
             evict.covers(
