@@ -15,20 +15,30 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvcap.kernels import critical, pool, window
+from kvcap.kernels import critical, pool, rows, window
 from kvcap.kernels.arguments import Pins
 from kvcap.kernels.choice import ready
 from kvcap.kernels.choice import use as use
 from kvcap.kernels.device import DTYPES
 from kvcap.policies.andpro import AnDPro
-from kvcap.policies.base import Observation, Policy, Rescorer, over_group, pool_in_time
+from kvcap.policies.base import (
+    Eviction,
+    Observation,
+    Policy,
+    Rescorer,
+    over_group,
+    pool_in_time,
+)
 from kvcap.policies.base.component import Component
 from kvcap.policies.dropkv import DropKV
 from kvcap.policies.h2o import H2O
 from kvcap.policies.keydiff import KeyDiff
+from kvcap.policies.knorm import Knorm
+from kvcap.policies.random import Random
 from kvcap.policies.rescorers.criticalkv import CriticalKV
 from kvcap.policies.saliencies.obcache import OBCache
 from kvcap.policies.snapkv import SnapKV
+from kvcap.policies.streaming_llm import StreamingLLM
 from kvcap.policies.tova import TOVA
 
 MOST_HEAD_SIZE, MOST_GROUPS = 256, 32
@@ -81,13 +91,67 @@ def rescores(rescorer: Rescorer | None, obs: Observation) -> bool:
     return known and critical.covers_rescore(obs.positions, obs.positions, obs.pinned_spans)
 
 
-def rescore(rescorer: Rescorer | None, scores: Tensor, pins: Pins, obs: Observation) -> Tensor:
-    """New scores [B, K, n], as `rescorer.rescore` has them, of scores that may not be finite."""
+def rescore(
+    rescorer: Rescorer | None,
+    scores: Tensor,
+    pins: Pins,
+    obs: Observation,
+    budgets: Tensor | None = None,
+    row_pins: Tensor | None = None,
+) -> Tensor:
+    """New scores [B, K, n], as `rescorer.rescore` has them, of scores that may not be finite.
+
+    With `obs.rows` each has its own of `budgets` and `row_pins`, see `critical.rescore`.
+    """
     if not isinstance(rescorer, CriticalKV) or rescorer.alpha == 1:
         return scores
     norm, queries = obs.state["output_norm"], 1 if obs.queries is None else obs.queries.shape[2]
-    options = pins, obs.budget, rescorer.alpha, rescorer.epsilon, queries
-    return critical.rescore(scores, obs.positions, norm, *options)
+    budget = obs.budget if budgets is None else budgets
+    options = pins, budget, rescorer.alpha, rescorer.epsilon, queries
+    return critical.rescore(scores, obs.positions, norm, *options, obs.rows, row_pins)
+
+
+def covers_rows(eviction: Eviction) -> bool:
+    """Whether all that an eviction reads of unequal heads is covered; see `Observation.rows`."""
+    policy, saliency, rescorer = eviction.policy, eviction.saliency, eviction.rescorer
+    if type(policy) not in (*TWINS, H2O, Knorm, Random, StreamingLLM):
+        return False
+    if isinstance(policy, KeyDiff) and not _covers_options(policy):
+        return False
+    if saliency is not None and type(saliency) is not OBCache:
+        return False
+    return rescorer is None or type(rescorer) is CriticalKV
+
+
+def score_rows(policy: Policy, obs: Observation) -> Tensor:
+    """`score` of unequal heads, [B, K, longest], arbitrary behind a row's slots."""
+    assert obs.rows is not None
+    if type(policy) in TWINS:
+        return TWINS[type(policy)](policy, obs)
+    batch = len(obs.positions)
+    if type(policy) is H2O:
+        return rows.padded(obs.state["accumulated"], obs.rows, batch)
+    if type(policy) is Knorm:
+        each = replace(obs, keys=obs.keys[:1, :1])  # of the whole pool
+        return rows.padded(policy.score(each).flatten(), obs.rows, batch)
+    return policy.score(obs)  # by positions alone
+
+
+def update_rows(
+    component: Component, obs: Observation, values: Tensor | None, before: Tensor
+) -> None:
+    """`update` of unequal heads, in place: new values [B, K, T, D] are behind `before` slots."""
+    assert obs.rows is not None
+    if type(component) is H2O:
+        state, kind = obs.state["accumulated"], _kind(obs)
+        assert kind is not None
+        drawn = window.scores(obs, kind, component.group)
+        rows.put(rows.padded(state, obs.rows, len(drawn)) + drawn, state, obs.rows)
+    elif type(component) is CriticalKV:
+        weights = obs.output_projection
+        assert values is not None
+        assert weights is not None
+        rows.put(critical.norms(values, weights), obs.state["output_norm"], obs.rows, before)
 
 
 def _covers(policy: Policy, obs: Observation) -> bool:
@@ -97,8 +161,7 @@ def _covers(policy: Policy, obs: Observation) -> bool:
         return False
     if isinstance(policy, KeyDiff):
         expands = policy.expand and obs.expansion is not None
-        known = policy.metric == "cosine" and policy.anchor in ("mean", "unit_mean")
-        return known and not expands
+        return _covers_options(policy) and not expands
     if isinstance(policy, TOVA) and policy.across != "group":
         return False
     return (
@@ -109,6 +172,10 @@ def _covers(policy: Policy, obs: Observation) -> bool:
         and all(x.dtype == keys.dtype and x.stride(-1) == 1 for x in (queries, obs.values))
         and obs.positions.stride(-1) == 1
     )
+
+
+def _covers_options(policy: KeyDiff) -> bool:
+    return policy.metric == "cosine" and policy.anchor in ("mean", "unit_mean")
 
 
 def _kind(obs: Observation) -> str | None:
