@@ -23,6 +23,7 @@ from kvcap.kernels.device import DTYPES
 from kvcap.policies.andpro import AnDPro
 from kvcap.policies.base import (
     Eviction,
+    Group,
     Observation,
     Policy,
     Rescorer,
@@ -30,6 +31,7 @@ from kvcap.policies.base import (
     pool_in_time,
 )
 from kvcap.policies.base.component import Component
+from kvcap.policies.cake import Cake
 from kvcap.policies.dropkv import DropKV
 from kvcap.policies.h2o import H2O
 from kvcap.policies.keydiff import KeyDiff
@@ -114,7 +116,7 @@ def rescore(
 def covers_rows(eviction: Eviction) -> bool:
     """Whether all that an eviction reads of unequal heads is covered; see `Observation.rows`."""
     policy, saliency, rescorer = eviction.policy, eviction.saliency, eviction.rescorer
-    if type(policy) not in (*TWINS, H2O, Knorm, Random, StreamingLLM):
+    if type(policy) not in (*TWINS, H2O, Knorm, Random, StreamingLLM) or type(policy) is Cake:
         return False
     if isinstance(policy, KeyDiff) and not _covers_options(policy):
         return False
@@ -164,6 +166,10 @@ def _covers(policy: Policy, obs: Observation) -> bool:
         return _covers_options(policy) and not expands
     if isinstance(policy, TOVA) and policy.across != "group":
         return False
+    if isinstance(policy, Cake) and queries is not None:
+        groups = queries.shape[1] // keys.shape[1]
+        if obs.saliency is not None or not window.covers_cake(groups, queries.shape[2]):
+            return False
     return (
         queries is not None
         and _kind(obs) is not None
@@ -215,6 +221,17 @@ def _pooled(scores: Tensor, obs: Observation, policy: DropKV | SnapKV) -> Tensor
     return pooling(scores, obs.positions, policy.kernel, policy.pool, obs.num_tokens, policy.window)
 
 
+def _cake(policy: Policy, obs: Observation) -> Tensor:
+    assert isinstance(policy, Cake)
+    group: Group | None = None if policy.group == "max" else policy.group
+    found = window.scores(obs, "cake", group, epsilon=policy.gamma)
+    covered = pool.covers(found, obs.positions, policy.kernel)
+    pooling = pool.pool_in_time if covered else pool_in_time
+    options = policy.kernel, "avg", obs.num_tokens, policy.window
+    found = pooling(found, obs.positions, *options)
+    return over_group(found, policy.group) if group is None else found
+
+
 def _tova(policy: Policy, obs: Observation) -> Tensor:
     assert isinstance(policy, TOVA)
     kind = _kind(obs)
@@ -245,6 +262,7 @@ def _keydiff(policy: Policy, obs: Observation, stored: StoredKeys | None = None)
 
 TWINS: dict[type[Policy], Callable[[Policy, Observation], Tensor]] = {
     AnDPro: _andpro,
+    Cake: _cake,
     DropKV: _dropkv,
     KeyDiff: _keydiff,
     SnapKV: _snapkv,

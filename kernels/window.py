@@ -22,7 +22,8 @@ from kvcap.kernels.device import address, multiprocessors, power_of_two, told
 from kvcap.policies.base import Group, Observation
 
 NEEDS_OUTPUT = ("dropkv", "andpro", "key", "joint")
-"""Epilogues that read `a`; the others are `attention` and `value`."""
+"""Epilogues that read `a`; the others are `attention`, `value` and `cake`."""
+MOST_ROWS = 128  # queries of a KV head that a program has at once, where `a` is not needed
 
 
 class Tiling(NamedTuple):
@@ -58,7 +59,7 @@ def tiling(
         sms: multiprocessors.
     """
     DP, GP = power_of_two(D, 16), power_of_two(G)
-    most = max(1, (64 if output else 128) // GP)
+    most = max(1, (64 if output else MOST_ROWS) // GP)
     WB = max(min(power_of_two(w), most), 16 // GP)
     blocks = -(-w // WB)
     N = max(16, min(128, 16384 // (DP * itemsize)))
@@ -70,6 +71,11 @@ def tiling(
     return Tiling(
         DP, GP, WB, blocks, N, chunk, -(-n // chunk), score_chunk, -(-n // score_chunk), warps, 3
     )  # fmt: skip
+
+
+def covers_cake(groups: int, queries: int) -> bool:
+    """Whether a program has all queries of a KV head at once, as 'cake' needs."""
+    return power_of_two(groups) * max(power_of_two(queries), 16 // power_of_two(groups)) <= MOST_ROWS
 
 
 def scores(
@@ -85,7 +91,8 @@ def scores(
     Args:
         obs: queries, keys, values and positions, whatever their strides but the last. With `rows`
             keys and values are [B, K, slots, D] views of a pool, and positions [B, K, longest].
-        kind: the epilogue: 'dropkv', 'andpro', 'attention', 'value', 'key' or 'joint'.
+        kind: the epilogue: 'dropkv', 'andpro', 'attention', 'value', 'key' or 'joint'; 'cake', the
+            mean and `epsilon` times the variance over the queries, where `covers_cake`.
         group: how the query heads of a KV head are put together; None: not at all.
         epsilon: of the ratio of 'dropkv'.
         rounded: whether 'dropkv' rounds `p` to bfloat16.

@@ -212,7 +212,7 @@ def _cost(q, time, top, total, a, k, v, position, first, scaling, softcap, epsil
     z = _logits(q, k, scaling, softcap, CAPPED)
     visible = position[:, None] <= (first + time)[None, :]
     p = _exp(tl.where(visible, z - top[None, :], LOWEST)) * (1 / total)[None, :]
-    if KIND == "attention":
+    if KIND == "attention" or KIND == "cake":
         cost = p
     else:
         wide = v.to(tl.float32)
@@ -245,6 +245,16 @@ def _cost(q, time, top, total, a, k, v, position, first, scaling, softcap, epsil
     return cost
 
 
+@triton.jit
+def _spread(p, time, w, gamma, N: tl.constexpr, GP: tl.constexpr, WB: tl.constexpr):
+    """Shares [N, R] of what `mean + gamma · variance` of p over each query head's window is."""
+    there = (time >= 0)[None, :]  # padded rows are no queries
+    heads = tl.reshape(p, [N, GP, WB])
+    mean = tl.sum(heads, 2) / w
+    off = tl.reshape(heads - mean[:, :, None], [N, GP * WB])
+    return (p + gamma * tl.where(there, off * off, 0.0)) / w
+
+
 @triton.jit(do_not_specialize=["starts", "lengths", "w", "n", "seen", "clock", "chunk"])
 def score(
     q_ptr, k_ptr, v_ptr, pos_ptr, starts, lengths, a_ptr, sum_ptr, out_ptr,
@@ -274,7 +284,7 @@ def score(
         slots = begin + (tiles - 1 - i) * N + tl.arange(0, N)
         k = _tile(k_base, slots, stop, k_n, D, DP)
         v = k
-        if KIND != "attention":
+        if KIND != "attention" and KIND != "cake":
             v = _tile(v_base, slots, stop, v_n, D, DP)
         position = tl.load(pos_base + slots, mask=slots < stop, other=NOWHERE)
         if BLOCKS == 1:
@@ -288,6 +298,8 @@ def score(
                                         R, DP, WITH_OUTPUT)  # fmt: skip
                 cost += _cost(q, time, top, total, a, k, v, position, first, scaling, softcap,
                               epsilon, KIND, CAPPED, ROUNDED)  # fmt: skip
+        if KIND == "cake":  # of each query head, whose queries are all here
+            cost = _spread(cost, time, w, epsilon, N, GP, WB)
         if GROUP == "sum" or GROUP == "mean":
             summed = tl.sum(cost, 1)
             summed = summed / G if GROUP == "mean" else summed

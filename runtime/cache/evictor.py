@@ -178,7 +178,9 @@ class Evictor:
         if now or self.due(step.length):
             self.compact(self._evictions(observed, step.stored))
         if self.balance is not None and self.index == len(self.layout.budgets) - 1:
-            self.balance.rebalance(step.tokens)
+            # Tokens that are generated change nothing about what layers want.
+            if step.length > 1 or not self.balance.settled:
+                self.balance.rebalance(step.tokens)
 
     def row_pins(self, segment: Segment) -> tuple[int, int]:
         """How many first and how many newest tokens of a segment are never evicted."""

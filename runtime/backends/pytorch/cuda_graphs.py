@@ -33,6 +33,7 @@ class PassKind(NamedTuple):
     spans: tuple[tuple[int, int], ...]  # pinned tokens, where any are evicted
     excess: int  # slots held above the budget before the pass, if not filling
     longest: int = 0  # of unequal heads that kernels read: no row is longer
+    slots: tuple[int, ...] = ()  # of each layer, where they move between layers
 
 
 class BlockGraphs:
@@ -78,7 +79,9 @@ class BlockGraphs:
         elif kind not in self._warm:
             return None
         else:
-            kept = {k: g for k, g in self.captured.items() if k.filling or k.spans == kind.spans}
+            alike = kind.spans, kind.slots
+            kept = {k: g for k, g in self.captured.items()
+                    if k.filling or (k.spans, k.slots) == alike}  # fmt: skip
             self.captured, first, before = kept, next(iter(kept.values()), None), cache.counters
             try:
                 # No two run at the same time, so all graphs share the memory of the first.
@@ -131,7 +134,10 @@ class BlockGraphs:
             return None
         spans, above = tuple(cache.pinned_spans), excess(cache)
         assert above is not None, "a steady cache has an excess"
-        return PassKind(batch, length, need_logits, False, spans, above)
+        slots: tuple[int, ...] = ()
+        if cache.eviction.layers_move:
+            slots = tuple(layer.segments[0].budget for layer in cache.capped_layers)
+        return PassKind(batch, length, need_logits, False, spans, above, slots=slots)
 
     def _kind_of_rows(self, batch: int, length: int, need_logits: bool) -> PassKind | None:
         """The same where kernels read where unequal heads lie, and whether they are full."""
@@ -226,8 +232,6 @@ def why_unsteady(cache: BudgetCache) -> str | None:
         return "attention has sink logits"
     if cache.layout.slot_format.quantised:
         return "slots are quantised"
-    if eviction.layers_move:
-        return "slots move between layers"
     if eviction.heads_move and not kernels.covers_rows(eviction):
         return "slots move between heads"
     if eviction.corrector is not None:
@@ -246,6 +250,8 @@ def excess(cache: BudgetCache) -> int | None:
 def fills(cache: BudgetCache, tokens: int) -> bool:
     """Whether a block of so many tokens only fills free slots of a cache that never evicted."""
     layers = cache.capped_layers
+    if cache.eviction.layers_move and tokens > 1:
+        return False  # each block says what its layers want
     if cache.eviction.state or not all(len(layer.segments) == 1 for layer in layers):
         return False
     return all(x.held == x.seen and x.held + tokens <= x.segments[0].target_length for x in layers)
@@ -254,6 +260,8 @@ def fills(cache: BudgetCache, tokens: int) -> bool:
 def steady(cache: BudgetCache, tokens: int) -> bool:
     """Detects the steady state, in which one CUDA graph replays every block of so many tokens."""
     if why_unsteady(cache) is not None or not cache.eviction.policy.evicts:
+        return False
+    if cache.eviction.layers_move and tokens > 1:
         return False
     if cache.eviction.heads_move and not (tokens == 1 and cache.by_rows()):
         return False
