@@ -24,6 +24,7 @@ from kvcap.policies.andpro import AnDPro
 from kvcap.policies.base import (
     Eviction,
     Group,
+    LayerBudget,
     Observation,
     Policy,
     Rescorer,
@@ -31,6 +32,7 @@ from kvcap.policies.base import (
     pool_in_time,
 )
 from kvcap.policies.base.component import Component
+from kvcap.policies.budgets.cake import Cake as CakeBudget
 from kvcap.policies.cake import Cake
 from kvcap.policies.dropkv import DropKV
 from kvcap.policies.h2o import H2O
@@ -83,6 +85,20 @@ def update(component: Component, obs: Observation) -> dict[str, Tensor]:
         if weights is not None and critical.covers_norms(values, weights):
             return {"output_norm": torch.cat((kept, critical.norms(values, weights)), -1)}
     return component.update(obs)
+
+
+def preference(budget: LayerBudget, obs: Observation) -> Tensor:
+    """How much a layer wants slots, as `budget.preference(obs)` has it. Shape []."""
+    queries = obs.queries
+    if type(budget) is not CakeBudget or queries is None or obs.saliency is not None:
+        return budget.preference(obs)
+    heads = queries.shape[1] * queries.shape[0]
+    covered = window.covers_cake(queries.shape[1] // obs.keys.shape[1], queries.shape[2])
+    if not covered or not _by_twin(SnapKV(), obs):
+        return budget.preference(obs)
+    entropy = window.scores(obs, "entropy", "sum").sum() / heads
+    variance = window.scores(obs, "variance", "sum", epsilon=1.0).sum() / heads
+    return budget.wanted(entropy, variance)
 
 
 def rescores(rescorer: Rescorer | None, obs: Observation) -> bool:

@@ -22,7 +22,7 @@ from kvcap.kernels.device import address, multiprocessors, power_of_two, told
 from kvcap.policies.base import Group, Observation
 
 NEEDS_OUTPUT = ("dropkv", "andpro", "key", "joint")
-"""Epilogues that read `a`; the others are `attention`, `value` and `cake`."""
+"""Epilogues that read `a`; `attention`, `value` and those that CAKE has do not."""
 MOST_ROWS = 128  # queries of a KV head that a program has at once, where `a` is not needed
 
 
@@ -74,7 +74,7 @@ def tiling(
 
 
 def covers_cake(groups: int, queries: int) -> bool:
-    """Whether a program has all queries of a KV head at once, as 'cake' needs."""
+    """Whether a program has all queries of a KV head at once, as 'cake' and 'variance' need."""
     return power_of_two(groups) * max(power_of_two(queries), 16 // power_of_two(groups)) <= MOST_ROWS
 
 
@@ -91,8 +91,9 @@ def scores(
     Args:
         obs: queries, keys, values and positions, whatever their strides but the last. With `rows`
             keys and values are [B, K, slots, D] views of a pool, and positions [B, K, longest].
-        kind: the epilogue: 'dropkv', 'andpro', 'attention', 'value', 'key' or 'joint'; 'cake', the
-            mean and `epsilon` times the variance over the queries, where `covers_cake`.
+        kind: the epilogue: 'dropkv', 'andpro', 'attention', 'value', 'key' or 'joint'; 'entropy',
+            `-p ln p`; where `covers_cake`, 'variance' over the queries of each query head times
+            `epsilon`, or 'cake', the mean besides.
         group: how the query heads of a KV head are put together; None: not at all.
         epsilon: of the ratio of 'dropkv'.
         rounded: whether 'dropkv' rounds `p` to bfloat16.

@@ -212,8 +212,10 @@ def _cost(q, time, top, total, a, k, v, position, first, scaling, softcap, epsil
     z = _logits(q, k, scaling, softcap, CAPPED)
     visible = position[:, None] <= (first + time)[None, :]
     p = _exp(tl.where(visible, z - top[None, :], LOWEST)) * (1 / total)[None, :]
-    if KIND == "attention" or KIND == "cake":
+    if KIND == "attention" or KIND == "cake" or KIND == "variance":
         cost = p
+    elif KIND == "entropy":
+        cost = tl.where(p > 0, -p * tl.log(tl.where(p > 0, p, 1.0)), 0.0)
     else:
         wide = v.to(tl.float32)
         squares = tl.sum(wide * wide, 1)[:, None]
@@ -246,13 +248,15 @@ def _cost(q, time, top, total, a, k, v, position, first, scaling, softcap, epsil
 
 
 @triton.jit
-def _spread(p, time, w, gamma, N: tl.constexpr, GP: tl.constexpr, WB: tl.constexpr):
+def _spread(p, time, w, gamma, N: tl.constexpr, GP: tl.constexpr, WB: tl.constexpr,
+            MEAN: tl.constexpr):  # fmt: skip
     """Shares [N, R] of what `mean + gamma · variance` of p over each query head's window is."""
     there = (time >= 0)[None, :]  # padded rows are no queries
     heads = tl.reshape(p, [N, GP, WB])
     mean = tl.sum(heads, 2) / w
     off = tl.reshape(heads - mean[:, :, None], [N, GP * WB])
-    return (p + gamma * tl.where(there, off * off, 0.0)) / w
+    variance = gamma * tl.where(there, off * off, 0.0)
+    return (p + variance if MEAN else variance) / w
 
 
 @triton.jit(do_not_specialize=["starts", "lengths", "w", "n", "seen", "clock", "chunk"])
@@ -284,7 +288,7 @@ def score(
         slots = begin + (tiles - 1 - i) * N + tl.arange(0, N)
         k = _tile(k_base, slots, stop, k_n, D, DP)
         v = k
-        if KIND != "attention" and KIND != "cake":
+        if KIND != "attention" and KIND != "cake" and KIND != "variance" and KIND != "entropy":
             v = _tile(v_base, slots, stop, v_n, D, DP)
         position = tl.load(pos_base + slots, mask=slots < stop, other=NOWHERE)
         if BLOCKS == 1:
@@ -298,8 +302,8 @@ def score(
                                         R, DP, WITH_OUTPUT)  # fmt: skip
                 cost += _cost(q, time, top, total, a, k, v, position, first, scaling, softcap,
                               epsilon, KIND, CAPPED, ROUNDED)  # fmt: skip
-        if KIND == "cake":  # of each query head, whose queries are all here
-            cost = _spread(cost, time, w, epsilon, N, GP, WB)
+        if KIND == "cake" or KIND == "variance":  # the queries of each query head are all here
+            cost = _spread(cost, time, w, epsilon, N, GP, WB, KIND == "cake")
         if GROUP == "sum" or GROUP == "mean":
             summed = tl.sum(cost, 1)
             summed = summed / G if GROUP == "mean" else summed

@@ -173,7 +173,7 @@ class Evictor:
         observed = self._observe_all(step)
         self._update_state(observed)
         if self.balance is not None and step.length > 1:
-            preference = float(self.balance.budget.preference(observed[0]))
+            preference = float(kernels.preference(self.balance.budget, observed[0]))
             self.balance.prefer(self.index, preference, step.tokens)
         if now or self.due(step.length):
             self.compact(self._evictions(observed, step.stored))
