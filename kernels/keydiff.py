@@ -36,8 +36,8 @@ def _tile(base, slots, begin, stop, stride, D: tl.constexpr, DP: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["starts", "lengths", "n", "chunk"])
-def _sum(k_ptr, sum_ptr, starts, lengths, k_b, k_h, k_n, K, n, chunk, D: tl.constexpr, DP: tl.constexpr,
-         N: tl.constexpr, UNIT: tl.constexpr):  # fmt: skip
+def _sum(k_ptr, sum_ptr, starts, lengths, k_b, k_h, k_n, K, n, chunk, D: tl.constexpr,
+         DP: tl.constexpr, N: tl.constexpr, UNIT: tl.constexpr):  # fmt: skip
     """The sum of one part of a head's keys, each of length 1 if UNIT. [D]."""
     part, row = tl.program_id(0), tl.program_id(1)
     base = k_ptr + (row // K).to(tl.int64) * k_b + (row % K).to(tl.int64) * k_h
@@ -55,8 +55,8 @@ def _sum(k_ptr, sum_ptr, starts, lengths, k_b, k_h, k_n, K, n, chunk, D: tl.cons
 
 
 @triton.jit(do_not_specialize=["starts", "lengths", "n", "chunk", "parts"])
-def _cosine(k_ptr, sum_ptr, out_ptr, starts, lengths, k_b, k_h, k_n, K, n, chunk, parts, D: tl.constexpr,
-            DP: tl.constexpr, N: tl.constexpr, PARTS: tl.constexpr,
+def _cosine(k_ptr, sum_ptr, out_ptr, starts, lengths, k_b, k_h, k_n, K, n, chunk, parts,
+            D: tl.constexpr, DP: tl.constexpr, N: tl.constexpr, PARTS: tl.constexpr,
             STAGES: tl.constexpr):  # fmt: skip
     """`-cos(k_j, μ)` of one part of a head's slots, `n·μ` being the sum of [B·K, parts, D]."""
     part, row = tl.program_id(0), tl.program_id(1)

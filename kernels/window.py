@@ -75,7 +75,9 @@ def tiling(
 
 def covers_cake(groups: int, queries: int) -> bool:
     """Whether a program has all queries of a KV head at once, as 'cake' and 'variance' need."""
-    return power_of_two(groups) * max(power_of_two(queries), 16 // power_of_two(groups)) <= MOST_ROWS
+    return (
+        power_of_two(groups) * max(power_of_two(queries), 16 // power_of_two(groups)) <= MOST_ROWS
+    )
 
 
 def scores(
@@ -144,7 +146,7 @@ def scores(
     variant = (t.blocks, kind, group or "", output, capped, rounded)
     launch(
         score, (t.score_parts, B * K, 1), (key, variant),
-        (q, k, v, positions, starts, lengths, a, sums, out, *strides, *shape, t.score_chunk, *scale, epsilon,
-         *sizes, *variant), **options,
+        (q, k, v, positions, starts, lengths, a, sums, out, *strides, *shape, t.score_chunk,
+         *scale, epsilon, *sizes, *variant), **options,
     )  # fmt: skip
     return out

@@ -21,7 +21,7 @@ from kvcap.runtime.cache.layer import BudgetLayer
 from kvcap.runtime.cache.layer_balance import LayerBalance
 from kvcap.runtime.cache.layout import UNREAD, CacheLayout
 from kvcap.runtime.cache.pinned_slots import check_pins, slots_needed
-from kvcap.runtime.cache.pool import Segment, resize
+from kvcap.runtime.cache.pool import Segment, SlotPool, resize
 from kvcap.runtime.cache.row_table import RowPass, RowTable
 from kvcap.runtime.cache.slot_format import KvDtype, SlotFormat
 from kvcap.runtime.cache.step import ForwardContext
@@ -136,6 +136,7 @@ class BudgetCache(Cache):  # type: ignore[misc]
         self.guard: CapGuard | None = None
         """Holds the process to a cap; the block loop asks it before every block."""
         self._table: RowTable | None = None
+        self._by_rows: dict[tuple[bool, int], bool] = {}
         self._length: int | None = None  # tokens of the pass that begins, once its mask is checked
         self._reading = 0  # tokens of the pass in hand
         watch_stock()
@@ -351,13 +352,21 @@ class BudgetCache(Cache):  # type: ignore[misc]
             return False
         if any(len(layer.segments) < 2 or layer.readers > 1 for layer in layers):
             return False
-        pool = layers[0].segments[0].pool
+        pool, spans = layers[0].segments[0].pool, tuple(self.pinned_spans)
+        asked = ready(pool.keys), len(spans)
+        if asked not in self._by_rows:
+            self._by_rows[asked] = self._covers_rows(pool, spans)
+        return self._by_rows[asked]
+
+    def _covers_rows(self, pool: SlotPool, spans: Sequence[Span]) -> bool:
+        """Whether kernels cover the eviction, the slots and attention over them."""
+        shape = self.layout.shape
         if pool.format.quantised or self.eviction.corrector is not None or not ready(pool.keys):
             return False
         query = pool.keys[:1, None].expand(shape.heads, 32, -1)[None]
         return (
             kernels.covers_rows(self.eviction)
-            and rows.covers(pool.buffers(), tuple(self.pinned_spans))
+            and rows.covers(pool.buffers(), spans)
             and decode.covers(query, pool.keys, pool.values, shape.kv_heads)
         )
 

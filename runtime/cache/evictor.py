@@ -177,10 +177,10 @@ class Evictor:
             self.balance.prefer(self.index, preference, step.tokens)
         if now or self.due(step.length):
             self.compact(self._evictions(observed, step.stored))
-        if self.balance is not None and self.index == len(self.layout.budgets) - 1:
-            # Tokens that are generated change nothing about what layers want.
-            if step.length > 1 or not self.balance.settled:
-                self.balance.rebalance(step.tokens)
+        last = self.index == len(self.layout.budgets) - 1
+        # Tokens that are generated change nothing about what layers want.
+        if self.balance is not None and last and (step.length > 1 or not self.balance.settled):
+            self.balance.rebalance(step.tokens)
 
     def row_pins(self, segment: Segment) -> tuple[int, int]:
         """How many first and how many newest tokens of a segment are never evicted."""
@@ -455,8 +455,9 @@ class Evictor:
         budget, heads, kept = self.eviction.head_budget, self.layout.shape.kv_heads, list[int]()
         assert budget is not None
         for first in range(0, len(scores), heads):
-            mine = [x[first : first + heads] for x in (scores, pinned, positions)]
-            kept += budget.split(*mine, self.layout.budgets[self.index])
+            mine = slice(first, first + heads)
+            average = self.layout.budgets[self.index]
+            kept += budget.split(scores[mine], pinned[mine], positions[mine], average)
         return kept
 
     def _filled(self, kept: list[int]) -> list[int]:

@@ -44,8 +44,11 @@ class RowTable:
 
     def __init__(self, layers: Sequence[Sequence[Segment]], pins_of: Pins) -> None:
         self.layers, self._pins_of = layers, pins_of
+        self._most = [0] * len(layers)  # slots that a row of each may have
         device, count = layers[0][0].pool.keys.device, len(layers[0])
-        self._numbers = torch.zeros(len(layers), 5 * count + 1, dtype=torch.int32, device=device)
+        with torch.inference_mode(False):  # ordinary tensors may be written to in any mode
+            shape = len(layers), 5 * count + 1
+            self._numbers = torch.zeros(shape, dtype=torch.int32, device=device)
         parts = self._numbers.split((count + 1, count, count, 2 * count), dim=1)
         self.starts, self.held, self.targets, pins = parts
         self.pins = pins.unflatten(1, (count, 2))
@@ -65,6 +68,7 @@ class RowTable:
 
     def _of(self, index: int, segments: Sequence[Segment]) -> list[int]:
         """One layer's numbers."""
+        self._most[index] = max(max(s.target_length, s.held) for s in segments)
         last = segments[-1]
         found = [*(s.start for s in segments), last.start + last.slots]
         found += [s.held for s in segments]
@@ -78,9 +82,7 @@ class RowTable:
 
     def longest(self, length: int) -> int:
         """No row is longer once it has read so many tokens more; the same for rows of about it."""
-        most = max(max(s.target_length for s in segments) for segments in self.layers)
-        most = max(most, max(max(s.held for s in segments) for segments in self.layers))
-        return -(-most // STEP) * STEP + length
+        return -(-max(self._most) // STEP) * STEP + length
 
 
 class RowPass:
@@ -93,9 +95,7 @@ class RowPass:
         always: a CUDA graph is captured or prepared, which serves whatever rows hold.
     """
 
-    def __init__(
-        self, table: RowTable, longest: int, compact: bool, always: bool = False
-    ) -> None:
+    def __init__(self, table: RowTable, longest: int, compact: bool, always: bool = False) -> None:
         self.table, self.most, self.always = table, longest, always
         self.read_at = table.held.max() if compact else None
         """Behind the longest row, on the device []."""

@@ -232,7 +232,10 @@ def why_unsteady(cache: BudgetCache) -> str | None:
         return "attention has sink logits"
     if cache.layout.slot_format.quantised:
         return "slots are quantised"
-    if eviction.heads_move and not kernels.covers_rows(eviction):
+    allocated = cache.allocation.batch is not None
+    if eviction.heads_move and not (
+        cache.by_rows() if allocated else kernels.covers_rows(eviction)
+    ):
         return "slots move between heads"
     if eviction.corrector is not None:
         return "evicted tokens are decided on one by one"
