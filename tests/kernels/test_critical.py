@@ -59,7 +59,7 @@ def observed(batch, heads, slots, seed=0, budget=20, spans=()):
 @pytest.mark.parametrize("alpha", [0.0, 0.5, 0.9, 1.0])
 @pytest.mark.parametrize(
     ("batch", "heads", "slots", "budget", "pins", "spans"),
-    [(1, 2, 41, 40, (0, 0), ()), (2, 3, 60, 30, (4, 8), ((30, 37),)), 
+    [(1, 2, 41, 40, (0, 0), ()), (2, 3, 60, 30, (4, 8), ((30, 37),)),
      (1, 1, 2500, 2000, (1, 32), ()), (1, 1, 9, 4, (0, 9), ())],
 )  # fmt: skip
 def test_rescored_as_by_its_own_code(batch, heads, slots, budget, pins, spans, alpha):
