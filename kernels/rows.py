@@ -141,7 +141,8 @@ def give_up(
 
     (batch, heads, slots), positions = scores.shape, pool.buffers[2]
     new = partial(torch.empty, dtype=torch.int32, device=positions.device)
-    source, ages, gone = new(len(positions)), new(len(positions)), new(batch * heads)
+    ages, gone = new(len(positions)), new(batch * heads)
+    source = torch.zeros_like(ages)  # places even where kernels are rehearsed, not run
     block = min(2048, power_of_two(slots, 32))
     with torch.cuda.device_of(positions):
         run(
