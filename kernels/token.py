@@ -86,12 +86,11 @@ def attend(
     (batch, heads, _, size), kv_heads = query.shape, key.shape[1]
     count, group = batch * kv_heads, heads // kv_heads
     if rows is None:
-        slots, row_slots = buffers[2].shape[2] - 1, buffers[2].stride(1)
-        whole = count * slots
+        slots, row_slots, tiles = buffers[2].shape[2] - 1, buffers[2].stride(1), float(count)
     else:
-        slots, row_slots, whole = rows.longest, 0, len(buffers[2])
+        slots, row_slots = rows.longest, 0
+        tiles = len(buffers[2]) / slots  # rows, were all as long as the longest
     tile = decode.tile_of(size * query.element_size())
-    tiles = whole / max(1, slots)  # rows, were all as long as the longest
     blocks = decode.blocks_in_part(-(-slots // tile.block), tiles, tile, query.device)
     chunk = tile.block * blocks
     parts = 1 + -(-slots // chunk)
