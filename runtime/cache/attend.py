@@ -102,7 +102,9 @@ class SlotAttention:
             with context.run_async_if_last(query):
                 storage.query_window.append(query)
         context.make_room()  # for a copy of all keys
-        pool, rotation = self.segments[0].pool, storage.pending_rotation
+        pool = self.segments[0].pool
+        # What is captured before any slot was given up serves after that, too.
+        rotation = storage.rotation if rows.always else storage.pending_rotation
         keys = pool.keys
         if rotation is not None:
             keys = rotation.back(keys[None, None], pool.aux[SHIFT][None, None])[0, 0]
@@ -266,7 +268,7 @@ class SlotAttention:
             query, key, value, angles, time, buffers, call.scaling, pending,
             rows=rows.before, read_at=None if rotation is None else rows.read_at,
         )  # fmt: skip
-        with context.run_async_if_last((query, rows)):
+        with context.run_async_if_last((query, value, rows)):
             if storage.query_window is not None:
                 storage.query_window.append(query)
             keys = pool.keys

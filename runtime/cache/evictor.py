@@ -382,7 +382,8 @@ class Evictor:
         queries, count = step.queries[0], eviction.policy.queries_observed
         if count is not None and count > 1 and self.storage.query_window is not None:
             count = count if rows.always else min(count, step.tokens)
-            rotation = self.storage.pending_rotation
+            storage = self.storage
+            rotation = storage.rotation if rows.always else storage.pending_rotation
             queries = self.storage.query_window.last(None, count, rotation)
         elif count:
             queries = queries[:, :, -count:]

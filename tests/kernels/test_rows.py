@@ -20,6 +20,7 @@ from kvcap.runtime.backends.pytorch import cuda_graphs
 from kvcap.runtime.backends.pytorch.loop import BlockLoop
 from kvcap.runtime.cache import step
 from kvcap.runtime.cache.pool import Segment, SlotPool
+from kvcap.runtime.models.rope import Rotation
 
 SEEN, FREE = 4000, 6
 
@@ -257,3 +258,13 @@ def test_what_is_captured_is_what_is_read(policy, lengths, monkeypatch):
     assert {kind.length for kind in made} == lengths
     assert (kept, held) == (kept_too, held_too)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    # Captured in an empty cache it serves a full one: keys and queries are rotated.
+    cache, rotated = graphs[0].cache, []
+    cache.reset()
+    back = Rotation.back
+    monkeypatch.setattr(Rotation, "back", lambda *x: rotated.append(x[1].shape) or back(*x))
+    length = max(lengths)
+    cache.pin([(43, 44)] if length == 1 else [])  # as when such a pass was prepared
+    with kernels.use("triton"):
+        assert graphs[0].read(torch.full((1, length), 5), need_logits=length == 1) is not None
+    assert len(rotated) == 2

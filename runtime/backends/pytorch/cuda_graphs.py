@@ -143,7 +143,7 @@ class BlockGraphs:
         """The same where kernels read where unequal heads lie, and whether they are full."""
         cache = self.cache
         table = cache.row_table()
-        if table is None or (length > 1 and cache.eviction.heads_move):
+        if table is None or _divides(cache, length):
             return None
         if length > cache.room and not steady(cache, length):
             return None
@@ -266,12 +266,17 @@ def steady(cache: BudgetCache, tokens: int) -> bool:
         return False
     if cache.eviction.layers_move and tokens > 1:
         return False
-    if cache.eviction.heads_move and not (tokens == 1 and cache.by_rows()):
+    if cache.eviction.heads_move and (_divides(cache, tokens) or not cache.by_rows()):
         return False
     every = cache.evict_every if tokens == 1 else 1
     # Where heads lie that hold unequally many is told to the device by the pass before.
     alone = all(len(layer.segments) == 1 for layer in cache.capped_layers)
     return excess(cache) in range(every) and (every == 1 or alone)
+
+
+def _divides(cache: BudgetCache, tokens: int) -> bool:
+    """Whether heads share slots out anew after so many tokens, which is decided on the host."""
+    return cache.eviction.heads_move and (tokens > 1 or cache.block_size == 1)
 
 
 def evicts(cache: BudgetCache, tokens: int) -> bool:
