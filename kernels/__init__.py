@@ -12,19 +12,37 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
-from kvcap.kernels import pool, window
+from kvcap.kernels import critical, pool, rows, window
+from kvcap.kernels.arguments import Pins
 from kvcap.kernels.choice import ready
 from kvcap.kernels.choice import use as use
 from kvcap.kernels.device import DTYPES
 from kvcap.policies.andpro import AnDPro
-from kvcap.policies.base import Observation, Policy, over_group, pool_in_time
+from kvcap.policies.base import (
+    Eviction,
+    Group,
+    LayerBudget,
+    Observation,
+    Policy,
+    Rescorer,
+    over_group,
+    pool_in_time,
+)
+from kvcap.policies.base.component import Component
+from kvcap.policies.budgets.cake import Cake as CakeBudget
+from kvcap.policies.cake import Cake
 from kvcap.policies.dropkv import DropKV
 from kvcap.policies.h2o import H2O
 from kvcap.policies.keydiff import KeyDiff
+from kvcap.policies.knorm import Knorm
+from kvcap.policies.random import Random
+from kvcap.policies.rescorers.criticalkv import CriticalKV
 from kvcap.policies.saliencies.obcache import OBCache
 from kvcap.policies.snapkv import SnapKV
+from kvcap.policies.streaming_llm import StreamingLLM
 from kvcap.policies.tova import TOVA
 
 MOST_HEAD_SIZE, MOST_GROUPS = 256, 32
@@ -57,11 +75,101 @@ def _by_twin(policy: Policy, obs: Observation) -> bool:
     return type(policy) in TWINS and ready(obs.keys) and _covers(policy, obs)
 
 
-def update(policy: Policy, obs: Observation) -> dict[str, Tensor]:
-    """New values of the policy's state, as `policy.update(obs)` has them."""
-    if type(policy) is H2O and ready(obs.keys) and _covers(policy, obs):
-        return _h2o(policy, obs)
-    return policy.update(obs)
+def update(component: Component, obs: Observation) -> dict[str, Tensor]:
+    """New values of a component's state, as `component.update(obs)` has them."""
+    if type(component) is H2O and ready(obs.keys) and _covers(component, obs):
+        return _h2o(component, obs)
+    if type(component) is CriticalKV and ready(obs.keys) and obs.expansion is None:
+        old, weights = obs.values.shape[2] - obs.new, obs.output_projection
+        values, kept = obs.values[:, :, old:], obs.state["output_norm"][..., :old]
+        if weights is not None and critical.covers_norms(values, weights):
+            return {"output_norm": torch.cat((kept, critical.norms(values, weights)), -1)}
+    return component.update(obs)
+
+
+def preference(budget: LayerBudget, obs: Observation) -> Tensor:
+    """How much a layer wants slots, as `budget.preference(obs)` has it. Shape []."""
+    queries = obs.queries
+    if type(budget) is not CakeBudget or queries is None or obs.saliency is not None:
+        return budget.preference(obs)
+    heads = queries.shape[1] * queries.shape[0]
+    covered = window.covers_cake(queries.shape[1] // obs.keys.shape[1], queries.shape[2])
+    if not covered or not _by_twin(SnapKV(), obs):
+        return budget.preference(obs)
+    entropy = window.scores(obs, "entropy", "sum").sum() / heads
+    variance = window.scores(obs, "variance", "sum", epsilon=1.0).sum() / heads
+    return budget.wanted(entropy, variance)
+
+
+def rescores(rescorer: Rescorer | None, obs: Observation) -> bool:
+    """Whether `rescore` can take the place of the rescorer's own, if there is one."""
+    if rescorer is None:
+        return True
+    known = type(rescorer) is CriticalKV and ready(obs.keys) and "output_norm" in obs.state
+    return known and critical.covers_rescore(obs.positions, obs.positions, obs.pinned_spans)
+
+
+def rescore(
+    rescorer: Rescorer | None,
+    scores: Tensor,
+    pins: Pins,
+    obs: Observation,
+    budgets: Tensor | None = None,
+    row_pins: Tensor | None = None,
+) -> Tensor:
+    """New scores [B, K, n], as `rescorer.rescore` has them, of scores that may not be finite.
+
+    With `obs.rows` each has its own of `budgets` and `row_pins`, see `critical.rescore`.
+    """
+    if not isinstance(rescorer, CriticalKV) or rescorer.alpha == 1:
+        return scores
+    norm, queries = obs.state["output_norm"], 1 if obs.queries is None else obs.queries.shape[2]
+    budget = obs.budget if budgets is None else budgets
+    options = pins, budget, rescorer.alpha, rescorer.epsilon, queries
+    return critical.rescore(scores, obs.positions, norm, *options, obs.rows, row_pins)
+
+
+def covers_rows(eviction: Eviction) -> bool:
+    """Whether all that an eviction reads of unequal heads is covered; see `Observation.rows`."""
+    policy, saliency, rescorer = eviction.policy, eviction.saliency, eviction.rescorer
+    if type(policy) not in (*TWINS, H2O, Knorm, Random, StreamingLLM) or type(policy) is Cake:
+        return False
+    if isinstance(policy, KeyDiff) and not _covers_options(policy):
+        return False
+    if saliency is not None and type(saliency) is not OBCache:
+        return False
+    return rescorer is None or type(rescorer) is CriticalKV
+
+
+def score_rows(policy: Policy, obs: Observation) -> Tensor:
+    """`score` of unequal heads, [B, K, longest], arbitrary behind a row's slots."""
+    assert obs.rows is not None
+    if type(policy) in TWINS:
+        return TWINS[type(policy)](policy, obs)
+    batch = len(obs.positions)
+    if type(policy) is H2O:
+        return rows.padded(obs.state["accumulated"], obs.rows, batch)
+    if type(policy) is Knorm:
+        each = replace(obs, keys=obs.keys[:1, :1])  # of the whole pool
+        return rows.padded(policy.score(each).flatten(), obs.rows, batch)
+    return policy.score(obs)  # by positions alone
+
+
+def update_rows(
+    component: Component, obs: Observation, values: Tensor | None, before: Tensor
+) -> None:
+    """`update` of unequal heads, in place: new values [B, K, T, D] are behind `before` slots."""
+    assert obs.rows is not None
+    if type(component) is H2O:
+        state, kind = obs.state["accumulated"], _kind(obs)
+        assert kind is not None
+        drawn = window.scores(obs, kind, component.group)
+        rows.put(rows.padded(state, obs.rows, len(drawn)) + drawn, state, obs.rows)
+    elif type(component) is CriticalKV:
+        weights = obs.output_projection
+        assert values is not None
+        assert weights is not None
+        rows.put(critical.norms(values, weights), obs.state["output_norm"], obs.rows, before)
 
 
 def _covers(policy: Policy, obs: Observation) -> bool:
@@ -71,10 +179,13 @@ def _covers(policy: Policy, obs: Observation) -> bool:
         return False
     if isinstance(policy, KeyDiff):
         expands = policy.expand and obs.expansion is not None
-        known = policy.metric == "cosine" and policy.anchor in ("mean", "unit_mean")
-        return known and not expands
+        return _covers_options(policy) and not expands
     if isinstance(policy, TOVA) and policy.across != "group":
         return False
+    if isinstance(policy, Cake) and queries is not None:
+        groups = queries.shape[1] // keys.shape[1]
+        if obs.saliency is not None or not window.covers_cake(groups, queries.shape[2]):
+            return False
     return (
         queries is not None
         and _kind(obs) is not None
@@ -83,6 +194,10 @@ def _covers(policy: Policy, obs: Observation) -> bool:
         and all(x.dtype == keys.dtype and x.stride(-1) == 1 for x in (queries, obs.values))
         and obs.positions.stride(-1) == 1
     )
+
+
+def _covers_options(policy: KeyDiff) -> bool:
+    return policy.metric == "cosine" and policy.anchor in ("mean", "unit_mean")
 
 
 def _kind(obs: Observation) -> str | None:
@@ -122,6 +237,17 @@ def _pooled(scores: Tensor, obs: Observation, policy: DropKV | SnapKV) -> Tensor
     return pooling(scores, obs.positions, policy.kernel, policy.pool, obs.num_tokens, policy.window)
 
 
+def _cake(policy: Policy, obs: Observation) -> Tensor:
+    assert isinstance(policy, Cake)
+    group: Group | None = None if policy.group == "max" else policy.group
+    found = window.scores(obs, "cake", group, epsilon=policy.gamma)
+    covered = pool.covers(found, obs.positions, policy.kernel)
+    pooling = pool.pool_in_time if covered else pool_in_time
+    options = policy.kernel, "avg", obs.num_tokens, policy.window
+    found = pooling(found, obs.positions, *options)
+    return over_group(found, policy.group) if group is None else found
+
+
 def _tova(policy: Policy, obs: Observation) -> Tensor:
     assert isinstance(policy, TOVA)
     kind = _kind(obs)
@@ -147,11 +273,12 @@ def _keydiff(policy: Policy, obs: Observation, stored: StoredKeys | None = None)
         assert stored.sums is not None
         return keydiff.scores_turned(obs.keys, *stored.rotation, stored.sums)
     sums = None if unit or stored is None else stored.sums
-    return keydiff.scores(obs.keys, unit=unit, key_sums=sums)
+    return keydiff.scores(obs.keys, unit=unit, key_sums=sums, rows=obs.rows)
 
 
 TWINS: dict[type[Policy], Callable[[Policy, Observation], Tensor]] = {
     AnDPro: _andpro,
+    Cake: _cake,
     DropKV: _dropkv,
     KeyDiff: _keydiff,
     SnapKV: _snapkv,

@@ -15,6 +15,7 @@ from torch import Tensor
 from kvcap.kernels.arguments import MOST_AUX, aux, strides
 from kvcap.kernels.device import able, overlaps, power_of_two
 from kvcap.kernels.launch import run
+from kvcap.policies.base import Rows
 
 
 def covers(keys: Tensor, values: Tensor, buffers: Sequence[Tensor]) -> bool:
@@ -33,6 +34,7 @@ def append(
     positions: Tensor,
     buffers: Sequence[Tensor],
     after: Tensor | None = None,
+    rows: Rows | None = None,
 ) -> None:
     """Write a block.
 
@@ -44,12 +46,14 @@ def append(
             positions [b, k, T] int32, and [b, k, T] of auxiliary tensors, which become 0. Rows are
             equally far apart in all.
         after: an integer on the device [], by how many slots what is written lies behind these.
+        rows: where heads lie that hold unequally many slots, behind which is written; the buffers
+            are the pool's then, [slots, D] and [slots].
     """
     from kvcap.kernels.append_triton import write
 
     batch, heads, length, size = keys.shape
-    row = buffers[2].stride(1)  # slots from one to the next
-    for x in (*buffers[2:], *buffers[:2]):
+    row = 0 if rows is not None else buffers[2].stride(1)  # slots from one to the next
+    for x in () if rows is not None else (*buffers[2:], *buffers[:2]):
         step = size if x.dim() == 4 else 1
         assert x.stride()[:3] == (heads * row * step, row * step, step), "rows side by side"
     block = 16
@@ -57,7 +61,10 @@ def append(
         run(
             write, (-(-length // block), batch * heads),
             keys, values, positions, *buffers[:3], **aux(buffers[3:]),
-            length=length, row_slots=row, after=after, **strides("bht", key=keys, value=values),
+            length=length, row_slots=row, after=after,
+            starts=None if rows is None else rows.starts,
+            lengths=None if rows is None else rows.lengths,
+            **strides("bht", key=keys, value=values),
             HEADS=heads, SIZE=size, SIZE_PAD=power_of_two(size, 16), BLOCK=block,
             OVERLAP=overlaps(keys.device), num_warps=4,
         )  # fmt: skip

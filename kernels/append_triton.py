@@ -6,6 +6,7 @@ import triton.language as tl
 
 # Where a block goes differs from segment to segment, which must not compile anew.
 _PLACES = ["to_positions", *(f"aux_{i}" for i in range(6)), "length", "row_slots", "after"]
+_PLACES += ["starts", "lengths"]
 
 
 @triton.jit
@@ -37,6 +38,8 @@ def write(
     length,  # T
     row_slots,
     after,  # slots of a row before them, [] or None: none
+    starts,  # [B·K] int32, each row's first slot, or None: rows lie `row_slots` apart
+    lengths,  # [B·K] int32, likewise, each row's slots before them
     key_b, key_h, key_t,
     value_b, value_h, value_t,
     HEADS: tl.constexpr,
@@ -57,6 +60,8 @@ def write(
     key = tl.load(keys + batch * key_b + head * key_h + t[:, None] * key_t + d, wide)
     value = tl.load(values + batch * value_b + head * value_h + t[:, None] * value_t + d, wide)
     slot = row * row_slots + t
+    if starts is not None:
+        slot = (tl.load(starts + row) + tl.load(lengths + row)).to(tl.int64) + t
     if after is not None:
         slot += tl.load(after)
     tl.store(to_keys + slot[:, None] * SIZE + d, key, wide)

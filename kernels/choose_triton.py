@@ -19,6 +19,7 @@ NO_SLOT = tl.constexpr(1 << 30)  # with a slot's number in place of a position: 
 PINS = ["slots", "capacity", "heads", "score_b", "score_h", "sinks", "recents", "seen", "spans"]
 PINS += [f"{end}_{i}" for i in range(8) for end in ("start", "stop")]
 NEWER_AT = ["newer", "newer_b", "newer_h"]
+ROWS = ["starts", "lengths", "row_pins"]
 
 
 @triton.jit
@@ -40,6 +41,12 @@ def worth_of(
         pinned = pinned | (p >= start_6) & (p < stop_6) | (p >= start_7) & (p < stop_7)
     x = tl.minimum(tl.maximum(tl.where(x != x, -HIGHEST, x), -HIGHEST), HIGHEST)
     return tl.where(pinned, float("inf"), x), tl.where(held, p, NO_SLOT | slot)
+
+
+@triton.jit
+def pins_of_row(row_pins, row):
+    """How many first and how many newest tokens of a row stay, by a table [B·K, 2]."""
+    return tl.load(row_pins + 2 * row), tl.load(row_pins + 2 * row + 1)
 
 
 @triton.jit

@@ -118,7 +118,8 @@ def give_up(
         run(
             evict_one, (batch * heads,),
             scores, evicted, positions, shift, **_moved(buffers, positions, shift),
-            **_rows(scores, positions), **pins.arguments(positions.device), **_newer(newer),
+            **_rows(scores, positions), **pins.arguments(positions.device), **newer_at(newer),
+            starts=None, lengths=None, row_pins=None, targets=None, left=None,
             BLOCK=block, num_warps=max(1, block // 256),
         )  # fmt: skip
     return evicted
@@ -158,7 +159,7 @@ def choose(
         block = power_of_two(several, 32)
         run(
             choose_slots, (rows,),
-            scores, positions, *choice, worths, nominees, several, **where, **_newer(newer),
+            scores, positions, *choice, worths, nominees, several, **where, **newer_at(newer),
             count=count, COUNT_PAD=padded, BLOCK=block,
             num_warps=max(1, min(16, block // 128)),
         )  # fmt: skip
@@ -191,7 +192,7 @@ def _rows(scores: Tensor, positions: Tensor) -> dict[str, int]:
     return {**rows, **strides("bhn", score=scores)}
 
 
-def _newer(newer: Tensor | None) -> dict[str, Any]:
+def newer_at(newer: Tensor | None) -> dict[str, Any]:
     """Shifts of tokens that are newer than all which go, as `grow` takes them."""
     length = 0 if newer is None else newer.shape[-1]
     sizes = {"NEWER": length, "NEWER_PAD": power_of_two(length)}

@@ -7,13 +7,21 @@ As in `choose_triton.py`, nothing is specialised that changes from block to bloc
 import triton
 import triton.language as tl
 
-from kvcap.kernels.choose_triton import NEWER_AT, PINS, grow, ordered, worth_of
+from kvcap.kernels.choose_triton import (
+    NEWER_AT,
+    PINS,
+    ROWS,
+    grow,
+    ordered,
+    pins_of_row,
+    worth_of,
+)
 
 _NARROW = ["positions", "shift", *(f"aux_{i}" for i in range(5))]
 
 
 # Long and branching, as it is one launch: branches on None and constants are gone once compiled.
-@triton.jit(do_not_specialize=[*PINS, *_NARROW, *NEWER_AT])
+@triton.jit(do_not_specialize=[*PINS, *_NARROW, *NEWER_AT, *ROWS, "targets", "left"])
 def evict_one(
     scores,  # [B, K, n]
     evicted,  # [B·K] int32
@@ -34,6 +42,11 @@ def evict_one(
     start_4, stop_4, start_5, stop_5, start_6, stop_6, start_7, stop_7,
     newer,  # [B, K, NEWER], or None
     newer_b, newer_h,
+    starts,  # [B·K] int32, the first slot of every row of a pool, or None
+    lengths,  # [B·K] int32, likewise its slots
+    row_pins,  # [B·K, 2] int32, likewise `sinks` and `recents`
+    targets,  # [B·K] int32, likewise the slots that it may have: the others go, one at most
+    left,  # [B·K] int32, is written: the slots that it has after this
     NEWER: tl.constexpr,
     NEWER_PAD: tl.constexpr,
     SIZE: tl.constexpr,
@@ -43,10 +56,16 @@ def evict_one(
 ):  # fmt: skip
     """A whole row: find its slot of least worth, and put its last one there."""
     row = tl.program_id(0).to(tl.int64)
+    first, goes = row * capacity, 1
+    if starts is not None:
+        first, slots = tl.load(starts + row).to(tl.int64), tl.load(lengths + row)
+        sinks, recents = pins_of_row(row_pins, row)
+        goes = (slots > tl.load(targets + row)).to(tl.int32)  # else its last slot stays in place
+        tl.store(left + row, slots - goes)
     if newer is not None:
-        grow(newer, row // heads, row % heads, newer_b, newer_h, 1, NEWER, NEWER_PAD)
-    positions += row * capacity
-    last = row * capacity + slots - 1
+        grow(newer, row // heads, row % heads, newer_b, newer_h, goes, NEWER, NEWER_PAD)
+    positions += first
+    last = first + slots - 1
     d = tl.arange(0, SIZE_PAD)
     # The last slot moves wherever it goes: read before that is known.
     key = tl.load(keys + last * SIZE + d, d < SIZE)
@@ -79,21 +98,24 @@ def evict_one(
         least = tl.minimum(least, worth)
     lowest = tl.min(least, 0)
     target = tl.max(tl.where(least == lowest, place, 0), 0)
+    gone = (lowest & 0xFFFFFFFF).to(tl.int32)
+    if starts is not None:
+        target = tl.where(goes == 1, target, slots - 1)
+        gone = tl.where(goes == 1, gone, 0x7FFFFFFF)  # nothing is newer
     tl.store(evicted + row, target)
     if shift is not None:
-        gone = (lowest & 0xFFFFFFFF).to(tl.int32)
         shifted += (gone < position).to(tl.int32)
         tl.debug_barrier()  # the last shift is read
         for begin in range(0, slots, BLOCK):
             slot = begin + tl.arange(0, BLOCK)
             held = slot < slots
-            at = shift + row * capacity + slot
+            at = shift + first + slot
             later = gone < tl.load(positions + slot, held, 0)
             moved = tl.load(at, held, 0) + later.to(tl.int32)
             tl.store(at, tl.where(slot == target, shifted, moved), held)
     tl.debug_barrier()  # all positions are read
     tl.store(positions + target, position)
-    at = row * capacity + target
+    at = first + target
     tl.store(keys + at * SIZE + d, key, d < SIZE)
     tl.store(values + at * VALUE_SIZE + d, value, d < VALUE_SIZE)
     if aux_0 is not None:

@@ -18,6 +18,7 @@ from kvcap.kernels.device import address, multiprocessors, power_of_two
 from kvcap.kernels.launch import empty, launch, run
 from kvcap.kernels.token import REGISTERS
 from kvcap.kernels.turn_triton import halves, turned_back
+from kvcap.policies.base import Rows
 
 MOST_FEW = 2**17  # rows of keys, below which shorter programs are faster
 EPSILON = tl.constexpr(1e-8)  # of torch's cosine_similarity
@@ -34,12 +35,14 @@ def _tile(base, slots, begin, stop, stride, D: tl.constexpr, DP: tl.constexpr):
     return tl.load(at, mask=there & (d < D)[None, :], other=0.0).to(tl.float32)
 
 
-@triton.jit(do_not_specialize=["n", "chunk"])
-def _sum(k_ptr, sum_ptr, k_b, k_h, k_n, K, n, chunk, D: tl.constexpr, DP: tl.constexpr,
-         N: tl.constexpr, UNIT: tl.constexpr):  # fmt: skip
+@triton.jit(do_not_specialize=["starts", "lengths", "n", "chunk"])
+def _sum(k_ptr, sum_ptr, starts, lengths, k_b, k_h, k_n, K, n, chunk, D: tl.constexpr,
+         DP: tl.constexpr, N: tl.constexpr, UNIT: tl.constexpr):  # fmt: skip
     """The sum of one part of a head's keys, each of length 1 if UNIT. [D]."""
     part, row = tl.program_id(0), tl.program_id(1)
     base = k_ptr + (row // K).to(tl.int64) * k_b + (row % K).to(tl.int64) * k_h
+    if starts is not None:
+        base, n = base + tl.load(starts + row).to(tl.int64) * k_n, tl.load(lengths + row)
     total = tl.full([N, DP], 0.0, tl.float32)
     stop = tl.minimum(part * chunk + chunk, n)
     for start in tl.range(part * chunk, stop, N, num_stages=3):
@@ -51,13 +54,16 @@ def _sum(k_ptr, sum_ptr, k_b, k_h, k_n, K, n, chunk, D: tl.constexpr, DP: tl.con
     tl.store(sum_ptr + (row * tl.num_programs(0) + part) * D + d, tl.sum(total, 0), mask=d < D)
 
 
-@triton.jit(do_not_specialize=["n", "chunk", "parts"])
-def _cosine(k_ptr, sum_ptr, out_ptr, k_b, k_h, k_n, K, n, chunk, parts, D: tl.constexpr,
-            DP: tl.constexpr, N: tl.constexpr, PARTS: tl.constexpr,
+@triton.jit(do_not_specialize=["starts", "lengths", "n", "chunk", "parts"])
+def _cosine(k_ptr, sum_ptr, out_ptr, starts, lengths, k_b, k_h, k_n, K, n, chunk, parts,
+            D: tl.constexpr, DP: tl.constexpr, N: tl.constexpr, PARTS: tl.constexpr,
             STAGES: tl.constexpr):  # fmt: skip
     """`-cos(k_j, μ)` of one part of a head's slots, `n·μ` being the sum of [B·K, parts, D]."""
     part, row = tl.program_id(0), tl.program_id(1)
     base = k_ptr + (row // K).to(tl.int64) * k_b + (row % K).to(tl.int64) * k_h
+    row_n = n  # from a row of scores to the next
+    if starts is not None:
+        base, n = base + tl.load(starts + row).to(tl.int64) * k_n, tl.load(lengths + row)
     begin, stop = part * chunk, tl.minimum(part * chunk + chunk, n)
     tiles = tl.cdiv(stop - begin, N)
     slots = begin + (tiles - 1) * N + tl.arange(0, N)
@@ -72,7 +78,7 @@ def _cosine(k_ptr, sum_ptr, out_ptr, k_b, k_h, k_n, K, n, chunk, parts, D: tl.co
         ahead = _tile(base, before, begin, stop, k_n, D, DP)
         along = tl.sum(k * anchor[None, :], 1)
         inverse = tl.rsqrt(tl.maximum(tl.sum(k * k, 1), EPSILON * EPSILON))
-        tl.store(out_ptr + row.to(tl.int64) * n + slots, -along * inverse, mask=slots < stop)
+        tl.store(out_ptr + row.to(tl.int64) * row_n + slots, -along * inverse, mask=slots < stop)
         slots, k = before, ahead
 
 
@@ -123,7 +129,13 @@ def scores_turned(keys: Tensor, shift: Tensor, table: Tensor, key_sums: Tensor) 
     return out
 
 
-def scores(keys: Tensor, *, unit: bool = False, key_sums: Tensor | None = None) -> Tensor:
+def scores(
+    keys: Tensor,
+    *,
+    unit: bool = False,
+    key_sums: Tensor | None = None,
+    rows: Rows | None = None,
+) -> Tensor:
     """`-cos(k_j, μ)`, `μ` the mean of the keys (KeyDiff, Eq. 8). [B, K, n], float32.
 
     Args:
@@ -131,8 +143,13 @@ def scores(keys: Tensor, *, unit: bool = False, key_sums: Tensor | None = None) 
         unit: `μ` is the mean of the keys' directions.
         key_sums: float32 [B, K, P, D], contiguous: sums of P parts of these keys where they are
             known, which spares the pass that makes them.
+        rows: where heads lie that hold unequally many slots; keys are [B, K, slots, D] views of a
+            pool then, and scores [B, K, longest], of which those behind a row are not written.
     """
     B, K, n, D = keys.shape
+    starts, lengths = None, None
+    if rows is not None:
+        starts, lengths, n = rows
     padded = power_of_two(D, 16)
     few = B * K * n <= MOST_FEW
     most = (8192 if few else 16384) // (padded * keys.element_size())
@@ -140,13 +157,13 @@ def scores(keys: Tensor, *, unit: bool = False, key_sums: Tensor | None = None) 
     chunk = -(-max(2 * tile, n * B * K // (2 * multiprocessors(keys.device))) // tile) * tile
     out = empty(B, K, n, device=keys.device)
     strides, sizes = (*keys.stride()[:3], K, n), (D, padded, tile)
-    key = (keys.device, keys.dtype, address(keys) % 16, strides[:4], sizes, few)
+    key = (keys.device, keys.dtype, address(keys) % 16, strides[:4], sizes, few, starts is None)
     if key_sums is None:
         parts = -(-n // chunk)
         key_sums = empty(B, K, parts, D, device=keys.device)
         launch(
             _sum, (parts, B * K, 1), (key, unit),
-            (keys, key_sums, *strides, chunk, *sizes, unit), num_warps=4,
+            (keys, key_sums, starts, lengths, *strides, chunk, *sizes, unit), num_warps=4,
         )  # fmt: skip
     assert key_sums.dtype == torch.float32
     assert key_sums.is_contiguous()
@@ -156,7 +173,7 @@ def scores(keys: Tensor, *, unit: bool = False, key_sums: Tensor | None = None) 
     share, stages = (4 * tile, 1) if few else (chunk, 4)
     launch(
         _cosine, (-(-n // share), B * K, 1), (key, most, address(key_sums) % 16),
-        (keys, key_sums, out, *strides, share, added, *sizes, most, stages),
+        (keys, key_sums, out, starts, lengths, *strides, share, added, *sizes, most, stages),
         num_warps=4 if few else 8,
     )  # fmt: skip
     return out

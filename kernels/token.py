@@ -19,6 +19,7 @@ from kvcap.kernels import append, decode
 from kvcap.kernels.arguments import aux, strides
 from kvcap.kernels.device import on_gpu, overlapping, power_of_two
 from kvcap.kernels.launch import run
+from kvcap.policies.base import Rows
 
 MOST_GROUP = 16
 # Of a thread, so that a multiprocessor begins one of these beside five programs of the product
@@ -48,6 +49,8 @@ def attend(
     turn: tuple[Tensor, Tensor] | None = None,
     used: Tensor | None = None,
     summed: bool = False,
+    rows: Rows | None = None,
+    read_at: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Write a token into the slot behind those in use, and attend to all of them.
 
@@ -67,7 +70,11 @@ def attend(
         turn: one of the auxiliary tensors, int32: how far each key is rotated back, and a
             contiguous table [span, 2, D/2] of cosines and sines; None: keys are used as they are.
         used: slots in use before the token, an integer on the device []; None: n - 1.
-        summed: the keys' sums are wanted, which takes `used` None.
+        summed: the keys' sums are wanted, which takes `used` None and no `rows`.
+        rows: where heads lie that hold unequally many slots, the token not among them; the buffers
+            are the pool's then, [slots, D] and [slots].
+        read_at: with `rows` and `turn`, an integer on the device []: the position that the angles
+            turn to. The token counts as its row's next, so far before that.
 
     Returns:
         What it attends to, [B, H, 1, D], the rotated query, likewise, and sums of parts of the
@@ -75,26 +82,33 @@ def attend(
     """
     from kvcap.kernels.token_triton import attend_part
 
-    assert used is None or not summed, "parts that are not in use have no sums"
-    (batch, heads, _, size), (kv_heads, slots) = query.shape, buffers[2].shape[1:]
-    slots, rows, group = slots - 1, batch * kv_heads, heads // kv_heads
+    assert (used is None and rows is None) or not summed, "parts not in use have no sums"
+    (batch, heads, _, size), kv_heads = query.shape, key.shape[1]
+    count, group = batch * kv_heads, heads // kv_heads
+    if rows is None:
+        slots, row_slots, tiles = buffers[2].shape[2] - 1, buffers[2].stride(1), float(count)
+    else:
+        slots, row_slots = rows.longest, 0
+        tiles = len(buffers[2]) / slots  # rows, were all as long as the longest
     tile = decode.tile_of(size * query.element_size())
-    blocks = decode.blocks_in_part(-(-slots // tile.block), rows, tile, query.device)
+    blocks = decode.blocks_in_part(-(-slots // tile.block), tiles, tile, query.device)
     chunk = tile.block * blocks
     parts = 1 + -(-slots // chunk)
     new = partial(torch.empty, device=query.device)
-    part_out = new(rows, parts, group, size, dtype=torch.float32)
-    part_lse = new(rows, parts, group, dtype=torch.float32)
+    part_out = new(count, parts, group, size, dtype=torch.float32)
+    part_lse = new(count, parts, group, dtype=torch.float32)
     sums = new(batch, kv_heads, parts, size, dtype=torch.float32) if summed else None
     out, turned = (new(batch, 1, heads, size, dtype=query.dtype) for _ in range(2))
     cos, sin = (x.contiguous() for x in angles)
     shift, table = (None, None) if turn is None else turn
     with torch.cuda.device_of(query):
         run(
-            attend_part, (parts, rows),
+            attend_part, (parts, count),
             query, key, value, cos, sin, time, *buffers[:3], **aux(buffers[3:]),
             shift=shift, table=table, queries=turned, sums=sums, part_out=part_out,
-            part_lse=part_lse, used=used, slots=slots, row_slots=buffers[2].stride(1), chunk=chunk,
+            part_lse=part_lse, used=used, slots=slots, row_slots=row_slots, chunk=chunk,
+            starts=None if rows is None else rows.starts,
+            lengths=None if rows is None else rows.lengths, read_at=read_at,
             factor=scaling * decode.LOG2_E, **strides("bh", query=query, key=key, value=value),
             angle_b=0 if cos.shape[0] == 1 else size,
             KV_HEADS=kv_heads, GROUP=group, ROWS=MOST_GROUP, SIZE=size, HALF=size // 2,
@@ -103,5 +117,7 @@ def attend(
             maxnreg=REGISTERS if blocks == 1 else None,
             **overlapping(query.device),
         )  # fmt: skip
-        decode.merge(part_out, part_lse, out, used, slots, 0, chunk, 1, overlapping(query.device))
+        used, step = (used, 0) if rows is None else (rows.lengths, 1)
+        overlap = overlapping(query.device)
+        decode.merge(part_out, part_lse, out, used, slots, step, chunk, 1, overlap)
     return out.transpose(1, 2), turned.transpose(1, 2), sums

@@ -10,6 +10,7 @@ from kvcap.kernels.turn_triton import halves, turned, turned_back
 
 # Where a token goes differs from segment to segment, which must not compile anew.
 _PLACES = ["positions", *(f"aux_{i}" for i in range(6)), "shift", "time", "slots", "chunk"]
+_PLACES += ["starts", "lengths", "read_at"]
 
 
 @triton.jit
@@ -67,6 +68,9 @@ def attend_part(
     part_out,  # [B·K, S, GROUP, D] float32
     part_lse,  # [B·K, S, GROUP] float32, log-sum-exp in base 2
     used,  # slots of every row before the token, one integer, or None: `slots`
+    starts,  # [B·K] int32, each row's first slot, or None: rows lie `row_slots` apart
+    lengths,  # [B·K] int32, likewise, each row's slots before the token
+    read_at,  # [] likewise: the position to which `cos` and `sin` turn, and it counts as its row's
     slots,
     row_slots,
     chunk,  # slots of a part, a multiple of BLOCK
@@ -94,6 +98,10 @@ def attend_part(
     batch, head = row // KV_HEADS, row % KV_HEADS
     if used is not None:
         slots = tl.load(used).to(tl.int32)
+    first_slot = row * row_slots
+    if starts is not None:
+        first_slot = tl.load(starts + row).to(tl.int64)
+        slots = tl.load(lengths + row)
     begin = (part - 1) * chunk
     if begin >= slots:
         return
@@ -104,6 +112,13 @@ def attend_part(
     i, second = tl.arange(0, HALF_PAD)[None, :, None], tl.arange(0, 2)[None, None, :]
     at = tl.where(second == 0, cos + batch * angle_b, sin + batch * angle_b)
     turn_cos, turn_sin = tl.split(tl.load(at + i, i < HALF, 0.0))
+    if read_at is not None:
+        past = tl.load(read_at).to(tl.int64) - slots
+        at = table + past * (2 * HALF) + second * HALF
+        past_cos, past_sin = tl.split(tl.load(at + i, i < HALF, 0.0).to(tl.float32))
+        wide_cos, wide_sin = turn_cos.to(tl.float32), turn_sin.to(tl.float32)
+        turn_cos = wide_cos * past_cos + wide_sin * past_sin
+        turn_sin = wide_sin * past_cos - wide_cos * past_sin
     part_lse += (row * parts + part) * GROUP + m
     part_out += ((row * parts + part) * GROUP + m[:, None]) * SIZE + d[None, :]
     if part == 0:
@@ -124,7 +139,7 @@ def attend_part(
             sums += (row * parts + part) * SIZE
             tl.store(sums + h, new_a.to(tl.float32), h < HALF)
             tl.store(sums + HALF + h, new_b.to(tl.float32), h < HALF)
-        slot = row * row_slots + slots
+        slot = first_slot + slots
         tl.store(keys + slot * SIZE + h, new_a, h < HALF)
         tl.store(keys + slot * SIZE + HALF + h, new_b, h < HALF)
         tl.store(values + slot * SIZE + d, new_v, d < SIZE)
@@ -133,10 +148,10 @@ def attend_part(
         clear(slot + it, it == 0, aux_0, aux_1, aux_2, aux_3, aux_4, aux_5)
         return
     end = tl.minimum(begin + chunk, slots)
-    keys += row * row_slots * SIZE
-    values += row * row_slots * SIZE
+    keys += first_slot * SIZE
+    values += first_slot * SIZE
     if shift is not None:
-        shift += row * row_slots
+        shift += first_slot
     # Slots do not wait for the query: the first are on their way before it is there.
     k_a, k_b, v = _held(keys, values, shift, table, begin, end, SIZE, HALF, HALF_PAD, BLOCK)
     if sums is not None:

@@ -22,7 +22,8 @@ from kvcap.kernels.device import address, multiprocessors, power_of_two, told
 from kvcap.policies.base import Group, Observation
 
 NEEDS_OUTPUT = ("dropkv", "andpro", "key", "joint")
-"""Epilogues that read `a`; the others are `attention` and `value`."""
+"""Epilogues that read `a`; `attention`, `value` and those that CAKE has do not."""
+MOST_ROWS = 128  # queries of a KV head that a program has at once, where `a` is not needed
 
 
 class Tiling(NamedTuple):
@@ -58,7 +59,7 @@ def tiling(
         sms: multiprocessors.
     """
     DP, GP = power_of_two(D, 16), power_of_two(G)
-    most = max(1, (64 if output else 128) // GP)
+    most = max(1, (64 if output else MOST_ROWS) // GP)
     WB = max(min(power_of_two(w), most), 16 // GP)
     blocks = -(-w // WB)
     N = max(16, min(128, 16384 // (DP * itemsize)))
@@ -72,6 +73,13 @@ def tiling(
     )  # fmt: skip
 
 
+def covers_cake(groups: int, queries: int) -> bool:
+    """Whether a program has all queries of a KV head at once, as 'cake' and 'variance' need."""
+    return (
+        power_of_two(groups) * max(power_of_two(queries), 16 // power_of_two(groups)) <= MOST_ROWS
+    )
+
+
 def scores(
     obs: Observation,
     kind: str,
@@ -83,8 +91,11 @@ def scores(
     """Sum of an epilogue over the observed queries.
 
     Args:
-        obs: queries, keys, values and positions, whatever their strides but the last.
-        kind: the epilogue: 'dropkv', 'andpro', 'attention', 'value', 'key' or 'joint'.
+        obs: queries, keys, values and positions, whatever their strides but the last. With `rows`
+            keys and values are [B, K, slots, D] views of a pool, and positions [B, K, longest].
+        kind: the epilogue: 'dropkv', 'andpro', 'attention', 'value', 'key' or 'joint'; 'entropy',
+            `-p ln p`; where `covers_cake`, 'variance' over the queries of each query head times
+            `epsilon`, or 'cake', the mean besides.
         group: how the query heads of a KV head are put together; None: not at all.
         epsilon: of the ratio of 'dropkv'.
         rounded: whether 'dropkv' rounds `p` to bfloat16.
@@ -97,9 +108,13 @@ def scores(
 
     q, k, v, positions = obs.queries, obs.keys, obs.values, obs.positions
     assert q is not None
-    (B, K, n, D), w, device = k.shape, q.shape[2], k.device
+    (B, K, n, D), w, device = (*positions.shape, k.shape[3]), q.shape[2], k.device
+    starts, lengths = (None, None) if obs.rows is None else obs.rows[:2]
     G, output, capped = q.shape[1] // K, kind in NEEDS_OUTPUT, obs.softcap is not None
-    t = tiling(B * K, G, w, n, D, k.element_size(), output, multiprocessors(device))
+    sms = multiprocessors(device)
+    if obs.rows is not None:  # rows share the pool's slots: as many programs as for equal rows
+        sms = min(sms * 4, -(-sms * B * K * n // k.shape[2]))
+    t = tiling(B * K, G, w, n, D, k.element_size(), output, sms)
     R, rows = t.GP * t.WB, B * K * t.blocks
     part_sums = empty(2 * rows * t.parts * R, device=device)
     part = empty(rows * t.parts * R * t.DP if output else 0, device=device)
@@ -112,14 +127,14 @@ def scores(
         (float(obs.scaling), float(obs.softcap or 0)),
     )
     sizes, options = (D, t.DP, t.GP, t.WB, t.N), {"num_warps": t.warps, "num_stages": t.stages}
-    starts = tuple(address(x) % 16 for x in (q, k, v, positions))
+    begins = tuple(address(x) % 16 for x in (q, k, v, positions))
     sinks = None if obs.sinks is None else obs.sinks.float().contiguous()
     beside = None if sinks is None else address(sinks) % 16
     static = (K, G, sizes, t.warps, t.stages, output, capped)
-    key = (device, k.dtype, positions.dtype, starts, strides, static)
+    key = (device, k.dtype, positions.dtype, begins, strides, static, starts is None)
     launch(
         forward, (t.parts, B * K, t.blocks), key,
-        (q, k, v, positions, part, part_sums, *strides, *shape, t.chunk, *scale,
+        (q, k, v, positions, starts, lengths, part, part_sums, *strides, *shape, t.chunk, *scale,
          *sizes, capped, output), **options,
     )  # fmt: skip
     padded = power_of_two(t.parts)
@@ -131,7 +146,7 @@ def scores(
     variant = (t.blocks, kind, group or "", output, capped, rounded)
     launch(
         score, (t.score_parts, B * K, 1), (key, variant),
-        (q, k, v, positions, a, sums, out, *strides, *shape, t.score_chunk, *scale, epsilon,
-         *sizes, *variant), **options,
+        (q, k, v, positions, starts, lengths, a, sums, out, *strides, *shape, t.score_chunk,
+         *scale, epsilon, *sizes, *variant), **options,
     )  # fmt: skip
     return out

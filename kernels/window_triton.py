@@ -103,9 +103,16 @@ def _logits(q, k, scaling, softcap, CAPPED: tl.constexpr):
     return z
 
 
-@triton.jit(do_not_specialize=["w", "n", "seen", "clock", "chunk"])
+@triton.jit
+def _placed(k_base, v_base, k_n, v_n, starts, lengths, row):
+    """Keys, values and how many of a row that lies at a place of its own in a pool."""
+    first = tl.load(starts + row).to(tl.int64)
+    return k_base + first * k_n, v_base + first * v_n, tl.load(lengths + row)
+
+
+@triton.jit(do_not_specialize=["starts", "lengths", "w", "n", "seen", "clock", "chunk"])
 def forward(
-    q_ptr, k_ptr, v_ptr, pos_ptr, part_ptr, sum_ptr,
+    q_ptr, k_ptr, v_ptr, pos_ptr, starts, lengths, part_ptr, sum_ptr,
     q_b, q_h, q_t, k_b, k_h, k_n, v_b, v_h, v_n, p_b, p_h,
     K, G, w, n, seen, clock, chunk, scaling, softcap,
     D: tl.constexpr, DP: tl.constexpr, GP: tl.constexpr, WB: tl.constexpr, N: tl.constexpr,
@@ -122,6 +129,8 @@ def forward(
     q_base = q_ptr + b * q_b + h * G * q_h
     q, time = _queries(q_base, q_h, q_t, block, G, w, D, DP, GP, WB)
     k_base, v_base = k_ptr + b * k_b + h * k_h, v_ptr + b * v_b + h * v_h
+    if starts is not None:
+        k_base, v_base, n = _placed(k_base, v_base, k_n, v_n, starts, lengths, row)
     pos_base, first = pos_ptr + b * p_b + h * p_h, _first(seen, clock, w)
     top = tl.full([R], LOWEST, tl.float32)
     total = tl.full(
@@ -151,6 +160,7 @@ def forward(
     tl.store(sum_ptr + rows * tl.num_programs(0) * R + at, each)
     if WITH_OUTPUT:
         d = tl.arange(0, DP)
+        each = tl.where(each == 0.0, 1.0, each)  # of a part behind all slots of its row
         tl.store(part_ptr + at[None, :] * DP + d[:, None], a / each[None, :])
 
 
@@ -202,8 +212,10 @@ def _cost(q, time, top, total, a, k, v, position, first, scaling, softcap, epsil
     z = _logits(q, k, scaling, softcap, CAPPED)
     visible = position[:, None] <= (first + time)[None, :]
     p = _exp(tl.where(visible, z - top[None, :], LOWEST)) * (1 / total)[None, :]
-    if KIND == "attention":
+    if KIND == "attention" or KIND == "cake" or KIND == "variance":
         cost = p
+    elif KIND == "entropy":
+        cost = tl.where(p > 0, -p * tl.log(tl.where(p > 0, p, 1.0)), 0.0)
     else:
         wide = v.to(tl.float32)
         squares = tl.sum(wide * wide, 1)[:, None]
@@ -235,9 +247,21 @@ def _cost(q, time, top, total, a, k, v, position, first, scaling, softcap, epsil
     return cost
 
 
-@triton.jit(do_not_specialize=["w", "n", "seen", "clock", "chunk"])
+@triton.jit
+def _spread(p, time, w, gamma, N: tl.constexpr, GP: tl.constexpr, WB: tl.constexpr,
+            MEAN: tl.constexpr):  # fmt: skip
+    """Shares [N, R] of what `mean + gamma · variance` of p over each query head's window is."""
+    there = (time >= 0)[None, :]  # padded rows are no queries
+    heads = tl.reshape(p, [N, GP, WB])
+    mean = tl.sum(heads, 2) / w
+    off = tl.reshape(heads - mean[:, :, None], [N, GP * WB])
+    variance = gamma * tl.where(there, off * off, 0.0)
+    return (p + variance if MEAN else variance) / w
+
+
+@triton.jit(do_not_specialize=["starts", "lengths", "w", "n", "seen", "clock", "chunk"])
 def score(
-    q_ptr, k_ptr, v_ptr, pos_ptr, a_ptr, sum_ptr, out_ptr,
+    q_ptr, k_ptr, v_ptr, pos_ptr, starts, lengths, a_ptr, sum_ptr, out_ptr,
     q_b, q_h, q_t, k_b, k_h, k_n, v_b, v_h, v_n, p_b, p_h,
     K, G, w, n, seen, clock, chunk, scaling, softcap, epsilon,
     D: tl.constexpr, DP: tl.constexpr, GP: tl.constexpr, WB: tl.constexpr, N: tl.constexpr,
@@ -250,6 +274,9 @@ def score(
     b, h = (row // K).to(tl.int64), (row % K).to(tl.int64)
     q_base = q_ptr + b * q_b + h * G * q_h
     k_base, v_base = k_ptr + b * k_b + h * k_h, v_ptr + b * v_b + h * v_h
+    row_n = n  # from a row of scores to the next
+    if starts is not None:
+        k_base, v_base, n = _placed(k_base, v_base, k_n, v_n, starts, lengths, row)
     pos_base, first = pos_ptr + b * p_b + h * p_h, _first(seen, clock, w)
     heads = tl.arange(0, GP)
     if BLOCKS == 1:
@@ -261,7 +288,7 @@ def score(
         slots = begin + (tiles - 1 - i) * N + tl.arange(0, N)
         k = _tile(k_base, slots, stop, k_n, D, DP)
         v = k
-        if KIND != "attention":
+        if KIND != "attention" and KIND != "cake" and KIND != "variance" and KIND != "entropy":
             v = _tile(v_base, slots, stop, v_n, D, DP)
         position = tl.load(pos_base + slots, mask=slots < stop, other=NOWHERE)
         if BLOCKS == 1:
@@ -275,15 +302,17 @@ def score(
                                         R, DP, WITH_OUTPUT)  # fmt: skip
                 cost += _cost(q, time, top, total, a, k, v, position, first, scaling, softcap,
                               epsilon, KIND, CAPPED, ROUNDED)  # fmt: skip
+        if KIND == "cake" or KIND == "variance":  # the queries of each query head are all here
+            cost = _spread(cost, time, w, epsilon, N, GP, WB, KIND == "cake")
         if GROUP == "sum" or GROUP == "mean":
             summed = tl.sum(cost, 1)
             summed = summed / G if GROUP == "mean" else summed
-            tl.store(out_ptr + row.to(tl.int64) * n + slots, summed, mask=slots < stop)
+            tl.store(out_ptr + row.to(tl.int64) * row_n + slots, summed, mask=slots < stop)
         else:
             each = tl.sum(tl.reshape(cost, [N, GP, WB]), 2)  # [N, GP]
             if GROUP == "max":
                 most = tl.max(tl.where((heads < G)[None, :], each, LOWEST), 1)
-                tl.store(out_ptr + row.to(tl.int64) * n + slots, most, mask=slots < stop)
+                tl.store(out_ptr + row.to(tl.int64) * row_n + slots, most, mask=slots < stop)
             else:
-                at = (row.to(tl.int64) * G + heads)[None, :] * n + slots[:, None]
+                at = (row.to(tl.int64) * G + heads)[None, :] * row_n + slots[:, None]
                 tl.store(out_ptr + at, each, mask=(slots < stop)[:, None] & (heads < G)[None, :])

@@ -41,6 +41,7 @@ class Setting:
     chosen: dict[int, list[list[list[int]]]] = field(default_factory=dict)
     # (layer, scores per head, pinned per head) -> slots per head, where they move
     split: Callable[[int, list[list[float]], list[list[bool]]], list[int]] | None = None
+    keeps: bool = False  # a single token leaves the division as it is
 
 
 def rotate(x: Tensor, position: float, inv_freq: Tensor, interleaved: bool = False) -> Tensor:
@@ -168,7 +169,8 @@ class ReferenceLayer(CacheLayerMixin):
             or (start[self.index] if start else [self.setting.budget] * 99)[: len(self.heads)]
         )
         full = any(len(x) > n for x, n in zip(self.heads, self.target_length, strict=True))
-        if self.setting.split is not None and full:
+        kept = self.setting.keeps and length == 1
+        if self.setting.split is not None and full and not kept:
             self.target_length = self.setting.split(self.index, scored, pinned)
         for k, slots in enumerate(self.heads):
             order = sorted(

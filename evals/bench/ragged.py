@@ -20,7 +20,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from kvcap.evals.bench import Options, Result
 from kvcap.evals.measure import percentiles, seconds
 from kvcap.evals.reports import device_name
-from kvcap.runtime.attention.functions import Rows, attend, attend_packed, packs
+from kvcap.policies.base import Rows
+from kvcap.runtime.attention.functions import PlacedRows, attend, attend_packed, packs
 from kvcap.runtime.cache.pool import Segment, SlotPool
 
 HEADS, KV_HEADS, SIZE = 32, 8, 128
@@ -88,7 +89,7 @@ def _rows(segments: list[Segment]) -> Rows:
     """Where the heads lie."""
     starts = (*(s.start for s in segments), segments[-1].start + segments[-1].slots)
     held = tuple(s.held for s in segments)
-    return Rows.of(held, starts, segments[0].pool.keys.device, None)
+    return PlacedRows.of(held, starts, segments[0].pool.keys.device, None).told
 
 
 def _segments(

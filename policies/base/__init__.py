@@ -10,7 +10,7 @@ from kvcap.policies.base.companions import (
 )
 from kvcap.policies.base.component import Component, PolicyError, Preset
 from kvcap.policies.base.eviction import Eviction
-from kvcap.policies.base.observation import Expansion, Observation
+from kvcap.policies.base.observation import Expansion, Observation, Rows
 from kvcap.policies.base.policy import Group, Policy, WindowPolicy, over_group, pool_in_time
 
 __all__ = [
@@ -26,6 +26,7 @@ __all__ = [
     "PolicyError",
     "Preset",
     "Rescorer",
+    "Rows",
     "Saliency",
     "WindowPolicy",
     "apportion",

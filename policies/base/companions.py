@@ -62,7 +62,7 @@ class HeadBudget(Component):
     """Spreads the slots of a layer over its KV heads, each of which stores only its own."""
 
     moves: ClassVar[bool] = False
-    """Whether slots move between heads after every block, by `split`."""
+    """Whether slots move between heads after every block of several tokens, by `split`."""
 
     def allot(self, budgets: Sequence[int], kv_heads: int, pinned: int) -> list[list[int]]:
         """Slots of every KV head of every layer before anything is scored. [L][K].

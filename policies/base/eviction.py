@@ -22,7 +22,7 @@ from kvcap.policies.base.policy import Policy
 LOWEST = torch.finfo(torch.float32).min
 MOST = 1 << 30  # slots of a head; above any budget
 Score = Callable[[Policy, Observation], Tensor]
-Update = Callable[[Policy, Observation], Mapping[str, Tensor]]
+Update = Callable[[Component, Observation], Mapping[str, Tensor]]
 
 
 def eager_score(policy: Policy, obs: Observation) -> Tensor:
@@ -30,9 +30,9 @@ def eager_score(policy: Policy, obs: Observation) -> Tensor:
     return policy.score(obs)
 
 
-def eager_update(policy: Policy, obs: Observation) -> Mapping[str, Tensor]:
-    """New state by the policy's own PyTorch code."""
-    return policy.update(obs)
+def eager_update(component: Component, obs: Observation) -> Mapping[str, Tensor]:
+    """New state by the component's own PyTorch code."""
+    return component.update(obs)
 
 
 @dataclass(frozen=True)
@@ -205,11 +205,11 @@ class Eviction:
     def update(self, obs: Observation, by: Update = eager_update) -> dict[str, Tensor]:
         """New values of the state of all components, [B, K, n] each.
 
-        `by` runs the policy's own.
+        `by` runs a component's own.
         """
         found = dict(by(self._policy(obs), obs))
         for component in self.components[1:]:
-            found |= component.update(obs)
+            found |= by(component, obs)
         return found
 
     def score(self, obs: Observation, by: Score = eager_score, *, finite: bool = True) -> Tensor:

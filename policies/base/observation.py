@@ -50,6 +50,14 @@ class Expansion(NamedTuple):
         return torch.matmul(latents, self.values.to(latents.dtype).mT)
 
 
+class Rows(NamedTuple):
+    """Where the heads of a layer lie that hold unequally many slots, side by side in a pool."""
+
+    starts: Tensor  # [B·K or one more] int32, the first slot of each, and where the last ends
+    lengths: Tensor  # [B·K] int32, its slots in use
+    longest: int  # no row is longer
+
+
 @dataclass
 class Observation:
     """One layer's slots and, where the policy asks for them, its last queries.
@@ -74,6 +82,9 @@ class Observation:
     output_projection: Tensor | None = None  # [K, G, D, hidden], W_O by query head
     saliency: Weigher | None = None  # replaces the attention weights, see `weight`
     expansion: Expansion | None = None  # of slots that hold latents (MLA)
+    rows: Rows | None = None
+    """Where unequal heads lie, if kernels score them: keys and values are [B, K, slots, D] views of
+    a pool then, state is [slots], and positions are [B, K, longest]."""
     pinned_spans: tuple[tuple[int, int], ...] = ()  # [start, stop) positions that are never evicted
 
     @property

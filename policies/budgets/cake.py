@@ -42,8 +42,12 @@ class Cake(LayerBudget):
         a = obs.attention  # [B, K, G, w, n]
         entropy = torch.special.entr(a).sum((-2, -1)).mean()
         variance = a.var(-2, correction=0).sum(-1).mean()
-        wanted: Tensor = entropy ** (1 / self.tau1) * variance ** (1 / self.tau2)  # []
-        return wanted.nan_to_num(nan=0.0)
+        return self.wanted(entropy, variance)
+
+    def wanted(self, entropy: Tensor, variance: Tensor) -> Tensor:
+        """The preference by the mean of each over query heads. All []."""
+        both: Tensor = entropy ** (1 / self.tau1) * variance ** (1 / self.tau2)
+        return both.nan_to_num(nan=0.0)
 
     def resplit(
         self, preferences: Sequence[float], budget: int, most: Sequence[int], pinned: int

@@ -18,6 +18,7 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 
 from kvcap.kernels import decode, token
 from kvcap.kernels.choice import ready
+from kvcap.policies.base import Rows
 from kvcap.runtime.attention.masks import attention_mask
 from kvcap.runtime.errors import UnsupportedModel
 from kvcap.runtime.types import ATTENTION
@@ -181,7 +182,7 @@ def packs(
 
 
 @dataclass(frozen=True)
-class Rows:
+class PlacedRows:
     """Where the heads of a layer lie that hold unequally many tokens, for kernels to read."""
 
     held: tuple[int, ...]  # of the layer's B·K heads
@@ -195,13 +196,18 @@ class Rows:
         held: tuple[int, ...],
         starts: tuple[int, ...],
         device: torch.device,
-        before: Rows | None,
-    ) -> Rows:
+        before: PlacedRows | None,
+    ) -> PlacedRows:
         """Of these numbers; those of `before` if nothing has changed since."""
         if before is not None and (before.held, before.starts) == (held, starts):
             return before
         numbers = partial(torch.tensor, dtype=torch.int32, device=device)
         return cls(held, starts, numbers(held), numbers(starts))
+
+    @property
+    def told(self) -> Rows:
+        """As kernels take them."""
+        return Rows(self.starts_on_device, self.lengths_on_device, max(self.held))
 
 
 def attend_packed(
@@ -219,7 +225,7 @@ def attend_packed(
         query: [B, H, T, D].
         keys: [slots, D], the pool's or a rotated copy of it.
         values: [slots, D], the pool's.
-        rows: where the B·K heads lie.
+        rows: where the B·K heads lie, with one start more, where the last ends.
         scaling: factor of the logits.
         softcap: as in `attend`.
         sinks: likewise.
@@ -228,11 +234,11 @@ def attend_packed(
         [B, H, T, D]
     """
     batch, heads, length, size = query.shape
-    count = len(rows.held)
+    count = len(rows.lengths)
     if _splits(query, keys, values, count // batch):
-        starts, lengths = rows.starts_on_device[:-1], rows.lengths_on_device
+        starts, lengths, longest = rows
         return decode.attend_ragged(
-            query, keys, values, starts, lengths, scaling, softcap, max(rows.held), sinks
+            query, keys, values, starts[:-1], lengths, scaling, softcap, longest, sinks
         )
     group = batch * heads // count
     # A row is a sequence of its own: T queries of G heads over one KV head's slots.
@@ -242,14 +248,14 @@ def attend_packed(
         keys[:, None],
         values[:, None],
         torch.arange(0, (count + 1) * length, length, dtype=torch.int32, device=query.device),
-        rows.starts_on_device,
+        rows.starts,
         length,
-        max(rows.held),
+        rows.longest,
         0.0,  # dropout
         True,  # causal, from the last slot used
         False,
         scale=scaling,
-        seqused_k=rows.lengths_on_device,
+        seqused_k=rows.lengths,
     )[0]
     return out.view(count, length, group, size).transpose(1, 2).reshape(query.shape)
 

@@ -15,7 +15,7 @@ from kvcap.kernels import StoredKeys, token
 from kvcap.kernels.choice import ready
 from kvcap.policies.base import Expansion
 from kvcap.runtime.attention.functions import (
-    Rows,
+    PlacedRows,
     adds_masks,
     attend,
     attend_packed,
@@ -63,7 +63,7 @@ class SlotAttention:
 
     def __init__(self, storage: LayerStorage, evictor: Evictor) -> None:
         self.storage, self.segments, self.evictor = storage, storage.segments, evictor
-        self.rows: Rows | None = None  # where heads of unequal lengths lie, on the device
+        self.rows: PlacedRows | None = None  # where heads of unequal lengths lie, on the device
         self._offsets: tuple[tuple[int, ...], Tensor] | None = None  # the last, and their rotations
 
     @property
@@ -85,6 +85,43 @@ class SlotAttention:
             self._offsets = offsets, rotation.rows(offsets)
         return rotation.back_by(x, self._offsets[1])
 
+    def align_rows(self, x: Tensor, block: PendingBlock) -> Tensor:
+        """`align` where kernels read how many slots unequal heads hold."""
+        rotation, rows = self.storage.rotation, block.rows
+        assert rows is not None
+        if rotation is None or rows.read_at is None:
+            return x
+        if block.turn is None:
+            past = rows.read_at - rows.before.lengths  # of the block, how far behind each row
+            block.turn = rotation.table.index_select(0, past)
+        return rotation.back_by(x, block.turn)
+
+    def _rows(self, query: Tensor, block: PendingBlock, call: AttentionCall) -> Tensor:
+        """`block` over unequal heads, by kernels that read where they lie."""
+        context, evictor, rows, storage = block.context, self.evictor, block.rows, self.storage
+        assert rows is not None
+        query = self.align_rows(query[:, :, : block.length], block)
+        if storage.query_window is not None:
+            with context.run_async_if_last(query):
+                storage.query_window.append(query)
+        context.make_room()  # for a copy of all keys
+        pool = self.segments[0].pool
+        # What is captured before any slot was given up serves after that, too.
+        rotation = storage.rotation if rows.always else storage.pending_rotation
+        keys = pool.keys
+        if rotation is not None:
+            keys = rotation.back(keys[None, None], pool.aux[SHIFT][None, None])[0, 0]
+        given = call.scaling, call.softcap, call.sinks
+        out = attend_packed(query, keys, pool.values, rows.after, *given)
+        counter = context.token_counter_after(block.length)
+        step = AttentionStep(
+            block.total_tokens, block.length, [keys], [query], *call, counter, rows=rows,
+            new_values=block.new_values,
+        )  # fmt: skip
+        with context.run_async_if_last(step):
+            evictor.evict_rows(step)
+        return out
+
     def block(self, query: Tensor, block: PendingBlock, call: AttentionCall) -> Tensor:
         """Attention of an appended block, then eviction. [B, H, T, D] -> [B, H, T, D].
 
@@ -95,6 +132,8 @@ class SlotAttention:
         last of them evicts; see `again`.
         """
         context, evictor = block.context, self.evictor
+        if block.rows is not None:
+            return self._rows(query, block, call)
         query = self.align(query[:, :, : block.length], block.offsets)
         own: Tensor | None = None  # queries of slots that are expanded
         if call.expansion is not None:
@@ -161,6 +200,8 @@ class SlotAttention:
 
         Returns None, with nothing changed, where `kernels/token.py` does not cover it.
         """
+        if block.rows is not None:
+            return self._token_of_rows(query, angles, time, block, call)
         storage, evictor, (segment, *others) = self.storage, self.evictor, self.segments
         context, filling = block.context, block.context.filling
         assert block.arrived is not None
@@ -200,6 +241,48 @@ class SlotAttention:
                 total = block.total_tokens
                 step = AttentionStep(total, 1, [keys], [query], *call, counter, stored)
                 evictor.evict_if_due(step)
+        return out
+
+    def _token_of_rows(
+        self,
+        query: Tensor,
+        angles: tuple[Tensor, Tensor],
+        time: Tensor,
+        block: PendingBlock,
+        call: AttentionCall,
+    ) -> Tensor | None:
+        """`token` over unequal heads."""
+        storage, rows, context = self.storage, block.rows, block.context
+        assert rows is not None
+        assert block.arrived is not None
+        (key, value), pool = block.arrived, self.segments[0].pool
+        buffers = pool.buffers()
+        if call.softcap is not None or call.sinks is not None:
+            return None
+        if not takes_token(query, key, value, buffers):
+            return None
+        if context.stream is not None:
+            context.stream.next_layer()
+        for segment in self.segments:
+            segment.held += 1
+        rotation, pending = storage.rotation, None
+        if rotation is not None:
+            pending = pool.aux[SHIFT], rotation.table
+        out, query, _ = token.attend(
+            query, key, value, angles, time, buffers, call.scaling, pending,
+            rows=rows.before, read_at=None if rotation is None else rows.read_at,
+        )  # fmt: skip
+        with context.run_async_if_last((query, value, rows)):
+            if storage.query_window is not None:
+                storage.query_window.append(query)
+            keys = pool.keys
+            if rotation is not None and self.evictor.reads_keys:
+                keys = rotation.back(keys[None, None], pool.aux[SHIFT][None, None])[0, 0]
+            counter = context.token_counter_after(1)
+            step = AttentionStep(
+                block.total_tokens, 1, [keys], [query], *call, counter, rows=rows, new_values=value
+            )
+            self.evictor.evict_rows(step)
         return out
 
     def _expands(self, tokens: int) -> bool:
@@ -256,9 +339,9 @@ class SlotAttention:
         """Attention of heads of unequal lengths in one call, over the pool's `keys` [slots, D]."""
         held, last = tuple(s.held for s in self.segments), self.segments[-1]
         starts = (*(s.start for s in self.segments), last.start + last.slots)
-        self.rows = Rows.of(held, starts, query.device, self.rows)
+        self.rows = PlacedRows.of(held, starts, query.device, self.rows)
         values, given = last.pool.values, (call.scaling, call.softcap, call.sinks)
-        return attend_packed(query, keys, values, self.rows, *given)
+        return attend_packed(query, keys, values, self.rows.told, *given)
 
     def _over(
         self,

@@ -10,6 +10,9 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicSlidingWindowLayer
 
+from kvcap import kernels
+from kvcap.kernels import decode, rows
+from kvcap.kernels.choice import ready
 from kvcap.policies import Eviction, Policy, PolicyError, load_policy
 from kvcap.runtime.attention.masks import READY_MADE, MaskRequest, check, length_of, watch_stock
 from kvcap.runtime.cache.allocation import Allocation
@@ -18,7 +21,8 @@ from kvcap.runtime.cache.layer import BudgetLayer
 from kvcap.runtime.cache.layer_balance import LayerBalance
 from kvcap.runtime.cache.layout import UNREAD, CacheLayout
 from kvcap.runtime.cache.pinned_slots import check_pins, slots_needed
-from kvcap.runtime.cache.pool import Segment, resize
+from kvcap.runtime.cache.pool import Segment, SlotPool, resize
+from kvcap.runtime.cache.row_table import RowPass, RowTable
 from kvcap.runtime.cache.slot_format import KvDtype, SlotFormat
 from kvcap.runtime.cache.step import ForwardContext
 from kvcap.runtime.errors import (
@@ -131,6 +135,8 @@ class BudgetCache(Cache):  # type: ignore[misc]
         """The last token said, to be read before what follows, and the tokens read before it."""
         self.guard: CapGuard | None = None
         """Holds the process to a cap; the block loop asks it before every block."""
+        self._table: RowTable | None = None
+        self._by_rows: dict[tuple[bool, int], bool] = {}
         self._length: int | None = None  # tokens of the pass that begins, once its mask is checked
         self._reading = 0  # tokens of the pass in hand
         watch_stock()
@@ -295,9 +301,9 @@ class BudgetCache(Cache):  # type: ignore[misc]
     @property
     def held(self) -> int:
         """Slots in use per KV head and layer, on average (rounded up)."""
-        rows = [s.batch * s.heads for s in self._segments]
-        held = sum(n * s.held for n, s in zip(rows, self._segments, strict=True))
-        return -(-held // sum(rows)) if rows else 0
+        heads = [s.batch * s.heads for s in self._segments]
+        held = sum(n * s.held for n, s in zip(heads, self._segments, strict=True))
+        return -(-held // sum(heads)) if heads else 0
 
     @property
     def longest(self) -> int:
@@ -321,6 +327,8 @@ class BudgetCache(Cache):  # type: ignore[misc]
 
     @counters.setter
     def counters(self, value: list[tuple[int, list[int]]]) -> None:
+        if self._table is not None:
+            self._table.seen = None
         for layer, (seen, held) in zip(self.capped_layers, value, strict=True):
             layer.restore_counters(seen, held)
 
@@ -333,6 +341,53 @@ class BudgetCache(Cache):  # type: ignore[misc]
         """Have keys rotated from now on, though by nothing before a slot was given up."""
         for layer in self.capped_layers:
             layer.enable_rotation()
+
+    def by_rows(self) -> bool:
+        """Whether kernels read where the heads of every layer lie, which are unequal.
+
+        All heads of a layer are attended, scored and compacted in one launch each then.
+        """
+        layers, shape = self.capped_layers, self.layout.shape
+        if not self.layout.ragged or self.evict_every > 1 or shape.slides or shape.latent:
+            return False
+        if any(len(layer.segments) < 2 or layer.readers > 1 for layer in layers):
+            return False
+        pool, spans = layers[0].segments[0].pool, tuple(self.pinned_spans)
+        asked = ready(pool.keys), len(spans)
+        if asked not in self._by_rows:
+            self._by_rows[asked] = self._covers_rows(pool, spans)
+        return self._by_rows[asked]
+
+    def _covers_rows(self, pool: SlotPool, spans: Sequence[Span]) -> bool:
+        """Whether kernels cover the eviction, the slots and attention over them."""
+        shape = self.layout.shape
+        if pool.format.quantised or self.eviction.corrector is not None or not ready(pool.keys):
+            return False
+        query = pool.keys[:1, None].expand(shape.heads, 32, -1)[None]
+        return (
+            kernels.covers_rows(self.eviction)
+            and rows.covers(pool.buffers(), spans)
+            and decode.covers(query, pool.keys, pool.values, shape.kv_heads)
+        )
+
+    def row_table(self) -> RowTable | None:
+        """Where unequal heads lie, which the device knows now; None: it does not read it."""
+        if not self.by_rows():
+            return None
+        if self._table is None:
+            layers = self.capped_layers
+            self._table = RowTable([layer.segments for layer in layers], self._pins_of)
+        self._table.tell(self.seen)
+        return self._table
+
+    def row_pass(self, table: RowTable, longest: int, always: bool = False) -> RowPass:
+        """A pass over rows, of which none is longer while it reads a block; see `RowPass`."""
+        return RowPass(table, longest, self.compact_positions, always)
+
+    def _pins_of(self, index: int, segment: Segment) -> tuple[int, int]:
+        evictor = self.capped_layers[index].evictor
+        assert evictor is not None
+        return evictor.row_pins(segment)
 
     def places(self, tokens: Tensor) -> Tensor:
         """How far behind `next_position` the tokens [T] of a pass are read."""
@@ -483,6 +538,8 @@ class BudgetCache(Cache):  # type: ignore[misc]
         self.set_pins(())
         self.unread = None
         self._length = None
+        if self._table is not None:
+            self._table.seen = None
         for pool in {id(s.pool): s.pool for s in self._segments}.values():
             mine = [(c.index, s) for c in self.capped_layers for s in c.segments if s.pool is pool]
             kept = [self.layout.allotments[index][segment.head] for index, segment in mine]

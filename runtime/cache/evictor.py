@@ -16,14 +16,17 @@ from torch import Tensor, nn
 
 from kvcap import kernels
 from kvcap.kernels import evict
+from kvcap.kernels import rows as row_kernels
 from kvcap.kernels.choice import ready
-from kvcap.policies import Eviction, Observation
+from kvcap.policies import Eviction, Observation, Policy
 from kvcap.policies.base import Expansion, apportion
 from kvcap.policies.base.component import ATTENTION_VIEWS
+from kvcap.policies.base.eviction import LOWEST
 from kvcap.runtime.cache.allocation import LayerStorage
 from kvcap.runtime.cache.layer_balance import LayerBalance
 from kvcap.runtime.cache.layout import CacheLayout
 from kvcap.runtime.cache.pool import SHIFT, Segment, resize
+from kvcap.runtime.cache.row_table import LayerRows
 from kvcap.runtime.models.output_projection import output_projection
 from kvcap.runtime.types import Span
 
@@ -47,6 +50,8 @@ class AttentionStep:
     token_counter: Tensor | None = None  # `tokens` on the device [], inside a CUDA graph
     stored: kernels.StoredKeys | None = None  # of the first segment's keys
     values: list[Tensor] | None = None  # of every segment likewise; None: read from its slots
+    rows: LayerRows | None = None  # of unequal heads; the first keys [slots, D] are the pool's
+    new_values: Tensor | None = None  # [B, K, T, D], likewise
 
 
 @dataclass
@@ -71,7 +76,7 @@ class SegmentEviction:
     def select_by_kernel(self) -> None:
         """Decide which slots go, more than one of each head; they stay until compacted."""
         self.choice = evict.choose(
-            self.scores, self.obs.positions, self.count, self._pins, self.shift, self.newer
+            self.scores, self.obs.positions, self.count, self.pins, self.shift, self.newer
         )
 
     def compact_by_kernel(self) -> None:
@@ -81,7 +86,7 @@ class SegmentEviction:
             evict.move(self.choice, self.obs.positions, buffers)
         else:
             evict.give_up(
-                self.scores, self.obs.positions, self.count, self._pins, self.shift, buffers,
+                self.scores, self.obs.positions, self.count, self.pins, self.shift, buffers,
                 self.newer,
             )  # fmt: skip
         self.segment.held -= self.count
@@ -91,7 +96,8 @@ class SegmentEviction:
         return self.eviction.choose(self.scores, self.pinned, self.obs, self.count)
 
     @property
-    def _pins(self) -> evict.Pins:
+    def pins(self) -> evict.Pins:
+        """What stays whatever its score."""
         obs = self.obs
         return evict.Pins(*self.eviction.pins_of(obs), obs.num_tokens, obs.pinned_spans)
 
@@ -120,6 +126,8 @@ class Evictor:
         self.eviction, self.layout, self.index = layout.eviction, layout, index
         self.storage, self.segments = storage, storage.segments
         self.balance, self.evict_every, self.pinned_spans = balance, evict_every, pinned_spans
+        self._kinds: list[tuple[Policy, Tensor]] | None = None
+        """Policies of unequal heads, and which of them have each, [K] on the device."""
 
     @property
     def excess(self) -> int:
@@ -174,14 +182,64 @@ class Evictor:
         observed = self._observe_all(step)
         self._update_state(observed)
         if self.balance is not None and step.length > 1:
-            preference = float(self.balance.budget.preference(observed[0]))
+            preference = float(kernels.preference(self.balance.budget, observed[0]))
             self.balance.prefer(self.index, preference, step.tokens)
         if now or self.due(step.length):
             self.compact(self._evictions(observed, step.stored))
             if step.length == 1 and self._settles:
                 self.storage.settle(self.segments[0])
-        if self.balance is not None and self.index == len(self.layout.budgets) - 1:
+        last = self.index == len(self.layout.budgets) - 1
+        # Tokens that are generated change nothing about what layers want.
+        if self.balance is not None and last and (step.length > 1 or not self.balance.settled):
             self.balance.rebalance(step.tokens)
+
+    def row_pins(self, segment: Segment) -> tuple[int, int]:
+        """How many first and how many newest tokens of a segment are never evicted."""
+        return self.eviction.pins_of(self._placed(segment))
+
+    def evict_rows(self, step: AttentionStep) -> None:
+        """`evict_if_due` of unequal heads, by kernels that read where they lie.
+
+        Of a single token each head gives up at most one slot: heads that move keep their division.
+        """
+        rows, eviction, pool = step.rows, self.eviction, self.segments[0].pool
+        assert rows is not None
+        due = any(segment.held > segment.target_length for segment in self.segments)
+        divides = due and eviction.heads_move and self.divides(step.length)
+        if not (due or eviction.state or rows.always):
+            rows.held.copy_(rows.after.lengths)
+            return
+        obs = self._observe_rows(step)
+        for component in eviction.components:
+            kernels.update_rows(component, obs, step.new_values, rows.before.lengths)
+        if not (due or rows.always):
+            rows.held.copy_(rows.after.lengths)
+            return
+        scores = self._score_rows(obs)
+        pins = evict.Pins(0, 0, obs.num_tokens, obs.pinned_spans)
+        starts = self._divide(scores, obs, rows) if divides else None
+        scores = kernels.rescore(eviction.rescorer, scores, pins, obs, rows.targets, rows.pins)
+        shift = pool.aux.get(SHIFT)
+        newer = None if self.storage.query_window is None else self.storage.query_window.shift
+        moved = row_kernels.Pool(pool.buffers(), shift, rows.after, rows.pins, rows.targets)
+        if step.length == 1 and not divides:
+            row_kernels.give_up_one(scores, pins, moved, rows.held, newer)
+        else:
+            row_kernels.give_up(scores, pins, moved, rows.held, newer, starts)
+        for segment in self.segments:
+            segment.held = min(segment.held, segment.target_length)
+        if divides:
+            for segment in self.segments:
+                segment.target_length = segment.budget
+            rows.table.tell_layer(self.index)
+        self.storage.enable_rotation()
+
+    def divides(self, length: int) -> bool:
+        """Whether heads share slots out anew after a block of `length`: not of a single token.
+
+        But where blocks are single tokens.
+        """
+        return length > 1 or self.layout.block_size == 1
 
     def select_early(self, step: AttentionStep, run_async: RunAsync) -> list[SegmentEviction]:
         """Select what goes after a block before it is attended, where kernels can.
@@ -216,9 +274,9 @@ class Evictor:
                 store.take(one.index, one.segment, slots, one.scores, one.obs, one.shift)
             self._give_up(one.segment, slots)
         if self.eviction.heads_move:
-            resize(
-                self.segments, self._filled([segment.target_length for segment in self.segments])
-            )
+            shares = self._filled([segment.target_length for segment in self.segments])
+            if shares != [segment.budget for segment in self.segments]:
+                resize(self.segments, shares)
 
     def shrink_to_budget(self, segment: Segment, step: AttentionStep) -> None:
         """Evict one head's slots down to `segment.target_length`, without queries.
@@ -248,10 +306,11 @@ class Evictor:
     ) -> list[SegmentEviction]:
         """What every segment is to give up: scored, and the layer's budget shared out."""
         eviction, storage, fused = self.eviction, self.storage, self._fused(observed)
+        divides = eviction.heads_move and self.divides(observed[0].new)
         score = partial(kernels.score, stored=stored)
         found = []
         for i, (segment, obs) in enumerate(zip(self.segments, observed, strict=True)):
-            if segment.held <= segment.target_length and not eviction.heads_move:
+            if segment.held <= segment.target_length and not divides:
                 continue
             shift = None if storage.rotation is None else segment.aux(SHIFT)
             newer = (
@@ -265,18 +324,109 @@ class Evictor:
             count = segment.held - segment.target_length
             those = scores, count, eviction, fused, pinned, shift, newer
             found.append(SegmentEviction(i, segment, obs, *those))
-        if eviction.heads_move:
+            if fused:
+                pins = found[-1].pins
+                found[-1].scores = kernels.rescore(eviction.rescorer, scores, pins, obs)
+        if divides:
             for one, kept in zip(found, self._split(found), strict=True):
                 one.segment.target_length = one.obs.budget = kept
                 one.count = one.segment.held - kept
         return [one for one in found if one.count > 0]
 
+    def _score_rows(self, obs: Observation) -> Tensor:
+        """Scores of unequal heads [B, K, longest], where some have a policy of their own."""
+        if self._kinds is None:
+            budget, heads = self.eviction.head_budget, self.layout.shape.kv_heads
+            assert budget is not None
+            places = [self._placed(segment) for segment in self.segments[:heads]]
+            mine = [budget.policy_of(place, self.eviction.policy) for place in places]
+            kinds = {type(policy): policy for policy in mine}.values()
+            device = obs.positions.device
+            self._kinds = [
+                (policy, torch.tensor([type(x) is type(policy) for x in mine], device=device))
+                for policy in kinds
+            ]
+        (first, _), *others = self._kinds
+        scores = kernels.score_rows(first, obs)
+        for policy, whose in others:
+            scores = torch.where(whose[:, None], kernels.score_rows(policy, obs), scores)
+        return scores
+
+    def _divide(self, scores: Tensor, obs: Observation, rows: LayerRows) -> Tensor:
+        """Share the layer's slots out among its heads; returns where they begin from now on."""
+        sinks, recents = rows.pins.view(*scores.shape[:2], 2).unbind(-1)
+        pinned = obs.positions < sinks[..., None]
+        pinned |= obs.positions >= obs.num_tokens - recents[..., None]
+        for start, stop in obs.pinned_spans:
+            pinned |= (obs.positions >= start) & (obs.positions < stop)
+        scores = scores.nan_to_num(nan=LOWEST)
+        each = [x.flatten(0, 1).unbind(0) for x in (scores, pinned, obs.positions)]
+        parts = [
+            [x[: segment.held] for x, segment in zip(part, self.segments, strict=True)]
+            for part in each
+        ]
+        kept = self._shares(*parts)
+        start, starts = self.segments[0].start, list[int]()
+        for segment, slots, budget in zip(self.segments, kept, self._filled(kept), strict=True):
+            segment.start, segment.budget, segment.target_length = start, budget, slots
+            starts.append(start)
+            start += segment.slots
+        told = torch.tensor([*kept, *starts, start], dtype=torch.int32)
+        told = told.to(scores.device, non_blocking=True)
+        rows.targets.copy_(told[: len(kept)])
+        return told[len(kept) :]
+
+    def _placed(self, segment: Segment) -> Observation:
+        """A segment's place and budget, for what depends on no more."""
+        none = segment.positions
+        return Observation(
+            none, none, none, 0, segment.target_length, layer=self.index, first_head=segment.head
+        )
+
+    def _observe_rows(self, step: AttentionStep) -> Observation:
+        """All heads of a layer, which are unequal."""
+        eviction, rows, pool, projection = self.eviction, step.rows, self.segments[0].pool, None
+        assert rows is not None
+        assert step.queries is not None
+        batch, heads = len(step.queries[0]), self.layout.shape.kv_heads
+        if "output_projection" in eviction.observes and step.module is not None:
+            projection = output_projection(step.module, self.layout.shape)
+        queries, count = step.queries[0], eviction.policy.queries_observed
+        if count is not None and count > 1 and self.storage.query_window is not None:
+            count = count if rows.always else min(count, step.tokens)
+            storage = self.storage
+            rotation = storage.rotation if rows.always else storage.pending_rotation
+            queries = self.storage.query_window.last(None, count, rotation)
+        elif count:
+            queries = queries[:, :, -count:]
+        return Observation(
+            keys=step.keys[0][None, None].expand(batch, heads, -1, -1),
+            values=pool.values[None, None].expand(batch, heads, -1, -1),
+            positions=row_kernels.padded_positions(pool.positions, rows.after, batch),
+            num_tokens=step.tokens if step.token_counter is None else step.token_counter,
+            budget=self.segments[0].target_length,
+            new=step.length,
+            layer=self.index,
+            queries=queries,
+            scaling=step.scaling,
+            softcap=step.softcap,
+            sinks=step.sinks,
+            state={name: pool.aux[name] for name in eviction.state},
+            output_projection=projection,
+            saliency=eviction.saliency,
+            pinned_spans=tuple(self.pinned_spans),
+            rows=rows.after,
+        )
+
     def _fused(self, observed: list[Observation]) -> bool:
         """Whether kernels select and compact all that segments are to give up."""
         eviction, spans = self.eviction, tuple(self.pinned_spans)
-        if not ready(observed[0].keys) or eviction.heads_move:
+        divides = eviction.heads_move and self.divides(observed[0].new)
+        if not ready(observed[0].keys) or divides:
             return False
-        if eviction.rescorer is not None or self.storage.evicted_store is not None:
+        if self.storage.evicted_store is not None:
+            return False
+        if not all(kernels.rescores(eviction.rescorer, obs) for obs in observed):
             return False
         return all(
             evict.covers(
@@ -305,17 +455,22 @@ class Evictor:
 
     def _split(self, evictions: Sequence[SegmentEviction]) -> list[int]:
         """Slots that every head keeps, sequence by sequence; of all segments, one a head."""
-        budget = self.eviction.head_budget
+        return self._shares(
+            [one.scores[0, 0] for one in evictions],
+            [one.pinned[0, 0] for one in evictions if one.pinned is not None],
+            [one.obs.positions[0, 0] for one in evictions],
+        )
+
+    def _shares(
+        self, scores: Sequence[Tensor], pinned: Sequence[Tensor], positions: Sequence[Tensor]
+    ) -> list[int]:
+        """Slots that every head keeps, by numbers [n] of each slot of every one."""
+        budget, heads, kept = self.eviction.head_budget, self.layout.shape.kv_heads, list[int]()
         assert budget is not None
-        heads, kept = self.layout.shape.kv_heads, list[int]()
-        for first in range(0, len(evictions), heads):
-            mine = evictions[first : first + heads]
-            kept += budget.split(
-                [one.scores[0, 0] for one in mine],
-                [one.pinned[0, 0] for one in mine if one.pinned is not None],
-                [one.obs.positions[0, 0] for one in mine],
-                self.layout.budgets[self.index],
-            )
+        for first in range(0, len(scores), heads):
+            mine = slice(first, first + heads)
+            average = self.layout.budgets[self.index]
+            kept += budget.split(scores[mine], pinned[mine], positions[mine], average)
         return kept
 
     def _filled(self, kept: list[int]) -> list[int]:

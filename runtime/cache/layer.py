@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import CacheLayerMixin
 
+from kvcap.kernels import append
 from kvcap.runtime.attention.functions import without_gradient
 from kvcap.runtime.attention.latents import LatentBlock, rotated_first
 from kvcap.runtime.attention.masks import MaskRequest, Slots
@@ -251,6 +252,9 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
         assert block.arrived is not None
         self._make_room(block)
         (keys, values), block.arrived = block.arrived, None
+        if block.rows is not None:
+            self._append_rows(block, keys, values)
+            return
         context = block.context
         times = context.times_of(self.seen, block.length, keys.device)
         after = context.token_counter if context.filling else None
@@ -264,6 +268,19 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
                 segment.append(segment.rows_of(keys), segment.rows_of(values), times, after)
         self.seen = block.total_tokens
 
+    def _append_rows(self, block: PendingBlock, keys: Tensor, values: Tensor) -> None:
+        """Write a block behind the rows of unequal heads, by one kernel."""
+        assert self._attention is not None
+        assert block.rows is not None
+        pool, context = self.segments[0].pool, block.context
+        keys = self._attention.align_rows(keys, block)
+        times = context.times_of(self.seen, block.length, keys.device)
+        append.append(keys, values, times, pool.buffers(), rows=block.rows.before)
+        block.new_values = values
+        for segment in self.segments:
+            segment.held += block.length
+        self.seen = block.total_tokens
+
     def _make_room(self, block: PendingBlock) -> None:
         """Check a block, evict what stock attention left, and say where the block counts."""
         assert self.evictor is not None
@@ -272,7 +289,9 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
             held = [segment.keys for segment in self.segments]
             self.evictor.evict_if_due(AttentionStep(self.seen, self.pending.length, held), now=True)
         block.total_tokens = self.seen + block.length
-        if self.rotates:
+        if (rows := block.context.rows) is not None:
+            block.rows = rows.of(self.index, block.length, block.context.blocks == 1)
+        elif self.rotates:
             read_at = self.seen if block.context.start is None else block.context.start
             block.offsets = tuple(read_at - segment.held for segment in self.segments)
 
@@ -470,7 +489,8 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
         """Count tokens read in a CUDA graph; all `kept`, or down to the budget."""
         self.seen += tokens
         for segment in self.segments:
-            segment.held = segment.held + tokens if kept else segment.target_length
+            held = segment.held + tokens
+            segment.held = held if kept else min(held, segment.target_length)
         if not kept:
             self.enable_rotation()
 

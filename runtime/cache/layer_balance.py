@@ -45,6 +45,11 @@ class LayerBalance:
         for segment, slots in zip(self.segments, wanted, strict=True):
             segment.target_length = max(1, min(segment.budget, slots))
 
+    @property
+    def settled(self) -> bool:
+        """Whether every layer holds what it should, so that nothing is to be moved."""
+        return all(s.held == s.budget == s.target_length for s in self.segments)
+
     def reset(self) -> None:
         """Forget what was preferred."""
         self.preferences, self.floor = [None] * len(self.preferences), 0

@@ -49,12 +49,16 @@ class QueryWindow:
         self.queries.copy_(queries[:, :, queries.shape[2] - size :])
         self.shift.copy_(shift[:, :, shift.shape[2] - size :])
 
-    def last(self, segment: Segment, count: int, rotation: Rotation | None) -> Tensor:
-        """A segment's newest `count` queries [b, k·G, count, D], at today's positions."""
-        queries = segment.rows_of(self.queries)[:, :, -count:]
+    def last(self, segment: Segment | None, count: int, rotation: Rotation | None) -> Tensor:
+        """A segment's newest `count` queries [b, k·G, count, D], at today's positions.
+
+        Of all where no segment is given.
+        """
+        mine = [x if segment is None else segment.rows_of(x) for x in (self.queries, self.shift)]
+        queries = mine[0][:, :, -count:]
         if rotation is None:
             return queries
-        shift = segment.rows_of(self.shift)[:, :, -count:]
+        shift = mine[1][:, :, -count:]
         group = queries.shape[1] // shift.shape[1]
         # A KV head's shifts are those of all its query heads. Both are views where the segment is
         # a whole layer or lies within a sequence, as the cache's all do; else copies.

@@ -1,6 +1,6 @@
 """One forward pass through the cache: its context, its pending blocks, its eviction streams.
 
-Knows torch only.
+Knows tensors, and where unequal heads lie.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from kvcap.runtime.cache.row_table import LayerRows, RowPass
 
 LAYERS = 4  # of one sequence that evict at once, each on a stream of its own
 
@@ -106,6 +108,8 @@ class ForwardContext:
     layers alike."""
     stream: SideStream | None = None
     """Where layers evict while a CUDA graph is captured."""
+    rows: RowPass | None = None
+    """Where unequal heads lie, if kernels read them; see `BudgetCache.by_rows`."""
     _counters: list[Tensor] = field(default_factory=list)
     _times: dict[tuple[int, int, torch.device], Tensor] = field(default_factory=dict)
     _after: dict[int, Tensor] = field(default_factory=dict)
@@ -197,6 +201,12 @@ class PendingBlock:
     """How far past the slots of each segment it was read: of one for all heads, or of each."""
     readers: int = 0
     """Layers that are yet to attend to it: its own, and those that read that one's slots."""
+    rows: LayerRows | None = None
+    """Where the heads of the layer lie, if they are unequal and kernels read them."""
+    turn: Tensor | None = None
+    """Of such heads, by how much each rotates the block back, [B·K, 2, R/2]."""
+    new_values: Tensor | None = None
+    """Likewise, its values [B, K, T, D]."""
     shown: Any = None
     """What its own layer attended to, for the other readers."""
 

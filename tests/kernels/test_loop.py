@@ -22,7 +22,7 @@ from kvcap.runtime.cache import step as side_stream
 from kvcap.runtime.cache.evictor import Evictor
 from kvcap.runtime.cache.step import ForwardContext
 
-POLICIES = ("keydiff-window", "dropkv", "h2o", "obcache", "pyramidkv", "headkv")
+POLICIES = ("keydiff-window", "dropkv", "h2o", "obcache", "pyramidkv", "headkv", "criticalkv")
 
 
 def read(policy, positions, choice):
@@ -106,7 +106,7 @@ def test_only_what_nothing_was_given_up_of_fills():
 
 @pytest.mark.slow(keep=12)
 @pytest.mark.parametrize("positions", ["compact", "true"])
-@pytest.mark.parametrize("policy", [*POLICIES, "keydiff", "streaming_llm", "criticalkv"])
+@pytest.mark.parametrize("policy", [*POLICIES, "keydiff", "streaming_llm"])
 def test_blocks_in_one_pass_equal_passes_of_their_own(policy, positions):
     ids = 3 + torch.randperm(126, generator=torch.Generator().manual_seed(0))[None].to(DEVICE)
     model = tiny_model("qwen3", vocab_size=130).to(DEVICE)
@@ -128,10 +128,8 @@ def test_blocks_in_one_pass_equal_passes_of_their_own(policy, positions):
 
 
 @pytest.mark.slow(keep=1)
-@pytest.mark.parametrize(("policy", "early"), [
-    ("keydiff", True), ("dropkv", True), ("h2o", True), ("criticalkv", False),
-])  # fmt: skip
-def test_what_goes_is_chosen_before_a_block_is_attended(policy, early, monkeypatch):
+@pytest.mark.parametrize("policy", ["keydiff", "dropkv", "h2o", "criticalkv"])
+def test_what_goes_is_chosen_before_a_block_is_attended(policy, monkeypatch):
     """Where another block of the pass waits; the same goes as where nothing is chosen early."""
     ids = 3 + torch.randperm(82, generator=torch.Generator().manual_seed(0))[None].to(DEVICE)
     model, found, log = tiny_model("llama", num_hidden_layers=1).to(DEVICE), [], []
@@ -148,8 +146,8 @@ def test_what_goes_is_chosen_before_a_block_is_attended(policy, early, monkeypat
         log.clear()
         with kernels.use("triton"):
             logits = loop.read(ids[:, 48:80])  # two blocks
-        late = ["attend", "choose", "move"] if policy != "criticalkv" else ["attend"]
-        first = ["choose", "attend", "move"] if early and possible else late
+        late = ["attend", "choose", "move"]
+        first = ["choose", "attend", "move"] if possible else late
         assert log == first + late
         found.append((logits, [x.clone() for x in cache.buffers()]))
     torch.testing.assert_close(*found, rtol=1e-5, atol=1e-5)

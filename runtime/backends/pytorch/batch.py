@@ -298,4 +298,8 @@ def _why_apart(cache: BudgetCache) -> str | None:
         return "sessions that evict every few tokens hold unequally many"
     if not cache.eviction.policy.evicts:
         return "nothing is evicted, so that sessions hold unequally many"
+    if cache.eviction.layers_move:
+        return "slots move between layers"
+    if cache.eviction.heads_move:
+        return "slots move between heads"
     return why_unsteady(cache)

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from kvcap import kernels
 from kvcap.runtime.cache.cache import BudgetCache
 from kvcap.runtime.cache.step import ForwardContext, SideStream
 from kvcap.runtime.errors import first_line
@@ -31,6 +32,8 @@ class PassKind(NamedTuple):
     filling: bool  # nothing was ever evicted
     spans: tuple[tuple[int, int], ...]  # pinned tokens, where any are evicted
     excess: int  # slots held above the budget before the pass, if not filling
+    longest: int = 0  # of unequal heads that kernels read: no row is longer
+    slots: tuple[int, ...] = ()  # of each layer, where they move between layers
 
 
 class BlockGraphs:
@@ -70,13 +73,15 @@ class BlockGraphs:
         cache, kind = self.cache, self._kind(ids, need_logits)
         if kind is None:
             return None
-        seen = cache.seen
+        seen, table = cache.seen, cache.row_table() if kind.longest else None
         if kind in self.captured:
             cache.advance(kind.length, kept=kind.filling or not evicts(cache, kind.length))
         elif kind not in self._warm:
             return None
         else:
-            kept = {k: g for k, g in self.captured.items() if k.filling or k.spans == kind.spans}
+            alike = kind.spans, kind.slots
+            kept = {k: g for k, g in self.captured.items()
+                    if k.filling or (k.spans, k.slots) == alike}  # fmt: skip
             self.captured, first, before = kept, next(iter(kept.values()), None), cache.counters
             try:
                 # No two run at the same time, so all graphs share the memory of the first.
@@ -86,7 +91,10 @@ class BlockGraphs:
                 cache.counters = before
                 self.refused = f"capture failed: {first_line(error)}"
                 return None
-        return self.captured[kind].replay(ids, seen)
+        logits = self.captured[kind].replay(ids, seen)
+        if table is not None:
+            table.agreed(cache.seen)
+        return logits
 
     def warm_up(self, ids: Tensor, need_logits: bool = True) -> Any:
         """Prepare a pass [B, T] that is read eagerly; returns the model that is to read it.
@@ -96,7 +104,8 @@ class BlockGraphs:
         numbers are copied to the device.
         """
         kind = self._kind(ids, need_logits)
-        if any(len(layer.segments) > 1 for layer in self.cache.capped_layers):
+        rows = self.cache.context.rows
+        if rows is None and any(len(layer.segments) > 1 for layer in self.cache.capped_layers):
             self._warm.clear()  # of what tells the device where heads lie, only the last is kept
         if kind is not None:
             self._warm.add(kind)
@@ -107,6 +116,8 @@ class BlockGraphs:
                 )
             else:
                 self.cache.enable_rotation()  # as in all passes that the graph will serve
+            if rows is not None:
+                rows.always = True
         return self.model if kind is None else self.decoder or self.model
 
     def _kind(self, ids: Tensor, need_logits: bool) -> PassKind | None:
@@ -115,13 +126,30 @@ class BlockGraphs:
         lengths = (1, cache.block_size, self._several(batch))
         if self.refused is not None or length not in lengths:
             return None
+        if cache.by_rows():
+            return self._kind_of_rows(batch, length, need_logits)
         if fills(cache, length):
             return PassKind(batch, length, need_logits, True, (), 0)
         if not steady(cache, length):
             return None
         spans, above = tuple(cache.pinned_spans), excess(cache)
         assert above is not None, "a steady cache has an excess"
-        return PassKind(batch, length, need_logits, False, spans, above)
+        slots: tuple[int, ...] = ()
+        if cache.eviction.layers_move:
+            slots = tuple(layer.segments[0].budget for layer in cache.capped_layers)
+        return PassKind(batch, length, need_logits, False, spans, above, slots=slots)
+
+    def _kind_of_rows(self, batch: int, length: int, need_logits: bool) -> PassKind | None:
+        """The same where kernels read where unequal heads lie, and whether they are full."""
+        cache = self.cache
+        table = cache.row_table()
+        if table is None or _divides(cache, length):
+            return None
+        if length > cache.room and not steady(cache, length):
+            return None
+        longest = table.longest(min(length, cache.block_size))
+        spans = tuple(cache.pinned_spans)
+        return PassKind(batch, length, need_logits, False, spans, 0, longest)
 
     def pass_length(self, batch: int, left: int) -> int | None:
         """How many of the `left` tokens of a prompt go into one pass of several blocks, if any."""
@@ -150,7 +178,7 @@ class BlockGraph:
     def __init__(
         self, model: Any, cache: BudgetCache, ids: Tensor, kind: PassKind, pool: Any = None
     ) -> None:
-        start = cache.next_position
+        start, table = cache.next_position, cache.row_table() if kind.longest else None
         self.ids = ids.clone()
         self.token_counter = torch.tensor(cache.seen, device=ids.device)
         last = torch.full((int(kind.need_logits),), kind.length - 1, device=ids.device)
@@ -166,11 +194,13 @@ class BlockGraph:
         ):
             current.bind_token_counter(self.token_counter, cache.block_size, kind.filling)
             place = cache.places(torch.arange(kind.length, device=ids.device))
+            first = start if fixed else self.token_counter
+            if table is not None:
+                current.rows = cache.row_pass(table, kind.longest, always=True)
+                first = first if current.rows.read_at is None else current.rows.read_at
             self.logits = model(
                 input_ids=self.ids,
-                position_ids=((start if fixed else self.token_counter) + place).expand(
-                    kind.batch, -1
-                ),
+                position_ids=(first + place).expand(kind.batch, -1),
                 past_key_values=cache,
                 use_cache=True,
                 logits_to_keep=last,
@@ -200,9 +230,10 @@ def why_unsteady(cache: BudgetCache) -> str | None:
         return "slots hold latents"
     if cache.layout.shape.sinks:
         return "attention has sink logits"
-    if eviction.layers_move:
-        return "slots move between layers"
-    if eviction.heads_move:
+    allocated = cache.allocation.batch is not None
+    if eviction.heads_move and not (
+        cache.by_rows() if allocated else kernels.covers_rows(eviction)
+    ):
         return "slots move between heads"
     if eviction.corrector is not None:
         return "evicted tokens are decided on one by one"
@@ -220,6 +251,8 @@ def excess(cache: BudgetCache) -> int | None:
 def fills(cache: BudgetCache, tokens: int) -> bool:
     """Whether a block of so many tokens only fills free slots of a cache that never evicted."""
     layers = cache.capped_layers
+    if cache.eviction.layers_move and tokens > 1:
+        return False  # each block says what its layers want
     if cache.eviction.state or not all(len(layer.segments) == 1 for layer in layers):
         return False
     return all(x.held == x.seen and x.held + tokens <= x.segments[0].target_length for x in layers)
@@ -229,10 +262,19 @@ def steady(cache: BudgetCache, tokens: int) -> bool:
     """Detects the steady state, in which one CUDA graph replays every block of so many tokens."""
     if why_unsteady(cache) is not None or not cache.eviction.policy.evicts:
         return False
+    if cache.eviction.layers_move and tokens > 1:
+        return False
+    if cache.eviction.heads_move and (_divides(cache, tokens) or not cache.by_rows()):
+        return False
     every = cache.evict_every if tokens == 1 else 1
     # Where heads lie that hold unequally many is told to the device by the pass before.
     alone = all(len(layer.segments) == 1 for layer in cache.capped_layers)
     return excess(cache) in range(every) and (every == 1 or alone)
+
+
+def _divides(cache: BudgetCache, tokens: int) -> bool:
+    """Whether heads share slots out anew after so many tokens, which is decided on the host."""
+    return cache.eviction.heads_move and (tokens > 1 or cache.block_size == 1)
 
 
 def evicts(cache: BudgetCache, tokens: int) -> bool:

@@ -94,7 +94,11 @@ class BlockLoop(Loop):
             cache.guard.check(len(place))
         try:
             graphs = self.graphs
-            with interrupts_deferred(), cache.passing(ForwardContext(start, tokens, blocks)):
+            context, table = ForwardContext(start, tokens, blocks), cache.row_table()
+            if table is not None:
+                longest = table.longest(min(tokens, cache.block_size))
+                context.rows = cache.row_pass(table, longest)
+            with interrupts_deferred(), cache.passing(context):
                 model = self.model if graphs is None else graphs.warm_up(ids, need_logits)
                 out = model(
                     input_ids=ids[:, place],
@@ -111,6 +115,8 @@ class BlockLoop(Loop):
                 f"the system refused the memory that a block of {tokens} tokens takes; what "
                 "was held is forgotten, the conversation is read again with the next message"
             ) from error
+        if table is not None:
+            table.agreed(cache.seen)
         self.peak_bytes = max(self.peak_bytes, cache.nbytes)
         return cast(Tensor, out.logits.flatten(0, 1))
 

@@ -136,7 +136,7 @@ def test_logits_and_kept_sets_against_the_reference(case, block, positions):
     loop = BlockLoop(model, cache)
     logits = [loop.read(part) for part in ids.split(block, 1)]
     logits += [loop.read(part) for part in STEPS]
-    setting = Setting(policy, 12, positions, options, **slots)
+    setting = Setting(policy, 12, positions, options, **slots, keeps=block > 1)
     reference, expected = run_reference(tiny_model("llama", NAME), ids, block, setting)
     for layer in range(2):
         kept = [sorted(x.tolist()) for s in cache.layers[layer].segments for x in s.positions[0]]

@@ -1,0 +1,105 @@
+# mypy: allow-untyped-calls, disable-error-code="import-untyped"
+"""CriticalKV by kernels: norms of projected values, and the scores that they change.
+
+A token's norm reads the output projection once, of a block in the model's own type with sums in
+float32. Rescoring finds the best slots of a row without sorting it. Knows tensors only; triton is
+imported when first needed.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvcap.kernels.arguments import MOST_SPANS, Pins, Spans, strides
+from kvcap.kernels.device import DTYPES, able, on_gpu, power_of_two
+from kvcap.kernels.launch import empty, run
+from kvcap.policies.base import Rows
+
+MOST_SIZE = 256  # of a head
+
+
+def covers_norms(values: Tensor, weights: Tensor) -> bool:
+    """Whether `norms` can do this here; arguments as there."""
+    known = values.dtype in DTYPES and weights.dtype == values.dtype
+    alike = weights.dim() == 4 and weights.shape[0] == values.shape[1]
+    alike = alike and weights.shape[2] == values.shape[3] <= MOST_SIZE and values.stride(-1) == 1
+    return able(values) and known and alike and values.numel() > 0
+
+
+def norms(values: Tensor, weights: Tensor) -> Tensor:
+    """`‖v W‖₁`, the mean over a KV head's query heads. [B, K, T], float32.
+
+    Args:
+        values: [B, K, T, D], any strides but of the last dimension.
+        weights: [K, G, D, hidden], any strides.
+    """
+    from kvcap.kernels.critical_triton import project
+
+    (batch, kv_heads, length, size), (_, group, _, hidden) = values.shape, weights.shape
+    count, size_pad = batch * length, power_of_two(size, 16)
+    rows = 16 if count <= 16 else 64
+    columns = max(16, min(128, 32768 // (size_pad * values.element_size())))
+    parts = -(-hidden // columns)
+    out = empty(batch, kv_heads, length, group * parts, device=values.device)
+    with torch.cuda.device_of(values):
+        run(
+            project, (parts, -(-count // rows), kv_heads * group),
+            values, weights, out, count, length, hidden, group, parts, *values.stride()[:3],
+            *weights.stride(), KV_HEADS=kv_heads, SIZE=size, SIZE_PAD=size_pad, ROWS=rows,
+            COLUMNS=columns, WIDEN=not on_gpu(values), num_warps=4,
+        )  # fmt: skip
+    return out.sum(-1) / group
+
+
+def covers_rescore(scores: Tensor, positions: Tensor, spans: Spans = ()) -> bool:
+    """Whether `rescore` can do this here; arguments as there."""
+    known = positions.dtype == torch.int32 and positions.stride(-1) == 1
+    return able(scores) and known and len(spans) <= MOST_SPANS
+
+
+def rescore(
+    scores: Tensor,
+    positions: Tensor,
+    norm: Tensor,
+    pins: Pins,
+    budget: int | Tensor,
+    alpha: float,
+    epsilon: float,
+    queries: int,
+    rows: Rows | None = None,
+    row_pins: Tensor | None = None,
+) -> Tensor:
+    """New scores [B, K, n] as `CriticalKV.rescore` has them, of scores that are made finite.
+
+    Args:
+        scores: [B, K, n] float32.
+        positions: [B, K, n] int32.
+        norm: [B, K, n] float32 of projected values; [slots] of a pool with `rows`.
+        pins: slots that stay; with `row_pins` only `seen` and `spans` of it.
+        budget: slots of each head that stay, or with `rows` [B·K] int32 on the device.
+        alpha: of the policy.
+        epsilon: of the policy.
+        queries: that scores are summed over.
+        rows: where heads lie that hold unequally many slots. Behind a row nothing is written.
+        row_pins: [B·K, 2] int32, how many first and newest tokens of each row stay.
+    """
+    from kvcap.kernels.critical_triton import rescore_rows
+
+    batch, heads, slots = positions.shape
+    out = empty(batch, heads, slots, device=scores.device)
+    block = min(2048, power_of_two(slots, 32))
+    starts, lengths = (None, None) if rows is None else rows[:2]
+    told = budget if isinstance(budget, Tensor) else None
+    with torch.cuda.device_of(scores):
+        run(
+            rescore_rows, (batch * heads,),
+            scores, positions, norm, out, slots=slots, heads=heads,
+            **strides("bhn", score=scores), **strides("bh", position=positions),
+            **(strides("bh", norm=norm) if rows is None else {"norm_b": 0, "norm_h": 0}),
+            **pins.arguments(scores.device), starts=starts, lengths=lengths, row_pins=row_pins,
+            budgets=told, budget=0 if isinstance(budget, Tensor) else budget,
+            alpha=alpha, epsilon=epsilon, queries=float(queries),
+            BLOCK=block, num_warps=max(1, block // 256),
+        )  # fmt: skip
+    return out

@@ -1,0 +1,168 @@
+# mypy: allow-untyped-calls, disable-error-code="import-untyped"
+"""Evicts slots of heads that hold unequally many, side by side in a pool, all in one launch each.
+
+Where each head's row lies, how many slots it has and how many it may have are numbers on the
+device, so that one CUDA graph serves while they change. Of a token at most one slot of a row goes;
+of a block as many as are too many. The same slots go as in `kernels/evict.py`. Knows tensors only;
+triton is imported when first needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvcap.kernels.arguments import MOST_SPANS, Pins, Spans, aux, strides
+from kvcap.kernels.device import able, bits, power_of_two
+from kvcap.kernels.evict import MOST_AUX, newer_at
+from kvcap.kernels.launch import run
+from kvcap.policies.base import Rows
+
+
+class Pool(NamedTuple):
+    """What moves with a slot, and what else is known of the rows."""
+
+    buffers: Sequence[Tensor]  # [slots, D] keys and values, [slots] int32 positions and others
+    shift: Tensor | None  # int32, one of these
+    rows: Rows
+    pins: Tensor  # [B·K, 2] int32, how many first and how many newest tokens of each stay
+    targets: Tensor  # [B·K] int32, the slots that each may have
+
+
+def covers(buffers: Sequence[Tensor], spans: Spans = ()) -> bool:
+    """Whether the kernels can do this here: on CUDA, or on a CPU in triton's interpreter."""
+    dims = [x.dim() for x in buffers]
+    alike = dims[:2] == [2, 2] and dims.count(2) == 2 and dims.count(1) <= MOST_AUX + 2
+    contiguous = all(x.is_contiguous() for x in buffers)
+    return able(buffers[0]) and alike and contiguous and len(spans) <= MOST_SPANS
+
+
+def padded_positions(positions: Tensor, rows: Rows, batch: int) -> Tensor:
+    """A copy [B, K, longest] of positions [slots], above all tokens' behind a row's slots."""
+    from kvcap.kernels.rows_triton import copy_positions
+
+    count, block = len(rows.lengths), 512
+    out = positions.new_empty(batch, count // batch, rows.longest)
+    with torch.cuda.device_of(positions):
+        run(
+            copy_positions, (-(-rows.longest // block), count),
+            positions, out, rows.starts, rows.lengths, rows.longest, BLOCK=block, num_warps=4,
+        )  # fmt: skip
+    return out
+
+
+def padded(x: Tensor, rows: Rows, batch: int) -> Tensor:
+    """A copy [B, K, longest] of a number a slot [slots], 0 behind a row's slots."""
+    from kvcap.kernels.rows_triton import copy_rows
+
+    count, block = len(rows.lengths), 512
+    out = x.new_empty(batch, count // batch, rows.longest)
+    with torch.cuda.device_of(x):
+        run(
+            copy_rows, (-(-rows.longest // block), count),
+            bits(x), bits(out), rows.starts, rows.lengths, rows.longest, BLOCK=block, num_warps=4,
+        )  # fmt: skip
+    return out
+
+
+def put(new: Tensor, x: Tensor, rows: Rows, before: Tensor | None = None) -> None:
+    """Write numbers of slots into `x` [slots]: of all, or of those behind `before`.
+
+    Args:
+        new: [B, K, n] of the type of `x`, contiguous; what lies behind a row is left out.
+        x: is written.
+        rows: with the slots that are written.
+        before: [B·K] int32, how many slots of each row come before.
+    """
+    from kvcap.kernels.rows_triton import put_rows
+
+    assert new.is_contiguous()
+    assert new.dtype == x.dtype
+    count, block = new.shape[-1], 512
+    with torch.cuda.device_of(x):
+        run(
+            put_rows, (-(-count // block), len(rows.lengths)),
+            bits(new), bits(x), rows.starts, before, rows.lengths, count, BLOCK=block, num_warps=4,
+        )  # fmt: skip
+
+
+def give_up_one(
+    scores: Tensor, pins: Pins, pool: Pool, left: Tensor, newer: Tensor | None = None
+) -> None:
+    """Give up one slot of each row that has more than it may have, in place.
+
+    Args:
+        scores: [B, K, longest], those of a row's slots first.
+        pins: `seen` and `spans`; how many first and newest tokens stay each row says for itself.
+        pool: the rows.
+        left: [B·K] int32, is written: the slots that each has after this.
+        newer: as in `evict.give_up`.
+    """
+    from kvcap.kernels.evict_triton import evict_one
+
+    (batch, heads, slots), (keys, values, positions, *rest) = scores.shape, pool.buffers
+    evicted = torch.empty(batch, heads, 1, dtype=torch.int32, device=positions.device)
+    size, block = keys.shape[-1], min(2048, power_of_two(slots, 16))
+    rest = [x for x in rest if x is not pool.shift]
+    with torch.cuda.device_of(positions):
+        run(
+            evict_one, (batch * heads,),
+            scores, evicted, positions, pool.shift, bits(keys), bits(values),
+            **aux(rest, MOST_AUX), slots=slots, capacity=0, **_where(scores, pins, newer, pool),
+            left=left, SIZE=size, SIZE_PAD=power_of_two(size, 16),
+            BLOCK=block, num_warps=max(1, block // 256),
+        )  # fmt: skip
+
+
+def give_up(
+    scores: Tensor,
+    pins: Pins,
+    pool: Pool,
+    left: Tensor,
+    newer: Tensor | None = None,
+    starts: Tensor | None = None,
+) -> None:
+    """Give up what each row has too much, any number of slots.
+
+    Args:
+        scores: as in `give_up_one`, like all that is not named here.
+        pins: likewise.
+        pool: the rows.
+        left: likewise.
+        newer: likewise.
+        starts: [B·K + 1] int32, where rows begin from now on, and the last one ends; by default
+            they stay. Each has room for what it may have and is the next one's neighbour.
+    """
+    from kvcap.kernels.rows_triton import choose_rows, shift_rows
+
+    (batch, heads, slots), positions = scores.shape, pool.buffers[2]
+    new = partial(torch.empty, dtype=torch.int32, device=positions.device)
+    ages, gone = new(len(positions)), new(batch * heads)
+    source = torch.zeros_like(ages)  # places even where kernels are rehearsed, not run
+    block = min(2048, power_of_two(slots, 32))
+    with torch.cuda.device_of(positions):
+        run(
+            choose_rows, (batch * heads,),
+            scores, positions, source, ages, gone, **_where(scores, pins, newer, pool),
+            left=left, new_starts=pool.rows.starts if starts is None else starts,
+            BLOCK=block, num_warps=max(1, block // 256),
+        )  # fmt: skip
+        if pool.shift is not None:
+            run(
+                shift_rows, (-(-slots // 32), batch * heads),
+                ages, gone, positions, pool.shift, pool.rows.starts, pool.rows.lengths,
+                CHUNK=128, BLOCK=32, num_warps=4,
+            )  # fmt: skip
+    for x in pool.buffers:
+        x.copy_(x.index_select(0, source))
+
+
+def _where(scores: Tensor, pins: Pins, newer: Tensor | None, pool: Pool) -> dict[str, Any]:
+    """Where rows lie and what stays of them, as the kernels take it."""
+    rows = {"starts": pool.rows.starts, "lengths": pool.rows.lengths, "row_pins": pool.pins}
+    given = {**pins.arguments(scores.device), **newer_at(newer), **strides("bhn", score=scores)}
+    return {"heads": scores.shape[1], **given, **rows, "targets": pool.targets}

@@ -1,0 +1,239 @@
+# mypy: allow-untyped-calls, disable-error-code="import-untyped, no-untyped-def, untyped-decorator"
+"""Triton functions of `kernels/rows.py`, which imports this when one is first needed.
+
+A row is a head's slots in a pool. Programs loop over as many as it has, and where it has none they
+end at once.
+"""
+
+import triton
+import triton.language as tl
+
+from kvcap.kernels.choose_triton import (
+    NEWER_AT,
+    NO_SLOT,
+    PINNED,
+    PINS,
+    ROWS,
+    grow,
+    ordered,
+    pins_of_row,
+    worth_of,
+)
+
+_POINTERS = ["positions", "starts", "lengths"]
+
+
+@triton.jit(do_not_specialize=[*_POINTERS, "out", "longest"])
+def copy_positions(
+    positions,  # [slots]
+    out,  # [B·K, longest]
+    starts,  # [B·K], the first slot of every row
+    lengths,  # [B·K], its slots
+    longest,
+    BLOCK: tl.constexpr,
+):
+    """Some of a row's positions; behind its slots numbers above all of them."""
+    row = tl.program_id(1).to(tl.int64)
+    slot = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    held = slot < tl.load(lengths + row)
+    first = tl.load(starts + row).to(tl.int64)
+    found = tl.where(held, tl.load(positions + first + slot, held, 0), NO_SLOT | slot)
+    tl.store(out + row * longest + slot, found, slot < longest)
+
+
+@triton.jit
+def _part(
+    scores, positions, begin, slots, score_n, sinks, recents, seen, clock, spans,
+    start_0, stop_0, start_1, stop_1, start_2, stop_2, start_3, stop_3,
+    start_4, stop_4, start_5, stop_5, start_6, stop_6, start_7, stop_7,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Some of a row's slots: their worth as ordered integers, and positions."""
+    worth, position = worth_of(
+        scores, positions, begin + tl.arange(0, BLOCK), slots, score_n, sinks, recents, seen,
+        clock, spans, start_0, stop_0, start_1, stop_1, start_2, stop_2, start_3, stop_3,
+        start_4, stop_4, start_5, stop_5, start_6, stop_6, start_7, stop_7,
+    )  # fmt: skip
+    return ordered(worth), position
+
+
+@triton.jit
+def cut(
+    scores, positions, count, slots, score_n, sinks, recents, seen, clock, spans,
+    start_0, stop_0, start_1, stop_1, start_2, stop_2, start_3, stop_3,
+    start_4, stop_4, start_5, stop_5, start_6, stop_6, start_7, stop_7,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Below which worth a row's `count` lowest are, and of those worth as much, which position."""
+    # Up to `count` are below `low`; more than that, or all that is not pinned, below `high`.
+    low, high = tl.full([], PINNED, tl.int32), tl.full([], -0x7FFFFFFF, tl.int32)
+    for begin in range(0, slots, BLOCK):
+        x, _ = _part(
+            scores, positions, begin, slots, score_n, sinks, recents, seen, clock, spans,
+            start_0, stop_0, start_1, stop_1, start_2, stop_2, start_3, stop_3,
+            start_4, stop_4, start_5, stop_5, start_6, stop_6, start_7, stop_7, BLOCK,
+        )  # fmt: skip
+        low = tl.minimum(low, tl.min(x, 0))
+        high = tl.maximum(high, tl.max(tl.where(x == PINNED, -0x7FFFFFFF, x), 0))
+    high = tl.maximum(high, low) + 1
+    below = tl.full([], 0, tl.int32)
+    while (below < count) & (low + 1 < high):
+        third = ((high.to(tl.int64) - low + 2).to(tl.uint32) // 3).to(tl.int64)
+        one, two = (low + third).to(tl.int32), (low + 2 * third).to(tl.int32)
+        below_one, below_two = tl.full([], 0, tl.int32), tl.full([], 0, tl.int32)
+        for begin in range(0, slots, BLOCK):
+            x, _ = _part(
+                scores, positions, begin, slots, score_n, sinks, recents, seen, clock, spans,
+                start_0, stop_0, start_1, stop_1, start_2, stop_2, start_3, stop_3,
+                start_4, stop_4, start_5, stop_5, start_6, stop_6, start_7, stop_7, BLOCK,
+            )  # fmt: skip
+            both = tl.sum((x < one).to(tl.int32) + ((x < two).to(tl.int32) << 16), 0)
+            below_one += both & 0xFFFF
+            below_two += both >> 16
+        high = tl.where(below_one > count, one, tl.where(below_two > count, two, high))
+        low = tl.where(below_two <= count, two, tl.where(below_one <= count, one, low))
+        below = tl.where(
+            below_two <= count, below_two, tl.where(below_one <= count, below_one, below)
+        )
+    # Of those that are worth `low` the oldest go, as many as are wanting.
+    oldest, newest = tl.full([], 0, tl.int32), tl.full([], NO_SLOT, tl.int32)
+    older = tl.full([], 0, tl.int32)
+    while (below + older < count) & (oldest + 1 < newest):
+        middle = (oldest + newest) // 2
+        found = tl.full([], 0, tl.int32)
+        for begin in range(0, slots, BLOCK):
+            x, position = _part(
+                scores, positions, begin, slots, score_n, sinks, recents, seen, clock, spans,
+                start_0, stop_0, start_1, stop_1, start_2, stop_2, start_3, stop_3,
+                start_4, stop_4, start_5, stop_5, start_6, stop_6, start_7, stop_7, BLOCK,
+            )  # fmt: skip
+            found += tl.sum(((x == low) & (position < middle)).to(tl.int32), 0)
+        fits = below + found <= count
+        oldest, newest = tl.where(fits, middle, oldest), tl.where(fits, newest, middle)
+        older = tl.where(fits, found, older)
+    return low, oldest
+
+
+@triton.jit(
+    do_not_specialize=[*PINS, *NEWER_AT, *ROWS, *_POINTERS, "targets", "left", "new_starts", "ages"]
+)
+def choose_rows(
+    scores,  # [B, K, longest]
+    positions,  # [slots]
+    source,  # [slots] int32, is written: which slot comes to this place
+    ages,  # [slots] int32, likewise from each row's first on: positions of slots that go
+    gone,  # [B·K] int32, likewise: how many these are
+    heads,
+    sinks, recents, seen, clock, spans,
+    start_0, stop_0, start_1, stop_1, start_2, stop_2, start_3, stop_3,
+    start_4, stop_4, start_5, stop_5, start_6, stop_6, start_7, stop_7,
+    newer,  # [B, K, NEWER], or None
+    newer_b, newer_h,
+    score_b, score_h, score_n,
+    starts, lengths,  # [B·K] int32
+    row_pins,  # as in `pins_of_row`
+    targets,  # [B·K] int32, the slots that each row may have
+    left,  # [B·K] int32, is written: those that it has after this
+    new_starts,  # [B·K + 1] int32, or what `starts` is of
+    NEWER: tl.constexpr,
+    NEWER_PAD: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """A whole row: which of its slots go, of equal ones the older; the others move up."""
+    row = tl.program_id(0).to(tl.int64)
+    first, slots = tl.load(starts + row).to(tl.int64), tl.load(lengths + row)
+    count = tl.maximum(slots - tl.load(targets + row), 0)
+    sinks, recents = pins_of_row(row_pins, row)
+    tl.store(left + row, slots - count)
+    tl.store(gone + row, count)
+    if newer is not None:
+        grow(newer, row // heads, row % heads, newer_b, newer_h, count, NEWER, NEWER_PAD)
+    scores += row // heads * score_b + row % heads * score_h
+    positions += first
+    low, oldest = cut(
+        scores, positions, count, slots, score_n, sinks, recents, seen, clock, spans,
+        start_0, stop_0, start_1, stop_1, start_2, stop_2, start_3, stop_3,
+        start_4, stop_4, start_5, stop_5, start_6, stop_6, start_7, stop_7, BLOCK,
+    )  # fmt: skip
+    to = tl.load(new_starts + row).to(tl.int64)
+    end = tl.load(new_starts + row + 1).to(tl.int64)
+    kept, went = tl.full([], 0, tl.int32), tl.full([], 0, tl.int32)
+    for begin in range(0, slots, BLOCK):
+        x, position = _part(
+            scores, positions, begin, slots, score_n, sinks, recents, seen, clock, spans,
+            start_0, stop_0, start_1, stop_1, start_2, stop_2, start_3, stop_3,
+            start_4, stop_4, start_5, stop_5, start_6, stop_6, start_7, stop_7, BLOCK,
+        )  # fmt: skip
+        slot = begin + tl.arange(0, BLOCK)
+        goes = (slot < slots) & ((x < low) | ((x == low) & (position < oldest)))
+        stays = (slot < slots) & ((x > low) | ((x == low) & (position >= oldest)))
+        place, hole = tl.cumsum(stays.to(tl.int32), 0) - 1, tl.cumsum(goes.to(tl.int32), 0) - 1
+        tl.store(source + to + kept + place, (first + slot).to(tl.int32), stays)
+        tl.store(ages + first + went + hole, position, goes)
+        kept += tl.sum(stays.to(tl.int32), 0)
+        went += tl.sum(goes.to(tl.int32), 0)
+    for free in range(to + kept, end, BLOCK):
+        slot = free + tl.arange(0, BLOCK)
+        tl.store(source + slot, slot.to(tl.int32), slot < end)
+
+
+@triton.jit(do_not_specialize=[*_POINTERS, "ages", "gone", "shift"])
+def shift_rows(
+    ages,  # [slots] int32, from each row's first on: positions of slots that go
+    gone,  # [B·K] int32, how many these are
+    positions,  # [slots]
+    shift,  # [slots]
+    starts, lengths,  # [B·K] int32
+    CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Some of a row's slots: each moves down by as many as go and are older."""
+    row = tl.program_id(1).to(tl.int64)
+    first, slots, count = tl.load(starts + row), tl.load(lengths + row), tl.load(gone + row)
+    slot = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    held = slot < slots
+    at = first.to(tl.int64) + slot
+    position = tl.load(positions + at, held, 0)
+    older = tl.zeros([BLOCK], tl.int32)
+    # Of a program behind all slots there is nothing to compare.
+    for begin in range(0, tl.where(tl.program_id(0) * BLOCK < slots, count, 0), CHUNK):
+        i = begin + tl.arange(0, CHUNK)
+        age = tl.load(ages + first + i, i < count, 0x7FFFFFFF)
+        older += tl.sum((age[None, :] < position[:, None]).to(tl.int32), 1)
+    tl.store(shift + at, tl.load(shift + at, held, 0) + older, held)
+
+
+@triton.jit(do_not_specialize=["x", "out", "starts", "lengths", "longest"])
+def copy_rows(
+    x,  # [slots]
+    out,  # [B·K, longest]
+    starts, lengths,  # [B·K] int32
+    longest,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Some of a row's numbers, 0 behind its slots."""
+    row = tl.program_id(1).to(tl.int64)
+    slot = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    found = tl.load(x + tl.load(starts + row).to(tl.int64) + slot, slot < tl.load(lengths + row), 0)
+    tl.store(out + row * longest + slot, found, slot < longest)
+
+
+@triton.jit(do_not_specialize=["new", "x", "starts", "before", "lengths", "count"])
+def put_rows(
+    new,  # [B·K, count]
+    x,  # [slots], is written
+    starts,  # [B·K] int32
+    before,  # [B·K] int32, slots of each row before those that are written, or None: none
+    lengths,  # [B·K] int32, slots of each row, those included
+    count,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Some of the numbers of a row's slots."""
+    row = tl.program_id(1).to(tl.int64)
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    slot = i
+    if before is not None:
+        slot += tl.load(before + row)
+    inside = (i < count) & (slot < tl.load(lengths + row))
+    at = x + tl.load(starts + row).to(tl.int64) + slot
+    tl.store(at, tl.load(new + row * count + i, inside, 0), inside)

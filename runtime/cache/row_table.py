@@ -1,0 +1,116 @@
+"""Where heads lie that hold unequally many slots, as numbers on the device that kernels read.
+
+The host's `Segment`s say the same. What kernels evict they count on the device too, so that both
+agree after each pass, and a CUDA graph serves whatever heads hold; what the host alone has changed
+is told to the device before the next pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvcap.policies.base import Rows
+from kvcap.runtime.cache.pool import Segment
+
+STEP = 512  # to which the longest row is rounded up: rows of about that length share a CUDA graph
+
+Pins = Callable[[int, Segment], tuple[int, int]]
+
+
+class LayerRows(NamedTuple):
+    """One layer's rows, a segment each, while it reads a block."""
+
+    before: Rows  # as they are before the block is appended
+    after: Rows  # with the block, before any is given up
+    held: Tensor  # [B·K] int32, slots of each: is written when some are given up
+    targets: Tensor  # [B·K] int32, the slots that each may have
+    pins: Tensor  # [B·K, 2] int32, how many first and how many newest tokens of each stay
+    read_at: Tensor | None  # [] int32, where the block is read; None: at true positions
+    table: RowTable  # of all layers
+    always: bool  # a CUDA graph serves whether any are given up or not
+
+
+class RowTable:
+    """The rows of all capped layers.
+
+    Args:
+        layers: their segments, one a head, of one pool for each layer.
+        pins_of: how many first and newest tokens of a layer's segment stay.
+    """
+
+    def __init__(self, layers: Sequence[Sequence[Segment]], pins_of: Pins) -> None:
+        self.layers, self._pins_of = layers, pins_of
+        self._most = [0] * len(layers)  # slots that a row of each may have
+        device, count = layers[0][0].pool.keys.device, len(layers[0])
+        with torch.inference_mode(False):  # ordinary tensors may be written to in any mode
+            shape = len(layers), 5 * count + 1
+            self._numbers = torch.zeros(shape, dtype=torch.int32, device=device)
+        parts = self._numbers.split((count + 1, count, count, 2 * count), dim=1)
+        self.starts, self.held, self.targets, pins = parts
+        self.pins = pins.unflatten(1, (count, 2))
+        self.seen: int | None = None
+        """Tokens read when host and device last agreed; None: the host has changed something."""
+
+    def agreed(self, seen: int) -> None:
+        """A pass has changed both alike, after which so many tokens are read."""
+        self.seen = seen
+
+    def tell(self, seen: int) -> None:
+        """Have the device agree with the host, which has read so many tokens."""
+        if self.seen != seen:
+            numbers = [self._of(i, segments) for i, segments in enumerate(self.layers)]
+            self._numbers.copy_(torch.tensor(numbers, dtype=torch.int32))
+            self.seen = seen
+
+    def _of(self, index: int, segments: Sequence[Segment]) -> list[int]:
+        """One layer's numbers."""
+        self._most[index] = max(max(s.target_length, s.held) for s in segments)
+        last = segments[-1]
+        found = [*(s.start for s in segments), last.start + last.slots]
+        found += [s.held for s in segments]
+        found += [s.target_length for s in segments]
+        return found + [n for s in segments for n in self._pins_of(index, s)]
+
+    def tell_layer(self, index: int) -> None:
+        """Have the device agree with what the host has changed of a layer."""
+        numbers = self._of(index, self.layers[index])
+        self._numbers[index].copy_(torch.tensor(numbers, dtype=torch.int32))
+
+    def longest(self, length: int) -> int:
+        """No row is longer once it has read so many tokens more; the same for rows of about it."""
+        return -(-max(self._most) // STEP) * STEP + length
+
+
+class RowPass:
+    """The rows during one forward pass.
+
+    Args:
+        table: of the cache.
+        longest: no row is longer while it reads a block.
+        compact: whether blocks are read at compact positions.
+        always: a CUDA graph is captured or prepared, which serves whatever rows hold.
+    """
+
+    def __init__(self, table: RowTable, longest: int, compact: bool, always: bool = False) -> None:
+        self.table, self.most, self.always = table, longest, always
+        self.read_at = table.held.max() if compact else None
+        """Behind the longest row, on the device []."""
+        self._after: dict[int, Tensor] = {}
+
+    def of(self, index: int, length: int, alone: bool) -> LayerRows:
+        """A layer's rows, to which so many tokens are appended; `alone` as the pass's one block."""
+        table = self.table
+        if not alone:
+            after = table.held[index] + length
+        else:
+            if length not in self._after:
+                self._after[length] = table.held + length
+            after = self._after[length][index]
+        starts, held = table.starts[index], table.held[index]
+        before, rows = Rows(starts, held, self.most), Rows(starts, after, self.most)
+        those = table.targets[index], table.pins[index], self.read_at, table, self.always
+        return LayerRows(before, rows, held, *those)

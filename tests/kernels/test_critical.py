@@ -1,0 +1,76 @@
+"""CriticalKV's kernels against its own code, in triton's interpreter too."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from interpreted import DEVICE, pytestmark  # noqa: F401
+
+from kvcap import kernels
+from kvcap.kernels import critical
+from kvcap.kernels.arguments import Pins
+from kvcap.policies.base import Observation
+from kvcap.policies.rescorers.criticalkv import CriticalKV
+
+
+def random(*shape, seed=0, dtype=torch.float32):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("batch", "heads", "group", "length", "size", "hidden"),
+    [(1, 2, 3, 1, 16, 50), (2, 2, 1, 7, 20, 33), (1, 1, 2, 70, 64, 130)],
+)
+def test_norms_of_projected_values(batch, heads, group, length, size, hidden, dtype):
+    slots = random(batch, heads, length + 3, size, dtype=dtype)
+    projection = random(hidden, heads * group * size, seed=1, dtype=dtype) / size
+    weights = projection.T.unflatten(0, (heads, group, size))
+    values = slots[:, :, 3:]
+    assert critical.covers_norms(values, weights)
+    exact = torch.einsum("bktd,kgdc->bktgc", values.double(), weights.double())
+    expected = exact.abs().sum(-1).mean(-1)
+    found = critical.norms(values, weights)
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
+    obs = Observation(
+        slots, slots, torch.zeros(1), 9, 5, new=length, output_projection=weights,
+        state={"output_norm": random(batch, heads, length + 3)},
+    )  # fmt: skip
+    with kernels.use("triton"):
+        state = kernels.update(CriticalKV(), obs)["output_norm"]
+    torch.testing.assert_close(state, CriticalKV().update(obs)["output_norm"], rtol=1e-4, atol=1e-4)
+
+
+def observed(batch, heads, slots, seed=0, budget=20, spans=()):
+    """An observation of slots of which some are worth the same."""
+    g = torch.Generator().manual_seed(seed)
+    places = [torch.randperm(2 * slots, generator=g)[:slots] for _ in range(batch * heads)]
+    positions = torch.stack(places).view(batch, heads, slots).int().to(DEVICE)
+    keys = random(batch, heads, slots, 4, seed=seed)
+    norm = random(batch, heads, slots, seed=seed + 1).abs()
+    obs = Observation(
+        keys, keys, positions, 2 * slots, budget, queries=random(batch, heads, 3, 4),
+        state={"output_norm": norm}, pinned_spans=spans,
+    )  # fmt: skip
+    scores = (random(batch, heads, slots, seed=seed + 2) * 3).round() / 3  # many are equal
+    return obs, scores
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.5, 0.9, 1.0])
+@pytest.mark.parametrize(
+    ("batch", "heads", "slots", "budget", "pins", "spans"),
+    [(1, 2, 41, 40, (0, 0), ()), (2, 3, 60, 30, (4, 8), ((30, 37),)),
+     (1, 1, 2500, 2000, (1, 32), ()), (1, 1, 9, 4, (0, 9), ())],
+)  # fmt: skip
+def test_rescored_as_by_its_own_code(batch, heads, slots, budget, pins, spans, alpha):
+    rescorer = CriticalKV(alpha=alpha)
+    obs, scores = observed(batch, heads, slots, budget=budget, spans=spans)
+    sinks, recents = pins
+    pinned = (obs.positions < sinks) | (obs.positions >= obs.num_tokens - recents)
+    for start, stop in spans:
+        pinned |= (obs.positions >= start) & (obs.positions < stop)
+    expected = rescorer.rescore(scores, pinned, obs)
+    with kernels.use("triton"):
+        assert kernels.rescores(rescorer, obs)
+        found = kernels.rescore(rescorer, scores, Pins(*pins, obs.num_tokens, spans), obs)
+    torch.testing.assert_close(found[~pinned], expected[~pinned], rtol=1e-6, atol=1e-7)

@@ -1,0 +1,270 @@
+"""Heads that hold unequally many slots, by kernels that read where they lie."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+from conftest import small_policy, tiny_model
+from interpreted import DEVICE, pytestmark  # noqa: F401
+
+import kvcap
+from kvcap import kernels
+from kvcap.kernels import rows, window
+from kvcap.kernels.arguments import Pins
+from kvcap.policies.base import Observation, Rows
+from kvcap.policies.base.order import lowest
+from kvcap.policies.keydiff import KeyDiff
+from kvcap.runtime.backends.pytorch import cuda_graphs
+from kvcap.runtime.backends.pytorch.loop import BlockLoop
+from kvcap.runtime.cache import step
+from kvcap.runtime.cache.pool import Segment, SlotPool
+from kvcap.runtime.models.rope import Rotation
+
+SEEN, FREE = 4000, 6
+
+
+def random(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+
+
+def ints(numbers):
+    return torch.tensor(numbers, dtype=torch.int32, device=DEVICE)
+
+
+class Layer:
+    """Rows of a pool, each of so many slots, with room behind it."""
+
+    def __init__(self, lengths, targets, pins=((0, 0),), spans=(), seed=0, ties=True):
+        self.lengths, self.targets, self.spans = lengths, targets, spans
+        self.pins = list(pins) * (len(lengths) if len(pins) == 1 else 1)
+        room = [max(n, t) + FREE for n, t in zip(lengths, targets, strict=True)]
+        self.starts = [sum(room[:i]) for i in range(len(room) + 1)]
+        kinds = {"mass": torch.float32, "shift": torch.int32}
+        self.pool = SlotPool(sum(room), 8, torch.float32, DEVICE, kinds)
+        self.segments = []
+        for k, (n, slots) in enumerate(zip(lengths, room, strict=True)):
+            segment = Segment(self.pool, self.starts[k], slots - FREE, FREE)
+            g = torch.Generator().manual_seed(seed + k)
+            segment.append(random(1, 1, n, 8, seed=seed + k), random(1, 1, n, 8, seed=k),
+                           torch.randperm(SEEN, generator=g)[:n].int().to(DEVICE))  # fmt: skip
+            segment.aux("mass").copy_(random(1, 1, n, seed=k + 9))
+            segment.aux("shift").copy_(segment.positions % 5)
+            self.segments.append(segment)
+        self.longest = max(room) + 3
+        self.rows = Rows(ints(self.starts), ints(lengths), self.longest)
+        self.scores = random(1, len(lengths), self.longest, seed=seed + 50)
+        if ties:
+            self.scores = self.scores.round()
+        self.newer = ints([[[k, 3] for k in range(len(lengths))]])
+
+    def moved(self):
+        return rows.Pool(
+            self.pool.buffers(), self.pool.aux["shift"], self.rows, ints(self.pins),
+            ints(self.targets),
+        )  # fmt: skip
+
+    def expected(self, k):
+        """What a row is to hold, in time order, and how many it gave up."""
+        segment, n = self.segments[k], self.lengths[k]
+        positions, (sinks, recents) = segment.positions[0, 0], self.pins[k]
+        pinned = (positions < sinks) | (positions >= SEEN - recents)
+        for start, stop in self.spans:
+            pinned |= (positions >= start) & (positions < stop)
+        worth = self.scores[0, k, :n].masked_fill(pinned, float("inf"))
+        count = max(0, n - self.targets[k])
+        gone = lowest(worth, positions, count)
+        stays = torch.ones(n, dtype=torch.bool, device=DEVICE)
+        stays[gone] = False
+        order = positions[stays].argsort()
+        older = (positions[gone][None] < positions[stays][:, None]).sum(1)
+        found = [segment.view(x)[0, 0][stays] for x in self.pool.buffers()]
+        names = list(self.pool.named())
+        found[names.index("shift")] = found[names.index("shift")] + older.int()
+        return [x[order] for x in found], count
+
+    def found(self, k, start, held):
+        part = [x[start : start + held] for x in self.pool.buffers()]
+        order = part[2].argsort()
+        return [x[order] for x in part]
+
+
+CASES = [
+    ([40, 7, 300, 25], [30, 7, 120, 25], ((0, 0),), ()),
+    ([33, 50], [20, 60], ((2, 5), (0, 9)), ((100, 140),)),
+    ([2100, 17, 9], [1500, 3, 9], ((4, 8),), ()),
+]
+
+
+@pytest.mark.parametrize("moving", [False, True])
+@pytest.mark.parametrize(("lengths", "targets", "pins", "spans"), CASES)
+def test_a_block_evicts_what_each_row_has_too_much(lengths, targets, pins, spans, moving):
+    layer = Layer(lengths, targets, pins, spans)
+    expected = [layer.expected(k) for k in range(len(lengths))]
+    starts, left = layer.starts, torch.full((len(lengths),), -1, dtype=torch.int32, device=DEVICE)
+    if moving:  # to where each has as much room as it needs, and the last one the rest
+        kept = [min(n, t) for n, t in zip(lengths, targets, strict=True)]
+        starts = [sum(kept[:i]) + i for i in range(len(kept))] + [layer.starts[-1]]
+    rows.give_up(
+        layer.scores, Pins(0, 0, SEEN, spans), layer.moved(), left, layer.newer,
+        ints(starts) if moving else None,
+    )  # fmt: skip
+    for k, (tensors, count) in enumerate(expected):
+        held = lengths[k] - count
+        assert int(left[k]) == held
+        assert layer.newer[0, k].tolist() == [k + count, 3 + count]
+        for one, other in zip(layer.found(k, starts[k], held), tensors, strict=True):
+            assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize(("lengths", "targets"), [([40, 7, 300, 25], [39, 9, 299, 25]),
+                                                  ([2100, 3], [2099, 2])])  # fmt: skip
+def test_a_token_evicts_one_slot_of_the_rows_that_are_full(lengths, targets):
+    layer = Layer(lengths, targets, ((1, 2),), ties=False)
+    expected = [layer.expected(k) for k in range(len(lengths))]
+    left = torch.full((len(lengths),), -1, dtype=torch.int32, device=DEVICE)
+    clock = torch.tensor(SEEN, device=DEVICE)
+    rows.give_up_one(layer.scores, Pins(0, 0, clock, ()), layer.moved(), left, layer.newer)
+    for k, (tensors, count) in enumerate(expected):
+        held = lengths[k] - count
+        assert int(left[k]) == held
+        assert layer.newer[0, k].tolist() == [k + count, 3 + count]
+        for one, other in zip(layer.found(k, layer.starts[k], held), tensors, strict=True):
+            assert torch.equal(one, other)
+
+
+def test_numbers_of_slots_are_copied_and_put_back():
+    layer = Layer([40, 7, 30], [40, 7, 30])
+    mass = layer.pool.aux["mass"]
+    copy = rows.padded(mass, layer.rows, 1)
+    places = rows.padded_positions(layer.pool.positions, layer.rows, 1)
+    for k, segment in enumerate(layer.segments):
+        n = layer.lengths[k]
+        assert torch.equal(copy[0, k, :n], segment.aux("mass")[0, 0])
+        assert copy[0, k, n:].count_nonzero() == 0
+        assert torch.equal(places[0, k, :n], segment.positions[0, 0])
+        assert (places[0, k, n:] >= 1 << 30).all()
+    before = mass.clone()
+    rows.put(copy + 1, mass, layer.rows)
+    assert (mass != before).sum() == sum(layer.lengths)
+    rows.put(torch.zeros(1, 3, 2, device=DEVICE), mass, layer.rows, layer.rows.lengths - 2)
+    assert (mass == 0).sum() == 6 + 3 * FREE
+
+
+@pytest.mark.parametrize("kind", ["attention", "joint", "dropkv", "cake", "keydiff"])
+def test_rows_score_as_each_alone(kind):
+    layer = Layer([40, 7, 290], [40, 7, 290])
+    queries = random(1, 6, 3, 8)
+    whole = [x[None, None].expand(1, 3, -1, -1) for x in (layer.pool.keys, layer.pool.values)]
+    places = rows.padded_positions(layer.pool.positions, layer.rows, 1)
+    obs = Observation(*whole, places, SEEN, 9, queries=queries, rows=layer.rows)
+
+    def score(obs):
+        if kind == "keydiff":
+            return kernels.score(KeyDiff(), obs)
+        return window.scores(obs, kind, "mean", epsilon=0.5)
+
+    with kernels.use("triton"):
+        found = score(obs)
+        for k, segment in enumerate(layer.segments):
+            mine = queries[:, 2 * k : 2 * k + 2]
+            alone = score(Observation(
+                segment.keys, segment.values, segment.positions, SEEN, 9, queries=mine,
+            ))  # fmt: skip
+            n = layer.lengths[k]
+            torch.testing.assert_close(found[:, k, :n], alone[:, 0], rtol=1e-5, atol=1e-6)
+
+
+class Graph:
+    """What it captures has been done."""
+
+    def pool(self):
+        return None
+
+    def replay(self):
+        pass
+
+
+def read(policy, positions, choice, captured=False):
+    ids = 3 + torch.randperm(60, generator=torch.Generator().manual_seed(0))[None, :53].to(DEVICE)
+    model = tiny_model("llama", num_hidden_layers=1, vocab_size=64).to(DEVICE)
+    eviction = small_policy(policy, model.config)
+    cache = kvcap.BudgetCache(model.config, 24, 16, eviction, positions=positions)
+    cache.allocate(1, torch.float32, DEVICE)
+    with kernels.use(choice):
+        assert cache.by_rows() == (choice == "triton")
+        loop = BlockLoop(model, cache, graphs=False)
+        loop.graphs = cuda_graphs.BlockGraphs(model, cache) if captured else None
+        logits = [loop.prefill(ids[:, :43])]
+        cache.pin([(43, 44)])
+        logits += [loop.read(ids[:, i : i + 1]) for i in range(43, 46)]
+        logits += [loop.prefill(ids[:, 46:53])]
+    segments = [s for layer in cache.capped_layers for s in layer.segments]
+    kept = [sorted(s.positions.flatten().tolist()) for s in segments]
+    kinds = set() if loop.graphs is None else {k.length for k in loop.graphs.captured}
+    return torch.stack(logits), kept, kinds, [s.held for s in segments]
+
+
+@pytest.mark.slow(keep=2)
+@pytest.mark.parametrize(
+    ("policy", "positions"),
+    [("criticalkv-adakv", "compact"), ("duoattention", "true"), ("headkv", "compact"),
+     ("adakv", "true"), ("h2o+headkv", "compact"), ("knorm+adakv", "compact")],
+)  # fmt: skip
+def test_the_same_tokens_stay_as_eagerly(policy, positions):
+    eager, kept, _, held = read(policy, positions, "eager")
+    found, kept_too, _, held_too = read(policy, positions, "triton")
+    assert len(set(held)) > 1
+    assert (kept_too, held_too) == (kept, held)
+    torch.testing.assert_close(found, eager, rtol=1e-4, atol=1e-4)
+
+
+class Stream:
+    """Whose work is done when it is asked for."""
+
+    def wait_stream(self, _):
+        pass
+
+    wait_event = wait_stream
+
+    def record_event(self):
+        return None
+
+
+@pytest.mark.slow(keep=1)
+@pytest.mark.skipif(DEVICE == "cuda", reason="there graphs are captured")
+@pytest.mark.parametrize(("policy", "lengths"), [("adakv", {1}), ("headkv", {1, 16})])
+def test_what_is_captured_is_what_is_read(policy, lengths, monkeypatch):
+    """Capturing does the work here, so that each graph serves once; not blocks where heads move."""
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    for name in ("graph", "stream"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_, **__: nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", Stream)
+    monkeypatch.setattr(step, "_streams", lambda _: [Stream()] * step.LAYERS)
+    made, replay = [], cuda_graphs.BlockGraph.replay
+
+    def once(self, ids, seen):
+        made.append(kind := next(k for k, g in graphs[0].captured.items() if g is self))
+        del graphs[0].captured[kind]
+        return replay(self, ids, seen)
+
+    graphs, make = [], cuda_graphs.BlockGraphs.__init__
+    noted = lambda self, *given: make(self, *given) or graphs.append(self)  # noqa: E731
+    monkeypatch.setattr(cuda_graphs.BlockGraphs, "__init__", noted)
+    monkeypatch.setattr(cuda_graphs.BlockGraph, "replay", once)
+    found, kept, _, held = read(policy, "compact", "triton", captured=True)
+    expected, kept_too, _, held_too = read(policy, "compact", "eager")
+    assert {kind.length for kind in made} == lengths
+    assert (kept, held) == (kept_too, held_too)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    # Captured in an empty cache it serves a full one: keys and queries are rotated.
+    cache, rotated = graphs[0].cache, []
+    cache.reset()
+    back = Rotation.back
+    monkeypatch.setattr(Rotation, "back", lambda *x: rotated.append(x[1].shape) or back(*x))
+    length = max(lengths)
+    cache.pin([(43, 44)] if length == 1 else [])  # as when such a pass was prepared
+    with kernels.use("triton"):
+        assert graphs[0].read(torch.full((1, length), 5), need_logits=length == 1) is not None
+    assert len(rotated) == 2
