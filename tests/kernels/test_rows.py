@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import replace
 
 import pytest
 import torch
@@ -189,7 +190,10 @@ class Graph:
 def read(policy, positions, choice, captured=False):
     ids = 3 + torch.randperm(60, generator=torch.Generator().manual_seed(0))[None, :53].to(DEVICE)
     model = tiny_model("llama", num_hidden_layers=1, vocab_size=64).to(DEVICE)
-    eviction = small_policy(policy, model.config)
+    base, _, heads = policy.partition("+")
+    eviction = small_policy(heads or base, model.config)
+    if heads:
+        eviction = replace(eviction, policy=small_policy(base, model.config).policy)
     cache = kvcap.BudgetCache(model.config, 24, 16, eviction, positions=positions)
     cache.allocate(1, torch.float32, DEVICE)
     with kernels.use(choice):
