@@ -113,7 +113,7 @@ def give_up_one(
             evict_one, (batch * heads,),
             scores, evicted, positions, pool.shift, bits(keys), bits(values),
             **aux(rest, MOST_AUX), slots=slots, capacity=0, **_where(scores, pins, newer, pool),
-            left=left, SIZE=size, SIZE_PAD=power_of_two(size, 16),
+            left=left, SIZE=size, VALUE_SIZE=size, SIZE_PAD=power_of_two(size, 16),
             BLOCK=block, num_warps=max(1, block // 256),
         )  # fmt: skip
 
