@@ -26,7 +26,7 @@ from kvcap.policies import Eviction, Observation, Policy
 from kvcap.runtime.backends.pytorch.loop import BlockLoop
 from kvcap.runtime.backends.pytorch.runtime import Runtime
 from kvcap.runtime.models.config import ModelShape
-from kvcap.runtime.models.files import load_config, load_tokenizer
+from kvcap.runtime.models.files import encode, load_config, load_tokenizer
 from kvcap.runtime.models.names import resolve
 
 LEAST = 32  # tokens of a text
@@ -137,11 +137,3 @@ def calibrate(
         raise ValueError(f"attention is not finite in {runtime.plan.dtype}; try --dtype float32")
     name = Path(model).resolve().name if Path(model).is_dir() else str(model)
     return Calibration(name, len(ids), [[float(f"{x:.6g}") for x in row] for row in scores])
-
-
-def encode(tokenizer: Any, text: str) -> tuple[list[int], list[int]]:
-    """The opening token, if the tokenizer sets one before a text, and the text's tokens."""
-    ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
-    opening: list[int] = tokenizer("")["input_ids"][:1]
-    sets_one = opening == [tokenizer.bos_token_id] != ids[:1]
-    return opening if sets_one else [], ids

@@ -16,6 +16,7 @@ import typer
 
 from kvcap.export.graphs.formulations import FORMULATIONS, TRACED
 from kvcap.runtime.cli.options import DEFAULT_POLICY
+from kvcap.runtime.errors import NotExportable
 
 if TYPE_CHECKING:
     from kvcap.export.decoder.check import Report
@@ -211,6 +212,14 @@ def decoder_command(
             "beside it.",
         ),
     ] = None,
+    calibrate: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Round int4 by what this text, like those that the model will read, multiplies "
+            "the weights with (GPTQ): minutes, and better answers.",
+        ),
+    ] = None,
     exporter: Annotated[
         Exporter,
         typer.Option(
@@ -243,9 +252,13 @@ def decoder_command(
     report = None
     if exporter == "kvcap":
         where = out or Path(f"{Path(model).name}-onnx")
-        rounding = _rounding(dtype, symmetric)
-        said, report = _kvcap(model, eviction, sizes, dtype, where, quick, force, rounding)
+        rounding, text = _rounding(dtype, symmetric), _text(dtype, calibrate)
+        said, report = _kvcap(model, eviction, sizes, dtype, where, quick, force, rounding, text)
     else:  # graphs for several policies, unless one is asked for
+        if calibrate is not None:
+            raise NotExportable(
+                f"--calibrate is for --exporter kvcap; {exporter} rounds no weights; leave it out"
+            )
         where = out or _beside(model, exporter)
         found_by = {"variant": variant, "config": config} if exporter == "existing" else {}
         policies = [eviction] if policy else []
@@ -323,6 +336,7 @@ def _kvcap(
     quick: bool,
     force: bool,
     rounding: Rounding | None,
+    text: str | None,
 ) -> tuple[dict[str, Any], Report]:
     """One graph; what cannot be is refused before weights are read."""
     from kvcap.export.decoder.manifest import asked
@@ -336,9 +350,9 @@ def _kvcap(
     dtype = check_dtype(dtype)
     check_out(out, None)
     layout = layout_for(load_config(resolve(model)), eviction, *sizes)
-    check_out(out, None if force else asked(model, layout, dtype, rounding))
+    check_out(out, None if force else asked(model, layout, dtype, rounding, text))
     source = open_model(model, dtype, layout)
-    return write(source, layout, dtype, out, quick, _note, force, rounding)
+    return write(source, layout, dtype, out, quick, _note, force, rounding, text)
 
 
 def _rounding(dtype: str, symmetric: bool | None) -> Rounding | None:
@@ -346,6 +360,22 @@ def _rounding(dtype: str, symmetric: bool | None) -> Rounding | None:
     from kvcap.export.decoder.spec import check_dtype, rounding_of
 
     return rounding_of(check_dtype(dtype), symmetric)
+
+
+def _text(dtype: str, file: Path | None) -> str | None:
+    """The text to calibrate on.
+
+    Raises:
+        NotExportable: weights of that type are not calibrated.
+        ValueError: it cannot be read.
+    """
+    from kvcap.export.decoder.calibrate import refuse_text
+    from kvcap.export.decoder.spec import check_dtype
+    from kvcap.runtime.files import read_text
+
+    text = None if file is None else read_text(file)
+    refuse_text(text, check_dtype(dtype))
+    return text
 
 
 def _note(text: str) -> None:

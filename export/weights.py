@@ -79,10 +79,10 @@ def pack(matrix: Tensor, rounding: Rounding) -> Packed:
     -128, so that all numbers are used; an asymmetric one's span its least and its greatest, and 0.
     """
     parts = matrix.split(max(1, ROWS // matrix.shape[1]))
-    return _below([_pack(rows, rounding) for rows in parts])
+    return below([_pack(rows, rounding) for rows in parts])
 
 
-def _below(parts: list[Packed]) -> Packed:
+def below(parts: list[Packed]) -> Packed:
     """Matrices of one K below each other, as one."""
     zeros = [part.zeros for part in parts if part.zeros is not None]
     return Packed(
@@ -93,19 +93,31 @@ def _below(parts: list[Packed]) -> Packed:
 
 
 def _pack(rows: Tensor, rounding: Rounding) -> Packed:
-    blocks = _blocks(rows.float(), rounding.block)
+    blocks = in_blocks(rows.float(), rounding.block)
+    scales, zeros = steps_of(blocks, rounding)
+    return joined(nearest(blocks, scales, zeros, rounding), scales, zeros, rounding)
+
+
+def steps_of(blocks: Tensor, rounding: Rounding) -> tuple[Tensor, Tensor]:
+    """The scales and zeros, both [..., 1], by which blocks [..., block] are rounded."""
     if rounding.symmetric:
         extreme = blocks.gather(-1, blocks.abs().argmax(-1, keepdim=True))
         scales = extreme / -rounding.middle
-        zeros = None
-    else:
-        least, most = blocks.amin(-1, keepdim=True), blocks.amax(-1, keepdim=True)
-        least, most = least.clamp_max(0), most.clamp_min(0)
-        scales = (most - least) / rounding.top
-        zeros = (-least / _nonzero(scales)).round().clamp(0, rounding.top)
-    at = rounding.middle if zeros is None else zeros
-    numbers = (blocks / _nonzero(scales)).round_().add_(at).clamp_(0, rounding.top)
-    kept = None if zeros is None else _halves(zeros[..., 0].to(torch.uint8), rounding)
+        return scales, torch.full_like(scales, rounding.middle)
+    least, most = blocks.amin(-1, keepdim=True), blocks.amax(-1, keepdim=True)
+    least, most = least.clamp_max(0), most.clamp_min(0)
+    scales = (most - least) / rounding.top
+    return scales, (-least / _nonzero(scales)).round().clamp(0, rounding.top)
+
+
+def nearest(values: Tensor, scales: Tensor, zeros: Tensor, rounding: Rounding) -> Tensor:
+    """The whole numbers, as floats, whose `(q - zero) * scale` are the nearest to the values."""
+    return (values / _nonzero(scales)).round_().add_(zeros).clamp_(0, rounding.top)
+
+
+def joined(numbers: Tensor, scales: Tensor, zeros: Tensor, rounding: Rounding) -> Packed:
+    """A packed matrix of its numbers [N, C, block], scales and zeros [N, C, 1]."""
+    kept = None if rounding.symmetric else _halves(zeros[..., 0].to(torch.uint8), rounding)
     return Packed(_halves(numbers.to(torch.uint8), rounding), scales[..., 0], kept)
 
 
@@ -118,7 +130,7 @@ def unpack(packed: Packed, columns: int, rounding: Rounding) -> Tensor:
     return numbers.sub_(zeros).mul_(packed.scales[..., None]).flatten(1)[:, :columns]
 
 
-def _blocks(rows: Tensor, size: int) -> Tensor:
+def in_blocks(rows: Tensor, size: int) -> Tensor:
     """Rows [N, K] as [N, C, size], zeros behind the last."""
     missing = -rows.shape[1] % size
     found: Tensor = torch.nn.functional.pad(rows, (0, missing)).unflatten(1, (-1, size))
@@ -435,7 +447,7 @@ class _Matrix:
         if self._ready is None:
             pairs = zip(self.names, self._given_packed, strict=True)
             parts = [ready or self._packed(name) for name, ready in pairs]
-            self._ready = parts[0] if len(parts) == 1 else _below(parts)
+            self._ready = parts[0] if len(parts) == 1 else below(parts)
         return self._ready
 
     def _packed(self, name: str) -> Packed:

@@ -2,13 +2,15 @@
 
 Every type of weights reads the same texts token by token, without evictions: perplexity, and how
 near its predictions are to float32's. Then it answers questions about facts in texts longer than
-the budget. What PyTorch does not have is run by ONNX Runtime, from the cache folder of `--weights`.
+the budget. What PyTorch does not have is run by ONNX Runtime, from the cache folder of `--weights`;
+what is calibrated, by another text of the same kind than those that are read.
 Reads `lengths`, `budgets`, `repeats`.
 """
 
 from __future__ import annotations
 
 import math
+import tempfile
 from itertools import islice
 from pathlib import Path
 from random import Random
@@ -19,7 +21,7 @@ from torch import Tensor
 
 from kvcap.evals.bench import Options, Result
 from kvcap.evals.quality.tasks import load_task, make_samples
-from kvcap.pocket.corpus import filler
+from kvcap.pocket.corpus import facts, filler
 from kvcap.runtime.backends.onnxruntime.runtime import OrtRuntime
 from kvcap.runtime.backends.pytorch.runtime import Runtime
 from kvcap.runtime.cli.kept_exports import kept_export
@@ -30,6 +32,7 @@ DEFAULTS = {"lengths": (2048,), "budgets": (256,), "repeats": 20}
 COLUMNS = ("n", "budget", "weights", "bytes", "perplexity", "kl", "same_token", "recall")
 TASK = "niah_single"
 TEXTS = 6
+SENTENCES = 1600  # to calibrate on, and a fact behind every eighth
 CLEAR = 0.1  # of probability, by which a first choice leads
 
 
@@ -40,6 +43,7 @@ class Kind(NamedTuple):
     dtype: str | None = None  # of PyTorch
     weights: str = ""  # or of `--weights`
     symmetric: bool | None = None
+    calibrated: bool = False
 
 
 KINDS = (
@@ -48,6 +52,8 @@ KINDS = (
     Kind("int8", weights="int8"),
     Kind("int4 symmetric", weights="int4", symmetric=True),
     Kind("int4 asymmetric", weights="int4", symmetric=False),
+    Kind("int4 symmetric, calibrated", weights="int4", symmetric=True, calibrated=True),
+    Kind("int4 asymmetric, calibrated", weights="int4", symmetric=False, calibrated=True),
 )
 
 
@@ -78,10 +84,24 @@ def _engine(kind: Kind, budget: int) -> tuple[Engine, int]:
     if kind.dtype is not None:
         found = Runtime.from_pretrained(kv_budget_tokens=budget, dtype=kind.dtype, device="cpu")
         return found, found.plan.weights
-    folder = kept_export("pocket", kind.weights, Budget(kv_budget_tokens=budget), True,
-                         kind.symmetric)  # fmt: skip
-    made = OrtRuntime.from_directory(Path(folder))
+    with tempfile.TemporaryDirectory() as name:
+        text = Path(name) / "text.txt"
+        text.write_text(_calibration(), encoding="utf-8")
+        folder = kept_export(
+            "pocket", kind.weights, Budget(kv_budget_tokens=budget), True, kind.symmetric,
+            text if kind.calibrated else None,
+        )  # fmt: skip
+    made = OrtRuntime.from_directory(folder)
     return made, made.plan.weights
+
+
+def _calibration() -> str:
+    """A text with facts that is none of those that are read."""
+    rng, found = Random("weights/calibration"), list[str]()
+    stated = iter(facts(rng, SENTENCES // 8))
+    for i, sentence in enumerate(islice(filler(rng), SENTENCES), 1):
+        found += [sentence] if i % 8 else [sentence, next(stated).statement]
+    return " ".join(found)
 
 
 def _texts(engine: Engine, budget: int) -> list[list[int]]:

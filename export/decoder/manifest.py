@@ -6,6 +6,7 @@ decoders that others exported, which have evictors beside them.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from importlib.metadata import version
 from math import prod
@@ -47,9 +48,13 @@ RULE = [
 
 
 def describe(
-    name: str, decoder: Decoder, dtype: str, rounding: Rounding | None = None
+    name: str,
+    decoder: Decoder,
+    dtype: str,
+    rounding: Rounding | None = None,
+    text: str | None = None,
 ) -> dict[str, Any]:
-    """What can be said of a decoder before its files are written; `name` is its model's."""
+    """What can be said of a decoder before its files are written, by what was `asked`."""
     layout = decoder.layout
     sizes = decoder.sizes
     element = str(cache_dtype(layout, decoder.model.dtype)).removeprefix("torch.")
@@ -59,7 +64,7 @@ def describe(
 
     return {
         "schema": SCHEMA,
-        **asked(name, layout, dtype, rounding),
+        **asked(name, layout, dtype, rounding, text),
         "rule": RULE,
         "inputs": said(decoder.inputs),
         "outputs": said(decoder.outputs),
@@ -75,9 +80,23 @@ def describe(
 
 
 def asked(
-    name: str, layout: CacheLayout, dtype: str, rounding: Rounding | None = None
+    name: str,
+    layout: CacheLayout,
+    dtype: str,
+    rounding: Rounding | None = None,
+    text: str | None = None,
 ) -> dict[str, Any]:
-    """The part of a manifest that was asked for: two decoders are the same if this is."""
+    """The part of a manifest that was asked for: two decoders are the same if this is.
+
+    Args:
+        name: of the model.
+        layout: of the cache.
+        dtype: of the weights.
+        rounding: of the weights, in blocks.
+        text: that they were calibrated on.
+    """
+    calibrated = None if text is None else hashlib.sha256(text.encode()).hexdigest()
+    blocks = {"symmetric": rounding.symmetric, "calibrated_on": calibrated} if rounding else {}
     return {
         "kind": SHARED,
         "exporter": "kvcap",
@@ -88,7 +107,7 @@ def asked(
         "budgets": layout.budgets,
         "block_size": layout.block_size,
         "dtype": dtype,
-        **({} if rounding is None else {"symmetric": rounding.symmetric}),
+        **blocks,
     }
 
 

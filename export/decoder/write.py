@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from kvcap.export.decoder import manifest
+from kvcap.export.decoder.calibrate import calibrate, pieces, refuse_text
 from kvcap.export.decoder.check import Report, Row, as_rounded, check, check_streaming
 from kvcap.export.decoder.checkpoint import empty, fill
 from kvcap.export.decoder.companions import check_tokenizer
@@ -25,7 +26,7 @@ from kvcap.export.decoder.repeat import TRACED, repeat
 from kvcap.export.decoder.spec import WITHIN, Source, check_dtype, load, rounding_of
 from kvcap.export.files import refuse_other
 from kvcap.export.graphs.trace import OPSET, trace_without_weights
-from kvcap.export.weights import Rounding, Store, place, rounded_in
+from kvcap.export.weights import Packed, Rounding, Store, place, rounded_in
 from kvcap.runtime.backends.onnxruntime.library import library, require
 from kvcap.runtime.cache.layout import CacheLayout
 from kvcap.runtime.errors import ManifestError
@@ -43,6 +44,7 @@ def write(
     note: Callable[[str], None] = lambda text: None,
     force: bool = False,
     rounding: Rounding | None = None,
+    text: str | None = None,
 ) -> tuple[dict[str, Any], Report]:
     """Export a model and its evictions as one directory.
 
@@ -55,13 +57,14 @@ def write(
         note: told what is being done.
         force: replace another export too.
         rounding: of weights in int8 or int4; None: as is usual.
+        text: to calibrate weights in int4 on; None: they are rounded to the nearest.
 
     Returns:
         The manifest and what checking found.
 
     Raises:
         ExtraMissing: an optional package is not installed.
-        NotExportable: there is no such decoder.
+        NotExportable: there is no such decoder, or the text is too short.
         ManifestError, ExportExists: `out` holds something else, or another export.
         ToleranceError, ShapeError: the graph is not what the model computes; nothing is written.
     """
@@ -69,12 +72,14 @@ def write(
     dtype = check_dtype(dtype)
     rounding = rounding or rounding_of(dtype)
     out = out.resolve()
-    check_out(out, None if force else manifest.asked(source.name, layout, dtype, rounding))
+    check_out(out, None if force else manifest.asked(source.name, layout, dtype, rounding, text))
+    refuse_text(text, dtype)
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".kvcap-", dir=out.parent) as name:
         folder = Path(name) / "decoder"
         folder.mkdir()
-        export = _Export(source, layout, dtype, rounding, folder, quick, note)
+        export = _Export(source, layout, dtype, rounding, folder, quick, note, text)
+        export.calibrate()
         said, report = export.made()
         manifest.write(folder, {**said, "verified": report.as_dict(), "sample": report.sample})
         if out.exists():
@@ -94,7 +99,17 @@ class _Export:
     folder: Path
     quick: bool
     note: Callable[[str], None]
+    text: str | None
+    packed: dict[str, Packed] = field(default_factory=dict)  # by a text, not to the nearest
     evictors: list[dict[str, Any]] = field(default_factory=list)  # as the manifest has them
+
+    def calibrate(self) -> None:
+        """Round matrices by the text, if there is one."""
+        source, rounding = self.source, self.rounding
+        if self.text is not None and rounding is not None:
+            ids = pieces(source.tokenizer, self.text, self.layout.shape.trained_length)
+            decoder = Decoder(source.model, self.layout)
+            self.packed = calibrate(decoder, ids, rounding, source.checkpoint, self.note)
 
     def made(self) -> tuple[dict[str, Any], Report]:
         """Write all files but the manifest, and check them.
@@ -115,7 +130,7 @@ class _Export:
         self.note("writing its weights")
         weights = decoder.state_dict() if checkpoint is None else checkpoint
         file = self.folder / manifest.GRAPH
-        nodes = save(model, decoder, weights, store, file, self.rounding)
+        nodes = save(model, decoder, weights, store, file, self.rounding, self.packed)
         said = self._files(decoder, nodes)
         self.note("checking it beside PyTorch")
         if checkpoint is None:
@@ -159,7 +174,7 @@ class _Export:
         """Check the layers that were traced beside PyTorch, at length."""
         self.note(f"checking {TRACED} of its layers beside PyTorch")
         file = self.folder / FEW
-        save(graph, few, weights, store, file, self.rounding)
+        save(graph, few, weights, store, file, self.rounding, self.packed)
         with as_rounded(few, rounded_in(file)):
             report = check(self.folder, few, self.dtype, self.quick, graph=FEW)
         report.require()
@@ -174,7 +189,7 @@ class _Export:
         if source.tokenizer is not None:
             source.tokenizer.save_pretrained(folder)
             check_tokenizer(folder)
-        said = manifest.describe(source.name, decoder, self.dtype, self.rounding)
+        said = manifest.describe(source.name, decoder, self.dtype, self.rounding, self.text)
         said |= manifest.file_facts(folder)
         entries = {entry["file"]: entry for entry in said["files"]}
         said["opset"], said["evictors"] = OPSET, self.evictors
@@ -198,9 +213,10 @@ def save(
     store: Store,
     file: Path,
     rounding: Rounding | None,
+    packed: Mapping[str, Packed],
 ) -> int:
     """Write a traced graph with its weights into `file` and `store`; returns how many nodes."""
-    place(model, weights, store, rounding)
+    place(model, weights, store, rounding, packed)
     places = {port.name: place for place, port in enumerate(decoder.inputs)}
     inputs = sorted(model.graph.input, key=lambda value: places[value.name])
     del model.graph.input[:]

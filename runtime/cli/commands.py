@@ -290,7 +290,9 @@ def load(model: str, backend: Backend, budget: Budget, running: Running, output:
     """The model under its budget, with a note on stderr while it loads."""
     exported = backend.exported(model)
     if backend.weights is not None:
-        model = str(kept_export(model, backend.weights, budget, output.quiet))
+        model = str(
+            kept_export(model, backend.weights, budget, output.quiet, calibrate=backend.calibrate)
+        )
     if not output.quiet and not exported and (stored := _in_gguf(model)) is not None:
         dtype, nbytes = _unpacked(model, budget)
         print(f"{model}: {stored.becomes(nbytes, dtype)}", file=sys.stderr)
@@ -372,7 +374,7 @@ def planned(model: str, backend: Backend, budget: Budget) -> MemoryPlan:
     """
     if backend.exported(model):
         if backend.weights is not None:
-            model = str(kept_export(model, backend.weights, budget))
+            model = str(kept_export(model, backend.weights, budget, calibrate=backend.calibrate))
         return _planned_export(model, budget)
     quiet_libraries()
     from kvcap.runtime.backends.pytorch.runtime import parse_dtype

@@ -30,7 +30,7 @@ from kvcap.runtime.errors import (
     PlanInfeasible,
     first_line,
 )
-from kvcap.runtime.files import locked
+from kvcap.runtime.files import locked, read_text
 from kvcap.runtime.models.gguf import is_gguf
 from kvcap.runtime.models.names import CONFIG, is_export, locate, resolve
 from kvcap.runtime.types import MANIFEST, PINS, POCKET
@@ -49,7 +49,12 @@ def cache_folder() -> Path:
 
 
 def kept_export(
-    model: str, weights: str, budget: Budget, quiet: bool = False, symmetric: bool | None = None
+    model: str,
+    weights: str,
+    budget: Budget,
+    quiet: bool = False,
+    symmetric: bool | None = None,
+    calibrate: Path | None = None,
 ) -> Path:
     """The directory of a model's export with these weights and sizes; made if it is not there.
 
@@ -59,8 +64,10 @@ def kept_export(
         budget: the policy, its options and the sizes, which the graph has inside.
         quiet: say nothing on stderr but what the export says itself.
         symmetric: whether blocks of weights have no zero of their own; None: as is usual.
+        calibrate: a text by which int4 is rounded; it is known by what it says.
 
     Raises:
+        ValueError: the text cannot be read.
         ModelNotFound: there is no such model.
         NotExportable: it is an export already, or there is no room for one.
         PlanInfeasible: a budget in bytes, which is no number of slots yet.
@@ -76,7 +83,8 @@ def kept_export(
             "--kv-budget is in bytes, and with --weights the number of slots is part of the "
             "graph; give --kv-budget-tokens instead"
         )
-    facts = identity(model, weights, budget, symmetric)
+    text = None if calibrate is None else read_text(calibrate)
+    facts = identity(model, weights, budget, symmetric, text)
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
     folder = cache_folder() / f"{Path(model).name or 'model'}-{weights}-{digest}"
     out = folder / "decoder"
@@ -92,15 +100,21 @@ def kept_export(
     waiting = f"another process exports {model}; waiting for it"
     with locked(folder / "lock", lambda: None if quiet else dim(waiting)):
         if not _is_whole(out):
-            _make(model, weights, facts, folder, quiet)
+            _make(model, weights, facts, folder, quiet, calibrate)
     return out
 
 
 def identity(
-    model: str, weights: str, budget: Budget, symmetric: bool | None = None
+    model: str,
+    weights: str,
+    budget: Budget,
+    symmetric: bool | None = None,
+    text: str | None = None,
 ) -> dict[str, Any]:
-    """All that is fixed in an export, as JSON has it."""
+    """All that is fixed in an export, as JSON has it; of a text its checksum."""
+    read = {} if text is None else {"text": hashlib.sha256(text.encode()).hexdigest()}
     return {
+        **read,
         "model": _model(model),
         "weights": weights,
         "options": _options(budget, symmetric),
@@ -164,16 +178,26 @@ def _is_whole(out: Path) -> bool:
     return True
 
 
-def _make(model: str, weights: str, facts: dict[str, Any], folder: Path, quiet: bool) -> None:
+def _make(
+    model: str,
+    weights: str,
+    facts: dict[str, Any],
+    folder: Path,
+    quiet: bool,
+    calibrate: Path | None,
+) -> None:
     """Export into `folder`, in which nobody else does at this time."""
     for left in _left_over(folder):
         shutil.rmtree(left, ignore_errors=True)
     _require_room(facts["model"], model, folder)
     if not quiet:
-        dim(f"exporting {model} with {weights} weights, once; this can take a minute")
+        takes = "a minute" if calibrate is None else "several minutes"
+        dim(f"exporting {model} with {weights} weights, once; this can take {takes}")
     safe = ["-P"] if getattr(sys.flags, "safe_path", False) else []
     command = [sys.executable, *safe, "-m", "kvcap", "export", "decoder", model, "--dtype", weights,
                *facts["options"], "--quick", "--force", "-o", str(folder / "decoder")]  # fmt: skip
+    if calibrate is not None:
+        command += ["--calibrate", str(calibrate)]
     code = subprocess.run(command, stdout=subprocess.DEVNULL, check=False).returncode
     if code != 0:
         raise typer.Exit(code if code > 0 else 1)

@@ -337,8 +337,20 @@ class Backend:
         ),
     ] = None
 
+    calibrate: Annotated[
+        Path | None,
+        option(
+            "--calibrate",
+            metavar="FILE",
+            help="Round --weights int4 by a text like those that MODEL will read: the export takes "
+            "minutes, and loses less.",
+        ),
+    ] = None
+
     def exported(self, model: str) -> bool:
         """Whether `model` is to be run as an exported decoder."""
+        if self.calibrate is not None and self.weights != "int4":
+            raise ValueError("--calibrate is for --weights int4; add that, or leave it out")
         if self.weights is not None:
             if self.backend == "torch":
                 raise ValueError(

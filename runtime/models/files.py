@@ -185,6 +185,14 @@ def load_tokenizer(where: str) -> Any:
     return tokenizer
 
 
+def encode(tokenizer: Any, text: str) -> tuple[list[int], list[int]]:
+    """The opening token, if the tokenizer sets one before a text, and the text's tokens."""
+    ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+    opening: list[int] = tokenizer("")["input_ids"][:1]
+    sets_one = opening == [tokenizer.bos_token_id] != ids[:1]
+    return opening if sets_one else [], ids
+
+
 def check_generation(where: str) -> None:
     """Refuse a model whose settings of generation cannot be used; it may have none.
 

@@ -17,12 +17,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import kvcap
 from kvcap import cli, pocket
-from kvcap.evals.calibrate import Calibration, Probe, calibrate, encode
+from kvcap.evals.calibrate import Calibration, Probe, calibrate
 from kvcap.pocket.corpus import facts, filler
 from kvcap.policies.base.table import read_table
 from kvcap.runtime.backends.pytorch.loop import BlockLoop
 from kvcap.runtime.cache.cache import BudgetCache
 from kvcap.runtime.models.config import ModelShape
+from kvcap.runtime.models.files import encode
 
 FACTS = " ".join(fact.statement for fact in facts(Random(0), 40))
 FILLER = " ".join(islice(filler(Random(0)), 40))

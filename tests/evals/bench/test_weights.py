@@ -12,11 +12,14 @@ def test_fewer_bits_predict_less_alike(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     rows = load("weights")(Options(lengths=(64,), budgets=(128,), repeats=1)).rows
     by = {row["weights"]: row for row in rows}
-    assert list(by) == ["float32", "bfloat16", "int8", "int4 symmetric", "int4 asymmetric"]
+    four = ["int4 symmetric", "int4 asymmetric"]
+    better = [f"{name}, calibrated" for name in four]
+    assert list(by) == ["float32", "bfloat16", "int8", *four, *better]
     assert by["float32"]["kl"] == 0
     assert by["float32"]["same_token"] == 1
-    four = [by["int4 symmetric"], by["int4 asymmetric"]]
-    assert all(row["kl"] > 2 * by["int8"]["kl"] > 0 for row in four)
+    assert all(by[name]["kl"] > 2 * by["int8"]["kl"] > 0 for name in four)
+    pairs = zip(four, better, strict=True)
+    assert all(by[name]["kl"] > by[other]["kl"] > by["int8"]["kl"] for name, other in pairs)
     sizes = [by[name]["bytes"] for name in ("int4 symmetric", "int8", "bfloat16", "float32")]
     assert sizes == sorted(sizes)
     assert all(row["recall"] in (0, 1) for row in rows)

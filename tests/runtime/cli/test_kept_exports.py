@@ -86,6 +86,17 @@ def test_the_command_is_told_everything(model, made):
     assert "--kv-budget-tokens 256 --block-size 32 --sink-tokens 2" in said
 
 
+def test_a_text_is_known_by_what_it_says(model, made, tmp_path):
+    texts = [tmp_path / f"{i}.txt" for i in range(3)]
+    for file, said in zip(texts, ("one", "one", "other"), strict=True):
+        file.write_text(said)
+    plain = kept_export(str(model), "int4", Budget())
+    found = [kept_export(str(model), "int4", Budget(), calibrate=file) for file in texts]
+    assert found[0] == found[1]
+    assert len({plain, *found}) == len(made) == 3
+    assert [c[c.index("--calibrate") + 1] for c in made[1:]] == [str(texts[0]), str(texts[2])]
+
+
 def test_where_it_is_and_how_it_is_deleted_is_told(model, made, capsys):
     folder = kept_export(str(model), "int4", Budget()).parent
     assert f"kept in {folder}" in capsys.readouterr().err.replace("\n", "")
@@ -154,8 +165,14 @@ def test_what_cannot_be(model, made, tmp_path, capsys):
         kept_export(str(export), "int4", Budget())
     with pytest.raises(PlanInfeasible, match="--kv-budget-tokens"):
         kept_export(str(model), "int4", Budget(kv_budget="1MiB"))
+    text = tmp_path / "text.txt"
+    text.write_text("A text.")
     wrong = {"int3": ["--weights", "int3"],
-             "ONNX Runtime": ["--weights", "int4", "--backend", "torch"]}  # fmt: skip
+             "ONNX Runtime": ["--weights", "int4", "--backend", "torch"],
+             "--calibrate is for --weights int4": ["--weights", "int8", "--calibrate", str(text)],
+             "add that": ["--calibrate", str(text)],
+             "No such file": ["--weights", "int4", "--calibrate", str(tmp_path / "none")],
+    }  # fmt: skip
     for told, arguments in wrong.items():
         assert run(["generate", "pocket", "Hello!", *arguments]) == 2
         assert told in capsys.readouterr().err

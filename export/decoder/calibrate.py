@@ -1,0 +1,213 @@
+"""Rounds a decoder's matrices by what a text multiplies them with (GPTQ), layer by layer.
+
+All pieces of the text go through a layer before the next one's turn comes: as the layer is, to see
+what its matrices are multiplied with, and once more as it was rounded, so that the layers behind it
+see, and make up for, what was lost. A layer's weights may come and go with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kvcap.export.decoder.checkpoint import Checkpoint, streaming
+from kvcap.export.decoder.depth import layers_of
+from kvcap.export.decoder.graph import Decoder
+from kvcap.export.gptq import DAMPING, gptq
+from kvcap.export.weights import Packed, Rounding, unpack
+from kvcap.runtime.errors import NotExportable
+from kvcap.runtime.models.files import encode
+from kvcap.runtime.models.quantised import is_plain
+
+PIECE = 512  # tokens, each piece a text of its own
+LEAST, MOST = 2_048, 16_384  # tokens that are read of a text
+TIED = 0.1  # the damping of a head that is a table too, in which rows are looked up
+STOCK = "sdpa"  # transformers' own attention, as nothing is evicted
+
+Note = Callable[[str], None]
+
+
+def refuse_text(text: str | None, dtype: str) -> None:
+    """Refuse a text for weights that are not calibrated.
+
+    Raises:
+        NotExportable: weights of another type than int4.
+    """
+    if text is not None and dtype != "int4":
+        raise NotExportable(
+            f"--calibrate is for --dtype int4, and this is {dtype}, which loses next to nothing "
+            "when it is rounded to the nearest; leave it out"
+        )
+
+
+def pieces(tokenizer: Any, text: str, longest: int) -> Tensor:
+    """Token ids [pieces, T] of a text, of `MOST` tokens spread over it where it has more.
+
+    Args:
+        tokenizer: the model's; None: it has none.
+        text: to calibrate on.
+        longest: tokens that the model was trained on.
+
+    Raises:
+        NotExportable: the text has less than `LEAST` tokens, or there is no tokenizer.
+    """
+    if tokenizer is None:
+        raise NotExportable("the model has no tokenizer to read --calibrate with; leave it out")
+    opening, ids = encode(tokenizer, text)
+    if len(ids) < LEAST:
+        raise NotExportable(
+            f"the text of --calibrate has {len(ids):,} tokens, and at least {LEAST:,} are needed; "
+            "give a longer one, of what the model will read"
+        )
+    length = min(PIECE, longest) - len(opening)
+    count = min(len(ids), MOST) // length
+    starts = torch.linspace(0, len(ids) - length, count).long().tolist()
+    return torch.tensor([[*opening, *ids[start : start + length]] for start in starts])
+
+
+def calibrate(
+    decoder: Decoder,
+    ids: Tensor,
+    rounding: Rounding,
+    checkpoint: Checkpoint | None = None,
+    note: Note = lambda text: None,
+) -> dict[str, Packed]:
+    """The matrices of a model's layers, and of its head, rounded by GPTQ.
+
+    Args:
+        decoder: whose model was loaded, or is without weights; it is left as it was.
+        ids: [pieces, T], what it reads.
+        rounding: of the matrices.
+        checkpoint: has the weights that the model is without.
+        note: told which layer is rounded.
+
+    Returns:
+        Matrices by all their names in the decoder; those that the text was multiplied with.
+
+    Raises:
+        NotExportable: the model's layers cannot be told.
+    """
+    model = decoder.model
+    found = layers_of(model)
+    if found is None:
+        raise NotExportable("--calibrate goes layer by layer, and this model's cannot be told")
+    packed, layers = dict[str, Packed](), found[1]
+    names = {id(module): name for name, module in decoder.named_modules()}
+    with ExitStack() as stack:
+        stack.enter_context(torch.inference_mode())
+        stack.enter_context(_attention(model, STOCK))
+        for i, layer in enumerate(layers):
+            said = partial(note, f"calibrating layer {i + 1} of {len(layers)}")
+            forward = _Calibrated(layer, names, rounding, packed, said).forward
+            stack.enter_context(_instead(layer, forward))
+        if checkpoint is not None:
+            stack.enter_context(streaming(decoder, layers, checkpoint))
+        out = model.base_model(input_ids=ids, use_cache=False)
+        head, table = model.get_output_embeddings(), model.get_input_embeddings()
+        if is_plain(head):
+            note("calibrating the head")
+            seen, tied = _Seen(), head.weight is table.weight
+            for row in out.last_hidden_state:
+                seen.see(head, (row,))
+            one = gptq(head.weight, seen.of(head), rounding, TIED if tied else DAMPING)
+            both = (head, table) if tied else (head,)
+            packed |= {f"{names[id(module)]}.weight": one for module in both}
+    return packed
+
+
+class _Calibrated:
+    """A layer that rounds its matrices by what it is given, and then runs with what they became.
+
+    Args:
+        layer: of the model.
+        names: of modules, by their `id`.
+        rounding: of the matrices.
+        packed: gets them.
+        note: called when they are rounded.
+    """
+
+    def __init__(
+        self, layer: nn.Module, names: Mapping[int, str], rounding: Rounding,
+        packed: dict[str, Packed], note: Callable[[], None],
+    ) -> None:  # fmt: skip
+        self.layer, self.names, self.rounding = layer, names, rounding
+        self.packed, self.note = packed, note
+        self._forward = layer.forward
+
+    def forward(self, hidden: Tensor, *args: Any, **given: Any) -> Any:
+        """What the rounded layer makes of hidden states [pieces, T, hidden]."""
+        self.note()
+        pieces, seen = hidden.split(1), _Seen()
+        linears = [part for part in self.layer.modules() if is_plain(part)]
+        hooks = [linear.register_forward_pre_hook(seen.see) for linear in linears]
+        for piece in pieces:
+            self._forward(piece, *args, **given)
+        for hook in hooks:
+            hook.remove()
+        before = {linear: linear.weight.data for linear in linears if linear in seen}
+        try:
+            for linear, weight in before.items():
+                found = gptq(weight, seen.of(linear), self.rounding)
+                self.packed[f"{self.names[id(linear)]}.weight"] = found
+                linear.weight.data = unpack(found, weight.shape[1], self.rounding).to(weight.dtype)
+            made = [self._forward(piece, *args, **given) for piece in pieces]
+        finally:
+            for linear, weight in before.items():
+                linear.weight.data = weight
+        if isinstance(made[0], Tensor):
+            return torch.cat(made)
+        return (torch.cat([one[0] for one in made]), *made[0][1:])  # transformers 4.57
+
+
+class _Seen:
+    """Sums up `x xᵀ` of what linear layers are given; those that are given the same have one."""
+
+    def __init__(self) -> None:
+        self._sums = dict[nn.Module, Tensor]()
+        self._last: Tensor | None = None
+        self._first: nn.Module | None = None  # to be given the last
+
+    def see(self, linear: nn.Module, given: tuple[Any, ...]) -> None:
+        """A linear layer is to be given this, as a hook is told."""
+        x = given[0]
+        if x is self._last and self._first is not None:
+            self._sums[linear] = self._sums[self._first]
+            return
+        rows = x.flatten(0, -2).float()
+        if linear not in self._sums:
+            self._sums[linear] = rows.new_zeros(rows.shape[1], rows.shape[1])
+        self._sums[linear].addmm_(rows.T, rows)
+        self._last, self._first = x, linear
+
+    def __contains__(self, linear: nn.Module) -> bool:
+        return linear in self._sums
+
+    def of(self, linear: nn.Module) -> Tensor:
+        """The sum [K, K] of a layer."""
+        return self._sums[linear]
+
+
+@contextmanager
+def _instead(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """Let a module run another function."""
+    module.forward = forward
+    try:
+        yield
+    finally:
+        del module.forward
+
+
+@contextmanager
+def _attention(model: Any, name: str) -> Iterator[None]:
+    """Let a model run with another attention."""
+    before = model.config._attn_implementation
+    model.config._attn_implementation = name
+    try:
+        yield
+    finally:
+        model.config._attn_implementation = before

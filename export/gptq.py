@@ -1,0 +1,64 @@
+"""Rounds a matrix so that its products with the vectors of a text change little: GPTQ.
+
+https://arxiv.org/abs/2210.17323. Knows matrices alone.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from kvcap.export.weights import BLOCK, Packed, Rounding, in_blocks, joined, nearest, steps_of
+
+DAMPING = 0.01  # of the mean square of an input number, added to every one's
+NUMBERS = 1 << 22  # of a matrix, that are rounded at once
+
+
+def gptq(matrix: Tensor, moments: Tensor, rounding: Rounding, damping: float = DAMPING) -> Packed:
+    """Round a matrix `W` [N, K] to a `Q` for which `‖(W - Q) X‖²` is small.
+
+    Columns are rounded one after another, and what one is rounded by is made up for by those
+    behind it: with `UᵀU = (X Xᵀ + λ)⁻¹`, `W[:, k:] -= (w - q) / U[j, j] · U[j, k:]`, `k = j + 1`
+    (algorithm 1). A block's scales are found when its turn comes.
+
+    Args:
+        matrix: [N, K].
+        moments: `X Xᵀ` [K, K] of the vectors that it is multiplied with, times any factor.
+        rounding: of its blocks.
+        damping: `λ`, times the mean of the moments' diagonal; the larger, the nearer is `Q` to `W`.
+    """
+    spread = _spread(pad(moments.double(), (0, -len(moments) % BLOCK) * 2), damping).float()
+    parts = matrix.split(max(1, NUMBERS // matrix.shape[1]))
+    return Packed.of([_rounded(rows, spread, rounding) for rows in parts])
+
+
+def _spread(moments: Tensor, damping: float) -> Tensor:
+    """`U` [K, K], upper triangular: how an error of one column is spread over those behind it."""
+    mean = moments.diagonal().mean()
+    damped = moments + torch.eye(len(moments)) * (mean * damping if mean > 0 else 1)
+    # Of the order turned around the factor is lower, L, and U is its inverse: no matrix is
+    # inverted whose factors are wanted.
+    lower = torch.linalg.cholesky(damped.flip(0, 1))
+    inverse: Tensor = torch.linalg.solve_triangular(lower, torch.eye(len(lower)).double(), upper=False)
+    return inverse.flip(0, 1)
+
+
+def _rounded(rows: Tensor, spread: Tensor, rounding: Rounding) -> Packed:
+    left = in_blocks(rows.float()).flatten(1).clone()  # [N, K], what is still to be rounded
+    found = []
+    for start in range(0, left.shape[1], BLOCK):
+        end = start + BLOCK
+        columns = left[:, start:end].T.contiguous()  # [32, N]
+        scales, zeros = (x[:, 0] for x in steps_of(columns.T, rounding))
+        within, numbers = spread[start:end, start:end], torch.empty_like(columns)
+        errors = torch.empty_like(columns)
+        for j, column in enumerate(columns):
+            numbers[j] = nearest(column, scales, zeros, rounding)
+            error = column - (numbers[j] - zeros) * scales
+            errors[j] = error / within[j, j]
+            columns[j + 1 :] -= within[j, j + 1 :, None] * errors[j]
+        left[:, end:] -= errors.T @ spread[start:end, end:]
+        found.append((numbers.T, scales[:, None], zeros[:, None]))
+    numbers, scales, zeros = (torch.stack(parts, 1) for parts in zip(*found, strict=True))
+    return joined(numbers, scales, zeros, rounding)
