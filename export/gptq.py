@@ -40,7 +40,9 @@ def _spread(moments: Tensor, damping: float) -> Tensor:
     # Of the order turned around the factor is lower, L, and U is its inverse: no matrix is
     # inverted whose factors are wanted.
     lower = torch.linalg.cholesky(damped.flip(0, 1))
-    inverse: Tensor = torch.linalg.solve_triangular(lower, torch.eye(len(lower)).double(), upper=False)
+    inverse: Tensor = torch.linalg.solve_triangular(
+        lower, torch.eye(len(lower)).double(), upper=False
+    )
     return inverse.flip(0, 1)
 
 
