@@ -28,22 +28,24 @@ def gptq(matrix: Tensor, moments: Tensor, rounding: Rounding, damping: float = D
         rounding: of its blocks.
         damping: `λ`, times the mean of the moments' diagonal; the larger, the nearer is `Q` to `W`.
     """
-    spread = _spread(pad(moments.double(), (0, -len(moments) % BLOCK) * 2), damping).float()
+    spread = _spread(moments, damping)
     parts = matrix.split(max(1, NUMBERS // matrix.shape[1]))
     return Packed.of([_rounded(rows, spread, rounding) for rows in parts])
 
 
 def _spread(moments: Tensor, damping: float) -> Tensor:
-    """`U` [K, K], upper triangular: how an error of one column is spread over those behind it."""
-    mean = moments.diagonal().mean()
-    damped = moments + torch.eye(len(moments)) * (mean * damping if mean > 0 else 1)
-    # Of the order turned around the factor is lower, L, and U is its inverse: no matrix is
-    # inverted whose factors are wanted.
-    lower = torch.linalg.cholesky(damped.flip(0, 1))
-    inverse: Tensor = torch.linalg.solve_triangular(
-        lower, torch.eye(len(lower)).double(), upper=False
-    )
-    return inverse.flip(0, 1)
+    """`U` [K, K], upper triangular: how an error of one column is spread over those behind it.
+
+    Of the order turned around the factor of the moments is lower, `L`, and `U` is its inverse: no
+    matrix is inverted whose factors are wanted.
+    """
+    turned = pad(moments.flip(0, 1).double(), (-len(moments) % BLOCK, 0) * 2)
+    mean = float(turned.diagonal().mean())
+    turned.diagonal().add_(mean * damping or 1.0)
+    turned = torch.linalg.cholesky(turned)
+    whole = torch.eye(len(turned)).double()
+    inverse: Tensor = torch.linalg.solve_triangular(turned, whole, upper=False)
+    return inverse.float().flip(0, 1)
 
 
 def _rounded(rows: Tensor, spread: Tensor, rounding: Rounding) -> Packed:
