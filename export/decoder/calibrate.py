@@ -143,6 +143,11 @@ class _Calibrated:
         """What the rounded layer makes of hidden states [pieces, T, hidden]."""
         self.note()
         pieces, seen = hidden.split(1), _Seen()
+        # Pieces are equally long: transformers 4.57 makes the same mask for each of them.
+        given = {
+            name: x[:1] if isinstance(x, Tensor) and x.dim() == 4 else x
+            for name, x in given.items()
+        }
         linears = [part for part in self.layer.modules() if is_plain(part)]
         hooks = [linear.register_forward_pre_hook(seen.see) for linear in linears]
         for piece in pieces:
