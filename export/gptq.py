@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from kvcap.export.weights import BLOCK, Packed, Rounding, in_blocks, joined, nearest, steps_of
+from kvcap.export.weights import Packed, Rounding, below, in_blocks, joined, nearest, steps_of
 
 DAMPING = 0.01  # of the mean square of an input number, added to every one's
 NUMBERS = 1 << 22  # of a matrix, that are rounded at once
@@ -28,9 +28,10 @@ def gptq(matrix: Tensor, moments: Tensor, rounding: Rounding, damping: float = D
         rounding: of its blocks.
         damping: `λ`, times the mean of the moments' diagonal; the larger, the nearer is `Q` to `W`.
     """
-    spread = _spread(moments, damping)
+    missing = -len(moments) % rounding.block
+    spread = _spread(pad(moments, (0, missing) * 2), damping)
     parts = matrix.split(max(1, NUMBERS // matrix.shape[1]))
-    return Packed.of([_rounded(rows, spread, rounding) for rows in parts])
+    return below([_rounded(rows, spread, rounding) for rows in parts])
 
 
 def _spread(moments: Tensor, damping: float) -> Tensor:
@@ -39,7 +40,7 @@ def _spread(moments: Tensor, damping: float) -> Tensor:
     Of the order turned around the factor of the moments is lower, `L`, and `U` is its inverse: no
     matrix is inverted whose factors are wanted.
     """
-    turned = pad(moments.flip(0, 1).double(), (-len(moments) % BLOCK, 0) * 2)
+    turned = moments.flip(0, 1).double()
     mean = float(turned.diagonal().mean())
     turned.diagonal().add_(mean * damping or 1.0)
     turned = torch.linalg.cholesky(turned)
@@ -49,11 +50,12 @@ def _spread(moments: Tensor, damping: float) -> Tensor:
 
 
 def _rounded(rows: Tensor, spread: Tensor, rounding: Rounding) -> Packed:
-    left = in_blocks(rows.float()).flatten(1).clone()  # [N, K], what is still to be rounded
+    size = rounding.block
+    left = in_blocks(rows.float(), size).flatten(1).clone()  # [N, K], what is still to be rounded
     found = []
-    for start in range(0, left.shape[1], BLOCK):
-        end = start + BLOCK
-        columns = left[:, start:end].T.contiguous()  # [32, N]
+    for start in range(0, left.shape[1], size):
+        end = start + size
+        columns = left[:, start:end].T.contiguous()  # [size, N]
         scales, zeros = (x[:, 0] for x in steps_of(columns.T, rounding))
         within, numbers = spread[start:end, start:end], torch.empty_like(columns)
         errors = torch.empty_like(columns)
