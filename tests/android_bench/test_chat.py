@@ -24,7 +24,7 @@ from kvcap.cli import run
 from kvcap.runtime.backends.onnxruntime.decoder import Shared, evictors_of
 from kvcap.runtime.backends.onnxruntime.graph import Graph
 from kvcap.runtime.backends.onnxruntime.manifest import read
-from kvcap.runtime.backends.onnxruntime.runtime import OrtRuntime
+from kvcap.runtime.backends.onnxruntime.runtime import EVICT_EVERY, OrtRuntime
 from kvcap.runtime.errors import ChatTemplateMissing, ModelFilesBroken, NotExportable
 
 CHROMIUM = os.environ.get("KVCAP_CHROMIUM") or shutil.which("chromium")
@@ -105,7 +105,9 @@ def test_logits_and_kept_tokens_are_pythons(mode, tmp_path_factory, page):
     sample, block = found.facts["sample"], found.facts["block_size"]
     text = sample["prompt"] * 3
     runs = [block, block - 5, *[block] * 6, *[1] * 40, 9, block]
-    python = Shared(found, Graph(found.decoder, 1), evictors_of(found, 1), block, 16)
+    python = Shared(
+        found, Graph(found.decoder, 1), evictors_of(found, 1), block, min(EVICT_EVERY, block)
+    )
     seen, expected = 0, []
     for length in runs:
         ids = [text[(seen + i) % len(text)] for i in range(length)]

@@ -59,7 +59,7 @@ def behind(session: Any) -> None:
 
 def grown(session: Any) -> None:
     pool = session.cache.capped_layers[0].segments[0].pool
-    pool.values = pool.values.new_zeros(pool.values.numel() + 1)
+    pool.named()["values"] = pool.values.new_zeros(pool.values.numel() + 1)
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ was kept. Blocks of 6 tokens attend over latents, blocks of 24 over expanded slo
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -353,7 +354,7 @@ def test_what_cannot_run_is_refused_by_name():
     with pytest.raises(NotExportable, match=layers):
         layout_for(config, kvcap.load_policy("keydiff"), 14, 6)
     with pytest.raises(UnsupportedModel, match=layers):
-        adopt._agree(ModelShape.of(config), None)
+        adopt._agree(ModelShape.of(config), SimpleNamespace(nodes=None))
     with pytest.raises(UnsupportedModel, match="without the corrector"):
         kvcap.BudgetCache(config, 14, 6, "calidrop")
     assert why_unsteady(kvcap.BudgetCache(config, 14, 6)) == "slots hold latents"

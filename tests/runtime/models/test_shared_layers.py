@@ -7,6 +7,7 @@ readers has attended, and to the uncapped model while tokens fit.
 from __future__ import annotations
 
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -420,7 +421,7 @@ def evict_early(monkeypatch: Any) -> None:
         if pending.shown is not None:
             step = pending.shown.step
             self.evictor.evict_if_due(step)
-            pending.shown = pending.shown._replace(keys=self._keys(packed=False))
+            pending.shown = pending.shown._replace(keys=self._keys(False, pending.length))
         return out
 
     monkeypatch.setattr(SlotAttention, "block", early)
@@ -507,7 +508,7 @@ def test_what_cannot_run_is_refused_by_name():
         with pytest.raises(NotExportable, match=layers):
             layout_for(config, load_policy("keydiff"), 16, 8)
         with pytest.raises(UnsupportedModel, match=layers):
-            adopt._agree(ModelShape.of(config), None)
+            adopt._agree(ModelShape.of(config), SimpleNamespace(nodes=None))
         held = kvcap.BudgetCache(config, 16, 8)
         assert why_unsteady(held) == "layers read the slots of others"
         assert "2 of 8 layers capped" in repr(held)
