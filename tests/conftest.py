@@ -87,6 +87,12 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+def pytest_unconfigure() -> None:
+    """Let go of it again: Triton's bindings complain at the end of what is still held."""
+    gc.unfreeze()
+    gc.collect()
+
+
 def in_turn(things: Iterable[Any], others: Iterable[Any], each: int = 1) -> list[tuple[Any, ...]]:
     """Sets of parameters: each of the things with `each` of the others in turn, not with all."""
     known, found = [*others], list[tuple[Any, ...]]()
