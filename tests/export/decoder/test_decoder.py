@@ -381,7 +381,7 @@ def test_nothing_is_written_where_checking_fails_and_what_was_there_stays(
     out.mkdir()
     (out / MANIFEST).write_text("{}")
     monkeypatch.setitem(checking.TOLERANCES, "fp32", checking.Tolerance(-1.0, 0.0, 1.0))
-    monkeypatch.setattr("kvcap.export.decoder.write.save", lambda model, made, w, s, file, r: [
+    monkeypatch.setattr("kvcap.export.decoder.write.save", lambda model, made, w, s, file, *_: [
         shutil.copy(right[0] / name, file.parent)
         for name in ("decoder.onnx", "decoder.onnx.data", "evictor.onnx")
     ] and 1)  # fmt: skip
