@@ -70,7 +70,10 @@ def eval_command(
         typer.Option(metavar="KEY=VALUE", help="Of every policy that has it; repeatable."),
     ] = None,
     budgets: Annotated[str, typer.Option(help="Slots per KV head, with commas.")] = "128,256",
-    tasks: Annotated[str, typer.Option(help="Names, with commas.")] = "niah_single",
+    tasks: Annotated[
+        str,
+        typer.Option(help="Names, with commas; ruler is all of RULER's, perplexity:FILE a text."),
+    ] = "niah_single",
     lengths: Annotated[str, typer.Option(help="Tokens of a prompt, with commas.")] = "4096",
     question: Annotated[
         str,
@@ -115,6 +118,7 @@ def eval_command(
     from kvcap.evals.quality.plot import require_matplotlib
     from kvcap.evals.quality.sweep import Sweep, run
     from kvcap.evals.quality.table import results
+    from kvcap.evals.quality.tasks import spelled_out
     from kvcap.runtime.cli.commands import quiet_libraries, use_threads
     from kvcap.runtime.cli.options import pairs
 
@@ -125,7 +129,7 @@ def eval_command(
     sweep = Sweep(
         policies=_names(policies),
         budgets=_numbers("budgets", budgets),
-        tasks=_names(tasks),
+        tasks=spelled_out(_names(tasks)),
         lengths=_numbers("lengths", lengths),
         positions=_names(positions),  # type: ignore[arg-type]  # run() refuses other names
         samples=samples,

@@ -47,8 +47,8 @@ def measure(runtime: Runtime, setting: Setting, prompts: Sequence[Prompt], batch
         batch: prompts read at once, at most.
     """
     model, task = runtime.model, load_task(setting.task)
-    for _, parts in prompts:
-        assert sum(map(len, parts)) <= setting.length, "a task must keep to the length"
+    for _, prompt in prompts:
+        assert sum(map(len, prompt)) <= setting.length, "a task must keep to the length"
     scores, start = [0.0] * len(prompts), time.perf_counter()
     for places in batches([parts for _, parts in prompts], batch):
         rows = zip(*(prompts[i][1] for i in places), strict=True)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import pkgutil
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 from random import Random
@@ -21,6 +22,12 @@ from kvcap.evals.quality.cells import Question
 from kvcap.runtime.session.messages import common_prefix, render
 
 GOLDEN = (5**0.5 - 1) / 2
+GROUPS = {  # names that stand for several tasks
+    "ruler": (
+        "niah_single_1", "niah_single_2", "niah_single_3", "niah_multikey_1", "niah_multikey_2",
+        "niah_multikey_3", "niah_multivalue", "niah_multiquery", "vt", "cwe", "fwe",
+    ),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -77,6 +84,11 @@ def tasks() -> dict[str, Task]:
     return {name: cast(Task, importlib.import_module(f"{__name__}.{name}")) for name in names}
 
 
+def spelled_out(names: Iterable[str]) -> list[str]:
+    """Every task once, groups such as 'ruler' as the names they stand for."""
+    return list(dict.fromkeys(task for name in names for task in GROUPS.get(name, (name,))))
+
+
 @cache
 def load_task(name: str) -> Task:
     """The task of that name, or `NAME:PATH`: the one that a file makes of the user's.
@@ -87,8 +99,9 @@ def load_task(name: str) -> Task:
     """
     name, _, path = name.partition(":")
     if name not in tasks():
-        close = difflib.get_close_matches(name, tasks(), n=1)
-        hint = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(tasks())}"
+        known = [*tasks(), *GROUPS]
+        close = difflib.get_close_matches(name, known, n=1)
+        hint = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(known)}"
         raise ValueError(f"no task is called {name!r}; {hint}")
     task: Any = tasks()[name]
     if path:
