@@ -7,7 +7,7 @@ running text, without a chat template.
 from __future__ import annotations
 
 from hashlib import sha256
-from itertools import chain, islice
+from itertools import islice
 from random import Random
 from typing import Any
 
@@ -23,8 +23,11 @@ MOST = 1 << 28  # bytes of a file
 
 def make(rng: Random, tokenizer: Any, length: int, depth: float) -> Sample:
     """Generated prose; `depth` is not used."""
-    parts = (_encode(tokenizer, f"{sentence} ") for sentence in filler(rng))
-    return _sample(tokenizer, length, list(islice(chain.from_iterable(parts), length)))
+    sentences, text, ids = filler(rng), "", list[int]()
+    while len(ids) < length:  # all at once: tokens of a sentence depend on what is before it
+        text = " ".join([*([text] if text else []), *islice(sentences, 1 + length // 8)])
+        ids = _encode(tokenizer, text)
+    return _sample(tokenizer, length, ids)
 
 
 def from_file(path: str) -> Task:

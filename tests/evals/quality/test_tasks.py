@@ -311,6 +311,9 @@ def test_texts_have_the_length_asked_for_and_begin_as_the_model_expects(kind: st
     assert all(len(prompt_ids(tokenizer, sample)) == 200 for sample in samples)
     assert len({sample.ids for sample in samples}) == 3
     assert make_samples("perplexity", tokenizer, 200, 2, seed=0) == samples[:2]
+    for sample in samples:  # tokens as the tokenizer makes them of the whole text
+        whole = tokenizer(sample.context.removeprefix("<s> "), add_special_tokens=False)
+        assert tuple(whole["input_ids"][:150]) == (sample.ids or ())[kind == "pieces" :][:150]
     opens = [sample.ids[0] == tokenizer.bos_token_id for sample in samples if sample.ids]
     assert opens == [kind == "pieces"] * 3
 
