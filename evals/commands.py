@@ -70,8 +70,25 @@ def eval_command(
         typer.Option(metavar="KEY=VALUE", help="Of every policy that has it; repeatable."),
     ] = None,
     budgets: Annotated[str, typer.Option(help="Slots per KV head, with commas.")] = "128,256",
-    tasks: Annotated[str, typer.Option(help="Names, with commas.")] = "niah_single",
+    tasks: Annotated[
+        str,
+        typer.Option(help="Names, with commas; ruler is all of RULER's, perplexity:FILE a text."),
+    ] = "niah_single",
     lengths: Annotated[str, typer.Option(help="Tokens of a prompt, with commas.")] = "4096",
+    question: Annotated[
+        str,
+        typer.Option(
+            metavar="aware|after|both",
+            help="Read the question with the text, or after the text was evicted to the budget.",
+        ),
+    ] = "aware",
+    depths: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SHARE",
+            help="Where what is asked for stands, 0 (start) to 1, with commas (spread out).",
+        ),
+    ] = None,
     samples: Annotated[int, typer.Option(help="Prompts per cell.")] = 50,
     positions: Annotated[str, typer.Option(help="compact, true or both.")] = "compact,true",
     block_size: BlockSize = 128,
@@ -101,6 +118,7 @@ def eval_command(
     from kvcap.evals.quality.plot import require_matplotlib
     from kvcap.evals.quality.sweep import Sweep, run
     from kvcap.evals.quality.table import results
+    from kvcap.evals.quality.tasks import spelled_out
     from kvcap.runtime.cli.commands import quiet_libraries, use_threads
     from kvcap.runtime.cli.options import pairs
 
@@ -111,7 +129,7 @@ def eval_command(
     sweep = Sweep(
         policies=_names(policies),
         budgets=_numbers("budgets", budgets),
-        tasks=_names(tasks),
+        tasks=spelled_out(_names(tasks)),
         lengths=_numbers("lengths", lengths),
         positions=_names(positions),  # type: ignore[arg-type]  # run() refuses other names
         samples=samples,
@@ -123,6 +141,8 @@ def eval_command(
         batch_size=batch_size,
         options=pairs(policy_option or []),
         kv_dtype=kv_dtype,  # type: ignore[arg-type]  # the cache refuses other names
+        questions=_names(question.replace("both", "aware,after")),  # type: ignore[arg-type]
+        depths=(None,) if depths is None else _shares("depths", depths),
     )
     with _meter("{task.completed}/{task.total} cells") as progress:
         meter = progress.add_task("eval", total=None)
@@ -452,14 +472,23 @@ def _numbers(option: str, text: str) -> tuple[int, ...]:
         raise ValueError(f"--{option} {text!r}: give whole numbers, such as 128,256") from error
 
 
+def _shares(option: str, text: str) -> tuple[float, ...]:
+    try:
+        return tuple(float(part) for part in _names(text))
+    except ValueError as error:
+        raise ValueError(f"--{option} {text!r}: give numbers, such as 0,0.5,1") from error
+
+
 def _cell_line(cell: Cell) -> str:
     s = cell.setting
     budget = "uncapped" if s.budget is None else f"{s.budget} slots"
     given = [*(f"{name}={value}" for name, value in s.options), *([s.slots] if s.slots else [])]
     policy = " ".join([s.policy, *given])
+    where = "" if s.depth is None else f"depth {s.depth:g}, "
+    asked = f"{s.asked}, " if s.asked else ""
     return (
-        f"{cell.score:.2f}  {s.task}, {s.length:,} tokens, {policy}, {budget}, {s.positions}"
-        f"  ({cell.seconds:.1f} s)"
+        f"{cell.score:.2f}  {s.task}, {s.length:,} tokens, {asked}{where}{policy}, {budget}, "
+        f"{s.positions}  ({cell.seconds:.1f} s)"
     )
 
 

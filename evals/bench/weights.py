@@ -138,10 +138,10 @@ def _beside(logits: list[Tensor], truth: list[Tensor], texts: list[list[int]]) -
 
 def _right_answers(engine: Engine, length: int, count: int) -> int:
     """Questions about a fact in a text that are answered rightly."""
-    task, right = load_task(TASK), 0
+    task, right = load_task(TASK), 0.0
     for sample in make_samples(TASK, engine.tokenizer, length, count, seed=0):
         session = engine.session()
         session.set_generation(temperature=0.0, max_new_tokens=task.MAX_NEW_TOKENS)
         reply = "".join(session.send(sample.messages[0]["content"]))
-        right += task.is_right(sample, reply)
-    return right
+        right += task.score(sample, reply)
+    return round(right)

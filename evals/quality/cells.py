@@ -6,15 +6,17 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from statistics import NormalDist
-from typing import Any
+from typing import Any, Literal
 
+from kvcap.evals.quality.scores import UNITS, Unit
 from kvcap.evals.reports import versions
 from kvcap.runtime.cache.slot_format import KvDtype
 from kvcap.runtime.types import Positions
 
 Options = tuple[tuple[str, Any], ...]
-Z = NormalDist().inv_cdf(0.975)  # two-sided 95 %
+Question = Literal["aware", "after"]
+# How the model is asked, in the words of tables and plots.
+ASKED: dict[Question, str] = {"aware": "question-aware", "after": "context-only"}
 
 
 @dataclass(frozen=True)
@@ -24,7 +26,7 @@ class Setting:
     model: str
     dtype: str
     task: str
-    length: int  # tokens of a prompt
+    length: int  # tokens of a prompt, at most
     policy: str
     positions: Positions
     budget: int | None  # slots per KV head and layer; None: `full`, which is never capped
@@ -33,6 +35,15 @@ class Setting:
     block_size: int
     options: Options = ()  # given to the policy, sorted by name
     kv_dtype: KvDtype | None = None  # of what slots hold; None: `dtype`
+    question: Question | None = "aware"
+    """Read with the context, or after it was evicted down to the budget; None: nothing is asked."""
+    depth: float | None = None
+    """Where in the text stands what is asked for, 0 (start) to 1; None: samples are spread out."""
+
+    @property
+    def asked(self) -> str:
+        """How the model is asked, for labels: 'question-aware', 'context-only', or ''."""
+        return ASKED[self.question] if self.question else ""
 
     @property
     def slots(self) -> str:
@@ -45,7 +56,7 @@ class Cell:
     """A setting and its result. What has a default is missing in cells of earlier versions."""
 
     setting: Setting
-    score: float  # share of right answers
+    score: float  # in `unit`
     ci_low: float  # 95 % interval of the score
     ci_high: float
     kv_bytes: int  # all a cache for one sequence takes
@@ -54,6 +65,13 @@ class Cell:
     versions: dict[str, str]
     scoring_ms: dict[str, float] | None = None  # percentiles per block, all layers; None: no run
     extra_bytes: int | None = None  # of `kv_bytes`, what only this policy makes the cache hold
+    scores: tuple[float, ...] | None = None  # of every sample in order; None: were not kept
+    unit: str = "share"  # a name in `UNITS`
+
+    @property
+    def of(self) -> Unit:
+        """What the score is a number of."""
+        return UNITS[self.unit]
 
     def as_dict(self) -> dict[str, Any]:
         """One flat object, as in `cells.jsonl`."""
@@ -65,6 +83,10 @@ class Cell:
         """The cell of a row of `cells.jsonl`."""
         given = {f.name: row.pop(f.name) for f in fields(Setting) if f.name in row}
         given["options"] = as_options(dict(given.get("options", ())))
+        if row.get("scores") is not None:
+            row["scores"] = tuple(row["scores"])
+        if row.get("unit", "share") not in UNITS:
+            raise ValueError(f"unit {row['unit']!r} is not one of {', '.join(UNITS)}")
         return cls(Setting(**given), **row)
 
 
@@ -83,17 +105,6 @@ def _frozen(name: str, value: Any) -> Any:
     if value is not None and not isinstance(value, str | int | float):
         raise ValueError(f"option {name}: {value!r} is not text, a number or a list of these")
     return value
-
-
-def wilson(right: int, samples: int) -> tuple[float, float]:
-    """The 95 % score interval of a share; sensible at 0 and 1 and for few samples.
-
-    E. B. Wilson, 1927, https://doi.org/10.1080/01621459.1927.10502953.
-    """
-    share, square = right / samples, Z * Z / samples
-    middle = share + square / 2
-    half = (square * (share * (1 - share) + square / 4)) ** 0.5
-    return max(0.0, (middle - half) / (1 + square)), min(1.0, (middle + half) / (1 + square))
 
 
 def read_cells(path: Path) -> list[Cell]:

@@ -78,13 +78,14 @@ def _lines(cells: list[Cell]) -> Lines:
 def _policies(lines: Lines) -> dict[str, list[Cell]]:
     """The better line of every policy's positions, the best policy first."""
     better: dict[str, list[Cell]] = {}
-    for (policy, _), cells in sorted(lines.items(), key=lambda line: (-_mean(line[1]), line[0])):
+    for (policy, _), cells in sorted(lines.items(), key=lambda line: (_worst(line[1]), line[0])):
         better.setdefault(policy, cells)
     return better
 
 
-def _mean(cells: list[Cell]) -> float:
-    return fmean(cell.score for cell in cells)
+def _worst(cells: list[Cell]) -> float:
+    """The mean score, negative where more is better."""
+    return fmean(-cell.score if cell.of.higher_is_better else cell.score for cell in cells)
 
 
 def _block(block: SubFigure, cells: list[Cell], rows: int, columns: int) -> None:
@@ -100,7 +101,7 @@ def _block(block: SubFigure, cells: list[Cell], rows: int, columns: int) -> None
         axis.tick_params(labelbottom=i < len(names) <= i + columns)
     block.suptitle(title(cells[0].setting), fontsize=9, x=0.01, ha="left")
     block.supxlabel("slots per KV head", fontsize=8)
-    block.supylabel("share of right answers", fontsize=8)
+    block.supylabel(cells[0].of.label, fontsize=8)
     found: dict[str, Artist] = {}
     for axis in axes[: len(names)]:
         found |= {text: line for line, text in zip(*axis.get_legend_handles_labels(), strict=True)}
@@ -126,8 +127,9 @@ def _panel(axis: Axes, policy: str, lines: Lines, uncapped: Sequence[float]) -> 
     axis.set_xticks(budgets[:: ceil(len(budgets) / 5)])
     axis.set_xticks([], minor=True)
     axis.xaxis.set_major_formatter(lambda budget, _: f"{budget:.0f}")
-    axis.set_ylim(-0.04, 1.04)
-    axis.set_yticks([0, 0.5, 1])
+    if all(cell.of.share for cells in lines.values() for cell in cells):
+        axis.set_ylim(-0.04, 1.04)
+        axis.set_yticks([0, 0.5, 1])
     axis.tick_params(labelsize=6.5, length=2, pad=2)
     axis.spines[["top", "right"]].set_visible(False)
 

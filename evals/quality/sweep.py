@@ -7,7 +7,6 @@ again with the same folder and version of kvcap runs only the cells that are mis
 from __future__ import annotations
 
 import difflib
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
@@ -15,34 +14,28 @@ from pathlib import Path
 from typing import Any, get_args
 
 import torch
-from torch import Tensor
 
-from kvcap.evals.measure import eviction_ms, percentiles
+from kvcap.evals.quality.answering import Prompt, measure, new_cache
 from kvcap.evals.quality.cells import (
     Cell,
     Options,
+    Question,
     Setting,
     add_cell,
     as_options,
     current_cells,
-    wilson,
 )
 from kvcap.evals.quality.table import results
-from kvcap.evals.quality.tasks import Sample, load_task, make_samples, prompt_ids
-from kvcap.evals.reports import device_name, versions
+from kvcap.evals.quality.tasks import is_placed, load_task, make_samples, prompt_parts
 from kvcap.policies import PINS, load_policy, policies
-from kvcap.runtime.backends.pytorch.loop import BlockLoop
 from kvcap.runtime.backends.pytorch.runtime import Runtime, parse_dtype
-from kvcap.runtime.cache.cache import BudgetCache
 from kvcap.runtime.cache.slot_format import KvDtype
 from kvcap.runtime.models.files import load_config, load_tokenizer
 from kvcap.runtime.models.names import resolve
 from kvcap.runtime.types import Positions
 
 ALL = "all"  # among the names of a sweep's policies
-# What every cache holds, whatever its policy is.
-COMMON = ("keys_values", "slot_positions", "rotation_table", "sliding_layers", "state_layers")
-Prompts = tuple[list[Sample], Tensor]  # samples, and their token ids [samples, length]
+Key = tuple[str, int, float | None, Question | None]  # what prompts depend on
 
 
 @dataclass(frozen=True)
@@ -63,6 +56,8 @@ class Sweep:
     batch_size: int = 8  # prompts read at once
     options: Mapping[str, Any] = field(default_factory=dict)  # for every policy that has them
     kv_dtype: KvDtype | None = None  # of what slots hold; None: the model's own numbers
+    questions: Sequence[Question] = ("aware",)  # see `Setting.question`
+    depths: Sequence[float | None] = (None,)  # see `Setting.depth`
 
     def check(self) -> None:
         """Refuse numbers and names that cannot be run.
@@ -70,7 +65,9 @@ class Sweep:
         Raises:
             ValueError: naming the option.
         """
-        for name in ("policies", "budgets", "tasks", "lengths", "positions"):
+        for name in (
+            "policies", "budgets", "tasks", "lengths", "positions", "questions", "depths"
+        ):  # fmt: skip
             if not getattr(self, name):
                 raise ValueError(f"{name}: give at least one")
         numbers = {
@@ -86,8 +83,18 @@ class Sweep:
         for mode in self.positions:
             if mode not in get_args(Positions):
                 raise ValueError(f"positions: {mode!r} is not one of {get_args(Positions)}")
+        for question in self.questions:
+            if question not in get_args(Question):
+                raise ValueError(f"questions: {question!r} is not one of {get_args(Question)}")
+        fixed = [depth for depth in self.depths if depth is not None]
+        for depth in fixed:
+            if not 0 <= depth <= 1:
+                raise ValueError(f"depths: {depth} is not between 0 (start) and 1 (end)")
         for task in self.tasks:
-            load_task(task)
+            if fixed and not is_placed(load_task(task)):
+                raise ValueError(
+                    f"depths: nothing stands at a depth in task {task!r}; leave it out"
+                )
         as_options(self.options)
         known = {option for name in spelled_out(self.policies) for option in options_of(name)}
         for option in self.options:
@@ -99,9 +106,11 @@ class Sweep:
     def settings(self, dtype: str) -> list[Setting]:
         """Every cell of the sweep once, in the order they are run."""
         found: dict[Setting, None] = {}
-        for task, length, policy, budget, mode in product(
+        for task, length, question, depth, policy, budget, mode in product(
             self.tasks,
             self.lengths,
+            self.questions,
+            self.depths,
             spelled_out(self.policies),
             self.budgets,
             self.positions,
@@ -120,6 +129,8 @@ class Sweep:
                 block_size=self.block_size,
                 options=self._options_for(policy),
                 kv_dtype=self.kv_dtype if capped else None,
+                question=question if load_task(task).MAX_NEW_TOKENS else None,
+                depth=depth,
             )
             found.setdefault(setting)
         return list(found)
@@ -175,7 +186,7 @@ def run(
         runtime = _load(sweep, missing[0]) if missing else None
         for setting in missing:
             assert runtime is not None
-            done[setting] = measure(runtime, setting, prompts, sweep.batch_size)
+            done[setting] = measure(runtime, setting, prompts[_key(setting)], sweep.batch_size)
             add_cell(path, done[setting])
             report(sum(s in done for s in settings), len(settings), done[setting])
     finally:
@@ -183,88 +194,19 @@ def run(
     return [done[setting] for setting in settings]
 
 
-def new_cache(config: Any, setting: Setting) -> BudgetCache:
-    """A cache for one cell, not yet allocated; one that never evicts holds prompt and answer."""
-    return BudgetCache(
-        config,
-        setting.budget or setting.length + load_task(setting.task).MAX_NEW_TOKENS,
-        setting.block_size,
-        load_policy(setting.policy, **dict(setting.options)),
-        positions=setting.positions,
-        kv_dtype=setting.kv_dtype,
-    )
-
-
-def measure(
-    runtime: Runtime, setting: Setting, prompts: dict[tuple[str, int], Prompts], batch: int
-) -> Cell:
-    """Run all samples of one cell."""
-    model, task = runtime.model, load_task(setting.task)
-    samples, ids = prompts[setting.task, setting.length]
-    start, texts = time.perf_counter(), list[str]()
-    for rows in ids.split(batch):
-        cache = new_cache(model.config, setting)
-        said = answer(model, cache, rows.to(model.device), task.MAX_NEW_TOKENS)
-        texts += [runtime.tokenizer.decode(row, skip_special_tokens=True) for row in said]
-    seconds = time.perf_counter() - start
-    right = sum(task.is_right(s, text) for s, text in zip(samples, texts, strict=True))
-    low, high = wilson(right, len(samples))
-    sizes = new_cache(model.config, setting).layout.nbytes(1, model.dtype)
-    return Cell(
-        setting=setting,
-        score=right / len(samples),
-        ci_low=low,
-        ci_high=high,
-        kv_bytes=sum(sizes.values()),
-        seconds=round(seconds, 2),
-        device=device_name(model.device),
-        versions=versions(),
-        scoring_ms=_scoring_ms(model, setting, ids[:1]),
-        extra_bytes=sum(size for name, size in sizes.items() if name not in COMMON),
-    )
-
-
-def _scoring_ms(model: Any, setting: Setting, ids: Tensor) -> dict[str, float] | None:
-    """Milliseconds of eviction per block for one sequence; None for a policy that never evicts."""
-    cache = new_cache(model.config, setting)
-    if not cache.eviction.policy.evicts:
-        return None
-    return percentiles(eviction_ms(model, cache, ids.to(model.device)))
-
-
-def answer(model: Any, cache: BudgetCache, ids: Tensor, limit: int) -> list[list[int]]:
-    """Greedy answers to the prompts `ids` [B, T], each cut before the token that ends it."""
-    config = model.generation_config.eos_token_id
-    ends = torch.tensor([] if config is None else config, device=ids.device).flatten()
-    loop = BlockLoop(model, cache)
-    logits = loop.prefill(ids)
-    said = [logits.argmax(-1)]  # [B] each
-    while len(said) < limit and not _ended(said, ends).all():
-        said.append(loop.read(said[-1][:, None]).argmax(-1))
-    rows: list[list[int]] = torch.stack(said, dim=1).tolist()
-    stops = set(ends.tolist())
-    return [_cut(row, stops) for row in rows]
-
-
-def _ended(said: list[Tensor], ends: Tensor) -> Tensor:
-    """Which rows hold an ending token. Bool [B]."""
-    return torch.isin(torch.stack(said, dim=1), ends).any(-1)
-
-
-def _cut(row: list[int], stops: set[int]) -> list[int]:
-    return row[: next((i for i, token in enumerate(row) if token in stops), len(row))]
-
-
-def _prompts(tokenizer: Any, settings: Iterable[Setting]) -> dict[tuple[str, int], Prompts]:
-    """The samples of every task and length, made once and read by every policy."""
-    found: dict[tuple[str, int], Prompts] = {}
+def _prompts(tokenizer: Any, settings: Iterable[Setting]) -> dict[Key, list[Prompt]]:
+    """The prompts of every task, length, depth and question; each policy reads the same."""
+    found: dict[Key, list[Prompt]] = {}
     for s in settings:
-        if (s.task, s.length) not in found:
-            samples = make_samples(s.task, tokenizer, s.length, s.samples, s.seed)
-            ids = torch.tensor([prompt_ids(tokenizer, sample) for sample in samples])
-            assert ids.shape == (s.samples, s.length), "a task must keep to the length"
-            found[s.task, s.length] = samples, ids
+        if (key := _key(s)) not in found:
+            samples = make_samples(s.task, tokenizer, s.length, s.samples, s.seed, s.depth)
+            parts = [prompt_parts(tokenizer, sample, s.question) for sample in samples]
+            found[key] = list(zip(samples, parts, strict=True))
     return found
+
+
+def _key(s: Setting) -> Key:
+    return s.task, s.length, s.depth, s.question
 
 
 def _load(sweep: Sweep, first: Setting) -> Runtime:

@@ -1,4 +1,7 @@
-"""Writes cells as Markdown: a table per model, task and length; policies down, budgets across."""
+"""Writes cells as Markdown: a table per model, task, length, way of asking and depth.
+
+Policies down, budgets across.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,9 @@ from kvcap.runtime.units import format_bytes
 
 UNCAPPED = "uncapped"
 INTRODUCTION = (
-    "Share of right answers (95 % Wilson interval). At the largest budget: the milliseconds that "
+    "Scores (95 % interval: Wilson's where every sample is right or wrong, else a bootstrap over "
+    "samples). Question-aware: the question is read with the text. Context-only: it is read after "
+    "the text was evicted down to the budget. At the largest budget: the milliseconds that "
     "eviction takes per block, all layers together (median), and the memory that the policy needs "
     "beyond keys, values and positions."
 )
@@ -26,14 +31,17 @@ def results(cells: Iterable[Cell]) -> str:
     return "\n".join(parts)
 
 
-def group(s: Setting) -> tuple[str, str, str, int, int, int, int]:
+def group(s: Setting) -> tuple[str, str, str, int, str, float, int, int, int]:
     """What cells of one table have in common."""
-    return s.model, s.dtype, s.task, s.length, s.samples, s.seed, s.block_size
+    depth = -1.0 if s.depth is None else s.depth
+    return s.model, s.dtype, s.task, s.length, s.asked, depth, s.samples, s.seed, s.block_size
 
 
 def title(s: Setting) -> str:
     """What a table is about."""
-    return f"{s.task}, {s.length:,} tokens, {s.model}"
+    depth = "" if s.depth is None else f"depth {s.depth:g}"
+    parts = [s.task, f"{s.length:,} tokens", s.asked, depth, s.model]
+    return ", ".join(part for part in parts if part)
 
 
 def _table(cells: list[Cell]) -> list[str]:
@@ -47,8 +55,8 @@ def _table(cells: list[Cell]) -> list[str]:
     return [
         f"## {title(first)}",
         "",
-        f"{first.samples} samples, seed {first.seed}, block {first.block_size}, {first.dtype}, "
-        f"{cells[0].device}.",
+        f"{_measured(cells[0])}; {first.samples} samples, seed {first.seed}, block "
+        f"{first.block_size}, {first.dtype}, {cells[0].device}.",
         "",
         *grid(
             ["policy", "positions", *scores, "ms per block", "extra memory"],
@@ -56,6 +64,13 @@ def _table(cells: list[Cell]) -> list[str]:
         ),
         "",
     ]
+
+
+def _measured(cell: Cell) -> str:
+    """What the scores of a table are, and which are better."""
+    label = cell.of.label
+    better = "higher" if cell.of.higher_is_better else "lower"
+    return f"{label[0].upper()}{label[1:]}, {better} is better"
 
 
 def label(s: Setting) -> str:

@@ -123,7 +123,7 @@ def system_span(encode: Callable[[Sequence[Message]], list[int]], system: str) -
     """Where the system prompt lies: the first tokens, whatever the user says after them."""
     opening = [{"role": "system", "content": system}]
     one, other = (encode([*opening, {"role": "user", "content": text}]) for text in ("A", "0"))
-    return [(0, _common_prefix(one, other))]
+    return [(0, common_prefix(one, other))]
 
 
 def message_spans(
@@ -147,15 +147,15 @@ def message_spans(
         before = [*opening, *messages[:index]]
         start = 0
         if index:
-            start = _common_prefix(encode(before), ids)
+            start = common_prefix(encode(before), ids)
         elif opening:
             ((_, start),) = system_span(encode, opening[0]["content"])
-        stop = _common_prefix(encode([*before, messages[index]]), ids)
+        stop = common_prefix(encode([*before, messages[index]]), ids)
         found.append((start, stop))
     return found
 
 
-def _common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
+def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
     """How many tokens both begin with."""
     return next(
         (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b))
