@@ -7,7 +7,6 @@ again with the same folder and version of kvcap runs only the cells that are mis
 from __future__ import annotations
 
 import difflib
-import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -38,7 +37,7 @@ from kvcap.policies import PINS, load_policy, policies
 from kvcap.runtime.backends.pytorch.runtime import Runtime, parse_dtype
 from kvcap.runtime.cache.slot_format import KvDtype
 from kvcap.runtime.errors import CellsFailed, first_line
-from kvcap.runtime.files import locked, replacing
+from kvcap.runtime.files import locked
 from kvcap.runtime.memory.free_memory import process_bytes
 from kvcap.runtime.models.files import load_config, load_tokenizer
 from kvcap.runtime.models.names import resolve
@@ -232,8 +231,7 @@ def run(
                     done[setting] = result
                     on_cell(sum(s in done for s in settings), len(settings), result)
         finally:
-            with replacing(out / "results.md") as file:
-                os.write(file, results(done.values(), compared).encode())
+            (out / "results.md").write_text(results(done.values(), compared))
     cells = [done[setting] for setting in settings if setting in done]
     if failed:
         raise CellsFailed(

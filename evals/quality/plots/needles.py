@@ -7,7 +7,7 @@ Figure 6 (arXiv:2504.15364).
 from __future__ import annotations
 
 from collections.abc import Iterable
-from itertools import groupby
+from itertools import groupby, zip_longest
 from typing import TYPE_CHECKING
 
 from kvcap.evals.quality.cells import Cell, Setting
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 HEADING = 1.0  # inches above and below the panels of a group
 ROW = 0.2  # inches of one depth
 Row = tuple[str, str]  # policy and positions
+NOBODY: Row = ("", "")  # of a place without a panel
 
 
 def figure(cells: Iterable[Cell]) -> Figure:
@@ -37,7 +38,7 @@ def figure(cells: Iterable[Cell]) -> Figure:
     parts = [list(part) for _, part in groupby(ordered, key=_group)]
     if not parts:
         raise ValueError("no cell has a depth; give --depths")
-    heights = [HEADING + len(_rows(part)) * (0.35 + ROW * len(_depths(part))) for part in parts]
+    heights = [HEADING + len(_panels(part)) * (0.35 + ROW * len(_depths(part))) for part in parts]
     drawn = Figure(figsize=(WIDTH, sum(heights)), dpi=DPI, layout="constrained")
     blocks = drawn.subfigures(len(parts), 1, squeeze=False, height_ratios=heights)[:, 0]
     for block, part in zip(blocks, parts, strict=True):
@@ -54,13 +55,24 @@ def _row(s: Setting) -> Row:
     return label(s), "" if s.budget is None else s.positions
 
 
-def _rows(cells: list[Cell]) -> list[Row]:
-    """Policies, the best first."""
+def _rows(cells: list[Cell], capped: bool) -> list[Row]:
+    """Policies that evict, or that do not; the best first."""
     found: dict[Row, list[float]] = {}
-    for cell in cells:
+    for cell in (cell for cell in cells if (cell.setting.budget is not None) is capped):
         found.setdefault(_row(cell.setting), []).append(cell.score)
     sign = -1 if cells[0].of.higher_is_better else 1
     return sorted(found, key=lambda row: (sign * sum(found[row]) / len(found[row]), row))
+
+
+def _panels(cells: list[Cell]) -> list[list[tuple[Row, int | None]]]:
+    """Lines of panels: a policy at every budget, and behind it one that never evicts."""
+    budgets = sorted({c.setting.budget for c in cells if c.setting.budget is not None})
+    uncapped = _rows(cells, False)
+    lines = zip_longest(_rows(cells, True), uncapped, fillvalue=NOBODY)
+    return [
+        [*((row, budget) for budget in budgets), *([(free, None)] if uncapped else [])]
+        for row, free in lines
+    ]
 
 
 def _depths(cells: list[Cell]) -> list[float]:
@@ -68,26 +80,23 @@ def _depths(cells: list[Cell]) -> list[float]:
 
 
 def _block(block: SubFigure, cells: list[Cell]) -> None:
-    rows, depths = _rows(cells), _depths(cells)
+    panels, depths = _panels(cells), _depths(cells)
     lengths = sorted({cell.setting.length for cell in cells})
-    capped = sorted({c.setting.budget for c in cells if c.setting.budget is not None})
-    budgets: list[int | None] = [*capped]
-    budgets += [None] if any(c.setting.budget is None for c in cells) else []
     found = {(_row(c.setting), c.setting.budget, c.setting.depth, c.setting.length): c.score
              for c in cells}  # fmt: skip
     scale = (0.0, 1.0) if cells[0].of.share else (min(found.values()), max(found.values()))
-    axes = block.subplots(len(rows), len(budgets), sharex=True, sharey=True, squeeze=False)
+    axes = block.subplots(len(panels), len(panels[0]), sharex=True, sharey=True, squeeze=False)
     drawn: AxesImage | None = None
-    for across, row in zip(axes, rows, strict=True):
-        name = ", ".join(part for part in row if part)
-        for axis, budget in zip(across, budgets, strict=True):
+    for across, line in zip(axes, panels, strict=True):
+        for axis, (row, budget) in zip(across, line, strict=True):
             table = [[found.get((row, budget, d, n)) for n in lengths] for d in depths]
-            if all(score is None for line in table for score in line):
+            if all(score is None for scores in table for score in scores):
                 axis.set_visible(False)
                 continue
             drawn = _panel(axis, table, scale)
-            slots = UNCAPPED if budget is None else f"{budget:,} slots"
-            axis.set_title(f"{name}\n{slots}", fontsize=SIZES["tick"], pad=3)
+            policy, positions = row
+            slots = UNCAPPED if budget is None else f"{budget:,} slots, {positions}"
+            axis.set_title(f"{policy}\n{slots}", fontsize=SIZES["tick"], pad=3)
             axis.set_xticks(range(len(lengths)), [f"{n:,}" for n in lengths])
             axis.set_yticks(range(len(depths)), [f"{d:g}" for d in depths])
             axis.tick_params(labelsize=SIZES["tick"], length=2, pad=2, labelleft=True)

@@ -94,6 +94,8 @@ def _name(cell: Cell) -> tuple[str, str]:
 
 def _block(block: SubFigure, cells: list[Cell]) -> list[tuple[Axes, list[Label]]]:
     """Draw two panels; returns their labels, which are put once the panels have their place."""
+    from matplotlib.ticker import LogLocator, NullFormatter
+
     axes = block.subplots(1, len(COSTS), sharey=True)
     unit, names = cells[0].of, _names(cells)
     found = []
@@ -111,6 +113,10 @@ def _block(block: SubFigure, cells: list[Cell]) -> list[tuple[Axes, list[Label]]
             axis.axhline(free.score, color="black", lw=0.9, ls=(0, (1, 1)), zorder=1)
         found.append((axis, _labels([priced[i] for i in best])))
         axis.set_xscale("log", base=2 if of is _bytes else 10)
+        if of is not _bytes:
+            axis.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            axis.xaxis.set_major_formatter(lambda ms, _: f"{ms:g}")
+        axis.xaxis.set_minor_formatter(NullFormatter())
         axis.set_xlabel(cost, fontsize=SIZES["label"])
         axis.tick_params(labelsize=SIZES["tick"], length=2, pad=2)
         axis.margins(0.1)
@@ -141,11 +147,11 @@ def _line(
     cells = [cell for _, cell in ordered]  # rounding may leave a score just outside its interval
     reach = [[max(0.0, c.score - c.ci_low) for c in cells]]
     reach += [[max(0.0, c.ci_high - c.score) for c in cells]]
-    axis.errorbar(
-        prices, scores, yerr=reach, color=style.color, marker=style.marker, ls=style.dash,
-        lw=0.8, ms=5, mfc=style.color if positions == "compact" else "white", elinewidth=0.5,
-        alpha=0.9, label=f"{policy}, {positions}",
-    )  # fmt: skip
+    filled = style.color if positions == "compact" else "white"
+    axis.errorbar(prices, scores, yerr=reach, color=style.color, ls="none", alpha=0.3, lw=0.8)
+    axis.plot(prices, scores, color=style.color, ls=style.dash, alpha=0.4, lw=0.8)
+    axis.plot(prices, scores, color=style.color, ls="none", marker=style.marker, ms=5,
+              mfc=filled, label=f"{policy}, {positions}")  # fmt: skip
 
 
 def _labels(priced: list[tuple[float, Cell]]) -> list[Label]:

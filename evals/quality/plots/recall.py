@@ -89,16 +89,17 @@ def _block(block: SubFigure, cells: list[Cell], rows: int) -> None:
         # The lowest panel of a column is not always in the last row.
         axis.tick_params(labelbottom=i < len(names) <= i + columns)
     s, unit = cells[0].setting, cells[0].of
-    heading = f"{title(s)}; {s.samples} samples a point"
-    block.suptitle(heading, fontsize=SIZES["title"], x=0.01, ha="left")
     block.supxlabel("slots per KV head", fontsize=SIZES["label"])
     better = "" if unit.higher_is_better else " (lower is better)"
     block.supylabel(f"{unit.label}{better}", fontsize=SIZES["label"])
     found: dict[str, Artist] = {}
     for axis in axes[: len(names)]:
         found |= {text: line for line, text in zip(*axis.get_legend_handles_labels(), strict=True)}
-    block.legend([*found.values()], [*found], loc="outside upper left", ncols=4,
-                 fontsize=SIZES["tick"], frameon=False, handlelength=3)  # fmt: skip
+    block.legend(
+        [*found.values()], [*found], loc="outside upper left", ncols=4, fontsize=SIZES["tick"],
+        frameon=False, handlelength=3, borderaxespad=0.2, alignment="left",
+        title=f"{title(s)}; {s.samples} samples a point", title_fontsize=SIZES["title"],
+    )  # fmt: skip
 
 
 def _panel(axis: Axes, policy: str, lines: Lines, uncapped: list[Cell]) -> None:

@@ -37,12 +37,13 @@ def test_recall_has_a_panel_per_policy_and_lines_told_apart() -> None:
              for m in ("compact", "true")]  # fmt: skip
     drawn = recall.figure([*cells, cell("full", None, 9)])
     (block,) = drawn.subfigs
-    assert block.get_suptitle() == "t, 64 tokens, question-aware, m; 10 samples a point"
     assert block.get_supxlabel() == "slots per KV head"
     assert block.get_supylabel() == "share of right answers"
     shown = [axis for axis in block.axes if axis.get_visible()]
     assert [axis.get_title() for axis in shown] == [f"policy-{i}" for i in (5, 4, 3, 2, 1, 0)]
     (legend,) = block.legends
+    title = "t, 64 tokens, question-aware, m; 10 samples a point"
+    assert legend.get_title().get_text() == title
     assert [text.get_text() for text in legend.get_texts()] == [
         "other policies",
         "uncapped (0.60 to 0.98)",
@@ -90,10 +91,10 @@ def test_needles_are_a_map_of_depth_and_length_per_policy_and_budget() -> None:
     )
     maps = {axis.get_title(): axis for axis in block.axes if axis.get_visible() and axis.images}
     assert set(maps) == {
-        "full\nuncapped", "a, compact\n8 slots", "a, compact\n16 slots", "bb, compact\n8 slots",
-        "bb, compact\n16 slots",
+        "full\nuncapped", "a\n8 slots, compact", "a\n16 slots, compact", "bb\n8 slots, compact",
+        "bb\n16 slots, compact",
     }  # fmt: skip
-    axis = maps["a, compact\n8 slots"]
+    axis = maps["a\n8 slots, compact"]
     assert texts(axis) == ["0.00", "0.00", "0.50", "0.50", "1.00", "1.00"]
     assert [tick.get_text() for tick in axis.get_yticklabels()] == ["0", "0.5", "1"]
     assert [tick.get_text() for tick in axis.get_xticklabels()] == ["64", "128"]
