@@ -42,17 +42,20 @@ class _Process:
         self._pool = ProcessPoolExecutor(1, get_context("spawn"), _live, (lifeline,))
         with _interrupts_blocked():
             self.ready: Future[Failed | None] = self._pool.submit(_load, job, number)
+        self._last: Future[Any] = self.ready
         self._theirs = lifeline  # kept open until the process has it
 
     def submit(self, message: Any) -> Future[Any]:
         try:
-            return self._pool.submit(_run, message)
+            self._last = self._pool.submit(_run, message)
         except BrokenProcessPool as error:  # it died while it had nothing to do
-            future = Future[Any]()
-            future.set_exception(error)
-            return future
+            self._last = Future()
+            self._last.set_exception(error)
+        return self._last
 
     def close(self) -> None:
+        if self._last.done():
+            self._pool.shutdown()  # by itself, so that it gives back what it holds
         self._lifeline.close()
         self._pool.shutdown(cancel_futures=True)
         self._theirs.close()
