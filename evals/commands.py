@@ -106,26 +106,56 @@ def eval_command(
             metavar="NAME", help="Of what slots hold: int8, int8-int4 or int4 (the model's own)."
         ),
     ] = None,
-    plot: Annotated[bool, typer.Option("--plot", help="Draw results.png (kvcap[plot]).")] = False,
+    compare: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAMES", help="The first policy with each of the others, sample by sample."
+        ),
+    ] = None,
+    plot: Annotated[
+        bool,
+        typer.Option(
+            "--plot", help="Draw results.png, pareto.png and, with --depths, needles.png."
+        ),
+    ] = False,
+    workers: Annotated[
+        int | None,
+        typer.Option(
+            min=1, metavar="N", help="Processes that share the cells (one per GPU; on a CPU one)."
+        ),
+    ] = None,
+    engine: Annotated[
+        str, typer.Option(metavar="local|ray", help="Where they are; ray needs kvcap[ray].")
+    ] = "local",
+    ray_address: Annotated[
+        str | None,
+        typer.Option(metavar="HOST:PORT", help="Of a running Ray cluster (one that Ray finds)."),
+    ] = None,
     json: Json = False,
 ) -> None:
     """Recall under a cap: policies × budgets × positions, each cell with its interval.
 
-    Cells that the folder already holds are not run again; after Ctrl-C, run the same command.
+    Cells that the folder already holds are not run again; after Ctrl-C or a power cut, run the same
+    command. A cell whose worker dies is given to another one once; then it fails, and the others go
+    on.
     """
     from kvcap.evals.quality.cells import current_cells
-    from kvcap.evals.quality.plot import plot as draw
-    from kvcap.evals.quality.plot import require_matplotlib
+    from kvcap.evals.quality.plots import draw
+    from kvcap.evals.quality.plots.style import require_matplotlib
     from kvcap.evals.quality.sweep import Sweep, run
-    from kvcap.evals.quality.table import results
+    from kvcap.evals.quality.table import describe, results
     from kvcap.evals.quality.tasks import spelled_out
+    from kvcap.evals.quality.workers.crew import Crew
     from kvcap.runtime.cli.commands import quiet_libraries, use_threads
     from kvcap.runtime.cli.options import pairs
+    from kvcap.runtime.errors import CellsFailed
 
     quiet_libraries()
     use_threads(threads)
     if plot:
         require_matplotlib()
+    crew = Crew(engine, workers, threads, ray_address)  # type: ignore[arg-type]  # checked by run()
+    against, failed = _names(compare or ""), None
     sweep = Sweep(
         policies=_names(policies),
         budgets=_numbers("budgets", budgets),
@@ -150,12 +180,22 @@ def eval_command(
         def report(done: int, total: int, cell: Cell | None) -> None:
             progress.update(meter, completed=done, total=total)
             if cell is not None:
-                progress.console.print(_cell_line(cell))
+                said = f"{cell.score:.2f}  {describe(cell.setting)}  ({cell.seconds:.1f} s)"
+                progress.console.print(said, markup=False)
 
-        cells = run(sweep, out, report)
+        def note(text: str) -> None:
+            progress.console.print(f"kvcap: {text}", markup=False)
+
+        try:
+            cells = run(sweep, out, report, crew=crew, compared=against, note=note)
+        except CellsFailed as error:
+            cells, failed = error.cells, error
     if plot:
-        draw(current_cells(out / "cells.jsonl"), out / "results.png")
-    print(jsonlib.dumps([cell.as_dict() for cell in cells]) if json else results(cells))
+        for picture in draw(current_cells(out / "cells.jsonl"), out):
+            _note(f"wrote {picture}")
+    print(jsonlib.dumps([cell.as_dict() for cell in cells]) if json else results(cells, against))
+    if failed is not None:
+        raise failed
 
 
 def demo_command(
@@ -477,19 +517,6 @@ def _shares(option: str, text: str) -> tuple[float, ...]:
         return tuple(float(part) for part in _names(text))
     except ValueError as error:
         raise ValueError(f"--{option} {text!r}: give numbers, such as 0,0.5,1") from error
-
-
-def _cell_line(cell: Cell) -> str:
-    s = cell.setting
-    budget = "uncapped" if s.budget is None else f"{s.budget} slots"
-    given = [*(f"{name}={value}" for name, value in s.options), *([s.slots] if s.slots else [])]
-    policy = " ".join([s.policy, *given])
-    where = "" if s.depth is None else f"depth {s.depth:g}, "
-    asked = f"{s.asked}, " if s.asked else ""
-    return (
-        f"{cell.score:.2f}  {s.task}, {s.length:,} tokens, {asked}{where}{policy}, {budget}, "
-        f"{s.positions}  ({cell.seconds:.1f} s)"
-    )
 
 
 def _figures(demo: Demo) -> str:

@@ -27,6 +27,7 @@ ONLY_IN = {  # heavy or optional packages, and the one place each is imported
     "starlette": {"android_bench"},
     "adbutils": {"android_bench"},
     "matplotlib": {"evals", "android_bench"},
+    "ray": {"evals"},
 }
 
 

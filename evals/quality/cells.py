@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -110,11 +111,41 @@ def _frozen(name: str, value: Any) -> Any:
 def read_cells(path: Path) -> list[Cell]:
     """The cells of a `cells.jsonl`, none where there is no file.
 
+    A last line that is being written, or was when its sweep was killed, is left out.
+
     Raises:
         ValueError: a line that is no cell.
     """
-    lines = path.read_text().splitlines() if path.exists() else []
+    lines = path.read_text(errors="replace").split("\n") if path.exists() else [""]
+    if _unfinished(lines[-1]):
+        lines.pop()
     return [_cell(line, f"{path}, line {number},") for number, line in enumerate(lines, 1)]
+
+
+def mend(path: Path) -> bool:
+    """End a file's last line, or cut it off where it is half a cell, as after a power cut.
+
+    Only whoever writes the file may do so. Returns whether a part of a cell was cut off.
+    """
+    last = path.read_bytes().rpartition(b"\n")[2] if path.exists() else b""
+    if not last:
+        return False
+    with path.open("r+b") as file:
+        end = file.seek(0, os.SEEK_END)
+        if unfinished := _unfinished(last.decode(errors="replace")):
+            file.truncate(end - len(last))
+        else:
+            file.write(b"\n")
+    return unfinished
+
+
+def _unfinished(last: str) -> bool:
+    """Whether what follows the last newline is nothing, or no whole JSON."""
+    try:
+        json.loads(last)
+    except ValueError:
+        return True
+    return False
 
 
 def current_cells(path: Path) -> list[Cell]:
@@ -140,3 +171,5 @@ def add_cell(path: Path, cell: Cell) -> None:
     """Append one line, so that an interrupted sweep keeps its finished cells."""
     with path.open("a") as file:
         file.write(json.dumps(cell.as_dict()) + "\n")
+        file.flush()
+        os.fsync(file.fileno())

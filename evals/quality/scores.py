@@ -26,12 +26,15 @@ class Unit:
     higher_is_better: bool = True
     share: bool = True  # from 0 to 1
     of_mean: Callable[[float], float] = _as_it_is  # the cell's score; rises with the samples' mean
+    compared: str = "difference"  # what `of_mean` makes of a difference of two means
 
 
 UNITS = {
     "share": Unit("share of right answers"),
     # A sample's score is its mean loss per token, in nats.
-    "perplexity": Unit("perplexity", higher_is_better=False, share=False, of_mean=math.exp),
+    "perplexity": Unit(
+        "perplexity", higher_is_better=False, share=False, of_mean=math.exp, compared="ratio"
+    ),
 }
 
 

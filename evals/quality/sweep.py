@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, NoReturn, get_args
 
 import torch
 
@@ -24,16 +26,25 @@ from kvcap.evals.quality.cells import (
     add_cell,
     as_options,
     current_cells,
+    mend,
 )
-from kvcap.evals.quality.table import results
+from kvcap.evals.quality.table import describe, results
 from kvcap.evals.quality.tasks import is_placed, load_task, make_samples, prompt_parts
+from kvcap.evals.quality.workers import Failed, Here, spread
+from kvcap.evals.quality.workers.crew import Crew
+from kvcap.evals.reports import versions
 from kvcap.policies import PINS, load_policy, policies
 from kvcap.runtime.backends.pytorch.runtime import Runtime, parse_dtype
 from kvcap.runtime.cache.slot_format import KvDtype
+from kvcap.runtime.errors import CellsFailed, first_line
+from kvcap.runtime.files import locked
+from kvcap.runtime.memory.free_memory import process_bytes
 from kvcap.runtime.models.files import load_config, load_tokenizer
 from kvcap.runtime.models.names import resolve
+from kvcap.runtime.models.weights import read_headers, weigh
 from kvcap.runtime.types import Positions
 
+HERE = Crew()
 ALL = "all"  # among the names of a sweep's policies
 Key = tuple[str, int, float | None, Question | None]  # what prompts depend on
 
@@ -155,43 +166,128 @@ def options_of(policy: str) -> set[str]:
 
 
 def run(
-    sweep: Sweep, out: Path, on_cell: Callable[[int, int, Cell | None], None] | None = None
+    sweep: Sweep,
+    out: Path,
+    on_cell: Callable[[int, int, Cell | None], None] = lambda *_: None,
+    *,
+    crew: Crew = HERE,
+    compared: Sequence[str] = (),
+    note: Callable[[str], None] = lambda _: None,
 ) -> list[Cell]:
     """Run what is missing in `out` and return all cells of the sweep.
+
+    A cell is kept as soon as it is finished, whatever becomes of the others.
 
     Args:
         sweep: what to measure.
         out: folder of `cells.jsonl` and `results.md`.
         on_cell: called with (cells finished, cells in all, the one just finished).
+        crew: where cells are measured.
+        compared: policies, the first of which `results.md` compares with each of the others.
+        note: told of cells that fail, of workers that die, and of a file that was cut short.
 
     Raises:
-        ValueError, PolicyError, PlanInfeasible, UnsupportedModel, ModelNotFound: before anything
-            runs, if any cell cannot.
+        ValueError, PolicyError, PlanInfeasible, UnsupportedModel, ModelNotFound, ExtraMissing:
+            before anything runs, if any cell cannot, or if another sweep runs in `out`.
+        CellsFailed: some cells could not be measured; the others are kept.
+        WorkersLost: workers died before they were ready, until none was left.
     """
     sweep.check()
+    crew.check()
+    _check_compared(compared, spelled_out(sweep.policies))
     where = resolve(sweep.model)
     config = load_config(where)
     dtype = parse_dtype(sweep.dtype) or getattr(config, "dtype", None) or torch.float32
     settings = sweep.settings(str(dtype).removeprefix("torch."))
-    for setting in settings:
-        new_cache(config, setting)
+    layouts = [new_cache(config, setting).layout for setting in settings]
+    if crew.local_workers(sweep.device) > 1:
+        caches = max(sum(layout.nbytes(sweep.batch_size, dtype).values()) for layout in layouts)
+        weights = weigh(config, dtype, read_headers(where)).nbytes
+        crew.check_memory(sweep.device, process_bytes() + weights + caches)
     path = out / "cells.jsonl"
-    done = {cell.setting: cell for cell in current_cells(path)}  # others are measured anew
-    missing = [setting for setting in settings if setting not in done]
+    known = {cell.setting for cell in current_cells(path)}  # others are measured anew
+    missing = [setting for setting in settings if setting not in known]
     prompts = _prompts(load_tokenizer(where), missing) if missing else {}
     out.mkdir(parents=True, exist_ok=True)
-    report = on_cell or (lambda *_: None)
-    report(len(settings) - len(missing), len(settings), None)
-    try:
-        runtime = _load(sweep, missing[0]) if missing else None
-        for setting in missing:
-            assert runtime is not None
-            done[setting] = measure(runtime, setting, prompts[_key(setting)], sweep.batch_size)
-            add_cell(path, done[setting])
-            report(sum(s in done for s in settings), len(settings), done[setting])
-    finally:
-        (out / "results.md").write_text(results(done.values()))
-    return [done[setting] for setting in settings]
+    with locked(out / ".lock", partial(_refuse, out)):
+        if mend(path):
+            note(f"{path}: the last line was cut short and is dropped; its cell is run again")
+        done = {cell.setting: cell for cell in current_cells(path)}
+        missing = [setting for setting in missing if setting not in done]
+        on_cell(len(settings) - len(missing), len(settings), None)
+        failed = list[str]()
+        try:
+            job = CellJob(sweep, settings[0], crew.local_threads(sweep.device))
+            engine = crew.start(job, sweep.device) if missing else Here(job)
+            with closing(
+                spread(engine, missing, lambda s: (s, prompts[_key(s)]), note, describe)
+            ) as finished:
+                for setting, result in finished:
+                    if isinstance(result, Failed):
+                        failed.append(f"{describe(setting)}: {first_line(result.error)}")
+                        note(f"failed: {failed[-1]}")
+                        continue
+                    add_cell(path, result)
+                    done[setting] = result
+                    on_cell(sum(s in done for s in settings), len(settings), result)
+        finally:
+            (out / "results.md").write_text(results(done.values(), compared))
+    cells = [done[setting] for setting in settings if setting in done]
+    if failed:
+        raise CellsFailed(
+            f"{len(failed)} of {len(settings)} cells failed ({'; '.join(failed)}); the same "
+            "command runs them again, and no other",
+            cells,
+        )
+    return cells
+
+
+def _check_compared(compared: Sequence[str], policies: Sequence[str]) -> None:
+    if len(compared) == 1:
+        raise ValueError(f"compare: {compared[0]!r} alone; give two policies or more")
+    for policy in compared:
+        if policy not in policies:
+            raise ValueError(f"compare: {policy!r} is not among the policies of this sweep")
+
+
+def _refuse(out: Path) -> NoReturn:
+    raise ValueError(f"another sweep is running in {out}; wait for it, or give another --out")
+
+
+@dataclass
+class CellJob:
+    """What a worker of a sweep does: loads the model once, and measures cells."""
+
+    sweep: Sweep
+    first: Setting  # for the plan that loading a model makes
+    threads: int | None = None  # of the CPU
+    version: str = field(default_factory=lambda: versions()["kvcap"])  # where the sweep was begun
+    _runtime: Runtime | None = field(default=None, init=False, repr=False)
+
+    def load(self, worker: int) -> None:
+        """Load the model; on a machine of several GPUs, each worker takes the next one."""
+        if self.version != versions()["kvcap"]:
+            raise ValueError(
+                f"a worker has kvcap {versions()['kvcap']}, and the sweep {self.version}; install "
+                "the same version everywhere"
+            )
+        if self.threads is not None:
+            torch.set_num_threads(self.threads)
+        if worker and self.sweep.device in (None, "cuda") and torch.cuda.is_available():
+            torch.cuda.set_device(worker % torch.cuda.device_count())
+        self._runtime = Runtime.from_pretrained(
+            self.sweep.model,
+            kv_budget_tokens=self.first.budget,
+            block_size=self.sweep.block_size,
+            dtype=self.sweep.dtype,
+            device=self.sweep.device,
+            positions=self.first.positions,
+        )
+
+    def run(self, message: tuple[Setting, list[Prompt]]) -> Cell:
+        """Measure a cell."""
+        assert self._runtime is not None, "a worker loads first"
+        return measure(self._runtime, *message, self.sweep.batch_size)
 
 
 def _prompts(tokenizer: Any, settings: Iterable[Setting]) -> dict[Key, list[Prompt]]:
@@ -207,14 +303,3 @@ def _prompts(tokenizer: Any, settings: Iterable[Setting]) -> dict[Key, list[Prom
 
 def _key(s: Setting) -> Key:
     return s.task, s.length, s.depth, s.question
-
-
-def _load(sweep: Sweep, first: Setting) -> Runtime:
-    return Runtime.from_pretrained(
-        sweep.model,
-        kv_budget_tokens=first.budget,
-        block_size=sweep.block_size,
-        dtype=sweep.dtype,
-        device=sweep.device,
-        positions=first.positions,
-    )

@@ -5,10 +5,11 @@ Policies down, budgets across.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import groupby
 
 from kvcap.evals.quality.cells import Cell, Setting
+from kvcap.evals.quality.paired import compare
 from kvcap.evals.reports import grid
 from kvcap.runtime.units import format_bytes
 
@@ -20,14 +21,29 @@ INTRODUCTION = (
     "eviction takes per block, all layers together (median), and the memory that the policy needs "
     "beyond keys, values and positions."
 )
+PAIRED = (
+    "Two policies on the same samples: by how much the first is above the second, with Newcombe's "
+    "interval for paired shares and the p-value of McNemar's exact test where every sample is "
+    "right or wrong, else with a bootstrap over samples; and how many samples have a higher score "
+    "with the first, and with the second."
+)
 
 
-def results(cells: Iterable[Cell]) -> str:
-    """All `cells` as one Markdown text."""
+def results(cells: Iterable[Cell], compared: Sequence[str] = ()) -> str:
+    """All `cells` as one Markdown text.
+
+    Args:
+        cells: in any order.
+        compared: policies; below every table, the first is compared with each of the others on the
+            same samples.
+    """
     ordered = sorted(cells, key=lambda cell: group(cell.setting))
-    parts = ["# Results", "", INTRODUCTION, ""]
+    parts = ["# Results", "", INTRODUCTION, "", *([PAIRED, ""] if compared[1:] else [])]
     for _, part in groupby(ordered, key=lambda cell: group(cell.setting)):
-        parts += _table(list(part))
+        found = list(part)
+        parts += _table(found)
+        for other in compared[1:]:
+            parts += _paired(found, compared[0], other)
     return "\n".join(parts)
 
 
@@ -66,11 +82,64 @@ def _table(cells: list[Cell]) -> list[str]:
     ]
 
 
+def _paired(cells: list[Cell], first: str, second: str) -> list[str]:
+    """Compares two policies at equal budgets and positions; one that never evicts suits all."""
+    rows = [
+        _comparison(a, b)
+        for a in cells
+        for b in cells
+        if (a.setting.policy, b.setting.policy) == (first, second) and _alike(a.setting, b.setting)
+        if a.scores and b.scores
+    ]
+    if not rows:
+        return []
+    share = cells[0].of.share
+    header = ["first", "second", "positions", "slots"]
+    header += [f"{cells[0].of.compared} (95 % interval)", *(["p"] if share else [])]
+    header += ["samples", "first higher", "second higher"]
+    rows = rows if share else [[*row[:5], *row[6:]] for row in rows]
+    return [f"### {first} against {second}, on the same samples", "", *grid(header, rows), ""]
+
+
+def _alike(a: Setting, b: Setting) -> bool:
+    same = (a.budget, a.positions, a.kv_dtype) == (b.budget, b.positions, b.kv_dtype)
+    return same or a.budget is None or b.budget is None
+
+
+def _comparison(a: Cell, b: Cell) -> list[str]:
+    assert a.scores is not None, "only cells with the scores of samples are paired"
+    assert b.scores is not None
+    found = compare(a.scores, b.scores, a.of)
+    capped = b.setting if a.setting.budget is None else a.setting
+    sign = "+" if a.of.share else ""
+    return [
+        label(a.setting),
+        label(b.setting),
+        capped.positions,
+        UNCAPPED if capped.budget is None else f"{capped.budget:,}",
+        f"{found.difference:{sign}.2f} ({found.ci_low:{sign}.2f} to {found.ci_high:{sign}.2f})",
+        "" if found.p_value is None else f"{found.p_value:.2g}",
+        f"{found.samples}",
+        f"{found.first_higher}",
+        f"{found.second_higher}",
+    ]
+
+
 def _measured(cell: Cell) -> str:
     """What the scores of a table are, and which are better."""
     label = cell.of.label
     better = "higher" if cell.of.higher_is_better else "lower"
     return f"{label[0].upper()}{label[1:]}, {better} is better"
+
+
+def describe(s: Setting) -> str:
+    """A cell in words, without its model."""
+    given = [*(f"{name}={value}" for name, value in s.options), *([s.slots] if s.slots else [])]
+    depth = "" if s.depth is None else f"depth {s.depth:g}"
+    budget = UNCAPPED if s.budget is None else f"{s.budget} slots"
+    policy = " ".join([s.policy, *given])
+    parts = (s.task, f"{s.length:,} tokens", s.asked, depth, policy, budget, s.positions)
+    return ", ".join(filter(None, parts))
 
 
 def label(s: Setting) -> str:

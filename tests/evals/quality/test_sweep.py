@@ -17,10 +17,10 @@ from transformers import AutoTokenizer
 
 from kvcap import cli, pocket
 from kvcap.evals.measure import eviction_ms
-from kvcap.evals.quality import plot
 from kvcap.evals.quality import sweep as runner
 from kvcap.evals.quality.answering import answer, batches, losses, new_cache
-from kvcap.evals.quality.cells import Cell, Setting, as_options, read_cells
+from kvcap.evals.quality.cells import as_options, read_cells
+from kvcap.evals.quality.plots import style
 from kvcap.evals.quality.scores import UNITS, bootstrap, cell_score, interval, wilson
 from kvcap.evals.quality.sweep import Sweep, run
 from kvcap.evals.quality.table import results
@@ -405,29 +405,6 @@ def test_cells_without_the_newer_fields_are_read(sweep: Sweep, tmp_path: Path) -
     assert len(path.read_text().splitlines()) == 5  # none was measured again
 
 
-def cell(policy: str, budget: int | None, score: float, mode: Any = "true") -> Cell:
-    setting = Setting("m", "float32", "t", 64, policy, mode, budget, 10, 0, 16)
-    return Cell(setting, score, score / 2, score, 0, 0.0, "cpu", {})
-
-
-@pytest.mark.parametrize("count", [1, 7])
-def test_a_plot_is_a_picture(count: int, tmp_path: Path) -> None:
-    many = [cell(f"policy-{i}", b, i / 8, m) for i in range(count) for b in (8, 16)
-            for m in ("compact", "true")]  # fmt: skip
-    plot.plot([*many, cell("full", None, 0.9)], tmp_path / "results.png")
-    assert (tmp_path / "results.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
-
-
-def test_a_plot_needs_budgets_and_matplotlib(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with pytest.raises(ValueError, match="no cell has a budget"):
-        plot.plot([cell("full", None, 0.9)], tmp_path / "results.png")
-    monkeypatch.setattr(plot, "find_spec", lambda _: None)
-    with pytest.raises(ValueError, match=r"pip install kvcap\[plot\]"):
-        plot.require_matplotlib()
-
-
 def test_the_command_plots_and_takes_options(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
 ) -> None:
@@ -438,7 +415,7 @@ def test_the_command_plots_and_takes_options(
     rows = json.loads(capsys.readouterr().out)
     assert [row["options"] for row in rows] == [[["window", 4]], []]
     assert (tmp_path / "out" / "results.png").exists()
-    monkeypatch.setattr(plot, "find_spec", lambda _: None)
+    monkeypatch.setattr(style, "find_spec", lambda _: None)
     assert cli.run([*command, "--out", str(tmp_path / "other")]) == 2
     assert not (tmp_path / "other").exists()  # refused before the sweep
 
@@ -459,7 +436,7 @@ def test_an_interrupted_sweep_goes_on_where_it_stopped(
     cells = run(sweep, tmp_path, lambda done, *_: steps.append(done))
     assert steps == [2, 3, 4, 5]
     assert cells[:2] == kept
-    monkeypatch.setattr(runner, "_load", pytest.fail)
+    monkeypatch.setattr(runner.CellJob, "load", pytest.fail)
     assert run(sweep, tmp_path) == cells  # nothing is missing: no model is loaded
 
 
