@@ -68,7 +68,7 @@ def run(options: Options) -> Result:
 
 def _row(name: str, window: int, count: int, pools: Pools) -> dict[str, Any]:
     best = optimum(pools, count).sqrt()
-    changes = [_chosen(pools, score, count).sqrt() for score in (pools.cost, pools.attention)]
+    changes = [chosen(pools, score, count).sqrt() for score in (pools.cost, pools.attention)]
     ratio, attention = changes[0] / best, changes[1] / best
     row: dict[str, Any] = {
         "pools": name,
@@ -93,7 +93,7 @@ def _row(name: str, window: int, count: int, pools: Pools) -> dict[str, Any]:
     return row
 
 
-def _chosen(pools: Pools, score: Tensor, count: int) -> Tensor:
+def chosen(pools: Pools, score: Tensor, count: int) -> Tensor:
     """Squared change where the `count` lowest of `score` [R, m] are evicted. [R]."""
     lowest = score.topk(count, largest=False).indices
     subset = torch.zeros_like(score).scatter(-1, lowest, 1.0)  # [R, m]
