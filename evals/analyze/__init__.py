@@ -27,7 +27,6 @@ from kvcap.evals.quality.sweep import options_of
 from kvcap.evals.reports import environment
 from kvcap.evals.texts import Text
 from kvcap.runtime.errors import ExtraMissing
-from kvcap.runtime.files import replacing
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -232,7 +231,5 @@ def _write(document: dict[str, Any], analysis: Analysis, out: Path) -> None:
     picture = BytesIO()
     figure.savefig(picture, format="png")
     text = json.dumps(document, allow_nan=False, ensure_ascii=False) + "\n"
-    for ending, data in (("png", picture.getvalue()), ("json", text.encode())):
-        path = out / f"{document['analysis']}.{ending}"
-        with replacing(path) as file, open(file, "wb", closefd=False) as opened:
-            opened.write(data)
+    (out / f"{document['analysis']}.png").write_bytes(picture.getvalue())
+    (out / f"{document['analysis']}.json").write_text(text, encoding="utf-8")

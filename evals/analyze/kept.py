@@ -81,6 +81,7 @@ def draw(figures: dict[str, Any], figure: Figure) -> None:
     figure.supylabel("layer", fontsize=8)
     axes[-1].set_xlabel("token", fontsize=8)
     bar = figure.colorbar(picture, ax=list(axes), aspect=30)
+    bar.set_ticks(range(0, figures["kv_heads"] + 1, -(-figures["kv_heads"] // 8)))
     bar.set_label("KV heads that hold it", fontsize=8)
     bar.ax.tick_params(labelsize=7)
     figure.suptitle(f"{TITLE}: {figures['text']}", fontsize=9, x=0.01, ha="left")

@@ -114,7 +114,17 @@ def draw(figures: dict[str, Any], figure: Figure) -> None:
         for j, (name, style) in enumerate(zip(figures["scores"], STYLES, strict=True)):
             color, marker, dash, width = style
             up = [row[j] for row in figures[key]]
-            axis.plot(windows_, up, color=color, marker=marker, ls=dash, lw=width, ms=4, label=name)
+            axis.plot(
+                windows_,
+                up,
+                color=color,
+                marker=marker,
+                ls=dash,
+                lw=width,
+                ms=4,
+                label=name,
+                zorder=2 + (width < 2),
+            )
         axis.set_title(f"first {figures['budget']} tokens{title}", fontsize=8, loc="left")
         axis.set_xscale("log", base=2)
         axis.set_xticks(windows_, [*map(str, windows_[:-1]), "all"])

@@ -122,8 +122,8 @@ def explain(figures: dict[str, Any]) -> str:
     said = ["undefined" if x is None else f"{100 * x:.0f} %" for x in shares]
     grown = [f"{figures['blocks']['growth'][i][middle]:.2f}" for i in (0, 1)]
     return (
-        f"Blue cells are heads whose output moves less under {second} than under {first}, orange "
-        "ones more; the lines show by how much of its size the output moves, solid where each "
+        f"Purple cells are heads whose output moves less under {second} than under {first}, orange "
+        "ones more, grey ones lose nothing; the lines show by how much of its size the output moves, solid where each "
         "policy evicts once after the text, dashed where it evicts after every block. At "
         f"{figures['budgets'][middle]} slots {second} moves {said[0]} of the heads less when it "
         f"evicts once and {said[1]} in blocks, where the output has {grown[1]} times its uncapped "
@@ -143,6 +143,7 @@ def draw(figures: dict[str, Any], figure: Figure) -> None:
         cells = [[nan if x is None or x <= 0 else x for x in row] for row in ratio]
         picture = axis.imshow([[_log2(x) for x in row] for row in cells], aspect="auto",
                               cmap="PuOr_r", vmin=-2, vmax=2, interpolation="nearest")  # fmt: skip
+        axis.set_facecolor("#c3c8cd")
         lower = figures[way]["lower"][middle]
         said = "" if lower is None else f": lower in {100 * lower:.0f} % of heads"
         axis.set_title(f"{SAID[way]}, {slots} slots{said}", fontsize=8)
@@ -153,7 +154,7 @@ def draw(figures: dict[str, Any], figure: Figure) -> None:
         axis.set_yticks(range(0, len(numbers), step), [str(i) for i in numbers[::step]])
     bar = figure.colorbar(picture, ax=[once, blocks], ticks=[-2, -1, 0, 1, 2], aspect=14)
     bar.ax.set_yticklabels(["≤ 1/4", "1/2", "1", "2", "≥ 4"], fontsize=7)
-    bar.set_label(f"{second} / {first}", fontsize=8)
+    bar.set_label(f"{second} / {first} (grey: nothing is lost)", fontsize=8)
     colors, markers = ("#0b62a4", "#d1590f"), ("o", "s")
     for i, policy in enumerate(figures["policies"]):
         for way, dash in (("once", "-"), ("blocks", "--")):

@@ -211,8 +211,10 @@ def draw(figures: dict[str, Any], figure: Figure) -> None:
     for axis in (steps, losses):
         axis.set_xticks(across, [str(i) for i in numbers])
         axis.set_xlabel("layer", fontsize=8)
-    for axis in (lines, steps, losses):
+    steps.legend(fontsize=6.5, frameon=False, ncols=3, loc="lower left", bbox_to_anchor=(0, 1))
+    for axis in (lines, losses):
         axis.legend(fontsize=6.5, frameon=False)
+    for axis in (lines, steps, losses):
         axis.spines[["top", "right"]].set_visible(False)
     for axis in (heat, lines, steps, losses):
         axis.tick_params(labelsize=7)

@@ -19,17 +19,18 @@ from markupsafe import Markup
 
 from kvcap.evals.quality.cells import Cell, read_cells
 from kvcap.evals.quality.table import results
-from kvcap.runtime.files import SETTINGS, check_plain, read_json, read_plain, replacing
+from kvcap.runtime.files import SETTINGS, check_plain, read_json, read_plain
 
 CELLS = "cells.jsonl"
 PICTURE = 16 << 20  # the most bytes of one
 PNG = b"\x89PNG\r\n\x1a\n"
 STRIP = "kept"
-NEEDED = {"analysis", "title", "paper", "read", "model", "figures"}
+NEEDED = {"analysis", "title", "paper", "read", "model", "device", "tokens", "policies", "budgets",
+          "figures"}  # fmt: skip
 
 
 def write(folder: Path, target: Path) -> None:
-    """Write the page of `folder` to the file `target`, whole or not at all.
+    """Write the page of `folder` to the file `target`.
 
     Raises:
         ValueError: no folder, nothing to report in it, a file in it that is broken, or a target
@@ -39,8 +40,7 @@ def write(folder: Path, target: Path) -> None:
     if target.is_dir() or not target.parent.is_dir():
         raise ValueError(f"cannot write {str(target)!r}: no such folder, or it is one")
     try:
-        with replacing(target) as file, open(file, "wb", closefd=False) as opened:
-            opened.write(html.encode())
+        target.write_text(html, encoding="utf-8")
     except OSError as error:
         raise ValueError(f"cannot write {str(target)!r}: {error.strerror}") from error
 

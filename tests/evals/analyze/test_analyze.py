@@ -199,13 +199,13 @@ def test_the_bound_of_the_theorem() -> None:
     ratio = {("random", 10): torch.tensor([[1.0, 2.0, torch.nan], [1.5, 3.0, 1.0]])}
     one = {
         "layers": [0, 1],
-        "cone": torch.tensor([[0.5, -0.1], [0.2, 0.25]]).double(),
+        "cone": torch.tensor([[0.5, -0.1], [0.15, 0.25]]).double(),
         "epsilon": torch.tensor([[0.01, 0.01], [0.02, 0.2]]),
         "evicted": 10,
         "ratio": ratio,
     }
     found = cone.gather([one], Options(budgets=(1,)))
-    bounds = [1 / (0.5 * 0.99 * 0.9), 1 / (0.2 * 0.98 * 0.8)]  # of the others none
+    bounds = [1 / (0.5 * 0.99 * 0.9), 1 / (0.15 * 0.98 * 0.8)]  # of the others none
     assert found["bound_finite"] == 0.5
     assert found["bound"]["min"] == pytest.approx(bounds[0], 1e-5)
     assert found["bound"]["max"] == pytest.approx(bounds[1], 1e-5)
@@ -292,8 +292,8 @@ def test_texts_and_policies_that_cannot_be_analysed(runtime: Runtime, text: Text
         text.kept("full", 40, 16)
     with pytest.raises(ValueError, match="holds all of prose 0"):
         text.kept("keydiff", TOKENS, 16)
-    with pytest.raises(PolicyError, match="at least 32"):
-        text.kept("snapkv", 8, 16)
+    with pytest.raises(PolicyError, match="pins 20 sinks"):
+        text.kept("streaming_llm", 8, 16, {"sinks": 20})
     with pytest.raises(ValueError, match=r"letter: .* at least 64 are needed"):
         Text.of(runtime, "letter", "Too short.", 100)
     for changes in ({"layer": 2}, {"head": 2}):
@@ -310,13 +310,16 @@ def test_generated_texts_are_the_same_again(runtime: Runtime) -> None:
         assert not torch.equal(first.ids, generated(runtime, kind, 4, 128).ids)  # type: ignore[arg-type]
 
 
-FAMILY = ["gemma2", "qwen3", "glm", "gpt_oss", "gemma3n", "deepseek_v3", "qwen3_next"]
-"""Sliding layers, plain, rotated by neighbours, sink logits, shared slots, latents, states."""
+FAMILY = ["gpt_oss", "gemma3n", "glm", "qwen3_next", "deepseek_v3"]
+"""Sink logits, shared and sliding slots, rotated by neighbours, recurrent states, latents."""
 
 
 @pytest.mark.slow(keep=2)
-@pytest.mark.parametrize("family", [*FAMILY[3:], *FAMILY[:3]])
-def test_every_analysis_of_every_kind_of_model(family: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", FAMILY)
+def test_every_analysis_of_every_kind_of_model(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(analyze, "_write", lambda *_: None)  # pictures take long
     model = model_of(family)
     ids = torch.randint(3, 90, (TOKENS,), generator=torch.Generator().manual_seed(1)).tolist()
     text = Text(model, family, "random", ids, [str(i) for i in ids])

@@ -44,7 +44,10 @@ def document(name: str, **figures: Any) -> dict[str, Any]:
         "paper": "none",
         "read": f"How to read {name}. What it says.",
         "model": f"tiny {HOSTILE}",
+        "device": "cpu",
         "tokens": [len(PIECES)],
+        "policies": ["keydiff"],
+        "budgets": [],
         "figures": figures,
     }
 
@@ -214,11 +217,11 @@ def test_tokens_are_coloured_by_who_holds_them(opened: Any) -> None:
     assert texts[6] == HOSTILE
     assert shares(opened) == [5, 2, 0, 0, 5, 3, 2, 0, 5]
     assert "6 of 9 tokens" in opened.locator("#summary").inner_text()
-    opened.get_by_label("Layer").select_option("layer 3")
+    opened.get_by_role("combobox", name="Layer").select_option("layer 3")
     assert shares(opened) == [5, 0, 0, 0, 5, 5, 0, 0, 5]
-    opened.get_by_label("Slots per KV head").select_option("6")
+    opened.get_by_role("combobox", name="Slots per KV head").select_option("6")
     assert shares(opened) == [5] * 6 + [0] * 3
-    opened.get_by_label("Policy").select_option("snapkv")  # which was read at 4 slots alone
+    opened.get_by_role("combobox", name="Policy").select_option("snapkv")
     assert shares(opened) == [0] * 5 + [5] * 4
     assert "snapkv, 4 slots: 4 of 9" in opened.locator("#summary").inner_text()
 
@@ -237,7 +240,7 @@ def test_tokens_are_read_with_the_keyboard(opened: Any) -> None:
             strip.press(key)
         assert strip.get_attribute("aria-activedescendant") == f"token-{place}"
         assert says in opened.locator("#said").inner_text()
-    option = opened.get_by_role("option", selected=True)
+    option = strip.get_by_role("option", selected=True)
     assert option.get_attribute("aria-label") == "The: 4 of 4"
     assert opened.locator("#layers li").all_inner_texts() == ["0: 2/2", "3: 2/2"]
 
