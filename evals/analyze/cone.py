@@ -165,15 +165,8 @@ def draw(figures: dict[str, Any], figure: Figure) -> None:
     layers.set_xlabel("layer", fontsize=8)
     layers.set_ylabel("share of triples with c* > 0 (●)", fontsize=8, color="#0b62a4")
     other = layers.twinx()
-    other.plot(
-        across,
-        [max(x, FLOOR) for x in figures["epsilon_by_layer"]],
-        marker="s",
-        ms=4,
-        ls="--",
-        color="#b4450b",
-        lw=1.2,
-    )
+    most = [max(x, FLOOR) for x in figures["epsilon_by_layer"]]
+    other.plot(across, most, marker="s", ms=4, ls="--", color="#b4450b", lw=1.2)
     other.set_yscale("log")
     other.set_ylabel("median ε, most attention (■; floor 1e-9)", fontsize=8, color="#b4450b")
     names = [f"{row['pools']}, {row['evicted']} of 20" for row in figures["ratio"]]
