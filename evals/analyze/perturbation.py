@@ -124,7 +124,8 @@ def explain(figures: dict[str, Any]) -> str:
     return (
         f"Purple cells are heads whose output moves less under {second} than under {first}, orange "
         "ones more, grey ones lose nothing; the lines show by how much of its size the output "
-        "moves, solid where each policy evicts once after the text, dashed where it evicts after every block. At "
+        "moves, solid where each policy evicts once after the text, dashed where it evicts after "
+        "every block. At "
         f"{figures['budgets'][middle]} slots {second} moves {said[0]} of the heads less when it "
         f"evicts once and {said[1]} in blocks, where the output has {grown[1]} times its uncapped "
         f"size under {second} and {grown[0]} under {first}."
