@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import tiny_model
-from families import model_of
+from families import OLD, STATES, model_of
 from torch import Tensor
 from transformers import AutoTokenizer
 
@@ -319,6 +319,8 @@ FAMILY = ["gpt_oss", "gemma3n", "glm", "qwen3_next", "deepseek_v3"]
 def test_every_analysis_of_every_kind_of_model(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if OLD and family in STATES:
+        pytest.skip("transformers 4.57 keeps no recurrent states in a cache")
     monkeypatch.setattr(analyze, "_write", lambda *_: None)  # pictures take long
     model = model_of(family)
     ids = torch.randint(3, 90, (TOKENS,), generator=torch.Generator().manual_seed(1)).tolist()
