@@ -1,4 +1,4 @@
-"""`kvcap eval`, `demo`, `bench`, `memory` and `policies calibrate`: the options of each command.
+"""Options of `kvcap eval`, `analyze`, `report`, `demo`, `bench`, `memory`, `policies calibrate`.
 
 Imports of torch wait until a command runs. Results go to stdout, everything else to stderr.
 """
@@ -196,6 +196,120 @@ def eval_command(
     print(jsonlib.dumps([cell.as_dict() for cell in cells]) if json else results(cells, against))
     if failed is not None:
         raise failed
+
+
+def analyze_command(
+    model: Model,
+    what: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="WHAT...",
+            help="all, or: correlation, pca, volume (KeyDiff), perturbation (CriticalKV), cone "
+            "(DropKV), oracle (OBCache), queries (CaliDrop), kept (which tokens stay).",
+        ),
+    ],
+    file: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--file", "-f", metavar="TEXT", help="A text to read; - is stdin; repeatable."
+        ),
+    ] = None,
+    kind: Annotated[
+        Literal["prose", "conversation"],
+        typer.Option("--text", help="What to write and read where no file is given."),
+    ] = "prose",
+    texts: Annotated[int, typer.Option(min=1, help="How many of those.")] = 4,
+    tokens: Annotated[
+        int, typer.Option(min=64, help="The most tokens of a text to read; bounds memory.")
+    ] = 1024,
+    policies: Annotated[
+        str | None, typer.Option(help="Names, with commas (each analysis has its own).")
+    ] = None,
+    policy_option: Annotated[
+        list[str] | None,
+        typer.Option(metavar="KEY=VALUE", help="Of every policy that has it; repeatable."),
+    ] = None,
+    budgets: Annotated[
+        str | None, typer.Option(help="Slots per KV head, with commas (shares of the text).")
+    ] = None,
+    positions: Annotated[
+        str | None, typer.Option(help="compact or true, where policies evict; as chat has them.")
+    ] = None,
+    block_size: BlockSize = 128,
+    layer: Annotated[
+        int | None, typer.Option(help="pca, queries: which to draw (the middle one).")
+    ] = None,
+    head: Annotated[int | None, typer.Option(help="pca, queries: which KV head (0).")] = None,
+    seed: Seed = 0,
+    out: Annotated[
+        Path, typer.Option(metavar="DIR", help="Folder of a PNG and a JSON per analysis.")
+    ] = Path("out/analyze"),
+    dtype: Dtype = None,
+    device: Device = None,
+    threads: Threads = None,
+    json: Json = False,
+) -> None:
+    """The papers' diagnostics of a model on a text: what keys, queries and policies really do.
+
+    A text is read uncapped for its queries, keys and values, and under a cap for what policies
+    keep. Each analysis writes a picture and its figures, and says how to read them.
+    """
+    from kvcap.evals.analyze import Options, named, require_matplotlib, run
+    from kvcap.runtime.cli.commands import quiet_libraries, read_input, use_threads
+
+    require_matplotlib()
+    names = named(what)
+    given = Options(
+        policies=_names(policies or ""),
+        budgets=_numbers("budgets", budgets) if budgets else (),
+        block_size=block_size,
+        layer=layer,
+        head=head,
+        policy_options=options.pairs(policy_option or []),
+    )
+    files = {name: read_input(name) for name in file or []}
+    _check_folder("--out", out)
+    quiet_libraries()
+    use_threads(threads)
+    from kvcap.evals.texts import texts as made
+    from kvcap.runtime.backends.pytorch.runtime import Runtime
+
+    runtime = Runtime.from_pretrained(
+        model, kv_budget_tokens=tokens, block_size=block_size, dtype=dtype, device=device
+    )
+    readings = made(runtime, files, kind, texts, tokens, seed, positions)  # type: ignore[arg-type]
+    with _meter("{task.completed}/{task.total} measurements") as progress:
+        meter = progress.add_task("analyze", total=None)
+
+        def report(done: int, total: int) -> None:
+            progress.update(meter, completed=done, total=total)
+
+        documents = run(names, readings, given, out, report)
+    if json:
+        print(jsonlib.dumps(list(documents.values())))
+        return
+    for name, document in documents.items():
+        print(f"{document['title']} ({document['paper']}): {out / name}.png, .json")
+        print(f"  {document['read']}")
+
+
+def report_command(
+    folder: Annotated[
+        Path, typer.Argument(metavar="DIR", help="What kvcap eval and kvcap analyze wrote.")
+    ],
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="The page (DIR/report.html).")
+    ] = None,
+) -> None:
+    """One page of a folder: tables, plots, analyses, and which tokens each policy kept.
+
+    It needs no server and asks for nothing else: pictures and data are in the file.
+    """
+    from kvcap.evals.report import write
+
+    target = folder / "report.html" if out is None else out
+    write(folder, target)
+    print(target)
 
 
 def demo_command(
@@ -492,6 +606,13 @@ def _meter(*columns: str, off: bool = False) -> Iterator[Progress]:
     shown.append(TimeElapsedColumn())
     with Progress(*shown, console=console, transient=True, disable=off) as progress:
         yield progress
+
+
+def _check_folder(option: str, path: Path) -> None:
+    """Refuse early what cannot be a folder."""
+    above = next((part for part in (path, *path.parents) if part.exists()), path)
+    if not above.is_dir():
+        raise ValueError(f"{option} {str(path)!r}: {str(above)!r} is a file, not a folder")
 
 
 def _names(text: str) -> tuple[str, ...]:
