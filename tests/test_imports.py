@@ -27,6 +27,9 @@ ONLY_IN = {  # heavy or optional packages, and the one place each is imported
     "starlette": {"android_bench"},
     "adbutils": {"android_bench"},
     "matplotlib": {"evals", "android_bench"},
+    "rouge_score": {"evals"},
+    "rapidfuzz": {"evals"},
+    "jieba": {"evals"},
 }
 
 
