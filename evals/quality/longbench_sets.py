@@ -90,7 +90,10 @@ _MEETING = (
     "the query in one or more sentences.\n\nTranscript:\n{context}\n\nNow, answer the query based "
     "on the above meeting transcript in one or more sentences.\n\nQuery: {input}\nAnswer:"
 )
-_MEETING_ZH = "下面有一段会议记录，请你阅读后，写一段总结，总结会议的内容。\n会议记录：\n{context}\n\n会议总结："
+_MEETING_ZH = (
+    "下面有一段会议记录，请你阅读后，写一段总结，总结会议的内容。\n"
+    "会议记录：\n{context}\n\n会议总结："
+)
 _NEWS = (
     "You are given several news passages. Write a one-page summary of all news. \n\nNews:\n"
     "{context}\n\nNow, write a one-page summary of all the news.\n\nSummary:"
