@@ -70,8 +70,21 @@ def eval_command(
         typer.Option(metavar="KEY=VALUE", help="Of every policy that has it; repeatable."),
     ] = None,
     budgets: Annotated[str, typer.Option(help="Slots per KV head, with commas.")] = "128,256",
-    tasks: Annotated[str, typer.Option(help="Names, with commas.")] = "niah_single",
+    tasks: Annotated[
+        str,
+        typer.Option(
+            help="Names, with commas; of files: file:PATH, longbench/SET, ruler/TASK, math."
+        ),
+    ] = "niah_single",
+    data: Annotated[
+        str | None,
+        typer.Option(metavar="PATH", help="Folder or file of the tasks that are files."),
+    ] = None,
     lengths: Annotated[str, typer.Option(help="Tokens of a prompt, with commas.")] = "4096",
+    max_new_tokens: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="N", help="Of an answer (as many as the task says)."),
+    ] = None,
     question: Annotated[
         str,
         typer.Option(
@@ -115,6 +128,7 @@ def eval_command(
     from kvcap.evals.quality.plot import require_matplotlib
     from kvcap.evals.quality.sweep import Sweep, run
     from kvcap.evals.quality.table import results
+    from kvcap.evals.quality.tasks import with_data
     from kvcap.runtime.cli.commands import quiet_libraries, use_threads
     from kvcap.runtime.cli.options import pairs
 
@@ -125,7 +139,7 @@ def eval_command(
     sweep = Sweep(
         policies=_names(policies),
         budgets=_numbers("budgets", budgets),
-        tasks=_names(tasks),
+        tasks=with_data(_names(tasks), data),
         lengths=_numbers("lengths", lengths),
         positions=_names(positions),  # type: ignore[arg-type]  # run() refuses other names
         samples=samples,
@@ -139,6 +153,7 @@ def eval_command(
         kv_dtype=kv_dtype,  # type: ignore[arg-type]  # the cache refuses other names
         questions=_names(question.replace("both", "aware,after")),  # type: ignore[arg-type]
         depths=(None,) if depths is None else _shares("depths", depths),
+        max_new_tokens=max_new_tokens,
     )
     with _meter("{task.completed}/{task.total} cells") as progress:
         meter = progress.add_task("eval", total=None)

@@ -111,7 +111,7 @@ def code_similarity(reply: str, answer: str) -> float:
 
     lines = reply.lstrip("\n").split("\n")
     code = next((line for line in lines if not any(m in line for m in ("`", "#", "//"))), "")
-    return round(ratio(code, answer)) / 100
+    return round(float(ratio(code, answer))) / 100
 
 
 def classification(reply: str, answers: Answers, classes: Sequence[str] = ()) -> float:

@@ -46,20 +46,18 @@ class Row:
         return value
 
     def texts(self, name: str) -> tuple[str, ...]:
-        """A field that holds a text or a list of texts, at least one and none empty.
+        """A field that holds a text or a list of texts, at least one; whole numbers are texts.
 
         Raises:
             ValueError: it is missing, or holds something else.
         """
         value = self._field(name)
-        found = [value] if isinstance(value, str) else value
-        if not isinstance(found, list) or not all(isinstance(part, str) for part in found):
-            raise ValueError(f"{self.where}: {name!r} is {_kind(value)}; give a list of texts")
-        if not found or not all(part.strip() for part in found):
-            raise ValueError(
-                f"{self.where}: {name!r} has an empty text, or none; give at least one"
-            )
-        return tuple(found)
+        found = value if isinstance(value, list) else [value]
+        if wrong := [part for part in found if type(part) not in (str, int)]:
+            raise ValueError(f"{self.where}: {name!r} holds {_kind(wrong[0])}; give texts")
+        if not found:
+            raise ValueError(f"{self.where}: {name!r} holds no text; give at least one")
+        return tuple(map(str, found))
 
     def _field(self, name: str) -> Any:
         if name not in self.given:

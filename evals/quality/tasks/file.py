@@ -18,8 +18,8 @@ from kvcap.runtime.session.messages import checked_messages
 MAX_NEW_TOKENS = 64
 
 
-def from_file(path: str, part: str = "contains") -> RowsTask:
-    """The task of a JSONL; `part` is the metric of rows that name none.
+def from_file(path: str, part: str = "") -> RowsTask:
+    """The task of a JSONL; `part` is the metric of rows that name none ('contains').
 
     Raises:
         ValueError: no such file or metric, an empty file, or a row that cannot be asked.
@@ -27,8 +27,9 @@ def from_file(path: str, part: str = "contains") -> RowsTask:
     """
     if not path:
         raise ValueError("task 'file' needs a file; give file:PATH, or --data PATH")
-    load_metric(part)
-    return rows_task(find(path), partial(_sample, metric=part), MAX_NEW_TOKENS)
+    metric = part or "contains"
+    load_metric(metric)
+    return rows_task(find(path), partial(_sample, metric=metric), MAX_NEW_TOKENS)
 
 
 def _sample(row: Row, metric: str) -> RowSample:
@@ -41,13 +42,16 @@ def _sample(row: Row, metric: str) -> RowSample:
     if name == "classification" and not classes:
         raise ValueError(f"{row.where} has no 'classes'; the metric classification needs all names")
     answers = row.texts("answers")
+    if not all(answer.strip() for answer in answers):
+        raise ValueError(f"{row.where}: an answer is empty, which any reply would contain")
     if "messages" in row.given:
         try:
             *before, last = checked_messages(row.given["messages"])
         except KvcapError as error:
             raise ValueError(f"{row.where}: {error}") from error
-        return RowSample("", last["content"], answers, joint="", before=tuple(before),
-                         metric=name, classes=classes, where=row.where)  # fmt: skip
+        earlier = tuple((said["role"], said["content"]) for said in before)
+        return RowSample("", last["content"], answers, joint="", before=earlier, metric=name,
+                         classes=classes, where=row.where)  # fmt: skip
     question = row.text("question")
     if not question.strip():
         raise ValueError(f"{row.where}: 'question' is empty")

@@ -15,12 +15,14 @@ MAX_NEW_TOKENS = 2048
 ASKS = "Please reason step by step, and put your final answer within \\boxed{}."
 
 
-def from_file(path: str) -> RowsTask:
+def from_file(path: str, part: str = "") -> RowsTask:
     """The problems of a JSONL.
 
     Raises:
         ValueError: no such file, an empty one, or a row without problem or answer.
     """
+    if part:
+        raise ValueError(f"task 'math' has no part {part!r}; give math:PATH")
     if not path:
         raise ValueError("task 'math' needs a file; give math:PATH, or --data PATH")
     return rows_task(find(path, "test.jsonl"), _sample, MAX_NEW_TOKENS)

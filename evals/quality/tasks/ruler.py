@@ -22,11 +22,12 @@ class Family:
     """How RULER asks and scores the tasks of one generator."""
 
     asks: str  # how the question begins: the last place where this stands in a prompt
+    opens: str  # how the answer begins, which RULER writes for the model
     max_new_tokens: int
     metric: str = "contains_all"
 
 
-NIAH = Family("What ", 128)  # "What are all the special magic numbers for …"
+NIAH = Family("What ", " The special magic", 128)  # "What are all the special magic numbers for …"
 FAMILIES = {
     **dict.fromkeys(
         (
@@ -35,10 +36,12 @@ FAMILIES = {
         ),
         NIAH,
     ),
-    "vt": Family("Question: Find all variables", 30),
-    "cwe": Family("Question: What are the 10 most common words", 120),
-    "fwe": Family("Question: Do not provide any explanation.", 50),
-    **dict.fromkeys(("qa_1", "qa_2"), Family("Answer the question based on", 32, "contains")),
+    "vt": Family("Question: Find all variables", " Answer:", 30),
+    "cwe": Family("Question: What are the 10 most common words", " Answer:", 120),
+    "fwe": Family("Question: Do not provide any explanation.", " Answer:", 50),
+    **dict.fromkeys(
+        ("qa_1", "qa_2"), Family("Answer the question based on", " Answer:", 32, "contains")
+    ),
 }  # fmt: skip
 WRITTEN = re.compile(r"\[INST\]|<\||\[gMASK\]|<BOS_TOKEN>")  # how chat templates begin
 
@@ -81,13 +84,18 @@ def _sample(row: Row, family: Family) -> RowSample:
     context, found, question = text.rpartition(family.asks)
     if not found:
         raise ValueError(f"{row.where}: no {family.asks!r} in 'input'; is it of another task?")
+    if "answer_prefix" in row.given:
+        opening = row.text("answer_prefix")
+    else:  # earlier versions of RULER leave it in the prompt
+        question, begins, rest = question.partition(family.opens)
+        opening = begins + rest
     shown = context.rstrip()
     return RowSample(
         shown,
         found + question,
         row.texts("outputs"),
         joint=context.removeprefix(shown),
-        opening=row.text("answer_prefix") if "answer_prefix" in row.given else "",
+        opening=opening,
         metric=family.metric,
         where=row.where,
     )
