@@ -113,7 +113,7 @@ def test_metrics_are_of_the_row_or_of_the_task(tmp_path: Path, tokenizer: Any) -
         ([own(answers=[""])], "line 1: an answer is empty"),
         ([own() | {"answers": [1.5]}], "line 1: 'answers' holds a number; give texts"),
         ([own() | {"answers": True}], "line 1: 'answers' holds true or false; give texts"),
-        ([own() | {"metric": "f2"}], "line 1: no metric is called 'f2'; did you mean 'f1'"),
+        ([own() | {"metric": "rogue_l"}], "line 1: no metric is called 'rogue_l'; did you mean"),
         ([own() | {"metric": "classification"}], "line 1 has no 'classes'"),
         ([{"messages": [], "answers": ["a"]}], "line 1: there are no messages"),
         ([{"messages": [{"role": "user"}], "answers": "a"}], "line 1: message 0 has no 'content'"),
@@ -368,12 +368,12 @@ def test_a_path_goes_to_the_tasks_that_take_it() -> None:
 def test_pocket_answers_a_users_file(
     tmp_path: Path, tokenizer: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    made = make_samples("niah_single", tokenizer, 300, 3, seed=5)
+    made = make_samples("niah_single", tokenizer, 150, 2, seed=5)
     rows = [{"context": s.context, "question": s.question, "answers": s.answers} for s in made]
     path, out = write(tmp_path / "facts.jsonl", *rows), tmp_path / "out"
-    command = ["eval", "pocket", "--tasks", "file", "--data", str(path), "--lengths", "400",
-               "--policies", "streaming_llm,full", "--budgets", "64", "--positions", "compact",
-               "--question", "both", "--samples", "3", "--max-new-tokens", "16", "--device", "cpu",
+    command = ["eval", "pocket", "--tasks", "file", "--data", str(path), "--lengths", "256",
+               "--policies", "streaming_llm,full", "--budgets", "48", "--positions", "compact",
+               "--question", "both", "--samples", "2", "--max-new-tokens", "16", "--device", "cpu",
                "--out", str(out)]  # fmt: skip
     assert cli.run(command) == 0
     cells = {(c.setting.policy, c.setting.question): c for c in read_cells(out / "cells.jsonl")}
@@ -382,12 +382,12 @@ def test_pocket_answers_a_users_file(
     assert cells["streaming_llm", "after"].score < 1  # what is asked for was evicted
     assert cells["full", "aware"].setting.task == f"file:{path}"
     text = (out / "results.md").read_text()
-    assert f"file:{path}, 400 tokens, context-only" in text
+    assert f"file:{path}, 256 tokens, context-only" in text
     assert "answers of up to 16 tokens; file " in text
 
-    write(path, *rows[:2], own())  # another content: every cell is measured anew
+    write(path, rows[0], own())  # another content: every cell is measured anew
     capsys.readouterr()
     assert cli.run([*command, "--policies", "full", "--question", "aware"]) == 0
     assert len(read_cells(out / "cells.jsonl")) == 5
-    assert cli.run([*command, "--samples", "4"]) == 2
-    assert "facts.jsonl has 3 rows, and --samples asks for 4" in capsys.readouterr().err
+    assert cli.run([*command, "--samples", "3"]) == 2
+    assert "facts.jsonl has 2 rows, and --samples asks for 3" in capsys.readouterr().err
