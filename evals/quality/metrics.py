@@ -306,6 +306,12 @@ METRICS: dict[str, Metric] = {
     "accuracy": _best(accuracy),
     "math": _best(math),
 }
+# What a cell's score is (`scores.UNITS`) where samples are not just right or wrong.
+PARTIAL = {
+    "contains_all": "score", "classification": "score", "count": "score", "retrieval": "score",
+    "retrieval_zh": "score", "f1": "f1", "f1_zh": "f1", "rouge_l": "rouge_l",
+    "rouge_l_zh": "rouge_l", "code_similarity": "similarity",
+}  # fmt: skip
 NEEDS = {  # packages of a metric, by the name they are imported by
     "f1_zh": ("jieba",),
     "rouge_l": ("rouge_score",),

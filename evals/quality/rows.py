@@ -15,7 +15,7 @@ from pathlib import Path
 from random import Random
 from typing import Any, ClassVar
 
-from kvcap.evals.quality.metrics import load_metric
+from kvcap.evals.quality.metrics import PARTIAL, load_metric
 from kvcap.evals.quality.tasks import Sample, prompt_ids
 from kvcap.runtime.files import check_plain, parse_json
 
@@ -115,6 +115,12 @@ class RowsTask:
     read: Callable[[str], str] = str
     PLACED: ClassVar[bool] = False
 
+    @property
+    def UNIT(self) -> str:  # written as in a task's file
+        """What its scores are numbers of: of the one metric that all rows have, or just scores."""
+        units = {PARTIAL.get(sample.metric, "share") for sample in self.samples}
+        return units.pop() if len(units) == 1 else "score"
+
     def make(self, rng: Random, tokenizer: Any, length: int, depth: float) -> RowSample:
         """Any row. `depth` means nothing here."""
         return self._fitted(rng.choice(self.samples), tokenizer, length)
@@ -191,17 +197,17 @@ def _read(path: Path, member: str | None) -> tuple[bytes, str]:
     try:
         check_plain(path, MOST)
         if path.suffix != ".zip":
-            return path.read_bytes(), path.name
+            return path.read_bytes(), str(path)
         with zipfile.ZipFile(path) as archive:
             if member not in archive.namelist():
-                raise ValueError(f"{path.name} has no {member}")
+                raise ValueError(f"{path} has no {member}")
             if archive.getinfo(member).file_size > MOST:
-                raise ValueError(f"{member} of {path.name} has more than {MOST:,} bytes")
-            return archive.read(member), f"{path.name}/{member}"
+                raise ValueError(f"{member} of {path} has more than {MOST:,} bytes")
+            return archive.read(member), f"{path}/{member}"
     except OSError as error:
         raise ValueError(f"cannot read {str(path)!r}: {error.strerror or error}") from error
     except zipfile.BadZipFile as error:
-        raise ValueError(f"{path.name} is no zip archive, or a broken one ({error})") from error
+        raise ValueError(f"{path} is no zip archive, or a broken one ({error})") from error
 
 
 def _rows(data: bytes, name: str) -> Iterator[Row]:

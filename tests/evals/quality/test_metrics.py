@@ -13,6 +13,7 @@ import pytest
 
 from kvcap.evals.quality import metrics
 from kvcap.evals.quality.metrics import METRICS, last_boxed, load_metric
+from kvcap.evals.quality.scores import UNITS
 from kvcap.runtime.errors import ExtraMissing
 
 CLASSES = ["Food", "Food and drink", "Date", "City"]
@@ -151,6 +152,12 @@ def test_math_compares_the_last_boxed_answer(reply, answer, score):
 def test_braces_of_a_boxed_answer_are_counted():
     assert last_boxed(r"\boxed{\frac{1}{x^{2}}} \text{done}") == r"\frac{1}{x^{2}}"
     assert last_boxed(r"\boxed") is None
+
+
+def test_every_metric_has_a_unit():
+    assert set(metrics.PARTIAL) < set(METRICS)
+    assert set(metrics.PARTIAL.values()) < set(UNITS)
+    assert set(metrics.NEEDS) < set(METRICS)
 
 
 def test_unknown_metrics_and_missing_packages_are_named(monkeypatch):

@@ -22,6 +22,7 @@ from kvcap.evals.quality.tasks import (
     prompt_ids,
     prompt_parts,
     tasks,
+    unit_of,
     with_data,
 )
 from kvcap.evals.quality.tasks.math import ASKS
@@ -95,6 +96,11 @@ def test_metrics_are_of_the_row_or_of_the_task(tmp_path: Path, tokenizer: Any) -
     samples = make_samples(f"file/f1:{path}", tokenizer, 200, 3, seed=0)
     replies = {sample.metric: task.score(sample, "Ann or Bob") for sample in samples}
     assert replies == {"f1": pytest.approx(0.4), "exact_match": 0, "classification": 0.5}
+    assert unit_of(task) == "score"
+    write(path, own(), own())
+    load_task.cache_clear()
+    assert unit_of(load_task(f"file/f1:{path}")) == "f1"
+    assert unit_of(load_task(f"file:{path}")) == "share"
 
 
 @pytest.mark.parametrize(
