@@ -72,9 +72,20 @@ def eval_command(
     budgets: Annotated[str, typer.Option(help="Slots per KV head, with commas.")] = "128,256",
     tasks: Annotated[
         str,
-        typer.Option(help="Names, with commas; ruler is all of RULER's, perplexity:FILE a text."),
+        typer.Option(
+            help="Names, with commas; ruler: all of RULER's that are made here; of files: "
+            "perplexity:FILE, file:PATH, longbench/SET, ruler/TASK, math."
+        ),
     ] = "niah_single",
+    data: Annotated[
+        str | None,
+        typer.Option(metavar="PATH", help="Folder or file of the tasks that are files."),
+    ] = None,
     lengths: Annotated[str, typer.Option(help="Tokens of a prompt, with commas.")] = "4096",
+    max_new_tokens: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="N", help="Of an answer (as many as the task says)."),
+    ] = None,
     question: Annotated[
         str,
         typer.Option(
@@ -144,7 +155,7 @@ def eval_command(
     from kvcap.evals.quality.plots.style import require_matplotlib
     from kvcap.evals.quality.sweep import Sweep, run
     from kvcap.evals.quality.table import describe, results
-    from kvcap.evals.quality.tasks import spelled_out
+    from kvcap.evals.quality.tasks import spelled_out, with_data
     from kvcap.evals.quality.workers.crew import Crew
     from kvcap.runtime.cli.commands import quiet_libraries, use_threads
     from kvcap.runtime.cli.options import pairs
@@ -159,7 +170,7 @@ def eval_command(
     sweep = Sweep(
         policies=_names(policies),
         budgets=_numbers("budgets", budgets),
-        tasks=spelled_out(_names(tasks)),
+        tasks=spelled_out(with_data(_names(tasks), data)),
         lengths=_numbers("lengths", lengths),
         positions=_names(positions),  # type: ignore[arg-type]  # run() refuses other names
         samples=samples,
@@ -173,6 +184,7 @@ def eval_command(
         kv_dtype=kv_dtype,  # type: ignore[arg-type]  # the cache refuses other names
         questions=_names(question.replace("both", "aware,after")),  # type: ignore[arg-type]
         depths=(None,) if depths is None else _shares("depths", depths),
+        max_new_tokens=max_new_tokens,
     )
     with _meter("{task.completed}/{task.total} cells") as progress:
         meter = progress.add_task("eval", total=None)

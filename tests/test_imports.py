@@ -28,6 +28,9 @@ ONLY_IN = {  # heavy or optional packages, and the one place each is imported
     "adbutils": {"android_bench"},
     "matplotlib": {"evals", "android_bench"},
     "ray": {"evals"},
+    "rouge_score": {"evals"},
+    "rapidfuzz": {"evals"},
+    "jieba": {"evals"},
 }
 
 

@@ -29,12 +29,17 @@ def new_cache(config: Any, setting: Setting) -> BudgetCache:
     """A cache for one cell, not yet allocated; one that never evicts holds prompt and answer."""
     return BudgetCache(
         config,
-        setting.budget or setting.length + load_task(setting.task).MAX_NEW_TOKENS,
+        setting.budget or setting.length + answer_tokens(setting),
         setting.block_size,
         load_policy(setting.policy, **dict(setting.options)),
         positions=setting.positions,
         kv_dtype=setting.kv_dtype,
     )
+
+
+def answer_tokens(setting: Setting) -> int:
+    """Tokens that an answer may take."""
+    return setting.max_new_tokens or load_task(setting.task).MAX_NEW_TOKENS
 
 
 def measure(runtime: Runtime, setting: Setting, prompts: Sequence[Prompt], batch: int) -> Cell:
@@ -57,7 +62,7 @@ def measure(runtime: Runtime, setting: Setting, prompts: Sequence[Prompt], batch
         if not task.MAX_NEW_TOKENS:
             found = losses(model, cache, parts[0]).mean(-1).tolist()
         else:
-            said = answer(model, cache, parts, task.MAX_NEW_TOKENS)
+            said = answer(model, cache, parts, answer_tokens(setting))
             texts = [runtime.tokenizer.decode(row, skip_special_tokens=True) for row in said]
             found = [task.score(prompts[i][0], t) for i, t in zip(places, texts, strict=True)]
         for i, score in zip(places, found, strict=True):

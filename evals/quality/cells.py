@@ -40,6 +40,8 @@ class Setting:
     """Read with the context, or after it was evicted down to the budget; None: nothing is asked."""
     depth: float | None = None
     """Where in the text stands what is asked for, 0 (start) to 1; None: samples are spread out."""
+    max_new_tokens: int | None = None  # an answer may take; None: as many as the task says
+    data: str | None = None  # digest of the file that the task reads, if it reads one
 
     @property
     def asked(self) -> str:

@@ -14,6 +14,7 @@ from random import Random
 from typing import Any, Literal
 from uuid import UUID
 
+from kvcap.evals.quality.metrics import contains_all
 from kvcap.evals.quality.tasks import Sample, prompt_ids
 from kvcap.evals.quality.text import fit, fit_whole, scatter
 from kvcap.pocket import words
@@ -35,12 +36,7 @@ NOISE = (
 
 def string_match_all(sample: Sample, reply: str) -> float:
     """The share of the answers that stand in the reply, whatever their case."""
-    return sum(answer.lower() in reply.lower() for answer in sample.answers) / len(sample.answers)
-
-
-def string_match_part(sample: Sample, reply: str) -> float:
-    """Whether any of the answers stands in the reply, whatever its case."""
-    return float(any(answer.lower() in reply.lower() for answer in sample.answers))
+    return contains_all(reply, sample.answers)
 
 
 @dataclass(frozen=True)

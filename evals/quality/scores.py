@@ -31,6 +31,10 @@ class Unit:
 
 UNITS = {
     "share": Unit("share of right answers"),
+    "score": Unit("mean score"),
+    "f1": Unit("mean F1"),
+    "rouge_l": Unit("mean ROUGE-L"),
+    "similarity": Unit("mean edit similarity"),
     # A sample's score is its mean loss per token, in nats.
     "perplexity": Unit(
         "perplexity", higher_is_better=False, share=False, of_mean=math.exp, compared="ratio"

@@ -69,6 +69,7 @@ class Sweep:
     kv_dtype: KvDtype | None = None  # of what slots hold; None: the model's own numbers
     questions: Sequence[Question] = ("aware",)  # see `Setting.question`
     depths: Sequence[float | None] = (None,)  # see `Setting.depth`
+    max_new_tokens: int | None = None  # of an answer; None: as many as each task says
 
     def check(self) -> None:
         """Refuse numbers and names that cannot be run.
@@ -87,6 +88,7 @@ class Sweep:
             "samples": self.samples,
             "block_size": self.block_size,
             "batch_size": self.batch_size,
+            "max_new_tokens": 1 if self.max_new_tokens is None else self.max_new_tokens,
         }
         for name, least in numbers.items():
             if least < 1:
@@ -101,6 +103,7 @@ class Sweep:
         for depth in fixed:
             if not 0 <= depth <= 1:
                 raise ValueError(f"depths: {depth} is not between 0 (start) and 1 (end)")
+        load_task.cache_clear()  # a file may have changed since an earlier sweep
         for task in self.tasks:
             if fixed and not is_placed(load_task(task)):
                 raise ValueError(
@@ -126,7 +129,7 @@ class Sweep:
             self.budgets,
             self.positions,
         ):
-            capped = load_policy(policy).policy.evicts
+            capped, asks = load_policy(policy).policy.evicts, load_task(task).MAX_NEW_TOKENS > 0
             setting = Setting(
                 model=self.model,
                 dtype=dtype,
@@ -140,8 +143,10 @@ class Sweep:
                 block_size=self.block_size,
                 options=self._options_for(policy),
                 kv_dtype=self.kv_dtype if capped else None,
-                question=question if load_task(task).MAX_NEW_TOKENS else None,
+                question=question if asks else None,
                 depth=depth,
+                max_new_tokens=self.max_new_tokens if asks else None,
+                data=getattr(load_task(task), "digest", None),
             )
             found.setdefault(setting)
         return list(found)

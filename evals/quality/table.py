@@ -47,10 +47,11 @@ def results(cells: Iterable[Cell], compared: Sequence[str] = ()) -> str:
     return "\n".join(parts)
 
 
-def group(s: Setting) -> tuple[str, str, str, int, str, float, int, int, int]:
+def group(s: Setting) -> tuple[str | float, ...]:
     """What cells of one table have in common."""
     depth = -1.0 if s.depth is None else s.depth
-    return s.model, s.dtype, s.task, s.length, s.asked, depth, s.samples, s.seed, s.block_size
+    read = s.task, s.data or "", s.length, s.asked, depth, s.samples, s.seed
+    return s.model, s.dtype, *read, s.block_size, s.max_new_tokens or 0
 
 
 def title(s: Setting) -> str:
@@ -72,7 +73,7 @@ def _table(cells: list[Cell]) -> list[str]:
         f"## {title(first)}",
         "",
         f"{_measured(cells[0])}; {first.samples} samples, seed {first.seed}, block "
-        f"{first.block_size}, {first.dtype}, {cells[0].device}.",
+        f"{first.block_size}, {first.dtype}, {cells[0].device}{_given(first)}.",
         "",
         *grid(
             ["policy", "positions", *scores, "ms per block", "extra memory"],
@@ -123,6 +124,10 @@ def _comparison(a: Cell, b: Cell) -> list[str]:
         f"{found.first_higher}",
         f"{found.second_higher}",
     ]
+def _given(s: Setting) -> str:
+    """What else of a setting is not the task's own, for the line above a table."""
+    limit = "" if s.max_new_tokens is None else f"; answers of up to {s.max_new_tokens:,} tokens"
+    return limit + (f"; file {s.data[:8]}" if s.data else "")
 
 
 def _measured(cell: Cell) -> str:

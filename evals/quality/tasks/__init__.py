@@ -4,7 +4,10 @@ To add a task, add a file with what `Task` says. A task is English text and know
 policy. A prompt that a task writes has exactly the tokens asked for, so that samples can be read in
 one batch; one made of a user's file may have fewer.
 
-A file may define `from_file(path) -> Task` as well, or instead: `NAME:PATH` is that task.
+A file may define `from_file(path) -> Task` as well, or instead: `NAME:PATH` is that task; with a
+second argument, `NAME/PART:PATH` is a part of it, such as one set of a benchmark. Such a task may
+define `draw(tokenizer, length, count, seed)`, which gives all samples at once, and `digest`, which
+tells one content of the file from another.
 """
 
 from __future__ import annotations
@@ -41,11 +44,13 @@ class Sample:
     opening: str = ""  # of the answer: the model goes on from it
     chat: bool = True  # a message in the model's chat template; False: plain text
     ids: tuple[int, ...] | None = None  # the prompt in tokens, of a task that asks nothing
+    before: tuple[tuple[str, str], ...] = ()  # earlier messages: role and content
 
     @property
     def messages(self) -> list[dict[str, str]]:
         """The conversation to be answered."""
-        return [{"role": "user", "content": f"{self.context}{self.joint}{self.question}"}]
+        asked = ("user", f"{self.context}{self.joint}{self.question}")
+        return [{"role": role, "content": content} for role, content in (*self.before, asked)]
 
 
 class Task(Protocol):
@@ -77,11 +82,20 @@ class Task(Protocol):
         ...
 
 
-@cache
 def tasks() -> dict[str, Task]:
-    """Every task by name."""
+    """Every task that makes its samples itself, by name."""
+    return {name: cast(Task, task) for name, task in _modules().items() if hasattr(task, "make")}
+
+
+def files() -> list[str]:
+    """Names of tasks that only files make: `NAME:PATH`."""
+    return [name for name, task in _modules().items() if not hasattr(task, "make")]
+
+
+@cache
+def _modules() -> dict[str, Any]:
     names = sorted(module.name for module in pkgutil.iter_modules(__path__))
-    return {name: cast(Task, importlib.import_module(f"{__name__}.{name}")) for name in names}
+    return {name: importlib.import_module(f"{__name__}.{name}") for name in names}
 
 
 def spelled_out(names: Iterable[str]) -> list[str]:
@@ -91,26 +105,40 @@ def spelled_out(names: Iterable[str]) -> list[str]:
 
 @cache
 def load_task(name: str) -> Task:
-    """The task of that name, or `NAME:PATH`: the one that a file makes of the user's.
+    """The task of that name; of a user's file `NAME:PATH`, or a part of it, `NAME/PART:PATH`.
 
     Raises:
         ValueError: no such task, and the nearest one is named; or it takes no file, or needs one.
         OSError: the file cannot be read.
     """
-    name, _, path = name.partition(":")
-    if name not in tasks():
-        known = [*tasks(), *GROUPS]
+    given, _, path = name.partition(":")
+    name, _, part = given.partition("/")
+    if name not in _modules():
+        known = dict.fromkeys([*_modules(), *GROUPS])
         close = difflib.get_close_matches(name, known, n=1)
         hint = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(known)}"
         raise ValueError(f"no task is called {name!r}; {hint}")
-    task: Any = tasks()[name]
-    if path:
-        if not hasattr(task, "from_file"):
-            raise ValueError(f"task {name!r} reads no file; give it without {':' + path!r}")
-        return cast(Task, task.from_file(path))
-    if not hasattr(task, "make"):
-        raise ValueError(f"task {name!r} needs a file: {name}:PATH")
-    return cast(Task, task)
+    task = _modules()[name]
+    if hasattr(task, "make") and not path and not part:
+        return cast(Task, task)
+    if not hasattr(task, "from_file"):
+        raise ValueError(f"task {name!r} reads no file; give it without what follows its name")
+    return cast(Task, task.from_file(path, part) if part else task.from_file(path))
+
+
+def with_data(names: Iterable[str], path: str | None) -> list[str]:
+    """Names of tasks; those of files that name none get `path`.
+
+    Raises:
+        ValueError: a path is given, and no task takes it.
+    """
+    given = list(names)
+    if path is None:
+        return given
+    takes = [":" not in name and name.partition("/")[0] in files() for name in given]
+    if not any(takes):
+        raise ValueError(f"--data {path}: no task of this sweep takes it; {', '.join(files())} do")
+    return [f"{name}:{path}" if yes else name for name, yes in zip(given, takes, strict=True)]
 
 
 def unit_of(task: Task) -> str:
@@ -132,6 +160,8 @@ def make_samples(
     samples are spread evenly too.
     """
     task, key = load_task(name), f"{name}/{length}/{seed}"
+    if draw := getattr(task, "draw", None):
+        return cast(list[Sample], draw(tokenizer, length, count, seed))
     start = Random(key).random()
     depths = [(start + i * GOLDEN) % 1 if depth is None else depth for i in range(count)]
     return [task.make(Random(f"{key}/{i}"), tokenizer, length, depths[i]) for i in range(count)]
@@ -156,11 +186,17 @@ def prompt_parts(
     first one that holds a letter of the question.
 
     Raises:
-        ValueError: the question is not found in what the chat template wrote.
+        ValueError: there is no context, or the question is not found in what the chat template
+            wrote.
     """
     ids = prompt_ids(tokenizer, sample)
     if question != "after":
         return (ids,)
+    if not sample.context and not sample.before:
+        raise ValueError(
+            "--question after: this task has a question without a text before it; use --question "
+            "aware"
+        )
     text, asked = _text(tokenizer, sample), sample.question.strip()
     place = text.rfind(asked, 0, len(text) - len(sample.opening)) if asked else -1
     if place < 0:
