@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from kvcap.evals.memory import Baseline, Matrix
     from kvcap.evals.quality.cells import Cell
     from kvcap.evals.quality.demo import Demo, Question, Report
+    from kvcap.evals.quality.sweep import Sweep
 
 Model = Annotated[str, typer.Argument(help="'pocket', a directory, or a repository of the hub.")]
 BlockSize = Annotated[
@@ -142,6 +143,16 @@ def eval_command(
         str | None,
         typer.Option(metavar="HOST:PORT", help="Of a running Ray cluster (one that Ray finds)."),
     ] = None,
+    agreement: Annotated[
+        bool,
+        typer.Option(
+            "--agreement", help="Instead of tasks: how near predictions of a text stay to uncapped."
+        ),
+    ] = False,
+    file: Annotated[
+        str | None,
+        typer.Option("--file", "-f", metavar="FILE", help="That text; - is stdin."),
+    ] = None,
     json: Json = False,
 ) -> None:
     """Recall under a cap: policies × budgets × positions, each cell with its interval.
@@ -149,6 +160,9 @@ def eval_command(
     Cells that the folder already holds are not run again; after Ctrl-C or a power cut, run the same
     command. A cell whose worker dies is given to another one once; then it fails, and the others go
     on.
+
+    With --agreement the text of --file is read under each of them and without a cap, in passages of
+    --lengths tokens, --samples at most; agreement.md and agreement.json go to the folder.
     """
     from kvcap.evals.quality.cells import current_cells
     from kvcap.evals.quality.plots import draw
@@ -186,6 +200,23 @@ def eval_command(
         depths=(None,) if depths is None else _shares("depths", depths),
         max_new_tokens=max_new_tokens,
     )
+    if agreement != (file is not None):
+        raise ValueError("--agreement and --file go together: --agreement -f FILE")
+    if agreement:
+        others = {
+            "--plot": plot,
+            "--compare": compare,
+            "--data": data,
+            "--max-new-tokens": max_new_tokens,
+            "--workers": workers,
+            "--engine": engine != "local",
+            "--ray-address": ray_address,
+        }
+        if given := [name for name, value in others.items() if value]:
+            raise ValueError(f"--agreement has no use for {', '.join(given)}; leave that out")
+    if file is not None:
+        _agreement(sweep, file, out, json)
+        return
     with _meter("{task.completed}/{task.total} cells") as progress:
         meter = progress.add_task("eval", total=None)
 
@@ -322,6 +353,29 @@ def report_command(
     target = folder / "report.html" if out is None else out
     write(folder, target)
     print(target)
+
+
+def _agreement(sweep: Sweep, file: str, out: Path, json: bool) -> None:
+    """`kvcap eval --agreement`."""
+    from kvcap.evals.quality.agreement import measure, table
+    from kvcap.runtime.cli.commands import read_input
+
+    if len(sweep.lengths) > 1:
+        raise ValueError("--agreement: give one of --lengths, the most tokens of a passage")
+    if out.exists() and not out.is_dir():
+        raise ValueError(f"--out {str(out)!r} is a file; give a folder")
+    with _meter("{task.completed:,}/{task.total:,} tokens") as progress:
+        meter = progress.add_task("agreement", total=0)
+
+        def report(done: int, total: int) -> None:
+            progress.update(meter, completed=done, total=total)
+
+        found = measure(sweep, read_input(file), report)
+    text, document = table(found), jsonlib.dumps(found.as_dict())
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "agreement.md").write_text(text, encoding="utf-8")
+    (out / "agreement.json").write_text(document + "\n", encoding="utf-8")
+    print(document if json else text)
 
 
 def demo_command(

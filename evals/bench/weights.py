@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from kvcap.evals.bench import Options, Result
+from kvcap.evals.quality.agreement import compare
 from kvcap.evals.quality.tasks import load_task, make_samples
 from kvcap.pocket.corpus import facts, filler
 from kvcap.runtime.backends.onnxruntime.runtime import OrtRuntime
@@ -129,10 +130,11 @@ def _beside(logits: list[Tensor], truth: list[Tensor], texts: list[list[int]]) -
     after = torch.tensor([token for ids in texts for token in ids[1:]])
     first, second = theirs.exp().topk(2, -1).values.T
     clear = first - second >= CLEAR
+    divergence, same = compare(mine, theirs)
     return {
         "perplexity": math.exp(-float(mine.gather(1, after[:, None]).mean())),
-        "kl": float((theirs.exp() * (theirs - mine)).sum(-1).mean()),
-        "same_token": float((mine.argmax(-1) == theirs.argmax(-1))[clear].float().mean()),
+        "kl": float(divergence.mean()),
+        "same_token": float(same[clear].float().mean()),
     }
 
 

@@ -11,6 +11,7 @@ import numpy as np
 
 Z = NormalDist().inv_cdf(0.975)  # two-sided 95 %
 RESAMPLES = 4000  # of the bootstrap
+AT_ONCE = 1 << 20  # values drawn, to bound the memory
 SEED = 0  # of the bootstrap: the same scores have the same interval
 
 
@@ -69,12 +70,23 @@ def wilson(right: int, samples: int) -> tuple[float, float]:
     return max(0.0, (middle - half) / (1 + square)), min(1.0, (middle + half) / (1 + square))
 
 
-def bootstrap(values: Sequence[float]) -> tuple[float, float]:
+def bootstrap(
+    values: Sequence[float], weights: Sequence[float] | None = None
+) -> tuple[float, float]:
     """The 95 % percentile interval of the mean, by means of samples drawn with replacement.
 
     B. Efron, 1979, https://doi.org/10.1214/aos/1176344552. Of few values it is too narrow.
+
+    Args:
+        values: of the samples.
+        weights: of the samples in the mean; by default all weigh the same.
     """
     rng, given = np.random.default_rng(SEED), np.asarray(values, dtype=np.float64)
-    means = given[rng.integers(len(given), size=(RESAMPLES, len(given)))].mean(axis=1)
-    low, high = np.quantile(means, [0.025, 0.975])
+    heavy = np.ones_like(given) if weights is None else np.asarray(weights, dtype=np.float64)
+    means, together = [], max(1, AT_ONCE // len(given))
+    for first in range(0, RESAMPLES, together):
+        count = min(together, RESAMPLES - first)
+        chosen = rng.integers(len(given), size=(count, len(given)))
+        means.append((heavy * given)[chosen].sum(axis=1) / heavy[chosen].sum(axis=1))
+    low, high = np.quantile(np.concatenate(means), [0.025, 0.975])
     return float(low), float(high)

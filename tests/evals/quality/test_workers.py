@@ -116,7 +116,7 @@ def test_what_loading_raises_ends_the_work(tmp_path: Path) -> None:
 def test_ending_early_ends_the_workers(chores: Chores) -> None:
     with closing(spread(Processes(chores, 2), ["wait", *WORDS], str, print)) as results:
         assert next(results)[0] == "a"
-    assert all(map(is_gone, chores.processes()))
+    wait_until(lambda: all(map(is_gone, chores.processes())))
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
