@@ -1,4 +1,4 @@
-"""Options of `kvcap eval`, `analyze`, `report`, `demo`, `bench`, `memory`, `policies calibrate`.
+"""Options of the commands that measure: `kvcap eval`, `lm-eval`, `analyze`, `bench` and others.
 
 Imports of torch wait until a command runs. Results go to stdout, everything else to stderr.
 """
@@ -540,6 +540,20 @@ def bench_command(
         print(result.csv())
     if output in (None, "json"):
         print(jsonlib.dumps(result.as_dict()))
+
+
+def lm_eval_command(context: typer.Context) -> None:
+    """Run lm-evaluation-harness, which then knows the model kvcap (kvcap[lm-eval]).
+
+    What follows is lm-eval's own command line, as in --model_args
+    pretrained=MODEL,policy=keydiff,budget_tokens=512 --tasks hellaswag; `lm_eval run --help` lists
+    its options. Without --model, that is kvcap.
+    """
+    from kvcap.evals.lm_eval import main
+    from kvcap.runtime.cli.commands import quiet_libraries
+
+    quiet_libraries()
+    main(context.args)
 
 
 def calibrate_command(

@@ -31,6 +31,7 @@ ONLY_IN = {  # heavy or optional packages, and the one place each is imported
     "rouge_score": {"evals"},
     "rapidfuzz": {"evals"},
     "jieba": {"evals"},
+    "lm_eval": {"evals"},
 }
 
 

@@ -124,6 +124,8 @@ def _comparison(a: Cell, b: Cell) -> list[str]:
         f"{found.first_higher}",
         f"{found.second_higher}",
     ]
+
+
 def _given(s: Setting) -> str:
     """What else of a setting is not the task's own, for the line above a table."""
     limit = "" if s.max_new_tokens is None else f"; answers of up to {s.max_new_tokens:,} tokens"

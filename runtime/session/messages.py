@@ -78,8 +78,8 @@ def system_message(system: str | None) -> list[Message]:
     return [{"role": "system", "content": system}] if system else []
 
 
-def render(tokenizer: Any, messages: Sequence[Message]) -> str:
-    """The conversation as the model's chat template writes it, ready for an answer.
+def render(tokenizer: Any, messages: Sequence[Message], *, prompt: bool = True) -> str:
+    """The conversation as the model's chat template writes it; with a `prompt`, for an answer.
 
     Raises:
         ChatTemplateMissing: there is no template, or it fails on these messages.
@@ -89,7 +89,7 @@ def render(tokenizer: Any, messages: Sequence[Message]) -> str:
             "this tokenizer has no chat template; continue a text with `kvcap generate --raw` (in "
             "Python: session.complete), or use a model that was made for chat"
         )
-    names = {"messages": list(messages), "add_generation_prompt": True, "tools": None,
+    names = {"messages": list(messages), "add_generation_prompt": prompt, "tools": None,
              "documents": None, **tokenizer.special_tokens_map}  # fmt: skip
     try:
         return render_template(tokenizer.get_chat_template(), names)
