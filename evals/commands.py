@@ -73,7 +73,7 @@ def eval_command(
     tasks: Annotated[str, typer.Option(help="Names, with commas.")] = "niah_single",
     lengths: Annotated[str, typer.Option(help="Tokens of a prompt, with commas.")] = "4096",
     samples: Annotated[int, typer.Option(help="Prompts per cell.")] = 50,
-    positions: Annotated[str, typer.Option(help="compact, true or both.")] = "compact,true",
+    positions: Annotated[str, typer.Option(help="compact, true, auto, with commas.")] = "compact,true",
     block_size: BlockSize = 128,
     seed: Seed = 0,
     out: Annotated[Path, typer.Option(help="Folder of cells.jsonl and results.md.")] = Path(
@@ -147,7 +147,7 @@ def demo_command(
     facts: Annotated[int, typer.Option(help="Facts told first and asked for last.")] = 16,
     policy: Annotated[str, typer.Option(help="See `kvcap policies`.")] = "keydiff",
     positions: Annotated[
-        str | None, typer.Option(help="compact or true; compact where exact.")
+        str | None, typer.Option(help="compact, true or auto; compact where exact.")
     ] = None,
     block_size: BlockSize = 128,
     seed: Seed = 0,

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import SubFigure
 
 # Color and width; the second is thinner, so that equal lines show both.
-STYLES = {"compact": ("#0b62a4", 2.4), "true": ("#d1590f", 1.0)}
+STYLES = {"compact": ("#0b62a4", 2.4), "auto": ("#2b8a3e", 1.7), "true": ("#d1590f", 1.0)}
 GREY = "#d2d2d2"
 COLUMNS = 5
 PANEL = (2.05, 1.65)  # inches

@@ -31,6 +31,8 @@ class LayerStorage:
     """Its evicted tokens, if a corrector keeps them."""
     rotation: Rotation | None
     """Moves its keys to other positions; None: they stay where they were read."""
+    rotation_later: Rotation | None = None
+    """What does so once positions that are true at first have become compact, if they will."""
     key_mean: Tensor | None = None
     """What its quantised keys are held without, [B, K, D] float32: the mean of its first block."""
     needs_rotation: bool = False
@@ -157,6 +159,29 @@ class LayerStorage:
         shift.zero_()
         self.needs_rotation = False
 
+    def become_compact(self, seen: int) -> None:
+        """Move all that is held from true positions to compact ones, where it counts from now on.
+
+        Every key is rotated once, by the difference, to its rank in its head. That is done head by
+        head, so that it takes less memory than a block does.
+
+        Args:
+            seen: tokens read.
+        """
+        rotation = self.rotation_later
+        if rotation is None:
+            return
+        for segment in self.segments:
+            for row in segment.each_row():
+                keys, positions = segment.keys[row], segment.positions[row]
+                keys.copy_(rotation.moved(keys, ranks(positions) - positions))
+            segment.aux(SHIFT).zero_()
+            if self.query_window is not None:
+                self.query_window.become_compact(segment, seen - segment.held, rotation)
+        if self.evicted_store is not None:
+            self.evicted_store.become_compact(self.segments, rotation)
+        self.rotation, self.needs_rotation = rotation, False
+
     def enable_rotation(self) -> None:
         """Have keys rotated from now on, though by nothing before a slot was given up."""
         self.needs_rotation = self.rotation is not None
@@ -168,6 +193,15 @@ class LayerStorage:
         if self.evicted_store is not None:
             self.evicted_store.reset()
         self.needs_rotation = False
+        if self.rotation_later is not None:
+            self.rotation = None
+            if self.evicted_store is not None:
+                self.evicted_store.rotation = None
+
+
+def ranks(positions: Tensor) -> Tensor:
+    """For each token of a head, by its place in the text [n], how many held ones are older."""
+    return positions.argsort().argsort().to(torch.int32)
 
 
 class Allocation:
@@ -175,6 +209,8 @@ class Allocation:
 
     def __init__(self, layout: CacheLayout) -> None:
         self.layout = layout
+        self.compact = layout.positions == "compact"
+        """Whether tokens count at compact positions now."""
         self.batch: int | None = None
         """Sequences that it is for; None: nothing is allocated yet."""
         self._named: dict[str, Callable[[], Mapping[str, Tensor]]] = {}  # what was made, by place
@@ -211,6 +247,8 @@ class Allocation:
         layout, heads = self.layout, self.layout.shape.heads
         segments, ring, store, mean = self._segments(index, like), None, None, None
         rotation = self.rotation(like) if layout.rotates[index] else None
+        later = rotation if layout.positions == "auto" else None
+        rotation = rotation if self.compact else None
         if layout.window_length:
             ring = QueryWindow(like, heads, layout.window_length)
             self._register(f"window.{index}", ring.named, like)
@@ -221,7 +259,7 @@ class Allocation:
         if layout.centred(index):
             mean = like.new_zeros(*like.shape[:2], like.shape[3], dtype=torch.float32)
             self._register(f"mean.{index}", partial(dict, keys=mean), like)
-        return LayerStorage(segments, ring, store, rotation, mean)
+        return LayerStorage(segments, ring, store, rotation, later, mean)
 
     def rotation(self, like: Tensor) -> Rotation:
         """The table of rotations that all capped layers share, for keys such as these."""
