@@ -73,7 +73,9 @@ def eval_command(
     tasks: Annotated[str, typer.Option(help="Names, with commas.")] = "niah_single",
     lengths: Annotated[str, typer.Option(help="Tokens of a prompt, with commas.")] = "4096",
     samples: Annotated[int, typer.Option(help="Prompts per cell.")] = 50,
-    positions: Annotated[str, typer.Option(help="compact, true, auto, with commas.")] = "compact,true",
+    positions: Annotated[
+        str, typer.Option(help="compact, true and auto, with commas.")
+    ] = "compact,true",
     block_size: BlockSize = 128,
     seed: Seed = 0,
     out: Annotated[Path, typer.Option(help="Folder of cells.jsonl and results.md.")] = Path(

@@ -124,7 +124,7 @@ class BudgetCache(Cache):  # type: ignore[misc]
             raise UnsupportedModel(UNREAD.format(kv_dtype))
         if positions is None:
             moves = not stock and shape.can_be_compact(budget_tokens + block_size)
-            positions = usual_positions(slot_format.quantised) if moves else "true"
+            positions = usual_positions(kv_dtype == "int4") if moves else "true"
         self.layout = CacheLayout(
             shape, self.eviction, budget_tokens, block_size, positions, slot_format
         )
@@ -614,8 +614,8 @@ class BudgetCache(Cache):  # type: ignore[misc]
             )
         if stock and positions in ("compact", "auto"):
             raise UnsupportedModel(
-                f"positions={positions!r} are not possible with attention {attention!r}; {load}, or "
-                "use positions='true'"
+                f"positions={positions!r} are not possible with attention {attention!r}; {load}, "
+                "or use positions='true'"
             )
         return stock
 

@@ -443,8 +443,8 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
             raise UnsupportedModel(UNREAD.format(self.layout.slot_format.name))
         if self.pending is not None and self.rotates:
             raise UnsupportedModel(
-                f"positions={self.layout.positions!r} need the registered attention function; load the model with "
-                "attn_implementation='kvcap', or use positions='true'"
+                f"positions={self.layout.positions!r} need the registered attention function; load "
+                "the model with attn_implementation='kvcap', or use positions='true'"
             )
         free = min(self.layout.allotments[self.index]) + block_size
         room = (free if self.evictor is None else self.evictor.free) + self._overdue(length)
@@ -496,7 +496,7 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
             self.enable_rotation()
 
     def become_compact(self) -> None:
-        """Move all that is held to compact positions; should that fail, the layer is `half_read`."""
+        """Move all that is held to compact positions; if that fails, the layer is `half_read`."""
         if self.storage is not None:
             self._attending = True
             self.storage.become_compact(self.seen)

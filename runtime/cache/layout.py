@@ -119,12 +119,7 @@ class CacheLayout:
             raise UnsupportedModel(
                 f"kv_dtype={name!r} has two numbers in a byte, and a head has {size}; use 'int8'"
             )
-        if self.positions == "auto" and self.shape.capped_ropes:
-            raise UnsupportedModel(
-                f"kv_dtype={name!r} quantises a key once, when it arrives, and positions='auto' "
-                "would move it later; use positions='compact' or 'true', or leave kv_dtype out"
-            )
-        if name == "int4" and self.positions == "true" and self.shape.capped_ropes:
+        if name == "int4" and self.positions != "compact" and self.shape.capped_ropes:
             raise UnsupportedModel(
                 "kv_dtype='int4' holds keys without their rotation, for which positions must be "
                 "compact; use positions='compact' where the model can, or kv_dtype='int8-int4'"
@@ -168,7 +163,7 @@ class CacheLayout:
         return [moves and self.shape.layers[i].rope is not None for i in self.shape.capped]
 
     def centred(self, index: int) -> bool:
-        """Whether a capped layer holds what keys have beyond a mean: of unrotated, quantised ones.
+        """Whether a capped layer can hold what keys have beyond a mean: quantised, unrotated ones.
 
         The channels of unrotated keys keep to values of their own; those of rotated ones turn.
         """
@@ -290,7 +285,7 @@ def usual_positions(unchanging: bool = False) -> Positions:
     """The default where keys can be moved exactly.
 
     Args:
-        unchanging: keys are counted in one way all the time: in quantised slots, and by graphs.
+        unchanging: keys count in one way all the time, as those of 4 bits and of exported graphs.
     """
     return "compact" if unchanging and DEFAULT_POSITIONS == "auto" else DEFAULT_POSITIONS
 

@@ -188,7 +188,7 @@ class MemoryPlan:
         eviction = load_policy(policy) if isinstance(policy, str) else policy
         tokens = sizes.slots(BUDGET_TOKENS)
         slots = 0 if tokens is None else tokens + (block_size or BLOCK_SIZE)
-        positions = positions or default_positions(shape, slots, unchanging=kv_dtype is not None)
+        positions = positions or default_positions(shape, slots, unchanging=kv_dtype == "int4")
         own = process_bytes() + (RUNNING - weights.nbytes if loaded else LOADING)
         baseline = 0 if memory_cap is None else own
         slot_format = SlotFormat.of(kv_dtype)

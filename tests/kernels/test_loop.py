@@ -42,11 +42,11 @@ def read(policy, positions, choice):
 
 
 @pytest.mark.slow(keep=1)
-@pytest.mark.parametrize(  # fmt: skip
+@pytest.mark.parametrize(
     ("policy", "positions"),
     [*((policy, "compact") for policy in POLICIES), ("dropkv", "true"),
      ("keydiff-window", "auto"), ("headkv", "auto")],
-)
+)  # fmt: skip
 def test_the_same_logits_and_the_same_tokens_kept(policy, positions, monkeypatch):
     eager, kept = read(policy, positions, "eager")
     calls = []

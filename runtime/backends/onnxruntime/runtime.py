@@ -43,7 +43,7 @@ from kvcap.runtime.units import parse_bytes
 
 EVICT_EVERY = 64  # tokens in generation, unless told otherwise
 AUTO = (
-    "positions='auto' change while a text is read, and in an exported decoder they are of one kind; "
+    "positions='auto' change while a text is read, and an exported decoder has them of one kind; "
     "leave them out, say 'compact' or 'true', or run the model by PyTorch"
 )
 

@@ -136,7 +136,8 @@ class SavedLayers:
                 if name == SHIFT:
                     ranks = torch.cat([_ranks(row, row) for row in held])
                     if pool.format.quantised:
-                        self.demand(torch.equal(side, -ranks), f"layer {index}'s shifts")
+                        held_so = not self.moved(layer) or torch.equal(side, -ranks)
+                        self.demand(held_so, f"layer {index}'s shifts")
                     else:
                         self._in_reach(layer, side, ranks + side, "shifts")
             elif self.exact or (name == SHIFT and layer.rotates):
@@ -400,7 +401,7 @@ class Refill:
         keys = one.keys
         if (numbers := pool.format.keys) is not None:
             keys = one.empty(held)
-            mean = None if layer.storage is None else layer.storage.key_mean
+            mean = None if layer.storage is None else layer.storage.mean
             own = None if mean is None else mean[:1, one.head : one.head + 1]
             numbers.dequantise(pool.format.parts("key", one.named(0, held)), keys, own)
         if self.saved.moved(layer):

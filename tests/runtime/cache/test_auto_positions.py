@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -208,11 +209,31 @@ def test_evicted_tokens_that_are_kept_aside_move_too():
     model, ids = model_with_window(), text()
     loop = auto(model, kvcap.load_policy("streaming_llm+calidrop", **options))
     logits = [loop.read(part) for part in [*ids.split(BLOCK, 1), *STEPS]]
-    setting = Setting(
-        "streaming_llm", 12, "auto", {"sinks": 2}, recalls=True, trained=WINDOW
-    )
+    setting = Setting("streaming_llm", 12, "auto", {"sinks": 2}, recalls=True, trained=WINDOW)
     _, expected = run_reference(model_with_window("llama", NAME), ids, BLOCK, setting)
     torch.testing.assert_close(torch.cat(logits), expected, rtol=1e-4, atol=1e-4)
+
+
+def logits_of(model: Any, ids: Tensor, **more: Any) -> Tensor:
+    loop = auto(model, **more)
+    return torch.cat([loop.read(part) for part in ids.split(BLOCK, 1)])
+
+
+@pytest.mark.parametrize("kind", ["int8", "int8-int4"])
+def test_quantised_slots(kind):
+    """To the bit before the change; after it as near to exact ones as where all is compact."""
+    model, ids = model_with_window(), text()
+    newest = kvcap.load_policy("streaming_llm", sinks=2)
+    found, exact = (logits_of(model, ids, policy=newest, kv_dtype=k) for k in (kind, None))
+    true, compact = (
+        logits_of(model, ids, policy=newest, kv_dtype=kind, positions=mode)
+        for mode in ("true", "compact")
+    )
+    plain = logits_of(model, ids, policy=newest, positions="compact")
+    assert torch.equal(found[:4], true[:4])
+    apart, usual = (found - exact)[4:].abs().max(), (compact - plain)[4:].abs().max()
+    assert 0 < apart <= 3 * usual
+    assert (true - exact)[4:].abs().max() > 3 * apart  # it did change
 
 
 def test_in_generation_by_transformers():
@@ -297,11 +318,20 @@ def test_reset_begins_with_true_positions_again():
     assert all(map(torch.equal, first, again))
 
 
-@pytest.mark.parametrize("policy", ["keydiff", "snapkv", "streaming_llm+calidrop"])
+@pytest.mark.parametrize(
+    ("policy", "kind"),
+    [("keydiff", None), ("snapkv", None), ("streaming_llm+calidrop", None), ("h2o", "int8")],
+)
 @pytest.mark.parametrize("read", [20, 34])
-def test_sessions_keep_it(policy, read, tokens, tmp_path):
+def test_sessions_keep_it(policy, kind, read, tokens, tmp_path):
     model, ids = model_with_window(), tokens(60)
-    runtime = runtime_of(model, policy, 24, positions="auto")
+
+    def runtime_at(budget: int, positions: str = "auto") -> kvcap.Runtime:
+        found = runtime_of(model, policy, budget, positions=positions)
+        found.plan = replace(found.plan, kv_dtype=kind)
+        return found
+
+    runtime = runtime_at(16)
     session = runtime.session(seed=1)
     session.loop.prefill(ids[:, :read])
     session.save(tmp_path / "s")
@@ -311,7 +341,7 @@ def test_sessions_keep_it(policy, read, tokens, tmp_path):
     assert busy.cache.allocation.compact == (read > WINDOW)
     loaded = Session.load(runtime, tmp_path / "s")
     assert loaded.cache.allocation.compact == (read > WINDOW)
-    small = Session.load(runtime_of(model, policy, 16, positions="auto"), tmp_path / "s")
+    small = Session.load(runtime_at(12), tmp_path / "s")
     assert small.cache.allocation.compact == (read > WINDOW)
     for i in range(read, 40):
         part = ids[:, i : i + 1]
@@ -320,7 +350,7 @@ def test_sessions_keep_it(policy, read, tokens, tmp_path):
     part = ids[:, 40:46]
     assert torch.equal(loaded.loop.read(part), session.loop.read(part))
     with pytest.raises(SessionFileForeign, match="start with --positions auto"):
-        Session.load(runtime_of(model, policy, 24, positions="compact"), tmp_path / "s")
+        Session.load(runtime_at(16, "compact"), tmp_path / "s")
 
 
 def test_sessions_share_passes_once_they_are_compact():
@@ -392,15 +422,16 @@ def test_kernels_of_both_ways_are_compiled_ahead():
 
 
 def test_the_default_is_one_constant(monkeypatch):
-    """Slots that are quantised keep to one way, as do exported graphs."""
+    """Keys of 4 bits keep to one way, as do exported graphs."""
     config = model_with_window().config
     assert BudgetCache(config, 12, BLOCK).layout.positions == layout.DEFAULT_POSITIONS == "compact"
     monkeypatch.setattr(layout, "DEFAULT_POSITIONS", "auto")
     assert BudgetCache(config, 12, BLOCK).layout.positions == "auto"
-    assert BudgetCache(config, 12, BLOCK, kv_dtype="int8").layout.positions == "compact"
+    assert BudgetCache(config, 12, BLOCK, kv_dtype="int8").layout.positions == "auto"
+    assert BudgetCache(config, 12, BLOCK, kv_dtype="int4").layout.positions == "compact"
     given = {"kv_budget_tokens": 12, "block_size": BLOCK}
     assert kvcap.MemoryPlan.of(config, **given).positions == "auto"
-    assert kvcap.MemoryPlan.of(config, **given, kv_dtype="int8").positions == "compact"
+    assert kvcap.MemoryPlan.of(config, **given, kv_dtype="int4").positions == "compact"
     assert layout.default_positions(BudgetCache(config).layout.shape, unchanging=True) == "compact"
     stock = model_with_window("llama", "sdpa").config
     assert BudgetCache(stock, 12, BLOCK).layout.positions == "true"
@@ -410,8 +441,8 @@ def test_refusals():
     config = model_with_window().config
     with pytest.raises(PlanInfeasible, match="use 'compact', 'true' or 'auto'"):
         BudgetCache(config, 12, BLOCK, positions="ture")  # type: ignore[arg-type]
-    with pytest.raises(UnsupportedModel, match="quantises a key once"):
-        BudgetCache(config, 12, BLOCK, positions="auto", kv_dtype="int8")
+    with pytest.raises(UnsupportedModel, match="'int4' holds keys without their rotation"):
+        BudgetCache(config, 12, BLOCK, positions="auto", kv_dtype="int4")
     stock = model_with_window("llama", "sdpa").config
     with pytest.raises(UnsupportedModel, match="'auto' are not possible with attention 'sdpa'"):
         BudgetCache(stock, 12, BLOCK, positions="auto")
@@ -430,10 +461,8 @@ def test_longrope_changes_where_its_short_factors_end():
     assert loop.cache.layout.shape.trained_window == WINDOW
     setting = Setting("keydiff", 12, "auto", trained=WINDOW)
     logits = [loop.read(part) for part in ids.split(BLOCK, 1)]
-    reference, expected = run_reference(
-        model_of("phi3", NAME, max_position_embeddings=400, **changes), ids[:, :WINDOW - 3], BLOCK,
-        setting,
-    )
+    other = model_of("phi3", NAME, max_position_embeddings=400, **changes)
+    _, expected = run_reference(other, ids[:, :24], BLOCK, setting)
     torch.testing.assert_close(torch.cat(logits[:4]), expected[:4], rtol=1e-4, atol=1e-4)
     assert torch.cat(logits).isfinite().all()
     with pytest.raises(KvcapError, match=f"'auto' are exact up to {WINDOW} tokens held"):
@@ -447,8 +476,23 @@ def test_commands(tmp_path):
     asked = ["generate", "pocket", "Hello!", "--max-tokens", "4", "--device", "cpu", *given]
     found = CliRunner().invoke(cli.app, asked)
     assert found.exit_code == 0, found.output
-    swept = ["eval", "pocket", "--policies", "keydiff", "--budgets", "64", "--samples", "2",
-             "--lengths", "256", "--positions", "auto,true", "--device", "cpu", "--json"]
+    swept = [
+        "eval",
+        "pocket",
+        "--policies",
+        "keydiff",
+        "--budgets",
+        "64",
+        "--samples",
+        "2",
+        "--lengths",
+        "256",
+        "--positions",
+        "auto,true",
+        "--device",
+        "cpu",
+        "--json",
+    ]
     found = CliRunner().invoke(cli.app, [*swept, "--out", str(tmp_path)])
     cells = [json.loads(line) for line in (tmp_path / "cells.jsonl").read_text().splitlines()]
     assert {cell["setting"]["positions"] for cell in cells} == {"auto", "true"}
