@@ -342,12 +342,12 @@ class BudgetCache(Cache):  # type: ignore[misc]
         return self.seen + tokens > self.layout.shape.trained_window
 
     def become_compact(self) -> None:
-        """Have tokens count at compact positions from now on; nothing happens where they do.
+        """Have tokens whose positions are 'auto' count at compact ones from now on.
 
         Every held key is moved from its true position to its rank. If that fails half-way, the
         cache is not `consistent`, and must be reset.
         """
-        if not self.allocation.compact:
+        if self.layout.positions == "auto" and not self.allocation.compact:
             with interrupts_deferred(), torch.no_grad():
                 for layer in self.capped_layers:
                     layer.become_compact()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,22 +14,23 @@ from families import ALL, ELSEWHERE, config_of, model_of
 from reference import NAME, STEPS, Setting, rotate, run_reference
 from tools import runtime_of
 from torch import Tensor
-from typer.testing import CliRunner
 
 import kvcap
 from kvcap import cli
 from kvcap.evals.measure import allocator_peak
 from kvcap.policies import policies
+from kvcap.runtime.backends.onnxruntime.runtime import PolicyRequest, find_policy
 from kvcap.runtime.backends.pytorch.cuda_graphs import BlockGraphs
 from kvcap.runtime.backends.pytorch.loop import BlockLoop
-from kvcap.runtime.backends.pytorch.warm_up import Rehearsal
 from kvcap.runtime.cache import layout
 from kvcap.runtime.cache.cache import BudgetCache
 from kvcap.runtime.cache.pool import SHIFT
 from kvcap.runtime.cache.query_window import QueryWindow
 from kvcap.runtime.errors import (
+    BlockTooLarge,
     KvcapError,
     MemoryCapExceeded,
+    NotExportable,
     PlanInfeasible,
     SessionBroken,
     SessionFileForeign,
@@ -37,7 +39,7 @@ from kvcap.runtime.errors import (
 from kvcap.runtime.models.rope import Rotation
 from kvcap.runtime.session.session import Session
 
-WINDOW = 27  # within the block of tokens 24 to 29, which is the first that is read compactly
+WINDOW = 21  # within the block of tokens 18 to 23, which is the first that is read compactly
 BLOCK = 6
 POLICIES: list[tuple[str, dict[str, Any]]] = [
     ("keydiff", {"anchor": "unit_mean", "recent": 0.2}),
@@ -49,7 +51,7 @@ POLICIES: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-def text(length: int = 43) -> Tensor:
+def text(length: int = 31) -> Tensor:
     """No token twice: equal keys would tie."""
     return 3 + torch.randperm(50, generator=torch.Generator().manual_seed(2))[None, :length]
 
@@ -122,14 +124,14 @@ def test_every_family(family):
 
     They lie as far apart as true positions, so that logits are those of these.
     """
-    model, ids = model_of(family, max_position_embeddings=WINDOW), text(44)
+    model, ids = model_of(family, max_position_embeddings=WINDOW), text()
     newest = kvcap.load_policy("streaming_llm", sinks=0)
     if family == "hunyuan_v1_dense":
         with pytest.raises(UnsupportedModel, match="'auto' are not exact here"):
             auto(model, newest)
         return
     loops = [auto(model, newest, 14, positions=mode) for mode in ("auto", "true")]
-    for start in range(0, 42, BLOCK):
+    for start in range(0, 30, BLOCK):
         part = ids[:, start : start + BLOCK]
         found, expected = (loop.read(part) for loop in loops)
         compact = start + BLOCK > WINDOW
@@ -137,7 +139,7 @@ def test_every_family(family):
         if not compact:
             assert torch.equal(found, expected)
         assert (found - expected).abs().max() <= 2e-4 * expected.abs().max().clamp(min=1)
-    found, expected = (loop.read(ids[:, 42:43]) for loop in loops)
+    found, expected = (loop.read(ids[:, 30:]) for loop in loops)
     assert (found - expected).abs().max() <= 2e-4 * expected.abs().max().clamp(min=1)
     assert loops[0].cache.held == 14
 
@@ -170,6 +172,8 @@ def by_hand(cache: BudgetCache, config: Any, **more: Any) -> BudgetCache:
                     query.copy_(rotate(query.double(), old.held - cache.seen, inv_freq))
                 new.rows_of(mine.query_window.shift).zero_()
     other.counters = cache.counters
+    if cache.balance is not None:
+        other.balance.preferences = cache.balance.preferences.copy()  # type: ignore[union-attr]
     return other
 
 
@@ -184,19 +188,19 @@ def test_what_was_moved_is_what_compact_positions_would_hold(policy, case):
     model = model_with_window()
     every = {"evict_every": case.get("evict_every", 1)}
     batch = case.get("batch", 1)
-    ids = 3 + torch.stack([torch.randperm(90)[:44] for _ in range(batch)])
+    ids = 3 + torch.stack([torch.randperm(90)[:33] for _ in range(batch)])
     loop = auto(model, small_policy(policy, model.config), **every)
-    loop.prefill(ids[:, :20])
+    loop.prefill(ids[:, :18])
     loop.cache.pin(case.get("pins", []))
-    for i in range(20, WINDOW):
+    for i in range(18, WINDOW):
         loop.read(ids[:, i : i + 1])
     assert not loop.cache.allocation.compact
     other = BlockLoop(model, by_hand(loop.cache, model.config, **every))
-    for i in range(WINDOW, 36):
+    for i in range(WINDOW, 27):
         parts = ids[:, i : i + 1]
         torch.testing.assert_close(loop.read(parts), other.read(parts), rtol=1e-4, atol=1e-4)
         assert loop.cache.allocation.compact
-    parts = ids[:, 36:42]
+    parts = ids[:, 27:]
     torch.testing.assert_close(loop.read(parts), other.read(parts), rtol=1e-4, atol=1e-4)
     for mine, its in zip(loop.cache.capped_layers, other.cache.capped_layers, strict=True):
         for one, two in zip(mine.segments, its.segments, strict=True):
@@ -230,15 +234,15 @@ def test_quantised_slots(kind):
         for mode in ("true", "compact")
     )
     plain = logits_of(model, ids, policy=newest, positions="compact")
-    assert torch.equal(found[:4], true[:4])
-    apart, usual = (found - exact)[4:].abs().max(), (compact - plain)[4:].abs().max()
+    assert torch.equal(found[:3], true[:3])
+    apart, usual = (found - exact)[3:].abs().max(), (compact - plain)[3:].abs().max()
     assert 0 < apart <= 3 * usual
-    assert (true - exact)[4:].abs().max() > 3 * apart  # it did change
+    assert (true - exact)[3:].abs().max() > 2 * apart  # it did change
 
 
 def test_in_generation_by_transformers():
     """generate() counts true positions by itself, and kvcap.cap reads blocks of its own."""
-    model, ids = model_with_window(), text(20)
+    model, ids = model_with_window(), text(15)
     loop = auto(model)
     token = loop.prefill(ids).argmax(-1)
     expected = [int(token)]
@@ -249,13 +253,13 @@ def test_in_generation_by_transformers():
                "attention_mask": torch.ones_like(ids)}  # fmt: skip
     cache = BudgetCache(model.config, 12, BLOCK, positions="auto")
     got = model.generate(ids, past_key_values=cache, prefill_chunk_size=BLOCK, **options)
-    assert got[0, 20:].tolist() == expected
+    assert got[0, 15:].tolist() == expected
     assert cache.allocation.compact
     assert "auto (compact now) positions" in repr(cache)
     stock = model_with_window("llama", "sdpa")
     with kvcap.cap(stock, 12, BLOCK, positions="auto") as capped:
         got = stock.generate(ids, **options)
-        assert got[0, 20:].tolist() == expected
+        assert got[0, 15:].tolist() == expected
         assert "auto (true now) positions" in repr(capped._make())
 
 
@@ -263,14 +267,14 @@ def test_a_block_that_is_refused_changes_nothing():
     model, ids = model_with_window(), text()
     cache = BudgetCache(model.config, 12, BLOCK, positions="auto")
     with torch.no_grad():
-        for part in ids[:, :24].split(BLOCK, 1):
+        for part in ids[:, :18].split(BLOCK, 1):
             model(part, past_key_values=cache)
-        with pytest.raises(kvcap.BlockTooLarge):
-            model(ids[:, 24:40], past_key_values=cache)
+        with pytest.raises(BlockTooLarge):
+            model(ids[:, 18:], past_key_values=cache)
         assert not cache.allocation.compact
-        model(ids[:, 24:27], past_key_values=cache)
+        model(ids[:, 18:21], past_key_values=cache)
         assert not cache.allocation.compact  # up to the window
-        model(ids[:, 27:28], past_key_values=cache)
+        model(ids[:, 21:22], past_key_values=cache)
     assert cache.allocation.compact
 
 
@@ -278,7 +282,7 @@ def test_a_block_that_is_refused_changes_nothing():
 def test_a_change_that_fails_half_way_is_no_state_to_go_on_from(error, monkeypatch):
     model, ids = model_with_window(), text()
     loop, calls = auto(model), []
-    loop.prefill(ids[:, :24])
+    loop.prefill(ids[:, :18])
     moved = Rotation.moved
 
     def fails(self: Rotation, x: Tensor, by: Tensor) -> Tensor:
@@ -290,16 +294,16 @@ def test_a_change_that_fails_half_way_is_no_state_to_go_on_from(error, monkeypat
     monkeypatch.setattr(Rotation, "moved", fails)
     if isinstance(error, MemoryError):
         with pytest.raises(MemoryCapExceeded, match="forgotten"):
-            loop.read(ids[:, 24:30])
+            loop.read(ids[:, 18:24])
         assert loop.cache.seen == 0
     else:
         with pytest.raises(RuntimeError, match="broken"):
-            loop.read(ids[:, 24:30])
+            loop.read(ids[:, 18:24])
         with pytest.raises(SessionBroken):
-            loop.read(ids[:, 24:30])
+            loop.read(ids[:, 18:24])
         loop.cache.reset()
     fresh = auto(model)
-    for start in range(0, 42, BLOCK):
+    for start in range(0, 30, BLOCK):
         part = ids[:, start : start + BLOCK]
         assert torch.equal(loop.read(part), fresh.read(part))
 
@@ -320,9 +324,9 @@ def test_reset_begins_with_true_positions_again():
 
 @pytest.mark.parametrize(
     ("policy", "kind"),
-    [("keydiff", None), ("snapkv", None), ("streaming_llm+calidrop", None), ("h2o", "int8")],
+    [("keydiff", None), ("snapkv", None), ("calidrop", None), ("h2o", "int8")],
 )
-@pytest.mark.parametrize("read", [20, 34])
+@pytest.mark.parametrize("read", [18, 34])
 def test_sessions_keep_it(policy, kind, read, tokens, tmp_path):
     model, ids = model_with_window(), tokens(60)
 
@@ -351,11 +355,6 @@ def test_sessions_keep_it(policy, kind, read, tokens, tmp_path):
     assert torch.equal(loaded.loop.read(part), session.loop.read(part))
     with pytest.raises(SessionFileForeign, match="start with --positions auto"):
         Session.load(runtime_at(16, "compact"), tmp_path / "s")
-
-
-def test_sessions_share_passes_once_they_are_compact():
-    runtime = runtime_of(model_with_window(max_position_embeddings=40), positions="auto")
-    assert runtime.batch(2).apart is None
 
 
 # Sizes --------------------------------------------------------------------------------------------
@@ -392,30 +391,20 @@ def test_graphs_of_true_positions_are_not_replayed_after_the_change():
     loop = auto(model)
     graphs = BlockGraphs(model, loop.cache)
     kinds = []
-    for start in range(0, 40, BLOCK):
+    for start in range(0, 30, BLOCK):
         part = ids[:, start : start + BLOCK]
         kinds.append(graphs._kind(part[:, :1], True))
         loop.read(part)
     assert {kind.compact for kind in kinds if kind} == {False}
     assert graphs.pass_length(1, 1000) is None  # several blocks would leave the window
-    assert loop.cache.leaves_window(36)
+    assert loop.cache.leaves_window(31)
     steady = graphs._kind(ids[:, :BLOCK], True)
     loop.cache.become_compact()
     assert graphs._kind(ids[:, :BLOCK], True) == steady._replace(compact=True)
     assert graphs.pass_length(1, 1000) == 510
     loop.cache.reset()
-    loop.prefill(ids[:, :36])
+    loop.prefill(ids[:, :30])
     assert graphs._kind(ids[:, :BLOCK], True) == steady
-
-
-def test_kernels_of_both_ways_are_compiled_ahead():
-    config = tiny_model("llama", max_position_embeddings=4000).config
-    eviction, heard = kvcap.load_policy("snapkv", window=8), {}
-    for mode in ("auto", "true", "compact"):
-        rehearsal = Rehearsal(config, eviction, 40, 16, torch.float32, mode)
-        heard[mode] = list[Any]()
-        rehearsal.run(heard[mode].append)
-    assert len(heard["auto"]) == len(heard["true"]) + len(heard["compact"])
 
 
 # Commands, defaults and refusals ------------------------------------------------------------------
@@ -462,39 +451,29 @@ def test_longrope_changes_where_its_short_factors_end():
     setting = Setting("keydiff", 12, "auto", trained=WINDOW)
     logits = [loop.read(part) for part in ids.split(BLOCK, 1)]
     other = model_of("phi3", NAME, max_position_embeddings=400, **changes)
-    _, expected = run_reference(other, ids[:, :24], BLOCK, setting)
-    torch.testing.assert_close(torch.cat(logits[:4]), expected[:4], rtol=1e-4, atol=1e-4)
+    _, expected = run_reference(other, ids[:, :18], BLOCK, setting)
+    torch.testing.assert_close(torch.cat(logits[:3]), expected[:3], rtol=1e-4, atol=1e-4)
     assert torch.cat(logits).isfinite().all()
     with pytest.raises(KvcapError, match=f"'auto' are exact up to {WINDOW} tokens held"):
         BudgetCache(model.config, WINDOW, BLOCK, positions="auto")
 
 
-def test_commands(tmp_path):
-    given = ["--kv-budget-tokens", "64", "--positions", "auto", "--json"]
-    found = CliRunner().invoke(cli.app, ["plan", "pocket", *given])
-    assert json.loads(found.stdout)["positions"] == "auto"
-    asked = ["generate", "pocket", "Hello!", "--max-tokens", "4", "--device", "cpu", *given]
-    found = CliRunner().invoke(cli.app, asked)
-    assert found.exit_code == 0, found.output
-    swept = [
-        "eval",
-        "pocket",
-        "--policies",
-        "keydiff",
-        "--budgets",
-        "64",
-        "--samples",
-        "2",
-        "--lengths",
-        "256",
-        "--positions",
-        "auto,true",
-        "--device",
-        "cpu",
-        "--json",
-    ]
-    found = CliRunner().invoke(cli.app, [*swept, "--out", str(tmp_path)])
+def test_commands(tmp_path, capsys):
+    given = ["--kv-budget-tokens", "64", "--positions", "auto"]
+    assert cli.run(["plan", "pocket", *given, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["positions"] == "auto"
+    swept = ["eval", "pocket", "--policies", "keydiff", "--budgets", "64", "--samples", "1",
+             "--lengths", "128", "--positions", "auto,true", "--out", str(tmp_path)]  # fmt: skip
+    assert cli.run(swept) == 0
     cells = [json.loads(line) for line in (tmp_path / "cells.jsonl").read_text().splitlines()]
-    assert {cell["setting"]["positions"] for cell in cells} == {"auto", "true"}
-    auto_cell, true_cell = sorted(cells, key=lambda cell: cell["setting"]["positions"])
-    assert auto_cell["score"] == true_cell["score"]  # the window is not left
+    assert {cell["positions"] for cell in cells} == {"auto", "true"}
+    assert len({cell["score"] for cell in cells}) == 1  # the window is not left
+
+
+def test_exported_decoders_refuse_it(capsys):
+    asked = ["generate", "pocket", "Hello!", "--weights", "int8", "--positions", "auto"]
+    assert cli.run(asked) == 2
+    assert "an exported decoder has them of one kind" in capsys.readouterr().err
+    facts = {"policy": {"name": "keydiff"}, "positions": "compact"}
+    with pytest.raises(NotExportable, match="run the model by PyTorch"):
+        find_policy(SimpleNamespace(facts=facts, shared=True), PolicyRequest(), "auto")  # type: ignore[arg-type]
