@@ -196,6 +196,7 @@ class BudgetCache(Cache):  # type: ignore[misc]
             PaddingUnsupported: the pass has a mask that was not made by transformers, or `update`
                 is called without a model; nothing is changed.
             BlockTooLarge: it does not fit, and layers that share slots read no block in two.
+            UnsupportedModel: transformers counts beyond the positions that longrope moves keys at.
             SessionBroken: an earlier pass failed half-way; reset the cache.
         """
         if layer_idx == self._first and layer_idx not in self.state_layers:
@@ -257,9 +258,11 @@ class BudgetCache(Cache):  # type: ignore[misc]
         if self._reading > 1:
             self.context.room = self.room
             self._check_whole(self._reading)
-        if self.context.start is None and self.leaves_window(self._reading):
-            self.capped_layers[0].check_block(self._reading, self.context)
-            self.become_compact()
+        if self.context.start is None:
+            self._check_factors(self._reading)
+            if self.leaves_window(self._reading):
+                self.capped_layers[0].check_block(self._reading, self.context)
+                self.become_compact()
         return self._reading
 
     def read_token(
@@ -595,6 +598,21 @@ class BudgetCache(Cache):  # type: ignore[misc]
                 f"a block of {length} tokens was given and {room} fit before the next eviction; "
                 "it is not read in two, as layers of this model read the slots of others ("
                 f"{self.layout.shape.shared}): give {room} tokens first, or use evict_every=1"
+            )
+
+    def _check_factors(self, tokens: int) -> None:
+        """Refuse a pass of transformers' own whose keys could not be moved any more.
+
+        Raises:
+            UnsupportedModel: it counts true positions, and beyond some of them longrope takes other
+                factors. Nothing is changed.
+        """
+        most, last = self.layout.shape.longest_compact, self.seen + tokens
+        if any(self.layout.rotates) and most is not None and last > most:
+            raise UnsupportedModel(
+                f"transformers counts positions by itself here, up to {last:,} now, and beyond "
+                f"{most:,} RoPE of type longrope takes other frequencies, by which keys do not "
+                "move exactly; use kvcap.Runtime, which counts what is held, or positions='true'"
             )
 
     def _check_attention(self, config: Any, shape: ModelShape, positions: Positions | None) -> bool:
