@@ -102,7 +102,9 @@ def eval_command(
         ),
     ] = None,
     samples: Annotated[int, typer.Option(help="Prompts per cell.")] = 50,
-    positions: Annotated[str, typer.Option(help="compact, true or both.")] = "compact,true",
+    positions: Annotated[
+        str, typer.Option(help="compact, true and auto, with commas.")
+    ] = "compact,true",
     block_size: BlockSize = 128,
     seed: Seed = 0,
     out: Annotated[Path, typer.Option(help="Folder of cells.jsonl and results.md.")] = Path(
@@ -276,7 +278,8 @@ def analyze_command(
         str | None, typer.Option(help="Slots per KV head, with commas (shares of the text).")
     ] = None,
     positions: Annotated[
-        str | None, typer.Option(help="compact or true, where policies evict; as chat has them.")
+        str | None,
+        typer.Option(help="compact, true or auto, where policies evict; as chat has them."),
     ] = None,
     block_size: BlockSize = 128,
     layer: Annotated[
@@ -387,7 +390,7 @@ def demo_command(
     facts: Annotated[int, typer.Option(help="Facts told first and asked for last.")] = 16,
     policy: Annotated[str, typer.Option(help="See `kvcap policies`.")] = "keydiff",
     positions: Annotated[
-        str | None, typer.Option(help="compact or true; compact where exact.")
+        str | None, typer.Option(help="compact, true or auto; compact where exact.")
     ] = None,
     block_size: BlockSize = 128,
     seed: Seed = 0,

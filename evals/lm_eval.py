@@ -70,7 +70,7 @@ class KvcapLM(TemplateLM):  # type: ignore[misc]
         budget_tokens: slots per KV head and layer, 256 by default.
         kv_budget: or the bytes of the whole cache of one sequence, such as '64MiB'.
         block_size: tokens read at once.
-        positions: 'compact' or 'true'; compact where exact by default.
+        positions: 'compact', 'true' or 'auto'; compact where exact by default.
         evict_every: in generation, evict every so many tokens.
         kv_dtype: 'int8', 'int8-int4' or 'int4' to quantise what slots hold.
         dtype: 'float32', 'bfloat16' or 'float16'; 'auto' and None are the checkpoint's.

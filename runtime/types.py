@@ -21,5 +21,9 @@ Span = tuple[int, int]
 """The tokens [start, stop) of a conversation, counted in tokens read."""
 OnFull = Literal["evict", "stop", "error"]
 """What happens when the budget is used up; see `Session.on_full`."""
-Positions = Literal["compact", "true"]
-"""Whether kept tokens are renumbered 0, 1, ... or keep the positions they were read at."""
+Positions = Literal["compact", "true", "auto"]
+"""Whether kept tokens are renumbered 0, 1, ... or keep the positions they were read at. `auto`:
+these stay until a token beyond the length that the model was trained on would come, and
+are renumbered from then on."""
+DEFAULT_POSITIONS: Positions = "compact"
+"""How positions are kept where nobody says how, if keys can be moved exactly."""

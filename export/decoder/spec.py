@@ -62,7 +62,7 @@ def layout_for(
     """
     shape = ModelShape.of(config.get_text_config(decoder=True), budget_tokens + block_size)
     _check(shape, eviction)
-    chosen = positions or default_positions(shape)
+    chosen = positions or default_positions(shape, unchanging=True)
     layout = CacheLayout(shape, eviction, budget_tokens, block_size, chosen)
     eviction.check(budget_tokens, len(shape.capped), shape.kv_heads)
     return layout

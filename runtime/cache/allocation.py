@@ -31,8 +31,11 @@ class LayerStorage:
     """Its evicted tokens, if a corrector keeps them."""
     rotation: Rotation | None
     """Moves its keys to other positions; None: they stay where they were read."""
+    rotation_later: Rotation | None = None
+    """What does so once positions that are true at first have become compact, if they will."""
     key_mean: Tensor | None = None
-    """What its quantised keys are held without, [B, K, D] float32: the mean of its first block."""
+    """What its quantised keys are held without, [B, K, D] float32: the mean of its first block, or
+    of those held when positions became compact; see `mean`."""
     needs_rotation: bool = False
     """Whether a slot was ever given up, so that keys count elsewhere than they are rotated to."""
 
@@ -40,6 +43,12 @@ class LayerStorage:
     def pending_rotation(self) -> Rotation | None:
         """What keys must be rotated by before they are used, if by anything yet."""
         return self.rotation if self.needs_rotation else None
+
+    @property
+    def mean(self) -> Tensor | None:
+        """What quantised keys are held without now: nothing while they are rotated."""
+        rotated = self.rotation_later is not None and self.rotation is None
+        return None if rotated else self.key_mean
 
     def append(
         self,
@@ -89,7 +98,7 @@ class LayerStorage:
             quantise.append(
                 segment.rows_of(keys), segment.rows_of(values), positions, those,
                 0 if after is not None else segment.held, after,
-                None if self.key_mean is None else segment.rows_of(self.key_mean),
+                None if self.mean is None else segment.rows_of(self.mean),
                 None if rotation is None else rotation.table,
                 0 if after is not None else start, first=first,
                 interleaved=rotation is not None and rotation.interleaved,
@@ -102,12 +111,12 @@ class LayerStorage:
         keys = keys.float()
         if self.rotation is not None:
             keys = self.rotation.unrotated(keys, start)
-        if self.key_mean is not None:
+        if (mean := self.mean) is not None:
             if isinstance(first, Tensor):
-                self.key_mean.copy_(torch.where(first, keys.mean(2), self.key_mean))
+                mean.copy_(torch.where(first, keys.mean(2), mean))
             elif first:
-                torch.mean(keys, dim=2, out=self.key_mean)
-            keys = keys - self.key_mean[:, :, None]
+                torch.mean(keys, dim=2, out=mean)
+            keys = keys - mean[:, :, None]
         return keys
 
     def read_keys(self, segment: Segment, slots: int | None = None) -> Tensor:
@@ -127,7 +136,7 @@ class LayerStorage:
             )
         whole = segment.named(0, slots)
         parts, rotation = pool.format.parts("key", whole), self.rotation
-        mean = None if self.key_mean is None else segment.rows_of(self.key_mean)
+        mean = None if self.mean is None else segment.rows_of(self.mean)
         if ready(pool.keys) and dequantise.covers(parts):
             turned = () if rotation is None else (whole[SHIFT], rotation.table)
             interleaved = rotation is not None and rotation.interleaved
@@ -157,6 +166,47 @@ class LayerStorage:
         shift.zero_()
         self.needs_rotation = False
 
+    def become_compact(self, seen: int) -> None:
+        """Move all that is held from true positions to compact ones, where it counts from now on.
+
+        Every key is rotated once, by the difference, to its rank in its head. That is done head by
+        head, so that it takes less memory than a block does. Quantised keys are quantised anew.
+
+        Args:
+            seen: tokens read.
+        """
+        rotation = self.rotation_later
+        if rotation is None:
+            return
+        for segment in self.segments:
+            if segment.pool.format.quantised:
+                self._unrotate(segment, rotation)
+            else:
+                for row in segment.each_row():
+                    keys, positions = segment.keys[row], segment.positions[row]
+                    keys.copy_(rotation.moved(keys, ranks(positions) - positions))
+                segment.aux(SHIFT).zero_()
+            if self.query_window is not None:
+                self.query_window.become_compact(segment, seen - segment.held, rotation)
+        if self.evicted_store is not None:
+            self.evicted_store.become_compact(self.segments, rotation)
+        self.rotation, self.needs_rotation = rotation, False
+
+    def _unrotate(self, segment: Segment, rotation: Rotation) -> None:
+        """Have quantised keys, which are held at true positions, held as at compact ones."""
+        whole, found = segment.named(0, segment.held), self.read_keys(segment)
+        numbers = segment.pool.format.keys
+        assert numbers is not None, "all formats of fewer bits quantise keys"
+        assert self.key_mean is not None, "and those that are unrotated have a mean"
+        means = segment.rows_of(self.key_mean)
+        for row in segment.each_row():
+            positions = segment.positions[row]
+            keys = rotation.moved(found[row].float(), -positions)
+            means[row].copy_(keys.mean(0))
+            for part, x in numbers.quantise(keys - means[row]).items():
+                whole[f"key_{part}" if part else "keys"][row].copy_(x)
+            whole[SHIFT][row].copy_(-ranks(positions))
+
     def enable_rotation(self) -> None:
         """Have keys rotated from now on, though by nothing before a slot was given up."""
         self.needs_rotation = self.rotation is not None
@@ -168,6 +218,15 @@ class LayerStorage:
         if self.evicted_store is not None:
             self.evicted_store.reset()
         self.needs_rotation = False
+        if self.rotation_later is not None:
+            self.rotation = None
+            if self.evicted_store is not None:
+                self.evicted_store.rotation = None
+
+
+def ranks(positions: Tensor) -> Tensor:
+    """For each token of a head, by its place in the text [n], how many held ones are older."""
+    return positions.argsort().argsort().to(torch.int32)
 
 
 class Allocation:
@@ -175,6 +234,8 @@ class Allocation:
 
     def __init__(self, layout: CacheLayout) -> None:
         self.layout = layout
+        self.compact = layout.positions == "compact"
+        """Whether tokens count at compact positions now."""
         self.batch: int | None = None
         """Sequences that it is for; None: nothing is allocated yet."""
         self._named: dict[str, Callable[[], Mapping[str, Tensor]]] = {}  # what was made, by place
@@ -211,6 +272,8 @@ class Allocation:
         layout, heads = self.layout, self.layout.shape.heads
         segments, ring, store, mean = self._segments(index, like), None, None, None
         rotation = self.rotation(like) if layout.rotates[index] else None
+        later = rotation if layout.positions == "auto" else None
+        rotation = rotation if self.compact else None
         if layout.window_length:
             ring = QueryWindow(like, heads, layout.window_length)
             self._register(f"window.{index}", ring.named, like)
@@ -221,7 +284,7 @@ class Allocation:
         if layout.centred(index):
             mean = like.new_zeros(*like.shape[:2], like.shape[3], dtype=torch.float32)
             self._register(f"mean.{index}", partial(dict, keys=mean), like)
-        return LayerStorage(segments, ring, store, rotation, mean)
+        return LayerStorage(segments, ring, store, rotation, later, mean)
 
     def rotation(self, like: Tensor) -> Rotation:
         """The table of rotations that all capped layers share, for keys such as these."""

@@ -219,7 +219,7 @@ class Evictor:
         pins = evict.Pins(0, 0, obs.num_tokens, obs.pinned_spans)
         starts = self._divide(scores, obs, rows) if divides else None
         scores = kernels.rescore(eviction.rescorer, scores, pins, obs, rows.targets, rows.pins)
-        shift = pool.aux.get(SHIFT)
+        shift = None if self.storage.rotation is None else pool.aux[SHIFT]
         newer = None if self.storage.query_window is None else self.storage.query_window.shift
         moved = row_kernels.Pool(pool.buffers(), shift, rows.after, rows.pins, rows.targets)
         if step.length == 1 and not divides:

@@ -216,6 +216,10 @@ class Segment:
             out[b, k] += numbers.weigh(those, weights[b, k, :, n])
         return out
 
+    def each_row(self) -> Iterator[tuple[int, int]]:
+        """The sequence and the KV head of every row, as indices into this segment's views."""
+        return product(range(self.batch), range(self.heads))
+
     def empty(self, slots: int) -> Tensor:
         """Memory for so many keys or values of every row, [b, k, slots, D] float32."""
         shape = self.batch, self.heads, slots, self.pool.size

@@ -265,10 +265,11 @@ class Budget:
         option("--recent-tokens", min=0, metavar="N", help="Newest tokens that are never evicted."),
     ] = 0
     positions: Annotated[
-        Literal["compact", "true"] | None,
+        Literal["compact", "true", "auto"] | None,
         option(
             "--positions",
-            help="Renumber what is kept, or do not (by default compact, where that is exact).",
+            help="Renumber what is kept, do not, or do from where the text leaves the length that "
+            "the model was trained on (by default compact, where that is exact).",
         ),
     ] = None
     dtype: Annotated[

@@ -49,7 +49,7 @@ def rehearse_block(
         budget_tokens: slots per KV head and layer (`N`), all in use.
         block_size: tokens of the block (`T`).
         dtype: of weights, keys and values.
-        positions: 'compact' or 'true'.
+        positions: 'compact', 'true' or 'auto': the change is rehearsed then, too.
         batch: sequences.
         kv_dtype: of what slots hold, as in `BudgetCache`.
 
@@ -70,6 +70,9 @@ def rehearse_block(
         with tally:
             pretend_full(cache)  # native sliding layers replace what they hold
             held = tally.peak = tally.now
+            if cache.leaves_window(longest):
+                cache.become_compact()
+                cache.enable_rotation()
             with cache.passing(ForwardContext(cache.next_position)):
                 try:
                     model(

@@ -49,7 +49,7 @@ class MemoryPlan:
     block_size: int  # T
     dtype: str
     keys_values: int
-    slot_positions: int  # the tokens' positions, and in compact mode their shifts
+    slot_positions: int  # the tokens' positions, and their shifts where they may be compact
     policy_state: int
     evicted_store: int  # evicted tokens that a corrector keeps, in memory or in a file
     query_window: int
@@ -155,7 +155,7 @@ class MemoryPlan:
                 largest `N` that fits is taken.
             block_size: tokens read at once; by default 128, fewer where bytes are few.
             dtype: of keys and values; the config's by default.
-            positions: 'compact' or 'true'; compact where exact by default.
+            positions: 'compact', 'true' or 'auto'; compact where exact by default.
             batch: sequences.
             memory_cap: bytes for the whole process, or 'auto' for all that is free; without a
                 budget, the largest `N` and block that fit are taken.
@@ -188,7 +188,7 @@ class MemoryPlan:
         eviction = load_policy(policy) if isinstance(policy, str) else policy
         tokens = sizes.slots(BUDGET_TOKENS)
         slots = 0 if tokens is None else tokens + (block_size or BLOCK_SIZE)
-        positions = positions or default_positions(shape, slots)
+        positions = positions or default_positions(shape, slots, unchanging=kv_dtype == "int4")
         own = process_bytes() + (RUNNING - weights.nbytes if loaded else LOADING)
         baseline = 0 if memory_cap is None else own
         slot_format = SlotFormat.of(kv_dtype)
@@ -199,7 +199,7 @@ class MemoryPlan:
         if tokens is not None:
             eviction.check(tokens, *heads)
         # Compact positions count what is held, and stay where the model was trained.
-        most = shape.longest_compact if positions == "compact" else None
+        most = shape.longest_compact if positions != "true" else None
         search = PlanSearch(
             model.plan, sizes, eviction.least(*heads), shape.trained_length, model.rehearsed, most
         )

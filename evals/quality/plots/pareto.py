@@ -147,7 +147,7 @@ def _line(
     cells = [cell for _, cell in ordered]  # rounding may leave a score just outside its interval
     reach = [[max(0.0, c.score - c.ci_low) for c in cells]]
     reach += [[max(0.0, c.ci_high - c.score) for c in cells]]
-    filled = style.color if positions == "compact" else "white"
+    filled = "white" if positions == "true" else style.color
     axis.errorbar(prices, scores, yerr=reach, color=style.color, ls="none", alpha=0.3, lw=0.8)
     axis.plot(prices, scores, color=style.color, ls=style.dash, alpha=0.4, lw=0.8)
     axis.plot(prices, scores, color=style.color, ls="none", marker=style.marker, ms=5,

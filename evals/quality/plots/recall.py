@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 # The second is dashed, thinner and hollow, so that equal lines show both.
 STYLES: dict[str, dict[str, Any]] = {
     "compact": {"color": "#0b62a4", "lw": 2.6, "ls": "-", "marker": "o", "ms": 5},
+    "auto": {"color": "#2b8a3e", "lw": 1.8, "ls": (0, (1, 1)), "marker": "^", "ms": 5},
     "true": {"color": "#d1590f", "lw": 1.2, "ls": (0, (3, 1.5)), "marker": "s", "ms": 7,
              "mfc": "none"},
 }  # fmt: skip

@@ -50,7 +50,8 @@ class Batch:
     """Answers up to `size` sessions of a runtime at once; further ones wait for their turn.
 
     Prompts are read one after the other, each by its session's own cache, and so are tokens of a
-    session that fills its budget yet, that has pinned messages, or that `apart` concerns.
+    session that fills its budget yet, that has pinned messages, whose positions are true, or that
+    `apart` concerns.
 
     >>> from kvcap import Runtime
     >>> runtime = Runtime.from_pretrained("pocket", kv_budget_tokens=64)
@@ -82,7 +83,8 @@ class Batch:
         self.runtime, self.size = runtime, size
         self._answers: list[Answer] = []
         self._waiting: deque[Answer] = deque()
-        cache = runtime.new_cache(size)
+        changes = runtime.plan.positions == "auto"  # and sessions that share rows have changed
+        cache = runtime.new_cache(size, "compact" if changes else None)
         self.apart = _why_apart(cache)
         """Why tokens are read one session after the other; None: they are read at once."""
         self._rows = None if self.apart else Rows(runtime.model, cache, size)
@@ -185,6 +187,8 @@ class Batch:
         cache = answer.session.loop.cache
         rows = self._rows
         if rows is None or cache.pinned_spans or not steady(cache, 1):
+            return False
+        if not cache.compact_positions:  # 'auto' ones are true yet
             return False
         rows.join(answer)
         return True

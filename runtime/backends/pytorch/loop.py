@@ -5,6 +5,8 @@ Works on token ids and logits; knows no text and no sampling.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -79,6 +81,9 @@ class BlockLoop(Loop):
             SessionBroken: an earlier pass failed half-way; reset the cache.
         """
         self.check_room(ids.shape[1])
+        if cache.leaves_window(ids.shape[1]):
+            with self._emptied_without_memory(ids.shape[1]):
+                cache.become_compact()
         if self.graphs is not None:
             with interrupts_deferred():
                 logits = self.graphs.read(ids, need_logits)
@@ -109,7 +114,7 @@ class BlockLoop(Loop):
         blocks = blocks_of(cache, tokens)
         if cache.guard is not None:
             cache.guard.check(len(place))
-        try:
+        with self._emptied_without_memory(tokens):
             graphs = self.graphs
             context, table = ForwardContext(start, tokens, blocks), cache.row_table()
             if table is not None:
@@ -124,18 +129,24 @@ class BlockLoop(Loop):
                     use_cache=True,
                     logits_to_keep=wanted,
                 )
-        except (MemoryError, RuntimeError) as error:
-            if not out_of_memory(error):
-                raise
-            cache.reset()
-            raise MemoryCapExceeded(
-                f"the system refused the memory that a block of {tokens} tokens takes; what "
-                "was held is forgotten, the conversation is read again with the next message"
-            ) from error
         if table is not None:
             table.agreed(cache.seen)
         self.peak_bytes = max(self.peak_bytes, cache.nbytes)
         return cast(Tensor, out.logits)
+
+    @contextmanager
+    def _emptied_without_memory(self, tokens: int) -> Iterator[None]:
+        """Empty the cache where the system refuses the memory that a block takes."""
+        try:
+            yield
+        except (MemoryError, RuntimeError) as error:
+            if not out_of_memory(error):
+                raise
+            self.cache.reset()
+            raise MemoryCapExceeded(
+                f"the system refused the memory that a block of {tokens} tokens takes; what "
+                "was held is forgotten, the conversation is read again with the next message"
+            ) from error
 
     def padded(self, tokens: int) -> int:
         """The length to which a block of so many tokens is padded: one of nine.

@@ -144,7 +144,8 @@ class Runtime:
             block_size: tokens read at once, 128 by default.
             dtype: 'float32', 'bfloat16' or 'float16'; the checkpoint's by default.
             device: 'cpu', 'cuda' or 'mps'; the best there is by default.
-            positions: 'compact' or 'true'; compact where exact by default.
+            positions: 'compact', 'true' or 'auto' (true until the length that the model was trained
+                on would be left, then compact); compact where exact by default.
             evict_every: in generation, evict every so many tokens.
             memory_cap: bytes for the whole process, such as '2GiB', or 'auto' for all that is free
                 now; without a KV budget, the largest that fits is taken.
@@ -202,14 +203,17 @@ class Runtime:
             memory_cap=cap,
         )
 
-    def new_cache(self, batch: int = 1) -> BudgetCache:
-        """An empty cache of the planned size for each of `batch` sequences, with all its memory."""
+    def new_cache(self, batch: int = 1, positions: Positions | None = None) -> BudgetCache:
+        """An empty cache of the planned size for each of `batch` sequences, with all its memory.
+
+        Its positions are the plan's, or those given.
+        """
         cache = BudgetCache(
             self.model.config,
             self.plan.budget_tokens,
             self.plan.block_size,
             self.eviction,
-            positions=self.plan.positions,
+            positions=positions or self.plan.positions,
             evict_every=self.evict_every,
             kv_dtype=self.plan.kv_dtype,
         )

@@ -73,6 +73,7 @@ def gather(
         "block_size": cache.block_size,
         "allotments": cache.layout.allotments,
         "seen": cache.seen,
+        "compact": cache.allocation.compact,
         "layers": layers,
         "preferences": cache.balance and cache.balance.preferences,
         "pinned_spans": cache.pinned_spans,
