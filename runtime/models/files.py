@@ -317,7 +317,8 @@ def load_packed(
         return model
     pack(model, kind, lambda name: partial(checkpoint.rows, name))
     for part, name, _ in fill(model, checkpoint):
-        part._parameters[name].data = part._parameters[name].data.clone()  # lets the file go
+        parameter = getattr(part, name)
+        parameter.data = parameter.data.clone()  # else it would keep its file in memory
     fill_buffers(model, checkpoint)
     return model
 

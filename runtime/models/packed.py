@@ -9,7 +9,8 @@ knows no files.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, Literal, NamedTuple, get_args
 
 import torch
@@ -24,7 +25,8 @@ PackedDtype = Literal["int8", "int4"]
 PACKED: tuple[str, ...] = get_args(PackedDtype)
 GROUP = 32  # numbers of a row that share a scale and a zero, of 4 bits
 TILE = 64  # rows that are packed together, or a multiple of them
-PIECE = 1 << 20  # weights that are rounded, or spread to 8 bits, at once
+ROUNDED = 1 << 20  # weights that are rounded at once, each of which takes some 28 bytes meanwhile
+SPREAD = 1 << 21  # and that are spread to 8 bits at once, of 3 bytes
 LARGEST = 118  # of a row in 8 bits, that 4 bits are spread to: their own rounding comes on top
 APART = ("kv_b_proj", "gate", "router", "classifier", "shared_expert_gate")
 """Modules that stay as they are: what attention over latents reads, and what chooses experts."""
@@ -73,10 +75,11 @@ class PackedMatrix(nn.Module):
         """The numbers of a token with zeros behind them; PyTorch's products read whole vectors."""
         return self.columns + -self.columns % GROUP
 
-    @property
-    def step(self) -> int:
-        """Rows of a piece."""
-        return max(TILE, PIECE // self.padded // TILE * TILE)
+    def pieces(self, weights: int) -> Iterator[tuple[int, int]]:
+        """Where pieces of about so many weights begin and end, in rows."""
+        step = max(TILE, weights // self.padded // TILE * TILE)
+        for start in range(0, self.rows, step):
+            yield start, min(start + step, self.rows)
 
     def product_of_few(self, x: Tensor) -> Tensor:
         """The products [T, N] with packed numbers as they are, of tokens that are not rounded."""
@@ -105,8 +108,7 @@ class PackedMatrix(nn.Module):
         scale.masked_fill_(scale == 0, 1)
         rounded = (x / scale).round_().to(torch.int8)  # in float32, as scales are
         out, scales = x.new_empty(len(x), self.rows), self.row_scales.float()
-        for start in range(0, self.rows, self.step):
-            stop = min(start + self.step, self.rows)
+        for start, stop in self.pieces(SPREAD):
             sums = torch._int_mm(rounded, self.integers(start, stop))  # [T, n] int32
             out[:, start:stop] = torch.mul(sums, scale).mul_(scales[start:stop])
         return out
@@ -124,9 +126,9 @@ class Int8Matrix(PackedMatrix):
     @torch.no_grad()
     def fill(self, rows: Rows) -> None:
         """Round all weights, piece by piece."""
-        for start in range(0, self.rows, self.step):
-            part = slice(start, min(start + self.step, self.rows))
-            weight = self._padded(rows(part.start, part.stop).float())
+        for start, stop in self.pieces(ROUNDED):
+            part = slice(start, stop)
+            weight = self._padded(rows(start, stop).float())
             scale = _scale(weight.abs().amax(-1) / 127, self.scale.dtype)
             self.scale[part] = scale
             rounded = (weight / scale.float()[:, None]).round_().clamp_(-127, 127)
@@ -169,8 +171,7 @@ class Int4Matrix(PackedMatrix):
     @torch.no_grad()
     def fill(self, rows: Rows) -> None:
         """Round all weights, piece by piece."""
-        for start in range(0, self.rows, self.step):
-            stop = min(start + self.step, self.rows)
+        for start, stop in self.pieces(ROUNDED):
             weight = rows(start, stop).float()
             weight = functional.pad(self._padded(weight), (0, 0, 0, -len(weight) % TILE))
             part = slice(start, start + len(weight))
@@ -256,6 +257,8 @@ class PackedLinear(nn.Module):
 class PackedEmbedding(nn.Module):
     """Takes the place of an `nn.Embedding`, and of one that scales what it looks up."""
 
+    embed_scale: Tensor | float | None
+
     def __init__(self, matrix: PackedMatrix, scale: Tensor | float | None) -> None:
         super().__init__()
         self.matrix = matrix
@@ -288,26 +291,29 @@ def pack(model: nn.Module, kind: PackedDtype, rows_of: Callable[[str], Rows] | N
         rows_of: by a weight's name, what reads its rows, for a model on the meta device whose
             weights stay in files.
     """
-    made: dict[nn.Parameter, PackedMatrix] = {}
-    kept = {
-        weight
-        for path, module in model.named_modules()
-        if not _is_packable(path.rpartition(".")[2], module)
-        for weight in module.parameters(recurse=False)
-    }
+    kept, uses = set[nn.Parameter](), Counter[nn.Parameter]()
+    for path, module in model.named_modules():
+        packable = _is_packable(path.rpartition(".")[2], module)
+        (uses if packable else kept).update(module.parameters(recurse=False))
+    tied: dict[nn.Parameter, PackedMatrix | None]
+    tied = {weight: None for weight, count in uses.items() if count > 1}
+    del uses
     for path, parent in list(model.named_modules()):
         for name, module in list(parent.named_children()):
             weight: Any = getattr(module, "weight", None)
             if not _is_packable(name, module) or weight in kept:
                 continue
-            matrix = made.get(weight)
+            matrix = tied.get(weight)
             if matrix is None:
                 device = "cpu" if rows_of is not None else weight.device
-                matrix = made[weight] = KINDS[kind](*weight.shape, weight.dtype, device)
+                rows, columns = weight.shape
+                matrix = KINDS[kind](rows, columns, weight.dtype, device)
                 if rows_of is not None:
                     matrix.fill(rows_of(".".join(filter(None, (path, name, "weight")))))
-                elif not _is_without_data(weight):
-                    matrix.fill(lambda start, stop, weight=weight: weight[start:stop])
+                elif not (weight.is_meta or isinstance(weight, FakeTensor)):
+                    matrix.fill(_slices(weight))
+            if weight in tied:
+                tied[weight] = matrix
             if isinstance(module, nn.Linear):
                 setattr(parent, name, PackedLinear(matrix, module.bias))
             else:
@@ -353,7 +359,7 @@ def _fault(kind: str, dtype: torch.dtype) -> str | None:
     x = torch.randn(40, 2 * GROUP, generator=generator).to(dtype)
     x[0] = 1
     try:
-        matrix = KINDS[kind](*weight.shape, dtype)
+        matrix = KINDS[kind](len(weight), 2 * GROUP, dtype)
         matrix.fill(lambda start, stop: weight[start:stop])
         true = x.float() @ matrix.lookup(torch.arange(len(weight))).float().T
         for tokens in (1, len(x)):
@@ -454,5 +460,5 @@ def _embedding_scale(module: nn.Module) -> Tensor | float | None:
     return scale
 
 
-def _is_without_data(tensor: Tensor) -> bool:
-    return tensor.is_meta or isinstance(tensor, FakeTensor)
+def _slices(weight: Tensor) -> Rows:
+    return lambda start, stop: weight[start:stop]

@@ -76,9 +76,10 @@ def test_pieces_give_what_the_whole_gives(kind, monkeypatch):
     weight, x = torch.randn(200, 64), torch.randn(20, 64)
     whole = matrix_of(weight, kind, torch.float32)
     expected = whole(x)
-    monkeypatch.setattr(packed, "PIECE", 64 * 64)
+    for name in ("ROUNDED", "SPREAD"):
+        monkeypatch.setattr(packed, name, 64 * 64)
     pieces = matrix_of(weight, kind, torch.float32)
-    assert pieces.step == 64
+    assert list(pieces.pieces(64 * 64)) == [(0, 64), (64, 128), (128, 192), (192, 200)]
     for name, tensor in whole.state_dict().items():
         assert torch.equal(tensor[:200], pieces.state_dict()[name][:200]), name
     torch.testing.assert_close(pieces(x), expected)
