@@ -304,7 +304,8 @@ def _parameters(model: Any) -> list[_Parameter]:
 def _loaded_bytes(model: Any, name: str, tensor: torch.Tensor) -> int:
     """The bytes of a parameter or buffer once it is loaded, of a model made in its type."""
     wide = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
-    if any(re.search(pattern.replace("*", ".*"), name) for pattern in wide):
+    named = any(re.search(pattern.replace("*", ".*"), name) for pattern in wide)
+    if named and tensor.is_floating_point():
         return 4 * tensor.numel()
     return tensor.nbytes
 

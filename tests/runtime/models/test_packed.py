@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import tiny_chat
 import torch
-from families import ALL, ELSEWHERE, model_of
+from families import ALL, ELSEWHERE, OLD, STATES, model_of
 from safetensors.torch import load_file, save_file
 from torch import nn
 
@@ -118,6 +118,8 @@ def save(family: str, folder: Path, dtype: torch.dtype) -> str:
 @pytest.mark.parametrize("family", ALL | ELSEWHERE)
 def test_families_run_and_hold_what_is_planned(family, tmp_path, tokens):
     """Logits are those of the plain model with the rounded weights, under a cap too."""
+    if OLD and (family in STATES or family == "gemma3n"):
+        pytest.skip("this transformers keeps no states, or does not read what it wrote")
     kind = PACKED[len(family) % 2]
     where = save(family, tmp_path, torch.float32)
     config = load_config(where)
