@@ -32,6 +32,7 @@ from kvcap.runtime.errors import (
     first_line,
 )
 from kvcap.runtime.files import check_folder
+from kvcap.runtime.memory.free_memory import return_freed
 from kvcap.runtime.models.checkpoint import Checkpoint, empty_model, fill, fill_buffers
 from kvcap.runtime.models.config import FAMILIES, ModelShape
 from kvcap.runtime.models.gguf import is_gguf, loading, read_gguf, source
@@ -314,12 +315,14 @@ def load_packed(
             )
         model = load_model(where, config, dtype)
         pack(model, kind)
+        return_freed()
         return model
     pack(model, kind, lambda name: partial(checkpoint.rows, name))
     for part, name, _ in fill(model, checkpoint):
         parameter = getattr(part, name)
         parameter.data = parameter.data.clone()  # else it would keep its file in memory
     fill_buffers(model, checkpoint)
+    return_freed()
     return model
 
 
