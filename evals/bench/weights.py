@@ -2,8 +2,8 @@
 
 Every type of weights reads the same texts token by token, without evictions: perplexity, and how
 near its predictions are to float32's. Then it answers questions about facts in texts longer than
-the budget. What PyTorch does not have is run by ONNX Runtime, from the cache folder of `--weights`;
-what is calibrated, by another text of the same kind than those that are read.
+the budget. Integers are run by ONNX Runtime, from the cache folder of `--weights`, or by PyTorch,
+which is said; what is calibrated, by another text of the same kind than those that are read.
 Reads `lengths`, `budgets`, `repeats`.
 """
 
@@ -27,6 +27,7 @@ from kvcap.runtime.backends.onnxruntime.runtime import OrtRuntime
 from kvcap.runtime.backends.pytorch.runtime import Runtime
 from kvcap.runtime.cli.kept_exports import kept_export
 from kvcap.runtime.cli.options import Budget
+from kvcap.runtime.models.packed import PackedDtype
 from kvcap.runtime.session.engine import Engine
 
 DEFAULTS = {"lengths": (2048,), "budgets": (256,), "repeats": 20}
@@ -41,8 +42,8 @@ class Kind(NamedTuple):
     """A type of weights."""
 
     name: str
-    dtype: str | None = None  # of PyTorch
-    weights: str = ""  # or of `--weights`
+    dtype: str | None = None  # in PyTorch; None: in ONNX Runtime
+    weights: PackedDtype | None = None  # of `--weights`
     symmetric: bool | None = None
     calibrated: bool = False
 
@@ -55,6 +56,8 @@ KINDS = (
     Kind("int4 asymmetric", weights="int4", symmetric=False),
     Kind("int4 symmetric, calibrated", weights="int4", symmetric=True, calibrated=True),
     Kind("int4 asymmetric, calibrated", weights="int4", symmetric=False, calibrated=True),
+    Kind("int8, PyTorch", dtype="bfloat16", weights="int8"),
+    Kind("int4, PyTorch", dtype="bfloat16", weights="int4"),
 )
 
 
@@ -83,8 +86,11 @@ def run(options: Options) -> Result:
 def _engine(kind: Kind, budget: int) -> tuple[Engine, int]:
     """What runs these weights, and their bytes."""
     if kind.dtype is not None:
-        found = Runtime.from_pretrained(kv_budget_tokens=budget, dtype=kind.dtype, device="cpu")
+        found = Runtime.from_pretrained(
+            kv_budget_tokens=budget, dtype=kind.dtype, device="cpu", weights=kind.weights
+        )
         return found, found.plan.weights
+    assert kind.weights is not None
     with tempfile.TemporaryDirectory() as name:
         text = Path(name) / "text.txt"
         text.write_text(_calibration(), encoding="utf-8")

@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from kvcap.dtypes import short, torch_dtype
-from kvcap.export.decoder.checkpoint import Checkpoint, empty_model
 from kvcap.export.decoder.depth import are_alike
 from kvcap.export.graphs.shape import refuse_sinks
 from kvcap.export.weights import Rounding
 from kvcap.policies import Eviction
 from kvcap.runtime.cache.layout import CacheLayout, default_positions
 from kvcap.runtime.errors import NotExportable
+from kvcap.runtime.models.checkpoint import Checkpoint, empty_model
 from kvcap.runtime.models.config import ModelShape
 from kvcap.runtime.models.files import (
     check_generation,

@@ -333,8 +333,8 @@ class Backend:
         Literal["int8", "int4"] | None,
         option(
             "--weights",
-            help="Run MODEL in ONNX Runtime with its weights in so many bits; exported once, into "
-            "the cache folder.",
+            help="Run MODEL on the CPU with its weights in so many bits: in ONNX Runtime, exported "
+            "once into the cache folder; with --backend torch, rounded whenever it is loaded.",
         ),
     ] = None
 
@@ -352,15 +352,13 @@ class Backend:
         """Whether `model` is to be run as an exported decoder."""
         if self.calibrate is not None and self.weights != "int4":
             raise ValueError("--calibrate is for --weights int4; add that, or leave it out")
-        if self.weights is not None:
-            if self.backend == "torch":
-                raise ValueError(
-                    f"--weights {self.weights} is run by ONNX Runtime; leave --backend torch out"
-                )
+        if self.backend == "torch":
+            if self.calibrate is not None:
+                raise ValueError("--calibrate is for exports; leave it or --backend torch out")
+            return False
+        if self.weights is not None or self.backend == "onnxruntime":
             return True
-        if self.backend is None:
-            return model != POCKET and is_export(model)
-        return self.backend == "onnxruntime"
+        return model != POCKET and is_export(model)
 
 
 @dataclass(frozen=True)

@@ -35,9 +35,11 @@ from kvcap.runtime.models.files import (
     check_generation,
     load_config,
     load_model,
+    load_packed,
     load_tokenizer,
 )
 from kvcap.runtime.models.names import resolve
+from kvcap.runtime.models.packed import PackedDtype, check_packing
 from kvcap.runtime.models.quantised import quantisation
 from kvcap.runtime.models.weights import Weights, held_weights, read_headers
 from kvcap.runtime.planning.plan import MemoryPlan, check_tokens, fitting, parse_cap, warn_if_short
@@ -94,8 +96,10 @@ class Runtime:
 
     @property
     def device_label(self) -> str:
-        """The device and the type of numbers, for people."""
-        return f"{self.model.device.type} {self.plan.dtype}"
+        """The device and the types of numbers, for people."""
+        packed = self.plan.weights_dtype
+        also = f", {packed} weights" if packed else ""
+        return f"{self.model.device.type} {self.plan.dtype}{also}"
 
     @cached_property
     def trained_length(self) -> int:
@@ -133,6 +137,7 @@ class Runtime:
         memory_cap: str | int | None = None,
         enforce: Enforce = "check",
         kv_dtype: KvDtype | None = None,
+        weights: PackedDtype | None = None,
     ) -> Runtime:
         """Load a model to chat in fixed memory.
 
@@ -153,6 +158,8 @@ class Runtime:
                 (on a GPU: the allocator, for the GPU's memory).
             kv_dtype: 'int8', 'int8-int4' (keys in 8 bits, values in 4) or 'int4' to quantise what
                 slots hold, so that the same bytes hold more of them.
+            weights: 'int8' or 'int4' to round matrices as they are loaded, for a CPU, which is then
+                the device.
 
         Raises:
             ModelNotFound, ModelFilesBroken, UnsupportedModel, PlanInfeasible, PolicyError: before
@@ -161,7 +168,7 @@ class Runtime:
         where = resolve(model)
         config = load_config(where)
         eviction = load_policy(policy) if isinstance(policy, str) else policy
-        chosen = usable(device) or best_device()
+        chosen = usable(device) or (best_device() if weights is None else "cpu")
         cap = None if memory_cap is None else parse_cap(memory_cap)
         precision = parse_dtype(dtype) or getattr(config, "dtype", None) or torch.float32
         plan_for = partial(
@@ -176,7 +183,10 @@ class Runtime:
             memory_cap=cap,
             headers=read_headers(where),
             kv_dtype=kv_dtype,
+            weights=weights,
         )
+        if weights is not None:
+            check_packing(config, precision, chosen, weights)
         plan = plan_for()
         ModelShape.of(config, plan.budget_tokens + plan.block_size)
         if torch.device(chosen).type != "cuda":
@@ -185,7 +195,11 @@ class Runtime:
         chat_template.warm_up()
         warm_up(config, plan, eviction, chosen, evict_every, several=cap is None)  # meanwhile
         tokenizer = load_tokenizer(where)
-        loaded = load_model(where, config, precision)
+        if weights is None:
+            loaded = load_model(where, config, precision)
+        else:
+            room = None if cap is None else cap - plan.baseline
+            loaded = load_packed(where, config, precision, weights, room)
         if cap is not None:
             plan = plan_for(loaded=True)  # what loading really took is known now
             if enforce == "rlimit":
@@ -314,7 +328,9 @@ class Runtime:
 
     def _identity(self) -> dict[str, Any]:
         plan = self.plan
-        return snapshot.identity_of(self.model, self.name, plan.positions, plan.kv_dtype)
+        return snapshot.identity_of(
+            self.model, self.name, plan.positions, plan.kv_dtype, plan.weights_dtype
+        )
 
     def restore(self, session: Session, path: str | os.PathLike[str]) -> None:
         """Make `session` the saved one, or refuse and leave it as it is.
@@ -377,6 +393,7 @@ class Runtime:
             positions=self.plan.positions,
             rehearse=self.memory_cap is not None,
             kv_dtype=self.plan.kv_dtype,
+            weights=self.plan.weights_dtype,
         ).with_weights(Weights(self.plan.weights, self.plan.weights_from))
         several = self.memory_cap is None
         warm_up(self.model.config, plan, policy, self.model.device, self.evict_every, several)
