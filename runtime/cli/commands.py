@@ -321,7 +321,7 @@ def _load_model(model: str, budget: Budget, running: Running) -> Engine:
         enforce=budget.enforce,
         dtype=budget.dtype,
         device=running.device,
-        evict_every=running.evict_every or 1,
+        evict_every=running.evict_every,
         kv_dtype=budget.kv_dtype,
     )
 
