@@ -10,6 +10,8 @@ MANIFEST = "kvcap.json"
 """The file that makes a directory an exported decoder."""
 POCKET = "pocket"
 """The name of the built-in model."""
+EVICT_EVERY = 64
+"""Tokens of an answer after which a CPU evicts, all at once, unless told otherwise."""
 PINS = ("sink_tokens", "recent_tokens")
 """The options that every policy has: first and newest tokens that are never evicted."""
 NEUTRAL = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}

@@ -22,7 +22,7 @@ from kvcap.runtime.backends.pytorch.loop import BlockLoop
 from kvcap.runtime.types import Positions
 
 COLUMNS = ("runs", "budget", "positions", "evict_every", "decode_ms", "ratio")
-EVICT_EVERY = (1, 16)
+EVICT_EVERY = (1, 16, 64)
 MODES: tuple[Positions, ...] = ("compact", "true")  # 'auto' is one of them at a time
 
 

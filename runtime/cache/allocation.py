@@ -14,7 +14,7 @@ from kvcap.kernels.choice import ready
 from kvcap.runtime.cache.evicted_store import EvictedStore, MappedFile
 from kvcap.runtime.cache.layer_balance import LayerBalance
 from kvcap.runtime.cache.layout import CacheLayout
-from kvcap.runtime.cache.pool import SHIFT, Segment, SlotPool
+from kvcap.runtime.cache.pool import PIECE, SHIFT, Segment, SlotPool
 from kvcap.runtime.cache.query_window import QueryWindow
 from kvcap.runtime.models.rope import Rotation, table_dtype
 
@@ -37,11 +37,18 @@ class LayerStorage:
     """What its quantised keys are held without, [B, K, D] float32: the mean of its first block, or
     of those held when positions became compact; see `mean`."""
     needs_rotation: bool = False
-    """Whether a slot was ever given up, so that keys count elsewhere than they are rotated to."""
+    """Whether a slot was ever given up, so that tokens count elsewhere than they were read."""
+    settled: bool = False
+    """Whether all keys are rotated to where they count nevertheless: see `settle`."""
 
     @property
     def pending_rotation(self) -> Rotation | None:
         """What keys must be rotated by before they are used, if by anything yet."""
+        return self.rotation if self.needs_rotation and not self.settled else None
+
+    @property
+    def window_rotation(self) -> Rotation | None:
+        """Likewise of the query window, whose queries stay as they were read."""
         return self.rotation if self.needs_rotation else None
 
     @property
@@ -154,17 +161,32 @@ class LayerStorage:
                 rotation.on(keys, ranks[piece], out)
         return found.to(pool.read_dtype)
 
-    def settle(self, segment: Segment) -> None:
-        """Rotate a segment's keys where they lie to where they count, so that nobody else need.
+    @property
+    def settles(self) -> bool:
+        """Whether `settle` may take place before a token is attended to.
 
-        Each time rounds those that moved once more: for float32, whose rounding is lost in that of
-        attention. A key moves down by its rank at most, however many tokens are read.
+        Not in a rehearsal, whose tensors have no data to tell what moved; a copy takes more memory.
         """
-        assert self.rotation is not None
-        shift = segment.aux(SHIFT)
-        segment.keys.copy_(self.rotation.back(segment.keys, shift))
+        keys = self.segments[0].pool.keys
+        one = len(self.segments) == 1 and keys.dtype == torch.float32
+        return one and type(keys) is Tensor and keys.device.type == "cpu" and not ready(keys)
+
+    def settle(self) -> None:
+        """Rotate keys that moved where they lie to where they count, so that nobody else need.
+
+        Those that did not move are not read. Each time rounds the others once more: for float32,
+        whose rounding is lost in that of attention. A key moves down by its rank at most, however
+        many tokens are read.
+        """
+        (segment,), rotation = self.segments, self.pending_rotation
+        assert rotation is not None
+        mine = slice(segment.start, segment.start + segment.slots)
+        keys, shift = segment.pool.keys[mine], segment.pool.aux[SHIFT][mine]
+        for moved in shift.nonzero()[:, 0].split(max(32, PIECE // (8 * keys.shape[1]))):
+            back = rotation.back(keys.index_select(0, moved), shift.index_select(0, moved))
+            keys.index_copy_(0, moved, back)
         shift.zero_()
-        self.needs_rotation = False
+        self.settled = True
 
     def become_compact(self, seen: int) -> None:
         """Move all that is held from true positions to compact ones, where it counts from now on.
@@ -209,7 +231,7 @@ class LayerStorage:
 
     def enable_rotation(self) -> None:
         """Have keys rotated from now on, though by nothing before a slot was given up."""
-        self.needs_rotation = self.rotation is not None
+        self.needs_rotation, self.settled = self.rotation is not None, False
 
     def reset(self) -> None:
         """Forget everything; the buffers stay."""
@@ -217,7 +239,7 @@ class LayerStorage:
             segment.held = 0
         if self.evicted_store is not None:
             self.evicted_store.reset()
-        self.needs_rotation = False
+        self.needs_rotation = self.settled = False
         if self.rotation_later is not None:
             self.rotation = None
             if self.evicted_store is not None:
@@ -260,7 +282,8 @@ class Allocation:
     @property
     def nbytes(self) -> int:
         """Exact bytes of all buffers."""
-        return sum(buffer.untyped_storage().nbytes() for buffer in self.buffers.values())
+        held = (x for named in self._named.values() for x in named().values())
+        return sum(x.untyped_storage().nbytes() for x in held)  # asked for after every token
 
     @torch.inference_mode(False)  # ordinary tensors may be written to in any mode
     def layer(self, index: int, like: Tensor) -> LayerStorage:

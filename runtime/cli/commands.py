@@ -325,7 +325,7 @@ def _load_model(
         enforce=budget.enforce,
         dtype=budget.dtype,
         device=running.device,
-        evict_every=running.evict_every or 1,
+        evict_every=running.evict_every,
         kv_dtype=budget.kv_dtype,
         weights=weights,
     )

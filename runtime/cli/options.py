@@ -403,8 +403,8 @@ class Running:
             "--evict-every",
             min=1,
             metavar="N",
-            help="While answering, evict every so many tokens: 1, or 64 in ONNX Runtime; 16 "
-            "pay on a GPU.",
+            help="While answering, evict every so many tokens: 64 on a CPU, 1 on a GPU, where "
+            "16 pay.",
         ),
     ] = None
 

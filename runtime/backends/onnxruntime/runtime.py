@@ -38,10 +38,9 @@ from kvcap.runtime.planning.plan import (
 )
 from kvcap.runtime.session import chat_template
 from kvcap.runtime.session.session import Session
-from kvcap.runtime.types import PINS
+from kvcap.runtime.types import EVICT_EVERY, PINS
 from kvcap.runtime.units import parse_bytes
 
-EVICT_EVERY = 64  # tokens in generation, unless told otherwise
 AUTO = (
     "positions='auto' change while a text is read, and an exported decoder has them of one kind; "
     "leave them out, say 'compact' or 'true', or run the model by PyTorch"

@@ -80,10 +80,7 @@ class BlockLoop(Loop):
                 memory half-way, then the cache is empty again.
             SessionBroken: an earlier pass failed half-way; reset the cache.
         """
-        self.check_room(ids.shape[1])
-        if cache.leaves_window(ids.shape[1]):
-            with self._emptied_without_memory(ids.shape[1]):
-                cache.become_compact()
+        self._make_room(ids.shape[1])
         if self.graphs is not None:
             with interrupts_deferred():
                 logits = self.graphs.read(ids, need_logits)
@@ -99,8 +96,15 @@ class BlockLoop(Loop):
         Raises:
             MemoryCapExceeded, BlockTooLarge, SessionBroken: as `read`.
         """
-        self.check_room(ids.shape[1])
+        self._make_room(ids.shape[1])
         return self._read(ids, torch.arange(ids.shape[1], device=ids.device))
+
+    def _make_room(self, tokens: int) -> None:
+        """Check that a block can be read; make positions compact where it leaves the window."""
+        self.check_room(tokens)
+        if self.cache.leaves_window(tokens):
+            with self._emptied_without_memory(tokens):
+                self.cache.become_compact()
 
     def _read(self, ids: Tensor, wanted: Tensor) -> Tensor:
         """Read one block [B, T] by the model's own code; logits [B, n, V] of the tokens `wanted`.

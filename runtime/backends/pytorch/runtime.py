@@ -47,7 +47,7 @@ from kvcap.runtime.session import chat_template
 from kvcap.runtime.session import file as session_file
 from kvcap.runtime.session.file import SessionFile
 from kvcap.runtime.session.session import Session
-from kvcap.runtime.types import POCKET, Positions
+from kvcap.runtime.types import EVICT_EVERY, POCKET, Positions
 from kvcap.runtime.units import parse_bytes
 
 if TYPE_CHECKING:
@@ -133,7 +133,7 @@ class Runtime:
         dtype: str | torch.dtype | None = None,
         device: str | torch.device | None = None,
         positions: Positions | None = None,
-        evict_every: int = 1,
+        evict_every: int | None = 1,
         memory_cap: str | int | None = None,
         enforce: Enforce = "check",
         kv_dtype: KvDtype | None = None,
@@ -151,7 +151,9 @@ class Runtime:
             device: 'cpu', 'cuda' or 'mps'; the best there is by default.
             positions: 'compact', 'true' or 'auto' (true until the length that the model was trained
                 on would be left, then compact); compact where exact by default.
-            evict_every: in generation, evict every so many tokens.
+            evict_every: in generation, evict every so many tokens, at most `block_size`. None: as
+                suits the device, 64 on a CPU and 1 elsewhere. With 1 an answer never holds more
+                than its budget, and its sessions can be answered together (`Batch`).
             memory_cap: bytes for the whole process, such as '2GiB', or 'auto' for all that is free
                 now; without a KV budget, the largest that fits is taken.
             enforce: 'check' checks before every block; 'rlimit' also has the system refuse more
@@ -189,6 +191,8 @@ class Runtime:
             check_packing(config, precision, chosen, weights)
         plan = plan_for()
         ModelShape.of(config, plan.budget_tokens + plan.block_size)
+        if evict_every is None:
+            evict_every = usual_every(chosen, plan.block_size)
         if torch.device(chosen).type != "cuda":
             warn_if_short(plan, free_memory(), memory_cap)
         check_generation(where)
@@ -407,6 +411,14 @@ class Runtime:
             evict_every=self.evict_every,
             memory_cap=self.memory_cap,
         )
+
+
+def usual_every(device: str | torch.device, block_size: int) -> int:
+    """After how many tokens of an answer to evict, where nobody says.
+
+    On a CPU an eviction takes longer than attention does; a GPU replays it beside other work.
+    """
+    return min(EVICT_EVERY, block_size) if torch.device(device).type == "cpu" else 1
 
 
 def warm_up(
