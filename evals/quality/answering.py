@@ -135,11 +135,11 @@ def losses(model: Any, cache: BudgetCache, ids: Tensor) -> Tensor:
     Tokens are read block by block: each sees what the cache held before its block, and the block up
     to itself.
     """
-    found, done = list[Tensor](), 0
+    loop, found, done = BlockLoop(model, cache), list[Tensor](), 0
     while done < ids.shape[1] - 1:
         block = ids[:, done : done + cache.room]
         after = ids[:, done + 1 : done + 1 + block.shape[1]]
-        logits = model(input_ids=block, past_key_values=cache, use_cache=True).logits.float()
+        logits = loop.read_every(block).float()
         found.append(cross_entropy(logits[:, : after.shape[1]].mT, after, reduction="none"))
         done += block.shape[1]
     return torch.cat(found, dim=1)
