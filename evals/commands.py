@@ -335,7 +335,8 @@ def analyze_command(
         print(jsonlib.dumps(list(documents.values())))
         return
     for name, document in documents.items():
-        print(f"{document['title']} ({document['paper']}): {out / name}.png, .json")
+        paper = f" ({document['paper']})" if document["paper"] else ""
+        print(f"{document['title']}{paper}: {out / name}.png, .json")
         print(f"  {document['read']}")
 
 

@@ -51,7 +51,7 @@ class Analysis(Protocol):
 
     TITLE: str
     PAPER: str
-    """Whose figure it is."""
+    """Whose figure it is; empty: nobody's."""
     POLICIES: tuple[str, ...]
     """Compared by default; none: it reads no policies."""
     SHARES: tuple[float, ...]

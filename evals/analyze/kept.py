@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 TITLE = "Tokens that each policy kept"
-PAPER = "none"
+PAPER = ""
 POLICIES: tuple[str, ...] = ("keydiff-window", "snapkv", "streaming_llm")
 SHARES: tuple[float, ...] = (0.25,)
 PROJECTIONS = False
