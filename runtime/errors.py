@@ -22,6 +22,9 @@ KvcapError
 │   ├── SessionFileForeign  it was saved by another model, or under settings that cannot take it
 │   └── SessionFileNewer    it was saved by a newer kvcap
 ├── SessionBroken           a forward pass failed half-way; reset the session
+├── Busy                    more is asked of a server than can wait; says when to ask again
+├── ConversationUnknown     a server has no such conversation of that owner in memory
+├── ReaderTooSlow           a server's answer was ended, as nobody read it
 ├── ExtraMissing            a package is not installed; names the extra that brings it
 ├── PeerFailed              a benchmark's peer cannot be run, or ended; nothing was measured
 ├── NotExportable           there is no graph of that policy, stage or formulation
@@ -128,6 +131,27 @@ class SessionFileNewer(SessionFileError):
 
 class SessionBroken(KvcapError):
     """A forward pass failed half-way, so layers disagree on what was read; reset the session."""
+
+
+class Busy(KvcapError):
+    """More is asked of a server than can wait. Nothing was done.
+
+    Args:
+        message: what is busy.
+        retry_after_s: seconds after which to ask again.
+    """
+
+    def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class ConversationUnknown(KvcapError, LookupError):
+    """A server has no such conversation of that owner in memory."""
+
+
+class ReaderTooSlow(KvcapError):
+    """A server's answer was ended, as nobody read it; what was written of it can be read."""
 
 
 class ExtraMissing(KvcapError, ImportError):
