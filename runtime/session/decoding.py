@@ -26,6 +26,12 @@ class Read(NamedTuple):
     likeliest: bool
 
 
+class BlockRead(NamedTuple):
+    """Says that a block of the prompt was read, where several answers take turns."""
+
+    tokens: int  # of the prompt, read so far
+
+
 class Decoding:
     """Makes answers through one loop, one after the other.
 
@@ -37,7 +43,7 @@ class Decoding:
     def __init__(self, engine: Engine, loop: Loop) -> None:
         self.engine, self.loop = engine, loop
         self.together = False
-        """Tokens are asked for (`Read`) rather than read here."""
+        """Tokens are asked for (`Read`) rather than read here, and prompts read by turns."""
         self._warned = False  # of positions beyond what the model was trained on
 
     def check(self, config: Any, rng: Any, tokens: int, *, emptied: bool = False) -> None:
@@ -71,7 +77,8 @@ class Decoding:
         """Read `ids` and stream the answer, whose pieces join `said`; fills in figures of `turn`.
 
         The last token drawn is not read; the cache keeps it as `unread`. Gives pieces of text, and
-        a `Read` for every token if they are read `together`.
+        if tokens are read `together`, a `BlockRead` after every block of the prompt but the last
+        and a `Read` for every token.
         """
         engine, loop, cache = self.engine, self.loop, self.loop.cache
         sampler, most = engine.sampler(config, rng), answer_limit(config)
@@ -79,7 +86,11 @@ class Decoding:
         stream = TextStream(engine.tokenizer, settings.stop_strings(config))
         prompt = engine.token_ids(ids)
         start = time.perf_counter()
-        logits = loop.prefill(prompt, on_block and (lambda done: on_block(done, len(ids))))
+        for done, logits in loop.blocks(prompt):
+            if on_block is not None:
+                on_block(done, len(ids))
+            if self.together and logits is None:
+                yield BlockRead(done)
         turn.read_tokens = len(ids)
         # A penalty looks back at this turn only: the history of a conversation has no bound.
         history = prompt[:, -engine.plan.budget_tokens :]

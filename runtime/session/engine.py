@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from abc import ABC, abstractmethod
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from kvcap.runtime.errors import MemoryCapExceeded, SessionBroken
@@ -62,6 +62,15 @@ class Engine(Protocol):
 
     def append_token(self, history: Any, token: Any) -> Any:
         """The history [1, T] with the next token [1] behind it: [1, T + 1]."""
+
+    def copied(self, logits: Any) -> Any:
+        """A copy of logits, whose memory nothing else uses."""
+
+    def shared_rows(self, size: int) -> tuple[Any, str | None]:
+        """A cache for so many sessions' answers at once, or None and why there is none.
+
+        See `SharedRows` in `batch.py`.
+        """
 
     def with_policy_name(self, policy: str, options: dict[str, Any]) -> Engine:
         """The same model and budget under another policy; tokens pinned by option stay pinned."""
@@ -144,17 +153,32 @@ class Loop(ABC):
         Raises:
             MemoryCapExceeded: nothing may be evicted, and too many tokens; nothing is read.
         """
+        found = None
+        for done, logits in self.blocks(ids):
+            found = logits
+            if on_block is not None:
+                on_block(done)
+        assert found is not None, "prefill of no tokens"
+        return found
+
+    def blocks(self, ids: Any) -> Iterator[tuple[int, Any]]:
+        """Read a prompt [B, T], a block for every step of the iterator, as `prefill` does.
+
+        Yields:
+            The number of tokens read so far, and after the last block the logits [B, V] of its last
+            token; None before.
+
+        Raises:
+            MemoryCapExceeded: nothing may be evicted, and too many tokens; nothing is read.
+        """
         batch, length = ids.shape
         self.check_room(length)
-        done, logits = 0, None
+        done = 0
         while done < length:
             block = ids[:, done : done + self.next_length(batch, length - done)]
             done += block.shape[1]
             logits = self.read(block, need_logits=done == length)
-            if on_block is not None:
-                on_block(done)
-        assert logits is not None, "prefill of no tokens"
-        return logits
+            yield done, logits if done == length else None
 
     def check_room(self, tokens: int, answer: int = 0, *, emptied: bool = False) -> None:
         """Where nothing may be evicted, refuse tokens that do not fit before any is read.
