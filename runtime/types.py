@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
 
 ATTENTION = "kvcap"
 """The name of kvcap's attention function in transformers: `attn_implementation="kvcap"`."""
@@ -23,3 +24,11 @@ OnFull = Literal["evict", "stop", "error"]
 """What happens when the budget is used up; see `Session.on_full`."""
 Positions = Literal["compact", "true"]
 """Whether kept tokens are renumbered 0, 1, ... or keep the positions they were read at."""
+
+
+class KeptTokens(NamedTuple):
+    """Which tokens of a conversation a layer still holds."""
+
+    layer: int  # its number in the model
+    capped: bool  # by kvcap; False: it keeps a sliding window of its own
+    heads: Sequence[Any]  # of each KV head: tokens as their places in the conversation, [held]

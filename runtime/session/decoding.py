@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import warnings
+from array import array
 from collections.abc import Callable, Generator, Sequence
 from typing import Any, NamedTuple
 
@@ -14,6 +15,7 @@ from kvcap.runtime.session.engine import Engine, Loop
 from kvcap.runtime.session.stats import Turn
 
 MAX_NEW_TOKENS = 512
+UNKNOWN = -1
 
 
 class Read(NamedTuple):
@@ -44,6 +46,8 @@ class Decoding:
         self.engine, self.loop = engine, loop
         self.together = False
         """Tokens are asked for (`Read`) rather than read here, and prompts read by turns."""
+        self.read_ids = array("i")
+        """The tokens that the cache has read, and one that it has yet to: 4 bytes each."""
         self._warned = False  # of positions beyond what the model was trained on
 
     def check(self, config: Any, rng: Any, tokens: int, *, emptied: bool = False) -> None:
@@ -85,6 +89,7 @@ class Decoding:
         ends = settings.end_tokens(config)
         stream = TextStream(engine.tokenizer, settings.stop_strings(config))
         prompt = engine.token_ids(ids)
+        self.read_ids = array("i", [*self.ids_read(cache.seen), *ids])
         start = time.perf_counter()
         for done, logits in loop.blocks(prompt):
             if on_block is not None:
@@ -104,6 +109,7 @@ class Decoding:
                 number = token.item()
             now = time.perf_counter()
             turn.completion_tokens += 1
+            self.read_ids.append(number)
             if turn.completion_tokens == 1:
                 turn.ttft_s = now - start
             turn.decode_s = now - start - turn.ttft_s
@@ -133,6 +139,10 @@ class Decoding:
         if text := stream.end():
             said.append(text)
             yield text
+
+    def ids_read(self, seen: int) -> list[int]:
+        """The `seen` tokens that the cache has read; -1 for those that were read elsewhere."""
+        return [*self.read_ids[:seen], *[UNKNOWN] * (seen - len(self.read_ids))]
 
     def _warn_beyond(self) -> None:
         """Warn once where true positions pass the length that the model was trained on."""

@@ -108,8 +108,8 @@ class Loop(ABC):
 
     Args:
         cache: holds keys and values. It has `seen`, `held` and `spare` (tokens), `nbytes`,
-            `used_bytes`, `recomputed`, `consistent`, `unread`, and `reset()`, `pin(spans)` and
-            `pinned_with(spans)`.
+            `used_bytes`, `recomputed`, `consistent`, `unread`, `pinned_spans`,
+            `sinks`, and `reset()`, `pin(spans)`, `pinned_with(spans)` and `kept_tokens()`.
         on_full: what happens to tokens beyond the budget: they are evicted, or nothing ever is and
             reading them is refused. 'stop' is 'error' here, and ends an answer in a session.
     """

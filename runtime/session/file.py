@@ -238,6 +238,8 @@ def check_conversation(file: SessionFile, vocabulary: int) -> None:
         raise file.corrupt("a message is pinned that the user did not send")
     if any(token >= vocabulary for token in said["unread"]):
         raise file.corrupt(f"a token is unread that is none of the model's {vocabulary:,}")
+    if any(token >= vocabulary for token in said.get("read_ids", ())):
+        raise file.corrupt(f"a token was read that is none of the model's {vocabulary:,}")
     if any(start >= stop for start, stop in file.facts["pinned_spans"]):
         raise file.corrupt("pinned tokens end before they begin")
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+from array import array
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, get_args
@@ -105,6 +106,14 @@ class Session:
             self.cache_away()
 
     @property
+    def read_ids(self) -> list[int]:
+        """The ids of the tokens that the cache has read, in order; -1 for those that are not known.
+
+        Known are those that messages and answers took, also of a conversation that was loaded.
+        """
+        return self._decoding.ids_read(self.loop.cache.seen)
+
+    @property
     def read_together(self) -> bool:
         """Whether answers ask for their tokens to be read (`Read`), rather than reading them."""
         return self._decoding.together
@@ -201,6 +210,7 @@ class Session:
             "unread": unread,
             "unread_since": self.cache.seen if unread else 0,
             "seed": self.seed,
+            "read_ids": self.read_ids,
         }
 
     def take_over(self, conversation: dict[str, Any], rng: Any) -> None:
@@ -211,6 +221,7 @@ class Session:
         self.turn = self.notice = None
         unread, since = conversation["unread"], conversation["unread_since"]
         self.cache.unread = (unread[0], since) if unread else None
+        self._decoding.read_ids = array("i", conversation.get("read_ids", ()))
 
     def send(self, said: str | Sequence[Message], *, pin: bool = False) -> Iterator[str]:
         """Send a message and stream the answer; a pinned message is never evicted.
