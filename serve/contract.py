@@ -8,10 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from kvcap.runtime.session.stats import FinishReason
-from kvcap.runtime.types import Message, Span
+from kvcap.runtime.types import Message
+
+if TYPE_CHECKING:
+    from kvcap.serve.strip import Strip
 
 
 @dataclass(frozen=True)
@@ -94,29 +97,6 @@ class Reply(Protocol):
 
     async def aclose(self) -> None:
         """Stop the answer within a block, keeping what there is; nothing where it has ended."""
-
-
-class LayerGroup(NamedTuple):
-    """Which tokens some neighbouring layers hold."""
-
-    first: int  # layer, from 0
-    last: int
-    held: tuple[int, ...]  # of every token, the percentage of the layers' KV heads that hold it
-
-
-@dataclass(frozen=True)
-class Strip:
-    """Every token that a conversation has read, and what became of it."""
-
-    session_id: str
-    tokens: tuple[str, ...] | None
-    """The text of each token; None where it is not known, as after a tokenizer that would cut the
-    conversation's text otherwise."""
-    seen: int  # tokens read
-    pinned: tuple[Span, ...]  # [start, stop) of tokens that are never evicted
-    groups: tuple[LayerGroup, ...]  # of capped layers
-    sinks: int  # first tokens that are never evicted
-    budget: int  # slots per KV head and layer
 
 
 @dataclass(frozen=True)

@@ -450,11 +450,9 @@ class BudgetCache(Cache):  # type: ignore[misc]
             heads = [row for s in own for row in s.positions[0].cpu()]
             found.append(KeptTokens(number, True, heads))
         for number, native in self.sliding_layers.items():
-            heads, held = self.layout.shape.kv_heads, 0
-            if native.is_initialized:
-                heads, held = native.keys.shape[1:3]
+            count, held = native.keys.shape[1:3] if native.is_initialized else (0, 0)
             row = torch.arange(self.seen - held, self.seen)
-            found.append(KeptTokens(number, False, [row] * heads))
+            found.append(KeptTokens(number, False, [row] * count))
         return sorted(found)
 
     @property
