@@ -25,6 +25,7 @@ KvcapError
 ├── Busy                    more is asked of a server than can wait; says when to ask again
 ├── ConversationUnknown     a server has no such conversation of that owner in memory
 ├── ReaderTooSlow           a server's answer was ended, as nobody read it
+├── PortTaken               a server cannot listen on its address
 ├── ExtraMissing            a package is not installed; names the extra that brings it
 ├── PeerFailed              a benchmark's peer cannot be run, or ended; nothing was measured
 ├── NotExportable           there is no graph of that policy, stage or formulation
@@ -152,6 +153,10 @@ class ConversationUnknown(KvcapError, LookupError):
 
 class ReaderTooSlow(KvcapError):
     """A server's answer was ended, as nobody read it; what was written of it can be read."""
+
+
+class PortTaken(KvcapError, ValueError):
+    """A server cannot listen on the address; nothing was served."""
 
 
 class ExtraMissing(KvcapError, ImportError):
