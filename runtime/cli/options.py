@@ -539,8 +539,10 @@ class Sampling:
         """
         if name == "stop":
             return cls(stop=[text])
-        if name in ("json_schema", "regex"):
-            return cls(**{name: text})
+        if name == "json_schema":
+            return cls(json_schema=text)
+        if name == "regex":
+            return cls(regex=text)
         kind, limits = get_args(get_type_hints(cls, include_extras=True)[name])
         number: type = get_args(kind)[0]
         low, high = limits.min, limits.max
