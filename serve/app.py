@@ -11,7 +11,7 @@ import hmac
 import re
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from time import time
 from typing import Any, TypeVar
@@ -41,7 +41,7 @@ from kvcap.serve.errors import ApiError, of_body, respond
 from kvcap.serve.limits import Limits, body_of
 from kvcap.serve.metrics import Metrics
 from kvcap.serve.streaming import SESSION, ChatForm, Form, TextForm, streamed, whole
-from kvcap.serve.tool_calls import CallReader, Remembered
+from kvcap.serve.tool_calls import Remembered
 
 OPEN = frozenset({"/health"})  # asks for no key
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]", "::1")
@@ -152,12 +152,11 @@ class Api:
         owner, tools = owner_of(request), said.offered
         ask = said.ask(owner, _session_id(request), self.settings.limits, self.settings.defaults)
         assert ask.messages is not None
-        restored = partial(self.remembered.restored, owner)
-        messages = tuple(restored(one, CallReader(tools)) for one in ask.messages)
+        messages = tuple(self.remembered.restored(owner, one) for one in ask.messages)
         form = ChatForm(
             self.settings.model, said.include_usage, tools, partial(self.remembered.put, owner)
         )
-        ask = Ask(messages, None, ask.options, owner, ask.session_id, tools, ask.pins)
+        ask = replace(ask, messages=messages)
         return await self._answer(request, ask, form, bool(said.stream))
 
     async def complete(self, request: Request) -> Response:

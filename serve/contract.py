@@ -10,7 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+from kvcap.runtime.session.logprobs import Logprob
 from kvcap.runtime.session.stats import FinishReason
+from kvcap.runtime.session.tool_calls import Parsed
 from kvcap.runtime.types import Message
 
 if TYPE_CHECKING:
@@ -47,8 +49,8 @@ class Piece(NamedTuple):
     """The next text of an answer."""
 
     text: str
-    logprobs: tuple[Any, ...] | None = None
-    """Of the tokens of `text`, where they were asked for, as the session gives them."""
+    logprobs: tuple[Logprob, ...] | None = None
+    """Of the tokens of `text`, where they were asked for."""
 
 
 @dataclass(frozen=True)
@@ -88,6 +90,10 @@ class Reply(Protocol):
     @property
     def usage(self) -> Usage | None:
         """What it took; None while it is written."""
+
+    @property
+    def parsed(self) -> Parsed | None:
+        """Its text and the tools that it calls, told apart; None where no tools were offered."""
 
     def __aiter__(self) -> Reply:
         """The reply itself."""

@@ -262,10 +262,7 @@ def begin(session: Session, ask: Ask, count: int) -> Iterator[str]:
         assert ask.prompt is not None
         return session.complete(ask.prompt)
     messages = list(ask.messages)
-    if ask.tools:
-        if not hasattr(session, "tools"):
-            raise MessagesInvalid("tools are not read by this model's sessions; leave them out")
-        session.tools = list(ask.tools)
+    session.tools = tuple(ask.tools)
     if count:
         return session.send(messages[count:], pin=len(messages) - 1 in ask.pins)
     first = int(messages[0]["role"] == "system")

@@ -25,8 +25,10 @@ from typing import TYPE_CHECKING, Any
 
 from kvcap.runtime.errors import Busy, ConversationUnknown, KvcapError, ReaderTooSlow
 from kvcap.runtime.memory.free_memory import process_bytes
+from kvcap.runtime.session.logprobs import Logprob
 from kvcap.runtime.session.session import Session
 from kvcap.runtime.session.stats import FinishReason, Turn
+from kvcap.runtime.session.tool_calls import Parsed
 from kvcap.serve.contract import Ask, Figures, Piece, Usage
 from kvcap.serve.conversations import (
     Conversation,
@@ -76,12 +78,20 @@ class Job:
     error: Exception | None = None
     finish_reason: FinishReason | None = None
     usage: Usage | None = None
+    parsed: Parsed | None = None  # where tools were offered
     session_id: str | None = None
     conversation: Conversation | None = None
     answer: Iterator[str] | None = None
     key: str = ""  # of the conversation before
     seen: int = 0  # tokens that it had read
+    noted: int = 0  # tokens whose log probabilities were sent
     paused: float | None = None  # since when it waits for its reader
+
+    def likely(self, session: Session) -> tuple[Logprob, ...] | None:
+        """How likely the tokens of the newest piece were, if that was asked for."""
+        found = tuple(session.logprobs[self.noted :])
+        self.noted += len(found)
+        return found or None
 
     def put(self, piece: Piece) -> None:
         """A piece for the reader."""
@@ -122,6 +132,11 @@ class Answering:
     def usage(self) -> Usage | None:
         """What the answer took, once all its pieces are read."""
         return None if self._job.pieces else self._job.usage
+
+    @property
+    def parsed(self) -> Parsed | None:
+        """The answer's text and calls, told apart; None where no tools were offered."""
+        return self._job.parsed
 
     def __aiter__(self) -> Answering:
         return self
@@ -517,7 +532,7 @@ class Scheduler:
         for session, text, ended, error in self.batch.step():
             job = self._answering[id(session)]
             if text:
-                job.put(Piece(text))
+                job.put(Piece(text, job.likely(session)))
             if ended:
                 self._finish(job, error)
             elif len(job.pieces) >= self.limits.buffered:
@@ -556,6 +571,8 @@ class Scheduler:
         del self._answering[id(session)]
         turn: Turn = session.turn or Turn(finish_reason="error" if error else "interrupted")
         reason = turn.finish_reason or "interrupted"
+        if job.ask.tools and error is None:
+            job.parsed = session.parsed
         cache = session.cache
         seen, held = cache.seen, cache.held
         job.usage = Usage(

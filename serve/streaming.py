@@ -13,6 +13,7 @@ import secrets
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from itertools import accumulate
 from typing import Any, TypeVar
 
 import anyio
@@ -20,11 +21,14 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from kvcap.runtime.session.logprobs import Logprob
 from kvcap.runtime.session.stats import FinishReason
+from kvcap.runtime.session.tool_calls import parsed_text
+from kvcap.runtime.types import Tool
 from kvcap.serve.contract import Piece, Reply, Usage
 from kvcap.serve.errors import ApiError, of_runtime
 from kvcap.serve.metrics import Metrics
-from kvcap.serve.tool_calls import Call, CallReader
+from kvcap.serve.tool_calls import CallGate, as_calls
 
 LOG = logging.getLogger("kvcap.serve")
 SESSION = "X-Session-Id"
@@ -66,7 +70,7 @@ class Form(ABC):
     def __init__(self, model: str, include_usage: bool) -> None:
         self.id = f"{self.prefix}-{secrets.token_hex(12)}"
         self.model, self.created, self.include_usage = model, int(time.time()), include_usage
-        self.logprobs: list[Any] = []
+        self.texts: list[str] = []
 
     @abstractmethod
     def begin(self) -> list[dict[str, Any]]:
@@ -77,12 +81,12 @@ class Form(ABC):
         """Choices of the parts that a piece brings."""
 
     @abstractmethod
-    def end(self, reason: FinishReason | None) -> list[dict[str, Any]]:
+    def end(self, reply: Reply) -> list[dict[str, Any]]:
         """Choices of the last parts."""
 
     @abstractmethod
-    def choice(self, reason: FinishReason | None) -> dict[str, Any]:
-        """The whole answer."""
+    def choice(self, reply: Reply) -> dict[str, Any]:
+        """The whole answer, once it was ended."""
 
     def part(self, choices: list[dict[str, Any]], **more: Any) -> bytes:
         """One event of the stream."""
@@ -95,7 +99,7 @@ class Form(ABC):
     def body(self, reply: Reply) -> dict[str, Any]:
         """The whole answer, with its usage."""
         said = {"id": self.id, "object": self.whole_object, "created": self.created,
-                "model": self.model, "choices": [self.choice(reply.finish_reason)]}  # fmt: skip
+                "model": self.model, "choices": [self.choice(reply)]}  # fmt: skip
         if reply.usage is not None:
             said["usage"] = usage_of(reply.usage)
         return said
@@ -106,7 +110,7 @@ class ChatForm(Form):
 
     Args:
         tools: that were offered; calls of them are told apart from text.
-        on_calls: told of the calls and of the text that they were found in.
+        on_calls: told of calls, of the text that they were found in, and of what it says beside.
     """
 
     prefix, whole_object, part_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
@@ -115,71 +119,57 @@ class ChatForm(Form):
         self,
         model: str,
         include_usage: bool,
-        tools: Sequence[Mapping[str, Any]],
-        on_calls: Callable[[list[Call], str], None],
+        tools: Sequence[Tool],
+        on_calls: Callable[[list[dict[str, Any]], str, str], None],
     ) -> None:
         super().__init__(model, include_usage)
-        self.reader = CallReader(tools) if tools else None
-        self.on_calls = on_calls
-        self.texts: list[str] = []
-        self.calls: list[Call] = []
-        self.written: list[str] = []  # as the model wrote it, calls too
+        self.tools, self.on_calls = tools, on_calls
+        self.gate = CallGate() if tools else None
+        self.content = ""
+        self.calls: list[dict[str, Any]] = []
+        self.logprobs: list[dict[str, Any]] = []
 
     def begin(self) -> list[dict[str, Any]]:
         """The role."""
         return [_delta({"role": "assistant", "content": ""})]
 
     def put(self, piece: Piece) -> list[dict[str, Any]]:
-        """Text, calls, or neither while it may be a call that begins."""
-        if self.reader is None:
-            self.texts.append(piece.text)
-            return [_delta({"content": piece.text}, self._logprobs(piece))]
-        self.written.append(piece.text)
-        found = self._parts(self.reader.put(piece.text))
-        if logprobs := self._logprobs(piece):
-            found = found or [_delta({})]
-            found[0]["logprobs"] = logprobs
-        return found
+        """Text; nothing while it may be a call."""
+        self.texts.append(piece.text)
+        text = piece.text if self.gate is None else self.gate.put(piece.text)
+        found: dict[str, Any] | None = None
+        if piece.logprobs:
+            content = [one.as_dict() for one in piece.logprobs]
+            self.logprobs += content
+            found = {"content": content, "refusal": None}
+        return [_delta({"content": text}, found)] if text or found else []
 
-    def end(self, reason: FinishReason | None) -> list[dict[str, Any]]:
-        """What was held back, and why the answer ended."""
-        found = [] if self.reader is None else self._parts(self.reader.end())
-        if self.calls:
-            self.on_calls(self.calls, "".join(self.written))
-        return [*found, _delta({}, finish_reason=self._reason(reason))]
+    def end(self, reply: Reply) -> list[dict[str, Any]]:
+        """What was held back, the calls, and why the answer ended."""
+        self.content, found = "".join(self.texts), list[dict[str, Any]]()
+        if self.gate is not None:
+            parsed = reply.parsed or parsed_text(self.content, self.content, self.tools)
+            if text := self.gate.end(parsed):
+                found.append(_delta({"content": text}))
+            if parsed.tool_calls:
+                self.calls = as_calls(parsed)
+                self.on_calls(self.calls, self.content, parsed.content)
+                self.content = parsed.content
+                numbered = [{"index": i, **call} for i, call in enumerate(self.calls)]
+                found.append(_delta({"tool_calls": numbered}))
+        return [*found, _delta({}, finish_reason=self._reason(reply))]
 
-    def choice(self, reason: FinishReason | None) -> dict[str, Any]:
-        """The message."""
-        said = "".join(self.texts)
-        message: dict[str, Any] = {"role": "assistant", "content": said, "refusal": None}
+    def choice(self, reply: Reply) -> dict[str, Any]:
+        """The message, once `end` was called."""
+        message: dict[str, Any] = {"role": "assistant", "content": self.content, "refusal": None}
         if self.calls:
-            message["content"] = said or None
-            message["tool_calls"] = [call.as_dict for call in self.calls]
+            message |= {"content": self.content or None, "tool_calls": self.calls}
         logprobs = {"content": self.logprobs, "refusal": None} if self.logprobs else None
         return {"index": 0, "message": message, "logprobs": logprobs,
-                "finish_reason": self._reason(reason)}  # fmt: skip
+                "finish_reason": self._reason(reply)}  # fmt: skip
 
-    def _reason(self, reason: FinishReason | None) -> str:
-        end = ENDS.get(reason, "length")
-        return "tool_calls" if self.calls and end == "stop" else end
-
-    def _parts(self, found: Sequence[str | Call]) -> list[dict[str, Any]]:
-        parts = []
-        for one in found:
-            if isinstance(one, str):
-                self.texts.append(one)
-                parts.append(_delta({"content": one}))
-            else:
-                parts.append(_delta({"tool_calls": [{"index": len(self.calls), **one.as_dict}]}))
-                self.calls.append(one)
-        return parts
-
-    def _logprobs(self, piece: Piece) -> dict[str, Any] | None:
-        if not piece.logprobs:
-            return None
-        found = list(piece.logprobs)
-        self.logprobs += found
-        return {"content": found, "refusal": None}
+    def _reason(self, reply: Reply) -> str:
+        return "tool_calls" if self.calls else ENDS.get(reply.finish_reason, "length")
 
 
 class TextForm(Form):
@@ -189,7 +179,8 @@ class TextForm(Form):
 
     def __init__(self, model: str, include_usage: bool) -> None:
         super().__init__(model, include_usage)
-        self.texts: list[str] = []
+        self.logprobs: list[Logprob] = []
+        self.letters = 0  # of tokens that were sent
 
     def begin(self) -> list[dict[str, Any]]:
         """Nothing."""
@@ -198,15 +189,32 @@ class TextForm(Form):
     def put(self, piece: Piece) -> list[dict[str, Any]]:
         """Its text."""
         self.texts.append(piece.text)
-        return [_text(piece.text)]
+        found = None
+        if piece.logprobs:
+            found = _columns(piece.logprobs, self.letters)
+            self.logprobs += piece.logprobs
+            self.letters += sum(len(one.text) for one in piece.logprobs)
+        return [_text(piece.text, found)]
 
-    def end(self, reason: FinishReason | None) -> list[dict[str, Any]]:
+    def end(self, reply: Reply) -> list[dict[str, Any]]:
         """Why it ended."""
-        return [_text("", ENDS.get(reason, "length"))]
+        return [_text("", None, ENDS.get(reply.finish_reason, "length"))]
 
-    def choice(self, reason: FinishReason | None) -> dict[str, Any]:
+    def choice(self, reply: Reply) -> dict[str, Any]:
         """The whole text."""
-        return _text("".join(self.texts), ENDS.get(reason, "length"))
+        logprobs = _columns(self.logprobs, 0) if self.logprobs else None
+        return _text("".join(self.texts), logprobs, ENDS.get(reply.finish_reason, "length"))
+
+
+def _columns(logprobs: Sequence[Logprob], start: int) -> dict[str, Any]:
+    """How likely tokens were, as completions have it: a list for each thing that is known."""
+    offsets = [*accumulate((len(one.text) for one in logprobs), initial=start)]
+    return {
+        "tokens": [one.text for one in logprobs],
+        "token_logprobs": [one.logprob for one in logprobs],
+        "top_logprobs": [{each.text: each.logprob for each in one.top} for one in logprobs],
+        "text_offset": offsets[:-1],
+    }
 
 
 def _delta(
@@ -217,8 +225,10 @@ def _delta(
     return {"index": 0, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
 
 
-def _text(text: str, finish_reason: str | None = None) -> dict[str, Any]:
-    return {"index": 0, "text": text, "logprobs": None, "finish_reason": finish_reason}
+def _text(
+    text: str, logprobs: dict[str, Any] | None = None, finish_reason: str | None = None
+) -> dict[str, Any]:
+    return {"index": 0, "text": text, "logprobs": logprobs, "finish_reason": finish_reason}
 
 
 def event(said: Mapping[str, Any]) -> bytes:
@@ -246,7 +256,7 @@ async def whole(request: Request, reply: Reply, form: Form, metrics: Metrics) ->
         raise _refusal(error) from error
     finally:
         await _let_go(reply)
-    form.end(reply.finish_reason)
+    form.end(reply)
     return JSONResponse(form.body(reply), headers=_session(reply))
 
 
@@ -324,7 +334,7 @@ async def _events(
         async for piece in pieces:
             if parts := _parts(form, form.put(piece)):
                 yield parts
-        last = _parts(form, form.end(reply.finish_reason))
+        last = _parts(form, form.end(reply))
         if form.include_usage and reply.usage is not None:
             last += form.part([], usage=usage_of(reply.usage))
         yield last + DONE

@@ -1,8 +1,6 @@
-"""Calls of tools in a model's answer: found in its text, and known again in the next request.
+"""Calls of tools in an answer: held back while it is streamed, and known again when they return.
 
-Models that were trained to call tools write each call as JSON between `<tool_call>` and
-`</tool_call>` (Hermes, Qwen 2.5 and 3), or there as `<function=NAME>` with a `<parameter=KEY>` each
-(Qwen 3.5, Qwen 3 Coder). Text that is no such call stays text: nothing of an answer is lost.
+What in an answer is a call, `runtime/session/tool_calls.py` says once the answer is whole.
 """
 
 from __future__ import annotations
@@ -11,106 +9,58 @@ import json
 import re
 import secrets
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from kvcap.runtime.session.tool_calls import HERMES, Parsed
 from kvcap.runtime.types import Message
 
-OPEN, CLOSE = "<tool_call>", "</tool_call>"
-FUNCTION = re.compile(r"\s*<function=([^>\n]+)>(.*)</function>\s*", re.DOTALL)
-PARAMETER = re.compile(r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
+JSON_BEGINS = re.compile(r"\s*(\[\s*)?(\{|$)")  # an answer may be a call from its first letter on
 REMEMBERED = 1 << 24  # letters of answers with calls
 
 
-class Call(NamedTuple):
-    """A tool that the model wants called."""
+class CallGate:
+    r"""Lets through of a streamed answer what is surely text, and holds back what may be a call.
 
-    id: str
-    name: str
-    arguments: str  # JSON text of an object
-
-    @property
-    def as_dict(self) -> dict[str, Any]:
-        """As OpenAI's API has it."""
-        function = {"name": self.name, "arguments": self.arguments}
-        return {"id": self.id, "type": "function", "function": function}
-
-
-class CallReader:
-    r"""Tells text and calls apart while an answer is written.
-
-    >>> reader = CallReader(())
-    >>> reader.put('Wait.\n<tool_call>{"name": "add", "argu')
-    ['Wait.']
-    >>> [call] = reader.put('ments": {"a": 1}}</tool_call>')
-    >>> call.name, call.arguments
-    ('add', '{"a": 1}')
+    >>> gate = CallGate()
+    >>> gate.put('Wait.\n<tool_call>{"name": "add"'), gate.put("and more")
+    ('Wait.', '')
     """
 
-    def __init__(self, tools: Sequence[Mapping[str, Any]]) -> None:
-        self._parameters = {
-            tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools
-        }
-        self._held = ""
-        self._called = False
+    def __init__(self) -> None:
+        self._held = self._given = ""
+        self._shut = False
 
-    def put(self, text: str) -> list[str | Call]:
-        """What is certain after this text: texts and calls, in their order."""
+    def put(self, text: str) -> str:
+        """What is certain after this text."""
         self._held += text
-        found: list[str | Call] = []
-        while True:
-            before, opened, rest = self._held.partition(OPEN)
-            if not opened:
-                kept = len(before) - _beginning(before)
-                found += [before[:kept]] if kept else []
-                self._held = before[kept:]
-                return found
-            body, closed, after = rest.partition(CLOSE)
-            call = self._call(body) if closed else None
-            if closed and call is None:
-                found.append(before + opened + body + closed)
-                self._held = after
-                continue
-            if said := before.rstrip():
-                found.append(said)
-            if call is None:
-                self._held = self._held[len(said) :]
-                return found
-            found.append(call)
-            self._held, self._called = after, True
+        if self._shut or (not self._given and JSON_BEGINS.match(self._held)):
+            return ""
+        before, mark, _ = self._held.partition(HERMES)
+        self._shut = bool(mark)
+        certain = before.rstrip() if mark else before[: len(before) - _beginning(before)]
+        self._held = self._held[len(certain) :]
+        self._given += certain
+        return certain
 
-    def end(self) -> list[str | Call]:
-        """What was still held back and became no call; spaces behind a call are left out."""
-        text, self._held = self._held, ""
-        return [] if not text or (self._called and text.isspace()) else [text]
+    def end(self, parsed: Parsed) -> str:
+        """The text that was held back, now that all calls are known."""
+        given, self._shut = self._given.strip(), True
+        if not parsed.tool_calls:
+            return self._held
+        return parsed.content.removeprefix(given) if parsed.content.startswith(given) else ""
 
-    def _call(self, body: str) -> Call | None:
-        """The call that a body says; None: it is none."""
-        name: Any
-        arguments: Any
-        if function := FUNCTION.fullmatch(body):
-            name = function[1].strip()
-            typed = self._parameters.get(name, {}).get("properties") or {}
-            arguments = {
-                key: _typed(text, typed.get(key)) for key, text in PARAMETER.findall(function[2])
-            }
-        else:
-            try:
-                said = json.loads(body)
-                name = said["name"]
-                arguments = said.get("arguments", said.get("parameters", {}))
-                if isinstance(arguments, str):
-                    arguments = json.loads(arguments)
-            except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-                return None
-        if not isinstance(name, str) or not isinstance(arguments, dict):
-            return None
-        written = json.dumps(arguments, ensure_ascii=False)
-        return Call(f"call_{secrets.token_hex(12)}", name, written)
+
+class Called(NamedTuple):
+    """An answer with calls."""
+
+    text: str  # as the model wrote it
+    content: str  # without the calls
+    calls: list[tuple[str, Any]]  # their names and arguments
 
 
 class Remembered:
-    """The text in which calls were written, by their ids.
+    """Answers with calls, by the id of their first call.
 
     A client sends a call back as OpenAI's API has it, while the conversation holds the text that
     the model wrote. So that it goes on with what is held, the text is put in the call's place; one
@@ -118,43 +68,47 @@ class Remembered:
     """
 
     def __init__(self, most: int = REMEMBERED) -> None:
-        self._texts: OrderedDict[tuple[str, str], str] = OrderedDict()
+        self._answers: OrderedDict[tuple[str, str], Called] = OrderedDict()
         self._most, self._letters = most, 0
 
-    def put(self, owner: str, calls: Sequence[Call], text: str) -> None:
-        """Remember the answer `text`, in which all of these calls were found."""
-        self._texts[owner, calls[0].id] = text
+    def put(self, owner: str, calls: Sequence[dict[str, Any]], text: str, content: str) -> None:
+        """Remember the answer `text`, in which these calls were found beside `content`."""
+        said = [(x["function"]["name"], json.loads(x["function"]["arguments"])) for x in calls]
+        self._answers[owner, calls[0]["id"]] = Called(text, content, said)
         self._letters += len(text)
         while self._letters > self._most:
-            _, gone = self._texts.popitem(last=False)
-            self._letters -= len(gone)
+            _, gone = self._answers.popitem(last=False)
+            self._letters -= len(gone.text)
 
-    def restored(self, owner: str, message: Message, reader: CallReader) -> Message:
+    def restored(self, owner: str, message: Message) -> Message:
         """A message as it was written, if it is a remembered one and was not changed since."""
-        given: Any = message.get("tool_calls")
-        if not given or (text := self._texts.get((owner, given[0]["id"]))) is None:
+        given = message.get("tool_calls")
+        found = self._answers.get((owner, given[0]["id"])) if given else None
+        if found is None:
             return message
-        found = [*reader.put(text), *reader.end()]
-        calls = [(x.name, json.loads(x.arguments)) for x in found if isinstance(x, Call)]
-        same = calls == [(x["function"]["name"], x["function"]["arguments"]) for x in given]
-        said = "".join(x for x in found if isinstance(x, str))
-        if not same or said.strip() != message["content"].strip():
+        said = [(x["function"]["name"], x["function"]["arguments"]) for x in given or ()]
+        if (message["content"].strip(), said) != (found.content.strip(), found.calls):
             return message
-        return {"role": message["role"], "content": text}
+        return {"role": message["role"], "content": found.text}
 
 
-def _typed(text: str, schema: Any) -> Any:
-    """A parameter's value: text, unless its schema says that it is something else."""
-    if isinstance(schema, dict) and schema.get("type") not in (None, "string"):
-        try:
-            return json.loads(text)
-        except (ValueError, RecursionError):
-            pass
-    return text
+def as_calls(parsed: Parsed) -> list[dict[str, Any]]:
+    """The calls as OpenAI's API has them, each with an id of its own."""
+    return [
+        {
+            "id": f"call_{secrets.token_hex(12)}",
+            "type": "function",
+            "function": {
+                "name": call.name,
+                "arguments": json.dumps(call.arguments, ensure_ascii=False),
+            },
+        }
+        for call in parsed.tool_calls
+    ]
 
 
 def _beginning(text: str) -> int:
     """How many letters at the end of `text` may begin a call, with the space before it."""
-    sizes = range(min(len(OPEN), len(text)), 0, -1)
-    opening = next((n for n in sizes if OPEN.startswith(text[-n:])), 0)
+    sizes = range(min(len(HERMES), len(text)), 0, -1)
+    opening = next((n for n in sizes if HERMES.startswith(text[-n:])), 0)
     return len(text) - len(text[: len(text) - opening].rstrip())

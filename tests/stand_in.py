@@ -30,6 +30,7 @@ class Answer:
         self.session_id = ask.session_id or ("made-up" if ask.prompt is None else None)
         self.finish_reason: Any = None
         self.usage: Usage | None = None
+        self.parsed = None
         self.closed = False
         self.given = 0
         self._left = iter(script.pieces)

@@ -19,12 +19,13 @@ from stand_in import Script, StandIn
 from tools import PATIENCE
 
 from kvcap.runtime import errors
+from kvcap.runtime.session.tool_calls import parsed_text
 from kvcap.serve.app import Settings, application
 from kvcap.serve.contract import Figures
 from kvcap.serve.limits import Limits
 from kvcap.serve.metrics import unnamed
 from kvcap.serve.server import Server, bound, is_loopback
-from kvcap.serve.tool_calls import CallReader
+from kvcap.serve.tool_calls import CallGate
 
 HELLO: Any = [{"role": "user", "content": "Hello!"}]
 KEYS = ("one-key", "another-key")
@@ -299,35 +300,26 @@ def test_no_choice_of_tools_offers_none(client, talk):
     assert talk.asked.tools == ()
 
 
-XML = ("<tool_call>\n<function=add>\n<parameter=a>\n7\n</parameter>\n<parameter=b>\nseven\n"
-       "</parameter>\n</function>\n</tool_call>")  # fmt: skip
-
-
 @pytest.mark.parametrize("step", [1, 7, 1000])
 @pytest.mark.parametrize(
-    ("written", "found"),
+    ("written", "content", "calls"),
     [
-        (f"{CALL}\n{CALL}\n", [("add", {"a": 1}), ("add", {"a": 1})]),
-        (f"Well. {XML}", ["Well.", ("add", {"a": 7, "b": "seven"})]),
-        ("a <tool_call>no call</tool_call> b", ["a <tool_call>no call</tool_call> b"]),
-        ("<tool_call>[1]</tool_call>", ["<tool_call>[1]</tool_call>"]),
-        ('x <tool_call>{"name": "add"', ['x <tool_call>{"name": "add"']),
-        ("a < b <tool_", ["a < b <tool_"]),
-        ("ends with spaces \n", ["ends with spaces \n"]),
+        (f"Well.\n{CALL}\n{CALL}\n", "Well.", 2),
+        (CALL.removeprefix("<tool_call>").removesuffix("</tool_call>"), "", 1),
+        ("a <tool_call>no call</tool_call> b", "a <tool_call>no call</tool_call> b", 0),
+        ('x <tool_call>{"name": "add"', 'x <tool_call>{"name": "add"', 0),
+        ("a < b <tool_", "a < b <tool_", 0),
+        ("ends with spaces \n", "ends with spaces \n", 0),
+        (' {"no": "call"}', ' {"no": "call"}', 0),
+        (" [see] there", " [see] there", 0),
     ],
 )
-def test_calls_are_found_however_an_answer_is_cut(written, found, step):
-    reader = CallReader([TOOL])
-    got: list[Any] = []
-    for start in range(0, len(written), step):
-        got += reader.put(written[start : start + step])
-    joined: list[Any] = []
-    for one in [*got, *reader.end()]:
-        if isinstance(one, str) and joined and isinstance(joined[-1], str):
-            joined[-1] += one
-        else:
-            joined.append(one if isinstance(one, str) else (one.name, json.loads(one.arguments)))
-    assert joined == found
+def test_what_may_be_a_call_is_held_back_and_nothing_else(written, content, calls, step):
+    gate = CallGate()
+    got = [gate.put(written[at : at + step]) for at in range(0, len(written), step)]
+    parsed = parsed_text(written, written, [TOOL])
+    assert len(parsed.tool_calls) == calls
+    assert "".join([*got, gate.end(parsed)]) == content
 
 
 def test_only_the_right_keys_are_let_in_and_each_is_an_owner():
