@@ -25,6 +25,7 @@ from starlette.authentication import (
     AuthenticationError,
     SimpleUser,
 )
+from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.authentication import AuthenticationMiddleware
@@ -38,7 +39,7 @@ from kvcap.runtime.errors import KvcapError
 from kvcap.serve import schemas
 from kvcap.serve.contract import Ask, Conversations
 from kvcap.serve.errors import ApiError, of_body, respond
-from kvcap.serve.limits import Limits, body_of
+from kvcap.serve.limits import Bodies, Limits
 from kvcap.serve.metrics import Metrics
 from kvcap.serve.streaming import SESSION, ChatForm, Form, TextForm, streamed, whole
 from kvcap.serve.tool_calls import Remembered
@@ -126,6 +127,7 @@ class Api:
         self.conversations, self.settings = conversations, settings
         self.metrics = Metrics(conversations.figures)
         self.remembered = Remembered()
+        self.bodies = Bodies(settings.limits)
         self.model = {"id": settings.model, "object": "model", "created": int(time()),
                       "owned_by": "kvcap"}  # fmt: skip
 
@@ -193,11 +195,11 @@ class Api:
         Raises:
             ApiError: it is none of this kind, or for another model.
         """
-        body = await body_of(request, self.settings.limits)
-        try:
-            said = kind.model_validate_json(body)
-        except ValidationError as error:
-            raise of_body(error) from error
+        async with self.bodies.of(request) as body:
+            try:
+                said = kind.model_validate_json(body)
+            except ValidationError as error:
+                raise of_body(error) from error
         if said.model is not None:
             self._check_model(said.model)
         return said
@@ -246,8 +248,12 @@ class Keys(AuthenticationBackend):
         return AuthCredentials(), SimpleUser(owner)
 
 
+HEADERS = {"X-Content-Type-Options": "nosniff", "Cache-Control": "no-store"}
+"""Of every answer that does not say otherwise."""
+
+
 class Counted:
-    """Counts requests by address and status.
+    """Counts requests by address and status, and puts `HEADERS` on what is answered.
 
     Args:
         app: that answers.
@@ -268,6 +274,9 @@ class Counted:
         async def counting(message: Message) -> None:
             if message["type"] == "http.response.start":
                 self.metrics.requests.labels(path, str(message["status"])).inc()
+                headers = MutableHeaders(scope=message)
+                for name, value in HEADERS.items():
+                    headers.setdefault(name, value)
             await send(message)
 
         await self.app(scope, receive, counting)

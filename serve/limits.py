@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 import anyio
@@ -22,36 +24,63 @@ class Limits:
     body_bytes: int = 4 * MIB  # a token has a byte at least, so that prompts are bounded as well
     messages: int = 4096
     answer_tokens: int = 32768
-    connections: int = 1024
+    connections: int = 256  # each may have some 128 KiB of what is read and written
+    bodies_bytes: int = 16 * MIB  # that are being read at the same time
     head_seconds: float = 20.0  # until a request's first lines are there
     body_seconds: float = 60.0  # until its body is
     write_seconds: float = 30.0  # that a client may read nothing of what was written
     quiet_seconds: float = 10.0  # after which a stream without a token says that it is alive
 
 
-async def body_of(request: Request, limits: Limits) -> bytes:
-    """A request's body; it is not read further than it may be.
+class Bodies:
+    """Reads requests' bodies, and holds no more of them at a time than it may."""
+
+    def __init__(self, limits: Limits) -> None:
+        self.limits, self.held = limits, 0
+
+    @asynccontextmanager
+    async def of(self, request: Request) -> AsyncIterator[bytes]:
+        """A request's body, which counts as held until the context is left.
+
+        Raises:
+            ApiError: it is too long, took too long, is said to be no JSON, or too many are read.
+        """
+        _check_head(request, self.limits)
+        limits, body = self.limits, bytearray()
+        try:
+            with anyio.fail_after(limits.body_seconds):
+                async for part in request.stream():
+                    body += part
+                    self.held += len(part)
+                    if len(body) > limits.body_bytes:
+                        raise _too_long(limits)
+                    if self.held > limits.bodies_bytes:
+                        raise ApiError(429, "the server reads as many requests as it can; send "
+                                       "this one again", code="busy", retry_after_s=1)  # fmt: skip
+            yield bytes(body)
+        except TimeoutError:
+            said = f"the body did not arrive within {limits.body_seconds:g} s"
+            raise ApiError(408, said) from None
+        finally:
+            self.held -= len(body)
+
+
+def _too_long(limits: Limits) -> ApiError:
+    return ApiError(413, f"the body has more than {limits.body_bytes:,} bytes")
+
+
+def _check_head(request: Request, limits: Limits) -> None:
+    """Refuse a body by what is said of it.
 
     Raises:
-        ApiError: it is too long, took too long, or is said to be no JSON.
+        ApiError: it is too long, or no JSON.
     """
     # A page of another site can send anything but this without asking first, which is refused.
     if request.headers.get("content-type", "").split(";")[0].strip().lower() != "application/json":
         raise ApiError(415, "the body must be sent with Content-Type: application/json")
-    too_long = ApiError(413, f"the body has more than {limits.body_bytes:,} bytes")
-    body = bytearray()
     said = request.headers.get("content-length", "")
     if said.isdecimal() and len(said) < 20 and int(said) > limits.body_bytes:
-        raise too_long
-    try:
-        with anyio.fail_after(limits.body_seconds):
-            async for part in request.stream():
-                body += part
-                if len(body) > limits.body_bytes:
-                    raise too_long
-    except TimeoutError:
-        raise ApiError(408, f"the body did not arrive within {limits.body_seconds:g} s") from None
-    return bytes(body)
+        raise _too_long(limits)
 
 
 class Patient(H11Protocol):

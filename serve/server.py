@@ -17,7 +17,6 @@ from kvcap.serve.limits import HEAD_BYTES, Limits, Patient
 if TYPE_CHECKING:
     from typing import Self
 
-HEADERS = [("X-Content-Type-Options", "nosniff"), ("Cache-Control", "no-store")]
 BACKLOG = 512  # connections that wait to be taken
 
 
@@ -36,9 +35,10 @@ class Server:
         self, app: Starlette, listening: socket.socket, limits: Limits, patience_s: int = 30
     ) -> None:
         self.socket = listening
+        listening.listen(BACKLOG)  # from now on clients wait, and are not refused
         config = uvicorn.Config(
             app, log_level="error", access_log=False, lifespan="on", ws="none", loop="asyncio",
-            http=type("Connection", (Patient,), {"limits": limits}), headers=HEADERS,
+            http=type("Connection", (Patient,), {"limits": limits}),
             server_header=False, proxy_headers=False, backlog=BACKLOG,
             timeout_keep_alive=int(limits.head_seconds), timeout_graceful_shutdown=patience_s,
             limit_concurrency=limits.connections, h11_max_incomplete_event_size=HEAD_BYTES,

@@ -215,6 +215,15 @@ EvictEvery = Annotated[
         help="While answering, evict every so many tokens; 16 pay on a GPU.",
     ),
 ]
+Threads = Annotated[
+    int | None,
+    option(
+        "--threads",
+        min=1,
+        metavar="N",
+        help="Of the CPU, that compute (all cores, or OMP_NUM_THREADS, by default).",
+    ),
+]
 Json = Annotated[bool, option("--json", help="Print one JSON document per result.")]
 
 
@@ -407,15 +416,7 @@ class Running:
         ),
     ] = None
     device: Device = None
-    threads: Annotated[
-        int | None,
-        option(
-            "--threads",
-            min=1,
-            metavar="N",
-            help="Of the CPU, that compute (all cores, or OMP_NUM_THREADS, by default).",
-        ),
-    ] = None
+    threads: Threads = None
     on_full: Annotated[
         Literal["evict", "stop", "error"],
         option(
