@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from kvcap.runtime.errors import Busy, ConversationUnknown, KvcapError, ReaderTooSlow
 from kvcap.runtime.memory.free_memory import process_bytes
@@ -112,6 +112,16 @@ class Job:
                 self.loop.call_soon_threadsafe(self.ready.set)
 
 
+class Watch(Protocol):
+    """Holds the process to its cap."""
+
+    def has_room(self) -> bool:
+        """Whether one more session can be made."""
+
+    def over(self, session: Session) -> None:
+        """Look before every block of a session that was made."""
+
+
 class Answering:
     """The `Reply` of a job, for one reader in its event loop."""
 
@@ -183,8 +193,7 @@ class Scheduler:
             found by `admission.py`.
         limits: what is taken on at once.
         disk: where idle conversations go; None: those without a place are forgotten.
-        has_room: whether the process has memory for one more session; asked before one is made.
-        guard: what its caches ask before a block; see `CapGuard`.
+        watch: whether the process has memory for one more session, and for each block; see `Watch`.
         memory_cap: of the process, for the figures.
     """
 
@@ -194,12 +203,11 @@ class Scheduler:
         limits: Limits = Limits(),  # cannot be changed
         disk: SavedConversations | None = None,
         *,
-        has_room: Callable[[], bool] = lambda: True,
-        guard: Any = None,
+        watch: Watch | None = None,
         memory_cap: int | None = None,
     ) -> None:
         self.runtime, self.limits, self.disk = runtime, limits, disk
-        self._has_room, self._guard, self._memory_cap = has_room, guard, memory_cap
+        self._watch, self._memory_cap = watch, memory_cap
         self.batch = runtime.batch(limits.together)
         self._held = Held(runtime, limits.places, disk)
         self._salt = salt_of(runtime)
@@ -420,7 +428,8 @@ class Scheduler:
                 conversation = found.conversation
                 conversation.state = "answering"
             else:
-                place = self._held.place(job.ask, self._has_room())
+                room = self._watch is None or self._watch.has_room()
+                place = self._held.place(job.ask, room)
                 if place is None:
                     self._give_up_stalled(self.limits.grace_s)
                     return
@@ -485,8 +494,8 @@ class Scheduler:
 
     def _new_session(self) -> Session:
         session: Session = self.runtime.session()
-        if self._guard is not None:
-            self._guard.watch(session)
+        if self._watch is not None:
+            self._watch.over(session)
         return session
 
     def _prepared(self, job: Job, leaving: Conversation | None, error: Exception | None) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Annotated
@@ -32,10 +33,18 @@ from kvcap.runtime.cli.options import (
 )
 from kvcap.runtime.errors import ExtraMissing, NotExportable, PlanInfeasible
 from kvcap.runtime.files import as_text
-from kvcap.runtime.memory.free_memory import free_memory
+from kvcap.runtime.memory.free_memory import free_memory, process_bytes
 from kvcap.runtime.models.gguf import GgufFile, is_gguf, read_gguf
 from kvcap.runtime.models.names import CONFIG, REPOSITORY, locate, resolve
-from kvcap.runtime.planning.plan import MemoryPlan, Sizes, warn_if_short
+from kvcap.runtime.planning.plan import (
+    AUTO,
+    LOADING,
+    MemoryPlan,
+    Sizes,
+    parse_cap,
+    warn_if_short,
+)
+from kvcap.runtime.planning.serving import ServingPlan, Shared
 from kvcap.runtime.types import MANIFEST, POCKET
 
 if TYPE_CHECKING:  # NumPy, tokenizers and more stand behind these
@@ -164,6 +173,14 @@ def plan_command(
         ),
     ] = None,
     *,
+    serve: Annotated[
+        bool,
+        typer.Option(
+            "--serve",
+            help="Say how many conversations a server holds at once under --memory-cap, or in what "
+            "is free.",
+        ),
+    ] = False,
     backend: Backend,
     budget: Budget,
     json_: Json = False,
@@ -175,8 +192,11 @@ def plan_command(
     from kvcap.runtime.cli.tables import print_plan
 
     free = free_memory()
+    serving = None
     try:
-        plan = planned(model, backend, budget)
+        if serve:
+            serving = planned_serving(model, backend, budget)
+        plan = planned(model, backend, budget) if serving is None else serving.one
     except PlanInfeasible as error:
         if not json_:
             raise
@@ -190,9 +210,12 @@ def plan_command(
         uncapped = {"uncapped_tokens": tokens, "uncapped_bytes": plan.uncapped_bytes(tokens)}
         available = {"free_bytes": free.nbytes, "free_by": free.source}
         file = {} if stored is None else {"file_bytes": stored.nbytes, "file_type": stored.numbers}
-        print(json.dumps({**plan.as_dict(), **uncapped, **available, **file}))
+        server = {} if serving is None else {"serve": serving.as_dict()}
+        print(json.dumps({**plan.as_dict(), **uncapped, **available, **file, **server}))
     else:
         print_plan(model, plan, free, tokens)
+        if serving is not None:
+            print(f"a server: {serving.summary}")
         if stored is not None:
             print(f"weights: {stored.becomes(plan.weights, plan.dtype)}")
     warn_if_short(plan, free, budget.memory_cap)
@@ -393,6 +416,47 @@ def planned(model: str, backend: Backend, budget: Budget) -> MemoryPlan:
         rehearse=True,
         kv_dtype=budget.kv_dtype,
         **sizes,
+    )
+
+
+def planned_serving(
+    model: str,
+    backend: Backend,
+    budget: Budget,
+    together: int | None = None,
+    places: int | None = None,
+    *,
+    free: bool = True,
+) -> ServingPlan:
+    """The plan of a server, without reading weights.
+
+    Args:
+        model: as for `planned`.
+        backend: that runs it.
+        budget: of one conversation; its `memory_cap` is the whole process's.
+        together: answers that are written at once; by default as many as fit, up to 8.
+        places: conversations in memory, at most; by default all that fit.
+        free: without a `memory_cap`, what is free is the cap; otherwise there is none.
+
+    Raises:
+        PlanInfeasible: not even one fits, or fewer than `together` and `places` ask for.
+    """
+    given = budget.memory_cap or (AUTO if free else None)
+    cap = None if given is None else parse_cap(given)
+    one = planned(model, backend, replace(budget, memory_cap=None))
+    one = replace(one, baseline=process_bytes() + LOADING)
+    if backend.exported(model):
+        return ServingPlan.of(one, lambda _: Shared(), cap=cap, together=together, places=places)
+    from kvcap.runtime.backends.pytorch.batch import plan_shared
+    from kvcap.runtime.models.files import load_config
+
+    config, eviction = load_config(resolve(model)), budget.eviction()
+    return ServingPlan.of(
+        one,
+        lambda number: plan_shared(config, eviction, one, number),
+        cap=cap,
+        together=together,
+        places=places,
     )
 
 

@@ -12,10 +12,15 @@ from typing import Any
 
 import torch
 
+from kvcap.policies import Eviction
 from kvcap.runtime.backends.pytorch.cuda_graphs import steady, why_unsteady
 from kvcap.runtime.backends.pytorch.loop import BlockLoop
 from kvcap.runtime.cache.cache import BudgetCache
 from kvcap.runtime.interrupts import interrupts_deferred
+from kvcap.runtime.models.wrappers import text_config
+from kvcap.runtime.planning.dry_run import rehearse_block
+from kvcap.runtime.planning.plan import MemoryPlan
+from kvcap.runtime.planning.serving import Shared
 from kvcap.runtime.session.batch import Answer
 
 
@@ -149,6 +154,20 @@ def shared_rows(runtime: Any, size: int) -> tuple[Rows | None, str | None]:
     if why := _why_apart(runtime.new_cache()):
         return None, why
     return Rows(runtime.model, runtime.new_cache(size), size), None
+
+
+def plan_shared(config: Any, eviction: Eviction, plan: MemoryPlan, size: int) -> Shared:
+    """What answering so many sessions at once takes beside these, before a model is loaded."""
+    dtype: torch.dtype = getattr(torch, plan.dtype)
+    text, slots = text_config(config), (plan.budget_tokens, plan.block_size)
+    cache = BudgetCache(text, *slots, eviction, positions=plan.positions, kv_dtype=plan.kv_dtype)
+    if size == 1 or _why_apart(cache):
+        return Shared()
+    rows: dict[str, int] = cache.layout.nbytes(size, dtype)
+    workspace = rehearse_block(
+        text, eviction, plan.budget_tokens, 1, dtype, plan.positions, size, plan.kv_dtype
+    )
+    return Shared(sum(rows.values()), workspace)
 
 
 def _why_apart(cache: BudgetCache) -> str | None:
