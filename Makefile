@@ -5,7 +5,7 @@ export NO_MKDOCS_2_WARNING := 1
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-FOLDERS := runtime policies kernels export android_bench evals pocket tests src/kvcap/*.py scripts/reference.py scripts/check-genai-decoders scripts/draw-chat scripts/list-models
+FOLDERS := runtime policies kernels export android_bench evals serve pocket tests src/kvcap/*.py scripts/reference.py scripts/check-genai-decoders scripts/draw-chat scripts/list-models
 
 .PHONY: setup chat test test-all check build-check docs docs-build format clean
 

@@ -14,6 +14,7 @@ KvcapError
 ├── ModelNotFound           no directory, repository or config of that name
 ├── ModelFilesBroken        a model's files are missing, broken, or would have to run code
 ├── ChatTemplateMissing     the tokenizer has no chat template, or none that can be used
+├── SchemaRefused           answers cannot be held to a JSON schema or regular expression
 ├── StoreFailed             the file for evicted tokens cannot be made
 ├── PinsTooLarge            pinned tokens need more slots than a head has; nothing was read
 ├── SessionNotSaved         the session's file cannot be written; an earlier one is as it was
@@ -22,6 +23,10 @@ KvcapError
 │   ├── SessionFileForeign  it was saved by another model, or under settings that cannot take it
 │   └── SessionFileNewer    it was saved by a newer kvcap
 ├── SessionBroken           a forward pass failed half-way; reset the session
+├── Busy                    more is asked of a server than can wait; says when to ask again
+├── ConversationUnknown     a server has no such conversation of that owner in memory
+├── ReaderTooSlow           a server's answer was ended, as nobody read it
+├── PortTaken               a server cannot listen on its address
 ├── ExtraMissing            a package is not installed; names the extra that brings it
 ├── CellsFailed             some cells of a sweep could not be measured; the others are kept
 ├── WorkersLost             processes that were to share work ended by themselves
@@ -103,6 +108,10 @@ class ChatTemplateMissing(KvcapError, ValueError):
     """The tokenizer has no chat template, or one that fails or whose turns cannot be told apart."""
 
 
+class SchemaRefused(KvcapError, ValueError):
+    """Answers cannot be held to a JSON schema or a regular expression; the message says why."""
+
+
 class StoreFailed(KvcapError, OSError):
     """The file that holds evicted tokens cannot be made."""
 
@@ -133,6 +142,31 @@ class SessionFileNewer(SessionFileError):
 
 class SessionBroken(KvcapError):
     """A forward pass failed half-way, so layers disagree on what was read; reset the session."""
+
+
+class Busy(KvcapError):
+    """More is asked of a server than can wait. Nothing was done.
+
+    Args:
+        message: what is busy.
+        retry_after_s: seconds after which to ask again.
+    """
+
+    def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class ConversationUnknown(KvcapError, LookupError):
+    """A server has no such conversation of that owner in memory."""
+
+
+class ReaderTooSlow(KvcapError):
+    """A server's answer was ended, as nobody read it; what was written of it can be read."""
+
+
+class PortTaken(KvcapError, ValueError):
+    """A server cannot listen on the address; nothing was served."""
 
 
 class ExtraMissing(KvcapError, ImportError):

@@ -18,13 +18,17 @@ MAY_IMPORT = {
     "android_bench": {"export", "runtime"},
     "pocket": set(),
     "evals": {"runtime", "policies", "kernels", "pocket"},
+    "serve": {"runtime", "policies", "kernels", "pocket"},
 }
 ONLY_IN = {  # heavy or optional packages, and the one place each is imported
     "triton": {"kernels"},
     "onnx": {"export", "runtime"},
     "onnxruntime": {"export", "runtime"},
     "optimum": {"export"},
-    "starlette": {"android_bench"},
+    "starlette": {"android_bench", "serve"},
+    "uvicorn": {"android_bench", "serve"},
+    "pydantic": {"serve"},
+    "llguidance": {"runtime"},
     "adbutils": {"android_bench"},
     "matplotlib": {"evals", "android_bench"},
     "ray": {"evals"},

@@ -37,7 +37,7 @@ from kvcap.runtime.interrupts import interrupts_deferred
 from kvcap.runtime.memory.cap_guard import CapGuard
 from kvcap.runtime.models.config import ModelShape
 from kvcap.runtime.models.rope import has_m_rope
-from kvcap.runtime.types import ATTENTION, Positions, Span
+from kvcap.runtime.types import ATTENTION, KeptTokens, Positions, Span
 
 if TYPE_CHECKING:
     from kvcap.runtime.cache.state_layer import StateLayer
@@ -472,6 +472,24 @@ class BudgetCache(Cache):  # type: ignore[misc]
             for s in (*self._segments, *self._evicted)
         )
         return self.nbytes - free
+
+    @property
+    def sinks(self) -> int:
+        """First tokens of the conversation that are never evicted."""
+        return self.eviction.sinks()
+
+    def kept_tokens(self) -> list[KeptTokens]:
+        """Which tokens of the first sequence every layer holds that keeps any, in no order."""
+        found = []
+        for number, layer in zip(self.layout.shape.capped, self.capped_layers, strict=True):
+            own = sorted((s for s in layer.segments if s.row == 0), key=lambda s: s.head)
+            heads = [row for s in own for row in s.positions[0].cpu()]
+            found.append(KeptTokens(number, True, heads))
+        for number, native in self.sliding_layers.items():
+            count, held = native.keys.shape[1:3] if native.is_initialized else (0, 0)
+            row = torch.arange(self.seen - held, self.seen)
+            found.append(KeptTokens(number, False, [row] * count))
+        return sorted(found)
 
     @property
     def _segments(self) -> list[Segment]:

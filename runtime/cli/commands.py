@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Annotated
@@ -16,6 +17,7 @@ import typer
 from kvcap.runtime.cli.console import INFEASIBLE, complain, styled
 from kvcap.runtime.cli.kept_exports import kept_export
 from kvcap.runtime.cli.options import (
+    STDIN,
     Backend,
     Budget,
     Device,
@@ -31,10 +33,18 @@ from kvcap.runtime.cli.options import (
 )
 from kvcap.runtime.errors import ExtraMissing, NotExportable, PlanInfeasible
 from kvcap.runtime.files import as_text
-from kvcap.runtime.memory.free_memory import free_memory
+from kvcap.runtime.memory.free_memory import free_memory, process_bytes
 from kvcap.runtime.models.gguf import GgufFile, is_gguf, read_gguf
 from kvcap.runtime.models.names import CONFIG, REPOSITORY, locate, resolve
-from kvcap.runtime.planning.plan import MemoryPlan, Sizes, warn_if_short
+from kvcap.runtime.planning.plan import (
+    AUTO,
+    LOADING,
+    MemoryPlan,
+    Sizes,
+    parse_cap,
+    warn_if_short,
+)
+from kvcap.runtime.planning.serving import ServingPlan, Shared
 from kvcap.runtime.types import MANIFEST, POCKET
 
 if TYPE_CHECKING:  # NumPy, tokenizers and more stand behind these
@@ -42,8 +52,6 @@ if TYPE_CHECKING:  # NumPy, tokenizers and more stand behind these
     from kvcap.runtime.models.packed import PackedDtype
     from kvcap.runtime.session.engine import Engine
     from kvcap.runtime.session.session import Session
-
-STDIN = "-"
 
 
 @grouped
@@ -71,6 +79,9 @@ def chat_command(
     from kvcap.runtime.cli.chat import Chat
     from kvcap.runtime.session.messages import render_turn
 
+    if sampling.json_schema == STDIN:
+        raise ValueError("stdin is the conversation; give --json-schema a file")
+    check_logprobs(sampling, output)
     runtime = load(model, backend, budget, running, output)
     render_turn(runtime.tokenizer, None, [{"role": "user", "content": "Hello!"}])  # can it chat?
     session = start_session(runtime, running, sampling)
@@ -139,6 +150,7 @@ def generate_command(
         raise ValueError("--system-prompt needs the chat template; leave --raw out")
     if not prompt.strip():
         raise ValueError("the prompt is empty; give at least one word")
+    check_logprobs(sampling, output)
     runtime = load(model, backend, budget, running, output)
     session = start_session(runtime, running, sampling)
     say = session.complete if raw else session.send
@@ -162,6 +174,14 @@ def plan_command(
         ),
     ] = None,
     *,
+    serve: Annotated[
+        bool,
+        typer.Option(
+            "--serve",
+            help="Say how many conversations a server holds at once under --memory-cap, or in what "
+            "is free.",
+        ),
+    ] = False,
     backend: Backend,
     budget: Budget,
     json_: Json = False,
@@ -173,8 +193,11 @@ def plan_command(
     from kvcap.runtime.cli.tables import print_plan
 
     free = free_memory()
+    serving = None
     try:
-        plan = planned(model, backend, budget)
+        if serve:
+            serving = planned_serving(model, backend, budget)
+        plan = planned(model, backend, budget) if serving is None else serving.one
     except PlanInfeasible as error:
         if not json_:
             raise
@@ -188,9 +211,12 @@ def plan_command(
         uncapped = {"uncapped_tokens": tokens, "uncapped_bytes": plan.uncapped_bytes(tokens)}
         available = {"free_bytes": free.nbytes, "free_by": free.source}
         file = {} if stored is None else {"file_bytes": stored.nbytes, "file_type": stored.numbers}
-        print(json.dumps({**plan.as_dict(), **uncapped, **available, **file}))
+        server = {} if serving is None else {"serve": serving.as_dict()}
+        print(json.dumps({**plan.as_dict(), **uncapped, **available, **file, **server}))
     else:
         print_plan(model, plan, free, tokens)
+        if serving is not None:
+            print(f"a server: {serving.summary}")
         if stored is not None:
             print(f"weights: {stored.becomes(plan.weights, plan.weights_dtype or plan.dtype)}")
     warn_if_short(plan, free, budget.memory_cap)
@@ -400,6 +426,47 @@ def planned(model: str, backend: Backend, budget: Budget) -> MemoryPlan:
     )
 
 
+def planned_serving(
+    model: str,
+    backend: Backend,
+    budget: Budget,
+    together: int | None = None,
+    places: int | None = None,
+    *,
+    free: bool = True,
+) -> ServingPlan:
+    """The plan of a server, without reading weights.
+
+    Args:
+        model: as for `planned`.
+        backend: that runs it.
+        budget: of one conversation; its `memory_cap` is the whole process's.
+        together: answers that are written at once; by default as many as fit, up to 8.
+        places: conversations in memory, at most; by default all that fit.
+        free: without a `memory_cap`, what is free is the cap; otherwise there is none.
+
+    Raises:
+        PlanInfeasible: not even one fits, or fewer than `together` and `places` ask for.
+    """
+    given = budget.memory_cap or (AUTO if free else None)
+    cap = None if given is None else parse_cap(given)
+    one = planned(model, backend, replace(budget, memory_cap=None))
+    one = replace(one, baseline=process_bytes() + LOADING)
+    if backend.exported(model):
+        return ServingPlan.of(one, lambda _: Shared(), cap=cap, together=together, places=places)
+    from kvcap.runtime.backends.pytorch.batch import plan_shared
+    from kvcap.runtime.models.files import load_config
+
+    config, eviction = load_config(resolve(model)), budget.eviction()
+    return ServingPlan.of(
+        one,
+        lambda number: plan_shared(config, eviction, one, number),
+        cap=cap,
+        together=together,
+        places=places,
+    )
+
+
 def _planned_export(model: str, budget: Budget) -> MemoryPlan:
     from kvcap.runtime.backends.onnxruntime import manifest
     from kvcap.runtime.backends.onnxruntime.plan import plan_of
@@ -478,6 +545,12 @@ def start_session(runtime: Engine, running: Running, sampling: Sampling) -> Sess
     if file is not None:
         session.save(file)  # so that a file which cannot be written is known before an answer
     return session
+
+
+def check_logprobs(sampling: Sampling, output: Output) -> None:
+    """Refuse log probabilities that would not be printed."""
+    if sampling.logprobs is not None and not output.json:
+        raise ValueError("--logprobs is printed in the document of --json; add that")
 
 
 def prompt_and_model(

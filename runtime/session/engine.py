@@ -10,8 +10,11 @@ from __future__ import annotations
 import os
 from abc import ABC, abstractmethod
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
 
 from kvcap.runtime.errors import MemoryCapExceeded, SessionBroken
 from kvcap.runtime.planning.plan import MemoryPlan
@@ -63,6 +66,15 @@ class Engine(Protocol):
     def append_token(self, history: Any, token: Any) -> Any:
         """The history [1, T] with the next token [1] behind it: [1, T + 1]."""
 
+    def copied(self, logits: Any) -> Any:
+        """A copy of logits, whose memory nothing else uses."""
+
+    def shared_rows(self, size: int) -> tuple[Any, str | None]:
+        """A cache for so many sessions' answers at once, or None and why there is none.
+
+        See `SharedRows` in `batch.py`.
+        """
+
     def with_policy_name(self, policy: str, options: dict[str, Any]) -> Engine:
         """The same model and budget under another policy; tokens pinned by option stay pinned."""
 
@@ -90,8 +102,17 @@ class Sampler(Protocol):
     def likeliest(self) -> bool:
         """Whether that is the likeliest one, whatever came before."""
 
-    def next(self, logits: Any, history: Any) -> Any:
-        """Token ids [1] from logits [1, V], given the tokens so far [1, T]."""
+    def next(self, logits: Any, history: Any, allowed: NDArray[np.bool_] | None = None) -> Any:
+        """Token ids [1] from logits [1, V], given the tokens so far [1, T].
+
+        Only those are drawn that are `allowed`, of the first tokens of the vocabulary; None: any.
+        """
+
+    def logprobs(self, logits: Any, token: int, top: int) -> list[tuple[int, float]]:
+        """The `token` and the `top` likeliest ones with their log probabilities, of logits [1, V].
+
+        By the model's own distribution: temperature and other settings change nothing.
+        """
 
 
 class Loop(ABC):
@@ -99,8 +120,8 @@ class Loop(ABC):
 
     Args:
         cache: holds keys and values. It has `seen`, `held` and `spare` (tokens), `nbytes`,
-            `used_bytes`, `recomputed`, `consistent`, `unread`, and `reset()`, `pin(spans)` and
-            `pinned_with(spans)`.
+            `used_bytes`, `recomputed`, `consistent`, `unread`, `pinned_spans`,
+            `sinks`, and `reset()`, `pin(spans)`, `pinned_with(spans)` and `kept_tokens()`.
         on_full: what happens to tokens beyond the budget: they are evicted, or nothing ever is and
             reading them is refused. 'stop' is 'error' here, and ends an answer in a session.
     """
@@ -144,17 +165,32 @@ class Loop(ABC):
         Raises:
             MemoryCapExceeded: nothing may be evicted, and too many tokens; nothing is read.
         """
+        found = None
+        for done, logits in self.blocks(ids):
+            found = logits
+            if on_block is not None:
+                on_block(done)
+        assert found is not None, "prefill of no tokens"
+        return found
+
+    def blocks(self, ids: Any) -> Iterator[tuple[int, Any]]:
+        """Read a prompt [B, T], a block for every step of the iterator, as `prefill` does.
+
+        Yields:
+            The number of tokens read so far, and after the last block the logits [B, V] of its last
+            token; None before.
+
+        Raises:
+            MemoryCapExceeded: nothing may be evicted, and too many tokens; nothing is read.
+        """
         batch, length = ids.shape
         self.check_room(length)
-        done, logits = 0, None
+        done = 0
         while done < length:
             block = ids[:, done : done + self.next_length(batch, length - done)]
             done += block.shape[1]
             logits = self.read(block, need_logits=done == length)
-            if on_block is not None:
-                on_block(done)
-        assert logits is not None, "prefill of no tokens"
-        return logits
+            yield done, logits if done == length else None
 
     def check_room(self, tokens: int, answer: int = 0, *, emptied: bool = False) -> None:
         """Where nothing may be evicted, refuse tokens that do not fit before any is read.

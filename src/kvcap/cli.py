@@ -19,6 +19,7 @@ from kvcap.export.commands import export
 from kvcap.runtime.cli import commands
 from kvcap.runtime.cli.console import INTERRUPTED, USAGE, complain, exit_code
 from kvcap.runtime.cli.options import variables
+from kvcap.serve.commands import serve_command
 
 app = typer.Typer(
     name="kvcap",
@@ -34,6 +35,7 @@ app.command("chat")(commands.chat_command)
 app.command("generate")(commands.generate_command)
 app.command("plan")(commands.plan_command)
 app.command("warm")(commands.warm_command)
+app.command("serve")(serve_command)
 
 
 class _Named(TyperGroup):

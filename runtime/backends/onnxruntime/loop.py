@@ -18,7 +18,7 @@ from kvcap.runtime.errors import MemoryCapExceeded
 from kvcap.runtime.interrupts import interrupts_deferred
 from kvcap.runtime.memory.cap_guard import CapGuard
 from kvcap.runtime.session.engine import Loop, Room
-from kvcap.runtime.types import Span
+from kvcap.runtime.types import KeptTokens, Span
 
 Ids = NDArray[np.int64]
 
@@ -61,6 +61,15 @@ class OrtCache:
     def positions(self) -> list[Int32]:
         """The positions of the kept tokens in the conversation, by layer: [K, held]."""
         return self.decoder.positions(self.seen)
+
+    @property
+    def sinks(self) -> int:
+        """First tokens of the conversation that are never evicted."""
+        return self.decoder.sinks
+
+    def kept_tokens(self) -> list[KeptTokens]:
+        """Which tokens every layer holds, as `BudgetCache.kept_tokens`."""
+        return [KeptTokens(i, True, list(heads)) for i, heads in enumerate(self.positions)]
 
     def pin(self, spans: Sequence[Span]) -> None:
         """Never evict these tokens, [start, stop) in tokens read; they may be read later.

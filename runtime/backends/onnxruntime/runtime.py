@@ -37,6 +37,7 @@ from kvcap.runtime.planning.plan import (
     warn_if_short,
 )
 from kvcap.runtime.session import chat_template
+from kvcap.runtime.session.batch import Batch
 from kvcap.runtime.session.session import Session
 from kvcap.runtime.types import EVICT_EVERY, PINS
 from kvcap.runtime.units import parse_bytes
@@ -194,6 +195,22 @@ class OrtRuntime:
     ) -> Session:
         """A new conversation with a cache of its own."""
         return Session(self, system, seed, generation)
+
+    def batch(self, size: int) -> Batch:
+        """Answers up to `size` sessions by turns, a token of each; see `Batch`.
+
+        Raises:
+            PlanInfeasible: none, or under a memory cap, whose plan has one session.
+        """
+        return Batch(self, size)
+
+    def shared_rows(self, size: int) -> tuple[None, str]:
+        """None, and why sessions are read one after the other."""
+        return None, "an exported graph reads one conversation"
+
+    def copied(self, logits: NDArray[Any]) -> NDArray[Any]:
+        """A copy of logits, whose memory nothing else uses."""
+        return logits.copy()
 
     def loop(self) -> OrtLoop:
         """A loop over an empty cache."""

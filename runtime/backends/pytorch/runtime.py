@@ -21,7 +21,7 @@ from kvcap import dtypes
 from kvcap.kernels.choice import ready
 from kvcap.policies import PINS, Eviction, load_policy, policies
 from kvcap.runtime.backends.pytorch import snapshot
-from kvcap.runtime.backends.pytorch.batch import Batch
+from kvcap.runtime.backends.pytorch.batch import Rows, shared_rows
 from kvcap.runtime.backends.pytorch.cuda_graphs import BlockGraphs, why_unsteady
 from kvcap.runtime.backends.pytorch.loop import BlockLoop
 from kvcap.runtime.backends.pytorch.sampler import Sampler
@@ -45,6 +45,7 @@ from kvcap.runtime.models.weights import Weights, held_weights, read_headers
 from kvcap.runtime.planning.plan import MemoryPlan, check_tokens, fitting, parse_cap, warn_if_short
 from kvcap.runtime.session import chat_template
 from kvcap.runtime.session import file as session_file
+from kvcap.runtime.session.batch import Batch
 from kvcap.runtime.session.file import SessionFile
 from kvcap.runtime.session.session import Session
 from kvcap.runtime.types import EVICT_EVERY, POCKET, Positions
@@ -258,6 +259,10 @@ class Runtime:
         """
         return Batch(self, size)
 
+    def shared_rows(self, size: int) -> tuple[Rows | None, str | None]:
+        """A cache for so many sessions' answers at once, or None and why there is none."""
+        return shared_rows(self, size)
+
     def loop(self) -> BlockLoop:
         """The block loop over an empty cache, which nobody else uses as long as the loop lives.
 
@@ -317,6 +322,10 @@ class Runtime:
     def token_ids(self, tokens: list[int]) -> Tensor:
         """Token ids [1, T] on the model's device."""
         return torch.tensor([tokens], device=self.model.device)
+
+    def copied(self, logits: Tensor) -> Tensor:
+        """A copy of logits, whose memory nothing else uses."""
+        return logits.clone()
 
     def append_token(self, history: Tensor, token: Tensor) -> Tensor:
         """The history [1, T] with the next token [1] behind it: [1, T + 1]."""

@@ -32,7 +32,7 @@ ANSWER = {
 OPTIONS = {
     "chat": BUDGET | ANSWER | {"--no-commands"},
     "generate": BUDGET | ANSWER | {"--model", "-m", "--file", "-f", "--raw"},
-    "plan": BUDGET | {"--context"},
+    "plan": BUDGET | {"--context", "--serve"},
     "warm": (BUDGET - {"--json", "--backend"}) | {"--device", "--evict-every"},
     "policies": {"--json"},
     "eval": {"--json", "--threads", "--prefill-chunk-size", "--kv-dtype"},

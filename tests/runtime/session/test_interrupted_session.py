@@ -63,6 +63,7 @@ def sound(session: Any) -> None:
     assert roles == ["user", "assistant"] * (len(roles) // 2)
     assert getattr(session.cache, "consistent", True)
     assert session.stats.held_tokens <= 64
+    assert session.read_ids == session.read[: session.cache.seen]
     json.dumps(session.conversation)
     json.dumps(session.stats.as_dict())
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
 import kvcap
-from kvcap.runtime.backends.pytorch.batch import Batch
 from kvcap.runtime.errors import PlanInfeasible
+from kvcap.runtime.session.batch import Batch
 from kvcap.runtime.session.session import Session
 
 FACT = "Please remember: the code for the {} door is {}. "
@@ -92,7 +93,8 @@ def test_a_shared_pass_reads_the_tokens_of_all(monkeypatch: pytest.MonkeyPatch) 
     for session in sessions:
         session.set_generation(max_new_tokens=9, eos_token_id=NEVER)
     together(batch, [(session, session.send("Go on.")) for session in sessions])
-    assert shapes == [(3, 1)] * 8  # the ninth token is not read
+    # The ninth token is not read, and of three prompts one is read at a time.
+    assert shapes == [(3, 1)] * (8 + 2)
     assert batch.nbytes == 3 * sessions[0].cache.nbytes - 2 * _table(sessions[0])
 
 
@@ -182,7 +184,7 @@ def test_whoever_looks_at_a_session_finds_its_own_cache(tmp_path: Any) -> None:
 def test_an_error_ends_its_own_answer_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     runtime = runtime_of()
     sessions = begun(runtime, SAID[:2])
-    monkeypatch.setattr(sessions[0].loop, "prefill", _fail)
+    monkeypatch.setattr(sessions[0].loop, "blocks", _fail)
     batch = runtime.batch(2)
     for session in sessions:
         batch.add(session, session.send("Go on."))
@@ -191,6 +193,89 @@ def test_an_error_ends_its_own_answer_alone(monkeypatch: pytest.MonkeyPatch) -> 
     assert [text for _, text in batch]
     assert sessions[0].turn.finish_reason == "error"  # type: ignore[union-attr]
     assert sessions[1].turn.finish_reason in ("stop", "length")  # type: ignore[union-attr]
+
+
+def test_a_shared_pass_that_fails_ends_those_answers_and_no_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whose conversations are read again, and end as those of sessions that never failed."""
+    runtime = runtime_of()
+    alone, sessions = begun(runtime, SAID), begun(runtime, SAID)
+    expected = "".join(alone[2].send("Go on."))
+    batch = runtime.batch(2)
+    assert batch._rows is not None
+    for session in sessions[:2]:
+        batch.add(session, session.send("Go on."))
+    while batch._rows._taken.keys() != {0, 1}:  # type: ignore[attr-defined]
+        batch.step()
+    with monkeypatch.context() as patched:
+        patched.setattr(batch._rows.loop, "read", _fail)
+        batch.step()
+    ends = [x for _ in range(2) for x in batch.step() if x.ended]
+    assert [type(x.error) for x in ends] == [ZeroDivisionError] * 2
+    assert [s.cache.seen for s in sessions[:2]] == [0, 0]
+    assert together(batch, [(sessions[2], sessions[2].send("Go on."))]) == [expected]
+    again = together(batch, [(s, s.send("And now?")) for s in sessions[:2]])
+    for session, answer in zip(sessions, again, strict=False):
+        fresh = runtime.session()
+        fresh.set_generation(do_sample=False, max_new_tokens=20)
+        assert "".join(fresh.send(session.messages[:-1])) == answer
+
+
+def test_prompts_are_read_by_turns_between_the_tokens_of_answers() -> None:
+    runtime = runtime_of()
+    answering, *readers = begun(runtime, SAID)
+    for session in (answering, *readers):
+        session.set_generation(eos_token_id=NEVER, max_new_tokens=40)
+    batch, done = runtime.batch(3), dict[int, list[int]]()
+    batch.add(answering, answering.send("Go on."))
+    while not any(x.text for x in batch.step()):
+        pass
+    texts = [SAID[0] * 4, SAID[1]]  # of many blocks, and of a few
+    for session, text in zip(readers, texts, strict=True):
+        batch.add(session, session.send(text))
+        done[id(session)] = at = []
+        session.on_block = partial(lambda at, read, _: at.append(read), at)
+    tokens, ended = 0, []
+    while len(ended) < 3:
+        before = answering.turn.completion_tokens  # type: ignore[union-attr]
+        blocks = sum(map(len, done.values()))
+        ended += [x.session for x in batch.step() if x.ended]
+        tokens += answering.turn.completion_tokens - before  # type: ignore[union-attr]
+        assert sum(map(len, done.values())) - blocks <= 1  # between two tokens, one block
+    assert tokens > len(done[id(readers[1])]) > 2
+    assert max(done[id(readers[0])]) > 2 * max(done[id(readers[1])])
+    assert ended.index(readers[1]) < ended.index(readers[0])  # the short one need not wait
+
+
+@pytest.mark.parametrize("policy", ["keydiff", "adakv"])
+def test_a_paused_answer_leaves_its_place_and_goes_on_as_if_it_had_not(policy: str) -> None:
+    runtime = runtime_of(policy)
+    alone, sessions = begun(runtime, SAID), begun(runtime, SAID)
+    for session in (*alone, *sessions):
+        session.set_generation(eos_token_id=NEVER, do_sample=True, temperature=0.7, seed=3)
+    expected = ["".join(s.send("Go on.")) for s in alone]
+    batch, found = runtime.batch(2), {id(s): "" for s in sessions}
+
+    def step(times: int) -> None:
+        for _ in range(times):
+            for progress in batch.step():
+                assert progress.error is None
+                found[id(progress.session)] += progress.text
+
+    for session in sessions:
+        batch.add(session, session.send("Go on."))
+    step(7)
+    batch.pause(sessions[0])
+    assert sessions[0].cache_away is None
+    held = found[id(sessions[0])]
+    step(9)
+    assert found[id(sessions[0])] == held
+    assert found[id(sessions[2])]  # it has the place
+    batch.resume(sessions[0])
+    while batch._all:
+        step(1)
+    assert [found[id(s)] for s in sessions] == expected
 
 
 def _fail(*_: Any) -> None:

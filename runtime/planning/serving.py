@@ -1,0 +1,134 @@
+"""Plans how many conversations a server holds at once under one cap, before anything is loaded.
+
+Evictions make every conversation the same size, so that this is arithmetic:
+
+    process + weights + passes + rows of those that are answered + places × (cache + text) <= cap
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from kvcap.runtime.errors import PlanInfeasible
+from kvcap.runtime.planning.plan import MemoryPlan
+from kvcap.runtime.units import format_bytes, with_margin
+
+SERVING = 64 << 20  # bytes: the server's libraries and threads, requests that are read or wait
+TEXT = 64 << 10  # bytes of what was said in a conversation, beside its cache
+TOGETHER = (8, 4, 2, 1)  # answers at once that are tried in this order where none were asked for
+PLACES = 64  # conversations where there is no cap
+
+
+class Shared(NamedTuple):
+    """Bytes that answering several conversations at once takes beside these."""
+
+    rows: int = 0  # the cache that they share meanwhile; 0 where they are read by turns
+    workspace: int = 0  # of reading a token of each
+
+
+@dataclass(frozen=True)
+class ServingPlan:
+    """Bytes per component of a server, and how many conversations fit."""
+
+    one: MemoryPlan  # of one conversation, with the process before it
+    together: int  # answers that are written at once
+    shared: Shared
+    places: int  # conversations in memory
+    cap: int | None = None  # bytes of the process
+
+    @property
+    def passes(self) -> int:
+        """The workspace of the largest pass, and logits of those that are answered."""
+        logits = self.one.logits * self.together
+        block = self.one.workspace + self.one.logits
+        return max(block, self.shared.workspace + logits) + logits
+
+    @property
+    def place_bytes(self) -> int:
+        """What each conversation in memory adds."""
+        return self.one.cache_bytes + TEXT
+
+    @property
+    def restoring(self) -> int:
+        """What is held twice while one is read from disk: its file, and what is checked of it."""
+        return 2 * self.one.cache_bytes
+
+    @property
+    def fixed_bytes(self) -> int:
+        """What is held however many conversations there are."""
+        own = self.one.baseline + SERVING + self.one.weights
+        return own + self.passes + self.shared.rows + self.restoring
+
+    @property
+    def total_bytes(self) -> int:
+        """What the process takes at most."""
+        return self.fixed_bytes + self.places * self.place_bytes
+
+    @property
+    def summary(self) -> str:
+        """One line: how many conversations fit, and what one takes."""
+        under = "" if self.cap is None else f" under {format_bytes(self.cap)}"
+        return (
+            f"{self.places:,} conversations fit in memory{under}, {self.together} of them answered "
+            f"at once: {format_bytes(self.place_bytes)} each beside "
+            f"{format_bytes(self.fixed_bytes)}"
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        """All figures, for JSON."""
+        return {
+            "places": self.places,
+            "together": self.together,
+            "place_bytes": self.place_bytes,
+            "fixed_bytes": self.fixed_bytes,
+            "rows_bytes": self.shared.rows,
+            "passes_bytes": self.passes,
+            "restoring_bytes": self.restoring,
+            "serving_bytes": SERVING,
+            "cap": self.cap,
+            "total_bytes": self.total_bytes,
+        }
+
+    @classmethod
+    def of(
+        cls,
+        one: MemoryPlan,
+        shared: Callable[[int], Shared],
+        *,
+        cap: int | None = None,
+        together: int | None = None,
+        places: int | None = None,
+    ) -> ServingPlan:
+        """Plan a server.
+
+        Args:
+            one: the plan of one conversation; its `baseline` is the process before.
+            shared: what so many answers at once take beside their conversations.
+            cap: bytes of the process; None: there is none.
+            together: answers at once; by default 8, or as many as places fit.
+            places: conversations in memory, at most; by default all that fit, 64 without a cap.
+
+        Raises:
+            PlanInfeasible: not one fits, or fewer than were asked for, saying how many do.
+        """
+        for number in (together,) if together else TOGETHER:
+            if places is not None and places < number and not together:
+                continue
+            found = cls(one, number, shared(number), 0, cap)
+            fit = None if cap is None else (cap - found.fixed_bytes) // found.place_bytes
+            if fit is None or fit >= max(number, places or 1):
+                count = places or (PLACES if fit is None else fit)
+                return cls(one, number, found.shared, max(number, count), cap)
+        assert cap is not None
+        least = found.fixed_bytes + max(found.together, places or 1) * found.place_bytes
+        number = max(found.together, places or 1)
+        asked = f"{number:,} conversation{'s' * (number > 1)}"
+        raise PlanInfeasible(
+            f"a server of {asked} takes {least:,} bytes, more than the cap of {cap:,}: "
+            f"{found.fixed_bytes:,} beside them and {found.place_bytes:,} each, so that "
+            f"{max(0, fit or 0):,} fit; raise the cap to {with_margin(least) >> 20}MiB, or lower "
+            "the KV budget",
+            least_memory_cap=with_margin(least),
+        )

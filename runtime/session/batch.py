@@ -1,0 +1,245 @@
+"""Answers several sessions at once, a token of each after another or in one pass. Knows no library.
+
+Prompts are read block by block in between, so that a long one holds no answer up.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Generator, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+from kvcap.runtime.errors import PlanInfeasible
+from kvcap.runtime.session.decoding import BlockRead, Read
+
+if TYPE_CHECKING:
+    from kvcap.runtime.session.session import Session
+
+
+class Progress(NamedTuple):
+    """What a step brought one session: a piece of its answer, its end, or why it ended."""
+
+    session: Session
+    text: str = ""
+    ended: bool = False
+    error: Exception | None = None
+
+
+@dataclass(eq=False)
+class Answer:
+    """An answer that is being written."""
+
+    session: Session
+    pieces: Generator[Any, Any, None]
+    reading: bool = True  # its prompt
+    asked: Read | None = None  # the token that it wants read
+    found: Any = None  # what came of it: logits [1, V], or the likeliest token
+    failed: Exception | None = None  # why that was not read
+    row: int | None = None  # of the shared cache, where its session's slots are
+
+
+class SharedRows(Protocol):
+    """A cache in which several sessions' tokens are read at once."""
+
+    @property
+    def nbytes(self) -> int:
+        """Its bytes, beside the sessions' own."""
+
+    def fits(self, answer: Answer) -> bool:
+        """Whether a session's slots can lie in a row."""
+
+    def join(self, answer: Answer) -> None:
+        """Copy a session's slots into a free row."""
+
+    def read(self, answers: list[Answer]) -> None:
+        """Read the token of each of these, which have rows.
+
+        After an error they have none, and their sessions' caches are empty.
+        """
+
+
+class Batch:
+    """Answers up to `size` sessions of a runtime at once; further ones wait for their turn.
+
+    A step reads one block of one prompt, by its session's own cache, and then a token of every
+    answer: those of sessions that hold all their slots in one pass, where the runtime has rows for
+    them; those of a session that fills its budget yet, that has pinned messages, or that `apart`
+    concerns one after the other. So between two tokens of an answer lies one block at the most.
+
+    >>> from kvcap import Runtime
+    >>> runtime = Runtime.from_pretrained("pocket", kv_budget_tokens=64)
+    >>> batch, sessions = runtime.batch(2), [runtime.session(), runtime.session()]
+    >>> for session in sessions:
+    ...     batch.add(session, session.send("Hello!"))
+    >>> answers = {id(session): "" for session in sessions}
+    >>> for session, text in batch:
+    ...     answers[id(session)] += text
+    >>> len(set(answers.values()))
+    1
+
+    Args:
+        runtime: the `Runtime` or `OrtRuntime` whose sessions are answered.
+        size: sessions that are answered at once, at most.
+
+    Raises:
+        PlanInfeasible: none, or a memory cap, whose plan has one session.
+    """
+
+    def __init__(self, runtime: Any, size: int) -> None:
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise PlanInfeasible(f"size={size!r}: use a whole number of sessions from 1")
+        if runtime.memory_cap is not None:
+            raise PlanInfeasible(
+                "a memory cap plans for one session at a time; load the runtime with a KV budget "
+                "instead of memory_cap to answer several at once"
+            )
+        self.runtime, self.size = runtime, size
+        self._answers: list[Answer] = []
+        self._waiting: deque[Answer] = deque()
+        self._paused: list[Answer] = []
+        self._rows: SharedRows | None
+        self._rows, self.apart = runtime.shared_rows(size)
+        """Why tokens are read one session after the other; None: they are read at once."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the shared cache and its CUDA graphs, beside the sessions' own."""
+        return 0 if self._rows is None else self._rows.nbytes
+
+    def add(self, session: Session, pieces: Iterator[str]) -> None:
+        """Answer a session: `pieces` is what its `send`, `complete` or `regenerate` returned.
+
+        Raises:
+            ValueError: a session of another runtime, or one that is being answered.
+        """
+        if session.runtime is not self.runtime:
+            raise ValueError("the session belongs to another runtime; add it to a batch of that")
+        if any(session is answer.session for answer in self._all):
+            raise ValueError("the session is being answered; remove it, or wait for its end")
+        if not isinstance(pieces, Generator):
+            raise ValueError("pieces: give what the session's send() returned")
+        self._waiting.append(Answer(session, pieces))
+
+    def remove(self, session: Session) -> None:
+        """Stop answering a session, as if its answer had been closed; others go on."""
+        for answer in self._all:
+            if answer.session is session:
+                self._end(answer)
+
+    def pause(self, session: Session) -> None:
+        """Let others have a session's place until `resume`; its own cache holds it meanwhile."""
+        for answer in [*self._answers, *self._waiting]:
+            if answer.session is session:
+                session.fetch_cache()
+                if answer.found is not None and not isinstance(answer.found, int):
+                    # What is found for one belongs to the logits of all.
+                    answer.found = self.runtime.copied(answer.found)
+                self._leave(answer)
+                self._paused.append(answer)
+
+    def resume(self, session: Session) -> None:
+        """Go on with an answer that was paused, once there is a place."""
+        for answer in self._paused[:]:
+            if answer.session is session:
+                self._paused.remove(answer)
+                self._waiting.append(answer)
+
+    def __iter__(self) -> Iterator[tuple[Session, str]]:
+        """Step until all answers have ended: each session with the next piece of its answer.
+
+        Raises:
+            Exception: what ended one of them; the others go on with the next iteration.
+        """
+        while self._answers or self._waiting:
+            for found in self.step():
+                if found.text:
+                    yield found.session, found.text
+                if found.error is not None:
+                    raise found.error
+
+    def step(self) -> list[Progress]:
+        """Read a block of one prompt, and go on with every other answer by about one token.
+
+        Prompts take turns. An error ends its own answer only.
+        """
+        while self._waiting and len(self._answers) < self.size:
+            answer = self._waiting.popleft()
+            answer.session.read_together = True
+            self._answers.append(answer)
+        found: list[Progress] = []
+        prompt = next((answer for answer in self._answers if answer.reading), None)
+        for answer in list(self._answers):
+            if answer is prompt or not answer.reading:
+                found += self._proceed(answer)
+        if prompt is not None and prompt in self._answers:  # behind the others' prompts
+            self._answers.remove(prompt)
+            self._answers.append(prompt)
+        self._read([answer for answer in self._answers if answer.asked is not None])
+        return found
+
+    def _proceed(self, answer: Answer) -> Iterator[Progress]:
+        """Go on until a block of the prompt is read, or a token is to be read."""
+        session, error = answer.session, None
+        given, failed = answer.found, answer.failed
+        answer.asked = answer.found = answer.failed = None
+        try:
+            while True:
+                if failed is not None:
+                    made = answer.pieces.throw(failed)
+                else:
+                    made = answer.pieces.send(given)
+                if isinstance(made, BlockRead):
+                    return
+                answer.reading = False
+                if isinstance(made, Read):
+                    answer.asked = made
+                    return
+                given = failed = None
+                yield Progress(session, made)
+        except StopIteration:
+            pass
+        except Exception as raised:
+            error = raised
+        self._end(answer)
+        yield Progress(session, ended=True, error=error)
+
+    @property
+    def _all(self) -> list[Answer]:
+        return [*self._answers, *self._waiting, *self._paused]
+
+    def _end(self, answer: Answer) -> None:
+        answer.session.read_together = False
+        answer.session.fetch_cache()
+        answer.pieces.close()
+        self._leave(answer)
+
+    def _leave(self, answer: Answer) -> None:
+        for those in (self._answers, self._waiting, self._paused):
+            if answer in those:
+                those.remove(answer)
+
+    def _read(self, answers: list[Answer]) -> None:
+        """Read the token that each of these asks for; each has what came of it, or the error."""
+        together: list[Answer] = []
+        rows = self._rows
+        for answer in answers:
+            assert answer.asked is not None
+            try:
+                if rows is not None and (answer.row is not None or rows.fits(answer)):
+                    if answer.row is None:
+                        rows.join(answer)
+                    together.append(answer)
+                    continue
+                token = self.runtime.token_ids([answer.asked.token])
+                answer.found = answer.session.loop.read(token)
+            except Exception as error:
+                answer.failed = error
+        if not together:
+            return
+        assert rows is not None
+        try:
+            rows.read(together)
+        except Exception as error:
+            for answer in together:
+                answer.failed = error

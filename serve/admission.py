@@ -1,0 +1,135 @@
+"""Opens a server under a cap of its process: what is taken on follows from sizes known beforehand.
+
+Nothing is loaded where not even one conversation fits. What loading really took is measured, and
+the plan made again with that; from then on every conversation adds the same bytes.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, replace
+from typing import Any
+
+from kvcap.runtime.cli.commands import load, planned_serving
+from kvcap.runtime.cli.options import Backend, Budget, Output, Running
+from kvcap.runtime.memory.cap_guard import CapGuard, limit_data
+from kvcap.runtime.memory.free_memory import process_bytes
+from kvcap.runtime.planning.plan import RUNNING, parse_cap
+from kvcap.runtime.planning.serving import ServingPlan
+from kvcap.runtime.units import parse_bytes
+from kvcap.serve.saved import SavedConversations
+from kvcap.serve.scheduler import Limits, Scheduler
+
+DISK = "4GiB"  # of saved conversations
+
+
+@dataclass
+class Opened:
+    """A server's conversations, and the plan that they keep to."""
+
+    scheduler: Scheduler
+    plan: ServingPlan
+
+
+def open_conversations(
+    model: str,
+    backend: Backend,
+    budget: Budget,
+    running: Running,
+    output: Output,
+    *,
+    together: int | None = None,
+    places: int | None = None,
+    waiting: int = 64,
+    folder: str | os.PathLike[str] | None = None,
+    disk_cap: str | int = DISK,
+) -> Opened:
+    """Load a model to answer many conversations at once.
+
+    Args:
+        model: as for `kvcap chat`.
+        backend: that runs it.
+        budget: of each conversation; its `memory_cap` is the whole process's.
+        running: `evict_every` is 1 unless it is given, so that answers are written together.
+        output: whether a note says that it loads.
+        together: answers that are written at once; by default as many as fit, up to 8.
+        places: conversations in memory; by default all that fit, 64 without a cap.
+        waiting: requests in the queue, at most.
+        folder: where idle conversations are kept; None: they are forgotten once their place is
+            wanted.
+        disk_cap: bytes of that folder.
+
+    Raises:
+        PlanInfeasible: not even one conversation fits, or fewer than were asked for; nothing is
+            loaded.
+        SessionNotSaved: the folder cannot be used.
+        KvcapError: as loading a model.
+    """
+    cap = None if budget.memory_cap is None else parse_cap(budget.memory_cap)
+    if cap is not None:
+        budget = replace(budget, memory_cap=str(cap))
+    plan = planned_serving(model, backend, budget, together, places, free=False)
+    disk = None if folder is None else SavedConversations(folder, parse_bytes(disk_cap))
+    try:
+        one_each = replace(budget, memory_cap=None)
+        at_once = replace(running, evict_every=running.evict_every or 1)
+        runtime: Any = load(model, backend, one_each, at_once, output)
+        plan = measured(plan, runtime, places)
+        limits = Limits(plan.places, plan.together, waiting)
+        watch = None if cap is None else Watch.of(plan, runtime, enforce=budget.enforce)
+        found = Scheduler(runtime, limits, disk, watch=watch, memory_cap=cap)
+    except BaseException:
+        if disk is not None:
+            disk.close()
+        raise
+    return Opened(found, plan)
+
+
+def measured(plan: ServingPlan, runtime: Any, places: int | None) -> ServingPlan:
+    """The plan with what loading the model really took.
+
+    Raises:
+        PlanInfeasible: with that, too few conversations fit.
+    """
+    own = max(0, process_bytes() + RUNNING - runtime.plan.weights)
+    one = replace(plan.one, weights=runtime.plan.weights, baseline=own)
+    return ServingPlan.of(
+        one, lambda _: plan.shared, cap=plan.cap, together=plan.together, places=places
+    )
+
+
+@dataclass
+class Watch:
+    """Looks whether the process stays within its cap, where that is counted in its memory."""
+
+    cap: int
+    place: int  # bytes that one more conversation takes
+    passes: int  # and the largest pass
+    guard: CapGuard
+
+    @classmethod
+    def of(cls, plan: ServingPlan, runtime: Any, enforce: str = "check") -> Watch | None:
+        """What watches a server of that plan; None on a GPU, whose memory is not the process's."""
+        assert plan.cap is not None
+        device = getattr(getattr(runtime, "model", None), "device", None)
+        if enforce == "rlimit":
+            if device is None:
+                limit_data(plan.cap)
+            else:
+                from kvcap.runtime.backends.pytorch.runtime import enforce_limit
+
+                enforce_limit(plan.cap, device)
+        if device is not None and device.type != "cpu":
+            return None
+        block = plan.one.workspace + plan.one.logits
+        guard = CapGuard(plan.cap, block, plan.one.block_size)
+        return cls(plan.cap, plan.place_bytes, plan.passes, guard)
+
+    def has_room(self) -> bool:
+        """Whether one more conversation can be made, whatever else has grown."""
+        return process_bytes() + self.place + self.passes <= self.cap
+
+    def over(self, session: Any) -> None:
+        """Have a session's loop ask before every block."""
+        keeper = session.loop if hasattr(session.loop, "guard") else session.loop.cache
+        keeper.guard = self.guard

@@ -1,0 +1,306 @@
+"""The server's addresses: OpenAI's API over conversations, and what watches it.
+
+Knows neither models nor sockets. Every address but `OPEN` asks for a key where there are keys; none
+touches a file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import re
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from time import time
+from typing import Any, TypeVar
+
+from prometheus_client import CONTENT_TYPE_LATEST
+from pydantic import ValidationError
+from starlette.applications import Starlette
+from starlette.authentication import (
+    AuthCredentials,
+    AuthenticationBackend,
+    AuthenticationError,
+    SimpleUser,
+)
+from starlette.datastructures import MutableHeaders
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.authentication import AuthenticationMiddleware
+from starlette.middleware.trustedhost import TrustedHostMiddleware
+from starlette.requests import ClientDisconnect, HTTPConnection, Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import BaseRoute, Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from kvcap.runtime.errors import KvcapError
+from kvcap.serve import schemas
+from kvcap.serve.contract import Ask, Conversations
+from kvcap.serve.errors import ApiError, of_body, respond
+from kvcap.serve.limits import Bodies, Limits
+from kvcap.serve.metrics import Metrics
+from kvcap.serve.streaming import SESSION, ChatForm, Form, TextForm, streamed, whole
+from kvcap.serve.tool_calls import Remembered
+
+OPEN = frozenset({"/health"})  # asks for no key
+LOOPBACK = ("localhost", "127.0.0.1", "[::1]", "::1")
+SESSION_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+GONE = 499  # nobody reads it
+
+Body = TypeVar("Body", bound=schemas.Request)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How a server answers."""
+
+    model: str
+    """The name that clients call the model by."""
+    limits: Limits = field(default_factory=Limits)
+    keys: Sequence[str] = ()
+    """API keys; with none, everybody may ask."""
+    hosts: Sequence[str] | None = LOOPBACK
+    """Names that the server may be called by: others are another site's tricks to reach it through
+    a browser. None: any."""
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    """Settings of generation for what a request leaves out."""
+    open_paths: Collection[str] = ()
+    """Further addresses that ask for no key, such as those of a page."""
+
+
+def application(
+    conversations: Conversations, settings: Settings, routes: Sequence[BaseRoute] = ()
+) -> Starlette:
+    """The server, to be run by any ASGI server. When that ends, conversations are saved.
+
+    Args:
+        conversations: that answer.
+        settings: names, keys and limits.
+        routes: further addresses; their requests find `conversations` in `request.app.state`, and
+            whose they are by `owner_of`.
+    """
+    api = Api(conversations, settings)
+
+    @asynccontextmanager
+    async def lifespan(_: Starlette) -> AsyncIterator[None]:
+        try:
+            yield
+        finally:
+            await conversations.aclose()
+
+    keys = Keys(settings.keys, OPEN.union(settings.open_paths))
+    hosts = ["*"] if settings.hosts is None else list(settings.hosts)
+    refused: Any = respond
+    app = Starlette(
+        routes=[*api.routes, *routes],
+        lifespan=lifespan,
+        exception_handlers={
+            ApiError: refused, HTTPException: refused, KvcapError: refused, Exception: refused,
+            ClientDisconnect: _to_nobody,
+        },
+        middleware=[
+            Middleware(Counted, metrics=api.metrics, paths=frozenset(api.paths)),
+            Middleware(TrustedHostMiddleware, allowed_hosts=hosts, www_redirect=False),
+            Middleware(AuthenticationMiddleware, backend=keys, on_error=_without_key),
+        ],
+    )  # fmt: skip
+    app.state.conversations = conversations
+    return app
+
+
+def owner_of(connection: HTTPConnection) -> str:
+    """Whose request it is: a digest of its key, or nobody's where there are no keys."""
+    return connection.user.username  # type: ignore[no-any-return]
+
+
+class Api:
+    """OpenAI's addresses.
+
+    Args:
+        conversations: that answer.
+        settings: names and limits.
+    """
+
+    def __init__(self, conversations: Conversations, settings: Settings) -> None:
+        self.conversations, self.settings = conversations, settings
+        self.metrics = Metrics(conversations.figures)
+        self.remembered = Remembered()
+        self.bodies = Bodies(settings.limits)
+        self.model = {"id": settings.model, "object": "model", "created": int(time()),
+                      "owned_by": "kvcap"}  # fmt: skip
+
+    @property
+    def routes(self) -> list[Route]:
+        """What can be asked for."""
+        return [
+            Route("/v1/chat/completions", self.chat, methods=["POST"]),
+            Route("/v1/completions", self.complete, methods=["POST"]),
+            Route("/v1/models", self.models, methods=["GET"]),
+            Route("/v1/models/{name:path}", self.one_model, methods=["GET"]),
+            Route("/health", self.health, methods=["GET"]),
+            Route("/metrics", self.show_metrics, methods=["GET"]),
+        ]
+
+    @property
+    def paths(self) -> list[str]:
+        """The addresses themselves."""
+        return [route.path for route in self.routes]
+
+    async def chat(self, request: Request) -> Response:
+        """The answer to a chat."""
+        said = await self._said(request, schemas.ChatRequest)
+        owner, tools = owner_of(request), said.offered
+        ask = said.ask(owner, _session_id(request), self.settings.limits, self.settings.defaults)
+        assert ask.messages is not None
+        messages = tuple(self.remembered.restored(owner, one) for one in ask.messages)
+        form = ChatForm(
+            self.settings.model, said.include_usage, tools, partial(self.remembered.put, owner)
+        )
+        ask = replace(ask, messages=messages)
+        return await self._answer(request, ask, form, bool(said.stream))
+
+    async def complete(self, request: Request) -> Response:
+        """The continuation of a text."""
+        said = await self._said(request, schemas.CompletionRequest)
+        ask = said.ask(
+            owner_of(request), _session_id(request), self.settings.limits, self.settings.defaults
+        )
+        form = TextForm(self.settings.model, said.include_usage)
+        return await self._answer(request, ask, form, bool(said.stream))
+
+    async def models(self, _: Request) -> Response:
+        """The one model that there is."""
+        return JSONResponse({"object": "list", "data": [self.model]})
+
+    async def one_model(self, request: Request) -> Response:
+        """A model by its name."""
+        self._check_model(request.path_params["name"])
+        return JSONResponse(self.model)
+
+    async def health(self, _: Request) -> Response:
+        """Whether it answers; nothing more, as it asks for no key."""
+        if self.conversations.figures().closing:
+            return JSONResponse({"status": "closing"}, 503, {"Retry-After": "5"})
+        return JSONResponse({"status": "ok"})
+
+    async def show_metrics(self, _: Request) -> Response:
+        """Figures for Prometheus."""
+        return Response(self.metrics.text(), headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+    async def _said(self, request: Request, kind: type[Body]) -> Body:
+        """A request's body.
+
+        Raises:
+            ApiError: it is none of this kind, or for another model.
+        """
+        async with self.bodies.of(request) as body:
+            try:
+                said = kind.model_validate_json(body)
+            except ValidationError as error:
+                raise of_body(error) from error
+        if said.model is not None:
+            self._check_model(said.model)
+        return said
+
+    def _check_model(self, name: str) -> None:
+        if name != self.settings.model:
+            said = f"there is no model {name[:80]!r} here; use {self.settings.model!r}"
+            raise ApiError(404, said, param="model", code="model_not_found")
+
+    async def _answer(self, request: Request, ask: Ask, form: Form, stream: bool) -> Response:
+        reply = self.conversations.submit(ask)
+        if stream:
+            quiet = self.settings.limits.quiet_seconds
+            return await streamed(request, reply, form, self.metrics, quiet)
+        return await whole(request, reply, form, self.metrics)
+
+
+class Keys(AuthenticationBackend):
+    """Lets in who has a key.
+
+    Args:
+        keys: API keys; with none, everybody is let in.
+        open_paths: addresses that ask for none.
+    """
+
+    def __init__(self, keys: Sequence[str], open_paths: Collection[str]) -> None:
+        self.digests = [hashlib.sha256(key.encode()).digest() for key in keys]
+        self.open_paths = open_paths
+
+    async def authenticate(self, conn: HTTPConnection) -> tuple[AuthCredentials, SimpleUser]:
+        """Whose request it is.
+
+        Raises:
+            AuthenticationError: it has no key, or a wrong one.
+        """
+        owner = ""
+        if self.digests and conn.scope["path"] not in self.open_paths:
+            scheme, _, key = conn.headers.get("authorization", "").partition(" ")
+            given = hashlib.sha256(key.strip().encode("latin-1")).digest()
+            # Every key is compared, each in constant time, so that no clock tells how near one is.
+            same = [hmac.compare_digest(given, known) for known in self.digests]
+            if scheme.lower() != "bearer" or not any(same):
+                what = "a wrong API key was" if key else "no API key was"
+                raise AuthenticationError(f"{what} given; send Authorization: Bearer KEY")
+            owner = given.hex()[:32]
+        return AuthCredentials(), SimpleUser(owner)
+
+
+HEADERS = {"X-Content-Type-Options": "nosniff", "Cache-Control": "no-store"}
+"""Of every answer that does not say otherwise."""
+
+
+class Counted:
+    """Counts requests by address and status, and puts `HEADERS` on what is answered.
+
+    Args:
+        app: that answers.
+        metrics: that count.
+        paths: addresses; others are counted together, so that no client makes up new ones.
+    """
+
+    def __init__(self, app: ASGIApp, metrics: Metrics, paths: frozenset[str]) -> None:
+        self.app, self.metrics, self.paths = app, metrics, paths
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """One request."""
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        path = scope["path"] if scope["path"] in self.paths else "other"
+
+        async def counting(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                self.metrics.requests.labels(path, str(message["status"])).inc()
+                headers = MutableHeaders(scope=message)
+                for name, value in HEADERS.items():
+                    headers.setdefault(name, value)
+            await send(message)
+
+        await self.app(scope, receive, counting)
+
+
+def _session_id(request: Request) -> str | None:
+    """The conversation that a request names.
+
+    Raises:
+        ApiError: it is no such name.
+    """
+    found = request.headers.get(SESSION)
+    if found is not None and not SESSION_ID.fullmatch(found):
+        raise ApiError(
+            400,
+            f"{SESSION} is {found[:40]!r}; use up to 128 letters, digits, dots, dashes and "
+            "underscores, a letter or digit first",
+        )
+    return found
+
+
+def _without_key(_: HTTPConnection, error: Exception) -> Response:
+    return ApiError(401, str(error), code="invalid_api_key").response
+
+
+async def _to_nobody(_: Request, __: Exception) -> Response:
+    return Response(status_code=GONE)

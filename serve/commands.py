@@ -1,0 +1,282 @@
+"""The command serve: its options, and a server from its start to its end.
+
+`kvcap --help` imports this, so what is slow to import is imported when the command runs.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from kvcap.runtime.cli.console import say
+from kvcap.runtime.cli.options import (
+    Backend,
+    Budget,
+    Device,
+    Model,
+    Output,
+    Running,
+    Sampling,
+    Threads,
+    grouped,
+    option,
+)
+from kvcap.runtime.errors import ExtraMissing
+from kvcap.runtime.files import as_text
+from kvcap.runtime.models.names import REPOSITORY
+from kvcap.runtime.types import POCKET
+from kvcap.runtime.units import parse_bytes
+
+if TYPE_CHECKING:  # an extra stands behind these
+    from kvcap.serve.server import Server
+
+ADVICE = "--host {host} lets other machines in; give --api-key, or say --insecure to let in anybody"
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where the server is found, and by whom."""
+
+    host: Annotated[
+        str,
+        option("--host", metavar="ADDRESS", help="Of this machine.", show_default=True),
+    ] = "127.0.0.1"
+    port: Annotated[
+        int,
+        option("--port", min=0, max=65535, help="0 takes a free one.", show_default=True),
+    ] = 8000
+    api_key: Annotated[
+        list[str] | None,
+        option(
+            "--api-key",
+            metavar="KEY",
+            help="Let in only who has this key; repeatable, and no key sees another's "
+            "conversations. Others see the command line: KVCAP_API_KEY or a file is better.",
+        ),
+    ] = None
+    api_key_file: Annotated[
+        Path | None,
+        option("--api-key-file", metavar="FILE", help="Of keys, one in each line."),
+    ] = None
+    insecure: Annotated[bool, option("--insecure", help="Let in anybody who reaches --host.")] = (
+        False
+    )
+    name: Annotated[
+        str | None,
+        option("--name", metavar="NAME", help="That clients call the model by (MODEL by default)."),
+    ] = None
+
+    def keys(self) -> list[str]:
+        """All keys.
+
+        Raises:
+            ValueError: a key that no client could send, a file that cannot be read, or none where
+                other machines are let in.
+        """
+        from kvcap.serve.server import is_loopback
+
+        found = list(self.api_key or ())
+        if self.api_key_file is not None:
+            try:
+                data = self.api_key_file.read_bytes()
+            except OSError as error:
+                raise ValueError(
+                    f"cannot read --api-key-file {self.api_key_file}: {error.strerror}"
+                ) from error
+            lines = as_text(data, repr(str(self.api_key_file))).splitlines()
+            found += [line.strip() for line in lines if line.strip()]
+            if not found:
+                raise ValueError(f"there is no key in {self.api_key_file}; give one in each line")
+        for number, key in enumerate(found, 1):
+            if not key or not key.isascii() or not key.isprintable() or " " in key:
+                raise ValueError(f"API key {number} is empty or has a space or a letter beyond "
+                                 "ASCII; use letters, digits and dashes")  # fmt: skip
+        if not found and not self.insecure and not is_loopback(self.host):
+            raise ValueError(ADVICE.format(host=self.host))
+        return found
+
+
+@dataclass(frozen=True)
+class Load:
+    """How much the server takes on."""
+
+    max_together: Annotated[
+        int | None,
+        option(
+            "--max-together",
+            min=1,
+            metavar="N",
+            help="Answers that are written at once (by default as many as fit, up to 8).",
+        ),
+    ] = None
+    max_conversations: Annotated[
+        int | None,
+        option(
+            "--max-conversations",
+            min=1,
+            metavar="N",
+            help="In memory (by default as many as fit into --memory-cap, or 64).",
+        ),
+    ] = None
+    max_queue: Annotated[
+        int,
+        option(
+            "--max-queue",
+            min=0,
+            metavar="N",
+            help="Requests that wait; further ones are told to come back (429).",
+            show_default=True,
+        ),
+    ] = 64
+    max_body: Annotated[
+        str, option("--max-body", metavar="BYTES", help="Of a request.", show_default=True)
+    ] = "4MiB"
+    max_messages: Annotated[
+        int, option("--max-messages", min=1, metavar="N", help="Of a request.", show_default=True)
+    ] = 4096
+    max_answer_tokens: Annotated[
+        int,
+        option(
+            "--max-answer-tokens",
+            min=1,
+            metavar="N",
+            help="That a request may ask for.",
+            show_default=True,
+        ),
+    ] = 32768
+    max_connections: Annotated[
+        int, option("--max-connections", min=1, metavar="N", help="At once.", show_default=True)
+    ] = 256
+    keep: Annotated[
+        Path | None,
+        option(
+            "--keep",
+            metavar="DIR",
+            help="Save idle conversations there, to go on with them later, also after a restart; "
+            "without it, those that have no place in memory are read again.",
+        ),
+    ] = None
+    keep_cap: Annotated[
+        str,
+        option("--keep-cap", metavar="BYTES", help="Of all files in --keep.", show_default=True),
+    ] = "4GiB"
+
+
+@grouped
+def serve_command(
+    model: Model = POCKET,
+    *,
+    address: Address,
+    load: Load,
+    backend: Backend,
+    budget: Budget,
+    device: Device = None,
+    threads: Threads = None,
+    evict_every: Annotated[
+        int | None,
+        option(
+            "--evict-every",
+            min=1,
+            metavar="N",
+            help="While answering, evict every so many tokens; with more than 1, conversations "
+            "are answered by turns.",
+        ),
+    ] = None,
+    sampling: Sampling,
+    quiet: Annotated[
+        bool, option("--quiet", "-q", help="Nothing on stderr but warnings and errors.")
+    ] = False,
+) -> None:
+    """Serve a model over OpenAI's API, with a fixed amount of KV memory for every conversation.
+
+    --memory-cap is of the whole process: as many conversations as fit are taken on at once, others
+    wait, and what waits is bounded too. Sampling options hold where a request says nothing.
+
+    \b
+    kvcap serve
+    kvcap serve Qwen/Qwen3-0.6B --kv-budget-tokens 1024 --memory-cap 8GiB
+    KVCAP_API_KEY=... kvcap serve --host 0.0.0.0
+    """  # noqa: D301  # \\b: lines of the help that are not joined
+    running = Running(device=device, threads=threads, evict_every=evict_every)
+    server = opened(model, address, load, backend, budget, running, sampling, Output(quiet=quiet))
+    # uvicorn hears SIGTERM itself and raises it again once all is saved: then the end is a good one
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    try:
+        server.run()
+    except KeyboardInterrupt:
+        pass
+    if not quiet:
+        say("the server has ended")
+
+
+def opened(
+    model: str,
+    address: Address,
+    load: Load,
+    backend: Backend,
+    budget: Budget,
+    running: Running,
+    sampling: Sampling,
+    output: Output,
+) -> Server:
+    """A server that has its address and its model, and is yet to run.
+
+    Raises:
+        ExtraMissing: the packages that serve are not installed.
+        PortTaken: it cannot listen there; found before the model is loaded.
+        ValueError: options that do not go together.
+        KvcapError: the model cannot be loaded, or not even one conversation fits.
+    """
+    try:
+        from kvcap.serve.admission import open_conversations
+        from kvcap.serve.app import LOOPBACK, Settings, application
+        from kvcap.serve.limits import Limits
+        from kvcap.serve.server import Server, bound, is_loopback
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] == "kvcap":
+            raise
+        raise ExtraMissing(
+            f"serving needs {error.name}, which is not installed; run: pip install 'kvcap[serve]'"
+        ) from error
+    limits = Limits(
+        body_bytes=parse_bytes(load.max_body),
+        messages=load.max_messages,
+        answer_tokens=load.max_answer_tokens,
+        connections=load.max_connections,
+    )
+    settings = Settings(
+        address.name or _name(model),
+        limits,
+        address.keys(),
+        (*LOOPBACK, address.host) if is_loopback(address.host) else None,
+        sampling.given(),
+    )
+    listening = bound(address.host, address.port)
+    try:
+        found: Any = open_conversations(
+            model,
+            backend,
+            budget,
+            running,
+            output,
+            together=load.max_together,
+            places=load.max_conversations,
+            waiting=load.max_queue,
+            folder=load.keep,
+            disk_cap=load.keep_cap,
+        )
+        server = Server(application(found.scheduler, settings), listening, limits)
+    except BaseException:
+        listening.close()
+        raise
+    if not output.quiet:
+        say(("serving", "bold"), f" {settings.model} at {server.url}/v1 · {found.plan.summary}")
+    return server
+
+
+def _name(model: str) -> str:
+    """What clients call a model by: its repository, or the last part of its path."""
+    return model if REPOSITORY.fullmatch(model) else Path(model).resolve().name

@@ -1,0 +1,164 @@
+"""What the API asks of the conversations behind it, and what it gets back.
+
+Knows neither HTTP nor a model: `app.py` is written against these types, `scheduler.py` fulfils
+them, and a test of either can put a small stand-in in the place of the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+from kvcap.runtime.session.logprobs import Logprob
+from kvcap.runtime.session.stats import FinishReason
+from kvcap.runtime.session.tool_calls import Parsed
+from kvcap.runtime.types import Message
+
+if TYPE_CHECKING:
+    from kvcap.serve.strip import Strip
+
+
+@dataclass(frozen=True)
+class Ask:
+    """One request for an answer: either `messages` or a `prompt`."""
+
+    messages: tuple[Message, ...] | None = None
+    """A whole chat, as OpenAI's clients send it every time: a system prompt only as the first, a
+    user's message (or a tool's result) last. What of it is held is not read again."""
+    prompt: str | None = None
+    """A text to continue, without a chat template; it is held for nobody afterwards."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """As `Session.set_generation` takes them: temperature, top_p, max_new_tokens, stop_strings,
+    seed, ...; what is left out has the model's own default, whatever an earlier request said."""
+    owner: str = ""
+    """Whose request it is, such as a digest of the API key. Nothing of one owner is ever matched
+    with, or shown to, another."""
+    session_id: str | None = None
+    """Names the conversation outright: only what is held under this id is gone on with. Requests
+    that name one conversation are answered one after the other. None: the longest conversation of
+    the owner that `messages` begin with, if it is idle."""
+    tools: tuple[Mapping[str, Any], ...] = ()
+    """Tools as the chat template takes them; others begin another conversation."""
+    pins: frozenset[int] = frozenset()
+    """Indices of `messages`, of the system or the user, that are never evicted. To be sent with
+    every request: a message that is pinned, or not, only now is read again with all others."""
+
+
+class Piece(NamedTuple):
+    """The next text of an answer."""
+
+    text: str
+    logprobs: tuple[Logprob, ...] | None = None
+    """Of the tokens of `text`, where they were asked for."""
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What an answer took. Tokens; `cap_bytes` are bytes."""
+
+    prompt_tokens: int  # of the whole request: read now, or reused
+    reused_tokens: int  # that the conversation had read before, evicted ones too
+    completion_tokens: int
+    held: int  # in the cache afterwards, per KV head and layer
+    evicted: int  # read at some time, and no longer held
+    cap_bytes: int  # the cap of the conversation's cache
+
+
+class Reply(Protocol):
+    """An answer that is being written: `async for piece in reply`.
+
+    What refuses the request only once its prompt is made (`PinsTooLarge`, `ChatTemplateMissing`,
+    `MemoryCapExceeded`, `EmptyPrompt`) is raised by the first `__anext__`, so wait for that before
+    a status is sent. Later ones: `ReaderTooSlow`, `SessionBroken`, `MemoryCapExceeded`.
+
+    An answer that nobody reads waits in a bounded buffer, and does not hold others up. A reply that
+    is let go of is closed.
+    """
+
+    @property
+    def session_id(self) -> str | None:
+        """The conversation's id, its own or one made for it; known with the first piece.
+
+        None for a completion.
+        """
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        """Why the answer ended; None while it is written."""
+
+    @property
+    def usage(self) -> Usage | None:
+        """What it took; None while it is written."""
+
+    @property
+    def parsed(self) -> Parsed | None:
+        """Its text and the tools that it calls, told apart; None where no tools were offered."""
+
+    def __aiter__(self) -> Reply:
+        """The reply itself."""
+
+    async def __anext__(self) -> Piece:
+        """The next piece, as soon as there is one."""
+
+    async def aclose(self) -> None:
+        """Stop the answer within a block, keeping what there is; nothing where it has ended."""
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What a server holds and has done: sizes now, and counts since it began."""
+
+    policy: str = ""
+    budget_tokens: int = 0
+    places: int = 0  # conversations that fit in memory
+    in_memory: int = 0  # conversations in these, idle ones too
+    answering: int = 0
+    paused: int = 0  # of these, waiting for their reader
+    waiting: int = 0  # requests in the queue
+    most_waiting: int = 0  # the queue's bound
+    on_disk: int = 0  # conversations
+    memory_bytes: int = 0  # of all caches that were made
+    disk_bytes: int = 0
+    disk_cap: int = 0
+    process_bytes: int = 0
+    memory_cap: int | None = None  # of the process; None: there is none
+    closing: bool = False
+    asked: int = 0  # requests, refused ones too
+    answered: int = 0  # to their end
+    stopped: int = 0  # by their reader, or as nobody read them
+    failed: int = 0
+    refused: int = 0  # as too many waited
+    prompt_tokens: int = 0  # read
+    reused_tokens: int = 0  # that need not be read again
+    completion_tokens: int = 0
+    evicted_tokens: int = 0
+    saved: int = 0  # conversations to disk
+    restored: int = 0  # from disk
+    dropped: int = 0  # files that could not be taken, or conversations that could not be saved
+
+
+class Conversations(Protocol):
+    """Every conversation of a server. Called within the event loop that reads the replies."""
+
+    def submit(self, ask: Ask) -> Reply:
+        """Put a request into the queue.
+
+        Raises:
+            Busy: the queue is full, or the server is closing; `retry_after_s` says when to ask
+                again.
+            MessagesInvalid, EmptyPrompt, ValueError: nothing that can be answered.
+        """
+
+    async def strip(self, owner: str, session_id: str) -> Strip:
+        """Which tokens of a conversation are held, evicted and pinned, while it is answered too.
+
+        Raises:
+            ConversationUnknown: the owner has none of that id in memory.
+        """
+
+    def figures(self) -> Figures:
+        """What is held and was done, for /metrics and /health."""
+
+    async def aclose(self) -> None:
+        """Stop all answers, save every idle conversation, and end the worker."""

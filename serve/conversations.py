@@ -1,0 +1,273 @@
+"""The conversations that a server holds: in which places of memory, and which a request goes on.
+
+A request brings a whole chat. Its messages are known by a digest of the first, of the first two,
+and so on; the conversation whose messages are the longest of these beginnings is gone on with, its
+cache as it was left. Nothing is matched across owners, templates or tools.
+
+Used by the scheduler's thread alone, but for `begin` and `blank`, which are handed to another one
+together with the session that they change.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import secrets
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+from kvcap.runtime.errors import MessagesInvalid
+from kvcap.runtime.session import settings
+from kvcap.runtime.session.engine import Engine
+from kvcap.runtime.session.messages import checked_messages
+from kvcap.runtime.session.session import Session
+from kvcap.runtime.types import Message
+from kvcap.serve.contract import Ask
+from kvcap.serve.saved import Saved, SavedConversations, tag
+
+State = Literal["idle", "answering", "moving"]
+"""`moving`: it is read from or written to disk."""
+
+
+@dataclass(eq=False)
+class Conversation:
+    """A conversation that has a place in memory, or is about to."""
+
+    owner: str
+    id: str
+    key: str = ""  # of its messages; empty while there are none
+    session: Session | None = None  # None until it is made
+    state: State = "answering"
+    used: float = field(default_factory=time.monotonic)
+    file: str | None = None  # the last one that was written of it
+    clean: bool = False  # that file holds what the session does
+
+
+class Found(NamedTuple):
+    """What of a request is held."""
+
+    conversation: Conversation | None = None  # in memory
+    saved: Saved | None = None  # or on disk
+    messages: int = 0  # that need not be read again
+    wait: bool = False  # what is held is being answered or moved: to be asked again
+
+
+class Place(NamedTuple):
+    """A place in memory for a conversation."""
+
+    session: Session | None  # None: a new one is to be made
+    leaving: Conversation | None = None  # which has it yet, and is to be saved
+
+
+class Held:
+    """The places in memory, and the conversations in them and on disk.
+
+    Args:
+        runtime: whose sessions they are.
+        places: sessions that are made, at most.
+        disk: keeps what has no place; None: it is forgotten.
+    """
+
+    def __init__(self, runtime: Engine, places: int, disk: SavedConversations | None) -> None:
+        self.runtime, self.places, self.disk = runtime, places, disk
+        self.conversations: list[Conversation] = []
+        self.free: list[Session] = []
+        self.made = 0
+
+    def find(self, ask: Ask, keys: Sequence[str]) -> Found:
+        """The longest conversation that a request goes on.
+
+        One that is named is waited for, whatever it does. Of others those are passed over that are
+        being answered, so that two requests never share a conversation. A completion goes on none.
+        """
+        held = Found()
+        if ask.messages is None:
+            return held
+        named = None if ask.session_id is None else tag(ask.session_id)
+        usable = [key for count, key in enumerate(keys[:-1], 1) if _pins_fit(ask, count)]
+        counts = {key: count for count, key in enumerate(keys, 1) if key in usable}
+        for one in self.conversations:
+            if one.owner != ask.owner or named not in (None, tag(one.id)):
+                continue
+            count = counts.get(one.key, 0)
+            if named is not None and one.state != "idle":
+                return Found(wait=True)
+            if one.state == "answering" or count < max(1, held.messages):
+                continue
+            if count == held.messages and held.conversation and one.used < held.conversation.used:
+                continue
+            held = Found(one, None, count, wait=one.state == "moving")
+        on_disk = None if self.disk is None else self.disk.find(ask.owner, ask.session_id, usable)
+        if on_disk is not None and (count := counts[on_disk[0].key]) > held.messages:
+            return Found(None, on_disk[0], count)
+        return held
+
+    def named(self, ask: Ask) -> Conversation | None:
+        """The idle conversation in memory that a request names."""
+        if ask.messages is None or ask.session_id is None:
+            return None
+        return self.known(ask.owner, ask.session_id, "idle")
+
+    def known(self, owner: str, id_: str, state: State | None = None) -> Conversation | None:
+        """The conversation in memory of that owner and id, if it is in that state."""
+        for one in self.conversations:
+            if one.owner == owner and tag(one.id) == tag(id_) and state in (None, one.state):
+                return one
+        return None
+
+    def place(self, ask: Ask, room: bool = True) -> Place | None:
+        """A place for a conversation that has none; None: all are in use.
+
+        It is that of the conversation whose messages the request changes, a free one, a new one if
+        there is `room`, or that of the conversation that is idle the longest.
+        """
+        if (same := self.named(ask)) is not None:
+            self.conversations.remove(same)
+            return Place(same.session)
+        if self.free:
+            return Place(self.free.pop())
+        if self.made < self.places and (room or not self.made):
+            self.made += 1
+            return Place(None)
+        idle = [one for one in self.conversations if one.state == "idle"]
+        if not idle:
+            return None
+        oldest = min(idle, key=lambda one: one.used)
+        if oldest.clean or self.disk is None:
+            self.conversations.remove(oldest)
+            return Place(oldest.session)
+        oldest.state = "moving"
+        return Place(oldest.session, oldest)
+
+    def open(self, ask: Ask, session: Session | None, saved: Saved | None) -> Conversation:
+        """A conversation for a place, to be answered."""
+        named = None if ask.messages is None else ask.session_id
+        made = secrets.token_hex(8)
+        if saved is not None and self.known(ask.owner, saved.tag) is None:
+            made = saved.tag  # else it is a second one, with the same beginning
+        found = Conversation(ask.owner, named or made, session=session)
+        if saved is not None:
+            found.key, found.file, found.clean = saved.key, saved.name, True
+        self.conversations.append(found)
+        return found
+
+    def close(self, one: Conversation) -> None:
+        """Give up a conversation and its place."""
+        self.conversations.remove(one)
+        if one.session is not None:
+            self.free.append(one.session)
+            one.session = None
+
+    def save(self, one: Conversation) -> None:
+        """Write a conversation to disk; what that comes to, its fields say."""
+        assert self.disk is not None
+        name = self.disk.save(one.session, one.owner, one.id, one.key, one.file)
+        one.clean = True  # or it cannot be written, and is not tried again
+        one.file = name or one.file
+
+
+def salt_of(runtime: Engine) -> str:
+    """What conversations of a runtime have in common beside their messages."""
+    get = getattr(runtime.tokenizer, "get_chat_template", None)
+    template = get() if getattr(runtime.tokenizer, "chat_template", None) and get else None
+    return json.dumps([runtime.name, template])
+
+
+def keys_of(ask: Ask, salt: str) -> list[str]:
+    """By what the first message is known, the first two, and so on; a completion has none.
+
+    A message counts with its role, all that it says and whether it is pinned.
+    """
+    total = hashlib.blake2b(digest_size=16)
+    _add(total, [salt, ask.tools])
+    found = []
+    for index, message in enumerate(ask.messages or ()):
+        _add(total, [_known(message), index in ask.pins])
+        found.append(total.copy().hexdigest())
+    return found
+
+
+def key_of(session: Session, tools: Sequence[Mapping[str, Any]], salt: str) -> str:
+    """By what the messages of a session are known, its last answer too."""
+    first: list[Message] = []
+    if session.system is not None:
+        first = [{"role": "system", "content": session.system}]
+    pins = {index + len(first) for index in session.pinned}
+    if first and session.pin_system:
+        pins.add(0)
+    whole = Ask((*first, *session.messages), tools=tuple(tools), pins=frozenset(pins))
+    return keys_of(whole, salt)[-1]
+
+
+def _known(message: Message) -> dict[str, Any]:
+    return {name: value for name, value in message.items() if value or name in ("role", "content")}
+
+
+def _add(total: Any, what: Any) -> None:
+    data = json.dumps(what, sort_keys=True, default=list).encode()
+    total.update(len(data).to_bytes(8, "little") + data)
+
+
+def _pins_fit(ask: Ask, count: int) -> bool:
+    """Whether messages can be pinned as asked for, where those before `count` are held.
+
+    A session pins all messages that it is sent at once, or none of them.
+    """
+    assert ask.messages is not None
+    new = {index for index in ask.pins if index >= count}
+    return len(new) in (0, len(ask.messages) - count)
+
+
+def check(ask: Ask) -> None:
+    """Refuse a request that cannot be answered, as far as that is known without its tokens.
+
+    Raises:
+        MessagesInvalid, EmptyPrompt: there is nothing to answer, or pins of what cannot be pinned.
+        ValueError: a setting cannot have its value.
+    """
+    settings.check(ask.options)
+    if (ask.messages is None) == (ask.prompt is None):
+        raise MessagesInvalid("give messages, or a prompt to continue, and not both")
+    if ask.messages is None:
+        if ask.tools or ask.pins:
+            raise MessagesInvalid("a prompt has no tools and no messages to pin; give messages")
+        return
+    messages = checked_messages(list(ask.messages))
+    for index in ask.pins:
+        if index not in range(len(messages)) or messages[index]["role"] == "assistant":
+            raise MessagesInvalid(
+                f"message {index} cannot be pinned; pin messages of the system or the user, by "
+                "their index from 0"
+            )
+
+
+def blank(session: Session) -> None:
+    """Let a session forget everything that was said and set."""
+    session.clear()
+    session.system, session.pin_system = None, False
+    session.on_full = "evict"
+
+
+def begin(session: Session, ask: Ask, count: int) -> Iterator[str]:
+    """The answer of a session that holds the first `count` messages of a request.
+
+    Raises:
+        KvcapError, ValueError: as `Session.send` and `Session.complete`.
+    """
+    session.turn = None
+    session.generation = copy.deepcopy(session.runtime.generation)
+    session.set_generation(**{"seed": None, **ask.options})
+    if ask.messages is None:
+        assert ask.prompt is not None
+        return session.complete(ask.prompt)
+    messages = list(ask.messages)
+    session.tools = tuple(ask.tools)
+    if count:
+        return session.send(messages[count:], pin=len(messages) - 1 in ask.pins)
+    first = int(messages[0]["role"] == "system")
+    session.pin_system = bool(first and 0 in ask.pins)
+    session.pinned = {index - first for index in ask.pins if index >= first}
+    return session.send(messages)

@@ -1,0 +1,136 @@
+"""What the API answers instead of an answer: errors in OpenAI's form, with their status.
+
+A message says what was given and what would work, as everywhere in kvcap. Nothing of the server's
+own state, such as a path or a traceback, is ever part of one.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from pydantic import ValidationError
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+
+from kvcap.runtime.errors import (
+    Busy,
+    ConversationUnknown,
+    KvcapError,
+    MemoryCapExceeded,
+    ReaderTooSlow,
+    SessionBroken,
+)
+
+SHOWN = 80  # letters of what was given, in a message about it
+ADVICE = {  # pydantic's kinds of errors whose own words say little, by what is to be done
+    "extra_forbidden": "is no parameter that this server knows; leave it out",
+    "missing": "is missing; give it",
+    "none_required": "is not supported by this server; leave it out",
+}
+
+
+class ApiError(Exception):
+    """A request that is refused, or an answer that failed.
+
+    Args:
+        status: of HTTP.
+        message: what was given, and what would work.
+        param: the field of the body that is wrong, if it is one: `messages.0.content`.
+        code: OpenAI's word for what is wrong, for programs.
+        retry_after_s: seconds after which to ask again, where that may help.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after_s: float | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.message, self.param, self.code = status, message, param, code
+        self.retry_after_s = retry_after_s
+
+    @property
+    def kind(self) -> str:
+        """OpenAI's type of the error, which follows from its status."""
+        special = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+        usual = "server_error" if self.status >= 500 else "invalid_request_error"
+        return special.get(self.status, usual)
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """What is sent, alone or as the last event of a stream."""
+        said = {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}
+        return {"error": said}
+
+    @property
+    def response(self) -> JSONResponse:
+        """The whole answer to a request."""
+        headers = {}
+        if self.retry_after_s is not None:
+            headers["Retry-After"] = str(max(1, math.ceil(self.retry_after_s)))
+        if self.status == 401:
+            headers["WWW-Authenticate"] = "Bearer"
+        return JSONResponse(self.body, self.status, headers)
+
+
+def of_runtime(error: Exception) -> ApiError:
+    """The API's error for one that the conversations raised."""
+    said = str(error)
+    if isinstance(error, Busy):
+        return ApiError(429, said, code="busy", retry_after_s=error.retry_after_s)
+    if isinstance(error, ConversationUnknown):
+        return ApiError(404, said, code="conversation_not_found")
+    if isinstance(error, MemoryCapExceeded):
+        return ApiError(503, said, code="memory_cap_exceeded", retry_after_s=1)
+    if isinstance(error, ReaderTooSlow):
+        return ApiError(408, said, code="reader_too_slow")
+    if isinstance(error, SessionBroken):
+        return ApiError(500, said, code="session_broken")
+    if isinstance(error, KvcapError) and isinstance(error, ValueError):
+        return ApiError(400, said, code=_words(type(error).__name__))
+    if isinstance(error, ValueError):  # the house rule: what a user can get wrong
+        return ApiError(400, said)
+    return ApiError(500, "the server failed; its log says why")
+
+
+def of_body(error: ValidationError) -> ApiError:
+    """The API's error for a body that is not what it must be; it names the first thing wrong."""
+    found = error.errors(include_url=False, include_context=False)
+    first = found[0]
+    where = ".".join(str(step) for step in first["loc"])
+    if first["type"] == "json_invalid":
+        said = first["msg"].removeprefix("Invalid JSON: ")
+        return ApiError(400, f"the body is no JSON: {said}")
+    text = first["msg"].removeprefix("Value error, ")
+    text = f"is {_shown(first['input'])}: {text[:1].lower()}{text[1:]}"
+    said = ADVICE.get(first["type"], text)
+    if not where:
+        return ApiError(400, f"the body {said}")
+    code = "unknown_parameter" if first["type"] == "extra_forbidden" else None
+    return ApiError(400, f"{where} {said}", param=where, code=code)
+
+
+def _shown(given: Any) -> str:
+    """What was given, in a few letters."""
+    if isinstance(given, (dict, list)):
+        return "an object" if isinstance(given, dict) else "a list"
+    text = repr(given[: SHOWN + 1] if isinstance(given, str) else given)
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
+
+
+def _words(name: str) -> str:
+    """`PinsTooLarge` as `pins_too_large`."""
+    return "".join(f"_{x.lower()}" if x.isupper() else x for x in name).lstrip("_")
+
+
+async def respond(_: Request, error: Exception) -> JSONResponse:
+    """Starlette's handler of every error that reaches it."""
+    if isinstance(error, HTTPException):  # no such path, or not by this method
+        error = ApiError(error.status_code, error.detail)
+    return (error if isinstance(error, ApiError) else of_runtime(error)).response

@@ -1,0 +1,125 @@
+"""How much of the server one client may take, and connections that are ended past it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+import anyio
+from starlette.requests import Request
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from kvcap.serve.errors import ApiError
+
+MIB = 2**20
+HEAD_BYTES = 2**15  # of a request's first lines
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Bounds on what a request may be, and on how long it may take."""
+
+    body_bytes: int = 4 * MIB  # a token has a byte at least, so that prompts are bounded as well
+    messages: int = 4096
+    answer_tokens: int = 32768
+    connections: int = 256  # each may have some 128 KiB of what is read and written
+    bodies_bytes: int = 16 * MIB  # that are being read at the same time
+    head_seconds: float = 20.0  # until a request's first lines are there
+    body_seconds: float = 60.0  # until its body is
+    write_seconds: float = 30.0  # that a client may read nothing of what was written
+    quiet_seconds: float = 10.0  # after which a stream without a token says that it is alive
+
+
+class Bodies:
+    """Reads requests' bodies, and holds no more of them at a time than it may."""
+
+    def __init__(self, limits: Limits) -> None:
+        self.limits, self.held = limits, 0
+
+    @asynccontextmanager
+    async def of(self, request: Request) -> AsyncIterator[bytes]:
+        """A request's body, which counts as held until the context is left.
+
+        Raises:
+            ApiError: it is too long, took too long, is said to be no JSON, or too many are read.
+        """
+        _check_head(request, self.limits)
+        limits, body = self.limits, bytearray()
+        try:
+            with anyio.fail_after(limits.body_seconds):
+                async for part in request.stream():
+                    body += part
+                    self.held += len(part)
+                    if len(body) > limits.body_bytes:
+                        raise _too_long(limits)
+                    if self.held > limits.bodies_bytes:
+                        raise ApiError(429, "the server reads as many requests as it can; send "
+                                       "this one again", code="busy", retry_after_s=1)  # fmt: skip
+            yield bytes(body)
+        except TimeoutError:
+            said = f"the body did not arrive within {limits.body_seconds:g} s"
+            raise ApiError(408, said) from None
+        finally:
+            self.held -= len(body)
+
+
+def _too_long(limits: Limits) -> ApiError:
+    return ApiError(413, f"the body has more than {limits.body_bytes:,} bytes")
+
+
+def _check_head(request: Request, limits: Limits) -> None:
+    """Refuse a body by what is said of it.
+
+    Raises:
+        ApiError: it is too long, or no JSON.
+    """
+    # A page of another site can send anything but this without asking first, which is refused.
+    if request.headers.get("content-type", "").split(";")[0].strip().lower() != "application/json":
+        raise ApiError(415, "the body must be sent with Content-Type: application/json")
+    said = request.headers.get("content-length", "")
+    if said.isdecimal() and len(said) < 20 and int(said) > limits.body_bytes:
+        raise _too_long(limits)
+
+
+class Patient(H11Protocol):
+    """uvicorn's connection, which would wait for ever for a client that says or reads nothing."""
+
+    limits = Limits()
+    waiting: asyncio.TimerHandle | None = None  # for a request's first lines
+    unread: asyncio.TimerHandle | None = None  # what was written
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Begin to wait."""
+        super().connection_made(transport)
+        self.waiting = self.loop.call_later(self.limits.head_seconds, transport.close)
+
+    def data_received(self, data: bytes) -> None:
+        """Wait for as long as no request is under way."""
+        super().data_received(data)
+        under_way = self.cycle is not None and not self.cycle.response_complete
+        if under_way and self.waiting is not None:
+            self.waiting.cancel()
+            self.waiting = None
+        elif not under_way and self.waiting is None:
+            self.waiting = self.loop.call_later(self.limits.head_seconds, self.transport.close)
+
+    def pause_writing(self) -> None:
+        """Begin to wait for the client to read."""
+        super().pause_writing()
+        self.unread = self.loop.call_later(self.limits.write_seconds, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        """It reads."""
+        super().resume_writing()
+        if self.unread is not None:
+            self.unread.cancel()
+            self.unread = None
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Wait no more."""
+        for timer in (self.waiting, self.unread):
+            if timer is not None:
+                timer.cancel()
+        super().connection_lost(exc)

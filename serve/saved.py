@@ -1,0 +1,242 @@
+"""Idle conversations on disk: session files in one folder, under a cap of bytes.
+
+A file's name says whose conversation it holds, its id and its messages, each as a digest, so that
+the names are the index: it cannot disagree with the files, whatever ends the server. A file appears
+whole or not at all, and its content is checked when it is read. Nothing that a request says
+becomes part of a path. Knows nothing of HTTP.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import os
+import re
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from kvcap.runtime.errors import (
+    KvcapError,
+    PinsTooLarge,
+    SessionFileCorrupt,
+    SessionFileError,
+    SessionNotSaved,
+)
+from kvcap.runtime.files import PART
+
+NAME = re.compile(r"([0-9a-f]{16})-([0-9a-f]{16})-([0-9a-f]{32})\.kvcap")
+FACTS = 64 << 10  # bytes of a file beside the cache and what was said
+LOCK = ".lock"
+log = logging.getLogger("kvcap.serve")
+
+
+def tag(id_: str) -> str:
+    """What stands for a conversation's id in a file's name: ids that a server made, themselves."""
+    return id_ if re.fullmatch("[0-9a-f]{16}", id_) else digest(id_)
+
+
+def digest(text: str) -> str:
+    """What stands for an owner in a file's name."""
+    return hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=8).hexdigest()
+
+
+@dataclass
+class Saved:
+    """A conversation's file."""
+
+    name: str
+    nbytes: int
+    used: float  # seconds since 1970; 0 for one whose conversation went on
+
+    @property
+    def tag(self) -> str:
+        """What stands for the conversation's id."""
+        return self.name[17:33]
+
+    @property
+    def key(self) -> str:
+        """What its messages are known by; see `keys_of` in `conversations.py`."""
+        return self.name[34:66]
+
+
+class SavedConversations:
+    """Keeps conversations in a folder; the least recently used go when their bytes reach the cap.
+
+    Any thread may call it; two never `save` or `restore` at the same time.
+
+    Args:
+        folder: is made, if it is not there; no other server uses it.
+        cap: bytes of all files together, those that are being written too.
+
+    Raises:
+        SessionNotSaved: it cannot be used, or another server uses it.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], cap: int) -> None:
+        self.folder, self.cap = Path(folder), cap
+        self.saved = self.restored = self.dropped = 0
+        self._lock = threading.Lock()
+        self._files: dict[tuple[str, str], dict[str, Saved]] = {}  # by owner and key, then by id
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._held = self._hold()
+            for entry in os.scandir(self.folder):
+                if entry.name.endswith(PART):
+                    os.unlink(entry.path)  # of a server that ended while it wrote
+                elif NAME.fullmatch(entry.name) and entry.is_file(follow_symlinks=False):
+                    found = entry.stat()
+                    self._add(Saved(entry.name, found.st_size, found.st_mtime))
+        except OSError as error:
+            raise SessionNotSaved(
+                f"conversations cannot be kept in {str(folder)!r} ({error.strerror}); give another "
+                "folder"
+            ) from error
+        self._make_room(0)
+
+    def _hold(self) -> IO[bytes]:
+        """Lock the folder as long as this process lives."""
+        held = (self.folder / LOCK).open("wb")
+        if os.name == "posix":
+            import fcntl
+
+            try:
+                fcntl.flock(held.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                held.close()
+                raise SessionNotSaved(
+                    f"another server keeps its conversations in {str(self.folder)!r}; give each a "
+                    "folder of its own"
+                ) from error
+        return held
+
+    def close(self) -> None:
+        """Let another server use the folder."""
+        self._held.close()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all files."""
+        with self._lock:
+            return sum(one.nbytes for one in self._all())
+
+    def __len__(self) -> int:
+        with self._lock:
+            return len(self._all())
+
+    def find(self, owner: str, id_: str | None, keys: Sequence[str]) -> tuple[Saved, int] | None:
+        """The file of the longest conversation, with the number of its messages.
+
+        Args:
+            owner: whose it must be.
+            id_: which it must be; None: any of the owner's.
+            keys: of the first message, the first two, and so on.
+        """
+        mine, wanted = digest(owner), None if id_ is None else tag(id_)
+        with self._lock:
+            for count in range(len(keys), 0, -1):
+                by_id = self._files.get((mine, keys[count - 1]), {})
+                found = [one for name, one in by_id.items() if wanted in (None, name)]
+                if found:
+                    return max(found, key=lambda one: one.used), count
+        return None
+
+    def save(self, session: Any, owner: str, id_: str, key: str, before: str | None) -> str | None:
+        """Write a conversation; returns its file's name, None where it could not be written.
+
+        Args:
+            session: holds it.
+            owner: whose it is.
+            id_: its id.
+            key: of its messages.
+            before: the name of its file with fewer messages, which is the first to go from now on.
+        """
+        name = f"{digest(owner)}-{tag(id_)}-{key}.kvcap"
+        said = sum(4 * len(message["content"] or "") for message in session.messages)
+        needed = session.cache.nbytes + 16 * session.cache.seen + said + FACTS
+        if before is not None:
+            self._age(before)
+        try:
+            if needed > self.cap:
+                raise SessionNotSaved(
+                    f"a conversation takes up to {needed:,} bytes, and the cap on disk is "
+                    f"{self.cap:,}; raise it"
+                )
+            self._make_room(needed, keep=name)
+            session.save(self.folder / name)
+            nbytes = os.stat(self.folder / name).st_size
+        except (KvcapError, OSError) as error:
+            self.dropped += 1
+            log.warning("a conversation is not kept: %s", error)
+            return None
+        with self._lock:
+            self._add(Saved(name, nbytes, time.time()))
+        self.saved += 1
+        return name
+
+    def restore(self, session: Any, saved: Saved) -> bool:
+        """Make a session the saved one; False where the file cannot be taken.
+
+        One that is broken is removed, with its name in the log.
+        """
+        path = self.folder / saved.name
+        try:
+            session.restore(path)
+        except (SessionFileError, PinsTooLarge) as error:
+            if isinstance(error, SessionFileCorrupt):
+                self._remove(saved)
+            else:  # another model's: for a server of that
+                with self._lock:
+                    self._drop(saved)
+            self.dropped += 1
+            log.warning("a saved conversation is left out: %s", error)
+            return False
+        saved.used = time.time()
+        with contextlib.suppress(OSError):
+            os.utime(path)
+        self.restored += 1
+        return True
+
+    def _age(self, name: str) -> None:
+        """Let a file be the first to go."""
+        with self._lock:
+            for one in self._all():
+                if one.name == name:
+                    one.used = 0.0
+        with contextlib.suppress(OSError):
+            os.utime(self.folder / name, (0, 0))
+
+    def _make_room(self, nbytes: int, keep: str = "") -> None:
+        """Remove the least recently used until so many bytes more stay within the cap."""
+        with self._lock:
+            files = sorted(self._all(), key=lambda one: one.used)
+        held = sum(one.nbytes for one in files)
+        for one in files:
+            if held + nbytes <= self.cap:
+                return
+            if one.name != keep:
+                self._remove(one)
+                held -= one.nbytes
+
+    def _remove(self, one: Saved) -> None:
+        with self._lock:
+            self._drop(one)
+        with contextlib.suppress(OSError):
+            os.unlink(self.folder / one.name)
+
+    def _all(self) -> list[Saved]:
+        return [one for by_id in self._files.values() for one in by_id.values()]
+
+    def _add(self, one: Saved) -> None:
+        self._files.setdefault((one.name[:16], one.key), {})[one.tag] = one
+
+    def _drop(self, one: Saved) -> None:
+        place = one.name[:16], one.key
+        by_id = self._files.get(place, {})
+        by_id.pop(one.tag, None)
+        if not by_id:
+            self._files.pop(place, None)

@@ -1,0 +1,664 @@
+"""Answers the requests of many conversations by one thread that owns the model.
+
+Each round of that thread reads one block of one prompt and a token of every answer
+(`Batch.step`), hands the pieces to their readers, and gives places that became free to those who
+wait, first come, first served. So the time between two tokens of an answer is at most that of one
+block and one token of each of the others, whatever the prompts. Everything that takes longer (a
+prompt is made, a session written to disk or read from it) is done by a second thread meanwhile,
+for sessions that no answer is written of.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol
+
+from kvcap.runtime.errors import Busy, ConversationUnknown, KvcapError, ReaderTooSlow
+from kvcap.runtime.memory.free_memory import process_bytes
+from kvcap.runtime.session.logprobs import Logprob
+from kvcap.runtime.session.session import Session
+from kvcap.runtime.session.stats import FinishReason, Turn
+from kvcap.runtime.session.tool_calls import Parsed
+from kvcap.serve.contract import Ask, Figures, Piece, Usage
+from kvcap.serve.conversations import (
+    Conversation,
+    Held,
+    begin,
+    blank,
+    check,
+    key_of,
+    keys_of,
+    salt_of,
+)
+from kvcap.serve.saved import Saved, SavedConversations
+
+if TYPE_CHECKING:
+    from kvcap.serve.strip import Strip
+
+log = logging.getLogger("kvcap.serve")
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a server takes on at once."""
+
+    places: int = 64  # conversations in memory
+    together: int = 8  # answers that are written at once
+    waiting: int = 64  # requests in the queue
+    waiting_letters: int = 16 << 20  # of these
+    buffered: int = 256  # pieces of an answer that wait for their reader
+    save_after_s: float = 5.0  # an idle conversation is written to disk
+    grace_s: float = 5.0  # an answer that nobody reads is ended, if its place is wanted
+    patience_s: float = 60.0  # or even if it is not
+
+
+@dataclass(eq=False)
+class Job:
+    """A request from its arrival to its end. Fields are the worker's unless said otherwise."""
+
+    ask: Ask
+    keys: list[str]
+    loop: asyncio.AbstractEventLoop  # in which it is read
+    ready: asyncio.Event
+    letters: int
+    pieces: deque[Piece] = field(default_factory=deque)  # filled here, emptied by the reader
+    hungry: bool = False  # the reader waits for a piece
+    ended: bool = False  # no piece will be added
+    cancelled: bool = False  # the reader is gone
+    error: Exception | None = None
+    finish_reason: FinishReason | None = None
+    usage: Usage | None = None
+    parsed: Parsed | None = None  # where tools were offered
+    session_id: str | None = None
+    conversation: Conversation | None = None
+    answer: Iterator[str] | None = None
+    key: str = ""  # of the conversation before
+    seen: int = 0  # tokens that it had read
+    noted: int = 0  # tokens whose log probabilities were sent
+    paused: float | None = None  # since when it waits for its reader
+
+    def likely(self, session: Session) -> tuple[Logprob, ...] | None:
+        """How likely the tokens of the newest piece were, if that was asked for."""
+        found = tuple(session.logprobs[self.noted :])
+        self.noted += len(found)
+        return found or None
+
+    def put(self, piece: Piece) -> None:
+        """A piece for the reader."""
+        self.pieces.append(piece)
+        self.wake()
+
+    def end(self, reason: FinishReason, error: Exception | None = None) -> None:
+        """No more pieces."""
+        if not self.ended:
+            self.finish_reason, self.error, self.ended = reason, error, True
+            self.wake(always=True)
+
+    def wake(self, *, always: bool = False) -> None:
+        """Let the reader look, if it waits."""
+        if self.hungry or always:
+            self.hungry = False
+            with contextlib.suppress(RuntimeError):  # its event loop has ended
+                self.loop.call_soon_threadsafe(self.ready.set)
+
+
+class Watch(Protocol):
+    """Holds the process to its cap."""
+
+    def has_room(self) -> bool:
+        """Whether one more session can be made."""
+
+    def over(self, session: Session) -> None:
+        """Look before every block of a session that was made."""
+
+
+class Answering:
+    """The `Reply` of a job, for one reader in its event loop."""
+
+    def __init__(self, job: Job, scheduler: Scheduler) -> None:
+        self._job, self._scheduler = job, scheduler
+
+    @property
+    def session_id(self) -> str | None:
+        """The conversation's id; known with the first piece. None for a completion."""
+        return self._job.session_id
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        """Why the answer ended, once all its pieces are read."""
+        return None if self._job.pieces else self._job.finish_reason
+
+    @property
+    def usage(self) -> Usage | None:
+        """What the answer took, once all its pieces are read."""
+        return None if self._job.pieces else self._job.usage
+
+    @property
+    def parsed(self) -> Parsed | None:
+        """The answer's text and calls, told apart; None where no tools were offered."""
+        return self._job.parsed
+
+    def __aiter__(self) -> Answering:
+        return self
+
+    async def __anext__(self) -> Piece:
+        job = self._job
+        while True:
+            job.hungry = True  # first, as a piece can come between a look and a wait
+            if job.pieces:
+                job.hungry = False
+                piece = job.pieces.popleft()
+                self._scheduler.was_read(job)
+                return piece
+            if job.ended:
+                if job.pieces:  # the last ones came after that look
+                    continue
+                if (error := job.error) is not None:
+                    job.error = None
+                    raise error
+                raise StopAsyncIteration
+            await job.ready.wait()
+            job.ready.clear()
+
+    async def aclose(self) -> None:
+        """Stop the answer within a block; what was written stays in the conversation."""
+        job = self._job
+        self._scheduler.cancel(job)
+        while not job.ended:
+            await job.ready.wait()
+            job.ready.clear()
+        job.pieces.clear()
+        job.error = None
+
+    def __del__(self) -> None:
+        if not self._job.ended:
+            self._scheduler.cancel(self._job)
+
+
+class Scheduler:
+    """Answers requests from any number of event loops: the `Conversations` of a server.
+
+    Args:
+        runtime: the model, loaded without a memory cap: `limits` are what keeps to it, and are
+            found by `admission.py`.
+        limits: what is taken on at once.
+        disk: where idle conversations go; None: those without a place are forgotten.
+        watch: whether the process has memory for one more session, and for each block; see `Watch`.
+        memory_cap: of the process, for the figures.
+    """
+
+    def __init__(
+        self,
+        runtime: Any,
+        limits: Limits = Limits(),  # cannot be changed
+        disk: SavedConversations | None = None,
+        *,
+        watch: Watch | None = None,
+        memory_cap: int | None = None,
+    ) -> None:
+        self.runtime, self.limits, self.disk = runtime, limits, disk
+        self._watch, self._memory_cap = watch, memory_cap
+        self.batch = runtime.batch(limits.together)
+        self._held = Held(runtime, limits.places, disk)
+        self._salt = salt_of(runtime)
+        self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._waiting: list[Job] = []
+        self._preparing: list[Job] = []
+        self._answering: dict[int, Job] = {}  # by the id of the session
+        self._strips: list[Callable[[], bool]] = []
+        self._count = dict.fromkeys(
+            ("asked", "answered", "stopped", "failed", "refused", "prompt_tokens", "reused_tokens",
+             "completion_tokens", "evicted_tokens"), 0,
+        )  # fmt: skip
+        self._lock = threading.Lock()  # of what follows
+        self._queued = self._queued_letters = 0
+        self._closing = False
+        self._mean_s = 1.0  # of an answer, from its first block to its end
+        self._moving = 0  # tasks of the second thread
+        self._second = ThreadPoolExecutor(1, "kvcap-serve-second")
+        self._worker = threading.Thread(target=self._run, name="kvcap-serve", daemon=True)
+        self._worker.start()
+
+    # Called by any event loop.
+
+    def submit(self, ask: Ask) -> Answering:
+        """Put a request into the queue; see `Conversations.submit`."""
+        check(ask)
+        texts = [ask.prompt or "", *(str(x.get("content")) for x in ask.messages or ())]
+        letters = sum(map(len, texts))
+        with self._lock:
+            self._count["asked"] += 1
+            full = self._queued >= self.limits.waiting
+            long = self._queued and self._queued_letters + letters > self.limits.waiting_letters
+            if self._closing or full or long:
+                self._count["refused"] += 1
+                raise self._busy()
+            self._queued += 1
+            self._queued_letters += letters
+        loop = asyncio.get_running_loop()
+        job = Job(ask, keys_of(ask, self._salt), loop, asyncio.Event(), letters)
+        self._calls.put(lambda: self._waiting.append(job))
+        return Answering(job, self)
+
+    def cancel(self, job: Job) -> None:
+        """Stop a job soon."""
+        job.cancelled = True
+        self._calls.put(lambda: self._stop(job))
+
+    def was_read(self, job: Job) -> None:
+        """A piece was read: a paused answer may go on."""
+        if job.paused is not None and len(job.pieces) <= self.limits.buffered // 2:
+            self._calls.put(lambda: self._resume(job))
+
+    async def strip(self, owner: str, session_id: str) -> Strip:
+        """Which tokens of a conversation are held; see `Conversations.strip`."""
+        loop = asyncio.get_running_loop()
+        found: asyncio.Future[Strip] = loop.create_future()
+        unknown = ConversationUnknown(
+            f"no conversation {session_id!r} is in memory; ask for one that was answered lately"
+        )
+
+        def settle(strip: Strip | None, error: Exception | None) -> None:
+            if found.done():
+                return
+            if error is not None:
+                found.set_exception(error)
+            elif strip is not None:
+                found.set_result(strip)
+
+        def give(strip: Strip | None, error: Exception | None = None) -> None:
+            with contextlib.suppress(RuntimeError):  # the event loop has ended
+                loop.call_soon_threadsafe(settle, strip, error)
+
+        def look() -> bool:
+            """Whether it is settled."""
+            from kvcap.serve.strip import strip_of
+
+            one = self._held.known(owner, session_id)
+            if one is None:
+                give(None, unknown)
+                return True
+            if any(one is job.conversation for job in self._preparing):
+                return False
+            assert one.session is not None
+            try:
+                give(strip_of(one.session, one.id))
+            except Exception as error:
+                give(None, error)
+            return True
+
+        with self._lock:
+            if self._closing:
+                raise unknown
+            self._calls.put(lambda: self._strips.append(look))
+        return await found
+
+    def figures(self) -> Figures:
+        """What is held and was done."""
+        plan, disk, held = self.runtime.plan, self.disk, self._held
+        jobs = list(self._answering.values())
+        with self._lock:
+            counts, queued = dict(self._count), self._queued
+        kept = {} if disk is None else {
+            "on_disk": len(disk), "disk_bytes": disk.nbytes, "disk_cap": disk.cap,
+            "saved": disk.saved, "restored": disk.restored, "dropped": disk.dropped,
+        }  # fmt: skip
+        return Figures(
+            policy=plan.policy,
+            budget_tokens=plan.budget_tokens,
+            places=self.limits.places,
+            in_memory=len(held.conversations),
+            answering=len(jobs),
+            paused=sum(job.paused is not None for job in jobs),
+            waiting=queued,
+            most_waiting=self.limits.waiting,
+            memory_bytes=held.made * plan.cache_bytes + self.batch.nbytes,
+            process_bytes=process_bytes(),
+            memory_cap=self._memory_cap,
+            closing=self._closing,
+            **kept,
+            **counts,
+        )
+
+    async def aclose(self) -> None:
+        """Stop all answers, save every idle conversation, and end the threads."""
+        self._close()
+        await asyncio.to_thread(self._worker.join)
+
+    def close(self) -> None:
+        """`aclose`, where no event loop runs."""
+        self._close()
+        self._worker.join()
+
+    def _close(self) -> None:
+        with self._lock:
+            self._closing = True
+        self._calls.put(lambda: None)
+
+    # Called by the worker alone, from here on.
+
+    def _run(self) -> None:
+        try:
+            while not (self._closing and self._wound_up()):
+                self._take_calls()
+                self._admit()
+                self._step()
+                self._end_stalled()
+                self._strips = [look for look in self._strips if not look()]
+                self._keep()
+        except BaseException as error:  # a fault of this program; nobody must wait for ever
+            log.exception("the server's worker failed")
+            failure = error if isinstance(error, Exception) else KvcapError("the server failed")
+            with self._lock:
+                self._closing = True
+            for job in (*self._waiting, *self._preparing, *self._answering.values()):
+                job.end("error", failure)
+            raise
+        finally:
+            self._second.shutdown()
+            with contextlib.suppress(queue.Empty):
+                while True:
+                    self._calls.get_nowait()()
+            for job in self._waiting:  # that came while it ended
+                job.end("error", self._busy())
+            for look in self._strips:
+                look()
+            if self.disk is not None:
+                self.disk.close()
+
+    def _take_calls(self) -> None:
+        """What others asked for meanwhile; waits for it where there is nothing else to do."""
+        with contextlib.suppress(queue.Empty):
+            if not self._writing:
+                self._calls.get(timeout=self._tick())()
+            while True:
+                self._calls.get_nowait()()
+
+    @property
+    def _writing(self) -> bool:
+        return any(job.paused is None for job in self._answering.values())
+
+    def _tick(self) -> float | None:
+        """Seconds after which something may be due; None: not before somebody asks."""
+        unsaved = self.disk is not None and any(
+            one.state == "idle" and not one.clean for one in self._held.conversations
+        )
+        timed = unsaved or self._answering or self._strips
+        return 0.1 if timed and not self._closing else 0.01 if self._closing else None
+
+    def _busy(self) -> Busy:
+        """What refuses a request now."""
+        if self._closing:
+            return Busy("the server is closing; ask again when it is back", 5.0)
+        rounds = (self._queued + 1) / self.limits.together
+        after = min(60.0, max(1.0, self._mean_s * rounds))
+        return Busy(
+            f"{self._queued:,} requests wait and no more are taken; ask again in {after:.0f} s",
+            after,
+        )
+
+    def _unqueue(self, job: Job) -> None:
+        with self._lock:
+            self._queued -= 1
+            self._queued_letters -= job.letters
+
+    def _admit(self) -> None:
+        """Give places to those who wait, in the order in which they came."""
+        for job in self._waiting[:]:
+            active = len(self._preparing) + sum(
+                other.paused is None for other in self._answering.values()
+            )
+            if self._closing or active >= self.limits.together:
+                return
+            found = self._held.find(job.ask, job.keys)
+            if found.wait:
+                continue  # for a conversation that is in use; others need not
+            leaving = None
+            if found.conversation is not None:
+                conversation = found.conversation
+                conversation.state = "answering"
+            else:
+                room = self._watch is None or self._watch.has_room()
+                place = self._held.place(job.ask, room)
+                if place is None:
+                    self._give_up_stalled(self.limits.grace_s)
+                    return
+                leaving = place.leaving
+                conversation = self._held.open(job.ask, place.session, found.saved)
+            self._waiting.remove(job)
+            self._unqueue(job)
+            self._preparing.append(job)
+            job.conversation, job.key = conversation, conversation.key
+            held = found.conversation is not None
+            self._hand(partial(self._prepare, job, leaving, found.saved, found.messages, held))
+
+    def _hand(self, task: Callable[[], Callable[[], None]]) -> None:
+        """Have the second thread do something, and the worker what that returns."""
+        self._moving += 1
+
+        def run() -> None:
+            after = task()
+
+            def done() -> None:
+                self._moving -= 1
+                after()
+
+            self._calls.put(done)
+
+        self._second.submit(run)
+
+    def _prepare(
+        self, job: Job, leaving: Conversation | None, saved: Saved | None, count: int, held: bool
+    ) -> Callable[[], None]:
+        """Make a session ready to answer. Called by the second thread.
+
+        Args:
+            job: whose conversation has this session, or is to have one.
+            leaving: the conversation that has it yet.
+            saved: the file to restore.
+            count: messages that the session holds, or the file.
+            held: it holds them.
+        """
+        conversation, error = job.conversation, None
+        assert conversation is not None
+        try:
+            if leaving is not None:
+                self._held.save(leaving)
+            if conversation.session is None:
+                conversation.session = self._new_session()
+            session = conversation.session
+            if not held:
+                blank(session)
+                if saved is not None:
+                    assert self.disk is not None
+                    if not self.disk.restore(session, saved):
+                        blank(session)
+                        count, job.key, conversation.key = 0, "", ""
+                        conversation.file, conversation.clean = None, False
+            job.seen = session.cache.seen
+            if not job.cancelled:
+                job.answer = begin(session, job.ask, count)
+        except Exception as raised:
+            error = raised
+        return lambda: self._prepared(job, leaving, error)
+
+    def _new_session(self) -> Session:
+        session: Session = self.runtime.session()
+        if self._watch is not None:
+            self._watch.over(session)
+        return session
+
+    def _prepared(self, job: Job, leaving: Conversation | None, error: Exception | None) -> None:
+        self._preparing.remove(job)
+        conversation = job.conversation
+        assert conversation is not None
+        if leaving is not None:
+            self._held.conversations.remove(leaving)
+            leaving.session = None
+        if job.ask.messages is not None:
+            job.session_id = conversation.id
+        if conversation.session is None:  # it could not be made
+            self._held.made -= 1
+        if error is not None or job.cancelled or self._closing:
+            self._put_back(conversation, job.key)
+            if error is not None:
+                self._counted("failed")
+                job.end("error", error)
+            else:
+                self._counted("stopped")
+                job.end("interrupted", self._busy() if self._closing else None)
+            return
+        session = conversation.session
+        assert session is not None
+        assert job.answer is not None
+        self._answering[id(session)] = job
+        self.batch.add(session, job.answer)
+
+    def _put_back(self, conversation: Conversation, key: str) -> None:
+        """Keep a conversation for later whose messages are known by that key; without one, not."""
+        if key and conversation.session is not None:
+            changed = key != conversation.key
+            conversation.key, conversation.state = key, "idle"
+            conversation.used = time.monotonic()
+            conversation.clean = conversation.clean and not changed
+        else:
+            self._held.close(conversation)
+
+    def _step(self) -> None:
+        """A block of one prompt, a token of every answer."""
+        if not self._writing:
+            return
+        for session, text, ended, error in self.batch.step():
+            job = self._answering[id(session)]
+            if text:
+                job.put(Piece(text, job.likely(session)))
+            if ended:
+                self._finish(job, error)
+            elif len(job.pieces) >= self.limits.buffered:
+                job.paused = time.monotonic()
+                self.batch.pause(session)
+
+    def _resume(self, job: Job) -> None:
+        if not job.ended and job.paused is not None:
+            job.paused = None
+            assert job.conversation is not None
+            assert job.conversation.session is not None
+            self.batch.resume(job.conversation.session)
+
+    def _stop(self, job: Job, error: Exception | None = None) -> None:
+        """End a job whose reader is gone, or for the reason `error`."""
+        if job.ended or job in self._preparing:  # which is looked at when it is prepared
+            return
+        if job in self._waiting:
+            self._waiting.remove(job)
+            self._unqueue(job)
+            self._counted("stopped")
+            job.end("interrupted", error)
+            return
+        conversation = job.conversation
+        assert conversation is not None
+        assert conversation.session is not None
+        self.batch.remove(conversation.session)
+        self._finish(job, error)
+
+    def _finish(self, job: Job, error: Exception | None) -> None:
+        """After the last piece: what the answer took, and what becomes of the conversation."""
+        conversation = job.conversation
+        assert conversation is not None
+        session = conversation.session
+        assert session is not None
+        del self._answering[id(session)]
+        turn: Turn = session.turn or Turn(finish_reason="error" if error else "interrupted")
+        reason = turn.finish_reason or "interrupted"
+        if job.ask.tools and error is None:
+            job.parsed = session.parsed
+        cache = session.cache
+        seen, held = cache.seen, cache.held
+        job.usage = Usage(
+            prompt_tokens=job.seen + turn.prompt_tokens,
+            reused_tokens=job.seen,
+            completion_tokens=turn.completion_tokens,
+            held=held,
+            evicted=seen - held,
+            cap_bytes=self.runtime.cap_bytes,
+        )
+        self._counted("prompt_tokens", turn.read_tokens)
+        self._counted("reused_tokens", job.seen)
+        self._counted("completion_tokens", turn.completion_tokens)
+        self._counted("evicted_tokens", turn.evicted_tokens)
+        self._mean_s += 0.1 * (turn.ttft_s + turn.decode_s - self._mean_s)
+        key = ""
+        if job.ask.messages is not None:
+            whole = turn.read_tokens == turn.prompt_tokens
+            if reason in ("stop", "length", "full", "interrupted") and turn.prompt_tokens and whole:
+                key = key_of(session, job.ask.tools, self._salt)
+            elif seen == job.seen and seen and not turn.read_tokens:
+                key = job.key  # nothing was read, and the message is taken back
+        self._put_back(conversation, key)
+        self._counted(
+            "failed" if error is not None and not isinstance(error, ReaderTooSlow)
+            else "stopped" if reason == "interrupted" else "answered"
+        )  # fmt: skip
+        job.end(reason, error)
+
+    def _counted(self, what: str, by: int = 1) -> None:
+        with self._lock:
+            self._count[what] += by
+
+    def _end_stalled(self) -> None:
+        """End answers that nobody has read for long."""
+        if self._answering:
+            self._give_up_stalled(self.limits.patience_s, all_of_them=True)
+
+    def _give_up_stalled(self, after_s: float, *, all_of_them: bool = False) -> None:
+        """End the answer that waits for its reader the longest, if that is so many seconds."""
+        now = time.monotonic()
+        stalled = [job for job in self._answering.values() if job.paused is not None]
+        stalled = [job for job in stalled if now - (job.paused or now) >= after_s]
+        for job in sorted(stalled, key=lambda job: job.paused or now)[: None if all_of_them else 1]:
+            waited = now - (job.paused or now)
+            self._stop(job, ReaderTooSlow(f"nobody read the answer for {waited:.0f} s; ask again"))
+
+    def _keep(self) -> None:
+        """Write conversations to disk that are idle for a while; all of them, when it closes."""
+        if self._closing:
+            for job in (*self._waiting, *self._answering.values()):
+                self._stop(job, self._busy())
+        if self.disk is None or self._moving:
+            return
+        before = time.monotonic() - (0 if self._closing else self.limits.save_after_s)
+        idle = [
+            one
+            for one in self._held.conversations
+            if one.state == "idle" and not one.clean and one.used <= before
+        ]
+        if not idle:
+            return
+        one = min(idle, key=lambda one: one.used)
+        one.state = "moving"
+
+        def save() -> Callable[[], None]:
+            try:
+                self._held.save(one)
+            except Exception:  # a fault of this program; it stays in memory as long as it can
+                one.clean = True
+                log.exception("a conversation is not kept")
+            return lambda: setattr(one, "state", "idle")
+
+        self._hand(save)
+
+    def _wound_up(self) -> bool:
+        """Whether nothing is left to be done before it ends."""
+        if self._waiting or self._preparing or self._answering or self._moving:
+            return False
+        return self.disk is None or all(one.clean for one in self._held.conversations)

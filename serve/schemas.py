@@ -1,0 +1,415 @@
+"""The bodies of OpenAI's requests, as far as this server answers them, and what they ask for.
+
+A parameter that changes nothing here may be given with the value that asks for nothing, such as
+`n: 1`; with another it is refused by name, as is one that is unknown. `LABELS` are taken and not
+used, as they ask for nothing. Every number and list has a bound.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    StringConstraints,
+    model_validator,
+)
+
+from kvcap.runtime.session import settings
+from kvcap.runtime.types import Message
+from kvcap.serve.contract import Ask
+from kvcap.serve.errors import ApiError
+from kvcap.serve.limits import Limits
+
+STOPS, STOP_LETTERS = 16, 256
+TOOLS = 128
+SCHEMA_DEPTH = 64  # of a JSON schema and of a tool's parameters
+TOP_LOGPROBS, TOP_LOGPROBS_OF_TEXT = 20, 5  # the most there are, as in OpenAI's API
+REPETITION = 10.0
+
+
+class Strict(BaseModel):
+    """Takes no field that it does not name, no text for a number, and neither NaN nor infinity."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
+
+
+def _only_text(content: Any) -> Any:
+    """A message's content as text: of parts, all must be texts."""
+    if not isinstance(content, list):
+        return content
+    texts = []
+    for index, part in enumerate(content):
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind not in ("text", "refusal") or part.keys() != {"type", kind}:
+            what = f"{kind!r}" if isinstance(kind, str) else "no part of a message"
+            raise ValueError(f"part {index} is {what[:40]}; this server reads parts of type 'text'")
+        if not isinstance(part[kind], str):
+            raise ValueError(f"part {index} has no text; give one")
+        texts.append(part[kind])
+    return "".join(texts)
+
+
+def _as_list(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+def _one_text(value: Any) -> Any:
+    """A completion's prompt: one text, alone or in a list."""
+    if isinstance(value, list):
+        if len(value) == 1 and isinstance(value[0], str):
+            return value[0]
+        raise ValueError("give one text; several prompts, and prompts of tokens, are not supported")
+    return value
+
+
+def _shallow(value: Any) -> Any:
+    """Refuses what is nested too deeply for libraries that read it by recursion."""
+    level, depth = [value], 0
+    while level:
+        depth += 1
+        if depth > SCHEMA_DEPTH:
+            raise ValueError(f"it is nested more than {SCHEMA_DEPTH} deep")
+        inner: list[Any] = []
+        for one in level:
+            inner += one.values() if isinstance(one, dict) else one if isinstance(one, list) else ()
+        level = inner
+    return value
+
+
+Text = Annotated[str, BeforeValidator(_only_text)]
+Stop = Annotated[
+    list[Annotated[str, StringConstraints(min_length=1, max_length=STOP_LETTERS)]],
+    BeforeValidator(_as_list),
+    Field(max_length=STOPS),
+]
+Schema = Annotated[dict[str, Any], AfterValidator(_shallow)]
+Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
+Short = Annotated[str, StringConstraints(max_length=256)]
+
+
+class Called(Strict):
+    """The function of a tool call."""
+
+    name: Name
+    arguments: str
+    """JSON text of an object."""
+
+    def parsed(self) -> dict[str, Any]:
+        """The arguments.
+
+        Raises:
+            ValueError: they are no JSON object.
+        """
+        try:
+            found = json.loads(self.arguments or "{}")
+        except (ValueError, RecursionError):
+            found = None
+        if not isinstance(found, dict):
+            raise ValueError(
+                f"the arguments of a call of {self.name!r} are no JSON object; give its text"
+            )
+        _shallow(found)
+        return found
+
+
+class ToolCall(Strict):
+    """A call of a tool that an earlier answer asked for."""
+
+    id: Short = ""
+    type: Literal["function"] = "function"
+    function: Called
+    index: int | None = None  # streamed ones have it
+
+
+class ChatMessage(Strict):
+    """One message of a chat; `pin` is kvcap's own: it is never evicted."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Text | None = None
+    tool_calls: Annotated[list[ToolCall], Field(max_length=TOOLS)] | None = None
+    tool_call_id: Short | None = None
+    pin: bool = False
+    # What OpenAI's own objects carry, and what a chat template has no place for.
+    name: None = None
+    refusal: None = None
+    annotations: Annotated[list[Any], Field(max_length=0)] | None = None
+    audio: None = None
+    function_call: None = None
+
+    @model_validator(mode="after")
+    def _fits_role(self) -> ChatMessage:
+        calls = self.tool_calls or []
+        if calls and self.role != "assistant":
+            raise ValueError(f"tool_calls are an assistant's; this message is of the {self.role}")
+        if self.role == "tool" and not self.tool_call_id:
+            raise ValueError("a tool's message has no tool_call_id; say which call it answers")
+        if self.role != "tool" and self.tool_call_id is not None:
+            raise ValueError(f"tool_call_id is a tool's; this message is of the {self.role}")
+        if self.content is None and not calls:
+            raise ValueError("the message has no content; give a text")
+        if self.pin and self.role in ("assistant", "tool"):
+            raise ValueError(f"a message of the {self.role} cannot be pinned; pin a user's")
+        for call in calls:
+            call.function.parsed()
+        return self
+
+    @property
+    def message(self) -> Message:
+        """As the runtime and chat templates take it."""
+        role = "system" if self.role == "developer" else self.role
+        found: dict[str, Any] = {"role": role, "content": self.content or ""}
+        if self.tool_calls:
+            found["tool_calls"] = [
+                {"id": call.id, "type": "function",
+                 "function": {"name": call.function.name, "arguments": call.function.parsed()}}
+                for call in self.tool_calls
+            ]  # fmt: skip
+        if self.tool_call_id is not None:
+            found["tool_call_id"] = self.tool_call_id
+        return found
+
+
+class Function(Strict):
+    """A function that the model may call."""
+
+    name: Name
+    description: str | None = None
+    parameters: Schema | None = None
+    strict: bool | None = None
+    """Whether arguments are held to the schema; only false is answered."""
+
+    @model_validator(mode="after")
+    def _unheld(self) -> Function:
+        if self.strict:
+            raise ValueError("strict: arguments are not held to a schema; leave strict out")
+        return self
+
+
+class Tool(Strict):
+    """A tool, as the chat template is given it."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class NamedSchema(Strict):
+    """The schema of `response_format`."""
+
+    name: Name = "answer"
+    description: str | None = None
+    schema_: Annotated[Schema, Field(alias="schema")]
+    strict: bool | None = None
+    """Taken either way: an answer is always held to the schema."""
+
+
+class ResponseFormat(Strict):
+    """What the answer must look like."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: NamedSchema | None = None
+
+    @model_validator(mode="after")
+    def _has_schema(self) -> ResponseFormat:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise ValueError("json_schema goes with type 'json_schema', and with no other")
+        return self
+
+    @property
+    def schema_of_answer(self) -> dict[str, Any] | None:
+        """The JSON schema that the answer is held to; None: any text will do."""
+        if self.json_schema is not None:
+            return self.json_schema.schema_
+        return {"type": "object"} if self.type == "json_object" else None
+
+
+class StreamOptions(Strict):
+    """What a stream has beside the answer."""
+
+    include_usage: bool | None = None
+    include_obfuscation: Literal[False] | None = None
+
+
+class Request(Strict):
+    """What requests for chats and for completions have in common."""
+
+    OPTIONS: ClassVar[dict[str, str]] = {
+        "temperature": "temperature",
+        "top_p": "top_p",
+        "top_k": "top_k",
+        "min_p": "min_p",
+        "repetition_penalty": "repetition_penalty",
+        "seed": "seed",
+        "stop": "stop_strings",
+        "max_tokens": "max_new_tokens",
+    }
+    """Parameters and the settings of generation that they are."""
+
+    model: Annotated[str, StringConstraints(max_length=256)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Field(gt=0, le=REPETITION)] | None = None
+    seed: Annotated[int, Field(ge=0, le=2**63 - 1)] | None = None
+    stop: Stop | None = None
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    # Answered only where they ask for nothing.
+    n: Literal[1] | None = None
+    frequency_penalty: Literal[0] | None = None
+    presence_penalty: Literal[0] | None = None
+    logit_bias: Annotated[dict[str, float], Field(max_length=0)] | None = None
+    # LABELS: they ask for nothing, whatever they are.
+    user: Short | None = None
+    metadata: Annotated[dict[str, Short], Field(max_length=16)] | None = None
+    safety_identifier: Short | None = None
+    prompt_cache_key: Short | None = None
+
+    @model_validator(mode="after")
+    def _options_of_a_stream(self) -> Request:
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options are for stream: true; add that, or leave them out")
+        return self
+
+    @property
+    def include_usage(self) -> bool:
+        """Whether a stream ends with the usage."""
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    def options(self, limits: Limits, defaults: Mapping[str, Any]) -> dict[str, Any]:
+        """Settings of generation.
+
+        Args:
+            limits: of this server.
+            defaults: settings of this server for what a request leaves out.
+
+        Raises:
+            ApiError: an answer may be longer than the server allows, or the runtime has no such
+                setting.
+        """
+        given = {name: getattr(self, field) for field, name in self.OPTIONS.items()}
+        given |= self.further_options()
+        found = {**defaults, **{k: v for k, v in given.items() if v is not None}}
+        field_of = {name: field for field, name in self.OPTIONS.items()}
+        for name in found:
+            if name not in settings.NAMES:
+                field = field_of.get(name, name)
+                raise ApiError(400, f"{field} is not supported by this server; leave it out",
+                               param=field, code="unsupported_parameter")  # fmt: skip
+        if (most := found.get("max_new_tokens", 1)) > limits.answer_tokens:
+            raise ApiError(400, f"max_tokens is {most:,}, and this server writes answers of at "
+                           f"most {limits.answer_tokens:,} tokens", param="max_tokens")  # fmt: skip
+        return found
+
+    def further_options(self) -> dict[str, Any]:
+        """Settings that are no plain parameter."""
+        return {}
+
+
+class ChatRequest(Request):
+    """The body of `POST /v1/chat/completions`."""
+
+    messages: list[ChatMessage]
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    tools: Annotated[list[Tool], Field(max_length=TOOLS)] | None = None
+    tool_choice: Literal["auto", "none"] | None = None
+    response_format: ResponseFormat | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=TOP_LOGPROBS)] | None = None
+    # Answered only where they ask for nothing.
+    parallel_tool_calls: Literal[True] | None = None
+    modalities: list[Literal["text"]] | None = None
+    store: Literal[False] | None = None
+    service_tier: Literal["auto", "default"] | None = None
+
+    @model_validator(mode="after")
+    def _agree(self) -> ChatRequest:
+        both = self.max_tokens is not None and self.max_completion_tokens is not None
+        if both and self.max_tokens != self.max_completion_tokens:
+            raise ValueError("max_tokens and max_completion_tokens differ; give one of them")
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ValueError("top_logprobs needs logprobs: true")
+        if self.tools and self.held_to is not None:
+            raise ValueError("tools and a response_format of JSON cannot be had together")
+        return self
+
+    @property
+    def held_to(self) -> dict[str, Any] | None:
+        """The JSON schema that the answer is held to."""
+        return None if self.response_format is None else self.response_format.schema_of_answer
+
+    @property
+    def offered(self) -> tuple[Mapping[str, Any], ...]:
+        """The tools that the chat template is given."""
+        if self.tool_choice == "none":
+            return ()
+        return tuple(tool.model_dump(exclude_none=True) for tool in self.tools or ())
+
+    def further_options(self) -> dict[str, Any]:
+        """Settings that are no plain parameter."""
+        found: dict[str, Any] = {"json_schema": self.held_to}
+        if self.max_completion_tokens is not None:
+            found["max_new_tokens"] = self.max_completion_tokens
+        if self.logprobs:
+            found["logprobs"] = self.top_logprobs or 0
+        return found
+
+    def ask(
+        self, owner: str, session_id: str | None, limits: Limits, defaults: Mapping[str, Any]
+    ) -> Ask:
+        """What the conversations are asked for.
+
+        Raises:
+            ApiError: more messages, or a longer answer, than this server takes.
+        """
+        if len(self.messages) > limits.messages:
+            raise ApiError(
+                400,
+                f"there are {len(self.messages):,} messages, and this server takes at most "
+                f"{limits.messages:,}; what a conversation has read need not fit into one",
+                param="messages",
+            )
+        return Ask(
+            messages=tuple(one.message for one in self.messages),
+            options=self.options(limits, defaults),
+            owner=owner,
+            session_id=session_id,
+            tools=self.offered,
+            pins=frozenset(i for i, one in enumerate(self.messages) if one.pin),
+        )
+
+
+class CompletionRequest(Request):
+    """The body of `POST /v1/completions`."""
+
+    prompt: Annotated[str, BeforeValidator(_one_text)]
+    logprobs: Annotated[int, Field(ge=0, le=TOP_LOGPROBS_OF_TEXT)] | None = None
+    # Answered only where they ask for nothing.
+    best_of: Literal[1] | None = None
+    echo: Literal[False] | None = None
+    suffix: Literal[""] | None = None
+
+    def further_options(self) -> dict[str, Any]:
+        """Settings that are no plain parameter."""
+        return {} if self.logprobs is None else {"logprobs": self.logprobs}
+
+    def ask(
+        self, owner: str, session_id: str | None, limits: Limits, defaults: Mapping[str, Any]
+    ) -> Ask:
+        """What the conversations are asked for.
+
+        Raises:
+            ApiError: a longer answer than this server writes, or a session, which completions
+                have not.
+        """
+        if session_id is not None:
+            raise ApiError(400, "a completion goes on with no session; leave X-Session-Id out")
+        return Ask(prompt=self.prompt, options=self.options(limits, defaults), owner=owner)

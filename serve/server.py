@@ -1,0 +1,107 @@
+"""Listens on an address and serves an application there, until it is told to stop."""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+import threading
+import time
+from typing import TYPE_CHECKING
+
+import uvicorn
+from starlette.applications import Starlette
+
+from kvcap.runtime.errors import PortTaken
+from kvcap.serve.limits import HEAD_BYTES, Limits, Patient
+
+if TYPE_CHECKING:
+    from typing import Self
+
+BACKLOG = 512  # connections that wait to be taken
+
+
+class Server:
+    """An application on an address, in this thread (`run`) or, as a context, in another.
+
+    Args:
+        app: the application.
+        listening: a socket of `bound`.
+        limits: on connections.
+        patience_s: seconds that answers have to end once the server is told to stop; then they are
+            stopped.
+    """
+
+    def __init__(
+        self, app: Starlette, listening: socket.socket, limits: Limits, patience_s: int = 30
+    ) -> None:
+        self.socket = listening
+        listening.listen(BACKLOG)  # from now on clients wait, and are not refused
+        config = uvicorn.Config(
+            app, log_level="error", access_log=False, lifespan="on", ws="none", loop="asyncio",
+            http=type("Connection", (Patient,), {"limits": limits}),
+            server_header=False, proxy_headers=False, backlog=BACKLOG,
+            timeout_keep_alive=int(limits.head_seconds), timeout_graceful_shutdown=patience_s,
+            limit_concurrency=limits.connections, h11_max_incomplete_event_size=HEAD_BYTES,
+        )  # fmt: skip
+        self.server = uvicorn.Server(config)
+        self.thread = threading.Thread(target=self.run, daemon=True)
+
+    @property
+    def url(self) -> str:
+        """Where it is found."""
+        host, port, *_ = self.socket.getsockname()
+        return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+
+    def run(self) -> None:
+        """Serve until a signal, or `stop`; a second Ctrl-C does not wait for answers."""
+        self.server.run(sockets=[self.socket])
+
+    def stop(self) -> None:
+        """Begin to end: no connection is taken any more, and answers come to their end."""
+        self.server.should_exit = True
+
+    def __enter__(self) -> Self:
+        """Start."""
+        self.thread.start()
+        while not self.server.started and self.thread.is_alive():
+            time.sleep(0.01)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Stop."""
+        self.stop()
+        self.thread.join()
+
+
+def bound(host: str, port: int) -> socket.socket:
+    """A socket that has an address, and does not listen yet.
+
+    Args:
+        host: a name or an address of this machine.
+        port: 0 takes a free one.
+
+    Raises:
+        PortTaken: something listens there already, or the address is none of this machine's.
+    """
+    try:
+        kind, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        found = socket.socket(kind, socket.SOCK_STREAM)
+    except OSError as error:
+        raise PortTaken(f"--host {host} is no address: {error.strerror}") from error
+    found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        found.bind(address)
+    except OSError as error:
+        found.close()
+        raise PortTaken(
+            f"cannot listen on {host} port {port}: {error.strerror}; --port 0 takes a free port"
+        ) from error
+    return found
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches the address."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -1,0 +1,410 @@
+"""An answer on its way to the client: as one body, or as events while it is written (SSE).
+
+`Form` puts pieces into OpenAI's words; `ChatForm` and `TextForm` are its two kinds. `streamed` and
+`whole` read a reply and let go of it as soon as the client has gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import secrets
+import time
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from itertools import accumulate
+from typing import Any, TypeVar
+
+import anyio
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from kvcap.runtime.session.logprobs import Logprob
+from kvcap.runtime.session.stats import FinishReason
+from kvcap.runtime.session.tool_calls import parsed_text
+from kvcap.runtime.types import Tool
+from kvcap.serve.contract import Piece, Reply, Usage
+from kvcap.serve.errors import ApiError, of_runtime
+from kvcap.serve.metrics import Metrics
+from kvcap.serve.tool_calls import CallGate, as_calls
+
+LOG = logging.getLogger("kvcap.serve")
+SESSION = "X-Session-Id"
+DONE = b"data: [DONE]\n\n"
+ALIVE = b": the prompt is being read\n\n"  # a comment, which every client of SSE passes over
+ENDS: Mapping[FinishReason | None, str] = {"stop": "stop"}  # all others cut an answer short
+
+Found = TypeVar("Found")
+
+
+def usage_of(usage: Usage) -> dict[str, Any]:
+    """OpenAI's figures, and under `kv` those of the conversation's cache."""
+    return {
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": usage.reused_tokens},
+        "kv": {
+            "held": usage.held,
+            "evicted": usage.evicted,
+            "cap_bytes": usage.cap_bytes,
+            "reused": usage.reused_tokens,
+        },
+    }
+
+
+class Form(ABC):
+    """OpenAI's words for one answer.
+
+    Args:
+        model: the name that the server has for it.
+        include_usage: a stream ends with the usage.
+    """
+
+    prefix: str
+    whole_object: str
+    part_object: str
+
+    def __init__(self, model: str, include_usage: bool) -> None:
+        self.id = f"{self.prefix}-{secrets.token_hex(12)}"
+        self.model, self.created, self.include_usage = model, int(time.time()), include_usage
+        self.texts: list[str] = []
+
+    @abstractmethod
+    def begin(self) -> list[dict[str, Any]]:
+        """Choices of the parts before the first text."""
+
+    @abstractmethod
+    def put(self, piece: Piece) -> list[dict[str, Any]]:
+        """Choices of the parts that a piece brings."""
+
+    @abstractmethod
+    def end(self, reply: Reply) -> list[dict[str, Any]]:
+        """Choices of the last parts."""
+
+    @abstractmethod
+    def choice(self, reply: Reply) -> dict[str, Any]:
+        """The whole answer, once it was ended."""
+
+    def part(self, choices: list[dict[str, Any]], **more: Any) -> bytes:
+        """One event of the stream."""
+        said = {"id": self.id, "object": self.part_object, "created": self.created,
+                "model": self.model, "choices": choices, **more}  # fmt: skip
+        if self.include_usage:
+            said.setdefault("usage", None)
+        return event(said)
+
+    def body(self, reply: Reply) -> dict[str, Any]:
+        """The whole answer, with its usage."""
+        said = {"id": self.id, "object": self.whole_object, "created": self.created,
+                "model": self.model, "choices": [self.choice(reply)]}  # fmt: skip
+        if reply.usage is not None:
+            said["usage"] = usage_of(reply.usage)
+        return said
+
+
+class ChatForm(Form):
+    """A chat's answer.
+
+    Args:
+        tools: that were offered; calls of them are told apart from text.
+        on_calls: told of calls, of the text that they were found in, and of what it says beside.
+    """
+
+    prefix, whole_object, part_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
+
+    def __init__(
+        self,
+        model: str,
+        include_usage: bool,
+        tools: Sequence[Tool],
+        on_calls: Callable[[list[dict[str, Any]], str, str], None],
+    ) -> None:
+        super().__init__(model, include_usage)
+        self.tools, self.on_calls = tools, on_calls
+        self.gate = CallGate() if tools else None
+        self.content = ""
+        self.calls: list[dict[str, Any]] = []
+        self.logprobs: list[dict[str, Any]] = []
+
+    def begin(self) -> list[dict[str, Any]]:
+        """The role."""
+        return [_delta({"role": "assistant", "content": ""})]
+
+    def put(self, piece: Piece) -> list[dict[str, Any]]:
+        """Text; nothing while it may be a call."""
+        self.texts.append(piece.text)
+        text = piece.text if self.gate is None else self.gate.put(piece.text)
+        found: dict[str, Any] | None = None
+        if piece.logprobs:
+            content = [one.as_dict() for one in piece.logprobs]
+            self.logprobs += content
+            found = {"content": content, "refusal": None}
+        return [_delta({"content": text}, found)] if text or found else []
+
+    def end(self, reply: Reply) -> list[dict[str, Any]]:
+        """What was held back, the calls, and why the answer ended."""
+        self.content, found = "".join(self.texts), list[dict[str, Any]]()
+        if self.gate is not None:
+            parsed = reply.parsed or parsed_text(self.content, self.content, self.tools)
+            if text := self.gate.end(parsed):
+                found.append(_delta({"content": text}))
+            if parsed.tool_calls:
+                self.calls = as_calls(parsed)
+                self.on_calls(self.calls, self.content, parsed.content)
+                self.content = parsed.content
+                numbered = [{"index": i, **call} for i, call in enumerate(self.calls)]
+                found.append(_delta({"tool_calls": numbered}))
+        return [*found, _delta({}, finish_reason=self._reason(reply))]
+
+    def choice(self, reply: Reply) -> dict[str, Any]:
+        """The message, once `end` was called."""
+        message: dict[str, Any] = {"role": "assistant", "content": self.content, "refusal": None}
+        if self.calls:
+            message |= {"content": self.content or None, "tool_calls": self.calls}
+        logprobs = {"content": self.logprobs, "refusal": None} if self.logprobs else None
+        return {"index": 0, "message": message, "logprobs": logprobs,
+                "finish_reason": self._reason(reply)}  # fmt: skip
+
+    def _reason(self, reply: Reply) -> str:
+        return "tool_calls" if self.calls else ENDS.get(reply.finish_reason, "length")
+
+
+class TextForm(Form):
+    """A text's continuation."""
+
+    prefix, whole_object, part_object = "cmpl", "text_completion", "text_completion"
+
+    def __init__(self, model: str, include_usage: bool) -> None:
+        super().__init__(model, include_usage)
+        self.logprobs: list[Logprob] = []
+        self.letters = 0  # of tokens that were sent
+
+    def begin(self) -> list[dict[str, Any]]:
+        """Nothing."""
+        return []
+
+    def put(self, piece: Piece) -> list[dict[str, Any]]:
+        """Its text."""
+        self.texts.append(piece.text)
+        found = None
+        if piece.logprobs:
+            found = _columns(piece.logprobs, self.letters)
+            self.logprobs += piece.logprobs
+            self.letters += sum(len(one.text) for one in piece.logprobs)
+        return [_text(piece.text, found)]
+
+    def end(self, reply: Reply) -> list[dict[str, Any]]:
+        """Why it ended."""
+        return [_text("", None, ENDS.get(reply.finish_reason, "length"))]
+
+    def choice(self, reply: Reply) -> dict[str, Any]:
+        """The whole text."""
+        logprobs = _columns(self.logprobs, 0) if self.logprobs else None
+        return _text("".join(self.texts), logprobs, ENDS.get(reply.finish_reason, "length"))
+
+
+def _columns(logprobs: Sequence[Logprob], start: int) -> dict[str, Any]:
+    """How likely tokens were, as completions have it: a list for each thing that is known."""
+    offsets = [*accumulate((len(one.text) for one in logprobs), initial=start)]
+    return {
+        "tokens": [one.text for one in logprobs],
+        "token_logprobs": [one.logprob for one in logprobs],
+        "top_logprobs": [{each.text: each.logprob for each in one.top} for one in logprobs],
+        "text_offset": offsets[:-1],
+    }
+
+
+def _delta(
+    delta: dict[str, Any],
+    logprobs: dict[str, Any] | None = None,
+    finish_reason: str | None = None,
+) -> dict[str, Any]:
+    return {"index": 0, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
+
+
+def _text(
+    text: str, logprobs: dict[str, Any] | None = None, finish_reason: str | None = None
+) -> dict[str, Any]:
+    return {"index": 0, "text": text, "logprobs": logprobs, "finish_reason": finish_reason}
+
+
+def event(said: Mapping[str, Any]) -> bytes:
+    """One event of SSE, which is one line, as JSON has no line breaks of its own."""
+    return b"data: " + json.dumps(said, separators=(",", ":")).encode("ascii") + b"\n\n"
+
+
+async def whole(request: Request, reply: Reply, form: Form, metrics: Metrics) -> Response:
+    """The answer in one body.
+
+    Raises:
+        ApiError: it failed.
+        ClientDisconnect: the client has gone, and the answer was stopped.
+    """
+
+    async def read() -> None:
+        async for piece in metrics.timed(reply):
+            form.put(piece)
+
+    try:
+        await _unless_gone(request.receive, read())
+    except ClientDisconnect:
+        raise
+    except Exception as error:
+        raise _refusal(error) from error
+    finally:
+        await _let_go(reply)
+    form.end(reply)
+    return JSONResponse(form.body(reply), headers=_session(reply))
+
+
+async def streamed(
+    request: Request, reply: Reply, form: Form, metrics: Metrics, quiet_seconds: float
+) -> Response:
+    """The answer as a stream, once its first piece is there, or it took longer than others wait.
+
+    Raises:
+        ApiError: it failed before its first piece.
+        ClientDisconnect: the client has gone, and the answer was stopped.
+    """
+    pieces = metrics.timed(reply)
+    first = asyncio.ensure_future(_next(pieces))
+    try:
+        await _unless_gone(request.receive, _wait(first, quiet_seconds))
+        if first.done():
+            await first
+    except ClientDisconnect:
+        await _let_go(reply, first)
+        raise
+    except BaseException as error:
+        await _let_go(reply, first)
+        if isinstance(error, Exception):
+            raise _refusal(error) from error
+        raise
+    return AnswerStream(reply, first, _events(reply, first, pieces, form, quiet_seconds))
+
+
+class AnswerStream(StreamingResponse):
+    """A stream of events that lets go of its answer when it ends, however that is.
+
+    Args:
+        reply: the answer.
+        first: the wait for its first piece.
+        events: what is sent.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self, reply: Reply, first: asyncio.Future[Piece | None], events: AsyncIterator[bytes]
+    ) -> None:
+        # A proxy that waits for more of an answer would undo the stream.
+        super().__init__(events, headers={"X-Accel-Buffering": "no", **_session(reply)})
+        self.reply, self.first = reply, first
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send it."""
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            await _let_go(self.reply, self.first)
+
+
+async def _events(
+    reply: Reply,
+    first: asyncio.Future[Piece | None],
+    pieces: AsyncIterator[Piece],
+    form: Form,
+    quiet_seconds: float,
+) -> AsyncIterator[bytes]:
+    """The stream: OpenAI's chunks and, where the answer did not fail, `[DONE]`."""
+    opening = b"".join(form.part([choice]) for choice in form.begin())
+    if not first.done():
+        yield opening + ALIVE
+        opening = b""
+    try:
+        while not await _wait(first, quiet_seconds):
+            yield ALIVE
+        if (piece := await first) is not None:
+            opening += _parts(form, form.put(piece))
+        if opening:
+            yield opening
+        async for piece in pieces:
+            if parts := _parts(form, form.put(piece)):
+                yield parts
+        last = _parts(form, form.end(reply))
+        if form.include_usage and reply.usage is not None:
+            last += form.part([], usage=usage_of(reply.usage))
+        yield last + DONE
+    except Exception as error:
+        yield event(_refusal(error).body)
+
+
+def _parts(form: Form, choices: Sequence[dict[str, Any]]) -> bytes:
+    return b"".join([form.part([choice]) for choice in choices])
+
+
+def _refusal(error: Exception) -> ApiError:
+    """The error to send; one that nobody foresaw goes to the log."""
+    found = error if isinstance(error, ApiError) else of_runtime(error)
+    if found.status == 500:
+        LOG.error("an answer failed", exc_info=error)
+    return found
+
+
+def _session(reply: Reply) -> dict[str, str]:
+    """The header that names the conversation, where that is known."""
+    return {SESSION: reply.session_id} if reply.session_id is not None else {}
+
+
+async def _next(pieces: AsyncIterator[Piece]) -> Piece | None:
+    """The next piece; None: there is none."""
+    async for piece in pieces:
+        return piece
+    return None
+
+
+async def _wait(future: asyncio.Future[Any], seconds: float) -> bool:
+    """Wait, but not longer than this; whether it is done. Nothing is raised or cancelled."""
+    await asyncio.wait({future}, timeout=seconds)
+    return future.done()
+
+
+async def _unless_gone(receive: Receive, work: Coroutine[Any, Any, Found]) -> Found:
+    """Do `work` for a client.
+
+    Raises:
+        ClientDisconnect: the client has gone, and the work was cancelled.
+    """
+
+    async def gone() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(gone())
+    try:
+        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientDisconnect
+        return await working
+    finally:
+        await _cancelled(working)
+        await _cancelled(leaving)
+
+
+async def _cancelled(future: asyncio.Future[Any]) -> None:
+    """End a task, whatever comes of it."""
+    future.cancel()
+    await asyncio.wait({future})
+    if not future.cancelled():
+        future.exception()  # seen: asyncio need not warn of it
+
+
+async def _let_go(reply: Reply, first: asyncio.Future[Any] | None = None) -> None:
+    """Stop an answer that has not ended, also while the request itself is being cancelled."""
+    with anyio.CancelScope(shield=True):
+        if first is not None:
+            await _cancelled(first)
+        await reply.aclose()

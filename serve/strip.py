@@ -1,0 +1,129 @@
+"""The strip: every token that a conversation has read, and which layers still hold it.
+
+A slot knows its token by the token's place in the conversation, also where positions are compact,
+so that nothing is guessed from texts. Knows sessions and their caches; nothing of HTTP.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from pydantic import BaseModel
+from tokenizers.decoders import DecodeStream
+
+from kvcap.runtime.cache.pinned_slots import merged
+from kvcap.runtime.session.session import Session
+from kvcap.runtime.types import KeptTokens, Span
+
+GROUPS = 8  # of layers, at most: more would be too narrow to see, and too much to send
+
+
+class LayerGroup(BaseModel):
+    """Which tokens some neighbouring layers hold."""
+
+    layers: list[int]
+    """Their numbers in the model."""
+    capped: bool
+    """By kvcap; false for layers that keep a sliding window of their own."""
+    heads: int
+    """KV heads of all of them."""
+    held: list[int]
+    """Of every token, how many of these heads hold it; 0: it is evicted."""
+
+
+class Strip(BaseModel):
+    """Every token that a conversation has read since its cache was last empty.
+
+    Lists of tokens are in the order in which these were read: `tokens` and each group's `held` are
+    of one length.
+    """
+
+    session_id: str
+    policy: str
+    budget: int
+    """Slots per KV head and layer."""
+    cap_bytes: int
+    """Of the conversation's cache."""
+    bytes: int
+    """Of the slots in use, and of buffers that are always held."""
+    held: int
+    """Slots in use per KV head and layer, on average (rounded up)."""
+    evicted: int
+    """Tokens less slots."""
+    sinks: int
+    """First tokens that are never evicted."""
+    pinned: list[Span]
+    """Tokens [start, stop) that the user pinned, in order."""
+    tokens: list[str | None]
+    """The text of each; '' where it belongs to a character that a later one completes, None where
+    it is not known which token it is."""
+    groups: list[LayerGroup]
+
+
+def strip_of(session: Session, session_id: str) -> Strip:
+    """The strip of a conversation as it is now; to be called where its tokens are read.
+
+    Args:
+        session: that no other thread uses meanwhile.
+        session_id: by which the API knows it.
+    """
+    ids, figures, cache = session.read_ids, session.stats, session.cache
+    spans = [(start, min(stop, len(ids))) for start, stop in cache.pinned_spans]
+    return Strip(
+        session_id=session_id,
+        policy=figures.policy,
+        budget=figures.budget_tokens,
+        cap_bytes=figures.cap_bytes,
+        bytes=figures.bytes,
+        held=figures.held_tokens,
+        evicted=figures.evicted_tokens,
+        sinks=cache.sinks,
+        pinned=merged(spans),
+        tokens=pieces(session.runtime.tokenizer, ids),
+        groups=grouped(cache.kept_tokens(), len(ids)),
+    )
+
+
+def pieces(tokenizer: Any, ids: Sequence[int]) -> list[str | None]:
+    """The text that each token completes; None for an id below 0, which stands for an unknown one.
+
+    Where none is unknown they spell the whole conversation, special tokens too.
+    """
+    found, backend = list[str | None](), tokenizer.backend_tokenizer
+    stream = DecodeStream(skip_special_tokens=False)
+    for token in ids:
+        if token < 0:
+            found.append(None)
+            stream = DecodeStream(skip_special_tokens=False)
+        else:
+            found.append(stream.step(backend, token) or "")
+    return found
+
+
+def grouped(kept: Sequence[KeptTokens], seen: int) -> list[LayerGroup]:
+    """At most `GROUPS` groups of neighbouring layers, and one of those with windows of their own.
+
+    Args:
+        kept: what each layer holds, by its number.
+        seen: tokens read.
+    """
+    capped = [one for one in kept if one.capped]
+    native = [one for one in kept if not one.capped]
+    number = min(GROUPS, len(capped))
+    cuts = [len(capped) * i // number for i in range(number + 1)]
+    groups = [capped[a:b] for a, b in pairwise(cuts)]
+    return [_group(one, seen) for one in (*groups, *([native] if native else []))]
+
+
+def _group(kept: Sequence[KeptTokens], seen: int) -> LayerGroup:
+    rows = [np.asarray(row) for one in kept for row in one.heads]
+    counts = np.bincount(np.concatenate([np.zeros(0, int), *rows]), minlength=seen)
+    return LayerGroup(
+        layers=[one.layer for one in kept],
+        capped=kept[0].capped,
+        heads=len(rows),
+        held=counts.tolist(),
+    )

@@ -1,0 +1,508 @@
+"""The API over conversations without a model: by OpenAI's own client, by curl and by hand."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from hypothesis import given
+from hypothesis import strategies as some
+from stand_in import Script, StandIn
+from tools import PATIENCE
+
+from kvcap.runtime import errors
+from kvcap.runtime.session.tool_calls import parsed_text
+from kvcap.serve.app import Settings, application
+from kvcap.serve.contract import Figures
+from kvcap.serve.limits import Limits
+from kvcap.serve.metrics import unnamed
+from kvcap.serve.server import Server, bound, is_loopback
+from kvcap.serve.tool_calls import CallGate
+
+HELLO: Any = [{"role": "user", "content": "Hello!"}]
+KEYS = ("one-key", "another-key")
+TOOL: Any = {
+    "type": "function",
+    "function": {"name": "add", "parameters": {"properties": {"a": {"type": "integer"}}}},
+}
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[tuple[StandIn, Server]]:
+    talk = StandIn()
+    settings = Settings("pocket", limits=Limits(body_bytes=20_000, messages=3, quiet_seconds=0.1))
+    with Server(application(talk, settings), bound("127.0.0.1", 0), settings.limits) as server:
+        yield talk, server
+
+
+@pytest.fixture
+def talk(served: tuple[StandIn, Server]) -> StandIn:
+    served[0].script = Script()
+    return served[0]
+
+
+@pytest.fixture(scope="module")
+def url(served: tuple[StandIn, Server]) -> str:
+    return served[1].url
+
+
+@pytest.fixture(scope="module")
+def client(url: str) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+
+
+def post(url: str, path: str = "/v1/chat/completions", **body: Any) -> httpx.Response:
+    messages = {} if "prompt" in body else {"messages": HELLO}
+    return httpx.post(url + path, json={**messages, **body})
+
+
+def eventually(holds: Callable[[], bool]) -> None:
+    until = time.monotonic() + PATIENCE
+    while not holds():
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+def test_a_chat_is_answered_with_its_usage(client, talk):
+    answer = client.chat.completions.create(
+        model="pocket", messages=[{"role": "system", "content": "Be brief."}, *HELLO],
+        temperature=0.5, top_p=0.9, seed=7, stop="END", max_completion_tokens=5, n=1,
+        user="somebody", extra_body={"top_k": 3, "min_p": 0.1, "repetition_penalty": 1.1},
+        extra_headers={"X-Session-Id": "mine"},
+    )  # fmt: skip
+    (choice,) = answer.choices
+    assert (choice.message.content, choice.finish_reason) == ("Hello there", "stop")
+    assert (answer.usage.prompt_tokens, answer.usage.total_tokens) == (11, 14)
+    assert answer.usage.prompt_tokens_details.cached_tokens == 4
+    assert answer.usage.kv == {"held": 9, "evicted": 6, "cap_bytes": 4096, "reused": 4}
+    asked = talk.asked
+    assert asked.messages == ({"role": "system", "content": "Be brief."}, *HELLO)
+    assert asked.session_id == "mine"
+    assert asked.options == {
+        "temperature": 0.5, "top_p": 0.9, "seed": 7, "stop_strings": ["END"], "max_new_tokens": 5,
+        "top_k": 3, "min_p": 0.1, "repetition_penalty": 1.1,
+    }  # fmt: skip
+    assert talk.answers[-1].closed
+
+
+def test_a_chat_is_streamed(client, talk):
+    stream = client.chat.completions.create(
+        model="pocket", messages=HELLO, stream=True, stream_options={"include_usage": True}
+    )
+    parts = list(stream)
+    assert stream.response.headers["X-Session-Id"] == "made-up"
+    assert [c.delta.content for p in parts for c in p.choices] == ["", "Hel", "lo", " there", None]
+    assert parts[0].choices[0].delta.role == "assistant"
+    assert parts[-2].choices[0].finish_reason == "stop"
+    assert (parts[-1].choices, parts[-1].usage.kv["held"]) == ([], 9)
+    assert len({part.id for part in parts}) == 1
+
+
+def test_a_text_is_continued_streamed_and_whole(client, talk):
+    whole = client.completions.create(model="pocket", prompt="Once", max_tokens=3)
+    assert (whole.choices[0].text, whole.usage.completion_tokens) == ("Hello there", 3)
+    assert talk.asked.prompt == "Once"
+    assert talk.asked.messages is None
+    parts = list(client.completions.create(model="pocket", prompt=["Once"], stream=True))
+    assert "".join(part.choices[0].text for part in parts) == "Hello there"
+    assert parts[-1].choices[0].finish_reason == "stop"
+
+
+def test_the_one_model_is_named(client, talk):
+    assert [model.id for model in client.models.list()] == ["pocket"]
+    assert client.models.retrieve("pocket").owned_by == "kvcap"
+    with pytest.raises(openai.NotFoundError, match="use 'pocket'"):
+        client.models.retrieve("gpt/5")
+    with pytest.raises(openai.NotFoundError, match="use 'pocket'") as refused:
+        client.chat.completions.create(model="gpt-5", messages=HELLO)
+    assert refused.value.code == "model_not_found"
+
+
+def test_texts_in_parts_developers_and_pins_are_understood(url, talk):
+    parts = [{"type": "text", "text": "Hel"}, {"type": "text", "text": "lo"}]
+    said = post(url, messages=[
+        {"role": "developer", "content": "Be brief.", "pin": True},
+        {"role": "user", "content": parts, "name": None},
+    ])  # fmt: skip
+    assert said.status_code == 200, said.text
+    assert talk.asked.messages == (
+        {"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}
+    )  # fmt: skip
+    assert talk.asked.pins == {0}
+
+
+REFUSED: list[tuple[dict[str, Any], str | None]] = [
+    ({"n": 2}, "n"), ({"frequency_penalty": 0.5}, "frequency_penalty"),
+    ({"presence_penalty": 1}, "presence_penalty"), ({"logit_bias": {"5": 1}}, "logit_bias"),
+    ({"temperature": 3}, "temperature"), ({"temperature": "0.5"}, "temperature"),
+    ({"top_p": 1.5}, "top_p"), ({"top_k": -1}, "top_k"), ({"seed": -1}, "seed"),
+    ({"seed": 2**63}, "seed"), ({"max_tokens": 0}, "max_tokens"),
+    ({"max_tokens": 10**9}, "max_tokens"), ({"max_tokens": 1, "max_completion_tokens": 2}, None),
+    ({"stop": [""]}, "stop.0"), ({"stop": ["x"] * 17}, "stop"), ({"store": True}, "store"),
+    ({"unheard_of": 1}, "unheard_of"), ({"stream_options": {"include_usage": True}}, None),
+    ({"tool_choice": "required"}, "tool_choice"), ({"parallel_tool_calls": False}, None),
+    ({"tools": [{"type": "web_search"}]}, "tools.0.type"), ({"modalities": ["audio"]}, None),
+    ({"response_format": {"type": "json_schema"}}, "response_format"), ({"audio": {}}, "audio"),
+    ({"messages": "Hello"}, "messages"), ({"messages": HELLO * 4}, "messages"),
+    ({"messages": [{"role": "king", "content": "x"}]}, "messages.0.role"),
+    ({"messages": [{"role": "user"}]}, "messages.0"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]},
+     "messages.0.content"),
+    ({"messages": [{"role": "user", "content": "x", "name": "Bob"}]}, "messages.0.name"),
+    ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0"),
+    ({"messages": [{"role": "assistant", "content": "x", "pin": True}]}, "messages.0"),
+    ({"messages": [{"role": "assistant", "tool_calls": [
+        {"id": "1", "type": "function", "function": {"name": "f", "arguments": "["}}]}]},
+     "messages.0"),
+    ({"prompt": ["a", "b"]}, "prompt"), ({"prompt": [1, 2]}, "prompt"),
+    ({"prompt": "x", "echo": True}, "echo"), ({"prompt": "x", "best_of": 2}, "best_of"),
+    ({"prompt": "x", "suffix": "y"}, "suffix"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("body", "param"), REFUSED, ids=lambda x: json.dumps(x)[:60])
+def test_what_is_not_supported_is_refused_by_name(url, talk, body, param):
+    before = len(talk.answers)
+    path = "/v1/completions" if "prompt" in body else "/v1/chat/completions"
+    said = post(url, path, **body)
+    error = said.json()["error"]
+    assert (said.status_code, error["type"]) == (400, "invalid_request_error"), said.text
+    name = next(iter(body))
+    if param is None:
+        assert name in (error["param"] or error["message"])
+    else:
+        assert (error["param"], param in error["message"]) == (param, True)
+    assert len(talk.answers) == before
+
+
+def test_values_that_ask_for_nothing_are_taken(url, talk):
+    nothing: dict[str, Any] = {
+        "n": 1, "frequency_penalty": 0, "presence_penalty": 0.0, "logit_bias": {}, "store": False,
+        "parallel_tool_calls": True, "tool_choice": "auto", "modalities": ["text"], "stop": None,
+        "response_format": {"type": "text"}, "logprobs": False, "service_tier": "auto",
+        "metadata": {"a": "b"}, "stream": False,
+    }  # fmt: skip
+    said = post(url, **nothing)
+    assert said.status_code == 200, said.text
+    assert talk.asked.options == {}
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "code"),
+    [
+        (errors.Busy("four wait already", 2.5), 429, "busy"),
+        (errors.MessagesInvalid("the last message is of the system"), 400, "messages_invalid"),
+        (errors.PinsTooLarge("pinned tokens need more slots"), 400, "pins_too_large"),
+        (errors.MemoryCapExceeded("the cap would be passed"), 503, "memory_cap_exceeded"),
+        (errors.SessionBroken("layers disagree"), 500, "session_broken"),
+        (ValueError("temperature=-1 will not work"), 400, None),
+        (ZeroDivisionError("/a/path"), 500, None),
+    ],
+    ids=lambda x: type(x).__name__,
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_error_before_the_answer_has_its_status(url, talk, error, status, code, stream):
+    for talk.script in (Script(early=error), Script(refused=error)):
+        said = post(url, stream=stream)
+        found = said.json()["error"]
+        assert (said.status_code, found["code"]) == (status, code)
+        assert (str(error) in found["message"]) == (not isinstance(error, ZeroDivisionError))
+        assert said.headers.get("Retry-After") == {429: "3", 503: "1"}.get(status)
+
+
+def test_an_error_within_a_stream_ends_it_and_openai_raises_it(client, talk):
+    talk.script = Script(late=errors.SessionBroken("layers disagree"))
+    parts = client.chat.completions.create(model="pocket", messages=HELLO, stream=True)
+    got = [next(parts).choices[0].delta.content for _ in range(4)]
+    assert "".join(got) == "Hello there"
+    with pytest.raises(openai.APIError, match="layers disagree"):
+        next(parts)
+    assert talk.answers[-1].closed
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_stops_when_its_client_goes(client, talk, stream):
+    talk.script = Script(["a"] * 10**6, wait_s=0.001)
+    before = len(talk.answers)
+    if stream:
+        with client.chat.completions.create(model="pocket", messages=HELLO, stream=True) as parts:
+            for _ in zip(range(3), parts, strict=False):
+                pass
+    else:
+        with pytest.raises(openai.APITimeoutError):
+            client.with_options(timeout=0.2).chat.completions.create(model="pocket", messages=HELLO)
+    eventually(lambda: len(talk.answers) > before and talk.answers[-1].closed)
+    assert talk.answers[-1].given < 10**6
+
+
+def test_a_client_that_goes_before_the_first_token_stops_its_answer(url, talk):
+    talk.script = Script(wait_s=PATIENCE)
+    before = len(talk.answers)
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(f"{url}/v1/chat/completions", timeout=0.05,
+                   json={"messages": HELLO, "stream": True})  # fmt: skip
+    eventually(lambda: len(talk.answers) > before and talk.answers[-1].closed)
+
+
+def test_a_long_prompt_keeps_its_stream_alive(url, client, talk):
+    talk.script = Script(["x"], wait_s=0.35)
+    said = post(url, stream=True)
+    assert said.text.count(": the prompt is being read\n\n") >= 2
+    parts = client.chat.completions.create(model="pocket", messages=HELLO, stream=True)
+    assert "".join(part.choices[0].delta.content or "" for part in parts) == "x"
+
+
+def test_calls_of_tools_are_told_from_text_and_known_again(client, talk):
+    written = f"I add.\n{CALL}"
+    talk.script = Script([written[i : i + 5] for i in range(0, len(written), 5)])
+    whole = client.chat.completions.create(model="pocket", messages=HELLO, tools=[TOOL])
+    (choice,) = whole.choices
+    (call,) = choice.message.tool_calls
+    assert (choice.finish_reason, choice.message.content) == ("tool_calls", "I add.")
+    assert (call.function.name, json.loads(call.function.arguments)) == ("add", {"a": 1})
+    assert talk.asked.tools == (TOOL,)
+
+    result = {"role": "tool", "tool_call_id": call.id, "content": "2"}
+    messages = [*HELLO, choice.message, result]
+    client.chat.completions.create(model="pocket", messages=messages, tools=[TOOL])
+    assert talk.asked.messages[1] == {"role": "assistant", "content": written}
+    assert talk.asked.messages[2] == result
+    choice.message.tool_calls[0].function.arguments = '{"a": 2}'
+    client.chat.completions.create(model="pocket", messages=messages, tools=[TOOL])
+    said: Any = talk.asked.messages[1]
+    assert said["tool_calls"][0]["function"] == {"name": "add", "arguments": {"a": 2}}
+
+    parts = list(client.chat.completions.create(
+        model="pocket", messages=HELLO, tools=[TOOL], stream=True
+    ))  # fmt: skip
+    deltas = [part.choices[0].delta for part in parts]
+    assert "".join(delta.content or "" for delta in deltas) == "I add."
+    ((call,),) = [delta.tool_calls for delta in deltas if delta.tool_calls]
+    assert (call.index, call.function.name) == (0, "add")
+    assert parts[-1].choices[0].finish_reason == "tool_calls"
+
+
+def test_no_choice_of_tools_offers_none(client, talk):
+    talk.script = Script([CALL])
+    said = client.chat.completions.create(
+        model="pocket", messages=HELLO, tools=[TOOL], tool_choice="none"
+    )
+    assert said.choices[0].message.content == CALL
+    assert talk.asked.tools == ()
+
+
+@pytest.mark.parametrize("step", [1, 7, 1000])
+@pytest.mark.parametrize(
+    ("written", "content", "calls"),
+    [
+        (f"Well.\n{CALL}\n{CALL}\n", "Well.", 2),
+        (CALL.removeprefix("<tool_call>").removesuffix("</tool_call>"), "", 1),
+        ("a <tool_call>no call</tool_call> b", "a <tool_call>no call</tool_call> b", 0),
+        ('x <tool_call>{"name": "add"', 'x <tool_call>{"name": "add"', 0),
+        ("a < b <tool_", "a < b <tool_", 0),
+        ("ends with spaces \n", "ends with spaces \n", 0),
+        (' {"no": "call"}', ' {"no": "call"}', 0),
+        (" [see] there", " [see] there", 0),
+    ],
+)
+def test_what_may_be_a_call_is_held_back_and_nothing_else(written, content, calls, step):
+    gate = CallGate()
+    got = [gate.put(written[at : at + step]) for at in range(0, len(written), step)]
+    parsed = parsed_text(written, written, [TOOL])
+    assert len(parsed.tool_calls) == calls
+    assert "".join([*got, gate.end(parsed)]) == content
+
+
+def test_only_the_right_keys_are_let_in_and_each_is_an_owner():
+    talk = StandIn()
+    settings = Settings("pocket", keys=KEYS)
+    with Server(application(talk, settings), bound("127.0.0.1", 0), settings.limits) as server:
+        for key in ("wrong", "", KEYS[0][:-1], "ключ"):
+            headers = {"Authorization": f"Bearer {key}".encode()} if key else {}
+            for path in ("/v1/models", "/metrics", "/v1/chat/completions", "/nowhere"):
+                said = httpx.get(server.url + path, headers=headers)
+                assert (said.status_code, said.headers["WWW-Authenticate"]) == (401, "Bearer")
+                assert said.json()["error"]["code"] == "invalid_api_key"
+        assert httpx.get(f"{server.url}/health").json() == {"status": "ok"}
+        owners = set()
+        for key in KEYS:
+            client = openai.OpenAI(base_url=f"{server.url}/v1", api_key=key)
+            client.chat.completions.create(model="pocket", messages=HELLO)
+            owners.add(talk.asked.owner)
+        assert len(owners) == 2
+        assert not any(key in owner for key in KEYS for owner in owners)
+    assert talk.saved
+
+
+def test_other_sites_reach_nothing(url, talk):
+    for host in ("evil.example", "127.0.0.1.evil.example", ""):
+        assert httpx.get(f"{url}/v1/models", headers={"Host": host}).status_code == 400
+    sent = {"Origin": "http://evil.example", "Content-Type": "text/plain"}
+    said = httpx.post(f"{url}/v1/chat/completions", headers=sent, content=b'{"messages": []}')
+    assert said.status_code == 415
+    asks = {**sent, "Access-Control-Request-Method": "POST"}
+    said = httpx.options(f"{url}/v1/chat/completions", headers=asks)
+    assert said.status_code == 405
+    assert not [name for name in said.headers if name.startswith("access-control")]
+
+
+def test_wrong_addresses_methods_and_bodies_are_refused_in_openais_form(url, talk):
+    kind = {"Content-Type": "application/json"}
+    for method, path, content, status in (
+        ("GET", "/v1/nowhere", None, 404), ("GET", "/v1/chat/completions", None, 405),
+        ("GET", "/../../etc/passwd", None, 404), ("GET", "/v1/models/../../etc", None, 404),
+        ("POST", "/v1/chat/completions", b"x" * 20_001, 413),
+        ("POST", "/v1/chat/completions", iter([b"x" * 10_000] * 3), 413),
+        ("POST", "/v1/chat/completions", b"{", 400), ("POST", "/v1/chat/completions", b"", 400),
+        ("POST", "/v1/chat/completions", b"\xff", 400),
+        ("POST", "/v1/chat/completions", b"[" * 10_000, 400),
+        ("POST", "/v1/completions", b'{"prompt": "\\ud800"}', 400),
+        ("POST", "/v1/completions", b'{"prompt": "x", "temperature": NaN}', 400),
+    ):  # fmt: skip
+        said = httpx.request(method, url + path, content=content, headers=kind)
+        assert said.status_code == status, (path, said.text)
+        assert said.json()["error"].keys() == {"message", "type", "param", "code"}
+    for name in ("../../etc", "a b", "x" * 200, "-x", ""):
+        said = httpx.post(f"{url}/v1/chat/completions", json={"messages": HELLO},
+                          headers={"X-Session-Id": name})  # fmt: skip
+        assert said.status_code == 400, name
+
+
+VALUES = some.recursive(
+    some.none() | some.booleans() | some.integers() | some.floats() | some.text(max_size=20),
+    lambda inner: (
+        some.lists(inner, max_size=4) | some.dictionaries(some.text(max_size=8), inner, max_size=4)
+    ),
+    max_leaves=12,
+)
+FIELDS = ("messages", "model", "stream", "stop", "tools", "temperature", "response_format", "seed",
+          "stream_options", "max_tokens", "logprobs", "tool_choice", "metadata", "pin")  # fmt: skip
+MESSAGE = some.dictionaries(
+    some.sampled_from(["role", "content", "tool_calls", "tool_call_id", "pin", "name"]),
+    some.sampled_from(["user", "assistant", "tool", "x", None, True]) | VALUES,
+)
+
+
+@given(
+    some.binary(max_size=200)
+    | some.dictionaries(some.sampled_from(FIELDS), VALUES, max_size=4).map(
+        lambda more: json.dumps({"messages": HELLO, **more}).encode()
+    )
+    | some.lists(MESSAGE, max_size=3).map(lambda said: json.dumps({"messages": said}).encode())
+)
+def test_no_body_makes_the_server_fail(served, body):
+    talk, server = served
+    talk.script = Script()
+    for path in ("/v1/chat/completions", "/v1/completions"):
+        said = httpx.post(
+            server.url + path, content=body, headers={"Content-Type": "application/json"}
+        )
+        assert said.status_code in (200, 400, 404), said.text
+
+
+def test_clients_that_say_or_read_nothing_are_let_go_of():
+    talk = StandIn(Script(["x" * 10_000] * 10_000))
+    limits = Limits(head_seconds=0.2, body_seconds=0.2, write_seconds=0.2)
+    settings = Settings("pocket", limits=limits)
+    with Server(application(talk, settings), bound("127.0.0.1", 0), limits) as server:
+        address = server.socket.getsockname()
+        head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n"
+        whole = head + b"Content-Type: application/json\r\n"
+        for said, answer in (
+            (b"", b""), (head, b""), (whole + b"Content-Length: 9\r\n\r\n{", b"HTTP/1.1 408"),
+        ):  # fmt: skip
+            with socket.create_connection(address) as mute:
+                mute.settimeout(PATIENCE)
+                mute.sendall(said)
+                assert mute.recv(12) == answer
+        body = json.dumps({"messages": HELLO, "stream": True}).encode()
+        with socket.create_connection(address) as deaf:
+            deaf.sendall(whole + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+            eventually(lambda: bool(talk.answers) and talk.answers[-1].closed)
+        assert talk.answers[-1].given < 10_000
+
+
+def test_more_connections_than_allowed_are_turned_away():
+    limits = Limits(connections=3)
+    settings = Settings("pocket", limits=limits)
+    with Server(application(StandIn(), settings), bound("127.0.0.1", 0), limits) as server:
+        address = server.socket.getsockname()
+        idle = [socket.create_connection(address) for _ in range(2)]
+        assert httpx.get(f"{server.url}/health").status_code == 503
+        for one in idle:
+            one.close()
+        eventually(lambda: httpx.get(f"{server.url}/health").status_code == 200)
+
+
+def test_metrics_show_every_figure_and_no_word_of_a_client(url, talk):
+    httpx.get(f"{url}/made/up/by/a/client")
+    text = httpx.get(f"{url}/metrics").text
+    assert "kvcap_waiting 3.0" in text
+    assert 'kvcap_http_requests_total{path="other",status="404"}' in text
+    assert "made/up" not in text
+    assert unnamed() == {"policy", "closing"}
+    assert set(Figures.__dataclass_fields__) > unnamed()
+
+
+def test_a_server_that_closes_says_so():
+    talk = StandIn(saved=True)
+    settings = Settings("pocket")
+    with Server(application(talk, settings), bound("127.0.0.1", 0), settings.limits) as server:
+        said = httpx.get(f"{server.url}/health")
+        assert (said.status_code, said.json()) == (503, {"status": "closing"})
+
+
+def test_answers_come_to_their_end_when_the_server_is_stopped():
+    talk = StandIn(Script(["a"] * 30, wait_s=0.01))
+    settings = Settings("pocket")
+    server = Server(application(talk, settings), bound("127.0.0.1", 0), settings.limits)
+    server.__enter__()
+    with httpx.stream("POST", f"{server.url}/v1/chat/completions",
+                      json={"messages": HELLO, "stream": True}) as said:  # fmt: skip
+        lines = said.iter_lines()
+        next(lines)
+        server.stop()
+        assert [line for line in lines if line][-1] == "data: [DONE]"
+    server.__exit__()
+    assert talk.saved
+
+
+def test_a_taken_port_is_said_and_addresses_of_this_machine_are_known():
+    with bound("127.0.0.1", 0) as taken:
+        taken.listen()
+        with pytest.raises(errors.PortTaken, match="--port 0 takes a free port"):
+            bound("127.0.0.1", taken.getsockname()[1])
+    with pytest.raises(errors.PortTaken, match="is no address"):
+        bound("no.such.name.invalid", 0)
+    assert [is_loopback(x) for x in ("127.0.0.1", "::1", "localhost", "0.0.0.0", "10.0.0.1")] == [
+        True, True, True, False, False,
+    ]  # fmt: skip
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
+def test_curl_is_answered(url, talk):
+    body = json.dumps({"messages": HELLO, "stream": True})
+    said = subprocess.run(
+        ["curl", "-sN", f"{url}/v1/chat/completions", "--json", body],
+        capture_output=True, text=True, check=True,
+    ).stdout  # fmt: skip
+    events = [line.removeprefix("data: ") for line in said.split("\n\n") if line]
+    assert events[-1] == "[DONE]"
+    assert json.loads(events[1])["choices"][0]["delta"]["content"] == "Hel"
+
+
+def test_defaults_of_the_server_are_for_what_a_request_leaves_out():
+    talk = StandIn()
+    settings = Settings("pocket", defaults={"temperature": 0.0, "max_new_tokens": 9})
+    with Server(application(talk, settings), bound("127.0.0.1", 0), settings.limits) as server:
+        post(server.url, max_tokens=2)
+        assert talk.asked.options == {"temperature": 0.0, "max_new_tokens": 2}

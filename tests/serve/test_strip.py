@@ -1,0 +1,106 @@
+"""The strip of a conversation: the tokens that were read, and which layers hold them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from toy_engine import ToyEngine, session_of, tiny
+
+from kvcap.runtime.session.session import Session
+from kvcap.runtime.types import KeptTokens
+from kvcap.serve.strip import GROUPS, Strip, grouped, strip_of
+
+LONG = "Seven kinds of mosses survive the cold near Porto – “naïve”, she said. 🐝 " * 4
+
+
+@pytest.fixture(scope="module", params=["torch", "numpy"])
+def runtime(request, tmp_path_factory):
+    return ToyEngine(64) if request.param == "numpy" else tiny(tmp_path_factory.mktemp("tiny"))
+
+
+def rows_of(session: Any) -> list[list[set[int]]]:
+    """The tokens that each head of each layer holds, read from the slots themselves."""
+    cache = session.cache
+    if isinstance(session.runtime, ToyEngine):
+        return [[set(head.tolist()) for head in layer] for layer in cache.positions]
+    return [
+        [set(head.tolist()) for s in layer.segments for head in s.positions[0]]
+        for layer in cache.capped_layers
+    ]
+
+
+def sound(session: Any) -> Strip:
+    found = strip_of(session, "ada")
+    ids = session.read[: session.cache.seen]
+    decode = session.runtime.tokenizer.backend_tokenizer.decode
+    assert "".join(found.tokens) == decode(ids, skip_special_tokens=False)
+    layers = [layer for group in found.groups for layer in group.layers]
+    rows = rows_of(session)
+    assert layers == list(range(len(rows)))
+    for group in found.groups:
+        heads = [head for layer in group.layers for head in rows[layer]]
+        assert group.heads == len(heads)
+        assert group.held == [sum(i in head for head in heads) for i in range(len(ids))]
+    assert found.held + found.evicted == len(found.tokens) == len(ids)
+    return found
+
+
+def test_every_token_and_who_holds_it(runtime):
+    session = session_of(runtime, "Be kind.")
+    assert strip_of(session, "ada").tokens == []
+    for text in ("Hi, I am Ada.", LONG, "🐝" * 9):
+        list(session.send(text))
+        found = sound(session)
+    assert found.evicted > 64
+    assert any(0 in group.held for group in found.groups)
+    assert Strip.model_validate_json(found.model_dump_json()) == found
+    session.clear()
+    assert sound(session).tokens == []
+
+
+def test_pinned_tokens_are_the_message_and_are_held(tmp_path_factory):
+    session = session_of(tiny(tmp_path_factory.mktemp("tiny")))
+    list(session.send("The code is 4821.", pin=True))
+    list(session.send(LONG))
+    found = sound(session)
+    ((start, stop),) = found.pinned
+    assert "The code is 4821." in "".join(found.tokens[start:stop])
+    for group in found.groups:
+        assert group.held[start:stop] == [group.heads] * (stop - start)
+
+
+def test_a_loaded_conversation_knows_its_tokens(runtime, tmp_path):
+    session = session_of(runtime)
+    list(session.send(LONG))
+    if isinstance(runtime, ToyEngine):  # it has no files
+        return
+    session.save(tmp_path / "ada")
+    loaded = Session.load(runtime, tmp_path / "ada")
+    assert strip_of(loaded, "ada") == strip_of(session, "ada")
+
+
+def test_tokens_that_nobody_noted_are_unknown(runtime):
+    """As those of a file that an earlier kvcap saved."""
+    session = session_of(runtime)
+    list(session.send(LONG))
+    seen, said = session.cache.seen, session.conversation
+    del said["read_ids"]
+    session.take_over(said, session.rng)
+    assert strip_of(session, "ada").tokens == [None] * seen
+    list(session.send("And now?"))
+    found = strip_of(session, "ada").tokens
+    assert found[:seen] == [None] * seen
+    assert "And now?" in "".join(found[seen:])
+
+
+def test_many_layers_become_few_groups_and_windows_one_of_their_own():
+    row = [np.arange(3), np.arange(1, 4)]
+    kept = [KeptTokens(i, i % 3 > 0, row) for i in range(30)]
+    found = grouped(kept, 5)
+    assert [x.layers for x in found][-1] == list(range(0, 30, 3))
+    assert [x.capped for x in found] == [True] * GROUPS + [False]
+    assert sorted(n for x in found for n in x.layers) == list(range(30))
+    assert {len(x.layers) for x in found[:-1]} <= {2, 3}
+    assert found[-1].held == [10, 20, 20, 10, 0]

@@ -1,0 +1,85 @@
+"""Conversations without a model: they say what they were asked, and do what a test tells them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvcap.serve.contract import Ask, Figures, Piece, Usage
+
+
+@dataclass
+class Script:
+    """What the next answers are."""
+
+    pieces: Iterable[str | Piece] = ("Hel", "lo", " there")
+    reason: str = "stop"
+    refused: Exception | None = None  # by submit
+    early: Exception | None = None  # instead of a first piece
+    late: Exception | None = None  # after the last one
+    wait_s: float = 0.0  # before each piece
+
+
+class Answer:
+    """A reply; `closed` once it was let go of."""
+
+    def __init__(self, ask: Ask, script: Script) -> None:
+        self.ask, self.script = ask, script
+        self.session_id = ask.session_id or ("made-up" if ask.prompt is None else None)
+        self.finish_reason: Any = None
+        self.usage: Usage | None = None
+        self.parsed = None
+        self.closed = False
+        self.given = 0
+        self._left = iter(script.pieces)
+
+    def __aiter__(self) -> Answer:
+        return self
+
+    async def __anext__(self) -> Piece:
+        await asyncio.sleep(self.script.wait_s)
+        if self.closed:
+            raise StopAsyncIteration
+        if self.script.early is not None:
+            raise self.script.early
+        for piece in self._left:
+            self.given += 1
+            return Piece(piece) if isinstance(piece, str) else piece
+        if self.script.late is not None:
+            raise self.script.late
+        self.finish_reason = self.script.reason
+        self.usage = Usage(11, 4, self.given, held=9, evicted=6, cap_bytes=4096)
+        raise StopAsyncIteration
+
+    async def aclose(self) -> None:
+        self.closed = True
+
+
+@dataclass
+class StandIn:
+    """Every request is kept in `answers`."""
+
+    script: Script = field(default_factory=Script)
+    answers: list[Answer] = field(default_factory=list)
+    saved: bool = False
+
+    def submit(self, ask: Ask) -> Answer:
+        if self.script.refused is not None:
+            raise self.script.refused
+        self.answers.append(Answer(ask, self.script))
+        return self.answers[-1]
+
+    @property
+    def asked(self) -> Ask:
+        return self.answers[-1].ask
+
+    async def strip(self, owner: str, session_id: str) -> Any:
+        raise NotImplementedError
+
+    def figures(self) -> Figures:
+        return Figures(policy="keydiff", asked=len(self.answers), waiting=3, closing=self.saved)
+
+    async def aclose(self) -> None:
+        self.saved = True
