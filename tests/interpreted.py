@@ -70,7 +70,13 @@ def _watch() -> None:
 
 
 def _quicken() -> None:
-    """Save the interpreter from looking through all of triton at a function's every call."""
+    """Save the interpreter what it computes again for every operation, most of its time.
+
+    It looks through all of triton at a function's every call, follows each sum of integers by one
+    in 64 bits, whose assertion it drops, and makes a type anew, numpy's too, for each result.
+    """
+    from triton.language import core
+    from triton.language.semantic import TritonSemantic
     from triton.runtime import interpreter
 
     prepare, prepared = interpreter._patch_lang, set[int]()
@@ -87,6 +93,50 @@ def _quicken() -> None:
         return scope
 
     interpreter._patch_lang = once
+    options = interpreter.interpreter_builder.options
+    if not options.debug:
+        object.__setattr__(options, "sanitize_overflow", False)
+
+    find, found = interpreter._get_np_dtype, dict[str, Any]()
+
+    def numpy_type(kind: Any) -> Any:
+        if kind.name not in found:
+            found[kind.name] = find(kind)
+        return found[kind.name]
+
+    interpreter._get_np_dtype = numpy_type
+    new_type, types = core.block_type.__init__, dict[Any, dict[str, Any]]()
+
+    def block_type(self: Any, element: Any, shape: Any) -> None:
+        where = getattr(element, "address_space", "")
+        key = (element.name, where, *(getattr(x, "value", x) for x in shape))
+        if key not in types:
+            new_type(self, element, shape)
+            types[key] = self.__dict__
+        self.__dict__ = types[key]
+
+    core.block_type.__init__ = block_type
+    new_tensor = core.tensor.__init__
+
+    def tensor(self: Any, handle: Any, type: Any) -> None:
+        if "facts" not in type.__dict__:
+            new_tensor(self, handle, type)
+            type.facts = {**self.__dict__, "handle": None}
+        self.__dict__.update(type.facts)
+        self.handle, self.type = handle, type
+
+    core.tensor.__init__ = tensor
+    fit, cast = TritonSemantic.broadcast_impl_value, TritonSemantic.cast
+
+    def broadcast(self: Any, one: Any, other: Any) -> Any:
+        blocks = one.type.is_block(), other.type.is_block()
+        alike = all(blocks) and one.type.shape.values == other.type.shape.values
+        return (one, other) if alike or not any(blocks) else fit(self, one, other)
+
+    def cast_once(self: Any, x: Any, kind: Any, *rest: Any, **more: Any) -> Any:
+        return x if x.dtype is kind else cast(self, x, kind, *rest, **more)
+
+    TritonSemantic.broadcast_impl_value, TritonSemantic.cast = broadcast, cast_once
 
 
 if DEVICE == "cpu" and not COMPILED:
