@@ -382,7 +382,6 @@ def test_nothing_is_written_where_checking_fails_and_what_was_there_stays(
     (out / MANIFEST).write_text("{}")
     monkeypatch.setitem(checking.TOLERANCES, "fp32", checking.Tolerance(-1.0, 0.0, 1.0))
 
-
     def traced(export, *_):
         export.evictors = facts(right[0])["evictors"]
         return "its graph"

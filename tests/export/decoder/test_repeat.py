@@ -277,6 +277,7 @@ def test_a_wrong_weight_is_found_though_the_graph_is_right(
 
     wrong = Swapped(places, torch.float32)
     wrong.right = False
+
     def check(*given, streaming=writing.check_streaming):
         wrong.right = True
         return streaming(*given)
