@@ -5,13 +5,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
 
 from kvcap.runtime.cli.console import say
 from kvcap.runtime.cli.options import (
@@ -206,10 +205,8 @@ def serve_command(
     server = opened(model, address, load, backend, budget, running, sampling, Output(quiet=quiet))
     # uvicorn hears SIGTERM itself and raises it again once all is saved: then the end is a good one
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-    try:
+    with contextlib.suppress(KeyboardInterrupt):
         server.run()
-    except KeyboardInterrupt:
-        pass
     if not quiet:
         say("the server has ended")
 
