@@ -75,6 +75,9 @@ class Session:
         self.system = system
         self.messages: list[Message] = []
         self.generation = copy.deepcopy(generation or runtime.generation)
+        for name in settings.OURS:
+            if not hasattr(self.generation, name):  # transformers' have others only
+                setattr(self.generation, name, None)
         self.turn: Turn | None = None
         """The last answer, once it has begun; None before the first."""
         self.notice: str | None = None
@@ -385,9 +388,7 @@ class Session:
             options.setdefault("do_sample", temperature > 0)
         elif any(options.get(name) is not None for name in ("top_p", "top_k", "min_p")):
             options.setdefault("do_sample", True)
-        unknown = self.generation.update(**options)  # to transformers, as some are
-        for name, value in (unknown or {}).items():
-            setattr(self.generation, name, value)
+        self.generation.update(**options)
 
     def encode(self, text: str, *, special: bool = False) -> list[int]:
         """Token ids of `text`; `special` lets the tokenizer add its opening token."""
