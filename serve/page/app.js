@@ -39,7 +39,7 @@ async function greet() {
 /** Tell of an error, or ask for the key where that is what is missing; then `again` may help. */
 function refused(error, again) {
   if (error.status === 401) return askKey(error, again);
-  const wait = error.retryAfter ? ` Try again in ${error.retryAfter} s.` : "";
+  const wait = error.retryAfter ? ` Try again in ${error.retryAfter}\u00a0s.` : "";
   trouble(`${sentence(error.message)}${wait}`, again);
 }
 
@@ -57,7 +57,7 @@ function trouble(text, again = null) {
 
 function askKey(error, again) {
   const dialog = byId("key-dialog"), had = store.apiKey.get() !== "";
-  byId("key-why").textContent = had && error ? sentence(error.message) : WHY_KEY;
+  byId("key-why").textContent = had && error ? "The server does not take the key that it was given. Give another one." : WHY_KEY;
   byId("key").value = "";
   show("key-change");
   byId("key-form").onsubmit = (event) => {
@@ -89,15 +89,19 @@ async function refresh() {
 
 function showMemory(found) {
   const { budget, held, evicted, tokens } = found;
-  byId("slots").value = Math.min(1, held / budget);
+  fill(held / budget);
   byId("held").replaceChildren(`${number(held)} slots`, html("small", {}, `of ${number(budget)}`));
   byId("evicted").replaceChildren(`${number(evicted)} tokens`, html("small", {}, `of ${number(tokens.length)} read`));
   byId("cap").replaceChildren(bytes(found.cap_bytes), html("small", {}, `${bytes(found.bytes)} in use`));
   strip.show(found);
 }
 
+function fill(share) {
+  for (const id of ["slots", "gauge"]) byId(id).value = Math.min(1, share);
+}
+
 function forgetMemory() {
-  byId("slots").value = 0;
+  fill(0);
   for (const id of ["held", "evicted", "cap"]) byId(id).textContent = "–";
   byId("strip-none").textContent = now.messages.length
     ? "The server does not have this conversation at hand. It is shown here again after the next answer."
@@ -143,7 +147,7 @@ function remove(id) {
     keep(gone);
     choose(gone);
   });
-  byId("notice").replaceChildren("The conversation is deleted here. ", undo);
+  byId("notice").replaceChildren("The conversation is deleted in this browser.", undo);
 }
 
 function keep(conversation) {
@@ -239,7 +243,7 @@ async function answer(messages, takeBack, again) {
   store.current.set(now.id);
   working(true);
   trouble(null);
-  byId("notice").textContent = "";
+  byId("notice").textContent = "Reading …";
   byId("spoken").textContent = "Answering";
   showConversation();
   const said = html("div", { class: "said writing", "aria-busy": "true" }), growing = new Growing(said);
@@ -253,6 +257,7 @@ async function answer(messages, takeBack, again) {
   };
   try {
     reason = await api.answer({ ...conversation, model }, control.signal, (piece) => {
+      if (!writing.text) byId("notice").textContent = "";
       writing.text += piece;
       frame ||= requestAnimationFrame(draw);
     });
