@@ -203,7 +203,7 @@ def test_a_conversation_and_what_is_left_of_it(page, url, runtime):
     evicted, read = f"{figures.evicted_tokens} tokens", f"of {figures.seen_tokens} read"
     assert page.locator("#evicted").inner_text().split("\n") == [evicted, read]
     expected = strip_of(session, "")
-    spans = page.locator("#strip > span")
+    spans = page.locator("#strip .token")
     assert spans.count() == len(expected.tokens) == figures.seen_tokens > 160
     for label in ("all layers", "layer 3"):
         page.get_by_label("Layers").select_option(label)
@@ -266,7 +266,7 @@ def test_conversations_are_kept_in_this_browser(page, url):
     page.get_by_role("button", name="Conversations").click()
     page.get_by_role("button", name=FACT[:40]).first.click()
     assert answered(page) == first
-    page.locator("#strip > span").first.wait_for(state="attached")
+    page.locator("#strip .token").first.wait_for(state="attached")
     page.get_by_role("button", name="Conversations").click()
     page.get_by_role("button", name="Delete “Hello!”").click()
     assert [one["messages"][0]["content"] for one in kept(page)] == [FACT]
