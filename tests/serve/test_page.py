@@ -221,6 +221,7 @@ def test_a_conversation_and_what_is_left_of_it(page, url, runtime):
     assert page.evaluate("document.documentElement.scrollWidth - innerWidth") <= 0
 
 
+@pytest.mark.slow
 @in_browser
 def test_the_strip_is_read_by_keys(page, url):
     opened(page, url).set_viewport_size({"width": 1300, "height": 800})
@@ -253,6 +254,7 @@ def test_a_pinned_message_stays(page, url):
     assert kept(page)[0]["pins"] == [0]
 
 
+@pytest.mark.slow
 @in_browser
 def test_conversations_are_kept_in_this_browser(page, url):
     opened(page, url)
@@ -317,6 +319,7 @@ def test_an_answer_is_stopped_and_given_again(page, url):
     assert [one["role"] for one in kept(page)[0]["messages"]] == ["user", "assistant"]
 
 
+@pytest.mark.slow
 @in_browser
 def test_what_is_stopped_before_it_is_answered_is_taken_back(page, url):
     opened(page, url)
@@ -337,6 +340,7 @@ def fulfilled(given: dict[str, Any], route: Any) -> None:
     route.fulfill(**given)
 
 
+@pytest.mark.slow
 @in_browser
 def test_refusals_are_told_and_nothing_is_lost(page, url):
     opened(page, url)
