@@ -1,0 +1,114 @@
+// Speaks OpenAI's API with the server that this page comes from. Knows no screen.
+
+/** What the server refused, or that it could not be reached; `status` is 0 then. */
+export class Refused extends Error {
+  constructor(message, status = 0, retryAfter = null) {
+    super(message);
+    Object.assign(this, { status, retryAfter });
+  }
+}
+
+const UNREACHED = "the server cannot be reached; it may have stopped, or the network is gone";
+const BROKE_OFF = "the answer broke off, as the connection was lost";
+
+export class Api {
+  /** @param {() => string} key gives the API key, "" where there is none */
+  constructor(key) {
+    this.key = key;
+  }
+
+  async #ask(path, options = {}, headers = {}) {
+    const key = this.key();
+    if (key) headers.Authorization = `Bearer ${key}`;
+    let response;
+    try {
+      response = await fetch(path, { ...options, headers, credentials: "omit", cache: "no-store" });
+    } catch (error) {
+      if (error.name === "AbortError") throw error;
+      throw new Refused(UNREACHED);
+    }
+    if (!response.ok) throw await refusal(response);
+    return response;
+  }
+
+  /** The model that answers, and the policy and budget of every conversation. */
+  async facts() {
+    const { data } = await (await this.#ask("v1/models")).json();
+    return { model: data[0].id, ...(await (await this.#ask("v1/kvcap/memory")).json()) };
+  }
+
+  /** Which tokens of a conversation are held; null where the server has none of that id at hand. */
+  async strip(id) {
+    try {
+      return await (await this.#ask(`v1/kvcap/sessions/${encodeURIComponent(id)}/strip`)).json();
+    } catch (error) {
+      if (error.status === 404) return null;
+      throw error;
+    }
+  }
+
+  /**
+   * Answer a conversation.
+   * @param {object} asked the model, the messages, the pinned ones' indices, the conversation's id
+   * @param {AbortSignal} signal stops the answer
+   * @param {(text: string) => void} hear hears of every piece
+   * @returns {Promise<string | null>} why it ended
+   */
+  async answer({ model, messages, pins, id }, signal, hear) {
+    const marked = messages.map((one, i) => (pins.includes(i) ? { ...one, pin: true } : one));
+    const body = { model, messages: marked, stream: true };
+    const response = await this.#ask("v1/chat/completions",
+      { method: "POST", body: JSON.stringify(body), signal },
+      { "Content-Type": "application/json", "X-Session-Id": id });
+    let reason = null;
+    for await (const event of events(response.body)) {
+      if (event === "[DONE]") return reason;
+      const { choices = [], error } = JSON.parse(event);
+      if (error) throw new Refused(error.message, 500);
+      for (const { delta, finish_reason: ended } of choices) {
+        if (delta?.content) hear(delta.content);
+        reason = ended ?? reason;
+      }
+    }
+    throw new Refused(BROKE_OFF);
+  }
+}
+
+/** Why the server refused, in its own words where it gives any. */
+async function refusal(response) {
+  const { status, headers } = response;
+  let message = `the server answered ${status} ${response.statusText}`.trim();
+  try {
+    message = (await response.json()).error.message ?? message;
+  } catch {
+    // Something between here and the server answered, in a form of its own.
+  }
+  const seconds = Number(headers.get("Retry-After"));
+  return new Refused(message, status, seconds > 0 ? seconds : null);
+}
+
+/** The data of every server-sent event of a stream. */
+async function* events(stream) {
+  const reader = stream.pipeThrough(new TextDecoderStream()).getReader();
+  let left = "", data = [];
+  try {
+    while (true) {
+      const { done, value } = await reader.read().catch((error) => {
+        if (error.name === "AbortError") throw error;
+        throw new Refused(BROKE_OFF);
+      });
+      if (done) return;
+      const lines = (left + value).split(/\r?\n/);
+      left = lines.pop();
+      for (const line of lines) {
+        if (line.startsWith("data:")) data.push(line.slice(5).trimStart());
+        else if (line === "" && data.length) {
+          yield data.join("\n");
+          data = [];
+        }
+      }
+    }
+  } finally {
+    reader.cancel().catch(() => {}); // it may have failed already
+  }
+}

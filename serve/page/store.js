@@ -1,0 +1,91 @@
+// Conversations as this browser keeps them, each under a key of its own, so that tabs do not
+// overwrite each other's. The API key is the tab's alone. Knows no screen and no network.
+
+const PREFIX = "kvcap.conversation.", KEY = "kvcap.api-key", CURRENT = "kvcap.current";
+const LONGEST = 60; // letters of a title
+
+/** A storage; where it is forbidden, as in some private windows, one that lasts as long as the page. */
+function kept(storage) {
+  try {
+    const found = storage();
+    found.getItem(PREFIX);
+    return found;
+  } catch {
+    const own = new Map();
+    return {
+      getItem: (key) => own.get(key) ?? null,
+      setItem: (key, value) => own.set(key, value),
+      removeItem: (key) => own.delete(key),
+      key: (i) => [...own.keys()][i] ?? null,
+      get length() { return own.size; },
+    };
+  }
+}
+const local = kept(() => localStorage), tab = kept(() => sessionStorage);
+
+/** 32 random hexadecimal digits; `crypto.randomUUID` is only there where an origin is secure. */
+function fresh() {
+  const drawn = crypto.getRandomValues(new Uint8Array(16));
+  return Array.from(drawn, (byte) => byte.toString(16).padStart(2, "0")).join("");
+}
+
+/** A conversation that has not begun; it is kept once something is said. */
+export const begun = () => ({ id: fresh(), messages: [], pins: [], changed: 0 });
+
+/** What a list calls a conversation: the beginning of its first message. */
+export function titled({ messages }) {
+  const text = (messages[0]?.content ?? "").trim().replace(/\s+/g, " ");
+  const letters = [...text];
+  return letters.length > LONGEST ? `${letters.slice(0, LONGEST - 1).join("")}…` : text || "New conversation";
+}
+
+const sound = (found) =>
+  typeof found?.id === "string" && Number.isFinite(found.changed) &&
+  Array.isArray(found.pins) && found.pins.every(Number.isInteger) && Array.isArray(found.messages) &&
+  found.messages.every((one) => typeof one?.role === "string" && typeof one.content === "string");
+
+function read(key) {
+  try {
+    const found = JSON.parse(local.getItem(key));
+    return sound(found) ? found : null;
+  } catch {
+    return null; // not ours, or broken off
+  }
+}
+
+/** Every conversation, those that changed last first. */
+export function all() {
+  const keys = Array.from({ length: local.length }, (_, i) => local.key(i));
+  return keys.filter((key) => key?.startsWith(PREFIX)).map(read).filter(Boolean)
+    .sort((a, b) => b.changed - a.changed);
+}
+
+/** A conversation by its id; null where there is none. */
+export const find = (id) => read(PREFIX + id);
+
+/** Keep a conversation; false where the browser has no room for it. */
+export function keep(conversation) {
+  try {
+    local.setItem(PREFIX + conversation.id, JSON.stringify(conversation));
+    return true;
+  } catch {
+    return false;
+  }
+}
+
+export const drop = (id) => local.removeItem(PREFIX + id);
+
+/** Whether a change in another tab, of this key, is one of conversations. */
+export const concerns = (key) => key === null || key.startsWith(PREFIX);
+
+/** The conversation that this tab shows, through reloads. */
+export const current = {
+  get: () => tab.getItem(CURRENT),
+  set: (id) => tab.setItem(CURRENT, id),
+};
+
+/** The API key; "" where none was given. */
+export const apiKey = {
+  get: () => tab.getItem(KEY) ?? "",
+  set: (key) => tab.setItem(KEY, key),
+};

@@ -1,0 +1,163 @@
+// The strip: every token of a conversation, and how many heads of which layers hold it. As in the
+// report of `kvcap report`; tokens are only made anew where the conversation is another one.
+
+import { byId, html, number } from "./dom.js";
+
+const STEPS = 5; // of colour
+const BLOCK = 512, LINES = 64; // tokens of a block at most, and where it may end with a line
+const GUIDE = "Point at a token, or move with the arrow keys, to see which layers hold it.";
+const MOVES = { ArrowRight: 1, ArrowDown: 1, ArrowLeft: -1, ArrowUp: -1, PageDown: 20, PageUp: -20 };
+
+const visible = (piece) =>
+  piece === null ? "▢" : piece.replace(/\t/g, "→\t").replace(/\n/g, "↵\n") || "·";
+function spoken(piece) {
+  if (piece === null) return "an unknown token";
+  if (piece.trim()) return piece.trim();
+  return piece.includes("\n") ? "new line" : piece ? "space" : "part of a character";
+}
+const step = (count, all) => (count === 0 ? 0 : Math.ceil((STEPS * count) / all));
+const sum = (numbers) => numbers.reduce((a, b) => a + b, 0);
+
+/** A group's layers in words: `layer 3`, `layers 4–7`, or each where they are no neighbours. */
+function named({ layers, capped }) {
+  const [first, last] = [layers[0], layers.at(-1)];
+  const words = layers.length === 1 ? `layer ${first}`
+    : last - first === layers.length - 1 ? `layers ${first}–${last}` : `layers ${layers.join(", ")}`;
+  return capped ? words : `windows of ${words}`;
+}
+
+export class Strip {
+  #data = null; // as the server gave it
+  #spans = []; // of each token
+  #shades = []; // the class each has
+  #counts = []; // how many of the chosen heads hold each
+  #all = 0; // the chosen heads
+  #pinned = []; // whether each is
+  #here = -1; // the token that is pointed at
+
+  constructor() {
+    this.box = byId("strip");
+    byId("group").addEventListener("change", () => this.#draw());
+    this.box.addEventListener("keydown", (event) => this.#key(event));
+    this.box.addEventListener("focus", () => this.#point(Math.max(this.#here, 0), true));
+    const under = ({ target }) => {
+      const span = target.closest("#strip .token");
+      if (span) this.#point(Number(span.id.slice(6)));
+    };
+    this.box.addEventListener("pointerover", under);
+    this.box.addEventListener("click", under);
+  }
+
+  /** Show a strip, or none. */
+  show(data) {
+    const begins = this.#data !== null && data !== null && data.session_id === this.#data.session_id &&
+      this.#data.tokens.every((token, i) => token === data.tokens[i]);
+    if (!begins) this.#forget();
+    this.#data = data;
+    byId("strip-shown").hidden = !data?.tokens.length;
+    byId("strip-none").hidden = Boolean(data?.tokens.length);
+    if (!data?.tokens.length) return;
+    const from = this.#spans.length;
+    const made = data.tokens.slice(from).map((piece, i) =>
+      html("span", { id: `token-${from + i}`, role: "option", "aria-selected": "false",
+        "aria-label": piece?.trim() ? null : spoken(piece) }, visible(piece)));
+    for (const span of made) this.#spans.push(span);
+    this.#pinned = new Array(data.tokens.length).fill(false);
+    for (const [start, stop] of data.pinned) this.#pinned.fill(true, start, stop);
+    this.#offer();
+    this.#draw();
+    const follows = this.box.scrollHeight - this.box.clientHeight - this.box.scrollTop < 40;
+    this.#append(made);
+    if (follows) this.box.scrollTop = this.box.scrollHeight;
+  }
+
+  /** In blocks, of which only those in sight are laid out: a conversation may be long. */
+  #append(made) {
+    let block = this.box.lastElementChild;
+    for (const span of made) {
+      const count = block?.childElementCount ?? BLOCK, last = block?.lastElementChild?.textContent ?? "";
+      if (count >= BLOCK || (count >= LINES && last.endsWith("\n"))) {
+        block = html("div", { role: "presentation" });
+        this.box.append(block);
+      }
+      block.append(span);
+    }
+  }
+
+  #forget() {
+    this.box.replaceChildren();
+    this.box.removeAttribute("aria-activedescendant");
+    [this.#spans, this.#shades, this.#here] = [[], [], -1];
+    byId("said").textContent = GUIDE;
+    byId("layers").replaceChildren();
+  }
+
+  #offer() {
+    const select = byId("group"), { groups } = this.#data, labels = groups.map(named);
+    const every = groups.every(({ capped }) => capped) ? "all layers" : "all capped layers";
+    if (select.length === groups.length + 1 && labels.every((label, i) => select[i + 1].text === label)) return;
+    select.replaceChildren(...[every, ...labels].map((label, i) => new Option(label, String(i - 1))));
+  }
+
+  get #chosen() {
+    const { groups } = this.#data, index = Number(byId("group").value);
+    return index < 0 ? groups.filter(({ capped }) => capped) : [groups[index]];
+  }
+
+  #draw() {
+    const chosen = this.#chosen, { tokens } = this.#data;
+    this.#all = sum(chosen.map(({ heads }) => heads));
+    this.#counts = tokens.map((_, i) => sum(chosen.map(({ held }) => held[i])));
+    this.#spans.forEach((span, i) => {
+      const shade = `token s${step(this.#counts[i], this.#all)}${this.#pinned[i] ? " pinned" : ""}`;
+      if (this.#shades[i] === shade) return;
+      span.className = `${shade}${i === this.#here ? " here" : ""}`;
+      this.#shades[i] = shade;
+    });
+    const held = this.#counts.filter((count) => count > 0).length, pins = this.#pinned.filter(Boolean).length;
+    const where = byId("group").value === "-1" ? "any layer" : named(chosen[0]);
+    byId("summary").textContent = `${number(held)} of ${number(tokens.length)} tokens are held by a head of ${where}` +
+      `${pins ? `, ${number(pins)} are pinned` : ""}.`;
+    this.#describe();
+  }
+
+  #describe() {
+    const i = this.#here;
+    if (i < 0) return;
+    const piece = this.#data.tokens[i], count = this.#counts[i];
+    const pin = this.#pinned[i] ? "; it is pinned" : i < this.#data.sinks ? "; the policy never evicts it" : "";
+    const text = `“${spoken(piece)}”: ${count ? `held by ${count} of ${this.#all} heads` : "evicted"}${pin}`;
+    this.#spans[i].setAttribute("aria-label", text);
+    byId("said").textContent = `Token ${number(i + 1)}, ${text}.`;
+    byId("layers").replaceChildren(...this.#data.groups.map((group) =>
+      html("li", { class: `s${step(group.held[i], group.heads)}` },
+        `${named(group).replace(/layers? /, "")}: ${group.held[i]}/${group.heads}`)));
+  }
+
+  #point(i, scroll = false) {
+    if (!this.#spans[i]) return;
+    this.#mark("false", false);
+    this.#here = i;
+    this.#mark("true", true);
+    this.box.setAttribute("aria-activedescendant", this.#spans[i].id);
+    if (scroll) this.#spans[i].scrollIntoView({ block: "nearest" });
+    this.#describe();
+  }
+
+  #mark(selected, here) {
+    this.#spans[this.#here]?.classList.toggle("here", here);
+    this.#spans[this.#here]?.setAttribute("aria-selected", selected);
+  }
+
+  #key(event) {
+    if (event.ctrlKey || event.metaKey || event.altKey) return;
+    const last = this.#spans.length - 1;
+    let to;
+    if (event.key in MOVES) to = this.#here + MOVES[event.key];
+    else if (event.key === "Home") to = 0;
+    else if (event.key === "End") to = last;
+    else return;
+    event.preventDefault();
+    this.#point(Math.min(Math.max(to, 0), last), true);
+  }
+}

@@ -1,0 +1,83 @@
+"""The chat page at `/`, and the strip that it shows.
+
+What the page consists of is read when the server starts, and every file has a route of its own: no
+path of a request reaches the file system. Knows nothing of models.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import BaseRoute, Route
+
+from kvcap.serve.contract import Conversations
+
+PAGE = Path(__file__).parent / "page"
+FILES = {  # by their paths, with their types
+    "": ("index.html", "text/html"),
+    "page/style.css": ("style.css", "text/css"),
+    "page/icon.svg": ("icon.svg", "image/svg+xml"),
+    **{
+        f"page/{name}.js": (f"{name}.js", "text/javascript")
+        for name in ("api", "app", "dom", "markdown", "store", "strip")
+    },
+}
+HEADERS = {
+    # Nothing is loaded from, sent to or framed by anywhere else; no text becomes markup or code.
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
+    "img-src 'self'; connect-src 'self'; base-uri 'none'; form-action 'none'; "
+    "frame-ancestors 'none'; require-trusted-types-for 'script'; trusted-types 'none'",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Permissions-Policy": "camera=(), geolocation=(), microphone=()",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+    "Cache-Control": "no-cache",  # a newer server's page is seen at once
+}
+
+
+OPEN_PATHS = frozenset(f"/{path}" for path in FILES)
+"""What needs no key: files that say nothing of the server."""
+
+
+def page_routes() -> list[BaseRoute]:
+    """The page's files, and what it asks for beside OpenAI's API.
+
+    `conversations` are found in the application's state, and whose a request is in `request.user`.
+    """
+    return [
+        *(_file(f"/{path}", PAGE / name, kind) for path, (name, kind) in FILES.items()),
+        Route("/v1/kvcap/memory", _memory, methods=["GET"]),
+        Route("/v1/kvcap/sessions/{session_id}/strip", _strip, methods=["GET"]),
+    ]
+
+
+def _file(path: str, source: Path, kind: str) -> Route:
+    content = source.read_bytes()
+    tag = f'"{hashlib.sha256(content).hexdigest()[:32]}"'
+
+    async def give(request: Request) -> Response:
+        headers = {**HEADERS, "ETag": tag}
+        if tag in request.headers.get("if-none-match", ""):
+            return Response(status_code=304, headers=headers)
+        return Response(content, media_type=kind, headers=headers)
+
+    return Route(path, give, methods=["GET"])
+
+
+async def _memory(request: Request) -> Response:
+    """The policy and the slots that every conversation has, as `{policy, budget}`."""
+    conversations: Conversations = request.app.state.conversations
+    found = conversations.figures()
+    return JSONResponse({"policy": found.policy, "budget": found.budget_tokens})
+
+
+async def _strip(request: Request) -> Response:
+    """A `Strip`; its owner's alone."""
+    conversations: Conversations = request.app.state.conversations
+    found = await conversations.strip(request.user.username, request.path_params["session_id"])
+    headers = {"Cache-Control": "no-store"}
+    return Response(found.model_dump_json(), media_type="application/json", headers=headers)

@@ -1,0 +1,475 @@
+"""The chat page: what its addresses hand out, and conversations in a real browser, headless.
+
+Needs Debian's package chromium.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+from starlette.testclient import TestClient
+from tools import PATIENCE
+
+from kvcap import Runtime
+from kvcap.runtime.errors import ConversationUnknown
+from kvcap.serve.app import Settings, application
+from kvcap.serve.contract import Conversations, Figures
+from kvcap.serve.limits import Limits
+from kvcap.serve.page_routes import FILES, HEADERS, OPEN_PATHS, PAGE, page_routes
+from kvcap.serve.scheduler import Scheduler
+from kvcap.serve.server import Server, bound
+from kvcap.serve.strip import Strip, strip_of
+
+CHROMIUM = os.environ.get("KVCAP_CHROMIUM") or shutil.which("chromium")
+SOON = 1000 * PATIENCE  # milliseconds
+FACT = "Please remember: the code for the blue door is 4821."
+QUESTION = "What is the code for the blue door?"
+LONG = "Seven kinds of mosses survive the cold near Porto. Tall grasses attract many bees. " * 6
+KEYS = ("a-key", "another-key")
+
+in_browser = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium: apt-get install chromium")
+
+
+@pytest.fixture(scope="module")
+def runtime() -> Runtime:
+    return Runtime.from_pretrained("pocket", kv_budget_tokens=128, policy="keydiff-window")
+
+
+def serving(conversations: Conversations, *keys: str) -> Server:
+    settings = Settings("pocket", keys=keys, defaults={"max_new_tokens": 64}, open_paths=OPEN_PATHS)
+    app = application(conversations, settings, page_routes())
+    return Server(app, bound("127.0.0.1", 0), Limits(), patience_s=0)
+
+
+@pytest.fixture(scope="module")
+def url(runtime) -> Iterator[str]:
+    with serving(Scheduler(runtime)) as server:
+        yield f"{server.url}/"
+
+
+class One:
+    """A conversation of one owner."""
+
+    def __init__(self, owner: str, strip: Strip) -> None:
+        self.owner, self.found = owner, strip
+
+    async def strip(self, owner: str, session_id: str) -> Strip:
+        if (owner, session_id) != (self.owner, self.found.session_id):
+            raise ConversationUnknown("there is no such conversation")
+        return self.found
+
+    def figures(self) -> Figures:
+        return Figures(policy=self.found.policy, budget_tokens=self.found.budget)
+
+
+@pytest.fixture
+def client(runtime) -> TestClient:
+    """Of a server that asks for keys, and has a conversation of the first's."""
+    owner = hashlib.sha256(KEYS[0].encode()).hexdigest()[:32]
+    one: Any = One(owner, strip_of(runtime.session(), "ada"))
+    settings = Settings("pocket", keys=KEYS, hosts=None, open_paths=OPEN_PATHS)
+    return TestClient(application(one, settings, page_routes()), follow_redirects=False)
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    playwright = pytest.importorskip("playwright.sync_api", reason="no playwright: pip install it")
+    with playwright.sync_playwright() as started:
+        flags = ["--no-sandbox", "--disable-dev-shm-usage"]
+        browser = started.chromium.launch(executable_path=CHROMIUM, args=flags)
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def page(browser) -> Iterator[Any]:
+    """A page that must not complain, of a browser that knows nothing yet."""
+    context = browser.new_context(viewport={"width": 360, "height": 740})
+    page, complaints = context.new_page(), []
+    page.set_default_timeout(SOON)
+    page.on("pageerror", lambda error: complaints.append(str(error)))
+    page.on("console", lambda message: complaints.append(message.text))
+    yield page
+    context.close()
+    assert not [text for text in complaints if "Failed to load resource" not in text]
+
+
+def opened(page: Any, url: str) -> Any:
+    page.goto(url)
+    page.locator("#lead", has_text="keeps").wait_for()
+    return page
+
+
+def write(page: Any, text: str) -> None:
+    page.get_by_role("textbox", name="Your message").fill(text)
+    page.keyboard.press("Enter")
+
+
+def answered(page: Any) -> str:
+    """The answer, once it is there."""
+    page.get_by_role("button", name="Answer again").wait_for()
+    return str(page.locator(".assistant .said").last.inner_text())
+
+
+def say(page: Any, text: str) -> str:
+    write(page, text)
+    page.locator(".user .said").filter(has_text=text).last.wait_for()
+    return answered(page)
+
+
+def kept(page: Any) -> list[dict[str, Any]]:
+    """The conversations in the browser's storage, those that changed last first."""
+    found = page.evaluate("Object.entries(localStorage)")
+    chats = [json.loads(v) for k, v in found if k.startswith("kvcap.conversation.")]
+    return sorted(chats, key=lambda one: -one["changed"])
+
+
+# Addresses
+
+
+def test_the_page_is_a_fixed_list_of_files_under_a_strict_policy(client):
+    """And needs no key."""
+    assert {name for name, _ in FILES.values()} == {path.name for path in PAGE.iterdir()}
+    for path, (name, kind) in FILES.items():
+        found = client.get(f"/{path}")
+        assert found.content == (PAGE / name).read_bytes()
+        assert found.headers["content-type"].startswith(kind)
+        assert {key: found.headers[key] for key in HEADERS} == HEADERS
+        again = client.get(f"/{path}", headers={"If-None-Match": found.headers["etag"]})
+        assert (again.status_code, again.content) == (304, b"")
+    policy = HEADERS["Content-Security-Policy"]
+    assert policy.startswith("default-src 'none'")
+    assert "require-trusted-types-for 'script'" in policy
+    assert "unsafe" not in policy
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["/page", "/page/", "/page/../page_routes.py", "/page/%2e%2e/strip.py", "/page/..%2fstrip.py",
+     "/page//app.js", "/page/app.js/", "//etc/passwd", "/page/APP.JS", "/index.html"],
+)  # fmt: skip
+def test_nothing_else_is_handed_out(client, path):
+    assert client.get(path).status_code == 401
+    client.headers["Authorization"] = f"Bearer {KEYS[0]}"
+    assert client.get(path).status_code in (307, 404)
+    assert client.post("/").status_code == 405
+
+
+def test_the_page_has_no_way_to_make_markup_of_a_text():
+    """The browser refuses these, too (Trusted Types); nothing is there that asks for them."""
+    for path in PAGE.glob("*.js"):
+        text = path.read_text()
+        for name in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval("):
+            assert name not in text, f"{path.name} has {name}"
+    html = (PAGE / "index.html").read_text()
+    assert "<style" not in html
+    assert " style=" not in html
+    assert html.count("<script") == 1
+
+
+def test_a_strip_is_its_owners(client, runtime):
+    strip, memory = "/v1/kvcap/sessions/ada/strip", "/v1/kvcap/memory"
+    assert [client.get(path).status_code for path in (strip, memory)] == [401, 401]
+    client.headers["Authorization"] = f"Bearer {KEYS[1]}"
+    assert client.get(strip).status_code == 404
+    client.headers["Authorization"] = f"Bearer {KEYS[0]}"
+    assert client.get(strip).json() == strip_of(runtime.session(), "ada").model_dump(mode="json")
+    assert client.get(memory).json() == {"policy": "keydiff-window", "budget": 128}
+
+
+# Conversations
+
+
+@in_browser
+def test_a_conversation_and_what_is_left_of_it(page, url, runtime):
+    """The words of a session in Python, and its tokens with the heads that hold them."""
+    asked: list[str] = []
+    page.on("request", lambda request: asked.append(request.url))
+    opened(page, url)
+    session = runtime.session()
+    session.set_generation(max_new_tokens=64)
+    for text in (FACT, LONG, QUESTION):
+        assert say(page, text) == "".join(session.send(text))
+    page.get_by_role("button", name="Memory", exact=True).click()
+    page.locator("#held", has_text="128 slots").wait_for()
+    figures = session.stats
+    evicted, read = f"{figures.evicted_tokens} tokens", f"of {figures.seen_tokens} read"
+    assert page.locator("#evicted").inner_text().split("\n") == [evicted, read]
+    expected = strip_of(session, "")
+    spans = page.locator("#strip .token")
+    assert spans.count() == len(expected.tokens) == figures.seen_tokens > 160
+    for label in ("all layers", "layer 3"):
+        page.get_by_label("Layers").select_option(label)
+        groups = expected.groups if label == "all layers" else [expected.groups[3]]
+        heads = sum(group.heads for group in groups)
+        held = [sum(counts) for counts in zip(*(group.held for group in groups), strict=True)]
+        classes = spans.evaluate_all("all => all.map((one) => one.className)")
+        assert classes == [f"token s{-(-5 * count // heads)}" for count in held]
+        assert len(set(held)) > 2
+        told = f"{len(held) - held.count(0)} of {len(held)} tokens are held"
+        assert told in page.locator("#summary").inner_text()
+    assert all(address.startswith(url) for address in asked)
+    assert page.evaluate("document.documentElement.scrollWidth - innerWidth") <= 0
+    page.keyboard.press("Escape")
+    assert page.evaluate("document.documentElement.scrollWidth - innerWidth") <= 0
+
+
+@pytest.mark.slow
+@in_browser
+def test_the_strip_is_read_by_keys(page, url):
+    opened(page, url).set_viewport_size({"width": 1300, "height": 800})
+    say(page, FACT)
+    strip = page.get_by_role("listbox", name="Tokens of the conversation")
+    strip.focus()
+    page.keyboard.press("End")
+    last = strip.get_by_role("option", selected=True)
+    assert "held by 12 of 12 heads" in last.get_attribute("aria-label")
+    assert page.locator("#layers li").all_inner_texts() == [f"{i}: 2/2" for i in range(6)]
+    page.keyboard.press("Home")
+    assert "<|bos|>" in last.get_attribute("aria-label")
+    assert strip.get_attribute("aria-activedescendant") == "token-0"
+
+
+@in_browser
+def test_a_pinned_message_stays(page, url):
+    opened(page, url)
+    say(page, FACT)
+    page.get_by_role("button", name="Pin").click()
+    assert page.get_by_role("button", name="Pinned").get_attribute("aria-pressed") == "true"
+    say(page, LONG)
+    say(page, LONG)
+    page.locator("#strip .pinned").first.wait_for(state="attached")
+    pinned = page.locator("#strip .pinned").evaluate_all(
+        "all => all.map((one) => [one.textContent, one.className])"
+    )
+    assert FACT in "".join(text for text, _ in pinned)
+    assert {name for _, name in pinned} == {"token s5 pinned"}
+    assert kept(page)[0]["pins"] == [0]
+
+
+@pytest.mark.slow
+@in_browser
+def test_conversations_are_kept_in_this_browser(page, url):
+    opened(page, url)
+    first = say(page, FACT)
+    page.reload()
+    assert answered(page) == first
+    page.get_by_role("button", name="Conversations").click()
+    page.get_by_role("button", name="New conversation").click()
+    say(page, "Hello!")
+    assert [one["messages"][0]["content"] for one in kept(page)] == ["Hello!", FACT]
+    page.get_by_role("button", name="Conversations").click()
+    page.get_by_role("button", name=FACT[:40]).first.click()
+    assert answered(page) == first
+    page.locator("#strip .token").first.wait_for(state="attached")
+    page.get_by_role("button", name="Conversations").click()
+    page.get_by_role("button", name="Delete “Hello!”").click()
+    assert [one["messages"][0]["content"] for one in kept(page)] == [FACT]
+    page.keyboard.press("Escape")
+    page.get_by_role("button", name="Undo").click()
+    page.locator(".user .said", has_text="Hello!").wait_for()
+    assert len(kept(page)) == 2
+    page.evaluate("localStorage.setItem('kvcap.conversation.x', '{\"id\": 1}')")
+    opened(page, url)
+    page.locator(".user .said", has_text="Hello!").wait_for()  # what is not ours is left alone
+
+
+SLOWLY = """{
+  const plain = fetch;
+  window.fetch = async (path, options) => {
+    const found = await plain(path, options);
+    if (!path.endsWith('completions')) return found;
+    const slow = new TransformStream({
+      transform: async (piece, to) => {
+        to.enqueue(piece);
+        await new Promise((go) => {
+          window.next = go;
+          options.signal.addEventListener('abort', go);
+        });
+      },
+    });
+    return new Response(found.body.pipeThrough(slow), found);
+  };
+}"""  # a piece for every window.next()
+
+
+@in_browser
+def test_an_answer_is_stopped_and_given_again(page, url):
+    page.add_init_script(SLOWLY)
+    opened(page, url)
+    write(page, FACT)
+    page.get_by_text("Okay", exact=False).wait_for()
+    page.keyboard.press("Escape")
+    page.get_by_text("Stopped. The answer so far stays").wait_for()
+    begun = answered(page)
+    assert kept(page)[0]["messages"][-1]["content"].strip() == begun
+    page.evaluate("window.next = null; setInterval(() => window.next?.(), 1)")
+    page.get_by_role("button", name="Answer again").click()
+    page.get_by_role("button", name="Stop").wait_for(state="hidden")
+    whole = answered(page)
+    assert whole.startswith(begun)
+    assert len(whole) > len(begun)
+    assert [one["role"] for one in kept(page)[0]["messages"]] == ["user", "assistant"]
+
+
+@pytest.mark.slow
+@in_browser
+def test_what_is_stopped_before_it_is_answered_is_taken_back(page, url):
+    opened(page, url)
+    page.route("**/v1/chat/completions", lambda route: None)  # it is read, and read
+    write(page, FACT)
+    page.get_by_text("Reading").wait_for()
+    page.get_by_role("button", name="Stop").click()
+    page.get_by_text("the message is taken back").wait_for()
+    assert page.get_by_role("textbox").input_value() == FACT
+    assert page.locator(".said").count() == 0
+    assert kept(page) == []
+    page.unroute("**/v1/chat/completions")
+    page.keyboard.press("Enter")
+    assert "4821" in answered(page)
+
+
+def fulfilled(given: dict[str, Any], route: Any) -> None:
+    route.fulfill(**given)
+
+
+@pytest.mark.slow
+@in_browser
+def test_refusals_are_told_and_nothing_is_lost(page, url):
+    opened(page, url)
+    say(page, "Hello!")
+    busy = {"error": {"message": "16 requests wait already"}}
+    for status, headers, body, told in (
+        (429, {"Retry-After": "3"}, json.dumps(busy), "16 requests wait already. Try again in 3"),
+        (502, {}, "<h1>Bad gateway</h1>", "The server answered 502"),
+        (200, {}, 'data: {"error": {"message": "memory is full"}}\n\n', "Memory is full."),
+        (200, {}, 'data: {"choices": []}\n\n', "The answer broke off"),
+    ):
+        given = {"status": status, "headers": headers, "body": body}
+        page.route("**/v1/chat/completions", partial(fulfilled, given))
+        write(page, FACT)
+        page.get_by_role("alert").get_by_text(told).wait_for()
+        assert page.get_by_role("textbox").input_value() == FACT
+        page.unroute("**/v1/chat/completions")
+    page.route("**/v1/chat/completions", lambda route: route.abort())
+    page.get_by_role("button", name="Answer again").click()
+    page.get_by_role("alert").get_by_text("cannot be reached").wait_for()
+    assert page.locator(".said").count() == 2, "the former answer stays"
+    page.unroute("**/v1/chat/completions")
+    page.get_by_role("textbox").fill(FACT)
+    page.get_by_role("textbox").press("Enter")
+    page.locator(".said").nth(3).wait_for()
+    assert answered(page)
+
+
+@in_browser
+def test_a_key_is_asked_for_and_stays_in_the_tab(page, runtime):
+    with serving(Scheduler(runtime), *KEYS) as server:
+        page.goto(server.url)
+        for key in ("wrong", KEYS[1]):
+            page.get_by_label("API key").fill(key)
+            page.get_by_role("button", name="Use this key").click()
+            if key == "wrong":
+                page.get_by_text("does not take the key").wait_for()
+        page.locator("#lead", has_text="keeps").wait_for()
+        assert say(page, "Hello!")
+        page.reload()
+        page.locator("#lead", has_text="keeps").wait_for()
+        assert KEYS[1] not in json.dumps(page.evaluate("Object.entries(localStorage)"))
+        other = page.context.new_page()
+        other.set_default_timeout(SOON)
+        other.goto(server.url)
+        other.get_by_role("button", name="Not now").click()
+        other.get_by_role("alert").get_by_text("Without its key").wait_for()
+
+
+# Answers as elements
+
+DRAWN = """async ({ text, steps }) => {
+  const { Growing } = await import('./page/markdown.js');
+  const box = document.createElement('div'), growing = new Growing(box);
+  for (const step of steps ?? [text.length]) growing.update(text.slice(0, step));
+  return box.innerHTML;
+}"""
+
+
+MADE = """async (text) => {
+  const { Growing } = await import('./page/markdown.js');
+  const box = document.createElement('div');
+  new Growing(box).update(text);
+  return [...box.querySelectorAll('*')].map((one) => [one.localName,
+    Object.fromEntries([...one.attributes].map(({ name, value }) => [name, value]))]);
+}"""
+
+
+def drawn(page: Any, text: str, steps: list[int] | None = None) -> str:
+    return str(page.evaluate(DRAWN, {"text": text, "steps": steps}))
+
+
+@pytest.fixture
+def blank(page, url) -> Any:
+    page.goto(f"{url}page/icon.svg")
+    page.goto(url)
+    return page
+
+
+ELEMENTS = {"p", "a", "pre", "code", "div", "table", "thead", "tbody", "tr", "th", "td"}
+LINK = 'target="_blank" rel="noopener noreferrer nofollow"'
+
+
+@in_browser
+def test_answers_become_elements(blank):
+    for text, expected in {
+        "a\nb": "<p>a<br>b</p>",
+        "# A #\ntext": "<h3>A</h3><p>text</p>",
+        "**a *b* c** _d_ ~~e~~ `f *g*`": "<p><strong>a <em>b</em> c</strong> <em>d</em> "
+        "<del>e</del> <code>f *g*</code></p>",
+        "snake_case_name, 2 * 3 * 4, \\*a\\*, **": "<p>snake_case_name, 2 * 3 * 4, *a*, **</p>",
+        "- a\n- b\n  1. c\n\n     d": "<ul><li>a</li><li>b<ol><li><p>c</p><p>d</p></li></ol></li>"
+        "</ul>",
+        "3. a\n4. b": '<ol start="3"><li>a</li><li>b</li></ol>',
+        "> a\n> > b": "<blockquote><p>a</p><blockquote><p>b</p></blockquote></blockquote>",
+        "```py\n<b>\n\n*x*\n```\nc": '<pre tabindex="0" aria-label="Code in py"><code>&lt;b&gt;'
+        "\n\n*x*</code></pre><p>c</p>",
+        "a\n\n***\nb": "<p>a</p><hr><p>b</p>",
+        "[a](https://b.example/c_(d)) https://e.example/f.": f'<p><a href="https://b.example/c_(d)"'
+        f' title="https://b.example/c_(d)" {LINK}>a</a> <a href="https://e.example/f" '
+        f'title="https://e.example/f" {LINK}>https://e.example/f</a>.</p>',
+    }.items():
+        assert drawn(blank, text) == expected
+    table = drawn(blank, "| a | b |\n|:--|--:|\n| 1 | 2 |\n")
+    assert '<th class="right" scope="col">b</th>' in table
+    assert "<tbody><tr><td>1</td>" in table
+
+
+@in_browser
+def test_no_text_becomes_markup_or_leads_elsewhere(blank):
+    hostile = [
+        "<img src=x onerror=alert(1)>", "<script>alert(1)</script>", "[a](javascript:alert(1))",
+        "[a](JaVaScRiPt:alert(1))", "[a](data:text/html,<script>)", "[a](/v1/models)",
+        "![a](https://b.example/c.png)", '[a](https://b.example "onclick=x")', "<https://a.example>",
+        "[a](https://b.example/\" onclick='x')", "```<b>\n</code><b>", "|<b>|\n|-|\n|<b>|",
+    ]  # fmt: skip
+    for text in hostile:
+        for name, attributes in blank.evaluate(MADE, text):
+            assert name in ELEMENTS
+            assert not set(attributes) - {"href", "title", "target", "rel", "class", "role",
+                                          "scope", "tabindex", "aria-label"}  # fmt: skip
+            assert attributes.get("href", "https://").startswith("https://")
+
+
+@in_browser
+def test_long_and_growing_texts(blank):
+    """What repeats without end is read in time that grows with its length, not with its square."""
+    for letter in ("*", "_", "`", "[", "![", "> ", "- ", "<", "\\", "*a_", "[a](", "|", "#", "~~a"):
+        for text in (letter * (30_000 // len(letter)), f"{letter}\n" * 3000):
+            assert "end" in drawn(blank, f"{text}\n\nend")
+    text = f"# A\n\n- b **c**\n- d\n\n```\ne\n```\n\n> f {'g ' * 20}\n\nh"
+    assert drawn(blank, text, [*range(len(text)), len(text)]) == drawn(blank, text)
