@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import os
 from array import array
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -74,10 +73,7 @@ class Session:
         self.runtime = runtime
         self.system = system
         self.messages: list[Message] = []
-        self.generation = copy.deepcopy(generation or runtime.generation)
-        for name in settings.OURS:
-            if not hasattr(self.generation, name):  # transformers' have others only
-                setattr(self.generation, name, None)
+        self.generation = settings.copied(generation or runtime.generation)
         self.turn: Turn | None = None
         """The last answer, once it has begun; None before the first."""
         self.notice: str | None = None
