@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import sys
 from dataclasses import dataclass
@@ -204,10 +205,8 @@ def serve_command(
     server = opened(model, address, load, backend, budget, running, sampling, Output(quiet=quiet))
     # uvicorn hears SIGTERM itself and raises it again once all is saved: then the end is a good one
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-    try:
+    with contextlib.suppress(KeyboardInterrupt):
         server.run()
-    except KeyboardInterrupt:
-        pass
     if not quiet:
         say("the server has ended")
 
@@ -234,6 +233,7 @@ def opened(
         from kvcap.serve.admission import open_conversations
         from kvcap.serve.app import LOOPBACK, Settings, application
         from kvcap.serve.limits import Limits
+        from kvcap.serve.page_routes import OPEN_PATHS, page_routes
         from kvcap.serve.server import Server, bound, is_loopback
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] == "kvcap":
@@ -253,6 +253,7 @@ def opened(
         address.keys(),
         (*LOOPBACK, address.host) if is_loopback(address.host) else None,
         sampling.given(),
+        OPEN_PATHS,
     )
     listening = bound(address.host, address.port)
     try:
@@ -268,7 +269,7 @@ def opened(
             folder=load.keep,
             disk_cap=load.keep_cap,
         )
-        server = Server(application(found.scheduler, settings), listening, limits)
+        server = Server(application(found.scheduler, settings, page_routes()), listening, limits)
     except BaseException:
         listening.close()
         raise
