@@ -14,6 +14,7 @@ KvcapError
 ├── ModelNotFound           no directory, repository or config of that name
 ├── ModelFilesBroken        a model's files are missing, broken, or would have to run code
 ├── ChatTemplateMissing     the tokenizer has no chat template, or none that can be used
+├── SchemaRefused           answers cannot be held to a JSON schema or regular expression
 ├── StoreFailed             the file for evicted tokens cannot be made
 ├── PinsTooLarge            pinned tokens need more slots than a head has; nothing was read
 ├── SessionNotSaved         the session's file cannot be written; an earlier one is as it was
@@ -101,6 +102,10 @@ class ModelFilesBroken(KvcapError, ValueError):
 
 class ChatTemplateMissing(KvcapError, ValueError):
     """The tokenizer has no chat template, or one that fails or whose turns cannot be told apart."""
+
+
+class SchemaRefused(KvcapError, ValueError):
+    """Answers cannot be held to a JSON schema or a regular expression; the message says why."""
 
 
 class StoreFailed(KvcapError, OSError):

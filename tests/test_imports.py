@@ -24,6 +24,7 @@ ONLY_IN = {  # heavy or optional packages, and the one place each is imported
     "onnx": {"export", "runtime"},
     "onnxruntime": {"export", "runtime"},
     "optimum": {"export"},
+    "llguidance": {"runtime"},
     "starlette": {"android_bench"},
     "adbutils": {"android_bench"},
     "matplotlib": {"evals", "android_bench"},

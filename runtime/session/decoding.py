@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import copy
+import math
 import time
 import warnings
 from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from tokenizers.decoders import DecodeStream
 
 from kvcap.runtime.session import settings
 from kvcap.runtime.session.engine import Engine, Loop
+from kvcap.runtime.session.guide import Guide
+from kvcap.runtime.session.logprobs import Logprob, Pending, TokenTexts
 from kvcap.runtime.session.stats import Turn
 
 MAX_NEW_TOKENS = 512
@@ -26,6 +31,21 @@ class Read(NamedTuple):
     likeliest: bool
 
 
+@dataclass
+class Written:
+    """An answer as far as it was written."""
+
+    pieces: list[str] = field(default_factory=list)  # of text
+    tokens: list[int] = field(default_factory=list)  # without one that ended it
+    logprobs: list[Logprob] = field(default_factory=list)  # of the tokens of `pieces`, if asked for
+    prompt: Sequence[int] = ()  # the last tokens of what it answers
+
+    @property
+    def text(self) -> str:
+        """All of it."""
+        return "".join(self.pieces)
+
+
 class Decoding:
     """Makes answers through one loop, one after the other.
 
@@ -39,6 +59,8 @@ class Decoding:
         self.together = False
         """Tokens are asked for (`Read`) rather than read here."""
         self._warned = False  # of positions beyond what the model was trained on
+        self._guide: tuple[Any, Guide] | None = None  # the last one, and what it was made from
+        self._texts: TokenTexts | None = None
 
     def check(self, config: Any, rng: Any, tokens: int, *, emptied: bool = False) -> None:
         """Refuse a prompt that cannot be answered; nothing is changed.
@@ -52,12 +74,32 @@ class Decoding:
         Raises:
             ValueError: a setting has a value that it cannot have.
             UnsupportedModel: a setting needs a cache that can be reordered.
+            SchemaRefused, ExtraMissing: answers cannot be held to the schema or expression.
             MemoryCapExceeded: nothing may be evicted, and the prompt does not fit.
             SessionBroken: a forward pass failed half-way.
         """
         settings.check(settings.as_dict(config))
+        self.guide(settings.end_tokens(config), settings.shapes(config))
         self.engine.sampler(config, rng)
         self.loop.check_room(tokens, answer_limit(config), emptied=emptied)
+
+    def guide(self, ends: frozenset[int], shapes: dict[str, Any]) -> Guide | None:
+        """What holds answers to a schema or an expression; None: nothing does.
+
+        Args:
+            ends: the tokens that end an answer.
+            shapes: those of the settings, by name; see `settings.shapes`.
+
+        Raises:
+            SchemaRefused, ExtraMissing: they cannot be held to it.
+        """
+        if not shapes:
+            self._guide = None
+            return None
+        if self._guide is None or self._guide[0] != (ends, shapes):
+            made = Guide(self.engine.tokenizer, ends, **shapes)
+            self._guide = ((ends, copy.deepcopy(shapes)), made)
+        return self._guide[1]
 
     def answer(
         self,
@@ -65,43 +107,67 @@ class Decoding:
         config: Any,
         rng: Any,
         turn: Turn,
-        said: list[str],
+        written: Written,
         on_block: Callable[[int, int], None] | None,
     ) -> Generator[Any, Any, None]:
-        """Read `ids` and stream the answer, whose pieces join `said`; fills in figures of `turn`.
+        """Read `ids` and stream the answer, which joins `written`; fills in figures of `turn`.
 
         The last token drawn is not read; the cache keeps it as `unread`. Gives pieces of text, and
         a `Read` for every token if they are read `together`.
         """
         engine, loop, cache = self.engine, self.loop, self.loop.cache
         sampler, most = engine.sampler(config, rng), answer_limit(config)
-        ends = settings.end_tokens(config)
-        stream = TextStream(engine.tokenizer, settings.stop_strings(config))
+        ends, stops = settings.end_tokens(config), settings.stop_strings(config)
+        guide = self.guide(ends, settings.shapes(config))
+        if guide is not None:
+            guide.restart()
+            ends |= guide.ends
+        named = special_tokens(engine.tokenizer, stops)  # text streams leave these out
+        stream, pending = TextStream(engine.tokenizer, stops), Pending(written.logprobs)
+        noted = getattr(config, "logprobs", None)
+        if noted is not None and self._texts is None:
+            self._texts = TokenTexts(engine.tokenizer)
         prompt = engine.token_ids(ids)
         start = time.perf_counter()
         logits = loop.prefill(prompt, on_block and (lambda done: on_block(done, len(ids))))
         turn.read_tokens = len(ids)
         # A penalty looks back at this turn only: the history of a conversation has no bound.
         history = prompt[:, -engine.plan.budget_tokens :]
+        # Whether whoever reads tokens may draw the next one, too.
+        likeliest = sampler.likeliest and guide is None and noted is None
         while True:
             self._warn_beyond()
             token: Any = None
             if isinstance(logits, int):
                 number = logits
             else:
-                token = sampler.next(logits, history)
+                allowed = None if guide is None else guide.allowed()
+                token = sampler.next(logits, history, allowed)
                 number = token.item()
             now = time.perf_counter()
             turn.completion_tokens += 1
             if turn.completion_tokens == 1:
                 turn.ttft_s = now - start
             turn.decode_s = now - start - turn.ttft_s
-            ended = number in ends
+            ended = number in ends or number in named
             cache.unread = None if ended else (number, cache.seen)
-            if text := "" if ended else stream.put(number):
-                said.append(text)
-                yield text
-            if ended or stream.stopped:
+            if ended:
+                turn.stop_string = named.get(number)
+            else:
+                written.tokens.append(number)
+                place, text = stream.decoded, stream.put(number)
+                if noted is not None:
+                    assert self._texts is not None
+                    one = self._texts.noted(sampler.logprobs(logits, number, noted))
+                    pending.add(one, place, max(place + 1, stream.decoded))
+                    pending.give(stream.given, stopped=stream.stopped is not None)
+                turn.stop_string = stream.stopped
+                if guide is not None:
+                    guide.take(number)
+                if text:
+                    written.pieces.append(text)
+                    yield text
+            if ended or stream.stopped is not None or (guide is not None and guide.complete):
                 turn.finish_reason = "stop"
                 break
             if turn.completion_tokens >= most:
@@ -116,11 +182,14 @@ class Decoding:
             if not sampler.likeliest:
                 history = engine.append_token(history, token)
             if self.together:
-                logits = yield Read(number, sampler.likeliest)
+                logits = yield Read(number, likeliest)
             else:
                 logits = loop.read(token[:, None])
-        if text := stream.end():
-            said.append(text)
+        text = stream.end()
+        if stream.stopped is None:
+            pending.give(math.inf)
+        if text:
+            written.pieces.append(text)
             yield text
 
     def _warn_beyond(self) -> None:
@@ -152,27 +221,42 @@ class TextStream:
         self._decoder = DecodeStream(skip_special_tokens=True)
         self._stop = [s for s in stop if s]
         self._held = ""
-        self.stopped = False
+        self.decoded = 0
+        """Letters that the tokens so far stand for, held back or not."""
+        self.given = 0
+        """Letters that were given out."""
+        self.stopped: str | None = None
+        """The stop string that was found."""
 
     def put(self, token: int) -> str:
         """The text that is certain after this token, perhaps none."""
-        self._held += self._decoder.step(self._tokenizer, token) or ""
-        for stop in self._stop:
-            head, found, _ = self._held.partition(stop)
-            if found:
-                self.stopped, self._held = True, ""
-                return head
+        piece = self._decoder.step(self._tokenizer, token) or ""
+        self.decoded += len(piece)
+        self._held += piece
+        found = [(place, stop) for stop in self._stop if (place := self._held.find(stop)) >= 0]
+        if found:
+            place, self.stopped = min(found)
+            return self._give(place, dropped=True)
         keep = max((_overlap(self._held, stop) for stop in self._stop), default=0)
-        text, self._held = (
-            self._held[: len(self._held) - keep],
-            self._held[len(self._held) - keep :],
-        )
-        return text
+        return self._give(len(self._held) - keep)
 
     def end(self) -> str:
         """The text that was still held back."""
-        text, self._held = self._held, ""
+        return self._give(len(self._held))
+
+    def _give(self, count: int, *, dropped: bool = False) -> str:
+        """So many letters of what is held back; the others stay so, or are dropped."""
+        text, self._held = self._held[:count], "" if dropped else self._held[count:]
+        self.given += len(text)
         return text
+
+
+def special_tokens(tokenizer: Any, texts: Sequence[str]) -> dict[int, str]:
+    """Those of the texts that are special tokens, by their ids."""
+    if not texts:
+        return {}
+    known = tokenizer.backend_tokenizer.get_added_tokens_decoder()
+    return {id: token.content for id, token in known.items() if token.content in texts}
 
 
 def _overlap(text: str, stop: str) -> int:

@@ -13,6 +13,9 @@ from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 from kvcap.runtime.errors import MemoryCapExceeded, SessionBroken
 from kvcap.runtime.planning.plan import MemoryPlan
 from kvcap.runtime.types import OnFull
@@ -90,8 +93,17 @@ class Sampler(Protocol):
     def likeliest(self) -> bool:
         """Whether that is the likeliest one, whatever came before."""
 
-    def next(self, logits: Any, history: Any) -> Any:
-        """Token ids [1] from logits [1, V], given the tokens so far [1, T]."""
+    def next(self, logits: Any, history: Any, allowed: NDArray[np.bool_] | None = None) -> Any:
+        """Token ids [1] from logits [1, V], given the tokens so far [1, T].
+
+        Only those are drawn that are `allowed`, of the first tokens of the vocabulary; None: any.
+        """
+
+    def logprobs(self, logits: Any, token: int, top: int) -> list[tuple[int, float]]:
+        """The `token` and the `top` likeliest ones with their log probabilities, of logits [1, V].
+
+        By the model's own distribution: temperature and other settings change nothing.
+        """
 
 
 class Loop(ABC):

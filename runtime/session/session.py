@@ -6,13 +6,15 @@ import copy
 import os
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any, get_args
 
 from kvcap.runtime.errors import EmptyPrompt, MemoryCapExceeded, MessagesInvalid
 from kvcap.runtime.interrupts import interrupts_deferred
 from kvcap.runtime.session import settings
-from kvcap.runtime.session.decoding import Decoding
+from kvcap.runtime.session.decoding import Decoding, Written
 from kvcap.runtime.session.engine import Engine
+from kvcap.runtime.session.logprobs import Logprob
 from kvcap.runtime.session.messages import (
     checked_messages,
     message_spans,
@@ -25,6 +27,7 @@ from kvcap.runtime.session.stats import FinishReason, Stats, Turn
 from kvcap.runtime.types import Message, OnFull, Span
 
 REREAD = "the conversation is read again with the next message"
+PROMPT_SEEN = 256  # tokens of a prompt by which an answer is parsed
 
 
 @dataclass(frozen=True)
@@ -85,6 +88,7 @@ class Session:
         """Brings back what the cache held, where that is elsewhere while answers are written."""
         self._decoding = Decoding(runtime, self.loop)
         self._open: Generator[Any, Any, None] | None = None  # the answer being written
+        self._written = Written()  # the last answer
 
     def __repr__(self) -> str:
         plan, count = self.runtime.plan, len(self.messages)
@@ -128,6 +132,17 @@ class Session:
         if value not in get_args(OnFull):
             raise ValueError(f"on_full is {value!r}; use one of {', '.join(get_args(OnFull))}")
         self.loop.on_full = value
+
+    @property
+    def logprobs(self) -> list[Logprob]:
+        """How likely each token of the last answer was, by the model's own distribution.
+
+        Empty unless `set_generation(logprobs=N)` asks for each token with the N likeliest in its
+        place, 0 to 20. It grows as the answer is streamed: a token is in it before the piece is
+        given that has the end of its text. Temperature, penalties, a JSON schema and the other
+        settings change what is drawn, and not this, as in OpenAI's API.
+        """
+        return self._written.logprobs
 
     @property
     def stats(self) -> Stats:
@@ -209,6 +224,7 @@ class Session:
         self.pinned, self.pin_system = set(conversation["pinned"]), conversation["pin_system"]
         self.seed, self.rng = conversation["seed"], rng
         self.turn = self.notice = None
+        self._written = Written()
         unread, since = conversation["unread"], conversation["unread_since"]
         self.cache.unread = (unread[0], since) if unread else None
 
@@ -280,6 +296,7 @@ class Session:
             self.messages = self.messages[:last]
             self.pinned = {index for index in self.pinned if index < last}
             self.turn = self.notice = None
+            self._written = Written()
             self.cache.reset()
         return text
 
@@ -290,17 +307,27 @@ class Session:
             self.cache.reset()
             self.messages, self.pinned = [], set()
             self.turn = self.notice = None
+            self._written = Written()
 
     def set_generation(self, **options: Any) -> None:
         """Change settings from the next answer on; None is the model's default.
 
         temperature, top_p, top_k, min_p, repetition_penalty, max_new_tokens, do_sample, seed,
-        eos_token_id, stop_strings.
+        eos_token_id, stop_strings, logprobs, json_schema, regex.
+
+        Answers are held to `json_schema`, or match the whole of `regex`, where `turn.finish_reason`
+        is 'stop' and `turn.stop_string` None; else they were cut short, as by `max_new_tokens`.
 
         Raises:
             ValueError: no such setting, or a value that it cannot have; nothing is changed.
+            SchemaRefused, ExtraMissing: answers cannot be held to that; nothing is changed.
         """
         settings.check(options)
+        if any(options.get(name) is not None for name in settings.SHAPES):
+            held = settings.as_dict(self.generation) | options
+            settings.check(held)
+            ends = settings.end_tokens(SimpleNamespace(**held))
+            self._decoding.guide(ends, settings.shapes(SimpleNamespace(**held)))
         if "seed" in options:
             self.seed = options.pop("seed")
             self.rng = self.runtime.rng(self.seed)
@@ -308,7 +335,9 @@ class Session:
             options.setdefault("do_sample", temperature > 0)
         elif any(options.get(name) is not None for name in ("top_p", "top_k", "min_p")):
             options.setdefault("do_sample", True)
-        self.generation.update(**options)
+        unknown = self.generation.update(**options)  # to transformers, as some are
+        for name, value in (unknown or {}).items():
+            setattr(self.generation, name, value)
 
     def encode(self, text: str, *, special: bool = False) -> list[int]:
         """Token ids of `text`; `special` lets the tokenizer add its opening token."""
@@ -420,7 +449,8 @@ class Session:
 
     def _answer(self, prompt: Prompt) -> Generator[Any, Any, None]:
         """Answer a prompt; however that ends, the conversation can go on."""
-        before, pieces, settled = self._transcript, list[str](), False
+        before, settled = self._transcript, False
+        written = Written(prompt=prompt.ids[-PROMPT_SEEN:])
         turn = Turn(prompt_tokens=len(prompt.ids))
         start = (0, 0)
 
@@ -428,7 +458,7 @@ class Session:
             nonlocal settled
             with interrupts_deferred():
                 if self.turn is turn and not settled:
-                    self._settle(prompt, before, start, "".join(pieces))
+                    self._settle(prompt, before, start, written.text)
                 settled = True
 
         try:
@@ -439,10 +469,10 @@ class Session:
                     self.cache.pin(prompt.spans)
                     if prompt.transcript is not None:
                         self._transcript = prompt.transcript
-                    self.turn, self.notice = turn, None
+                    self.turn, self.notice, self._written = turn, None, written
                     start = self.cache.seen, self.cache.held
                 yield from self._decoding.answer(
-                    prompt.ids, self.generation, self.rng, turn, pieces, self.on_block
+                    prompt.ids, self.generation, self.rng, turn, written, self.on_block
                 )
             except BaseException as error:
                 turn.finish_reason = turn.finish_reason or _reason(error)

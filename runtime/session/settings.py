@@ -39,9 +39,12 @@ NUMBERS = {
     "min_p": Bounds(float, 0, 1),
     "repetition_penalty": Bounds(float, 0, above=True),
     "max_new_tokens": Bounds(int, 1),
+    "logprobs": Bounds(int, 0, 20),
     "seed": Bounds(int, 0, 2**63 - 1),
 }
-NAMES = (*NUMBERS, "do_sample", "eos_token_id", "stop_strings")
+SHAPES = ("json_schema", "regex")
+"""What a whole answer is held to: at most one of them."""
+NAMES = (*NUMBERS, "do_sample", "eos_token_id", "stop_strings", *SHAPES)
 
 
 def check(settings: Mapping[str, Any]) -> None:
@@ -64,17 +67,30 @@ def check(settings: Mapping[str, Any]) -> None:
             ids = value if isinstance(value, (list, tuple)) else [value]
             token = Bounds(int, 0)
             allowed, fits = "a token id or a list of them", all(map(token.holds, ids))
+        elif name == "json_schema":
+            allowed = "a dictionary, {'type': 'object'} for any JSON object, or True for any JSON"
+            fits = isinstance(value, dict) or value is True
+        elif name == "regex":
+            allowed, fits = "a regular expression as a text", isinstance(value, str)
         else:
             texts = [value] if isinstance(value, str) else value
             fits = isinstance(texts, (list, tuple)) and all(isinstance(x, str) for x in texts)
             allowed = "a text or a list of them"
         if not fits:
             raise ValueError(f"{name}={value!r} will not work; use {allowed}")
+    if all(settings.get(name) is not None for name in SHAPES):
+        raise ValueError("an answer is held to json_schema or to regex; set one of them to None")
 
 
 def as_dict(config: Any) -> dict[str, Any]:
     """All settings but the seed, as `config` has them."""
     return {name: getattr(config, name, None) for name in NAMES if name != "seed"}
+
+
+def shapes(config: Any) -> dict[str, Any]:
+    """What answers are held to, by the name of the setting; empty where nothing holds them."""
+    found = {name: getattr(config, name, None) for name in SHAPES}
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def end_tokens(config: Any) -> frozenset[int]:

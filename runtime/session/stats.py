@@ -19,6 +19,7 @@ class Turn:
     completion_tokens: int = 0
     evicted_tokens: int = 0  # while the prompt was read and the answer written
     finish_reason: FinishReason | None = None  # None: it is still being written
+    stop_string: str | None = None  # the text of `stop_strings` that ended it
     ttft_s: float = 0.0  # from the call to the first token
     decode_s: float = 0.0
 

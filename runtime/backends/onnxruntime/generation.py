@@ -31,6 +31,9 @@ class Generation:
     max_new_tokens: int | None = None
     eos_token_id: int | list[int] | None = None
     stop_strings: str | list[str] | None = None
+    logprobs: int | None = None
+    json_schema: dict[str, Any] | bool | None = None
+    regex: str | None = None
 
     @classmethod
     def of(cls, given: dict[str, Any]) -> Generation:
@@ -67,14 +70,42 @@ class Sampler:
         """Whether the likeliest token is drawn, whatever came before."""
         return self.greedy and self.config.repetition_penalty in (None, 1.0)
 
-    def next(self, logits: Floats, history: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Token ids [1] from logits [1, V]; a repetition penalty looks at `history` [1, T]."""
-        scores = self.scores(logits[0].astype(np.float32), history[0])
+    def next(
+        self,
+        logits: Floats,
+        history: NDArray[np.int64],
+        allowed: NDArray[np.bool_] | None = None,
+    ) -> NDArray[np.int64]:
+        """Token ids [1] from logits [1, V]; a repetition penalty looks at `history` [1, T].
+
+        Args:
+            logits: of the next token.
+            history: the tokens so far.
+            allowed: of the first tokens of the vocabulary, those that may be drawn, and no others;
+                None: any.
+        """
+        found = logits[0].astype(np.float32)
+        if allowed is not None:
+            known = min(len(allowed), len(found))
+            found[:known][~allowed[:known]] = -np.inf
+            found[known:] = -np.inf
+        scores = self.scores(found, history[0])
         if self.greedy:
             return np.array([int(scores.argmax())])
         mass = _softmax(scores).astype(np.float64).cumsum()
         place = np.searchsorted(mass, self.rng.random() * mass[-1], side="right")
         return np.array([min(int(place), len(mass) - 1)])
+
+    def logprobs(self, logits: Floats, token: int, top: int) -> list[tuple[int, float]]:
+        """The `token` and the `top` likeliest ones, each with its log probability.
+
+        By the model's own distribution, whatever the settings; of logits [1, V].
+        """
+        row = logits[0].astype(np.float32)
+        row -= row.max()
+        row -= np.log(np.exp(row).sum())
+        likeliest = np.argsort(-row, kind="stable")[:top]
+        return [(int(number), float(row[number])) for number in (token, *likeliest)]
 
     def scores(self, logits: Floats, history: NDArray[np.int64]) -> Floats:
         """The scores [V] by which the next token is drawn; -inf is never drawn."""

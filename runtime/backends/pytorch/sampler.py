@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import warnings
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from transformers import GenerationConfig
 from transformers.generation import (
@@ -69,8 +71,22 @@ class Sampler:
         """Whether the likeliest token is drawn, whatever came before."""
         return self.greedy and not self.processors
 
-    def next(self, logits: Tensor, history: Tensor) -> Tensor:
-        """Token ids [B] from logits [B, V]; a repetition penalty looks at `history` [B, T]."""
+    def next(
+        self, logits: Tensor, history: Tensor, allowed: NDArray[np.bool_] | None = None
+    ) -> Tensor:
+        """Token ids [B] from logits [B, V]; a repetition penalty looks at `history` [B, T].
+
+        Args:
+            logits: of the next token.
+            history: the tokens so far.
+            allowed: of the first tokens of the vocabulary, those that may be drawn, and no others;
+                None: any.
+        """
+        if allowed is not None:
+            gone = torch.ones(logits.shape[-1], dtype=torch.bool)
+            known = min(len(allowed), len(gone))
+            gone[:known] = torch.from_numpy(~allowed[:known])
+            logits = logits.masked_fill(gone.to(logits.device), float("-inf"))
         if self.likeliest:
             return logits.argmax(-1)
         scores: Tensor = self.processors(history, logits.float())
@@ -78,6 +94,19 @@ class Sampler:
             return scores.argmax(-1)
         weights = scores.softmax(-1).cpu()
         return torch.multinomial(weights, 1, generator=self.generator)[:, 0].to(logits.device)
+
+    def logprobs(self, logits: Tensor, token: int, top: int) -> list[tuple[int, float]]:
+        """The `token` and the `top` likeliest ones, each with its log probability.
+
+        By the model's own distribution, whatever the settings; of logits [1, V].
+        """
+        shares = logits[0].float().log_softmax(-1)
+        likeliest = shares.topk(min(top, len(shares)))
+        own = shares[token].item()
+        return [
+            (token, own),
+            *zip(likeliest.indices.tolist(), likeliest.values.tolist(), strict=True),
+        ]
 
 
 def _processors(config: GenerationConfig, greedy: bool) -> LogitsProcessorList:

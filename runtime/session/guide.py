@@ -1,0 +1,141 @@
+"""Holds an answer to a JSON schema or a regular expression, token by token, by llguidance.
+
+llguidance computes which tokens can follow what was written, so that whatever is drawn among them,
+the answer fits. What it cannot hold exactly it refuses, and nothing is approximated. Knows no
+model; of a tokenizer, the file in which the library `tokenizers` writes it.
+"""
+
+from __future__ import annotations
+
+import json
+from importlib import import_module
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvcap.runtime.errors import ExtraMissing, SchemaRefused
+
+# A space, or a new line and its indentation: a model that is held to JSON, and has nothing to say,
+# else writes white space without end.
+SPACE = r" |\r?\n[ \t]{0,40}"
+STRICT = {"lenient": False, "coerce_one_of": False, "whitespace_pattern": SPACE}
+
+_vocabularies: WeakKeyDictionary[Any, dict[frozenset[int], Any]] = WeakKeyDictionary()
+
+
+class Guide:
+    """Says which tokens an answer may have next, and when it is complete.
+
+    Args:
+        tokenizer: whose vocabulary the answer is written in. Of a vocabulary of 150,000 tokens
+            llguidance keeps an index of some 90 MiB, made once in about two seconds.
+        ends: the tokens that end an answer; where there are none, llguidance names one.
+        json_schema: that the answer fits; True for any JSON.
+        regex: or a regular expression that the whole answer matches.
+
+    Raises:
+        SchemaRefused: it cannot be held exactly, no text fits it, or the tokenizer is of a kind
+            that llguidance does not read.
+        ExtraMissing: llguidance is not installed.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        ends: frozenset[int],
+        json_schema: dict[str, Any] | bool | None = None,
+        regex: str | None = None,
+    ) -> None:
+        self._vocabulary = _vocabulary(tokenizer, ends)
+        self.ends = frozenset[int](self._vocabulary.eos_tokens)
+        """Tokens that end the answer, once it may end."""
+        self._what = "this regular expression" if json_schema is None else "this JSON schema"
+        matcher = library().LLMatcher
+        try:
+            if json_schema is None:
+                grammar = matcher.grammar_from_regex(regex)
+            else:
+                schema = {} if json_schema is True else json_schema
+                text = json.dumps(schema, allow_nan=False)
+                grammar = matcher.grammar_from_json_schema(text, overrides=STRICT)
+            # Beside what is no schema, this refuses keywords that it knows and cannot hold.
+            wrong = matcher.validate_grammar(grammar, self._vocabulary)
+        except (ValueError, TypeError, RecursionError) as error:
+            wrong = str(error)
+        if wrong:
+            # It would hold `oneOf` inexactly, if it were told to.
+            reason = " ".join(wrong.partition(". Enable 'coerce_one_of'")[0].split())
+            raise SchemaRefused(f"answers cannot be held to {self._what}: {reason[:500]}")
+        self._matcher = matcher(self._vocabulary, grammar, log_level=0)
+        self._bits = np.zeros(-(-self._vocabulary.vocab_size // 32), np.int32)
+        self.allowed()  # or refuses what no text fits; and the first answer begins the sooner
+
+    def restart(self) -> None:
+        """Begin another answer."""
+        self._matcher.reset()
+
+    def allowed(self) -> NDArray[np.bool_]:
+        """Which tokens of the tokenizer's vocabulary may come next.
+
+        Raises:
+            SchemaRefused: none; or too much would have to be computed to tell.
+        """
+        if not self._matcher.is_error():
+            self._matcher.unsafe_compute_mask_ptr(self._bits.ctypes.data, self._bits.nbytes)
+        self._check()
+        found = np.unpackbits(self._bits.view(np.uint8), bitorder="little").view(np.bool_)
+        if not found.any():
+            raise SchemaRefused(f"no text fits {self._what}")
+        return found[: self._vocabulary.vocab_size]
+
+    def take(self, token: int) -> None:
+        """Go on behind a token that is allowed."""
+        self._matcher.consume_token(token)
+        self._check()
+
+    @property
+    def complete(self) -> bool:
+        """Whether the answer fits, and no text can follow."""
+        return bool(self._matcher.is_stopped())
+
+    def _check(self) -> None:
+        if self._matcher.is_error():
+            reason = self._matcher.get_error().partition("<state>")[0]
+            if reason.startswith("NoExtension"):
+                raise SchemaRefused(f"no text fits {self._what}")
+            reason = " ".join(reason.split())[:500]
+            raise SchemaRefused(f"answers cannot be held to {self._what}: {reason}")
+
+
+def library() -> Any:
+    """Llguidance itself.
+
+    Raises:
+        ExtraMissing: it is not installed.
+    """
+    try:
+        return import_module("llguidance")
+    except ImportError as error:
+        raise ExtraMissing(
+            f"answers are held to json_schema and regex by llguidance, which is not installed "
+            f"({error}); run: pip install 'kvcap[json]'"
+        ) from error
+
+
+def _vocabulary(tokenizer: Any, ends: frozenset[int]) -> Any:
+    """Llguidance's index of a vocabulary, which all answers of its tokenizer share."""
+    made = _vocabularies.setdefault(tokenizer, {})
+    if ends not in made:
+        kind = library().LLTokenizer
+        backend = tokenizer.backend_tokenizer
+        known = sorted(end for end in ends if end < backend.get_vocab_size())
+        try:
+            made[ends] = kind(backend.to_str(), eos_token=known or None)
+        except (ValueError, RuntimeError) as error:
+            raise SchemaRefused(
+                f"answers of this model cannot be held to anything: llguidance cannot read its "
+                f"tokenizer ({error})"
+            ) from error
+    return made[ends]

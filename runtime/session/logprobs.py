@@ -1,0 +1,97 @@
+"""The log probabilities of an answer's tokens, with the text of each token.
+
+They are of the model's own distribution, as OpenAI's API gives them: temperature, penalties, a JSON
+schema and the other settings change what is drawn, not what is noted. Knows no conversation.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+LEAST = -9999.0  # stands for a probability of 0, of which JSON has no logarithm
+BYTE = re.compile("<0x([0-9A-F]{2})>")
+LOST = "\ufffd"  # what a decoder writes for bytes that are no letter
+
+
+class Logprob(NamedTuple):
+    """A token and how likely it was."""
+
+    token: int
+    text: str
+    bytes: bytes
+    """Those that it stands for, where `text` has no letter for them: one may be of many tokens."""
+    logprob: float
+    """The natural logarithm of its probability."""
+    top: tuple[Logprob, ...] = ()
+    """Of a token that was drawn, the likeliest ones in its place, the likeliest first."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """As OpenAI's API writes it."""
+        return {**self._alone(), "top_logprobs": [one._alone() for one in self.top]}
+
+    def _alone(self) -> dict[str, Any]:
+        return {"token": self.text, "logprob": self.logprob, "bytes": list(self.bytes)}
+
+
+class TokenTexts:
+    """The text and the bytes of single tokens of a tokenizer, as they stand within a text."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer.backend_tokenizer
+        # Some decoders leave out the space that a text begins with, so a token stands behind one.
+        self._before = self._tokenizer.encode("a", add_special_tokens=False).ids[-1:]
+        self._start = len(self._decode(self._before))
+        self._letters = _byte_letters()
+
+    def noted(self, likely: Sequence[tuple[int, float]]) -> Logprob:
+        """The first token, with all others in its place."""
+        one, *top = [self._one(token, logprob) for token, logprob in likely]
+        return one._replace(top=tuple(top))
+
+    def _one(self, token: int, logprob: float) -> Logprob:
+        text = self._decode([*self._before, token])[self._start :]
+        data = self._bytes(token) if LOST in text else text.encode()
+        return Logprob(token, text, data, max(logprob, LEAST))
+
+    def _decode(self, tokens: list[int]) -> str:
+        text: str = self._tokenizer.decode(tokens, skip_special_tokens=False)
+        return text
+
+    def _bytes(self, token: int) -> bytes:
+        """The bytes of a token that is a part of a letter."""
+        piece = self._tokenizer.id_to_token(token) or ""
+        if found := BYTE.fullmatch(piece):
+            return bytes.fromhex(found[1])
+        return bytes(self._letters[x] for x in piece if x in self._letters)
+
+
+class Pending:
+    """Tokens whose text is not given out yet, as it may be a stop string's beginning."""
+
+    def __init__(self, given: list[Logprob]) -> None:
+        self._given = given
+        self._waiting: deque[tuple[int, int, Logprob]] = deque()
+
+    def add(self, one: Logprob, start: int, end: int) -> None:
+        """A token whose text is that from letter `start` to `end` of the answer."""
+        self._waiting.append((start, end, one))
+
+    def give(self, letters: float, *, stopped: bool = False) -> None:
+        """So many letters were given out; of an answer that is `stopped`, no more will be."""
+        while self._waiting:
+            start, end, one = self._waiting[0]
+            if not (start < letters if stopped else end <= letters):
+                return
+            self._given.append(one)
+            self._waiting.popleft()
+
+
+def _byte_letters() -> dict[str, int]:
+    """The byte for each letter that byte-level tokenizers write in its place (of GPT-2)."""
+    plain = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1)]
+    plain += range(ord("®"), ord("ÿ") + 1)
+    others = [byte for byte in range(256) if byte not in plain]
+    return {chr(byte): byte for byte in plain} | {chr(256 + i): b for i, b in enumerate(others)}
