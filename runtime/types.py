@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, Literal
 
 ATTENTION = "kvcap"
 """The name of kvcap's attention function in transformers: `attn_implementation="kvcap"`."""
@@ -17,8 +18,10 @@ PINS = ("sink_tokens", "recent_tokens")
 NEUTRAL = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
 """For each setting of sampling, the value that changes nothing; None means it, too."""
 
-Message = dict[str, str]
-"""A chat message: its `role` and `content`."""
+Message = dict[str, Any]
+"""A chat message: its `role` and `content`; of an assistant that calls tools, `tool_calls`."""
+Tool = Mapping[str, Any]
+"""A tool that a model may call, as OpenAI's API and chat templates describe it."""
 Span = tuple[int, int]
 """The tokens [start, stop) of a conversation, counted in tokens read."""
 OnFull = Literal["evict", "stop", "error"]

@@ -60,7 +60,10 @@ def print_answer(
     if session.turn is None or not begun:  # refused before anything was read
         stats = replace(stats, turn=Turn(finish_reason="cap" if code == CAP else "interrupted"))
     if output.json:
-        print(json.dumps(as_document(stats, text)), flush=True)
+        document = as_document(stats, text)
+        if begun and session.logprobs:
+            document["logprobs"] = [one.as_dict() for one in session.logprobs]
+        print(json.dumps(document), flush=True)
     elif screen is not None and not said and code != CAP:
         screen.end()
     if refused is not None:
@@ -79,9 +82,11 @@ def _print_notice(notice: str | None) -> None:
 def as_document(stats: Stats, text: str) -> dict[str, Any]:
     """The JSON document of one answer; times that were not measured are null."""
     turn = stats.turn or Turn()
+    stopped = {"stop_string": turn.stop_string} if turn.stop_string is not None else {}
     return {
         "text": text,
         "finish_reason": turn.finish_reason,
+        **stopped,
         "usage": {
             "prompt_tokens": turn.prompt_tokens,
             "completion_tokens": turn.completion_tokens,

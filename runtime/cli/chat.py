@@ -53,6 +53,8 @@ ENDED = {
     "full": "ended as the cache was full",
     "error": "failed",
 }
+UNSET = {"stop": "stop_strings", "json_schema": "json_schema", "regex": "regex"}
+"""Settings that `/set NAME` without a value takes back, and what a session calls them."""
 SWITCH = {"on": True, "off": False}
 # A name in quotes, or one whose spaces have backslashes before them; then the question.
 FILE = re.compile(r"""("[^"]+"|'[^']+'|(?:\\ |\S)+)\s*(.*)""", re.DOTALL)
@@ -204,8 +206,8 @@ class Chat:
             if value not in SWITCH:
                 raise ValueError(f"markdown takes on or off; got {value!r}")
             self.markdown = SWITCH[value]
-        elif name == "stop" and not value:
-            self.session.generation.stop_strings = None
+        elif name in UNSET and not value:
+            self.session.set_generation(**{UNSET[name]: None})
         else:
             self.session.set_generation(**Sampling.parse(name, value).given())
         dim(self._setting(name))
@@ -214,7 +216,7 @@ class Chat:
         if name == "markdown":
             return f"markdown = {'on' if self.markdown else 'off'}"
         generation = self.session.generation
-        value = getattr(generation, "stop_strings" if name == "stop" else name, None)
+        value = getattr(generation, UNSET.get(name, name), None)
         if name == "seed":
             value = self.session.seed
         elif name == "max_new_tokens":
@@ -281,12 +283,12 @@ class Chat:
         old = self.session
         before, messages, system, seed = old.runtime, old.messages, old.system, old.seed
         generation, pinned, pin_system = old.generation, old.pinned, old.pin_system
-        on_full = old.on_full
+        on_full, tools = old.on_full, old.tools
 
         def new(runtime: Engine) -> Session:
             session: Session = runtime.session(system, seed=seed, generation=generation)
             session.messages, session.pinned = messages, pinned
-            session.pin_system, session.on_full = pin_system, on_full
+            session.pin_system, session.on_full, session.tools = pin_system, on_full, tools
             return session
 
         with interrupts_deferred():

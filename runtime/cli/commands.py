@@ -16,6 +16,7 @@ import typer
 from kvcap.runtime.cli.console import INFEASIBLE, complain, styled
 from kvcap.runtime.cli.kept_exports import kept_export
 from kvcap.runtime.cli.options import (
+    STDIN,
     Backend,
     Budget,
     Device,
@@ -43,8 +44,6 @@ if TYPE_CHECKING:  # NumPy, tokenizers and more stand behind these
     from kvcap.runtime.session.engine import Engine
     from kvcap.runtime.session.session import Session
 
-STDIN = "-"
-
 
 @grouped
 def chat_command(
@@ -71,6 +70,9 @@ def chat_command(
     from kvcap.runtime.cli.chat import Chat
     from kvcap.runtime.session.messages import render_turn
 
+    if sampling.json_schema == STDIN:
+        raise ValueError("stdin is the conversation; give --json-schema a file")
+    check_logprobs(sampling, output)
     runtime = load(model, backend, budget, running, output)
     render_turn(runtime.tokenizer, None, [{"role": "user", "content": "Hello!"}])  # can it chat?
     session = start_session(runtime, running, sampling)
@@ -139,6 +141,7 @@ def generate_command(
         raise ValueError("--system-prompt needs the chat template; leave --raw out")
     if not prompt.strip():
         raise ValueError("the prompt is empty; give at least one word")
+    check_logprobs(sampling, output)
     runtime = load(model, backend, budget, running, output)
     session = start_session(runtime, running, sampling)
     say = session.complete if raw else session.send
@@ -478,6 +481,12 @@ def start_session(runtime: Engine, running: Running, sampling: Sampling) -> Sess
     if file is not None:
         session.save(file)  # so that a file which cannot be written is known before an answer
     return session
+
+
+def check_logprobs(sampling: Sampling, output: Output) -> None:
+    """Refuse log probabilities that would not be printed."""
+    if sampling.logprobs is not None and not output.json:
+        raise ValueError("--logprobs is printed in the document of --json; add that")
 
 
 def prompt_and_model(

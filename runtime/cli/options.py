@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import inspect
 import os
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields, is_dataclass
 from importlib.util import find_spec
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_type_hi
 import typer
 
 from kvcap.runtime.errors import PlanInfeasible
+from kvcap.runtime.files import as_text, parse_json, read_text
 from kvcap.runtime.models.names import is_export
 from kvcap.runtime.planning.plan import AUTO, Sizes
 from kvcap.runtime.types import PINS, POCKET
@@ -28,6 +30,7 @@ if TYPE_CHECKING:  # PyTorch stands behind it
 ENVIRONMENT = "KVCAP_"
 CONTEXT = inspect.Parameter.POSITIONAL_OR_KEYWORD
 DEFAULT_POLICY = "keydiff"
+STDIN = "-"
 
 
 def option(*names: str, help: str, **settings: Any) -> Any:
@@ -165,6 +168,29 @@ def _preset_names(folder: Path) -> Iterator[str]:
             match node:
                 case ast.AnnAssign(target=ast.Name(id="presets"), value=ast.Dict(keys=keys)):
                     yield from (ast.literal_eval(key) for key in keys if key is not None)
+
+
+def read_schema(given: str) -> dict[str, Any]:
+    """A JSON schema from a file, from stdin for '-', or from the text itself if that is in braces.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if given.lstrip().startswith("{"):
+        name, text = "--json-schema", given
+    elif given == STDIN:
+        name, text = "stdin", as_text(sys.stdin.buffer.read(), "stdin")
+        if not text.strip():
+            raise ValueError("stdin is empty, or was the prompt; give the JSON schema in a file")
+    else:
+        name, text = repr(given), read_text(given)
+    try:
+        found = parse_json(text)
+    except ValueError as error:
+        raise ValueError(f"there is no JSON schema in {name}: {error}") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"there is no JSON schema in {name}: it is no object, in braces")
+    return found
 
 
 Model = Annotated[
@@ -467,10 +493,39 @@ class Sampling:
         list[str] | None,
         option("--stop", metavar="TEXT", help="End the answer before this text; repeatable."),
     ] = None
+    json_schema: Annotated[
+        str | None,
+        option(
+            "--json-schema",
+            metavar="FILE",
+            help="Hold answers to the JSON schema in a file; - is stdin, and a text in braces is "
+            "the schema itself.",
+        ),
+    ] = None
+    regex: Annotated[
+        str | None,
+        option("--regex", metavar="TEXT", help="Or to a regular expression, which they match."),
+    ] = None
+    logprobs: Annotated[
+        int | None,
+        option(
+            "--logprobs",
+            min=0,
+            max=20,
+            metavar="N",
+            help="With --json: how likely each token was, and the N likeliest in its place.",
+        ),
+    ] = None
 
     def given(self) -> dict[str, Any]:
-        """The settings that were given, under the names that `Session.set_generation` takes."""
+        """The settings that were given, under the names that `Session.set_generation` takes.
+
+        Raises:
+            ValueError: there is no JSON schema where one was said to be.
+        """
         values = {f.name: getattr(self, f.name) for f in fields(self)}
+        if self.json_schema is not None:
+            values["json_schema"] = read_schema(self.json_schema)
         values["stop_strings"] = values.pop("stop") or None
         return {name: value for name, value in values.items() if value is not None}
 
@@ -483,6 +538,10 @@ class Sampling:
         """
         if name == "stop":
             return cls(stop=[text])
+        if name == "json_schema":
+            return cls(json_schema=text)
+        if name == "regex":
+            return cls(regex=text)
         kind, limits = get_args(get_type_hints(cls, include_extras=True)[name])
         number: type = get_args(kind)[0]
         low, high = limits.min, limits.max

@@ -234,14 +234,15 @@ def check_conversation(file: SessionFile, vocabulary: int) -> None:
     """
     said = file.facts["conversation"]
     messages = said["messages"]
-    if any(n >= len(messages) or messages[n]["role"] != "user" for n in said["pinned"]):
-        raise file.corrupt("a message is pinned that the user did not send")
+    if any(n >= len(messages) for n in said["pinned"]):
+        raise file.corrupt("a message is pinned that is none of the conversation")
     if any(token >= vocabulary for token in said["unread"]):
         raise file.corrupt(f"a token is unread that is none of the model's {vocabulary:,}")
     if any(start >= stop for start, stop in file.facts["pinned_spans"]):
         raise file.corrupt("pinned tokens end before they begin")
     try:
-        json.dumps([messages, said["system"]], ensure_ascii=False).encode()
+        told = [messages, said["system"], said.get("tools")]
+        json.dumps(told, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
         raise file.corrupt("what was said is no Unicode text") from error
 

@@ -6,19 +6,24 @@ that both begin with are those up to its end.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+import json
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from kvcap.runtime.errors import ChatTemplateMissing, EmptyPrompt, MessagesInvalid
 from kvcap.runtime.session.chat_template import TemplateFailed, render_template
-from kvcap.runtime.types import Message, Span
+from kvcap.runtime.types import Message, Span, Tool
 
-ROLES = ("system", "user", "assistant")
+ROLES = ("system", "user", "assistant", "tool")
+ALSO = {"assistant": ("tool_calls",), "tool": ("tool_call_id", "name")}
+"""What a message of a role may have beside its `role` and `content`."""
 MARK = "\u2402answer\u2403"  # stands for the answer that is already in the cache
 
 
 def checked_messages(said: Any) -> list[Message]:
-    """The messages given to `Session.send`, checked: a user's comes last, a system prompt first.
+    """The messages given to `Session.send`, checked.
+
+    A user's or a tool's comes last, a system prompt first.
 
     Raises:
         MessagesInvalid: neither a text nor such messages, naming the first that is wrong.
@@ -34,12 +39,12 @@ def checked_messages(said: Any) -> list[Message]:
     if not said:
         raise EmptyPrompt("there are no messages; give at least one of the user")
     found = [_checked_message(index, one) for index, one in enumerate(said)]
-    if found[-1]["role"] != "user":
+    if found[-1]["role"] not in ("user", "tool"):
         raise MessagesInvalid(
             f"the last message is of the {found[-1]['role']}; it must be of the user, who is to be "
-            "answered"
+            "answered, or of a tool"
         )
-    if not found[-1]["content"].strip():
+    if found[-1]["role"] == "user" and not found[-1]["content"].strip():
         raise EmptyPrompt("the message is empty; write something to answer")
     return found
 
@@ -51,17 +56,21 @@ def _checked_message(index: int, given: Any) -> Message:
             f"message {index} is a {type(given).__name__}; give a dictionary with 'role' and "
             "'content'"
         )
+    called = given.get("tool_calls") and given.get("role") == "assistant"
     for key in ("role", "content"):
-        if key not in given:
+        if key not in given and not (called and key == "content"):
             raise MessagesInvalid(f"message {index} has no {key!r}; give 'role' and 'content'")
-    if others := [key for key in given if key not in ("role", "content") and given[key]]:
+    role, content = given["role"], given.get("content")
+    if role not in ROLES:
+        raise MessagesInvalid(f"message {index} has role {role!r}; use {', '.join(ROLES)}")
+    also = ALSO.get(role, ())
+    if others := [k for k in given if k not in ("role", "content", *also) and given[k]]:
         raise MessagesInvalid(
             f"message {index} has {others[0]!r}, which is not read; leave it out and say it in "
             "'content'"
         )
-    role, content = given["role"], given["content"]
-    if role not in ROLES:
-        raise MessagesInvalid(f"message {index} has role {role!r}; use {', '.join(ROLES)}")
+    if content is None and called:
+        content = ""
     if not isinstance(content, str):
         raise MessagesInvalid(
             f"the content of message {index} is a {type(content).__name__}; give its text"
@@ -70,7 +79,66 @@ def _checked_message(index: int, given: Any) -> Message:
         raise MessagesInvalid(
             f"message {index} is of the system; a system prompt can only be the first message"
         )
-    return {"role": role, "content": content}
+    found: Message = {"role": role, "content": content}
+    for key in also:
+        if not (value := given.get(key)):
+            continue
+        if key == "tool_calls":
+            value = _checked_calls(index, value)
+        elif not isinstance(value, str):
+            raise MessagesInvalid(f"message {index} has {key} {value!r}; give a text")
+        found[key] = value
+    return found
+
+
+def _checked_calls(index: int, given: Any) -> list[dict[str, Any]]:
+    """A copy of the calls of a message, with arguments as templates take them: in dictionaries."""
+    found = []
+    for one in given if isinstance(given, (list, tuple)) else [given]:
+        function = one.get("function") if isinstance(one, Mapping) else None
+        name = function.get("name") if isinstance(function, Mapping) else None
+        arguments = function.get("arguments") if isinstance(function, Mapping) else None
+        try:
+            if isinstance(arguments, str):
+                arguments = json.loads(arguments)
+            arguments = json.loads(json.dumps(arguments))
+        except (ValueError, TypeError, RecursionError):
+            arguments = None
+        if not isinstance(name, str) or not isinstance(arguments, dict):
+            raise MessagesInvalid(
+                f"message {index} has tool_calls that cannot be read; give a list such as "
+                "[{'type': 'function', 'function': {'name': 'add', 'arguments': {'a': 1}}}]"
+            )
+        call: dict[str, Any] = {
+            "type": "function",
+            "function": {"name": name, "arguments": arguments},
+        }
+        if one.get("id"):
+            call["id"] = str(one["id"])
+        found.append(call)
+    return found
+
+
+def checked_tools(given: Any) -> list[Tool]:
+    """Copies of tools that a model may call, checked.
+
+    Raises:
+        MessagesInvalid: they are no such tools, naming the first that is wrong.
+    """
+    try:
+        found = json.loads(json.dumps(given, allow_nan=False))
+    except (ValueError, TypeError, RecursionError) as error:
+        raise MessagesInvalid(f"the tools are no JSON ({error})") from error
+    names = list[Any]()
+    for index, tool in enumerate(found if isinstance(found, list) else [None]):
+        function = tool.get("function") if isinstance(tool, dict) else None
+        names.append(function.get("name") if isinstance(function, dict) else None)
+        if not isinstance(names[-1], str):
+            raise MessagesInvalid(
+                f"tool {index} is none; give a list of such as {{'type': 'function', 'function': "
+                "{'name': 'add', 'description': '...', 'parameters': a JSON schema}}"
+            )
+    return list(found)
 
 
 def system_message(system: str | None) -> list[Message]:
@@ -78,8 +146,20 @@ def system_message(system: str | None) -> list[Message]:
     return [{"role": "system", "content": system}] if system else []
 
 
-def render(tokenizer: Any, messages: Sequence[Message], *, prompt: bool = True) -> str:
+def render(
+    tokenizer: Any,
+    messages: Sequence[Message],
+    tools: Sequence[Tool] = (),
+    *,
+    prompt: bool = True,
+) -> str:
     """The conversation as the model's chat template writes it; with a `prompt`, for an answer.
+
+    Args:
+        tokenizer: that has the template.
+        messages: all of them.
+        tools: that the model may call.
+        prompt: whether it ends with what begins an answer.
 
     Raises:
         ChatTemplateMissing: there is no template, or it fails on these messages.
@@ -89,8 +169,13 @@ def render(tokenizer: Any, messages: Sequence[Message], *, prompt: bool = True) 
             "this tokenizer has no chat template; continue a text with `kvcap generate --raw` (in "
             "Python: session.complete), or use a model that was made for chat"
         )
-    names = {"messages": list(messages), "add_generation_prompt": prompt, "tools": None,
-             "documents": None, **tokenizer.special_tokens_map}  # fmt: skip
+    names = {
+        "messages": list(messages),
+        "add_generation_prompt": prompt,
+        "tools": list(tools) or None,
+        "documents": None,
+        **tokenizer.special_tokens_map,
+    }
     try:
         return render_template(tokenizer.get_chat_template(), names)
     except (TemplateFailed, ValueError) as error:
@@ -100,7 +185,22 @@ def render(tokenizer: Any, messages: Sequence[Message], *, prompt: bool = True) 
         ) from error
 
 
-def render_turn(tokenizer: Any, system: str | None, messages: Sequence[Message]) -> str:
+def check_tools_read(tokenizer: Any, messages: Sequence[Message], tools: Sequence[Tool]) -> None:
+    """Refuse tools that the model would not be told of.
+
+    Raises:
+        ChatTemplateMissing: the chat template does not write them.
+    """
+    if tools and render(tokenizer, messages, tools) == render(tokenizer, messages):
+        raise ChatTemplateMissing(
+            "this model's chat template does not write tools, so the model would not know of them; "
+            "describe them in the message, or use a model that was made to call tools"
+        )
+
+
+def render_turn(
+    tokenizer: Any, system: str | None, messages: Sequence[Message], tools: Sequence[Tool] = ()
+) -> str:
     """The text to read for messages that follow an answer which is in the cache already.
 
     They are rendered behind a stand-in for that answer, and the text is cut after it. So the cost
@@ -110,7 +210,8 @@ def render_turn(tokenizer: Any, system: str | None, messages: Sequence[Message])
         ChatTemplateMissing: no template, or one that changes the answer it is given.
     """
     said = [{"role": "user", "content": "."}, {"role": "assistant", "content": MARK}]
-    _, found, tail = render(tokenizer, [*system_message(system), *said, *messages]).partition(MARK)
+    whole = render(tokenizer, [*system_message(system), *said, *messages], tools)
+    _, found, tail = whole.partition(MARK)
     if not found:
         raise ChatTemplateMissing(
             "this tokenizer's chat template rewrites earlier answers, so a conversation cannot be "

@@ -16,7 +16,9 @@ from kvcap.runtime.session.decoding import Decoding, Written
 from kvcap.runtime.session.engine import Engine
 from kvcap.runtime.session.logprobs import Logprob
 from kvcap.runtime.session.messages import (
+    check_tools_read,
     checked_messages,
+    checked_tools,
     message_spans,
     render,
     render_turn,
@@ -24,7 +26,8 @@ from kvcap.runtime.session.messages import (
     system_span,
 )
 from kvcap.runtime.session.stats import FinishReason, Stats, Turn
-from kvcap.runtime.types import Message, OnFull, Span
+from kvcap.runtime.session.tool_calls import Parsed, parsed_by_template, parsed_text
+from kvcap.runtime.types import Message, OnFull, Span, Tool
 
 REREAD = "the conversation is read again with the next message"
 PROMPT_SEEN = 256  # tokens of a prompt by which an answer is parsed
@@ -38,6 +41,7 @@ class Transcript:
     system: str | None
     pinned: frozenset[int]  # indices of `messages`
     pin_system: bool
+    tools: tuple[Tool, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -70,6 +74,9 @@ class Session:
         self.system = system
         self.messages: list[Message] = []
         self.generation = copy.deepcopy(generation or runtime.generation)
+        for name in settings.OURS:
+            if not hasattr(self.generation, name):  # transformers' have others only
+                setattr(self.generation, name, None)
         self.turn: Turn | None = None
         """The last answer, once it has begun; None before the first."""
         self.notice: str | None = None
@@ -80,6 +87,8 @@ class Session:
         """Which of `messages` are never evicted."""
         self.pin_system = False
         """Whether the system prompt is never evicted, from the next time that it is read."""
+        self.tools: tuple[Tool, ...] = ()
+        """That the model may call, from the next time that the conversation is read; see `send`."""
         self.seed = seed
         self.rng = runtime.rng(seed)
         self.loop = runtime.loop()
@@ -143,6 +152,25 @@ class Session:
         settings change what is drawn, and not this, as in OpenAI's API.
         """
         return self._written.logprobs
+
+    @property
+    def parsed(self) -> Parsed:
+        """The last answer's text and the tools that it calls, told apart.
+
+        By the `response_template` of transformers' tokenizers where they have one, else by the
+        forms of Hermes and Qwen, Llama 3 and Mistral; see `parsed_text`.
+        """
+        written, tokenizer = self._written, self.runtime.tokenizer
+        text = written.text
+        if not written.pieces and self.messages and self.messages[-1]["role"] == "assistant":
+            text = self.messages[-1]["content"]  # of a conversation from a file
+        raw: str = tokenizer.backend_tokenizer.decode(written.tokens, skip_special_tokens=False)
+        stop = self.turn.stop_string if self.turn is not None else None
+        if stop is not None:
+            raw = raw.partition(stop)[0]
+        prompt = tokenizer.backend_tokenizer.decode(list(written.prompt), skip_special_tokens=False)
+        found = parsed_by_template(tokenizer, raw, prompt, self.tools)
+        return found or parsed_text(text, raw, self.tools)
 
     @property
     def stats(self) -> Stats:
@@ -213,6 +241,7 @@ class Session:
             "system": self.system,
             "pinned": sorted(self.pinned),
             "pin_system": self.pin_system,
+            "tools": list(self.tools),
             "unread": unread,
             "unread_since": self.cache.seen if unread else 0,
             "seed": self.seed,
@@ -222,13 +251,20 @@ class Session:
         """Go on with a saved `conversation`, whose tokens are in the cache, and its rng."""
         self.messages, self.system = conversation["messages"], conversation["system"]
         self.pinned, self.pin_system = set(conversation["pinned"]), conversation["pin_system"]
+        self.tools = tuple(conversation.get("tools", ()))
         self.seed, self.rng = conversation["seed"], rng
         self.turn = self.notice = None
         self._written = Written()
         unread, since = conversation["unread"], conversation["unread_since"]
         self.cache.unread = (unread[0], since) if unread else None
 
-    def send(self, said: str | Sequence[Message], *, pin: bool = False) -> Iterator[str]:
+    def send(
+        self,
+        said: str | Sequence[Message],
+        *,
+        pin: bool = False,
+        tools: Sequence[Tool] | None = None,
+    ) -> Iterator[str]:
         """Send a message and stream the answer; a pinned message is never evicted.
 
         This call refuses what cannot be answered; all else happens as the iterator is read, and
@@ -238,21 +274,27 @@ class Session:
 
         Args:
             said: a text; or messages that are added to the conversation, dictionaries with 'role'
-                ('system', 'user' or 'assistant') and 'content': a system prompt only as the first
-                of a new conversation, a user's message last.
+                ('system', 'user', 'assistant' or 'tool') and 'content': a system prompt only as the
+                first of a new conversation, a user's message or what a tool returned last. An
+                assistant's may have 'tool_calls', a tool's a 'tool_call_id' and 'name'.
             pin: all messages that are given.
+            tools: that the model may call, as OpenAI's API describes them; with the first message,
+                as templates write them before it. None: those of the conversation so far. What the
+                answer calls is in `parsed`.
 
         Raises:
             EmptyPrompt: there is nothing to answer.
-            MessagesInvalid: they are no such messages.
-            ChatTemplateMissing: the tokenizer cannot chat.
+            MessagesInvalid: they are no such messages, or other tools than the conversation's.
+            ChatTemplateMissing: the tokenizer cannot chat, or its template does not write tools.
             MemoryCapExceeded: nothing may be evicted and the cap is reached.
+            SchemaRefused, ExtraMissing: answers cannot be held to what `set_generation` was given.
             PinsTooLarge: pinned tokens need more slots than a head has.
             ValueError, UnsupportedModel: a setting of generation cannot have its value.
             SessionBroken: a forward pass failed half-way.
         """
         messages = checked_messages(said)
-        return self._begin(lambda: self._message_prompt(messages, pin))
+        called = None if tools is None else tuple(checked_tools(tools))
+        return self._begin(lambda: self._message_prompt(messages, pin, called))
 
     def complete(self, text: str) -> Iterator[str]:
         """Read `text` as it is, without a chat template, and stream the continuation.
@@ -292,7 +334,7 @@ class Session:
             raise EmptyPrompt("there is nothing to take back; say something first")
         with interrupts_deferred():
             last = users[-1]
-            text = self.messages[last]["content"]
+            text: str = self.messages[last]["content"]
             self.messages = self.messages[:last]
             self.pinned = {index for index in self.pinned if index < last}
             self.turn = self.notice = None
@@ -335,9 +377,7 @@ class Session:
             options.setdefault("do_sample", temperature > 0)
         elif any(options.get(name) is not None for name in ("top_p", "top_k", "min_p")):
             options.setdefault("do_sample", True)
-        unknown = self.generation.update(**options)  # to transformers, as some are
-        for name, value in (unknown or {}).items():
-            setattr(self.generation, name, value)
+        self.generation.update(**options)
 
     def encode(self, text: str, *, special: bool = False) -> list[int]:
         """Token ids of `text`; `special` lets the tokenizer add its opening token."""
@@ -347,12 +387,14 @@ class Session:
     @property
     def _transcript(self) -> Transcript:
         """The conversation as it is now."""
-        return Transcript(list(self.messages), self.system, frozenset(self.pinned), self.pin_system)
+        pinned, messages = frozenset(self.pinned), list(self.messages)
+        return Transcript(messages, self.system, pinned, self.pin_system, tuple(self.tools))
 
     @_transcript.setter
     def _transcript(self, other: Transcript) -> None:
         self.messages, self.system = other.messages, other.system
         self.pinned, self.pin_system = set(other.pinned), other.pin_system
+        self.tools = other.tools
 
     @property
     def _unread(self) -> list[int]:
@@ -360,9 +402,17 @@ class Session:
         token, since = self.cache.unread or (0, -1)
         return [token] if since == self.cache.seen else []
 
-    def _message_prompt(self, given: list[Message], pin: bool) -> Prompt:
-        """The prompt of new messages."""
+    def _message_prompt(
+        self, given: list[Message], pin: bool, called: tuple[Tool, ...] | None
+    ) -> Prompt:
+        """The prompt of new messages, with the tools that were given, if any were."""
         before, seen = self._transcript, self.cache.seen
+        tools = before.tools if called is None else called
+        if seen and tools != before.tools:
+            raise MessagesInvalid(
+                "other tools were given than the conversation began with; clear it first, or set "
+                "session.tools and reset its cache"
+            )
         system, pin_system = before.system, before.pin_system
         if given[0]["role"] == "system":
             if before.messages or seen:
@@ -374,11 +424,12 @@ class Session:
         messages, tokenizer = [*before.messages, *given], self.runtime.tokenizer
         new = range(len(before.messages), len(messages))
         pinned = before.pinned | frozenset(new if pin else ())
-        after = Transcript(messages, system, pinned, pin_system)
+        after = Transcript(messages, system, pinned, pin_system, tools)
         if seen:
-            ids = self._unread + self.encode(render_turn(tokenizer, system, given))
+            ids = self._unread + self.encode(render_turn(tokenizer, system, given, tools))
             spans = [(seen, seen + len(ids))] if pin else []
         else:
+            check_tools_read(tokenizer, messages, tools)
             ids, spans = self._encode_all(after)
         return self._checked(Prompt(ids, after, spans, reread=not seen and bool(before.messages)))
 
@@ -405,7 +456,7 @@ class Session:
         """The tokens of a whole conversation, and what of them is pinned."""
 
         def encode(some: Sequence[Message]) -> list[int]:
-            return self.encode(render(self.runtime.tokenizer, some))
+            return self.encode(render(self.runtime.tokenizer, some, whole.tools))
 
         first = system_message(whole.system)
         ids = encode([*first, *whole.messages])

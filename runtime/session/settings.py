@@ -44,6 +44,8 @@ NUMBERS = {
 }
 SHAPES = ("json_schema", "regex")
 """What a whole answer is held to: at most one of them."""
+OURS = ("logprobs", *SHAPES)
+"""Settings that transformers does not have."""
 NAMES = (*NUMBERS, "do_sample", "eos_token_id", "stop_strings", *SHAPES)
 
 

@@ -1,0 +1,175 @@
+"""The tools that an answer calls, found in its text.
+
+Models write calls in the form that they were taught. Tokenizers of transformers 5 may say which it
+is (`response_template`); the common forms of others are read here. What cannot be read stays text.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+from kvcap.runtime.types import Tool
+
+HERMES, PYTHON, MISTRAL = "<tool_call>", "<|python_tag|>", "[TOOL_CALLS]"
+NAMED = re.compile(r"\s*([\w.-]+)\s*(?:\[CALL_ID\][\w-]*)?(?:\[ARGS\])?\s*(?=\{)")
+DECODER = json.JSONDecoder(strict=False)  # models write line breaks within texts
+
+
+class ToolCall(NamedTuple):
+    """A tool that an answer calls."""
+
+    name: str
+    arguments: dict[str, Any]
+
+    def as_message(self, number: str = "") -> dict[str, Any]:
+        """As a message's `tool_calls` have it, `number` as its id."""
+        function = {"name": self.name, "arguments": self.arguments}
+        return {"type": "function", "function": function} | ({"id": number} if number else {})
+
+
+class Parsed(NamedTuple):
+    """An answer, told apart."""
+
+    content: str
+    tool_calls: tuple[ToolCall, ...] = ()
+
+
+def parsed_by_template(
+    tokenizer: Any, raw: str, prompt: str, tools: Sequence[Tool]
+) -> Parsed | None:
+    """An answer, as the tokenizer's own `response_template` reads it; None: it has none, or fails.
+
+    Args:
+        tokenizer: of transformers, or another.
+        raw: the answer with its special tokens.
+        prompt: the end of what it answers; templates may have begun the answer there.
+        tools: that the model may call.
+    """
+    if getattr(tokenizer, "response_template", None) is None:
+        return None
+    try:
+        found = tokenizer.parse_response(raw, prefix=prompt, tools=list(tools))
+        calls = [_call(one.get("function", one)) for one in found.get("tool_calls") or ()]
+        content = found.get("content") or ""
+    except (ValueError, TypeError, AttributeError, LookupError, RecursionError):
+        return None
+    if None in calls or not isinstance(content, str):
+        return None
+    return Parsed(content, tuple(call for call in calls if call is not None))
+
+
+def parsed_text(text: str, raw: str, tools: Sequence[Tool] = ()) -> Parsed:
+    r"""An answer in one of the common forms, or else its text as it is.
+
+    >>> call = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+    >>> parsed_text(call, call)
+    Parsed(content='', tool_calls=(ToolCall(name='add', arguments={'a': 1}),))
+
+    Args:
+        text: the answer.
+        raw: the same with its special tokens, which some forms are marked by.
+        tools: that the model may call. A whole answer that is JSON is a call only of one of them.
+    """
+    forms: tuple[tuple[str, str, Callable[[str], list[ToolCall] | None]], ...] = (
+        (raw, MISTRAL, _mistral),
+        (raw, PYTHON, _python),
+    )
+    if HERMES in raw:
+        return _hermes(text if HERMES in text else raw)
+    for whole, mark, read in forms:
+        before, found, after = whole.partition(mark)
+        if found and (calls := read(after)):
+            content = before if text.startswith(before) else ""  # else it has special tokens
+            return Parsed(content.strip(), tuple(calls))
+    names = {tool["function"]["name"] for tool in tools}
+    calls = _python(text)
+    if calls and all(call.name in names for call in calls):
+        return Parsed("", tuple(calls))
+    return Parsed(text)
+
+
+def _hermes(text: str) -> Parsed:
+    """Each call in JSON between tags, of which an answer that was cut short lacks the last."""
+    before, *parts = text.split(HERMES)
+    kept, calls = [before.strip()], list[ToolCall]()
+    for part in parts:
+        body, _, after = part.partition("</tool_call>")
+        found = _calls(body)
+        if found is None:
+            kept.append(f"{HERMES}{part}".strip())
+        else:
+            calls += found
+            kept.append(after.strip())
+    return Parsed("\n".join(filter(None, kept)), tuple(calls))
+
+
+def _python(text: str) -> list[ToolCall] | None:
+    """Of Llama 3: JSON objects with a semicolon between them; or a list of such."""
+    found = list[ToolCall]()
+    for value, rest in _values(text, ";"):
+        calls = [_call(one) for one in (value if isinstance(value, list) else [value])]
+        if None in calls:
+            return None
+        found += [call for call in calls if call is not None]
+        if rest and not rest.startswith(("<|eom_id|>", "<|eot_id|>")):
+            return None
+    return found or None
+
+
+def _mistral(text: str) -> list[ToolCall] | None:
+    """Of Mistral: a list of JSON objects; or a name and its arguments, once for each call."""
+    found = list[ToolCall]()
+    for part in text.split(MISTRAL):
+        if named := NAMED.match(part):
+            values = [value for value, _ in _values(part[named.end() :], "")]
+            if len(values) != 1 or not isinstance(values[0], dict):
+                return None
+            found.append(ToolCall(named[1], values[0]))
+        elif (calls := _calls(part)) is not None:
+            found += calls
+        else:
+            return None
+    return found
+
+
+def _calls(text: str) -> list[ToolCall] | None:
+    """A call in JSON, or a list of them; None where it is something else."""
+    values = list(_values(text, ""))
+    if len(values) != 1:
+        return None
+    value = values[0][0]
+    calls = [_call(one) for one in (value if isinstance(value, list) else [value])]
+    return None if None in calls else [call for call in calls if call is not None]
+
+
+def _values(text: str, between: str) -> Iterator[tuple[Any, str]]:
+    """JSON values that a text begins with, each with what follows it but for `between`."""
+    rest = text.strip()
+    while rest:
+        try:
+            value, end = DECODER.raw_decode(rest)
+        except (ValueError, RecursionError):
+            yield None, rest
+            return
+        rest = rest[end:].strip()
+        if not between or not rest.startswith(between):
+            yield value, rest
+            return
+        rest = rest[len(between) :].strip()
+        yield value, ""
+
+
+def _call(value: Any) -> ToolCall | None:
+    """The call that a JSON object is, if it is one."""
+    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
+        return None
+    arguments = value.get("arguments", value.get("parameters"))
+    if isinstance(arguments, str):
+        try:
+            arguments = DECODER.decode(arguments)
+        except (ValueError, RecursionError):
+            return None
+    return ToolCall(value["name"], arguments) if isinstance(arguments, dict) else None
