@@ -638,7 +638,7 @@ def both(exported, tiny, kind: str) -> OrtRuntime:
 
 
 def test_answers_are_held_to_a_schema_and_say_how_likely_tokens_were(exported, tiny, tmp_path):
-    """The first answer is PyTorch's; later ones, past evictions and from a file too, fit as well."""
+    """The first answer is PyTorch's; later ones, past evictions and from a file, fit as well."""
     pytest.importorskip("llguidance")
     schema = {
         "type": "object",
