@@ -1,6 +1,8 @@
 # Every target sets up .venv by itself. PYTHONSAFEPATH keeps the root folders (kernels, export, ...) off sys.path.
 export PYTHONSAFEPATH := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# Modules are compiled once, not by every process of the tests.
+unexport PYTHONDONTWRITEBYTECODE
 export NO_MKDOCS_2_WARNING := 1
 PYTHON ?= python3
 VENV := .venv

@@ -438,6 +438,7 @@ def bench_command(
         typer.Argument(
             help="prefill, decode, scoring, positions, ragged; cpu, beside llama.cpp and others; "
             "use, the first answers of machines, processes and sessions; "
+            "serve, a server under load; "
             "on CUDA: kernels, parts, gpu, throughput; on pocket: stream and turns (endurance), "
             "perturbation (CriticalKV), proxy (DropKV), saliency (OBCache), weights."
         ),
@@ -469,6 +470,8 @@ def bench_command(
         str | None,
         typer.Option("--depths", "-d", help="cpu: tokens read before decoding, with commas."),
     ] = None,
+    conversations: Annotated[int | None, typer.Option(min=1, help="serve: of the load.")] = None,
+    kills: Annotated[int | None, typer.Option(min=1, help="serve: of the server.")] = None,
     model: Annotated[
         str | None,
         typer.Option(
@@ -523,6 +526,8 @@ def bench_command(
         "repeats": repeats,
         "steps": steps,
         "evictions": evictions,
+        "conversations": conversations,
+        "kills": kills,
         "layers": layers,
         "hidden": hidden,
         "depths": depths and _numbers("depths", depths),

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import sys
 from dataclasses import dataclass
@@ -250,10 +251,8 @@ def serve_command(
     )
     # uvicorn hears SIGTERM itself and raises it again once all is saved: then the end is a good one
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-    try:
+    with contextlib.suppress(KeyboardInterrupt):
         server.run()
-    except KeyboardInterrupt:
-        pass
     if not quiet:
         say("the server has ended")
 
@@ -281,6 +280,7 @@ def opened(
         from kvcap.serve.admission import open_conversations
         from kvcap.serve.app import LOOPBACK, Settings, application
         from kvcap.serve.limits import Limits
+        from kvcap.serve.page_routes import OPEN_PATHS, page_routes
         from kvcap.serve.server import Server, bound, is_loopback
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] == "kvcap":
@@ -300,6 +300,7 @@ def opened(
         address.keys(),
         (*LOOPBACK, address.host) if is_loopback(address.host) else None,
         sampling.given(),
+        OPEN_PATHS,
     )
     engine.check()
     listening = bound(address.host, address.port)
@@ -325,12 +326,13 @@ def opened(
         else:
             found = open_conversations(model, backend, budget, running, output, **taken_on)
             conversations, summary = found.scheduler, found.plan.summary
-        server = Server(application(conversations, settings), listening, limits)
+        server = Server(application(conversations, settings, page_routes()), listening, limits)
     except BaseException:
         listening.close()
         raise
     if not output.quiet:
-        say(("serving", "bold"), f" {settings.model} at {server.url}/v1 · {summary}")
+        where = f"{server.url}/v1, with a chat page at {server.url}/"
+        say(("serving", "bold"), f" {settings.model} at {where} · {summary}")
     return server
 
 

@@ -10,7 +10,6 @@ together with the session that they change.
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import json
 import secrets
@@ -258,7 +257,7 @@ def begin(session: Session, ask: Ask, count: int) -> Iterator[str]:
         KvcapError, ValueError: as `Session.send` and `Session.complete`.
     """
     session.turn = None
-    session.generation = copy.deepcopy(session.runtime.generation)
+    session.generation = settings.copied(session.runtime.generation)
     session.set_generation(**{"seed": None, **ask.options})
     if ask.messages is None:
         assert ask.prompt is not None

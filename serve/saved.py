@@ -222,6 +222,10 @@ class SavedConversations:
             self.dropped += 1
             log.warning("a conversation is not kept: %s", error)
             return None
+        except Exception:  # a fault of this program, which must not become another request's
+            self.dropped += 1
+            log.exception("a conversation is not kept")
+            return None
         with self._lock:
             self._left_out.discard(name)
             self._add(Saved(name, nbytes, time.time()))

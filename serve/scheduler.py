@@ -350,8 +350,8 @@ class Scheduler:
     def _run(self) -> None:
         try:
             while not (self._closing and self._wound_up()):
+                self._admit()  # before it waits for calls, as what came last may have freed a place
                 self._take_calls()
-                self._admit()
                 self._step()
                 self._end_stalled()
                 self._strips = [look for look in self._strips if not look()]
@@ -430,8 +430,9 @@ class Scheduler:
             else:
                 room = self._watch is None or self._watch.has_room()
                 place = self._held.place(job.ask, room)
+                if place is None and self._give_up_stalled(self.limits.grace_s):
+                    place = self._held.place(job.ask, room)
                 if place is None:
-                    self._give_up_stalled(self.limits.grace_s)
                     return
                 leaving = place.leaving
                 conversation = self._held.open(job.ask, place.session, found.saved)
@@ -620,7 +621,7 @@ class Scheduler:
         if self._answering:
             self._give_up_stalled(self.limits.patience_s, all_of_them=True)
 
-    def _give_up_stalled(self, after_s: float, *, all_of_them: bool = False) -> None:
+    def _give_up_stalled(self, after_s: float, *, all_of_them: bool = False) -> bool:
         """End the answer that waits for its reader the longest, if that is so many seconds."""
         now = time.monotonic()
         stalled = [job for job in self._answering.values() if job.paused is not None]
@@ -628,6 +629,7 @@ class Scheduler:
         for job in sorted(stalled, key=lambda job: job.paused or now)[: None if all_of_them else 1]:
             waited = now - (job.paused or now)
             self._stop(job, ReaderTooSlow(f"nobody read the answer for {waited:.0f} s; ask again"))
+        return bool(stalled)
 
     def _keep(self) -> None:
         """Write conversations to disk that are idle for a while; all of them, when it closes."""
@@ -648,11 +650,7 @@ class Scheduler:
         one.state = "moving"
 
         def save() -> Callable[[], None]:
-            try:
-                self._held.save(one)
-            except Exception:  # a fault of this program; it stays in memory as long as it can
-                one.clean = True
-                log.exception("a conversation is not kept")
+            self._held.save(one)
             return lambda: setattr(one, "state", "idle")
 
         self._hand(save)

@@ -28,6 +28,7 @@ ONLY_IN = {  # heavy or optional packages, and the one place each is imported
     "starlette": {"android_bench", "serve"},
     "uvicorn": {"android_bench", "serve"},
     "pydantic": {"serve"},
+    "prometheus_client": {"serve"},
     "llguidance": {"runtime"},
     "adbutils": {"android_bench"},
     "matplotlib": {"evals", "android_bench"},

@@ -127,15 +127,24 @@ def pocket_decoder(factory: pytest.TempPathFactory, mode: str = "compact") -> Pa
     return made(factory, f"shared-{mode}", make)
 
 
+def found_decoder(factory: pytest.TempPathFactory) -> Path:
+    """A random model that can chat, in `model`; its decoder as others export it, in `decoder`."""
+
+    def make(folder: Path) -> None:
+        tiny_chat.save(folder / "model")
+        standard_decoder.save(folder / "model", folder / "decoder")
+
+    return made(factory, "found-tiny", make)
+
+
 def tiny_decoder(factory: pytest.TempPathFactory) -> Path:
-    """A random model that can chat, in `model`, and its decoder made ready, in `decoder`."""
+    """The same model, in `model`, and its decoder made ready, in `decoder`."""
 
     def make(folder: Path) -> None:
         from kvcap.export.adopted.adopt import adopt
         from kvcap.policies import load_policy
 
-        tiny_chat.save(folder / "model")
-        standard_decoder.save(folder / "model", folder / "decoder")
+        shutil.copytree(found_decoder(factory), folder)
         policies = [load_policy(name) for name in ("keydiff", "streaming_llm", "random")]
         adopt(folder / "decoder", None, policies, budget_tokens=24, block_size=8)
 

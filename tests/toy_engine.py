@@ -20,6 +20,7 @@ from kvcap.runtime.backends.onnxruntime.tokenizer import Tokenizer
 from kvcap.runtime.backends.pytorch.runtime import Runtime
 from kvcap.runtime.cache.layout import PARTS
 from kvcap.runtime.planning.plan import MemoryPlan
+from kvcap.runtime.session.batch import Batch
 from kvcap.runtime.session.session import Session
 
 BLOCK = 16
@@ -79,6 +80,7 @@ class ToyEngine:
     cap_bytes: int = 4096
     tokenizer: Any = field(default_factory=lambda: Tokenizer(Path(pocket.path())))
     generation: Generation = field(default_factory=Generation)
+    memory_cap: int | None = None
 
     @property
     def plan(self) -> MemoryPlan:
@@ -93,6 +95,15 @@ class ToyEngine:
 
     def session(self, system: str | None = None, seed: int | None = None) -> Session:
         return Session(self, system, seed)
+
+    def batch(self, size: int) -> Batch:
+        return Batch(self, size)
+
+    def shared_rows(self, size: int) -> tuple[None, str]:
+        return None, "a stand-in reads one conversation"
+
+    def copied(self, logits: Any) -> Any:
+        return logits.copy()
 
     def with_budget(self, tokens: int) -> ToyEngine:
         return replace(self, budget=tokens)

@@ -36,6 +36,8 @@ class Options:
     hidden: int = 512
     depths: Sequence[int] = (0,)  # tokens read before those that are decoded
     threads: Sequence[int] = (1,)
+    conversations: int = 1000
+    kills: int = 100
     model: str = "random-360m"
     weights: Sequence[str] = ("int8",)
     backend: str | None = None  # the one that runs the weights

@@ -8,6 +8,7 @@ model; of a tokenizer, the file in which the library `tokenizers` writes it.
 from __future__ import annotations
 
 import json
+import re
 from importlib import import_module
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -20,6 +21,7 @@ from kvcap.runtime.errors import ExtraMissing, SchemaRefused
 # A space, or a new line and its indentation: a model that is held to JSON, and has nothing to say,
 # else writes white space without end.
 SPACE = r" |\r?\n[ \t]{0,40}"
+LONGEST = 100_000  # letters of a schema, beyond which some take a minute to read
 STRICT = {"lenient": False, "coerce_one_of": False, "whitespace_pattern": SPACE}
 
 _vocabularies: WeakKeyDictionary[Any, dict[frozenset[int], Any]] = WeakKeyDictionary()
@@ -52,25 +54,30 @@ class Guide:
         self.ends = frozenset[int](self._vocabulary.eos_tokens)
         """Tokens that end the answer, once it may end."""
         self._what = "this regular expression" if json_schema is None else "this JSON schema"
-        matcher = library().LLMatcher
+        self._matcher = self._made(json_schema, regex)
+        self._check()
+        self._bits = np.zeros(-(-self._vocabulary.vocab_size // 32), np.int32)
+        self.allowed()  # or refuses what no text fits; and the first answer begins the sooner
+
+    def _made(self, json_schema: dict[str, Any] | bool | None, regex: str | None) -> Any:
+        """What follows a text; in an error where the schema cannot be held."""
+        found = library()
         try:
             if json_schema is None:
-                grammar = matcher.grammar_from_regex(regex)
+                text = regex or ""
             else:
                 schema = {} if json_schema is True else json_schema
                 text = json.dumps(schema, allow_nan=False)
-                grammar = matcher.grammar_from_json_schema(text, overrides=STRICT)
-            # Beside what is no schema, this refuses keywords that it knows and cannot hold.
-            wrong = matcher.validate_grammar(grammar, self._vocabulary)
+            if len(text) > LONGEST:
+                raise ValueError(f"it has {len(text):,} letters, and the most is {LONGEST:,}")
+            if json_schema is None:
+                grammar = found.LLMatcher.grammar_from_regex(text)
+            else:
+                grammar = found.LLMatcher.grammar_from_json_schema(text, overrides=STRICT)
         except (ValueError, TypeError, RecursionError) as error:
-            wrong = str(error)
-        if wrong:
-            # It would hold `oneOf` inexactly, if it were told to.
-            reason = " ".join(wrong.partition(". Enable 'coerce_one_of'")[0].split())
-            raise SchemaRefused(f"answers cannot be held to {self._what}: {reason[:500]}")
-        self._matcher = matcher(self._vocabulary, grammar, log_level=0)
-        self._bits = np.zeros(-(-self._vocabulary.vocab_size // 32), np.int32)
-        self.allowed()  # or refuses what no text fits; and the first answer begins the sooner
+            raise self._refused(str(error)) from error
+        limits = found.LLParserLimits(verbose_errors=False)
+        return found.LLMatcher(self._vocabulary, grammar, log_level=0, limits=limits)
 
     def restart(self) -> None:
         """Begin another answer."""
@@ -102,11 +109,15 @@ class Guide:
 
     def _check(self) -> None:
         if self._matcher.is_error():
-            reason = self._matcher.get_error().partition("<state>")[0]
-            if reason.startswith("NoExtension"):
-                raise SchemaRefused(f"no text fits {self._what}")
-            reason = " ".join(reason.split())[:500]
-            raise SchemaRefused(f"answers cannot be held to {self._what}: {reason}")
+            raise self._refused(self._matcher.get_error())
+
+    def _refused(self, why: str) -> SchemaRefused:
+        if why.startswith("NoExtension"):
+            return SchemaRefused(f"no text fits {self._what}")
+        # It could hold `oneOf` inexactly, and says where in its own code it gave up.
+        reason = re.split(r"\. Enable 'coerce_one_of'|<backtrace>|<state>", why)[0]
+        reason = " ".join(reason.split())[:500]
+        return SchemaRefused(f"answers cannot be held to {self._what}: {reason}")
 
 
 def library() -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import os
 from array import array
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -74,7 +73,7 @@ class Session:
         self.runtime = runtime
         self.system = system
         self.messages: list[Message] = []
-        self.generation = copy.deepcopy(generation or runtime.generation)
+        self.generation = settings.copied(generation or runtime.generation)
         self.turn: Turn | None = None
         """The last answer, once it has begun; None before the first."""
         self.notice: str | None = None
@@ -385,9 +384,7 @@ class Session:
             options.setdefault("do_sample", temperature > 0)
         elif any(options.get(name) is not None for name in ("top_p", "top_k", "min_p")):
             options.setdefault("do_sample", True)
-        unknown = self.generation.update(**options)  # to transformers, as some are
-        for name, value in (unknown or {}).items():
-            setattr(self.generation, name, value)
+        self.generation.update(**options)
 
     def encode(self, text: str, *, special: bool = False) -> list[int]:
         """Token ids of `text`; `special` lets the tokenizer add its opening token."""

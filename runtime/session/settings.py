@@ -5,6 +5,7 @@ Knows no library: they are attributes of transformers' `GenerationConfig` or of 
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -44,6 +45,8 @@ NUMBERS = {
 }
 SHAPES = ("json_schema", "regex")
 """What a whole answer is held to: at most one of them."""
+OURS = ("logprobs", *SHAPES)
+"""Settings that transformers does not have."""
 NAMES = (*NUMBERS, "do_sample", "eos_token_id", "stop_strings", *SHAPES)
 
 
@@ -80,6 +83,15 @@ def check(settings: Mapping[str, Any]) -> None:
             raise ValueError(f"{name}={value!r} will not work; use {allowed}")
     if all(settings.get(name) is not None for name in SHAPES):
         raise ValueError("an answer is held to json_schema or to regex; set one of them to None")
+
+
+def copied(config: Any) -> Any:
+    """A copy of settings that can take ours, too."""
+    found = copy.deepcopy(config)
+    for name in OURS:
+        if not hasattr(found, name):  # transformers' have others only
+            setattr(found, name, None)
+    return found
 
 
 def as_dict(config: Any) -> dict[str, Any]:

@@ -9,7 +9,6 @@ import { Strip } from "./strip.js";
 const NEAR = 120; // pixels from the end within which what is written is followed
 const ENDS = {
   length: "The answer has as many tokens as it may have.",
-  content_filter: "The answer ended early.",
   stopped: "Stopped. The answer so far stays in the conversation.",
 };
 const WHY_KEY = "It was started with an API key. The key stays in this tab until it is closed, and is sent to this server alone.";

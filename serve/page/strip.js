@@ -4,6 +4,7 @@
 import { byId, html, number } from "./dom.js";
 
 const STEPS = 5; // of colour
+const BLOCK = 512, LINES = 64; // tokens of a block at most, and where it may end with a line
 const GUIDE = "Point at a token, or move with the arrow keys, to see which layers hold it.";
 const MOVES = { ArrowRight: 1, ArrowDown: 1, ArrowLeft: -1, ArrowUp: -1, PageDown: 20, PageUp: -20 };
 
@@ -40,7 +41,7 @@ export class Strip {
     this.box.addEventListener("keydown", (event) => this.#key(event));
     this.box.addEventListener("focus", () => this.#point(Math.max(this.#here, 0), true));
     const under = ({ target }) => {
-      const span = target.closest("#strip > span");
+      const span = target.closest("#strip .token");
       if (span) this.#point(Number(span.id.slice(6)));
     };
     this.box.addEventListener("pointerover", under);
@@ -58,15 +59,29 @@ export class Strip {
     if (!data?.tokens.length) return;
     const from = this.#spans.length;
     const made = data.tokens.slice(from).map((piece, i) =>
-      html("span", { id: `token-${from + i}`, role: "option", "aria-selected": "false" }, visible(piece)));
-    this.#spans.push(...made);
+      html("span", { id: `token-${from + i}`, role: "option", "aria-selected": "false",
+        "aria-label": piece?.trim() ? null : spoken(piece) }, visible(piece)));
+    for (const span of made) this.#spans.push(span);
     this.#pinned = new Array(data.tokens.length).fill(false);
     for (const [start, stop] of data.pinned) this.#pinned.fill(true, start, stop);
     this.#offer();
     this.#draw();
     const follows = this.box.scrollHeight - this.box.clientHeight - this.box.scrollTop < 40;
-    this.box.append(...made);
+    this.#append(made);
     if (follows) this.box.scrollTop = this.box.scrollHeight;
+  }
+
+  /** In blocks, of which only those in sight are laid out: a conversation may be long. */
+  #append(made) {
+    let block = this.box.lastElementChild;
+    for (const span of made) {
+      const count = block?.childElementCount ?? BLOCK, last = block?.lastElementChild?.textContent ?? "";
+      if (count >= BLOCK || (count >= LINES && last.endsWith("\n"))) {
+        block = html("div", { role: "presentation" });
+        this.box.append(block);
+      }
+      block.append(span);
+    }
   }
 
   #forget() {

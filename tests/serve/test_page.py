@@ -5,6 +5,7 @@ Needs Debian's package chromium.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -13,20 +14,25 @@ from functools import partial
 from typing import Any
 
 import pytest
-from small_server import Serving, SmallConversations, application
 from starlette.testclient import TestClient
 from tools import PATIENCE
 
 from kvcap import Runtime
-from kvcap.serve.page_routes import FILES, HEADERS, PAGE
-from kvcap.serve.strip import strip_of
+from kvcap.runtime.errors import ConversationUnknown
+from kvcap.serve.app import Settings, application
+from kvcap.serve.contract import Conversations, Figures
+from kvcap.serve.limits import Limits
+from kvcap.serve.page_routes import FILES, HEADERS, OPEN_PATHS, PAGE, page_routes
+from kvcap.serve.scheduler import Scheduler
+from kvcap.serve.server import Server, bound
+from kvcap.serve.strip import Strip, strip_of
 
 CHROMIUM = os.environ.get("KVCAP_CHROMIUM") or shutil.which("chromium")
 SOON = 1000 * PATIENCE  # milliseconds
 FACT = "Please remember: the code for the blue door is 4821."
 QUESTION = "What is the code for the blue door?"
 LONG = "Seven kinds of mosses survive the cold near Porto. Tall grasses attract many bees. " * 6
-KEY = "a key"
+KEYS = ("a-key", "another-key")
 
 in_browser = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium: apt-get install chromium")
 
@@ -36,15 +42,40 @@ def runtime() -> Runtime:
     return Runtime.from_pretrained("pocket", kv_budget_tokens=128, policy="keydiff-window")
 
 
-@pytest.fixture(scope="module")
-def conversations(runtime) -> SmallConversations:
-    return SmallConversations(runtime)
+def serving(conversations: Conversations, *keys: str) -> Server:
+    settings = Settings("pocket", keys=keys, defaults={"max_new_tokens": 64}, open_paths=OPEN_PATHS)
+    app = application(conversations, settings, page_routes())
+    return Server(app, bound("127.0.0.1", 0), Limits(), patience_s=0)
 
 
 @pytest.fixture(scope="module")
-def url(conversations) -> Iterator[str]:
-    with Serving(application(conversations)) as serving:
-        yield serving.url
+def url(runtime) -> Iterator[str]:
+    with serving(Scheduler(runtime)) as server:
+        yield f"{server.url}/"
+
+
+class One:
+    """A conversation of one owner."""
+
+    def __init__(self, owner: str, strip: Strip) -> None:
+        self.owner, self.found = owner, strip
+
+    async def strip(self, owner: str, session_id: str) -> Strip:
+        if (owner, session_id) != (self.owner, self.found.session_id):
+            raise ConversationUnknown("there is no such conversation")
+        return self.found
+
+    def figures(self) -> Figures:
+        return Figures(policy=self.found.policy, budget_tokens=self.found.budget)
+
+
+@pytest.fixture
+def client(runtime) -> TestClient:
+    """Of a server that asks for keys, and has a conversation of the first's."""
+    owner = hashlib.sha256(KEYS[0].encode()).hexdigest()[:32]
+    one: Any = One(owner, strip_of(runtime.session(), "ada"))
+    settings = Settings("pocket", keys=KEYS, hosts=None, open_paths=OPEN_PATHS)
+    return TestClient(application(one, settings, page_routes()), follow_redirects=False)
 
 
 @pytest.fixture(scope="module")
@@ -64,12 +95,10 @@ def page(browser) -> Iterator[Any]:
     page, complaints = context.new_page(), []
     page.set_default_timeout(SOON)
     page.on("pageerror", lambda error: complaints.append(str(error)))
-    page.on(
-        "console", lambda m: complaints.append(m.text) if "Failed to load" not in m.text else None
-    )
+    page.on("console", lambda message: complaints.append(message.text))
     yield page
     context.close()
-    assert not complaints
+    assert not [text for text in complaints if "Failed to load resource" not in text]
 
 
 def opened(page: Any, url: str) -> Any:
@@ -105,8 +134,8 @@ def kept(page: Any) -> list[dict[str, Any]]:
 # Addresses
 
 
-def test_the_page_is_a_fixed_list_of_files_under_a_strict_policy(conversations):
-    client = TestClient(application(conversations, KEY))  # files need no key
+def test_the_page_is_a_fixed_list_of_files_under_a_strict_policy(client):
+    """And needs no key."""
     assert {name for name, _ in FILES.values()} == {path.name for path in PAGE.iterdir()}
     for path, (name, kind) in FILES.items():
         found = client.get(f"/{path}")
@@ -126,8 +155,9 @@ def test_the_page_is_a_fixed_list_of_files_under_a_strict_policy(conversations):
     ["/page", "/page/", "/page/../page_routes.py", "/page/%2e%2e/strip.py", "/page/..%2fstrip.py",
      "/page//app.js", "/page/app.js/", "//etc/passwd", "/page/APP.JS", "/index.html"],
 )  # fmt: skip
-def test_nothing_else_is_handed_out(conversations, path):
-    client = TestClient(application(conversations), follow_redirects=False)
+def test_nothing_else_is_handed_out(client, path):
+    assert client.get(path).status_code == 401
+    client.headers["Authorization"] = f"Bearer {KEYS[0]}"
     assert client.get(path).status_code in (307, 404)
     assert client.post("/").status_code == 405
 
@@ -144,24 +174,21 @@ def test_the_page_has_no_way_to_make_markup_of_a_text():
     assert html.count("<script") == 1
 
 
-def test_a_strip_is_its_owners(conversations, runtime):
-    client = TestClient(application(conversations, KEY))
-    session = conversations.sessions["someone", "ada"] = runtime.session()
-    assert client.get("/v1/kvcap/sessions/ada/strip").status_code == 401
-    assert client.get("/v1/kvcap/memory").status_code == 401
-    client.headers["Authorization"] = f"Bearer {KEY}"
-    assert client.get("/v1/kvcap/sessions/ada/strip").status_code == 404
-    conversations.sessions[KEY, "ada"] = session
-    found = client.get("/v1/kvcap/sessions/ada/strip").json()
-    assert found == strip_of(session, "ada").model_dump(mode="json")
-    assert client.get("/v1/kvcap/memory").json() == {"policy": "keydiff-window", "budget": 128}
+def test_a_strip_is_its_owners(client, runtime):
+    strip, memory = "/v1/kvcap/sessions/ada/strip", "/v1/kvcap/memory"
+    assert [client.get(path).status_code for path in (strip, memory)] == [401, 401]
+    client.headers["Authorization"] = f"Bearer {KEYS[1]}"
+    assert client.get(strip).status_code == 404
+    client.headers["Authorization"] = f"Bearer {KEYS[0]}"
+    assert client.get(strip).json() == strip_of(runtime.session(), "ada").model_dump(mode="json")
+    assert client.get(memory).json() == {"policy": "keydiff-window", "budget": 128}
 
 
 # Conversations
 
 
 @in_browser
-def test_a_conversation_and_what_is_left_of_it(page, url, runtime, conversations):
+def test_a_conversation_and_what_is_left_of_it(page, url, runtime):
     """The words of a session in Python, and its tokens with the heads that hold them."""
     asked: list[str] = []
     page.on("request", lambda request: asked.append(request.url))
@@ -176,7 +203,7 @@ def test_a_conversation_and_what_is_left_of_it(page, url, runtime, conversations
     evicted, read = f"{figures.evicted_tokens} tokens", f"of {figures.seen_tokens} read"
     assert page.locator("#evicted").inner_text().split("\n") == [evicted, read]
     expected = strip_of(session, "")
-    spans = page.locator("#strip > span")
+    spans = page.locator("#strip .token")
     assert spans.count() == len(expected.tokens) == figures.seen_tokens > 160
     for label in ("all layers", "layer 3"):
         page.get_by_label("Layers").select_option(label)
@@ -194,6 +221,7 @@ def test_a_conversation_and_what_is_left_of_it(page, url, runtime, conversations
     assert page.evaluate("document.documentElement.scrollWidth - innerWidth") <= 0
 
 
+@pytest.mark.slow
 @in_browser
 def test_the_strip_is_read_by_keys(page, url):
     opened(page, url).set_viewport_size({"width": 1300, "height": 800})
@@ -226,6 +254,7 @@ def test_a_pinned_message_stays(page, url):
     assert kept(page)[0]["pins"] == [0]
 
 
+@pytest.mark.slow
 @in_browser
 def test_conversations_are_kept_in_this_browser(page, url):
     opened(page, url)
@@ -239,7 +268,7 @@ def test_conversations_are_kept_in_this_browser(page, url):
     page.get_by_role("button", name="Conversations").click()
     page.get_by_role("button", name=FACT[:40]).first.click()
     assert answered(page) == first
-    page.locator("#strip > span").first.wait_for(state="attached")
+    page.locator("#strip .token").first.wait_for(state="attached")
     page.get_by_role("button", name="Conversations").click()
     page.get_by_role("button", name="Delete “Hello!”").click()
     assert [one["messages"][0]["content"] for one in kept(page)] == [FACT]
@@ -290,6 +319,7 @@ def test_an_answer_is_stopped_and_given_again(page, url):
     assert [one["role"] for one in kept(page)[0]["messages"]] == ["user", "assistant"]
 
 
+@pytest.mark.slow
 @in_browser
 def test_what_is_stopped_before_it_is_answered_is_taken_back(page, url):
     opened(page, url)
@@ -310,6 +340,7 @@ def fulfilled(given: dict[str, Any], route: Any) -> None:
     route.fulfill(**given)
 
 
+@pytest.mark.slow
 @in_browser
 def test_refusals_are_told_and_nothing_is_lost(page, url):
     opened(page, url)
@@ -339,24 +370,24 @@ def test_refusals_are_told_and_nothing_is_lost(page, url):
 
 
 @in_browser
-def test_a_key_is_asked_for_and_stays_in_the_tab(page, conversations):
-    with Serving(application(conversations, KEY)) as serving:
-        page.goto(serving.url)
-        for key in ("wrong", KEY):
+def test_a_key_is_asked_for_and_stays_in_the_tab(page, runtime):
+    with serving(Scheduler(runtime), *KEYS) as server:
+        page.goto(server.url)
+        for key in ("wrong", KEYS[1]):
             page.get_by_label("API key").fill(key)
             page.get_by_role("button", name="Use this key").click()
-            if key != KEY:
+            if key == "wrong":
                 page.get_by_text("does not take the key").wait_for()
         page.locator("#lead", has_text="keeps").wait_for()
         assert say(page, "Hello!")
         page.reload()
         page.locator("#lead", has_text="keeps").wait_for()
-        assert KEY not in json.dumps(page.evaluate("Object.entries(localStorage)"))
+        assert KEYS[1] not in json.dumps(page.evaluate("Object.entries(localStorage)"))
         other = page.context.new_page()
-        other.goto(serving.url)
-        other.get_by_label("API key").wait_for(timeout=SOON)
+        other.set_default_timeout(SOON)
+        other.goto(server.url)
         other.get_by_role("button", name="Not now").click()
-        other.get_by_role("alert").get_by_text("Without its key").wait_for(timeout=SOON)
+        other.get_by_role("alert").get_by_text("Without its key").wait_for()
 
 
 # Answers as elements
@@ -369,7 +400,7 @@ DRAWN = """async ({ text, steps }) => {
 }"""
 
 
-ELEMENTS = """async (text) => {
+MADE = """async (text) => {
   const { Growing } = await import('./page/markdown.js');
   const box = document.createElement('div');
   new Growing(box).update(text);
@@ -389,6 +420,7 @@ def blank(page, url) -> Any:
     return page
 
 
+ELEMENTS = {"p", "a", "pre", "code", "div", "table", "thead", "tbody", "tr", "th", "td"}
 LINK = 'target="_blank" rel="noopener noreferrer nofollow"'
 
 
@@ -426,23 +458,10 @@ def test_no_text_becomes_markup_or_leads_elsewhere(blank):
         "[a](https://b.example/\" onclick='x')", "```<b>\n</code><b>", "|<b>|\n|-|\n|<b>|",
     ]  # fmt: skip
     for text in hostile:
-        for name, attributes in blank.evaluate(ELEMENTS, text):
-            assert name in {
-                "p",
-                "a",
-                "pre",
-                "code",
-                "div",
-                "table",
-                "thead",
-                "tbody",
-                "tr",
-                "th",
-                "td",
-            }
-            assert not [
-                key for key in attributes if key.startswith("on") or key in ("src", "style")
-            ]
+        for name, attributes in blank.evaluate(MADE, text):
+            assert name in ELEMENTS
+            assert not set(attributes) - {"href", "title", "target", "rel", "class", "role",
+                                          "scope", "tabindex", "aria-label"}  # fmt: skip
             assert attributes.get("href", "https://").startswith("https://")
 
 

@@ -6,8 +6,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from conftest import tiny_model
 from toy_engine import ToyEngine, session_of, tiny
 
+from kvcap.runtime.backends.pytorch.loop import BlockLoop
+from kvcap.runtime.cache.cache import BudgetCache
 from kvcap.runtime.session.session import Session
 from kvcap.runtime.types import KeptTokens
 from kvcap.serve.strip import GROUPS, Strip, grouped, strip_of
@@ -104,3 +108,23 @@ def test_many_layers_become_few_groups_and_windows_one_of_their_own():
     assert sorted(n for x in found for n in x.layers) == list(range(30))
     assert {len(x.layers) for x in found[:-1]} <= {2, 3}
     assert found[-1].held == [10, 20, 20, 10, 0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "policy"), [("gemma2", "keydiff"), ("llama", "adakv")])
+def test_windows_of_the_models_own_and_heads_that_hold_unequally_many(family, policy):
+    model = tiny_model(family)
+    cache = BudgetCache(model.config, 32, 16, policy)
+    BlockLoop(model, cache).prefill(torch.arange(100)[None] % 90)
+    found = cache.kept_tokens()
+    assert [one.layer for one in found] == list(range(model.config.num_hidden_layers))
+    held = sum(s.held * s.heads for layer in cache.capped_layers for s in layer.segments)
+    assert sum(len(head) for one in found if one.capped for head in one.heads) == held
+    for one in found:
+        rows = [sorted(head.tolist()) for head in one.heads]
+        assert all(len(set(row)) == len(row) for row in rows)
+        assert len(rows) == model.config.num_key_value_heads
+        if not one.capped:
+            assert all(row == list(range(100 - len(row), 100)) for row in rows)
+            assert len(rows[0]) == model.config.sliding_window - 1
+    assert any(not one.capped for one in found) == (family == "gemma2")

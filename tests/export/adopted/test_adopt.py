@@ -12,10 +12,9 @@ import numpy as np
 import onnx
 import pytest
 import standard_decoder
-import tiny_chat
 import torch
 from onnx import TensorProto, helper
-from tools import made, operations  # noqa: F401
+from tools import found_decoder, made, operations  # noqa: F401
 from transformers import AutoTokenizer, GenerationConfig
 
 from kvcap.cli import run
@@ -52,8 +51,9 @@ def decoders(tmp_path_factory):
     """A random model's decoder as others export it, and two that go by where slots lie."""
 
     def make(folder: Path) -> None:
-        tiny_chat.save(folder / "model")
-        for fault in ("none", "own positions", "window of slots"):
+        shutil.copytree(found_decoder(tmp_path_factory), folder)
+        (folder / "decoder").rename(folder / "none")
+        for fault in ("own positions", "window of slots"):
             standard_decoder.save(folder / "model", folder / fault, fault)
 
     return made(tmp_path_factory, "decoders", make)

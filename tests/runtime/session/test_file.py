@@ -272,7 +272,6 @@ def fact(value, *keys):
         fact([{"role": "user", "content": "\ud800"}] * 2, "conversation", "messages"),
         fact(["Be kind."], "conversation", "system"),
         fact("yes", "conversation", "pin_system"),
-        fact([1], "conversation", "pinned"),  # an answer
         fact([10**9], "conversation", "unread"),
         fact([1, 2], "conversation", "unread"),
         fact(1.5, "conversation", "seed"),

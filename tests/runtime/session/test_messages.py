@@ -90,7 +90,7 @@ def test_all_messages_that_are_given_are_pinned(runtime):
         (["Hi"], MessagesInvalid, "message 0 is a str"),
         ([{"content": "Hi"}], MessagesInvalid, "message 0 has no 'role'"),
         ([{"role": "user"}], MessagesInvalid, "message 0 has no 'content'"),
-        ([{"role": "tool", "content": "Hi"}], MessagesInvalid, "role 'tool'; use system, user"),
+        ([{"role": "cat", "content": "Hi"}], MessagesInvalid, "role 'cat'; use system, user"),
         ([{"role": ["user"], "content": "Hi"}], MessagesInvalid, "has role"),
         ([ASKED, {"role": "user", "content": None}], MessagesInvalid, "of message 1 is a NoneType"),
         ([{"role": "user", "content": [{"type": "text"}]}], MessagesInvalid, "is a list"),

@@ -1,0 +1,344 @@
+"""A server under load: what HTTP costs a token, clients at once, and what clients may do to it.
+
+Every row is measured against `kvcap serve` in a process of its own, by clients that speak plain
+HTTP. `row` says what it is:
+
+- `overhead`: one client that reads a stream, beside a session of its own process, by turns.
+  `loop_us` is the processor's time of the thread that serves HTTP, `work_us` that of all others,
+  for each token; the goal of 3 % is of a token, `loop_share`.
+- `together`: tokens a second of `clients` at once beside one after the other. For both the model
+  never ends an answer by itself, so that each has `steps` tokens.
+- `load`: `conversations` of random length, up to 200 at once under a cap of memory: a tenth of the
+  answers is left midway, a tenth of the requests is hostile. `lost` are requests without their
+  answer, `foreign` answers that have what was told to another, `peak_mib` is the process's most.
+- `killed`: the server is ended by SIGKILL at a random moment, `kills` times, and started again;
+  `dropped` are saved conversations that could not be taken, `reused` those that went on.
+
+Reads `budgets`, `steps`, `repeats` (turns of `overhead`), `conversations`, `kills`, `model`.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from kvcap.evals.bench import Options, Result
+from kvcap.evals.measure import MIB
+from kvcap.evals.random_models import directory
+from kvcap.runtime.errors import PeerFailed
+
+DEFAULTS = {"budgets": (256,), "steps": 200, "repeats": 5, "model": "pocket"}
+COLUMNS = ("row", "clients", "requests", "tok_s", "ratio", "lost", "foreign", "peak_mib")
+CLIENTS, AT_ONCE = 8, 200
+CAP_MIB = 1024
+ADDRESS = re.compile(r"http://127\.0\.0\.1:(\d+)/v1")
+HOSTILE = (b"{", b"[" * 5000, b"\xff" * 99, b'{"messages": 1}', b'{"messages": [{"role": 5}]}',
+           b'{"messages": [], "n": 1e999}', b'{"unknown": true}', b"null", b"")  # fmt: skip
+
+
+def run(options: Options) -> Result:
+    """One row of each kind.
+
+    Raises:
+        PeerFailed: the server did not start, or ended.
+    """
+    model, budget = directory(options.model, options.files), options.budgets[0]
+    with TemporaryDirectory() as folder:
+        endless = _endless(model, Path(folder, "endless"))
+        with served(endless, budget, "--max-together", str(CLIENTS)) as server:
+            together = _together(server, options.steps)
+        with served(endless, budget, "--max-together", "1") as server:
+            overhead = _overhead(server, endless, budget, options.steps, options.repeats)
+        load = _load(model, budget, options.conversations)
+        killed = _killed(model, budget, options.kills, Path(folder, "kept"))
+    rows = [overhead, together, load, killed]
+    names = {name: None for row in rows for name in (*COLUMNS, *row)}
+    return Result("serve", COLUMNS, [{n: row.get(n, "") for n in names} for row in rows],
+                  {"model": options.model, "budget": budget})  # fmt: skip
+
+
+@dataclass
+class Process:
+    """A running server."""
+
+    process: subprocess.Popen[str]
+    port: int
+
+    def post(self, body: Any, path: str = "chat/completions") -> http.client.HTTPResponse:
+        """The answer to a body: an object, or bytes as they are."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=600)
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        connection.request("POST", f"/v1/{path}", data, {"Content-Type": "application/json"})
+        return connection.getresponse()
+
+    def figures(self) -> dict[str, float]:
+        """The server's own figures."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=600)
+        connection.request("GET", "/metrics")
+        lines = connection.getresponse().read().decode().splitlines()
+        found = (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+        return {name: float(value) for name, value in found}
+
+    def processor(self) -> dict[str, int]:
+        """Nanoseconds of the processor that each thread has had; the first serves HTTP."""
+        tasks = Path(f"/proc/{self.process.pid}/task")
+        if not tasks.is_dir():
+            raise PeerFailed("threads are timed by /proc, which this system has not")
+        return {t.name: int((t / "schedstat").read_text().split()[0]) for t in tasks.iterdir()}
+
+    def memory(self, name: str) -> int:
+        """Bytes that the process holds (`VmRSS`), or held at most (`VmHWM`)."""
+        status = Path(f"/proc/{self.process.pid}/status").read_text()
+        return int(re.findall(rf"{name}:\s+(\d+)", status)[0]) * 1024
+
+
+@contextmanager
+def served(model: str, budget: int, *options: str) -> Iterator[Process]:
+    """A server, ended afterwards.
+
+    Raises:
+        PeerFailed: it did not start.
+    """
+    command = [sys.executable, "-m", "kvcap", "serve", model, "--port", "0",
+               "--kv-budget-tokens", str(budget), "--name", "model", *options]  # fmt: skip
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        said = ""
+        for line in process.stderr:
+            said += line
+            if found := ADDRESS.search(line):
+                break
+        else:
+            raise PeerFailed(f"the server did not start: {said.strip()[-500:]}")
+        threading.Thread(target=process.stderr.read, daemon=True).start()
+        try:
+            yield Process(process, int(found[1]))
+        finally:
+            process.send_signal(signal.SIGTERM)
+            process.wait()
+
+
+def _endless(model: str, folder: Path) -> str:
+    """A copy of a model that never ends an answer by itself."""
+    shutil.copytree(model, folder)
+    for name in ("config.json", "generation_config.json"):
+        if (file := folder / name).is_file():
+            file.write_text(json.dumps({**json.loads(file.read_text()), "eos_token_id": None}))
+    return str(folder)
+
+
+def _asked(words: int, steps: int, number: int = 0) -> dict[str, Any]:
+    text = f"Message {number}. " + "Tall grasses attract many bees. " * (words // 5)
+    return {"messages": [{"role": "user", "content": text}], "stream": True, "temperature": 0,
+            "max_tokens": steps}  # fmt: skip
+
+
+def _pieces(response: http.client.HTTPResponse) -> Iterator[tuple[float, str]]:
+    """The texts of a stream, with the times at which they came.
+
+    Raises:
+        PeerFailed: it ended before its end.
+    """
+    while line := response.readline():
+        if line == b"data: [DONE]\n":
+            response.read()
+            return
+        if line.startswith(b"data: "):
+            said = json.loads(line[6:])
+            if "error" in said:
+                raise PeerFailed(said["error"]["message"])
+            for choice in said["choices"]:
+                yield time.perf_counter(), choice["delta"].get("content") or ""
+    raise PeerFailed("a stream ended before its end")
+
+
+def _overhead(server: Process, model: str, budget: int, steps: int, repeats: int) -> dict[str, Any]:
+    from kvcap.runtime.backends.pytorch.runtime import Runtime
+
+    runtime = Runtime.from_pretrained(model, kv_budget_tokens=budget)
+    own, through, loops, works = list[float](), list[float](), list[float](), list[float]()
+    for number in range(repeats + 1):
+        session = runtime.session()
+        session.set_generation(max_new_tokens=steps, temperature=0.0)
+        list(session.send(_asked(2 * budget, steps, number)["messages"][0]["content"]))
+        turn = session.turn
+        assert turn is not None
+        pieces = _pieces(server.post(_asked(2 * budget, steps, number)))
+        next(pieces)
+        (begun, _), before = next(pieces), server.processor()
+        *_, (ended, _) = pieces
+        spent = {k: v - before.get(k, 0) for k, v in server.processor().items()}
+        if number:  # the first answers make what later ones find
+            own.append(turn.decode_s / (steps - 1) * 1e3)
+            through.append((ended - begun) / (steps - 1) * 1e3)
+            loops.append(spent.pop(str(server.process.pid)) / (steps - 1) / 1e3)
+            works.append(sum(spent.values()) / (steps - 1) / 1e3)
+    ratios = [x / y for x, y in zip(through, own, strict=True)]
+    return {
+        "row": "overhead", "clients": 1, "requests": repeats, "tok_s": 1e3 / median(through),
+        "ratio": median(ratios), "token_ms": median(through), "own_token_ms": median(own),
+        "loop_us": median(loops), "work_us": median(works),
+        "loop_share": median(x / y for x, y in zip(loops, works, strict=True)),
+    }  # fmt: skip
+
+
+def _together(server: Process, steps: int) -> dict[str, Any]:
+    def answer(number: int) -> None:
+        for _ in _pieces(server.post(_asked(400, steps, number))):
+            pass
+
+    answer(0)
+    begun = time.perf_counter()
+    for number in range(CLIENTS):
+        answer(number + CLIENTS)
+    serial = time.perf_counter() - begun
+    begun = time.perf_counter()
+    with ThreadPoolExecutor(CLIENTS) as threads:
+        list(threads.map(answer, range(2 * CLIENTS, 3 * CLIENTS)))
+    at_once = time.perf_counter() - begun
+    return {"row": "together", "clients": CLIENTS, "requests": CLIENTS,
+            "tok_s": CLIENTS * steps / at_once, "ratio": serial / at_once,
+            "serial_tok_s": CLIENTS * steps / serial}  # fmt: skip
+
+
+@dataclass
+class Count:
+    """What became of the requests of a load."""
+
+    requests: int = 0
+    lost: int = 0
+    foreign: int = 0
+    recalled: int = 0
+    asked: int = 0
+    left: int = 0
+    hostile: int = 0
+    failed: int = 0  # hostile requests that were not refused
+    why: set[str] = field(default_factory=set)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def add(self, **more: int) -> None:
+        """Count."""
+        with self.lock:
+            for name, by in more.items():
+                setattr(self, name, getattr(self, name) + by)
+
+
+def _answered(server: Process, messages: Sequence[Any], count: Count, stop: int | None) -> str:
+    """The answer to messages, asked again while the server is busy; left after `stop` pieces."""
+    while True:
+        response = server.post({"messages": messages, "stream": True, "temperature": 0})
+        if response.status != 429:
+            break
+        response.read()
+        time.sleep(float(response.headers["Retry-After"]) * random.uniform(0.2, 1))
+    if response.status != 200:
+        raise PeerFailed(response.read().decode()[:200])
+    said = ""
+    for number, (_, text) in enumerate(_pieces(response)):
+        said += text
+        if number == stop:
+            response.close()
+            count.add(left=1)
+            break
+    return said
+
+
+def _converse(server: Process, code: int, codes: frozenset[str], count: Count) -> None:
+    draw = random.Random(code)
+    messages: list[dict[str, str]] = []
+    turns = [f"Please remember: the code for the blue door is {code}."]
+    turns += ["Tall grasses attract many bees. " * draw.randint(1, 20)] * draw.randint(0, 2)
+    turns += ["What is the code for the blue door?"]
+    try:
+        for number, text in enumerate(turns):
+            if draw.random() < 0.1:
+                response = server.post(draw.choice(HOSTILE))
+                response.read()
+                count.add(requests=1, hostile=1, failed=int(response.status not in (400, 413)))
+            messages.append({"role": "user", "content": text})
+            last = number == len(turns) - 1
+            stop = draw.randint(0, 4) if draw.random() < 0.1 and not last else None
+            said = _answered(server, messages, count, stop)
+            messages.append({"role": "assistant", "content": said or "Yes."})
+            others = (codes - {str(code)}) & set(re.findall(r"\d{4}", said))
+            count.add(requests=1, foreign=int(bool(others)))
+        count.add(asked=1, recalled=int(str(code) in messages[-1]["content"]))
+    except Exception as error:
+        count.add(requests=1, lost=1)
+        count.why.add(f"{type(error).__name__}: {error}"[:200])
+
+
+def _load(model: str, budget: int, conversations: int) -> dict[str, Any]:
+    count, sizes = Count(), list[int]()
+    codes = random.Random(0).sample(range(1000, 10000), conversations)
+    known = frozenset(map(str, codes))
+    with served(model, budget, "--memory-cap", f"{CAP_MIB}MiB") as server:
+        begun = time.perf_counter()
+        with ThreadPoolExecutor(min(AT_ONCE, conversations)) as threads:
+            for _ in threads.map(lambda code: _converse(server, code, known, count), codes):
+                sizes.append(server.memory("VmRSS"))
+        seconds, peak, figures = (
+            time.perf_counter() - begun,
+            server.memory("VmHWM"),
+            server.figures(),
+        )
+    return {
+        "row": "load", "clients": min(AT_ONCE, conversations), "requests": count.requests,
+        "tok_s": figures["kvcap_completion_tokens_total"] / seconds, "lost": count.lost,
+        "foreign": count.foreign, "peak_mib": peak / MIB, "cap_mib": CAP_MIB,
+        "conversations": conversations, "recalled": count.recalled / max(1, count.asked),
+        "left": count.left, "hostile": count.hostile, "not_refused": count.failed,
+        "mib_at_half": sizes[len(sizes) // 2] / MIB, "mib_at_end": sizes[-1] / MIB,
+        "places": int(figures["kvcap_places"]), "answering": int(figures["kvcap_answering"]),
+        "why": "; ".join(sorted(count.why)),
+    }  # fmt: skip
+
+
+def _killed(model: str, budget: int, kills: int, kept: Path) -> dict[str, Any]:
+    draw, count = random.Random(1), Count()
+    codes = [draw.randint(1000, 9999) for _ in range(4)]
+    known = frozenset(map(str, codes))
+    chats: list[list[dict[str, str]]] = [[] for _ in codes]
+    dropped = reused = restored = 0.0
+    for _ in range(kills):
+        with served(model, budget, "--keep", str(kept)) as server:
+            timer = threading.Timer(draw.uniform(0.5, 12), os.kill,
+                                    (server.process.pid, signal.SIGKILL))  # fmt: skip
+            timer.start()
+            try:
+                while True:
+                    who = draw.randrange(len(codes))
+                    first = f"Please remember: the code for the blue door is {codes[who]}."
+                    text = "What is the code for the blue door?" if chats[who] else first
+                    messages = [*chats[who], {"role": "user", "content": text}]
+                    said = _answered(server, messages, count, None)
+                    chats[who] = [*messages, {"role": "assistant", "content": said}][:40]
+                    others = (known - {str(codes[who])}) & set(re.findall(r"\d{4}", said))
+                    count.add(requests=1, foreign=int(bool(others)))
+                    figures = server.figures()
+                    dropped = max(dropped, figures["kvcap_dropped_total"])
+                    reused += figures["kvcap_reused_tokens_total"] > 0
+                    restored = max(restored, figures["kvcap_restored_total"])
+            except (OSError, http.client.HTTPException, PeerFailed):
+                pass  # it was killed
+            timer.join()
+    return {"row": "killed", "clients": 1, "requests": count.requests, "kills": kills,
+            "foreign": count.foreign, "dropped": int(dropped), "restored": int(restored),
+            "reused": int(reused)}  # fmt: skip

@@ -1,0 +1,383 @@
+"""Answers held to a JSON schema or a regular expression: every one fits, or says it was cut."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from typing import Any
+
+import jsonschema
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from toy_engine import BACKENDS, ToyEngine, session_of, tiny
+
+import kvcap
+from kvcap import pocket
+from kvcap.runtime.errors import ExtraMissing, SchemaRefused
+from kvcap.runtime.session.decoding import TextStream
+from kvcap.runtime.session.guide import Guide
+
+pytest.importorskip("llguidance")
+
+CODE = {
+    "type": "object",
+    "properties": {"door": {"enum": ["blue", "red"]}, "code": {"type": "integer"}},
+    "required": ["door", "code"],
+    "additionalProperties": False,
+}
+NODE = {
+    "type": "object",
+    "properties": {
+        "value": {"type": "boolean"},
+        "children": {"type": "array", "items": {"$ref": "#/$defs/node"}, "maxItems": 2},
+    },
+    "required": ["value"],
+    "additionalProperties": False,
+}
+TRICKY: dict[str, Any] = {
+    "anything": True,
+    "any object": {"type": "object"},
+    "another key is required": {
+        "type": "object",
+        "properties": {"a": {"type": "null"}},
+        "required": ["a", "z"],
+    },
+    "constants": {"enum": ["a", 1, None, {"x": [1, 2.5]}, "é☃\n"]},
+    "recursive": {"$defs": {"node": NODE}, "$ref": "#/$defs/node"},
+    "all of": {
+        "allOf": [
+            {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]},
+            {"type": "object", "properties": {"b": {"type": "null"}}, "required": ["b"]},
+        ]
+    },
+    "one of": {
+        "oneOf": [
+            {**CODE, "properties": {"door": {"const": "blue"}, "code": {"type": "null"}}},
+            {**CODE, "properties": {"door": {"const": "red"}, "code": {"type": "integer"}}},
+        ]
+    },
+    "letters": {"type": "string", "minLength": 3, "maxLength": 6},
+    "a pattern": {"type": "string", "pattern": "^[a-z]{2,4}-[0-9]+$"},
+    "a pattern within": {"type": "string", "pattern": "ab", "maxLength": 9},
+    "range": {"type": "number", "minimum": -1.5, "exclusiveMaximum": 2.25},
+    "whole range": {"type": "integer", "exclusiveMinimum": -17, "maximum": 1234},
+    "multiples": {"type": "integer", "multipleOf": 7, "minimum": 0, "maximum": 100},
+    "date": {"type": "string", "format": "date"},
+    "tuple": {
+        "type": "array",
+        "prefixItems": [{"type": "integer"}, {"type": "string", "maxLength": 4}],
+        "items": False,
+        "minItems": 2,
+    },
+    "keys of a pattern": {
+        "type": "object",
+        "patternProperties": {"^x_": {"type": "integer"}},
+        "additionalProperties": False,
+    },
+    "keys of odd letters": {
+        "type": "object",
+        "properties": {'ключ\n"': {"type": "integer"}},
+        "required": ['ключ\n"'],
+        "additionalProperties": False,
+    },
+}
+
+
+def with_bytes() -> Tokenizer:
+    """As SentencePiece's are: spaces are letters, a letter that has no token is its bytes."""
+    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁"]
+    pieces += [*'abcdefghijklmnopqrstuvwxyz0123456789{}[]":,.-_é\n', '{"', '":', '",', '"}', "▁a"]
+    vocabulary = {piece: number for number, piece in enumerate(pieces)}
+    merges = [("{", '"'), ('"', ":"), ('"', ","), ('"', "}"), ("▁", "a")]
+    model = models.BPE(vocabulary, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True)
+    found = Tokenizer(model)
+    found.normalizer = normalizers.Replace(" ", "▁")
+    found.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
+    found.add_special_tokens([AddedToken(x, special=True) for x in ("<unk>", "<s>", "</s>")])
+    found.add_tokens([AddedToken("<tool_call>", normalized=False)])  # a text like any other
+    return found
+
+
+class Wrapped:
+    """A tokenizer as sessions have it."""
+
+    def __init__(self, backend: Tokenizer) -> None:
+        self.backend_tokenizer = backend
+
+
+TOKENIZERS = {
+    "pocket": Wrapped(Tokenizer.from_file(str(pocket.path() / "tokenizer.json"))),
+    "bytes": Wrapped(with_bytes()),
+}
+END = 2  # of both
+
+
+def walked(guide: Guide, tokenizer: Any, seed: int, most: int = 300) -> tuple[str, bool]:
+    """A text of random tokens among those that are allowed, and whether it is complete."""
+    rng, stream, text = np.random.default_rng(seed), TextStream(tokenizer), ""
+    closing = {tokenizer.backend_tokenizer.token_to_id(x) for x in ['"', "}", "]", ",", ":", "0"]}
+    for _ in range(most):
+        allowed = np.flatnonzero(guide.allowed())
+        likely = [token for token in allowed if token in closing or token in guide.ends]
+        token = int(rng.choice(likely if likely and rng.random() < 0.6 else allowed))
+        if token in guide.ends:
+            return text + stream.end(), True
+        guide.take(token)
+        text += stream.put(token)
+        if guide.complete:
+            return text + stream.end(), True
+    return text, False
+
+
+def check(text: str, schema: Any) -> None:
+    kind = jsonschema.Draft202012Validator
+    kind(schema, format_checker=kind.FORMAT_CHECKER).validate(json.loads(text))
+
+
+@pytest.mark.parametrize("tokenizer", TOKENIZERS)
+@pytest.mark.parametrize("name", TRICKY)
+def test_every_text_fits_a_tricky_schema(name, tokenizer):
+    known = TOKENIZERS[tokenizer]
+    guide, ended = Guide(known, frozenset([END]), TRICKY[name]), 0
+    assert guide.ends == {END}
+    for seed in range(8):
+        guide.restart()
+        text, complete = walked(guide, known, seed)
+        if complete:
+            check(text, TRICKY[name])
+            ended += 1
+    assert ended > 2
+
+
+names = st.sampled_from(["a", "b", "long name", "ß"])
+schemas = st.recursive(
+    st.sampled_from(
+        [
+            {"type": "boolean"},
+            {"type": "null"},
+            {"type": "integer", "minimum": -20, "maximum": 30},
+            {"type": "number"},
+            {"type": "string", "maxLength": 4},
+            {"enum": ["x", 2, None]},
+            {"const": {"k": "v"}},
+            {"type": ["string", "null"], "maxLength": 2},
+        ]
+    ),
+    lambda inner: st.one_of(
+        st.builds(
+            lambda items, least, more: {
+                "type": "array",
+                "items": items,
+                "minItems": least,
+                "maxItems": least + more,
+            },
+            inner,
+            st.integers(0, 2),
+            st.integers(0, 2),
+        ),
+        st.builds(
+            lambda found, count: {
+                "type": "object",
+                "properties": found,
+                "required": sorted(found)[:count],
+                "additionalProperties": False,
+            },
+            st.dictionaries(names, inner, max_size=3),
+            st.integers(0, 3),
+        ),
+        st.builds(lambda found: {"anyOf": found}, st.lists(inner, min_size=1, max_size=3)),
+    ),
+    max_leaves=6,
+)
+
+
+@given(schema=schemas, tokenizer=st.sampled_from(sorted(TOKENIZERS)), seed=st.integers(0, 999))
+def test_every_text_fits_a_random_schema(schema, tokenizer, seed):
+    known = TOKENIZERS[tokenizer]
+    text, complete = walked(Guide(known, frozenset([END]), schema), known, seed)
+    if complete:
+        check(text, schema)
+
+
+@pytest.fixture(scope="module", params=BACKENDS)
+def runtime(request, tmp_path_factory):
+    if request.param == "numpy":
+        return ToyEngine(64)
+    return tiny(tmp_path_factory.mktemp("tiny"))
+
+
+def test_answers_of_a_random_model_fit_or_are_cut(runtime):
+    """Whatever is drawn, past evictions too; a model without an end token ends all the same."""
+    session, reasons = session_of(runtime), set()
+    session.set_generation(temperature=1.0, max_new_tokens=40, seed=0)
+    for name in ("letters", "whole range", "multiples", "tuple", "constants", "date", "anything"):
+        session.set_generation(json_schema=TRICKY[name])
+        for _ in range(3):
+            text = "".join(session.send("What is it?"))
+            reasons.add(session.turn.finish_reason)
+            if session.turn.finish_reason == "stop":
+                check(text, TRICKY[name])
+            else:
+                assert session.turn.completion_tokens == 40
+            assert session.messages[-1]["content"] == text
+    assert reasons == {"stop", "length"}
+    session.set_generation(json_schema=None, max_new_tokens=3)
+    assert "".join(session.send("And now?")).strip()[:1] not in ("{", "[")
+    assert session.turn.finish_reason == "length"
+
+
+@pytest.mark.parametrize("options", [{"top_k": 5}, {"top_p": 0.2}, {"min_p": 0.9},
+                                     {"repetition_penalty": 5.0, "do_sample": False}])  # fmt: skip
+def test_other_settings_choose_among_what_is_allowed(runtime, options):
+    session = session_of(runtime)
+    session.set_generation(temperature=2.0, max_new_tokens=30, regex="[0-9]{3}-[a-f]{2}", seed=1)
+    session.set_generation(**options)
+    for _ in range(3):
+        text = "".join(session.send("Hello!"))
+        assert re.fullmatch("[0-9]{3}-[a-f]{2}", text), text
+        assert session.turn.finish_reason == "stop"
+
+
+def test_an_answer_that_is_cut_says_so(runtime):
+    session = session_of(runtime)
+    session.set_generation(json_schema=CODE, max_new_tokens=3)
+    assert "".join(session.send("Hello!")).startswith("{")
+    assert session.turn.finish_reason == "length"
+    session.set_generation(max_new_tokens=200, stop_strings=["door"])
+    assert "door" not in "".join(session.send("Hello!"))
+    assert (session.turn.finish_reason, session.turn.stop_string) == ("stop", "door")
+
+
+def test_an_answer_begun_is_not_disturbed_by_the_next_one(runtime):
+    session = session_of(runtime)
+    session.set_generation(json_schema=CODE, max_new_tokens=200)
+    first = session.send("Hello!")
+    begun = next(first) + next(first)
+    session.send("This is refused or begun by its first token only.")
+    check(begun + "".join(first), CODE)
+
+
+@pytest.mark.parametrize(
+    ("schema", "says"),
+    [
+        ({"not": {"type": "string"}}, 'Unimplemented keys: ["not"]'),
+        ({"type": "array", "uniqueItems": True}, "uniqueItems"),
+        ({"if": {"type": "object"}, "then": {"required": ["b"]}}, '"if"'),
+        ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "oneOf constraints are not supp"),
+        ({"type": "strin"}, "Invalid type: strin"),
+        ({"type": "integer", "minimum": 5, "maximum": 3}, "minimum (5) is greater than maximum"),
+        ({"$ref": "#/$defs/x"}, "'/$defs/x' does not exist"),
+        ({"$ref": "#"}, "no text fits this JSON schema"),
+        ({"$ref": "file:///etc/passwd"}, "not present in a registry"),
+        ({"$ref": "http://localhost:9/x.json"}, "not present in a registry"),
+        ({"type": "string", "pattern": "("}, "regex parse error"),
+        ({"type": "string", "pattern": "(?=a)b"}, "look-around"),
+        ({"enum": [{1, 2}]}, "not JSON serializable"),
+        ({"const": float("nan")}, "Out of range float"),
+        ({"properties": {f"key {i}": {} for i in range(9_000)}}, "it has 142,906 letters, and"),
+        ({"not": {}, "x-guidance": {"lenient": True}}, "Unimplemented"),
+    ],
+)
+def test_a_schema_that_cannot_be_held_is_refused_before_anything_is_read(runtime, schema, says):
+    session = session_of(runtime)
+    session.set_generation(regex="[a-z]+")
+    with pytest.raises(SchemaRefused, match=re.escape(says)):
+        session.set_generation(json_schema=schema, regex=None, max_new_tokens=9)
+    assert (session.generation.regex, session.generation.json_schema) == ("[a-z]+", None)
+    assert session.generation.max_new_tokens == 6
+    session.set_generation(regex=None)
+    session.generation.json_schema = schema  # past the door
+    with pytest.raises(SchemaRefused, match=re.escape(says)):
+        session.send("Hello!")
+    assert session.cache.seen == 0
+
+
+@pytest.mark.parametrize(
+    ("setting", "says"),
+    [
+        ({"json_schema": "{}"}, "use a dictionary"),
+        ({"json_schema": False}, "True for any JSON"),
+        ({"regex": 3}, "a regular expression as a text"),
+        ({"regex": "a", "json_schema": {}}, "set one of them to None"),
+    ],
+)
+def test_what_is_no_schema_is_refused(runtime, setting, says):
+    with pytest.raises(ValueError, match=says):
+        session_of(runtime).set_generation(**setting)
+
+
+def test_without_the_library_the_extra_is_named(runtime, monkeypatch):
+    session = session_of(runtime)
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    with pytest.raises(ExtraMissing, match=r"pip install 'kvcap\[json\]'"):
+        session.set_generation(json_schema={"type": "object"})
+    assert "".join(session.send("Hello!"))
+
+
+def test_a_tokenizer_that_the_library_cannot_read_is_refused():
+    words = Tokenizer(models.WordLevel({"a": 0, "[UNK]": 1}, unk_token="[UNK]"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    with pytest.raises(SchemaRefused, match="cannot read its tokenizer"):
+        Guide(Wrapped(words), frozenset(), {})
+
+
+def test_rows_of_a_batch_are_held_to_schemas_of_their_own():
+    runtime = kvcap.Runtime.from_pretrained(
+        "pocket", kv_budget_tokens=24, block_size=16, dtype="float32", device="cpu"
+    )
+    held: list[dict[str, Any]] = [
+        {"json_schema": CODE},
+        {},
+        {"regex": "(ab|ba){2,30}"},
+        {"json_schema": CODE, "logprobs": 1, "do_sample": True},
+    ]
+
+    def sessions() -> list[Any]:
+        found = []
+        for options in held:
+            session = runtime.session(seed=3)
+            session.set_generation(max_new_tokens=3, do_sample=False)
+            list(session.send("Please remember: the code for the blue door is 4821. " * 2))
+            session.set_generation(max_new_tokens=60, **options)
+            found.append(session)
+        return found
+
+    question = "What is the code for the blue door?"
+    alone = ["".join(session.send(question)) for session in sessions()]
+    batch, several = runtime.batch(3), sessions()
+    assert batch.apart is None
+    for session in several:
+        batch.add(session, session.send(question))
+    answers = {id(session): "" for session in several}
+    for session, text in batch:
+        answers[id(session)] += text
+    assert [answers[id(session)] for session in several] == alone
+    check(alone[0], CODE)
+    check(alone[3], CODE)
+    assert re.fullmatch("(ab|ba){2,30}", alone[2])
+    assert alone[1][0] not in "{["
+    assert "".join(one.text for one in several[3].logprobs) == alone[3]
+
+
+def test_a_saved_conversation_goes_on_under_its_schema(tmp_path, tmp_path_factory):
+    """`test_backend.py` has the same of ONNX Runtime."""
+    runtime = tiny(tmp_path_factory.mktemp("tiny"))
+    session = runtime.session(seed=5)
+    session.set_generation(
+        temperature=1.0, max_new_tokens=90, json_schema=TRICKY["tuple"], logprobs=2
+    )
+    check("".join(session.send("Hello!")), TRICKY["tuple"])
+    session.save(tmp_path / "talk")
+    resumed = kvcap.Session.load(runtime, tmp_path / "talk")
+    assert resumed.generation.json_schema == TRICKY["tuple"]
+    said = ["".join(one.send("And again?")) for one in (session, resumed)]
+    assert said[0] == said[1]
+    assert session.logprobs == resumed.logprobs
+    assert session.logprobs
+    check(said[0], TRICKY["tuple"])

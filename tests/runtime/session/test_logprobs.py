@@ -1,0 +1,198 @@
+"""How likely tokens were: the model's own distribution, as the text is streamed."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer
+from toy_engine import BACKENDS, ToyEngine, session_of, tiny
+from transformers import GenerationConfig
+
+from kvcap import pocket
+from kvcap.runtime.backends.onnxruntime import generation
+from kvcap.runtime.backends.pytorch import sampler as sampling
+from kvcap.runtime.session.logprobs import Logprob, Pending, TokenTexts
+
+
+@pytest.fixture(scope="module", params=BACKENDS)
+def runtime(request, tmp_path_factory):
+    if request.param == "numpy":
+        return ToyEngine(64)
+    return tiny(tmp_path_factory.mktemp("tiny"))
+
+
+def test_they_are_those_of_the_models_own_distribution(runtime):
+    """Whatever settings choose the token; compared with the logits that the loop gave."""
+    session = session_of(runtime)
+    session.set_generation(temperature=3.0, top_k=40, repetition_penalty=2.0, logprobs=3)
+    given, plain = [], session.loop.read
+
+    def read(ids: Any, need_logits: bool = True) -> Any:
+        found = plain(ids, need_logits)
+        if need_logits:
+            given.append(np.array(found[0].tolist()))
+        return found
+
+    session.loop.read = read
+    text = "".join(session.send("Hello!"))
+    assert len(session.logprobs) == session.turn.completion_tokens == 6
+    for one, logits in zip(session.logprobs, given, strict=True):
+        expected = logits - logits.max() - math.log(np.exp(logits - logits.max()).sum())
+        assert one.logprob == pytest.approx(expected[one.token], abs=1e-4)
+        assert [x.logprob for x in one.top] == pytest.approx(np.sort(expected)[:-4:-1], abs=1e-4)
+        assert [x.token for x in one.top] == np.argsort(-expected)[:3].tolist()
+        assert all(x.top == () for x in one.top)
+    said = [x.text for x in session.logprobs if not x.text.startswith("<|")]  # special tokens
+    assert "".join(said) == text
+    assert any(x.token != x.top[0].token for x in session.logprobs)  # others than the likeliest
+
+
+def test_the_text_is_that_of_those_who_do_not_ask(runtime):
+    said = []
+    for count in (None, 0, 5):
+        session = session_of(runtime)
+        session.set_generation(logprobs=count)
+        said.append(list(session.send("Hello!")))
+        tops = [] if count is None else [count] * 6
+        assert [len(one.top) for one in session.logprobs] == tops
+    assert said[0] == said[1] == said[2]
+    session.set_generation(logprobs=None)
+    list(session.send("And now?"))
+    assert session.logprobs == []
+    for wrong in (-1, 21, True, "all"):
+        with pytest.raises(ValueError, match="logprobs"):
+            session.set_generation(logprobs=wrong)
+
+
+def test_tokens_come_with_their_text_and_not_those_of_a_stop_string(runtime):
+    """A token is there once the last letter of its text is given out."""
+    session = session_of(runtime)
+    session.set_generation(logprobs=0, max_new_tokens=12)
+    whole = "".join(session.send("Hello!"))
+    tokens = [one.text for one in session.logprobs]
+    stop = whole[5:8]
+    session.clear()
+    session.set_generation(stop_strings=[stop])
+    text = ""
+    for piece in session.send("Hello!"):
+        text += piece
+        said = "".join(one.text for one in session.logprobs)
+        assert text.startswith(said) or said.startswith(text)
+        assert len(said) - len(text) < max(map(len, tokens))
+    assert text == whole[: whole.index(stop)]
+    assert session.turn.stop_string == stop
+    told = [one.text for one in session.logprobs]
+    assert told == tokens[: len(told)]
+    assert len("".join(told[:-1])) < max(1, len(text)) <= max(1, len("".join(told)))
+
+
+def test_a_special_token_can_be_a_stop_string(runtime):
+    session = session_of(runtime)
+    session.set_generation(logprobs=0)
+    list(session.send("Hello!"))
+    first = session.logprobs[0].token
+    backend = session.runtime.tokenizer.backend_tokenizer
+    special = backend.token_to_id("<|pad|>")
+
+    class Swapped:  # the first token drawn is <|pad|>
+        def __init__(self, sampler: Any) -> None:
+            self.sampler, self.likeliest = sampler, False
+
+        def next(self, *given: Any) -> Any:
+            found = self.sampler.next(*given)
+            return found * 0 + special if found.item() == first else found
+
+        def logprobs(self, *given: Any) -> Any:
+            return self.sampler.logprobs(*given)
+
+    plain = session.runtime.sampler
+    session.clear()
+    session.runtime.sampler = lambda *given: Swapped(plain(*given))
+    try:
+        session.set_generation(stop_strings=["<|pad|>", "never"])
+        assert "".join(session.send("Hello!")) == ""
+        assert (session.turn.finish_reason, session.turn.stop_string) == ("stop", "<|pad|>")
+        assert session.logprobs == []
+    finally:
+        del session.runtime.sampler
+
+
+def test_texts_and_bytes_of_single_tokens():
+    known = Tokenizer.from_file(str(pocket.path() / "tokenizer.json"))
+    texts = TokenTexts(type("T", (), {"backend_tokenizer": known}))
+    ids = known.encode("né 🙂!").ids
+    found = [texts.noted([(token, -1.0), (token, -math.inf)]) for token in ids]
+    assert b"".join(one.bytes for one in found).decode() == "né 🙂!"
+    assert "\ufffd" in "".join(one.text for one in found)  # a letter of several tokens
+    first = found[0].as_dict()
+    assert first == {
+        "token": "n",
+        "logprob": -1.0,
+        "bytes": [110],
+        "top_logprobs": [{"token": "n", "logprob": -9999.0, "bytes": [110]}],
+    }
+
+
+@given(
+    lengths=st.lists(st.integers(1, 4), max_size=6), cut=st.integers(0, 24), stopped=st.booleans()
+)
+def test_tokens_wait_for_their_text(lengths, cut, stopped):
+    given: list[Logprob] = []
+    pending, place, ends = Pending(given), 0, []
+    for number, length in enumerate(lengths):
+        pending.add(Logprob(number, "x" * length, b"", 0.0), place, place + length)
+        ends.append((place, place + length))
+        place += length
+    pending.give(cut, stopped=stopped)
+    expected = [i for i, (a, b) in enumerate(ends) if (a < cut if stopped else b <= cut)]
+    assert [one.token for one in given] == expected
+
+
+@given(
+    logits=st.lists(st.floats(-1e4, 1e4, width=32), min_size=1, max_size=8),
+    top=st.integers(0, 9),
+    data=st.data(),
+)
+def test_backends_agree(logits, top, data):
+    token = data.draw(st.integers(0, len(logits) - 1))
+    row = np.array([logits], np.float32)
+    torch_one = sampling.Sampler(GenerationConfig(), torch.Generator())
+    numpy_one = generation.Sampler(generation.Generation(), np.random.default_rng(0))
+    one = torch_one.logprobs(torch.from_numpy(row), token, top)
+    other = numpy_one.logprobs(row.copy(), token, top)
+    assert [x[1] for x in one] == pytest.approx([x[1] for x in other], rel=1e-5, abs=1e-3)
+    assert one[0][0] == other[0][0] == token
+    assert len(one) == len(other) == 1 + min(top, len(logits))
+
+
+@given(
+    logits=st.lists(st.floats(-50, 50, width=32), min_size=3, max_size=8),
+    allowed=st.lists(st.booleans(), min_size=1, max_size=10),
+    greedy=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_only_what_is_allowed_is_drawn(logits, allowed, greedy, seed):
+    """Of a tokenizer with fewer tokens than the model, or more; in both backends."""
+    some = np.array(allowed)
+    if not some[: len(logits)].any():
+        return
+    row, history = np.array([logits], np.float32), np.array([[0]])
+    options = {"do_sample": not greedy, "temperature": 2.0, "top_k": 2, "top_p": 0.9}
+    torch_one = sampling.Sampler(GenerationConfig(**options), torch.Generator().manual_seed(seed))
+    numpy_one = generation.Sampler(generation.Generation(**options), np.random.default_rng(seed))
+    one = torch_one.next(torch.from_numpy(row), torch.from_numpy(history), some)
+    other = numpy_one.next(row.copy(), history, some)
+    assert some[one.item()]
+    assert some[other.item()]
+    if greedy:
+        assert (
+            row[0, one.item()]
+            == row[0, other.item()]
+            == row[0, : len(some)][some[: len(row[0])]].max()
+        )

@@ -1,0 +1,261 @@
+"""Tools: told to the model by its chat template, and found again in what it answers."""
+
+from __future__ import annotations
+
+import copy
+import json
+from typing import Any
+
+import pytest
+from toy_engine import BACKENDS, ToyEngine, held, session_of, tiny
+
+import kvcap
+from kvcap.runtime.errors import ChatTemplateMissing, MessagesInvalid
+from kvcap.runtime.session.tool_calls import Parsed, ToolCall, parsed_by_template, parsed_text
+
+ADD = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "description": "Adds.",
+        "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}},
+    },
+}
+TIME = {"type": "function", "function": {"name": "time", "parameters": {"type": "object"}}}
+# As Qwen's: tools before the system prompt, their results as the user's.
+TEMPLATE = (
+    "{{ bos_token }}{% if tools %}<|system|>Tools: {% for tool in tools %}{{ tool | tojson }}"
+    "{% endfor %}<|end|>{% endif %}{% for m in messages %}"
+    "{% if m.role == 'tool' %}<|user|><tool_response>{{ m.content }}</tool_response>"
+    "{% else %}<|{{ m.role }}|>{{ m.content }}{% for call in m.tool_calls or [] %}"
+    "<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}{% endif %}<|end|>"
+    "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+CALLED = ToolCall("add", {"a": 1})
+
+
+@pytest.fixture(params=BACKENDS)
+def runtime(request, tmp_path_factory):
+    if request.param == "numpy":
+        found: Any = ToyEngine(400)
+    else:
+        found = tiny(tmp_path_factory.mktemp("tiny")).with_budget(400)
+    found.tokenizer = copy.deepcopy(found.tokenizer)
+    found.tokenizer.chat_template = TEMPLATE
+    return found
+
+
+def test_tools_are_read_once_and_their_results_behind_the_answer(runtime):
+    session = session_of(runtime)
+    list(session.send("What is 1 and 1?", tools=[ADD]))
+    tool = json.dumps(ADD)
+    assert held(session).startswith(f"<|bos|><|system|>Tools: {tool}<|end|><|user|>What")
+    assert session.tools == (ADD,)
+    answer = session.messages[-1]["content"]
+    result = {"role": "tool", "content": "2", "tool_call_id": "x1", "name": "add"}
+    list(session.send([result]))
+    assert session.messages[2] == result
+    text = held(session)
+    assert text.count(tool) == 1
+    before, _, after = text.partition("<|end|><|user|><tool_response>2</tool_response><|end|>")
+    assert f"<|assistant|>{answer}" in before  # whose last letter may have been cut
+    assert after.startswith("<|assistant|>")
+    list(session.send("Thank you.", tools=[ADD]))  # the same
+    session.cache.reset()
+    list(session.regenerate())
+    assert held(session).count(tool) == 1
+    assert held(session).count("<tool_response>") == 1
+    session.undo()
+    assert session.undo() == "What is 1 and 1?"  # a tool's result goes with its question
+
+
+def test_calls_of_earlier_answers_are_read(runtime):
+    session = session_of(runtime)
+    call = {"type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}, "id": "x1"}
+    asked = {"role": "user", "content": "What is 1 and 1?"}
+    answered = {"role": "assistant", "content": None, "tool_calls": [call]}
+    list(session.send([asked, answered, {"role": "tool", "content": "2"}], tools=[ADD]))
+    told = '<|assistant|><tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call><|end|>'
+    assert told in held(session)
+    call["function"]["arguments"] = "changed later"
+    assert session.messages[1]["tool_calls"][0]["function"]["arguments"] == {"a": 1}
+    assert session.messages[1]["content"] == ""
+
+
+def test_other_tools_than_those_that_were_read_are_refused(runtime):
+    session = session_of(runtime)
+    list(session.send("Hello!"))
+    with pytest.raises(MessagesInvalid, match=r"other tools .* set session\.tools"):
+        session.send("What is 1 and 1?", tools=[ADD])
+    session.cache.reset()
+    list(session.send("What is 1 and 1?", tools=[ADD, TIME]))
+    with pytest.raises(MessagesInvalid, match="other tools"):
+        session.send("And now?", tools=[])
+    list(session.send("And now?"))
+    assert session.tools == (ADD, TIME)
+
+
+@pytest.mark.parametrize(
+    ("tools", "says"),
+    [
+        ([3], "tool 0 is none"),
+        ([ADD, {"type": "function"}], "tool 1 is none"),
+        ([ADD, {"function": {"name": 3}}], "tool 1 is none"),
+        (ADD, "tool 0 is none"),
+        ([{"function": {"name": "x", "parameters": {1, 2}}}], "the tools are no JSON"),
+    ],
+)
+def test_what_is_no_tool_is_refused(runtime, tools, says):
+    with pytest.raises(MessagesInvalid, match=says):
+        session_of(runtime).send("Hello!", tools=tools)
+
+
+@pytest.mark.parametrize(
+    "calls",
+    [3, [3], [{"function": {"name": "add"}}], [{"function": {"name": "add", "arguments": "{"}}],
+     [{"function": {"arguments": {}}}], [{"function": {"name": "add", "arguments": [1]}}]],
+)  # fmt: skip
+def test_calls_that_cannot_be_read_are_refused(runtime, calls):
+    said = [{"role": "assistant", "tool_calls": calls}, {"role": "user", "content": "And?"}]
+    with pytest.raises(MessagesInvalid, match="message 0 has tool_calls that cannot be read"):
+        session_of(runtime).send(said)
+
+
+def test_a_template_that_does_not_write_tools_is_refused(runtime):
+    runtime.tokenizer.chat_template = TEMPLATE.replace("if tools", "if false")
+    session = session_of(runtime)
+    with pytest.raises(ChatTemplateMissing, match="does not write tools"):
+        session.send("Hello!", tools=[ADD])
+    list(session.send("Hello!", tools=[]))
+
+
+def test_what_an_answer_calls_is_parsed(runtime):
+    pytest.importorskip("llguidance")
+    session = session_of(runtime)
+    assert session.parsed == Parsed("")
+    regex = r'Well\. <tool_call>\{"name": "add", "arguments": \{"a": [12]\}\}</tool_call>'
+    session.set_generation(regex=regex, max_new_tokens=90)
+    text = "".join(session.send("What is 1 and 1?", tools=[ADD]))
+    value = int(text.split('"a": ')[1][0])
+    assert session.parsed == Parsed("Well.", (ToolCall("add", {"a": value}),))
+    assert session.messages[-1]["content"] == text
+    session.set_generation(regex=r'\{"name": "(add|sub)", "parameters": \{"a": 1\}\}')
+    bare = "".join(session.send("And now?"))
+    known = "add" in bare
+    assert session.parsed == (Parsed("", (CALLED,)) if known else Parsed(bare))
+
+
+def test_tools_are_saved(tmp_path, tmp_path_factory):
+    runtime = tiny(tmp_path_factory.mktemp("tiny")).with_budget(400)
+    runtime.tokenizer = copy.deepcopy(runtime.tokenizer)
+    runtime.tokenizer.chat_template = TEMPLATE
+    session = session_of(runtime)
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+    said = [
+        {"role": "user", "content": "What is 1 and 1?"},
+        {"role": "assistant", "content": CALL, "tool_calls": [call]},
+        {"role": "tool", "content": "2", "tool_call_id": "x1"},
+    ]
+    list(session.send(said, tools=[ADD], pin=True))
+    session.save(tmp_path / "talk")
+    loaded = kvcap.Session.load(runtime, tmp_path / "talk")
+    assert (loaded.tools, loaded.messages) == (session.tools, session.messages)
+    assert loaded.pinned == {0, 1, 2}
+    assert loaded.parsed.content == session.messages[-1]["content"]
+    said = ["".join(one.send("And now?", tools=[ADD])) for one in (session, loaded)]
+    assert said[0] == said[1]
+    session.clear()
+    list(session.send("Hello!", tools=[]))
+
+
+FORMS = {
+    "hermes": (CALL, CALL, Parsed("", (CALLED,))),
+    "several": (f"I add.\n{CALL}\n{CALL}", None, Parsed("I add.", (CALLED, CALLED))),
+    "cut short": (CALL.partition("\n</")[0], None, Parsed("", (CALLED,))),
+    "cut within": (CALL[:30], None, Parsed(CALL[:30])),
+    "one is broken": (
+        f"{CALL}<tool_call>{{no}}</tool_call>", None,
+        Parsed("<tool_call>{no}</tool_call>", (CALLED,)),
+    ),
+    "llama": (
+        '{"name": "add", "parameters": {"a": 1}}',
+        '<|python_tag|>{"name": "add", "parameters": {"a": 1}}<|eom_id|>',
+        Parsed("", (CALLED,)),
+    ),
+    "llama, several": (
+        '{"name": "add", "parameters": {"a": 1}}; {"name": "x", "parameters": {}}',
+        '<|python_tag|>{"name": "add", "parameters": {"a": 1}}; {"name": "x", "parameters": {}}',
+        Parsed("", (CALLED, ToolCall("x", {}))),
+    ),
+    "llama, bare": ('{"name": "add", "parameters": {"a": 1}}', None, Parsed("", (CALLED,))),
+    "JSON that calls none": (
+        '{"name": "Ada", "parameters": {"a": 1}}', None,
+        Parsed('{"name": "Ada", "parameters": {"a": 1}}'),
+    ),
+    "llama's own tools": ('search.call(query="x")', '<|python_tag|>search.call(query="x")',
+                          Parsed('search.call(query="x")')),
+    "mistral": (
+        '[{"name": "add", "arguments": {"a": 1}}]',
+        '[TOOL_CALLS] [{"name": "add", "arguments": {"a": 1}}]',
+        Parsed("", (CALLED,)),
+    ),
+    "mistral, new": (
+        'Well. add{"a": 1}time{}',
+        'Well. [TOOL_CALLS]add[CALL_ID]x1[ARGS]{"a": 1}[TOOL_CALLS]time[ARGS]{}',
+        Parsed("Well.", (CALLED, ToolCall("time", {}))),
+    ),
+    "mistral, broken": ("add{", "[TOOL_CALLS]add[ARGS]{", Parsed("add{")),
+    "arguments in a text": (
+        '<tool_call>{"name": "add", "arguments": "{\\"a\\": 1}"}</tool_call>', None,
+        Parsed("", (CALLED,)),
+    ),
+    "plain": ("Hello!", None, Parsed("Hello!")),
+    "a number": ("[1, 2]", None, Parsed("[1, 2]")),
+    "deep": ("[" * 100_000, None, Parsed("[" * 100_000)),
+    "empty": ("", None, Parsed("")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_common_forms_are_read_and_others_stay_text(form):
+    text, raw, expected = FORMS[form]
+    assert parsed_text(text, raw or text, [ADD]) == expected
+
+
+def test_a_call_is_a_message_again():
+    assert CALLED.as_message("x1") == {
+        "type": "function",
+        "id": "x1",
+        "function": {"name": "add", "arguments": {"a": 1}},
+    }
+
+
+def test_the_template_of_a_tokenizer_is_preferred(tmp_path_factory):
+    """`response_template` of transformers 5: here with marks that no other model has."""
+    session = session_of(tiny(tmp_path_factory.mktemp("tiny")))
+    tokenizer = copy.deepcopy(session.runtime.tokenizer)
+    if not hasattr(tokenizer, "parse_response"):
+        pytest.skip("transformers 4.57 knows no response_template")
+    assert parsed_by_template(tokenizer, "x", "", []) is None
+    tokenizer.response_template = {
+        "defaults": {"role": "assistant"},
+        "start_anchor": "<|assistant|>",
+        "fields": {
+            "tool_calls": {
+                "open": "<<",
+                "close": ">>",
+                "repeats": True,
+                "content": "json",
+                "transform": {"type": "function", "function": "{content}"},
+            },
+            "content": {"close": "<|end|>", "content": "text"},
+        },
+    }
+    raw = 'I add. <<{"name": "add", "arguments": {"a": 1}}>>'
+    found = parsed_by_template(tokenizer, raw, "<|user|>Hi.<|end|><|assistant|>", [ADD])
+    assert found is not None
+    assert (found.content.strip(), found.tool_calls) == ("I add.", (CALLED,))
+    broken = parsed_by_template(tokenizer, "<<{no>>", "", [ADD])
+    assert broken is None or broken.tool_calls == ()
+    assert parsed_by_template(tokenizer, "Hello!", "", []) == Parsed("Hello!")

@@ -1,0 +1,168 @@
+"""`kvcap serve`: its options, and OpenAI's client against the true server on pocket."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from server_chats import plain, pocket, user
+from tools import PATIENCE
+
+from kvcap.cli import run
+from kvcap.serve.app import Settings, application
+from kvcap.serve.commands import Address
+from kvcap.serve.limits import Limits
+from kvcap.serve.scheduler import Limits as Work
+from kvcap.serve.scheduler import Scheduler
+from kvcap.serve.server import Server, bound
+
+FACT = "Please remember: the code for the blue door is 4821. " * 4
+ASKED: Any = {"model": "pocket", "temperature": 0, "max_tokens": 12}
+
+
+@pytest.fixture(scope="module")
+def scheduler() -> Scheduler:
+    return Scheduler(pocket(), Work(places=3, together=2))
+
+
+@pytest.fixture(scope="module")
+def client(scheduler: Scheduler) -> Iterator[openai.OpenAI]:
+    settings = Settings("pocket")
+    with Server(application(scheduler, settings), bound("127.0.0.1", 0), Limits()) as server:
+        yield openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+
+
+def test_a_conversation_goes_on_with_what_it_holds(client):
+    messages: Any = [user(FACT)]
+    first = client.chat.completions.create(messages=messages, **ASKED)
+    assert first.choices[0].message.content == plain(pocket(), messages)[1]
+    assert first.usage.kv["evicted"] > 0
+    messages += [first.choices[0].message, user("What is the code?")]
+    again = client.chat.completions.create(messages=messages, **ASKED)
+    reused = first.usage.kv["held"] + first.usage.kv["evicted"]
+    assert again.usage.prompt_tokens_details.cached_tokens == reused
+    assert again.usage.kv["held"] <= 64
+    assert again.usage.kv["reused"] == reused
+
+
+def test_clients_at_once_are_answered_as_if_each_were_alone(client):
+    chats: list[Any] = [[user(f"Please remember: my lucky number is {n}. " * 4)] for n in range(5)]
+
+    def answer(messages: Any) -> str:
+        parts = client.chat.completions.create(messages=messages, stream=True, **ASKED)
+        return "".join(part.choices[0].delta.content or "" for part in parts)
+
+    with ThreadPoolExecutor(5) as threads:
+        found = list(threads.map(answer, chats))
+    assert found == [plain(pocket(), messages)[1] for messages in chats]
+
+
+def test_a_client_that_goes_frees_its_place(client, scheduler):
+    before = scheduler.figures().stopped
+    for _ in range(3):  # more than are answered at once
+        with client.chat.completions.create(
+            messages=[user("Hello!")], stream=True, **{**ASKED, "max_tokens": 10_000}
+        ) as parts:
+            next(iter(parts))
+    client.chat.completions.create(messages=[user("Hello!")], **ASKED)
+    figures = scheduler.figures()
+    assert figures.answering == figures.waiting == 0
+    assert figures.stopped + figures.answered > before
+
+
+def test_log_probabilities_are_those_of_the_text(client):
+    whole = client.chat.completions.create(
+        messages=[user("Hello!")], logprobs=True, top_logprobs=2, **ASKED
+    )
+    content = whole.choices[0].logprobs.content
+    assert "".join(one.token for one in content) == whole.choices[0].message.content
+    assert all(one.logprob == one.top_logprobs[0].logprob <= 0 for one in content)
+    assert {len(one.top_logprobs) for one in content} == {2}
+    parts = client.chat.completions.create(
+        messages=[user("Hello!")], logprobs=True, stream=True, **ASKED
+    )
+    streamed = [p.choices[0].logprobs.content for p in parts if p.choices[0].logprobs]
+    assert [one.token for few in streamed for one in few] == [one.token for one in content]
+    text = client.completions.create(prompt="Hello!", logprobs=1, **ASKED).choices[0]
+    assert text.logprobs.text_offset[0] == 0
+    assert "".join(text.logprobs.tokens) == text.text
+
+
+def test_an_answer_is_held_to_a_schema(client):
+    schema = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"],
+              "additionalProperties": False}  # fmt: skip
+    said = client.chat.completions.create(
+        messages=[user("Hello!")], **{**ASKED, "max_tokens": 40},
+        response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": schema}},
+    )  # fmt: skip
+    assert json.loads(said.choices[0].message.content)["a"] in (True, False)
+
+
+def test_tools_that_a_model_cannot_read_are_refused(client):
+    tool: Any = {"type": "function", "function": {"name": "add"}}
+    with pytest.raises(openai.BadRequestError, match="does not write tools"):
+        client.chat.completions.create(messages=[user("Hello!")], tools=[tool], **ASKED)
+
+
+def test_a_server_that_is_told_to_stop_saves_its_conversations_and_ends_well(tmp_path):
+    keep = tmp_path / "kept"
+    with subprocess.Popen(
+        [sys.executable, "-m", "kvcap", "serve", "--port", "0", "--kv-budget-tokens", "64",
+         "--keep", str(keep), "--name", "small"],
+        stderr=subprocess.PIPE, text=True, env={**os.environ, "KVCAP_API_KEY": "one two"},
+    ) as process:  # fmt: skip
+        assert process.stderr is not None
+        said = process.stderr.readline()
+        address = re.search(r"serving small at (http://127\.0\.0\.1:\d+)/v1", said)
+        assert address, said + process.stderr.read()
+        assert httpx.get(f"{address[1]}/v1/models").status_code == 401
+        client = openai.OpenAI(base_url=f"{address[1]}/v1", api_key="two", timeout=PATIENCE)
+        client.chat.completions.create(model="small", messages=[user("Hello!")])  # type: ignore[list-item]
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(PATIENCE) == 0, process.stderr.read()
+    assert len(list(keep.glob("*.kvcap"))) == 1
+
+
+def test_other_machines_are_let_in_only_with_a_key(tmp_path, capsys):
+    file = tmp_path / "keys"
+    file.write_text("one\n\ntwo\n")
+    assert Address("0.0.0.0", api_key_file=file).keys() == ["one", "two"]
+    assert Address("0.0.0.0", insecure=True).keys() == []
+    assert Address("::1").keys() == []
+    empty = tmp_path / "empty"
+    empty.touch()
+    for options, words in (
+        (["--host", "0.0.0.0"], "--insecure"),
+        (["--api-key", "ключ"], "API key 1"), (["--api-key", ""], "API key 1"),
+        (["--api-key-file", str(empty)], "there is no key"),
+        (["--api-key-file", str(tmp_path / "none")], "cannot read"),
+        (["--max-body", "many"], "many"),
+        (["--host", "no.such.name.invalid", "--insecure"], "no address"),
+    ):  # fmt: skip
+        assert run(["serve", "--port", "0", *options]) in (2, 3)
+        assert words in capsys.readouterr().err
+
+
+def test_without_its_packages_serving_is_refused_by_name(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "kvcap.serve.app", None)
+    monkeypatch.setitem(sys.modules, "prometheus_client", None)
+    monkeypatch.delitem(sys.modules, "kvcap.serve.app")
+    monkeypatch.delitem(sys.modules, "kvcap.serve.metrics", raising=False)
+    assert run(["serve"]) == 1
+    assert "prometheus_client, which is not installed; run: pip install" in capsys.readouterr().err
+
+
+def test_nothing_of_the_server_is_imported_before_it_is_wanted():
+    code = "import sys, kvcap.cli; assert not {'starlette', 'uvicorn', 'torch'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parent)
