@@ -165,6 +165,10 @@ class ReaderTooSlow(KvcapError):
     """A server's answer was ended, as nobody read it; what was written of it can be read."""
 
 
+class ReplicaLost(KvcapError):
+    """The process of a cluster that answered has gone, or none is up; what was saved goes on."""
+
+
 class PortTaken(KvcapError, ValueError):
     """A server cannot listen on the address; nothing was served."""
 

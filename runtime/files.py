@@ -149,7 +149,7 @@ def replacing(target: Path) -> Iterator[int]:
     Raises:
         OSError: it cannot be written.
     """
-    _remove_abandoned(target)
+    remove_abandoned(target.parent, re.escape(target.name))
     descriptor, part = _new_part(target)
     try:
         try:
@@ -199,14 +199,19 @@ def _new_part(target: Path) -> tuple[int, str]:
         os.close(descriptor)
 
 
-def _remove_abandoned(target: Path) -> None:
-    """Remove unfinished files of `target` whose writers have ended, so that nobody locks them."""
+def remove_abandoned(folder: Path, names: str) -> None:
+    """Remove unfinished files whose writers have ended, so that nobody locks them.
+
+    Args:
+        folder: in which they are.
+        names: a regular expression of the names that they would have got.
+    """
     if os.name != "posix":
         return  # without such locks, nobody knows whose they are
-    ours = re.compile(re.escape(f".{target.name}.") + "[a-z0-9_]{8}" + re.escape(PART))
-    for name in filter(ours.fullmatch, os.listdir(target.parent)):
+    ours = re.compile(rf"\.(?:{names})\.[a-z0-9_]{{8}}{re.escape(PART)}")
+    for name in filter(ours.fullmatch, os.listdir(folder)):
         with contextlib.suppress(OSError):  # locked, or gone already
-            part = target.parent / name
+            part = folder / name
             descriptor = os.open(part, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
             try:
                 _lock(descriptor, wait=False)

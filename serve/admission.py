@@ -43,6 +43,7 @@ def open_conversations(
     waiting: int = 64,
     folder: str | os.PathLike[str] | None = None,
     disk_cap: str | int = DISK,
+    shared: bool = False,
 ) -> Opened:
     """Load a model to answer many conversations at once.
 
@@ -58,6 +59,7 @@ def open_conversations(
         folder: where idle conversations are kept; None: they are forgotten once their place is
             wanted.
         disk_cap: bytes of that folder.
+        shared: other processes keep theirs there as well.
 
     Raises:
         PlanInfeasible: not even one conversation fits, or fewer than were asked for; nothing is
@@ -69,7 +71,9 @@ def open_conversations(
     if cap is not None:
         budget = replace(budget, memory_cap=str(cap))
     plan = planned_serving(model, backend, budget, together, places, free=False)
-    disk = None if folder is None else SavedConversations(folder, parse_bytes(disk_cap))
+    disk = (
+        None if folder is None else SavedConversations(folder, parse_bytes(disk_cap), shared=shared)
+    )
     try:
         one_each = replace(budget, memory_cap=None)
         at_once = replace(running, evict_every=running.evict_every or 1)

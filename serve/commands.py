@@ -10,7 +10,7 @@ import signal
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from kvcap.runtime.cli.console import say
 from kvcap.runtime.cli.options import (
@@ -166,12 +166,56 @@ class Load:
     ] = "4GiB"
 
 
+@dataclass(frozen=True)
+class Engine:
+    """What processes answer."""
+
+    engine: Annotated[
+        Literal["local", "ray"],
+        option(
+            "--engine",
+            help="This process, or replicas of the model by Ray Serve: all other options but "
+            "--host to --name and --max-connections are of each replica, which share --keep.",
+            show_default=True,
+        ),
+    ] = "local"
+    replicas: Annotated[
+        int | None,
+        option(
+            "--replicas",
+            min=1,
+            metavar="N",
+            help="With --engine ray, a GPU or CPUs each (by default one per GPU, or machine).",
+        ),
+    ] = None
+    ray_address: Annotated[
+        str | None,
+        option(
+            "--ray-address",
+            metavar="ADDRESS",
+            help="With --engine ray, of a cluster that runs (by default one is started here).",
+        ),
+    ] = None
+
+    def check(self) -> None:
+        """Refuse options that do not go together.
+
+        Raises:
+            ValueError: naming the option.
+        """
+        if self.engine == "local":
+            for name, given in (("--replicas", self.replicas), ("--ray-address", self.ray_address)):
+                if given is not None:
+                    raise ValueError(f"{name} {given} needs --engine ray")
+
+
 @grouped
 def serve_command(
     model: Model = POCKET,
     *,
     address: Address,
     load: Load,
+    engine: Engine,
     backend: Backend,
     budget: Budget,
     device: Device = None,
@@ -202,7 +246,9 @@ def serve_command(
     KVCAP_API_KEY=... kvcap serve --host 0.0.0.0
     """  # noqa: D301  # \\b: lines of the help that are not joined
     running = Running(device=device, threads=threads, evict_every=evict_every)
-    server = opened(model, address, load, backend, budget, running, sampling, Output(quiet=quiet))
+    server = opened(
+        model, address, load, engine, backend, budget, running, sampling, Output(quiet=quiet)
+    )
     # uvicorn hears SIGTERM itself and raises it again once all is saved: then the end is a good one
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     with contextlib.suppress(KeyboardInterrupt):
@@ -215,6 +261,7 @@ def opened(
     model: str,
     address: Address,
     load: Load,
+    engine: Engine,
     backend: Backend,
     budget: Budget,
     running: Running,
@@ -255,27 +302,37 @@ def opened(
         sampling.given(),
         OPEN_PATHS,
     )
+    engine.check()
     listening = bound(address.host, address.port)
+    taken_on: Any = {
+        "together": load.max_together,
+        "places": load.max_conversations,
+        "waiting": load.max_queue,
+        "folder": load.keep,
+        "disk_cap": load.keep_cap,
+    }
     try:
-        found: Any = open_conversations(
-            model,
-            backend,
-            budget,
-            running,
-            output,
-            together=load.max_together,
-            places=load.max_conversations,
-            waiting=load.max_queue,
-            folder=load.keep,
-            disk_cap=load.keep_cap,
-        )
-        server = Server(application(found.scheduler, settings, page_routes()), listening, limits)
+        if engine.engine == "ray":
+            from kvcap.serve.replicas import Opening, open_replicas
+
+            found: Any = open_replicas(
+                Opening(model, backend, budget, running, taken_on),
+                settings.model,
+                engine.replicas,
+                engine.ray_address,
+                limits.connections,
+            )
+            conversations, summary = found, found.summary
+        else:
+            found = open_conversations(model, backend, budget, running, output, **taken_on)
+            conversations, summary = found.scheduler, found.plan.summary
+        server = Server(application(conversations, settings, page_routes()), listening, limits)
     except BaseException:
         listening.close()
         raise
     if not output.quiet:
         where = f"{server.url}/v1, with a chat page at {server.url}/"
-        say(("serving", "bold"), f" {settings.model} at {where} · {found.plan.summary}")
+        say(("serving", "bold"), f" {settings.model} at {where} · {summary}")
     return server
 
 

@@ -38,6 +38,9 @@ class Ask:
     """Names the conversation outright: only what is held under this id is gone on with. Requests
     that name one conversation are answered one after the other. None: the longest conversation of
     the owner that `messages` begin with, if it is idle."""
+    fresh_id: str | None = None
+    """The id of a conversation that is begun without a name: 16 hexadecimal digits. None: one is
+    made."""
     tools: tuple[Mapping[str, Any], ...] = ()
     """Tools as the chat template takes them; others begin another conversation."""
     pins: frozenset[int] = frozenset()

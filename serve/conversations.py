@@ -144,7 +144,7 @@ class Held:
     def open(self, ask: Ask, session: Session | None, saved: Saved | None) -> Conversation:
         """A conversation for a place, to be answered."""
         named = None if ask.messages is None else ask.session_id
-        made = secrets.token_hex(8)
+        made = ask.fresh_id or secrets.token_hex(8)
         if saved is not None and self.known(ask.owner, saved.tag) is None:
             made = saved.tag  # else it is a second one, with the same beginning
         found = Conversation(ask.owner, named or made, session=session)

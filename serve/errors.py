@@ -20,6 +20,7 @@ from kvcap.runtime.errors import (
     KvcapError,
     MemoryCapExceeded,
     ReaderTooSlow,
+    ReplicaLost,
     SessionBroken,
 )
 
@@ -88,6 +89,8 @@ def of_runtime(error: Exception) -> ApiError:
         return ApiError(404, said, code="conversation_not_found")
     if isinstance(error, MemoryCapExceeded):
         return ApiError(503, said, code="memory_cap_exceeded", retry_after_s=1)
+    if isinstance(error, ReplicaLost):
+        return ApiError(503, said, code="replica_lost", retry_after_s=1)
     if isinstance(error, ReaderTooSlow):
         return ApiError(408, said, code="reader_too_slow")
     if isinstance(error, SessionBroken):

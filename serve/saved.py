@@ -1,5 +1,8 @@
 """Idle conversations on disk: session files in one folder, under a cap of bytes.
 
+One server has the folder to itself, or its replicas share it: then each looks at the names again
+when they have changed, and one writes at a time.
+
 A file's name says whose conversation it holds, its id and its messages, each as a digest, so that
 the names are the index: it cannot disagree with the files, whatever ends the server. A file appears
 whole or not at all, and its content is checked when it is read. Nothing that a request says
@@ -27,11 +30,12 @@ from kvcap.runtime.errors import (
     SessionFileError,
     SessionNotSaved,
 )
-from kvcap.runtime.files import PART
+from kvcap.runtime.files import PART, locked, remove_abandoned
 
 NAME = re.compile(r"([0-9a-f]{16})-([0-9a-f]{16})-([0-9a-f]{32})\.kvcap")
 FACTS = 64 << 10  # bytes of a file beside the cache and what was said
-LOCK = ".lock"
+LOCK, WRITING = ".lock", ".writing"
+TICK_NS = 100_000_000  # two changes of a folder within it can have the same time
 log = logging.getLogger("kvcap.serve")
 
 
@@ -72,25 +76,29 @@ class SavedConversations:
     Args:
         folder: is made, if it is not there; no other server uses it.
         cap: bytes of all files together, those that are being written too.
+        shared: other processes use it as well, all of them `shared` and with the same cap.
 
     Raises:
         SessionNotSaved: it cannot be used, or another server uses it.
     """
 
-    def __init__(self, folder: str | os.PathLike[str], cap: int) -> None:
-        self.folder, self.cap = Path(folder), cap
+    def __init__(self, folder: str | os.PathLike[str], cap: int, *, shared: bool = False) -> None:
+        self.folder, self.cap, self._shared = Path(folder), cap, shared
         self.saved = self.restored = self.dropped = 0
+        self._scanned = 0  # the folder's time when its names were read, if that can be trusted
+        self._left_out: set[str] = set()  # names of files that could not be taken
         self._lock = threading.Lock()
         self._files: dict[tuple[str, str], dict[str, Saved]] = {}  # by owner and key, then by id
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._held = self._hold()
-            for entry in os.scandir(self.folder):
-                if entry.name.endswith(PART):
-                    os.unlink(entry.path)  # of a server that ended while it wrote
-                elif NAME.fullmatch(entry.name) and entry.is_file(follow_symlinks=False):
-                    found = entry.stat()
-                    self._add(Saved(entry.name, found.st_size, found.st_mtime))
+            if shared:
+                remove_abandoned(self.folder, NAME.pattern)
+            else:  # all are of a server that ended while it wrote
+                for entry in os.scandir(self.folder):
+                    if entry.name.endswith(PART):
+                        os.unlink(entry.path)
+            self._scan()
         except SessionNotSaved:
             raise
         except OSError as error:
@@ -98,16 +106,18 @@ class SavedConversations:
                 f"conversations cannot be kept in {str(folder)!r} ({error.strerror}); give another "
                 "folder"
             ) from error
-        self._make_room(0)
+        with self._writing():
+            self._make_room(0)
 
     def _hold(self) -> IO[bytes]:
         """Lock the folder as long as this process lives."""
-        held = (self.folder / LOCK).open("wb")
+        held = (self.folder / LOCK).open("w+b")
         if os.name == "posix":
             import fcntl
 
+            kind = fcntl.LOCK_SH if self._shared else fcntl.LOCK_EX
             try:
-                fcntl.flock(held.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(held.fileno(), kind | fcntl.LOCK_NB)
             except BlockingIOError as error:
                 held.close()
                 raise SessionNotSaved(
@@ -116,6 +126,39 @@ class SavedConversations:
                 ) from error
         return held
 
+    def _writing(self) -> contextlib.AbstractContextManager[None]:
+        """Have no other process write, or make room, meanwhile."""
+        if not self._shared:
+            return contextlib.nullcontext()
+        return locked(self.folder / WRITING, lambda: None)
+
+    def _scan(self) -> None:
+        """Read the names of all files, and the sizes of those that are new."""
+        known = {one.name: one for one in self._all()}
+        self._files.clear()
+        for entry in os.scandir(self.folder):
+            if not NAME.fullmatch(entry.name) or entry.name in self._left_out:
+                continue
+            one = known.get(entry.name)
+            if one is None:
+                with contextlib.suppress(FileNotFoundError):  # another has removed it
+                    if entry.is_file(follow_symlinks=False):
+                        found = entry.stat()
+                        one = Saved(entry.name, found.st_size, found.st_mtime)
+            if one is not None:
+                self._add(one)
+
+    def _look(self) -> None:
+        """Know what others have written and removed."""
+        if not self._shared:
+            return
+        with self._lock, contextlib.suppress(OSError):
+            changed, now = os.stat(self.folder).st_mtime_ns, time.time_ns()
+            if changed == self._scanned:
+                return
+            self._scan()
+            self._scanned = changed if now - changed > TICK_NS else 0
+
     def close(self) -> None:
         """Let another server use the folder."""
         self._held.close()
@@ -123,10 +166,12 @@ class SavedConversations:
     @property
     def nbytes(self) -> int:
         """Bytes of all files."""
+        self._look()
         with self._lock:
             return sum(one.nbytes for one in self._all())
 
     def __len__(self) -> int:
+        self._look()
         with self._lock:
             return len(self._all())
 
@@ -138,6 +183,7 @@ class SavedConversations:
             id_: which it must be; None: any of the owner's.
             keys: of the first message, the first two, and so on.
         """
+        self._look()
         mine, wanted = digest(owner), None if id_ is None else tag(id_)
         with self._lock:
             for count in range(len(keys), 0, -1):
@@ -168,8 +214,9 @@ class SavedConversations:
                     f"a conversation takes up to {needed:,} bytes, and the cap on disk is "
                     f"{self.cap:,}; raise it"
                 )
-            self._make_room(needed, keep=name)
-            session.save(self.folder / name)
+            with self._writing():
+                self._make_room(needed, keep=name)
+                session.save(self.folder / name)
             nbytes = os.stat(self.folder / name).st_size
         except (KvcapError, OSError) as error:
             self.dropped += 1
@@ -180,6 +227,7 @@ class SavedConversations:
             log.exception("a conversation is not kept")
             return None
         with self._lock:
+            self._left_out.discard(name)
             self._add(Saved(name, nbytes, time.time()))
         self.saved += 1
         return name
@@ -198,6 +246,7 @@ class SavedConversations:
             else:  # another model's: for a server of that
                 with self._lock:
                     self._drop(saved)
+                    self._left_out.add(saved.name)
             self.dropped += 1
             log.warning("a saved conversation is left out: %s", error)
             return False
@@ -218,8 +267,14 @@ class SavedConversations:
 
     def _make_room(self, nbytes: int, keep: str = "") -> None:
         """Remove the least recently used until so many bytes more stay within the cap."""
+        self._look()
         with self._lock:
-            files = sorted(self._all(), key=lambda one: one.used)
+            files = self._all()
+        for one in files if self._shared else ():
+            with contextlib.suppress(OSError):  # removed; nothing is lost by removing it again
+                found = os.stat(self.folder / one.name)
+                one.nbytes, one.used = found.st_size, found.st_mtime
+        files.sort(key=lambda one: one.used)
         held = sum(one.nbytes for one in files)
         for one in files:
             if held + nbytes <= self.cap:

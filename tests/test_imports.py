@@ -32,7 +32,7 @@ ONLY_IN = {  # heavy or optional packages, and the one place each is imported
     "llguidance": {"runtime"},
     "adbutils": {"android_bench"},
     "matplotlib": {"evals", "android_bench"},
-    "ray": {"evals"},
+    "ray": {"evals", "runtime", "serve"},
     "rouge_score": {"evals"},
     "rapidfuzz": {"evals"},
     "jieba": {"evals"},
@@ -58,7 +58,7 @@ def modules(folder: str) -> list[Path]:
 
 # Rooms of runtime/ from the ground up: each may import those before it, at any place of a file.
 ROOMS = (
-    "types", "errors", "units", "interrupts", "files", "memory", "attention", "models",
+    "types", "errors", "units", "interrupts", "files", "cluster", "memory", "attention", "models",
     "cache", "planning", "session", "backends", "testing", "cli",
 )  # fmt: skip
 

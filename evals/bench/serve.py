@@ -6,13 +6,15 @@ HTTP. `row` says what it is:
 - `overhead`: one client that reads a stream, beside a session of its own process, by turns.
   `loop_us` is the processor's time of the thread that serves HTTP, `work_us` that of all others,
   for each token; the goal of 3 % is of a token, `loop_share`.
-- `together`: tokens a second of `clients` at once beside one after the other. For both the model
-  never ends an answer by itself, so that each has `steps` tokens.
+- `together`: tokens a second of `clients` at once beside those of clients one after the other, at
+  a server that answers one at a time. For this and `overhead` the model never ends an answer by
+  itself, so that each has `steps` tokens.
 - `load`: `conversations` of random length, up to 200 at once under a cap of memory: a tenth of the
   answers is left midway, a tenth of the requests is hostile. `lost` are requests without their
   answer, `foreign` answers that have what was told to another, `peak_mib` is the process's most.
 - `killed`: the server is ended by SIGKILL at a random moment, `kills` times, and started again;
-  `dropped` are saved conversations that could not be taken, `reused` those that went on.
+  `dropped` are saved conversations that could not be taken, `restored` those that went on, with
+  `reused` tokens that need not be read again; the last two of lives that came to their idle end.
 
 Reads `budgets`, `steps`, `repeats` (turns of `overhead`), `conversations`, `kills`, `model`.
 """
@@ -62,10 +64,11 @@ def run(options: Options) -> Result:
     model, budget = directory(options.model, options.files), options.budgets[0]
     with TemporaryDirectory() as folder:
         endless = _endless(model, Path(folder, "endless"))
-        with served(endless, budget, "--max-together", str(CLIENTS)) as server:
-            together = _together(server, options.steps)
         with served(endless, budget, "--max-together", "1") as server:
             overhead = _overhead(server, endless, budget, options.steps, options.repeats)
+            serial = _seconds(server, options.steps, 1)
+        with served(endless, budget, "--max-together", str(CLIENTS)) as server:
+            together = _together(serial, _seconds(server, options.steps, CLIENTS), options.steps)
         load = _load(model, budget, options.conversations)
         killed = _killed(model, budget, options.kills, Path(folder, "kept"))
     rows = [overhead, together, load, killed]
@@ -85,13 +88,14 @@ class Process:
         """The answer to a body: an object, or bytes as they are."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=600)
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
-        connection.request("POST", f"/v1/{path}", data, {"Content-Type": "application/json"})
+        headers = {"Content-Type": "application/json", "Connection": "close"}
+        connection.request("POST", f"/v1/{path}", data, headers)
         return connection.getresponse()
 
     def figures(self) -> dict[str, float]:
         """The server's own figures."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=600)
-        connection.request("GET", "/metrics")
+        connection.request("GET", "/metrics", headers={"Connection": "close"})
         lines = connection.getresponse().read().decode().splitlines()
         found = (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
         return {name: float(value) for name, value in found}
@@ -199,20 +203,21 @@ def _overhead(server: Process, model: str, budget: int, steps: int, repeats: int
     }  # fmt: skip
 
 
-def _together(server: Process, steps: int) -> dict[str, Any]:
+def _seconds(server: Process, steps: int, at_once: int) -> float:
+    """How long `CLIENTS` answers take, so many at once."""
+
     def answer(number: int) -> None:
         for _ in _pieces(server.post(_asked(400, steps, number))):
             pass
 
     answer(0)
     begun = time.perf_counter()
-    for number in range(CLIENTS):
-        answer(number + CLIENTS)
-    serial = time.perf_counter() - begun
-    begun = time.perf_counter()
-    with ThreadPoolExecutor(CLIENTS) as threads:
-        list(threads.map(answer, range(2 * CLIENTS, 3 * CLIENTS)))
-    at_once = time.perf_counter() - begun
+    with ThreadPoolExecutor(at_once) as threads:
+        list(threads.map(answer, range(CLIENTS, 2 * CLIENTS)))
+    return time.perf_counter() - begun
+
+
+def _together(serial: float, at_once: float, steps: int) -> dict[str, Any]:
     return {"row": "together", "clients": CLIENTS, "requests": CLIENTS,
             "tok_s": CLIENTS * steps / at_once, "ratio": serial / at_once,
             "serial_tok_s": CLIENTS * steps / serial}  # fmt: skip
@@ -322,22 +327,23 @@ def _killed(model: str, budget: int, kills: int, kept: Path) -> dict[str, Any]:
             timer = threading.Timer(draw.uniform(0.5, 12), os.kill,
                                     (server.process.pid, signal.SIGKILL))  # fmt: skip
             timer.start()
+            figures: dict[str, float] = {}
             try:
-                while True:
-                    who = draw.randrange(len(codes))
+                for who in draw.sample(range(len(codes)), len(codes)):
                     first = f"Please remember: the code for the blue door is {codes[who]}."
                     text = "What is the code for the blue door?" if chats[who] else first
                     messages = [*chats[who], {"role": "user", "content": text}]
                     said = _answered(server, messages, count, None)
-                    chats[who] = [*messages, {"role": "assistant", "content": said}][:40]
+                    chats[who] = [*messages, {"role": "assistant", "content": said}]
                     others = (known - {str(codes[who])}) & set(re.findall(r"\d{4}", said))
                     count.add(requests=1, foreign=int(bool(others)))
+                while True:  # they are saved while nobody asks
                     figures = server.figures()
-                    dropped = max(dropped, figures["kvcap_dropped_total"])
-                    reused += figures["kvcap_reused_tokens_total"] > 0
-                    restored = max(restored, figures["kvcap_restored_total"])
+                    time.sleep(0.2)
             except (OSError, http.client.HTTPException, PeerFailed):
-                pass  # it was killed
+                dropped += figures.get("kvcap_dropped_total", 0)
+                restored += figures.get("kvcap_restored_total", 0)
+                reused += figures.get("kvcap_reused_tokens_total", 0)
             timer.join()
     return {"row": "killed", "clients": 1, "requests": count.requests, "kills": kills,
             "foreign": count.foreign, "dropped": int(dropped), "restored": int(restored),

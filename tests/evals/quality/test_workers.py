@@ -20,7 +20,7 @@ from worker_jobs import Chores
 from kvcap.evals.quality.workers import Engine, Failed, Here, spread
 from kvcap.evals.quality.workers.crew import Crew
 from kvcap.evals.quality.workers.processes import Processes
-from kvcap.evals.quality.workers.ray_cluster import Share
+from kvcap.runtime.cluster import Share
 from kvcap.runtime.errors import ExtraMissing, PlanInfeasible, WorkersLost
 
 WORDS = ["a", "b", "c", "d", "e"]

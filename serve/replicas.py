@@ -1,0 +1,476 @@
+"""A server's conversations, answered by replicas of the model that Ray Serve runs.
+
+The API stays one process, with its keys and limits; `Replicas` is the `Conversations` behind it,
+and hands every request to a replica, which is a scheduler of its own under a memory cap of its own.
+Ray Serve starts replicas, looks after their health, replaces those that go, and finds the one of a
+conversation on a ring of hashes (its `ConsistentHashRouter`), so that only the conversations of a
+replica that goes or comes move. They move as session files in a folder that all replicas share.
+
+Where a request goes follows from its owner and the beginning of its conversation's id alone; the
+id that a nameless conversation is given begins with a digest of its first messages. So it returns
+to its replica by its messages as by its id, and nobody keeps a table.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import re
+import secrets
+import threading
+import time
+from collections.abc import AsyncIterator, Iterable, Sequence
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from kvcap.runtime.cli.options import Backend, Budget, Output, Running
+from kvcap.runtime.cluster import Share, join
+from kvcap.runtime.errors import ExtraMissing, KvcapError, ReplicaLost
+from kvcap.runtime.session.stats import FinishReason
+from kvcap.runtime.session.tool_calls import Parsed
+from kvcap.runtime.types import POCKET
+from kvcap.serve.contract import Ask, Figures, Piece, Usage
+from kvcap.serve.conversations import check, keys_of
+from kvcap.serve.metrics import COUNTS
+from kvcap.serve.saved import digest, tag
+
+if TYPE_CHECKING:
+    from kvcap.serve.strip import Strip
+
+ROUTED = 6  # hexadecimal digits of an id that say where it goes: 16 million places on the ring
+LOOK_S = 2.0  # between two looks at all replicas
+PATIENCE_S = 60  # a replica that is told to end has so long to save its conversations
+log = logging.getLogger("kvcap.serve")
+
+
+@dataclass(frozen=True)
+class Opening:
+    """What every replica loads; see `open_conversations`."""
+
+    model: str
+    backend: Backend
+    budget: Budget
+    running: Running
+    load: dict[str, Any] = field(default_factory=dict)
+    """`together`, `places`, `waiting`, `folder` and `disk_cap`."""
+
+
+class Part(NamedTuple):
+    """The next piece of an answer, on its way from a replica."""
+
+    session_id: str | None
+    piece: Piece
+
+
+class End(NamedTuple):
+    """What comes after the last piece."""
+
+    session_id: str | None = None
+    finish_reason: FinishReason | None = None
+    usage: Usage | None = None
+    parsed: Parsed | None = None
+    error: Exception | None = None
+
+
+class State(NamedTuple):
+    """How a replica is."""
+
+    replica: str
+    summary: str = ""  # of its plan
+    figures: Figures = Figures()  # cannot be changed
+    failure: Exception | None = None  # why it could not open
+
+
+class Replica:
+    """One process that answers: the conversations of `admission.py`, called by Ray Serve.
+
+    Args:
+        opening: what it loads.
+    """
+
+    def __init__(self, opening: Opening) -> None:
+        from kvcap.serve.admission import open_conversations
+
+        self.failure: Exception | None = None
+        self.begun = time.monotonic()
+        try:
+            self.opened = open_conversations(
+                opening.model,
+                opening.backend,
+                opening.budget,
+                opening.running,
+                Output(quiet=True),
+                shared=True,
+                **opening.load,
+            )
+        except (KvcapError, ValueError) as error:  # which whoever started it is told by `state`
+            self.failure = error
+
+    async def answer(self, ask: Ask) -> AsyncIterator[Part | End]:
+        """The pieces of an answer, and its end; errors are sent, as Ray would wrap them."""
+        if self.failure is not None:
+            yield End(error=ReplicaLost("this replica could not load its model"))
+            return
+        try:
+            reply = self.opened.scheduler.submit(ask)
+        except Exception as error:
+            yield End(error=sent(error))
+            return
+        try:
+            async for piece in reply:
+                yield Part(reply.session_id, piece)
+            yield End(reply.session_id, reply.finish_reason, reply.usage, reply.parsed)
+        except Exception as error:
+            yield End(reply.session_id, error=sent(error))
+        finally:
+            await reply.aclose()
+
+    async def strip(self, owner: str, session_id: str) -> Strip | Exception:
+        """The strip of a conversation, or why there is none."""
+        try:
+            return await self.opened.scheduler.strip(owner, session_id)
+        except Exception as error:
+            return sent(error)
+
+    async def state(self) -> State:
+        """How it is."""
+        from ray import serve
+
+        name = serve.get_replica_context().replica_id.unique_id
+        if self.failure is not None:
+            return State(name, failure=self.failure)
+        return State(name, self.opened.plan.summary, self.opened.scheduler.figures())
+
+    async def check_health(self) -> None:
+        """Have Ray Serve replace a replica that cannot answer.
+
+        Raises:
+            RuntimeError: it cannot.
+        """
+        if self.failure is not None:
+            if time.monotonic() - self.begun > PATIENCE_S:
+                raise RuntimeError("the model could not be loaded") from self.failure
+        elif self.opened.scheduler.figures().closing:
+            raise RuntimeError("the scheduler has ended")
+
+    async def __del__(self) -> None:
+        """Save every conversation; called by Ray Serve before the process ends."""
+        if self.failure is None:
+            await self.opened.scheduler.aclose()
+
+
+def sent(error: Exception) -> Exception:
+    """An error as another process can take it."""
+    if isinstance(error, KvcapError | ValueError):
+        return error
+    log.error("an answer failed", exc_info=error)
+    return KvcapError(f"a replica failed ({type(error).__name__}); its log says why")
+
+
+class Forwarded:
+    """The `Reply` of a replica.
+
+    Args:
+        parts: Ray Serve's stream of `Replica.answer`.
+    """
+
+    def __init__(self, parts: Any) -> None:
+        self._parts = parts
+        self._end: End | None = None
+        self.session_id: str | None = None
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        """Why the answer ended, once all its pieces are read."""
+        return None if self._end is None else self._end.finish_reason
+
+    @property
+    def usage(self) -> Usage | None:
+        """What the answer took, once all its pieces are read."""
+        return None if self._end is None else self._end.usage
+
+    @property
+    def parsed(self) -> Parsed | None:
+        """The answer's text and calls, told apart; None where no tools were offered."""
+        return None if self._end is None else self._end.parsed
+
+    def __aiter__(self) -> Forwarded:
+        return self
+
+    async def __anext__(self) -> Piece:
+        if self._end is None:
+            found = await self._next()
+            self.session_id = found.session_id
+            if isinstance(found, Part):
+                return found.piece
+            self._end = found
+            if found.error is not None:
+                raise found.error
+        raise StopAsyncIteration
+
+    async def _next(self) -> Part | End:
+        from ray.exceptions import RayError
+
+        try:
+            found: Part | End = await self._parts.__anext__()
+            return found
+        except (RayError, StopAsyncIteration) as error:
+            log.warning("a replica is lost: %s", error)
+            return End(self.session_id, error=ReplicaLost(
+                "the replica that wrote this answer has gone; ask again: the conversation goes on "
+                "from what was saved of it"
+            ))  # fmt: skip
+
+    async def aclose(self) -> None:
+        """Stop the answer; what was written stays in the conversation."""
+        if self._end is None:
+            self._end = End(self.session_id, "interrupted")
+            self._parts.cancel()
+
+    def __del__(self) -> None:
+        if self._end is None:
+            self._parts.cancel()
+
+
+class Replicas:
+    """Hands requests to replicas: the `Conversations` of a server.
+
+    Args:
+        handle: Ray Serve's, of a deployment of `Replica` whose router is a `ConsistentHashRouter`.
+        leave: what to do once all is closed; it ends the replicas.
+
+    Raises:
+        KvcapError, ValueError: no replica could load its model.
+    """
+
+    def __init__(self, handle: Any, leave: Any) -> None:
+        self._handle, self._leave = handle, leave
+        self._known: dict[str, Figures] = {}  # the newest of every replica that there was
+        self._up: set[str] = set()
+        self._closing = threading.Event()
+        states = self._look()
+        for state in states:
+            if state.failure is not None:
+                raise state.failure
+        self.summary = f"{len(states)} replicas, each: {states[0].summary}"
+        self._looker = threading.Thread(target=self._keep_looking, daemon=True)
+        self._looker.start()
+
+    def submit(self, ask: Ask) -> Forwarded:
+        """Have the conversation's replica answer.
+
+        What that refuses is raised by the first `__anext__`.
+
+        Raises:
+            ReplicaLost: none is up.
+            MessagesInvalid, EmptyPrompt, ValueError: nothing that can be answered.
+        """
+        check(ask)
+        if not self._up or self._closing.is_set():
+            raise ReplicaLost("no replica is up yet or any more; ask again")
+        ask, place = routed(ask)
+        stream = self._handle.options(method_name="answer", stream=True, session_id=place)
+        return Forwarded(stream.remote(ask))
+
+    async def strip(self, owner: str, session_id: str) -> Strip:
+        """Which tokens of a conversation are held, evicted and pinned.
+
+        Raises:
+            ConversationUnknown: its replica has none of that id in memory.
+            ReplicaLost: it has gone.
+        """
+        from ray.exceptions import RayError
+
+        place = place_of(owner, session_id)
+        try:
+            found: Strip | Exception = await self._handle.options(
+                method_name="strip", session_id=place
+            ).remote(owner, session_id)
+        except RayError as error:
+            raise ReplicaLost("the conversation's replica has gone; ask again") from error
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    def figures(self) -> Figures:
+        """Of all replicas together, as they were some seconds ago."""
+        known, up = dict(self._known), set(self._up)
+        together = total(known[name] for name in up)
+        gone = total(figures for name, figures in known.items() if name not in up)
+        counts = {name: getattr(together, name) + getattr(gone, name) for name in COUNTS}
+        return replace(together, **counts, closing=self._closing.is_set())
+
+    async def aclose(self) -> None:
+        """End the replicas; they stop all answers and save every conversation."""
+        if not self._closing.is_set():
+            self._closing.set()
+            await asyncio.to_thread(self._leave)
+
+    def _look(self) -> list[State]:
+        found = self._handle.broadcast("state").results(timeout_s=30.0, return_exceptions=True)
+        states = [one for one in found if isinstance(one, State)]
+        self._known |= {one.replica: one.figures for one in states}
+        self._up = {one.replica for one in states if one.failure is None}
+        return states
+
+    def _keep_looking(self) -> None:
+        while not self._closing.wait(LOOK_S):
+            with contextlib.suppress(Exception):  # of Ray's; the next look may do better
+                self._look()
+
+
+def total(figures: Iterable[Figures]) -> Figures:
+    """Sizes and counts of several replicas together."""
+    known = list(figures)
+    if not known:
+        return Figures()
+    added = {
+        one.name: sum(getattr(each, one.name) for each in known)
+        for one in fields(Figures)
+        if type(getattr(known[0], one.name)) is int and one.name not in SHARED
+    }
+    return replace(known[0], **added)
+
+
+SHARED = frozenset({"budget_tokens", "on_disk", "disk_bytes", "disk_cap"})
+"""Figures that are the same of every replica, and not added."""
+
+
+def routed(ask: Ask) -> tuple[Ask, str]:
+    """A request, with the id of the conversation that it may begin, and its place on the ring.
+
+    A text to continue has no place: any replica takes it.
+    """
+    if ask.messages is None:
+        return ask, ""
+    if ask.session_id is not None:
+        return ask, place_of(ask.owner, ask.session_id)
+    roles = [message["role"] for message in ask.messages]
+    first = roles.index("user") if "user" in roles else 0  # which later requests have as well
+    begun = keys_of(ask, "")[first][:ROUTED]
+    ask = replace(ask, fresh_id=begun + secrets.token_hex(8)[ROUTED:])
+    return ask, place_of(ask.owner, begun + "0" * (16 - ROUTED))
+
+
+def place_of(owner: str, id_: str) -> str:
+    """What a conversation's replica is found by."""
+    return f"{digest(owner)}-{tag(id_)[:ROUTED]}"
+
+
+def shared(nodes: Sequence[dict[str, float]], replicas: int | None, running: Running) -> Share:
+    """What each replica takes of its machine: a GPU, or CPUs where there is none.
+
+    Args:
+        nodes: what each machine has.
+        replicas: how many there must be; None: one per GPU, or per machine.
+        running: its `device` and `threads` (CPUs of each).
+
+    Raises:
+        ValueError: the cluster has no room for so many.
+
+    >>> shared([{"CPU": 8}], 3, Running())
+    Share(workers=3, cpus=2, gpus=0)
+    """
+    usable = [dict(node) for node in nodes]
+    if running.device == "cpu":
+        for node in usable:
+            node.pop("GPU", None)
+    threads = running.threads
+    if replicas is not None and threads is None:
+        most = int(max((node.get("CPU", 0) for node in usable), default=0))
+        fitting = (n for n in range(most, 0, -1) if sum(x.get("CPU", 0) // n for x in usable)
+                   >= replicas)  # fmt: skip
+        threads = next(fitting, 1)
+    found = Share.of(usable, replicas, threads)
+    if replicas is not None and found.workers < replicas:
+        room = f"{found.workers} GPUs"
+        if not found.gpus:
+            room = f"room for {found.workers} of {found.cpus} CPUs each"
+        raise ValueError(
+            f"--replicas {replicas} do not fit: the cluster has {room}; give fewer replicas, or "
+            "fewer --threads of each"
+        )
+    return found
+
+
+def open_replicas(
+    opening: Opening,
+    name: str,
+    replicas: int | None = None,
+    address: str | None = None,
+    connections: int = 256,
+) -> Replicas:
+    """Start replicas on a cluster, and wait until all have loaded their model.
+
+    Args:
+        opening: what each loads.
+        name: of the model; replicas of that name that the cluster has already are replaced.
+        replicas: how many; None: one per GPU, or without any per machine.
+        address: of an existing cluster; None starts one on this machine, for this process alone.
+        connections: requests that the server has at once, at most.
+
+    Raises:
+        ExtraMissing: Ray Serve is not installed, or too old.
+        ValueError: no cluster answers, or it has no room.
+        KvcapError: as `open_conversations`.
+    """
+    if address is None:  # read when Ray is imported: others of this network cannot use our cluster
+        os.environ.setdefault("RAY_AUTH_MODE", "token")
+        os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+    try:
+        import ray
+        from ray import serve
+        from ray.serve.config import ProxyLocation, RequestRouterConfig
+        from ray.serve.experimental.consistent_hash_router import ConsistentHashRouter
+        from ray.serve.schema import LoggingConfig
+    except ImportError as error:
+        raise ExtraMissing(
+            f"--engine ray needs Ray Serve 2.56 or newer ({error.name or 'ray'} is missing); run: "
+            "pip install 'kvcap[serve-ray]'"
+        ) from error
+    logging.getLogger("ray.serve").setLevel(logging.ERROR)
+    nodes = join(address) if address else join("local", include_dashboard=False)
+    app = f"kvcap-{re.sub('[^A-Za-z0-9.-]', '-', name)}"
+
+    def leave() -> None:
+        with contextlib.suppress(Exception):  # the cluster may be gone before us
+            serve.delete(app)
+        ray.shutdown()
+
+    if (
+        opening.model != POCKET and Path(opening.model).exists()
+    ):  # replicas have a working directory of their own
+        opening = replace(opening, model=str(Path(opening.model).resolve()))
+    if (folder := opening.load.get("folder")) is not None:
+        opening = replace(opening, load={**opening.load, "folder": Path(folder).resolve()})
+    try:
+        share = shared(nodes, replicas, opening.running)
+        if not share.gpus:
+            threads = replace(opening.running, threads=int(share.cpus))
+            opening = replace(opening, running=threads)
+        quiet = LoggingConfig(log_level="WARNING", enable_access_log=False)
+        serve.start(proxy_location=ProxyLocation.Disabled, logging_config=quiet)
+        deployment = serve.deployment(
+            Replica,
+            name="replica",
+            num_replicas=share.workers,
+            ray_actor_options={"num_cpus": share.cpus, "num_gpus": share.gpus},
+            # A replica's own queue refuses what is too much, so that the limits are one machine's.
+            max_ongoing_requests=connections + 8,
+            request_router_config=RequestRouterConfig(
+                request_router_class=ConsistentHashRouter,
+                request_router_kwargs={"num_fallback_replicas": 0},
+            ),
+            graceful_shutdown_timeout_s=PATIENCE_S,
+            graceful_shutdown_wait_loop_s=0.5,
+            health_check_period_s=5,
+            logging_config=quiet,
+        )
+        handle = serve.run(deployment.bind(opening), name=app, route_prefix=None)
+        return Replicas(handle, leave)
+    except BaseException:
+        leave()
+        raise

@@ -1,0 +1,230 @@
+"""A server of two replicas on a Ray cluster, of which one is killed."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from conftest import tiny_model
+from tools import PATIENCE
+from transformers import AutoTokenizer
+
+from kvcap import pocket
+from kvcap.runtime.cli.options import Backend, Budget, Output, Running, Sampling
+from kvcap.runtime.errors import PlanInfeasible
+from kvcap.serve.admission import open_conversations
+from kvcap.serve.commands import Address, Engine, Load, opened
+from kvcap.serve.contract import Ask
+from kvcap.serve.server import Server
+
+pytestmark = pytest.mark.slow
+pytest.importorskip("ray.serve", reason="pip install kvcap[serve-ray]")
+STORE = {"object_store_memory": 100 << 20}
+BUDGET = Budget(kv_budget_tokens=32)
+LONG = 3000  # tokens, so that an answer lasts
+
+
+def user(number: int) -> dict[str, Any]:
+    return {
+        "role": "user",
+        "content": f"Please remember: the code for door {number} is 40{number}.",
+    }
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Any]:
+    """A head without CPUs and two nodes of one each, on this machine."""
+    from ray.cluster_utils import Cluster
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))
+        made = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, **STORE})
+        for _ in range(2):
+            made.add_node(num_cpus=1, **STORE)
+        made.wait_for_nodes()
+        yield made
+        made.shutdown()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A small random model, which does not end an answer by itself."""
+    folder = tmp_path_factory.mktemp("model")
+    tokenizer = AutoTokenizer.from_pretrained(pocket.path())
+    tiny_model("llama", vocab_size=len(tokenizer), eos_token_id=[]).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def keep(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("keep")
+
+
+@pytest.fixture(scope="module")
+def server(cluster: Any, model: str, keep: Path) -> Iterator[Server]:
+    made = opened(
+        model, Address(port=0, api_key=["ada", "bob"]), Load(keep=keep),
+        Engine("ray", 2, cluster.address), Backend(), BUDGET, Running(device="cpu"), Sampling(),
+        Output(quiet=True),
+    )  # fmt: skip
+    with made:
+        yield made
+
+
+def body(messages: Any, tokens: int = 12, **more: Any) -> dict[str, Any]:
+    return {"messages": messages, "max_tokens": tokens, "temperature": 0, **more}
+
+
+def chat(server: Server, messages: Any, key: str = "ada", **more: Any) -> httpx.Response:
+    return httpx.post(
+        f"{server.url}/v1/chat/completions",
+        json=body(messages, **more),
+        headers={"Authorization": f"Bearer {key}"},
+        timeout=PATIENCE,
+    )
+
+
+def said(answer: httpx.Response) -> dict[str, Any]:
+    assert answer.status_code == 200, answer.text
+    return {"role": "assistant", "content": answer.json()["choices"][0]["message"]["content"]}
+
+
+def figure(server: Server, name: str) -> float:
+    text = httpx.get(f"{server.url}/metrics", headers={"Authorization": "Bearer ada"}).text
+    lines = [line for line in text.splitlines() if line.startswith(f"kvcap_{name} ")]
+    return float(lines[0].split()[1])
+
+
+def eventually(holds: Any) -> None:
+    until = time.monotonic() + PATIENCE
+    while not holds():
+        assert time.monotonic() < until
+        time.sleep(0.2)
+
+
+def test_two_replicas_answer_as_one_process_does(server: Server, model: str) -> None:
+    talks = [[user(number)] for number in range(6)]
+    for _ in range(2):
+        for talk in talks:
+            answer = chat(server, talk)
+            reused = answer.json()["usage"]["kv"]["reused"]
+            assert (reused > 0) == (len(talk) > 1)  # it came back to its replica
+            talk += [said(answer), {"role": "user", "content": "And now?"}]
+
+    async def alone() -> None:
+        one = open_conversations(
+            model, Backend(), BUDGET, Running(device="cpu"), Output(quiet=True)
+        ).scheduler
+        for talk in talks:
+            for end in (1, 3):
+                options = {"max_new_tokens": 12, "temperature": 0}
+                reply = one.submit(Ask(tuple(talk[:end]), options=options, owner="ada"))
+                text = "".join([piece.text async for piece in reply])
+                assert text == talk[end]["content"]
+        await one.aclose()
+
+    asyncio.run(alone())
+    eventually(lambda: figure(server, "answered_total") >= 12)
+    assert figure(server, "places") == 128
+
+
+def replicas() -> list[int]:
+    """Their processes."""
+    import psutil
+
+    found = psutil.process_iter(["pid", "cmdline"])
+    return [
+        one.pid for one in found if (one.info["cmdline"] or [""])[0].startswith("ray::ServeRep")
+    ]
+
+
+def working() -> int:
+    """The replica that answers now."""
+    import psutil
+
+    known = {pid: psutil.Process(pid) for pid in replicas()}
+    before = {pid: one.cpu_times().user for pid, one in known.items()}
+    time.sleep(0.5)
+    return max(known, key=lambda pid: known[pid].cpu_times().user - before[pid])
+
+
+def test_a_replica_killed_mid_answer_loses_no_conversation(server: Server, keep: Path) -> None:
+    talk = [user(7)]
+    talk += [said(chat(server, talk)), {"role": "user", "content": "And now?"}]
+    secret = [{"role": "user", "content": "Bob's secret is 9999."}]
+    chat(server, secret, "bob")
+    eventually(lambda: figure(server, "on_disk") >= 8)
+
+    last, pid = "", 0
+    with httpx.stream(
+        "POST", f"{server.url}/v1/chat/completions", timeout=PATIENCE,
+        json=body(talk, LONG, stream=True), headers={"Authorization": "Bearer ada"},
+    ) as answer:  # fmt: skip
+        for number, line in enumerate(answer.iter_lines()):
+            if number == 10:
+                pid = working()
+                os.kill(pid, signal.SIGKILL)
+            last = line or last
+    assert json.loads(last.removeprefix("data: "))["error"]["code"] == "replica_lost"
+
+    answer = chat(server, talk)  # by the other replica, from the file
+    assert answer.json()["usage"]["kv"]["reused"] > 0
+    assert chat(server, secret + talk[1:], "ada").json()["usage"]["kv"]["reused"] == 0
+    eventually(lambda: len(set(replicas()) - {pid}) == 2)  # another takes its place
+    for number in range(10, 16):
+        said(chat(server, [user(number)]))
+
+
+def test_what_a_replica_refuses_is_told_as_on_one_machine(server: Server) -> None:
+    no_key = httpx.post(f"{server.url}/v1/chat/completions", json=body([user(1)]))
+    assert no_key.status_code == 401
+    pinned = [{**user(1), "content": "long " * 400, "pin": True}]
+    answer = chat(server, pinned)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "pins_too_large")
+
+
+def test_a_reader_that_goes_frees_its_place(server: Server) -> None:
+    with httpx.stream(
+        "POST", f"{server.url}/v1/chat/completions", timeout=PATIENCE,
+        json=body([user(8)], LONG, stream=True), headers={"Authorization": "Bearer ada"},
+    ) as answer:  # fmt: skip
+        next(answer.iter_lines())
+        eventually(lambda: figure(server, "answering") == 1)
+    eventually(lambda: figure(server, "answering") == 0)
+    assert figure(server, "stopped_total") >= 1
+
+
+def small(cluster: Any, model: str, replicas: int, budget: Budget) -> None:
+    opened(
+        model, Address(port=0, name="small"), Load(), Engine("ray", replicas, cluster.address),
+        Backend(), budget, Running(device="cpu"), Sampling(), Output(quiet=True),
+    )  # fmt: skip
+
+
+def test_after_the_end_all_is_kept_and_what_cannot_be_is_refused_by_name(
+    cluster: Any, model: str, server: Server, keep: Path
+) -> None:
+    import ray
+
+    before = set(keep.glob("*.kvcap"))
+    said(chat(server, [user(20)]))
+    server.__exit__()
+    assert len(set(keep.glob("*.kvcap")) - before) >= 1
+    assert not replicas()
+    assert not ray.is_initialized()  # the cluster is left, and goes on
+    with pytest.raises(ValueError, match="--replicas 9 do not fit"):
+        small(cluster, model, 9, BUDGET)
+    with pytest.raises(PlanInfeasible, match="MiB"):
+        small(cluster, model, 1, Budget(memory_cap="1MiB"))
+    assert not replicas()

@@ -1,0 +1,104 @@
+"""A server whose answers are written by replicas: where each goes, and what outlives a replica."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import pytest
+
+from kvcap.runtime.cli.options import Backend, Budget, Running
+from kvcap.runtime.cluster import Share
+from kvcap.runtime.errors import ExtraMissing
+from kvcap.serve.commands import Engine
+from kvcap.serve.contract import Ask, Figures
+from kvcap.serve.replicas import Opening, open_replicas, place_of, routed, shared, total
+
+
+def said(*texts: str, system: str | None = None) -> tuple[Any, ...]:
+    """A chat of these texts, the user's first."""
+    roles = ("user", "assistant")
+    chat = [{"role": roles[i % 2], "content": text} for i, text in enumerate(texts)]
+    return (*([{"role": "system", "content": system}] if system else []), *chat)
+
+
+def test_a_conversation_returns_to_its_replica_by_its_messages_and_by_its_id() -> None:
+    first, place = routed(Ask(said("Hello!", system="Be brief."), owner="ada"))
+    later = Ask(said("Hello!", "Hi.", "And now?", system="Be brief."), owner="ada")
+    assert routed(later)[1] == place
+    assert first.fresh_id is not None
+    assert routed(Ask(said("And now?"), owner="ada", session_id=first.fresh_id))[1] == place
+    assert place_of("ada", first.fresh_id) == place
+    assert routed(later)[0].fresh_id != first.fresh_id  # another conversation, begun alike
+    named = Ask(said("Hello!"), owner="ada", session_id="mine")
+    assert routed(named) == (named, place_of("ada", "mine"))
+
+
+def test_other_owners_beginnings_and_names_go_elsewhere() -> None:
+    asks = [
+        Ask(said("Hello!"), owner="ada"),
+        Ask(said("Hello!"), owner="bob"),
+        Ask(said("Hello."), owner="ada"),
+        Ask(said("Hello!", system="Be brief."), owner="ada"),
+        Ask(said("Hello!"), owner="ada", session_id="x"),
+        Ask(said("Hello!"), owner="bob", session_id="x"),
+        Ask(said("Hello!"), owner="ada", session_id="y"),
+        Ask(prompt="Hello!", owner="ada"),  # any replica takes it
+    ]
+    places = [routed(one)[1] for one in asks]
+    assert len(set(places)) == len(asks)
+    assert places[-1] == ""
+
+
+GPUS = [{"CPU": 8.0, "GPU": 2.0}, {"CPU": 8.0}]
+
+
+@pytest.mark.parametrize(
+    ("nodes", "replicas", "running", "expected"),
+    [
+        (GPUS, None, Running(), Share(2, 0, 1)),
+        (GPUS, 1, Running(), Share(1, 0, 1)),
+        (GPUS, None, Running(device="cpu"), Share(2, 8, 0)),
+        (GPUS, 3, Running(device="cpu"), Share(3, 4, 0)),
+        ([{"CPU": 8.0}, {}], 2, Running(threads=2), Share(2, 2, 0)),
+    ],
+)
+def test_replicas_share_the_machines(
+    nodes: Any, replicas: int | None, running: Running, expected: Share
+) -> None:
+    assert shared(nodes, replicas, running) == expected
+
+
+@pytest.mark.parametrize(
+    ("nodes", "running", "match"),
+    [
+        (GPUS, Running(), "--replicas 9 do not fit: the cluster has 2 GPUs"),
+        ([{"CPU": 8.0}], Running(), "room for 8 of 1 CPUs each"),
+        ([{"CPU": 8.0}], Running(threads=4), "room for 2 of 4 CPUs each"),
+    ],
+)
+def test_more_replicas_than_the_cluster_has_room_for_are_refused(
+    nodes: Any, running: Running, match: str
+) -> None:
+    with pytest.raises(ValueError, match=match):
+        shared(nodes, 9, running)
+
+
+def test_figures_of_replicas_are_added_but_for_what_they_share() -> None:
+    one = Figures("keydiff", 64, places=4, asked=3, on_disk=5, disk_cap=9, memory_cap=7)
+    both = total([one, one])
+    assert (both.policy, both.budget_tokens, both.on_disk, both.disk_cap) == ("keydiff", 64, 5, 9)
+    assert (both.places, both.asked, both.memory_cap, both.closing) == (8, 6, 14, False)
+    assert total([]) == Figures()
+
+
+def test_ray_is_refused_by_name_where_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(ExtraMissing, match=r"pip install 'kvcap\[serve-ray\]'"):
+        open_replicas(Opening("pocket", Backend(), Budget(), Running()), "pocket", address="x:1")
+
+
+@pytest.mark.parametrize("engine", [Engine(replicas=2), Engine(ray_address="x:1")])
+def test_options_of_a_cluster_need_one(engine: Engine) -> None:
+    with pytest.raises(ValueError, match="needs --engine ray"):
+        engine.check()

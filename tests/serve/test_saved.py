@@ -1,0 +1,129 @@
+"""A folder of saved conversations that several processes share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvcap.runtime.errors import SessionFileCorrupt, SessionNotSaved
+from kvcap.runtime.files import replacing
+from kvcap.serve.saved import FACTS, SavedConversations
+
+SIZE = 1000
+
+
+class Session:
+    """Stands in for one: a file of zeros."""
+
+    messages = ()
+    cache = SimpleNamespace(nbytes=SIZE, seen=0)
+
+    def save(self, path: Path) -> None:
+        with replacing(path) as file, open(file, "wb", closefd=False) as out:
+            out.write(bytes(SIZE))
+
+    def restore(self, path: Path) -> None:
+        if not path.exists():
+            raise SessionFileCorrupt("there is no such file")
+
+
+def key(number: int) -> str:
+    return f"{number:032x}"
+
+
+def saved(disk: SavedConversations, number: int, before: str | None = None) -> str:
+    name = disk.save(Session(), "ada", f"number {number}", key(number), before)
+    assert name is not None
+    return name
+
+
+@contextmanager
+def sharing(folder: Path, count: int, cap: int = 1 << 20) -> Iterator[list[SavedConversations]]:
+    """The same folder, as several processes have it."""
+    disks = [SavedConversations(folder, cap, shared=True) for _ in range(count)]
+    yield disks
+    for disk in disks:
+        disk.close()
+
+
+@pytest.fixture
+def two(tmp_path: Path) -> Iterator[list[SavedConversations]]:
+    with sharing(tmp_path, 2) as disks:
+        yield disks
+
+
+def test_what_one_process_saves_another_goes_on_with(two: Any) -> None:
+    one, other = two
+    for number in range(5):  # each within the clock's tick of the one before
+        assert other.find("ada", None, [key(number)]) is None
+        name = saved(one, number)
+        found = other.find("ada", None, [key(number)])
+        assert found is not None
+        assert (found[0].name, found[1]) == (name, 1)
+        assert other.find("bob", None, [key(number)]) is None
+        assert other.restore(Session(), found[0])
+    assert (len(other), other.nbytes) == (5, 5 * SIZE)
+
+
+def test_a_file_that_another_process_removes_is_read_anew(two: Any, tmp_path: Path) -> None:
+    one, other = two
+    name = saved(one, 0)
+    found = other.find("ada", None, [key(0)])
+    (tmp_path / name).unlink()
+    assert not other.restore(Session(), found[0])
+    assert other.find("ada", None, [key(0)]) is None
+    assert len(one) == 0
+
+
+def test_processes_together_keep_to_the_cap(tmp_path: Path) -> None:
+    cap = FACTS + 5 * SIZE
+    most = []
+
+    def many(index: int, disk: SavedConversations) -> None:
+        for number in range(25):
+            saved(disk, 100 * index + number)
+            most.append(SIZE * len(list(tmp_path.glob("*.kvcap"))))
+
+    with sharing(tmp_path, 4, cap) as disks, ThreadPoolExecutor(4) as threads:
+        list(threads.map(many, range(4), disks))
+        assert len({len(disk) for disk in disks}) == 1
+    assert SIZE < max(most) <= cap
+
+
+def test_the_least_recently_used_of_all_processes_go(two: Any, tmp_path: Path) -> None:
+    one, other = two
+    names = [saved(disk, number) for number, disk in enumerate((one, other, one))]
+    assert other.find("ada", None, [key(2)]) is not None
+    saved(other, 3, before=names[2])  # which went on there
+    one.cap = FACTS + 4 * SIZE
+    saved(one, 4)
+    assert not (tmp_path / names[2]).exists()
+    assert (tmp_path / names[0]).exists()
+
+
+def test_unfinished_files_of_ended_processes_alone_are_removed(two: Any, tmp_path: Path) -> None:
+    name = saved(two[0], 0)
+    ended = tmp_path / f".{name}.abcdefgh.part"
+    ended.write_bytes(b"1")
+    with replacing(tmp_path / name) as file:
+        SavedConversations(tmp_path, 1 << 20, shared=True).close()
+        assert not ended.exists()
+        assert len(list(tmp_path.glob(".*.part"))) == 1
+        assert file
+
+
+def test_a_server_of_its_own_and_replicas_do_not_share_a_folder(tmp_path: Path) -> None:
+    own = SavedConversations(tmp_path, 1 << 20)
+    with pytest.raises(SessionNotSaved, match="another server"):
+        SavedConversations(tmp_path, 1 << 20, shared=True)
+    own.close()
+    replica = SavedConversations(tmp_path, 1 << 20, shared=True)
+    with pytest.raises(SessionNotSaved, match="another server"):
+        SavedConversations(tmp_path, 1 << 20)
+    replica.close()
