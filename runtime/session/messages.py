@@ -78,8 +78,8 @@ def system_message(system: str | None) -> list[Message]:
     return [{"role": "system", "content": system}] if system else []
 
 
-def render(tokenizer: Any, messages: Sequence[Message]) -> str:
-    """The conversation as the model's chat template writes it, ready for an answer.
+def render(tokenizer: Any, messages: Sequence[Message], *, prompt: bool = True) -> str:
+    """The conversation as the model's chat template writes it; with a `prompt`, for an answer.
 
     Raises:
         ChatTemplateMissing: there is no template, or it fails on these messages.
@@ -89,7 +89,7 @@ def render(tokenizer: Any, messages: Sequence[Message]) -> str:
             "this tokenizer has no chat template; continue a text with `kvcap generate --raw` (in "
             "Python: session.complete), or use a model that was made for chat"
         )
-    names = {"messages": list(messages), "add_generation_prompt": True, "tools": None,
+    names = {"messages": list(messages), "add_generation_prompt": prompt, "tools": None,
              "documents": None, **tokenizer.special_tokens_map}  # fmt: skip
     try:
         return render_template(tokenizer.get_chat_template(), names)
@@ -123,7 +123,7 @@ def system_span(encode: Callable[[Sequence[Message]], list[int]], system: str) -
     """Where the system prompt lies: the first tokens, whatever the user says after them."""
     opening = [{"role": "system", "content": system}]
     one, other = (encode([*opening, {"role": "user", "content": text}]) for text in ("A", "0"))
-    return [(0, _common_prefix(one, other))]
+    return [(0, common_prefix(one, other))]
 
 
 def message_spans(
@@ -147,15 +147,15 @@ def message_spans(
         before = [*opening, *messages[:index]]
         start = 0
         if index:
-            start = _common_prefix(encode(before), ids)
+            start = common_prefix(encode(before), ids)
         elif opening:
             ((_, start),) = system_span(encode, opening[0]["content"])
-        stop = _common_prefix(encode([*before, messages[index]]), ids)
+        stop = common_prefix(encode([*before, messages[index]]), ids)
         found.append((start, stop))
     return found
 
 
-def _common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
+def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
     """How many tokens both begin with."""
     return next(
         (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b))
