@@ -248,6 +248,7 @@ def test_prompts_are_read_by_turns_between_the_tokens_of_answers() -> None:
     assert ended.index(readers[1]) < ended.index(readers[0])  # the short one need not wait
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("policy", ["keydiff", "adakv"])
 def test_a_paused_answer_leaves_its_place_and_goes_on_as_if_it_had_not(policy: str) -> None:
     runtime = runtime_of(policy)
