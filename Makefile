@@ -17,10 +17,11 @@ chat: $(VENV)/.ready ## chat with the built-in model under a 256-token cap
 test: $(VENV)/.ready ## every feature once, in some minutes
 	$(BIN)/pytest
 
-test-all: $(VENV)/.ready ## all tests; again on the oldest transformers, and with quantised weights
+test-all: $(VENV)/.ready ## all tests; again on the oldest transformers, with quantised weights and in lm-eval
 	$(BIN)/pytest --all
 	scripts/test-oldest
 	scripts/test-quantised
+	scripts/test-lm-eval
 
 check: $(VENV)/.ready ## lint, format, types, import rules
 	$(BIN)/ruff check $(FOLDERS)
@@ -54,4 +55,4 @@ $(VENV)/.docs-ready: $(VENV)/.ready # what only the documentation needs
 	@touch $@
 
 clean:
-	rm -rf $(VENV) .venv-oldest .quantised build dist out/site
+	rm -rf $(VENV) .venv-oldest .lm-eval .quantised build dist out/site

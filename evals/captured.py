@@ -1,6 +1,6 @@
-"""Captures queries, keys and values of every layer of pocket on a text, with nothing evicted.
+"""Captures queries, keys and values of every layer on a text, with nothing evicted.
 
-The checks of the papers' claims start here; what they do with it is in `bench/`.
+The checks of the papers' claims start here; what they do with it is in `bench/` and `analyze/`.
 """
 
 from __future__ import annotations
@@ -38,8 +38,10 @@ class Probe(Policy):
 
     def update(self, obs: Observation) -> dict[str, Tensor]:
         """Remember; the state stays as it is."""
-        assert obs.output_projection is not None
-        self.found.append(replace(obs, output_projection=obs.output_projection.detach()))
+        projection = obs.output_projection
+        if projection is not None:
+            obs = replace(obs, output_projection=projection.detach())
+        self.found.append(obs)
         return {"probe": obs.state["probe"]}
 
     def score(self, obs: Observation) -> Tensor:
@@ -47,11 +49,21 @@ class Probe(Policy):
         raise NotImplementedError
 
 
-def capture(model: Any, ids: Tensor) -> list[Observation]:
-    """What each layer sees of `ids` [B, n], read in one block: all n keys, values and queries."""
-    probe, length = Probe(), ids.shape[1]
+class PlainProbe(Probe):
+    """The same without output projections, which quantised and adapted models do not show."""
+
+    observes: ClassVar = Probe.observes - {"output_projection"}
+
+
+def capture(model: Any, ids: Tensor, projections: bool = True) -> list[Observation]:
+    """What each capped layer sees of `ids` [B, n], read in one block: n keys, values and queries.
+
+    Raises:
+        UnsupportedModel: `projections` are asked for, and weights are quantised or adapted.
+    """
+    probe, length = (Probe if projections else PlainProbe)(), ids.shape[1]
     cache = BudgetCache(model.config, length, length, Eviction(probe), positions="true")
-    BlockLoop(model, cache).read(ids)
+    BlockLoop(model, cache, graphs=False).read(ids)  # a graph would not ask the probe again
     return probe.found
 
 
@@ -89,6 +101,27 @@ def until(
         budget=tokens if budget is None else budget,
         state={},
     )
+
+
+def on_cpu(obs: Observation) -> Observation:
+    """The same on the CPU, without what a policy keeps."""
+    names = ("keys", "values", "positions", "queries", "sinks", "output_projection")
+    moved = {name: x.cpu() for name in names if (x := getattr(obs, name)) is not None}
+    return replace(obs, **moved, state={})
+
+
+def windows(
+    whole: Observation, tokens: int, window: int | None, chunk: int = 128
+) -> Iterator[Observation]:
+    """What the last `window` queries of the first `tokens` tokens see, `chunk` queries at a time.
+
+    So that no attention matrix is larger than `[B, H, chunk, tokens]`. Each piece has the slots
+    that its queries may see, and no more.
+    """
+    first = 0 if window is None else max(0, tokens - window)
+    for start in range(first, tokens, chunk):
+        stop = min(start + chunk, tokens)
+        yield until(whole, stop, stop - start)
 
 
 def removal_error(obs: Observation) -> Tensor:

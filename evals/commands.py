@@ -1,4 +1,4 @@
-"""`kvcap eval`, `demo`, `bench`, `memory` and `policies calibrate`: the options of each command.
+"""Options of the commands that measure: `kvcap eval`, `lm-eval`, `analyze`, `bench` and others.
 
 Imports of torch wait until a command runs. Results go to stdout, everything else to stderr.
 """
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from kvcap.evals.memory import Baseline, Matrix
     from kvcap.evals.quality.cells import Cell
     from kvcap.evals.quality.demo import Demo, Question, Report
+    from kvcap.evals.quality.sweep import Sweep
 
 Model = Annotated[str, typer.Argument(help="'pocket', a directory, or a repository of the hub.")]
 BlockSize = Annotated[
@@ -70,10 +71,40 @@ def eval_command(
         typer.Option(metavar="KEY=VALUE", help="Of every policy that has it; repeatable."),
     ] = None,
     budgets: Annotated[str, typer.Option(help="Slots per KV head, with commas.")] = "128,256",
-    tasks: Annotated[str, typer.Option(help="Names, with commas.")] = "niah_single",
+    tasks: Annotated[
+        str,
+        typer.Option(
+            help="Names, with commas; ruler: all of RULER's that are made here; of files: "
+            "perplexity:FILE, file:PATH, longbench/SET, ruler/TASK, math."
+        ),
+    ] = "niah_single",
+    data: Annotated[
+        str | None,
+        typer.Option(metavar="PATH", help="Folder or file of the tasks that are files."),
+    ] = None,
     lengths: Annotated[str, typer.Option(help="Tokens of a prompt, with commas.")] = "4096",
+    max_new_tokens: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="N", help="Of an answer (as many as the task says)."),
+    ] = None,
+    question: Annotated[
+        str,
+        typer.Option(
+            metavar="aware|after|both",
+            help="Read the question with the text, or after the text was evicted to the budget.",
+        ),
+    ] = "aware",
+    depths: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SHARE",
+            help="Where what is asked for stands, 0 (start) to 1, with commas (spread out).",
+        ),
+    ] = None,
     samples: Annotated[int, typer.Option(help="Prompts per cell.")] = 50,
-    positions: Annotated[str, typer.Option(help="compact, true or both.")] = "compact,true",
+    positions: Annotated[
+        str, typer.Option(help="compact, true and auto, with commas.")
+    ] = "compact,true",
     block_size: BlockSize = 128,
     seed: Seed = 0,
     out: Annotated[Path, typer.Option(help="Folder of cells.jsonl and results.md.")] = Path(
@@ -89,29 +120,73 @@ def eval_command(
             metavar="NAME", help="Of what slots hold: int8, int8-int4 or int4 (the model's own)."
         ),
     ] = None,
-    plot: Annotated[bool, typer.Option("--plot", help="Draw results.png (kvcap[plot]).")] = False,
+    compare: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAMES", help="The first policy with each of the others, sample by sample."
+        ),
+    ] = None,
+    plot: Annotated[
+        bool,
+        typer.Option(
+            "--plot", help="Draw results.png, pareto.png and, with --depths, needles.png."
+        ),
+    ] = False,
+    workers: Annotated[
+        int | None,
+        typer.Option(
+            min=1, metavar="N", help="Processes that share the cells (one per GPU; on a CPU one)."
+        ),
+    ] = None,
+    engine: Annotated[
+        str, typer.Option(metavar="local|ray", help="Where they are; ray needs kvcap[ray].")
+    ] = "local",
+    ray_address: Annotated[
+        str | None,
+        typer.Option(metavar="HOST:PORT", help="Of a running Ray cluster (one that Ray finds)."),
+    ] = None,
+    agreement: Annotated[
+        bool,
+        typer.Option(
+            "--agreement", help="Instead of tasks: how near predictions of a text stay to uncapped."
+        ),
+    ] = False,
+    file: Annotated[
+        str | None,
+        typer.Option("--file", "-f", metavar="FILE", help="That text; - is stdin."),
+    ] = None,
     json: Json = False,
 ) -> None:
     """Recall under a cap: policies × budgets × positions, each cell with its interval.
 
-    Cells that the folder already holds are not run again; after Ctrl-C, run the same command.
+    Cells that the folder already holds are not run again; after Ctrl-C or a power cut, run the same
+    command. A cell whose worker dies is given to another one once; then it fails, and the others go
+    on.
+
+    With --agreement the text of --file is read under each of them and without a cap, in passages of
+    --lengths tokens, --samples at most; agreement.md and agreement.json go to the folder.
     """
     from kvcap.evals.quality.cells import current_cells
-    from kvcap.evals.quality.plot import plot as draw
-    from kvcap.evals.quality.plot import require_matplotlib
+    from kvcap.evals.quality.plots import draw
+    from kvcap.evals.quality.plots.style import require_matplotlib
     from kvcap.evals.quality.sweep import Sweep, run
-    from kvcap.evals.quality.table import results
+    from kvcap.evals.quality.table import describe, results
+    from kvcap.evals.quality.tasks import spelled_out, with_data
+    from kvcap.evals.quality.workers.crew import Crew
     from kvcap.runtime.cli.commands import quiet_libraries, use_threads
     from kvcap.runtime.cli.options import pairs
+    from kvcap.runtime.errors import CellsFailed
 
     quiet_libraries()
     use_threads(threads)
     if plot:
         require_matplotlib()
+    crew = Crew(engine, workers, threads, ray_address)  # type: ignore[arg-type]  # checked by run()
+    against, failed = _names(compare or ""), None
     sweep = Sweep(
         policies=_names(policies),
         budgets=_numbers("budgets", budgets),
-        tasks=_names(tasks),
+        tasks=spelled_out(with_data(_names(tasks), data)),
         lengths=_numbers("lengths", lengths),
         positions=_names(positions),  # type: ignore[arg-type]  # run() refuses other names
         samples=samples,
@@ -123,19 +198,188 @@ def eval_command(
         batch_size=batch_size,
         options=pairs(policy_option or []),
         kv_dtype=kv_dtype,  # type: ignore[arg-type]  # the cache refuses other names
+        questions=_names(question.replace("both", "aware,after")),  # type: ignore[arg-type]
+        depths=(None,) if depths is None else _shares("depths", depths),
+        max_new_tokens=max_new_tokens,
     )
+    if agreement != (file is not None):
+        raise ValueError("--agreement and --file go together: --agreement -f FILE")
+    if agreement:
+        others = {
+            "--plot": plot,
+            "--compare": compare,
+            "--data": data,
+            "--max-new-tokens": max_new_tokens,
+            "--workers": workers,
+            "--engine": engine != "local",
+            "--ray-address": ray_address,
+        }
+        if given := [name for name, value in others.items() if value]:
+            raise ValueError(f"--agreement has no use for {', '.join(given)}; leave that out")
+    if file is not None:
+        _agreement(sweep, file, out, json)
+        return
     with _meter("{task.completed}/{task.total} cells") as progress:
         meter = progress.add_task("eval", total=None)
 
         def report(done: int, total: int, cell: Cell | None) -> None:
             progress.update(meter, completed=done, total=total)
             if cell is not None:
-                progress.console.print(_cell_line(cell))
+                said = f"{cell.score:.2f}  {describe(cell.setting)}  ({cell.seconds:.1f} s)"
+                progress.console.print(said, markup=False)
 
-        cells = run(sweep, out, report)
+        def note(text: str) -> None:
+            progress.console.print(f"kvcap: {text}", markup=False)
+
+        try:
+            cells = run(sweep, out, report, crew=crew, compared=against, note=note)
+        except CellsFailed as error:
+            cells, failed = error.cells, error
     if plot:
-        draw(current_cells(out / "cells.jsonl"), out / "results.png")
-    print(jsonlib.dumps([cell.as_dict() for cell in cells]) if json else results(cells))
+        for picture in draw(current_cells(out / "cells.jsonl"), out):
+            _note(f"wrote {picture}")
+    print(jsonlib.dumps([cell.as_dict() for cell in cells]) if json else results(cells, against))
+    if failed is not None:
+        raise failed
+
+
+def analyze_command(
+    model: Model,
+    what: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="WHAT...",
+            help="all, or: correlation, pca, volume (KeyDiff), perturbation (CriticalKV), cone "
+            "(DropKV), oracle (OBCache), queries (CaliDrop), kept (which tokens stay).",
+        ),
+    ],
+    file: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--file", "-f", metavar="TEXT", help="A text to read; - is stdin; repeatable."
+        ),
+    ] = None,
+    kind: Annotated[
+        Literal["prose", "conversation"],
+        typer.Option("--text", help="What to write and read where no file is given."),
+    ] = "prose",
+    texts: Annotated[int, typer.Option(min=1, help="How many of those.")] = 4,
+    tokens: Annotated[
+        int, typer.Option(min=64, help="The most tokens of a text to read; bounds memory.")
+    ] = 1024,
+    policies: Annotated[
+        str | None, typer.Option(help="Names, with commas (each analysis has its own).")
+    ] = None,
+    policy_option: Annotated[
+        list[str] | None,
+        typer.Option(metavar="KEY=VALUE", help="Of every policy that has it; repeatable."),
+    ] = None,
+    budgets: Annotated[
+        str | None, typer.Option(help="Slots per KV head, with commas (shares of the text).")
+    ] = None,
+    positions: Annotated[
+        str | None,
+        typer.Option(help="compact, true or auto, where policies evict; as chat has them."),
+    ] = None,
+    block_size: BlockSize = 128,
+    layer: Annotated[
+        int | None, typer.Option(help="pca, queries: which to draw (the middle one).")
+    ] = None,
+    head: Annotated[int | None, typer.Option(help="pca, queries: which KV head (0).")] = None,
+    seed: Seed = 0,
+    out: Annotated[
+        Path, typer.Option(metavar="DIR", help="Folder of a PNG and a JSON per analysis.")
+    ] = Path("out/analyze"),
+    dtype: Dtype = None,
+    device: Device = None,
+    threads: Threads = None,
+    json: Json = False,
+) -> None:
+    """The papers' diagnostics of a model on a text: what keys, queries and policies really do.
+
+    A text is read uncapped for its queries, keys and values, and under a cap for what policies
+    keep. Each analysis writes a picture and its figures, and says how to read them.
+    """
+    from kvcap.evals.analyze import Options, named, require_matplotlib, run
+    from kvcap.runtime.cli.commands import quiet_libraries, read_input, use_threads
+
+    require_matplotlib()
+    names = named(what)
+    given = Options(
+        policies=_names(policies or ""),
+        budgets=_numbers("budgets", budgets) if budgets else (),
+        block_size=block_size,
+        layer=layer,
+        head=head,
+        policy_options=options.pairs(policy_option or []),
+    )
+    files = {name: read_input(name) for name in file or []}
+    _check_folder("--out", out)
+    quiet_libraries()
+    use_threads(threads)
+    from kvcap.evals.texts import texts as made
+    from kvcap.runtime.backends.pytorch.runtime import Runtime
+
+    runtime = Runtime.from_pretrained(
+        model, kv_budget_tokens=tokens, block_size=block_size, dtype=dtype, device=device
+    )
+    readings = made(runtime, files, kind, texts, tokens, seed, positions)  # type: ignore[arg-type]
+    with _meter("{task.completed}/{task.total} measurements") as progress:
+        meter = progress.add_task("analyze", total=None)
+
+        def report(done: int, total: int) -> None:
+            progress.update(meter, completed=done, total=total)
+
+        documents = run(names, readings, given, out, report)
+    if json:
+        print(jsonlib.dumps(list(documents.values())))
+        return
+    for name, document in documents.items():
+        paper = f" ({document['paper']})" if document["paper"] else ""
+        print(f"{document['title']}{paper}: {out / name}.png, .json")
+        print(f"  {document['read']}")
+
+
+def report_command(
+    folder: Annotated[
+        Path, typer.Argument(metavar="DIR", help="What kvcap eval and kvcap analyze wrote.")
+    ],
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="The page (DIR/report.html).")
+    ] = None,
+) -> None:
+    """One page of a folder: tables, plots, analyses, and which tokens each policy kept.
+
+    It needs no server and asks for nothing else: pictures and data are in the file.
+    """
+    from kvcap.evals.report import write
+
+    target = folder / "report.html" if out is None else out
+    write(folder, target)
+    print(target)
+
+
+def _agreement(sweep: Sweep, file: str, out: Path, json: bool) -> None:
+    """`kvcap eval --agreement`."""
+    from kvcap.evals.quality.agreement import measure, table
+    from kvcap.runtime.cli.commands import read_input
+
+    if len(sweep.lengths) > 1:
+        raise ValueError("--agreement: give one of --lengths, the most tokens of a passage")
+    if out.exists() and not out.is_dir():
+        raise ValueError(f"--out {str(out)!r} is a file; give a folder")
+    with _meter("{task.completed:,}/{task.total:,} tokens") as progress:
+        meter = progress.add_task("agreement", total=0)
+
+        def report(done: int, total: int) -> None:
+            progress.update(meter, completed=done, total=total)
+
+        found = measure(sweep, read_input(file), report)
+    text, document = table(found), jsonlib.dumps(found.as_dict())
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "agreement.md").write_text(text, encoding="utf-8")
+    (out / "agreement.json").write_text(document + "\n", encoding="utf-8")
+    print(document if json else text)
 
 
 def demo_command(
@@ -147,7 +391,7 @@ def demo_command(
     facts: Annotated[int, typer.Option(help="Facts told first and asked for last.")] = 16,
     policy: Annotated[str, typer.Option(help="See `kvcap policies`.")] = "keydiff",
     positions: Annotated[
-        str | None, typer.Option(help="compact or true; compact where exact.")
+        str | None, typer.Option(help="compact, true or auto; compact where exact.")
     ] = None,
     block_size: BlockSize = 128,
     seed: Seed = 0,
@@ -307,6 +551,20 @@ def bench_command(
         print(jsonlib.dumps(result.as_dict()))
 
 
+def lm_eval_command(context: typer.Context) -> None:
+    """Run lm-evaluation-harness, which then knows the model kvcap (kvcap[lm-eval]).
+
+    What follows is lm-eval's own command line, as in --model_args
+    pretrained=MODEL,policy=keydiff,budget_tokens=512 --tasks hellaswag; `lm_eval run --help` lists
+    its options. Without --model, that is kvcap.
+    """
+    from kvcap.evals.lm_eval import main
+    from kvcap.runtime.cli.commands import quiet_libraries
+
+    quiet_libraries()
+    main(context.args)
+
+
 def calibrate_command(
     name: Annotated[str, typer.Argument(metavar="NAME", help="Such as headkv or duoattention.")],
     model: options.Model = "pocket",
@@ -439,6 +697,13 @@ def _meter(*columns: str, off: bool = False) -> Iterator[Progress]:
         yield progress
 
 
+def _check_folder(option: str, path: Path) -> None:
+    """Refuse early what cannot be a folder."""
+    above = next((part for part in (path, *path.parents) if part.exists()), path)
+    if not above.is_dir():
+        raise ValueError(f"{option} {str(path)!r}: {str(above)!r} is a file, not a folder")
+
+
 def _names(text: str) -> tuple[str, ...]:
     return tuple(name.strip() for name in text.split(",") if name.strip())
 
@@ -457,15 +722,11 @@ def _numbers(option: str, text: str) -> tuple[int, ...]:
         raise ValueError(f"--{option} {text!r}: give whole numbers, such as 128,256") from error
 
 
-def _cell_line(cell: Cell) -> str:
-    s = cell.setting
-    budget = "uncapped" if s.budget is None else f"{s.budget} slots"
-    given = [*(f"{name}={value}" for name, value in s.options), *([s.slots] if s.slots else [])]
-    policy = " ".join([s.policy, *given])
-    return (
-        f"{cell.score:.2f}  {s.task}, {s.length:,} tokens, {policy}, {budget}, {s.positions}"
-        f"  ({cell.seconds:.1f} s)"
-    )
+def _shares(option: str, text: str) -> tuple[float, ...]:
+    try:
+        return tuple(float(part) for part in _names(text))
+    except ValueError as error:
+        raise ValueError(f"--{option} {text!r}: give numbers, such as 0,0.5,1") from error
 
 
 def _figures(demo: Demo) -> str:

@@ -28,6 +28,8 @@ KvcapError
 ├── ReaderTooSlow           a server's answer was ended, as nobody read it
 ├── PortTaken               a server cannot listen on its address
 ├── ExtraMissing            a package is not installed; names the extra that brings it
+├── CellsFailed             some cells of a sweep could not be measured; the others are kept
+├── WorkersLost             processes that were to share work ended by themselves
 ├── PeerFailed              a benchmark's peer cannot be run, or ended; nothing was measured
 ├── NotExportable           there is no graph of that policy, stage or formulation
 ├── ExportExists            something else was exported to that place; nothing was replaced
@@ -40,6 +42,9 @@ PolicyError (ValueError)    no such policy or option, or pins that do not fit (k
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
 
 
 class KvcapError(Exception):
@@ -170,6 +175,23 @@ class ExtraMissing(KvcapError, ImportError):
 
 class PeerFailed(KvcapError, RuntimeError):
     """A program that a benchmark measures cannot be run, or ended; the message has its words."""
+
+
+class CellsFailed(KvcapError, RuntimeError):
+    """Some cells of a sweep could not be measured; the message says which, and why.
+
+    Args:
+        message: which cells failed, and why.
+        cells: of the same sweep, that were measured.
+    """
+
+    def __init__(self, message: str, cells: Sequence[Any] = ()) -> None:
+        super().__init__(message)
+        self.cells = list(cells)
+
+
+class WorkersLost(KvcapError, RuntimeError):
+    """Processes that were to share work ended by themselves, for want of memory perhaps."""
 
 
 class NotExportable(KvcapError, ValueError):

@@ -11,6 +11,8 @@ MANIFEST = "kvcap.json"
 """The file that makes a directory an exported decoder."""
 POCKET = "pocket"
 """The name of the built-in model."""
+EVICT_EVERY = 64
+"""Tokens of an answer after which a CPU evicts, all at once, unless told otherwise."""
 PINS = ("sink_tokens", "recent_tokens")
 """The options that every policy has: first and newest tokens that are never evicted."""
 NEUTRAL = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
@@ -24,8 +26,12 @@ Span = tuple[int, int]
 """The tokens [start, stop) of a conversation, counted in tokens read."""
 OnFull = Literal["evict", "stop", "error"]
 """What happens when the budget is used up; see `Session.on_full`."""
-Positions = Literal["compact", "true"]
-"""Whether kept tokens are renumbered 0, 1, ... or keep the positions they were read at."""
+Positions = Literal["compact", "true", "auto"]
+"""Whether kept tokens are renumbered 0, 1, ... or keep the positions they were read at. `auto`:
+these stay until a token beyond the length that the model was trained on would come, and
+are renumbered from then on."""
+DEFAULT_POSITIONS: Positions = "compact"
+"""How positions are kept where nobody says how, if keys can be moved exactly."""
 
 
 class KeptTokens(NamedTuple):

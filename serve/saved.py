@@ -91,6 +91,8 @@ class SavedConversations:
                 elif NAME.fullmatch(entry.name) and entry.is_file(follow_symlinks=False):
                     found = entry.stat()
                     self._add(Saved(entry.name, found.st_size, found.st_mtime))
+        except SessionNotSaved:
+            raise
         except OSError as error:
             raise SessionNotSaved(
                 f"conversations cannot be kept in {str(folder)!r} ({error.strerror}); give another "
@@ -172,6 +174,10 @@ class SavedConversations:
         except (KvcapError, OSError) as error:
             self.dropped += 1
             log.warning("a conversation is not kept: %s", error)
+            return None
+        except Exception:  # a fault of this program, which must not become another request's
+            self.dropped += 1
+            log.exception("a conversation is not kept")
             return None
         with self._lock:
             self._add(Saved(name, nbytes, time.time()))

@@ -650,11 +650,7 @@ class Scheduler:
         one.state = "moving"
 
         def save() -> Callable[[], None]:
-            try:
-                self._held.save(one)
-            except Exception:  # a fault of this program; it stays in memory as long as it can
-                one.clean = True
-                log.exception("a conversation is not kept")
+            self._held.save(one)
             return lambda: setattr(one, "state", "idle")
 
         self._hand(save)

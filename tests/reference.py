@@ -33,7 +33,7 @@ class Slot:
 class Setting:
     policy: str
     budget: int
-    positions: str
+    positions: str  # 'compact', 'true', or 'auto': compact once more than `trained` were read
     options: dict[str, Any] = field(default_factory=dict)
     start: list[list[int]] | None = None  # slots of each layer's heads, if not all `budget`
     recalls: bool = False  # attends to evicted tokens too
@@ -42,6 +42,7 @@ class Setting:
     # (layer, scores per head, pinned per head) -> slots per head, where they move
     split: Callable[[int, list[list[float]], list[list[bool]]], list[int]] | None = None
     keeps: bool = False  # a single token leaves the division as it is
+    trained: int = 0
 
 
 def rotate(x: Tensor, position: float, inv_freq: Tensor, interleaved: bool = False) -> Tensor:
@@ -112,9 +113,14 @@ class ReferenceLayer(CacheLayerMixin):
         self.evict(group, length, scaling)
         return out.to(query.dtype)
 
+    @property
+    def compact(self) -> bool:
+        auto = self.setting.positions == "auto" and self.seen > self.setting.trained
+        return (auto or self.setting.positions == "compact") and self.window is None
+
     def position(self, slots: list[Slot], time: int) -> int:
         """Where a token counts: its own time, or right-aligned by rank in compact mode."""
-        if self.setting.positions == "true" or self.window is not None:
+        if not self.compact:
             return time
         older = sum(s.time < time for s in slots)
         held = [s.time for s in slots]
@@ -131,7 +137,7 @@ class ReferenceLayer(CacheLayerMixin):
         for s in slots or held:
             # An evicted token counts behind the held ones that are older than it.
             position = self.position(held, s.time)
-            if self.setting.positions == "compact" and self.window is None and s not in held:
+            if self.compact and s not in held:
                 position = sum(other.time < s.time for other in held)
             z = float(q @ self.place(s.key, position)) * scaling
             seen = s.time <= time and (self.window is None or time - s.time < self.window)

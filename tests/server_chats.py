@@ -67,3 +67,10 @@ def plain(runtime: Any, messages: list[dict[str, str]], tokens: int = 12) -> Any
     session = runtime.session()
     session.set_generation(max_new_tokens=tokens, temperature=0.0)
     return session, "".join(session.send(messages))
+
+
+def small(folder: str) -> kvcap.Runtime:
+    """The model that `tiny_chat` saved."""
+    return kvcap.Runtime.from_pretrained(
+        folder, kv_budget_tokens=48, block_size=16, dtype="float32", device="cpu"
+    )

@@ -32,6 +32,11 @@ ONLY_IN = {  # heavy or optional packages, and the one place each is imported
     "llguidance": {"runtime"},
     "adbutils": {"android_bench"},
     "matplotlib": {"evals", "android_bench"},
+    "ray": {"evals"},
+    "rouge_score": {"evals"},
+    "rapidfuzz": {"evals"},
+    "jieba": {"evals"},
+    "lm_eval": {"evals"},
 }
 
 

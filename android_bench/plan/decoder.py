@@ -18,8 +18,7 @@ from kvcap.android_bench.plan.expected import Folder
 from kvcap.runtime.backends.onnxruntime.decoder import Shared, evictors_of
 from kvcap.runtime.backends.onnxruntime.graph import Graph
 from kvcap.runtime.backends.onnxruntime.manifest import Manifest
-from kvcap.runtime.backends.onnxruntime.runtime import EVICT_EVERY
-from kvcap.runtime.types import MANIFEST
+from kvcap.runtime.types import EVICT_EVERY, MANIFEST
 
 FOLDER = "decoder"
 SEED = 11  # of the text

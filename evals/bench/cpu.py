@@ -26,6 +26,7 @@ from kvcap.evals.random_models import directory
 from kvcap.evals.reports import device_name, versions
 from kvcap.runtime.errors import PeerFailed
 from kvcap.runtime.models.names import is_export
+from kvcap.runtime.models.packed import PACKED
 
 DEFAULTS = {"lengths": (1024,), "depths": (0,), "repeats": 5, "threads": (len(free_cores()),)}
 COLUMNS = (
@@ -175,12 +176,14 @@ def _ours(options: Options, model: str, weights: str, backend: str) -> dict[str,
     budget, block, policy = options.budgets[0], options.block_size, options.policies[0]
     found = {"backend": backend, "budget": budget, "block_size": block, "policy": policy}
     if backend == "pytorch":
-        if weights not in FLOATS:
+        if weights not in (*FLOATS, *PACKED):
             raise ValueError(
-                f"PyTorch runs no weights called {weights!r}: {', '.join(FLOATS)}; with "
-                "--backend onnxruntime, what kvcap export decoder --dtype takes"
+                f"PyTorch runs no weights called {weights!r}: {', '.join((*FLOATS, *PACKED))}; "
+                "with --backend onnxruntime, what kvcap export decoder --dtype takes"
             )
-        return {**found, "model": model, "weights": FLOATS[weights]}
+        packed = weights if weights in PACKED else None
+        dtype = FLOATS.get(weights, "bfloat16")
+        return {**found, "model": model, "weights": dtype, "packed": packed}
     if is_export(model):
         return {**found, "model": model, "weights": weights}
     name = f"{Path(model).name}-{weights}-{policy}-{budget}-{block}"

@@ -85,6 +85,8 @@ def projected(after: Observation, weights: Tensor) -> Tensor:
     """`‖weights · V W_O‖₁` by query head: [K, G, n] -> [H]."""
     assert after.output_projection is not None
     mixed = torch.matmul(weights, after.values[0].float())  # [K, G, D]
+    if after.expansion is not None:  # of latents, which every query head expands to its own value
+        mixed = after.expansion.head_values(mixed.transpose(0, 1)[None])[0].transpose(0, 1)
     out = torch.einsum("kgd,kgde->kge", mixed, after.output_projection.float())
     return out.abs().sum(-1).flatten()
 

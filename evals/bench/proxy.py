@@ -16,6 +16,7 @@ from itertools import combinations, product
 from random import Random
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -68,7 +69,7 @@ def run(options: Options) -> Result:
 
 def _row(name: str, window: int, count: int, pools: Pools) -> dict[str, Any]:
     best = optimum(pools, count).sqrt()
-    changes = [_chosen(pools, score, count).sqrt() for score in (pools.cost, pools.attention)]
+    changes = [chosen(pools, score, count).sqrt() for score in (pools.cost, pools.attention)]
     ratio, attention = changes[0] / best, changes[1] / best
     row: dict[str, Any] = {
         "pools": name,
@@ -93,7 +94,7 @@ def _row(name: str, window: int, count: int, pools: Pools) -> dict[str, Any]:
     return row
 
 
-def _chosen(pools: Pools, score: Tensor, count: int) -> Tensor:
+def chosen(pools: Pools, score: Tensor, count: int) -> Tensor:
     """Squared change where the `count` lowest of `score` [R, m] are evicted. [R]."""
     lowest = score.topk(count, largest=False).indices
     subset = torch.zeros_like(score).scatter(-1, lowest, 1.0)  # [R, m]
@@ -113,6 +114,10 @@ class Pools(NamedTuple):
     def row(self, i: int) -> Pools:
         """One pool."""
         return Pools(*(part[i : i + 1] for part in self))
+
+    def heads(self, chosen: Tensor) -> Pools:
+        """Those of some query heads, by index [R']."""
+        return Pools(*(part[chosen] for part in self))
 
     def noticed(self) -> Pools:
         """Those whose attention is no rounding error: below, costs are 0 in float32, all alike."""
@@ -170,7 +175,9 @@ def squared_change(pools: Pools, subsets: Tensor) -> Tensor:
 def optimum(pools: Pools, count: int) -> Tensor:
     """The least `F²` of all sets of `count` tokens. [R]."""
     size = pools.weights.shape[-1]
-    sets = torch.tensor([*combinations(range(size), count)])  # [C, count]
+    sets = torch.from_numpy(
+        np.fromiter(combinations(range(size), count), np.dtype((np.int64, count)))
+    )  # [C, count]
     best = torch.full(pools.weights.shape[:1], torch.inf, dtype=torch.float64)
     for part in sets.split(CHUNK):
         subsets = torch.zeros(len(part), size, dtype=torch.float64).scatter(1, part, 1.0)

@@ -15,7 +15,8 @@ from typing import Any
 
 from kvcap.evals.bench import Options, Result
 from kvcap.evals.measure import VOCABULARY, eviction_ms, percentiles, random_llama, random_prompt
-from kvcap.evals.quality.sweep import COMMON, options_of, spelled_out
+from kvcap.evals.quality.answering import COMMON
+from kvcap.evals.quality.sweep import options_of, spelled_out
 from kvcap.policies import load_policy
 from kvcap.runtime.cache.cache import BudgetCache
 

@@ -2,8 +2,8 @@
 
 Every type of weights reads the same texts token by token, without evictions: perplexity, and how
 near its predictions are to float32's. Then it answers questions about facts in texts longer than
-the budget. What PyTorch does not have is run by ONNX Runtime, from the cache folder of `--weights`;
-what is calibrated, by another text of the same kind than those that are read.
+the budget. Integers are run by ONNX Runtime, from the cache folder of `--weights`, or by PyTorch,
+which is said; what is calibrated, by another text of the same kind than those that are read.
 Reads `lengths`, `budgets`, `repeats`.
 """
 
@@ -20,12 +20,14 @@ import torch
 from torch import Tensor
 
 from kvcap.evals.bench import Options, Result
+from kvcap.evals.quality.agreement import compare
 from kvcap.evals.quality.tasks import load_task, make_samples
 from kvcap.pocket.corpus import facts, filler
 from kvcap.runtime.backends.onnxruntime.runtime import OrtRuntime
 from kvcap.runtime.backends.pytorch.runtime import Runtime
 from kvcap.runtime.cli.kept_exports import kept_export
 from kvcap.runtime.cli.options import Budget
+from kvcap.runtime.models.packed import PackedDtype
 from kvcap.runtime.session.engine import Engine
 
 DEFAULTS = {"lengths": (2048,), "budgets": (256,), "repeats": 20}
@@ -40,8 +42,8 @@ class Kind(NamedTuple):
     """A type of weights."""
 
     name: str
-    dtype: str | None = None  # of PyTorch
-    weights: str = ""  # or of `--weights`
+    dtype: str | None = None  # in PyTorch; None: in ONNX Runtime
+    weights: PackedDtype | None = None  # of `--weights`
     symmetric: bool | None = None
     calibrated: bool = False
 
@@ -54,6 +56,8 @@ KINDS = (
     Kind("int4 asymmetric", weights="int4", symmetric=False),
     Kind("int4 symmetric, calibrated", weights="int4", symmetric=True, calibrated=True),
     Kind("int4 asymmetric, calibrated", weights="int4", symmetric=False, calibrated=True),
+    Kind("int8, PyTorch", dtype="bfloat16", weights="int8"),
+    Kind("int4, PyTorch", dtype="bfloat16", weights="int4"),
 )
 
 
@@ -82,8 +86,11 @@ def run(options: Options) -> Result:
 def _engine(kind: Kind, budget: int) -> tuple[Engine, int]:
     """What runs these weights, and their bytes."""
     if kind.dtype is not None:
-        found = Runtime.from_pretrained(kv_budget_tokens=budget, dtype=kind.dtype, device="cpu")
+        found = Runtime.from_pretrained(
+            kv_budget_tokens=budget, dtype=kind.dtype, device="cpu", weights=kind.weights
+        )
         return found, found.plan.weights
+    assert kind.weights is not None
     with tempfile.TemporaryDirectory() as name:
         text = Path(name) / "text.txt"
         text.write_text(_calibration(), encoding="utf-8")
@@ -129,19 +136,20 @@ def _beside(logits: list[Tensor], truth: list[Tensor], texts: list[list[int]]) -
     after = torch.tensor([token for ids in texts for token in ids[1:]])
     first, second = theirs.exp().topk(2, -1).values.T
     clear = first - second >= CLEAR
+    divergence, same = compare(mine, theirs)
     return {
         "perplexity": math.exp(-float(mine.gather(1, after[:, None]).mean())),
-        "kl": float((theirs.exp() * (theirs - mine)).sum(-1).mean()),
-        "same_token": float((mine.argmax(-1) == theirs.argmax(-1))[clear].float().mean()),
+        "kl": float(divergence.mean()),
+        "same_token": float(same[clear].float().mean()),
     }
 
 
 def _right_answers(engine: Engine, length: int, count: int) -> int:
     """Questions about a fact in a text that are answered rightly."""
-    task, right = load_task(TASK), 0
+    task, right = load_task(TASK), 0.0
     for sample in make_samples(TASK, engine.tokenizer, length, count, seed=0):
         session = engine.session()
         session.set_generation(temperature=0.0, max_new_tokens=task.MAX_NEW_TOKENS)
         reply = "".join(session.send(sample.messages[0]["content"]))
-        right += task.is_right(sample, reply)
-    return right
+        right += task.score(sample, reply)
+    return round(right)

@@ -76,7 +76,7 @@ def _runtime(settings: dict[str, Any]) -> tuple[Any, tuple[str, ...]]:
 
     torch.set_num_threads(settings["threads"])
     dtype, policy = settings["weights"], settings["policy"]
-    more = {"dtype": dtype, "device": "cpu", "policy": policy}
+    more = {"dtype": dtype, "device": "cpu", "policy": policy, "weights": settings["packed"]}
     return Runtime.from_pretrained(settings["model"], **more, **sizes), (
         "kvcap", "torch", "transformers",
     )  # fmt: skip

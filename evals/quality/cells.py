@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from statistics import NormalDist
-from typing import Any
+from typing import Any, Literal
 
+from kvcap.evals.quality.scores import UNITS, Unit
 from kvcap.evals.reports import versions
 from kvcap.runtime.cache.slot_format import KvDtype
 from kvcap.runtime.types import Positions
 
 Options = tuple[tuple[str, Any], ...]
-Z = NormalDist().inv_cdf(0.975)  # two-sided 95 %
+Question = Literal["aware", "after"]
+# How the model is asked, in the words of tables and plots.
+ASKED: dict[Question, str] = {"aware": "question-aware", "after": "context-only"}
 
 
 @dataclass(frozen=True)
@@ -24,7 +27,7 @@ class Setting:
     model: str
     dtype: str
     task: str
-    length: int  # tokens of a prompt
+    length: int  # tokens of a prompt, at most
     policy: str
     positions: Positions
     budget: int | None  # slots per KV head and layer; None: `full`, which is never capped
@@ -33,6 +36,17 @@ class Setting:
     block_size: int
     options: Options = ()  # given to the policy, sorted by name
     kv_dtype: KvDtype | None = None  # of what slots hold; None: `dtype`
+    question: Question | None = "aware"
+    """Read with the context, or after it was evicted down to the budget; None: nothing is asked."""
+    depth: float | None = None
+    """Where in the text stands what is asked for, 0 (start) to 1; None: samples are spread out."""
+    max_new_tokens: int | None = None  # an answer may take; None: as many as the task says
+    data: str | None = None  # digest of the file that the task reads, if it reads one
+
+    @property
+    def asked(self) -> str:
+        """How the model is asked, for labels: 'question-aware', 'context-only', or ''."""
+        return ASKED[self.question] if self.question else ""
 
     @property
     def slots(self) -> str:
@@ -45,7 +59,7 @@ class Cell:
     """A setting and its result. What has a default is missing in cells of earlier versions."""
 
     setting: Setting
-    score: float  # share of right answers
+    score: float  # in `unit`
     ci_low: float  # 95 % interval of the score
     ci_high: float
     kv_bytes: int  # all a cache for one sequence takes
@@ -54,6 +68,13 @@ class Cell:
     versions: dict[str, str]
     scoring_ms: dict[str, float] | None = None  # percentiles per block, all layers; None: no run
     extra_bytes: int | None = None  # of `kv_bytes`, what only this policy makes the cache hold
+    scores: tuple[float, ...] | None = None  # of every sample in order; None: were not kept
+    unit: str = "share"  # a name in `UNITS`
+
+    @property
+    def of(self) -> Unit:
+        """What the score is a number of."""
+        return UNITS[self.unit]
 
     def as_dict(self) -> dict[str, Any]:
         """One flat object, as in `cells.jsonl`."""
@@ -65,6 +86,10 @@ class Cell:
         """The cell of a row of `cells.jsonl`."""
         given = {f.name: row.pop(f.name) for f in fields(Setting) if f.name in row}
         given["options"] = as_options(dict(given.get("options", ())))
+        if row.get("scores") is not None:
+            row["scores"] = tuple(row["scores"])
+        if row.get("unit", "share") not in UNITS:
+            raise ValueError(f"unit {row['unit']!r} is not one of {', '.join(UNITS)}")
         return cls(Setting(**given), **row)
 
 
@@ -85,25 +110,44 @@ def _frozen(name: str, value: Any) -> Any:
     return value
 
 
-def wilson(right: int, samples: int) -> tuple[float, float]:
-    """The 95 % score interval of a share; sensible at 0 and 1 and for few samples.
-
-    E. B. Wilson, 1927, https://doi.org/10.1080/01621459.1927.10502953.
-    """
-    share, square = right / samples, Z * Z / samples
-    middle = share + square / 2
-    half = (square * (share * (1 - share) + square / 4)) ** 0.5
-    return max(0.0, (middle - half) / (1 + square)), min(1.0, (middle + half) / (1 + square))
-
-
 def read_cells(path: Path) -> list[Cell]:
     """The cells of a `cells.jsonl`, none where there is no file.
+
+    A last line that is being written, or was when its sweep was killed, is left out.
 
     Raises:
         ValueError: a line that is no cell.
     """
-    lines = path.read_text().splitlines() if path.exists() else []
+    lines = path.read_text(errors="replace").split("\n") if path.exists() else [""]
+    if _unfinished(lines[-1]):
+        lines.pop()
     return [_cell(line, f"{path}, line {number},") for number, line in enumerate(lines, 1)]
+
+
+def mend(path: Path) -> bool:
+    """End a file's last line, or cut it off where it is half a cell, as after a power cut.
+
+    Only whoever writes the file may do so. Returns whether a part of a cell was cut off.
+    """
+    last = path.read_bytes().rpartition(b"\n")[2] if path.exists() else b""
+    if not last:
+        return False
+    with path.open("r+b") as file:
+        end = file.seek(0, os.SEEK_END)
+        if unfinished := _unfinished(last.decode(errors="replace")):
+            file.truncate(end - len(last))
+        else:
+            file.write(b"\n")
+    return unfinished
+
+
+def _unfinished(last: str) -> bool:
+    """Whether what follows the last newline is nothing, or no whole JSON."""
+    try:
+        json.loads(last)
+    except ValueError:
+        return True
+    return False
 
 
 def current_cells(path: Path) -> list[Cell]:
@@ -129,3 +173,5 @@ def add_cell(path: Path, cell: Cell) -> None:
     """Append one line, so that an interrupted sweep keeps its finished cells."""
     with path.open("a") as file:
         file.write(json.dumps(cell.as_dict()) + "\n")
+        file.flush()
+        os.fsync(file.fileno())

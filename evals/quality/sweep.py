@@ -7,42 +7,46 @@ again with the same folder and version of kvcap runs only the cells that are mis
 from __future__ import annotations
 
 import difflib
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, NoReturn, get_args
 
 import torch
-from torch import Tensor
 
-from kvcap.evals.measure import eviction_ms, percentiles
+from kvcap.evals.quality.answering import Prompt, measure, new_cache
 from kvcap.evals.quality.cells import (
     Cell,
     Options,
+    Question,
     Setting,
     add_cell,
     as_options,
     current_cells,
-    wilson,
+    mend,
 )
-from kvcap.evals.quality.table import results
-from kvcap.evals.quality.tasks import Sample, load_task, make_samples, prompt_ids
-from kvcap.evals.reports import device_name, versions
+from kvcap.evals.quality.table import describe, results
+from kvcap.evals.quality.tasks import is_placed, load_task, make_samples, prompt_parts
+from kvcap.evals.quality.workers import Failed, Here, spread
+from kvcap.evals.quality.workers.crew import Crew
+from kvcap.evals.reports import versions
 from kvcap.policies import PINS, load_policy, policies
-from kvcap.runtime.backends.pytorch.loop import BlockLoop
 from kvcap.runtime.backends.pytorch.runtime import Runtime, parse_dtype
-from kvcap.runtime.cache.cache import BudgetCache
 from kvcap.runtime.cache.slot_format import KvDtype
+from kvcap.runtime.errors import CellsFailed, first_line
+from kvcap.runtime.files import locked
+from kvcap.runtime.memory.free_memory import process_bytes
 from kvcap.runtime.models.files import load_config, load_tokenizer
 from kvcap.runtime.models.names import resolve
+from kvcap.runtime.models.weights import read_headers, weigh
 from kvcap.runtime.types import Positions
 
+HERE = Crew()
 ALL = "all"  # among the names of a sweep's policies
-# What every cache holds, whatever its policy is.
-COMMON = ("keys_values", "slot_positions", "rotation_table", "sliding_layers", "state_layers")
-Prompts = tuple[list[Sample], Tensor]  # samples, and their token ids [samples, length]
+Key = tuple[str, int, float | None, Question | None]  # what prompts depend on
 
 
 @dataclass(frozen=True)
@@ -63,6 +67,9 @@ class Sweep:
     batch_size: int = 8  # prompts read at once
     options: Mapping[str, Any] = field(default_factory=dict)  # for every policy that has them
     kv_dtype: KvDtype | None = None  # of what slots hold; None: the model's own numbers
+    questions: Sequence[Question] = ("aware",)  # see `Setting.question`
+    depths: Sequence[float | None] = (None,)  # see `Setting.depth`
+    max_new_tokens: int | None = None  # of an answer; None: as many as each task says
 
     def check(self) -> None:
         """Refuse numbers and names that cannot be run.
@@ -70,7 +77,9 @@ class Sweep:
         Raises:
             ValueError: naming the option.
         """
-        for name in ("policies", "budgets", "tasks", "lengths", "positions"):
+        for name in (
+            "policies", "budgets", "tasks", "lengths", "positions", "questions", "depths"
+        ):  # fmt: skip
             if not getattr(self, name):
                 raise ValueError(f"{name}: give at least one")
         numbers = {
@@ -79,6 +88,7 @@ class Sweep:
             "samples": self.samples,
             "block_size": self.block_size,
             "batch_size": self.batch_size,
+            "max_new_tokens": 1 if self.max_new_tokens is None else self.max_new_tokens,
         }
         for name, least in numbers.items():
             if least < 1:
@@ -86,8 +96,19 @@ class Sweep:
         for mode in self.positions:
             if mode not in get_args(Positions):
                 raise ValueError(f"positions: {mode!r} is not one of {get_args(Positions)}")
+        for question in self.questions:
+            if question not in get_args(Question):
+                raise ValueError(f"questions: {question!r} is not one of {get_args(Question)}")
+        fixed = [depth for depth in self.depths if depth is not None]
+        for depth in fixed:
+            if not 0 <= depth <= 1:
+                raise ValueError(f"depths: {depth} is not between 0 (start) and 1 (end)")
+        load_task.cache_clear()  # a file may have changed since an earlier sweep
         for task in self.tasks:
-            load_task(task)
+            if fixed and not is_placed(load_task(task)):
+                raise ValueError(
+                    f"depths: nothing stands at a depth in task {task!r}; leave it out"
+                )
         as_options(self.options)
         known = {option for name in spelled_out(self.policies) for option in options_of(name)}
         for option in self.options:
@@ -99,14 +120,16 @@ class Sweep:
     def settings(self, dtype: str) -> list[Setting]:
         """Every cell of the sweep once, in the order they are run."""
         found: dict[Setting, None] = {}
-        for task, length, policy, budget, mode in product(
+        for task, length, question, depth, policy, budget, mode in product(
             self.tasks,
             self.lengths,
+            self.questions,
+            self.depths,
             spelled_out(self.policies),
             self.budgets,
             self.positions,
         ):
-            capped = load_policy(policy).policy.evicts
+            capped, asks = load_policy(policy).policy.evicts, load_task(task).MAX_NEW_TOKENS > 0
             setting = Setting(
                 model=self.model,
                 dtype=dtype,
@@ -120,6 +143,10 @@ class Sweep:
                 block_size=self.block_size,
                 options=self._options_for(policy),
                 kv_dtype=self.kv_dtype if capped else None,
+                question=question if asks else None,
+                depth=depth,
+                max_new_tokens=self.max_new_tokens if asks else None,
+                data=getattr(load_task(task), "digest", None),
             )
             found.setdefault(setting)
         return list(found)
@@ -144,135 +171,140 @@ def options_of(policy: str) -> set[str]:
 
 
 def run(
-    sweep: Sweep, out: Path, on_cell: Callable[[int, int, Cell | None], None] | None = None
+    sweep: Sweep,
+    out: Path,
+    on_cell: Callable[[int, int, Cell | None], None] = lambda *_: None,
+    *,
+    crew: Crew = HERE,
+    compared: Sequence[str] = (),
+    note: Callable[[str], None] = lambda _: None,
 ) -> list[Cell]:
     """Run what is missing in `out` and return all cells of the sweep.
+
+    A cell is kept as soon as it is finished, whatever becomes of the others.
 
     Args:
         sweep: what to measure.
         out: folder of `cells.jsonl` and `results.md`.
         on_cell: called with (cells finished, cells in all, the one just finished).
+        crew: where cells are measured.
+        compared: policies, the first of which `results.md` compares with each of the others.
+        note: told of cells that fail, of workers that die, and of a file that was cut short.
 
     Raises:
-        ValueError, PolicyError, PlanInfeasible, UnsupportedModel, ModelNotFound: before anything
-            runs, if any cell cannot.
+        ValueError, PolicyError, PlanInfeasible, UnsupportedModel, ModelNotFound, ExtraMissing:
+            before anything runs, if any cell cannot, or if another sweep runs in `out`.
+        CellsFailed: some cells could not be measured; the others are kept.
+        WorkersLost: workers died before they were ready, until none was left.
     """
     sweep.check()
+    crew.check()
+    _check_compared(compared, spelled_out(sweep.policies))
     where = resolve(sweep.model)
     config = load_config(where)
     dtype = parse_dtype(sweep.dtype) or getattr(config, "dtype", None) or torch.float32
     settings = sweep.settings(str(dtype).removeprefix("torch."))
-    for setting in settings:
-        new_cache(config, setting)
+    layouts = [new_cache(config, setting).layout for setting in settings]
+    if crew.local_workers(sweep.device) > 1:
+        caches = max(sum(layout.nbytes(sweep.batch_size, dtype).values()) for layout in layouts)
+        weights = weigh(config, dtype, read_headers(where)).nbytes
+        crew.check_memory(sweep.device, process_bytes() + weights + caches)
     path = out / "cells.jsonl"
-    done = {cell.setting: cell for cell in current_cells(path)}  # others are measured anew
-    missing = [setting for setting in settings if setting not in done]
+    known = {cell.setting for cell in current_cells(path)}  # others are measured anew
+    missing = [setting for setting in settings if setting not in known]
     prompts = _prompts(load_tokenizer(where), missing) if missing else {}
     out.mkdir(parents=True, exist_ok=True)
-    report = on_cell or (lambda *_: None)
-    report(len(settings) - len(missing), len(settings), None)
-    try:
-        runtime = _load(sweep, missing[0]) if missing else None
-        for setting in missing:
-            assert runtime is not None
-            done[setting] = measure(runtime, setting, prompts, sweep.batch_size)
-            add_cell(path, done[setting])
-            report(sum(s in done for s in settings), len(settings), done[setting])
-    finally:
-        (out / "results.md").write_text(results(done.values()))
-    return [done[setting] for setting in settings]
+    with locked(out / ".lock", partial(_refuse, out)):
+        if mend(path):
+            note(f"{path}: the last line was cut short and is dropped; its cell is run again")
+        done = {cell.setting: cell for cell in current_cells(path)}
+        missing = [setting for setting in missing if setting not in done]
+        on_cell(len(settings) - len(missing), len(settings), None)
+        failed = list[str]()
+        try:
+            job = CellJob(sweep, settings[0], crew.local_threads(sweep.device))
+            engine = crew.start(job, sweep.device) if missing else Here(job)
+            with closing(
+                spread(engine, missing, lambda s: (s, prompts[_key(s)]), note, describe)
+            ) as finished:
+                for setting, result in finished:
+                    if isinstance(result, Failed):
+                        failed.append(f"{describe(setting)}: {first_line(result.error)}")
+                        note(f"failed: {failed[-1]}")
+                        continue
+                    add_cell(path, result)
+                    done[setting] = result
+                    on_cell(sum(s in done for s in settings), len(settings), result)
+        finally:
+            (out / "results.md").write_text(results(done.values(), compared))
+    cells = [done[setting] for setting in settings if setting in done]
+    if failed:
+        raise CellsFailed(
+            f"{len(failed)} of {len(settings)} cells failed ({'; '.join(failed)}); the same "
+            "command runs them again, and no other",
+            cells,
+        )
+    return cells
 
 
-def new_cache(config: Any, setting: Setting) -> BudgetCache:
-    """A cache for one cell, not yet allocated; one that never evicts holds prompt and answer."""
-    return BudgetCache(
-        config,
-        setting.budget or setting.length + load_task(setting.task).MAX_NEW_TOKENS,
-        setting.block_size,
-        load_policy(setting.policy, **dict(setting.options)),
-        positions=setting.positions,
-        kv_dtype=setting.kv_dtype,
-    )
+def _check_compared(compared: Sequence[str], policies: Sequence[str]) -> None:
+    if len(compared) == 1:
+        raise ValueError(f"compare: {compared[0]!r} alone; give two policies or more")
+    for policy in compared:
+        if policy not in policies:
+            raise ValueError(f"compare: {policy!r} is not among the policies of this sweep")
 
 
-def measure(
-    runtime: Runtime, setting: Setting, prompts: dict[tuple[str, int], Prompts], batch: int
-) -> Cell:
-    """Run all samples of one cell."""
-    model, task = runtime.model, load_task(setting.task)
-    samples, ids = prompts[setting.task, setting.length]
-    start, texts = time.perf_counter(), list[str]()
-    for rows in ids.split(batch):
-        cache = new_cache(model.config, setting)
-        said = answer(model, cache, rows.to(model.device), task.MAX_NEW_TOKENS)
-        texts += [runtime.tokenizer.decode(row, skip_special_tokens=True) for row in said]
-    seconds = time.perf_counter() - start
-    right = sum(task.is_right(s, text) for s, text in zip(samples, texts, strict=True))
-    low, high = wilson(right, len(samples))
-    sizes = new_cache(model.config, setting).layout.nbytes(1, model.dtype)
-    return Cell(
-        setting=setting,
-        score=right / len(samples),
-        ci_low=low,
-        ci_high=high,
-        kv_bytes=sum(sizes.values()),
-        seconds=round(seconds, 2),
-        device=device_name(model.device),
-        versions=versions(),
-        scoring_ms=_scoring_ms(model, setting, ids[:1]),
-        extra_bytes=sum(size for name, size in sizes.items() if name not in COMMON),
-    )
+def _refuse(out: Path) -> NoReturn:
+    raise ValueError(f"another sweep is running in {out}; wait for it, or give another --out")
 
 
-def _scoring_ms(model: Any, setting: Setting, ids: Tensor) -> dict[str, float] | None:
-    """Milliseconds of eviction per block for one sequence; None for a policy that never evicts."""
-    cache = new_cache(model.config, setting)
-    if not cache.eviction.policy.evicts:
-        return None
-    return percentiles(eviction_ms(model, cache, ids.to(model.device)))
+@dataclass
+class CellJob:
+    """What a worker of a sweep does: loads the model once, and measures cells."""
+
+    sweep: Sweep
+    first: Setting  # for the plan that loading a model makes
+    threads: int | None = None  # of the CPU
+    version: str = field(default_factory=lambda: versions()["kvcap"])  # where the sweep was begun
+    _runtime: Runtime | None = field(default=None, init=False, repr=False)
+
+    def load(self, worker: int) -> None:
+        """Load the model; on a machine of several GPUs, each worker takes the next one."""
+        if self.version != versions()["kvcap"]:
+            raise ValueError(
+                f"a worker has kvcap {versions()['kvcap']}, and the sweep {self.version}; install "
+                "the same version everywhere"
+            )
+        if self.threads is not None:
+            torch.set_num_threads(self.threads)
+        if worker and self.sweep.device in (None, "cuda") and torch.cuda.is_available():
+            torch.cuda.set_device(worker % torch.cuda.device_count())
+        self._runtime = Runtime.from_pretrained(
+            self.sweep.model,
+            kv_budget_tokens=self.first.budget,
+            block_size=self.sweep.block_size,
+            dtype=self.sweep.dtype,
+            device=self.sweep.device,
+            positions=self.first.positions,
+        )
+
+    def run(self, message: tuple[Setting, list[Prompt]]) -> Cell:
+        """Measure a cell."""
+        assert self._runtime is not None, "a worker loads first"
+        return measure(self._runtime, *message, self.sweep.batch_size)
 
 
-def answer(model: Any, cache: BudgetCache, ids: Tensor, limit: int) -> list[list[int]]:
-    """Greedy answers to the prompts `ids` [B, T], each cut before the token that ends it."""
-    config = model.generation_config.eos_token_id
-    ends = torch.tensor([] if config is None else config, device=ids.device).flatten()
-    loop = BlockLoop(model, cache)
-    logits = loop.prefill(ids)
-    said = [logits.argmax(-1)]  # [B] each
-    while len(said) < limit and not _ended(said, ends).all():
-        said.append(loop.read(said[-1][:, None]).argmax(-1))
-    rows: list[list[int]] = torch.stack(said, dim=1).tolist()
-    stops = set(ends.tolist())
-    return [_cut(row, stops) for row in rows]
-
-
-def _ended(said: list[Tensor], ends: Tensor) -> Tensor:
-    """Which rows hold an ending token. Bool [B]."""
-    return torch.isin(torch.stack(said, dim=1), ends).any(-1)
-
-
-def _cut(row: list[int], stops: set[int]) -> list[int]:
-    return row[: next((i for i, token in enumerate(row) if token in stops), len(row))]
-
-
-def _prompts(tokenizer: Any, settings: Iterable[Setting]) -> dict[tuple[str, int], Prompts]:
-    """The samples of every task and length, made once and read by every policy."""
-    found: dict[tuple[str, int], Prompts] = {}
+def _prompts(tokenizer: Any, settings: Iterable[Setting]) -> dict[Key, list[Prompt]]:
+    """The prompts of every task, length, depth and question; each policy reads the same."""
+    found: dict[Key, list[Prompt]] = {}
     for s in settings:
-        if (s.task, s.length) not in found:
-            samples = make_samples(s.task, tokenizer, s.length, s.samples, s.seed)
-            ids = torch.tensor([prompt_ids(tokenizer, sample) for sample in samples])
-            assert ids.shape == (s.samples, s.length), "a task must keep to the length"
-            found[s.task, s.length] = samples, ids
+        if (key := _key(s)) not in found:
+            samples = make_samples(s.task, tokenizer, s.length, s.samples, s.seed, s.depth)
+            parts = [prompt_parts(tokenizer, sample, s.question) for sample in samples]
+            found[key] = list(zip(samples, parts, strict=True))
     return found
 
 
-def _load(sweep: Sweep, first: Setting) -> Runtime:
-    return Runtime.from_pretrained(
-        sweep.model,
-        kv_budget_tokens=first.budget,
-        block_size=sweep.block_size,
-        dtype=sweep.dtype,
-        device=sweep.device,
-        positions=first.positions,
-    )
+def _key(s: Setting) -> Key:
+    return s.task, s.length, s.depth, s.question

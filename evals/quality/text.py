@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
 from random import Random
 
 from kvcap.pocket import words
@@ -55,6 +56,15 @@ def names_no_other(answer: str, fact: Fact) -> bool:
     return True
 
 
+def scatter(lines: Sequence[str], depths: Sequence[float], sentences: list[str]) -> list[str]:
+    """`sentences` with every line at its depth between them, 0 (before all) to 1 (behind all)."""
+    places = [int(depth * (len(sentences) + 1)) for depth in depths]
+    found = list(sentences)
+    for place, line in sorted(zip(places, lines, strict=True), reverse=True):
+        found.insert(place, line)
+    return found
+
+
 def fit(measure: Callable[[list[str]], int], filler: Iterator[str], length: int) -> list[str]:
     """Sentences for which `measure`, the tokens of the whole prompt, is exactly `length`.
 
@@ -63,19 +73,67 @@ def fit(measure: Callable[[list[str]], int], filler: Iterator[str], length: int)
     Raises:
         ValueError: the prompt is longer without any filler, or no word closes the gap.
     """
-    least = measure([])
-    if least > length:
-        raise ValueError(f"a length of {length} tokens is too short; {least} are needed")
-    sentences: list[str] = []
-    while (short := length - measure(sentences)) > 0:
-        sentences += [next(filler) for _ in range(max(1, short // 24))]
-    while measure(sentences) > length:
-        head, _, _ = sentences.pop().rpartition(" ")
-        sentences += [head] if head else []
+    found = _fitted(measure, filler, length)
+    if found is None:
+        raise ValueError(f"no text of exactly {length} tokens was found; try {length + 1}")
+    return found
+
+
+def fit_whole(
+    measure: Callable[[list[str], list[str]], int],
+    items: Iterator[str],
+    filler: Iterator[str],
+    length: int,
+) -> tuple[list[str], list[str]]:
+    """Whole items, and sentences, for which `measure(items, sentences)` is exactly `length`.
+
+    The items come as near as they can; sentences, fitted as by `fit`, close the gap.
+
+    Raises:
+        ValueError: as `fit`.
+    """
+    found, _ = _most(lambda some: measure(some, []), items, length)
+    while (sentences := _fitted(lambda some: measure(found, some), filler, length)) is None:
+        if not found:
+            raise ValueError(f"no text of exactly {length} tokens was found; try {length + 1}")
+        found.pop()  # the gap is too small for any word
+    return found, sentences
+
+
+def _fitted(
+    measure: Callable[[list[str]], int], filler: Iterator[str], length: int
+) -> list[str] | None:
+    """What `fit` gives; None where no word closes the gap."""
+    sentences, beyond = _most(measure, filler, length)
+    words = beyond.split(" ")
+    heads = [[*sentences, *([" ".join(words[:n])] if n else [])] for n in range(len(words))]
+    sentences = heads[bisect_right(heads, length, key=measure) - 1]
     while (size := measure(sentences)) < length:
-        longer = ([*sentences, word] for word in PADDING)
+        longer = [[*sentences, word] for word in PADDING]
+        if sentences:  # where sentences are lines, a word costs less at the end of the last one
+            longer += [[*sentences[:-1], f"{sentences[-1]} {word}"] for word in PADDING]
         found = next((text for text in longer if size < measure(text) <= length), None)
         if found is None:
-            raise ValueError(f"no text of exactly {length} tokens was found; try {length + 1}")
+            return None
         sentences = found
     return sentences
+
+
+def _most(
+    measure: Callable[[list[str]], int], source: Iterator[str], length: int
+) -> tuple[list[str], str]:
+    """As many parts of `source` as `length` has room for by `measure`, and the first beyond."""
+    found: list[str] = []
+    least = size = measure(found)
+    if least > length:
+        raise ValueError(f"a length of {length} tokens is too short; {least} are needed")
+    fits = 0  # parts of which there is room for all
+    while size <= length:
+        fits = len(found)
+        # The first guess is low, so that few guesses overshoot.
+        each = max(1.0, (size - least) / fits) if fits else 24.0
+        found += [next(source) for _ in range(max(1, int(0.9 * (length - size) / each)))]
+        size = measure(found)
+    counts = range(fits, len(found))
+    most = counts[bisect_right(counts, length, key=lambda n: measure(found[:n])) - 1]
+    return found[:most], found[most]

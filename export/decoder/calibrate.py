@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kvcap.export.decoder.checkpoint import Checkpoint, streaming
 from kvcap.export.decoder.depth import layers_of
 from kvcap.export.decoder.graph import Decoder
 from kvcap.export.gptq import DAMPING, gptq
 from kvcap.export.weights import Packed, Rounding, unpack
 from kvcap.runtime.errors import NotExportable
+from kvcap.runtime.models.checkpoint import Checkpoint, streaming
 from kvcap.runtime.models.files import encode
 from kvcap.runtime.models.quantised import is_plain
 

@@ -21,7 +21,6 @@ from torch import Tensor
 
 from kvcap.dtypes import ONNX
 from kvcap.export.decoder import manifest
-from kvcap.export.decoder.checkpoint import streaming
 from kvcap.export.decoder.depth import layers_of
 from kvcap.export.decoder.evictor import Evictor, evictors_of
 from kvcap.export.decoder.graph import Decoder
@@ -35,6 +34,7 @@ from kvcap.runtime.backends.onnxruntime.slots import LayerSlots
 from kvcap.runtime.backends.pytorch.loop import BlockLoop
 from kvcap.runtime.cache.cache import BudgetCache
 from kvcap.runtime.errors import ToleranceError
+from kvcap.runtime.models.checkpoint import streaming
 
 STEPS = 4  # single tokens after the blocks
 ANSWER = 16  # tokens generated at the end

@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from kvcap.dtypes import short, torch_dtype
-from kvcap.export.decoder.checkpoint import Checkpoint, empty_model
 from kvcap.export.decoder.depth import are_alike
 from kvcap.export.graphs.shape import refuse_sinks
 from kvcap.export.weights import Rounding
 from kvcap.policies import Eviction
 from kvcap.runtime.cache.layout import CacheLayout, default_positions
 from kvcap.runtime.errors import NotExportable
+from kvcap.runtime.models.checkpoint import Checkpoint, empty_model
 from kvcap.runtime.models.config import ModelShape
 from kvcap.runtime.models.files import (
     check_generation,
@@ -62,7 +62,7 @@ def layout_for(
     """
     shape = ModelShape.of(config.get_text_config(decoder=True), budget_tokens + block_size)
     _check(shape, eviction)
-    chosen = positions or default_positions(shape)
+    chosen = positions or default_positions(shape, unchanging=True)
     layout = CacheLayout(shape, eviction, budget_tokens, block_size, chosen)
     eviction.check(budget_tokens, len(shape.capped), shape.kv_heads)
     return layout

@@ -15,7 +15,6 @@ from torch import Tensor
 from kvcap.export.decoder import manifest
 from kvcap.export.decoder.calibrate import calibrate, pieces, refuse_text
 from kvcap.export.decoder.check import Report, Row, as_rounded, check, check_streaming
-from kvcap.export.decoder.checkpoint import empty, fill
 from kvcap.export.decoder.companions import check_tokenizer
 from kvcap.export.decoder.depth import are_alike, first_layers, numbered
 from kvcap.export.decoder.evictor import evictors_of
@@ -30,6 +29,7 @@ from kvcap.export.weights import Packed, Rounding, Store, place, rounded_in
 from kvcap.runtime.backends.onnxruntime.library import library, require
 from kvcap.runtime.cache.layout import CacheLayout
 from kvcap.runtime.errors import ManifestError
+from kvcap.runtime.models.checkpoint import empty, fill
 from kvcap.runtime.types import MANIFEST
 
 FEW = "few.onnx"  # the graph of the layers that were traced, while they are checked

@@ -14,7 +14,7 @@ from kvcap.kernels.choice import ready
 from kvcap.runtime.cache.evicted_store import EvictedStore, MappedFile
 from kvcap.runtime.cache.layer_balance import LayerBalance
 from kvcap.runtime.cache.layout import CacheLayout
-from kvcap.runtime.cache.pool import SHIFT, Segment, SlotPool
+from kvcap.runtime.cache.pool import PIECE, SHIFT, Segment, SlotPool
 from kvcap.runtime.cache.query_window import QueryWindow
 from kvcap.runtime.models.rope import Rotation, table_dtype
 
@@ -31,15 +31,31 @@ class LayerStorage:
     """Its evicted tokens, if a corrector keeps them."""
     rotation: Rotation | None
     """Moves its keys to other positions; None: they stay where they were read."""
+    rotation_later: Rotation | None = None
+    """What does so once positions that are true at first have become compact, if they will."""
     key_mean: Tensor | None = None
-    """What its quantised keys are held without, [B, K, D] float32: the mean of its first block."""
+    """What its quantised keys are held without, [B, K, D] float32: the mean of its first block, or
+    of those held when positions became compact; see `mean`."""
     needs_rotation: bool = False
-    """Whether a slot was ever given up, so that keys count elsewhere than they are rotated to."""
+    """Whether a slot was ever given up, so that tokens count elsewhere than they were read."""
+    settled: bool = False
+    """Whether all keys are rotated to where they count nevertheless: see `settle`."""
 
     @property
     def pending_rotation(self) -> Rotation | None:
         """What keys must be rotated by before they are used, if by anything yet."""
+        return self.rotation if self.needs_rotation and not self.settled else None
+
+    @property
+    def window_rotation(self) -> Rotation | None:
+        """Likewise of the query window, whose queries stay as they were read."""
         return self.rotation if self.needs_rotation else None
+
+    @property
+    def mean(self) -> Tensor | None:
+        """What quantised keys are held without now: nothing while they are rotated."""
+        rotated = self.rotation_later is not None and self.rotation is None
+        return None if rotated else self.key_mean
 
     def append(
         self,
@@ -89,7 +105,7 @@ class LayerStorage:
             quantise.append(
                 segment.rows_of(keys), segment.rows_of(values), positions, those,
                 0 if after is not None else segment.held, after,
-                None if self.key_mean is None else segment.rows_of(self.key_mean),
+                None if self.mean is None else segment.rows_of(self.mean),
                 None if rotation is None else rotation.table,
                 0 if after is not None else start, first=first,
                 interleaved=rotation is not None and rotation.interleaved,
@@ -102,12 +118,12 @@ class LayerStorage:
         keys = keys.float()
         if self.rotation is not None:
             keys = self.rotation.unrotated(keys, start)
-        if self.key_mean is not None:
+        if (mean := self.mean) is not None:
             if isinstance(first, Tensor):
-                self.key_mean.copy_(torch.where(first, keys.mean(2), self.key_mean))
+                mean.copy_(torch.where(first, keys.mean(2), mean))
             elif first:
-                torch.mean(keys, dim=2, out=self.key_mean)
-            keys = keys - self.key_mean[:, :, None]
+                torch.mean(keys, dim=2, out=mean)
+            keys = keys - mean[:, :, None]
         return keys
 
     def read_keys(self, segment: Segment, slots: int | None = None) -> Tensor:
@@ -127,7 +143,7 @@ class LayerStorage:
             )
         whole = segment.named(0, slots)
         parts, rotation = pool.format.parts("key", whole), self.rotation
-        mean = None if self.key_mean is None else segment.rows_of(self.key_mean)
+        mean = None if self.mean is None else segment.rows_of(self.mean)
         if ready(pool.keys) and dequantise.covers(parts):
             turned = () if rotation is None else (whole[SHIFT], rotation.table)
             interleaved = rotation is not None and rotation.interleaved
@@ -145,21 +161,77 @@ class LayerStorage:
                 rotation.on(keys, ranks[piece], out)
         return found.to(pool.read_dtype)
 
-    def settle(self, segment: Segment) -> None:
-        """Rotate a segment's keys where they lie to where they count, so that nobody else need.
+    @property
+    def settles(self) -> bool:
+        """Whether `settle` may take place before a token is attended to.
 
-        Each time rounds those that moved once more: for float32, whose rounding is lost in that of
-        attention. A key moves down by its rank at most, however many tokens are read.
+        Not in a rehearsal, whose tensors have no data to tell what moved; a copy takes more memory.
         """
-        assert self.rotation is not None
-        shift = segment.aux(SHIFT)
-        segment.keys.copy_(self.rotation.back(segment.keys, shift))
+        keys = self.segments[0].pool.keys
+        one = len(self.segments) == 1 and keys.dtype == torch.float32
+        return one and type(keys) is Tensor and keys.device.type == "cpu" and not ready(keys)
+
+    def settle(self) -> None:
+        """Rotate keys that moved where they lie to where they count, so that nobody else need.
+
+        Those that did not move are not read. Each time rounds the others once more: for float32,
+        whose rounding is lost in that of attention. A key moves down by its rank at most, however
+        many tokens are read.
+        """
+        (segment,), rotation = self.segments, self.pending_rotation
+        assert rotation is not None
+        mine = slice(segment.start, segment.start + segment.slots)
+        keys, shift = segment.pool.keys[mine], segment.pool.aux[SHIFT][mine]
+        for moved in shift.nonzero()[:, 0].split(max(32, PIECE // (8 * keys.shape[1]))):
+            back = rotation.back(keys.index_select(0, moved), shift.index_select(0, moved))
+            keys.index_copy_(0, moved, back)
         shift.zero_()
-        self.needs_rotation = False
+        self.settled = True
+
+    def become_compact(self, seen: int) -> None:
+        """Move all that is held from true positions to compact ones, where it counts from now on.
+
+        Every key is rotated once, by the difference, to its rank in its head. That is done head by
+        head, so that it takes less memory than a block does. Quantised keys are quantised anew.
+
+        Args:
+            seen: tokens read.
+        """
+        rotation = self.rotation_later
+        if rotation is None:
+            return
+        for segment in self.segments:
+            if segment.pool.format.quantised:
+                self._unrotate(segment, rotation)
+            else:
+                for row in segment.each_row():
+                    keys, positions = segment.keys[row], segment.positions[row]
+                    keys.copy_(rotation.moved(keys, ranks(positions) - positions))
+                segment.aux(SHIFT).zero_()
+            if self.query_window is not None:
+                self.query_window.become_compact(segment, seen - segment.held, rotation)
+        if self.evicted_store is not None:
+            self.evicted_store.become_compact(self.segments, rotation)
+        self.rotation, self.needs_rotation = rotation, False
+
+    def _unrotate(self, segment: Segment, rotation: Rotation) -> None:
+        """Have quantised keys, which are held at true positions, held as at compact ones."""
+        whole, found = segment.named(0, segment.held), self.read_keys(segment)
+        numbers = segment.pool.format.keys
+        assert numbers is not None, "all formats of fewer bits quantise keys"
+        assert self.key_mean is not None, "and those that are unrotated have a mean"
+        means = segment.rows_of(self.key_mean)
+        for row in segment.each_row():
+            positions = segment.positions[row]
+            keys = rotation.moved(found[row].float(), -positions)
+            means[row].copy_(keys.mean(0))
+            for part, x in numbers.quantise(keys - means[row]).items():
+                whole[f"key_{part}" if part else "keys"][row].copy_(x)
+            whole[SHIFT][row].copy_(-ranks(positions))
 
     def enable_rotation(self) -> None:
         """Have keys rotated from now on, though by nothing before a slot was given up."""
-        self.needs_rotation = self.rotation is not None
+        self.needs_rotation, self.settled = self.rotation is not None, False
 
     def reset(self) -> None:
         """Forget everything; the buffers stay."""
@@ -167,7 +239,16 @@ class LayerStorage:
             segment.held = 0
         if self.evicted_store is not None:
             self.evicted_store.reset()
-        self.needs_rotation = False
+        self.needs_rotation = self.settled = False
+        if self.rotation_later is not None:
+            self.rotation = None
+            if self.evicted_store is not None:
+                self.evicted_store.rotation = None
+
+
+def ranks(positions: Tensor) -> Tensor:
+    """For each token of a head, by its place in the text [n], how many held ones are older."""
+    return positions.argsort().argsort().to(torch.int32)
 
 
 class Allocation:
@@ -175,6 +256,8 @@ class Allocation:
 
     def __init__(self, layout: CacheLayout) -> None:
         self.layout = layout
+        self.compact = layout.positions == "compact"
+        """Whether tokens count at compact positions now."""
         self.batch: int | None = None
         """Sequences that it is for; None: nothing is allocated yet."""
         self._named: dict[str, Callable[[], Mapping[str, Tensor]]] = {}  # what was made, by place
@@ -199,7 +282,8 @@ class Allocation:
     @property
     def nbytes(self) -> int:
         """Exact bytes of all buffers."""
-        return sum(buffer.untyped_storage().nbytes() for buffer in self.buffers.values())
+        held = (x for named in self._named.values() for x in named().values())
+        return sum(x.untyped_storage().nbytes() for x in held)  # asked for after every token
 
     @torch.inference_mode(False)  # ordinary tensors may be written to in any mode
     def layer(self, index: int, like: Tensor) -> LayerStorage:
@@ -211,6 +295,8 @@ class Allocation:
         layout, heads = self.layout, self.layout.shape.heads
         segments, ring, store, mean = self._segments(index, like), None, None, None
         rotation = self.rotation(like) if layout.rotates[index] else None
+        later = rotation if layout.positions == "auto" else None
+        rotation = rotation if self.compact else None
         if layout.window_length:
             ring = QueryWindow(like, heads, layout.window_length)
             self._register(f"window.{index}", ring.named, like)
@@ -221,7 +307,7 @@ class Allocation:
         if layout.centred(index):
             mean = like.new_zeros(*like.shape[:2], like.shape[3], dtype=torch.float32)
             self._register(f"mean.{index}", partial(dict, keys=mean), like)
-        return LayerStorage(segments, ring, store, rotation, mean)
+        return LayerStorage(segments, ring, store, rotation, later, mean)
 
     def rotation(self, like: Tensor) -> Rotation:
         """The table of rotations that all capped layers share, for keys such as these."""

@@ -19,7 +19,7 @@ from kvcap.runtime.cache.allocation import Allocation
 from kvcap.runtime.cache.evicted_store import EvictedStore
 from kvcap.runtime.cache.layer import BudgetLayer
 from kvcap.runtime.cache.layer_balance import LayerBalance
-from kvcap.runtime.cache.layout import UNREAD, CacheLayout
+from kvcap.runtime.cache.layout import UNREAD, CacheLayout, usual_positions
 from kvcap.runtime.cache.pinned_slots import check_pins, slots_needed
 from kvcap.runtime.cache.pool import Segment, SlotPool, resize
 from kvcap.runtime.cache.row_table import RowPass, RowTable
@@ -33,6 +33,7 @@ from kvcap.runtime.errors import (
     SessionBroken,
     UnsupportedModel,
 )
+from kvcap.runtime.interrupts import interrupts_deferred
 from kvcap.runtime.memory.cap_guard import CapGuard
 from kvcap.runtime.models.config import ModelShape
 from kvcap.runtime.models.rope import has_m_rope
@@ -65,9 +66,10 @@ class BudgetCache(Cache):  # type: ignore[misc]
         budget_tokens: slots per KV head and layer that stay after every block (`N`).
         block_size: tokens read at once (`T`); pass it to generate() as `prefill_chunk_size`.
         policy: a name (see `kvcap policies`), an `Eviction` or a `Policy`.
-        positions: 'compact' or 'true'; by default compact where it is exact and the model was
-            loaded with `attn_implementation='kvcap'`, else true. Under M-RoPE it is exact for text
-            alone: a model that reads images too has true ones.
+        positions: 'compact', 'true' or 'auto', which is true until the length that the model was
+            trained on would be left and compact from then on; by default compact where it is exact
+            and the model was loaded with `attn_implementation='kvcap'`, else true. Under M-RoPE it
+            is exact for text alone: a model that reads images too has true ones.
         evict_every: in generation, evict every so many tokens, at most `block_size`.
         kv_dtype: 'int8', 'int8-int4' (keys in 8 bits, values in 4) or 'int4' to quantise what
             slots hold, with `attn_implementation='kvcap'`; by default they hold the model's own
@@ -109,8 +111,8 @@ class BudgetCache(Cache):  # type: ignore[misc]
             )
         wrapper, config = config, config.get_text_config(decoder=True)
         if wrapper is not config and has_m_rope(config):
-            if positions == "compact":
-                raise UnsupportedModel(f"positions='compact' {_IMAGES}")
+            if positions not in (None, "true"):
+                raise UnsupportedModel(f"positions={positions!r} {_IMAGES}")
             positions = "true"
         self.eviction = _eviction(policy)
         self.block_size, self.evict_every = block_size, evict_every
@@ -121,8 +123,8 @@ class BudgetCache(Cache):  # type: ignore[misc]
         if stock and slot_format.quantised:
             raise UnsupportedModel(UNREAD.format(kv_dtype))
         if positions is None:
-            compact = not stock and shape.can_be_compact(budget_tokens + block_size)
-            positions = "compact" if compact else "true"
+            moves = not stock and shape.can_be_compact(budget_tokens + block_size)
+            positions = usual_positions(kv_dtype == "int4") if moves else "true"
         self.layout = CacheLayout(
             shape, self.eviction, budget_tokens, block_size, positions, slot_format
         )
@@ -158,7 +160,7 @@ class BudgetCache(Cache):  # type: ignore[misc]
             f"BudgetCache({shape.family}, {len(self.capped_layers)} of {len(shape.layers)} layers "
             f"capped, {shape.kv_heads} KV heads of {shape.head_size}; policy "
             f"{self.eviction.name!r}, "
-            f"{layout.positions} positions{layout.slot_format.told}; {self.seen:,} tokens read, "
+            f"{self.counted} positions{layout.slot_format.told}; {self.seen:,} tokens read, "
             f"{self.held:,} held of "
             f"{layout.budget_tokens:,}, blocks of {self.block_size:,}; {allocated})"
         )
@@ -194,6 +196,7 @@ class BudgetCache(Cache):  # type: ignore[misc]
             PaddingUnsupported: the pass has a mask that was not made by transformers, or `update`
                 is called without a model; nothing is changed.
             BlockTooLarge: it does not fit, and layers that share slots read no block in two.
+            UnsupportedModel: transformers counts beyond the positions that longrope moves keys at.
             SessionBroken: an earlier pass failed half-way; reset the cache.
         """
         if layer_idx == self._first and layer_idx not in self.state_layers:
@@ -255,6 +258,11 @@ class BudgetCache(Cache):  # type: ignore[misc]
         if self._reading > 1:
             self.context.room = self.room
             self._check_whole(self._reading)
+        if self.context.start is None:
+            self._check_factors(self._reading)
+            if self.leaves_window(self._reading):
+                self.capped_layers[0].check_block(self._reading, self.context)
+                self.become_compact()
         return self._reading
 
     def read_token(
@@ -318,7 +326,35 @@ class BudgetCache(Cache):  # type: ignore[misc]
     @property
     def compact_positions(self) -> bool:
         """Whether blocks are read at compact positions."""
-        return self.layout.positions == "compact" and not self.layout.shape.slides
+        return self.allocation.compact and not self.layout.shape.slides
+
+    @property
+    def counted(self) -> str:
+        """How tokens are counted, in a word, and which way now."""
+        if self.layout.positions != "auto":
+            return self.layout.positions
+        return f"auto ({'compact' if self.allocation.compact else 'true'} now)"
+
+    def leaves_window(self, tokens: int) -> bool:
+        """Whether so many tokens more would leave the trained window at positions that are 'auto'.
+
+        False once they are compact, at which nothing leaves it.
+        """
+        if self.layout.positions != "auto" or self.allocation.compact:
+            return False
+        return self.seen + tokens > self.layout.shape.trained_window
+
+    def become_compact(self) -> None:
+        """Have tokens whose positions are 'auto' count at compact ones from now on.
+
+        Every held key is moved from its true position to its rank. If that fails half-way, the
+        cache is not `consistent`, and must be reset.
+        """
+        if self.layout.positions == "auto" and not self.allocation.compact:
+            with interrupts_deferred(), torch.no_grad():
+                for layer in self.capped_layers:
+                    layer.become_compact()
+                self.allocation.compact = True
 
     @property
     def counters(self) -> list[tuple[int, list[int]]]:
@@ -556,6 +592,7 @@ class BudgetCache(Cache):  # type: ignore[misc]
         self.set_pins(())
         self.unread = None
         self._length = None
+        self.allocation.compact = self.layout.positions == "compact"
         if self._table is not None:
             self._table.seen = None
         for pool in {id(s.pool): s.pool for s in self._segments}.values():
@@ -581,6 +618,21 @@ class BudgetCache(Cache):  # type: ignore[misc]
                 f"{self.layout.shape.shared}): give {room} tokens first, or use evict_every=1"
             )
 
+    def _check_factors(self, tokens: int) -> None:
+        """Refuse a pass of transformers' own whose keys could not be moved any more.
+
+        Raises:
+            UnsupportedModel: it counts true positions, and beyond some of them longrope takes other
+                factors. Nothing is changed.
+        """
+        most, last = self.layout.shape.longest_compact, self.seen + tokens
+        if any(self.layout.rotates) and most is not None and last > most:
+            raise UnsupportedModel(
+                f"transformers counts positions by itself here, up to {last:,} now, and beyond "
+                f"{most:,} RoPE of type longrope takes other frequencies, by which keys do not "
+                "move exactly; use kvcap.Runtime, which counts what is held, or positions='true'"
+            )
+
     def _check_attention(self, config: Any, shape: ModelShape, positions: Positions | None) -> bool:
         """Whether the model's attention is stock, refusing what that cannot do."""
         attention = getattr(config, "_attn_implementation", None)
@@ -596,10 +648,10 @@ class BudgetCache(Cache):  # type: ignore[misc]
                 f"policy {self.eviction.name!r} works inside attention, which {attention!r} does "
                 f"not show, or divides slots unevenly; {load}"
             )
-        if stock and positions == "compact":
+        if stock and positions in ("compact", "auto"):
             raise UnsupportedModel(
-                f"positions='compact' are not possible with attention {attention!r}; {load}, or "
-                "use positions='true'"
+                f"positions={positions!r} are not possible with attention {attention!r}; {load}, "
+                "or use positions='true'"
             )
         return stock
 

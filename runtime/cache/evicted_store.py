@@ -41,7 +41,7 @@ class EvictedStore:
         corrector: what decides, and how many tokens are kept.
         segments: of the layer; each gets its own place for what it evicts.
         heads: query heads of the layer.
-        rotation: moves keys, where positions are compact.
+        rotation: moves keys, where positions are compact from the first token.
         new: makes buffers, as `torch.zeros`.
     """
 
@@ -213,6 +213,21 @@ class EvictedStore:
         merged, merged_lse = merge(out, lse, added, added_lse)
         out.copy_(torch.where(known[..., None], merged, out))
         lse.copy_(torch.where(known, merged_lse, lse))
+
+    def become_compact(self, segments: Sequence[Segment], rotation: Rotation) -> None:
+        """Have evicted tokens count at compact positions from now on, as `segments` do.
+
+        What queries got from them is forgotten: nobody noted at which position they asked.
+        """
+        for segment, place in zip(segments, self.evicted, strict=True):
+            for row in segment.each_row():
+                held, times = segment.positions[row].cpu().sort().values, place.positions[row]
+                made_at = torch.searchsorted(held, times.contiguous(), out_int32=True)
+                keys = place.keys[row]
+                keys.copy_(rotation.moved(keys, made_at - times))
+                place.aux("made_at")[row].copy_(made_at)
+        self._lse.fill_(float("-inf"))
+        self.rotation = rotation
 
     def reset(self) -> None:
         """Forget everything; the buffers stay."""

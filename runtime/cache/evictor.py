@@ -30,7 +30,6 @@ from kvcap.runtime.cache.row_table import LayerRows
 from kvcap.runtime.models.output_projection import output_projection
 from kvcap.runtime.types import Span
 
-SETTLED = 8  # tokens between evictions from which on keys are rotated in place
 RunAsync = Callable[[Any], AbstractContextManager[None]]
 
 
@@ -135,15 +134,6 @@ class Evictor:
         return max(0, max(segment.held - segment.target_length for segment in self.segments))
 
     @property
-    def _settles(self) -> bool:
-        """Whether keys are rotated in place once they moved, as nothing moves for many tokens."""
-        (segment, *others), storage = self.segments, self.storage
-        if self.evict_every < SETTLED or others or storage.rotation is None:
-            return False
-        keys = segment.pool.keys
-        return keys.device.type == "cpu" and keys.dtype == torch.float32
-
-    @property
     def free(self) -> int:
         """Slots that every head has for the next block."""
         return min(segment.capacity - segment.held for segment in self.segments)
@@ -186,8 +176,6 @@ class Evictor:
             self.balance.prefer(self.index, preference, step.tokens)
         if now or self.due(step.length):
             self.compact(self._evictions(observed, step.stored))
-            if step.length == 1 and self._settles:
-                self.storage.settle(self.segments[0])
         last = self.index == len(self.layout.budgets) - 1
         # Tokens that are generated change nothing about what layers want.
         if self.balance is not None and last and (step.length > 1 or not self.balance.settled):
@@ -219,7 +207,7 @@ class Evictor:
         pins = evict.Pins(0, 0, obs.num_tokens, obs.pinned_spans)
         starts = self._divide(scores, obs, rows) if divides else None
         scores = kernels.rescore(eviction.rescorer, scores, pins, obs, rows.targets, rows.pins)
-        shift = pool.aux.get(SHIFT)
+        shift = None if self.storage.rotation is None else pool.aux[SHIFT]
         newer = None if self.storage.query_window is None else self.storage.query_window.shift
         moved = row_kernels.Pool(pool.buffers(), shift, rows.after, rows.pins, rows.targets)
         if step.length == 1 and not divides:
@@ -492,7 +480,7 @@ class Evictor:
         if self.storage.query_window is None:
             return step.queries[index][:, :, -count:]
         count = min(count, step.tokens)
-        return self.storage.query_window.last(segment, count, self.storage.pending_rotation)
+        return self.storage.query_window.last(segment, count, self.storage.window_rotation)
 
     def _values(self, segment: Segment) -> Tensor:
         """A segment's values [b, k, held, D]; of quantised ones none where no policy reads any."""

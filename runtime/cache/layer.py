@@ -2,7 +2,8 @@
 
 Positions. `true`: keys keep the rotation they were read with. `compact`: the survivors count as
 the tokens 0..held-1 in time order and the next block is read behind the longest head, so nothing
-ever leaves the window the model was trained on.
+ever leaves the window the model was trained on. `auto`: they are true until a block would leave
+that window, before which all keys are moved to where they count at compact ones.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
     ) -> None:
         super().__init__()
         self.index, self.layout = index, allocation.layout
-        self.rotates = self.layout.rotates[index]  # its keys are moved to other positions
+        self.rotates = self.layout.rotates[index]  # its keys are moved, at once or later
         shape = self.layout.shape
         self.rope = shape.layers[shape.capped[index]].rope
         self.latent = shape.latent
@@ -291,7 +292,7 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
         block.total_tokens = self.seen + block.length
         if (rows := block.context.rows) is not None:
             block.rows = rows.of(self.index, block.length, block.context.blocks == 1)
-        elif self.rotates:
+        elif self.storage is not None and self.storage.rotation is not None:
             read_at = self.seen if block.context.start is None else block.context.start
             block.offsets = tuple(read_at - segment.held for segment in self.segments)
 
@@ -407,7 +408,7 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
     def half_read(self) -> bool:
         """Whether some but not all layers that read these slots attended to the pending block.
 
-        Or one of them was interrupted as it did, so that slots may be evicted in part.
+        Or one of them was interrupted as it did, so that slots may be evicted or moved in part.
         """
         waits = self.pending is not None and self.pending.readers < self.readers
         return waits or self._attending
@@ -442,8 +443,8 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
             raise UnsupportedModel(UNREAD.format(self.layout.slot_format.name))
         if self.pending is not None and self.rotates:
             raise UnsupportedModel(
-                "positions='compact' need the registered attention function; load the model with "
-                "attn_implementation='kvcap', or use positions='true'"
+                f"positions={self.layout.positions!r} need the registered attention function; load "
+                "the model with attn_implementation='kvcap', or use positions='true'"
             )
         free = min(self.layout.allotments[self.index]) + block_size
         room = (free if self.evictor is None else self.evictor.free) + self._overdue(length)
@@ -493,6 +494,13 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
             segment.held = held if kept else min(held, segment.target_length)
         if not kept:
             self.enable_rotation()
+
+    def become_compact(self) -> None:
+        """Move all that is held to compact positions; if that fails, the layer is `half_read`."""
+        if self.storage is not None:
+            self._attending = True
+            self.storage.become_compact(self.seen)
+            self._attending = False
 
     def enable_rotation(self) -> None:
         """Have keys rotated from now on, though by nothing before a slot was given up."""

@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 import torch
 
@@ -20,7 +20,7 @@ from kvcap.runtime.cache.slot_format import Shapes, SlotFormat
 from kvcap.runtime.errors import PlanInfeasible, UnsupportedModel
 from kvcap.runtime.models.config import ModelShape
 from kvcap.runtime.models.rope import Rope, table_dtype
-from kvcap.runtime.types import Positions
+from kvcap.runtime.types import DEFAULT_POSITIONS, Positions
 
 PARTS = ("keys_values", "slot_positions", "policy_state", "evicted_store", "query_window",
          "rotation_table", "sliding_layers", "state_layers")  # fmt: skip
@@ -69,17 +69,20 @@ class CacheLayout:
     def __post_init__(self) -> None:
         if self.block_size < 1:
             raise PlanInfeasible(f"block_size={self.block_size}: a block holds 1 or more tokens")
-        if self.positions not in ("compact", "true"):
-            raise PlanInfeasible(f"positions={self.positions!r}: use 'compact' or 'true'")
-        if self.positions == "compact" and not self.shape.moves_exactly:
+        if self.positions not in get_args(Positions):
+            raise PlanInfeasible(
+                f"positions={self.positions!r}: use 'compact', 'true' or 'auto' (true until the "
+                "length that the model was trained on would be left, then compact)"
+            )
+        moves, named = self.positions != "true", f"positions={self.positions!r}"
+        if moves and not self.shape.moves_exactly:
             raise UnsupportedModel(
-                f"positions='compact' are not exact here ({self.shape.obstacle}); use "
-                "positions='true'"
+                f"{named} are not exact here ({self.shape.obstacle}); use positions='true'"
             )
         most = self.shape.longest_compact
-        if self.positions == "compact" and most and self.longest + self.block_size > most:
+        if moves and most and self.longest + self.block_size > most:
             raise PlanInfeasible(
-                f"positions='compact' are exact up to {most:,} tokens held, with the frequencies "
+                f"{named} are exact up to {most:,} tokens held, with the frequencies "
                 "that RoPE of type longrope has for short texts, and a head and its block would "
                 f"hold {self.longest + self.block_size:,}; use a smaller budget or "
                 "positions='true'"
@@ -116,8 +119,7 @@ class CacheLayout:
             raise UnsupportedModel(
                 f"kv_dtype={name!r} has two numbers in a byte, and a head has {size}; use 'int8'"
             )
-        turned = [self.shape.layers[i].rope is not None for i in self.shape.capped]
-        if name == "int4" and self.positions == "true" and any(turned):
+        if name == "int4" and self.positions != "compact" and self.shape.capped_ropes:
             raise UnsupportedModel(
                 "kv_dtype='int4' holds keys without their rotation, for which positions must be "
                 "compact; use positions='compact' where the model can, or kv_dtype='int8-int4'"
@@ -156,12 +158,12 @@ class CacheLayout:
 
     @cached_property
     def rotates(self) -> list[bool]:
-        """Whether the keys of each capped layer are moved to other positions."""
-        compact = self.positions == "compact"
-        return [compact and self.shape.layers[i].rope is not None for i in self.shape.capped]
+        """Whether the keys of each capped layer are moved to other positions, at once or later."""
+        moves = self.positions != "true"
+        return [moves and self.shape.layers[i].rope is not None for i in self.shape.capped]
 
     def centred(self, index: int) -> bool:
-        """Whether a capped layer holds what keys have beyond a mean: of unrotated, quantised ones.
+        """Whether a capped layer can hold what keys have beyond a mean: quantised, unrotated ones.
 
         The channels of unrotated keys keep to values of their own; those of rotated ones turn.
         """
@@ -279,15 +281,25 @@ def _slots(
     return {f"{place}.{name}": spec for name, spec in found.items()}
 
 
-def default_positions(shape: ModelShape, slots: int = 0) -> Positions:
-    """The default of chat and generate: compact where exact, else true with a warning.
+def usual_positions(unchanging: bool = False) -> Positions:
+    """The default where keys can be moved exactly.
+
+    Args:
+        unchanging: keys count in one way all the time, as those of 4 bits and of exported graphs.
+    """
+    return "compact" if unchanging and DEFAULT_POSITIONS == "auto" else DEFAULT_POSITIONS
+
+
+def default_positions(shape: ModelShape, slots: int = 0, unchanging: bool = False) -> Positions:
+    """The default of chat and generate: the usual where exact, else true with a warning.
 
     Args:
         shape: of the model.
         slots: that a head and its block will hold, if that is known.
+        unchanging: as in `usual_positions`.
     """
     if shape.can_be_compact(slots):
-        return "compact"
+        return usual_positions(unchanging)
     why = shape.obstacle or f"keys move exactly up to {shape.longest_compact:,} tokens held"
     warnings.warn(
         f"positions stay true ({why}); answers will suffer beyond {shape.trained_length} tokens",

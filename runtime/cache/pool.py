@@ -147,7 +147,8 @@ class Segment:
         self.held = 0
         device = pool.positions.device
         self._rows = torch.arange(batch * heads, device=device).view(batch, heads, 1)
-        self._viewed: tuple[tuple[int, ...], Mapping[str, Tensor]] | None = None  # by `named`
+        self._wholes: tuple[tuple[int, int], dict[str, Tensor]] | None = None  # all slots, by name
+        self._viewed: tuple[tuple[int, ...], dict[str, Tensor]] | None = None  # held ones, likewise
 
     @property
     def capacity(self) -> int:
@@ -162,23 +163,23 @@ class Segment:
     @property
     def keys(self) -> Tensor:
         """The held keys as they are stored, a view [b, k, held, D]."""
-        return self.named(0, self.held)["keys"]
+        return self._held("keys")
 
     @property
     def values(self) -> Tensor:
         """The held values as they are stored, a view [b, k, held, D]."""
         if self.pool.values_from is not None:
             return self.view(self.pool.values)
-        return self.named(0, self.held)["values"]
+        return self._held("values")
 
     @property
     def positions(self) -> Tensor:
         """The held tokens' places in the conversation, a view [b, k, held] int32."""
-        return self.named(0, self.held)["positions"]
+        return self._held("positions")
 
     def aux(self, name: str) -> Tensor:
         """A auxiliary tensor's held part, a view [b, k, held]."""
-        return self.named(0, self.held)[name]
+        return self._held(name)
 
     def read_values(self, slots: int | None = None) -> Tensor:
         """The held values [b, k, held, D]: a view, or a copy of quantised ones.
@@ -216,6 +217,10 @@ class Segment:
             out[b, k] += numbers.weigh(those, weights[b, k, :, n])
         return out
 
+    def each_row(self) -> Iterator[tuple[int, int]]:
+        """The sequence and the KV head of every row, as indices into this segment's views."""
+        return product(range(self.batch), range(self.heads))
+
     def empty(self, slots: int) -> Tensor:
         """Memory for so many keys or values of every row, [b, k, slots, D] float32."""
         shape = self.batch, self.heads, slots, self.pool.size
@@ -237,16 +242,30 @@ class Segment:
             yield slice(b, b + 1), slice(k, k + 1), slice(start, min(start + step, slots))
 
     def named(self, start: int, stop: int) -> Mapping[str, Tensor]:
-        """Slots [start, stop) of every row of every buffer, views by name.
+        """Slots [start, stop) of every row of every buffer, views by name."""
+        return {name: x[:, :, start:stop] for name, x in self._all_slots().items()}
 
-        The last are kept: a token asks for those of all held slots again and again, and to make
-        them takes a CPU as long as to use them.
+    def _held(self, name: str) -> Tensor:
+        """The held part of a buffer, a view [b, k, held, ...].
+
+        Kept as long as it holds: a token asks for it again and again, and to make it takes a CPU as
+        long as to use it.
         """
-        place = self.start, self.budget, start, stop
+        place = self.start, self.budget, self.held
         if self._viewed is None or self._viewed[0] != place:
+            self._viewed = place, {}
+        kept = self._viewed[1]
+        if name not in kept:
+            kept[name] = self._all_slots()[name][:, :, : self.held]
+        return kept[name]
+
+    def _all_slots(self) -> dict[str, Tensor]:
+        """All slots of every buffer, in use or not, views [b, k, capacity, ...] by name."""
+        place = self.start, self.budget
+        if self._wholes is None or self._wholes[0] != place:
             pool = self.pool.named()
-            self._viewed = place, {name: self._view(x, start, stop) for name, x in pool.items()}
-        return self._viewed[1]
+            self._wholes = place, {name: self.whole(x) for name, x in pool.items()}
+        return self._wholes[1]
 
     def buffers(self) -> list[Tensor]:
         """The held parts of all the pool's buffers, views."""

@@ -66,6 +66,12 @@ class QueryWindow:
         shared = shift[:, :, None].expand(-1, -1, group, -1).flatten(0, 1)  # [b·k, G, count]
         return rotation.back(by_group, shared).view(queries.shape)
 
+    def become_compact(self, segment: Segment, past: int, rotation: Rotation) -> None:
+        """Have a segment's queries count at compact positions, which lie `past` below true ones."""
+        queries = segment.rows_of(self.queries)
+        queries.copy_(rotation.moved(queries, torch.tensor(-past)))
+        segment.rows_of(self.shift).zero_()
+
     def move_down(self, segment: Segment, count: int) -> None:
         """Move a segment's queries down by `count` positions."""
         segment.rows_of(self.shift).add_(count)

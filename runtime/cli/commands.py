@@ -49,6 +49,7 @@ from kvcap.runtime.types import MANIFEST, POCKET
 
 if TYPE_CHECKING:  # NumPy, tokenizers and more stand behind these
     from kvcap.runtime.backends.onnxruntime.runtime import PolicyRequest
+    from kvcap.runtime.models.packed import PackedDtype
     from kvcap.runtime.session.engine import Engine
     from kvcap.runtime.session.session import Session
 
@@ -217,7 +218,7 @@ def plan_command(
         if serving is not None:
             print(f"a server: {serving.summary}")
         if stored is not None:
-            print(f"weights: {stored.becomes(plan.weights, plan.dtype)}")
+            print(f"weights: {stored.becomes(plan.weights, plan.weights_dtype or plan.dtype)}")
     warn_if_short(plan, free, budget.memory_cap)
 
 
@@ -315,27 +316,30 @@ def policy_command(
 def load(model: str, backend: Backend, budget: Budget, running: Running, output: Output) -> Engine:
     """The model under its budget, with a note on stderr while it loads."""
     exported = backend.exported(model)
-    if backend.weights is not None:
+    if exported and backend.weights is not None:
         model = str(
             kept_export(model, backend.weights, budget, output.quiet, calibrate=backend.calibrate)
         )
     if not output.quiet and not exported and (stored := _in_gguf(model)) is not None:
-        dtype, nbytes = _unpacked(model, budget)
+        dtype, nbytes = _unpacked(model, budget, backend.weights)
         print(f"{model}: {stored.becomes(nbytes, dtype)}", file=sys.stderr)
     note = not output.quiet and styled()
     if note:
         sys.stderr.write(f"\x1b[2mloading {model} ...\x1b[0m")
         sys.stderr.flush()
     try:
-        by = _load_export if exported else _load_model
-        return by(model, budget, running)
+        if exported:
+            return _load_export(model, budget, running)
+        return _load_model(model, budget, running, backend.weights)
     finally:
         if note:
             sys.stderr.write("\r\x1b[2K")
             sys.stderr.flush()
 
 
-def _load_model(model: str, budget: Budget, running: Running) -> Engine:
+def _load_model(
+    model: str, budget: Budget, running: Running, weights: PackedDtype | None
+) -> Engine:
     quiet_libraries()
     use_threads(running.threads)
     from kvcap.runtime.backends.pytorch.runtime import Runtime
@@ -347,8 +351,9 @@ def _load_model(model: str, budget: Budget, running: Running) -> Engine:
         enforce=budget.enforce,
         dtype=budget.dtype,
         device=running.device,
-        evict_every=running.evict_every or 1,
+        evict_every=running.evict_every,
         kv_dtype=budget.kv_dtype,
+        weights=weights,
     )
 
 
@@ -358,7 +363,7 @@ def _in_gguf(model: str) -> GgufFile | None:
     return read_gguf(str(found)) if found is not None and found.is_file() else None
 
 
-def _unpacked(model: str, budget: Budget) -> tuple[str, int]:
+def _unpacked(model: str, budget: Budget, weights: PackedDtype | None) -> tuple[str, int]:
     """The type of numbers that a GGUF file's weights become, and their bytes."""
     quiet_libraries()
     import torch
@@ -369,7 +374,8 @@ def _unpacked(model: str, budget: Budget) -> tuple[str, int]:
 
     config = load_config(resolve(model))
     dtype = parse_dtype(budget.dtype) or getattr(config, "dtype", None) or torch.float32
-    return str(dtype).removeprefix("torch."), weigh(config, dtype).nbytes
+    nbytes = weigh(config, dtype, packed=weights).nbytes
+    return weights or str(dtype).removeprefix("torch."), nbytes
 
 
 def _load_export(model: str, budget: Budget, running: Running) -> Engine:
@@ -415,6 +421,7 @@ def planned(model: str, backend: Backend, budget: Budget) -> MemoryPlan:
         headers=read_headers(where),
         rehearse=True,
         kv_dtype=budget.kv_dtype,
+        weights=backend.weights,
         **sizes,
     )
 

@@ -69,7 +69,7 @@ def kept_export(
     Raises:
         ValueError: the text cannot be read.
         ModelNotFound: there is no such model.
-        NotExportable: it is an export already, or there is no room for one.
+        NotExportable: it is an export already, there is no room for one, or positions would change.
         PlanInfeasible: a budget in bytes, which is no number of slots yet.
         typer.Exit: the export failed, which has said why.
     """
@@ -78,6 +78,10 @@ def kept_export(
             f"{model!r} is an exported decoder already, whose weights are as they are; leave "
             "--weights out, or give the model that it was made from"
         )
+    if budget.positions == "auto":
+        from kvcap.runtime.backends.onnxruntime.runtime import AUTO  # here, as it takes a while
+
+        raise NotExportable(AUTO)
     if budget.kv_budget is not None:
         raise PlanInfeasible(
             "--kv-budget is in bytes, and with --weights the number of slots is part of the "

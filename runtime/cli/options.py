@@ -300,10 +300,11 @@ class Budget:
         option("--recent-tokens", min=0, metavar="N", help="Newest tokens that are never evicted."),
     ] = 0
     positions: Annotated[
-        Literal["compact", "true"] | None,
+        Literal["compact", "true", "auto"] | None,
         option(
             "--positions",
-            help="Renumber what is kept, or do not (by default compact, where that is exact).",
+            help="Renumber what is kept, do not, or do from where the text leaves the length that "
+            "the model was trained on (by default compact, where that is exact).",
         ),
     ] = None
     dtype: Annotated[
@@ -367,8 +368,8 @@ class Backend:
         Literal["int8", "int4"] | None,
         option(
             "--weights",
-            help="Run MODEL in ONNX Runtime with its weights in so many bits; exported once, into "
-            "the cache folder.",
+            help="Run MODEL on the CPU with its weights in so many bits: in ONNX Runtime, exported "
+            "once into the cache folder; with --backend torch, rounded whenever it is loaded.",
         ),
     ] = None
 
@@ -386,15 +387,13 @@ class Backend:
         """Whether `model` is to be run as an exported decoder."""
         if self.calibrate is not None and self.weights != "int4":
             raise ValueError("--calibrate is for --weights int4; add that, or leave it out")
-        if self.weights is not None:
-            if self.backend == "torch":
-                raise ValueError(
-                    f"--weights {self.weights} is run by ONNX Runtime; leave --backend torch out"
-                )
+        if self.backend == "torch":
+            if self.calibrate is not None:
+                raise ValueError("--calibrate is for exports; leave it or --backend torch out")
+            return False
+        if self.weights is not None or self.backend == "onnxruntime":
             return True
-        if self.backend is None:
-            return model != POCKET and is_export(model)
-        return self.backend == "onnxruntime"
+        return model != POCKET and is_export(model)
 
 
 @dataclass(frozen=True)
@@ -431,8 +430,8 @@ class Running:
             "--evict-every",
             min=1,
             metavar="N",
-            help="While answering, evict every so many tokens: 1, or 64 in ONNX Runtime; 16 "
-            "pay on a GPU.",
+            help="While answering, evict every so many tokens: 64 on a CPU, 1 on a GPU, where "
+            "16 pay.",
         ),
     ] = None
 

@@ -201,7 +201,8 @@ def print_plan(model: str, plan: MemoryPlan, free: FreeMemory, tokens: int) -> N
     print(
         f"{model}: policy {plan.policy}, {plan.budget_tokens:,} slots + blocks of "
         f"{plan.block_size:,}, {plan.dtype}, {plan.positions} positions"
-        f"{f', {plan.kv_dtype} slots' if plan.kv_dtype else ''}\n"
+        f"{f', {plan.kv_dtype} slots' if plan.kv_dtype else ''}"
+        f"{f', {plan.weights_dtype} weights' if plan.weights_dtype else ''}\n"
     )
     show(table)
     uncapped = plan.uncapped_bytes(tokens)

@@ -164,6 +164,14 @@ class ModelShape:
         return self.moves_exactly and slots <= (self.longest_compact or slots)
 
     @property
+    def trained_window(self) -> int:
+        """Tokens of the longest text that the model was trained to read at true positions.
+
+        With longrope as many as its short factors are for, since keys move exactly by these alone.
+        """
+        return min(self.trained_length, self.longest_compact or self.trained_length)
+
+    @property
     def all_capped(self) -> bool:
         """Whether every layer holds slots: none slides by itself, reads another's, has a state."""
         return len(self.capped) == len(self.layers) and not self.recurrent
@@ -218,7 +226,9 @@ class ModelShape:
         if not self.moves_exactly:
             return f"true only ({self.obstacle})"
         most = self.longest_compact
-        return "compact or true" if most is None else f"compact up to {most:,} tokens held, or true"
+        if most is None:
+            return "compact, true or auto"
+        return f"compact or auto up to {most:,} tokens held, or true"
 
     @property
     def not_exportable(self) -> str:

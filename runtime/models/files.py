@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,15 +27,19 @@ from transformers.utils import logging
 from kvcap.runtime.errors import (
     ModelFilesBroken,
     ModelNotFound,
+    PlanInfeasible,
     UnsupportedModel,
     first_line,
 )
 from kvcap.runtime.files import check_folder
+from kvcap.runtime.memory.free_memory import return_freed
+from kvcap.runtime.models.checkpoint import Checkpoint, empty_model, fill, fill_buffers
 from kvcap.runtime.models.config import FAMILIES, ModelShape
 from kvcap.runtime.models.gguf import is_gguf, loading, read_gguf, source
+from kvcap.runtime.models.packed import PackedDtype, pack
 from kvcap.runtime.models.quantised import UNPACKED, check_packages, quantisation, unpacking
 from kvcap.runtime.models.rope import rope_of
-from kvcap.runtime.models.weights import read_headers, refuse_misfits
+from kvcap.runtime.models.weights import download, read_headers, refuse_misfits, weigh
 from kvcap.runtime.models.wrappers import NAMES, is_wrapper, text_config
 from kvcap.runtime.types import ATTENTION, NEUTRAL
 
@@ -275,6 +280,49 @@ def load_model(where: str, config: Any, dtype: torch.dtype) -> Any:
     if method in UNPACKED:  # into bfloat16, whatever was asked for
         for parameter in model.parameters():
             parameter.data = parameter.data.to(dtype)
+    return model
+
+
+def load_packed(
+    where: str, config: Any, dtype: torch.dtype, kind: PackedDtype, room: int | None = None
+) -> Any:
+    """The model with its matrices in 8 or 4 bits, on a CPU.
+
+    Weights are rounded as they are read, piece by piece, where files have the model's own; else
+    the whole model is loaded first.
+
+    Args:
+        where: its directory, GGUF file or repository.
+        config: from `load_config`, with which `check_packing` agreed.
+        dtype: of all else.
+        kind: int8 or int4.
+        room: bytes that weights may take meanwhile, where the process has a cap.
+
+    Raises:
+        ModelFilesBroken, UnsupportedModel: as `load_model`.
+        PlanInfeasible: the whole model must be loaded first, and there is no room for it.
+    """
+    download(where)
+    model = empty_model(where, config, dtype)
+    checkpoint = Checkpoint.of(where, model, dtype)
+    if checkpoint is None:
+        whole = 0 if room is None else weigh(config, dtype).nbytes
+        if room is not None and whole > room:
+            raise PlanInfeasible(
+                f"weights of {where!r} cannot be rounded one by one as they are read, and all "
+                f"together take {whole:,} bytes, {whole - room:,} more than the cap leaves; raise "
+                "it, or save the model once by save_pretrained"
+            )
+        model = load_model(where, config, dtype)
+        pack(model, kind)
+        return_freed()
+        return model
+    pack(model, kind, lambda name: partial(checkpoint.rows, name))
+    for part, name, _ in fill(model, checkpoint):
+        parameter = getattr(part, name)
+        parameter.data = parameter.data.clone()  # else it would keep its file in memory
+    fill_buffers(model, checkpoint)
+    return_freed()
     return model
 
 

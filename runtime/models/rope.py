@@ -154,6 +154,11 @@ class Rotation:
         rows = self.table.index_select(0, by.flatten()).view(*by.shape, *self.table.shape[1:])
         self._to(x, rows, out, 1)
 
+    def moved(self, x: Tensor, by: Tensor) -> Tensor:
+        """Rotate `x` [..., n, D] on by `by` [..., n] positions, however far: without the table."""
+        rows = rotations(self._inv_freq, by.cpu()).to(x.device)
+        return rotate(x, rows, interleaved=self.interleaved)
+
     def _to(self, x: Tensor, rows: Tensor, out: Tensor, sign: int) -> None:
         """Rotate `x` by `rows` [..., 2, R/2], or by minus these, to `out`."""
         if self.interleaved:

@@ -8,6 +8,7 @@ take once loaded. No tensor is read, and nothing in these files can be executed.
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections import defaultdict
 from collections.abc import Iterable
@@ -16,7 +17,11 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
-from huggingface_hub import get_safetensors_metadata, try_to_load_from_cache
+from huggingface_hub import (
+    get_safetensors_metadata,
+    snapshot_download,
+    try_to_load_from_cache,
+)
 from huggingface_hub.errors import NotASafetensorsRepoError, SafetensorsParsingError
 from safetensors import SafetensorError, safe_open
 from torch import nn
@@ -26,6 +31,7 @@ from kvcap.dtypes import NAMES, SAFETENSORS
 from kvcap.runtime.errors import ModelFilesBroken, first_line
 from kvcap.runtime.files import read_json
 from kvcap.runtime.models.gguf import is_gguf
+from kvcap.runtime.models.packed import PackedDtype, pack
 from kvcap.runtime.models.quantised import UNPACKED, parts, quantisation
 from kvcap.runtime.models.wrappers import text_config, text_name
 from kvcap.runtime.types import ATTENTION
@@ -91,6 +97,14 @@ def folder_of(where: str) -> Path | None:
     return None
 
 
+def download(where: str) -> None:
+    """Have the files of a repository's weights in the hub's cache, if they can be had."""
+    if not is_gguf(where) and folder_of(where) is None:
+        # What is wrong with it is said by who loads the model.
+        with contextlib.suppress(OSError, ValueError):
+            snapshot_download(where, allow_patterns=[SINGLE, INDEX, "model-*.safetensors"])
+
+
 def locations(folder: Path) -> dict[str, Path]:
     """The safetensors file in `folder` that each tensor of a model is in, by the tensor's name.
 
@@ -100,7 +114,12 @@ def locations(folder: Path) -> dict[str, Path]:
     return {name: folder / file for file in _files(folder) for name in _header(folder / file)}
 
 
-def weigh(config: Any, dtype: torch.dtype, headers: Headers | None = None) -> Weights:
+def weigh(
+    config: Any,
+    dtype: torch.dtype,
+    headers: Headers | None = None,
+    packed: PackedDtype | None = None,
+) -> Weights:
     """The bytes that a model's weights take once they are loaded; tied parameters count once.
 
     Quantised weights count as they are in their files, except those that are `UNPACKED`. Of a
@@ -111,11 +130,15 @@ def weigh(config: Any, dtype: torch.dtype, headers: Headers | None = None) -> We
             counted; of a wrapper, its text model alone is.
         dtype: that the model is loaded in.
         headers: from `read_headers`; they must have all tensors that the model needs.
+        packed: int8 or int4, in which matrices are held.
 
     Raises:
         ModelFilesBroken: no model can be built from the config, or tensors are missing from the
             files or have other shapes.
     """
+    if packed is not None:
+        plain = weigh(config, dtype, headers)  # checks the files too
+        return Weights(_packed_bytes(text_config(config), dtype, packed), plain.source)
     method = quantisation(config)
     model = _on_meta(text_config(config), dtype)
     needed = _parameters(model)
@@ -153,6 +176,14 @@ def weigh(config: Any, dtype: torch.dtype, headers: Headers | None = None) -> We
             count += parameter.nbytes
     refuse_misfits(missing, wrong)
     return Weights(count + kept, "safetensors headers")
+
+
+def _packed_bytes(config: Any, dtype: torch.dtype, kind: PackedDtype) -> int:
+    """The bytes that a model holds once its matrices are packed."""
+    model = _on_meta(config, dtype)
+    pack(model, kind)
+    held = {tensor: name for name, tensor in model.state_dict(keep_vars=True).items()}
+    return sum(_loaded_bytes(model, name, tensor) for tensor, name in held.items())
 
 
 def _ignored(name: str, config: Any) -> bool:
@@ -273,7 +304,8 @@ def _parameters(model: Any) -> list[_Parameter]:
 def _loaded_bytes(model: Any, name: str, tensor: torch.Tensor) -> int:
     """The bytes of a parameter or buffer once it is loaded, of a model made in its type."""
     wide = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
-    if any(re.search(pattern.replace("*", ".*"), name) for pattern in wide):
+    named = any(re.search(pattern.replace("*", ".*"), name) for pattern in wide)
+    if named and tensor.is_floating_point():
         return 4 * tensor.numel()
     return tensor.nbytes
 

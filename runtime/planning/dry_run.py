@@ -25,6 +25,7 @@ from kvcap.runtime.cache.cache import BudgetCache
 from kvcap.runtime.cache.slot_format import KvDtype
 from kvcap.runtime.cache.step import ForwardContext
 from kvcap.runtime.errors import UnsupportedModel
+from kvcap.runtime.models.packed import PackedDtype, pack
 from kvcap.runtime.types import ATTENTION, Positions
 
 
@@ -37,6 +38,7 @@ def rehearse_block(
     positions: Positions,
     batch: int = 1,
     kv_dtype: KvDtype | None = None,
+    packed: PackedDtype | None = None,
 ) -> int:
     """The most bytes that reading one block takes beyond weights and cache, with its logits.
 
@@ -49,9 +51,10 @@ def rehearse_block(
         budget_tokens: slots per KV head and layer (`N`), all in use.
         block_size: tokens of the block (`T`).
         dtype: of weights, keys and values.
-        positions: 'compact' or 'true'.
+        positions: 'compact', 'true' or 'auto': the change is rehearsed then, too.
         batch: sequences.
         kv_dtype: of what slots hold, as in `BudgetCache`.
+        packed: of matrices, with which `check_packing` agreed.
 
     Raises:
         UnsupportedModel: what the model computes depends on its data, so that it has no dry run.
@@ -59,6 +62,8 @@ def rehearse_block(
     with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
         model = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION, dtype=dtype)
         model.eval()
+        if packed is not None:
+            pack(model, packed)
         cache = BudgetCache(
             config, budget_tokens, block_size, data_independent(eviction), positions=positions,
             kv_dtype=kv_dtype,
@@ -70,6 +75,9 @@ def rehearse_block(
         with tally:
             pretend_full(cache)  # native sliding layers replace what they hold
             held = tally.peak = tally.now
+            if cache.leaves_window(longest):
+                cache.become_compact()
+                cache.enable_rotation()
             with cache.passing(ForwardContext(cache.next_position)):
                 try:
                     model(

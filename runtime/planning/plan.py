@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from kvcap.runtime.errors import PlanInfeasible
+from kvcap.runtime.errors import PlanInfeasible, UnsupportedModel
 from kvcap.runtime.memory.free_memory import FreeMemory, free_memory, process_bytes
 from kvcap.runtime.types import Positions
 from kvcap.runtime.units import format_bytes, parse_bytes, with_margin
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from kvcap.policies import Eviction
     from kvcap.runtime.cache.slot_format import KvDtype, SlotFormat
+    from kvcap.runtime.models.packed import PackedDtype
     from kvcap.runtime.models.weights import Headers, Weights, WeightsSource
 
 BUDGET_TOKENS, BLOCK_SIZE = 256, 128  # where neither is asked for and bytes are not few
@@ -49,7 +50,7 @@ class MemoryPlan:
     block_size: int  # T
     dtype: str
     keys_values: int
-    slot_positions: int  # the tokens' positions, and in compact mode their shifts
+    slot_positions: int  # the tokens' positions, and their shifts where they may be compact
     policy_state: int
     evicted_store: int  # evicted tokens that a corrector keeps, in memory or in a file
     query_window: int
@@ -72,6 +73,7 @@ class MemoryPlan:
     position_modes: str = ""  # how positions can be kept, in words
     not_exportable: str = ""  # why ONNX Runtime cannot run the model; '': it can
     kv_dtype: KvDtype | None = None  # of what slots hold; None: `dtype`
+    weights_dtype: PackedDtype | None = None  # of matrices; None: `dtype`, or the checkpoint's own
 
     @property
     def summary(self) -> str:
@@ -144,6 +146,7 @@ class MemoryPlan:
         loaded: bool = False,
         rehearse: bool = False,
         kv_dtype: KvDtype | None = None,
+        weights: PackedDtype | None = None,
     ) -> MemoryPlan:
         """Plan a run.
 
@@ -155,7 +158,7 @@ class MemoryPlan:
                 largest `N` that fits is taken.
             block_size: tokens read at once; by default 128, fewer where bytes are few.
             dtype: of keys and values; the config's by default.
-            positions: 'compact' or 'true'; compact where exact by default.
+            positions: 'compact', 'true' or 'auto'; compact where exact by default.
             batch: sequences.
             memory_cap: bytes for the whole process, or 'auto' for all that is free; without a
                 budget, the largest `N` and block that fit are taken.
@@ -166,10 +169,12 @@ class MemoryPlan:
                 cap that work.
             kv_dtype: 'int8', 'int8-int4' (keys, values) or 'int4' to quantise what slots hold, so
                 that the same bytes hold more of them.
+            weights: 'int8' or 'int4' to hold matrices so, on a CPU.
 
         Raises:
             PlanInfeasible: nothing fits, naming what would.
             ModelFilesBroken: the files of weights are not those of the config.
+            UnsupportedModel: its matrices cannot be held so.
         """
         import torch
 
@@ -177,6 +182,7 @@ class MemoryPlan:
         from kvcap.runtime.cache.layout import default_positions
         from kvcap.runtime.cache.slot_format import SlotFormat
         from kvcap.runtime.models.config import ModelShape
+        from kvcap.runtime.models.packed import check_packing
         from kvcap.runtime.models.weights import weigh
         from kvcap.runtime.models.wrappers import text_config
 
@@ -184,22 +190,30 @@ class MemoryPlan:
         sizes.check()
         text = text_config(config)
         dtype = dtype or getattr(text, "dtype", None) or torch.float32
-        shape, weights = ModelShape.of(text), weigh(config, dtype, headers)
         eviction = load_policy(policy) if isinstance(policy, str) else policy
+        if weights is not None:
+            check_packing(config, dtype, "cpu", weights)
+            if "output_projection" in eviction.observes:
+                raise UnsupportedModel(
+                    f"{eviction.name} weighs values by the output projection, which weights of "
+                    f"{weights} do not have as numbers; choose a policy without criticalkv, or "
+                    "leave --weights out"
+                )
+        shape, held = ModelShape.of(text), weigh(config, dtype, headers, weights)
         tokens = sizes.slots(BUDGET_TOKENS)
         slots = 0 if tokens is None else tokens + (block_size or BLOCK_SIZE)
-        positions = positions or default_positions(shape, slots)
-        own = process_bytes() + (RUNNING - weights.nbytes if loaded else LOADING)
+        positions = positions or default_positions(shape, slots, unchanging=kv_dtype == "int4")
+        own = process_bytes() + (RUNNING - held.nbytes if loaded else LOADING)
         baseline = 0 if memory_cap is None else own
         slot_format = SlotFormat.of(kv_dtype)
         model = ModelPlanner(
-            text, eviction, dtype, positions, batch, weights, baseline, slot_format
+            text, eviction, dtype, positions, batch, held, weights, baseline, slot_format
         )
         heads = len(shape.capped), shape.kv_heads
         if tokens is not None:
             eviction.check(tokens, *heads)
         # Compact positions count what is held, and stay where the model was trained.
-        most = shape.longest_compact if positions == "compact" else None
+        most = shape.longest_compact if positions != "true" else None
         search = PlanSearch(
             model.plan, sizes, eviction.least(*heads), shape.trained_length, model.rehearsed, most
         )
@@ -224,6 +238,7 @@ class ModelPlanner:
     positions: Positions
     batch: int
     weights: Weights
+    packed: PackedDtype | None
     baseline: int  # bytes of the process before, where it has a cap
     slot_format: SlotFormat
 
@@ -271,6 +286,7 @@ class ModelPlanner:
             not_exportable=shape.not_exportable,
             sliding_window=max((layer.window or 0 for layer in slides), default=0),
             kv_dtype=slots.name,
+            weights_dtype=self.packed,
         )
 
     def rehearsed(self, plan: MemoryPlan) -> MemoryPlan:
@@ -281,7 +297,7 @@ class ModelPlanner:
             return plan
         workspace = rehearse_block(
             self.config, self.eviction, plan.budget_tokens, plan.block_size, self.dtype,
-            self.positions, self.batch, self.slot_format.name,
+            self.positions, self.batch, self.slot_format.name, self.packed,
         )  # fmt: skip
         return replace(plan, workspace=workspace, rehearsed=True, baseline=self.baseline)
 

@@ -64,8 +64,9 @@ class Batch:
 
     A step reads one block of one prompt, by its session's own cache, and then a token of every
     answer: those of sessions that hold all their slots in one pass, where the runtime has rows for
-    them; those of a session that fills its budget yet, that has pinned messages, or that `apart`
-    concerns one after the other. So between two tokens of an answer lies one block at the most.
+    them; those of a session that fills its budget yet, that has pinned messages, whose positions
+    are true, or that `apart` concerns one after the other. So between two tokens of an answer lies
+    one block at the most.
 
     >>> from kvcap import Runtime
     >>> runtime = Runtime.from_pretrained("pocket", kv_budget_tokens=64)

@@ -146,13 +146,20 @@ def system_message(system: str | None) -> list[Message]:
     return [{"role": "system", "content": system}] if system else []
 
 
-def render(tokenizer: Any, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> str:
-    """The conversation as the model's chat template writes it, ready for an answer.
+def render(
+    tokenizer: Any,
+    messages: Sequence[Message],
+    tools: Sequence[Tool] = (),
+    *,
+    prompt: bool = True,
+) -> str:
+    """The conversation as the model's chat template writes it; with a `prompt`, for an answer.
 
     Args:
         tokenizer: that has the template.
         messages: all of them.
         tools: that the model may call.
+        prompt: whether it ends with what begins an answer.
 
     Raises:
         ChatTemplateMissing: there is no template, or it fails on these messages.
@@ -164,7 +171,7 @@ def render(tokenizer: Any, messages: Sequence[Message], tools: Sequence[Tool] = 
         )
     names = {
         "messages": list(messages),
-        "add_generation_prompt": True,
+        "add_generation_prompt": prompt,
         "tools": list(tools) or None,
         "documents": None,
         **tokenizer.special_tokens_map,
@@ -217,7 +224,7 @@ def system_span(encode: Callable[[Sequence[Message]], list[int]], system: str) -
     """Where the system prompt lies: the first tokens, whatever the user says after them."""
     opening = [{"role": "system", "content": system}]
     one, other = (encode([*opening, {"role": "user", "content": text}]) for text in ("A", "0"))
-    return [(0, _common_prefix(one, other))]
+    return [(0, common_prefix(one, other))]
 
 
 def message_spans(
@@ -241,15 +248,15 @@ def message_spans(
         before = [*opening, *messages[:index]]
         start = 0
         if index:
-            start = _common_prefix(encode(before), ids)
+            start = common_prefix(encode(before), ids)
         elif opening:
             ((_, start),) = system_span(encode, opening[0]["content"])
-        stop = _common_prefix(encode([*before, messages[index]]), ids)
+        stop = common_prefix(encode([*before, messages[index]]), ids)
         found.append((start, stop))
     return found
 
 
-def _common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
+def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
     """How many tokens both begin with."""
     return next(
         (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b))

@@ -2,7 +2,7 @@
 
 Everything is imported when first used, so that `import kvcap` is instant and `kvcap --help` loads
 neither torch nor transformers. Importing kvcap also makes `attn_implementation="kvcap"` known to
-transformers, whenever transformers is imported.
+transformers, whenever transformers is imported, and the model "kvcap" to lm-eval likewise.
 """
 
 from __future__ import annotations
@@ -67,4 +67,11 @@ def _register(_: Any) -> None:
     register()
 
 
+def _register_lm_eval(_: Any) -> None:
+    from lm_eval.api.registry import model_registry
+
+    model_registry.register("kvcap", target="kvcap.evals.lm_eval:KvcapLM")  # imported when asked
+
+
 wrapt.register_post_import_hook(_register, "transformers.modeling_utils")
+wrapt.register_post_import_hook(_register_lm_eval, "lm_eval.models")

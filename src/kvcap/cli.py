@@ -56,7 +56,12 @@ app.add_typer(export, name="export")
 app.add_typer(android, name="android")
 app.command("demo")(evals.demo_command)
 app.command("eval")(evals.eval_command)
+app.command("analyze")(evals.analyze_command)
+app.command("report")(evals.report_command)
 app.command("bench")(evals.bench_command)
+app.command("lm-eval", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(
+    evals.lm_eval_command
+)
 
 
 def _version(asked: bool) -> None:

@@ -24,8 +24,9 @@ from kvcap.cli import run
 from kvcap.runtime.backends.onnxruntime.decoder import Shared, evictors_of
 from kvcap.runtime.backends.onnxruntime.graph import Graph
 from kvcap.runtime.backends.onnxruntime.manifest import read
-from kvcap.runtime.backends.onnxruntime.runtime import EVICT_EVERY, OrtRuntime
+from kvcap.runtime.backends.onnxruntime.runtime import OrtRuntime
 from kvcap.runtime.errors import ChatTemplateMissing, ModelFilesBroken, NotExportable
+from kvcap.runtime.types import EVICT_EVERY
 
 CHROMIUM = os.environ.get("KVCAP_CHROMIUM") or shutil.which("chromium")
 SOON = 1000 * PATIENCE  # milliseconds

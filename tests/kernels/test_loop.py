@@ -27,12 +27,14 @@ POLICIES = ("keydiff-window", "dropkv", "h2o", "obcache", "pyramidkv", "headkv",
 
 def read(policy, positions, choice):
     ids = 3 + torch.randint(90, (1, 47), generator=torch.Generator().manual_seed(0)).to(DEVICE)
-    model = tiny_model("llama", num_hidden_layers=1).to(DEVICE)
+    # With 'auto' positions the tokens after these are compact.
+    model = tiny_model("llama", num_hidden_layers=1, max_position_embeddings=45).to(DEVICE)
     eviction = small_policy(policy, model.config)
     cache = kvcap.BudgetCache(model.config, 40, 16, eviction, positions=positions)
     with kernels.use(choice):
         loop = BlockLoop(model, cache, graphs=False)
         logits = [loop.prefill(ids[:, :45])]
+        assert cache.leaves_window(1) == (positions == "auto")
         cache.pin([(45, 46)])
         logits += [loop.read(ids[:, i : i + 1]) for i in range(45, 47)]
     heads = [h for layer in cache.capped_layers for s in layer.segments for h in s.positions[0]]
@@ -42,8 +44,9 @@ def read(policy, positions, choice):
 @pytest.mark.slow(keep=1)
 @pytest.mark.parametrize(
     ("policy", "positions"),
-    [*((policy, "compact") for policy in POLICIES), ("dropkv", "true")],
-)
+    [*((policy, "auto" if policy == "headkv" else "compact") for policy in POLICIES),
+     ("dropkv", "true"), ("keydiff-window", "auto")],
+)  # fmt: skip
 def test_the_same_logits_and_the_same_tokens_kept(policy, positions, monkeypatch):
     eager, kept = read(policy, positions, "eager")
     calls = []

@@ -17,7 +17,7 @@ import kvcap
 from kvcap import kernels
 from kvcap.kernels import launch, variants
 from kvcap.policies import policies
-from kvcap.runtime.backends.pytorch import warm_up
+from kvcap.runtime.backends.pytorch import cuda_graphs, warm_up
 from kvcap.runtime.backends.pytorch.cuda_graphs import BlockGraphs
 from kvcap.runtime.backends.pytorch.loop import BlockLoop
 from kvcap.runtime.backends.pytorch.warm_up import Rehearsal
@@ -106,6 +106,22 @@ def test_a_rehearsal_holds_no_weights_and_leaves_none_behind():
     assert {variant[1] for variant in heard.found} >= {"attend_part", "dot", "evict_one", "write"}
     assert all(type(x) is torch.Tensor for x in kernels.device._clocks.values())
     assert not launch.ahead
+
+
+@pytest.mark.slow
+def test_a_rehearsal_of_auto_positions_hears_both_ways(monkeypatch):
+    for module in (warm_up, cuda_graphs):
+        monkeypatch.setattr(module, "PASS", 8)
+    config, found = tiny_model("llama", max_position_embeddings=4000).config, {}
+    for mode in ("auto", "true", "compact"):
+        rehearsal, heard = Rehearsal(
+            config, small_policy("knorm", config), 8, 4, torch.float32, mode
+        ), Noting()  # fmt: skip
+        with kernels.use("triton"):
+            rehearsal.run(heard.hear)
+        found[mode] = heard.found
+    assert found["compact"] - found["true"]
+    assert found["auto"] >= found["compact"]
 
 
 class Kernel:

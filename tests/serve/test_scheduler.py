@@ -19,6 +19,7 @@ from kvcap.runtime.errors import (
     PinsTooLarge,
     ReaderTooSlow,
 )
+from kvcap.runtime.session.file import SessionFile
 from kvcap.serve.contract import Ask
 from kvcap.serve.saved import SavedConversations
 from kvcap.serve.scheduler import Scheduler
@@ -39,12 +40,13 @@ def facts(number: int, times: int = 3) -> str:
 def test_a_conversation_goes_on_and_reads_only_what_is_new(runtime: Any) -> None:
     first, then = user(facts(1)), user("What is the code for the blue door?")
     alone, expected = plain(runtime, [first])
+    ended = alone.turn.finish_reason
     later = "".join(alone.send([then]))
 
     async def chat(s: Scheduler) -> None:
         reply = s.submit(ask(first))
         answer = await text_of(reply)
-        assert (answer, reply.finish_reason) == (expected, alone.messages and "stop")
+        assert (answer, reply.finish_reason) == (expected, ended)
         assert reply.usage.reused_tokens == 0
         assert reply.usage.prompt_tokens > 50
         again = s.submit(ask(first, said(answer), then))
@@ -104,7 +106,7 @@ def test_an_answer_asked_for_again_is_read_anew_and_the_same(runtime: Any) -> No
 def test_requests_for_one_conversation_at_once_do_not_mix(runtime: Any) -> None:
     """Those that name it wait for one another; the others have a conversation each."""
     first = user(facts(4))
-    alone, expected = plain(runtime, [first], 20)
+    expected = plain(runtime, [first], 20)[1]
     texts = [f"And what is {n}?" for n in range(3)]
 
     async def chat(s: Scheduler) -> None:
@@ -223,7 +225,7 @@ def test_a_slow_reader_holds_nobody_up_and_loses_nothing(runtime: Any) -> None:
             assert await text_of(other) == plain(runtime, [one])[1]
         assert len(reply._job.pieces) == 3
         assert await text_of(reply) == expected
-        assert reply.usage.completion_tokens == reply.usage.completion_tokens
+        assert reply.usage.completion_tokens > 3
 
     serve(Scheduler(runtime, limits(together=1, buffered=3)), chat)
 
@@ -233,11 +235,10 @@ def test_an_answer_that_nobody_reads_is_ended_once_its_place_is_wanted(runtime: 
         slow = s.submit(ask(user(facts(7)), tokens=60, options=GO_ON))
         await until(lambda: s.figures().paused == 1)
         assert await text_of(s.submit(ask(user(facts(8))))) == plain(runtime, [user(facts(8))])[1]
-        read = []
+        for _ in range(3):  # what was written is not lost
+            await anext(slow)
         with pytest.raises(ReaderTooSlow, match="nobody read"):
-            async for piece in slow:
-                read.append(piece)
-        assert len(read) == 3  # what was written is not lost
+            await anext(slow)
         assert slow.finish_reason == "interrupted"
 
     serve(Scheduler(runtime, limits(places=1, together=1, buffered=3, grace_s=0.1)), chat)
@@ -314,15 +315,22 @@ def test_completions_are_held_for_nobody(runtime: Any) -> None:
     serve(Scheduler(runtime, limits()), chat)
 
 
+def contents(session: Any, folder: Path) -> dict[str, bytes]:
+    """Everything that a cache holds, in the order of its memory."""
+    session.save(folder / "one")
+    with SessionFile(folder / "one") as file:
+        return {x: file.tensor(x).numpy().tobytes() for x in file.names if x != "draws"}
+
+
 def test_idle_conversations_leave_memory_and_come_back_to_the_bit(
     runtime: Any, tmp_path: Path
 ) -> None:
     """Their answers are those of sessions that never left, slots and all."""
-    firsts = [user(facts(n)) for n in range(4)]
+    firsts = [user(facts(n)) for n in range(3)]
     alone = [plain(runtime, [one]) for one in firsts]
 
     async def chat(s: Scheduler) -> None:
-        for turn in range(3):
+        for turn in range(2):
             for n, (session, _) in enumerate(alone):
                 if turn:
                     "".join(session.send(f"And now {turn}?"))
@@ -330,12 +338,11 @@ def test_idle_conversations_leave_memory_and_come_back_to_the_bit(
                 reply = s.submit(ask(*history, session_id=f"number {n}"))
                 assert await text_of(reply) == session.messages[-1]["content"]
                 assert (reply.usage.reused_tokens > 0) == (turn > 0)
-                mine = s._held.known("", f"number {n}").session.cache
-                for one, other in zip(mine.buffers(), session.cache.buffers(), strict=True):
-                    assert one.equal(other) or one.shape == other.shape
-                assert mine.positions_of() if hasattr(mine, "positions_of") else True
+                if turn:
+                    mine = s._held.known("", f"number {n}")
+                    assert contents(mine.session, tmp_path) == contents(session, tmp_path)
         found = s.figures()
-        assert found.restored == 8
+        assert found.restored == 3
         assert found.in_memory == 1
         assert found.dropped == 0
 
@@ -375,7 +382,8 @@ def test_a_second_branch_of_a_saved_conversation_begins_where_it_was_saved(
     serve(Scheduler(runtime, limits(save_after_s=0.0), disk), chat)
 
 
-@pytest.mark.parametrize("policy", ["adakv", "full"])
+@pytest.mark.slow(keep=1)
+@pytest.mark.parametrize("policy", ["full", "adakv"])
 def test_what_cannot_be_answered_together_is_answered_by_turns(policy: str) -> None:
     runtime = pocket(policy, 48 if policy == "adakv" else 400)
     asked = [user(facts(n, 2)) for n in range(3)]

@@ -1,8 +1,13 @@
 """Quality tasks: one file per task, and the file's name is the task's name.
 
-To add a task, add a file with `MAX_NEW_TOKENS`, `make` and `is_right` (see `Task`). A task is
-English text and knows no cache and no policy. Every sample's prompt has exactly the tokens asked
-for, so that samples can be read in one batch.
+To add a task, add a file with what `Task` says. A task is English text and knows no cache and no
+policy. A prompt that a task writes has exactly the tokens asked for, so that samples can be read in
+one batch; one made of a user's file may have fewer.
+
+A file may define `from_file(path) -> Task` as well, or instead: `NAME:PATH` is that task; with a
+second argument, `NAME/PART:PATH` is a part of it, such as one set of a benchmark. Such a task may
+define `draw(tokenizer, length, count, seed)`, which gives all samples at once, and `digest`, which
+tells one content of the file from another.
 """
 
 from __future__ import annotations
@@ -10,35 +15,53 @@ from __future__ import annotations
 import difflib
 import importlib
 import pkgutil
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 from random import Random
 from typing import Any, Protocol, cast
 
-from kvcap.runtime.session.messages import render
+from kvcap.evals.quality.cells import Question
+from kvcap.runtime.session.messages import common_prefix, render
 
 GOLDEN = (5**0.5 - 1) / 2
+GROUPS = {  # names that stand for several tasks
+    "ruler": (
+        "niah_single_1", "niah_single_2", "niah_single_3", "niah_multikey_1", "niah_multikey_2",
+        "niah_multikey_3", "niah_multivalue", "niah_multiquery", "vt", "cwe", "fwe",
+    ),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Sample:
-    """A text, a question below it in the same user message, and the answer."""
+    """A text, a question below it in the same user message, and what the answer should say."""
 
     context: str
     question: str
-    answer: str
+    answers: tuple[str, ...]
+    joint: str = "\n\n"  # between the context and the question
+    opening: str = ""  # of the answer: the model goes on from it
+    chat: bool = True  # a message in the model's chat template; False: plain text
+    ids: tuple[int, ...] | None = None  # the prompt in tokens, of a task that asks nothing
+    before: tuple[tuple[str, str], ...] = ()  # earlier messages: role and content
 
     @property
     def messages(self) -> list[dict[str, str]]:
         """The conversation to be answered."""
-        return [{"role": "user", "content": f"{self.context}\n\n{self.question}"}]
+        asked = ("user", f"{self.context}{self.joint}{self.question}")
+        return [{"role": role, "content": content} for role, content in (*self.before, asked)]
 
 
 class Task(Protocol):
-    """What a task's file defines."""
+    """What a task's file defines.
+
+    Besides, it may define `UNIT`, a name in `scores.UNITS` ('share'), and `PLACED`, whether `depth`
+    means anything to it (true).
+    """
 
     MAX_NEW_TOKENS: int
-    """Tokens an answer may take."""
+    """Tokens an answer may take. 0: nothing is asked, and a sample's score is its text's loss."""
 
     def make(self, rng: Random, tokenizer: Any, length: int, depth: float) -> Sample:
         """A sample whose prompt has exactly `length` tokens (`prompt_ids`).
@@ -54,46 +77,139 @@ class Task(Protocol):
         """
         ...
 
-    def is_right(self, sample: Sample, reply: str) -> bool:
-        """Whether `reply` answers the question."""
+    def score(self, sample: Sample, reply: str) -> float:
+        """How well `reply` answers the question, 0 to 1; unused where nothing is asked."""
         ...
 
 
-@cache
 def tasks() -> dict[str, Task]:
-    """Every task by name."""
+    """Every task that makes its samples itself, by name."""
+    return {name: cast(Task, task) for name, task in _modules().items() if hasattr(task, "make")}
+
+
+def files() -> list[str]:
+    """Names of tasks that only files make: `NAME:PATH`."""
+    return [name for name, task in _modules().items() if not hasattr(task, "make")]
+
+
+@cache
+def _modules() -> dict[str, Any]:
     names = sorted(module.name for module in pkgutil.iter_modules(__path__))
-    return {name: cast(Task, importlib.import_module(f"{__name__}.{name}")) for name in names}
+    return {name: importlib.import_module(f"{__name__}.{name}") for name in names}
 
 
+def spelled_out(names: Iterable[str]) -> list[str]:
+    """Every task once, groups such as 'ruler' as the names they stand for."""
+    return list(dict.fromkeys(task for name in names for task in GROUPS.get(name, (name,))))
+
+
+@cache
 def load_task(name: str) -> Task:
-    """The task of that name.
+    """The task of that name; of a user's file `NAME:PATH`, or a part of it, `NAME/PART:PATH`.
 
     Raises:
-        ValueError: no such task; the nearest one is named.
+        ValueError: no such task, and the nearest one is named; or it takes no file, or needs one.
+        OSError: the file cannot be read.
     """
-    if name not in tasks():
-        close = difflib.get_close_matches(name, tasks(), n=1)
-        hint = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(tasks())}"
+    given, _, path = name.partition(":")
+    name, _, part = given.partition("/")
+    if name not in _modules():
+        known = dict.fromkeys([*_modules(), *GROUPS])
+        close = difflib.get_close_matches(name, known, n=1)
+        hint = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(known)}"
         raise ValueError(f"no task is called {name!r}; {hint}")
-    return tasks()[name]
+    task = _modules()[name]
+    if hasattr(task, "make") and not path and not part:
+        return cast(Task, task)
+    if not hasattr(task, "from_file"):
+        raise ValueError(f"task {name!r} reads no file; give it without what follows its name")
+    return cast(Task, task.from_file(path, part) if part else task.from_file(path))
 
 
-def make_samples(name: str, tokenizer: Any, length: int, count: int, seed: int) -> list[Sample]:
+def with_data(names: Iterable[str], path: str | None) -> list[str]:
+    """Names of tasks; those of files that name none get `path`.
+
+    Raises:
+        ValueError: a path is given, and no task takes it.
+    """
+    given = list(names)
+    if path is None:
+        return given
+    takes = [":" not in name and name.partition("/")[0] in files() for name in given]
+    if not any(takes):
+        raise ValueError(f"--data {path}: no task of this sweep takes it; {', '.join(files())} do")
+    return [f"{name}:{path}" if yes else name for name, yes in zip(given, takes, strict=True)]
+
+
+def unit_of(task: Task) -> str:
+    """What its scores are numbers of: a name in `scores.UNITS`."""
+    return str(getattr(task, "UNIT", "share"))
+
+
+def is_placed(task: Task) -> bool:
+    """Whether what is asked for stands at a depth."""
+    return bool(getattr(task, "PLACED", True))
+
+
+def make_samples(
+    name: str, tokenizer: Any, length: int, count: int, seed: int, depth: float | None = None
+) -> list[Sample]:
     """`count` samples; the first ones stay the same when more are asked for.
 
-    Depths start at random and step by the golden ratio: few samples are spread evenly too.
+    All at one depth; by default depths start at random and step by the golden ratio, so that few
+    samples are spread evenly too.
     """
     task, key = load_task(name), f"{name}/{length}/{seed}"
+    if draw := getattr(task, "draw", None):
+        return cast(list[Sample], draw(tokenizer, length, count, seed))
     start = Random(key).random()
-    return [
-        task.make(Random(f"{key}/{i}"), tokenizer, length, (start + i * GOLDEN) % 1)
-        for i in range(count)
-    ]
+    depths = [(start + i * GOLDEN) % 1 if depth is None else depth for i in range(count)]
+    return [task.make(Random(f"{key}/{i}"), tokenizer, length, depths[i]) for i in range(count)]
 
 
 def prompt_ids(tokenizer: Any, sample: Sample) -> list[int]:
     """The token ids that the model reads, chat template and opening of the answer included."""
-    text = render(tokenizer, sample.messages)
-    ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+    if sample.ids is not None:
+        return list(sample.ids)
+    ids: list[int] = tokenizer(_text(tokenizer, sample), add_special_tokens=not sample.chat)[
+        "input_ids"
+    ]
     return ids
+
+
+def prompt_parts(
+    tokenizer: Any, sample: Sample, question: Question | None
+) -> tuple[list[int], ...]:
+    """The token ids of a prompt in the parts that are read one after the other.
+
+    One part, or if the question comes `after` the context, two: the same tokens, split before the
+    first one that holds a letter of the question.
+
+    Raises:
+        ValueError: there is no context, or the question is not found in what the chat template
+            wrote.
+    """
+    ids = prompt_ids(tokenizer, sample)
+    if question != "after":
+        return (ids,)
+    if not sample.context and not sample.before:
+        raise ValueError(
+            "--question after: this task has a question without a text before it; use --question "
+            "aware"
+        )
+    text, asked = _text(tokenizer, sample), sample.question.strip()
+    place = text.rfind(asked, 0, len(text) - len(sample.opening)) if asked else -1
+    if place < 0:
+        raise ValueError(
+            "--question after: this sample's question is not found in what the chat template "
+            "writes; use --question aware"
+        )
+    # A token across the border holds letters of the question, and is none of the context's.
+    alone = tokenizer(text[:place], add_special_tokens=not sample.chat)["input_ids"]
+    split = common_prefix(alone, ids)
+    return ids[:split], ids[split:]
+
+
+def _text(tokenizer: Any, sample: Sample) -> str:
+    text = render(tokenizer, sample.messages) if sample.chat else sample.messages[0]["content"]
+    return text + sample.opening

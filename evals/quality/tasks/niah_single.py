@@ -16,13 +16,13 @@ def make(rng: Random, tokenizer: Any, length: int, depth: float) -> Sample:
     """A text that states one number once, between two of its sentences."""
     while True:
         sample = _draw(rng, tokenizer, length, depth)
-        if sample.context.count(sample.answer) == 1:  # filler has numbers too
+        if sample.context.count(sample.answers[0]) == 1:  # filler has numbers too
             return sample
 
 
-def is_right(sample: Sample, reply: str) -> bool:
-    """The number stands in the reply as a word of its own."""
-    return has_word(reply, sample.answer)
+def score(sample: Sample, reply: str) -> float:
+    """Whether the number stands in the reply as a word of its own."""
+    return float(has_word(reply, sample.answers[0]))
 
 
 def _draw(rng: Random, tokenizer: Any, length: int, depth: float) -> Sample:
@@ -31,6 +31,6 @@ def _draw(rng: Random, tokenizer: Any, length: int, depth: float) -> Sample:
     def write(sentences: list[str]) -> Sample:
         place = int(depth * (len(sentences) + 1))
         lines = [*sentences[:place], fact.statement, *sentences[place:]]
-        return Sample(" ".join(lines), fact.question, fact.value)
+        return Sample(" ".join(lines), fact.question, (fact.value,))
 
     return write(fit(lambda s: len(prompt_ids(tokenizer, write(s))), filler(rng), length))

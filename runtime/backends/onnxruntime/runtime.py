@@ -39,10 +39,13 @@ from kvcap.runtime.planning.plan import (
 from kvcap.runtime.session import chat_template
 from kvcap.runtime.session.batch import Batch
 from kvcap.runtime.session.session import Session
-from kvcap.runtime.types import PINS
+from kvcap.runtime.types import EVICT_EVERY, PINS
 from kvcap.runtime.units import parse_bytes
 
-EVICT_EVERY = 64  # tokens in generation, unless told otherwise
+AUTO = (
+    "positions='auto' change while a text is read, and an exported decoder has them of one kind; "
+    "leave them out, say 'compact' or 'true', or run the model by PyTorch"
+)
 
 
 class PolicyRequest(NamedTuple):
@@ -309,9 +312,12 @@ def find_policy(
     """The policy of an export that was asked for, in the position mode that was.
 
     Raises:
-        NotExportable: it has no such policy, options or positions; says which it has.
+        NotExportable: it has no such policy, options or positions; says which it has, or what
+            could.
     """
     facts = manifest.facts
+    if positions == "auto":
+        raise NotExportable(AUTO)
     mode = positions or facts["positions"]
     if manifest.shared:
         entries = [{"policy": facts["policy"], "positions": facts["positions"]}]

@@ -22,6 +22,7 @@ from kvcap.runtime.planning.dry_run import rehearse_block
 from kvcap.runtime.planning.plan import MemoryPlan
 from kvcap.runtime.planning.serving import Shared
 from kvcap.runtime.session.batch import Answer
+from kvcap.runtime.types import Positions
 
 
 class Rows:
@@ -55,7 +56,8 @@ class Rows:
     def fits(self, answer: Answer) -> bool:
         """Whether a session's slots can lie in a row."""
         cache = answer.session.loop.cache
-        return not cache.pinned_spans and steady(cache, 1)
+        # 'auto' positions may be true yet.
+        return cache.compact_positions and not cache.pinned_spans and steady(cache, 1)
 
     def join(self, answer: Answer) -> None:
         """Copy a session's slots into a free row; `Session.fetch_cache` copies them back."""
@@ -151,21 +153,25 @@ def shared_rows(runtime: Any, size: int) -> tuple[Rows | None, str | None]:
     """So many rows for a runtime's sessions, or why they are read one after the other."""
     if size == 1:
         return None, "one session needs no cache beside its own"
-    if why := _why_apart(runtime.new_cache()):
+    changes = runtime.plan.positions == "auto"  # and sessions that share rows have changed
+    positions: Positions | None = "compact" if changes else None
+    if why := _why_apart(runtime.new_cache(1, positions)):
         return None, why
-    return Rows(runtime.model, runtime.new_cache(size), size), None
+    return Rows(runtime.model, runtime.new_cache(size, positions), size), None
 
 
 def plan_shared(config: Any, eviction: Eviction, plan: MemoryPlan, size: int) -> Shared:
     """What answering so many sessions at once takes beside these, before a model is loaded."""
     dtype: torch.dtype = getattr(torch, plan.dtype)
     text, slots = text_config(config), (plan.budget_tokens, plan.block_size)
-    cache = BudgetCache(text, *slots, eviction, positions=plan.positions, kv_dtype=plan.kv_dtype)
+    # Rows are of sessions whose 'auto' positions are compact.
+    positions: Positions = "compact" if plan.positions == "auto" else plan.positions
+    cache = BudgetCache(text, *slots, eviction, positions=positions, kv_dtype=plan.kv_dtype)
     if size == 1 or _why_apart(cache):
         return Shared()
     rows: dict[str, int] = cache.layout.nbytes(size, dtype)
     workspace = rehearse_block(
-        text, eviction, plan.budget_tokens, 1, dtype, plan.positions, size, plan.kv_dtype
+        text, eviction, plan.budget_tokens, 1, dtype, positions, size, plan.kv_dtype
     )
     return Shared(sum(rows.values()), workspace)
 

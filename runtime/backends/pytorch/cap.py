@@ -62,7 +62,7 @@ def cap(
         budget_tokens: as in `BudgetCache`, and so are all others.
         block_size: tokens read at once.
         policy: a name (see `kvcap policies`), an `Eviction` or a `Policy`.
-        positions: 'compact' or 'true'; compact where exact by default.
+        positions: 'compact', 'true' or 'auto'; compact where exact by default.
         evict_every: in generation, evict every so many tokens.
         kv_dtype: 'int8', 'int8-int4' or 'int4' to quantise what slots hold.
 

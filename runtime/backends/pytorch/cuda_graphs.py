@@ -34,6 +34,7 @@ class PassKind(NamedTuple):
     excess: int  # slots held above the budget before the pass, if not filling
     longest: int = 0  # of unequal heads that kernels read: no row is longer
     slots: tuple[int, ...] = ()  # of each layer, where they move between layers
+    compact: bool = False  # the positions at which it is read
 
 
 class BlockGraphs:
@@ -128,8 +129,9 @@ class BlockGraphs:
             return None
         if cache.by_rows():
             return self._kind_of_rows(batch, length, need_logits)
+        compact = cache.compact_positions
         if fills(cache, length):
-            return PassKind(batch, length, need_logits, True, (), 0)
+            return PassKind(batch, length, need_logits, True, (), 0, compact=compact)
         if not steady(cache, length):
             return None
         spans, above = tuple(cache.pinned_spans), excess(cache)
@@ -137,7 +139,9 @@ class BlockGraphs:
         slots: tuple[int, ...] = ()
         if cache.eviction.layers_move:
             slots = tuple(layer.segments[0].budget for layer in cache.capped_layers)
-        return PassKind(batch, length, need_logits, False, spans, above, slots=slots)
+        return PassKind(
+            batch, length, need_logits, False, spans, above, slots=slots, compact=compact
+        )
 
     def _kind_of_rows(self, batch: int, length: int, need_logits: bool) -> PassKind | None:
         """The same where kernels read where unequal heads lie, and whether they are full."""
@@ -148,14 +152,16 @@ class BlockGraphs:
         if length > cache.room and not steady(cache, length):
             return None
         longest = table.longest(min(length, cache.block_size))
-        spans = tuple(cache.pinned_spans)
-        return PassKind(batch, length, need_logits, False, spans, 0, longest)
+        spans, compact = tuple(cache.pinned_spans), cache.compact_positions
+        return PassKind(batch, length, need_logits, False, spans, 0, longest, compact=compact)
 
     def pass_length(self, batch: int, left: int) -> int | None:
         """How many of the `left` tokens of a prompt go into one pass of several blocks, if any."""
         length, cache = self._several(batch), self.cache
         if self.refused is not None or not cache.block_size < length <= left:
             return None
+        if cache.leaves_window(length):
+            return None  # the block that would does so by itself
         return length if steady(cache, length) or fills(cache, length) else None
 
     def _several(self, batch: int) -> int:

@@ -5,6 +5,8 @@ Works on token ids and logits; knows no text and no sampling.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -78,47 +80,77 @@ class BlockLoop(Loop):
                 memory half-way, then the cache is empty again.
             SessionBroken: an earlier pass failed half-way; reset the cache.
         """
-        cache = self.cache
-        self.check_room(ids.shape[1])
+        self._make_room(ids.shape[1])
         if self.graphs is not None:
             with interrupts_deferred():
                 logits = self.graphs.read(ids, need_logits)
             if logits is not None:
                 return logits
-        tokens, start = ids.shape[1], cache.next_position
+        last = torch.full((int(need_logits),), ids.shape[1] - 1, device=ids.device)
+        return self._read(ids, last).flatten(0, 1)
+
+    @torch.inference_mode()
+    def read_every(self, ids: Tensor) -> Tensor:
+        """Read one block [B, T], T up to `cache.room`; returns every token's logits [B, T, V].
+
+        Raises:
+            MemoryCapExceeded, BlockTooLarge, SessionBroken: as `read`.
+        """
+        self._make_room(ids.shape[1])
+        return self._read(ids, torch.arange(ids.shape[1], device=ids.device))
+
+    def _make_room(self, tokens: int) -> None:
+        """Check that a block can be read; make positions compact where it leaves the window."""
+        self.check_room(tokens)
+        if self.cache.leaves_window(tokens):
+            with self._emptied_without_memory(tokens):
+                self.cache.become_compact()
+
+    def _read(self, ids: Tensor, wanted: Tensor) -> Tensor:
+        """Read one block [B, T] by the model's own code; logits [B, n, V] of the tokens `wanted`.
+
+        `wanted` [n] are places in the block.
+        """
+        cache, tokens = self.cache, ids.shape[1]
+        start = cache.next_position
         # Fillers repeat the last token; whatever comes of them is dropped.
         place = torch.arange(self.padded(tokens), device=ids.device).clamp(max=tokens - 1)
         blocks = blocks_of(cache, tokens)
-        last = torch.full((int(need_logits),), tokens - 1, device=ids.device)
         if cache.guard is not None:
             cache.guard.check(len(place))
-        try:
+        with self._emptied_without_memory(tokens):
             graphs = self.graphs
             context, table = ForwardContext(start, tokens, blocks), cache.row_table()
             if table is not None:
                 longest = table.longest(min(tokens, cache.block_size))
                 context.rows = cache.row_pass(table, longest)
             with interrupts_deferred(), cache.passing(context):
-                model = self.model if graphs is None else graphs.warm_up(ids, need_logits)
+                model = self.model if graphs is None else graphs.warm_up(ids, len(wanted) > 0)
                 out = model(
                     input_ids=ids[:, place],
                     position_ids=(start + cache.places(place)).expand(ids.shape[0], -1),
                     past_key_values=cache,
                     use_cache=True,
-                    logits_to_keep=last,
+                    logits_to_keep=wanted,
                 )
+        if table is not None:
+            table.agreed(cache.seen)
+        self.peak_bytes = max(self.peak_bytes, cache.nbytes)
+        return cast(Tensor, out.logits)
+
+    @contextmanager
+    def _emptied_without_memory(self, tokens: int) -> Iterator[None]:
+        """Empty the cache where the system refuses the memory that a block takes."""
+        try:
+            yield
         except (MemoryError, RuntimeError) as error:
             if not out_of_memory(error):
                 raise
-            cache.reset()
+            self.cache.reset()
             raise MemoryCapExceeded(
                 f"the system refused the memory that a block of {tokens} tokens takes; what "
                 "was held is forgotten, the conversation is read again with the next message"
             ) from error
-        if table is not None:
-            table.agreed(cache.seen)
-        self.peak_bytes = max(self.peak_bytes, cache.nbytes)
-        return cast(Tensor, out.logits.flatten(0, 1))
 
     def padded(self, tokens: int) -> int:
         """The length to which a block of so many tokens is padded: one of nine.

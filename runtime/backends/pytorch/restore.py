@@ -71,8 +71,11 @@ class SavedLayers:
         facts = file.facts
         self.cache, self.file, self.exact = cache, file, exact
         self.seen: int = facts["seen"]
+        mode = cache.layout.positions
+        self.compact: bool = facts.get("compact", mode == "compact")
         self.layers: list[dict[str, Any]] = facts["layers"]
         self.preferences = facts["preferences"]
+        self.demand(mode == "auto" or self.compact == (mode == "compact"), "the positions")
         self.spans = merged((a, b) for a, b in facts["pinned_spans"])
         count = len(cache.layout.budgets)
         self.demand(len(self.layers) == count, "the number of layers")
@@ -89,6 +92,10 @@ class SavedLayers:
         """Refuse the file unless `ok`."""
         if not ok:
             raise self.file.corrupt(f"{what} cannot be so")
+
+    def moved(self, layer: BudgetLayer) -> bool:
+        """Whether keys of a layer count at other positions than they were read at."""
+        return self.compact and layer.rotates
 
     def has(self, index: int, name: str) -> bool:
         """Whether there is such a tensor of a layer."""
@@ -129,7 +136,8 @@ class SavedLayers:
                 if name == SHIFT:
                     ranks = torch.cat([_ranks(row, row) for row in held])
                     if pool.format.quantised:
-                        self.demand(torch.equal(side, -ranks), f"layer {index}'s shifts")
+                        held_so = not self.moved(layer) or torch.equal(side, -ranks)
+                        self.demand(held_so, f"layer {index}'s shifts")
                     else:
                         self._in_reach(layer, side, ranks + side, "shifts")
             elif self.exact or (name == SHIFT and layer.rotates):
@@ -146,7 +154,7 @@ class SavedLayers:
 
     def _in_reach(self, layer: BudgetLayer, shift: Tensor, made_at: Tensor, what: str) -> None:
         """Refuse shifts larger than the tokens read, or keys rotated to positions out of reach."""
-        exact = self.exact and layer.rotates
+        exact = self.exact and self.moved(layer)
         last = self.cache.layout.rotation_span - 1 if exact else 2 * self.seen
         fits = bool(((shift >= 0) & (shift <= self.seen) & (made_at <= last)).all())
         self.demand(fits, f"layer {layer.index}'s {what}")
@@ -169,7 +177,7 @@ class SavedLayers:
         self.demand(bool(((times >= 0) & (times < self.seen)).all()), what)
         pairs = zip(rows, times.split(counts), strict=True)
         ranks = torch.cat([_ranks(row, evicted) for row, evicted in pairs])
-        self._in_reach(layer, made_at - (ranks if layer.rotates else 0), made_at, what)
+        self._in_reach(layer, made_at - (ranks if self.moved(layer) else 0), made_at, what)
         for name, like in kept.remembered.items():
             tensor = self._take(index, f"remembered.{name}", tuple(like.shape), like.dtype)
             missing = tensor.isneginf() if name == "lse" else tensor.new_zeros((), dtype=torch.bool)
@@ -235,6 +243,8 @@ class Refill:
         if not self.seen:
             return
         try:
+            if self.saved.compact:
+                cache.become_compact()
             for segments, budgets in self._pools():
                 resize(segments, budgets)
             cache.set_pins(self.saved.spans)
@@ -303,7 +313,8 @@ class Refill:
         """Restore a layer: its slots, its window of queries and its evicted tokens."""
         index, saved = layer.index, self.saved.layers[layer.index]
         assert layer.storage is not None
-        layer.seen, layer.storage.needs_rotation = self.seen, bool(saved["moved"])
+        layer.seen, layer.storage.settled = self.seen, False
+        layer.storage.needs_rotation = bool(saved["moved"])
         if layer.storage.key_mean is not None:
             layer.storage.key_mean.copy_(self.saved.tensor(index, "mean"))
         if layer.query_window is not None:
@@ -323,7 +334,7 @@ class Refill:
                 self._bring_in_reach(layer, small)
                 for name, buffer in s.pool.named().items():
                     s.view(buffer)[0, k].copy_(small[name])
-        if layer.query_window is not None and layer.rotates and not self.exact:
+        if layer.query_window is not None and self.saved.moved(layer) and not self.exact:
             shift = layer.query_window.shift
             group = layer.query_window.queries.shape[1] // shift.shape[1]
             wide = shift.repeat_interleave(group, dim=1)
@@ -343,7 +354,7 @@ class Refill:
             return  # a smaller store begins anew
         rows = self._split(layer.index, "evicted", kept.pool, held)
         span = self.cache.layout.rotation_span
-        if layer.rotates and any(bool((row["made_at"] >= span).any()) for row in rows):
+        if self.saved.moved(layer) and any(bool((row["made_at"] >= span).any()) for row in rows):
             return  # and one whose keys a smaller table cannot rotate
         for s in places:
             s.held = held[s.head]
@@ -391,17 +402,17 @@ class Refill:
         keys = one.keys
         if (numbers := pool.format.keys) is not None:
             keys = one.empty(held)
-            mean = None if layer.storage is None else layer.storage.key_mean
+            mean = None if layer.storage is None else layer.storage.mean
             own = None if mean is None else mean[:1, one.head : one.head + 1]
             numbers.dequantise(pool.format.parts("key", one.named(0, held)), keys, own)
-        if layer.rotates:
+        if self.saved.moved(layer):
             keys = self._back(keys, one.aux(SHIFT))
         evictor.shrink_to_budget(one, AttentionStep(self.seen, 0, [keys]))
         return {name: one.view(buffer)[0, 0] for name, buffer in aside.named().items()}
 
     def _bring_in_reach(self, layer: BudgetLayer, row: dict[str, Tensor]) -> None:
         """Rotate a row's keys now if their shifts exceed this cache's table of rotations."""
-        if not layer.rotates or self.exact or not len(row["positions"]):
+        if not self.saved.moved(layer) or self.exact or not len(row["positions"]):
             return
         if layer.segments[0].pool.format.quantised:
             return  # unrotated: their shifts are ranks, whatever the cache was

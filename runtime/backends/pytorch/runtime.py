@@ -35,9 +35,11 @@ from kvcap.runtime.models.files import (
     check_generation,
     load_config,
     load_model,
+    load_packed,
     load_tokenizer,
 )
 from kvcap.runtime.models.names import resolve
+from kvcap.runtime.models.packed import PackedDtype, check_packing
 from kvcap.runtime.models.quantised import quantisation
 from kvcap.runtime.models.weights import Weights, held_weights, read_headers
 from kvcap.runtime.planning.plan import MemoryPlan, check_tokens, fitting, parse_cap, warn_if_short
@@ -46,7 +48,7 @@ from kvcap.runtime.session import file as session_file
 from kvcap.runtime.session.batch import Batch
 from kvcap.runtime.session.file import SessionFile
 from kvcap.runtime.session.session import Session
-from kvcap.runtime.types import POCKET, Positions
+from kvcap.runtime.types import EVICT_EVERY, POCKET, Positions
 from kvcap.runtime.units import parse_bytes
 
 if TYPE_CHECKING:
@@ -95,8 +97,10 @@ class Runtime:
 
     @property
     def device_label(self) -> str:
-        """The device and the type of numbers, for people."""
-        return f"{self.model.device.type} {self.plan.dtype}"
+        """The device and the types of numbers, for people."""
+        packed = self.plan.weights_dtype
+        also = f", {packed} weights" if packed else ""
+        return f"{self.model.device.type} {self.plan.dtype}{also}"
 
     @cached_property
     def trained_length(self) -> int:
@@ -130,10 +134,11 @@ class Runtime:
         dtype: str | torch.dtype | None = None,
         device: str | torch.device | None = None,
         positions: Positions | None = None,
-        evict_every: int = 1,
+        evict_every: int | None = 1,
         memory_cap: str | int | None = None,
         enforce: Enforce = "check",
         kv_dtype: KvDtype | None = None,
+        weights: PackedDtype | None = None,
     ) -> Runtime:
         """Load a model to chat in fixed memory.
 
@@ -145,14 +150,19 @@ class Runtime:
             block_size: tokens read at once, 128 by default.
             dtype: 'float32', 'bfloat16' or 'float16'; the checkpoint's by default.
             device: 'cpu', 'cuda' or 'mps'; the best there is by default.
-            positions: 'compact' or 'true'; compact where exact by default.
-            evict_every: in generation, evict every so many tokens.
+            positions: 'compact', 'true' or 'auto' (true until the length that the model was trained
+                on would be left, then compact); compact where exact by default.
+            evict_every: in generation, evict every so many tokens, at most `block_size`. None: as
+                suits the device, 64 on a CPU and 1 elsewhere. With 1 an answer never holds more
+                than its budget, and its sessions can be answered together (`Batch`).
             memory_cap: bytes for the whole process, such as '2GiB', or 'auto' for all that is free
                 now; without a KV budget, the largest that fits is taken.
             enforce: 'check' checks before every block; 'rlimit' also has the system refuse more
                 (on a GPU: the allocator, for the GPU's memory).
             kv_dtype: 'int8', 'int8-int4' (keys in 8 bits, values in 4) or 'int4' to quantise what
                 slots hold, so that the same bytes hold more of them.
+            weights: 'int8' or 'int4' to round matrices as they are loaded, for a CPU, which is then
+                the device.
 
         Raises:
             ModelNotFound, ModelFilesBroken, UnsupportedModel, PlanInfeasible, PolicyError: before
@@ -161,7 +171,7 @@ class Runtime:
         where = resolve(model)
         config = load_config(where)
         eviction = load_policy(policy) if isinstance(policy, str) else policy
-        chosen = usable(device) or best_device()
+        chosen = usable(device) or (best_device() if weights is None else "cpu")
         cap = None if memory_cap is None else parse_cap(memory_cap)
         precision = parse_dtype(dtype) or getattr(config, "dtype", None) or torch.float32
         plan_for = partial(
@@ -176,16 +186,25 @@ class Runtime:
             memory_cap=cap,
             headers=read_headers(where),
             kv_dtype=kv_dtype,
+            weights=weights,
         )
+        if weights is not None:
+            check_packing(config, precision, chosen, weights)
         plan = plan_for()
         ModelShape.of(config, plan.budget_tokens + plan.block_size)
+        if evict_every is None:
+            evict_every = usual_every(chosen, plan.block_size)
         if torch.device(chosen).type != "cuda":
             warn_if_short(plan, free_memory(), memory_cap)
         check_generation(where)
         chat_template.warm_up()
         warm_up(config, plan, eviction, chosen, evict_every, several=cap is None)  # meanwhile
         tokenizer = load_tokenizer(where)
-        loaded = load_model(where, config, precision)
+        if weights is None:
+            loaded = load_model(where, config, precision)
+        else:
+            room = None if cap is None else cap - plan.baseline
+            loaded = load_packed(where, config, precision, weights, room)
         if cap is not None:
             plan = plan_for(loaded=True)  # what loading really took is known now
             if enforce == "rlimit":
@@ -203,14 +222,17 @@ class Runtime:
             memory_cap=cap,
         )
 
-    def new_cache(self, batch: int = 1) -> BudgetCache:
-        """An empty cache of the planned size for each of `batch` sequences, with all its memory."""
+    def new_cache(self, batch: int = 1, positions: Positions | None = None) -> BudgetCache:
+        """An empty cache of the planned size for each of `batch` sequences, with all its memory.
+
+        Its positions are the plan's, or those given.
+        """
         cache = BudgetCache(
             self.model.config,
             self.plan.budget_tokens,
             self.plan.block_size,
             self.eviction,
-            positions=self.plan.positions,
+            positions=positions or self.plan.positions,
             evict_every=self.evict_every,
             kv_dtype=self.plan.kv_dtype,
         )
@@ -319,7 +341,9 @@ class Runtime:
 
     def _identity(self) -> dict[str, Any]:
         plan = self.plan
-        return snapshot.identity_of(self.model, self.name, plan.positions, plan.kv_dtype)
+        return snapshot.identity_of(
+            self.model, self.name, plan.positions, plan.kv_dtype, plan.weights_dtype
+        )
 
     def restore(self, session: Session, path: str | os.PathLike[str]) -> None:
         """Make `session` the saved one, or refuse and leave it as it is.
@@ -382,6 +406,7 @@ class Runtime:
             positions=self.plan.positions,
             rehearse=self.memory_cap is not None,
             kv_dtype=self.plan.kv_dtype,
+            weights=self.plan.weights_dtype,
         ).with_weights(Weights(self.plan.weights, self.plan.weights_from))
         several = self.memory_cap is None
         warm_up(self.model.config, plan, policy, self.model.device, self.evict_every, several)
@@ -395,6 +420,14 @@ class Runtime:
             evict_every=self.evict_every,
             memory_cap=self.memory_cap,
         )
+
+
+def usual_every(device: str | torch.device, block_size: int) -> int:
+    """After how many tokens of an answer to evict, where nobody says.
+
+    On a CPU an eviction takes longer than attention does; a GPU replays it beside other work.
+    """
+    return min(EVICT_EVERY, block_size) if torch.device(device).type == "cpu" else 1
 
 
 def warm_up(

@@ -73,6 +73,7 @@ def gather(
         "block_size": cache.block_size,
         "allotments": cache.layout.allotments,
         "seen": cache.seen,
+        "compact": cache.allocation.compact,
         "layers": layers,
         "preferences": cache.balance and cache.balance.preferences,
         "pinned_spans": cache.pinned_spans,
@@ -190,7 +191,11 @@ def _components(eviction: Eviction) -> dict[str, Component]:
 
 
 def identity_of(
-    model: Any, name: str, positions: str, kv_dtype: str | None = None
+    model: Any,
+    name: str,
+    positions: str,
+    kv_dtype: str | None = None,
+    weights: str | None = None,
 ) -> dict[str, Any]:
     """Everything that must agree for a saved session's keys and values to be usable."""
     return {
@@ -200,6 +205,7 @@ def identity_of(
         "dtype": str(model.dtype).removeprefix("torch."),
         "positions": positions,
         "kv_dtype": kv_dtype,
+        "weights": weights,
     }
 
 
@@ -208,6 +214,13 @@ def _check_identity(facts: dict[str, Any], mine: dict[str, Any], path: str) -> N
         raise SessionFileForeign(
             f"{path!r} was saved by another backend, as {facts['model']!r}, and this is the "
             "PyTorch backend; load it with --backend onnxruntime and that decoder"
+        )
+    held, own = facts.get("weights"), mine["weights"]
+    if held != own:
+        how = "without --weights" if held is None else f"with --weights {held} --backend torch"
+        raise SessionFileForeign(
+            f"{path!r} was saved with weights of {held or facts['dtype']}, and these are of "
+            f"{own or mine['dtype']}; start {how}"
         )
     # A fingerprint is of weights in one dtype: in another, the name is what tells models apart.
     same_dtype, same_name = (facts[name] == mine[name] for name in ("dtype", "model"))

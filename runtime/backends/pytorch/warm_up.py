@@ -45,7 +45,7 @@ class Rehearsal:
         budget_tokens: slots per KV head and layer.
         block_size: tokens of a block.
         dtype: of weights, keys and values.
-        positions: 'compact' or 'true'.
+        positions: 'compact', 'true' or 'auto', of which both ways are rehearsed.
         evict_every: in generation.
         several: see `BlockLoop`.
         target: the GPU; None: as kernels are interpreted.
@@ -92,27 +92,38 @@ class Rehearsal:
 
     def run(self, listener: Listener) -> None:
         """Go through a conversation: first what comes first in any, then what is rarer."""
+        self._run(listener)
+        if self.loop.cache.layout.positions == "auto":
+            self._run(listener, compact=True)
+
+    def _run(self, listener: Listener, compact: bool = False) -> None:
         cache = self.loop.cache
         budget, block = cache.layout.budget_tokens, cache.block_size
         longest, odd = budget + block, block // 16 + 2
         with self._dry(), heard(listener):
             # A long prompt and its answer, then a short one; both are what most begin with.
             for length in (longest + 2 * max(block, PASS) + odd, odd):
-                cache.reset()
+                self._begin(compact)
                 self._read(length)
                 for _ in range(cache.evict_every + 1):
                     self._read(1)
             # Messages of few and of many tokens: in a full cache, in an empty one, in between.
             lengths = [2**i for i in range(1, block.bit_length()) if 2**i < block]
-            cache.reset()
+            self._begin(compact)
             self._read(longest)
             for length in lengths:
                 self._read(length)
             for length in lengths:
-                cache.reset()
+                self._begin(compact)
                 self._read(length)
             for length in reversed(lengths):
                 self._read(length)
+
+    def _begin(self, compact: bool) -> None:
+        """Begin with an empty cache; `compact`, as if 'auto' positions had become so."""
+        self.loop.cache.reset()
+        if compact:
+            self.loop.cache.become_compact()
 
     def _read(self, length: int) -> None:
         """A prompt, or as much of it as there is room for where nothing is evicted."""

@@ -14,10 +14,12 @@ def test_fewer_bits_predict_less_alike(monkeypatch, tmp_path):
     by = {row["weights"]: row for row in rows}
     four = ["int4 symmetric", "int4 asymmetric"]
     better = [f"{name}, calibrated" for name in four]
-    assert list(by) == ["float32", "bfloat16", "int8", *four, *better]
+    by_torch = ["int8, PyTorch", "int4, PyTorch"]
+    assert list(by) == ["float32", "bfloat16", "int8", *four, *better, *by_torch]
     assert by["float32"]["kl"] == 0
     assert by["float32"]["same_token"] == 1
     assert all(by[name]["kl"] > 2 * by["int8"]["kl"] > 0 for name in four)
+    assert by[by_torch[1]]["kl"] > 2 * by[by_torch[0]]["kl"] > 0
     pairs = zip(four, better, strict=True)
     assert all(by[name]["kl"] > by[other]["kl"] > by["int8"]["kl"] for name, other in pairs)
     sizes = [by[name]["bytes"] for name in ("int4 symmetric", "int8", "bfloat16", "float32")]

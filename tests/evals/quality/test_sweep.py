@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -15,14 +17,24 @@ from transformers import AutoTokenizer
 
 from kvcap import cli, pocket
 from kvcap.evals.measure import eviction_ms
-from kvcap.evals.quality import plot
 from kvcap.evals.quality import sweep as runner
-from kvcap.evals.quality.cells import Cell, Setting, as_options, read_cells, wilson
-from kvcap.evals.quality.sweep import Sweep, answer, run
+from kvcap.evals.quality.answering import answer, batches, losses, new_cache
+from kvcap.evals.quality.cells import as_options, read_cells
+from kvcap.evals.quality.plots import style
+from kvcap.evals.quality.scores import UNITS, bootstrap, cell_score, interval, wilson
+from kvcap.evals.quality.sweep import Sweep, run
 from kvcap.evals.quality.table import results
-from kvcap.evals.quality.tasks import Sample, load_task, make_samples, prompt_ids, tasks
+from kvcap.evals.quality.tasks import (
+    Sample,
+    load_task,
+    make_samples,
+    prompt_ids,
+    prompt_parts,
+    spelled_out,
+)
 from kvcap.evals.quality.text import fit, has_word, number_facts
 from kvcap.policies import PolicyError, policies
+from kvcap.runtime.backends.pytorch.loop import BlockLoop
 from kvcap.runtime.cache.cache import BudgetCache
 from kvcap.runtime.errors import ModelNotFound, UnsupportedModel
 
@@ -55,28 +67,27 @@ def sweep(folder: Path) -> Sweep:
     )
 
 
-@pytest.mark.parametrize("name", tasks())
 @pytest.mark.parametrize("length", [64, 513])
-def test_samples_have_the_length_asked_for_and_one_answer(
-    name: str, length: int, tokenizer: Any
-) -> None:
+def test_samples_have_the_length_asked_for_and_one_answer(length: int, tokenizer: Any) -> None:
+    name = "niah_single"
     samples = make_samples(name, tokenizer, length, 8, seed=3)
     for sample in samples:
         assert len(prompt_ids(tokenizer, sample)) == length
-        assert sample.context.count(sample.answer) == 1
-        assert sample.answer not in sample.question
-        assert load_task(name).is_right(sample, f"It is {sample.answer}.")
-        assert not load_task(name).is_right(sample, f"It is {sample.answer}7.")
+        (value,) = sample.answers
+        assert sample.context.count(value) == 1
+        assert value not in sample.question
+        assert load_task(name).score(sample, f"It is {value}.") == 1
+        assert load_task(name).score(sample, f"It is {value}7.") == 0
 
 
 def test_needles_are_spread_over_the_text(tokenizer: Any) -> None:
     samples = make_samples("niah_single", tokenizer, 1024, 10, seed=0)
-    depths = sorted(s.context.index(s.answer) / len(s.context) for s in samples)
+    depths = sorted(s.context.index(s.answers[0]) / len(s.context) for s in samples)
     assert all(i / 10 - 0.1 < depth < i / 10 + 0.2 for i, depth in enumerate(depths))
 
 
-@pytest.mark.parametrize("name", tasks())
-def test_samples_depend_on_the_seed_alone(name: str, tokenizer: Any) -> None:
+def test_samples_depend_on_the_seed_alone(tokenizer: Any) -> None:
+    name = "niah_single"
     few = make_samples(name, tokenizer, 200, 2, seed=0)
     assert make_samples(name, tokenizer, 200, 4, seed=0)[:2] == few
     assert make_samples(name, tokenizer, 200, 2, seed=1) != few
@@ -126,6 +137,20 @@ def test_wilson_interval(right: int, samples: int, low: float, high: float) -> N
     assert wilson(right, samples) == pytest.approx((low, high), abs=6e-5)
 
 
+def test_intervals_of_scores_that_are_not_right_or_wrong() -> None:
+    share, perplexity = UNITS["share"], UNITS["perplexity"]
+    assert interval([1, 0, 1.0], share) == wilson(2, 3)
+    scores = [0.5, 0.25, 1, 0, 0.75] * 20
+    low, high = interval(scores, share)
+    # The normal approximation: 0.5 ± 1.96 · 0.3536 / 10.
+    assert (low, high) == pytest.approx((0.5 - 0.0693, 0.5 + 0.0693), abs=0.01)
+    assert interval(scores, share) == (low, high)  # the same scores, the same interval
+    assert interval(scores, perplexity) == (math.exp(low), math.exp(high))
+    assert interval([0, 1, 1], perplexity) != wilson(2, 3)
+    assert cell_score([1.0, 3.0], perplexity) == math.exp(2)
+    assert bootstrap([2.0]) == (2.0, 2.0)
+
+
 def test_a_batch_answers_like_single_prompts(folder: Path, tokenizer: Any) -> None:
     size, end = len(tokenizer), tokenizer.eos_token_id
     model = tiny_model("llama", vocab_size=size, eos_token_id=end)
@@ -133,7 +158,7 @@ def test_a_batch_answers_like_single_prompts(folder: Path, tokenizer: Any) -> No
     ids = torch.tensor([prompt_ids(tokenizer, sample) for sample in samples])
 
     def replies(rows: torch.Tensor) -> list[list[int]]:
-        return answer(model, BudgetCache(model.config, 32, 16, "keydiff"), rows, 6)
+        return answer(model, BudgetCache(model.config, 32, 16, "keydiff"), [rows], 6)
 
     assert replies(ids) == [replies(row[None])[0] for row in ids]
 
@@ -147,16 +172,117 @@ def test_uncapped_answers_are_those_of_generate(tokenizer: Any) -> None:
     expected = stock.generate(ids, attention_mask=whole, max_new_tokens=6, do_sample=False)[0, 96:]
     model = tiny_model("llama", vocab_size=size, eos_token_id=end)
     cache = BudgetCache(model.config, 96 + 6, 16, "full", positions="true")
-    assert answer(model, cache, ids, 6)[0] == [t for t in expected.tolist() if t != end]
+    assert answer(model, cache, [ids], 6)[0] == [t for t in expected.tolist() if t != end]
+
+
+@pytest.mark.parametrize("template", [None, "{{ messages[0].content | trim }} [/INST]"])
+def test_a_question_is_split_off_where_it_begins(template: str | None, tokenizer: Any) -> None:
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.chat_template = template or tokenizer.chat_template
+    sample = make_samples("niah_single", tokenizer, 300, 1, seed=0)[0]
+    sample = replace(sample, opening=f"{sample.question} It is")
+    context, question = prompt_parts(tokenizer, sample, "after")
+    assert context + question == prompt_ids(tokenizer, sample)
+    assert sample.question not in tokenizer.decode(context)
+    assert tokenizer.decode(question).lstrip().startswith(sample.question)
+    assert tokenizer.decode(question).endswith(sample.opening)
+    assert prompt_parts(tokenizer, sample, "aware") == ([*context, *question],)
+
+
+def test_a_question_that_the_template_changes_is_refused(tokenizer: Any) -> None:
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.chat_template = "{{ messages[0].content | upper }}"
+    sample = make_samples("niah_single", tokenizer, 300, 1, seed=0)[0]
+    with pytest.raises(ValueError, match="--question after"):
+        prompt_parts(tokenizer, sample, "after")
+
+
+@pytest.mark.parametrize("policy", ["keydiff", "snapkv"])
+def test_a_question_that_comes_after_meets_an_evicted_context(policy: str, tokenizer: Any) -> None:
+    model = tiny_model("llama", vocab_size=len(tokenizer))
+    ids = torch.arange(5, 5 + 90)[None]
+    context, question = ids[:, :70], ids[:, 70:]  # 4 blocks of 16 and 6 tokens; then 16 and 4
+
+    def reply(*parts: torch.Tensor) -> list[int]:
+        return answer(model, BudgetCache(model.config, 40, 16, policy), parts, 8)[0]
+
+    cache = BudgetCache(model.config, 40, 16, policy)
+    loop = BlockLoop(model, cache)
+    blocks = [*context.split(16, dim=1), *question.split(16, dim=1)]
+    logits = [loop.read(block) for block in blocks]
+    expected = [int(logits[-1].argmax())]
+    while len(expected) < 8:
+        expected.append(int(loop.read(torch.tensor([expected[-1:]])).argmax()))
+    assert reply(context, question) == expected
+    assert reply(ids) != expected
+
+    held = BudgetCache(model.config, 40, 16, policy)
+    BlockLoop(model, held).prefill(context)
+    assert held.held == 40
+
+
+def test_uncapped_answers_do_not_depend_on_when_the_question_comes(
+    folder: Path, tmp_path: Path
+) -> None:
+    sweep = Sweep(("full",), (48,), lengths=(128, 200), samples=3, model=str(folder),
+                  block_size=16, device="cpu", questions=("aware", "after"))  # fmt: skip
+    texts: dict[Any, list[str]] = {}
+
+    def score(sample: Sample, reply: str) -> float:
+        return float(texts.setdefault(sample, []).append(reply) is None)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(load_task("niah_single"), "score", score)
+        cells = run(sweep, tmp_path)
+    assert [(c.setting.length, c.setting.question) for c in cells] == [
+        (128, "aware"), (128, "after"), (200, "aware"), (200, "after")
+    ]  # fmt: skip
+    assert len(texts) == 6
+    assert all(aware == after != "" for aware, after in texts.values())
+    table = (tmp_path / "results.md").read_text()
+    assert "128 tokens, question-aware, " in table
+    assert "200 tokens, context-only, " in table
+
+
+def test_prompts_are_read_at_once_where_their_parts_are_of_equal_lengths() -> None:
+    prompts = [([1] * n, [2] * q) for n, q in ((5, 3), (6, 3), (5, 3), (5, 4), (5, 3))]
+    assert list(batches(prompts, 2)) == [[0, 2], [4], [1], [3]]
+
+
+@pytest.mark.parametrize(("policy", "block"), [("full", 16), ("keydiff", 1), ("snapkv", 16)])
+def test_the_loss_of_a_text_is_that_of_its_tokens(policy: str, block: int) -> None:
+    model = tiny_model("llama")
+    ids = torch.stack([torch.arange(3, 60), torch.arange(60, 3, -1)])
+    size = 64 if policy == "full" else 24
+    found = losses(model, BudgetCache(model.config, size, block, policy), ids)
+    assert found.shape == (2, 56)
+    if policy == "full":
+        stock = tiny_model("llama", "eager")
+        logits = stock(ids).logits[:, :-1]
+    else:
+        logits = read_singly(model, policy, size, block, ids)
+    expected = -logits.log_softmax(-1).gather(2, ids[:, 1:, None])[..., 0]
+    assert torch.allclose(found, expected, atol=1e-4)
+
+
+def read_singly(model: Any, policy: str, size: int, block: int, ids: torch.Tensor) -> torch.Tensor:
+    """Logits [B, T - 1, V] of every token, each read anew: whole blocks, then one up to it."""
+
+    def logits(stop: int) -> torch.Tensor:
+        loop = BlockLoop(model, BudgetCache(model.config, size, block, policy))
+        return loop.prefill(ids[:, :stop])
+
+    return torch.stack([logits(stop) for stop in range(1, ids.shape[1])], dim=1)
 
 
 def test_a_reply_ends_where_the_model_ends_it(tokenizer: Any) -> None:
     model = tiny_model("llama", vocab_size=len(tokenizer))
     ids = torch.tensor([[5, 6, 7, 8]])
-    said = answer(model, BudgetCache(model.config, 16, 8), ids, 6)[0]
+    said = answer(model, BudgetCache(model.config, 16, 8), [ids], 6)[0]
     assert len(said) == 6
     model.generation_config.eos_token_id = [said[2], 1]
-    assert answer(model, BudgetCache(model.config, 16, 8), ids, 6)[0] == said[: said.index(said[2])]
+    stopped = answer(model, BudgetCache(model.config, 16, 8), [ids], 6)[0]
+    assert stopped == said[: said.index(said[2])]
 
 
 def test_a_sweep_writes_every_cell_and_a_table(sweep: Sweep, tmp_path: Path) -> None:
@@ -172,6 +298,8 @@ def test_a_sweep_writes_every_cell_and_a_table(sweep: Sweep, tmp_path: Path) -> 
     named = {"task", "policy", "positions", "budget", "length", "samples", "score", "ci_low"}
     named |= {"ci_high", "kv_bytes", "seed", "block_size", "model", "versions", "device", "seconds"}
     assert all(named <= set(row) for row in rows)
+    assert all(len(c.scores or ()) == 3 and c.unit == "share" for c in cells)
+    assert all(c.score == sum(c.scores or ()) / 3 for c in cells)
     assert read_cells(tmp_path / "cells.jsonl") == cells
     text = (tmp_path / "results.md").read_text()
     assert text == results(cells)
@@ -192,7 +320,7 @@ def test_a_sweep_writes_every_cell_and_a_table(sweep: Sweep, tmp_path: Path) -> 
 def test_cell_bytes_are_those_of_an_allocated_cache(sweep: Sweep, tmp_path: Path) -> None:
     config = tiny_config("llama")
     for cell in run(sweep, tmp_path):
-        cache = runner.new_cache(config, cell.setting).allocate(1, torch.float32, "cpu")
+        cache = new_cache(config, cell.setting).allocate(1, torch.float32, "cpu")
         assert cell.kv_bytes == cache.nbytes
 
 
@@ -228,6 +356,13 @@ def test_all_is_every_policy_once() -> None:
     assert named[0] == "snapkv"
 
 
+def test_ruler_is_every_family_of_rulers_once() -> None:
+    named = spelled_out(("vt", "ruler", "niah_single"))
+    assert named[0] == "vt"
+    assert len(named) == len(set(named)) == 12
+    assert all(load_task(name) for name in named)
+
+
 def test_options_go_to_the_policies_that_have_them(sweep: Sweep, tmp_path: Path) -> None:
     changes = {"policies": ("keydiff", "snapkv", "full"), "budgets": (24,), "samples": 1}
     changed = replace(sweep, **changes, options={"window": 4, "sink_tokens": 2})
@@ -239,7 +374,7 @@ def test_options_go_to_the_policies_that_have_them(sweep: Sweep, tmp_path: Path)
     ]
     assert read_cells(tmp_path / "cells.jsonl") == cells
     assert "| snapkv, sink_tokens=2, window=4 | compact " in (tmp_path / "results.md").read_text()
-    cache = runner.new_cache(tiny_config("llama"), cells[2].setting)
+    cache = new_cache(tiny_config("llama"), cells[2].setting)
     assert cache.eviction.policy.options()["window"] == 4
     again: list[int] = []
     run(replace(changed, options={"window": 4}), tmp_path, lambda done, *_: again.append(done))
@@ -258,36 +393,16 @@ def test_cells_without_the_newer_fields_are_read(sweep: Sweep, tmp_path: Path) -
     path = tmp_path / "cells.jsonl"
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     for row in rows:
-        del row["options"], row["scoring_ms"], row["extra_bytes"]
+        for name in (
+            "options", "scoring_ms", "extra_bytes", "scores", "unit", "question", "depth"
+        ):  # fmt: skip
+            del row[name]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     cells = run(sweep, tmp_path)
     assert [(c.scoring_ms, c.extra_bytes, c.setting.options) for c in cells] == [
         (None, None, ())
     ] * 5
     assert len(path.read_text().splitlines()) == 5  # none was measured again
-
-
-def cell(policy: str, budget: int | None, score: float, mode: Any = "true") -> Cell:
-    setting = Setting("m", "float32", "t", 64, policy, mode, budget, 10, 0, 16)
-    return Cell(setting, score, score / 2, score, 0, 0.0, "cpu", {})
-
-
-@pytest.mark.parametrize("count", [1, 7])
-def test_a_plot_is_a_picture(count: int, tmp_path: Path) -> None:
-    many = [cell(f"policy-{i}", b, i / 8, m) for i in range(count) for b in (8, 16)
-            for m in ("compact", "true")]  # fmt: skip
-    plot.plot([*many, cell("full", None, 0.9)], tmp_path / "results.png")
-    assert (tmp_path / "results.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
-
-
-def test_a_plot_needs_budgets_and_matplotlib(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with pytest.raises(ValueError, match="no cell has a budget"):
-        plot.plot([cell("full", None, 0.9)], tmp_path / "results.png")
-    monkeypatch.setattr(plot, "find_spec", lambda _: None)
-    with pytest.raises(ValueError, match=r"pip install kvcap\[plot\]"):
-        plot.require_matplotlib()
 
 
 def test_the_command_plots_and_takes_options(
@@ -300,7 +415,7 @@ def test_the_command_plots_and_takes_options(
     rows = json.loads(capsys.readouterr().out)
     assert [row["options"] for row in rows] == [[["window", 4]], []]
     assert (tmp_path / "out" / "results.png").exists()
-    monkeypatch.setattr(plot, "find_spec", lambda _: None)
+    monkeypatch.setattr(style, "find_spec", lambda _: None)
     assert cli.run([*command, "--out", str(tmp_path / "other")]) == 2
     assert not (tmp_path / "other").exists()  # refused before the sweep
 
@@ -321,7 +436,7 @@ def test_an_interrupted_sweep_goes_on_where_it_stopped(
     cells = run(sweep, tmp_path, lambda done, *_: steps.append(done))
     assert steps == [2, 3, 4, 5]
     assert cells[:2] == kept
-    monkeypatch.setattr(runner, "_load", pytest.fail)
+    monkeypatch.setattr(runner.CellJob, "load", pytest.fail)
     assert run(sweep, tmp_path) == cells  # nothing is missing: no model is loaded
 
 
@@ -343,6 +458,9 @@ def test_cells_of_another_version_are_measured_anew(
         ({"budgets": (0,)}, ValueError, "budgets: 0"),
         ({"budgets": ()}, ValueError, "budgets: give"),
         ({"samples": 0}, ValueError, "samples: 0"),
+        ({"questions": ("before",)}, ValueError, "'aware', 'after'"),
+        ({"depths": (0.5, 2.0)}, ValueError, "depths: 2.0"),
+        ({"tasks": ("niah_single:x.txt",)}, ValueError, "reads no file"),
         ({"options": {"ancor": "mean"}}, ValueError, "did you mean 'anchor'"),
         ({"options": {"anchor": "maen"}}, PolicyError, "one of mean"),
         ({"policies": ("keydiff", "headkv"), "budgets": (48,)}, PolicyError, "needs a table"),
@@ -377,5 +495,5 @@ def test_a_broken_line_is_named(sweep: Sweep, tmp_path: Path) -> None:
 
 
 def test_a_sample_is_one_message() -> None:
-    sample = Sample("A text.", "A question?", "1")
+    sample = Sample("A text.", "A question?", ("1",))
     assert sample.messages == [{"role": "user", "content": "A text.\n\nA question?"}]

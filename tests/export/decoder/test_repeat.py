@@ -15,7 +15,6 @@ from tools import operations  # noqa: F401
 from kvcap import pocket
 from kvcap.cli import run
 from kvcap.export.decoder import spec
-from kvcap.export.decoder.checkpoint import Checkpoint, empty, empty_model, fill, streaming
 from kvcap.export.decoder.depth import are_alike, first_layers, layers_of, numbered
 from kvcap.export.decoder.graph import Decoder
 from kvcap.export.decoder.repeat import Numbered, repeat
@@ -23,6 +22,7 @@ from kvcap.export.decoder.spec import Source, layout_for, open_model
 from kvcap.export.decoder.write import write
 from kvcap.policies import load_policy
 from kvcap.runtime.errors import ToleranceError
+from kvcap.runtime.models.checkpoint import Checkpoint, empty, empty_model, fill, streaming
 from kvcap.runtime.models.files import load_config
 from kvcap.runtime.types import MANIFEST
 

@@ -11,7 +11,7 @@ from reference import NAME, STEPS, Setting, rotate, run_reference
 
 import kvcap
 from kvcap.runtime.backends.pytorch.loop import BlockLoop
-from kvcap.runtime.cache import evictor
+from kvcap.runtime.cache.allocation import LayerStorage
 from kvcap.runtime.cache.query_window import QueryWindow
 from kvcap.runtime.models.rope import Rotation
 
@@ -142,15 +142,23 @@ def test_no_drift_in_bfloat16_after_ten_thousand_evictions():
     assert error.max() <= exact.abs().max() * 2**-8  # one rounding to bfloat16
 
 
+@pytest.mark.parametrize(("every", "policy", "options"), [
+    (1, "keydiff-window", {}), (8, "keydiff-window", {}),
+    (8, "snapkv", {"window": 9, "kernel": 3, "pool": "avg"}),  # of queries that are kept
+])  # fmt: skip
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_keys_rotated_in_place_are_those_rotated_at_attention(dtype, monkeypatch, tokens):
-    """As where evictions are rare on a CPU, in float32; a key moves by no more than its rank."""
+def test_keys_rotated_in_place_are_those_rotated_at_attention(
+    dtype, every, policy, options, monkeypatch, tokens
+):
+    """As tokens are on a CPU, in float32; a key moves by no more than its rank."""
     model, ids = tiny_model("llama", dtype=dtype), tokens(300)
-    caches, logits = [], []
+    eviction = kvcap.load_policy(policy, **options)
+    caches, logits, settle, settled = [], [], LayerStorage.settle, []
+    monkeypatch.setattr(LayerStorage, "settle", lambda self: settled.append(settle(self)))
     for settles in (True, False):
         if not settles:
-            monkeypatch.setattr(evictor, "SETTLED", 1 << 30)
-        cache = kvcap.BudgetCache(model.config, 24, 8, "keydiff-window", evict_every=8)
+            monkeypatch.setattr(LayerStorage, "settles", False)
+        cache = kvcap.BudgetCache(model.config, 24, 8, eviction, evict_every=every)
         loop, found = BlockLoop(model, cache), []
         loop.prefill(ids[:, :40])
         found += [loop.read(ids[:, i : i + 1]) for i in range(40, 200)]
@@ -158,9 +166,7 @@ def test_keys_rotated_in_place_are_those_rotated_at_attention(dtype, monkeypatch
         found += [loop.read(ids[:, i : i + 1]) for i in range(220, 300)]
         caches.append(cache)
         logits.append(torch.cat(found))
-    in_place, at_attention = (cache.capped_layers[0].storage for cache in caches)
-    assert at_attention.pending_rotation is not None
-    assert (in_place.pending_rotation is None) == (dtype == torch.float32)
+    assert bool(settled) == (dtype == torch.float32)
     assert kept(caches[0], 1) == kept(caches[1], 1)
     torch.testing.assert_close(*logits, rtol=1e-4, atol=2e-5)
     keys = [

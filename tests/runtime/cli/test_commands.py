@@ -135,8 +135,10 @@ def test_generate_takes_its_prompt_in_every_way(model: str, kvcap: Any, tmp_path
     assert ways[0][0] == 0
 
 
-def test_generate_json(model: str, kvcap: Any) -> None:
-    budget = ("--kv-budget-tokens", "16", "--block-size", "8")
+@pytest.mark.parametrize(("every", "held"), [((), 16 + 7), (("--evict-every", "1"), 16)])
+def test_generate_json(every: tuple[str, ...], held: int, model: str, kvcap: Any) -> None:
+    """On a CPU an answer evicts every 64 tokens, or every block, from slots of the same bytes."""
+    budget = ("--kv-budget-tokens", "16", "--block-size", "8", "--device", "cpu", *every)
     code, out, _ = kvcap(
         "generate", model, "word " * 60, "--json", "--max-new-tokens", "8", *budget
     )
@@ -146,8 +148,8 @@ def test_generate_json(model: str, kvcap: Any) -> None:
     assert document["finish_reason"] == "length"
     assert document["usage"]["completion_tokens"] == 8
     kv, read = document["kv"], document["usage"]["prompt_tokens"] + 7  # the last is not read
-    assert (kv["policy"], kv["budget_tokens"], kv["held_tokens"]) == ("keydiff", 16, 16)
-    assert kv["evicted_tokens"] == read - 16
+    assert (kv["policy"], kv["budget_tokens"], kv["held_tokens"]) == ("keydiff", 16, held)
+    assert kv["evicted_tokens"] == read - held
     assert kv["bytes"] <= kv["cap_bytes"] == kv["peak_bytes"]
     assert set(document["timing"]) == {"ttft_s", "prefill_tok_s", "decode_tok_s"}
     assert all(value > 0 for value in document["timing"].values())
@@ -457,7 +459,8 @@ def test_a_reached_cap_keeps_what_was_said(model: str, kvcap: Any) -> None:
 def test_what_a_full_cache_does(
     on_full: str, code: int, reason: str, model: str, kvcap: Any
 ) -> None:
-    options = ("--kv-budget-tokens", "24", "--max-new-tokens", "40", "--on-full", on_full)
+    sizes = ("--kv-budget-tokens", "24", "--evict-every", "1", "--max-new-tokens", "40")
+    options = (*sizes, "--on-full", on_full)
     got, out, err = kvcap("generate", model, "Hi", "--json", "-q", *options)
     document = json.loads(out)
     assert (got, document["finish_reason"]) == (code, reason)

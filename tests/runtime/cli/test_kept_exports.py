@@ -168,7 +168,8 @@ def test_what_cannot_be(model, made, tmp_path, capsys):
     text = tmp_path / "text.txt"
     text.write_text("A text.")
     wrong = {"int3": ["--weights", "int3"],
-             "ONNX Runtime": ["--weights", "int4", "--backend", "torch"],
+             "--calibrate is for exports": ["--weights", "int4", "--backend", "torch",
+                                            "--calibrate", str(text)],
              "--calibrate is for --weights int4": ["--weights", "int8", "--calibrate", str(text)],
              "add that": ["--calibrate", str(text)],
              "No such file": ["--weights", "int4", "--calibrate", str(tmp_path / "none")],

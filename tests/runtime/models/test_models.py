@@ -277,7 +277,7 @@ def test_a_plan_says_what_the_layers_hold():
     from kvcap.cli import app
 
     result = CliRunner().invoke(app, ["plan", "pocket", "--kv-budget-tokens", "64"])
-    assert "layers: 6 capped (RoPE default); positions: compact or true" in result.output
+    assert "layers: 6 capped (RoPE default); positions: compact, true or auto" in result.output
     assert "exported, with ONNX Runtime: yes" in result.output
     plan = kvcap.MemoryPlan.of(config_of("afmoe"), kv_budget_tokens=14, block_size=6)
     assert plan.layers == "2 capped (no positions), 2 over a window of their own"

@@ -88,6 +88,9 @@ def test_between_evictions(tokens, tmp_path):
     session.save(tmp_path / "s")
     fork = Session.load(runtime, tmp_path / "s")
     assert torch.equal(read_on(fork, ids[:, 64:]), read_on(session, ids[:, 64:]))
+    other = Session.load(runtime_of(MODELS["llama"]), tmp_path / "s")  # evicts after every token
+    assert read_on(other, ids[:, 64:65]).isfinite().all()
+    assert other.cache.held == 24
 
 
 @pytest.mark.slow(keep=2)

@@ -11,6 +11,7 @@ from transformers import AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForC
 
 import kvcap
 from kvcap import pocket
+from kvcap.runtime.backends.pytorch.runtime import usual_every
 from kvcap.runtime.backends.pytorch.sampler import Sampler
 from kvcap.runtime.interrupts import interrupts_deferred
 from kvcap.runtime.session.decoding import TextStream
@@ -43,8 +44,13 @@ def make(directory, budget=64, **options):
     return session
 
 
-def test_figures_add_up(directory):
-    session = make(directory)
+@pytest.mark.parametrize(("every", "spare"), [(1, 0), (None, 15)])
+def test_figures_add_up(directory, every, spare):
+    """Also where an answer evicts as suits a CPU: every 64 tokens, or every block."""
+    session = make(directory, evict_every=every)
+    assert session.runtime.evict_every == session.runtime.with_budget(40).evict_every == spare + 1
+    assert usual_every("cpu", 128) == 64
+    assert usual_every("cuda", 128) == 1
     for text in ("Hello there, how are you today?", "Tell me more about the weather, please."):
         before = session.stats.seen_tokens
         said = "".join(session.send(text))
@@ -54,7 +60,7 @@ def test_figures_add_up(directory):
         assert stats.turn.completion_tokens == 12
         # The last token of an answer is read with the next turn.
         assert stats.seen_tokens - before == stats.turn.prompt_tokens + 11
-        assert stats.held_tokens == min(stats.seen_tokens, 64)
+        assert 0 <= stats.held_tokens - min(stats.seen_tokens, 64) <= spare
         assert stats.evicted_tokens == stats.seen_tokens - stats.held_tokens
         assert stats.bytes <= stats.peak_bytes == stats.cap_bytes
     session.clear()

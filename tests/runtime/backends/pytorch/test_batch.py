@@ -116,6 +116,29 @@ def test_sessions_that_fill_join_when_they_are_full() -> None:
     assert list(map(kept, sessions)) == list(map(kept, alone))
 
 
+def test_sessions_share_passes_once_their_positions_are_compact(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    runtime = runtime_of(positions="auto")
+    read = [session.cache.seen for session in begun(runtime, SAID[:2])]
+    runtime.model.config.max_position_embeddings = max(read) + 24
+    alone, sessions = begun(runtime, SAID[:2], 40), begun(runtime, SAID[:2], 40)
+    for session in (*alone, *sessions):
+        session.set_generation(eos_token_id=NEVER)
+    expected = ["".join(s.send("Go on.")) for s in alone]
+    batch, rows = runtime.batch(2), []
+    assert batch._rows is not None
+    given = batch._rows.read
+    monkeypatch.setattr(
+        batch._rows, "read", lambda those: (rows.append(len(those)), given(those))[1]
+    )
+    assert together(batch, [(s, s.send("Go on.")) for s in sessions]) == expected
+    assert list(map(kept, sessions)) == list(map(kept, alone))
+    assert all(session.cache.compact_positions for session in sessions)
+    assert {1, 2} == set(rows)  # the longer one had changed before
+    assert sum(rows) < 2 * 39
+
+
 def test_sampled_answers_have_their_own_random_numbers() -> None:
     runtime = runtime_of()
     groups = [begun(runtime, SAID[:2]) for _ in range(2)]

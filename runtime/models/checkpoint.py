@@ -82,6 +82,13 @@ class Checkpoint(Mapping[str, Tensor]):
             found: Tensor = file.get_tensor(stored)
         return found.to(self.dtype) if found.is_floating_point() else found
 
+    def rows(self, name: str, start: int, stop: int) -> Tensor:
+        """Some rows of a weight, in the type that they have in the file; no others are read."""
+        path, stored = self.places[name]
+        with safe_open(path, framework="pt") as file:
+            found: Tensor = file.get_slice(stored)[start:stop]
+        return found
+
     def __iter__(self) -> Iterator[str]:
         return iter(self.places)
 
@@ -132,6 +139,13 @@ def fill(
             part._parameters[name] = known[id(parameter)]
             filled.append((part, name, parameter))
     return filled
+
+
+def fill_buffers(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
+    """Give buffers that a checkpoint has, such as what balances experts, their values there."""
+    for name, buffer in model.named_buffers():
+        if name in weights:
+            buffer.copy_(weights[name])
 
 
 def empty(filled: Filled) -> None:

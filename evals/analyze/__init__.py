@@ -1,0 +1,235 @@
+"""The papers' own diagnostics of a model: one file per analysis, its name is the analysis's name.
+
+An analysis measures one text after another, gathers what it found into figures that JSON can hold,
+draws them, and says in two sentences how to read the picture. To add one, add a file that defines
+what `Analysis` lists. Texts are read uncapped, so that an analysis sees the model's own queries,
+keys and values; what a policy keeps of a text is found by the cache itself.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import json
+import pkgutil
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+from importlib.util import find_spec
+from io import BytesIO
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, cast
+
+import torch
+from torch import Tensor
+
+from kvcap.evals.quality.sweep import options_of
+from kvcap.evals.reports import environment
+from kvcap.evals.texts import Text
+from kvcap.runtime.errors import ExtraMissing
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+ALL = "all"
+
+
+@dataclass(frozen=True)
+class Options:
+    """What an analysis measures. Each reads what its docstring names."""
+
+    policies: tuple[str, ...] = ()
+    budgets: tuple[int, ...] = ()  # slots per KV head
+    block_size: int = 128
+    layer: int | None = None  # of the model
+    head: int | None = None  # KV head
+    policy_options: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Analysis(Protocol):
+    """What an analysis's file defines."""
+
+    TITLE: str
+    PAPER: str
+    """Whose figure it is; empty: nobody's."""
+    POLICIES: tuple[str, ...]
+    """Compared by default; none: it reads no policies."""
+    SHARES: tuple[float, ...]
+    """Budgets by default, as shares of a text; none: it reads no budgets."""
+    PROJECTIONS: bool
+    """Whether it reads output projections."""
+    TEXTS: int | None
+    """The most texts it looks at; None: all."""
+
+    def check(self, options: Options) -> None:
+        """Refuse options that it cannot work with.
+
+        Raises:
+            ValueError: naming the option.
+        """
+
+    def measure(self, text: Text, options: Options) -> Any:
+        """What one text shows."""
+
+    def gather(self, found: Sequence[Any], options: Options) -> dict[str, Any]:
+        """The figures of all texts, of lists and numbers alone; None where one is undefined."""
+
+    def explain(self, figures: dict[str, Any]) -> str:
+        """Two sentences: how to read the picture, and what it says here."""
+
+    def draw(self, figures: dict[str, Any], figure: Figure) -> None:
+        """Draw into an empty figure."""
+
+
+@cache
+def analyses() -> dict[str, Analysis]:
+    """Every analysis by name."""
+    names = sorted(module.name for module in pkgutil.iter_modules(__path__))
+    return {n: cast(Analysis, importlib.import_module(f"{__name__}.{n}")) for n in names}
+
+
+def named(names: Iterable[str]) -> list[str]:
+    """Each once; 'all' as the names it stands for.
+
+    Raises:
+        ValueError: no such analysis; the nearest one is named.
+    """
+    parts = ([*analyses()] if name == ALL else [name] for name in names)
+    found = list(dict.fromkeys(name for part in parts for name in part))
+    for name in found:
+        if name not in analyses():
+            close = difflib.get_close_matches(name, analyses(), n=1)
+            hint = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(analyses())}"
+            raise ValueError(f"no analysis is called {name!r}; {hint}")
+    if not found:
+        raise ValueError(f"name at least one analysis: all, {', '.join(analyses())}")
+    return found
+
+
+def require_matplotlib() -> None:
+    """Refuse before anything is measured.
+
+    Raises:
+        ExtraMissing: matplotlib is not installed.
+    """
+    if find_spec("matplotlib") is None:
+        raise ExtraMissing("kvcap analyze needs matplotlib; run: pip install kvcap[plot]")
+
+
+def run(
+    names: Sequence[str],
+    texts: Sequence[Callable[[], Text]],
+    options: Options,
+    out: Path,
+    report: Callable[[int, int], None] = lambda *_: None,
+) -> dict[str, dict[str, Any]]:
+    """Measure texts one after another; write a PNG and a JSON document per analysis.
+
+    Args:
+        names: of analyses.
+        texts: each is made when its turn comes and dropped after it.
+        options: without policies or budgets, each analysis takes its own.
+        out: folder of the files.
+        report: called with (measurements done, measurements in all).
+
+    Raises:
+        ValueError, PolicyError: before anything is measured, where options cannot work; or a
+            budget holds a whole text, or is too small for what a policy pins.
+    """
+    chosen = {name: analyses()[name] for name in named(names)}
+    for analysis in chosen.values():
+        analysis.check(_with_policies(analysis, options))
+    _check_options(chosen.values(), options)
+    counts = {name: min(len(texts), a.TEXTS or len(texts)) for name, a in chosen.items()}
+    found: dict[str, list[Any]] = {name: [] for name in chosen}
+    settings: dict[str, Options] = {}
+    lengths: list[int] = []
+    done, total = 0, sum(counts.values())
+    report(done, total)
+    for i, make in enumerate(texts):
+        due = [name for name in chosen if i < counts[name]]
+        if not due:
+            break
+        text = make()
+        text.projections = any(chosen[name].PROJECTIONS for name in due)
+        lengths.append(len(text))
+        for name in due:
+            if name not in settings:  # all texts have the budgets of the first
+                settings[name] = _with_budgets(chosen[name], options, len(text))
+            found[name].append(chosen[name].measure(text, settings[name]))
+            done += 1
+            report(done, total)
+    out.mkdir(parents=True, exist_ok=True)
+    device = text.model.device
+    head = {"model": text.model_name, "positions": text.positions, **environment(device)}
+    documents = {}
+    for name, analysis in chosen.items():
+        figures = plain(analysis.gather(found[name], settings[name]))
+        used = settings[name]
+        documents[name] = {
+            "analysis": name,
+            "title": analysis.TITLE,
+            "paper": analysis.PAPER,
+            "read": analysis.explain(figures),
+            **head,
+            "tokens": lengths[: counts[name]],
+            "policies": list(used.policies),
+            "budgets": list(used.budgets),
+            "block_size": used.block_size,
+            "policy_options": dict(used.policy_options),
+            "figures": figures,
+        }
+        _write(documents[name], analysis, out)
+    return documents
+
+
+def plain(value: Any) -> Any:
+    """Tensors as lists, rounded to six digits, and None for what is not finite: fit for JSON.
+
+    >>> plain({"a": torch.tensor([0.5, float("nan")]), "b": (1, float("inf"))})
+    {'a': [0.5, None], 'b': [1, None]}
+    """
+    if isinstance(value, Tensor):
+        return plain(value.tolist())
+    if isinstance(value, Mapping):
+        return {key: plain(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(part) for part in value]
+    if isinstance(value, float):
+        return float(f"{value:.6g}") if -torch.inf < value < torch.inf else None
+    return value
+
+
+def _check_options(chosen: Iterable[Analysis], options: Options) -> None:
+    """Refuse policies that are none, and options that no policy has."""
+    compared = {name for one in chosen for name in _with_policies(one, options).policies}
+    known = {option for name in compared for option in options_of(name)}
+    for option in options.policy_options:
+        if option not in known:
+            close = difflib.get_close_matches(option, sorted(known), n=1)
+            hint = f"did you mean {close[0]!r}?" if close else f"known: {sorted(known)}"
+            raise ValueError(f"no policy that is compared has an option {option!r}; {hint}")
+
+
+def _with_policies(analysis: Analysis, options: Options) -> Options:
+    return replace(
+        options, policies=(options.policies or analysis.POLICIES) * bool(analysis.POLICIES)
+    )
+
+
+def _with_budgets(analysis: Analysis, options: Options, tokens: int) -> Options:
+    shares = [max(1, int(share * tokens)) for share in analysis.SHARES]
+    budgets = (options.budgets or tuple(shares)) * bool(shares)
+    return replace(_with_policies(analysis, options), budgets=budgets)
+
+
+def _write(document: dict[str, Any], analysis: Analysis, out: Path) -> None:
+    from matplotlib.figure import Figure  # without pyplot: no window, no state
+
+    figure = Figure(dpi=160, layout="constrained")
+    analysis.draw(document["figures"], figure)
+    picture = BytesIO()
+    figure.savefig(picture, format="png")
+    text = json.dumps(document, allow_nan=False, ensure_ascii=False) + "\n"
+    (out / f"{document['analysis']}.png").write_bytes(picture.getvalue())
+    (out / f"{document['analysis']}.json").write_text(text, encoding="utf-8")

@@ -1,0 +1,143 @@
+"""OBCache's Figure 2: which scores find the tokens whose eviction moves the next output most?
+
+The oracle is the true change of attention's output, for the token that follows the text, when one
+token alone is evicted. A score sees the text through its last queries, as many as the perturbation
+window has: `recall` is the share of the oracle's first `budget` tokens that are among the score's
+first, each KV head for itself; `reserved` is the same where the newest 20 tokens are kept whatever
+their score (Fig. 2b). `exact` is the oracle's own change summed over the window, which OBCache's
+three scores approximate. Reads `budgets` (the first; the paper's is 40).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from kvcap.evals.analyze import Options
+from kvcap.evals.bench.saliency import SCORES, oracle, recall, scores
+from kvcap.evals.captured import windows
+from kvcap.evals.texts import Text
+from kvcap.policies import Observation
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+TITLE = "Recall of the tokens that matter"
+PAPER = "OBCache, Fig. 2"
+POLICIES: tuple[str, ...] = ()
+SHARES: tuple[float, ...] = (0.04,)  # 40 of the paper's 1,000
+PROJECTIONS = False
+TEXTS = None
+RESERVED = 20  # newest tokens
+SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # queries of the window, and all
+
+
+def check(options: Options) -> None:
+    """Nothing to refuse."""
+
+
+def measure(text: Text, options: Options) -> dict[str, Any]:
+    """Recall by window and score, [windows, scores], mean over layers and KV heads."""
+    tokens = len(text) - 1
+    count = min(options.budgets[0], tokens)
+    sizes = [size for size in SIZES if size < tokens]
+    plain, kept = torch.zeros(len(sizes) + 1, len(SCORES)), torch.zeros(len(sizes) + 1, len(SCORES))
+    for whole in text.layers:
+        truth = oracle(whole, tokens)
+        for i, found in enumerate(growing(whole, tokens, sizes)):
+            for j, score in enumerate(found):
+                plain[i, j] += recall(score, truth, count)
+                kept[i, j] += recall(with_recents(score, min(RESERVED, count)), truth, count)
+    layers = len(text.layers)
+    return {"windows": [*sizes, tokens], "recall": plain / layers, "reserved": kept / layers}
+
+
+def growing(whole: Observation, tokens: int, sizes: Sequence[int]) -> Iterator[Tensor]:
+    """Every score over growing windows of the last queries, and over all. [scores, B, K, tokens].
+
+    Args:
+        whole: as captured.
+        tokens: that are scored.
+        sizes: of windows, rising, each below `tokens`.
+    """
+    total = torch.zeros(len(SCORES), *whole.keys.shape[:2], tokens, device=whole.keys.device)
+    last = tokens
+    for size in (*sizes, tokens):
+        first = tokens - size
+        for part in windows(whole, last, last - first):
+            total[..., : part.keys.shape[2]] += torch.stack([*scores(part).values()])
+        last = first
+        yield total
+
+
+def with_recents(score: Tensor, count: int) -> Tensor:
+    """The same with the newest `count` tokens before all others. [B, K, n]."""
+    score = score.clone()
+    score[..., score.shape[-1] - count :] = torch.inf
+    return score
+
+
+def gather(found: Sequence[dict[str, Any]], options: Options) -> dict[str, Any]:
+    """Means over texts."""
+    return {
+        "budget": options.budgets[0],
+        "texts": len(found),
+        "scores": list(SCORES),
+        "windows": found[0]["windows"],  # the last is all of the text
+        "recall": torch.stack([one["recall"] for one in found]).mean(0),
+        "reserved": torch.stack([one["reserved"] for one in found]).mean(0),
+    }
+
+
+def explain(figures: dict[str, Any]) -> str:
+    """Two sentences."""
+    best = [max(row[j] for row in figures["recall"]) for j in range(len(SCORES))]
+    said = ", ".join(f"{name} {x:.2f}" for name, x in zip(SCORES, best, strict=True))
+    return (
+        "The higher a line, the more of the tokens whose eviction would move the next output most "
+        "are among those the score keeps; to the right, scores add up more of the past queries. "
+        f"The best of all windows, {figures['budget']} slots: {said}."
+    )
+
+
+def draw(figures: dict[str, Any], figure: Figure) -> None:
+    """Fig. 2a and 2b: a line for each score over the window."""
+    figure.set_size_inches(8.4, 3.4)
+    axes = figure.subplots(1, 2, sharex=True, sharey=True)
+    windows_ = figures["windows"]
+    for axis, key, title in zip(
+        axes, ("recall", "reserved"), ("", f", newest {RESERVED} reserved"), strict=True
+    ):
+        for j, (name, style) in enumerate(zip(figures["scores"], STYLES, strict=True)):
+            color, marker, dash, width = style
+            up = [row[j] for row in figures[key]]
+            axis.plot(
+                windows_,
+                up,
+                color=color,
+                marker=marker,
+                ls=dash,
+                lw=width,
+                ms=4,
+                label=name,
+                zorder=2 + (width < 2),
+            )
+        axis.set_title(f"first {figures['budget']} tokens{title}", fontsize=8, loc="left")
+        axis.set_xscale("log", base=2)
+        axis.set_xticks(windows_, [*map(str, windows_[:-1]), "all"])
+        axis.set_xticks([], minor=True)
+        axis.tick_params(labelsize=7)
+        axis.set_ylim(0, 1.02)
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.set_xlabel("last queries that are looked at", fontsize=8)
+    axes[0].set_ylabel("recall of the oracle's choice", fontsize=8)
+    axes[1].legend(fontsize=7, frameon=False, loc="best")
+    figure.suptitle(TITLE, fontsize=9, x=0.01, ha="left")
+
+
+# `exact` is wide and pale behind the lines that approximate it.
+STYLES = (("#6b6f76", "o", "-", 1.2), ("#0b62a4", "s", "--", 1.2), ("#b4450b", "^", ":", 1.4),
+          ("#3d7d1e", "D", "-.", 1.2), ("#c9a7e0", "", "-", 3.0))  # fmt: skip

@@ -1,0 +1,334 @@
+"""Measures how far a cap moves a model's predictions on a text: first choices and KL divergence.
+
+The text is cut into passages, each read from an empty cache. The uncapped model and every setting
+of policy, budget and positions read a passage side by side, a block at a time: the uncapped
+model's predictions are computed once, and no more than a block's are ever held. A setting's
+predictions before its first eviction are counted apart from those after it.
+
+Intervals are bootstrapped over the blocks of the text, as neighbouring tokens are alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvcap.evals.quality.cells import Setting
+from kvcap.evals.quality.scores import bootstrap
+from kvcap.evals.quality.sweep import Sweep
+from kvcap.evals.reports import environment, grid
+from kvcap.policies import load_policy
+from kvcap.runtime.backends.pytorch.loop import BlockLoop
+from kvcap.runtime.backends.pytorch.runtime import Runtime, parse_dtype
+from kvcap.runtime.cache.cache import BudgetCache
+from kvcap.runtime.models.config import ModelShape
+from kvcap.runtime.models.files import encode, load_config, load_tokenizer
+from kvcap.runtime.models.names import resolve
+
+STRETCHES = 4  # of a passage, whose figures are told apart
+ROWS = 64  # of predictions, compared at once
+
+
+def compare(mine: Tensor, truth: Tensor) -> tuple[Tensor, Tensor]:
+    """How far predictions are from the true ones, each given as log-probabilities [T, V].
+
+    Returns:
+        KL(truth ‖ mine) in nats [T], and whether the first choice is the same, bool [T].
+    """
+    divergence = (truth.exp() * (truth - mine)).sum(-1)
+    return divergence.clamp(min=0), mine.argmax(-1) == truth.argmax(-1)
+
+
+@dataclass(frozen=True)
+class Part:
+    """Some of a setting's predictions, beside the uncapped model's. Intervals are of 95 %.
+
+    Without predictions, figures are None; with those of one block, intervals are.
+    """
+
+    tokens: int
+    same: float | None = None  # share of equal first choices
+    same_interval: tuple[float, float] | None = None
+    kl: float | None = None  # mean KL divergence from the uncapped model's prediction, nats
+    kl_interval: tuple[float, float] | None = None
+
+
+@dataclass(frozen=True)
+class Row:
+    """One setting's figures."""
+
+    setting: Setting
+    kv_bytes: int  # all a cache for one sequence takes
+    fits: Part  # predictions before anything was evicted
+    evicted: Part  # and after
+    stretches: tuple[Part, ...]  # all predictions, by their place in the passage
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        s = self.setting
+        return {
+            "policy": s.policy,
+            "options": dict(s.options),
+            "budget": s.budget,
+            "positions": s.positions,
+            "kv_dtype": s.kv_dtype,
+            "kv_bytes": self.kv_bytes,
+            "fits": vars(self.fits),
+            "evicted": vars(self.evicted),
+            "stretches": [vars(part) for part in self.stretches],
+        }
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """What was measured."""
+
+    model: str
+    dtype: str
+    block_size: int
+    tokens: int  # read in all
+    passages: int
+    length: int  # tokens of the longest passage
+    rows: tuple[Row, ...]
+    environment: dict[str, Any]
+
+    def as_dict(self) -> dict[str, Any]:
+        """One JSON document."""
+        return {**vars(self), "rows": [row.as_dict() for row in self.rows]}
+
+
+@dataclass
+class _Counts:
+    """Sums over a block's predictions: how many, equal first choices, KL."""
+
+    stretch: int  # of the passage, by the block's first token
+    evicted: bool
+    tokens: int
+    same: float
+    kl: float
+
+
+@dataclass
+class _Side:
+    """One setting, as it reads a passage."""
+
+    setting: Setting
+    loop: BlockLoop
+    counts: list[_Counts] = field(default_factory=list)
+
+
+def measure(sweep: Sweep, text: str, report: Callable[[int, int], None] | None = None) -> Agreement:
+    """Read `text` under every setting of a sweep and without a cap.
+
+    Args:
+        sweep: its policies, budgets, positions, options, first of its lengths (the most tokens of a
+            passage), samples (the most passages) and how the model is loaded. Passages are
+            no longer than what the model was trained on.
+        text: what is read.
+        report: called after each block with the tokens read and their number.
+
+    Raises:
+        ValueError: no text, or so little that a budget would evict nothing that shows.
+        PolicyError, PlanInfeasible, UnsupportedModel, ModelNotFound, ModelFilesBroken: before
+            weights are read.
+    """
+    # Of what tells tasks apart, nothing is read.
+    sweep = replace(sweep, tasks=("niah_single",), questions=("aware",), depths=(None,))
+    sweep.check()
+    if not text.strip():
+        raise ValueError("the text is empty; give one that is longer than the budget")
+    where = resolve(sweep.model)
+    config = load_config(where)
+    dtype = parse_dtype(sweep.dtype) or getattr(config, "dtype", None) or torch.float32
+    settings = sweep.settings(str(dtype).removeprefix("torch."))
+    opening, ids = encode(load_tokenizer(where), text)
+    shape = ModelShape.of(config.get_text_config(decoder=True))
+    length = max(1, min(sweep.lengths[0], shape.trained_length) - len(opening))
+    starts = range(0, len(ids), length)[: sweep.samples]
+    passages = [[*opening, *ids[i : i + length]] for i in starts]
+    longest = max(map(len, passages), default=0)
+    for setting in settings:
+        _check_length(setting, longest)
+        _new_cache(config, setting, longest)
+    runtime = Runtime.from_pretrained(
+        sweep.model,
+        kv_budget_tokens=longest,
+        block_size=sweep.block_size,
+        dtype=sweep.dtype,
+        device=sweep.device,
+    )
+    model, device = runtime.model, runtime.model.device
+    truth = BlockLoop(model, _new_cache(model.config, None, longest, sweep.block_size))
+    sides = [_Side(s, BlockLoop(model, _new_cache(model.config, s, longest))) for s in settings]
+    total, done = sum(map(len, passages)), 0
+    for passage in passages:
+        for loop in (truth, *(side.loop for side in sides)):
+            loop.cache.reset()
+        for start in range(0, len(passage), sweep.block_size):
+            block = torch.tensor([passage[start : start + sweep.block_size]], device=device)
+            expected = _logits(truth, block)
+            for side in sides:
+                _add(side, block, expected, start * STRETCHES // longest)
+            done += block.shape[1]
+            if report is not None:
+                report(done, total)
+    return Agreement(
+        model=sweep.model,
+        dtype=settings[0].dtype,
+        block_size=sweep.block_size,
+        tokens=total,
+        passages=len(passages),
+        length=longest,
+        rows=tuple(_row(side) for side in sides),
+        environment=environment(device),
+    )
+
+
+def _check_length(setting: Setting, longest: int) -> None:
+    """Refuse a budget whose evictions no prediction would show.
+
+    Raises:
+        ValueError: naming what would do.
+    """
+    if setting.budget is None:
+        return
+    size = setting.block_size
+    first = (setting.budget // size + 1) * size  # tokens read when the first is evicted
+    if longest <= first:
+        raise ValueError(
+            f"{longest:,} tokens are read at once, and under a budget of {setting.budget:,} slots, "
+            f"in blocks of {size:,}, an eviction shows only after {first:,}; give a longer text, "
+            "smaller --budgets, a smaller --block-size or, if they are fewer, more --lengths"
+        )
+
+
+def _new_cache(
+    config: Any, setting: Setting | None, longest: int, block_size: int = 0
+) -> BudgetCache:
+    """A cache of one setting; without one, or a budget, one that holds a whole passage."""
+    if setting is None:
+        return BudgetCache(config, longest, block_size, "full", positions="true")
+    return BudgetCache(
+        config,
+        setting.budget or longest,
+        setting.block_size,
+        load_policy(setting.policy, **dict(setting.options)),
+        positions=setting.positions,
+        kv_dtype=setting.kv_dtype,
+    )
+
+
+def _logits(loop: BlockLoop, block: Tensor) -> Tensor:
+    """Logits [T, V] of every token of a block [1, T], which may not fit the cache at once."""
+    found = []
+    while block.shape[1]:
+        room = loop.cache.room
+        found.append(loop.read_every(block[:, :room])[0])
+        block = block[:, room:]
+    return torch.cat(found) if len(found) > 1 else found[0]
+
+
+def _add(side: _Side, block: Tensor, expected: Tensor, stretch: int) -> None:
+    """Read a block under a setting, and count how its predictions compare."""
+    evicted = any(count < seen for seen, held in side.loop.cache.counters for count in held)
+    same = kl = 0.0
+    logits = _logits(side.loop, block)
+    for mine, truth in zip(logits.split(ROWS), expected.split(ROWS), strict=True):
+        apart, equal = compare(mine.float().log_softmax(-1), truth.float().log_softmax(-1))
+        same, kl = same + float(equal.sum()), kl + float(apart.double().sum())
+    side.counts.append(_Counts(stretch, evicted, len(expected), same, kl))
+
+
+def _row(side: _Side) -> Row:
+    counts = side.counts
+    return Row(
+        side.setting,
+        side.loop.cache.nbytes,
+        fits=_part([c for c in counts if not c.evicted]),
+        evicted=_part([c for c in counts if c.evicted]),
+        stretches=tuple(_part([c for c in counts if c.stretch == i]) for i in range(STRETCHES)),
+    )
+
+
+def _part(counts: Sequence[_Counts]) -> Part:
+    """Shares and means over blocks, with their intervals."""
+    if not counts:
+        return Part(0)
+    sizes = [c.tokens for c in counts]
+    found: dict[str, Any] = {"tokens": sum(sizes)}
+    for name in ("same", "kl"):
+        sums = [getattr(c, name) for c in counts]
+        found[name] = sum(sums) / sum(sizes)
+        if len(counts) > 1:
+            means = [x / size for x, size in zip(sums, sizes, strict=True)]
+            found[f"{name}_interval"] = bootstrap(means, sizes)
+    return Part(**found)
+
+
+def table(found: Agreement) -> str:
+    """The figures as one Markdown text."""
+    edges = [found.length * i // STRETCHES for i in range(STRETCHES + 1)]
+    spans = [f"{a + 1:,} to {b:,}" for a, b in pairwise(edges)]
+    head = ["policy", "positions", "budget"]
+    passages = f"{found.passages} passage{'s' * (found.passages > 1)} of up to {found.length:,}"
+    return "\n".join(
+        [
+            f"# Agreement with the uncapped model, {found.model}",
+            "",
+            f"{found.tokens:,} tokens in {passages}, blocks of {found.block_size}, {found.dtype}, "
+            f"{found.environment['device']}. Same: the share of equal first choices. KL: the mean "
+            "divergence from the uncapped model's prediction, in nats. In brackets: 95 % intervals "
+            "(bootstrap over blocks).",
+            "",
+            *grid(
+                [*head, "same after evictions", "KL after evictions", "tokens",
+                 "same before", "KL before"],
+                [
+                    [
+                        *_names(row.setting),
+                        _figure(row.evicted.same, row.evicted.same_interval, 3),
+                        _figure(row.evicted.kl, row.evicted.kl_interval, 4),
+                        f"{row.evicted.tokens:,}",
+                        _figure(row.fits.same, None, 3),
+                        _figure(row.fits.kl, None, 4),
+                    ]
+                    for row in found.rows
+                ],
+            ),
+            "",
+            "By the place of a block in its passage, same / KL:",
+            "",
+            *grid(
+                [*head, *spans],
+                [
+                    [
+                        *_names(row.setting),
+                        *(
+                            f"{_figure(part.same, None, 3)} / {_figure(part.kl, None, 4)}"
+                            for part in row.stretches
+                        ),
+                    ]
+                    for row in found.rows
+                ],
+            ),
+            "",
+        ]
+    )  # fmt: skip
+
+
+def _names(s: Setting) -> list[str]:
+    given = [*(f"{name}={value}" for name, value in s.options), *([s.slots] if s.slots else [])]
+    budget = "uncapped" if s.budget is None else f"{s.budget:,}"
+    return [", ".join([s.policy, *given]), s.positions, budget]
+
+
+def _figure(value: float | None, interval: tuple[float, float] | None, digits: int) -> str:
+    if value is None:
+        return "none"
+    ends = "" if interval is None else f" ({interval[0]:.{digits}f}–{interval[1]:.{digits}f})"
+    return f"{value:.{digits}f}{ends}"

@@ -1,0 +1,154 @@
+"""Measures one cell: reads its prompts under the cap, answers them, and scores the replies."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from kvcap.evals.measure import eviction_ms, percentiles
+from kvcap.evals.quality.cells import Cell, Setting
+from kvcap.evals.quality.scores import UNITS, cell_score, interval
+from kvcap.evals.quality.tasks import Sample, load_task, unit_of
+from kvcap.evals.reports import device_name, versions
+from kvcap.policies import load_policy
+from kvcap.runtime.backends.pytorch.loop import BlockLoop
+from kvcap.runtime.backends.pytorch.runtime import Runtime
+from kvcap.runtime.cache.cache import BudgetCache
+
+# What every cache holds, whatever its policy is.
+COMMON = ("keys_values", "slot_positions", "rotation_table", "sliding_layers", "state_layers")
+Prompt = tuple[Sample, tuple[list[int], ...]]  # and its token ids, in parts (`prompt_parts`)
+
+
+def new_cache(config: Any, setting: Setting) -> BudgetCache:
+    """A cache for one cell, not yet allocated; one that never evicts holds prompt and answer."""
+    return BudgetCache(
+        config,
+        setting.budget or setting.length + answer_tokens(setting),
+        setting.block_size,
+        load_policy(setting.policy, **dict(setting.options)),
+        positions=setting.positions,
+        kv_dtype=setting.kv_dtype,
+    )
+
+
+def answer_tokens(setting: Setting) -> int:
+    """Tokens that an answer may take."""
+    return setting.max_new_tokens or load_task(setting.task).MAX_NEW_TOKENS
+
+
+def measure(runtime: Runtime, setting: Setting, prompts: Sequence[Prompt], batch: int) -> Cell:
+    """Run all samples of one cell.
+
+    Args:
+        runtime: the model; its own cache is not used.
+        setting: of the cell.
+        prompts: its samples, in order, and how each is read.
+        batch: prompts read at once, at most.
+    """
+    model, task = runtime.model, load_task(setting.task)
+    for _, prompt in prompts:
+        assert sum(map(len, prompt)) <= setting.length, "a task must keep to the length"
+    scores, start = [0.0] * len(prompts), time.perf_counter()
+    for places in batches([parts for _, parts in prompts], batch):
+        rows = zip(*(prompts[i][1] for i in places), strict=True)
+        parts = [torch.tensor(row, device=model.device) for row in rows]  # [B, T] each
+        cache = new_cache(model.config, setting)
+        if not task.MAX_NEW_TOKENS:
+            found = losses(model, cache, parts[0]).mean(-1).tolist()
+        else:
+            said = answer(model, cache, parts, answer_tokens(setting))
+            texts = [runtime.tokenizer.decode(row, skip_special_tokens=True) for row in said]
+            found = [task.score(prompts[i][0], t) for i, t in zip(places, texts, strict=True)]
+        for i, score in zip(places, found, strict=True):
+            scores[i] = score
+    seconds = time.perf_counter() - start
+    unit = UNITS[unit_of(task)]
+    low, high = interval(scores, unit)
+    sizes = new_cache(model.config, setting).layout.nbytes(1, model.dtype)
+    first = [token for part in prompts[0][1] for token in part]
+    return Cell(
+        setting=setting,
+        score=cell_score(scores, unit),
+        ci_low=low,
+        ci_high=high,
+        kv_bytes=sum(sizes.values()),
+        seconds=round(seconds, 2),
+        device=device_name(model.device),
+        versions=versions(),
+        scoring_ms=_scoring_ms(model, setting, torch.tensor([first])),
+        extra_bytes=sum(size for name, size in sizes.items() if name not in COMMON),
+        scores=tuple(scores),
+        unit=unit_of(task),
+    )
+
+
+def batches(prompts: Sequence[tuple[list[int], ...]], size: int) -> Iterator[list[int]]:
+    """Places of prompts that can be read at once: at most `size`, with parts of equal lengths."""
+    alike: dict[tuple[int, ...], list[int]] = {}
+    for i, parts in enumerate(prompts):
+        alike.setdefault(tuple(map(len, parts)), []).append(i)
+    for group in alike.values():
+        for first in range(0, len(group), size):
+            yield group[first : first + size]
+
+
+def _scoring_ms(model: Any, setting: Setting, ids: Tensor) -> dict[str, float] | None:
+    """Milliseconds of eviction per block for one sequence; None for a policy that never evicts."""
+    cache = new_cache(model.config, setting)
+    if not cache.eviction.policy.evicts:
+        return None
+    return percentiles(eviction_ms(model, cache, ids.to(model.device)))
+
+
+def answer(model: Any, cache: BudgetCache, parts: Sequence[Tensor], limit: int) -> list[list[int]]:
+    """Greedy answers to prompts, each cut before the token that ends it.
+
+    Args:
+        model: loaded with `attn_implementation='kvcap'`.
+        cache: empty.
+        parts: of the prompts [B, T] each. After one is read, the cache is evicted down to its
+            budget, as after a block, before the next is.
+        limit: tokens of an answer.
+    """
+    config = model.generation_config.eos_token_id
+    ends = torch.tensor([] if config is None else config, device=parts[0].device).flatten()
+    loop = BlockLoop(model, cache)
+    logits = [loop.prefill(ids) for ids in parts][-1]
+    said = [logits.argmax(-1)]  # [B] each
+    while len(said) < limit and not _ended(said, ends).all():
+        said.append(loop.read(said[-1][:, None]).argmax(-1))
+    rows: list[list[int]] = torch.stack(said, dim=1).tolist()
+    stops = set(ends.tolist())
+    return [_cut(row, stops) for row in rows]
+
+
+@torch.inference_mode()
+def losses(model: Any, cache: BudgetCache, ids: Tensor) -> Tensor:
+    """The loss of every token but the first of texts [B, T], in nats: [B, T - 1], float32.
+
+    Tokens are read block by block: each sees what the cache held before its block, and the block up
+    to itself.
+    """
+    loop, found, done = BlockLoop(model, cache), list[Tensor](), 0
+    while done < ids.shape[1] - 1:
+        block = ids[:, done : done + cache.room]
+        after = ids[:, done + 1 : done + 1 + block.shape[1]]
+        logits = loop.read_every(block).float()
+        found.append(cross_entropy(logits[:, : after.shape[1]].mT, after, reduction="none"))
+        done += block.shape[1]
+    return torch.cat(found, dim=1)
+
+
+def _ended(said: list[Tensor], ends: Tensor) -> Tensor:
+    """Which rows hold an ending token. Bool [B]."""
+    return torch.isin(torch.stack(said, dim=1), ends).any(-1)
+
+
+def _cut(row: list[int], stops: set[int]) -> list[int]:
+    return row[: next((i for i, token in enumerate(row) if token in stops), len(row))]

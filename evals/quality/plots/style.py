@@ -1,0 +1,40 @@
+"""How all pictures look: widths, sizes of letters, and lines that can be told apart."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib.util import find_spec
+
+WIDTH = 8.6  # inches of a picture: letters of 8 points can be read at half the width of a page
+DPI = 160
+SIZES = {"title": 10, "label": 9, "tick": 8}  # points
+Dash = str | tuple[float, tuple[float, ...]]
+MARKERS = "osD^vP*X<>"
+DASHES: tuple[Dash, ...] = ("-", (0, (4, 1.5)), (0, (1.5, 1)))
+# Paul Tol's bright colors, which differ in lightness and for eyes that see no red or no green.
+COLORS = ("#4477aa", "#ee6677", "#228833", "#aa3377", "#b58a00", "#2a9fc4", "#777777")
+
+
+def require_matplotlib() -> None:
+    """Refuse early: a sweep takes hours, and its picture comes last.
+
+    Raises:
+        ValueError: matplotlib is not installed.
+    """
+    if find_spec("matplotlib") is None:
+        raise ValueError("--plot needs matplotlib; run: pip install kvcap[plot]")
+
+
+@dataclass(frozen=True)
+class Style:
+    """How one of several lines or kinds of points looks; no two of 70 look alike."""
+
+    color: str
+    marker: str
+    dash: Dash
+
+    @classmethod
+    def of(cls, place: int) -> Style:
+        """The style of the line at a place of the legend, from 0."""
+        marker = MARKERS[place % len(MARKERS)]
+        return cls(COLORS[place % len(COLORS)], marker, DASHES[place % len(DASHES)])

@@ -1,0 +1,233 @@
+"""Tasks whose samples are rows of a file: one JSON object a line, checked before anything runs.
+
+Knows how rows are found, read, drawn and held to a length. What is in a row, each kind of file says
+for itself (`tasks/file.py`, `longbench.py`, `ruler.py`, `math.py`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import zipfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from random import Random
+from typing import Any, ClassVar
+
+from kvcap.evals.quality.metrics import PARTIAL, load_metric
+from kvcap.evals.quality.tasks import Sample, prompt_ids
+from kvcap.runtime.files import check_plain, parse_json
+
+MOST = 1 << 30  # bytes of a file
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of a file.
+
+    Args:
+        where: file and line, for messages.
+        given: the JSON object.
+    """
+
+    where: str
+    given: dict[str, Any]
+
+    def text(self, name: str) -> str:
+        """A field that holds a text.
+
+        Raises:
+            ValueError: it is missing, or holds something else.
+        """
+        value = self._field(name)
+        if not isinstance(value, str):
+            raise ValueError(f"{self.where}: {name!r} is {_kind(value)}; give a text")
+        return value
+
+    def texts(self, name: str) -> tuple[str, ...]:
+        """A field that holds a text or a list of texts, at least one; whole numbers are texts.
+
+        Raises:
+            ValueError: it is missing, or holds something else.
+        """
+        value = self._field(name)
+        found = value if isinstance(value, list) else [value]
+        if wrong := [part for part in found if type(part) not in (str, int)]:
+            raise ValueError(f"{self.where}: {name!r} holds {_kind(wrong[0])}; give texts")
+        if not found:
+            raise ValueError(f"{self.where}: {name!r} holds no text; give at least one")
+        return tuple(map(str, found))
+
+    def _field(self, name: str) -> Any:
+        if name not in self.given:
+            has = ", ".join(map(repr, self.given)) or "nothing"
+            raise ValueError(f"{self.where} has no {name!r}; it has {has}")
+        return self.given[name]
+
+
+@dataclass(frozen=True)
+class RowSample(Sample):
+    """A sample made of a row: besides, what scores it, and where it stands."""
+
+    metric: str = "contains"  # a name in `metrics.METRICS`
+    classes: tuple[str, ...] = ()  # all labels there are, where the answer is one of them
+    where: str = ""
+
+
+Fit = Callable[[RowSample, Any, int], RowSample]
+"""`fit(sample, tokenizer, length)`: the sample with a prompt of at most `length` tokens."""
+
+
+def refuse_longer(sample: RowSample, tokenizer: Any, length: int) -> RowSample:
+    """The sample as it is.
+
+    Raises:
+        ValueError: its prompt has more than `length` tokens.
+    """
+    size = len(prompt_ids(tokenizer, sample))
+    if size > length:
+        raise ValueError(
+            f"{sample.where}: the prompt has {size:,} tokens, more than --lengths {length:,}; give "
+            f"{size:,} or more, or make the text shorter"
+        )
+    return sample
+
+
+@dataclass(frozen=True)
+class RowsTask:
+    """A task over the rows of a file.
+
+    Args:
+        MAX_NEW_TOKENS: tokens an answer may take.
+        samples: of all rows, in the file's order.
+        where: the file, for messages.
+        digest: of the file's content: cells measured on other content are other cells.
+        fit: makes a sample keep to a length, or refuses it.
+        read: what of a reply is scored.
+    """
+
+    MAX_NEW_TOKENS: int
+    samples: tuple[RowSample, ...]
+    where: str
+    digest: str
+    fit: Fit = refuse_longer
+    read: Callable[[str], str] = str
+    PLACED: ClassVar[bool] = False
+
+    @property
+    def UNIT(self) -> str:  # written as in a task's file
+        """What its scores are numbers of: of the one metric that all rows have, or just scores."""
+        units = {PARTIAL.get(sample.metric, "share") for sample in self.samples}
+        return units.pop() if len(units) == 1 else "score"
+
+    def make(self, rng: Random, tokenizer: Any, length: int, depth: float) -> RowSample:
+        """Any row. `depth` means nothing here."""
+        return self._fitted(rng.choice(self.samples), tokenizer, length)
+
+    def draw(self, tokenizer: Any, length: int, count: int, seed: int) -> list[RowSample]:
+        """`count` different rows: the first of an order that the seed alone decides.
+
+        Raises:
+            ValueError: the file has fewer, or a prompt is longer than `length`.
+        """
+        if count > len(self.samples):
+            raise ValueError(
+                f"{self.where} has {len(self.samples)} rows, and --samples asks for {count}; give "
+                f"--samples {len(self.samples)} or fewer"
+            )
+        order = Random(f"rows/{seed}").sample(range(len(self.samples)), len(self.samples))
+        return [self._fitted(self.samples[i], tokenizer, length) for i in order[:count]]
+
+    def score(self, sample: RowSample, reply: str) -> float:
+        """What the row's metric says of the reply."""
+        metric = load_metric(sample.metric)
+        return metric(self.read(reply), sample.answers, sample.classes)
+
+    def _fitted(self, sample: RowSample, tokenizer: Any, length: int) -> RowSample:
+        if sample.chat and not getattr(tokenizer, "chat_template", None) and not sample.before:
+            sample = replace(sample, chat=False)  # a base model goes on from the text itself
+        return self.fit(sample, tokenizer, length)
+
+
+def rows_task(
+    path: Path, write: Callable[[Row], RowSample], max_new_tokens: int, member: str | None = None,
+    **options: Any,
+) -> RowsTask:  # fmt: skip
+    """The task of a file, every row of it checked.
+
+    Args:
+        path: of the file.
+        write: makes a row's sample.
+        max_new_tokens: that an answer may take.
+        member: if `path` is a zip archive, the file in it.
+        options: `fit` and `read` of the task.
+
+    Raises:
+        ValueError: no such file, an empty one, or a row that cannot be asked, by its line.
+        ExtraMissing: a package that scores a row is not installed.
+    """
+    data, name = _read(path, member)
+    samples = tuple(write(row) for row in _rows(data, name))
+    if not samples:
+        raise ValueError(f"{name} is empty; give one JSON object a line")
+    for metric in {sample.metric for sample in samples}:
+        load_metric(metric)
+    return RowsTask(max_new_tokens, samples, name, hashlib.sha256(data).hexdigest()[:16], **options)
+
+
+def find(path: str, *names: str) -> Path:
+    """The file that is meant: `path` itself, or in the folder `path` the first of `names` there.
+
+    Raises:
+        ValueError: there is none; what was looked for is named.
+    """
+    given = Path(path).expanduser()
+    if not given.is_dir():
+        return given
+    for name in names:
+        if (given / name).is_file():
+            return given / name
+    raise ValueError(f"{path} has none of {', '.join(names)}" if names else
+                     f"{path} is a folder; give a file of one JSON object a line")  # fmt: skip
+
+
+def _read(path: Path, member: str | None) -> tuple[bytes, str]:
+    """A file's bytes, and what to call it."""
+    try:
+        check_plain(path, MOST)
+        if path.suffix != ".zip":
+            return path.read_bytes(), str(path)
+        with zipfile.ZipFile(path) as archive:
+            if member not in archive.namelist():
+                raise ValueError(f"{path} has no {member}")
+            if archive.getinfo(member).file_size > MOST:
+                raise ValueError(f"{member} of {path} has more than {MOST:,} bytes")
+            return archive.read(member), f"{path}/{member}"
+    except OSError as error:
+        raise ValueError(f"cannot read {str(path)!r}: {error.strerror or error}") from error
+    except zipfile.BadZipFile as error:
+        raise ValueError(f"{path} is no zip archive, or a broken one ({error})") from error
+
+
+def _rows(data: bytes, name: str) -> Iterator[Row]:
+    for number, line in enumerate(io.BytesIO(data), 1):
+        where = f"{name}, line {number}"
+        if not line.strip():
+            continue
+        try:
+            given = parse_json(line)
+        except ValueError as error:
+            raise ValueError(f"{where} is no JSON ({error})") from error
+        if not isinstance(given, dict):
+            raise ValueError(f"{where} is {_kind(given)}; give a JSON object")
+        yield Row(where, given)
+
+
+def _kind(value: Any) -> str:
+    """What a JSON value is, in words."""
+    names: Sequence[tuple[Any, str]] = (
+        (type(None), "null"), (bool, "true or false"), (str, "a text"), ((int, float), "a number"),
+        (list, "a list"),
+    )  # fmt: skip
+    return next((word for kind, word in names if isinstance(value, kind)), "an object")

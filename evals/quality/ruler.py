@@ -1,0 +1,122 @@
+"""What RULER's families share: needles, haystacks, and the scores of replies.
+
+C.-P. Hsieh et al., 2024, arXiv 2404.06654; lengths of answers and scores are those of
+https://github.com/NVIDIA/RULER (scripts/data/synthetic/constants.py, scripts/eval/synthetic).
+The text is generated here, and no solved example comes before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import cycle
+from random import Random
+from typing import Any, Literal
+from uuid import UUID
+
+from kvcap.evals.quality.metrics import contains_all
+from kvcap.evals.quality.tasks import Sample, prompt_ids
+from kvcap.evals.quality.text import fit, fit_whole, scatter
+from kvcap.pocket import words
+from kvcap.pocket.corpus import filler
+from kvcap.pocket.prose import pick
+from kvcap.pocket.tasks import listing
+
+Values = Literal["number", "word", "uuid"]
+NEEDLE = "One of the special magic {}s for {} is: {}."
+# The haystack of passkey retrieval (A. Mohtashami, M. Jaggi, 2023, arXiv 2305.16300).
+NOISE = (
+    "The grass is green.",
+    "The sky is blue.",
+    "The sun is yellow.",
+    "Here we go.",
+    "There and back again.",
+)
+
+
+def string_match_all(sample: Sample, reply: str) -> float:
+    """The share of the answers that stand in the reply, whatever their case."""
+    return contains_all(reply, sample.answers)
+
+
+@dataclass(frozen=True)
+class Needles:
+    """Sentences that give keys their values, hidden in a text; the question is for some keys.
+
+    Args:
+        values: what is asked for.
+        keys: what values belong to.
+        haystack: sentences that repeat, prose, or needles that are not asked for.
+        asked: keys asked for in one question.
+        each: values of a key.
+        others: keys in the text that are not asked for, of one value each.
+    """
+
+    values: Values = "number"
+    keys: Values = "word"
+    haystack: Literal["noise", "prose", "needles"] = "prose"
+    asked: int = 1
+    each: int = 1
+    others: int = 0
+
+    def make(self, rng: Random, tokenizer: Any, length: int, depth: float) -> Sample:
+        """A text with all needles; with several answers, these are spread evenly from `depth`."""
+        draw = distinct(rng)
+        asked = [draw(self.keys) for _ in range(self.asked)]
+        told = [(key, draw(self.values)) for key in asked for _ in range(self.each)]
+        answers = tuple(value for _, value in told)
+        # Of a single answer the depth stays as it is: 1 is the end, and not the start again.
+        places = [(depth + i / len(told)) % 1 if i else depth for i in range(len(told))]
+        rng.shuffle(places)
+        for _ in range(self.others):
+            told.append((draw(self.keys), draw(self.values)))
+            places.append(rng.random())
+        needles = [NEEDLE.format(self.values, *pair) for pair in told]
+        what, many = self.values, len(answers) > 1
+        plural, are = ("s", "are") if many else ("", "is")
+        every = " all" if self.each > 1 else ""
+        named = f"the special magic {what}{plural} for {listing(asked)} mentioned in the provided"
+
+        def write(sentences: list[str], prose: list[str]) -> Sample:
+            lines = [*prose, *scatter(needles, places, sentences)]
+            text = (" " if self.haystack == "prose" else "\n").join(lines)
+            return Sample(
+                f"Some special magic {what}s are hidden within the following text. Make sure to "
+                f"memorize it. I will quiz you about the {what}s afterwards.\n{text}",
+                f"What {are}{every} {named} text?",
+                answers,
+                joint="\n",
+                opening=f"T{named[1:]} text {are}",
+            )
+
+        def measure(sentences: list[str], prose: list[str]) -> int:
+            return len(prompt_ids(tokenizer, write(sentences, prose)))
+
+        if self.haystack == "needles":
+            hay = iter(lambda: NEEDLE.format(what, draw(self.keys), draw(what)), "")
+            return write(*fit_whole(measure, hay, filler(rng), length))
+        around = filler(rng) if self.haystack == "prose" else cycle(NOISE)
+        return write(fit(lambda sentences: measure(sentences, []), around, length), [])
+
+
+def distinct(rng: Random) -> Callable[[Values], str]:
+    """Draws magic words, numbers of seven digits and UUIDs, none of them twice."""
+    drawn = set[str]()
+
+    def draw(kind: Values) -> str:
+        while True:
+            found = _magic(rng, kind, len(drawn))
+            if found not in drawn:
+                drawn.add(found)
+                return found
+
+    return draw
+
+
+def _magic(rng: Random, kind: Values, drawn: int) -> str:
+    if kind == "number":
+        return str(rng.randrange(10**6, 10**7))
+    if kind == "uuid":
+        return str(UUID(int=rng.getrandbits(128), version=4))
+    first = [pick(rng, words.ADJECTIVES)] if drawn > 2000 else []  # two words run out
+    return "-".join([*first, pick(rng, words.ADJECTIVES), pick(rng, words.NOUNS)])

@@ -1,0 +1,66 @@
+"""RULER's common words extraction: ten words of a list occur more often than the others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from random import Random
+from typing import Any
+
+from kvcap.evals.quality.ruler import string_match_all
+from kvcap.evals.quality.tasks import Sample, prompt_ids
+from kvcap.evals.quality.text import fit_whole
+from kvcap.pocket import words
+from kvcap.pocket.corpus import filler
+from kvcap.pocket.prose import invented
+
+MAX_NEW_TOKENS = 120
+PLACED = False  # words are spread over the list
+COMMON = 10
+OFTEN, SELDOM = 30, 3  # times that a common word occurs, and another
+SHORT = 4096  # tokens, below which words occur less often, in the same proportion
+score = string_match_all
+
+
+def make(rng: Random, tokenizer: Any, length: int, depth: float) -> Sample:
+    """A numbered list in random order; `depth` is not used."""
+    often, seldom = (OFTEN, SELDOM) if length >= SHORT else (OFTEN // SELDOM, 1)
+    known = sorted({word.lower() for word in (*words.NOUNS, *words.ANIMALS, *words.FOODS)})
+    drawn = _apart(rng, known)
+    common = [next(drawn) for _ in range(COMMON)]
+    order = rng.getrandbits(32)
+
+    def write(others: list[str], prose: list[str]) -> Sample:
+        entries = [word for word in common for _ in range(often)]
+        entries += [word for word in others for _ in range(seldom)]
+        Random(order).shuffle(entries)
+        numbered = " ".join(f"{i}. {word}" for i, word in enumerate(entries, 1))
+        task = (
+            "Below is a numbered list of words. In these words, some appear more often than "
+            "others. Memorize the ones that appear most often."
+        )
+        return Sample(
+            "\n".join([" ".join([*prose, task]), numbered]),
+            f"Question: What are the {COMMON} most common words in the above list?",
+            tuple(common),
+            joint="\n",
+            opening=f"The {COMMON} words that appear most often in the list are:",
+        )
+
+    def measure(others: list[str], prose: list[str]) -> int:
+        return len(prompt_ids(tokenizer, write(others, prose)))
+
+    return write(*fit_whole(measure, drawn, filler(rng), length))
+
+
+def _apart(rng: Random, known: list[str]) -> Iterator[str]:
+    """Words in random order, English and then made up, none a part of another."""
+    rng.shuffle(known)
+    drawn: list[str] = []
+    text = " "  # all that were drawn
+    left = iter(known)
+    while True:
+        word = next(left, "") or invented(rng, 3, 5)
+        if word not in text and not any(other in word for other in drawn):
+            drawn.append(word)
+            text += f"{word} "
+            yield word

@@ -1,0 +1,59 @@
+"""A user's own task: `file:PATH`, one JSON object a line.
+
+`{"context": …, "question": …, "answers": […]}`, or `{"messages": […], "answers": […]}` with the
+question as the last message of a conversation. Optional: `"metric"`, a name in `metrics.METRICS`,
+and `"classes"`, the labels that the metric `classification` chooses from. `file/METRIC:PATH` scores
+the rows that name none.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+from kvcap.evals.quality.metrics import load_metric
+from kvcap.evals.quality.rows import Row, RowSample, RowsTask, find, rows_task
+from kvcap.runtime.errors import KvcapError
+from kvcap.runtime.session.messages import checked_messages
+
+MAX_NEW_TOKENS = 64
+
+
+def from_file(path: str, part: str = "") -> RowsTask:
+    """The task of a JSONL; `part` is the metric of rows that name none ('contains').
+
+    Raises:
+        ValueError: no such file or metric, an empty file, or a row that cannot be asked.
+        ExtraMissing: a metric's package is not installed.
+    """
+    if not path:
+        raise ValueError("task 'file' needs a file; give file:PATH, or --data PATH")
+    metric = part or "contains"
+    load_metric(metric)
+    return rows_task(find(path), partial(_sample, metric=metric), MAX_NEW_TOKENS)
+
+
+def _sample(row: Row, metric: str) -> RowSample:
+    name = row.text("metric") if "metric" in row.given else metric
+    try:
+        load_metric(name)
+    except ValueError as error:
+        raise ValueError(f"{row.where}: {error}") from error
+    classes = row.texts("classes") if "classes" in row.given else ()
+    if name == "classification" and not classes:
+        raise ValueError(f"{row.where} has no 'classes'; the metric classification needs all names")
+    answers = row.texts("answers")
+    if not all(answer.strip() for answer in answers):
+        raise ValueError(f"{row.where}: an answer is empty, which any reply would contain")
+    if "messages" in row.given:
+        try:
+            *before, last = checked_messages(row.given["messages"])
+        except KvcapError as error:
+            raise ValueError(f"{row.where}: {error}") from error
+        earlier = tuple((said["role"], said["content"]) for said in before)
+        return RowSample("", last["content"], answers, joint="", before=earlier, metric=name,
+                         classes=classes, where=row.where)  # fmt: skip
+    question = row.text("question")
+    if not question.strip():
+        raise ValueError(f"{row.where}: 'question' is empty")
+    return RowSample(row.text("context"), question, answers, metric=name, classes=classes,
+                     where=row.where)  # fmt: skip

@@ -1,0 +1,65 @@
+"""RULER's frequent words extraction: which coded words occur most often, by a Zeta law."""
+
+from __future__ import annotations
+
+from itertools import repeat
+from math import pi
+from random import Random
+from string import ascii_lowercase
+from typing import Any
+
+from kvcap.evals.quality.ruler import string_match_all
+from kvcap.evals.quality.tasks import Sample, prompt_ids
+from kvcap.evals.quality.text import fit
+
+MAX_NEW_TOKENS = 50
+PLACED = False  # words are spread over the text
+ASKED = 3
+DOTS = "..."  # the most frequent of all, to be ignored
+VOCABULARY = 50  # tokens of a text for each of its coded words
+LEAST = 4  # how often the third most frequent word occurs, at least
+score = string_match_all
+
+
+def make(rng: Random, tokenizer: Any, length: int, depth: float) -> Sample:
+    """Coded words in random order; `depth` is not used.
+
+    The word of rank k, the dots being of rank 1, has the share `6 / (π k)²`.
+    """
+    coded: dict[str, None] = {}
+    while len(coded) < max(2 * ASKED, length // VOCABULARY):
+        coded["".join(rng.choices(ascii_lowercase, k=6))] = None
+    order = rng.getrandbits(32)
+
+    def write(count: int, dots: list[str]) -> Sample:
+        entries = [w for k, w in enumerate(coded, 2) for _ in range(round(count * _share(k)))]
+        entries += [DOTS] * round(count * _share(1))
+        entries += dots
+        Random(order).shuffle(entries)
+        return Sample(
+            "Read the following coded text and track the frequency of each coded word. Find the "
+            f"three most frequently appeared coded words. {' '.join(entries)}",
+            "Question: Do not provide any explanation. Please ignore the dots '....'. What are "
+            "the three most frequently appeared words in the above coded text?",
+            tuple(coded)[:ASKED],
+            joint="\n",
+            opening="According to the coded text above, the three most frequently appeared words "
+            "are:",
+        )
+
+    def measure(count: int, dots: list[str]) -> int:
+        return len(prompt_ids(tokenizer, write(count, dots)))
+
+    least = count = round(LEAST / _share(1 + ASKED))
+    if (needed := measure(least, [])) > length:
+        raise ValueError(f"a length of {length} tokens is too short; {needed} are needed")
+    step = 1 << length.bit_length()
+    while step := step >> 1:
+        if measure(count + step, []) <= length:
+            count += step
+    return write(count, fit(lambda dots: measure(count, dots), repeat(DOTS), length))
+
+
+def _share(rank: int) -> float:
+    """The Zeta law with exponent 2, whose sum over all ranks is 1."""
+    return 6 / (pi * rank) ** 2

@@ -1,0 +1,60 @@
+"""Phone book lookup (KeyDiff, Table 17): the number of one name in a list of names and numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from random import Random
+from string import ascii_uppercase
+from typing import Any
+
+from kvcap.evals.quality.tasks import Sample, prompt_ids
+from kvcap.evals.quality.text import fit_whole, has_word, scatter
+from kvcap.pocket import words
+from kvcap.pocket.corpus import filler
+from kvcap.pocket.facts import Fact
+from kvcap.pocket.prose import pick
+
+MAX_NEW_TOKENS = 32
+
+
+def make(rng: Random, tokenizer: Any, length: int, depth: float) -> Sample:
+    """A list with the entry that is asked for at `depth`."""
+    book = _entries(rng)
+    asked = next(book)
+    fact = Fact(f"{asked.key}'s phone number", asked.value)
+
+    def write(entries: list[str], prose: list[str]) -> Sample:
+        lines = scatter([_line(asked)], [depth], entries)
+        return Sample(
+            "\n".join([" ".join([*prose, "Here is a phone book."]), *lines]),
+            fact.question,
+            (fact.value,),
+        )
+
+    def measure(entries: list[str], prose: list[str]) -> int:
+        return len(prompt_ids(tokenizer, write(entries, prose)))
+
+    return write(*fit_whole(measure, map(_line, book), filler(rng), length))
+
+
+def score(sample: Sample, reply: str) -> float:
+    """Whether the number stands in the reply as a word of its own."""
+    return float(has_word(reply, sample.answers[0]))
+
+
+def _line(entry: Fact) -> str:
+    return f"{entry.key}: {entry.value}"
+
+
+def _entries(rng: Random) -> Iterator[Fact]:
+    """Names and numbers of seven digits, none of them twice."""
+    names, numbers = set[str](), set[str]()
+    while True:
+        # First and last names run out; initials are as good as endless.
+        initial = f" {rng.choice(ascii_uppercase)}." if len(names) > 2000 else ""
+        name = f"{pick(rng, words.FIRST_NAMES)}{initial} {pick(rng, words.LAST_NAMES)}"
+        number = str(rng.randrange(10**6, 10**7))
+        if name not in names and number not in numbers:
+            names.add(name)
+            numbers.add(number)
+            yield Fact(name, number)

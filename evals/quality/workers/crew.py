@@ -1,0 +1,86 @@
+"""Decides where the workers of a sweep run, and how many there are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from kvcap.evals.quality.workers import Engine, Here, Job
+from kvcap.evals.quality.workers.processes import Processes
+from kvcap.evals.quality.workers.ray_cluster import RayCluster, require_ray
+from kvcap.runtime.errors import PlanInfeasible
+from kvcap.runtime.memory.free_memory import free_memory
+from kvcap.runtime.units import format_bytes
+
+Place = Literal["local", "ray"]
+
+
+@dataclass(frozen=True)
+class Crew:
+    """Workers as a user asks for them. One local worker is the process itself."""
+
+    engine: Place = "local"
+    workers: int | None = None  # None: one per GPU, or what `RayCluster` finds room for, or one
+    threads: int | None = None  # of the CPU, all local workers together, or each on a cluster
+    ray_address: str | None = None
+
+    def check(self) -> None:
+        """Refuse what cannot be run.
+
+        Raises:
+            ValueError: naming the option.
+            ExtraMissing: Ray is not installed.
+        """
+        if self.engine not in get_args(Place):
+            raise ValueError(f"--engine {self.engine!r}: give {' or '.join(get_args(Place))}")
+        if self.workers is not None and self.workers < 1:
+            raise ValueError(f"--workers {self.workers} will not work, give 1 or more")
+        if self.engine == "ray":
+            require_ray()
+        elif self.ray_address is not None:
+            raise ValueError(f"--ray-address {self.ray_address} needs --engine ray")
+
+    def local_workers(self, device: str | None) -> int:
+        """How many processes of this machine are to work on a device."""
+        import torch
+
+        gpus = 0 if device not in (None, "cuda") else torch.cuda.device_count()
+        return self.workers or max(1, gpus)
+
+    def check_memory(self, device: str | None, each: int) -> None:
+        """Refuse more processes than memory holds.
+
+        Args:
+            device: where models compute; on a GPU nothing is known before they do.
+            each: bytes that a worker takes at least.
+
+        Raises:
+            PlanInfeasible: naming how many fit.
+        """
+        import torch
+
+        count, free = self.local_workers(device), free_memory().nbytes
+        on_cpu = device == "cpu" or (device is None and not torch.cuda.is_available())
+        if self.engine == "local" and on_cpu and count > 1 and count * each > free:
+            raise PlanInfeasible(
+                f"--workers {count}: each takes {format_bytes(each)} at least, and "
+                f"{format_bytes(free)} are free; give --workers {max(1, free // each)}"
+            )
+
+    def local_threads(self, device: str | None) -> int | None:
+        """Threads of the CPU for each local worker; None leaves them to PyTorch."""
+        import torch
+
+        count = self.local_workers(device)
+        return max(1, (self.threads or torch.get_num_threads()) // count) if count > 1 else None
+
+    def start(self, job: Job, device: str | None) -> Engine:
+        """The engine that does a job.
+
+        Raises:
+            ValueError: no Ray cluster answers, or it has no machine that is large enough.
+        """
+        if self.engine == "ray":
+            return RayCluster(job, self.workers, self.threads, self.ray_address)
+        count = self.local_workers(device)
+        return Here(job) if count == 1 else Processes(job, count)

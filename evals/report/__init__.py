@@ -1,0 +1,199 @@
+"""Writes one HTML page of a folder that `kvcap eval` and `kvcap analyze` filled.
+
+The page is a single file without any outside request: pictures are data URLs, and a content
+security policy lets only the page's own style and script run, by their hashes. What stands in the
+folder is data and never markup: the template escapes it, tables come from cells, and the token
+strip reads JSON.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markdown_it import MarkdownIt
+from markupsafe import Markup
+
+from kvcap.evals.quality.cells import Cell, read_cells
+from kvcap.evals.quality.table import results
+from kvcap.runtime.files import SETTINGS, check_plain, read_json, read_plain
+
+CELLS = "cells.jsonl"
+PICTURE = 16 << 20  # the most bytes of one
+PNG = b"\x89PNG\r\n\x1a\n"
+STRIP = "kept"
+NEEDED = {"analysis", "title", "paper", "read", "model", "device", "tokens", "policies", "budgets",
+          "figures"}  # fmt: skip
+
+
+def write(folder: Path, target: Path) -> None:
+    """Write the page of `folder` to the file `target`.
+
+    Raises:
+        ValueError: no folder, nothing to report in it, a file in it that is broken, or a target
+            that cannot be written.
+    """
+    html = page(folder)
+    if target.is_dir() or not target.parent.is_dir():
+        raise ValueError(f"cannot write {str(target)!r}: no such folder, or it is one")
+    try:
+        target.write_text(html, encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"cannot write {str(target)!r}: {error.strerror}") from error
+
+
+def page(folder: Path) -> str:
+    """The page of a folder.
+
+    Raises:
+        ValueError: no folder, nothing to report in it, or a file in it that is broken.
+    """
+    if not folder.is_dir():
+        raise ValueError(f"there is no folder {str(folder)!r}; kvcap eval --out DIR makes one")
+    cells = _cells(folder)
+    analyses = _analyses(folder)
+    known = {document["analysis"] for document in analyses}
+    plots = [path for path in sorted(folder.glob("*.png")) if path.stem not in known]
+    if not cells and not analyses:
+        raise ValueError(
+            f"{str(folder)!r} holds neither {CELLS} nor an analysis; kvcap eval and kvcap analyze "
+            "write them, with --out"
+        )
+    loader = Environment(
+        loader=PackageLoader("kvcap.evals.report", "."), autoescape=True, undefined=StrictUndefined
+    )
+    style, script = (_source(loader, name) for name in ("style.css", "strip.js"))
+    kept = next((d for d in analyses if d["analysis"] == STRIP), None)
+    _check_strip(kept)
+    return loader.get_template("page.html").render(
+        title=_title(folder, cells, analyses),
+        folder=folder.resolve().name,
+        models=sorted({c.setting.model for c in cells} | {str(d["model"]) for d in analyses}),
+        tables=_tables(cells),
+        cells=len(cells),
+        plots=[{"name": path.stem, "data": _picture(path)} for path in plots],
+        analyses=[
+            {**document, "data": _picture(folder / f"{document['analysis']}.png")}
+            for document in analyses
+        ],
+        kept=kept,
+        regions=[] if kept is None else regions(kept["figures"]),
+        style=style,
+        script=script,
+        style_hash=_hash(style),
+        script_hash=_hash(script),
+    )
+
+
+def regions(figures: dict[str, Any], recent: int = 32) -> list[dict[str, Any]]:
+    """What a strip shows, in numbers: of each run, the mean share of heads that hold a token.
+
+    Of the first 4 tokens, of the newest `recent` and of those between; and the share of all tokens
+    that no head of any layer holds.
+    """
+    places = figures["kv_heads"] * len(figures["layers"])
+    found = []
+    for run in figures["runs"]:
+        held = [sum(column) / places for column in zip(*run["heads"], strict=True)]
+        newest = max(4, len(held) - recent)
+        parts = {"first": held[:4], "between": held[4:newest], "newest": held[newest:]}
+        means = {name: sum(x) / len(x) if x else None for name, x in parts.items()}
+        gone = sum(x == 0 for x in held) / len(held)
+        found.append({"policy": run["policy"], "budget": run["budget"], "gone": gone, **means})
+    return found
+
+
+def _cells(folder: Path) -> list[Cell]:
+    """Those of the folder; of one that was measured twice, the later."""
+    path = folder / CELLS
+    if not path.exists():
+        return []
+    check_plain(path, SETTINGS)
+    return [*{cell.setting: cell for cell in read_cells(path)}.values()]
+
+
+def _analyses(folder: Path) -> list[dict[str, Any]]:
+    """The documents of `kvcap analyze` in a folder; other JSON files are left alone."""
+    found = []
+    for path in sorted(folder.glob("*.json")):
+        try:
+            document = read_json(path)
+        except (OSError, ValueError) as error:
+            raise ValueError(f"{path} cannot be read ({error}); remove or repair it") from error
+        if not isinstance(document, dict) or document.get("analysis") != path.stem:
+            continue
+        if missing := NEEDED - document.keys():
+            raise ValueError(
+                f"{path} is no whole analysis: {', '.join(sorted(missing))} is missing; run kvcap "
+                "analyze again"
+            )
+        found.append(document)
+    return found
+
+
+def _check_strip(document: dict[str, Any] | None) -> None:
+    """Refuse a strip whose rows and tokens do not fit each other."""
+    if document is None:
+        return
+    try:
+        figures = document["figures"]
+        tokens, layers = len(figures["pieces"]), len(figures["layers"])
+        good = tokens > 0 and all(isinstance(piece, str) for piece in figures["pieces"])
+        for run in figures["runs"]:
+            good &= [len(row) for row in run["heads"]] == [tokens] * layers
+            good &= all(0 <= n <= figures["kv_heads"] for row in run["heads"] for n in row)
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"{STRIP}.json is broken ({error!r}); run kvcap analyze again") from error
+    if not good or not figures["runs"]:
+        raise ValueError(
+            f"{STRIP}.json is broken: its rows do not fit its tokens; run kvcap analyze again"
+        )
+
+
+def _tables(cells: list[Cell]) -> Markup:
+    """The tables of `results.md` as HTML; what cells say stays text."""
+    if not cells:
+        return Markup()
+    body = results(cells).split("\n", 1)[1]  # without its heading
+    html = MarkdownIt("js-default").render(body)
+    scrolls = '<div class="wide" role="region" aria-label="Table of results" tabindex="0"><table>'
+    html = html.replace("<h2>", "<h3>").replace("</h2>", "</h3>")
+    html = html.replace("<table>", scrolls).replace("</table>", "</table></div>")
+    return Markup(html)  # js-default escapes markup
+
+
+def _picture(path: Path) -> str:
+    """A PNG as a data URL; nothing where there is no file.
+
+    Raises:
+        ValueError: it is no PNG, or too large.
+    """
+    if not path.exists():
+        return ""
+    try:
+        data = read_plain(path, PICTURE)
+    except OSError as error:
+        raise ValueError(f"cannot read {path}: {error.strerror}") from error
+    if not data.startswith(PNG):
+        raise ValueError(f"{path} is no PNG; remove it or make it again")
+    return f"data:image/png;base64,{base64.b64encode(data).decode()}"
+
+
+def _title(folder: Path, cells: list[Cell], analyses: list[dict[str, Any]]) -> str:
+    models = {c.setting.model for c in cells} | {str(d["model"]) for d in analyses}
+    named = ", ".join(sorted(Path(model).name for model in models))
+    return f"kvcap: {named}"
+
+
+def _source(loader: Environment, name: str) -> Markup:
+    """A file of ours that is put into the page as it is; its hash is in the page's policy."""
+    assert loader.loader is not None
+    return Markup(loader.loader.get_source(loader, name)[0].strip())
+
+
+def _hash(text: str) -> str:
+    """Of a style or script, as a content security policy names it."""
+    return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"

@@ -1,0 +1,115 @@
+"""Two cells are compared on the same samples: intervals, tests, and the table that shows them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import pytest
+
+from kvcap.evals.quality.cells import Cell, Setting
+from kvcap.evals.quality.paired import compare, mcnemar, newcombe
+from kvcap.evals.quality.scores import UNITS
+from kvcap.evals.quality.table import results
+
+SHARE, PERPLEXITY = UNITS["share"], UNITS["perplexity"]
+
+
+# Both, only the first, only the second, neither: Newcombe 1998, Table II, method 10.
+@pytest.mark.parametrize(
+    ("table", "low", "high"),
+    [
+        ((36, 12, 2, 0), 0.0569, 0.3404),
+        ((36, 12, 0, 2), 0.1144, 0.3735),
+        ((36, 14, 0, 0), 0.1528, 0.4167),
+    ],
+)
+def test_newcombe_interval(table: tuple[int, int, int, int], low: float, high: float) -> None:
+    assert newcombe(*table) == pytest.approx((low, high), abs=6e-5)
+    both, first, second, neither = table
+    assert newcombe(both, second, first, neither) == pytest.approx((-high, -low), abs=6e-5)
+
+
+def test_newcombe_interval_holds_the_difference_however_few() -> None:
+    for table in product(range(4), repeat=4):
+        if n := sum(table):
+            low, high = newcombe(*table)
+            assert -1 <= low <= (table[1] - table[2]) / n <= high <= 1
+            assert low < high
+
+
+# R: binom.test(more, more + fewer)$p.value
+@pytest.mark.parametrize(
+    ("more", "fewer", "p"),
+    [(0, 0, 1.0), (5, 5, 1.0), (10, 2, 0.03857), (0, 6, 0.03125), (12, 3, 0.03516)],
+)
+def test_mcnemar(more: int, fewer: int, p: float) -> None:
+    assert mcnemar(more, fewer) == pytest.approx(p, abs=1e-5)
+
+
+def test_scores_of_right_and_wrong_are_compared_exactly() -> None:
+    first, second = (1, 1, 1, 1, 1, 0, 1, 0), (1, 0, 0, 0, 0, 0, 0, 1)
+    found = compare(first, second, SHARE)
+    assert found.difference == pytest.approx((6 - 2) / 8)
+    assert (found.first_higher, found.second_higher, found.samples) == (5, 1, 8)
+    assert found.p_value == mcnemar(5, 1)
+    assert (found.ci_low, found.ci_high) == newcombe(1, 5, 1, 1)
+
+
+def test_other_scores_are_compared_by_a_bootstrap() -> None:
+    noise = [math.sin(i) for i in range(100)]  # of samples, far above the difference
+    first, second = [x + 0.1 + 0.01 * math.cos(9 * x) for x in noise], noise
+    found = compare(first, second, PERPLEXITY)
+    assert found.difference == pytest.approx(math.exp(0.1), abs=0.01)
+    assert 1.08 < found.ci_low < found.difference < found.ci_high < 1.13
+    assert found.p_value is None
+    alike = compare(second, second, SHARE)
+    assert (alike.difference, alike.ci_low, alike.ci_high) == (0, 0, 0)
+
+
+def test_samples_that_cannot_be_paired_are_refused() -> None:
+    for first, second in (((), ()), ((1.0,), (1.0, 0.0))):
+        with pytest.raises(ValueError, match="same samples"):
+            compare(first, second, SHARE)
+
+
+def cell(policy: str, budget: int | None, scores: tuple[float, ...] | None, **more: Any) -> Cell:
+    positions = "true" if budget is None else more.pop("positions", "compact")
+    setting = Setting("m", "float32", "t", 64, policy, positions, budget, 4, 0, 16)
+    mean = sum(scores or (0,)) / 4
+    return replace(
+        Cell(setting, mean, mean, mean, 0, 0.0, "cpu", {}, scores=scores, unit="share"), **more
+    )
+
+
+def test_a_table_compares_the_first_policy_with_the_others() -> None:
+    cells = [
+        cell("keydiff", 8, (1, 1, 1, 0)),
+        cell("keydiff", 8, (1, 1, 0, 0), positions="true"),
+        cell("keydiff", 16, (1, 1, 1, 1)),
+        cell("snapkv", 8, (0, 0, 1, 0)),
+        cell("snapkv", 16, None),  # of an earlier version
+        cell("full", None, (1, 1, 1, 1)),
+    ]
+    assert "against" not in results(cells)
+    text = results(cells, ["keydiff", "snapkv", "full", "h2o"])
+    snapkv, full = text.split("### keydiff against ")[1:]
+    rows = [line.replace(" ", "").strip("|").split("|") for line in snapkv.splitlines()[2:]]
+    assert rows[0][:4] == ["first", "second", "positions", "slots"]
+    assert rows[2] == ["keydiff", "snapkv", "compact", "8", "+0.50(-0.14to+0.79)", "0.5", "4", "2",
+                       "0"]  # fmt: skip
+    assert len(rows[3]) == 1  # one pair has the same budget, positions and scores
+    assert [line.split("|")[4].strip() for line in full.splitlines()[4:7]] == ["8", "8", "16"]
+    assert "-0.25 (" in full
+
+
+def test_a_table_names_ratios_of_perplexity() -> None:
+    losses = [(1.0, 2.0, 1.5, 1.0), (1.1, 2.1, 1.6, 1.1)]
+    cells = [replace(cell(p, 8, s), unit="perplexity", score=3.0)
+             for p, s in zip(("keydiff", "snapkv"), losses, strict=True)]  # fmt: skip
+    text = results(cells, ["keydiff", "snapkv"])
+    assert "lower is better" in text
+    assert "| ratio (95 % interval) | samples |" in text
+    assert "0.90 (0.90 to 0.90)" in text

@@ -1,0 +1,488 @@
+"""positions='auto': true until the trained window would be left, compact from then on."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from conftest import in_turn, small_policy, tiny_model
+from families import ALL, ELSEWHERE, OLD, STATES, config_of, model_of
+from reference import NAME, STEPS, Setting, rotate, run_reference
+from tools import runtime_of
+from torch import Tensor
+
+import kvcap
+from kvcap import cli
+from kvcap.evals.measure import allocator_peak
+from kvcap.evals.quality.sweep import Sweep
+from kvcap.policies import policies
+from kvcap.runtime.backends.onnxruntime.runtime import PolicyRequest, find_policy
+from kvcap.runtime.backends.pytorch.cuda_graphs import BlockGraphs
+from kvcap.runtime.backends.pytorch.loop import BlockLoop
+from kvcap.runtime.cache import layout
+from kvcap.runtime.cache.cache import BudgetCache
+from kvcap.runtime.cache.pool import SHIFT
+from kvcap.runtime.cache.query_window import QueryWindow
+from kvcap.runtime.errors import (
+    BlockTooLarge,
+    KvcapError,
+    MemoryCapExceeded,
+    NotExportable,
+    PlanInfeasible,
+    SessionBroken,
+    SessionFileForeign,
+    UnsupportedModel,
+)
+from kvcap.runtime.models.rope import Rotation
+from kvcap.runtime.session.session import Session
+
+WINDOW = 21  # within the block of tokens 18 to 23, which is the first that is read compactly
+BLOCK = 6
+POLICIES: list[tuple[str, dict[str, Any]]] = [
+    ("keydiff", {"anchor": "unit_mean", "recent": 0.2}),
+    ("streaming_llm", {"sinks": 2}),
+    ("tova", {}),
+    ("h2o", {}),
+    ("snapkv", {"window": 4, "kernel": 3, "pool": "avg"}),
+    ("snapkv", {"window": 9, "kernel": 5, "pool": "avg"}),  # longer than the block
+]
+
+
+def text(length: int = 31) -> Tensor:
+    """No token twice: equal keys would tie."""
+    return 3 + torch.randperm(50, generator=torch.Generator().manual_seed(2))[None, :length]
+
+
+def auto(model: Any, policy: Any = "keydiff", budget: int = 12, **more: Any) -> BlockLoop:
+    eviction = policy if isinstance(policy, kvcap.Eviction) else kvcap.load_policy(policy)
+    more = {"positions": "auto", **more}
+    return BlockLoop(model, BudgetCache(model.config, budget, BLOCK, eviction, **more))
+
+
+def model_with_window(family: str = "llama", attention: str = "kvcap", **changes: Any) -> Any:
+    return tiny_model(family, attention, max_position_embeddings=WINDOW, **changes)
+
+
+def kept(cache: BudgetCache, layer: int) -> list[list[int]]:
+    (store,) = cache.layers[layer].segments
+    return [sorted(head.tolist()) for head in store.positions[0]]
+
+
+# Exactness ----------------------------------------------------------------------------------------
+
+
+def beside_the_reference(
+    policy: str, options: dict[str, Any], block: int = BLOCK
+) -> tuple[bool, float]:
+    """Whether the same tokens are kept, and the largest difference of logits."""
+    setting = Setting(policy, 12, "auto", options, trained=WINDOW)
+    model, ids = model_with_window(), text()
+    cache = BudgetCache(
+        model.config, 12, block, kvcap.load_policy(policy, **options), positions="auto"
+    )
+    loop = BlockLoop(model, cache)
+    logits = [loop.read(part) for part in [*ids.split(block, 1), *STEPS]]
+    reference, expected = run_reference(model_with_window("llama", NAME), ids, block, setting)
+    same = all(kept(cache, layer) == reference.kept(layer) for layer in range(2))
+    return same, float((torch.cat(logits) - expected).abs().max())
+
+
+@pytest.mark.slow(keep=4)
+@pytest.mark.parametrize(("policy", "options"), POLICIES, ids=str)
+@pytest.mark.parametrize("block", [BLOCK, 1])
+def test_logits_and_kept_sets(policy, options, block):
+    """Keys that were moved equal keys computed anew from their unrotated form at that rank."""
+    same, apart = beside_the_reference(policy, options, block)
+    assert same
+    assert apart <= 1e-4
+
+
+@pytest.mark.parametrize("fault", ["one block late", "too far", "not at all", "queries stay"])
+def test_planted_faults_are_seen(fault, monkeypatch):
+    moved = Rotation.moved
+    if fault == "one block late":
+        late = lambda self, tokens: self.seen > WINDOW and not self.allocation.compact  # noqa: E731
+        monkeypatch.setattr(BudgetCache, "leaves_window", late)
+    elif fault == "too far":
+        monkeypatch.setattr(Rotation, "moved", lambda self, x, by: moved(self, x, by - 1))
+    elif fault == "not at all":
+        monkeypatch.setattr(Rotation, "moved", lambda self, x, by: x)
+    else:
+        monkeypatch.setattr(QueryWindow, "become_compact", lambda *_: None)
+    options = {"window": 9, "kernel": 5, "pool": "avg"}
+    same, apart = beside_the_reference("snapkv", options)
+    assert not same or apart > 1e-2
+
+
+@pytest.mark.slow(keep=24)
+@pytest.mark.parametrize("family", sorted(ALL | ELSEWHERE))
+def test_every_family(family):
+    """Equal to the bit before the change. After it, only ranks of the newest tokens are held.
+
+    They lie as far apart as true positions, so that logits are those of these.
+    """
+    if OLD and family in STATES:
+        pytest.skip("this transformers keeps no states in a cache")
+    model, ids = model_of(family, max_position_embeddings=WINDOW), text()
+    newest = kvcap.load_policy("streaming_llm", sinks=0)
+    if family == "hunyuan_v1_dense":
+        with pytest.raises(UnsupportedModel, match="'auto' are not exact here"):
+            auto(model, newest)
+        return
+    loops = [auto(model, newest, 14, positions=mode) for mode in ("auto", "true")]
+    for start in range(0, 30, BLOCK):
+        part = ids[:, start : start + BLOCK]
+        found, expected = (loop.read(part) for loop in loops)
+        compact = start + BLOCK > WINDOW
+        assert loops[0].cache.allocation.compact == compact
+        if not compact:
+            assert torch.equal(found, expected)
+        assert (found - expected).abs().max() <= 2e-4 * expected.abs().max().clamp(min=1)
+    found, expected = (loop.read(ids[:, 30:]) for loop in loops)
+    assert (found - expected).abs().max() <= 2e-4 * expected.abs().max().clamp(min=1)
+    assert loops[0].cache.held == 14
+
+
+def by_hand(cache: BudgetCache, config: Any, **more: Any) -> BudgetCache:
+    """A cache at compact positions that holds the same, its keys moved one by one in float64."""
+    own, batch = cache.layout, cache.allocation.batch
+    assert batch is not None
+    other = BudgetCache(
+        config, own.budget_tokens, own.block_size, cache.eviction, positions="compact", **more
+    ).allocate(batch, torch.float32, "cpu")
+    for name, buffer in other.allocation.buffers.items():
+        buffer.copy_(cache.allocation.buffers[name])
+    other.set_pins(cache.pinned_spans)
+    inv_freq = own.rope.inv_freq.double()  # type: ignore[union-attr]
+    for mine, its in zip(other.capped_layers, cache.capped_layers, strict=True):
+        for new, old in zip(mine.segments, its.segments, strict=True):
+            new.start, new.budget, new.held = old.start, old.budget, old.held
+            new.target_length = old.target_length
+            new.aux(SHIFT).zero_()
+            for b in range(old.batch):
+                for k in range(old.heads):
+                    row = new.positions[b, k].tolist()
+                    for slot, time in enumerate(row):
+                        key, rank = new.keys[b, k, slot], sum(t < time for t in row)
+                        key.copy_(rotate(key.double(), rank - time, inv_freq))
+            if mine.query_window is not None:
+                queries = new.rows_of(mine.query_window.queries).flatten(0, 2)
+                for query in queries:
+                    query.copy_(rotate(query.double(), old.held - cache.seen, inv_freq))
+                new.rows_of(mine.query_window.shift).zero_()
+    other.counters = cache.counters
+    if cache.balance is not None:
+        other.balance.preferences = cache.balance.preferences.copy()  # type: ignore[union-attr]
+    return other
+
+
+CASES: list[dict[str, Any]] = [{"batch": 2}, {"pins": [(3, 5)]}, {"evict_every": 3}]
+KEPT = sorted(name for name in policies() if name != "full" and "calidrop" not in name)
+
+
+@pytest.mark.slow(keep=10)
+@pytest.mark.parametrize(("policy", "case"), in_turn(KEPT, CASES, 2), ids=str)
+def test_what_was_moved_is_what_compact_positions_would_hold(policy, case):
+    """In generation: the token that would leave the window finds everything moved."""
+    model = model_with_window()
+    every = {"evict_every": case.get("evict_every", 1)}
+    batch = case.get("batch", 1)
+    ids = 3 + torch.stack([torch.randperm(90)[:33] for _ in range(batch)])
+    loop = auto(model, small_policy(policy, model.config), **every)
+    loop.prefill(ids[:, :18])
+    loop.cache.pin(case.get("pins", []))
+    for i in range(18, WINDOW):
+        loop.read(ids[:, i : i + 1])
+    assert not loop.cache.allocation.compact
+    other = BlockLoop(model, by_hand(loop.cache, model.config, **every))
+    for i in range(WINDOW, 27):
+        parts = ids[:, i : i + 1]
+        torch.testing.assert_close(loop.read(parts), other.read(parts), rtol=1e-4, atol=1e-4)
+        assert loop.cache.allocation.compact
+    parts = ids[:, 27:]
+    torch.testing.assert_close(loop.read(parts), other.read(parts), rtol=1e-4, atol=1e-4)
+    for mine, its in zip(loop.cache.capped_layers, other.cache.capped_layers, strict=True):
+        for one, two in zip(mine.segments, its.segments, strict=True):
+            assert torch.equal(one.positions, two.positions)
+
+
+def test_evicted_tokens_that_are_kept_aside_move_too():
+    """CaliDrop: they count behind the held ones older than them, as in compact positions."""
+    options = {"theta1": 1.0, "calibration_size": 1000, "sinks": 2}
+    model, ids = model_with_window(), text()
+    loop = auto(model, kvcap.load_policy("streaming_llm+calidrop", **options))
+    logits = [loop.read(part) for part in [*ids.split(BLOCK, 1), *STEPS]]
+    setting = Setting("streaming_llm", 12, "auto", {"sinks": 2}, recalls=True, trained=WINDOW)
+    _, expected = run_reference(model_with_window("llama", NAME), ids, BLOCK, setting)
+    torch.testing.assert_close(torch.cat(logits), expected, rtol=1e-4, atol=1e-4)
+
+
+def logits_of(model: Any, ids: Tensor, **more: Any) -> Tensor:
+    loop = auto(model, **more)
+    return torch.cat([loop.read(part) for part in ids.split(BLOCK, 1)])
+
+
+@pytest.mark.parametrize("kind", ["int8", "int8-int4"])
+def test_quantised_slots(kind):
+    """To the bit before the change; after it as near to exact ones as where all is compact."""
+    model, ids = model_with_window(), text()
+    newest = kvcap.load_policy("streaming_llm", sinks=2)
+    found, exact = (logits_of(model, ids, policy=newest, kv_dtype=k) for k in (kind, None))
+    true, compact = (
+        logits_of(model, ids, policy=newest, kv_dtype=kind, positions=mode)
+        for mode in ("true", "compact")
+    )
+    plain = logits_of(model, ids, policy=newest, positions="compact")
+    assert torch.equal(found[:3], true[:3])
+    apart, usual = (found - exact)[3:].abs().max(), (compact - plain)[3:].abs().max()
+    assert 0 < apart <= 3 * usual
+    assert (true - exact)[3:].abs().max() > 2 * apart  # it did change
+
+
+def test_in_generation_by_transformers():
+    """generate() counts true positions by itself, and kvcap.cap reads blocks of its own."""
+    model, ids = model_with_window(), text(13)  # whose last block is a token
+    loop = auto(model)
+    token = loop.prefill(ids).argmax(-1)
+    expected = [int(token)]
+    for _ in range(15):
+        token = loop.read(token[:, None]).argmax(-1)
+        expected.append(int(token))
+    options = {"max_new_tokens": 16, "do_sample": False, "pad_token_id": 2, "eos_token_id": None,
+               "attention_mask": torch.ones_like(ids)}  # fmt: skip
+    cache = BudgetCache(model.config, 12, BLOCK, positions="auto")
+    got = model.generate(ids, past_key_values=cache, prefill_chunk_size=BLOCK, **options)
+    assert got[0, 13:].tolist() == expected
+    assert cache.allocation.compact
+    assert "auto (compact now) positions" in repr(cache)
+    stock = model_with_window("llama", "sdpa")
+    with kvcap.cap(stock, 12, BLOCK, positions="auto") as capped:
+        got = stock.generate(ids, **options)
+        assert got[0, 13:].tolist() == expected
+        assert "auto (true now) positions" in repr(capped._make())
+
+
+def test_a_block_that_is_refused_changes_nothing():
+    model, ids = model_with_window(), text()
+    cache = BudgetCache(model.config, 12, BLOCK, positions="auto")
+    with torch.no_grad():
+        for part in ids[:, :18].split(BLOCK, 1):
+            model(part, past_key_values=cache)
+        with pytest.raises(BlockTooLarge):
+            model(ids[:, 18:], past_key_values=cache)
+        assert not cache.allocation.compact
+        model(ids[:, 18:21], past_key_values=cache)
+        assert not cache.allocation.compact  # up to the window
+        model(ids[:, 21:22], past_key_values=cache)
+    assert cache.allocation.compact
+
+
+@pytest.mark.parametrize("error", [RuntimeError("broken"), MemoryError("no more")], ids=str)
+def test_a_change_that_fails_half_way_is_no_state_to_go_on_from(error, monkeypatch):
+    model, ids = model_with_window(), text()
+    loop, calls = auto(model), []
+    loop.prefill(ids[:, :18])
+    moved = Rotation.moved
+
+    def fails(self: Rotation, x: Tensor, by: Tensor) -> Tensor:
+        calls.append(1)
+        if len(calls) == 3:  # in the second layer
+            raise error
+        return moved(self, x, by)
+
+    monkeypatch.setattr(Rotation, "moved", fails)
+    if isinstance(error, MemoryError):
+        with pytest.raises(MemoryCapExceeded, match="forgotten"):
+            loop.read(ids[:, 18:24])
+        assert loop.cache.seen == 0
+    else:
+        with pytest.raises(RuntimeError, match="broken"):
+            loop.read(ids[:, 18:24])
+        with pytest.raises(SessionBroken):
+            loop.read(ids[:, 18:24])
+        loop.cache.reset()
+    fresh = auto(model)
+    for start in range(0, 30, BLOCK):
+        part = ids[:, start : start + BLOCK]
+        assert torch.equal(loop.read(part), fresh.read(part))
+
+
+# What is kept of the state ------------------------------------------------------------------------
+
+
+def test_reset_begins_with_true_positions_again():
+    model, ids = model_with_window(), text()
+    loop = auto(model, small_policy("snapkv", model.config))
+    first = [loop.read(part) for part in ids.split(BLOCK, 1)]
+    assert loop.cache.allocation.compact
+    loop.cache.reset()
+    assert not loop.cache.allocation.compact
+    again = [loop.read(part) for part in ids.split(BLOCK, 1)]
+    assert all(map(torch.equal, first, again))
+
+
+@pytest.mark.parametrize(
+    ("policy", "kind"),
+    [("keydiff", None), ("snapkv", None), ("calidrop", None), ("h2o", "int8")],
+)
+@pytest.mark.parametrize("read", [18, 34])
+def test_sessions_keep_it(policy, kind, read, tokens, tmp_path):
+    model, ids = model_with_window(), tokens(60)
+
+    def runtime_at(budget: int, positions: str = "auto") -> kvcap.Runtime:
+        found = runtime_of(model, policy, budget, positions=positions)
+        found.plan = replace(found.plan, kv_dtype=kind)
+        return found
+
+    runtime = runtime_at(16)
+    session = runtime.session(seed=1)
+    session.loop.prefill(ids[:, :read])
+    session.save(tmp_path / "s")
+    busy = runtime.session()
+    busy.loop.prefill(ids[:, : 54 - read])  # of the other state
+    runtime.restore(busy, tmp_path / "s")
+    assert busy.cache.allocation.compact == (read > WINDOW)
+    loaded = Session.load(runtime, tmp_path / "s")
+    assert loaded.cache.allocation.compact == (read > WINDOW)
+    small = Session.load(runtime_at(12), tmp_path / "s")
+    assert small.cache.allocation.compact == (read > WINDOW)
+    for i in range(read, 40):
+        part = ids[:, i : i + 1]
+        assert torch.equal(loaded.loop.read(part), session.loop.read(part))
+        assert small.loop.read(part).isfinite().all()
+    part = ids[:, 40:46]
+    assert torch.equal(loaded.loop.read(part), session.loop.read(part))
+    with pytest.raises(SessionFileForeign, match="start with --positions auto"):
+        Session.load(runtime_at(16, "compact"), tmp_path / "s")
+
+
+# Sizes --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow(keep=1)
+@pytest.mark.parametrize("policy", ["snapkv", "criticalkv"])
+def test_plan_and_workspace(policy):
+    """Buffers of either kind are counted; the change takes no more than a block does."""
+    sizes = {"hidden_size": 128, "intermediate_size": 320, "head_dim": 32}
+    model = tiny_model("llama", max_position_embeddings=400, **sizes)
+    given = {"policy": policy, "kv_budget_tokens": 120, "block_size": 40, "rehearse": True}
+    plans = {
+        mode: kvcap.MemoryPlan.of(model.config, positions=mode, dtype=torch.float32, **given)
+        for mode in ("auto", "compact")
+    }
+    assert plans["auto"].cache_bytes == plans["compact"].cache_bytes
+    assert plans["auto"].positions == "auto"
+    cache = BudgetCache(model.config, 120, 40, policy, positions="auto")
+    loop = BlockLoop(model, cache.allocate(1, torch.float32, "cpu"))
+    assert cache.nbytes == plans["auto"].cache_bytes
+    loop.prefill(torch.randint(3, 90, (1, 400)))
+    assert not cache.allocation.compact
+    peak = allocator_peak(lambda: loop.read(torch.randint(3, 90, (1, 40))))
+    assert cache.allocation.compact
+    assert cache.nbytes == plans["auto"].cache_bytes
+    assert peak <= 1.05 * plans["auto"].workspace
+
+
+# CUDA graphs, without a GPU -----------------------------------------------------------------------
+
+
+def test_graphs_of_true_positions_are_not_replayed_after_the_change():
+    model, ids = tiny_model("llama", max_position_embeddings=60), text()
+    loop = auto(model)
+    graphs = BlockGraphs(model, loop.cache)
+    kinds = []
+    for start in range(0, 30, BLOCK):
+        part = ids[:, start : start + BLOCK]
+        kinds.append(graphs._kind(part[:, :1], True))
+        loop.read(part)
+    assert {kind.compact for kind in kinds if kind} == {False}
+    assert graphs.pass_length(1, 1000) is None  # several blocks would leave the window
+    assert loop.cache.leaves_window(31)
+    steady = graphs._kind(ids[:, :BLOCK], True)
+    loop.cache.become_compact()
+    assert graphs._kind(ids[:, :BLOCK], True) == steady._replace(compact=True)
+    assert graphs.pass_length(1, 1000) == 510
+    loop.cache.reset()
+    loop.prefill(ids[:, :30])
+    assert graphs._kind(ids[:, :BLOCK], True) == steady
+
+
+# Commands, defaults and refusals ------------------------------------------------------------------
+
+
+def test_the_default_is_one_constant(monkeypatch):
+    """Keys of 4 bits keep to one way, as do exported graphs."""
+    config = model_with_window().config
+    assert BudgetCache(config, 12, BLOCK).layout.positions == layout.DEFAULT_POSITIONS == "compact"
+    monkeypatch.setattr(layout, "DEFAULT_POSITIONS", "auto")
+    assert BudgetCache(config, 12, BLOCK).layout.positions == "auto"
+    assert BudgetCache(config, 12, BLOCK, kv_dtype="int8").layout.positions == "auto"
+    assert BudgetCache(config, 12, BLOCK, kv_dtype="int4").layout.positions == "compact"
+    given = {"kv_budget_tokens": 12, "block_size": BLOCK}
+    assert kvcap.MemoryPlan.of(config, **given).positions == "auto"
+    assert kvcap.MemoryPlan.of(config, **given, kv_dtype="int4").positions == "compact"
+    assert layout.default_positions(BudgetCache(config).layout.shape, unchanging=True) == "compact"
+    stock = model_with_window("llama", "sdpa").config
+    assert BudgetCache(stock, 12, BLOCK).layout.positions == "true"
+
+
+def test_refusals():
+    config = model_with_window().config
+    with pytest.raises(PlanInfeasible, match="use 'compact', 'true' or 'auto'"):
+        BudgetCache(config, 12, BLOCK, positions="ture")  # type: ignore[arg-type]
+    with pytest.raises(UnsupportedModel, match="'int4' holds keys without their rotation"):
+        BudgetCache(config, 12, BLOCK, positions="auto", kv_dtype="int4")
+    stock = model_with_window("llama", "sdpa").config
+    with pytest.raises(UnsupportedModel, match="'auto' are not possible with attention 'sdpa'"):
+        BudgetCache(stock, 12, BLOCK, positions="auto")
+
+
+def test_longrope_changes_where_its_short_factors_end():
+    if not hasattr(config_of("phi3"), "rope_parameters"):
+        pytest.skip("transformers 5 has rope_parameters")
+    factors = {"short_factor": [1.0 + 0.1 * i for i in range(8)],
+               "long_factor": [4.0 + i for i in range(8)]}  # fmt: skip
+    rope = {"rope_type": "longrope", "rope_theta": 10000.0, **factors,
+            "original_max_position_embeddings": WINDOW}  # fmt: skip
+    changes = {"rope_parameters": rope, "original_max_position_embeddings": WINDOW}
+    model = model_of("phi3", max_position_embeddings=400, **changes)
+    loop, ids = auto(model), text()
+    assert loop.cache.layout.shape.trained_window == WINDOW
+    setting = Setting("keydiff", 12, "auto", trained=WINDOW)
+    logits = [loop.read(part) for part in ids.split(BLOCK, 1)]
+    other = model_of("phi3", NAME, max_position_embeddings=400, **changes)
+    _, expected = run_reference(other, ids[:, :18], BLOCK, setting)
+    torch.testing.assert_close(torch.cat(logits[:3]), expected[:3], rtol=1e-4, atol=1e-4)
+    assert torch.cat(logits).isfinite().all()
+    for mode in ("auto", "compact"):  # transformers would take the long factors
+        cache = BudgetCache(model.config, 12, BLOCK, positions=mode)
+        model(ids[:, :BLOCK], past_key_values=cache)
+        for start in range(BLOCK, WINDOW, 3):
+            model(ids[:, start : start + 3], past_key_values=cache)
+        with pytest.raises(UnsupportedModel, match="longrope takes other frequencies"):
+            model(ids[:, WINDOW : WINDOW + 1], past_key_values=cache)
+        assert cache.seen == WINDOW
+    with pytest.raises(KvcapError, match=f"'auto' are exact up to {WINDOW} tokens held"):
+        BudgetCache(model.config, WINDOW, BLOCK, positions="auto")
+
+
+def test_commands(capsys):
+    given = ["--kv-budget-tokens", "64", "--positions", "auto"]
+    assert cli.run(["plan", "pocket", *given, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["positions"] == "auto"
+    Sweep(["keydiff"], [64], positions=("auto", "true")).check()
+    with pytest.raises(ValueError, match="'sideways' is not one of"):
+        Sweep(["keydiff"], [64], positions=("sideways",)).check()  # type: ignore[arg-type]
+
+
+def test_exported_decoders_refuse_it(capsys):
+    asked = ["generate", "pocket", "Hello!", "--weights", "int8", "--positions", "auto"]
+    assert cli.run(asked) == 2
+    assert "an exported decoder has them of one kind" in capsys.readouterr().err
+    facts = {"policy": {"name": "keydiff"}, "positions": "compact"}
+    with pytest.raises(NotExportable, match="run the model by PyTorch"):
+        find_policy(SimpleNamespace(facts=facts, shared=True), PolicyRequest(), "auto")  # type: ignore[arg-type]

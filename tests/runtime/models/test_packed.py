@@ -1,0 +1,300 @@
+"""Weights in 8 and 4 bits by PyTorch: their products, their bytes, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_chat
+import torch
+from families import ALL, ELSEWHERE, OLD, STATES, model_of
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from kvcap import BudgetCache, MemoryPlan, Runtime, Session
+from kvcap.cli import run
+from kvcap.runtime.backends.pytorch.loop import BlockLoop
+from kvcap.runtime.errors import PlanInfeasible, SessionFileForeign, UnsupportedModel
+from kvcap.runtime.models import files, packed
+from kvcap.runtime.models.files import load_config, load_model, load_packed
+from kvcap.runtime.models.fused.decoder import decoder_of
+from kvcap.runtime.models.packed import KINDS, PACKED, PackedEmbedding, PackedLinear, pack
+from kvcap.runtime.models.weights import held_weights, read_headers, weigh
+
+SHAPES = [(64, 32), (100, 70), (7, 5), (130, 96), (1, 33)]  # rows and columns
+FLOATS = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def matrix_of(weight: torch.Tensor, kind: str, dtype: torch.dtype) -> Any:
+    matrix = KINDS[kind](*weight.shape, dtype)
+    matrix.fill(lambda start, stop: weight[start:stop])
+    return matrix
+
+
+def far(found: torch.Tensor, true: torch.Tensor) -> float:
+    """The size of the difference, as a share of what is true."""
+    return float((found.float() - true).norm() / true.norm())
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("kind", PACKED)
+def test_products_are_those_of_the_numbers_that_are_looked_up(kind, dtype):
+    torch.manual_seed(0)
+    for rows, columns in SHAPES:
+        matrix = matrix_of(torch.randn(rows, columns), kind, dtype)
+        true = matrix.lookup(torch.arange(rows)).float()
+        x = torch.randn(41, columns).to(dtype)
+        rounding = 1e-5 if dtype == torch.float32 else 0.01
+        for count in (1, 3, matrix.few):
+            assert far(matrix(x[:count]), x[:count].float() @ true.T) < rounding
+        assert far(matrix(x), x.float() @ true.T) < 0.02, "tokens in 8 bits"
+        assert matrix(x[:0]).shape == (0, rows)
+        same = matrix.integers(0, rows)[:columns].T.float() * matrix.row_scales.float()[:, None]
+        assert far(same, true) < rounding
+        assert torch.equal(matrix.lookup(torch.tensor([[rows - 1]]))[0, 0].float(), true[-1])
+
+
+@pytest.mark.parametrize(("kind", "most"), [("int8", 0.011), ("int4", 0.1)])
+def test_weights_are_rounded_to_the_nearest_that_there_is(kind, most):
+    torch.manual_seed(0)
+    weight = torch.randn(70, 256) * torch.rand(70, 1).exp()
+    weight[3], weight[4], weight[5, :32] = 0, 1e-3, weight[5, :32].abs()  # one sign
+    weight[6] *= 1e-30  # no float16 scale for it
+    for dtype in FLOATS:
+        found = matrix_of(weight, kind, dtype).lookup(torch.arange(70)).float()
+        assert far(found, weight) < most
+        assert not found[3].any()
+        assert far(found[4], weight[4]) < 0.02
+        assert found.isfinite().all()
+
+
+@pytest.mark.parametrize("kind", PACKED)
+def test_pieces_give_what_the_whole_gives(kind, monkeypatch):
+    torch.manual_seed(0)
+    weight, x = torch.randn(200, 64), torch.randn(20, 64)
+    whole = matrix_of(weight, kind, torch.float32)
+    expected = whole(x)
+    for name in ("ROUNDED", "SPREAD"):
+        monkeypatch.setattr(packed, name, 64 * 64)
+    pieces = matrix_of(weight, kind, torch.float32)
+    assert list(pieces.pieces(64 * 64)) == [(0, 64), (64, 128), (128, 192), (192, 200)]
+    for name, tensor in whole.state_dict().items():
+        assert torch.equal(tensor[:200], pieces.state_dict()[name][:200]), name
+    torch.testing.assert_close(pieces(x), expected)
+
+
+def test_rows_in_another_order_are_found(monkeypatch):
+    """As CPUs pack whose vectors are shorter: pairs of rows that lie side by side."""
+    torch.manual_seed(0)
+    weight = torch.randn(96, 64)
+    ids = torch.arange(96)
+    true = matrix_of(weight, "int4", torch.float32)
+    looked_up, integers = true.lookup(ids), true.integers(64, 96)
+
+    def pairs(numbers: torch.Tensor) -> torch.Tensor:
+        blocks = numbers.to(torch.uint8).unflatten(0, (-1, 16, 2)).permute(0, 3, 1, 2)
+        return (blocks[..., 0] | blocks[..., 1] << 4).reshape(len(numbers), -1)
+
+    monkeypatch.setattr(packed, "_pack", pairs)
+    packed.row_order.cache_clear()
+    try:
+        assert packed.row_order().size == 32
+        other = matrix_of(weight, "int4", torch.float32)
+        assert not torch.equal(other.numbers, true.numbers)
+        assert torch.equal(other.lookup(ids), looked_up)
+        assert torch.equal(other.integers(64, 96), integers)
+    finally:
+        packed.row_order.cache_clear()
+
+
+def save(family: str, folder: Path, dtype: torch.dtype) -> str:
+    model_of(family).to(dtype).save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.mark.slow(keep=12)
+@pytest.mark.parametrize("family", ALL | ELSEWHERE)
+def test_families_run_and_hold_what_is_planned(family, tmp_path, tokens):
+    """Logits are those of the plain model with the rounded weights, under a cap too."""
+    if OLD and (family in STATES or family == "gemma3n"):
+        pytest.skip("this transformers keeps no states, or does not read what it wrote")
+    kind = PACKED[len(family) % 2]
+    where = save(family, tmp_path, torch.float32)
+    config = load_config(where)
+    model = load_packed(where, config, torch.float32, kind).eval()
+    planned = weigh(config, torch.float32, read_headers(where), kind)
+    assert planned.nbytes == held_weights(model).nbytes
+    plain = load_model(where, config, torch.float32).eval()
+    assert planned.nbytes < held_weights(plain).nbytes
+    assert decoder_of(model) is None
+    parts = dict(plain.named_modules())
+    for name, module in model.named_modules():
+        if isinstance(module, (PackedLinear, PackedEmbedding)):
+            matrix = module.matrix
+            parts[name].weight.data = matrix.lookup(torch.arange(matrix.rows))
+    ids, logits = tokens(24), []
+    for loaded in (model, plain):
+        loop = BlockLoop(loaded, BudgetCache(loaded.config, 12, 4), graphs=False)
+        found = [loop.prefill(ids[:, :20]), *(loop.read(ids[:, i : i + 1]) for i in range(20, 24))]
+        logits.append(torch.stack(found, 1))
+    torch.testing.assert_close(logits[0], logits[1], rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.parametrize("kind", PACKED)
+def test_what_is_tied_is_held_once_and_the_float_weights_are_let_go(kind, tmp_path):
+    where = save("gemma3_text", tmp_path, torch.bfloat16)
+    model = load_packed(where, load_config(where), torch.bfloat16, kind)
+    assert model.lm_head.matrix is model.get_input_embeddings().matrix
+    assert model.dtype == torch.bfloat16
+    big = [p for p in model.parameters() if p.dim() > 1 and p.dtype == torch.bfloat16]
+    assert all(p.dim() == 3 for p in big), "scales alone"
+
+
+def test_files_that_cannot_be_read_by_name_are_loaded_and_packed(tmp_path, monkeypatch):
+    where = save("llama", tmp_path, torch.float32)
+    config = load_config(where)
+    direct = load_packed(where, config, torch.float32, "int4")
+    monkeypatch.setattr(files.Checkpoint, "of", lambda *_, **__: None)
+    loaded = load_packed(where, config, torch.float32, "int4")
+    mine, its = direct.state_dict(), loaded.state_dict()
+    assert mine.keys() == its.keys()
+    assert all(torch.equal(mine[name], its[name]) for name in mine)
+    whole = weigh(config, torch.float32).nbytes
+    load_packed(where, config, torch.float32, "int4", room=whole)
+    with pytest.raises(PlanInfeasible, match="1 more than the cap leaves"):
+        load_packed(where, config, torch.float32, "int4", room=whole - 1)
+
+
+def test_modules_of_other_kinds_stay():
+    class Own(nn.Linear):
+        pass
+
+    model = nn.ModuleDict({
+        "own": Own(32, 32), "gate": nn.Linear(32, 32), "kv_b_proj": nn.Linear(32, 32),
+        "shared": nn.Embedding(32, 32), "head": Own(32, 32), "plain": nn.Linear(32, 32),
+    })  # fmt: skip
+    model["head"].weight = model["shared"].weight  # of which one cannot be packed
+    pack(model, "int8")
+    changed = [name for name, module in model.items() if isinstance(module, PackedLinear)]
+    assert changed == ["plain"]
+    assert type(model["shared"]) is nn.Embedding
+
+
+@pytest.fixture(scope="module")
+def chatty(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return tiny_chat.save(tmp_path_factory.mktemp("chatty"))
+
+
+def answer(runtime: Runtime) -> str:
+    session = runtime.session()
+    session.set_generation(max_new_tokens=4, temperature=0)
+    text = "".join(session.send("one two three four five six seven eight nine ten " * 8))
+    assert session.stats.held_tokens <= 32 < session.stats.seen_tokens
+    return text
+
+
+@pytest.mark.parametrize("kind", PACKED)
+def test_the_plan_is_what_is_held_and_a_cap_counts_it(kind, chatty):
+    sizes: dict[str, Any] = {"kv_budget_tokens": 32, "block_size": 16}
+    runtime = Runtime.from_pretrained(chatty, weights=kind, **sizes)
+    plan = MemoryPlan.of(
+        load_config(chatty), headers=read_headers(chatty), weights=kind, rehearse=True, **sizes
+    )
+    assert plan.weights == runtime.plan.weights == held_weights(runtime.model).nbytes
+    assert plan.weights_dtype == runtime.plan.weights_dtype == kind
+    assert runtime.device_label.endswith(f"{kind} weights")
+    answer(runtime)
+    assert runtime.with_policy_name("snapkv", {"window": 4}).plan.weights == plan.weights
+    capped = Runtime.from_pretrained(chatty, weights=kind, memory_cap="8GiB", **sizes)
+    assert capped.plan.weights == plan.weights
+    answer(capped.with_budget(24))
+
+
+def test_a_session_goes_on_under_the_same_weights_alone(chatty, tmp_path):
+    file = tmp_path / "session.kvcap"
+    runtimes = {
+        kind: Runtime.from_pretrained(chatty, kv_budget_tokens=32, weights=kind, device="cpu")
+        for kind in (None, *PACKED)
+    }
+    for kind, runtime in runtimes.items():
+        session = runtime.session()
+        session.set_generation(max_new_tokens=4, temperature=0)
+        "".join(session.send("one two three"))
+        session.save(file)
+        again = Session.load(runtime, file)
+        how = "start without --weights" if kind is None else f"start with --weights {kind}"
+        for other, foreign in runtimes.items():
+            if other != kind:
+                with pytest.raises(SessionFileForeign, match=how):
+                    Session.load(foreign, file)
+        assert "".join(session.send("four")) == "".join(again.send("four"))
+
+
+def test_what_cannot_be_is_refused_by_name(chatty, tmp_path, monkeypatch):
+    with pytest.raises(ValueError, match="int8 or int4"):
+        Runtime.from_pretrained(chatty, weights="int3")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="on a CPU, and this is cuda"):
+        packed.check_packing(load_config(chatty), torch.float32, "cuda", "int4")
+    for policy in ("criticalkv", "keydiff+criticalkv"):
+        with pytest.raises(UnsupportedModel, match="without criticalkv, or leave --weights out"):
+            Runtime.from_pretrained(chatty, policy, weights="int8")
+    runtime = Runtime.from_pretrained(chatty, weights="int8")
+    with pytest.raises(UnsupportedModel, match="without criticalkv"):
+        runtime.with_policy_name("criticalkv", {})
+    quantised = Path(chatty, "config.json").read_text()
+    method = {"quant_method": "torchao", "quant_type": "int8"}
+    config = load_config(chatty)
+    config.quantization_config = method
+    assert "torchao" not in quantised
+    with pytest.raises(UnsupportedModel, match=r"'torchao' already; leave --weights int4 out"):
+        packed.check_packing(config, torch.float32, "cpu", "int4")
+
+
+@pytest.mark.parametrize("wrong", ["missing", "wrong"])
+def test_a_build_without_products_or_with_wrong_ones_is_named(wrong, chatty, monkeypatch):
+    def product(x: torch.Tensor, *_: Any) -> torch.Tensor:
+        if wrong == "missing":
+            raise RuntimeError("not compiled with it\nfor this CPU")
+        return x.new_zeros(len(x), 67)
+
+    monkeypatch.setattr(packed.Int4Matrix, "product_of_few", lambda self, x: product(x))
+    packed._fault.cache_clear()
+    try:
+        said = r"\(not compiled with it\)" if wrong == "missing" else r"\(they are wrong\)"
+        with pytest.raises(UnsupportedModel, match=rf"products of int4.*{said}.*ONNX Runtime"):
+            MemoryPlan.of(load_config(chatty), weights="int4")
+        Runtime.from_pretrained(chatty, weights="int8")
+    finally:
+        packed._fault.cache_clear()
+
+
+def test_broken_files_are_named(tmp_path):
+    where = tiny_chat.save(tmp_path)
+    found = load_file(tmp_path / "model.safetensors")
+    del found["model.layers.1.mlp.up_proj.weight"]
+    save_file(found, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(files.ModelFilesBroken, match=r"up_proj\.weight"):
+        Runtime.from_pretrained(where, weights="int4")
+
+
+def test_the_command_line_runs_them_in_pytorch(capsys):
+    given = ["pocket", "--weights", "int4", "--backend", "torch", "--kv-budget-tokens", "64"]
+    assert run(["plan", *given, "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["weights_dtype"] == "int4"
+    said = ["The code for the blue door is 4821. What is the code for the blue door?"]
+    more = ["--temperature", "0", "--max-new-tokens", "24", "--json"]
+    assert run(["generate", given[0], *said, *given[1:], *more]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert "4821" in told["text"]
+    assert run(["plan", *given]) == 0
+    assert "int4 weights" in capsys.readouterr().out
+    for wrong, why in (
+        (["--device", "meta"], "meta"),
+        (["--calibrate", "text.txt"], "--calibrate is for exports"),
+        (["--policy", "criticalkv"], "without criticalkv"),
+    ):
+        assert run(["generate", given[0], "Hello!", *given[1:], *wrong]) == 2
+        assert why in capsys.readouterr().err

@@ -1,0 +1,179 @@
+"""How many conversations a server takes on: arithmetic beforehand, and the process held to it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_chat
+from tools import ROOT
+
+from kvcap.cli import run
+from kvcap.runtime.cli.options import Backend, Budget, Output, Running
+from kvcap.runtime.errors import PlanInfeasible
+from kvcap.runtime.planning.plan import MemoryPlan
+from kvcap.runtime.planning.serving import ServingPlan, Shared
+from kvcap.serve.admission import Watch, open_conversations
+
+MIB = 1 << 20
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return tiny_chat.save(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def one(folder: str) -> MemoryPlan:
+    from kvcap.runtime.models.files import load_config
+    from kvcap.runtime.models.names import resolve
+
+    plan = MemoryPlan.of(load_config(resolve(folder)), kv_budget_tokens=64, rehearse=True)
+    return replace(plan, baseline=300 * MIB)
+
+
+def shared(number: int) -> Shared:
+    return Shared(number * 10 * MIB, number * MIB)
+
+
+def test_as_many_fit_as_the_cap_has_bytes_for(one: MemoryPlan) -> None:
+    for cap in (500 * MIB, 501 * MIB, 900 * MIB):
+        plan = ServingPlan.of(one, shared, cap=cap)
+        assert plan.total_bytes <= cap < plan.total_bytes + plan.place_bytes
+        parts = plan.as_dict()
+        assert parts["total_bytes"] == (
+            parts["fixed_bytes"] + parts["places"] * parts["place_bytes"]
+        )
+        assert parts["fixed_bytes"] == (
+            300 * MIB + one.weights + parts["serving_bytes"] + parts["rows_bytes"]
+            + parts["passes_bytes"] + parts["restoring_bytes"]
+        )  # fmt: skip
+    assert plan.together == 8
+    assert ServingPlan.of(one, shared, cap=900 * MIB, places=9).places == 9
+    assert ServingPlan.of(one, shared).places == 64  # without a cap
+
+
+def test_fewer_are_answered_at_once_where_more_do_not_fit(one: MemoryPlan) -> None:
+    base = ServingPlan.of(one, lambda _: Shared(), cap=1 << 40).fixed_bytes
+    plan = ServingPlan.of(one, shared, cap=base + 25 * MIB)
+    assert plan.together == 2
+    with pytest.raises(PlanInfeasible, match=r"8 conversations takes .*; raise the cap to"):
+        ServingPlan.of(one, shared, cap=base + 25 * MIB, together=8)
+
+
+def test_not_even_one_is_refused_with_what_would_do(one: MemoryPlan) -> None:
+    with pytest.raises(PlanInfeasible, match="so that 0 fit") as refused:
+        ServingPlan.of(one, shared, cap=300 * MIB)
+    least = refused.value.least["least_memory_cap"]
+    assert ServingPlan.of(one, shared, cap=least).places >= 1
+    with pytest.raises(PlanInfeasible, match="takes"):
+        ServingPlan.of(one, shared, cap=500 * MIB, places=100_000)
+
+
+def test_plan_serve_says_how_many_fit(folder: str, capsys: Any) -> None:
+    given = ["plan", folder, "--serve", "--kv-budget-tokens", "64", "--memory-cap"]
+    assert run([*given, "4GiB", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["serve"]
+    assert found["total_bytes"] <= found["cap"] == 4 << 30
+    assert found["places"] > 1000
+    assert found["rows_bytes"] > 0
+    assert run([*given, "64MiB", "--json"]) == 3
+    assert json.loads(capsys.readouterr().out)["least_memory_cap"] > 64 * MIB
+    assert run([*given, "auto"]) == 0
+    assert "conversations fit in memory under" in capsys.readouterr().out
+
+
+def test_rows_are_planned_to_the_byte(folder: str) -> None:
+    budget = Budget(kv_budget_tokens=64)
+    opened = open_conversations(
+        folder, Backend(), budget, Running(device="cpu"), Output(quiet=True), together=3, places=5
+    )
+    opened.scheduler.close()
+    assert opened.plan.shared.rows == opened.scheduler.batch.nbytes > 0
+    assert (opened.plan.places, opened.plan.together) == (5, 3)
+    assert opened.scheduler.limits.places == 5
+
+
+def test_nothing_is_loaded_where_not_one_conversation_fits(
+    folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvcap.serve.admission.load", lambda *_: 1 / 0)
+    with pytest.raises(PlanInfeasible, match="so that 0 fit"):
+        open_conversations(
+            folder, Backend(), Budget(memory_cap="64MiB"), Running(), Output(quiet=True),
+            folder=tmp_path / "kept",
+        )  # fmt: skip
+    assert not (tmp_path / "kept").exists()
+
+
+def test_no_more_are_made_once_the_process_has_grown(one: MemoryPlan) -> None:
+    plan = ServingPlan.of(replace(one, baseline=0), shared, cap=1 << 40)
+
+    class Runtime:
+        model = None
+
+    watch = Watch.of(plan, Runtime())
+    assert watch is not None
+    assert watch.has_room()
+    watch.cap = 1
+    assert not watch.has_room()
+
+
+PROGRAM = """
+import asyncio, sys
+from kvcap.runtime.cli.options import Backend, Budget, Output, Running
+from kvcap.serve.admission import open_conversations
+from server_chats import ask, text_of, user
+cap = int(sys.argv[2])
+opened = open_conversations(
+    sys.argv[1], Backend(), Budget(memory_cap=str(cap), kv_budget_tokens=1024),
+    Running(device="cpu"), Output(quiet=True), folder=sys.argv[3],
+)
+async def main():
+    s, n = opened.scheduler, opened.plan.places
+    async def one(i):
+        reply = s.submit(ask(user(f"{i} says. " * (5 + 60 * (i % 9))), tokens=3))
+        await text_of(reply)
+    asked = iter(range(n + n // 2))
+    async def client():
+        for i in asked:
+            await one(i)
+    await asyncio.gather(*(client() for _ in range(12)))
+    f = s.figures()
+    await s.aclose()
+    peak = next(int(x.split()[1]) << 10 for x in open("/proc/self/status") if "VmHWM" in x)
+    print(n, s._held.made, f.failed, f.answered, peak)
+asyncio.run(main())
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_process_with_all_its_conversations_stays_within_its_cap(tmp_path: Path) -> None:
+    """And they need most of it: the plan is no idle bound."""
+    folder = tiny_chat.save(tmp_path / "model")
+    code = "import json, sys; from kvcap.cli import run; run(sys.argv[1:])"
+    path = f"{ROOT / 'src'}:{ROOT / 'tests'}"
+
+    def python(*given: str) -> str:
+        done = subprocess.run(
+            [sys.executable, "-c", *given], capture_output=True, text=True, check=False,
+            env={"PATH": "/usr/bin:/bin", "PYTHONPATH": path, "PYTHONSAFEPATH": "1",
+                 "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+        )  # fmt: skip
+        return done.stdout or done.stderr
+
+    wanted = ("plan", folder, "--serve", "--json", "--kv-budget-tokens", "1024", "--memory-cap")
+    least = json.loads(python(code, *wanted, "64MiB"))["least_memory_cap"]
+    cap = least + 16 * MIB
+    told = python(PROGRAM, folder, str(cap), str(tmp_path / "kept"))
+    places, made, failed, answered, peak = map(int, told.split())
+    assert failed == 0
+    assert answered == places + places // 2
+    assert made > places // 2
+    assert peak <= cap

@@ -1,0 +1,295 @@
+"""What a server keeps of conversations: on disk, through kills, and apart from one another."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_chat
+from server_chats import ask, limits, said, serve, small, text_of, until, user
+from tools import ROOT
+
+from kvcap.runtime.errors import SessionNotSaved
+from kvcap.runtime.session.session import Session
+from kvcap.serve.conversations import keys_of
+from kvcap.serve.saved import SavedConversations
+from kvcap.serve.scheduler import Scheduler
+
+PROGRAM = ROOT / "tests" / "served_until_killed.py"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return tiny_chat.save(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def runtime(folder: str) -> Any:
+    return small(folder)
+
+
+class Oracle:
+    """Plain sessions, which nobody shares: what each way to read a conversation answers."""
+
+    def __init__(self, runtime: Any, tokens: int) -> None:
+        self.runtime, self.tokens = runtime, tokens
+        # Of an owner's messages with their answer: the ways in which they were read, each a list
+        # of what was sent at once, and how many tokens a cache has read then.
+        self.ways: dict[str, list[tuple[tuple[str, ...], int]]] = {}
+
+    def check(self, owner: str, messages: list[dict[str, str]], reply: Any, answer: str) -> None:
+        """An answer must be that of a session that read what the reply says was read before."""
+        expected = []
+        for held in range(len(messages)):
+            new = json.dumps(messages[held:])
+            known = self.ways.get(owner + json.dumps(messages[:held]), []) if held else [((), 0)]
+            ways = [(*way, new) for way, seen in known if seen == reply.usage.reused_tokens]
+            for way in ways:
+                session = self.replay(way)
+                expected.append(session.messages[-1]["content"])
+                if expected[-1] == answer:
+                    key = owner + json.dumps([*messages, said(answer)])
+                    self.ways.setdefault(key, []).append((way, session.cache.seen))
+                    return
+        raise AssertionError(f"{answer!r} is none of {expected}")
+
+    def replay(self, way: tuple[str, ...]) -> Session:
+        session: Session = self.runtime.session()
+        session.set_generation(max_new_tokens=self.tokens, temperature=0.0)
+        for new in way:
+            "".join(session.send(json.loads(new)))
+        return session
+
+
+@pytest.mark.slow(keep=1)
+@pytest.mark.parametrize("seed", range(4))
+def test_whatever_many_clients_do_each_is_answered_from_its_own_context(
+    runtime: Any, tmp_path: Path, seed: int
+) -> None:
+    """They go on, change their mind, ask again, vanish; places are few, and disk is, too."""
+    draw, oracle, seen = random.Random(seed), Oracle(runtime, 5), []
+
+    async def client(s: Scheduler, number: int) -> None:
+        owner, messages = f"owner {number % 3}", list[dict[str, str]]()
+        name = f"chat {number}" if number % 2 else None
+        for turn in range(6):
+            words = " ".join(draw.choices(["red", "door", "code", "seven"], k=draw.randint(1, 40)))
+            what = draw.choice(["go on", "go on", "go on", "again", "change", "vanish"])
+            if what == "change":
+                messages = messages[: -2 * draw.randint(1, 2)]
+            if what != "again" or not messages:
+                messages = [*messages, user(f"{number}.{turn} {words}")]
+            else:
+                messages = messages[:-1]
+            reply = s.submit(ask(*messages, tokens=5, owner=owner, session_id=name))
+            if what == "vanish":
+                for _ in range(draw.randint(0, 3)):
+                    await anext(reply, None)
+                await reply.aclose()
+                messages = []
+                continue
+            answer = await text_of(reply)
+            assert reply.finish_reason == "length"
+            seen.append((owner, list(messages), reply, answer))
+            messages = [*messages, said(answer)]
+            await asyncio.sleep(draw.random() / 50)
+
+    async def chat(s: Scheduler) -> None:
+        await asyncio.gather(*(client(s, number) for number in range(7)))
+        found = s.figures()
+        assert found.failed == found.dropped == 0
+        assert found.answering == found.waiting == 0
+        assert found.in_memory <= found.places
+        assert found.disk_bytes <= found.disk_cap
+        assert s._held.made == found.places
+
+    disk = SavedConversations(tmp_path, 300_000)
+    serve(Scheduler(runtime, limits(places=4, together=3, save_after_s=0.01), disk), chat)
+    assert disk.restored
+    for one in seen:
+        oracle.check(*one)
+    assert sum(reply.usage.reused_tokens > 0 for _, _, reply, _ in seen) > len(seen) // 4
+
+
+def test_memory_stays_flat_however_many_conversations_there_were(
+    runtime: Any, tmp_path: Path
+) -> None:
+    async def chat(s: Scheduler) -> tuple[int, int]:
+        async def some(numbers: range) -> int:
+            for n in numbers:
+                await text_of(s.submit(ask(user(f"Number {n}. " * 9), tokens=2)))
+            await until(s._wound_up)
+            return s.figures().memory_bytes
+
+        return await some(range(6)), await some(range(6, 60))
+
+    disk = SavedConversations(tmp_path, 200_000)
+    scheduler = Scheduler(runtime, limits(places=2, save_after_s=0.0), disk)
+    caches = 2 * runtime.plan.cache_bytes + scheduler.batch.nbytes
+    assert serve(scheduler, chat) == (caches, caches)
+    assert not scheduler._answering
+    assert not scheduler._waiting
+    assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= 200_000
+    assert len(scheduler._held.conversations) == 2
+
+
+@pytest.mark.slow(keep=1)
+@pytest.mark.parametrize("kills", [1, 6])
+def test_saved_conversations_survive_kills(
+    folder: str, runtime: Any, tmp_path: Path, kills: int
+) -> None:
+    """Killed at any moment, none of their files is broken, and each goes on where it was saved."""
+    known: dict[str, Any] = {}
+    draw, path = random.Random(0), os.pathsep.join([str(ROOT / "src"), str(ROOT / "tests")])
+    for turn in range(kills):
+        saved: dict[str, Any] = {}
+        with subprocess.Popen(
+            [sys.executable, str(PROGRAM), folder, str(tmp_path), json.dumps(known)],
+            env={**os.environ, "PYTHONPATH": path, "PYTHONSAFEPATH": "1"},
+            stdout=subprocess.PIPE,
+            text=True,
+        ) as process:
+            assert process.stdout is not None
+            lines = 1 + 4 * 2 + draw.randint(0, 8)  # at least two rounds
+            names = set[str]()
+            for _ in range(lines):
+                told = json.loads(process.stdout.readline())
+                if "found" in told and turn:
+                    assert told["found"] >= 3
+                if "name" in told and turn and told["name"] not in names:
+                    assert told["reused"] > 0  # what the killed one had saved
+                    names.add(told["name"])
+                if "saved" in told:
+                    assert told["dropped"] == 0
+                    saved = told["saved"]
+            process.kill()
+        known = saved
+        disk = SavedConversations(tmp_path, 64 << 20)  # the lock went with the process
+        assert not list(tmp_path.glob("*.part"))
+        files = sorted(tmp_path.glob("*.kvcap"))
+        found = [Session.load(runtime, file).messages for file in files]
+        assert all(messages in found for messages in known.values())
+        disk.close()
+
+    async def chat(s: Scheduler) -> None:
+        for name, messages in known.items():
+            reply = s.submit(ask(*messages, user("And now?"), session_id=name, tokens=5))
+            assert await text_of(reply)
+            assert reply.usage.reused_tokens > 0
+
+    serve(Scheduler(runtime, limits(), SavedConversations(tmp_path, 64 << 20)), chat)
+
+
+def test_a_broken_file_is_left_out_by_name_and_its_conversation_read_anew(
+    runtime: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = user("Seven kinds of mosses survive the cold. " * 4)
+
+    async def ask_first(s: Scheduler) -> str:
+        return await text_of(s.submit(ask(first)))
+
+    answer = serve(Scheduler(runtime, limits(), SavedConversations(tmp_path, 1 << 20)), ask_first)
+    (file,) = tmp_path.glob("*.kvcap")
+    data = bytearray(file.read_bytes())
+    data[-5] ^= 1
+    file.write_bytes(data)
+    (tmp_path / "notes.txt").write_text("not ours")
+    (tmp_path / f".{file.name}.abcdefgh.part").write_text("half")
+
+    async def chat(s: Scheduler) -> None:
+        reply = s.submit(ask(first, said(answer), user("And now?")))
+        assert await text_of(reply)
+        assert reply.usage.reused_tokens == 0
+        assert s.figures().dropped == 1
+
+    disk = SavedConversations(tmp_path, 1 << 20)
+    assert len(disk) == 1
+    serve(Scheduler(runtime, limits(), disk), chat)
+    assert file.name in caplog.text
+    assert file not in list(tmp_path.iterdir())
+    assert sorted(path.suffix for path in tmp_path.iterdir()) == ["", ".kvcap", ".txt"]
+
+
+def test_a_folder_is_one_server_s_and_can_be_written(runtime: Any, tmp_path: Path) -> None:
+    disk = SavedConversations(tmp_path / "a", 1 << 20)
+    with pytest.raises(SessionNotSaved, match="another server"):
+        SavedConversations(tmp_path / "a", 1 << 20)
+    disk.close()
+    SavedConversations(tmp_path / "a", 1 << 20).close()
+    (tmp_path / "b").write_text("")
+    with pytest.raises(SessionNotSaved, match="give another folder"):
+        SavedConversations(tmp_path / "b", 1 << 20)
+
+
+def test_a_full_disk_costs_conversations_and_nothing_else(
+    runtime: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = [user(f"Number {n}. " * 9) for n in range(4)]
+    tight = SavedConversations(tmp_path / "tight", 1000)  # holds not one
+    broken = SavedConversations(tmp_path / "broken", 1 << 20)
+
+    def fail(*_: Any) -> None:
+        raise SessionNotSaved("no room")
+
+    async def chat(s: Scheduler) -> list[str]:
+        found = [await text_of(s.submit(ask(one))) for one in asked]
+        assert s.figures().dropped
+        assert (s.figures().on_disk, s.figures().disk_bytes) == (0, 0)
+        return found
+
+    expected = [runtime.session() for _ in asked]
+    for session in expected:
+        session.set_generation(max_new_tokens=12, temperature=0.0)
+    answers = ["".join(x.send([y])) for x, y in zip(expected, asked, strict=True)]
+    assert serve(Scheduler(runtime, limits(places=1), tight), chat) == answers
+    monkeypatch.setattr(Session, "save", fail)
+    assert serve(Scheduler(runtime, limits(places=1), broken), chat) == answers
+
+
+def test_the_least_recently_used_goes_first(runtime: Any, tmp_path: Path) -> None:
+    asked = [user(f"Number {n}. " * 9) for n in range(3)]
+
+    async def chat(s: Scheduler) -> None:
+        answers = []
+        for one in asked:
+            answers.append(said(await text_of(s.submit(ask(one)))))
+            await until(s._wound_up)
+        size = s.figures().disk_bytes // 3
+        await text_of(s.submit(ask(asked[0], answers[0], user("Go on."))))
+        await until(s._wound_up)
+        disk.cap = 3 * size + size // 2
+        disk._make_room(0)
+        found = [
+            disk.find("", None, keys_of(ask(one, answer), s._salt))
+            for one, answer in zip(asked, answers, strict=True)
+        ]
+        # Of the first, only the state with more messages is left; the others are as they were.
+        assert [one is not None for one in found] == [False, True, True]
+        disk.cap = size + size // 2
+        disk._make_room(0)
+        assert [one.key for one in disk._all()] == [s._held.conversations[0].key]
+
+    disk = SavedConversations(tmp_path, 1 << 20)
+    serve(Scheduler(runtime, limits(places=1, together=1, save_after_s=0.0), disk), chat)
+
+
+def test_owners_and_ids_never_become_paths(runtime: Any, tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    names = ["../../x", "/etc/passwd", "a" * 5000, "\0", "\ud800", "é"]
+
+    async def chat(s: Scheduler) -> None:
+        for name in names:
+            reply = s.submit(ask(user("Hello!"), owner=name, session_id=name, tokens=2))
+            await text_of(reply)
+            assert reply.session_id == name
+
+    serve(Scheduler(runtime, limits(places=8), SavedConversations(home, 1 << 20)), chat)
+    assert [path.name for path in tmp_path.iterdir()] == ["home"]
+    assert len(list(home.glob("*.kvcap"))) == len(names)
