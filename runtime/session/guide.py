@@ -22,6 +22,7 @@ from kvcap.runtime.errors import ExtraMissing, SchemaRefused
 # else writes white space without end.
 SPACE = r" |\r?\n[ \t]{0,40}"
 LONGEST = 100_000  # letters of a schema, beyond which some take a minute to read
+STATES = 25_000  # of llguidance's automaton, of 1 to 2 kB each: some schemas would fill the memory
 STRICT = {"lenient": False, "coerce_one_of": False, "whitespace_pattern": SPACE}
 
 _vocabularies: WeakKeyDictionary[Any, dict[frozenset[int], Any]] = WeakKeyDictionary()
@@ -54,7 +55,8 @@ class Guide:
         self.ends = frozenset[int](self._vocabulary.eos_tokens)
         """Tokens that end the answer, once it may end."""
         self._what = "this regular expression" if json_schema is None else "this JSON schema"
-        self._matcher = self._made(json_schema, regex)
+        self._shape = json_schema, regex
+        self._matcher = self._made(*self._shape)
         self._check()
         self._bits = np.zeros(-(-self._vocabulary.vocab_size // 32), np.int32)
         self.allowed()  # or refuses what no text fits; and the first answer begins the sooner
@@ -76,11 +78,13 @@ class Guide:
                 grammar = found.LLMatcher.grammar_from_json_schema(text, overrides=STRICT)
         except (ValueError, TypeError, RecursionError) as error:
             raise self._refused(str(error)) from error
-        limits = found.LLParserLimits(verbose_errors=False)
+        limits = found.LLParserLimits(max_lexer_states=STATES, verbose_errors=False)
         return found.LLMatcher(self._vocabulary, grammar, log_level=0, limits=limits)
 
     def restart(self) -> None:
         """Begin another answer."""
+        if self._matcher.is_error():  # which it does not leave
+            self._matcher = self._made(*self._shape)
         self._matcher.reset()
 
     def allowed(self) -> NDArray[np.bool_]:
@@ -115,7 +119,7 @@ class Guide:
         if why.startswith("NoExtension"):
             return SchemaRefused(f"no text fits {self._what}")
         # It could hold `oneOf` inexactly, and says where in its own code it gave up.
-        reason = re.split(r"\. Enable 'coerce_one_of'|<backtrace>|<state>", why)[0]
+        reason = re.split(r"\. Enable 'coerce_one_of'|<backtrace>|<state>|<non-verbose/>", why)[0]
         reason = " ".join(reason.split())[:500]
         return SchemaRefused(f"answers cannot be held to {self._what}: {reason}")
 

@@ -93,6 +93,9 @@ def test_what_each_turn_evicted_is_reported(chat: Chat, capsys: pytest.CaptureFi
         ("/set seed 7", "seed = 7"),
         ("/set stop END", "stop = ['END']"),
         ("/set stop", "stop = not set"),
+        ("/set json_schema", "json_schema = not set"),
+        ("/set regex", "regex = not set"),
+        ("/set logprobs 2", "logprobs = 2"),
         ("/system", "no system prompt"),
         ("/system Be kind.", "the next message reads the conversation again"),
         ("/policy snapkv window=4", "policy snapkv"),
@@ -162,6 +165,20 @@ def test_refused_commands_change_nothing(
 def test_a_space_makes_a_message_of_a_command(chat: Chat) -> None:
     chat.handle(" /help is what I typed")
     assert chat.session.messages[0]["content"] == " /help is what I typed"
+
+
+def test_answers_are_held_to_a_schema_until_it_is_let_go_of(
+    chat: Chat, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    pytest.importorskip("llguidance")
+    (tmp_path / "s.json").write_text('{"enum": ["yes", "no"]}')
+    chat.run_script([f"/set json_schema {tmp_path / 's.json'}", "Hello!", "/policy knorm", "And?"])
+    answers = chat.session.messages[1::2]
+    assert {answer["content"] for answer in answers} <= {'"yes"', '"no"'}
+    chat.handle("/set regex (")
+    assert "one of them to None" in capsys.readouterr().err
+    chat.run_script(["/set json_schema", "/set regex [0-9]{3}", "And now?"])
+    assert chat.session.messages[-1]["content"].isdecimal()
 
 
 def test_policy_keeps_messages_settings_and_pins(

@@ -27,7 +27,7 @@ ANSWER = {
     *("--evict-every", "--system-prompt", "--device", "--max-new-tokens", "--temp"),
     *("--temperature", "--top-p", "--top-k", "--min-p", "--seed", "--stop", "--quiet", "-q"),
     *("--session", "--pin-system", "--on-full", "--threads"),
-    *("--repetition-penalty", "--repeat-penalty"),
+    *("--repetition-penalty", "--repeat-penalty", "--json-schema", "--regex", "--logprobs"),
 }
 OPTIONS = {
     "chat": BUDGET | ANSWER | {"--no-commands"},
@@ -153,6 +153,56 @@ def test_generate_json(every: tuple[str, ...], held: int, model: str, kvcap: Any
     assert kv["bytes"] <= kv["cap_bytes"] == kv["peak_bytes"]
     assert set(document["timing"]) == {"ttft_s", "prefill_tok_s", "decode_tok_s"}
     assert all(value > 0 for value in document["timing"].values())
+
+
+def test_answers_fit_a_schema_however_it_is_given(model: str, kvcap: Any, tmp_path: Path) -> None:
+    pytest.importorskip("llguidance")
+    schema = '{"type": "array", "items": {"enum": ["a", "b"]}, "minItems": 2, "maxItems": 3}'
+    (tmp_path / "s.json").write_text(schema)
+    rest = ("generate", model, "Hello!", "-q", "--max-new-tokens", "60", "--json-schema")
+    ways = [
+        kvcap(*rest, schema),
+        kvcap(*rest, str(tmp_path / "s.json")),
+        kvcap(*rest, "-", stdin=schema.encode()),
+    ]
+    assert ways == [ways[0]] * 3
+    assert ways[0][::2] == (0, "")
+    assert set(json.loads(ways[0][1])) <= {"a", "b"}
+    code, out, _ = kvcap(*rest[:-1], "--regex", "[0-9]{4}", "--json", "--logprobs", "2")
+    document = json.loads(out)
+    assert (code, len(document["text"]), document["finish_reason"]) == (0, 4, "stop")
+    assert "".join(one["token"] for one in document["logprobs"]) == document["text"]
+    assert {len(one["top_logprobs"]) for one in document["logprobs"]} == {2}
+    code, out, _ = kvcap(*rest, schema, "--json", "--stop", "]")
+    assert (json.loads(out)["stop_string"], json.loads(out)["finish_reason"]) == ("]", "stop")
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (("--json-schema", "nofile.json"), "cannot read 'nofile.json'"),
+        (("--json-schema", "-"), "stdin is empty, or was the prompt"),
+        (("--json-schema", "{"), "there is no JSON schema in --json-schema"),
+        (("--json-schema", '{"not": {}}'), 'held to this JSON schema: Unimplemented keys: ["not"]'),
+        (("--json-schema", "{}", "--regex", "a"), "json_schema or to regex"),
+        (("--regex", "("), "unclosed group"),
+        (("--logprobs", "2"), "--logprobs is printed in the document of --json"),
+    ],
+)
+def test_what_answers_cannot_be_held_to_is_wrong_input(
+    model: str, kvcap: Any, given: tuple[str, ...], says: str
+) -> None:
+    pytest.importorskip("llguidance")
+    code, out, err = kvcap("generate", model, "Hello!", *given)
+    assert (code, out) == (2, "")
+    assert one_line(err)
+    assert says in err
+
+
+def test_a_chat_has_no_schema_from_stdin(model: str, kvcap: Any) -> None:
+    code, _, err = kvcap("chat", model, "--json-schema", "-", stdin=b"Hello!")
+    assert code == 2
+    assert "stdin is the conversation" in err
 
 
 @pytest.mark.slow

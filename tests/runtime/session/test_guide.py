@@ -18,6 +18,7 @@ from toy_engine import BACKENDS, ToyEngine, session_of, tiny
 import kvcap
 from kvcap import pocket
 from kvcap.runtime.errors import ExtraMissing, SchemaRefused
+from kvcap.runtime.session import guide as guides
 from kvcap.runtime.session.decoding import TextStream
 from kvcap.runtime.session.guide import Guide
 
@@ -318,6 +319,24 @@ def test_without_the_library_the_extra_is_named(runtime, monkeypatch):
     with pytest.raises(ExtraMissing, match=r"pip install 'kvcap\[json\]'"):
         session.set_generation(json_schema={"type": "object"})
     assert "".join(session.send("Hello!"))
+
+
+def test_an_expression_whose_states_are_too_many_ends_by_name(monkeypatch):
+    """The next answer is held to it again."""
+    monkeypatch.setattr(guides, "STATES", 3000)
+    guide = Guide(TOKENIZERS["pocket"], frozenset([END]), regex="(.*x.{0,200}y){3}")
+    letters = np.random.default_rng(0).choice(list("xyab"), 3000)
+    ids = {x: TOKENIZERS["pocket"].backend_tokenizer.token_to_id(x) for x in "xyab"}
+
+    def walk() -> None:
+        for letter in letters:
+            guide.allowed()
+            guide.take(ids[letter])
+
+    with pytest.raises(SchemaRefused, match=r"too many states: 3000 >= 3000$"):
+        walk()
+    guide.restart()
+    assert guide.allowed()[ids["x"]]
 
 
 def test_a_tokenizer_that_the_library_cannot_read_is_refused():

@@ -637,6 +637,41 @@ def both(exported, tiny, kind: str) -> OrtRuntime:
     return OrtRuntime.from_directory(tiny / "decoder")
 
 
+def test_answers_are_held_to_a_schema_and_say_how_likely_tokens_were(exported, tiny, tmp_path):
+    """The first answer is PyTorch's; later ones, past evictions and from a file, fit as well."""
+    pytest.importorskip("llguidance")
+    schema = {
+        "type": "object",
+        "properties": {"door": {"enum": ["blue", "red"]}, "code": {"type": "integer"}},
+        "required": ["door", "code"],
+        "additionalProperties": False,
+    }
+    runtimes: list[Any] = [
+        both(exported, tiny, "shared"),
+        Runtime.from_pretrained("pocket", kv_budget_tokens=48, block_size=32, dtype="float32"),
+    ]
+    said, found = [], []
+    for runtime in runtimes:
+        session = runtime.session()
+        session.set_generation(max_new_tokens=60, json_schema=schema, logprobs=3, do_sample=False)
+        said.append("".join(session.send(FACT)))
+        found.append(session.logprobs)
+        json.loads("".join(session.send(STORY)))
+        session.save(tmp_path / "s")
+        loaded = type(session).load(runtime, tmp_path / "s")
+        answers = ["".join(one.send(QUESTION)) for one in (session, loaded)]
+        assert answers[0] == answers[1]
+        assert set(json.loads(answers[0])) == {"door", "code"}
+        assert session.turn.finish_reason == "stop"
+    assert said[0] == said[1]
+    assert json.loads(said[0])
+    for one, other in zip(*found, strict=True):
+        assert one.token == other.token
+        assert [x.logprob for x in (one, *one.top)] == pytest.approx(
+            [x.logprob for x in (other, *other.top)], abs=1e-2
+        )
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["shared", "found"])
 def test_a_saved_conversation_goes_on_to_the_bit(exported, tiny, tmp_path, kind):
