@@ -274,7 +274,8 @@ def opened(
         listening.close()
         raise
     if not output.quiet:
-        say(("serving", "bold"), f" {settings.model} at {server.url}/v1 · {found.plan.summary}")
+        where = f"{server.url}/v1, with a chat page at {server.url}/"
+        say(("serving", "bold"), f" {settings.model} at {where} · {found.plan.summary}")
     return server
 
 

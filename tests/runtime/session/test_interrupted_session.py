@@ -153,7 +153,7 @@ def test_a_message_of_which_nothing_was_read_is_taken_back(session, monkeypatch)
 
     before, seen = copy.deepcopy(session.messages), session.cache.seen
     with monkeypatch.context() as patched:
-        patched.setattr(session.loop, "prefill", stop)
+        patched.setattr(session.loop, "blocks", stop)
         interrupted(lambda: session.send(LONG, pin=True))
     assert (session.messages, session.cache.seen, session.pinned) == (before, seen, set())
     assert "taken back" in session.notice
