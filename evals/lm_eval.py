@@ -473,7 +473,7 @@ def _rendered(tokenizer: Any, messages: Sequence[Message], prompt: bool) -> str:
     text = render(tokenizer, messages, prompt=prompt)
     if prompt:
         return text
-    last = messages[-1]["content"].strip()
+    last: str = messages[-1]["content"].strip()
     head, found, _ = text.rpartition(last)
     if not found:
         raise ChatTemplateMissing("this chat template changes the last message, which is to go on")
