@@ -23,7 +23,17 @@ TOY = Options(
 )
 
 
-ELSEWHERE = ("cpu", "perturbation", "proxy", "saliency", "stream", "turns", "use", "weights")
+ELSEWHERE = (
+    "cpu",
+    "perturbation",
+    "proxy",
+    "saliency",
+    "serve",
+    "stream",
+    "turns",
+    "use",
+    "weights",
+)
 """Benchmarks that have test files of their own."""
 ON_CUDA = ("gpu", "kernels", "parts", "throughput")
 
