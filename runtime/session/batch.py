@@ -65,8 +65,8 @@ class Batch:
     A step reads one block of one prompt, by its session's own cache, and then a token of every
     answer: those of sessions that hold all their slots in one pass, where the runtime has rows for
     them; those of a session that fills its budget yet, that has pinned messages, whose positions
-    are true, or that `apart` concerns one after the other. So between two tokens of an answer lies
-    one block at the most.
+    are true, or that `apart` concerns one after the other, and so that of one that is alone. So
+    between two tokens of an answer lies one block at the most.
 
     >>> from kvcap import Runtime
     >>> runtime = Runtime.from_pretrained("pocket", kv_budget_tokens=64)
@@ -222,12 +222,16 @@ class Batch:
 
     def _read(self, answers: list[Answer]) -> None:
         """Read the token that each of these asks for; each has what came of it, or the error."""
-        together: list[Answer] = []
-        rows = self._rows
+        rows, together = self._rows, list[Answer]()
+        shared = [a for a in answers if rows and (a.row is not None or rows.fits(a))]
+        if len(shared) == 1:  # it does not pay for the rows of others
+            shared[0].session.fetch_cache()
+            shared = []
         for answer in answers:
             assert answer.asked is not None
             try:
-                if rows is not None and (answer.row is not None or rows.fits(answer)):
+                if answer in shared:
+                    assert rows is not None
                     if answer.row is None:
                         rows.join(answer)
                     together.append(answer)

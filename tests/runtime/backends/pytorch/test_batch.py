@@ -93,8 +93,9 @@ def test_a_shared_pass_reads_the_tokens_of_all(monkeypatch: pytest.MonkeyPatch) 
     for session in sessions:
         session.set_generation(max_new_tokens=9, eos_token_id=NEVER)
     together(batch, [(session, session.send("Go on.")) for session in sessions])
-    # The ninth token is not read, and of three prompts one is read at a time.
-    assert shapes == [(3, 1)] * (8 + 2)
+    # The ninth token is not read. One prompt is read at a time, so that the first answer begins a
+    # token early, alone, and the last one ends alone.
+    assert shapes == [(3, 1)] * 8
     assert batch.nbytes == 3 * sessions[0].cache.nbytes - 2 * _table(sessions[0])
 
 
@@ -135,8 +136,8 @@ def test_sessions_share_passes_once_their_positions_are_compact(
     assert together(batch, [(s, s.send("Go on.")) for s in sessions]) == expected
     assert list(map(kept, sessions)) == list(map(kept, alone))
     assert all(session.cache.compact_positions for session in sessions)
-    assert {1, 2} == set(rows)  # the longer one had changed before
-    assert sum(rows) < 2 * 39
+    assert set(rows) == {2}
+    assert 0 < len(rows) < 39  # the longer one had changed before, and was read alone until then
 
 
 def test_sampled_answers_have_their_own_random_numbers() -> None:
