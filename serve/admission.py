@@ -51,7 +51,7 @@ def open_conversations(
         model: as for `kvcap chat`.
         backend: that runs it.
         budget: of each conversation; its `memory_cap` is the whole process's.
-        running: `evict_every` is 1 unless it is given, so that answers are written together.
+        running: without `evict_every` it is 1 where answers are written together.
         output: whether a note says that it loads.
         together: answers that are written at once; by default as many as fit, up to 8.
         places: conversations in memory; by default all that fit, 64 without a cap.
@@ -76,8 +76,9 @@ def open_conversations(
     )
     try:
         one_each = replace(budget, memory_cap=None)
-        at_once = replace(running, evict_every=running.evict_every or 1)
-        runtime: Any = load(model, backend, one_each, at_once, output)
+        if plan.together > 1 and not backend.exported(model):  # their sessions share passes
+            running = replace(running, evict_every=running.evict_every or 1)
+        runtime: Any = load(model, backend, one_each, running, output)
         plan = measured(plan, runtime, places)
         limits = Limits(plan.places, plan.together, waiting)
         watch = None if cap is None else Watch.of(plan, runtime, enforce=budget.enforce)
