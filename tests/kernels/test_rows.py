@@ -213,8 +213,8 @@ def read(policy, positions, choice, captured=False):
 @pytest.mark.slow(keep=2)
 @pytest.mark.parametrize(
     ("policy", "positions"),
-    [("criticalkv-adakv", "compact"), ("duoattention", "true"), ("headkv", "compact"),
-     ("adakv", "true"), ("h2o+headkv", "compact"), ("knorm+adakv", "compact")],
+    [("criticalkv-adakv", "compact"), ("duoattention", "true"), ("h2o+headkv", "compact"),
+     ("knorm+adakv", "true")],
 )  # fmt: skip
 def test_the_same_tokens_stay_as_eagerly(policy, positions):
     eager, kept, _, held = read(policy, positions, "eager")

@@ -2,20 +2,56 @@
 
 from __future__ import annotations
 
-import pytest
+from types import SimpleNamespace
 
-from kvcap.evals.bench import Options, load
+import pytest
+from tools import operations  # noqa: F401
+
+from kvcap.cli import run
+from kvcap.evals.bench import Options, load, weights
+from kvcap.export.decoder import write
+from kvcap.runtime.cli import kept_exports
+
+
+@pytest.fixture
+def exports_here(monkeypatch):
+    """Has exports made in this process, and traced once: a graph's weights are its inputs."""
+    commands = []
+
+    def run_here(command, **_):
+        commands.append(command)
+        return SimpleNamespace(returncode=run(command[command.index("kvcap") + 1 :]))
+
+    def once(trace):
+        found = []
+
+        def copied(what):
+            if not found:
+                graph = trace(what)
+                found.extend((type(graph), graph.SerializeToString()))
+            kind, data = found
+            return kind.FromString(data)
+
+        return copied
+
+    monkeypatch.setattr(kept_exports, "subprocess", SimpleNamespace(run=run_here, DEVNULL=None))
+    for name in ("trace", "trace_evictor"):
+        monkeypatch.setattr(write, name, once(getattr(write, name)))
+    return commands
 
 
 @pytest.mark.slow
-def test_fewer_bits_predict_less_alike(monkeypatch, tmp_path):
+def test_fewer_bits_predict_less_alike(monkeypatch, tmp_path, exports_here):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    rows = load("weights")(Options(lengths=(64,), budgets=(128,), repeats=1)).rows
+    monkeypatch.setattr(weights, "SENTENCES", 400)
+    monkeypatch.setattr(weights, "TEXTS", 3)
+    rows = load("weights")(Options(lengths=(64,), budgets=(64,), repeats=1)).rows
     by = {row["weights"]: row for row in rows}
     four = ["int4 symmetric", "int4 asymmetric"]
     better = [f"{name}, calibrated" for name in four]
     by_torch = ["int8, PyTorch", "int4, PyTorch"]
     assert list(by) == ["float32", "bfloat16", "int8", *four, *better, *by_torch]
+    assert len(exports_here) == 5
     assert by["float32"]["kl"] == 0
     assert by["float32"]["same_token"] == 1
     assert all(by[name]["kl"] > 2 * by["int8"]["kl"] > 0 for name in four)

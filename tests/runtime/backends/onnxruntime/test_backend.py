@@ -16,13 +16,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-import standard_decoder
 from tools import PATIENCE, made, operations, pocket_decoder, tiny_decoder  # noqa: F401
 
-from kvcap import pocket
 from kvcap.cli import run
-from kvcap.export.adopted.adopt import adopt
-from kvcap.policies import load_policy
 from kvcap.runtime.backends.onnxruntime.graph import Graph
 from kvcap.runtime.backends.onnxruntime.library import library
 from kvcap.runtime.backends.onnxruntime.manifest import check, files_named
@@ -96,16 +92,6 @@ def rewritten(folder: Path, said: dict[str, Any]) -> Path:
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory):
-    """Pocket as others export it, made ready, with graphs beside it that evict."""
-
-    def make(folder: Path) -> None:
-        adopt(standard_decoder.save(pocket.path(), folder), None, [load_policy("keydiff")])
-
-    return made(tmp_path_factory, "found", make)
-
-
-@pytest.fixture(scope="module")
 def tiny(tmp_path_factory):
     return tiny_decoder(tmp_path_factory)
 
@@ -146,20 +132,27 @@ def same_as_torch(runtime: OrtRuntime, model: str = "pocket", policy: str = "") 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("mode", "budget"), [("compact", 48), ("true", MOST)])
-def test_decoders_say_and_keep_what_pytorch_does(exported, found, mode, budget):
-    """With slots that are overwritten in place, and with a graph that copies what stays."""
+def test_decoders_say_and_keep_what_pytorch_does(exported, mode, budget):
+    """With slots that are overwritten in place."""
     same_as_torch(OrtRuntime.from_directory(exported(mode, budget)))
     same_as_torch(OrtRuntime.from_directory(exported(mode, budget), evict_every=1))
-    same_as_torch(
-        OrtRuntime.from_directory(found, kv_budget_tokens=budget, block_size=BLOCK, positions=mode)
-    )
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("policy", ["keydiff", "streaming_llm", "random"])
-def test_policies_of_a_found_decoder(tiny, policy, mode):
-    runtime = OrtRuntime.from_directory(tiny / "decoder", PolicyRequest(policy), positions=mode)
+@pytest.mark.parametrize(
+    ("policy", "mode", "sizes"),
+    [
+        ("keydiff", "compact", {}),
+        ("keydiff", "true", {"kv_budget_tokens": 48, "block_size": BLOCK}),
+        ("streaming_llm", "true", {}),
+        ("random", "compact", {"kv_budget_tokens": 20, "block_size": 12}),
+    ],
+)
+def test_policies_of_a_found_decoder(tiny, policy, mode, sizes):
+    """With a graph that copies what stays; in the sizes of the export and in others."""
+    runtime = OrtRuntime.from_directory(
+        tiny / "decoder", PolicyRequest(policy), positions=mode, **sizes
+    )
     same_as_torch(runtime, str(tiny / "model"))
 
 
