@@ -24,7 +24,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from kvcap.runtime.errors import Busy, ConversationUnknown, KvcapError, ReaderTooSlow
-from kvcap.runtime.memory.free_memory import process_bytes
+from kvcap.runtime.memory.free_memory import process_bytes, return_freed
 from kvcap.runtime.session.logprobs import Logprob
 from kvcap.runtime.session.session import Session
 from kvcap.runtime.session.stats import FinishReason, Turn
@@ -45,6 +45,7 @@ from kvcap.serve.saved import Saved, SavedConversations
 if TYPE_CHECKING:
     from kvcap.serve.strip import Strip
 
+LONG = 1 << 16  # letters of a request; making tokens of them takes some 200 bytes each for a while
 log = logging.getLogger("kvcap.serve")
 
 
@@ -491,6 +492,8 @@ class Scheduler:
                 job.answer = begin(session, job.ask, count)
         except Exception as raised:
             error = raised
+        if job.letters >= LONG:
+            return_freed()
         return lambda: self._prepared(job, leaving, error)
 
     def _new_session(self) -> Session:

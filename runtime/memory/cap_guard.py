@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from kvcap.runtime.errors import MemoryCapExceeded
-from kvcap.runtime.memory.free_memory import process_bytes
+from kvcap.runtime.memory.free_memory import process_bytes, return_freed
 from kvcap.runtime.units import with_margin
 
 Enforce = Literal["check", "rlimit"]
@@ -20,7 +20,8 @@ class CapGuard:
 
     Allocators keep the memory that a block frees, and later blocks use it again. So a block is
     expected to take the process to its size before the first block plus one workspace, or to leave
-    it at its present size if that is larger.
+    it at its present size if that is larger. Before a block is refused, they are told to give back
+    what nothing uses, such as what a long text took while it became tokens.
     """
 
     cap: int  # bytes of the whole process
@@ -37,6 +38,10 @@ class CapGuard:
         held = process_bytes()
         before = held if self._before is None else self._before
         asked = self.workspace * tokens // self.block
+        if max(held, before + asked) > self.cap:
+            return_freed()
+            held = process_bytes()
+            before = min(before, held)
         if (needed := max(held, before + asked)) > self.cap:
             fits = max(0, self.cap - before) * self.block // max(1, self.workspace)
             smaller = f"a block of {fits} would fit, or " if held <= self.cap and fits else ""

@@ -193,6 +193,22 @@ def test_the_guard_counts_a_workspace_once(monkeypatch):
     tight.check(6)
 
 
+def test_freed_memory_goes_back_to_the_system_before_a_block_is_refused(monkeypatch):
+    held = [100]
+    monkeypatch.setattr(cap_guard, "process_bytes", lambda: held[0])
+    monkeypatch.setattr(cap_guard, "return_freed", lambda: held.__setitem__(0, 110))
+    guard = CapGuard(cap=150, workspace=40, block=10)
+    guard.check(10)
+    held[0] = 400  # a long text became tokens
+    guard.check(10)
+    assert held == [110]
+    late = CapGuard(cap=150, workspace=40, block=10)
+    held[0] = 400  # before its first block
+    late.check(10)
+    late.check(10)
+    assert held == [110]
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_DATA counts what is needed on Linux")
 def test_the_system_refuses_and_the_conversation_can_go_on():
     """A block larger than what is left fails in the allocator; the next message reads anew."""
