@@ -26,7 +26,7 @@ KvcapError
 ├── Busy                    more is asked of a server than can wait; says when to ask again
 ├── ConversationUnknown     a server has no such conversation of that owner in memory
 ├── ReaderTooSlow           a server's answer was ended, as nobody read it
-├── ReplicaLost             the replica of a server that answered, or was asked, has ended
+├── ReplicaLost             the process of a cluster that answered has gone
 ├── PortTaken               a server cannot listen on its address
 ├── ExtraMissing            a package is not installed; names the extra that brings it
 ├── CellsFailed             some cells of a sweep could not be measured; the others are kept

@@ -160,10 +160,13 @@ class Held:
             self.free.append(one.session)
             one.session = None
 
-    def save(self, one: Conversation) -> None:
-        """Write a conversation to disk; what that comes to, its fields say."""
+    def save(self, one: Conversation, wanted: Saved | None = None) -> None:
+        """Write a conversation to disk; what that comes to, its fields say.
+
+        The file `wanted` is restored next, and kept if that can be.
+        """
         assert self.disk is not None
-        name = self.disk.save(one.session, one.owner, one.id, one.key, one.file)
+        name = self.disk.save(one.session, one.owner, one.id, one.key, one.file, wanted)
         one.clean = True  # or it cannot be written, and is not tried again
         one.file = name or one.file
 

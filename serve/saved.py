@@ -193,7 +193,15 @@ class SavedConversations:
                     return max(found, key=lambda one: one.used), count
         return None
 
-    def save(self, session: Any, owner: str, id_: str, key: str, before: str | None) -> str | None:
+    def save(
+        self,
+        session: Any,
+        owner: str,
+        id_: str,
+        key: str,
+        before: str | None,
+        wanted: Saved | None = None,
+    ) -> str | None:
         """Write a conversation; returns its file's name, None where it could not be written.
 
         Args:
@@ -202,6 +210,7 @@ class SavedConversations:
             id_: its id.
             key: of its messages.
             before: the name of its file with fewer messages, which is the first to go from now on.
+            wanted: a file that is restored next: it makes room only where no other does.
         """
         name = f"{digest(owner)}-{tag(id_)}-{key}.kvcap"
         said = sum(4 * len(message["content"] or "") for message in session.messages)
@@ -215,7 +224,7 @@ class SavedConversations:
                     f"{self.cap:,}; raise it"
                 )
             with self._writing():
-                self._make_room(needed, keep=name)
+                self._make_room(needed, name, "" if wanted is None else wanted.name)
                 session.save(self.folder / name)
             nbytes = os.stat(self.folder / name).st_size
         except (KvcapError, OSError) as error:
@@ -238,6 +247,10 @@ class SavedConversations:
         One that is broken is removed, with its name in the log.
         """
         path = self.folder / saved.name
+        if not path.exists():  # it had to make room
+            with self._lock:
+                self._drop(saved)
+            return False
         try:
             session.restore(path)
         except (SessionFileError, PinsTooLarge) as error:
@@ -265,8 +278,11 @@ class SavedConversations:
         with contextlib.suppress(OSError):
             os.utime(self.folder / name, (0, 0))
 
-    def _make_room(self, nbytes: int, keep: str = "") -> None:
-        """Remove the least recently used until so many bytes more stay within the cap."""
+    def _make_room(self, nbytes: int, keep: str = "", wanted: str = "") -> None:
+        """Remove the least recently used until so many bytes more stay within the cap.
+
+        The file `keep` stays, and `wanted` is the last that goes.
+        """
         self._look()
         with self._lock:
             files = self._all()
@@ -274,7 +290,7 @@ class SavedConversations:
             with contextlib.suppress(OSError):  # removed; nothing is lost by removing it again
                 found = os.stat(self.folder / one.name)
                 one.nbytes, one.used = found.st_size, found.st_mtime
-        files.sort(key=lambda one: one.used)
+        files.sort(key=lambda one: (one.name == wanted, one.used))
         held = sum(one.nbytes for one in files)
         for one in files:
             if held + nbytes <= self.cap:

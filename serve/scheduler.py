@@ -475,7 +475,7 @@ class Scheduler:
         assert conversation is not None
         try:
             if leaving is not None:
-                self._held.save(leaving)
+                self._held.save(leaving, saved)
             if conversation.session is None:
                 conversation.session = self._new_session()
             session = conversation.session

@@ -194,15 +194,27 @@ def test_what_a_replica_refuses_is_told_as_on_one_machine(server: Server) -> Non
     assert (answer.status_code, answer.json()["error"]["code"]) == (400, "pins_too_large")
 
 
+def test_the_strip_is_of_the_conversation_and_its_owner(server: Server) -> None:
+    answer = chat(server, [user(9)])
+    where = f"{server.url}/v1/kvcap/sessions/{answer.headers['X-Session-Id']}/strip"
+    mine, others = (
+        httpx.get(where, headers={"Authorization": f"Bearer {key}"}, timeout=PATIENCE)
+        for key in ("ada", "bob")
+    )
+    usage = answer.json()["usage"]["kv"]
+    assert len(mine.json()["tokens"]) == usage["held"] + usage["evicted"]
+    assert (others.status_code, others.json()["error"]["code"]) == (404, "conversation_not_found")
+
+
 def test_a_reader_that_goes_frees_its_place(server: Server) -> None:
+    stopped = figure(server, "stopped_total")
     with httpx.stream(
         "POST", f"{server.url}/v1/chat/completions", timeout=PATIENCE,
         json=body([user(8)], LONG, stream=True), headers={"Authorization": "Bearer ada"},
     ) as answer:  # fmt: skip
         next(answer.iter_lines())
-        eventually(lambda: figure(server, "answering") == 1)
+    eventually(lambda: figure(server, "stopped_total") > stopped)
     eventually(lambda: figure(server, "answering") == 0)
-    assert figure(server, "stopped_total") >= 1
 
 
 def small(cluster: Any, model: str, replicas: int, budget: Budget) -> None:

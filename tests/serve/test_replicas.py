@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import sys
 from typing import Any
 
@@ -9,10 +10,10 @@ import pytest
 
 from kvcap.runtime.cli.options import Backend, Budget, Running
 from kvcap.runtime.cluster import Share
-from kvcap.runtime.errors import ExtraMissing
+from kvcap.runtime.errors import Busy, ConversationUnknown, ExtraMissing, KvcapError
 from kvcap.serve.commands import Engine
 from kvcap.serve.contract import Ask, Figures
-from kvcap.serve.replicas import Opening, open_replicas, place_of, routed, shared, total
+from kvcap.serve.replicas import Opening, open_replicas, place_of, routed, sent, shared, total
 
 
 def said(*texts: str, system: str | None = None) -> tuple[Any, ...]:
@@ -102,3 +103,16 @@ def test_ray_is_refused_by_name_where_it_is_missing(monkeypatch: pytest.MonkeyPa
 def test_options_of_a_cluster_need_one(engine: Engine) -> None:
     with pytest.raises(ValueError, match="needs --engine ray"):
         engine.check()
+
+
+def test_errors_are_the_same_on_the_other_side(caplog: pytest.LogCaptureFixture) -> None:
+    busy = pickle.loads(pickle.dumps(sent(Busy("full", 7.5))))
+    assert (type(busy), str(busy), busy.retry_after_s) == (Busy, "full", 7.5)
+    unknown = pickle.loads(pickle.dumps(sent(ConversationUnknown("none"))))
+    assert isinstance(unknown, ConversationUnknown)
+    assert "no such key" not in caplog.text
+    fault = sent(KeyError("no such key"))  # what it says may be of use to an attacker
+    assert type(fault) is KvcapError
+    assert "KeyError" in str(fault)
+    assert "no such key" not in str(fault)
+    assert "no such key" in caplog.text
