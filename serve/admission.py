@@ -41,6 +41,7 @@ def open_conversations(
     together: int | None = None,
     places: int | None = None,
     waiting: int = 64,
+    body: int | None = None,
     folder: str | os.PathLike[str] | None = None,
     disk_cap: str | int = DISK,
     shared: bool = False,
@@ -56,6 +57,7 @@ def open_conversations(
         together: answers that are written at once; by default as many as fit, up to 8.
         places: conversations in memory; by default all that fit, 64 without a cap.
         waiting: requests in the queue, at most.
+        body: bytes of a request, at most: a prompt of them is tokenised within the cap.
         folder: where idle conversations are kept; None: they are forgotten once their place is
             wanted.
         disk_cap: bytes of that folder.
@@ -70,7 +72,7 @@ def open_conversations(
     cap = None if budget.memory_cap is None else parse_cap(budget.memory_cap)
     if cap is not None:
         budget = replace(budget, memory_cap=str(cap))
-    plan = planned_serving(model, backend, budget, together, places, free=False)
+    plan = planned_serving(model, backend, budget, together, places, free=False, body=body)
     disk = (
         None if folder is None else SavedConversations(folder, parse_bytes(disk_cap), shared=shared)
     )
@@ -99,8 +101,9 @@ def measured(plan: ServingPlan, runtime: Any, places: int | None) -> ServingPlan
     own = max(0, process_bytes() + RUNNING - runtime.plan.weights)
     one = replace(plan.one, weights=runtime.plan.weights, baseline=own)
     return ServingPlan.of(
-        one, lambda _: plan.shared, cap=plan.cap, together=plan.together, places=places
-    )
+        one, lambda _: plan.shared, cap=plan.cap, together=plan.together, places=places,
+        body=plan.body,
+    )  # fmt: skip
 
 
 @dataclass
@@ -109,7 +112,7 @@ class Watch:
 
     cap: int
     place: int  # bytes that one more conversation takes
-    passes: int  # and the largest pass
+    passes: int  # the largest pass, and the longest text while it is tokenised
     guard: CapGuard
 
     @classmethod
@@ -128,7 +131,7 @@ class Watch:
             return None
         block = plan.one.workspace + plan.one.logits
         guard = CapGuard(plan.cap, block, plan.one.block_size)
-        return cls(plan.cap, plan.place_bytes, plan.passes, guard)
+        return cls(plan.cap, plan.place_bytes, plan.passes + plan.tokenising, guard)
 
     def has_room(self) -> bool:
         """Whether one more conversation can be made, whatever else has grown."""

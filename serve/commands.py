@@ -28,6 +28,7 @@ from kvcap.runtime.cli.options import (
 from kvcap.runtime.errors import ExtraMissing
 from kvcap.runtime.files import as_text
 from kvcap.runtime.models.names import REPOSITORY
+from kvcap.runtime.planning.serving import usual_body
 from kvcap.runtime.types import POCKET
 from kvcap.runtime.units import parse_bytes
 
@@ -133,8 +134,14 @@ class Load:
         ),
     ] = 64
     max_body: Annotated[
-        str, option("--max-body", metavar="BYTES", help="Of a request.", show_default=True)
-    ] = "4MiB"
+        str | None,
+        option(
+            "--max-body",
+            metavar="BYTES",
+            help="Of a request (4MiB; 256KiB with --memory-cap, which holds the memory to tokenise "
+            "it free).",
+        ),
+    ] = None
     max_messages: Annotated[
         int, option("--max-messages", min=1, metavar="N", help="Of a request.", show_default=True)
     ] = 4096
@@ -288,8 +295,9 @@ def opened(
         raise ExtraMissing(
             f"serving needs {error.name}, which is not installed; run: pip install 'kvcap[serve]'"
         ) from error
+    usual = usual_body(budget.memory_cap)
     limits = Limits(
-        body_bytes=parse_bytes(load.max_body),
+        body_bytes=usual if load.max_body is None else parse_bytes(load.max_body),
         messages=load.max_messages,
         answer_tokens=load.max_answer_tokens,
         connections=load.max_connections,
@@ -308,6 +316,7 @@ def opened(
         "together": load.max_together,
         "places": load.max_conversations,
         "waiting": load.max_queue,
+        "body": limits.body_bytes,
         "folder": load.keep,
         "disk_cap": load.keep_cap,
     }

@@ -434,6 +434,7 @@ def planned_serving(
     places: int | None = None,
     *,
     free: bool = True,
+    body: int | None = None,
 ) -> ServingPlan:
     """The plan of a server, without reading weights.
 
@@ -444,6 +445,7 @@ def planned_serving(
         together: answers that are written at once; by default as many as fit, up to 8.
         places: conversations in memory, at most; by default all that fit.
         free: without a `memory_cap`, what is free is the cap; otherwise there is none.
+        body: bytes of a request, at most; by default as `ServingPlan.of` has it.
 
     Raises:
         PlanInfeasible: not even one fits, or fewer than `together` and `places` ask for.
@@ -453,7 +455,9 @@ def planned_serving(
     one = planned(model, backend, replace(budget, memory_cap=None))
     one = replace(one, baseline=process_bytes() + LOADING)
     if backend.exported(model):
-        return ServingPlan.of(one, lambda _: Shared(), cap=cap, together=together, places=places)
+        return ServingPlan.of(
+            one, lambda _: Shared(), cap=cap, together=together, places=places, body=body
+        )
     from kvcap.runtime.backends.pytorch.batch import plan_shared
     from kvcap.runtime.models.files import load_config
 
@@ -464,6 +468,7 @@ def planned_serving(
         cap=cap,
         together=together,
         places=places,
+        body=body,
     )
 
 

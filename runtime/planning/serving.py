@@ -2,13 +2,14 @@
 
 Evictions make every conversation the same size, so that this is arithmetic:
 
-    process + weights + passes + rows of those that are answered + places × (cache + text) <= cap
+    process + weights + passes + rows of those that are answered + one prompt that is tokenised
+    + places × (cache + text) <= cap
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from kvcap.runtime.errors import PlanInfeasible
@@ -16,6 +17,9 @@ from kvcap.runtime.planning.plan import MemoryPlan
 from kvcap.runtime.units import format_bytes, with_margin
 
 SERVING = 64 << 20  # bytes: the server's libraries and threads, requests that are read or wait
+BODY = 4 << 20  # bytes of a request, at most, where there is no cap
+CAPPED_BODY = 256 << 10  # and where there is one, as the memory to tokenise it is kept free
+TOKENISING = 450  # bytes that it takes for each byte of a text; one text is tokenised at a time
 TEXT = 64 << 10  # bytes of what was said in a conversation, beside its cache
 TOGETHER = (8, 4, 2, 1)  # answers at once that are tried in this order where none were asked for
 PLACES = 64  # conversations where there is no cap
@@ -37,6 +41,12 @@ class ServingPlan:
     shared: Shared
     places: int  # conversations in memory
     cap: int | None = None  # bytes of the process
+    body: int = BODY  # bytes of a request, at most
+
+    @property
+    def tokenising(self) -> int:
+        """What making a prompt of the longest request takes."""
+        return TOKENISING * self.body
 
     @property
     def passes(self) -> int:
@@ -59,7 +69,7 @@ class ServingPlan:
     def fixed_bytes(self) -> int:
         """What is held however many conversations there are."""
         own = self.one.baseline + SERVING + self.one.weights
-        return own + self.passes + self.shared.rows + self.restoring
+        return own + self.tokenising + self.passes + self.shared.rows + self.restoring
 
     @property
     def total_bytes(self) -> int:
@@ -87,6 +97,8 @@ class ServingPlan:
             "passes_bytes": self.passes,
             "restoring_bytes": self.restoring,
             "serving_bytes": SERVING,
+            "tokenising_bytes": self.tokenising,
+            "body_bytes": self.body,
             "cap": self.cap,
             "total_bytes": self.total_bytes,
         }
@@ -100,6 +112,7 @@ class ServingPlan:
         cap: int | None = None,
         together: int | None = None,
         places: int | None = None,
+        body: int | None = None,
     ) -> ServingPlan:
         """Plan a server.
 
@@ -109,18 +122,20 @@ class ServingPlan:
             cap: bytes of the process; None: there is none.
             together: answers at once; by default 8, or as many as places fit.
             places: conversations in memory, at most; by default all that fit, 64 without a cap.
+            body: bytes of a request, at most; by default 256 KiB, 4 MiB without a cap.
 
         Raises:
             PlanInfeasible: not one fits, or fewer than were asked for, saying how many do.
         """
+        body = usual_body(cap) if body is None else body
         for number in (together,) if together else TOGETHER:
             if places is not None and places < number and not together:
                 continue
-            found = cls(one, number, shared(number), 0, cap)
+            found = cls(one, number, shared(number), 0, cap, body)
             fit = None if cap is None else (cap - found.fixed_bytes) // found.place_bytes
             if fit is None or fit >= max(number, places or 1):
                 count = places or (PLACES if fit is None else fit)
-                return cls(one, number, found.shared, max(number, count), cap)
+                return replace(found, places=max(number, count))
         assert cap is not None
         least = found.fixed_bytes + max(found.together, places or 1) * found.place_bytes
         number = max(found.together, places or 1)
@@ -129,6 +144,15 @@ class ServingPlan:
             f"a server of {asked} takes {least:,} bytes, more than the cap of {cap:,}: "
             f"{found.fixed_bytes:,} beside them and {found.place_bytes:,} each, so that "
             f"{max(0, fit or 0):,} fit; raise the cap to {with_margin(least) >> 20}MiB, or lower "
-            "the KV budget",
+            "the KV budget or --max-body",
             least_memory_cap=with_margin(least),
         )
+
+
+def usual_body(cap: object | None) -> int:
+    """The most bytes of a request where nobody says how many.
+
+    Args:
+        cap: of the process; None: there is none.
+    """
+    return BODY if cap is None else CAPPED_BODY

@@ -17,7 +17,7 @@ from kvcap.cli import run
 from kvcap.runtime.cli.options import Backend, Budget, Output, Running
 from kvcap.runtime.errors import PlanInfeasible
 from kvcap.runtime.planning.plan import MemoryPlan
-from kvcap.runtime.planning.serving import ServingPlan, Shared
+from kvcap.runtime.planning.serving import CAPPED_BODY, TOKENISING, ServingPlan, Shared
 from kvcap.serve.admission import Watch, open_conversations
 
 MIB = 1 << 20
@@ -42,7 +42,7 @@ def shared(number: int) -> Shared:
 
 
 def test_as_many_fit_as_the_cap_has_bytes_for(one: MemoryPlan) -> None:
-    for cap in (500 * MIB, 501 * MIB, 900 * MIB):
+    for cap in (620 * MIB, 621 * MIB, 1000 * MIB):
         plan = ServingPlan.of(one, shared, cap=cap)
         assert plan.total_bytes <= cap < plan.total_bytes + plan.place_bytes
         parts = plan.as_dict()
@@ -51,11 +51,13 @@ def test_as_many_fit_as_the_cap_has_bytes_for(one: MemoryPlan) -> None:
         )
         assert parts["fixed_bytes"] == (
             300 * MIB + one.weights + parts["serving_bytes"] + parts["rows_bytes"]
-            + parts["passes_bytes"] + parts["restoring_bytes"]
+            + parts["passes_bytes"] + parts["restoring_bytes"] + parts["tokenising_bytes"]
         )  # fmt: skip
     assert plan.together == 8
-    assert ServingPlan.of(one, shared, cap=900 * MIB, places=9).places == 9
+    assert ServingPlan.of(one, shared, cap=1000 * MIB, places=9).places == 9
     assert ServingPlan.of(one, shared).places == 64  # without a cap
+    longer = ServingPlan.of(one, shared, cap=1000 * MIB, body=2 * CAPPED_BODY)
+    assert longer.fixed_bytes - plan.fixed_bytes == TOKENISING * CAPPED_BODY
 
 
 def test_fewer_are_answered_at_once_where_more_do_not_fit(one: MemoryPlan) -> None:
@@ -128,7 +130,7 @@ PROGRAM = """
 import asyncio, sys
 from kvcap.runtime.cli.options import Backend, Budget, Output, Running
 from kvcap.serve.admission import open_conversations
-from server_chats import ask, text_of, user
+from server_chats import ask, text_of, until, user
 cap = int(sys.argv[2])
 opened = open_conversations(
     sys.argv[1], Backend(), Budget(memory_cap=str(cap), kv_budget_tokens=1024),
@@ -139,11 +141,17 @@ async def main():
     async def one(i):
         reply = s.submit(ask(user(f"{i} says. " * (5 + 60 * (i % 9))), tokens=3))
         await text_of(reply)
+    async def longest():
+        reply = s.submit(ask(user("7" * opened.plan.body), tokens=3))
+        await until(lambda: s.figures().answering)  # its prompt is made
+        await reply.aclose()
+    await longest()
     asked = iter(range(n + n // 2))
     async def client():
         for i in asked:
             await one(i)
     await asyncio.gather(*(client() for _ in range(12)))
+    await longest()
     f = s.figures()
     await s.aclose()
     peak = next(int(x.split()[1]) << 10 for x in open("/proc/self/status") if "VmHWM" in x)
