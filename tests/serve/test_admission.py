@@ -133,7 +133,7 @@ from kvcap.serve.admission import open_conversations
 from server_chats import ask, text_of, until, user
 cap = int(sys.argv[2])
 opened = open_conversations(
-    sys.argv[1], Backend(), Budget(memory_cap=str(cap), kv_budget_tokens=1024),
+    sys.argv[1], Backend(), Budget(memory_cap=str(cap), kv_budget_tokens=4096),
     Running(device="cpu"), Output(quiet=True), folder=sys.argv[3],
 )
 async def main():
@@ -176,7 +176,7 @@ def test_a_process_with_all_its_conversations_stays_within_its_cap(tmp_path: Pat
         )  # fmt: skip
         return done.stdout or done.stderr
 
-    wanted = ("plan", folder, "--serve", "--json", "--kv-budget-tokens", "1024", "--memory-cap")
+    wanted = ("plan", folder, "--serve", "--json", "--kv-budget-tokens", "4096", "--memory-cap")
     least = json.loads(python(code, *wanted, "64MiB"))["least_memory_cap"]
     cap = least + 16 * MIB
     told = python(PROGRAM, folder, str(cap), str(tmp_path / "kept"))
