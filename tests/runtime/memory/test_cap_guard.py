@@ -25,7 +25,7 @@ from kvcap.pocket.corpus import filler
 from kvcap.runtime.errors import MemoryCapExceeded, PlanInfeasible
 from kvcap.runtime.memory import cap_guard
 from kvcap.runtime.memory.cap_guard import CapGuard
-from kvcap.runtime.memory.free_memory import process_bytes
+from kvcap.runtime.memory.free_memory import process_bytes, return_freed
 from kvcap.runtime.planning import plan as plan_module
 from kvcap.runtime.planning.plan import LOADING, MemoryPlan
 from kvcap.runtime.units import parse_bytes
@@ -166,6 +166,7 @@ def test_a_breach_is_seen_before_the_block_and_the_session_goes_on(tmp_path):
     session.set_generation(max_new_tokens=4)
     "".join(session.send("Hello!"))
     seen = session.cache.seen
+    return_freed()  # as the guard does before it refuses
     session.cache.guard = CapGuard(cap=process_bytes() + MIB, workspace=8 * MIB, block=128)
     with pytest.raises(MemoryCapExceeded, match="above the cap"):
         "".join(session.send("word " * 200))

@@ -639,9 +639,10 @@ def test_answers_are_held_to_a_schema_and_say_how_likely_tokens_were(exported, t
         "required": ["door", "code"],
         "additionalProperties": False,
     }
+    alike = {"kv_budget_tokens": 48, "block_size": 32, "evict_every": 32}
     runtimes: list[Any] = [
-        both(exported, tiny, "shared"),
-        Runtime.from_pretrained("pocket", kv_budget_tokens=48, block_size=32, dtype="float32"),
+        OrtRuntime.from_directory(exported("compact", 48), evict_every=32),
+        Runtime.from_pretrained("pocket", dtype="float32", **alike),
     ]
     said, found = [], []
     for runtime in runtimes:
