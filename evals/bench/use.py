@@ -161,9 +161,11 @@ def _together(runtime: Any, words: list[str], asked: Mapping[str, Any]) -> dict[
         tokens = asked["budget"] + 2 * asked["block_size"] + 100 * number
         session = runtime.session(generation=runtime.generation)
         text = " ".join(Random(number).choices(words, k=tokens))
-        batch.add(session, session.complete(text))
-    batch.step()  # reads the prompts, and the first token together
-    batch.step()
+        pieces = session.complete(text)
+        next(pieces)  # reads the prompt
+        batch.add(session, pieces)
+    for _ in range(asked["together"]):  # one more answer goes on with every step
+        batch.step()
     begun, tokens, going = time.perf_counter(), 0, True
     while going and time.perf_counter() - begun < MOST_SECONDS:
         ended = [progress for progress in batch.step() if progress.ended]
