@@ -233,7 +233,7 @@ def test_no_graph_of_gradients_is_kept(policy, attention, tokens):
         model(block, past_key_values=cache)
     for i in range(56, 72):
         model(ids[:, i : i + 1], past_key_values=cache)
-        if i in (58, 71):
+        if i in (63, 71):  # all that is made for tokens is there by then
             gc.collect()
             alive.append(sum(issubclass(type(x), torch.Tensor) for x in gc.get_objects()))
     assert not any(x.requires_grad or x.grad_fn is not None for x in cache.buffers())
