@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Sized
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
@@ -22,7 +23,8 @@ from kvcap.runtime.cache.cache import BudgetCache
 
 # What every cache holds, whatever its policy is.
 COMMON = ("keys_values", "slot_positions", "rotation_table", "sliding_layers", "state_layers")
-Prompt = tuple[Sample, tuple[list[int], ...]]  # and its token ids, in parts (`prompt_parts`)
+# A sample and its token ids, in parts (`prompt_parts`).
+Prompt = tuple[Sample, tuple[Sequence[int] | np.ndarray[Any, Any], ...]]
 
 
 def new_cache(config: Any, setting: Setting) -> BudgetCache:
@@ -42,7 +44,9 @@ def answer_tokens(setting: Setting) -> int:
     return setting.max_new_tokens or load_task(setting.task).MAX_NEW_TOKENS
 
 
-def measure(runtime: Runtime, setting: Setting, prompts: Sequence[Prompt], batch: int) -> Cell:
+def measure(
+    runtime: Runtime, setting: Setting, prompts: Sequence[Prompt], batch: int, timed: bool = True
+) -> Cell:
     """Run all samples of one cell.
 
     Args:
@@ -50,6 +54,8 @@ def measure(runtime: Runtime, setting: Setting, prompts: Sequence[Prompt], batch
         setting: of the cell.
         prompts: its samples, in order, and how each is read.
         batch: prompts read at once, at most.
+        timed: also measure how long eviction takes, which says nothing where others compute on the
+            same GPU.
     """
     model, task = runtime.model, load_task(setting.task)
     for _, prompt in prompts:
@@ -57,7 +63,8 @@ def measure(runtime: Runtime, setting: Setting, prompts: Sequence[Prompt], batch
     scores, start = [0.0] * len(prompts), time.perf_counter()
     for places in batches([parts for _, parts in prompts], batch):
         rows = zip(*(prompts[i][1] for i in places), strict=True)
-        parts = [torch.tensor(row, device=model.device) for row in rows]  # [B, T] each
+        read = [torch.from_numpy(np.stack(row)) for row in rows]
+        parts = [ids.to(model.device).long() for ids in read]  # [B, T] each
         cache = new_cache(model.config, setting)
         if not task.MAX_NEW_TOKENS:
             found = losses(model, cache, parts[0]).mean(-1).tolist()
@@ -71,7 +78,7 @@ def measure(runtime: Runtime, setting: Setting, prompts: Sequence[Prompt], batch
     unit = UNITS[unit_of(task)]
     low, high = interval(scores, unit)
     sizes = new_cache(model.config, setting).layout.nbytes(1, model.dtype)
-    first = [token for part in prompts[0][1] for token in part]
+    first = torch.from_numpy(np.concatenate(prompts[0][1])).long()[None]
     return Cell(
         setting=setting,
         score=cell_score(scores, unit),
@@ -81,14 +88,14 @@ def measure(runtime: Runtime, setting: Setting, prompts: Sequence[Prompt], batch
         seconds=round(seconds, 2),
         device=device_name(model.device),
         versions=versions(),
-        scoring_ms=_scoring_ms(model, setting, torch.tensor([first])),
+        scoring_ms=_scoring_ms(model, setting, first) if timed else None,
         extra_bytes=sum(size for name, size in sizes.items() if name not in COMMON),
         scores=tuple(scores),
         unit=unit_of(task),
     )
 
 
-def batches(prompts: Sequence[tuple[list[int], ...]], size: int) -> Iterator[list[int]]:
+def batches(prompts: Sequence[tuple[Sized, ...]], size: int) -> Iterator[list[int]]:
     """Places of prompts that can be read at once: at most `size`, with parts of equal lengths."""
     alike: dict[tuple[int, ...], list[int]] = {}
     for i, parts in enumerate(prompts):

@@ -7,14 +7,17 @@ again with the same folder and version of kvcap runs only the cells that are mis
 from __future__ import annotations
 
 import difflib
+import gc
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from itertools import product
 from pathlib import Path
 from typing import Any, NoReturn, get_args
 
+import numpy as np
 import torch
 
 from kvcap.evals.quality.answering import Prompt, measure, new_cache
@@ -222,11 +225,10 @@ def run(
         on_cell(len(settings) - len(missing), len(settings), None)
         failed = list[str]()
         try:
-            job = CellJob(sweep, settings[0], crew.local_threads(sweep.device))
+            threads, timed = crew.local_threads(sweep.device), crew.alone(sweep.device)
+            job = CellJob(sweep, settings[0], prompts, threads, timed)
             engine = crew.start(job, sweep.device) if missing else Here(job)
-            with closing(
-                spread(engine, missing, lambda s: (s, prompts[_key(s)]), note, describe)
-            ) as finished:
+            with closing(spread(engine, missing, lambda s: s, note, describe)) as finished:
                 for setting, result in finished:
                     if isinstance(result, Failed):
                         failed.append(f"{describe(setting)}: {first_line(result.error)}")
@@ -265,7 +267,9 @@ class CellJob:
 
     sweep: Sweep
     first: Setting  # for the plan that loading a model makes
+    prompts: Mapping[Key, list[Prompt]] = field(default_factory=dict)  # of all cells
     threads: int | None = None  # of the CPU
+    timed: bool = True  # whether eviction is; see `measure`
     version: str = field(default_factory=lambda: versions()["kvcap"])  # where the sweep was begun
     _runtime: Runtime | None = field(default=None, init=False, repr=False)
 
@@ -289,20 +293,31 @@ class CellJob:
             positions=self.first.positions,
         )
 
-    def run(self, message: tuple[Setting, list[Prompt]]) -> Cell:
+    def run(self, setting: Setting) -> Cell:
         """Measure a cell."""
         assert self._runtime is not None, "a worker loads first"
-        return measure(self._runtime, *message, self.sweep.batch_size)
+        prompts = self.prompts[_key(setting)]
+        cell = measure(self._runtime, setting, prompts, self.sweep.batch_size, self.timed)
+        if self._runtime.model.device.type == "cuda":
+            gc.collect()  # caches and their CUDA graphs lie in cycles
+            torch.cuda.empty_cache()  # other workers may compute on the same GPU
+        return cell
 
 
 def _prompts(tokenizer: Any, settings: Iterable[Setting]) -> dict[Key, list[Prompt]]:
     """The prompts of every task, length, depth and question; each policy reads the same."""
+    threads = torch.get_num_threads()  # a tokenizer lets go of Python's lock while it works
+    made = cache(partial(make_samples, tokenizer=tokenizer, threads=threads))
     found: dict[Key, list[Prompt]] = {}
-    for s in settings:
-        if (key := _key(s)) not in found:
-            samples = make_samples(s.task, tokenizer, s.length, s.samples, s.seed, s.depth)
-            parts = [prompt_parts(tokenizer, sample, s.question) for sample in samples]
-            found[key] = list(zip(samples, parts, strict=True))
+    with ThreadPoolExecutor(threads) as pool:
+        for s in settings:
+            if (key := _key(s)) not in found:
+                samples = made(s.task, length=s.length, count=s.samples, seed=s.seed, depth=s.depth)
+                parts = pool.map(partial(prompt_parts, tokenizer, question=s.question), samples)
+                found[key] = [
+                    (sample, tuple(np.array(ids, dtype=np.int32) for ids in part))
+                    for sample, part in zip(samples, parts, strict=True)
+                ]
     return found
 
 

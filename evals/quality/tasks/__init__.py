@@ -16,6 +16,7 @@ import difflib
 import importlib
 import pkgutil
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from random import Random
@@ -152,19 +153,31 @@ def is_placed(task: Task) -> bool:
 
 
 def make_samples(
-    name: str, tokenizer: Any, length: int, count: int, seed: int, depth: float | None = None
+    name: str,
+    tokenizer: Any,
+    length: int,
+    count: int,
+    seed: int,
+    depth: float | None = None,
+    threads: int = 1,
 ) -> list[Sample]:
     """`count` samples; the first ones stay the same when more are asked for.
 
     All at one depth; by default depths start at random and step by the golden ratio, so that few
-    samples are spread evenly too.
+    samples are spread evenly too. They are made by so many threads.
     """
     task, key = load_task(name), f"{name}/{length}/{seed}"
     if draw := getattr(task, "draw", None):
         return cast(list[Sample], draw(tokenizer, length, count, seed))
     start = Random(key).random()
     depths = [(start + i * GOLDEN) % 1 if depth is None else depth for i in range(count)]
-    return [task.make(Random(f"{key}/{i}"), tokenizer, length, depths[i]) for i in range(count)]
+
+    def make(i: int) -> Sample:
+        return task.make(Random(f"{key}/{i}"), tokenizer, length, depths[i])
+
+    first = [make(i) for i in range(min(1, count))]  # which may read what all others need
+    with ThreadPoolExecutor(threads) as pool:
+        return first + list(pool.map(make, range(1, count)))
 
 
 def prompt_ids(tokenizer: Any, sample: Sample) -> list[int]:

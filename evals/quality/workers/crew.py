@@ -42,10 +42,12 @@ class Crew:
 
     def local_workers(self, device: str | None) -> int:
         """How many processes of this machine are to work on a device."""
-        import torch
+        return self.workers or max(1, gpus_of(device))
 
-        gpus = 0 if device not in (None, "cuda") else torch.cuda.device_count()
-        return self.workers or max(1, gpus)
+    def alone(self, device: str | None) -> bool:
+        """Whether no two workers compute on the same GPU, whose times then say something."""
+        gpus = gpus_of(device)
+        return self.engine != "local" or gpus == 0 or self.local_workers(device) <= gpus
 
     def check_memory(self, device: str | None, each: int) -> None:
         """Refuse more processes than memory holds.
@@ -84,3 +86,12 @@ class Crew:
             return RayCluster(job, self.workers, self.threads, self.ray_address)
         count = self.local_workers(device)
         return Here(job) if count == 1 else Processes(job, count)
+
+
+def gpus_of(device: str | None) -> int:
+    """How many GPUs of this machine workers on a device are spread over."""
+    import torch
+
+    if device is not None and device.startswith("cuda:"):
+        return 1
+    return torch.cuda.device_count() if device in (None, "cuda") else 0

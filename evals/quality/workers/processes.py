@@ -6,6 +6,7 @@ one item that it was doing, and the other workers go on.
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import threading
@@ -93,6 +94,7 @@ def _load(job: Job, number: int) -> Failed | None:
     global _job
     _job = job
     failed: Failed | None = attempt(job.load, number)
+    gc.freeze()  # what was loaded stays, and no collection needs to look at it again
     return failed
 
 

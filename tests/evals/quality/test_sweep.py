@@ -33,6 +33,8 @@ from kvcap.evals.quality.tasks import (
     spelled_out,
 )
 from kvcap.evals.quality.text import fit, has_word, number_facts
+from kvcap.evals.quality.workers import Here
+from kvcap.evals.quality.workers.crew import Crew
 from kvcap.policies import PolicyError, policies
 from kvcap.runtime.backends.pytorch.loop import BlockLoop
 from kvcap.runtime.cache.cache import BudgetCache
@@ -339,6 +341,27 @@ def test_a_cell_says_what_eviction_costs(sweep: Sweep, tmp_path: Path) -> None:
     assert extra["h2o"] == 2 * 2 * (40 + 16) * 4  # layers, KV heads, slots, a float32 each
     assert (extra["snapkv"] or 0) >= 2 * 4 * 32 * 16 * 4  # layers, heads, queries, size, float32
     assert f"| {extra['h2o']} B " in results(found.values())
+
+
+def test_eviction_is_timed_where_nobody_else_computes_on_the_gpu(
+    sweep: Sweep, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    monkeypatch.setattr(Crew, "start", lambda _, job, device: Here(job))
+    changes = {"policies": ("keydiff",), "budgets": (40,), "positions": ("true",), "samples": 1}
+    one = replace(sweep, **changes, device=None)
+    times = [
+        run(one, tmp_path / f"{workers}", crew=Crew(workers=workers))[0].scoring_ms
+        for workers in (1, 2)
+    ]
+    assert times[0] is not None
+    assert times[1] is None
+
+
+def test_threads_make_the_samples_that_one_makes(tokenizer: Any) -> None:
+    made = [make_samples("niah_single", tokenizer, 120, 7, 3, threads=n) for n in (1, 4)]
+    assert made[0] == made[1]
+    assert len(made[0]) == 7
 
 
 def test_every_measured_block_evicts() -> None:

@@ -190,5 +190,32 @@ def test_more_processes_than_memory_holds_are_refused() -> None:
     assert isinstance(Crew().start(Chores(Path()), "cpu"), Here)
 
 
+@pytest.mark.parametrize(
+    ("gpus", "device", "workers", "count", "alone"),
+    [
+        (0, None, 4, 4, True),
+        (1, "cpu", 4, 4, True),
+        (2, None, None, 2, True),
+        (2, "cuda", 2, 2, True),
+        (1, "cuda", 12, 12, False),
+        (8, "cuda:3", 2, 2, False),
+        (8, "cuda:3", None, 1, True),
+    ],
+)
+def test_several_workers_may_share_a_gpu(
+    gpus: int,
+    device: str | None,
+    workers: int | None,
+    count: int,
+    alone: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
+    crew = Crew(workers=workers)
+    assert crew.local_workers(device) == count
+    assert crew.alone(device) == alone
+    assert Crew("ray", workers).alone(device)
+
+
 def test_failed_is_what_an_error_becomes_here(chores: Chores) -> None:
     assert isinstance(done(Here(chores), ["bad"])[0]["bad"], Failed)
