@@ -1,0 +1,42 @@
+"""Distinct: keeps a share of the slots by score, and the rest by how distinct their keys are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from kvcap.policies.base import Observation, Rescorer
+from kvcap.policies.base.order import ranks
+from kvcap.policies.keydiff import KeyDiff
+
+
+@dataclass(frozen=True)
+class Distinct(Rescorer):
+    """Keeps the best slots by score, then those whose keys look least like all others.
+
+    First the top `share` of the unpinned budget by the score of the policy, then by KeyDiff's score
+    (arXiv 2504.15364, Eq. 8). One keeps the flow of the text, as far as the score follows
+    attention or time; the other keeps facts that nothing has looked at yet.
+    """
+
+    share: float = 0.5  # of the budget, by the policy's own score
+
+    observes: ClassVar = frozenset({"keys", "positions"})
+    paper: ClassVar = "kvcap's own, on KeyDiff's score, arXiv 2504.15364, Eq. 8"
+    formula: ClassVar = "the top share by score S, then by -cos(k_j, mean of held keys)"
+    when: ClassVar = "to remember facts with a policy that follows attention or time"
+
+    def __post_init__(self) -> None:
+        self.require("share", 0 <= self.share <= 1, "a fraction of the budget, 0 to 1 (the policy)")
+
+    def rescore(self, scores: Tensor, pinned: Tensor, obs: Observation) -> Tensor:
+        if self.share == 1:
+            return scores
+        free = obs.budget - pinned.sum(-1, keepdim=True)  # [B, K, 1]
+        others = scores.masked_fill(pinned, -torch.inf)
+        last = scores.shape[-1] - (self.share * free).floor()  # [B, K, 1]
+        first = ranks(others, obs.positions) >= last  # [B, K, n]
+        return KeyDiff().score(obs).masked_fill(first, torch.finfo(torch.float32).max)
