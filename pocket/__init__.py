@@ -15,6 +15,9 @@ from pathlib import Path
 __all__ = ["path"]
 
 
-def path() -> Path:
-    """Return the folder that holds the config, the tokenizer and the weights."""
-    return Path(__file__).resolve().parent / "weights"
+def path(name: str = "pocket") -> Path:
+    """Return the folder of a built-in model's config, tokenizer and weights.
+
+    ``name`` is ``pocket``, ``pocket-plain`` or ``pocket-text``.
+    """
+    return Path(__file__).resolve().parent / "weights" / name

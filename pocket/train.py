@@ -1,6 +1,8 @@
-"""Train the pocket model on one GPU: ``python -m kvcap.pocket.train --out DIR``.
+"""Train a built-in model on one GPU: ``python -m kvcap.pocket.train --out DIR``.
 
-``--smoke`` trains a tiny model on the CPU in about two minutes and shows that the loss falls.
+``--plain`` trains ``pocket-plain``, and ``--text FOLDER`` trains ``pocket-text`` on the files of a
+folder. ``--smoke`` trains a tiny model on the CPU in about two minutes and shows that the loss
+falls.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from kvcap.pocket import vocabulary
+from kvcap.pocket import running_text, vocabulary
 from kvcap.pocket.evaluate import recall
 from kvcap.pocket.rows import Batches, Stage, assistant_id, digit_table, weights
 from kvcap.pocket.survival import BLOCK, hidden_states, survival_loss
@@ -51,6 +53,7 @@ class Plan:
     warmup: int  # steps
     checks: tuple[int, ...]  # lengths at which recall is measured
     survival: float = 0.0  # weight of the survival loss, in stages of marked rows
+    entries: int = vocabulary.SIZE  # of the tokenizer
 
 
 FULL = Plan(
@@ -72,6 +75,35 @@ FULL = Plan(
     rate=1.5e-3,
     warmup=150,
     checks=(1024, 4096, 8192, 16_384),
+)
+PLAIN = replace(
+    FULL,
+    hidden=256,
+    layers=8,
+    heads=4,
+    inner=512,
+    stages=(
+        Stage(30 * M, (256,), (1,)),
+        Stage(20 * M, (512, 256), (0.8, 0.2)),
+        Stage(60 * M, (1024, 256), (0.8, 0.2)),
+        Stage(80 * M, (2048, 512), (0.8, 0.2)),
+        Stage(90 * M, (4096, 1024, 256), (0.75, 0.15, 0.1)),
+        Stage(80 * M, (8192, 2048, 512), (0.75, 0.15, 0.1)),
+        Stage(70 * M, (16_384, 4096, 512), (0.75, 0.15, 0.1)),
+    ),
+)
+TEXT = replace(
+    PLAIN,
+    layers=6,
+    positions=4096,
+    stages=(
+        Stage(120 * M, (512,), (1,)),
+        Stage(80 * M, (1024,), (1,)),
+        Stage(120 * M, (4096, 1024), (0.75, 0.25)),
+    ),
+    rate=2e-3,
+    checks=(),
+    entries=3072,
 )
 SETTLE = replace(  # goes on from a model of the full plan
     FULL,
@@ -242,13 +274,27 @@ def train(
     device: str = "cuda",
     workers: int = 14,
     start: Path | None = None,
+    text: Path | None = None,
     log_every: int = 200,
 ) -> list[float]:
-    """Train by ``plan``, print a log, save to ``out``; return the logged losses of answers."""
-    tokenizer = vocabulary.build()
+    """Train by ``plan``, print a log, save to ``out``; return the logged losses.
+
+    They are of the assistant's tokens; with ``text``, a folder of files that is read instead of the
+    corpus, of all tokens.
+    """
+    texts = running_text.read(text) if text else None
+    tokenizer = vocabulary.build(texts, plan.entries)
+    if texts:
+        tokenizer.chat_template = None
     tokenizer.save_pretrained(out)
     model = begin(plan, tokenizer, seed, start)
-    batches = Batches(str(out / "tokenizer.json"), list(plan.stages), plan.batch, seed)
+    batches: Batches | running_text.Windows
+    if texts:
+        ids = running_text.encode(tokenizer.backend_tokenizer, texts)
+        print(f"{len(texts):,} texts of {len(ids):,} tokens")
+        batches, workers = running_text.Windows(ids, list(plan.stages), plan.batch, seed), 0
+    else:
+        batches = Batches(str(out / "tokenizer.json"), list(plan.stages), plan.batch, seed)
     prefetch = 8 if workers else None
     loader = DataLoader(batches, batch_size=None, num_workers=workers, prefetch_factor=prefetch)
     steps = len(batches)
@@ -261,7 +307,7 @@ def train(
         recent.append(torch.stack(trainer.step(batch, marks)))
         if (i + 1) % log_every == 0 or i + 1 == steps:
             total, answers, survival = torch.stack(recent).mean(0).tolist()
-            losses.append(answers)
+            losses.append(total if texts else answers)
             now = time.perf_counter()
             print(
                 f"step {i + 1:6,} {now - began:6.0f} s  rows of {batch.shape[1]:5}"
@@ -300,14 +346,19 @@ def main() -> None:
     parser.add_argument(
         "--settle", type=Path, metavar="DIR", help="go on from this model with the survival loss"
     )
+    parser.add_argument("--plain", action="store_true", help="the plan of pocket-plain")
+    parser.add_argument(
+        "--text", type=Path, metavar="FOLDER", help="the plan of pocket-text, on these files"
+    )
     parser.add_argument("--scale", type=float, default=1.0, help="times the tokens of the plan")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     if args.smoke:
         train(scaled(SMOKE, args.scale), args.out, args.seed, "cpu", 1, log_every=40)
     else:
-        plan = scaled(SETTLE if args.settle else FULL, args.scale)
-        train(plan, args.out, args.seed, "cuda", args.workers, args.settle)
+        plan = SETTLE if args.settle else TEXT if args.text else PLAIN if args.plain else FULL
+        plan = scaled(plan, args.scale)
+        train(plan, args.out, args.seed, "cuda", args.workers, args.settle, args.text)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""The pocket tokenizer: byte-level BPE trained on the synthetic corpus, one token per digit."""
+"""The built-in models' tokenizers: byte-level BPE, one token per digit, trained on their texts."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from random import Random
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -36,8 +36,13 @@ def _samples(conversations: int) -> Iterator[str]:
             yield message["content"]
 
 
-def build(conversations: int = 12_000, size: int = SIZE) -> PreTrainedTokenizerFast:
-    """Train the tokenizer; the outcome depends on the arguments alone."""
+def build(
+    texts: Iterable[str] | None = None, size: int = SIZE, conversations: int = 12_000
+) -> PreTrainedTokenizerFast:
+    """Train a tokenizer of ``size`` entries; the outcome depends on the arguments alone.
+
+    ``texts`` are what it is trained on: by default, those of ``conversations`` of the corpus.
+    """
     raw = Tokenizer(models.BPE())
     raw.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -53,7 +58,7 @@ def build(conversations: int = 12_000, size: int = SIZE) -> PreTrainedTokenizerF
         min_frequency=5,
         show_progress=False,
     )
-    raw.train_from_iterator(_samples(conversations), trainer)
+    raw.train_from_iterator(_samples(conversations) if texts is None else texts, trainer)
     return PreTrainedTokenizerFast(
         tokenizer_object=raw,
         bos_token=BOS,

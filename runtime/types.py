@@ -10,7 +10,9 @@ ATTENTION = "kvcap"
 MANIFEST = "kvcap.json"
 """The file that makes a directory an exported decoder."""
 POCKET = "pocket"
-"""The name of the built-in model."""
+"""The name of the built-in model that commands run where none is named."""
+BUILT_IN = (POCKET, "pocket-plain", "pocket-text")
+"""The names of all built-in models."""
 EVICT_EVERY = 64
 """Tokens of an answer after which a CPU evicts, all at once, unless told otherwise."""
 PINS = ("sink_tokens", "recent_tokens")

@@ -31,7 +31,7 @@ from kvcap.runtime.cluster import Share, join
 from kvcap.runtime.errors import ExtraMissing, KvcapError, ReplicaLost
 from kvcap.runtime.session.stats import FinishReason
 from kvcap.runtime.session.tool_calls import Parsed
-from kvcap.runtime.types import POCKET
+from kvcap.runtime.types import BUILT_IN
 from kvcap.serve.contract import Ask, Figures, Piece, Usage
 from kvcap.serve.conversations import check, keys_of
 from kvcap.serve.metrics import COUNTS
@@ -441,7 +441,7 @@ def open_replicas(
         ray.shutdown()
 
     if (
-        opening.model != POCKET and Path(opening.model).exists()
+        opening.model not in BUILT_IN and Path(opening.model).exists()
     ):  # replicas have a working directory of their own
         opening = replace(opening, model=str(Path(opening.model).resolve()))
     if (folder := opening.load.get("folder")) is not None:

@@ -45,7 +45,7 @@ from kvcap.runtime.planning.plan import (
     warn_if_short,
 )
 from kvcap.runtime.planning.serving import ServingPlan, Shared
-from kvcap.runtime.types import MANIFEST, POCKET
+from kvcap.runtime.types import BUILT_IN, MANIFEST, POCKET
 
 if TYPE_CHECKING:  # NumPy, tokenizers and more stand behind these
     from kvcap.runtime.backends.onnxruntime.runtime import PolicyRequest
@@ -359,7 +359,7 @@ def _load_model(
 
 def _in_gguf(model: str) -> GgufFile | None:
     """What the GGUF file `model` says of itself; None where it is no such file."""
-    found = None if model == POCKET else locate(model)
+    found = None if model in BUILT_IN else locate(model)
     return read_gguf(str(found)) if found is not None and found.is_file() else None
 
 
@@ -512,9 +512,9 @@ def _export_folder(model: str) -> Path:
         ModelNotFound: there is nothing of that name.
         NotExportable: a model that was not exported yet.
     """
-    folder = Path(model) if model == POCKET else locate(model)
-    if folder is None or (model == POCKET and not folder.is_dir()):
-        what = "the built-in model" if model == POCKET else "no directory"
+    folder = Path(model) if model in BUILT_IN else locate(model)
+    if folder is None or (model in BUILT_IN and not folder.is_dir()):
+        what = "a built-in model" if model in BUILT_IN else "no directory"
         raise NotExportable(
             f"{model!r} is {what}, and --backend onnxruntime runs exported directories; export it "
             f"once with: kvcap export decoder {model} -o {Path(model).name}-onnx, and give that "
@@ -586,7 +586,7 @@ def prompt_and_model(
 def _names_model(text: str) -> bool:
     """Whether the only argument of `generate` names a model, and is no prompt."""
     folder = Path(text)
-    if text == POCKET or any((folder / name).is_file() for name in (CONFIG, MANIFEST)):
+    if text in BUILT_IN or any((folder / name).is_file() for name in (CONFIG, MANIFEST)):
         return True
     if text.endswith(".gguf") and is_gguf(text):
         return True

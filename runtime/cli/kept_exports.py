@@ -33,7 +33,7 @@ from kvcap.runtime.errors import (
 from kvcap.runtime.files import locked, read_text
 from kvcap.runtime.models.gguf import is_gguf
 from kvcap.runtime.models.names import CONFIG, is_export, locate, resolve
-from kvcap.runtime.types import MANIFEST, PINS, POCKET
+from kvcap.runtime.types import BUILT_IN, MANIFEST, PINS
 from kvcap.runtime.units import format_bytes
 
 TOKENS, BLOCK = 256, 128  # where no sizes are given
@@ -73,7 +73,7 @@ def kept_export(
         PlanInfeasible: a budget in bytes, which is no number of slots yet.
         typer.Exit: the export failed, which has said why.
     """
-    if model != POCKET and (found := locate(model)) is not None and is_export(found):
+    if model not in BUILT_IN and (found := locate(model)) is not None and is_export(found):
         raise NotExportable(
             f"{model!r} is an exported decoder already, whose weights are as they are; leave "
             "--weights out, or give the model that it was made from"

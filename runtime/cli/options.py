@@ -21,7 +21,7 @@ from kvcap.runtime.errors import PlanInfeasible
 from kvcap.runtime.files import as_text, parse_json, read_text
 from kvcap.runtime.models.names import is_export
 from kvcap.runtime.planning.plan import AUTO, Sizes
-from kvcap.runtime.types import PINS, POCKET
+from kvcap.runtime.types import BUILT_IN, PINS
 from kvcap.runtime.units import parse_bytes
 
 if TYPE_CHECKING:  # PyTorch stands behind it
@@ -393,7 +393,7 @@ class Backend:
             return False
         if self.weights is not None or self.backend == "onnxruntime":
             return True
-        return model != POCKET and is_export(model)
+        return model not in BUILT_IN and is_export(model)
 
 
 @dataclass(frozen=True)

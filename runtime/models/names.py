@@ -14,7 +14,7 @@ from pathlib import Path
 
 from kvcap.runtime.errors import ModelNotFound, UnsupportedModel, first_line
 from kvcap.runtime.models.gguf import is_gguf
-from kvcap.runtime.types import MANIFEST, POCKET
+from kvcap.runtime.types import BUILT_IN, MANIFEST, POCKET
 
 CONFIG = "config.json"
 TIMEOUT = 10.0  # seconds within which the hub must answer
@@ -33,10 +33,10 @@ def resolve(model: str | Path) -> str:
         ModelNotFound: it names neither; the message says what it is instead.
         UnsupportedModel: an exported decoder, which another backend runs.
     """
-    if str(model) == POCKET:
+    if str(model) in BUILT_IN:
         from kvcap import pocket
 
-        return str(pocket.path())
+        return str(pocket.path(str(model)))
     folder = locate(model)
     if folder is None:
         return _on_the_hub(str(model))
@@ -76,7 +76,7 @@ def locate(model: str | Path) -> Path | None:
         raise ModelNotFound(f"there is no directory {name!r}{_nearby(path)}")
     ways = f"; give {POCKET!r}, a directory, or a repository as OWNER/NAME, such as {EXAMPLE}"
     raise ModelNotFound(
-        f"no model is called {name!r}{_like(name, [POCKET, *_folders(Path())]) or ways}"
+        f"no model is called {name!r}{_like(name, [*BUILT_IN, *_folders(Path())]) or ways}"
     )
 
 
