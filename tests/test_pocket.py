@@ -285,7 +285,7 @@ def test_the_survival_loss_teaches_facts_to_stand_out() -> None:
 
 def test_a_very_short_training_lowers_the_loss(tmp_path: Path, monkeypatch: Any) -> None:
     small = vocabulary.build(conversations=200, size=512)
-    monkeypatch.setattr(vocabulary, "build", lambda: small)
+    monkeypatch.setattr(vocabulary, "build", lambda *_: small)
     plan = replace(
         train.SMOKE,
         hidden=64,
