@@ -341,22 +341,75 @@ def analyze_command(
 
 
 def report_command(
-    folder: Annotated[
-        Path, typer.Argument(metavar="DIR", help="What kvcap eval and kvcap analyze wrote.")
+    folders: Annotated[
+        list[Path], typer.Argument(metavar="DIR...", help="What kvcap eval and analyze wrote.")
     ],
     out: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="The page (DIR/report.html).")
+        Path | None,
+        typer.Option(
+            "--out", "-o", metavar="FILE", help="The page (report.html or leaderboard.md of DIR)."
+        ),
     ] = None,
+    leaderboard: Annotated[
+        bool,
+        typer.Option("--leaderboard", help="A page of Markdown that ranks the policies of cells."),
+    ] = False,
+    plot: Annotated[
+        bool, typer.Option("--plot", help="With --leaderboard: draw a PNG per model and task.")
+    ] = False,
+    compare: Annotated[
+        str | None,
+        typer.Option(metavar="A,B", help="Print how two policies differ on the same samples."),
+    ] = None,
+    json: Json = False,
 ) -> None:
     """One page of a folder: tables, plots, analyses, and which tokens each policy kept.
 
     It needs no server and asks for nothing else: pictures and data are in the file.
+
+    With --leaderboard, the cells of several folders make one page of Markdown, in which policies
+    are ranked; what stands between its marks <!-- text --> and <!-- /text --> stays when it is
+    written again. With --compare, two policies are compared sample by sample.
     """
+    if leaderboard and compare is not None:
+        raise ValueError("--leaderboard and --compare are two reports; give one of them")
+    if plot and not leaderboard:
+        raise ValueError("--plot needs --leaderboard; for other plots, run kvcap eval --plot")
+    if json and compare is None:
+        raise ValueError("--json needs --compare; cells.jsonl has the cells themselves")
+    if compare is not None:
+        if out is not None:
+            raise ValueError("--compare prints; leave --out out")
+        _compare(folders, compare, json)
+        return
+    if leaderboard:
+        from kvcap.evals.report import leaderboard as board
+
+        for path in board.write(folders, out or folders[0] / "leaderboard.md", plot):
+            print(path)
+        return
     from kvcap.evals.report import write
 
-    target = folder / "report.html" if out is None else out
-    write(folder, target)
+    if len(folders) > 1:
+        raise ValueError("a page is of one folder; --leaderboard and --compare take several")
+    target = folders[0] / "report.html" if out is None else out
+    write(folders[0], target)
     print(target)
+
+
+def _compare(folders: list[Path], compare: str, json: bool) -> None:
+    """`kvcap report --compare`."""
+    from kvcap.evals.quality.cells import cells_of
+    from kvcap.evals.quality.table import comparison, comparison_text
+
+    names = _names(compare)
+    if len(set(names)) != 2:
+        raise ValueError(f"--compare {compare!r}: give two policies, such as keydiff,snapkv")
+    cells = cells_of(folders)
+    if json:
+        print(jsonlib.dumps(comparison(cells, *names)))
+    else:
+        print(comparison_text(cells, *names))
 
 
 def _agreement(sweep: Sweep, file: str, out: Path, json: bool) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
@@ -12,7 +12,10 @@ from typing import Any, Literal
 from kvcap.evals.quality.scores import UNITS, Unit
 from kvcap.evals.reports import versions
 from kvcap.runtime.cache.slot_format import KvDtype
+from kvcap.runtime.files import SETTINGS, check_plain
 from kvcap.runtime.types import Positions
+
+CELLS = "cells.jsonl"  # of a sweep's folder
 
 Options = tuple[tuple[str, Any], ...]
 Question = Literal["aware", "after"]
@@ -93,6 +96,12 @@ class Cell:
         return cls(Setting(**given), **row)
 
 
+def label(s: Setting) -> str:
+    """The policy, the options it was given, and what slots hold if not the model's numbers."""
+    given = [*(f"{name}={value}" for name, value in s.options), *([s.slots] if s.slots else [])]
+    return ", ".join([s.policy, *given])
+
+
 def as_options(given: Mapping[str, Any]) -> Options:
     """Options of a policy as part of a setting: hashable, and the same after a trip through JSON.
 
@@ -122,6 +131,36 @@ def read_cells(path: Path) -> list[Cell]:
     if _unfinished(lines[-1]):
         lines.pop()
     return [_cell(line, f"{path}, line {number},") for number, line in enumerate(lines, 1)]
+
+
+def cells_of(folders: Sequence[Path]) -> list[Cell]:
+    """The cells in folders of sweeps; of one that was measured twice, the later.
+
+    Raises:
+        ValueError: no folder, one without cells, or a line that is no cell.
+    """
+    found: dict[Setting, Cell] = {}
+    for folder in folders:
+        if not folder.is_dir():
+            raise ValueError(f"there is no folder {str(folder)!r}; kvcap eval --out DIR makes one")
+        cells = read_folder(folder)
+        if not cells:
+            raise ValueError(f"{str(folder)!r} holds no {CELLS} with cells; kvcap eval writes them")
+        found |= {cell.setting: cell for cell in cells}
+    return [*found.values()]
+
+
+def read_folder(folder: Path) -> list[Cell]:
+    """The cells of a sweep's folder, none where there is no file; of one setting, the last.
+
+    Raises:
+        ValueError: a line that is no cell, or a file that is too large.
+    """
+    path = folder / CELLS
+    if not path.exists():
+        return []
+    check_plain(path, SETTINGS)
+    return [*{cell.setting: cell for cell in read_cells(path)}.values()]
 
 
 def mend(path: Path) -> bool:

@@ -22,6 +22,7 @@ import torch
 
 from kvcap.evals.quality.answering import Prompt, measure, new_cache
 from kvcap.evals.quality.cells import (
+    CELLS,
     Cell,
     Options,
     Question,
@@ -212,7 +213,7 @@ def run(
         caches = max(sum(layout.nbytes(sweep.batch_size, dtype).values()) for layout in layouts)
         weights = weigh(config, dtype, read_headers(where)).nbytes
         crew.check_memory(sweep.device, process_bytes() + weights + caches)
-    path = out / "cells.jsonl"
+    path = out / CELLS
     known = {cell.setting for cell in current_cells(path)}  # others are measured anew
     missing = [setting for setting in settings if setting not in known]
     prompts = _prompts(load_tokenizer(where), missing) if missing else {}

@@ -6,10 +6,13 @@ Policies down, budgets across.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from itertools import groupby
+from dataclasses import asdict
+from itertools import groupby, product
+from typing import Any
 
-from kvcap.evals.quality.cells import Cell, Setting
-from kvcap.evals.quality.paired import compare
+from kvcap.evals.quality.cells import Cell, Setting, label
+from kvcap.evals.quality.paired import Comparison, compare
+from kvcap.evals.quality.ranking import check_same_samples
 from kvcap.evals.reports import grid
 from kvcap.runtime.units import format_bytes
 
@@ -28,6 +31,10 @@ PAIRED = (
     "with the first, and with the second."
 )
 
+# What the two cells of a comparison have in common.
+BOTH = ("model", "dtype", "task", "data", "length", "question", "depth", "block_size",
+        "max_new_tokens", "seed", "positions", "budget", "kv_dtype")  # fmt: skip
+
 
 def results(cells: Iterable[Cell], compared: Sequence[str] = ()) -> str:
     """All `cells` as one Markdown text.
@@ -43,7 +50,9 @@ def results(cells: Iterable[Cell], compared: Sequence[str] = ()) -> str:
         found = list(part)
         parts += _table(found)
         for other in compared[1:]:
-            parts += _paired(found, compared[0], other)
+            if rows := pairs(found, compared[0], other):
+                heading = f"### {compared[0]} against {other}, on the same samples"
+                parts += [heading, "", *_paired(rows), ""]
     return "\n".join(parts)
 
 
@@ -72,8 +81,7 @@ def _table(cells: list[Cell]) -> list[str]:
     return [
         f"## {title(first)}",
         "",
-        f"{_measured(cells[0])}; {first.samples} samples, seed {first.seed}, block "
-        f"{first.block_size}, {first.dtype}, {cells[0].device}{_given(first)}.",
+        f"{measured(cells)}.",
         "",
         *grid(
             ["policy", "positions", *scores, "ms per block", "extra memory"],
@@ -83,23 +91,86 @@ def _table(cells: list[Cell]) -> list[str]:
     ]
 
 
-def _paired(cells: list[Cell], first: str, second: str) -> list[str]:
-    """Compares two policies at equal budgets and positions; one that never evicts suits all."""
-    rows = [
-        _comparison(a, b)
-        for a in cells
-        for b in cells
+def pairs(cells: Iterable[Cell], first: str, second: str) -> list[tuple[Cell, Cell, Comparison]]:
+    """Compares two policies wherever both have the same samples, budget and positions.
+
+    One that never evicts suits all budgets. Cells without the scores of samples are left out.
+    """
+    scored = sorted((cell for cell in cells if cell.scores), key=lambda cell: group(cell.setting))
+    return [
+        (a, b, compare(a.scores or (), b.scores or (), a.of))
+        for _, part in groupby(scored, key=lambda cell: group(cell.setting))
+        for a, b in product([*part], repeat=2)
         if (a.setting.policy, b.setting.policy) == (first, second) and _alike(a.setting, b.setting)
-        if a.scores and b.scores
     ]
-    if not rows:
-        return []
-    share = cells[0].of.share
+
+
+def comparison(cells: Sequence[Cell], first: str, second: str) -> list[dict[str, Any]]:
+    """Two policies on the same samples, an object for each pair of cells, for JSON.
+
+    Raises:
+        ValueError: a policy without cells, or none of these have the same samples, budget and
+            positions; or a table's cells were measured on different samples.
+    """
+    found = _require_pairs(cells, first, second)
+    return [
+        {
+            **{name: value for name, value in asdict(_capped(a, b)).items() if name in BOTH},
+            "first": label(a.setting),
+            "second": label(b.setting),
+            "unit": a.unit,
+            "compared": a.of.compared,
+            **asdict(result),
+        }
+        for a, b, result in found
+    ]
+
+
+def comparison_text(cells: Sequence[Cell], first: str, second: str) -> str:
+    """`comparison` as Markdown: a table per model, task, length, way of asking and depth.
+
+    Raises:
+        ValueError: as `comparison` does.
+    """
+    found = _require_pairs(cells, first, second)
+    parts = [f"# {first} against {second}", "", PAIRED, ""]
+    for _, part in groupby(found, key=lambda pair: group(pair[0].setting)):
+        rows = list(part)
+        a = rows[0][0]
+        parts += [f"## {title(a.setting)}", "", f"{measured([a])}.", "", *_paired(rows), ""]
+    return "\n".join(parts)
+
+
+def _require_pairs(
+    cells: Sequence[Cell], first: str, second: str
+) -> list[tuple[Cell, Cell, Comparison]]:
+    known = sorted({cell.setting.policy for cell in cells})
+    for policy in (first, second):
+        if policy not in known:
+            raise ValueError(f"--compare: there are no cells of {policy!r}; of {', '.join(known)}")
+    check_same_samples(cell for cell in cells if cell.setting.policy in (first, second))
+    found = pairs(cells, first, second)
+    if not found:
+        raise ValueError(
+            f"--compare: no cells of {first} and {second} have the same model, task, budget and "
+            "positions, and the scores of their samples; run one kvcap eval with both"
+        )
+
+    def place(pair: tuple[Cell, Cell, Comparison]) -> tuple[Any, ...]:
+        capped = _capped(*pair[:2])
+        return group(capped), capped.positions, capped.budget or 0
+
+    return sorted(found, key=place)
+
+
+def _paired(found: Sequence[tuple[Cell, Cell, Comparison]]) -> list[str]:
+    """The table of pairs of cells of one unit."""
+    unit = found[0][0].of
     header = ["first", "second", "positions", "slots"]
-    header += [f"{cells[0].of.compared} (95 % interval)", *(["p"] if share else [])]
+    header += [f"{unit.compared} (95 % interval)", *(["p"] if unit.share else [])]
     header += ["samples", "first higher", "second higher"]
-    rows = rows if share else [[*row[:5], *row[6:]] for row in rows]
-    return [f"### {first} against {second}, on the same samples", "", *grid(header, rows), ""]
+    rows = [_comparison(*pair) for pair in found]
+    return grid(header, rows if unit.share else [[*row[:5], *row[6:]] for row in rows])
 
 
 def _alike(a: Setting, b: Setting) -> bool:
@@ -107,11 +178,13 @@ def _alike(a: Setting, b: Setting) -> bool:
     return same or a.budget is None or b.budget is None
 
 
-def _comparison(a: Cell, b: Cell) -> list[str]:
-    assert a.scores is not None, "only cells with the scores of samples are paired"
-    assert b.scores is not None
-    found = compare(a.scores, b.scores, a.of)
-    capped = b.setting if a.setting.budget is None else a.setting
+def _capped(a: Cell, b: Cell) -> Setting:
+    """The setting of a pair: that of the cell which has a budget, if one has."""
+    return b.setting if a.setting.budget is None else a.setting
+
+
+def _comparison(a: Cell, b: Cell, found: Comparison) -> list[str]:
+    capped = _capped(a, b)
     sign = "+" if a.of.share else ""
     return [
         label(a.setting),
@@ -126,17 +199,17 @@ def _comparison(a: Cell, b: Cell) -> list[str]:
     ]
 
 
-def _given(s: Setting) -> str:
-    """What else of a setting is not the task's own, for the line above a table."""
+def measured(cells: Sequence[Cell]) -> str:
+    """What the scores of a table are, which are better, and of what samples; in one sentence."""
+    s, unit = cells[0].setting, cells[0].of
+    better = "higher" if unit.higher_is_better else "lower"
+    devices = " and ".join(dict.fromkeys(cell.device for cell in cells))
     limit = "" if s.max_new_tokens is None else f"; answers of up to {s.max_new_tokens:,} tokens"
-    return limit + (f"; file {s.data[:8]}" if s.data else "")
-
-
-def _measured(cell: Cell) -> str:
-    """What the scores of a table are, and which are better."""
-    label = cell.of.label
-    better = "higher" if cell.of.higher_is_better else "lower"
-    return f"{label[0].upper()}{label[1:]}, {better} is better"
+    return (
+        f"{unit.label[0].upper()}{unit.label[1:]}, {better} is better; {s.samples} samples, seed "
+        f"{s.seed}, block {s.block_size}, {s.dtype}, {devices}{limit}"
+        + (f"; file {s.data[:8]}" if s.data else "")
+    )
 
 
 def describe(s: Setting) -> str:
@@ -147,12 +220,6 @@ def describe(s: Setting) -> str:
     policy = " ".join([s.policy, *given])
     parts = (s.task, f"{s.length:,} tokens", s.asked, depth, policy, budget, s.positions)
     return ", ".join(filter(None, parts))
-
-
-def label(s: Setting) -> str:
-    """The policy, the options it was given, and what slots hold if not the model's numbers."""
-    given = [*(f"{name}={value}" for name, value in s.options), *([s.slots] if s.slots else [])]
-    return ", ".join([s.policy, *given])
 
 
 def _cells(row: list[Cell | None]) -> list[str]:

@@ -17,11 +17,10 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markdown_it import MarkdownIt
 from markupsafe import Markup
 
-from kvcap.evals.quality.cells import Cell, read_cells
+from kvcap.evals.quality.cells import CELLS, Cell, read_folder
 from kvcap.evals.quality.table import results
-from kvcap.runtime.files import SETTINGS, check_plain, read_json, read_plain
+from kvcap.runtime.files import read_json, read_plain
 
-CELLS = "cells.jsonl"
 PICTURE = 16 << 20  # the most bytes of one
 PNG = b"\x89PNG\r\n\x1a\n"
 STRIP = "kept"
@@ -53,7 +52,7 @@ def page(folder: Path) -> str:
     """
     if not folder.is_dir():
         raise ValueError(f"there is no folder {str(folder)!r}; kvcap eval --out DIR makes one")
-    cells = _cells(folder)
+    cells = read_folder(folder)
     analyses = _analyses(folder)
     known = {document["analysis"] for document in analyses}
     plots = [path for path in sorted(folder.glob("*.png")) if path.stem not in known]
@@ -104,15 +103,6 @@ def regions(figures: dict[str, Any], recent: int = 32) -> list[dict[str, Any]]:
         gone = sum(x == 0 for x in held) / len(held)
         found.append({"policy": run["policy"], "budget": run["budget"], "gone": gone, **means})
     return found
-
-
-def _cells(folder: Path) -> list[Cell]:
-    """Those of the folder; of one that was measured twice, the later."""
-    path = folder / CELLS
-    if not path.exists():
-        return []
-    check_plain(path, SETTINGS)
-    return [*{cell.setting: cell for cell in read_cells(path)}.values()]
 
 
 def _analyses(folder: Path) -> list[dict[str, Any]]:

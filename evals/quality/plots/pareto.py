@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterable, Sequence
 from math import ceil
 from typing import TYPE_CHECKING
 
-from kvcap.evals.quality.cells import Cell
+from kvcap.evals.quality.cells import Cell, label
 from kvcap.evals.quality.plots.groups import groups
 from kvcap.evals.quality.plots.labels import put_labels
 from kvcap.evals.quality.plots.style import DPI, SIZES, WIDTH, Style, require_matplotlib
-from kvcap.evals.quality.table import UNCAPPED, label, title
+from kvcap.evals.quality.table import UNCAPPED, title
 from kvcap.runtime.units import format_bytes
 
 if TYPE_CHECKING:

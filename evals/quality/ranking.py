@@ -1,0 +1,158 @@
+"""Ranks policies by cells on the same samples, and says which cannot be told from the best."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean
+
+from kvcap.evals.quality.cells import Cell, Setting, label
+from kvcap.evals.quality.paired import compare
+from kvcap.evals.quality.scores import cell_score, interval
+
+LEVEL = 0.05  # of the test that tells two policies apart
+
+
+@dataclass(frozen=True)
+class Row:
+    """A policy's cells in the columns of a table, and their mean."""
+
+    name: str
+    cells: tuple[Cell | None, ...]
+    mean: Cell | None  # of the cells that are there
+    whole: bool  # whether all are
+
+    @classmethod
+    def of(cls, name: str, cells: Sequence[Cell | None]) -> Row:
+        """The row of a policy that has these cells."""
+        there = [cell for cell in cells if cell is not None]
+        return cls(name, tuple(cells), mean_of(there) if there else None, len(there) == len(cells))
+
+
+@dataclass(frozen=True)
+class Table:
+    """Policies on the prompts of one task and length, at one position mode."""
+
+    length: int  # tokens of a prompt
+    positions: str
+    budgets: tuple[int, ...]  # the columns
+    uncapped: tuple[tuple[str, Cell], ...]  # policies that never evict
+    rows: tuple[Row, ...]  # of the others, the best first
+
+
+def tables(cells: Iterable[Cell]) -> list[Table]:
+    """The tables of cells that differ in nothing else than length, positions, budget and policy.
+
+    By length, and in it by position mode.
+    """
+    lengths: dict[int, list[Cell]] = {}
+    for cell in cells:
+        lengths.setdefault(cell.setting.length, []).append(cell)
+    return [
+        _table(length, mode, lengths[length])
+        for length in sorted(lengths)
+        for mode in sorted({c.setting.positions for c in lengths[length] if c.setting.budget})
+        or ["true"]
+    ]
+
+
+def _table(length: int, mode: str, cells: Sequence[Cell]) -> Table:
+    free = tuple(sorted((label(c.setting), c) for c in cells if c.setting.budget is None))
+    capped = [c for c in cells if c.setting.budget is not None and c.setting.positions == mode]
+    budgets = tuple(sorted({c.setting.budget or 0 for c in capped}))
+    found = {(label(c.setting), c.setting.budget): c for c in capped}
+    names = dict.fromkeys(name for name, _ in found)
+    rows = ranked({name: [found.get((name, budget)) for budget in budgets] for name in names})
+    return Table(length, mode, budgets, free, tuple(rows))
+
+
+def overview(found: Sequence[Table]) -> list[Row]:
+    """Policies by their means in several tables, of which each is a column."""
+    means = [{row.name: row.mean for row in table.rows if row.whole} for table in found]
+    names = dict.fromkeys(row.name for table in found for row in table.rows)
+    return ranked({name: [mean.get(name) for mean in means] for name in names})
+
+
+def ranked(columns: Mapping[str, Sequence[Cell | None]]) -> list[Row]:
+    """Rows, the best mean first; those that lack a column come last, as their means say less.
+
+    Args:
+        columns: of each name, a cell or None for every column.
+    """
+
+    def place(row: Row) -> tuple[bool, float, str]:
+        if row.mean is None:
+            return True, float("inf"), row.name
+        sign = -1 if row.mean.of.higher_is_better else 1
+        return not row.whole, sign * row.mean.score, row.name
+
+    return sorted((Row.of(*given) for given in columns.items()), key=place)
+
+
+def mean_of(cells: Sequence[Cell]) -> Cell:
+    """The mean of cells as one cell: each sample's score is its mean over them.
+
+    Where scores of samples were not kept, or cells have different numbers of them, the cells'
+    scores and the ends of their intervals are averaged, which makes the interval too wide rather
+    than too narrow.
+    """
+    first, unit = cells[0], cells[0].of
+    kept = [cell.scores for cell in cells if cell.scores]
+    if len(kept) == len(cells) and len({len(scores) for scores in kept}) == 1:
+        scores = tuple(map(fmean, zip(*kept, strict=True)))
+        low, high = interval(scores, unit)
+        return replace(
+            first, score=cell_score(scores, unit), ci_low=low, ci_high=high, scores=scores
+        )
+    return replace(
+        first,
+        score=fmean(cell.score for cell in cells),
+        ci_low=fmean(cell.ci_low for cell in cells),
+        ci_high=fmean(cell.ci_high for cell in cells),
+        scores=None,
+    )
+
+
+def tied_with_best(column: Sequence[Cell | None]) -> set[int]:
+    """Places of the best cell of a column and of those that cannot be told from it."""
+    there = {place: cell for place, cell in enumerate(column) if cell is not None}
+    if not there:
+        return set()
+    best = max(there.values(), key=lambda c: c.score if c.of.higher_is_better else -c.score)
+    return {place for place, cell in there.items() if cell is best or not differ(best, cell)}
+
+
+def differ(a: Cell, b: Cell) -> bool:
+    """Whether two cells can be told apart, at the level of 5 %.
+
+    By McNemar's exact test where every sample is right or wrong, and otherwise by whether the
+    interval of their difference leaves out none; of cells without the scores of samples, by whether
+    their intervals overlap.
+    """
+    if not (a.scores and b.scores):
+        return a.ci_low > b.ci_high or b.ci_low > a.ci_high
+    found = compare(a.scores, b.scores, a.of)
+    if found.p_value is not None:
+        return found.p_value < LEVEL
+    return not found.ci_low <= a.of.of_mean(0.0) <= found.ci_high
+
+
+def check_same_samples(cells: Iterable[Cell]) -> None:
+    """Refuse cells that differ in their samples where they should differ in their policy alone.
+
+    Raises:
+        ValueError: naming both.
+    """
+    seen: dict[Setting, Setting] = {}
+    for s in (cell.setting for cell in cells):
+        asked = replace(
+            s, policy="", positions="true", budget=None, options=(), kv_dtype=None, samples=0,
+            seed=0,
+        )  # fmt: skip
+        other = seen.setdefault(asked, s)
+        if (other.samples, other.seed) != (s.samples, s.seed):
+            raise ValueError(
+                f"{s.model}, {s.task}, {s.length:,} tokens: {other.samples} samples of seed "
+                f"{other.seed} and {s.samples} of seed {s.seed} are different prompts, on which "
+                "policies cannot be compared; give sweeps of the same --samples and --seed"
+            )

@@ -1,0 +1,302 @@
+"""Writes a page of Markdown that ranks policies by the cells of one or several sweeps.
+
+A section per model and task, in it a table per length and position mode: policies down, the best
+mean first, and budgets across. What an author wrote between two marks of the page stays.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from kvcap.evals.quality.cells import Cell, Setting, cells_of
+from kvcap.evals.quality.plots.groups import pooled
+from kvcap.evals.quality.ranking import (
+    Table,
+    check_same_samples,
+    overview,
+    tables,
+    tied_with_best,
+)
+from kvcap.evals.quality.table import measured
+from kvcap.evals.reports import grid
+from kvcap.runtime.files import TEXT, read_plain
+
+OPEN, CLOSE = "<!-- text -->", "<!-- /text -->"
+PLACEHOLDER = (
+    "*Nobody has written yet what these tables say. What stands between the two marks around this "
+    "paragraph is kept when the page is written again.*"
+)
+INTRODUCTION = "To see which policy keeps most of a text in few slots, read down a column."
+LEGEND = """\
+- Rows are policies, the best mean first, and columns are slots per KV head. The first row never evicts: it is the model itself, which all others are read against. A policy that has no cell of some budget has the mean of the others and stands last.
+- `±` is how far the 95 % interval reaches from the score, on the side where it reaches further (Wilson's interval where every sample is right or wrong, else a bootstrap over samples).
+- **Bold** are the best policy of a column and all that cannot be told from it on the same samples: by McNemar's exact test where every sample is right or wrong (p ≥ 0.05), else by a bootstrap interval of the difference that holds none. Each pair is tested by itself.
+- *compact*: tokens that stay are counted anew. *true*: they keep the positions that they were read at. *Mean* is over all budgets, sample by sample."""  # noqa: E501
+Box = dict[str, tuple[Any, ...]]  # of each axis of a sweep, the values it goes through
+AXES = {
+    "--budgets": "budget", "--positions": "positions", "--policies": "policy",
+    "--lengths": "length", "--tasks": "task", "--question": "question", "--depths": "depth",
+}  # fmt: skip
+PROMPTS = ("--lengths", "--tasks", "--question", "--depths")
+OUT = "out/leaderboard"
+
+
+def write(folders: Sequence[Path], target: Path, plot: bool = False) -> list[Path]:
+    """Write the page of all cells in `folders`, and with `plot` a picture of every section.
+
+    Returns:
+        The files that were written: pictures, in the folder `pictures` beside the page, and it.
+
+    Raises:
+        ValueError: a folder without cells, cells of different samples, no matplotlib, or a target
+            that cannot be written or is a page without the marks of this one.
+    """
+    from kvcap.evals.quality.plots import leaderboard
+    from kvcap.evals.quality.plots.style import require_matplotlib
+
+    if plot:
+        require_matplotlib()
+    cells = cells_of(folders)
+    check_same_samples(cells)
+    if target.is_dir() or not target.parent.is_dir():
+        raise ValueError(f"cannot write {str(target)!r}: no such folder, or it is one")
+    text = author_text(target)
+    parts = sections(cells)
+    pictures: dict[int, Path] = {}  # of a section's place
+    try:
+        for number, part in enumerate(parts if plot else []):
+            if not any(cell.setting.budget for cell in part):
+                continue
+            place = target.parent / "pictures" / f"{target.stem}-{_file_name(part[0].setting)}.png"
+            if place in pictures.values():
+                place = place.with_stem(f"{place.stem}-{number + 1}")
+            place.parent.mkdir(exist_ok=True)
+            leaderboard.figure(tables(part), _heading(part[0].setting)).savefig(place)
+            pictures[number] = place
+        links = {number: f"pictures/{place.name}" for number, place in pictures.items()}
+        target.write_text(page(parts, cells, text, links), encoding="utf-8")
+    except OSError as error:
+        raise ValueError(
+            f"cannot write {error.filename or str(target)!r}: {error.strerror}"
+        ) from error
+    return [*pictures.values(), target]
+
+
+def author_text(target: Path) -> str:
+    """What stands between the marks of a page; a placeholder where there is no page yet.
+
+    Raises:
+        ValueError: the page has not both marks once.
+    """
+    if not target.exists():
+        return PLACEHOLDER
+    try:
+        page = read_plain(target, TEXT).decode("utf-8")
+    except OSError as error:
+        raise ValueError(f"cannot read {str(target)!r}: {error.strerror}") from error
+    found = re.fullmatch(f".*{re.escape(OPEN)}(.*){re.escape(CLOSE)}.*", page, re.DOTALL)
+    if found is None or page.count(OPEN) != 1 or page.count(CLOSE) != 1:
+        raise ValueError(
+            f"{str(target)!r} is there without {OPEN} and behind it {CLOSE}, once each, between "
+            "which your text is kept; put them in, or give another --out"
+        )
+    return found[1].strip()
+
+
+def sections(cells: Iterable[Cell]) -> list[list[Cell]]:
+    """Cells by model, task and way of asking; those of several depths as one, of all samples."""
+    ordered = sorted(cells, key=lambda cell: cell.setting.depth or 0.0)  # pooled in this order
+    found = sorted(pooled(ordered), key=lambda cell: _section(cell.setting))
+    return [list(part) for _, part in groupby(found, key=lambda cell: _section(cell.setting))]
+
+
+def _section(s: Setting) -> tuple[Any, ...]:
+    asked = s.question is not None, s.question or ""
+    how = s.samples, s.seed, s.block_size, s.max_new_tokens or 0
+    return s.model, s.task, s.data or "", *asked, s.dtype, *how
+
+
+def page(
+    parts: Sequence[Sequence[Cell]], cells: Iterable[Cell], text: str, pictures: Mapping[int, str]
+) -> str:
+    """The page.
+
+    Args:
+        parts: of the cells, as `sections` gives them.
+        cells: all as they were measured, for the commands.
+        text: of the author, put between the marks.
+        pictures: of a section's place among them, the path from the page to its picture.
+    """
+    lines = ["# Leaderboard", "", INTRODUCTION, "", OPEN, "", text, "", CLOSE, "", LEGEND, ""]
+    for number, part in enumerate(parts):
+        lines += _section_lines(part, pictures.get(number))
+    return "\n".join([*lines, *_made(list(cells))])
+
+
+def _section_lines(part: Sequence[Cell], picture: str | None) -> list[str]:
+    found, heading = tables(part), _heading(part[0].setting)
+    lines = [f"## {heading}", "", f"{measured(part)}.", ""]
+    if picture is not None:
+        lines += [f"![Scores over budgets, {heading}]({picture})", ""]
+    if len(found) > 1:
+        lines += ["### Means over budgets", "", *_overview(found), ""]
+    for table in found:
+        at = f", {table.positions} positions" if table.rows else ""
+        lines += [f"### {table.length:,} tokens{at}", "", *_table(table), ""]
+    return lines
+
+
+def _overview(found: Sequence[Table]) -> list[str]:
+    free = [dict(table.uncapped) for table in found]
+    names = dict.fromkeys(name for cells in free for name in cells)
+    top = [[_code(name), *(_score(cells.get(name)) for cells in free)] for name in names]
+    rows = overview(found)
+    columns = [_column([row.cells[i] for row in rows]) for i in range(len(found))]
+    header = ["policy", *(f"{table.length:,} {table.positions}" for table in found)]
+    lines = zip((_code(row.name) for row in rows), *columns, strict=True)
+    return grid(header, [*top, *map(list, lines)])
+
+
+def _table(table: Table) -> list[str]:
+    blank = [""] * len(table.budgets)
+    top = [[_code(name), _score(cell), *blank] for name, cell in table.uncapped]
+    whole = _column([row.mean if row.whole else None for row in table.rows])
+    columns = [_column([row.cells[i] for row in table.rows]) for i in range(len(table.budgets))]
+    lines = zip((_code(row.name) for row in table.rows), whole, *columns, strict=True)
+    header = ["policy", "mean", *(f"{budget:,}" for budget in table.budgets)]
+    return grid(header, [*top, *map(list, lines)])
+
+
+def _column(cells: Sequence[Cell | None]) -> list[str]:
+    """The scores of a column, the best and what equals it in bold."""
+    best = tied_with_best(cells)
+    return [_score(cell, bold=place in best) for place, cell in enumerate(cells)]
+
+
+def _score(cell: Cell | None, bold: bool = False) -> str:
+    """A score and how far its interval reaches, in one line however narrow the column is."""
+    if cell is None:
+        return ""
+    reach = max(cell.score - cell.ci_low, cell.ci_high - cell.score, 0.0)
+    mark, digits = "**" if bold else "", 2 if cell.score < 100 else 1
+    margin = f"{reach:.{digits}f}"
+    if cell.of.share:
+        margin = margin.removeprefix("0")
+    return f"{mark}{cell.score:.{digits}f}{mark}\u00a0±{margin}"
+
+
+def _code(name: str) -> str:
+    """Text of a cells file as code, in which nothing is markup."""
+    return f"`{name.replace('`', '').replace('|', '')}`"
+
+
+def _heading(s: Setting) -> str:
+    return ", ".join(filter(None, (f"{_shown(s.model)}: {_shown_task(s.task)}", s.asked)))
+
+
+def _shown(path: str) -> str:
+    """A model as it is shown: of a folder somewhere on a machine, only the name."""
+    return Path(path).name if Path(path).is_absolute() else path
+
+
+def _shown_task(task: str) -> str:
+    name, colon, path = task.partition(":")
+    return f"{name}{colon}{_shown(path)}"
+
+
+def _file_name(s: Setting) -> str:
+    parts = (_shown(s.model), _shown_task(s.task), "after" if s.question == "after" else "")
+    return re.sub(r"[^\w.-]+", "-", "-".join(filter(None, parts)))
+
+
+def _made(cells: Sequence[Cell]) -> list[str]:
+    """The commands that measure the cells and write the page, and what they were measured with."""
+    with_ = dict.fromkeys(
+        f"{', '.join(' '.join(pair) for pair in cell.versions.items())}; {cell.device}"
+        for cell in cells
+    )
+    return [
+        "## Measure it again",
+        "",
+        "```sh",
+        *commands(cells),
+        f"kvcap report {OUT} --leaderboard --plot -o docs/leaderboard.md",
+        "```",
+        "",
+        "Measured with:",
+        "",
+        *(f"- {line}" for line in with_),
+        "",
+    ]
+
+
+def commands(cells: Iterable[Cell]) -> list[str]:
+    """Commands that measure exactly these cells, as few as `_merged` finds."""
+    boxes: list[tuple[tuple[Any, ...], Box]] = []
+    for cell in cells:
+        s = cell.setting
+        fixed = (
+            s.model, s.samples, s.seed, s.block_size, s.dtype, cell.device.partition(",")[0],
+            s.max_new_tokens, s.depth is None, s.options, s.kv_dtype,
+        )  # fmt: skip
+        box: Box = {axis: (getattr(s, name),) for axis, name in AXES.items()}
+        if s.budget is None:
+            box |= {"--budgets": (), "--positions": ()}
+        boxes.append((fixed, box))
+    for axis in AXES:
+        boxes = _merged(boxes, axis)
+    capped = [pair for pair in boxes if pair[1]["--budgets"]]
+    for fixed, box in (pair for pair in boxes if not pair[1]["--budgets"]):
+        for other, into in capped:  # what is never capped has no options
+            if other[:-2] == fixed[:-2] and all(into[axis] == box[axis] for axis in PROMPTS):
+                into["--policies"] += box["--policies"]
+                break
+        else:
+            capped.append((fixed, box))
+    return [line for pair in capped for line in _command(*pair)]
+
+
+def _merged(
+    boxes: Sequence[tuple[tuple[Any, ...], Box]], axis: str
+) -> list[tuple[tuple[Any, ...], Box]]:
+    """Boxes that differ in one axis alone as one box."""
+    found: dict[Any, set[Any]] = {}
+    for fixed, box in boxes:
+        rest = tuple((name, values) for name, values in box.items() if name != axis)
+        found.setdefault((fixed, rest), set()).update(box[axis])
+    return [(fixed, {**dict(rest), axis: tuple(sorted(values))})
+            for (fixed, rest), values in found.items()]  # fmt: skip
+
+
+def _command(fixed: Sequence[Any], box: Box) -> list[str]:
+    model, samples, seed, block_size, dtype, device, most, spread, options, kv_dtype = fixed
+    shown = {**box, "--tasks": tuple(map(_shown_task, box["--tasks"]))}
+    if box["--question"] == (None,):
+        del shown["--question"]
+    if spread:
+        del shown["--depths"]
+    words = [f"kvcap eval {shlex.quote(_shown(model))}"]
+    given = {name: ",".join(map(str, values)) for name, values in shown.items() if values}
+    given |= {"--samples": samples, "--seed": seed, "--block-size": block_size}
+    given |= {"--dtype": dtype, "--device": device}
+    given |= {"--max-new-tokens": most, "--kv-dtype": kv_dtype}
+    words += [f"{name} {shlex.quote(str(value))}" for name, value in given.items()
+              if value is not None]  # fmt: skip
+    words += [f"--policy-option {shlex.quote(f'{name}={value}')}" for name, value in options]
+    return _wrapped([*words, f"--out {OUT}"])
+
+
+def _wrapped(words: Sequence[str]) -> list[str]:
+    """A command in lines of about a page's width."""
+    lines = [words[0]]
+    for word in words[1:]:
+        if len(lines[-1]) + len(word) < 100:
+            lines[-1] += f" {word}"
+        else:
+            lines.append(f"    {word}")
+    return [*(f"{line} \\" for line in lines[:-1]), lines[-1]]
