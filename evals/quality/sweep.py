@@ -19,6 +19,7 @@ from typing import Any, NoReturn, get_args
 
 import numpy as np
 import torch
+from transformers.utils import logging
 
 from kvcap.evals.quality.answering import Prompt, measure, new_cache
 from kvcap.evals.quality.cells import (
@@ -271,6 +272,8 @@ class CellJob:
     prompts: Mapping[Key, list[Prompt]] = field(default_factory=dict)  # of all cells
     threads: int | None = None  # of the CPU
     timed: bool = True  # whether eviction is; see `measure`
+    quiet: bool = field(default_factory=lambda: not logging.is_progress_bar_enabled())
+    """Whether transformers is to say nothing, as it does not where the sweep was begun."""
     version: str = field(default_factory=lambda: versions()["kvcap"])  # where the sweep was begun
     _runtime: Runtime | None = field(default=None, init=False, repr=False)
 
@@ -281,6 +284,9 @@ class CellJob:
                 f"a worker has kvcap {versions()['kvcap']}, and the sweep {self.version}; install "
                 "the same version everywhere"
             )
+        if self.quiet:
+            logging.set_verbosity_error()
+            logging.disable_progress_bar()
         if self.threads is not None:
             torch.set_num_threads(self.threads)
         if worker and self.sweep.device in (None, "cuda") and torch.cuda.is_available():

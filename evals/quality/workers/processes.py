@@ -6,6 +6,7 @@ one item that it was doing, and the other workers go on.
 
 from __future__ import annotations
 
+import atexit
 import gc
 import os
 import signal
@@ -95,6 +96,7 @@ def _load(job: Job, number: int) -> Failed | None:
     _job = job
     failed: Failed | None = attempt(job.load, number)
     gc.freeze()  # what was loaded stays, and no collection needs to look at it again
+    atexit.register(gc.unfreeze)  # or extension modules take it for leaked, and say so
     return failed
 
 

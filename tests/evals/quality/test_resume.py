@@ -204,13 +204,16 @@ def test_only_policies_of_the_sweep_are_compared(
 
 
 @pytest.mark.slow
-def test_processes_measure_what_one_does(sweep: Sweep, tmp_path: Path) -> None:
+def test_processes_measure_what_one_does(
+    sweep: Sweep, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     steps: list[int] = []
     shared = run(sweep, tmp_path / "two", lambda n, *_: steps.append(n), crew=Crew(workers=2))
     assert steps == [0, 1, 2, 3, 4, 5]
     assert same(shared) == same(run(sweep, tmp_path / "one"))
     assert len((tmp_path / "two" / "cells.jsonl").read_text().splitlines()) == 5
     assert all("1 threads" in cell.device for cell in shared)
+    assert "leaked" not in capfd.readouterr().err  # as extension modules say of what is frozen
 
 
 def test_too_many_processes_are_refused_before_anything_runs(sweep: Sweep, tmp_path: Path) -> None:
