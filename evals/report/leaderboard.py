@@ -31,12 +31,16 @@ PLACEHOLDER = (
     "*Nobody has written yet what these tables say. What stands between the two marks around this "
     "paragraph is kept when the page is written again.*"
 )
-INTRODUCTION = "To see which policy keeps most of a text in few slots, read down a column."
+INTRODUCTION = (
+    "To see which policies keep most of a text in few slots, find your budget and read down its "
+    "column."
+)
 LEGEND = """\
-- Rows are policies, the best mean first, and columns are slots per KV head. The first row never evicts: it is the model itself, which all others are read against. A policy that has no cell of some budget has the mean of the others and stands last.
-- `±` is how far the 95 % interval reaches from the score, on the side where it reaches further (Wilson's interval where every sample is right or wrong, else a bootstrap over samples).
-- **Bold** are the best policy of a column and all that cannot be told from it on the same samples: by McNemar's exact test where every sample is right or wrong (p ≥ 0.05), else by a bootstrap interval of the difference that holds none. Each pair is tested by itself.
-- *compact*: tokens that stay are counted anew. *true*: they keep the positions that they were read at. *Mean* is over all budgets, sample by sample."""  # noqa: E501
+- **Rows** are policies, ranked by their mean. The first never evicts: it is the uncapped model, against which the others are read. A policy that lacks a budget has no mean and comes last.
+- **Columns** are budgets, in slots per KV head. The *mean* is over all budgets, taken sample by sample.
+- **±** is the margin of the 95 % interval, on the side where it reaches further from the score (Wilson's interval where every sample is right or wrong, otherwise a bootstrap over samples).
+- **Bold** is the best policy of a column, and every other that cannot be told from it on the same samples: McNemar's exact test has p ≥ 0.05 or, where a sample is not just right or wrong, the bootstrap interval of the difference includes zero. Each policy is tested by itself, without a correction for how many there are.
+- **Positions**: *compact* ones count the tokens that stay anew; *true* ones are those at which the tokens were read."""  # noqa: E501
 Box = dict[str, tuple[Any, ...]]  # of each axis of a sweep, the values it goes through
 AXES = {
     "--budgets": "budget", "--positions": "positions", "--policies": "policy",
@@ -79,7 +83,8 @@ def write(folders: Sequence[Path], target: Path, plot: bool = False) -> list[Pat
             leaderboard.figure(tables(part), _heading(part[0].setting)).savefig(place)
             pictures[number] = place
         links = {number: f"pictures/{place.name}" for number, place in pictures.items()}
-        target.write_text(page(parts, cells, text, links), encoding="utf-8")
+        made = page(parts, text, links) + measured_by(cells, target, plot)
+        target.write_text(made, encoding="utf-8")
     except OSError as error:
         raise ValueError(
             f"cannot write {error.filename or str(target)!r}: {error.strerror}"
@@ -121,21 +126,18 @@ def _section(s: Setting) -> tuple[Any, ...]:
     return s.model, s.task, s.data or "", *asked, s.dtype, *how
 
 
-def page(
-    parts: Sequence[Sequence[Cell]], cells: Iterable[Cell], text: str, pictures: Mapping[int, str]
-) -> str:
-    """The page.
+def page(parts: Sequence[Sequence[Cell]], text: str, pictures: Mapping[int, str]) -> str:
+    """The page, up to the commands that measure its cells.
 
     Args:
         parts: of the cells, as `sections` gives them.
-        cells: all as they were measured, for the commands.
         text: of the author, put between the marks.
         pictures: of a section's place among them, the path from the page to its picture.
     """
     lines = ["# Leaderboard", "", INTRODUCTION, "", OPEN, "", text, "", CLOSE, "", LEGEND, ""]
     for number, part in enumerate(parts):
         lines += _section_lines(part, pictures.get(number))
-    return "\n".join([*lines, *_made(list(cells))])
+    return "\n".join([*lines, ""])
 
 
 def _section_lines(part: Sequence[Cell], picture: str | None) -> list[str]:
@@ -200,7 +202,7 @@ def _heading(s: Setting) -> str:
 
 
 def _shown(path: str) -> str:
-    """A model as it is shown: of a folder somewhere on a machine, only the name."""
+    """A model or file as it is shown: of a place somewhere on a machine, only the name."""
     return Path(path).name if Path(path).is_absolute() else path
 
 
@@ -214,25 +216,27 @@ def _file_name(s: Setting) -> str:
     return re.sub(r"[^\w.-]+", "-", "-".join(filter(None, parts)))
 
 
-def _made(cells: Sequence[Cell]) -> list[str]:
-    """The commands that measure the cells and write the page, and what they were measured with."""
-    with_ = dict.fromkeys(
+def measured_by(cells: Sequence[Cell], target: Path, plot: bool) -> str:
+    """The end of a page: commands that measure its cells and write it, versions and devices."""
+    used = dict.fromkeys(
         f"{', '.join(' '.join(pair) for pair in cell.versions.items())}; {cell.device}"
         for cell in cells
     )
-    return [
+    plots = " --plot" if plot else ""
+    lines = [
         "## Measure it again",
         "",
         "```sh",
         *commands(cells),
-        f"kvcap report {OUT} --leaderboard --plot -o docs/leaderboard.md",
+        f"kvcap report {OUT} --leaderboard{plots} -o {shlex.quote(_shown(str(target)))}",
         "```",
         "",
         "Measured with:",
         "",
-        *(f"- {line}" for line in with_),
+        *(f"- {line}" for line in used),
         "",
     ]
+    return "\n".join(lines)
 
 
 def commands(cells: Iterable[Cell]) -> list[str]:
