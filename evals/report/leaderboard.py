@@ -185,11 +185,15 @@ def _score(cell: Cell | None, bold: bool = False) -> str:
     if cell is None:
         return ""
     reach = max(cell.score - cell.ci_low, cell.ci_high - cell.score, 0.0)
-    mark, digits = "**" if bold else "", 2 if cell.score < 100 else 1
-    margin = f"{reach:.{digits}f}"
+    mark, margin = "**" if bold else "", _number(reach, 1)
     if cell.of.share:
         margin = margin.removeprefix("0")
-    return f"{mark}{cell.score:.{digits}f}{mark}\u00a0±{margin}"
+    return f"{mark}{_number(cell.score, 100)}{mark}\u00a0±{margin}"
+
+
+def _number(x: float, most: float) -> str:
+    """With two decimals below `most`, and with fewer above it."""
+    return f"{x:,.{2 if x < most else 1 if x < 1000 else 0}f}"
 
 
 def _code(name: str) -> str:

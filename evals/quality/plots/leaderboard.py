@@ -86,6 +86,8 @@ def _unit_cell(tables: Sequence[Table]) -> Cell:
 
 
 def _panel(axis: Axes, table: Table, names: Sequence[str]) -> None:
+    from matplotlib.ticker import LogLocator, NullFormatter
+
     for name, cell in table.uncapped:
         axis.axhspan(cell.ci_low, cell.ci_high, color="black", alpha=0.06, lw=0, zorder=1)
         axis.axhline(cell.score, color="black", lw=1, ls=(0, (1, 1)), zorder=2,
@@ -102,6 +104,9 @@ def _panel(axis: Axes, table: Table, names: Sequence[str]) -> None:
         axis.set_ylim(-0.04, 1.04)
     elif _reach(table, names) > 10:
         axis.set_yscale("log")
+        axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axis.yaxis.set_major_formatter(lambda score, _: f"{score:,g}")
+        axis.yaxis.set_minor_formatter(NullFormatter())
     axis.grid(axis="y", color="#e4e4e4", lw=0.6)
     axis.set_axisbelow(True)
     axis.tick_params(labelsize=SIZES["tick"], length=2, pad=2, labelbottom=True, labelleft=True)

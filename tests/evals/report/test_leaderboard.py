@@ -159,6 +159,14 @@ def test_a_picture_has_few_lines_that_can_be_told_apart() -> None:
         assert len(looks) == len(axis.containers) == 7
 
 
+@pytest.mark.parametrize(("right", "scale"), [(4, "linear"), (10, "log")])
+def test_perplexities_far_apart_have_a_logarithmic_axis(right: int, scale: str) -> None:
+    cells = [cell(p, 8, right=n, unit="perplexity") for p, n in (("a", 1), ("b", right))]
+    cells = [replace(c, score=c.score**3) for c in cells]
+    (axis,) = figure(tables(cells), "m").axes
+    assert (axis.get_yscale(), axis.get_xscale()) == (scale, "log")
+
+
 def test_lines_that_every_reader_asks_for_are_drawn_beside_the_best() -> None:
     ranked = [*"abcdefgh", "streaming_llm", "i", "keydiff"]
     assert drawn_rows([Row(name, (), None, True) for name in ranked]) == [
