@@ -27,7 +27,12 @@ if TYPE_CHECKING:
     from kvcap.evals.quality.demo import Demo, Question, Report
     from kvcap.evals.quality.sweep import Sweep
 
-Model = Annotated[str, typer.Argument(help="'pocket', a directory, or a repository of the hub.")]
+Model = Annotated[
+    str,
+    typer.Argument(
+        help="pocket, pocket-plain or pocket-text, a directory, or a repository of the hub."
+    ),
+]
 BlockSize = Annotated[
     int,
     typer.Option("--block-size", "--prefill-chunk-size", min=1, help="Tokens read at once."),

@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvcap.policies.base import Observation, Rescorer
+from kvcap.policies.base import Observation, Preset, Rescorer
 from kvcap.policies.base.order import ranks
 from kvcap.policies.keydiff import KeyDiff
 
@@ -28,6 +28,13 @@ class Distinct(Rescorer):
     paper: ClassVar = "kvcap's own, on KeyDiff's score, arXiv 2504.15364, Eq. 8"
     formula: ClassVar = "the top share by score S, then by -cos(k_j, mean of held keys)"
     when: ClassVar = "to remember facts with a policy that follows attention or time"
+    presets: ClassVar = {
+        "balanced": Preset(
+            "dropkv+distinct",
+            {},
+            "where facts and the flow of a long text both matter, from 256 slots on",
+        ),
+    }
 
     def __post_init__(self) -> None:
         self.require("share", 0 <= self.share <= 1, "a fraction of the budget, 0 to 1 (the policy)")

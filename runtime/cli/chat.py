@@ -34,7 +34,7 @@ from kvcap.runtime.memory.free_memory import free_memory, process_bytes
 from kvcap.runtime.session.decoding import MAX_NEW_TOKENS
 from kvcap.runtime.session.engine import Engine
 from kvcap.runtime.session.session import Session
-from kvcap.runtime.types import POCKET
+from kvcap.runtime.types import BUILT_IN
 from kvcap.runtime.units import format_bytes, parse_bytes
 
 YOU = "cyan"  # the colour of the user's words
@@ -124,9 +124,10 @@ class Chat:
             f"{plan.policy} keeps {plan.budget_tokens:,} slots in "
             f"{format_bytes(runtime.cap_bytes)} of KV memory",
         ]
-        if runtime.name == POCKET:
+        if runtime.name in BUILT_IN:
             lines.append(
-                "pocket is a small test and demonstration model: it only knows what it is told"
+                f"{runtime.name} is a small test and demonstration model: it only knows what it is "
+                "told"
             )
         return [*lines, "/help lists the commands · Ctrl-C stops · Ctrl-D leaves"]
 

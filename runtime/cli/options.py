@@ -199,7 +199,8 @@ Model = Annotated[
         metavar="MODEL",
         envvar=ENVIRONMENT + "MODEL",
         show_envvar=False,
-        help="A repository of the hub, a local directory, or pocket, the built-in model.",
+        help="A repository of the hub, a local directory, or pocket, the built-in model "
+        "(others: pocket-plain, pocket-text).",
     ),
 ]
 Device = Annotated[

@@ -1,4 +1,4 @@
-"""Finds what a model's name means: the built-in model, a directory, a file, or a repository.
+"""Finds what a model's name means: a built-in model, a directory, a file, or a repository.
 
 A name that is none of these is refused at once, saying what it is instead. The hub is asked once
 for a repository before anything else, so that nobody waits for retries. Imports neither torch nor
