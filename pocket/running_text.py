@@ -44,9 +44,15 @@ class Windows(IterableDataset[tuple[torch.Tensor, torch.Tensor]]):
 
     Each comes with zeros of its shape, as no token is marked. Batch ``i`` depends on the seed and
     ``i`` alone.
+
+    Raises:
+        ValueError: the text is shorter than the longest row.
     """
 
     def __init__(self, ids: Tokens, stages: list[Stage], tokens: int, seed: int) -> None:
+        longest = max(max(stage.lengths) for stage in stages)
+        if len(ids) < longest:
+            raise ValueError(f"the text has {len(ids):,} tokens, and rows have {longest:,}")
         self.ids, self.stages, self.tokens, self.seed = ids, stages, tokens, seed
 
     def __len__(self) -> int:
