@@ -44,6 +44,23 @@ def sequence(worth: Tensor, positions: Tensor) -> Tensor:
     return by_age.gather(-1, worth.gather(-1, by_age).argsort(dim=-1, stable=True))
 
 
+def best(worth: Tensor, positions: Tensor, counts: Tensor) -> Tensor:
+    """Marks the slots of each head that are worth most, of equal ones the newer. [..., n] bool.
+
+    Args:
+        worth: [..., n] float without NaN; of float32, one sort is enough.
+        positions: [..., n] int, below 2^31.
+        counts: [..., 1], how many of a head, rounded down; all where it has fewer.
+    """
+    others = worth.shape[-1] - counts.floor()  # [..., 1]
+    bits = worth.dtype == torch.float32 and worth.device.type != "mps"
+    if torch.compiler.is_compiling() or not bits:
+        return ranks(worth, positions) >= others
+    order = ordered(worth, positions)
+    least = order.sort(dim=-1).values.gather(-1, others.long().clamp(0, worth.shape[-1] - 1))
+    return (order >= least) & (others < worth.shape[-1])
+
+
 def ranks(worth: Tensor, positions: Tensor) -> Tensor:
     """For every slot, how many slots of its head are worth less. [..., n] int64.
 

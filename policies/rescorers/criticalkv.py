@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvcap.policies.base import Observation, Preset, Rescorer
-from kvcap.policies.base.order import ranks
+from kvcap.policies.base.order import best
 
 
 @dataclass(frozen=True)
@@ -60,8 +60,7 @@ class CriticalKV(Rescorer):
         second = ((scores - lowest) / rows + self.epsilon) * obs.state["output_norm"]
         free = obs.budget - pinned.sum(-1, keepdim=True)  # [B, K, 1]
         others = scores.masked_fill(pinned, -torch.inf)
-        last = scores.shape[-1] - (self.alpha * free).floor()  # [B, K, 1]
-        first = ranks(others, obs.positions) >= last  # [B, K, n]
+        first = best(others, obs.positions, self.alpha * free)  # [B, K, n]
         return second.masked_fill(first, torch.finfo(torch.float32).max)
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvcap.policies.base import Observation, Preset, Rescorer
-from kvcap.policies.base.order import ranks
+from kvcap.policies.base.order import best
 from kvcap.policies.keydiff import KeyDiff
 
 
@@ -44,6 +44,5 @@ class Distinct(Rescorer):
             return scores
         free = obs.budget - pinned.sum(-1, keepdim=True)  # [B, K, 1]
         others = scores.masked_fill(pinned, -torch.inf)
-        last = scores.shape[-1] - (self.share * free).floor()  # [B, K, 1]
-        first = ranks(others, obs.positions) >= last  # [B, K, n]
+        first = best(others, obs.positions, self.share * free)  # [B, K, n]
         return KeyDiff().score(obs).masked_fill(first, torch.finfo(torch.float32).max)
