@@ -7,9 +7,12 @@ export NO_MKDOCS_2_WARNING := 1
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+DOCS := .docs
+# Two goals at once, each one's output whole where make can.
+PAIR := --no-print-directory --jobs 2 $(if $(filter output-sync,$(.FEATURES)),--output-sync=target)
 FOLDERS := runtime policies kernels export android_bench evals serve pocket tests src/kvcap/*.py scripts/reference.py scripts/check-genai-decoders scripts/draw-chat scripts/list-models
 
-.PHONY: setup chat test test-all check build-check docs docs-build format clean
+.PHONY: setup chat test test-all test-quantised test-lm-eval check build-check docs docs-build docs-setup format clean
 
 setup: $(VENV)/.ready ## the environment alone
 
@@ -22,8 +25,10 @@ test: $(VENV)/.ready ## every feature once, in some minutes
 test-all: $(VENV)/.ready ## all tests; again on the oldest transformers, with quantised weights and in lm-eval
 	$(BIN)/pytest --all
 	scripts/test-oldest
-	scripts/test-quantised
-	scripts/test-lm-eval
+	@$(MAKE) $(PAIR) test-quantised test-lm-eval
+
+test-quantised test-lm-eval: $(VENV)/.ready
+	scripts/$@
 
 check: $(VENV)/.ready ## lint, format, types, import rules
 	$(BIN)/ruff check $(FOLDERS)
@@ -34,11 +39,13 @@ check: $(VENV)/.ready ## lint, format, types, import rules
 build-check: $(VENV)/.ready ## wheel from the sdist, in a fresh environment
 	scripts/build-check
 
-docs: $(VENV)/.docs-ready ## serve the documentation on http://localhost:8000
-	$(BIN)/mkdocs serve
+docs: $(DOCS)/.ready ## serve the documentation on http://localhost:8000
+	$(DOCS)/bin/mkdocs serve
 
-docs-build: $(VENV)/.docs-ready ## build it into out/site; a warning is an error
-	$(BIN)/mkdocs build --strict
+docs-setup: $(DOCS)/.ready
+
+docs-build: $(DOCS)/.ready ## build it into out/site; a warning is an error
+	$(DOCS)/bin/mkdocs build --strict
 
 format: $(VENV)/.ready
 	$(BIN)/ruff check --fix $(FOLDERS)
@@ -52,9 +59,11 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	@$(BIN)/python -m kvcap.android_bench.server.vendor || echo "going on without the page of kvcap android serve"
 	@touch $@
 
-$(VENV)/.docs-ready: $(VENV)/.ready # what only the documentation needs
-	@$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[docs]'
+$(DOCS)/.ready: $(VENV)/.ready # what only the documentation needs
+	@echo "setting up $(DOCS) (once, half a minute) ..."
+	@scripts/make-overlay $(DOCS)
+	@$(DOCS)/bin/pip install --quiet --constraint constraints.txt --editable '.[docs]'
 	@touch $@
 
 clean:
-	rm -rf $(VENV) .venv-oldest .lm-eval .quantised build dist out/site
+	rm -rf $(VENV) .venv-oldest .docs .lm-eval .quantised build dist out/site
