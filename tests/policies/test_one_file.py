@@ -140,8 +140,12 @@ FILES = {  # the example of CONTRIBUTING.md, a policy of everything it names, on
 
 
 def planted(folder: Path, files: dict[str, str]) -> Path:
-    """A copy of this checkout in which `policies/` has more files."""
-    left = shutil.ignore_patterns(".*", "__pycache__", "out", "build", "dist", "*.egg-info")
+    """A copy of this checkout in which `policies/` has more files.
+
+    What Python compiled comes along, so that nothing of it is compiled again.
+    """
+    written = "*.pyc.*"  # by another process, to be renamed in a moment
+    left = shutil.ignore_patterns(".*", "out", "build", "dist", "*.egg-info", written)
     copy = Path(shutil.copytree(ROOT, folder / "copy", symlinks=True, ignore=left))
     for name, body in files.items():
         head = "" if body.startswith('"""') else f'"""{name}: an example."""\n\n{HEAD}'
