@@ -43,6 +43,8 @@ settings.load_profile("kvcap")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all", action="store_true", help="all tests, not the fast tier alone")
+    parser.addoption("--all-of", action="append", default=[], metavar="PATH",
+                     help="all tests of a folder or file, of the rest the fast tier")  # fmt: skip
 
 
 # Files that take a minute and more: processes that share out files begin with these, lest one of
@@ -58,11 +60,18 @@ LONG = ("policies/test_one_file.py", "export/graphs/test_graphs.py", "testing/te
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave to `--all` what the fast tier does not run, unless it was asked for by its name."""
     items.sort(key=lambda item: not item.path.as_posix().endswith(LONG))
-    if config.getoption("--all") or any("::" in argument for argument in config.args):
+    if config.getoption("--all"):
         return
+    asked = [*config.getoption("--all-of"), *(a for a in config.args if "::" in a)]
+    places = [(config.invocation_params.dir / a.partition("::")[0]).resolve() for a in asked]
     sets: dict[str, list[pytest.Item]] = {}
     for item in items:
-        if item.get_closest_marker("slow"):
+        named = any(
+            place in (item.path, *item.path.parents)
+            and item.nodeid.partition("::")[2].startswith(a.partition("::")[2])
+            for a, place in zip(asked, places, strict=True)
+        )
+        if item.get_closest_marker("slow") and not named:
             sets.setdefault(item.nodeid.partition("[")[0], []).append(item)
     left = set[pytest.Item]()
     for several in sets.values():
