@@ -10,7 +10,6 @@ import sys
 import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
-from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
@@ -21,12 +20,10 @@ from conftest import small_policy, tiny_config, tiny_model
 from transformers import DynamicCache, StaticCache
 
 import kvcap
-from kvcap import testing
 from kvcap.cli import run
 from kvcap.evals.measure import MIB
 from kvcap.policies import load_policy, policies
 from kvcap.runtime.backends.pytorch.loop import BlockLoop
-from kvcap.runtime.testing import figures as memory_figures
 from kvcap.runtime.testing import threads as memory_threads
 from kvcap.runtime.testing.process_peak import NotMeasured
 from kvcap.testing import (
@@ -41,8 +38,6 @@ from kvcap.testing import (
 )
 
 ROOT = Path(__file__).parents[3]
-INSTALLED = [e.name for e in entry_points(group="pytest11") if e.name == "kvcap"]
-PLUGIN = INSTALLED[0] if INSTALLED else "kvcap.runtime.testing.pytest_plugin"
 BLOCK, BUDGET = 128, 64
 
 
@@ -479,34 +474,6 @@ def test_a_cell_the_baseline_lacks_is_wrong_input(baseline, capsys):
 
 def test_our_own_bytes_are_those_of_the_committed_baseline():
     assert check(ROOT / "memory-baseline.json", "--lengths", "1024", "--budgets", "64") == 0
-
-
-@pytest.mark.slow
-def test_the_page_on_memory(tmp_path):
-    """Its tests pass, its commands for figures do what they say, and its table names every kind."""
-    page = (ROOT / "docs" / "memory.md").read_text()
-    for number, code in enumerate(re.findall(r"```python\n(.*?)```", page, re.DOTALL)):
-        (tmp_path / f"test_example{number}.py").write_text(code)
-
-    def pytest_says(*arguments: str) -> str:
-        done = subprocess.run(
-            [sys.executable, "-m", "pytest", "-p", PLUGIN, "-p", "no:xdist", *arguments],
-            cwd=tmp_path, capture_output=True, text=True, check=False,
-        )  # fmt: skip
-        assert "3 passed" in done.stdout, done.stdout + done.stderr
-        return done.stdout
-
-    commands = re.findall(r"^(pytest --memory\S*[^#\n]*)", page, re.MULTILINE)
-    assert len(commands) == 3
-    assert "wrote 3 tests to" in pytest_says(*commands[0].split()[1:])
-    compared = pytest_says(*commands[2].split()[1:])  # the second's options and one more
-    assert re.search(r"short\.cpu_peak .* \+0\.0 %", compared)
-    assert "grew" not in compared
-    for kind in memory_figures.TOLERANCES:
-        assert re.search(rf"^\| `{kind}(_bytes)?`", page, re.MULTILINE), kind
-    names = {*vars(testing)["__all__"]} - {"Peak", "Place", "ProcessPeak", "Allocations"}
-    for name in names - {"ThreadsNotCounted"}:
-        assert name in page
 
 
 def test_the_workflow_on_that_page_runs_commands_that_are(capsys):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from importlib.metadata import entry_points
@@ -11,6 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 
+import kvcap
+from kvcap import testing
+from kvcap.runtime.testing import figures
+
+ROOT = Path(__file__).parents[3]
 pytest_plugins = ["pytester"]
 INSTALLED = [e.name for e in entry_points(group="pytest11") if e.name == "kvcap"]
 PLUGIN = INSTALLED[0] if INSTALLED else "kvcap.runtime.testing.pytest_plugin"
@@ -29,7 +35,7 @@ def everything_imported():
 @pytest.fixture
 def run(pytester, monkeypatch):
     monkeypatch.delenv("CI", raising=False)  # with it, pytest repeats whole messages at the end
-    pytester.syspathinsert(Path(__file__).parents[3] / "src")
+    pytester.syspathinsert(ROOT / "src")
 
     def runs(code: str, *arguments: str):
         pytester.makepyfile(HEAD + code)
@@ -405,3 +411,28 @@ def test_loading_the_plugin_does_not_import_torch():
     code = "import sys, kvcap.runtime.testing.pytest_plugin; sys.exit('torch' in sys.modules)"
     source = Path(__file__).parents[3] / "src"
     assert subprocess.run([sys.executable, "-c", code], cwd=source, check=False).returncode == 0
+
+
+@pytest.mark.slow
+def test_the_page_on_memory(pytester, run):
+    """Its tests pass, its commands for figures do what they say, and its table names every kind."""
+    page = (ROOT / "docs" / "memory.md").read_text()
+    for number, code in enumerate(re.findall(r"```python\n(.*?)```", page, re.DOTALL)):
+        pytester.makepyfile(**{f"test_example{number}": code})
+    commands = re.findall(r"^(pytest --memory\S*[^#\n]*)", page, re.MULTILINE)
+    assert len(commands) == 3
+    # What a model needs cannot be imported twice either.
+    runtime = kvcap.Runtime.from_pretrained("pocket", kv_budget_tokens=64, device="cpu")
+    "".join(runtime.session().send("Hello!"))
+    done = run("", *commands[0].split()[1:])
+    done.assert_outcomes(passed=3)
+    assert "wrote 3 tests to" in done.stdout.str()
+    done = run("", *commands[2].split()[1:])  # the second's options and one more
+    done.assert_outcomes(passed=3)
+    assert re.search(r"short\.cpu_peak .* \+0\.0 %", done.stdout.str())
+    assert "grew" not in done.stdout.str()
+    for kind in figures.TOLERANCES:
+        assert re.search(rf"^\| `{kind}(_bytes)?`", page, re.MULTILINE), kind
+    names = {*testing.__all__} - {"Peak", "Place", "ProcessPeak", "Allocations"}
+    for name in names - {"ThreadsNotCounted"}:
+        assert name in page
