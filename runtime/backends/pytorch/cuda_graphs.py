@@ -76,7 +76,8 @@ class BlockGraphs:
             return None
         seen, table = cache.seen, cache.row_table() if kind.longest else None
         if kind in self.captured:
-            cache.advance(kind.length, kept=kind.filling or not evicts(cache, kind.length))
+            stay = kind.filling or not evicts(cache, kind.length, kind.excess)
+            cache.advance(kind.length, kept=stay)
         elif kind not in self._warm:
             return None
         else:
@@ -132,11 +133,10 @@ class BlockGraphs:
         compact = cache.compact_positions
         if fills(cache, length):
             return PassKind(batch, length, need_logits, True, (), 0, compact=compact)
-        if not steady(cache, length):
+        above = _steady_excess(cache, length)
+        if above is None:
             return None
-        spans, above = tuple(cache.pinned_spans), excess(cache)
-        assert above is not None, "a steady cache has an excess"
-        slots: tuple[int, ...] = ()
+        spans, slots = tuple(cache.pinned_spans), tuple[int, ...]()
         if cache.eviction.layers_move:
             slots = tuple(layer.segments[0].budget for layer in cache.capped_layers)
         return PassKind(
@@ -248,10 +248,14 @@ def why_unsteady(cache: BudgetCache) -> str | None:
 
 def excess(cache: BudgetCache) -> int | None:
     """Slots that every head holds above its budget; None where heads differ or are shrinking."""
-    segments = [segment for layer in cache.capped_layers for segment in layer.segments]
-    found = {segment.held - segment.budget for segment in segments}
-    settled = all(segment.target_length == segment.budget for segment in segments)
-    return found.pop() if settled and len(found) == 1 else None
+    found = None
+    for layer in cache.capped_layers:  # asked before every token
+        for segment in layer.segments:
+            above = segment.held - segment.budget
+            if segment.target_length != segment.budget or found not in (None, above):
+                return None
+            found = above
+    return found
 
 
 def fills(cache: BudgetCache, tokens: int) -> bool:
@@ -266,16 +270,23 @@ def fills(cache: BudgetCache, tokens: int) -> bool:
 
 def steady(cache: BudgetCache, tokens: int) -> bool:
     """Detects the steady state, in which one CUDA graph replays every block of so many tokens."""
+    return _steady_excess(cache, tokens) is not None
+
+
+def _steady_excess(cache: BudgetCache, tokens: int) -> int | None:
+    """The `excess` of a cache that is `steady`; None: it is not."""
     if why_unsteady(cache) is not None or not cache.eviction.policy.evicts:
-        return False
+        return None
     if cache.eviction.layers_move and tokens > 1:
-        return False
+        return None
     if cache.eviction.heads_move and (_divides(cache, tokens) or not cache.by_rows()):
-        return False
+        return None
     every = cache.evict_every if tokens == 1 else 1
     # Where heads lie that hold unequally many is told to the device by the pass before.
-    alone = all(len(layer.segments) == 1 for layer in cache.capped_layers)
-    return excess(cache) in range(every) and (every == 1 or alone)
+    if every > 1 and any(len(layer.segments) > 1 for layer in cache.capped_layers):
+        return None
+    above = excess(cache)
+    return above if above is not None and 0 <= above < every else None
 
 
 def _divides(cache: BudgetCache, tokens: int) -> bool:
@@ -283,9 +294,9 @@ def _divides(cache: BudgetCache, tokens: int) -> bool:
     return cache.eviction.heads_move and (tokens > 1 or cache.block_size == 1)
 
 
-def evicts(cache: BudgetCache, tokens: int) -> bool:
-    """Whether a steady cache evicts after a block of so many tokens."""
-    return tokens > 1 or (excess(cache) or 0) + 1 >= cache.evict_every
+def evicts(cache: BudgetCache, tokens: int, above: int) -> bool:
+    """Whether a cache that holds so many slots above its budget evicts after such a block."""
+    return tokens > 1 or above + 1 >= cache.evict_every
 
 
 def blocks_of(cache: BudgetCache, tokens: int) -> int:
