@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from kvcap.policies.base import HeadBudget, Preset, apportion
+from kvcap.policies.base import HeadBudget, Preset, apportion_rows
 from kvcap.policies.base.order import ordered
+
+FINEST = 1000  # of a safeguard: it is a fraction of whole numbers up to this
 
 
 @dataclass(frozen=True)
@@ -34,30 +36,24 @@ class AdaKV(HeadBudget):
         self.require("safeguard", 0 <= self.safeguard <= 1, "a fraction, 0 to 1 (uniform)")
 
     def split(
-        self,
-        scores: Sequence[Tensor],
-        pinned: Sequence[Tensor],
-        positions: Sequence[Tensor],
-        budget: int,
-    ) -> list[int]:
-        device = scores[0].device
-        free = [
-            ordered(score.masked_fill(pin, -torch.inf), places)
-            for score, pin, places in zip(scores, pinned, positions, strict=True)
-        ]
-        heads = [torch.full_like(p, k, dtype=torch.long) for k, p in enumerate(pinned)]
-        fixed = torch.stack([p.sum() for p in pinned])  # [K]
-        order = torch.cat(free).argsort(descending=True, stable=True)  # [Σ n_k]
-        best = torch.arange(len(order), device=device) < budget * len(scores) - fixed.sum()
-        counts = torch.zeros_like(fixed).index_add(0, torch.cat(heads)[order], best.long())
-        pins, wins = torch.stack((fixed, counts)).tolist()  # the one synchronisation
-        left = budget * len(scores) - sum(pins)
-        even = self.safeguard * left / len(scores)
-        sure = [max(pin, min(1, len(s))) for pin, s in zip(pins, scores, strict=True)]
-        shares = [
-            max(0.0, (1 - self.safeguard) * won + even - (s - pin))
-            for won, s, pin in zip(wins, sure, pins, strict=True)
-        ]
-        most = [len(x) - s for x, s in zip(scores, sure, strict=True)]
-        more = apportion(shares, left - (sum(sure) - sum(pins)), most)
-        return [s + m for s, m in zip(sure, more, strict=True)]
+        self, scores: Tensor, pinned: Tensor, positions: Tensor, lengths: Tensor, budget: int
+    ) -> Tensor:
+        (_, heads, n), lengths = scores.shape, lengths.long()
+        held = torch.arange(n, device=scores.device) < lengths[..., None]  # [B, K, n]
+        pins = (pinned & held).sum(-1)  # [B, K]
+        worth = ordered(scores.masked_fill(pinned | ~held, -torch.inf), positions)
+        worth = worth.masked_fill(~held, torch.iinfo(torch.int64).min).flatten(1)
+        order = worth.argsort(dim=-1, descending=True, stable=True)  # [B, K·n]
+        left = budget * heads - pins.sum(-1, keepdim=True)  # [B, 1], K·R
+        best = torch.arange(heads * n, device=scores.device) < left.minimum(
+            lengths.sum(-1)[:, None]
+        )
+        won = torch.zeros_like(pins).scatter_add(-1, order // n, best.long())
+        sure = pins.maximum(lengths.clamp(max=1))
+        # Whole numbers all through, `K` and the denominator of `f` times those of the formula: each
+        # device rounds alike.
+        f = Fraction(str(self.safeguard)).limit_denominator(FINEST)
+        part, whole = f.numerator, f.denominator * heads
+        shares = (f.denominator - part) * heads * won + part * left - whole * (sure - pins)
+        left = left - (sure - pins).sum(-1, keepdim=True)
+        return sure + apportion_rows(shares.clamp(min=0), left.clamp(min=0), lengths - sure)

@@ -412,7 +412,8 @@ class BudgetCache(Cache):  # type: ignore[misc]
             return None
         if self._table is None:
             layers = self.capped_layers
-            self._table = RowTable([layer.segments for layer in layers], self._pins_of)
+            slots = [layer.segments for layer in layers]
+            self._table = RowTable(slots, self._pins_of, self._recents())
         self._table.tell(self.seen)
         return self._table
 
@@ -424,6 +425,12 @@ class BudgetCache(Cache):  # type: ignore[misc]
         evictor = self.capped_layers[index].evictor
         assert evictor is not None
         return evictor.row_pins(segment)
+
+    def _recents(self) -> list[int]:
+        """How many newest tokens stay, by the slots that a head may ever have, where they move."""
+        if not self.eviction.heads_move:
+            return []
+        return [self.eviction.recents(slots) for slots in range(self.layout.longest + 1)]
 
     def places(self, tokens: Tensor) -> Tensor:
         """How far behind `next_position` the tokens [T] of a pass are read."""

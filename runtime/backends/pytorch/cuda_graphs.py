@@ -54,6 +54,7 @@ class BlockGraphs:
         self.decoder = None if self.refused else self._decoder()
         """What is captured in the model's place; None: the model itself is."""
         self._warm: set[PassKind] = set()  # read once without a graph, so that they can be captured
+        self._divides_eagerly = False  # blocks after which heads share slots out anew
 
     def _decoder(self) -> Decoder | None:
         return decoder_of(self.model)
@@ -91,11 +92,14 @@ class BlockGraphs:
                 self.captured[kind] = BlockGraph(model, cache, ids, kind, pool)
             except RuntimeError as error:
                 cache.counters = before
-                self.refused = f"capture failed: {first_line(error)}"
+                if cache.layout.divides(kind.length):
+                    self._divides_eagerly = True  # a policy may read numbers; tokens have graphs
+                else:
+                    self.refused = f"capture failed: {first_line(error)}"
                 return None
         logits = self.captured[kind].replay(ids, seen)
         if table is not None:
-            table.agreed(cache.seen)
+            table.agreed(cache.seen, cache.layout.divides(kind.length))
         return logits
 
     def warm_up(self, ids: Tensor, need_logits: bool = True) -> Any:
@@ -147,7 +151,7 @@ class BlockGraphs:
         """The same where kernels read where unequal heads lie, and whether they are full."""
         cache = self.cache
         table = cache.row_table()
-        if table is None or _divides(cache, length):
+        if table is None or (self._divides_eagerly and cache.layout.divides(length)):
             return None
         if length > cache.room and not steady(cache, length):
             return None
@@ -279,7 +283,7 @@ def _steady_excess(cache: BudgetCache, tokens: int) -> int | None:
         return None
     if cache.eviction.layers_move and tokens > 1:
         return None
-    if cache.eviction.heads_move and (_divides(cache, tokens) or not cache.by_rows()):
+    if cache.eviction.heads_move and (cache.layout.divides(tokens) or not cache.by_rows()):
         return None
     every = cache.evict_every if tokens == 1 else 1
     # Where heads lie that hold unequally many is told to the device by the pass before.
@@ -287,11 +291,6 @@ def _steady_excess(cache: BudgetCache, tokens: int) -> int | None:
         return None
     above = excess(cache)
     return above if above is not None and 0 <= above < every else None
-
-
-def _divides(cache: BudgetCache, tokens: int) -> bool:
-    """Whether heads share slots out anew after so many tokens, which is decided on the host."""
-    return cache.eviction.heads_move and (tokens > 1 or cache.block_size == 1)
 
 
 def evicts(cache: BudgetCache, tokens: int, above: int) -> bool:

@@ -134,8 +134,8 @@ class BlockLoop(Loop):
                     use_cache=True,
                     logits_to_keep=wanted,
                 )
-        if table is not None:
-            table.agreed(cache.seen)
+                if table is not None:
+                    table.agreed(cache.seen, cache.layout.divides(tokens))
         self.peak_bytes = max(self.peak_bytes, cache.nbytes)
         return cast(Tensor, out.logits)
 
