@@ -33,7 +33,7 @@ class PassKind(NamedTuple):
     spans: tuple[tuple[int, int], ...]  # pinned tokens, where any are evicted
     excess: int  # slots held above the budget before the pass, if not filling
     longest: int = 0  # of unequal heads that kernels read: no row is longer
-    slots: tuple[int, ...] = ()  # of each layer, where they move between layers
+    slots: tuple[int, ...] = ()  # where they move between layers, those each has and may fill
     compact: bool = False  # the positions at which it is read
 
 
@@ -142,7 +142,8 @@ class BlockGraphs:
             return None
         spans, slots = tuple(cache.pinned_spans), tuple[int, ...]()
         if cache.eviction.layers_move:
-            slots = tuple(layer.segments[0].budget for layer in cache.capped_layers)
+            each = [layer.segments[0] for layer in cache.capped_layers]
+            slots = tuple(n for segment in each for n in (segment.budget, segment.target_length))
         return PassKind(
             batch, length, need_logits, False, spans, above, slots=slots, compact=compact
         )
@@ -251,12 +252,16 @@ def why_unsteady(cache: BudgetCache) -> str | None:
 
 
 def excess(cache: BudgetCache) -> int | None:
-    """Slots that every head holds above its budget; None where heads differ or are shrinking."""
-    found = None
+    """Slots that every head holds above its budget; None where heads differ or are shrinking.
+
+    Where slots move between layers, above what the layer is to have until the next block.
+    """
+    found, moves = None, cache.eviction.layers_move
     for layer in cache.capped_layers:  # asked before every token
         for segment in layer.segments:
-            above = segment.held - segment.budget
-            if segment.target_length != segment.budget or found not in (None, above):
+            above = segment.held - segment.target_length
+            shrinks = segment.target_length != segment.budget and not moves
+            if shrinks or found not in (None, above):
                 return None
             found = above
     return found
@@ -281,7 +286,7 @@ def _steady_excess(cache: BudgetCache, tokens: int) -> int | None:
     """The `excess` of a cache that is `steady`; None: it is not."""
     if why_unsteady(cache) is not None or not cache.eviction.policy.evicts:
         return None
-    if cache.eviction.layers_move and tokens > 1:
+    if cache.balance is not None and (tokens > 1 or not cache.balance.keeps):
         return None
     if cache.eviction.heads_move and (cache.layout.divides(tokens) or not cache.by_rows()):
         return None
