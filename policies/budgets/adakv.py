@@ -41,14 +41,17 @@ class AdaKV(HeadBudget):
         (_, heads, n), lengths = scores.shape, lengths.long()
         held = torch.arange(n, device=scores.device) < lengths[..., None]  # [B, K, n]
         pins = (pinned & held).sum(-1)  # [B, K]
-        worth = ordered(scores.masked_fill(pinned | ~held, -torch.inf), positions)
-        worth = worth.masked_fill(~held, torch.iinfo(torch.int64).min).flatten(1)
-        order = worth.argsort(dim=-1, descending=True, stable=True)  # [B, K·n]
+        # Those that are pinned, and then the best, are as many as the layer's slots.
+        ends = torch.iinfo(torch.int64)
+        worth = ordered(scores.masked_fill(pinned | ~held, 0.0), positions)
+        worth = worth.masked_fill(pinned, ends.max).masked_fill(~held, ends.min)
+        slots = min(budget, n) * heads
+        last = worth.flatten(1).topk(slots, dim=-1, sorted=False).values.amin(-1)[:, None, None]
+        above, equal = (worth > last).sum(-1), ((worth == last) & held).sum(-1)
+        # Of the same token in several heads the first heads' goes before.
+        free = slots - above.sum(-1, keepdim=True) - equal.cumsum(-1) + equal
+        won = above + free.clamp(min=0).minimum(equal) - pins
         left = budget * heads - pins.sum(-1, keepdim=True)  # [B, 1], K·R
-        best = torch.arange(heads * n, device=scores.device) < left.minimum(
-            lengths.sum(-1)[:, None]
-        )
-        won = torch.zeros_like(pins).scatter_add(-1, order // n, best.long())
         sure = pins.maximum(lengths.clamp(max=1))
         # Whole numbers all through, `K` and the denominator of `f` times those of the formula: each
         # device rounds alike.
