@@ -497,8 +497,9 @@ def bench_command(
             help="prefill, decode, scoring, positions, ragged; cpu, beside llama.cpp and others; "
             "use, the first answers of machines, processes and sessions; "
             "serve, a server under load; "
-            "on CUDA: kernels, parts, gpu, throughput; on pocket: stream and turns (endurance), "
-            "perturbation (CriticalKV), proxy (DropKV), saliency (OBCache), weights."
+            "on CUDA: kernels, token, parts, gpu, throughput; "
+            "on pocket: stream and turns (endurance), perturbation (CriticalKV), "
+            "proxy (DropKV), saliency (OBCache), weights."
         ),
     ],
     lengths: Annotated[

@@ -51,6 +51,10 @@ def attend(
     summed: bool = False,
     rows: Rows | None = None,
     read_at: Tensor | None = None,
+    *,
+    tile: decode.Tile | None = None,
+    most_parts: int | None = None,
+    apart: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Write a token into the slot behind those in use, and attend to all of them.
 
@@ -75,6 +79,11 @@ def attend(
             are the pool's then, [slots, D] and [slots].
         read_at: with `rows` and `turn`, an integer on the device []: the position that the angles
             turn to. The token counts as its row's next, so far before that.
+        tile: how slots are read, where it is tried out (`kvcap bench token`), as are those below;
+            by default as `decode.tile_of` says.
+        most_parts: into how many parts the slots are cut at most; by default those that are done
+            the soonest.
+        apart: halves of keys are read one after the other, not at once.
 
     Returns:
         What it attends to, [B, H, 1, D], the rotated query, likewise, and sums of parts of the
@@ -90,8 +99,12 @@ def attend(
     else:
         slots, row_slots = rows.longest, 0
         tiles = len(buffers[2]) / slots  # rows, were all as long as the longest
-    tile = decode.tile_of(size * query.element_size())
-    blocks = decode.blocks_in_part(-(-slots // tile.block), tiles, tile, query.device)
+    tile = tile or decode.tile_of(size * query.element_size())
+    blocks = -(-slots // tile.block)
+    if most_parts is None:
+        blocks = decode.blocks_in_part(blocks, tiles, tile, query.device)
+    else:
+        blocks = max(1, -(-blocks // most_parts))
     chunk = tile.block * blocks
     parts = 1 + -(-slots // chunk)
     new = partial(torch.empty, device=query.device)
@@ -113,7 +126,7 @@ def attend(
             angle_b=0 if cos.shape[0] == 1 else size,
             KV_HEADS=kv_heads, GROUP=group, ROWS=MOST_GROUP, SIZE=size, HALF=size // 2,
             HALF_PAD=power_of_two(size, 32) // 2, BLOCK=tile.block, MORE=blocks > 1,
-            STAGES=tile.stages, WIDEN=not on_gpu(query), num_warps=tile.warps,
+            STAGES=tile.stages, APART=apart, WIDEN=not on_gpu(query), num_warps=tile.warps,
             maxnreg=REGISTERS if blocks == 1 else None,
             **overlapping(query.device),
         )  # fmt: skip

@@ -20,6 +20,7 @@ def _held(
     HALF: tl.constexpr,
     HALF_PAD: tl.constexpr,
     BLOCK: tl.constexpr,
+    APART: tl.constexpr,
 ):  # fmt: skip
     """Some slots: halves of keys where they count now [BLOCK, HALF_PAD], and values."""
     slot = first + tl.arange(0, BLOCK)
@@ -27,9 +28,9 @@ def _held(
     d = tl.arange(0, 2 * HALF_PAD)[None, :]
     at = keys + slot[:, None] * SIZE
     if shift is None:
-        a, b = halves(at, held[:, None], HALF, HALF_PAD)
+        a, b = halves(at, held[:, None], HALF, HALF_PAD, APART)
     else:
-        a, b = turned_back(at, shift + slot, table, held, HALF, HALF_PAD)
+        a, b = turned_back(at, shift + slot, table, held, HALF, HALF_PAD, APART)
     v = tl.load(values + slot[:, None] * SIZE + d, held[:, None] & (d < SIZE), 0.0)
     return a, b, v
 
@@ -88,6 +89,7 @@ def attend_part(
     BLOCK: tl.constexpr,
     MORE: tl.constexpr,  # a part has several blocks
     STAGES: tl.constexpr,
+    APART: tl.constexpr,  # halves of keys are read one after the other
     OVERLAP: tl.constexpr,  # launched before the query is there, and what follows before it ends
     WIDEN: tl.constexpr,  # dot products of float32, as triton's interpreter has none of bfloat16
 ):  # fmt: skip
@@ -153,7 +155,9 @@ def attend_part(
     if shift is not None:
         shift += first_slot
     # Slots do not wait for the query: the first are on their way before it is there.
-    k_a, k_b, v = _held(keys, values, shift, table, begin, end, SIZE, HALF, HALF_PAD, BLOCK)
+    k_a, k_b, v = _held(
+        keys, values, shift, table, begin, end, SIZE, HALF, HALF_PAD, BLOCK, APART
+    )  # fmt: skip
     if sums is not None:
         sum_a, sum_b = tl.sum(k_a.to(tl.float32), 0), tl.sum(k_b.to(tl.float32), 0)
     if OVERLAP:
@@ -168,7 +172,9 @@ def attend_part(
     )  # fmt: skip
     if MORE:
         for first in tl.range(begin + BLOCK, end, BLOCK, num_stages=STAGES):
-            k_a, k_b, v = _held(keys, values, shift, table, first, end, SIZE, HALF, HALF_PAD, BLOCK)
+            k_a, k_b, v = _held(
+                keys, values, shift, table, first, end, SIZE, HALF, HALF_PAD, BLOCK, APART
+            )  # fmt: skip
             if sums is not None:
                 sum_a += tl.sum(k_a.to(tl.float32), 0)
                 sum_b += tl.sum(k_b.to(tl.float32), 0)

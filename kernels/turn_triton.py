@@ -6,11 +6,20 @@ import triton.language as tl
 
 
 @triton.jit
-def halves(x, real, HALF: tl.constexpr, HALF_PAD: tl.constexpr):
-    """Halves of rows at x [N, 1] that are `real`, two of [N, HALF_PAD], read at once."""
-    h, half = tl.arange(0, HALF_PAD)[None, :, None], tl.arange(0, 2)[None, None, :]
-    both = tl.load(x[:, :, None] + h + half * HALF, real[:, :, None] & (h < HALF), 0.0)
-    return tl.split(both)
+def halves(
+    x, real, HALF: tl.constexpr, HALF_PAD: tl.constexpr, APART: tl.constexpr = False
+):  # fmt: skip
+    """Halves of rows at x [N, 1] that are `real`, two of [N, HALF_PAD], read at once or APART."""
+    if APART:
+        place = tl.arange(0, HALF_PAD)[None, :]
+        inside = real & (place < HALF)
+        a = tl.load(x + place, inside, 0.0)
+        b = tl.load(x + HALF + place, inside, 0.0)
+    else:
+        h, half = tl.arange(0, HALF_PAD)[None, :, None], tl.arange(0, 2)[None, None, :]
+        both = tl.load(x[:, :, None] + h + half * HALF, real[:, :, None] & (h < HALF), 0.0)
+        a, b = tl.split(both)
+    return a, b
 
 
 @triton.jit
@@ -29,9 +38,10 @@ def turned_back(
     held,  # [N], which there are
     HALF: tl.constexpr,
     HALF_PAD: tl.constexpr,
+    APART: tl.constexpr = False,
 ):
     """Halves of keys, rotated back by their slots' shifts."""
     back = tl.load(shift, held, 0).to(tl.int64)
-    cos, sin = halves(table + back[:, None] * (2 * HALF), held[:, None], HALF, HALF_PAD)
-    a, b = halves(keys, held[:, None], HALF, HALF_PAD)
+    cos, sin = halves(table + back[:, None] * (2 * HALF), held[:, None], HALF, HALF_PAD, APART)
+    a, b = halves(keys, held[:, None], HALF, HALF_PAD, APART)
     return turned(a, b, cos, -sin)

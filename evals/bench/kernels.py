@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import cycle, islice, pairwise
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -40,6 +40,7 @@ COLUMNS = (
     "scratch_bytes", "peer_scratch_bytes",
 )  # fmt: skip
 Call = Callable[[Observation], Any]
+Input = TypeVar("Input")
 
 
 @dataclass
@@ -100,7 +101,10 @@ def run(options: Options) -> Result:
     if not torch.cuda.is_available():
         raise ValueError("the benchmark of the kernels needs a CUDA device; this machine has none")
     bandwidth = read_bandwidth()
-    machine = {"device": device_name("cuda"), "versions": {**versions(), "triton": _triton()}}
+    machine = {
+        "device": device_name("cuda"),
+        "versions": {**versions(), "triton": triton_version()},
+    }
     rows: list[dict[str, Any]] = []
     for work in WORKS:
         for n in options.lengths:
@@ -200,7 +204,7 @@ def compiled(score: Callable[[Observation], Tensor], like: Observation) -> Call:
     return lambda obs: fast(obs.keys, obs.values, obs.positions, obs.queries)
 
 
-def timed(call: Call, inputs: list[Observation], repeats: int) -> list[float]:
+def timed(call: Callable[[Input], Any], inputs: list[Input], repeats: int) -> list[float]:
     """Milliseconds of each call, one right after another."""
     for obs in inputs[:3]:
         call(obs)
@@ -215,7 +219,7 @@ def timed(call: Call, inputs: list[Observation], repeats: int) -> list[float]:
     return times[1:]  # the first waits for the host alone
 
 
-def replayed(call: Call, inputs: list[Observation], replays: int = 20) -> float:
+def replayed(call: Callable[[Input], Any], inputs: list[Input], replays: int = 20) -> float:
     """Milliseconds of a call within a CUDA graph, of so many that its launch counts little; median.
 
     Each of the inputs in turn.
@@ -249,7 +253,8 @@ def _slot_bytes() -> int:
     return 2 * KV_HEADS * SIZE * DTYPE.itemsize
 
 
-def _triton() -> str:
+def triton_version() -> str:
+    """Triton's."""
     from importlib.metadata import version
 
     return version("triton")

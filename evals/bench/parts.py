@@ -264,5 +264,5 @@ def _microseconds(call: Callable[[Any], Any], inputs: list[Any], repeats: int) -
     with torch.cuda.graph(graph):
         for x in islice(cycle(inputs), CALLS):
             call(x)
-    times = timed(lambda _: graph.replay(), [None], repeats)  # type: ignore[list-item]
+    times = timed(lambda _: graph.replay(), [None], repeats)
     return percentiles([ms / CALLS * 1e3 for ms in times])

@@ -7,6 +7,7 @@ from kvcap.policies.base.companions import (
     Rescorer,
     Saliency,
     apportion,
+    apportion_rows,
 )
 from kvcap.policies.base.component import Component, PolicyError, Preset
 from kvcap.policies.base.eviction import Eviction
@@ -30,6 +31,7 @@ __all__ = [
     "Saliency",
     "WindowPolicy",
     "apportion",
+    "apportion_rows",
     "over_group",
     "pool_in_time",
 ]

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 from kvcap.policies.base.component import Component
@@ -80,18 +81,18 @@ class HeadBudget(Component):
         return [[budget] * kv_heads for budget in budgets]
 
     def split(
-        self,
-        scores: Sequence[Tensor],
-        pinned: Sequence[Tensor],
-        positions: Sequence[Tensor],
-        budget: int,
-    ) -> list[int]:
-        """Slots that each head of one sequence keeps; only where `moves`. Sums to `K · budget`.
+        self, scores: Tensor, pinned: Tensor, positions: Tensor, lengths: Tensor, budget: int
+    ) -> Tensor:
+        """Slots [B, K] that each head keeps, int64; only where `moves`.
+
+        Those of a sequence sum to `K · budget`, or to all that its heads hold. Like a score it is
+        pure tensor code, which a CUDA graph captures: nothing is read by the host.
 
         Args:
-            scores: [n_k] of each of the K heads.
-            pinned: bool [n_k] each, slots that stay in any case.
-            positions: [n_k] each, by which equal scores are told apart.
+            scores: [B, K, n] float32; where a head holds fewer slots, the rest is arbitrary.
+            pinned: bool [B, K, n], slots that stay in any case, likewise.
+            positions: [B, K, n], by which equal scores are told apart, likewise.
+            lengths: [B, K], the slots that each head holds.
             budget: slots per KV head on average.
         """
         raise NotImplementedError
@@ -187,3 +188,46 @@ def apportion(shares: Sequence[float], total: int, most: Sequence[int] | None = 
     for i in sorted(open_, key=lambda i: (found[i] - exact[i], i))[:rest]:
         found[i] += 1
     return found
+
+
+def apportion_rows(shares: Tensor, total: Tensor, most: Tensor) -> Tensor:
+    """`apportion` of whole numbers by tensor code, exact, none of which the host reads. [B, K].
+
+    Args:
+        shares: [B, K] int64, 0 or more each; `total` times their sum is below 2^63.
+        total: [B, 1] int64, 0 or more.
+        most: [B, K] int64.
+
+    >>> shares, total = torch.tensor([[1, 1, 1], [8, 1, 1]]), torch.tensor([[10], [10]])
+    >>> apportion_rows(shares, total, torch.tensor([[10, 10, 10], [4, 9, 9]])).tolist()
+    [[4, 3, 3], [4, 3, 3]]
+    """
+    left = total.minimum(most.sum(-1, keepdim=True))
+    full = _full(shares, left, most)
+    found = most * full
+    left = left - found.sum(-1, keepdim=True)
+    # Those without a share are given something where all others are full, and are equal then.
+    equal = (full | (shares == 0)).all(-1, keepdim=True)
+    shares = torch.where(equal, (~full).long(), shares * ~full)
+    full = _full(shares, left, most) & equal
+    found = found + most * full
+    left = left - (most * full).sum(-1, keepdim=True)
+    shares = shares * ~full
+    whole = shares.sum(-1, keepdim=True).clamp(min=1)
+    floor = left * shares // whole
+    rest = left * shares - floor * whole
+    first = torch.where(shares > 0, -rest, 1).argsort(dim=-1, stable=True).argsort(dim=-1)
+    return found + floor + (first < left - floor.sum(-1, keepdim=True))
+
+
+def _full(shares: Tensor, left: Tensor, most: Tensor) -> Tensor:
+    """Whose part of `left` reaches what they may have at most, the parts of others being theirs.
+
+    As fewer share what is left, parts grow: they are found in the order in which they fill.
+    """
+    order = (most.double() / shares).nan_to_num(nan=float("inf")).argsort(dim=-1, stable=True)
+    shares, most = shares.gather(-1, order), most.gather(-1, order)
+    left = left - (most.cumsum(-1) - most)
+    others = shares.sum(-1, keepdim=True) - shares.cumsum(-1) + shares
+    full = (left * shares >= most * others) & (shares > 0)
+    return full.new_zeros(full.shape).scatter(-1, order, full.long().cumprod(-1).bool())

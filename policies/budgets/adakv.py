@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from kvcap.policies.base import HeadBudget, Preset, apportion
+from kvcap.policies.base import HeadBudget, Preset, apportion_rows
 from kvcap.policies.base.order import ordered
+
+FINEST = 1000  # of a safeguard: it is a fraction of whole numbers up to this
 
 
 @dataclass(frozen=True)
@@ -34,30 +36,27 @@ class AdaKV(HeadBudget):
         self.require("safeguard", 0 <= self.safeguard <= 1, "a fraction, 0 to 1 (uniform)")
 
     def split(
-        self,
-        scores: Sequence[Tensor],
-        pinned: Sequence[Tensor],
-        positions: Sequence[Tensor],
-        budget: int,
-    ) -> list[int]:
-        device = scores[0].device
-        free = [
-            ordered(score.masked_fill(pin, -torch.inf), places)
-            for score, pin, places in zip(scores, pinned, positions, strict=True)
-        ]
-        heads = [torch.full_like(p, k, dtype=torch.long) for k, p in enumerate(pinned)]
-        fixed = torch.stack([p.sum() for p in pinned])  # [K]
-        order = torch.cat(free).argsort(descending=True, stable=True)  # [Σ n_k]
-        best = torch.arange(len(order), device=device) < budget * len(scores) - fixed.sum()
-        counts = torch.zeros_like(fixed).index_add(0, torch.cat(heads)[order], best.long())
-        pins, wins = torch.stack((fixed, counts)).tolist()  # the one synchronisation
-        left = budget * len(scores) - sum(pins)
-        even = self.safeguard * left / len(scores)
-        sure = [max(pin, min(1, len(s))) for pin, s in zip(pins, scores, strict=True)]
-        shares = [
-            max(0.0, (1 - self.safeguard) * won + even - (s - pin))
-            for won, s, pin in zip(wins, sure, pins, strict=True)
-        ]
-        most = [len(x) - s for x, s in zip(scores, sure, strict=True)]
-        more = apportion(shares, left - (sum(sure) - sum(pins)), most)
-        return [s + m for s, m in zip(sure, more, strict=True)]
+        self, scores: Tensor, pinned: Tensor, positions: Tensor, lengths: Tensor, budget: int
+    ) -> Tensor:
+        (_, heads, n), lengths = scores.shape, lengths.long()
+        held = torch.arange(n, device=scores.device) < lengths[..., None]  # [B, K, n]
+        pins = (pinned & held).sum(-1)  # [B, K]
+        # Those that are pinned, and then the best, are as many as the layer's slots.
+        ends = torch.iinfo(torch.int64)
+        worth = ordered(scores.masked_fill(pinned | ~held, 0.0), positions)
+        worth = worth.masked_fill(pinned, ends.max).masked_fill(~held, ends.min)
+        slots = min(budget, n) * heads
+        last = worth.flatten(1).topk(slots, dim=-1, sorted=False).values.amin(-1)[:, None, None]
+        above, equal = (worth > last).sum(-1), ((worth == last) & held).sum(-1)
+        # Of the same token in several heads the first heads' goes before.
+        free = slots - above.sum(-1, keepdim=True) - equal.cumsum(-1) + equal
+        won = above + free.clamp(min=0).minimum(equal) - pins
+        left = budget * heads - pins.sum(-1, keepdim=True)  # [B, 1], K·R
+        sure = pins.maximum(lengths.clamp(max=1))
+        # Whole numbers all through, `K` and the denominator of `f` times those of the formula: each
+        # device rounds alike.
+        f = Fraction(str(self.safeguard)).limit_denominator(FINEST)
+        part, whole = f.numerator, f.denominator * heads
+        shares = (f.denominator - part) * heads * won + part * left - whole * (sure - pins)
+        left = left - (sure - pins).sum(-1, keepdim=True)
+        return sure + apportion_rows(shares.clamp(min=0), left.clamp(min=0), lengths - sure)

@@ -412,7 +412,8 @@ class BudgetCache(Cache):  # type: ignore[misc]
             return None
         if self._table is None:
             layers = self.capped_layers
-            self._table = RowTable([layer.segments for layer in layers], self._pins_of)
+            slots = [layer.segments for layer in layers]
+            self._table = RowTable(slots, self._pins_of, self._recents())
         self._table.tell(self.seen)
         return self._table
 
@@ -424,6 +425,12 @@ class BudgetCache(Cache):  # type: ignore[misc]
         evictor = self.capped_layers[index].evictor
         assert evictor is not None
         return evictor.row_pins(segment)
+
+    def _recents(self) -> list[int]:
+        """How many newest tokens stay, by the slots that a head may ever have, where they move."""
+        if not self.eviction.heads_move:
+            return []
+        return [self.eviction.recents(slots) for slots in range(self.layout.longest + 1)]
 
     def places(self, tokens: Tensor) -> Tensor:
         """How far behind `next_position` the tokens [T] of a pass are read."""
@@ -448,14 +455,16 @@ class BudgetCache(Cache):  # type: ignore[misc]
     @property
     def consistent(self) -> bool:
         """Whether all layers have read the same tokens; false after a pass failed half-way."""
-        counted = [layer.seen for layer in self.capped_layers]
-        counted += [layer.seen for layer in self.state_layers.values()]
-        counted += [layer.get_seq_length() for layer in self.sliding_layers.values()]
-        half = any(layer.half_read for layer in self.capped_layers)
-        half |= any(layer.half_read for layer in self.state_layers.values())
-        # With kvcap's attention no block waits from pass to pass; stock attention tells nothing.
-        half |= self._attends and any(layer.pending is not None for layer in self.capped_layers)
-        return len(set(counted)) == 1 and not half
+        seen = self.seen
+        for layer in self.capped_layers:  # asked before every token
+            # kvcap's attention leaves no block pending after a pass; stock attention tells nothing.
+            waits = self._attends and layer.pending is not None
+            if layer.seen != seen or layer.half_read or waits:
+                return False
+        states = self.state_layers.values()
+        if any(layer.seen != seen or layer.half_read for layer in states):
+            return False
+        return all(layer.get_seq_length() == seen for layer in self.sliding_layers.values())
 
     @property
     def nbytes(self) -> int:
@@ -570,7 +579,8 @@ class BudgetCache(Cache):  # type: ignore[misc]
     @property
     def sliding_layers(self) -> dict[int, DynamicSlidingWindowLayer]:
         """The native sliding layers by their index in the model."""
-        return {i: self.layers[i] for i in self.layout.shape.of_kind("sliding")}
+        shape = self.layout.shape
+        return {i: self.layers[i] for i in shape.of_kind("sliding")} if shape.slides else {}
 
     def refill_sliding(self, index: int, keys: Tensor, values: Tensor, seen: int) -> None:
         """Let a native sliding layer hold these after `seen` tokens."""

@@ -5,7 +5,7 @@ Every stage is a Triton kernel where one covers it, else the policy's own eager 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -189,11 +189,13 @@ class Evictor:
         """`evict_if_due` of unequal heads, by kernels that read where they lie.
 
         Of a single token each head gives up at most one slot: heads that move keep their division.
+        Where they share slots out anew, the device alone knows how many each has; the host is told
+        after the pass, see `RowTable.agreed`.
         """
         rows, eviction, pool = step.rows, self.eviction, self.segments[0].pool
         assert rows is not None
         due = any(segment.held > segment.target_length for segment in self.segments)
-        divides = due and eviction.heads_move and self.divides(step.length)
+        divides = (due or rows.always) and self.layout.divides(step.length)
         if not (due or eviction.state or rows.always):
             rows.held.copy_(rows.after.lengths)
             return
@@ -205,7 +207,7 @@ class Evictor:
             return
         scores = self._score_rows(obs)
         pins = evict.Pins(0, 0, obs.num_tokens, obs.pinned_spans)
-        starts = self._divide(scores, obs, rows) if divides else None
+        starts, budgets = self._divide(scores, obs, rows) if divides else (None, None)
         scores = kernels.rescore(eviction.rescorer, scores, pins, obs, rows.targets, rows.pins)
         shift = None if self.storage.rotation is None else pool.aux[SHIFT]
         newer = None if self.storage.query_window is None else self.storage.query_window.shift
@@ -216,18 +218,9 @@ class Evictor:
             row_kernels.give_up(scores, pins, moved, rows.held, newer, starts)
         for segment in self.segments:
             segment.held = min(segment.held, segment.target_length)
-        if divides:
-            for segment in self.segments:
-                segment.target_length = segment.budget
-            rows.table.tell_layer(self.index)
+        if starts is not None and budgets is not None:
+            rows.table.divide(self.index, starts, budgets)
         self.storage.enable_rotation()
-
-    def divides(self, length: int) -> bool:
-        """Whether heads share slots out anew after a block of `length`: not of a single token.
-
-        But where blocks are single tokens.
-        """
-        return length > 1 or self.layout.block_size == 1
 
     def select_early(self, step: AttentionStep, run_async: RunAsync) -> list[SegmentEviction]:
         """Select what goes after a block before it is attended, where kernels can.
@@ -294,7 +287,7 @@ class Evictor:
     ) -> list[SegmentEviction]:
         """What every segment is to give up: scored, and the layer's budget shared out."""
         eviction, storage, fused = self.eviction, self.storage, self._fused(observed)
-        divides = eviction.heads_move and self.divides(observed[0].new)
+        divides = self.layout.divides(observed[0].new)
         score = partial(kernels.score, stored=stored)
         found = []
         for i, (segment, obs) in enumerate(zip(self.segments, observed, strict=True)):
@@ -340,29 +333,36 @@ class Evictor:
             scores = torch.where(whose[:, None], kernels.score_rows(policy, obs), scores)
         return scores
 
-    def _divide(self, scores: Tensor, obs: Observation, rows: LayerRows) -> Tensor:
-        """Share the layer's slots out among its heads; returns where they begin from now on."""
+    def _divide(self, scores: Tensor, obs: Observation, rows: LayerRows) -> tuple[Tensor, Tensor]:
+        """Share the layer's slots out among its heads, if any is to give up some; all int32.
+
+        By the device alone, which evicts down to `rows.targets` then.
+
+        Returns:
+            Where they begin from now on [B·K + 1], and how many slots each may have then [B·K].
+        """
         sinks, recents = rows.pins.view(*scores.shape[:2], 2).unbind(-1)
         pinned = obs.positions < sinks[..., None]
         pinned |= obs.positions >= obs.num_tokens - recents[..., None]
         for start, stop in obs.pinned_spans:
             pinned |= (obs.positions >= start) & (obs.positions < stop)
+        budget, average = self.eviction.head_budget, self.layout.budgets[self.index]
+        assert budget is not None
+        lengths, heads = rows.after.lengths, scores.shape[1]
+        due = (lengths > rows.targets).any()
         scores = scores.nan_to_num(nan=LOWEST)
-        each = [x.flatten(0, 1).unbind(0) for x in (scores, pinned, obs.positions)]
-        parts = [
-            [x[: segment.held] for x, segment in zip(part, self.segments, strict=True)]
-            for part in each
-        ]
-        kept = self._shares(*parts)
-        start, starts = self.segments[0].start, list[int]()
-        for segment, slots, budget in zip(self.segments, kept, self._filled(kept), strict=True):
-            segment.start, segment.budget, segment.target_length = start, budget, slots
-            starts.append(start)
-            start += segment.slots
-        told = torch.tensor([*kept, *starts, start], dtype=torch.int32)
-        told = told.to(scores.device, non_blocking=True)
-        rows.targets.copy_(told[: len(kept)])
-        return told[len(kept) :]
+        shape = scores.shape[:2]
+        kept = budget.split(scores, pinned, obs.positions, lengths.view(shape), average)
+        # As `_filled`: what heads leave is shared out evenly.
+        spare = heads * average - kept.sum(-1, keepdim=True)
+        places = torch.arange(heads, device=scores.device)
+        budgets = kept + (spare + heads - 1 - places) // heads
+        kept, budgets = (torch.where(due, x.flatten(), rows.targets).int() for x in (kept, budgets))
+        rows.targets.copy_(kept)
+        before = rows.before.starts  # [B·K + 1]
+        ends = (budgets + self.layout.block_size).cumsum(0)
+        starts = torch.cat((before[:1], before[:1] + ends))
+        return torch.where(due, starts, before).int(), budgets
 
     def _placed(self, segment: Segment) -> Observation:
         """A segment's place and budget, for what depends on no more."""
@@ -409,7 +409,7 @@ class Evictor:
     def _fused(self, observed: list[Observation]) -> bool:
         """Whether kernels select and compact all that segments are to give up."""
         eviction, spans = self.eviction, tuple(self.pinned_spans)
-        divides = eviction.heads_move and self.divides(observed[0].new)
+        divides = self.layout.divides(observed[0].new)
         if not ready(observed[0].keys) or divides:
             return False
         if self.storage.evicted_store is not None:
@@ -443,22 +443,20 @@ class Evictor:
 
     def _split(self, evictions: Sequence[SegmentEviction]) -> list[int]:
         """Slots that every head keeps, sequence by sequence; of all segments, one a head."""
-        return self._shares(
-            [one.scores[0, 0] for one in evictions],
-            [one.pinned[0, 0] for one in evictions if one.pinned is not None],
-            [one.obs.positions[0, 0] for one in evictions],
-        )
-
-    def _shares(
-        self, scores: Sequence[Tensor], pinned: Sequence[Tensor], positions: Sequence[Tensor]
-    ) -> list[int]:
-        """Slots that every head keeps, by numbers [n] of each slot of every one."""
-        budget, heads, kept = self.eviction.head_budget, self.layout.shape.kv_heads, list[int]()
+        budget, heads = self.eviction.head_budget, self.layout.shape.kv_heads
         assert budget is not None
-        for first in range(0, len(scores), heads):
-            mine = slice(first, first + heads)
-            average = self.layout.budgets[self.index]
-            kept += budget.split(scores[mine], pinned[mine], positions[mine], average)
+
+        def rows(numbers: Iterable[Tensor | None]) -> Tensor:
+            each = [x[0, 0] for x in numbers if x is not None]
+            padded: Tensor = nn.utils.rnn.pad_sequence(each, batch_first=True)
+            return padded.view(-1, heads, padded.shape[1])
+
+        scores = rows(one.scores for one in evictions)
+        pinned, places = rows(x.pinned for x in evictions), rows(x.obs.positions for x in evictions)
+        lengths = torch.tensor([one.segment.held for one in evictions])
+        lengths = lengths.view(-1, heads).to(scores.device, non_blocking=True)
+        average = self.layout.budgets[self.index]
+        kept: list[int] = budget.split(scores, pinned, places, lengths, average).flatten().tolist()
         return kept
 
     def _filled(self, kept: list[int]) -> list[int]:

@@ -1,12 +1,15 @@
 """Moves slots between layers while blocks arrive, inside one pool that never grows.
 
 A layer that should shrink does so when it evicts next, and only then can another take its slots.
+While an answer is written layers keep what they hold, if nearly all slots are in use.
 """
 
 from __future__ import annotations
 
 from kvcap.policies.base import LayerBudget, apportion
 from kvcap.runtime.cache.pool import Segment, resize
+
+EMPTY = 1 / 16  # of all slots, at most, where layers keep what they hold
 
 
 class LayerBalance:
@@ -33,7 +36,11 @@ class LayerBalance:
             segment.target_length = min(segment.budget, wanted[index])
 
     def rebalance(self, seen: int) -> None:
-        """After a block of all layers, give those that want more what others no longer hold."""
+        """After a block of all layers, give those that want more what others no longer hold.
+
+        Where little is empty, each is to have what it holds until the next block says what it
+        wants: tokens that are generated tell nothing, and change the lengths of no layer then.
+        """
         wanted = self._wanted(seen)
         if wanted is None:
             return
@@ -42,13 +49,20 @@ class LayerBalance:
         shares = [max(0, w - h) for w, h in zip(wanted, held, strict=True)]
         more = apportion(shares, self.average * len(held) - sum(held))
         resize(self.segments, [h + extra for h, extra in zip(held, more, strict=True)])
+        keeps = self.keeps
         for segment, slots in zip(self.segments, wanted, strict=True):
-            segment.target_length = max(1, min(segment.budget, slots))
+            segment.target_length = max(1, min(segment.budget, segment.held if keeps else slots))
 
     @property
     def settled(self) -> bool:
         """Whether every layer holds what it should, so that nothing is to be moved."""
-        return all(s.held == s.budget == s.target_length for s in self.segments)
+        return self.keeps and all(s.held == s.target_length for s in self.segments)
+
+    @property
+    def keeps(self) -> bool:
+        """Whether so few slots are empty that layers keep what they hold during an answer."""
+        empty = sum(max(0, s.budget - s.held) for s in self.segments)
+        return empty <= EMPTY * self.average * len(self.segments)
 
     def reset(self) -> None:
         """Forget what was preferred."""

@@ -141,6 +141,13 @@ class CacheLayout:
         """Whether the heads of a layer may hold unequally many slots."""
         return self.eviction.head_budget is not None
 
+    def divides(self, tokens: int) -> bool:
+        """Whether heads share slots out anew after so many tokens: not after a single one.
+
+        But where blocks are single tokens.
+        """
+        return self.eviction.heads_move and (tokens > 1 or self.block_size == 1)
+
     @property
     def pooled(self) -> bool:
         """Whether slots move between layers, so that all layers share one pool."""

@@ -40,23 +40,42 @@ class RowTable:
     Args:
         layers: their segments, one a head, of one pool for each layer.
         pins_of: how many first and newest tokens of a layer's segment stay.
+        recents: where slots move between heads, how many newest tokens stay, by the slots of a
+            head.
     """
 
-    def __init__(self, layers: Sequence[Sequence[Segment]], pins_of: Pins) -> None:
+    def __init__(
+        self, layers: Sequence[Sequence[Segment]], pins_of: Pins, recents: Sequence[int] = ()
+    ) -> None:
         self.layers, self._pins_of = layers, pins_of
         self._most = [0] * len(layers)  # slots that a row of each may have
         device, count = layers[0][0].pool.keys.device, len(layers[0])
         with torch.inference_mode(False):  # ordinary tensors may be written to in any mode
             shape = len(layers), 5 * count + 1
             self._numbers = torch.zeros(shape, dtype=torch.int32, device=device)
+            self._recents = torch.tensor(recents, dtype=torch.int32, device=device)
         parts = self._numbers.split((count + 1, count, count, 2 * count), dim=1)
         self.starts, self.held, self.targets, pins = parts
         self.pins = pins.unflatten(1, (count, 2))
         self.seen: int | None = None
         """Tokens read when host and device last agreed; None: the host has changed something."""
 
-    def agreed(self, seen: int) -> None:
-        """A pass has changed both alike, after which so many tokens are read."""
+    def agreed(self, seen: int, divided: bool) -> None:
+        """A pass has changed both alike, after which so many tokens are read.
+
+        Where it `divided` slots anew the device alone did: the host waits for it, and is told.
+        """
+        if divided:
+            for index, (segments, told) in enumerate(
+                zip(self.layers, self._numbers.tolist(), strict=True)
+            ):
+                count = len(segments)
+                held, targets = told[count + 1 :], told[2 * count + 1 :]
+                for i, segment in enumerate(segments):
+                    segment.start, end = told[i : i + 2]
+                    segment.budget = end - segment.start - segment.block
+                    segment.held, segment.target_length = held[i], targets[i]
+                self._most[index] = max(*held[:count], *targets[:count])
         self.seen = seen
 
     def tell(self, seen: int) -> None:
@@ -75,14 +94,21 @@ class RowTable:
         found += [s.target_length for s in segments]
         return found + [n for s in segments for n in self._pins_of(index, s)]
 
-    def tell_layer(self, index: int) -> None:
-        """Have the device agree with what the host has changed of a layer."""
-        numbers = self._of(index, self.layers[index])
-        self._numbers[index].copy_(torch.tensor(numbers, dtype=torch.int32))
+    def divide(self, index: int, starts: Tensor, budgets: Tensor) -> None:
+        """Give a layer's rows these places [B·K + 1] and slots [B·K], on the device alone."""
+        self.starts[index].copy_(starts)
+        self.targets[index].copy_(budgets)
+        self.pins[index, :, 1].copy_(self._recents.index_select(0, budgets))
 
     def longest(self, length: int) -> int:
-        """No row is longer once it has read so many tokens more; the same for rows of about it."""
-        return -(-max(self._most) // STEP) * STEP + length
+        """No row is longer once it has read so many tokens more; the same for rows of about it.
+
+        Where slots move after such a block, as often as not to longer rows, of twice as many.
+        """
+        steps = -(-max(self._most) // STEP)
+        if len(self._recents) and length > 1:
+            steps = 1 << (steps - 1).bit_length()
+        return steps * STEP + length
 
 
 class RowPass:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from kvcap.runtime.errors import UnsupportedModel
@@ -163,7 +164,7 @@ class ModelShape:
         """Whether positions may be compact where the longest head and its block hold `slots`."""
         return self.moves_exactly and slots <= (self.longest_compact or slots)
 
-    @property
+    @cached_property
     def trained_window(self) -> int:
         """Tokens of the longest text that the model was trained to read at true positions.
 
@@ -181,17 +182,17 @@ class ModelShape:
         """Indices of the layers that have a recurrent state, alone or beside slots."""
         return [i for i, layer in enumerate(self.layers) if layer.states]
 
-    @property
+    @cached_property
     def slides(self) -> bool:
         """Whether some layers keep a sliding window of their own."""
         return bool(self.of_kind("sliding"))
 
-    @property
+    @cached_property
     def sinks(self) -> bool:
         """Whether the attention of capped layers has sink logits."""
         return any(self.layers[i].sinks for i in self.capped)
 
-    @property
+    @cached_property
     def latent(self) -> Latent | None:
         """The sizes of the capped layers' latent attention; None: they hold keys and values."""
         return self.layers[self.capped[0]].latent

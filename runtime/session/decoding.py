@@ -193,7 +193,8 @@ class Decoding:
             if loop.on_full == "stop" and not cache.spare:
                 turn.finish_reason = "full"
                 break
-            loop.check_room(1, most - turn.completion_tokens)
+            if loop.may_be_full:  # all else is checked as the token is read
+                loop.check_room(1, most - turn.completion_tokens)
             if token is None and not self.together:
                 token = engine.token_ids([number])[0]
             if not sampler.likeliest:

@@ -124,10 +124,11 @@ class Loop(ABC):
             `sinks`, and `reset()`, `pin(spans)`, `pinned_with(spans)` and `kept_tokens()`.
         on_full: what happens to tokens beyond the budget: they are evicted, or nothing ever is and
             reading them is refused. 'stop' is 'error' here, and ends an answer in a session.
+        never: the policy's name, if it never evicts.
     """
 
-    def __init__(self, cache: Any, on_full: OnFull = "evict") -> None:
-        self.cache, self.on_full = cache, on_full
+    def __init__(self, cache: Any, on_full: OnFull = "evict", never: str | None = None) -> None:
+        self.cache, self.on_full, self.never = cache, on_full, never
         self.peak_bytes: int = cache.nbytes  # the most storage the cache has held
 
     @property
@@ -144,6 +145,11 @@ class Loop(ABC):
     @abstractmethod
     def room(self) -> Room:
         """What the cache holds and what still fits."""
+
+    @property
+    def may_be_full(self) -> bool:
+        """Whether tokens beyond the budget are refused, as nothing is evicted for them."""
+        return self.on_full != "evict" or self.never is not None
 
     @abstractmethod
     def next_length(self, batch: int, left: int) -> int:
@@ -209,7 +215,8 @@ class Loop(ABC):
                 "an earlier forward pass failed half-way, so layers have read different tokens; "
                 "reset the cache (in chat: /clear) and read again"
             )
-        (self.room.emptied if emptied else self.room).check(tokens, answer, self.on_full)
+        if self.may_be_full:
+            (self.room.emptied if emptied else self.room).check(tokens, answer, self.on_full)
 
 
 class Room(NamedTuple):

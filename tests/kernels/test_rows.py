@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from kvcap.runtime.backends.pytorch import cuda_graphs
 from kvcap.runtime.backends.pytorch.loop import BlockLoop
 from kvcap.runtime.cache import step
 from kvcap.runtime.cache.pool import Segment, SlotPool
+from kvcap.runtime.cache.row_table import RowTable
 from kvcap.runtime.models.rope import Rotation
 
 SEEN, FREE = 4000, 6
@@ -236,11 +238,60 @@ class Stream:
         return None
 
 
+def test_the_host_is_told_what_the_device_knows():
+    layer = Layer([40, 7, 30], [40, 9, 30])
+    for segment, slots in zip(layer.segments, layer.targets, strict=True):
+        segment.target_length = slots
+    layer.segments[1].target_length = 8  # it has room for one more
+    before = [(s.start, s.budget, s.target_length, s.held) for s in layer.segments]
+    table = RowTable([layer.segments], lambda *_: (0, 3), [min(3, n) for n in range(99)])
+    table.tell(4)
+    table.agreed(5, divided=True)
+    assert table.seen == 5
+    assert [(s.start, s.budget, s.target_length, s.held) for s in layer.segments] == before
+    first, end = layer.starts[0], layer.starts[-1]
+    table.divide(0, ints([first, first + 31, first + 39, end]), ints([25, 2, 52]))
+    table.held[0].copy_(ints([25, 2, 50]))
+    table.agreed(6, divided=True)
+    found = [(s.start, s.budget, s.target_length, s.held) for s in layer.segments]
+    assert found == [
+        (first, 25, 25, 25), (first + 31, 2, 2, 2), (first + 39, end - first - 45, 52, 50),
+    ]  # fmt: skip
+    assert table.pins[0].tolist() == [[0, 3], [0, 2], [0, 3]]
+    assert table.longest(1) == 513
+    assert table.longest(16) == 528
+
+
+def test_blocks_that_cannot_be_captured_leave_tokens_their_graphs(monkeypatch):
+    """As where a budget of one's own reads numbers to share slots out."""
+
+    def captured(_, cache, ids, kind, pool=None):
+        if kind.length > 1:
+            raise RuntimeError("a number was read")
+        return SimpleNamespace(pool=None, replay=lambda *_: torch.zeros(1, 64))
+
+    monkeypatch.setattr(cuda_graphs, "BlockGraph", captured)
+    model = tiny_model("llama", num_hidden_layers=1).to(DEVICE)
+    cache = kvcap.BudgetCache(model.config, 24, 16, small_policy("adakv", model.config))
+    cache.allocate(1, torch.float32, DEVICE)
+    with kernels.use("triton"):
+        graphs = cuda_graphs.BlockGraphs(model, cache)
+        for length, replayed in ((16, False), (1, True), (16, False)):
+            ids = torch.zeros(1, length, dtype=torch.long, device=DEVICE)
+            graphs.warm_up(ids)
+            assert (graphs.read(ids) is not None) == replayed
+            assert (graphs._kind(ids, True) is not None) == replayed
+    assert graphs.refused is None
+
+
 @pytest.mark.slow(keep=1)
 @pytest.mark.skipif(DEVICE == "cuda", reason="there graphs are captured")
-@pytest.mark.parametrize(("policy", "lengths"), [("adakv", {1}), ("headkv", {1, 16})])
+@pytest.mark.parametrize(
+    ("policy", "lengths"),
+    [("adakv", {1, 16}), ("headkv", {1, 16}), ("criticalkv-adakv", {1, 16})],
+)
 def test_what_is_captured_is_what_is_read(policy, lengths, monkeypatch):
-    """Capturing does the work here, so that each graph serves once; not blocks where heads move."""
+    """Capturing does the work here, so that each graph serves once."""
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
     for name in ("graph", "stream"):
         monkeypatch.setattr(torch.cuda, name, lambda *_, **__: nullcontext())

@@ -190,6 +190,24 @@ def test_a_fault_is_noticed(fault, dtype):
 
 
 @pytest.mark.parametrize("moved", [True, False])
+@pytest.mark.parametrize("how", [
+    {"tile": decode.Tile(32, 5, 4, 2)}, {"tile": decode.Tile(128, 2, 8, 2)}, {"apart": True},
+    {"most_parts": 1}, {"most_parts": 3, "apart": True}, {"most_parts": 100},
+], ids=str)  # fmt: skip
+def test_how_slots_are_read_changes_no_more_than_the_order_of_sums(how, moved):
+    case = Case(1, 2, 3, 300, 64, moved=moved)
+    one, other = Inputs(case, torch.float32), Inputs(case, torch.float32)
+    (out, query, sums), usual = one.attend(summed=True, **how), other.attend(summed=True)
+    if most := how.get("most_parts"):
+        assert sums.shape[2] == 1 + {1: 1, 3: 3, 100: 5}[most]
+    torch.testing.assert_close(out, usual[0], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(sums.sum(2), usual[2].sum(2), rtol=1e-5, atol=1e-4)
+    assert torch.equal(query, usual[1])
+    for x, y in zip(one.pool.buffers(), other.pool.buffers(), strict=True):
+        torch.testing.assert_close(x, y, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("moved", [True, False])
 def test_how_many_slots_are_in_use_can_be_told_on_the_device(moved):
     """And may change between replays of a CUDA graph, where there is CUDA."""
     case = Case(1, 2, 2, 100, 64, moved=moved)

@@ -78,16 +78,16 @@ class Rows:
         So whoever has a row must be read, or give it back. After an error nobody has one, and the
         sessions' caches are empty: their conversations are read again with the next message.
         """
-        left = [a for a in self._taken.values() if a not in answers]
-        for answer in left:
-            answer.session.fetch_cache()
+        if len(answers) < len(self._taken):
+            for answer in [a for a in self._taken.values() if a not in answers]:
+                answer.session.fetch_cache()
         tokens = [0] * self.size
         for answer in answers:
             assert answer.row is not None
             assert answer.asked is not None
             tokens[answer.row] = answer.asked.token
         with interrupts_deferred():
-            self._ids.copy_(torch.tensor(tokens)[:, None])
+            self._ids.copy_(torch.tensor(tokens)[:, None], non_blocking=True)
             try:
                 logits = self.loop.read(self._ids)
             except Exception:

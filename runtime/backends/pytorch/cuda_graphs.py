@@ -33,7 +33,7 @@ class PassKind(NamedTuple):
     spans: tuple[tuple[int, int], ...]  # pinned tokens, where any are evicted
     excess: int  # slots held above the budget before the pass, if not filling
     longest: int = 0  # of unequal heads that kernels read: no row is longer
-    slots: tuple[int, ...] = ()  # of each layer, where they move between layers
+    slots: tuple[int, ...] = ()  # where they move between layers, those each has and may fill
     compact: bool = False  # the positions at which it is read
 
 
@@ -54,6 +54,7 @@ class BlockGraphs:
         self.decoder = None if self.refused else self._decoder()
         """What is captured in the model's place; None: the model itself is."""
         self._warm: set[PassKind] = set()  # read once without a graph, so that they can be captured
+        self._divides_eagerly = False  # blocks after which heads share slots out anew
 
     def _decoder(self) -> Decoder | None:
         return decoder_of(self.model)
@@ -76,7 +77,8 @@ class BlockGraphs:
             return None
         seen, table = cache.seen, cache.row_table() if kind.longest else None
         if kind in self.captured:
-            cache.advance(kind.length, kept=kind.filling or not evicts(cache, kind.length))
+            stay = kind.filling or not evicts(cache, kind.length, kind.excess)
+            cache.advance(kind.length, kept=stay)
         elif kind not in self._warm:
             return None
         else:
@@ -90,11 +92,14 @@ class BlockGraphs:
                 self.captured[kind] = BlockGraph(model, cache, ids, kind, pool)
             except RuntimeError as error:
                 cache.counters = before
-                self.refused = f"capture failed: {first_line(error)}"
+                if cache.layout.divides(kind.length):
+                    self._divides_eagerly = True  # a policy may read numbers; tokens have graphs
+                else:
+                    self.refused = f"capture failed: {first_line(error)}"
                 return None
         logits = self.captured[kind].replay(ids, seen)
         if table is not None:
-            table.agreed(cache.seen)
+            table.agreed(cache.seen, cache.layout.divides(kind.length))
         return logits
 
     def warm_up(self, ids: Tensor, need_logits: bool = True) -> Any:
@@ -132,13 +137,13 @@ class BlockGraphs:
         compact = cache.compact_positions
         if fills(cache, length):
             return PassKind(batch, length, need_logits, True, (), 0, compact=compact)
-        if not steady(cache, length):
+        above = _steady_excess(cache, length)
+        if above is None:
             return None
-        spans, above = tuple(cache.pinned_spans), excess(cache)
-        assert above is not None, "a steady cache has an excess"
-        slots: tuple[int, ...] = ()
+        spans, slots = tuple(cache.pinned_spans), tuple[int, ...]()
         if cache.eviction.layers_move:
-            slots = tuple(layer.segments[0].budget for layer in cache.capped_layers)
+            each = [layer.segments[0] for layer in cache.capped_layers]
+            slots = tuple(n for segment in each for n in (segment.budget, segment.target_length))
         return PassKind(
             batch, length, need_logits, False, spans, above, slots=slots, compact=compact
         )
@@ -147,7 +152,7 @@ class BlockGraphs:
         """The same where kernels read where unequal heads lie, and whether they are full."""
         cache = self.cache
         table = cache.row_table()
-        if table is None or _divides(cache, length):
+        if table is None or (self._divides_eagerly and cache.layout.divides(length)):
             return None
         if length > cache.room and not steady(cache, length):
             return None
@@ -247,11 +252,19 @@ def why_unsteady(cache: BudgetCache) -> str | None:
 
 
 def excess(cache: BudgetCache) -> int | None:
-    """Slots that every head holds above its budget; None where heads differ or are shrinking."""
-    segments = [segment for layer in cache.capped_layers for segment in layer.segments]
-    found = {segment.held - segment.budget for segment in segments}
-    settled = all(segment.target_length == segment.budget for segment in segments)
-    return found.pop() if settled and len(found) == 1 else None
+    """Slots that every head holds above its budget; None where heads differ or are shrinking.
+
+    Where slots move between layers, above what the layer is to have until the next block.
+    """
+    found, moves = None, cache.eviction.layers_move
+    for layer in cache.capped_layers:  # asked before every token
+        for segment in layer.segments:
+            above = segment.held - segment.target_length
+            shrinks = segment.target_length != segment.budget and not moves
+            if shrinks or found not in (None, above):
+                return None
+            found = above
+    return found
 
 
 def fills(cache: BudgetCache, tokens: int) -> bool:
@@ -266,26 +279,28 @@ def fills(cache: BudgetCache, tokens: int) -> bool:
 
 def steady(cache: BudgetCache, tokens: int) -> bool:
     """Detects the steady state, in which one CUDA graph replays every block of so many tokens."""
+    return _steady_excess(cache, tokens) is not None
+
+
+def _steady_excess(cache: BudgetCache, tokens: int) -> int | None:
+    """The `excess` of a cache that is `steady`; None: it is not."""
     if why_unsteady(cache) is not None or not cache.eviction.policy.evicts:
-        return False
-    if cache.eviction.layers_move and tokens > 1:
-        return False
-    if cache.eviction.heads_move and (_divides(cache, tokens) or not cache.by_rows()):
-        return False
+        return None
+    if cache.balance is not None and (tokens > 1 or not cache.balance.keeps):
+        return None
+    if cache.eviction.heads_move and (cache.layout.divides(tokens) or not cache.by_rows()):
+        return None
     every = cache.evict_every if tokens == 1 else 1
     # Where heads lie that hold unequally many is told to the device by the pass before.
-    alone = all(len(layer.segments) == 1 for layer in cache.capped_layers)
-    return excess(cache) in range(every) and (every == 1 or alone)
+    if every > 1 and any(len(layer.segments) > 1 for layer in cache.capped_layers):
+        return None
+    above = excess(cache)
+    return above if above is not None and 0 <= above < every else None
 
 
-def _divides(cache: BudgetCache, tokens: int) -> bool:
-    """Whether heads share slots out anew after so many tokens, which is decided on the host."""
-    return cache.eviction.heads_move and (tokens > 1 or cache.block_size == 1)
-
-
-def evicts(cache: BudgetCache, tokens: int) -> bool:
-    """Whether a steady cache evicts after a block of so many tokens."""
-    return tokens > 1 or (excess(cache) or 0) + 1 >= cache.evict_every
+def evicts(cache: BudgetCache, tokens: int, above: int) -> bool:
+    """Whether a cache that holds so many slots above its budget evicts after such a block."""
+    return tokens > 1 or above + 1 >= cache.evict_every
 
 
 def blocks_of(cache: BudgetCache, tokens: int) -> int:

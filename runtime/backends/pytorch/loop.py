@@ -56,7 +56,8 @@ class BlockLoop(Loop):
             check_projections(model, cache.layout.shape)
         if (latent := cache.layout.shape.latent) is not None:
             check_expansions(model, latent)
-        super().__init__(cache, on_full)
+        never = None if cache.eviction.policy.evicts else cache.eviction.name
+        super().__init__(cache, on_full, never)
         self.model = model
         if graphs is True and model.device.type == "cuda":
             graphs = BlockGraphs(model, cache, several)
@@ -133,8 +134,8 @@ class BlockLoop(Loop):
                     use_cache=True,
                     logits_to_keep=wanted,
                 )
-        if table is not None:
-            table.agreed(cache.seen)
+                if table is not None:
+                    table.agreed(cache.seen, cache.layout.divides(tokens))
         self.peak_bytes = max(self.peak_bytes, cache.nbytes)
         return cast(Tensor, out.logits)
 
@@ -186,8 +187,7 @@ class BlockLoop(Loop):
         def least(budget: int) -> int:
             return min(map(min, eviction.allot(budget, len(shape.capped), shape.kv_heads)))
 
-        never = None if eviction.policy.evicts else eviction.name
-        return Room(cache.held, cache.spare, layout.budget_tokens, least, never)
+        return Room(cache.held, cache.spare, layout.budget_tokens, least, self.never)
 
 
 def out_of_memory(error: Exception) -> bool:

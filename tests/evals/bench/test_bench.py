@@ -35,7 +35,7 @@ ELSEWHERE = (
     "weights",
 )
 """Benchmarks that have test files of their own."""
-ON_CUDA = ("gpu", "kernels", "parts", "throughput")
+ON_CUDA = ("gpu", "kernels", "parts", "throughput", "token")
 
 
 @pytest.mark.slow(keep=2)

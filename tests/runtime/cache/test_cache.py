@@ -208,6 +208,46 @@ def test_counts_go_back_to_before_a_block_that_broke_off(tokens):
     loop.read(tokens(8))
 
 
+def test_the_excess_is_that_of_every_head(tokens):
+    model = tiny_model("llama")
+    cache = kvcap.BudgetCache(model.config, 24, 8, "keydiff")
+    BlockLoop(model, cache).prefill(tokens(40))
+    assert cuda_graphs.excess(cache) == 0
+    first, last = (layer.segments[0] for layer in (cache.layers[0], cache.layers[-1]))
+    first.held += 3
+    assert cuda_graphs.excess(cache) is None
+    last.held += 3
+    assert cuda_graphs.excess(cache) == 3
+    last.held -= 1
+    assert cuda_graphs.excess(cache) is None
+    last.held += 1
+    last.target_length -= 1  # it is shrinking
+    assert cuda_graphs.excess(cache) is None
+
+
+def test_before_a_token_nobody_counts_what_is_free(tokens, monkeypatch):
+    """Where whatever is read takes the place of something: all segments would be gone through."""
+    model = tiny_model("llama")
+    loops = {
+        name: BlockLoop(model, kvcap.BudgetCache(model.config, 24, 8, policy), on_full)
+        for name, policy, on_full in [
+            ("evicts", "keydiff", "evict"),
+            ("refuses", "keydiff", "error"),
+            ("never", "full", "evict"),
+        ]
+    }
+    for loop in loops.values():
+        loop.prefill(tokens(20))
+    asked = []
+    room = BlockLoop.room.fget
+    monkeypatch.setattr(
+        BlockLoop, "room", property(lambda loop: (asked.append(loop), room(loop))[1])
+    )
+    for loop in loops.values():
+        loop.read(tokens(1))
+    assert asked == [loops["refuses"], loops["never"]]
+
+
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("policy", ["snapkv", "keydiff+pyramidkv", "keydiff+adakv"])
 def test_stock_attention_cannot_look_inside_or_divide_unevenly(policy, attention):

@@ -37,8 +37,14 @@ class Best(HeadBudget):
 
     moves = True
 
-    def split(self, scores: Any, pinned: Any, positions: Any, budget: int) -> list[int]:
-        return best([x.tolist() for x in scores], [x.tolist() for x in pinned], budget)
+    def split(self, scores: Any, pinned: Any, positions: Any, lengths: Any, budget: int) -> Any:
+        found = []
+        for row, pins, held in zip(scores, pinned, lengths.tolist(), strict=True):
+            each = [
+                [x[:n].tolist() for x, n in zip(part, held, strict=True)] for part in (row, pins)
+            ]
+            found.append(best(*each, budget))
+        return torch.tensor(found)
 
 
 def best(scores: list[list[float]], pinned: list[list[bool]], budget: int) -> list[int]:

@@ -44,6 +44,17 @@ def make(directory, budget=64, **options):
     return session
 
 
+@pytest.mark.parametrize("special", [False, True])
+def test_text_is_encoded_whole_as_transformers_does(directory, special):
+    session = make(directory)
+    tokenizer = session.runtime.tokenizer
+    for text in ("Grüße aus dem <|im_end|> Süden, 12 mal 34. " * 20, "", " \n", "<|im_start|>"):
+        expected = tokenizer(text, add_special_tokens=special)["input_ids"]
+        assert session.encode(text, special=special) == expected
+        tokenizer(text, truncation=True, max_length=5)  # which stays until the next call
+        assert session.encode(text, special=special) == expected
+
+
 @pytest.mark.parametrize(("every", "spare"), [(1, 0), (None, 15)])
 def test_figures_add_up(directory, every, spare):
     """Also where an answer evicts as suits a CPU: every 64 tokens, or every block."""

@@ -1,0 +1,80 @@
+"""Slots move between layers with blocks, and stay where they are while an answer is written."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from conftest import small_policy, tiny_model
+
+import kvcap
+from kvcap.policies.budgets.cake import Cake
+from kvcap.runtime.backends.pytorch import cuda_graphs
+from kvcap.runtime.backends.pytorch.loop import BlockLoop
+from kvcap.runtime.cache.layer_balance import LayerBalance
+from kvcap.runtime.cache.pool import Segment, SlotPool
+
+
+def balanced(held: list[int], preferences: list[float], average: int = 64) -> LayerBalance:
+    """Layers that hold so much, after a block that told what they prefer."""
+    block = 16
+    pool = SlotPool(len(held) * (average + block), 2, torch.float32)
+    balance = LayerBalance(Cake(floor=0), average, len(held), 0)
+    starts = range(0, pool.keys.shape[0], average + block)
+    balance.segments = [Segment(pool, start, average, block) for start in starts]
+    balance.preferences = list(preferences)
+    for segment, slots in zip(balance.segments, held, strict=True):
+        segment.held = slots
+    balance.rebalance(seen=10_000)
+    return balance
+
+
+def test_where_little_is_empty_each_layer_is_to_have_what_it_holds() -> None:
+    """Though one should shrink and another would have more."""
+    balance = balanced([64, 52], [1.0, 3.0])  # 12 of 128 slots are empty
+    assert not balance.keeps
+    assert [s.target_length for s in balance.segments] == [33, 64]
+    balance = balanced([64, 56], [1.0, 3.0])  # 8 are: 1/16
+    assert balance.keeps
+    assert balance.settled
+    assert [s.target_length for s in balance.segments] == [64, 56]
+    assert sum(s.budget for s in balance.segments) == 128
+    # The next block says again what it wants.
+    balance.prefer(0, 1.0, 10_016)
+    assert balance.segments[0].target_length == 33
+    assert not balance.settled
+
+
+def test_tokens_fill_what_is_empty_until_it_is_little() -> None:
+    balance = balanced([33, 64], [1.0, 3.0])
+    targets = []
+    while not balance.settled:
+        balance.segments[1].held += 1  # a token each; the first holds what it should
+        balance.rebalance(seen=10_001)
+        targets.append([s.target_length for s in balance.segments])
+    assert targets == [[33, 95]] * 22 + [[33, 87]]
+
+
+@pytest.mark.parametrize("positions", ["compact", "true"])
+def test_no_layer_grows_or_shrinks_in_an_answer(positions: str) -> None:
+    model = tiny_model("llama", num_hidden_layers=3, vocab_size=220)
+    ids = 3 + torch.randint(210, (1, 260), generator=torch.Generator().manual_seed(4))
+    eviction = small_policy("cake", model.config)
+    cache = kvcap.BudgetCache(model.config, 48, 8, eviction, positions=positions)
+    loop = BlockLoop(model, cache, graphs=False)
+    loop.prefill(ids[:, :200])
+    assert cache.balance is not None
+    for i in range(200, 205):  # fill what the last block left empty
+        assert cuda_graphs.steady(cache, 1) == cache.balance.keeps
+        loop.read(ids[:, i : i + 1])
+    assert cache.balance.settled
+    held = [layer.held for layer in cache.capped_layers]
+    assert len(set(held)) > 1
+    assert cuda_graphs.steady(cache, 1)
+    assert not cuda_graphs.steady(cache, 8)
+    for i in range(205, 230):
+        loop.read(ids[:, i : i + 1])
+        assert [layer.held for layer in cache.capped_layers] == held
+        assert cuda_graphs.excess(cache) == 0
+    loop.prefill(ids[:, 230:])
+    assert [layer.held for layer in cache.capped_layers] != held
+    assert sum(s.budget for s in cache.balance.segments) == 3 * 48
