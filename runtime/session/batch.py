@@ -40,22 +40,22 @@ class Answer:
 
 
 class SharedRows(Protocol):
-    """A cache in which several sessions' tokens are read at once."""
+    """Reads a token of each of several sessions in one pass through the model."""
 
     @property
     def nbytes(self) -> int:
-        """Its bytes, beside the sessions' own."""
+        """Bytes that it holds, beside the sessions' own."""
 
     def fits(self, answer: Answer) -> bool:
-        """Whether a session's slots can lie in a row."""
+        """Whether a session's token can be read in such a pass now."""
 
     def join(self, answer: Answer) -> None:
-        """Copy a session's slots into a free row."""
+        """Prepare a session for a pass; where it gets a row of a shared cache, once for all."""
 
     def read(self, answers: list[Answer]) -> None:
-        """Read the token of each of these, which have rows.
+        """Read the token of each of these, which have joined.
 
-        After an error they have none, and their sessions' caches are empty.
+        After an error they have not, and their sessions' caches are as before or empty.
         """
 
 
@@ -63,10 +63,11 @@ class Batch:
     """Answers up to `size` sessions of a runtime at once; further ones wait for their turn.
 
     A step reads one block of one prompt, by its session's own cache, and then a token of every
-    answer: those of sessions that hold all their slots in one pass, where the runtime has rows for
-    them; those of a session that fills its budget yet, that has pinned messages, whose positions
-    are true, or that `apart` concerns one after the other, and so that of one that is alone. So
-    between two tokens of an answer lies one block at the most.
+    answer, in one pass where it can. Where sessions share a cache, as on a GPU, these are the ones
+    that hold all their slots; those of a session that fills its budget yet, that has pinned
+    messages or whose positions are true are read one after the other there. Elsewhere on a CPU all
+    are read in one pass, each over its own cache. One by one are those that `apart` concerns, and
+    one that is alone. So between two tokens of an answer lies one block at the most.
 
     >>> from kvcap import Runtime
     >>> runtime = Runtime.from_pretrained("pocket", kv_budget_tokens=64)

@@ -70,7 +70,7 @@ class Engine(Protocol):
         """A copy of logits, whose memory nothing else uses."""
 
     def shared_rows(self, size: int) -> tuple[Any, str | None]:
-        """A cache for so many sessions' answers at once, or None and why there is none.
+        """What reads a token of so many sessions at once, or None and why nothing does.
 
         See `SharedRows` in `batch.py`.
         """
