@@ -36,7 +36,7 @@ class Answer:
     asked: Read | None = None  # the token that it wants read
     found: Any = None  # what came of it: logits [1, V], or the likeliest token
     failed: Exception | None = None  # why that was not read
-    row: int | None = None  # of the shared cache, where its session's slots are
+    row: int | None = None  # of what sessions share, as long as its session has one
 
 
 class SharedRows(Protocol):
@@ -50,7 +50,7 @@ class SharedRows(Protocol):
         """Whether a session's token can be read in such a pass now."""
 
     def join(self, answer: Answer) -> None:
-        """Prepare a session for a pass; where it gets a row of a shared cache, once for all."""
+        """Prepare a session for the next pass; it may be given a row until it leaves."""
 
     def read(self, answers: list[Answer]) -> None:
         """Read the token of each of these, which have joined.
@@ -233,8 +233,7 @@ class Batch:
             try:
                 if answer in shared:
                     assert rows is not None
-                    if answer.row is None:
-                        rows.join(answer)
+                    rows.join(answer)
                     together.append(answer)
                     continue
                 token = self.runtime.token_ids([answer.asked.token])

@@ -8,6 +8,7 @@ afterwards. Knows sessions and caches; no policy.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from kvcap.runtime.backends.pytorch.cuda_graphs import steady, why_unsteady
 from kvcap.runtime.backends.pytorch.loop import BlockLoop
 from kvcap.runtime.backends.pytorch.shared_pass import (
     SharedPass,
+    lent_shapes,
     passes_on,
     rehearse_pass,
     why_no_pass,
@@ -66,6 +68,8 @@ class Rows:
 
     def join(self, answer: Answer) -> None:
         """Copy a session's slots into a free row; `Session.fetch_cache` copies them back."""
+        if answer.row is not None:
+            return
         session, own = answer.session, answer.session.loop.cache
         row = next(row for row in range(self.size) if row not in self._taken)
         with interrupts_deferred():
@@ -166,7 +170,7 @@ def shared_rows(runtime: Any, size: int) -> tuple[Rows | SharedPass | None, str 
     if why := _why_apart(runtime.new_cache(1, positions)):
         if passes_on(runtime.model.device):
             why = why_no_pass(runtime.new_cache())
-        return (None, why) if why else (SharedPass(runtime.model), None)
+        return (None, why) if why else (SharedPass(runtime.model, runtime.new_cache(), size), None)
     return Rows(runtime.model, runtime.new_cache(size, positions), size), None
 
 
@@ -191,7 +195,8 @@ def plan_shared(
     if _why_apart(cache):
         if not passes_on(device) or why_no_pass(cache):
             return Shared()
-        return Shared(0, rehearse_pass(text, eviction, plan, size, evict_every))
+        lent = sum(math.prod(shape) for shape in lent_shapes(cache, dtype)) * dtype.itemsize
+        return Shared(size * lent, rehearse_pass(text, eviction, plan, size, evict_every))
     rows: dict[str, int] = cache.layout.nbytes(size, dtype)
     workspace = rehearse_block(
         text, eviction, plan.budget_tokens, 1, dtype, positions, size, plan.kv_dtype

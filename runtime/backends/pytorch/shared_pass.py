@@ -9,7 +9,7 @@ tokens, at positions of their own. Knows caches and sessions; no policy.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,8 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from kvcap.kernels.choice import ready
 from kvcap.policies import Eviction
 from kvcap.runtime.attention.masks import Slots
-from kvcap.runtime.backends.pytorch.loop import out_of_memory
+from kvcap.runtime.backends.pytorch.loop import BlockLoop, out_of_memory
+from kvcap.runtime.cache.allocation import LentKeys
 from kvcap.runtime.cache.cache import BudgetCache
 from kvcap.runtime.cache.layer import BudgetLayer, refuse_moving, refuse_reordering
 from kvcap.runtime.cache.step import ForwardContext
@@ -35,26 +36,55 @@ from kvcap.runtime.session.batch import Answer
 class SharedPass:
     """Reads a token of each of several sessions in one pass: the `SharedRows` of a CPU.
 
-    Nothing is copied: a session's tokens stay in its own cache, also while it answers.
+    A session's tokens stay in its own cache. While it answers it is lent memory for its keys as
+    they are rotated to where they count, where they are not kept so anyway.
+
+    Args:
+        model: of the sessions.
+        cache: one such as theirs.
+        size: sessions that answer at once, at most.
     """
 
-    nbytes = 0  # beside the sessions' own
-
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, cache: BudgetCache, size: int) -> None:
         self.model = model
+        shapes = lent_shapes(cache, model.dtype)
+        self._lent = [
+            [LentKeys(torch.empty(x, dtype=model.dtype)) for x in shapes] for _ in range(size)
+        ]
+        self._free = list(range(size))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are lent, beside the sessions' own."""
+        return sum(x.keys.nbytes for lent in self._lent for x in lent)
 
     def fits(self, answer: Answer) -> bool:
         """Whether a session's token can be read in such a pass: any can."""
         return True
 
     def join(self, answer: Answer) -> None:
-        """Check that a session can read a token, before each of its passes.
+        """Check that a session can read a token, and lend it memory until `Session.fetch_cache`.
 
         Raises:
             MemoryCapExceeded, SessionBroken: it cannot; nothing is changed.
         """
-        loop: Any = answer.session.loop
+        session, loop = answer.session, cast(BlockLoop, answer.session.loop)
         loop.make_room(1)
+        if answer.row is None:
+            answer.row = self._free.pop()
+            for layer, lent in zip(loop.cache.capped_layers, self._lent[answer.row], strict=False):
+                assert layer.storage is not None
+                lent.count, layer.storage.lent = 0, lent
+            session.cache_away = lambda: self._leave(answer)
+
+    def _leave(self, answer: Answer) -> None:
+        """Take back what was lent."""
+        session, row = answer.session, answer.row
+        assert row is not None
+        for layer in session.loop.cache.capped_layers:
+            layer.storage.lent = None
+        self._free.append(row)
+        answer.row = session.cache_away = None
 
     @torch.inference_mode()
     def read(self, answers: list[Answer]) -> None:
@@ -72,8 +102,8 @@ class SharedPass:
             with interrupts_deferred():
                 logits = read_token_of_each(self.model, tokens, caches)
         except Exception as error:
-            for cache in caches:  # some of its layers have read the token
-                cache.reset()
+            for answer in answers:  # some of its layers have read the token
+                answer.session.cache.reset()
             if not out_of_memory(error):
                 raise
             raise MemoryCapExceeded(
@@ -105,6 +135,23 @@ def read_token_of_each(model: Any, tokens: Sequence[int], caches: Sequence[Budge
         logits_to_keep=1,
     ).logits
     return found.flatten(0, 1)
+
+
+def lent_shapes(cache: BudgetCache, dtype: torch.dtype) -> list[tuple[int, ...]]:
+    """Shapes [1, K, slots, D] of what a session is lent while it answers, for each capped layer.
+
+    None where keys never move, are moved where they lie (float32), or are read in another way.
+    """
+    layout, eviction = cache.layout, cache.eviction
+    still = dtype == torch.float32 or not (eviction.policy.evicts and all(layout.rotates))
+    unequal = layout.ragged or layout.pooled
+    if still or unequal or layout.slot_format.quantised or eviction.corrector is not None:
+        return []
+    shape = layout.shape
+    return [
+        (1, shape.kv_heads, slots[0] + cache.evict_every, shape.head_size)
+        for slots in layout.allotments
+    ]
 
 
 def passes_on(device: torch.device | str) -> bool:
