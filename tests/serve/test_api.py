@@ -345,7 +345,13 @@ def test_only_the_right_keys_are_let_in_and_each_is_an_owner():
 
 def test_other_sites_reach_nothing(url, talk):
     for host in ("evil.example", "127.0.0.1.evil.example", ""):
-        assert httpx.get(f"{url}/v1/models", headers={"Host": host}).status_code == 400
+        response = httpx.get(f"{url}/v1/models", headers={"Host": host})
+        assert response.status_code == 400
+        error = response.json()["error"]
+        assert (error["type"], error["code"]) == ("invalid_request_error", "unknown_host")
+        assert "localhost" in error["message"]
+    for host in ("localhost", "LOCALHOST:80", "127.0.0.1:9", "[::1]:8000"):
+        assert httpx.get(f"{url}/v1/models", headers={"Host": host}).status_code == 200
     sent = {"Origin": "http://evil.example", "Content-Type": "text/plain"}
     said = httpx.post(f"{url}/v1/chat/completions", headers=sent, content=b'{"messages": []}')
     assert said.status_code == 415
