@@ -245,6 +245,8 @@ class Request(Strict):
         "top_k": "top_k",
         "min_p": "min_p",
         "repetition_penalty": "repetition_penalty",
+        "presence_penalty": "presence_penalty",
+        "frequency_penalty": "frequency_penalty",
         "seed": "seed",
         "stop": "stop_strings",
         "max_tokens": "max_new_tokens",
@@ -259,13 +261,13 @@ class Request(Strict):
     top_k: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[float, Field(gt=0, le=REPETITION)] | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     seed: Annotated[int, Field(ge=0, le=2**63 - 1)] | None = None
     stop: Stop | None = None
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     # Answered only where they ask for nothing.
     n: Literal[1] | None = None
-    frequency_penalty: Literal[0] | None = None
-    presence_penalty: Literal[0] | None = None
     logit_bias: Annotated[dict[str, float], Field(max_length=0)] | None = None
     # LABELS: they ask for nothing, whatever they are.
     user: Short | None = None

@@ -141,8 +141,8 @@ def test_texts_in_parts_developers_and_pins_are_understood(url, talk):
 
 
 REFUSED: list[tuple[dict[str, Any], str | None]] = [
-    ({"n": 2}, "n"), ({"frequency_penalty": 0.5}, "frequency_penalty"),
-    ({"presence_penalty": 1}, "presence_penalty"), ({"logit_bias": {"5": 1}}, "logit_bias"),
+    ({"n": 2}, "n"), ({"frequency_penalty": 2.5}, "frequency_penalty"),
+    ({"presence_penalty": -3}, "presence_penalty"), ({"logit_bias": {"5": 1}}, "logit_bias"),
     ({"temperature": 3}, "temperature"), ({"temperature": "0.5"}, "temperature"),
     ({"top_p": 1.5}, "top_p"), ({"top_k": -1}, "top_k"), ({"seed": -1}, "seed"),
     ({"seed": 2**63}, "seed"), ({"max_tokens": 0}, "max_tokens"),
@@ -193,7 +193,9 @@ def test_values_that_ask_for_nothing_are_taken(url, talk):
     }  # fmt: skip
     said = post(url, **nothing)
     assert said.status_code == 200, said.text
-    assert talk.asked.options == {}
+    assert talk.asked.options == {"frequency_penalty": 0.0, "presence_penalty": 0.0}
+    assert post(url, frequency_penalty=1, presence_penalty=-0.5).status_code == 200
+    assert talk.asked.options == {"frequency_penalty": 1.0, "presence_penalty": -0.5}
 
 
 @pytest.mark.parametrize(

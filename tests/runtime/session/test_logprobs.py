@@ -17,6 +17,7 @@ from transformers import GenerationConfig
 from kvcap import pocket
 from kvcap.runtime.backends.onnxruntime import generation
 from kvcap.runtime.backends.pytorch import sampler as sampling
+from kvcap.runtime.session import settings
 from kvcap.runtime.session.logprobs import Logprob, Pending, TokenTexts
 
 
@@ -208,3 +209,45 @@ def test_only_what_is_allowed_is_drawn(logits, allowed, greedy, seed):
             == row[0, other.item()]
             == row[0, : len(some)][some[: len(row[0])]].max()
         )
+
+
+@given(
+    logits=st.lists(st.floats(-50, 50, width=32), min_size=4, max_size=8),
+    said=st.lists(st.integers(0, 3), max_size=9),
+    presence=st.floats(-2, 2, width=32),
+    frequency=st.floats(-2, 2, width=32),
+)
+def test_penalties_are_those_of_openai(logits, said, presence, frequency):
+    """Logit − presence · (it was said) − frequency · (times that it was said)."""
+    row, history = np.array([logits], np.float32), np.array([[0, 1]])
+    options = {"presence_penalty": presence, "frequency_penalty": frequency}
+    config = settings.copied(GenerationConfig())
+    config.update(**options)
+    torch_one = sampling.Sampler(config, torch.Generator())
+    numpy_one = generation.Sampler(generation.Generation(**options), np.random.default_rng(0))
+    expected = row[0].copy()
+    for token in set(said):
+        expected[token] -= np.float32(presence) + np.float32(frequency) * said.count(token)
+    for one in (
+        torch_one.next(torch.from_numpy(row), torch.from_numpy(history), None, said),
+        numpy_one.next(row.copy(), history, None, said),
+    ):
+        assert expected[one.item()] >= expected.max() - 1e-4
+    assert torch_one.likeliest is numpy_one.likeliest is (presence == frequency == 0)
+    assert row[0].tolist() == np.array(logits, np.float32).tolist()  # others may read them
+
+
+def test_a_penalised_answer_repeats_itself_less(runtime):
+    session = session_of(runtime)
+    session.set_generation(max_new_tokens=30, do_sample=False, eos_token_id=[], logprobs=0)
+    "".join(session.send("Hello!"))
+    plain = [one.token for one in session.logprobs]
+    session.clear()
+    session.set_generation(frequency_penalty=2.0, presence_penalty=2.0)
+    "".join(session.send("Hello!"))
+    penalised = [one.token for one in session.logprobs]
+    assert plain[0] == penalised[0]
+    assert len(set(penalised)) >= len(set(plain))
+    for wrong in (2.5, -2.1, "1", True):
+        with pytest.raises(ValueError, match="presence_penalty"):
+            session.set_generation(presence_penalty=wrong)
