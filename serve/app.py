@@ -155,8 +155,9 @@ class Api:
         assert ask.messages is not None
         messages = tuple(self.remembered.restored(owner, one) for one in ask.messages)
         form = ChatForm(
-            self.settings.model, said.include_usage, tools, partial(self.remembered.put, owner)
-        )
+            self.settings.model, said.include_usage, said.forced or tools,
+            partial(self.remembered.put, owner), forced=bool(said.forced),
+        )  # fmt: skip
         ask = replace(ask, messages=messages)
         return await self._answer(request, ask, form, bool(said.stream))
 

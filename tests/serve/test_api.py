@@ -19,7 +19,7 @@ from stand_in import Script, StandIn
 from tools import PATIENCE
 
 from kvcap.runtime import errors
-from kvcap.runtime.session.tool_calls import parsed_text
+from kvcap.runtime.session.tool_calls import Parsed, parsed_text
 from kvcap.serve.app import Settings, application
 from kvcap.serve.contract import Figures
 from kvcap.serve.limits import Limits
@@ -149,7 +149,11 @@ REFUSED: list[tuple[dict[str, Any], str | None]] = [
     ({"max_tokens": 10**9}, "max_tokens"), ({"max_tokens": 1, "max_completion_tokens": 2}, None),
     ({"stop": [""]}, "stop.0"), ({"stop": ["x"] * 17}, "stop"), ({"store": True}, "store"),
     ({"unheard_of": 1}, "unheard_of"), ({"stream_options": {"include_usage": True}}, None),
-    ({"tool_choice": "required"}, "tool_choice"), ({"parallel_tool_calls": False}, None),
+    ({"tool_choice": "sometimes"}, "tool_choice"), ({"tool_choice": "required"}, None),
+    ({"tool_choice": {"type": "function"}}, "tool_choice"),
+    ({"tool_choice": {"type": "function", "function": {"name": 5}}}, "tool_choice"),
+    ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "no"}}}, None),
+    ({"parallel_tool_calls": False}, None),
     ({"tools": [{"type": "web_search"}]}, "tools.0.type"), ({"modalities": ["audio"]}, None),
     ({"response_format": {"type": "json_schema"}}, "response_format"), ({"audio": {}}, "audio"),
     ({"messages": "Hello"}, "messages"), ({"messages": HELLO * 4}, "messages"),
@@ -291,6 +295,26 @@ def test_calls_of_tools_are_told_from_text_and_known_again(client, talk):
     ((call,),) = [delta.tool_calls for delta in deltas if delta.tool_calls]
     assert (call.index, call.function.name) == (0, "add")
     assert parts[-1].choices[0].finish_reason == "tool_calls"
+
+
+OTHER: Any = {"type": "function", "function": {"name": "now"}}
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "add"}}])
+def test_an_answer_that_must_call_a_tool_is_held_to_a_call(client, talk, choice):
+    """Both are offered; what the answer is held to has those that it may call."""
+    talk.script = Script(['{"name": "add", "argu', 'ments": {"a": 1}}'])
+    talk.script.parsed = Parsed("a tokenizer's own form, which this answer is not in")
+    said = client.chat.completions.create(
+        model="pocket", messages=HELLO, tools=[TOOL, OTHER], tool_choice=choice
+    )
+    ((call,), content) = said.choices[0].message.tool_calls, said.choices[0].message.content
+    assert (call.function.name, json.loads(call.function.arguments)) == ("add", {"a": 1})
+    assert (content, said.choices[0].finish_reason) == (None, "tool_calls")
+    assert talk.asked.tools == (TOOL, OTHER)
+    names = [one["properties"]["name"]["const"]
+             for one in talk.asked.options["json_schema"]["anyOf"]]  # fmt: skip
+    assert names == (["add", "now"] if choice == "required" else ["add"])
 
 
 def test_no_choice_of_tools_offers_none(client, talk):
