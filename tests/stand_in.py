@@ -79,6 +79,9 @@ class StandIn:
     async def strip(self, owner: str, session_id: str) -> Any:
         raise NotImplementedError
 
+    async def delete(self, owner: str, session_id: str) -> None:
+        raise NotImplementedError
+
     def figures(self) -> Figures:
         return Figures(policy="keydiff", asked=len(self.answers), waiting=3, closing=self.saved)
 
