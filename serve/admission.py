@@ -52,7 +52,7 @@ def open_conversations(
         model: as for `kvcap chat`.
         backend: that runs it.
         budget: of each conversation; its `memory_cap` is the whole process's.
-        running: without `evict_every` it is 1 where answers are written together.
+        running: without `evict_every`, as suits the device: 64 on a CPU and 1 elsewhere.
         output: whether a note says that it loads.
         together: answers that are written at once; by default as many as fit, up to 8.
         places: conversations in memory; by default all that fit, 64 without a cap.
@@ -72,14 +72,12 @@ def open_conversations(
     cap = None if budget.memory_cap is None else parse_cap(budget.memory_cap)
     if cap is not None:
         budget = replace(budget, memory_cap=str(cap))
-    plan = planned_serving(model, backend, budget, together, places, free=False, body=body)
+    plan = planned_serving(model, backend, budget, together, places, running, free=False, body=body)
     disk = (
         None if folder is None else SavedConversations(folder, parse_bytes(disk_cap), shared=shared)
     )
     try:
         one_each = replace(budget, memory_cap=None)
-        if plan.together > 1 and not backend.exported(model):  # their sessions share passes
-            running = replace(running, evict_every=running.evict_every or 1)
         runtime: Any = load(model, backend, one_each, running, output)
         plan = measured(plan, runtime, places)
         limits = Limits(plan.places, plan.together, waiting)

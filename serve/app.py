@@ -25,11 +25,10 @@ from starlette.authentication import (
     AuthenticationError,
     SimpleUser,
 )
-from starlette.datastructures import MutableHeaders
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.authentication import AuthenticationMiddleware
-from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import ClientDisconnect, HTTPConnection, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
@@ -46,6 +45,7 @@ from kvcap.serve.tool_calls import Remembered
 
 OPEN = frozenset({"/health"})  # asks for no key
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]", "::1")
+HOST = re.compile(r"(\[[0-9a-fA-F:.]+\]|[^:\[\]]+)(:\d*)?")  # a name or an address, and a port
 SESSION_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 GONE = 499  # nobody reads it
 
@@ -91,7 +91,6 @@ def application(
             await conversations.aclose()
 
     keys = Keys(settings.keys, OPEN.union(settings.open_paths))
-    hosts = ["*"] if settings.hosts is None else list(settings.hosts)
     refused: Any = respond
     app = Starlette(
         routes=[*api.routes, *routes],
@@ -102,7 +101,7 @@ def application(
         },
         middleware=[
             Middleware(Counted, metrics=api.metrics, paths=frozenset(api.paths)),
-            Middleware(TrustedHostMiddleware, allowed_hosts=hosts, www_redirect=False),
+            Middleware(KnownHosts, hosts=settings.hosts),
             Middleware(AuthenticationMiddleware, backend=keys, on_error=_without_key),
         ],
     )  # fmt: skip
@@ -156,8 +155,9 @@ class Api:
         assert ask.messages is not None
         messages = tuple(self.remembered.restored(owner, one) for one in ask.messages)
         form = ChatForm(
-            self.settings.model, said.include_usage, tools, partial(self.remembered.put, owner)
-        )
+            self.settings.model, said.include_usage, said.forced or tools,
+            partial(self.remembered.put, owner), forced=bool(said.forced),
+        )  # fmt: skip
         ask = replace(ask, messages=messages)
         return await self._answer(request, ask, form, bool(said.stream))
 
@@ -246,6 +246,33 @@ class Keys(AuthenticationBackend):
                 raise AuthenticationError(f"{what} given; send Authorization: Bearer KEY")
             owner = given.hex()[:32]
         return AuthCredentials(), SimpleUser(owner)
+
+
+class KnownHosts:
+    """Refuses requests that reach the server by a name that is not its own.
+
+    Args:
+        app: that answers.
+        hosts: names; None: any.
+    """
+
+    def __init__(self, app: ASGIApp, hosts: Sequence[str] | None) -> None:
+        self.app = app
+        self.hosts = None if hosts is None else {host.lower() for host in hosts}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """One request."""
+        if self.hosts is not None and scope["type"] == "http":
+            given = Headers(scope=scope).get("host", "")
+            found = HOST.fullmatch(given)
+            if found is None or found[1].lower() not in self.hosts:
+                said = (
+                    f"the request is for host {given[:80]!r}, which is not this server's name; use "
+                    f"{' or '.join(sorted(self.hosts))}"
+                )
+                await ApiError(400, said, code="unknown_host").response(scope, receive, send)
+                return
+        await self.app(scope, receive, send)
 
 
 HEADERS = {"X-Content-Type-Options": "nosniff", "Cache-Control": "no-store"}

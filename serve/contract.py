@@ -160,6 +160,13 @@ class Conversations(Protocol):
             ConversationUnknown: the owner has none of that id in memory.
         """
 
+    async def delete(self, owner: str, session_id: str) -> None:
+        """Forget a conversation and remove its files; an answer that is written of it ends.
+
+        Raises:
+            ConversationUnknown: the owner has none of that id, in memory or on disk.
+        """
+
     def figures(self) -> Figures:
         """What is held and was done, for /metrics and /health."""
 

@@ -1,4 +1,4 @@
-"""The chat page at `/`, and the strip that it shows.
+"""The chat page at `/`, the strip that it shows, and conversations by their ids.
 
 What the page consists of is read when the server starts, and every file has a route of its own: no
 path of a request reaches the file system. Knows nothing of models.
@@ -52,6 +52,7 @@ def page_routes() -> list[BaseRoute]:
         *(_file(f"/{path}", PAGE / name, kind) for path, (name, kind) in FILES.items()),
         Route("/v1/kvcap/memory", _memory, methods=["GET"]),
         Route("/v1/kvcap/sessions/{session_id}/strip", _strip, methods=["GET"]),
+        Route("/v1/kvcap/sessions/{session_id}", _delete, methods=["DELETE"]),
     ]
 
 
@@ -81,3 +82,11 @@ async def _strip(request: Request) -> Response:
     found = await conversations.strip(request.user.username, request.path_params["session_id"])
     headers = {"Cache-Control": "no-store"}
     return Response(found.model_dump_json(), media_type="application/json", headers=headers)
+
+
+async def _delete(request: Request) -> Response:
+    """Forget a conversation, of its owner alone."""
+    conversations: Conversations = request.app.state.conversations
+    name = request.path_params["session_id"]
+    await conversations.delete(request.user.username, name)
+    return JSONResponse({"id": name, "object": "kvcap.session.deleted", "deleted": True})

@@ -135,6 +135,14 @@ class Replica:
         except Exception as error:
             return sent(error)
 
+    async def delete(self, owner: str, session_id: str) -> Exception | None:
+        """Forget a conversation; or why that was not done."""
+        try:
+            await self.opened.scheduler.delete(owner, session_id)
+        except Exception as error:
+            return sent(error)
+        return None
+
     async def state(self) -> State:
         """How it is."""
         from ray import serve
@@ -282,13 +290,30 @@ class Replicas:
             ConversationUnknown: its replica has none of that id in memory.
             ReplicaLost: it has gone.
         """
+        found: Strip = await self._asked("strip", owner, session_id)
+        return found
+
+    async def delete(self, owner: str, session_id: str) -> None:
+        """Forget a conversation and remove its files.
+
+        Raises:
+            ConversationUnknown: its replica has none of that id, in memory or on disk.
+            ReplicaLost: it has gone.
+        """
+        await self._asked("delete", owner, session_id)
+
+    async def _asked(self, method: str, owner: str, session_id: str) -> Any:
+        """What a conversation's replica says to a method.
+
+        Raises:
+            ReplicaLost: it has gone.
+            KvcapError: that it answers with.
+        """
         from ray.exceptions import RayError
 
-        place = place_of(owner, session_id)
+        handle = self._handle.options(method_name=method, session_id=place_of(owner, session_id))
         try:
-            found: Strip | Exception = await self._handle.options(
-                method_name="strip", session_id=place
-            ).remote(owner, session_id)
+            found = await handle.remote(owner, session_id)
         except RayError as error:
             raise ReplicaLost("the conversation's replica has gone; ask again") from error
         if isinstance(found, Exception):

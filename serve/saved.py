@@ -269,6 +269,16 @@ class SavedConversations:
         self.restored += 1
         return True
 
+    def remove(self, owner: str, id_: str) -> bool:
+        """Remove all files of a conversation; whether there were any."""
+        self._look()
+        mine, wanted = digest(owner), tag(id_)
+        with self._lock:
+            files = [x for x in self._all() if x.name.startswith(f"{mine}-") and x.tag == wanted]
+        for one in files:
+            self._remove(one)
+        return bool(files)
+
     def _age(self, name: str) -> None:
         """Let a file be the first to go."""
         with self._lock:

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from kvcap.runtime.errors import Busy, ConversationUnknown, KvcapError, ReaderTooSlow
 from kvcap.runtime.memory.free_memory import process_bytes, return_freed
@@ -47,6 +47,8 @@ if TYPE_CHECKING:
 
 LONG = 1 << 16  # letters of a request; making tokens of them takes some 200 bytes each for a while
 log = logging.getLogger("kvcap.serve")
+
+Looked = TypeVar("Looked")
 
 
 @dataclass(frozen=True)
@@ -216,7 +218,7 @@ class Scheduler:
         self._waiting: list[Job] = []
         self._preparing: list[Job] = []
         self._answering: dict[int, Job] = {}  # by the id of the session
-        self._strips: list[Callable[[], bool]] = []
+        self._looks: list[Callable[[], bool]] = []  # whether each has found what it is for
         self._count = dict.fromkeys(
             ("asked", "answered", "stopped", "failed", "refused", "prompt_tokens", "reused_tokens",
              "completion_tokens", "evicted_tokens"), 0,
@@ -263,45 +265,87 @@ class Scheduler:
 
     async def strip(self, owner: str, session_id: str) -> Strip:
         """Which tokens of a conversation are held; see `Conversations.strip`."""
-        loop = asyncio.get_running_loop()
-        found: asyncio.Future[Strip] = loop.create_future()
         unknown = ConversationUnknown(
             f"no conversation {session_id!r} is in memory; ask for one that was answered lately"
         )
 
-        def settle(strip: Strip | None, error: Exception | None) -> None:
-            if found.done():
-                return
-            if error is not None:
-                found.set_exception(error)
-            elif strip is not None:
-                found.set_result(strip)
-
-        def give(strip: Strip | None, error: Exception | None = None) -> None:
-            with contextlib.suppress(RuntimeError):  # the event loop has ended
-                loop.call_soon_threadsafe(settle, strip, error)
-
-        def look() -> bool:
-            """Whether it is settled."""
+        def look() -> Strip | None:
             from kvcap.serve.strip import strip_of
 
             one = self._held.known(owner, session_id)
             if one is None:
-                give(None, unknown)
-                return True
+                raise unknown
             if any(one is job.conversation for job in self._preparing):
-                return False
+                return None
             assert one.session is not None
+            return strip_of(one.session, one.id)
+
+        return await self._looked_up(look, unknown)
+
+    async def delete(self, owner: str, session_id: str) -> None:
+        """Forget a conversation, and remove its file; see `Conversations.delete`."""
+        unknown = ConversationUnknown(
+            f"there is no conversation {session_id!r}; it was deleted, or forgotten as others "
+            "needed its place"
+        )
+        found = False
+
+        def look() -> bool | None:
+            nonlocal found
+            one = self._held.known(owner, session_id)
+            if one is None:
+                files = self.disk is not None and self.disk.remove(owner, session_id)
+                if not (found or files):
+                    raise unknown
+                return True
+            for job in (*self._preparing, *self._answering.values()):
+                if job.conversation is one:
+                    job.cancelled = True
+                    self._stop(job)
+            found = True  # an answer that is stopped may leave nothing to hold
+            if one.state == "idle":
+                assert one.session is not None
+                blank(one.session)
+                self._held.close(one)
+            return None  # once more: it may be saved just now
+
+        await self._looked_up(look, unknown)
+
+    async def _looked_up(self, look: Callable[[], Looked | None], closing: Exception) -> Looked:
+        """What the worker finds, which looks after each of its rounds until that is not None.
+
+        Raises:
+            Exception: what `look` raises; `closing` where nobody looks any more.
+        """
+        loop = asyncio.get_running_loop()
+        found: asyncio.Future[Looked] = loop.create_future()
+
+        def settle(result: Looked | None, error: Exception | None) -> None:
+            if found.done():
+                return
+            if error is not None:
+                found.set_exception(error)
+            elif result is not None:
+                found.set_result(result)
+
+        def give(result: Looked | None, error: Exception | None = None) -> None:
+            with contextlib.suppress(RuntimeError):  # the event loop has ended
+                loop.call_soon_threadsafe(settle, result, error)
+
+        def looked() -> bool:
             try:
-                give(strip_of(one.session, one.id))
+                result = look()
             except Exception as error:
                 give(None, error)
-            return True
+                return True
+            if result is not None:
+                give(result)
+            return result is not None
 
         with self._lock:
             if self._closing:
-                raise unknown
-            self._calls.put(lambda: self._strips.append(look))
+                raise closing
+            self._calls.put(lambda: self._looks.append(looked))
         return await found
 
     def figures(self) -> Figures:
@@ -355,7 +399,7 @@ class Scheduler:
                 self._take_calls()
                 self._step()
                 self._end_stalled()
-                self._strips = [look for look in self._strips if not look()]
+                self._looks = [look for look in self._looks if not look()]
                 self._keep()
         except BaseException as error:  # a fault of this program; nobody must wait for ever
             log.exception("the server's worker failed")
@@ -372,7 +416,7 @@ class Scheduler:
                     self._calls.get_nowait()()
             for job in self._waiting:  # that came while it ended
                 job.end("error", self._busy())
-            for look in self._strips:
+            for look in self._looks:
                 look()
             if self.disk is not None:
                 self.disk.close()
@@ -394,7 +438,7 @@ class Scheduler:
         unsaved = self.disk is not None and any(
             one.state == "idle" and not one.clean for one in self._held.conversations
         )
-        timed = unsaved or self._answering or self._strips
+        timed = unsaved or self._answering or self._looks
         return 0.1 if timed and not self._closing else 0.01 if self._closing else None
 
     def _busy(self) -> Busy:

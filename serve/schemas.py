@@ -22,6 +22,7 @@ from pydantic import (
 )
 
 from kvcap.runtime.session import settings
+from kvcap.runtime.session.tool_calls import schema_of_call
 from kvcap.runtime.types import Message
 from kvcap.serve.contract import Ask
 from kvcap.serve.errors import ApiError
@@ -199,6 +200,22 @@ class Tool(Strict):
     function: Function
 
 
+def _choice(value: Any) -> Any:
+    """Refuses what is no choice of tools."""
+    names = isinstance(value, dict) and value.keys() == {"type", "function"}
+    if names and value["type"] == "function":
+        function = value["function"]
+        if isinstance(function, dict) and function.keys() == {"name"}:
+            names = isinstance(function["name"], str)
+            if names:
+                return value
+    if value in ("auto", "none", "required"):
+        return value
+    raise ValueError(
+        "use 'auto', 'none', 'required', or {'type': 'function', 'function': {'name': NAME}}"
+    )
+
+
 class NamedSchema(Strict):
     """The schema of `response_format`."""
 
@@ -245,6 +262,8 @@ class Request(Strict):
         "top_k": "top_k",
         "min_p": "min_p",
         "repetition_penalty": "repetition_penalty",
+        "presence_penalty": "presence_penalty",
+        "frequency_penalty": "frequency_penalty",
         "seed": "seed",
         "stop": "stop_strings",
         "max_tokens": "max_new_tokens",
@@ -259,13 +278,13 @@ class Request(Strict):
     top_k: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[float, Field(gt=0, le=REPETITION)] | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     seed: Annotated[int, Field(ge=0, le=2**63 - 1)] | None = None
     stop: Stop | None = None
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     # Answered only where they ask for nothing.
     n: Literal[1] | None = None
-    frequency_penalty: Literal[0] | None = None
-    presence_penalty: Literal[0] | None = None
     logit_bias: Annotated[dict[str, float], Field(max_length=0)] | None = None
     # LABELS: they ask for nothing, whatever they are.
     user: Short | None = None
@@ -320,7 +339,7 @@ class ChatRequest(Request):
     messages: list[ChatMessage]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     tools: Annotated[list[Tool], Field(max_length=TOOLS)] | None = None
-    tool_choice: Literal["auto", "none"] | None = None
+    tool_choice: Annotated[Any, AfterValidator(_choice)] | None = None
     response_format: ResponseFormat | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=TOP_LOGPROBS)] | None = None
@@ -337,14 +356,27 @@ class ChatRequest(Request):
             raise ValueError("max_tokens and max_completion_tokens differ; give one of them")
         if self.top_logprobs is not None and not self.logprobs:
             raise ValueError("top_logprobs needs logprobs: true")
-        if self.tools and self.held_to is not None:
+        shaped = self.response_format is not None and self.response_format.schema_of_answer
+        if self.tools and shaped:
             raise ValueError("tools and a response_format of JSON cannot be had together")
+        if self.tool_choice not in (None, "auto", "none") and not self.forced:
+            raise ValueError("tool_choice asks for a call of what is not among the tools; name one")
         return self
 
     @property
     def held_to(self) -> dict[str, Any] | None:
         """The JSON schema that the answer is held to."""
+        if self.forced:
+            return schema_of_call(self.forced)
         return None if self.response_format is None else self.response_format.schema_of_answer
+
+    @property
+    def forced(self) -> tuple[Mapping[str, Any], ...]:
+        """The tools of which the answer must call one; none: it need not."""
+        if isinstance(self.tool_choice, dict):
+            name = self.tool_choice["function"]["name"]
+            return tuple(tool for tool in self.offered if tool["function"]["name"] == name)
+        return self.offered if self.tool_choice == "required" else ()
 
     @property
     def offered(self) -> tuple[Mapping[str, Any], ...]:

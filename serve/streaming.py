@@ -112,6 +112,7 @@ class ChatForm(Form):
     Args:
         tools: that were offered; calls of them are told apart from text.
         on_calls: told of calls, of the text that they were found in, and of what it says beside.
+        forced: the answer was held to a call of one of them, in JSON alone.
     """
 
     prefix, whole_object, part_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
@@ -122,9 +123,11 @@ class ChatForm(Form):
         include_usage: bool,
         tools: Sequence[Tool],
         on_calls: Callable[[list[dict[str, Any]], str, str], None],
+        *,
+        forced: bool = False,
     ) -> None:
         super().__init__(model, include_usage)
-        self.tools, self.on_calls = tools, on_calls
+        self.tools, self.on_calls, self.forced = tools, on_calls, forced
         self.gate = CallGate() if tools else None
         self.content = ""
         self.calls: list[dict[str, Any]] = []
@@ -149,7 +152,8 @@ class ChatForm(Form):
         """What was held back, the calls, and why the answer ended."""
         self.content, found = "".join(self.texts), list[dict[str, Any]]()
         if self.gate is not None:
-            parsed = reply.parsed or parsed_text(self.content, self.content, self.tools)
+            parsed = None if self.forced else reply.parsed
+            parsed = parsed or parsed_text(self.content, self.content, self.tools)
             if text := self.gate.end(parsed):
                 found.append(_delta({"content": text}))
             if parsed.tool_calls:

@@ -20,6 +20,7 @@ class Script:
     early: Exception | None = None  # instead of a first piece
     late: Exception | None = None  # after the last one
     wait_s: float = 0.0  # before each piece
+    parsed: Any = None  # the text and calls of the whole
 
 
 class Answer:
@@ -30,7 +31,7 @@ class Answer:
         self.session_id = ask.session_id or ("made-up" if ask.prompt is None else None)
         self.finish_reason: Any = None
         self.usage: Usage | None = None
-        self.parsed = None
+        self.parsed = script.parsed
         self.closed = False
         self.given = 0
         self._left = iter(script.pieces)
@@ -76,6 +77,9 @@ class StandIn:
         return self.answers[-1].ask
 
     async def strip(self, owner: str, session_id: str) -> Any:
+        raise NotImplementedError
+
+    async def delete(self, owner: str, session_id: str) -> None:
         raise NotImplementedError
 
     def figures(self) -> Figures:

@@ -7,8 +7,8 @@ HTTP. `row` says what it is:
   `loop_us` is the processor's time of the thread that serves HTTP, `work_us` that of all others,
   for each token; the goal of 3 % is of a token, `loop_share`.
 - `together`: tokens a second of `clients` at once beside those of clients one after the other, at
-  a server that answers one at a time. For this and `overhead` the model never ends an answer by
-  itself, so that each has `steps` tokens.
+  a server that answers one at a time; `repeats` turns of both, `ratio` is the median of theirs. For
+  this and `overhead` the model never ends an answer by itself, so that each has `steps` tokens.
 - `load`: `conversations` of random length, up to 200 at once under a cap of memory: a tenth of the
   answers is left midway, a tenth of the requests is hostile. `lost` are requests without their
   answer, `foreign` answers that have what was told to another, `peak_mib` is the process's most.
@@ -16,7 +16,8 @@ HTTP. `row` says what it is:
   `dropped` are saved conversations that could not be taken, `restored` those that went on, with
   `reused` tokens that need not be read again; the last two of lives that came to their idle end.
 
-Reads `budgets`, `steps`, `repeats` (turns of `overhead`), `conversations`, `kills`, `model`.
+Reads `budgets`, `steps`, `repeats` (turns of `overhead` and `together`), `conversations`, `kills`,
+`model`.
 """
 
 from __future__ import annotations
@@ -66,9 +67,8 @@ def run(options: Options) -> Result:
         endless = _endless(model, Path(folder, "endless"))
         with served(endless, budget, "--max-together", "1") as server:
             overhead = _overhead(server, endless, budget, options.steps, options.repeats)
-            serial = _seconds(server, options.steps, 1)
-        with served(endless, budget, "--max-together", str(CLIENTS)) as server:
-            together = _together(serial, _seconds(server, options.steps, CLIENTS), options.steps)
+            with served(endless, budget, "--max-together", str(CLIENTS)) as other:
+                together = _together(server, other, options.steps, options.repeats)
         load = _load(model, budget, options.conversations)
         killed = _killed(model, budget, options.kills, Path(folder, "kept"))
     rows = [overhead, together, load, killed]
@@ -217,10 +217,17 @@ def _seconds(server: Process, steps: int, at_once: int) -> float:
     return time.perf_counter() - begun
 
 
-def _together(serial: float, at_once: float, steps: int) -> dict[str, Any]:
-    return {"row": "together", "clients": CLIENTS, "requests": CLIENTS,
-            "tok_s": CLIENTS * steps / at_once, "ratio": serial / at_once,
-            "serial_tok_s": CLIENTS * steps / serial}  # fmt: skip
+def _together(one: Process, several: Process, steps: int, repeats: int) -> dict[str, Any]:
+    """Of a server that answers `one` at a time and one that answers `several`, by turns."""
+    serial, at_once = list[float](), list[float]()
+    for _ in range(repeats):
+        serial.append(_seconds(one, steps, 1))
+        at_once.append(_seconds(several, steps, CLIENTS))
+    ratios, tokens = [x / y for x, y in zip(serial, at_once, strict=True)], CLIENTS * steps
+    return {"row": "together", "clients": CLIENTS, "requests": CLIENTS * repeats,
+            "tok_s": tokens / median(at_once), "ratio": median(ratios),
+            "serial_tok_s": tokens / median(serial), "ratio_low": min(ratios),
+            "ratio_high": max(ratios)}  # fmt: skip
 
 
 @dataclass

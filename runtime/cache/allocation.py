@@ -20,6 +20,17 @@ from kvcap.runtime.models.rope import Rotation, table_dtype
 
 
 @dataclass
+class LentKeys:
+    """Memory for a layer's keys as they count now, which it has while its answer is written.
+
+    Without it a token has all keys rotated anew, though between evictions none of them moves.
+    """
+
+    keys: Tensor  # [B, K, slots, D]
+    count: int = 0  # slots, from the first on, that are as they count now
+
+
+@dataclass
 class LayerStorage:
     """Everything that one capped layer has allocated."""
 
@@ -40,6 +51,8 @@ class LayerStorage:
     """Whether a slot was ever given up, so that tokens count elsewhere than they were read."""
     settled: bool = False
     """Whether all keys are rotated to where they count nevertheless: see `settle`."""
+    lent: LentKeys | None = None
+    """Where they are kept rotated between evictions; None: a copy is made of them each time."""
 
     @property
     def pending_rotation(self) -> Rotation | None:
@@ -161,6 +174,21 @@ class LayerStorage:
                 rotation.on(keys, ranks[piece], out)
         return found.to(pool.read_dtype)
 
+    def read_lent(self, segment: Segment) -> Tensor | None:
+        """A segment's keys [b, k, held, D] at today's positions, from memory that is lent.
+
+        None where none is, they do not fit, or none of them moved.
+        """
+        lent, rotation, held = self.lent, self.pending_rotation, segment.held
+        if lent is None or rotation is None or held > lent.keys.shape[2]:
+            return None
+        if not lent.count:
+            lent.keys[:, :, :held] = rotation.back(segment.keys, segment.aux(SHIFT))
+        elif lent.count < held:  # what came since then did not move
+            lent.keys[:, :, lent.count : held] = segment.keys[:, :, lent.count :]
+        lent.count = held
+        return lent.keys[:, :, :held]
+
     @property
     def settles(self) -> bool:
         """Whether `settle` may take place before a token is attended to.
@@ -232,6 +260,8 @@ class LayerStorage:
     def enable_rotation(self) -> None:
         """Have keys rotated from now on, though by nothing before a slot was given up."""
         self.needs_rotation, self.settled = self.rotation is not None, False
+        if self.lent is not None:
+            self.lent.count = 0
 
     def reset(self) -> None:
         """Forget everything; the buffers stay."""
@@ -240,6 +270,8 @@ class LayerStorage:
         if self.evicted_store is not None:
             self.evicted_store.reset()
         self.needs_rotation = self.settled = False
+        if self.lent is not None:
+            self.lent.count = 0
         if self.rotation_later is not None:
             self.rotation = None
             if self.evicted_store is not None:

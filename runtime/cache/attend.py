@@ -319,6 +319,9 @@ class SlotAttention:
         if rotation is not None and packed:
             flat = rotation.back(pool.keys, pool.aux[SHIFT])
             return _HeldKeys([segment.view(flat) for segment in segments], values, flat)
+        if length == 1 and (lent := self.storage.read_lent(segments[0])) is not None:
+            told = StoredKeys(None, None) if self.evictor.uses_stored_keys else None
+            return _HeldKeys([lent], values, pool.keys, told)
         if rotation is not None and self.evictor.uses_stored_keys and not pool.format.quantised:
             keys, sums = rotation.back_and_sums(segments[0].keys, segments[0].aux(SHIFT))
             return _HeldKeys([keys], values, pool.keys, StoredKeys(sums, None))

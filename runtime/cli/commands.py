@@ -432,6 +432,7 @@ def planned_serving(
     budget: Budget,
     together: int | None = None,
     places: int | None = None,
+    running: Running | None = None,
     *,
     free: bool = True,
     body: int | None = None,
@@ -444,6 +445,7 @@ def planned_serving(
         budget: of one conversation; its `memory_cap` is the whole process's.
         together: answers that are written at once; by default as many as fit, up to 8.
         places: conversations in memory, at most; by default all that fit.
+        running: where, and how often, answers evict; by default as suits the device.
         free: without a `memory_cap`, what is free is the cap; otherwise there is none.
         body: bytes of a request, at most; by default as `ServingPlan.of` has it.
 
@@ -459,12 +461,16 @@ def planned_serving(
             one, lambda _: Shared(), cap=cap, together=together, places=places, body=body
         )
     from kvcap.runtime.backends.pytorch.batch import plan_shared
+    from kvcap.runtime.backends.pytorch.runtime import best_device, usable, usual_every
     from kvcap.runtime.models.files import load_config
 
     config, eviction = load_config(resolve(model)), budget.eviction()
+    running = running or Running()
+    device = usable(running.device) or (best_device() if backend.weights is None else "cpu")
+    every = running.evict_every or usual_every(device, one.block_size)
     return ServingPlan.of(
         one,
-        lambda number: plan_shared(config, eviction, one, number),
+        lambda number: plan_shared(config, eviction, one, number, evict_every=every, device=device),
         cap=cap,
         together=together,
         places=places,

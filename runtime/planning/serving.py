@@ -28,7 +28,7 @@ PLACES = 64  # conversations where there is no cap
 class Shared(NamedTuple):
     """Bytes that answering several conversations at once takes beside these."""
 
-    rows: int = 0  # the cache that they share meanwhile; 0 where they are read by turns
+    rows: int = 0  # the cache that they share meanwhile, or what they are lent
     workspace: int = 0  # of reading a token of each
 
 

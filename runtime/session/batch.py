@@ -36,26 +36,26 @@ class Answer:
     asked: Read | None = None  # the token that it wants read
     found: Any = None  # what came of it: logits [1, V], or the likeliest token
     failed: Exception | None = None  # why that was not read
-    row: int | None = None  # of the shared cache, where its session's slots are
+    row: int | None = None  # of what sessions share, as long as its session has one
 
 
 class SharedRows(Protocol):
-    """A cache in which several sessions' tokens are read at once."""
+    """Reads a token of each of several sessions in one pass through the model."""
 
     @property
     def nbytes(self) -> int:
-        """Its bytes, beside the sessions' own."""
+        """Bytes that it holds, beside the sessions' own."""
 
     def fits(self, answer: Answer) -> bool:
-        """Whether a session's slots can lie in a row."""
+        """Whether a session's token can be read in such a pass now."""
 
     def join(self, answer: Answer) -> None:
-        """Copy a session's slots into a free row."""
+        """Prepare a session for the next pass; it may be given a row until it leaves."""
 
     def read(self, answers: list[Answer]) -> None:
-        """Read the token of each of these, which have rows.
+        """Read the token of each of these, which have joined.
 
-        After an error they have none, and their sessions' caches are empty.
+        After an error they have not, and their sessions' caches are as before or empty.
         """
 
 
@@ -63,10 +63,11 @@ class Batch:
     """Answers up to `size` sessions of a runtime at once; further ones wait for their turn.
 
     A step reads one block of one prompt, by its session's own cache, and then a token of every
-    answer: those of sessions that hold all their slots in one pass, where the runtime has rows for
-    them; those of a session that fills its budget yet, that has pinned messages, whose positions
-    are true, or that `apart` concerns one after the other, and so that of one that is alone. So
-    between two tokens of an answer lies one block at the most.
+    answer, in one pass where it can. Where sessions share a cache, as on a GPU, these are the ones
+    that hold all their slots; those of a session that fills its budget yet, that has pinned
+    messages or whose positions are true are read one after the other there. Elsewhere on a CPU all
+    are read in one pass, each over its own cache. One by one are those that `apart` concerns, and
+    one that is alone. So between two tokens of an answer lies one block at the most.
 
     >>> from kvcap import Runtime
     >>> runtime = Runtime.from_pretrained("pocket", kv_budget_tokens=64)
@@ -232,8 +233,7 @@ class Batch:
             try:
                 if answer in shared:
                     assert rows is not None
-                    if answer.row is None:
-                        rows.join(answer)
+                    rows.join(answer)
                     together.append(answer)
                     continue
                 token = self.runtime.token_ids([answer.asked.token])

@@ -158,7 +158,7 @@ class Decoding:
                 number = logits
             else:
                 allowed = None if guide is None else guide.allowed()
-                token = sampler.next(logits, history, allowed)
+                token = sampler.next(logits, history, allowed, written.tokens)
                 number = token.item()
             now = time.perf_counter()
             turn.completion_tokens += 1

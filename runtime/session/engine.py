@@ -70,7 +70,7 @@ class Engine(Protocol):
         """A copy of logits, whose memory nothing else uses."""
 
     def shared_rows(self, size: int) -> tuple[Any, str | None]:
-        """A cache for so many sessions' answers at once, or None and why there is none.
+        """What reads a token of so many sessions at once, or None and why nothing does.
 
         See `SharedRows` in `batch.py`.
         """
@@ -102,10 +102,17 @@ class Sampler(Protocol):
     def likeliest(self) -> bool:
         """Whether that is the likeliest one, whatever came before."""
 
-    def next(self, logits: Any, history: Any, allowed: NDArray[np.bool_] | None = None) -> Any:
+    def next(
+        self,
+        logits: Any,
+        history: Any,
+        allowed: NDArray[np.bool_] | None = None,
+        said: Sequence[int] = (),
+    ) -> Any:
         """Token ids [1] from logits [1, V], given the tokens so far [1, T].
 
         Only those are drawn that are `allowed`, of the first tokens of the vocabulary; None: any.
+        Penalties of presence and frequency are of the tokens that the answer has `said`.
         """
 
     def logprobs(self, logits: Any, token: int, top: int) -> list[tuple[int, float]]:

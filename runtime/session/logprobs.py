@@ -28,6 +28,12 @@ class Logprob(NamedTuple):
     top: tuple[Logprob, ...] = ()
     """Of a token that was drawn, the likeliest ones in its place, the likeliest first."""
 
+    def without_last(self, letters: int) -> Logprob:
+        """The same token without the last `letters` of its text."""
+        cut = self.text[max(0, len(self.text) - letters) :]
+        data = self.bytes[: max(0, len(self.bytes) - len(cut.encode()))]
+        return self._replace(text=self.text[: len(self.text) - len(cut)], bytes=data)
+
     def as_dict(self) -> dict[str, Any]:
         """As OpenAI's API writes it."""
         return {**self._alone(), "top_logprobs": [one._alone() for one in self.top]}
@@ -80,11 +86,16 @@ class Pending:
         self._waiting.append((start, end, one))
 
     def give(self, letters: float, *, stopped: bool = False) -> None:
-        """So many letters were given out; of an answer that is `stopped`, no more will be."""
+        """So many letters were given out; of an answer that is `stopped`, no more will be.
+
+        Then a token in which a stop string begins has the text before that, and its bytes.
+        """
         while self._waiting:
             start, end, one = self._waiting[0]
             if not (start < letters if stopped else end <= letters):
                 return
+            if end > letters:
+                one = one.without_last(int(end - letters))
             self._given.append(one)
             self._waiting.popleft()
 

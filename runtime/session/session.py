@@ -361,8 +361,8 @@ class Session:
     def set_generation(self, **options: Any) -> None:
         """Change settings from the next answer on; None is the model's default.
 
-        temperature, top_p, top_k, min_p, repetition_penalty, max_new_tokens, do_sample, seed,
-        eos_token_id, stop_strings, logprobs, json_schema, regex.
+        temperature, top_p, top_k, min_p, repetition_penalty, presence_penalty, frequency_penalty,
+        max_new_tokens, do_sample, seed, eos_token_id, stop_strings, logprobs, json_schema, regex.
 
         Answers are held to `json_schema`, or match the whole of `regex`, where `turn.finish_reason`
         is 'stop' and `turn.stop_string` None; else they were cut short, as by `max_new_tokens`.

@@ -39,13 +39,17 @@ NUMBERS = {
     "top_p": Bounds(float, 0, 1),
     "min_p": Bounds(float, 0, 1),
     "repetition_penalty": Bounds(float, 0, above=True),
+    "presence_penalty": Bounds(float, -2, 2),
+    "frequency_penalty": Bounds(float, -2, 2),
     "max_new_tokens": Bounds(int, 1),
     "logprobs": Bounds(int, 0, 20),
     "seed": Bounds(int, 0, 2**63 - 1),
 }
 SHAPES = ("json_schema", "regex")
 """What a whole answer is held to: at most one of them."""
-OURS = ("logprobs", *SHAPES)
+PENALTIES = ("presence_penalty", "frequency_penalty")
+"""What an answer's own tokens lose before the next one is drawn, as OpenAI's API defines it."""
+OURS = ("logprobs", *PENALTIES, *SHAPES)
 """Settings that transformers does not have."""
 NAMES = (*NUMBERS, "do_sample", "eos_token_id", "stop_strings", *SHAPES)
 
@@ -103,6 +107,12 @@ def shapes(config: Any) -> dict[str, Any]:
     """What answers are held to, by the name of the setting; empty where nothing holds them."""
     found = {name: getattr(config, name, None) for name in SHAPES}
     return {name: value for name, value in found.items() if value is not None}
+
+
+def penalties(config: Any) -> tuple[float, float]:
+    """What the logit of a token loses that an answer has, once and for each time that it has it."""
+    presence, frequency = (getattr(config, name, None) or 0.0 for name in PENALTIES)
+    return presence, frequency
 
 
 def end_tokens(config: Any) -> frozenset[int]:

@@ -91,6 +91,44 @@ def parsed_text(text: str, raw: str, tools: Sequence[Tool] = ()) -> Parsed:
     return Parsed(text)
 
 
+def schema_of_call(tools: Sequence[Tool]) -> dict[str, Any]:
+    """The JSON schema of one call of one of these tools, as `parsed_text` reads it.
+
+    What an answer is held to that must call a tool. Parameters that are left out are none.
+    """
+    calls = []
+    for number, tool in enumerate(tools):
+        function, place = tool["function"], f"#/anyOf/{number}/properties/arguments"
+        given = function.get("parameters")
+        none = {"properties": {}, "additionalProperties": False}
+        parameters = none if given is None else _placed(given, place)
+        calls.append({
+            "type": "object",
+            "properties": {
+                "name": {"const": function["name"]},
+                "arguments": {"type": "object", **parameters},
+            },
+            "required": ["name", "arguments"],
+            "additionalProperties": False,
+        })  # fmt: skip
+    return {"anyOf": calls}
+
+
+def _placed(schema: Any, place: str) -> Any:
+    """A schema whose references to its own root follow it to another place."""
+    if isinstance(schema, list):
+        return [_placed(one, place) for one in schema]
+    if not isinstance(schema, dict):
+        return schema
+    found = {}
+    for name, value in schema.items():
+        if name == "$ref" and isinstance(value, str) and value.startswith("#"):
+            found[name] = place + value[1:]
+        else:
+            found[name] = value if name in ("const", "enum") else _placed(value, place)
+    return found
+
+
 def _hermes(text: str) -> Parsed:
     """Each call in JSON between tags, of which an answer that was cut short lacks the last."""
     before, *parts = text.split(HERMES)

@@ -14,6 +14,7 @@ import tiny_chat
 from tools import ROOT
 
 from kvcap.cli import run
+from kvcap.runtime.backends.pytorch.runtime import best_device
 from kvcap.runtime.cli.options import Backend, Budget, Output, Running
 from kvcap.runtime.errors import PlanInfeasible
 from kvcap.runtime.planning.plan import MemoryPlan
@@ -83,20 +84,26 @@ def test_plan_serve_says_how_many_fit(folder: str, capsys: Any) -> None:
     found = json.loads(capsys.readouterr().out)["serve"]
     assert found["total_bytes"] <= found["cap"] == 4 << 30
     assert found["places"] > 1000
-    assert found["rows_bytes"] > 0
+    assert (found["rows_bytes"] > 0) is (best_device() != "cpu")  # where nothing is lent
     assert run([*given, "64MiB", "--json"]) == 3
     assert json.loads(capsys.readouterr().out)["least_memory_cap"] > 64 * MIB
     assert run([*given, "auto"]) == 0
     assert "conversations fit in memory under" in capsys.readouterr().out
 
 
-def test_rows_are_planned_to_the_byte(folder: str) -> None:
-    budget = Budget(kv_budget_tokens=64)
+@pytest.mark.parametrize(("every", "dtype"), [(None, "float32"), (None, "bfloat16"), (1, None)])
+def test_rows_are_planned_to_the_byte(folder: str, every: int | None, dtype: str | None) -> None:
+    """And what is lent to conversations that share passes, as on a CPU they usually do."""
+    budget = Budget(kv_budget_tokens=64, dtype=dtype)
+    running = Running(device="cpu", evict_every=every)
     opened = open_conversations(
-        folder, Backend(), budget, Running(device="cpu"), Output(quiet=True), together=3, places=5
+        folder, Backend(), budget, running, Output(quiet=True), together=3, places=5
     )
     opened.scheduler.close()
-    assert opened.plan.shared.rows == opened.scheduler.batch.nbytes > 0
+    assert opened.scheduler.batch.apart is None
+    assert opened.plan.shared.rows == opened.scheduler.batch.nbytes
+    assert (opened.plan.shared.rows > 0) is (dtype != "float32")
+    assert opened.plan.shared.workspace > 0
     assert (opened.plan.places, opened.plan.together) == (5, 3)
     assert opened.scheduler.limits.places == 5
 

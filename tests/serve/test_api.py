@@ -19,7 +19,7 @@ from stand_in import Script, StandIn
 from tools import PATIENCE
 
 from kvcap.runtime import errors
-from kvcap.runtime.session.tool_calls import parsed_text
+from kvcap.runtime.session.tool_calls import Parsed, parsed_text
 from kvcap.serve.app import Settings, application
 from kvcap.serve.contract import Figures
 from kvcap.serve.limits import Limits
@@ -141,15 +141,19 @@ def test_texts_in_parts_developers_and_pins_are_understood(url, talk):
 
 
 REFUSED: list[tuple[dict[str, Any], str | None]] = [
-    ({"n": 2}, "n"), ({"frequency_penalty": 0.5}, "frequency_penalty"),
-    ({"presence_penalty": 1}, "presence_penalty"), ({"logit_bias": {"5": 1}}, "logit_bias"),
+    ({"n": 2}, "n"), ({"frequency_penalty": 2.5}, "frequency_penalty"),
+    ({"presence_penalty": -3}, "presence_penalty"), ({"logit_bias": {"5": 1}}, "logit_bias"),
     ({"temperature": 3}, "temperature"), ({"temperature": "0.5"}, "temperature"),
     ({"top_p": 1.5}, "top_p"), ({"top_k": -1}, "top_k"), ({"seed": -1}, "seed"),
     ({"seed": 2**63}, "seed"), ({"max_tokens": 0}, "max_tokens"),
     ({"max_tokens": 10**9}, "max_tokens"), ({"max_tokens": 1, "max_completion_tokens": 2}, None),
     ({"stop": [""]}, "stop.0"), ({"stop": ["x"] * 17}, "stop"), ({"store": True}, "store"),
     ({"unheard_of": 1}, "unheard_of"), ({"stream_options": {"include_usage": True}}, None),
-    ({"tool_choice": "required"}, "tool_choice"), ({"parallel_tool_calls": False}, None),
+    ({"tool_choice": "sometimes"}, "tool_choice"), ({"tool_choice": "required"}, None),
+    ({"tool_choice": {"type": "function"}}, "tool_choice"),
+    ({"tool_choice": {"type": "function", "function": {"name": 5}}}, "tool_choice"),
+    ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "no"}}}, None),
+    ({"parallel_tool_calls": False}, None),
     ({"tools": [{"type": "web_search"}]}, "tools.0.type"), ({"modalities": ["audio"]}, None),
     ({"response_format": {"type": "json_schema"}}, "response_format"), ({"audio": {}}, "audio"),
     ({"messages": "Hello"}, "messages"), ({"messages": HELLO * 4}, "messages"),
@@ -193,7 +197,9 @@ def test_values_that_ask_for_nothing_are_taken(url, talk):
     }  # fmt: skip
     said = post(url, **nothing)
     assert said.status_code == 200, said.text
-    assert talk.asked.options == {}
+    assert talk.asked.options == {"frequency_penalty": 0.0, "presence_penalty": 0.0}
+    assert post(url, frequency_penalty=1, presence_penalty=-0.5).status_code == 200
+    assert talk.asked.options == {"frequency_penalty": 1.0, "presence_penalty": -0.5}
 
 
 @pytest.mark.parametrize(
@@ -291,6 +297,26 @@ def test_calls_of_tools_are_told_from_text_and_known_again(client, talk):
     assert parts[-1].choices[0].finish_reason == "tool_calls"
 
 
+OTHER: Any = {"type": "function", "function": {"name": "now"}}
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "add"}}])
+def test_an_answer_that_must_call_a_tool_is_held_to_a_call(client, talk, choice):
+    """Both are offered; what the answer is held to has those that it may call."""
+    talk.script = Script(['{"name": "add", "argu', 'ments": {"a": 1}}'])
+    talk.script.parsed = Parsed("a tokenizer's own form, which this answer is not in")
+    said = client.chat.completions.create(
+        model="pocket", messages=HELLO, tools=[TOOL, OTHER], tool_choice=choice
+    )
+    ((call,), content) = said.choices[0].message.tool_calls, said.choices[0].message.content
+    assert (call.function.name, json.loads(call.function.arguments)) == ("add", {"a": 1})
+    assert (content, said.choices[0].finish_reason) == (None, "tool_calls")
+    assert talk.asked.tools == (TOOL, OTHER)
+    names = [one["properties"]["name"]["const"]
+             for one in talk.asked.options["json_schema"]["anyOf"]]  # fmt: skip
+    assert names == (["add", "now"] if choice == "required" else ["add"])
+
+
 def test_no_choice_of_tools_offers_none(client, talk):
     talk.script = Script([CALL])
     said = client.chat.completions.create(
@@ -345,7 +371,13 @@ def test_only_the_right_keys_are_let_in_and_each_is_an_owner():
 
 def test_other_sites_reach_nothing(url, talk):
     for host in ("evil.example", "127.0.0.1.evil.example", ""):
-        assert httpx.get(f"{url}/v1/models", headers={"Host": host}).status_code == 400
+        response = httpx.get(f"{url}/v1/models", headers={"Host": host})
+        assert response.status_code == 400
+        error = response.json()["error"]
+        assert (error["type"], error["code"]) == ("invalid_request_error", "unknown_host")
+        assert "localhost" in error["message"]
+    for host in ("localhost", "LOCALHOST:80", "127.0.0.1:9", "[::1]:8000"):
+        assert httpx.get(f"{url}/v1/models", headers={"Host": host}).status_code == 200
     sent = {"Origin": "http://evil.example", "Content-Type": "text/plain"}
     said = httpx.post(f"{url}/v1/chat/completions", headers=sent, content=b'{"messages": []}')
     assert said.status_code == 415

@@ -60,6 +60,10 @@ class One:
     def __init__(self, owner: str, strip: Strip) -> None:
         self.owner, self.found = owner, strip
 
+    async def delete(self, owner: str, session_id: str) -> None:
+        await self.strip(owner, session_id)
+        self.owner = ""
+
     async def strip(self, owner: str, session_id: str) -> Strip:
         if (owner, session_id) != (self.owner, self.found.session_id):
             raise ConversationUnknown("there is no such conversation")
@@ -182,6 +186,22 @@ def test_a_strip_is_its_owners(client, runtime):
     client.headers["Authorization"] = f"Bearer {KEYS[0]}"
     assert client.get(strip).json() == strip_of(runtime.session(), "ada").model_dump(mode="json")
     assert client.get(memory).json() == {"policy": "keydiff-window", "budget": 128}
+
+
+def test_a_conversation_is_deleted_by_its_owner(client):
+    where = "/v1/kvcap/sessions/ada"
+    assert client.delete(where).status_code == 401
+    for key, status in ((KEYS[1], 404), (KEYS[0], 200), (KEYS[0], 404)):
+        client.headers["Authorization"] = f"Bearer {key}"
+        found = client.delete(where)
+        assert found.status_code == status
+        if status == 200:
+            assert found.json() == {
+                "id": "ada", "object": "kvcap.session.deleted", "deleted": True,
+            }  # fmt: skip
+        else:
+            assert found.json()["error"]["code"] == "conversation_not_found"
+    assert client.get(where).status_code == 405
 
 
 # Conversations

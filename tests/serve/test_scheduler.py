@@ -454,3 +454,37 @@ def test_a_fault_of_the_worker_leaves_nobody_waiting(
         await s.aclose()
 
     asyncio.run(chat())
+
+
+def test_a_deleted_conversation_is_nowhere(runtime: Any, tmp_path: Path) -> None:
+    """Neither in memory nor on disk, also while it is answered; others, and other owners', stay."""
+    first, endless = user(facts(1)), {**GO_ON, "max_new_tokens": 10_000}
+
+    async def chat(s: Scheduler) -> None:
+        for owner, name in (("ada", "one"), ("ada", "two"), ("bob", "one")):
+            await text_of(s.submit(ask(first, owner=owner, session_id=name)))
+        await until(lambda: s.figures().on_disk == 3)
+        await s.delete("ada", "one")
+        assert (s.figures().on_disk, s.figures().in_memory) == (2, 2)
+        for owner, name in (("ada", "one"), ("eve", "two")):
+            with pytest.raises(ConversationUnknown, match="deleted, or forgotten"):
+                await s.delete(owner, name)
+        again = s.submit(ask(first, owner="ada", session_id="one"))
+        await text_of(again)
+        assert again.usage.reused_tokens == 0
+        reply = s.submit(ask(first, owner="ada", session_id="three", options=endless))
+        await anext(reply)
+        await s.delete("ada", "three")
+        await text_of(reply)
+        assert reply.finish_reason == "interrupted"
+        with pytest.raises(ConversationUnknown):
+            await s.strip("ada", "three")
+        assert s.figures().answering == 0
+
+    disk = SavedConversations(tmp_path, 64 << 20)
+    serve(Scheduler(runtime, limits(save_after_s=0.0), disk), chat)
+    left = SavedConversations(tmp_path, 64 << 20)
+    assert len(left) == 3
+    assert not left.remove("ada", "three")
+    assert left.remove("bob", "one")
+    left.close()

@@ -7,6 +7,7 @@ so one seed gives different answers in the two backends.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -28,6 +29,8 @@ class Generation:
     top_p: float | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
     max_new_tokens: int | None = None
     eos_token_id: int | list[int] | None = None
     stop_strings: str | list[str] | None = None
@@ -68,13 +71,15 @@ class Sampler:
     @property
     def likeliest(self) -> bool:
         """Whether the likeliest token is drawn, whatever came before."""
-        return self.greedy and self.config.repetition_penalty in (None, 1.0)
+        penalised = any(settings.penalties(self.config))
+        return self.greedy and not penalised and self.config.repetition_penalty in (None, 1.0)
 
     def next(
         self,
         logits: Floats,
         history: NDArray[np.int64],
         allowed: NDArray[np.bool_] | None = None,
+        said: Sequence[int] = (),
     ) -> NDArray[np.int64]:
         """Token ids [1] from logits [1, V]; a repetition penalty looks at `history` [1, T].
 
@@ -83,12 +88,17 @@ class Sampler:
             history: the tokens so far.
             allowed: of the first tokens of the vocabulary, those that may be drawn, and no others;
                 None: any.
+            said: the tokens of the answer, of which penalties of presence and frequency are.
         """
         found = logits[0].astype(np.float32)
         if allowed is not None:
             known = min(len(allowed), len(found))
             found[:known][~allowed[:known]] = -np.inf
             found[known:] = -np.inf
+        presence, frequency = settings.penalties(self.config)
+        if said and (presence or frequency):
+            tokens, times = np.unique(np.array(said), return_counts=True)
+            found[tokens] -= (presence + frequency * times).astype(np.float32)
         scores = self.scores(found, history[0])
         if self.greedy:
             return np.array([int(scores.argmax())])

@@ -8,6 +8,7 @@ afterwards. Knows sessions and caches; no policy.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -15,6 +16,13 @@ import torch
 from kvcap.policies import Eviction
 from kvcap.runtime.backends.pytorch.cuda_graphs import steady, why_unsteady
 from kvcap.runtime.backends.pytorch.loop import BlockLoop
+from kvcap.runtime.backends.pytorch.shared_pass import (
+    SharedPass,
+    lent_shapes,
+    passes_on,
+    rehearse_pass,
+    why_no_pass,
+)
 from kvcap.runtime.cache.cache import BudgetCache
 from kvcap.runtime.interrupts import interrupts_deferred
 from kvcap.runtime.models.wrappers import text_config
@@ -60,6 +68,8 @@ class Rows:
 
     def join(self, answer: Answer) -> None:
         """Copy a session's slots into a free row; `Session.fetch_cache` copies them back."""
+        if answer.row is not None:
+            return
         session, own = answer.session, answer.session.loop.cache
         row = next(row for row in range(self.size) if row not in self._taken)
         with interrupts_deferred():
@@ -148,25 +158,45 @@ class Rows:
         self.cache.counters = [(seen, held) for held in budgets]
 
 
-def shared_rows(runtime: Any, size: int) -> tuple[Rows | None, str | None]:
-    """So many rows for a runtime's sessions, or why they are read one after the other."""
+def shared_rows(runtime: Any, size: int) -> tuple[Rows | SharedPass | None, str | None]:
+    """What reads a token of so many sessions at once, or why they are read one after the other.
+
+    Rows where all hold as many slots; else, on a CPU, passes over their own caches.
+    """
     if size == 1:
         return None, "one session needs no cache beside its own"
     # With 'auto' positions, sessions join once theirs have become compact.
     positions = "compact" if runtime.plan.positions == "auto" else None
     if why := _why_apart(runtime.new_cache(1, positions)):
-        return None, why
+        if passes_on(runtime.model.device):
+            why = why_no_pass(runtime.new_cache())
+        return (None, why) if why else (SharedPass(runtime.model, runtime.new_cache(), size), None)
     return Rows(runtime.model, runtime.new_cache(size, positions), size), None
 
 
-def plan_shared(config: Any, eviction: Eviction, plan: MemoryPlan, size: int) -> Shared:
+def plan_shared(
+    config: Any,
+    eviction: Eviction,
+    plan: MemoryPlan,
+    size: int,
+    *,
+    evict_every: int = 1,
+    device: str | torch.device = "cpu",
+) -> Shared:
     """What answering so many sessions at once takes beside these, before a model is loaded."""
     dtype: torch.dtype = getattr(torch, plan.dtype)
     text, slots = text_config(config), (plan.budget_tokens, plan.block_size)
     positions: Positions = "compact" if plan.positions == "auto" else plan.positions
-    cache = BudgetCache(text, *slots, eviction, positions=positions, kv_dtype=plan.kv_dtype)
-    if size == 1 or _why_apart(cache):
+    cache = BudgetCache(
+        text, *slots, eviction, positions=positions, evict_every=evict_every, kv_dtype=plan.kv_dtype
+    )
+    if size == 1:
         return Shared()
+    if _why_apart(cache):
+        if not passes_on(device) or why_no_pass(cache):
+            return Shared()
+        lent = sum(math.prod(shape) for shape in lent_shapes(cache, dtype)) * dtype.itemsize
+        return Shared(size * lent, rehearse_pass(text, eviction, plan, size, evict_every))
     rows: dict[str, int] = cache.layout.nbytes(size, dtype)
     workspace = rehearse_block(
         text, eviction, plan.budget_tokens, 1, dtype, positions, size, plan.kv_dtype

@@ -81,7 +81,7 @@ class BlockLoop(Loop):
                 memory half-way, then the cache is empty again.
             SessionBroken: an earlier pass failed half-way; reset the cache.
         """
-        self._make_room(ids.shape[1])
+        self.make_room(ids.shape[1])
         if self.graphs is not None:
             with interrupts_deferred():
                 logits = self.graphs.read(ids, need_logits)
@@ -97,11 +97,17 @@ class BlockLoop(Loop):
         Raises:
             MemoryCapExceeded, BlockTooLarge, SessionBroken: as `read`.
         """
-        self._make_room(ids.shape[1])
+        self.make_room(ids.shape[1])
         return self._read(ids, torch.arange(ids.shape[1], device=ids.device))
 
-    def _make_room(self, tokens: int) -> None:
-        """Check that a block can be read; make positions compact where it leaves the window."""
+    def make_room(self, tokens: int) -> None:
+        """Check that a block can be read; make positions compact where it leaves the window.
+
+        Raises:
+            MemoryCapExceeded: nothing may be evicted; or the system refused memory, then the cache
+                is empty again.
+            SessionBroken: an earlier pass failed half-way; reset the cache.
+        """
         self.check_room(tokens)
         if self.cache.leaves_window(tokens):
             with self._emptied_without_memory(tokens):

@@ -25,6 +25,7 @@ from kvcap.runtime.backends.pytorch.batch import Rows, shared_rows
 from kvcap.runtime.backends.pytorch.cuda_graphs import BlockGraphs, why_unsteady
 from kvcap.runtime.backends.pytorch.loop import BlockLoop
 from kvcap.runtime.backends.pytorch.sampler import Sampler
+from kvcap.runtime.backends.pytorch.shared_pass import SharedPass
 from kvcap.runtime.cache.cache import BudgetCache
 from kvcap.runtime.cache.slot_format import KvDtype
 from kvcap.runtime.errors import first_line
@@ -259,8 +260,8 @@ class Runtime:
         """
         return Batch(self, size)
 
-    def shared_rows(self, size: int) -> tuple[Rows | None, str | None]:
-        """A cache for so many sessions' answers at once, or None and why there is none."""
+    def shared_rows(self, size: int) -> tuple[Rows | SharedPass | None, str | None]:
+        """What reads a token of so many sessions at once, or None and why nothing does."""
         return shared_rows(self, size)
 
     def loop(self) -> BlockLoop:

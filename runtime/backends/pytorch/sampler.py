@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -19,6 +20,7 @@ from transformers.generation import (
 )
 
 from kvcap.runtime.errors import UnsupportedModel
+from kvcap.runtime.session import settings
 from kvcap.runtime.types import NEUTRAL
 
 UNSUPPORTED = {"num_beams": 1, "penalty_alpha": None, "num_return_sequences": 1,
@@ -38,7 +40,8 @@ class Sampler:
     """Draws the next token by the settings of a `GenerationConfig`.
 
     Args:
-        config: temperature, top_k, top_p, min_p, repetition_penalty, do_sample.
+        config: temperature, top_k, top_p, min_p, repetition_penalty, presence_penalty,
+            frequency_penalty, do_sample.
         generator: random numbers on the CPU: one seed gives the same on any device.
 
     Settings that are not read, and would change what is drawn, are warned of by name.
@@ -65,14 +68,19 @@ class Sampler:
         self.greedy = not config.do_sample or config.temperature == 0
         self.generator = generator
         self.processors = _processors(config, self.greedy)
+        self.presence, self.frequency = settings.penalties(config)
 
     @property
     def likeliest(self) -> bool:
         """Whether the likeliest token is drawn, whatever came before."""
-        return self.greedy and not self.processors
+        return self.greedy and not (self.processors or self.presence or self.frequency)
 
     def next(
-        self, logits: Tensor, history: Tensor, allowed: NDArray[np.bool_] | None = None
+        self,
+        logits: Tensor,
+        history: Tensor,
+        allowed: NDArray[np.bool_] | None = None,
+        said: Sequence[int] = (),
     ) -> Tensor:
         """Token ids [B] from logits [B, V]; a repetition penalty looks at `history` [B, T].
 
@@ -81,6 +89,7 @@ class Sampler:
             history: the tokens so far.
             allowed: of the first tokens of the vocabulary, those that may be drawn, and no others;
                 None: any.
+            said: the tokens of the answer, of which penalties of presence and frequency are.
         """
         if allowed is not None:
             gone = torch.ones(logits.shape[-1], dtype=torch.bool)
@@ -89,7 +98,12 @@ class Sampler:
             logits = logits.masked_fill(gone.to(logits.device), float("-inf"))
         if self.likeliest:
             return logits.argmax(-1)
-        scores: Tensor = self.processors(history, logits.float())
+        scores: Tensor = logits.float()
+        if said and (self.presence or self.frequency):
+            tokens, times = torch.tensor(said, device=logits.device).unique(return_counts=True)
+            less = self.presence + self.frequency * times.float()
+            scores = scores.index_add(-1, tokens, -less.expand(len(scores), -1))
+        scores = self.processors(history, scores)
         if self.greedy:
             return scores.argmax(-1)
         weights = scores.softmax(-1).cpu()

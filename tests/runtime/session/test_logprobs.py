@@ -17,6 +17,7 @@ from transformers import GenerationConfig
 from kvcap import pocket
 from kvcap.runtime.backends.onnxruntime import generation
 from kvcap.runtime.backends.pytorch import sampler as sampling
+from kvcap.runtime.session import settings
 from kvcap.runtime.session.logprobs import Logprob, Pending, TokenTexts
 
 
@@ -88,8 +89,9 @@ def test_tokens_come_with_their_text_and_not_those_of_a_stop_string(runtime):
     assert text == whole[: whole.index(stop)]
     assert session.turn.stop_string == stop
     told = [one.text for one in session.logprobs]
-    assert told == tokens[: len(told)]
-    assert len("".join(told[:-1])) < max(1, len(text)) <= max(1, len("".join(told)))
+    assert told[:-1] == tokens[: len(told) - 1]
+    assert "".join(told).endswith(text)
+    assert len("".join(told)) <= len(text) + 1  # some tokenizers begin a text with a space
 
 
 def test_a_special_token_can_be_a_stop_string(runtime):
@@ -146,12 +148,23 @@ def test_tokens_wait_for_their_text(lengths, cut, stopped):
     given: list[Logprob] = []
     pending, place, ends = Pending(given), 0, []
     for number, length in enumerate(lengths):
-        pending.add(Logprob(number, "x" * length, b"", 0.0), place, place + length)
+        pending.add(Logprob(number, "x" * length, b"x" * length, 0.0), place, place + length)
         ends.append((place, place + length))
         place += length
     pending.give(cut, stopped=stopped)
     expected = [i for i, (a, b) in enumerate(ends) if (a < cut if stopped else b <= cut)]
     assert [one.token for one in given] == expected
+    text = "".join(one.text for one in given)
+    assert b"".join(one.bytes for one in given).decode() == text
+    assert len(text) == (min(cut, place) if stopped else sum(lengths[: len(expected)]))
+
+
+def test_a_cut_token_has_whole_letters_alone():
+    one = Logprob(7, "né🙂!", "né🙂!".encode(), -1.0)
+    assert one.without_last(2)[1:3] == ("né", "né".encode())
+    part = Logprob(8, "\ufffd. ", b"\x99. ", -1.0)  # it begins with the end of a letter
+    assert part.without_last(1)[1:3] == ("\ufffd.", b"\x99.")
+    assert part.without_last(9)[1:3] == ("", b"")
 
 
 @given(
@@ -196,3 +209,45 @@ def test_only_what_is_allowed_is_drawn(logits, allowed, greedy, seed):
             == row[0, other.item()]
             == row[0, : len(some)][some[: len(row[0])]].max()
         )
+
+
+@given(
+    logits=st.lists(st.floats(-50, 50, width=32), min_size=4, max_size=8),
+    said=st.lists(st.integers(0, 3), max_size=9),
+    presence=st.floats(-2, 2, width=32),
+    frequency=st.floats(-2, 2, width=32),
+)
+def test_penalties_are_those_of_openai(logits, said, presence, frequency):
+    """Logit − presence · (it was said) − frequency · (times that it was said)."""
+    row, history = np.array([logits], np.float32), np.array([[0, 1]])
+    options = {"presence_penalty": presence, "frequency_penalty": frequency}
+    config = settings.copied(GenerationConfig())
+    config.update(**options)
+    torch_one = sampling.Sampler(config, torch.Generator())
+    numpy_one = generation.Sampler(generation.Generation(**options), np.random.default_rng(0))
+    expected = row[0].copy()
+    for token in set(said):
+        expected[token] -= np.float32(presence) + np.float32(frequency) * said.count(token)
+    for one in (
+        torch_one.next(torch.from_numpy(row), torch.from_numpy(history), None, said),
+        numpy_one.next(row.copy(), history, None, said),
+    ):
+        assert expected[one.item()] >= expected.max() - 1e-4
+    assert torch_one.likeliest is numpy_one.likeliest is (presence == frequency == 0)
+    assert row[0].tolist() == np.array(logits, np.float32).tolist()  # others may read them
+
+
+def test_a_penalised_answer_repeats_itself_less(runtime):
+    session = session_of(runtime)
+    session.set_generation(max_new_tokens=30, do_sample=False, eos_token_id=[], logprobs=0)
+    "".join(session.send("Hello!"))
+    plain = [one.token for one in session.logprobs]
+    session.clear()
+    session.set_generation(frequency_penalty=2.0, presence_penalty=2.0)
+    "".join(session.send("Hello!"))
+    penalised = [one.token for one in session.logprobs]
+    assert plain[0] == penalised[0]
+    assert len(set(penalised)) >= len(set(plain))
+    for wrong in (2.5, -2.1, "1", True):
+        with pytest.raises(ValueError, match="presence_penalty"):
+            session.set_generation(presence_penalty=wrong)

@@ -6,12 +6,19 @@ import copy
 import json
 from typing import Any
 
+import jsonschema
 import pytest
 from toy_engine import BACKENDS, ToyEngine, held, session_of, tiny
 
 import kvcap
 from kvcap.runtime.errors import ChatTemplateMissing, MessagesInvalid
-from kvcap.runtime.session.tool_calls import Parsed, ToolCall, parsed_by_template, parsed_text
+from kvcap.runtime.session.tool_calls import (
+    Parsed,
+    ToolCall,
+    parsed_by_template,
+    parsed_text,
+    schema_of_call,
+)
 
 ADD = {
     "type": "function",
@@ -259,3 +266,32 @@ def test_the_template_of_a_tokenizer_is_preferred(tmp_path_factory):
     broken = parsed_by_template(tokenizer, "<<{no>>", "", [ADD])
     assert broken is None or broken.tool_calls == ()
     assert parsed_by_template(tokenizer, "Hello!", "", []) == Parsed("Hello!")
+
+
+def test_an_answer_that_is_held_to_a_call_is_one(runtime):
+    """Of a tool whose schema refers to itself, and of one without parameters."""
+    pytest.importorskip("llguidance")
+    pair = {
+        "type": "object",
+        "properties": {"left": {"$ref": "#/$defs/side"}, "kind": {"enum": [{"$ref": "#"}, 1]}},
+        "required": ["left", "kind"],
+        "additionalProperties": False,
+        "$defs": {"side": {"enum": ["a", "b"]}},
+    }
+    tools = [
+        {"type": "function", "function": {"name": "now"}},
+        {"type": "function", "function": {"name": "pair", "parameters": pair}},
+    ]
+    for offered in (tools, tools[1:]):
+        session = session_of(runtime)
+        session.set_generation(json_schema=schema_of_call(offered), max_new_tokens=400)
+        for seed in range(4):
+            session.clear()
+            session.set_generation(do_sample=True, temperature=1.0, seed=seed)
+            written = "".join(session.send("Call one."))
+            ((name, arguments),) = parsed_text(written, written, offered).tool_calls
+            assert name in [one["function"]["name"] for one in offered]
+            if name == "now":
+                assert arguments == {}
+            else:
+                jsonschema.validate(arguments, pair)

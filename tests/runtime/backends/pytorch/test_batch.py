@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import kvcap
+from kvcap.runtime.backends.pytorch import batch as shared_rows
 from kvcap.runtime.errors import PlanInfeasible
 from kvcap.runtime.session.batch import Batch
 from kvcap.runtime.session.session import Session
@@ -295,8 +296,9 @@ def _fail(*_: Any) -> None:
     ],
 )
 def test_what_cannot_share_a_cache_is_answered_by_turns(
-    policy: str, more: dict[str, Any], why: str
+    policy: str, more: dict[str, Any], why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(shared_rows, "passes_on", lambda _: False)  # as on a GPU
     runtime = runtime_of(policy, **more)
     texts = SAID[:2] if policy != "full" else ["Hello."] * 2
     alone, sessions = begun(runtime, texts, 6), begun(runtime, texts, 6)

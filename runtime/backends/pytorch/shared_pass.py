@@ -1,0 +1,284 @@
+"""One pass through the model for a token of each of several sessions, over caches of their own.
+
+Matrix products, norms and feed-forward parts take the tokens of all sessions as rows, so that
+weights are read once and an operator is called once; only attention runs for one session after
+the other, over what its own cache holds, and evicts there. So sessions may hold unequally many
+tokens, at positions of their own. Knows caches and sessions; no policy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import AutoModelForCausalLM
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from kvcap.kernels.choice import ready
+from kvcap.policies import Eviction
+from kvcap.runtime.attention.masks import Slots
+from kvcap.runtime.backends.pytorch.loop import BlockLoop, out_of_memory
+from kvcap.runtime.cache.allocation import LentKeys
+from kvcap.runtime.cache.cache import BudgetCache
+from kvcap.runtime.cache.layer import BudgetLayer, refuse_moving, refuse_reordering
+from kvcap.runtime.cache.step import ForwardContext
+from kvcap.runtime.errors import MemoryCapExceeded
+from kvcap.runtime.interrupts import interrupts_deferred
+from kvcap.runtime.models.packed import pack
+from kvcap.runtime.planning.dry_run import Tally, data_independent, pretend_full
+from kvcap.runtime.planning.plan import MemoryPlan
+from kvcap.runtime.session.batch import Answer
+
+
+class SharedPass:
+    """Reads a token of each of several sessions in one pass: the `SharedRows` of a CPU.
+
+    A session's tokens stay in its own cache. While it answers it is lent memory for its keys as
+    they are rotated to where they count, where they are not kept so anyway.
+
+    Args:
+        model: of the sessions.
+        cache: one such as theirs.
+        size: sessions that answer at once, at most.
+    """
+
+    def __init__(self, model: Any, cache: BudgetCache, size: int) -> None:
+        self.model = model
+        shapes = lent_shapes(cache, model.dtype)
+        self._lent = [
+            [LentKeys(torch.empty(x, dtype=model.dtype)) for x in shapes] for _ in range(size)
+        ]
+        self._free = list(range(size))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are lent, beside the sessions' own."""
+        return sum(x.keys.nbytes for lent in self._lent for x in lent)
+
+    def fits(self, answer: Answer) -> bool:
+        """Whether a session's token can be read in such a pass: any can."""
+        return True
+
+    def join(self, answer: Answer) -> None:
+        """Check that a session can read a token, and lend it memory until `Session.fetch_cache`.
+
+        Raises:
+            MemoryCapExceeded, SessionBroken: it cannot; nothing is changed.
+        """
+        session, loop = answer.session, cast(BlockLoop, answer.session.loop)
+        loop.make_room(1)
+        if answer.row is None:
+            answer.row = self._free.pop()
+            for layer, lent in zip(loop.cache.capped_layers, self._lent[answer.row], strict=False):
+                assert layer.storage is not None
+                lent.count, layer.storage.lent = 0, lent
+            session.cache_away = lambda: self._leave(answer)
+
+    def _leave(self, answer: Answer) -> None:
+        """Take back what was lent."""
+        session, row = answer.session, answer.row
+        assert row is not None
+        for layer in session.loop.cache.capped_layers:
+            layer.storage.lent = None
+        self._free.append(row)
+        answer.row = session.cache_away = None
+
+    @torch.inference_mode()
+    def read(self, answers: list[Answer]) -> None:
+        """Read the token of each of these, which have joined; see `SharedRows.read`.
+
+        Raises:
+            MemoryCapExceeded: nothing was read; or the system refused memory half-way.
+        """
+        caches, asked = [a.session.loop.cache for a in answers], [a.asked for a in answers]
+        guard = next((cache.guard for cache in caches if cache.guard is not None), None)
+        if guard is not None:
+            guard.check(len(answers))
+        tokens = [one.token for one in asked if one is not None]
+        try:
+            with interrupts_deferred():
+                logits = read_token_of_each(self.model, tokens, caches)
+        except Exception as error:
+            for answer in answers:  # some of its layers have read the token
+                answer.session.cache.reset()
+            if not out_of_memory(error):
+                raise
+            raise MemoryCapExceeded(
+                f"the system refused the memory that a pass over {len(answers)} tokens takes; what "
+                "was held is forgotten, conversations are read again with their next message"
+            ) from error
+        greedy = any(one.likeliest for one in asked if one is not None)
+        likeliest = logits.argmax(-1).tolist() if greedy else []
+        for row, answer in enumerate(answers):
+            wants = answer.asked is not None and answer.asked.likeliest
+            answer.found = likeliest[row] if wants else logits[row : row + 1]
+
+
+def read_token_of_each(model: Any, tokens: Sequence[int], caches: Sequence[BudgetCache]) -> Tensor:
+    """Read a token into each of these caches in one pass, and evict there; logits [S, V].
+
+    Args:
+        model: a causal language model loaded with `attn_implementation='kvcap'`, on a CPU.
+        tokens: ids, one for each cache.
+        caches: S of them, each of one sequence, all made by one runtime and with room.
+    """
+    device = model.device
+    starts = [cache.next_position for cache in caches]
+    found: Tensor = model(
+        input_ids=torch.tensor(tokens, device=device)[:, None],
+        position_ids=torch.tensor(starts, device=device)[:, None],
+        past_key_values=_Caches(caches, starts),
+        use_cache=True,
+        logits_to_keep=1,
+    ).logits
+    return found.flatten(0, 1)
+
+
+def lent_shapes(cache: BudgetCache, dtype: torch.dtype) -> list[tuple[int, ...]]:
+    """Shapes [1, K, slots, D] of what a session is lent while it answers, for each capped layer.
+
+    None where keys never move, are moved where they lie (float32), or are read in another way.
+    """
+    layout, eviction = cache.layout, cache.eviction
+    still = dtype == torch.float32 or not (eviction.policy.evicts and all(layout.rotates))
+    unequal = layout.ragged or layout.pooled
+    if still or unequal or layout.slot_format.quantised or eviction.corrector is not None:
+        return []
+    shape = layout.shape
+    return [
+        (1, shape.kv_heads, slots[0] + cache.evict_every, shape.head_size)
+        for slots in layout.allotments
+    ]
+
+
+def passes_on(device: torch.device | str) -> bool:
+    """Whether sessions share passes on a device: on a CPU, where no kernels of kvcap's run.
+
+    Elsewhere a pass over caches of their own launches as many kernels as passes by turns, most of
+    whose time that is, and no CUDA graph replays it.
+    """
+    return torch.device(device).type == "cpu" and not ready(torch.empty(0))
+
+
+def why_no_pass(cache: BudgetCache) -> str | None:
+    """Why sessions that hold caches such as this one cannot share passes; None: they can."""
+    shape, layout = cache.layout.shape, cache.layout
+    if shape.slides:
+        return "native sliding layers grow and shrink"
+    if shape.recurrent:
+        return "some layers are recurrent"
+    if shape.latent is not None:
+        return "slots hold latents"
+    if any(layer.readers > 1 for layer in cache.capped_layers):
+        return "layers read the slots of others"
+    if not shape.all_capped:
+        return "some layers have no attention"
+    changing = any(rope.longest is not None or not rope.exact for rope in shape.capped_ropes)
+    if layout.positions == "true" and changing:
+        return "the model's rotation follows the longest session"
+    return None
+
+
+def rehearse_pass(
+    config: Any, eviction: Eviction, plan: MemoryPlan, size: int, evict_every: int
+) -> int:
+    """The most bytes that reading a token of each of `size` sessions takes, with its logits.
+
+    By a dry run as `rehearse_block`, over caches that hold all that they may and evict.
+    """
+    dtype: torch.dtype = getattr(torch, plan.dtype)
+    most = plan.budget_tokens + evict_every - 1  # slots in use before the token that evicts
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+        model = AutoModelForCausalLM.from_config(
+            config, attn_implementation="kvcap", dtype=dtype
+        ).eval()
+        if plan.weights_dtype is not None:
+            pack(model, plan.weights_dtype)
+        caches = [
+            BudgetCache(
+                config, most, 1, data_independent(eviction), positions=plan.positions,
+                kv_dtype=plan.kv_dtype,
+            ).allocate(1, dtype, "cpu")
+            for _ in range(size)
+        ]  # fmt: skip
+        held = [x for cache in caches for x in cache.buffers()]
+        tally = Tally((*model.parameters(), *model.buffers(), *held))
+        with tally:
+            for cache in caches:
+                pretend_full(cache)
+            tally.peak = tally.now
+            before = tally.now
+            read_token_of_each(model, [0] * size, caches)
+    return tally.peak - before
+
+
+class _Caches(Cache):  # type: ignore[misc]
+    """What the model takes for its cache during a pass."""
+
+    def __init__(self, caches: Sequence[BudgetCache], starts: Sequence[int]) -> None:
+        contexts = [ForwardContext(start, 1) for start in starts]
+        layers = zip(*(cache.layers for cache in caches), strict=True)
+        super().__init__(layers=[_Layer(those, contexts) for those in layers])
+
+
+class _Layer(CacheLayerMixin):  # type: ignore[misc]
+    """One layer of all sessions."""
+
+    is_sliding = False
+    is_compileable = False
+
+    def __init__(self, layers: Sequence[BudgetLayer], contexts: Sequence[ForwardContext]) -> None:
+        super().__init__()
+        self._layers, self._contexts = layers, contexts
+
+    def update(self, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """Append keys and values [S, K, 1, D], each to its session's; attention finds them here."""
+        rows = zip(self._layers, keys.split(1), values.split(1), self._contexts, strict=True)
+        for layer, key, value, context in rows:
+            layer.update(key, value, context)
+        carrier = keys.view_as(keys)
+        carrier.kvcap_layer = self  # type: ignore[attr-defined]
+        return carrier, values
+
+    def attend(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        scaling: float,
+        softcap: float | None,
+        position_ids: Tensor | None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """Attention [S, H, 1, D] of each session's token, then eviction; see `CappedLayer`."""
+        rows = zip(self._layers, query.split(1), strict=True)
+        return torch.cat(
+            [layer.attend(module, q, scaling, softcap, None, sinks) for layer, q in rows]
+        )
+
+    def take_back(self) -> None:
+        """Forget the tokens just appended, which are refused."""
+        for layer in self._layers:
+            layer.take_back()
+
+    def get_seq_length(self) -> int:
+        """Tokens that the longest session has read."""
+        return max(layer.seen for layer in self._layers)
+
+    def get_mask_sizes(self, _: int | Tensor) -> tuple[int, int]:
+        """So many slots that no mask is made: a token sees all that its session holds."""
+        return Slots.of(self.get_seq_length() + 1), 0
+
+    def get_max_cache_shape(self) -> int:
+        """-1: a conversation may be of any length."""
+        return -1
+
+    get_max_length = get_max_cache_shape
+
+    def lazy_initialization(self, *_: Any) -> None:
+        """Nothing: the sessions' own caches have their memory."""
+
+    offload = prefetch = reset = refuse_moving
+    crop = reorder_cache = batch_repeat_interleave = batch_select_indices = refuse_reordering

@@ -1,0 +1,314 @@
+"""One pass over caches of their own: each session's tokens are those that it would draw alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from conftest import small_policy, tiny_config
+from families import MLA, NEIGHBOURS, READERS, SINKS, STATES, model_of
+from transformers import AutoModelForCausalLM
+
+import kvcap
+from kvcap.evals.measure import allocator_peak
+from kvcap.policies import policies
+from kvcap.runtime.backends.pytorch import shared_pass
+from kvcap.runtime.backends.pytorch.loop import BlockLoop
+from kvcap.runtime.backends.pytorch.shared_pass import (
+    SharedPass,
+    read_token_of_each,
+    rehearse_pass,
+    why_no_pass,
+)
+from kvcap.runtime.errors import MemoryCapExceeded
+from kvcap.runtime.memory.cap_guard import CapGuard
+from kvcap.runtime.session.batch import Answer, Batch
+from kvcap.runtime.session.decoding import Read
+from kvcap.runtime.session.session import Session
+
+NEVER = 1_000_000  # a token that is not drawn
+FACT = "Please remember: the code for the {} door is {}. "
+DOORS = ["blue", "red", "old", "green", "small", "north"]
+TEXTS = [  # no sentence twice, of whose tokens several would score alike but for rounding
+    "Hello.",
+    "".join(FACT.format(door, 4821 + 77 * i) for i, door in enumerate(DOORS[:4])),
+    "".join(FACT.format(door, 1906 + 531 * i) for i, door in enumerate(DOORS)),
+]
+
+
+def runtime_of(policy: Any = "keydiff", budget: int = 48, **more: Any) -> kvcap.Runtime:
+    settings = {"block_size": 16, "dtype": "float32", "device": "cpu", "evict_every": 5} | more
+    if isinstance(policy, str):
+        config = kvcap.Runtime.from_pretrained("pocket", device="cpu").model.config
+        policy = small_policy(policy, config)
+    return kvcap.Runtime.from_pretrained("pocket", policy, kv_budget_tokens=budget, **settings)
+
+
+def sessions_of(runtime: kvcap.Runtime, tokens: tuple[int, ...]) -> list[Session]:
+    """Sessions whose answers have so many tokens."""
+    found = [runtime.session() for _ in tokens]
+    for session, count in zip(found, tokens, strict=True):
+        session.set_generation(do_sample=False, max_new_tokens=count, eos_token_id=NEVER)
+    return found
+
+
+def kept(session: Session) -> list[list[int]]:
+    segments = [s for layer in session.cache.capped_layers for s in layer.segments]
+    return [sorted(head.tolist()) for s in segments for head in s.positions[0]]
+
+
+def differing(sessions: list[Session], others: list[Session]) -> float:
+    """The share of kept tokens that are others: where scores are equal but for rounding."""
+    heads = [zip(kept(a), kept(b), strict=True) for a, b in zip(sessions, others, strict=True)]
+    pairs = [(set(one), set(other)) for head in heads for one, other in head]
+    assert all(len(one) == len(other) for one, other in pairs)
+    return sum(len(one - other) for one, other in pairs) / sum(len(one) for one, _ in pairs)
+
+
+def answered(batch: Batch) -> dict[int, str]:
+    found: dict[int, str] = {}
+    for session, text in batch:
+        found[id(session)] = found.get(id(session), "") + text
+    return found
+
+
+@pytest.mark.slow(keep=6)
+@pytest.mark.parametrize(
+    ("policy", "more"),
+    [
+        # Of tokens that are alike, rounding decides which one `balanced` keeps: see below.
+        *((x, {"budget": 500} if x == "full" else {}) for x in policies() if x != "balanced"),
+        ("keydiff", {"positions": "true"}),
+        ("keydiff", {"positions": "auto"}),
+        ("snapkv", {"evict_every": 1, "positions": "true"}),
+        ("keydiff", {"kv_dtype": "int8"}),
+        ("keydiff", {"weights": "int8", "dtype": None}),
+    ],
+)
+def test_answers_and_what_is_kept_are_those_of_sessions_alone(
+    policy: str, more: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of unequal length, one that ends midway and one that comes then."""
+    runtime, tokens = runtime_of(policy, **more), (40, 12, 24)
+    alone, sessions = sessions_of(runtime, tokens), sessions_of(runtime, tokens)
+    expected = ["".join(s.send(text)) for s, text in zip(alone, TEXTS, strict=True)]
+    batch, sizes = runtime.batch(2), list[int]()
+    if batch.apart is None and not isinstance(batch._rows, SharedPass):
+        pytest.skip("these share a cache")
+    assert batch.apart is None
+    read = shared_pass.read_token_of_each
+    monkeypatch.setattr(
+        shared_pass, "read_token_of_each", lambda *a: (sizes.append(len(a[1])), read(*a))[1]
+    )
+    for session, text in zip(sessions, TEXTS, strict=True):
+        batch.add(session, session.send(text))
+    found = answered(batch)
+    assert [found[id(s)] for s in sessions] == expected
+    assert differing(sessions, alone) < 0.005
+    assert [s.stats.held_tokens for s in sessions] == [s.stats.held_tokens for s in alone]
+    assert set(sizes) == {2}
+    # What is alone is read alone: while another's prompt is read, and at the end.
+    assert len(sizes) >= 20
+    assert (batch.nbytes > 0) is (runtime.plan.dtype == "bfloat16")
+    # They go on alone as well.
+    again = [["".join(s.send("And?")) for s in group] for group in (sessions, alone)]
+    assert again[0] == again[1]
+
+
+@pytest.mark.slow(keep=2)
+@pytest.mark.parametrize("policy", [name for name in policies() if name != "full"])
+def test_a_pass_of_one_is_the_sessions_own_to_the_bit(policy: str) -> None:
+    """So with several only what rounds matrix products of more rows differs."""
+    runtime = runtime_of(policy)
+    alone, session = sessions_of(runtime, (2, 2))
+    for one in (alone, session):
+        "".join(one.send(TEXTS[2]))
+    for token in range(30, 50):
+        with torch.inference_mode():
+            found = read_token_of_each(runtime.model, [token], [session.loop.cache])
+        assert torch.equal(found, alone.loop.read(torch.tensor([[token]])))
+    assert kept(session) == kept(alone)
+
+
+def test_pinned_messages_stay_and_are_read_with_others() -> None:
+    runtime = runtime_of(budget=96)
+    alone, sessions = sessions_of(runtime, (30, 30)), sessions_of(runtime, (30, 30))
+    for group in (alone, sessions):
+        "".join(group[0].send("The word is plum.", pin=True))
+    expected = ["".join(s.send(text)) for s, text in zip(alone, TEXTS[1:], strict=True)]
+    batch = runtime.batch(2)
+    for session, text in zip(sessions, TEXTS[1:], strict=True):
+        batch.add(session, session.send(text))
+    found = answered(batch)
+    assert [found[id(s)] for s in sessions] == expected
+    assert list(map(kept, sessions)) == list(map(kept, alone))
+
+
+APART = {**MLA, **READERS, **SINKS, **STATES}
+SHARED = {"llama": {}, "phimoe": {}, "phi": {}, "smollm3": {}, "starcoder2": {}, **NEIGHBOURS}
+
+
+@pytest.mark.slow(keep=4)
+@pytest.mark.parametrize("family", SHARED)
+def test_logits_of_a_family_are_those_of_each_cache_alone(family: str) -> None:
+    model = model_of(family)
+    lengths = (3, 20, 41)
+
+    def filled() -> list[kvcap.BudgetCache]:
+        torch.manual_seed(1)
+        found = []
+        for length in lengths:
+            cache = kvcap.BudgetCache(model.config, 16, 8, evict_every=3)
+            cache.allocate(1, torch.float32, "cpu")
+            BlockLoop(model, cache).prefill(torch.randint(3, 90, (1, length)))
+            found.append(cache)
+        return found
+
+    together, alone = filled(), filled()
+    if why := why_no_pass(together[0]):
+        assert why == "native sliding layers grow and shrink"
+        return
+    for step in range(10):
+        tokens = [5 + step, 30 + step, 60 - step]
+        with torch.inference_mode():
+            found = read_token_of_each(model, tokens, together)
+        for row, (cache, token) in enumerate(zip(alone, tokens, strict=True)):
+            expected = BlockLoop(model, cache).read(torch.tensor([[token]]))
+            torch.testing.assert_close(found[row : row + 1], expected, atol=2e-4, rtol=2e-4)
+    for one, other in zip(together, alone, strict=True):
+        assert (one.seen, one.held) == (other.seen, other.held)
+
+
+@pytest.mark.slow(keep=4)
+@pytest.mark.parametrize("family", APART)
+def test_what_cannot_share_passes_says_why(family: str) -> None:
+    model = model_of(family)
+    why = why_no_pass(kvcap.BudgetCache(model.config, 16, 8))
+    if family in MLA:
+        assert why == "slots hold latents"
+    elif family in STATES and family != "lfm3":
+        assert why == "some layers are recurrent"
+    else:
+        assert why == "native sliding layers grow and shrink"
+
+
+def test_rotations_by_the_longest_session_are_not_shared() -> None:
+    scaling = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    config = tiny_config("llama", rope_parameters=scaling, rope_scaling=scaling)
+    config._attn_implementation = "kvcap"
+    why = why_no_pass(kvcap.BudgetCache(config, 16, 8, positions="true"))
+    assert why == "the model's rotation follows the longest session"
+
+
+def test_who_may_not_read_a_token_is_refused_alone() -> None:
+    runtime = runtime_of("full", budget=64)
+    alone, sessions = sessions_of(runtime, (30, 30)), sessions_of(runtime, (30, 30))
+    expected = "".join(alone[0].send("Hello."))
+    sessions[1].on_full = "stop"
+    sessions[1].set_generation(max_new_tokens=31)
+    batch = runtime.batch(2)
+    batch.add(sessions[0], sessions[0].send("Hello."))
+    batch.add(sessions[1], sessions[1].send(TEXTS[1][:120]))
+    assert answered(batch)[id(sessions[0])] == expected
+    assert sessions[1].turn is not None
+    assert sessions[1].turn.finish_reason == "full"
+
+
+@pytest.mark.parametrize("error", [ZeroDivisionError(), MemoryError()])
+def test_a_pass_that_fails_ends_those_answers_and_no_more(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whose conversations are read again, and end as those of sessions that never failed."""
+    runtime = runtime_of()
+    alone, sessions = sessions_of(runtime, (20,)), sessions_of(runtime, (20, 20))
+    batch, layer = runtime.batch(2), sessions[1].loop.cache.capped_layers[1]
+    for session, text in zip(sessions, TEXTS[:2], strict=True):
+        batch.add(session, session.send(text))
+    while any(a.reading for a in batch._answers) or not batch._answers:
+        batch.step()
+
+    def fail(*_: Any) -> Any:
+        raise error
+
+    with monkeypatch.context() as patched:  # some layers have read the token by then
+        patched.setattr(layer, "attend", fail)
+        batch.step()
+    ends = [x for _ in range(2) for x in batch.step() if x.ended]
+    expected = MemoryCapExceeded if isinstance(error, MemoryError) else type(error)
+    assert [type(x.error) for x in ends] == [expected] * 2
+    assert [s.cache.seen for s in sessions] == [0, 0]
+    assert all(s.cache.consistent for s in sessions)
+    batch.add(sessions[0], sessions[0].send("And now?"))
+    again = answered(batch)[id(sessions[0])]
+    assert "".join(alone[0].send(sessions[0].messages[:-1])) == again
+
+
+def test_a_pass_over_the_cap_is_refused_before_it_begins() -> None:
+    runtime = runtime_of()
+    sessions, batch = sessions_of(runtime, (20, 20)), runtime.batch(2)
+    for session, text in zip(sessions, TEXTS[:2], strict=True):
+        batch.add(session, session.send(text))
+    while any(a.reading for a in batch._answers) or not batch._answers:
+        batch.step()
+    before = [s.cache.seen for s in sessions]
+    for session in sessions:
+        session.cache.guard = CapGuard(cap=1, workspace=1, block=16)
+    batch.step()
+    ends = [x for _ in range(2) for x in batch.step() if x.ended]
+    assert [type(x.error) for x in ends] == [MemoryCapExceeded] * 2
+    assert [s.cache.seen for s in sessions] == before
+
+
+def kept_rotated(runtime: kvcap.Runtime, *, lends: bool) -> list[torch.Tensor]:
+    """Logits of a session's tokens, read in passes of its own, and its keys at the end."""
+    (session,), batch = sessions_of(runtime, (2,)), runtime.batch(2)
+    "".join(session.send(TEXTS[2]))
+    answer, found, passes = Answer(session, iter(())), list[torch.Tensor](), batch._rows  # type: ignore[arg-type]
+    assert isinstance(passes, SharedPass)
+    assert passes.nbytes > 0
+    if not lends:
+        passes._lent = [[]] * 2
+    for token in range(30, 58):
+        if token == 45:  # a block comes in between, and evicts
+            session.loop.read(torch.tensor([[5, 6, 7]]))
+        answer.asked = Read(token, False)
+        passes.join(answer)
+        passes.read([answer])
+        found.append(answer.found)
+    lent = session.loop.cache.capped_layers[0].storage.lent
+    assert (lent is not None and lent.count > 0) is lends
+    found += [segment.keys for layer in session.cache.capped_layers for segment in layer.segments]
+    assert session.loop.cache.capped_layers[0].storage.lent is None
+    return found
+
+
+@pytest.mark.parametrize("policy", ["keydiff", "snapkv", "pyramidkv"])
+def test_keys_that_stay_rotated_between_evictions_are_the_same(policy: str) -> None:
+    runtime = runtime_of(policy, dtype="bfloat16")
+    found = kept_rotated(runtime, lends=True)
+    expected = kept_rotated(runtime, lends=False)
+    assert all(map(torch.equal, found, expected))
+
+
+@pytest.mark.parametrize("policy", ["keydiff", "snapkv", "streaming_llm"])
+def test_the_rehearsed_pass_is_the_allocators_peak(policy: str) -> None:
+    config = tiny_config("llama", hidden_size=128, intermediate_size=320, head_dim=32)
+    # In float32 keys are rotated where they lie, which takes less than what is rehearsed.
+    eviction, dtype = small_policy(policy, config), torch.bfloat16
+    plan = kvcap.MemoryPlan.of(
+        config, policy=eviction, kv_budget_tokens=200, block_size=64, dtype=dtype
+    )
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="kvcap", dtype=dtype)
+    caches = [
+        kvcap.BudgetCache(config, 200, 64, eviction, evict_every=64).allocate(1, dtype, "cpu")
+        for _ in range(8)
+    ]
+    for cache in caches:
+        BlockLoop(model.eval(), cache).prefill(torch.randint(3, 90, (1, 256)))
+        for _ in range(63):
+            BlockLoop(model, cache).read(torch.tensor([[5]]))
+    with torch.inference_mode():
+        measured = allocator_peak(lambda: read_token_of_each(model, [5] * 8, caches))
+    assert all(cache.held == 200 for cache in caches)  # it was the token that evicts
+    assert rehearse_pass(config, eviction, plan, 8, 64) == pytest.approx(measured, rel=0.05)
