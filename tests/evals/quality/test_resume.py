@@ -62,7 +62,7 @@ for point in sys.argv[3:]:
         sweep.run(sweep.Sweep(**json.loads(sys.argv[1])), out)
         os._exit(0)
     print(point, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]),
-          len(cells.read_cells(out / "cells.jsonl")))
+          len(cells.read_cells(out / "cells.jsonl")), flush=True)  # or the next child may, too
 """
 
 

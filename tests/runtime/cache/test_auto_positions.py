@@ -180,7 +180,7 @@ def by_hand(cache: BudgetCache, config: Any, **more: Any) -> BudgetCache:
     return other
 
 
-CASES: list[dict[str, Any]] = [{"batch": 2}, {"pins": [(3, 5)]}, {"evict_every": 3}]
+CASES: list[dict[str, Any]] = [{"batch": 2}, {"pins": [(3, 4)]}, {"evict_every": 3}]
 # Of correctors, evicted tokens count too, see below.
 KEPT = sorted(
     name
