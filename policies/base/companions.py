@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kvcap.policies.base.component import Component
 from kvcap.policies.base.observation import Observation
+from kvcap.policies.base.order import best
 from kvcap.policies.base.policy import Policy
 
 
@@ -120,6 +121,23 @@ class Rescorer(Component):
             obs: what the policy was given.
         """
         raise NotImplementedError
+
+    def best_first(
+        self, share: float, scores: Tensor, second: Tensor, pinned: Tensor, obs: Observation
+    ) -> Tensor:
+        """Scores [B, K, n] by which the best by `scores` stay first, and others by `second`.
+
+        Args:
+            share: of the slots that stay and are not pinned, how many go by `scores`.
+            scores: [B, K, n], as `rescore` is given them.
+            second: [B, K, n], likewise.
+            pinned: as `rescore` is given it.
+            obs: likewise.
+        """
+        free = obs.budget - pinned.sum(-1, keepdim=True)  # [B, K, 1]
+        others = scores.masked_fill(pinned, -torch.inf)
+        first = best(others, obs.positions, share * free)  # [B, K, n]
+        return second.masked_fill(first, torch.finfo(torch.float32).max)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from kvcap.policies.base import Observation, Preset, Rescorer
-from kvcap.policies.base.order import best
 
 
 @dataclass(frozen=True)
@@ -58,10 +57,7 @@ class CriticalKV(Rescorer):
         lowest = scores.masked_fill(pinned, 0.0).amin(-1, keepdim=True).clamp(max=0.0)  # [B, K, 1]
         rows = 1 if obs.queries is None else obs.queries.shape[2]
         second = ((scores - lowest) / rows + self.epsilon) * obs.state["output_norm"]
-        free = obs.budget - pinned.sum(-1, keepdim=True)  # [B, K, 1]
-        others = scores.masked_fill(pinned, -torch.inf)
-        first = best(others, obs.positions, self.alpha * free)  # [B, K, n]
-        return second.masked_fill(first, torch.finfo(torch.float32).max)
+        return self.best_first(self.alpha, scores, second, pinned, obs)
 
 
 def _norms(values: Tensor, weights: Tensor) -> Tensor:

@@ -5,11 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
 from kvcap.policies.base import Observation, Preset, Rescorer
-from kvcap.policies.base.order import best
 from kvcap.policies.keydiff import KeyDiff
 
 
@@ -42,7 +40,4 @@ class Distinct(Rescorer):
     def rescore(self, scores: Tensor, pinned: Tensor, obs: Observation) -> Tensor:
         if self.share == 1:
             return scores
-        free = obs.budget - pinned.sum(-1, keepdim=True)  # [B, K, 1]
-        others = scores.masked_fill(pinned, -torch.inf)
-        first = best(others, obs.positions, self.share * free)  # [B, K, n]
-        return KeyDiff().score(obs).masked_fill(first, torch.finfo(torch.float32).max)
+        return self.best_first(self.share, scores, KeyDiff().score(obs), pinned, obs)
