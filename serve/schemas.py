@@ -202,15 +202,11 @@ class Tool(Strict):
 
 def _choice(value: Any) -> Any:
     """Refuses what is no choice of tools."""
-    names = isinstance(value, dict) and value.keys() == {"type", "function"}
-    if names and value["type"] == "function":
-        function = value["function"]
-        if isinstance(function, dict) and function.keys() == {"name"}:
-            names = isinstance(function["name"], str)
-            if names:
-                return value
-    if value in ("auto", "none", "required"):
-        return value
+    match value:
+        case "auto" | "none" | "required":
+            return value
+        case {"type": "function", "function": {"name": str(), **more}, **rest} if not more | rest:
+            return value
     raise ValueError(
         "use 'auto', 'none', 'required', or {'type': 'function', 'function': {'name': NAME}}"
     )
