@@ -343,11 +343,12 @@ def main() -> None:
     parser.add_argument("--smoke", action="store_true", help="a tiny model on the CPU, two minutes")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--workers", type=int, default=14, help="processes that make batches")
-    parser.add_argument(
+    plans = parser.add_mutually_exclusive_group()
+    plans.add_argument(
         "--settle", type=Path, metavar="DIR", help="go on from this model with the survival loss"
     )
-    parser.add_argument("--plain", action="store_true", help="the plan of pocket-plain")
-    parser.add_argument(
+    plans.add_argument("--plain", action="store_true", help="the plan of pocket-plain")
+    plans.add_argument(
         "--text", type=Path, metavar="FOLDER", help="the plan of pocket-text, on these files"
     )
     parser.add_argument("--scale", type=float, default=1.0, help="times the tokens of the plan")
