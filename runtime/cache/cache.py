@@ -411,20 +411,17 @@ class BudgetCache(Cache):  # type: ignore[misc]
         if not self.by_rows():
             return None
         if self._table is None:
-            layers = self.capped_layers
-            slots = [layer.segments for layer in layers]
-            self._table = RowTable(slots, self._pins_of, self._recents())
+            slots = [layer.segments for layer in self.capped_layers]
+            # What only a layer knows is asked of it: a table that knew the cache would keep it.
+            evictors = [layer.evictor for layer in self.capped_layers]
+            pins = [evictor.row_pins for evictor in evictors if evictor is not None]
+            self._table = RowTable(slots, pins, self._recents())
         self._table.tell(self.seen)
         return self._table
 
     def row_pass(self, table: RowTable, longest: int, always: bool = False) -> RowPass:
         """A pass over rows, of which none is longer while it reads a block; see `RowPass`."""
         return RowPass(table, longest, self.compact_positions, always)
-
-    def _pins_of(self, index: int, segment: Segment) -> tuple[int, int]:
-        evictor = self.capped_layers[index].evictor
-        assert evictor is not None
-        return evictor.row_pins(segment)
 
     def _recents(self) -> list[int]:
         """How many newest tokens stay, by the slots that a head may ever have, where they move."""

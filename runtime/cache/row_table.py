@@ -18,7 +18,7 @@ from kvcap.runtime.cache.pool import Segment
 
 STEP = 512  # to which the longest row is rounded up: rows of about that length share a CUDA graph
 
-Pins = Callable[[int, Segment], tuple[int, int]]
+Pins = Callable[[Segment], tuple[int, int]]
 
 
 class LayerRows(NamedTuple):
@@ -39,13 +39,16 @@ class RowTable:
 
     Args:
         layers: their segments, one a head, of one pool for each layer.
-        pins_of: how many first and newest tokens of a layer's segment stay.
+        pins_of: for each layer, how many first and newest tokens of a segment stay.
         recents: where slots move between heads, how many newest tokens stay, by the slots of a
             head.
     """
 
     def __init__(
-        self, layers: Sequence[Sequence[Segment]], pins_of: Pins, recents: Sequence[int] = ()
+        self,
+        layers: Sequence[Sequence[Segment]],
+        pins_of: Sequence[Pins],
+        recents: Sequence[int] = (),
     ) -> None:
         self.layers, self._pins_of = layers, pins_of
         self._most = [0] * len(layers)  # slots that a row of each may have
@@ -92,7 +95,7 @@ class RowTable:
         found = [*(s.start for s in segments), last.start + last.slots]
         found += [s.held for s in segments]
         found += [s.target_length for s in segments]
-        return found + [n for s in segments for n in self._pins_of(index, s)]
+        return found + [n for s in segments for n in self._pins_of[index](s)]
 
     def divide(self, index: int, starts: Tensor, budgets: Tensor) -> None:
         """Give a layer's rows these places [B·K + 1] and slots [B·K], on the device alone."""

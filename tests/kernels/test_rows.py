@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import replace
+from sys import getrefcount
 from types import SimpleNamespace
 
 import pytest
@@ -244,7 +245,7 @@ def test_the_host_is_told_what_the_device_knows():
         segment.target_length = slots
     layer.segments[1].target_length = 8  # it has room for one more
     before = [(s.start, s.budget, s.target_length, s.held) for s in layer.segments]
-    table = RowTable([layer.segments], lambda *_: (0, 3), [min(3, n) for n in range(99)])
+    table = RowTable([layer.segments], [lambda _: (0, 3)], [min(3, n) for n in range(99)])
     table.tell(4)
     table.agreed(5, divided=True)
     assert table.seen == 5
@@ -260,6 +261,18 @@ def test_the_host_is_told_what_the_device_knows():
     assert table.pins[0].tolist() == [[0, 3], [0, 2], [0, 3]]
     assert table.longest(1) == 513
     assert table.longest(16) == 528
+
+
+@pytest.mark.parametrize("policy", ["headkv", "adakv"])
+def test_what_tells_the_device_of_rows_does_not_keep_the_cache(policy):
+    """A session leaves its cache to the next one where nobody else refers to it."""
+    model = tiny_model("llama", num_hidden_layers=1).to(DEVICE)
+    cache = kvcap.BudgetCache(model.config, 24, 16, small_policy(policy, model.config))
+    cache.allocate(1, torch.float32, DEVICE)
+    before = getrefcount(cache)
+    with kernels.use("triton"):
+        assert cache.row_table() is not None
+    assert getrefcount(cache) == before
 
 
 def test_blocks_that_cannot_be_captured_leave_tokens_their_graphs(monkeypatch):
