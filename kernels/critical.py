@@ -14,6 +14,7 @@ from torch import Tensor
 from kvcap.kernels.arguments import MOST_SPANS, Pins, Spans, strides
 from kvcap.kernels.device import DTYPES, able, on_gpu, power_of_two
 from kvcap.kernels.launch import empty, run
+from kvcap.kernels.rows import tile_of_row
 from kvcap.policies.base import Rows
 
 MOST_SIZE = 256  # of a head
@@ -88,7 +89,6 @@ def rescore(
 
     batch, heads, slots = positions.shape
     out = empty(batch, heads, slots, device=scores.device)
-    block = min(2048, power_of_two(slots, 32))
     starts, lengths = (None, None) if rows is None else rows[:2]
     told = budget if isinstance(budget, Tensor) else None
     with torch.cuda.device_of(scores):
@@ -100,6 +100,6 @@ def rescore(
             **pins.arguments(scores.device), starts=starts, lengths=lengths, row_pins=row_pins,
             budgets=told, budget=0 if isinstance(budget, Tensor) else budget,
             alpha=alpha, epsilon=epsilon, queries=float(queries),
-            BLOCK=block, num_warps=max(1, block // 256),
+            **tile_of_row(slots),
         )  # fmt: skip
     return out

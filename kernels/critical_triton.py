@@ -70,6 +70,7 @@ def rescore_rows(
     budget,
     alpha, epsilon, queries,
     BLOCK: tl.constexpr,
+    WHOLE: tl.constexpr,  # see `cut`
 ):  # fmt: skip
     """A whole row: its best slots to the front, the others by score and norm."""
     row = tl.program_id(0).to(tl.int64)
@@ -98,7 +99,7 @@ def rescore_rows(
     low, oldest = cut(
         scores, positions, count, slots, score_n, sinks, recents, seen, clock, spans,
         start_0, stop_0, start_1, stop_1, start_2, stop_2, start_3, stop_3,
-        start_4, stop_4, start_5, stop_5, start_6, stop_6, start_7, stop_7, BLOCK,
+        start_4, stop_4, start_5, stop_5, start_6, stop_6, start_7, stop_7, BLOCK, WHOLE,
     )  # fmt: skip
     for begin in range(0, slots, BLOCK):
         slot = begin + tl.arange(0, BLOCK)

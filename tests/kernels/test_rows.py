@@ -101,9 +101,14 @@ CASES = [
 ]
 
 
+@pytest.mark.parametrize("at_once", [True, False])
 @pytest.mark.parametrize("moving", [False, True])
 @pytest.mark.parametrize(("lengths", "targets", "pins", "spans"), CASES)
-def test_a_block_evicts_what_each_row_has_too_much(lengths, targets, pins, spans, moving):
+def test_a_block_evicts_what_each_row_has_too_much(
+    lengths, targets, pins, spans, moving, at_once, monkeypatch
+):
+    if not at_once:
+        monkeypatch.setattr(rows, "MOST_AT_ONCE", 0)
     layer = Layer(lengths, targets, pins, spans)
     expected = [layer.expected(k) for k in range(len(lengths))]
     starts, left = layer.starts, torch.full((len(lengths),), -1, dtype=torch.int32, device=DEVICE)
