@@ -146,6 +146,7 @@ class SlotAttention:
         counter = context.token_counter_after(block.length)
         if context.filling:
             assert counter is not None
+            self._fill(query, block.new_values, block, call)
             return self._over_all_slots(query, counter, call)
         packed = self._packs(query, call)
         context.make_room()  # for a copy of all keys
@@ -171,6 +172,20 @@ class SlotAttention:
             with context.run_async_if_last(step):
                 evictor.evict_if_due(step)
         return out
+
+    def _fill(
+        self, query: Tensor, values: Tensor | None, block: PendingBlock, call: AttentionCall
+    ) -> None:
+        """Update the policy's state by the queries and values of a block that only fills slots."""
+        context, used = block.context, block.context.token_counter
+        counter, pool = context.token_counter_after(block.length), self.segments[0].pool
+        assert used is not None
+        step = AttentionStep(
+            block.total_tokens, block.length, [pool.keys], [query], *call, counter,
+            new_values=values,
+        )  # fmt: skip
+        with context.run_async_if_last(step):
+            self.evictor.fill(step, used)
 
     def again(self, query: Tensor, block: PendingBlock, call: AttentionCall) -> Tensor:
         """Attention of another layer over what `block` attended to; after the last one, eviction.
@@ -231,6 +246,8 @@ class SlotAttention:
             with context.run_async_if_last(query):
                 storage.query_window.append(query)
         counter = context.token_counter_after(1)
+        if filling:
+            self._fill(query, value, block, call)
         if has_work:
             with context.run_async_if_last((query, sums)):
                 keys = segment.keys

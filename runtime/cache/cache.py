@@ -138,7 +138,7 @@ class BudgetCache(Cache):  # type: ignore[misc]
         self.guard: CapGuard | None = None
         """Holds the process to a cap; the block loop asks it before every block."""
         self._table: RowTable | None = None
-        self._by_rows: dict[tuple[bool, int], bool] = {}
+        self._covered: dict[tuple[bool, int], bool] = {}
         self._length: int | None = None  # tokens of the pass that begins, once its mask is checked
         self._reading = 0  # tokens of the pass in hand
         watch_stock()
@@ -388,11 +388,15 @@ class BudgetCache(Cache):  # type: ignore[misc]
             return False
         if any(len(layer.segments) < 2 or layer.readers > 1 for layer in layers):
             return False
-        pool, spans = layers[0].segments[0].pool, tuple(self.pinned_spans)
+        return self.covers_rows()
+
+    def covers_rows(self) -> bool:
+        """Whether kernels can read on the device where slots lie and how many are in use."""
+        pool, spans = self.capped_layers[0].segments[0].pool, tuple(self.pinned_spans)
         asked = ready(pool.keys), len(spans)
-        if asked not in self._by_rows:
-            self._by_rows[asked] = self._covers_rows(pool, spans)
-        return self._by_rows[asked]
+        if asked not in self._covered:
+            self._covered[asked] = self._covers_rows(pool, spans)
+        return self._covered[asked]
 
     def _covers_rows(self, pool: SlotPool, spans: Sequence[Span]) -> bool:
         """Whether kernels cover the eviction, the slots and attention over them."""

@@ -19,7 +19,7 @@ from kvcap.kernels import evict
 from kvcap.kernels import rows as row_kernels
 from kvcap.kernels.choice import ready
 from kvcap.policies import Eviction, Observation, Policy
-from kvcap.policies.base import Expansion, apportion
+from kvcap.policies.base import Expansion, Rows, apportion
 from kvcap.policies.base.component import ATTENTION_VIEWS
 from kvcap.policies.base.eviction import LOWEST
 from kvcap.runtime.cache.allocation import LayerStorage
@@ -50,7 +50,7 @@ class AttentionStep:
     stored: kernels.StoredKeys | None = None  # of the first segment's keys
     values: list[Tensor] | None = None  # of every segment likewise; None: read from its slots
     rows: LayerRows | None = None  # of unequal heads; the first keys [slots, D] are the pool's
-    new_values: Tensor | None = None  # [B, K, T, D], likewise
+    new_values: Tensor | None = None  # [B, K, T, D], of the block, as `PendingBlock` has them
 
 
 @dataclass
@@ -199,7 +199,7 @@ class Evictor:
         if not (due or eviction.state or rows.always):
             rows.held.copy_(rows.after.lengths)
             return
-        obs = self._observe_rows(step)
+        obs = self._observe_rows(step, rows.after, rows.always)
         for component in eviction.components:
             kernels.update_rows(component, obs, step.new_values, rows.before.lengths)
         if not (due or rows.always):
@@ -221,6 +221,23 @@ class Evictor:
         if starts is not None and budgets is not None:
             rows.table.divide(self.index, starts, budgets)
         self.storage.enable_rotation()
+
+    def fill(self, step: AttentionStep, used: Tensor) -> None:
+        """Update the policy's state after a block that only filled slots; nothing goes.
+
+        Args:
+            step: of the block, with its `new_values`.
+            used: slots in use before it, an integer on the device [], as in a CUDA graph.
+        """
+        if not self.eviction.state:
+            return
+        (segment,), used = self.segments, used.int()
+        count = segment.batch * segment.heads
+        starts = torch.arange(count, dtype=torch.int32, device=used.device) * segment.capacity
+        after = Rows(starts + segment.start, (used + step.length).repeat(count), segment.capacity)
+        obs, before = self._observe_rows(step, after, always=True), used.repeat(count)
+        for component in self.eviction.components:
+            kernels.update_rows(component, obs, step.new_values, before)
 
     def select_early(self, step: AttentionStep, run_async: RunAsync) -> list[SegmentEviction]:
         """Select what goes after a block before it is attended, where kernels can.
@@ -371,26 +388,25 @@ class Evictor:
             none, none, none, 0, segment.target_length, layer=self.index, first_head=segment.head
         )
 
-    def _observe_rows(self, step: AttentionStep) -> Observation:
-        """All heads of a layer, which are unequal."""
-        eviction, rows, pool, projection = self.eviction, step.rows, self.segments[0].pool, None
-        assert rows is not None
+    def _observe_rows(self, step: AttentionStep, rows: Rows, always: bool) -> Observation:
+        """All heads of a layer, with as many slots as its `rows` say, a block's included."""
+        eviction, pool, projection = self.eviction, self.segments[0].pool, None
         assert step.queries is not None
         batch, heads = len(step.queries[0]), self.layout.shape.kv_heads
         if "output_projection" in eviction.observes and step.module is not None:
             projection = output_projection(step.module, self.layout.shape)
         queries, count = step.queries[0], eviction.policy.queries_observed
         if count is not None and count > 1 and self.storage.query_window is not None:
-            count = count if rows.always else min(count, step.tokens)
+            count = count if always else min(count, step.tokens)
             storage = self.storage
-            rotation = storage.rotation if rows.always else storage.pending_rotation
+            rotation = storage.rotation if always else storage.pending_rotation
             queries = self.storage.query_window.last(None, count, rotation)
         elif count:
             queries = queries[:, :, -count:]
         return Observation(
             keys=step.keys[0][None, None].expand(batch, heads, -1, -1),
             values=pool.values[None, None].expand(batch, heads, -1, -1),
-            positions=row_kernels.padded_positions(pool.positions, rows.after, batch),
+            positions=row_kernels.padded_positions(pool.positions, rows, batch),
             num_tokens=step.tokens if step.token_counter is None else step.token_counter,
             budget=self.segments[0].target_length,
             new=step.length,
@@ -403,7 +419,7 @@ class Evictor:
             output_projection=projection,
             saliency=eviction.saliency,
             pinned_spans=tuple(self.pinned_spans),
-            rows=rows.after,
+            rows=rows,
         )
 
     def _fused(self, observed: list[Observation]) -> bool:

@@ -272,7 +272,9 @@ def fills(cache: BudgetCache, tokens: int) -> bool:
     layers = cache.capped_layers
     if cache.eviction.layers_move and tokens > 1:
         return False  # each block says what its layers want
-    if cache.eviction.state or not all(len(layer.segments) == 1 for layer in layers):
+    if not all(len(layer.segments) == 1 for layer in layers):
+        return False
+    if cache.eviction.state and not cache.covers_rows():
         return False
     return all(x.held == x.seen and x.held + tokens <= x.segments[0].target_length for x in layers)
 
