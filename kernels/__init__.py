@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,10 +20,12 @@ from kvcap.kernels.arguments import Pins
 from kvcap.kernels.choice import ready
 from kvcap.kernels.choice import use as use
 from kvcap.kernels.device import DTYPES
+from kvcap.kernels.division import MOST_HEADS, Division, as_adakv, by_split
 from kvcap.policies.andpro import AnDPro
 from kvcap.policies.base import (
     Eviction,
     Group,
+    HeadBudget,
     LayerBudget,
     Observation,
     Policy,
@@ -32,6 +34,7 @@ from kvcap.policies.base import (
     pool_in_time,
 )
 from kvcap.policies.base.component import Component
+from kvcap.policies.budgets.adakv import AdaKV
 from kvcap.policies.budgets.cake import Cake as CakeBudget
 from kvcap.policies.cake import Cake
 from kvcap.policies.dropkv import DropKV
@@ -127,6 +130,16 @@ def rescore(
     budget = obs.budget if budgets is None else budgets
     options = pins, budget, rescorer.alpha, rescorer.epsilon, queries
     return critical.rescore(scores, obs.positions, norm, *options, obs.rows, row_pins)
+
+
+def divide(budget: HeadBudget, scores: Tensor, *given: Any) -> Division:
+    """A layer's slots shared out by a budget whose slots move; arguments as in `division.as_adakv`.
+
+    Kernels give what `budget.split` does.
+    """
+    if type(budget) is AdaKV and scores.shape[1] <= MOST_HEADS and ready(scores):
+        return as_adakv(budget.fraction, scores, *given)
+    return by_split(budget, scores, *given)
 
 
 def covers_rows(eviction: Eviction) -> bool:

@@ -18,10 +18,10 @@ from kvcap import kernels
 from kvcap.kernels import evict
 from kvcap.kernels import rows as row_kernels
 from kvcap.kernels.choice import ready
+from kvcap.kernels.division import Division
 from kvcap.policies import Eviction, Observation, Policy
 from kvcap.policies.base import Expansion, Rows, apportion
 from kvcap.policies.base.component import ATTENTION_VIEWS
-from kvcap.policies.base.eviction import LOWEST
 from kvcap.runtime.cache.allocation import LayerStorage
 from kvcap.runtime.cache.layer_balance import LayerBalance
 from kvcap.runtime.cache.layout import CacheLayout
@@ -207,7 +207,7 @@ class Evictor:
             return
         scores = self._score_rows(obs)
         pins = evict.Pins(0, 0, obs.num_tokens, obs.pinned_spans)
-        starts, budgets = self._divide(scores, obs, rows) if divides else (None, None)
+        division = self._divide(scores, obs, rows) if divides else None
         scores = kernels.rescore(eviction.rescorer, scores, pins, obs, rows.targets, rows.pins)
         shift = None if self.storage.rotation is None else pool.aux[SHIFT]
         newer = None if self.storage.query_window is None else self.storage.query_window.shift
@@ -215,11 +215,12 @@ class Evictor:
         if step.length == 1 and not divides:
             row_kernels.give_up_one(scores, pins, moved, rows.held, newer)
         else:
+            starts = None if division is None else division.starts
             row_kernels.give_up(scores, pins, moved, rows.held, newer, starts)
         for segment in self.segments:
             segment.held = min(segment.held, segment.target_length)
-        if starts is not None and budgets is not None:
-            rows.table.divide(self.index, starts, budgets)
+        if division is not None:
+            rows.table.divide(self.index, division.starts, division.budgets)
         self.storage.enable_rotation()
 
     def fill(self, step: AttentionStep, used: Tensor) -> None:
@@ -350,36 +351,18 @@ class Evictor:
             scores = torch.where(whose[:, None], kernels.score_rows(policy, obs), scores)
         return scores
 
-    def _divide(self, scores: Tensor, obs: Observation, rows: LayerRows) -> tuple[Tensor, Tensor]:
-        """Share the layer's slots out among its heads, if any is to give up some; all int32.
+    def _divide(self, scores: Tensor, obs: Observation, rows: LayerRows) -> Division:
+        """Share the layer's slots out among its heads, if any is to give up some.
 
         By the device alone, which evicts down to `rows.targets` then.
-
-        Returns:
-            Where they begin from now on [B·K + 1], and how many slots each may have then [B·K].
         """
-        sinks, recents = rows.pins.view(*scores.shape[:2], 2).unbind(-1)
-        pinned = obs.positions < sinks[..., None]
-        pinned |= obs.positions >= obs.num_tokens - recents[..., None]
-        for start, stop in obs.pinned_spans:
-            pinned |= (obs.positions >= start) & (obs.positions < stop)
         budget, average = self.eviction.head_budget, self.layout.budgets[self.index]
         assert budget is not None
-        lengths, heads = rows.after.lengths, scores.shape[1]
-        due = (lengths > rows.targets).any()
-        scores = scores.nan_to_num(nan=LOWEST)
-        shape = scores.shape[:2]
-        kept = budget.split(scores, pinned, obs.positions, lengths.view(shape), average)
-        # As `_filled`: what heads leave is shared out evenly.
-        spare = heads * average - kept.sum(-1, keepdim=True)
-        places = torch.arange(heads, device=scores.device)
-        budgets = kept + (spare + heads - 1 - places) // heads
-        kept, budgets = (torch.where(due, x.flatten(), rows.targets).int() for x in (kept, budgets))
-        rows.targets.copy_(kept)
-        before = rows.before.starts  # [B·K + 1]
-        ends = (budgets + self.layout.block_size).cumsum(0)
-        starts = torch.cat((before[:1], before[:1] + ends))
-        return torch.where(due, starts, before).int(), budgets
+        pins = evict.Pins(0, 0, obs.num_tokens, obs.pinned_spans)
+        places = rows.after, rows.pins, rows.targets, average, self.layout.block_size
+        found = kernels.divide(budget, scores, obs.positions, pins, *places)
+        rows.targets.copy_(found.kept)
+        return found
 
     def _placed(self, segment: Segment) -> Observation:
         """A segment's place and budget, for what depends on no more."""
