@@ -96,7 +96,8 @@ def as_adakv(
     assert positions.is_contiguous()
     count, new = batch * heads, partial(torch.empty, dtype=torch.int32, device=device)
     worths, row_pinned = new(count, slots), new(count)
-    found = Division(new(count), new(count), new(count + 1))
+    # What stays where nothing is shared out, and where kernels are rehearsed.
+    found = Division(targets.clone(), targets.clone(), rows.starts.clone())
     tile = min(2048, power_of_two(slots, 32))
     layer_tile = min(8192, power_of_two(slots * heads, 32))
     with torch.cuda.device_of(scores):

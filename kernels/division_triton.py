@@ -150,9 +150,9 @@ def divide_layer(
     lengths,  # [B·K] int32, slots of each row
     targets,  # [B·K] int32, those that it may have
     before,  # [B·K + 1] int32, where rows begin
-    kept,  # [B·K] int32, is written: how many slots of each stay
+    kept,  # [B·K] int32, is written where slots are shared out: how many of each row stay
     budgets,  # [B·K] int32, likewise: how many it may have from now on
-    starts,  # [B·K + 1] int32, likewise: where it begins
+    starts,  # [B·K + 1] int32, likewise but for the last: where it begins
     slots,  # longest
     average,  # slots of a head
     block,  # slots behind each row's budget
@@ -169,6 +169,8 @@ def divide_layer(
     real, first = h < heads, tl.program_id(0) * heads
     held = tl.load(lengths + row, row < rows, 0)
     due = tl.max((held > tl.load(targets + row, row < rows, 0)).to(tl.int32), 0)
+    if due == 0:
+        return
     length = tl.load(lengths + first + h, real, 0)
     pins = tl.load(row_pinned + first + h, real, 0)
     count = tl.sum(length, 0) - tl.maximum(average * heads, tl.sum(pins, 0))
@@ -204,13 +206,8 @@ def divide_layer(
     # What heads leave is shared out evenly.
     spare = average * heads - tl.sum(stay, 0)
     budget = stay + (spare + heads - 1 - h) // heads
-    was = tl.load(targets + first + h, real, 0)
-    stay = tl.where(due > 0, stay.to(tl.int32), was)
-    budget = tl.where(due > 0, budget.to(tl.int32), was)
-    tl.store(kept + first + h, stay, real)
-    tl.store(budgets + first + h, budget, real)
-    size = tl.where(real, budget + block, 0)
+    tl.store(kept + first + h, stay.to(tl.int32), real)
+    tl.store(budgets + first + h, budget.to(tl.int32), real)
+    size = tl.where(real, budget.to(tl.int32) + block, 0)
     begin = tl.load(before) + batch * heads * (average + block) + tl.cumsum(size, 0) - size
-    begin = tl.where(due > 0, begin, tl.load(before + first + h, real, 0))
     tl.store(starts + first + h, begin, real)
-    tl.store(starts + rows, tl.load(before + rows), batch == 0)  # the layer's slots end there

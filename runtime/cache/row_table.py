@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from kvcap.policies.base import Rows
 from kvcap.runtime.cache.pool import Segment
@@ -68,7 +69,7 @@ class RowTable:
 
         Where it `divided` slots anew the device alone did: the host waits for it, and is told.
         """
-        if divided:
+        if divided and not isinstance(self._numbers, FakeTensor):  # of a rehearsal nothing is known
             for index, (segments, told) in enumerate(
                 zip(self.layers, self._numbers.tolist(), strict=True)
             ):
