@@ -62,12 +62,11 @@ class Layer:
             places = [(b, k, 1, 1) for b in range(c.batch) for k in range(c.kv_heads)]
         self.segments, start = list[Segment](), 0
         for row, head, b, k in places:
-            self.segments.append(
-                Segment(
-                    pool, start, c.budget, c.block, b, k, row=row, head=head, layer_heads=c.kv_heads
-                )  # fmt: skip
+            segment = Segment(
+                pool, start, c.budget, c.block, b, k, row=row, head=head, layer_heads=c.kv_heads
             )
-            start += self.segments[-1].slots
+            self.segments.append(segment)
+            start += segment.slots
         self.rotation = None
         if c.compact:
             inv_freq = 10000.0 ** -(torch.arange(0, c.size, 2) / c.size)
@@ -118,6 +117,15 @@ def blocks(case: Case, dtype: torch.dtype) -> list[tuple[Tensor, ...]]:
     return found
 
 
+def in_time(place: Segment) -> list[Tensor]:
+    """All that is held, row by row in the order of the text."""
+    order, found = place.positions.argsort(), list[Tensor]()
+    for x in place.buffers():
+        index = order if x.dim() == 3 else order[..., None].expand(x.shape)
+        found.append(x.gather(2, index))
+    return found
+
+
 @pytest.mark.slow(keep=3)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -134,19 +142,8 @@ def test_a_conversation_is_the_eager_codes(case, dtype):
             torch.testing.assert_close(found, expected, **close)
         for a, b in zip(mine.store.evicted, its.store.evicted, strict=True):
             assert a.held == b.held
-            order = [x.positions.argsort() for x in (a, b)]
-            for name in ("positions", "score", SHIFT):
-                ours, theirs = (
-                    x.aux(name).gather(2, i) for x, i in zip((a, b), order, strict=True)
-                )
-                assert torch.equal(ours, theirs), name
-            for i, j in zip(*(x.flatten(0, 1) for x in order), strict=True):
-                assert len(i) == len(j)
-            ours, theirs = (
-                x.keys.gather(2, i[..., None].expand(*i.shape, case.size))
-                for x, i in zip((a, b), order, strict=True)
-            )
-            assert torch.equal(ours, theirs)
+            for ours, theirs in zip(in_time(a), in_time(b), strict=True):
+                assert torch.equal(ours, theirs)
         if dtype == torch.bfloat16:  # a cosine next to a threshold may fall on either side
             for name, ours in mine.store.named().items():
                 ours.copy_(its.store.named()[name])

@@ -51,7 +51,8 @@ def read(policy, positions, choice):
     ("policy", "positions"),
     [*((policy, "auto" if policy == "headkv" else "compact") for policy in POLICIES),
      ("dropkv", "true"), ("keydiff-window", "auto"), ("calidrop", "true"), ("calidrop", "auto"),
-     ("calidrop-h2o", "compact"), ("criticalkv+calidrop", "compact"), ("headkv+calidrop", "compact")],
+     ("calidrop-h2o", "compact"), ("criticalkv+calidrop", "compact"),
+     ("headkv+calidrop", "compact")],
 )  # fmt: skip
 def test_the_same_logits_and_the_same_tokens_kept(policy, positions, monkeypatch):
     eager, kept = read(policy, positions, "eager")
