@@ -150,9 +150,9 @@ class Corrector(Component):
         raise NotImplementedError
 
     @property
-    def directory(self) -> str | None:
-        """Where to map them into memory from a file; None: in memory."""
-        return None
+    def place(self) -> str:
+        """Where they lie: on the model's `device`, on the `host`, or mapped from a directory."""
+        return "device"
 
     def decide(self, query: Tensor, cached: Tensor) -> tuple[Tensor, Tensor]:
         """Which queries [B, H, T, D] need a recomputation, and which a correction.

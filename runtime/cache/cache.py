@@ -520,7 +520,18 @@ class BudgetCache(Cache):  # type: ignore[misc]
 
         Empty where evicted tokens are not kept.
         """
-        return [store.recomputed / max(1, store.steps) for store in self._stores]
+        counts = [store.counts for store in self._stores]
+        return [recomputed / max(1, steps) for steps, recomputed in counts]
+
+    @property
+    def stores_full(self) -> bool:
+        """Whether all that is kept of evicted tokens is as much as may be, or nothing is kept."""
+        return all(store.full for store in self._stores)
+
+    def count_stores_full(self) -> None:
+        """Count all that may be kept of evicted tokens as kept; it is not touched."""
+        for store in self._stores:
+            store.count_full()
 
     def allocate(self, batch: int, dtype: torch.dtype, device: torch.device | str) -> BudgetCache:
         """Allocate now rather than at the first token. Returns itself."""

@@ -63,19 +63,21 @@ class SegmentEviction:
     index: int
     segment: Segment
     obs: Observation
-    scores: Tensor  # [b, k, held], not made finite where fused
+    scores: Tensor  # [b, k, held] of the policy, not made finite where fused
     count: int  # slots of each head
     eviction: Eviction
     fused: bool
     pinned: Tensor | None = None  # bool [b, k, held], where not fused and any are
     shift: Tensor | None = None  # how far the segment's keys have moved, if they are moved
     newer: Tensor | None = None  # likewise kept queries, newer than all that goes
+    worth: Tensor | None = None  # by what kernels choose, where fused: scores, rescored
     choice: evict.Choice | None = None
 
     def select_by_kernel(self) -> None:
-        """Decide which slots go, more than one of each head; they stay until compacted."""
+        """Decide which slots go; they stay until compacted."""
+        assert self.worth is not None
         self.choice = evict.choose(
-            self.scores, self.obs.positions, self.count, self.pins, self.shift, self.newer
+            self.worth, self.obs.positions, self.count, self.pins, self.shift, self.newer
         )
 
     def compact_by_kernel(self) -> None:
@@ -84,8 +86,9 @@ class SegmentEviction:
         if self.choice is not None:
             evict.move(self.choice, self.obs.positions, buffers)
         else:
+            assert self.worth is not None
             evict.give_up(
-                self.scores, self.obs.positions, self.count, self.pins, self.shift, buffers,
+                self.worth, self.obs.positions, self.count, self.pins, self.shift, buffers,
                 self.newer,
             )  # fmt: skip
         self.segment.held -= self.count
@@ -256,22 +259,28 @@ class Evictor:
             return []
         self._update_state(observed)
         found = self._evictions(observed, step.stored)
-        with run_async([one.scores for one in found]):
+        with run_async([(one.scores, one.worth) for one in found]):
             for one in found:
                 one.select_by_kernel()
         return found
 
     def compact(self, evictions: Sequence[SegmentEviction]) -> None:
         """Give up what is selected, selecting it first where that has not been done."""
+        store = self.storage.evicted_store
         for one in evictions:
-            if one.fused:
-                one.compact_by_kernel()
-                self.storage.enable_rotation()
+            take = None if store is None else partial(
+                store.take, one.index, one.segment, scores=one.scores, obs=one.obs
+            )  # fmt: skip
+            if not one.fused:
+                self._give_up(one.segment, one.select(), take)
                 continue
-            slots, store = one.select(), self.storage.evicted_store
-            if store is not None:
-                store.take(one.index, one.segment, slots, one.scores, one.obs, one.shift)
-            self._give_up(one.segment, slots)
+            if take is not None:
+                if one.choice is None:
+                    one.select_by_kernel()
+                assert one.choice is not None
+                take(slots=one.choice.evicted)
+            one.compact_by_kernel()
+            self.storage.enable_rotation()
         if self.eviction.heads_move:
             shares = self._filled([segment.target_length for segment in self.segments])
             if shares != [segment.budget for segment in self.segments]:
@@ -325,7 +334,7 @@ class Evictor:
             found.append(SegmentEviction(i, segment, obs, *those))
             if fused:
                 pins = found[-1].pins
-                found[-1].scores = kernels.rescore(eviction.rescorer, scores, pins, obs)
+                found[-1].worth = kernels.rescore(eviction.rescorer, scores, pins, obs)
         if divides:
             for one, kept in zip(found, self._split(found), strict=True):
                 one.segment.target_length = one.obs.budget = kept
@@ -411,8 +420,6 @@ class Evictor:
         divides = self.layout.divides(observed[0].new)
         if not ready(observed[0].keys) or divides:
             return False
-        if self.storage.evicted_store is not None:
-            return False
         if not all(kernels.rescores(eviction.rescorer, obs) for obs in observed):
             return False
         return all(
@@ -423,8 +430,13 @@ class Evictor:
             if segment.held > segment.target_length
         )
 
-    def _give_up(self, segment: Segment, evicted: Tensor) -> None:
-        """Evict the slots [b, k, e] of a segment; what is newer moves down."""
+    def _give_up(
+        self, segment: Segment, evicted: Tensor, take: Callable[..., None] | None = None
+    ) -> None:
+        """Evict the slots [b, k, e] of a segment; what is newer moves down.
+
+        `take` is called with them when shifts have grown and nothing has moved yet.
+        """
         storage = self.storage
         if storage.rotation is not None:
             # A survivor moves down by the number of evicted tokens older than itself.
@@ -435,6 +447,8 @@ class Evictor:
                 gone = gone.sort(dim=-1).values
                 older = torch.searchsorted(gone, positions.contiguous(), out_int32=True)
             segment.aux(SHIFT).add_(older)
+        if take is not None:
+            take(slots=evicted)
         storage.enable_rotation()
         if storage.query_window is not None:
             storage.query_window.move_down(segment, evicted.shape[-1])

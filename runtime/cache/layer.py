@@ -514,6 +514,8 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
         self.seen, self.pending, self._attending = seen, None, False
         for segment, slots in zip(self.segments, held, strict=True):
             segment.held = slots
+        if self.evicted_store is not None:
+            self.evicted_store.forget_excess()
 
     def reset(self) -> None:
         """Forget everything; the buffers stay."""

@@ -156,6 +156,7 @@ class Rows:
             self._ahead[row] += later
         budgets = [[s.budget for s in layer.segments] for layer in self.cache.capped_layers]
         self.cache.counters = [(seen, held) for held in budgets]
+        self.cache.count_stores_full()
 
 
 def shared_rows(runtime: Any, size: int) -> tuple[Rows | SharedPass | None, str | None]:

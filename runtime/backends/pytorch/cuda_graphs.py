@@ -246,8 +246,8 @@ def why_unsteady(cache: BudgetCache) -> str | None:
         cache.by_rows() if allocated else kernels.covers_rows(eviction)
     ):
         return "slots move between heads"
-    if eviction.corrector is not None:
-        return "evicted tokens are decided on one by one"
+    if eviction.corrector is not None and eviction.corrector.place != "device":
+        return "evicted tokens lie on the host"
     return None
 
 
@@ -287,6 +287,8 @@ def steady(cache: BudgetCache, tokens: int) -> bool:
 def _steady_excess(cache: BudgetCache, tokens: int) -> int | None:
     """The `excess` of a cache that is `steady`; None: it is not."""
     if why_unsteady(cache) is not None or not cache.eviction.policy.evicts:
+        return None
+    if not cache.stores_full:
         return None
     if cache.balance is not None and (tokens > 1 or not cache.balance.keeps):
         return None

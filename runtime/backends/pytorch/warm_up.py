@@ -101,6 +101,8 @@ class Rehearsal:
         cache = self.loop.cache
         budget, block = cache.layout.budget_tokens, cache.block_size
         longest, odd = budget + block, block // 16 + 2
+        corrector = cache.eviction.corrector
+        longest += 0 if corrector is None else corrector.size  # evicted, and kept then
         with self._dry(), heard(listener):
             # A long prompt and its answer, then a short one; both are what most begin with.
             for length in (longest + 2 * max(block, PASS) + odd, odd):

@@ -19,7 +19,14 @@ FACT = "Please remember: the code for the {} door is {}. "
 SAID = [FACT.format(*x) * n for n, x in enumerate([("blue", 4821), ("red", 77), ("old", 1906)], 4)]
 
 
-def runtime_of(policy: str = "keydiff", budget: int = 48, **more: Any) -> kvcap.Runtime:
+def calidrop(**options: Any) -> kvcap.Eviction:
+    """One whose evicted tokens fill their store at once."""
+    return kvcap.load_policy("calidrop", window=4, calibration_size=8, **options)
+
+
+def runtime_of(
+    policy: str | kvcap.Eviction = "keydiff", budget: int = 48, **more: Any
+) -> kvcap.Runtime:
     return kvcap.Runtime.from_pretrained(
         "pocket", policy, kv_budget_tokens=budget, block_size=16, dtype="float32", device="cpu",
         **more,
@@ -58,9 +65,13 @@ QUESTION = "What is the code for the {} door?"
 
 @pytest.mark.slow(keep=2)
 @pytest.mark.parametrize(
-    "policy", ["keydiff", "snapkv", "h2o", "dropkv", "streaming_llm", "pyramidkv"]
-)
-def test_answers_and_what_is_kept_are_those_of_sessions_alone(policy: str) -> None:
+    "policy",
+    ["keydiff", "snapkv", "h2o", "dropkv", "streaming_llm", "pyramidkv",
+     pytest.param(calidrop(), id="calidrop")],
+)  # fmt: skip
+def test_answers_and_what_is_kept_are_those_of_sessions_alone(
+    policy: str | kvcap.Eviction,
+) -> None:
     runtime = runtime_of(policy)
     questions = [QUESTION.format(door) for door in ("blue", "red", "old")]
     alone = begun(runtime, SAID)
@@ -293,10 +304,11 @@ def _fail(*_: Any) -> None:
         ("full", {"budget": 500}, "nothing is evicted"),
         ("cake", {}, "move between layers"),
         ("adakv", {}, "move between heads"),
+        pytest.param(calidrop(store="host"), {}, "on the host", id="calidrop"),
     ],
 )
 def test_what_cannot_share_a_cache_is_answered_by_turns(
-    policy: str, more: dict[str, Any], why: str, monkeypatch: pytest.MonkeyPatch
+    policy: str | kvcap.Eviction, more: dict[str, Any], why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shared_rows, "passes_on", lambda _: False)  # as on a GPU
     runtime = runtime_of(policy, **more)
