@@ -130,11 +130,13 @@ def rescore(
 
 
 def covers_rows(eviction: Eviction) -> bool:
-    """Whether all that an eviction reads of unequal heads is covered; see `Observation.rows`."""
+    """Whether all that an eviction reads of unequal rows is covered; see `Observation.rows`."""
     policy, saliency, rescorer = eviction.policy, eviction.saliency, eviction.rescorer
     if type(policy) not in (*TWINS, H2O, Knorm, Random, StreamingLLM) or type(policy) is Cake:
         return False
     if isinstance(policy, KeyDiff) and not _covers_options(policy):
+        return False
+    if not policy.scores_heads_alone:
         return False
     if saliency is not None and type(saliency) is not OBCache:
         return False

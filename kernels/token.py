@@ -77,8 +77,8 @@ def attend(
         summed: the keys' sums are wanted, which takes `used` None and no `rows`.
         rows: where heads lie that hold unequally many slots, the token not among them; the buffers
             are the pool's then, [slots, D] and [slots].
-        read_at: with `rows` and `turn`, an integer on the device []: the position that the angles
-            turn to. The token counts as its row's next, so far before that.
+        read_at: with `rows` and `turn`, integers on the device [B]: the position that a sequence's
+            angles turn to. The token counts as its row's next, so far before that.
         tile: how slots are read, where it is tried out (`kvcap bench token`), as are those below;
             by default as `decode.tile_of` says.
         most_parts: into how many parts the slots are cut at most; by default those that are done

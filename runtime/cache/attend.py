@@ -86,18 +86,19 @@ class SlotAttention:
         return rotation.back_by(x, self._offsets[1])
 
     def align_rows(self, x: Tensor, block: PendingBlock) -> Tensor:
-        """`align` where kernels read how many slots unequal heads hold."""
+        """`align` where kernels read how many slots unequal rows hold."""
         rotation, rows = self.storage.rotation, block.rows
         assert rows is not None
         if rotation is None or rows.read_at is None:
             return x
         if block.turn is None:
-            past = rows.read_at - rows.before.lengths  # of the block, how far behind each row
-            block.turn = rotation.table.index_select(0, past)
+            lengths = rows.before.lengths.view(len(rows.read_at), -1)  # [B, K]
+            past = rows.read_at[:, None] - lengths  # of the block, how far behind each row
+            block.turn = rotation.table.index_select(0, past.flatten())
         return rotation.back_by(x, block.turn)
 
     def _rows(self, query: Tensor, block: PendingBlock, call: AttentionCall) -> Tensor:
-        """`block` over unequal heads, by kernels that read where they lie."""
+        """`block` over unequal rows, by kernels that read where they lie."""
         context, evictor, rows, storage = block.context, self.evictor, block.rows, self.storage
         assert rows is not None
         query = self.align_rows(query[:, :, : block.length], block)
@@ -253,7 +254,7 @@ class SlotAttention:
         block: PendingBlock,
         call: AttentionCall,
     ) -> Tensor | None:
-        """`token` over unequal heads."""
+        """`token` over unequal rows."""
         storage, rows, context = self.storage, block.rows, block.context
         assert rows is not None
         assert block.arrived is not None

@@ -49,7 +49,7 @@ class AttentionStep:
     token_counter: Tensor | None = None  # `tokens` on the device [], inside a CUDA graph
     stored: kernels.StoredKeys | None = None  # of the first segment's keys
     values: list[Tensor] | None = None  # of every segment likewise; None: read from its slots
-    rows: LayerRows | None = None  # of unequal heads; the first keys [slots, D] are the pool's
+    rows: LayerRows | None = None  # of unequal rows; the first keys [slots, D] are the pool's
     new_values: Tensor | None = None  # [B, K, T, D], likewise
 
 
@@ -186,9 +186,9 @@ class Evictor:
         return self.eviction.pins_of(self._placed(segment))
 
     def evict_rows(self, step: AttentionStep) -> None:
-        """`evict_if_due` of unequal heads, by kernels that read where they lie.
+        """`evict_if_due` of unequal rows, by kernels that read where they lie.
 
-        Of a single token each head gives up at most one slot: heads that move keep their division.
+        Of a single token each gives up at most one slot: heads that move keep their division.
         Where they share slots out anew, the device alone knows how many each has; the host is told
         after the pass, see `RowTable.agreed`.
         """
@@ -315,10 +315,11 @@ class Evictor:
         return [one for one in found if one.count > 0]
 
     def _score_rows(self, obs: Observation) -> Tensor:
-        """Scores of unequal heads [B, K, longest], where some have a policy of their own."""
+        """Scores of unequal rows [B, K, longest], where some heads have a policy of their own."""
+        budget, heads = self.eviction.head_budget, self.layout.shape.kv_heads
+        if budget is None:
+            return kernels.score_rows(self.eviction.policy, obs)
         if self._kinds is None:
-            budget, heads = self.eviction.head_budget, self.layout.shape.kv_heads
-            assert budget is not None
             places = [self._placed(segment) for segment in self.segments[:heads]]
             mine = [budget.policy_of(place, self.eviction.policy) for place in places]
             kinds = {type(policy): policy for policy in mine}.values()
@@ -372,7 +373,7 @@ class Evictor:
         )
 
     def _observe_rows(self, step: AttentionStep) -> Observation:
-        """All heads of a layer, which are unequal."""
+        """All rows of a layer, which are unequal."""
         eviction, rows, pool, projection = self.eviction, step.rows, self.segments[0].pool, None
         assert rows is not None
         assert step.queries is not None
