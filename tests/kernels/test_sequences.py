@@ -161,7 +161,7 @@ def test_sessions_that_fill_are_read_with_full_ones_by_two_graphs(policy, captur
     rows = check(policy, "triton")
     assert isinstance(rows, Rows)
     kinds = {kind for kind in captured if kind.batch == 3}
-    unequal = {bool(kind.longest) for kind in kinds}
-    # Where all rows are full those of one layout are read as before.
-    assert unequal == ({True} if rows.cache.layout.ragged else {True, False})
-    assert len(kinds) == len(unequal)
+    # One for all mixtures; and one where all rows are full, if their heads hold equally many. Under
+    # pyramidkv the first session does not fill its longest layer.
+    alike = not rows.cache.layout.ragged and policy != "pyramidkv"
+    assert sorted(kind.longest > 0 for kind in kinds) == [False, True][not alike :]
