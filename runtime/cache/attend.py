@@ -268,24 +268,29 @@ class SlotAttention:
             context.stream.next_layer()
         for segment in self.segments:
             segment.held += 1
-        rotation, pending = storage.rotation, None
+        rotation, pending, evictor = storage.rotation, None, self.evictor
         if rotation is not None:
             pending = pool.aux[SHIFT], rotation.table
-        out, query, _ = token.attend(
+        out, query, sums = token.attend(
             query, key, value, angles, time, buffers, call.scaling, pending,
-            rows=rows.before, read_at=None if rotation is None else rows.read_at,
+            summed=evictor.rotates_rows_itself, rows=rows.before,
+            read_at=None if rotation is None else rows.read_at,
         )  # fmt: skip
-        with context.run_async_if_last((query, value, rows)):
+        with context.run_async_if_last((query, value, rows, sums)):
             if storage.query_window is not None:
                 storage.query_window.append(query)
-            keys = pool.keys
-            if rotation is not None and self.evictor.reads_keys:
+            keys, stored = pool.keys, None
+            if evictor.rotates_rows_itself:
+                turned = pending and (pending[0].expand(*key.shape[:2], -1), pending[1])
+                stored = StoredKeys(sums, turned)
+            elif rotation is not None and evictor.reads_keys:
                 keys = rotation.back(keys[None, None], pool.aux[SHIFT][None, None])[0, 0]
             counter = context.token_counter_after(1)
             step = AttentionStep(
-                block.total_tokens, 1, [keys], [query], *call, counter, rows=rows, new_values=value
-            )
-            self.evictor.evict_rows(step)
+                block.total_tokens, 1, [keys], [query], *call, counter, stored, rows=rows,
+                new_values=value,
+            )  # fmt: skip
+            evictor.evict_rows(step)
         return out
 
     def _expands(self, tokens: int) -> bool:

@@ -149,6 +149,12 @@ class Evictor:
         return self.uses_stored_keys and len(self.eviction.components) == 1
 
     @property
+    def rotates_rows_itself(self) -> bool:
+        """The same where rows are unequal, which are read in one launch."""
+        alone = len(self.eviction.components) == 1
+        return alone and kernels.uses_stored_keys(self.eviction.policy)
+
+    @property
     def reads_queries(self) -> bool:
         """Whether the policy looks at queries."""
         return self.eviction.policy.queries_observed != 0
@@ -205,7 +211,7 @@ class Evictor:
         if not (due or rows.always):
             rows.held.copy_(rows.after.lengths)
             return
-        scores = self._score_rows(obs)
+        scores = self._score_rows(obs, step.stored)
         pins = evict.Pins(0, 0, obs.num_tokens, obs.pinned_spans)
         starts, budgets = self._divide(scores, obs, rows) if divides else (None, None)
         scores = kernels.rescore(eviction.rescorer, scores, pins, obs, rows.targets, rows.pins)
@@ -314,11 +320,11 @@ class Evictor:
                 one.count = one.segment.held - kept
         return [one for one in found if one.count > 0]
 
-    def _score_rows(self, obs: Observation) -> Tensor:
+    def _score_rows(self, obs: Observation, stored: kernels.StoredKeys | None) -> Tensor:
         """Scores of unequal rows [B, K, longest], where some heads have a policy of their own."""
         budget, heads = self.eviction.head_budget, self.layout.shape.kv_heads
         if budget is None:
-            return kernels.score_rows(self.eviction.policy, obs)
+            return kernels.score_rows(self.eviction.policy, obs, stored)
         if self._kinds is None:
             places = [self._placed(segment) for segment in self.segments[:heads]]
             mine = [budget.policy_of(place, self.eviction.policy) for place in places]
