@@ -89,7 +89,8 @@ def _cosine_turned(k_ptr, sum_ptr, out_ptr, shift_ptr, table_ptr, starts, length
     """The same of keys that are rotated back as they are read, for `N` slots of a head."""
     row = tl.program_id(1)
     batch, head = (row // K).to(tl.int64), (row % K).to(tl.int64)
-    k_ptr, shift_ptr = k_ptr + batch * k_b + head * k_h, shift_ptr + batch * shift_b + head * shift_h
+    k_ptr += batch * k_b + head * k_h
+    shift_ptr += batch * shift_b + head * shift_h
     out_ptr += row.to(tl.int64) * n
     if starts is not None:
         first, n = tl.load(starts + row).to(tl.int64), tl.load(lengths + row)
@@ -135,7 +136,8 @@ def scores_turned(
         run(
             _cosine_turned, (-(-n // tile), B * K),
             keys, key_sums, out, shift, table, starts, lengths,
-            *keys.stride()[:3], *shift.stride()[:2], K, n, parts, D, power_of_two(D, 32) // 2, tile, power_of_two(parts),
+            *keys.stride()[:3], *shift.stride()[:2],
+            K, n, parts, D, power_of_two(D, 32) // 2, tile, power_of_two(parts),
             num_warps=4, maxnreg=REGISTERS,
         )  # fmt: skip
     return out

@@ -13,7 +13,6 @@ from tools import runtime_of
 from kvcap import kernels
 from kvcap.runtime.backends.pytorch import cuda_graphs
 from kvcap.runtime.backends.pytorch.batch import Rows
-from kvcap.runtime.backends.pytorch.loop import BlockLoop
 from kvcap.runtime.cache import step
 from kvcap.runtime.session.batch import Answer
 from kvcap.runtime.session.decoding import Read

@@ -267,9 +267,9 @@ def plan_shared(
         lent = sum(math.prod(shape) for shape in lent_shapes(cache, dtype)) * dtype.itemsize
         return Shared(size * lent, rehearse_pass(text, eviction, plan, size, evict_every))
     rows: dict[str, int] = cache.layout.nbytes(size, dtype)
-    workspace = rehearse_block(
-        text, eviction, plan.budget_tokens, 1, dtype, positions, size, plan.kv_dtype
-    )
+    # Keys of unequal rows are copied with the slots behind them.
+    longest = plan.budget_tokens if passes else plan.budget_tokens + plan.block_size - 1
+    workspace = rehearse_block(text, eviction, longest, 1, dtype, positions, size, plan.kv_dtype)
     return Shared(sum(rows.values()), workspace)
 
 
