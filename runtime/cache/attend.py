@@ -86,18 +86,19 @@ class SlotAttention:
         return rotation.back_by(x, self._offsets[1])
 
     def align_rows(self, x: Tensor, block: PendingBlock) -> Tensor:
-        """`align` where kernels read how many slots unequal heads hold."""
+        """`align` where kernels read how many slots unequal rows hold."""
         rotation, rows = self.storage.rotation, block.rows
         assert rows is not None
         if rotation is None or rows.read_at is None:
             return x
         if block.turn is None:
-            past = rows.read_at - rows.before.lengths  # of the block, how far behind each row
-            block.turn = rotation.table.index_select(0, past)
+            lengths = rows.before.lengths.view(len(rows.read_at), -1)  # [B, K]
+            past = rows.read_at[:, None] - lengths  # of the block, how far behind each row
+            block.turn = rotation.table.index_select(0, past.flatten())
         return rotation.back_by(x, block.turn)
 
     def _rows(self, query: Tensor, block: PendingBlock, call: AttentionCall) -> Tensor:
-        """`block` over unequal heads, by kernels that read where they lie."""
+        """`block` over unequal rows, by kernels that read where they lie."""
         context, evictor, rows, storage = block.context, self.evictor, block.rows, self.storage
         assert rows is not None
         query = self.align_rows(query[:, :, : block.length], block)
@@ -270,7 +271,7 @@ class SlotAttention:
         block: PendingBlock,
         call: AttentionCall,
     ) -> Tensor | None:
-        """`token` over unequal heads."""
+        """`token` over unequal rows."""
         storage, rows, context = self.storage, block.rows, block.context
         assert rows is not None
         assert block.arrived is not None
@@ -284,24 +285,29 @@ class SlotAttention:
             context.stream.next_layer()
         for segment in self.segments:
             segment.held += 1
-        rotation, pending = storage.rotation, None
+        rotation, pending, evictor = storage.rotation, None, self.evictor
         if rotation is not None:
             pending = pool.aux[SHIFT], rotation.table
-        out, query, _ = token.attend(
+        out, query, sums = token.attend(
             query, key, value, angles, time, buffers, call.scaling, pending,
-            rows=rows.before, read_at=None if rotation is None else rows.read_at,
+            summed=evictor.rotates_rows_itself, rows=rows.before,
+            read_at=None if rotation is None else rows.read_at,
         )  # fmt: skip
-        with context.run_async_if_last((query, value, rows)):
+        with context.run_async_if_last((query, value, rows, sums)):
             if storage.query_window is not None:
                 storage.query_window.append(query)
-            keys = pool.keys
-            if rotation is not None and self.evictor.reads_keys:
+            keys, stored = pool.keys, None
+            if evictor.rotates_rows_itself:
+                turned = pending and (pending[0].expand(*key.shape[:2], -1), pending[1])
+                stored = StoredKeys(sums, turned)
+            elif rotation is not None and evictor.reads_keys:
                 keys = rotation.back(keys[None, None], pool.aux[SHIFT][None, None])[0, 0]
             counter = context.token_counter_after(1)
             step = AttentionStep(
-                block.total_tokens, 1, [keys], [query], *call, counter, rows=rows, new_values=value
-            )
-            self.evictor.evict_rows(step)
+                block.total_tokens, 1, [keys], [query], *call, counter, stored, rows=rows,
+                new_values=value,
+            )  # fmt: skip
+            evictor.evict_rows(step)
         return out
 
     def _expands(self, tokens: int) -> bool:

@@ -378,13 +378,23 @@ class BudgetCache(Cache):  # type: ignore[misc]
         for layer in self.capped_layers:
             layer.enable_rotation()
 
-    def by_rows(self) -> bool:
-        """Whether kernels read where the heads of every layer lie, which are unequal.
+    def cut(self, segments: Sequence[Sequence[Segment]]) -> None:
+        """Have layers hold these segments from now on, which are the same slots cut otherwise.
 
-        All heads of a layer are attended, scored and compacted in one launch each then.
+        Or the same segments, of which something has changed: kernels are told before a pass.
+        """
+        for layer, those in zip(self.capped_layers, segments, strict=True):
+            layer.segments[:] = those
+        if self._table is not None:
+            self._table.seen = None
+
+    def by_rows(self) -> bool:
+        """Whether kernels read where the rows of every layer lie, which are unequal.
+
+        All rows of a layer are attended, scored and compacted in one launch each then.
         """
         layers, shape = self.capped_layers, self.layout.shape
-        if not self.layout.ragged or self.evict_every > 1 or shape.slides or shape.latent:
+        if self.evict_every > 1 or shape.slides or shape.latent:
             return False
         if any(len(layer.segments) < 2 or layer.readers > 1 for layer in layers):
             return False
@@ -411,7 +421,7 @@ class BudgetCache(Cache):  # type: ignore[misc]
         )
 
     def row_table(self) -> RowTable | None:
-        """Where unequal heads lie, which the device knows now; None: it does not read it."""
+        """Where unequal rows lie, which the device knows now; None: it does not read it."""
         if not self.by_rows():
             return None
         if self._table is None:

@@ -49,7 +49,7 @@ class AttentionStep:
     token_counter: Tensor | None = None  # `tokens` on the device [], inside a CUDA graph
     stored: kernels.StoredKeys | None = None  # of the first segment's keys
     values: list[Tensor] | None = None  # of every segment likewise; None: read from its slots
-    rows: LayerRows | None = None  # of unequal heads; the first keys [slots, D] are the pool's
+    rows: LayerRows | None = None  # of unequal rows; the first keys [slots, D] are the pool's
     new_values: Tensor | None = None  # [B, K, T, D], of the block, as `PendingBlock` has them
 
 
@@ -152,6 +152,12 @@ class Evictor:
         return self.uses_stored_keys and len(self.eviction.components) == 1
 
     @property
+    def rotates_rows_itself(self) -> bool:
+        """The same where rows are unequal, which are read in one launch."""
+        alone = len(self.eviction.components) == 1
+        return alone and kernels.uses_stored_keys(self.eviction.policy)
+
+    @property
     def reads_queries(self) -> bool:
         """Whether the policy looks at queries."""
         return self.eviction.policy.queries_observed != 0
@@ -189,9 +195,9 @@ class Evictor:
         return self.eviction.pins_of(self._placed(segment))
 
     def evict_rows(self, step: AttentionStep) -> None:
-        """`evict_if_due` of unequal heads, by kernels that read where they lie.
+        """`evict_if_due` of unequal rows, by kernels that read where they lie.
 
-        Of a single token each head gives up at most one slot: heads that move keep their division.
+        Of a single token each gives up at most one slot: heads that move keep their division.
         Where they share slots out anew, the device alone knows how many each has; the host is told
         after the pass, see `RowTable.agreed`.
         """
@@ -208,7 +214,7 @@ class Evictor:
         if not (due or rows.always):
             rows.held.copy_(rows.after.lengths)
             return
-        scores = self._score_rows(obs)
+        scores = self._score_rows(obs, step.stored)
         pins = evict.Pins(0, 0, obs.num_tokens, obs.pinned_spans)
         division = self._divide(scores, obs, rows) if divides else None
         scores = kernels.rescore(eviction.rescorer, scores, pins, obs, rows.targets, rows.pins)
@@ -341,11 +347,12 @@ class Evictor:
                 one.count = one.segment.held - kept
         return [one for one in found if one.count > 0]
 
-    def _score_rows(self, obs: Observation) -> Tensor:
-        """Scores of unequal heads [B, K, longest], where some have a policy of their own."""
+    def _score_rows(self, obs: Observation, stored: kernels.StoredKeys | None) -> Tensor:
+        """Scores of unequal rows [B, K, longest], where some heads have a policy of their own."""
+        budget, heads = self.eviction.head_budget, self.layout.shape.kv_heads
+        if budget is None:
+            return kernels.score_rows(self.eviction.policy, obs, stored)
         if self._kinds is None:
-            budget, heads = self.eviction.head_budget, self.layout.shape.kv_heads
-            assert budget is not None
             places = [self._placed(segment) for segment in self.segments[:heads]]
             mine = [budget.policy_of(place, self.eviction.policy) for place in places]
             kinds = {type(policy): policy for policy in mine}.values()

@@ -14,7 +14,7 @@ from interpreted import DEVICE, pytestmark  # noqa: F401
 
 import kvcap
 from kvcap import kernels
-from kvcap.kernels import rows, window
+from kvcap.kernels import keydiff, rows, window
 from kvcap.kernels.arguments import Pins
 from kvcap.policies.base import Observation, Rows
 from kvcap.policies.base.order import lowest
@@ -24,7 +24,7 @@ from kvcap.runtime.backends.pytorch.loop import BlockLoop
 from kvcap.runtime.cache import step
 from kvcap.runtime.cache.pool import Segment, SlotPool
 from kvcap.runtime.cache.row_table import RowTable
-from kvcap.runtime.models.rope import Rotation
+from kvcap.runtime.models.rope import Rotation, rotate
 
 SEEN, FREE = 4000, 6
 
@@ -183,6 +183,28 @@ def test_rows_score_as_each_alone(kind):
             ))  # fmt: skip
             n = layer.lengths[k]
             torch.testing.assert_close(found[:, k, :n], alone[:, 0], rtol=1e-5, atol=1e-6)
+
+
+def test_keydiff_rotates_keys_of_rows_as_it_reads_them():
+    """By sums of parts, of which those that a row does not have are 0."""
+    layer, count = Layer([40, 7, 290], [40, 7, 290]), 3
+    table = Rotation(torch.rand(4), 9, DEVICE, torch.float32).table
+    shift = layer.pool.aux["shift"].expand(1, count, -1)
+    keys = layer.pool.keys[None, None].expand(1, count, -1, -1)
+    turned = [
+        rotate(s.keys, table[s.aux("shift").long()], back=True) for s in layer.segments
+    ]  # [1, 1, n, 8] each
+    sums = torch.zeros(1, count, 5, 8, device=DEVICE)
+    for k, mine in enumerate(turned):
+        sums[0, k, 0] = mine[0, 0, :3].sum(0)
+        sums[0, k, 1] = mine[0, 0, 3:].sum(0)
+    with kernels.use("triton"):
+        found = keydiff.scores_turned(keys, shift, table, sums, layer.rows)
+    for k, mine in enumerate(turned):
+        expected = -torch.cosine_similarity(mine, mine.mean(2, keepdim=True), dim=-1)
+        torch.testing.assert_close(
+            found[:, k, : layer.lengths[k]], expected[:, 0], rtol=1e-5, atol=1e-6
+        )
 
 
 class Graph:
