@@ -19,7 +19,7 @@ from kvcap.kernels import evict
 from kvcap.kernels import rows as row_kernels
 from kvcap.kernels.choice import ready
 from kvcap.policies import Eviction, Observation, Policy
-from kvcap.policies.base import Expansion, apportion
+from kvcap.policies.base import Expansion, evenly
 from kvcap.policies.base.component import ATTENTION_VIEWS
 from kvcap.policies.base.eviction import LOWEST
 from kvcap.runtime.cache.allocation import LayerStorage
@@ -353,10 +353,8 @@ class Evictor:
         scores = scores.nan_to_num(nan=LOWEST)
         shape = scores.shape[:2]
         kept = budget.split(scores, pinned, obs.positions, lengths.view(shape), average)
-        # As `_filled`: what heads leave is shared out evenly.
-        spare = heads * average - kept.sum(-1, keepdim=True)
         places = torch.arange(heads, device=scores.device)
-        budgets = kept + (spare + heads - 1 - places) // heads
+        budgets = kept + evenly(heads * average - kept.sum(-1, keepdim=True), heads, places)
         kept, budgets = (torch.where(due, x.flatten(), rows.targets).int() for x in (kept, budgets))
         rows.targets.copy_(kept)
         before = rows.before.starts  # [B·K + 1]
@@ -464,8 +462,8 @@ class Evictor:
         heads, found = self.layout.shape.kv_heads, list[int]()
         for first in range(0, len(kept), heads):
             mine = kept[first : first + heads]
-            spare = apportion([1] * heads, heads * self.layout.budgets[self.index] - sum(mine))
-            found += [slots + extra for slots, extra in zip(mine, spare, strict=True)]
+            spare = heads * self.layout.budgets[self.index] - sum(mine)
+            found += [slots + evenly(spare, heads, i) for i, slots in enumerate(mine)]
         return found
 
     def _window(self, index: int, segment: Segment, step: AttentionStep) -> Tensor | None:
