@@ -18,7 +18,7 @@ from torch import Tensor
 from kvcap.kernels.arguments import Pins, strides
 from kvcap.kernels.device import power_of_two
 from kvcap.kernels.launch import run
-from kvcap.policies.base import HeadBudget, Rows
+from kvcap.policies.base import HeadBudget, Rows, evenly
 from kvcap.policies.base.eviction import LOWEST
 
 MOST_HEADS = 64
@@ -56,10 +56,8 @@ def by_split(
     due = (lengths > targets).any()
     scores = scores.nan_to_num(nan=LOWEST)
     kept = budget.split(scores, pinned, positions, lengths.view(batch, heads), average)
-    # What heads leave is shared out evenly.
-    spare = heads * average - kept.sum(-1, keepdim=True)
     places = torch.arange(heads, device=scores.device)
-    budgets = kept + (spare + heads - 1 - places) // heads
+    budgets = kept + evenly(heads * average - kept.sum(-1, keepdim=True), heads, places)
     kept, budgets = (torch.where(due, x.flatten(), targets).int() for x in (kept, budgets))
     first = rows.starts[:1]
     starts = torch.cat((first, first + (budgets + block).cumsum(0)))

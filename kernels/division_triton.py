@@ -203,7 +203,7 @@ def divide_layer(
     shares = tl.where(real, tl.maximum(shares, 0), 0)
     left = tl.maximum(left - tl.sum(sure - pins, 0), 0)
     stay = sure + _apportion(shares, left, length - sure, h, real)
-    # What heads leave is shared out evenly.
+    # What heads leave is shared out as `evenly` does.
     spare = average * heads - tl.sum(stay, 0)
     budget = stay + (spare + heads - 1 - h) // heads
     tl.store(kept + first + h, stay.to(tl.int32), real)

@@ -48,8 +48,8 @@ class AdaKV(HeadBudget):
         pins = (pinned & held).sum(-1)  # [B, K]
         # Those that are pinned, and then the best, are as many as the layer's slots.
         ends = torch.iinfo(torch.int64)
-        worth = ordered(scores.masked_fill(pinned | ~held, 0.0), positions)
-        worth = worth.masked_fill(pinned, ends.max).masked_fill(~held, ends.min)
+        worth = ordered(scores, positions).masked_fill(pinned, ends.max)
+        worth = worth.masked_fill(~held, ends.min)
         slots = min(budget, n) * heads
         last = worth.flatten(1).topk(slots, dim=-1, sorted=False).values.amin(-1)[:, None, None]
         above, equal = (worth > last).sum(-1), ((worth == last) & held).sum(-1)

@@ -20,7 +20,7 @@ from kvcap.kernels import rows as row_kernels
 from kvcap.kernels.choice import ready
 from kvcap.kernels.division import Division
 from kvcap.policies import Eviction, Observation, Policy
-from kvcap.policies.base import Expansion, Rows, apportion
+from kvcap.policies.base import Expansion, Rows, evenly
 from kvcap.policies.base.component import ATTENTION_VIEWS
 from kvcap.runtime.cache.allocation import LayerStorage
 from kvcap.runtime.cache.layer_balance import LayerBalance
@@ -484,8 +484,8 @@ class Evictor:
         heads, found = self.layout.shape.kv_heads, list[int]()
         for first in range(0, len(kept), heads):
             mine = kept[first : first + heads]
-            spare = apportion([1] * heads, heads * self.layout.budgets[self.index] - sum(mine))
-            found += [slots + extra for slots, extra in zip(mine, spare, strict=True)]
+            spare = heads * self.layout.budgets[self.index] - sum(mine)
+            found += [slots + evenly(spare, heads, i) for i, slots in enumerate(mine)]
         return found
 
     def _window(self, index: int, segment: Segment, step: AttentionStep) -> Tensor | None:
