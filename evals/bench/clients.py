@@ -29,13 +29,13 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from random import Random
 from statistics import median, quantiles
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import psutil
 import torch
 
 from kvcap.evals.bench import Options, Result
@@ -49,6 +49,7 @@ from kvcap.evals.peers.http_servers import (
 from kvcap.evals.random_models import SHAPES, directory
 from kvcap.evals.reports import device_name, versions
 from kvcap.runtime.errors import PeerFailed
+from kvcap.runtime.memory.free_memory import free_memory
 
 DEFAULTS = {"lengths": (32768,), "budgets": (2048,), "block_size": 1024, "model": "random-3b",
             "vs": ("transformers",)}  # fmt: skip
@@ -57,7 +58,7 @@ LIMIT_S = 200.0  # of a server, with the loading of its model
 READ_S = 60.0  # of the prompts that the peer reads before it answers
 PAGE = 256  # tokens of a block of the peer's cache
 PASS = 1024  # tokens that the peer reads at once
-FREE = 0.15  # of the peer's cache that must be free before it begins to read another prompt
+FREE = 0.25  # of the peer's cache: with less than 0.15 it reads no other prompt, or forgets some
 FAILURES = (PeerFailed, OSError, http.client.HTTPException)
 
 
@@ -200,11 +201,7 @@ def _together(server: Server, work: Work, clients: int) -> dict[str, Any]:
 
 def _gaps(series: Sequence[Sequence[float]]) -> list[float]:
     """Milliseconds between the times of each series."""
-    return [
-        (later - sooner) * 1e3
-        for times in series
-        for sooner, later in zip(times, times[1:], strict=False)
-    ]
+    return [(later - sooner) * 1e3 for times in series for sooner, later in pairwise(times)]
 
 
 def _p95(values: Sequence[float]) -> float:
@@ -283,8 +280,7 @@ def _fitting(work: Work) -> int:
     vector = 2 * 2 * config["head_dim"]  # bytes of a key and a value
     kept = vector * heads * config["num_hidden_layers"] + 2 * PASS
     token = kept / (1 - FREE) + vector * (heads + queries)
-    free = torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else (
-        psutil.virtual_memory().available
-    )  # fmt: skip
+    cuda = torch.cuda.is_available()
+    free = torch.cuda.mem_get_info()[0] if cuda else free_memory().nbytes
     weights = sum(file.stat().st_size for file in Path(work.model).glob("*.safetensors"))
     return int(0.9 * (free - weights) / (token * (work.length + work.most)))

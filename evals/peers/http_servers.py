@@ -191,6 +191,7 @@ def pieces(response: http.client.HTTPResponse) -> Iterator[tuple[float, str]]:
     ended = False
     while line := response.readline():
         if line == b"data: [DONE]\n":
+            ended = True
             break
         if line.startswith(b"data: "):
             try:
