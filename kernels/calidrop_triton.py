@@ -218,11 +218,11 @@ def take_slots(
             gone = tl.load(slots + i, i < count, 0)
             age = tl.load(positions + source + gone, i < count, 0x7FFFFFFF)
             old = tile * 32 + tl.arange(0, 32)
-            at = target + old
-            position = tl.load(stored_positions + at, old < held, 0)
+            mine = target + old
+            position = tl.load(stored_positions + mine, old < held, 0)
             older = tl.sum((age[None, :] < position[:, None]).to(tl.int32), 1)
-            before = tl.load(stored_shift + at, old < held, 0)
-            tl.store(stored_shift + at, before + older, old < held)
+            before = tl.load(stored_shift + mine, old < held, 0)
+            tl.store(stored_shift + mine, before + older, old < held)
     else:
         place = (tile - olds) * 16 + tl.arange(0, 16)
         real, d = first + place < stop, tl.arange(0, SIZE_PAD)
