@@ -101,15 +101,24 @@ def _running(x, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def cut_of(x, positions, count):
+    """Below what the `count` lowest of x [BLOCK] are, and of those that equal it, which position.
+
+    The older of them are among the lowest. int32, int32.
+    """
+    bound, below = _bound(x, count)
+    oldest = tl.full([], 0, tl.int32)
+    if below < count:
+        last, older = _bound(tl.where(x == bound, positions, PINNED), count - below)
+        oldest = last + (below + older < count).to(tl.int32)
+    return bound, oldest
+
+
+@triton.jit
 def _lowest(x, positions, count, BLOCK: tl.constexpr):
     """Which of x [BLOCK] are its `count` lowest, of equal ones the older; how many are before."""
-    bound, below = _bound(x, count)
-    found = x < bound
-    if below < count:
-        equal, room = x == bound, count - below
-        ages = tl.where(equal, positions, PINNED)
-        oldest, older = _bound(ages, room)
-        found = found | (equal & (ages < oldest + (older < room).to(tl.int32)))
+    bound, oldest = cut_of(x, positions, count)
+    found = (x < bound) | ((x == bound) & (positions < oldest))
     return found, _running(found.to(tl.int32), BLOCK) - found.to(tl.int32)
 
 

@@ -12,11 +12,13 @@ import torch
 from torch import Tensor
 
 from kvcap.kernels.arguments import MOST_SPANS, Pins, Spans, strides
-from kvcap.kernels.device import DTYPES, able, on_gpu, power_of_two
+from kvcap.kernels.device import DTYPES, able, multiprocessors, on_gpu, power_of_two
 from kvcap.kernels.launch import empty, run
+from kvcap.kernels.rows import tile_of_row
 from kvcap.policies.base import Rows
 
 MOST_SIZE = 256  # of a head
+PROGRAMS = 4  # for each multiprocessor, where there is as much to do
 
 
 def covers_norms(values: Tensor, weights: Tensor) -> bool:
@@ -38,16 +40,21 @@ def norms(values: Tensor, weights: Tensor) -> Tensor:
 
     (batch, kv_heads, length, size), (_, group, _, hidden) = values.shape, weights.shape
     count, size_pad = batch * length, power_of_two(size, 16)
-    rows = 16 if count <= 16 else 64
-    columns = max(16, min(128, 32768 // (size_pad * values.element_size())))
+    rows = 16 if count <= 16 else 64 if count <= 64 else 128
+    at_once = max(16, min(128, 32768 // (size_pad * values.element_size())))
+    tiles, most = -(-hidden // at_once), kv_heads * group * -(-count // rows)
+    # A block's values are read by few programs, each of which then reads many columns.
+    parts = max(1, min(tiles, -(-PROGRAMS * multiprocessors(values.device) // most)))
+    columns = -(-tiles // parts) * at_once
     parts = -(-hidden // columns)
     out = empty(batch, kv_heads, length, group * parts, device=values.device)
     with torch.cuda.device_of(values):
         run(
             project, (parts, -(-count // rows), kv_heads * group),
-            values, weights, out, count, length, hidden, group, parts, *values.stride()[:3],
-            *weights.stride(), KV_HEADS=kv_heads, SIZE=size, SIZE_PAD=size_pad, ROWS=rows,
-            COLUMNS=columns, WIDEN=not on_gpu(values), num_warps=4,
+            values, weights, out, count, length, hidden, group, parts, columns,
+            *values.stride()[:3], *weights.stride(), KV_HEADS=kv_heads, SIZE=size,
+            SIZE_PAD=size_pad, ROWS=rows, COLUMNS=at_once, WIDEN=not on_gpu(values),
+            num_warps=8 if rows == 128 else 4,
         )  # fmt: skip
     return out.sum(-1) / group
 
@@ -88,7 +95,6 @@ def rescore(
 
     batch, heads, slots = positions.shape
     out = empty(batch, heads, slots, device=scores.device)
-    block = min(2048, power_of_two(slots, 32))
     starts, lengths = (None, None) if rows is None else rows[:2]
     told = budget if isinstance(budget, Tensor) else None
     with torch.cuda.device_of(scores):
@@ -100,6 +106,6 @@ def rescore(
             **pins.arguments(scores.device), starts=starts, lengths=lengths, row_pins=row_pins,
             budgets=told, budget=0 if isinstance(budget, Tensor) else budget,
             alpha=alpha, epsilon=epsilon, queries=float(queries),
-            BLOCK=block, num_warps=max(1, block // 256),
+            **tile_of_row(slots),
         )  # fmt: skip
     return out

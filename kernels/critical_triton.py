@@ -17,7 +17,7 @@ from kvcap.kernels.decode_triton import dot
 from kvcap.kernels.rows_triton import cut
 
 
-@triton.jit(do_not_specialize=["values", "count", "length"])
+@triton.jit(do_not_specialize=["values", "count", "length", "columns"])
 def project(
     values,  # [B, K, T, D]
     weights,  # [K, G, D, hidden]
@@ -25,29 +25,35 @@ def project(
     count,  # B·T
     length,  # T
     hidden, group, parts,
+    columns,  # of a part, a multiple of COLUMNS
     value_b, value_h, value_t,
     weight_k, weight_g, weight_d, weight_c,
     KV_HEADS: tl.constexpr,
     SIZE: tl.constexpr,
     SIZE_PAD: tl.constexpr,
     ROWS: tl.constexpr,  # of tokens
-    COLUMNS: tl.constexpr,  # of the projection
+    COLUMNS: tl.constexpr,  # of the projection that are multiplied at once
     WIDEN: tl.constexpr,  # see `dot`
 ):  # fmt: skip
-    """Some columns of one query head's projection of some tokens: sums of absolute values."""
+    """A part of the columns of one query head's projection of some tokens: absolute sums."""
     part, query_head = tl.program_id(0), tl.program_id(2)
     head, its = query_head // group, query_head % group
     m = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     batch, t = (m // length).to(tl.int64), m % length
-    d, c = tl.arange(0, SIZE_PAD), part * COLUMNS + tl.arange(0, COLUMNS)
+    d, c = tl.arange(0, SIZE_PAD), tl.arange(0, COLUMNS)
     at = values + batch * value_b + head * value_h + t * value_t
     v = tl.load(at[:, None] + d[None, :], (m < count)[:, None] & (d < SIZE)[None, :], 0.0)
-    at = weights + head.to(tl.int64) * weight_k + its * weight_g
-    at += c.to(tl.int64)[:, None] * weight_c + d[None, :] * weight_d
-    w = tl.load(at, (c < hidden)[:, None] & (d < SIZE)[None, :], 0.0)  # [COLUMNS, SIZE_PAD]
-    x = dot(v, w.T, tl.zeros([ROWS, COLUMNS], tl.float32), WIDEN)
+    weights += head.to(tl.int64) * weight_k + its * weight_g
+    total = tl.zeros([ROWS], tl.float32)
+    first = part * columns
+    for begin in tl.range(first, tl.minimum(first + columns, hidden), COLUMNS, num_stages=3):
+        column = begin + c
+        at = weights + column.to(tl.int64)[:, None] * weight_c + d[None, :] * weight_d
+        w = tl.load(at, (column < hidden)[:, None] & (d < SIZE)[None, :], 0.0)
+        x = dot(v, w.T, tl.zeros([ROWS, COLUMNS], tl.float32), WIDEN)
+        total += tl.sum(tl.abs(x), 1)
     row = (batch * KV_HEADS + head) * length + t
-    tl.store(out + (row * group + its) * parts + part, tl.sum(tl.abs(x), 1), m < count)
+    tl.store(out + (row * group + its) * parts + part, total, m < count)
 
 
 @triton.jit(do_not_specialize=[*PINS, *ROWS, "positions", "norm", "budgets", "budget"])
@@ -70,6 +76,7 @@ def rescore_rows(
     budget,
     alpha, epsilon, queries,
     BLOCK: tl.constexpr,
+    WHOLE: tl.constexpr,  # see `cut`
 ):  # fmt: skip
     """A whole row: its best slots to the front, the others by score and norm."""
     row = tl.program_id(0).to(tl.int64)
@@ -98,7 +105,7 @@ def rescore_rows(
     low, oldest = cut(
         scores, positions, count, slots, score_n, sinks, recents, seen, clock, spans,
         start_0, stop_0, start_1, stop_1, start_2, stop_2, start_3, stop_3,
-        start_4, stop_4, start_5, stop_5, start_6, stop_6, start_7, stop_7, BLOCK,
+        start_4, stop_4, start_5, stop_5, start_6, stop_6, start_7, stop_7, BLOCK, WHOLE,
     )  # fmt: skip
     for begin in range(0, slots, BLOCK):
         slot = begin + tl.arange(0, BLOCK)

@@ -22,6 +22,8 @@ from kvcap.kernels.evict import MOST_AUX, newer_at
 from kvcap.kernels.launch import run
 from kvcap.policies.base import Rows
 
+MOST_AT_ONCE = 8192  # slots of a row that a program has in its registers
+
 
 class Pool(NamedTuple):
     """What moves with a slot, and what else is known of the rows."""
@@ -143,13 +145,12 @@ def give_up(
     new = partial(torch.empty, dtype=torch.int32, device=positions.device)
     ages, gone = new(len(positions)), new(batch * heads)
     source = torch.zeros_like(ages)  # places even where kernels are rehearsed, not run
-    block = min(2048, power_of_two(slots, 32))
     with torch.cuda.device_of(positions):
         run(
             choose_rows, (batch * heads,),
             scores, positions, source, ages, gone, **_where(scores, pins, newer, pool),
             left=left, new_starts=pool.rows.starts if starts is None else starts,
-            BLOCK=block, num_warps=max(1, block // 256),
+            **tile_of_row(slots),
         )  # fmt: skip
         if pool.shift is not None:
             run(
@@ -159,6 +160,17 @@ def give_up(
             )  # fmt: skip
     for x in pool.buffers:
         x.copy_(x.index_select(0, source))
+
+
+def tile_of_row(slots: int) -> dict[str, Any]:
+    """How a program that chooses among a row's slots reads them: all at once where they fit.
+
+    Args:
+        slots: of the longest row.
+    """
+    whole = power_of_two(slots, 32) <= MOST_AT_ONCE
+    block = power_of_two(slots, 32) if whole else 2048
+    return {"BLOCK": block, "WHOLE": whole, "num_warps": max(1, block // 256)}
 
 
 def _where(scores: Tensor, pins: Pins, newer: Tensor | None, pool: Pool) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from kvcap.kernels.choose_triton import (
     PINNED,
     PINS,
     ROWS,
+    cut_of,
     grow,
     ordered,
     pins_of_row,
@@ -63,8 +64,16 @@ def cut(
     start_0, stop_0, start_1, stop_1, start_2, stop_2, start_3, stop_3,
     start_4, stop_4, start_5, stop_5, start_6, stop_6, start_7, stop_7,
     BLOCK: tl.constexpr,
+    WHOLE: tl.constexpr,  # no row has more slots than BLOCK
 ):  # fmt: skip
     """Below which worth a row's `count` lowest are, and of those worth as much, which position."""
+    if WHOLE:
+        x, position = _part(
+            scores, positions, 0, slots, score_n, sinks, recents, seen, clock, spans,
+            start_0, stop_0, start_1, stop_1, start_2, stop_2, start_3, stop_3,
+            start_4, stop_4, start_5, stop_5, start_6, stop_6, start_7, stop_7, BLOCK,
+        )  # fmt: skip
+        return cut_of(x, position, count)
     # Up to `count` are below `low`; more than that, or all that is not pinned, below `high`.
     low, high = tl.full([], PINNED, tl.int32), tl.full([], -0x7FFFFFFF, tl.int32)
     for begin in range(0, slots, BLOCK):
@@ -138,6 +147,7 @@ def choose_rows(
     NEWER: tl.constexpr,
     NEWER_PAD: tl.constexpr,
     BLOCK: tl.constexpr,
+    WHOLE: tl.constexpr,  # as in `cut`
 ):  # fmt: skip
     """A whole row: which of its slots go, of equal ones the older; the others move up."""
     row = tl.program_id(0).to(tl.int64)
@@ -153,7 +163,7 @@ def choose_rows(
     low, oldest = cut(
         scores, positions, count, slots, score_n, sinks, recents, seen, clock, spans,
         start_0, stop_0, start_1, stop_1, start_2, stop_2, start_3, stop_3,
-        start_4, stop_4, start_5, stop_5, start_6, stop_6, start_7, stop_7, BLOCK,
+        start_4, stop_4, start_5, stop_5, start_6, stop_6, start_7, stop_7, BLOCK, WHOLE,
     )  # fmt: skip
     to = tl.load(new_starts + row).to(tl.int64)
     end = tl.load(new_starts + row + 1).to(tl.int64)

@@ -138,7 +138,7 @@ class BudgetCache(Cache):  # type: ignore[misc]
         self.guard: CapGuard | None = None
         """Holds the process to a cap; the block loop asks it before every block."""
         self._table: RowTable | None = None
-        self._by_rows: dict[tuple[bool, int], bool] = {}
+        self._covered: dict[tuple[bool, int], bool] = {}
         self._length: int | None = None  # tokens of the pass that begins, once its mask is checked
         self._reading = 0  # tokens of the pass in hand
         watch_stock()
@@ -378,21 +378,35 @@ class BudgetCache(Cache):  # type: ignore[misc]
         for layer in self.capped_layers:
             layer.enable_rotation()
 
-    def by_rows(self) -> bool:
-        """Whether kernels read where the heads of every layer lie, which are unequal.
+    def cut(self, segments: Sequence[Sequence[Segment]]) -> None:
+        """Have layers hold these segments from now on, which are the same slots cut otherwise.
 
-        All heads of a layer are attended, scored and compacted in one launch each then.
+        Or the same segments, of which something has changed: kernels are told before a pass.
+        """
+        for layer, those in zip(self.capped_layers, segments, strict=True):
+            layer.segments[:] = those
+        if self._table is not None:
+            self._table.seen = None
+
+    def by_rows(self) -> bool:
+        """Whether kernels read where the rows of every layer lie, which are unequal.
+
+        All rows of a layer are attended, scored and compacted in one launch each then.
         """
         layers, shape = self.capped_layers, self.layout.shape
-        if not self.layout.ragged or self.evict_every > 1 or shape.slides or shape.latent:
+        if self.evict_every > 1 or shape.slides or shape.latent:
             return False
         if any(len(layer.segments) < 2 or layer.readers > 1 for layer in layers):
             return False
-        pool, spans = layers[0].segments[0].pool, tuple(self.pinned_spans)
+        return self.covers_rows()
+
+    def covers_rows(self) -> bool:
+        """Whether kernels can read on the device where slots lie and how many are in use."""
+        pool, spans = self.capped_layers[0].segments[0].pool, tuple(self.pinned_spans)
         asked = ready(pool.keys), len(spans)
-        if asked not in self._by_rows:
-            self._by_rows[asked] = self._covers_rows(pool, spans)
-        return self._by_rows[asked]
+        if asked not in self._covered:
+            self._covered[asked] = self._covers_rows(pool, spans)
+        return self._covered[asked]
 
     def _covers_rows(self, pool: SlotPool, spans: Sequence[Span]) -> bool:
         """Whether kernels cover the eviction, the slots and attention over them."""
@@ -407,24 +421,21 @@ class BudgetCache(Cache):  # type: ignore[misc]
         )
 
     def row_table(self) -> RowTable | None:
-        """Where unequal heads lie, which the device knows now; None: it does not read it."""
+        """Where unequal rows lie, which the device knows now; None: it does not read it."""
         if not self.by_rows():
             return None
         if self._table is None:
-            layers = self.capped_layers
-            slots = [layer.segments for layer in layers]
-            self._table = RowTable(slots, self._pins_of, self._recents())
+            slots = [layer.segments for layer in self.capped_layers]
+            # What only a layer knows is asked of it: a table that knew the cache would keep it.
+            evictors = [layer.evictor for layer in self.capped_layers]
+            pins = [evictor.row_pins for evictor in evictors if evictor is not None]
+            self._table = RowTable(slots, pins, self._recents())
         self._table.tell(self.seen)
         return self._table
 
     def row_pass(self, table: RowTable, longest: int, always: bool = False) -> RowPass:
         """A pass over rows, of which none is longer while it reads a block; see `RowPass`."""
         return RowPass(table, longest, self.compact_positions, always)
-
-    def _pins_of(self, index: int, segment: Segment) -> tuple[int, int]:
-        evictor = self.capped_layers[index].evictor
-        assert evictor is not None
-        return evictor.row_pins(segment)
 
     def _recents(self) -> list[int]:
         """How many newest tokens stay, by the slots that a head may ever have, where they move."""

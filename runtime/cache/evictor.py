@@ -18,10 +18,10 @@ from kvcap import kernels
 from kvcap.kernels import evict
 from kvcap.kernels import rows as row_kernels
 from kvcap.kernels.choice import ready
+from kvcap.kernels.division import Division
 from kvcap.policies import Eviction, Observation, Policy
-from kvcap.policies.base import Expansion, apportion
+from kvcap.policies.base import Expansion, Rows, evenly
 from kvcap.policies.base.component import ATTENTION_VIEWS
-from kvcap.policies.base.eviction import LOWEST
 from kvcap.runtime.cache.allocation import LayerStorage
 from kvcap.runtime.cache.layer_balance import LayerBalance
 from kvcap.runtime.cache.layout import CacheLayout
@@ -49,8 +49,8 @@ class AttentionStep:
     token_counter: Tensor | None = None  # `tokens` on the device [], inside a CUDA graph
     stored: kernels.StoredKeys | None = None  # of the first segment's keys
     values: list[Tensor] | None = None  # of every segment likewise; None: read from its slots
-    rows: LayerRows | None = None  # of unequal heads; the first keys [slots, D] are the pool's
-    new_values: Tensor | None = None  # [B, K, T, D], likewise
+    rows: LayerRows | None = None  # of unequal rows; the first keys [slots, D] are the pool's
+    new_values: Tensor | None = None  # [B, K, T, D], of the block, as `PendingBlock` has them
 
 
 @dataclass
@@ -152,6 +152,12 @@ class Evictor:
         return self.uses_stored_keys and len(self.eviction.components) == 1
 
     @property
+    def rotates_rows_itself(self) -> bool:
+        """The same where rows are unequal, which are read in one launch."""
+        alone = len(self.eviction.components) == 1
+        return alone and kernels.uses_stored_keys(self.eviction.policy)
+
+    @property
     def reads_queries(self) -> bool:
         """Whether the policy looks at queries."""
         return self.eviction.policy.queries_observed != 0
@@ -189,9 +195,9 @@ class Evictor:
         return self.eviction.pins_of(self._placed(segment))
 
     def evict_rows(self, step: AttentionStep) -> None:
-        """`evict_if_due` of unequal heads, by kernels that read where they lie.
+        """`evict_if_due` of unequal rows, by kernels that read where they lie.
 
-        Of a single token each head gives up at most one slot: heads that move keep their division.
+        Of a single token each gives up at most one slot: heads that move keep their division.
         Where they share slots out anew, the device alone knows how many each has; the host is told
         after the pass, see `RowTable.agreed`.
         """
@@ -202,15 +208,15 @@ class Evictor:
         if not (due or eviction.state or rows.always):
             rows.held.copy_(rows.after.lengths)
             return
-        obs = self._observe_rows(step)
+        obs = self._observe_rows(step, rows.after, rows.always)
         for component in eviction.components:
             kernels.update_rows(component, obs, step.new_values, rows.before.lengths)
         if not (due or rows.always):
             rows.held.copy_(rows.after.lengths)
             return
-        scores = self._score_rows(obs)
+        scores = self._score_rows(obs, step.stored)
         pins = evict.Pins(0, 0, obs.num_tokens, obs.pinned_spans)
-        starts, budgets = self._divide(scores, obs, rows) if divides else (None, None)
+        division = self._divide(scores, obs, rows) if divides else None
         scores = kernels.rescore(eviction.rescorer, scores, pins, obs, rows.targets, rows.pins)
         shift = None if self.storage.rotation is None else pool.aux[SHIFT]
         newer = None if self.storage.query_window is None else self.storage.query_window.shift
@@ -218,12 +224,30 @@ class Evictor:
         if step.length == 1 and not divides:
             row_kernels.give_up_one(scores, pins, moved, rows.held, newer)
         else:
+            starts = None if division is None else division.starts
             row_kernels.give_up(scores, pins, moved, rows.held, newer, starts)
         for segment in self.segments:
             segment.held = min(segment.held, segment.target_length)
-        if starts is not None and budgets is not None:
-            rows.table.divide(self.index, starts, budgets)
+        if division is not None:
+            rows.table.divide(self.index, division.starts, division.budgets)
         self.storage.enable_rotation()
+
+    def fill(self, step: AttentionStep, used: Tensor) -> None:
+        """Update the policy's state after a block that only filled slots; nothing goes.
+
+        Args:
+            step: of the block, with its `new_values`.
+            used: slots in use before it, an integer on the device [], as in a CUDA graph.
+        """
+        if not self.eviction.state:
+            return
+        (segment,), used = self.segments, used.int()
+        count = segment.batch * segment.heads
+        starts = torch.arange(count, dtype=torch.int32, device=used.device) * segment.capacity
+        after = Rows(starts + segment.start, (used + step.length).repeat(count), segment.capacity)
+        obs, before = self._observe_rows(step, after, always=True), used.repeat(count)
+        for component in self.eviction.components:
+            kernels.update_rows(component, obs, step.new_values, before)
 
     def select_early(self, step: AttentionStep, run_async: RunAsync) -> list[SegmentEviction]:
         """Select what goes after a block before it is attended, where kernels can.
@@ -323,11 +347,12 @@ class Evictor:
                 one.count = one.segment.held - kept
         return [one for one in found if one.count > 0]
 
-    def _score_rows(self, obs: Observation) -> Tensor:
-        """Scores of unequal heads [B, K, longest], where some have a policy of their own."""
+    def _score_rows(self, obs: Observation, stored: kernels.StoredKeys | None) -> Tensor:
+        """Scores of unequal rows [B, K, longest], where some heads have a policy of their own."""
+        budget, heads = self.eviction.head_budget, self.layout.shape.kv_heads
+        if budget is None:
+            return kernels.score_rows(self.eviction.policy, obs, stored)
         if self._kinds is None:
-            budget, heads = self.eviction.head_budget, self.layout.shape.kv_heads
-            assert budget is not None
             places = [self._placed(segment) for segment in self.segments[:heads]]
             mine = [budget.policy_of(place, self.eviction.policy) for place in places]
             kinds = {type(policy): policy for policy in mine}.values()
@@ -342,36 +367,18 @@ class Evictor:
             scores = torch.where(whose[:, None], kernels.score_rows(policy, obs), scores)
         return scores
 
-    def _divide(self, scores: Tensor, obs: Observation, rows: LayerRows) -> tuple[Tensor, Tensor]:
-        """Share the layer's slots out among its heads, if any is to give up some; all int32.
+    def _divide(self, scores: Tensor, obs: Observation, rows: LayerRows) -> Division:
+        """Share the layer's slots out among its heads, if any is to give up some.
 
         By the device alone, which evicts down to `rows.targets` then.
-
-        Returns:
-            Where they begin from now on [B·K + 1], and how many slots each may have then [B·K].
         """
-        sinks, recents = rows.pins.view(*scores.shape[:2], 2).unbind(-1)
-        pinned = obs.positions < sinks[..., None]
-        pinned |= obs.positions >= obs.num_tokens - recents[..., None]
-        for start, stop in obs.pinned_spans:
-            pinned |= (obs.positions >= start) & (obs.positions < stop)
         budget, average = self.eviction.head_budget, self.layout.budgets[self.index]
         assert budget is not None
-        lengths, heads = rows.after.lengths, scores.shape[1]
-        due = (lengths > rows.targets).any()
-        scores = scores.nan_to_num(nan=LOWEST)
-        shape = scores.shape[:2]
-        kept = budget.split(scores, pinned, obs.positions, lengths.view(shape), average)
-        # As `_filled`: what heads leave is shared out evenly.
-        spare = heads * average - kept.sum(-1, keepdim=True)
-        places = torch.arange(heads, device=scores.device)
-        budgets = kept + (spare + heads - 1 - places) // heads
-        kept, budgets = (torch.where(due, x.flatten(), rows.targets).int() for x in (kept, budgets))
-        rows.targets.copy_(kept)
-        before = rows.before.starts  # [B·K + 1]
-        ends = (budgets + self.layout.block_size).cumsum(0)
-        starts = torch.cat((before[:1], before[:1] + ends))
-        return torch.where(due, starts, before).int(), budgets
+        pins = evict.Pins(0, 0, obs.num_tokens, obs.pinned_spans)
+        places = rows.after, rows.pins, rows.targets, average, self.layout.block_size
+        found = kernels.divide(budget, scores, obs.positions, pins, *places)
+        rows.targets.copy_(found.kept)
+        return found
 
     def _placed(self, segment: Segment) -> Observation:
         """A segment's place and budget, for what depends on no more."""
@@ -380,26 +387,25 @@ class Evictor:
             none, none, none, 0, segment.target_length, layer=self.index, first_head=segment.head
         )
 
-    def _observe_rows(self, step: AttentionStep) -> Observation:
-        """All heads of a layer, which are unequal."""
-        eviction, rows, pool, projection = self.eviction, step.rows, self.segments[0].pool, None
-        assert rows is not None
+    def _observe_rows(self, step: AttentionStep, rows: Rows, always: bool) -> Observation:
+        """All heads of a layer, with as many slots as its `rows` say, a block's included."""
+        eviction, pool, projection = self.eviction, self.segments[0].pool, None
         assert step.queries is not None
         batch, heads = len(step.queries[0]), self.layout.shape.kv_heads
         if "output_projection" in eviction.observes and step.module is not None:
             projection = output_projection(step.module, self.layout.shape)
         queries, count = step.queries[0], eviction.policy.queries_observed
         if count is not None and count > 1 and self.storage.query_window is not None:
-            count = count if rows.always else min(count, step.tokens)
+            count = count if always else min(count, step.tokens)
             storage = self.storage
-            rotation = storage.rotation if rows.always else storage.pending_rotation
+            rotation = storage.rotation if always else storage.pending_rotation
             queries = self.storage.query_window.last(None, count, rotation)
         elif count:
             queries = queries[:, :, -count:]
         return Observation(
             keys=step.keys[0][None, None].expand(batch, heads, -1, -1),
             values=pool.values[None, None].expand(batch, heads, -1, -1),
-            positions=row_kernels.padded_positions(pool.positions, rows.after, batch),
+            positions=row_kernels.padded_positions(pool.positions, rows, batch),
             num_tokens=step.tokens if step.token_counter is None else step.token_counter,
             budget=self.segments[0].target_length,
             new=step.length,
@@ -412,7 +418,7 @@ class Evictor:
             output_projection=projection,
             saliency=eviction.saliency,
             pinned_spans=tuple(self.pinned_spans),
-            rows=rows.after,
+            rows=rows,
         )
 
     def _fused(self, observed: list[Observation]) -> bool:
@@ -478,8 +484,8 @@ class Evictor:
         heads, found = self.layout.shape.kv_heads, list[int]()
         for first in range(0, len(kept), heads):
             mine = kept[first : first + heads]
-            spare = apportion([1] * heads, heads * self.layout.budgets[self.index] - sum(mine))
-            found += [slots + extra for slots, extra in zip(mine, spare, strict=True)]
+            spare = heads * self.layout.budgets[self.index] - sum(mine)
+            found += [slots + evenly(spare, heads, i) for i, slots in enumerate(mine)]
         return found
 
     def _window(self, index: int, segment: Segment, step: AttentionStep) -> Tensor | None:

@@ -267,6 +267,8 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
             keys = self._attention.align(keys, block.offsets)
             for segment in self.segments:
                 segment.append(segment.rows_of(keys), segment.rows_of(values), times, after)
+            if context.filling:
+                block.new_values = values
         self.seen = block.total_tokens
 
     def _append_rows(self, block: PendingBlock, keys: Tensor, values: Tensor) -> None:

@@ -1,4 +1,7 @@
-"""Where heads lie that hold unequally many slots, as numbers on the device that kernels read.
+"""Where rows lie that hold unequally many slots, as numbers on the device that kernels read.
+
+A row is a head of a sequence. Heads differ where budgets do, and sequences of one cache where each
+is a conversation of its own length.
 
 The host's `Segment`s say the same. What kernels evict they count on the device too, so that both
 agree after each pass, and a CUDA graph serves whatever heads hold; what the host alone has changed
@@ -12,24 +15,25 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from kvcap.policies.base import Rows
 from kvcap.runtime.cache.pool import Segment
 
 STEP = 512  # to which the longest row is rounded up: rows of about that length share a CUDA graph
 
-Pins = Callable[[int, Segment], tuple[int, int]]
+Pins = Callable[[Segment], tuple[int, int]]
 
 
 class LayerRows(NamedTuple):
-    """One layer's rows, a segment each, while it reads a block."""
+    """One layer's rows, while it reads a block."""
 
     before: Rows  # as they are before the block is appended
     after: Rows  # with the block, before any is given up
     held: Tensor  # [B·K] int32, slots of each: is written when some are given up
     targets: Tensor  # [B·K] int32, the slots that each may have
     pins: Tensor  # [B·K, 2] int32, how many first and how many newest tokens of each stay
-    read_at: Tensor | None  # [] int32, where the block is read; None: at true positions
+    read_at: Tensor | None  # [B] int32, where the block is read; None: at true positions
     table: RowTable  # of all layers
     always: bool  # a CUDA graph serves whether any are given up or not
 
@@ -38,18 +42,23 @@ class RowTable:
     """The rows of all capped layers.
 
     Args:
-        layers: their segments, one a head, of one pool for each layer.
-        pins_of: how many first and newest tokens of a layer's segment stay.
+        layers: their segments, of a head each, or of a sequence; of one pool for each layer.
+        pins_of: for each layer, how many first and newest tokens of a segment stay.
         recents: where slots move between heads, how many newest tokens stay, by the slots of a
             head.
     """
 
     def __init__(
-        self, layers: Sequence[Sequence[Segment]], pins_of: Pins, recents: Sequence[int] = ()
+        self,
+        layers: Sequence[Sequence[Segment]],
+        pins_of: Sequence[Pins],
+        recents: Sequence[int] = (),
     ) -> None:
         self.layers, self._pins_of = layers, pins_of
         self._most = [0] * len(layers)  # slots that a row of each may have
-        device, count = layers[0][0].pool.keys.device, len(layers[0])
+        device, last = layers[0][0].pool.keys.device, layers[0][-1]
+        self.batch = last.row + last.batch
+        count = sum(s.batch * s.heads for s in layers[0])
         with torch.inference_mode(False):  # ordinary tensors may be written to in any mode
             shape = len(layers), 5 * count + 1
             self._numbers = torch.zeros(shape, dtype=torch.int32, device=device)
@@ -65,7 +74,7 @@ class RowTable:
 
         Where it `divided` slots anew the device alone did: the host waits for it, and is told.
         """
-        if divided:
+        if divided and not isinstance(self._numbers, FakeTensor):  # of a rehearsal nothing is known
             for index, (segments, told) in enumerate(
                 zip(self.layers, self._numbers.tolist(), strict=True)
             ):
@@ -88,11 +97,13 @@ class RowTable:
     def _of(self, index: int, segments: Sequence[Segment]) -> list[int]:
         """One layer's numbers."""
         self._most[index] = max(max(s.target_length, s.held) for s in segments)
+        rows = [(s, i) for s in segments for i in range(s.batch * s.heads)]
         last = segments[-1]
-        found = [*(s.start for s in segments), last.start + last.slots]
-        found += [s.held for s in segments]
-        found += [s.target_length for s in segments]
-        return found + [n for s in segments for n in self._pins_of(index, s)]
+        found = [*(s.start + i * s.capacity for s, i in rows), last.start + last.slots]
+        found += [s.held for s, _ in rows]
+        found += [s.target_length for s, _ in rows]
+        pins = [(self._pins_of[index](s), s.batch * s.heads) for s in segments]
+        return found + [n for those, count in pins for n in count * those]
 
     def divide(self, index: int, starts: Tensor, budgets: Tensor) -> None:
         """Give a layer's rows these places [B·K + 1] and slots [B·K], on the device alone."""
@@ -123,9 +134,14 @@ class RowPass:
 
     def __init__(self, table: RowTable, longest: int, compact: bool, always: bool = False) -> None:
         self.table, self.most, self.always = table, longest, always
-        self.read_at = table.held.max() if compact else None
-        """Behind the longest row, on the device []."""
+        each = table.held.unflatten(1, (table.batch, -1))  # [L, B, K]
+        self.read_at = each.amax((0, 2)) if compact else None
+        """Behind the longest row of each sequence, on the device [B]."""
         self._after: dict[int, Tensor] = {}
+
+    def first(self, seen: int | Tensor) -> int | Tensor:
+        """Where tokens are read first: after those `seen`, or [B, 1] at compact positions."""
+        return seen if self.read_at is None else self.read_at[:, None]
 
     def of(self, index: int, length: int, alone: bool) -> LayerRows:
         """A layer's rows, to which so many tokens are appended; `alone` as the pass's one block."""

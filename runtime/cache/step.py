@@ -206,7 +206,7 @@ class PendingBlock:
     turn: Tensor | None = None
     """Of such heads, by how much each rotates the block back, [B·K, 2, R/2]."""
     new_values: Tensor | None = None
-    """Likewise, its values [B, K, T, D]."""
+    """Its values [B, K, T, D], where kernels read on the device behind which slots they lie."""
     shown: Any = None
     """What its own layer attended to, for the other readers."""
 

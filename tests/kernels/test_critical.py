@@ -17,12 +17,16 @@ def random(*shape, seed=0, dtype=torch.float32):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
 
 
+@pytest.mark.parametrize("programs", [4, 0])  # 0: one reads all columns
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     ("batch", "heads", "group", "length", "size", "hidden"),
     [(1, 2, 3, 1, 16, 50), (2, 2, 1, 7, 20, 33), (1, 1, 2, 70, 64, 130)],
 )
-def test_norms_of_projected_values(batch, heads, group, length, size, hidden, dtype):
+def test_norms_of_projected_values(
+    batch, heads, group, length, size, hidden, dtype, programs, monkeypatch
+):
+    monkeypatch.setattr(critical, "PROGRAMS", programs)
     slots = random(batch, heads, length + 3, size, dtype=dtype)
     projection = random(hidden, heads * group * size, seed=1, dtype=dtype) / size
     weights = projection.T.unflatten(0, (heads, group, size))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import replace
+from sys import getrefcount
 from types import SimpleNamespace
 
 import pytest
@@ -13,7 +14,7 @@ from interpreted import DEVICE, pytestmark  # noqa: F401
 
 import kvcap
 from kvcap import kernels
-from kvcap.kernels import rows, window
+from kvcap.kernels import keydiff, rows, window
 from kvcap.kernels.arguments import Pins
 from kvcap.policies.base import Observation, Rows
 from kvcap.policies.base.order import lowest
@@ -23,7 +24,7 @@ from kvcap.runtime.backends.pytorch.loop import BlockLoop
 from kvcap.runtime.cache import step
 from kvcap.runtime.cache.pool import Segment, SlotPool
 from kvcap.runtime.cache.row_table import RowTable
-from kvcap.runtime.models.rope import Rotation
+from kvcap.runtime.models.rope import Rotation, rotate
 
 SEEN, FREE = 4000, 6
 
@@ -100,9 +101,14 @@ CASES = [
 ]
 
 
+@pytest.mark.parametrize("at_once", [True, False])
 @pytest.mark.parametrize("moving", [False, True])
 @pytest.mark.parametrize(("lengths", "targets", "pins", "spans"), CASES)
-def test_a_block_evicts_what_each_row_has_too_much(lengths, targets, pins, spans, moving):
+def test_a_block_evicts_what_each_row_has_too_much(
+    lengths, targets, pins, spans, moving, at_once, monkeypatch
+):
+    if not at_once:
+        monkeypatch.setattr(rows, "MOST_AT_ONCE", 0)
     layer = Layer(lengths, targets, pins, spans)
     expected = [layer.expected(k) for k in range(len(lengths))]
     starts, left = layer.starts, torch.full((len(lengths),), -1, dtype=torch.int32, device=DEVICE)
@@ -179,6 +185,28 @@ def test_rows_score_as_each_alone(kind):
             torch.testing.assert_close(found[:, k, :n], alone[:, 0], rtol=1e-5, atol=1e-6)
 
 
+def test_keydiff_rotates_keys_of_rows_as_it_reads_them():
+    """By sums of parts, of which those that a row does not have are 0."""
+    layer, count = Layer([40, 7, 290], [40, 7, 290]), 3
+    table = Rotation(torch.rand(4), 9, DEVICE, torch.float32).table
+    shift = layer.pool.aux["shift"].expand(1, count, -1)
+    keys = layer.pool.keys[None, None].expand(1, count, -1, -1)
+    turned = [
+        rotate(s.keys, table[s.aux("shift").long()], back=True) for s in layer.segments
+    ]  # [1, 1, n, 8] each
+    sums = torch.zeros(1, count, 5, 8, device=DEVICE)
+    for k, mine in enumerate(turned):
+        sums[0, k, 0] = mine[0, 0, :3].sum(0)
+        sums[0, k, 1] = mine[0, 0, 3:].sum(0)
+    with kernels.use("triton"):
+        found = keydiff.scores_turned(keys, shift, table, sums, layer.rows)
+    for k, mine in enumerate(turned):
+        expected = -torch.cosine_similarity(mine, mine.mean(2, keepdim=True), dim=-1)
+        torch.testing.assert_close(
+            found[:, k, : layer.lengths[k]], expected[:, 0], rtol=1e-5, atol=1e-6
+        )
+
+
 class Graph:
     """What it captures has been done."""
 
@@ -244,7 +272,7 @@ def test_the_host_is_told_what_the_device_knows():
         segment.target_length = slots
     layer.segments[1].target_length = 8  # it has room for one more
     before = [(s.start, s.budget, s.target_length, s.held) for s in layer.segments]
-    table = RowTable([layer.segments], lambda *_: (0, 3), [min(3, n) for n in range(99)])
+    table = RowTable([layer.segments], [lambda _: (0, 3)], [min(3, n) for n in range(99)])
     table.tell(4)
     table.agreed(5, divided=True)
     assert table.seen == 5
@@ -260,6 +288,18 @@ def test_the_host_is_told_what_the_device_knows():
     assert table.pins[0].tolist() == [[0, 3], [0, 2], [0, 3]]
     assert table.longest(1) == 513
     assert table.longest(16) == 528
+
+
+@pytest.mark.parametrize("policy", ["headkv", "adakv"])
+def test_what_tells_the_device_of_rows_does_not_keep_the_cache(policy):
+    """A session leaves its cache to the next one where nobody else refers to it."""
+    model = tiny_model("llama", num_hidden_layers=1).to(DEVICE)
+    cache = kvcap.BudgetCache(model.config, 24, 16, small_policy(policy, model.config))
+    cache.allocate(1, torch.float32, DEVICE)
+    before = getrefcount(cache)
+    with kernels.use("triton"):
+        assert cache.row_table() is not None
+    assert getrefcount(cache) == before
 
 
 def test_blocks_that_cannot_be_captured_leave_tokens_their_graphs(monkeypatch):

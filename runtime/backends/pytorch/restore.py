@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvcap.policies.base import apportion
+from kvcap.policies.base import apportion, evenly
 from kvcap.runtime.cache.cache import BudgetCache
 from kvcap.runtime.cache.evictor import AttentionStep
 from kvcap.runtime.cache.layer import BudgetLayer
@@ -443,7 +443,7 @@ def _share(held: list[int], total: int, least: int) -> list[int]:
     least = min(least, total // len(held))
     sure = [max(n, least) for n in held]
     if sum(sure) <= total:
-        free = apportion([1] * len(held), total - sum(sure))
-        return [slots + extra for slots, extra in zip(sure, free, strict=True)]
+        free = total - sum(sure)
+        return [slots + evenly(free, len(held), i) for i, slots in enumerate(sure)]
     more = apportion([max(0, n - least) for n in held], total - least * len(held))
     return [least + extra for extra in more]
