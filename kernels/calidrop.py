@@ -84,7 +84,8 @@ def correct(
         run(
             correct_tokens, (tiles, batch * heads),
             query, out, lse, other, other_lse, asked, counts=counts, **where,
-            **strides("bht", out=out), theta1=theta1, theta2=theta2, ROWS=rows, num_warps=4,
+            **strides("bht", out=out), theta1=float(theta1), theta2=float(theta2), ROWS=rows,
+            num_warps=4,
         )  # fmt: skip
         if asked is not None:
             run(remember_last, (batch * heads,), query, other, other_lse, asked, **where,

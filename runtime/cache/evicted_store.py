@@ -212,10 +212,9 @@ class EvictedStore:
             obs: of the segment, whose keys [b, k, n, D] are as attention saw them.
         """
         place, known, count = self.evicted[index], self._known(segment), slots.shape[-1]
-        pooled = self._by_kernel(obs.keys) and calidrop.covers_taking(count)
-        given = obs.scaling, obs.softcap
-        if pooled:
-            calidrop.remember(known, obs.keys, segment.values, slots, *given)
+        fused = self._by_kernel(obs.keys) and calidrop.covers_taking(count)
+        if fused:
+            calidrop.remember(known, obs.keys, segment.values, slots, obs.scaling, obs.softcap)
         else:
             slots = slots.long()
             if count > 1:  # in time order, so that sums over them come out alike on every device
@@ -224,7 +223,7 @@ class EvictedStore:
             self._grow_older(place, segment.positions.gather(2, slots))
         for first in range(0, count, place.block):
             stop = min(first + place.block, count)
-            if pooled:
+            if fused:
                 source = segment.named(0, segment.held)
                 calidrop.take(
                     slots, (first, stop), scores, source, place.named(0, place.capacity),
@@ -234,7 +233,7 @@ class EvictedStore:
                 self._copy(place, segment, slots[..., first:stop], scores)
             place.held += stop - first
             if (excess := place.held - place.budget) > 0:
-                self._drop(place, excess)
+                self._drop(place, excess, fused)
 
     def _remember(
         self, known: Remembered, segment: Segment, slots: Tensor, obs: Observation
@@ -263,10 +262,10 @@ class EvictedStore:
                 if name == "score":
                     target.nan_to_num_(nan=LOWEST)
 
-    def _drop(self, place: Segment, excess: int) -> None:
+    def _drop(self, place: Segment, excess: int, by_kernel: bool) -> None:
         """Forget the stored tokens of the lowest scores."""
         scores, buffers = place.aux("score"), place.buffers()
-        if ready(scores) and evict.covers(place.positions, excess, (), buffers):
+        if by_kernel and evict.covers(place.positions, excess, (), buffers):
             pins = evict.Pins(0, 0, 1 << 30, ())
             evict.give_up(scores, place.positions, excess, pins, None, buffers)
             place.held -= excess

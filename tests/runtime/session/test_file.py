@@ -407,8 +407,7 @@ def test_a_session_goes_on_wherever_evicted_tokens_lie(positions, tokens, tmp_pa
 
 def test_evicted_tokens_move_into_a_cache_of_another_budget(tokens, tmp_path):
     """Where fewer are held, each counts behind fewer: keys stay where they were rotated to."""
-    ids, options = tokens(84), {"sinks": 2, "calibration_size": 20}
-    eviction = kvcap.load_policy("streaming_llm+calidrop", **options)
+    ids, eviction = tokens(84), kvcap.load_policy("h2o+calidrop", calibration_size=20)
     session = runtime_of(MODELS["llama"], eviction).session(seed=1)
     session.loop.prefill(ids[:, :60])
     session.save(tmp_path / "s")
