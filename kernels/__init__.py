@@ -43,6 +43,7 @@ from kvcap.policies.keydiff import KeyDiff
 from kvcap.policies.knorm import Knorm
 from kvcap.policies.random import Random
 from kvcap.policies.rescorers.criticalkv import CriticalKV
+from kvcap.policies.rescorers.distinct import Distinct
 from kvcap.policies.saliencies.obcache import OBCache
 from kvcap.policies.snapkv import SnapKV
 from kvcap.policies.streaming_llm import StreamingLLM
@@ -109,7 +110,10 @@ def rescores(rescorer: Rescorer | None, obs: Observation) -> bool:
     """Whether `rescore` can take the place of the rescorer's own, if there is one."""
     if rescorer is None:
         return True
-    known = type(rescorer) is CriticalKV and ready(obs.keys) and "output_norm" in obs.state
+    if type(rescorer) is Distinct:
+        known = obs.rows is None and _by_twin(KeyDiff(), obs)
+    else:
+        known = type(rescorer) is CriticalKV and ready(obs.keys) and "output_norm" in obs.state
     return known and critical.covers_rescore(obs.positions, obs.positions, obs.pinned_spans)
 
 
@@ -125,6 +129,10 @@ def rescore(
 
     With `obs.rows` each has its own of `budgets` and `row_pins`, see `critical.rescore`.
     """
+    if isinstance(rescorer, Distinct) and rescorer.share < 1:
+        second = _keydiff(KeyDiff(), obs)
+        given = pins, obs.budget, rescorer.share
+        return critical.best_first(scores, obs.positions, second, *given)
     if not isinstance(rescorer, CriticalKV) or rescorer.alpha == 1:
         return scores
     norm, queries = obs.state["output_norm"], 1 if obs.queries is None else obs.queries.shape[2]

@@ -1,5 +1,5 @@
 # mypy: allow-untyped-calls, disable-error-code="import-untyped"
-"""CriticalKV by kernels: norms of projected values, and the scores that they change.
+"""CriticalKV by kernels: norms of projected values, and scores that let the best stay first.
 
 A token's norm reads the output projection once, of a block in the model's own type with sums in
 float32. Rescoring finds the best slots of a row without sorting it. Knows tensors only; triton is
@@ -91,21 +91,56 @@ def rescore(
         rows: where heads lie that hold unequally many slots. Behind a row nothing is written.
         row_pins: [B·K, 2] int32, how many first and newest tokens of each row stay.
     """
+    options = {"alpha": alpha, "epsilon": epsilon, "queries": float(queries)}
+    return _rescored(scores, positions, norm, None, pins, budget, options, rows, row_pins)
+
+
+def best_first(
+    scores: Tensor, positions: Tensor, second: Tensor, pins: Pins, budget: int, share: float
+) -> Tensor:
+    """Scores [B, K, n] as `Rescorer.best_first` has them, of scores that are made finite.
+
+    Args:
+        scores: [B, K, n] float32.
+        positions: [B, K, n] int32.
+        second: [B, K, n] float32, contiguous, of those that are not among the best.
+        pins: slots that stay.
+        budget: slots of each head that stay.
+        share: of those that stay and are not pinned, how many go by `scores`.
+    """
+    options = {"alpha": share, "epsilon": 0.0, "queries": 1.0}
+    return _rescored(scores, positions, None, second, pins, budget, options)
+
+
+def _rescored(
+    scores: Tensor,
+    positions: Tensor,
+    norm: Tensor | None,
+    second: Tensor | None,
+    pins: Pins,
+    budget: int | Tensor,
+    options: dict[str, float],
+    rows: Rows | None = None,
+    row_pins: Tensor | None = None,
+) -> Tensor:
+    """New scores, the others by one of `norm` and `second`."""
     from kvcap.kernels.critical_triton import rescore_rows
 
     batch, heads, slots = positions.shape
+    others = second if norm is None else norm
+    assert second is None or second.stride(-1) == 1
     out = empty(batch, heads, slots, device=scores.device)
     starts, lengths = (None, None) if rows is None else rows[:2]
     told = budget if isinstance(budget, Tensor) else None
     with torch.cuda.device_of(scores):
         run(
             rescore_rows, (batch * heads,),
-            scores, positions, norm, out, slots=slots, heads=heads,
+            scores, positions, norm, second, out, slots=slots, heads=heads,
             **strides("bhn", score=scores), **strides("bh", position=positions),
-            **(strides("bh", norm=norm) if rows is None else {"norm_b": 0, "norm_h": 0}),
+            **(strides("bh", norm=others) if rows is None else {"norm_b": 0, "norm_h": 0}),
             **pins.arguments(scores.device), starts=starts, lengths=lengths, row_pins=row_pins,
             budgets=told, budget=0 if isinstance(budget, Tensor) else budget,
-            alpha=alpha, epsilon=epsilon, queries=float(queries),
+            **options,
             **tile_of_row(slots),
         )  # fmt: skip
     return out

@@ -56,11 +56,12 @@ def project(
     tl.store(out + (row * group + its) * parts + part, total, m < count)
 
 
-@triton.jit(do_not_specialize=[*PINS, *ROWS, "positions", "norm", "budgets", "budget"])
+@triton.jit(do_not_specialize=[*PINS, *ROWS, "positions", "norm", "second", "budgets", "budget"])
 def rescore_rows(
     scores,  # [B, K, n]
     positions,  # [B, K, n]
-    norm,  # [B, K, n], or [slots] of a pool
+    norm,  # [B, K, n], or [slots] of a pool; None: `second` is given
+    second,  # [B, K, n], the scores of those that are not among the best, or None
     out,  # [B, K, n]
     slots,  # n
     heads,  # K
@@ -78,15 +79,19 @@ def rescore_rows(
     BLOCK: tl.constexpr,
     WHOLE: tl.constexpr,  # see `cut`
 ):  # fmt: skip
-    """A whole row: its best slots to the front, the others by score and norm."""
+    """A whole row: its best slots to the front, the others by `second`, or by score and norm."""
     row = tl.program_id(0).to(tl.int64)
     batch, head = row // heads, row % heads
     scores += batch * score_b + head * score_h
     positions += batch * position_b + head * position_h
-    norm += batch * norm_b + head * norm_h
+    if second is not None:
+        second += batch * norm_b + head * norm_h
+    else:
+        norm += batch * norm_b + head * norm_h
+        if starts is not None:
+            norm += tl.load(starts + row).to(tl.int64)
     out += row * slots
     if starts is not None:
-        norm += tl.load(starts + row).to(tl.int64)
         slots = tl.load(lengths + row)
         sinks, recents = pins_of_row(row_pins, row)
         budget = tl.load(budgets + row)
@@ -117,8 +122,11 @@ def rescore_rows(
         x = ordered(worth)
         behind = (x < low) | ((x == low) & (position < oldest))
         held = slot < slots
-        score = tl.where(x == PINNED, 0.0, worth)
-        weight = tl.load(norm + slot, held, 0.0)
-        each = tl.div_rn(score - lowest, tl.full([BLOCK], 0.0, tl.float32) + queries)
-        second = (each + epsilon) * weight
-        tl.store(out + slot, tl.where(behind, second, HIGHEST), held)
+        if second is not None:
+            other = tl.load(second + slot, held, 0.0)
+        else:
+            score = tl.where(x == PINNED, 0.0, worth)
+            weight = tl.load(norm + slot, held, 0.0)
+            each = tl.div_rn(score - lowest, tl.full([BLOCK], 0.0, tl.float32) + queries)
+            other = (each + epsilon) * weight
+        tl.store(out + slot, tl.where(behind, other, HIGHEST), held)
