@@ -151,7 +151,7 @@ class SlotAttention:
             return self._over_all_slots(query, counter, call)
         packed = self._packs(query, call)
         context.make_room()  # for a copy of all keys
-        if block.length == 1 and self.storage.settles and self.storage.pending_rotation is not None:
+        if block.length == 1 and self.storage.pending_rotation is not None and self.storage.settles:
             self.storage.settle()
         keys = self._keys(packed, block.length)
         queries = [segment.rows_of(query) for segment in self.segments]

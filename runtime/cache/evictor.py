@@ -128,6 +128,7 @@ class Evictor:
         self.eviction, self.layout, self.index = layout.eviction, layout, index
         self.storage, self.segments = storage, storage.segments
         self.balance, self.evict_every, self.pinned_spans = balance, evict_every, pinned_spans
+        self._has_state = bool(self.eviction.state)  # asked for at every token
         self._kinds: list[tuple[Policy, Tensor]] | None = None
         """Policies of unequal heads, and which of them have each, [K] on the device."""
 
@@ -174,7 +175,7 @@ class Evictor:
 
     def has_work(self, length: int) -> bool:
         """Whether the policy has anything to do after a block of `length`."""
-        return bool(self.due(length) or self.eviction.state or (self.balance and length > 1))
+        return bool(self.due(length) or self._has_state or (self.balance and length > 1))
 
     def evict_if_due(self, step: AttentionStep, now: bool = False) -> None:
         """Update the policy's state and, if it is time or `now`, evict down to the budget."""

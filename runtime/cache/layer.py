@@ -202,7 +202,9 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
             context.stream.next_layer()
         sizes = self._sizes(length, context)
         with torch.no_grad():
-            arrived = key_states[:, :, :length], value_states[:, :, :length]
+            arrived = key_states, value_states
+            if length < key_states.shape[2]:
+                arrived = key_states[:, :, :length], value_states[:, :, :length]
             block = PendingBlock(context, length, arrived, sizes, readers=self.readers)
             if len(sizes) == 1:
                 self._append(block)

@@ -298,7 +298,9 @@ class Segment:
         return self._view(buffer, 0, self.capacity)
 
     def rows_of(self, x: Tensor) -> Tensor:
-        """This segment's part of a layer's tensor [B, K, ...] or [B, H, ...], a view."""
+        """This segment's part of a layer's tensor [B, K, ...] or [B, H, ...]: it, or a view."""
+        if self.heads == self.layer_heads and self.batch == x.shape[0]:
+            return x  # to make a view takes a CPU as long as to use it
         group = x.shape[1] // self.layer_heads
         first = self.head * group
         return x[self.row : self.row + self.batch, first : first + self.heads * group]
