@@ -76,7 +76,7 @@ def captured(monkeypatch):
     return made
 
 
-def sessions_of(policy, positions="compact", layers=2):
+def sessions_of(policy, pinned=0, positions="compact", layers=2):
     """Sessions of one runtime that have read prompts of unequal lengths, no token twice."""
     model = tiny_model("llama", num_hidden_layers=layers, vocab_size=130).to(DEVICE)
     runtime = runtime_of(model, policy, BUDGET, 16, positions)
@@ -86,6 +86,8 @@ def sessions_of(policy, positions="compact", layers=2):
         session = runtime.session()
         session.loop.prefill(ids[:, 40 * i : 40 * i + length])
         found.append(session)
+        if pinned and length > pinned:
+            session.loop.cache.pin([(0, pinned)])
     return runtime, found
 
 
@@ -164,3 +166,10 @@ def test_sessions_that_fill_are_read_with_full_ones_by_two_graphs(policy, captur
     # pyramidkv the first session does not fill its longest layer.
     alike = not rows.cache.layout.ragged and policy != "pyramidkv"
     assert sorted(kind.longest > 0 for kind in kinds) == [False, True][not alike :]
+
+
+@pytest.mark.slow(keep=1)
+@pytest.mark.parametrize("policy", ["keydiff", "criticalkv", "adakv"])
+def test_first_tokens_that_are_pinned_stay_in_rows(policy):
+    """Pinned where they are filled as well as where they are full from the beginning."""
+    check(policy, "triton", pinned=4)
