@@ -241,7 +241,7 @@ class Rows:
 def shared_rows(runtime: Any, size: int) -> tuple[Rows | SharedPass | None, str | None]:
     """What reads a token of so many sessions at once, or why they are read one after the other.
 
-    Rows where all hold as many slots; else, on a CPU, passes over their own caches.
+    Rows of one cache; where that cannot be, on a CPU, passes over their own caches.
     """
     if size == 1:
         return None, "one session needs no cache beside its own"
@@ -301,6 +301,6 @@ def _why_apart(cache: BudgetCache, passes: bool) -> str | None:
         return "nothing is evicted, so that sessions hold unequally many"
     if cache.eviction.layers_move:
         return "slots move between layers"
-    if passes and cache.eviction.heads_move:
+    if cache.eviction.heads_move and (passes or cache.layout.divides(1)):
         return "slots move between heads"
     return why_unsteady(cache)
