@@ -17,7 +17,14 @@ from kvcap.runtime.cache import step
 from kvcap.runtime.session.batch import Answer
 from kvcap.runtime.session.decoding import Read
 
-BUDGET, LENGTHS = 24, (5, 22, 40)
+BUDGET, LENGTHS, COUNTS = 24, (5, 22, 40), (22, 10, 8)
+# Of prompts and of what follows: no session reads a token twice, whose keys would score alike.
+IDS = (3 + torch.randperm(126, generator=torch.Generator().manual_seed(1))).tolist() * 2
+PROMPTS = [IDS[40 * i :][:length] for i, length in enumerate(LENGTHS)]
+TOKENS = [
+    IDS[40 * i + length :][:count]
+    for i, (length, count) in enumerate(zip(LENGTHS, COUNTS, strict=True))
+]
 POLICIES = [
     "keydiff", "dropkv", "andpro", "snapkv", "h2o", "obcache-tova", "criticalkv", "knorm",
     "streaming_llm", "pyramidkv", "headkv", "adakv", "criticalkv-adakv", "duoattention",
@@ -77,17 +84,16 @@ def captured(monkeypatch):
 
 
 def sessions_of(policy, pinned=0):
-    """Sessions of one runtime that have read prompts of unequal lengths, no token twice."""
+    """Sessions of one runtime that have read prompts of unequal lengths."""
     layers = 2 if policy in ("keydiff", "pyramidkv") else 1
     model = tiny_model("llama", num_hidden_layers=layers, vocab_size=130).to(DEVICE)
     runtime = runtime_of(model, policy, BUDGET, 16)
-    ids = 3 + torch.randperm(126, generator=torch.Generator().manual_seed(1))[None].to(DEVICE)
     found = []
-    for i, length in enumerate(LENGTHS):
+    for prompt in PROMPTS:
         session = runtime.session()
-        session.loop.prefill(ids[:, 40 * i : 40 * i + length])
+        session.loop.prefill(torch.tensor([prompt], device=DEVICE))
         found.append(session)
-        if pinned and length > pinned:
+        if pinned:
             session.loop.cache.pin([(0, pinned)])
     return runtime, found
 
@@ -108,10 +114,6 @@ def alone(policy, pinned):
             for s, mine in zip(sessions, TOKENS, strict=True)
         ]
     return logits, sessions
-
-
-TOKENS = [[7, 19, 33, 48, 5, 60, 71, 88, 91, 12, 55, 3, 99, 101, 64, 31, 77, 84, 118, 45, 9, 120],
-          [8, 50, 23, 61, 93, 14, 36, 70, 111, 89], [41, 6, 97, 28, 66, 73, 105, 16]]  # fmt: skip
 
 
 def read_together(rows, sessions):
