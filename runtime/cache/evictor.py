@@ -193,7 +193,8 @@ class Evictor:
 
     def row_pins(self, segment: Segment) -> tuple[int, int]:
         """How many first and how many newest tokens of a segment are never evicted."""
-        return self.eviction.pins_of(self._placed(segment))
+        sinks, recents = self.eviction.pins_of(self._placed(segment))
+        return max(sinks, segment.first_pinned), recents
 
     def evict_rows(self, step: AttentionStep) -> None:
         """`evict_if_due` of unequal rows, by kernels that read where they lie.
@@ -511,7 +512,9 @@ class Evictor:
         return [self._observe(i, segment, step) for i, segment in enumerate(self.segments)]
 
     def _observe(self, index: int, segment: Segment, step: AttentionStep) -> Observation:
-        eviction, projection = self.eviction, None
+        eviction, projection, spans = self.eviction, None, tuple(self.pinned_spans)
+        if segment.first_pinned:
+            spans = (*spans, (0, segment.first_pinned))
         if "output_projection" in eviction.observes and step.module is not None:
             projection = output_projection(step.module, self.layout.shape)
             projection = projection[segment.head : segment.head + segment.heads]
@@ -532,5 +535,5 @@ class Evictor:
             output_projection=projection,
             expansion=step.expansion,
             saliency=eviction.saliency,
-            pinned_spans=tuple(self.pinned_spans),
+            pinned_spans=spans,
         )

@@ -145,6 +145,8 @@ class Segment:
         self.layer_heads = layer_heads or heads
         self.target_length = budget
         self.held = 0
+        self.first_pinned = 0
+        """Of a session's row: how many of its first tokens are pinned, besides the cache's pins."""
         device = pool.positions.device
         self._rows = torch.arange(batch * heads, device=device).view(batch, heads, 1)
         self._wholes: tuple[tuple[int, int], dict[str, Tensor]] | None = None  # all slots, by name

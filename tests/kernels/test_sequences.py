@@ -17,7 +17,14 @@ from kvcap.runtime.cache import step
 from kvcap.runtime.session.batch import Answer
 from kvcap.runtime.session.decoding import Read
 
-BUDGET, LENGTHS = 24, (5, 22, 40)
+BUDGET, LENGTHS, COUNTS = 24, (5, 22, 40), (22, 10, 8)
+# Of prompts and of what follows: no session reads a token twice, whose keys would score alike.
+IDS = (3 + torch.randperm(126, generator=torch.Generator().manual_seed(1))).tolist() * 2
+PROMPTS = [IDS[40 * i :][:length] for i, length in enumerate(LENGTHS)]
+TOKENS = [
+    IDS[40 * i + length :][:count]
+    for i, (length, count) in enumerate(zip(LENGTHS, COUNTS, strict=True))
+]
 POLICIES = [
     "keydiff", "dropkv", "andpro", "snapkv", "h2o", "obcache-tova", "criticalkv", "knorm",
     "streaming_llm", "pyramidkv", "headkv", "adakv", "criticalkv-adakv", "duoattention",
@@ -76,16 +83,18 @@ def captured(monkeypatch):
     return made
 
 
-def sessions_of(policy, positions="compact", layers=2):
-    """Sessions of one runtime that have read prompts of unequal lengths, no token twice."""
+def sessions_of(policy, pinned=0):
+    """Sessions of one runtime that have read prompts of unequal lengths."""
+    layers = 2 if policy in ("keydiff", "pyramidkv") else 1
     model = tiny_model("llama", num_hidden_layers=layers, vocab_size=130).to(DEVICE)
-    runtime = runtime_of(model, policy, BUDGET, 16, positions)
-    ids = 3 + torch.randperm(126, generator=torch.Generator().manual_seed(1))[None].to(DEVICE)
+    runtime = runtime_of(model, policy, BUDGET, 16)
     found = []
-    for i, length in enumerate(LENGTHS):
+    for prompt in PROMPTS:
         session = runtime.session()
-        session.loop.prefill(ids[:, 40 * i : 40 * i + length])
+        session.loop.prefill(torch.tensor([prompt], device=DEVICE))
         found.append(session)
+        if pinned:
+            session.loop.cache.pin([(0, pinned)])
     return runtime, found
 
 
@@ -94,19 +103,17 @@ def kept(session):
     return [(s.held, [sorted(head.tolist()) for head in s.positions[0]]) for s in segments]
 
 
-def alone(policy, tokens, **more):
-    """What each session's tokens give if it is alone, and what it holds then."""
-    _, sessions = sessions_of(policy, **more)
+def alone(policy, pinned):
+    """What each session's tokens give if it is alone; and the sessions after that."""
+    _, sessions = sessions_of(policy, pinned)
+    for session in sessions:
+        session.loop.graphs = None
     with kernels.use("eager"):
         logits = [
             [s.loop.read(torch.tensor([[token]], device=DEVICE)) for token in mine]
-            for s, mine in zip(sessions, tokens, strict=True)
+            for s, mine in zip(sessions, TOKENS, strict=True)
         ]
-    return logits, list(map(kept, sessions))
-
-
-TOKENS = [[7, 19, 33, 48, 5, 60, 71, 88, 91, 12, 55, 3, 99, 101, 64, 31, 77, 84, 118, 45, 9, 120],
-          [8, 50, 23, 61, 93, 14, 36, 70, 111, 89], [41, 6, 97, 28, 66, 73, 105, 16]]  # fmt: skip
+    return logits, sessions
 
 
 def read_together(rows, sessions):
@@ -130,37 +137,70 @@ def read_together(rows, sessions):
     return logits
 
 
-def check(policy, choice, **more):
-    expected, held = alone(policy, TOKENS, **more)
-    runtime, sessions = sessions_of(policy, **more)
-    with kernels.use(choice):
+def check(policy, pinned=0):
+    """Sessions in rows, by kernels, give what each gives alone and eagerly; returns the rows."""
+    expected, others = alone(policy, pinned)
+    runtime, sessions = sessions_of(policy, pinned)
+    with kernels.use("triton"):
         rows, why = runtime.shared_rows(3)
         assert why is None
         assert rows.unequal
-        if DEVICE == "cpu" and choice == "triton":
+        if DEVICE == "cpu":
             rows.loop.graphs = cuda_graphs.BlockGraphs(rows.loop.model, rows.cache, False)
         found = read_together(rows, sessions)
     for mine, its in zip(found, expected, strict=True):
         torch.testing.assert_close(mine, its, rtol=1e-3, atol=1e-3)
-    assert list(map(kept, sessions)) == held
+    assert list(map(kept, sessions)) == list(map(kept, others))
     again = torch.tensor([[17]], device=DEVICE)
-    _, others = sessions_of(policy, **more)
-    for session, other, tokens in zip(sessions, others, TOKENS, strict=True):
-        for token in tokens:
-            other.loop.read(torch.tensor([[token]], device=DEVICE))
+    for session, other in zip(sessions, others, strict=True):  # which go on alone
         torch.testing.assert_close(
             session.loop.read(again), other.loop.read(again), rtol=1e-3, atol=1e-3
         )
     return rows
 
 
-@pytest.mark.slow(keep=3)
+@pytest.mark.slow(keep=2)
 @pytest.mark.parametrize("policy", POLICIES)
 def test_sessions_that_fill_are_read_with_full_ones_by_two_graphs(policy, captured):
-    rows = check(policy, "triton")
+    rows = check(policy)
     assert isinstance(rows, Rows)
     kinds = {kind for kind in captured if kind.batch == 3}
     # One for all mixtures; and one where all rows are full, if their heads hold equally many. Under
     # pyramidkv the first session does not fill its longest layer.
     alike = not rows.cache.layout.ragged and policy != "pyramidkv"
     assert sorted(kind.longest > 0 for kind in kinds) == [False, True][not alike :]
+
+
+@pytest.mark.slow(keep=1)
+@pytest.mark.parametrize("policy", ["keydiff", "criticalkv", "adakv"])
+def test_first_tokens_that_are_pinned_stay_in_rows(policy):
+    """Pinned where they are filled as well as where they are full from the beginning."""
+    check(policy, pinned=4)
+
+
+@pytest.mark.parametrize(
+    ("policy", "more", "why"),
+    [
+        ("adakv", {"block": 1}, "move between heads"),  # with every token
+        ("cake", {}, "move between layers"),
+        ("keydiff", {"evict_every": 2}, "every few tokens"),
+        ("keydiff", {"positions": "true"}, "true positions"),
+    ],
+)
+def test_what_has_no_rows_says_why(policy, more, why):
+    model = tiny_model("llama", num_hidden_layers=1).to(DEVICE)
+    with kernels.use("triton"):
+        runtime = runtime_of(model, policy, BUDGET, **{"block": 8, **more})
+        rows, told = runtime.shared_rows(2)
+        assert rows is None
+        assert why in told
+
+
+@pytest.mark.parametrize(("policy", "unequal"), [("keydiff", True), ("balanced", False)])
+def test_rows_without_kernels_are_of_full_sessions(policy, unequal):
+    runtime, sessions = sessions_of(policy)
+    with kernels.use("triton"):
+        rows, _ = runtime.shared_rows(2)
+        fits = [rows.fits(Answer(session, iter(()))) for session in sessions]
+    assert rows.unequal == unequal
+    assert fits == [unequal, unequal, True]

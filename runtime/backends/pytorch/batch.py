@@ -3,8 +3,8 @@
 A model's weights are read once for all of them, which is most of what a token takes. Every session
 has the same slots, however much it has read, so that all fit into one cache: a session's slots are
 copied into a row of it while it answers, and back afterwards. Where all rows are full the cache is
-read as one of so many sequences; while any fills its slots yet, kernels read how many each has in
-use, and one CUDA graph serves whatever they hold. Knows sessions and caches; no policy.
+read as one of so many sequences; while any fills its slots yet, or has pins, kernels read how many
+each has in use, and one CUDA graph serves whatever they hold. Knows sessions and caches; no policy.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from kvcap.runtime.backends.pytorch.shared_pass import (
     why_no_pass,
 )
 from kvcap.runtime.cache.cache import BudgetCache
+from kvcap.runtime.cache.pinned_slots import merged
 from kvcap.runtime.cache.pool import Segment
 from kvcap.runtime.interrupts import interrupts_deferred
 from kvcap.runtime.models.wrappers import text_config
@@ -62,8 +63,9 @@ class Rows:
         }
         self._taken: dict[int, Answer] = {}
         self._ahead: dict[int, int] = {}  # of a row: the rows' counter minus its session's
+        self._first: dict[int, int] = {}  # of a row: first tokens that are never evicted
         self._layers: dict[int, list[Any]] = {}  # of a row: those of its session's cache
-        self._unfilled: set[int] = set()  # rows taken that do not hold all their slots
+        self._unlike: set[int] = set()  # rows taken that fill their slots, or have pins
         self._ids = torch.zeros(size, 1, dtype=torch.long, device=model.device)
         self._empty()
 
@@ -75,13 +77,15 @@ class Rows:
     def fits(self, answer: Answer) -> bool:
         """Whether a session's slots can lie in a row."""
         cache = answer.session.loop.cache
-        if not cache.compact_positions or cache.pinned_spans:
+        if not cache.compact_positions:
             return False
         if not self.unequal:
-            return steady(cache, 1)
-        # Sinks that are yet to come would be taken for later tokens.
-        held = [s.held <= s.target_length for layer in cache.capped_layers for s in layer.segments]
-        return cache.seen >= max(1, self.sinks) and all(held)
+            return not cache.pinned_spans and steady(cache, 1)
+        # First tokens that are yet to come would be taken for later ones.
+        first = self._first_pinned(cache)
+        if first is None or cache.seen < max(1, first):
+            return False
+        return all(s.held <= s.target_length for x in cache.capped_layers for s in x.segments)
 
     def join(self, answer: Answer) -> None:
         """Copy a session's slots into a free row; `Session.fetch_cache` copies them back."""
@@ -93,6 +97,7 @@ class Rows:
             if not self._taken or own.seen > self.cache.seen:
                 self._count_from(max(own.seen, self.cache.seen))
             self._copy(row, own, into_row=True)
+            self._first[row] = self._first_pinned(own) or 0
             self._ahead[row] = self.cache.seen - own.seen
             self._move(row, self._ahead[row])
             self._taken[row], self._layers[row] = answer, own.capped_layers
@@ -128,8 +133,8 @@ class Rows:
             for answer in answers:
                 for layer in self._layers[answer.row]:  # type: ignore[index]
                     layer.advance(1, kept=all(s.held < s.target_length for s in layer.segments))
-            if filled := {row for row in self._unfilled if self._full(row)}:
-                self._unfilled -= filled
+            if alike := {row for row in self._unlike if self._alike(row)}:
+                self._unlike -= alike
                 self._cut()
         greedy = any(answer.asked.likeliest for answer in answers if answer.asked)
         likeliest = logits.argmax(-1).tolist() if greedy else []
@@ -151,10 +156,10 @@ class Rows:
     def _free(self, row: int) -> None:
         answer = self._taken.pop(row)
         answer.row = answer.session.cache_away = None
-        del self._ahead[row], self._layers[row]
-        self._unfilled.discard(row)
-        for segment in self._segments(row):
-            segment.held = 0  # it is read with the others, for nobody, and so costs little
+        del self._ahead[row], self._first[row], self._layers[row]
+        self._unlike.discard(row)
+        for segment in self._segments(row):  # it is read with the others, for nobody
+            segment.held = segment.first_pinned = 0
         self._cut()
 
     def _holds_unequally(self) -> bool:
@@ -179,25 +184,33 @@ class Rows:
         self._cut()
 
     def _cut(self) -> None:
-        """Have the cache know of how many slots each row has in use, where some are not full."""
-        self.cache.cut(self._each if self._unfilled else self._whole)
+        """Have the cache tell its rows apart, where some are unlike the others."""
+        self.cache.cut(self._each if self._unlike else self._whole)
 
     def _segments(self, row: int) -> Iterator[Segment]:
         """A row's segments in all layers, one after the other."""
         return (s for segments in self._each for s in segments if s.row == row)
 
-    def _full(self, row: int) -> bool:
-        """Whether a row holds all its slots."""
-        return all(segment.held == segment.budget for segment in self._segments(row))
+    def _alike(self, row: int) -> bool:
+        """Whether a row holds all its slots, and pins no more than others do."""
+        return all(s.held == s.budget and not s.first_pinned for s in self._segments(row))
+
+    def _first_pinned(self, own: BudgetCache) -> int | None:
+        """How many first tokens of a session are never evicted; None: others are pinned, too."""
+        spans = merged([(0, self.sinks), *own.pinned_spans])
+        if not spans:
+            return 0
+        return spans[0][1] if len(spans) == 1 and spans[0][0] == 0 else None
 
     def _place(self, row: int, own: BudgetCache) -> None:
-        """Have a row hold as many slots as its session does, and cut likewise among heads."""
+        """Have a row hold and pin as many slots as its session does, and cut likewise."""
         theirs = (segment for layer in own.capped_layers for segment in layer.segments)
         for mine, its in zip(self._segments(row), theirs, strict=True):
             mine.start = row * (mine.pool.slots // self.size) + its.start
             mine.budget, mine.target_length, mine.held = its.budget, its.target_length, its.held
-        if not self._full(row):
-            self._unfilled.add(row)
+            mine.first_pinned = self._first[row] if own.pinned_spans else 0
+        if not self._alike(row):
+            self._unlike.add(row)
         self.cache.enable_rotation()
         self._cut()
 
@@ -214,7 +227,7 @@ class Rows:
         """Let a row's tokens count `by` later, first ones that are never evicted excepted."""
         for name, rows in self._named.items():
             if by and name.endswith(".positions"):
-                rows[row].add_((rows[row] >= self.sinks) * by)
+                rows[row].add_((rows[row] >= self._first[row]) * by)
 
     def _count_from(self, seen: int) -> None:
         """Have the rows' counter stand at `seen`, which is no less than before."""
@@ -229,7 +242,7 @@ class Rows:
 def shared_rows(runtime: Any, size: int) -> tuple[Rows | SharedPass | None, str | None]:
     """What reads a token of so many sessions at once, or why they are read one after the other.
 
-    Rows where all hold as many slots; else, on a CPU, passes over their own caches.
+    Rows of one cache; where that cannot be, on a CPU, passes over their own caches.
     """
     if size == 1:
         return None, "one session needs no cache beside its own"
@@ -289,6 +302,6 @@ def _why_apart(cache: BudgetCache, passes: bool) -> str | None:
         return "nothing is evicted, so that sessions hold unequally many"
     if cache.eviction.layers_move:
         return "slots move between layers"
-    if passes and cache.eviction.heads_move:
+    if cache.eviction.heads_move and (passes or cache.layout.divides(1)):
         return "slots move between heads"
     return why_unsteady(cache)

@@ -398,7 +398,36 @@ def test_what_cannot_share_a_cache_is_answered_by_turns(
     assert together(batch, [(s, s.send("Go on.")) for s in sessions]) == expected
 
 
-def test_pinned_messages_are_read_by_their_own_session() -> None:
+@pytest.mark.parametrize("policy", ["keydiff", "streaming_llm"])
+def test_pinned_first_messages_stay_in_a_row(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside a session without pins, and one that fills."""
+    runtime = runtime_of(policy, budget=96)
+
+    def sessions_of() -> list[Session]:
+        found = [runtime.session() for _ in range(3)]
+        for session, text in zip(found, ["The word is plum.", SAID[0], "Hello."], strict=True):
+            session.set_generation(do_sample=False, max_new_tokens=2)
+            "".join(session.send(text, pin=session is found[0]))
+            "".join(session.send(SAID[1] if session is not found[2] else "Hi."))
+            session.set_generation(max_new_tokens=40, eos_token_id=NEVER)
+        return found
+
+    alone, sessions = sessions_of(), sessions_of()
+    (span,) = sessions[0].cache.pinned_spans
+    expected = ["".join(s.send("Go on.")) for s in alone]
+    batch, together_at = runtime.batch(3), []
+    assert isinstance(batch._rows, Rows)
+    given = batch._rows.read
+    monkeypatch.setattr(
+        batch._rows, "read", lambda those: (together_at.append(len(those)), given(those))[1]
+    )
+    assert together(batch, [(s, s.send("Go on.")) for s in sessions]) == expected
+    assert together_at.count(3) >= 36
+    assert list(map(kept, sessions)) == list(map(kept, alone))
+    assert all(set(range(*span)) <= set(head) for head in kept(sessions[0]))
+
+
+def test_messages_pinned_later_are_read_by_their_own_session() -> None:
     runtime = runtime_of(budget=96)
     alone, sessions = begun(runtime, SAID), begun(runtime, SAID)
     for group in (alone, sessions):

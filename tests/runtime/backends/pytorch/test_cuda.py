@@ -328,3 +328,47 @@ def test_a_capture_that_fails_leaves_the_device_as_it_was(policy, block, tokens)
         assert torch.cuda.current_stream() == stream
         assert torch.rand(3, device="cuda").max() < 1  # refused within a capture
     torch.testing.assert_close(logits[0], logits[1], rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("policy", ["keydiff", "snapkv", "h2o", "pyramidkv", "criticalkv", "adakv"])
+def test_sessions_of_unequal_lengths_answer_together_as_alone(policy):
+    """One is full, one fills, one becomes full among the others, and one has pins."""
+    runtime = kvcap.Runtime.from_pretrained(
+        "pocket", small_policy(policy, None), kv_budget_tokens=96, block_size=16,
+        dtype="float32", device="cuda",
+    )  # fmt: skip
+    doors = enumerate(["blue", "red", "old", "green", "small", "north"])
+    facts = [f"Please remember: the code for the {door} door is {i}77. " for i, door in doors]
+    texts = ["".join(facts), "Hello.", "".join(facts[:3]), "".join(facts[::-1])]
+
+    def begun() -> list[Session]:
+        found = [runtime.session() for _ in texts]
+        for session, text in zip(found, texts, strict=True):
+            session.set_generation(do_sample=False, max_new_tokens=2)
+            if session is found[3] and policy != "pyramidkv":  # whose last layer is too small
+                "".join(session.send("The word is plum.", pin=True))
+            "".join(session.send(text))
+            session.set_generation(max_new_tokens=60, eos_token_id=1_000_000)
+        return found
+
+    def kept(session: Session) -> list[set[int]]:
+        segments = [s for layer in session.cache.capped_layers for s in layer.segments]
+        return [set(head.tolist()) for s in segments for head in s.positions[0]]
+
+    alone, sessions = begun(), begun()
+    expected = ["".join(session.send("Go on.")) for session in alone]
+    batch = runtime.batch(4)
+    assert batch.apart is None
+    for session in sessions:
+        batch.add(session, session.send("Go on."))
+    found = dict.fromkeys(map(id, sessions), "")
+    for session, text in batch:
+        found[id(session)] += text
+    assert [found[id(session)] for session in sessions] == expected
+    both = [zip(kept(a), kept(b), strict=True) for a, b in zip(sessions, alone, strict=True)]
+    pairs = [pair for heads in both for pair in heads]
+    # Tokens of sentences that are alike may be worth the same but for rounding.
+    assert sum(len(x - y) for x, y in pairs) <= 0.005 * sum(len(x) for x, _ in pairs)
+    made = batch._rows.loop.graphs.captured
+    assert len({kind for kind in made if kind.longest}) == 1  # for all mixtures
+    assert batch._rows.loop.execution == "CUDA graphs"
