@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvcap.kernels.device import address, multiprocessors, power_of_two
+from kvcap.kernels.device import address, multiprocessors, on_gpu, power_of_two
 from kvcap.kernels.launch import empty, launch, run
 from kvcap.kernels.token import REGISTERS
 from kvcap.kernels.turn_triton import halves, turned_back
@@ -85,7 +85,7 @@ def _cosine(k_ptr, sum_ptr, out_ptr, starts, lengths, k_b, k_h, k_n, K, n, chunk
 @triton.jit(do_not_specialize=["starts", "lengths", "n", "parts"])
 def _cosine_turned(k_ptr, sum_ptr, out_ptr, shift_ptr, table_ptr, starts, lengths, k_b, k_h, k_n,
                    shift_b, shift_h, K, n, parts, D: tl.constexpr, HALF_PAD: tl.constexpr,
-                   N: tl.constexpr, PARTS: tl.constexpr):  # fmt: skip
+                   N: tl.constexpr, PARTS: tl.constexpr, WIDEN: tl.constexpr):  # fmt: skip
     """The same of keys that are rotated back as they are read, for `N` slots of a head."""
     row = tl.program_id(1)
     batch, head = (row // K).to(tl.int64), (row % K).to(tl.int64)
@@ -107,7 +107,7 @@ def _cosine_turned(k_ptr, sum_ptr, out_ptr, shift_ptr, table_ptr, starts, length
     anchor_a, anchor_b = anchor_a / length, anchor_b / length
     slots = tl.program_id(0) * N + tl.arange(0, N)
     keys = k_ptr + slots.to(tl.int64)[:, None] * k_n
-    a, b = turned_back(keys, shift_ptr + slots, table_ptr, slots < n, HALF, HALF_PAD)
+    a, b = turned_back(keys, shift_ptr + slots, table_ptr, slots < n, HALF, HALF_PAD, True, WIDEN)
     a, b = a.to(tl.float32), b.to(tl.float32)
     along = tl.sum(a * anchor_a[None, :] + b * anchor_b[None, :], 1)
     inverse = tl.rsqrt(tl.maximum(tl.sum(a * a + b * b, 1), EPSILON * EPSILON))
@@ -137,7 +137,7 @@ def scores_turned(
             _cosine_turned, (-(-n // tile), B * K),
             keys, key_sums, out, shift, table, starts, lengths,
             *keys.stride()[:3], *shift.stride()[:2],
-            K, n, parts, D, power_of_two(D, 32) // 2, tile, power_of_two(parts),
+            K, n, parts, D, power_of_two(D, 32) // 2, tile, power_of_two(parts), not on_gpu(keys),
             num_warps=4, maxnreg=REGISTERS,
         )  # fmt: skip
     return out

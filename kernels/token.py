@@ -54,7 +54,7 @@ def attend(
     *,
     tile: decode.Tile | None = None,
     most_parts: int | None = None,
-    apart: bool = False,
+    apart: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Write a token into the slot behind those in use, and attend to all of them.
 

@@ -6,7 +6,7 @@ import triton.language as tl
 
 from kvcap.kernels.append_triton import clear
 from kvcap.kernels.decode_triton import dot
-from kvcap.kernels.turn_triton import halves, turned, turned_back
+from kvcap.kernels.turn_triton import halves, made, turned, turned_back
 
 # Where a token goes differs from segment to segment, which must not compile anew.
 _PLACES = ["positions", *(f"aux_{i}" for i in range(6)), "shift", "time", "slots", "chunk"]
@@ -21,6 +21,7 @@ def _held(
     HALF_PAD: tl.constexpr,
     BLOCK: tl.constexpr,
     APART: tl.constexpr,
+    WIDEN: tl.constexpr,
 ):  # fmt: skip
     """Some slots: halves of keys where they count now [BLOCK, HALF_PAD], and values."""
     slot = first + tl.arange(0, BLOCK)
@@ -29,10 +30,17 @@ def _held(
     at = keys + slot[:, None] * SIZE
     if shift is None:
         a, b = halves(at, held[:, None], HALF, HALF_PAD, APART)
+        a, b = made(a, WIDEN), made(b, WIDEN)
     else:
-        a, b = turned_back(at, shift + slot, table, held, HALF, HALF_PAD, APART)
+        a, b = turned_back(at, shift + slot, table, held, HALF, HALF_PAD, APART, WIDEN)
     v = tl.load(values + slot[:, None] * SIZE + d, held[:, None] & (d < SIZE), 0.0)
     return a, b, v
+
+
+@triton.jit
+def _added(k, BLOCK: tl.constexpr, SIZE: tl.constexpr):
+    """Keys [BLOCK, SIZE] added up to 16 rows [16, SIZE] float32, each within a thread."""
+    return tl.sum(tl.reshape(k.to(tl.float32), [BLOCK // 16, 16, SIZE]), 0)
 
 
 @triton.jit
@@ -156,10 +164,10 @@ def attend_part(
         shift += first_slot
     # Slots do not wait for the query: the first are on their way before it is there.
     k_a, k_b, v = _held(
-        keys, values, shift, table, begin, end, SIZE, HALF, HALF_PAD, BLOCK, APART
+        keys, values, shift, table, begin, end, SIZE, HALF, HALF_PAD, BLOCK, APART, WIDEN
     )  # fmt: skip
     if sums is not None:
-        sum_a, sum_b = tl.sum(k_a.to(tl.float32), 0), tl.sum(k_b.to(tl.float32), 0)
+        sum_a, sum_b = _added(k_a, BLOCK, HALF_PAD), _added(k_b, BLOCK, HALF_PAD)
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
     q_a, q_b = halves(query, real, HALF, HALF_PAD)
@@ -173,11 +181,11 @@ def attend_part(
     if MORE:
         for first in tl.range(begin + BLOCK, end, BLOCK, num_stages=STAGES):
             k_a, k_b, v = _held(
-                keys, values, shift, table, first, end, SIZE, HALF, HALF_PAD, BLOCK, APART
+                keys, values, shift, table, first, end, SIZE, HALF, HALF_PAD, BLOCK, APART, WIDEN
             )  # fmt: skip
             if sums is not None:
-                sum_a += tl.sum(k_a.to(tl.float32), 0)
-                sum_b += tl.sum(k_b.to(tl.float32), 0)
+                sum_a += _added(k_a, BLOCK, HALF_PAD)
+                sum_b += _added(k_b, BLOCK, HALF_PAD)
             top, total, acc = _fold(
                 top, total, acc, q_a, q_b, k_a, k_b, v, first, end, factor, BLOCK, WIDEN
             )  # fmt: skip
@@ -185,5 +193,5 @@ def attend_part(
     tl.store(part_out, acc / total[:, None], real & (d < SIZE)[None, :])
     if sums is not None:
         sums += (row * parts + part) * SIZE
-        tl.store(sums + h, sum_a[None, :], h < HALF)
-        tl.store(sums + HALF + h, sum_b[None, :], h < HALF)
+        tl.store(sums + h, tl.sum(sum_a, 0)[None, :], h < HALF)
+        tl.store(sums + HALF + h, tl.sum(sum_b, 0)[None, :], h < HALF)

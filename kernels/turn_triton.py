@@ -23,6 +23,21 @@ def halves(
 
 
 @triton.jit
+def made(x, WIDEN: tl.constexpr = False):
+    """The 16-bit numbers x as they are, made once: the compiler takes them for another program's.
+
+    What is used by a product and by a sum it would else compute twice, each time in the layout
+    that the use asks for, and read twice from shared memory, with many conflicts. `WIDEN`: not in
+    triton's interpreter.
+    """
+    if WIDEN or x.dtype.primitive_bitwidth != 16:
+        return x
+    return tl.inline_asm_elementwise(
+        "mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=2
+    )
+
+
+@triton.jit
 def turned(a, b, cos, sin):
     """Halves rotated by angles, rounded to their type as a rotated copy would be."""
     cos, sin = cos.to(tl.float32), sin.to(tl.float32)
@@ -38,10 +53,13 @@ def turned_back(
     held,  # [N], which there are
     HALF: tl.constexpr,
     HALF_PAD: tl.constexpr,
-    APART: tl.constexpr = False,
+    APART: tl.constexpr,
+    WIDEN: tl.constexpr,
 ):
     """Halves of keys, rotated back by their slots' shifts."""
+    # Keys come from far, and wait for nothing: they are on their way while shifts are read.
+    a, b = halves(keys, held[:, None], HALF, HALF_PAD, APART)
     back = tl.load(shift, held, 0).to(tl.int64)
     cos, sin = halves(table + back[:, None] * (2 * HALF), held[:, None], HALF, HALF_PAD, APART)
-    a, b = halves(keys, held[:, None], HALF, HALF_PAD, APART)
-    return turned(a, b, cos, -sin)
+    a, b = turned(a, b, cos, -sin)
+    return made(a, WIDEN), made(b, WIDEN)
