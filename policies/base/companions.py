@@ -45,15 +45,16 @@ class LayerBudget(Component):
         """How much one layer wants slots, above 0; only where `moves`. Shape []."""
         raise NotImplementedError
 
-    def resplit(
-        self, preferences: Sequence[float], budget: int, most: Sequence[int], pinned: int
-    ) -> list[int]:
-        """New slots per KV head of each layer; only where `moves`.
+    def resplit(self, preferences: Tensor, budget: int, most: Tensor, pinned: int) -> Tensor:
+        """New slots per KV head of each layer [R, L], int64; only where `moves`.
+
+        Like a score it is pure tensor code, which a CUDA graph captures: nothing is read by the
+        host. Whole numbers make it the same on every device.
 
         Args:
-            preferences: of every layer.
+            preferences: of every layer [R, L] float32, in rows that are shared out one by one.
             budget: slots per KV head and layer on average (`N`).
-            most: slots each layer can fill.
+            most: slots that each layer can fill, int64, of a shape that broadcasts.
             pinned: as in `split`.
         """
         raise NotImplementedError

@@ -14,7 +14,7 @@ from interpreted import DEVICE, pytestmark  # noqa: F401
 
 import kvcap
 from kvcap import kernels
-from kvcap.kernels import rows, window
+from kvcap.kernels import rotate, rows, window
 from kvcap.kernels.arguments import Pins
 from kvcap.policies.base import Observation, Rows
 from kvcap.policies.base.order import lowest
@@ -24,7 +24,6 @@ from kvcap.runtime.backends.pytorch.loop import BlockLoop
 from kvcap.runtime.cache import step
 from kvcap.runtime.cache.pool import Segment, SlotPool
 from kvcap.runtime.cache.row_table import RowTable
-from kvcap.runtime.models.rope import Rotation
 
 SEEN, FREE = 4000, 6
 
@@ -197,7 +196,8 @@ class Graph:
 
 def read(policy, positions, choice, captured=False):
     ids = 3 + torch.randperm(60, generator=torch.Generator().manual_seed(0))[None, :53].to(DEVICE)
-    model = tiny_model("llama", num_hidden_layers=1, vocab_size=64).to(DEVICE)
+    layers = 3 if "cake" in policy else 1
+    model = tiny_model("llama", num_hidden_layers=layers, vocab_size=64).to(DEVICE)
     base, _, heads = policy.partition("+")
     eviction = small_policy(heads or base, model.config)
     if heads:
@@ -222,7 +222,7 @@ def read(policy, positions, choice, captured=False):
 @pytest.mark.parametrize(
     ("policy", "positions"),
     [("criticalkv-adakv", "compact"), ("duoattention", "true"), ("h2o+headkv", "compact"),
-     ("knorm+adakv", "true")],
+     ("knorm+adakv", "true"), ("cake", "compact"), ("cake", "true"), ("dropkv+cake", "compact")],
 )  # fmt: skip
 def test_the_same_tokens_stay_as_eagerly(policy, positions):
     eager, kept, _, held = read(policy, positions, "eager")
@@ -302,11 +302,11 @@ def test_blocks_that_cannot_be_captured_leave_tokens_their_graphs(monkeypatch):
     assert graphs.refused is None
 
 
-@pytest.mark.slow(keep=1)
+@pytest.mark.slow(keep=2)
 @pytest.mark.skipif(DEVICE == "cuda", reason="there graphs are captured")
 @pytest.mark.parametrize(
     ("policy", "lengths"),
-    [("adakv", {1, 16}), ("headkv", {1, 16}), ("criticalkv-adakv", {1, 16})],
+    [("adakv", {1, 16}), ("cake", {1, 16}), ("headkv", {1, 16}), ("criticalkv-adakv", {1, 16})],
 )
 def test_what_is_captured_is_what_is_read(policy, lengths, monkeypatch):
     """Capturing does the work here, so that each graph serves once."""
@@ -334,10 +334,11 @@ def test_what_is_captured_is_what_is_read(policy, lengths, monkeypatch):
     # Captured in an empty cache it serves a full one: keys and queries are rotated.
     cache, rotated = graphs[0].cache, []
     cache.reset()
-    back = Rotation.back
-    monkeypatch.setattr(Rotation, "back", lambda *x: rotated.append(x[1].shape) or back(*x))
+    turn = rotate._rotate
+    monkeypatch.setattr(rotate, "_rotate", lambda *x: rotated.append(x[1].shape) or turn(*x))
     length = max(lengths)
     cache.pin([(43, 44)] if length == 1 else [])  # as when such a pass was prepared
     with kernels.use("triton"):
         assert graphs[0].read(torch.full((1, length), 5), need_logits=length == 1) is not None
-    assert len(rotated) == 2
+    # The queries and keys of the block, all keys, and the window of queries.
+    assert len(rotated) == 4 * len(cache.capped_layers)
