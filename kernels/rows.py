@@ -74,8 +74,12 @@ def padded(x: Tensor, rows: Rows, batch: int) -> Tensor:
 
 
 def copied(
-    x: Tensor, rows: Rows, shift: Tensor | None = None, table: Tensor | None = None,
-    *, interleaved: bool = False,
+    x: Tensor,
+    rows: Rows,
+    shift: Tensor | None = None,
+    table: Tensor | None = None,
+    *,
+    interleaved: bool = False,
 ) -> Tensor:
     """A copy [B·K · longest, D] of keys or values [slots, D]; behind a row's slots it is arbitrary.
 

@@ -450,9 +450,9 @@ class BudgetCache(Cache):  # type: ignore[misc]
         """
         table.agreed(self.seen, self.shares_out(tokens))
         balance = self.balance
-        if balance is not None and tokens == 1 and not balance.settled:
-            if balance.rebalance(self.seen):
-                table.seen = None
+        full = balance is None or tokens > 1 or balance.settled
+        if balance is not None and not full and balance.rebalance(self.seen):
+            table.seen = None
 
     def _recents(self) -> list[int]:
         """How many newest tokens stay, by the slots that a head may ever have, where they move."""

@@ -68,9 +68,7 @@ class LayerBalance:
     def wanted(self, preferences: Tensor, seen: Tensor) -> Tensor:
         """Slots of every layer [R, L] by rows of preferences [R, L], after `seen` [] tokens."""
         most = seen.clamp(max=preferences.shape[-1] * self.average)
-        return self.budget.resplit(
-            preferences, self.average, most, max(self.pinned, self.floor)
-        )
+        return self.budget.resplit(preferences, self.average, most, max(self.pinned, self.floor))
 
     def shared_out(self, wanted: Tensor, held: Tensor, budgets: Tensor) -> Shares:
         """What layers have that want, hold and had so many slots of a head, int64 [L] each.

@@ -75,11 +75,11 @@ class RowTable:
             shape = len(layers), 5 * count + 2
             self._numbers = torch.zeros(shape, dtype=torch.int32, device=device)
             self._recents = torch.tensor(recents, dtype=torch.int32, device=device)
+            self.preferences = self._numbers[:, -1].view(torch.float32)
+            """How much each layer wants slots [L], where they move between layers; NaN: untold."""
         parts = self._numbers.split((count + 1, count, count, 2 * count, 1), dim=1)
-        self.starts, self.held, self.targets, pins, preferences = parts
+        self.starts, self.held, self.targets, pins, _ = parts
         self.pins = pins.unflatten(1, (count, 2))
-        self.preferences = preferences[:, 0].view(torch.float32)
-        """How much each layer wants slots [L], where they move between layers; NaN: not told."""
         self.seen: int | None = None
         """Tokens read when host and device last agreed; None: the host has changed something."""
 
@@ -134,9 +134,7 @@ class RowTable:
         self.targets[index].copy_(budgets)
         self.pins[index, :, 1].copy_(self._recents.index_select(0, budgets))
 
-    def share_out(
-        self, starts: Tensor, held: Tensor, targets: Tensor, preferences: Tensor
-    ) -> None:
+    def share_out(self, starts: Tensor, held: Tensor, targets: Tensor, preferences: Tensor) -> None:
         """Give all layers' rows these places [L·B·K + 1], slots in use [L·B·K] and targets [L].
 
         On the device alone, as what layers prefer [L] from now on.

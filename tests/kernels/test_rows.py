@@ -24,6 +24,7 @@ from kvcap.runtime.backends.pytorch.loop import BlockLoop
 from kvcap.runtime.cache import step
 from kvcap.runtime.cache.pool import Segment, SlotPool
 from kvcap.runtime.cache.row_table import RowTable
+from kvcap.runtime.models.rope import Rotation
 
 SEEN, FREE = 4000, 6
 
@@ -140,6 +141,35 @@ def test_a_token_evicts_one_slot_of_the_rows_that_are_full(lengths, targets):
         assert layer.newer[0, k].tolist() == [k + count, 3 + count]
         for one, other in zip(layer.found(k, layer.starts[k], held), tensors, strict=True):
             assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("size", [8, 24])
+def test_large_buffers_are_moved_by_columns(size, monkeypatch):
+    monkeypatch.setattr(rows, "MOST_COPIED", 0)
+    source = torch.arange(70)
+    source[:50] = torch.randperm(50, generator=torch.Generator().manual_seed(0))
+    for kind in (torch.float32, torch.bfloat16):
+        x = random(70, size).to(kind)
+        before = x.clone()
+        rows._gather(x, source.int().to(DEVICE))
+        assert torch.equal(x, before[source.to(DEVICE)])
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_rows_of_keys_are_copied_and_rotated(interleaved):
+    layer = Layer([40, 7, 30], [40, 7, 30])
+    rotation = Rotation(0.1 ** torch.arange(3), 9, DEVICE, interleaved=interleaved)
+    longest, shift = layer.longest, layer.pool.aux["shift"]
+    values = rows.copied(layer.pool.values, layer.rows).view(3, longest, 8)
+    keys = rows.copied(
+        layer.pool.keys, layer.rows, shift, rotation.table, interleaved=interleaved
+    ).view(3, longest, 8)
+    for k, segment in enumerate(layer.segments):
+        n = layer.lengths[k]
+        assert torch.equal(values[k, :n], segment.values[0, 0])
+        with kernels.use("eager"):
+            expected = rotation.back(segment.keys, segment.aux("shift"))[0, 0]
+        torch.testing.assert_close(keys[k, :n], expected, rtol=1e-5, atol=1e-6)
 
 
 def test_numbers_of_slots_are_copied_and_put_back():

@@ -157,8 +157,6 @@ def test_replayed_blocks_equal_eager_ones(policy, positions, tokens):
     steady = {(16, False), (1, False)}
     if "calidrop" in policy:
         steady = set()
-    elif policy == "cake":  # what layers want is decided on the host
-        steady = {(1, False)}
     assert replayed[1] is None
     assert replayed[0] - {(16, True), (1, True)} == steady
     if policy in ("keydiff", "snapkv", "dropkv"):
