@@ -29,7 +29,7 @@ class LayerBudget(Component):
     """Spreads `layers · budget` slots over the layers; the sum is exact."""
 
     moves: ClassVar[bool] = False
-    """Whether slots move between layers while blocks arrive, by `preference` and `resplit`."""
+    """Whether slots move between layers while blocks arrive, by `preference` and `least`."""
 
     def split(self, budget: int, layers: int, pinned: int) -> list[int]:
         """Slots per KV head of each layer, before anything is read.
@@ -45,19 +45,16 @@ class LayerBudget(Component):
         """How much one layer wants slots, above 0; only where `moves`. Shape []."""
         raise NotImplementedError
 
-    def resplit(self, preferences: Tensor, budget: int, most: Tensor, pinned: int) -> Tensor:
-        """New slots per KV head of each layer [R, L], int64; only where `moves`.
+    def least(self, budget: int, pinned: int) -> int:
+        """Slots per KV head that every layer has in any case; only where `moves`.
 
-        Like a score it is pure tensor code, which a CUDA graph captures: nothing is read by the
-        host. Whole numbers make it the same on every device.
+        All others go to the layers in proportion to what they prefer.
 
         Args:
-            preferences: of every layer [R, L] float32, in rows that are shared out one by one.
             budget: slots per KV head and layer on average (`N`).
-            most: slots that each layer can fill, int64, of a shape that broadcasts.
             pinned: as in `split`.
         """
-        raise NotImplementedError
+        return min(budget, pinned + 1)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvcap.policies.base import LayerBudget, Observation, Preset, apportion_rows
+from kvcap.policies.base import LayerBudget, Observation, Preset
 
 
 @dataclass(frozen=True)
@@ -48,21 +48,5 @@ class Cake(LayerBudget):
         both: Tensor = entropy ** (1 / self.tau1) * variance ** (1 / self.tau2)
         return both.nan_to_num(nan=0.0)
 
-    def resplit(self, preferences: Tensor, budget: int, most: Tensor, pinned: int) -> Tensor:
-        least = min(budget, max(math.ceil(self.floor * budget), pinned + 1))
-        total, most = budget * preferences.shape[-1], most.expand(preferences.shape)
-        sure = most.clamp(max=least)  # [R, L]
-        rest = total - sure.sum(-1, keepdim=True)
-        return sure + apportion_rows(_whole(preferences, total), rest, most - sure)
-
-
-def _whole(shares: Tensor, total: int) -> Tensor:
-    """Whole numbers in proportion to shares [R, L] float32, as large as `apportion_rows` takes.
-
-    Those of a share that is 2^-k of its row's largest one lose what lies below their last bit.
-    """
-    mantissas, exponents = shares.frexp()  # of 24 bits
-    bits = 62 - (total * shares.shape[-1]).bit_length()  # of the largest
-    shift = exponents - exponents.amax(-1, keepdim=True) + (bits - 24)
-    whole = (mantissas * (1 << 24)).long()
-    return torch.where(shift < 0, whole >> (-shift).clamp(0, 62), whole << shift.clamp(min=0))
+    def least(self, budget: int, pinned: int) -> int:
+        return min(budget, max(math.ceil(self.floor * budget), pinned + 1))
