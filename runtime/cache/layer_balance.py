@@ -158,7 +158,7 @@ def _whole(shares: Tensor, total: int) -> Tensor:
     Shares far below their row's largest lose the bits that would stand behind its last one.
     """
     mantissas, exponents = shares.frexp()  # of 24 bits
-    bits = 62 - (total * shares.shape[-1]).bit_length()  # of the largest
+    bits = 62 - (total * shares.shape[-1] ** 2).bit_length()  # of the largest
     shift = exponents - exponents.amax(-1, keepdim=True) + (bits - 24)
     whole = (mantissas * (1 << 24)).long()
     return torch.where(shift < 0, whole >> (-shift).clamp(0, 62), whole << shift.clamp(min=0))
