@@ -12,7 +12,7 @@ DOCS := .docs
 PAIR := --no-print-directory --jobs 2 $(if $(filter output-sync,$(.FEATURES)),--output-sync=target)
 FOLDERS := runtime policies kernels export android_bench evals serve pocket tests src/kvcap/*.py scripts/reference.py scripts/check-genai-decoders scripts/draw-chat scripts/list-models
 
-.PHONY: setup chat test test-all test-quantised test-lm-eval check build-check docs docs-build docs-setup format clean
+.PHONY: setup chat test test-all test-quantised test-lm-eval test-servers check build-check docs docs-build docs-setup format clean
 
 setup: $(VENV)/.ready ## the environment alone
 
@@ -22,12 +22,13 @@ chat: $(VENV)/.ready ## chat with the built-in model under a 256-token cap
 test: $(VENV)/.ready ## every feature once, in some minutes
 	$(BIN)/pytest
 
-test-all: $(VENV)/.ready ## all tests; again on the oldest transformers, with quantised weights and in lm-eval
+test-all: $(VENV)/.ready ## all tests; again on the oldest transformers, with quantised weights, in lm-eval, on Ray
 	$(BIN)/pytest --all
 	scripts/test-oldest
 	@$(MAKE) $(PAIR) test-quantised test-lm-eval
+	scripts/test-servers
 
-test-quantised test-lm-eval: $(VENV)/.ready
+test-quantised test-lm-eval test-servers: $(VENV)/.ready
 	scripts/$@
 
 check: $(VENV)/.ready ## lint, format, types, import rules
@@ -66,4 +67,4 @@ $(DOCS)/.ready: $(VENV)/.ready # what only the documentation needs
 	@touch $@
 
 clean:
-	rm -rf $(VENV) .venv-oldest .docs .lm-eval .quantised build dist out/site
+	rm -rf $(VENV) .venv-oldest .docs .lm-eval .quantised .servers build dist out/site

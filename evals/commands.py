@@ -496,7 +496,7 @@ def bench_command(
         typer.Argument(
             help="prefill, decode, scoring, positions, ragged; cpu, beside llama.cpp and others; "
             "use, the first answers of machines, processes and sessions; "
-            "serve, a server under load; "
+            "serve, a server under load; clients, many long conversations at one; "
             "on CUDA: kernels, token, parts, gpu, throughput; "
             "on pocket: stream and turns (endurance), perturbation (CriticalKV), "
             "proxy (DropKV), saliency (OBCache), weights."
@@ -529,6 +529,7 @@ def bench_command(
         str | None,
         typer.Option("--depths", "-d", help="cpu: tokens read before decoding, with commas."),
     ] = None,
+    clients: Annotated[int | None, typer.Option(min=1, help="clients: at once.")] = None,
     conversations: Annotated[int | None, typer.Option(min=1, help="serve: of the load.")] = None,
     kills: Annotated[int | None, typer.Option(min=1, help="serve: of the server.")] = None,
     model: Annotated[
@@ -585,6 +586,7 @@ def bench_command(
         "repeats": repeats,
         "steps": steps,
         "evictions": evictions,
+        "clients": clients,
         "conversations": conversations,
         "kills": kills,
         "layers": layers,

@@ -61,6 +61,9 @@ def _make(shape: Mapping[str, Any], folder: Path) -> None:
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         model = LlamaForCausalLM._from_config(config, dtype=torch.bfloat16)
     model.save_pretrained(folder)
+    del model
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()  # other processes load it
     words = {f"t{token}": token for token in range(shape["vocab_size"])}
     said = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "t2"}
     (folder / "tokenizer_config.json").write_text(json.dumps(said))

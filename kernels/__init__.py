@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,10 +20,12 @@ from kvcap.kernels.arguments import Pins
 from kvcap.kernels.choice import ready
 from kvcap.kernels.choice import use as use
 from kvcap.kernels.device import DTYPES
+from kvcap.kernels.division import MOST_HEADS, Division, as_adakv, by_split
 from kvcap.policies.andpro import AnDPro
 from kvcap.policies.base import (
     Eviction,
     Group,
+    HeadBudget,
     LayerBudget,
     Observation,
     Policy,
@@ -32,6 +34,7 @@ from kvcap.policies.base import (
     pool_in_time,
 )
 from kvcap.policies.base.component import Component
+from kvcap.policies.budgets.adakv import AdaKV
 from kvcap.policies.budgets.cake import Cake as CakeBudget
 from kvcap.policies.cake import Cake
 from kvcap.policies.dropkv import DropKV
@@ -40,6 +43,7 @@ from kvcap.policies.keydiff import KeyDiff
 from kvcap.policies.knorm import Knorm
 from kvcap.policies.random import Random
 from kvcap.policies.rescorers.criticalkv import CriticalKV
+from kvcap.policies.rescorers.distinct import Distinct
 from kvcap.policies.saliencies.obcache import OBCache
 from kvcap.policies.snapkv import SnapKV
 from kvcap.policies.streaming_llm import StreamingLLM
@@ -54,8 +58,9 @@ class StoredKeys(NamedTuple):
     sums: Tensor | None
     """[B, K, P, D] float32: sums of P parts of the keys as they were attended to."""
     rotation: tuple[Tensor, Tensor] | None
-    """By which the observation's keys are yet to be rotated back: shifts [B, K, n] int32, and a
-    table [span, 2, D/2] of cosines and sines. None: they are as attention saw them."""
+    """By which the observation's keys are yet to be rotated back: shifts [B, K, n] int32, of views
+    of a pool where the keys are, and a table [span, 2, D/2] of cosines and sines. None: they are as
+    attention saw them."""
 
 
 def score(policy: Policy, obs: Observation, stored: StoredKeys | None = None) -> Tensor:
@@ -115,7 +120,10 @@ def rescores(rescorer: Rescorer | None, obs: Observation) -> bool:
     """Whether `rescore` can take the place of the rescorer's own, if there is one."""
     if rescorer is None:
         return True
-    known = type(rescorer) is CriticalKV and ready(obs.keys) and "output_norm" in obs.state
+    if type(rescorer) is Distinct:
+        known = obs.rows is None and _by_twin(KeyDiff(), obs)
+    else:
+        known = type(rescorer) is CriticalKV and ready(obs.keys) and "output_norm" in obs.state
     return known and critical.covers_rescore(obs.positions, obs.positions, obs.pinned_spans)
 
 
@@ -131,6 +139,10 @@ def rescore(
 
     With `obs.rows` each has its own of `budgets` and `row_pins`, see `critical.rescore`.
     """
+    if isinstance(rescorer, Distinct) and rescorer.share < 1:
+        second = _keydiff(KeyDiff(), obs)
+        given = pins, obs.budget, rescorer.share
+        return critical.best_first(scores, obs.positions, second, *given)
     if not isinstance(rescorer, CriticalKV) or rescorer.alpha == 1:
         return scores
     norm, queries = obs.state["output_norm"], 1 if obs.queries is None else obs.queries.shape[2]
@@ -139,12 +151,24 @@ def rescore(
     return critical.rescore(scores, obs.positions, norm, *options, obs.rows, row_pins)
 
 
+def divide(budget: HeadBudget, scores: Tensor, *given: Any) -> Division:
+    """A layer's slots shared out by a budget whose slots move; arguments as in `division.as_adakv`.
+
+    Kernels give what `budget.split` does.
+    """
+    if type(budget) is AdaKV and scores.shape[1] <= MOST_HEADS and ready(scores):
+        return as_adakv(budget.fraction, scores, *given)
+    return by_split(budget, scores, *given)
+
+
 def covers_rows(eviction: Eviction) -> bool:
-    """Whether all that an eviction reads of unequal heads is covered; see `Observation.rows`."""
+    """Whether all that an eviction reads of unequal rows is covered; see `Observation.rows`."""
     policy, saliency, rescorer = eviction.policy, eviction.saliency, eviction.rescorer
     if type(policy) not in (*TWINS, H2O, Knorm, Random, StreamingLLM) or type(policy) is Cake:
         return False
     if isinstance(policy, KeyDiff) and not _covers_options(policy):
+        return False
+    if not policy.scores_heads_alone:
         return False
     if saliency is not None and type(saliency) is not OBCache:
         return False
@@ -169,9 +193,11 @@ def covers_layers(eviction: Eviction, groups: int) -> bool:
     return queries is not None and window.covers_cake(groups, queries)
 
 
-def score_rows(policy: Policy, obs: Observation) -> Tensor:
-    """`score` of unequal heads, [B, K, longest], arbitrary behind a row's slots."""
+def score_rows(policy: Policy, obs: Observation, stored: StoredKeys | None = None) -> Tensor:
+    """`score` of unequal rows, [B, K, longest], arbitrary behind a row's slots."""
     assert obs.rows is not None
+    if isinstance(policy, KeyDiff):
+        return _keydiff(policy, obs, stored)
     if type(policy) in TWINS:
         return TWINS[type(policy)](policy, obs)
     batch = len(obs.positions)
@@ -299,7 +325,7 @@ def _keydiff(policy: Policy, obs: Observation, stored: StoredKeys | None = None)
     unit = policy.anchor == "unit_mean"
     if stored is not None and stored.rotation is not None:
         assert stored.sums is not None
-        return keydiff.scores_turned(obs.keys, *stored.rotation, stored.sums)
+        return keydiff.scores_turned(obs.keys, *stored.rotation, stored.sums, obs.rows)
     sums = None if unit or stored is None else stored.sums
     return keydiff.scores(obs.keys, unit=unit, key_sums=sums, rows=obs.rows)
 

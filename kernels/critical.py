@@ -1,5 +1,5 @@
 # mypy: allow-untyped-calls, disable-error-code="import-untyped"
-"""CriticalKV by kernels: norms of projected values, and the scores that they change.
+"""CriticalKV by kernels: norms of projected values, and scores that let the best stay first.
 
 A token's norm reads the output projection once, of a block in the model's own type with sums in
 float32. Rescoring finds the best slots of a row without sorting it. Knows tensors only; triton is
@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 
 from kvcap.kernels.arguments import MOST_SPANS, Pins, Spans, strides
-from kvcap.kernels.device import DTYPES, able, on_gpu, power_of_two
+from kvcap.kernels.device import DTYPES, able, multiprocessors, on_gpu, power_of_two
 from kvcap.kernels.launch import empty, run
 from kvcap.kernels.rows import tile_of_row
 from kvcap.policies.base import Rows
 
 MOST_SIZE = 256  # of a head
+PROGRAMS = 4  # for each multiprocessor, where there is as much to do
 
 
 def covers_norms(values: Tensor, weights: Tensor) -> bool:
@@ -39,16 +40,21 @@ def norms(values: Tensor, weights: Tensor) -> Tensor:
 
     (batch, kv_heads, length, size), (_, group, _, hidden) = values.shape, weights.shape
     count, size_pad = batch * length, power_of_two(size, 16)
-    rows = 16 if count <= 16 else 64
-    columns = max(16, min(128, 32768 // (size_pad * values.element_size())))
+    rows = 16 if count <= 16 else 64 if count <= 64 else 128
+    at_once = max(16, min(128, 32768 // (size_pad * values.element_size())))
+    tiles, most = -(-hidden // at_once), kv_heads * group * -(-count // rows)
+    # A block's values are read by few programs, each of which then reads many columns.
+    parts = max(1, min(tiles, -(-PROGRAMS * multiprocessors(values.device) // most)))
+    columns = -(-tiles // parts) * at_once
     parts = -(-hidden // columns)
     out = empty(batch, kv_heads, length, group * parts, device=values.device)
     with torch.cuda.device_of(values):
         run(
             project, (parts, -(-count // rows), kv_heads * group),
-            values, weights, out, count, length, hidden, group, parts, *values.stride()[:3],
-            *weights.stride(), KV_HEADS=kv_heads, SIZE=size, SIZE_PAD=size_pad, ROWS=rows,
-            COLUMNS=columns, WIDEN=not on_gpu(values), num_warps=4,
+            values, weights, out, count, length, hidden, group, parts, columns,
+            *values.stride()[:3], *weights.stride(), KV_HEADS=kv_heads, SIZE=size,
+            SIZE_PAD=size_pad, ROWS=rows, COLUMNS=at_once, WIDEN=not on_gpu(values),
+            num_warps=8 if rows == 128 else 4,
         )  # fmt: skip
     return out.sum(-1) / group
 
@@ -85,21 +91,56 @@ def rescore(
         rows: where heads lie that hold unequally many slots. Behind a row nothing is written.
         row_pins: [B·K, 2] int32, how many first and newest tokens of each row stay.
     """
+    options = {"alpha": alpha, "epsilon": epsilon, "queries": float(queries)}
+    return _rescored(scores, positions, norm, None, pins, budget, options, rows, row_pins)
+
+
+def best_first(
+    scores: Tensor, positions: Tensor, second: Tensor, pins: Pins, budget: int, share: float
+) -> Tensor:
+    """Scores [B, K, n] as `Rescorer.best_first` has them, of scores that are made finite.
+
+    Args:
+        scores: [B, K, n] float32.
+        positions: [B, K, n] int32.
+        second: [B, K, n] float32, contiguous, of those that are not among the best.
+        pins: slots that stay.
+        budget: slots of each head that stay.
+        share: of those that stay and are not pinned, how many go by `scores`.
+    """
+    options = {"alpha": share, "epsilon": 0.0, "queries": 1.0}
+    return _rescored(scores, positions, None, second, pins, budget, options)
+
+
+def _rescored(
+    scores: Tensor,
+    positions: Tensor,
+    norm: Tensor | None,
+    second: Tensor | None,
+    pins: Pins,
+    budget: int | Tensor,
+    options: dict[str, float],
+    rows: Rows | None = None,
+    row_pins: Tensor | None = None,
+) -> Tensor:
+    """New scores, the others by one of `norm` and `second`."""
     from kvcap.kernels.critical_triton import rescore_rows
 
     batch, heads, slots = positions.shape
+    others = second if norm is None else norm
+    assert second is None or second.stride(-1) == 1
     out = empty(batch, heads, slots, device=scores.device)
     starts, lengths = (None, None) if rows is None else rows[:2]
     told = budget if isinstance(budget, Tensor) else None
     with torch.cuda.device_of(scores):
         run(
             rescore_rows, (batch * heads,),
-            scores, positions, norm, out, slots=slots, heads=heads,
+            scores, positions, norm, second, out, slots=slots, heads=heads,
             **strides("bhn", score=scores), **strides("bh", position=positions),
-            **(strides("bh", norm=norm) if rows is None else {"norm_b": 0, "norm_h": 0}),
+            **(strides("bh", norm=others) if rows is None else {"norm_b": 0, "norm_h": 0}),
             **pins.arguments(scores.device), starts=starts, lengths=lengths, row_pins=row_pins,
             budgets=told, budget=0 if isinstance(budget, Tensor) else budget,
-            alpha=alpha, epsilon=epsilon, queries=float(queries),
+            **options,
             **tile_of_row(slots),
         )  # fmt: skip
     return out

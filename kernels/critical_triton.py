@@ -17,7 +17,7 @@ from kvcap.kernels.decode_triton import dot
 from kvcap.kernels.rows_triton import cut
 
 
-@triton.jit(do_not_specialize=["values", "count", "length"])
+@triton.jit(do_not_specialize=["values", "count", "length", "columns"])
 def project(
     values,  # [B, K, T, D]
     weights,  # [K, G, D, hidden]
@@ -25,36 +25,43 @@ def project(
     count,  # B·T
     length,  # T
     hidden, group, parts,
+    columns,  # of a part, a multiple of COLUMNS
     value_b, value_h, value_t,
     weight_k, weight_g, weight_d, weight_c,
     KV_HEADS: tl.constexpr,
     SIZE: tl.constexpr,
     SIZE_PAD: tl.constexpr,
     ROWS: tl.constexpr,  # of tokens
-    COLUMNS: tl.constexpr,  # of the projection
+    COLUMNS: tl.constexpr,  # of the projection that are multiplied at once
     WIDEN: tl.constexpr,  # see `dot`
 ):  # fmt: skip
-    """Some columns of one query head's projection of some tokens: sums of absolute values."""
+    """A part of the columns of one query head's projection of some tokens: absolute sums."""
     part, query_head = tl.program_id(0), tl.program_id(2)
     head, its = query_head // group, query_head % group
     m = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     batch, t = (m // length).to(tl.int64), m % length
-    d, c = tl.arange(0, SIZE_PAD), part * COLUMNS + tl.arange(0, COLUMNS)
+    d, c = tl.arange(0, SIZE_PAD), tl.arange(0, COLUMNS)
     at = values + batch * value_b + head * value_h + t * value_t
     v = tl.load(at[:, None] + d[None, :], (m < count)[:, None] & (d < SIZE)[None, :], 0.0)
-    at = weights + head.to(tl.int64) * weight_k + its * weight_g
-    at += c.to(tl.int64)[:, None] * weight_c + d[None, :] * weight_d
-    w = tl.load(at, (c < hidden)[:, None] & (d < SIZE)[None, :], 0.0)  # [COLUMNS, SIZE_PAD]
-    x = dot(v, w.T, tl.zeros([ROWS, COLUMNS], tl.float32), WIDEN)
+    weights += head.to(tl.int64) * weight_k + its * weight_g
+    total = tl.zeros([ROWS], tl.float32)
+    first = part * columns
+    for begin in tl.range(first, tl.minimum(first + columns, hidden), COLUMNS, num_stages=3):
+        column = begin + c
+        place = column.to(tl.int64)[:, None] * weight_c + d[None, :] * weight_d
+        w = tl.load(weights + place, (column < hidden)[:, None] & (d < SIZE)[None, :], 0.0)
+        x = dot(v, w.T, tl.zeros([ROWS, COLUMNS], tl.float32), WIDEN)
+        total += tl.sum(tl.abs(x), 1)
     row = (batch * KV_HEADS + head) * length + t
-    tl.store(out + (row * group + its) * parts + part, tl.sum(tl.abs(x), 1), m < count)
+    tl.store(out + (row * group + its) * parts + part, total, m < count)
 
 
-@triton.jit(do_not_specialize=[*PINS, *ROWS, "positions", "norm", "budgets", "budget"])
+@triton.jit(do_not_specialize=[*PINS, *ROWS, "positions", "norm", "second", "budgets", "budget"])
 def rescore_rows(
     scores,  # [B, K, n]
     positions,  # [B, K, n]
-    norm,  # [B, K, n], or [slots] of a pool
+    norm,  # [B, K, n], or [slots] of a pool; None: `second` is given
+    second,  # [B, K, n], the scores of those that are not among the best, or None
     out,  # [B, K, n]
     slots,  # n
     heads,  # K
@@ -72,15 +79,19 @@ def rescore_rows(
     BLOCK: tl.constexpr,
     WHOLE: tl.constexpr,  # see `cut`
 ):  # fmt: skip
-    """A whole row: its best slots to the front, the others by score and norm."""
+    """A whole row: its best slots to the front, the others by `second`, or by score and norm."""
     row = tl.program_id(0).to(tl.int64)
     batch, head = row // heads, row % heads
     scores += batch * score_b + head * score_h
     positions += batch * position_b + head * position_h
-    norm += batch * norm_b + head * norm_h
+    if second is not None:
+        second += batch * norm_b + head * norm_h
+    else:
+        norm += batch * norm_b + head * norm_h
+        if starts is not None:
+            norm += tl.load(starts + row).to(tl.int64)
     out += row * slots
     if starts is not None:
-        norm += tl.load(starts + row).to(tl.int64)
         slots = tl.load(lengths + row)
         sinks, recents = pins_of_row(row_pins, row)
         budget = tl.load(budgets + row)
@@ -111,8 +122,11 @@ def rescore_rows(
         x = ordered(worth)
         behind = (x < low) | ((x == low) & (position < oldest))
         held = slot < slots
-        score = tl.where(x == PINNED, 0.0, worth)
-        weight = tl.load(norm + slot, held, 0.0)
-        each = tl.div_rn(score - lowest, tl.full([BLOCK], 0.0, tl.float32) + queries)
-        second = (each + epsilon) * weight
-        tl.store(out + slot, tl.where(behind, second, HIGHEST), held)
+        if second is not None:
+            other = tl.load(second + slot, held, 0.0)
+        else:
+            score = tl.where(x == PINNED, 0.0, worth)
+            weight = tl.load(norm + slot, held, 0.0)
+            each = tl.div_rn(score - lowest, tl.full([BLOCK], 0.0, tl.float32) + queries)
+            other = (each + epsilon) * weight
+        tl.store(out + slot, tl.where(behind, other, HIGHEST), held)

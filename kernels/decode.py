@@ -95,6 +95,33 @@ def attend(
                    None, lengths, 0, kv_heads, longest, rows * longest, strides)  # fmt: skip
 
 
+def attend_with_lse(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    scaling: float,
+    softcap: float | None = None,
+    own: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """`attend`, and the log-sum-exp of its logits [B, H, T] float32.
+
+    Args:
+        query: as in `attend`, with what follows.
+        keys: likewise.
+        values: likewise.
+        scaling: likewise.
+        softcap: likewise.
+        own: the last T slots are the tokens' own, of which none sees those of later tokens; else
+            all are older.
+    """
+    kv_heads, slots = keys.shape[1:3]
+    strides, rows = keys.stride()[:3] + values.stride()[:3], keys.shape[0] * kv_heads
+    lse = torch.empty(query.shape[:3], dtype=torch.float32, device=query.device)
+    out = _attend(query, keys, values, scaling, softcap, None,
+                  None, None, 0, kv_heads, slots, rows * slots, strides, lse, own)  # fmt: skip
+    return out, lse
+
+
 def attend_ragged(
     query: Tensor,
     keys: Tensor,
@@ -143,6 +170,8 @@ def _attend(
     longest: int,
     slots: int,
     strides: tuple[int, ...],
+    lse: Tensor | None = None,
+    own: bool = True,
 ) -> Tensor:
     """Launches the kernel over `longest` slots of every row, `slots` of all rows."""
     from kvcap.kernels.decode_triton import attend_part
@@ -170,8 +199,9 @@ def _attend(
         run(
             attend_part, (parts, tiles, rows),
             query, keys, values, starts, lengths, part_out, part_lse,
-            out if whole else None, sinks if whole else None,
-            longest, lengths_step, chunk, tokens, factor, (softcap or 0.0) * LOG2_E,
+            out if whole else None, lse if whole else None, sinks if whole else None,
+            longest, lengths_step, chunk, tokens, tokens if own else 0,
+            factor, (softcap or 0.0) * LOG2_E,
             *query.stride()[:3], *strides,
             KV_HEADS=kv_heads, GROUP=heads // kv_heads, ROWS=rows_pad,
             SIZE=size, SIZE_PAD=size_pad, SOFTCAP=softcap is not None,
@@ -181,7 +211,9 @@ def _attend(
         )  # fmt: skip
         if whole:
             return out.transpose(1, 2)
-        merge(part_out, part_lse, out, lengths, longest, lengths_step, chunk, 0, overlap, sinks)
+        merge(
+            part_out, part_lse, out, lengths, longest, lengths_step, chunk, 0, overlap, sinks, lse,
+        )  # fmt: skip
     return out.transpose(1, 2)
 
 
@@ -196,6 +228,7 @@ def merge(
     more: int,
     overlap: Mapping[str, bool],
     sinks: Tensor | None = None,
+    lse: Tensor | None = None,
 ) -> None:
     """Attention of every query row from that over parts of the slots, in their order.
 
@@ -210,6 +243,7 @@ def merge(
         more: parts besides those of slots.
         overlap: options as of `overlapping`.
         sinks: [H], as in `attend`: one part more, without an output.
+        lse: [B, H, T] float32, is written: the log-sum-exp of all parts.
     """
     from kvcap.kernels.decode_triton import merge_parts
 
@@ -220,7 +254,8 @@ def merge(
     step = min(128, max(32 if few else 8, power_of_two(parts)))  # parts merged at once
     run(
         merge_parts, (count, rows),
-        part_out, part_lse, out, sinks, lengths, length, lengths_step, chunk, parts, more, tokens,
+        part_out, part_lse, out, lse, sinks, lengths, length, lengths_step, chunk, parts, more,
+        tokens,
         KV_HEADS=kv_heads, GROUP=heads // kv_heads, SIZE=size, SIZE_PAD=power_of_two(size, 16),
         PARTS_PAD=max(64 if few else 8, power_of_two(parts)), STEP=step,
         num_warps=8 if step > 64 else 4 if step > 8 else 1,

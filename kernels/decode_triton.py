@@ -55,7 +55,7 @@ def _fold(
     return higher, total * fade + tl.sum(p, 1), acc
 
 
-@triton.jit(do_not_specialize=["length", "tokens"])
+@triton.jit(do_not_specialize=["length", "tokens", "own"])
 def attend_part(
     query,  # [B, H, T, D]
     keys,  # [B, K, n, D], or [slots, D] with `starts`
@@ -65,11 +65,13 @@ def attend_part(
     part_out,  # [B·K, S, M, D] float32, M = GROUP · T query rows of a KV head
     part_lse,  # [B·K, S, M] float32, log-sum-exp in base 2
     out,  # [B, T, H, D] where one part is all, else None
+    lse,  # [B, H, T] float32 with `out`: the log-sum-exp is wanted, or None
     sinks,  # [H] with `out`: logits besides those of the slots, or None
     length,
     lengths_step,
     chunk,  # slots of a part, a multiple of BLOCK
     tokens,  # T
+    own,  # how many of the last slots are the tokens' own, T or 0
     factor,  # of the logits, in base 2; with SOFTCAP before tanh
     softcap,  # in base 2
     query_b, query_h, query_t,
@@ -110,7 +112,8 @@ def attend_part(
     m = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     real = (m < count)[:, None]
     query += batch * query_b + (head * GROUP + m // tokens) * query_h + m % tokens * query_t
-    visible = tl.minimum(length - tokens + 1 + m % tokens, end)  # slots before this one
+    newer = tl.maximum(own - 1 - m % tokens, 0)  # slots of later tokens, which it does not see
+    visible = tl.minimum(length - newer, end)  # slots before this one
     end = tl.max(visible, 0)
     d = tl.arange(0, SIZE_PAD)
     q = tl.load(query[:, None] + d, mask=real & (d < SIZE), other=0.0)
@@ -143,6 +146,9 @@ def attend_part(
             acc *= fade[:, None]
         y = (acc / total[:, None]).to(out.dtype.element_ty)
         tl.store(out + at[:, None] * SIZE + d, y, mask=real & (d < SIZE))
+        if lse is not None:
+            at = (batch * KV_HEADS * GROUP + head) * tokens + m % tokens
+            tl.store(lse + at, (top + tl.log2(total)) / LOG2_E, mask=m < count)
         return
     part_out += row * parts * count * SIZE
     part_lse += row * parts * count
@@ -156,6 +162,7 @@ def merge_parts(
     part_out,  # [B·K, S, M, D] float32
     part_lse,  # [B·K, S, M] float32
     out,  # [B, T, H, D]
+    whole_lse,  # [B, H, T] float32: the log-sum-exp is wanted, or None
     sinks,  # [H] logits besides those of the slots, or None
     lengths,  # as above
     length,
@@ -205,5 +212,8 @@ def merge_parts(
         x = tl.load(at, mask=(ahead < live)[:, None] & (d < SIZE), other=0.0)
         weight = tl.load(part_lse + ahead * count, mask=ahead < live, other=float("-inf"))
     heads = KV_HEADS * GROUP
+    if whole_lse is not None:
+        at_lse = (row // KV_HEADS * heads + query_head) * tokens + m % tokens
+        tl.store(whole_lse + at_lse, (top + tl.log2(total)) / LOG2_E)
     out += ((row // KV_HEADS * tokens + m % tokens) * heads + query_head) * SIZE
     tl.store(out + d, acc / total, mask=d < SIZE)

@@ -82,13 +82,21 @@ def _cosine(k_ptr, sum_ptr, out_ptr, starts, lengths, k_b, k_h, k_n, K, n, chunk
         slots, k = before, ahead
 
 
-@triton.jit(do_not_specialize=["n", "parts"])
-def _cosine_turned(k_ptr, sum_ptr, out_ptr, shift_ptr, table_ptr, k_b, k_h, k_n, shift_b, shift_h,
-                   K, n, parts, D: tl.constexpr, HALF_PAD: tl.constexpr, N: tl.constexpr,
-                   PARTS: tl.constexpr):  # fmt: skip
+@triton.jit(do_not_specialize=["starts", "lengths", "n", "parts"])
+def _cosine_turned(k_ptr, sum_ptr, out_ptr, shift_ptr, table_ptr, starts, lengths, k_b, k_h, k_n,
+                   shift_b, shift_h, K, n, parts, D: tl.constexpr, HALF_PAD: tl.constexpr,
+                   N: tl.constexpr, PARTS: tl.constexpr):  # fmt: skip
     """The same of keys that are rotated back as they are read, for `N` slots of a head."""
     row = tl.program_id(1)
     batch, head = (row // K).to(tl.int64), (row % K).to(tl.int64)
+    k_ptr += batch * k_b + head * k_h
+    shift_ptr += batch * shift_b + head * shift_h
+    out_ptr += row.to(tl.int64) * n
+    if starts is not None:
+        first, n = tl.load(starts + row).to(tl.int64), tl.load(lengths + row)
+        k_ptr, shift_ptr = k_ptr + first * k_n, shift_ptr + first
+        if tl.program_id(0) * N >= n:
+            return
     HALF: tl.constexpr = D // 2
     i = tl.arange(0, PARTS)
     sums = sum_ptr + (row * parts + i)[:, None] * D
@@ -98,16 +106,17 @@ def _cosine_turned(k_ptr, sum_ptr, out_ptr, shift_ptr, table_ptr, k_b, k_h, k_n,
     length = tl.maximum(length, EPSILON)
     anchor_a, anchor_b = anchor_a / length, anchor_b / length
     slots = tl.program_id(0) * N + tl.arange(0, N)
-    keys = k_ptr + batch * k_b + head * k_h + slots.to(tl.int64)[:, None] * k_n
-    shift = shift_ptr + batch * shift_b + head * shift_h + slots
-    a, b = turned_back(keys, shift, table_ptr, slots < n, HALF, HALF_PAD)
+    keys = k_ptr + slots.to(tl.int64)[:, None] * k_n
+    a, b = turned_back(keys, shift_ptr + slots, table_ptr, slots < n, HALF, HALF_PAD)
     a, b = a.to(tl.float32), b.to(tl.float32)
     along = tl.sum(a * anchor_a[None, :] + b * anchor_b[None, :], 1)
     inverse = tl.rsqrt(tl.maximum(tl.sum(a * a + b * b, 1), EPSILON * EPSILON))
-    tl.store(out_ptr + row.to(tl.int64) * n + slots, -along * inverse, mask=slots < n)
+    tl.store(out_ptr + slots, -along * inverse, mask=slots < n)
 
 
-def scores_turned(keys: Tensor, shift: Tensor, table: Tensor, key_sums: Tensor) -> Tensor:
+def scores_turned(
+    keys: Tensor, shift: Tensor, table: Tensor, key_sums: Tensor, rows: Rows | None = None
+) -> Tensor:
     """`scores` of keys that are rotated back as they are read. [B, K, n], float32.
 
     Args:
@@ -115,14 +124,19 @@ def scores_turned(keys: Tensor, shift: Tensor, table: Tensor, key_sums: Tensor) 
         shift: [B, K, n] int32, how far each is rotated back; the last stride is 1.
         table: [span, 2, D/2], contiguous, cosines and sines.
         key_sums: of the rotated keys, as in `scores`.
+        rows: as in `scores`; shifts are [B, K, slots] views then, too.
     """
     B, K, n, D = keys.shape
+    starts, lengths = None, None
+    if rows is not None:
+        starts, lengths, n = rows
     tile, parts = 64, key_sums.shape[2]
     out = empty(B, K, n, device=keys.device)
     with torch.cuda.device_of(keys):
         run(
             _cosine_turned, (-(-n // tile), B * K),
-            keys, key_sums, out, shift, table, *keys.stride()[:3], *shift.stride()[:2],
+            keys, key_sums, out, shift, table, starts, lengths,
+            *keys.stride()[:3], *shift.stride()[:2],
             K, n, parts, D, power_of_two(D, 32) // 2, tile, power_of_two(parts),
             num_warps=4, maxnreg=REGISTERS,
         )  # fmt: skip

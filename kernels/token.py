@@ -74,11 +74,11 @@ def attend(
         turn: one of the auxiliary tensors, int32: how far each key is rotated back, and a
             contiguous table [span, 2, D/2] of cosines and sines; None: keys are used as they are.
         used: slots in use before the token, an integer on the device []; None: n - 1.
-        summed: the keys' sums are wanted, which takes `used` None and no `rows`.
+        summed: the keys' sums are wanted, which takes `used` None.
         rows: where heads lie that hold unequally many slots, the token not among them; the buffers
             are the pool's then, [slots, D] and [slots].
-        read_at: with `rows` and `turn`, an integer on the device []: the position that the angles
-            turn to. The token counts as its row's next, so far before that.
+        read_at: with `rows` and `turn`, integers on the device [B]: the position that a sequence's
+            angles turn to. The token counts as its row's next, so far before that.
         tile: how slots are read, where it is tried out (`kvcap bench token`), as are those below;
             by default as `decode.tile_of` says.
         most_parts: into how many parts the slots are cut at most; by default those that are done
@@ -87,11 +87,12 @@ def attend(
 
     Returns:
         What it attends to, [B, H, 1, D], the rotated query, likewise, and sums of parts of the
-        keys as they are attended to, [B, K, parts, D] float32, or None.
+        keys as they are attended to, [B, K, parts, D] float32, or None. Of parts that a row does
+        not have they are 0.
     """
     from kvcap.kernels.token_triton import attend_part
 
-    assert (used is None and rows is None) or not summed, "parts not in use have no sums"
+    assert used is None or not summed, "parts not in use have no sums"
     (batch, heads, _, size), kv_heads = query.shape, key.shape[1]
     count, group = batch * kv_heads, heads // kv_heads
     if rows is None:
@@ -110,7 +111,8 @@ def attend(
     new = partial(torch.empty, device=query.device)
     part_out = new(count, parts, group, size, dtype=torch.float32)
     part_lse = new(count, parts, group, dtype=torch.float32)
-    sums = new(batch, kv_heads, parts, size, dtype=torch.float32) if summed else None
+    made = new if rows is None else partial(torch.zeros, device=query.device)
+    sums = made(batch, kv_heads, parts, size, dtype=torch.float32) if summed else None
     out, turned = (new(batch, 1, heads, size, dtype=query.dtype) for _ in range(2))
     cos, sin = (x.contiguous() for x in angles)
     shift, table = (None, None) if turn is None else turn

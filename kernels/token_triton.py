@@ -71,7 +71,7 @@ def attend_part(
     used,  # slots of every row before the token, one integer, or None: `slots`
     starts,  # [B·K] int32, each row's first slot, or None: rows lie `row_slots` apart
     lengths,  # [B·K] int32, likewise, each row's slots before the token
-    read_at,  # [] likewise: the position to which `cos` and `sin` turn, and it counts as its row's
+    read_at,  # [B] likewise: the position that `cos` and `sin` turn to; it counts as its row's
     slots,
     row_slots,
     chunk,  # slots of a part, a multiple of BLOCK
@@ -115,7 +115,7 @@ def attend_part(
     at = tl.where(second == 0, cos + batch * angle_b, sin + batch * angle_b)
     turn_cos, turn_sin = tl.split(tl.load(at + i, i < HALF, 0.0))
     if read_at is not None:
-        past = tl.load(read_at).to(tl.int64) - slots
+        past = tl.load(read_at + batch).to(tl.int64) - slots
         at = table + past * (2 * HALF) + second * HALF
         past_cos, past_sin = tl.split(tl.load(at + i, i < HALF, 0.0).to(tl.float32))
         wide_cos, wide_sin = turn_cos.to(tl.float32), turn_sin.to(tl.float32)

@@ -35,8 +35,7 @@ class Cake(WindowPolicy):
         self.require_kernel(self.kernel)
 
     def score(self, obs: Observation) -> Tensor:
-        a = obs.attention  # [B, K, G, w, n]
-        scores = a.mean(-2) + self.gamma * a.var(-2, correction=0)  # [B, K, G, n]
+        scores = obs.attention.mean(-2) + self.gamma * obs.variance  # [B, K, G, n]
         pooled = pool_in_time(
             scores, obs.positions, self.kernel, "avg", obs.num_tokens, self.window
         )

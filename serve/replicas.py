@@ -283,6 +283,26 @@ class Replicas:
         stream = self._handle.options(method_name="answer", stream=True, session_id=place)
         return Forwarded(stream.remote(ask))
 
+    async def delete(self, owner: str, session_id: str) -> None:
+        """Forget a conversation and remove its files.
+
+        All replicas are told, as one may hold a conversation whose place has moved to another, and
+        would save it yet.
+
+        Raises:
+            ConversationUnknown: no replica has one of that id, in memory or on disk.
+            ReplicaLost: none could say so.
+        """
+        told = self._handle.broadcast("delete", owner, session_id)
+        try:
+            found = await told.results_async(timeout_s=PATIENCE_S, return_exceptions=True)
+        except (TimeoutError, asyncio.TimeoutError) as error:
+            raise ReplicaLost("a replica says nothing; ask again") from error
+        if any(one is None for one in found):
+            return
+        known = [one for one in found if isinstance(one, KvcapError)]
+        raise known[0] if known else ReplicaLost("no replica is up; ask again")
+
     async def strip(self, owner: str, session_id: str) -> Strip:
         """Which tokens of a conversation are held, evicted and pinned.
 
@@ -290,30 +310,11 @@ class Replicas:
             ConversationUnknown: its replica has none of that id in memory.
             ReplicaLost: it has gone.
         """
-        found: Strip = await self._asked("strip", owner, session_id)
-        return found
-
-    async def delete(self, owner: str, session_id: str) -> None:
-        """Forget a conversation and remove its files.
-
-        Raises:
-            ConversationUnknown: its replica has none of that id, in memory or on disk.
-            ReplicaLost: it has gone.
-        """
-        await self._asked("delete", owner, session_id)
-
-    async def _asked(self, method: str, owner: str, session_id: str) -> Any:
-        """What a conversation's replica says to a method.
-
-        Raises:
-            ReplicaLost: it has gone.
-            KvcapError: that it answers with.
-        """
         from ray.exceptions import RayError
 
-        handle = self._handle.options(method_name=method, session_id=place_of(owner, session_id))
+        handle = self._handle.options(method_name="strip", session_id=place_of(owner, session_id))
         try:
-            found = await handle.remote(owner, session_id)
+            found: Strip | Exception = await handle.remote(owner, session_id)
         except RayError as error:
             raise ReplicaLost("the conversation's replica has gone; ask again") from error
         if isinstance(found, Exception):

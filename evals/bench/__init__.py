@@ -36,6 +36,7 @@ class Options:
     hidden: int = 512
     depths: Sequence[int] = (0,)  # tokens read before those that are decoded
     threads: Sequence[int] = (1,)
+    clients: int = 64
     conversations: int = 1000
     kills: int = 100
     model: str = "random-360m"

@@ -23,19 +23,14 @@ Reads `budgets`, `steps`, `repeats` (turns of `overhead` and `together`), `conve
 from __future__ import annotations
 
 import http.client
-import json
 import os
 import random
 import re
-import shutil
 import signal
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -44,6 +39,7 @@ from typing import Any
 
 from kvcap.evals.bench import Options, Result
 from kvcap.evals.measure import MIB
+from kvcap.evals.peers.http_servers import Server, endless, kvcap_server, pieces
 from kvcap.evals.random_models import directory
 from kvcap.runtime.errors import PeerFailed
 
@@ -51,7 +47,6 @@ DEFAULTS = {"budgets": (256,), "steps": 200, "repeats": 5, "model": "pocket"}
 COLUMNS = ("row", "clients", "requests", "tok_s", "ratio", "lost", "foreign", "peak_mib")
 CLIENTS, AT_ONCE = 8, 200
 CAP_MIB = 1024
-ADDRESS = re.compile(r"http://127\.0\.0\.1:(\d+)/v1")
 HOSTILE = (b"{", b"[" * 5000, b"\xff" * 99, b'{"messages": 1}', b'{"messages": [{"role": 5}]}',
            b'{"messages": [], "n": 1e999}', b'{"unknown": true}', b"null", b"")  # fmt: skip
 
@@ -64,10 +59,10 @@ def run(options: Options) -> Result:
     """
     model, budget = directory(options.model, options.files), options.budgets[0]
     with TemporaryDirectory() as folder:
-        endless = _endless(model, Path(folder, "endless"))
-        with served(endless, budget, "--max-together", "1") as server:
-            overhead = _overhead(server, endless, budget, options.steps, options.repeats)
-            with served(endless, budget, "--max-together", str(CLIENTS)) as other:
+        patient = endless(model, Path(folder, "endless"))
+        with kvcap_server(patient, budget, "--max-together", "1") as server:
+            overhead = _overhead(server, patient, budget, options.steps, options.repeats)
+            with kvcap_server(patient, budget, "--max-together", str(CLIENTS)) as other:
                 together = _together(server, other, options.steps, options.repeats)
         load = _load(model, budget, options.conversations)
         killed = _killed(model, budget, options.kills, Path(folder, "kept"))
@@ -77,103 +72,13 @@ def run(options: Options) -> Result:
                   {"model": options.model, "budget": budget})  # fmt: skip
 
 
-@dataclass
-class Process:
-    """A running server."""
-
-    process: subprocess.Popen[str]
-    port: int
-
-    def post(self, body: Any, path: str = "chat/completions") -> http.client.HTTPResponse:
-        """The answer to a body: an object, or bytes as they are."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=600)
-        data = body if isinstance(body, bytes) else json.dumps(body).encode()
-        headers = {"Content-Type": "application/json", "Connection": "close"}
-        connection.request("POST", f"/v1/{path}", data, headers)
-        return connection.getresponse()
-
-    def figures(self) -> dict[str, float]:
-        """The server's own figures."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=600)
-        connection.request("GET", "/metrics", headers={"Connection": "close"})
-        lines = connection.getresponse().read().decode().splitlines()
-        found = (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
-        return {name: float(value) for name, value in found}
-
-    def processor(self) -> dict[str, int]:
-        """Nanoseconds of the processor that each thread has had; the first serves HTTP."""
-        tasks = Path(f"/proc/{self.process.pid}/task")
-        if not tasks.is_dir():
-            raise PeerFailed("threads are timed by /proc, which this system has not")
-        return {t.name: int((t / "schedstat").read_text().split()[0]) for t in tasks.iterdir()}
-
-    def memory(self, name: str) -> int:
-        """Bytes that the process holds (`VmRSS`), or held at most (`VmHWM`)."""
-        status = Path(f"/proc/{self.process.pid}/status").read_text()
-        return int(re.findall(rf"{name}:\s+(\d+)", status)[0]) * 1024
-
-
-@contextmanager
-def served(model: str, budget: int, *options: str) -> Iterator[Process]:
-    """A server, ended afterwards.
-
-    Raises:
-        PeerFailed: it did not start.
-    """
-    command = [sys.executable, "-m", "kvcap", "serve", model, "--port", "0",
-               "--kv-budget-tokens", str(budget), "--name", "model", *options]  # fmt: skip
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stderr is not None
-        said = ""
-        for line in process.stderr:
-            said += line
-            if found := ADDRESS.search(line):
-                break
-        else:
-            raise PeerFailed(f"the server did not start: {said.strip()[-500:]}")
-        threading.Thread(target=process.stderr.read, daemon=True).start()
-        try:
-            yield Process(process, int(found[1]))
-        finally:
-            process.send_signal(signal.SIGTERM)
-            process.wait()
-
-
-def _endless(model: str, folder: Path) -> str:
-    """A copy of a model that never ends an answer by itself."""
-    shutil.copytree(model, folder)
-    for name in ("config.json", "generation_config.json"):
-        if (file := folder / name).is_file():
-            file.write_text(json.dumps({**json.loads(file.read_text()), "eos_token_id": None}))
-    return str(folder)
-
-
 def _asked(words: int, steps: int, number: int = 0) -> dict[str, Any]:
     text = f"Message {number}. " + "Tall grasses attract many bees. " * (words // 5)
     return {"messages": [{"role": "user", "content": text}], "stream": True, "temperature": 0,
             "max_tokens": steps}  # fmt: skip
 
 
-def _pieces(response: http.client.HTTPResponse) -> Iterator[tuple[float, str]]:
-    """The texts of a stream, with the times at which they came.
-
-    Raises:
-        PeerFailed: it ended before its end.
-    """
-    while line := response.readline():
-        if line == b"data: [DONE]\n":
-            response.read()
-            return
-        if line.startswith(b"data: "):
-            said = json.loads(line[6:])
-            if "error" in said:
-                raise PeerFailed(said["error"]["message"])
-            for choice in said["choices"]:
-                yield time.perf_counter(), choice["delta"].get("content") or ""
-    raise PeerFailed("a stream ended before its end")
-
-
-def _overhead(server: Process, model: str, budget: int, steps: int, repeats: int) -> dict[str, Any]:
+def _overhead(server: Server, model: str, budget: int, steps: int, repeats: int) -> dict[str, Any]:
     from kvcap.runtime.backends.pytorch.runtime import Runtime
 
     runtime = Runtime.from_pretrained(model, kv_budget_tokens=budget)
@@ -184,10 +89,10 @@ def _overhead(server: Process, model: str, budget: int, steps: int, repeats: int
         list(session.send(_asked(2 * budget, steps, number)["messages"][0]["content"]))
         turn = session.turn
         assert turn is not None
-        pieces = _pieces(server.post(_asked(2 * budget, steps, number)))
-        next(pieces)
-        (begun, _), before = next(pieces), server.processor()
-        *_, (ended, _) = pieces
+        stream = pieces(server.post(_asked(2 * budget, steps, number)))
+        next(stream)
+        (begun, _), before = next(stream), server.processor()
+        *_, (ended, _) = stream
         spent = {k: v - before.get(k, 0) for k, v in server.processor().items()}
         if number:  # the first answers make what later ones find
             own.append(turn.decode_s / (steps - 1) * 1e3)
@@ -203,11 +108,11 @@ def _overhead(server: Process, model: str, budget: int, steps: int, repeats: int
     }  # fmt: skip
 
 
-def _seconds(server: Process, steps: int, at_once: int) -> float:
+def _seconds(server: Server, steps: int, at_once: int) -> float:
     """How long `CLIENTS` answers take, so many at once."""
 
     def answer(number: int) -> None:
-        for _ in _pieces(server.post(_asked(400, steps, number))):
+        for _ in pieces(server.post(_asked(400, steps, number))):
             pass
 
     answer(0)
@@ -217,7 +122,7 @@ def _seconds(server: Process, steps: int, at_once: int) -> float:
     return time.perf_counter() - begun
 
 
-def _together(one: Process, several: Process, steps: int, repeats: int) -> dict[str, Any]:
+def _together(one: Server, several: Server, steps: int, repeats: int) -> dict[str, Any]:
     """Of a server that answers `one` at a time and one that answers `several`, by turns."""
     serial, at_once = list[float](), list[float]()
     for _ in range(repeats):
@@ -252,7 +157,7 @@ class Count:
                 setattr(self, name, getattr(self, name) + by)
 
 
-def _answered(server: Process, messages: Sequence[Any], count: Count, stop: int | None) -> str:
+def _answered(server: Server, messages: Sequence[Any], count: Count, stop: int | None) -> str:
     """The answer to messages, asked again while the server is busy; left after `stop` pieces."""
     while True:
         response = server.post({"messages": messages, "stream": True, "temperature": 0})
@@ -263,7 +168,7 @@ def _answered(server: Process, messages: Sequence[Any], count: Count, stop: int 
     if response.status != 200:
         raise PeerFailed(response.read().decode()[:200])
     said = ""
-    for number, (_, text) in enumerate(_pieces(response)):
+    for number, (_, text) in enumerate(pieces(response)):
         said += text
         if number == stop:
             response.close()
@@ -272,7 +177,7 @@ def _answered(server: Process, messages: Sequence[Any], count: Count, stop: int 
     return said
 
 
-def _converse(server: Process, code: int, codes: frozenset[str], count: Count) -> None:
+def _converse(server: Server, code: int, codes: frozenset[str], count: Count) -> None:
     draw = random.Random(code)
     messages: list[dict[str, str]] = []
     turns = [f"Please remember: the code for the blue door is {code}."]
@@ -301,7 +206,7 @@ def _load(model: str, budget: int, conversations: int) -> dict[str, Any]:
     count, sizes = Count(), list[int]()
     codes = random.Random(0).sample(range(1000, 10000), conversations)
     known = frozenset(map(str, codes))
-    with served(model, budget, "--memory-cap", f"{CAP_MIB}MiB") as server:
+    with kvcap_server(model, budget, "--memory-cap", f"{CAP_MIB}MiB") as server:
         begun = time.perf_counter()
         with ThreadPoolExecutor(min(AT_ONCE, conversations)) as threads:
             for _ in threads.map(lambda code: _converse(server, code, known, count), codes):
@@ -330,7 +235,7 @@ def _killed(model: str, budget: int, kills: int, kept: Path) -> dict[str, Any]:
     chats: list[list[dict[str, str]]] = [[] for _ in codes]
     dropped = reused = restored = 0.0
     for _ in range(kills):
-        with served(model, budget, "--keep", str(kept)) as server:
+        with kvcap_server(model, budget, "--keep", str(kept)) as server:
             timer = threading.Timer(draw.uniform(0.5, 12), os.kill,
                                     (server.process.pid, signal.SIGKILL))  # fmt: skip
             timer.start()

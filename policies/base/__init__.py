@@ -8,6 +8,7 @@ from kvcap.policies.base.companions import (
     Saliency,
     apportion,
     apportion_rows,
+    evenly,
 )
 from kvcap.policies.base.component import Component, PolicyError, Preset
 from kvcap.policies.base.eviction import Eviction
@@ -32,6 +33,7 @@ __all__ = [
     "WindowPolicy",
     "apportion",
     "apportion_rows",
+    "evenly",
     "over_group",
     "pool_in_time",
 ]

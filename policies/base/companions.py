@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, TypeVar
 
 import torch
 from torch import Tensor
@@ -13,6 +13,8 @@ from kvcap.policies.base.component import Component
 from kvcap.policies.base.observation import Observation
 from kvcap.policies.base.order import best
 from kvcap.policies.base.policy import Policy
+
+Count = TypeVar("Count", int, Tensor)  # one whole number, or many
 
 
 @dataclass(frozen=True)
@@ -148,9 +150,9 @@ class Corrector(Component):
         raise NotImplementedError
 
     @property
-    def directory(self) -> str | None:
-        """Where to map them into memory from a file; None: in memory."""
-        return None
+    def place(self) -> str:
+        """Where they lie: on the model's `device`, on the `host`, or mapped from a directory."""
+        return "device"
 
     def decide(self, query: Tensor, cached: Tensor) -> tuple[Tensor, Tensor]:
         """Which queries [B, H, T, D] need a recomputation, and which a correction.
@@ -163,6 +165,15 @@ class Corrector(Component):
             Two masks [B, H, T]; a recomputed query is corrected too.
         """
         raise NotImplementedError
+
+
+def evenly(total: Count, parts: int, place: Count) -> Count:
+    """The part at `place`, from 0, of `total` shared out evenly: the first ones get one more.
+
+    >>> [evenly(10, 3, place) for place in range(3)]
+    [4, 3, 3]
+    """
+    return (total + parts - 1 - place) // parts
 
 
 def apportion(shares: Sequence[float], total: int, most: Sequence[int] | None = None) -> list[int]:
@@ -210,7 +221,8 @@ def apportion_rows(shares: Tensor, total: Tensor, most: Tensor) -> Tensor:
     """`apportion` of whole numbers by tensor code, exact, none of which the host reads. [B, K].
 
     Args:
-        shares: [B, K] int64, 0 or more each; `total` times their sum is below 2^63.
+        shares: [B, K] int64, 0 or more each; the sum of `shares` times that of `most`, and that
+            times `total`, are below 2^63.
         total: [B, 1] int64, 0 or more.
         most: [B, K] int64.
 
@@ -218,32 +230,16 @@ def apportion_rows(shares: Tensor, total: Tensor, most: Tensor) -> Tensor:
     >>> apportion_rows(shares, total, torch.tensor([[10, 10, 10], [4, 9, 9]])).tolist()
     [[4, 3, 3], [4, 3, 3]]
     """
-    left = total.minimum(most.sum(-1, keepdim=True))
-    full = _full(shares, left, most)
-    found = most * full
-    left = left - found.sum(-1, keepdim=True)
-    # Those without a share are given something where all others are full, and are equal then.
-    equal = (full | (shares == 0)).all(-1, keepdim=True)
-    shares = torch.where(equal, (~full).long(), shares * ~full)
-    full = _full(shares, left, most) & equal
-    found = found + most * full
-    left = left - (most * full).sum(-1, keepdim=True)
-    shares = shares * ~full
-    whole = shares.sum(-1, keepdim=True).clamp(min=1)
-    floor = left * shares // whole
-    rest = left * shares - floor * whole
-    first = torch.where(shares > 0, -rest, 1).argsort(dim=-1, stable=True).argsort(dim=-1)
-    return found + floor + (first < left - floor.sum(-1, keepdim=True))
-
-
-def _full(shares: Tensor, left: Tensor, most: Tensor) -> Tensor:
-    """Whose part of `left` reaches what they may have at most, the parts of others being theirs.
-
-    As fewer share what is left, parts grow: they are found in the order in which they fill.
-    """
-    order = (most.double() / shares).nan_to_num(nan=float("inf")).argsort(dim=-1, stable=True)
-    shares, most = shares.gather(-1, order), most.gather(-1, order)
-    left = left - (most.cumsum(-1) - most)
-    others = shares.sum(-1, keepdim=True) - shares.cumsum(-1) + shares
-    full = (left * shares >= most * others) & (shares > 0)
-    return full.new_zeros(full.shape).scatter(-1, order, full.long().cumprod(-1).bool())
+    left, some = total.minimum(most.sum(-1, keepdim=True)), shares > 0
+    # Where all that have a share can be full the others are given the rest, and are equal.
+    rest = left - (most * some).sum(-1, keepdim=True)
+    full, enough = some & (rest >= 0), rest >= 0
+    left, shares = torch.where(enough, rest, left), torch.where(enough, ~some, shares)
+    # Who is full when all are given as much for their shares as it takes to fill one of them?
+    given = shares[..., None] * most[..., None, :]  # [B, K, K]
+    fills = (given.minimum(given.mT).sum(-1) <= left * shares) & (shares > 0)
+    left, shares = left - (most * fills).sum(-1, keepdim=True), shares * ~fills
+    exact, whole = left * shares, shares.sum(-1, keepdim=True).clamp(min=1)
+    floor = exact // whole
+    order = (exact - floor * whole).argsort(dim=-1, descending=True, stable=True).argsort(dim=-1)
+    return most * (full | fills) + floor + (order < left - floor.sum(-1, keepdim=True))

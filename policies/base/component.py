@@ -54,6 +54,9 @@ class Component:
     state: ClassVar[Mapping[str, torch.dtype]] = {}
     """Per-slot memory [B, K, n] that moves with its slot: name -> dtype. A new slot's is 0."""
 
+    placing: ClassVar[frozenset[str]] = frozenset()
+    """Options that say where memory lies and change no result: sessions go on under any of them."""
+
     presets: ClassVar[Mapping[str, Preset]] = {}
     """Names that this file adds beside its own."""
 

@@ -35,6 +35,11 @@ class AdaKV(HeadBudget):
     def __post_init__(self) -> None:
         self.require("safeguard", 0 <= self.safeguard <= 1, "a fraction, 0 to 1 (uniform)")
 
+    @property
+    def fraction(self) -> Fraction:
+        """The safeguard as a fraction of whole numbers, by which every device rounds alike."""
+        return Fraction(str(self.safeguard)).limit_denominator(FINEST)
+
     def split(
         self, scores: Tensor, pinned: Tensor, positions: Tensor, lengths: Tensor, budget: int
     ) -> Tensor:
@@ -43,8 +48,8 @@ class AdaKV(HeadBudget):
         pins = (pinned & held).sum(-1)  # [B, K]
         # Those that are pinned, and then the best, are as many as the layer's slots.
         ends = torch.iinfo(torch.int64)
-        worth = ordered(scores.masked_fill(pinned | ~held, 0.0), positions)
-        worth = worth.masked_fill(pinned, ends.max).masked_fill(~held, ends.min)
+        worth = ordered(scores, positions).masked_fill(pinned, ends.max)
+        worth = worth.masked_fill(~held, ends.min)
         slots = min(budget, n) * heads
         last = worth.flatten(1).topk(slots, dim=-1, sorted=False).values.amin(-1)[:, None, None]
         above, equal = (worth > last).sum(-1), ((worth == last) & held).sum(-1)
@@ -53,10 +58,8 @@ class AdaKV(HeadBudget):
         won = above + free.clamp(min=0).minimum(equal) - pins
         left = budget * heads - pins.sum(-1, keepdim=True)  # [B, 1], K·R
         sure = pins.maximum(lengths.clamp(max=1))
-        # Whole numbers all through, `K` and the denominator of `f` times those of the formula: each
-        # device rounds alike.
-        f = Fraction(str(self.safeguard)).limit_denominator(FINEST)
-        part, whole = f.numerator, f.denominator * heads
-        shares = (f.denominator - part) * heads * won + part * left - whole * (sure - pins)
+        # Whole numbers all through: `K` and the denominator of `f` times those of the formula.
+        part, whole = self.fraction.numerator, self.fraction.denominator * heads
+        shares = (whole - part * heads) * won + part * left - whole * (sure - pins)
         left = left - (sure - pins).sum(-1, keepdim=True)
         return sure + apportion_rows(shares.clamp(min=0), left.clamp(min=0), lengths - sure)

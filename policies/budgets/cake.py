@@ -38,9 +38,8 @@ class Cake(LayerBudget):
         self.require("floor", 0 <= self.floor <= 1, "a fraction of the budget, 0 to 1")
 
     def preference(self, obs: Observation) -> Tensor:
-        a = obs.attention  # [B, K, G, w, n]
-        entropy = torch.special.entr(a).sum((-2, -1)).mean()
-        variance = a.var(-2, correction=0).sum(-1).mean()
+        entropy = torch.special.entr(obs.attention).sum((-2, -1)).mean()
+        variance = obs.variance.sum(-1).mean()
         return self.wanted(entropy, variance)
 
     def wanted(self, entropy: Tensor, variance: Tensor) -> Tensor:

@@ -18,21 +18,24 @@ class CaliDrop(Corrector):
     CaliDrop, Alg. 1, with `C_q` the query that attended to the evicted tokens last, and `ρ` its
     cosine with the query in hand: `ρ < θ1` attends to them anew and corrects, `ρ > θ2` corrects
     with what is remembered, between them nothing is done. The two attentions are merged by
-    log-sum-exp. Evicted tokens stay on the host, at most `calibration_size` for each KV head, those
-    of the highest scores (Fig. 3c); the cap counts them.
+    log-sum-exp. Evicted tokens stay where `store` says, at most `calibration_size` for each KV
+    head, those of the highest scores (Fig. 3c); the cap counts them. The paper's are on the host,
+    where a GPU waits for every copy; those on the device take its memory and no time to fetch.
     """
 
     theta1: float = 0.7
     theta2: float = 0.85
     calibration_size: int = 512  # tokens per KV head and layer
-    store: str = "memory"  # or a directory, for a file mapped into memory
+    store: str = "device"  # the model's, or "host", or a directory, for a file mapped into memory
 
     observes: ClassVar = frozenset({"queries", "keys", "values"})
     paper: ClassVar = "CaliDrop, Alg. 1"
     formula: ClassVar = "merge(Att(q, kept), Att(C_q, evicted)) by log-sum-exp"
     when: ClassVar = (
-        "where memory is short on the device, not on the host, which keeps what was evicted"
+        "where memory beside the cache can keep what was evicted, the device's or the host's "
+        "(store=host)"
     )
+    placing: ClassVar = frozenset({"store"})
     small: ClassVar = {"calibration_size": 20}
     presets: ClassVar = {
         "calidrop": Preset("snapkv+calidrop", {"kernel": 5, "pool": "avg"}),
@@ -44,15 +47,15 @@ class CaliDrop(Corrector):
         self.require("theta1", -1 <= self.theta1 <= 1, "a cosine, -1 to 1")
         self.require("theta2", -1 <= self.theta2 <= 1, "a cosine, -1 to 1")
         self.require("calibration_size", self.calibration_size >= 1, "a number of tokens")
-        self.require("store", bool(self.store), "'memory' or a directory")
+        self.require("store", bool(self.store), "'device', 'host' or a directory")
 
     @property
     def size(self) -> int:
         return self.calibration_size
 
     @property
-    def directory(self) -> str | None:
-        return None if self.store == "memory" else self.store
+    def place(self) -> str:
+        return self.store
 
     def decide(self, query: Tensor, cached: Tensor) -> tuple[Tensor, Tensor]:
         rho = cosine_similarity(query.float(), cached.float(), dim=-1)  # [B, H, T]

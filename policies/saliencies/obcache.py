@@ -36,16 +36,15 @@ class OBCache(Saliency):
         self.require("mode", self.mode in ("value", "key", "joint"), "value, key or joint")
 
     def weigh(self, obs: Observation) -> Tensor:
-        v = obs.values.float()  # [B, K, n, D]
+        v, attention = obs.values.float(), obs.attention  # [B, K, n, D], [B, K, G, w, n]
         squares = v.square().sum(-1)[:, :, None, None]  # [B, K, 1, 1, n]
-        value = obs.attention.square() * squares  # [B, K, G, w, n]
         if self.mode == "value":
-            return value
+            return attention.square() * squares
         a = obs.output  # [B, K, G, w, D]
-        along = torch.matmul(a.flatten(2, 3), v.mT).view_as(obs.attention)  # [B, K, G, w, n]
-        distance = (a.square().sum(-1, keepdim=True) + squares - 2 * along).clamp(min=0)
-        key = (obs.attention * obs.logits).square() * distance
+        twice = torch.matmul(2 * a.flatten(2, 3), v.mT).view_as(attention)  # [B, K, G, w, n], 2 v·a
+        distance = (a.square().sum(-1, keepdim=True) + squares - twice).clamp(min=0)
         if self.mode == "key":
-            return key
-        cross = 2 * obs.attention.square() * obs.logits * (squares - along)
-        return cross + value + key
+            return (attention * obs.logits).square() * distance
+        # `joint` with A² and z taken out of its terms: a CPU waits for memory at every operation.
+        inner = 2 * squares - twice + obs.logits * distance
+        return attention.square() * (squares + obs.logits * inner)

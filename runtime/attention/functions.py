@@ -77,9 +77,7 @@ def attend(
         return decode.attend(query, keys, values, scaling, softcap, sinks=sinks)
     if softcap is not None or sinks is not None:
         # `scaled_dot_product_attention` takes neither.
-        if mask is None and length > 1:
-            mask = causal(length, slots, query.device)
-        out, lse = attend_with_lse(query, keys, values, scaling, softcap, mask)
+        out, lse = attend_with_lse(query, keys, values, scaling, softcap, mask, own=True)
         return out if sinks is None else with_sinks(out, lse, sinks)
     if mask is None and length > 1:
         # On a CPU this bias would be turned into the same mask.
@@ -287,15 +285,22 @@ def attend_with_lse(
     scaling: float,
     softcap: float | None = None,
     mask: Tensor | None = None,
+    *,
+    own: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Attention and the logarithm of its denominator, which is the log-sum-exp of the logits.
 
-    Arguments as in `attend`, but without a mask every slot is visible. By torch's fused operator
-    where it covers the call, else plainly, with a workspace [B, H, T, n].
+    Arguments as in `attend`, but without a mask every slot is visible, or where the last T are the
+    block's `own`, the causal ones. By a kernel or by torch's fused operator where one covers the
+    call, else plainly, with a workspace [B, H, T, n].
 
     Returns:
         [B, H, T, D] in the values' dtype, and log-sum-exp of the logits [B, H, T] in float32.
     """
+    if mask is None and ready(query) and decode.covers(query, keys, values):
+        return decode.attend_with_lse(query, keys, values, scaling, softcap, own)
+    if mask is None and own and query.shape[2] > 1:
+        mask = causal(query.shape[2], keys.shape[2], query.device)
     if softcap is None and _tells_lse(query, keys, values):
         return _attend_with_lse_on_cpu(query, keys, values, scaling, mask)
     group, length = query.shape[1] // keys.shape[1], query.shape[2]

@@ -8,6 +8,7 @@ from functools import partial
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from kvcap.kernels import dequantise, quantise
 from kvcap.kernels.choice import ready
@@ -333,7 +334,7 @@ class Allocation:
             ring = QueryWindow(like, heads, layout.window_length)
             self._register(f"window.{index}", ring.named, like)
         if (corrector := layout.eviction.corrector) is not None:
-            new = self._in_file(corrector.directory, like)
+            new = self._in_file(corrector.place, like)
             store = EvictedStore(corrector, segments, heads, rotation, new)
             self._register(f"evicted.{index}", store.named, like)
         if layout.centred(index):
@@ -412,11 +413,14 @@ class Allocation:
                 start += segment.slots
         return found
 
-    def _in_file(self, directory: str | None, like: Tensor) -> Callable[..., Tensor]:
-        """What makes buffers of evicted tokens: in memory, or in one file of all layers."""
-        if directory is None:
+    def _in_file(self, place: str, like: Tensor) -> Callable[..., Tensor]:
+        """What makes buffers of evicted tokens: in memory, or in one file of all layers.
+
+        A rehearsal, whose tensors have no contents, makes no file.
+        """
+        if place in ("device", "host") or isinstance(like, FakeTensor):
             return torch.zeros
         if self._file is None:
             needed = self.layout.nbytes(like.shape[0], like.dtype)["evicted_store"]
-            self._file = MappedFile(directory, needed)
+            self._file = MappedFile(place, needed)
         return self._file.new

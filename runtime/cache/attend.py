@@ -88,14 +88,14 @@ class SlotAttention:
         return rotation.back_by(x, self._offsets[1])
 
     def align_rows(self, x: Tensor, block: PendingBlock) -> Tensor:
-        """`align` where kernels read how many slots unequal heads hold."""
+        """`align` where kernels read how many slots unequal rows hold."""
         rotation, rows = self.storage.rotation, block.rows
         assert rows is not None
         if rotation is None or rows.read_at is None:
             return x
         (batch, heads, length), count = x.shape[:3], len(rows.before.lengths)
         if block.turn is None:  # of the block, how far behind each row
-            block.turn = (rows.read_at - rows.before.lengths).view(batch, count // batch)
+            block.turn = rows.read_at[:, None] - rows.before.lengths.view(batch, -1)  # [B, K]
         past = block.turn[..., None].expand(-1, -1, heads * batch // count)  # [B, K, G]
         return rotation.back(x, past.reshape(batch, heads, 1).expand(-1, -1, length))
 
@@ -120,7 +120,7 @@ class SlotAttention:
         return keys, row_kernels.copied(pool.values, rows.after) if values else keys, rows.copied
 
     def _rows(self, query: Tensor, block: PendingBlock, call: AttentionCall) -> Tensor:
-        """`block` over unequal heads, by kernels that read where they lie."""
+        """`block` over unequal rows, by kernels that read where they lie."""
         context, evictor, rows, storage = block.context, self.evictor, block.rows, self.storage
         assert rows is not None
         query = self.align_rows(query[:, :, : block.length], block)
@@ -164,6 +164,7 @@ class SlotAttention:
         counter = context.token_counter_after(block.length)
         if context.filling:
             assert counter is not None
+            self._fill(query, block.new_values, block, call)
             return self._over_all_slots(query, counter, call)
         packed = self._packs(query, call)
         context.make_room()  # for a copy of all keys
@@ -189,6 +190,20 @@ class SlotAttention:
             with context.run_async_if_last(step):
                 evictor.evict_if_due(step)
         return out
+
+    def _fill(
+        self, query: Tensor, values: Tensor | None, block: PendingBlock, call: AttentionCall
+    ) -> None:
+        """Update the policy's state by the queries and values of a block that only fills slots."""
+        context, used = block.context, block.context.token_counter
+        counter, pool = context.token_counter_after(block.length), self.segments[0].pool
+        assert used is not None
+        step = AttentionStep(
+            block.total_tokens, block.length, [pool.keys], [query], *call, counter,
+            new_values=values,
+        )  # fmt: skip
+        with context.run_async_if_last(step):
+            self.evictor.fill(step, used)
 
     def again(self, query: Tensor, block: PendingBlock, call: AttentionCall) -> Tensor:
         """Attention of another layer over what `block` attended to; after the last one, eviction.
@@ -249,6 +264,8 @@ class SlotAttention:
             with context.run_async_if_last(query):
                 storage.query_window.append(query)
         counter = context.token_counter_after(1)
+        if filling:
+            self._fill(query, value, block, call)
         if has_work:
             with context.run_async_if_last((query, sums)):
                 keys = segment.keys
@@ -271,7 +288,7 @@ class SlotAttention:
         block: PendingBlock,
         call: AttentionCall,
     ) -> Tensor | None:
-        """`token` over unequal heads."""
+        """`token` over unequal rows."""
         storage, rows, context = self.storage, block.rows, block.context
         assert rows is not None
         assert block.arrived is not None
@@ -285,25 +302,29 @@ class SlotAttention:
             context.stream.next_layer()
         for segment in self.segments:
             segment.held += 1
-        rotation, pending = storage.rotation, None
+        rotation, pending, evictor = storage.rotation, None, self.evictor
         if rotation is not None:
             pending = pool.aux[SHIFT], rotation.table
-        out, query, _ = token.attend(
+        out, query, sums = token.attend(
             query, key, value, angles, time, buffers, call.scaling, pending,
-            rows=rows.before, read_at=None if rotation is None else rows.read_at,
+            summed=evictor.rotates_rows_itself, rows=rows.before,
+            read_at=None if rotation is None else rows.read_at,
         )  # fmt: skip
-        with context.run_async_if_last((query, value, rows)):
+        with context.run_async_if_last((query, value, rows, sums)):
             if storage.query_window is not None:
                 storage.query_window.append(query)
-            keys, values = pool.keys, pool.values
-            if self.evictor.reads_keys:
-                keys, values, _ = self._keys_of_rows(rows, self.evictor.reads_values)
+            keys, values, stored = pool.keys, pool.values, None
+            if evictor.rotates_rows_itself:
+                turned = pending and (pending[0].expand(*key.shape[:2], -1), pending[1])
+                stored = StoredKeys(sums, turned)
+            elif evictor.reads_keys:
+                keys, values, _ = self._keys_of_rows(rows, evictor.reads_values)
             counter = context.token_counter_after(1)
             step = AttentionStep(
-                block.total_tokens, 1, [keys], [query], *call, counter, values=[values],
+                block.total_tokens, 1, [keys], [query], *call, counter, stored, values=[values],
                 rows=rows, new_values=value,
             )  # fmt: skip
-            self.evictor.evict_rows(step)
+            evictor.evict_rows(step)
         return out
 
     def _expands(self, tokens: int) -> bool:

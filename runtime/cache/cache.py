@@ -139,7 +139,7 @@ class BudgetCache(Cache):  # type: ignore[misc]
         self.guard: CapGuard | None = None
         """Holds the process to a cap; the block loop asks it before every block."""
         self._table: RowTable | None = None
-        self._by_rows: dict[tuple[bool, int], bool] = {}
+        self._covered: dict[tuple[bool, int], bool] = {}
         self._length: int | None = None  # tokens of the pass that begins, once its mask is checked
         self._reading = 0  # tokens of the pass in hand
         watch_stock()
@@ -379,23 +379,36 @@ class BudgetCache(Cache):  # type: ignore[misc]
         for layer in self.capped_layers:
             layer.enable_rotation()
 
-    def by_rows(self) -> bool:
-        """Whether kernels read where heads lie that are unequal, in a layer or between layers.
+    def cut(self, segments: Sequence[Sequence[Segment]]) -> None:
+        """Have layers hold these segments from now on, which are the same slots cut otherwise.
 
-        All heads of a layer are attended, scored and compacted in one launch each then.
+        Or the same segments, of which something has changed: kernels are told before a pass.
+        """
+        for layer, those in zip(self.capped_layers, segments, strict=True):
+            layer.segments[:] = those
+        if self._table is not None:
+            self._table.seen = None
+
+    def by_rows(self) -> bool:
+        """Whether kernels read where the rows of every layer lie, which are unequal.
+
+        All rows of a layer are attended, scored and compacted in one launch each then.
         """
         layers, shape = self.capped_layers, self.layout.shape
-        unequal = self.layout.ragged or self.layout.pooled
-        if not unequal or self.evict_every > 1 or shape.slides or shape.latent:
+        if self.evict_every > 1 or shape.slides or shape.latent:
             return False
-        least = 2 if self.layout.ragged else 1
+        least = 1 if self.layout.pooled else 2
         if any(len(layer.segments) < least or layer.readers > 1 for layer in layers):
             return False
-        pool, spans = layers[0].segments[0].pool, tuple(self.pinned_spans)
+        return self.covers_rows()
+
+    def covers_rows(self) -> bool:
+        """Whether kernels can read on the device where slots lie and how many are in use."""
+        pool, spans = self.capped_layers[0].segments[0].pool, tuple(self.pinned_spans)
         asked = ready(pool.keys), len(spans)
-        if asked not in self._by_rows:
-            self._by_rows[asked] = self._covers_rows(pool, spans)
-        return self._by_rows[asked]
+        if asked not in self._covered:
+            self._covered[asked] = self._covers_rows(pool, spans)
+        return self._covered[asked]
 
     def _covers_rows(self, pool: SlotPool, spans: Sequence[Span]) -> bool:
         """Whether kernels cover the eviction, the slots and attention over them."""
@@ -414,7 +427,7 @@ class BudgetCache(Cache):  # type: ignore[misc]
         )
 
     def row_table(self) -> RowTable | None:
-        """Where unequal heads lie, which the device knows now; None: it does not read it."""
+        """Where unequal rows lie, which the device knows now; None: it does not read it."""
         if not self.by_rows():
             return None
         if self._table is None:
@@ -547,7 +560,18 @@ class BudgetCache(Cache):  # type: ignore[misc]
 
         Empty where evicted tokens are not kept.
         """
-        return [store.recomputed / max(1, store.steps) for store in self._stores]
+        counts = [store.counts for store in self._stores]
+        return [recomputed / max(1, steps) for steps, recomputed in counts]
+
+    @property
+    def stores_full(self) -> bool:
+        """Whether all that is kept of evicted tokens is as much as may be, or nothing is kept."""
+        return all(store.full for store in self._stores)
+
+    def count_stores_full(self) -> None:
+        """Count all that may be kept of evicted tokens as kept; it is not touched."""
+        for store in self._stores:
+            store.count_full()
 
     def allocate(self, batch: int, dtype: torch.dtype, device: torch.device | str) -> BudgetCache:
         """Allocate now rather than at the first token. Returns itself."""

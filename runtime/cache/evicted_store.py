@@ -1,9 +1,12 @@
-"""One layer's evicted tokens, off the cache but on the machine, and what they add to attention.
+"""One layer's evicted tokens, off the cache but in memory, and what they add to attention.
 
-The tokens lie in slots of their own, on the host or in a mapped file. What a query would have got
-from them is remembered per query head: the query, the output, the log-sum-exp (CaliDrop, Alg. 1).
-Tokens evicted since are merged into it as they go, since their keys are at hand then; those dropped
-from a full store stay in it until it is made anew.
+The tokens lie in slots of their own, where the corrector says: on the model's device, on the host
+or in a mapped file. What a query would have got from them is remembered per query head: the query,
+the output, the log-sum-exp (CaliDrop, Alg. 1). Tokens evicted since are merged into it as they go,
+since their keys are at hand then; those dropped from a full store stay in it until it is made anew.
+
+On a device nothing is decided by what tensors hold, so that a CUDA graph replays it once the store
+is full.
 """
 
 from __future__ import annotations
@@ -19,16 +22,22 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvcap.kernels import calidrop, evict
+from kvcap.kernels.choice import ready
 from kvcap.policies import Observation
 from kvcap.policies.base import Corrector
+from kvcap.policies.base.eviction import LOWEST
 from kvcap.policies.base.order import lowest
-from kvcap.runtime.attention.functions import attend_with_lse, causal, merge, with_sinks
+from kvcap.policies.correctors.calidrop import CaliDrop
+from kvcap.runtime.attention.functions import attend_with_lse, merge, with_sinks
 from kvcap.runtime.cache.layout import EVICTED
-from kvcap.runtime.cache.pool import Segment, SlotPool
+from kvcap.runtime.cache.pool import SHIFT, Segment, SlotPool
 from kvcap.runtime.errors import StoreFailed
 from kvcap.runtime.models.rope import Rotation
 
 PIECE = 1 << 20  # bytes of a file that are written at once
+Remembered = tuple[Tensor, Tensor, Tensor]
+"""A query [b, h, 1, D], what it got from evicted tokens [b, h, 1, D], its log-sum-exp [b, h, 1]."""
 
 
 class EvictedStore:
@@ -38,11 +47,11 @@ class EvictedStore:
     about to be given up; it knows no more of it than that.
 
     Args:
-        corrector: what decides, and how many tokens are kept.
+        corrector: what decides, how many tokens are kept, and where.
         segments: of the layer; each gets its own place for what it evicts.
         heads: query heads of the layer.
         rotation: moves keys, where positions are compact from the first token.
-        new: makes buffers, as `torch.zeros`.
+        new: makes the slots, as `torch.zeros`.
     """
 
     def __init__(
@@ -55,11 +64,12 @@ class EvictedStore:
     ) -> None:
         self.corrector, self.rotation = corrector, rotation
         cache = segments[0].pool.keys
-        kv_heads, size = segments[0].layer_heads, cache.shape[-1]
+        kv_heads, size, device = segments[0].layer_heads, cache.shape[-1], cache.device
         batch = 1 + max(s.row + s.batch - 1 for s in segments)
         block = segments[0].block
         slots = sum(s.batch * s.heads for s in segments) * (corrector.size + block)
-        self.pool = SlotPool(slots, size, cache.dtype, "cpu", EVICTED, new)
+        where = device if corrector.place == "device" else "cpu"
+        self.pool = SlotPool(slots, size, cache.dtype, where, EVICTED, new)
         self.evicted, start = [], 0
         for s in segments:
             place = Segment(
@@ -68,12 +78,26 @@ class EvictedStore:
             )  # fmt: skip
             self.evicted.append(place)
             start += place.slots
-        device = cache.device
         self._query = torch.zeros(batch, heads, 1, size, dtype=cache.dtype, device=device)
         self._out = torch.zeros(batch, heads, 1, size, device=device)
         self._lse = torch.full((batch, heads, 1), float("-inf"), device=device)
-        self.steps = 0  # tokens generated, per query head and sequence
-        self.recomputed = 0  # how many of them attended to the evicted tokens anew
+        self._counts = torch.zeros(batch, heads, 2, dtype=torch.int64, device=device)
+
+    @property
+    def counts(self) -> list[int]:
+        """Tokens generated per query head and sequence, and how many of them attended anew."""
+        found: list[int] = self._counts.sum((0, 1)).tolist()
+        return found
+
+    @counts.setter
+    def counts(self, counts: Sequence[int]) -> None:
+        self._counts.zero_()
+        self._counts[0, 0] = torch.tensor(counts)
+
+    @property
+    def full(self) -> bool:
+        """Whether all slots are in use, so that as many go as come."""
+        return all(place.held == place.budget for place in self.evicted)
 
     @property
     def remembered(self) -> dict[str, Tensor]:
@@ -82,7 +106,7 @@ class EvictedStore:
 
     def named(self) -> dict[str, Tensor]:
         """Its buffers by name."""
-        return {**self.pool.named(), **self.remembered}
+        return {**self.pool.named(), **self.remembered, "counts": self._counts}
 
     def attend(
         self,
@@ -105,18 +129,22 @@ class EvictedStore:
             softcap: of the logits.
             sinks: [h], sink logits; they take their share once, of held and evicted tokens.
         """
-        mask = causal(query.shape[2], segment.held, query.device)
-        out, lse = attend_with_lse(query, keys, segment.values, scaling, softcap, mask)
+        out, lse = attend_with_lse(query, keys, segment.values, scaling, softcap, own=True)
         evicted = self.evicted[index]
         if not evicted.held:
             return out if sinks is None else with_sinks(out, lse, sinks)
-        mine = [segment.rows_of(x) for x in (self._query, self._out, self._lse)]
-        anew, corrected = self.corrector.decide(query, mine[0])
-        unknown = mine[2].isneginf()  # nothing is remembered yet
+        known, counts = self._known(segment), segment.rows_of(self._counts)
+        decides, looks = self.corrector, self._looks_first(query)
+        if type(decides) is CaliDrop and sinks is None and not looks and self._by_kernel(query):
+            over_evicted = self._recompute(evicted, query, scaling, softcap)
+            thetas = decides.theta1, decides.theta2
+            return calidrop.correct(query, (out, lse), over_evicted, known, counts, *thetas)
+        anew, corrected = decides.decide(query, known[0])
+        unknown = known[2].isneginf()  # nothing is remembered yet
         anew, corrected = anew | unknown, corrected | unknown
-        other, other_lse = mine[1].expand(out.shape), mine[2].expand(lse.shape)
-        if bool(anew.any()):
-            fresh, fresh_lse = self._recompute(evicted, segment, query, scaling, softcap)
+        other, other_lse = known[1].expand(out.shape), known[2].expand(lse.shape)
+        if not looks or bool(anew.any()):
+            fresh, fresh_lse = self._recompute(evicted, query, scaling, softcap)
             other = torch.where(anew[..., None], fresh.float(), other)
             other_lse = torch.where(anew, fresh_lse, other_lse)
             # Remember the last query that attended anew, head by head.
@@ -124,13 +152,14 @@ class EvictedStore:
             order = torch.arange(1, length + 1, device=anew.device)
             last = (anew * order).amax(-1, keepdim=True)  # [b, h, 1], 0: none
             row = (last - 1).clamp(min=0)[..., None].expand(*query.shape[:2], 1, query.shape[3])
-            known = last > 0
-            mine[0].copy_(torch.where(known[..., None], query.gather(2, row), mine[0]))
-            mine[1].copy_(torch.where(known[..., None], fresh.float().gather(2, row), mine[1]))
-            mine[2].copy_(torch.where(known, fresh_lse.gather(2, row[..., 0]), mine[2]))
+            found = query, fresh.float(), fresh_lse[..., None]
+            for old, new in zip(known, found, strict=True):
+                wide = old.view(*old.shape[:2], 1, -1)  # [b, h, 1, D or 1]
+                new = new.gather(2, row[..., : wide.shape[-1]])
+                wide.copy_(torch.where((last > 0)[..., None], new, wide))
         if query.shape[2] == 1:
-            self.steps += anew.numel()
-            self.recomputed += int(anew.sum())
+            counts[..., 0] += 1
+            counts[..., 1] += anew[..., 0]
         merged, merged_lse = merge(out, lse, other, other_lse)
         corrected_out = torch.where(corrected[..., None], merged, out.float())
         if sinks is not None:
@@ -139,80 +168,123 @@ class EvictedStore:
             )
         return corrected_out.to(out.dtype)
 
+    def _known(self, segment: Segment) -> Remembered:
+        """What a segment's query heads remember, as views."""
+        query, out, lse = (segment.rows_of(x) for x in (self._query, self._out, self._lse))
+        return query, out, lse
+
+    def _by_kernel(self, query: Tensor) -> bool:
+        """Whether kernels correct, and take evicted tokens in."""
+        return ready(query) and calidrop.covers(query, self.pool.keys)
+
+    def _looks_first(self, query: Tensor) -> bool:
+        """Whether the host looks if any query attends anew, before all do.
+
+        That saves copies of what lies elsewhere; on a CPU, where nothing waits for it, work. What
+        has no data, as in a rehearsal, cannot be looked at.
+        """
+        if type(query) is not Tensor:
+            return False
+        elsewhere = self.pool.keys.device != query.device
+        return elsewhere or (query.device.type == "cpu" and not ready(query))
+
     def _recompute(
-        self,
-        evicted: Segment,
-        segment: Segment,
-        query: Tensor,
-        scaling: float,
-        softcap: float | None,
+        self, evicted: Segment, query: Tensor, scaling: float, softcap: float | None
     ) -> tuple[Tensor, Tensor]:
         """Attention of `query` over the evicted tokens: all are older, so no mask."""
         keys, values = evicted.keys.to(query.device), evicted.values.to(query.device)
         if self.rotation is not None:
             # An evicted token counts behind the held ones that are older than it.
-            held = segment.positions.sort(dim=-1).values
-            rank = torch.searchsorted(held, evicted.positions.to(query.device).contiguous())
-            keys = self.rotation.back(keys, evicted.aux("made_at").to(query.device) - rank)
+            keys = self.rotation.back(keys, evicted.aux(SHIFT).to(query.device))
         return attend_with_lse(query, keys, values, scaling, softcap)
 
     def take(
-        self,
-        index: int,
-        segment: Segment,
-        slots: Tensor,
-        scores: Tensor,
-        obs: Observation,
-        shift: Tensor | None,
+        self, index: int, segment: Segment, slots: Tensor, scores: Tensor, obs: Observation
     ) -> None:
         """Take in the tokens of a segment's slots [b, k, e], about to be given up.
 
         Args:
             index: of the segment.
-            segment: still whole.
+            segment: still whole; where positions are compact, its shifts have grown by those that
+                go, whose own then are as far as they moved among what stays.
             slots: which go.
             scores: [b, k, n] of all slots.
             obs: of the segment, whose keys [b, k, n, D] are as attention saw them.
-            shift: [b, k, n] how far positions have moved, where they are compact.
         """
-        # In time order, so that sums over them come out alike on every device.
-        slots = slots.gather(2, segment.positions.gather(2, slots).argsort(dim=-1))
-        keys = obs.keys
-        wide = slots[..., None].expand(*slots.shape, keys.shape[-1])
-        values = segment.values.gather(2, wide)
-        self._remember(segment, keys.gather(2, wide), values, obs.scaling, obs.softcap)
-        times = segment.positions.gather(2, slots)
-        made_at = torch.zeros_like(times)
-        if shift is not None:
-            held = segment.positions.sort(dim=-1).values
-            made_at = torch.searchsorted(held, times, out_int32=True) + shift.gather(2, slots)
-        stored = segment.keys.gather(2, wide)
-        place = self.evicted[index]
-        for part in torch.arange(slots.shape[-1]).split(place.block):
-            part_slots = slice(int(part[0]), int(part[-1]) + 1)
-            place.append(stored[:, :, part_slots].cpu(), values[:, :, part_slots].cpu(), part.int())
-            new = slice(place.held - len(part), place.held)
-            place.positions[:, :, new] = times[:, :, part_slots].cpu()
-            place.aux("made_at")[:, :, new] = made_at[:, :, part_slots].cpu()
-            place.aux("score")[:, :, new] = scores.gather(2, slots)[:, :, part_slots].cpu()
+        place, known, count = self.evicted[index], self._known(segment), slots.shape[-1]
+        fused = self._by_kernel(obs.keys) and calidrop.covers_taking(count)
+        if fused:
+            calidrop.remember(known, obs.keys, segment.values, slots, obs.scaling, obs.softcap)
+        else:
+            slots = slots.long()
+            if count > 1:  # in time order, so that sums over them come out alike on every device
+                slots = slots.gather(2, segment.positions.gather(2, slots).argsort(dim=-1))
+            self._remember(known, segment, slots, obs)
+            self._grow_older(place, segment.positions.gather(2, slots))
+        for first in range(0, count, place.block):
+            stop = min(first + place.block, count)
+            if fused:
+                source = segment.named(0, segment.held)
+                calidrop.take(
+                    slots, (first, stop), scores, source, place.named(0, place.capacity),
+                    place.held, grows=self.rotation is not None and not first,
+                )  # fmt: skip
+            else:
+                self._copy(place, segment, slots[..., first:stop], scores)
+            place.held += stop - first
             if (excess := place.held - place.budget) > 0:
-                place.compact(lowest(place.aux("score"), place.positions, excess))
+                self._drop(place, excess, fused)
 
     def _remember(
-        self,
-        segment: Segment,
-        keys: Tensor,
-        values: Tensor,
-        scaling: float,
-        softcap: float | None,
+        self, known: Remembered, segment: Segment, slots: Tensor, obs: Observation
     ) -> None:
         """Merge tokens that go now into what is remembered, where something is."""
-        query, out, lse = (segment.rows_of(x) for x in (self._query, self._out, self._lse))
-        added, added_lse = attend_with_lse(query, keys, values, scaling, softcap)
-        known = ~lse.isneginf()
+        query, out, lse = known
+        keys, values = _of_slots(obs.keys, slots), _of_slots(segment.values, slots)
+        added, added_lse = attend_with_lse(query, keys, values, obs.scaling, obs.softcap)
+        some = ~lse.isneginf()
         merged, merged_lse = merge(out, lse, added, added_lse)
-        out.copy_(torch.where(known[..., None], merged, out))
-        lse.copy_(torch.where(known, merged_lse, lse))
+        out.copy_(torch.where(some[..., None], merged, out))
+        lse.copy_(torch.where(some, merged_lse, lse))
+
+    def _grow_older(self, place: Segment, gone: Tensor) -> None:
+        """Note that held tokens at positions `gone` [b, k, e], ascending, are given up."""
+        if self.rotation is not None and place.held:
+            gone, positions = gone.to(place.positions.device), place.positions.contiguous()
+            place.aux(SHIFT).add_(torch.searchsorted(gone, positions, out_int32=True))
+
+    def _copy(self, place: Segment, segment: Segment, slots: Tensor, scores: Tensor) -> None:
+        """Copy slots behind those in use."""
+        source = {**segment.named(0, segment.held), "score": scores}
+        for name, target in place.behind(slots.shape[-1]).items():
+            if name in source:  # where positions stay true there is no shift
+                target.copy_(_of_slots(source[name], slots))
+                if name == "score":
+                    target.nan_to_num_(nan=LOWEST)
+
+    def _drop(self, place: Segment, excess: int, by_kernel: bool) -> None:
+        """Forget the stored tokens of the lowest scores."""
+        scores, buffers = place.aux("score"), place.buffers()
+        if by_kernel and evict.covers(place.positions, excess, (), buffers):
+            pins = evict.Pins(0, 0, 1 << 30, ())
+            evict.give_up(scores, place.positions, excess, pins, None, buffers)
+            place.held -= excess
+        else:
+            place.compact(lowest(scores, place.positions, excess))
+
+    def made_at(self, segments: Sequence[Segment]) -> list[Tensor]:
+        """The positions to which the keys are rotated, [b, k, held] of each segment; true ones: 0.
+
+        As a session's file has it, which may be read into a cache whose shifts differ.
+        """
+        if self.rotation is None:
+            return [place.aux(SHIFT) for place in self.evicted]
+        found = []
+        for segment, place in zip(segments, self.evicted, strict=True):
+            held = segment.positions.sort(dim=-1).values.to(place.positions.device)
+            ranks = torch.searchsorted(held, place.positions.contiguous(), out_int32=True)
+            found.append(ranks + place.aux(SHIFT))
+        return found
 
     def become_compact(self, segments: Sequence[Segment], rotation: Rotation) -> None:
         """Have evicted tokens count at compact positions from now on, as `segments` do.
@@ -221,20 +293,38 @@ class EvictedStore:
         """
         for segment, place in zip(segments, self.evicted, strict=True):
             for row in segment.each_row():
-                held, times = segment.positions[row].cpu().sort().values, place.positions[row]
-                made_at = torch.searchsorted(held, times.contiguous(), out_int32=True)
+                times = place.positions[row]
+                held = segment.positions[row].to(times.device).sort().values
+                ranks = torch.searchsorted(held, times.contiguous(), out_int32=True)
                 keys = place.keys[row]
-                keys.copy_(rotation.moved(keys, made_at - times))
-                place.aux("made_at")[row].copy_(made_at)
+                keys.copy_(rotation.moved(keys, ranks - times))
+            place.aux(SHIFT).zero_()
         self._lse.fill_(float("-inf"))
         self.rotation = rotation
+
+    def count_full(self) -> None:
+        """Count all slots as in use; what they hold is not touched."""
+        for place in self.evicted:
+            place.held = place.budget
+
+    def forget_excess(self) -> None:
+        """Hold what fits, as before a `take` that was begun and never came to be."""
+        for place in self.evicted:
+            place.held = min(place.held, place.budget)
 
     def reset(self) -> None:
         """Forget everything; the buffers stay."""
         for place in self.evicted:
             place.held = 0
         self._lse.fill_(float("-inf"))
-        self.steps = self.recomputed = 0
+        self._counts.zero_()
+
+
+def _of_slots(x: Tensor, slots: Tensor) -> Tensor:
+    """What `x` [b, k, n, ...] has of slots [b, k, e]; [b, k, e, ...]."""
+    if x.dim() == 4:
+        slots = slots[..., None].expand(*slots.shape, x.shape[-1])
+    return x.gather(2, slots)
 
 
 class MappedFile:
@@ -255,7 +345,8 @@ class MappedFile:
         except OSError as error:
             raise StoreFailed(
                 f"the store for evicted tokens cannot be made in {directory!r} "
-                f"({error.strerror}); give a directory that exists and can be written"
+                f"({error.strerror}); give a directory that exists and can be written, or 'device' "
+                "or 'host'"
             ) from error
         self._file = os.fdopen(descriptor, "r+b")
         self._finalizer = weakref.finalize(self, _remove, self._file, path)

@@ -18,10 +18,10 @@ from kvcap import kernels
 from kvcap.kernels import evict
 from kvcap.kernels import rows as row_kernels
 from kvcap.kernels.choice import ready
+from kvcap.kernels.division import Division
 from kvcap.policies import Eviction, Observation, Policy
-from kvcap.policies.base import Expansion, Rows, apportion
+from kvcap.policies.base import Expansion, Rows, evenly
 from kvcap.policies.base.component import ATTENTION_VIEWS
-from kvcap.policies.base.eviction import LOWEST
 from kvcap.runtime.cache.allocation import LayerStorage
 from kvcap.runtime.cache.layer_balance import LayerBalance, Shares
 from kvcap.runtime.cache.layout import CacheLayout
@@ -49,8 +49,8 @@ class AttentionStep:
     token_counter: Tensor | None = None  # `tokens` on the device [], inside a CUDA graph
     stored: kernels.StoredKeys | None = None  # of the first segment's keys
     values: list[Tensor] | None = None  # of every segment likewise; None: read from its slots
-    rows: LayerRows | None = None  # of unequal heads; the first keys [slots, D] are the pool's
-    new_values: Tensor | None = None  # [B, K, T, D], likewise
+    rows: LayerRows | None = None  # of unequal rows; the first keys [slots, D] are the pool's
+    new_values: Tensor | None = None  # [B, K, T, D], of the block, as `PendingBlock` has them
 
 
 @dataclass
@@ -63,19 +63,21 @@ class SegmentEviction:
     index: int
     segment: Segment
     obs: Observation
-    scores: Tensor  # [b, k, held], not made finite where fused
+    scores: Tensor  # [b, k, held] of the policy, not made finite where fused
     count: int  # slots of each head
     eviction: Eviction
     fused: bool
     pinned: Tensor | None = None  # bool [b, k, held], where not fused and any are
     shift: Tensor | None = None  # how far the segment's keys have moved, if they are moved
     newer: Tensor | None = None  # likewise kept queries, newer than all that goes
+    worth: Tensor | None = None  # by what kernels choose, where fused: scores, rescored
     choice: evict.Choice | None = None
 
     def select_by_kernel(self) -> None:
-        """Decide which slots go, more than one of each head; they stay until compacted."""
+        """Decide which slots go; they stay until compacted."""
+        assert self.worth is not None
         self.choice = evict.choose(
-            self.scores, self.obs.positions, self.count, self.pins, self.shift, self.newer
+            self.worth, self.obs.positions, self.count, self.pins, self.shift, self.newer
         )
 
     def compact_by_kernel(self) -> None:
@@ -84,8 +86,9 @@ class SegmentEviction:
         if self.choice is not None:
             evict.move(self.choice, self.obs.positions, buffers)
         else:
+            assert self.worth is not None
             evict.give_up(
-                self.scores, self.obs.positions, self.count, self.pins, self.shift, buffers,
+                self.worth, self.obs.positions, self.count, self.pins, self.shift, buffers,
                 self.newer,
             )  # fmt: skip
         self.segment.held -= self.count
@@ -149,6 +152,12 @@ class Evictor:
         return self.uses_stored_keys and len(self.eviction.components) == 1
 
     @property
+    def rotates_rows_itself(self) -> bool:
+        """The same where rows are unequal, which are read in one launch."""
+        alone = len(self.eviction.components) == 1
+        return alone and kernels.uses_stored_keys(self.eviction.policy)
+
+    @property
     def reads_queries(self) -> bool:
         """Whether the policy looks at queries."""
         return self.eviction.policy.queries_observed != 0
@@ -191,9 +200,9 @@ class Evictor:
         return self.eviction.pins_of(self._placed(segment))
 
     def evict_rows(self, step: AttentionStep) -> None:
-        """`evict_if_due` of unequal heads, by kernels that read where they lie.
+        """`evict_if_due` of unequal rows, by kernels that read where they lie.
 
-        Of a single token each head gives up at most one slot: heads that move keep their division.
+        Of a single token each gives up at most one slot: heads that move keep their division.
         Where they share slots out anew, the device alone knows how many each has; the host is told
         after the pass, see `RowTable.agreed`. Layers that do evict after the pass, all together:
         see `evict_together`.
@@ -201,8 +210,8 @@ class Evictor:
         rows, eviction, pool = step.rows, self.eviction, self.segments[0].pool
         assert rows is not None
         if self.balance is not None and step.length > 1:
-            obs = self._observe_rows(step)
-            scores = self._score_rows(obs)
+            obs = self._observe_rows(step, rows.after, rows.always)
+            scores = self._score_rows(obs, step.stored)
             preference = kernels.preference(self.balance.budget, obs)
             rows.waiting.append(LayerScores(scores, preference, step.length, obs.num_tokens))
             return
@@ -211,15 +220,15 @@ class Evictor:
         if not (due or eviction.state or rows.always):
             rows.held.copy_(rows.after.lengths)
             return
-        obs = self._observe_rows(step)
+        obs = self._observe_rows(step, rows.after, rows.always)
         for component in eviction.components:
             kernels.update_rows(component, obs, step.new_values, rows.before.lengths)
         if not (due or rows.always):
             rows.held.copy_(rows.after.lengths)
             return
-        scores = self._score_rows(obs)
+        scores = self._score_rows(obs, step.stored)
         pins = evict.Pins(0, 0, obs.num_tokens, obs.pinned_spans)
-        starts, budgets = self._divide(scores, obs, rows) if divides else (None, None)
+        division = self._divide(scores, obs, rows) if divides else None
         scores = kernels.rescore(eviction.rescorer, scores, pins, obs, rows.targets, rows.pins)
         shift = None if self.storage.rotation is None else pool.aux[SHIFT]
         newer = None if self.storage.query_window is None else self.storage.query_window.shift
@@ -227,12 +236,30 @@ class Evictor:
         if step.length == 1 and not divides:
             row_kernels.give_up_one(scores, pins, moved, rows.held, newer)
         else:
+            starts = None if division is None else division.starts
             row_kernels.give_up(scores, pins, moved, rows.held, newer, starts)
         for segment in self.segments:
             segment.held = min(segment.held, segment.target_length)
-        if starts is not None and budgets is not None:
-            rows.table.divide(self.index, starts, budgets)
+        if division is not None:
+            rows.table.divide(self.index, division.starts, division.budgets)
         self.storage.enable_rotation()
+
+    def fill(self, step: AttentionStep, used: Tensor) -> None:
+        """Update the policy's state after a block that only filled slots; nothing goes.
+
+        Args:
+            step: of the block, with its `new_values`.
+            used: slots in use before it, an integer on the device [], as in a CUDA graph.
+        """
+        if not self.eviction.state:
+            return
+        (segment,), used = self.segments, used.int()
+        count = segment.batch * segment.heads
+        starts = torch.arange(count, dtype=torch.int32, device=used.device) * segment.capacity
+        after = Rows(starts + segment.start, (used + step.length).repeat(count), segment.capacity)
+        obs, before = self._observe_rows(step, after, always=True), used.repeat(count)
+        for component in self.eviction.components:
+            kernels.update_rows(component, obs, step.new_values, before)
 
     def select_early(self, step: AttentionStep, run_async: RunAsync) -> list[SegmentEviction]:
         """Select what goes after a block before it is attended, where kernels can.
@@ -250,22 +277,28 @@ class Evictor:
             return []
         self._update_state(observed)
         found = self._evictions(observed, step.stored)
-        with run_async([one.scores for one in found]):
+        with run_async([(one.scores, one.worth) for one in found]):
             for one in found:
                 one.select_by_kernel()
         return found
 
     def compact(self, evictions: Sequence[SegmentEviction]) -> None:
         """Give up what is selected, selecting it first where that has not been done."""
+        store = self.storage.evicted_store
         for one in evictions:
-            if one.fused:
-                one.compact_by_kernel()
-                self.storage.enable_rotation()
+            take = None if store is None else partial(
+                store.take, one.index, one.segment, scores=one.scores, obs=one.obs
+            )  # fmt: skip
+            if not one.fused:
+                self._give_up(one.segment, one.select(), take)
                 continue
-            slots, store = one.select(), self.storage.evicted_store
-            if store is not None:
-                store.take(one.index, one.segment, slots, one.scores, one.obs, one.shift)
-            self._give_up(one.segment, slots)
+            if take is not None:
+                if one.choice is None:
+                    one.select_by_kernel()
+                assert one.choice is not None
+                take(slots=one.choice.evicted)
+            one.compact_by_kernel()
+            self.storage.enable_rotation()
         if self.eviction.heads_move:
             shares = self._filled([segment.target_length for segment in self.segments])
             if shares != [segment.budget for segment in self.segments]:
@@ -319,20 +352,19 @@ class Evictor:
             found.append(SegmentEviction(i, segment, obs, *those))
             if fused:
                 pins = found[-1].pins
-                found[-1].scores = kernels.rescore(eviction.rescorer, scores, pins, obs)
+                found[-1].worth = kernels.rescore(eviction.rescorer, scores, pins, obs)
         if divides:
             for one, kept in zip(found, self._split(found), strict=True):
                 one.segment.target_length = one.obs.budget = kept
                 one.count = one.segment.held - kept
         return [one for one in found if one.count > 0]
 
-    def _score_rows(self, obs: Observation) -> Tensor:
-        """Scores of unequal heads [B, K, longest], where some have a policy of their own."""
-        if self.eviction.head_budget is None:
-            return kernels.score_rows(self.eviction.policy, obs)
+    def _score_rows(self, obs: Observation, stored: kernels.StoredKeys | None) -> Tensor:
+        """Scores of unequal rows [B, K, longest], where some heads have a policy of their own."""
+        budget, heads = self.eviction.head_budget, self.layout.shape.kv_heads
+        if budget is None:
+            return kernels.score_rows(self.eviction.policy, obs, stored)
         if self._kinds is None:
-            budget, heads = self.eviction.head_budget, self.layout.shape.kv_heads
-            assert budget is not None
             places = [self._placed(segment) for segment in self.segments[:heads]]
             mine = [budget.policy_of(place, self.eviction.policy) for place in places]
             kinds = {type(policy): policy for policy in mine}.values()
@@ -347,36 +379,18 @@ class Evictor:
             scores = torch.where(whose[:, None], kernels.score_rows(policy, obs), scores)
         return scores
 
-    def _divide(self, scores: Tensor, obs: Observation, rows: LayerRows) -> tuple[Tensor, Tensor]:
-        """Share the layer's slots out among its heads, if any is to give up some; all int32.
+    def _divide(self, scores: Tensor, obs: Observation, rows: LayerRows) -> Division:
+        """Share the layer's slots out among its heads, if any is to give up some.
 
         By the device alone, which evicts down to `rows.targets` then.
-
-        Returns:
-            Where they begin from now on [B·K + 1], and how many slots each may have then [B·K].
         """
-        sinks, recents = rows.pins.view(*scores.shape[:2], 2).unbind(-1)
-        pinned = obs.positions < sinks[..., None]
-        pinned |= obs.positions >= obs.num_tokens - recents[..., None]
-        for start, stop in obs.pinned_spans:
-            pinned |= (obs.positions >= start) & (obs.positions < stop)
         budget, average = self.eviction.head_budget, self.layout.budgets[self.index]
         assert budget is not None
-        lengths, heads = rows.after.lengths, scores.shape[1]
-        due = (lengths > rows.targets).any()
-        scores = scores.nan_to_num(nan=LOWEST)
-        shape = scores.shape[:2]
-        kept = budget.split(scores, pinned, obs.positions, lengths.view(shape), average)
-        # As `_filled`: what heads leave is shared out evenly.
-        spare = heads * average - kept.sum(-1, keepdim=True)
-        places = torch.arange(heads, device=scores.device)
-        budgets = kept + (spare + heads - 1 - places) // heads
-        kept, budgets = (torch.where(due, x.flatten(), rows.targets).int() for x in (kept, budgets))
-        rows.targets.copy_(kept)
-        before = rows.before.starts  # [B·K + 1]
-        ends = (budgets + self.layout.block_size).cumsum(0)
-        starts = torch.cat((before[:1], before[:1] + ends))
-        return torch.where(due, starts, before).int(), budgets
+        pins = evict.Pins(0, 0, obs.num_tokens, obs.pinned_spans)
+        places = rows.after, rows.pins, rows.targets, average, self.layout.block_size
+        found = kernels.divide(budget, scores, obs.positions, pins, *places)
+        rows.targets.copy_(found.kept)
+        return found
 
     def _placed(self, segment: Segment) -> Observation:
         """A segment's place and budget, for what depends on no more."""
@@ -385,27 +399,28 @@ class Evictor:
             none, none, none, 0, segment.target_length, layer=self.index, first_head=segment.head
         )
 
-    def _observe_rows(self, step: AttentionStep) -> Observation:
-        """All heads of a layer, which are unequal."""
-        eviction, rows, pool, projection = self.eviction, step.rows, self.segments[0].pool, None
-        assert rows is not None
+    def _observe_rows(self, step: AttentionStep, rows: Rows, always: bool) -> Observation:
+        """All heads of a layer, with as many slots as its `rows` say, a block's included."""
+        eviction, pool, projection = self.eviction, self.segments[0].pool, None
         assert step.queries is not None
-        assert step.values is not None
-        values, batch, heads = step.values[0], len(step.queries[0]), self.layout.shape.kv_heads
+        values, copied = pool.values, None
+        if step.rows is not None and step.values is not None:
+            values, copied = step.values[0], step.rows.copied
+        batch, heads = len(step.queries[0]), self.layout.shape.kv_heads
         if "output_projection" in eviction.observes and step.module is not None:
             projection = output_projection(step.module, self.layout.shape)
         queries, count = step.queries[0], eviction.policy.queries_observed
         if count is not None and count > 1 and self.storage.query_window is not None:
-            count = count if rows.always else min(count, step.tokens)
+            count = count if always else min(count, step.tokens)
             storage = self.storage
-            rotation = storage.rotation if rows.always else storage.pending_rotation
+            rotation = storage.rotation if always else storage.pending_rotation
             queries = self.storage.query_window.last(None, count, rotation)
         elif count:
             queries = queries[:, :, -count:]
         return Observation(
             keys=step.keys[0][None, None].expand(batch, heads, -1, -1),
             values=values[None, None].expand(batch, heads, -1, -1),
-            positions=row_kernels.padded_positions(pool.positions, rows.after, batch),
+            positions=row_kernels.padded_positions(pool.positions, rows, batch),
             num_tokens=step.tokens if step.token_counter is None else step.token_counter,
             budget=self.segments[0].target_length,
             new=step.length,
@@ -418,7 +433,7 @@ class Evictor:
             output_projection=projection,
             saliency=eviction.saliency,
             pinned_spans=tuple(self.pinned_spans),
-            rows=rows.copied or rows.after,
+            rows=copied or rows,
         )
 
     def _fused(self, observed: list[Observation]) -> bool:
@@ -426,8 +441,6 @@ class Evictor:
         eviction, spans = self.eviction, tuple(self.pinned_spans)
         divides = self.layout.divides(observed[0].new)
         if not ready(observed[0].keys) or divides:
-            return False
-        if self.storage.evicted_store is not None:
             return False
         if not all(kernels.rescores(eviction.rescorer, obs) for obs in observed):
             return False
@@ -439,8 +452,13 @@ class Evictor:
             if segment.held > segment.target_length
         )
 
-    def _give_up(self, segment: Segment, evicted: Tensor) -> None:
-        """Evict the slots [b, k, e] of a segment; what is newer moves down."""
+    def _give_up(
+        self, segment: Segment, evicted: Tensor, take: Callable[..., None] | None = None
+    ) -> None:
+        """Evict the slots [b, k, e] of a segment; what is newer moves down.
+
+        `take` is called with them when shifts have grown and nothing has moved yet.
+        """
         storage = self.storage
         if storage.rotation is not None:
             # A survivor moves down by the number of evicted tokens older than itself.
@@ -451,6 +469,8 @@ class Evictor:
                 gone = gone.sort(dim=-1).values
                 older = torch.searchsorted(gone, positions.contiguous(), out_int32=True)
             segment.aux(SHIFT).add_(older)
+        if take is not None:
+            take(slots=evicted)
         storage.enable_rotation()
         if storage.query_window is not None:
             storage.query_window.move_down(segment, evicted.shape[-1])
@@ -479,8 +499,8 @@ class Evictor:
         heads, found = self.layout.shape.kv_heads, list[int]()
         for first in range(0, len(kept), heads):
             mine = kept[first : first + heads]
-            spare = apportion([1] * heads, heads * self.layout.budgets[self.index] - sum(mine))
-            found += [slots + extra for slots, extra in zip(mine, spare, strict=True)]
+            spare = heads * self.layout.budgets[self.index] - sum(mine)
+            found += [slots + evenly(spare, heads, i) for i, slots in enumerate(mine)]
         return found
 
     def _window(self, index: int, segment: Segment, step: AttentionStep) -> Tensor | None:

@@ -267,6 +267,8 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
             keys = self._attention.align(keys, block.offsets)
             for segment in self.segments:
                 segment.append(segment.rows_of(keys), segment.rows_of(values), times, after)
+            if context.filling:
+                block.new_values = values
         self.seen = block.total_tokens
 
     def _append_rows(self, block: PendingBlock, keys: Tensor, values: Tensor) -> None:
@@ -512,6 +514,8 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
         self.seen, self.pending, self._attending = seen, None, False
         for segment, slots in zip(self.segments, held, strict=True):
             segment.held = slots
+        if self.evicted_store is not None:
+            self.evicted_store.forget_excess()
 
     def reset(self) -> None:
         """Forget everything; the buffers stay."""

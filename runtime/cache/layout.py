@@ -24,9 +24,8 @@ from kvcap.runtime.types import DEFAULT_POSITIONS, Positions
 
 PARTS = ("keys_values", "slot_positions", "policy_state", "evicted_store", "query_window",
          "rotation_table", "sliding_layers", "state_layers")  # fmt: skip
-EVICTED = {"score": torch.float32, "made_at": torch.int32}
-"""What evicted tokens have besides: their score, and the position their key was rotated to."""
-
+EVICTED = {"score": torch.float32, SHIFT: torch.int32}
+"""What evicted tokens have besides: their score, and their shift as held ones have it."""
 
 UNREAD = (
     "kv_dtype={!r}: stock attention reads slots as the model's own numbers; load the model with "
@@ -247,6 +246,7 @@ class CacheLayout:
                     ("query", query, dtype),
                     ("out", query, torch.float32),
                     ("lse", query[:3], torch.float32),
+                    ("counts", (*query[:2], 2), torch.int64),
                 ):
                     found[f"evicted.{index}.{name}"] = BufferSpec("policy_state", shape, kind)
         if self.rope is not None and self.rope.inv_freq is not None and self.rotation_span:

@@ -217,6 +217,19 @@ class Segment:
             out[b, k] += numbers.weigh(those, weights[b, k, :, n])
         return out
 
+    def by_sequence(self) -> list[Segment]:
+        """The same slots as a segment of each sequence, which may hold unequally many."""
+        if self.batch == 1:
+            return [self]
+        size, heads = self.slots // self.batch, self.heads
+        return [
+            Segment(
+                self.pool, self.start + i * size, self.budget, self.block, 1, heads,
+                row=self.row + i, head=self.head, layer_heads=self.layer_heads,
+            )
+            for i in range(self.batch)
+        ]  # fmt: skip
+
     def each_row(self) -> Iterator[tuple[int, int]]:
         """The sequence and the KV head of every row, as indices into this segment's views."""
         return product(range(self.batch), range(self.heads))

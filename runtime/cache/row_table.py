@@ -1,4 +1,7 @@
-"""Where heads lie that hold unequally many slots, as numbers on the device that kernels read.
+"""Where rows lie that hold unequally many slots, as numbers on the device that kernels read.
+
+A row is a head of a sequence. Heads differ where budgets do, and sequences of one cache where each
+is a conversation of its own length.
 
 Those of a layer are unequal, or those of different layers, which share a pool then.
 
@@ -15,6 +18,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from kvcap.policies.base import Rows
 from kvcap.runtime.cache.layer_balance import LayerBalance
@@ -36,14 +40,14 @@ class LayerScores:
 
 
 class LayerRows(NamedTuple):
-    """One layer's rows while it reads a block."""
+    """One layer's rows, while it reads a block."""
 
     before: Rows  # as they are before the block is appended
     after: Rows  # with the block, before any is given up
     held: Tensor  # [B·K] int32, slots of each: is written when some are given up
     targets: Tensor  # [B·K] int32, the slots that each may have
     pins: Tensor  # [B·K, 2] int32, how many first and how many newest tokens of each stay
-    read_at: Tensor | None  # [] int32, where the block is read; None: at true positions
+    read_at: Tensor | None  # [B] int32, where the block is read; None: at true positions
     table: RowTable  # of all layers
     always: bool  # a CUDA graph serves whether any are given up or not
     copied: Rows | None  # where they lie in a copy of the layer's; None: its pool is its own
@@ -54,7 +58,8 @@ class RowTable:
     """The rows of all capped layers.
 
     Args:
-        layers: their segments, of one pool for each layer, or of one for all.
+        layers: their segments: of all heads, of a head each, or of a sequence; of one pool for each
+            layer, or of one for all.
         pins_of: for each layer, how many first and newest tokens of a segment stay.
         recents: where slots move, how many newest tokens stay, by the slots of a head.
         balance: moves slots between layers, if they move.
@@ -69,8 +74,9 @@ class RowTable:
     ) -> None:
         self.layers, self.balance, self._pins_of = layers, balance, pins_of
         self._most = [0] * len(layers)  # slots that a row of each may have
-        device = layers[0][0].pool.keys.device
-        self.count = count = sum(map(_rows, layers[0]))  # of a layer
+        device, last = layers[0][0].pool.keys.device, layers[0][-1]
+        self.batch = last.row + last.batch
+        self.count = count = sum(s.batch * s.heads for s in layers[0])  # of a layer
         with torch.inference_mode(False):  # ordinary tensors may be written to in any mode
             shape = len(layers), 5 * count + 2
             self._numbers = torch.zeros(shape, dtype=torch.int32, device=device)
@@ -88,7 +94,7 @@ class RowTable:
 
         Where it `divided` slots anew the device alone did: the host waits for it, and is told.
         """
-        if divided:
+        if divided and not isinstance(self._numbers, FakeTensor):  # of a rehearsal nothing is known
             numbers, count = self._numbers.cpu(), self.count
             for index, (segments, told) in enumerate(
                 zip(self.layers, numbers.tolist(), strict=True)
@@ -98,7 +104,7 @@ class RowTable:
                     segment.start, end = told[row : row + 2]
                     segment.budget = end - segment.start - segment.block
                     segment.held, segment.target_length = held[row], targets[row]
-                    row += _rows(segment)
+                    row += segment.batch * segment.heads
                 self._most[index] = max(*held[:count], *targets[:count])
             if self.balance is not None:
                 told = numbers[:, -1].view(torch.float32).tolist()
@@ -119,14 +125,13 @@ class RowTable:
     def _of(self, index: int, segments: Sequence[Segment]) -> list[int]:
         """One layer's numbers."""
         self._most[index] = max(max(s.target_length, s.held) for s in segments)
+        rows = [(s, i) for s in segments for i in range(s.batch * s.heads)]
         last = segments[-1]
-        found = [s.start + i * s.capacity for s in segments for i in range(_rows(s))]
-        found.append(last.start + last.slots)
-        found += [s.held for s in segments for _ in range(_rows(s))]
-        found += [s.target_length for s in segments for _ in range(_rows(s))]
-        for segment in segments:
-            found += [*self._pins_of[index](segment)] * _rows(segment)
-        return [*found, 0]
+        found = [*(s.start + i * s.capacity for s, i in rows), last.start + last.slots]
+        found += [s.held for s, _ in rows]
+        found += [s.target_length for s, _ in rows]
+        pins = [(self._pins_of[index](s), s.batch * s.heads) for s in segments]
+        return [*found, *(n for those, count in pins for n in count * those), 0]
 
     def divide(self, index: int, starts: Tensor, budgets: Tensor) -> None:
         """Give a layer's rows these places [B·K + 1] and slots [B·K], on the device alone."""
@@ -169,8 +174,9 @@ class RowPass:
 
     def __init__(self, table: RowTable, longest: int, compact: bool, always: bool = False) -> None:
         self.table, self.most, self.always = table, longest, always
-        self.read_at = table.held.max() if compact else None
-        """Behind the longest row, on the device []."""
+        each = table.held.unflatten(1, (table.batch, -1))  # [L, B, K]
+        self.read_at = each.amax((0, 2)) if compact else None
+        """Behind the longest row of each sequence, on the device [B]."""
         self.waiting: list[LayerScores] = []
         """What layers that evict together found out so far."""
         self._after: dict[int, Tensor] = {}
@@ -185,6 +191,10 @@ class RowPass:
             self._after[length] = self.table.held + length
         return self._after[length]
 
+    def first(self, seen: int | Tensor) -> int | Tensor:
+        """Where tokens are read first: after those `seen`, or [B, 1] at compact positions."""
+        return seen if self.read_at is None else self.read_at[:, None]
+
     def of(self, index: int, length: int, alone: bool) -> LayerRows:
         """A layer's rows, to which so many tokens are appended; `alone` as the pass's one block."""
         table = self.table
@@ -196,8 +206,3 @@ class RowPass:
             before, rows, held, table.targets[index], table.pins[index], self.read_at, table,
             self.always, copied, self.waiting,
         )  # fmt: skip
-
-
-def _rows(segment: Segment) -> int:
-    """How many rows a segment has."""
-    return segment.batch * segment.heads

@@ -215,7 +215,7 @@ class PendingBlock:
     turn: Tensor | None = None
     """Of such heads, by how far each rotates the block back, [B, K] int32."""
     new_values: Tensor | None = None
-    """Likewise, its values [B, K, T, D]."""
+    """Its values [B, K, T, D], where kernels read on the device behind which slots they lie."""
     shown: Any = None
     """What its own layer attended to, for the other readers."""
 

@@ -170,6 +170,11 @@ def _costs(row: Mapping[str, Any]) -> str:
     return ", ".join([*costs, f"workspace {times}"])
 
 
+def _where(place: str) -> str:
+    """Where evicted tokens lie, if not beside the cache."""
+    return {"": "", "device": "", "host": ", on the host"}.get(place, f", in {place}")
+
+
 def print_plan(model: str, plan: MemoryPlan, free: FreeMemory, tokens: int) -> None:
     """Print the table of `kvcap plan`; `tokens` says for how many to count an uncapped cache."""
     table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
@@ -181,7 +186,7 @@ def print_plan(model: str, plan: MemoryPlan, free: FreeMemory, tokens: int) -> N
         ("keys and values", plan.keys_values, "exact"),
         ("positions of the slots", plan.slot_positions, "exact"),
         ("state of the policy", plan.policy_state, "exact"),
-        ("evicted tokens kept aside", plan.evicted_store, "exact"),
+        (f"evicted tokens kept aside{_where(plan.evicted_in)}", plan.evicted_store, "exact"),
         ("window of queries", plan.query_window, "exact"),
         ("table of rotations", plan.rotation_table, "exact"),
         ("layers with a window of their own", plan.sliding_layers, "at most"),

@@ -43,7 +43,7 @@ def rehearse_block(
     """The most bytes that reading one block takes beyond weights and cache, with its logits.
 
     Decisions that depend on data cannot run dry: budgets that move between heads or layers are
-    taken as even ones, and a corrector is left out.
+    taken as even ones.
 
     Args:
         config: the model's transformers config.
@@ -105,6 +105,7 @@ def pretend_full(cache: BudgetCache) -> None:
             shape.trained_length, [max(0, s.budget - spare) for s in layer.segments]
         )
         layer.enable_rotation()
+    cache.count_stores_full()
     for state in cache.state_layers.values():
         state.seen, state.has_previous_state[0] = shape.trained_length, True
     segment = cache.capped_layers[0].segments[0]
@@ -166,6 +167,4 @@ def data_independent(eviction: Eviction) -> Eviction:
     for slot in ("head_budget", "layer_budget"):
         if getattr(getattr(eviction, slot), "moves", False):
             changes[slot] = None
-    if eviction.corrector is not None:
-        changes["corrector"] = None
     return replace(eviction, **changes) if changes else eviction

@@ -52,7 +52,7 @@ class MemoryPlan:
     keys_values: int
     slot_positions: int  # the tokens' positions, and their shifts where they may be compact
     policy_state: int
-    evicted_store: int  # evicted tokens that a corrector keeps, in memory or in a file
+    evicted_store: int  # evicted tokens that a corrector keeps, where `evicted_in` says
     query_window: int
     rotation_table: int
     sliding_layers: int  # at most; layers that keep a sliding window of their own
@@ -74,6 +74,7 @@ class MemoryPlan:
     not_exportable: str = ""  # why ONNX Runtime cannot run the model; '': it can
     kv_dtype: KvDtype | None = None  # of what slots hold; None: `dtype`
     weights_dtype: PackedDtype | None = None  # of matrices; None: `dtype`, or the checkpoint's own
+    evicted_in: str = ""  # 'device', 'host' or a directory with a file of them; '': none are kept
 
     @property
     def summary(self) -> str:
@@ -287,6 +288,7 @@ class ModelPlanner:
             sliding_window=max((layer.window or 0 for layer in slides), default=0),
             kv_dtype=slots.name,
             weights_dtype=self.packed,
+            evicted_in="" if eviction.corrector is None else eviction.corrector.place,
         )
 
     def rehearsed(self, plan: MemoryPlan) -> MemoryPlan:

@@ -63,11 +63,13 @@ class Batch:
     """Answers up to `size` sessions of a runtime at once; further ones wait for their turn.
 
     A step reads one block of one prompt, by its session's own cache, and then a token of every
-    answer, in one pass where it can. Where sessions share a cache, as on a GPU, these are the ones
-    that hold all their slots; those of a session that fills its budget yet, that has pinned
-    messages or whose positions are true are read one after the other there. Elsewhere on a CPU all
-    are read in one pass, each over its own cache. One by one are those that `apart` concerns, and
-    one that is alone. So between two tokens of an answer lies one block at the most.
+    answer, in one pass where it can. Where sessions share a cache, as on a GPU, each has a row of
+    it, full or not; those that have pinned messages or whose positions are true are read one after
+    the other there, and as long as they fill their slots those of policies without kernels for
+    rows of unequal lengths. Elsewhere on a CPU all are read in one pass, each over its own cache.
+    One by one are those that `apart` concerns, and one that is alone. So between two tokens of an
+    answer lies one pass over one prompt at the most: a block, or on a GPU as many whole blocks as
+    go through the model at once.
 
     >>> from kvcap import Runtime
     >>> runtime = Runtime.from_pretrained("pocket", kv_budget_tokens=64)

@@ -1,4 +1,4 @@
-"""CriticalKV's kernels against its own code, in triton's interpreter too."""
+"""CriticalKV's and Distinct's kernels against their own code, in triton's interpreter too."""
 
 from __future__ import annotations
 
@@ -11,18 +11,23 @@ from kvcap.kernels import critical
 from kvcap.kernels.arguments import Pins
 from kvcap.policies.base import Observation
 from kvcap.policies.rescorers.criticalkv import CriticalKV
+from kvcap.policies.rescorers.distinct import Distinct
 
 
 def random(*shape, seed=0, dtype=torch.float32):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
 
 
+@pytest.mark.parametrize("programs", [4, 0])  # 0: one reads all columns
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     ("batch", "heads", "group", "length", "size", "hidden"),
     [(1, 2, 3, 1, 16, 50), (2, 2, 1, 7, 20, 33), (1, 1, 2, 70, 64, 130)],
 )
-def test_norms_of_projected_values(batch, heads, group, length, size, hidden, dtype):
+def test_norms_of_projected_values(
+    batch, heads, group, length, size, hidden, dtype, programs, monkeypatch
+):
+    monkeypatch.setattr(critical, "PROGRAMS", programs)
     slots = random(batch, heads, length + 3, size, dtype=dtype)
     projection = random(hidden, heads * group * size, seed=1, dtype=dtype) / size
     weights = projection.T.unflatten(0, (heads, group, size))
@@ -56,14 +61,18 @@ def observed(batch, heads, slots, seed=0, budget=20, spans=()):
     return obs, scores
 
 
-@pytest.mark.parametrize("alpha", [0.0, 0.5, 0.9, 1.0])
+@pytest.mark.parametrize(
+    "rescorer",
+    [*(CriticalKV(alpha=alpha) for alpha in (0.0, 0.5, 0.9, 1.0)),
+     *(Distinct(share=share) for share in (0.0, 0.4, 1.0))],
+    ids=str,
+)  # fmt: skip
 @pytest.mark.parametrize(
     ("batch", "heads", "slots", "budget", "pins", "spans"),
     [(1, 2, 41, 40, (0, 0), ()), (2, 3, 60, 30, (4, 8), ((30, 37),)),
      (1, 1, 2500, 2000, (1, 32), ()), (1, 1, 9, 4, (0, 9), ())],
 )  # fmt: skip
-def test_rescored_as_by_its_own_code(batch, heads, slots, budget, pins, spans, alpha):
-    rescorer = CriticalKV(alpha=alpha)
+def test_rescored_as_by_its_own_code(batch, heads, slots, budget, pins, spans, rescorer):
     obs, scores = observed(batch, heads, slots, budget=budget, spans=spans)
     sinks, recents = pins
     pinned = (obs.positions < sinks) | (obs.positions >= obs.num_tokens - recents)
@@ -73,4 +82,5 @@ def test_rescored_as_by_its_own_code(batch, heads, slots, budget, pins, spans, a
     with kernels.use("triton"):
         assert kernels.rescores(rescorer, obs)
         found = kernels.rescore(rescorer, scores, Pins(*pins, obs.num_tokens, spans), obs)
-    torch.testing.assert_close(found[~pinned], expected[~pinned], rtol=1e-6, atol=1e-7)
+    close = 1e-6 if isinstance(rescorer, Distinct) else 1e-7  # cosines, summed in another order
+    torch.testing.assert_close(found[~pinned], expected[~pinned], rtol=1e-6, atol=close)

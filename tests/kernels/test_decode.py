@@ -100,6 +100,18 @@ def plain(query: Tensor, keys: Tensor, values: Tensor, inputs: Inputs) -> Tensor
     return z.softmax(-1) @ values
 
 
+def check_lse(lse: Tensor, inputs: Inputs, own: bool) -> None:
+    """Against the formula in float64."""
+    keys = inputs.keys.double().repeat_interleave(inputs.case.group, 1)
+    z = inputs.query.double() @ keys.mT * inputs.scaling
+    if inputs.case.softcap is not None:
+        z = inputs.case.softcap * torch.tanh(z / inputs.case.softcap)
+    if own:
+        z = z.masked_fill(~visible(*z.shape[-2:]), float("-inf"))
+    close = 1e-5 if inputs.query.dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(lse.double(), z.logsumexp(-1), rtol=close, atol=close)
+
+
 def check(out: Tensor, inputs: Inputs) -> None:
     """At most twice as wrong as eager low precision."""
     truth = inputs.truth()
@@ -136,6 +148,26 @@ def test_attention_is_as_near_the_truth_as_eager(case, dtype):
     assert out.transpose(1, 2).is_contiguous()  # as the output projection wants it
     if dtype == torch.bfloat16:
         assert torch.equal(out, inputs.attend())
+
+
+@pytest.mark.slow(keep=4)
+@pytest.mark.parametrize("own", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_the_log_sum_exp_comes_along(case, dtype, own):
+    """Of a block's own tokens and those before, or of older ones alone, all of which it sees."""
+    inputs = Inputs(case, dtype)
+    given = inputs.query, inputs.keys, inputs.values, inputs.scaling, case.softcap
+    out, lse = decode.attend_with_lse(*given, own)
+    check_lse(lse, inputs, own)
+    if own:
+        assert torch.equal(out, inputs.attend())
+    else:
+        every, group = inputs.query.transpose(1, 2).flatten(0, 1)[:, :, None], case.tokens
+        keys, values = (x.repeat_interleave(group, 0) for x in (inputs.keys, inputs.values))
+        each = decode.attend(every, keys, values, inputs.scaling, case.softcap)  # one by one
+        each = each.view(case.batch, case.tokens, -1, case.size).transpose(1, 2)
+        torch.testing.assert_close(out, each, rtol=2e-2, atol=2e-2)
 
 
 @pytest.mark.parametrize("case", [Case(1, 1, 1, 1, 4167, 64, processors=99)], ids=str)

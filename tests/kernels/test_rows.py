@@ -14,7 +14,8 @@ from interpreted import DEVICE, pytestmark  # noqa: F401
 
 import kvcap
 from kvcap import kernels
-from kvcap.kernels import rotate, rows, window
+from kvcap.kernels import keydiff, rows, window
+from kvcap.kernels import rotate as rotate_kernel
 from kvcap.kernels.arguments import Pins
 from kvcap.policies.base import Observation, Rows
 from kvcap.policies.base.order import lowest
@@ -24,7 +25,7 @@ from kvcap.runtime.backends.pytorch.loop import BlockLoop
 from kvcap.runtime.cache import step
 from kvcap.runtime.cache.pool import Segment, SlotPool
 from kvcap.runtime.cache.row_table import RowTable
-from kvcap.runtime.models.rope import Rotation
+from kvcap.runtime.models.rope import Rotation, rotate
 
 SEEN, FREE = 4000, 6
 
@@ -214,6 +215,28 @@ def test_rows_score_as_each_alone(kind):
             torch.testing.assert_close(found[:, k, :n], alone[:, 0], rtol=1e-5, atol=1e-6)
 
 
+def test_keydiff_rotates_keys_of_rows_as_it_reads_them():
+    """By sums of parts, of which those that a row does not have are 0."""
+    layer, count = Layer([40, 7, 290], [40, 7, 290]), 3
+    table = Rotation(torch.rand(4), 9, DEVICE, torch.float32).table
+    shift = layer.pool.aux["shift"].expand(1, count, -1)
+    keys = layer.pool.keys[None, None].expand(1, count, -1, -1)
+    turned = [
+        rotate(s.keys, table[s.aux("shift").long()], back=True) for s in layer.segments
+    ]  # [1, 1, n, 8] each
+    sums = torch.zeros(1, count, 5, 8, device=DEVICE)
+    for k, mine in enumerate(turned):
+        sums[0, k, 0] = mine[0, 0, :3].sum(0)
+        sums[0, k, 1] = mine[0, 0, 3:].sum(0)
+    with kernels.use("triton"):
+        found = keydiff.scores_turned(keys, shift, table, sums, layer.rows)
+    for k, mine in enumerate(turned):
+        expected = -torch.cosine_similarity(mine, mine.mean(2, keepdim=True), dim=-1)
+        torch.testing.assert_close(
+            found[:, k, : layer.lengths[k]], expected[:, 0], rtol=1e-5, atol=1e-6
+        )
+
+
 class Graph:
     """What it captures has been done."""
 
@@ -364,8 +387,8 @@ def test_what_is_captured_is_what_is_read(policy, lengths, monkeypatch):
     # Captured in an empty cache it serves a full one: keys and queries are rotated.
     cache, rotated = graphs[0].cache, []
     cache.reset()
-    turn = rotate._rotate
-    monkeypatch.setattr(rotate, "_rotate", lambda *x: rotated.append(x[1].shape) or turn(*x))
+    turn = rotate_kernel._rotate
+    monkeypatch.setattr(rotate_kernel, "_rotate", lambda *x: rotated.append(x[1].shape) or turn(*x))
     length = max(lengths)
     cache.pin([(43, 44)] if length == 1 else [])  # as when such a pass was prepared
     with kernels.use("triton"):

@@ -20,8 +20,7 @@ from kvcap.policies import policies
 from kvcap.runtime.backends.pytorch import cuda_graphs, warm_up
 from kvcap.runtime.backends.pytorch.cuda_graphs import BlockGraphs
 from kvcap.runtime.backends.pytorch.loop import BlockLoop
-from kvcap.runtime.backends.pytorch.warm_up import Rehearsal
-from kvcap.runtime.planning.dry_run import data_independent
+from kvcap.runtime.backends.pytorch.warm_up import Rehearsal, rehearsable
 
 BUDGET, BLOCK = 40, 16
 
@@ -75,7 +74,7 @@ def distinct():
     """Policies and presets, one of those that are alike but for what decides on data."""
     config, found = tiny_config("llama"), {}
     for name in policies():
-        eviction = replace(data_independent(small_policy(name, config)), name="")
+        eviction = replace(rehearsable(small_policy(name, config)), name="")
         found.setdefault(repr(eviction), name)
     return list(found.values())
 
@@ -91,7 +90,7 @@ def test_what_runs_was_rehearsed(policy, kind, monkeypatch):
     for module in (warm_up, cuda_graphs):
         monkeypatch.setattr(module, "PASS", 3 * BLOCK)  # shorter than the longest prompts
     model = tiny_model("llama")
-    eviction = data_independent(small_policy(policy, model.config))
+    eviction = rehearsable(small_policy(policy, model.config))
     found = launched(model, eviction, (3, 16, 37, 90, 101), kind)
     assert found
     assert found <= rehearsed(model.config, eviction, kind)

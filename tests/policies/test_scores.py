@@ -406,3 +406,14 @@ def test_obcache_needs_a_base_that_attends():
     with pytest.raises(PolicyError, match="nothing to replace"):
         load_policy("keydiff+obcache")
     assert isinstance(load_policy("tova+obcache+criticalkv"), Eviction)
+
+
+@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize("obs", SHAPES)
+def test_a_mask_that_is_added_gives_what_one_that_is_filled_in_gives(obs, softcap):
+    obs = replace(obs, softcap=softcap)
+    z = obs.queries.unflatten(1, (-1, obs.groups)).flatten(2, 3) @ obs.keys.mT * obs.scaling
+    z = (z if softcap is None else softcap * torch.tanh(z / softcap)).view(obs.attention.shape)
+    assert torch.equal(obs.attention, z.masked_fill(~obs.visible, -torch.inf).softmax(-1))
+    assert torch.equal(obs.logits, z.masked_fill(~obs.visible, 0.0))
+    torch.testing.assert_close(obs.variance, obs.attention.var(-2, correction=0))

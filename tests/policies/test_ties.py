@@ -124,6 +124,6 @@ def test_of_evicted_tokens_kept_aside_the_newer_stay():
     kept = EvictedStore(corrector, [segment], 4)
     slots = torch.stack([torch.randperm(30, generator=new)[:20] for _ in range(2)])[None]
     obs = Observation(segment.keys, segment.values, segment.positions, num_tokens=30, budget=10)
-    kept.take(0, segment, slots, torch.ones(1, 2, 30), obs, None)
+    kept.take(0, segment, slots, torch.ones(1, 2, 30), obs)
     newest = segment.positions.gather(2, slots).sort().values[..., -7:]
     assert kept.evicted[0].positions.sort().values.equal(newest)

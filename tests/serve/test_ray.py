@@ -217,6 +217,44 @@ def test_a_reader_that_goes_frees_its_place(server: Server) -> None:
     eventually(lambda: figure(server, "answering") == 0)
 
 
+def delete(server: Server, session_id: str, key: str = "ada") -> tuple[int, str]:
+    answer = httpx.delete(
+        f"{server.url}/v1/kvcap/sessions/{session_id}",
+        headers={"Authorization": f"Bearer {key}"},
+        timeout=PATIENCE,
+    )
+    return answer.status_code, answer.json().get("error", {}).get("code", "")
+
+
+def test_a_deleted_conversation_is_on_no_replica(server: Server, keep: Path) -> None:
+    unknown = (404, "conversation_not_found")
+    names: dict[str, Any] = {}
+    for number in range(30, 34):  # on both of them
+        answer = chat(server, talk := [user(number)])
+        talk += [said(answer), {"role": "user", "content": "And now?"}]
+        names[answer.headers["X-Session-Id"]] = talk
+    for name, talk in names.items():
+        eventually(lambda name=name: list(keep.glob(f"*-{name}-*.kvcap")))
+        assert delete(server, name, "bob") == unknown
+        assert list(keep.glob(f"*-{name}-*.kvcap"))
+        assert delete(server, name) == (200, "")
+        assert not list(keep.glob(f"*-{name}-*.kvcap"))
+        assert delete(server, name) == unknown
+        assert chat(server, talk).json()["usage"]["kv"]["reused"] == 0
+
+
+def test_an_answer_ends_whose_conversation_is_deleted(server: Server) -> None:
+    with httpx.stream(
+        "POST", f"{server.url}/v1/chat/completions", timeout=PATIENCE,
+        json=body([user(40)], LONG, stream=True), headers={"Authorization": "Bearer ada"},
+    ) as answer:  # fmt: skip
+        lines = answer.iter_lines()
+        next(lines)
+        assert delete(server, answer.headers["X-Session-Id"]) == (200, "")
+        assert sum(line.startswith("data: ") for line in lines) < LONG
+    eventually(lambda: figure(server, "answering") == 0)
+
+
 def small(cluster: Any, model: str, replicas: int, budget: Budget) -> None:
     opened(
         model, Address(port=0, name="small"), Load(), Engine("ray", replicas, cluster.address),

@@ -32,7 +32,7 @@ class PassKind(NamedTuple):
     filling: bool  # nothing was ever evicted
     spans: tuple[tuple[int, int], ...]  # pinned tokens, where any are evicted
     excess: int  # slots held above the budget before the pass, if not filling
-    longest: int = 0  # of unequal heads that kernels read: no row is longer
+    longest: int = 0  # of unequal rows that kernels read: none is longer
     slots: tuple[int, ...] = ()  # where they move between layers, those each has and may fill
     compact: bool = False  # the positions at which it is read
 
@@ -149,7 +149,7 @@ class BlockGraphs:
         )
 
     def _kind_of_rows(self, batch: int, length: int, need_logits: bool) -> PassKind | None:
-        """The same where kernels read where unequal heads lie, and whether they are full."""
+        """The same where kernels read where unequal rows lie, and whether they are full."""
         cache = self.cache
         table = cache.row_table()
         if table is None or (self._shares_out_eagerly and cache.shares_out(length)):
@@ -208,7 +208,7 @@ class BlockGraph:
             first = start if fixed else self.token_counter
             if table is not None:
                 current.rows = cache.row_pass(table, kind.longest, always=True)
-                first = first if current.rows.read_at is None else current.rows.read_at
+                first = current.rows.first(first)
             self.logits = model(
                 input_ids=self.ids,
                 position_ids=(first + place).expand(kind.batch, -1),
@@ -247,8 +247,8 @@ def why_unsteady(cache: BudgetCache) -> str | None:
         cache.by_rows() if allocated else kernels.covers_rows(eviction)
     ):
         return "slots move between heads"
-    if eviction.corrector is not None:
-        return "evicted tokens are decided on one by one"
+    if eviction.corrector is not None and eviction.corrector.place != "device":
+        return "evicted tokens lie on the host"
     return None
 
 
@@ -273,7 +273,9 @@ def fills(cache: BudgetCache, tokens: int) -> bool:
     layers = cache.capped_layers
     if cache.eviction.layers_move and tokens > 1:
         return False  # each block says what its layers want
-    if cache.eviction.state or not all(len(layer.segments) == 1 for layer in layers):
+    if not all(len(layer.segments) == 1 for layer in layers):
+        return False
+    if cache.eviction.state and not cache.covers_rows():
         return False
     return all(x.held == x.seen and x.held + tokens <= x.segments[0].target_length for x in layers)
 
@@ -286,6 +288,8 @@ def steady(cache: BudgetCache, tokens: int) -> bool:
 def _steady_excess(cache: BudgetCache, tokens: int) -> int | None:
     """The `excess` of a cache that is `steady`; None: it is not."""
     if why_unsteady(cache) is not None or not cache.eviction.policy.evicts:
+        return None
+    if not cache.stores_full:
         return None
     if cache.balance is not None and (tokens > 1 or not cache.balance.keeps):
         return None

@@ -128,14 +128,16 @@ class BlockLoop(Loop):
         with self._emptied_without_memory(tokens):
             graphs = self.graphs
             context, table = ForwardContext(start, tokens, blocks), cache.row_table()
+            first: int | Tensor = start
             if table is not None:
                 longest = table.longest(min(tokens, cache.block_size))
                 context.rows = cache.row_pass(table, longest)
+                first = context.rows.first(start)
             with interrupts_deferred(), cache.passing(context):
                 model = self.model if graphs is None else graphs.warm_up(ids, len(wanted) > 0)
                 out = model(
                     input_ids=ids[:, place],
-                    position_ids=(start + cache.places(place)).expand(ids.shape[0], -1),
+                    position_ids=(first + cache.places(place)).expand(ids.shape[0], -1),
                     past_key_values=cache,
                     use_cache=True,
                     logits_to_keep=wanted,

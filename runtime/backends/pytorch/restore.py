@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvcap.policies.base import apportion
+from kvcap.policies.base import apportion, evenly
 from kvcap.runtime.cache.cache import BudgetCache
 from kvcap.runtime.cache.evictor import AttentionStep
 from kvcap.runtime.cache.layer import BudgetLayer
@@ -41,8 +41,11 @@ def saved(layer: BudgetLayer) -> tuple[dict[str, list[Tensor]], dict[str, Any]]:
         pieces |= {"ring.queries": [ring.queries], "ring.shift": [ring.shift]}
     if kept is not None:
         facts["evicted"] = [s.held for s in kept.evicted for _ in range(s.heads)]
-        facts["counts"] = [kept.steps, kept.recomputed]
+        facts["counts"] = kept.counts
         pieces |= {f"evicted.{name}": rows for name, rows in _rows(kept.evicted).items()}
+        made_at = [row for place in kept.made_at(layer.segments) for row in place[0]]
+        pieces["evicted.made_at"] = made_at
+        del pieces[f"evicted.{SHIFT}"]  # follows from it and what is held
         pieces |= {f"remembered.{name}": [x] for name, x in kept.remembered.items()}
     return pieces, facts
 
@@ -170,7 +173,9 @@ class SavedLayers:
         found = {
             name: self._take(index, f"evicted.{name}", (sum(counts), *like.shape[1:]), like.dtype)
             for name, like in kept.pool.named().items()
+            if name != SHIFT
         }
+        found["made_at"] = self._take(index, "evicted.made_at", (sum(counts),), torch.int32)
         finite = all(bool(found[name].isfinite().all()) for name in ("keys", "values"))
         self.demand(finite and not bool(found["score"].isnan().any()), what)
         times, made_at = found["positions"], found["made_at"]
@@ -353,17 +358,21 @@ class Refill:
         if not alike or any(held[s.head] > s.budget for s in places):
             return  # a smaller store begins anew
         rows = self._split(layer.index, "evicted", kept.pool, held)
-        span = self.cache.layout.rotation_span
-        if self.saved.moved(layer) and any(bool((row["made_at"] >= span).any()) for row in rows):
+        made_at = self.saved.tensor(layer.index, "evicted.made_at")
+        if self.saved.moved(layer) and bool((made_at >= self.cache.layout.rotation_span).any()):
             return  # and one whose keys a smaller table cannot rotate
-        for s in places:
+        for row, rotated_to in zip(rows, made_at.split(held), strict=True):
+            row[SHIFT] = rotated_to
+        for s, segment in zip(places, layer.segments, strict=True):
             s.held = held[s.head]
             for k, row in enumerate(rows[s.head : s.head + s.heads]):
+                if self.saved.moved(layer):
+                    row[SHIFT] -= _ranks(segment.positions[0, k].cpu(), row["positions"])
                 for name, buffer in kept.pool.named().items():
                     s.view(buffer)[0, k].copy_(row[name])
         for name, tensor in kept.remembered.items():
             tensor.copy_(self.saved.tensor(layer.index, f"remembered.{name}"))
-        kept.steps, kept.recomputed = counts
+        kept.counts = counts
 
     def _split(
         self, index: int, part: str, pool: SlotPool, held: list[int]
@@ -434,7 +443,7 @@ def _share(held: list[int], total: int, least: int) -> list[int]:
     least = min(least, total // len(held))
     sure = [max(n, least) for n in held]
     if sum(sure) <= total:
-        free = apportion([1] * len(held), total - sum(sure))
-        return [slots + extra for slots, extra in zip(sure, free, strict=True)]
+        free = total - sum(sure)
+        return [slots + evenly(free, len(held), i) for i, slots in enumerate(sure)]
     more = apportion([max(0, n - least) for n in held], total - least * len(held))
     return [least + extra for extra in more]

@@ -164,9 +164,9 @@ def continues(facts: Any, cache: BudgetCache, path: str) -> bool:
 
 
 def parts(eviction: Eviction) -> dict[str, Any]:
-    """The parts of an eviction with all their options, as JSON keeps them."""
+    """The parts of an eviction with all their options that matter, as JSON keeps them."""
     found: dict[str, Any] = {
-        slot: [f"{type(c).__module__}.{type(c).__qualname__}", c.options()]
+        slot: [f"{type(c).__module__}.{type(c).__qualname__}", _placeless(c, c.options())]
         for slot, c in _components(eviction).items()
     }
     found["pins"] = [eviction.sink_tokens, eviction.recent_tokens]
@@ -178,11 +178,16 @@ def _with_defaults(saved: dict[str, Any], eviction: Eviction) -> dict[str, Any]:
     """Saved parts, with the defaults of options that came after the file was written."""
     found = dict(saved)
     for slot, part in _components(eviction).items():
-        kind, options = saved.get(slot) or (None, {})
+        kind, options = saved.get(slot) or (None, dict[str, Any]())
         if kind == parts(eviction)[slot][0]:
             defaults = {f.name: f.default for f in fields(part) if f.name not in options}
-            found[slot] = [kind, {**options, **defaults}]
+            found[slot] = [kind, _placeless(part, {**options, **defaults})]
     return found
+
+
+def _placeless(part: Component, options: dict[str, Any]) -> dict[str, Any]:
+    """Options but for those that say where memory lies."""
+    return {name: value for name, value in options.items() if name not in part.placing}
 
 
 def _components(eviction: Eviction) -> dict[str, Component]:

@@ -11,6 +11,7 @@ import atexit
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from threading import Thread
 from typing import Any
 
@@ -19,7 +20,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM
 
-from kvcap import dtypes
+from kvcap import dtypes, kernels
 from kvcap.kernels.device import Target, pretending
 from kvcap.kernels.launch import Listener, ahead, heard
 from kvcap.kernels.variants import Compiler, Launch, save, saved
@@ -41,7 +42,7 @@ class Rehearsal:
 
     Args:
         config: the model's transformers config.
-        eviction: what is evicted. Parts that decide on data are left out, see `data_independent`.
+        eviction: what is evicted; see `rehearsable`.
         budget_tokens: slots per KV head and layer.
         block_size: tokens of a block.
         dtype: of weights, keys and values.
@@ -72,7 +73,7 @@ class Rehearsal:
         with self._dry():
             config = copy.deepcopy(config.get_text_config(decoder=True))
             config._attn_implementation = ATTENTION
-            eviction = data_independent(eviction)
+            eviction = rehearsable(eviction)
             if _alike(config, eviction):
                 config.num_hidden_layers = 1
             self.model = AutoModelForCausalLM.from_config(
@@ -100,6 +101,8 @@ class Rehearsal:
         cache = self.loop.cache
         budget, block = cache.layout.budget_tokens, cache.block_size
         longest, odd = budget + block, block // 16 + 2
+        corrector = cache.eviction.corrector
+        longest += 0 if corrector is None else corrector.size  # evicted, and kept then
         with self._dry(), heard(listener):
             # A long prompt and its answer, then a short one; both are what most begin with.
             for length in (longest + 2 * max(block, PASS) + odd, odd):
@@ -147,6 +150,13 @@ class DryGraphs(BlockGraphs):
     def read(self, ids: Tensor, need_logits: bool = True) -> Tensor | None:
         """Nothing is replayed."""
         return None
+
+
+def rehearsable(eviction: Eviction) -> Eviction:
+    """The eviction without what the host decides on data: kernels that decide are launched."""
+    budget, found = eviction.head_budget, data_independent(eviction)
+    by_kernels = budget is not None and kernels.covers_rows(eviction)
+    return replace(found, head_budget=budget) if by_kernels else found
 
 
 def _alike(config: Any, eviction: Eviction) -> bool:

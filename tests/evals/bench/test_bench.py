@@ -24,6 +24,7 @@ TOY = Options(
 
 
 ELSEWHERE = (
+    "clients",
     "cpu",
     "perturbation",
     "proxy",
@@ -91,7 +92,7 @@ def test_keys_rotated_in_place_drift() -> None:
 
 
 def test_unknown_benchmarks_name_the_known() -> None:
-    with pytest.raises(ValueError, match=r"known: cpu, decode, .*positions, prefill"):
+    with pytest.raises(ValueError, match=r"known: clients, cpu, decode, .*positions, prefill"):
         load("prefil")
 
 

@@ -159,7 +159,7 @@ def test_generation_recomputes_now_and_then(tokens):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_file_gives_what_memory_gives(dtype, tokens, tmp_path):
     ids, logits = tokens(60, batch=2), []
-    for store in ("memory", str(tmp_path)):
+    for store in ("device", str(tmp_path)):
         loop = loop_of(tiny_model("llama", dtype=dtype), store=store, calibration_size=20)
         loop.prefill(ids)
         logits.append(loop.read(ids[:, :1]))

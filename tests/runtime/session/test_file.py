@@ -24,6 +24,7 @@ import kvcap
 from kvcap import cli
 from kvcap.policies import policies
 from kvcap.runtime.backends.pytorch.snapshot import settings as settings_of
+from kvcap.runtime.cache.pool import SHIFT
 from kvcap.runtime.cli.chat import Chat
 from kvcap.runtime.cli.options import Output
 from kvcap.runtime.errors import (
@@ -371,6 +372,54 @@ def test_evicted_tokens_of_calidrop_are_checked(tokens, tmp_path):
         with pytest.raises(SessionFileCorrupt):
             session.restore(bad)
         assert session.cache.seen == 64
+
+
+@pytest.mark.parametrize("positions", ["compact", "true"])
+def test_a_session_goes_on_wherever_evicted_tokens_lie(positions, tokens, tmp_path):
+    """On the device, on the host, in a file, or in the memory of an earlier version's file."""
+    ids, options = tokens(84), {"window": 4, "calibration_size": 20, "theta1": 0.3}
+    runtimes = [
+        runtime_of(MODELS["llama"], kvcap.load_policy("calidrop", store=store, **options),
+                   positions=positions)
+        for store in ("device", "host", str(tmp_path))
+    ]  # fmt: skip
+    session = runtimes[0].session(seed=1)
+    session.loop.prefill(ids[:, :60])
+    session.loop.read(ids[:, 60:61])
+    session.save(tmp_path / "s")
+
+    def earlier(tensors, facts):
+        facts["parts"]["corrector"][1]["store"] = "memory"
+
+    earlier_file = rewritten(tmp_path / "s", tmp_path / "earlier", earlier)
+    expected = read_on(session, ids[:, 61:])
+    for runtime in runtimes:
+        for file in (tmp_path / "s", earlier_file):
+            other = Session.load(runtime, file)
+            assert torch.equal(read_on(other, ids[:, 61:]), expected)
+            assert other.cache.recomputed == session.cache.recomputed
+    other.save(tmp_path / "again")
+    with SessionFile(tmp_path / "again") as file:
+        assert "store" not in file.facts["parts"]["corrector"][1]
+        assert "layers.0.evicted.made_at" in file.names
+        assert f"layers.0.evicted.{SHIFT}" not in file.names
+
+
+def test_evicted_tokens_move_into_a_cache_of_another_budget(tokens, tmp_path):
+    """Where fewer are held, each counts behind fewer: keys stay where they were rotated to."""
+    ids, eviction = tokens(84), kvcap.load_policy("h2o+calidrop", calibration_size=20)
+    session = runtime_of(MODELS["llama"], eviction).session(seed=1)
+    session.loop.prefill(ids[:, :60])
+    session.save(tmp_path / "s")
+    smaller = runtime_of(MODELS["llama"], eviction, budget=16, block=20)
+    other = Session.load(smaller, tmp_path / "s")
+    for mine, its in zip(session.cache.capped_layers, other.cache.capped_layers, strict=True):
+        stores = mine.evicted_store, its.evicted_store
+        assert torch.equal(stores[0].made_at(mine.segments)[0], stores[1].made_at(its.segments)[0])
+        shifts = [store.evicted[0].aux(SHIFT) for store in stores]
+        assert (shifts[0] <= shifts[1]).all()
+        assert (shifts[0] < shifts[1]).any()
+    assert torch.isfinite(read_on(other, ids[:, 60:])).all()
 
 
 def test_foreign(session, chatting, tmp_path, tmp_path_factory):

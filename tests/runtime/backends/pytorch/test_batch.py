@@ -11,15 +11,23 @@ import torch
 
 import kvcap
 from kvcap.runtime.backends.pytorch import batch as shared_rows
+from kvcap.runtime.backends.pytorch.batch import Rows
 from kvcap.runtime.errors import PlanInfeasible
-from kvcap.runtime.session.batch import Batch
+from kvcap.runtime.session.batch import Answer, Batch
 from kvcap.runtime.session.session import Session
 
 FACT = "Please remember: the code for the {} door is {}. "
 SAID = [FACT.format(*x) * n for n, x in enumerate([("blue", 4821), ("red", 77), ("old", 1906)], 4)]
 
 
-def runtime_of(policy: str = "keydiff", budget: int = 48, **more: Any) -> kvcap.Runtime:
+def calidrop(**options: Any) -> kvcap.Eviction:
+    """One whose evicted tokens fill their store at once."""
+    return kvcap.load_policy("calidrop", window=4, calibration_size=8, **options)
+
+
+def runtime_of(
+    policy: str | kvcap.Eviction = "keydiff", budget: int = 48, **more: Any
+) -> kvcap.Runtime:
     return kvcap.Runtime.from_pretrained(
         "pocket", policy, kv_budget_tokens=budget, block_size=16, dtype="float32", device="cpu",
         **more,
@@ -58,9 +66,13 @@ QUESTION = "What is the code for the {} door?"
 
 @pytest.mark.slow(keep=2)
 @pytest.mark.parametrize(
-    "policy", ["keydiff", "snapkv", "h2o", "dropkv", "streaming_llm", "pyramidkv"]
-)
-def test_answers_and_what_is_kept_are_those_of_sessions_alone(policy: str) -> None:
+    "policy",
+    ["keydiff", "snapkv", "h2o", "dropkv", "streaming_llm", "pyramidkv",
+     pytest.param(calidrop(), id="calidrop")],
+)  # fmt: skip
+def test_answers_and_what_is_kept_are_those_of_sessions_alone(
+    policy: str | kvcap.Eviction,
+) -> None:
     runtime = runtime_of(policy)
     questions = [QUESTION.format(door) for door in ("blue", "red", "old")]
     alone = begun(runtime, SAID)
@@ -105,17 +117,93 @@ def _table(session: Session) -> int:
     return sum(x.nbytes for name, x in buffers.items() if name.startswith("rotation."))
 
 
-def test_sessions_that_fill_join_when_they_are_full() -> None:
-    runtime = runtime_of(budget=64)
-    texts = ["Hello.", SAID[2]]
+@pytest.mark.slow(keep=2)
+@pytest.mark.parametrize(
+    "policy", ["keydiff", "snapkv", "h2o", "dropkv", "streaming_llm", "pyramidkv", "criticalkv"]
+)
+def test_sessions_that_fill_join_at_their_own_length(
+    policy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And become full among others, one of which is full from the beginning."""
+    runtime = runtime_of(policy, budget=64)
+    texts = ["Hello.", "Good morning to you all, wherever you are.", SAID[2]]
     alone, sessions = begun(runtime, texts, 60), begun(runtime, texts, 60)
     for session in (*alone, *sessions):
         session.set_generation(eos_token_id=NEVER)
     expected = ["".join(s.send("Go on.")) for s in alone]
     assert alone[0].cache.seen > 64 > len(sessions[0].encode("Hello. Go on."))
-    batch = runtime.batch(2)
+    batch, held = runtime.batch(3), []
+    assert isinstance(batch._rows, Rows)
+    given = batch._rows.read
+    monkeypatch.setattr(
+        batch._rows,
+        "read",
+        lambda those: (held.append({a.session.loop.cache.held for a in those}), given(those))[1],
+    )
     assert together(batch, [(s, s.send("Go on.")) for s in sessions]) == expected
     assert list(map(kept, sessions)) == list(map(kept, alone))
+    assert [s.stats.held_tokens for s in sessions] == [s.stats.held_tokens for s in alone]
+    assert len(held) >= 55  # all but what is alone while prompts are read, and at the end
+    assert sum(len(x) > 1 for x in held) > 10  # of unequal lengths
+    again = [["".join(s.send("And once more?")) for s in group] for group in (sessions, alone)]
+    assert again[0] == again[1]
+
+
+def test_a_session_that_fills_leaves_and_comes_back(tmp_path: Any) -> None:
+    runtime = runtime_of("snapkv", budget=64)
+    texts = ["Hello.", SAID[0], "Good morning."]
+    alone, sessions = begun(runtime, texts, 50), begun(runtime, texts, 50)
+    for session in (*alone, *sessions):
+        session.set_generation(eos_token_id=NEVER)
+    expected = ["".join(s.send("Go on.")) for s in alone]
+    batch, found = runtime.batch(2), {id(s): "" for s in sessions}
+    assert isinstance(batch._rows, Rows)
+
+    def step(times: int) -> None:
+        for _ in range(times):
+            for progress in batch.step():
+                assert progress.error is None
+                found[id(progress.session)] += progress.text
+
+    for session in sessions:
+        batch.add(session, session.send("Go on."))
+    step(6)
+    assert sessions[0].cache_away is not None
+    sessions[0].save(tmp_path / "one.kvcap")  # it is where it would be alone
+    assert sessions[0].cache_away is None
+    step(2)
+    assert sessions[0].cache_away is not None
+    assert sessions[0].loop.cache.held == sessions[0].loop.cache.seen < 64
+    batch.pause(sessions[0])  # the third has its place, and its row
+    step(9)
+    assert found[id(sessions[2])]
+    assert sessions[2].cache_away is not None
+    batch.resume(sessions[0])
+    while batch._all:
+        step(1)
+    assert [found[id(s)] for s in sessions] == expected
+    assert list(map(kept, sessions)) == list(map(kept, alone))
+    loaded = Session.load(runtime, tmp_path / "one.kvcap")
+    assert loaded.cache.held == loaded.cache.seen < 64
+
+
+@pytest.mark.parametrize("policy", ["keydiff", "streaming_llm"])
+def test_who_has_not_read_the_sinks_yet_reads_alone(policy: str) -> None:
+    """The tokens to come would not be taken for first ones in a row."""
+    runtime = runtime_of(policy)
+    (session,), batch = begun(runtime, SAID[:1]), runtime.batch(2)
+    assert isinstance(batch._rows, Rows)
+    sinks, few = batch._rows.sinks, runtime.session()
+    assert sinks == runtime.eviction.sinks()
+    few.loop.prefill(torch.tensor([[5] * max(1, sinks)]))
+    answer = Answer(few, iter(()))  # type: ignore[arg-type]
+    assert batch._rows.fits(answer)
+    few.loop.cache.reset()
+    assert not batch._rows.fits(answer)
+    if sinks:
+        few.loop.prefill(torch.tensor([[5] * (sinks - 1)]))
+        assert not batch._rows.fits(answer)
+    assert batch._rows.fits(Answer(session, iter(())))  # type: ignore[arg-type]
 
 
 def test_sessions_share_passes_once_their_positions_are_compact(
@@ -197,11 +285,12 @@ def test_an_error_ends_its_own_answer_alone(monkeypatch: pytest.MonkeyPatch) -> 
     assert sessions[1].turn.finish_reason in ("stop", "length")  # type: ignore[union-attr]
 
 
+@pytest.mark.parametrize("budget", [48, 300])  # full sessions, and such that fill
 def test_a_shared_pass_that_fails_ends_those_answers_and_no_more(
-    monkeypatch: pytest.MonkeyPatch,
+    budget: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whose conversations are read again, and end as those of sessions that never failed."""
-    runtime = runtime_of()
+    runtime = runtime_of(budget=budget)
     alone, sessions = begun(runtime, SAID), begun(runtime, SAID)
     expected = "".join(alone[2].send("Go on."))
     batch = runtime.batch(2)
@@ -293,10 +382,11 @@ def _fail(*_: Any) -> None:
         ("full", {"budget": 500}, "nothing is evicted"),
         ("cake", {}, "move between layers"),
         ("adakv", {}, "move between heads"),
+        pytest.param(calidrop(store="host"), {}, "on the host", id="calidrop"),
     ],
 )
 def test_what_cannot_share_a_cache_is_answered_by_turns(
-    policy: str, more: dict[str, Any], why: str, monkeypatch: pytest.MonkeyPatch
+    policy: str | kvcap.Eviction, more: dict[str, Any], why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shared_rows, "passes_on", lambda _: False)  # as on a GPU
     runtime = runtime_of(policy, **more)
@@ -321,8 +411,6 @@ def test_pinned_messages_are_read_by_their_own_session() -> None:
 
 def test_a_row_left_behind_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without counting as the rows do, other tokens would be kept."""
-    from kvcap.runtime.backends.pytorch.batch import Rows
-
     runtime = runtime_of("streaming_llm")
     alone, sessions = begun(runtime, SAID[:2]), begun(runtime, SAID[:2])
     for s in alone:

@@ -73,14 +73,15 @@ def test_heads_packed_into_one_call_equal_one_call_a_head(positions, dtype, toke
         torch.testing.assert_close(a, b, rtol=5e-2, atol=5e-2)
 
 
-def test_bytes_on_the_device_equal_the_plan(tokens):
+@pytest.mark.parametrize("policy", ["snapkv", "calidrop"])
+def test_bytes_on_the_device_equal_the_plan(policy, tokens):
     model = tiny_model("llama", dtype=torch.bfloat16).cuda()
     plan = kvcap.MemoryPlan.of(
-        model.config, policy="snapkv", kv_budget_tokens=512, dtype=torch.bfloat16
+        model.config, policy=policy, kv_budget_tokens=512, dtype=torch.bfloat16
     )
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
-    cache = kvcap.BudgetCache(model.config, 512, 128, "snapkv")
+    cache = kvcap.BudgetCache(model.config, 512, 128, policy)
     cache.allocate(1, torch.bfloat16, "cuda")
     allocated = torch.cuda.memory_allocated() - before
     assert cache.nbytes == plan.cache_bytes
@@ -155,8 +156,6 @@ def test_replayed_blocks_equal_eager_ones(policy, positions, tokens):
         replayed.append(loop.graphs and {kind[1:4:2] for kind in loop.graphs.captured})
         assert cache.seen == 216
     steady = {(16, False), (1, False)}
-    if "calidrop" in policy:
-        steady = set()
     assert replayed[1] is None
     assert replayed[0] - {(16, True), (1, True)} == steady
     if policy in ("keydiff", "snapkv", "dropkv"):
@@ -167,7 +166,7 @@ def test_replayed_blocks_equal_eager_ones(policy, positions, tokens):
 
 
 @pytest.mark.parametrize("positions", ["compact", "true"])
-@pytest.mark.parametrize("policy", ["keydiff", "dropkv", "snapkv", "h2o", "pyramidkv"])
+@pytest.mark.parametrize("policy", ["keydiff", "dropkv", "snapkv", "h2o", "pyramidkv", "calidrop"])
 def test_tokens_between_evictions_are_replayed(policy, positions):
     ids = 3 + torch.randperm(240, generator=torch.Generator().manual_seed(1))[None].cuda()
     model, kept, logits = tiny_model("llama", vocab_size=256).cuda(), [], []
@@ -194,7 +193,9 @@ def test_tokens_between_evictions_are_replayed(policy, positions):
 
 
 @pytest.mark.parametrize("positions", ["compact", "true"])
-@pytest.mark.parametrize("policy", ["keydiff", "dropkv", "snapkv", "h2o", "headkv", "pyramidkv"])
+@pytest.mark.parametrize(
+    "policy", ["keydiff", "dropkv", "snapkv", "h2o", "headkv", "pyramidkv", "calidrop"]
+)
 def test_several_blocks_are_replayed_in_one_pass(policy, positions, monkeypatch):
     monkeypatch.setattr(cuda_graphs, "PASS", 50)  # three blocks of 16
     ids = 3 + torch.randperm(240, generator=torch.Generator().manual_seed(1))[None].cuda()

@@ -1,0 +1,286 @@
+"""Many long conversations at one server, beside `transformers serve` with continuous batching.
+
+`clients` at once send a prompt of `lengths` random tokens each to `kvcap serve`, a process of its
+own, in plain HTTP. Each reads its answer until all of them have had `steps` tokens since the last
+one began: `tok_s` and the times between tokens (`p50_ms`, `p95_ms`) are of that time, in which all
+are answering. `alone_tok_s` is one client's, without its prompt; `gain` is how many times that all
+have together. While the others' prompts are read, `read_s` seconds, times between tokens are
+`reading_p95_ms`.
+
+The peer then has the same weights, prompts, and tokens of answers. It keeps all of a prompt, so
+that it may hold fewer clients: as many as fit into the memory that is free, with what its attention
+copies of them on SDPA, which is what it comes with. Their prompts are read before, one after the
+other, for `READ_S` seconds at the most, and then found in its cache of prefixes: else it would
+attend to all sequences with every token that it reads. `why` says why it has fewer, or nothing.
+`ratio` is kvcap's `tok_s` by a server's.
+
+Every server is killed after `LIMIT_S` seconds, and its row then says so. Reads `lengths`,
+`budgets`, `block_size`, `policies`, `clients`, `steps`, `repeats` (of the client alone), `model`
+(of random weights, whose tokens are words), `vs` and `peer_pythons`.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import math
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from random import Random
+from statistics import median, quantiles
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+
+from kvcap.evals.bench import Options, Result
+from kvcap.evals.peers.http_servers import (
+    Server,
+    endless,
+    kvcap_server,
+    pieces,
+    transformers_server,
+)
+from kvcap.evals.random_models import SHAPES, directory
+from kvcap.evals.reports import device_name, versions
+from kvcap.runtime.errors import PeerFailed
+from kvcap.runtime.memory.free_memory import free_memory
+
+DEFAULTS = {"lengths": (32768,), "budgets": (2048,), "block_size": 1024, "model": "random-3b",
+            "vs": ("transformers",)}  # fmt: skip
+COLUMNS = ("server", "clients", "n", "tok_s", "alone_tok_s", "gain", "p95_ms", "ratio", "why")
+LIMIT_S = 200.0  # of a server, with the loading of its model
+READ_S = 60.0  # of the prompts that the peer reads before it answers
+PAGE = 256  # tokens of a block of the peer's cache
+PASS = 1024  # tokens that the peer reads at once
+FREE = 0.25  # of the peer's cache: with less than 0.15 it reads no other prompt, or forgets some
+FAILURES = (PeerFailed, OSError, http.client.HTTPException)
+
+
+def run(options: Options) -> Result:
+    """A row of kvcap and one of each peer, for every length and budget.
+
+    Raises:
+        ValueError: a model whose tokens are no words, or a peer that is not known.
+    """
+    if options.model not in SHAPES:
+        raise ValueError(f"--model {options.model}: give one of {', '.join(SHAPES)}")
+    if unknown := set(options.vs) - {"transformers"}:
+        raise ValueError(f"--vs {', '.join(unknown)}: transformers alone serves beside kvcap")
+    machine = {"device": device_name("cuda" if torch.cuda.is_available() else "cpu"),
+               "versions": versions()}  # fmt: skip
+    rows: list[dict[str, Any]] = []
+    with TemporaryDirectory() as folder:
+        model = endless(directory(options.model, options.files), Path(folder, "endless"))
+        for length in options.lengths:
+            work = Work(model, length, options.clients, options.steps, options.repeats,
+                        options.block_size)  # fmt: skip
+            peers = [_peer(work, options.peer_pythons.get(name)) for name in options.vs]
+            for budget in options.budgets:
+                mine = _kvcap(work, budget, options.policies[0])
+                rows += [{**row, "budget": budget} for row in (mine, *peers)]
+                for row in rows[-len(peers) - 1 :]:
+                    both = row["tok_s"] and mine["tok_s"]
+                    row["ratio"] = mine["tok_s"] / row["tok_s"] if both else ""
+    return Result("clients", COLUMNS, [{**row, **machine} for row in rows],
+                  {"model": options.model, **machine})  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Work:
+    """What clients ask for."""
+
+    model: str  # a directory
+    length: int  # tokens of a prompt
+    clients: int
+    steps: int  # tokens of each, while all are answering
+    repeats: int
+    block: int  # tokens of a prompt that kvcap reads between two tokens of an answer
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The model's."""
+        found: dict[str, Any] = json.loads(Path(self.model, "config.json").read_text())
+        return found
+
+    @property
+    def most(self) -> int:
+        """Tokens that the first answer may have, which waits until all other prompts are read."""
+        return self.clients * (math.ceil(self.length / self.block) + 2) + 2 * self.steps + 256
+
+    def prompt(self, client: int) -> str:
+        """Random words."""
+        draw = Random(client)
+        return " ".join(f"t{draw.randrange(3, self.config['vocab_size'])}"
+                        for _ in range(self.length))  # fmt: skip
+
+
+class Gate:
+    """Opens once so many have come."""
+
+    def __init__(self, many: int) -> None:
+        self._missing, self._lock, self._open = many, threading.Lock(), threading.Event()
+
+    def come(self) -> None:
+        """One more."""
+        with self._lock:
+            self._missing -= 1
+            if not self._missing:
+                self._open.set()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether all have come."""
+        return self._open.is_set()
+
+
+def _ask(server: Server, prompt: str, tokens: int) -> http.client.HTTPResponse:
+    return server.post(
+        {"prompt": prompt, "stream": True, "temperature": 0, "max_tokens": tokens}, "completions"
+    )
+
+
+def _alone(server: Server, work: Work) -> float:
+    """Tokens a second of one client, once what a server makes for its first answers is made."""
+    rates = list[float]()
+    prompt = work.prompt(0)
+    for _ in range(work.repeats + 1):
+        stream = pieces(_ask(server, prompt, work.steps + 1))
+        times = [at for at, text in stream if text]
+        rates.append((len(times) - 1) / (times[-1] - times[0]))
+    return median(rates[1:])
+
+
+def _together(server: Server, work: Work, clients: int) -> dict[str, Any]:
+    """Figures of so many clients at once.
+
+    Raises:
+        PeerFailed: an answer ended before all had answered together.
+    """
+    began, enough, failed = Gate(clients), Gate(clients), threading.Event()
+    prompts = [work.prompt(client) for client in range(clients)]
+
+    def answer(prompt: str) -> list[float]:
+        times, together = list[float](), 0
+        try:
+            response = _ask(server, prompt, work.most)
+            for at, text in pieces(response):
+                if text:
+                    times.append(at)
+                    if len(times) == 1:
+                        began.come()
+                    together += began.is_open
+                    if together == work.steps:
+                        enough.come()
+                if enough.is_open or failed.is_set():
+                    response.close()
+                    return times
+            raise PeerFailed("an answer ended before all clients had answered together")
+        except BaseException:
+            failed.set()
+            raise
+
+    asked = time.perf_counter()
+    with ThreadPoolExecutor(clients) as threads:
+        found = list(threads.map(answer, prompts))
+    start, end = max(times[0] for times in found), min(times[-1] for times in found)
+    inside = [[at for at in times if start <= at <= end] for times in found]
+    before = [[at for at in times if at <= start] for times in found]
+    steps, reading = _gaps(inside), _gaps(before)
+    return {
+        "tok_s": sum(map(len, inside)) / (end - start),
+        "p50_ms": median(steps), "p95_ms": _p95(steps), "most_ms": max(steps),
+        "read_s": start - asked, "reading_p95_ms": _p95(reading) if len(reading) > 1 else "",
+    }  # fmt: skip
+
+
+def _gaps(series: Sequence[Sequence[float]]) -> list[float]:
+    """Milliseconds between the times of each series."""
+    return [(later - sooner) * 1e3 for times in series for sooner, later in pairwise(times)]
+
+
+def _p95(values: Sequence[float]) -> float:
+    return quantiles(values, n=20, method="inclusive")[-1]
+
+
+def _row(work: Work, server: str) -> dict[str, Any]:
+    """A row that has no figures yet."""
+    blank = dict.fromkeys(("tok_s", "alone_tok_s", "gain", "p50_ms", "p95_ms", "most_ms", "read_s",
+                           "reading_p95_ms", "ratio", "why"), "")  # fmt: skip
+    return {"server": server, "clients": work.clients, "n": work.length, **blank}
+
+
+def _kvcap(work: Work, budget: int, policy: str) -> dict[str, Any]:
+    row, many = _row(work, "kvcap"), str(work.clients)
+    try:
+        with kvcap_server(
+            work.model, budget, "--block-size", str(work.block), "--policy", policy,
+            "--max-together", many, "--max-conversations", many, "--max-queue", many,
+            limit_s=LIMIT_S,
+        ) as server:  # fmt: skip
+            row["alone_tok_s"] = _alone(server, work)
+            row |= _together(server, work, work.clients)
+            row["gain"] = row["tok_s"] / row["alone_tok_s"]
+    except FAILURES as error:
+        row["why"] = f"{type(error).__name__}: {error}"[:500]
+    return row
+
+
+def _peer(work: Work, python: str | None) -> dict[str, Any]:
+    """The row of transformers: with half as many clients where the first try fails."""
+    fitting = min(work.clients, _fitting(work))
+    row, until = _row(work, "transformers"), time.monotonic() + LIMIT_S
+    whys = [] if fitting == work.clients else [f"{fitting} of {work.clients} fit into its memory"]
+    for clients in dict.fromkeys((fitting, fitting // 2)):
+        if clients < 1:
+            break
+        try:
+            row |= _peer_figures(work, clients, python, until, whys)
+            break
+        except FAILURES as error:
+            whys.append(f"{clients} clients: {type(error).__name__}: {error}"[:500])
+    row["why"] = "; ".join(whys)
+    return row
+
+
+def _peer_figures(
+    work: Work, clients: int, python: str | None, until: float, whys: list[str]
+) -> dict[str, Any]:
+    blocks = math.ceil(clients * math.ceil((work.length + work.most) / PAGE) / (1 - FREE)) + 1
+    with transformers_server(
+        work.model, "--device", "cuda" if torch.cuda.is_available() else "cpu",
+        "--cb-block-size", str(PAGE), "--cb-num-blocks", str(blocks),
+        "--cb-max-batch-tokens", str(PASS),
+        python=python, limit_s=max(1.0, until - time.monotonic()),
+    ) as server:  # fmt: skip
+        alone = _alone(server, work)
+        began, ready = time.monotonic(), 1  # the first prompt is read
+        while ready < clients and time.monotonic() < began + READ_S:
+            list(pieces(_ask(server, work.prompt(ready), 2)))  # its end is kept with the second
+            ready += 1
+        if ready < clients:
+            whys.append(f"{ready} of {clients} prompts were read in {READ_S:.0f} s")
+        found = _together(server, work, ready)
+    return {"clients": ready, "alone_tok_s": alone, **found, "gain": found["tok_s"] / alone}
+
+
+def _fitting(work: Work) -> int:
+    """Clients whose prompts and answers transformers can hold in the memory that is free.
+
+    Beside keys and values in 16 bits there is, for one layer at a time, a copy of those that are
+    attended to and one that is repeated for every query head; and the mask.
+    """
+    config = work.config
+    heads, queries = config["num_key_value_heads"], config["num_attention_heads"]
+    vector = 2 * 2 * config["head_dim"]  # bytes of a key and a value
+    kept = vector * heads * config["num_hidden_layers"] + 2 * PASS
+    token = kept / (1 - FREE) + vector * (heads + queries)
+    cuda = torch.cuda.is_available()
+    free = torch.cuda.mem_get_info()[0] if cuda else free_memory().nbytes
+    weights = sum(file.stat().st_size for file in Path(work.model).glob("*.safetensors"))
+    return int(0.9 * (free - weights) / (token * (work.length + work.most)))

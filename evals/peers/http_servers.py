@@ -1,0 +1,209 @@
+"""Starts servers of OpenAI's API, each in a process of its own, and reads what they stream."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from kvcap.runtime.errors import PeerFailed
+
+ADDRESS = re.compile(r"http://127\.0\.0\.1:(\d+)")
+CONFIGS = ("config.json", "generation_config.json")
+
+
+@dataclass
+class Server:
+    """A running server."""
+
+    process: subprocess.Popen[str]
+    port: int = 0
+    lines: deque[str] = field(default_factory=lambda: deque(maxlen=20))  # its last, of stderr
+
+    def post(self, body: Any, path: str = "chat/completions") -> http.client.HTTPResponse:
+        """The answer to a body: an object, or bytes as they are."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=600)
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        headers = {"Content-Type": "application/json", "Connection": "close"}
+        connection.request("POST", f"/v1/{path}", data, headers)
+        return connection.getresponse()
+
+    def figures(self) -> dict[str, float]:
+        """The server's own figures."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=600)
+        connection.request("GET", "/metrics", headers={"Connection": "close"})
+        lines = connection.getresponse().read().decode().splitlines()
+        found = (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+        return {name: float(value) for name, value in found}
+
+    def processor(self) -> dict[str, int]:
+        """Nanoseconds of the processor that each thread has had; the first serves HTTP."""
+        tasks = Path(f"/proc/{self.process.pid}/task")
+        if not tasks.is_dir():
+            raise PeerFailed("threads are timed by /proc, which this system has not")
+        return {t.name: int((t / "schedstat").read_text().split()[0]) for t in tasks.iterdir()}
+
+    def memory(self, name: str) -> int:
+        """Bytes that the process holds (`VmRSS`), or held at most (`VmHWM`)."""
+        status = Path(f"/proc/{self.process.pid}/status").read_text()
+        return int(re.findall(rf"{name}:\s+(\d+)", status)[0]) * 1024
+
+
+@contextmanager
+def running(
+    command: Sequence[str],
+    environment: Mapping[str, str] | None = None,
+    folder: str | None = None,
+    limit_s: float | None = None,
+) -> Iterator[Server]:
+    """A server that says its address of this machine on stderr; ended afterwards.
+
+    Args:
+        command: what starts it.
+        environment: of its process; None: ours.
+        folder: that it is started in; None: ours.
+        limit_s: seconds after which it is killed, whatever it does.
+
+    Raises:
+        PeerFailed: it did not start, or was killed.
+    """
+    with subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environment,
+        cwd=folder,
+    ) as process:  # fmt: skip
+        overdue = threading.Event()
+
+        def kill() -> None:
+            overdue.set()
+            process.kill()
+
+        watchdog = threading.Timer(limit_s or 0, kill)
+        if limit_s is not None:
+            watchdog.start()
+        try:
+            server = Server(process)
+            _await_address(server)
+            yield server
+        except Exception as error:
+            if overdue.is_set():
+                raise PeerFailed(f"it was not done after {limit_s:.0f} s") from error
+            raise
+        finally:
+            watchdog.cancel()
+            process.send_signal(signal.SIGTERM)
+            try:
+                process.wait(timeout=60)
+            except subprocess.TimeoutExpired:
+                process.kill()
+
+
+def _await_address(server: Server) -> None:
+    assert server.process.stderr is not None
+    for line in server.process.stderr:
+        server.lines.append(line)
+        if found := ADDRESS.search(line):
+            server.port = int(found[1])
+            break
+    else:
+        raise PeerFailed(f"the server did not start: {''.join(server.lines).strip()[-500:]}")
+    threading.Thread(
+        target=lambda lines: server.lines.extend(lines), args=[server.process.stderr], daemon=True
+    ).start()
+
+
+@contextmanager
+def kvcap_server(
+    model: str, budget: int, *options: str, limit_s: float | None = None
+) -> Iterator[Server]:
+    """`kvcap serve`, which calls its model 'model'.
+
+    Raises:
+        PeerFailed: it did not start, or was killed.
+    """
+    command = [sys.executable, "-m", "kvcap", "serve", model, "--port", "0",
+               "--kv-budget-tokens", str(budget), "--name", "model", *options]  # fmt: skip
+    with running(command, limit_s=limit_s) as server:
+        yield server
+
+
+@contextmanager
+def transformers_server(
+    model: str, *options: str, python: str | None = None, limit_s: float | None = None
+) -> Iterator[Server]:
+    """`transformers serve` with continuous batching.
+
+    Args:
+        model: a directory.
+        options: further ones of the command.
+        python: the interpreter that has `transformers[serving]`; by default ours.
+        limit_s: seconds after which it is killed.
+
+    Raises:
+        PeerFailed: it did not start, or was killed.
+    """
+    model = str(Path(model).resolve())
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_UPDATE_CHECK": "1",
+                   "PYTHONSAFEPATH": "1"}  # fmt: skip
+    if python is not None:
+        environment.pop("PYTHONPATH", None)
+    command = [python or sys.executable, "-m", "transformers.cli.transformers", "serve", model,
+               "--continuous-batching", "--host", "127.0.0.1", "--port", "0", *options]  # fmt: skip
+    # Not in a checkout, whose folder `kernels` it would take for the package of that name.
+    with running(command, environment, model, limit_s) as server:
+        yield server
+
+
+def endless(model: str, folder: Path) -> str:
+    """A model that never ends an answer by itself: links to another's files in a new folder."""
+    folder.mkdir()
+    for file in Path(model).iterdir():
+        if file.name in CONFIGS:
+            said = {**json.loads(file.read_text()), "eos_token_id": None}
+            (folder / file.name).write_text(json.dumps(said))
+        elif file.is_file():
+            (folder / file.name).symlink_to(file.resolve())
+        else:
+            shutil.copytree(file, folder / file.name)
+    return str(folder)
+
+
+def pieces(response: http.client.HTTPResponse) -> Iterator[tuple[float, str]]:
+    """The texts of a stream, with the times at which they came.
+
+    Raises:
+        PeerFailed: the request was refused, or the stream ended before its end.
+    """
+    if response.status != 200:
+        raise PeerFailed(f"status {response.status}: {response.read().decode()[:300]}")
+    ended = False
+    while line := response.readline():
+        if line == b"data: [DONE]\n":
+            ended = True
+            break
+        if line.startswith(b"data: "):
+            try:
+                said = json.loads(line[6:])
+            except ValueError as error:  # transformers quotes no message of an error
+                raise PeerFailed(line[6:300].decode(errors="replace").strip()) from error
+            if (wrong := said.get("error")) is not None:
+                raise PeerFailed(wrong["message"] if isinstance(wrong, dict) else str(wrong))
+            for choice in said["choices"]:
+                ended = ended or choice.get("finish_reason") is not None
+                text = choice["delta"].get("content") if "delta" in choice else choice["text"]
+                yield time.perf_counter(), text or ""
+    if not ended:
+        raise PeerFailed("a stream ended before its end")
+    response.read()

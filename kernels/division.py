@@ -1,0 +1,116 @@
+# mypy: allow-untyped-calls, disable-error-code="import-untyped"
+"""Shares a layer's slots out between its heads by their scores, and says where they then lie.
+
+Nothing is read by the host, so that a CUDA graph captures it. The tensor code of Ada-KV is some
+hundred launches a layer, each too small for a GPU to notice: kernels of the same formula are two.
+Triton is imported when first needed.
+"""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvcap.kernels.arguments import Pins, strides
+from kvcap.kernels.device import power_of_two
+from kvcap.kernels.launch import run
+from kvcap.policies.base import HeadBudget, Rows, evenly
+from kvcap.policies.base.eviction import LOWEST
+
+MOST_HEADS = 64
+
+
+class Division(NamedTuple):
+    """How a layer's slots are shared out between its heads, all int32."""
+
+    kept: Tensor  # [B·K], how many slots of each row stay
+    budgets: Tensor  # [B·K], how many it may have from now on
+    starts: Tensor  # [B·K + 1], where rows begin then, and the last one ends
+
+
+def by_split(
+    budget: HeadBudget,
+    scores: Tensor,
+    positions: Tensor,
+    pins: Pins,
+    rows: Rows,
+    row_pins: Tensor,
+    targets: Tensor,
+    average: int,
+    block: int,
+) -> Division:
+    """Divide a layer's slots by the tensor code of any budget, if a row has more than it may have.
+
+    Arguments as in `as_adakv`.
+    """
+    (batch, heads), lengths = scores.shape[:2], rows.lengths
+    sinks, recents = row_pins.view(batch, heads, 2).unbind(-1)
+    pinned = positions < sinks[..., None]
+    pinned |= positions >= pins.seen - recents[..., None]
+    for start, stop in pins.spans:
+        pinned |= (positions >= start) & (positions < stop)
+    due = (lengths > targets).any()
+    scores = scores.nan_to_num(nan=LOWEST)
+    kept = budget.split(scores, pinned, positions, lengths.view(batch, heads), average)
+    places = torch.arange(heads, device=scores.device)
+    budgets = kept + evenly(heads * average - kept.sum(-1, keepdim=True), heads, places)
+    kept, budgets = (torch.where(due, x.flatten(), targets).int() for x in (kept, budgets))
+    first = rows.starts[:1]
+    starts = torch.cat((first, first + (budgets + block).cumsum(0)))
+    return Division(kept, budgets, torch.where(due, starts, rows.starts).int())
+
+
+def as_adakv(
+    safeguard: Fraction,
+    scores: Tensor,
+    positions: Tensor,
+    pins: Pins,
+    rows: Rows,
+    row_pins: Tensor,
+    targets: Tensor,
+    average: int,
+    block: int,
+) -> Division:
+    """Divide a layer's slots as `AdaKV.split` does, if a row has more than it may have.
+
+    Args:
+        safeguard: of the slots that pins leave, the share that is divided evenly.
+        scores: [B, K, longest], arbitrary behind a row's slots.
+        positions: [B, K, longest] int32, contiguous.
+        pins: `seen` and `spans`; how many first and newest tokens stay each row says for itself.
+        rows: where they begin and how many slots each has.
+        row_pins: [B·K, 2] int32, how many first and newest tokens of each row stay.
+        targets: [B·K] int32, the slots that each may have so far.
+        average: slots of a head.
+        block: slots behind each row's, of a block.
+    """
+    from kvcap.kernels.division_triton import divide_layer, rank_worths
+
+    (batch, heads, slots), device = scores.shape, scores.device
+    assert positions.is_contiguous()
+    count, new = batch * heads, partial(torch.empty, dtype=torch.int32, device=device)
+    worths, row_pinned = new(count, slots), new(count)
+    # What stays where nothing is shared out, and where kernels are rehearsed.
+    found = Division(targets.clone(), targets.clone(), rows.starts.clone())
+    tile = min(2048, power_of_two(slots, 32))
+    layer_tile = min(8192, power_of_two(slots * heads, 32))
+    with torch.cuda.device_of(scores):
+        run(
+            rank_worths, (count,),
+            scores, positions, worths, row_pinned, slots=slots, heads=heads,
+            **strides("bhn", score=scores), **pins.arguments(device), lengths=rows.lengths,
+            row_pins=row_pins, BLOCK=tile, num_warps=max(1, tile // 256),
+        )  # fmt: skip
+        run(
+            divide_layer, (batch,),
+            worths, positions, row_pinned, rows.lengths, targets, rows.starts, *found,
+            slots=slots, average=average, block=block, part=safeguard.numerator,
+            whole=safeguard.denominator, rows=count, heads=heads,
+            HEADS=power_of_two(heads), ALL=power_of_two(count), BLOCK=layer_tile,
+            num_warps=max(1, layer_tile // 256),
+        )  # fmt: skip
+    return found

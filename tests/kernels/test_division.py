@@ -1,0 +1,93 @@
+"""A layer's slots shared out between its heads by kernels, beside Ada-KV's own tensor code."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from interpreted import DEVICE, pytestmark  # noqa: F401
+
+from kvcap import kernels
+from kvcap.kernels import division
+from kvcap.kernels.arguments import Pins
+from kvcap.policies.base import Rows
+from kvcap.policies.budgets.adakv import AdaKV
+
+SEEN = 9000
+
+
+def layer(batch, heads, longest, average, *, ties=0, due=True, seed=0):
+    """Scores, positions and numbers of rows, of which some hold more than they may have."""
+    g = torch.Generator().manual_seed(seed)
+    scores = torch.randn(batch, heads, longest, generator=g)
+    if ties:
+        scores = (scores * ties).round() / ties
+    scores[..., ::7] = float("nan")
+    positions = torch.stack(
+        [torch.randperm(longest + 40, generator=g)[:longest] for _ in range(batch * heads)]
+    )
+    positions = positions.view(batch, heads, longest).int()
+    lengths = torch.randint(longest // 3, longest + 1, (batch * heads,), generator=g)
+    targets = lengths - (3 if due else 0)
+    block = 5
+    room = average + block
+    starts = torch.arange(batch * heads + 1) * room + 11
+    row_pins = torch.randint(0, 4, (batch * heads, 2), generator=g)
+    numbers = [x.int().to(DEVICE) for x in (starts, lengths, row_pins, targets)]
+    rows = Rows(numbers[0], numbers[1], longest)
+    return scores.to(DEVICE), positions.to(DEVICE), rows, numbers[2], numbers[3], average, block
+
+
+CASES = [
+    ((1, 2, 40, 20), {}),
+    ((1, 8, 100, 60), {"ties": 1}),
+    ((3, 5, 33, 20), {"ties": 2, "seed": 1}),
+    ((2, 3, 50, 49), {"seed": 2}),
+    ((1, 4, 300, 90), {"ties": 1, "seed": 3}),
+    ((2, 8, 41, 14), {"ties": 1, "seed": 4}),  # pins take most of it
+    ((2, 3, 30, 20), {"due": False}),
+    ((1, 3, 3000, 1500), {"ties": 3, "seed": 5}),
+]
+
+
+@pytest.mark.parametrize("spans", [(), ((3, 9), (20, 22))])
+@pytest.mark.parametrize("safeguard", [0.0, 0.2, 1.0])
+@pytest.mark.parametrize(("sizes", "more"), CASES)
+def test_heads_get_what_their_own_code_gives(sizes, more, safeguard, spans):
+    scores, positions, rows, row_pins, targets, average, block = layer(*sizes, **more)
+    budget = AdaKV(safeguard=safeguard)
+    # Newest tokens that stay are among those that are held.
+    pins = Pins(0, 0, sizes[2] + 40, spans)
+    given = scores, positions, pins, rows, row_pins, targets, average, block
+    expected = division.by_split(budget, *given)
+    with kernels.use("triton"):
+        found = kernels.divide(budget, *given)
+    for name, one, other in zip(found._fields, found, expected, strict=True):
+        assert one.tolist() == other.tolist(), name
+    kept = found.kept.view(sizes[0], -1)
+    if more.get("due", True):
+        assert (kept <= rows.lengths.view(sizes[0], -1)).all()
+        assert (found.budgets.view(sizes[0], -1).sum(-1) == sizes[1] * average).all()
+
+
+def test_a_token_that_is_worth_as_much_in_all_heads_stays_in_the_first():
+    scores = torch.zeros(1, 3, 8, device=DEVICE)
+    positions = torch.arange(8, device=DEVICE).int().expand(1, 3, 8).contiguous()
+    starts, lengths = (torch.tensor(x, device=DEVICE).int() for x in ([0, 9, 18, 27], [8, 8, 8]))
+    targets, pins = lengths - 1, torch.zeros(3, 2, device=DEVICE).int()
+    given = scores, positions, Pins(0, 0, SEEN, ()), Rows(starts, lengths, 8), pins, targets, 6, 3
+    with kernels.use("triton"):
+        found = kernels.divide(AdaKV(safeguard=0.0), *given)
+    assert found.kept.tolist() == division.by_split(AdaKV(safeguard=0.0), *given).kept.tolist()
+    assert found.kept.sum() == 18
+
+
+@pytest.mark.parametrize("choice", ["eager", "triton"])
+def test_a_budget_of_ones_own_divides_by_its_own_code(choice):
+    class Mine(AdaKV):
+        def split(self, scores, pinned, positions, lengths, budget):
+            return (lengths - 1).long()
+
+    given = list(layer(1, 3, 30, 30))
+    with kernels.use(choice):
+        found = kernels.divide(Mine(), *given[:2], Pins(0, 0, SEEN, ()), *given[2:])
+    assert found.kept.tolist() == (given[2].lengths - 1).tolist()

@@ -1,0 +1,166 @@
+"""Sessions of unequal lengths that are read in one pass, by kernels that read how long each is."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+from conftest import tiny_model
+from interpreted import DEVICE, pytestmark  # noqa: F401
+from tools import runtime_of
+
+from kvcap import kernels
+from kvcap.runtime.backends.pytorch import cuda_graphs
+from kvcap.runtime.backends.pytorch.batch import Rows
+from kvcap.runtime.cache import step
+from kvcap.runtime.session.batch import Answer
+from kvcap.runtime.session.decoding import Read
+
+BUDGET, LENGTHS = 24, (5, 22, 40)
+POLICIES = [
+    "keydiff", "dropkv", "andpro", "snapkv", "h2o", "obcache-tova", "criticalkv", "knorm",
+    "streaming_llm", "pyramidkv", "headkv", "adakv", "criticalkv-adakv", "duoattention",
+]  # fmt: skip
+
+
+class Graph:
+    """What it captures has been done."""
+
+    def pool(self):
+        return None
+
+    def replay(self):
+        pass
+
+
+class Stream:
+    """Whose work is done when it is asked for."""
+
+    def wait_stream(self, _):
+        pass
+
+    wait_event = wait_stream
+
+    def record_event(self):
+        return None
+
+
+@pytest.fixture
+def captured(monkeypatch):
+    """The kinds of passes that were captured; on a CPU capturing does the work, for one use."""
+    made, make, replay = [], cuda_graphs.BlockGraph.__init__, cuda_graphs.BlockGraph.replay
+
+    def noted(self, model, cache, ids, kind, pool=None):
+        made.append(kind)
+        make(self, model, cache, ids, kind, pool)
+
+    monkeypatch.setattr(cuda_graphs.BlockGraph, "__init__", noted)
+    if DEVICE == "cuda":
+        return made
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    for name in ("graph", "stream"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_, **__: nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", Stream)
+    monkeypatch.setattr(step, "_streams", lambda _: [Stream()] * step.LAYERS)
+    init, graphs = cuda_graphs.BlockGraphs.__init__, []
+    keep = lambda self, *given: init(self, *given) or graphs.append(self)  # noqa: E731
+    monkeypatch.setattr(cuda_graphs.BlockGraphs, "__init__", keep)
+
+    def once(self, ids, seen):
+        for mine in graphs:
+            mine.captured = {k: g for k, g in mine.captured.items() if g is not self}
+        return replay(self, ids, seen)
+
+    monkeypatch.setattr(cuda_graphs.BlockGraph, "replay", once)
+    return made
+
+
+def sessions_of(policy, positions="compact", layers=2):
+    """Sessions of one runtime that have read prompts of unequal lengths, no token twice."""
+    model = tiny_model("llama", num_hidden_layers=layers, vocab_size=130).to(DEVICE)
+    runtime = runtime_of(model, policy, BUDGET, 16, positions)
+    ids = 3 + torch.randperm(126, generator=torch.Generator().manual_seed(1))[None].to(DEVICE)
+    found = []
+    for i, length in enumerate(LENGTHS):
+        session = runtime.session()
+        session.loop.prefill(ids[:, 40 * i : 40 * i + length])
+        found.append(session)
+    return runtime, found
+
+
+def kept(session):
+    segments = [s for layer in session.loop.cache.capped_layers for s in layer.segments]
+    return [(s.held, [sorted(head.tolist()) for head in s.positions[0]]) for s in segments]
+
+
+def alone(policy, tokens, **more):
+    """What each session's tokens give if it is alone, and what it holds then."""
+    _, sessions = sessions_of(policy, **more)
+    with kernels.use("eager"):
+        logits = [
+            [s.loop.read(torch.tensor([[token]], device=DEVICE)) for token in mine]
+            for s, mine in zip(sessions, tokens, strict=True)
+        ]
+    return logits, list(map(kept, sessions))
+
+
+TOKENS = [[7, 19, 33, 48, 5, 60, 71, 88, 91, 12, 55, 3, 99, 101, 64, 31, 77, 84, 118, 45, 9, 120],
+          [8, 50, 23, 61, 93, 14, 36, 70, 111, 89], [41, 6, 97, 28, 66, 73, 105, 16]]  # fmt: skip
+
+
+def read_together(rows, sessions):
+    """Let sessions read their tokens, all that have some; the second comes and goes."""
+    answers = [Answer(session, iter(())) for session in sessions]
+    left, logits = [list(mine) for mine in TOKENS], [[] for _ in sessions]
+    for number in range(len(TOKENS[0])):
+        those = [i for i, mine in enumerate(left) if mine and (i != 1 or number % 5 != 4)]
+        for i in those:
+            answers[i].asked = Read(left[i].pop(0), False)
+            assert answers[i].row is not None or rows.fits(answers[i])
+            rows.join(answers[i])
+        rows.read([answers[i] for i in those])
+        for i in those:
+            logits[i].append(answers[i].found)
+        if number == 11:
+            sessions[0].fetch_cache()
+            assert answers[0].row is None
+    for session in sessions:
+        session.fetch_cache()
+    return logits
+
+
+def check(policy, choice, **more):
+    expected, held = alone(policy, TOKENS, **more)
+    runtime, sessions = sessions_of(policy, **more)
+    with kernels.use(choice):
+        rows, why = runtime.shared_rows(3)
+        assert why is None
+        assert rows.unequal
+        if DEVICE == "cpu" and choice == "triton":
+            rows.loop.graphs = cuda_graphs.BlockGraphs(rows.loop.model, rows.cache, False)
+        found = read_together(rows, sessions)
+    for mine, its in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine, its, rtol=1e-3, atol=1e-3)
+    assert list(map(kept, sessions)) == held
+    again = torch.tensor([[17]], device=DEVICE)
+    _, others = sessions_of(policy, **more)
+    for session, other, tokens in zip(sessions, others, TOKENS, strict=True):
+        for token in tokens:
+            other.loop.read(torch.tensor([[token]], device=DEVICE))
+        torch.testing.assert_close(
+            session.loop.read(again), other.loop.read(again), rtol=1e-3, atol=1e-3
+        )
+    return rows
+
+
+@pytest.mark.slow(keep=3)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_sessions_that_fill_are_read_with_full_ones_by_two_graphs(policy, captured):
+    rows = check(policy, "triton")
+    assert isinstance(rows, Rows)
+    kinds = {kind for kind in captured if kind.batch == 3}
+    # One for all mixtures; and one where all rows are full, if their heads hold equally many. Under
+    # pyramidkv the first session does not fill its longest layer.
+    alike = not rows.cache.layout.ragged and policy != "pyramidkv"
+    assert sorted(kind.longest > 0 for kind in kinds) == [False, True][not alike :]
