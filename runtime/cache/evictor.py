@@ -566,13 +566,13 @@ def evict_together(evictors: Sequence[Evictor], rows: RowPass) -> None:
     had = Shares(slots - block, table.targets[:, 0].long())
     seen = torch.as_tensor(waiting[-1].seen, device=slots.device)
     kept, shares = balance.after_block(table.preferences, preferences, lengths.long(), had, seen)
-    ends = (shares.budgets + block).repeat_interleave(count).cumsum(0)
-    starts = torch.cat((before[0, :1], before[0, :1] + ends)).int()
 
     def each(numbers: Tensor) -> Tensor:
         """Of every row [L·B·K] int32, by numbers of layers [L]."""
         return numbers.int()[:, None].expand(-1, count).flatten()
 
+    begin, ends = before[0, :1], each(shares.budgets + block).cumsum(0)
+    starts = torch.cat((begin, begin + ends)).int()
     placed = Rows(before[:, :-1].flatten(), each(lengths), rows.most)
     shift = pool.aux.get(SHIFT)
     moved = row_kernels.Pool(pool.buffers(), shift, placed, table.pins.flatten(0, 1), each(kept))
