@@ -101,9 +101,19 @@ def preference(budget: LayerBudget, obs: Observation) -> Tensor:
     covered = window.covers_cake(queries.shape[1] // obs.keys.shape[1], queries.shape[2])
     if not covered or not _by_twin(SnapKV(), obs):
         return budget.preference(obs)
-    entropy = window.scores(obs, "entropy", "sum").sum() / heads
-    variance = window.scores(obs, "variance", "sum", epsilon=1.0).sum() / heads
+    entropy = _total(obs, "entropy") / heads
+    variance = _total(obs, "variance") / heads
     return budget.wanted(entropy, variance)
+
+
+def _total(obs: Observation, kind: str) -> Tensor:
+    """The sum of an epilogue over all slots, []."""
+    found = window.scores(obs, kind, "sum", epsilon=1.0)
+    if obs.rows is not None:  # behind a row's slots it is arbitrary
+        places = torch.arange(obs.rows.longest, device=found.device)
+        inside = places < obs.rows.lengths.view(*found.shape[:2], 1)
+        found = torch.where(inside, found, 0.0)
+    return found.sum()
 
 
 def rescores(rescorer: Rescorer | None, obs: Observation) -> bool:
@@ -163,6 +173,24 @@ def covers_rows(eviction: Eviction) -> bool:
     if saliency is not None and type(saliency) is not OBCache:
         return False
     return rescorer is None or type(rescorer) is CriticalKV
+
+
+def covers_layers(eviction: Eviction, groups: int) -> bool:
+    """Whether all that an eviction reads of layers whose slots move is covered by their rows.
+
+    Args:
+        eviction: which moves them.
+        groups: query heads that share a KV head.
+    """
+    policy, saliency = eviction.policy, eviction.saliency
+    if type(policy) not in TWINS or type(eviction.layer_budget) is not CakeBudget:
+        return False
+    if eviction.rescorer is not None or eviction.corrector is not None or eviction.state:
+        return False
+    if not policy.scores_heads_alone or saliency is not None:
+        return False
+    queries = policy.queries_observed
+    return queries is not None and window.covers_cake(groups, queries)
 
 
 def score_rows(policy: Policy, obs: Observation, stored: StoredKeys | None = None) -> Tensor:

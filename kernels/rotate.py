@@ -8,7 +8,9 @@ from torch import Tensor
 
 from kvcap.kernels.device import overlapping, power_of_two
 from kvcap.kernels.launch import empty, run
+from kvcap.policies.base import Rows
 
+BLOCK = 32  # slots that a program rotates at once
 MOST_BLOCKS = 8  # of slots that a program rotates
 
 
@@ -30,24 +32,58 @@ def rotate_back(
     Returns:
         The copy, and its sums [B, K, parts, D] over parts of the rows, float32, or None.
     """
-    from kvcap.kernels.rotate_triton import rotate
-
     batch, heads, slots, size = x.shape
-    half, block = table.shape[-1], 32
     # Sums take longer to make of fewer slots, and longer to add up of more parts.
     blocks = min(MOST_BLOCKS, max(1, slots // 2048)) if sums else 1
-    parts = -(-slots // (block * blocks))
+    parts = -(-slots // (BLOCK * blocks))
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     summed = empty(batch, heads, parts, size, device=x.device) if sums else None
-    if not out.numel():
-        return out, summed
+    if out.numel():
+        _rotate(x, shift, table, out, summed, blocks, interleaved)
+    return out, summed
+
+
+def rotate_rows(
+    x: Tensor, shift: Tensor, table: Tensor, rows: Rows, *, interleaved: bool = False
+) -> Tensor:
+    """`rotate_back` of the slots in use of some rows of a pool, [rows · longest, D].
+
+    Args:
+        x: [slots, D].
+        shift: [slots].
+        table: as in `rotate_back`.
+        rows: where they lie; what is behind their slots is arbitrary.
+        interleaved: as in `rotate_back`.
+    """
+    count, size = len(rows.lengths), x.shape[1]
+    out = torch.empty(1, count, rows.longest, size, dtype=x.dtype, device=x.device)
+    views = x.expand(1, count, -1, -1), shift.expand(1, count, -1)
+    _rotate(*views, table, out, None, 1, interleaved, rows)
+    return out.view(-1, size)
+
+
+def _rotate(
+    x: Tensor,
+    shift: Tensor,
+    table: Tensor,
+    out: Tensor,
+    sums: Tensor | None,
+    blocks: int,
+    interleaved: bool,
+    rows: Rows | None = None,
+) -> None:
+    """Launches the kernel, each program of which rotates so many blocks of slots."""
+    from kvcap.kernels.rotate_triton import rotate
+
+    (batch, heads, slots, size), half = out.shape, table.shape[-1]
+    starts, lengths = (None, None) if rows is None else rows[:2]
     with torch.cuda.device_of(x):
         run(
-            rotate, (parts, batch * heads),
-            x, shift, table, out, summed, slots, *x.stride()[:3], *shift.stride(),
+            rotate, (-(-slots // (BLOCK * blocks)), batch * heads),
+            x, shift, table, out, sums, starts, lengths, slots, *x.stride()[:3], *shift.stride(),
             HEADS=heads, SIZE=size, HALF=half, HALF_PAD=power_of_two(half),
             STEP=2 if interleaved else 1, MATE=1 if interleaved else half,
             REST=size - 2 * half, REST_PAD=power_of_two(size - 2 * half),
-            BLOCK=block, BLOCKS=blocks, num_warps=2 if sums else 4, **overlapping(x.device),
+            BLOCK=BLOCK, BLOCKS=blocks, num_warps=4 if sums is None else 2,
+            **overlapping(x.device),
         )  # fmt: skip
-    return out, summed

@@ -5,14 +5,15 @@ import triton
 import triton.language as tl
 
 
-@triton.jit(do_not_specialize=["slots", "shift", "shift_b", "shift_h"])
+@triton.jit(do_not_specialize=["slots", "shift", "starts", "lengths", "shift_b", "shift_h"])
 def rotate(
     x,  # [B, K, n, D]
     shift,  # [B, K, n]
     table,  # [span, 2, HALF]
     out,  # [B, K, n, D], contiguous
     sums,  # [B, K, programs, D] float32: of what each writes; or None
-    slots,  # n
+    starts, lengths,  # [B·K] int32, where rows lie in `x` [n, D]; or None
+    slots,  # n of `out`
     x_b, x_h, x_n,
     shift_b, shift_h, shift_n,
     HEADS: tl.constexpr,
@@ -33,16 +34,23 @@ def rotate(
         tl.extra.cuda.gdc_wait()
     row = tl.program_id(1).to(tl.int64)
     batch, head = row // HEADS, row % HEADS
+    x += batch * x_b + head * x_h
+    shift += batch * shift_b + head * shift_h
+    held = slots
+    if starts is not None:
+        held, first = tl.load(lengths + row), tl.load(starts + row).to(tl.int64)
+        x += first * x_n
+        shift += first * shift_n
     i, j = tl.arange(0, HALF_PAD)[None, :], tl.arange(0, REST_PAD)[None, :]
     sum_a = tl.zeros([BLOCK, HALF_PAD], tl.float32)
     sum_b = tl.zeros([BLOCK, HALF_PAD], tl.float32)
     sum_rest = tl.zeros([BLOCK, REST_PAD], tl.float32)
     for block in tl.static_range(BLOCKS):
         n = (tl.program_id(0) * BLOCKS + block) * BLOCK + tl.arange(0, BLOCK)
-        used = n < slots
-        source = x + batch * x_b + head * x_h + n[:, None] * x_n
+        used = n < held
+        source = x + n[:, None] * x_n
         target = out + (row * slots + n[:, None]) * SIZE
-        back = tl.load(shift + batch * shift_b + head * shift_h + n * shift_n, used, 0).to(tl.int64)
+        back = tl.load(shift + n * shift_n, used, 0).to(tl.int64)
         inside = used[:, None] & (i < HALF)
         turn = table + back[:, None] * (2 * HALF) + i
         cos = tl.load(turn, inside, 0.0).to(tl.float32)

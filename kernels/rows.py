@@ -20,9 +20,11 @@ from kvcap.kernels.arguments import MOST_SPANS, Pins, Spans, aux, strides
 from kvcap.kernels.device import able, bits, power_of_two
 from kvcap.kernels.evict import MOST_AUX, newer_at
 from kvcap.kernels.launch import run
+from kvcap.kernels.rotate import rotate_rows
 from kvcap.policies.base import Rows
 
 MOST_AT_ONCE = 8192  # slots of a row that a program has in its registers
+MOST_COPIED = 32 << 20  # bytes of a buffer of which a copy is made at once
 
 
 class Pool(NamedTuple):
@@ -67,6 +69,38 @@ def padded(x: Tensor, rows: Rows, batch: int) -> Tensor:
         run(
             copy_rows, (-(-rows.longest // block), count),
             bits(x), bits(out), rows.starts, rows.lengths, rows.longest, BLOCK=block, num_warps=4,
+        )  # fmt: skip
+    return out
+
+
+def copied(
+    x: Tensor,
+    rows: Rows,
+    shift: Tensor | None = None,
+    table: Tensor | None = None,
+    *,
+    interleaved: bool = False,
+) -> Tensor:
+    """A copy [B·K · longest, D] of keys or values [slots, D]; behind a row's slots it is arbitrary.
+
+    Args:
+        x: of a pool.
+        rows: of one layer.
+        shift: [slots] int32, by which keys are rotated back, as in `rotate.rotate_back`.
+        table: likewise.
+        interleaved: likewise.
+    """
+    from kvcap.kernels.rows_triton import copy_wide
+
+    if shift is not None and table is not None:
+        return rotate_rows(x, shift, table, rows, interleaved=interleaved)
+    count, block = len(rows.lengths), 32
+    out = x.new_empty(count * rows.longest, x.shape[1])
+    with torch.cuda.device_of(x):
+        run(
+            copy_wide, (-(-rows.longest // block), count),
+            bits(x), bits(out), rows.starts, rows.lengths, rows.longest,
+            SIZE=x.shape[1], SIZE_PAD=power_of_two(x.shape[1]), BLOCK=block, num_warps=4,
         )  # fmt: skip
     return out
 
@@ -159,7 +193,27 @@ def give_up(
                 CHUNK=128, BLOCK=32, num_warps=4,
             )  # fmt: skip
     for x in pool.buffers:
+        _gather(x, source)
+
+
+def _gather(x: Tensor, source: Tensor) -> None:
+    """Have every slot of a buffer be what was at its source [slots], by copies of some columns."""
+    from kvcap.kernels.rows_triton import carry
+
+    if x.nbytes <= MOST_COPIED or x.dim() == 1:
         x.copy_(x.index_select(0, source))
+        return
+    x, block = bits(x), 32
+    slots, size = x.shape
+    width = max(16, power_of_two(MOST_COPIED // (slots * x.element_size()) + 1) // 2)
+    copy = x.new_empty(slots, width)
+    with torch.cuda.device_of(x):
+        for first in range(0, size, width):
+            for back in (False, True):
+                run(
+                    carry, (-(-slots // block),), x, copy, source, slots, first,
+                    SIZE=size, WIDTH=width, BACK=back, BLOCK=block, num_warps=4,
+                )  # fmt: skip
 
 
 def tile_of_row(slots: int) -> dict[str, Any]:

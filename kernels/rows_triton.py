@@ -228,6 +228,50 @@ def copy_rows(
     tl.store(out + row * longest + slot, found, slot < longest)
 
 
+@triton.jit(do_not_specialize=["starts", "lengths", "longest"])
+def copy_wide(
+    x,  # [slots, SIZE]
+    out,  # [B·K, longest, SIZE]
+    starts, lengths,  # [B·K] int32
+    longest,
+    SIZE: tl.constexpr,
+    SIZE_PAD: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Some of a row's keys or values; what is behind its slots stays as it is."""
+    row = tl.program_id(1).to(tl.int64)
+    slot, d = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, SIZE_PAD)[None, :]
+    inside = (slot < tl.load(lengths + row))[:, None] & (d < SIZE)
+    x += (tl.load(starts + row).to(tl.int64) + slot)[:, None] * SIZE
+    out += (row * longest + slot)[:, None] * SIZE
+    tl.store(out + d, tl.load(x + d, inside, 0), inside)
+
+
+@triton.jit(do_not_specialize=["slots", "first"])
+def carry(
+    x,  # [slots, SIZE]
+    copy,  # [slots, WIDTH]
+    source,  # [slots] int32: which slot comes to this place
+    slots,
+    first,  # column
+    SIZE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BACK: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Some columns of slots that come from elsewhere: into the copy, or `BACK` to their place."""
+    slot, d = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, WIDTH)[None, :]
+    there = slot < slots
+    origin = tl.load(source + slot, there, 0)
+    moves = (there & (origin != slot))[:, None] & (first + d < SIZE)
+    at = (slot if BACK else origin).to(tl.int64)[:, None] * SIZE + first + d
+    kept = slot.to(tl.int64)[:, None] * WIDTH + d
+    if BACK:
+        tl.store(x + at, tl.load(copy + kept, moves, 0), moves)
+    else:
+        tl.store(copy + kept, tl.load(x + at, moves, 0), moves)
+
+
 @triton.jit(do_not_specialize=["new", "x", "starts", "before", "lengths", "count"])
 def put_rows(
     new,  # [B·K, count]

@@ -99,7 +99,7 @@ def attend(
         slots, row_slots, tiles = buffers[2].shape[2] - 1, buffers[2].stride(1), float(count)
     else:
         slots, row_slots = rows.longest, 0
-        tiles = len(buffers[2]) / slots  # rows, were all as long as the longest
+        tiles = min(count, len(buffers[2]) / slots)  # rows, were all as long as the longest
     tile = tile or decode.tile_of(size * query.element_size())
     blocks = -(-slots // tile.block)
     if most_parts is None:

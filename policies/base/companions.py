@@ -31,7 +31,7 @@ class LayerBudget(Component):
     """Spreads `layers · budget` slots over the layers; the sum is exact."""
 
     moves: ClassVar[bool] = False
-    """Whether slots move between layers while blocks arrive, by `preference` and `resplit`."""
+    """Whether slots move between layers while blocks arrive, by `preference` and `least`."""
 
     def split(self, budget: int, layers: int, pinned: int) -> list[int]:
         """Slots per KV head of each layer, before anything is read.
@@ -47,18 +47,16 @@ class LayerBudget(Component):
         """How much one layer wants slots, above 0; only where `moves`. Shape []."""
         raise NotImplementedError
 
-    def resplit(
-        self, preferences: Sequence[float], budget: int, most: Sequence[int], pinned: int
-    ) -> list[int]:
-        """New slots per KV head of each layer; only where `moves`.
+    def least(self, budget: int, pinned: int) -> int:
+        """Slots per KV head that every layer has in any case; only where `moves`.
+
+        All others go to the layers in proportion to what they prefer.
 
         Args:
-            preferences: of every layer.
             budget: slots per KV head and layer on average (`N`).
-            most: slots each layer can fill.
             pinned: as in `split`.
         """
-        raise NotImplementedError
+        return min(budget, pinned + 1)
 
 
 @dataclass(frozen=True)

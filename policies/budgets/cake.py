@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from kvcap.policies.base import LayerBudget, Observation, Preset, apportion
+from kvcap.policies.base import LayerBudget, Observation, Preset
 
 
 @dataclass(frozen=True)
@@ -48,11 +47,5 @@ class Cake(LayerBudget):
         both: Tensor = entropy ** (1 / self.tau1) * variance ** (1 / self.tau2)
         return both.nan_to_num(nan=0.0)
 
-    def resplit(
-        self, preferences: Sequence[float], budget: int, most: Sequence[int], pinned: int
-    ) -> list[int]:
-        least = min(budget, max(math.ceil(self.floor * budget), pinned + 1))
-        sure = [min(least, slots) for slots in most]
-        rest = budget * len(most) - sum(sure)
-        more = apportion(preferences, rest, [m - s for m, s in zip(most, sure, strict=True)])
-        return [s + m for s, m in zip(sure, more, strict=True)]
+    def least(self, budget: int, pinned: int) -> int:
+        return min(budget, max(math.ceil(self.floor * budget), pinned + 1))

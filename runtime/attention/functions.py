@@ -152,9 +152,14 @@ def attend_to_some(
     return attend(query, keys, values, scaling, softcap, mask[None, None], sinks)
 
 
-def takes_token(query: Tensor, key: Tensor, value: Tensor, buffers: Sequence[Tensor]) -> bool:
+def takes_token(
+    query: Tensor, key: Tensor, value: Tensor, buffers: Sequence[Tensor], rows: Rows | None = None
+) -> bool:
     """Whether `kernels/token.py` is to append and attend, whose arguments these are."""
-    few = buffers[2].numel() < MANY_SLOTS
+    slots = buffers[2].numel()
+    if rows is not None:  # whose pool others may share
+        slots = min(slots, len(rows.lengths) * rows.longest)
+    few = slots < MANY_SLOTS
     return few and ready(query) and token.covers(query, key, value, buffers)
 
 

@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from kvcap.kernels import StoredKeys, token
+from kvcap.kernels import rows as row_kernels
 from kvcap.kernels.choice import ready
-from kvcap.policies.base import Expansion
+from kvcap.policies.base import Expansion, Rows
 from kvcap.runtime.attention.functions import (
     PlacedRows,
     adds_masks,
@@ -28,6 +29,7 @@ from kvcap.runtime.attention.latents import absorbed, attend_absorbed, attend_ex
 from kvcap.runtime.cache.allocation import LayerStorage
 from kvcap.runtime.cache.evictor import AttentionStep, Evictor
 from kvcap.runtime.cache.pool import SHIFT
+from kvcap.runtime.cache.row_table import LayerRows
 from kvcap.runtime.cache.step import ForwardContext, PendingBlock
 
 
@@ -91,11 +93,31 @@ class SlotAttention:
         assert rows is not None
         if rotation is None or rows.read_at is None:
             return x
-        if block.turn is None:
-            lengths = rows.before.lengths.view(len(rows.read_at), -1)  # [B, K]
-            past = rows.read_at[:, None] - lengths  # of the block, how far behind each row
-            block.turn = rotation.table.index_select(0, past.flatten())
-        return rotation.back_by(x, block.turn)
+        (batch, heads, length), count = x.shape[:3], len(rows.before.lengths)
+        if block.turn is None:  # of the block, how far behind each row
+            block.turn = rows.read_at[:, None] - rows.before.lengths.view(batch, -1)  # [B, K]
+        past = block.turn[..., None].expand(-1, -1, heads * batch // count)  # [B, K, G]
+        return rotation.back(x, past.reshape(batch, heads, 1).expand(-1, -1, length))
+
+    def _keys_of_rows(self, rows: LayerRows, values: bool) -> tuple[Tensor, Tensor, Rows]:
+        """A layer's keys at today's positions, and its values if asked, [slots, D] both.
+
+        And where its rows lie among these: in its pool, or in a copy where others share that.
+        """
+        pool, storage = self.segments[0].pool, self.storage
+        # What is captured before any slot was given up serves after that, too.
+        rotation = storage.rotation if rows.always else storage.pending_rotation
+        if rows.copied is None:
+            if rotation is None:
+                return pool.keys, pool.values, rows.after
+            keys = rotation.back(pool.keys[None, None], pool.aux[SHIFT][None, None])[0, 0]
+            return keys, pool.values, rows.after
+        turn: dict[str, Any] = {}
+        if rotation is not None:
+            turn = {"shift": pool.aux[SHIFT], "table": rotation.table,
+                    "interleaved": rotation.interleaved}  # fmt: skip
+        keys = row_kernels.copied(pool.keys, rows.after, **turn)
+        return keys, row_kernels.copied(pool.values, rows.after) if values else keys, rows.copied
 
     def _rows(self, query: Tensor, block: PendingBlock, call: AttentionCall) -> Tensor:
         """`block` over unequal rows, by kernels that read where they lie."""
@@ -106,18 +128,13 @@ class SlotAttention:
             with context.run_async_if_last(query):
                 storage.query_window.append(query)
         context.make_room()  # for a copy of all keys
-        pool = self.segments[0].pool
-        # What is captured before any slot was given up serves after that, too.
-        rotation = storage.rotation if rows.always else storage.pending_rotation
-        keys = pool.keys
-        if rotation is not None:
-            keys = rotation.back(keys[None, None], pool.aux[SHIFT][None, None])[0, 0]
+        keys, values, placed = self._keys_of_rows(rows, values=True)
         given = call.scaling, call.softcap, call.sinks
-        out = attend_packed(query, keys, pool.values, rows.after, *given)
+        out = attend_packed(query, keys, values, placed, *given)
         counter = context.token_counter_after(block.length)
         step = AttentionStep(
-            block.total_tokens, block.length, [keys], [query], *call, counter, rows=rows,
-            new_values=block.new_values,
+            block.total_tokens, block.length, [keys], [query], *call, counter, values=[values],
+            rows=rows, new_values=block.new_values,
         )  # fmt: skip
         with context.run_async_if_last(step):
             evictor.evict_rows(step)
@@ -279,7 +296,7 @@ class SlotAttention:
         buffers = pool.buffers()
         if call.softcap is not None or call.sinks is not None:
             return None
-        if not takes_token(query, key, value, buffers):
+        if not takes_token(query, key, value, buffers, rows.before):
             return None
         if context.stream is not None:
             context.stream.next_layer()
@@ -296,16 +313,16 @@ class SlotAttention:
         with context.run_async_if_last((query, value, rows, sums)):
             if storage.query_window is not None:
                 storage.query_window.append(query)
-            keys, stored = pool.keys, None
+            keys, values, stored = pool.keys, pool.values, None
             if evictor.rotates_rows_itself:
                 turned = pending and (pending[0].expand(*key.shape[:2], -1), pending[1])
                 stored = StoredKeys(sums, turned)
-            elif rotation is not None and evictor.reads_keys:
-                keys = rotation.back(keys[None, None], pool.aux[SHIFT][None, None])[0, 0]
+            elif evictor.reads_keys:
+                keys, values, _ = self._keys_of_rows(rows, evictor.reads_values)
             counter = context.token_counter_after(1)
             step = AttentionStep(
-                block.total_tokens, 1, [keys], [query], *call, counter, stored, rows=rows,
-                new_values=value,
+                block.total_tokens, 1, [keys], [query], *call, counter, stored, values=[values],
+                rows=rows, new_values=value,
             )  # fmt: skip
             evictor.evict_rows(step)
         return out

@@ -17,6 +17,7 @@ from kvcap.policies import Eviction, Policy, PolicyError, load_policy
 from kvcap.runtime.attention.masks import READY_MADE, MaskRequest, check, length_of, watch_stock
 from kvcap.runtime.cache.allocation import Allocation
 from kvcap.runtime.cache.evicted_store import EvictedStore
+from kvcap.runtime.cache.evictor import evict_together
 from kvcap.runtime.cache.layer import BudgetLayer
 from kvcap.runtime.cache.layer_balance import LayerBalance
 from kvcap.runtime.cache.layout import UNREAD, CacheLayout, usual_positions
@@ -396,7 +397,8 @@ class BudgetCache(Cache):  # type: ignore[misc]
         layers, shape = self.capped_layers, self.layout.shape
         if self.evict_every > 1 or shape.slides or shape.latent:
             return False
-        if any(len(layer.segments) < 2 or layer.readers > 1 for layer in layers):
+        least = 1 if self.layout.pooled else 2
+        if any(len(layer.segments) < least or layer.readers > 1 for layer in layers):
             return False
         return self.covers_rows()
 
@@ -414,8 +416,12 @@ class BudgetCache(Cache):  # type: ignore[misc]
         if pool.format.quantised or self.eviction.corrector is not None or not ready(pool.keys):
             return False
         query = pool.keys[:1, None].expand(shape.heads, 32, -1)[None]
+        if self.layout.pooled:
+            scored = kernels.covers_layers(self.eviction, shape.heads // shape.kv_heads)
+        else:
+            scored = kernels.covers_rows(self.eviction)
         return (
-            kernels.covers_rows(self.eviction)
+            scored
             and rows.covers(pool.buffers(), spans)
             and decode.covers(query, pool.keys, pool.values, shape.kv_heads)
         )
@@ -429,7 +435,7 @@ class BudgetCache(Cache):  # type: ignore[misc]
             # What only a layer knows is asked of it: a table that knew the cache would keep it.
             evictors = [layer.evictor for layer in self.capped_layers]
             pins = [evictor.row_pins for evictor in evictors if evictor is not None]
-            self._table = RowTable(slots, pins, self._recents())
+            self._table = RowTable(slots, pins, self._recents(), self.balance)
         self._table.tell(self.seen)
         return self._table
 
@@ -437,9 +443,33 @@ class BudgetCache(Cache):  # type: ignore[misc]
         """A pass over rows, of which none is longer while it reads a block; see `RowPass`."""
         return RowPass(table, longest, self.compact_positions, always)
 
+    def shares_out(self, tokens: int) -> bool:
+        """Whether slots move between heads or layers after so many tokens."""
+        return self.layout.divides(tokens) or (self.layout.pooled and tokens > 1)
+
+    def evict_together(self) -> None:
+        """After the layers' part of a pass: where slots move between them, all evict now."""
+        rows = self.context.rows
+        if rows is not None and rows.waiting:
+            self.context.join()
+            evictors = [layer.evictor for layer in self.capped_layers]
+            evict_together([evictor for evictor in evictors if evictor is not None], rows)
+
+    def agree(self, table: RowTable, tokens: int) -> None:
+        """After a pass of so many tokens over rows, host and device agree where they lie.
+
+        Of single tokens both know what they do. Layers that are not full after the block before
+        are given what is empty by the host then.
+        """
+        table.agreed(self.seen, self.shares_out(tokens))
+        balance = self.balance
+        full = balance is None or tokens > 1 or balance.settled
+        if balance is not None and not full and balance.rebalance(self.seen):
+            table.seen = None
+
     def _recents(self) -> list[int]:
         """How many newest tokens stay, by the slots that a head may ever have, where they move."""
-        if not self.eviction.heads_move:
+        if not self.eviction.heads_move and not self.layout.pooled:
             return []
         return [self.eviction.recents(slots) for slots in range(self.layout.longest + 1)]
 

@@ -23,10 +23,10 @@ from kvcap.policies import Eviction, Observation, Policy
 from kvcap.policies.base import Expansion, Rows, evenly
 from kvcap.policies.base.component import ATTENTION_VIEWS
 from kvcap.runtime.cache.allocation import LayerStorage
-from kvcap.runtime.cache.layer_balance import LayerBalance
+from kvcap.runtime.cache.layer_balance import LayerBalance, Shares
 from kvcap.runtime.cache.layout import CacheLayout
 from kvcap.runtime.cache.pool import SHIFT, Segment, resize
-from kvcap.runtime.cache.row_table import LayerRows
+from kvcap.runtime.cache.row_table import LayerRows, LayerScores, RowPass
 from kvcap.runtime.models.output_projection import output_projection
 from kvcap.runtime.types import Span
 
@@ -164,6 +164,11 @@ class Evictor:
         return self.eviction.policy.queries_observed != 0
 
     @property
+    def reads_values(self) -> bool:
+        """Whether the policy looks at values, or at what is made of them."""
+        return bool(self.eviction.observes & {"values", "output"})
+
+    @property
     def reads_keys(self) -> bool:
         """Whether the policy looks at keys, or at what is made of them."""
         return bool(self.eviction.observes & (ATTENTION_VIEWS | {"keys"}))
@@ -201,10 +206,17 @@ class Evictor:
 
         Of a single token each gives up at most one slot: heads that move keep their division.
         Where they share slots out anew, the device alone knows how many each has; the host is told
-        after the pass, see `RowTable.agreed`.
+        after the pass, see `RowTable.agreed`. Layers that do evict after the pass, all together:
+        see `evict_together`.
         """
         rows, eviction, pool = step.rows, self.eviction, self.segments[0].pool
         assert rows is not None
+        if self.balance is not None and step.length > 1:
+            obs = self._observe_rows(step, rows.after, rows.always)
+            scores = self._score_rows(obs, step.stored)
+            preference = kernels.preference(self.balance.budget, obs)
+            rows.waiting.append(LayerScores(scores, preference, step.length, obs.num_tokens))
+            return
         due = any(segment.held > segment.target_length for segment in self.segments)
         divides = (due or rows.always) and self.layout.divides(step.length)
         if not (due or eviction.state or rows.always):
@@ -393,6 +405,9 @@ class Evictor:
         """All heads of a layer, with as many slots as its `rows` say, a block's included."""
         eviction, pool, projection = self.eviction, self.segments[0].pool, None
         assert step.queries is not None
+        values, copied = pool.values, None
+        if step.rows is not None and step.values is not None:
+            values, copied = step.values[0], step.rows.copied
         batch, heads = len(step.queries[0]), self.layout.shape.kv_heads
         if "output_projection" in eviction.observes and step.module is not None:
             projection = output_projection(step.module, self.layout.shape)
@@ -406,7 +421,7 @@ class Evictor:
             queries = queries[:, :, -count:]
         return Observation(
             keys=step.keys[0][None, None].expand(batch, heads, -1, -1),
-            values=pool.values[None, None].expand(batch, heads, -1, -1),
+            values=values[None, None].expand(batch, heads, -1, -1),
             positions=row_kernels.padded_positions(pool.positions, rows, batch),
             num_tokens=step.tokens if step.token_counter is None else step.token_counter,
             budget=self.segments[0].target_length,
@@ -420,7 +435,7 @@ class Evictor:
             output_projection=projection,
             saliency=eviction.saliency,
             pinned_spans=tuple(self.pinned_spans),
-            rows=rows,
+            rows=copied or rows,
         )
 
     def _fused(self, observed: list[Observation]) -> bool:
@@ -537,3 +552,39 @@ class Evictor:
             saliency=eviction.saliency,
             pinned_spans=spans,
         )
+
+
+def evict_together(evictors: Sequence[Evictor], rows: RowPass) -> None:
+    """Evict the slots of all layers, which share a pool, and move slots between them in one go.
+
+    By numbers of the device alone, after a block that all layers have read.
+    """
+    first, table, waiting = evictors[0], rows.table, rows.waiting
+    balance, pool, count = first.balance, first.segments[0].pool, table.count
+    assert balance is not None
+    preferences = torch.stack([layer.preference for layer in waiting])  # [L]
+    scores = torch.stack([layer.scores for layer in waiting])  # [L, B, K, longest]
+    scores, block = scores.view(1, -1, scores.shape[-1]), first.layout.block_size
+    before, lengths = table.starts, rows.after(waiting[0].length)[:, 0]
+    slots = (before[:, 1] - before[:, 0]).long()
+    had = Shares(slots - block, table.targets[:, 0].long())
+    seen = torch.as_tensor(waiting[-1].seen, device=slots.device)
+    kept, shares = balance.after_block(table.preferences, preferences, lengths.long(), had, seen)
+
+    def each(numbers: Tensor) -> Tensor:
+        """Of every row [L·B·K] int32, by numbers of layers [L]."""
+        return numbers.int()[:, None].expand(-1, count).flatten()
+
+    begin, ends = before[0, :1], each(shares.budgets + block).cumsum(0)
+    starts = torch.cat((begin, begin + ends)).int()
+    placed = Rows(before[:, :-1].flatten(), each(lengths), rows.most)
+    shift = pool.aux.get(SHIFT)
+    moved = row_kernels.Pool(pool.buffers(), shift, placed, table.pins.flatten(0, 1), each(kept))
+    left = torch.empty_like(placed.lengths)
+    spans = tuple(first.pinned_spans)
+    row_kernels.give_up(scores, evict.Pins(0, 0, seen, spans), moved, left, None, starts)
+    for evictor, gone in zip(evictors, (lengths - kept).int().unbind(), strict=True):
+        if evictor.storage.query_window is not None:
+            evictor.storage.query_window.shift.add_(gone)
+        evictor.storage.enable_rotation()
+    table.share_out(starts, left, shares.targets, preferences)

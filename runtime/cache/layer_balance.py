@@ -6,14 +6,29 @@ While an answer is written layers keep what they hold, if nearly all slots are i
 
 from __future__ import annotations
 
-from kvcap.policies.base import LayerBudget, apportion
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvcap.policies.base import LayerBudget, apportion, apportion_rows
 from kvcap.runtime.cache.pool import Segment, resize
 
-EMPTY = 1 / 16  # of all slots, at most, where layers keep what they hold
+EMPTY = 16  # at most one of so many slots, where layers keep what they hold
+
+
+class Shares(NamedTuple):
+    """What layers have from now on, int64 [L] each."""
+
+    budgets: Tensor  # the slots of a head
+    targets: Tensor  # how many of them it may hold
 
 
 class LayerBalance:
     """Collects how many slots layers should have, and moves slots between them.
+
+    Layers that evict one by one tell the host what they prefer. Those that evict together, after a
+    block that a CUDA graph may replay, have the device compute the same; see `after_block`.
 
     Args:
         budget: says what the layers should have by their preferences.
@@ -35,15 +50,18 @@ class LayerBalance:
             segment = self.segments[index]
             segment.target_length = min(segment.budget, wanted[index])
 
-    def rebalance(self, seen: int) -> None:
+    def rebalance(self, seen: int) -> bool:
         """After a block of all layers, give those that want more what others no longer hold.
 
         Where little is empty, each is to have what it holds until the next block says what it
         wants: tokens that are generated tell nothing, and change the lengths of no layer then.
+
+        Returns:
+            Whether there was need.
         """
         wanted = self._wanted(seen)
         if wanted is None:
-            return
+            return False
         # The rest lies in a block's slots. No layer has fewer slots than the floor before, either.
         held = [max(self.floor, min(s.held, s.budget)) for s in self.segments]
         shares = [max(0, w - h) for w, h in zip(wanted, held, strict=True)]
@@ -52,6 +70,35 @@ class LayerBalance:
         keeps = self.keeps
         for segment, slots in zip(self.segments, wanted, strict=True):
             segment.target_length = max(1, min(segment.budget, segment.held if keeps else slots))
+        return True
+
+    def after_block(
+        self, old: Tensor, new: Tensor, held: Tensor, had: Shares, seen: Tensor
+    ) -> tuple[Tensor, Shares]:
+        """What `prefer` and `rebalance` say where all layers evict after the block, together.
+
+        Args:
+            old: preferences before the block [L] float32, NaN where a layer has told none.
+            new: those after it.
+            held: slots of a head [L] int64, the block's included.
+            had: what layers have.
+            seen: tokens read [].
+
+        Returns:
+            The slots of a head that stay [L], and what layers have then.
+        """
+        below = torch.ones(len(new), len(new), dtype=torch.bool, device=new.device).tril()
+        each = torch.where(below, new, old)  # [L, L], what is known when a layer has told its own
+        wanted = self._wanted_on_device(each.nan_to_num(nan=0.0), seen)
+        due = seen > self.average
+        told = due & ~each.isnan().any(-1)
+        targets = torch.where(told, wanted.diagonal().minimum(had.budgets), had.targets)
+        kept = held.minimum(targets)
+        shares = self._rebalanced(wanted[-1], kept, had.budgets)
+        budgets, later = torch.where(
+            due, torch.stack(shares), torch.stack((had.budgets, targets))
+        ).unbind()
+        return kept, Shares(budgets, later)
 
     @property
     def settled(self) -> bool:
@@ -62,7 +109,7 @@ class LayerBalance:
     def keeps(self) -> bool:
         """Whether so few slots are empty that layers keep what they hold during an answer."""
         empty = sum(max(0, s.budget - s.held) for s in self.segments)
-        return empty <= EMPTY * self.average * len(self.segments)
+        return EMPTY * empty <= self.average * len(self.segments)
 
     def reset(self) -> None:
         """Forget what was preferred."""
@@ -73,5 +120,45 @@ class LayerBalance:
         known = [p for p in self.preferences if p is not None]
         if len(known) < len(self.preferences) or seen <= self.average:
             return None  # while everything fits everywhere, nobody gives anything up
-        most = [min(len(known) * self.average, seen)] * len(known)
-        return self.budget.resplit(known, self.average, most, max(self.pinned, self.floor))
+        total = len(known) * self.average
+        most = min(total, seen)  # slots that a layer can fill
+        sure = min(self._least, most)
+        more = apportion(known, total - sure * len(known), [most - sure] * len(known))
+        return [sure + extra for extra in more]
+
+    @property
+    def _least(self) -> int:
+        """Slots of a head that every layer has in any case."""
+        return self.budget.least(self.average, max(self.pinned, self.floor))
+
+    def _wanted_on_device(self, preferences: Tensor, seen: Tensor) -> Tensor:
+        """`_wanted` after `seen` [] tokens, by rows of preferences [R, L] one by one; [R, L]."""
+        total = preferences.shape[-1] * self.average
+        most = seen.clamp(max=total)
+        sure = most.clamp(max=self._least)
+        rest = (total - sure * preferences.shape[-1]).expand(len(preferences), 1)
+        return sure + apportion_rows(
+            _whole(preferences, total), rest, (most - sure).expand(preferences.shape)
+        )
+
+    def _rebalanced(self, wanted: Tensor, held: Tensor, budgets: Tensor) -> Shares:
+        """`rebalance` of layers that want, hold and had so many slots of a head, [L] each."""
+        sure = held.minimum(budgets).clamp(min=self.floor)
+        total = self.average * len(held)
+        rest = (total - sure.sum()).view(1, 1)
+        more = apportion_rows((wanted - sure).clamp(min=0)[None], rest, rest.expand(1, len(held)))
+        budgets = sure + more[0]
+        keeps = EMPTY * (budgets - held).clamp(min=0).sum() <= total
+        return Shares(budgets, torch.where(keeps, held, wanted).minimum(budgets).clamp(min=1))
+
+
+def _whole(shares: Tensor, total: int) -> Tensor:
+    """Whole numbers in proportion to shares [R, L] float32, as large as `apportion_rows` takes.
+
+    Shares far below their row's largest lose the bits that would stand behind its last one.
+    """
+    mantissas, exponents = shares.frexp()  # of 24 bits
+    bits = 62 - (total * shares.shape[-1] ** 2).bit_length()  # of the largest
+    shift = exponents - exponents.amax(-1, keepdim=True) + (bits - 24)
+    whole = (mantissas * (1 << 24)).long()
+    return torch.where(shift < 0, whole >> (-shift).clamp(0, 62), whole << shift.clamp(min=0))

@@ -3,6 +3,8 @@
 A row is a head of a sequence. Heads differ where budgets do, and sequences of one cache where each
 is a conversation of its own length.
 
+Those of a layer are unequal, or those of different layers, which share a pool then.
+
 The host's `Segment`s say the same. What kernels evict they count on the device too, so that both
 agree after each pass, and a CUDA graph serves whatever heads hold; what the host alone has changed
 is told to the device before the next pass.
@@ -11,6 +13,7 @@ is told to the device before the next pass.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -18,11 +21,22 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from kvcap.policies.base import Rows
+from kvcap.runtime.cache.layer_balance import LayerBalance
 from kvcap.runtime.cache.pool import Segment
 
 STEP = 512  # to which the longest row is rounded up: rows of about that length share a CUDA graph
 
 Pins = Callable[[Segment], tuple[int, int]]
+
+
+@dataclass(frozen=True)
+class LayerScores:
+    """What a layer that shares a pool with others found out about a block, until all evict."""
+
+    scores: Tensor  # [B, K, longest]
+    preference: Tensor  # [] float32
+    length: int  # of the block
+    seen: int | Tensor  # tokens read, the block's included
 
 
 class LayerRows(NamedTuple):
@@ -36,16 +50,19 @@ class LayerRows(NamedTuple):
     read_at: Tensor | None  # [B] int32, where the block is read; None: at true positions
     table: RowTable  # of all layers
     always: bool  # a CUDA graph serves whether any are given up or not
+    copied: Rows | None  # where they lie in a copy of the layer's; None: its pool is its own
+    waiting: list[LayerScores]  # of the layers that have read the block and are to evict after it
 
 
 class RowTable:
     """The rows of all capped layers.
 
     Args:
-        layers: their segments, of a head each, or of a sequence; of one pool for each layer.
+        layers: their segments: of all heads, of a head each, or of a sequence; of one pool for each
+            layer, or of one for all.
         pins_of: for each layer, how many first and newest tokens of a segment stay.
-        recents: where slots move between heads, how many newest tokens stay, by the slots of a
-            head.
+        recents: where slots move, how many newest tokens stay, by the slots of a head.
+        balance: moves slots between layers, if they move.
     """
 
     def __init__(
@@ -53,18 +70,21 @@ class RowTable:
         layers: Sequence[Sequence[Segment]],
         pins_of: Sequence[Pins],
         recents: Sequence[int] = (),
+        balance: LayerBalance | None = None,
     ) -> None:
-        self.layers, self._pins_of = layers, pins_of
+        self.layers, self.balance, self._pins_of = layers, balance, pins_of
         self._most = [0] * len(layers)  # slots that a row of each may have
         device, last = layers[0][0].pool.keys.device, layers[0][-1]
         self.batch = last.row + last.batch
-        count = sum(s.batch * s.heads for s in layers[0])
+        self.count = count = sum(s.batch * s.heads for s in layers[0])  # of a layer
         with torch.inference_mode(False):  # ordinary tensors may be written to in any mode
-            shape = len(layers), 5 * count + 1
+            shape = len(layers), 5 * count + 2
             self._numbers = torch.zeros(shape, dtype=torch.int32, device=device)
             self._recents = torch.tensor(recents, dtype=torch.int32, device=device)
-        parts = self._numbers.split((count + 1, count, count, 2 * count), dim=1)
-        self.starts, self.held, self.targets, pins = parts
+            self.preferences = self._numbers[:, -1].view(torch.float32)
+            """How much each layer wants slots [L], where they move between layers; NaN: untold."""
+        parts = self._numbers.split((count + 1, count, count, 2 * count, 1), dim=1)
+        self.starts, self.held, self.targets, pins, _ = parts
         self.pins = pins.unflatten(1, (count, 2))
         self.seen: int | None = None
         """Tokens read when host and device last agreed; None: the host has changed something."""
@@ -75,23 +95,31 @@ class RowTable:
         Where it `divided` slots anew the device alone did: the host waits for it, and is told.
         """
         if divided and not isinstance(self._numbers, FakeTensor):  # of a rehearsal nothing is known
+            numbers, count = self._numbers.cpu(), self.count
             for index, (segments, told) in enumerate(
-                zip(self.layers, self._numbers.tolist(), strict=True)
+                zip(self.layers, numbers.tolist(), strict=True)
             ):
-                count = len(segments)
-                held, targets = told[count + 1 :], told[2 * count + 1 :]
-                for i, segment in enumerate(segments):
-                    segment.start, end = told[i : i + 2]
+                held, targets, row = told[count + 1 :], told[2 * count + 1 :], 0
+                for segment in segments:
+                    segment.start, end = told[row : row + 2]
                     segment.budget = end - segment.start - segment.block
-                    segment.held, segment.target_length = held[i], targets[i]
+                    segment.held, segment.target_length = held[row], targets[row]
+                    row += segment.batch * segment.heads
                 self._most[index] = max(*held[:count], *targets[:count])
+            if self.balance is not None:
+                told = numbers[:, -1].view(torch.float32).tolist()
+                self.balance.preferences = [None if p != p else p for p in told]
         self.seen = seen
 
     def tell(self, seen: int) -> None:
         """Have the device agree with the host, which has read so many tokens."""
         if self.seen != seen:
             numbers = [self._of(i, segments) for i, segments in enumerate(self.layers)]
-            self._numbers.copy_(torch.tensor(numbers, dtype=torch.int32))
+            told = torch.tensor(numbers, dtype=torch.int32)
+            if self.balance is not None:
+                each = [float("nan") if p is None else p for p in self.balance.preferences]
+                told[:, -1].view(torch.float32).copy_(torch.tensor(each))
+            self._numbers.copy_(told)
             self.seen = seen
 
     def _of(self, index: int, segments: Sequence[Segment]) -> list[int]:
@@ -103,13 +131,25 @@ class RowTable:
         found += [s.held for s, _ in rows]
         found += [s.target_length for s, _ in rows]
         pins = [(self._pins_of[index](s), s.batch * s.heads) for s in segments]
-        return found + [n for those, count in pins for n in count * those]
+        return [*found, *(n for those, count in pins for n in count * those), 0]
 
     def divide(self, index: int, starts: Tensor, budgets: Tensor) -> None:
         """Give a layer's rows these places [B·K + 1] and slots [B·K], on the device alone."""
         self.starts[index].copy_(starts)
         self.targets[index].copy_(budgets)
         self.pins[index, :, 1].copy_(self._recents.index_select(0, budgets))
+
+    def share_out(self, starts: Tensor, held: Tensor, targets: Tensor, preferences: Tensor) -> None:
+        """Give all layers' rows these places [L·B·K + 1], slots in use [L·B·K] and targets [L].
+
+        On the device alone, as what layers prefer [L] from now on.
+        """
+        self.starts.copy_(starts.unfold(0, self.count + 1, self.count))
+        self.held.copy_(held.view(self.held.shape))
+        self.targets.copy_(targets[:, None].expand(self.targets.shape))
+        recents = self._recents.index_select(0, targets)[:, None]
+        self.pins[..., 1].copy_(recents.expand(self.targets.shape))
+        self.preferences.copy_(preferences)
 
     def longest(self, length: int) -> int:
         """No row is longer once it has read so many tokens more; the same for rows of about it.
@@ -137,7 +177,19 @@ class RowPass:
         each = table.held.unflatten(1, (table.batch, -1))  # [L, B, K]
         self.read_at = each.amax((0, 2)) if compact else None
         """Behind the longest row of each sequence, on the device [B]."""
+        self.waiting: list[LayerScores] = []
+        """What layers that evict together found out so far."""
         self._after: dict[int, Tensor] = {}
+        self._copied: Tensor | None = None  # where rows begin in a layer's copy
+        if table.balance is not None:
+            places = torch.arange(table.count + 1, dtype=torch.int32, device=table.held.device)
+            self._copied = places * longest
+
+    def after(self, length: int) -> Tensor:
+        """Slots of all rows [L, B·K] int32, with those of the pass's one block."""
+        if length not in self._after:
+            self._after[length] = self.table.held + length
+        return self._after[length]
 
     def first(self, seen: int | Tensor) -> int | Tensor:
         """Where tokens are read first: after those `seen`, or [B, 1] at compact positions."""
@@ -146,13 +198,11 @@ class RowPass:
     def of(self, index: int, length: int, alone: bool) -> LayerRows:
         """A layer's rows, to which so many tokens are appended; `alone` as the pass's one block."""
         table = self.table
-        if not alone:
-            after = table.held[index] + length
-        else:
-            if length not in self._after:
-                self._after[length] = table.held + length
-            after = self._after[length][index]
+        after = self.after(length)[index] if alone else table.held[index] + length
         starts, held = table.starts[index], table.held[index]
         before, rows = Rows(starts, held, self.most), Rows(starts, after, self.most)
-        those = table.targets[index], table.pins[index], self.read_at, table, self.always
-        return LayerRows(before, rows, held, *those)
+        copied = None if self._copied is None else Rows(self._copied, after, self.most)
+        return LayerRows(
+            before, rows, held, table.targets[index], table.pins[index], self.read_at, table,
+            self.always, copied, self.waiting,
+        )  # fmt: skip

@@ -42,6 +42,10 @@ class SideStream:
 
     def __exit__(self, *error: object) -> None:
         """Wait for all streams, after an error too: torch ends no capture with open branches."""
+        self.join()
+
+    def join(self) -> None:
+        """Wait for all that layers run on their streams."""
         self.next_layer()
         for event, _ in list(self._before)[-len(self._streams) :]:  # the last of every stream
             torch.cuda.current_stream().wait_event(event)
@@ -146,6 +150,11 @@ class ForwardContext:
         if self.stream is not None:
             self.stream.rejoin()
 
+    def join(self) -> None:
+        """Wait for what all layers run on other streams."""
+        if self.stream is not None:
+            self.stream.join()
+
     @property
     def token_counter(self) -> Tensor | None:
         """Inside a CUDA graph: how many tokens were read before the block, on the device [].
@@ -204,7 +213,7 @@ class PendingBlock:
     rows: LayerRows | None = None
     """Where the heads of the layer lie, if they are unequal and kernels read them."""
     turn: Tensor | None = None
-    """Of such heads, by how much each rotates the block back, [B·K, 2, R/2]."""
+    """Of such heads, by how far each rotates the block back, [B, K] int32."""
     new_values: Tensor | None = None
     """Its values [B, K, T, D], where kernels read on the device behind which slots they lie."""
     shown: Any = None

@@ -15,6 +15,7 @@ from interpreted import DEVICE, pytestmark  # noqa: F401
 import kvcap
 from kvcap import kernels
 from kvcap.kernels import keydiff, rows, window
+from kvcap.kernels import rotate as rotate_kernel
 from kvcap.kernels.arguments import Pins
 from kvcap.policies.base import Observation, Rows
 from kvcap.policies.base.order import lowest
@@ -143,6 +144,35 @@ def test_a_token_evicts_one_slot_of_the_rows_that_are_full(lengths, targets):
             assert torch.equal(one, other)
 
 
+@pytest.mark.parametrize("size", [8, 24])
+def test_large_buffers_are_moved_by_columns(size, monkeypatch):
+    monkeypatch.setattr(rows, "MOST_COPIED", 0)
+    source = torch.arange(70)
+    source[:50] = torch.randperm(50, generator=torch.Generator().manual_seed(0))
+    for kind in (torch.float32, torch.bfloat16):
+        x = random(70, size).to(kind)
+        before = x.clone()
+        rows._gather(x, source.int().to(DEVICE))
+        assert torch.equal(x, before[source.to(DEVICE)])
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_rows_of_keys_are_copied_and_rotated(interleaved):
+    layer = Layer([40, 7, 30], [40, 7, 30])
+    rotation = Rotation(0.1 ** torch.arange(3), 9, DEVICE, interleaved=interleaved)
+    longest, shift = layer.longest, layer.pool.aux["shift"]
+    values = rows.copied(layer.pool.values, layer.rows).view(3, longest, 8)
+    keys = rows.copied(
+        layer.pool.keys, layer.rows, shift, rotation.table, interleaved=interleaved
+    ).view(3, longest, 8)
+    for k, segment in enumerate(layer.segments):
+        n = layer.lengths[k]
+        assert torch.equal(values[k, :n], segment.values[0, 0])
+        with kernels.use("eager"):
+            expected = rotation.back(segment.keys, segment.aux("shift"))[0, 0]
+        torch.testing.assert_close(keys[k, :n], expected, rtol=1e-5, atol=1e-6)
+
+
 def test_numbers_of_slots_are_copied_and_put_back():
     layer = Layer([40, 7, 30], [40, 7, 30])
     mass = layer.pool.aux["mass"]
@@ -219,7 +249,8 @@ class Graph:
 
 def read(policy, positions, choice, captured=False):
     ids = 3 + torch.randperm(60, generator=torch.Generator().manual_seed(0))[None, :53].to(DEVICE)
-    model = tiny_model("llama", num_hidden_layers=1, vocab_size=64).to(DEVICE)
+    layers = 3 if "cake" in policy else 1
+    model = tiny_model("llama", num_hidden_layers=layers, vocab_size=64).to(DEVICE)
     base, _, heads = policy.partition("+")
     eviction = small_policy(heads or base, model.config)
     if heads:
@@ -244,7 +275,7 @@ def read(policy, positions, choice, captured=False):
 @pytest.mark.parametrize(
     ("policy", "positions"),
     [("criticalkv-adakv", "compact"), ("duoattention", "true"), ("h2o+headkv", "compact"),
-     ("knorm+adakv", "true")],
+     ("knorm+adakv", "true"), ("cake", "compact"), ("cake", "true"), ("dropkv+cake", "compact")],
 )  # fmt: skip
 def test_the_same_tokens_stay_as_eagerly(policy, positions):
     eager, kept, _, held = read(policy, positions, "eager")
@@ -324,11 +355,11 @@ def test_blocks_that_cannot_be_captured_leave_tokens_their_graphs(monkeypatch):
     assert graphs.refused is None
 
 
-@pytest.mark.slow(keep=1)
+@pytest.mark.slow(keep=2)
 @pytest.mark.skipif(DEVICE == "cuda", reason="there graphs are captured")
 @pytest.mark.parametrize(
     ("policy", "lengths"),
-    [("adakv", {1, 16}), ("headkv", {1, 16}), ("criticalkv-adakv", {1, 16})],
+    [("adakv", {1, 16}), ("cake", {1, 16}), ("headkv", {1, 16}), ("criticalkv-adakv", {1, 16})],
 )
 def test_what_is_captured_is_what_is_read(policy, lengths, monkeypatch):
     """Capturing does the work here, so that each graph serves once."""
@@ -356,10 +387,11 @@ def test_what_is_captured_is_what_is_read(policy, lengths, monkeypatch):
     # Captured in an empty cache it serves a full one: keys and queries are rotated.
     cache, rotated = graphs[0].cache, []
     cache.reset()
-    back = Rotation.back
-    monkeypatch.setattr(Rotation, "back", lambda *x: rotated.append(x[1].shape) or back(*x))
+    turn = rotate_kernel._rotate
+    monkeypatch.setattr(rotate_kernel, "_rotate", lambda *x: rotated.append(x[1].shape) or turn(*x))
     length = max(lengths)
     cache.pin([(43, 44)] if length == 1 else [])  # as when such a pass was prepared
     with kernels.use("triton"):
         assert graphs[0].read(torch.full((1, length), 5), need_logits=length == 1) is not None
-    assert len(rotated) == 2
+    # The queries and keys of the block, all keys, and the window of queries.
+    assert len(rotated) == 4 * len(cache.capped_layers)

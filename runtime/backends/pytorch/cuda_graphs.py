@@ -54,7 +54,7 @@ class BlockGraphs:
         self.decoder = None if self.refused else self._decoder()
         """What is captured in the model's place; None: the model itself is."""
         self._warm: set[PassKind] = set()  # read once without a graph, so that they can be captured
-        self._divides_eagerly = False  # blocks after which heads share slots out anew
+        self._shares_out_eagerly = False  # blocks after which slots move
 
     def _decoder(self) -> Decoder | None:
         return decoder_of(self.model)
@@ -92,14 +92,14 @@ class BlockGraphs:
                 self.captured[kind] = BlockGraph(model, cache, ids, kind, pool)
             except RuntimeError as error:
                 cache.counters = before
-                if cache.layout.divides(kind.length):
-                    self._divides_eagerly = True  # a policy may read numbers; tokens have graphs
+                if cache.shares_out(kind.length):
+                    self._shares_out_eagerly = True  # a policy may read numbers; tokens have graphs
                 else:
                     self.refused = f"capture failed: {first_line(error)}"
                 return None
         logits = self.captured[kind].replay(ids, seen)
         if table is not None:
-            table.agreed(cache.seen, cache.layout.divides(kind.length))
+            cache.agree(table, kind.length)
         return logits
 
     def warm_up(self, ids: Tensor, need_logits: bool = True) -> Any:
@@ -152,7 +152,7 @@ class BlockGraphs:
         """The same where kernels read where unequal rows lie, and whether they are full."""
         cache = self.cache
         table = cache.row_table()
-        if table is None or (self._divides_eagerly and cache.layout.divides(length)):
+        if table is None or (self._shares_out_eagerly and cache.shares_out(length)):
             return None
         if length > cache.room and not steady(cache, length):
             return None
@@ -216,6 +216,7 @@ class BlockGraph:
                 use_cache=True,
                 logits_to_keep=last,
             ).logits.flatten(0, 1)
+            cache.evict_together()
         self.pool, self.last = self.graph.pool(), last  # read by the graph, as is `on_device`
         self.on_device = [layer.on_device for layer in cache.capped_layers]
 

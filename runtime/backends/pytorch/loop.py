@@ -143,7 +143,8 @@ class BlockLoop(Loop):
                     logits_to_keep=wanted,
                 )
                 if table is not None:
-                    table.agreed(cache.seen, cache.layout.divides(tokens))
+                    cache.evict_together()
+                    cache.agree(table, tokens)
         self.peak_bytes = max(self.peak_bytes, cache.nbytes)
         return cast(Tensor, out.logits)
 

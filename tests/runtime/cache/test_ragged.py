@@ -16,7 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import kvcap
 from kvcap.policies import Eviction, load_policy
-from kvcap.policies.base import HeadBudget, LayerBudget, apportion
+from kvcap.policies.base import HeadBudget, LayerBudget
 from kvcap.runtime.backends.pytorch.loop import BlockLoop
 from kvcap.runtime.cache.pool import Segment, SlotPool, resize
 
@@ -186,8 +186,8 @@ class Swing(LayerBudget):
         first = (obs.num_tokens // 40) % 2 == 0
         return torch.tensor(3.0 if first == (obs.layer == 0) else 1.0)
 
-    def resplit(self, preferences: Any, budget: int, most: Any, pinned: int) -> list[int]:
-        return apportion(preferences, budget * len(preferences), most)
+    def least(self, budget: int, pinned: int) -> int:
+        return 0
 
 
 @pytest.mark.parametrize("positions", ["compact", "true"])
