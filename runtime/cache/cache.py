@@ -397,10 +397,18 @@ class BudgetCache(Cache):  # type: ignore[misc]
         layers, shape = self.capped_layers, self.layout.shape
         if self.evict_every > 1 or shape.slides or shape.latent:
             return False
-        least = 1 if self.layout.pooled else 2
+        least = 1 if self.layout.pooled or self._partly_full else 2
         if any(len(layer.segments) < least or layer.readers > 1 for layer in layers):
             return False
         return self.covers_rows()
+
+    @property
+    def _partly_full(self) -> bool:
+        """Whether some layers are full while others, which may hold more, fill their slots."""
+        if self.eviction.layer_budget is None or self.layout.ragged:
+            return False
+        full = [s.held >= s.target_length for x in self.capped_layers for s in x.segments]
+        return any(full) and not all(full)
 
     def covers_rows(self) -> bool:
         """Whether kernels can read on the device where slots lie and how many are in use."""

@@ -321,6 +321,36 @@ def test_the_host_is_told_what_the_device_knows():
     assert table.longest(16) == 528
 
 
+@pytest.mark.parametrize("positions", ["compact", "true"])
+@pytest.mark.parametrize("policy", ["pyramidkv", "h2o+pyramidkv"])
+def test_layers_that_are_full_beside_layers_that_fill_are_read_by_rows(policy, positions):
+    """Then all are full, and read as any others; the same stays as eagerly."""
+    ids = 3 + torch.randperm(90, generator=torch.Generator().manual_seed(0))[None, :78].to(DEVICE)
+    model = tiny_model("llama", num_hidden_layers=3, vocab_size=96).to(DEVICE)
+    base, _, layers = policy.partition("+")
+    eviction = small_policy(layers or base, model.config)
+    if layers:
+        eviction = replace(eviction, policy=small_policy(base, model.config).policy)
+    found, by_rows = [], []
+    for choice in ("triton", "eager"):
+        cache = kvcap.BudgetCache(model.config, 24, 8, eviction, positions=positions)
+        cache.allocate(1, torch.float32, DEVICE)
+        loop, logits = BlockLoop(model, cache, graphs=False), []
+        loop.graphs = cuda_graphs.BlockGraphs(model, cache) if choice == "triton" else None
+        if loop.graphs is not None:
+            loop.graphs.read = lambda *_: None  # nothing is captured
+        with kernels.use(choice):
+            for start, stop in ((0, 16), (16, 24), (24, 25), (25, 33), (33, 70), (70, 71)):
+                by_rows.append(cache.by_rows())
+                logits.append(loop.prefill(ids[:, start:stop]))
+        segments = [s for layer in cache.capped_layers for s in layer.segments]
+        kept = [[sorted(head) for head in s.positions[0].tolist()] for s in segments]
+        found.append((torch.stack(logits), kept, cache.counters))
+    assert by_rows == [False, True, True, True, True, False] + 6 * [False]
+    assert found[0][1:] == found[1][1:]
+    torch.testing.assert_close(found[0][0], found[1][0], rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("policy", ["headkv", "adakv"])
 def test_what_tells_the_device_of_rows_does_not_keep_the_cache(policy):
     """A session leaves its cache to the next one where nobody else refers to it."""
