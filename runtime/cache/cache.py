@@ -466,13 +466,13 @@ class BudgetCache(Cache):  # type: ignore[misc]
     def agree(self, table: RowTable, tokens: int) -> None:
         """After a pass of so many tokens over rows, host and device agree where they lie.
 
-        Of single tokens both know what they do. Layers that are not full after the block before
-        are given what is empty by the host then.
+        Of single tokens both know what they do. While layers are not full after the block before,
+        the host gives them what is empty whenever the last one evicts.
         """
+        evicted = tokens == 1 and table.last_is_full
         table.agreed(self.seen, self.shares_out(tokens))
-        balance = self.balance
-        full = balance is None or tokens > 1 or balance.settled
-        if balance is not None and not full and balance.rebalance(self.seen):
+        moves = self.balance is not None and evicted and not self.balance.settled
+        if self.balance is not None and moves and self.balance.rebalance(self.seen):
             table.seen = None
 
     def _recents(self) -> list[int]:

@@ -86,6 +86,8 @@ class RowTable:
         parts = self._numbers.split((count + 1, count, count, 2 * count, 1), dim=1)
         self.starts, self.held, self.targets, pins, _ = parts
         self.pins = pins.unflatten(1, (count, 2))
+        self.last_is_full = False
+        """Whether the last layer held all it may when host and device last agreed."""
         self.seen: int | None = None
         """Tokens read when host and device last agreed; None: the host has changed something."""
 
@@ -109,7 +111,7 @@ class RowTable:
             if self.balance is not None:
                 told = numbers[:, -1].view(torch.float32).tolist()
                 self.balance.preferences = [None if p != p else p for p in told]
-        self.seen = seen
+        self._agree(seen)
 
     def tell(self, seen: int) -> None:
         """Have the device agree with the host, which has read so many tokens."""
@@ -120,7 +122,12 @@ class RowTable:
                 each = [float("nan") if p is None else p for p in self.balance.preferences]
                 told[:, -1].view(torch.float32).copy_(torch.tensor(each))
             self._numbers.copy_(told)
-            self.seen = seen
+            self._agree(seen)
+
+    def _agree(self, seen: int) -> None:
+        """Note that host and device agree after so many tokens."""
+        last = self.layers[-1][-1]
+        self.seen, self.last_is_full = seen, last.held >= last.target_length
 
     def _of(self, index: int, segments: Sequence[Segment]) -> list[int]:
         """One layer's numbers."""

@@ -285,6 +285,28 @@ def test_the_same_tokens_stay_as_eagerly(policy, positions):
     torch.testing.assert_close(found, eager, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
+def test_layers_hold_and_have_what_they_do_eagerly():
+    """After every token, too, which fill what a block left empty; of two sequences."""
+    g, states = torch.Generator().manual_seed(3), []
+    ids = torch.stack([3 + torch.randperm(190, generator=g) for _ in range(2)]).to(DEVICE)
+    for choice in ("eager", "triton"):
+        model = tiny_model("llama", num_hidden_layers=3, vocab_size=200).to(DEVICE)
+        cache = kvcap.BudgetCache(model.config, 24, 8, small_policy("cake", model.config))
+        cache.allocate(2, torch.float32, DEVICE)
+        found = []
+        with kernels.use(choice):
+            loop = BlockLoop(model, cache, graphs=False)
+            for start, stop, length in ((0, 61, 8), (61, 66, 1), (66, 80, 8), (80, 84, 1)):
+                for first in range(start, stop, length):
+                    loop.read(ids[:, first : min(first + length, stop)])
+                    each = [layer.segments[0] for layer in cache.capped_layers]
+                    found += [(s.start, s.budget, s.held, s.target_length) for s in each]
+        found += [sorted(x.tolist()) for s in each for x in s.positions.flatten(0, 1)]
+        states.append(found)
+    assert states[0] == states[1]
+
+
 class Stream:
     """Whose work is done when it is asked for."""
 
