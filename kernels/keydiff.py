@@ -17,7 +17,7 @@ from torch import Tensor
 from kvcap.kernels.device import address, multiprocessors, on_gpu, power_of_two
 from kvcap.kernels.launch import empty, launch, run
 from kvcap.kernels.token import REGISTERS
-from kvcap.kernels.turn_triton import halves, turned_back
+from kvcap.kernels.turn_triton import halves, turned_by
 from kvcap.policies.base import Rows
 
 MOST_FEW = 2**17  # rows of keys, below which shorter programs are faster
@@ -98,16 +98,19 @@ def _cosine_turned(k_ptr, sum_ptr, out_ptr, shift_ptr, table_ptr, starts, length
         if tl.program_id(0) * N >= n:
             return
     HALF: tl.constexpr = D // 2
+    slots = tl.program_id(0) * N + tl.arange(0, N)
+    held = (slots < n)[:, None]
+    # All that waits for nothing is on its way before the first of it is there.
+    a, b = halves(k_ptr + slots.to(tl.int64)[:, None] * k_n, held, HALF, HALF_PAD)
+    back = tl.load(shift_ptr + slots, slots < n, 0)
     i = tl.arange(0, PARTS)
     sums = sum_ptr + (row * parts + i)[:, None] * D
     anchor_a, anchor_b = halves(sums, (i < parts)[:, None], HALF, HALF_PAD)
+    a, b = turned_by(a, b, back, table_ptr, slots < n, HALF, HALF_PAD, WIDEN)
     anchor_a, anchor_b = tl.sum(anchor_a, 0) / n, tl.sum(anchor_b, 0) / n
     length = tl.sqrt(tl.sum(anchor_a * anchor_a + anchor_b * anchor_b, 0))
     length = tl.maximum(length, EPSILON)
     anchor_a, anchor_b = anchor_a / length, anchor_b / length
-    slots = tl.program_id(0) * N + tl.arange(0, N)
-    keys = k_ptr + slots.to(tl.int64)[:, None] * k_n
-    a, b = turned_back(keys, shift_ptr + slots, table_ptr, slots < n, HALF, HALF_PAD, True, WIDEN)
     a, b = a.to(tl.float32), b.to(tl.float32)
     along = tl.sum(a * anchor_a[None, :] + b * anchor_b[None, :], 1)
     inverse = tl.rsqrt(tl.maximum(tl.sum(a * a + b * b, 1), EPSILON * EPSILON))

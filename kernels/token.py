@@ -17,11 +17,12 @@ from torch import Tensor
 
 from kvcap.kernels import append, decode
 from kvcap.kernels.arguments import aux, strides
-from kvcap.kernels.device import on_gpu, overlapping, power_of_two
+from kvcap.kernels.device import on_gpu, overlapping, power_of_two, target
 from kvcap.kernels.launch import run
 from kvcap.policies.base import Rows
 
 MOST_GROUP = 16
+ROOMY = 224 * 1024  # bytes of shared memory, of which a program with five stages takes 105 K
 # Of a thread, so that a multiprocessor begins one of these beside five programs of the product
 # before it (kernels/linear.py): 65,536 less 5 · 128 threads · 64, by 128.
 REGISTERS = 192
@@ -36,6 +37,18 @@ def covers(query: Tensor, key: Tensor, value: Tensor, buffers: Sequence[Tensor])
     if query.shape[2] != 1 or group > MOST_GROUP or size % 2:
         return False
     return append.covers(key, value, buffers) and decode.covers(query, buffers[0], buffers[1])
+
+
+def tile_of(row_bytes: int, device: torch.device) -> decode.Tile:
+    """How slots are read: more blocks are under way where two programs have the memory for it.
+
+    Args:
+        row_bytes: of a key.
+        device: of the slots.
+    """
+    found, gpu = decode.tile_of(row_bytes), target(device)
+    roomy = gpu is not None and gpu.shared_memory >= ROOMY
+    return found._replace(stages=5) if roomy and found.block == 64 else found
 
 
 def attend(
@@ -54,7 +67,6 @@ def attend(
     *,
     tile: decode.Tile | None = None,
     most_parts: int | None = None,
-    apart: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Write a token into the slot behind those in use, and attend to all of them.
 
@@ -80,10 +92,9 @@ def attend(
         read_at: with `rows` and `turn`, integers on the device [B]: the position that a sequence's
             angles turn to. The token counts as its row's next, so far before that.
         tile: how slots are read, where it is tried out (`kvcap bench token`), as are those below;
-            by default as `decode.tile_of` says.
+            by default as `tile_of` says.
         most_parts: into how many parts the slots are cut at most; by default those that are done
             the soonest.
-        apart: halves of keys are read one after the other, not at once.
 
     Returns:
         What it attends to, [B, H, 1, D], the rotated query, likewise, and sums of parts of the
@@ -100,7 +111,7 @@ def attend(
     else:
         slots, row_slots = rows.longest, 0
         tiles = min(count, len(buffers[2]) / slots)  # rows, were all as long as the longest
-    tile = tile or decode.tile_of(size * query.element_size())
+    tile = tile or tile_of(size * query.element_size(), query.device)
     blocks = -(-slots // tile.block)
     if most_parts is None:
         blocks = decode.blocks_in_part(blocks, tiles, tile, query.device)
@@ -128,7 +139,7 @@ def attend(
             angle_b=0 if cos.shape[0] == 1 else size,
             KV_HEADS=kv_heads, GROUP=group, ROWS=MOST_GROUP, SIZE=size, HALF=size // 2,
             HALF_PAD=power_of_two(size, 32) // 2, BLOCK=tile.block, MORE=blocks > 1,
-            STAGES=tile.stages, APART=apart, WIDEN=not on_gpu(query), num_warps=tile.warps,
+            STAGES=tile.stages, WIDEN=not on_gpu(query), num_warps=tile.warps,
             maxnreg=REGISTERS if blocks == 1 else None,
             **overlapping(query.device),
         )  # fmt: skip

@@ -6,7 +6,7 @@ import triton.language as tl
 
 from kvcap.kernels.append_triton import clear
 from kvcap.kernels.decode_triton import dot
-from kvcap.kernels.turn_triton import halves, made, turned, turned_back
+from kvcap.kernels.turn_triton import halves, made, turned, turned_by
 
 # Where a token goes differs from segment to segment, which must not compile anew.
 _PLACES = ["positions", *(f"aux_{i}" for i in range(6)), "shift", "time", "slots", "chunk"]
@@ -20,7 +20,6 @@ def _held(
     HALF: tl.constexpr,
     HALF_PAD: tl.constexpr,
     BLOCK: tl.constexpr,
-    APART: tl.constexpr,
     WIDEN: tl.constexpr,
 ):  # fmt: skip
     """Some slots: halves of keys where they count now [BLOCK, HALF_PAD], and values."""
@@ -28,11 +27,13 @@ def _held(
     held = slot < end
     d = tl.arange(0, 2 * HALF_PAD)[None, :]
     at = keys + slot[:, None] * SIZE
+    # Keys come from far, and wait for nothing: they are on their way while shifts are read.
+    a, b = halves(at, held[:, None], HALF, HALF_PAD)
     if shift is None:
-        a, b = halves(at, held[:, None], HALF, HALF_PAD, APART)
         a, b = made(a, WIDEN), made(b, WIDEN)
     else:
-        a, b = turned_back(at, shift + slot, table, held, HALF, HALF_PAD, APART, WIDEN)
+        back = tl.load(shift + slot, held, 0)
+        a, b = turned_by(a, b, back, table, held, HALF, HALF_PAD, WIDEN)
     v = tl.load(values + slot[:, None] * SIZE + d, held[:, None] & (d < SIZE), 0.0)
     return a, b, v
 
@@ -97,7 +98,6 @@ def attend_part(
     BLOCK: tl.constexpr,
     MORE: tl.constexpr,  # a part has several blocks
     STAGES: tl.constexpr,
-    APART: tl.constexpr,  # halves of keys are read one after the other
     OVERLAP: tl.constexpr,  # launched before the query is there, and what follows before it ends
     WIDEN: tl.constexpr,  # dot products of float32, as triton's interpreter has none of bfloat16
 ):  # fmt: skip
@@ -164,7 +164,7 @@ def attend_part(
         shift += first_slot
     # Slots do not wait for the query: the first are on their way before it is there.
     k_a, k_b, v = _held(
-        keys, values, shift, table, begin, end, SIZE, HALF, HALF_PAD, BLOCK, APART, WIDEN
+        keys, values, shift, table, begin, end, SIZE, HALF, HALF_PAD, BLOCK, WIDEN
     )  # fmt: skip
     if sums is not None:
         sum_a, sum_b = _added(k_a, BLOCK, HALF_PAD), _added(k_b, BLOCK, HALF_PAD)
@@ -181,7 +181,7 @@ def attend_part(
     if MORE:
         for first in tl.range(begin + BLOCK, end, BLOCK, num_stages=STAGES):
             k_a, k_b, v = _held(
-                keys, values, shift, table, first, end, SIZE, HALF, HALF_PAD, BLOCK, APART, WIDEN
+                keys, values, shift, table, first, end, SIZE, HALF, HALF_PAD, BLOCK, WIDEN
             )  # fmt: skip
             if sums is not None:
                 sum_a += _added(k_a, BLOCK, HALF_PAD)

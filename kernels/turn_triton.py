@@ -6,20 +6,11 @@ import triton.language as tl
 
 
 @triton.jit
-def halves(
-    x, real, HALF: tl.constexpr, HALF_PAD: tl.constexpr, APART: tl.constexpr = False
-):  # fmt: skip
-    """Halves of rows at x [N, 1] that are `real`, two of [N, HALF_PAD], read at once or APART."""
-    if APART:
-        place = tl.arange(0, HALF_PAD)[None, :]
-        inside = real & (place < HALF)
-        a = tl.load(x + place, inside, 0.0)
-        b = tl.load(x + HALF + place, inside, 0.0)
-    else:
-        h, half = tl.arange(0, HALF_PAD)[None, :, None], tl.arange(0, 2)[None, None, :]
-        both = tl.load(x[:, :, None] + h + half * HALF, real[:, :, None] & (h < HALF), 0.0)
-        a, b = tl.split(both)
-    return a, b
+def halves(x, real, HALF: tl.constexpr, HALF_PAD: tl.constexpr):
+    """Halves of rows at x [N, 1] that are `real`, two of [N, HALF_PAD]."""
+    place = tl.arange(0, HALF_PAD)[None, :]
+    inside = real & (place < HALF)
+    return tl.load(x + place, inside, 0.0), tl.load(x + HALF + place, inside, 0.0)
 
 
 @triton.jit
@@ -46,20 +37,17 @@ def turned(a, b, cos, sin):
 
 
 @triton.jit
-def turned_back(
-    keys,  # at slots [N, 1]
-    shift,  # at slots [N]
+def turned_by(
+    a, b,
+    back,  # [N] integers
     table,  # [span, 2, HALF]
     held,  # [N], which there are
     HALF: tl.constexpr,
     HALF_PAD: tl.constexpr,
-    APART: tl.constexpr,
     WIDEN: tl.constexpr,
-):
-    """Halves of keys, rotated back by their slots' shifts."""
-    # Keys come from far, and wait for nothing: they are on their way while shifts are read.
-    a, b = halves(keys, held[:, None], HALF, HALF_PAD, APART)
-    back = tl.load(shift, held, 0).to(tl.int64)
-    cos, sin = halves(table + back[:, None] * (2 * HALF), held[:, None], HALF, HALF_PAD, APART)
+):  # fmt: skip
+    """Halves of rows [N, HALF_PAD], rotated back by so many positions."""
+    at = table + back.to(tl.int64)[:, None] * (2 * HALF)
+    cos, sin = halves(at, held[:, None], HALF, HALF_PAD)
     a, b = turned(a, b, cos, -sin)
     return made(a, WIDEN), made(b, WIDEN)

@@ -2,12 +2,11 @@
 
 Layers of Llama-3.2-3B's shape, bfloat16, whose slots are full: a token is rotated, appended and
 attended to (`kernels/token.py`), and KeyDiff gives up a slot. Variants read `block` slots at once,
-have `stages` of such blocks under way, cut a head's slots into `parts`, and read halves of keys at
-once or `apart`, which lets them lie otherwise in shared memory; each batch's first row is as the
-runtime has it. `median_ms` is one layer's attention within a CUDA graph, `evicting_ms` that and the
-eviction; inputs rotate through 512 MiB, so that none is found in the chip's cache. The floor is one
-read of all slots, at the bandwidth that a sum over 4 GiB reached in the same run. Variants that
-take more shared memory than there is are left out. Reads `budgets`.
+have `stages` of such blocks under way, and cut a head's slots into `parts`; each batch's first row
+is as the runtime has it. `median_ms` is one layer's attention within a CUDA graph, `evicting_ms`
+that and the eviction; inputs rotate through 512 MiB, so that none is found in the chip's cache. The
+floor is one read of all slots, at the bandwidth that a sum over 4 GiB reached in the same run.
+Variants that take more shared memory than there is are left out. Reads `budgets`.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ SPARE = 512  # slots of a block, behind those that stay
 MOVED = 2048  # by how much keys may move while they are timed
 DEFAULTS = {"budgets": (2048,)}
 COLUMNS = (
-    "batch", "slots", "block", "stages", "warps", "parts", "apart", "median_ms", "evicting_ms",
+    "batch", "slots", "block", "stages", "warps", "parts", "median_ms", "evicting_ms",
     "floor_ms", "of_read",
 )  # fmt: skip
 
@@ -49,7 +48,6 @@ class Variant:
     stages: int
     warps: int
     parts: int | None = None
-    apart: bool = False
 
 
 def run(options: Options) -> Result:
@@ -77,14 +75,13 @@ def run(options: Options) -> Result:
     return Result("token", COLUMNS, rows, {**machine, **sizes, "fastest": fastest})
 
 
-def variants() -> list[Variant]:
+def variants(device: str = "cuda") -> list[Variant]:
     """That of the runtime first; then those that differ from it in one or two respects."""
-    tile = decode.tile_of(SIZE * DTYPE.itemsize)
+    tile = token.tile_of(SIZE * DTYPE.itemsize, torch.device(device))
     usual = Variant(tile.block, tile.stages, tile.warps)
     found = [usual]
     found += [replace(usual, block=n, stages=s) for n in (32, 64, 128) for s in (2, 3, 5)]
     found += [replace(usual, parts=n, stages=s) for n in (2, 4, 8, 16, 32) for s in (3, 5)]
-    found += [replace(usual, apart=True, block=n, stages=s) for n in (32, 64) for s in (2, 3, 5)]
     found += [replace(usual, warps=w, stages=s) for w in (2, 8) for s in (3, 5)]
     return list(dict.fromkeys(found))
 
@@ -130,7 +127,7 @@ class Layer:
         query, key, value = self.token
         out, _, sums = token.attend(
             query, key, value, self.angles, self.time, buffers, size**-0.5, turn, summed=True,
-            tile=tile, most_parts=variant.parts, apart=variant.apart,
+            tile=tile, most_parts=variant.parts,
         )  # fmt: skip
         assert sums is not None
         return out, sums

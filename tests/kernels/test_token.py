@@ -191,8 +191,8 @@ def test_a_fault_is_noticed(fault, dtype):
 
 @pytest.mark.parametrize("moved", [True, False])
 @pytest.mark.parametrize("how", [
-    {"tile": decode.Tile(32, 5, 4, 2)}, {"tile": decode.Tile(128, 2, 8, 2)}, {"apart": True},
-    {"most_parts": 1}, {"most_parts": 3, "apart": True}, {"most_parts": 100},
+    {"tile": decode.Tile(32, 5, 4, 2)}, {"tile": decode.Tile(128, 2, 8, 2)},
+    {"most_parts": 1}, {"most_parts": 3}, {"most_parts": 100},
 ], ids=str)  # fmt: skip
 def test_how_slots_are_read_changes_no_more_than_the_order_of_sums(how, moved):
     case = Case(1, 2, 3, 300, 64, moved=moved)

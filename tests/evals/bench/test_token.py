@@ -9,12 +9,11 @@ from interpreted import DEVICE, pytestmark  # noqa: F401
 from kvcap import kernels
 from kvcap.evals.bench import token
 from kvcap.evals.bench.token import Layer, Variant
-from kvcap.kernels import decode
 
 
 def test_the_runtimes_variant_comes_first_and_each_once() -> None:
-    found = token.variants()
-    tile = decode.tile_of(token.SIZE * token.DTYPE.itemsize)
+    found = token.variants(DEVICE)
+    tile = kernels.token.tile_of(token.SIZE * token.DTYPE.itemsize, torch.device(DEVICE))
     assert found[0] == Variant(*tile[:3])
     assert len(set(found)) == len(found)
     for name in vars(found[0]):
@@ -27,7 +26,7 @@ def test_every_variant_attends_and_evicts_alike(batch: int) -> None:
     layer = Layer(batch, 100, 4, 2, 32, torch.float32, DEVICE)
     slots = [x.clone() for x in layer.segment.pool.buffers()]
     found = []
-    for variant in (Variant(64, 3, 4), Variant(32, 5, 4, parts=2), Variant(32, 2, 4, apart=True)):
+    for variant in (Variant(64, 3, 4), Variant(32, 5, 4, parts=2), Variant(32, 2, 4)):
         for mine, before in zip(layer.segment.pool.buffers(), slots, strict=True):
             mine.copy_(before)
         out, sums = layer.attend(variant)
