@@ -9,9 +9,11 @@ to the first piece of text, `decode` the tokens a second from then on. `run` say
 - `together`: 16 sessions of unequal history answered at once by that process (`runtime.batch`), and
   the tokens a second of all of them; histories are short, as only what is held matters.
 
-`load_ms` is from the start of the process until the model can be asked. Only the first of
-`policies` is run on an empty machine too; an answer ends early after 30 seconds. Reads `lengths`,
-`budgets`, `policies`, `block_size`, `steps`, `repeats` (whole machines), `model`, `files`.
+`load_ms` is from the start of the process until the model can be asked. Of `policies` only the
+first has machines and processes of its own; the others are answered one after the other by one
+process, two sessions each, of which the second is told, as `again`; one that fails is left out, and the reason is printed. Where a policy needs a table of heads, it is one of arbitrary
+numbers. An answer ends early after 30 seconds. Reads
+`lengths`, `budgets`, `policies`, `block_size`, `steps`, `repeats`, `model`, `files`.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 from pathlib import Path
 from statistics import median
@@ -31,8 +33,9 @@ from typing import Any
 import torch
 
 from kvcap.evals.bench import Options, Result
+from kvcap.evals.quality.sweep import spelled_out
 from kvcap.evals.random_models import directory
-from kvcap.runtime.errors import PeerFailed
+from kvcap.runtime.errors import PeerFailed, first_line
 
 DEFAULTS = {
     "lengths": (36_000,), "budgets": (2048,), "block_size": 512, "steps": 400, "repeats": 1,
@@ -46,7 +49,7 @@ KERNELS = "TRITON_CACHE_DIR"  # where Triton keeps what it compiled
 
 
 def run(options: Options) -> Result:
-    """Two rows, `ttft` and `decode`, for every policy, setting and run.
+    """Two rows, `ttft` and `decode`, for every policy, setting and run; one of those together.
 
     Raises:
         ValueError: a model that is no directory.
@@ -54,27 +57,30 @@ def run(options: Options) -> Result:
     """
     model = directory(options.model, options.files)
     rows: list[dict[str, Any]] = []
-    for policy, budget, n in product(options.policies, options.budgets, options.lengths):
+    first, *others = spelled_out(options.policies)
+    for budget, n in product(options.budgets, options.lengths):
         asked = {
-            "model": model, "policy": policy, "budget": budget, "block_size": options.block_size,
+            "model": model, "policy": first, "budget": budget, "block_size": options.block_size,
             "n": n, "steps": options.steps,
         }  # fmt: skip
-        found: dict[str, list[dict[str, Any]]] = {}
+        found: dict[tuple[str, str], list[dict[str, Any]]] = {}
         for _ in range(options.repeats):
-            for run, answer in _machine(asked, with_warm=policy == options.policies[0]):
-                found.setdefault(run, []).append(answer)
-        for run, answers in found.items():
-            rows += _rows(asked, run, answers, options.model)
+            for run, answer in _machine(asked):
+                found.setdefault((first, run), []).append(answer)
+            for policy, run, answer in _of_others(asked, others):
+                found.setdefault((policy, run), []).append(answer)
+        for (policy, run), answers in found.items():
+            rows += _rows({**asked, "policy": policy}, run, answers, options.model)
             print(f"kvcap: {_line(answers[-1], policy, run)}", file=sys.stderr, flush=True)
     return Result("use", COLUMNS, rows, {"model": options.model})
 
 
-def _machine(asked: Mapping[str, Any], with_warm: bool) -> Iterator[tuple[str, dict[str, Any]]]:
+def _machine(asked: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     """Runs and answers on a machine where nothing was compiled before."""
     with TemporaryDirectory(prefix="kvcap-use-") as empty:
         yield "first", _answers(asked, empty, sessions=1)[0]
         yield from zip(LATER, _answers(asked, empty, sessions=3, together=TOGETHER), strict=True)
-    if with_warm and torch.cuda.is_available():
+    if torch.cuda.is_available():
         with TemporaryDirectory(prefix="kvcap-use-") as empty:
             sizes = ["--kv-budget-tokens", asked["budget"], "--block-size", asked["block_size"]]
             command = ["warm", asked["model"], "--policy", asked["policy"], *map(str, sizes)]
@@ -82,12 +88,35 @@ def _machine(asked: Mapping[str, Any], with_warm: bool) -> Iterator[tuple[str, d
             yield "warmed", _answers(asked, empty, sessions=1)[0]
 
 
+def _of_others(
+    asked: Mapping[str, Any], policies: Sequence[str]
+) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """Policies, runs and answers of a process whose sessions have one policy after the other."""
+    if not policies:
+        return
+    with TemporaryDirectory(prefix="kvcap-use-") as empty:
+        found = _answers(asked, empty, sessions=2, others=policies)
+    for policy, answers in zip(policies, zip(*[iter(found)] * 2, strict=True), strict=True):
+        if why := answers[0].get("failed"):
+            print(f"kvcap: {policy} gave no answer: {why}", file=sys.stderr, flush=True)
+            continue
+        yield policy, "again", answers[1]
+
+
 def _answers(
-    asked: Mapping[str, Any], kernels: str, sessions: int, together: int = 0
+    asked: Mapping[str, Any],
+    kernels: str,
+    sessions: int,
+    together: int = 0,
+    others: Sequence[str] = (),
 ) -> list[dict[str, Any]]:
-    """What a process of its own told of its sessions, and of so many `together`."""
+    """What a process of its own told of its sessions, and of so many `together`.
+
+    With `others` its sessions have these policies, so many each.
+    """
     code = "from kvcap.evals.bench.use import answer; answer()"
-    given = {**asked, "sessions": sessions, "together": together, "started": time.time()}
+    given = {**asked, "sessions": sessions, "together": together, "others": list(others)}
+    given["started"] = time.time()
     said = _process(code, [json.dumps(given)], kernels)
     found: list[dict[str, Any]] = json.loads(said.splitlines()[-1])
     return found
@@ -108,8 +137,6 @@ def _process(code: str, arguments: list[str], kernels: str) -> str:
 
 def answer() -> None:
     """Answer as many sessions as the argument asks for, and print what they took."""
-    from random import Random
-
     from kvcap.evals.reports import device_name, versions
     from kvcap.runtime.backends.pytorch.runtime import Runtime
 
@@ -121,35 +148,62 @@ def answer() -> None:
         block_size=asked["block_size"],
     )
     load_ms = 1000 * (time.time() - asked["started"])
-    generation = runtime.generation
-    generation.do_sample, generation.max_new_tokens = False, asked["steps"]
-    words = runtime.tokenizer.convert_ids_to_tokens(range(runtime.vocabulary))
-    found = []
-    for number in range(asked["sessions"]):
-        text = " ".join(Random(number).choices(words[3:], k=asked["n"]))
-        session = runtime.session(generation=generation)
-        begun = time.perf_counter()
-        pieces = session.complete(text)
-        next(pieces)
-        first = time.perf_counter()
-        for _ in pieces:
-            if time.perf_counter() - first > MOST_SECONDS:
-                break
-        last, stats = time.perf_counter(), session.stats
-        assert stats.turn is not None
-        found.append({
-            "ttft_ms": 1000 * (first - begun),
-            "tok_s": (stats.turn.completion_tokens - 1) / (last - first),
-            "tokens": stats.turn.completion_tokens,
-            "execution": stats.execution or "eager",
-            "load_ms": load_ms,
-            "device": device_name(runtime.model.device),
-            "versions": versions(),
-        })  # fmt: skip
-        del session, pieces
+    runtime.generation.do_sample, runtime.generation.max_new_tokens = False, asked["steps"]
+    words = runtime.tokenizer.convert_ids_to_tokens(range(runtime.vocabulary))[3:]
+    told = {"load_ms": load_ms, "device": device_name(runtime.model.device), "versions": versions()}
+    found, sessions = list[dict[str, Any]](), range(asked["sessions"])
+    for policy in asked["others"]:
+        try:
+            its = _under(runtime, policy)
+            answers = [_answered(its, words, number, asked["n"]) for number in sessions]
+            its.free_idle()
+        except Exception as error:
+            answers = [{"failed": first_line(error)}] * len(sessions)
+        found += answers
+    if not asked["others"]:
+        found += [_answered(runtime, words, number, asked["n"]) for number in sessions]
+    found = [answer | told for answer in found]
     if asked["together"]:
-        found.append({**found[-1], **_together(runtime, words[3:], asked), "ttft_ms": None})
+        found.append({**found[-1], **_together(runtime, words, asked), "ttft_ms": None})
     print(json.dumps(found), flush=True)
+
+
+def _under(runtime: Any, policy: str) -> Any:
+    """A runtime of the same model under another policy."""
+    options = runtime.policies()[policy]
+    if "table" not in options:
+        return runtime.with_policy_name(policy, {})
+    from kvcap.runtime.models.config import ModelShape
+
+    shape = ModelShape.of(runtime.model.config.get_text_config(decoder=True))
+    layers, heads = range(len(shape.capped)), range(shape.heads)
+    scores = [[1 + (7 * layer + 3 * head) % 5 for head in heads] for layer in layers]
+    table = Path(os.environ[KERNELS], "heads.json")
+    table.write_text(json.dumps({"model": runtime.name, "kind": "heads", "scores": scores}))
+    return runtime.with_policy_name(policy, {"table": str(table)})
+
+
+def _answered(runtime: Any, words: Sequence[str], number: int, n: int) -> dict[str, Any]:
+    """How fast a session answers the text of that number."""
+    from random import Random
+
+    text = " ".join(Random(number).choices(words, k=n))
+    session = runtime.session(generation=runtime.generation)
+    begun = time.perf_counter()
+    pieces = session.complete(text)
+    next(pieces)
+    first = time.perf_counter()
+    for _ in pieces:
+        if time.perf_counter() - first > MOST_SECONDS:
+            break
+    last, stats = time.perf_counter(), session.stats
+    assert stats.turn is not None
+    return {
+        "ttft_ms": 1000 * (first - begun),
+        "tok_s": (stats.turn.completion_tokens - 1) / (last - first),
+        "tokens": stats.turn.completion_tokens,
+        "execution": stats.execution or "eager",
+    }
 
 
 def _together(runtime: Any, words: list[str], asked: Mapping[str, Any]) -> dict[str, Any]:

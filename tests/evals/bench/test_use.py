@@ -65,6 +65,30 @@ def test_machines_are_empty_and_turns_are_told_by_their_median(
     assert [folders.count(folder) for folder in folders] == [2] * 6
 
 
+def test_other_policies_share_a_process_and_one_that_fails_is_left_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = {"ttft_ms": 1.0, "tok_s": 2.0, "load_ms": 3.0, "tokens": 5, "execution": "eager",
+            "device": "d", "versions": {}}  # fmt: skip
+    monkeypatch.setattr(use, "_machine", lambda asked: iter([("first", told)]))
+    given = {**GIVEN, "policies": ("keydiff", "headkv", "cake", "snapkv"), "files": tmp_path}
+    answers, asked = use._answers, []
+
+    def noted(*args: Any, **more: Any) -> list[dict[str, Any]]:
+        asked.append(more["others"])
+        found = answers(*args, **more)
+        found[2] |= {"failed": "no cake"}  # as where it raises an error
+        return found
+
+    monkeypatch.setattr(use, "_answers", noted)
+    rows = use.run(options_for("use", given)).rows
+    assert asked == [["headkv", "cake", "snapkv"]]
+    assert [(row["policy"], row["run"]) for row in rows[2::2]] == [
+        ("headkv", "again"), ("snapkv", "again"),
+    ]  # fmt: skip
+    assert "cake gave no answer: no cake" in capsys.readouterr().err
+
+
 def test_a_process_that_fails_says_why(tmp_path: Path) -> None:
     model = directory("random-tiny", tmp_path)
     asked = {"model": model, "policy": "nobody", "budget": 32, "block_size": 16, "n": 5, "steps": 1}
