@@ -11,9 +11,10 @@ to the first piece of text, `decode` the tokens a second from then on. `run` say
 
 `load_ms` is from the start of the process until the model can be asked. Of `policies` only the
 first has machines and processes of its own; the others are answered one after the other by one
-process, two sessions each, of which the second is told, as `again`; one that fails is left out, and the reason is printed. Where a policy needs a table of heads, it is one of arbitrary
-numbers. An answer ends early after 30 seconds. Reads
-`lengths`, `budgets`, `policies`, `block_size`, `steps`, `repeats`, `model`, `files`.
+process, two sessions each, of which the second is told, as `again`; one that fails is left out, and
+the reason is printed. Where a policy needs a table of heads, it is one of arbitrary numbers. An
+answer ends early after 30 seconds. Reads `lengths`, `budgets`, `policies`, `block_size`, `steps`,
+`repeats`, `model`, `files`.
 """
 
 from __future__ import annotations
