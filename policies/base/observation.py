@@ -135,6 +135,7 @@ class Observation:
             z = torch.add(mask, self._products, alpha=self.scaling)
         else:
             z = mask + self._capped(self._products * self.scaling)
+        del mask  # before the weights take their memory
         if self.sinks is None:
             return z.softmax(-1)
         sinks = self.sinks.float().view(-1, self.groups, 1, 1)  # [K, G, 1, 1]

@@ -22,9 +22,10 @@ REST = sorted(policies().keys() - {*FEW, "full"})
 @pytest.mark.parametrize("names", [FEW, pytest.param(REST, marks=pytest.mark.slow)], ids=len)
 def test_the_compiler_accepts_what_policies_launch(names):
     pytest.importorskip("triton")
+    path = os.pathsep.join(str(ROOT / folder) for folder in ("src", "tests"))
     done = subprocess.run(
         [sys.executable, ROOT / "tests" / "compile_kernels.py", *names],
-        env={**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": str(ROOT / "src")},
+        env={**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": path},
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
