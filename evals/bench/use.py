@@ -24,11 +24,12 @@ import os
 import subprocess
 import sys
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import product
+from itertools import chain, product
 from pathlib import Path
 from statistics import median
-from tempfile import TemporaryDirectory
+from tempfile import TemporaryDirectory, TemporaryFile
 from typing import Any
 
 import torch
@@ -66,27 +67,26 @@ def run(options: Options) -> Result:
         }  # fmt: skip
         found: dict[tuple[str, str], list[dict[str, Any]]] = {}
         for _ in range(options.repeats):
-            for run, answer in _machine(asked):
-                found.setdefault((first, run), []).append(answer)
-            for policy, run, answer in _of_others(asked, others):
+            machine = ((first, run, answer) for run, answer in _machine(asked))
+            for policy, run, answer in chain(machine, _of_others(asked, others)):
                 found.setdefault((policy, run), []).append(answer)
+                print(f"kvcap: {_line(answer, policy, run)}", file=sys.stderr, flush=True)
         for (policy, run), answers in found.items():
             rows += _rows({**asked, "policy": policy}, run, answers, options.model)
-            print(f"kvcap: {_line(answers[-1], policy, run)}", file=sys.stderr, flush=True)
     return Result("use", COLUMNS, rows, {"model": options.model})
 
 
 def _machine(asked: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     """Runs and answers on a machine where nothing was compiled before."""
     with TemporaryDirectory(prefix="kvcap-use-") as empty:
-        yield "first", _answers(asked, empty, sessions=1)[0]
+        yield from zip(("first",), _answers(asked, empty, sessions=1), strict=True)
         yield from zip(LATER, _answers(asked, empty, sessions=3, together=TOGETHER), strict=True)
     if torch.cuda.is_available():
         with TemporaryDirectory(prefix="kvcap-use-") as empty:
             sizes = ["--kv-budget-tokens", asked["budget"], "--block-size", asked["block_size"]]
             command = ["warm", asked["model"], "--policy", asked["policy"], *map(str, sizes)]
-            _process("from kvcap.cli import main; main()", command, empty)
-            yield "warmed", _answers(asked, empty, sessions=1)[0]
+            deque(_process("from kvcap.cli import main; main()", command, empty))
+            yield from zip(("warmed",), _answers(asked, empty, sessions=1), strict=True)
 
 
 def _of_others(
@@ -96,12 +96,12 @@ def _of_others(
     if not policies:
         return
     with TemporaryDirectory(prefix="kvcap-use-") as empty:
-        found = _answers(asked, empty, sessions=2, others=policies)
-    for policy, answers in zip(policies, zip(*[iter(found)] * 2, strict=True), strict=True):
-        if why := answers[0].get("failed"):
-            print(f"kvcap: {policy} gave no answer: {why}", file=sys.stderr, flush=True)
-            continue
-        yield policy, "again", answers[1]
+        answers = _answers(asked, empty, sessions=2, others=policies)
+        for policy, answer, again in zip(policies, answers, answers, strict=True):
+            if why := answer.get("failed"):
+                print(f"kvcap: {policy} gave no answer: {why}", file=sys.stderr, flush=True)
+            else:
+                yield policy, "again", again
 
 
 def _answers(
@@ -110,34 +110,34 @@ def _answers(
     sessions: int,
     together: int = 0,
     others: Sequence[str] = (),
-) -> list[dict[str, Any]]:
-    """What a process of its own told of its sessions, and of so many `together`.
+) -> Iterator[dict[str, Any]]:
+    """What a process of its own tells of its sessions, and of so many `together`, as it does.
 
     With `others` its sessions have these policies, so many each.
     """
     code = "from kvcap.evals.bench.use import answer; answer()"
     given = {**asked, "sessions": sessions, "together": together, "others": list(others)}
     given["started"] = time.time()
-    said = _process(code, [json.dumps(given)], kernels)
-    found: list[dict[str, Any]] = json.loads(said.splitlines()[-1])
-    return found
+    yield from map(json.loads, _process(code, [json.dumps(given)], kernels))
 
 
-def _process(code: str, arguments: list[str], kernels: str) -> str:
-    """What Python printed, with these modules and that folder of compiled kernels."""
+def _process(code: str, arguments: list[str], kernels: str) -> Iterator[str]:
+    """The lines that Python prints, with these modules and that folder of compiled kernels."""
     path = [place for place in sys.path if place]
-    done = subprocess.run(
+    with TemporaryFile("w+") as errors, subprocess.Popen(
         [sys.executable, "-c", f"import sys; sys.path[:] = {path!r}; {code}", *arguments],
-        env={**os.environ, KERNELS: kernels}, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    if done.returncode:
-        said = done.stderr.strip().splitlines()[-1:] or ["it said nothing"]
-        raise PeerFailed(f"a process ended with code {done.returncode}: {said[0]}")
-    return done.stdout
+        env={**os.environ, KERNELS: kernels}, stdout=subprocess.PIPE, stderr=errors, text=True,
+    ) as process:  # fmt: skip
+        assert process.stdout is not None
+        yield from process.stdout
+        if process.wait():
+            errors.seek(0)
+            said = errors.read().strip().splitlines()[-1:] or ["it said nothing"]
+            raise PeerFailed(f"a process ended with code {process.returncode}: {said[0]}")
 
 
 def answer() -> None:
-    """Answer as many sessions as the argument asks for, and print what they took."""
+    """Answer as many sessions as the argument asks for, and print what each took."""
     from kvcap.evals.reports import device_name, versions
     from kvcap.runtime.backends.pytorch.runtime import Runtime
 
@@ -152,21 +152,27 @@ def answer() -> None:
     runtime.generation.do_sample, runtime.generation.max_new_tokens = False, asked["steps"]
     words = runtime.tokenizer.convert_ids_to_tokens(range(runtime.vocabulary))[3:]
     told = {"load_ms": load_ms, "device": device_name(runtime.model.device), "versions": versions()}
-    found, sessions = list[dict[str, Any]](), range(asked["sessions"])
-    for policy in asked["others"]:
+
+    def say(answers: list[dict[str, Any]]) -> None:
+        for one in answers:
+            print(json.dumps(one | told), flush=True)
+
+    def of(policy: str) -> list[dict[str, Any]]:
+        its = runtime if policy == asked["policy"] else _under(runtime, policy)
+        return [_answered(its, words, i, asked["n"]) for i in range(asked["sessions"])]
+
+    def of_other(policy: str) -> list[dict[str, Any]]:
         try:
-            its = _under(runtime, policy)
-            answers = [_answered(its, words, number, asked["n"]) for number in sessions]
-            its.free_idle()
+            return of(policy)
         except Exception as error:
-            answers = [{"failed": first_line(error)}] * len(sessions)
-        found += answers
+            return [{"failed": first_line(error)}] * int(asked["sessions"])
+
+    for policy in asked["others"]:
+        say(of_other(policy))
     if not asked["others"]:
-        found += [_answered(runtime, words, number, asked["n"]) for number in sessions]
-    found = [answer | told for answer in found]
-    if asked["together"]:
-        found.append({**found[-1], **_together(runtime, words, asked), "ttft_ms": None})
-    print(json.dumps(found), flush=True)
+        say(mine := of(asked["policy"]))
+        if asked["together"]:
+            say([{**mine[-1], **_together(runtime, words, asked), "ttft_ms": None}])
 
 
 def _under(runtime: Any, policy: str) -> Any:

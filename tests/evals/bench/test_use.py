@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -74,11 +75,11 @@ def test_other_policies_share_a_process_and_one_that_fails_is_left_out(
     given = {**GIVEN, "policies": ("keydiff", "headkv", "cake", "snapkv"), "files": tmp_path}
     answers, asked = use._answers, []
 
-    def noted(*args: Any, **more: Any) -> list[dict[str, Any]]:
+    def noted(*args: Any, **more: Any) -> Iterator[dict[str, Any]]:
         asked.append(more["others"])
-        found = answers(*args, **more)
+        found = list(answers(*args, **more))
         found[2] |= {"failed": "no cake"}  # as where it raises an error
-        return found
+        return iter(found)
 
     monkeypatch.setattr(use, "_answers", noted)
     rows = use.run(options_for("use", given)).rows
@@ -93,10 +94,10 @@ def test_a_process_that_fails_says_why(tmp_path: Path) -> None:
     model = directory("random-tiny", tmp_path)
     asked = {"model": model, "policy": "nobody", "budget": 32, "block_size": 16, "n": 5, "steps": 1}
     with pytest.raises(PeerFailed, match="no policy is called 'nobody'"):
-        use._answers(asked, str(tmp_path), 1)
+        list(use._answers(asked, str(tmp_path), 1))
     with pytest.raises(PeerFailed, match="ended with code 3: it said nothing"):
-        use._process("sys.exit(3)", [], str(tmp_path))
-    assert use._process("print(sys.argv[1:])", ["a"], str(tmp_path)) == "['a']\n"
+        list(use._process("sys.exit(3)", [], str(tmp_path)))
+    assert list(use._process("print(sys.argv[1:])", ["a"], str(tmp_path))) == ["['a']\n"]
 
 
 def test_models_have_names_or_directories(tmp_path: Path) -> None:
