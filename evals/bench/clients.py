@@ -24,6 +24,7 @@ from __future__ import annotations
 import http.client
 import json
 import math
+import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -80,15 +81,22 @@ def run(options: Options) -> Result:
         for length in options.lengths:
             work = Work(model, length, options.clients, options.steps, options.repeats,
                         options.block_size)  # fmt: skip
-            peers = [_peer(work, options.peer_pythons.get(name)) for name in options.vs]
+            peers = [_told(_peer(work, options.peer_pythons.get(name))) for name in options.vs]
             for budget in options.budgets:
-                mine = _kvcap(work, budget, options.policies[0])
+                mine = _told(_kvcap(work, budget, options.policies[0]))
                 rows += [{**row, "budget": budget} for row in (mine, *peers)]
                 for row in rows[-len(peers) - 1 :]:
                     both = row["tok_s"] and mine["tok_s"]
                     row["ratio"] = mine["tok_s"] / row["tok_s"] if both else ""
     return Result("clients", COLUMNS, [{**row, **machine} for row in rows],
                   {"model": options.model, **machine})  # fmt: skip
+
+
+def _told(row: dict[str, Any]) -> dict[str, Any]:
+    """A row, which is told of as soon as it is there."""
+    shown = ", ".join(f"{name} {row[name]}" for name in COLUMNS if row.get(name) not in ("", None))
+    print(f"kvcap: {shown}", file=sys.stderr, flush=True)
+    return row
 
 
 @dataclass(frozen=True)
