@@ -80,7 +80,9 @@ def _rotate(
     with torch.cuda.device_of(x):
         run(
             rotate, (-(-slots // (BLOCK * blocks)), batch * heads),
-            x, shift, table, out, sums, starts, lengths, slots, *x.stride()[:3], *shift.stride(),
+            x, shift, table, out, sums, starts, lengths, slots, *x.stride()[:3],
+            # Of one slot the last stride says nothing, and would ask for a kernel of its own.
+            *shift.stride()[:2], 0 if shift.shape[2] == 1 else shift.stride(2),
             HEADS=heads, SIZE=size, HALF=half, HALF_PAD=power_of_two(half),
             STEP=2 if interleaved else 1, MATE=1 if interleaved else half,
             REST=size - 2 * half, REST_PAD=power_of_two(size - 2 * half),

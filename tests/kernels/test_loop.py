@@ -407,7 +407,7 @@ def test_heads_of_their_own_budgets_are_not_replayed_between_evictions():
     ("smollm3", "streaming_llm", "compact", 3),  # its fourth layer has no positions
     ("mistral", "dropkv", "compact", 2),
     ("qwen2", "h2o", "compact", 2),
-    ("llama", "pyramidkv", "compact", 0),  # layers hold unequally many
+    ("llama", "pyramidkv", "compact", 2),  # one layer is full while the other fills
     ("llama", "headkv", "compact", 2),  # heads do, in rows that lie anywhere
     ("phi3", "keydiff", "compact", 0),  # runs by its own modules
 ])  # fmt: skip

@@ -121,6 +121,12 @@ class Rehearsal:
                 self._read(length)
             for length in reversed(lengths):
                 self._read(length)
+            if cache.eviction.layer_budget is not None:
+                # Some layers are full while others fill: a token, and messages.
+                for length in (1, *lengths, block):
+                    self._begin(compact)
+                    self._read(budget)
+                    self._read(length)
 
     def _begin(self, compact: bool) -> None:
         """Begin with an empty cache; `compact`, as if 'auto' positions had become so."""
