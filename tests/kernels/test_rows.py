@@ -405,6 +405,9 @@ def test_blocks_that_cannot_be_captured_leave_tokens_their_graphs(monkeypatch):
             assert (graphs.read(ids) is not None) == replayed
             assert (graphs._kind(ids, True) is not None) == replayed
     assert graphs.refused is None
+    assert graphs.eager_blocks == "capture failed: a number was read"
+    told = BlockLoop(model, cache, graphs=graphs).execution
+    assert told == "CUDA graphs, but for blocks: capture failed: a number was read"
 
 
 @pytest.mark.slow(keep=2)

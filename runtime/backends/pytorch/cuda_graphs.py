@@ -54,7 +54,8 @@ class BlockGraphs:
         self.decoder = None if self.refused else self._decoder()
         """What is captured in the model's place; None: the model itself is."""
         self._warm: set[PassKind] = set()  # read once without a graph, so that they can be captured
-        self._shares_out_eagerly = False  # blocks after which slots move
+        self.eager_blocks: str | None = None
+        """Why blocks after which slots move are not replayed, where only they are not."""
 
     def _decoder(self) -> Decoder | None:
         return decoder_of(self.model)
@@ -91,11 +92,11 @@ class BlockGraphs:
                 model, pool = self.decoder or self.model, first and first.pool
                 self.captured[kind] = BlockGraph(model, cache, ids, kind, pool)
             except RuntimeError as error:
-                cache.counters = before
+                cache.counters, why = before, f"capture failed: {first_line(error)}"
                 if cache.shares_out(kind.length):
-                    self._shares_out_eagerly = True  # a policy may read numbers; tokens have graphs
+                    self.eager_blocks = why  # a policy may read numbers; tokens have graphs
                 else:
-                    self.refused = f"capture failed: {first_line(error)}"
+                    self.refused = why
                 return None
         logits = self.captured[kind].replay(ids, seen)
         if table is not None:
@@ -152,7 +153,7 @@ class BlockGraphs:
         """The same where kernels read where unequal rows lie, and whether they are full."""
         cache = self.cache
         table = cache.row_table()
-        if table is None or (self._shares_out_eagerly and cache.shares_out(length)):
+        if table is None or (self.eager_blocks and cache.shares_out(length)):
             return None
         if length > cache.room and not steady(cache, length):
             return None

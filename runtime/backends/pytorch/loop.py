@@ -179,8 +179,10 @@ class BlockLoop(Loop):
         """Whether a full cache's blocks run as CUDA graphs; empty where there is no GPU."""
         if self.graphs is None:
             return ""
-        refused = self.graphs.refused
-        return "CUDA graphs" if refused is None else f"without CUDA graphs: {refused}"
+        refused, blocks = self.graphs.refused, self.graphs.eager_blocks
+        if refused is not None:
+            return f"without CUDA graphs: {refused}"
+        return "CUDA graphs" if blocks is None else f"CUDA graphs, but for blocks: {blocks}"
 
     @property
     def graph_bytes(self) -> int:
