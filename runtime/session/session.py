@@ -8,6 +8,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any, get_args
+from weakref import ref
 
 from kvcap.runtime.errors import EmptyPrompt, MemoryCapExceeded, MessagesInvalid
 from kvcap.runtime.interrupts import interrupts_deferred
@@ -93,7 +94,7 @@ class Session:
         self.cache_away: Callable[[], None] | None = None
         """Brings back what the cache held, where that is elsewhere while answers are written."""
         self._decoding = Decoding(runtime, self.loop)
-        self._open: Generator[Any, Any, None] | None = None  # the answer being written
+        self._open: ref[Generator[Any, Any, None]] | None = None  # the answer being written
         self._written = Written()  # the last answer
 
     def __repr__(self) -> str:
@@ -496,17 +497,20 @@ class Session:
         self._close()
         if self._prompt_inputs != before:  # the conversation went on since
             prompt = prepare()
-        self._open = pieces = self._answer(prompt)
+        pieces = self._answer(prompt)
+        # Weakly: an answer that nobody reads on ends at once, and not within another's end.
+        self._open = mine = ref(pieces)
         try:
             yield from pieces
         finally:
-            if self._open is pieces:
+            if self._open is mine:
                 self._open = None
 
     def _close(self) -> None:
         """End an answer that is not read to its end, as if it had been stopped."""
-        if self._open is not None:
-            self._open.close()
+        pieces = None if self._open is None else self._open()
+        if pieces is not None:
+            pieces.close()
 
     @property
     def _prompt_inputs(self) -> tuple[Any, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from functools import partial
 from typing import Any
 
@@ -447,6 +448,27 @@ def test_a_row_left_behind_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(Rows, "_move", lambda *_: None)
     together(runtime.batch(2), [(s, s.send("Go on.")) for s in sessions])
     assert kept(sessions[0]) != kept(alone[0])
+
+
+def test_answers_that_nobody_reads_on_end_without_a_word(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the order in which Python lets go of a batch, its sessions and their answers."""
+    ignored: list[Any] = []
+    monkeypatch.setattr("sys.unraisablehook", ignored.append)
+    runtime = runtime_of()
+
+    def leave() -> None:
+        batch, sessions = runtime.batch(4), [runtime.session() for _ in range(4)]
+        for session in sessions:
+            pieces = session.complete("Hello there, how are you? " * 9)
+            next(pieces)
+            batch.add(session, pieces)
+        for _ in range(5):
+            batch.step()
+
+    for _ in range(4):
+        leave()
+    gc.collect()
+    assert ignored == []
 
 
 def test_bad_input_is_refused() -> None:
