@@ -105,13 +105,14 @@ def test_a_cache_of_a_session_that_ended_is_as_new(policy, graphs_without_gpu):
     assert id(second.cache) == place
     assert (second.on_full, second.cache.unread, second.cache.seen) == ("evict", None, 0)
     assert second.cache.pinned_spans == []
-    found, expected = read(second, ids), read(runtime_of(model, policy).loop(), ids)
+    fresh = runtime_of(model, policy).loop()
+    found, expected = read(second, ids), read(fresh, ids)
     for one, other in zip(found, expected, strict=True):
         assert torch.equal(one, other)
     assert second.cache.counters == read_counters(model, policy, ids)
     if second.graphs.refused is None:
         assert captured > 0
-        assert second.cache.recomputed == []
+        assert second.cache.recomputed == fresh.cache.recomputed
         assert len(second.graphs.captured) >= 1
 
 
