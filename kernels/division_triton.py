@@ -97,7 +97,7 @@ def _layer_cut(worths, positions, all_slots, count, BLOCK: tl.constexpr):
 
 @triton.jit
 def _full(shares, left, most, before, self_or_before):
-    """`policies.base.companions._full`, by which head fills `before` another [HEADS, HEADS]."""
+    """Whose part of `left` reaches what they may have, by who fills `before` whom. [HEADS]."""
     # Row i, column j: whether j fills before i.
     taken = tl.sum(tl.where(before, most[None, :], 0), 1)
     others = tl.sum(tl.where(before, 0, shares[None, :]), 1)

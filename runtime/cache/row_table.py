@@ -1,9 +1,7 @@
 """Where rows lie that hold unequally many slots, as numbers on the device that kernels read.
 
 A row is a head of a sequence. Heads differ where budgets do, and sequences of one cache where each
-is a conversation of its own length.
-
-Those of a layer are unequal, or those of different layers, which share a pool then.
+is a conversation of its own length; layers differ where slots move between them.
 
 The host's `Segment`s say the same. What kernels evict they count on the device too, so that both
 agree after each pass, and a CUDA graph serves whatever heads hold; what the host alone has changed
