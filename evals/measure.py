@@ -12,6 +12,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 from kvcap.evals.bench import Options
 from kvcap.runtime.backends.pytorch.loop import BlockLoop
 from kvcap.runtime.cache.cache import BudgetCache
+from kvcap.runtime.models.arguments import cache_argument
 from kvcap.runtime.testing.memory_meter import allocator_peak as allocator_peak
 
 VOCABULARY = 4096
@@ -141,7 +142,8 @@ class Plain:
     @torch.inference_mode()
     def read(self, ids: torch.Tensor) -> torch.Tensor:
         """Read [1, T]; returns the last token's logits [1, V]."""
-        out = self.model(ids, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
+        given = cache_argument(self.model, self.cache)
+        out = self.model(ids, **given, use_cache=True, logits_to_keep=1)
         logits: torch.Tensor = out.logits[:, -1]
         return logits
 

@@ -33,6 +33,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import kvcap  # noqa: F401  # registers attn_implementation='kvcap'
 from kvcap.policies import Eviction, load_policy, policies
+from kvcap.runtime.models.arguments import GENERATION
 from kvcap.runtime.models.config import ModelShape
 
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as in a shell's background job
@@ -153,6 +154,15 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 def tiny_config(family: str, **changes: Any) -> Any:
     return AutoConfig.for_model(family, **{**SIZES, **FAMILIES[family], **changes})
+
+
+CACHE = GENERATION
+"""What transformers calls the cache among arguments and results."""
+
+
+def as_cache(cache: Any) -> dict[str, Any]:
+    """The arguments that give a model of transformers its cache."""
+    return {CACHE: cache}
 
 
 def tiny_model(

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from conftest import as_cache
 from reference import rotate
 from torch import Tensor
 from transformers import AttentionInterface
@@ -121,7 +122,7 @@ def _read(loop: BlockLoop, part: Tensor) -> Tensor:
     cache = loop.cache
     positions = cache.next_position + torch.arange(part.shape[1])[None]
     with torch.no_grad(), cache.passing(ForwardContext(cache.next_position)):
-        out = loop.model(input_ids=part, position_ids=positions, past_key_values=cache)
+        out = loop.model(input_ids=part, position_ids=positions, **as_cache(cache))
     return out.logits[0]
 
 

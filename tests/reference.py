@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from conftest import as_cache
 from torch import Tensor
 from transformers import AttentionInterface
 from transformers.cache_utils import Cache, CacheLayerMixin
@@ -290,5 +291,5 @@ def run_reference(
     cache = ReferenceCache(model, setting)
     parts = [*ids.split(block, 1), *STEPS]
     with torch.no_grad():
-        logits = [model(part, past_key_values=cache, logits_to_keep=1).logits for part in parts]
+        logits = [model(part, **as_cache(cache), logits_to_keep=1).logits for part in parts]
     return cache, torch.cat(logits)[:, -1]

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from conftest import CACHE, as_cache
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, DynamicCache
 
@@ -36,12 +37,8 @@ class Standard(nn.Module):
         if self.fault == "own positions":  # from what is held, as graphs with RoPE inside
             places = here[:, 0][None] + 0 * places
         bias = torch.zeros_like(seen, dtype=torch.float32).masked_fill(~seen, -1e9)[None, None]
-        out = self.model(
-            input_ids=ids, attention_mask=bias, position_ids=places, past_key_values=cache
-        )
-        return out.logits, *(
-            x for one in out.past_key_values.layers for x in (one.keys, one.values)
-        )
+        out = self.model(input_ids=ids, attention_mask=bias, position_ids=places, **as_cache(cache))
+        return out.logits, *(x for one in out[CACHE].layers for x in (one.keys, one.values))
 
 
 def save(source: Path, folder: Path, fault: Fault = "none") -> Path:

@@ -19,7 +19,7 @@ import pytest
 import standard_decoder
 import tiny_chat
 import torch
-from conftest import small_policy, tiny_model
+from conftest import as_cache, small_policy, tiny_model
 from filelock import FileLock
 
 import kvcap
@@ -212,7 +212,7 @@ def in_blocks(model, cache, ids: torch.Tensor, block: int) -> torch.Tensor:
         for part in ids.split(block, 1):
             positions = cache.next_position + torch.arange(part.shape[1])[None]
             with cache.passing(ForwardContext(cache.next_position)):
-                parts.append(model(part, past_key_values=cache, position_ids=positions).logits)
+                parts.append(model(part, **as_cache(cache), position_ids=positions).logits)
     return torch.cat(parts, 1)
 
 

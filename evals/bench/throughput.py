@@ -26,6 +26,7 @@ from kvcap.evals.reports import device_name, versions
 from kvcap.runtime.backends.pytorch.loop import BlockLoop
 from kvcap.runtime.cache.cache import BudgetCache
 from kvcap.runtime.errors import MemoryCapExceeded
+from kvcap.runtime.models.arguments import cache_argument
 
 DEFAULTS = {"lengths": (32768,), "steps": 16}
 SHARE = 0.05  # of a prompt that is kept
@@ -79,7 +80,7 @@ def _growing(model: Any, length: int) -> Begin:
 
         @torch.inference_mode()
         def read(token: Tensor) -> None:
-            model(token, past_key_values=cache, use_cache=True, logits_to_keep=1)
+            model(token, **cache_argument(model, cache), use_cache=True, logits_to_keep=1)
 
         return read
 

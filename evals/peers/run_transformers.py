@@ -17,6 +17,8 @@ class Growing:
     packages: tuple[str, ...] = ("torch", "transformers")
 
     def __init__(self, settings: dict[str, Any]) -> None:
+        import inspect
+
         import torch
         from transformers import AutoModelForCausalLM
 
@@ -27,6 +29,8 @@ class Growing:
             settings["model"], dtype=torch.bfloat16, attn_implementation="sdpa"
         ).eval()
         self.config = self.model.config
+        known = inspect.signature(self.model.forward).parameters
+        self.cache_name = "cache" if "cache" in known else "past_key_values"  # transformers 5.24
         self.vocabulary = int(self.config.vocab_size)
         self.token = self.seen = 0
         self.cache: Any = None
@@ -68,7 +72,7 @@ class Growing:
         out = self.model(
             self.torch.tensor([ids]),
             position_ids=place[None],
-            past_key_values=self.cache,
+            **{self.cache_name: self.cache},
             use_cache=True,
             logits_to_keep=1,
         )

@@ -18,6 +18,7 @@ from kvcap.export.decoder.layer import Block, LayerPass, lengths
 from kvcap.export.graphs.portable import Portable
 from kvcap.export.graphs.ports import PORTS, Port, new_port, ports_of
 from kvcap.runtime.cache.layout import CacheLayout
+from kvcap.runtime.models.arguments import cache_argument
 from kvcap.runtime.models.rope import Rotation
 
 TOKENS = Port(
@@ -87,7 +88,7 @@ class Decoder(nn.Module):
             out = self.model(
                 input_ids=ids,
                 position_ids=(first + torch.arange(ids.shape[1]))[None],
-                past_key_values=Cache(layers=layers),
+                **cache_argument(self.model, Cache(layers=layers)),
                 use_cache=True,
                 logits_to_keep=1,
             )

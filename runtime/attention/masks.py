@@ -148,6 +148,6 @@ def _warn_uncapped() -> None:
         warnings.warn(
             "attn_implementation='kvcap' runs without a BudgetCache, so keys and values grow "
             "without a cap; call kvcap.cap(model, budget_tokens=…) once, or pass "
-            "past_key_values=kvcap.BudgetCache(…)",
+            "kvcap.BudgetCache(…) as its cache",
             stacklevel=2,
         )

@@ -60,7 +60,7 @@ _IMAGES = (
 
 
 class BudgetCache(Cache):  # type: ignore[misc]
-    """A transformers cache of fixed size: `model.generate(..., past_key_values=BudgetCache(...))`.
+    """A transformers cache of fixed size: `model.generate(..., cache=BudgetCache(...))`.
 
     Args:
         config: the model's config.

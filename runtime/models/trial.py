@@ -30,6 +30,7 @@ from kvcap.runtime.attention.latents import (
 )
 from kvcap.runtime.attention.masks import Slots
 from kvcap.runtime.errors import UnsupportedModel
+from kvcap.runtime.models.arguments import cache_argument
 from kvcap.runtime.models.latents import Latent, expansion_of, latent_of
 from kvcap.runtime.models.rope import Rope, has_rope, heads_of, moved_by, rope_of
 from kvcap.runtime.types import ATTENTION
@@ -161,9 +162,10 @@ def _compare(config: Any, plain: Any, ours: Any) -> Trial:
     ids = 3 + torch.arange(TOKENS)[None] * 7 % 90
     caches = DynamicCache(config=config), DynamicCache(config=config), _Recorder(config=config)
     further = SHIFT + torch.arange(TOKENS)[None]
-    expected = plain(input_ids=ids, past_key_values=caches[0], use_cache=True).logits
-    plain(input_ids=ids, past_key_values=caches[1], use_cache=True, position_ids=further)
-    logits = ours(input_ids=ids, past_key_values=caches[2], use_cache=True).logits
+    given, last = [cache_argument(plain, c) for c in caches[:2]], cache_argument(ours, caches[2])
+    expected = plain(input_ids=ids, **given[0], use_cache=True).logits
+    plain(input_ids=ids, **given[1], use_cache=True, position_ids=further)
+    logits = ours(input_ids=ids, **last, use_cache=True).logits
     latent = latent_of(config)
     if not caches[2].updated:
         return Trial("it keeps no keys and values of the tokens before")

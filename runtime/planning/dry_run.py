@@ -25,6 +25,7 @@ from kvcap.runtime.cache.cache import BudgetCache
 from kvcap.runtime.cache.slot_format import KvDtype
 from kvcap.runtime.cache.step import ForwardContext
 from kvcap.runtime.errors import UnsupportedModel
+from kvcap.runtime.models.arguments import cache_argument
 from kvcap.runtime.models.packed import PackedDtype, pack
 from kvcap.runtime.types import ATTENTION, Positions
 
@@ -83,7 +84,7 @@ def rehearse_block(
                     model(
                         input_ids=ids,
                         position_ids=ids,
-                        past_key_values=cache,
+                        **cache_argument(model, cache),
                         use_cache=True,
                         logits_to_keep=1,
                     )

@@ -24,6 +24,7 @@ from kvcap.runtime.backends.pytorch.loop import BlockLoop
 from kvcap.runtime.cache.cache import BudgetCache
 from kvcap.runtime.cache.slot_format import KvDtype
 from kvcap.runtime.errors import PaddingUnsupported, PositionMismatch, UnsupportedModel
+from kvcap.runtime.models.arguments import CACHE_NAMES, cache_argument, cache_of
 from kvcap.runtime.models.wrappers import M_ROPE, is_wrapper, text_config
 from kvcap.runtime.types import ATTENTION, Positions
 
@@ -182,7 +183,7 @@ class Cap:
             return (), given
         cache = self._cache_for(given)
         if cache is not None:
-            given["past_key_values"] = cache
+            given |= cache_argument(model, cache)
             for _ in self._blocks(given, cache, logits):
                 pass
         return (), given
@@ -199,23 +200,24 @@ class Cap:
         cached = given.get("use_cache")
         cached = getattr(self._decoder.config, "use_cache", True) if cached is None else cached
         call = _Call(bool(cached), given.pop("return_dict", None) is False)
-        given.update(past_key_values=cache, use_cache=True)
+        given |= cache_argument(decoder, cache) | {"use_cache": True}
         call.earlier = list(self._blocks(given, cache))
         if call.earlier:
             given.pop("logits_to_keep", None)  # Gemma 4's decoder would shorten the last block
         self._calls[cache] = call
         return (), given
 
-    def _after_decoder(self, _: nn.Module, __: Any, kwargs: Any, output: Any) -> Any:
+    def _after_decoder(self, decoder: nn.Module, _: Any, kwargs: Any, output: Any) -> Any:
         """After the decoder, join the outputs of all blocks."""
-        call = self._calls.pop(kwargs.get("past_key_values"), None)
+        cache = cache_of(kwargs)
+        call = self._calls.pop(cache, None) if isinstance(cache, BudgetCache) else None
         if call is None:
             return None
         parts = [*call.earlier, output]
         last = torch.cat([part.last_hidden_state for part in parts], dim=1)
         found: dict[str, Any] = {"last_hidden_state": last}
         if call.cached:
-            found["past_key_values"] = kwargs["past_key_values"]
+            found |= cache_argument(decoder, cache)
         if (states := [part.hidden_states for part in parts])[0] is not None:
             found["hidden_states"] = tuple(torch.cat(x, dim=1) for x in zip(*states, strict=True))
         joined = type(output)(**found)
@@ -227,7 +229,7 @@ class Cap:
         Raises:
             UnsupportedModel: the call has a cache that is not capped.
         """
-        past = given.get("past_key_values")
+        past = cache_of(given)
         if isinstance(past, BudgetCache):
             if past.context.start is not None:
                 return None
@@ -237,7 +239,7 @@ class Cap:
             what = type(past).__name__
             raise UnsupportedModel(
                 f"under kvcap.cap a {what} is not capped, or was filled before; leave "
-                "past_key_values and cache_implementation out, or pass the cache of a call before"
+                "the cache and cache_implementation out, or pass the cache of a call before"
             )
         self.cache = past
         return past
@@ -258,7 +260,7 @@ class Cap:
         self._check(given, cache, tokens)
         rest = {key: value for key, value in given.items() if key not in TOKEN_ARGUMENTS}
         every = {key: value for key, value in rest.items() if key not in HEAD_ARGUMENTS}
-        every |= {"past_key_values": cache, "use_cache": True}
+        every |= cache_argument(self._decoder, cache) | {"use_cache": True}
         while tokens.shape[1] - cache.room >= least:
             block, tokens = tokens[:, : cache.room], tokens[:, cache.room :]
             yield self._decoder.forward(**every, **{name: block})
@@ -282,9 +284,12 @@ class Cap:
 
 
 def _named(module: nn.Module, args: Any, kwargs: Any) -> dict[str, Any]:
-    """All arguments of a call by name."""
+    """All arguments of a call by name, and the cache by the one that the module knows."""
     names = inspect.signature(module.forward).parameters
-    return {**dict(zip(names, args, strict=False)), **kwargs}
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    cache = cache_of(given)
+    others = {name: value for name, value in given.items() if name not in CACHE_NAMES}
+    return others if cache is None else others | cache_argument(module, cache)
 
 
 def _text_alone(model: nn.Module, given: dict[str, Any]) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from kvcap import kernels
 from kvcap.runtime.cache.cache import BudgetCache
 from kvcap.runtime.cache.step import ForwardContext, SideStream
 from kvcap.runtime.errors import first_line
+from kvcap.runtime.models.arguments import cache_argument
 from kvcap.runtime.models.fused.decoder import Decoder, decoder_of
 
 PASS = 512  # tokens of a pass that a GPU reads at little more cost than fewer
@@ -213,7 +214,7 @@ class BlockGraph:
             self.logits = model(
                 input_ids=self.ids,
                 position_ids=(first + place).expand(kind.batch, -1),
-                past_key_values=cache,
+                **cache_argument(model, cache),
                 use_cache=True,
                 logits_to_keep=last,
             ).logits.flatten(0, 1)

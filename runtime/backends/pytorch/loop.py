@@ -17,6 +17,7 @@ from kvcap.runtime.cache.cache import BudgetCache
 from kvcap.runtime.cache.step import ForwardContext
 from kvcap.runtime.errors import MemoryCapExceeded
 from kvcap.runtime.interrupts import interrupts_deferred
+from kvcap.runtime.models.arguments import cache_argument
 from kvcap.runtime.models.latents import check_expansions
 from kvcap.runtime.models.output_projection import check_projections
 from kvcap.runtime.session.engine import Loop, Room
@@ -138,7 +139,7 @@ class BlockLoop(Loop):
                 out = model(
                     input_ids=ids[:, place],
                     position_ids=(first + cache.places(place)).expand(ids.shape[0], -1),
-                    past_key_values=cache,
+                    **cache_argument(model, cache),
                     use_cache=True,
                     logits_to_keep=wanted,
                 )

@@ -27,6 +27,7 @@ from kvcap.runtime.cache.layer import BudgetLayer, refuse_moving, refuse_reorder
 from kvcap.runtime.cache.step import ForwardContext
 from kvcap.runtime.errors import MemoryCapExceeded
 from kvcap.runtime.interrupts import interrupts_deferred
+from kvcap.runtime.models.arguments import cache_argument
 from kvcap.runtime.models.packed import pack
 from kvcap.runtime.planning.dry_run import Tally, data_independent, pretend_full
 from kvcap.runtime.planning.plan import MemoryPlan
@@ -130,7 +131,7 @@ def read_token_of_each(model: Any, tokens: Sequence[int], caches: Sequence[Budge
     found: Tensor = model(
         input_ids=torch.tensor(tokens, device=device)[:, None],
         position_ids=torch.tensor(starts, device=device)[:, None],
-        past_key_values=_Caches(caches, starts),
+        **cache_argument(model, _Caches(caches, starts)),
         use_cache=True,
         logits_to_keep=1,
     ).logits

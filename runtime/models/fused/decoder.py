@@ -20,6 +20,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from kvcap.kernels import elementwise
 from kvcap.kernels.choice import ready
 from kvcap.runtime.attention.functions import attention_forward
+from kvcap.runtime.models.arguments import cache_argument
 from kvcap.runtime.models.fused.linear import JoinedLinear
 from kvcap.runtime.models.quantised import is_plain
 from kvcap.runtime.types import ATTENTION
@@ -109,7 +110,7 @@ class Decoder:
         self,
         input_ids: Tensor,
         position_ids: Tensor,
-        past_key_values: Any,
+        cache: Any,
         logits_to_keep: Tensor,
         **further: Any,
     ) -> CausalLMOutputWithPast:
@@ -118,7 +119,7 @@ class Decoder:
         Args:
             input_ids: [B, T].
             position_ids: [B, T].
-            past_key_values: a `BudgetCache`, all of whose layers are capped.
+            cache: a `BudgetCache`, all of whose layers are capped.
             logits_to_keep: of these tokens [N] logits are wanted, places in the block.
             further: for the model.
         """
@@ -126,7 +127,7 @@ class Decoder:
             out: CausalLMOutputWithPast = self.model(
                 input_ids=input_ids,
                 position_ids=position_ids,
-                past_key_values=past_key_values,
+                **cache_argument(self.model, cache),
                 logits_to_keep=logits_to_keep,
                 **further,
             )
@@ -134,7 +135,7 @@ class Decoder:
         x, y = self.embed(input_ids), None
         angles = self.rotary(x, position_ids)
         for layer in self.layers:
-            x, y = layer(x, y, angles, past_key_values, self.parts)
+            x, y = layer(x, y, angles, cache, self.parts)
         x, y = x[:, logits_to_keep], None if y is None else y[:, logits_to_keep]
         return CausalLMOutputWithPast(logits=self._logits(x, y))
 

@@ -6,7 +6,7 @@ import warnings
 
 import pytest
 import torch
-from conftest import tiny_model
+from conftest import as_cache, tiny_model
 from torch.nn import functional
 from transformers import DynamicCache, StaticCache, masking_utils
 
@@ -47,14 +47,14 @@ def test_padding_is_refused_whatever_the_attention(attention, batch, tokens):
     given = padded(tokens(16, batch=batch), 5)
     cache = cache_for(model)
     with pytest.raises(PaddingUnsupported, match="has zeros"):
-        model(**given, past_key_values=cache)
+        model(**given, **as_cache(cache))
     assert (cache.seen, cache.consistent) == (0, True)
     with pytest.raises(PaddingUnsupported, match="has zeros"):
         model.generate(
-            **given, past_key_values=cache, max_new_tokens=2, do_sample=False, pad_token_id=2
+            **given, **as_cache(cache), max_new_tokens=2, do_sample=False, pad_token_id=2
         )
     assert cache.seen == 0
-    model(tokens(16, batch=batch), past_key_values=cache)
+    model(tokens(16, batch=batch), **as_cache(cache))
     assert cache.seen == 16
 
 
@@ -67,7 +67,7 @@ def test_masks_of_ones_own_are_refused(attention, family, tokens):
     additive = torch.zeros(mask.shape).masked_fill(~mask, torch.finfo(torch.float32).min)
     for given in (mask, additive):
         with pytest.raises(PaddingUnsupported, match="ready-made"):
-            model(tokens(10), attention_mask=given, past_key_values=cache)
+            model(tokens(10), attention_mask=given, **as_cache(cache))
         assert cache.seen == 0
 
 
@@ -75,19 +75,19 @@ def test_packed_sequences_are_refused(tokens):
     model = MODELS["kvcap"]
     cache = cache_for(model)
     with pytest.raises(PositionMismatch, match="Packed sequences need a cache each"):
-        model(tokens(10), position_ids=PACKED, past_key_values=cache)
+        model(tokens(10), position_ids=PACKED, **as_cache(cache))
     assert (cache.seen, cache.consistent) == (0, True)
-    model(tokens(10), position_ids=torch.arange(10)[None], past_key_values=cache)
+    model(tokens(10), position_ids=torch.arange(10)[None], **as_cache(cache))
 
 
 @pytest.mark.parametrize("attention", MODELS)
 def test_a_mask_that_knows_fewer_tokens_than_were_read(attention, tokens):
     model = MODELS[attention]
     cache = cache_for(model)
-    model(tokens(10), past_key_values=cache)
+    model(tokens(10), **as_cache(cache))
     with pytest.raises(PositionMismatch, match="covers 10 tokens, but 10 were read and 10 more"):
-        model(tokens(10), attention_mask=torch.ones(1, 10), past_key_values=cache)
-    model(tokens(10), attention_mask=torch.ones(1, 20), past_key_values=cache)
+        model(tokens(10), attention_mask=torch.ones(1, 10), **as_cache(cache))
+    model(tokens(10), attention_mask=torch.ones(1, 20), **as_cache(cache))
     assert cache.seen == 20
 
 
@@ -98,7 +98,7 @@ def test_models_that_see_ahead_are_refused(attention, tokens, monkeypatch):
         pytest.skip("transformers 4.57 makes causal masks only")
     monkeypatch.setattr(model.config, "is_causal", False, raising=False)
     with pytest.raises(PaddingUnsupported, match="not causal"):
-        model(tokens(10), past_key_values=cache_for(model))
+        model(tokens(10), **as_cache(cache_for(model)))
 
 
 def test_masks_of_other_caches_stay_as_they_were(tokens):
@@ -107,8 +107,8 @@ def test_masks_of_other_caches_stay_as_they_were(tokens):
     given = padded(ids, 5)
     cache_for(model)  # watches
     with torch.no_grad():
-        logits = model(**given, past_key_values=DynamicCache()).logits
-        expected = MODELS["eager"](**given, past_key_values=DynamicCache()).logits
+        logits = model(**given, **as_cache(DynamicCache())).logits
+        expected = MODELS["eager"](**given, **as_cache(DynamicCache())).logits
     torch.testing.assert_close(logits[:, 3:], expected[:, 3:], rtol=1e-4, atol=1e-4)
 
 
@@ -153,7 +153,7 @@ def test_a_static_cache(tokens):
     def logits(model):
         cache = StaticCache(config=model.config, max_cache_len=20)
         parts = ids.split([6, 1, 3], dim=1)
-        return torch.cat([model(p, past_key_values=cache, use_cache=True).logits for p in parts], 1)
+        return torch.cat([model(p, **as_cache(cache), use_cache=True).logits for p in parts], 1)
 
     static = both(logits)
     torch.testing.assert_close(static, both(lambda m: m(ids).logits), rtol=1e-4, atol=1e-4)
@@ -169,7 +169,7 @@ def test_generate_with_a_static_cache(tokens):
 def test_several_tokens_behind_a_growing_cache(tokens):
     def logits(model):
         cache = DynamicCache(config=model.config)
-        return [model(part, past_key_values=cache).logits for part in tokens(20).split(7, dim=1)][2]
+        return [model(part, **as_cache(cache)).logits for part in tokens(20).split(7, dim=1)][2]
 
     both(logits)
 
@@ -199,10 +199,10 @@ def test_what_it_does_not_know_is_refused(given, message, capped, tokens):
     model = MODELS["kvcap"]
     cache = cache_for(model) if capped else None
     with pytest.raises((UnsupportedModel, PaddingUnsupported), match=message):
-        model(tokens(10), past_key_values=cache, **given)
+        model(tokens(10), **as_cache(cache), **given)
     if cache is not None:
         assert (cache.seen, cache.held, cache.consistent) == (0, 0, True)
-        model(tokens(10), past_key_values=cache)
+        model(tokens(10), **as_cache(cache))
 
 
 @pytest.mark.parametrize("capped", [False, True])
@@ -212,10 +212,10 @@ def test_attention_weights_are_refused(capped, tokens):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # transformers 4.57 warns and goes on
         with pytest.raises(UnsupportedModel, match="attn_implementation='eager'"):
-            model(tokens(10), past_key_values=cache, output_attentions=True)
+            model(tokens(10), **as_cache(cache), output_attentions=True)
         with pytest.raises(UnsupportedModel, match="attn_implementation='eager'"):
             model.generate(
-                tokens(10), attention_mask=torch.ones(1, 10), past_key_values=cache_for(model),
+                tokens(10), attention_mask=torch.ones(1, 10), **as_cache(cache_for(model)),
                 max_new_tokens=2, pad_token_id=2, return_dict_in_generate=True,
                 output_attentions=True,
             )  # fmt: skip
@@ -223,7 +223,7 @@ def test_attention_weights_are_refused(capped, tokens):
 
 def test_dropout_is_refused(tokens):
     model = tiny_model("llama", attention_dropout=0.5)
-    model(tokens(10), past_key_values=cache_for(model))
+    model(tokens(10), **as_cache(cache_for(model)))
     with pytest.raises(UnsupportedModel, match="does not take dropout"):
         model.train()(tokens(10))
 
@@ -231,7 +231,7 @@ def test_dropout_is_refused(tokens):
 def test_what_changes_nothing_is_taken(tokens):
     model = MODELS["kvcap"]
     out = model(
-        tokens(10), past_key_values=cache_for(model), output_hidden_states=True,
+        tokens(10), **as_cache(cache_for(model)), output_hidden_states=True,
         num_items_in_batch=torch.tensor(10), output_attentions=False,
     )  # fmt: skip
     assert len(out.hidden_states) == 3
@@ -246,7 +246,7 @@ def test_one_warning_where_nothing_is_capped(tokens, monkeypatch):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         MODELS["sdpa"](tokens(8))
-        model(tokens(8), past_key_values=cache_for(model))
+        model(tokens(8), **as_cache(cache_for(model)))
         assert not caught
         for _ in range(2):
             model.generate(tokens(8), attention_mask=torch.ones(1, 8), max_new_tokens=3,
@@ -259,4 +259,4 @@ def test_native_sliding_layers_beside_capped_ones_do_not_warn(tokens, monkeypatc
     model = tiny_model("gemma3_text")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        model(tokens(10), past_key_values=cache_for(model))
+        model(tokens(10), **as_cache(cache_for(model)))

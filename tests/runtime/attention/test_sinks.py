@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from conftest import SIZES, in_turn, small_policy
+from conftest import SIZES, as_cache, in_turn, small_policy
 from families import SINKS as FAMILIES
 from observations import attention_by_loops, observe, same
 from reference import NAME, STEPS, ReferenceLayer, Setting
@@ -187,7 +187,7 @@ def both(
     slow = tiny_model(family, NAME)
     reference = SinkCache(slow, setting)
     with torch.no_grad():
-        expected = [slow(x, past_key_values=reference, logits_to_keep=1).logits for x in parts]
+        expected = [slow(x, **as_cache(reference), logits_to_keep=1).logits for x in parts]
     return cache, reference, logits, torch.cat(expected)[:, -1]
 
 
@@ -262,7 +262,7 @@ def test_logits_equal_the_uncapped_model_while_tokens_fit(family, block, tokens)
     model = tiny_model(family)
     cache = kvcap.BudgetCache(model.config, 64, block, "snapkv")
     with torch.no_grad():
-        parts = [model(part, past_key_values=cache).logits for part in ids.split(block, 1)]
+        parts = [model(part, **as_cache(cache)).logits for part in ids.split(block, 1)]
         close(torch.cat(parts, 1), tiny_model(family, "eager")(ids).logits)
 
 
@@ -275,7 +275,7 @@ def test_low_precision_is_as_near_as_eager(family, tokens):
         eager = tiny_model(family, "eager", torch.bfloat16)(ids).logits.float()
         model = tiny_model(family, dtype=torch.bfloat16)
         cache = kvcap.BudgetCache(model.config, 64, 60)
-        got = model(ids, past_key_values=cache).logits.float()
+        got = model(ids, **as_cache(cache)).logits.float()
     assert (got - exact).abs().max() <= 2 * (eager - exact).abs().max()
 
 
@@ -515,7 +515,7 @@ def test_generate_equals_the_uncapped_model_while_tokens_fit(family, attention, 
     expected = tiny_model(family, "eager").generate(ids, **options)
     model = tiny_model(family, attention)
     cache = kvcap.BudgetCache(model.config, 64, 16)
-    got = model.generate(ids, past_key_values=cache, prefill_chunk_size=16, **options)
+    got = model.generate(ids, **as_cache(cache), prefill_chunk_size=16, **options)
     assert got.tolist() == expected.tolist()
 
 

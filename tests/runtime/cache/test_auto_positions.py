@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import in_turn, small_policy, tiny_model
+from conftest import as_cache, in_turn, small_policy, tiny_model
 from families import ALL, ELSEWHERE, OLD, STATES, config_of, model_of
 from reference import NAME, STEPS, Setting, rotate, run_reference
 from tools import runtime_of
@@ -260,7 +260,7 @@ def test_in_generation_by_transformers():
     options = {"max_new_tokens": 16, "do_sample": False, "pad_token_id": 2, "eos_token_id": None,
                "attention_mask": torch.ones_like(ids)}  # fmt: skip
     cache = BudgetCache(model.config, 12, BLOCK, positions="auto")
-    got = model.generate(ids, past_key_values=cache, prefill_chunk_size=BLOCK, **options)
+    got = model.generate(ids, **as_cache(cache), prefill_chunk_size=BLOCK, **options)
     assert got[0, 13:].tolist() == expected
     assert cache.allocation.compact
     assert "auto (compact now) positions" in repr(cache)
@@ -276,13 +276,13 @@ def test_a_block_that_is_refused_changes_nothing():
     cache = BudgetCache(model.config, 12, BLOCK, positions="auto")
     with torch.no_grad():
         for part in ids[:, :18].split(BLOCK, 1):
-            model(part, past_key_values=cache)
+            model(part, **as_cache(cache))
         with pytest.raises(BlockTooLarge):
-            model(ids[:, 18:], past_key_values=cache)
+            model(ids[:, 18:], **as_cache(cache))
         assert not cache.allocation.compact
-        model(ids[:, 18:21], past_key_values=cache)
+        model(ids[:, 18:21], **as_cache(cache))
         assert not cache.allocation.compact  # up to the window
-        model(ids[:, 21:22], past_key_values=cache)
+        model(ids[:, 21:22], **as_cache(cache))
     assert cache.allocation.compact
 
 
@@ -465,11 +465,11 @@ def test_longrope_changes_where_its_short_factors_end():
     assert torch.cat(logits).isfinite().all()
     for mode in ("auto", "compact"):  # transformers would take the long factors
         cache = BudgetCache(model.config, 12, BLOCK, positions=mode)
-        model(ids[:, :BLOCK], past_key_values=cache)
+        model(ids[:, :BLOCK], **as_cache(cache))
         for start in range(BLOCK, WINDOW, 3):
-            model(ids[:, start : start + 3], past_key_values=cache)
+            model(ids[:, start : start + 3], **as_cache(cache))
         with pytest.raises(UnsupportedModel, match="longrope takes other frequencies"):
-            model(ids[:, WINDOW : WINDOW + 1], past_key_values=cache)
+            model(ids[:, WINDOW : WINDOW + 1], **as_cache(cache))
         assert cache.seen == WINDOW
     with pytest.raises(KvcapError, match=f"'auto' are exact up to {WINDOW} tokens held"):
         BudgetCache(model.config, WINDOW, BLOCK, positions="auto")

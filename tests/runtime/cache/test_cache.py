@@ -6,7 +6,7 @@ import gc
 
 import pytest
 import torch
-from conftest import in_turn, small_policy, tiny_model
+from conftest import as_cache, in_turn, small_policy, tiny_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -270,9 +270,9 @@ def test_no_graph_of_gradients_is_kept(policy, attention, tokens):
     cache = kvcap.BudgetCache(model.config, 24, 8, eviction)
     ids, alive = tokens(72), []
     for block in ids[:, :56].split(8, 1):  # every layer evicts by then, however slots are divided
-        model(block, past_key_values=cache)
+        model(block, **as_cache(cache))
     for i in range(56, 72):
-        model(ids[:, i : i + 1], past_key_values=cache)
+        model(ids[:, i : i + 1], **as_cache(cache))
         if i in (63, 71):  # all that is made for tokens is there by then
             gc.collect()
             alive.append(sum(issubclass(type(x), torch.Tensor) for x in gc.get_objects()))
@@ -285,7 +285,7 @@ def test_no_graph_of_gradients_is_kept(policy, attention, tokens):
 def test_a_gradient_is_refused_rather_than_wrong(attention, tokens):
     model = tiny_model("llama", attention)
     cache = kvcap.BudgetCache(model.config, 24, 8)
-    loss = model(tokens(8), past_key_values=cache, labels=tokens(8)).loss
+    loss = model(tokens(8), **as_cache(cache), labels=tokens(8)).loss
     with pytest.raises(UnsupportedModel, match="keeps no gradients"):
         loss.backward()
 
@@ -318,11 +318,11 @@ def test_a_block_finds_room_beside_them(waiting, attention, family, tokens):
     )
     with torch.no_grad():
         for i in range(0, 32, 8):
-            model(ids[:, i : i + 8], past_key_values=cache)
+            model(ids[:, i : i + 8], **as_cache(cache))
         for i in range(32, 32 + waiting):
-            model(ids[:, i : i + 1], past_key_values=cache)
-        model(ids[:, 32 + waiting : 40 + waiting], past_key_values=cache)
-        last = model(ids[:, 40 + waiting : 41 + waiting], past_key_values=cache).logits[:, -1]
+            model(ids[:, i : i + 1], **as_cache(cache))
+        model(ids[:, 32 + waiting : 40 + waiting], **as_cache(cache))
+        last = model(ids[:, 40 + waiting : 41 + waiting], **as_cache(cache)).logits[:, -1]
     assert (cache.seen, cache.consistent) == (41 + waiting, True)
     assert cache.held <= 16 + 3
     ours = tiny_model(family)
@@ -354,7 +354,7 @@ def test_a_block_cut_in_two_is_read_as_the_block_loop_reads_it(policy, positions
     lengths = [8] * 5 + [1, 1, 8, 1]
     with torch.no_grad():
         for part in ids[:, : sum(lengths)].split(lengths, dim=1):
-            logits = model(part, past_key_values=plain).logits[:, -1]
+            logits = model(part, **as_cache(plain)).logits[:, -1]
             expected = loop.prefill(part)
     assert (plain.seen, plain.consistent) == (sum(lengths), True)
     if plain.balance is not None:
@@ -369,7 +369,7 @@ def test_a_block_cut_in_two_is_read_as_the_block_loop_reads_it(policy, positions
 def test_a_second_generate_under_evict_every(attention, tokens):
     model = tiny_model("llama", attention)
     cache = kvcap.BudgetCache(model.config, 16, 8, evict_every=4)
-    options = {"past_key_values": cache, "do_sample": False, "pad_token_id": 2}
+    options = as_cache(cache) | {"do_sample": False, "pad_token_id": 2}
     said, asked = tokens(8), [8, 6, 8]  # the last token said before is read with what is new
     for new in asked:
         more = torch.cat((said, tokens(new - 1, seed=new)), dim=1)
@@ -403,20 +403,20 @@ def test_pins_are_checked_before_anything_is_allocated(policy):
 
 def test_another_batch_size_or_type(tokens):
     cache = kvcap.BudgetCache(MODEL.config, 24, 8)
-    MODEL(tokens(8), past_key_values=cache)
+    MODEL(tokens(8), **as_cache(cache))
     for reset in (False, True):
         if reset:
             cache.reset()
         with pytest.raises(CacheMismatch, match=r"for 1 sequences.* of 2 sequences"):
-            MODEL(tokens(8, batch=2), past_key_values=cache)
+            MODEL(tokens(8, batch=2), **as_cache(cache))
         with pytest.raises(CacheMismatch, match="bfloat16"):
-            tiny_model("llama", dtype=torch.bfloat16)(tokens(8), past_key_values=cache)
+            tiny_model("llama", dtype=torch.bfloat16)(tokens(8), **as_cache(cache))
     assert (cache.seen, cache.consistent) == (0, True)
-    MODEL(tokens(8), past_key_values=cache)
+    MODEL(tokens(8), **as_cache(cache))
     with pytest.raises(CacheMismatch):
         MODEL(
             tokens(8),
-            past_key_values=kvcap.BudgetCache(MODEL.config).allocate(2, torch.float32, "cpu"),
+            **as_cache(kvcap.BudgetCache(MODEL.config).allocate(2, torch.float32, "cpu")),
         )
 
 
@@ -428,24 +428,22 @@ def test_a_prompt_that_does_not_go_on(attention, prompt, tokens):
     cache = kvcap.BudgetCache(model.config, 64, 40)
     ids = tokens(30)
     options = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 2}
-    model.generate(ids, attention_mask=torch.ones_like(ids), past_key_values=cache, **options)
+    model.generate(ids, attention_mask=torch.ones_like(ids), **as_cache(cache), **options)
     if attention == "sdpa":  # sees no places: told by a mask of its own length alone
         with pytest.raises(PositionMismatch, match="read before"):
-            model(ids, attention_mask=torch.ones_like(ids), past_key_values=cache)
+            model(ids, attention_mask=torch.ones_like(ids), **as_cache(cache))
         return
     other = tokens(30, seed=prompt)
     with pytest.raises((PositionMismatch, IndexError)):
-        model.generate(
-            other, attention_mask=torch.ones_like(other), past_key_values=cache, **options
-        )
+        model.generate(other, attention_mask=torch.ones_like(other), **as_cache(cache), **options)
     cache.reset()
-    model.generate(other, attention_mask=torch.ones_like(ids), past_key_values=cache, **options)
+    model.generate(other, attention_mask=torch.ones_like(ids), **as_cache(cache), **options)
 
 
 @pytest.mark.parametrize("name", ["offload", "prefetch"])
 def test_buffers_stay_where_they_are(name, tokens):
     cache = kvcap.BudgetCache(MODEL.config, 24, 8)
-    MODEL(tokens(8), past_key_values=cache)
+    MODEL(tokens(8), **as_cache(cache))
     with pytest.raises(UnsupportedModel, match="stay where they are"):
         getattr(cache.layers[0], name)()
     with pytest.raises(UnsupportedModel, match="stay where they are"):

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import FAMILIES, in_turn, small_policy, tiny_config, tiny_model
+from conftest import FAMILIES, as_cache, in_turn, small_policy, tiny_config, tiny_model
 from tools import in_blocks, uncapped
 from transformers import AutoConfig, DynamicCache
 
@@ -124,10 +124,10 @@ def test_generate_equals_dynamic_cache_while_tokens_fit(family, attention, token
     ids = tokens(30)
     options = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 2,
                "attention_mask": torch.ones_like(ids)}  # fmt: skip
-    expected = tiny_model(family, "sdpa").generate(ids, past_key_values=DynamicCache(), **options)
+    expected = tiny_model(family, "sdpa").generate(ids, **as_cache(DynamicCache()), **options)
     model = tiny_model(family, attention)
     cache = kvcap.BudgetCache(model.config, 64, 16)
-    got = model.generate(ids, past_key_values=cache, prefill_chunk_size=16, **options)
+    got = model.generate(ids, **as_cache(cache), prefill_chunk_size=16, **options)
     assert got.tolist() == expected.tolist()
 
 
@@ -141,7 +141,7 @@ def test_stock_attention_evicts_the_same_as_ours(policy, tokens):
     for attention in ("kvcap", "sdpa", "eager"):
         model = tiny_model("llama", attention)
         cache = kvcap.BudgetCache(model.config, 24, 8, policy, positions="true")
-        out = model.generate(ids, past_key_values=cache, **options)
+        out = model.generate(ids, **as_cache(cache), **options)
         assert cache.held <= 24 + (attention != "kvcap")  # evicts when the next token arrives
         runs.append((out.tolist(), cache.nbytes))
     assert runs[0] == runs[1] == runs[2]
@@ -154,7 +154,7 @@ def test_compact_drop_in_equals_the_block_loop(tokens):
     cache = kvcap.BudgetCache(model.config, 24, 8)
     assert cache.layout.positions == "compact"
     out = model.generate(
-        ids, past_key_values=cache, prefill_chunk_size=8, max_new_tokens=10, do_sample=False,
+        ids, **as_cache(cache), prefill_chunk_size=8, max_new_tokens=10, do_sample=False,
         pad_token_id=2, attention_mask=torch.ones_like(ids),
     )  # fmt: skip
     loop = BlockLoop(model, kvcap.BudgetCache(model.config, 24, 8))
@@ -175,9 +175,9 @@ def test_query_aware_policies_say_how_to_load(policy, tokens):
         kvcap.BudgetCache(model.config, 24, 8, policy)
     # A config that does not tell its attention is found out at the second block.
     cache = kvcap.BudgetCache(tiny_config("llama"), 24, 8, policy)
-    model(tokens(8), past_key_values=cache)
+    model(tokens(8), **as_cache(cache))
     with pytest.raises(kvcap.KvcapError, match="attn_implementation='kvcap'"):
-        model(tokens(8), past_key_values=cache)
+        model(tokens(8), **as_cache(cache))
 
 
 def test_compact_positions_need_our_attention(tokens):
@@ -186,9 +186,9 @@ def test_compact_positions_need_our_attention(tokens):
         kvcap.BudgetCache(model.config, 24, 8, positions="compact")
     assert kvcap.BudgetCache(model.config, 24, 8).layout.positions == "true"
     cache = kvcap.BudgetCache(tiny_config("llama"), 24, 8, positions="compact")
-    model(tokens(8), past_key_values=cache)
+    model(tokens(8), **as_cache(cache))
     with pytest.raises(kvcap.KvcapError, match="positions='true'"):
-        model(tokens(8), past_key_values=cache)
+        model(tokens(8), **as_cache(cache))
 
 
 def test_length_dependent_rope_falls_back_with_a_warning():
@@ -226,24 +226,24 @@ def test_padded_batches_are_refused(tokens):
     mask[0, :3] = 0
     cache = kvcap.BudgetCache(model.config, 64, 20)
     with pytest.raises(ValueError, match="padded"):
-        model(tokens(20, batch=2), attention_mask=mask, past_key_values=cache)
+        model(tokens(20, batch=2), attention_mask=mask, **as_cache(cache))
     assert cache.seen == 0
 
 
 def test_wrong_positions_are_refused(tokens):
     model = tiny_model("llama")
     cache = kvcap.BudgetCache(model.config, 24, 8)
-    model(tokens(8), past_key_values=cache)
+    model(tokens(8), **as_cache(cache))
     with pytest.raises(ValueError, match="8 tokens were read"):
-        model(tokens(8), past_key_values=cache, position_ids=torch.arange(3, 11)[None])
+        model(tokens(8), **as_cache(cache), position_ids=torch.arange(3, 11)[None])
 
 
 def test_blocks_larger_than_their_slots_are_refused_untouched(tokens):
     model = tiny_model("llama")
     cache = kvcap.BudgetCache(model.config, 24, 8)
-    model(tokens(8), past_key_values=cache)
+    model(tokens(8), **as_cache(cache))
     with pytest.raises(kvcap.KvcapError, match="prefill_chunk_size=8"):
-        model(tokens(60), past_key_values=cache)
+        model(tokens(60), **as_cache(cache))
     assert cache.seen == 8
     assert cache.consistent
 
@@ -265,7 +265,7 @@ def test_beam_search_and_cropping_are_refused(tokens):
     cache = kvcap.BudgetCache(model.config, 24, 8)
     with pytest.raises(kvcap.KvcapError, match="beam search"):
         model.generate(
-            tokens(8), past_key_values=cache, num_beams=2, max_new_tokens=4, pad_token_id=2,
+            tokens(8), **as_cache(cache), num_beams=2, max_new_tokens=4, pad_token_id=2,
             attention_mask=torch.ones(1, 8),
         )  # fmt: skip
 
@@ -308,5 +308,5 @@ def test_planted_faults_are_seen(fault, tokens, monkeypatch):
                 current.start = cache.seen  # what the cache is told
                 positions = cache.seen // 2 + torch.arange(8)[None]  # what the model does
             with cache.passing(current):
-                parts.append(model(part, past_key_values=cache, position_ids=positions).logits)
+                parts.append(model(part, **as_cache(cache), position_ids=positions).logits)
     assert (torch.cat(parts, 1) - expected).abs().max() > 1e-2

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import SIZES, in_turn, small_policy
+from conftest import SIZES, as_cache, in_turn, small_policy
 from families import NEIGHBOURS as FAMILIES
 from reference import NAME, STEPS, Setting, run_reference
 from tools import in_blocks, runtime_of
@@ -82,7 +82,7 @@ def keys_at(model: Any, position: int) -> list[Tensor]:
     cache = DynamicCache()
     with torch.no_grad():
         model(
-            torch.tensor([[7]]), position_ids=torch.tensor([[position]]), past_key_values=cache,
+            torch.tensor([[7]]), position_ids=torch.tensor([[position]]), **as_cache(cache),
             cache_position=torch.tensor([0]),
         )  # fmt: skip
     return [layer.keys for layer in cache.layers]
@@ -247,7 +247,7 @@ def stand_by_rank(model: Any, layer: Any, ids: Tensor) -> None:
     cache = DynamicCache()
     with torch.no_grad():
         model.set_attn_implementation("eager")
-        model(ids, position_ids=torch.zeros_like(ids), past_key_values=cache)
+        model(ids, position_ids=torch.zeros_like(ids), **as_cache(cache))
         model.set_attn_implementation("kvcap")
     raw, rope = cache.layers[0].keys[0], ModelShape.of(model.config).layers[0].rope
     for segment in layer.segments:
@@ -290,10 +290,10 @@ def test_generate_equals_the_uncapped_model_below_the_budget(name, tokens):
     ids = tokens(30)
     options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 2,
                "attention_mask": torch.ones_like(ids)}  # fmt: skip
-    expected = tiny_model(name, "sdpa").generate(ids, past_key_values=DynamicCache(), **options)
+    expected = tiny_model(name, "sdpa").generate(ids, **as_cache(DynamicCache()), **options)
     model = tiny_model(name)
     cache = kvcap.BudgetCache(model.config, 64, 16)
-    found = model.generate(ids, past_key_values=cache, prefill_chunk_size=16, **options)
+    found = model.generate(ids, **as_cache(cache), prefill_chunk_size=16, **options)
     assert found.tolist() == expected.tolist()
     with kvcap.cap(model, 64, 16):
         assert model.generate(ids, **options).tolist() == expected.tolist()

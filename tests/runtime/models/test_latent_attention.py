@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import in_turn
+from conftest import as_cache, in_turn
 from families import MLA, OLD, config_of, model_of
 from masked import compare, rotary_frequencies
 from reference import rotate
@@ -113,8 +113,8 @@ def test_a_rope_part_moves_as_the_model_would_have_read_it(name):
     shape = ModelShape.of(config_of(name))
     model, near, far = model_of(name, "eager"), *(DynamicCache(), DynamicCache())
     with torch.no_grad():
-        model(text(12), past_key_values=near)
-        model(text(12), past_key_values=far, position_ids=37 + torch.arange(12)[None])
+        model(text(12), **as_cache(near))
+        model(text(12), **as_cache(far), position_ids=37 + torch.arange(12)[None])
     for index in shape.capped:
         rope = shape.layers[index].rope
         here, there = (
@@ -196,7 +196,7 @@ def test_generation_below_the_budget_is_the_uncapped_models(name):
                "attention_mask": torch.ones_like(ids)}  # fmt: skip
     expected = model_of(name, "eager").generate(ids, **options).tolist()
     cache = kvcap.BudgetCache(model.config, 40, 8)
-    found = model.generate(ids, past_key_values=cache, prefill_chunk_size=8, **options)
+    found = model.generate(ids, **as_cache(cache), prefill_chunk_size=8, **options)
     assert found.tolist() == expected
     with kvcap.cap(model, 40, 8):
         assert model.generate(ids, **options).tolist() == expected
@@ -305,9 +305,9 @@ def test_stock_attention_is_refused(attention):
     # A config that does not tell its attention is found out at the first block.
     cache = kvcap.BudgetCache(known, 14, 6)
     with pytest.raises(UnsupportedModel, match=r"latents.*attn_implementation='kvcap'"):
-        model(text(6), past_key_values=cache)
+        model(text(6), **as_cache(cache))
     assert cache.seen == 0
-    model_of("deepseek_v3")(text(6), past_key_values=cache)
+    model_of("deepseek_v3")(text(6), **as_cache(cache))
     assert cache.seen == 6
 
 
@@ -346,7 +346,7 @@ def test_weights_that_cannot_be_read_are_refused():
         with pytest.raises(UnsupportedModel, match=r"kv_b_proj.*plain nn\.Linear"):
             BlockLoop(model, cache)
         with pytest.raises(UnsupportedModel, match=r"kv_b_proj.*plain nn\.Linear"):
-            model(text(6), past_key_values=cache)
+            model(text(6), **as_cache(cache))
 
 
 def test_what_cannot_run_is_refused_by_name():
@@ -370,12 +370,12 @@ def test_no_gradient_flows(tokens):
     model = model_of("deepseek_v3")
     cache = kvcap.BudgetCache(model.config, 14, 6)
     with pytest.raises(UnsupportedModel, match="keeps no gradients"):
-        model(text(6), past_key_values=cache).logits.sum().backward()
+        model(text(6), **as_cache(cache)).logits.sum().backward()
     model.requires_grad_(False)  # but for the latents
     model.model.layers[1].self_attn.kv_a_proj_with_mqa.requires_grad_(True)
     cache.reset()
     with pytest.raises(UnsupportedModel, match="keeps no gradients"):
-        model(text(6), past_key_values=cache).logits.sum().backward()
+        model(text(6), **as_cache(cache)).logits.sum().backward()
 
 
 # What a trial shows -------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import SIZES, in_turn, small_policy
+from conftest import SIZES, as_cache, in_turn, small_policy
 from families import READERS as FAMILIES
 from reference import STEPS, ReferenceLayer, Setting
 from tools import in_blocks, runtime_of
@@ -163,8 +163,7 @@ def reference(
     made = SharedReference(model, setting, follow)
     with torch.no_grad():
         logits = [
-            model(part, past_key_values=made, logits_to_keep=1).logits
-            for part in parts_of(ids, block)
+            model(part, **as_cache(made), logits_to_keep=1).logits for part in parts_of(ids, block)
         ]
     return made, torch.cat(logits)[:, -1]
 
@@ -265,11 +264,11 @@ def test_generate_equals_the_uncapped_model_while_tokens_fit(family, tokens):
     options = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 2,
                "attention_mask": torch.ones_like(ids)}  # fmt: skip
     plain = tiny_model(family, "sdpa")
-    expected = plain.generate(ids, past_key_values=DynamicCache(config=plain.config), **options)
+    expected = plain.generate(ids, **as_cache(DynamicCache(config=plain.config)), **options)
     for attention in ("kvcap", "sdpa", "eager"):
         model = tiny_model(family, attention)
         held = kvcap.BudgetCache(model.config, 64, 16)
-        got = model.generate(ids, past_key_values=held, prefill_chunk_size=16, **options)
+        got = model.generate(ids, **as_cache(held), prefill_chunk_size=16, **options)
         assert got.tolist() == expected.tolist()
     model = tiny_model(family, "sdpa")
     with kvcap.cap(model, 64, 16):
@@ -287,7 +286,7 @@ def test_stock_attention_evicts_when_the_next_block_arrives(family, attention):
     held = kvcap.BudgetCache(model.config, 12, 6, eviction)
     with torch.no_grad():
         logits = [
-            model(part, past_key_values=held, logits_to_keep=1).logits for part in parts_of(IDS, 6)
+            model(part, **as_cache(held), logits_to_keep=1).logits for part in parts_of(IDS, 6)
         ]
     _, expected = reference(family, IDS, 6, setting)
     assert worst(torch.cat(logits)[:, -1], expected) <= 1e-4
@@ -402,7 +401,7 @@ def test_eviction_every_few_tokens(family, tokens):
     counts = [loop.read(ids[:, i : i + 1]) is not None and held.held for i in range(32, 35)]
     assert counts == [17, 18, 19]
     with pytest.raises(BlockTooLarge, match="5 fit before the next eviction"), torch.no_grad():
-        model(ids[:, :8], past_key_values=held)
+        model(ids[:, :8], **as_cache(held))
     assert held.consistent
     assert held.seen == 35
     loop.prefill(ids[:, :8])  # in two passes
@@ -489,13 +488,13 @@ def test_a_pass_that_failed_half_way(family, tokens, monkeypatch):
     with monkeypatch.context() as patched:
         patched.setattr(model.model.layers[6].mlp, "forward", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError), torch.no_grad():
-            model(ids[:, :8], past_key_values=held)
+            model(ids[:, :8], **as_cache(held))
     assert not held.consistent
     with pytest.raises(SessionBroken, match="not all layers"), torch.no_grad():
-        model(ids[:, 8:16], past_key_values=held)
+        model(ids[:, 8:16], **as_cache(held))
     held.reset()
     with torch.no_grad():
-        model(ids[:, :8], past_key_values=held)
+        model(ids[:, :8], **as_cache(held))
     assert held.consistent
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import SIZES, in_turn, small_policy
+from conftest import SIZES, as_cache, in_turn, small_policy
 from families import STATES as FAMILIES
 from tools import runtime_of
 from torch import Tensor
@@ -204,7 +204,7 @@ def beside_the_reference(
             if cache.seen:
                 reference.layers[index].held = cache.layers[index].segments[0].positions[0]
         with torch.no_grad():
-            expected = plain(part, past_key_values=reference, logits_to_keep=1).logits[:, -1]
+            expected = plain(part, **as_cache(reference), logits_to_keep=1).logits[:, -1]
         worst = max(worst, float((loop.read(part) - expected).abs().max()))
         fault(cache)
     assert cache.held == budget
@@ -248,7 +248,7 @@ def test_states_are_those_of_transformers_cache_to_the_bit(family, tokens):
     for part in (*ids[:, :45].split(8, 1), *ids[:, 45:].split(1, 1)):
         assert loop.padded(part.shape[1]) == part.shape[1]
         with torch.no_grad():
-            expected = model(part, past_key_values=plain, logits_to_keep=1).logits[:, -1]
+            expected = model(part, **as_cache(plain), logits_to_keep=1).logits[:, -1]
         torch.testing.assert_close(loop.read(part), expected, rtol=1e-5, atol=1e-5)
     for index, layer in cache.state_layers.items():
         theirs = plain.layers[index]
@@ -272,7 +272,7 @@ def test_moved_keys_are_those_read_there(family, tokens):
         cache = DynamicCache(config=model.config)
         places = torch.arange(start, start + 12)[None]
         with torch.no_grad():
-            model(tokens(12), position_ids=places, past_key_values=cache)
+            model(tokens(12), position_ids=places, **as_cache(cache))
         keys.append(cache.layers[shape.capped[0]].keys)
     rotation = Rotation(rope.inv_freq, 40, "cpu")
     moved = rotation.back(keys[1], torch.full(keys[1].shape[:3], 37, dtype=torch.int32))
@@ -303,7 +303,7 @@ def test_planned_bytes_are_held(family, dtype, tokens):
         assert plan.cache_bytes == cache.nbytes == early.nbytes
     plain = DynamicCache(config=model.config)
     with torch.no_grad():
-        model(ids[:, :9], past_key_values=plain)
+        model(ids[:, :9], **as_cache(plain))
     for index, layer in cache.state_layers.items():
         theirs = plain.layers[index]
         made = {"conv": theirs.conv_states[0], "recurrent": theirs.recurrent_states[0]}
@@ -385,13 +385,13 @@ def test_generation_equals_the_uncapped_model(family, tokens):
     expected = tiny_model(family, "sdpa").generate(ids, **settings)
     model = tiny_model(family)
     cache = kvcap.BudgetCache(model.config, 64, 32)
-    assert torch.equal(model.generate(ids, past_key_values=cache, **settings), expected)
+    assert torch.equal(model.generate(ids, **as_cache(cache), **settings), expected)
     assert (cache.seen, cache.consistent) == (41, True)
     cache.reset()  # a new text, with nothing of the old one's states
-    assert torch.equal(model.generate(ids, past_key_values=cache, **settings), expected)
+    assert torch.equal(model.generate(ids, **as_cache(cache), **settings), expected)
     model = tiny_model(family, "sdpa")
     cache = kvcap.BudgetCache(model.config, 64, 32)  # stock attention
-    assert torch.equal(model.generate(ids, past_key_values=cache, **settings), expected)
+    assert torch.equal(model.generate(ids, **as_cache(cache), **settings), expected)
     with kvcap.cap(model, 64, 8) as capped:
         assert torch.equal(model.generate(ids, **settings), expected)
     assert capped.cache.held == 41
@@ -413,14 +413,14 @@ def test_states_keep_no_gradients(family, tokens):
     model, ids = tiny_model(family), tokens(24)
     cache = kvcap.BudgetCache(model.config, 16, 8)
     for part in ids.split(8, 1):
-        logits = model(part, past_key_values=cache).logits
+        logits = model(part, **as_cache(cache)).logits
     with pytest.raises(UnsupportedModel, match="no gradients"):
         logits.sum().backward()
     cache.reset()
     again = kvcap.BudgetCache(model.config, 16, 8)
     with torch.no_grad():
         for part in ids.split(8, 1):
-            fresh = model(part, past_key_values=again).logits
+            fresh = model(part, **as_cache(again)).logits
     torch.testing.assert_close(logits.detach(), fresh)
 
 
@@ -432,21 +432,21 @@ def test_what_is_refused_changes_nothing(family, tokens):
     with torch.no_grad():
         for _ in range(2):
             with pytest.raises(BlockTooLarge, match="60 tokens"):
-                model(ids, past_key_values=cache)
+                model(ids, **as_cache(cache))
             mask = torch.ones(1, cache.seen + 8, dtype=torch.long)
             mask[0, 0] = 0
             with pytest.raises(PaddingUnsupported):
-                model(ids[:, :8], attention_mask=mask, past_key_values=cache)
+                model(ids[:, :8], attention_mask=mask, **as_cache(cache))
             with pytest.raises(PaddingUnsupported):
-                model(ids[:, :8], attention_mask=torch.ones(1, 1, 8, 8), past_key_values=cache)
+                model(ids[:, :8], attention_mask=torch.ones(1, 1, 8, 8), **as_cache(cache))
             assert cache.consistent
-            model(ids[:, :8], past_key_values=cache)
+            model(ids[:, :8], **as_cache(cache))
         with pytest.raises(CacheMismatch):
-            model(tokens(8, batch=2), past_key_values=cache)
+            model(tokens(8, batch=2), **as_cache(cache))
         assert (cache.seen, cache.consistent) == (16, True)
         again = kvcap.BudgetCache(model.config, 16, 8)
         for _ in range(2):
-            model(ids[:, :8], past_key_values=again)
+            model(ids[:, :8], **as_cache(again))
         for index, layer in cache.state_layers.items():
             for name, state in layer.named.items():
                 assert torch.equal(again.state_layers[index].named[name], state)
@@ -461,12 +461,12 @@ def test_a_pass_that_failed_half_way_demands_a_reset(family, tokens):
     first = loop.read(ids[:, :8])
     places = torch.arange(50, 58)[None]
     with torch.no_grad(), pytest.raises(PositionMismatch):
-        model(ids[:, 8:16], position_ids=places, past_key_values=cache)
+        model(ids[:, 8:16], position_ids=places, **as_cache(cache))
     assert (cache.seen, cache.consistent) == (8, False)
     with pytest.raises(SessionBroken):
         loop.read(ids[:, 8:16])
     with torch.no_grad(), pytest.raises(SessionBroken):
-        model(ids[:, 8:16], past_key_values=cache)
+        model(ids[:, 8:16], **as_cache(cache))
     before = cache.counters
     cache.counters = before
     assert not cache.consistent
@@ -506,14 +506,14 @@ def test_after_ctrl_c_in_a_pass_it_goes_on_rightly_or_is_refused(family, length,
     def read(at: int | None, then: bool = True) -> tuple[int, Any]:
         """Operators of the pass that is interrupted, and logits of the next one; None: refused."""
         cache.reset()
-        model(ids[:, :8], past_key_values=cache)
-        model(ids[:, 8:16], past_key_values=cache)
-        model(ids[:, 16:24], past_key_values=cache)
+        model(ids[:, :8], **as_cache(cache))
+        model(ids[:, 8:16], **as_cache(cache))
+        model(ids[:, 16:24], **as_cache(cache))
         mode = Interrupted(-1 if at is None else at)
         with mode if then else nullcontext(), suppress(KeyboardInterrupt):
-            model(ids[:, 24 : 24 + length], past_key_values=cache) if then else None
+            model(ids[:, 24 : 24 + length], **as_cache(cache)) if then else None
         try:
-            return mode.count, model(ids[:, 32:], past_key_values=cache).logits
+            return mode.count, model(ids[:, 32:], **as_cache(cache)).logits
         except SessionBroken:
             assert not cache.consistent
             return mode.count, None
@@ -540,7 +540,7 @@ def test_what_cannot_work_is_refused_by_name(family, tokens):
     cache = kvcap.BudgetCache(model.config, 16, 8)
     assert why_unsteady(cache) == "some layers are recurrent"
     with pytest.raises(KvcapError, match="beam search"):
-        model.generate(tokens(8), past_key_values=cache, num_beams=2, max_new_tokens=4)
+        model.generate(tokens(8), **as_cache(cache), num_beams=2, max_new_tokens=4)
     for what in ("crop", "reorder_cache", "activate_past_recording", "offload", "prefetch"):
         with pytest.raises(UnsupportedModel):
             getattr(cache.state_layers[shape.recurrent[0]], what)()

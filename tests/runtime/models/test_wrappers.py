@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from conftest import VOCABULARY
+from conftest import VOCABULARY, as_cache
 from safetensors.torch import load_file, save_file
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForImageTextToText, AutoTokenizer
 
@@ -257,7 +257,7 @@ def test_a_capped_wrapper_generates_as_an_uncapped_one_below_the_budget(name, to
     model = wrapper(name)
     expected = model.generate(ids, **options).tolist()
     cache = kvcap.BudgetCache(model.config, 64, 32)
-    assert model.generate(ids, past_key_values=cache, **options).tolist() == expected
+    assert model.generate(ids, **as_cache(cache), **options).tolist() == expected
     with torch.no_grad():
         logits = model(input_ids=ids).logits
     with kvcap.cap(model, 64, 16) as capped:
@@ -304,7 +304,7 @@ def test_under_a_cap_only_text_is_read(tokens):
     types = torch.zeros(1, 12, dtype=torch.long)
     types[0, 3:7] = 1
     with pytest.raises(KvcapError, match=r"not causal|ready-made"):
-        model(input_ids=tokens(12), token_type_ids=types, past_key_values=cache)
+        model(input_ids=tokens(12), token_type_ids=types, **as_cache(cache))
 
 
 IMAGES = [pytest.param(f"qwen{v}_vl", marks=OLD_M_ROPE) for v in ("2", "2_5", "3")]
@@ -331,16 +331,16 @@ def test_images_under_m_rope_are_read_at_true_positions(name, tokens):
     given = with_an_image(model)
     expected = plain.generate(**given, **options)
     cache = kvcap.BudgetCache(model.config, 32, 32)
-    assert torch.equal(model.generate(**given, past_key_values=cache, **options), expected)
+    assert torch.equal(model.generate(**given, **as_cache(cache), **options), expected)
     cache, reference = kvcap.BudgetCache(model.config, 12, 18), transformers.DynamicCache()
     with torch.no_grad():
         for part in (given, *({"input_ids": x} for x in tokens(14).clamp(max=89).split(6, 1))):
             place = cache.seen + torch.arange(part["input_ids"].shape[1]).expand(3, 1, -1)
             if cache.seen:
                 place = place + plain.model.rope_deltas
-            found = model(**part, past_key_values=cache).logits
+            found = model(**part, **as_cache(cache)).logits
             where = {"position_ids": place} if cache.seen > 18 else {}
-            logits = plain(**part, **where, past_key_values=reference).logits
+            logits = plain(**part, **where, **as_cache(reference)).logits
             assert (found - logits).abs().max() < 1e-4
             for mine, theirs in zip(cache.layers, reference.layers, strict=True):
                 theirs.keys, theirs.values = mine.keys.clone(), mine.values.clone()

@@ -7,7 +7,7 @@ import warnings
 
 import pytest
 import torch
-from conftest import FAMILIES, tiny_config, tiny_model
+from conftest import FAMILIES, as_cache, tiny_config, tiny_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoConfig, DynamicCache
@@ -197,7 +197,7 @@ def test_an_uncapped_cache_is_what_transformers_holds():
         for tokens in (1, 20, 60):
             cache = DynamicCache(config=config)
             model = tiny_model(family, attention="eager")
-            model(torch.zeros(1, tokens, dtype=torch.long), past_key_values=cache)
+            model(torch.zeros(1, tokens, dtype=torch.long), **as_cache(cache))
             held = sum(x.keys.nbytes + x.values.nbytes for x in cache.layers)
             # transformers keeps a token less than the window, for the next one.
             assert 0 <= plan.uncapped_bytes(tokens) - held <= plan.sliding_token_bytes

@@ -16,7 +16,7 @@ import pytest
 import tiny_chat
 import torch
 import yaml
-from conftest import small_policy, tiny_config, tiny_model
+from conftest import as_cache, small_policy, tiny_config, tiny_model
 from transformers import DynamicCache, StaticCache
 
 import kvcap
@@ -310,7 +310,7 @@ def test_other_caches_are_counted_by_storage():
     static = StaticCache(config=config, max_cache_len=50)
     model = tiny_model("llama", "sdpa")
     with torch.inference_mode():
-        model(torch.ones(1, 3, dtype=torch.long), past_key_values=static)
+        model(torch.ones(1, 3, dtype=torch.long), **as_cache(static))
     assert kv_bytes(static) >= 2 * 2 * 2 * 50 * 16 * 4
 
 

@@ -9,7 +9,7 @@ import weakref
 import pytest
 import tiny_chat
 import torch
-from conftest import FAMILIES, small_policy, tiny_config, tiny_model
+from conftest import CACHE, FAMILIES, as_cache, small_policy, tiny_config, tiny_model
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -118,10 +118,10 @@ def test_a_conversation_goes_on_in_the_cache_that_came_back(model, tokens):
     with kvcap.cap(model, 24, 8):
         out = model.generate(ids, **ones(ids), **options)
         more = torch.cat((out.sequences, tokens(20, seed=1)), dim=1)
-        cache = out.past_key_values
+        cache = out[CACHE]
         assert isinstance(cache, kvcap.BudgetCache)
-        out = model.generate(more, **ones(more), past_key_values=cache, **options)
-        assert out.past_key_values is cache
+        out = model.generate(more, **ones(more), **as_cache(cache), **options)
+        assert out[CACHE] is cache
         assert (cache.seen, cache.held) == (40 + 8 + 20 + 7, 24)
         # and a call without it begins anew
         model.generate(ids, **ones(ids), **OPTIONS)
@@ -135,7 +135,7 @@ def test_a_plain_call_gives_all_logits(use_cache, model, tokens):
     uncapped = model(ids).logits
     with kvcap.cap(model, 24, 8) as capped, torch.no_grad():
         out = model(ids, use_cache=use_cache, labels=ids, output_hidden_states=True)
-        assert (out.past_key_values is capped.cache) == use_cache
+        assert (out.get(CACHE) is capped.cache) == use_cache
         assert capped.cache.held == 24
         few = model(ids, logits_to_keep=11).logits
         as_tuple = model(ids, return_dict=False)[0]
@@ -207,8 +207,8 @@ def test_a_copy_of_the_model_has_a_cap_of_its_own(model, tokens):
     capped = kvcap.cap(model, 24, 8)
     twin = copy.deepcopy(model)
     capped.remove()
-    assert model(ids).past_key_values.get_seq_length() == 40
-    assert twin(ids).past_key_values.held == 24
+    assert model(ids)[CACHE].get_seq_length() == 40
+    assert twin(ids)[CACHE].held == 24
 
 
 def test_the_decoder_alone_and_a_chat_beside(model, tokens):
@@ -216,12 +216,12 @@ def test_the_decoder_alone_and_a_chat_beside(model, tokens):
     with kvcap.cap(model, 24, 8) as capped:
         out = model.model(ids)
         assert out.last_hidden_state.shape == (1, 40, 64)
-        assert out.past_key_values is capped.cache
+        assert out[CACHE] is capped.cache
         said = answered(model, ids)  # by the block loop, with a cache of its own
     assert said == answered(tiny_model("llama"), ids)
     decoder = model.model
     with kvcap.cap(decoder, 24, 8) as capped:
-        assert decoder(ids).past_key_values.held == 24
+        assert decoder(ids)[CACHE].held == 24
 
 
 def test_embeddings_in_place_of_ids(model, tokens):
@@ -247,7 +247,8 @@ def test_its_figures_are_told(model, tokens):
     ("error", "message", "options"),
     [
         (UnsupportedModel, "beam search", {"num_beams": 2}),
-        (UnsupportedModel, "assisted decoding", {"prompt_lookup_num_tokens": 2}),
+        # transformers 5.24 refuses a cache that cannot be cropped by itself
+        ((UnsupportedModel, ValueError), "(?i)assisted decoding", {"prompt_lookup_num_tokens": 2}),
         (UnsupportedModel, "StaticCache is not capped", {"cache_implementation": "static"}),
         (PaddingUnsupported, "has zeros", {"attention_mask": "padded"}),
     ],
@@ -265,10 +266,10 @@ def test_what_cannot_be_capped_is_refused(error, message, options, length, model
 def test_other_calls_that_are_refused(model, tokens):
     ids = tokens(40)
     filled = DynamicCache(config=model.config)
-    model(ids, past_key_values=filled)
+    model(ids, **as_cache(filled))
     with kvcap.cap(model, 24, 8):
         with pytest.raises(UnsupportedModel, match="DynamicCache is not capped"):
-            model(ids, past_key_values=filled)
+            model(ids, **as_cache(filled))
         with pytest.raises(PaddingUnsupported, match="ready-made"):
             model(ids, attention_mask=torch.ones(1, 1, 40, 40).tril())
         with pytest.raises(PositionMismatch, match="a call each"):

@@ -7,7 +7,7 @@ import weakref
 
 import pytest
 import torch
-from conftest import small_policy, tiny_model
+from conftest import as_cache, small_policy, tiny_model
 
 import kvcap
 from kvcap.kernels import choice
@@ -41,7 +41,7 @@ class Replayed(cuda_graphs.BlockGraph):
             out = self.model(
                 input_ids=ids,
                 position_ids=(start + place).expand(kind.batch, -1),
-                past_key_values=cache,
+                **as_cache(cache),
                 use_cache=True,
                 logits_to_keep=torch.full((int(kind.need_logits),), kind.length - 1),
             )

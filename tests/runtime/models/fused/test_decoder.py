@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 import transformers
-from conftest import FAMILIES, small_policy, tiny_model
+from conftest import FAMILIES, as_cache, small_policy, tiny_model
 from interpreted import DEVICE, pytestmark  # noqa: F401
 from torch import nn
 
@@ -35,7 +35,7 @@ def read(run, cache, ids, last=None):
         return run(
             input_ids=ids,
             position_ids=(start + place)[None].expand(ids.shape[0], -1),
-            past_key_values=cache,
+            **as_cache(cache),
             use_cache=True,
             logits_to_keep=place if last is None else place[tokens - last :],
         ).logits
