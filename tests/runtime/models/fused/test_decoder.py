@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 import transformers
-from conftest import FAMILIES, as_cache, small_policy, tiny_model
+from conftest import FAMILIES, small_policy, tiny_model
 from interpreted import DEVICE, pytestmark  # noqa: F401
 from torch import nn
 
@@ -16,6 +16,7 @@ from kvcap import kernels
 from kvcap.kernels import linear as matvec_kernel
 from kvcap.runtime.cache.allocation import LayerStorage
 from kvcap.runtime.cache.step import ForwardContext
+from kvcap.runtime.models.arguments import cache_argument
 from kvcap.runtime.models.fused import decoder as fused
 from kvcap.runtime.models.fused import linear
 from kvcap.runtime.models.fused.decoder import decoder_of
@@ -35,7 +36,7 @@ def read(run, cache, ids, last=None):
         return run(
             input_ids=ids,
             position_ids=(start + place)[None].expand(ids.shape[0], -1),
-            **as_cache(cache),
+            **cache_argument(run, cache),
             use_cache=True,
             logits_to_keep=place if last is None else place[tokens - last :],
         ).logits
