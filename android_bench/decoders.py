@@ -28,6 +28,11 @@ def decoder_in(folder: Path) -> Manifest:
             f"{str(folder)!r} is a decoder of another exporter, which runs in Python only; phones "
             "and pages run kvcap's own: kvcap export decoder MODEL -o DIR"
         )
+    if (kv_dtype := found.facts.get("kv_dtype")) is not None:
+        raise NotExportable(
+            f"{str(folder)!r} holds keys and values as {kv_dtype}, which runs in Python only; for "
+            "phones and pages export the model without --kv-dtype"
+        )
     return found
 
 

@@ -217,7 +217,16 @@ def decoder_command(
         typer.Option(
             metavar="FILE",
             help="Round int4 by what this text, like those that the model will read, multiplies "
-            "the weights with (GPTQ): minutes, and better answers.",
+            "the weights with (GPTQ): minutes, and better answers. With --kv-dtype it also tells "
+            "how large keys and values are.",
+        ),
+    ] = None,
+    kv_dtype: Annotated[
+        Literal["int8"] | None,
+        typer.Option(
+            "--kv-dtype",
+            help="Hold keys and values in 8 bits, not in the type of the cache: the same bytes "
+            "hold up to four times as many.",
         ),
     ] = None,
     exporter: Annotated[
@@ -252,12 +261,18 @@ def decoder_command(
     report = None
     if exporter == "kvcap":
         where = out or Path(f"{Path(model).name}-onnx")
-        rounding, text = _rounding(dtype, symmetric), _text(dtype, calibrate)
-        said, report = _kvcap(model, eviction, sizes, dtype, where, quick, force, rounding, text)
+        rounding, text = _rounding(dtype, symmetric), _text(dtype, calibrate, kv_dtype)
+        fixed = dtype, where, quick, force, rounding, text, kv_dtype
+        said, report = _kvcap(model, eviction, sizes, *fixed)
     else:  # graphs for several policies, unless one is asked for
         if calibrate is not None:
             raise NotExportable(
                 f"--calibrate is for --exporter kvcap; {exporter} rounds no weights; leave it out"
+            )
+        if kv_dtype is not None:
+            raise NotExportable(
+                f"--kv-dtype {kv_dtype} is for --exporter kvcap; a graph of {exporter} holds keys "
+                "and values in its own type; leave it out"
             )
         where = out or _beside(model, exporter)
         found_by = {"variant": variant, "config": config} if exporter == "existing" else {}
@@ -337,6 +352,7 @@ def _kvcap(
     force: bool,
     rounding: Rounding | None,
     text: str | None,
+    kv_dtype: str | None,
 ) -> tuple[dict[str, Any], Report]:
     """One graph; what cannot be is refused before weights are read."""
     from kvcap.export.decoder.manifest import asked
@@ -350,9 +366,9 @@ def _kvcap(
     dtype = check_dtype(dtype)
     check_out(out, None)
     layout = layout_for(load_config(resolve(model)), eviction, *sizes)
-    check_out(out, None if force else asked(model, layout, dtype, rounding, text))
+    check_out(out, None if force else asked(model, layout, dtype, rounding, text, kv_dtype))
     source = open_model(model, dtype, layout)
-    return write(source, layout, dtype, out, quick, _note, force, rounding, text)
+    return write(source, layout, dtype, out, quick, _note, force, rounding, text, kv_dtype)
 
 
 def _rounding(dtype: str, symmetric: bool | None) -> Rounding | None:
@@ -362,11 +378,11 @@ def _rounding(dtype: str, symmetric: bool | None) -> Rounding | None:
     return rounding_of(check_dtype(dtype), symmetric)
 
 
-def _text(dtype: str, file: Path | None) -> str | None:
+def _text(dtype: str, file: Path | None, kv_dtype: str | None) -> str | None:
     """The text to calibrate on.
 
     Raises:
-        NotExportable: weights of that type are not calibrated.
+        NotExportable: nothing of that type is calibrated.
         ValueError: it cannot be read.
     """
     from kvcap.export.decoder.calibrate import refuse_text
@@ -374,7 +390,7 @@ def _text(dtype: str, file: Path | None) -> str | None:
     from kvcap.runtime.files import read_text
 
     text = None if file is None else read_text(file)
-    refuse_text(text, check_dtype(dtype))
+    refuse_text(text, check_dtype(dtype), kv_dtype)
     return text
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
+import torch
 
 from kvcap.export.adopted import adopt
 from kvcap.export.adopted import check as evictors
@@ -24,6 +25,7 @@ from kvcap.export.graphs import manifest
 from kvcap.export.qnn import compiled
 from kvcap.export.weights import rounded_in
 from kvcap.policies import Eviction, load_policy
+from kvcap.runtime.backends.onnxruntime.decoder import scales_of
 from kvcap.runtime.backends.onnxruntime.graph import Graph
 from kvcap.runtime.backends.onnxruntime.manifest import HASHED, Manifest, read
 from kvcap.runtime.errors import ExtraMissing, ManifestError, ModelFilesBroken
@@ -128,7 +130,9 @@ def verify_decoder(
         raise ManifestError(f"{MANIFEST} describes no decoder known here: {error}") from error
     config = load_config(resolve(name))
     layout = layout_for(config, eviction, *sizes)
-    decoder = Decoder(load(name, facts["dtype"]).model, layout)
+    scales = scales_of(found)
+    slots = None if scales is None else torch.from_numpy(scales[:, :, :, 0])
+    decoder = Decoder(load(name, facts["dtype"]).model, layout, slots)
     with decoders.as_rounded(decoder, rounded_in(found.decoder)):
         return decoders.check(folder, decoder, facts["dtype"], quick)
 

@@ -7,6 +7,8 @@ GroupQueryAttention (domain com.microsoft) of ONNX Runtime on a CPU, as measured
 - A block of any length may follow any number of slots; its tokens see all slots before it, in
   whatever order they lie, and those of themselves that are not newer.
 - It takes float32 and float16; of these it turns keys into float32 at every run.
+- It also takes buffers of int8, with a scale for each channel of each KV head that is the same for
+  all slots, and quantises a block as it writes it.
 """
 
 from __future__ import annotations
@@ -17,16 +19,20 @@ import torch
 from torch import Tensor
 
 NODE = "com.microsoft::GroupQueryAttention"
+MOST = 127  # of a number in 8 bits
+QUANTISED = {"k_quant_type": "PER_CHANNEL", "v_quant_type": "PER_CHANNEL", "kv_cache_bit_width": 8}
+BEFORE_SCALES = 5  # inputs of the node that stay empty before its scales
 
 
 def group_attention(
     query: Tensor, key: Tensor, value: Tensor, keys: Tensor, values: Tensor, last: Tensor,
-    scaling: float, softcap: float = 0.0,
+    scaling: float, softcap: float = 0.0, scales: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Append a block to a layer's buffers, and attend to it and to all slots before it.
 
     Args:
-        query: [1, H, T, D]; computed in the type of the buffers, as keys and values.
+        query: [1, H, T, D]; computed in the type of the buffers, as keys and values; in float32
+            over buffers of int8.
         key: [1, K, T, D], the block's.
         value: likewise.
         keys: buffer [1, K, slots, D]; the block goes to the slots up to `last`.
@@ -34,23 +40,29 @@ def group_attention(
         last: the block's last slot, int32 [1].
         scaling: of logits.
         softcap: logits are `softcap · tanh(logits / softcap)`; 0: as they are.
+        scales: of keys and values in buffers of int8, [K, 1, D] float32 each.
 
     Returns:
         [1, H, T, D], and the buffers with the block in them.
     """
     heads, kv_heads = query.shape[1], key.shape[1]
-    flat = [x.to(keys.dtype).transpose(1, 2).flatten(2) for x in (query, key, value)]
+    kind = keys.dtype if scales is None else torch.float32
+    flat = [x.to(kind).transpose(1, 2).flatten(2) for x in (query, key, value)]
     if not torch.compiler.is_compiling():
-        found = _plainly(query.to(keys.dtype), key, value, keys, values, last, scaling, softcap)
+        given = query.to(kind), key, value, keys, values, last
+        found = _plainly(*given, scaling, softcap, scales)
     else:
         total = last.squeeze(0) + 1
         attributes: dict[str, Any] = {"num_heads": heads, "kv_num_heads": kv_heads}
         attributes |= {"scale": float(scaling)} | ({"softcap": float(softcap)} if softcap else {})
+        further: tuple[Tensor | None, ...] = ()
+        if scales is not None:
+            attributes, further = attributes | QUANTISED, ((None,) * BEFORE_SCALES + scales)
         out, keys, values = torch.onnx.ops.symbolic_multi_out(
             NODE,
-            (*flat, keys, values, last, total),
+            (*flat, keys, values, last, total, *further),
             attributes,
-            dtypes=(keys.dtype,) * 3,
+            dtypes=(kind, keys.dtype, values.dtype),
             shapes=(flat[0].shape, keys.shape, values.shape),
             version=1,
         )
@@ -60,12 +72,16 @@ def group_attention(
 
 def _plainly(
     query: Tensor, key: Tensor, value: Tensor, keys: Tensor, values: Tensor, last: Tensor,
-    scaling: float, softcap: float,
+    scaling: float, softcap: float, scales: tuple[Tensor, Tensor] | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """What the node computes, by copies."""
     length, stop = query.shape[2], int(last) + 1
-    keys, values = keys.clone(), values.clone()
+    keys, values = held = keys.clone(), values.clone()
+    if scales is not None:
+        key, value = quantised(key, scales[0]), quantised(value, scales[1])
     keys[:, :, stop - length : stop], values[:, :, stop - length : stop] = key, value
+    if scales is not None:
+        keys, values = (x.float() * scale for x, scale in zip(held, scales, strict=True))
     group = query.shape[1] // keys.shape[1]
     q = (query * scaling).unflatten(1, (-1, group)).flatten(2, 3)  # [1, K, G·T, D]
     z = (q @ keys[:, :, :stop].mT).float().unflatten(2, (group, length))  # [1, K, G, T, n]
@@ -73,4 +89,9 @@ def _plainly(
         z = softcap * torch.tanh(z / softcap)
     ahead = torch.arange(stop) > torch.arange(stop - length, stop)[:, None]
     weights = z.masked_fill(ahead, float("-inf")).softmax(-1).to(values.dtype)
-    return (weights.flatten(2, 3) @ values[:, :, :stop]).view(query.shape), keys, values
+    return (weights.flatten(2, 3) @ values[:, :, :stop]).view(query.shape), *held
+
+
+def quantised(x: Tensor, scales: Tensor) -> Tensor:
+    """Numbers [1, K, T, D] in 8 bits, by scales [K, 1, D]; int8."""
+    return (x / scales).round().clamp(-MOST - 1, MOST).to(torch.int8)

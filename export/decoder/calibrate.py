@@ -32,16 +32,16 @@ STOCK = "sdpa"  # transformers' own attention, as nothing is evicted
 Note = Callable[[str], None]
 
 
-def refuse_text(text: str | None, dtype: str) -> None:
-    """Refuse a text for weights that are not calibrated.
+def refuse_text(text: str | None, dtype: str, kv_dtype: str | None = None) -> None:
+    """Refuse a text where nothing is calibrated.
 
     Raises:
-        NotExportable: weights of another type than int4.
+        NotExportable: weights of another type than int4, and slots in floats.
     """
-    if text is not None and dtype != "int4":
+    if text is not None and dtype != "int4" and kv_dtype is None:
         raise NotExportable(
-            f"--calibrate is for --dtype int4, and this is {dtype}, which loses next to nothing "
-            "when it is rounded to the nearest; leave it out"
+            f"--calibrate is for --dtype int4 or --kv-dtype int8, and this is {dtype}, which loses "
+            "next to nothing when it is rounded to the nearest; leave it out"
         )
 
 
@@ -100,7 +100,7 @@ def calibrate(
     names = {id(module): name for name, module in decoder.named_modules()}
     with ExitStack() as stack:
         stack.enter_context(torch.inference_mode())
-        stack.enter_context(_attention(model, STOCK))
+        stack.enter_context(with_attention(model, STOCK))
         for i, layer in enumerate(layers):
             said = partial(note, f"calibrating layer {i + 1} of {len(layers)}")
             forward = _Calibrated(layer, names, rounding, packed, said).forward
@@ -208,7 +208,7 @@ def _instead(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
 
 
 @contextmanager
-def _attention(model: Any, name: str) -> Iterator[None]:
+def with_attention(model: Any, name: str) -> Iterator[None]:
     """Let a model run with another attention."""
     before = model.config._attn_implementation
     model.config._attn_implementation = name

@@ -55,6 +55,9 @@ TOLERANCES = {
     "int8": Tolerance(1e-1, 1e-5, 0.9),  # of weights that are rounded like the graph's
     "int4": Tolerance(1e-1, 1e-5, 0.9),
 }
+# Of slots in 8 bits, beside those of the runtime in floats, and beside the module's: a number that
+# lies between two may be rounded to the other one.
+SLOTS, SLOT = Tolerance(1e-1, 2e-2, 0.8), Tolerance(3e-2, 1e-3, 0.95)
 ROUNDED = {8: 0.05, 4: 0.5}  # by how much of its norm a matrix may be rounded, by bits
 
 
@@ -191,7 +194,8 @@ class Watched(Shared):
             evictors |= dict.fromkeys(layers, ModuleGraph(evictor))
         graphs = [evictors[layer] for layer in sorted(evictors)]
         block = decoder.layout.block_size
-        super().__init__(facts, ModuleGraph(decoder), graphs, block, evict_every)
+        scales = scales_in(decoder)
+        super().__init__(facts, ModuleGraph(decoder), graphs, block, evict_every, scales)
         self.decided: dict[int, Decided] = {}
 
     def _gone(self, layer: LayerSlots, evictor: Graph, *rest: Any) -> Any:
@@ -222,7 +226,13 @@ def opened(
         file = folder / manifest.evictor_name(i, len(evictors))
         found |= dict.fromkeys(layers, Graph(file))
     graph, graphs = Graph(folder / name), [found[layer] for layer in sorted(found)]
-    return Shared(facts, graph, graphs, decoder.layout.block_size, evict_every)
+    block = decoder.layout.block_size
+    return Shared(facts, graph, graphs, block, evict_every, scales_in(decoder))
+
+
+def scales_in(decoder: Decoder) -> Any:
+    """The scales of a module's slots as `Shared` takes them; None where they are floats."""
+    return None if decoder.slot_scales is None else decoder.slot_scales.unsqueeze(-2).numpy()
 
 
 def check(
@@ -249,8 +259,13 @@ def check(
         GraphBroken, ShapeError: a file cannot be run, or is not this decoder's.
     """
     facts = facts_of(decoder, dtype)  # before its weights are others
+    to_runtime, to_module = TOLERANCES["fp32"], TOLERANCES[dtype]
+    if decoder.slot_scales is not None:
+        to_runtime, to_module = _looser(to_runtime, SLOTS), _looser(to_module, SLOT)
     ort = opened(folder, facts, decoder, name=graph)
-    alone = Shared(facts, ort.graph, ort.evictors, decoder.layout.block_size)
+    alone = Shared(
+        facts, ort.graph, ort.evictors, decoder.layout.block_size, scales=scales_in(decoder)
+    )
     decoder.model.float()
     module = Watched(facts_of(decoder, "fp32"), decoder)
     layout, model = decoder.layout, decoder.model
@@ -272,14 +287,14 @@ def check(
         kept = [torch.from_numpy(x[None]) for x in module.positions(seen)]
         if not tied:
             stored = [_positions(layer) for layer in cache.capped_layers]
-            row, ties = _row("module to runtime", block, before, "fp32", logits, wanted,
+            row, ties = _row("module to runtime", block, before, to_runtime, logits, wanted,
                              kept, stored, module.decided)  # fmt: skip
             rows.append(row)
             tied = tied or ties
         found = [torch.from_numpy(x[None]) for x in ort.positions(seen)]
-        row, ties = _row("graph to module", block, before, dtype, got, logits,
+        row, ties = _row("graph to module", block, before, to_module, got, logits,
                          found, kept, module.decided)  # fmt: skip
-        rows.append(_with_state(row, module, ort, seen, dtype) if not ties else row)
+        rows.append(_with_state(row, module, ort, seen, to_module) if not ties else row)
     answer = _answer(loop, wanted, BRIEF if brief else ANSWER)
     said = _alone(alone, runs, len(answer))
     both = zip(answer, said, strict=True)
@@ -402,11 +417,10 @@ def _blocks(decoder: Decoder, quick: bool, brief: bool) -> Iterator[Tensor]:
 
 
 def _row(
-    who: str, block: Tensor, held: int, dtype: str, got: Tensor, wanted: Tensor,
+    who: str, block: Tensor, held: int, tolerance: Tolerance, got: Tensor, wanted: Tensor,
     kept: list[Tensor], others: list[Tensor], decided: Mapping[int, Decided],
 ) -> tuple[Row, bool]:  # fmt: skip
     """Logits and kept slots of one run against another's, and whether some are tied."""
-    tolerance = TOLERANCES[dtype]
     error = _relative(got, wanted)
     shares, tied = [], False
     for layer, (mine, theirs) in enumerate(zip(kept, others, strict=True)):
@@ -418,11 +432,16 @@ def _row(
     return Row(who, block.shape[1], held, error, share, ok), tied
 
 
-def _with_state(row: Row, module: Shared, ort: Shared, seen: int, dtype: str) -> Row:
+def _looser(a: Tolerance, b: Tolerance) -> Tolerance:
+    """What both allow."""
+    return Tolerance(max(a.values, b.values), max(a.worth, b.worth), min(a.overlap, b.overlap))
+
+
+def _with_state(row: Row, module: Shared, ort: Shared, seen: int, tolerance: Tolerance) -> Row:
     """The row, failed where what is held differs though the same slots were kept."""
     if row.kept < 1:
         return row
-    allowed = TOLERANCES[dtype].values
+    allowed = tolerance.values
     pairs = zip(_in_time(ort, seen), _in_time(module, seen), strict=True)
     fine = all(a.shape == b.shape and _relative(a, b) <= allowed for a, b in pairs)
     return row if fine else Row(**{**asdict(row), "ok": False})

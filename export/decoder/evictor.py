@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kvcap.export.decoder.graph import Decoder, cache_dtype
+from kvcap.export.decoder.attention import MOST
+from kvcap.export.decoder.graph import SCALES, Decoder
 from kvcap.export.graphs.forms import form_of, graph_part
 from kvcap.export.graphs.ports import PORTS, Port, next_port
 from kvcap.export.graphs.shape import Shape
@@ -37,15 +38,17 @@ class Evictor(nn.Module):
         layer: its index; the graph serves every layer of its budget and attention.
         scaling: of its logits.
         softcap: of its logits, if they have one.
-        dtype: of keys and values.
+        dtype: of keys and values, or of what they are computed in.
+        quantised: whether slots hold int8, with scales.
     """
 
     def __init__(
         self, layout: CacheLayout, layer: int, scaling: float, softcap: float | None,
-        dtype: torch.dtype,
+        dtype: torch.dtype, quantised: bool = False,
     ) -> None:  # fmt: skip
         super().__init__()
         model, self.layout, self.layer, self.cache = layout.shape, layout, layer, dtype
+        self.quantised = quantised
         shape = Shape(
             model.kv_heads, model.heads, model.head_size, block=layout.block_size,
             budget=layout.budgets[layer], scaling=scaling, softcap=softcap,
@@ -53,7 +56,10 @@ class Evictor(nn.Module):
         self.form = form_of(graph_part(layout.eviction), shape)
         scoring = {port.name: port for port in self.form.inputs()}
         first = {name: PORTS[name] for name in ("keys", "positions", "seen")}
-        self.inputs = [_capacity(port) for port in {**first, **scoring}.values()] + [STAY, SPANS]
+        ports = {**first, **scoring}
+        scales = [port for port in SCALES if quantised and _scaled(port) in ports]
+        slots = [_capacity(port, quantised) for port in ports.values()]
+        self.inputs = [*slots, *scales, STAY, SPANS]
         states = layout.eviction.policy.state
         self.outputs = [GONE, *(next_port(self.form.ports[name]) for name in states)]
 
@@ -70,6 +76,8 @@ class Evictor(nn.Module):
             if name in given:
                 torch._check(slots <= given[name].shape[2])
                 given[name] = given[name][:, :, :slots]
+                if self.quantised:
+                    given[name] = given[name].float() * given[f"{name[:-1]}_scale"]
         inside = (positions[..., None] >= spans[:, 0]) & (positions[..., None] < spans[:, 1])
         given["pinned"] = inside.any(-1)
         worth, state = Evict(self.form).decided(given)
@@ -83,7 +91,7 @@ class Evictor(nn.Module):
         """Size of every axis by its name, None where open."""
         model = self.layout.shape
         return {
-            "batch": 1, "kv_heads": model.kv_heads, "heads": model.heads, "two": 2,
+            "batch": 1, "one": 1, "kv_heads": model.kv_heads, "heads": model.heads, "two": 2,
             "head_dim": model.head_size, **dict.fromkeys(("slots", "capacity", "spans", "count")),
             "queries": 1 if self.layout.eviction.policy.queries_observed == 1 else None,
         }  # fmt: skip
@@ -101,27 +109,35 @@ class Evictor(nn.Module):
             if port.name == "positions":
                 return torch.arange(11, dtype=torch.int32).expand(shape).contiguous()
             found = torch.rand(shape, generator=draws)
+            if port.dtype == "int8":
+                found = found * MOST
             return found.to(getattr(torch, port.dtype, self.cache))
 
         return [made(port) for port in self.inputs]
 
 
-def _capacity(port: Port) -> Port:
+def _capacity(port: Port, quantised: bool) -> Port:
     """A layer's port; of a buffer all slots are given, in use or not."""
     if port.name not in BUFFERS:
         return port
     axes = tuple("capacity" if axis == "slots" else axis for axis in port.axes)
-    return Port(port.name, port.dtype, axes, port.unit, f"{port.meaning}, and those not in use")
+    dtype = "int8" if quantised else port.dtype
+    return Port(port.name, dtype, axes, port.unit, f"{port.meaning}, and those not in use")
+
+
+def _scaled(port: Port) -> str:
+    """The buffer that a scale is of."""
+    return f"{port.name.partition('_')[0]}s"
 
 
 def evictors_of(decoder: Decoder) -> list[tuple[Evictor, list[int]]]:
     """The evictors of a decoder, each with the layers it serves."""
     layout, found = decoder.layout, dict[Any, tuple[Evictor, list[int]]]()
-    dtype = cache_dtype(layout, decoder.model.dtype)
+    dtype, quantised = decoder.cache, decoder.slot_scales is not None
     for layer, (scaling, softcap) in enumerate(decoder.scales):
         alike = layout.budgets[layer], scaling, softcap
         if alike not in found:
-            found[alike] = Evictor(layout, layer, scaling, softcap, dtype), []
+            found[alike] = Evictor(layout, layer, scaling, softcap, dtype, quantised), []
         found[alike][1].append(layer)
     return list(found.values())
 

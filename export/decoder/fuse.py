@@ -18,6 +18,7 @@ from kvcap.runtime.backends.onnxruntime.library import library
 
 MS = "com.microsoft"
 ATTENTION = "GroupQueryAttention"
+GIVEN = 7  # inputs before its angles and places
 Sizes = list[int]  # of a tensor's axes, 0 where open
 
 
@@ -48,7 +49,9 @@ def _shapes(model: Any) -> dict[str, Sizes]:
             keys = ports[node.input[3]]
             (heads,) = (a.i for a in node.attribute if a.name == "num_heads")
             shape = [1, None, heads * keys.shape.dim[3].dim_value]
-            made = onnx.helper.make_tensor_value_info(node.output[0], keys.elem_type, shape)
+            kind, floats = keys.elem_type, onnx.TensorProto.FLOAT
+            kind = floats if kind == onnx.TensorProto.INT8 else kind
+            made = onnx.helper.make_tensor_value_info(node.output[0], kind, shape)
             copy.graph.value_info.append(made)
     found = onnx.shape_inference.infer_shapes(copy).graph
     values = (*found.value_info, *found.input)
@@ -162,7 +165,8 @@ class Fusing:
         for name, source in zip(node.input[:2], flat, strict=True):
             self.made[name].input[0] = source  # heads side by side again, without a turn
         angles = [self._rows(found, node.input[6], node) for found in (cos, sin)]
-        node.input.extend([*angles, self._places(cos, node)])
+        given, further = node.input[:GIVEN], node.input[GIVEN + 3 :]  # scales of 8 bits, if any
+        node.input[:] = [*given, *angles, self._places(cos, node), *further]
         node.attribute.append(library("onnx.helper").make_attribute("do_rotary", 1))
         self._join(node)
 

@@ -29,6 +29,15 @@ HELD = Port(
     "held", "int32", ("lengths",), "slots",
     "slots in use before this run, one for all layers of a budget, the largest budget first",
 )  # fmt: skip
+SCALES = [
+    Port(f"{kind}_scale", "float32", ("kv_heads", "one", "head_dim"), "activation",
+         f"what 1 in the {kind}s of the layer's slots is, for each channel")
+    for kind in ("key", "value")
+]  # fmt: skip
+TURNED = {
+    "arrived": replace(PORTS["keys"], dtype="int8", meaning="keys as they were written"),
+    "shifts": replace(PORTS["positions"], meaning="by how much keys are turned back since"),
+}
 LOGITS = Port("logits", "float32", ("batch", "vocabulary"), "logits", "of the block's last token")
 
 
@@ -53,18 +62,20 @@ class Decoder(nn.Module):
     Args:
         model: loaded with `attn_implementation='kvcap'`.
         layout: of the cache, whose layers are all capped and whose heads hold equally many slots.
+        slot_scales: [L, 2, K, D] of keys and values that are held in int8; None: in floats.
     """
 
     table: Tensor
 
-    def __init__(self, model: Any, layout: CacheLayout) -> None:
+    def __init__(self, model: Any, layout: CacheLayout, slot_scales: Tensor | None = None) -> None:
         super().__init__()
-        self.model, self.layout = model, layout
+        self.model, self.layout, self.slot_scales = model, layout, slot_scales
         self.register_buffer("table", _table(layout), persistent=False)
-        self.state = state_of(layout)
+        self.state = state_of(layout, slot_scales is not None)
         self.past = [s for s in self.state if s.name in ("keys", "values")]
         counts = [HELD] if layout.positions == "compact" else [HELD, SEEN]
-        self.inputs: list[Port] = [TOKENS, *counts, *(s.port for s in self.past)]
+        scales = [] if slot_scales is None else scale_ports(len(layout.budgets))
+        self.inputs: list[Port] = [TOKENS, *counts, *(s.port for s in self.past), *scales]
         made = _made(layout)
         self.outputs: list[Port] = [LOGITS, *(s.present for s in self.past), *made.values()]
         self._made = list(made)
@@ -78,10 +89,18 @@ class Decoder(nn.Module):
     def run(self, *tensors: Tensor) -> Any:
         """Logits [1, V] float32 of a block's last token, and the layers after it."""
         given = {port.name: x for port, x in zip(self.inputs, tensors, strict=True)}
-        ids, held, past = given["input_ids"], given["held"], tensors[-len(self.past) :]
+        ids, held = given["input_ids"], given["held"]
         block = Block(self.layout, self.table, held, ids.shape[1])
-        pairs = zip(past[::2], past[1::2], strict=True)
-        layers = [LayerPass(block, i, *pair) for i, pair in enumerate(pairs)]
+
+        def scales(layer: int) -> tuple[Tensor, Tensor] | None:
+            if self.slot_scales is None:
+                return None
+            return given[f"key_scale.{layer}"], given[f"value_scale.{layer}"]
+
+        layers = [
+            LayerPass(block, i, given[f"keys.{i}"], given[f"values.{i}"], scales(i))
+            for i in range(len(self.layout.budgets))
+        ]
         # Compact positions are ranks: those behind the slots in use.
         first = given.get("seen", held[0])
         with Portable():
@@ -95,15 +114,20 @@ class Decoder(nn.Module):
         return out.logits[:, -1].float(), layers
 
     def empty(self) -> list[Tensor]:
-        """The buffers of slots before anything was read, in the order of `past`."""
-        return [torch.zeros(s.full, dtype=self.dtype(s.port)) for s in self.past]
+        """The inputs behind the counts before anything was read: buffers of slots, and scales."""
+        buffers = [torch.zeros(s.full, dtype=self.dtype(s.port)) for s in self.past]
+        return buffers + ([] if self.slot_scales is None else as_inputs(self.slot_scales))
+
+    @property
+    def counts(self) -> list[Port]:
+        """The inputs of a run before its buffers: the block's tokens, and how many there are."""
+        return [port for port in self.inputs if port in (TOKENS, HELD, SEEN)]
 
     @cached_property
     def scales(self) -> list[tuple[float, float | None]]:
         """What each layer's logits are multiplied by, and their softcap: by running a token."""
-        counts = self.inputs[: len(self.inputs) - len(self.past)]
-        shapes = [[self.sizes[axis] or 1 for axis in port.axes] for port in counts]
-        pairs = zip(counts, shapes, strict=True)
+        shapes = [[self.sizes[axis] or 1 for axis in port.axes] for port in self.counts]
+        pairs = zip(self.counts, shapes, strict=True)
         zeros = [torch.zeros(shape, dtype=self.dtype(port)) for port, shape in pairs]
         with torch.inference_mode():
             _, layers = self.run(*zeros, *self.empty())
@@ -111,14 +135,21 @@ class Decoder(nn.Module):
 
     def dtype(self, port: Port) -> torch.dtype:
         """The type of a port's tensor."""
-        return getattr(torch, port.dtype, cache_dtype(self.layout, self.model.dtype))
+        return getattr(torch, port.dtype, self.cache)
+
+    @property
+    def cache(self) -> torch.dtype:
+        """The type of its keys and values; of those that slots in int8 are computed in."""
+        if self.slot_scales is not None:
+            return torch.float32
+        return cache_dtype(self.layout, self.model.dtype)
 
     @property
     def sizes(self) -> dict[str, int | None]:
         """Size of every axis by its name, None where open."""
         shape = self.layout.shape
         return {
-            "batch": 1, "tokens": None, "lengths": len(lengths(self.layout)),
+            "batch": 1, "one": 1, "tokens": None, "lengths": len(lengths(self.layout)),
             "heads": shape.heads, "kv_heads": shape.kv_heads, "head_dim": shape.head_size,
             "vocabulary": shape.vocabulary, "window": self.layout.window_length,
             **dict.fromkeys(s.port.axes[2] for s in self.past),
@@ -145,16 +176,33 @@ def _table(layout: CacheLayout) -> Tensor:
     return Rotation(rope.inv_freq, budgets[0] - budgets[-1] + layout.block_size + 1, "cpu").table
 
 
-def state_of(layout: CacheLayout) -> list[State]:
-    """Everything that is kept from run to run, layer by layer, as its buffers."""
+def scale_ports(layers: int) -> list[Port]:
+    """The inputs that are the scales of every layer's slots."""
+    return [replace(port, name=f"{port.name}.{i}") for i in range(layers) for port in SCALES]
+
+
+def as_inputs(scales: Tensor) -> list[Tensor]:
+    """Scales [L, 2, K, D] in the order of `scale_ports`, [K, 1, D] each."""
+    return list(scales.unsqueeze(-2).flatten(0, 1))
+
+
+def state_of(layout: CacheLayout, quantised: bool = False) -> list[State]:
+    """Everything that is kept from run to run, layer by layer, as its buffers.
+
+    Keys that are `quantised`, and turned as older ones go, are kept once more as they were written:
+    they are turned from there every time, so that no rounding adds up.
+    """
     found, ports = list[State](), ports_of(layout.eviction.state)
     shape, block = layout.shape, layout.block_size
     one = len(lengths(layout)) == 1
     for layer, budget in enumerate(layout.budgets):
         slots = "slots" if one else f"slots_{budget}"
         rows = (1, shape.kv_heads, budget + block)
-        for name in ("keys", "values", "positions", *layout.eviction.state):
-            port = ports[name]
+        names = ["keys", "values", "positions", *layout.eviction.state]
+        for name in names + (list(TURNED) if quantised and layout.rotates[layer] else []):
+            port = TURNED[name] if name in TURNED else ports[name]
+            if quantised and name in ("keys", "values"):
+                port = replace(port, dtype="int8")
             axes = tuple(slots if axis == "slots" else axis for axis in port.axes)
             own = Port(f"{name}.{layer}", port.dtype, axes, port.unit, port.meaning)
             full = (*rows, shape.head_size) if "head_dim" in axes else rows

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers.cache_utils import CacheLayerMixin
 
@@ -65,14 +66,18 @@ class LayerPass(CacheLayerMixin):  # type: ignore[misc]
         index: of the layer.
         keys: the layer's buffer [1, K, slots, D], with room for the block.
         values: likewise.
+        scales: of buffers of int8, [K, 1, D] of keys and of values; None: they are floats.
     """
 
     is_sliding = False
     is_compileable = False
 
-    def __init__(self, block: Block, index: int, keys: Tensor, values: Tensor) -> None:
+    def __init__(
+        self, block: Block, index: int, keys: Tensor, values: Tensor,
+        scales: tuple[Tensor, Tensor] | None = None,
+    ) -> None:  # fmt: skip
         super().__init__()
-        self.block, self.index, self.past = block, index, (keys, values)
+        self.block, self.index, self.past, self.slot_scales = block, index, (keys, values), scales
         self.budget = block.layout.budgets[index]
         self.rotates = block.layout.rotates[index]  # its keys count by their rank
         self.made: dict[str, Tensor] = {}  # what the run gives out, by name
@@ -120,10 +125,11 @@ class LayerPass(CacheLayerMixin):  # type: ignore[misc]
         block, (keys, values), query = self.block, self.arrived, self._aligned(query)
         last, self.scales = block.last(self.budget), (scaling, softcap)
         out, self.made["present_keys"], self.made["present_values"] = group_attention(
-            query, keys, values, *self.past, last, scaling, softcap or 0.0
+            query, keys, values, *self.past, last, scaling, softcap or 0.0, self.slot_scales
         )
         if block.layout.eviction.policy.queries_observed != 0:
-            self.made["queries"] = query.to(self.past[0].dtype)
+            kind = self.past[0].dtype if self.slot_scales is None else torch.float32
+            self.made["queries"] = query.to(kind)
         self.made |= self._state(module)
         return out
 

@@ -15,17 +15,18 @@ from typing import Any
 
 import kvcap
 from kvcap.export.decoder.evictor import Evictor
-from kvcap.export.decoder.graph import Decoder, cache_dtype
+from kvcap.export.decoder.graph import Decoder
 from kvcap.export.files import file_entry
 from kvcap.export.graphs.ports import Port
 from kvcap.export.graphs.spec import recipe
 from kvcap.export.weights import Rounding
-from kvcap.runtime.backends.onnxruntime.manifest import SCHEMA, SHARED, check
+from kvcap.runtime.backends.onnxruntime.manifest import KV_DTYPE, SCHEMA, SHARED, check
 from kvcap.runtime.cache.layout import CacheLayout
 from kvcap.runtime.models.config import ModelShape
 from kvcap.runtime.types import MANIFEST
 
 GRAPH, WEIGHTS = "decoder.onnx", "decoder.onnx.data"
+SLOT_SCALES = "slot_scales.npy"
 TOKENIZER = {
     "tokenizer": "tokenizer.json",
     "config": "tokenizer_config.json",
@@ -45,6 +46,13 @@ RULE = [
     "of a layer that rotates, turn the keys of survivors (and the queries kept) back by the number "
     "of older slots that went, by the angles inv_freq: positions are compact",
 ]
+RULE_OF_INT8 = [
+    "keys and values are int8: a number is what is held times the scale of its layer, KV head and "
+    "channel, from slot_scales [layers, 2, kv_heads, head_dim], keys before values; bind them as "
+    "key_scale.i and value_scale.i, and give an evictor its layer's. The block's keys go to "
+    "arrived.i too, with 0 to shifts.i: a survivor's shift grows by the older slots that went, and "
+    "its key is what arrived, turned back by that, rounded anew",
+]
 
 
 def describe(
@@ -55,17 +63,18 @@ def describe(
     text: str | None = None,
 ) -> dict[str, Any]:
     """What can be said of a decoder before its files are written, by what was `asked`."""
-    layout = decoder.layout
+    layout, kv_dtype = decoder.layout, None if decoder.slot_scales is None else KV_DTYPE
     sizes = decoder.sizes
-    element = str(cache_dtype(layout, decoder.model.dtype)).removeprefix("torch.")
+    element = str(decoder.cache).removeprefix("torch.")
 
     def said(ports: list[Port]) -> list[dict[str, Any]]:
         return [port.as_dict(element, sizes) for port in ports]
 
     return {
         "schema": SCHEMA,
-        **asked(name, layout, dtype, rounding, text),
-        "rule": RULE,
+        **asked(name, layout, dtype, rounding, text, kv_dtype),
+        **({"slot_scales": SLOT_SCALES} if kv_dtype else {}),
+        "rule": RULE + (RULE_OF_INT8 if kv_dtype else []),
         "inputs": said(decoder.inputs),
         "outputs": said(decoder.outputs),
         "state": _state(decoder),
@@ -85,6 +94,7 @@ def asked(
     dtype: str,
     rounding: Rounding | None = None,
     text: str | None = None,
+    kv_dtype: str | None = None,
 ) -> dict[str, Any]:
     """The part of a manifest that was asked for: two decoders are the same if this is.
 
@@ -93,10 +103,15 @@ def asked(
         layout: of the cache.
         dtype: of the weights.
         rounding: of the weights, in blocks.
-        text: that they were calibrated on.
+        text: that they, or slots in int8, were calibrated on.
+        kv_dtype: of slots that are quantised.
     """
     calibrated = None if text is None else hashlib.sha256(text.encode()).hexdigest()
-    blocks = {"symmetric": rounding.symmetric, "calibrated_on": calibrated} if rounding else {}
+    blocks: dict[str, Any] = {"symmetric": rounding.symmetric} if rounding else {}
+    if rounding or kv_dtype:
+        blocks["calibrated_on"] = calibrated
+    if kv_dtype:
+        blocks["kv_dtype"] = kv_dtype
     return {
         "kind": SHARED,
         "exporter": "kvcap",

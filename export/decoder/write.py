@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,6 +23,7 @@ from kvcap.export.decoder.evictor import trace as trace_evictor
 from kvcap.export.decoder.fuse import fuse
 from kvcap.export.decoder.graph import Decoder
 from kvcap.export.decoder.repeat import TRACED, repeat
+from kvcap.export.decoder.slot_scales import measure, sample
 from kvcap.export.decoder.spec import WITHIN, Source, check_dtype, load, rounding_of
 from kvcap.export.files import refuse_other
 from kvcap.export.graphs.trace import OPSET, trace_without_weights
@@ -45,6 +47,7 @@ def write(
     force: bool = False,
     rounding: Rounding | None = None,
     text: str | None = None,
+    kv_dtype: str | None = None,
 ) -> tuple[dict[str, Any], Report]:
     """Export a model and its evictions as one directory.
 
@@ -57,7 +60,9 @@ def write(
         note: told what is being done.
         force: replace another export too.
         rounding: of weights in int8 or int4; None: as is usual.
-        text: to calibrate weights in int4 on; None: they are rounded to the nearest.
+        text: to calibrate weights in int4 on, and slots in int8; None: weights are rounded to the
+            nearest, and slots are measured on Python's documentation.
+        kv_dtype: 'int8' to hold keys and values in 8 bits; None: in the type of the cache.
 
     Returns:
         The manifest and what checking found.
@@ -72,13 +77,15 @@ def write(
     dtype = check_dtype(dtype)
     rounding = rounding or rounding_of(dtype)
     out = out.resolve()
-    check_out(out, None if force else manifest.asked(source.name, layout, dtype, rounding, text))
-    refuse_text(text, dtype)
+    check_out(
+        out, None if force else manifest.asked(source.name, layout, dtype, rounding, text, kv_dtype)
+    )
+    refuse_text(text, dtype, kv_dtype)
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".kvcap-", dir=out.parent) as name:
         folder = Path(name) / "decoder"
         folder.mkdir()
-        export = _Export(source, layout, dtype, rounding, folder, quick, note, text)
+        export = _Export(source, layout, dtype, rounding, folder, quick, note, text, kv_dtype)
         export.calibrate()
         said, report = export.made()
         manifest.write(folder, {**said, "verified": report.as_dict(), "sample": report.sample})
@@ -100,16 +107,22 @@ class _Export:
     quick: bool
     note: Callable[[str], None]
     text: str | None
+    kv_dtype: str | None
+    scales: Tensor | None = None  # of slots in int8, [L, 2, K, D]
     packed: dict[str, Packed] = field(default_factory=dict)  # by a text, not to the nearest
     evictors: list[dict[str, Any]] = field(default_factory=list)  # as the manifest has them
 
     def calibrate(self) -> None:
-        """Round matrices by the text, if there is one."""
-        source, rounding = self.source, self.rounding
-        if self.text is not None and rounding is not None:
-            ids = pieces(source.tokenizer, self.text, self.layout.shape.trained_length)
-            decoder = Decoder(source.model, self.layout)
-            self.packed = calibrate(decoder, ids, rounding, source.checkpoint, self.note)
+        """Round matrices by the text, if there is one, and measure the scales of slots."""
+        source, text, shape = self.source, self.text, self.layout.shape
+        decoder = Decoder(source.model, self.layout)
+        if self.kv_dtype is not None:
+            self.note("measuring keys and values")
+            ids = sample(source.tokenizer, text, shape.vocabulary, shape.trained_length)
+            self.scales = measure(decoder, ids, source.checkpoint)
+        if text is not None and self.rounding is not None and self.dtype == "int4":
+            ids = pieces(source.tokenizer, text, shape.trained_length)
+            self.packed = calibrate(decoder, ids, self.rounding, source.checkpoint, self.note)
 
     def made(self) -> tuple[dict[str, Any], Report]:
         """Write all files but the manifest, and check them.
@@ -120,7 +133,7 @@ class _Export:
         """
         source, checkpoint = self.source, self.source.checkpoint
         self.note(f"tracing {source.name}")
-        decoder = Decoder(source.model, self.layout)
+        decoder = Decoder(source.model, self.layout, self.scales)
         store = Store(self.folder / manifest.WEIGHTS)
         rows = list[Row]()
         model = self._traced(decoder, store, rows)
@@ -152,7 +165,8 @@ class _Export:
         model, checkpoint = decoder.model, self.source.checkpoint
         if are_alike(model, self.layout):
             with first_layers(model, self.layout) as first:
-                few = Decoder(model, first)
+                scales = None if self.scales is None else self.scales[:TRACED]
+                few = Decoder(model, first, scales)
                 filled = fill(few, checkpoint) if checkpoint is not None else []
                 more = len(self.layout.budgets) - TRACED  # which are like the last
                 decoder.scales = [*few.scales, *few.scales[-1:] * more]
@@ -189,6 +203,8 @@ class _Export:
         if source.tokenizer is not None:
             source.tokenizer.save_pretrained(folder)
             check_tokenizer(folder)
+        if self.scales is not None:
+            np.save(folder / manifest.SLOT_SCALES, self.scales.numpy())
         said = manifest.describe(source.name, decoder, self.dtype, self.rounding, self.text)
         said |= manifest.file_facts(folder)
         entries = {entry["file"]: entry for entry in said["files"]}
@@ -244,7 +260,7 @@ def _example(decoder: Decoder) -> list[Tensor]:
     lengths = {"tokens": max(2, decoder.layout.block_size - 1)}
     sizes = decoder.sizes
     found = []
-    for port in decoder.inputs[: len(decoder.inputs) - len(decoder.past)]:
+    for port in decoder.counts:
         shape = [sizes[axis] or lengths[axis] for axis in port.axes]
         found.append(torch.zeros(shape, dtype=decoder.dtype(port)))
     return found + decoder.empty()

@@ -391,10 +391,10 @@ def _load_export(model: str, budget: Budget, running: Running) -> Engine:
     ):
         if given:
             raise NotExportable(f"{option} is not for --backend onnxruntime: {why}; leave it out")
-    _check_export_slots(budget)
     return OrtRuntime.from_directory(
         _export_folder(model), _policy_request(budget), **budget.sizes(), enforce=budget.enforce,
-        dtype=budget.dtype, threads=running.threads, evict_every=running.evict_every,
+        dtype=budget.dtype, kv_dtype=budget.kv_dtype, threads=running.threads,
+        evict_every=running.evict_every,
     )  # fmt: skip
 
 
@@ -481,27 +481,13 @@ def planned_serving(
 def _planned_export(model: str, budget: Budget) -> MemoryPlan:
     from kvcap.runtime.backends.onnxruntime import manifest
     from kvcap.runtime.backends.onnxruntime.plan import plan_of
-    from kvcap.runtime.backends.onnxruntime.runtime import check_dtype, find_policy
+    from kvcap.runtime.backends.onnxruntime.runtime import check_dtype, check_slots, find_policy
 
-    _check_export_slots(budget)
     found = manifest.read(_export_folder(model))
     policy = find_policy(found, _policy_request(budget), budget.positions)
     check_dtype(found, budget.dtype)
+    check_slots(found, budget.kv_dtype)
     return plan_of(found, policy.name, Sizes(**budget.sizes()), pinned=policy.least)
-
-
-def _check_export_slots(budget: Budget) -> None:
-    """Refuse quantised slots, which exported graphs do not have.
-
-    Raises:
-        NotExportable: they are asked for.
-    """
-    if budget.kv_dtype is not None:
-        raise NotExportable(
-            f"--kv-dtype {budget.kv_dtype} is not for --backend onnxruntime: an exported graph "
-            "holds keys and values in its own type, and ONNX Runtime's attention takes no scales "
-            "of single tokens; leave it out, or run the model by PyTorch"
-        )
 
 
 def _policy_request(budget: Budget) -> PolicyRequest:

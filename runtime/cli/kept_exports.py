@@ -69,7 +69,8 @@ def kept_export(
     Raises:
         ValueError: the text cannot be read.
         ModelNotFound: there is no such model.
-        NotExportable: it is an export already, there is no room for one, or positions would change.
+        NotExportable: it is an export already, there is no room for one, positions would change, or
+            slots would be of a type that exports do not have.
         PlanInfeasible: a budget in bytes, which is no number of slots yet.
         typer.Exit: the export failed, which has said why.
     """
@@ -87,6 +88,10 @@ def kept_export(
             "--kv-budget is in bytes, and with --weights the number of slots is part of the "
             "graph; give --kv-budget-tokens instead"
         )
+    if budget.kv_dtype is not None:
+        from kvcap.runtime.backends.onnxruntime.runtime import refuse_slots
+
+        refuse_slots(budget.kv_dtype)
     text = None if calibrate is None else read_text(calibrate)
     facts = identity(model, weights, budget, symmetric, text)
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
@@ -159,8 +164,9 @@ def _options(budget: Budget, symmetric: bool | None) -> list[str]:
         "--block-size": budget.block_size or BLOCK,
         **{f"--{name.replace('_', '-')}": getattr(budget, name) for name in PINS},
     }
-    if budget.positions is not None:
-        given["--positions"] = budget.positions
+    for name in ("positions", "kv_dtype"):
+        if (value := getattr(budget, name)) is not None:
+            given[f"--{name.replace('_', '-')}"] = value
     found = [str(word) for item in given.items() for word in item]
     for option in sorted(budget.policy_option or []):
         found += ["--policy-option", option]

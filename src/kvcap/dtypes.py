@@ -31,6 +31,7 @@ ONNX = {  # as ONNX Runtime says it of a graph's inputs and outputs
     "float16": "tensor(float16)",
     "int64": "tensor(int64)",
     "int32": "tensor(int32)",
+    "int8": "tensor(int8)",
     "bool": "tensor(bool)",
 }
 

@@ -27,6 +27,7 @@ from kvcap.runtime.errors import ManifestError
 from kvcap.runtime.types import Span
 
 RUNS = 4  # lengths of blocks whose buffers are kept bound
+SCALED = "key", "value"  # what has scales where slots are int8, in their order
 SPANS = 9  # for which a place is kept: a policy's sinks, and eight of the user's
 
 
@@ -154,6 +155,27 @@ def evictors_of(manifest: Manifest, threads: int | None) -> list[Graph]:
     return [found[layer] for layer in sorted(found)]
 
 
+def scales_of(manifest: Manifest) -> Array | None:
+    """The scales of a shared decoder's slots, [L, 2, K, 1, D] float32; None where they are floats.
+
+    Raises:
+        ManifestError: the file holds something else.
+    """
+    if (name := manifest.facts.get("slot_scales")) is None:
+        return None
+    model = manifest.model
+    wanted = (len(manifest.facts["budgets"]), 2, model["kv_heads"], model["head_dim"])
+    try:
+        found = np.load(manifest.file(name), allow_pickle=False)
+    except (OSError, ValueError, EOFError) as error:
+        raise ManifestError(f"{name!r} cannot be read ({error}); export it again") from error
+    if not isinstance(found, np.ndarray) or (found.shape, found.dtype) != (wanted, np.float32):
+        raise ManifestError(f"{name!r} does not hold scales {list(wanted)}; export it again")
+    if not (np.isfinite(found).all() and (found > 0).all()):
+        raise ManifestError(f"{name!r} holds scales that are none; export it again")
+    return np.ascontiguousarray(found[:, :, :, None])
+
+
 class Run(NamedTuple):
     """A run of a shared decoder over blocks of one length."""
 
@@ -181,8 +203,9 @@ class InPlace:
 
     @property
     def nbytes(self) -> int:
-        """Exact bytes of all buffers and of the table of rotations."""
+        """Exact bytes of all buffers, of the table of rotations and of scales."""
         table = 0 if self.turns is None else self.turns.nbytes
+        table += sum(x.scales.nbytes for x in self.layers if x.scales is not None)
         return table + sum(x.nbytes for layer in self.layers for x in layer.buffers.values())
 
     @property
@@ -217,6 +240,7 @@ class Shared(InPlace):
         evictors: the graph that evicts of each layer; see `evictors_of`.
         block_size: tokens read at once, at most as many as it was exported for.
         evict_every: in generation, evict every so many tokens, at most `block_size`.
+        scales: of slots in int8, from `scales_of`; None: they are floats.
 
     Raises:
         ShapeError, ManifestError: it is not what the manifest says.
@@ -224,7 +248,7 @@ class Shared(InPlace):
 
     def __init__(
         self, manifest: Manifest, graph: Graph, evictors: Sequence[Graph], block_size: int,
-        evict_every: int = 1,
+        evict_every: int = 1, scales: Array | None = None,
     ) -> None:  # fmt: skip
         facts = manifest.facts
         self.block_size, self.budgets = block_size, [int(n) for n in facts["budgets"]]
@@ -238,9 +262,13 @@ class Shared(InPlace):
         buffers: list[dict[str, Array]] = [{} for _ in self.budgets]
         for spec in self.specs:
             buffers[spec.layer][spec.name] = np.zeros(spec.shape, spec.dtype)
+        self.scales = scales
+        each = [None] * len(buffers) if scales is None else list(scales)
         self.layers = [
-            LayerSlots(found, budget, self.turns if rotates else None)
-            for found, budget, rotates in zip(buffers, self.budgets, facts["rotates"], strict=True)
+            LayerSlots(found, budget, self.turns if rotates else None, scale)
+            for found, budget, rotates, scale in zip(
+                buffers, self.budgets, facts["rotates"], each, strict=True
+            )
         ]
         self._lengths = sorted(set(self.budgets), reverse=True)
         self._held = np.zeros(len(self._lengths), np.int32)
@@ -268,12 +296,13 @@ class Shared(InPlace):
         new = {f"new_{name}.{layer}" for name, layer in names} & set(self.graph.outputs)
         queries = range(len(self.budgets) if self.observed != 0 else 0)
         self.graph.require(
-            {"input_ids", "held", *past, *([] if self.compact else ["seen"])},
+            {"input_ids", "held", *past, *self._scales(), *([] if self.compact else ["seen"])},
             {"logits", *(f"present_{name}" for name in past), *new}
             | {f"block_queries.{layer}" for layer in queries},
         )
-        kinds = {name for name, _ in names if name != "queries"}
+        kinds = {name for name, _ in names if name not in ("queries", "arrived", "shifts")}
         known = {"seen", "stay", "pinned", *kinds, *(["queries"] if queries else [])}
+        known |= set() if self.scales is None else {f"{name}_scale" for name in SCALED}
         state = {f"next_{name}" for name in kinds - {"keys", "values", "positions"}}
         for evictor in self.evictors:
             evictor.require(known & set(evictor.inputs), {"gone"} | (state & set(evictor.outputs)))
@@ -290,6 +319,16 @@ class Shared(InPlace):
         self._evict(seen + len(ids), run, spans)
         return self._logits
 
+    def _scales(self) -> dict[str, Array]:
+        """The scales of slots in int8 as the decoder's inputs, [K, 1, D] each."""
+        if self.scales is None:
+            return {}
+        return {
+            f"{name}_scale.{layer}": scale
+            for layer, both in enumerate(self.scales)
+            for name, scale in zip(SCALED, both, strict=True)
+        }
+
     def _sized(self, name: str, length: int) -> tuple[int, ...]:
         """The shape of one of the decoder's outputs for a block of a length."""
         axes = self.graph.outputs[name].shape
@@ -301,6 +340,7 @@ class Shared(InPlace):
         inputs: dict[str, Array] = {"input_ids": ids, "held": self._held}
         if not self.compact:
             inputs["seen"] = self._seen
+        inputs |= self._scales()
         outputs: dict[str, Array] = {"logits": self._logits}
         for spec in self.specs:
             if spec.name in ("keys", "values"):
@@ -339,6 +379,8 @@ class Shared(InPlace):
             "seen": self._seen, "stay": self._stay, "pinned": spans_array(spans, self._spans),
             "keys": buffers["keys"], "values": buffers["values"],
         }  # fmt: skip
+        if layer.scales is not None:
+            given |= zip((f"{name}_scale" for name in SCALED), layer.scales, strict=True)
         if queries is not None:
             if "queries" in buffers:
                 queries = layer.views(held, seen)["queries"]

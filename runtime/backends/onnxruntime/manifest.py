@@ -29,6 +29,7 @@ from kvcap.schema import fault
 SCHEMA = "kvcap.decoder/2"
 SCHEMA_FILE = Path(__file__).parents[2] / "schemas" / "decoder.schema.json"
 SHARED, GROUPED, EVICTOR = "shared", "grouped", "evictor"
+KV_DTYPE = "int8"  # of slots that are quantised
 HASHED = 64 << 20  # bytes; of larger files, which hold weights, only the size is checked
 # In an ONNX file: for each kind of message, which of its fields lead to a tensor (onnx.proto).
 LEADS = {
@@ -184,6 +185,11 @@ def _of_shared(facts: Mapping[str, Any]) -> str | None:
         return "evictors: not one of each layer"
     if len(facts["rotates"]) != len(budgets):
         return "rotates: not said of each layer"
+    scales = facts.get("slot_scales")
+    if (facts.get("kv_dtype") is None) != (scales is None):
+        return "slot_scales: they belong to kv_dtype, and one of the two is not there"
+    if scales is not None and scales not in [entry["file"] for entry in facts["files"]]:
+        return f"{scales!r} is not among its files"
     if any(facts["rotates"]) and 2 * len(facts["inv_freq"]) not in range(2, size + 1):
         return f"inv_freq: of {len(facts['inv_freq'])} pairs of a head's {size} numbers"
     return None

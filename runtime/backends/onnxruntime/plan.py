@@ -134,11 +134,14 @@ def _with_least(found: MemoryPlan, least: MemoryPlan, sizes: Sizes) -> MemoryPla
 
 def _shared(manifest: Manifest, policy: str, baseline: int, block: int) -> MemoryPlan:
     parts = {"keys": 0, "values": 0, "positions": 0, "queries": 0, "state": 0}
-    cache, slots = "float32", 1
+    also = {"arrived": "keys", "shifts": "positions"}  # of keys in fewer bits that are turned
+    cache, slots, kv_dtype = "float32", 1, manifest.facts.get("kv_dtype")
     for spec in buffers_of(manifest, block):
-        parts[spec.name if spec.name in parts else "state"] += spec.nbytes
+        name = also.get(spec.name, spec.name)
+        parts[name if name in parts else "state"] += spec.nbytes
         if spec.name == "keys":
-            cache, slots = str(spec.dtype), max(slots, spec.shape[2])
+            slots = max(slots, spec.shape[2])
+            cache = cache if kv_dtype else str(spec.dtype)
     turns = turns_of(manifest, block)
     return MemoryPlan(
         policy=policy,
@@ -146,7 +149,8 @@ def _shared(manifest: Manifest, policy: str, baseline: int, block: int) -> Memor
         budget_tokens=manifest.facts["budget_tokens"],
         block_size=block,
         dtype=cache,
-        keys_values=parts["keys"] + parts["values"],
+        kv_dtype=kv_dtype,
+        keys_values=parts["keys"] + parts["values"] + _scales(manifest),
         slot_positions=parts["positions"],
         policy_state=parts["state"],
         evicted_store=0,
@@ -161,6 +165,14 @@ def _shared(manifest: Manifest, policy: str, baseline: int, block: int) -> Memor
         baseline=baseline,
         **_uncapped(manifest, cache),
     )
+
+
+def _scales(manifest: Manifest) -> int:
+    """Bytes of the scales of slots in int8: a number for each channel of keys and of values."""
+    if manifest.facts.get("kv_dtype") is None:
+        return 0
+    model = manifest.model
+    return 8 * int(model["layers"] * model["kv_heads"] * model["head_dim"])
 
 
 def _told(manifest: Manifest, block: int) -> int:
@@ -247,6 +259,7 @@ def _workspace(manifest: Manifest, slots: int, block: int, scored: int) -> int:
     hidden = block * (4 * model["hidden_size"] + 3 * model["mlp_size"])
     attention = 3 * model["heads"] * block * slots  # scores, their mask, their weights
     spread = 2 * model["heads"] * slots * model["head_dim"]  # keys, values of every query head
-    eviction = 3 * scored * model["kv_heads"] * slots * model["head_dim"]
+    copies = 5 if manifest.facts.get("kv_dtype") else 3  # of slots in int8 also as floats
+    eviction = copies * scored * model["kv_heads"] * slots * model["head_dim"]
     found: int = 4 * (hidden + attention + spread + eviction)
     return found

@@ -17,12 +17,18 @@ from numpy.typing import NDArray
 from kvcap.dtypes import short
 from kvcap.runtime.backends.onnxruntime import manifest as manifests
 from kvcap.runtime.backends.onnxruntime import saved
-from kvcap.runtime.backends.onnxruntime.decoder import Decoder, Paired, Shared, evictors_of
+from kvcap.runtime.backends.onnxruntime.decoder import (
+    Decoder,
+    Paired,
+    Shared,
+    evictors_of,
+    scales_of,
+)
 from kvcap.runtime.backends.onnxruntime.generation import Generation, Sampler
 from kvcap.runtime.backends.onnxruntime.graph import Graph
 from kvcap.runtime.backends.onnxruntime.grouped import Grouped
 from kvcap.runtime.backends.onnxruntime.loop import OrtCache, OrtLoop
-from kvcap.runtime.backends.onnxruntime.manifest import GROUPED, Manifest
+from kvcap.runtime.backends.onnxruntime.manifest import GROUPED, KV_DTYPE, Manifest
 from kvcap.runtime.backends.onnxruntime.plan import plan_of
 from kvcap.runtime.backends.onnxruntime.tokenizer import Tokenizer
 from kvcap.runtime.errors import NotExportable, PlanInfeasible
@@ -120,6 +126,7 @@ class OrtRuntime:
         memory_cap: str | int | None = None,
         enforce: Enforce = "check",
         dtype: str | None = None,
+        kv_dtype: str | None = None,
         threads: int | None = None,
         evict_every: int | None = None,
     ) -> OrtRuntime:
@@ -135,7 +142,8 @@ class OrtRuntime:
             positions: 'compact' or 'true'; the export's by default.
             memory_cap: bytes for the whole process, such as '2GiB', or 'auto'.
             enforce: 'check' checks before every block; 'rlimit' also has the system refuse more.
-            dtype: of keys and values; the export's, or an error.
+            dtype: of the weights; the export's, or an error.
+            kv_dtype: of what slots hold; the export's, or an error.
             threads: of the CPU; OMP_NUM_THREADS, or all cores, by default.
             evict_every: in generation, evict every so many tokens, at most `block_size`; 64, or
                 the block, by default. After every token where the graph writes its cache anew.
@@ -150,6 +158,7 @@ class OrtRuntime:
         sizes = Sizes(kv_budget_tokens, kv_budget, cap, block_size, positions)
         chosen = find_policy(found, policy, positions)
         check_dtype(found, dtype)
+        check_slots(found, kv_dtype)
         check_every(found, evict_every)
         plan = plan_of(found, chosen.name, sizes, pinned=chosen.least)
         if evict_every is not None and evict_every > plan.block_size:
@@ -366,6 +375,37 @@ def check_dtype(manifest: Manifest, dtype: str | None) -> None:
         )
 
 
+def check_slots(manifest: Manifest, kv_dtype: str | None) -> None:
+    """Refuse slots of another type than the export's.
+
+    Raises:
+        NotExportable: says which it has, and which there are.
+    """
+    mine = manifest.facts.get("kv_dtype")
+    if kv_dtype in (None, mine):
+        return
+    refuse_slots(kv_dtype)
+    raise NotExportable(
+        f"--kv-dtype {kv_dtype} is not for this decoder, which holds keys and values in floats; "
+        f"leave it out, or export the model again with: kvcap export decoder MODEL --kv-dtype "
+        f"{kv_dtype}"
+    )
+
+
+def refuse_slots(kv_dtype: str) -> None:
+    """Refuse a type of slots that no exported decoder has.
+
+    Raises:
+        NotExportable: it is not int8.
+    """
+    if kv_dtype != KV_DTYPE:
+        raise NotExportable(
+            f"--kv-dtype {kv_dtype} is not for exported decoders: ONNX Runtime's attention takes "
+            "one scale for each channel and none for a token or a group, which 4 bits need; use "
+            f"{KV_DTYPE}, or run the model by PyTorch"
+        )
+
+
 def check_every(manifest: Manifest, evict_every: int | None) -> None:
     """Refuse to evict after more than one token where the decoder cannot hold them.
 
@@ -385,7 +425,8 @@ def make_decoder(
     """The decoder of a plan, with its buffers allocated."""
     if manifest.shared:
         evictors = evictors_of(manifest, graph.threads)
-        return Shared(manifest, graph, evictors, plan.block_size, evict_every)
+        scales = scales_of(manifest)
+        return Shared(manifest, graph, evictors, plan.block_size, evict_every, scales)
     budget, pins = plan.budget_tokens, policy.pins(plan.budget_tokens)
     if manifest.facts["kind"] == GROUPED:
         sizes = budget, plan.block_size, *pins, evict_every

@@ -16,6 +16,7 @@ from kvcap.runtime.backends.onnxruntime.graph import Array
 
 Int32 = NDArray[np.int32]
 FAR = 1 << 32  # beyond every position
+LEAST, MOST = -128, 127  # numbers in 8 bits
 
 
 class Turns:
@@ -65,15 +66,20 @@ class LayerSlots:
     Args:
         buffers: `keys` and `values` [1, K, slots, D], `positions` [1, K, slots] and what a policy
             keeps of every slot; `queries` [1, H, w, D], the last ones, for policies with a window.
-            Where keys are float16, `arrived` [1, K, slots, D] and `shifts` [1, K, slots]: each key
-            as it was written, and how far it is turned back since. It is turned from there every
-            time, so that no rounding adds up.
+            Where keys are float16 or int8, `arrived` [1, K, slots, D] and `shifts` [1, K, slots]:
+            each key as it was written, and how far it is turned back since. It is turned from there
+            every time, so that no rounding adds up.
         budget: slots of a head that stay.
         turns: of its keys, where they count by their rank.
+        scales: of keys and values in int8, [2, K, 1, D]; None: they are floats.
     """
 
-    def __init__(self, buffers: Mapping[str, Array], budget: int, turns: Turns | None) -> None:
+    def __init__(
+        self, buffers: Mapping[str, Array], budget: int, turns: Turns | None,
+        scales: Array | None = None,
+    ) -> None:  # fmt: skip
         self.buffers, self.budget, self.turns, self.held = buffers, budget, turns, 0
+        self.scales = scales
         self.moving = [x[0] for name, x in buffers.items() if name != "queries"]  # with their slot
         own = {"keys", "values", "positions", "queries", "arrived", "shifts"}
         self.state = [name for name in buffers if name not in own]
@@ -146,10 +152,18 @@ class LayerSlots:
         assert self.turns is not None
         shifts, kept = self.buffers["shifts"][0], shift.shape[1]
         shifts[:, :kept] += shift
-        heads = zip(self.buffers["keys"][0], self.buffers["arrived"][0], shifts, strict=True)
-        for key, arrived, by in heads:
+        scales = [None] * len(shifts) if self.scales is None else self.scales[0]
+        heads = zip(
+            self.buffers["keys"][0], self.buffers["arrived"][0], shifts, scales, strict=True
+        )
+        for key, arrived, by, scale in heads:
             turned = arrived[:kept].astype(np.float32)
+            if scale is not None:
+                turned *= scale
             self.turns.back(turned, by[:kept])
+            if scale is not None:
+                turned /= scale
+                np.clip(np.rint(turned, out=turned), LEAST, MOST, out=turned)
             key[:kept] = turned
 
     def _older(self, gone: Array) -> Array:

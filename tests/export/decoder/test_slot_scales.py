@@ -1,0 +1,291 @@
+"""Exports whose slots are int8: their scales, what the graph and the backend make of them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import FAMILIES, as_cache, small_policy, tiny_model
+from transformers import DynamicCache
+
+from kvcap.android_bench.decoders import decoder_in
+from kvcap.cli import run
+from kvcap.export.decoder.attention import MOST, group_attention, quantised
+from kvcap.export.decoder.check import check, facts_of, opened
+from kvcap.export.decoder.graph import Decoder
+from kvcap.export.decoder.manifest import SLOT_SCALES
+from kvcap.export.decoder.slot_scales import MARGIN, measure, reach, sample
+from kvcap.export.decoder.spec import Source, layout_for
+from kvcap.export.decoder.write import write
+from kvcap.export.verify import verify_decoder
+from kvcap.runtime.backends.onnxruntime.decoder import scales_of
+from kvcap.runtime.backends.onnxruntime.manifest import read
+from kvcap.runtime.backends.onnxruntime.runtime import OrtRuntime, PolicyRequest
+from kvcap.runtime.errors import ManifestError, NotExportable, ToleranceError
+from kvcap.runtime.models.rope import Rope, Rotation, rotate
+from kvcap.runtime.types import MANIFEST
+
+BUDGET, BLOCK = 20, 8
+SLIDING = {"gemma2", "gemma3_text"}
+
+
+def exported(
+    out: Path, family="llama", policy="keydiff", positions="compact", dtype="fp32", **more
+):
+    model = tiny_model(family)
+    eviction = small_policy(policy, model.config)
+    layout = layout_for(model.config, eviction, BUDGET, BLOCK, positions)
+    source = Source("tiny", model, None)
+    return write(source, layout, dtype, out, quick=True, kv_dtype="int8")
+
+
+# Scales -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("size", [16, 20])  # of which 16 numbers are rotated
+def test_a_key_is_within_its_reach_at_every_position(size, interleaved):
+    rope = Rope("default", 1 / 10_000 ** (torch.arange(8) / 8), interleaved)
+    keys = torch.randn(3, 50, size, generator=torch.Generator().manual_seed(0))
+    most = reach(keys, rope).amax(1, keepdim=True)
+    table = Rotation(rope.inv_freq, 300, "cpu").table
+    for shift in (0, 1, 7, 299):
+        moved = rotate(keys, table[shift][None, None], back=True, interleaved=interleaved)
+        assert (moved.abs() <= most * 1.0001).all()
+    assert torch.equal(reach(keys, None), keys.abs())
+    assert torch.equal(reach(keys, rope)[..., 16:], keys[..., 16:].abs())
+
+
+@pytest.mark.parametrize("family", sorted(set(FAMILIES) - SLIDING))
+def test_scales_are_of_what_the_layers_hold(family):
+    """What a float cache holds after the same tokens fits, and its largest number is near 127."""
+    model = tiny_model(family)
+    layout = layout_for(model.config, small_policy("keydiff", model.config), 64, 8, "true")
+    ids = sample(None, None, layout.shape.vocabulary, 64)
+    scales = measure(Decoder(model, layout), ids)
+    assert scales.shape == (len(layout.budgets), 2, layout.shape.kv_heads, layout.shape.head_size)
+    assert model.config._attn_implementation == "kvcap"  # as it was
+
+    cache = DynamicCache()
+    plain = tiny_model(family, "sdpa")
+    with torch.no_grad():
+        plain(ids, use_cache=True, **as_cache(cache))
+    for layer, scale in zip(cache.layers, scales, strict=True):
+        keys = reach(layer.keys, layout.rope)
+        for held, one in ((keys, scale[0]), (layer.values.abs(), scale[1])):
+            torch.testing.assert_close(held.amax((0, 2)) * (MARGIN / MOST), one)
+
+
+def test_a_text_that_is_too_short_and_no_tokenizer_are_refused():
+    with pytest.raises(NotExportable, match="no tokenizer"):
+        sample(None, "A text.", 100, 64)
+
+
+def test_numbers_are_rounded_to_the_nearest_and_cut_off():
+    x = torch.tensor([0.49, -0.51, 12.0, 1e9, -1e9]).view(1, 1, 1, 5)
+    assert quantised(x, torch.ones(1, 1, 5)).flatten().tolist() == [0, -1, 12, 127, -128]
+
+
+def test_attention_over_int8_is_that_over_what_it_stands_for():
+    draws = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(1, h, 3, 16, generator=draws) for h in (4, 2, 2))
+    held = [torch.randint(-127, 128, (1, 2, 12, 16), generator=draws).to(torch.int8) for _ in "kv"]
+    scales = tuple(0.01 + torch.rand(2, 1, 16, generator=draws) / 30 for _ in "kv")
+    last = torch.tensor([9], dtype=torch.int32)
+    out, keys, values = group_attention(query, key, value, *held, last, 0.25, 0.0, scales)
+    assert torch.equal(keys[:, :, 7:10], quantised(key, scales[0]))
+    assert torch.equal(keys[:, :, :7], held[0][:, :, :7])
+    floats = [x.float() * s for x, s in zip((keys, values), scales, strict=True)]
+    block = [x[:, :, 7:10] for x in floats]
+    expected = group_attention(query, *block, *floats, last, 0.25)[0]
+    torch.testing.assert_close(out, expected)
+
+
+# The graph ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow(keep=4)
+@pytest.mark.parametrize("positions", ["compact", "true"])
+@pytest.mark.parametrize("family", sorted(set(FAMILIES) - SLIDING))
+def test_the_graph_of_every_family_is_its_module(family, positions, tmp_path):
+    _, report = exported(tmp_path / "out", family, positions=positions)
+    graph = [row.error for row in report.rows if row.who == "graph to module"]
+    # A number that lies between two may be rounded to the other one.
+    assert report.ok
+    assert sorted(graph)[len(graph) // 2] < 1e-4
+
+
+@pytest.mark.slow(keep=4)
+@pytest.mark.parametrize(
+    ("policy", "positions", "dtype"),
+    [("h2o", "compact", "fp32"), ("criticalkv", "true", "int4"), ("snapkv", "compact", "int8"),
+     ("obcache", "true", "fp32"), ("pyramidkv", "compact", "fp32"), ("snapkv", "true", "fp16")],
+)  # fmt: skip
+def test_policies_and_types_of_weights(policy, positions, dtype, tmp_path):
+    said, report = exported(tmp_path / "out", "llama", policy, positions, dtype)
+    assert report.ok
+    assert said["kv_dtype"] == "int8"
+    kinds = {(entry["name"], entry["dtype"]) for entry in said["state"]}
+    assert {("keys", "int8"), ("values", "int8")} <= kinds
+    assert (("arrived", "int8") in kinds) == (positions == "compact")
+
+
+@pytest.mark.parametrize("fault", ["scales of keys", "scales of values", "another head's"])
+def test_other_scales_than_the_modules_are_found(fault, tmp_path, monkeypatch):
+    exported(tmp_path / "out")
+    model = tiny_model("llama")
+    layout = layout_for(model.config, small_policy("keydiff", model.config), BUDGET, BLOCK)
+    scales = torch.from_numpy(np.load(tmp_path / "out" / SLOT_SCALES))
+    wrong = scales.clone()
+    if fault == "another head's":
+        wrong = wrong.flip(2)
+    else:
+        wrong[:, int(fault == "scales of values")] *= 1.5
+    made = Decoder(model, layout, scales)
+    assert check(tmp_path / "out", made, "fp32", quick=True).ok
+    import kvcap.export.decoder.check as checking
+
+    def opened_wrongly(folder, facts, decoder, *rest, **named):
+        return opened(folder, facts, Decoder(model, layout, wrong), *rest, **named)
+
+    monkeypatch.setattr(checking, "opened", opened_wrongly)
+    with pytest.raises(ToleranceError):
+        check(tmp_path / "out", made, "fp32", quick=True).require()
+
+
+def test_no_rounding_adds_up_while_keys_are_turned(tmp_path):
+    """However often a key was turned it is at most one rounding from what arrived, turned once."""
+    exported(tmp_path / "out")
+    model = tiny_model("llama")
+    layout = layout_for(model.config, small_policy("keydiff", model.config), BUDGET, BLOCK)
+    scales = torch.from_numpy(np.load(tmp_path / "out" / SLOT_SCALES))
+    made = Decoder(model, layout, scales)
+    decoder = opened(tmp_path / "out", facts_of(made, "fp32"), made)
+    ids = 3 + torch.randint(90, (400,), generator=torch.Generator().manual_seed(2))
+    seen = 0
+    for part in ids.split([8] * 20 + [1] * 240):
+        decoder.run(part.tolist(), seen, [(0, 2)])
+        seen += len(part)
+    turns, moved = decoder.turns, 0
+    for layer in decoder.layers:
+        buffers, held, scale = layer.buffers, layer.held, layer.scales[0]
+        arrived = buffers["arrived"][0, :, :held] * scale
+        turns.back(arrived, buffers["shifts"][0, :, :held])
+        now = buffers["keys"][0, :, :held] * scale
+        assert (np.abs(now - arrived) <= 0.5001 * scale).all()
+        moved += int((buffers["shifts"][0, :, :held] > 10).sum())
+    assert moved  # by many evictions, of one older token each
+
+
+def test_what_was_written_is_verified(pocket_int8):
+    assert verify_decoder(pocket_int8, quick=True).ok
+
+
+# The backend --------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def pocket_int8(tmp_path_factory):
+    """Pocket with slots in int8."""
+    out = tmp_path_factory.mktemp("int8") / "decoder"
+    code = run(["export", "decoder", "pocket", "--kv-dtype", "int8", "--kv-budget-tokens", "64",
+                "--block-size", "32", "--quick", "-o", str(out)])  # fmt: skip
+    assert code == 0
+    return out
+
+
+def test_the_plan_counts_every_byte(pocket_int8):
+    runtime = OrtRuntime.from_directory(pocket_int8)
+    session = runtime.session()
+    list(session.send("Hello!"))
+    assert session.cache.nbytes == runtime.plan.cache_bytes
+    assert runtime.plan.kv_dtype == "int8"
+    slots = 64 + 32
+    model = runtime.manifest.model
+    layers, heads, size = model["layers"], model["kv_heads"], model["head_dim"]
+    scales = 8 * layers * heads * size
+    assert runtime.plan.keys_values == 3 * layers * heads * slots * size + scales
+
+
+def test_a_saved_conversation_goes_on(pocket_int8, tmp_path):
+    runtime = OrtRuntime.from_directory(pocket_int8)
+    text = "Tell me about the sea. " * 12
+    session = runtime.session()
+    list(session.send(text))
+    session.save(tmp_path / "one.kvcap")
+    again = runtime.session()
+    again.restore(tmp_path / "one.kvcap")
+    assert "".join(again.send("And then?")) == "".join(session.send("And then?"))
+    assert again.cache.held == session.cache.held < 64 + 32
+
+
+def test_evicting_every_token_or_many_at_once_keeps_as_much(pocket_int8):
+    for every in (1, 7):
+        runtime = OrtRuntime.from_directory(pocket_int8, evict_every=every)
+        session = runtime.session()
+        session.set_generation(max_new_tokens=40, temperature=0.0)
+        list(session.send("Tell me about the sea. " * 12))
+        assert 64 <= session.cache.held < 64 + every
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [(b"", "cannot be read"), (b"no array", "cannot be read"), ("shape", "does not hold scales"),
+     ("float64", "does not hold scales"), ("nan", "scales that are none"),
+     ("zero", "scales that are none"), ("object", "cannot be read")],
+)  # fmt: skip
+def test_broken_scales_are_refused(content, message, pocket_int8, tmp_path):
+    folder = tmp_path / "copy"
+    shutil.copytree(pocket_int8, folder)
+    good = np.load(folder / SLOT_SCALES)
+    if isinstance(content, bytes):
+        (folder / SLOT_SCALES).write_bytes(content)
+    else:
+        bad = {"shape": good[1:], "float64": good.astype(float), "nan": good * np.nan,
+               "zero": good * 0, "object": np.array([{}], object)}[content]  # fmt: skip
+        np.save(folder / SLOT_SCALES, bad)
+    found = read(pocket_int8)
+    with pytest.raises(ManifestError, match=message):
+        scales_of(type(found)(folder, found.facts))
+
+
+@pytest.mark.parametrize("change", ["no scales", "no type", "no file"])
+def test_a_manifest_that_contradicts_itself_is_refused(change, pocket_int8, tmp_path):
+    folder = tmp_path / "copy"
+    shutil.copytree(pocket_int8, folder)
+    facts = json.loads((folder / MANIFEST).read_text())
+    if change == "no file":
+        facts["files"] = [entry for entry in facts["files"] if entry["file"] != SLOT_SCALES]
+    else:
+        del facts[{"no scales": "slot_scales", "no type": "kv_dtype"}[change]]
+    (folder / MANIFEST).write_text(json.dumps(facts))
+    with pytest.raises(ManifestError, match="slot_scales"):
+        read(folder)
+
+
+# Refusals -----------------------------------------------------------------------------------------
+
+
+def test_slots_of_another_type_are_refused_by_name(pocket_int8, tmp_path, capsys):
+    OrtRuntime.from_directory(pocket_int8, kv_dtype="int8")
+    for asked in ("int4", "int8-int4"):
+        with pytest.raises(NotExportable, match="one scale for each channel"):
+            OrtRuntime.from_directory(pocket_int8, kv_dtype=asked)
+        assert run(["plan", str(pocket_int8), "--kv-dtype", asked]) == 2
+        assert run(["plan", "pocket", "--weights", "int8", "--kv-dtype", asked]) == 2
+        assert "one scale for each channel" in capsys.readouterr().err
+    with pytest.raises(NotExportable, match="runs in Python only"):
+        decoder_in(pocket_int8)
+    with pytest.raises(NotExportable, match="auto"):
+        OrtRuntime.from_directory(pocket_int8, PolicyRequest(), positions="auto")
+
+
+def test_other_exporters_have_no_such_slots(tmp_path, capsys):
+    code = run(["export", "decoder", "pocket", "--kv-dtype", "int8", "--exporter", "optimum",
+                "-o", str(tmp_path / "out")])  # fmt: skip
+    assert code == 2
+    assert "is for --exporter kvcap" in capsys.readouterr().err
