@@ -1,4 +1,4 @@
-"""What weights of fewer bits cost in quality, on pocket: how it predicts, and what it recalls.
+"""What weights and slots of fewer bits cost on pocket: how it predicts, and what it recalls.
 
 Every type of weights reads the same texts token by token, without evictions: perplexity, and how
 near its predictions are to float32's. Then it answers questions about facts in texts longer than
@@ -14,7 +14,7 @@ import tempfile
 from itertools import islice
 from pathlib import Path
 from random import Random
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -46,12 +46,14 @@ class Kind(NamedTuple):
     weights: PackedDtype | None = None  # of `--weights`
     symmetric: bool | None = None
     calibrated: bool = False
+    kv_dtype: Literal["int8"] | None = None  # of slots in ONNX Runtime
 
 
 KINDS = (
     Kind("float32", dtype="float32"),
     Kind("bfloat16", dtype="bfloat16"),
     Kind("int8", weights="int8"),
+    Kind("int8, int8 slots", weights="int8", kv_dtype="int8"),
     Kind("int4 symmetric", weights="int4", symmetric=True),
     Kind("int4 asymmetric", weights="int4", symmetric=False),
     Kind("int4 symmetric, calibrated", weights="int4", symmetric=True, calibrated=True),
@@ -94,8 +96,9 @@ def _engine(kind: Kind, budget: int) -> tuple[Engine, int]:
     with tempfile.TemporaryDirectory() as name:
         text = Path(name) / "text.txt"
         text.write_text(_calibration(), encoding="utf-8")
+        sizes = Budget(kv_budget_tokens=budget, kv_dtype=kind.kv_dtype)
         folder = kept_export(
-            "pocket", kind.weights, Budget(kv_budget_tokens=budget), True, kind.symmetric,
+            "pocket", kind.weights, sizes, True, kind.symmetric,
             text if kind.calibrated else None,
         )  # fmt: skip
     made = OrtRuntime.from_directory(folder)

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from kvcap.export.decoder.attention import MOST
-from kvcap.export.decoder.calibrate import PIECE, STOCK, pieces, with_attention
+from kvcap.export.decoder.calibrate import STOCK, pieces, with_attention
 from kvcap.export.decoder.depth import layers_of
 from kvcap.export.decoder.graph import Decoder
 from kvcap.runtime.errors import NotExportable
@@ -26,6 +26,7 @@ from kvcap.runtime.models.checkpoint import Checkpoint, streaming
 from kvcap.runtime.models.rope import Rope
 
 TEXT, DRAWN = 4, 2  # pieces that are read of a text, and of tokens drawn from the vocabulary
+PIECE = 256  # tokens of one
 MARGIN = 1.1  # a text that is read later may have larger numbers
 LEAST = 1e-8  # of a channel that is always 0
 
@@ -73,7 +74,8 @@ def sample(tokenizer: Any, text: str | None, vocabulary: int, longest: int) -> T
     draws, found = torch.Generator().manual_seed(0), list[Tensor]()
     if tokenizer is not None or text is not None:
         ids = pieces(tokenizer, "\n\n".join(topics.values()) if text is None else text, longest)
-        found.append(ids[torch.linspace(0, len(ids) - 1, min(TEXT, len(ids))).long()])
+        few = torch.linspace(0, len(ids) - 1, min(TEXT, len(ids))).long()
+        found.append(ids[few, :PIECE])
     length = found[0].shape[1] if found else min(PIECE, longest)
     found.append(torch.randint(vocabulary, (DRAWN, length), generator=draws))
     return torch.cat(found)
