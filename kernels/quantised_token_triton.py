@@ -43,6 +43,7 @@ def _centre(mean, HALF: tl.constexpr, HALF_PAD: tl.constexpr):
 def _held(
     keys, values, key_scale, key_low, value_scale, value_low, shift, centre_a, centre_b, table,
     like,  # points at numbers as they are computed with
+    row,  # its first slot
     first, end,
     SIZE: tl.constexpr,
     HALF_PAD: tl.constexpr,
@@ -56,13 +57,13 @@ def _held(
     slot = first + tl.arange(0, BLOCK)
     held = slot < end
     # All that waits for nothing is on its way before the first of it is there.
-    a, b = quantised_halves(keys, key_scale, key_low, slot, held, SIZE, HALF_PAD, KEY_GROUP)
+    a, b = quantised_halves(keys, key_scale, key_low, row, slot, held, SIZE, HALF_PAD, KEY_GROUP)
     v_a, v_b = quantised_halves(
-        values, value_scale, value_low, slot, held, SIZE, HALF_PAD, VALUE_GROUP
+        values, value_scale, value_low, row, slot, held, SIZE, HALF_PAD, VALUE_GROUP
     )  # fmt: skip
     a, b = a + centre_a, b + centre_b
     if table is not None:
-        ranks = -tl.load(shift + slot, held, 0)
+        ranks = -tl.load(shift + row + slot, held, 0)
         a, b = turned_on(a, b, ranks, table, held, SIZE // 2, HALF_PAD)
     a, b, v_a, v_b = a.to(kind), b.to(kind), v_a.to(kind), v_b.to(kind)
     return made(a, WIDEN), made(b, WIDEN), made(v_a, WIDEN), made(v_b, WIDEN)
@@ -196,21 +197,11 @@ def attend_quantised(
             tl.store(sums + written * SIZE + HALF + h, b.to(tl.float32), inside)
         return
     end = tl.minimum(begin + chunk, slots)
-    keys += first_slot * (SIZE if KEY_GROUP == 0 else HALF)
-    values += first_slot * (SIZE if VALUE_GROUP == 0 else HALF)
-    key_scale += first_slot * (1 if KEY_GROUP == 0 else SIZE // KEY_GROUP)
-    value_scale += first_slot * (1 if VALUE_GROUP == 0 else SIZE // VALUE_GROUP)
-    if key_low is not None:
-        key_low += first_slot * (SIZE // KEY_GROUP)
-    if value_low is not None:
-        value_low += first_slot * (SIZE // VALUE_GROUP)
-    if shift is not None:
-        shift += first_slot
     # Slots do not wait for the query: the first are on their way before it is there.
     centre_a, centre_b = _centre(mean, HALF, HALF_PAD)
     k_a, k_b, v_a, v_b = _held(
         keys, values, key_scale, key_low, value_scale, value_low, shift, centre_a, centre_b, table,
-        query, begin, end, SIZE, HALF_PAD, KEY_GROUP, VALUE_GROUP, BLOCK, WIDEN,
+        query, first_slot, begin, end, SIZE, HALF_PAD, KEY_GROUP, VALUE_GROUP, BLOCK, WIDEN,
     )  # fmt: skip
     if sums is not None:
         sum_a, sum_b = added(k_a, BLOCK, HALF_PAD), added(k_b, BLOCK, HALF_PAD)
@@ -227,7 +218,8 @@ def attend_quantised(
         for first in tl.range(begin + BLOCK, end, BLOCK, num_stages=STAGES):
             k_a, k_b, v_a, v_b = _held(
                 keys, values, key_scale, key_low, value_scale, value_low, shift, centre_a, centre_b,
-                table, query, first, end, SIZE, HALF_PAD, KEY_GROUP, VALUE_GROUP, BLOCK, WIDEN,
+                table, query, first_slot, first, end,
+                SIZE, HALF_PAD, KEY_GROUP, VALUE_GROUP, BLOCK, WIDEN,
             )  # fmt: skip
             if sums is not None:
                 sum_a += added(k_a, BLOCK, HALF_PAD)

@@ -94,7 +94,8 @@ def quantised_halves(
     q,  # [slots, SIZE] in 8 bits, [slots, SIZE/2] in 4
     scale,  # [slots] in 8 bits, [slots, SIZE/GROUP] in 4
     low,  # likewise, or None
-    slot,  # [N]
+    first,  # slot of a row
+    slot,  # [N] behind it
     held,  # [N], which there are
     SIZE: tl.constexpr,
     HALF_PAD: tl.constexpr,
@@ -106,12 +107,14 @@ def quantised_halves(
     i = tl.max_contiguous(tl.arange(0, HALF_PAD)[None, :], [1, 8])
     inside = held[:, None] & (i < HALF)
     if GROUP == 0:
-        at = q + slot[:, None] * SIZE + i
+        at = q + first * SIZE + slot[:, None] * SIZE + i
         a, b = tl.load(at, inside, 0).to(tl.float32), tl.load(at + HALF, inside, 0).to(tl.float32)
-        by = tl.load(scale + slot, held, 0.0).to(tl.float32)[:, None]
+        by = tl.load(scale + first + slot, held, 0.0).to(tl.float32)[:, None]
         a, b = a * by, b * by
     else:
-        both = tl.load(q + slot[:, None] * HALF + i, inside, 0)
+        both = tl.load(q + first * HALF + slot[:, None] * HALF + i, inside, 0)
+        scale += first * (SIZE // GROUP)
+        low += first * (SIZE // GROUP)
         a, b = (both & 15).to(tl.float32), (both >> 4).to(tl.float32)
         a = a * _of_groups(scale, slot, held, False, SIZE, HALF_PAD, GROUP)
         b = b * _of_groups(scale, slot, held, True, SIZE, HALF_PAD, GROUP)

@@ -311,6 +311,8 @@ class SlotAttention:
         storage, evictor, (segment,) = self.storage, self.evictor, self.segments
         rotation, keys = storage.pending_rotation, segment.keys
         if segment.pool.format.quantised:
+            if evictor.rotates_keys_itself:
+                return keys, [keys], StoredKeys(sums, None, storage.quantised_keys(segment))
             if evictor.reads_keys:
                 keys = storage.read_keys(segment)
             # Who reads no values still asks for their shape.
