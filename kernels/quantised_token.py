@@ -65,7 +65,8 @@ def attend(
             views [B, K, n, ...] whose rows are equally far apart in all. The last slot is the
             token's. What has another name becomes 0 there.
         scaling: factor of the logits.
-        mean: [B, K, D] float32, what keys are held without. A first token of all becomes it.
+        mean: with `table`, [B, K, D] float32, what keys are held without. A first token of all
+            becomes it.
         table: [n or more, 2, D/2], contiguous, cosines and sines, by which keys are rotated on
             from position 0 to minus their shift; None: they are held as the model rotated them.
         used: slots in use before the token, an integer on the device []; None: n - 1.
@@ -81,6 +82,7 @@ def attend(
     from kvcap.kernels.quantised_token_triton import attend_quantised
 
     assert used is None or not summed, "parts not in use have no sums"
+    assert (mean is None) == (table is None), "keys are held without both, or with both"
     (batch, heads, _, size), kv_heads = query.shape, key.shape[1]
     place, count, group = slots["positions"], batch * kv_heads, heads // kv_heads
     held, row_slots = place.shape[2] - 1, place.stride(1)

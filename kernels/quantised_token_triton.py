@@ -43,7 +43,7 @@ def _centre(mean, HALF: tl.constexpr, HALF_PAD: tl.constexpr):
 def _held(
     keys, values, key_scale, key_low, value_scale, value_low, shift, centre_a, centre_b, table,
     like,  # points at numbers as they are computed with
-    row,  # its first slot
+    first_slot,  # of the row
     first, end,
     SIZE: tl.constexpr,
     HALF_PAD: tl.constexpr,
@@ -57,15 +57,18 @@ def _held(
     slot = first + tl.arange(0, BLOCK)
     held = slot < end
     # All that waits for nothing is on its way before the first of it is there.
-    a, b = quantised_halves(keys, key_scale, key_low, row, slot, held, SIZE, HALF_PAD, KEY_GROUP)
+    a, b = quantised_halves(
+        keys, key_scale, key_low, first_slot, slot, held, SIZE, HALF_PAD, KEY_GROUP
+    )
     v_a, v_b = quantised_halves(
-        values, value_scale, value_low, row, slot, held, SIZE, HALF_PAD, VALUE_GROUP
-    )  # fmt: skip
+        values, value_scale, value_low, first_slot, slot, held, SIZE, HALF_PAD, VALUE_GROUP
+    )
     a, b = a + centre_a, b + centre_b
     if table is not None:
-        ranks = -tl.load(shift + row + slot, held, 0)
+        ranks = -tl.load(shift + first_slot + slot, held, 0)
         a, b = turned_on(a, b, ranks, table, held, SIZE // 2, HALF_PAD)
     a, b, v_a, v_b = a.to(kind), b.to(kind), v_a.to(kind), v_b.to(kind)
+    # Values too: where they are used, each of their bytes would take a register until then.
     return made(a, WIDEN), made(b, WIDEN), made(v_a, WIDEN), made(v_b, WIDEN)
 
 

@@ -171,7 +171,7 @@ def test_it_is_appended_as_a_block_is_and_attended_as_by_the_formula(kind, case,
         if DEVICE == "cpu" or name in ("positions", SHIFT, STATE):
             assert torch.equal(own, other), name
         elif own.dtype in (torch.int8, torch.uint8):  # a number between two steps may become either
-            assert (own != other).float().mean() < 0.01, name
+            assert (own != other).float().mean() < 0.04, name
         else:
             torch.testing.assert_close(own, other, rtol=2e-3, atol=1e-5)
     if inputs.storage.mean is not None:
