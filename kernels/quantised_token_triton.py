@@ -152,40 +152,43 @@ def attend_quantised(
     m, h, one = tl.arange(0, ROWS), tl.arange(0, HALF_PAD)[None, :], tl.arange(0, 1)
     real, inside = (m < GROUP)[:, None], h < HALF
     if part == 0:
-        if OVERLAP:
-            tl.extra.cuda.gdc_wait()
-        q_a, q_b = _turned_at(query + m[:, None] * query_h, real, cos, sin, HALF, HALF_PAD)
-        target = queries + (row * GROUP + m[:, None]) * SIZE + h
-        tl.store(target, q_a, real & inside)
-        tl.store(target + HALF, q_b, real & inside)
-        # The key as the model rotates it, and from there to position 0, as those of a block are.
-        own = key + batch * key_b + head * key_h + one[:, None]
-        a, b = _turned_at(own, True, cos, sin, HALF, HALF_PAD)
-        a, b = a.to(tl.float32), b.to(tl.float32)
+        slot, is_token = first_slot + slots + one, one == 0
+        # All is read before anything is written, which what is read later would wait for.
+        centre_a, centre_b = _centre(mean, HALF, HALF_PAD)
         if table is not None:
             at = table + (slots + one)[:, None] * SIZE
-            back_cos, back_sin = halves(at, True, HALF, HALF_PAD)
-            a, b = turned(a, b, back_cos, -back_sin)
-        centre_a, centre_b = _centre(mean, HALF, HALF_PAD)
+            rank_cos, rank_sin = halves(at, True, HALF, HALF_PAD)
+        if OVERLAP:
+            tl.extra.cuda.gdc_wait()
+        now = tl.load(time + one)
+        own_key = key + batch * key_b + head * key_h + one[:, None]
+        own_value = value + batch * value_b + head * value_h + one[:, None]
+        v_a, v_b = halves(own_value, True, HALF, HALF_PAD)
+        q_a, q_b = _turned_at(query + m[:, None] * query_h, real, cos, sin, HALF, HALF_PAD)
+        # The key as the model rotates it, and from there to position 0, as those of a block are.
+        a, b = _turned_at(own_key, True, cos, sin, HALF, HALF_PAD)
+        a, b = a.to(tl.float32), b.to(tl.float32)
+        if table is not None:
+            a, b = turned(a, b, rank_cos, -rank_sin)
         if mean is not None:
             empty = (slots + one)[:, None] == 0  # the first token of all is the mean of its block
             centre_a, centre_b = tl.where(empty, a, centre_a), tl.where(empty, b, centre_b)
             tl.store(mean + h, centre_a, inside & empty)
             tl.store(mean + HALF + h, centre_b, inside & empty)
             a, b = a - centre_a, b - centre_b
-        slot, is_token = first_slot + slots + one, one == 0
         a, b = store(a, b, keys, key_scale, key_low, slot, is_token, h, SIZE, KEY_GROUP)
         a, b = a + centre_a, b + centre_b
         if table is not None:
-            a, b = turned_on(a, b, slots + one, table, is_token, HALF, HALF_PAD)
+            a, b = turned(a, b, rank_cos, rank_sin)
         a, b = a.to(q_a.dtype), b.to(q_a.dtype)
-        own = value + batch * value_b + head * value_h + one[:, None]
-        v_a, v_b = halves(own, True, HALF, HALF_PAD)
         v_a, v_b = store(
             v_a.to(tl.float32), v_b.to(tl.float32), values, value_scale, value_low,
             slot, is_token, h, SIZE, VALUE_GROUP,
         )  # fmt: skip
-        tl.store(positions + slot, tl.load(time + one))
+        target = queries + (row * GROUP + m[:, None]) * SIZE + h
+        tl.store(target, q_a, real & inside)
+        tl.store(target + HALF, q_b, real & inside)
+        tl.store(positions + slot, now)
         if shift is not None:
             tl.store(shift + slot, -(slots + one))
         clear(slot, is_token, aux_0, aux_1, aux_2, aux_3, aux_4, aux_5)
