@@ -7,6 +7,7 @@ The format is that of `runtime/cache/slot_format.py`. Knows tensors only.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,6 +15,18 @@ from torch import Tensor
 from kvcap.kernels.arguments import strides
 from kvcap.kernels.device import able, power_of_two
 from kvcap.kernels.launch import run
+
+
+class QuantisedKeys(NamedTuple):
+    """Keys of 8 or 4 bits in their slots, and what makes them keys; see `slot_format.py`."""
+
+    parts: Mapping[str, Tensor]
+    """Views of a pool's slots: under '' bytes [B, K, n, D or D/2], 'scale' [B, K, n] or, of groups
+    of 4 bits, 'scale' and 'low' [B, K, n, D/g]. Rows are equally far apart in all."""
+    size: int  # D
+    mean: Tensor | None  # [B, K, D] float32, to be added
+    shift: Tensor | None = None  # [B, K, n] int32 likewise, by minus which they are rotated on
+    table: Tensor | None = None  # [span, 2, D/2], contiguous, cosines and sines; None: they are not
 
 
 def covers(parts: Mapping[str, Tensor]) -> bool:

@@ -28,7 +28,7 @@ def covers(keys: Tensor, values: Tensor, slots: Mapping[str, Tensor]) -> bool:
     if not able(keys) or not keys.numel():
         return False
     alike = all(x.dtype in DTYPES and x.stride(-1) == 1 for x in (keys, values))
-    return alike and keys.shape == values.shape and len(_state(slots)) <= MOST_STATE
+    return alike and keys.shape == values.shape and len(state_of(slots)) <= MOST_STATE
 
 
 def append(
@@ -71,7 +71,7 @@ def append(
     for x in slots.values():
         step = x.stride(2)
         assert x.stride()[:3] == (heads * row * step, row * step, step), "rows side by side"
-    state = _state(slots)
+    state = state_of(slots)
     turned = {
         "HEADS": heads, "SIZE": size, "HALF": half, "INTERLEAVED": interleaved,
     }  # fmt: skip
@@ -90,18 +90,18 @@ def append(
             *(state[i] if i < len(state) else None for i in range(MOST_STATE)),
             length, row, rank, start, after,
             **strides("bht", key=keys, value=values), **rows, **turned,
-            PAD=power_of_two(size - size // 2, 16), KEY_GROUP=_group(slots, "key", size),
-            VALUE_GROUP=_group(slots, "value", size), BLOCK=block, num_warps=4,
+            PAD=power_of_two(size - size // 2, 16), KEY_GROUP=group_of(slots, "key", size),
+            VALUE_GROUP=group_of(slots, "value", size), BLOCK=block, num_warps=4,
         )  # fmt: skip
 
 
-def _group(slots: Mapping[str, Tensor], name: str, size: int) -> int:
+def group_of(slots: Mapping[str, Tensor], name: str, size: int) -> int:
     """Numbers of a vector that share a scale in 4 bits; 0: it has 8."""
     low = slots.get(f"{name}_low")
     return 0 if low is None else size // low.shape[-1]
 
 
-def _state(slots: Mapping[str, Tensor]) -> list[Tensor]:
+def state_of(slots: Mapping[str, Tensor]) -> list[Tensor]:
     """What a policy remembers of slots."""
     known = {"keys", "values", "positions", "shift", *SIDES}
     return [x for name, x in slots.items() if name not in known]

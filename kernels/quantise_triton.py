@@ -80,16 +80,36 @@ def _divisor(scale):
 
 
 @triton.jit
-def _store(a, b, to, scale, low, slot, inside, i, SIZE: tl.constexpr, GROUP: tl.constexpr):
+def _store_groups(x, scale, low, first, inside, GROUP: tl.constexpr):
+    """Least numbers and steps of groups of 4 bits of x [N, P], whose `first` [N] are known.
+
+    Both are stored, and returned for every number: [N, P] float32.
+    """
+    COUNT: tl.constexpr = x.shape[1] // GROUP
+    each = tl.reshape(x, [x.shape[0], COUNT, GROUP])
+    base = tl.min(each, 2).to(tl.float16)
+    span = tl.max(each, 2) - base.to(tl.float32)
+    step = tl.div_rn(span, tl.full(span.shape, 15.0, tl.float32)).to(tl.float16)
+    at = first[:, None] + tl.arange(0, COUNT)[None, :]
+    tl.store(low + at, base, inside[:, None])
+    tl.store(scale + at, step, inside[:, None])
+    by = _divisor(step.to(tl.float32))[:, :, None]
+    lows = tl.broadcast_to(base.to(tl.float32)[:, :, None], each.shape)
+    return tl.reshape(lows, x.shape), tl.reshape(tl.broadcast_to(by, each.shape), x.shape)
+
+
+@triton.jit
+def store(a, b, to, scale, low, slot, inside, i, SIZE: tl.constexpr, GROUP: tl.constexpr):
     """Quantise numbers i and i + SIZE/2 [N, P] of tokens, of which i < SIZE/2 are real.
 
-    In an odd SIZE, which 8 bits alone have, `b` has one more than `a`.
+    In an odd SIZE, which 8 bits alone have, `b` has one more than `a`. Returns both as whoever
+    reads the slots will find them.
     """
     LOW: tl.constexpr = SIZE // 2
     in_a = inside[:, None] & (i < LOW)
     in_b = inside[:, None] & (i < SIZE - LOW)
     if GROUP == 0:
-        most = tl.maximum(tl.max(tl.abs(a), 1), tl.max(tl.abs(b), 1))
+        most = tl.max(tl.maximum(tl.abs(a), tl.abs(b)), 1)
         step = tl.div_rn(most, tl.full(most.shape, 127.0, tl.float32)).to(tl.float16)
         tl.store(scale + slot, step, inside)
         by = _divisor(step.to(tl.float32))[:, None] + tl.zeros_like(a)
@@ -98,37 +118,45 @@ def _store(a, b, to, scale, low, slot, inside, i, SIZE: tl.constexpr, GROUP: tl.
         at = to + slot[:, None] * SIZE + i
         tl.store(at, a.to(tl.int8), in_a)
         tl.store(at + LOW, b.to(tl.int8), in_b)
+        a, b = a * by, b * by
     else:
         GROUPS: tl.constexpr = SIZE // GROUP
-        lows_a, lows_b = tl.zeros_like(a), tl.zeros_like(a)
-        by_a, by_b = tl.zeros_like(a) + 1.0, tl.zeros_like(a) + 1.0
-        for g in tl.static_range(GROUPS):
-            of_a = in_a & (i // GROUP == g)
-            of_b = in_b & ((i + LOW) // GROUP == g)
-            least = tl.minimum(
-                tl.min(tl.where(of_a, a, float("inf")), 1),
-                tl.min(tl.where(of_b, b, float("inf")), 1),
-            )
-            most = tl.maximum(
-                tl.max(tl.where(of_a, a, float("-inf")), 1),
-                tl.max(tl.where(of_b, b, float("-inf")), 1),
-            )
-            least = tl.where(inside, least, 0.0)
-            most = tl.where(inside, most, 0.0)
-            base = least.to(tl.float16)
-            span = most - base.to(tl.float32)
-            step = tl.div_rn(span, tl.full(span.shape, 15.0, tl.float32)).to(tl.float16)
-            tl.store(low + slot * GROUPS + g, base, inside)
-            tl.store(scale + slot * GROUPS + g, step, inside)
-            by = _divisor(step.to(tl.float32))[:, None]
-            lows_a = tl.where(of_a, base.to(tl.float32)[:, None], lows_a)
-            lows_b = tl.where(of_b, base.to(tl.float32)[:, None], lows_b)
-            by_a = tl.where(of_a, by, by_a)
-            by_b = tl.where(of_b, by, by_b)
+        if a.shape[1] == LOW and LOW % GROUP == 0:  # each lies in one half
+            first = slot * GROUPS
+            lows_a, by_a = _store_groups(a, scale, low, first, inside, GROUP)
+            lows_b, by_b = _store_groups(b, scale, low, first + LOW // GROUP, inside, GROUP)
+        else:
+            lows_a, lows_b = tl.zeros_like(a), tl.zeros_like(a)
+            by_a, by_b = tl.zeros_like(a) + 1.0, tl.zeros_like(a) + 1.0
+            for g in tl.static_range(GROUPS):
+                of_a = in_a & (i // GROUP == g)
+                of_b = in_b & ((i + LOW) // GROUP == g)
+                least = tl.minimum(
+                    tl.min(tl.where(of_a, a, float("inf")), 1),
+                    tl.min(tl.where(of_b, b, float("inf")), 1),
+                )
+                most = tl.maximum(
+                    tl.max(tl.where(of_a, a, float("-inf")), 1),
+                    tl.max(tl.where(of_b, b, float("-inf")), 1),
+                )
+                least = tl.where(inside, least, 0.0)
+                most = tl.where(inside, most, 0.0)
+                base = least.to(tl.float16)
+                span = most - base.to(tl.float32)
+                step = tl.div_rn(span, tl.full(span.shape, 15.0, tl.float32)).to(tl.float16)
+                tl.store(low + slot * GROUPS + g, base, inside)
+                tl.store(scale + slot * GROUPS + g, step, inside)
+                by = _divisor(step.to(tl.float32))[:, None]
+                lows_a = tl.where(of_a, base.to(tl.float32)[:, None], lows_a)
+                lows_b = tl.where(of_b, base.to(tl.float32)[:, None], lows_b)
+                by_a = tl.where(of_a, by, by_a)
+                by_b = tl.where(of_b, by, by_b)
         a = tl.minimum(tl.maximum(_nearest(tl.div_rn(a - lows_a, by_a)), 0.0), 15.0)
         b = tl.minimum(tl.maximum(_nearest(tl.div_rn(b - lows_b, by_b)), 0.0), 15.0)
         both = a.to(tl.int32) | (b.to(tl.int32) << 4)
         tl.store(to + slot[:, None] * LOW + i, both.to(tl.uint8), in_a)
+        a, b = a * by_a + lows_a, b * by_b + lows_b
+    return a, b
 
 
 # Where a block goes differs from segment to segment, which must not compile anew.
@@ -187,11 +215,11 @@ def write_slots(
         off = mean + batch * mean_b + head * mean_h + i + tl.zeros_like(a).to(tl.int32)
         a -= tl.load(off, in_a, 0.0)
         b -= tl.load(off + LOW, in_b, 0.0)
-    _store(a, b, to_keys, key_scale, key_low, slot, inside, i, SIZE, KEY_GROUP)
+    store(a, b, to_keys, key_scale, key_low, slot, inside, i, SIZE, KEY_GROUP)
     x = values + batch * value_b + head * value_h + t.to(tl.int64)[:, None] * value_t
     a = tl.load(x + i, in_a, 0.0).to(tl.float32)
     b = tl.load(x + i + LOW, in_b, 0.0).to(tl.float32)
-    _store(a, b, to_values, value_scale, value_low, slot, inside, i, SIZE, VALUE_GROUP)
+    store(a, b, to_values, value_scale, value_low, slot, inside, i, SIZE, VALUE_GROUP)
     tl.store(to_positions + slot, tl.load(positions + t, inside), inside)
     if shift is not None:
         tl.store(shift + slot, -(rank + before + t), inside)

@@ -51,6 +51,19 @@ def tile_of(row_bytes: int, device: torch.device) -> decode.Tile:
     return found._replace(stages=5) if roomy and found.block == 64 else found
 
 
+def blocks_of(
+    slots: int, tiles: float, tile: decode.Tile, most_parts: int | None, device: torch.device
+) -> int:
+    """How many blocks of its `slots` a part of a row has, as `decode.blocks_in_part` says.
+
+    Or as few as leave `most_parts` of them, where that is given.
+    """
+    blocks = -(-slots // tile.block)
+    if most_parts is None:
+        return decode.blocks_in_part(blocks, tiles, tile, device)
+    return max(1, -(-blocks // most_parts))
+
+
 def attend(
     query: Tensor,
     key: Tensor,
@@ -112,11 +125,7 @@ def attend(
         slots, row_slots = rows.longest, 0
         tiles = min(count, len(buffers[2]) / slots)  # rows, were all as long as the longest
     tile = tile or tile_of(size * query.element_size(), query.device)
-    blocks = -(-slots // tile.block)
-    if most_parts is None:
-        blocks = decode.blocks_in_part(blocks, tiles, tile, query.device)
-    else:
-        blocks = max(1, -(-blocks // most_parts))
+    blocks = blocks_of(slots, tiles, tile, most_parts, query.device)
     chunk = tile.block * blocks
     parts = 1 + -(-slots // chunk)
     new = partial(torch.empty, device=query.device)

@@ -39,7 +39,7 @@ def _held(
 
 
 @triton.jit
-def _added(k, BLOCK: tl.constexpr, SIZE: tl.constexpr):
+def added(k, BLOCK: tl.constexpr, SIZE: tl.constexpr):
     """Keys [BLOCK, SIZE] added up to 16 rows [16, SIZE] float32, each within a thread."""
     return tl.sum(tl.reshape(k.to(tl.float32), [BLOCK // 16, 16, SIZE]), 0)
 
@@ -167,7 +167,7 @@ def attend_part(
         keys, values, shift, table, begin, end, SIZE, HALF, HALF_PAD, BLOCK, WIDEN
     )  # fmt: skip
     if sums is not None:
-        sum_a, sum_b = _added(k_a, BLOCK, HALF_PAD), _added(k_b, BLOCK, HALF_PAD)
+        sum_a, sum_b = added(k_a, BLOCK, HALF_PAD), added(k_b, BLOCK, HALF_PAD)
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
     q_a, q_b = halves(query, real, HALF, HALF_PAD)
@@ -184,8 +184,8 @@ def attend_part(
                 keys, values, shift, table, first, end, SIZE, HALF, HALF_PAD, BLOCK, WIDEN
             )  # fmt: skip
             if sums is not None:
-                sum_a += _added(k_a, BLOCK, HALF_PAD)
-                sum_b += _added(k_b, BLOCK, HALF_PAD)
+                sum_a += added(k_a, BLOCK, HALF_PAD)
+                sum_b += added(k_b, BLOCK, HALF_PAD)
             top, total, acc = _fold(
                 top, total, acc, q_a, q_b, k_a, k_b, v, first, end, factor, BLOCK, WIDEN
             )  # fmt: skip

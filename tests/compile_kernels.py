@@ -2,26 +2,39 @@
 
 An interpreter runs what a compiler refuses: variables whose types change in a loop or a branch.
 Run by `tests/kernels/test_compiled.py` in a process of its own, in which nothing is interpreted;
-prints how many kernels there were, and what the compiler says of those that it refuses.
+prints how many kernels there were, and what the compiler says of those that it refuses. Arguments
+are names of policies, of quantised slots 'keydiff:int8' and its like; 'quantised-token' has that
+kernel compiled to the end for usual sizes instead, and prints the bytes that each variant spills.
 """
 
 from __future__ import annotations
 
 import json
+import re
+import subprocess
 import sys
+from itertools import product
+from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import Any
 
 import torch
+import triton
 from conftest import small_policy, tiny_config
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime import driver
 
-from kvcap.kernels.device import Target
+from kvcap.kernels import quantised_token
+from kvcap.kernels.device import Target, pretending
+from kvcap.kernels.launch import heard
 from kvcap.kernels.variants import Launch
 from kvcap.runtime.backends.pytorch.warm_up import Rehearsal
+from kvcap.runtime.cache.pool import SHIFT, Segment, SlotPool
+from kvcap.runtime.cache.slot_format import SlotFormat
 
 HOPPER = Target(multiprocessors=132, shared_memory=232448, overlaps=True)
+CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 
 
 class Driver:
@@ -41,6 +54,43 @@ class Read(Exception):
     """The compiler has read a kernel; what comes next takes long, and refuses little."""
 
 
+def spilled(kind: str, size: int, slots: int) -> int:
+    """Bytes of a thread's stack, in a token's kernel over so many slots of 8 KV heads."""
+    pool = SlotPool(
+        8 * (slots + 1), size, torch.bfloat16, "cpu", {SHIFT: torch.int32},
+        slot_format=SlotFormat.of(kind),
+    )  # fmt: skip
+    segment, found = Segment(pool, 0, slots, 1, 1, 8), list[int]()
+    heads = torch.zeros(1, 1, 40, size, dtype=torch.bfloat16).transpose(1, 2).split((24, 8, 8), 1)
+    angles = (torch.zeros(1, 1, size, dtype=torch.bfloat16),) * 2
+    table = torch.zeros(slots + 1, 2, size // 2, dtype=torch.float16)
+
+    def hear(kernel: Any, args: Any, options: Any) -> bool:
+        if kernel.fn.__name__ == "attend_quantised":
+            launch = Launch.of(kernel, args, options)
+            compiled = kernel.run(*launch.args, grid=(1,), warmup=True, **launch.options)
+            with NamedTemporaryFile(suffix=".cubin") as file:
+                file.write(compiled.asm["cubin"])
+                file.flush()
+                told = subprocess.check_output([CUOBJDUMP, "-res-usage", file.name], text=True)
+            found.extend(int(x) for x in re.findall(r"STACK:(\d+)", told))
+        return False
+
+    with pretending(HOPPER), heard(hear):
+        quantised_token.attend(
+            *heads, angles, torch.zeros(1, dtype=torch.int32), segment.named(0, slots + 1), 0.1,
+            torch.zeros(1, 8, size), table, summed=True,
+        )  # fmt: skip
+    (stack,) = found
+    return stack
+
+
+def of_quantised_token() -> None:
+    driver.set_active(Driver())
+    cases = product(("int8", "int8-int4", "int4"), (64, 128), (2048, 8192))
+    print(json.dumps({"-".join(map(str, case)): spilled(*case) for case in cases}))
+
+
 def main(policies: list[str]) -> None:
     read = ASTSource.make_ir
 
@@ -50,12 +100,12 @@ def main(policies: list[str]) -> None:
 
     ASTSource.make_ir = only_read
     driver.set_active(Driver())
-    heard, refused = set(), {}
+    known, refused = set(), {}
 
     def hear(kernel: Any, args: Any, options: Any) -> bool:
         launch = Launch.of(kernel, args, options)
-        if launch.variant not in heard:
-            heard.add(launch.variant)
+        if launch.variant not in known:
+            known.add(launch.variant)
             try:
                 launch.compile()
             except Read:
@@ -65,10 +115,14 @@ def main(policies: list[str]) -> None:
         return False
 
     config = tiny_config("llama")
-    for policy in policies:
+    for name in policies:
+        policy, _, kind = name.partition(":")
         given = config, small_policy(policy, config), 64, 16, torch.bfloat16, "compact"
-        Rehearsal(*given, target=HOPPER).run(hear)
-    print(json.dumps({"kernels": sorted({str(x[1]) for x in heard}), "refused": refused}))
+        Rehearsal(*given, target=HOPPER, kv_dtype=kind or None).run(hear)
+    print(json.dumps({"kernels": sorted({str(x[1]) for x in known}), "refused": refused}))
 
 
-main(sys.argv[1:])
+if sys.argv[1:] == ["quantised-token"]:
+    of_quantised_token()
+else:
+    main(sys.argv[1:])

@@ -1,19 +1,21 @@
 """A token's attention and eviction on a GPU, by every variant of the kernel that attends.
 
 Layers of Llama-3.2-3B's shape, bfloat16, whose slots are full: a token is rotated, appended and
-attended to (`kernels/token.py`), and KeyDiff gives up a slot. Variants read `block` slots at once,
-have `stages` of such blocks under way, and cut a head's slots into `parts`; each batch's first row
-is as the runtime has it. `median_ms` is one layer's attention within a CUDA graph, `evicting_ms`
-that and the eviction; inputs rotate through 512 MiB, so that none is found in the chip's cache. The
-floor is one read of all slots, at the bandwidth that a sum over 4 GiB reached in the same run.
-Variants that take more shared memory than there is are left out. Reads `budgets`.
+attended to (`kernels/token.py`), and KeyDiff gives up a slot; of one sequence also over slots of
+fewer bits (`kernels/quantised_token.py`). Variants read `block` slots at once, have `stages` of
+such blocks under way, and cut a head's slots into `parts`; the first row of each batch and kind of
+slots is as the runtime has it. `median_ms` is one layer's attention within a CUDA graph,
+`evicting_ms` that and the eviction; inputs rotate through 512 MiB, so that none is found in the
+chip's cache. The floor is one read of all slots, at the bandwidth that a sum over 4 GiB reached in
+the same run. Variants that take more shared memory than there is are left out. Reads `budgets`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from math import prod
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
@@ -23,19 +25,22 @@ from kvcap.evals.bench import Options, Result
 from kvcap.evals.bench.gpu import require_cuda
 from kvcap.evals.bench.kernels import ROTATED, read_bandwidth, replayed, triton_version
 from kvcap.evals.reports import device_name, versions
-from kvcap.kernels import decode, evict, token
+from kvcap.kernels import decode, evict, quantised_token, token
+from kvcap.kernels.dequantise import QuantisedKeys
 from kvcap.policies import Observation
 from kvcap.policies.keydiff import KeyDiff
 from kvcap.runtime.cache.pool import SHIFT, Segment, SlotPool
+from kvcap.runtime.cache.slot_format import KvDtype, SlotFormat
 from kvcap.runtime.models.rope import Rotation, table_dtype
 
 HEADS, KV_HEADS, SIZE, DTYPE, THETA = 24, 8, 128, torch.bfloat16, 500_000.0
 BATCHES = (1, 16)
+KINDS: tuple[KvDtype | None, ...] = (None, *get_args(KvDtype))
 SPARE = 512  # slots of a block, behind those that stay
 MOVED = 2048  # by how much keys may move while they are timed
 DEFAULTS = {"budgets": (2048,)}
 COLUMNS = (
-    "batch", "slots", "block", "stages", "warps", "parts", "median_ms", "evicting_ms",
+    "batch", "kv_dtype", "slots", "block", "stages", "warps", "parts", "median_ms", "evicting_ms",
     "floor_ms", "of_read",
 )  # fmt: skip
 
@@ -65,8 +70,10 @@ def run(options: Options) -> Result:
     }
     rows, fastest = list[dict[str, Any]](), list[dict[str, Any]]()
     for slots in options.budgets:
-        for batch in BATCHES:
-            found = list(_measured(batch, slots, bandwidth))
+        for batch, kind in ((batch, kind) for batch in BATCHES for kind in KINDS):
+            if batch > 1 and kind is not None:
+                continue
+            found = list(_measured(batch, slots, bandwidth, kind))
             rows += [{**row, **machine} for row in found]
             fastest += [
                 min(found, key=lambda row: row[name]) for name in ("median_ms", "evicting_ms")
@@ -98,17 +105,23 @@ class Layer:
         size: int = SIZE,
         dtype: torch.dtype = DTYPE,
         device: str = "cuda",
+        kind: KvDtype | None = None,
     ) -> None:
         pool = SlotPool(
-            batch * kv_heads * (slots + SPARE), size, dtype, device, {SHIFT: torch.int32}
-        )
+            batch * kv_heads * (slots + SPARE), size, dtype, device, {SHIFT: torch.int32},
+            slot_format=SlotFormat.of(kind),
+        )  # fmt: skip
         self.slots = slots
         self.segment = Segment(pool, 0, slots, SPARE, batch, kv_heads)
-        self.segment.held = slots
-        self.segment.keys.normal_()
-        self.segment.values.normal_()
+        keys, values = torch.randn(2, batch, kv_heads, slots, size, device=device).to(dtype)
+        self.segment.append(keys, values, torch.arange(slots, dtype=torch.int32, device=device))
         self.segment.positions.copy_(torch.rand(batch, kv_heads, slots, device=device).argsort(-1))
-        self.segment.aux(SHIFT).random_(slots)
+        shift = self.segment.aux(SHIFT).random_(slots)
+        if kind is not None:  # minus their ranks, which evictions lower
+            shift.add_(MOVED).neg_()
+        self.mean = None
+        if kind is not None:
+            self.mean = torch.randn(batch, kv_heads, size, device=device)
         self.before = self.segment.aux(SHIFT).clone()
         many = torch.randn(batch, 1, heads + 2 * kv_heads, size, device=device).to(dtype)
         self.token = many.transpose(1, 2).split((heads, kv_heads, kv_heads), dim=1)
@@ -120,37 +133,55 @@ class Layer:
 
     def attend(self, variant: Variant) -> tuple[Tensor, Tensor]:
         """The token rotated, appended and attended: the output, and the sums of keys' parts."""
-        buffers = self.segment.append_views(whole=False)
         tile = decode.Tile(variant.block, variant.stages, variant.warps, programs=2)
-        turn = buffers[3], self.rotation.table
-        size = buffers[0].shape[-1]
-        query, key, value = self.token
-        out, _, sums = token.attend(
-            query, key, value, self.angles, self.time, buffers, size**-0.5, turn, summed=True,
-            tile=tile, most_parts=variant.parts,
-        )  # fmt: skip
+        (query, key, value), scaling = self.token, self.segment.pool.size**-0.5
+        if self.mean is None:
+            buffers, table = self.segment.append_views(whole=False), self.rotation.table
+            out, _, sums = token.attend(
+                query, key, value, self.angles, self.time, buffers, scaling, (buffers[3], table),
+                summed=True, tile=tile, most_parts=variant.parts,
+            )  # fmt: skip
+        else:
+            out, _, sums = quantised_token.attend(
+                query, key, value, self.angles, self.time, self._slots, scaling, self.mean,
+                self.rotation.table, summed=True, tile=tile, most_parts=variant.parts,
+            )  # fmt: skip
         assert sums is not None
         return out, sums
 
     def evict(self, sums: Tensor) -> Tensor:
         """What the runtime does after a token: the slot that KeyDiff gives up, [B, K, 1]."""
-        keys, values, positions, shift = buffers = self.segment.append_views(whole=False)
-        stored = kernels.StoredKeys(sums, (shift, self.rotation.table))
-        obs = Observation(keys, values, positions, self.slots + 1, self.slots)
+        slots, pool, table = self._slots, self.segment.pool, self.rotation.table
+        keys, positions, shift = slots["keys"], slots["positions"], slots[SHIFT]
+        if self.mean is None:
+            stored = kernels.StoredKeys(sums, (shift, table))
+        else:
+            parts = pool.format.parts("key", slots)
+            quantised = QuantisedKeys(parts, pool.size, self.mean, shift, table)
+            stored = kernels.StoredKeys(sums, None, quantised)
+        obs = Observation(keys, slots["values"], positions, self.slots + 1, self.slots)
         scores = kernels.score(KeyDiff(), obs, stored)
-        return evict.give_up(
-            scores, positions, 1, evict.Pins(0, 0, obs.num_tokens, ()), shift, buffers
-        )
+        pins = evict.Pins(0, 0, obs.num_tokens, ())
+        return evict.give_up(scores, positions, 1, pins, shift, list(slots.values()))
+
+    @property
+    def _slots(self) -> Mapping[str, Tensor]:
+        """Those in use and the token's, by name."""
+        return self.segment.named(0, self.slots + 1)
 
     def reset(self) -> None:
         """Have keys be moved as at first."""
         self.segment.aux(SHIFT).copy_(self.before)
 
 
-def _measured(batch: int, slots: int, bandwidth: float) -> Iterator[dict[str, Any]]:
+def _measured(
+    batch: int, slots: int, bandwidth: float, kind: KvDtype | None
+) -> Iterator[dict[str, Any]]:
     """A row for every variant that the device has the shared memory for."""
-    must_read = 2 * batch * KV_HEADS * slots * SIZE * DTYPE.itemsize
-    layers = [Layer(batch, slots) for _ in range(max(2, ROTATED // must_read))]
+    shapes = SlotFormat.of(kind).shapes(SIZE, DTYPE).values()
+    slot_bytes = sum(prod(shape) * dtype.itemsize for shape, dtype in shapes)  # but its position
+    must_read = batch * KV_HEADS * slots * slot_bytes
+    layers = [Layer(batch, slots, kind=kind) for _ in range(max(2, ROTATED // must_read))]
     for variant in variants():
         try:
             sums = layers[0].attend(variant)[1]
@@ -171,7 +202,8 @@ def _measured(batch: int, slots: int, bandwidth: float) -> Iterator[dict[str, An
         for layer in layers:
             layer.reset()
         yield {
-            "batch": batch, "slots": slots, **asdict(variant), "parts": sums.shape[2] - 1,
+            "batch": batch, "kv_dtype": kind, "slots": slots, **asdict(variant),
+            "parts": sums.shape[2] - 1,
             "median_ms": took, "evicting_ms": with_eviction,
             "floor_ms": must_read / bandwidth * 1e3, "of_read": must_read / took * 1e3 / bandwidth,
         }  # fmt: skip

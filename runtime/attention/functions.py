@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-from kvcap.kernels import decode, token
+from kvcap.kernels import decode, quantised_token, token
 from kvcap.kernels.choice import ready
 from kvcap.policies.base import Rows
 from kvcap.runtime.attention.masks import attention_mask
@@ -161,6 +161,14 @@ def takes_token(
         slots = min(slots, len(rows.lengths) * rows.longest)
     few = slots < MANY_SLOTS
     return few and ready(query) and token.covers(query, key, value, buffers)
+
+
+def takes_quantised_token(
+    query: Tensor, key: Tensor, value: Tensor, slots: Mapping[str, Tensor]
+) -> bool:
+    """Whether `kernels/quantised_token.py` is to append and attend, whose arguments these are."""
+    few = slots["positions"].numel() < MANY_SLOTS
+    return few and ready(query) and quantised_token.covers(query, key, value, slots)
 
 
 def packs(

@@ -175,6 +175,14 @@ class LayerStorage:
                 rotation.on(keys, ranks[piece], out)
         return found.to(pool.read_dtype)
 
+    def quantised_keys(self, segment: Segment) -> dequantise.QuantisedKeys:
+        """A segment's keys of fewer bits as they are stored, for kernels that read them so."""
+        held, rotation = segment.named(0, segment.held), self.rotation
+        parts = segment.pool.format.parts("key", held)
+        mean = None if self.mean is None else segment.rows_of(self.mean)
+        turned = () if rotation is None else (held[SHIFT], rotation.table)
+        return dequantise.QuantisedKeys(parts, segment.pool.size, mean, *turned)
+
     def read_lent(self, segment: Segment) -> Tensor | None:
         """A segment's keys [b, k, held, D] at today's positions, from memory that is lent.
 

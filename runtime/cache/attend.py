@@ -7,11 +7,13 @@ errors never add up. Of slots of fewer bits it reads a copy in any case, see `La
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from kvcap.kernels import StoredKeys, token
+from kvcap.kernels import StoredKeys, quantised_token, token
 from kvcap.kernels import rows as row_kernels
 from kvcap.kernels.choice import ready
 from kvcap.policies.base import Expansion, Rows
@@ -23,6 +25,7 @@ from kvcap.runtime.attention.functions import (
     attend_to_some,
     attend_weighing,
     packs,
+    takes_quantised_token,
     takes_token,
 )
 from kvcap.runtime.attention.latents import absorbed, attend_absorbed, attend_expanded
@@ -233,7 +236,8 @@ class SlotAttention:
     ) -> Tensor | None:
         """`block` of a single token that is neither rotated nor appended yet, by one kernel.
 
-        Returns None, with nothing changed, where `kernels/token.py` does not cover it.
+        Returns None, with nothing changed, where neither `kernels/token.py` nor
+        `kernels/quantised_token.py` covers it.
         """
         if block.rows is not None:
             return self._token_of_rows(query, angles, time, block, call)
@@ -241,22 +245,19 @@ class SlotAttention:
         context, filling = block.context, block.context.filling
         assert block.arrived is not None
         key, value = block.arrived
-        buffers = segment.append_views(whole=filling)
-        if others or storage.evicted_store is not None or segment.pool.format.quantised:
+        if others or storage.evicted_store is not None:
             return None
-        if call.softcap is not None or call.sinks is not None:
+        if call.softcap is not None or call.sinks is not None or any(block.offsets):
             return None
-        if any(block.offsets) or not takes_token(query, key, value, buffers):
+        kernel = self._token_kernel(query, key, value, filling)
+        if kernel is None:
             return None
         if context.stream is not None:
             context.stream.next_layer()
         segment.held += 1
         has_work = evictor.has_work(1) and not filling
-        rotation, pending = storage.pending_rotation, None
-        if rotation is not None:
-            pending = segment.aux(SHIFT), rotation.table
-        out, query, sums = token.attend(
-            query, key, value, angles, time, buffers, call.scaling, pending,
+        out, query, sums = kernel(
+            query, key, value, angles, time, scaling=call.scaling,
             used=context.token_counter if filling else None,
             summed=has_work and evictor.uses_stored_keys,
         )  # fmt: skip
@@ -268,17 +269,62 @@ class SlotAttention:
             self._fill(query, value, block, call)
         if has_work:
             with context.run_async_if_last((query, sums)):
-                keys = segment.keys
-                if evictor.rotates_keys_itself:
-                    stored = StoredKeys(sums, pending)
-                else:
-                    stored = StoredKeys(sums, None)
-                    if rotation is not None and evictor.reads_keys:
-                        keys = rotation.back(keys, segment.aux(SHIFT))
+                keys, values, stored = self._keys_after_token(sums)
                 total = block.total_tokens
-                step = AttentionStep(total, 1, [keys], [query], *call, counter, stored)
+                step = AttentionStep(
+                    total, 1, [keys], [query], *call, counter, stored, values=values
+                )
                 evictor.evict_if_due(step)
         return out
+
+    def _token_kernel(
+        self, query: Tensor, key: Tensor, value: Tensor, filling: bool
+    ) -> Callable[..., tuple[Tensor, Tensor, Tensor | None]] | None:
+        """The kernel that rotates, appends and attends to a token, and knows where its slot is.
+
+        None: none covers it. Arguments as of `token`; while slots are `filling` the device knows
+        how many are in use.
+        """
+        storage, (segment,) = self.storage, self.segments
+        if segment.pool.format.quantised:
+            slots = segment.named(0, segment.capacity if filling else segment.held + 1)
+            table = None if storage.rotation is None else storage.rotation.table
+            if table is not None and len(table) < slots["positions"].shape[2]:
+                return None
+            if not takes_quantised_token(query, key, value, slots):
+                return None
+            return partial(quantised_token.attend, slots=slots, mean=storage.mean, table=table)
+        buffers, rotation = segment.append_views(whole=filling), storage.pending_rotation
+        if not takes_token(query, key, value, buffers):
+            return None
+        turn = None if rotation is None else (segment.aux(SHIFT), rotation.table)
+        return partial(token.attend, buffers=buffers, turn=turn)
+
+    def _keys_after_token(
+        self, sums: Tensor | None
+    ) -> tuple[Tensor, list[Tensor] | None, StoredKeys]:
+        """A layer's keys as the policy is to see them, its values likewise, and what is known.
+
+        Args:
+            sums: of the keys, if the kernel of a token left them.
+        """
+        storage, evictor, (segment,) = self.storage, self.evictor, self.segments
+        rotation, keys = storage.pending_rotation, segment.keys
+        if segment.pool.format.quantised:
+            if evictor.rotates_keys_itself:
+                return keys, [keys], StoredKeys(sums, None, storage.quantised_keys(segment))
+            if evictor.reads_keys:
+                keys = storage.read_keys(segment)
+            # Who reads no values still asks for their shape.
+            values = segment.read_values() if evictor.reads_values else keys
+            return keys, [values], StoredKeys(sums, None)
+        if rotation is None:
+            return keys, None, StoredKeys(sums, None)
+        if evictor.rotates_keys_itself:
+            return keys, None, StoredKeys(sums, (segment.aux(SHIFT), rotation.table))
+        if evictor.reads_keys:
+            keys = rotation.back(keys, segment.aux(SHIFT))
+        return keys, None, StoredKeys(sums, None)
 
     def _token_of_rows(
         self,

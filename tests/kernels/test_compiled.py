@@ -14,21 +14,38 @@ from tools import ROOT
 from kvcap.policies import policies
 
 # Between them they launch nearly all kernels.
-FEW = ["keydiff", "criticalkv-adakv", "calidrop", "balanced"]
+FEW = ["keydiff", "criticalkv-adakv", "calidrop", "balanced", "keydiff:int8", "snapkv:int4"]
 REST = sorted(policies().keys() - {*FEW, "full"})
 
 
-@pytest.mark.skipif(DEVICE == "cuda", reason="there they are compiled to be run")
-@pytest.mark.parametrize("names", [FEW, pytest.param(REST, marks=pytest.mark.slow)], ids=len)
-def test_the_compiler_accepts_what_policies_launch(names):
+pytestmark = pytest.mark.skipif(DEVICE == "cuda", reason="there they are compiled to be run")
+
+
+def compiled(*arguments):
+    """What `compile_kernels.py` tells."""
     pytest.importorskip("triton")
     path = os.pathsep.join(str(ROOT / folder) for folder in ("src", "tests"))
     done = subprocess.run(
-        [sys.executable, ROOT / "tests" / "compile_kernels.py", *names],
+        [sys.executable, ROOT / "tests" / "compile_kernels.py", *arguments],
         env={**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": path},
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
-    found = json.loads(done.stdout.splitlines()[-1])
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("names", [FEW, pytest.param(REST, marks=pytest.mark.slow)], ids=len)
+def test_the_compiler_accepts_what_policies_launch(names):
+    found = compiled(*names)
     assert found["refused"] == {}
     assert {"attend_part", "evict_one"} <= set(found["kernels"])
+    if names == FEW:
+        assert {"attend_quantised", "_cosine_quantised"} <= set(found["kernels"])
+
+
+@pytest.mark.slow
+def test_a_token_over_quantised_slots_keeps_to_its_registers():
+    """Of the usual sizes of heads, over few slots and many, in every format."""
+    found = compiled("quantised-token")
+    assert len(found) == 12
+    assert not any(found.values()), found

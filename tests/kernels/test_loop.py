@@ -14,7 +14,7 @@ from interpreted import DEVICE, pytestmark  # noqa: F401
 
 import kvcap
 from kvcap import kernels
-from kvcap.kernels import calidrop, evict, rows, token
+from kvcap.kernels import calidrop, evict, quantised_token, rows, token
 from kvcap.runtime.attention import functions as attention
 from kvcap.runtime.backends.pytorch import cuda_graphs
 from kvcap.runtime.backends.pytorch.loop import BlockLoop
@@ -433,6 +433,55 @@ def test_a_token_is_rotated_appended_and_attended_at_once(
         found.append((torch.stack(logits), [x.clone() for x in cache.buffers()]))
     assert len(calls) == 2 * layers
     torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.slow(keep=3)
+@pytest.mark.skipif(DEVICE == "cuda", reason="test_cuda.py has real graphs")
+@pytest.mark.parametrize(("family", "policy", "positions", "kind", "batch", "read"), [
+    ("llama", "keydiff", "compact", "int8", 1, 24),
+    ("qwen3", "keydiff-window", "true", "int8-int4", 2, 24),
+    ("mistral", "snapkv", "compact", "int4", 3, 24),
+    ("qwen2", "h2o", "compact", "int8-int4", 1, 24),
+    ("llama", "criticalkv", "auto", "int8", 1, 24),
+    ("llama", "streaming_llm", "compact", "int4", 1, 24),
+    ("llama", "keydiff", "compact", "int4", 2, 0),  # the first of all, in an empty cache
+    ("smollm3", "keydiff", "true", "int8", 1, 3),  # while slots fill
+])  # fmt: skip
+def test_a_token_over_quantised_slots_is_attended_at_once(
+    family, policy, positions, kind, batch, read, monkeypatch
+):
+    """As by a kernel that writes it, copies of keys and values, and attention over these."""
+    g, attend, calls = torch.Generator().manual_seed(1), quantised_token.attend, []
+    ids = 3 + torch.randint(200, (batch, 30), generator=g)
+    model, found = tiny_model(family, vocab_size=220), []
+    layers = sum(layer.self_attn.layer_idx != 3 for layer in model.model.layers)
+    monkeypatch.setattr(
+        quantised_token, "attend", lambda *a, **k: calls.append(1) or attend(*a, **k)
+    )
+    for covered in (True, False):
+        if not covered:
+            monkeypatch.setattr(quantised_token, "covers", lambda *_: False)
+        cache = kvcap.BudgetCache(
+            model.config, 20, 8, small_policy(policy, model.config),
+            positions=positions, kv_dtype=kind,
+        ).allocate(batch, torch.float32, "cpu")  # fmt: skip
+        with kernels.use("triton"):
+            loop = BlockLoop(model, cache, graphs=False)
+            logits = [loop.prefill(ids[:, :read])] if read else []
+            loop.graphs = cuda_graphs.BlockGraphs(model, cache)
+            loop.graphs.read = lambda *_: None  # nothing is captured
+            logits += [loop.read(ids[:, i : i + 1]) for i in range(read, read + 4)]
+        segments = [s for layer in cache.capped_layers for s in layer.segments]
+        kept = [sorted(head.tolist()) for s in segments for each in s.positions for head in each]
+        first = {n: x.clone() for n, x in cache.allocation.buffers.items() if ".0." in n}
+        found.append((torch.stack(logits), kept, first))
+    assert len(calls) == 4 * layers
+    (logits, kept, first), (expected, others, bytes_) = found
+    # By another rounding a number of a later layer may become the next one of 8 or 4 bits.
+    torch.testing.assert_close(logits, expected, rtol=1e-2, atol=1e-2)
+    assert kept == others
+    for name, x in first.items():  # of the first layer, to which both give the same
+        assert torch.equal(x, bytes_[name]), name
 
 
 def test_a_token_that_the_kernel_does_not_take_leaves_a_layer_as_it_is():
