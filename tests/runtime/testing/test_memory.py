@@ -152,24 +152,35 @@ def test_other_threads_count_to_the_byte():
 
 @pytest.mark.slow
 def test_a_thread_that_outlives_the_measurement():
-    done = threading.Event()
+    # It allocates while it is measured, not while PyTorch's profiler starts or stops: that has been
+    # seen to end the process.
+    asked, answered, last = threading.Semaphore(0), threading.Semaphore(0), threading.Event()
 
     def work():
-        while not done.is_set():
+        while True:
+            asked.acquire()
+            if last.is_set():
+                return
             zeros(1)
+            answered.release()
+
+    def ask():
+        for _ in range(100):
+            asked.release()
+            answered.acquire()
 
     thread = threading.Thread(target=work)
 
     def start():
         thread.start()
-        for _ in range(100):
-            zeros(1)
+        ask()
 
     try:
-        for measured in (start, lambda: zeros(1) is None, lambda: zeros(1) is None):
+        for measured in (start, ask, ask):
             assert MIB <= cpu_peak(measured).peak_bytes <= 2 * MIB
     finally:
-        done.set()
+        last.set()
+        asked.release()
         thread.join()
 
 
