@@ -40,8 +40,9 @@ def refuse_text(text: str | None, dtype: str, kv_dtype: str | None = None) -> No
     """
     if text is not None and dtype != "int4" and kv_dtype is None:
         raise NotExportable(
-            f"--calibrate is for --dtype int4 or --kv-dtype int8, and this is {dtype}, which loses "
-            "next to nothing when it is rounded to the nearest; leave it out"
+            f"--calibrate is for --dtype int4, and this is {dtype}, which loses next to nothing "
+            "when it is rounded to the nearest; leave it out, or measure what slots hold by it: "
+            "--kv-dtype int8"
         )
 
 

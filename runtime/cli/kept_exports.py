@@ -64,13 +64,14 @@ def kept_export(
         budget: the policy, its options and the sizes, which the graph has inside.
         quiet: say nothing on stderr but what the export says itself.
         symmetric: whether blocks of weights have no zero of their own; None: as is usual.
-        calibrate: a text by which int4 is rounded; it is known by what it says.
+        calibrate: a text by which int4 is rounded, and slots in int8 are measured; it is known by
+            what it says.
 
     Raises:
         ValueError: the text cannot be read.
         ModelNotFound: there is no such model.
-        NotExportable: it is an export already, there is no room for one, positions would change, or
-            slots would be of a type that exports do not have.
+        NotExportable: it is an export already, there is no room for one, positions would change,
+            slots would be of a type that exports do not have, or a text is for nothing.
         PlanInfeasible: a budget in bytes, which is no number of slots yet.
         typer.Exit: the export failed, which has said why.
     """
@@ -92,6 +93,10 @@ def kept_export(
         from kvcap.runtime.backends.onnxruntime.runtime import refuse_slots
 
         refuse_slots(budget.kv_dtype)
+    if calibrate is not None and weights != "int4" and budget.kv_dtype is None:
+        raise NotExportable(
+            "--calibrate is for --weights int4, or for --kv-dtype int8; add one, or leave it out"
+        )
     text = None if calibrate is None else read_text(calibrate)
     facts = identity(model, weights, budget, symmetric, text)
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]

@@ -380,13 +380,13 @@ class Backend:
             "--calibrate",
             metavar="FILE",
             help="Round --weights int4 by a text like those that MODEL will read: the export takes "
-            "minutes, and loses less.",
+            "minutes, and loses less. With --kv-dtype int8, measure keys and values by it.",
         ),
     ] = None
 
     def exported(self, model: str) -> bool:
         """Whether `model` is to be run as an exported decoder."""
-        if self.calibrate is not None and self.weights != "int4":
+        if self.calibrate is not None and self.weights is None:
             raise ValueError("--calibrate is for --weights int4; add that, or leave it out")
         if self.backend == "torch":
             if self.calibrate is not None:

@@ -26,8 +26,8 @@ TOKENS = [
     for i, (length, count) in enumerate(zip(LENGTHS, COUNTS, strict=True))
 ]
 POLICIES = [
-    "keydiff", "dropkv", "andpro", "snapkv", "h2o", "obcache-tova", "criticalkv", "knorm",
-    "streaming_llm", "pyramidkv", "headkv", "adakv", "criticalkv-adakv", "duoattention",
+    "keydiff", "dropkv", "h2o", "obcache-tova", "criticalkv", "knorm", "streaming_llm", "pyramidkv",
+    "headkv", "criticalkv-adakv", "duoattention",
 ]  # fmt: skip
 
 
