@@ -17,6 +17,7 @@ from kvcap.cli import run
 from kvcap.export.decoder import check as checking
 from kvcap.export.decoder import spec
 from kvcap.export.decoder.attention import MOST, group_attention, quantised
+from kvcap.export.decoder.calibrate import refuse_text
 from kvcap.export.decoder.check import check, facts_of, opened
 from kvcap.export.decoder.graph import Decoder
 from kvcap.export.decoder.manifest import SLOT_SCALES
@@ -85,6 +86,12 @@ def test_scales_are_of_what_the_layers_hold(family):
 def test_a_text_that_is_too_short_and_no_tokenizer_are_refused():
     with pytest.raises(NotExportable, match="no tokenizer"):
         sample(None, "A text.", 100, 64)
+
+
+def test_a_text_is_for_slots_in_int8_whatever_the_weights():
+    refuse_text("A text.", "fp32", "int8")
+    with pytest.raises(NotExportable, match="measure what slots hold by it: --kv-dtype int8"):
+        refuse_text("A text.", "fp32")
 
 
 def test_numbers_are_rounded_to_the_nearest_and_cut_off():
