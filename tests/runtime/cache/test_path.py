@@ -15,6 +15,7 @@ import kvcap
 from kvcap.runtime.backends.pytorch.loop import BlockLoop
 
 ROOT = Path(__file__).parents[3]
+PACKAGE = f"{Path(kvcap.__file__).parent}/"
 STOPS = 15
 # They make a view, or say whether a kernel runs: a reader need not stop.
 ASIDE = {"Segment.rows_of", "Segment.view", "ready", "on_gpu", "without_gradient",
@@ -43,12 +44,12 @@ def called(policy: str) -> tuple[list[tuple[str, str]], set[str]]:
 
     def note(frame: FrameType, event: str, _: Any) -> None:
         code = frame.f_code
-        if event == "call" and "/kvcap/" in code.co_filename:
+        if event == "call" and code.co_filename.startswith(PACKAGE):
             owner = frame.f_locals.get("self")
             kinds = () if owner is None else type(owner).__mro__
             kind = next((k.__name__ for k in kinds if code.co_name in vars(k)), None)
             name = code.co_name if kind is None else f"{kind}.{code.co_name}"
-            log.append((code.co_filename.split("/kvcap/")[-1], name))
+            log.append((code.co_filename.removeprefix(PACKAGE), name))
             arguments = code.co_varnames[: code.co_argcount]
             if any(is_keys(frame.f_locals.get(argument)) for argument in arguments):
                 given.add(name)
