@@ -142,3 +142,19 @@ def _quicken() -> None:
 if DEVICE == "cpu" and not COMPILED:
     _watch()
     _quicken()
+
+
+def assert_as_near(out: torch.Tensor, truth: torch.Tensor, eager: torch.Tensor) -> None:
+    """Refuse a kernel's answer that is more than twice as wrong as eager low precision.
+
+    Args:
+        out: the kernel's.
+        truth: the plain formula's, in float64.
+        eager: the plain formula's, in the type of `out`.
+    """
+    assert out.shape == truth.shape
+    floor = torch.finfo(out.dtype).eps * truth.abs().max() / 2 + 1e-5 * (out.dtype == torch.float32)
+    # The interpreter cuts to bfloat16 where everything else rounds: twice the error.
+    factor = 4 if DEVICE == "cpu" and out.dtype == torch.bfloat16 else 2
+    allowed = factor * (eager.double() - truth).abs().max() + floor
+    assert (out.double() - truth).abs().max() <= allowed  # NaN never passes
