@@ -23,6 +23,7 @@ from kvcap.runtime.cache.layer_balance import LayerBalance
 from kvcap.runtime.cache.pool import Segment
 
 STEP = 512  # to which the longest row is rounded up: rows of about that length share a CUDA graph
+ALIGNED = 16  # a multiple of so many numbers: kernels are compiled apart for strides that are not
 
 Pins = Callable[[Segment], tuple[int, int]]
 
@@ -94,21 +95,11 @@ class RowTable:
 
         Where it `divided` slots anew the device alone did: the host waits for it, and is told.
         """
-        if divided and not isinstance(self._numbers, FakeTensor):  # of a rehearsal nothing is known
-            numbers, count = self._numbers.cpu(), self.count
-            for index, (segments, told) in enumerate(
-                zip(self.layers, numbers.tolist(), strict=True)
-            ):
-                held, targets, row = told[count + 1 :], told[2 * count + 1 :], 0
-                for segment in segments:
-                    segment.start, end = told[row : row + 2]
-                    segment.budget = end - segment.start - segment.block
-                    segment.held, segment.target_length = held[row], targets[row]
-                    row += segment.batch * segment.heads
-                self._most[index] = max(*held[:count], *targets[:count])
-            if self.balance is not None:
-                told = numbers[:, -1].view(torch.float32).tolist()
-                self.balance.preferences = [None if p != p else p for p in told]
+        if divided and isinstance(self._numbers, FakeTensor):  # a rehearsal: as if none had moved
+            for segment in (one for segments in self.layers for one in segments):
+                segment.held = min(segment.held, segment.target_length)
+        elif divided:
+            self._be_told()
         self._agree(seen)
 
     def tell(self, seen: int) -> None:
@@ -121,6 +112,21 @@ class RowTable:
                 told[:, -1].view(torch.float32).copy_(torch.tensor(each))
             self._numbers.copy_(told)
             self._agree(seen)
+
+    def _be_told(self) -> None:
+        """Have the host agree with the device."""
+        numbers, count = self._numbers.cpu(), self.count
+        for index, (segments, told) in enumerate(zip(self.layers, numbers.tolist(), strict=True)):
+            held, targets, row = told[count + 1 :], told[2 * count + 1 :], 0
+            for segment in segments:
+                segment.start, end = told[row : row + 2]
+                segment.budget = end - segment.start - segment.block
+                segment.held, segment.target_length = held[row], targets[row]
+                row += segment.batch * segment.heads
+            self._most[index] = max(*held[:count], *targets[:count])
+        if self.balance is not None:
+            told = numbers[:, -1].view(torch.float32).tolist()
+            self.balance.preferences = [None if p != p else p for p in told]
 
     def _agree(self, seen: int) -> None:
         """Note that host and device agree after so many tokens."""
@@ -156,6 +162,10 @@ class RowTable:
         self.pins[..., 1].copy_(recents.expand(self.targets.shape))
         self.preferences.copy_(preferences)
 
+    def suppose(self, slots: int) -> None:
+        """Have a row count as that long, as if it had been given others' slots: in a rehearsal."""
+        self._most[0] = slots
+
     def longest(self, length: int) -> int:
         """No row is longer once it has read so many tokens more; the same for rows of about it.
 
@@ -164,7 +174,7 @@ class RowTable:
         steps = -(-max(self._most) // STEP)
         if len(self._recents) and length > 1:
             steps = 1 << (steps - 1).bit_length()
-        return steps * STEP + length
+        return steps * STEP + -(-length // ALIGNED) * ALIGNED
 
 
 class RowPass:

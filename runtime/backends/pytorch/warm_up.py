@@ -11,7 +11,6 @@ import atexit
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from threading import Thread
 from typing import Any
 
@@ -20,7 +19,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM
 
-from kvcap import dtypes, kernels
+from kvcap import dtypes
 from kvcap.kernels.device import Target, pretending
 from kvcap.kernels.launch import Listener, ahead, heard
 from kvcap.kernels.variants import Compiler, Launch, save, saved
@@ -42,7 +41,8 @@ class Rehearsal:
 
     Args:
         config: the model's transformers config.
-        eviction: what is evicted; see `rehearsable`.
+        eviction: what is evicted. Without its shares of heads or layers, where the host decides on
+            data how they move.
         budget_tokens: slots per KV head and layer.
         block_size: tokens of a block.
         dtype: of weights, keys and values.
@@ -73,17 +73,23 @@ class Rehearsal:
         with self._dry():
             config = copy.deepcopy(config.get_text_config(decoder=True))
             config._attn_implementation = ATTENTION
-            eviction = rehearsable(eviction)
             if _alike(config, eviction):
                 config.num_hidden_layers = 1
             self.model = AutoModelForCausalLM.from_config(
                 config, attn_implementation=ATTENTION, dtype=dtype
             ).eval()
-            cache = BudgetCache(
-                config, budget_tokens, block_size, eviction,
-                positions=positions, evict_every=evict_every, kv_dtype=kv_dtype,
-            )  # fmt: skip
-            self.loop = BlockLoop(self.model, cache.allocate(1, dtype, "cpu"), graphs=False)
+
+            def cache_of(eviction: Eviction) -> BudgetCache:
+                cache = BudgetCache(
+                    config, budget_tokens, block_size, eviction,
+                    positions=positions, evict_every=evict_every, kv_dtype=kv_dtype,
+                )  # fmt: skip
+                return cache.allocate(1, dtype, "cpu")
+
+            cache, even = cache_of(eviction), data_independent(eviction)
+            if even is not eviction and not cache.by_rows():
+                cache = cache_of(even)
+            self.loop = BlockLoop(self.model, cache, graphs=False)
             self.loop.graphs = DryGraphs(self.model, cache, several=several)
 
     @contextmanager
@@ -127,6 +133,14 @@ class Rehearsal:
                     self._begin(compact)
                     self._read(budget)
                     self._read(length)
+            if cache.balance is not None:
+                # A layer has got many slots of the others.
+                self._begin(compact)
+                self._read(longest)
+                if (table := cache.row_table()) is not None:
+                    table.suppose(2 * budget)
+                for length in (block, *lengths, 1, 1):
+                    self._read(length)
 
     def _begin(self, compact: bool) -> None:
         """Begin with an empty cache; `compact`, as if 'auto' positions had become so."""
@@ -156,13 +170,6 @@ class DryGraphs(BlockGraphs):
     def read(self, ids: Tensor, need_logits: bool = True) -> Tensor | None:
         """Nothing is replayed."""
         return None
-
-
-def rehearsable(eviction: Eviction) -> Eviction:
-    """The eviction without what the host decides on data: kernels that decide are launched."""
-    budget, found = eviction.head_budget, data_independent(eviction)
-    by_kernels = budget is not None and kernels.covers_rows(eviction)
-    return replace(found, head_budget=budget) if by_kernels else found
 
 
 def _alike(config: Any, eviction: Eviction) -> bool:
