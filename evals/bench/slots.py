@@ -57,10 +57,7 @@ COLUMNS = (
     "prefill_tok_s", "prefill_ratio",
 )  # fmt: skip
 COMPACT: Positions = "compact"  # which slots of every type can have
-WARM_UPS, WARM_TOKENS = (
-    2,
-    4,
-)  # prompts over full slots, and tokens after each, before graphs are made
+WARM_UPS, WARM_TOKENS = 2, 4  # prompts over full slots, tokens after each: graphs are made then
 
 
 @dataclass(frozen=True)
