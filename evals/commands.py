@@ -495,6 +495,7 @@ def bench_command(
         str,
         typer.Argument(
             help="prefill, decode, scoring, positions, ragged; cpu, beside llama.cpp and others; "
+            "slots, of fewer bits beside floats; "
             "use, the first answers of machines, processes and sessions; "
             "serve, a server under load; clients, many long conversations at one; "
             "on CUDA: kernels, token, parts, gpu, throughput; "
@@ -537,16 +538,20 @@ def bench_command(
         typer.Option(
             "--model",
             "-m",
-            help="cpu, use: a directory, pocket, or a random model: random-3b (Llama-3.2-3B's "
-            "shape), random-360m (SmolLM2's), random-tiny.",
+            help="cpu, slots, use: a directory, pocket, or a random model: random-3b "
+            "(Llama-3.2-3B's shape), random-360m (SmolLM2's), random-tiny.",
         ),
     ] = None,
     weights: Annotated[
         str | None,
-        typer.Option(help="cpu: bf16, int8 or whatever --dtype an export takes, with commas."),
+        typer.Option(
+            help="cpu: bf16, int8 or whatever --dtype an export takes, with commas; slots: of its "
+            "exports."
+        ),
     ] = None,
     backend: Annotated[
-        str | None, typer.Option(help="cpu: pytorch or onnxruntime, if not what suits the weights.")
+        str | None,
+        typer.Option(help="cpu, slots: pytorch or onnxruntime, if not what suits the weights."),
     ] = None,
     vs: Annotated[
         str | None,
@@ -558,7 +563,9 @@ def bench_command(
     ] = None,
     files: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="cpu, use: for models and exports, kept (out/...)."),
+        typer.Option(
+            metavar="DIR", help="cpu, slots, use: for models and exports, kept (out/...)."
+        ),
     ] = None,
     output: Annotated[
         Literal["md", "json", "csv"] | None,

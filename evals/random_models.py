@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -44,27 +43,35 @@ def directory(name: str, files: Path) -> str:
         return found
     folder = Path(files, name)
     if not (folder / "tokenizer.json").exists():  # written last
-        _make(SHAPES[name], folder)
+        _make(name, folder)
     return str(folder)
 
 
-def _make(shape: Mapping[str, Any], folder: Path) -> None:
-    """A Llama of random bfloat16 weights, its embeddings tied, and a tokenizer of as many words."""
+def random_model(name: str, device: str) -> Any:
+    """A Llama in a shape of `SHAPES`, of random bfloat16 weights; its embeddings are tied."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(**SHAPES[name], tie_word_embeddings=True)
+    with torch.device(device):
+        model = LlamaForCausalLM._from_config(config, dtype=torch.bfloat16)
+    return model.eval()
+
+
+def _make(name: str, folder: Path) -> None:
+    """The files of such a model, and a tokenizer of as many words."""
     import torch
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
     from tokenizers.pre_tokenizers import WhitespaceSplit
-    from transformers import LlamaConfig, LlamaForCausalLM
 
-    torch.manual_seed(0)
-    config = LlamaConfig(**shape, tie_word_embeddings=True)
-    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
-        model = LlamaForCausalLM._from_config(config, dtype=torch.bfloat16)
+    model = random_model(name, "cuda" if torch.cuda.is_available() else "cpu")
     model.save_pretrained(folder)
     del model
     if torch.cuda.is_available():
         torch.cuda.empty_cache()  # other processes load it
-    words = {f"t{token}": token for token in range(shape["vocab_size"])}
+    words = {f"t{token}": token for token in range(SHAPES[name]["vocab_size"])}
     said = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "t2"}
     (folder / "tokenizer_config.json").write_text(json.dumps(said))
     tokenizer = Tokenizer(WordLevel(words, unk_token="t0"))

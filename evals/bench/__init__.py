@@ -109,5 +109,7 @@ def _module(name: str) -> ModuleType:
 
 def _cell(value: Any) -> str:
     if isinstance(value, dict):  # percentiles
-        return f"{value['p50']:.4g} ({value['p20']:.4g}–{value['p80']:.4g})"
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+        return f"{_cell(value['p50'])} ({_cell(value['p20'])}–{_cell(value['p80'])})"
+    if not isinstance(value, float):
+        return str(value)
+    return f"{value:.4g}" if abs(value) < 10_000 else f"{value:,.0f}"

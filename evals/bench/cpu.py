@@ -98,8 +98,7 @@ def _check(options: Options) -> None:
             raise ValueError(f"no peer is called {name!r}; known: {', '.join(PEERS)}")
     for threads in options.threads:
         cores(threads)
-    if options.backend not in (None, "pytorch", "onnxruntime"):
-        raise ValueError(f"no backend is called {options.backend!r}: pytorch or onnxruntime")
+    check_backend(options.backend)
     if options.repeats < 1 or options.budgets[0] < 1 or options.block_size < 1:
         raise ValueError("turns, slots and blocks are at least 1")
 
@@ -186,12 +185,27 @@ def _ours(options: Options, model: str, weights: str, backend: str) -> dict[str,
         return {**found, "model": model, "weights": dtype, "packed": packed}
     if is_export(model):
         return {**found, "model": model, "weights": weights}
-    name = f"{Path(model).name}-{weights}-{policy}-{budget}-{block}"
-    out = Path(options.files) / name
+    sizes = {"--kv-budget-tokens": str(budget), "--block-size": str(block)}
+    out = exported(model, options.files, {"--dtype": weights, "--policy": policy, **sizes})
+    return {**found, "model": str(out), "weights": weights}
+
+
+def check_backend(name: str | None) -> None:
+    """Refuse a backend that there is not; None is whichever suits."""
+    if name not in (None, "pytorch", "onnxruntime"):
+        raise ValueError(f"no backend is called {name!r}: pytorch or onnxruntime")
+
+
+def exported(model: str, files: Path, settings: Mapping[str, str]) -> Path:
+    """The model's export with these options of `kvcap export decoder`; made in `files`, once.
+
+    Raises:
+        PeerFailed: it cannot be exported.
+    """
+    out = Path(files, "-".join((Path(model).name, *settings.values())))
     if not out.exists():
-        print(f"kvcap: exporting {name} ...", file=sys.stderr, flush=True)
-        sizes = ["--kv-budget-tokens", str(budget), "--block-size", str(block)]
-        command = ["export", "decoder", model, "--dtype", weights, "--policy", policy, *sizes]
+        print(f"kvcap: exporting {out.name} ...", file=sys.stderr, flush=True)
+        command = ["export", "decoder", model, *(x for pair in settings.items() for x in pair)]
         path = [place for place in sys.path if place]
         code = f"import sys; sys.path[:] = {path!r}; from kvcap.cli import main; main()"
         done = subprocess.run(
@@ -200,5 +214,5 @@ def _ours(options: Options, model: str, weights: str, backend: str) -> dict[str,
         )  # fmt: skip
         if done.returncode:
             said = done.stderr.strip().removeprefix("kvcap: ") or f"code {done.returncode}"
-            raise PeerFailed(f"{name} cannot be exported: {said}")
-    return {**found, "model": str(out), "weights": weights}
+            raise PeerFailed(f"{out.name} cannot be exported: {said}")
+    return out

@@ -21,13 +21,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvcap import kernels
 from kvcap.evals.bench import Options, Result
 from kvcap.evals.bench.kernels import read_bandwidth
 from kvcap.evals.measure import Plain, percentiles, quoted
-from kvcap.evals.random_models import SHAPES
+from kvcap.evals.random_models import random_model
 from kvcap.evals.reports import device_name, versions
 from kvcap.runtime.backends.pytorch.cuda_graphs import PASS
 from kvcap.runtime.backends.pytorch.loop import BlockLoop
@@ -80,11 +79,7 @@ def require_cuda() -> None:
 
 def llama_3b() -> Any:
     """Random weights in the shape of Llama-3.2-3B."""
-    torch.manual_seed(0)
-    config = LlamaConfig(**SHAPES["random-3b"], tie_word_embeddings=True)
-    with torch.device("cuda"):
-        model = LlamaForCausalLM._from_config(config, dtype=torch.bfloat16)
-    return model.eval()
+    return random_model("random-3b", "cuda")
 
 
 def _measured(

@@ -30,6 +30,7 @@ ELSEWHERE = (
     "proxy",
     "saliency",
     "serve",
+    "slots",
     "stream",
     "turns",
     "use",
