@@ -96,7 +96,8 @@ def _of_block(node: Any) -> tuple[list[Any], list[str]]:
     zero, one, axis, last, slot, unit, no_zero, firsts = map(_shared, (*CONSTANTS, "firsts"))
     total = add("Cast", [node.input[TOTAL]], "total", to=types.INT64)
     begin = add("Sub", [total, _shared("tokens")], "begin")  # the block's first slot
-    start, stop = (add("Unsqueeze", [x, last], f"{x}_1") for x in (begin, total))
+    start = add("Unsqueeze", [begin, last], "start")  # [1]
+    stop = add("Unsqueeze", [total, last], "stop")  # [1]
     attention = _copy(node)
     for buffer, scale in BUFFERS.items():
         used = add("Slice", [node.input[buffer], zero, stop, axis], f"used_{buffer}")
