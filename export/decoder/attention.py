@@ -8,7 +8,8 @@ GroupQueryAttention (domain com.microsoft) of ONNX Runtime on a CPU, as measured
   whatever order they lie, and those of themselves that are not newer.
 - It takes float32 and float16; of these it turns keys into float32 at every run.
 - It also takes buffers of int8, with a scale for each channel of each KV head that is the same for
-  all slots, and quantises a block as it writes it.
+  all slots, and quantises a token as it writes it. A block attends to what they stand for in
+  float32, and to itself as it is (`blocks`).
 """
 
 from __future__ import annotations
@@ -76,12 +77,15 @@ def _plainly(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """What the node computes, by copies."""
     length, stop = query.shape[2], int(last) + 1
+    block = slice(stop - length, stop)
     keys, values = held = keys.clone(), values.clone()
-    if scales is not None:
-        key, value = quantised(key, scales[0]), quantised(value, scales[1])
-    keys[:, :, stop - length : stop], values[:, :, stop - length : stop] = key, value
-    if scales is not None:
+    if scales is None:
+        keys[:, :, block], values[:, :, block] = key, value
+    else:
+        keys[:, :, block], values[:, :, block] = map(quantised, (key, value), scales)
         keys, values = (x.float() * scale for x, scale in zip(held, scales, strict=True))
+        if length > 1:  # a block sees itself as it arrived, a token sees itself as it is held
+            keys[:, :, block], values[:, :, block] = key, value
     group = query.shape[1] // keys.shape[1]
     q = (query * scaling).unflatten(1, (-1, group)).flatten(2, 3)  # [1, K, G·T, D]
     z = (q @ keys[:, :, :stop].mT).float().unflatten(2, (group, length))  # [1, K, G, T, n]

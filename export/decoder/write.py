@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from kvcap.export.decoder import manifest
+from kvcap.export.decoder.blocks import attend_by_length
 from kvcap.export.decoder.calibrate import calibrate, pieces, refuse_text
 from kvcap.export.decoder.check import Report, Row, as_rounded, check, check_streaming
 from kvcap.export.decoder.companions import check_tokenizer
@@ -21,7 +22,7 @@ from kvcap.export.decoder.depth import are_alike, first_layers, numbered
 from kvcap.export.decoder.evictor import evictors_of
 from kvcap.export.decoder.evictor import trace as trace_evictor
 from kvcap.export.decoder.fuse import fuse
-from kvcap.export.decoder.graph import Decoder
+from kvcap.export.decoder.graph import TOKENS, Decoder
 from kvcap.export.decoder.repeat import TRACED, repeat
 from kvcap.export.decoder.slot_scales import measure, sample
 from kvcap.export.decoder.spec import WITHIN, Source, check_dtype, load, rounding_of
@@ -233,6 +234,8 @@ def save(
 ) -> int:
     """Write a traced graph with its weights into `file` and `store`; returns how many nodes."""
     place(model, weights, store, rounding, packed)
+    if decoder.slot_scales is not None:
+        attend_by_length(model, TOKENS.name)
     places = {port.name: place for place, port in enumerate(decoder.inputs)}
     inputs = sorted(model.graph.input, key=lambda value: places[value.name])
     del model.graph.input[:]

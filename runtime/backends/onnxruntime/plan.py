@@ -259,7 +259,9 @@ def _workspace(manifest: Manifest, slots: int, block: int, scored: int) -> int:
     hidden = block * (4 * model["hidden_size"] + 3 * model["mlp_size"])
     attention = 3 * model["heads"] * block * slots  # scores, their mask, their weights
     spread = 2 * model["heads"] * slots * model["head_dim"]  # keys, values of every query head
-    copies = 5 if manifest.facts.get("kv_dtype") else 3  # of slots in int8 also as floats
-    eviction = copies * scored * model["kv_heads"] * slots * model["head_dim"]
-    found: int = 4 * (hidden + attention + spread + eviction)
+    numbers = model["kv_heads"] * slots * model["head_dim"]  # a layer's keys
+    eviction = 3 * scored * numbers
+    # Slots in int8 as floats: scored ones; attended ones, without the block and with it.
+    floats = 6 * numbers if manifest.facts.get("kv_dtype") else 0
+    found: int = 4 * (hidden + attention + spread + eviction + floats)
     return found
