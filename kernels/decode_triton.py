@@ -55,7 +55,7 @@ def _fold(
     return higher, total * fade + tl.sum(p, 1), acc
 
 
-@triton.jit(do_not_specialize=["length", "tokens", "own"])
+@triton.jit(do_not_specialize=["starts", "lengths", "length", "tokens", "own"])
 def attend_part(
     query,  # [B, H, T, D]
     keys,  # [B, K, n, D], or [slots, D] with `starts`

@@ -81,13 +81,14 @@ def run(options: Options) -> Result:
         for length in options.lengths:
             work = Work(model, length, options.clients, options.steps, options.repeats,
                         options.block_size)  # fmt: skip
+            policy, budgets = options.policies[0], options.budgets
+            own = [_told(_kvcap(work, budget, policy)) for budget in budgets]
             peers = [_told(_peer(work, options.peer_pythons.get(name))) for name in options.vs]
-            for budget in options.budgets:
-                mine = _told(_kvcap(work, budget, options.policies[0]))
-                rows += [{**row, "budget": budget} for row in (mine, *peers)]
-                for row in rows[-len(peers) - 1 :]:
+            for budget, mine in zip(budgets, own, strict=True):
+                for row in (mine, *peers):
                     both = row["tok_s"] and mine["tok_s"]
-                    row["ratio"] = mine["tok_s"] / row["tok_s"] if both else ""
+                    ratio = mine["tok_s"] / row["tok_s"] if both else ""
+                    rows.append({**row, "budget": budget, "ratio": ratio})
     return Result("clients", COLUMNS, [{**row, **machine} for row in rows],
                   {"model": options.model, **machine})  # fmt: skip
 

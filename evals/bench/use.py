@@ -11,9 +11,10 @@ to the first piece of text, `decode` the tokens a second from then on. `run` say
 
 `load_ms` is from the start of the process until the model can be asked. Of `policies` only the
 first has machines and processes of its own; the others are answered one after the other by one
-process, two sessions each, of which the second is told, as `again`; one that fails is left out, and
-the reason is printed. Where a policy needs a table of heads, it is one of arbitrary numbers. An
-answer ends early after 30 seconds. Reads `lengths`, `budgets`, `policies`, `block_size`, `steps`,
+process, three sessions each once their kernels are compiled, of which the second and the third are
+told; one that fails is left out, and the reason is printed. Where a policy needs a table of heads,
+it is one of arbitrary numbers. An answer ends early after 30 seconds; Ctrl-C ends the benchmark
+with the rows that are there. Reads `lengths`, `budgets`, `policies`, `block_size`, `steps`,
 `repeats`, `model`, `files`.
 """
 
@@ -23,6 +24,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -37,6 +39,7 @@ import torch
 from kvcap.evals.bench import Options, Result
 from kvcap.evals.quality.sweep import spelled_out
 from kvcap.evals.random_models import directory
+from kvcap.runtime.backends.pytorch.warm_up import THREAD
 from kvcap.runtime.errors import PeerFailed, first_line
 
 DEFAULTS = {
@@ -45,6 +48,7 @@ DEFAULTS = {
 }  # fmt: skip
 COLUMNS = ("work", "policy", "run", "n", "budget", "ms", "tok_s", "load_ms", "turns", "execution")
 LATER = ("process", "session", "again", "together")
+WARM = LATER[1:3]
 TOGETHER = 16
 MOST_SECONDS = 30
 KERNELS = "TRITON_CACHE_DIR"  # where Triton keeps what it compiled
@@ -66,11 +70,14 @@ def run(options: Options) -> Result:
             "n": n, "steps": options.steps,
         }  # fmt: skip
         found: dict[tuple[str, str], list[dict[str, Any]]] = {}
-        for _ in range(options.repeats):
-            machine = ((first, run, answer) for run, answer in _machine(asked))
-            for policy, run, answer in chain(machine, _of_others(asked, others)):
-                found.setdefault((policy, run), []).append(answer)
-                print(f"kvcap: {_line(answer, policy, run)}", file=sys.stderr, flush=True)
+        try:
+            for _ in range(options.repeats):
+                machine = ((first, run, answer) for run, answer in _machine(asked))
+                for policy, run, answer in chain(machine, _of_others(asked, others)):
+                    found.setdefault((policy, run), []).append(answer)
+                    print(f"kvcap: {_line(answer, policy, run)}", file=sys.stderr, flush=True)
+        except KeyboardInterrupt:
+            print("kvcap: interrupted; these are the rows so far", file=sys.stderr, flush=True)
         for (policy, run), answers in found.items():
             rows += _rows({**asked, "policy": policy}, run, answers, options.model)
     return Result("use", COLUMNS, rows, {"model": options.model})
@@ -96,12 +103,12 @@ def _of_others(
     if not policies:
         return
     with TemporaryDirectory(prefix="kvcap-use-") as empty:
-        answers = _answers(asked, empty, sessions=2, others=policies)
-        for policy, answer, again in zip(policies, answers, answers, strict=True):
+        answers = _answers(asked, empty, sessions=3, others=policies)
+        for policy, answer, *later in zip(policies, answers, answers, answers, strict=True):
             if why := answer.get("failed"):
                 print(f"kvcap: {policy} gave no answer: {why}", file=sys.stderr, flush=True)
             else:
-                yield policy, "again", again
+                yield from ((policy, *told) for told in zip(WARM, later, strict=True))
 
 
 def _answers(
@@ -129,7 +136,11 @@ def _process(code: str, arguments: list[str], kernels: str) -> Iterator[str]:
         env={**os.environ, KERNELS: kernels}, stdout=subprocess.PIPE, stderr=errors, text=True,
     ) as process:  # fmt: skip
         assert process.stdout is not None
-        yield from process.stdout
+        try:
+            yield from process.stdout
+        except BaseException:
+            process.kill()
+            raise
         if process.wait():
             errors.seek(0)
             said = errors.read().strip().splitlines()[-1:] or ["it said nothing"]
@@ -159,6 +170,8 @@ def answer() -> None:
 
     def of(policy: str) -> list[dict[str, Any]]:
         its = runtime if policy == asked["policy"] else _under(runtime, policy)
+        if asked["others"]:
+            _compiled()
         return [_answered(its, words, i, asked["n"]) for i in range(asked["sessions"])]
 
     def of_other(policy: str) -> list[dict[str, Any]]:
@@ -173,6 +186,13 @@ def answer() -> None:
         say(mine := of(asked["policy"]))
         if asked["together"]:
             say([{**mine[-1], **_together(runtime, words, asked), "ttft_ms": None}])
+
+
+def _compiled() -> None:
+    """Wait for kernels that are compiled in the background."""
+    for thread in threading.enumerate():
+        if thread.name == THREAD:
+            thread.join()
 
 
 def _under(runtime: Any, policy: str) -> Any:

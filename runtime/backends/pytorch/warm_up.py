@@ -35,6 +35,8 @@ from kvcap.runtime.planning.dry_run import data_independent
 from kvcap.runtime.planning.plan import MemoryPlan
 from kvcap.runtime.types import ATTENTION, Positions
 
+THREAD = "kvcap-warm-up"
+
 
 class Rehearsal:
     """A conversation without data, of which kernels are told and none is run.
@@ -73,8 +75,10 @@ class Rehearsal:
         with self._dry():
             config = copy.deepcopy(config.get_text_config(decoder=True))
             config._attn_implementation = ATTENTION
-            if _alike(config, eviction):
-                config.num_hidden_layers = 1
+            if _alike(config, eviction):  # what moves between layers takes more than one
+                config.num_hidden_layers = min(
+                    2 if eviction.layers_move else 1, config.num_hidden_layers
+                )
             self.model = AutoModelForCausalLM.from_config(
                 config, attn_implementation=ATTENTION, dtype=dtype
             ).eval()
@@ -106,7 +110,8 @@ class Rehearsal:
     def _run(self, listener: Listener, compact: bool = False) -> None:
         cache = self.loop.cache
         budget, block = cache.layout.budget_tokens, cache.block_size
-        longest, odd = budget + block, block // 16 + 2
+        each = [slots for kept in cache.layout.allotments for slots in kept]  # of all heads
+        longest, odd = max(each) + block, block // 16 + 2
         corrector = cache.eviction.corrector
         longest += 0 if corrector is None else corrector.size  # evicted, and kept then
         with self._dry(), heard(listener):
@@ -129,9 +134,8 @@ class Rehearsal:
                 self._read(length)
             if cache.eviction.layer_budget is not None:
                 # Some layers are full while others fill: a token, and messages.
-                for length in (1, *lengths, block):
-                    self._begin(compact)
-                    self._read(budget)
+                self._begin(compact)
+                for length in (min(min(each) + block, budget), 1, *lengths, block):
                     self._read(length)
             if cache.balance is not None:
                 # A layer has got many slots of the others.
@@ -174,8 +178,8 @@ class DryGraphs(BlockGraphs):
 
 def _alike(config: Any, eviction: Eviction) -> bool:
     """Whether one layer launches what all launch."""
-    layers = ModelShape.of(config).layers
-    uniform = eviction.layer_budget is None and eviction.head_budget is None
+    layers, budgets = ModelShape.of(config).layers, (eviction.layer_budget, eviction.head_budget)
+    uniform = all(budget is None or budget.moves for budget in budgets)  # all begin with as many
     return uniform and config.model_type in FAMILIES and len(set(layers)) == 1
 
 
@@ -220,7 +224,7 @@ class WarmUp:
                 )  # fmt: skip
             except Exception as error:
                 self.error = error
-        self._thread = Thread(target=self._work, name="kvcap-warm-up", daemon=True)
+        self._thread = Thread(target=self._work, name=THREAD, daemon=True)
         ahead.append(self.compiler.join)
         atexit.register(self._stop)
         self._thread.start()

@@ -78,16 +78,35 @@ def test_other_policies_share_a_process_and_one_that_fails_is_left_out(
     def noted(*args: Any, **more: Any) -> Iterator[dict[str, Any]]:
         asked.append(more["others"])
         found = list(answers(*args, **more))
-        found[2] |= {"failed": "no cake"}  # as where it raises an error
+        found[3] |= {"failed": "no cake"}  # as where it raises an error
         return iter(found)
 
     monkeypatch.setattr(use, "_answers", noted)
     rows = use.run(options_for("use", given)).rows
     assert asked == [["headkv", "cake", "snapkv"]]
     assert [(row["policy"], row["run"]) for row in rows[2::2]] == [
-        ("headkv", "again"), ("snapkv", "again"),
-    ]  # fmt: skip
+        (policy, run) for policy in ("headkv", "snapkv") for run in ("session", "again")
+    ]
     assert "cake gave no answer: no cake" in capsys.readouterr().err
+
+
+def test_an_interrupt_ends_with_the_rows_that_are_there(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = {"ttft_ms": 1.0, "tok_s": 2.0, "load_ms": 3.0, "tokens": 5, "execution": "eager",
+            "device": "d", "versions": {}}  # fmt: skip
+
+    def machine(asked: Any) -> Iterator[tuple[str, dict[str, Any]]]:
+        yield "first", told
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(use, "_machine", machine)
+    rows = use.run(options_for("use", {**GIVEN, "files": tmp_path})).rows
+    assert [(row["work"], row["run"]) for row in rows] == [("ttft", "first"), ("decode", "first")]
+    assert "interrupted" in capsys.readouterr().err
+    lines = use._process("import time; print(1, flush=True); time.sleep(60)", [], str(tmp_path))
+    assert next(lines) == "1\n"
+    lines.close()  # ends the process too
 
 
 def test_a_process_that_fails_says_why(tmp_path: Path) -> None:
