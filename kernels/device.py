@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -105,7 +104,7 @@ def _no_clock(device: torch.device) -> Tensor:
     clock = _clocks.get(device)
     if clock is None:
         clock = torch.zeros((), dtype=torch.int64, device=device)
-        if not isinstance(clock, FakeTensor):
+        if type(clock) is Tensor and not clock.is_meta:  # neither of a dry run nor of a rehearsal
             _clocks[device] = clock
     return clock
 
@@ -115,7 +114,7 @@ _clocks: dict[torch.device, Tensor] = {}
 
 def address(x: Tensor) -> int:
     """Where a tensor begins, in bytes; one without data as if its storage were the first."""
-    return int(x.storage_offset()) * x.element_size() if isinstance(x, FakeTensor) else x.data_ptr()
+    return int(x.storage_offset()) * x.element_size() if x.is_meta else x.data_ptr()
 
 
 def bits(x: Tensor) -> Tensor:

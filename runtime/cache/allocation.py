@@ -424,9 +424,9 @@ class Allocation:
     def _in_file(self, place: str, like: Tensor) -> Callable[..., Tensor]:
         """What makes buffers of evicted tokens: in memory, or in one file of all layers.
 
-        A rehearsal, whose tensors have no contents, makes no file.
+        Tensors without contents, of a dry run or a rehearsal, need no file.
         """
-        if place in ("device", "host") or isinstance(like, FakeTensor):
+        if place in ("device", "host") or like.is_meta or isinstance(like, FakeTensor):
             return torch.zeros
         if self._file is None:
             needed = self.layout.nbytes(like.shape[0], like.dtype)["evicted_store"]

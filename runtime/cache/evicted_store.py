@@ -68,7 +68,8 @@ class EvictedStore:
         batch = 1 + max(s.row + s.batch - 1 for s in segments)
         block = segments[0].block
         slots = sum(s.batch * s.heads for s in segments) * (corrector.size + block)
-        where = device if corrector.place == "device" else "cpu"
+        here = corrector.place == "device" or torch.device(device).type == "meta"  # no contents
+        where = device if here else "cpu"
         self.pool = SlotPool(slots, size, cache.dtype, where, EVICTED, new)
         self.evicted, start = [], 0
         for s in segments:

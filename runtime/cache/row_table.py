@@ -16,7 +16,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
 from kvcap.policies.base import Rows
 from kvcap.runtime.cache.layer_balance import LayerBalance
@@ -95,7 +94,7 @@ class RowTable:
 
         Where it `divided` slots anew the device alone did: the host waits for it, and is told.
         """
-        if divided and isinstance(self._numbers, FakeTensor):  # a rehearsal: as if none had moved
+        if divided and self._numbers.is_meta:  # a rehearsal: as if none had moved
             for segment in (one for segments in self.layers for one in segments):
                 segment.held = min(segment.held, segment.target_length)
         elif divided:

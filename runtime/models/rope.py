@@ -102,6 +102,11 @@ def table_dtype(keys: torch.dtype) -> torch.dtype:
     return torch.float16 if keys == torch.bfloat16 else torch.float32
 
 
+def _on_cpu(x: Tensor) -> Tensor:
+    """`x` where float64 is sure to be; one without contents stays as it is."""
+    return x if x.is_meta else x.cpu()
+
+
 class Rotation:
     """Cosines and sines of every shift a cache can need, and the rotation by them.
 
@@ -125,7 +130,7 @@ class Rotation:
         *,
         interleaved: bool = False,
     ) -> None:
-        self._inv_freq, self.interleaved = inv_freq.double().cpu(), interleaved
+        self._inv_freq, self.interleaved = _on_cpu(inv_freq.double()), interleaved
         self.table = rotations(self._inv_freq, torch.arange(span)).to(device, dtype)
 
     def named(self) -> dict[str, Tensor]:
@@ -156,7 +161,7 @@ class Rotation:
 
     def moved(self, x: Tensor, by: Tensor) -> Tensor:
         """Rotate `x` [..., n, D] on by `by` [..., n] positions, however far: without the table."""
-        rows = rotations(self._inv_freq, by.cpu()).to(x.device)
+        rows = rotations(self._inv_freq, _on_cpu(by)).to(x.device)
         return rotate(x, rows, interleaved=self.interleaved)
 
     def _to(self, x: Tensor, rows: Tensor, out: Tensor, sign: int) -> None:

@@ -16,6 +16,7 @@ from interpreted import DEVICE, pytestmark, tl  # noqa: F401
 import kvcap
 from kvcap import kernels
 from kvcap.kernels import launch, variants
+from kvcap.kernels.device import Target
 from kvcap.policies import policies
 from kvcap.runtime.backends.pytorch import cuda_graphs, warm_up
 from kvcap.runtime.backends.pytorch.cuda_graphs import BlockGraphs
@@ -301,3 +302,27 @@ def test_a_rehearsal_shares_out_evenly_what_the_host_decides(monkeypatch):
     config = tiny_config("llama")
     for policy in ("adakv", "cake"):
         assert rehearsed(config, small_policy(policy, config), "int8")
+
+
+def test_a_rehearsal_is_of_a_gpu_where_a_cpu_would_read_otherwise():
+    """Quantised slots are read into floats of the model's type; on a CPU into float32."""
+    config, compiler = tiny_config("llama"), Noting()
+    gpu = Target(multiprocessors=132, shared_memory=232448, overlaps=False)
+    eviction = small_policy("pyramidkv", config)
+    given = config, eviction, BUDGET, BLOCK, torch.bfloat16, "compact"
+    Rehearsal(*given, target=gpu, kv_dtype="int8").run(compiler.hear)
+    read = [dict(v[2:]) for v in compiler.found if v[1] == "read_slots"]
+    assert {out for each in read for out in [each["out"][0]]} == {"torch.bfloat16"}
+
+
+@pytest.mark.parametrize("changed", [{"positions": "auto"}, {"store": "host"}])
+def test_a_rehearsal_takes_no_numbers(changed):
+    """Neither where positions become compact, nor where evicted tokens lie elsewhere."""
+    config, heard = tiny_config("llama", max_position_embeddings=4000), Noting()
+    eviction = small_policy("calidrop", config)
+    if "store" in changed:
+        eviction = replace(eviction, corrector=replace(eviction.corrector, **changed))
+    positions = changed.get("positions", "compact")
+    with kernels.use("triton"):
+        Rehearsal(config, eviction, BUDGET, BLOCK, torch.float32, positions).run(heard.hear)
+    assert heard.found

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM
 
 from kvcap import dtypes
@@ -36,6 +35,7 @@ from kvcap.runtime.planning.plan import MemoryPlan
 from kvcap.runtime.types import ATTENTION, Positions
 
 THREAD = "kvcap-warm-up"
+META = torch.device("meta")  # of tensors that have sizes and no contents
 
 
 class Rehearsal:
@@ -71,7 +71,7 @@ class Rehearsal:
         target: Target | None = None,
         kv_dtype: KvDtype | None = None,
     ) -> None:
-        self.target, self.mode = target, FakeTensorMode(allow_non_fake_inputs=True)
+        self.target = target
         with self._dry():
             config = copy.deepcopy(config.get_text_config(decoder=True))
             config._attn_implementation = ATTENTION
@@ -88,7 +88,7 @@ class Rehearsal:
                     config, budget_tokens, block_size, eviction,
                     positions=positions, evict_every=evict_every, kv_dtype=kv_dtype,
                 )  # fmt: skip
-                return cache.allocate(1, dtype, "cpu")
+                return cache.allocate(1, dtype, META)
 
             cache, even = cache_of(eviction), data_independent(eviction)
             if even is not eviction and not cache.by_rows():
@@ -98,7 +98,7 @@ class Rehearsal:
 
     @contextmanager
     def _dry(self) -> Iterator[None]:
-        with self.mode, torch.no_grad(), pretending(self.target):
+        with META, torch.no_grad(), pretending(self.target):
             yield
 
     def run(self, listener: Listener) -> None:
