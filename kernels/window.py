@@ -143,10 +143,10 @@ def scores(
         (part, part_sums, a, sums, sinks, t.parts, K, G, t.blocks,
          R, t.WB, t.DP, padded, output), num_warps=2,
     )  # fmt: skip
-    variant = (t.blocks, kind, group or "", output, capped, rounded)
+    variant = (t.blocks > 1, kind, group or "", output, capped, rounded)
     launch(
         score, (t.score_parts, B * K, 1), (key, variant),
         (q, k, v, positions, starts, lengths, a, sums, out, *strides, *shape, t.score_chunk,
-         *scale, epsilon, *sizes, *variant), **options,
+         *scale, epsilon, t.blocks, *sizes, *variant), **options,
     )  # fmt: skip
     return out

@@ -259,13 +259,13 @@ def _spread(p, time, w, gamma, N: tl.constexpr, GP: tl.constexpr, WB: tl.constex
     return (p + variance if MEAN else variance) / w
 
 
-@triton.jit(do_not_specialize=["starts", "lengths", "w", "n", "seen", "clock", "chunk"])
+@triton.jit(do_not_specialize=["starts", "lengths", "w", "n", "seen", "clock", "chunk", "blocks"])
 def score(
     q_ptr, k_ptr, v_ptr, pos_ptr, starts, lengths, a_ptr, sum_ptr, out_ptr,
     q_b, q_h, q_t, k_b, k_h, k_n, v_b, v_h, v_n, p_b, p_h,
-    K, G, w, n, seen, clock, chunk, scaling, softcap, epsilon,
+    K, G, w, n, seen, clock, chunk, scaling, softcap, epsilon, blocks,
     D: tl.constexpr, DP: tl.constexpr, GP: tl.constexpr, WB: tl.constexpr, N: tl.constexpr,
-    BLOCKS: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr, WITH_OUTPUT: tl.constexpr,
+    SEVERAL: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr, WITH_OUTPUT: tl.constexpr,
     CAPPED: tl.constexpr, ROUNDED: tl.constexpr,
 ):  # fmt: skip
     """The scores of one part of a KV head's slots: [n], or [G, n] of its query heads."""
@@ -279,7 +279,7 @@ def score(
         k_base, v_base, n = _placed(k_base, v_base, k_n, v_n, starts, lengths, row)
     pos_base, first = pos_ptr + b * p_b + h * p_h, _first(seen, clock, w)
     heads = tl.arange(0, GP)
-    if BLOCKS == 1:
+    if not SEVERAL:
         q, time = _queries(q_base, q_h, q_t, 0, G, w, D, DP, GP, WB)
         a, top, total = _merged(a_ptr, sum_ptr, row, rows, R, DP, WITH_OUTPUT)
     begin, stop = part * chunk, tl.minimum(part * chunk + chunk, n)
@@ -291,14 +291,14 @@ def score(
         if KIND != "attention" and KIND != "cake" and KIND != "variance" and KIND != "entropy":
             v = _tile(v_base, slots, stop, v_n, D, DP)
         position = tl.load(pos_base + slots, mask=slots < stop, other=NOWHERE)
-        if BLOCKS == 1:
+        if not SEVERAL:
             cost = _cost(q, time, top, total, a, k, v, position, first, scaling, softcap, epsilon,
                          KIND, CAPPED, ROUNDED)  # fmt: skip
         else:
             cost = tl.full([N, R], 0.0, tl.float32)
-            for block in range(BLOCKS):
+            for block in range(blocks):
                 q, time = _queries(q_base, q_h, q_t, block, G, w, D, DP, GP, WB)
-                a, top, total = _merged(a_ptr, sum_ptr, row * BLOCKS + block, rows * BLOCKS,
+                a, top, total = _merged(a_ptr, sum_ptr, row * blocks + block, rows * blocks,
                                         R, DP, WITH_OUTPUT)  # fmt: skip
                 cost += _cost(q, time, top, total, a, k, v, position, first, scaling, softcap,
                               epsilon, KIND, CAPPED, ROUNDED)  # fmt: skip

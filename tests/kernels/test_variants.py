@@ -12,10 +12,12 @@ import pytest
 import torch
 from conftest import small_policy, tiny_config, tiny_model
 from interpreted import DEVICE, pytestmark, tl  # noqa: F401
+from observations import observe
 
 import kvcap
 from kvcap import kernels
 from kvcap.kernels import launch, variants
+from kvcap.kernels import window as window_kernel
 from kvcap.kernels.device import Target
 from kvcap.policies import policies
 from kvcap.runtime.backends.pytorch import cuda_graphs, warm_up
@@ -326,3 +328,14 @@ def test_a_rehearsal_takes_no_numbers(changed):
     with kernels.use("triton"):
         Rehearsal(config, eviction, BUDGET, BLOCK, torch.float32, positions).run(heard.hear)
     assert heard.found
+
+
+def test_windows_of_any_length_share_their_code():
+    """However many blocks in time they are; one that is no longer than a block has its own."""
+    found = {}
+    for window in (20, 70, 100, 200):
+        heard = Noting()
+        with kernels.use("triton"), launch.heard(heard.hear):
+            window_kernel.scores(observe(256, window=window), "attention", "sum")
+        found[window] = heard.found
+    assert found[70] == found[100] == found[200] != found[20]
