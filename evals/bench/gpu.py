@@ -50,7 +50,7 @@ def run(options: Options) -> Result:
         ValueError: there is no CUDA device.
     """
     require_cuda()
-    bandwidth, model = read_bandwidth(), llama_3b()
+    bandwidth, model = read_bandwidth(), random_model("random-3b", "cuda")
     machine = {"device": device_name("cuda"), "versions": versions()}
     rows: list[dict[str, Any]] = []
     for length in options.lengths:
@@ -75,11 +75,6 @@ def require_cuda() -> None:
     """Refuse to run without a GPU."""
     if not torch.cuda.is_available():
         raise ValueError("this benchmark needs a CUDA device; this machine has none")
-
-
-def llama_3b() -> Any:
-    """Random weights in the shape of Llama-3.2-3B."""
-    return random_model("random-3b", "cuda")
 
 
 def _measured(

@@ -20,8 +20,9 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from kvcap.evals.bench import Options, Result
-from kvcap.evals.bench.gpu import llama_3b, milliseconds, require_cuda
+from kvcap.evals.bench.gpu import milliseconds, require_cuda
 from kvcap.evals.measure import percentiles, quoted
+from kvcap.evals.random_models import random_model
 from kvcap.evals.reports import device_name, versions
 from kvcap.runtime.backends.pytorch.loop import BlockLoop
 from kvcap.runtime.cache.cache import BudgetCache
@@ -46,7 +47,7 @@ def run(options: Options) -> Result:
         ValueError: there is no CUDA device.
     """
     require_cuda()
-    model = llama_3b()
+    model = random_model("random-3b", "cuda")
     machine = {"device": device_name("cuda"), "versions": versions()}
     rows: list[dict[str, Any]] = []
     for length in options.lengths:
