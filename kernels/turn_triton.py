@@ -38,7 +38,10 @@ def turned(a, b, cos, sin):
 
 @triton.jit
 def turned_in_steps(a, b, cos, sin):
-    """Halves rotated by angles as PyTorch does it: products and sums are rounded to their type."""
+    """Halves rotated by angles as PyTorch does it: products and sums are rounded to their type.
+
+    But for one product of each sum, which a compiler may add without rounding it first.
+    """
     cos, sin = cos.to(tl.float32), sin.to(tl.float32)
     wide_a, wide_b = a.to(tl.float32), b.to(tl.float32)
     new_a = (wide_a * cos).to(a.dtype).to(tl.float32) - (wide_b * sin).to(a.dtype).to(tl.float32)

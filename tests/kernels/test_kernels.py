@@ -316,7 +316,7 @@ def test_a_token_that_queries_see_all_but_alone(dtype):
     assert obs.attention.max() > 0.9999
     expected = exact(policy, obs)
     for found in (policy.score(obs), twin(policy, obs)):
-        torch.testing.assert_close(found.double(), expected, rtol=2e-2, atol=1e-6)
+        torch.testing.assert_close(found.double(), expected, rtol=4e-2, atol=1e-6)
 
 
 @pytest.mark.slow

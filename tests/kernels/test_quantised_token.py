@@ -158,7 +158,11 @@ def test_it_is_appended_as_a_block_is_and_attended_as_by_the_formula(kind, case,
     before = {name: x.clone() for name, x in inputs.pool.named().items()}
     out, query, sums = inputs.attend(summed=True)
     expected = others.append()
-    assert torch.equal(query, expected)
+    if DEVICE == "cpu":
+        assert torch.equal(query, expected)
+    else:  # a compiler may add a product to the other without rounding it, in one of the kernels
+        near = torch.finfo(dtype).eps * float(inputs.query.abs().max())
+        torch.testing.assert_close(query, expected, rtol=0, atol=near)
     assert out.transpose(1, 2).is_contiguous()  # as the output projection wants it
     for name, x in inputs.slots.items():
         own, other = x[:, :, case.slots], others.slots[name][:, :, case.slots]
