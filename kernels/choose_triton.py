@@ -65,10 +65,10 @@ def ordered(x):
 
 
 @triton.jit
-def _bound(x, count):
+def bound(x, count):
     """What the `count` lowest of x [BLOCK] are below, and how many are. int32, int32.
 
-    Where fewer are below, the rest equal it. Anything up to the lowest that stays will do: far
+    BLOCK is below 2^15, or one of x at least is PINNED and BLOCK 2^15. Where fewer are below, the rest equal it. Anything up to the lowest that stays will do: far
     fewer steps than bits find it, at most 21.
     """
     # Up to `count` are below `low`; more than that, or all that is not pinned, below `high`.
@@ -106,12 +106,12 @@ def cut_of(x, positions, count):
 
     The older of them are among the lowest. int32, int32.
     """
-    bound, below = _bound(x, count)
+    low, below = bound(x, count)
     oldest = tl.full([], 0, tl.int32)
     if below < count:
-        last, older = _bound(tl.where(x == bound, positions, PINNED), count - below)
+        last, older = bound(tl.where(x == low, positions, PINNED), count - below)
         oldest = last + (below + older < count).to(tl.int32)
-    return bound, oldest
+    return low, oldest
 
 
 @triton.jit

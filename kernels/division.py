@@ -22,6 +22,7 @@ from kvcap.policies.base import HeadBudget, Rows, evenly
 from kvcap.policies.base.eviction import LOWEST
 
 MOST_HEADS = 64
+MOST_AT_ONCE = 32768  # slots of a layer that a program has in its registers, and one that is none
 
 
 class Division(NamedTuple):
@@ -97,7 +98,9 @@ def as_adakv(
     # What stays where nothing is shared out, and where kernels are rehearsed.
     found = Division(targets.clone(), targets.clone(), rows.starts.clone())
     tile = min(2048, power_of_two(slots, 32))
-    layer_tile = min(8192, power_of_two(slots * heads, 32))
+    layer_tile = power_of_two(slots * heads + 1, 32)
+    whole = layer_tile <= MOST_AT_ONCE
+    layer_tile = layer_tile if whole else 8192
     with torch.cuda.device_of(scores):
         run(
             rank_worths, (count,),
@@ -110,7 +113,8 @@ def as_adakv(
             worths, positions, row_pinned, rows.lengths, targets, rows.starts, *found,
             slots=slots, average=average, block=block, part=safeguard.numerator,
             whole=safeguard.denominator, rows=count, heads=heads,
-            HEADS=power_of_two(heads), ALL=power_of_two(count), BLOCK=layer_tile,
-            num_warps=max(1, layer_tile // 256),
+            HEADS=power_of_two(heads), ALL=power_of_two(count), BLOCK=layer_tile, WHOLE=whole,
+            ROW_BLOCK=min(8192, power_of_two(slots, 32)),
+            num_warps=min(32, max(1, layer_tile // 256)),
         )  # fmt: skip
     return found

@@ -9,6 +9,7 @@ from kvcap.kernels.choose_triton import (
     PINNED,
     PINS,
     ROWS,
+    bound,
     ordered,
     pins_of_row,
     worth_of,
@@ -56,11 +57,20 @@ def rank_worths(
 
 
 @triton.jit
-def _layer_cut(worths, positions, all_slots, count, BLOCK: tl.constexpr):
+def _layer_cut(worths, positions, all_slots, count, BLOCK: tl.constexpr, WHOLE: tl.constexpr):
     """Below which worth the `count` lowest of a layer are, of these which position, how many.
 
     So many of those at exactly that worth and position are among them, too. int32 each.
     """
+    if WHOLE:  # a layer stays in registers
+        slot = tl.arange(0, BLOCK)
+        x = tl.load(worths + slot, slot < all_slots, PINNED)
+        low, below = bound(x, count)
+        oldest, older = tl.full([], 0, tl.int32), tl.full([], 0, tl.int32)
+        if below < count:
+            position = tl.load(positions + slot, slot < all_slots, 0)
+            oldest, older = bound(tl.where(x == low, position, PINNED), count - below)
+        return low, oldest, count - below - older
     low, high = tl.full([], PINNED, tl.int32), tl.full([], -0x7FFFFFFF, tl.int32)
     for begin in range(0, all_slots, BLOCK):
         slot = begin + tl.arange(0, BLOCK)
@@ -163,6 +173,8 @@ def divide_layer(
     HEADS: tl.constexpr,  # K, padded
     ALL: tl.constexpr,  # B·K, padded
     BLOCK: tl.constexpr,
+    WHOLE: tl.constexpr,  # a layer has fewer slots than BLOCK
+    ROW_BLOCK: tl.constexpr,  # less than 2^15
 ):  # fmt: skip
     """A sequence's slots of a layer shared out between its heads, as `AdaKV.split` does."""
     batch, h, row = tl.program_id(0), tl.arange(0, HEADS), tl.arange(0, ALL)
@@ -179,18 +191,20 @@ def divide_layer(
     worths += first.to(tl.int64) * slots
     positions += first.to(tl.int64) * slots
     if count > 0:
-        low, oldest, last = _layer_cut(worths, positions, heads * slots, count, BLOCK)
+        low, oldest, last = _layer_cut(worths, positions, heads * slots, count, BLOCK, WHOLE)
     above, equal = tl.zeros([HEADS], tl.int32), tl.zeros([HEADS], tl.int32)
     for head in range(heads):
         more, same = tl.full([], 0, tl.int32), tl.full([], 0, tl.int32)
-        for begin in range(0, slots, BLOCK):
-            slot = begin + tl.arange(0, BLOCK)
+        for begin in range(0, slots, ROW_BLOCK):
+            slot = begin + tl.arange(0, ROW_BLOCK)
             x = tl.load(worths + head * slots + slot, slot < slots, PINNED)
             position = tl.load(positions + head * slots + slot, slot < slots, 0)
             free = x != PINNED
             newer = (x > low) | ((x == low) & (position > oldest))
-            more += tl.sum((free & newer).to(tl.int32), 0)
-            same += tl.sum((free & (x == low) & (position == oldest)).to(tl.int32), 0)
+            there = free & (x == low) & (position == oldest)
+            both = tl.sum((free & newer).to(tl.int32) + (there.to(tl.int32) << 16), 0)
+            more += both & 0xFFFF
+            same += both >> 16
         above, equal = tl.where(h == head, more, above), tl.where(h == head, same, equal)
     # Of the same token in several heads the last heads' goes first.
     place = tl.cumsum(equal, 0) - equal

@@ -52,7 +52,9 @@ CASES = [
 @pytest.mark.parametrize("spans", [(), ((3, 9), (20, 22))])
 @pytest.mark.parametrize("safeguard", [0.0, 0.2, 1.0])
 @pytest.mark.parametrize(("sizes", "more"), CASES)
-def test_heads_get_what_their_own_code_gives(sizes, more, safeguard, spans):
+@pytest.mark.parametrize("at_once", [division.MOST_AT_ONCE, 32])
+def test_heads_get_what_their_own_code_gives(sizes, more, safeguard, spans, at_once, monkeypatch):
+    monkeypatch.setattr(division, "MOST_AT_ONCE", at_once)
     scores, positions, rows, row_pins, targets, average, block = layer(*sizes, **more)
     budget = AdaKV(safeguard=safeguard)
     # Newest tokens that stay are among those that are held.
