@@ -116,14 +116,15 @@ def remember(
     query, out, lse = remembered
     batch, heads, _, size = query.shape
     factor = scaling * LOG2_E if softcap is None else 2 * scaling / softcap * LOG2_E
+    block = min(128, power_of_two(slots.shape[-1], 32))  # each step waits for the one before
     with torch.cuda.device_of(query):
         run(
             add_evicted, (batch * heads,),
             query, out, lse, keys, values, slots, known_heads=lse.stride(0), count=slots.shape[-1],
             factor=factor, softcap=(softcap or 0.0) * LOG2_E, **strides("bh", slot=slots),
             **strides("bhn", key=keys, value=values), HEADS=heads, GROUP=heads // keys.shape[1],
-            SIZE=size, SIZE_PAD=power_of_two(size, 16), SOFTCAP=softcap is not None, BLOCK=32,
-            num_warps=4,
+            SIZE=size, SIZE_PAD=power_of_two(size, 16), SOFTCAP=softcap is not None, BLOCK=block,
+            num_warps=block // 8,
         )  # fmt: skip
 
 

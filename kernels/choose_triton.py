@@ -68,8 +68,8 @@ def ordered(x):
 def bound(x, count):
     """What the `count` lowest of x [BLOCK] are below, and how many are. int32, int32.
 
-    BLOCK is below 2^15, or one of x at least is PINNED and BLOCK 2^15. Where fewer are below, the rest equal it. Anything up to the lowest that stays will do: far
-    fewer steps than bits find it, at most 21.
+    Where fewer are below, the rest equal it. Anything up to the lowest that stays will do: far
+    fewer steps than bits find it, at most 21. BLOCK is 2^15 at most, and not all of so many free.
     """
     # Up to `count` are below `low`; more than that, or all that is not pinned, below `high`.
     low = tl.min(x, 0)

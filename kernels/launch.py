@@ -89,6 +89,6 @@ def _remembers() -> bool:
     return tuple(map(int, version("triton").split(".")[:2])) >= (3, 3)
 
 
-def empty(*shape: int, device: torch.device) -> Tensor:
-    """Float32 memory for a kernel to fill; tests put NaN in it first."""
-    return torch.empty(shape, dtype=torch.float32, device=device)
+def empty(*shape: int, device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Memory for a kernel to fill; tests put NaN in it first."""
+    return torch.empty(shape, dtype=dtype, device=device)

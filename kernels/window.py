@@ -23,6 +23,7 @@ from kvcap.policies.base import Group, Observation
 
 NEEDS_OUTPUT = ("dropkv", "andpro", "key", "joint")
 """Epilogues that read `a`; `attention`, `value` and those that CAKE has do not."""
+MANY_ROWS = 512  # queries of a KV head; with more, reading them is most of what a program does
 MOST_ROWS = 128  # queries of a KV head that a program has at once, where `a` is not needed
 
 
@@ -59,18 +60,33 @@ def tiling(
         sms: multiprocessors.
     """
     DP, GP = power_of_two(D, 16), power_of_two(G)
-    most = max(1, (64 if output else MOST_ROWS) // GP)
-    WB = max(min(power_of_two(w), most), 16 // GP)
+    many = GP * w > MANY_ROWS
+    most = (64 if many else 32) if output else MOST_ROWS
+    WB = max(min(power_of_two(w), max(1, most // GP)), 16 // GP)
     blocks = -(-w // WB)
     N = max(16, min(128, 16384 // (DP * itemsize)))
-    # Two programs fit on a multiprocessor; all start at once and end together.
+    # All programs start at once and end together. Two fit on a multiprocessor, of those with many
+    # rows and `a` one.
+    at_once = sms if many and output else 2 * sms
     chunk, score_chunk = (
-        -(-max(2 * N, -(-n * programs // (2 * sms))) // N) * N for programs in (rows * blocks, rows)
+        -(-max(2 * N, -(-n // max(1, at_once // programs))) // N) * N
+        for programs in (rows * blocks, rows)
     )
-    warps = 8 if output and GP * WB > 32 else 4
+    stages = 2 if many or output else 3
     return Tiling(
-        DP, GP, WB, blocks, N, chunk, -(-n // chunk), score_chunk, -(-n // score_chunk), warps, 3
+        DP, GP, WB, blocks, N, chunk, -(-n // chunk), score_chunk, -(-n // score_chunk), 4, stages
     )  # fmt: skip
+
+
+def parts_of_output(kind: str, itemsize: int) -> int:
+    """How many numbers of `itemsize` bytes stand for one of `a`, whose sum it is.
+
+    `|a - v|²` is a small difference of large numbers where a query looks at one slot, and three
+    numbers of 16 bits hold a float32 whole. In 'joint' it stands beside `|v|²`, for which two do.
+    """
+    if kind not in NEEDS_OUTPUT or itemsize == 4:
+        return int(kind in NEEDS_OUTPUT)
+    return 2 if kind == "joint" else 3
 
 
 def covers_cake(groups: int, queries: int) -> bool:
@@ -118,8 +134,9 @@ def scores(
     R, rows = t.GP * t.WB, B * K * t.blocks
     part_sums = empty(2 * rows * t.parts * R, device=device)
     part = empty(rows * t.parts * R * t.DP if output else 0, device=device)
-    sums = empty(2 * rows * R, device=device)
-    a = empty(rows * R * t.DP if output else 0, device=device)
+    sums = empty((3 if output else 2) * rows * R, device=device)
+    a_parts = parts_of_output(kind, k.element_size())
+    a = empty(a_parts, rows * R * t.DP, device=device, dtype=k.dtype)
     out = empty(B, K, n, device=device) if group else empty(B, K, G, n, device=device)
     strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *positions.stride()[:2])
     shape, scale = (
@@ -138,12 +155,13 @@ def scores(
          *sizes, capped, output), **options,
     )  # fmt: skip
     padded = power_of_two(t.parts)
+    at_once = min(R, max(1, 2048 // (padded * (t.DP if output else 1))))
     launch(
-        merge, (rows, R, 1), (device, R, t.WB, t.DP, padded, output, beside),
+        merge, (rows, R // at_once, 1), (device, R, t.WB, t.DP, padded, a_parts, k.dtype, beside),
         (part, part_sums, a, sums, sinks, t.parts, K, G, t.blocks,
-         R, t.WB, t.DP, padded, output), num_warps=2,
+         R, t.WB, t.DP, padded, at_once, a_parts), num_warps=2,
     )  # fmt: skip
-    variant = (t.blocks > 1, kind, group or "", output, capped, rounded)
+    variant = (t.blocks > 1, kind, group or "", a_parts, capped, rounded)
     launch(
         score, (t.score_parts, B * K, 1), (key, variant),
         (q, k, v, positions, starts, lengths, a, sums, out, *strides, *shape, t.score_chunk,

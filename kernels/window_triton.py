@@ -27,20 +27,12 @@ def _dot(a, b):
 
 
 @triton.jit
-def _dot_fine(a, b, PARTS: tl.constexpr):
-    """`a · b` for a float32 `b`, taken as the sum of numbers of the type of `a`.
-
-    Two parts of a bfloat16 hold 17 bits of `b`, three hold it whole.
-    """
+def _dot_fine(a, b):
+    """`a · b` for a float32 `b`, taken as the sum of two numbers of the type of `a`."""
     if a.dtype == tl.float32:
         return _dot(a, b)
     high = b.to(a.dtype)
-    rest = b - high.to(tl.float32)
-    low = rest.to(a.dtype)
-    found = _dot(a, high) + _dot(a, low)
-    if PARTS == 3:
-        found += _dot(a, (rest - low.to(tl.float32)).to(a.dtype))
-    return found
+    return _dot(a, high) + _dot(a, (b - high.to(tl.float32)).to(a.dtype))
 
 
 @triton.jit
@@ -150,7 +142,7 @@ def forward(
         total = total * shrink[None, :] + p
         if WITH_OUTPUT:
             v = _tile(v_base, slots, stop, v_n, D, DP)
-            a = a * shrink[None, :] + _dot_fine(tl.trans(v), p, 2)
+            a = a * shrink[None, :] + _dot_fine(tl.trans(v), p)
         top = higher
     rows = tl.num_programs(1) * tl.num_programs(2)
     row = row * tl.num_programs(2) + block
@@ -167,48 +159,66 @@ def forward(
 @triton.jit(do_not_specialize=["parts", "K", "G", "blocks"])
 def merge(part_ptr, sum_ptr, a_ptr, out_ptr, sinks_ptr, parts, K, G, blocks,
           R: tl.constexpr, WB: tl.constexpr, DP: tl.constexpr, PARTS: tl.constexpr,
-          WITH_OUTPUT: tl.constexpr):  # fmt: skip
-    """One row of `a` [DP], its largest logit and its sum of exponentials over all parts.
+          AT_ONCE: tl.constexpr, A_PARTS: tl.constexpr):  # fmt: skip
+    """Some rows of `a` [DP], their largest logits and sums of exponentials over all parts.
 
-    A sink logit, one of a query head [K·G], counts in both as that of a part without an output.
+    `a` is left as `A_PARTS` numbers of the type of the keys, whose sum it is, and `|a|²`. A sink
+    logit, one of a query head [K·G], counts in both sums as that of a part without an output.
     """
-    row, r, rows = tl.program_id(0), tl.program_id(1), tl.num_programs(0)
+    row, rows = tl.program_id(0), tl.num_programs(0)
+    r = tl.program_id(1) * AT_ONCE + tl.arange(0, AT_ONCE)
     part, d = tl.arange(0, PARTS), tl.arange(0, DP)
-    at, there = (row * parts + part) * R + r, part < parts
+    at, there = (row * parts + part)[:, None] * R + r[None, :], (part < parts)[:, None]
     tops = tl.load(sum_ptr + at, mask=there, other=LOWEST)
     top = tl.max(tops, 0)
     if sinks_ptr is not None:
         head = tl.minimum(r // WB, G - 1)  # a padded row's result is not read
         sink = tl.load(sinks_ptr + row // blocks % K * G + head)
         top = tl.maximum(top, sink)
-    weight = _exp(tops - top) * tl.load(sum_ptr + rows * parts * R + at, mask=there, other=0.0)
+    sums = tl.load(sum_ptr + rows * parts * R + at, mask=there, other=0.0)
+    weight = _exp(tops - top[None, :]) * sums
     total = tl.sum(weight, 0)
     if sinks_ptr is not None:
         total += _exp(sink - top)
     tl.store(out_ptr + row * R + r, top)
     tl.store(out_ptr + (rows + row) * R + r, total)
-    if WITH_OUTPUT:
-        each = tl.load(part_ptr + at[:, None] * DP + d[None, :], mask=there[:, None], other=0.0)
-        a = tl.sum(each * weight[:, None], 0) / total
-        tl.store(a_ptr + (row * R + r) * DP + d, a)
+    if A_PARTS > 0:
+        at = part_ptr + at[:, :, None] * DP + d[None, None, :]
+        a = tl.sum(tl.load(at, mask=there[:, :, None], other=0.0) * weight[:, :, None], 0)
+        a = a / total[:, None]
+        tl.store(out_ptr + (2 * rows + row) * R + r, tl.sum(a * a, 1))
+        for i in tl.static_range(A_PARTS):
+            each = a.to(a_ptr.dtype.element_ty)
+            tl.store(a_ptr + ((i * rows + row) * R + r)[:, None] * DP + d[None, :], each)
+            a -= each.to(tl.float32)
 
 
 @triton.jit
 def _merged(a_ptr, sum_ptr, row, rows, R: tl.constexpr, DP: tl.constexpr,
-            WITH_OUTPUT: tl.constexpr):  # fmt: skip
-    """What `merge` left: `a` [R, DP] where it is needed, largest logits [R], sums [R]."""
+            A_PARTS: tl.constexpr):  # fmt: skip
+    """What `merge` left: `a` in three parts [R, DP], `|a|²` [R], largest logits [R], sums [R].
+
+    Those that are not there are arbitrary.
+    """
     at = row * R + tl.arange(0, R)
     top, total = tl.load(sum_ptr + at), tl.load(sum_ptr + rows * R + at)
-    a = top
-    if WITH_OUTPUT:
-        a = tl.load(a_ptr + at[:, None] * DP + tl.arange(0, DP)[None, :])
-    return a, top, total
+    high, low, lowest, squares = top, top, top, top
+    if A_PARTS > 0:
+        squares = tl.load(sum_ptr + 2 * rows * R + at)
+        wide = a_ptr + at[:, None] * DP + tl.arange(0, DP)[None, :]
+        high = tl.load(wide)
+        if A_PARTS > 1:
+            low = tl.load(wide + rows * R * DP)
+        if A_PARTS > 2:
+            lowest = tl.load(wide + 2 * rows * R * DP)
+    return high, low, lowest, squares, top, total
 
 
 @triton.jit
-def _cost(q, time, top, total, a, k, v, position, first, scaling, softcap, epsilon,
-          KIND: tl.constexpr, CAPPED: tl.constexpr, ROUNDED: tl.constexpr):  # fmt: skip
+def _cost(q, time, merged, k, v, position, first, scaling, softcap, epsilon, KIND: tl.constexpr,
+          CAPPED: tl.constexpr, ROUNDED: tl.constexpr, A_PARTS: tl.constexpr):  # fmt: skip
     """What the epilogue makes of every query and slot, 0 where masked. [N, R]."""
+    high, low, lowest, lengths, top, total = merged
     z = _logits(q, k, scaling, softcap, CAPPED)
     visible = position[:, None] <= (first + time)[None, :]
     p = _exp(tl.where(visible, z - top[None, :], LOWEST)) * (1 / total)[None, :]
@@ -222,13 +232,21 @@ def _cost(q, time, top, total, a, k, v, position, first, scaling, softcap, epsil
         if KIND == "value":
             cost = p * p * squares
         else:
-            # |a - v|² is a small difference of large numbers where a query looks at one slot.
-            along = _dot_fine(v, tl.trans(a), 3)
-            distance = tl.maximum(tl.sum(a * a, 1)[None, :] + squares - 2 * along, 0.0)
+            along = _dot(v, tl.trans(high))
+            if A_PARTS > 1:
+                along += _dot(v, tl.trans(low))
+            if A_PARTS > 2:
+                along += _dot(v, tl.trans(lowest))
+            distance = tl.maximum(lengths[None, :] + squares - 2 * along, 0.0)
             if KIND == "dropkv":
                 most = tl.where(p > 0.5, 1.0, 0.0)  # of one slot per query at most
                 if tl.max(most) > 0:  # there the distance is taken by differences
                     own = _dot(tl.trans(most).to(v.dtype), v)  # its v, or 0. [R, DP]
+                    a = high.to(tl.float32)
+                    if A_PARTS > 1:
+                        a += low.to(tl.float32)
+                    if A_PARTS > 2:
+                        a += lowest.to(tl.float32)
                     near = tl.sum((a - own) * (a - own), 1)
                     distance = tl.where(p > 0.5, near[None, :], distance)
             z = tl.where(visible, z, 0.0)
@@ -265,7 +283,7 @@ def score(
     q_b, q_h, q_t, k_b, k_h, k_n, v_b, v_h, v_n, p_b, p_h,
     K, G, w, n, seen, clock, chunk, scaling, softcap, epsilon, blocks,
     D: tl.constexpr, DP: tl.constexpr, GP: tl.constexpr, WB: tl.constexpr, N: tl.constexpr,
-    SEVERAL: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr, WITH_OUTPUT: tl.constexpr,
+    SEVERAL: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr, A_PARTS: tl.constexpr,
     CAPPED: tl.constexpr, ROUNDED: tl.constexpr,
 ):  # fmt: skip
     """The scores of one part of a KV head's slots: [n], or [G, n] of its query heads."""
@@ -281,7 +299,7 @@ def score(
     heads = tl.arange(0, GP)
     if not SEVERAL:
         q, time = _queries(q_base, q_h, q_t, 0, G, w, D, DP, GP, WB)
-        a, top, total = _merged(a_ptr, sum_ptr, row, rows, R, DP, WITH_OUTPUT)
+        merged = _merged(a_ptr, sum_ptr, row, rows, R, DP, A_PARTS)
     begin, stop = part * chunk, tl.minimum(part * chunk + chunk, n)
     tiles = tl.cdiv(stop - begin, N)
     for i in range(tiles):
@@ -292,16 +310,16 @@ def score(
             v = _tile(v_base, slots, stop, v_n, D, DP)
         position = tl.load(pos_base + slots, mask=slots < stop, other=NOWHERE)
         if not SEVERAL:
-            cost = _cost(q, time, top, total, a, k, v, position, first, scaling, softcap, epsilon,
-                         KIND, CAPPED, ROUNDED)  # fmt: skip
+            cost = _cost(q, time, merged, k, v, position, first, scaling, softcap, epsilon,
+                         KIND, CAPPED, ROUNDED, A_PARTS)  # fmt: skip
         else:
             cost = tl.full([N, R], 0.0, tl.float32)
             for block in range(blocks):
                 q, time = _queries(q_base, q_h, q_t, block, G, w, D, DP, GP, WB)
-                a, top, total = _merged(a_ptr, sum_ptr, row * blocks + block, rows * blocks,
-                                        R, DP, WITH_OUTPUT)  # fmt: skip
-                cost += _cost(q, time, top, total, a, k, v, position, first, scaling, softcap,
-                              epsilon, KIND, CAPPED, ROUNDED)  # fmt: skip
+                merged = _merged(a_ptr, sum_ptr, row * blocks + block, rows * blocks,
+                                 R, DP, A_PARTS)  # fmt: skip
+                cost += _cost(q, time, merged, k, v, position, first, scaling, softcap, epsilon,
+                              KIND, CAPPED, ROUNDED, A_PARTS)  # fmt: skip
         if KIND == "cake" or KIND == "variance":  # the queries of each query head are all here
             cost = _spread(cost, time, w, epsilon, N, GP, WB, KIND == "cake")
         if GROUP == "sum" or GROUP == "mean":

@@ -4,7 +4,8 @@ An interpreter runs what a compiler refuses: variables whose types change in a l
 Run by `tests/kernels/test_compiled.py` in a process of its own, in which nothing is interpreted;
 prints how many kernels there were, and what the compiler says of those that it refuses. Arguments
 are names of policies, of quantised slots 'keydiff:int8' and its like; 'quantised-token' has that
-kernel compiled to the end for usual sizes instead, and prints the bytes that each variant spills.
+kernel compiled to the end for usual sizes instead, and prints the bytes that each variant spills;
+'window' the kernels that score by a window, and prints the shared memory that each takes.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ from kvcap.kernels import quantised_token
 from kvcap.kernels.device import Target, pretending
 from kvcap.kernels.launch import heard
 from kvcap.kernels.variants import Launch
+from kvcap.kernels.window import scores
+from kvcap.policies.base import Observation
 from kvcap.runtime.backends.pytorch.warm_up import Rehearsal
 from kvcap.runtime.cache.pool import SHIFT, Segment, SlotPool
 from kvcap.runtime.cache.slot_format import SlotFormat
@@ -91,6 +94,33 @@ def of_quantised_token() -> None:
     print(json.dumps({"-".join(map(str, case)): spilled(*case) for case in cases}))
 
 
+def shared_by(kind: str, size: int, dtype: torch.dtype, window: int) -> list[int]:
+    """Bytes of shared memory that the kernels of an epilogue take, over 2,560 slots."""
+    found = list[int]()
+
+    def hear(kernel: Any, args: Any, options: Any) -> bool:
+        launch = Launch.of(kernel, args, options)
+        compiled = kernel.run(*launch.args, grid=(1,), warmup=True, **launch.options)
+        found.append(compiled.metadata.shared)
+        return False
+
+    queries, keys = (
+        torch.zeros(1, *shape, size, dtype=dtype) for shape in ((6, window), (2, 2560))
+    )
+    positions = torch.zeros(1, 2, 2560, dtype=torch.int32)
+    obs = Observation(keys, keys, positions, 2560, 2048, queries=queries)
+    with pretending(HOPPER), heard(hear):
+        scores(obs, kind, "mean")
+    return found
+
+
+def of_windows() -> None:
+    driver.set_active(Driver())
+    cases = [("andpro", 128, torch.bfloat16, 32), ("dropkv", 256, torch.bfloat16, 32),
+             ("dropkv", 256, torch.float32, 32), ("joint", 128, torch.bfloat16, 512)]  # fmt: skip
+    print(json.dumps({"-".join(map(str, case)): shared_by(*case) for case in cases}))
+
+
 def main(policies: list[str]) -> None:
     read = ASTSource.make_ir
 
@@ -124,5 +154,7 @@ def main(policies: list[str]) -> None:
 
 if sys.argv[1:] == ["quantised-token"]:
     of_quantised_token()
+elif sys.argv[1:] == ["window"]:
+    of_windows()
 else:
     main(sys.argv[1:])

@@ -49,3 +49,11 @@ def test_a_token_over_quantised_slots_keeps_to_its_registers():
     found = compiled("quantised-token")
     assert len(found) == 12
     assert not any(found.values()), found
+
+
+@pytest.mark.slow
+def test_scores_by_a_window_keep_to_the_shared_memory_there_is():
+    """Of wide heads, by few queries and by many."""
+    found = compiled("window")
+    assert len(found) == 4
+    assert all(len(each) == 3 and max(each) <= 232448 for each in found.values()), found
