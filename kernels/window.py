@@ -72,7 +72,7 @@ def tiling(
         -(-max(2 * N, -(-n // max(1, at_once // programs))) // N) * N
         for programs in (rows * blocks, rows)
     )
-    stages = 2 if many or output else 3
+    stages = 2 if many or (output and blocks > 1) else 3
     return Tiling(
         DP, GP, WB, blocks, N, chunk, -(-n // chunk), score_chunk, -(-n // score_chunk), 4, stages
     )  # fmt: skip
