@@ -66,9 +66,6 @@ class Engine(Protocol):
     def append_token(self, history: Any, token: Any) -> Any:
         """The history [1, T] with the next token [1] behind it: [1, T + 1]."""
 
-    def copied(self, logits: Any) -> Any:
-        """A copy of logits, whose memory nothing else uses."""
-
     def shared_rows(self, size: int) -> tuple[Any, str | None]:
         """What reads a token of so many sessions at once, or None and why nothing does.
 
