@@ -6,7 +6,7 @@ Prompts are read block by block in between, so that a long one holds no answer u
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -103,6 +103,7 @@ class Batch:
         self._answers: list[Answer] = []
         self._waiting: deque[Answer] = deque()
         self._paused: list[Answer] = []
+        self._launched: Callable[[], object] = lambda: None  # waits for the last block of a prompt
         self._rows: SharedRows | None
         self._rows, self.apart = runtime.shared_rows(size)
         """Why tokens are read one session after the other; None: they are read at once."""
@@ -176,6 +177,8 @@ class Batch:
         prompt = next((answer for answer in self._answers if answer.reading), None)
         if prompt is not None:
             found += self._proceed(prompt)  # a GPU reads it while the others go on
+            earlier, self._launched = self._launched, prompt.session.loop.launched()
+            earlier()  # or a whole prompt is launched at once, and nothing else has its turn
             if prompt in self._answers:  # behind the others' prompts
                 self._answers.remove(prompt)
                 self._answers.append(prompt)

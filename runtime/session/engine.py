@@ -163,6 +163,13 @@ class Loop(ABC):
     def read(self, ids: Any, need_logits: bool = True) -> Any:
         """Read one block [B, T]; the last token's logits [B, V], if they are needed."""
 
+    def launched(self) -> Callable[[], object]:
+        """What waits until all that was read so far is computed: a device may lag behind.
+
+        By default nothing does, and it returns at once.
+        """
+        return lambda: None
+
     def prefill(self, ids: Any, on_block: Callable[[int], None] | None = None) -> Any:
         """Read a prompt [B, T] block by block; returns the last token's logits [B, V].
 

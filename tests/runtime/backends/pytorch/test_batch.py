@@ -342,6 +342,32 @@ def test_prompts_are_read_by_turns_between_the_tokens_of_answers() -> None:
     assert ended.index(readers[1]) < ended.index(readers[0])  # the short one need not wait
 
 
+def test_a_gpu_is_one_block_of_prompts_behind_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks are launched, not awaited: an answer or a request that is stopped would wait long."""
+    runtime = runtime_of()
+    sessions = begun(runtime, SAID[:2])
+    batch, launched, done = runtime.batch(2), 0, 0
+
+    def note() -> Any:
+        nonlocal launched
+        launched += 1
+        return partial(finish, launched)
+
+    def finish(number: int) -> None:
+        nonlocal done
+        done = number
+
+    for session in sessions:
+        monkeypatch.setattr(session.loop, "launched", note)
+        batch.add(session, session.send(SAID[0]))
+    blocks = 0
+    while blocks == 0 or any(answer.reading for answer in batch._answers):
+        batch.step()
+        blocks += 1
+        assert (launched, done) == (blocks, blocks - 1)
+    assert blocks > 8
+
+
 @pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("policy", ["keydiff", "adakv"])
 def test_a_paused_answer_leaves_its_place_and_goes_on_as_if_it_had_not(policy: str) -> None:
