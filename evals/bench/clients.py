@@ -32,7 +32,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 from random import Random
@@ -191,7 +191,8 @@ class Clients:
         with ThreadPoolExecutor(len(self.prompts) + 1) as threads:
             threads.submit(self._tell)
             try:
-                wait([*map(partial(threads.submit, self._answer), self.prompts, self.times)])
+                each = zip(self.prompts, self.times, strict=True)
+                wait([threads.submit(self._answer, prompt, times) for prompt, times in each])
             finally:
                 self.ended.set()
         if self.failure is not None:
