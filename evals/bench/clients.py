@@ -207,8 +207,7 @@ class Clients:
             self._follow(_ask(self.server, prompt, self.tokens), times)
         except Exception as error:
             if self.failure is None:
-                why = f"{type(error).__name__}: {error}; {self}"
-                self.failure = PeerFailed(why)
+                self.failure = PeerFailed(f"{str(error) or type(error).__name__}; {self}")
                 self.server.process.kill()  # the others would wait for answers of no use
 
     def _follow(self, response: http.client.HTTPResponse, times: list[float]) -> None:

@@ -100,7 +100,7 @@ def running(
         except Exception as error:
             if overdue.is_set():
                 said = f"it was killed, as it was not done after {limit_s:.0f} s"
-                raise PeerFailed(f"{said}: {type(error).__name__}: {error}") from error
+                raise PeerFailed(f"{said}: {error}") from error
             raise
         finally:
             watchdog.cancel()
