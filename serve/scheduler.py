@@ -16,8 +16,8 @@ import logging
 import queue
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -96,23 +96,34 @@ class Job:
         self.noted += len(found)
         return found or None
 
-    def put(self, piece: Piece) -> None:
-        """A piece for the reader."""
-        self.pieces.append(piece)
-        self.wake()
-
     def end(self, reason: FinishReason, error: Exception | None = None) -> None:
         """No more pieces."""
         if not self.ended:
             self.finish_reason, self.error, self.ended = reason, error, True
-            self.wake(always=True)
-
-    def wake(self, *, always: bool = False) -> None:
-        """Let the reader look, if it waits."""
-        if self.hungry or always:
             self.hungry = False
-            with contextlib.suppress(RuntimeError):  # its event loop has ended
-                self.loop.call_soon_threadsafe(self.ready.set)
+            _set_soon(self.loop, [self.ready])
+
+
+def wake(jobs: Iterable[Job]) -> None:
+    """Let the readers of these look that wait; an event loop is woken once for all of its own."""
+    waiting = defaultdict[asyncio.AbstractEventLoop, list[asyncio.Event]](list)
+    for job in jobs:
+        if job.hungry:
+            job.hungry = False
+            waiting[job.loop].append(job.ready)
+    for loop, events in waiting.items():
+        _set_soon(loop, events)
+
+
+def _set_soon(loop: asyncio.AbstractEventLoop, events: Sequence[asyncio.Event]) -> None:
+    """Set events of a loop, from another thread."""
+
+    def set_all() -> None:
+        for event in events:
+            event.set()
+
+    with contextlib.suppress(RuntimeError):  # it has ended
+        loop.call_soon_threadsafe(set_all)
 
 
 class Watch(Protocol):
@@ -586,15 +597,18 @@ class Scheduler:
         """A block of one prompt, a token of every answer."""
         if not self._writing:
             return
+        fed: list[Job] = []
         for session, text, ended, error in self.batch.step():
             job = self._answering[id(session)]
             if text:
-                job.put(Piece(text, job.likely(session)))
+                job.pieces.append(Piece(text, job.likely(session)))
+                fed.append(job)
             if ended:
                 self._finish(job, error)
             elif len(job.pieces) >= self.limits.buffered:
                 job.paused = time.monotonic()
                 self.batch.pause(session)
+        wake(fed)
 
     def _resume(self, job: Job) -> None:
         if not job.ended and job.paused is not None:

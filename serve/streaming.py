@@ -71,6 +71,8 @@ class Form(ABC):
     def __init__(self, model: str, include_usage: bool) -> None:
         self.id = f"{self.prefix}-{secrets.token_hex(12)}"
         self.model, self.created, self.include_usage = model, int(time.time()), include_usage
+        said = {"id": self.id, "object": self.part_object, "created": self.created, "model": model}
+        self._opening = WRITTEN(said)[:-1]  # of every part, which is written for every token
         self.texts: list[str] = []
 
     @abstractmethod
@@ -91,11 +93,10 @@ class Form(ABC):
 
     def part(self, choices: list[dict[str, Any]], **more: Any) -> bytes:
         """One event of the stream."""
-        said = {"id": self.id, "object": self.part_object, "created": self.created,
-                "model": self.model, "choices": choices, **more}  # fmt: skip
+        said = {"choices": choices, **more}
         if self.include_usage:
             said.setdefault("usage", None)
-        return event(said)
+        return _line(f"{self._opening},{WRITTEN(said)[1:]}")
 
     def body(self, reply: Reply) -> dict[str, Any]:
         """The whole answer, with its usage."""
@@ -237,8 +238,13 @@ def _text(
 
 
 def event(said: Mapping[str, Any]) -> bytes:
-    """One event of SSE, which is one line, as JSON has no line breaks of its own."""
-    return f"data: {WRITTEN(said)}\n\n".encode("ascii")
+    """One event of SSE."""
+    return _line(WRITTEN(said))
+
+
+def _line(text: str) -> bytes:
+    """An event of JSON, which has no line breaks of its own."""
+    return f"data: {text}\n\n".encode("ascii")
 
 
 async def whole(request: Request, reply: Reply, form: Form, metrics: Metrics) -> Response:

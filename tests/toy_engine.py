@@ -102,9 +102,6 @@ class ToyEngine:
     def shared_rows(self, size: int) -> tuple[None, str]:
         return None, "a stand-in reads one conversation"
 
-    def copied(self, logits: Any) -> Any:
-        return logits.copy()
-
     def with_budget(self, tokens: int) -> ToyEngine:
         return replace(self, budget=tokens)
 

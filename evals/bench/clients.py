@@ -14,7 +14,9 @@ other, for `READ_S` seconds at the most, and then found in its cache of prefixes
 attend to all sequences with every token that it reads. `why` says why it has fewer, or nothing.
 `ratio` is kvcap's `tok_s` by a server's.
 
-Every server is killed after `LIMIT_S` seconds, and its row then says so. Reads `lengths`,
+kvcap's server is killed after `LIMIT_S` seconds, a peer's after `PEER_S`; a row without figures
+says so, and how far its clients had come. Until all have begun, a line now and then tells how many
+have. Reads `lengths`,
 `budgets`, `block_size`, `policies`, `clients`, `steps`, `repeats` (of the client alone), `model`
 (of random weights, whose tokens are words), `vs` and `peer_pythons`.
 """
@@ -28,8 +30,9 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 from random import Random
@@ -55,7 +58,10 @@ from kvcap.runtime.memory.free_memory import free_memory
 DEFAULTS = {"lengths": (32768,), "budgets": (2048,), "block_size": 1024, "model": "random-3b",
             "vs": ("transformers",)}  # fmt: skip
 COLUMNS = ("server", "clients", "n", "tok_s", "alone_tok_s", "gain", "p95_ms", "ratio", "why")
-LIMIT_S = 200.0  # of a server, with the loading of its model
+LIMIT_S = 400.0  # of kvcap's server, with the loading of its model
+PEER_S = 200.0  # of the peer's
+TELL_S = 10.0  # between two lines while prompts are read
+ENDLESS = 32_000  # tokens of an answer that is left as soon as it was long enough
 READ_S = 60.0  # of the prompts that the peer reads before it answers
 PAGE = 256  # tokens of a block of the peer's cache
 PASS = 1024  # tokens that the peer reads at once
@@ -100,7 +106,7 @@ def _told(row: dict[str, Any]) -> dict[str, Any]:
     return row
 
 
-@dataclass(frozen=True)
+@dataclass
 class Work:
     """What clients ask for."""
 
@@ -110,8 +116,16 @@ class Work:
     steps: int  # tokens of each, while all are answering
     repeats: int
     block: int  # tokens of a prompt that kvcap reads between two tokens of an answer
+    prompts: list[str] = field(init=False, repr=False)  # random words for each client
 
-    @property
+    def __post_init__(self) -> None:
+        words = self.config["vocab_size"]
+        self.prompts = [
+            " ".join(f"t{draw.randrange(3, words)}" for _ in range(self.length))
+            for draw in map(Random, range(self.clients))
+        ]
+
+    @cached_property
     def config(self) -> dict[str, Any]:
         """The model's."""
         found: dict[str, Any] = json.loads(Path(self.model, "config.json").read_text())
@@ -119,33 +133,97 @@ class Work:
 
     @property
     def most(self) -> int:
-        """Tokens that the first answer may have, which waits until all other prompts are read."""
+        """Tokens for which the peer keeps room in each answer."""
         return self.clients * (math.ceil(self.length / self.block) + 2) + 2 * self.steps + 256
-
-    def prompt(self, client: int) -> str:
-        """Random words."""
-        draw = Random(client)
-        return " ".join(f"t{draw.randrange(3, self.config['vocab_size'])}"
-                        for _ in range(self.length))  # fmt: skip
 
 
 class Gate:
     """Opens once so many have come."""
 
     def __init__(self, many: int) -> None:
-        self._missing, self._lock, self._open = many, threading.Lock(), threading.Event()
+        self.many, self.come_so_far = many, 0
+        self._lock, self._open = threading.Lock(), threading.Event()
 
     def come(self) -> None:
         """One more."""
         with self._lock:
-            self._missing -= 1
-            if not self._missing:
+            self.come_so_far += 1
+            if self.come_so_far == self.many:
                 self._open.set()
 
     @property
     def is_open(self) -> bool:
         """Whether all have come."""
         return self._open.is_set()
+
+
+class Clients:
+    """Clients at one server at once, each with a thread and a prompt of its own.
+
+    Args:
+        server: that they ask.
+        prompts: one for each client.
+        tokens: that an answer may have.
+        steps: tokens that each reads once all have begun.
+    """
+
+    def __init__(self, server: Server, prompts: Sequence[str], tokens: int, steps: int) -> None:
+        self.server, self.prompts, self.tokens, self.steps = server, prompts, tokens, steps
+        self.began, self.enough = Gate(len(prompts)), Gate(len(prompts))
+        self.times = [list[float]() for _ in prompts]  # of each client's tokens
+        self.failure: PeerFailed | None = None  # of the first that failed
+        self.ended = threading.Event()
+        self.asked = time.perf_counter()
+
+    def __str__(self) -> str:
+        tokens, seconds = sum(map(len, self.times)), time.perf_counter() - self.asked
+        return (
+            f"{self.began.come_so_far} of {len(self.prompts)} clients had begun and {tokens:,} "
+            f"tokens had come after {seconds:.0f} s"
+        )
+
+    def read(self) -> None:
+        """Have all of them read; until all have begun, a line now and then tells how many have.
+
+        Raises:
+            PeerFailed: one of them failed, and how far all had come by then.
+        """
+        with ThreadPoolExecutor(len(self.prompts) + 1) as threads:
+            threads.submit(self._tell)
+            try:
+                each = zip(self.prompts, self.times, strict=True)
+                wait([threads.submit(self._answer, prompt, times) for prompt, times in each])
+            finally:
+                self.ended.set()
+        if self.failure is not None:
+            raise self.failure
+
+    def _tell(self) -> None:
+        while not (self.ended.wait(TELL_S) or self.began.is_open):
+            print(f"kvcap: {self}", file=sys.stderr, flush=True)
+
+    def _answer(self, prompt: str, times: list[float]) -> None:
+        try:
+            self._follow(_ask(self.server, prompt, self.tokens), times)
+        except Exception as error:
+            if self.failure is None:
+                self.failure = PeerFailed(f"{str(error) or type(error).__name__}; {self}")
+                self.server.process.kill()  # the others would wait for answers of no use
+
+    def _follow(self, response: http.client.HTTPResponse, times: list[float]) -> None:
+        together = 0
+        for at, text in pieces(response):
+            if text:
+                times.append(at)
+                if len(times) == 1:
+                    self.began.come()
+                together += self.began.is_open
+                if together == self.steps:
+                    self.enough.come()
+            if self.enough.is_open:
+                response.close()
+                return
+        raise PeerFailed("an answer ended before all clients had answered together")
 
 
 def _ask(server: Server, prompt: str, tokens: int) -> http.client.HTTPResponse:
@@ -157,46 +235,22 @@ def _ask(server: Server, prompt: str, tokens: int) -> http.client.HTTPResponse:
 def _alone(server: Server, work: Work) -> float:
     """Tokens a second of one client, once what a server makes for its first answers is made."""
     rates = list[float]()
-    prompt = work.prompt(0)
     for _ in range(work.repeats + 1):
-        stream = pieces(_ask(server, prompt, work.steps + 1))
+        stream = pieces(_ask(server, work.prompts[0], work.steps + 1))
         times = [at for at, text in stream if text]
         rates.append((len(times) - 1) / (times[-1] - times[0]))
     return median(rates[1:])
 
 
-def _together(server: Server, work: Work, clients: int) -> dict[str, Any]:
-    """Figures of so many clients at once.
+def _together(server: Server, work: Work, clients: int, tokens: int) -> dict[str, Any]:
+    """Figures of so many clients at once, whose answers may have so many tokens.
 
     Raises:
-        PeerFailed: an answer ended before all had answered together.
+        PeerFailed: one of them failed, or its answer ended before all had answered together.
     """
-    began, enough, failed = Gate(clients), Gate(clients), threading.Event()
-    prompts = [work.prompt(client) for client in range(clients)]
-
-    def answer(prompt: str) -> list[float]:
-        times, together = list[float](), 0
-        try:
-            response = _ask(server, prompt, work.most)
-            for at, text in pieces(response):
-                if text:
-                    times.append(at)
-                    if len(times) == 1:
-                        began.come()
-                    together += began.is_open
-                    if together == work.steps:
-                        enough.come()
-                if enough.is_open or failed.is_set():
-                    response.close()
-                    return times
-            raise PeerFailed("an answer ended before all clients had answered together")
-        except BaseException:
-            failed.set()
-            raise
-
-    asked = time.perf_counter()
-    with ThreadPoolExecutor(clients) as threads:
-        found = list(threads.map(answer, prompts))
+    at_once = Clients(server, work.prompts[:clients], tokens, work.steps)
+    at_once.read()
+    found = at_once.times
     start, end = max(times[0] for times in found), min(times[-1] for times in found)
     inside = [[at for at in times if start <= at <= end] for times in found]
     before = [[at for at in times if at <= start] for times in found]
@@ -204,7 +258,8 @@ def _together(server: Server, work: Work, clients: int) -> dict[str, Any]:
     return {
         "tok_s": sum(map(len, inside)) / (end - start),
         "p50_ms": median(steps), "p95_ms": _p95(steps), "most_ms": max(steps),
-        "read_s": start - asked, "reading_p95_ms": _p95(reading) if len(reading) > 1 else "",
+        "read_s": start - at_once.asked,
+        "reading_p95_ms": _p95(reading) if len(reading) > 1 else "",
     }  # fmt: skip
 
 
@@ -233,7 +288,7 @@ def _kvcap(work: Work, budget: int, policy: str) -> dict[str, Any]:
             limit_s=LIMIT_S,
         ) as server:  # fmt: skip
             row["alone_tok_s"] = _alone(server, work)
-            row |= _together(server, work, work.clients)
+            row |= _together(server, work, work.clients, ENDLESS)
             row["gain"] = row["tok_s"] / row["alone_tok_s"]
     except FAILURES as error:
         row["why"] = f"{type(error).__name__}: {error}"[:500]
@@ -243,7 +298,7 @@ def _kvcap(work: Work, budget: int, policy: str) -> dict[str, Any]:
 def _peer(work: Work, python: str | None) -> dict[str, Any]:
     """The row of transformers: with half as many clients where the first try fails."""
     fitting = min(work.clients, _fitting(work))
-    row, until = _row(work, "transformers"), time.monotonic() + LIMIT_S
+    row, until = _row(work, "transformers"), time.monotonic() + PEER_S
     whys = [] if fitting == work.clients else [f"{fitting} of {work.clients} fit into its memory"]
     for clients in dict.fromkeys((fitting, fitting // 2)):
         if clients < 1:
@@ -270,11 +325,11 @@ def _peer_figures(
         alone = _alone(server, work)
         began, ready = time.monotonic(), 1  # the first prompt is read
         while ready < clients and time.monotonic() < began + READ_S:
-            list(pieces(_ask(server, work.prompt(ready), 2)))  # its end is kept with the second
+            list(pieces(_ask(server, work.prompts[ready], 2)))  # its end is kept with the second
             ready += 1
         if ready < clients:
             whys.append(f"{ready} of {clients} prompts were read in {READ_S:.0f} s")
-        found = _together(server, work, ready)
+        found = _together(server, work, ready, work.most)
     return {"clients": ready, "alone_tok_s": alone, **found, "gain": found["tok_s"] / alone}
 
 

@@ -99,7 +99,8 @@ def running(
             yield server
         except Exception as error:
             if overdue.is_set():
-                raise PeerFailed(f"it was not done after {limit_s:.0f} s") from error
+                said = f"it was killed, as it was not done after {limit_s:.0f} s"
+                raise PeerFailed(f"{said}: {error}") from error
             raise
         finally:
             watchdog.cancel()

@@ -6,7 +6,7 @@ Prompts are read block by block in between, so that a long one holds no answer u
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -62,8 +62,8 @@ class SharedRows(Protocol):
 class Batch:
     """Answers up to `size` sessions of a runtime at once; further ones wait for their turn.
 
-    A step reads one block of one prompt, by its session's own cache, and then a token of every
-    answer, in one pass where it can. Where sessions share a cache, as on a GPU, each has a row of
+    A step reads a token of every answer, in one pass where it can, and then one block of one
+    prompt, by its session's own cache. Where sessions share a cache, as on a GPU, each has a row of
     it, full or not; those whose positions are true or that pin later messages than the first are
     read one after the other there, and, as long as they fill their slots or have pins, those of
     policies without kernels for rows of unequal lengths. Elsewhere on a CPU all are read in one
@@ -103,6 +103,7 @@ class Batch:
         self._answers: list[Answer] = []
         self._waiting: deque[Answer] = deque()
         self._paused: list[Answer] = []
+        self._launched: Callable[[], object] = lambda: None  # waits for the last block of a prompt
         self._rows: SharedRows | None
         self._rows, self.apart = runtime.shared_rows(size)
         """Why tokens are read one session after the other; None: they are read at once."""
@@ -137,9 +138,6 @@ class Batch:
         for answer in [*self._answers, *self._waiting]:
             if answer.session is session:
                 session.fetch_cache()
-                if answer.found is not None and not isinstance(answer.found, int):
-                    # What is found for one belongs to the logits of all.
-                    answer.found = self.runtime.copied(answer.found)
                 self._leave(answer)
                 self._paused.append(answer)
 
@@ -164,23 +162,28 @@ class Batch:
                     raise found.error
 
     def step(self) -> list[Progress]:
-        """Read a block of one prompt, and go on with every other answer by about one token.
+        """Read a token of every answer and a block of one prompt: all that came of that.
 
-        Prompts take turns. An error ends its own answer only.
+        Nothing that a step gives waits for what the next one reads. Prompts take turns. An error
+        ends its own answer only.
         """
         while self._waiting and len(self._answers) < self.size:
             answer = self._waiting.popleft()
             answer.session.read_together = True
             self._answers.append(answer)
+        answering = [answer for answer in self._answers if answer.asked is not None]
+        self._read(answering)
         found: list[Progress] = []
         prompt = next((answer for answer in self._answers if answer.reading), None)
-        for answer in list(self._answers):
-            if answer is prompt or not answer.reading:
-                found += self._proceed(answer)
-        if prompt is not None and prompt in self._answers:  # behind the others' prompts
-            self._answers.remove(prompt)
-            self._answers.append(prompt)
-        self._read([answer for answer in self._answers if answer.asked is not None])
+        if prompt is not None:
+            found += self._proceed(prompt)  # a GPU reads it while the others go on
+            earlier, self._launched = self._launched, prompt.session.loop.launched()
+            earlier()  # or a whole prompt is launched at once, and nothing else has its turn
+            if prompt in self._answers:  # behind the others' prompts
+                self._answers.remove(prompt)
+                self._answers.append(prompt)
+        for answer in answering:
+            found += self._proceed(answer)
         return found
 
     def _proceed(self, answer: Answer) -> Iterator[Progress]:
@@ -227,10 +230,9 @@ class Batch:
     def _read(self, answers: list[Answer]) -> None:
         """Read the token that each of these asks for; each has what came of it, or the error."""
         rows, together = self._rows, list[Answer]()
-        shared = [a for a in answers if rows and (a.row is not None or rows.fits(a))]
+        shared = {a for a in answers if rows and (a.row is not None or rows.fits(a))}
         if len(shared) == 1:  # it does not pay for the rows of others
-            shared[0].session.fetch_cache()
-            shared = []
+            shared.pop().session.fetch_cache()
         for answer in answers:
             assert answer.asked is not None
             try:

@@ -66,9 +66,6 @@ class Engine(Protocol):
     def append_token(self, history: Any, token: Any) -> Any:
         """The history [1, T] with the next token [1] behind it: [1, T + 1]."""
 
-    def copied(self, logits: Any) -> Any:
-        """A copy of logits, whose memory nothing else uses."""
-
     def shared_rows(self, size: int) -> tuple[Any, str | None]:
         """What reads a token of so many sessions at once, or None and why nothing does.
 
@@ -165,6 +162,13 @@ class Loop(ABC):
     @abstractmethod
     def read(self, ids: Any, need_logits: bool = True) -> Any:
         """Read one block [B, T]; the last token's logits [B, V], if they are needed."""
+
+    def launched(self) -> Callable[[], object]:
+        """What waits until all that was read so far is computed: a device may lag behind.
+
+        By default nothing does, and it returns at once.
+        """
+        return lambda: None
 
     def prefill(self, ids: Any, on_block: Callable[[int], None] | None = None) -> Any:
         """Read a prompt [B, T] block by block; returns the last token's logits [B, V].

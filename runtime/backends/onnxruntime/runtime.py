@@ -217,10 +217,6 @@ class OrtRuntime:
         """None, and why sessions are read one after the other."""
         return None, "an exported graph reads one conversation"
 
-    def copied(self, logits: NDArray[Any]) -> NDArray[Any]:
-        """A copy of logits, whose memory nothing else uses."""
-        return logits.copy()
-
     def loop(self) -> OrtLoop:
         """A loop over an empty cache."""
         guard = None

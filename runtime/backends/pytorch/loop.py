@@ -5,7 +5,7 @@ Works on token ids and logits; knows no text and no sampling.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -100,6 +100,14 @@ class BlockLoop(Loop):
         """
         self.make_room(ids.shape[1])
         return self._read(ids, torch.arange(ids.shape[1], device=ids.device))
+
+    def launched(self) -> Callable[[], object]:
+        """What waits until the GPU has computed all that was read so far; see `Loop.launched`."""
+        if self.model.device.type != "cuda":
+            return super().launched()
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self.model.device))
+        return event.synchronize
 
     def make_room(self, tokens: int) -> None:
         """Check that a block can be read; make positions compact where it leaves the window.

@@ -324,10 +324,6 @@ class Runtime:
         """Token ids [1, T] on the model's device."""
         return torch.tensor([tokens], device=self.model.device)
 
-    def copied(self, logits: Tensor) -> Tensor:
-        """A copy of logits, whose memory nothing else uses."""
-        return logits.clone()
-
     def append_token(self, history: Tensor, token: Tensor) -> Tensor:
         """The history [1, T] with the next token [1] behind it: [1, T + 1]."""
         return torch.cat((history, token[:, None]), dim=1)

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import sys
+import threading
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
+from tools import PATIENCE
 
-from kvcap.evals.bench import Options, load, options_for
+from kvcap.evals.bench import Options, clients, load, options_for
+from kvcap.evals.bench.clients import Clients
 from kvcap.evals.peers.http_servers import Server, endless, pieces, running
 from kvcap.evals.random_models import directory
 from kvcap.runtime.errors import PeerFailed
@@ -121,3 +125,44 @@ def test_streams_of_both_servers_are_read_to_their_end() -> None:
     ):
         with pytest.raises(PeerFailed, match=why):
             list(pieces(stream))  # type: ignore[arg-type]
+
+
+class Halting:
+    """A server whose answers have so many tokens each, or never begin."""
+
+    def __init__(self, *tokens: int) -> None:
+        self.tokens, self.process = list(tokens), self
+        self.killed = threading.Event()
+
+    def kill(self) -> None:
+        self.killed.set()
+
+    def post(self, body: Any, _: str) -> Any:
+        many = self.tokens[int(body["prompt"])]
+        said = b'data: {"choices": [{"text": "t5", "finish_reason": null}]}\n'
+        stream = Stream(*[said] * many, b"data: [DONE]\n" if many else b"")
+        if not many:
+            stream.readline = self.hang  # type: ignore[method-assign]
+        return stream
+
+    def hang(self) -> bytes:
+        assert self.killed.wait(PATIENCE)
+        return b""
+
+
+def test_clients_that_fail_say_how_far_all_had_come(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """At once, though others wait for their first token yet."""
+    monkeypatch.setattr(clients, "TELL_S", 0.01)
+    server = Halting(7, 0)
+    at_once = Clients(server, ["0", "1"], 100, 4)  # type: ignore[arg-type]
+    with pytest.raises(PeerFailed, match=r"an answer ended before .*; 1 of 2 clients .* 7 tokens"):
+        at_once.read()
+    assert server.killed.is_set()
+    hung = Halting(0)
+    at_once = Clients(hung, ["0"], 100, 4)  # type: ignore[arg-type]
+    threading.Timer(0.2, hung.kill).start()
+    with pytest.raises(PeerFailed, match="before its end; 0 of 1 clients"):
+        at_once.read()
+    assert "kvcap: 0 of 1 clients had begun and 0 tokens had come" in capsys.readouterr().err

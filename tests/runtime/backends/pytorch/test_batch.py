@@ -269,8 +269,8 @@ def test_whoever_looks_at_a_session_finds_its_own_cache(tmp_path: Any) -> None:
     batch.remove(sessions[0])
     assert sessions[0].turn.finish_reason == "interrupted"  # type: ignore[union-attr]
     loaded = Session.load(runtime, tmp_path / "one.kvcap")
-    assert loaded.cache.seen == seen
-    assert sorted(kept(loaded)[0])[-1] == seen - 1
+    assert loaded.cache.seen == seen == alone[0].cache.seen
+    assert kept(loaded) == kept(alone[0])
     "".join(text for _, text in batch)  # the other one ends as usual
     assert sessions[1].turn.finish_reason == "length"  # type: ignore[union-attr]
 
@@ -305,8 +305,7 @@ def test_a_shared_pass_that_fails_ends_those_answers_and_no_more(
         batch.step()
     with monkeypatch.context() as patched:
         patched.setattr(batch._rows.loop, "read", _fail)
-        batch.step()
-    ends = [x for _ in range(2) for x in batch.step() if x.ended]
+        ends = [x for x in batch.step() if x.ended]
     assert [type(x.error) for x in ends] == [ZeroDivisionError] * 2
     assert [s.cache.seen for s in sessions[:2]] == [0, 0]
     assert together(batch, [(sessions[2], sessions[2].send("Go on."))]) == [expected]
@@ -341,6 +340,32 @@ def test_prompts_are_read_by_turns_between_the_tokens_of_answers() -> None:
     assert tokens > len(done[id(readers[1])]) > 2
     assert max(done[id(readers[0])]) > 2 * max(done[id(readers[1])])
     assert ended.index(readers[1]) < ended.index(readers[0])  # the short one need not wait
+
+
+def test_a_gpu_is_one_block_of_prompts_behind_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks are launched, not awaited: an answer or a request that is stopped would wait long."""
+    runtime = runtime_of()
+    sessions = begun(runtime, SAID[:2])
+    batch, launched, done = runtime.batch(2), 0, 0
+
+    def note() -> Any:
+        nonlocal launched
+        launched += 1
+        return partial(finish, launched)
+
+    def finish(number: int) -> None:
+        nonlocal done
+        done = number
+
+    for session in sessions:
+        monkeypatch.setattr(session.loop, "launched", note)
+        batch.add(session, session.send(SAID[0]))
+    blocks = 0
+    while blocks == 0 or any(answer.reading for answer in batch._answers):
+        batch.step()
+        blocks += 1
+        assert (launched, done) == (blocks, blocks - 1)
+    assert blocks > 8
 
 
 @pytest.mark.slow(keep=1)
