@@ -16,9 +16,8 @@ attend to all sequences with every token that it reads. `why` says why it has fe
 
 kvcap's server is killed after `LIMIT_S` seconds, a peer's after `PEER_S`; a row without figures
 says so, and how far its clients had come. Until all have begun, a line now and then tells how many
-have. Reads `lengths`,
-`budgets`, `block_size`, `policies`, `clients`, `steps`, `repeats` (of the client alone), `model`
-(of random weights, whose tokens are words), `vs` and `peer_pythons`.
+have. Reads `lengths`, `budgets`, `block_size`, `policies`, `clients`, `steps`, `repeats` (of the
+client alone), `model` (of random weights, whose tokens are words), `vs` and `peer_pythons`.
 """
 
 from __future__ import annotations
