@@ -19,6 +19,7 @@ from kvcap.runtime.planning.serving import ServingPlan
 from kvcap.runtime.units import parse_bytes
 from kvcap.serve.saved import SavedConversations
 from kvcap.serve.scheduler import Limits, Scheduler
+from kvcap.serve.threads import by_a_thread
 
 DISK = "4GiB"  # of saved conversations
 
@@ -78,7 +79,7 @@ def open_conversations(
     )
     try:
         one_each = replace(budget, memory_cap=None)
-        runtime: Any = load(model, backend, one_each, running, output)
+        runtime: Any = by_a_thread(lambda: load(model, backend, one_each, running, output))
         plan = measured(plan, runtime, places)
         limits = Limits(plan.places, plan.together, waiting)
         watch = None if cap is None else Watch.of(plan, runtime, enforce=budget.enforce)

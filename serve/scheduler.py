@@ -41,6 +41,7 @@ from kvcap.serve.conversations import (
     salt_of,
 )
 from kvcap.serve.saved import Saved, SavedConversations
+from kvcap.serve.threads import by_a_thread
 
 if TYPE_CHECKING:
     from kvcap.serve.strip import Strip
@@ -504,7 +505,7 @@ class Scheduler:
         self._moving += 1
 
         def run() -> None:
-            after = task()
+            after = by_a_thread(task)
 
             def done() -> None:
                 self._moving -= 1

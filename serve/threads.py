@@ -1,0 +1,32 @@
+"""Work of threads that leave no others behind, beside the one that computes answers."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TypeVar
+
+Made = TypeVar("Made")
+
+
+def by_a_thread(make: Callable[[], Made]) -> Made:
+    """What a thread makes that ends with it, and with which end the threads it computed with.
+
+    OpenMP keeps threads for each that ever computed. Where all of them are more than the cores, it
+    lets them sleep between two parts of a pass, and a token of a small model takes twice the time.
+    So only the thread that computes answers may keep such threads.
+    """
+    made = Future[Made]()
+
+    def run() -> None:
+        try:
+            made.set_result(make())
+        except BaseException as error:
+            made.set_exception(error)
+
+    thread = threading.Thread(target=run, name="kvcap-serve-once", daemon=True)
+    thread.start()
+    found = made.result()
+    thread.join()
+    return found

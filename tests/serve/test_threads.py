@@ -1,0 +1,55 @@
+"""Threads beside the one that computes answers: each ends with its work."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_chat
+from server_chats import ask, serve, text_of, user
+
+from kvcap.runtime.cli.options import Backend, Budget, Output, Running
+from kvcap.serve import admission, scheduler
+from kvcap.serve.scheduler import Scheduler
+from kvcap.serve.threads import by_a_thread
+
+
+def test_it_gives_what_a_thread_made_that_has_ended() -> None:
+    thread = by_a_thread(threading.current_thread)
+    assert thread is not threading.current_thread()
+    assert not thread.is_alive()
+
+
+def test_its_error_comes_to_who_asked() -> None:
+    with pytest.raises(ZeroDivisionError):
+        by_a_thread(lambda: 1 // 0)
+
+
+def test_a_model_is_loaded_and_prompts_are_prepared_by_threads_that_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load, begin = admission.load, scheduler.begin
+    threads = list[threading.Thread]()
+
+    def noted(work: Any) -> Any:
+        def noting(*arguments: Any) -> Any:
+            threads.append(threading.current_thread())
+            return work(*arguments)
+
+        return noting
+
+    monkeypatch.setattr(admission, "load", noted(load))
+    monkeypatch.setattr(scheduler, "begin", noted(begin))
+    opened = admission.open_conversations(
+        tiny_chat.save(tmp_path), Backend(), Budget(kv_budget_tokens=64),
+        Running(device="cpu"), Output(quiet=True),
+    )  # fmt: skip
+
+    async def chat(s: Scheduler) -> None:
+        await text_of(s.submit(ask(user("Hello!"), tokens=3)))
+        assert len(threads) == 2
+        assert not any(thread.is_alive() for thread in threads)
+
+    serve(opened.scheduler, chat)
