@@ -77,18 +77,21 @@ def open_conversations(
     disk = (
         None if folder is None else SavedConversations(folder, parse_bytes(disk_cap), shared=shared)
     )
-    try:
+
+    def made() -> Opened:
         one_each = replace(budget, memory_cap=None)
-        runtime: Any = by_a_thread(lambda: load(model, backend, one_each, running, output))
-        plan = measured(plan, runtime, places)
-        limits = Limits(plan.places, plan.together, waiting)
-        watch = None if cap is None else Watch.of(plan, runtime, enforce=budget.enforce)
-        found = Scheduler(runtime, limits, disk, watch=watch, memory_cap=cap)
+        runtime: Any = load(model, backend, one_each, running, output)
+        found = measured(plan, runtime, places)
+        limits = Limits(found.places, found.together, waiting)
+        watch = None if cap is None else Watch.of(found, runtime, enforce=budget.enforce)
+        return Opened(Scheduler(runtime, limits, disk, watch=watch, memory_cap=cap), found)
+
+    try:
+        return by_a_thread(made)
     except BaseException:
         if disk is not None:
             disk.close()
         raise
-    return Opened(found, plan)
 
 
 def measured(plan: ServingPlan, runtime: Any, places: int | None) -> ServingPlan:
