@@ -4,8 +4,8 @@ Each round of that thread reads one block of one prompt and a token of every ans
 (`Batch.step`), hands the pieces to their readers, and gives places that became free to those who
 wait, first come, first served. So the time between two tokens of an answer is at most that of one
 block and one token of each of the others, whatever the prompts. Everything that takes longer (a
-prompt is made, a session written to disk or read from it) is done by a second thread meanwhile,
-for sessions that no answer is written of.
+prompt is made, a session written to disk or read from it) is done meanwhile by other threads, one
+after the other, for sessions that no answer is written of.
 """
 
 from __future__ import annotations
@@ -239,7 +239,7 @@ class Scheduler:
         self._queued = self._queued_letters = 0
         self._closing = False
         self._mean_s = 1.0  # of an answer, from its first block to its end
-        self._moving = 0  # tasks of the second thread
+        self._moving = 0  # tasks beside the worker
         self._second = ThreadPoolExecutor(1, "kvcap-serve-second")
         self._worker = threading.Thread(target=self._run, name="kvcap-serve", daemon=True)
         self._worker.start()
@@ -501,7 +501,7 @@ class Scheduler:
             self._hand(partial(self._prepare, job, leaving, found.saved, found.messages, held))
 
     def _hand(self, task: Callable[[], Callable[[], None]]) -> None:
-        """Have the second thread do something, and the worker what that returns."""
+        """Have another thread do a task, and the worker what that returns."""
         self._moving += 1
 
         def run() -> None:
@@ -518,7 +518,7 @@ class Scheduler:
     def _prepare(
         self, job: Job, leaving: Conversation | None, saved: Saved | None, count: int, held: bool
     ) -> Callable[[], None]:
-        """Make a session ready to answer. Called by the second thread.
+        """Make a session ready to answer. Called beside the worker.
 
         Args:
             job: whose conversation has this session, or is to have one.
