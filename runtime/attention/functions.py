@@ -153,22 +153,30 @@ def attend_to_some(
 
 
 def takes_token(
-    query: Tensor, key: Tensor, value: Tensor, buffers: Sequence[Tensor], rows: Rows | None = None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    buffers: Sequence[Tensor],
+    rows: Rows | None = None,
+    *,
+    turned: bool,
 ) -> bool:
-    """Whether `kernels/token.py` is to append and attend, whose arguments these are."""
+    """Whether `kernels/token.py` is to append and attend, whose arguments these are.
+
+    Where held keys are `turned` as it reads them, anything else would copy all of them first.
+    """
     slots = buffers[2].numel()
     if rows is not None:  # whose pool others may share
         slots = min(slots, len(rows.lengths) * rows.longest)
-    few = slots < MANY_SLOTS
-    return few and ready(query) and token.covers(query, key, value, buffers)
+    better = turned or slots < MANY_SLOTS
+    return better and ready(query) and token.covers(query, key, value, buffers)
 
 
 def takes_quantised_token(
     query: Tensor, key: Tensor, value: Tensor, slots: Mapping[str, Tensor]
 ) -> bool:
     """Whether `kernels/quantised_token.py` is to append and attend, whose arguments these are."""
-    few = slots["positions"].numel() < MANY_SLOTS
-    return few and ready(query) and quantised_token.covers(query, key, value, slots)
+    return ready(query) and quantised_token.covers(query, key, value, slots)
 
 
 def packs(

@@ -295,7 +295,7 @@ class SlotAttention:
                 return None
             return partial(quantised_token.attend, slots=slots, mean=storage.mean, table=table)
         buffers, rotation = segment.append_views(whole=filling), storage.pending_rotation
-        if not takes_token(query, key, value, buffers):
+        if not takes_token(query, key, value, buffers, turned=rotation is not None):
             return None
         turn = None if rotation is None else (segment.aux(SHIFT), rotation.table)
         return partial(token.attend, buffers=buffers, turn=turn)
@@ -342,13 +342,13 @@ class SlotAttention:
         buffers = pool.buffers()
         if call.softcap is not None or call.sinks is not None:
             return None
-        if not takes_token(query, key, value, buffers, rows.before):
+        rotation, pending, evictor = storage.rotation, None, self.evictor
+        if not takes_token(query, key, value, buffers, rows.before, turned=rotation is not None):
             return None
         if context.stream is not None:
             context.stream.next_layer()
         for segment in self.segments:
             segment.held += 1
-        rotation, pending, evictor = storage.rotation, None, self.evictor
         if rotation is not None:
             pending = pool.aux[SHIFT], rotation.table
         out, query, sums = token.attend(

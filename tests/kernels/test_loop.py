@@ -23,6 +23,7 @@ from kvcap.runtime.cache import step as side_stream
 from kvcap.runtime.cache.allocation import LayerStorage
 from kvcap.runtime.cache.evictor import Evictor
 from kvcap.runtime.cache.step import ForwardContext
+from kvcap.runtime.models.rope import Rotation
 
 POLICIES = ("keydiff-window", "dropkv", "h2o", "obcache", "pyramidkv", "headkv", "criticalkv")
 
@@ -328,6 +329,30 @@ def test_copies_of_few_layers_keys_are_held_at_a_time(captured, monkeypatch):
                 loop.read(ids[:, start : start + length].expand(batch, -1))
             assert loop.execution == "CUDA graphs"
             assert max(alive) == layers
+
+
+def test_a_token_over_many_slots_copies_no_keys_to_rotate_them(captured, monkeypatch):
+    ids = 3 + torch.randint(90, (2, 66), generator=torch.Generator().manual_seed(0))
+    model, rotated = tiny_model("llama"), []
+    monkeypatch.setattr(attention, "MANY_SLOTS", 0)
+    back = Rotation.back_and_sums
+
+    def noting(self, x, *args, **more):
+        rotated.append(x.shape)
+        return back(self, x, *args, **more)
+
+    monkeypatch.setattr(Rotation, "back_and_sums", noting)
+    cache = kvcap.BudgetCache(model.config, 40, 16, "keydiff", positions="compact")
+    loop = BlockLoop(model, cache.allocate(2, torch.float32, "cpu"), graphs=False)
+    loop.graphs = cuda_graphs.BlockGraphs(model, cache, several=False)
+    with kernels.use("triton"):
+        loop.prefill(ids[:, :64])
+        assert rotated
+        rotated.clear()
+        for one in ids[:, 64:].split(1, dim=1):
+            loop.read(one)
+    assert loop.execution == "CUDA graphs"
+    assert not rotated
 
 
 @pytest.mark.parametrize("positions", ["compact", "true"])
