@@ -34,7 +34,7 @@ class Answer:
     pieces: Generator[Any, Any, None]
     reading: bool = True  # its prompt
     asked: Read | None = None  # the token that it wants read
-    found: Any = None  # what came of it: logits [1, V], or the likeliest token
+    found: Any = None  # what came of that: logits [1, V], or the likeliest token
     failed: Exception | None = None  # why that was not read
     row: int | None = None  # of what sessions share, as long as its session has one
 
@@ -52,10 +52,17 @@ class SharedRows(Protocol):
     def join(self, answer: Answer) -> None:
         """Prepare a session for the next pass; it may be given a row until it leaves."""
 
-    def read(self, answers: list[Answer]) -> None:
-        """Read the token of each of these, which have joined.
+    @property
+    def begins_ahead(self) -> bool:
+        """Whether it pays to begin a pass before the answers know what came of the one before."""
 
-        After an error they have not, and their sessions' caches are as before or empty.
+    def begin(self, answers: list[Answer], tokens: list[int]) -> Callable[[], list[Any]]:
+        """Begin to read a token of each of these, which have joined.
+
+        Returns what waits for that, to be called before the next pass begins: it gives what came of
+        each token, as `Read` has it, or raises why they were not read. After an error nobody has
+        joined, and the sessions' caches are as before or empty. Whose cache is fetched meanwhile
+        has read its token.
         """
 
 
@@ -63,14 +70,14 @@ class Batch:
     """Answers up to `size` sessions of a runtime at once; further ones wait for their turn.
 
     A step reads a token of every answer, in one pass where it can, and then one block of one
-    prompt, by its session's own cache. Where sessions share a cache, as on a GPU, each has a row of
-    it, full or not; those whose positions are true or that pin later messages than the first are
-    read one after the other there, and, as long as they fill their slots or have pins, those of
-    policies without kernels for rows of unequal lengths. Elsewhere on a CPU all are read in one
-    pass, each over its own cache.
-    One by one are those that `apart` concerns, and one that is alone. So between two tokens of an
-    answer lies one pass over one prompt at the most: a block, or on a GPU as many whole blocks as
-    go through the model at once.
+    prompt, by its session's own cache. A GPU begins the next pass before pieces are made of what
+    came of the last one, where it is certain what it is to read. Where sessions share a cache, as
+    there, each has a row of it, full or not; those whose positions are true or that pin later
+    messages than the first are read one after the other there, and, as long as they fill their
+    slots or have pins, those of policies without kernels for rows of unequal lengths. Elsewhere on
+    a CPU all are read in one pass, each over its own cache. One by one are those that `apart`
+    concerns, and one that is alone. So between two tokens of an answer lies one pass over one
+    prompt at the most: a block, or on a GPU as many whole blocks as go through the model at once.
 
     >>> from kvcap import Runtime
     >>> runtime = Runtime.from_pretrained("pocket", kv_budget_tokens=64)
@@ -104,6 +111,7 @@ class Batch:
         self._waiting: deque[Answer] = deque()
         self._paused: list[Answer] = []
         self._launched: Callable[[], object] = lambda: None  # waits for the last block of a prompt
+        self._begun: tuple[list[Answer], Callable[[], list[Any]]] | None = None  # a pass over rows
         self._rows: SharedRows | None
         self._rows, self.apart = runtime.shared_rows(size)
         """Why tokens are read one session after the other; None: they are read at once."""
@@ -137,6 +145,7 @@ class Batch:
         """Let others have a session's place until `resume`; its own cache holds it meanwhile."""
         for answer in [*self._answers, *self._waiting]:
             if answer.session is session:
+                self._wait()
                 session.fetch_cache()
                 self._leave(answer)
                 self._paused.append(answer)
@@ -164,8 +173,9 @@ class Batch:
     def step(self) -> list[Progress]:
         """Read a token of every answer and a block of one prompt: all that came of that.
 
-        Nothing that a step gives waits for what the next one reads. Prompts take turns. An error
-        ends its own answer only.
+        Nothing that a step gives waits for what the next one reads. Who has read a prompt may wait
+        a step for the pass that others have begun. Prompts take turns. An error ends its own answer
+        only.
         """
         while self._waiting and len(self._answers) < self.size:
             answer = self._waiting.popleft()
@@ -183,7 +193,8 @@ class Batch:
                 self._answers.remove(prompt)
                 self._answers.append(prompt)
         for answer in answering:
-            found += self._proceed(answer)
+            if answer.found is not None or answer.failed is not None:
+                found += self._proceed(answer)
         return found
 
     def _proceed(self, answer: Answer) -> Iterator[Progress]:
@@ -228,28 +239,81 @@ class Batch:
                 those.remove(answer)
 
     def _read(self, answers: list[Answer]) -> None:
-        """Read the token that each of these asks for; each has what came of it, or the error."""
-        rows, together = self._rows, list[Answer]()
-        shared = {a for a in answers if rows and (a.row is not None or rows.fits(a))}
-        if len(shared) == 1:  # it does not pay for the rows of others
-            shared.pop().session.fetch_cache()
+        """Read the token that each of these asks for: what came of it, or the error.
+
+        Some may have to wait for the next pass, where one has begun already.
+        """
+        rows, shared, apart = self._rows, list[Answer](), list[Answer]()
         for answer in answers:
-            assert answer.asked is not None
+            shares = rows is not None and (answer.row is not None or rows.fits(answer))
+            (shared if shares else apart).append(answer)
+        if len(shared) == 1 and self._begun is None:  # it does not pay for the rows of others
+            shared[0].session.fetch_cache()
+            apart.append(shared.pop())
+        for answer in apart:
+            if _is_unread(answer) and not self._is_begun(answer):
+                assert answer.asked is not None
+                try:
+                    token = self.runtime.token_ids([answer.asked.token])
+                    answer.found = answer.session.loop.read(token)
+                except Exception as error:
+                    answer.failed = error
+        if self._begun is None:
+            self._begin([answer for answer in shared if _is_unread(answer)])
+        self._wait()
+        ahead = rows is not None and rows.begins_ahead and len(shared) > 1
+        if ahead and all(_next_token(answer) is not None for answer in shared):
+            self._begin(shared)
+
+    def _begin(self, answers: list[Answer]) -> None:
+        """Begin a pass over rows, which reads the next token of each of these."""
+        rows, joined, tokens = self._rows, list[Answer](), list[int]()
+        for answer in answers:
+            assert rows is not None
+            token = _next_token(answer)
+            assert token is not None
             try:
-                if answer in shared:
-                    assert rows is not None
-                    rows.join(answer)
-                    together.append(answer)
-                    continue
-                token = self.runtime.token_ids([answer.asked.token])
-                answer.found = answer.session.loop.read(token)
+                rows.join(answer)
             except Exception as error:
                 answer.failed = error
-        if not together:
+                continue
+            joined.append(answer)
+            tokens.append(token)
+        if joined:
+            assert rows is not None
+            try:
+                self._begun = joined, rows.begin(joined, tokens)
+            except Exception as error:
+                for answer in joined:
+                    answer.failed = error
+
+    def _is_begun(self, answer: Answer) -> bool:
+        return self._begun is not None and answer in self._begun[0]
+
+    def _wait(self) -> None:
+        """Have those whose pass has begun know what came of it."""
+        if self._begun is None:
             return
-        assert rows is not None
+        (answers, wait), self._begun = self._begun, None
         try:
-            rows.read(together)
+            for answer, found in zip(answers, wait(), strict=True):
+                answer.found = found
         except Exception as error:
-            for answer in together:
+            for answer in answers:
                 answer.failed = error
+
+
+def _is_unread(answer: Answer) -> bool:
+    """Whether nothing came yet of the token that an answer asks for."""
+    return answer.found is None and answer.failed is None
+
+
+def _next_token(answer: Answer) -> int | None:
+    """The token of an answer that is to be read next; None: that is not known yet."""
+    asked = answer.asked
+    assert asked is not None
+    if _is_unread(answer):
+        return asked.token
+    found = answer.found
+    known = isinstance(found, int) and asked.ends is not None and found not in asked.ends
+    return found if known else None

@@ -31,6 +31,8 @@ class Read(NamedTuple):
 
     token: int
     likeliest: bool
+    ends: frozenset[int] | None = None
+    """The next token is asked for in its turn unless it is one of these; None: that depends."""
 
 
 class BlockRead(NamedTuple):
@@ -151,6 +153,7 @@ class Decoding:
         history = prompt[:, -engine.plan.budget_tokens :]
         # Whether whoever reads tokens may draw the next one, too.
         likeliest = sampler.likeliest and guide is None and noted is None
+        foreseen = likeliest and not stops and not loop.may_be_full
         while True:
             self._warn_beyond()
             token: Any = None
@@ -200,7 +203,8 @@ class Decoding:
             if not sampler.likeliest:
                 history = engine.append_token(history, token)
             if self.together:
-                logits = yield Read(number, likeliest)
+                last = turn.completion_tokens + 1 >= most
+                logits = yield Read(number, likeliest, ends if foreseen and not last else None)
             else:
                 logits = loop.read(token[:, None])
         text = stream.end()

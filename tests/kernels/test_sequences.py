@@ -126,9 +126,10 @@ def read_together(rows, sessions):
             answers[i].asked = Read(left[i].pop(0), False)
             assert answers[i].row is not None or rows.fits(answers[i])
             rows.join(answers[i])
-        rows.read([answers[i] for i in those])
-        for i in those:
-            logits[i].append(answers[i].found)
+        tokens = [answers[i].asked.token for i in those]
+        found = rows.begin([answers[i] for i in those], tokens)()
+        for i, its in zip(those, found, strict=True):
+            logits[i].append(its)
         if number == 11:
             sessions[0].fetch_cache()
             assert answers[0].row is None

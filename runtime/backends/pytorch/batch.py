@@ -10,7 +10,8 @@ each has in use, and one CUDA graph serves whatever they hold. Knows sessions an
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -36,6 +37,17 @@ from kvcap.runtime.planning.plan import MemoryPlan
 from kvcap.runtime.planning.serving import Shared
 from kvcap.runtime.session.batch import Answer
 from kvcap.runtime.types import Positions
+
+
+@dataclass
+class Begun:
+    """A pass over rows that has begun."""
+
+    asked: list[tuple[int, bool]]  # of every answer its row, and if the likeliest token will do
+    untold: set[int]  # rows of sessions whose caches do not know yet that their token is read
+    logits: torch.Tensor | None = None  # [rows, V]
+    wait: Callable[[], object] = lambda: None  # until it is computed
+    error: Exception | None = None  # why it is not
 
 
 class Rows:
@@ -66,7 +78,11 @@ class Rows:
         self._first: dict[int, int] = {}  # of a row: first tokens that are never evicted
         self._layers: dict[int, list[Any]] = {}  # of a row: those of its session's cache
         self._unlike: set[int] = set()  # rows taken that fill their slots, or have pins
+        self._begun: Begun | None = None
+        self.begins_ahead = model.device.type == "cuda"
+        """See `SharedRows.begins_ahead`: a CPU would compute the next pass at once."""
         self._ids = torch.zeros(size, 1, dtype=torch.long, device=model.device)
+        self._likeliest = torch.zeros(size, dtype=torch.long, pin_memory=self.begins_ahead)
         self._empty()
 
     @property
@@ -91,6 +107,7 @@ class Rows:
         """Copy a session's slots into a free row; `Session.fetch_cache` copies them back."""
         if answer.row is not None:
             return
+        assert self._begun is None, "rows are given between passes"
         session, own = answer.session, answer.session.loop.cache
         row = next(row for row in range(self.size) if row not in self._taken)
         with interrupts_deferred():
@@ -105,50 +122,73 @@ class Rows:
             answer.row = row
             session.cache_away = lambda: self._give_back(row)
 
-    def read(self, answers: list[Answer]) -> None:
-        """Read the token of each of these, which have rows; rows of others are changed as well.
+    def begin(self, answers: list[Answer], tokens: list[int]) -> Callable[[], list[Any]]:
+        """Begin to read the token of each of these, which have rows; see `SharedRows.begin`.
 
-        So whoever has a row must be read, or give it back. After an error nobody has one, and the
-        sessions' caches are empty: their conversations are read again with the next message.
+        Rows of others are changed as well: whoever has a row must be among them, or gives it back.
         """
         if len(answers) < len(self._taken):
             for answer in [a for a in self._taken.values() if a not in answers]:
                 answer.session.fetch_cache()
-        tokens = [0] * self.size
-        for answer in answers:
+        ids, asked = [0] * self.size, list[tuple[int, bool]]()
+        for answer, token in zip(answers, tokens, strict=True):
             assert answer.row is not None
             assert answer.asked is not None
-            tokens[answer.row] = answer.asked.token
+            ids[answer.row] = token
+            asked.append((answer.row, answer.asked.likeliest))
+        begun = self._begun = Begun(asked, {row for row, _ in asked})
         with interrupts_deferred():
-            self._ids.copy_(torch.tensor(tokens)[:, None], non_blocking=True)
+            self._ids.copy_(torch.tensor(ids)[:, None], non_blocking=True)
             try:
-                logits = self.loop.read(self._ids)
-            except Exception:
-                for answer in answers:
-                    self._free(answer.row)  # type: ignore[arg-type]
-                    answer.session.loop.cache.reset()
+                begun.logits = self.loop.read(self._ids)
+                if any(likeliest for _, likeliest in asked):
+                    self._likeliest.copy_(begun.logits.argmax(-1), non_blocking=True)
+                begun.wait = self.loop.launched()
+            except Exception as error:
+                begun.error = error
+        return self._end
+
+    def _end(self) -> list[Any]:
+        """What came of the pass that has begun, in the order of its answers."""
+        begun = self._begun
+        assert begun is not None
+        with interrupts_deferred():
+            for row in list(begun.untold):
+                self._tell(row)
+            self._begun = None
+            if begun.error is not None:
                 self.cache.reset()
                 self._empty()
-                raise
-            for answer in answers:
-                for layer in self._layers[answer.row]:  # type: ignore[index]
-                    layer.advance(1, kept=all(s.held < s.target_length for s in layer.segments))
+                raise begun.error
             if alike := {row for row in self._unlike if self._alike(row)}:
                 self._unlike -= alike
                 self._cut()
-        greedy = any(answer.asked.likeliest for answer in answers if answer.asked)
-        likeliest = logits.argmax(-1).tolist() if greedy else []
-        for answer in answers:
-            row, asked = answer.row, answer.asked
-            assert row is not None
-            assert asked is not None
-            answer.found = likeliest[row] if asked.likeliest else logits[row : row + 1]
+        begun.wait()
+        logits, numbers = begun.logits, self._likeliest.tolist()
+        assert logits is not None
+        return [numbers[row] if likely else logits[row : row + 1] for row, likely in begun.asked]
+
+    def _tell(self, row: int) -> None:
+        """Have a session's cache know that its token is read; without a row if that failed."""
+        begun = self._begun
+        assert begun is not None
+        begun.untold.remove(row)
+        if begun.error is None:
+            for layer in self._layers[row]:
+                layer.advance(1, kept=all(s.held < s.target_length for s in layer.segments))
+        else:
+            cache = self._taken[row].session.loop.cache
+            self._free(row)
+            cache.reset()
 
     def _give_back(self, row: int) -> None:
         """Copy a row's slots back into its session's cache, and free the row."""
-        answer = self._taken[row]
-        own = answer.session.loop.cache
+        own = self._taken[row].session.loop.cache
         with interrupts_deferred():
+            if self._begun is not None and row in self._begun.untold:
+                self._tell(row)
+                if row not in self._taken:
+                    return
             self._move(row, -self._ahead[row])
             self._copy(row, own, into_row=False)
             self._free(row)

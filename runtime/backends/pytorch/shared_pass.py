@@ -8,7 +8,7 @@ tokens, at positions of their own. Knows caches and sessions; no policy.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
@@ -87,9 +87,11 @@ class SharedPass:
         self._free.append(row)
         answer.row = session.cache_away = None
 
+    begins_ahead = False
+
     @torch.inference_mode()
-    def read(self, answers: list[Answer]) -> None:
-        """Read the token of each of these, which have joined; see `SharedRows.read`.
+    def begin(self, answers: list[Answer], tokens: list[int]) -> Callable[[], list[Any]]:
+        """Read the token of each of these, which have joined; see `SharedRows.begin`.
 
         Raises:
             MemoryCapExceeded: nothing was read; or the system refused memory half-way.
@@ -98,7 +100,6 @@ class SharedPass:
         guard = next((cache.guard for cache in caches if cache.guard is not None), None)
         if guard is not None:
             guard.check(len(answers))
-        tokens = [one.token for one in asked if one is not None]
         try:
             with interrupts_deferred():
                 logits = read_token_of_each(self.model, tokens, caches)
@@ -113,9 +114,9 @@ class SharedPass:
             ) from error
         greedy = any(one.likeliest for one in asked if one is not None)
         likeliest = logits.argmax(-1).tolist() if greedy else []
-        for row, answer in enumerate(answers):
-            wants = answer.asked is not None and answer.asked.likeliest
-            answer.found = likeliest[row] if wants else logits[row : row + 1]
+        wants = [one is not None and one.likeliest for one in asked]
+        found = [likeliest[i] if likely else logits[i : i + 1] for i, likely in enumerate(wants)]
+        return lambda: found
 
 
 def read_token_of_each(model: Any, tokens: Sequence[int], caches: Sequence[BudgetCache]) -> Tensor:

@@ -64,6 +64,19 @@ def kept(session: Session) -> list[list[int]]:
     return [sorted(head.tolist()) for s in segments for head in s.positions[0]]
 
 
+@pytest.fixture(params=[False, True], ids=["", "ahead"], autouse=True)
+def ahead(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether passes begin before what came of the one before is told, as on a GPU."""
+    init = Rows.__init__
+
+    def made(self: Rows, *args: Any) -> None:
+        init(self, *args)
+        self.begins_ahead = request.param
+
+    monkeypatch.setattr(Rows, "__init__", made)
+    return bool(request.param)
+
+
 NEVER = 1_000_000  # a token that is not drawn
 QUESTION = "What is the code for the {} door?"
 
@@ -138,11 +151,14 @@ def test_sessions_that_fill_join_at_their_own_length(
     assert alone[0].cache.seen > 64 > len(sessions[0].encode("Hello. Go on."))
     batch, held = runtime.batch(3), []
     assert isinstance(batch._rows, Rows)
-    given = batch._rows.read
+    given = batch._rows.begin
     monkeypatch.setattr(
         batch._rows,
-        "read",
-        lambda those: (held.append({a.session.loop.cache.held for a in those}), given(those))[1],
+        "begin",
+        lambda those, tokens: (
+            held.append({a.session.loop.cache.held for a in those}),
+            given(those, tokens),
+        )[1],
     )
     assert together(batch, [(s, s.send("Go on.")) for s in sessions]) == expected
     assert list(map(kept, sessions)) == list(map(kept, alone))
@@ -222,9 +238,9 @@ def test_sessions_share_passes_once_their_positions_are_compact(
     expected = ["".join(s.send("Go on.")) for s in alone]
     batch, rows = runtime.batch(2), []
     assert batch._rows is not None
-    given = batch._rows.read
+    given = batch._rows.begin
     monkeypatch.setattr(
-        batch._rows, "read", lambda those: (rows.append(len(those)), given(those))[1]
+        batch._rows, "begin", lambda those, ids: (rows.append(len(those)), given(those, ids))[1]
     )
     assert together(batch, [(s, s.send("Go on.")) for s in sessions]) == expected
     assert list(map(kept, sessions)) == list(map(kept, alone))
@@ -245,8 +261,11 @@ def test_sampled_answers_have_their_own_random_numbers() -> None:
     assert expected[0] != expected[1]
 
 
-def test_whoever_looks_at_a_session_finds_its_own_cache(tmp_path: Any) -> None:
-    """Saved, asked for figures or stopped in the middle, it is what it would be alone."""
+def test_whoever_looks_at_a_session_finds_its_own_cache(tmp_path: Any, ahead: bool) -> None:
+    """Saved, asked for figures or stopped in the middle, it is what it would be alone.
+
+    It has read its last token already where the next pass has begun.
+    """
     runtime = runtime_of()
     alone, sessions = begun(runtime, SAID[:2]), begun(runtime, SAID[:2])
     for session in (*alone, *sessions):
@@ -269,10 +288,46 @@ def test_whoever_looks_at_a_session_finds_its_own_cache(tmp_path: Any) -> None:
     batch.remove(sessions[0])
     assert sessions[0].turn.finish_reason == "interrupted"  # type: ignore[union-attr]
     loaded = Session.load(runtime, tmp_path / "one.kvcap")
-    assert loaded.cache.seen == seen == alone[0].cache.seen
+    unread = alone[0].conversation["unread"]
+    if ahead:
+        alone[0].loop.read(torch.tensor([unread]))
+    assert loaded.cache.seen == seen + ahead == alone[0].cache.seen
     assert kept(loaded) == kept(alone[0])
+    assert loaded.conversation["unread"] == ([] if ahead else unread)
     "".join(text for _, text in batch)  # the other one ends as usual
     assert sessions[1].turn.finish_reason == "length"  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("stop", [None, ["door"]])
+def test_a_pass_begins_ahead_where_it_is_certain_what_it_reads(
+    stop: list[str] | None, ahead: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not where text may end an answer, nor after the last token but one."""
+    runtime = runtime_of()
+    sessions = begun(runtime, SAID[:2])
+    batch, passes = runtime.batch(2), list[list[int]]()
+    assert isinstance(batch._rows, Rows)
+    begin = batch._rows.begin
+
+    def noting(answers: list[Answer], tokens: list[int]) -> Any:
+        passes.append(tokens)
+        return begin(answers, tokens)
+
+    monkeypatch.setattr(batch._rows, "begin", noting)
+    for session in sessions:
+        session.set_generation(eos_token_id=NEVER, max_new_tokens=9, stop_strings=stop)
+        batch.add(session, session.send("Go on."))
+    began = []
+    while batch._all:
+        before = len(passes)
+        batch.step()
+        began.append((len(passes) - before, batch._begun is not None))
+    together = [one for one in began if one[0]]
+    # While prompts are read the first answer is a token ahead, alone.
+    if stop is None and ahead:
+        assert together == [(2, True)] + [(1, True)] * 5
+    else:
+        assert together == [(1, False)] * 7
 
 
 def test_an_error_ends_its_own_answer_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -291,7 +346,7 @@ def test_an_error_ends_its_own_answer_alone(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize("budget", [48, 300])  # full sessions, and such that fill
 def test_a_shared_pass_that_fails_ends_those_answers_and_no_more(
-    budget: int, monkeypatch: pytest.MonkeyPatch
+    budget: int, ahead: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whose conversations are read again, and end as those of sessions that never failed."""
     runtime = runtime_of(budget=budget)
@@ -305,6 +360,8 @@ def test_a_shared_pass_that_fails_ends_those_answers_and_no_more(
         batch.step()
     with monkeypatch.context() as patched:
         patched.setattr(batch._rows.loop, "read", _fail)
+        if ahead:  # what came of the pass before is told first
+            assert [bool(x.text) for x in batch.step()] == [True, True]
         ends = [x for x in batch.step() if x.ended]
     assert [type(x.error) for x in ends] == [ZeroDivisionError] * 2
     assert [s.cache.seen for s in sessions[:2]] == [0, 0]
@@ -370,11 +427,15 @@ def test_a_gpu_is_one_block_of_prompts_behind_at_most(monkeypatch: pytest.Monkey
 
 @pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("policy", ["keydiff", "adakv"])
-def test_a_paused_answer_leaves_its_place_and_goes_on_as_if_it_had_not(policy: str) -> None:
+def test_a_paused_answer_leaves_its_place_and_goes_on_as_if_it_had_not(
+    policy: str, ahead: bool
+) -> None:
     runtime = runtime_of(policy)
     alone, sessions = begun(runtime, SAID), begun(runtime, SAID)
     for session in (*alone, *sessions):
-        session.set_generation(eos_token_id=NEVER, do_sample=True, temperature=0.7, seed=3)
+        session.set_generation(eos_token_id=NEVER)
+        if not ahead:  # only the likeliest token is known ahead
+            session.set_generation(do_sample=True, temperature=0.7, seed=3)
     expected = ["".join(s.send("Go on.")) for s in alone]
     batch, found = runtime.batch(2), {id(s): "" for s in sessions}
 
@@ -446,9 +507,11 @@ def test_pinned_first_messages_stay_in_a_row(policy: str, monkeypatch: pytest.Mo
     expected = ["".join(s.send("Go on.")) for s in alone]
     batch, together_at = runtime.batch(3), []
     assert isinstance(batch._rows, Rows)
-    given = batch._rows.read
+    given = batch._rows.begin
     monkeypatch.setattr(
-        batch._rows, "read", lambda those: (together_at.append(len(those)), given(those))[1]
+        batch._rows,
+        "begin",
+        lambda those, ids: (together_at.append(len(those)), given(those, ids))[1],
     )
     assert together(batch, [(s, s.send("Go on.")) for s in sessions]) == expected
     assert together_at.count(3) >= 36

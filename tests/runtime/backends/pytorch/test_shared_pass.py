@@ -272,8 +272,7 @@ def kept_rotated(runtime: kvcap.Runtime, *, lends: bool) -> list[torch.Tensor]:
             session.loop.read(torch.tensor([[5, 6, 7]]))
         answer.asked = Read(token, False)
         passes.join(answer)
-        passes.read([answer])
-        found.append(answer.found)
+        found += passes.begin([answer], [token])()
     lent = session.loop.cache.capped_layers[0].storage.lent
     assert (lent is not None and lent.count > 0) is lends
     found += [segment.keys for layer in session.cache.capped_layers for segment in layer.segments]
