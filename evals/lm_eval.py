@@ -413,7 +413,7 @@ class KvcapLM(TemplateLM):  # type: ignore[misc]
                     going.discard(row)
             if not going or step == most:
                 break
-            if not sampler.likeliest:
+            if sampler.recipe is None:
                 history = torch.cat((history, tokens[:, None]), dim=1)
             logits = loop.read(tokens[:, None])
         return [text + stream.end() for text, stream in zip(texts, streams, strict=True)]

@@ -34,7 +34,7 @@ class Answer:
     pieces: Generator[Any, Any, None]
     reading: bool = True  # its prompt
     asked: Read | None = None  # the token that it wants read
-    found: Any = None  # what came of that: logits [1, V], or the likeliest token
+    found: Any = None  # what came of that: logits [1, V], or the next token
     failed: Exception | None = None  # why that was not read
     row: int | None = None  # of what sessions share, as long as its session has one
 

@@ -26,11 +26,12 @@ UNKNOWN = -1
 class Read(NamedTuple):
     """Asks for a token to be read, where somebody reads those of several answers at once.
 
-    To be sent back: logits [1, V] of the next token; or its id, if that is the `likeliest` anyway.
+    To be sent back: logits [1, V] of the next token, or the id of the one that the sampler draws.
     """
 
     token: int
-    likeliest: bool
+    sampler: Any = None
+    """The engine's `Sampler` that may draw the next token; None: nobody else may."""
     ends: frozenset[int] | None = None
     """The next token is asked for in its turn unless it is one of these; None: that depends."""
 
@@ -151,9 +152,9 @@ class Decoding:
         turn.read_tokens = len(ids)
         # A penalty looks back at this turn only: the history of a conversation has no bound.
         history = prompt[:, -engine.plan.budget_tokens :]
-        # Whether whoever reads tokens may draw the next one, too.
-        likeliest = sampler.likeliest and guide is None and noted is None
-        foreseen = likeliest and not stops and not loop.may_be_full
+        # Whoever reads tokens may draw the next one, too.
+        free = sampler.recipe is not None and guide is None and noted is None
+        drawing, foreseen = sampler if free else None, free and not stops and not loop.may_be_full
         while True:
             self._warn_beyond()
             token: Any = None
@@ -200,11 +201,11 @@ class Decoding:
                 loop.check_room(1, most - turn.completion_tokens)
             if token is None and not self.together:
                 token = engine.token_ids([number])[0]
-            if not sampler.likeliest:
+            if sampler.recipe is None:
                 history = engine.append_token(history, token)
             if self.together:
                 last = turn.completion_tokens + 1 >= most
-                logits = yield Read(number, likeliest, ends if foreseen and not last else None)
+                logits = yield Read(number, drawing, ends if foreseen and not last else None)
             else:
                 logits = loop.read(token[:, None])
         text = stream.end()

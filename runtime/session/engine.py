@@ -96,8 +96,11 @@ class Sampler(Protocol):
     """Draws the next token."""
 
     @property
-    def likeliest(self) -> bool:
-        """Whether that is the likeliest one, whatever came before."""
+    def recipe(self) -> tuple[float, ...] | None:
+        """The settings it draws by, where whatever came before changes nothing: () the likeliest.
+
+        Samplers of one recipe may draw in one go. None: what came before counts.
+        """
 
     def next(
         self,

@@ -123,7 +123,7 @@ def read_together(rows, sessions):
     for number in range(len(TOKENS[0])):
         those = [i for i, mine in enumerate(left) if mine and (i != 1 or number % 5 != 4)]
         for i in those:
-            answers[i].asked = Read(left[i].pop(0), False)
+            answers[i].asked = Read(left[i].pop(0))
             assert answers[i].row is not None or rows.fits(answers[i])
             rows.join(answers[i])
         tokens = [answers[i].asked.token for i in those]

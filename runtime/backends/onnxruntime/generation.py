@@ -69,10 +69,13 @@ class Sampler:
         self.greedy = not config.do_sample or config.temperature == 0
 
     @property
-    def likeliest(self) -> bool:
-        """Whether the likeliest token is drawn, whatever came before."""
-        penalised = any(settings.penalties(self.config))
-        return self.greedy and not penalised and self.config.repetition_penalty in (None, 1.0)
+    def recipe(self) -> tuple[float, ...] | None:
+        """See `Sampler.recipe` in `engine.py`."""
+        config = self.config
+        if any(settings.penalties(config)) or config.repetition_penalty not in (None, 1.0):
+            return None
+        drawn = config.temperature, config.top_k, config.top_p, config.min_p
+        return () if self.greedy else tuple(float(x or 0) for x in drawn)
 
     def next(
         self,

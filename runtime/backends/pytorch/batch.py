@@ -20,6 +20,7 @@ from kvcap.kernels.choice import ready
 from kvcap.policies import Eviction
 from kvcap.runtime.backends.pytorch.cuda_graphs import steady, why_unsteady
 from kvcap.runtime.backends.pytorch.loop import BlockLoop
+from kvcap.runtime.backends.pytorch.sampler import draw_each
 from kvcap.runtime.backends.pytorch.shared_pass import (
     SharedPass,
     lent_shapes,
@@ -43,7 +44,8 @@ from kvcap.runtime.types import Positions
 class Begun:
     """A pass over rows that has begun."""
 
-    asked: list[tuple[int, bool]]  # of every answer its row, and if the likeliest token will do
+    rows: list[int]  # of its answers
+    drawing: set[int]  # rows whose next tokens are drawn at once
     untold: set[int]  # rows of sessions whose caches do not know yet that their token is read
     logits: torch.Tensor | None = None  # [rows, V]
     wait: Callable[[], object] = lambda: None  # until it is computed
@@ -82,7 +84,7 @@ class Rows:
         self.begins_ahead = model.device.type == "cuda"
         """See `SharedRows.begins_ahead`: a CPU would compute the next pass at once."""
         self._ids = torch.zeros(size, 1, dtype=torch.long, device=model.device)
-        self._likeliest = torch.zeros(size, dtype=torch.long, pin_memory=self.begins_ahead)
+        self._drawn = torch.zeros(size, dtype=torch.long, pin_memory=self.begins_ahead)
         self._empty()
 
     @property
@@ -130,19 +132,21 @@ class Rows:
         if len(answers) < len(self._taken):
             for answer in [a for a in self._taken.values() if a not in answers]:
                 answer.session.fetch_cache()
-        ids, asked = [0] * self.size, list[tuple[int, bool]]()
+        ids, samplers = [0] * self.size, dict[int, Any]()
         for answer, token in zip(answers, tokens, strict=True):
             assert answer.row is not None
             assert answer.asked is not None
             ids[answer.row] = token
-            asked.append((answer.row, answer.asked.likeliest))
-        begun = self._begun = Begun(asked, {row for row, _ in asked})
+            if answer.asked.sampler is not None:
+                samplers[answer.row] = answer.asked.sampler
+        rows = [answer.row for answer in answers if answer.row is not None]
+        begun = self._begun = Begun(rows, set(samplers), set(rows))
         with interrupts_deferred():
             self._ids.copy_(torch.tensor(ids)[:, None], non_blocking=True)
             try:
                 begun.logits = self.loop.read(self._ids)
-                if any(likeliest for _, likeliest in asked):
-                    self._likeliest.copy_(begun.logits.argmax(-1), non_blocking=True)
+                if samplers:
+                    self._drawn.copy_(draw_each(begun.logits, samplers), non_blocking=True)
                 begun.wait = self.loop.launched()
             except Exception as error:
                 begun.error = error
@@ -164,9 +168,9 @@ class Rows:
                 self._unlike -= alike
                 self._cut()
         begun.wait()
-        logits, numbers = begun.logits, self._likeliest.tolist()
+        logits, drawn = begun.logits, self._drawn.tolist()
         assert logits is not None
-        return [numbers[row] if likely else logits[row : row + 1] for row, likely in begun.asked]
+        return [drawn[i] if i in begun.drawing else logits[i : i + 1] for i in begun.rows]
 
     def _tell(self, row: int) -> None:
         """Have a session's cache know that its token is read; without a row if that failed."""

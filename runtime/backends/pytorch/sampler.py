@@ -1,9 +1,16 @@
-"""Draws the next token from logits, by transformers' own logits processors."""
+"""Draws the next token from logits, by transformers' own logits processors.
+
+What is drawn is the first token up to which the shares of all, in the vocabulary's order, exceed a
+random number: one number a token, whatever the size of the vocabulary, and no token's share leaves
+the device.
+"""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -34,6 +41,9 @@ NOT_READ = {"no_repeat_ngram_size": 0, "encoder_no_repeat_ngram_size": 0, "bad_w
             "sequence_bias": None, "suppress_tokens": None, "begin_suppress_tokens": None,
             "forced_bos_token_id": None, "forced_eos_token_id": None, "max_time": None,
             "exponential_decay_length_penalty": None, "watermarking_config": None}  # fmt: skip
+
+
+AT_ONCE = 16  # rows of logits that a GPU sorts and adds up in one go; a CPU takes each by itself
 
 
 class Sampler:
@@ -69,11 +79,8 @@ class Sampler:
         self.generator = generator
         self.processors = _processors(config, self.greedy)
         self.presence, self.frequency = settings.penalties(config)
-
-    @property
-    def likeliest(self) -> bool:
-        """Whether the likeliest token is drawn, whatever came before."""
-        return self.greedy and not (self.processors or self.presence or self.frequency)
+        self.recipe = _recipe(config, self.greedy)
+        """See `Sampler.recipe` in `engine.py`."""
 
     def next(
         self,
@@ -96,7 +103,7 @@ class Sampler:
             known = min(len(allowed), len(gone))
             gone[:known] = torch.from_numpy(~allowed[:known])
             logits = logits.masked_fill(gone.to(logits.device), float("-inf"))
-        if self.likeliest:
+        if self.recipe == ():
             return logits.argmax(-1)
         scores: Tensor = logits.float()
         if said and (self.presence or self.frequency):
@@ -106,8 +113,11 @@ class Sampler:
         scores = self.processors(history, scores)
         if self.greedy:
             return scores.argmax(-1)
-        weights = scores.softmax(-1).cpu()
-        return torch.multinomial(weights, 1, generator=self.generator)[:, 0].to(logits.device)
+        return drawn(scores, self.numbers(len(scores)))
+
+    def numbers(self, count: int = 1) -> Tensor:
+        """The generator's next random numbers [count], from 0 to below 1."""
+        return torch.rand(count, generator=self.generator, dtype=torch.float64)
 
     def logprobs(self, logits: Tensor, token: int, top: int) -> list[tuple[int, float]]:
         """The `token` and the `top` likeliest ones, each with its log probability.
@@ -123,11 +133,58 @@ class Sampler:
         ]
 
 
-def _processors(config: GenerationConfig, greedy: bool) -> LogitsProcessorList:
-    def given(name: str) -> bool:
-        return getattr(config, name, None) not in (None, NEUTRAL[name])
+@torch.inference_mode()
+def draw_each(logits: Tensor, samplers: Mapping[int, Sampler]) -> Tensor:
+    """Token ids [B] from logits [B, V], each by the sampler of its row; arbitrary without one.
 
-    chosen = LogitsProcessorList()
+    All have recipes, and those of one recipe draw in one go.
+    """
+    found, groups = logits.argmax(-1), defaultdict[tuple[float, ...], list[int]](list)
+    at_once = AT_ONCE if logits.is_cuda else 1
+    for row, sampler in samplers.items():
+        assert sampler.recipe is not None
+        if sampler.recipe:
+            groups[sampler.recipe].append(row)
+    for rows in groups.values():
+        for first in range(0, len(rows), at_once):
+            some = rows[first : first + at_once]
+            at = torch.tensor(some, device=logits.device)
+            scores = samplers[some[0]].processors(None, logits[at].float())
+            found[at] = drawn(scores, torch.cat([samplers[row].numbers() for row in some]))
+    return found
+
+
+def drawn(scores: Tensor, numbers: Tensor) -> Tensor:
+    """Token ids [B], each with the share that a softmax of its scores [B, V] gives it.
+
+    Args:
+        scores: of which -inf is never drawn.
+        numbers: [B] random ones, from 0 to below 1.
+    """
+    wide = torch.float32 if scores.device.type == "mps" else torch.float64
+    shares = scores.softmax(-1)
+    mass = shares.cumsum(-1, dtype=wide)
+    bounds = numbers.to(scores.device, wide)[:, None] * mass[:, -1:]
+    found = torch.searchsorted(mass, bounds, right=True).clamp_(max=scores.shape[-1] - 1)
+    # A sum of many parts may grow by a rounding where there is no share.
+    there = shares.gather(-1, found) > 0
+    return torch.where(there, found, shares.argmax(-1, keepdim=True))[:, 0]
+
+
+def _given(config: GenerationConfig, name: str) -> bool:
+    """Whether a setting would change what is drawn."""
+    return getattr(config, name, None) not in (None, NEUTRAL[name])
+
+
+def _recipe(config: GenerationConfig, greedy: bool) -> tuple[float, ...] | None:
+    if _given(config, "repetition_penalty") or any(settings.penalties(config)):
+        return None
+    names = () if greedy else ("temperature", "top_k", "top_p", "min_p")
+    return tuple(float(getattr(config, x) if _given(config, x) else NEUTRAL[x]) for x in names)
+
+
+def _processors(config: GenerationConfig, greedy: bool) -> LogitsProcessorList:
+    given, chosen = partial(_given, config), LogitsProcessorList()
     if given("repetition_penalty"):
         chosen.append(RepetitionPenaltyLogitsProcessor(float(config.repetition_penalty)))
     if greedy:

@@ -21,6 +21,7 @@ from kvcap.kernels.choice import ready
 from kvcap.policies import Eviction
 from kvcap.runtime.attention.masks import Slots
 from kvcap.runtime.backends.pytorch.loop import BlockLoop, out_of_memory
+from kvcap.runtime.backends.pytorch.sampler import draw_each
 from kvcap.runtime.cache.allocation import LentKeys
 from kvcap.runtime.cache.cache import BudgetCache
 from kvcap.runtime.cache.layer import BudgetLayer, refuse_moving, refuse_reordering
@@ -96,7 +97,7 @@ class SharedPass:
         Raises:
             MemoryCapExceeded: nothing was read; or the system refused memory half-way.
         """
-        caches, asked = [a.session.loop.cache for a in answers], [a.asked for a in answers]
+        caches = [a.session.loop.cache for a in answers]
         guard = next((cache.guard for cache in caches if cache.guard is not None), None)
         if guard is not None:
             guard.check(len(answers))
@@ -112,10 +113,10 @@ class SharedPass:
                 f"the system refused the memory that a pass over {len(answers)} tokens takes; what "
                 "was held is forgotten, conversations are read again with their next message"
             ) from error
-        greedy = any(one.likeliest for one in asked if one is not None)
-        likeliest = logits.argmax(-1).tolist() if greedy else []
-        wants = [one is not None and one.likeliest for one in asked]
-        found = [likeliest[i] if likely else logits[i : i + 1] for i, likely in enumerate(wants)]
+        asked = {i: a.asked for i, a in enumerate(answers) if a.asked is not None}
+        samplers = {i: one.sampler for i, one in asked.items() if one.sampler is not None}
+        numbers = draw_each(logits, samplers).tolist() if samplers else []
+        found = [numbers[i] if i in samplers else logits[i : i + 1] for i in range(len(answers))]
         return lambda: found
 
 

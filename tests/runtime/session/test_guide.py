@@ -216,7 +216,7 @@ def runtime(request, tmp_path_factory):
 def test_answers_of_a_random_model_fit_or_are_cut(runtime):
     """Whatever is drawn, past evictions too; a model without an end token ends all the same."""
     session, reasons = session_of(runtime), set()
-    session.set_generation(temperature=1.0, max_new_tokens=40, seed=0)
+    session.set_generation(temperature=1.0, max_new_tokens=40, seed=5)
     for name in ("letters", "whole range", "multiples", "tuple", "constants", "date", "anything"):
         session.set_generation(json_schema=TRICKY[name])
         for _ in range(3):

@@ -104,7 +104,7 @@ def test_a_special_token_can_be_a_stop_string(runtime):
 
     class Swapped:  # the first token drawn is <|pad|>
         def __init__(self, sampler: Any) -> None:
-            self.sampler, self.likeliest = sampler, False
+            self.sampler, self.recipe = sampler, None
 
         def next(self, *given: Any) -> Any:
             found = self.sampler.next(*given)
@@ -233,7 +233,7 @@ def test_penalties_are_those_of_openai(logits, said, presence, frequency):
         numpy_one.next(row.copy(), history, None, said),
     ):
         assert expected[one.item()] >= expected.max() - 1e-4
-    assert torch_one.likeliest is numpy_one.likeliest is (presence == frequency == 0)
+    assert torch_one.recipe == numpy_one.recipe == (() if presence == frequency == 0 else None)
     assert row[0].tolist() == np.array(logits, np.float32).tolist()  # others may read them
 
 

@@ -298,9 +298,13 @@ def test_whoever_looks_at_a_session_finds_its_own_cache(tmp_path: Any, ahead: bo
     assert sessions[1].turn.finish_reason == "length"  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("stop", [None, ["door"]])
+@pytest.mark.parametrize(
+    ("more", "certain"),
+    [({}, True), ({"do_sample": True, "top_p": 0.9}, True), ({"stop_strings": ["door"]}, False),
+     ({"presence_penalty": 0.1}, False), ({"logprobs": 1}, False)],
+)  # fmt: skip
 def test_a_pass_begins_ahead_where_it_is_certain_what_it_reads(
-    stop: list[str] | None, ahead: bool, monkeypatch: pytest.MonkeyPatch
+    more: dict[str, Any], certain: bool, ahead: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not where text may end an answer, nor after the last token but one."""
     runtime = runtime_of()
@@ -315,7 +319,7 @@ def test_a_pass_begins_ahead_where_it_is_certain_what_it_reads(
 
     monkeypatch.setattr(batch._rows, "begin", noting)
     for session in sessions:
-        session.set_generation(eos_token_id=NEVER, max_new_tokens=9, stop_strings=stop)
+        session.set_generation(eos_token_id=NEVER, max_new_tokens=9, **more)
         batch.add(session, session.send("Go on."))
     began = []
     while batch._all:
@@ -324,7 +328,7 @@ def test_a_pass_begins_ahead_where_it_is_certain_what_it_reads(
         began.append((len(passes) - before, batch._begun is not None))
     together = [one for one in began if one[0]]
     # While prompts are read the first answer is a token ahead, alone.
-    if stop is None and ahead:
+    if certain and ahead:
         assert together == [(2, True)] + [(1, True)] * 5
     else:
         assert together == [(1, False)] * 7
@@ -427,15 +431,11 @@ def test_a_gpu_is_one_block_of_prompts_behind_at_most(monkeypatch: pytest.Monkey
 
 @pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("policy", ["keydiff", "adakv"])
-def test_a_paused_answer_leaves_its_place_and_goes_on_as_if_it_had_not(
-    policy: str, ahead: bool
-) -> None:
+def test_a_paused_answer_leaves_its_place_and_goes_on_as_if_it_had_not(policy: str) -> None:
     runtime = runtime_of(policy)
     alone, sessions = begun(runtime, SAID), begun(runtime, SAID)
     for session in (*alone, *sessions):
-        session.set_generation(eos_token_id=NEVER)
-        if not ahead:  # only the likeliest token is known ahead
-            session.set_generation(do_sample=True, temperature=0.7, seed=3)
+        session.set_generation(eos_token_id=NEVER, do_sample=True, temperature=0.7, seed=3)
     expected = ["".join(s.send("Go on.")) for s in alone]
     batch, found = runtime.batch(2), {id(s): "" for s in sessions}
 

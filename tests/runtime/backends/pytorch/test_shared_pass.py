@@ -270,7 +270,7 @@ def kept_rotated(runtime: kvcap.Runtime, *, lends: bool) -> list[torch.Tensor]:
     for token in range(30, 58):
         if token == 45:  # a block comes in between, and evicts
             session.loop.read(torch.tensor([[5, 6, 7]]))
-        answer.asked = Read(token, False)
+        answer.asked = Read(token)
         passes.join(answer)
         found += passes.begin([answer], [token])()
     lent = session.loop.cache.capped_layers[0].storage.lent

@@ -1,0 +1,69 @@
+"""Tokens drawn by one random number each, several at once as each alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import GenerationConfig
+
+from kvcap.runtime.backends.pytorch.sampler import Sampler, draw_each, drawn
+
+
+def sampler(seed: int = 0, **options: Any) -> Sampler:
+    return Sampler(GenerationConfig(**options), torch.Generator().manual_seed(seed))
+
+
+def test_tokens_are_drawn_by_their_shares() -> None:
+    scores = torch.tensor([2.0, float("-inf"), 0.0, 1.0, float("-inf")])
+    shares, count = scores.softmax(-1), 1000
+    numbers = (torch.arange(count, dtype=torch.float64) + 0.5) / count
+    found = drawn(scores.expand(count, -1), numbers).bincount(minlength=5)
+    torch.testing.assert_close(found / count, shares, atol=1 / count, rtol=0)
+
+
+@pytest.mark.parametrize("number", [0.0, 1 - 2**-53])
+def test_no_token_without_a_share_is_drawn(number: float) -> None:
+    """Nor where sums are rounded: of a token before all others and of one behind them."""
+    scores = torch.full((1, 50_000), float("-inf"))
+    scores[0, 7:40_000:3] = torch.randn(13_331, generator=torch.Generator().manual_seed(0))
+    found = drawn(scores, torch.tensor([number], dtype=torch.float64)).item()
+    assert found == (7 if number == 0 else 39_997)
+
+
+def test_a_rounding_where_there_is_no_share_is_the_likeliest_token(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    scores = torch.tensor([[1.0, 3.0, float("-inf")]])
+    monkeypatch.setattr(torch, "searchsorted", lambda *_, **__: torch.tensor([[2]]))
+    assert drawn(scores, torch.zeros(1)).tolist() == [1]
+
+
+SETTINGS: list[dict[str, Any]] = [
+    {"do_sample": False}, {"do_sample": True}, {"do_sample": True, "temperature": 0.7},
+    {"do_sample": True, "temperature": 0.7, "top_k": 5, "top_p": 0.9},
+    {"do_sample": True, "min_p": 0.2},
+]  # fmt: skip
+
+
+def test_rows_that_draw_together_draw_as_each_alone() -> None:
+    generator = torch.Generator().manual_seed(1)
+    rows = [settings for settings in SETTINGS for _ in range(18)]
+    together, alone = ({i: sampler(i, **rows[i]) for i in range(len(rows))} for _ in range(2))
+    del together[3], together[40]  # they draw by themselves
+    for _ in range(3):
+        logits = 3 * torch.randn(len(rows), 40, generator=generator)
+        found = draw_each(logits, together).tolist()
+        for i in together:
+            assert found[i] == alone[i].next(logits[i : i + 1], torch.zeros(1, 0)).item()
+
+
+def test_recipes_are_of_what_changes_a_draw() -> None:
+    assert sampler(do_sample=False, temperature=0.3).recipe == ()
+    assert sampler(do_sample=True).recipe == sampler(do_sample=True, temperature=1.0).recipe
+    assert sampler(do_sample=True).recipe != sampler(do_sample=True, top_p=0.5).recipe
+    for name in ("repetition_penalty", "presence_penalty", "frequency_penalty"):
+        config = GenerationConfig()
+        setattr(config, name, 1.2)
+        assert Sampler(config, torch.Generator()).recipe is None
