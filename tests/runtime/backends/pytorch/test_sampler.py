@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 from transformers import GenerationConfig
+from transformers.generation import TopPLogitsWarper
 
-from kvcap.runtime.backends.pytorch.sampler import Sampler, draw_each, drawn
+from kvcap.runtime.backends.pytorch.sampler import Nucleus, Sampler, draw_each, drawn
 
 
 def sampler(seed: int = 0, **options: Any) -> Sampler:
@@ -38,6 +39,23 @@ def test_a_rounding_where_there_is_no_share_is_the_likeliest_token(
     scores = torch.tensor([[1.0, 3.0, float("-inf")]])
     monkeypatch.setattr(torch, "searchsorted", lambda *_, **__: torch.tensor([[2]]))
     assert drawn(scores, torch.zeros(1)).tolist() == [1]
+
+
+@pytest.mark.parametrize("spread", [0.0, 0.1, 1.0, 5.0])
+@pytest.mark.parametrize("top_p", [0.01, 0.5, 0.9, 0.999])
+def test_the_likeliest_tokens_of_a_share_are_those_of_transformers(
+    spread: float, top_p: float
+) -> None:
+    """Few of them, or nearly all of a vocabulary; where all are as likely, as many."""
+    generator = torch.Generator().manual_seed(0)
+    scores = spread * torch.randn(2, 5000, generator=generator)
+    scores[:, 77:99] = float("-inf")  # by a limit before
+    scores[0, 5] += 2 * spread
+    found, expected = (x(top_p)(None, scores) for x in (Nucleus, TopPLogitsWarper))
+    if spread:
+        assert torch.equal(found, expected)
+    else:  # to a rounding of their sum
+        assert abs((found > -1).sum() - (expected > -1).sum()) <= 3
 
 
 SETTINGS: list[dict[str, Any]] = [
