@@ -18,6 +18,8 @@ from kvcap.runtime.session import settings
 
 Floats = NDArray[np.float32]
 
+LIKELIEST = 256, 2048  # tokens whose share is tried before all are sorted
+
 
 @dataclass
 class Generation:
@@ -145,8 +147,18 @@ class Sampler:
 
 def _within(scores: Floats, mass: float) -> Floats:
     """The scores of the likeliest tokens, one at least, that together have so much mass."""
+    shares = _softmax(scores)
+    for count in LIKELIEST:
+        if count < len(scores):
+            some = np.argpartition(scores, -count)[-count:]
+            some = some[np.argsort(-scores[some], kind="stable")]
+            before = shares[some].cumsum() - shares[some]
+            if before[-1] >= mass:
+                found, kept = np.full_like(scores, -np.inf), some[before < mass]
+                found[kept] = scores[kept]
+                return found
     order = np.argsort(scores, kind="stable")  # least likely first
-    gone = _softmax(scores)[order].cumsum() <= 1 - mass
+    gone = shares[order].cumsum() <= 1 - mass
     gone[-1] = False
     return _without(scores, gone[np.argsort(order)])
 

@@ -125,6 +125,21 @@ def test_a_repetition_penalty_is_the_same_in_both_backends(logits, said, penalty
     np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("spread", [0.5, 1.0, 5.0])
+@pytest.mark.parametrize("top_p", [0.01, 0.5, 0.9, 0.999])
+def test_top_p_is_the_same_in_both_backends(spread, top_p):
+    """Whether few tokens have that share, or nearly all of a vocabulary."""
+    scores = spread * np.random.default_rng(0).standard_normal(5000).astype(np.float32)
+    mine = generation.Sampler(
+        generation.Generation(do_sample=True, top_p=top_p), np.random.default_rng(0)
+    )
+    config = GenerationConfig(do_sample=True, top_p=top_p, top_k=0)
+    theirs = sampling.Sampler(config, torch.Generator())
+    a = mine.scores(scores.copy(), np.array([0]))
+    b = theirs.processors(None, torch.from_numpy(scores)[None])[0].numpy()
+    assert np.array_equal(a, b)
+
+
 def test_a_whole_number_is_a_number():
     config = GenerationConfig(repetition_penalty=2, do_sample=True, temperature=1, top_p=1)
     sampler = sampling.Sampler(config, torch.Generator())
