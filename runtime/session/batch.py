@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from kvcap.runtime.errors import PlanInfeasible
+from kvcap.runtime.interrupts import interrupts_deferred
 from kvcap.runtime.session.decoding import BlockRead, Read
 
 if TYPE_CHECKING:
@@ -281,11 +282,12 @@ class Batch:
             tokens.append(token)
         if joined:
             assert rows is not None
-            try:
-                self._begun = joined, rows.begin(joined, tokens)
-            except Exception as error:
-                for answer in joined:
-                    answer.failed = error
+            with interrupts_deferred():
+                try:
+                    self._begun = joined, rows.begin(joined, tokens)
+                except Exception as error:
+                    for answer in joined:
+                        answer.failed = error
 
     def _is_begun(self, answer: Answer) -> bool:
         return self._begun is not None and answer in self._begun[0]
@@ -294,13 +296,14 @@ class Batch:
         """Have those whose pass has begun know what came of it."""
         if self._begun is None:
             return
-        (answers, wait), self._begun = self._begun, None
-        try:
-            for answer, found in zip(answers, wait(), strict=True):
-                answer.found = found
-        except Exception as error:
-            for answer in answers:
-                answer.failed = error
+        with interrupts_deferred():
+            (answers, wait), self._begun = self._begun, None
+            try:
+                for answer, found in zip(answers, wait(), strict=True):
+                    answer.found = found
+            except Exception as error:
+                for answer in answers:
+                    answer.failed = error
 
 
 def _is_unread(answer: Answer) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import signal
 import subprocess
 import sys
 from functools import partial
@@ -332,6 +333,35 @@ def test_a_pass_begins_ahead_where_it_is_certain_what_it_reads(
         assert together == [(2, True)] + [(1, True)] * 5
     else:
         assert together == [(1, False)] * 7
+
+
+def test_ctrl_c_while_a_pass_is_waited_for_loses_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime = runtime_of()
+    alone, sessions = begun(runtime, SAID[:2]), begun(runtime, SAID[:2])
+    expected = ["".join(s.send("Go on.")) for s in alone]
+    batch, left = runtime.batch(2), [5]
+    assert isinstance(batch._rows, Rows)
+
+    def interrupted() -> None:
+        left[0] -= 1
+        if left[0] == 0:
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(batch._rows.loop, "launched", lambda: interrupted)
+    for session in sessions:
+        batch.add(session, session.send("Go on."))
+    found = {id(s): "" for s in sessions}
+
+    def answer() -> None:
+        while batch._all:
+            for progress in batch.step():
+                found[id(progress.session)] += progress.text
+
+    with pytest.raises(KeyboardInterrupt):
+        answer()
+    answer()
+    assert list(found.values()) == expected
+    assert list(map(kept, sessions)) == list(map(kept, alone))
 
 
 def test_an_error_ends_its_own_answer_alone(monkeypatch: pytest.MonkeyPatch) -> None:
