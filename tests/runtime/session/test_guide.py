@@ -227,6 +227,9 @@ def test_answers_of_a_random_model_fit_or_are_cut(runtime):
             else:
                 assert session.turn.completion_tokens == 40
             assert session.messages[-1]["content"] == text
+    session.set_generation(json_schema=TRICKY["date"], max_new_tokens=1)
+    "".join(session.send("What is it?"))
+    reasons.add(session.turn.finish_reason)  # one token is no date
     assert reasons == {"stop", "length"}
     session.set_generation(json_schema=None, max_new_tokens=3)
     assert "".join(session.send("And now?")).strip()[:1] not in ("{", "[")
