@@ -132,14 +132,14 @@ class Rows:
         if len(answers) < len(self._taken):
             for answer in [a for a in self._taken.values() if a not in answers]:
                 answer.session.fetch_cache()
-        ids, samplers = [0] * self.size, dict[int, Any]()
+        ids, rows, samplers = [0] * self.size, list[int](), dict[int, Any]()
         for answer, token in zip(answers, tokens, strict=True):
             assert answer.row is not None
             assert answer.asked is not None
             ids[answer.row] = token
+            rows.append(answer.row)
             if answer.asked.sampler is not None:
                 samplers[answer.row] = answer.asked.sampler
-        rows = [answer.row for answer in answers if answer.row is not None]
         begun = self._begun = Begun(rows, set(samplers), set(rows))
         with interrupts_deferred():
             self._ids.copy_(torch.tensor(ids)[:, None], non_blocking=True)
