@@ -26,6 +26,7 @@ import kvcap
 from kvcap.cli import run
 from kvcap.runtime.cache.step import ForwardContext
 from kvcap.runtime.planning.plan import MemoryPlan
+from kvcap.runtime.session.session import Session
 
 ROOT = Path(__file__).parents[1]
 TOOLS = Path(os.environ.get("KVCAP_ANDROID_TOOLS", ROOT / ".android-tools")).resolve()
@@ -214,6 +215,24 @@ def in_blocks(model, cache, ids: torch.Tensor, block: int) -> torch.Tensor:
             with cache.passing(ForwardContext(cache.next_position)):
                 parts.append(model(part, **as_cache(cache), position_ids=positions).logits)
     return torch.cat(parts, 1)
+
+
+def kept(session: Session) -> list[list[int]]:
+    """The positions that each head of a session keeps, in order."""
+    segments = [s for layer in session.cache.capped_layers for s in layer.segments]
+    return [sorted(head.tolist()) for s in segments for head in s.positions[0]]
+
+
+def differing(sessions: list[Session], others: list[Session]) -> float:
+    """The share of kept tokens that are others: where scores are equal but for rounding.
+
+    Products of several rows are summed in another order than those of one, and in which depends on
+    the processor.
+    """
+    heads = [zip(kept(a), kept(b), strict=True) for a, b in zip(sessions, others, strict=True)]
+    pairs = [(set(one), set(other)) for head in heads for one, other in head]
+    assert all(len(one) == len(other) for one, other in pairs)
+    return sum(len(one - other) for one, other in pairs) / sum(len(one) for one, _ in pairs)
 
 
 def runtime_of(model, policy="keydiff", budget=24, block=8, positions="compact", **more):

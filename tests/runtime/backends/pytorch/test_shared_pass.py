@@ -8,6 +8,7 @@ import pytest
 import torch
 from conftest import small_policy, tiny_config
 from families import MLA, NEIGHBOURS, READERS, SINKS, STATES, model_of
+from tools import differing, kept
 from transformers import AutoModelForCausalLM
 
 import kvcap
@@ -51,19 +52,6 @@ def sessions_of(runtime: kvcap.Runtime, tokens: tuple[int, ...]) -> list[Session
     for session, count in zip(found, tokens, strict=True):
         session.set_generation(do_sample=False, max_new_tokens=count, eos_token_id=NEVER)
     return found
-
-
-def kept(session: Session) -> list[list[int]]:
-    segments = [s for layer in session.cache.capped_layers for s in layer.segments]
-    return [sorted(head.tolist()) for s in segments for head in s.positions[0]]
-
-
-def differing(sessions: list[Session], others: list[Session]) -> float:
-    """The share of kept tokens that are others: where scores are equal but for rounding."""
-    heads = [zip(kept(a), kept(b), strict=True) for a, b in zip(sessions, others, strict=True)]
-    pairs = [(set(one), set(other)) for head in heads for one, other in head]
-    assert all(len(one) == len(other) for one, other in pairs)
-    return sum(len(one - other) for one, other in pairs) / sum(len(one) for one, _ in pairs)
 
 
 def answered(batch: Batch) -> dict[int, str]:
