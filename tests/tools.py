@@ -226,8 +226,8 @@ def kept(session: Session) -> list[list[int]]:
 def differing(sessions: list[Session], others: list[Session]) -> float:
     """The share of kept tokens that are others: where scores are equal but for rounding.
 
-    Products of several rows are summed in another order than those of one, and in which depends on
-    the processor.
+    Products of several rows are summed in another order than those of one row. That order depends
+    on the processor.
     """
     heads = [zip(kept(a), kept(b), strict=True) for a, b in zip(sessions, others, strict=True)]
     pairs = [(set(one), set(other)) for head in heads for one, other in head]

@@ -95,9 +95,9 @@ def test_answers_and_what_is_kept_are_those_of_sessions_alone(
     assert batch.apart is None
     asked = [(s, s.send(q)) for s, q in zip(sessions, questions, strict=True)]
     assert together(batch, asked) == expected
-    assert differing(sessions, alone) < 0.002
     for one, other in zip(sessions, alone, strict=True):
         assert one.messages == other.messages
+        assert kept(one) == kept(other)
         mine, its = one.stats, other.stats
         assert (mine.seen_tokens, mine.held_tokens) == (its.seen_tokens, its.held_tokens)
         assert mine.turn is not None
@@ -157,7 +157,8 @@ def test_sessions_that_fill_join_at_their_own_length(
         )[1],
     )
     assert together(batch, [(s, s.send("Go on.")) for s in sessions]) == expected
-    assert differing(sessions, alone) < 0.002
+    # Of pyramidkv's slots two score alike to five digits: on some processors rounding decides.
+    assert differing(sessions, alone) <= (0.002 if policy == "pyramidkv" else 0)
     assert [s.stats.held_tokens for s in sessions] == [s.stats.held_tokens for s in alone]
     assert len(held) >= 55  # all but what is alone while prompts are read, and at the end
     assert sum(len(x) > 1 for x in held) > 10  # of unequal lengths
