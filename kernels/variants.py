@@ -14,13 +14,15 @@ import json
 import os
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
+from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, wraps
 from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Lock, Thread
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -87,7 +89,8 @@ class Launch(NamedTuple):
         """
         compiled = self.kernel.run(*self.args, grid=(1,), warmup=True, **self.options)
         if torch.cuda.is_available():
-            compiled.run  # noqa: B018  # which makes both
+            with nullcontext() if launchers_apart() else _loading:
+                compiled.run  # noqa: B018  # which makes both
 
     def written(self) -> dict[str, Any]:
         """As JSON has it."""
@@ -104,6 +107,31 @@ class Launch(NamedTuple):
         kernel = getattr(import_module(found["module"]), found["kernel"])
         options = {name: _read(x) for name, x in found["options"].items()}
         return cls(kernel, [_read(x) for x in found["args"]], options)
+
+
+_loading = Lock()
+
+
+def launchers_apart() -> bool:
+    """Let threads load launchers at once; the answer is whether that is safe from now on.
+
+    Up to Triton 3.6 each launcher is a C module, and all have one name. Python writes one that it
+    loads again into the module that has the name, which another thread may have just loaded: its
+    kernel would be launched as another kernel. Each gets a namespace of its own here.
+    """
+    from triton.runtime import build
+
+    load = getattr(build, "_load_module_from_path", None)  # none before Triton 3.4
+    if load is None or hasattr(load, "__wrapped__"):
+        return load is not None
+
+    @wraps(load)
+    def load_apart(*args: Any) -> SimpleNamespace:
+        with _loading:
+            return SimpleNamespace(**vars(load(*args)))
+
+    build._load_module_from_path = load_apart
+    return True
 
 
 def _written(x: Any) -> Any:

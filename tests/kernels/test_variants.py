@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -181,6 +182,26 @@ def test_each_variant_is_compiled_once_and_waited_for():
     compiler.finish()
     assert one.done == 2
     assert sorted(told) == [(1, 2), (2, 2)]
+
+
+def test_a_launcher_stays_its_own_when_another_of_its_name_is_loaded(monkeypatch):
+    from triton.runtime import build
+
+    shared = SimpleNamespace()  # as Python gives back a C module that it loads again
+
+    def load(name, path):
+        shared.launch = path
+        return shared
+
+    monkeypatch.setattr(build, "_load_module_from_path", load, raising=False)
+    assert build._load_module_from_path("launcher", "one") is load("launcher", "two")
+    assert variants.launchers_apart()
+    assert variants.launchers_apart()  # arranged once
+    one = build._load_module_from_path("launcher", "one")
+    two = build._load_module_from_path("launcher", "two")
+    assert (one.launch, two.launch) == ("one", "two")
+    monkeypatch.delattr(build, "_load_module_from_path")
+    assert not variants.launchers_apart()
 
 
 def test_what_a_compiler_raises_is_told_and_a_stopped_one_begins_nothing():
