@@ -73,14 +73,14 @@ def write(folders: Sequence[Path], target: Path, plot: bool = False) -> list[Pat
     parts = sections(cells)
     pictures: dict[int, Path] = {}  # of a section's place
     try:
-        for number, part in enumerate(parts if plot else []):
-            if not any(cell.setting.budget for cell in part):
+        for number, (part, heading) in enumerate(zip(parts, headings(parts), strict=True)):
+            if not plot or not any(cell.setting.budget for cell in part):
                 continue
-            place = target.parent / "pictures" / f"{target.stem}-{_file_name(part[0].setting)}.png"
+            place = target.parent / "pictures" / f"{target.stem}-{_file_name(heading)}.png"
             if place in pictures.values():
                 place = place.with_stem(f"{place.stem}-{number + 1}")
             place.parent.mkdir(exist_ok=True)
-            leaderboard.figure(tables(part), _heading(part[0].setting)).savefig(place)
+            leaderboard.figure(tables(part), heading).savefig(place)
             pictures[number] = place
         links = {number: f"pictures/{place.name}" for number, place in pictures.items()}
         made = page(parts, text, links) + measured_by(cells, target, plot)
@@ -122,8 +122,21 @@ def sections(cells: Iterable[Cell]) -> list[list[Cell]]:
 
 def _section(s: Setting) -> tuple[Any, ...]:
     asked = s.question is not None, s.question or ""
-    how = s.samples, s.seed, s.block_size, s.max_new_tokens or 0
+    how = -s.samples, s.seed, s.block_size, s.max_new_tokens or 0  # of most samples first
     return s.model, s.task, s.data or "", *asked, s.dtype, *how
+
+
+def headings(parts: Sequence[Sequence[Cell]]) -> list[str]:
+    """Of each section the model, the task and, where sections share both, their lengths."""
+    of = [_heading(part[0].setting) for part in parts]
+    return [
+        name if of.count(name) == 1 else f"{name}, {_lengths(part)} tokens"
+        for name, part in zip(of, parts, strict=True)
+    ]
+
+
+def _lengths(part: Sequence[Cell]) -> str:
+    return " and ".join(f"{length:,}" for length in sorted({c.setting.length for c in part}))
 
 
 def page(parts: Sequence[Sequence[Cell]], text: str, pictures: Mapping[int, str]) -> str:
@@ -135,13 +148,13 @@ def page(parts: Sequence[Sequence[Cell]], text: str, pictures: Mapping[int, str]
         pictures: of a section's place among them, the path from the page to its picture.
     """
     lines = ["# Leaderboard", "", INTRODUCTION, "", OPEN, "", text, "", CLOSE, "", LEGEND, ""]
-    for number, part in enumerate(parts):
-        lines += _section_lines(part, pictures.get(number))
+    for number, (part, heading) in enumerate(zip(parts, headings(parts), strict=True)):
+        lines += _section_lines(part, heading, pictures.get(number))
     return "\n".join([*lines, ""])
 
 
-def _section_lines(part: Sequence[Cell], picture: str | None) -> list[str]:
-    found, heading = tables(part), _heading(part[0].setting)
+def _section_lines(part: Sequence[Cell], heading: str, picture: str | None) -> list[str]:
+    found = tables(part)
     lines = [f"## {heading}", "", f"{measured(part)}.", ""]
     if picture is not None:
         lines += [f"![Scores over budgets, {heading}]({picture})", ""]
@@ -215,9 +228,8 @@ def _shown_task(task: str) -> str:
     return f"{name}{colon}{_shown(path)}"
 
 
-def _file_name(s: Setting) -> str:
-    parts = (_shown(s.model), _shown_task(s.task), "after" if s.question == "after" else "")
-    return re.sub(r"[^\w.-]+", "-", "-".join(filter(None, parts)))
+def _file_name(heading: str) -> str:
+    return re.sub(r"[^\w.-]+", "-", heading.replace(",", ""))
 
 
 def measured_by(cells: Sequence[Cell], target: Path, plot: bool) -> str:

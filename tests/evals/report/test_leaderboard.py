@@ -132,12 +132,15 @@ def test_pictures_lie_beside_the_page(folder: Path, tmp_path: Path) -> None:
     target = tmp_path / "docs" / "board.md"
     target.parent.mkdir()
     sweep(folder, [cell("keydiff", 8, question="after"), cell("full", None, model="other")])
+    sweep(folder, [cell("keydiff", 8, question="after", samples=5, length=2048)])
     assert cli.run(["report", str(folder), "--leaderboard", "--plot", "-o", str(target)]) == 0
     links = re.findall(r"!\[.*?\]\((.*?)\)", target.read_text())
     assert links == [
-        "pictures/board-pocket-niah_single-after.png",
-        "pictures/board-pocket-niah_single.png",
+        "pictures/board-pocket-niah_single-context-only-64-tokens.png",
+        "pictures/board-pocket-niah_single-context-only-2048-tokens.png",
+        "pictures/board-pocket-niah_single-question-aware.png",
     ]
+    assert "## pocket: niah_single, context-only, 2,048 tokens" in target.read_text()
     for link in links:
         assert (target.parent / link).read_bytes().startswith(b"\x89PNG")
 
