@@ -263,20 +263,29 @@ class Compiler:
         self._threads.clear()
 
 
-def saved(key: str) -> list[Launch] | None:
-    """The launches that were saved under `key`, if they were; see `save`."""
+class Saved(NamedTuple):
+    """What was kept of a plan."""
+
+    launches: list[Launch]
+    further: Any  # as JSON has it
+
+
+def saved(key: str) -> Saved | None:
+    """What was saved under `key`, if anything was; see `save`."""
     path = _place(key).get_file(LIST)
     if path is None:
         return None
     try:
-        return [Launch.read(x) for x in json.loads(Path(path).read_text())]
+        found = json.loads(Path(path).read_text())
+        return Saved([Launch.read(x) for x in found["launches"]], found["further"])
     except (OSError, ValueError, KeyError, AttributeError, ImportError, TypeError):
         return None  # not whole
 
 
-def save(key: str, launches: Iterable[Launch]) -> None:
-    """Keep, beside what Triton keeps, of which launches it has the code."""
-    _place(key).put(json.dumps([x.written() for x in launches]), LIST, binary=False)
+def save(key: str, launches: Iterable[Launch], further: Any = None) -> None:
+    """Keep, beside what Triton keeps, of which launches it has the code, and something further."""
+    told = {"launches": [x.written() for x in launches], "further": further}
+    _place(key).put(json.dumps(told), LIST, binary=False)
 
 
 def _place(key: str) -> Any:

@@ -24,6 +24,7 @@ from kvcap.policies import policies
 from kvcap.runtime.backends.pytorch import cuda_graphs, warm_up
 from kvcap.runtime.backends.pytorch.cuda_graphs import BlockGraphs
 from kvcap.runtime.backends.pytorch.loop import BlockLoop
+from kvcap.runtime.backends.pytorch.products import Noted
 from kvcap.runtime.backends.pytorch.warm_up import Rehearsal
 
 BUDGET, BLOCK = 40, 16
@@ -99,6 +100,21 @@ def test_what_runs_was_rehearsed(policy, kind, monkeypatch):
     found = launched(model, eviction, lengths, kind)
     assert found
     assert found <= rehearsed(model.config, eviction, kind)
+
+
+@pytest.mark.parametrize("policy", ["keydiff", "snapkv", "pyramidkv"])
+def test_matrix_products_of_what_runs_were_rehearsed(policy, monkeypatch):
+    for module in (warm_up, cuda_graphs):
+        monkeypatch.setattr(module, "PASS", 3 * BLOCK)
+    model = tiny_model("llama")
+    eviction = small_policy(policy, model.config)
+    with Noted() as noted:
+        launched(model, eviction, (3, 16, 37, 200))
+    with Noted() as before:
+        rehearsed(model.config, eviction)
+    found = {product for product in noted.products if product.rows > 3}  # else it is being tried
+    assert {product.rows for product in found} > {8, BLOCK, 3 * BLOCK}
+    assert found <= before.products
 
 
 def test_a_rehearsal_holds_no_weights_and_leaves_none_behind():
@@ -237,15 +253,18 @@ def warmed(config, policy="keydiff", **options):
 
 def test_a_plan_is_rehearsed_once(gpu_of, monkeypatch):
     """The next process has what was launched from Triton's cache, for the same plan alone."""
-    config = tiny_config("llama")
+    config, multiplied = tiny_config("llama"), []
+    monkeypatch.setattr(warm_up, "compute", lambda products, *_: multiplied.append(products))
     count = warmed(config).finish()
     assert count == len(gpu_of) == len(set(gpu_of)) > 15
-    first = set(gpu_of)
+    first, (rows,) = set(gpu_of), multiplied
+    assert {BLOCK // 8, BLOCK} < {product.rows for product in rows}
     gpu_of.clear()
     rehearsals = []
     monkeypatch.setattr(warm_up, "Rehearsal", lambda *_: rehearsals.append(1) or 1 / 0)
     assert warmed(config).finish() == count
     assert set(gpu_of) == first
+    assert multiplied == [rows, rows]
     assert not rehearsals
     assert not launch.ahead
     with pytest.raises(ZeroDivisionError):  # what went wrong is told who asks, and no answer
@@ -293,8 +312,9 @@ assert variants.saved("plan") is None
 compiler = variants.Compiler(torch.device("cpu"))
 compiler.add(again)
 compiler.finish()
-variants.save("plan", compiler.launches.values())
-(found,) = variants.saved("plan")
+variants.save("plan", compiler.launches.values(), [(1, 2)])
+(found,), further = variants.saved("plan")
+assert further == [[1, 2]]
 hits = []
 triton.knobs.compilation.listener = lambda **of: hits.append(of["cache_hit"])
 push.device_caches.clear()

@@ -1,4 +1,4 @@
-"""Finds the kernels that a plan's conversations launch, and has them compiled ahead.
+"""Finds the kernels that a plan's conversations launch, and has them compiled or loaded ahead.
 
 A conversation is rehearsed: the block loop runs over tensors that have sizes and no contents, and
 what would be launched is only noted. So there is no list of kernels that could differ from what
@@ -21,10 +21,11 @@ from transformers import AutoModelForCausalLM
 from kvcap import dtypes
 from kvcap.kernels.device import Target, pretending
 from kvcap.kernels.launch import Listener, ahead, heard
-from kvcap.kernels.variants import Compiler, Launch, save, saved
+from kvcap.kernels.variants import Compiler, save, saved
 from kvcap.policies import Eviction
 from kvcap.runtime.backends.pytorch.cuda_graphs import PASS, BlockGraphs
-from kvcap.runtime.backends.pytorch.loop import BlockLoop
+from kvcap.runtime.backends.pytorch.loop import LENGTHS, BlockLoop
+from kvcap.runtime.backends.pytorch.products import Noted, Product, compute
 from kvcap.runtime.cache.cache import BudgetCache
 from kvcap.runtime.cache.slot_format import KvDtype
 from kvcap.runtime.models.config import ModelShape
@@ -72,6 +73,7 @@ class Rehearsal:
         kv_dtype: KvDtype | None = None,
     ) -> None:
         self.target = target
+        self._noted = Noted()
         with self._dry():
             config = copy.deepcopy(config.get_text_config(decoder=True))
             config._attn_implementation = ATTENTION
@@ -101,6 +103,11 @@ class Rehearsal:
         with META, torch.no_grad(), pretending(self.target):
             yield
 
+    @property
+    def products(self) -> set[Product]:
+        """Matrix products of the conversation so far."""
+        return self._noted.products
+
     def run(self, listener: Listener) -> None:
         """Go through a conversation: first what comes first in any, then what is rarer."""
         self._run(listener)
@@ -114,7 +121,7 @@ class Rehearsal:
         longest, odd = max(each) + block, block // 16 + 2
         corrector = cache.eviction.corrector
         longest += 0 if corrector is None else corrector.size  # evicted, and kept then
-        with self._dry(), heard(listener):
+        with self._dry(), heard(listener), self._noted:
             # A long prompt and its answer, then a short one; both are what most begin with.
             for length in (longest + 2 * max(block, PASS) + odd, odd):
                 self._begin(compact)
@@ -131,6 +138,11 @@ class Rehearsal:
                 self._begin(compact)
                 self._read(length)
             for length in reversed(lengths):
+                self._read(length)
+            # Every length to which blocks are padded, at which matrix products differ.
+            step = -(-block // LENGTHS)
+            for length in range(step, block + 1, step):
+                self._begin(compact)
                 self._read(length)
             if cache.eviction.layer_budget is not None:
                 # Some layers are full while others fill: a token, and messages.
@@ -186,13 +198,15 @@ def _alike(config: Any, eviction: Eviction) -> bool:
 class WarmUp:
     """Compiles a plan's kernels ahead, in the background, or loads those that were.
 
+    Kernels of matrix products are loaded by computing some, unless memory is planned to the byte.
+
     Args:
         config: the model's transformers config.
         plan: of its memory.
         eviction: what is evicted.
         device: of CUDA, on which it will run.
         evict_every: in generation.
-        several: see `BlockLoop`.
+        several: see `BlockLoop`; False: memory is planned to the byte.
         on_done: called after each kernel with how many are ready, and how many are known of.
     """
 
@@ -207,19 +221,21 @@ class WarmUp:
         on_done: Callable[[int, int], None] | None = None,
     ) -> None:
         self.compiler, self.target = Compiler(device, on_done), Target.of(device)
+        self.device, self.dtype = device, dtypes.torch_dtype(plan.dtype)
+        self._multiplies = several
         self.error: Exception | None = None
         self._rehearsal: Rehearsal | None = None
         plain = {k: v for k, v in config.to_dict().items() if not k.startswith("_")}
         sizes = plan.budget_tokens, plan.block_size, plan.dtype, plan.positions, plan.kv_dtype
         told = (plain, *sizes)
         self.key = f"{told} {eviction} {evict_every} {several} {self.target}"
-        self._saved: list[Launch] | None = saved(self.key)
+        self._saved = saved(self.key)
         if self._saved is None and quantisation(config) is None:
             # Here, as transformers sets what all threads share while it makes a model.
             try:
                 self._rehearsal = Rehearsal(
                     config, eviction, plan.budget_tokens, plan.block_size,
-                    dtypes.torch_dtype(plan.dtype), plan.positions, evict_every, several,
+                    self.dtype, plan.positions, evict_every, several,
                     self.target, plan.kv_dtype,
                 )  # fmt: skip
             except Exception as error:
@@ -230,16 +246,21 @@ class WarmUp:
         self._thread.start()
 
     def _work(self) -> None:
-        compiler = self.compiler
+        compiler, products = self.compiler, set[Product]()
         try:
-            for launch in self._saved or ():
-                compiler.add(launch)
+            if self._saved is not None:
+                for launch in self._saved.launches:
+                    compiler.add(launch)
+                products = {Product(*sizes) for sizes in self._saved.further}
             if self._rehearsal is not None:
                 self._rehearsal.run(compiler.hear)
+                products = self._rehearsal.products
                 self._rehearsal = None
+            if self._multiplies:
+                compute(sorted(products), self.dtype, self.device)
             compiler.finish()
             if self._saved is None and self.error is None:
-                save(self.key, compiler.launches.values())
+                save(self.key, compiler.launches.values(), sorted(products))
         except Exception as error:
             self.error = error  # an answer compiles what is missing, or says what is wrong
         finally:
