@@ -1,8 +1,9 @@
 """What a user waits for: the first answer of a machine, of a process, of a session, by policy.
 
 Every process is started for its row, loads the model as `kvcap generate` does, and answers three
-sessions: each reads `lengths` tokens of text and writes `steps`. `ttft` is the time from the call
-to the first piece of text, `decode` the tokens a second from then on. `run` says which it is:
+sessions: each reads a text of `lengths` words, which are `prompt_tokens` tokens, and writes
+`steps`. `ttft` is the time from the call to the first piece of text, `decode` the tokens a second
+from then on. `run` says which it is:
 
 - `first`: a process on a machine where no kernel was compiled; `warmed`: after `kvcap warm`.
 - `process`: the next process on that machine; `session`: its second session; `again`: its third.
@@ -211,7 +212,7 @@ def _under(runtime: Any, policy: str) -> Any:
 
 
 def _answered(runtime: Any, words: Sequence[str], number: int, n: int) -> dict[str, Any]:
-    """How fast a session answers the text of that number."""
+    """How fast a session answers the text of that number, which has `n` words."""
     from random import Random
 
     text = " ".join(Random(number).choices(words, k=n))
@@ -229,6 +230,7 @@ def _answered(runtime: Any, words: Sequence[str], number: int, n: int) -> dict[s
         "ttft_ms": 1000 * (first - begun),
         "tok_s": (stats.turn.completion_tokens - 1) / (last - first),
         "tokens": stats.turn.completion_tokens,
+        "prompt_tokens": stats.turn.prompt_tokens,
         "execution": stats.execution or "eager",
     }
 
@@ -270,6 +272,7 @@ def _rows(
         if work == "ttft":
             figures["ms"] = median(values)
             figures["load_ms"] = median(answer["load_ms"] for answer in answers)
+            figures["prompt_tokens"] = median(answer["prompt_tokens"] for answer in answers)
         else:
             figures["tok_s"] = median(values)
             figures["tokens"] = answers[0]["tokens"]

@@ -36,6 +36,7 @@ def test_every_run_is_a_process_or_a_session(
     # A process is loaded once, however many sessions it answers.
     loads = {run: row["load_ms"] for (work, run), row in runs.items() if work == "ttft"}
     assert loads["process"] == loads["session"] == loads["again"] != loads["first"]
+    assert all(row["prompt_tokens"] >= 70 for (work, _), row in runs.items() if work == "ttft")
     assert {row["tokens"] for (work, _), row in runs.items() if work == "decode"} == {5, 2 * 2}
     assert len(result.table().splitlines()) == 2 + len(rows)
     assert "keydiff, again: " in capsys.readouterr().err
@@ -52,7 +53,8 @@ def test_machines_are_empty_and_turns_are_told_by_their_median(
         assert not list(Path(kernels).iterdir()) or sessions > 1
         Path(kernels, "kernel").touch()
         folders.append(kernels)
-        told = {"tokens": 5, "execution": "eager", "load_ms": 1.0, "device": "d", "versions": {}}
+        told = {"tokens": 5, "prompt_tokens": 70, "execution": "eager", "load_ms": 1.0,
+                "device": "d", "versions": {}}  # fmt: skip
         return [
             {**told, "ttft_ms": next(times), "tok_s": 2.0} for _ in range(sessions + (together > 0))
         ]
@@ -69,8 +71,8 @@ def test_machines_are_empty_and_turns_are_told_by_their_median(
 def test_other_policies_share_a_process_and_one_that_fails_is_left_out(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told = {"ttft_ms": 1.0, "tok_s": 2.0, "load_ms": 3.0, "tokens": 5, "execution": "eager",
-            "device": "d", "versions": {}}  # fmt: skip
+    told = {"ttft_ms": 1.0, "tok_s": 2.0, "load_ms": 3.0, "tokens": 5, "prompt_tokens": 70,
+            "execution": "eager", "device": "d", "versions": {}}  # fmt: skip
     monkeypatch.setattr(use, "_machine", lambda asked: iter([("first", told)]))
     given = {**GIVEN, "policies": ("keydiff", "headkv", "cake", "snapkv"), "files": tmp_path}
     answers, asked = use._answers, []
@@ -93,8 +95,8 @@ def test_other_policies_share_a_process_and_one_that_fails_is_left_out(
 def test_an_interrupt_ends_with_the_rows_that_are_there(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told = {"ttft_ms": 1.0, "tok_s": 2.0, "load_ms": 3.0, "tokens": 5, "execution": "eager",
-            "device": "d", "versions": {}}  # fmt: skip
+    told = {"ttft_ms": 1.0, "tok_s": 2.0, "load_ms": 3.0, "tokens": 5, "prompt_tokens": 70,
+            "execution": "eager", "device": "d", "versions": {}}  # fmt: skip
 
     def machine(asked: Any) -> Iterator[tuple[str, dict[str, Any]]]:
         yield "first", told
