@@ -29,7 +29,7 @@ class CriticalKV(Rescorer):
     state: ClassVar = {"output_norm": torch.float32}
     paper: ClassVar = "CriticalKV, arXiv 2502.03805, Alg. 1"
     formula: ClassVar = "the top α by score S, then by (S + ε) |v_j W_O|₁"
-    when: ClassVar = "to evict once, after a long prompt; harmful in a chat, which evicts often"
+    when: ClassVar = "to evict once, after a long prompt; in a chat some models lose facts by it"
     presets: ClassVar = {
         "criticalkv": Preset("snapkv+criticalkv"),
         "criticalkv-adakv": Preset("snapkv+adakv+criticalkv"),
