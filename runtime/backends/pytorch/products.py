@@ -39,17 +39,22 @@ class Noted(TorchFunctionMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
+        named = dict(kwargs or {})
         if func is functional.linear:
-            x, weight, bias = (*args, None)[:3]
-            (outputs, inputs), rows = weight.shape, x[..., 0].numel()
-            if rows:  # none of an LM head that is not asked
-                self.products.add(Product(rows, inputs, outputs, bias is not None))
-        return func(*args, **(kwargs or {}))
+            given = dict(zip(("input", "weight", "bias"), args, strict=False)) | named
+            rows, biased = given["input"][..., 0].numel(), given.get("bias") is not None
+            if rows and given["weight"].dim() == 2:  # an LM head that is not asked has no rows
+                outputs, inputs = given["weight"].shape
+                self.products.add(Product(rows, inputs, outputs, biased))
+        return func(*args, **named)
 
 
 @torch.inference_mode()
 def compute(products: Iterable[Product], dtype: torch.dtype, device: torch.device) -> None:
-    """Compute each of them once, of arbitrary numbers; those that no memory is left for are not."""
+    """Compute each of them once, of arbitrary numbers.
+
+    Where that fails, as there is no memory, the answer that needs them goes on without.
+    """
     found = [p for p in products if p.inputs * p.outputs <= MOST]
     if not found:
         return
@@ -67,5 +72,5 @@ def compute(products: Iterable[Product], dtype: torch.dtype, device: torch.devic
                 weight[: p.outputs * p.inputs].view(p.outputs, p.inputs),
                 bias[: p.outputs] if p.bias else None,
             )
-    except torch.OutOfMemoryError:
+    except RuntimeError:  # torch.OutOfMemoryError is one
         pass

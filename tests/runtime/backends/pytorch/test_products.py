@@ -19,9 +19,11 @@ def test_products_of_a_model_are_noted_and_its_logits_are_the_same():
     plain, config = model(ids).logits, model.config
     with Noted() as noted:
         assert torch.equal(model(ids).logits, plain)
+        functional.linear(weight=torch.ones(7, 5), input=torch.ones(2, 3, 5), bias=torch.ones(7))
     width, inner = config.hidden_size, config.intermediate_size
     head = Product(6, width, config.vocab_size, False)
     assert {Product(6, width, width, True), Product(6, inner, width, False), head} < noted.products
+    assert Product(6, 5, 7, True) in noted.products
 
 
 def test_each_is_computed_once(monkeypatch):
@@ -36,10 +38,17 @@ def test_each_is_computed_once(monkeypatch):
     assert fewer.products == set(SIZES[:2])
 
 
-@pytest.mark.parametrize("place", ["empty", "linear"])
-def test_an_answer_goes_on_without_memory_for_them(place, monkeypatch):
+@pytest.mark.parametrize(
+    ("place", "error"),
+    [
+        ("empty", torch.OutOfMemoryError),
+        ("linear", torch.OutOfMemoryError),
+        ("linear", RuntimeError),
+    ],
+)
+def test_an_answer_goes_on_where_they_cannot_be_computed(place, error, monkeypatch):
     def refuse(*_, **__):
-        raise torch.OutOfMemoryError("out of memory")
+        raise error("no memory, or no such kernel")
 
     monkeypatch.setattr({"empty": torch, "linear": functional}[place], place, refuse)
     compute(SIZES, torch.float32, CPU)
