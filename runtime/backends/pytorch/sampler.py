@@ -47,6 +47,8 @@ AT_ONCE = 16  # rows of logits that a GPU sorts and adds up in one go; a CPU tak
 
 LIKELIEST = 256, 2048  # tokens whose share a CPU tries before it sorts all
 
+TIES = 64  # of the tokens that are as likely as the last of `top_k`, all of which stay, at most
+
 
 class Sampler:
     """Draws the next token by the settings of a `GenerationConfig`.
@@ -79,10 +81,17 @@ class Sampler:
             )
         self.greedy = not config.do_sample or config.temperature == 0
         self.generator = generator
-        self.processors = _processors(config, self.greedy)
+        self.repetition, self.warpers = _processors(config, self.greedy)
+        self.shortlist = _shortlist(config)
+        """How many of the likeliest tokens are drawn from, as no other can be; None: all are."""
         self.presence, self.frequency = settings.penalties(config)
         self.recipe = _recipe(config, self.greedy)
         """See `Sampler.recipe` in `engine.py`."""
+
+    @property
+    def processors(self) -> LogitsProcessorList:
+        """What changes the scores of tokens, one after the other."""
+        return LogitsProcessorList([*self.repetition, *self.warpers])
 
     def next(
         self,
@@ -112,10 +121,19 @@ class Sampler:
             tokens, times = torch.tensor(said, device=logits.device).unique(return_counts=True)
             less = self.presence + self.frequency * times.float()
             scores = scores.index_add(-1, tokens, -less.expand(len(scores), -1))
-        scores = self.processors(history, scores)
+        scores = self.repetition(history, scores)
         if self.greedy:
             return scores.argmax(-1)
-        return drawn(scores, self.numbers(len(scores)))
+        return self.draw(scores, self.numbers(len(scores)))
+
+    def draw(self, scores: Tensor, numbers: Tensor) -> Tensor:
+        """Token ids [B] from scores [B, V], which penalties have changed, by random numbers [B]."""
+        if self.shortlist is None or self.shortlist >= scores.shape[-1]:
+            return drawn(self.warpers(None, scores), numbers)
+        some, ids = scores.topk(self.shortlist)
+        ids, order = ids.sort(-1)  # in the vocabulary's order, in which shares are added up
+        place = drawn(self.warpers(None, some.gather(-1, order)), numbers)
+        return ids.gather(-1, place[:, None])[:, 0]
 
     def numbers(self, count: int = 1) -> Tensor:
         """The generator's next random numbers [count], from 0 to below 1."""
@@ -151,8 +169,8 @@ def draw_each(logits: Tensor, samplers: Mapping[int, Sampler]) -> Tensor:
         for first in range(0, len(rows), at_once):
             some = rows[first : first + at_once]
             at = torch.tensor(some, device=logits.device)
-            scores = samplers[some[0]].processors(None, logits[at].float())
-            found[at] = drawn(scores, torch.cat([samplers[row].numbers() for row in some]))
+            numbers = torch.cat([samplers[row].numbers() for row in some])
+            found[at] = samplers[some[0]].draw(logits[at].float(), numbers)
     return found
 
 
@@ -204,18 +222,28 @@ def _recipe(config: GenerationConfig, greedy: bool) -> tuple[float, ...] | None:
     return tuple(float(getattr(config, x) if _given(config, x) else NEUTRAL[x]) for x in names)
 
 
-def _processors(config: GenerationConfig, greedy: bool) -> LogitsProcessorList:
-    given, chosen = partial(_given, config), LogitsProcessorList()
+def _shortlist(config: GenerationConfig) -> int | None:
+    if not _given(config, "top_k") or config.top_k + TIES > LIKELIEST[-1]:
+        return None
+    return int(config.top_k) + TIES
+
+
+def _processors(
+    config: GenerationConfig, greedy: bool
+) -> tuple[LogitsProcessorList, LogitsProcessorList]:
+    """Those that look at the tokens so far, and those that look at the likeliest scores alone."""
+    given = partial(_given, config)
+    repetition, warpers = LogitsProcessorList(), LogitsProcessorList()
     if given("repetition_penalty"):
-        chosen.append(RepetitionPenaltyLogitsProcessor(float(config.repetition_penalty)))
+        repetition.append(RepetitionPenaltyLogitsProcessor(float(config.repetition_penalty)))
     if greedy:
-        return chosen
+        return repetition, warpers
     if given("temperature"):
-        chosen.append(TemperatureLogitsWarper(float(config.temperature)))
+        warpers.append(TemperatureLogitsWarper(float(config.temperature)))
     if given("top_k"):
-        chosen.append(TopKLogitsWarper(config.top_k))
+        warpers.append(TopKLogitsWarper(config.top_k))
     if given("top_p"):
-        chosen.append(Nucleus(float(config.top_p)))
+        warpers.append(Nucleus(float(config.top_p)))
     if given("min_p"):
-        chosen.append(MinPLogitsWarper(float(config.min_p)))
-    return chosen
+        warpers.append(MinPLogitsWarper(float(config.min_p)))
+    return repetition, warpers

@@ -9,7 +9,7 @@ import torch
 from transformers import GenerationConfig
 from transformers.generation import TopPLogitsWarper
 
-from kvcap.runtime.backends.pytorch.sampler import Nucleus, Sampler, draw_each, drawn
+from kvcap.runtime.backends.pytorch.sampler import TIES, Nucleus, Sampler, draw_each, drawn
 
 
 def sampler(seed: int = 0, **options: Any) -> Sampler:
@@ -75,6 +75,47 @@ def test_rows_that_draw_together_draw_as_each_alone() -> None:
         found = draw_each(logits, together).tolist()
         for i in together:
             assert found[i] == alone[i].next(logits[i : i + 1], torch.zeros(1, 0)).item()
+
+
+@pytest.mark.parametrize(
+    ("ties", "more"),
+    [
+        (False, {}), (False, {"top_p": 0.8}), (False, {"top_p": 0.9, "min_p": 0.2}),
+        (True, {}), (True, {"min_p": 0.1}),  # under top_p it is open which of them stay
+    ],
+)  # fmt: skip
+def test_of_the_top_k_what_is_drawn_is_what_all_scores_give(
+    ties: bool, more: dict[str, float]
+) -> None:
+    """Tokens that are as likely as the last of them are drawn, too."""
+    generator = torch.Generator().manual_seed(2)
+    scores = 2 * torch.randn(200, 3000, generator=generator)
+    scores[:, 11:19] = float("-inf")  # by a limit before
+    if ties:
+        scores = scores.mul(8).round() / 8  # some twenty alike
+    numbers = torch.rand(200, generator=generator, dtype=torch.float64)
+    few = sampler(do_sample=True, top_k=40, temperature=0.7, **more)
+    assert few.shortlist == 40 + TIES
+    found, wanted = few.draw(scores, numbers), drawn(few.processors(None, scores), numbers)
+    assert torch.equal(found, wanted)
+    last = scores.topk(40).values[:, -1:]
+    assert (int((scores >= last).sum(-1).max()) > 45) == ties
+
+
+def test_ties_beyond_those_that_are_kept_are_still_among_the_likeliest() -> None:
+    scores = torch.zeros(50, 3000)
+    scores[:, 100:200] = 1.0
+    few = sampler(do_sample=True, top_k=3)
+    found = few.draw(scores, torch.rand(50, dtype=torch.float64))
+    assert bool(((found >= 100) & (found < 200)).all())
+
+
+def test_a_limit_may_leave_fewer_than_the_top_k() -> None:
+    scores = torch.full((4, 3000), float("-inf"))
+    scores[:, 7], scores[:, 1234] = 0.0, 0.0
+    few = sampler(do_sample=True, top_k=40, top_p=0.9)
+    numbers = torch.tensor([0.1, 0.4, 0.6, 0.9], dtype=torch.float64)
+    assert few.draw(scores, numbers).tolist() == [7, 7, 1234, 1234]
 
 
 def test_recipes_are_of_what_changes_a_draw() -> None:
