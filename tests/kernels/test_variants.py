@@ -117,6 +117,19 @@ def test_matrix_products_of_what_runs_were_rehearsed(policy, monkeypatch):
     assert found <= before.products
 
 
+def test_autocast_does_nothing_without_numbers_and_what_it_did_elsewhere():
+    warm_up.autocast_nothing_on_meta()
+    with torch.autocast("meta", enabled=False), torch.autocast(device_type="meta"):
+        assert not torch.is_autocast_enabled("cpu")
+    with torch.autocast("cpu", dtype=torch.bfloat16) as found:
+        assert torch.is_autocast_enabled("cpu")
+        assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.bfloat16
+    assert isinstance(found, torch.autocast)
+    assert torch.autocast("cpu", enabled=False)(lambda: torch.is_autocast_enabled("cpu"))() is False
+    with pytest.raises(RuntimeError, match="no such device"):
+        torch.autocast("no such device")
+
+
 def test_a_rehearsal_holds_no_weights_and_leaves_none_behind():
     """Of a model that would fill any memory."""
     config = tiny_config("llama", hidden_size=2**14, vocab_size=2**20, num_hidden_layers=100)

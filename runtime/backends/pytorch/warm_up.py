@@ -10,7 +10,8 @@ from __future__ import annotations
 import atexit
 import copy
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from functools import cache
 from threading import Thread
 from typing import Any
 
@@ -72,6 +73,7 @@ class Rehearsal:
         target: Target | None = None,
         kv_dtype: KvDtype | None = None,
     ) -> None:
+        autocast_nothing_on_meta()
         self.target = target
         self._noted = Noted()
         with self._dry():
@@ -171,6 +173,21 @@ class Rehearsal:
             length = min(length, cache.spare)
         if length:
             self.loop.prefill(torch.zeros(1, length, dtype=torch.long))
+
+
+@cache
+def autocast_nothing_on_meta() -> None:
+    """Have `torch.autocast` do nothing for tensors without contents, for which it would fail.
+
+    In transformers 4.57 rotary embeddings turn it off for the device of what they are given.
+    """
+
+    def new(cls: type, *args: Any, **options: Any) -> Any:
+        if META.type in (*args[:1], options.get("device_type")):
+            return nullcontext()
+        return object.__new__(cls)
+
+    torch.autocast.__new__ = new  # type: ignore[method-assign]
 
 
 class DryGraphs(BlockGraphs):
