@@ -267,7 +267,7 @@ class Saved(NamedTuple):
     """What was kept of a plan."""
 
     launches: list[Launch]
-    further: Any  # as JSON has it
+    further: list[Any]  # as JSON has it
 
 
 def saved(key: str) -> Saved | None:
@@ -282,7 +282,7 @@ def saved(key: str) -> Saved | None:
         return None  # not whole
 
 
-def save(key: str, launches: Iterable[Launch], further: Any = None) -> None:
+def save(key: str, launches: Iterable[Launch], further: Sequence[Any] = ()) -> None:
     """Keep, beside what Triton keeps, of which launches it has the code, and something further."""
     told = {"launches": [x.written() for x in launches], "further": further}
     _place(key).put(json.dumps(told), LIST, binary=False)

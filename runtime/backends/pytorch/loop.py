@@ -171,6 +171,11 @@ class BlockLoop(Loop):
                 "was held is forgotten, the conversation is read again with the next message"
             ) from error
 
+    @property
+    def step(self) -> int:
+        """Tokens from one length to which blocks are padded to the next."""
+        return -(-self.cache.block_size // LENGTHS)
+
     def padded(self, tokens: int) -> int:
         """The length to which a block of so many tokens is padded: one of nine.
 
@@ -180,8 +185,7 @@ class BlockLoop(Loop):
         size = self.cache.block_size
         if tokens == 1 or not self.cache.layout.shape.all_capped:
             return tokens  # native sliding layers and recurrent states would keep the fillers
-        step = -(-size // LENGTHS)
-        return max(tokens, min(size, -(-tokens // step) * step))
+        return max(tokens, min(size, -(-tokens // self.step) * self.step))
 
     @property
     def execution(self) -> str:

@@ -88,11 +88,6 @@ class Sampler:
         self.recipe = _recipe(config, self.greedy)
         """See `Sampler.recipe` in `engine.py`."""
 
-    @property
-    def processors(self) -> LogitsProcessorList:
-        """What changes the scores of tokens, one after the other."""
-        return LogitsProcessorList([*self.repetition, *self.warpers])
-
     def next(
         self,
         logits: Tensor,

@@ -25,7 +25,7 @@ from kvcap.kernels.launch import Listener, ahead, heard
 from kvcap.kernels.variants import Compiler, save, saved
 from kvcap.policies import Eviction
 from kvcap.runtime.backends.pytorch.cuda_graphs import PASS, BlockGraphs
-from kvcap.runtime.backends.pytorch.loop import LENGTHS, BlockLoop
+from kvcap.runtime.backends.pytorch.loop import BlockLoop
 from kvcap.runtime.backends.pytorch.products import Noted, Product, compute
 from kvcap.runtime.cache.cache import BudgetCache
 from kvcap.runtime.cache.slot_format import KvDtype
@@ -75,7 +75,8 @@ class Rehearsal:
     ) -> None:
         autocast_nothing_on_meta()
         self.target = target
-        self._noted = Noted()
+        self.noted = Noted()
+        """Matrix products of the conversation so far."""
         with self._dry():
             config = copy.deepcopy(config.get_text_config(decoder=True))
             config._attn_implementation = ATTENTION
@@ -105,11 +106,6 @@ class Rehearsal:
         with META, torch.no_grad(), pretending(self.target):
             yield
 
-    @property
-    def products(self) -> set[Product]:
-        """Matrix products of the conversation so far."""
-        return self._noted.products
-
     def run(self, listener: Listener) -> None:
         """Go through a conversation: first what comes first in any, then what is rarer."""
         self._run(listener)
@@ -123,7 +119,7 @@ class Rehearsal:
         longest, odd = max(each) + block, block // 16 + 2
         corrector = cache.eviction.corrector
         longest += 0 if corrector is None else corrector.size  # evicted, and kept then
-        with self._dry(), heard(listener), self._noted:
+        with self._dry(), heard(listener), self.noted:
             # A long prompt and its answer, then a short one; both are what most begin with.
             for length in (longest + 2 * max(block, PASS) + odd, odd):
                 self._begin(compact)
@@ -142,8 +138,7 @@ class Rehearsal:
             for length in reversed(lengths):
                 self._read(length)
             # Every length to which blocks are padded, at which matrix products differ.
-            step = -(-block // LENGTHS)
-            for length in range(step, block + 1, step):
+            for length in range(self.loop.step, block + 1, self.loop.step):
                 self._begin(compact)
                 self._read(length)
             if cache.eviction.layer_budget is not None:
@@ -271,7 +266,7 @@ class WarmUp:
                 products = {Product(*sizes) for sizes in self._saved.further}
             if self._rehearsal is not None:
                 self._rehearsal.run(compiler.hear)
-                products = self._rehearsal.products
+                products = self._rehearsal.noted.products
                 self._rehearsal = None
             if self._multiplies:
                 compute(sorted(products), self.dtype, self.device)

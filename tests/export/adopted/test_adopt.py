@@ -457,7 +457,8 @@ def test_scores_are_those_of_transformers_processors(settings, sampled):
     history = np.array([[3, 4, 4, 59]])
     config = GenerationConfig(do_sample=sampled, **{"top_k": 0, **settings})
     theirs = sampling.Sampler(config, torch.Generator())
-    wanted = theirs.processors(torch.from_numpy(history), torch.from_numpy(logits.copy()))[0]
+    penalised = theirs.repetition(torch.from_numpy(history), torch.from_numpy(logits.copy()))
+    wanted = theirs.warpers(None, penalised)[0]
     mine = Sampler(Generation(do_sample=sampled, **settings), np.random.default_rng(0))
     got = mine.scores(logits[0].copy(), history[0])
     np.testing.assert_allclose(got, wanted.numpy(), rtol=1e-6)

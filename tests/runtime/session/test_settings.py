@@ -121,7 +121,8 @@ def test_a_repetition_penalty_is_the_same_in_both_backends(logits, said, penalty
     mine = generation.Sampler(generation.Generation(**config), np.random.default_rng(0))
     theirs = sampling.Sampler(GenerationConfig(**config, top_k=0), torch.Generator())
     a = mine.scores(np.array(logits, np.float32), np.array(said))
-    b = theirs.processors(torch.tensor([said]), torch.tensor([logits]))[0].numpy()
+    penalised = theirs.repetition(torch.tensor([said]), torch.tensor([logits]))
+    b = theirs.warpers(None, penalised)[0].numpy()
     np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
 
 
@@ -136,7 +137,7 @@ def test_top_p_is_the_same_in_both_backends(spread, top_p):
     config = GenerationConfig(do_sample=True, top_p=top_p, top_k=0)
     theirs = sampling.Sampler(config, torch.Generator())
     a = mine.scores(scores.copy(), np.array([0]))
-    b = theirs.processors(None, torch.from_numpy(scores)[None])[0].numpy()
+    b = theirs.warpers(None, torch.from_numpy(scores)[None])[0].numpy()
     assert np.array_equal(a, b)
 
 
@@ -144,7 +145,7 @@ def test_a_whole_number_is_a_number():
     config = GenerationConfig(repetition_penalty=2, do_sample=True, temperature=1, top_p=1)
     sampler = sampling.Sampler(config, torch.Generator())
     logits, said = torch.tensor([[1.0, 3.0, 2.0]]), torch.tensor([[1, 1]])
-    assert sampler.processors(said, logits)[0].tolist() == [1.0, 1.5, 2.0]
+    assert sampler.warpers(None, sampler.repetition(said, logits))[0].tolist() == [1.0, 1.5, 2.0]
 
 
 def test_settings_that_are_not_read_are_named():

@@ -96,7 +96,7 @@ def test_of_the_top_k_what_is_drawn_is_what_all_scores_give(
     numbers = torch.rand(200, generator=generator, dtype=torch.float64)
     few = sampler(do_sample=True, top_k=40, temperature=0.7, **more)
     assert few.shortlist == 40 + TIES
-    found, wanted = few.draw(scores, numbers), drawn(few.processors(None, scores), numbers)
+    found, wanted = few.draw(scores, numbers), drawn(few.warpers(None, scores), numbers)
     assert torch.equal(found, wanted)
     last = scores.topk(40).values[:, -1:]
     assert (int((scores >= last).sum(-1).max()) > 45) == ties
