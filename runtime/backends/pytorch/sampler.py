@@ -108,13 +108,14 @@ class Sampler:
             gone = torch.ones(logits.shape[-1], dtype=torch.bool)
             known = min(len(allowed), len(gone))
             gone[:known] = torch.from_numpy(~allowed[:known])
-            logits = logits.masked_fill(gone.to(logits.device), float("-inf"))
+            logits = logits.masked_fill(_sent(gone, logits.device), float("-inf"))
         if self.recipe == ():
             return logits.argmax(-1)
         scores: Tensor = logits.float()
         if said and (self.presence or self.frequency):
-            tokens, times = torch.tensor(said, device=logits.device).unique(return_counts=True)
-            less = self.presence + self.frequency * times.float()
+            tokens, times = torch.tensor(said).unique(return_counts=True)
+            less = _sent(self.presence + self.frequency * times.float(), logits.device)
+            tokens = _sent(tokens, logits.device)
             scores = scores.index_add(-1, tokens, -less.expand(len(scores), -1))
         scores = self.repetition(history, scores)
         if self.greedy:
@@ -163,7 +164,7 @@ def draw_each(logits: Tensor, samplers: Mapping[int, Sampler]) -> Tensor:
     for rows in groups.values():
         for first in range(0, len(rows), at_once):
             some = rows[first : first + at_once]
-            at = torch.tensor(some, device=logits.device)
+            at = _sent(torch.tensor(some), logits.device)
             numbers = torch.cat([samplers[row].numbers() for row in some])
             found[at] = samplers[some[0]].draw(logits[at].float(), numbers)
     return found
@@ -179,7 +180,7 @@ def drawn(scores: Tensor, numbers: Tensor) -> Tensor:
     wide = torch.float32 if scores.device.type == "mps" else torch.float64
     shares = scores.softmax(-1)
     mass = shares.cumsum(-1, dtype=wide)
-    bounds = numbers.to(scores.device, wide)[:, None] * mass[:, -1:]
+    bounds = _sent(numbers.to(wide), scores.device)[:, None] * mass[:, -1:]
     found = torch.searchsorted(mass, bounds, right=True).clamp_(max=scores.shape[-1] - 1)
     # A sum of many parts may grow by a rounding where there is no share.
     there = shares.gather(-1, found) > 0
@@ -203,6 +204,17 @@ class Nucleus(TopPLogitsWarper):  # type: ignore[misc]
                     return torch.full_like(scores, self.filter_value).scatter_(-1, at, kept)
         found: Tensor = super().__call__(input_ids, scores)
         return found
+
+
+def _sent(values: Tensor, device: torch.device) -> Tensor:
+    """A tensor of the host, on a device.
+
+    A GPU may still compute the logits. Had the host to wait for them here, what is launched to draw
+    from them would come one after the other, and the GPU idle in between.
+    """
+    if device.type != "cuda":
+        return values.to(device)
+    return values.pin_memory().to(device, non_blocking=True)
 
 
 def _given(config: GenerationConfig, name: str) -> bool:
