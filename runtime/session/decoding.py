@@ -158,6 +158,7 @@ class Decoding:
         while True:
             self._warn_beyond()
             token: Any = None
+            begun: Callable[[], Any] | None = None
             if isinstance(logits, int):
                 number = logits
             else:
@@ -185,6 +186,10 @@ class Decoding:
                 turn.stop_string = stream.stopped
                 if guide is not None:
                     guide.take(number)
+                # A device reads on while somebody takes the text; the first is not to wait for it.
+                ahead = foreseen and loop.lags and not self.together
+                if ahead and 1 < turn.completion_tokens < most:
+                    begun = _begin(loop, token[:, None])
                 if text:
                     written.pieces.append(text)
                     yield text
@@ -203,7 +208,9 @@ class Decoding:
                 token = engine.token_ids([number])[0]
             if sampler.recipe is None:
                 history = engine.append_token(history, token)
-            if self.together:
+            if begun is not None:
+                logits = begun()
+            elif self.together:
                 last = turn.completion_tokens + 1 >= most
                 logits = yield Read(number, drawing, ends if foreseen and not last else None)
             else:
@@ -276,6 +283,20 @@ class TextStream:
         text, self._held = self._held[:count], "" if dropped else self._held[count:]
         self.given += len(text)
         return text
+
+
+def _begin(loop: Loop, ids: Any) -> Callable[[], Any]:
+    """Begin to read a block; returns what gives its logits, or raises why it was not read."""
+    try:
+        logits = loop.read(ids)
+    except Exception as error:
+        failed = error
+
+        def fail() -> Any:
+            raise failed
+
+        return fail
+    return lambda: logits
 
 
 def special_tokens(tokenizer: Any, texts: Sequence[str]) -> dict[int, str]:

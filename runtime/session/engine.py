@@ -137,6 +137,8 @@ class Loop(ABC):
     def __init__(self, cache: Any, on_full: OnFull = "evict", never: str | None = None) -> None:
         self.cache, self.on_full, self.never = cache, on_full, never
         self.peak_bytes: int = cache.nbytes  # the most storage the cache has held
+        self.lags = False
+        """Whether `read` returns before what it read is computed."""
 
     @property
     @abstractmethod

@@ -59,7 +59,7 @@ class BlockLoop(Loop):
             check_expansions(model, latent)
         never = None if cache.eviction.policy.evicts else cache.eviction.name
         super().__init__(cache, on_full, never)
-        self.model = model
+        self.model, self.lags = model, model.device.type == "cuda"
         if graphs is True and model.device.type == "cuda":
             graphs = BlockGraphs(model, cache, several)
         self.graphs = graphs if isinstance(graphs, BlockGraphs) else None
