@@ -6,7 +6,7 @@ Knows tensors, and where unequal heads lie.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache
@@ -29,20 +29,10 @@ class SideStream:
         device: of the graph.
         batch: sequences. Evictions of many sequences read much and fill the device, so that fewer
             layers evict at once.
-        cut_at: the layer, from 0 on, at whose beginning all streams are joined and `cut` is called;
-            None: none.
-        cut: ends the capture of one graph, and begins that of the next.
     """
 
-    def __init__(
-        self,
-        device: torch.device,
-        batch: int = 1,
-        cut_at: int | None = None,
-        cut: Callable[[], None] = lambda: None,
-    ) -> None:
+    def __init__(self, device: torch.device, batch: int = 1) -> None:
         layers = max(1, LAYERS // batch)
-        self._layer, self._cut_at, self._cut = -1, cut_at, cut
         self._streams = deque(_streams(device)[:layers])  # the first is that of the layer in hand
         self._kept: list[Any] = []  # of the layer in hand
         self._before: deque[tuple[torch.cuda.Event, list[Any]]] = deque()  # of those before
@@ -56,7 +46,7 @@ class SideStream:
 
     def join(self) -> None:
         """Wait for all that layers run on their streams."""
-        self._end_layer()
+        self.next_layer()
         for event, _ in list(self._before)[-len(self._streams) :]:  # the last of every stream
             torch.cuda.current_stream().wait_event(event)
         self._before.clear()
@@ -81,13 +71,6 @@ class SideStream:
 
     def next_layer(self) -> None:
         """Begin another layer, on the stream of the layer that began the longest ago."""
-        self._end_layer()
-        self._layer += 1
-        if self._layer == self._cut_at:
-            self.join()
-            self._cut()
-
-    def _end_layer(self) -> None:
         if self._kept:
             self._before.append((self._streams[0].record_event(), self._kept))
             self._kept = []

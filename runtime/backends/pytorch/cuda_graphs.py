@@ -9,7 +9,6 @@ in one pass, since its matrices are then read once; each layer takes them one af
 
 from __future__ import annotations
 
-from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 import torch
@@ -23,8 +22,6 @@ from kvcap.runtime.models.arguments import cache_argument
 from kvcap.runtime.models.fused.decoder import Decoder, decoder_of
 
 PASS = 512  # tokens of a pass that a GPU reads at little more cost than fewer
-
-FIRST_PART = 6  # a token's graph is cut behind one of so many parts of its layers
 
 
 class PassKind(NamedTuple):
@@ -183,10 +180,6 @@ class BlockGraphs:
 class BlockGraph:
     """A captured pass. Making it advances the cache's counters by a pass; `replay` computes it.
 
-    That of a token is two graphs. A device begins with one when all of it is launched, which takes
-    a microsecond for every kernel, and has nothing to do until then, as a token waits for the one
-    before: the first graph is short, and while it is computed the second is launched.
-
     Args:
         model: as above.
         cache: in the state in which such passes find it.
@@ -202,17 +195,14 @@ class BlockGraph:
         self.ids = ids.clone()
         self.token_counter = torch.tensor(cache.seen, device=ids.device)
         last = torch.full((int(kind.need_logits),), kind.length - 1, device=ids.device)
+        self.graph = torch.cuda.CUDAGraph()
         fixed = (
             cache.compact_positions and not kind.filling
         )  # compact positions of a full cache stay
-        blocks, cut_at = blocks_of(cache, kind.length), None
-        if kind.length == 1:
-            cut_at = -(-len(cache.capped_layers) // FIRST_PART)
-        capture = _Capture(pool)
-        side = SideStream(ids.device, kind.batch, cut_at, capture.cut)
+        side, blocks = SideStream(ids.device, kind.batch), blocks_of(cache, kind.length)
         with (
             cache.passing(ForwardContext(start, blocks=blocks, stream=side)) as current,
-            capture,
+            torch.cuda.graph(self.graph, pool=pool, capture_error_mode="thread_local"),
             side,
         ):
             current.bind_token_counter(self.token_counter, cache.block_size, kind.filling)
@@ -229,45 +219,16 @@ class BlockGraph:
                 logits_to_keep=last,
             ).logits.flatten(0, 1)
             cache.evict_together()
-        self.graphs, self.last = capture.graphs, last  # read by these, as is `on_device`
-        self.pool = self.graphs[0].pool()
+        self.pool, self.last = self.graph.pool(), last  # read by the graph, as is `on_device`
         self.on_device = [layer.on_device for layer in cache.capped_layers]
 
     def replay(self, ids: Tensor, seen: int) -> Tensor:
         """Read `ids` [B, T] after `seen` tokens; returns the logits."""
         self.ids.copy_(ids)
         self.token_counter.fill_(seen)
-        for graph in self.graphs:
-            graph.replay()
+        self.graph.replay()
         logits: Tensor = self.logits
         return logits.clone()
-
-
-class _Capture:
-    """Captures what is launched within it, in one CUDA graph, or in one behind the other.
-
-    Args:
-        pool: the memory of all of them; None: a new one.
-    """
-
-    def __init__(self, pool: Any) -> None:
-        self.graphs: list[torch.cuda.CUDAGraph] = []
-        self._pool, self._open = pool, ExitStack()
-
-    def __enter__(self) -> None:
-        graph = torch.cuda.CUDAGraph()
-        capture = torch.cuda.graph(graph, self._pool, capture_error_mode="thread_local")
-        self._open.enter_context(capture)
-        self.graphs.append(graph)
-
-    def __exit__(self, *error: object) -> None:
-        self._open.close()
-
-    def cut(self) -> None:
-        """End a graph, and begin the next."""
-        self._open.close()
-        self._pool = self.graphs[0].pool()
-        self.__enter__()
 
 
 def why_unsteady(cache: BudgetCache) -> str | None:
