@@ -80,6 +80,11 @@ def uses_stored_keys(policy: Policy) -> bool:
     return type(policy) is KeyDiff and (policy.metric, policy.anchor) == ("cosine", "mean")
 
 
+def uses_lse(policy: Policy, saliency: Any) -> bool:
+    """Whether `Observation.lse` spares the kernel that updates the policy's state a pass."""
+    return type(policy) is H2O and _mode(saliency) not in (None, *window.NEEDS_OUTPUT)
+
+
 def _by_twin(policy: Policy, obs: Observation) -> bool:
     return type(policy) in TWINS and ready(obs.keys) and _covers(policy, obs)
 
@@ -260,9 +265,13 @@ def _covers_options(policy: KeyDiff) -> bool:
 
 def _kind(obs: Observation) -> str | None:
     """The epilogue that makes `obs.weight`, if there is one."""
-    if obs.saliency is None:
+    return _mode(obs.saliency)
+
+
+def _mode(saliency: Any) -> str | None:
+    if saliency is None:
         return "attention"
-    return obs.saliency.mode if type(obs.saliency) is OBCache else None
+    return saliency.mode if type(saliency) is OBCache else None
 
 
 def _dropkv(policy: Policy, obs: Observation) -> Tensor:
@@ -311,7 +320,7 @@ def _tova(policy: Policy, obs: Observation) -> Tensor:
     kind = _kind(obs)
     assert kind is not None
     assert obs.queries is not None
-    last = replace(obs, queries=obs.queries[:, :, -1:])
+    last = replace(obs, queries=obs.queries[:, :, -1:], lse=None)
     return window.scores(last, kind, policy.group)
 
 

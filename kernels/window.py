@@ -8,7 +8,10 @@ window what one epilogue makes of every `p = A_tj`. No atomics: two runs are equ
 no policy; triton is imported when first needed.
 
 Letters as in `Observation`, and of a tile: `N` slots, `R = GP·WB` rows, the `WB` queries of a block
-in time of each of `GP` query heads (both padded to powers of two).
+in time of each of `GP` query heads (both padded to powers of two). Where the query heads are added
+up and there are many queries, all heads of a time are rows side by side instead, and none is
+padded. Where attention has told the log-sum-exp of its logits and nothing else is asked of it, the
+first pass is left out.
 """
 
 from __future__ import annotations
@@ -21,10 +24,23 @@ from torch import Tensor
 from kvcap.kernels.device import address, multiprocessors, power_of_two, told
 from kvcap.policies.base import Group, Observation
 
+OF_HEADS = ("cake", "variance")
+"""Epilogues of all queries of a query head."""
 NEEDS_OUTPUT = ("dropkv", "andpro", "key", "joint")
 """Epilogues that read `a`; `attention`, `value` and those that CAKE has do not."""
 MANY_ROWS = 512  # queries of a KV head; with more, reading them is most of what a program does
 MOST_ROWS = 128  # queries of a KV head that a program has at once, where `a` is not needed
+NARROW = 32  # those where it is, or where there are many
+
+
+class Cut(NamedTuple):
+    """How the work of one of the passes is cut."""
+
+    WB: int  # queries of a block in time, padded; rows of a block, where heads lie side by side
+    blocks: int  # of those
+    N: int  # slots of a tile
+    chunk: int  # slots of a part, a multiple of N
+    parts: int
 
 
 class Tiling(NamedTuple):
@@ -32,22 +48,18 @@ class Tiling(NamedTuple):
 
     DP: int  # head size, padded
     GP: int  # query heads of a group, padded
-    WB: int  # queries of a block in time, padded
-    blocks: int  # of those
-    N: int  # slots of a tile
-    chunk: int  # slots of a part of `forward`, a multiple of N
-    parts: int
-    score_chunk: int  # likewise of `score`, whose programs do all blocks in time
-    score_parts: int
+    heads: int  # the same, where those of a time are rows side by side, none padded; else 0
+    forward: Cut
+    score: Cut  # its programs do all blocks in time
     warps: int
     stages: int
 
 
 @lru_cache
 def tiling(
-    rows: int, G: int, w: int, n: int, D: int, itemsize: int, output: bool, sms: int
+    rows: int, G: int, w: int, n: int, D: int, itemsize: int, output: bool, added: bool, sms: int
 ) -> Tiling:
-    """Sizes by a few rules, measured on an H200.
+    """Sizes by a few rules, measured on an H200 and an H100.
 
     Args:
         rows: `B·K`, the KV heads there are.
@@ -57,25 +69,34 @@ def tiling(
         D: head size.
         itemsize: bytes of a key's element.
         output: whether `a` is needed, which takes registers.
+        added: whether the query heads are added up, so that no matter which rows are whose.
         sms: multiprocessors.
     """
     DP, GP = power_of_two(D, 16), power_of_two(G)
     many = GP * w > MANY_ROWS
-    most = (64 if many else 32) if output else MOST_ROWS
+    N = max(16, min(128, 16384 // (DP * itemsize)))
+
+    def cut(width: int, blocks: int, N: int, most: int, at_once: int, programs: int) -> Cut:
+        chunk = -(-max(most * N, -(-n // max(1, at_once // programs))) // N) * N
+        return Cut(width, blocks, N, chunk, -(-n // chunk))
+
+    # All programs start at once and end together: as many as fit on the multiprocessors.
+    if many and added:
+        wide = min(128, 2 * N)
+        few = -(-G * w // NARROW)
+        score = cut(NARROW, few, wide, 1, 2 * sms, rows)
+        if not output:
+            return Tiling(DP, 1, G, cut(NARROW, few, wide, 1, 2 * sms, rows * few), score, 4, 2)
+        blocks = -(-G * w // (2 * NARROW))
+        forward = cut(2 * NARROW, blocks, N, 2, sms, rows * blocks)
+        return Tiling(DP, 1, G, forward, score, 4, 2)
+    most = (2 * NARROW if many else NARROW) if output else MOST_ROWS
     WB = max(min(power_of_two(w), max(1, most // GP)), 16 // GP)
     blocks = -(-w // WB)
-    N = max(16, min(128, 16384 // (DP * itemsize)))
-    # All programs start at once and end together. Two fit on a multiprocessor, of those with many
-    # rows and `a` one.
     at_once = sms if many and output else 2 * sms
-    chunk, score_chunk = (
-        -(-max(2 * N, -(-n // max(1, at_once // programs))) // N) * N
-        for programs in (rows * blocks, rows)
-    )
+    forward, score = (cut(WB, blocks, N, 2, at_once, x) for x in (rows * blocks, rows))
     stages = 2 if many or (output and blocks > 1) else 3
-    return Tiling(
-        DP, GP, WB, blocks, N, chunk, -(-n // chunk), score_chunk, -(-n // score_chunk), 4, stages
-    )  # fmt: skip
+    return Tiling(DP, GP, 0, forward, score, 4, stages)
 
 
 def parts_of_output(kind: str, itemsize: int) -> int:
@@ -130,41 +151,50 @@ def scores(
     sms = multiprocessors(device)
     if obs.rows is not None:  # rows share the pool's slots: as many programs as for equal rows
         sms = min(sms * 4, -(-sms * B * K * n // k.shape[2]))
-    t = tiling(B * K, G, w, n, D, k.element_size(), output, sms)
-    R, rows = t.GP * t.WB, B * K * t.blocks
-    part_sums = empty(2 * rows * t.parts * R, device=device)
-    part = empty(rows * t.parts * R * t.DP if output else 0, device=device)
-    sums = empty((3 if output else 2) * rows * R, device=device)
+    added = group in ("sum", "mean") and kind not in OF_HEADS
+    t = tiling(B * K, G, w, n, D, k.element_size(), output, added, sms)
+    first, second = t.forward, t.score
+    R, rows = t.GP * first.WB, B * K * first.blocks
     a_parts = parts_of_output(kind, k.element_size())
-    a = empty(a_parts, rows * R * t.DP, device=device, dtype=k.dtype)
     out = empty(B, K, n, device=device) if group else empty(B, K, G, n, device=device)
     strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *positions.stride()[:2])
     shape, scale = (
         (K, G, w, n, *told(obs.num_tokens, device)),
         (float(obs.scaling), float(obs.softcap or 0)),
     )
-    sizes, options = (D, t.DP, t.GP, t.WB, t.N), {"num_warps": t.warps, "num_stages": t.stages}
+    sizes, options = (D, t.DP, t.heads, t.GP), {"num_warps": t.warps, "num_stages": t.stages}
     begins = tuple(address(x) % 16 for x in (q, k, v, positions))
-    sinks = None if obs.sinks is None else obs.sinks.float().contiguous()
-    beside = None if sinks is None else address(sinks) % 16
-    static = (K, G, sizes, t.warps, t.stages, output, capped)
+    static = (K, G, sizes, t.warps, t.stages, capped)
     key = (device, k.dtype, positions.dtype, begins, strides, static, starts is None)
+    lse = None if output else obs.lse
+    if lse is None:
+        part_sums = empty(2 * rows * first.parts * R, device=device)
+        part = empty(rows * first.parts * R * t.DP if output else 0, device=device)
+        sums = empty((3 if output else 2) * rows * R, device=device)
+        a = empty(a_parts, rows * R * t.DP, device=device, dtype=k.dtype)
+        variant = (first.WB, first.N, capped, output)
+        launch(
+            forward, (first.parts, B * K, first.blocks), (key, variant),
+            (q, k, v, positions, starts, lengths, part, part_sums, *strides, *shape, first.chunk,
+             *scale, *sizes, *variant), **options,
+        )  # fmt: skip
+        sinks = None if obs.sinks is None else obs.sinks.float().contiguous()
+        beside = None if sinks is None else address(sinks) % 16
+        padded = power_of_two(first.parts)
+        at_once = min(R, max(1, 2048 // (padded * (t.DP if output else 1))))
+        merged = (R, first.WB, t.heads, t.DP, padded, at_once, a_parts)
+        launch(
+            merge, (rows, R // at_once, 1), (device, merged, k.dtype, beside),
+            (part, part_sums, a, sums, sinks, first.parts, K, G, first.blocks, *merged),
+            num_warps=2,
+        )  # fmt: skip
+    else:
+        a = sums = lse.contiguous()
+    epilogue = (second.WB, second.N, second.blocks > 1, lse is not None, kind, group or "",
+                a_parts, capped, rounded)  # fmt: skip
     launch(
-        forward, (t.parts, B * K, t.blocks), key,
-        (q, k, v, positions, starts, lengths, part, part_sums, *strides, *shape, t.chunk, *scale,
-         *sizes, capped, output), **options,
-    )  # fmt: skip
-    padded = power_of_two(t.parts)
-    at_once = min(R, max(1, 2048 // (padded * (t.DP if output else 1))))
-    launch(
-        merge, (rows, R // at_once, 1), (device, R, t.WB, t.DP, padded, a_parts, k.dtype, beside),
-        (part, part_sums, a, sums, sinks, t.parts, K, G, t.blocks,
-         R, t.WB, t.DP, padded, at_once, a_parts), num_warps=2,
-    )  # fmt: skip
-    variant = (t.blocks > 1, kind, group or "", a_parts, capped, rounded)
-    launch(
-        score, (t.score_parts, B * K, 1), (key, variant),
-        (q, k, v, positions, starts, lengths, a, sums, out, *strides, *shape, t.score_chunk,
-         *scale, epsilon, t.blocks, *sizes, *variant), **options,
+        score, (second.parts, B * K, 1), (key, address(sums) % 16, epilogue),
+        (q, k, v, positions, starts, lengths, a, sums, out, *strides, *shape, second.chunk,
+         *scale, epsilon, second.blocks, first.blocks * R, *sizes, *epilogue), **options,
     )  # fmt: skip
     return out

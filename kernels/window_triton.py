@@ -36,18 +36,21 @@ def _dot_fine(a, b):
 
 
 @triton.jit
-def _rows(block, G, w, GP: tl.constexpr, WB: tl.constexpr):
+def _rows(block, G, w, GP: tl.constexpr, WB: tl.constexpr, HEADS: tl.constexpr):
     """Query head within its group, time in the window, and whether there is such a row. [R]."""
     r = tl.arange(0, GP * WB)
-    head, time = r // WB, block * WB + r % WB
+    if HEADS > 0:
+        head, time = (block * WB + r) % HEADS, (block * WB + r) // HEADS
+    else:
+        head, time = r // WB, block * WB + r % WB
     return head, time, (head < G) & (time < w)
 
 
 @triton.jit
 def _queries(base, stride_h, stride_t, block, G, w, D: tl.constexpr, DP: tl.constexpr,
-             GP: tl.constexpr, WB: tl.constexpr):  # fmt: skip
+             GP: tl.constexpr, WB: tl.constexpr, HEADS: tl.constexpr):  # fmt: skip
     """The queries of a block in time, [R, DP], and their places in the window, [R]."""
-    head, time, there = _rows(block, G, w, GP, WB)
+    head, time, there = _rows(block, G, w, GP, WB, HEADS)
     d = tl.arange(0, DP)
     at = base + head[:, None] * stride_h + time[:, None] * stride_t + d[None, :]
     q = tl.load(at, mask=there[:, None] & (d < D)[None, :], other=0.0)
@@ -107,8 +110,8 @@ def forward(
     q_ptr, k_ptr, v_ptr, pos_ptr, starts, lengths, part_ptr, sum_ptr,
     q_b, q_h, q_t, k_b, k_h, k_n, v_b, v_h, v_n, p_b, p_h,
     K, G, w, n, seen, clock, chunk, scaling, softcap,
-    D: tl.constexpr, DP: tl.constexpr, GP: tl.constexpr, WB: tl.constexpr, N: tl.constexpr,
-    CAPPED: tl.constexpr, WITH_OUTPUT: tl.constexpr,
+    D: tl.constexpr, DP: tl.constexpr, HEADS: tl.constexpr, GP: tl.constexpr, WB: tl.constexpr,
+    N: tl.constexpr, CAPPED: tl.constexpr, WITH_OUTPUT: tl.constexpr,
 ):  # fmt: skip
     """One part of the slots, one KV head and block in time: `a` [R, DP], largest logit, sum [R].
 
@@ -119,7 +122,7 @@ def forward(
     part, row = tl.program_id(0), tl.program_id(1)
     block, b, h = tl.program_id(2), (row // K).to(tl.int64), (row % K).to(tl.int64)
     q_base = q_ptr + b * q_b + h * G * q_h
-    q, time = _queries(q_base, q_h, q_t, block, G, w, D, DP, GP, WB)
+    q, time = _queries(q_base, q_h, q_t, block, G, w, D, DP, GP, WB, HEADS)
     k_base, v_base = k_ptr + b * k_b + h * k_h, v_ptr + b * v_b + h * v_h
     if starts is not None:
         k_base, v_base, n = _placed(k_base, v_base, k_n, v_n, starts, lengths, row)
@@ -158,8 +161,8 @@ def forward(
 
 @triton.jit(do_not_specialize=["parts", "K", "G", "blocks"])
 def merge(part_ptr, sum_ptr, a_ptr, out_ptr, sinks_ptr, parts, K, G, blocks,
-          R: tl.constexpr, WB: tl.constexpr, DP: tl.constexpr, PARTS: tl.constexpr,
-          AT_ONCE: tl.constexpr, A_PARTS: tl.constexpr):  # fmt: skip
+          R: tl.constexpr, WB: tl.constexpr, HEADS: tl.constexpr, DP: tl.constexpr,
+          PARTS: tl.constexpr, AT_ONCE: tl.constexpr, A_PARTS: tl.constexpr):  # fmt: skip
     """Some rows of `a` [DP], their largest logits and sums of exponentials over all parts.
 
     `a` is left as `A_PARTS` numbers of the type of the keys, whose sum it is, and `|a|²`. A sink
@@ -172,7 +175,8 @@ def merge(part_ptr, sum_ptr, a_ptr, out_ptr, sinks_ptr, parts, K, G, blocks,
     tops = tl.load(sum_ptr + at, mask=there, other=LOWEST)
     top = tl.max(tops, 0)
     if sinks_ptr is not None:
-        head = tl.minimum(r // WB, G - 1)  # a padded row's result is not read
+        # A padded row's result is not read.
+        head = (row % blocks * R + r) % HEADS if HEADS > 0 else tl.minimum(r // WB, G - 1)
         sink = tl.load(sinks_ptr + row // blocks % K * G + head)
         top = tl.maximum(top, sink)
     sums = tl.load(sum_ptr + rows * parts * R + at, mask=there, other=0.0)
@@ -194,24 +198,31 @@ def merge(part_ptr, sum_ptr, a_ptr, out_ptr, sinks_ptr, parts, K, G, blocks,
 
 
 @triton.jit
-def _merged(a_ptr, sum_ptr, row, rows, R: tl.constexpr, DP: tl.constexpr,
-            A_PARTS: tl.constexpr):  # fmt: skip
-    """What `merge` left: `a` in three parts [R, DP], `|a|²` [R], largest logits [R], sums [R].
+def _merged(a_ptr, sum_ptr, at, held, DP: tl.constexpr, A_PARTS: tl.constexpr):
+    """What `merge` left of rows `at` [R], of all that are `held`.
 
-    Those that are not there are arbitrary.
+    `a` in three parts [R, DP], `|a|²` [R], largest logits [R], sums [R]; those that are not there
+    are arbitrary.
     """
-    at = row * R + tl.arange(0, R)
-    top, total = tl.load(sum_ptr + at), tl.load(sum_ptr + rows * R + at)
+    top, total = tl.load(sum_ptr + at), tl.load(sum_ptr + held + at)
     high, low, lowest, squares = top, top, top, top
     if A_PARTS > 0:
-        squares = tl.load(sum_ptr + 2 * rows * R + at)
+        squares = tl.load(sum_ptr + 2 * held + at)
         wide = a_ptr + at[:, None] * DP + tl.arange(0, DP)[None, :]
         high = tl.load(wide)
         if A_PARTS > 1:
-            low = tl.load(wide + rows * R * DP)
+            low = tl.load(wide + held * DP)
         if A_PARTS > 2:
-            lowest = tl.load(wide + 2 * rows * R * DP)
+            lowest = tl.load(wide + 2 * held * DP)
     return high, low, lowest, squares, top, total
+
+
+@triton.jit
+def _told(lse_ptr, row, block, G, w, GP: tl.constexpr, WB: tl.constexpr, HEADS: tl.constexpr):
+    """`_merged` where attention has told the log-sum-exp [B, H, w] of its logits, and no `a`."""
+    head, time, there = _rows(block, G, w, GP, WB, HEADS)
+    top = tl.load(lse_ptr + (row * G + head) * w + time, mask=there, other=0.0)
+    return top, top, top, top, top, tl.full([GP * WB], 1.0, tl.float32)
 
 
 @triton.jit
@@ -277,16 +288,22 @@ def _spread(p, time, w, gamma, N: tl.constexpr, GP: tl.constexpr, WB: tl.constex
     return (p + variance if MEAN else variance) / w
 
 
-@triton.jit(do_not_specialize=["starts", "lengths", "w", "n", "seen", "clock", "chunk", "blocks"])
+# Branches on constants are gone once compiled.
+@triton.jit(
+    do_not_specialize=["starts", "lengths", "w", "n", "seen", "clock", "chunk", "blocks", "held"]
+)
 def score(
     q_ptr, k_ptr, v_ptr, pos_ptr, starts, lengths, a_ptr, sum_ptr, out_ptr,
     q_b, q_h, q_t, k_b, k_h, k_n, v_b, v_h, v_n, p_b, p_h,
-    K, G, w, n, seen, clock, chunk, scaling, softcap, epsilon, blocks,
-    D: tl.constexpr, DP: tl.constexpr, GP: tl.constexpr, WB: tl.constexpr, N: tl.constexpr,
-    SEVERAL: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr, A_PARTS: tl.constexpr,
-    CAPPED: tl.constexpr, ROUNDED: tl.constexpr,
+    K, G, w, n, seen, clock, chunk, scaling, softcap, epsilon, blocks, held,
+    D: tl.constexpr, DP: tl.constexpr, HEADS: tl.constexpr, GP: tl.constexpr, WB: tl.constexpr,
+    N: tl.constexpr, SEVERAL: tl.constexpr, TOLD: tl.constexpr, KIND: tl.constexpr,
+    GROUP: tl.constexpr, A_PARTS: tl.constexpr, CAPPED: tl.constexpr, ROUNDED: tl.constexpr,
 ):  # fmt: skip
-    """The scores of one part of a KV head's slots: [n], or [G, n] of its query heads."""
+    """The scores of one part of a KV head's slots: [n], or [G, n] of its query heads.
+
+    By what `merge` left of `held` rows of each KV head, or what is `TOLD`.
+    """
     R: tl.constexpr = GP * WB
     part, row, rows = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     b, h = (row // K).to(tl.int64), (row % K).to(tl.int64)
@@ -297,9 +314,13 @@ def score(
         k_base, v_base, n = _placed(k_base, v_base, k_n, v_n, starts, lengths, row)
     pos_base, first = pos_ptr + b * p_b + h * p_h, _first(seen, clock, w)
     heads = tl.arange(0, GP)
+    all_held, own = rows * held, row * held + tl.arange(0, R)
     if not SEVERAL:
-        q, time = _queries(q_base, q_h, q_t, 0, G, w, D, DP, GP, WB)
-        merged = _merged(a_ptr, sum_ptr, row, rows, R, DP, A_PARTS)
+        q, time = _queries(q_base, q_h, q_t, 0, G, w, D, DP, GP, WB, HEADS)
+        if TOLD:
+            merged = _told(sum_ptr, row, 0, G, w, GP, WB, HEADS)
+        else:
+            merged = _merged(a_ptr, sum_ptr, own, all_held, DP, A_PARTS)
     begin, stop = part * chunk, tl.minimum(part * chunk + chunk, n)
     tiles = tl.cdiv(stop - begin, N)
     for i in range(tiles):
@@ -315,9 +336,11 @@ def score(
         else:
             cost = tl.full([N, R], 0.0, tl.float32)
             for block in range(blocks):
-                q, time = _queries(q_base, q_h, q_t, block, G, w, D, DP, GP, WB)
-                merged = _merged(a_ptr, sum_ptr, row * blocks + block, rows * blocks,
-                                 R, DP, A_PARTS)  # fmt: skip
+                q, time = _queries(q_base, q_h, q_t, block, G, w, D, DP, GP, WB, HEADS)
+                if TOLD:
+                    merged = _told(sum_ptr, row, block, G, w, GP, WB, HEADS)
+                else:
+                    merged = _merged(a_ptr, sum_ptr, own + block * R, all_held, DP, A_PARTS)
                 cost += _cost(q, time, merged, k, v, position, first, scaling, softcap, epsilon,
                               KIND, CAPPED, ROUNDED, A_PARTS)  # fmt: skip
         if KIND == "cake" or KIND == "variance":  # the queries of each query head are all here

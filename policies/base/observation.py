@@ -76,6 +76,7 @@ class Observation:
     first_head: int = 0  # the KV head of row 0; heads of unequal lengths are observed one by one
     queries: Tensor | None = None  # [B, H, w, D], the last w queries, oldest first
     scaling: float = 1.0  # of the logits, usually 1/sqrt(D)
+    lse: Tensor | None = None  # [B, H, w] of their logits, the log-sum-exp, if attention told it
     softcap: float | None = None  # Gemma 2: logits = softcap * tanh(logits / softcap)
     sinks: Tensor | None = None  # [H], gpt-oss: a learned logit per query head, see `attention`
     state: Mapping[str, Tensor] = field(default_factory=dict)  # name -> [B, K, n]

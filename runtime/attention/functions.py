@@ -72,8 +72,7 @@ def attend(
         [B, H, T, D]
     """
     length, slots = query.shape[2], keys.shape[2]
-    few = keys.shape[0] * keys.shape[1] * slots < MANY_SLOTS or sinks is not None
-    if mask is None and few and ready(query) and decode.covers(query, keys, values):
+    if mask is None and takes_slots(query, keys, values, sinks):
         return decode.attend(query, keys, values, scaling, softcap, sinks=sinks)
     if softcap is not None or sinks is not None:
         # `scaled_dot_product_attention` takes neither.
@@ -94,6 +93,12 @@ def attend(
     return scaled_dot_product_attention(
         query, keys, values, attn_mask=mask, scale=scaling, enable_gqa=grouped
     )
+
+
+def takes_slots(query: Tensor, keys: Tensor, values: Tensor, sinks: Tensor | None = None) -> bool:
+    """Whether a kernel of kvcap's runs `attend` here, which can tell the log-sum-exp as well."""
+    few = keys.shape[0] * keys.shape[1] * keys.shape[2] < MANY_SLOTS or sinks is not None
+    return few and ready(query) and decode.covers(query, keys, values)
 
 
 def attend_weighing(

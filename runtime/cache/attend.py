@@ -8,6 +8,7 @@ errors never add up. Of slots of fewer bits it reads a copy in any case, see `La
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -24,8 +25,10 @@ from kvcap.runtime.attention.functions import (
     attend_packed,
     attend_to_some,
     attend_weighing,
+    attend_with_lse,
     packs,
     takes_quantised_token,
+    takes_slots,
     takes_token,
 )
 from kvcap.runtime.attention.latents import absorbed, attend_absorbed, attend_expanded
@@ -183,7 +186,10 @@ class SlotAttention:
         # A selection occupies few of a GPU's multiprocessors: attention hides it.
         early = has_work and context.is_waited_for
         selected = evictor.select_early(step, context.run_async) if early else []
-        out = self._over(query if own is None else own, keys, packed, call, context)
+        asked = has_work and length > 1 and not selected and evictor.uses_lse
+        out, lse = self._over(query if own is None else own, keys, packed, call, context, asked)
+        if lse is not None:
+            step = replace(step, lse=lse)
         if block.readers:
             block.shown = _Shown(keys, packed, step)
         elif selected:
@@ -221,7 +227,7 @@ class SlotAttention:
         """
         keys, packed, step = block.shown
         query = self.align(query, block.offsets)
-        out = self._over(query, keys, packed, call, block.context)
+        out, _ = self._over(query, keys, packed, call, block.context)
         if not block.readers and self.evictor.has_work(block.length):
             self.evictor.evict_if_due(step)
         return out
@@ -441,21 +447,32 @@ class SlotAttention:
         packed: bool,
         call: AttentionCall,
         context: ForwardContext,
-    ) -> Tensor:
-        """Attention of aligned queries [B, H, T, D] over all slots in use."""
+        asked: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attention of aligned queries [B, H, T, D] over all slots in use.
+
+        And, if it is `asked` for and a kernel tells it, the log-sum-exp of the logits [B, H, T].
+        """
         if packed:
-            return self._over_packed(query, keys.pool, call)
-        return self._over_segments(query, keys, call, context)
+            return self._over_packed(query, keys.pool, call), None
+        return self._over_segments(query, keys, call, context, asked)
 
     def _over_segments(
-        self, query: Tensor, held: _HeldKeys, call: AttentionCall, context: ForwardContext
-    ) -> Tensor:
+        self,
+        query: Tensor,
+        held: _HeldKeys,
+        call: AttentionCall,
+        context: ForwardContext,
+        asked: bool,
+    ) -> tuple[Tensor, Tensor | None]:
         """Attention segment by segment, with what evicted tokens add where they are kept."""
         store, out = self.storage.evicted_store, None
+        asked = asked and len(self.segments) == 1 and call.sinks is None
         scaling, softcap = call.scaling, call.softcap
         keys, values = held.segments, held.values
         for i, segment in enumerate(self.segments):
             mine, sinks = segment.rows_of(query), segment.query_heads_of(call.sinks)
+            lse: Tensor | None = None
             if call.expansion is not None:
                 expands = self._expands(query.shape[2])
                 over = attend_expanded if expands else attend_absorbed
@@ -466,17 +483,21 @@ class SlotAttention:
                 ).to(query.dtype)
             elif store is None:
                 mine = mine.to(keys[i].dtype)  # of slots of fewer bits it may be another
-                mask = None
-                if adds_masks(mine, softcap, sinks):
-                    mask = context.causal_bias(mine.shape[2], keys[i].shape[2], mine)
-                part = attend(mine, keys[i], values[i], scaling, softcap, mask, sinks)
+                given = mine, keys[i], values[i], scaling, softcap
+                if asked and takes_slots(*given[:3]):
+                    part, lse = attend_with_lse(*given, own=True)
+                else:
+                    masks, mask = adds_masks(mine, softcap, sinks), None
+                    if masks:
+                        mask = context.causal_bias(mine.shape[2], keys[i].shape[2], mine)
+                    part = attend(*given, mask, sinks)
                 part = part.to(query.dtype)
             else:
-                part = store.attend(i, segment, mine, keys[i], scaling, softcap, sinks)
+                part, lse = store.attend(i, segment, mine, keys[i], scaling, softcap, sinks)
             if len(self.segments) == 1:
-                return part
+                return part, lse if asked else None
             if out is None:
                 out = query.new_empty(*query.shape[:3], part.shape[3])
             segment.rows_of(out).copy_(part)
         assert out is not None
-        return out
+        return out, None

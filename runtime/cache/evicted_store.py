@@ -118,8 +118,10 @@ class EvictedStore:
         scaling: float,
         softcap: float | None,
         sinks: Tensor | None = None,
-    ) -> Tensor:
+    ) -> tuple[Tensor, Tensor]:
         """Attention over what is held and what the evicted tokens add. Shape [b, h, T, D].
+
+        And the log-sum-exp of the logits of what is held alone, [b, h, T] float32.
 
         Args:
             index: of the segment.
@@ -133,13 +135,14 @@ class EvictedStore:
         out, lse = attend_with_lse(query, keys, segment.values, scaling, softcap, own=True)
         evicted = self.evicted[index]
         if not evicted.held:
-            return out if sinks is None else with_sinks(out, lse, sinks)
+            return (out if sinks is None else with_sinks(out, lse, sinks)), lse
         known, counts = self._known(segment), segment.rows_of(self._counts)
         decides, looks = self.corrector, self._looks_first(query)
         if type(decides) is CaliDrop and sinks is None and not looks and self._by_kernel(query):
             over_evicted = self._recompute(evicted, query, scaling, softcap)
             thetas = decides.theta1, decides.theta2
-            return calidrop.correct(query, (out, lse), over_evicted, known, counts, *thetas)
+            found = calidrop.correct(query, (out, lse), over_evicted, known, counts, *thetas)
+            return found, lse
         anew, corrected = decides.decide(query, known[0])
         unknown = known[2].isneginf()  # nothing is remembered yet
         anew, corrected = anew | unknown, corrected | unknown
@@ -153,8 +156,8 @@ class EvictedStore:
             order = torch.arange(1, length + 1, device=anew.device)
             last = (anew * order).amax(-1, keepdim=True)  # [b, h, 1], 0: none
             row = (last - 1).clamp(min=0)[..., None].expand(*query.shape[:2], 1, query.shape[3])
-            found = query, fresh.float(), fresh_lse[..., None]
-            for old, new in zip(known, found, strict=True):
+            remembered = query, fresh.float(), fresh_lse[..., None]
+            for old, new in zip(known, remembered, strict=True):
                 wide = old.view(*old.shape[:2], 1, -1)  # [b, h, 1, D or 1]
                 new = new.gather(2, row[..., : wide.shape[-1]])
                 wide.copy_(torch.where((last > 0)[..., None], new, wide))
@@ -167,7 +170,7 @@ class EvictedStore:
             corrected_out = with_sinks(
                 corrected_out, torch.where(corrected, merged_lse, lse), sinks
             )
-        return corrected_out.to(out.dtype)
+        return corrected_out.to(out.dtype), lse
 
     def _known(self, segment: Segment) -> Remembered:
         """What a segment's query heads remember, as views."""

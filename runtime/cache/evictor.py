@@ -51,6 +51,7 @@ class AttentionStep:
     values: list[Tensor] | None = None  # of every segment likewise; None: read from its slots
     rows: LayerRows | None = None  # of unequal rows; the first keys [slots, D] are the pool's
     new_values: Tensor | None = None  # [B, K, T, D], of the block, as `PendingBlock` has them
+    lse: Tensor | None = None  # [B, H, T], of the logits over what is held, if attention told it
 
 
 @dataclass
@@ -146,6 +147,16 @@ class Evictor:
     def uses_stored_keys(self) -> bool:
         """Whether the policy's kernel is faster for what attention found out about the keys."""
         return len(self.segments) == 1 and kernels.uses_stored_keys(self.eviction.policy)
+
+    @property
+    def uses_lse(self) -> bool:
+        """Whether the policy's kernel is faster if attention tells the log-sum-exp of its logits.
+
+        Which is of all queries of a block.
+        """
+        policy = self.eviction.policy
+        all_queries = policy.queries_observed is None
+        return all_queries and kernels.uses_lse(policy, self.eviction.saliency)
 
     @property
     def rotates_keys_itself(self) -> bool:
@@ -546,6 +557,7 @@ class Evictor:
             scaling=step.scaling,
             softcap=step.softcap,
             sinks=segment.query_heads_of(step.sinks),
+            lse=step.lse,
             state={name: segment.aux(name) for name in eviction.state},
             output_projection=projection,
             expansion=step.expansion,

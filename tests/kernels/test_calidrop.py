@@ -86,7 +86,7 @@ class Layer:
             s.append(s.rows_of(keys), s.rows_of(values), times)
             held = s.keys if self.rotation is None else self.rotation.back(s.keys, s.aux(SHIFT))
             given = held, 0.3, case.softcap
-            s.rows_of(out).copy_(self.store.attend(i, s, s.rows_of(query), *given))
+            s.rows_of(out).copy_(self.store.attend(i, s, s.rows_of(query), *given)[0])
             if (count := s.held - s.budget) <= 0:
                 continue
             worth = s.rows_of(scores)[..., : s.held]

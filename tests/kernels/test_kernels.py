@@ -329,6 +329,46 @@ def test_state_of_h2o_over_blocks_of_queries(saliency):
     check(H2O(), replace(obs, saliency=saliency))
 
 
+MANY = [
+    Shape(330, w=172, G=3, D=32, K=1), Shape(260, w=140, G=4, D=16, dtype=F32, softcap=5.0),
+    Shape(140, w=86, G=7, D=32, dtype=F16, K=1, B=2),
+]  # fmt: skip
+
+
+@pytest.mark.slow(keep=2)
+@pytest.mark.parametrize("shape", MANY, ids=lambda shape: f"{shape.G} heads")
+@pytest.mark.parametrize("saliency", [None, OBCache("joint"), OBCache("value")])
+def test_many_queries_of_all_heads_side_by_side(saliency, shape):
+    assert window.power_of_two(shape.G) * shape.w > window.MANY_ROWS
+    obs = sunk(observe(shape))
+    check(H2O(), replace(obs, saliency=saliency))
+    check(H2O(group="max"), replace(obs, saliency=saliency))
+
+
+@pytest.mark.slow(keep=2)
+@pytest.mark.parametrize("shape", [SHAPES[3], *MANY], ids=lambda shape: f"{shape.w} queries")
+@pytest.mark.parametrize("group", ["sum", "max"])
+@pytest.mark.parametrize("saliency", [None, OBCache("value")])
+def test_what_attention_told_of_its_logits_spares_a_pass(saliency, group, shape, monkeypatch):
+    obs, policy = replace(sunk(observe(shape)), saliency=saliency), H2O(group=group)
+    assert kernels.uses_lse(policy, saliency)
+    q = obs.queries.double().unflatten(1, (shape.K, -1))
+    z = obs.scaling * q @ obs.keys.double()[:, :, None].mT
+    z = z if obs.softcap is None else obs.softcap * (z / obs.softcap).tanh()
+    times = obs.num_tokens - shape.w + torch.arange(shape.w, device=DEVICE)
+    hidden = obs.positions[:, :, None, None] > times[:, None]
+    z = z.masked_fill(hidden, -torch.inf).flatten(1, 2)  # [B, H, w, n]
+    sinks = obs.sinks.double().view(1, -1, 1, 1).expand(*z.shape[:3], 1)
+    told = replace(obs, lse=torch.cat((z, sinks), -1).logsumexp(-1).float())
+    check(policy, told, 2**-18)  # a difference of float32s
+    wrong = replace(obs, lse=told.lse + 1)
+    assert excess(policy, obs, twin(policy, wrong))[0].max() > 10
+    from kvcap.kernels import window_triton
+
+    monkeypatch.setattr(window_triton, "forward", None)  # is not called
+    check(policy, told, 2**-18)
+
+
 @pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("seed", range(3))
 def test_fresh_inputs_and_int64_positions(seed):

@@ -14,7 +14,7 @@ from interpreted import DEVICE, pytestmark  # noqa: F401
 
 import kvcap
 from kvcap import kernels
-from kvcap.kernels import calidrop, evict, quantised_token, rows, token
+from kvcap.kernels import calidrop, evict, quantised_token, rows, token, window
 from kvcap.runtime.attention import functions as attention
 from kvcap.runtime.backends.pytorch import cuda_graphs
 from kvcap.runtime.backends.pytorch.loop import BlockLoop
@@ -151,10 +151,12 @@ def test_what_goes_is_chosen_before_a_block_is_attended(policy, monkeypatch):
     """Where another block of the pass waits; the same goes as where nothing is chosen early."""
     ids = 3 + torch.randperm(82, generator=torch.Generator().manual_seed(0))[None].to(DEVICE)
     model, found, log = tiny_model("llama", num_hidden_layers=1).to(DEVICE), [], []
-    for name, where in (("choose", evict), ("move", evict), ("attend", layer_attention)):
+    names = ("choose", evict), ("move", evict), ("attend", layer_attention)
+    for name, where in (*names, ("attend_with_lse", layer_attention)):
         done = getattr(where, name)
+        name = name.removesuffix("_with_lse")
         noted = partial(lambda done, name, *a, **k: log.append(name) or done(*a, **k), done, name)
-        monkeypatch.setattr(where, name, noted)
+        monkeypatch.setattr(where, done.__name__, noted)
     for possible in (True, False):
         if not possible:
             monkeypatch.setattr(Evictor, "select_early", lambda *_: [])
@@ -569,3 +571,30 @@ def test_what_is_decided_on_beyond_a_layer_keeps_blocks_in_passes_of_their_own()
         loop.prefill(ids)
         with pytest.raises(kvcap.KvcapError, match="a block of 16 tokens was given"):
             loop.read(ids[:, :16])
+
+
+@pytest.mark.parametrize(("policy", "spared"), [
+    ("h2o", True), ("calidrop-h2o", True), ("obcache-h2o", False),
+])  # fmt: skip
+def test_attention_tells_a_state_of_all_queries_what_spares_a_pass(policy, spared, monkeypatch):
+    """The log-sum-exp of a block's logits over what is held; the same slots stay as without."""
+    model, told, kept = tiny_model("llama", vocab_size=220), [], []
+    ids = 3 + torch.randint(200, (1, 60), generator=torch.Generator().manual_seed(4))
+    scores = window.scores
+
+    def scored(obs, *given, **options):
+        if obs.new > 1:
+            told.append(obs.lse is not None)
+        return scores(obs, *given, **options)
+
+    monkeypatch.setattr(window, "scores", scored)
+    for with_kernels in (True, False):
+        cache = kvcap.BudgetCache(model.config, 24, 12, small_policy(policy, model.config))
+        cache.allocate(1, torch.float32, "cpu")
+        with kernels.use("triton" if with_kernels else "eager"):
+            BlockLoop(model, cache, graphs=False).prefill(ids)
+        kept.append([layer.segments[0].positions.sort(-1).values for layer in cache.capped_layers])
+    assert told
+    assert all(one is spared for one in told)
+    for mine, plain in zip(*kept, strict=True):
+        assert torch.equal(mine, plain)
