@@ -397,6 +397,8 @@ class BudgetCache(Cache):  # type: ignore[misc]
         layers, shape = self.capped_layers, self.layout.shape
         if self.evict_every > 1 or shape.slides or shape.latent:
             return False
+        if self.eviction.corrector is not None:
+            return False
         least = 1 if self.layout.pooled or self._partly_full else 2
         if any(len(layer.segments) < least or layer.readers > 1 for layer in layers):
             return False
@@ -421,7 +423,7 @@ class BudgetCache(Cache):  # type: ignore[misc]
     def _covers_rows(self, pool: SlotPool, spans: Sequence[Span]) -> bool:
         """Whether kernels cover the eviction, the slots and attention over them."""
         shape = self.layout.shape
-        if pool.format.quantised or self.eviction.corrector is not None or not ready(pool.keys):
+        if pool.format.quantised or not ready(pool.keys):
             return False
         query = pool.keys[:1, None].expand(shape.heads, 32, -1)[None]
         if self.layout.pooled:

@@ -79,7 +79,8 @@ def test_the_same_logits_and_the_same_tokens_kept(policy, positions, monkeypatch
      ("keydiff-window", "compact", "eager", None), ("dropkv", "true", "eager", None),
      ("keydiff", "compact", "eager", "int4"), ("keydiff", "compact", "triton", "int8-int4"),
      ("keydiff", "true", "triton", "int8"), ("h2o", "compact", "triton", None),
-     ("criticalkv", "true", "triton", None), ("obcache-h2o", "true", "triton", None)],
+     ("criticalkv", "true", "triton", None), ("obcache-h2o", "true", "triton", None),
+     ("calidrop-h2o", "compact", "triton", None), ("calidrop-h2o", "true", "triton", None)],
 )  # fmt: skip
 def test_a_cache_that_fills_as_a_graph_does_holds_the_same(policy, positions, choice, kind):
     """What is in use is told on the device; read outside of a graph, as when one is prepared."""
