@@ -149,3 +149,17 @@ def held(session: Any) -> str:
     """The text that the cache has read since it was empty, special tokens too."""
     ids = session.read[: session.cache.seen]
     return session.runtime.tokenizer.backend_tokenizer.decode(ids, skip_special_tokens=False)
+
+
+def numpy_scores(sampler: Sampler, logits: Any, history: Any) -> Any:
+    """The scores [V] by which a NumPy sampler draws, of logits [V]; -inf is never drawn."""
+    scores = logits.copy()
+    sampler.penalise(scores, history)
+    if sampler.greedy:
+        return scores
+    tokens, found = sampler.candidates(scores)
+    if tokens is None:
+        return found
+    whole = np.full_like(scores, -np.inf)
+    whole[tokens] = found
+    return whole

@@ -102,14 +102,16 @@ class Sampler:
             found[known:] = -np.inf
         presence, frequency = settings.penalties(self.config)
         if said and (presence or frequency):
-            tokens, times = np.unique(np.array(said), return_counts=True)
-            found[tokens] -= (presence + frequency * times).astype(np.float32)
-        scores = self.scores(found, history[0])
+            own, times = np.unique(np.array(said), return_counts=True)
+            found[own] -= (presence + frequency * times).astype(np.float32)
+        self.penalise(found, history[0])
         if self.greedy:
-            return np.array([int(scores.argmax())])
+            return np.array([int(found.argmax())])
+        tokens, scores = self.candidates(found)
         mass = _softmax(scores).astype(np.float64).cumsum()
         place = np.searchsorted(mass, self.rng.random() * mass[-1], side="right")
-        return np.array([min(int(place), len(mass) - 1)])
+        place = min(int(place), len(mass) - 1)
+        return np.array([place if tokens is None else tokens[place]])
 
     def logprobs(self, logits: Floats, token: int, top: int) -> list[tuple[int, float]]:
         """The `token` and the `top` likeliest ones, each with its log probability.
@@ -122,27 +124,34 @@ class Sampler:
         likeliest = np.argsort(-row, kind="stable")[:top]
         return [(int(number), float(row[number])) for number in (token, *likeliest)]
 
-    def scores(self, logits: Floats, history: NDArray[np.int64]) -> Floats:
-        """The scores [V] by which the next token is drawn; -inf is never drawn."""
-        config, scores = self.config, logits
-        if config.repetition_penalty not in (None, 1.0):
-            said, penalty = np.unique(history), np.float32(config.repetition_penalty)
+    def penalise(self, scores: Floats, history: NDArray[np.int64]) -> None:
+        """Have tokens of `history` [T] be less likely in these scores [V]."""
+        if self.config.repetition_penalty not in (None, 1.0):
+            said, penalty = np.unique(history), np.float32(self.config.repetition_penalty)
             scores[said] = np.where(
                 scores[said] < 0, scores[said] * penalty, scores[said] / penalty
             )
-        if self.greedy:
-            return scores
+
+    def candidates(self, scores: Floats) -> tuple[NDArray[np.int64] | None, Floats]:
+        """The tokens [n] that may be drawn, in the vocabulary's order, and their scores [n].
+
+        Of scores [V], which penalties have changed; -inf is never drawn. Tokens are None where they
+        are the whole vocabulary. With `top_k` others are left out before anything else is done.
+        """
+        config = self.config
+        tokens: NDArray[np.int64] | None = None
         if config.temperature not in (None, 1.0):
             scores = scores / np.float32(config.temperature)
-        if config.top_k:
-            lowest = np.partition(scores, -min(config.top_k, len(scores)))
-            scores = _without(scores, scores < lowest[-min(config.top_k, len(scores))])
+        if config.top_k and config.top_k < len(scores):
+            lowest = np.partition(scores, -config.top_k)[-config.top_k]
+            tokens = np.flatnonzero(scores >= lowest)
+            scores = scores[tokens]
         if config.top_p not in (None, 1.0):
             scores = _within(scores, config.top_p)
         if config.min_p:
             shares = _softmax(scores)
             scores = _without(scores, shares < config.min_p * shares.max())
-        return scores
+        return tokens, scores
 
 
 def _within(scores: Floats, mass: float) -> Floats:

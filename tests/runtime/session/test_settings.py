@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from toy_engine import BACKENDS, ToyEngine, session_of, tiny
+from toy_engine import BACKENDS, ToyEngine, numpy_scores, session_of, tiny
 from transformers import GenerationConfig
 
 from kvcap.runtime.backends.onnxruntime import generation
@@ -120,7 +120,7 @@ def test_a_repetition_penalty_is_the_same_in_both_backends(logits, said, penalty
     config = {"repetition_penalty": penalty, "do_sample": True, "temperature": temperature}
     mine = generation.Sampler(generation.Generation(**config), np.random.default_rng(0))
     theirs = sampling.Sampler(GenerationConfig(**config, top_k=0), torch.Generator())
-    a = mine.scores(np.array(logits, np.float32), np.array(said))
+    a = numpy_scores(mine, np.array(logits, np.float32), np.array(said))
     penalised = theirs.repetition(torch.tensor([said]), torch.tensor([logits]))
     b = theirs.warpers(None, penalised)[0].numpy()
     np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
@@ -136,9 +136,35 @@ def test_top_p_is_the_same_in_both_backends(spread, top_p):
     )
     config = GenerationConfig(do_sample=True, top_p=top_p, top_k=0)
     theirs = sampling.Sampler(config, torch.Generator())
-    a = mine.scores(scores.copy(), np.array([0]))
+    a = numpy_scores(mine, scores, np.array([0]))
     b = theirs.warpers(None, torch.from_numpy(scores)[None])[0].numpy()
     assert np.array_equal(a, b)
+
+
+@pytest.mark.parametrize("config", [
+    {"top_k": 1}, {"top_k": 50}, {"top_k": 4999}, {"top_k": 5000}, {"top_k": 9000},
+    {"top_k": 50, "top_p": 0.9}, {"top_k": 400, "min_p": 0.1, "temperature": 0.7},
+])  # fmt: skip
+def test_of_the_top_k_what_is_drawn_is_what_all_scores_give(config):
+    """Tokens that tie with the last of them are among them, as in transformers."""
+    draws = np.random.default_rng(0)
+    logits = draws.standard_normal((1, 5000)).astype(np.float32).round(1)  # many tie
+    history = np.zeros((1, 1), np.int64)
+    mine = generation.Sampler(generation.Generation(do_sample=True, **config), draws)
+    theirs = sampling.Sampler(GenerationConfig(do_sample=True, **config), torch.Generator())
+    wanted = theirs.warpers(None, torch.from_numpy(logits))[0].numpy()
+    if "top_p" not in config:  # which leaves open which of those that tie it takes
+        np.testing.assert_allclose(numpy_scores(mine, logits[0], history[0]), wanted, rtol=1e-6)
+    kept = set(np.flatnonzero(numpy_scores(mine, logits[0], history[0]) > -np.inf))
+    drawn = [int(mine.next(logits, history)[0]) for _ in range(300)]
+    assert kept >= set(drawn)
+    assert len(set(drawn)) > min(len(kept), 20) // 2
+    shares = np.exp(wanted.astype(np.float64) - wanted.max())
+    if "top_p" not in config:
+        mass = (shares / shares.sum()).cumsum()
+        number = np.random.default_rng(3).random()
+        again = generation.Sampler(mine.config, np.random.default_rng(3))
+        assert int(again.next(logits, history)[0]) == np.searchsorted(mass, number, side="right")
 
 
 def test_a_whole_number_is_a_number():
