@@ -487,8 +487,8 @@ class SlotAttention:
                 if asked and takes_slots(*given[:3]):
                     part, lse = attend_with_lse(*given, own=True)
                 else:
-                    masks, mask = adds_masks(mine, softcap, sinks), None
-                    if masks:
+                    mask = None
+                    if adds_masks(mine, softcap, sinks):
                         mask = context.causal_bias(mine.shape[2], keys[i].shape[2], mine)
                     part = attend(*given, mask, sinks)
                 part = part.to(query.dtype)
