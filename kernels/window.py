@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from kvcap.kernels.device import address, multiprocessors, power_of_two, told
+from kvcap.kernels.device import Target, address, multiprocessors, power_of_two, target, told
 from kvcap.policies.base import Group, Observation
 
 OF_HEADS = ("cake", "variance")
@@ -31,6 +31,7 @@ NEEDS_OUTPUT = ("dropkv", "andpro", "key", "joint")
 MANY_ROWS = 512  # queries of a KV head; with more, reading them is most of what a program does
 MOST_ROWS = 128  # queries of a KV head that a program has at once, where `a` is not needed
 NARROW = 32  # those where it is, or where there are many
+ROOMY = 128 * 1024  # bytes of shared memory for a program; with less, it has fewer queries
 
 
 class Cut(NamedTuple):
@@ -57,9 +58,20 @@ class Tiling(NamedTuple):
 
 @lru_cache
 def tiling(
-    rows: int, G: int, w: int, n: int, D: int, itemsize: int, output: bool, added: bool, sms: int
+    rows: int,
+    G: int,
+    w: int,
+    n: int,
+    D: int,
+    itemsize: int,
+    kind: str,
+    group: Group | None,
+    sms: int,
+    gpu: Target | None = None,
 ) -> Tiling:
     """Sizes by a few rules, measured on an H200 and an H100.
+
+    On GPUs with less shared memory they are such that their compiler accepts them.
 
     Args:
         rows: `B·K`, the KV heads there are.
@@ -68,12 +80,17 @@ def tiling(
         n: slots.
         D: head size.
         itemsize: bytes of a key's element.
-        output: whether `a` is needed, which takes registers.
-        added: whether the query heads are added up, so that no matter which rows are whose.
+        kind: the epilogue.
+        group: as of `scores`.
         sms: multiprocessors.
+        gpu: that of the tensors, if there is one.
     """
     DP, GP = power_of_two(D, 16), power_of_two(G)
-    many = GP * w > MANY_ROWS
+    many, output = GP * w > MANY_ROWS, kind in NEEDS_OUTPUT
+    # Where the query heads are added up, no matter which is which, they are rows like any other.
+    added = group in ("sum", "mean") and kind not in OF_HEADS
+    small = gpu is not None and gpu.shared_memory < ROOMY
+    narrow = min(NARROW, max(16, 8192 // (DP * itemsize))) if small and output else NARROW
     N = max(16, min(128, 16384 // (DP * itemsize)))
 
     def cut(width: int, blocks: int, N: int, most: int, at_once: int, programs: int) -> Cut:
@@ -82,20 +99,22 @@ def tiling(
 
     # All programs start at once and end together: as many as fit on the multiprocessors.
     if many and added:
-        wide = min(128, 2 * N)
-        few = -(-G * w // NARROW)
-        score = cut(NARROW, few, wide, 1, 2 * sms, rows)
+        wide = N if small else min(128, 2 * N)
+        few = -(-G * w // narrow)
+        score = cut(narrow, few, wide, 1, 2 * sms, rows)
         if not output:
-            return Tiling(DP, 1, G, cut(NARROW, few, wide, 1, 2 * sms, rows * few), score, 4, 2)
+            return Tiling(DP, 1, G, cut(narrow, few, wide, 1, 2 * sms, rows * few), score, 4, 2)
         blocks = -(-G * w // (2 * NARROW))
         forward = cut(2 * NARROW, blocks, N, 2, sms, rows * blocks)
         return Tiling(DP, 1, G, forward, score, 4, 2)
-    most = (2 * NARROW if many else NARROW) if output else MOST_ROWS
+    most = (2 * narrow if many and not small else narrow) if output else MOST_ROWS
+    if small and not output and kind not in OF_HEADS:
+        most = min(most, 32768 // (DP * itemsize))
     WB = max(min(power_of_two(w), max(1, most // GP)), 16 // GP)
     blocks = -(-w // WB)
     at_once = sms if many and output else 2 * sms
     forward, score = (cut(WB, blocks, N, 2, at_once, x) for x in (rows * blocks, rows))
-    stages = 2 if many or (output and blocks > 1) else 3
+    stages = 2 if many or small or (output and blocks > 1) else 3
     return Tiling(DP, GP, 0, forward, score, 4, stages)
 
 
@@ -151,8 +170,7 @@ def scores(
     sms = multiprocessors(device)
     if obs.rows is not None:  # rows share the pool's slots: as many programs as for equal rows
         sms = min(sms * 4, -(-sms * B * K * n // k.shape[2]))
-    added = group in ("sum", "mean") and kind not in OF_HEADS
-    t = tiling(B * K, G, w, n, D, k.element_size(), output, added, sms)
+    t = tiling(B * K, G, w, n, D, k.element_size(), kind, group, sms, target(device))
     first, second = t.forward, t.score
     R, rows = t.GP * first.WB, B * K * first.blocks
     a_parts = parts_of_output(kind, k.element_size())

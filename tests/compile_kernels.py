@@ -37,14 +37,18 @@ from kvcap.runtime.cache.pool import SHIFT, Segment, SlotPool
 from kvcap.runtime.cache.slot_format import SlotFormat
 
 HOPPER = Target(multiprocessors=132, shared_memory=232448, overlaps=True)
+CONSUMER = Target(multiprocessors=82, shared_memory=101376, overlaps=False)  # an RTX 3090
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 
 
 class Driver:
     """What the compiler asks of a GPU's driver."""
 
+    def __init__(self, capability: int = 90) -> None:
+        self.capability = capability
+
     def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
+        return GPUTarget("cuda", self.capability, 32)
 
     def get_current_device(self) -> int:
         return 0
@@ -94,7 +98,9 @@ def of_quantised_token() -> None:
     print(json.dumps({"-".join(map(str, case)): spilled(*case) for case in cases}))
 
 
-def shared_by(kind: str, size: int, dtype: torch.dtype, window: int) -> list[int]:
+def shared_by(
+    gpu: Target, kind: str, size: int, dtype: torch.dtype, window: int, group: Any
+) -> list[int]:
     """Bytes of shared memory that the kernels of an epilogue take, over 2,560 slots."""
     found = list[int]()
 
@@ -109,16 +115,23 @@ def shared_by(kind: str, size: int, dtype: torch.dtype, window: int) -> list[int
     )
     positions = torch.zeros(1, 2, 2560, dtype=torch.int32)
     obs = Observation(keys, keys, positions, 2560, 2048, queries=queries)
-    with pretending(HOPPER), heard(hear):
-        scores(obs, kind, "mean")
+    with pretending(gpu), heard(hear):
+        scores(obs, kind, group)
     return found
 
 
 def of_windows() -> None:
-    driver.set_active(Driver())
-    cases = [("andpro", 128, torch.bfloat16, 32), ("dropkv", 256, torch.bfloat16, 32),
-             ("dropkv", 256, torch.float32, 32), ("joint", 128, torch.bfloat16, 512)]  # fmt: skip
-    print(json.dumps({"-".join(map(str, case)): shared_by(*case) for case in cases}))
+    bf16, fp32, found = torch.bfloat16, torch.float32, {}
+    cases = [("andpro", 128, bf16, 32, "mean"), ("dropkv", 256, bf16, 1, "mean"),
+             ("dropkv", 256, fp32, 32, "mean"), ("joint", 128, bf16, 512, "sum"),
+             ("joint", 256, bf16, 512, "max"), ("attention", 256, fp32, 32, None)]  # fmt: skip
+    for capability, gpu in ((90, HOPPER), (86, CONSUMER)):
+        driver.set_active(Driver(capability))
+        for case in cases:
+            found["-".join(map(str, (capability, *case)))] = [
+                gpu.shared_memory, *shared_by(gpu, *case),
+            ]  # fmt: skip
+    print(json.dumps(found))
 
 
 def main(policies: list[str]) -> None:

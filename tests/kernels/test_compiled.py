@@ -53,7 +53,9 @@ def test_a_token_over_quantised_slots_keeps_to_its_registers():
 
 @pytest.mark.slow
 def test_scores_by_a_window_keep_to_the_shared_memory_there_is():
-    """Of wide heads, by few queries and by many."""
+    """Of wide heads, by few queries and by many, on an H100 and on a GPU that people have."""
     found = compiled("window")
-    assert len(found) == 4
-    assert all(len(each) == 3 and max(each) <= 232448 for each in found.values()), found
+    assert len(found) == 12
+    for room, *taken in found.values():
+        assert len(taken) == 3
+        assert max(taken) <= room, found

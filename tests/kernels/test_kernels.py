@@ -19,6 +19,7 @@ from torch import Tensor
 
 from kvcap import kernels
 from kvcap.kernels import window
+from kvcap.kernels.device import Target
 from kvcap.policies import Observation, Policy
 from kvcap.policies.andpro import AnDPro
 from kvcap.policies.dropkv import DropKV
@@ -343,6 +344,22 @@ def test_many_queries_of_all_heads_side_by_side(saliency, shape):
     obs = sunk(observe(shape))
     check(H2O(), replace(obs, saliency=saliency))
     check(H2O(group="max"), replace(obs, saliency=saliency))
+
+
+@pytest.mark.slow(keep=2)
+@pytest.mark.parametrize("shape", [SHAPES[5], SHAPES[9], MANY[0]], ids=lambda s: f"{s.w} queries")
+@pytest.mark.parametrize("policy", [DropKV(kernel=1), H2O(), H2O(group="max"), SnapKV(kernel=1)])
+def test_a_gpu_of_less_shared_memory_has_fewer_queries_at_once(policy, shape, monkeypatch):
+    monkeypatch.setattr(window, "target", lambda _: Target(82, 101376, False))
+    obs = observe(shape)
+    check(policy, obs)
+    given = 2, shape.G, shape.w, shape.n, 256, 4
+    sizes = [
+        window.tiling(*given, "attention", "mean", 82, Target(82, room, False))
+        for room in (232448, 101376)
+    ]
+    large, small = (t.GP * t.score.WB * t.score.N for t in sizes)
+    assert small <= large
 
 
 @pytest.mark.slow(keep=2)
