@@ -81,7 +81,7 @@ def uses_stored_keys(policy: Policy) -> bool:
 
 
 def uses_lse(policy: Policy, saliency: Any) -> bool:
-    """Whether `Observation.lse` spares the kernel that updates the policy's state a pass."""
+    """Whether `Observation.lse`, of all queries of a block, spares the policy's kernel a pass."""
     return type(policy) is H2O and _mode(saliency) not in (None, *window.NEEDS_OUTPUT)
 
 

@@ -421,7 +421,7 @@ class BudgetCache(Cache):  # type: ignore[misc]
         return self._covered[asked]
 
     def _covers_rows(self, pool: SlotPool, spans: Sequence[Span]) -> bool:
-        """Whether kernels cover the eviction, the slots and attention over them."""
+        """Whether kernels cover the eviction (but a corrector), the slots and attention to them."""
         shape = self.layout.shape
         if pool.format.quantised or not ready(pool.keys):
             return False

@@ -150,13 +150,8 @@ class Evictor:
 
     @property
     def uses_lse(self) -> bool:
-        """Whether the policy's kernel is faster if attention tells the log-sum-exp of its logits.
-
-        Which is of all queries of a block.
-        """
-        policy = self.eviction.policy
-        all_queries = policy.queries_observed is None
-        return all_queries and kernels.uses_lse(policy, self.eviction.saliency)
+        """Whether the policy's kernel is faster if attention tells its logits' log-sum-exp."""
+        return kernels.uses_lse(self.eviction.policy, self.eviction.saliency)
 
     @property
     def rotates_keys_itself(self) -> bool:

@@ -53,7 +53,7 @@ def test_a_token_over_quantised_slots_keeps_to_its_registers():
 
 @pytest.mark.slow
 def test_scores_by_a_window_keep_to_the_shared_memory_there_is():
-    """Of wide heads, by few queries and by many, on an H100 and on a GPU that people have."""
+    """Of wide heads, by few queries and by many, on an H100 and an RTX 3090."""
     found = compiled("window")
     assert len(found) == 12
     for room, *taken in found.values():

@@ -125,7 +125,7 @@ class Sampler:
         return [(int(number), float(row[number])) for number in (token, *likeliest)]
 
     def penalise(self, scores: Floats, history: NDArray[np.int64]) -> None:
-        """Have tokens of `history` [T] be less likely in these scores [V]."""
+        """Apply the repetition penalty for tokens of `history` [T] to scores [V], in place."""
         if self.config.repetition_penalty not in (None, 1.0):
             said, penalty = np.unique(history), np.float32(self.config.repetition_penalty)
             scores[said] = np.where(

@@ -84,7 +84,6 @@ class Rows:
         self.begins_ahead = model.device.type == "cuda"
         """See `SharedRows.begins_ahead`: a CPU would compute the next pass at once."""
         self._ids = torch.zeros(size, 1, dtype=torch.long, device=model.device)
-        self._lying: list[int | None] = [None] * size  # tokens that lie there, as far as is known
         self._drawn = torch.zeros(size, dtype=torch.long, pin_memory=self.begins_ahead)
         self._empty()
 
@@ -141,18 +140,13 @@ class Rows:
             rows.append(answer.row)
             if answer.asked.sampler is not None:
                 samplers[answer.row] = answer.asked.sampler
-        lie_there = all(self._lying[row] == ids[row] for row in rows)
         begun = self._begun = Begun(rows, set(samplers), set(rows))
         with interrupts_deferred():
-            if not lie_there:
-                self._ids.copy_(torch.tensor(ids)[:, None], non_blocking=True)
-            self._lying = [None] * self.size
+            self._ids.copy_(torch.tensor(ids)[:, None], non_blocking=True)
             try:
                 begun.logits = self.loop.read(self._ids)
                 if samplers:
-                    drawn = draw_each(begun.logits, samplers)
-                    self._drawn.copy_(drawn, non_blocking=True)
-                    self._ids.copy_(drawn[:, None])  # most likely read next
+                    self._drawn.copy_(draw_each(begun.logits, samplers), non_blocking=True)
                 begun.wait = self.loop.launched()
             except Exception as error:
                 begun.error = error
@@ -176,8 +170,6 @@ class Rows:
         begun.wait()
         logits, drawn = begun.logits, self._drawn.tolist()
         assert logits is not None
-        if begun.drawing:
-            self._lying = drawn
         return [drawn[i] if i in begun.drawing else logits[i : i + 1] for i in begun.rows]
 
     def _tell(self, row: int) -> None:
