@@ -443,8 +443,10 @@ class BudgetCache(Cache):  # type: ignore[misc]
         if self._table is None:
             slots = [layer.segments for layer in self.capped_layers]
             # What only a layer knows is asked of it: a table that knew the cache would keep it.
-            evictors = [layer.evictor for layer in self.capped_layers]
-            pins = [evictor.row_pins for evictor in evictors if evictor is not None]
+            evictors = [x.evictor for x in self.capped_layers if x.evictor is not None]
+            pins = [evictor.row_pins for evictor in evictors]
+            for evictor in evictors:
+                evictor.tell_policies()
             self._table = RowTable(slots, pins, self._recents(), self.balance)
         self._table.tell(self.seen)
         return self._table

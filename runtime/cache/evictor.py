@@ -207,6 +207,22 @@ class Evictor:
         sinks, recents = self.eviction.pins_of(self._placed(segment))
         return max(sinks, segment.first_pinned), recents
 
+    def tell_policies(self) -> None:
+        """Tell the device which heads have which policy, as nothing can be while a graph is captured.
+
+        For `evict_rows`, where heads have budgets of their own.
+        """
+        budget, heads = self.eviction.head_budget, self.layout.shape.kv_heads
+        if budget is None:
+            return
+        places = [self._placed(segment) for segment in self.segments[:heads]]
+        mine = [budget.policy_of(place, self.eviction.policy) for place in places]
+        device = self.segments[0].pool.keys.device
+        self._kinds = [
+            (policy, torch.tensor([type(x) is type(policy) for x in mine], device=device))
+            for policy in {type(policy): policy for policy in mine}.values()
+        ]
+
     def evict_rows(self, step: AttentionStep) -> None:
         """`evict_if_due` of unequal rows, by kernels that read where they lie.
 
@@ -369,18 +385,11 @@ class Evictor:
 
     def _score_rows(self, obs: Observation, stored: kernels.StoredKeys | None) -> Tensor:
         """Scores of unequal rows [B, K, longest], where some heads have a policy of their own."""
-        budget, heads = self.eviction.head_budget, self.layout.shape.kv_heads
-        if budget is None:
+        if self.eviction.head_budget is None:
             return kernels.score_rows(self.eviction.policy, obs, stored)
         if self._kinds is None:
-            places = [self._placed(segment) for segment in self.segments[:heads]]
-            mine = [budget.policy_of(place, self.eviction.policy) for place in places]
-            kinds = {type(policy): policy for policy in mine}.values()
-            device = obs.positions.device
-            self._kinds = [
-                (policy, torch.tensor([type(x) is type(policy) for x in mine], device=device))
-                for policy in kinds
-            ]
+            self.tell_policies()
+        assert self._kinds is not None
         (first, _), *others = self._kinds
         scores = kernels.score_rows(first, obs)
         for policy, whose in others:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 
@@ -11,6 +10,7 @@ import pytest
 import torch
 from conftest import small_policy, tiny_model
 from interpreted import DEVICE, pytestmark  # noqa: F401
+from pretended_graphs import Stream, pretend
 
 import kvcap
 from kvcap import kernels
@@ -192,51 +192,16 @@ def test_several_blocks_are_read_at_once_where_all_are_alike(monkeypatch):
         assert cuda_graphs.BlockGraphs(model, cache, several=False).pass_length(1, 60) is None
 
 
-class PretendedGraph:
-    """What it captures has been done."""
-
-    def pool(self):
-        return None
-
-    def replay(self):
-        pass
-
-
-class PretendedStream:
-    """A stream whose work is done when it is asked for; notes when it waits for the other."""
-
-    def __init__(self, name, log):
-        self.name, self.log = name, log
-
-    def wait_stream(self, _):
-        self.log.append(f"{self.name} waits")
-
-    wait_event = wait_stream
-
-    def record_event(self):
-        return "event"
-
-
 @pytest.fixture
 def captured(monkeypatch):
-    """What is noted of passes of three blocks of 16, captured without a GPU.
-
-    Capturing does the work here, so that each graph serves once.
-    """
-    log = []
-    main, side = PretendedStream("main", log), PretendedStream("side", log)
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", PretendedGraph)
-    for name in ("graph", "stream"):
-        monkeypatch.setattr(torch.cuda, name, lambda *_, **__: nullcontext())
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: main)
-    monkeypatch.setattr(side_stream, "_streams", lambda _: [side] * side_stream.LAYERS)
+    """What is noted of passes of three blocks of 16, captured without a GPU."""
     monkeypatch.setattr(cuda_graphs, "PASS", 50)
-    return log
+    return pretend(monkeypatch)
 
 
 def test_a_layer_waits_for_the_one_whose_stream_it_takes(captured, monkeypatch):
     """And what that one read is kept until then."""
-    streams = [PretendedStream(name, captured) for name in ("one", "two")]
+    streams = [Stream(name, captured) for name in ("one", "two")]
     monkeypatch.setattr(side_stream, "_streams", lambda _: streams)
     monkeypatch.setattr(side_stream, "LAYERS", 2)
     side, read = side_stream.SideStream(torch.device("cpu")), []
@@ -257,7 +222,7 @@ def test_a_layer_waits_for_the_one_whose_stream_it_takes(captured, monkeypatch):
 
 
 def test_nothing_waits_for_layers_that_keep_little_but_the_end(captured, monkeypatch):
-    streams = [PretendedStream(name, captured) for name in ("one", "two")]
+    streams = [Stream(name, captured) for name in ("one", "two")]
     monkeypatch.setattr(side_stream, "_streams", lambda _: streams)
     monkeypatch.setattr(side_stream, "LAYERS", 2)
     side = side_stream.SideStream(torch.device("cpu"))
@@ -283,8 +248,9 @@ def test_layers_of_many_sequences_evict_one_at_a_time(captured):
 
 
 def test_a_capture_that_fails_is_joined_and_blocks_go_on_eagerly(captured):
-    """Torch can end no capture of which a branch is loose."""
-    model, ids = tiny_model("llama"), 3 + torch.randperm(90)[None, :80]
+    """Torch can end no capture of which a branch is loose. The first is tried in a hurry."""
+    model = tiny_model("llama", vocab_size=130)
+    ids = 3 + torch.randperm(126, generator=torch.Generator().manual_seed(0))[None, :112]
     cache = kvcap.BudgetCache(model.config, 40, 16, "keydiff").allocate(1, torch.float32, "cpu")
     loop, eager = BlockLoop(model, cache), kvcap.BudgetCache(model.config, 40, 16, "keydiff")
     loop.graphs = cuda_graphs.BlockGraphs(model, cache)
@@ -296,15 +262,52 @@ def test_a_capture_that_fails_is_joined_and_blocks_go_on_eagerly(captured):
             with side.run_async(None):
                 raise RuntimeError("no room")
 
-    captured.clear()
     handle = model.model.layers[0].register_forward_pre_hook(fail)
-    found = loop.prefill(ids[:, 64:])
+    for block, (at_once, told) in enumerate((
+        ([True], "CUDA graphs"),
+        ([False], "without CUDA graphs: capture failed: no room"),
+        ([], "without CUDA graphs: capture failed: no room"),
+    )):  # fmt: skip
+        captured.clear()
+        captured.at_once.clear()
+        found = loop.prefill(ids[:, 64 + 16 * block : 80 + 16 * block])
+        assert loop.execution == told
+        assert captured.at_once == at_once
+        assert captured == ["side waits", "main waits"] * len(at_once)
     handle.remove()
-    assert loop.execution == "without CUDA graphs: capture failed: no room"
-    assert captured == ["side waits", "main waits"]
-    assert cache.seen == 80
+    assert cache.seen == 112
     expected = BlockLoop(model, eager, graphs=False).prefill(ids)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_what_could_not_be_captured_at_once_is_after_one_of_its_kind_was_read(captured):
+    """As what uploads something when it first runs."""
+    model, found, failed = tiny_model("llama", vocab_size=130), [], []
+    ids = 3 + torch.randperm(126, generator=torch.Generator().manual_seed(0))[None]
+    for graphs in (True, False):
+        cache = kvcap.BudgetCache(model.config, 40, 16).allocate(1, torch.float32, "cpu")
+        loop = BlockLoop(model, cache, graphs=False)
+        if graphs:
+            loop.graphs = cuda_graphs.BlockGraphs(model, cache)
+        warm = set()
+
+        def first(_, given, cache=cache, warm=warm):
+            kind = given[0].shape[1], cache.context.filling
+            if cache.context.stream is None:
+                warm.add(kind)
+            elif kind not in warm:
+                failed.append(kind)
+                raise RuntimeError("it is to be uploaded")
+
+        handle = model.model.layers[0].register_forward_pre_hook(first)
+        logits = [loop.read(part) for part in ids[:, :112].split(16, 1)]
+        logits += [loop.read(part) for part in ids[:, 112:116].split(1, 1)]
+        handle.remove()
+        found.append((torch.stack(logits), [x.clone() for x in cache.buffers()]))
+        assert loop.execution == ("CUDA graphs" if graphs else "")
+    assert failed == [(16, True), (1, False)]
+    assert captured.at_once == [True, False] + 4 * [True] + [True, False, False, False]
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
 
 
 def test_copies_of_few_layers_keys_are_held_at_a_time(captured, monkeypatch):
@@ -379,10 +382,9 @@ def test_what_is_captured_is_what_is_read(policy, positions, captured):
         assert cache.seen == 162
         if graphs:
             assert loop.graphs.refused is None
-            kinds = {kind[1:4:2] for kind in loop.graphs.captured}
-            if policy == "calidrop":  # what it keeps of evicted tokens fills with the first of them
-                kinds.add((48, False))
-            assert kinds == {(48, True), (48, False), (1, False)}
+            kinds = {kind[1:4:2] for kind in captured.kinds}
+            assert kinds >= {(48, True), (48, False), (1, False)}
+            assert set(captured.at_once) == {True}
     torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
     assert {"main waits", "side waits"} == set(captured)
 
@@ -409,7 +411,7 @@ def test_a_graph_for_each_token_between_evictions(policy, positions, captured):
         found.append((torch.stack(logits), [x.clone() for x in cache.buffers()]))
         if graphs:
             assert loop.graphs.refused is None
-            made = {(k.length, k.filling, k.excess) for k in loop.graphs.captured}
+            made = {(k.length, k.filling, k.excess) for k in captured.kinds}
             assert made == {(1, False, 0), (1, False, 1), (1, False, 2)}
     torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
 
@@ -457,7 +459,7 @@ def test_a_token_is_rotated_appended_and_attended_at_once(
         if choice == "triton":
             loop.graphs = cuda_graphs.BlockGraphs(model, cache)
         with kernels.use(choice):
-            logits += [loop.read(ids[:, i : i + 1]) for i in (24, 25)]  # a graph serves once
+            logits += [loop.read(ids[:, i : i + 1]) for i in (24, 25)]
         found.append((torch.stack(logits), [x.clone() for x in cache.buffers()]))
     assert len(calls) == 2 * layers
     torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)

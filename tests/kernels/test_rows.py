@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from dataclasses import replace
 from sys import getrefcount
 from types import SimpleNamespace
@@ -11,6 +10,7 @@ import pytest
 import torch
 from conftest import small_policy, tiny_model
 from interpreted import DEVICE, pytestmark  # noqa: F401
+from pretended_graphs import pretend
 
 import kvcap
 from kvcap import kernels
@@ -22,7 +22,6 @@ from kvcap.policies.base.order import lowest
 from kvcap.policies.keydiff import KeyDiff
 from kvcap.runtime.backends.pytorch import cuda_graphs
 from kvcap.runtime.backends.pytorch.loop import BlockLoop
-from kvcap.runtime.cache import step
 from kvcap.runtime.cache.pool import Segment, SlotPool
 from kvcap.runtime.cache.row_table import RowTable
 from kvcap.runtime.models.rope import Rotation, rotate
@@ -237,16 +236,6 @@ def test_keydiff_rotates_keys_of_rows_as_it_reads_them():
         )
 
 
-class Graph:
-    """What it captures has been done."""
-
-    def pool(self):
-        return None
-
-    def replay(self):
-        pass
-
-
 def read(policy, positions, choice, captured=False):
     ids = 3 + torch.randperm(60, generator=torch.Generator().manual_seed(0))[None, :53].to(DEVICE)
     layers = 3 if "cake" in policy else 1
@@ -305,18 +294,6 @@ def test_layers_hold_and_have_what_they_do_eagerly():
         found += [sorted(x.tolist()) for s in each for x in s.positions.flatten(0, 1)]
         states.append(found)
     assert states[0] == states[1]
-
-
-class Stream:
-    """Whose work is done when it is asked for."""
-
-    def wait_stream(self, _):
-        pass
-
-    wait_event = wait_stream
-
-    def record_event(self):
-        return None
 
 
 def test_the_host_is_told_what_the_device_knows():
@@ -387,7 +364,7 @@ def test_what_tells_the_device_of_rows_does_not_keep_the_cache(policy):
 def test_blocks_that_cannot_be_captured_leave_tokens_their_graphs(monkeypatch):
     """As where a budget of one's own reads numbers to share slots out."""
 
-    def captured(_, cache, ids, kind, pool=None):
+    def captured(_, cache, ids, kind, pool=None, at_once=False):
         if kind.length > 1:
             raise RuntimeError("a number was read")
         return SimpleNamespace(pool=None, replay=lambda *_: torch.zeros(1, 64))
@@ -417,25 +394,13 @@ def test_blocks_that_cannot_be_captured_leave_tokens_their_graphs(monkeypatch):
 )
 def test_what_is_captured_is_what_is_read(policy, lengths, monkeypatch):
     """Capturing does the work here, so that each graph serves once."""
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
-    for name in ("graph", "stream"):
-        monkeypatch.setattr(torch.cuda, name, lambda *_, **__: nullcontext())
-    monkeypatch.setattr(torch.cuda, "current_stream", Stream)
-    monkeypatch.setattr(step, "_streams", lambda _: [Stream()] * step.LAYERS)
-    made, replay = [], cuda_graphs.BlockGraph.replay
-
-    def once(self, ids, seen):
-        made.append(kind := next(k for k, g in graphs[0].captured.items() if g is self))
-        del graphs[0].captured[kind]
-        return replay(self, ids, seen)
-
+    noted = pretend(monkeypatch)
     graphs, make = [], cuda_graphs.BlockGraphs.__init__
-    noted = lambda self, *given: make(self, *given) or graphs.append(self)  # noqa: E731
-    monkeypatch.setattr(cuda_graphs.BlockGraphs, "__init__", noted)
-    monkeypatch.setattr(cuda_graphs.BlockGraph, "replay", once)
+    keep = lambda self, *given: make(self, *given) or graphs.append(self)  # noqa: E731
+    monkeypatch.setattr(cuda_graphs.BlockGraphs, "__init__", keep)
     found, kept, _, held = read(policy, "compact", "triton", captured=True)
     expected, kept_too, _, held_too = read(policy, "compact", "eager")
-    assert {kind.length for kind in made} == lengths
+    assert {kind.length for kind in noted.kinds} == lengths
     assert (kept, held) == (kept_too, held_too)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
     # Captured in an empty cache it serves a full one: keys and queries are rotated.

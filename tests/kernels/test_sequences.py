@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-
 import pytest
 import torch
 from conftest import tiny_model
 from interpreted import DEVICE, pytestmark  # noqa: F401
+from pretended_graphs import pretend
 from tools import runtime_of
 
 from kvcap import kernels
 from kvcap.runtime.backends.pytorch import cuda_graphs
 from kvcap.runtime.backends.pytorch.batch import Rows
-from kvcap.runtime.cache import step
 from kvcap.runtime.session.batch import Answer
 from kvcap.runtime.session.decoding import Read
 
@@ -31,55 +29,18 @@ POLICIES = [
 ]  # fmt: skip
 
 
-class Graph:
-    """What it captures has been done."""
-
-    def pool(self):
-        return None
-
-    def replay(self):
-        pass
-
-
-class Stream:
-    """Whose work is done when it is asked for."""
-
-    def wait_stream(self, _):
-        pass
-
-    wait_event = wait_stream
-
-    def record_event(self):
-        return None
-
-
 @pytest.fixture
 def captured(monkeypatch):
     """The kinds of passes that were captured; on a CPU capturing does the work, for one use."""
-    made, make, replay = [], cuda_graphs.BlockGraph.__init__, cuda_graphs.BlockGraph.replay
+    if DEVICE != "cuda":
+        return pretend(monkeypatch).kinds
+    made, make = [], cuda_graphs.BlockGraph.__init__
 
-    def noted(self, model, cache, ids, kind, pool=None):
+    def noted(self, model, cache, ids, kind, *args, **options):
         made.append(kind)
-        make(self, model, cache, ids, kind, pool)
+        make(self, model, cache, ids, kind, *args, **options)
 
     monkeypatch.setattr(cuda_graphs.BlockGraph, "__init__", noted)
-    if DEVICE == "cuda":
-        return made
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
-    for name in ("graph", "stream"):
-        monkeypatch.setattr(torch.cuda, name, lambda *_, **__: nullcontext())
-    monkeypatch.setattr(torch.cuda, "current_stream", Stream)
-    monkeypatch.setattr(step, "_streams", lambda _: [Stream()] * step.LAYERS)
-    init, graphs = cuda_graphs.BlockGraphs.__init__, []
-    keep = lambda self, *given: init(self, *given) or graphs.append(self)  # noqa: E731
-    monkeypatch.setattr(cuda_graphs.BlockGraphs, "__init__", keep)
-
-    def once(self, ids, seen):
-        for mine in graphs:
-            mine.captured = {k: g for k, g in mine.captured.items() if g is not self}
-        return replay(self, ids, seen)
-
-    monkeypatch.setattr(cuda_graphs.BlockGraph, "replay", once)
     return made
 
 

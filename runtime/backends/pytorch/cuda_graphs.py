@@ -9,6 +9,9 @@ in one pass, since its matrices are then read once; each layer takes them one af
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -55,6 +58,7 @@ class BlockGraphs:
         self.decoder = None if self.refused else self._decoder()
         """What is captured in the model's place; None: the model itself is."""
         self._warm: set[PassKind] = set()  # read once without a graph, so that they can be captured
+        self._cold: set[PassKind] = set()  # must be read so: capturing them at once has failed
         self.eager_blocks: str | None = None
         """Why blocks after which slots move are not replayed, where only they are not."""
 
@@ -81,35 +85,51 @@ class BlockGraphs:
         if kind in self.captured:
             stay = kind.filling or not evicts(cache, kind.length, kind.excess)
             cache.advance(kind.length, kept=stay)
-        elif kind not in self._warm:
+        elif not self._capture(ids, kind):
             return None
-        else:
-            alike = kind.spans, kind.slots
-            kept = {k: g for k, g in self.captured.items()
-                    if k.filling or (k.spans, k.slots) == alike}  # fmt: skip
-            self.captured, first, before = kept, next(iter(kept.values()), None), cache.counters
-            try:
-                # No two run at the same time, so all graphs share the memory of the first.
-                model, pool = self.decoder or self.model, first and first.pool
-                self.captured[kind] = BlockGraph(model, cache, ids, kind, pool)
-            except RuntimeError as error:
-                cache.counters, why = before, f"capture failed: {first_line(error)}"
-                if cache.shares_out(kind.length):
-                    self.eager_blocks = why  # a policy may read numbers; tokens have graphs
-                else:
-                    self.refused = why
-                return None
         logits = self.captured[kind].replay(ids, seen)
         if table is not None:
             cache.agree(table, kind.length)
         return logits
+
+    def _capture(self, ids: Tensor, kind: PassKind) -> bool:
+        """Capture a pass, at the latest when such a one was read without a graph; whether it was.
+
+        What was not `warm_up` is captured all the same where kvcap's own code reads it, which the
+        trial of the decoder has run before, and unless a policy of somebody's own may read numbers
+        to share slots out. It may fail: something is to be uploaded, or loaded.
+        """
+        cache, warm = self.cache, kind in self._warm
+        known = self.decoder is not None and not cache.shares_out(kind.length)
+        if not warm and (not known or kind in self._cold):
+            return False
+        alike = kind.spans, kind.slots
+        self.captured = {k: g for k, g in self.captured.items()
+                         if k.filling or (k.spans, k.slots) == alike}  # fmt: skip
+        first, before = next(iter(self.captured.values()), None), cache.counters
+        if not kind.filling:
+            cache.enable_rotation()  # as in all passes that the graph will serve
+        try:
+            # No two run at the same time, so all graphs share the memory of the first.
+            model, pool = self.decoder or self.model, first and first.pool
+            self.captured[kind] = BlockGraph(model, cache, ids, kind, pool, at_once=not warm)
+        except RuntimeError as error:
+            cache.counters, why = before, f"capture failed: {first_line(error)}"
+            if not warm:
+                self._cold.add(kind)
+            elif cache.shares_out(kind.length):
+                self.eager_blocks = why  # a policy may read numbers; tokens have graphs
+            else:
+                self.refused = why
+        return kind in self.captured
 
     def warm_up(self, ids: Tensor, need_logits: bool = True) -> Any:
         """Prepare a pass [B, T] that is read eagerly; returns the model that is to read it.
 
         It reads by the code that its graph will capture, if it is to have one. That prepares
         what cannot be done during a capture: kernels are compiled for these shapes, and Python's
-        numbers are copied to the device.
+        numbers are copied to the device. Other passes are read by the same model, as it launches
+        fewer kernels.
         """
         kind = self._kind(ids, need_logits)
         rows = self.cache.context.rows
@@ -126,7 +146,7 @@ class BlockGraphs:
                 self.cache.enable_rotation()  # as in all passes that the graph will serve
             if rows is not None:
                 rows.always = True
-        return self.model if kind is None else self.decoder or self.model
+        return self.decoder or self.model
 
     def _kind(self, ids: Tensor, need_logits: bool) -> PassKind | None:
         """The kind of a pass; None where the passes that follow it would differ."""
@@ -186,10 +206,17 @@ class BlockGraph:
         ids: token ids [B, T] of such a pass.
         kind: of the pass.
         pool: memory of another graph of the same cache, to be shared.
+        at_once: do not wait for what runs, nor free memory first.
     """
 
     def __init__(
-        self, model: Any, cache: BudgetCache, ids: Tensor, kind: PassKind, pool: Any = None
+        self,
+        model: Any,
+        cache: BudgetCache,
+        ids: Tensor,
+        kind: PassKind,
+        pool: Any = None,
+        at_once: bool = False,
     ) -> None:
         start, table = cache.next_position, cache.row_table() if kind.longest else None
         self.ids = ids.clone()
@@ -202,7 +229,7 @@ class BlockGraph:
         side, blocks = SideStream(ids.device, kind.batch), blocks_of(cache, kind.length)
         with (
             cache.passing(ForwardContext(start, blocks=blocks, stream=side)) as current,
-            torch.cuda.graph(self.graph, pool=pool, capture_error_mode="thread_local"),
+            _capturing(self.graph, pool, ids.device, at_once),
             side,
         ):
             current.bind_token_counter(self.token_counter, cache.block_size, kind.filling)
@@ -229,6 +256,33 @@ class BlockGraph:
         self.graph.replay()
         logits: Tensor = self.logits
         return logits.clone()
+
+
+@contextmanager
+def _capturing(
+    graph: torch.cuda.CUDAGraph, pool: Any, device: torch.device, at_once: bool
+) -> Iterator[None]:
+    """Within it `graph` captures, without an error for what other threads do meanwhile.
+
+    Unless `at_once`, it first waits for the GPU and frees what memory it can.
+    """
+    mode, stream = "thread_local", _stream(device)
+    if not at_once:
+        with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode=mode):
+            yield
+        return
+    with torch.cuda.stream(stream):
+        graph.capture_begin(pool, mode)
+        try:
+            yield
+        finally:
+            graph.capture_end()
+
+
+@functools.cache
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    """On which all graphs are captured, as libraries keep a workspace for every stream."""
+    return torch.cuda.Stream(device)
 
 
 def why_unsteady(cache: BudgetCache) -> str | None:

@@ -23,7 +23,7 @@ class Replayed(cuda_graphs.BlockGraph):
     pool = None
     made = 0
 
-    def __init__(self, model, cache, ids, kind, pool=None):
+    def __init__(self, model, cache, ids, kind, pool=None, at_once=False):
         type(self).made += 1
         self.model, self.cache, self.kind = model, weakref.ref(cache), kind
         cache.advance(kind.length, kept=kind.filling)
