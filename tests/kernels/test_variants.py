@@ -26,6 +26,7 @@ from kvcap.runtime.backends.pytorch.cuda_graphs import BlockGraphs
 from kvcap.runtime.backends.pytorch.loop import BlockLoop
 from kvcap.runtime.backends.pytorch.products import Noted
 from kvcap.runtime.backends.pytorch.warm_up import Rehearsal
+from kvcap.runtime.models.fused.decoder import FAMILIES
 
 BUDGET, BLOCK = 40, 16
 
@@ -100,6 +101,15 @@ def test_what_runs_was_rehearsed(policy, kind, monkeypatch):
     found = launched(model, eviction, lengths, kind)
     assert found
     assert found <= rehearsed(model.config, eviction, kind)
+
+
+@pytest.mark.slow(keep=1)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_of_the_decoder_is_rehearsed(family):
+    """Configs of some name the type of every layer, of which few are made."""
+    model = tiny_model(family)
+    eviction = small_policy("keydiff", model.config)
+    assert launched(model, eviction, (37,)) <= rehearsed(model.config, eviction)
 
 
 @pytest.mark.parametrize("policy", ["keydiff", "snapkv", "pyramidkv"])

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import atexit
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cache
 from threading import Thread
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from kvcap import dtypes
@@ -24,8 +23,9 @@ from kvcap.kernels.device import Target, pretending
 from kvcap.kernels.launch import Listener, ahead, heard
 from kvcap.kernels.variants import Compiler, save, saved
 from kvcap.policies import Eviction
-from kvcap.runtime.backends.pytorch.cuda_graphs import PASS, BlockGraphs
+from kvcap.runtime.backends.pytorch.cuda_graphs import PASS
 from kvcap.runtime.backends.pytorch.loop import BlockLoop
+from kvcap.runtime.backends.pytorch.practice import Practice, Uncaptured
 from kvcap.runtime.backends.pytorch.products import Noted, Product, compute
 from kvcap.runtime.cache.cache import BudgetCache
 from kvcap.runtime.cache.slot_format import KvDtype
@@ -78,12 +78,7 @@ class Rehearsal:
         self.noted = Noted()
         """Matrix products of the conversation so far."""
         with self._dry():
-            config = copy.deepcopy(config.get_text_config(decoder=True))
-            config._attn_implementation = ATTENTION
-            if _alike(config, eviction):  # what moves between layers takes more than one
-                config.num_hidden_layers = min(
-                    2 if eviction.layers_move else 1, config.num_hidden_layers
-                )
+            config = _with_few_layers(config, eviction)
             self.model = AutoModelForCausalLM.from_config(
                 config, attn_implementation=ATTENTION, dtype=dtype
             ).eval()
@@ -185,8 +180,8 @@ def autocast_nothing_on_meta() -> None:
     torch.autocast.__new__ = new  # type: ignore[method-assign]
 
 
-class DryGraphs(BlockGraphs):
-    """Reads all passes as one that prepares a capture does, and captures none."""
+class DryGraphs(Uncaptured):
+    """The same over tensors without contents."""
 
     def _decoder(self) -> Decoder | None:
         if not covers(self.model):
@@ -195,9 +190,16 @@ class DryGraphs(BlockGraphs):
         decoder.join()
         return decoder
 
-    def read(self, ids: Tensor, need_logits: bool = True) -> Tensor | None:
-        """Nothing is replayed."""
-        return None
+
+def _with_few_layers(config: Any, eviction: Eviction) -> Any:
+    """A copy of a text model's config, with as few layers as launch all kernels."""
+    config = copy.deepcopy(config.get_text_config(decoder=True))
+    config._attn_implementation = ATTENTION
+    if _alike(config, eviction):  # what moves between layers takes more than one
+        config.num_hidden_layers = min(2 if eviction.layers_move else 1, config.num_hidden_layers)
+        if getattr(config, "layer_types", None):
+            config.layer_types = config.layer_types[: config.num_hidden_layers]
+    return config
 
 
 def _alike(config: Any, eviction: Eviction) -> bool:
@@ -210,7 +212,8 @@ def _alike(config: Any, eviction: Eviction) -> bool:
 class WarmUp:
     """Compiles a plan's kernels ahead, in the background, or loads those that were.
 
-    Kernels of matrix products are loaded by computing some, unless memory is planned to the byte.
+    All other kernels of the first answer are loaded by a short conversation with one layer, unless
+    memory is planned to the byte: see `practice.py`, and `products.py` of matrix products.
 
     Args:
         config: the model's transformers config.
@@ -237,19 +240,24 @@ class WarmUp:
         self._multiplies = several
         self.error: Exception | None = None
         self._rehearsal: Rehearsal | None = None
+        self._practice: Practice | None = None
         plain = {k: v for k, v in config.to_dict().items() if not k.startswith("_")}
         sizes = plan.budget_tokens, plan.block_size, plan.dtype, plan.positions, plan.kv_dtype
         told = (plain, *sizes)
         self.key = f"{told} {eviction} {evict_every} {several} {self.target}"
         self._saved = saved(self.key)
-        if self._saved is None and quantisation(config) is None:
+        if quantisation(config) is None:
             # Here, as transformers sets what all threads share while it makes a model.
             try:
-                self._rehearsal = Rehearsal(
-                    config, eviction, plan.budget_tokens, plan.block_size,
-                    self.dtype, plan.positions, evict_every, several,
-                    self.target, plan.kv_dtype,
-                )  # fmt: skip
+                if self._saved is None:
+                    self._rehearsal = Rehearsal(
+                        config, eviction, plan.budget_tokens, plan.block_size,
+                        self.dtype, plan.positions, evict_every, several,
+                        self.target, plan.kv_dtype,
+                    )  # fmt: skip
+                if several and _alike(config.get_text_config(decoder=True), eviction):
+                    few = _with_few_layers(config, eviction)
+                    self._practice = Practice(few, plan, eviction, device, evict_every)
             except Exception as error:
                 self.error = error
         self._thread = Thread(target=self._work, name=THREAD, daemon=True)
@@ -268,6 +276,10 @@ class WarmUp:
                 self._rehearsal.run(compiler.hear)
                 products = self._rehearsal.noted.products
                 self._rehearsal = None
+            if self._practice is not None:
+                with heard(self._hear):
+                    self._practice.run()
+                self._practice = None
             if self._multiplies:
                 compute(sorted(products), self.dtype, self.device)
             compiler.finish()
@@ -278,6 +290,11 @@ class WarmUp:
         finally:
             ahead.remove(compiler.join)
             atexit.unregister(self._stop)
+
+    def _hear(self, kernel: Any, args: Sequence[Any], options: Mapping[str, Any]) -> bool:
+        """Listens to launches that do happen, and have their kernels compiled before."""
+        self.compiler.hear(kernel, args, options)
+        return True
 
     def finish(self) -> int:
         """Wait for all; returns how many kernels there are.
