@@ -30,7 +30,9 @@ from torch import Tensor
 
 from kvcap.kernels.device import address
 
-MOST_AT_ONCE = 16  # kernels that are compiled at the same time
+# Kernels that are compiled at the same time. More are not done sooner, as compilers share Python's
+# lock, and leave the thread that somebody waits for little of it.
+MOST_AT_ONCE = 6
 LIST = "launches.json"
 
 
