@@ -2,8 +2,8 @@
 
 Every process is started for its row, loads the model as `kvcap generate` does, and answers three
 sessions: each reads a text of `lengths` words, which are `prompt_tokens` tokens, and writes
-`steps`. `ttft` is the time from the call to the first piece of text, `decode` the tokens a second
-from then on. `run` says which it is:
+`steps`. `ttft` is the time from making the session to the first piece of text, `decode` the tokens
+a second from then on. `run` says which it is:
 
 - `first`: a process on a machine where no kernel was compiled; `warmed`: after `kvcap warm`.
 - `process`: the next process on that machine; `session`: its second session; `again`: its third.
@@ -216,8 +216,8 @@ def _answered(runtime: Any, words: Sequence[str], number: int, n: int) -> dict[s
     from random import Random
 
     text = " ".join(Random(number).choices(words, k=n))
-    session = runtime.session(generation=runtime.generation)
     begun = time.perf_counter()
+    session = runtime.session(generation=runtime.generation)
     pieces = session.complete(text)
     next(pieces)
     first = time.perf_counter()
