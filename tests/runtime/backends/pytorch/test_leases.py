@@ -7,7 +7,7 @@ import weakref
 
 import pytest
 import torch
-from conftest import as_cache, small_policy, tiny_model
+from conftest import small_policy, tiny_model
 
 import kvcap
 from kvcap.kernels import choice
@@ -15,6 +15,7 @@ from kvcap.runtime.backends.pytorch import cuda_graphs
 from kvcap.runtime.backends.pytorch import loop as block_loop
 from kvcap.runtime.backends.pytorch import runtime as pytorch
 from kvcap.runtime.cache.step import ForwardContext
+from kvcap.runtime.models.arguments import cache_argument
 
 
 class Replayed(cuda_graphs.BlockGraph):
@@ -41,7 +42,7 @@ class Replayed(cuda_graphs.BlockGraph):
             out = self.model(
                 input_ids=ids,
                 position_ids=(start + place).expand(kind.batch, -1),
-                **as_cache(cache),
+                **cache_argument(self.model, cache),
                 use_cache=True,
                 logits_to_keep=torch.full((int(kind.need_logits),), kind.length - 1),
             )
