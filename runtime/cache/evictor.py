@@ -208,9 +208,9 @@ class Evictor:
         return max(sinks, segment.first_pinned), recents
 
     def tell_policies(self) -> None:
-        """Tell the device which heads have which policy, as nothing can be while a graph is captured.
+        """Tell the device which heads have which policy, where they have budgets of their own.
 
-        For `evict_rows`, where heads have budgets of their own.
+        For `evict_rows`. While a CUDA graph is captured nothing can be uploaded.
         """
         budget, heads = self.eviction.head_budget, self.layout.shape.kv_heads
         if budget is None:

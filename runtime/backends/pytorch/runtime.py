@@ -406,7 +406,10 @@ class Runtime:
             weights=self.plan.weights_dtype,
         ).with_weights(Weights(self.plan.weights, self.plan.weights_from))
         several = self.memory_cap is None
-        warm_up(self.model.config, plan, policy, self.model.device, self.evict_every, several)
+        warm_up(
+            self.model.config, plan, policy, self.model.device, self.evict_every, several,
+            practises=False,
+        )  # fmt: skip
         return Runtime(
             self.model,
             self.tokenizer,
@@ -435,6 +438,7 @@ def warm_up(
     evict_every: int = 1,
     several: bool = True,
     on_done: Callable[[int, int], None] | None = None,
+    practises: bool = True,
 ) -> WarmUp | None:
     """Begin to compile what a plan's conversations launch; None: no kernels run on that device.
 
@@ -448,7 +452,7 @@ def warm_up(
         return None
     from kvcap.runtime.backends.pytorch.warm_up import WarmUp
 
-    return WarmUp(config, plan, eviction, where, evict_every, several, on_done)
+    return WarmUp(config, plan, eviction, where, evict_every, several, on_done, practises)
 
 
 def enforce_limit(cap: int, device: str | torch.device) -> None:

@@ -223,6 +223,7 @@ class WarmUp:
         evict_every: in generation.
         several: see `BlockLoop`; False: memory is planned to the byte.
         on_done: called after each kernel with how many are ready, and how many are known of.
+        practises: whether the conversation takes place: once a process, while weights are loaded.
     """
 
     def __init__(
@@ -234,6 +235,7 @@ class WarmUp:
         evict_every: int = 1,
         several: bool = True,
         on_done: Callable[[int, int], None] | None = None,
+        practises: bool = True,
     ) -> None:
         self.compiler, self.target = Compiler(device, on_done), Target.of(device)
         self.device, self.dtype = device, dtypes.torch_dtype(plan.dtype)
@@ -255,7 +257,8 @@ class WarmUp:
                         self.dtype, plan.positions, evict_every, several,
                         self.target, plan.kv_dtype,
                     )  # fmt: skip
-                if several and _alike(config.get_text_config(decoder=True), eviction):
+                alike = _alike(config.get_text_config(decoder=True), eviction)
+                if practises and several and alike:
                     few = _with_few_layers(config, eviction)
                     self._practice = Practice(few, plan, eviction, device, evict_every)
             except Exception as error:
@@ -267,6 +270,7 @@ class WarmUp:
 
     def _work(self) -> None:
         compiler, products = self.compiler, set[Product]()
+        rehearses = self._rehearsal is not None
         try:
             if self._saved is not None:
                 for launch in self._saved.launches:
@@ -276,20 +280,27 @@ class WarmUp:
                 self._rehearsal.run(compiler.hear)
                 products = self._rehearsal.noted.products
                 self._rehearsal = None
-            if self._practice is not None:
-                with heard(self._hear):
-                    self._practice.run()
-                self._practice = None
+            self._practise()
             if self._multiplies:
                 compute(sorted(products), self.dtype, self.device)
             compiler.finish()
-            if self._saved is None and self.error is None:
+            if rehearses:
                 save(self.key, compiler.launches.values(), sorted(products))
         except Exception as error:
             self.error = error  # an answer compiles what is missing, or says what is wrong
         finally:
             ahead.remove(compiler.join)
             atexit.unregister(self._stop)
+
+    def _practise(self) -> None:
+        """Have the conversation; all else goes on where it fails."""
+        practice, self._practice = self._practice, None
+        if practice is not None:
+            try:
+                with heard(self._hear):
+                    practice.run()
+            except Exception as error:
+                self.error = error
 
     def _hear(self, kernel: Any, args: Sequence[Any], options: Mapping[str, Any]) -> bool:
         """Listens to launches that do happen, and have their kernels compiled before."""

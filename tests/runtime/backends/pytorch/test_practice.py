@@ -118,18 +118,23 @@ def test_what_it_launches_was_rehearsed(policy, monkeypatch):
     assert tried <= {"attend_part", "merge_parts"}
 
 
-def warmed(config, monkeypatch, tmp_path, policy="keydiff", **options):
-    """Runs of practice, of a warm-up on a CPU that counts as a GPU."""
-    runs = []
+def warm_up_of(config, monkeypatch, tmp_path, policy="keydiff", **options):
+    """A warm-up on a CPU that counts as a GPU."""
     monkeypatch.setattr(warm_up.Target, "of", lambda _: warm_up.Target(132, 227 * 1024, True))
     monkeypatch.setattr(variants.Launch, "compile", lambda self: None)
-    monkeypatch.setattr(practice.Practice, "run", lambda self: runs.append(self))
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     eviction = small_policy(policy, config)
     plan = kvcap.MemoryPlan.of(
         config, policy=eviction, kv_budget_tokens=BUDGET, block_size=BLOCK, dtype=torch.bfloat16
     )
-    warm_up.WarmUp(config, plan, eviction, torch.device("cpu"), **options).finish()
+    return warm_up.WarmUp(config, plan, eviction, torch.device("cpu"), **options)
+
+
+def warmed(*given, **options):
+    """What practised while a warm-up ran."""
+    runs, (_, monkeypatch, *_) = [], given
+    monkeypatch.setattr(practice.Practice, "run", lambda self: runs.append(self))
+    warm_up_of(*given, **options).finish()
     return runs
 
 
@@ -140,6 +145,7 @@ def test_every_process_practises(monkeypatch, tmp_path):
         (run,) = warmed(config, monkeypatch, tmp_path)
         assert run.model.config.num_hidden_layers == 1
     assert not warmed(config, monkeypatch, tmp_path, several=False)
+    assert not warmed(config, monkeypatch, tmp_path, practises=False)
 
 
 def test_one_layer_must_stand_for_all(monkeypatch, tmp_path):
@@ -161,16 +167,24 @@ def test_answers_go_on_where_there_is_no_memory_to_practise(monkeypatch):
 
 
 def test_kernels_that_only_practice_launches_are_kept_for_the_next_process(monkeypatch, tmp_path):
-    config, x = tiny_config("llama"), torch.ones(1, 2, 8)
+    x = torch.ones(1, 2, 8)
     monkeypatch.setattr(warm_up.Rehearsal, "run", lambda *_: None)
-    warmed(config, monkeypatch, tmp_path)
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "another"))
     monkeypatch.setattr(practice.Practice, "run", lambda _: elementwise.gate(x, x))
-    eviction = small_policy("keydiff", config)
-    plan = kvcap.MemoryPlan.of(
-        config, policy=eviction, kv_budget_tokens=BUDGET, block_size=BLOCK, dtype=torch.float32
-    )
-    one = warm_up.WarmUp(config, plan, eviction, torch.device("cpu"))
+    one = warm_up_of(tiny_config("llama"), monkeypatch, tmp_path)
     assert one.finish() == 1
     found = variants.saved(one.key)
     assert [launch.kernel.fn.__name__ for launch in found.launches] == ["gate"]
+
+
+def test_what_was_rehearsed_is_kept_where_practice_fails(monkeypatch, tmp_path):
+    """It is told who asks, and keeps no answer from anything."""
+
+    def fail(_):
+        raise RuntimeError("no such kernel")
+
+    monkeypatch.setattr(practice.Practice, "run", fail)
+    one = warm_up_of(tiny_config("llama"), monkeypatch, tmp_path)
+    with pytest.raises(RuntimeError, match="no such kernel"):
+        one.finish()
+    assert len(variants.saved(one.key).launches) > 10
+    assert not launch.ahead
