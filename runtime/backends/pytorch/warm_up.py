@@ -103,6 +103,9 @@ class Rehearsal:
 
     def run(self, listener: Listener) -> None:
         """Go through a conversation: first what comes first in any, then what is rarer."""
+        if covers(self.model):  # a decoder is tried when a session is made
+            with self._dry(), heard(listener), self.noted:
+                Decoder(self.model).compare()
         self._run(listener)
         if self.loop.cache.layout.positions == "auto":
             self._run(listener, compact=True)

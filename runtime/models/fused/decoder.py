@@ -146,15 +146,19 @@ class Decoder:
         _, normed = self.parts.add_norm(x, y, *self.norm)
         return self.head.project(normed)[0]
 
-    @torch.no_grad()
     def agrees(self) -> bool:
         """Whether each layer's answer to one token, and to three, is the very same as its model's.
 
         To be asked before it is joined, which sums in another order. The device is waited for once:
         it may have a queue of what others read meanwhile.
         """
+        return bool(torch.stack(self.compare()).all())
+
+    @torch.no_grad()
+    def compare(self) -> list[Tensor]:
+        """For every layer, and for the head, whether its answers are the same: each bool []."""
         base, device = self.model.model, self.embed.weight.device
-        same: list[Tensor] = []  # bool []: whether two results are equal
+        same: list[Tensor] = []
         for places in (torch.full((1, 1), 7, device=device), torch.arange(3, device=device)[None]):
             x = self.embed(places)
             angles = self.rotary(x, places)
@@ -162,11 +166,11 @@ class Decoder:
                 its = layer(x, attention_mask=None, position_embeddings=angles)
                 total, more = own(x, None, angles, None, self.parts)
                 if more is None or more.shape != its.shape:
-                    return False
+                    return [torch.zeros((), dtype=torch.bool, device=device)]
                 same.append((total + more).eq(its).all())
                 x = its
             same.append(self._logits(x, None).eq(self.model.lm_head(base.norm(x))).all())
-        return bool(torch.stack(same).all())
+        return same
 
 
 class DecoderLayer:

@@ -114,8 +114,7 @@ def test_what_it_launches_was_rehearsed(policy, monkeypatch):
         with launch.heard(hear):
             practice_of(config, policy).run()
     assert len(heard) > 10
-    tried = {variant[1] for variant in heard - told}  # by decoders that are tried on a few tokens
-    assert tried <= {"attend_part", "merge_parts"}
+    assert heard <= told
 
 
 def warm_up_of(config, monkeypatch, tmp_path, policy="keydiff", **options):
