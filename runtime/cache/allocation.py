@@ -14,7 +14,7 @@ from kvcap.kernels import dequantise, quantise
 from kvcap.kernels.choice import ready
 from kvcap.runtime.cache.evicted_store import EvictedStore, MappedFile
 from kvcap.runtime.cache.layer_balance import LayerBalance
-from kvcap.runtime.cache.layout import CacheLayout
+from kvcap.runtime.cache.layout import BufferSpec, CacheLayout
 from kvcap.runtime.cache.pool import PIECE, SHIFT, Segment, SlotPool
 from kvcap.runtime.cache.query_window import QueryWindow
 from kvcap.runtime.models.rope import Rotation, table_dtype
@@ -304,6 +304,7 @@ class Allocation:
         self._named: dict[str, Callable[[], Mapping[str, Tensor]]] = {}  # what was made, by place
         self.balance: LayerBalance | None = None  # of layers that share one pool
         self._file: MappedFile | None = None  # of evicted tokens
+        self._specs: dict[tuple[int, torch.dtype], dict[str, BufferSpec]] = {}  # once worked out
         self._rotation: Rotation | None = None  # that all capped layers share
         if layout.pooled:
             budget, slots = layout.eviction.layer_budget, layout.budget_tokens
@@ -379,7 +380,10 @@ class Allocation:
         self, place: str, named: Callable[[], Mapping[str, Tensor]], like: Tensor
     ) -> None:
         """Note buffers that were made; they must be what the layout has under their names."""
-        specs = self.layout.buffers(like.shape[0], like.dtype)
+        asked = like.shape[0], like.dtype
+        if asked not in self._specs:
+            self._specs[asked] = self.layout.buffers(*asked)
+        specs = self._specs[asked]
         for name, buffer in named().items():
             made, planned = (tuple(buffer.shape), buffer.dtype), specs[f"{place}.{name}"][1:]
             assert made == planned, f"{place}.{name} is {made}, and the layout has {planned}"
