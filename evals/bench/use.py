@@ -7,8 +7,11 @@ a second from then on. `run` says which it is:
 
 - `first`: a process on a machine where no kernel was compiled; `warmed`: after `kvcap warm`.
 - `process`: the next process on that machine; `session`: its second session; `again`: its third.
+- `slowly`: that process answers who takes 1 ms for every piece of text, as a server or a terminal
+  may; `sampled`: with temperature 0.7, top_k 50 and top_p 0.9. Of these there is `decode` only,
+  after short texts, as only what is held matters.
 - `together`: 16 sessions of unequal history answered at once by that process (`runtime.batch`), and
-  the tokens a second of all of them; histories are short, as only what is held matters.
+  the tokens a second of all of them; `together-sampled`: likewise with those settings.
 
 `load_ms` is from the start of the process until the model can be asked. Of `policies` only the
 first has machines and processes of its own; the others are answered one after the other by one
@@ -48,9 +51,12 @@ DEFAULTS = {
     "model": "random-3b", "files": Path("out/use"),
 }  # fmt: skip
 COLUMNS = ("work", "policy", "run", "n", "budget", "ms", "tok_s", "load_ms", "turns", "execution")
-LATER = ("process", "session", "again", "together")
-WARM = LATER[1:3]
+LATER = ("process", "session", "again", "slowly", "sampled", "together", "together-sampled")
+WARM, DECODED = LATER[1:3], LATER[3:]
 TOGETHER = 16
+PAUSE = 0.001  # seconds that a reader takes for a piece of text
+DRAWN = {"do_sample": True, "temperature": 0.7, "top_k": 50, "top_p": 0.9, "seed": 0,
+         "eos_token_id": None}  # fmt: skip
 MOST_SECONDS = 30
 KERNELS = "TRITON_CACHE_DIR"  # where Triton keeps what it compiled
 
@@ -152,6 +158,7 @@ def answer() -> None:
     """Answer as many sessions as the argument asks for, and print what each took."""
     from kvcap.evals.reports import device_name, versions
     from kvcap.runtime.backends.pytorch.runtime import Runtime
+    from kvcap.runtime.session.settings import copied
 
     asked = json.loads(sys.argv[1])
     runtime = Runtime.from_pretrained(
@@ -173,7 +180,8 @@ def answer() -> None:
         its = runtime if policy == asked["policy"] else _under(runtime, policy)
         if asked["others"]:
             _compiled()
-        return [_answered(its, words, i, asked["n"]) for i in range(asked["sessions"])]
+        each = range(asked["sessions"])
+        return [_answered(its, words, i, asked["n"], its.generation) for i in each]
 
     def of_other(policy: str) -> list[dict[str, Any]]:
         try:
@@ -186,7 +194,15 @@ def answer() -> None:
     if not asked["others"]:
         say(mine := of(asked["policy"]))
         if asked["together"]:
-            say([{**mine[-1], **_together(runtime, words, asked), "ttft_ms": None}])
+            usual, short = runtime.generation, asked["budget"] + 2 * asked["block_size"]
+            (drawn := copied(usual)).update(**DRAWN)
+            for found in (
+                _answered(runtime, words, 0, short, usual, PAUSE),
+                _answered(runtime, words, 0, short, drawn),
+                _together(runtime, words, asked, usual),
+                _together(runtime, words, asked, drawn),
+            ):
+                say([{**mine[-1], **found, "ttft_ms": None}])
 
 
 def _compiled() -> None:
@@ -211,17 +227,29 @@ def _under(runtime: Any, policy: str) -> Any:
     return runtime.with_policy_name(policy, {"table": str(table)})
 
 
-def _answered(runtime: Any, words: Sequence[str], number: int, n: int) -> dict[str, Any]:
-    """How fast a session answers the text of that number, which has `n` words."""
+def _answered(
+    runtime: Any,
+    words: Sequence[str],
+    number: int,
+    n: int,
+    generation: Any,
+    pause: float = 0.0,
+) -> dict[str, Any]:
+    """How fast a session answers the text of that number, which has `n` words.
+
+    With `generation`'s settings, to who pauses so many seconds after every piece of text.
+    """
     from random import Random
 
     text = " ".join(Random(number).choices(words, k=n))
     begun = time.perf_counter()
-    session = runtime.session(generation=runtime.generation)
+    session = runtime.session(generation=generation)
     pieces = session.complete(text)
     next(pieces)
     first = time.perf_counter()
     for _ in pieces:
+        if pause:
+            time.sleep(pause)
         if time.perf_counter() - first > MOST_SECONDS:
             break
     last, stats = time.perf_counter(), session.stats
@@ -235,14 +263,16 @@ def _answered(runtime: Any, words: Sequence[str], number: int, n: int) -> dict[s
     }
 
 
-def _together(runtime: Any, words: list[str], asked: Mapping[str, Any]) -> dict[str, Any]:
+def _together(
+    runtime: Any, words: list[str], asked: Mapping[str, Any], generation: Any
+) -> dict[str, Any]:
     """Tokens a second of all sessions, from the moment when each has begun its answer."""
     from random import Random
 
     batch = runtime.batch(asked["together"])
     for number in range(asked["together"]):
         tokens = asked["budget"] + 2 * asked["block_size"] + 100 * number
-        session = runtime.session(generation=runtime.generation)
+        session = runtime.session(generation=generation)
         text = " ".join(Random(number).choices(words, k=tokens))
         pieces = session.complete(text)
         next(pieces)  # reads the prompt
@@ -265,8 +295,8 @@ def _rows(
     shared = {name: asked[name] for name in ("policy", "n", "budget", "block_size")}
     told = {name: answers[0][name] for name in ("execution", "device", "versions")}
     works = [("ttft", "ttft_ms"), ("decode", "tok_s")]
-    shared["sessions"] = TOGETHER if run == "together" else 1
-    for work, name in works[run == "together" :]:
+    shared["sessions"] = TOGETHER if run.startswith("together") else 1
+    for work, name in works[run in DECODED :]:
         values = [answer[name] for answer in answers]
         figures: dict[str, Any] = {"ms": None, "tok_s": None, "load_ms": None}
         if work == "ttft":

@@ -26,9 +26,10 @@ def test_every_run_is_a_process_or_a_session(
     result = use.run(options_for("use", {**GIVEN, "files": tmp_path}))
     rows = json.loads(json.dumps(result.as_dict()))["rows"]
     runs = {(row["work"], row["run"]): row for row in rows if row["run"] != "warmed"}
-    assert len(runs) == 2 * 4 + 1
+    assert len(runs) == 2 * 4 + 4
+    assert {run for work, run in runs if (("ttft", run) not in runs)} == set(use.DECODED)
     for (work, run), row in runs.items():
-        assert row["sessions"] == (2 if run == "together" else 1)
+        assert row["sessions"] == (2 if run.startswith("together") else 1)
         assert (row["n"], row["budget"], row["policy"], row["turns"]) == (70, 32, "keydiff", 1)
         assert (row["ms"] is None, row["tok_s"] is None) == (work == "decode", work == "ttft")
         assert 0 < row["least"] == row["most"]
@@ -47,7 +48,8 @@ def test_machines_are_empty_and_turns_are_told_by_their_median(
 ) -> None:
     """No run finds what another machine compiled; what is told of several is their middle."""
     folders: list[str] = []
-    times = iter([x for first in (3.0, 9.0, 4.0) for x in (first, 10.0, 10.0, 10.0, None)])
+    later = [10.0, 10.0, 10.0, *[None] * len(use.DECODED)]
+    times = iter([x for first in (3.0, 9.0, 4.0) for x in (first, *later)])
 
     def answers(asked: Any, kernels: str, sessions: int, together: int = 0) -> list[dict[str, Any]]:
         assert not list(Path(kernels).iterdir()) or sessions > 1
@@ -55,9 +57,8 @@ def test_machines_are_empty_and_turns_are_told_by_their_median(
         folders.append(kernels)
         told = {"tokens": 5, "prompt_tokens": 70, "execution": "eager", "load_ms": 1.0,
                 "device": "d", "versions": {}}  # fmt: skip
-        return [
-            {**told, "ttft_ms": next(times), "tok_s": 2.0} for _ in range(sessions + (together > 0))
-        ]
+        count = sessions + (len(use.DECODED) if together else 0)
+        return [{**told, "ttft_ms": next(times), "tok_s": 2.0} for _ in range(count)]
 
     monkeypatch.setattr(use, "_answers", answers)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
