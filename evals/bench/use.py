@@ -194,7 +194,7 @@ def answer() -> None:
     if not asked["others"]:
         say(mine := of(asked["policy"]))
         if asked["together"]:
-            usual, short = runtime.generation, asked["budget"] + 2 * asked["block_size"]
+            usual, short = runtime.generation, _short(asked)
             (drawn := copied(usual)).update(**DRAWN)
             for found in (
                 _answered(runtime, words, 0, short, usual, PAUSE),
@@ -263,6 +263,11 @@ def _answered(
     }
 
 
+def _short(asked: Mapping[str, Any]) -> int:
+    """Words of a text after which all slots are full."""
+    return int(asked["budget"] + 2 * asked["block_size"])
+
+
 def _together(
     runtime: Any, words: list[str], asked: Mapping[str, Any], generation: Any
 ) -> dict[str, Any]:
@@ -271,7 +276,7 @@ def _together(
 
     batch = runtime.batch(asked["together"])
     for number in range(asked["together"]):
-        tokens = asked["budget"] + 2 * asked["block_size"] + 100 * number
+        tokens = _short(asked) + 100 * number
         session = runtime.session(generation=generation)
         text = " ".join(Random(number).choices(words, k=tokens))
         pieces = session.complete(text)

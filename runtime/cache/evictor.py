@@ -387,9 +387,7 @@ class Evictor:
         """Scores of unequal rows [B, K, longest], where some heads have a policy of their own."""
         if self.eviction.head_budget is None:
             return kernels.score_rows(self.eviction.policy, obs, stored)
-        if self._kinds is None:
-            self.tell_policies()
-        assert self._kinds is not None
+        assert self._kinds is not None, "heads' policies are told when the table of rows is made"
         (first, _), *others = self._kinds
         scores = kernels.score_rows(first, obs)
         for policy, whose in others:

@@ -96,8 +96,7 @@ def test_a_cache_that_fills_as_a_graph_does_holds_the_same(policy, positions, ch
         with kernels.use(choice if filling else "eager"):
             loop = BlockLoop(model, cache, graphs=False)
             if filling:
-                loop.graphs = cuda_graphs.BlockGraphs(model, cache)
-                loop.graphs.read = lambda *_: None  # nothing is captured
+                loop.graphs = cuda_graphs.Uncaptured(model, cache)
             for start, stop in ((0, 16), (16, 32), (32, 33), (33, 34)):
                 assert cuda_graphs.fills(cache, stop - start) or not filling
                 logits.append(loop.read(ids[:, start:stop]))
@@ -383,7 +382,10 @@ def test_what_is_captured_is_what_is_read(policy, positions, captured):
         if graphs:
             assert loop.graphs.refused is None
             kinds = {kind[1:4:2] for kind in captured.kinds}
-            assert kinds >= {(48, True), (48, False), (1, False)}
+            wanted = {(16, True), (48, True), (48, False), (1, False)}
+            if policy == "calidrop":  # what it keeps of evicted tokens fills with the first of them
+                wanted.add((16, False))
+            assert kinds == wanted
             assert set(captured.at_once) == {True}
     torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
     assert {"main waits", "side waits"} == set(captured)
@@ -498,8 +500,7 @@ def test_a_token_over_quantised_slots_is_attended_at_once(
         with kernels.use("triton"):
             loop = BlockLoop(model, cache, graphs=False)
             logits = [loop.prefill(ids[:, :read])] if read else []
-            loop.graphs = cuda_graphs.BlockGraphs(model, cache)
-            loop.graphs.read = lambda *_: None  # nothing is captured
+            loop.graphs = cuda_graphs.Uncaptured(model, cache)
             logits += [loop.read(ids[:, i : i + 1]) for i in range(read, read + 4)]
         segments = [s for layer in cache.capped_layers for s in layer.segments]
         kept = [sorted(head.tolist()) for s in segments for each in s.positions for head in each]

@@ -14,6 +14,7 @@ import torch
 from conftest import small_policy, tiny_config, tiny_model
 from interpreted import DEVICE, pytestmark, tl  # noqa: F401
 from observations import observe
+from tools import count_as_gpu, warm_up_of
 
 import kvcap
 from kvcap import kernels
@@ -21,21 +22,14 @@ from kvcap.kernels import launch, variants
 from kvcap.kernels import window as window_kernel
 from kvcap.kernels.device import Target
 from kvcap.policies import policies
-from kvcap.runtime.backends.pytorch import cuda_graphs, warm_up
-from kvcap.runtime.backends.pytorch.cuda_graphs import BlockGraphs
+from kvcap.runtime.backends.pytorch import cuda_graphs, practice, warm_up
+from kvcap.runtime.backends.pytorch.cuda_graphs import Uncaptured
 from kvcap.runtime.backends.pytorch.loop import BlockLoop
 from kvcap.runtime.backends.pytorch.products import Noted
 from kvcap.runtime.backends.pytorch.warm_up import Rehearsal
 from kvcap.runtime.models.fused.decoder import FAMILIES
 
 BUDGET, BLOCK = 40, 16
-
-
-class Prepared(BlockGraphs):
-    """Prepares every capture, and captures nothing."""
-
-    def read(self, ids, need_logits=True):
-        return None
 
 
 def rehearsed(config, eviction, kind=None):
@@ -51,7 +45,7 @@ def launched(model, eviction, lengths, kind=None):
         model.config, BUDGET, BLOCK, eviction, positions="compact", kv_dtype=kind
     )
     loop = BlockLoop(model, cache.allocate(1, torch.float32, "cpu"), graphs=False)
-    loop.graphs, compiler = Prepared(model, cache), Noting(cache.layout.pooled)
+    loop.graphs, compiler = Uncaptured(model, cache), Noting(cache.layout.pooled)
     ids = torch.zeros(1, max(lengths), dtype=torch.long)
     with kernels.use("triton"), launch.heard(compiler.hear):
         for length in lengths:
@@ -110,6 +104,23 @@ def test_every_family_of_the_decoder_is_rehearsed(family):
     model = tiny_model(family)
     eviction = small_policy("keydiff", model.config)
     assert launched(model, eviction, (37,)) <= rehearsed(model.config, eviction)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", ["keydiff", "snapkv"])
+def test_what_practice_launches_was_rehearsed(policy, monkeypatch):
+    for module in (warm_up, cuda_graphs, practice):
+        monkeypatch.setattr(module, "PASS", 3 * BLOCK)
+    config, compiler = tiny_config("llama"), Noting(launches=True)
+    eviction = small_policy(policy, config)
+    plan = kvcap.MemoryPlan.of(
+        config, policy=eviction, kv_budget_tokens=BUDGET, block_size=BLOCK, dtype=torch.float32
+    )
+    few = warm_up._with_few_layers(config, eviction)
+    with kernels.use("triton"), launch.heard(compiler.hear):
+        practice.Practice(few, plan, eviction, torch.device("cpu")).run()
+    assert len(compiler.found) > 10
+    assert compiler.found <= rehearsed(config, eviction)
 
 
 @pytest.mark.parametrize("policy", ["keydiff", "snapkv", "pyramidkv"])
@@ -257,40 +268,28 @@ def test_what_a_compiler_raises_is_told_and_a_stopped_one_begins_nothing():
 
 @pytest.fixture
 def gpu_of(monkeypatch, tmp_path):
-    """Has a CPU count as a GPU whose kernels need no compiling; notes what was compiled."""
-    compiled = []
-    monkeypatch.setattr(warm_up.Target, "of", lambda _: warm_up.Target(132, 227 * 1024, True))
-    monkeypatch.setattr(variants.Launch, "compile", lambda self: compiled.append(self.variant))
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    return compiled
-
-
-def warmed(config, policy="keydiff", **options):
-    eviction = small_policy(policy, config)
-    plan = kvcap.MemoryPlan.of(
-        config, policy=eviction, kv_budget_tokens=BUDGET, block_size=BLOCK, dtype=torch.bfloat16
-    )
-    return warm_up.WarmUp(config, plan, eviction, torch.device("cpu"), **options)
+    """Has a CPU count as a GPU; what was compiled."""
+    return count_as_gpu(monkeypatch, tmp_path)
 
 
 def test_a_plan_is_rehearsed_once(gpu_of, monkeypatch):
     """The next process has what was launched from Triton's cache, for the same plan alone."""
     config, multiplied = tiny_config("llama"), []
     monkeypatch.setattr(warm_up, "compute", lambda products, *_: multiplied.append(products))
-    count = warmed(config).finish()
+    count = warm_up_of(config).finish()
     assert count == len(gpu_of) == len(set(gpu_of)) > 15
     first, (rows,) = set(gpu_of), multiplied
     assert {BLOCK // 8, BLOCK} < {product.rows for product in rows}
     gpu_of.clear()
     rehearsals = []
     monkeypatch.setattr(warm_up, "Rehearsal", lambda *_: rehearsals.append(1) or 1 / 0)
-    assert warmed(config).finish() == count
+    assert warm_up_of(config).finish() == count
     assert set(gpu_of) == first
     assert multiplied == [rows, rows]
     assert not rehearsals
     assert not launch.ahead
     with pytest.raises(ZeroDivisionError):  # what went wrong is told who asks, and no answer
-        warmed(config, evict_every=4).finish()
+        warm_up_of(config, evict_every=4).finish()
     assert len(rehearsals) == 1
     assert not launch.ahead
 
@@ -302,7 +301,7 @@ def test_an_answer_goes_on_where_kernels_cannot_be_compiled_ahead(gpu_of, monkey
 
     monkeypatch.setattr(variants.Launch, "compile", fail)
     config = tiny_config("llama")
-    warmed_up = warmed(config)
+    warmed_up = warm_up_of(config)
     with pytest.raises(RuntimeError, match="no such instruction"):
         warmed_up.finish()
     assert not launch.ahead

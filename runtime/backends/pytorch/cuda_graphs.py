@@ -197,6 +197,14 @@ class BlockGraphs:
         return max(1, PASS // (batch * size)) * size if self.several else size
 
 
+class Uncaptured(BlockGraphs):
+    """Reads all passes by the code that graphs capture, and captures none."""
+
+    def read(self, ids: Tensor, need_logits: bool = True) -> Tensor | None:
+        """Nothing is replayed."""
+        return None
+
+
 class BlockGraph:
     """A captured pass. Making it advances the cache's counters by a pass; `replay` computes it.
 

@@ -13,12 +13,11 @@ from itertools import chain
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from kvcap import dtypes
 from kvcap.policies import Eviction
-from kvcap.runtime.backends.pytorch.cuda_graphs import PASS, BlockGraphs
+from kvcap.runtime.backends.pytorch.cuda_graphs import PASS, Uncaptured
 from kvcap.runtime.backends.pytorch.loop import BlockLoop
 from kvcap.runtime.backends.pytorch.sampler import Sampler
 from kvcap.runtime.cache.cache import BudgetCache
@@ -60,28 +59,26 @@ class Practice:
                 config, attn_implementation=ATTENTION, dtype=self.dtype
             ).eval()
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def run(self) -> None:
         """Read a prompt, write a few tokens, and read a message, as an answer would.
 
         Where there is no memory for it, answers go on without.
         """
         with suppress(torch.OutOfMemoryError):
-            self._run()
+            self._read()
+            self._draw()
 
-    def _run(self) -> None:
-        with torch.inference_mode(False):
-            model = self.model.to_empty(device=self.device)
-            with torch.no_grad():
-                for x in chain(model.parameters(), model.buffers()):
-                    x.fill_(1 / 64)
-        plan = self.plan
+    def _read(self) -> None:
+        model, plan = self.model.to_empty(device=self.device), self.plan
+        for x in chain(model.parameters(), model.buffers()):
+            x.fill_(1 / 64)
         cache = BudgetCache(
             model.config, plan.budget_tokens, plan.block_size, self.eviction,
             positions=plan.positions, evict_every=self.evict_every, kv_dtype=plan.kv_dtype,
         ).allocate(1, self.dtype, self.device)  # fmt: skip
-        loop = BlockLoop(model, cache, graphs=False)
-        loop.graphs = Uncaptured(model, cache)
+        # A capture would fail where the thread that loads weights waits for the whole GPU.
+        loop = BlockLoop(model, cache, graphs=Uncaptured(model, cache))
         block, step = plan.block_size, max(plan.block_size, PASS)
         full = -(-plan.budget_tokens // block) * block if plan.budget_tokens <= MOST * step else 0
         odd = block // 16 + 2
@@ -89,7 +86,6 @@ class Practice:
             room = length if self.eviction.policy.evicts else min(length, cache.spare)
             if room:
                 loop.prefill(torch.zeros(1, room, dtype=torch.long, device=self.device))
-        self._draw()
 
     def _draw(self) -> None:
         """Draw a token in every usual way."""
@@ -99,15 +95,3 @@ class Practice:
         for way in ways:
             sampler = Sampler(GenerationConfig(**way), rng.manual_seed(0))
             sampler.next(logits, history).item()
-
-
-class Uncaptured(BlockGraphs):
-    """Reads all passes as those that are captured are read, and captures none.
-
-    Nothing may wait for the whole GPU while a graph is captured, as a thread that loads weights
-    may.
-    """
-
-    def read(self, ids: Tensor, need_logits: bool = True) -> Tensor | None:
-        """Nothing is replayed."""
-        return None

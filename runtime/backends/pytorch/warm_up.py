@@ -23,9 +23,9 @@ from kvcap.kernels.device import Target, pretending
 from kvcap.kernels.launch import Listener, ahead, heard
 from kvcap.kernels.variants import Compiler, save, saved
 from kvcap.policies import Eviction
-from kvcap.runtime.backends.pytorch.cuda_graphs import PASS
+from kvcap.runtime.backends.pytorch.cuda_graphs import PASS, Uncaptured
 from kvcap.runtime.backends.pytorch.loop import BlockLoop
-from kvcap.runtime.backends.pytorch.practice import Practice, Uncaptured
+from kvcap.runtime.backends.pytorch.practice import Practice
 from kvcap.runtime.backends.pytorch.products import Noted, Product, compute
 from kvcap.runtime.cache.cache import BudgetCache
 from kvcap.runtime.cache.slot_format import KvDtype
@@ -93,8 +93,8 @@ class Rehearsal:
             cache, even = cache_of(eviction), data_independent(eviction)
             if even is not eviction and not cache.by_rows():
                 cache = cache_of(even)
-            self.loop = BlockLoop(self.model, cache, graphs=False)
-            self.loop.graphs = DryGraphs(self.model, cache, several=several)
+            graphs = DryGraphs(self.model, cache, several=several)
+            self.loop = BlockLoop(self.model, cache, graphs=graphs)
 
     @contextmanager
     def _dry(self) -> Iterator[None]:
@@ -103,55 +103,54 @@ class Rehearsal:
 
     def run(self, listener: Listener) -> None:
         """Go through a conversation: first what comes first in any, then what is rarer."""
-        if covers(self.model):  # a decoder is tried when a session is made
-            with self._dry(), heard(listener), self.noted:
+        with self._dry(), heard(listener), self.noted:
+            if covers(self.model):  # a decoder is tried when a session is made
                 Decoder(self.model).compare()
-        self._run(listener)
-        if self.loop.cache.layout.positions == "auto":
-            self._run(listener, compact=True)
+            self._converse()
+            if self.loop.cache.layout.positions == "auto":
+                self._converse(compact=True)
 
-    def _run(self, listener: Listener, compact: bool = False) -> None:
+    def _converse(self, compact: bool = False) -> None:
         cache = self.loop.cache
         budget, block = cache.layout.budget_tokens, cache.block_size
         each = [slots for kept in cache.layout.allotments for slots in kept]  # of all heads
         longest, odd = max(each) + block, block // 16 + 2
         corrector = cache.eviction.corrector
         longest += 0 if corrector is None else corrector.size  # evicted, and kept then
-        with self._dry(), heard(listener), self.noted:
-            # A long prompt and its answer, then a short one; both are what most begin with.
-            for length in (longest + 2 * max(block, PASS) + odd, odd):
-                self._begin(compact)
+        # A long prompt and its answer, then a short one; both are what most begin with.
+        for length in (longest + 2 * max(block, PASS) + odd, odd):
+            self._begin(compact)
+            self._read(length)
+            for _ in range(cache.evict_every + 1):
+                self._read(1)
+        # Messages of few and of many tokens: in a full cache, in an empty one, in between.
+        lengths = [2**i for i in range(1, block.bit_length()) if 2**i < block]
+        self._begin(compact)
+        self._read(longest)
+        for length in lengths:
+            self._read(length)
+        for length in lengths:
+            self._begin(compact)
+            self._read(length)
+        for length in reversed(lengths):
+            self._read(length)
+        # Every length to which blocks are padded, at which matrix products differ.
+        for length in range(self.loop.step, block + 1, self.loop.step):
+            self._begin(compact)
+            self._read(length)
+        if cache.eviction.layer_budget is not None:
+            # Some layers are full while others fill: a token, and messages.
+            self._begin(compact)
+            for length in (min(min(each) + block, budget), 1, *lengths, block):
                 self._read(length)
-                for _ in range(cache.evict_every + 1):
-                    self._read(1)
-            # Messages of few and of many tokens: in a full cache, in an empty one, in between.
-            lengths = [2**i for i in range(1, block.bit_length()) if 2**i < block]
+        if cache.balance is not None:
+            # A layer has got many slots of the others.
             self._begin(compact)
             self._read(longest)
-            for length in lengths:
+            if (table := cache.row_table()) is not None:
+                table.suppose(2 * budget)
+            for length in (block, *lengths, 1, 1):
                 self._read(length)
-            for length in lengths:
-                self._begin(compact)
-                self._read(length)
-            for length in reversed(lengths):
-                self._read(length)
-            # Every length to which blocks are padded, at which matrix products differ.
-            for length in range(self.loop.step, block + 1, self.loop.step):
-                self._begin(compact)
-                self._read(length)
-            if cache.eviction.layer_budget is not None:
-                # Some layers are full while others fill: a token, and messages.
-                self._begin(compact)
-                for length in (min(min(each) + block, budget), 1, *lengths, block):
-                    self._read(length)
-            if cache.balance is not None:
-                # A layer has got many slots of the others.
-                self._begin(compact)
-                self._read(longest)
-                if (table := cache.row_table()) is not None:
-                    table.suppose(2 * budget)
-                for length in (block, *lengths, 1, 1):
-                    self._read(length)
 
     def _begin(self, compact: bool) -> None:
         """Begin with an empty cache; `compact`, as if 'auto' positions had become so."""
@@ -184,7 +183,7 @@ def autocast_nothing_on_meta() -> None:
 
 
 class DryGraphs(Uncaptured):
-    """The same over tensors without contents."""
+    """Reads passes over tensors without contents."""
 
     def _decoder(self) -> Decoder | None:
         if not covers(self.model):
@@ -260,9 +259,8 @@ class WarmUp:
                         self.dtype, plan.positions, evict_every, several,
                         self.target, plan.kv_dtype,
                     )  # fmt: skip
-                alike = _alike(config.get_text_config(decoder=True), eviction)
-                if practises and several and alike:
-                    few = _with_few_layers(config, eviction)
+                few = _with_few_layers(config, eviction)
+                if practises and several and _alike(few, eviction):
                     self._practice = Practice(few, plan, eviction, device, evict_every)
             except Exception as error:
                 self.error = error

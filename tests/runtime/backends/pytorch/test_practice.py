@@ -8,9 +8,9 @@ import weakref
 import pytest
 import torch
 from conftest import small_policy, tiny_config
+from tools import count_as_gpu, warm_up_of
 
 import kvcap
-from kvcap import kernels
 from kvcap.kernels import elementwise, launch, variants
 from kvcap.runtime.backends.pytorch import cuda_graphs, practice, warm_up
 from kvcap.runtime.backends.pytorch.loop import BlockLoop
@@ -94,65 +94,34 @@ def test_its_vocabulary_is_small_and_launches_the_same():
     assert (small.vocabulary, config.vocab_size, config.pad_token_id) == (130, 130, 120)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("policy", ["keydiff", "snapkv"])
-def test_what_it_launches_was_rehearsed(policy, monkeypatch):
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    config, heard, told = tiny_config("llama"), set(), set()
-
-    def hear(kernel, args, options):
-        heard.add(variants.Launch.of(kernel, args, options).variant)
-        return True
-
-    def tell(kernel, args, options):
-        told.add(variants.Launch.of(kernel, args, options).variant)
-        return False
-
-    with kernels.use("triton"):
-        eviction = small_policy(policy, config)
-        warm_up.Rehearsal(config, eviction, BUDGET, BLOCK, torch.float32, "compact").run(tell)
-        with launch.heard(hear):
-            practice_of(config, policy).run()
-    assert len(heard) > 10
-    assert heard <= told
+@pytest.fixture
+def runs(monkeypatch, tmp_path):
+    """What practised, on a CPU that counts as a GPU."""
+    found = []
+    count_as_gpu(monkeypatch, tmp_path)
+    monkeypatch.setattr(practice.Practice, "run", lambda self: found.append(self))
+    return found
 
 
-def warm_up_of(config, monkeypatch, tmp_path, policy="keydiff", **options):
-    """A warm-up on a CPU that counts as a GPU."""
-    monkeypatch.setattr(warm_up.Target, "of", lambda _: warm_up.Target(132, 227 * 1024, True))
-    monkeypatch.setattr(variants.Launch, "compile", lambda self: None)
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    eviction = small_policy(policy, config)
-    plan = kvcap.MemoryPlan.of(
-        config, policy=eviction, kv_budget_tokens=BUDGET, block_size=BLOCK, dtype=torch.bfloat16
-    )
-    return warm_up.WarmUp(config, plan, eviction, torch.device("cpu"), **options)
-
-
-def warmed(*given, **options):
-    """What practised while a warm-up ran."""
-    runs, (_, monkeypatch, *_) = [], given
-    monkeypatch.setattr(practice.Practice, "run", lambda self: runs.append(self))
-    warm_up_of(*given, **options).finish()
-    return runs
-
-
-def test_every_process_practises(monkeypatch, tmp_path):
+def test_every_process_practises(runs):
     """Also one that finds all kernels compiled, but not where memory is planned to the byte."""
     config = tiny_config("llama")
     for _ in range(2):
-        (run,) = warmed(config, monkeypatch, tmp_path)
-        assert run.model.config.num_hidden_layers == 1
-    assert not warmed(config, monkeypatch, tmp_path, several=False)
-    assert not warmed(config, monkeypatch, tmp_path, practises=False)
+        warm_up_of(config).finish()
+    assert [run.model.config.num_hidden_layers for run in runs] == [1, 1]
+    runs.clear()
+    warm_up_of(config, several=False).finish()
+    warm_up_of(config, practises=False).finish()
+    assert not runs
 
 
-def test_one_layer_must_stand_for_all(monkeypatch, tmp_path):
+def test_one_layer_must_stand_for_all(runs):
     config = tiny_config("llama")
-    assert not warmed(config, monkeypatch, tmp_path, "pyramidkv")
-    (run,) = warmed(config, monkeypatch, tmp_path, "cake")
-    assert run.model.config.num_hidden_layers == 2
-    assert not warmed(tiny_config("gemma2"), monkeypatch, tmp_path)
+    warm_up_of(config, "pyramidkv").finish()
+    warm_up_of(tiny_config("gemma2")).finish()
+    assert not runs
+    warm_up_of(config, "cake").finish()
+    assert [run.model.config.num_hidden_layers for run in runs] == [2]
 
 
 def test_answers_go_on_where_there_is_no_memory_to_practise(monkeypatch):
@@ -169,7 +138,8 @@ def test_kernels_that_only_practice_launches_are_kept_for_the_next_process(monke
     x = torch.ones(1, 2, 8)
     monkeypatch.setattr(warm_up.Rehearsal, "run", lambda *_: None)
     monkeypatch.setattr(practice.Practice, "run", lambda _: elementwise.gate(x, x))
-    one = warm_up_of(tiny_config("llama"), monkeypatch, tmp_path)
+    count_as_gpu(monkeypatch, tmp_path)
+    one = warm_up_of(tiny_config("llama"))
     assert one.finish() == 1
     found = variants.saved(one.key)
     assert [launch.kernel.fn.__name__ for launch in found.launches] == ["gate"]
@@ -182,7 +152,8 @@ def test_what_was_rehearsed_is_kept_where_practice_fails(monkeypatch, tmp_path):
         raise RuntimeError("no such kernel")
 
     monkeypatch.setattr(practice.Practice, "run", fail)
-    one = warm_up_of(tiny_config("llama"), monkeypatch, tmp_path)
+    count_as_gpu(monkeypatch, tmp_path)
+    one = warm_up_of(tiny_config("llama"))
     with pytest.raises(RuntimeError, match="no such kernel"):
         one.finish()
     assert len(variants.saved(one.key).launches) > 10
