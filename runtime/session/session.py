@@ -14,6 +14,7 @@ from kvcap.runtime.errors import EmptyPrompt, MemoryCapExceeded, MessagesInvalid
 from kvcap.runtime.interrupts import interrupts_deferred
 from kvcap.runtime.session import settings
 from kvcap.runtime.session.decoding import Decoding, Written
+from kvcap.runtime.session.encoding import encode
 from kvcap.runtime.session.engine import Engine
 from kvcap.runtime.session.logprobs import Logprob
 from kvcap.runtime.session.messages import (
@@ -395,10 +396,7 @@ class Session:
             # Somebody has asked for these, which transformers takes back with the next call.
             slowly: list[int] = tokenizer(text, add_special_tokens=special)["input_ids"]
             return slowly
-        # Half the time of a long text goes into places of tokens in it, which this leaves out.
-        (found,) = backend.encode_batch_fast([text], add_special_tokens=special)
-        ids: list[int] = found.ids
-        return ids
+        return encode(backend, text, special=special)
 
     @property
     def _transcript(self) -> Transcript:

@@ -13,6 +13,7 @@ from sys import getrefcount
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import finalize
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import GenerationConfig
@@ -322,7 +323,8 @@ class Runtime:
 
     def token_ids(self, tokens: list[int]) -> Tensor:
         """Token ids [1, T] on the model's device."""
-        return torch.tensor([tokens], device=self.model.device)
+        # By numpy, as torch takes a list apart number by number: 5 ms for 40,000 tokens.
+        return torch.from_numpy(np.array([tokens], np.int64)).to(self.model.device)
 
     def append_token(self, history: Tensor, token: Tensor) -> Tensor:
         """The history [1, T] with the next token [1] behind it: [1, T + 1]."""

@@ -10,6 +10,7 @@ import torch
 
 from kvcap.evals.bench import Options, benchmarks, load, options_for
 from kvcap.evals.measure import MIB, allocator_peak, percentiles
+from kvcap.runtime.session.encoding import PIECE
 
 TOY = Options(
     lengths=(64, 128),
@@ -20,6 +21,7 @@ TOY = Options(
     evictions=40,
     layers=2,
     hidden=128,
+    model="pocket",
 )
 
 
@@ -84,6 +86,13 @@ def test_scoring_compares_policies_with_keydiff() -> None:
 def test_defaults_of_benchmarks_are_options(name: str) -> None:
     assert options_for(name, {"repeats": 7, "budgets": (9,)}).repeats == 7
     assert options_for("scoring", {}).policies == ("all",)
+
+
+def test_a_text_has_the_same_tokens_however_it_is_encoded() -> None:
+    rows = load("encoding")(replace(TOY, lengths=(60, 8000), repeats=1)).rows
+    assert [row["same"] for row in rows] == [True, True]
+    assert rows[1]["letters"] > PIECE + PIECE // 2  # in pieces
+    assert all(row["ratio_least"] <= row["ratio"] <= row["ratio_most"] for row in rows)
 
 
 def test_keys_rotated_in_place_drift() -> None:

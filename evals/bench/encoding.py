@@ -1,0 +1,68 @@
+"""A text made into tokens, beside the tokenizer's own call, which gives it to one core.
+
+Both take the same text by turns; `same` says whether their tokens are. `ratio` is the tokenizer's
+time over kvcap's, the median of the turns', and `ratio_least` and `ratio_most` are the outermost.
+How much is gained depends on the tokenizer and on the cores. Reads `lengths`, `repeats` (times ten
+turns), `model`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from random import Random
+from statistics import median
+from typing import Any
+
+from kvcap.evals.bench import Options, Result
+from kvcap.evals.measure import percentiles, seconds
+from kvcap.evals.peers.process import free_cores
+from kvcap.pocket.corpus import filler
+from kvcap.runtime.models.files import load_tokenizer
+from kvcap.runtime.models.names import resolve
+from kvcap.runtime.session.encoding import encode
+
+DEFAULTS = {"lengths": (1024, 8192, 32768, 131_072), "model": "pocket"}
+COLUMNS = ("tokens", "letters", "same", "ms", "tokenizer_ms", "ratio", "ratio_least", "ratio_most")
+
+
+def run(options: Options) -> Result:
+    """A row per length."""
+    tokenizer = load_tokenizer(resolve(options.model))
+    rows = [_row(tokenizer, length, 10 * options.repeats) for length in options.lengths]
+    derived = {"model": options.model, "cores": len(free_cores())}
+    return Result("encoding", COLUMNS, rows, derived)
+
+
+def _row(tokenizer: Any, length: int, turns: int) -> dict[str, Any]:
+    text = "".join(_text(tokenizer, length))
+
+    def its() -> list[int]:
+        ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+        return ids
+
+    def ours() -> list[int]:
+        return encode(tokenizer.backend_tokenizer, text)
+
+    expected, found = its(), ours()
+    times = [(1000 * seconds(ours), 1000 * seconds(its)) for _ in range(turns)]
+    ratios = [theirs / mine for mine, theirs in times]
+    return {
+        "tokens": len(expected),
+        "letters": len(text),
+        "same": found == expected,
+        "ms": percentiles([mine for mine, _ in times]),
+        "tokenizer_ms": percentiles([theirs for _, theirs in times]),
+        "ratio": median(ratios),
+        "ratio_least": min(ratios),
+        "ratio_most": max(ratios),
+        "turns": turns,
+    }
+
+
+def _text(tokenizer: Any, length: int) -> Iterator[str]:
+    """Sentences of the corpus, of about so many tokens."""
+    sentences, tokens = filler(Random("encoding")), 0
+    while tokens < length:
+        sentence = next(sentences) + " "
+        tokens += len(tokenizer(sentence, add_special_tokens=False)["input_ids"])
+        yield sentence
