@@ -1,9 +1,9 @@
 """Makes a text into tokens: a long one in pieces, which all cores share.
 
 The tokenizers library gives one text to one core: a tenth of a second for 40,000 tokens, for which
-a GPU would wait. A text may be cut between two words where its tokenizer splits it, too: the tokens
-of the pieces are those of the text. Each place is tried before; a tokenizer that does not split
-there, as those of SentencePiece models, gets the text as one. Knows no model and no chat.
+a GPU would wait. Cut between two words, where its tokenizer splits it too, a text has the tokens of
+its pieces, one after the other. Each place is tried before; a tokenizer that does not split there
+(Llama 2's, Gemma's) gets the text as one. Knows no model and no chat.
 """
 
 from __future__ import annotations
