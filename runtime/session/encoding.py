@@ -14,7 +14,7 @@ from typing import Any
 
 PIECE = 1 << 14  # letters; about 4,000 tokens
 NEAR = 64  # letters on each side of a cut that are tried
-CUT = re.compile(r"(?<=[^\W\d_]) (?=[^\W\d_])")  # the space between two words
+CUT = re.compile(r"(?<=\S) (?=[^\W\d_])")  # the space before a word
 SOUGHT = 1 << 10  # letters in which one is looked for
 
 
@@ -40,7 +40,7 @@ def encode(backend: Any, text: str, *, special: bool = False) -> list[int]:
 
 
 def cuts(backend: Any, text: str) -> list[int]:
-    """Where a text is cut: every `PIECE` letters, before a space between two words."""
+    """Where a text is cut: every `PIECE` letters, before the space between two words."""
     found = list[int]()
     for start in range(PIECE, len(text) - PIECE // 2, PIECE):
         space = CUT.search(text, start, start + SOUGHT)
