@@ -237,6 +237,8 @@ class Compiler:
 
     def join(self, kernel: Any, args: Sequence[Any], options: Mapping[str, Any]) -> None:
         """Wait for the variant that a launch needs, if it is being compiled."""
+        if self._done == len(self._futures):
+            return  # without a look at its arguments, which takes longer than to launch it
         future = self._futures.get(Launch.of(kernel, args, options).variant)
         if future is not None:
             wait([future])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import weakref
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
@@ -307,6 +309,22 @@ def test_what_could_not_be_captured_at_once_is_after_one_of_its_kind_was_read(ca
     assert failed == [(16, True), (1, False)]
     assert captured.at_once == [True, False] + 4 * [True] + [True, False, False, False]
     torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("collects", [True, False])
+def test_no_garbage_is_collected_within_a_capture(collects):
+    """It may be a graph, whose end breaks the capture; afterwards all is as it was."""
+    before = gc.isenabled()
+    (gc.enable if collects else gc.disable)()
+    try:
+        for error in (None, RuntimeError("capture failed")):
+            with suppress(RuntimeError), cuda_graphs._garbage_stays():
+                assert not gc.isenabled()
+                if error is not None:
+                    raise error
+            assert gc.isenabled() == collects
+    finally:
+        (gc.enable if before else gc.disable)()
 
 
 def test_copies_of_few_layers_keys_are_held_at_a_time(captured, monkeypatch):

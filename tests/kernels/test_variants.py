@@ -233,6 +233,16 @@ def test_each_variant_is_compiled_once_and_waited_for():
     assert sorted(told) == [(1, 2), (2, 2)]
 
 
+def test_a_launch_is_not_looked_at_where_all_is_compiled(monkeypatch):
+    one, x = Kernel(), torch.zeros(4)
+    compiler, looked = variants.Compiler(torch.device("cpu")), []
+    compiler.hear(one, (x, 16, 2, 3), {})
+    compiler.finish()
+    monkeypatch.setattr(variants.Launch, "of", lambda *_: looked.append(1))
+    compiler.join(one, (x, 16, 2, 3), {})
+    assert not looked
+
+
 def test_a_launcher_stays_its_own_when_another_of_its_name_is_loaded(monkeypatch):
     from triton.runtime import build
 

@@ -10,6 +10,7 @@ in one pass, since its matrices are then read once; each layer takes them one af
 from __future__ import annotations
 
 import functools
+import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -138,7 +139,7 @@ class BlockGraphs:
         if kind is not None:
             self._warm.add(kind)
             if kind.filling:
-                token_counter = torch.tensor(self.cache.seen, device=ids.device)
+                token_counter = torch.full((), self.cache.seen, device=ids.device)
                 self.cache.context.bind_token_counter(
                     token_counter, self.cache.block_size, filling=True
                 )
@@ -228,7 +229,8 @@ class BlockGraph:
     ) -> None:
         start, table = cache.next_position, cache.row_table() if kind.longest else None
         self.ids = ids.clone()
-        self.token_counter = torch.tensor(cache.seen, device=ids.device)
+        # By a kernel, since a copy would wait for all that the GPU is to compute.
+        self.token_counter = torch.full((), cache.seen, device=ids.device)
         last = torch.full((int(kind.need_logits),), kind.length - 1, device=ids.device)
         self.graph = torch.cuda.CUDAGraph()
         fixed = (
@@ -275,16 +277,29 @@ def _capturing(
     Unless `at_once`, it first waits for the GPU and frees what memory it can.
     """
     mode, stream = "thread_local", _stream(device)
-    if not at_once:
-        with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode=mode):
-            yield
-        return
-    with torch.cuda.stream(stream):
-        graph.capture_begin(pool, mode)
-        try:
-            yield
-        finally:
-            graph.capture_end()
+    with _garbage_stays():
+        if not at_once:
+            with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode=mode):
+                yield
+            return
+        with torch.cuda.stream(stream):
+            graph.capture_begin(pool, mode)
+            try:
+                yield
+            finally:
+                graph.capture_end()
+
+
+@contextmanager
+def _garbage_stays() -> Iterator[None]:
+    """Within it Python collects no garbage, which may be a graph, whose end breaks a capture."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 @functools.cache

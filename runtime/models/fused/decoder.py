@@ -9,7 +9,7 @@ of a cache three methods.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -147,7 +147,7 @@ class Decoder:
         return self.head.project(normed)[0]
 
     def agrees(self) -> bool:
-        """Whether each layer's answer to one token, and to three, is the very same as its model's.
+        """Whether its answers to a few tokens are the very same as its model's, layer by layer.
 
         To be asked before it is joined, which sums in another order. The device is waited for once:
         it may have a queue of what others read meanwhile.
@@ -156,21 +156,42 @@ class Decoder:
 
     @torch.no_grad()
     def compare(self) -> list[Tensor]:
-        """For every layer, and for the head, whether its answers are the same: each bool []."""
+        """For a layer of every kind, and for the head, whether its answer is the same: bool []."""
         base, device = self.model.model, self.embed.weight.device
+        kinds: dict[Hashable, tuple[nn.Module, DecoderLayer]] = {}
+        for layer, own in zip(base.layers, self.layers, strict=False):
+            kinds.setdefault(_kind(layer), (layer, own))
         same: list[Tensor] = []
-        for places in (torch.full((1, 1), 7, device=device), torch.arange(3, device=device)[None]):
-            x = self.embed(places)
-            angles = self.rotary(x, places)
-            for layer, own in zip(base.layers, self.layers, strict=False):
-                its = layer(x, attention_mask=None, position_embeddings=angles)
-                total, more = own(x, None, angles, None, self.parts)
-                if more is None or more.shape != its.shape:
-                    return [torch.zeros((), dtype=torch.bool, device=device)]
-                same.append((total + more).eq(its).all())
-                x = its
-            same.append(self._logits(x, None).eq(self.model.lm_head(base.norm(x))).all())
+        places = torch.arange(7, 10, device=device)[None]
+        x = self.embed(places)
+        angles = self.rotary(x, places)
+        for layer, own in kinds.values():
+            its = layer(x, attention_mask=None, position_embeddings=angles)
+            total, more = own(x, None, angles, None, self.parts)
+            if more is None or more.shape != its.shape:
+                return [torch.zeros((), dtype=torch.bool, device=device)]
+            same.append((total + more).eq(its).all())
+            x = its
+        same.append(self._logits(x, None).eq(self.model.lm_head(base.norm(x))).all())
         return same
+
+
+def _kind(layer: nn.Module) -> Hashable:
+    """What decides how a layer computes: all but its weights' numbers, and which layer it is."""
+    return tuple(
+        (
+            name,
+            type(module),
+            *((k, v) for k, v in vars(module).items() if _tells(v) and k != "layer_idx"),
+            *((k, x.dtype, x.shape) for k, x in module.named_parameters(recurse=False)),
+        )
+        for name, module in layer.named_modules()
+    )
+
+
+def _tells(value: object) -> bool:
+    """Whether an attribute is plain enough to compare."""
+    return value is None or callable(value) or isinstance(value, (bool, int, float, str))
 
 
 class DecoderLayer:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 
 import pytest
 import torch
@@ -328,6 +329,37 @@ def test_a_capture_that_fails_leaves_the_device_as_it_was(policy, block, tokens)
         assert torch.cuda.current_stream() == stream
         assert torch.rand(3, device="cuda").max() < 1  # refused within a capture
     torch.testing.assert_close(logits[0], logits[1], rtol=1e-3, atol=1e-3)
+
+
+def test_a_capture_is_not_broken_by_graphs_that_nobody_uses(tokens, capfd, monkeypatch):
+    """Which Python finds as garbage at any time, be it within a capture."""
+    model = tiny_model("llama").cuda()
+    eviction = small_policy("keydiff", model.config)
+
+    def loop_of():
+        return BlockLoop(model, kvcap.BudgetCache(model.config, 40, 16, eviction))
+
+    def litter(*_):
+        if left and torch.cuda.is_current_stream_capturing():
+            left[0].myself = left[0]
+            left.clear()
+            [[] for _ in range(99)]
+
+    left = [loop_of()]
+    left[0].prefill(tokens(200).cuda())
+    assert left[0].graphs.captured
+    loop = loop_of()
+    monkeypatch.setattr(loop.cache, "evict_together", litter)
+    threshold = gc.get_threshold()
+    gc.set_threshold(1, 1, 1)
+    try:
+        loop.prefill(tokens(200).cuda())
+    finally:
+        gc.set_threshold(*threshold)
+    assert not left
+    assert loop.graphs.captured
+    assert loop.execution == "CUDA graphs"
+    assert "not permitted" not in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("policy", ["keydiff", "snapkv", "h2o", "pyramidkv", "criticalkv", "adakv"])

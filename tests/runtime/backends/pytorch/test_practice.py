@@ -8,6 +8,7 @@ import weakref
 import pytest
 import torch
 from conftest import small_policy, tiny_config
+from interpreted import DEVICE
 from tools import count_as_gpu, warm_up_of
 
 import kvcap
@@ -135,7 +136,7 @@ def test_answers_go_on_where_there_is_no_memory_to_practise(monkeypatch):
 
 
 def test_kernels_that_only_practice_launches_are_kept_for_the_next_process(monkeypatch, tmp_path):
-    x = torch.ones(1, 2, 8)
+    x = torch.ones(1, 2, 8, device=DEVICE)
     monkeypatch.setattr(warm_up.Rehearsal, "run", lambda *_: None)
     monkeypatch.setattr(practice.Practice, "run", lambda _: elementwise.gate(x, x))
     count_as_gpu(monkeypatch, tmp_path)

@@ -156,6 +156,21 @@ def test_a_layer_whose_answer_is_another_is_not_taken(fault, monkeypatch):
     assert decoder_of(model) is None
 
 
+@pytest.mark.parametrize(("family", "kinds"), [("llama", 1), ("smollm3", 2)])
+def test_one_layer_of_each_kind_is_tried(family, kinds, monkeypatch):
+    """A layer of which a number differs is of a kind of its own."""
+    model, tried = tiny_model(family), []
+    forward = type(model.model.layers[0]).forward
+    noted = lambda self, *a, **k: (tried.append(self), forward(self, *a, **k))[1]  # noqa: E731
+    monkeypatch.setattr(type(model.model.layers[0]), "forward", noted)
+    decoder_of(model)
+    assert len(tried) == kinds < len(model.model.layers)
+    tried.clear()
+    model.model.layers[0].input_layernorm.variance_epsilon = 1e-3
+    assert decoder_of(model) is not None
+    assert len(tried) == kinds + 1
+
+
 @pytest.mark.parametrize("how", ["hook", "hook before", "forward", "adapter", "training"])
 def test_where_somebody_elses_code_runs_it_is_left_alone(how, monkeypatch):
     """Also where it comes when the decoder is there, and goes again."""
