@@ -40,6 +40,7 @@ from kvcap.runtime.models.files import (
     load_packed,
     load_tokenizer,
 )
+from kvcap.runtime.models.fused.decoder import move_products
 from kvcap.runtime.models.names import resolve
 from kvcap.runtime.models.packed import PackedDtype, check_packing
 from kvcap.runtime.models.quantised import quantisation
@@ -213,8 +214,11 @@ class Runtime:
                 enforce_limit(cap, chosen)
         if quantisation(config) is not None:
             plan = plan.with_weights(held_weights(loaded))
+        loaded.eval()
+        if torch.device(chosen).type == "cuda":  # where kvcap's own decoder reads it
+            move_products(loaded, torch.device(chosen))
         return cls(
-            loaded.to(chosen).eval(),
+            loaded.to(chosen),
             tokenizer,
             plan,
             eviction,

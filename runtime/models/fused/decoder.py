@@ -10,6 +10,7 @@ of a cache three methods.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -60,6 +61,17 @@ def decoder_of(model: Any) -> Decoder | None:
         return None  # its modules are others, or want to be called in another way
     decoder.join()
     return decoder
+
+
+def move_products(model: Any, device: torch.device) -> None:
+    """Move weights that one product can read to a device, where they lie side by side.
+
+    Of a model that must run by its own modules, none.
+    """
+    if covers(model):
+        with suppress(AttributeError):  # its modules are others
+            for product in Decoder(model).products:
+                product.move(device)
 
 
 def covers(model: Any) -> bool:

@@ -36,12 +36,21 @@ class JoinedLinear:
         """
         if len(self.layers) == 1:
             self.weight, self.bias = self.layers[0].weight, self.layers[0].bias
-            return
-        biases = [layer.bias.detach() for layer in self.layers if layer.bias is not None]
-        alike = {(x.weight.dtype, x.weight.device) for x in self.layers}
-        if len(alike) == 1 and len(biases) in (0, len(self.layers)):
+        elif self._alike:
+            biases = [layer.bias.detach() for layer in self.layers if layer.bias is not None]
             self.weight = _joined(self.layers)
             self.bias = torch.cat(biases) if biases else None
+
+    def move(self, device: torch.device) -> None:
+        """Move their weights to a device, one behind the other: so `join` moves nothing there."""
+        if self._alike:
+            _side_by_side(self.layers, device)
+
+    @property
+    def _alike(self) -> bool:
+        """Whether one product can be theirs: of one type and device, all with biases or none."""
+        kinds = {(x.weight.dtype, x.weight.device, x.bias is None) for x in self.layers}
+        return len(kinds) == 1
 
     def is_single_row(self, x: Tensor) -> bool:
         """Whether `x` is one row, which kvcap's kernel multiplies with all of them at once."""
@@ -61,20 +70,27 @@ class JoinedLinear:
         return product.split(self.rows, dim=-1) if several else [product]
 
 
-@torch.inference_mode(False)
-@torch.no_grad()
 def _joined(layers: Sequence[nn.Linear]) -> Tensor | None:
     """Their weights as one matrix, whose rows they are from now on; None: no memory to do so."""
     weights = [layer.weight.data for layer in layers]
-    rows = [weight.shape[0] for weight in weights]
     starts = [address(weight) for weight in weights]
     ends = [address(weight) + weight.nbytes for weight in weights]
     if starts[1:] == ends[:-1] and len({x.untyped_storage().data_ptr() for x in weights}) == 1:
-        return weights[0].as_strided((sum(rows), weights[0].shape[1]), weights[0].stride())
+        rows = sum(weight.shape[0] for weight in weights)
+        return weights[0].as_strided((rows, weights[0].shape[1]), weights[0].stride())
     try:
-        weight = torch.cat(weights)
+        return _side_by_side(layers, weights[0].device)
     except torch.OutOfMemoryError:
         return None
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def _side_by_side(layers: Sequence[nn.Linear], device: torch.device) -> Tensor:
+    """A matrix on a device, whose rows the layers' weights are from now on."""
+    rows = [layer.weight.shape[0] for layer in layers]
+    first = layers[0].weight
+    weight = torch.empty(sum(rows), first.shape[1], dtype=first.dtype, device=device)
     for layer, part in zip(layers, weight.split(rows), strict=True):
-        layer.weight.data = part
+        layer.weight.data = part.copy_(layer.weight)
     return weight

@@ -243,17 +243,39 @@ def test_layers_of_one_input_become_rows_of_one_matrix_and_stay_what_they_are(mo
         assert torch.equal(weight, before[name])
 
 
-def test_without_memory_to_move_weights_they_stay_apart(monkeypatch):
-    def refuse(tensors, *a, **k):
-        if tensors[0].dim() == 2:
-            raise torch.OutOfMemoryError("no more")
-        return cat(tensors, *a, **k)
+def test_weights_of_one_product_are_moved_side_by_side(monkeypatch):
+    """Nothing is moved when it is joined; numbers are those it had, and shared ones stay so."""
+    model = tiny_model("qwen2", tie_word_embeddings=True)
+    before = copy.deepcopy(model.state_dict())
+    fused.move_products(model, torch.device(DEVICE))
+    model.to(DEVICE)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    for name, weight in model.state_dict().items():
+        assert weight.device.type == DEVICE
+        assert torch.equal(weight.cpu(), before[name])
+    places = [x.data_ptr() for x in model.parameters()]
+    monkeypatch.setattr(linear, "_side_by_side", lambda *_: pytest.fail("moved again"))
+    decoder = decoder_of(model)
+    assert [x.data_ptr() for x in model.parameters()] == places
+    assert all(product.weight is not None for product in decoder.products)
 
-    cat = torch.cat
+
+@pytest.mark.parametrize("family", ["granite", "gemma2"])
+def test_weights_of_a_model_that_runs_by_its_own_modules_are_not_moved(family):
+    model = tiny_model(family)
+    places = [x.data_ptr() for x in model.parameters()]
+    fused.move_products(model, torch.device(DEVICE))
+    assert [x.data_ptr() for x in model.parameters()] == places
+
+
+def test_without_memory_to_move_weights_they_stay_apart(monkeypatch):
+    def refuse(*_):
+        raise torch.OutOfMemoryError("no more")
+
     model, ids = tiny_model("llama").to(DEVICE), torch.tensor([[5, 7, 9]], device=DEVICE)
     expected = read(model, cache_of(model), ids)
     with monkeypatch.context() as patched:
-        patched.setattr(torch, "cat", refuse)
+        patched.setattr(linear, "_side_by_side", refuse)
         apart = decoder_of(model)
     assert apart.layers[0].inputs.weight is None
     torch.testing.assert_close(read(apart, cache_of(model), ids), expected, rtol=1e-5, atol=1e-5)
