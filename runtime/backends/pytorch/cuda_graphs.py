@@ -23,7 +23,7 @@ from kvcap.runtime.cache.cache import BudgetCache
 from kvcap.runtime.cache.step import ForwardContext, SideStream
 from kvcap.runtime.errors import first_line
 from kvcap.runtime.models.arguments import cache_argument
-from kvcap.runtime.models.fused.decoder import Decoder, decoder_of
+from kvcap.runtime.models.fused.decoder import Decoder, covers, decoder_of
 
 PASS = 512  # tokens of a pass that a GPU reads at little more cost than fewer
 
@@ -199,7 +199,14 @@ class BlockGraphs:
 
 
 class Uncaptured(BlockGraphs):
-    """Reads all passes by the code that graphs capture, and captures none."""
+    """Reads all passes by the code that graphs capture, untried, and captures none."""
+
+    def _decoder(self) -> Decoder | None:
+        if not covers(self.model):
+            return None
+        decoder = Decoder(self.model)
+        decoder.join()
+        return decoder
 
     def read(self, ids: Tensor, need_logits: bool = True) -> Tensor | None:
         """Nothing is replayed."""

@@ -30,7 +30,7 @@ from kvcap.runtime.backends.pytorch.products import Noted, Product, compute
 from kvcap.runtime.cache.cache import BudgetCache
 from kvcap.runtime.cache.slot_format import KvDtype
 from kvcap.runtime.models.config import ModelShape
-from kvcap.runtime.models.fused.decoder import FAMILIES, Decoder, covers
+from kvcap.runtime.models.fused.decoder import FAMILIES
 from kvcap.runtime.models.quantised import quantisation
 from kvcap.runtime.planning.dry_run import data_independent
 from kvcap.runtime.planning.plan import MemoryPlan
@@ -93,7 +93,7 @@ class Rehearsal:
             cache, even = cache_of(eviction), data_independent(eviction)
             if even is not eviction and not cache.by_rows():
                 cache = cache_of(even)
-            graphs = DryGraphs(self.model, cache, several=several)
+            graphs = Uncaptured(self.model, cache, several)
             self.loop = BlockLoop(self.model, cache, graphs=graphs)
 
     @contextmanager
@@ -104,8 +104,6 @@ class Rehearsal:
     def run(self, listener: Listener) -> None:
         """Go through a conversation: first what comes first in any, then what is rarer."""
         with self._dry(), heard(listener), self.noted:
-            if covers(self.model):  # a decoder is tried when a session is made
-                Decoder(self.model).compare()
             self._converse()
             if self.loop.cache.layout.positions == "auto":
                 self._converse(compact=True)
@@ -180,17 +178,6 @@ def autocast_nothing_on_meta() -> None:
         return object.__new__(cls)
 
     torch.autocast.__new__ = new  # type: ignore[method-assign]
-
-
-class DryGraphs(Uncaptured):
-    """Reads passes over tensors without contents."""
-
-    def _decoder(self) -> Decoder | None:
-        if not covers(self.model):
-            return None  # trying whether it agrees takes numbers
-        decoder = Decoder(self.model)
-        decoder.join()
-        return decoder
 
 
 def _with_few_layers(config: Any, eviction: Eviction) -> Any:

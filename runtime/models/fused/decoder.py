@@ -9,8 +9,9 @@ of a cache three methods.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Hashable, Sequence
-from contextlib import suppress
+from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
@@ -46,19 +47,17 @@ FAMILIES = {  # by their model type
 Angles = tuple[Tensor, Tensor]  # cosines and sines [B, T, D]
 
 
+_agreed: dict[Hashable, bool] = {}  # by formula, whether it was found to be the decoder's
+
+
 def decoder_of(model: Any) -> Decoder | None:
     """Build kvcap's own decoder of a model; None where the model must run by its own modules.
 
     Weights that one product can read are moved side by side.
     """
-    if not covers(model):
+    if not covers(model) or not agrees(model):
         return None
-    try:
-        decoder = Decoder(model)
-        if not decoder.agrees():
-            return None
-    except (AttributeError, RuntimeError, TypeError, ValueError):
-        return None  # its modules are others, or want to be called in another way
+    decoder = Decoder(model)
     decoder.join()
     return decoder
 
@@ -66,12 +65,34 @@ def decoder_of(model: Any) -> Decoder | None:
 def move_products(model: Any, device: torch.device) -> None:
     """Move weights that one product can read to a device, where they lie side by side.
 
-    Of a model that must run by its own modules, none.
+    Of a model that must run by its own modules, none. The decoder is tried before, so that no
+    kernels are loaded there for the modules that it takes the place of.
     """
-    if covers(model):
-        with suppress(AttributeError):  # its modules are others
-            for product in Decoder(model).products:
-                product.move(device)
+    if covers(model) and agrees(model):
+        for product in Decoder(model).products:
+            product.move(device)
+
+
+def agrees(model: Any) -> bool:
+    """Whether the decoder of a model that it `covers` answers as the model does.
+
+    It is tried on the model's own weights, once for all models of one formula.
+    """
+    formula = _formula(model)
+    if formula not in _agreed:
+        try:
+            _agreed[formula] = Decoder(model).agrees()
+        except (AttributeError, RuntimeError, TypeError, ValueError):
+            return False  # its modules are others, or want to be called in another way
+    return _agreed[formula]
+
+
+def _formula(model: Any) -> Hashable:
+    """What decides how a model's layers compute, but their weights' numbers."""
+    kinds = map(_kind, (*model.model.layers, model.model.norm))
+    file = vars(sys.modules[type(model).__module__])
+    functions = (x for x in file.values() if isinstance(x, FunctionType))  # which can be patched
+    return frozenset(kinds), frozenset(functions)
 
 
 def covers(model: Any) -> bool:
@@ -158,46 +179,41 @@ class Decoder:
         _, normed = self.parts.add_norm(x, y, *self.norm)
         return self.head.project(normed)[0]
 
+    @torch.no_grad()
     def agrees(self) -> bool:
-        """Whether its answers to a few tokens are the very same as its model's, layer by layer.
+        """Whether a layer of every kind answers three tokens just as its model's does.
 
         To be asked before it is joined, which sums in another order. The device is waited for once:
         it may have a queue of what others read meanwhile.
         """
-        return bool(torch.stack(self.compare()).all())
-
-    @torch.no_grad()
-    def compare(self) -> list[Tensor]:
-        """For a layer of every kind, and for the head, whether its answer is the same: bool []."""
         base, device = self.model.model, self.embed.weight.device
-        kinds: dict[Hashable, tuple[nn.Module, DecoderLayer]] = {}
-        for layer, own in zip(base.layers, self.layers, strict=False):
-            kinds.setdefault(_kind(layer), (layer, own))
-        same: list[Tensor] = []
+        pairs = zip(base.layers, self.layers, strict=False)
+        kinds = {_kind(layer): (layer, own) for layer, own in pairs}
         places = torch.arange(7, 10, device=device)[None]
-        x = self.embed(places)
+        x, same = self.embed(places), []
         angles = self.rotary(x, places)
         for layer, own in kinds.values():
             its = layer(x, attention_mask=None, position_embeddings=angles)
             total, more = own(x, None, angles, None, self.parts)
             if more is None or more.shape != its.shape:
-                return [torch.zeros((), dtype=torch.bool, device=device)]
+                return False
             same.append((total + more).eq(its).all())
             x = its
-        same.append(self._logits(x, None).eq(self.model.lm_head(base.norm(x))).all())
-        return same
+        same.append(self.parts.norm(x, *self.norm).eq(base.norm(x)).all())
+        return bool(torch.stack(same).all())
 
 
-def _kind(layer: nn.Module) -> Hashable:
-    """What decides how a layer computes: all but its weights' numbers, and which layer it is."""
+def _kind(module: nn.Module) -> Hashable:
+    """What decides how a module computes: its parts and their settings, but which layer it is."""
     return tuple(
         (
             name,
-            type(module),
-            *((k, v) for k, v in vars(module).items() if _tells(v) and k != "layer_idx"),
-            *((k, x.dtype, x.shape) for k, x in module.named_parameters(recurse=False)),
+            type(part),
+            type(part).forward,
+            *((k, v) for k, v in vars(part).items() if _tells(v) and k != "layer_idx"),
+            *((k, x.dtype, x.shape) for k, x in part.named_parameters(recurse=False)),
         )
-        for name, module in layer.named_modules()
+        for name, part in module.named_modules()
     )
 
 

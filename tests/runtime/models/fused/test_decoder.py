@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 
 import pytest
 import torch
@@ -171,6 +172,25 @@ def test_one_layer_of_each_kind_is_tried(family, kinds, monkeypatch):
     assert len(tried) == kinds + 1
 
 
+def test_models_of_one_formula_are_tried_once(monkeypatch):
+    """Another type of numbers, or another function in transformers' file, makes another formula."""
+    tried, agrees = [], fused.Decoder.agrees
+    noted = lambda self: (tried.append(self), agrees(self))[1]  # noqa: E731
+    monkeypatch.setattr(fused.Decoder, "agrees", noted)
+    monkeypatch.setattr(fused, "_agreed", {})
+    for layers in (2, 3):
+        assert decoder_of(tiny_model("llama", num_hidden_layers=layers)) is not None
+    assert len(tried) == 1
+    model = tiny_model("llama", dtype=torch.bfloat16)
+    assert decoder_of(model) is not None
+    assert len(tried) == 2
+    file = sys.modules[type(model).__module__]
+    monkeypatch.setattr(file, "rotate_half", lambda x: -x)
+    for _ in range(2):
+        assert decoder_of(model) is None
+        assert len(tried) == 3
+
+
 @pytest.mark.parametrize("how", ["hook", "hook before", "forward", "adapter", "training"])
 def test_where_somebody_elses_code_runs_it_is_left_alone(how, monkeypatch):
     """Also where it comes when the decoder is there, and goes again."""
@@ -258,6 +278,13 @@ def test_weights_of_one_product_are_moved_side_by_side(monkeypatch):
     decoder = decoder_of(model)
     assert [x.data_ptr() for x in model.parameters()] == places
     assert all(product.weight is not None for product in decoder.products)
+
+
+def test_weights_of_a_model_with_another_formula_are_not_moved(monkeypatch):
+    model = tiny_model("llama")
+    model.model.layers[-1].mlp.act_fn = nn.GELU()
+    monkeypatch.setattr(linear, "_side_by_side", lambda *_: pytest.fail("moved"))
+    fused.move_products(model, torch.device(DEVICE))
 
 
 @pytest.mark.parametrize("family", ["granite", "gemma2"])
