@@ -600,8 +600,8 @@ def test_what_is_decided_on_beyond_a_layer_keeps_blocks_in_passes_of_their_own()
 ])  # fmt: skip
 def test_attention_tells_a_state_of_all_queries_what_spares_a_pass(policy, spared, monkeypatch):
     """The log-sum-exp of a block's logits over what is held; the same slots stay as without."""
-    model, told, kept = tiny_model("llama", vocab_size=220), [], []
-    ids = 3 + torch.randint(200, (1, 60), generator=torch.Generator().manual_seed(4))
+    model, told, kept = tiny_model("llama", vocab_size=220).to(DEVICE), [], []
+    ids = 3 + torch.randint(200, (1, 60), generator=torch.Generator().manual_seed(4)).to(DEVICE)
     scores = window.scores
 
     def scored(obs, *given, **options):
@@ -612,7 +612,7 @@ def test_attention_tells_a_state_of_all_queries_what_spares_a_pass(policy, spare
     monkeypatch.setattr(window, "scores", scored)
     for with_kernels in (True, False):
         cache = kvcap.BudgetCache(model.config, 24, 12, small_policy(policy, model.config))
-        cache.allocate(1, torch.float32, "cpu")
+        cache.allocate(1, torch.float32, DEVICE)
         with kernels.use("triton" if with_kernels else "eager"):
             BlockLoop(model, cache, graphs=False).prefill(ids)
         kept.append([layer.segments[0].positions.sort(-1).values for layer in cache.capped_layers])

@@ -290,6 +290,7 @@ def _capturing(
                 yield
             return
         with torch.cuda.stream(stream):
+            torch.cuda.current_blas_handle()  # this thread's, which no capture can make
             graph.capture_begin(pool, mode)
             try:
                 yield

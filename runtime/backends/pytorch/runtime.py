@@ -40,10 +40,10 @@ from kvcap.runtime.models.files import (
     load_packed,
     load_tokenizer,
 )
-from kvcap.runtime.models.fused.decoder import move_products
 from kvcap.runtime.models.names import resolve
 from kvcap.runtime.models.packed import PackedDtype, check_packing
 from kvcap.runtime.models.quantised import quantisation
+from kvcap.runtime.models.upload import moved
 from kvcap.runtime.models.weights import Weights, held_weights, read_headers
 from kvcap.runtime.planning.plan import MemoryPlan, check_tokens, fitting, parse_cap, warn_if_short
 from kvcap.runtime.session import chat_template
@@ -214,11 +214,8 @@ class Runtime:
                 enforce_limit(cap, chosen)
         if quantisation(config) is not None:
             plan = plan.with_weights(held_weights(loaded))
-        loaded.eval()
-        if torch.device(chosen).type == "cuda":  # where kvcap's own decoder reads it
-            move_products(loaded, torch.device(chosen))
         return cls(
-            loaded.to(chosen),
+            moved(loaded.eval(), torch.device(chosen)),
             tokenizer,
             plan,
             eviction,

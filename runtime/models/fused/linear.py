@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,10 @@ from kvcap.kernels.choice import ready
 from kvcap.kernels.device import address
 
 MOST_TOGETHER = 2**23  # numbers that come of one product; larger ones fill a GPU by themselves
+
+
+Copy = Callable[[Tensor, Tensor], object]
+"""Copies to the first tensor from the second, which may be on another device."""
 
 
 class JoinedLinear:
@@ -41,10 +45,10 @@ class JoinedLinear:
             self.weight = _joined(self.layers)
             self.bias = torch.cat(biases) if biases else None
 
-    def move(self, device: torch.device) -> None:
+    def move(self, device: torch.device, copy: Copy = Tensor.copy_) -> None:
         """Move their weights to a device, one behind the other: so `join` moves nothing there."""
         if self._alike:
-            _side_by_side(self.layers, device)
+            _side_by_side(self.layers, device, copy)
 
     @property
     def _alike(self) -> bool:
@@ -86,11 +90,14 @@ def _joined(layers: Sequence[nn.Linear]) -> Tensor | None:
 
 @torch.inference_mode(False)
 @torch.no_grad()
-def _side_by_side(layers: Sequence[nn.Linear], device: torch.device) -> Tensor:
+def _side_by_side(
+    layers: Sequence[nn.Linear], device: torch.device, copy: Copy = Tensor.copy_
+) -> Tensor:
     """A matrix on a device, whose rows the layers' weights are from now on."""
     rows = [layer.weight.shape[0] for layer in layers]
     first = layers[0].weight
     weight = torch.empty(sum(rows), first.shape[1], dtype=first.dtype, device=device)
     for layer, part in zip(layers, weight.split(rows), strict=True):
-        layer.weight.data = part.copy_(layer.weight)
+        copy(part, layer.weight)
+        layer.weight.data = part
     return weight
