@@ -111,7 +111,20 @@ class Launch(NamedTuple):
         return cls(kernel, [_read(x) for x in found["args"]], options)
 
 
-_loading = Lock()
+_loading, _knowing = Lock(), Lock()
+
+
+def know_triton() -> None:
+    """Have Triton tell which build it is, under which it keeps what it compiles.
+
+    It reads all of its own library, half a second's work, and would in every thread that compiles.
+    """
+    from triton.runtime import cache
+
+    if not hasattr(cache, "triton_key"):  # before Triton 3.5
+        from triton.compiler import compiler as cache
+    with _knowing:
+        cache.triton_key()  # which remembers it
 
 
 def launchers_apart() -> bool:
@@ -219,6 +232,7 @@ class Compiler:
     def _work(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)  # of this thread
+            know_triton()
         while (variant := self._waiting.get()) is not None:
             future = self._futures[variant]
             if self._stopped:

@@ -354,6 +354,7 @@ def test_copies_of_few_layers_keys_are_held_at_a_time(captured, monkeypatch):
             assert max(alive) == layers
 
 
+@pytest.mark.skipif(DEVICE != "cpu", reason="a CPU's kernels are captured")
 def test_a_token_over_many_slots_copies_no_keys_to_rotate_them(captured, monkeypatch):
     ids = 3 + torch.randint(90, (2, 66), generator=torch.Generator().manual_seed(0))
     model, rotated = tiny_model("llama"), []

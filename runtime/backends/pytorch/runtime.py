@@ -27,6 +27,7 @@ from kvcap.runtime.backends.pytorch.cuda_graphs import BlockGraphs, why_unsteady
 from kvcap.runtime.backends.pytorch.loop import BlockLoop
 from kvcap.runtime.backends.pytorch.sampler import Sampler
 from kvcap.runtime.backends.pytorch.shared_pass import SharedPass
+from kvcap.runtime.backends.pytorch.wake import wake
 from kvcap.runtime.cache.cache import BudgetCache
 from kvcap.runtime.cache.slot_format import KvDtype
 from kvcap.runtime.errors import first_line
@@ -176,6 +177,7 @@ class Runtime:
         eviction = load_policy(policy) if isinstance(policy, str) else policy
         chosen = usable(device) or (best_device() if weights is None else "cpu")
         cap = None if memory_cap is None else parse_cap(memory_cap)
+        wake(chosen, multiplies=cap is None)
         precision = parse_dtype(dtype) or getattr(config, "dtype", None) or torch.float32
         plan_for = partial(
             MemoryPlan.of,
