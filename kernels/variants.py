@@ -232,13 +232,14 @@ class Compiler:
     def _work(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)  # of this thread
-            know_triton()
         while (variant := self._waiting.get()) is not None:
             future = self._futures[variant]
             if self._stopped:
                 future.cancel()
                 continue
             try:
+                if self.device.type == "cuda":
+                    know_triton()
                 self.launches[variant].compile()
             except Exception as error:
                 future.set_exception(error)

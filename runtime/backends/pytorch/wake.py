@@ -24,16 +24,16 @@ def wake(device: str | torch.device, multiplies: bool = True) -> list[Thread]:
         multiplies: also the library of products, which takes memory of the GPU.
 
     Returns:
-        The threads that do it. Python waits for them when it ends.
+        The threads that do it. When Python ends it waits for CUDA's, which cannot be left alone.
     """
     where = torch.device(device)
     if where.type != "cuda":
         return []
-    works = partial(_begin, where, multiplies), know_triton
-    threads = [Thread(target=_tried, args=(work,), name="kvcap-wake") for work in works]
-    for thread in threads:
+    cuda = Thread(target=_tried, args=(partial(_begin, where, multiplies),), name="kvcap-cuda")
+    triton = Thread(target=_tried, args=(know_triton,), name="kvcap-triton", daemon=True)
+    for thread in (cuda, triton):
         thread.start()
-    return threads
+    return [cuda, triton]
 
 
 def _tried(work: Callable[[], None]) -> None:

@@ -83,12 +83,11 @@ def agrees(model: Any) -> bool:
 
     It is tried on the model's own weights, once for all models of one formula.
     """
-    formula = _formula(model)
-    if formula not in _agreed:
-        try:
+    try:
+        if (formula := _formula(model)) not in _agreed:
             _agreed[formula] = Decoder(model).agrees()
-        except (AttributeError, RuntimeError, TypeError, ValueError):
-            return False  # its modules are others, or want to be called in another way
+    except (AttributeError, RuntimeError, TypeError, ValueError):
+        return False  # its modules are others, or want to be called in another way
     return _agreed[formula]
 
 
