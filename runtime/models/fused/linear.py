@@ -74,6 +74,8 @@ class JoinedLinear:
         return product.split(self.rows, dim=-1) if several else [product]
 
 
+@torch.inference_mode(False)
+@torch.no_grad()
 def _joined(layers: Sequence[nn.Linear]) -> Tensor | None:
     """Their weights as one matrix, whose rows they are from now on; None: no memory to do so."""
     weights = [layer.weight.data for layer in layers]
