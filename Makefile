@@ -23,7 +23,7 @@ test: $(VENV)/.ready ## every feature once, in some minutes
 	$(BIN)/pytest
 
 test-all: $(VENV)/.ready ## all tests; again on the oldest transformers, with quantised weights, in lm-eval, on Ray
-	$(BIN)/pytest --all
+	$(BIN)/pytest --all --durations=40
 	scripts/test-oldest
 	@$(MAKE) $(PAIR) test-quantised test-lm-eval
 	scripts/test-servers
