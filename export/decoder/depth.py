@@ -12,14 +12,11 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import nn
 
 from kvcap.export.decoder.repeat import TRACED, Numbered
 from kvcap.runtime.cache.layout import CacheLayout
-
-PLAIN = (int, float, str, bool, type(None), torch.dtype, tuple, list)  # settings of a module
-OWN = ("layer_idx", "layer_id")  # that differ and mean nothing but the layer
+from kvcap.runtime.models.module_settings import settings
 
 
 def layers_of(model: Any) -> tuple[str, nn.ModuleList] | None:
@@ -41,21 +38,7 @@ def are_alike(model: Any, layout: CacheLayout) -> bool:
         return False
     if len(set(layout.budgets)) > 1 or len(set(layout.rotates)) > 1:
         return False
-    return all(_facts(layer) == _facts(found[1][1]) for layer in found[1][2:])
-
-
-def _facts(layer: nn.Module) -> list[Any]:
-    """Everything of a layer that is not the values of its weights."""
-    return [
-        (
-            name,
-            type(part),
-            {k: v for k, v in vars(part).items() if isinstance(v, PLAIN) and k not in OWN},
-            {k: None if p is None else (p.shape, p.dtype) for k, p in part._parameters.items()},
-            {k: None if b is None else b.tolist() for k, b in part._buffers.items()},
-        )
-        for name, part in layer.named_modules()
-    ]
+    return all(settings(layer) == settings(found[1][1]) for layer in found[1][2:])
 
 
 def numbered(model: Any, prefix: str) -> Numbered:

@@ -21,7 +21,7 @@ LEAST = 2**20  # bytes of a tensor, below which it moves by itself
 def moved(model: Any, device: torch.device) -> Any:
     """The model, moved to a device as by `model.to(device)`.
 
-    On a GPU, weights that one product can read lie side by side.
+    On a GPU, if memory can be pinned, weights that one product can read lie side by side.
     """
     if device.type != "cuda":
         return model.to(device)

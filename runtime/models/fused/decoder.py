@@ -24,6 +24,7 @@ from kvcap.kernels.choice import ready
 from kvcap.runtime.attention.functions import attention_forward
 from kvcap.runtime.models.arguments import cache_argument
 from kvcap.runtime.models.fused.linear import Copy, JoinedLinear
+from kvcap.runtime.models.module_settings import settings
 from kvcap.runtime.models.quantised import is_plain
 from kvcap.runtime.types import ATTENTION
 
@@ -93,7 +94,7 @@ def agrees(model: Any) -> bool:
 
 def _formula(model: Any) -> Hashable:
     """What decides how a model's layers compute, but their weights' numbers."""
-    kinds = map(_kind, (*model.model.layers, model.model.norm))
+    kinds = map(settings, (*model.model.layers, model.model.norm))
     file = vars(sys.modules[type(model).__module__])
     functions = (x for x in file.values() if isinstance(x, FunctionType))  # which can be patched
     return frozenset(kinds), frozenset(functions)
@@ -192,7 +193,7 @@ class Decoder:
         """
         base, device = self.model.model, self.embed.weight.device
         pairs = zip(base.layers, self.layers, strict=False)
-        kinds = {_kind(layer): (layer, own) for layer, own in pairs}
+        kinds = {settings(layer): (layer, own) for layer, own in pairs}
         places = torch.arange(7, 10, device=device)[None]
         x, same = self.embed(places), []
         angles = self.rotary(x, places)
@@ -205,25 +206,6 @@ class Decoder:
             x = its
         same.append(self.parts.norm(x, *self.norm).eq(base.norm(x)).all())
         return bool(torch.stack(same).all())
-
-
-def _kind(module: nn.Module) -> Hashable:
-    """What decides how a module computes: its parts and their settings, but which layer it is."""
-    return tuple(
-        (
-            name,
-            type(part),
-            type(part).forward,
-            *((k, v) for k, v in vars(part).items() if _tells(v) and k != "layer_idx"),
-            *((k, x.dtype, x.shape) for k, x in part.named_parameters(recurse=False)),
-        )
-        for name, part in module.named_modules()
-    )
-
-
-def _tells(value: object) -> bool:
-    """Whether an attribute is plain enough to compare."""
-    return value is None or callable(value) or isinstance(value, (bool, int, float, str))
 
 
 class DecoderLayer:

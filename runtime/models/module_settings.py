@@ -1,0 +1,52 @@
+"""What decides how a module computes, besides its weights' numbers.
+
+Modules of equal settings do the same, so that one can be traced, or tried, for all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any
+
+import torch
+from torch import nn
+
+PLAIN = (
+    int,
+    float,
+    str,
+    bool,
+    type(None),
+    torch.dtype,
+    tuple,
+    list,
+)  # attributes that are compared
+OWN = ("layer_idx", "layer_id")  # that differ and mean nothing but the layer
+
+
+def settings(module: nn.Module) -> Hashable:
+    """Everything of a module and its parts but its weights' numbers, and which layer it is."""
+    return tuple(
+        (
+            name,
+            type(part),
+            type(part).forward,
+            _told({k: _plain(v) for k, v in vars(part).items() if _compares(k, v)}),
+            _told({k: p if p is None else (p.shape, p.dtype) for k, p in part._parameters.items()}),
+            _told({k: b if b is None else repr(b.tolist()) for k, b in part._buffers.items()}),
+        )
+        for name, part in module.named_modules()
+    )
+
+
+def _compares(name: str, value: Any) -> bool:
+    return name not in OWN and (isinstance(value, PLAIN) or callable(value))
+
+
+def _plain(value: Any) -> Any:
+    return repr(value) if isinstance(value, (tuple, list)) else value
+
+
+def _told(facts: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
+    """In one order, whichever they were set in."""
+    return tuple(sorted(facts.items(), key=lambda fact: fact[0]))
