@@ -24,7 +24,7 @@ from kvcap.kernels.rotate import rotate_rows
 from kvcap.policies.base import Rows
 
 MOST_AT_ONCE = 8192  # slots of a row that a program has in its registers
-MOST_COPIED = 32 << 20  # bytes of a buffer of which a copy is made at once
+MOST_COPIED = 64 << 20  # bytes of keys and values of which a copy is made at once
 
 
 class Pool(NamedTuple):
@@ -192,26 +192,30 @@ def give_up(
                 ages, gone, positions, pool.shift, pool.rows.starts, pool.rows.lengths,
                 CHUNK=128, BLOCK=32, num_warps=4,
             )  # fmt: skip
-    for x in pool.buffers:
-        _gather(x, source)
+    _gather(pool.buffers, source)
 
 
-def _gather(x: Tensor, source: Tensor) -> None:
-    """Have every slot of a buffer be what was at its source [slots], by copies of some columns."""
+def _gather(buffers: Sequence[Tensor], source: Tensor) -> None:
+    """Have every slot of all buffers be what was at its source [slots], by way of copies."""
     from kvcap.kernels.rows_triton import carry
 
-    if x.nbytes <= MOST_COPIED or x.dim() == 1:
-        x.copy_(x.index_select(0, source))
-        return
-    x, block = bits(x), 32
-    slots, size = x.shape
-    width = max(16, power_of_two(MOST_COPIED // (slots * x.element_size()) + 1) // 2)
-    copy = x.new_empty(slots, width)
-    with torch.cuda.device_of(x):
+    keys, values, *rest = (bits(x) for x in buffers)
+    assert keys.shape == values.shape
+    (slots, size), block = keys.shape, 32
+    # Of many slots some columns at once, so that the copies of keys and values stay small.
+    most = max(16, MOST_COPIED // max(1, 2 * slots * keys.element_size()))
+    width = min(power_of_two(size, 16), power_of_two(most + 1) // 2)
+    key_copy, value_copy = (x.new_empty(slots, width) for x in (keys, values))
+    copies = [torch.empty_like(x) for x in rest]
+    with torch.cuda.device_of(keys):
         for first in range(0, size, width):
+            narrow = (rest, copies) if first == 0 else ((), ())
+            moved, kept = (aux(x, MOST_AUX + 2) for x in narrow)
+            copied_to = {name.replace("aux", "copy"): x for name, x in kept.items()}
             for back in (False, True):
                 run(
-                    carry, (-(-slots // block),), x, copy, source, slots, first,
+                    carry, (-(-slots // block),),
+                    source, slots, first, keys, values, key_copy, value_copy, **moved, **copied_to,
                     SIZE=size, WIDTH=width, BACK=back, BLOCK=block, num_warps=4,
                 )  # fmt: skip
 

@@ -247,29 +247,58 @@ def copy_wide(
     tl.store(out + d, tl.load(x + d, inside, 0), inside)
 
 
-@triton.jit(do_not_specialize=["slots", "first"])
+@triton.jit
+def _carried(x, copy, origin, slot, moves, BACK: tl.constexpr):
+    """Numbers of slots [BLOCK] into a copy from where they come, or back from it; or None."""
+    if x is not None:
+        if BACK:
+            tl.store(x + slot, tl.load(copy + slot, moves), moves)
+        else:
+            tl.store(copy + slot, tl.load(x + origin, moves), moves)
+
+
+_CARRIED = [f"{name}_{i}" for name in ("aux", "copy") for i in range(7)]
+
+
+@triton.jit(do_not_specialize=[*_CARRIED, "source", "slots", "first"])
 def carry(
-    x,  # [slots, SIZE]
-    copy,  # [slots, WIDTH]
     source,  # [slots] int32: which slot comes to this place
     slots,
     first,  # column
+    keys,  # [slots, SIZE] integers
+    values,  # likewise
+    key_copy,  # [slots, WIDTH] likewise
+    value_copy,
+    aux_0, aux_1, aux_2, aux_3, aux_4, aux_5, aux_6,  # [slots] integers, or None
+    copy_0, copy_1, copy_2, copy_3, copy_4, copy_5, copy_6,  # likewise
     SIZE: tl.constexpr,
     WIDTH: tl.constexpr,
     BACK: tl.constexpr,
     BLOCK: tl.constexpr,
-):
-    """Some columns of slots that come from elsewhere: into the copy, or `BACK` to their place."""
+):  # fmt: skip
+    """Slots that come from elsewhere: some columns and all else into copies, or `BACK`."""
     slot, d = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, WIDTH)[None, :]
     there = slot < slots
     origin = tl.load(source + slot, there, 0)
-    moves = (there & (origin != slot))[:, None] & (first + d < SIZE)
+    moves = there & (origin != slot)
+    wide = moves[:, None] & (first + d < SIZE)
     at = (slot if BACK else origin).to(tl.int64)[:, None] * SIZE + first + d
     kept = slot.to(tl.int64)[:, None] * WIDTH + d
     if BACK:
-        tl.store(x + at, tl.load(copy + kept, moves, 0), moves)
+        key, value = tl.load(key_copy + kept, wide), tl.load(value_copy + kept, wide)
+        tl.store(keys + at, key, wide)
+        tl.store(values + at, value, wide)
     else:
-        tl.store(copy + kept, tl.load(x + at, moves, 0), moves)
+        key, value = tl.load(keys + at, wide), tl.load(values + at, wide)
+        tl.store(key_copy + kept, key, wide)
+        tl.store(value_copy + kept, value, wide)
+    _carried(aux_0, copy_0, origin, slot, moves, BACK)
+    _carried(aux_1, copy_1, origin, slot, moves, BACK)
+    _carried(aux_2, copy_2, origin, slot, moves, BACK)
+    _carried(aux_3, copy_3, origin, slot, moves, BACK)
+    _carried(aux_4, copy_4, origin, slot, moves, BACK)
+    _carried(aux_5, copy_5, origin, slot, moves, BACK)
+    _carried(aux_6, copy_6, origin, slot, moves, BACK)
 
 
 @triton.jit(do_not_specialize=["new", "x", "starts", "before", "lengths", "count"])

@@ -143,16 +143,19 @@ def test_a_token_evicts_one_slot_of_the_rows_that_are_full(lengths, targets):
             assert torch.equal(one, other)
 
 
+@pytest.mark.parametrize("most", [0, rows.MOST_COPIED])
 @pytest.mark.parametrize("size", [8, 24])
-def test_large_buffers_are_moved_by_columns(size, monkeypatch):
-    monkeypatch.setattr(rows, "MOST_COPIED", 0)
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
+def test_all_that_a_slot_holds_moves_with_it_at_once_or_by_columns(kind, size, most, monkeypatch):
+    monkeypatch.setattr(rows, "MOST_COPIED", most)
     source = torch.arange(70)
     source[:50] = torch.randperm(50, generator=torch.Generator().manual_seed(0))
-    for kind in (torch.float32, torch.bfloat16):
-        x = random(70, size).to(kind)
-        before = x.clone()
-        rows._gather(x, source.int().to(DEVICE))
-        assert torch.equal(x, before[source.to(DEVICE)])
+    wide = [random(70, size).to(kind) for _ in range(2)]
+    narrow = [random(70), *((100 * random(70)).to(x) for x in (torch.int32, torch.int8))]
+    before = [x.clone() for x in (*wide, *narrow)]
+    rows._gather([*wide, *narrow], source.int().to(DEVICE))
+    for x, was in zip((*wide, *narrow), before, strict=True):
+        assert torch.equal(x, was[source.to(DEVICE)])
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
