@@ -82,7 +82,7 @@ def uses_stored_keys(policy: Policy) -> bool:
 
 def uses_lse(policy: Policy, saliency: Any) -> bool:
     """Whether `Observation.lse`, of all queries of a block, spares the policy's kernel a pass."""
-    return type(policy) is H2O and _mode(saliency) not in (None, *window.NEEDS_OUTPUT)
+    return type(policy) is H2O and _mode(saliency) is not None
 
 
 def _by_twin(policy: Policy, obs: Observation) -> bool:

@@ -10,8 +10,8 @@ no policy; triton is imported when first needed.
 Letters as in `Observation`, and of a tile: `N` slots, `R = GP·WB` rows, the `WB` queries of a block
 in time of each of `GP` query heads (both padded to powers of two). Where the query heads are added
 up and there are many queries, all heads of a time are rows side by side instead, and none is
-padded. Where attention has told the log-sum-exp of its logits and nothing else is asked of it, the
-first pass is left out.
+padded. Where attention has told the log-sum-exp of its logits, and its output where that is needed,
+the first pass is left out.
 """
 
 from __future__ import annotations
@@ -68,6 +68,7 @@ def tiling(
     group: Group | None,
     sms: int,
     gpu: Target | None = None,
+    known: bool = False,
 ) -> Tiling:
     """Sizes by a few rules, measured on an H200 and an H100.
 
@@ -84,6 +85,7 @@ def tiling(
         group: as of `scores`.
         sms: multiprocessors.
         gpu: that of the tensors, if there is one.
+        known: whether attention has told its output, where that is needed.
     """
     DP, GP = power_of_two(D, 16), power_of_two(G)
     many, output = GP * w > MANY_ROWS, kind in NEEDS_OUTPUT
@@ -102,7 +104,7 @@ def tiling(
         wide = N if small else min(128, 2 * N)
         few = -(-G * w // narrow)
         score = cut(narrow, few, wide, 1, 2 * sms, rows)
-        if not output:
+        if known or not output:
             return Tiling(DP, 1, G, cut(narrow, few, wide, 1, 2 * sms, rows * few), score, 4, 2)
         blocks = -(-G * w // (2 * NARROW))
         forward = cut(2 * NARROW, blocks, N, 2, sms, rows * blocks)
@@ -166,14 +168,19 @@ def scores(
     assert q is not None
     (B, K, n, D), w, device = (*positions.shape, k.shape[3]), q.shape[2], k.device
     starts, lengths = (None, None) if obs.rows is None else obs.rows[:2]
-    G, output, capped = q.shape[1] // K, kind in NEEDS_OUTPUT, obs.softcap is not None
+    G, capped = q.shape[1] // K, obs.softcap is not None
+    attended = (
+        obs.attended.to(k.dtype) if kind in NEEDS_OUTPUT and obs.attended is not None else None
+    )
+    output = kind in NEEDS_OUTPUT and attended is None
     sms = multiprocessors(device)
     if obs.rows is not None:  # rows share the pool's slots: as many programs as for equal rows
         sms = min(sms * 4, -(-sms * B * K * n // k.shape[2]))
-    t = tiling(B * K, G, w, n, D, k.element_size(), kind, group, sms, target(device))
+    known = attended is not None
+    t = tiling(B * K, G, w, n, D, k.element_size(), kind, group, sms, target(device), known)
     first, second = t.forward, t.score
     R, rows = t.GP * first.WB, B * K * first.blocks
-    a_parts = parts_of_output(kind, k.element_size())
+    a_parts = parts_of_output(kind, k.element_size()) if output else 0
     out = empty(B, K, n, device=device) if group else empty(B, K, G, n, device=device)
     strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *positions.stride()[:2])
     shape, scale = (
@@ -185,11 +192,13 @@ def scores(
     static = (K, G, sizes, t.warps, t.stages, capped)
     key = (device, k.dtype, positions.dtype, begins, strides, static, starts is None)
     lse = None if output else obs.lse
+    a = attended
     if lse is None:
         part_sums = empty(2 * rows * first.parts * R, device=device)
         part = empty(rows * first.parts * R * t.DP if output else 0, device=device)
         sums = empty((3 if output else 2) * rows * R, device=device)
-        a = empty(a_parts, rows * R * t.DP, device=device, dtype=k.dtype)
+        made = empty(a_parts, rows * R * t.DP, device=device, dtype=k.dtype)
+        a = made if a is None else a
         variant = (first.WB, first.N, capped, output)
         launch(
             forward, (first.parts, B * K, first.blocks), (key, variant),
@@ -203,16 +212,19 @@ def scores(
         merged = (R, first.WB, t.heads, t.DP, padded, at_once, a_parts)
         launch(
             merge, (rows, R // at_once, 1), (device, merged, k.dtype, beside),
-            (part, part_sums, a, sums, sinks, first.parts, K, G, first.blocks, *merged),
+            (part, part_sums, made, sums, sinks, first.parts, K, G, first.blocks, *merged),
             num_warps=2,
         )  # fmt: skip
     else:
-        a = sums = lse.contiguous()
-    epilogue = (second.WB, second.N, second.blocks > 1, lse is not None, kind, group or "",
-                a_parts, capped, rounded)  # fmt: skip
+        sums = lse.contiguous()
+        a = sums if a is None else a
+    epilogue = (second.WB, second.N, second.blocks > 1, lse is not None, known, kind, group or "",
+                max(a_parts, known), capped, rounded)  # fmt: skip
+    of_a = a.stride()[:3] if known else (0, 0, 0)
+    begins = address(sums) % 16, address(a) % 16
     launch(
-        score, (second.parts, B * K, 1), (key, address(sums) % 16, epilogue),
-        (q, k, v, positions, starts, lengths, a, sums, out, *strides, *shape, second.chunk,
+        score, (second.parts, B * K, 1), (key, begins, of_a, epilogue),
+        (q, k, v, positions, starts, lengths, a, sums, out, *strides, *of_a, *shape, second.chunk,
          *scale, epsilon, second.blocks, first.blocks * R, *sizes, *epilogue), **options,
     )  # fmt: skip
     return out

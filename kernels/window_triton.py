@@ -226,6 +226,23 @@ def _told(lse_ptr, row, block, G, w, GP: tl.constexpr, WB: tl.constexpr, HEADS: 
 
 
 @triton.jit
+def _of_rows(a_ptr, a_base, sum_ptr, a_h, a_t, at, held, row, block, G, w, D: tl.constexpr,
+             DP: tl.constexpr, GP: tl.constexpr, WB: tl.constexpr, HEADS: tl.constexpr,
+             A_PARTS: tl.constexpr, TOLD: tl.constexpr, KNOWN: tl.constexpr):  # fmt: skip
+    """What `_merged` says of the rows of a block, by whoever knows it."""
+    if TOLD:
+        high, low, lowest, squares, top, total = _told(sum_ptr, row, block, G, w, GP, WB, HEADS)
+    else:
+        high, low, lowest, squares, top, total = _merged(
+            a_ptr, sum_ptr, at, held, DP, 0 if KNOWN else A_PARTS
+        )
+    if KNOWN:
+        high, _ = _queries(a_base, a_h, a_t, block, G, w, D, DP, GP, WB, HEADS)
+        squares = tl.sum(high.to(tl.float32) * high.to(tl.float32), 1)
+    return high, low, lowest, squares, top, total
+
+
+@triton.jit
 def _cost(q, time, merged, k, v, position, first, scaling, softcap, epsilon, KIND: tl.constexpr,
           CAPPED: tl.constexpr, ROUNDED: tl.constexpr, A_PARTS: tl.constexpr):  # fmt: skip
     """What the epilogue makes of every query and slot, 0 where masked. [N, R]."""
@@ -294,15 +311,17 @@ def _spread(p, time, w, gamma, N: tl.constexpr, GP: tl.constexpr, WB: tl.constex
 )
 def score(
     q_ptr, k_ptr, v_ptr, pos_ptr, starts, lengths, a_ptr, sum_ptr, out_ptr,
-    q_b, q_h, q_t, k_b, k_h, k_n, v_b, v_h, v_n, p_b, p_h,
+    q_b, q_h, q_t, k_b, k_h, k_n, v_b, v_h, v_n, p_b, p_h, a_b, a_h, a_t,
     K, G, w, n, seen, clock, chunk, scaling, softcap, epsilon, blocks, held,
     D: tl.constexpr, DP: tl.constexpr, HEADS: tl.constexpr, GP: tl.constexpr, WB: tl.constexpr,
-    N: tl.constexpr, SEVERAL: tl.constexpr, TOLD: tl.constexpr, KIND: tl.constexpr,
-    GROUP: tl.constexpr, A_PARTS: tl.constexpr, CAPPED: tl.constexpr, ROUNDED: tl.constexpr,
+    N: tl.constexpr, SEVERAL: tl.constexpr, TOLD: tl.constexpr, KNOWN: tl.constexpr,
+    KIND: tl.constexpr, GROUP: tl.constexpr, A_PARTS: tl.constexpr, CAPPED: tl.constexpr,
+    ROUNDED: tl.constexpr,
 ):  # fmt: skip
     """The scores of one part of a KV head's slots: [n], or [G, n] of its query heads.
 
-    By what `merge` left of `held` rows of each KV head, or what is `TOLD`.
+    By what `merge` left of `held` rows of each KV head, or by what attention has told: the
+    log-sum-exp of its logits (`TOLD`) and its output [B, H, w, D] at `a_ptr` (`KNOWN`).
     """
     R: tl.constexpr = GP * WB
     part, row, rows = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
@@ -313,14 +332,14 @@ def score(
     if starts is not None:
         k_base, v_base, n = _placed(k_base, v_base, k_n, v_n, starts, lengths, row)
     pos_base, first = pos_ptr + b * p_b + h * p_h, _first(seen, clock, w)
-    heads = tl.arange(0, GP)
+    a_base, heads = a_ptr + b * a_b + h * G * a_h, tl.arange(0, GP)
     all_held, own = rows * held, row * held + tl.arange(0, R)
     if not SEVERAL:
         q, time = _queries(q_base, q_h, q_t, 0, G, w, D, DP, GP, WB, HEADS)
-        if TOLD:
-            merged = _told(sum_ptr, row, 0, G, w, GP, WB, HEADS)
-        else:
-            merged = _merged(a_ptr, sum_ptr, own, all_held, DP, A_PARTS)
+        merged = _of_rows(
+            a_ptr, a_base, sum_ptr, a_h, a_t, own, all_held, row, 0, G, w, D, DP, GP, WB, HEADS,
+            A_PARTS, TOLD, KNOWN,
+        )  # fmt: skip
     begin, stop = part * chunk, tl.minimum(part * chunk + chunk, n)
     tiles = tl.cdiv(stop - begin, N)
     for i in range(tiles):
@@ -337,10 +356,10 @@ def score(
             cost = tl.full([N, R], 0.0, tl.float32)
             for block in range(blocks):
                 q, time = _queries(q_base, q_h, q_t, block, G, w, D, DP, GP, WB, HEADS)
-                if TOLD:
-                    merged = _told(sum_ptr, row, block, G, w, GP, WB, HEADS)
-                else:
-                    merged = _merged(a_ptr, sum_ptr, own + block * R, all_held, DP, A_PARTS)
+                merged = _of_rows(
+                    a_ptr, a_base, sum_ptr, a_h, a_t, own + block * R, all_held, row, block, G, w,
+                    D, DP, GP, WB, HEADS, A_PARTS, TOLD, KNOWN,
+                )  # fmt: skip
                 cost += _cost(q, time, merged, k, v, position, first, scaling, softcap, epsilon,
                               KIND, CAPPED, ROUNDED, A_PARTS)  # fmt: skip
         if KIND == "cake" or KIND == "variance":  # the queries of each query head are all here

@@ -54,6 +54,7 @@ def pretend(monkeypatch):
     monkeypatch.setattr(torch.cuda, "stream", lambda *_, **__: nullcontext())
     monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: main)
     monkeypatch.setattr(step, "_streams", lambda _: [side] * step.LAYERS)
+    monkeypatch.setattr(step, "_urgent", lambda _: Stream("urgent", noted))
 
     @contextmanager
     def capturing(graph, pool, device, at_once):

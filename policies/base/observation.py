@@ -77,6 +77,7 @@ class Observation:
     queries: Tensor | None = None  # [B, H, w, D], the last w queries, oldest first
     scaling: float = 1.0  # of the logits, usually 1/sqrt(D)
     lse: Tensor | None = None  # [B, H, w] of their logits, the log-sum-exp, if attention told it
+    attended: Tensor | None = None  # [B, H, w, D], attention's output for them, if it told it
     softcap: float | None = None  # Gemma 2: logits = softcap * tanh(logits / softcap)
     sinks: Tensor | None = None  # [H], gpt-oss: a learned logit per query head, see `attention`
     state: Mapping[str, Tensor] = field(default_factory=dict)  # name -> [B, K, n]
@@ -151,7 +152,14 @@ class Observation:
 
     @cached_property
     def output(self) -> Tensor:
-        """`a = A·v`, before the output projection. Shape [B, K, G, w, D]."""
+        """`a = A·v`, before the output projection. Shape [B, K, G, w, D].
+
+        As the model has it, rounded to its type, where a policy observes all queries of a block
+        and attention tells it.
+        """
+        if self.attended is not None:
+            told: Tensor = self.attended.float().unflatten(1, (-1, self.groups))
+            return told
         out: Tensor = torch.matmul(self.attention.flatten(2, 3), self.values.float())
         return out.view(*self.attention.shape[:4], -1)
 

@@ -170,6 +170,10 @@ class SlotAttention:
         counter = context.token_counter_after(block.length)
         if context.filling:
             assert counter is not None
+            if self._tells_output(block.length, call):
+                out = self._over_all_slots(query, counter, call)
+                self._fill(query, block.new_values, block, call, out)
+                return out
             self._fill(query, block.new_values, block, call)
             return self._over_all_slots(query, counter, call)
         packed = self._packs(query, call)
@@ -183,13 +187,14 @@ class SlotAttention:
             total, length, keys.segments, queries, *call, counter, keys.stored, values=keys.values
         )
         has_work = evictor.has_work(block.length)
+        told = has_work and not packed and self._tells_output(length, call)
         # A selection occupies few of a GPU's multiprocessors: attention hides it.
-        early = has_work and context.is_waited_for
-        selected = evictor.select_early(step, context.run_async) if early else []
+        early = has_work and context.is_waited_for and not told
+        selected = evictor.select_early(step, context.run_urgently) if early else []
         asked = has_work and length > 1 and not selected and evictor.uses_lse
         out, lse = self._over(query if own is None else own, keys, packed, call, context, asked)
-        if lse is not None:
-            step = replace(step, lse=lse)
+        if lse is not None or told:
+            step = replace(step, lse=lse, attended=out if told else None)
         if block.readers:
             block.shown = _Shown(keys, packed, step)
         elif selected:
@@ -200,16 +205,34 @@ class SlotAttention:
                 evictor.evict_if_due(step)
         return out
 
+    def _tells_output(self, length: int, call: AttentionCall) -> bool:
+        """Whether the policy is told what attention gives a block of `length`.
+
+        It is what the policy would work out, where slots are read as they are by equal heads.
+        """
+        storage = self.storage
+        plain = storage.evicted_store is None and call.expansion is None
+        plain = plain and len(self.segments) == 1 and not self.segments[0].pool.format.quantised
+        return plain and length > 1 and self.evictor.reads_all_output
+
     def _fill(
-        self, query: Tensor, values: Tensor | None, block: PendingBlock, call: AttentionCall
+        self,
+        query: Tensor,
+        values: Tensor | None,
+        block: PendingBlock,
+        call: AttentionCall,
+        attended: Tensor | None = None,
     ) -> None:
-        """Update the policy's state by the queries and values of a block that only fills slots."""
+        """Update the policy's state by the queries and values of a block that only fills slots.
+
+        And by what attention gave it, if that is told.
+        """
         context, used = block.context, block.context.token_counter
         counter, pool = context.token_counter_after(block.length), self.segments[0].pool
         assert used is not None
         step = AttentionStep(
             block.total_tokens, block.length, [pool.keys], [query], *call, counter,
-            new_values=values,
+            new_values=values, attended=attended,
         )  # fmt: skip
         with context.run_async_if_last(step):
             self.evictor.fill(step, used)

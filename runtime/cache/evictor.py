@@ -52,6 +52,7 @@ class AttentionStep:
     rows: LayerRows | None = None  # of unequal rows; the first keys [slots, D] are the pool's
     new_values: Tensor | None = None  # [B, K, T, D], of the block, as `PendingBlock` has them
     lse: Tensor | None = None  # [B, H, T], of the logits over what is held, if attention told it
+    attended: Tensor | None = None  # [B, H, T, D], its output likewise
 
 
 @dataclass
@@ -152,6 +153,11 @@ class Evictor:
     def uses_lse(self) -> bool:
         """Whether the policy's kernel is faster if attention tells its logits' log-sum-exp."""
         return kernels.uses_lse(self.eviction.policy, self.eviction.saliency)
+
+    @property
+    def reads_all_output(self) -> bool:
+        """Whether the policy looks at attention's output for all queries of a block."""
+        return self.eviction.policy.queries_observed is None and "output" in self.eviction.observes
 
     @property
     def rotates_keys_itself(self) -> bool:
@@ -300,8 +306,8 @@ class Evictor:
         if self.balance is not None or 1 in counts or not self._fused(observed):
             return []
         self._update_state(observed)
-        found = self._evictions(observed, step.stored)
-        with run_async([(one.scores, one.worth) for one in found]):
+        with run_async((step, observed)):
+            found = self._evictions(observed, step.stored)
             for one in found:
                 one.select_by_kernel()
         return found
@@ -444,6 +450,7 @@ class Evictor:
             scaling=step.scaling,
             softcap=step.softcap,
             sinks=step.sinks,
+            attended=step.attended,
             state={name: pool.aux[name] for name in eviction.state},
             output_projection=projection,
             saliency=eviction.saliency,
@@ -560,6 +567,7 @@ class Evictor:
             softcap=step.softcap,
             sinks=segment.query_heads_of(step.sinks),
             lse=step.lse,
+            attended=step.attended,
             state={name: segment.aux(name) for name in eviction.state},
             output_projection=projection,
             expansion=step.expansion,

@@ -18,6 +18,7 @@ from torch import Tensor
 from kvcap.runtime.cache.row_table import LayerRows, RowPass
 
 LAYERS = 4  # of one sequence that evict at once, each on a stream of its own
+URGENT = -1  # the priority of what an answer waits for; evictions have 0, which is less
 
 
 class SideStream:
@@ -34,6 +35,7 @@ class SideStream:
     def __init__(self, device: torch.device, batch: int = 1) -> None:
         layers = max(1, LAYERS // batch)
         self._streams = deque(_streams(device)[:layers])  # the first is that of the layer in hand
+        self._urgent, self._awaited = _urgent(device), False
         self._kept: list[Any] = []  # of the layer in hand
         self._before: deque[tuple[torch.cuda.Event, list[Any]]] = deque()  # of those before
 
@@ -46,28 +48,36 @@ class SideStream:
 
     def join(self) -> None:
         """Wait for all that layers run on their streams."""
+        if self._awaited:
+            self.rejoin()
         self.next_layer()
         for event, _ in list(self._before)[-len(self._streams) :]:  # the last of every stream
             torch.cuda.current_stream().wait_event(event)
         self._before.clear()
 
     @contextmanager
-    def run_async(self, kept: Any) -> Iterator[None]:
+    def run_async(self, kept: Any, urgent: bool = False) -> Iterator[None]:
         """Run the body on another stream, after all that was launched before.
 
-        `rejoin`, `make_room` and the end of the capture wait for it.
+        `make_room` and the end of the capture wait for it; what is `urgent` has to be waited for
+        by `rejoin`.
 
         Args:
             kept: the tensors that the body reads; their memory is not reused until then.
+            urgent: the layer waits for it, so that it is as important as what the layer does
+                meanwhile; else a GPU does it where that leaves room.
         """
         self._kept.append(kept)
-        self._streams[0].wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._streams[0]):
+        self._awaited |= urgent
+        stream = self._urgent if urgent else self._streams[0]
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
             yield
 
     def rejoin(self) -> None:
-        """Wait for what the current layer runs on its stream."""
-        torch.cuda.current_stream().wait_stream(self._streams[0])
+        """Wait for what is urgent."""
+        torch.cuda.current_stream().wait_stream(self._urgent)
+        self._awaited = False
 
     def next_layer(self) -> None:
         """Begin another layer, on the stream of the layer that began the longest ago."""
@@ -90,6 +100,12 @@ class SideStream:
 def _streams(device: torch.device) -> tuple[torch.cuda.Stream, ...]:
     """Streams that all graphs share, as libraries keep a workspace for every stream they meet."""
     return tuple(torch.cuda.Stream(device) for _ in range(LAYERS))
+
+
+@cache
+def _urgent(device: torch.device) -> torch.cuda.Stream:
+    """One more, for what a layer waits for."""
+    return torch.cuda.Stream(device, priority=URGENT)
 
 
 @dataclass
@@ -134,11 +150,13 @@ class ForwardContext:
 
         `kept` as in `SideStream.run_async`. After any other block the body runs at once.
         """
-        return nullcontext() if self.is_waited_for else self.run_async(kept)
+        if self.stream is None or self.is_waited_for:
+            return nullcontext()
+        return self.stream.run_async(kept)
 
-    def run_async(self, kept: Any) -> AbstractContextManager[None]:
+    def run_urgently(self, kept: Any) -> AbstractContextManager[None]:
         """Run the body on another stream; call `rejoin` before its results are used."""
-        return nullcontext() if self.stream is None else self.stream.run_async(kept)
+        return nullcontext() if self.stream is None else self.stream.run_async(kept, urgent=True)
 
     def make_room(self) -> None:
         """Free the memory of earlier layers before one keeps large tensors; see `SideStream`."""

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from kvcap import kernels
 from kvcap.runtime.cache.cache import BudgetCache
-from kvcap.runtime.cache.step import ForwardContext, SideStream
+from kvcap.runtime.cache.step import URGENT, ForwardContext, SideStream
 from kvcap.runtime.errors import first_line
 from kvcap.runtime.models.arguments import cache_argument
 from kvcap.runtime.models.fused.decoder import Decoder, covers, decoder_of
@@ -313,7 +313,7 @@ def _garbage_stays() -> Iterator[None]:
 @functools.cache
 def _stream(device: torch.device) -> torch.cuda.Stream:
     """On which all graphs are captured, as libraries keep a workspace for every stream."""
-    return torch.cuda.Stream(device)
+    return torch.cuda.Stream(device, priority=URGENT)
 
 
 def why_unsteady(cache: BudgetCache) -> str | None:
