@@ -18,7 +18,7 @@ from kvcap.kernels.rows import tile_of_row
 from kvcap.policies.base import Rows
 
 MOST_SIZE = 256  # of a head
-PROGRAMS = 4  # for each multiprocessor, where there is as much to do but no whole block
+PROGRAMS = 4  # for each multiprocessor, where there is as much to do
 
 
 def covers_norms(values: Tensor, weights: Tensor) -> bool:
@@ -44,8 +44,7 @@ def norms(values: Tensor, weights: Tensor) -> Tensor:
     at_once = max(16, min(128, 32768 // (size_pad * values.element_size())))
     tiles, most = -(-hidden // at_once), kv_heads * group * -(-count // rows)
     # A block's values are read by few programs, each of which then reads many columns.
-    programs = multiprocessors(values.device) * (1 if rows == 128 else PROGRAMS)
-    parts = max(1, min(tiles, -(-programs // most)))
+    parts = max(1, min(tiles, -(-PROGRAMS * multiprocessors(values.device) // most)))
     columns = -(-tiles // parts) * at_once
     parts = -(-hidden // columns)
     out = empty(batch, kv_heads, length, group * parts, device=values.device)
