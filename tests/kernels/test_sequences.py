@@ -15,7 +15,7 @@ from kvcap.runtime.backends.pytorch.batch import Rows
 from kvcap.runtime.session.batch import Answer
 from kvcap.runtime.session.decoding import Read
 
-BUDGET, LENGTHS, COUNTS = 24, (5, 22, 40), (22, 10, 8)
+BUDGET, LENGTHS, COUNTS = 16, (5, 14, 26), (14, 7, 5)
 # Of prompts and of what follows: no session reads a token twice, whose keys would score alike.
 IDS = (3 + torch.randperm(126, generator=torch.Generator().manual_seed(1))).tolist() * 2
 PROMPTS = [IDS[40 * i :][:length] for i, length in enumerate(LENGTHS)]
@@ -91,7 +91,7 @@ def read_together(rows, sessions):
         found = rows.begin([answers[i] for i in those], tokens)()
         for i, its in zip(those, found, strict=True):
             logits[i].append(its)
-        if number == 11:
+        if number == 7:
             sessions[0].fetch_cache()
             assert answers[0].row is None
     for session in sessions:

@@ -138,13 +138,13 @@ def test_sessions_that_fill_join_at_their_own_length(
     policy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And become full among others, one of which is full from the beginning."""
-    runtime = runtime_of(policy, budget=64)
+    runtime = runtime_of(policy, budget=48)
     texts = ["Hello.", "Good morning to you all, wherever you are.", SAID[2]]
-    alone, sessions = begun(runtime, texts, 60), begun(runtime, texts, 60)
+    alone, sessions = begun(runtime, texts, 44), begun(runtime, texts, 44)
     for session in (*alone, *sessions):
         session.set_generation(eos_token_id=NEVER)
     expected = ["".join(s.send("Go on.")) for s in alone]
-    assert alone[0].cache.seen > 64 > len(sessions[0].encode("Hello. Go on."))
+    assert alone[0].cache.seen > 48 > len(sessions[0].encode("Hello. Go on."))
     batch, held = runtime.batch(3), []
     assert isinstance(batch._rows, Rows)
     given = batch._rows.begin
@@ -160,7 +160,7 @@ def test_sessions_that_fill_join_at_their_own_length(
     # Of pyramidkv's slots two score alike to five digits: on some processors rounding decides.
     assert differing(sessions, alone) <= (0.002 if policy == "pyramidkv" else 0)
     assert [s.stats.held_tokens for s in sessions] == [s.stats.held_tokens for s in alone]
-    assert len(held) >= 55  # all but what is alone while prompts are read, and at the end
+    assert len(held) >= 39  # all but what is alone while prompts are read, and at the end
     assert sum(len(x) > 1 for x in held) > 10  # of unequal lengths
     again = [["".join(s.send("And once more?")) for s in group] for group in (sessions, alone)]
     assert again[0] == again[1]
