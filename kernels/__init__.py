@@ -320,7 +320,8 @@ def _tova(policy: Policy, obs: Observation) -> Tensor:
     kind = _kind(obs)
     assert kind is not None
     assert obs.queries is not None
-    last = replace(obs, queries=obs.queries[:, :, -1:], lse=None)
+    attended = None if obs.attended is None else obs.attended[:, :, -1:]
+    last = replace(obs, queries=obs.queries[:, :, -1:], lse=None, attended=attended)
     return window.scores(last, kind, policy.group)
 
 

@@ -405,6 +405,7 @@ def test_what_attention_gave_is_scored_as_it_gave_it(mode, group, shape, monkeyp
     told = replace(obs, attended=output.transpose(1, 2))
     assert torch.equal(told.output, output.transpose(1, 2).float().view_as(obs.output))
     check(policy, told)
+    check(TOVA(group=group), told)
     wrong = replace(obs, attended=told.attended + 1)
     assert excess(policy, told, twin(policy, wrong))[0].max() > 10
     from kvcap.kernels import window_triton
