@@ -178,7 +178,8 @@ def give_up(
     (batch, heads, slots), positions = scores.shape, pool.buffers[2]
     new = partial(torch.empty, dtype=torch.int32, device=positions.device)
     ages, gone = new(len(positions)), new(batch * heads)
-    source = torch.zeros_like(ages)  # places even where kernels are rehearsed, not run
+    # What lies beside these rows stays, as what other layers hold in the same pool.
+    source = torch.arange(len(positions), dtype=torch.int32, device=positions.device)
     with torch.cuda.device_of(positions):
         run(
             choose_rows, (batch * heads,),

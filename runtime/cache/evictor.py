@@ -232,7 +232,8 @@ class Evictor:
     def evict_rows(self, step: AttentionStep) -> None:
         """`evict_if_due` of unequal rows, by kernels that read where they lie.
 
-        Of a single token each gives up at most one slot: heads that move keep their division.
+        After a single token each gives up one slot at most, and heads that move keep their
+        division; but where slots moved between layers, a block may have left more than stay.
         Where they share slots out anew, the device alone knows how many each has; the host is told
         after the pass, see `RowTable.agreed`. Layers that do evict after the pass, all together:
         see `evict_together`.
@@ -245,7 +246,7 @@ class Evictor:
             preference = kernels.preference(self.balance.budget, obs)
             rows.waiting.append(LayerScores(scores, preference, step.length, obs.num_tokens))
             return
-        due = any(segment.held > segment.target_length for segment in self.segments)
+        due = self.excess > 0
         divides = (due or rows.always) and self.layout.divides(step.length)
         if not (due or eviction.state or rows.always):
             rows.held.copy_(rows.after.lengths)
@@ -263,7 +264,7 @@ class Evictor:
         shift = None if self.storage.rotation is None else pool.aux[SHIFT]
         newer = None if self.storage.query_window is None else self.storage.query_window.shift
         moved = row_kernels.Pool(pool.buffers(), shift, rows.after, rows.pins, rows.targets)
-        if step.length == 1 and not divides:
+        if step.length == 1 and self.excess <= 1 and not divides:
             row_kernels.give_up_one(scores, pins, moved, rows.held, newer)
         else:
             starts = None if division is None else division.starts

@@ -179,6 +179,9 @@ class BlockGraphs:
             return None
         if length > cache.room and not steady(cache, length):
             return None
+        if length == 1 and any(s.held > s.target_length for x in cache.capped_layers
+                               for s in x.segments):  # fmt: skip
+            return None  # a graph of a token gives up one slot of each at most
         longest = table.longest(min(length, cache.block_size))
         spans, compact = tuple(cache.pinned_spans), cache.compact_positions
         return PassKind(batch, length, need_logits, False, spans, 0, longest, compact=compact)
