@@ -127,6 +127,22 @@ def test_a_block_evicts_what_each_row_has_too_much(
             assert torch.equal(one, other)
 
 
+def test_rows_of_other_layers_in_the_pool_stay_where_they_are():
+    layer, left = Layer([40, 7, 30, 12], [30, 5, 20, 4]), ints([-1, -1])
+    expected, starts = [layer.expected(k) for k in range(2)], layer.starts
+    others = [x[starts[2] :].clone() for x in layer.pool.buffers()]
+    these = layer.moved()._replace(
+        rows=Rows(ints(starts[:3]), ints(layer.lengths[:2]), layer.longest),
+        pins=ints(layer.pins[:2]), targets=ints(layer.targets[:2]),
+    )  # fmt: skip
+    rows.give_up(layer.scores[:, :2], Pins(0, 0, SEEN, ()), these, left, layer.newer[:, :2])
+    assert left.tolist() == [30, 5]
+    for k, (tensors, count) in enumerate(expected):
+        found = layer.found(k, starts[k], layer.lengths[k] - count)
+        assert all(map(torch.equal, found, tensors))
+    assert all(map(torch.equal, others, (x[starts[2] :] for x in layer.pool.buffers())))
+
+
 @pytest.mark.parametrize(("lengths", "targets"), [([40, 7, 300, 25], [39, 9, 299, 25]),
                                                   ([2100, 3], [2099, 2])])  # fmt: skip
 def test_a_token_evicts_one_slot_of_the_rows_that_are_full(lengths, targets):
