@@ -129,7 +129,7 @@ def cut(
 def choose_rows(
     scores,  # [B, K, longest]
     positions,  # [slots]
-    source,  # [slots] int32, is written: which slot comes to this place
+    source,  # [slots] int32, each its own: is written where another slot comes to this place
     ages,  # [slots] int32, likewise from each row's first on: positions of slots that go
     gone,  # [B·K] int32, likewise: how many these are
     heads,
@@ -166,7 +166,6 @@ def choose_rows(
         start_4, stop_4, start_5, stop_5, start_6, stop_6, start_7, stop_7, BLOCK, WHOLE,
     )  # fmt: skip
     to = tl.load(new_starts + row).to(tl.int64)
-    end = tl.load(new_starts + row + 1).to(tl.int64)
     kept, went = tl.full([], 0, tl.int32), tl.full([], 0, tl.int32)
     for begin in range(0, slots, BLOCK):
         x, position = _part(
@@ -182,9 +181,6 @@ def choose_rows(
         tl.store(ages + first + went + hole, position, goes)
         kept += tl.sum(stays.to(tl.int32), 0)
         went += tl.sum(goes.to(tl.int32), 0)
-    for free in range(to + kept, end, BLOCK):
-        slot = free + tl.arange(0, BLOCK)
-        tl.store(source + slot, slot.to(tl.int32), slot < end)
 
 
 @triton.jit(do_not_specialize=[*_POINTERS, "ages", "gone", "shift"])
