@@ -144,11 +144,12 @@ class _Recording:
             # Of operators, only what users mark by record_function: each takes time and memory.
             scopes = {RecordScope.USER_SCOPE}
             _autograd._enable_profiler(config, {ProfilerActivity.CPU}, scopes)  # type: ignore[call-arg]
-        self._shared.start()
-        if self._stacks:
+        if self._stacks:  # the first log and the first marks are this thread's
             log = CallLog.of(sys._getframe())
             self._logs.append(log)
             self._mark()
+        self._shared.start()
+        if self._stacks:
             sys.setprofile(log.note)
 
     def calm(self) -> None:

@@ -24,6 +24,7 @@ from kvcap.cli import run
 from kvcap.evals.measure import MIB
 from kvcap.policies import load_policy, policies
 from kvcap.runtime.backends.pytorch.loop import BlockLoop
+from kvcap.runtime.testing import memory_meter
 from kvcap.runtime.testing import threads as memory_threads
 from kvcap.runtime.testing.process_peak import NotMeasured
 from kvcap.testing import (
@@ -218,6 +219,25 @@ def test_the_stacks_of_what_was_held_at_the_peak():
         for each in most[:3]:
             assert each.stack[0].exact == (each.stack[0].function != "operator")
             assert each.stack[-1].line > 0
+
+
+def test_the_stacks_where_another_thread_counts_first(monkeypatch):
+    class Prompt(memory_threads.SharedCount):
+        """Another thread counts before this one goes on."""
+
+        def start(self):
+            super().start()
+            pool.submit(zeros, 2).result()
+
+    monkeypatch.setattr(memory_meter, "SharedCount", Prompt)
+    with ThreadPoolExecutor(1, "other") as pool:
+        pool.submit(zeros, 1).result()  # it runs already
+        with cpu_meter(stacks=True) as took:
+            pool.submit(zeros, 4).result()
+    assert took.peak_bytes == 4 * MIB
+    (most,) = took.largest()
+    assert (most.nbytes, most.thread) == (4 * MIB, "other_0")
+    assert most.stack[0].function == "zeros"
 
 
 def test_one_measurement_at_a_time():
