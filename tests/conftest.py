@@ -33,11 +33,14 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import kvcap  # noqa: F401  # registers attn_implementation='kvcap'
 from kvcap.policies import Eviction, load_policy, policies
+from kvcap.runtime.cache import row_table
 from kvcap.runtime.models.arguments import GENERATION
 from kvcap.runtime.models.config import ModelShape
 
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as in a shell's background job
     signal.signal(signal.SIGINT, signal.default_int_handler)
+if os.environ.get("TRITON_INTERPRET"):
+    row_table.STEP = 64  # what no row holds is computed, too, which takes an interpreter long
 settings.register_profile("kvcap", deadline=None, max_examples=25, derandomize=True)
 settings.load_profile("kvcap")
 

@@ -36,9 +36,15 @@ class Watch:
     def check(self, pointers: Any, mask: Any, what: str) -> None:
         """That what is read or written, or all that is not masked, lies within."""
         element = pointers.get_element_ty().primitive_bitwidth // 8 or 1
-        at = pointers.data[np.broadcast_to(mask.data, pointers.data.shape)].astype(np.uint64)
+        at = pointers.data[np.broadcast_to(mask.data, pointers.data.shape)]
         if not at.size:
             return
+        # All lies within, if the first and the last do, of one tensor.
+        least, most = int(at.min()), int(at.max()) + element
+        first = int(np.searchsorted(self.starts, least, side="right")) - 1
+        if first >= 0 and most <= self.ends[first]:
+            return
+        at = at.astype(np.uint64)
         which = np.searchsorted(self.starts, at, side="right").astype(np.int64) - 1
         inside = (which >= 0) & (at + np.uint64(element) <= self.ends[which])
         assert inside.all(), f"a kernel {what} {(~inside).sum()} elements that are in no tensor"
@@ -69,11 +75,101 @@ def _watch() -> None:
     builder.create_masked_load, builder.create_masked_store = watched_load, watched_store
 
 
+OPERATORS = {
+    "add": np.add, "sub": np.subtract, "mul": np.multiply, "and": np.bitwise_and,
+    "or": np.bitwise_or, "lt": np.less, "le": np.less_equal, "gt": np.greater,
+    "ge": np.greater_equal, "eq": np.equal, "ne": np.not_equal,
+}  # fmt: skip
+COMPARISONS = ("lt", "le", "gt", "ge", "eq", "ne")
+INTEGERS = ("int32", "int64")
+
+
+def shortened() -> dict[str, Any]:
+    """Operators of Triton's tensors that go straight to numpy, by name, and those in their place.
+
+    That is for two tensors of common types, or one and a number that such a type has; anything
+    else goes the interpreter's own way, which works the types out of many rules.
+    """
+    from triton.language import core
+    from triton.runtime import interpreter
+
+    tensor, handle, builder = core.tensor, interpreter.TensorHandle, interpreter.interpreter_builder
+    own = {f"__{name}__": getattr(tensor, f"__{name}__") for name in OPERATORS}
+    own |= {f"__r{name}__": getattr(tensor, f"__r{name}__") for name in ("add", "sub", "mul")}
+    known = dict[Any, Any]()
+
+    def number(x: Any, dtype: Any) -> Any:
+        """The handle of a number, if one of that type is the same; else None."""
+        x = x.value if type(x) is core.constexpr else x
+        if dtype.name in INTEGERS:
+            most = 1 << dtype.primitive_bitwidth - 1
+            fits = type(x) is int and -most <= x < most
+        else:
+            fits = type(x) is int or (type(x) is float and 1e-30 < abs(x) < 1e30)
+        if fits and (x, dtype.name) not in known:
+            data = np.full(1, x, interpreter._get_np_dtype(dtype))
+            known[x, dtype.name] = handle(data, dtype)
+        return known[x, dtype.name] if fits else None
+
+    def operands(one: Any, other: Any, types: Any) -> Any:
+        """The handles of both as one type has them, and that type; None: in another way."""
+        dtype = one.dtype
+        if dtype.name not in types:
+            return None
+        if type(other) is not tensor:
+            found = None if dtype.name == "int1" else number(other, dtype)
+            return None if found is None else (one.handle, found, dtype)
+        if other.dtype.name == dtype.name:
+            return one.handle, other.handle, dtype
+        if dtype.name not in INTEGERS or other.dtype.name not in INTEGERS:
+            return None
+        wide = (handle(x.handle.data.astype(np.int64), core.int64) for x in (one, other))
+        return *wide, core.int64
+
+    def kind_of(one: Any, other: Any, dtype: Any, found: Any) -> Any:
+        """The type of a result."""
+        if type(other) is tensor and other.type.is_block() and other.type is not one.type:
+            return core.block_type(dtype, [*found.data.shape])
+        return one.type if dtype is one.dtype else one.type.with_element_ty(dtype)
+
+    def of(name: str, slow: Any) -> Any:
+        turned = name.startswith("__r")
+        what = name.strip("_")[turned:]
+        operation, compares = OPERATORS[what], what in COMPARISONS
+        types = ("int1",) if what in ("and", "or") else (*INTEGERS, "fp32")
+
+        def quick(self: Any, other: Any) -> Any:
+            given = operands(self, other, types)
+            if given is None:
+                return slow(self, other)
+            one, another, dtype = given
+            found = builder.binary_op(*((another, one) if turned else (one, another)), operation)
+            return tensor(found, kind_of(self, other, core.int1 if compares else dtype, found))
+
+        def further(self: Any, other: Any) -> Any:
+            """An address and how far from it."""
+            if not self.dtype.is_ptr():
+                return quick(self, other)
+            if type(other) is tensor:
+                far = other.handle if other.dtype.name in INTEGERS else None
+            else:
+                far = number(other, core.int32)
+            if far is None:
+                return slow(self, other)
+            found = builder.create_addptr(self.handle, far)
+            return tensor(found, kind_of(self, other, self.dtype, found))
+
+        return further if what == "add" else quick
+
+    return {name: of(name, slow) for name, slow in own.items()}
+
+
 def _quicken() -> None:
     """Save the interpreter what it computes again for every operation, most of its time.
 
     It looks through all of triton at a function's every call, follows each sum of integers by one
-    in 64 bits, whose assertion it drops, and makes a type anew, numpy's too, for each result.
+    in 64 bits, whose assertion it drops, makes a type anew, numpy's too, for each result, and asks
+    many rules for the type of a sum.
     """
     from triton.language import core
     from triton.language.semantic import TritonSemantic
@@ -88,6 +184,8 @@ def _quicken() -> None:
         scope = prepare(fn)
         prepared.add(known)
         if outermost:
+            for name, operator in shortened().items():
+                scope.set_attr(core.tensor, name, operator)
             restore = scope.restore
             scope.restore = lambda: (restore(), prepared.clear())
         return scope

@@ -23,7 +23,7 @@ from kvcap.policies.keydiff import KeyDiff
 from kvcap.runtime.backends.pytorch import cuda_graphs
 from kvcap.runtime.backends.pytorch.loop import BlockLoop
 from kvcap.runtime.cache.pool import Segment, SlotPool
-from kvcap.runtime.cache.row_table import RowTable
+from kvcap.runtime.cache.row_table import STEP, RowTable
 from kvcap.runtime.models.rope import Rotation, rotate
 
 SEEN, FREE = 4000, 6
@@ -335,7 +335,7 @@ def test_the_host_is_told_what_the_device_knows():
         (first, 25, 25, 25), (first + 31, 2, 2, 2), (first + 39, end - first - 45, 52, 50),
     ]  # fmt: skip
     assert table.pins[0].tolist() == [[0, 3], [0, 2], [0, 3]]
-    assert table.longest(1) == table.longest(16) == 528
+    assert table.longest(1) == table.longest(16) == STEP + 16
 
 
 @pytest.mark.parametrize("positions", ["compact", "true"])
