@@ -103,6 +103,11 @@ def pytest_collection_finish() -> None:
     gc.set_threshold(20_000, 20, 20)
 
 
+def pytest_runtest_setup() -> None:
+    """Have every test draw the same numbers in each run, whatever ran before it."""
+    torch.manual_seed(0)
+
+
 def pytest_unconfigure() -> None:
     """Let go of it again: Triton's bindings complain at the end of what is still held."""
     gc.unfreeze()

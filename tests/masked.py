@@ -23,7 +23,7 @@ from kvcap.runtime.backends.pytorch.loop import BlockLoop
 from kvcap.runtime.cache.step import ForwardContext
 
 NAME = "masked_reference"
-Rotate = Callable[[Tensor, float, Tensor], Tensor]
+Rotate = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass
@@ -60,14 +60,8 @@ def attention(
             seen = sorted(held[h * len(held) // query.shape[1]]) + list(range(start, stop))
             q, k = query[0, h, start:stop].double(), key[0, h // group, seen].double()
             if _KEPT.compact and (inv_freq := _KEPT.inv_freq.get(index)) is not None:
-                moves = [rank - time for rank, time in enumerate(seen)]
-                k, q = (
-                    torch.stack(
-                        [_KEPT.rotate(row, move, inv_freq)
-                         for row, move in zip(x, moves[-len(x) :], strict=True)]
-                    )
-                    for x in (k, q)
-                )  # fmt: skip
+                moves = torch.arange(len(seen)) - torch.tensor(seen)
+                k, q = (_KEPT.rotate(x, moves[-len(x) :], inv_freq) for x in (k, q))
             hidden = torch.ones(len(q), len(seen)).triu(len(seen) - len(q) + 1).bool()
             mask = torch.zeros(hidden.shape, dtype=torch.double).masked_fill(hidden, -torch.inf)
             weights = _softmax(q @ k.T * scaling, softcap, mask)

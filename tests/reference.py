@@ -28,6 +28,7 @@ class Slot:
     key: Tensor  # [D] unrotated, float64
     value: Tensor  # [D]
     mass: float = 0.0  # H2O's state
+    placed: dict[int, Tensor] = field(default_factory=dict)  # the key at positions it has been at
 
 
 @dataclass
@@ -46,14 +47,20 @@ class Setting:
     trained: int = 0
 
 
-def rotate(x: Tensor, position: float, inv_freq: Tensor, interleaved: bool = False) -> Tensor:
-    """X [D] at another position, the halves (i, i + R/2) paired, or the neighbours (2i, 2i + 1)."""
-    angles, half = position * inv_freq.double(), len(inv_freq)
+def rotate(
+    x: Tensor, position: float | Tensor, inv_freq: Tensor, interleaved: bool = False
+) -> Tensor:
+    """X [..., D] at another position, one or [...] of them.
+
+    The halves (i, i + R/2) are paired, or the neighbours (2i, 2i + 1).
+    """
+    angles, half = torch.as_tensor(position)[..., None] * inv_freq.double(), len(inv_freq)
     cos, sin = angles.cos(), angles.sin()
-    turning, rest = x[: 2 * half], x[2 * half :]
-    a, b = (turning[::2], turning[1::2]) if interleaved else (turning[:half], turning[half:])
-    rotated = torch.stack((a * cos - b * sin, b * cos + a * sin), dim=1 if interleaved else 0)
-    return torch.cat((rotated.flatten(), rest))
+    turning, rest = x[..., : 2 * half], x[..., 2 * half :]
+    a, b = (turning[..., ::2], turning[..., 1::2]) if interleaved else turning.split(half, -1)
+    rotated = a * cos - b * sin, b * cos + a * sin
+    joined = torch.stack(rotated, -1).flatten(-2) if interleaved else torch.cat(rotated, -1)
+    return torch.cat((joined, rest), -1)
 
 
 class ReferenceLayer(CacheLayerMixin):
@@ -95,6 +102,11 @@ class ReferenceLayer(CacheLayerMixin):
     def place(self, x: Tensor, position: int) -> Tensor:
         return x if self.inv_freq is None else rotate(x, position, self.inv_freq, self.interleaved)
 
+    def key_at(self, slot: Slot, position: int) -> Tensor:
+        if position not in slot.placed:
+            slot.placed[position] = self.place(slot.key, position)
+        return slot.placed[position]
+
     def attend(self, query: Tensor, scaling: float) -> Tensor:
         heads, length = query.shape[1], query.shape[2]
         self.queries = self.queries or [[] for _ in range(heads)]
@@ -109,8 +121,8 @@ class ReferenceLayer(CacheLayerMixin):
                 if self.setting.recalls and self.gone:
                     slots = slots + self.gone[h // group]
                 weights = self.row(h, h // group, start + t, scaling, slots)
-                for weight, slot in zip(weights, slots, strict=True):
-                    out[0, h, t] += weight * slot.value
+                weighted = (w * s.value for w, s in zip(weights, slots, strict=True) if w)
+                out[0, h, t] = sum(weighted)
         self.evict(group, length, scaling)
         return out.to(query.dtype)
 
@@ -140,7 +152,7 @@ class ReferenceLayer(CacheLayerMixin):
             position = self.position(held, s.time)
             if self.compact and s not in held:
                 position = sum(other.time < s.time for other in held)
-            z = float(q @ self.place(s.key, position)) * scaling
+            z = float(q @ self.key_at(s, position)) * scaling
             seen = s.time <= time and (self.window is None or time - s.time < self.window)
             logits.append(z if seen else -math.inf)
         top = max(logits)
@@ -205,7 +217,7 @@ class ReferenceLayer(CacheLayerMixin):
         policy = self.setting.policy
         if policy == "streaming_llm":
             return [s.time for s in slots]
-        keys = [self.place(s.key, self.position(slots, s.time)) for s in slots]
+        keys = [self.key_at(s, self.position(slots, s.time)) for s in slots]
         if policy == "knorm":
             return [-float(key.norm()) for key in keys]
         if policy == "keydiff":

@@ -176,6 +176,4 @@ def test_keys_rotated_in_place_are_those_rotated_at_attention(
 
 
 def rotate_all(keys: torch.Tensor, positions: torch.Tensor, cache: Any) -> torch.Tensor:
-    inv_freq = cache.layout.rope.inv_freq.double()
-    rows = [rotate(k.double(), float(p), inv_freq) for k, p in zip(keys, positions, strict=True)]
-    return torch.stack(rows)
+    return rotate(keys.double(), positions, cache.layout.rope.inv_freq)

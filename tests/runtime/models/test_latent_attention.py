@@ -60,14 +60,15 @@ def eviction_of(policy: str) -> kvcap.Eviction:
     return kvcap.load_policy(policy, **OPTIONS.get(policy, {}))
 
 
-def rotate_last(row: Tensor, move: float, inv_freq: Tensor) -> Tensor:
-    """A head's own key or query, whose last numbers the model rotates by halves."""
-    return torch.cat((row[:-ROTATED], rotate(row[-ROTATED:], move, inv_freq)))
+def rotate_last(x: Tensor, moves: Tensor, inv_freq: Tensor) -> Tensor:
+    """A head's own keys or queries, whose last numbers the model rotates by halves."""
+    return torch.cat((x[:, :-ROTATED], rotate(x[:, -ROTATED:], moves, inv_freq)), -1)
 
 
-def rotate_last_neighbours(row: Tensor, move: float, inv_freq: Tensor) -> Tensor:
+def rotate_last_neighbours(x: Tensor, moves: Tensor, inv_freq: Tensor) -> Tensor:
     """The same by neighbours, as DeepSeek V2."""
-    return torch.cat((row[:-ROTATED], rotate(row[-ROTATED:], move, inv_freq, interleaved=True)))
+    turned = rotate(x[:, -ROTATED:], moves, inv_freq, interleaved=True)
+    return torch.cat((x[:, :-ROTATED], turned), -1)
 
 
 def compared(
