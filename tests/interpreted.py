@@ -85,9 +85,9 @@ INTEGERS = ("int32", "int64")
 
 
 def shortened() -> dict[str, Any]:
-    """Operators of Triton's tensors that go straight to numpy, by name, and those in their place.
+    """Quick operators for Triton's tensors, by name: they go straight to numpy.
 
-    That is for two tensors of common types, or one and a number that such a type has; anything
+    They do so for two tensors of common types, or one and a number that such a type has; anything
     else goes the interpreter's own way, which works the types out of many rules.
     """
     from triton.language import core
@@ -147,7 +147,7 @@ def shortened() -> dict[str, Any]:
             return tensor(found, kind_of(self, other, core.int1 if compares else dtype, found))
 
         def further(self: Any, other: Any) -> Any:
-            """An address and how far from it."""
+            """The same, or an address moved on by so many elements."""
             if not self.dtype.is_ptr():
                 return quick(self, other)
             if type(other) is tensor:
