@@ -29,13 +29,14 @@ def covers(ring: Tensor, shift: Tensor, queries: Tensor) -> bool:
     return alike and whole and small and ring.numel() > 0 and queries.numel() > 0
 
 
-def append(ring: Tensor, shift: Tensor, queries: Tensor) -> None:
+def append(ring: Tensor, shift: Tensor, queries: Tensor, count: Tensor | None = None) -> None:
     """Drop the oldest queries and put a block's newest behind the others, which moved by nothing.
 
     Args:
         ring: [B, H, w, D] queries, oldest first, contiguous; changed in place.
         shift: [B, K, w] int32, how far each has moved, contiguous; changed in place.
         queries: [B, H, T, D], any strides but of the last dimension.
+        count: how many of the T are the block's, int32 [] on the device; None: all.
     """
     from kvcap.kernels.ring_triton import push
 
@@ -43,7 +44,7 @@ def append(ring: Tensor, shift: Tensor, queries: Tensor) -> None:
     with torch.cuda.device_of(ring):
         run(
             push, (batch * heads,),
-            bits(ring), shift, bits(queries), queries.shape[2], *queries.stride()[:3],
+            bits(ring), shift, bits(queries), queries.shape[2], count, *queries.stride()[:3],
             HEADS=heads, GROUP=heads // shift.shape[1], LENGTH=length,
             LENGTH_PAD=power_of_two(length), SIZE=size, SIZE_PAD=power_of_two(size, 16),
             num_warps=4,

@@ -5,12 +5,13 @@ import triton
 import triton.language as tl
 
 
-@triton.jit(do_not_specialize=["count"])
+@triton.jit(do_not_specialize=["tokens", "count"])
 def push(
     ring,  # [B, H, LENGTH, SIZE] integers, contiguous
     shift,  # [B, K, LENGTH], contiguous
     queries,  # [B, H, T, SIZE] integers
-    count,  # T
+    tokens,  # T
+    count,  # [] int32, those of them that count, or None: all
     query_b, query_h, query_t,
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -24,7 +25,10 @@ def push(
     batch, head = row // HEADS, row % HEADS
     i, d = tl.arange(0, LENGTH_PAD), tl.arange(0, SIZE_PAD)[None, :]
     inside = i < LENGTH
-    old = i + count  # where in the ring is what comes to place i, or where behind it
+    taken = tokens
+    if count is not None:
+        taken = tl.load(count)
+    old = i + taken  # where in the ring is what comes to place i, or where behind it
     new = (old - LENGTH).to(tl.int64)
     wide = inside[:, None] & (d < SIZE)
     to = ring + row * (LENGTH * SIZE) + d

@@ -8,6 +8,8 @@ import torch
 
 from kvcap.runtime.backends.pytorch import cuda_graphs
 from kvcap.runtime.cache import step
+from kvcap.runtime.cache.step import ForwardContext
+from kvcap.runtime.models.arguments import cache_argument
 
 
 class Graph:
@@ -70,3 +72,37 @@ def pretend(monkeypatch):
     monkeypatch.setattr(cuda_graphs, "_capturing", capturing)
     monkeypatch.setattr(cuda_graphs.BlockGraphs, "read", once)
     return noted
+
+
+class RowGraph:
+    """A graph of unequal rows that serves again: the pass is run by what the device knows."""
+
+    pool = None
+
+    def __init__(self, model, cache, ids, kind, pool=None, at_once=False):
+        self.model, self.cache, self.kind = model, cache, kind
+        cache.advance(kind.length, kept=False)
+
+    def replay(self, ids, seen):
+        """Whatever the host counts is as it was before, and differs from what is read."""
+        cache, kind, new = self.cache, self.kind, ids.shape[1]
+        after, token_counter = cache.counters, torch.tensor(seen)
+        for layer, (_, held) in zip(cache.capped_layers, after, strict=True):
+            layer.restore_counters(seen, held)
+        with cache.passing(ForwardContext(seen)) as current:
+            current.bind_token_counter(token_counter, cache.block_size, filling=False)
+            count = torch.tensor(new, dtype=torch.int32) if kind.length > 1 else None
+            rows = cache.row_pass(cache._table, kind.longest, count, always=True)
+            current.rows = rows
+            places = torch.arange(kind.length)
+            out = self.model(
+                input_ids=torch.nn.functional.pad(ids, (0, kind.length - new), value=5),
+                position_ids=(rows.first(token_counter) + places).expand(kind.batch, -1),
+                **cache_argument(self.model, cache),
+                use_cache=True,
+                logits_to_keep=torch.full((int(kind.need_logits),), new - 1),
+            )
+            cache.evict_together()
+        for layer, counters in zip(cache.capped_layers, after, strict=True):
+            layer.restore_counters(*counters)
+        return out.logits.flatten(0, 1)

@@ -108,22 +108,24 @@ class SlotAttention:
     def _keys_of_rows(self, rows: LayerRows, values: bool) -> tuple[Tensor, Tensor, Rows]:
         """A layer's keys at today's positions, and its values if asked, [slots, D] both.
 
-        And where its rows lie among these: in its pool, or in a copy where others share that.
+        And where its rows lie among these, with all that attention reads: in its pool, or in a copy
+        where others share that.
         """
         pool, storage = self.segments[0].pool, self.storage
         # What is captured before any slot was given up serves after that, too.
         rotation = storage.rotation if rows.always else storage.pending_rotation
-        if rows.copied is None:
+        if rows.copies is None:
             if rotation is None:
-                return pool.keys, pool.values, rows.after
+                return pool.keys, pool.values, rows.shown
             keys = rotation.back(pool.keys[None, None], pool.aux[SHIFT][None, None])[0, 0]
-            return keys, pool.values, rows.after
+            return keys, pool.values, rows.shown
         turn: dict[str, Any] = {}
         if rotation is not None:
             turn = {"shift": pool.aux[SHIFT], "table": rotation.table,
                     "interleaved": rotation.interleaved}  # fmt: skip
-        keys = row_kernels.copied(pool.keys, rows.after, **turn)
-        return keys, row_kernels.copied(pool.values, rows.after) if values else keys, rows.copied
+        keys = row_kernels.copied(pool.keys, rows.shown, **turn)
+        copy = row_kernels.copied(pool.values, rows.shown) if values else keys
+        return keys, copy, rows.shown._replace(starts=rows.copies)
 
     def _rows(self, query: Tensor, block: PendingBlock, call: AttentionCall) -> Tensor:
         """`block` over unequal rows, by kernels that read where they lie."""
@@ -132,7 +134,8 @@ class SlotAttention:
         query = self.align_rows(query[:, :, : block.length], block)
         if storage.query_window is not None:
             with context.run_async_if_last(query):
-                storage.query_window.append(query)
+                count = None if context.rows is None else context.rows.count
+                storage.query_window.append(query, count)
         context.make_room()  # for a copy of all keys
         keys, values, placed = self._keys_of_rows(rows, values=True)
         given = call.scaling, call.softcap, call.sinks

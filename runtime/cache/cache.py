@@ -451,9 +451,33 @@ class BudgetCache(Cache):  # type: ignore[misc]
         self._table.tell(self.seen)
         return self._table
 
-    def row_pass(self, table: RowTable, longest: int, always: bool = False) -> RowPass:
+    def row_pass(
+        self, table: RowTable, longest: int, count: Tensor | None = None, *, always: bool = False
+    ) -> RowPass:
         """A pass over rows, of which none is longer while it reads a block; see `RowPass`."""
-        return RowPass(table, longest, self.compact_positions, always)
+        return RowPass(table, longest, self.compact_positions, always, count)
+
+    @contextmanager
+    def heard_late(self) -> Iterator[None]:
+        """Within it passes of graphs follow each other before the host hears what they shared out.
+
+        Nothing but these passes may ask what heads or layers hold.
+        """
+        table = self.row_table()
+        assert table is not None
+        table.late = True
+        try:
+            yield
+        finally:
+            table.late = False
+            table.settle()
+
+    def settle(self) -> bool:
+        """Wait for what passes shared out that the host has not heard of; whether there were any.
+
+        What is not replayed must know.
+        """
+        return self._table is not None and self._table.settle()
 
     def shares_out(self, tokens: int) -> bool:
         """Whether slots move between heads or layers after so many tokens."""

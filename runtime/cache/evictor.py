@@ -425,9 +425,11 @@ class Evictor:
         """All heads of a layer, with as many slots as its `rows` say, a block's included."""
         eviction, pool, projection = self.eviction, self.segments[0].pool, None
         assert step.queries is not None
-        values, copied = pool.values, None
+        values, placed = pool.values, rows
         if step.rows is not None and step.values is not None:
-            values, copied = step.values[0], step.rows.copied
+            values = step.values[0]
+            if step.rows.copies is not None:
+                placed = rows._replace(starts=step.rows.copies)
         batch, heads = len(step.queries[0]), self.layout.shape.kv_heads
         if "output_projection" in eviction.observes and step.module is not None:
             projection = output_projection(step.module, self.layout.shape)
@@ -456,7 +458,7 @@ class Evictor:
             output_projection=projection,
             saliency=eviction.saliency,
             pinned_spans=tuple(self.pinned_spans),
-            rows=copied or rows,
+            rows=placed,
         )
 
     def _fused(self, observed: list[Observation]) -> bool:

@@ -7,7 +7,7 @@ evicted, since every slot is older than it or pinned with it. It is rotated when
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from kvcap.kernels import ring
 from kvcap.kernels.choice import ready
@@ -30,12 +30,21 @@ class QueryWindow:
         """Its buffers by name."""
         return {"queries": self.queries, "shift": self.shift}
 
-    def append(self, queries: Tensor) -> None:
-        """Take in a block's queries [B, H, T, D], of which the newest `w` stay."""
+    def append(self, queries: Tensor, count: Tensor | None = None) -> None:
+        """Take in a block's queries [B, H, T, D], of which the newest `w` stay.
+
+        With a `count` int32 [] on the device, only so many of them are a block's.
+        """
         if ready(queries) and ring.covers(self.queries, self.shift, queries):
-            ring.append(self.queries, self.shift, queries)
+            ring.append(self.queries, self.shift, queries, count)
             return
         size = self.queries.shape[2]
+        if count is not None:
+            newest = count + torch.arange(size, device=queries.device)
+            shift = nn.functional.pad(self.shift, (0, queries.shape[2]))
+            self.queries.copy_(torch.cat((self.queries, queries), 2).index_select(2, newest))
+            self.shift.copy_(shift.index_select(2, newest))
+            return
         new = min(size, queries.shape[2])
         if new < size:
             queries = torch.cat((self.queries[:, :, new:], queries), dim=2)

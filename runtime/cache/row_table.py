@@ -10,6 +10,7 @@ is told to the device before the next pass.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -23,6 +24,8 @@ from kvcap.runtime.cache.pool import Segment
 
 STEP = 512  # to which the longest row is rounded up: rows of about that length share a CUDA graph
 ALIGNED = 16  # a multiple of so many numbers: kernels are compiled apart for strides that are not
+
+LATE = 1  # passes that may be under way while the host launches the next one without their results
 
 Pins = Callable[[Segment], tuple[int, int]]
 
@@ -42,13 +45,14 @@ class LayerRows(NamedTuple):
 
     before: Rows  # as they are before the block is appended
     after: Rows  # with the block, before any is given up
+    shown: Rows  # with the block's fillers, too, which attention reads before they are dropped
     held: Tensor  # [B·K] int32, slots of each: is written when some are given up
     targets: Tensor  # [B·K] int32, the slots that each may have
     pins: Tensor  # [B·K, 2] int32, how many first and how many newest tokens of each stay
     read_at: Tensor | None  # [B] int32, where the block is read; None: at true positions
     table: RowTable  # of all layers
     always: bool  # a CUDA graph serves whether any are given up or not
-    copied: Rows | None  # where they lie in a copy of the layer's; None: its pool is its own
+    copies: Tensor | None  # [B·K + 1] int32, their starts in a copy; None: its pool is its own
     waiting: list[LayerScores]  # of the layers that have read the block and are to evict after it
 
 
@@ -88,6 +92,10 @@ class RowTable:
         """Whether the last layer held all it may when host and device last agreed."""
         self.seen: int | None = None
         """Tokens read when host and device last agreed; None: the host has changed something."""
+        self.late = False
+        """Whether the host may hear of a pass after it has launched the next one; see `settle`."""
+        self._coming: deque[_Told] = deque()  # what the device has been asked for, and not read yet
+        self._known = 0  # tokens read when `_most` was true
 
     def agreed(self, seen: int, divided: bool) -> None:
         """A pass has changed both alike, after which so many tokens are read.
@@ -97,9 +105,23 @@ class RowTable:
         if divided and self._numbers.is_meta:  # a rehearsal: as if none had moved
             for segment in (one for segments in self.layers for one in segments):
                 segment.held = min(segment.held, segment.target_length)
+        elif divided and self.late:
+            self._hear_late(seen)
         elif divided:
-            self._be_told()
+            self._be_told(seen)
         self._agree(seen)
+
+    def settle(self) -> bool:
+        """Have the host wait for all passes it has not heard of; whether there were any.
+
+        Until then it does not know how many slots rows have, only that none is longer than before
+        by more than what was read: enough for passes that a CUDA graph serves.
+        """
+        late, self._coming = bool(self._coming), deque()
+        if late and self.seen is not None:
+            self._be_told(self.seen)
+            self._agree(self.seen)
+        return late
 
     def tell(self, seen: int) -> None:
         """Have the device agree with the host, which has read so many tokens."""
@@ -110,10 +132,20 @@ class RowTable:
                 each = [float("nan") if p is None else p for p in self.balance.preferences]
                 told[:, -1].view(torch.float32).copy_(torch.tensor(each))
             self._numbers.copy_(told)
+            self._coming.clear()
+            self._known = seen
             self._agree(seen)
 
-    def _be_told(self) -> None:
-        """Have the host agree with the device."""
+    def _hear_late(self, seen: int) -> None:
+        """Ask the device where rows lie now, and read what it was asked for before."""
+        self._coming.append(_Told(self._numbers, seen))
+        if len(self._coming) > LATE:
+            told = self._coming.popleft()
+            self._most, self._known = told.most(self.count), told.seen
+
+    def _be_told(self, seen: int) -> None:
+        """Have the host agree with the device, which has read so many tokens."""
+        self._known = seen
         numbers, count = self._numbers.cpu(), self.count
         for index, (segments, told) in enumerate(zip(self.layers, numbers.tolist(), strict=True)):
             held, targets, row = told[count + 1 :], told[2 * count + 1 :], 0
@@ -170,10 +202,36 @@ class RowTable:
 
         Where slots move after such a block, as often as not to longer rows, of twice as many.
         """
+        longest, more = self._rounded(length), 0 if self.seen is None else self.seen - self._known
+        if self._coming and max(self._most) + more > longest and self.settle():
+            longest = self._rounded(length)
+        return longest + -(-length // ALIGNED) * ALIGNED
+
+    def _rounded(self, length: int) -> int:
+        """The slots of the longest row that the host knows of, rounded up."""
         steps = -(-max(self._most) // STEP)
         if len(self._recents) and length > 1:
             steps = 1 << (steps - 1).bit_length()
-        return steps * STEP + -(-length // ALIGNED) * ALIGNED
+        return steps * STEP
+
+
+class _Told:
+    """A copy of a table's numbers after so many tokens, on its way to the host."""
+
+    def __init__(self, numbers: Tensor, seen: int) -> None:
+        gpu = numbers.is_cuda
+        self.seen, self._event = seen, torch.cuda.Event() if gpu else None
+        self._numbers = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=gpu)
+        self._numbers.copy_(numbers, non_blocking=True)
+        if self._event is not None:
+            self._event.record()
+
+    def most(self, count: int) -> list[int]:
+        """The slots that a row of each layer, which has so many, holds or may have at most."""
+        if self._event is not None:
+            self._event.synchronize()
+        most: list[int] = self._numbers[:, count + 1 : 3 * count + 1].amax(1).tolist()
+        return most
 
 
 class RowPass:
@@ -184,26 +242,39 @@ class RowPass:
         longest: no row is longer while it reads a block.
         compact: whether blocks are read at compact positions.
         always: a CUDA graph is captured or prepared, which serves whatever rows hold.
+        count: how many tokens of the pass's one block are no fillers, int32 [] on the device; None:
+            all that a layer is given.
     """
 
-    def __init__(self, table: RowTable, longest: int, compact: bool, always: bool = False) -> None:
-        self.table, self.most, self.always = table, longest, always
+    def __init__(
+        self,
+        table: RowTable,
+        longest: int,
+        compact: bool,
+        always: bool = False,
+        count: Tensor | None = None,
+    ) -> None:
+        self.table, self.most, self.always, self.count = table, longest, always, count
         each = table.held.unflatten(1, (table.batch, -1))  # [L, B, K]
         self.read_at = each.amax((0, 2)) if compact else None
         """Behind the longest row of each sequence, on the device [B]."""
         self.waiting: list[LayerScores] = []
         """What layers that evict together found out so far."""
-        self._after: dict[int, Tensor] = {}
-        self._copied: Tensor | None = None  # where rows begin in a layer's copy
+        self._later: dict[int | None, Tensor] = {}
+        self._copies: Tensor | None = None  # where rows begin in a layer's copy
         if table.balance is not None:
             places = torch.arange(table.count + 1, dtype=torch.int32, device=table.held.device)
-            self._copied = places * longest
+            self._copies = places * longest
 
     def after(self, length: int) -> Tensor:
         """Slots of all rows [L, B·K] int32, with those of the pass's one block."""
-        if length not in self._after:
-            self._after[length] = self.table.held + length
-        return self._after[length]
+        return self._with(length if self.count is None else None)
+
+    def _with(self, more: int | None) -> Tensor:
+        """Slots of all rows [L, B·K] int32 and so many more each; None: `count`."""
+        if more not in self._later:
+            self._later[more] = self.table.held + (self.count if more is None else more)
+        return self._later[more]
 
     def first(self, seen: int | Tensor) -> int | Tensor:
         """Where tokens are read first: after those `seen`, or [B, 1] at compact positions."""
@@ -212,11 +283,13 @@ class RowPass:
     def of(self, index: int, length: int, alone: bool) -> LayerRows:
         """A layer's rows, to which so many tokens are appended; `alone` as the pass's one block."""
         table = self.table
-        after = self.after(length)[index] if alone else table.held[index] + length
         starts, held = table.starts[index], table.held[index]
-        before, rows = Rows(starts, held, self.most), Rows(starts, after, self.most)
-        copied = None if self._copied is None else Rows(self._copied, after, self.most)
+        if alone:
+            after, shown = self.after(length)[index], self._with(length)[index]
+        else:
+            after = shown = held + length
+        before, rows, all_rows = (Rows(starts, x, self.most) for x in (held, after, shown))
         return LayerRows(
-            before, rows, held, table.targets[index], table.pins[index], self.read_at, table,
-            self.always, copied, self.waiting,
+            before, rows, all_rows, held, table.targets[index], table.pins[index], self.read_at,
+            table, self.always, self._copies, self.waiting,
         )  # fmt: skip

@@ -184,7 +184,8 @@ class ForwardContext:
     def token_counter_after(self, length: int) -> Tensor | None:
         """The counter after a block of `length`, [] on the device; layers share one tensor."""
         if self.token_counter is not None and self.block not in self._after:
-            self._after[self.block] = self.token_counter + length
+            count = None if self.rows is None else self.rows.count
+            self._after[self.block] = self.token_counter + (length if count is None else count)
         return self._after.get(self.block)
 
     def times_of(self, seen: int, length: int, device: torch.device) -> Tensor:

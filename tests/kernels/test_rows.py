@@ -10,7 +10,7 @@ import pytest
 import torch
 from conftest import small_policy, tiny_model
 from interpreted import DEVICE, pytestmark  # noqa: F401
-from pretended_graphs import pretend
+from pretended_graphs import RowGraph, pretend
 
 import kvcap
 from kvcap import kernels
@@ -446,3 +446,77 @@ def test_what_is_captured_is_what_is_read(policy, lengths, monkeypatch):
         assert graphs[0].read(torch.full((1, length), 5), need_logits=length == 1) is not None
     # The queries and keys of the block, all keys, and the window of queries.
     assert len(rotated) == 4 * len(cache.capped_layers)
+
+
+@pytest.mark.slow(keep=2)
+@pytest.mark.skipif(DEVICE == "cuda", reason="there graphs are captured")
+@pytest.mark.parametrize(
+    ("policy", "positions", "filled"),
+    [("adakv", "true", 5), ("cake", "compact", 5), ("criticalkv-adakv", "compact", 5),
+     ("headkv", "compact", 6), ("keydiff+adakv", "true", 5)],
+)  # fmt: skip
+def test_a_prompt_ends_anywhere_in_the_block_that_is_captured(
+    policy, positions, filled, monkeypatch
+):
+    """What fills the block up changes nothing, nor how far back the window of queries reaches."""
+    noted, found = pretend(monkeypatch), []
+    ids = 3 + torch.randperm(100, generator=torch.Generator().manual_seed(2))[None]
+    ids = torch.cat((ids, ids.flip(1)))
+    base, _, heads = policy.partition("+")
+    layers = 3 if "cake" in policy else 1
+    model = tiny_model("llama", num_hidden_layers=layers, vocab_size=128)
+    eviction = small_policy(heads or base, model.config)
+    if heads:
+        eviction = replace(eviction, policy=small_policy(base, model.config).policy)
+    for choice in ("triton", "eager"):
+        cache = kvcap.BudgetCache(model.config, 24, 16, eviction, positions=positions)
+        cache.allocate(2, torch.float32, DEVICE)
+        loop, logits, start = BlockLoop(model, cache, graphs=False), [], 0
+        with kernels.use(choice):
+            loop.graphs = cuda_graphs.BlockGraphs(model, cache) if choice == "triton" else None
+            for stop in (37, 44, 60, 62, 75, 76, 79):
+                logits.append(loop.prefill(ids[:, start:stop]))
+                start = stop
+        segments = [s for layer in cache.capped_layers for s in layer.segments]
+        kept = [[sorted(head) for head in s.positions.flatten(0, 1).tolist()] for s in segments]
+        found.append((torch.stack(logits), kept, cache.counters))
+    # Of 5 tokens, the first of which slots are shared out after, then 7, 16, 2, 13 and 3.
+    assert [kind.length for kind in noted.kinds if kind.counted] == [16] * filled
+    assert found[0][1:] == found[1][1:]
+    torch.testing.assert_close(found[0][0], found[1][0], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.slow(keep=2)
+@pytest.mark.skipif(DEVICE == "cuda", reason="there graphs are captured")
+@pytest.mark.parametrize(("policy", "step"), [("adakv", 64), ("cake", 64), ("adakv", 44)])
+def test_the_host_may_hear_of_passes_late(policy, step, monkeypatch):
+    """Graphs follow each other meanwhile, but where rows may be longer than those of one."""
+    monkeypatch.setattr(cuda_graphs, "BlockGraph", RowGraph)
+    monkeypatch.setattr(cuda_graphs, "RUN", 3)
+    monkeypatch.setattr(row_table, "STEP", step)
+    told, be_told = [], RowTable._be_told
+    monkeypatch.setattr(RowTable, "_be_told", lambda *x: told.append(x[1]) or be_told(*x))
+    late, hear_late = [], RowTable._hear_late
+    monkeypatch.setattr(RowTable, "_hear_late", lambda *x: late.append(x[1]) or hear_late(*x))
+    ids = 3 + torch.randperm(150, generator=torch.Generator().manual_seed(4))[None]
+    model = tiny_model("llama", num_hidden_layers=2, vocab_size=160)
+    found = []
+    for choice in ("triton", "eager"):
+        cache = kvcap.BudgetCache(model.config, 40, 8, small_policy(policy, model.config))
+        cache.allocate(1, torch.float32, DEVICE)
+        with kernels.use(choice):
+            loop, logits, start = BlockLoop(model, cache, graphs=False), [], 0
+            loop.graphs = cuda_graphs.BlockGraphs(model, cache) if choice == "triton" else None
+            for stop in (68, 130, 131, 143):
+                logits.append(loop.prefill(ids[:, start:stop]))
+                start = stop
+        segments = [s for layer in cache.capped_layers for s in layer.segments]
+        held = [(s.start, s.budget, s.held, s.target_length) for s in segments]
+        kept = [sorted(head) for s in segments for head in s.positions[0].tolist()]
+        found.append((torch.stack(logits), held, kept))
+    assert found[0][1:] == found[1][1:]
+    torch.testing.assert_close(found[0][0], found[1][0], rtol=1e-4, atol=1e-4)
+    # The host waits once for every three blocks, and before a pass that is captured (at 64).
+    waited = [n for n in told if 16 < n <= 130]
+    assert waited == [40, 64, 68, 92, 116, 130] if step == 64 else len(waited) > 6
+    assert 48 in late

@@ -26,13 +26,14 @@ from kvcap.runtime.models.arguments import cache_argument
 from kvcap.runtime.models.fused.decoder import Decoder, covers, decoder_of
 
 PASS = 512  # tokens of a pass that a GPU reads at little more cost than fewer
+RUN = 16  # blocks that follow each other before the host hears how they shared slots out
 
 
 class PassKind(NamedTuple):
     """The properties of a pass that its CUDA graph fixes: equal kinds share a graph."""
 
     batch: int
-    length: int  # tokens of all its blocks
+    length: int  # tokens of all its blocks, fillers included
     need_logits: bool  # of the last token
     filling: bool  # nothing was ever evicted
     spans: tuple[tuple[int, int], ...]  # pinned tokens, where any are evicted
@@ -40,6 +41,7 @@ class PassKind(NamedTuple):
     longest: int = 0  # of unequal rows that kernels read: none is longer
     slots: tuple[int, ...] = ()  # where they move between layers, those each has and may fill
     compact: bool = False  # the positions at which it is read
+    counted: bool = False  # the device is told how many tokens are no fillers
 
 
 class BlockGraphs:
@@ -80,17 +82,20 @@ class BlockGraphs:
             The last token's logits [B, V]; without `need_logits` [0, V].
         """
         cache, kind = self.cache, self._kind(ids, need_logits)
+        if kind not in self.captured and cache.settle():
+            kind = self._kind(ids, need_logits)
         if kind is None:
             return None
         seen, table = cache.seen, cache.row_table() if kind.longest else None
+        tokens = ids.shape[1]
         if kind in self.captured:
             stay = kind.filling or not evicts(cache, kind.length, kind.excess)
-            cache.advance(kind.length, kept=stay)
+            cache.advance(tokens, kept=stay)
         elif not self._capture(ids, kind):
             return None
         logits = self.captured[kind].replay(ids, seen)
         if table is not None:
-            cache.agree(table, kind.length)
+            cache.agree(table, tokens)
         return logits
 
     def _capture(self, ids: Tensor, kind: PassKind) -> bool:
@@ -98,15 +103,19 @@ class BlockGraphs:
 
         What was not `warm_up` is captured all the same where kvcap's own code reads it, which the
         trial of the decoder has run before, and unless a policy of somebody's own may read numbers
-        to share slots out. It may fail: something is to be uploaded, or loaded.
+        to share slots out: its first such pass is not. It may fail: something is to be uploaded, or
+        loaded.
         """
         cache, warm = self.cache, kind in self._warm
-        known = self.decoder is not None and not cache.shares_out(kind.length)
+        alike = {k._replace(need_logits=kind.need_logits, counted=kind.counted)
+                 for k in self.captured}  # fmt: skip
+        known = kind in alike or not cache.shares_out(kind.length)
+        known = known and self.decoder is not None
         if not warm and (not known or kind in self._cold):
             return False
-        alike = kind.spans, kind.slots
+        these = kind.spans, kind.slots
         self.captured = {k: g for k, g in self.captured.items()
-                         if k.filling or (k.spans, k.slots) == alike}  # fmt: skip
+                         if k.filling or (k.spans, k.slots) == these}  # fmt: skip
         first, before = next(iter(self.captured.values()), None), cache.counters
         if not kind.filling:
             cache.enable_rotation()  # as in all passes that the graph will serve
@@ -114,6 +123,9 @@ class BlockGraphs:
             # No two run at the same time, so all graphs share the memory of the first.
             model, pool = self.decoder or self.model, first and first.pool
             self.captured[kind] = BlockGraph(model, cache, ids, kind, pool, at_once=not warm)
+            if ids.shape[1] < kind.length:  # fillers were counted
+                cache.counters = before
+                cache.advance(ids.shape[1], kept=False)
         except RuntimeError as error:
             cache.counters, why = before, f"capture failed: {first_line(error)}"
             if not warm:
@@ -152,11 +164,14 @@ class BlockGraphs:
     def _kind(self, ids: Tensor, need_logits: bool) -> PassKind | None:
         """The kind of a pass; None where the passes that follow it would differ."""
         cache, (batch, length) = self.cache, ids.shape
-        lengths = (1, cache.block_size, self._several(batch))
-        if self.refused is not None or length not in lengths:
+        if self.refused is not None:
             return None
-        if cache.by_rows():
-            return self._kind_of_rows(batch, length, need_logits)
+        lengths, rows = (1, cache.block_size, self._several(batch)), cache.by_rows()
+        counted = rows and need_logits and self._counts(length)
+        if length not in lengths and not counted:
+            return None
+        if rows:
+            return self._kind_of_rows(batch, length, need_logits, counted)
         compact = cache.compact_positions
         if fills(cache, length):
             return PassKind(batch, length, need_logits, True, (), 0, compact=compact)
@@ -171,10 +186,21 @@ class BlockGraphs:
             batch, length, need_logits, False, spans, above, slots=slots, compact=compact
         )
 
-    def _kind_of_rows(self, batch: int, length: int, need_logits: bool) -> PassKind | None:
+    def _counts(self, length: int) -> bool:
+        """Whether a prompt's last block of that length is filled up to a whole one.
+
+        Of unequal rows, of which the device knows how many slots each has: one graph serves all
+        lengths. Not where a policy looks at all queries of a block, fillers' too.
+        """
+        observed = self.cache.eviction.policy.queries_observed
+        return 1 < length <= self.cache.block_size and observed is not None
+
+    def _kind_of_rows(
+        self, batch: int, length: int, need_logits: bool, counted: bool
+    ) -> PassKind | None:
         """The same where kernels read where unequal rows lie, and whether they are full."""
         cache = self.cache
-        table = cache.row_table()
+        table, length = cache.row_table(), cache.block_size if counted else length
         if table is None or (self.eager_blocks and cache.shares_out(length)):
             return None
         if length > cache.room and not steady(cache, length):
@@ -184,7 +210,9 @@ class BlockGraphs:
             return None  # a graph of a token gives up one slot of each at most
         longest = table.longest(min(length, cache.block_size))
         spans, compact = tuple(cache.pinned_spans), cache.compact_positions
-        return PassKind(batch, length, need_logits, False, spans, 0, longest, compact=compact)
+        return PassKind(
+            batch, length, need_logits, False, spans, 0, longest, compact=compact, counted=counted
+        )
 
     def pass_length(self, batch: int, left: int) -> int | None:
         """How many of the `left` tokens of a prompt go into one pass of several blocks, if any."""
@@ -194,6 +222,23 @@ class BlockGraphs:
         if cache.leaves_window(length):
             return None  # the block that would does so by itself
         return length if steady(cache, length) or fills(cache, length) else None
+
+    def run_length(self, left: int) -> int | None:
+        """How many of the `left` tokens of a prompt are read block by block in one go, if any.
+
+        The host need not hear after each block how it shared slots out, if graphs replay them.
+        """
+        size, cache = self.cache.block_size, self.cache
+        length = left if left <= (RUN + 1) * size else RUN * size
+        replays = any(kind.longest and kind.length == size for kind in self.captured)
+        if not replays or not self.follows(length) or cache.room < size:
+            return None
+        return None if cache.leaves_window(length) else length
+
+    def follows(self, tokens: int) -> bool:
+        """Whether so many tokens are several blocks after each of which slots are shared out."""
+        cache = self.cache
+        return tokens > cache.block_size > 1 and cache.shares_out(tokens) and cache.by_rows()
 
     def _several(self, batch: int) -> int:
         """The tokens of as many blocks as go through the model in one pass."""
@@ -238,10 +283,12 @@ class BlockGraph:
         at_once: bool = False,
     ) -> None:
         start, table = cache.next_position, cache.row_table() if kind.longest else None
-        self.ids = ids.clone()
+        self.ids = ids.new_zeros(kind.batch, kind.length)
+        self.ids[:, : ids.shape[1]] = ids
         # By a kernel, since a copy would wait for all that the GPU is to compute.
         self.token_counter = torch.full((), cache.seen, device=ids.device)
-        last = torch.full((int(kind.need_logits),), kind.length - 1, device=ids.device)
+        last = torch.full((int(kind.need_logits),), ids.shape[1] - 1, device=ids.device)
+        self.count = torch.full((), ids.shape[1], dtype=torch.int32, device=ids.device)
         self.graph = torch.cuda.CUDAGraph()
         fixed = (
             cache.compact_positions and not kind.filling
@@ -256,7 +303,8 @@ class BlockGraph:
             place = cache.places(torch.arange(kind.length, device=ids.device))
             first = start if fixed else self.token_counter
             if table is not None:
-                current.rows = cache.row_pass(table, kind.longest, always=True)
+                count = self.count if kind.length > 1 and blocks == 1 else None
+                current.rows = cache.row_pass(table, kind.longest, count, always=True)
                 first = current.rows.first(first)
             self.logits = model(
                 input_ids=self.ids,
@@ -266,13 +314,17 @@ class BlockGraph:
                 logits_to_keep=last,
             ).logits.flatten(0, 1)
             cache.evict_together()
-        self.pool, self.last = self.graph.pool(), last  # read by the graph, as is `on_device`
+        self.counted, self.pool = kind.counted, self.graph.pool()
+        self.last = last  # read by the graph, as is `on_device`
         self.on_device = [layer.on_device for layer in cache.capped_layers]
 
     def replay(self, ids: Tensor, seen: int) -> Tensor:
         """Read `ids` [B, T] after `seen` tokens; returns the logits."""
-        self.ids.copy_(ids)
+        self.ids[:, : ids.shape[1]].copy_(ids)  # fillers may be whatever was read before
         self.token_counter.fill_(seen)
+        if self.counted:
+            self.count.fill_(ids.shape[1])
+            self.last.fill_(ids.shape[1] - 1)
         self.graph.replay()
         logits: Tensor = self.logits
         return logits.clone()

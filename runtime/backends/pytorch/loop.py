@@ -65,17 +65,23 @@ class BlockLoop(Loop):
         self.graphs = graphs if isinstance(graphs, BlockGraphs) else None
 
     def next_length(self, batch: int, left: int) -> int:
-        """A block, or as many as go through the model in one pass; see `Loop.next_length`."""
-        several = None if self.graphs is None else self.graphs.pass_length(batch, left)
+        """A block, or as many as go through the model at once; see `Loop.next_length`.
+
+        Or as many as follow each other before the host hears how slots were shared out.
+        """
+        if self.graphs is None:
+            return self.cache.room
+        several = self.graphs.pass_length(batch, left) or self.graphs.run_length(left)
         return several or self.cache.room
 
     @torch.inference_mode()
     def read(self, ids: Tensor, need_logits: bool = True) -> Tensor:
         """Read one block [B, T], T up to `cache.room`; returns the last token's logits [B, V].
 
-        Several whole blocks of a full cache may be read at once, in one pass through the model.
-        Without `need_logits` the LM head, the model's largest matrix, is skipped and the result is
-        empty [0, V].
+        Several whole blocks of a full cache may be read at once, in one pass through the model; so
+        may several, one after the other, where slots are shared out after each. Without
+        `need_logits` the LM head, the model's largest matrix, is skipped and the result is empty
+        [0, V].
 
         Raises:
             MemoryCapExceeded, BlockTooLarge: before anything is read; or the system refused
@@ -83,6 +89,16 @@ class BlockLoop(Loop):
             SessionBroken: an earlier pass failed half-way; reset the cache.
         """
         self.make_room(ids.shape[1])
+        if self.graphs is None or not self.graphs.follows(ids.shape[1]):
+            return self._read_pass(ids, need_logits)
+        *blocks, last = ids.split(self.cache.block_size, dim=1)
+        with interrupts_deferred(), self.cache.heard_late():
+            for block in blocks:
+                self._read_pass(block, need_logits=False)
+            return self._read_pass(last, need_logits)
+
+    def _read_pass(self, ids: Tensor, need_logits: bool) -> Tensor:
+        """`read` in one pass through the model."""
         if self.graphs is not None:
             with interrupts_deferred():
                 logits = self.graphs.read(ids, need_logits)
@@ -128,6 +144,7 @@ class BlockLoop(Loop):
         `wanted` [n] are places in the block.
         """
         cache, tokens = self.cache, ids.shape[1]
+        cache.settle()
         start = cache.next_position
         # Fillers repeat the last token; whatever comes of them is dropped.
         place = torch.arange(self.padded(tokens), device=ids.device).clamp(max=tokens - 1)
@@ -140,7 +157,10 @@ class BlockLoop(Loop):
             first: int | Tensor = start
             if table is not None:
                 longest = table.longest(min(tokens, cache.block_size))
-                context.rows = cache.row_pass(table, longest)
+                count = None
+                if blocks == 1 and 1 < tokens <= cache.room:  # as a graph has it
+                    count = torch.full((), tokens, dtype=torch.int32, device=ids.device)
+                context.rows = cache.row_pass(table, longest, count)
                 first = context.rows.first(start)
             with interrupts_deferred(), cache.passing(context):
                 model = self.model if graphs is None else graphs.warm_up(ids, len(wanted) > 0)

@@ -151,11 +151,11 @@ def test_replayed_blocks_equal_eager_ones(policy, positions, tokens):
         loop = BlockLoop(model, cache, graphs=graphs)
         found = [loop.prefill(ids[:, :176])]
         found += [loop.read(ids[:, i : i + 1]) for i in range(176, 206)]
+        replayed.append(loop.graphs and {kind[1:4:2] for kind in loop.graphs.captured})
         cache.pin([(206, 207)])
         logits.append(torch.stack([*found, loop.prefill(ids[:, 206:])]).float())
         segments = [s for layer in cache.capped_layers for s in layer.segments]
         kept.append([sorted(head.tolist()) for s in segments for head in s.positions[0]])
-        replayed.append(loop.graphs and {kind[1:4:2] for kind in loop.graphs.captured})
         assert not graphs or loop.graphs._cold == set()  # none failed that was captured at once
         assert cache.seen == 216
     steady = {(16, False), (1, False)}
@@ -222,6 +222,33 @@ def test_several_blocks_are_replayed_in_one_pass(policy, positions, monkeypatch)
     assert kept[0] == kept[1]
     assert BlockLoop(model, cache).graphs.pass_length(1, 240) == 48
     assert BlockLoop(model, cache, several=False).graphs.pass_length(1, 240) is None
+
+
+@pytest.mark.parametrize("policy", ["adakv", "cake", "criticalkv-adakv", "headkv"])
+def test_prompts_that_end_within_a_block_are_replayed(policy):
+    """By one graph, and block after block before the host hears how slots were shared out."""
+    ids = 3 + torch.randperm(600, generator=torch.Generator().manual_seed(1))[None].cuda()
+    model = tiny_model("llama", vocab_size=640).cuda()
+    kept, logits = [], []
+    for graphs in (True, False):
+        cache = kvcap.BudgetCache(model.config, 64, 16, small_policy(policy, model.config))
+        loop, found = BlockLoop(model, cache, graphs=graphs), []
+        for _ in range(2):
+            cache.reset()
+            start = 0
+            for stop in (200, 201, 207, 209, 225, 226, 590):
+                found.append(loop.prefill(ids[:, start:stop]))
+                start = stop
+        logits.append(torch.stack(found))
+        segments = [s for layer in cache.capped_layers for s in layer.segments]
+        kept.append([sorted(head.tolist()) for s in segments for head in s.positions[0]])
+        if graphs:
+            assert sum(kind.counted for kind in loop.graphs.captured) >= 1
+            assert loop.graphs._cold == set()
+            several = cuda_graphs.RUN * 16 if policy != "headkv" else None
+            assert loop.graphs.run_length(160) == several
+    torch.testing.assert_close(logits[0], logits[1], rtol=1e-3, atol=1e-3)
+    assert kept[0] == kept[1]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
