@@ -84,10 +84,10 @@ class RowGraph:
         cache.advance(kind.length, kept=False)
 
     def replay(self, ids, seen):
-        """Whatever the host counts is as it was before, and differs from what is read."""
+        """Whatever the host counts is as it was, and may be behind what is read."""
         cache, kind, new = self.cache, self.kind, ids.shape[1]
-        after, token_counter = cache.counters, torch.tensor(seen)
-        for layer, (_, held) in zip(cache.capped_layers, after, strict=True):
+        counters, token_counter = cache.counters, torch.tensor(seen)
+        for layer, (_, held) in zip(cache.capped_layers, counters, strict=True):
             layer.restore_counters(seen, held)
         with cache.passing(ForwardContext(seen)) as current:
             current.bind_token_counter(token_counter, cache.block_size, filling=False)
@@ -103,6 +103,6 @@ class RowGraph:
                 logits_to_keep=torch.full((int(kind.need_logits),), new - 1),
             )
             cache.evict_together()
-        for layer, counters in zip(cache.capped_layers, after, strict=True):
-            layer.restore_counters(*counters)
+        for layer, mine in zip(cache.capped_layers, counters, strict=True):
+            layer.restore_counters(*mine)
         return out.logits.flatten(0, 1)

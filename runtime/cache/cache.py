@@ -534,9 +534,10 @@ class BudgetCache(Cache):  # type: ignore[misc]
         """Whether all layers have read the same tokens; false after a pass failed half-way."""
         seen = self.seen
         for layer in self.capped_layers:  # asked before every token
+            if layer.seen != seen or layer.half_read:
+                return False
             # kvcap's attention leaves no block pending after a pass; stock attention tells nothing.
-            waits = self._attends and layer.pending is not None
-            if layer.seen != seen or layer.half_read or waits:
+            if layer.pending is not None and self._attends:
                 return False
         states = self.state_layers.values()
         if any(layer.seen != seen or layer.half_read for layer in states):

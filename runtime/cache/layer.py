@@ -414,8 +414,9 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
 
         Or one of them was interrupted as it did, so that slots may be evicted or moved in part.
         """
-        waits = self.pending is not None and self.pending.readers < self.readers
-        return waits or self._attending
+        if self.pending is None:  # asked before every token
+            return self._attending
+        return self._attending or self.pending.readers < self.readers
 
     def _overdue(self, length: int) -> int:
         """Slots above the budget that stock attention left, to go before a block of `length`."""

@@ -177,6 +177,10 @@ class Decoding:
                 turn.stop_string = named.get(number)
             else:
                 written.tokens.append(number)
+                # A device reads on while text is made and taken; the first is not to wait for it.
+                ahead = foreseen and loop.lags and not self.together
+                if ahead and 1 < turn.completion_tokens < most:
+                    begun = _begin(loop, token[:, None])
                 place, text = stream.decoded, stream.put(number)
                 if noted is not None:
                     assert self._texts is not None
@@ -186,10 +190,6 @@ class Decoding:
                 turn.stop_string = stream.stopped
                 if guide is not None:
                     guide.take(number)
-                # A device reads on while somebody takes the text; the first is not to wait for it.
-                ahead = foreseen and loop.lags and not self.together
-                if ahead and 1 < turn.completion_tokens < most:
-                    begun = _begin(loop, token[:, None])
                 if text:
                     written.pieces.append(text)
                     yield text

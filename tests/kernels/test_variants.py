@@ -333,7 +333,8 @@ from kvcap.kernels import variants
 from kvcap.kernels.ring_triton import push
 
 args = torch.zeros(2, 4, 8, 16, dtype=torch.int16), torch.zeros(2, 2, 8, dtype=torch.int32)
-args += torch.zeros(3 + 2 * 4 * 5 * 16, dtype=torch.int16)[3:].view(2, 4, 5, 16), 5, 320, 80, 16
+args += torch.zeros(3 + 2 * 4 * 5 * 16, dtype=torch.int16)[3:].view(2, 4, 5, 16), 5, None
+args += 320, 80, 16
 options = dict(HEADS=4, GROUP=2, LENGTH=8, LENGTH_PAD=8, SIZE=16, SIZE_PAD=16, num_warps=4)
 launch = variants.Launch.of(push, args, options)
 again = variants.Launch.read(json.loads(json.dumps(launch.written())))

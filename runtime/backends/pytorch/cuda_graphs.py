@@ -87,15 +87,15 @@ class BlockGraphs:
         if kind is None:
             return None
         seen, table = cache.seen, cache.row_table() if kind.longest else None
-        tokens = ids.shape[1]
-        if kind in self.captured:
-            stay = kind.filling or not evicts(cache, kind.length, kind.excess)
-            cache.advance(tokens, kept=stay)
-        elif not self._capture(ids, kind):
+        known = kind in self.captured
+        if not known and not self._capture(ids, kind):
             return None
         logits = self.captured[kind].replay(ids, seen)
+        if known:  # while the GPU computes
+            stay = kind.filling or not evicts(cache, kind.length, kind.excess)
+            cache.advance(ids.shape[1], kept=stay)
         if table is not None:
-            cache.agree(table, tokens)
+            cache.agree(table, ids.shape[1])
         return logits
 
     def _capture(self, ids: Tensor, kind: PassKind) -> bool:
@@ -320,9 +320,11 @@ class BlockGraph:
 
     def replay(self, ids: Tensor, seen: int) -> Tensor:
         """Read `ids` [B, T] after `seen` tokens; returns the logits."""
-        self.ids[:, : ids.shape[1]].copy_(ids)  # fillers may be whatever was read before
         self.token_counter.fill_(seen)
-        if self.counted:
+        if not self.counted:
+            self.ids.copy_(ids)
+        else:
+            self.ids[:, : ids.shape[1]].copy_(ids)  # fillers may be whatever was read before
             self.count.fill_(ids.shape[1])
             self.last.fill_(ids.shape[1] - 1)
         self.graph.replay()
@@ -374,7 +376,7 @@ def _stream(device: torch.device) -> torch.cuda.Stream:
 def why_unsteady(cache: BudgetCache) -> str | None:
     """Why a full cache never reaches a steady state; None: it does."""
     eviction = cache.eviction
-    if any(layer.readers > 1 for layer in cache.capped_layers):
+    if cache.layout.shape.shared:
         return "layers read the slots of others"
     if cache.layout.shape.slides:
         return "native sliding layers grow and shrink"
@@ -413,6 +415,8 @@ def excess(cache: BudgetCache) -> int | None:
 def fills(cache: BudgetCache, tokens: int) -> bool:
     """Whether a block of so many tokens only fills free slots of a cache that never evicted."""
     layers = cache.capped_layers
+    if layers[0].held < layers[0].seen:
+        return False  # asked before every token
     if cache.eviction.layers_move and tokens > 1:
         return False  # each block says what its layers want
     if not all(len(layer.segments) == 1 for layer in layers):

@@ -31,6 +31,11 @@ class Replayed(cuda_graphs.BlockGraph):
 
     def replay(self, ids, seen):
         cache, kind = self.cache(), self.kind
+        counted = cache.seen > seen  # as it was made
+        if not counted:
+            before = cache.counters
+            stays = kind.filling or not cuda_graphs.evicts(cache, kind.length, kind.excess)
+            cache.advance(kind.length, kept=stays)
         after = cache.counters
         free = kind.length if kind.filling else 0
         cache.counters = [(seen, [held - free for held in all_held]) for _, all_held in after]
@@ -47,6 +52,8 @@ class Replayed(cuda_graphs.BlockGraph):
                 logits_to_keep=torch.full((int(kind.need_logits),), kind.length - 1),
             )
         assert cache.counters == after
+        if not counted:
+            cache.counters = before
         return out.logits.flatten(0, 1)
 
 
