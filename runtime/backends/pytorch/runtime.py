@@ -203,7 +203,7 @@ class Runtime:
             warn_if_short(plan, free_memory(), memory_cap)
         check_generation(where)
         chat_template.warm_up()
-        warm_up(config, plan, eviction, chosen, evict_every, several=cap is None)  # meanwhile
+        warming = warm_up(config, plan, eviction, chosen, evict_every, several=cap is None)
         tokenizer = load_tokenizer(where)
         if weights is None:
             loaded = load_model(where, config, precision)
@@ -216,7 +216,7 @@ class Runtime:
                 enforce_limit(cap, chosen)
         if quantisation(config) is not None:
             plan = plan.with_weights(held_weights(loaded))
-        return cls(
+        runtime = cls(
             moved(loaded.eval(), torch.device(chosen)),
             tokenizer,
             plan,
@@ -226,6 +226,9 @@ class Runtime:
             evict_every=evict_every,
             memory_cap=cap,
         )
+        if warming is not None and warming.found:
+            runtime._prepare()
+        return runtime
 
     def new_cache(self, batch: int = 1, positions: Positions | None = None) -> BudgetCache:
         """An empty cache of the planned size for each of `batch` sequences, with all its memory.
@@ -288,6 +291,17 @@ class Runtime:
             loop = BlockLoop(self.model, leased.cache, graphs=leased.graphs)
         finalize(loop, self._idle.append, leased).atexit = False
         return loop
+
+    def _prepare(self) -> None:
+        """Capture what the first session is to replay, so that its first answer need not.
+
+        But where slots are shared out, a policy may read numbers when it first does.
+        """
+        moves = self.eviction.heads_move or self.eviction.layers_move
+        if self.model.device.type == "cuda" and self.eviction.policy.evicts and not moves:
+            graphs = self.loop().graphs
+            assert graphs is not None
+            graphs.prepare()
 
     def _reused(self) -> Leased | None:
         """The cache and graphs of a session that ended, if there are any that are as good as new.

@@ -256,6 +256,11 @@ class WarmUp:
         atexit.register(self._stop)
         self._thread.start()
 
+    @property
+    def found(self) -> bool:
+        """Whether an earlier process has compiled all that is known of."""
+        return self._saved is not None
+
     def _work(self) -> None:
         compiler, products = self.compiler, set[Product]()
         rehearses = self._rehearsal is not None

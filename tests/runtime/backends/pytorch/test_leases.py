@@ -178,6 +178,26 @@ def test_graphs_whose_capture_failed_are_not_lent(graphs_without_gpu):
     assert runtime.loop().execution == "CUDA graphs"
 
 
+@pytest.mark.parametrize("policy", ["keydiff", "snapkv", "dropkv", "calidrop", "h2o"])
+def test_what_is_captured_ahead_is_what_answers_replay(policy, graphs_without_gpu, monkeypatch):
+    """Equal to the bit, and of whole blocks and tokens nothing is left to capture."""
+    monkeypatch.setattr(cuda_graphs, "PASS", 16)  # a block
+    model = tiny_model("llama", num_hidden_layers=2)
+    ids = 3 + torch.randint(90, (1, 150), generator=torch.Generator().manual_seed(0))
+    fresh = runtime_of(model, policy).loop()
+    expected = read(fresh, ids)
+    ahead = runtime_of(model, policy).loop()
+    ahead.graphs.prepare()
+    cache, prepared = ahead.cache, set(ahead.graphs.captured)
+    assert (cache.seen, cache.held, cache.counters) == (0, 0, [(0, [0])] * 2)
+    assert {(kind.length, kind.filling) for kind in prepared} >= {(16, False), (1, False)}
+    found = read(ahead, ids)
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one, other)
+    more = {kind for kind in set(ahead.graphs.captured) - prepared if not kind.need_logits}
+    assert not more
+
+
 def test_without_graphs_every_session_has_a_new_cache():
     runtime = runtime_of(tiny_model("llama"), "keydiff")
     loop = runtime.loop()
