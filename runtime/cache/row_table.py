@@ -24,7 +24,6 @@ from kvcap.runtime.cache.pool import Segment
 
 STEP = 512  # to which the longest row is rounded up: rows of about that length share a CUDA graph
 ALIGNED = 16  # a multiple of so many numbers: kernels are compiled apart for strides that are not
-
 LATE = 1  # passes that may be under way while the host launches the next one without their results
 
 Pins = Callable[[Segment], tuple[int, int]]

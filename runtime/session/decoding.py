@@ -67,13 +67,20 @@ class Decoding:
 
     def __init__(self, engine: Engine, loop: Loop) -> None:
         self.engine, self.loop = engine, loop
-        self.together = False
-        """Tokens are asked for (`Read`) rather than read here, and prompts read by turns."""
         self.read_ids = array("i")
         """The tokens that the cache has read, and one that it has yet to: 4 bytes each."""
         self._warned = False  # of positions beyond what the model was trained on
         self._guide: tuple[Any, Guide] | None = None  # the last one, and what it was made from
         self._texts: TokenTexts | None = None
+
+    @property
+    def together(self) -> bool:
+        """Whether tokens are asked for (`Read`) rather than read, and prompts read by turns."""
+        return self.loop.in_turns
+
+    @together.setter
+    def together(self, value: bool) -> None:
+        self.loop.in_turns = value
 
     def check(self, config: Any, rng: Any, tokens: int, *, emptied: bool = False) -> None:
         """Refuse a prompt that cannot be answered; nothing is changed.

@@ -139,6 +139,8 @@ class Loop(ABC):
         self.peak_bytes: int = cache.nbytes  # the most storage the cache has held
         self.lags = False
         """Whether `read` returns before what it read is computed."""
+        self.in_turns = False
+        """Whether others have their turn after each read of a prompt, which is to be short then."""
 
     @property
     @abstractmethod
@@ -178,11 +180,12 @@ class Loop(ABC):
     def prefill(self, ids: Any, on_block: Callable[[int], None] | None = None) -> Any:
         """Read a prompt [B, T] block by block; returns the last token's logits [B, V].
 
-        A Ctrl-C takes effect between blocks: what was read stays, and the cache stays whole.
+        A Ctrl-C takes effect between blocks, or between as many as a device reads in one go: what
+        was read stays, and the cache stays whole.
 
         Args:
             ids: token ids.
-            on_block: called after each block with the number of tokens read so far.
+            on_block: called then with the number of tokens read so far.
 
         Raises:
             MemoryCapExceeded: nothing may be evicted, and too many tokens; nothing is read.

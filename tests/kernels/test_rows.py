@@ -510,6 +510,10 @@ def test_the_host_may_hear_of_passes_late(policy, step, monkeypatch):
             for stop in (68, 130, 131, 143):
                 logits.append(loop.prefill(ids[:, start:stop]))
                 start = stop
+            if choice == "triton":
+                assert loop.next_length(1, 100) == 3 * 8
+                loop.in_turns = True
+                assert loop.next_length(1, 100) == 8
         segments = [s for layer in cache.capped_layers for s in layer.segments]
         held = [(s.start, s.budget, s.held, s.target_length) for s in segments]
         kept = [sorted(head) for s in segments for head in s.positions[0].tolist()]

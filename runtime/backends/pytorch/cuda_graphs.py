@@ -107,7 +107,7 @@ class BlockGraphs:
         read; see `_capture`. The cache is empty, before and after.
         """
         cache, device = self.cache, self.model.device
-        for full in (False, True):
+        for full in (False, True) if self.refused is None else ():
             if full:
                 pretend_full(cache)
             before = cache.counters

@@ -71,7 +71,9 @@ class BlockLoop(Loop):
         """
         if self.graphs is None:
             return self.cache.room
-        several = self.graphs.pass_length(batch, left) or self.graphs.run_length(left)
+        several = self.graphs.pass_length(batch, left)
+        if several is None and not self.in_turns:
+            several = self.graphs.run_length(left)
         return several or self.cache.room
 
     @torch.inference_mode()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property, partial
 from inspect import signature
@@ -295,13 +296,15 @@ class Runtime:
     def _prepare(self) -> None:
         """Capture what the first session is to replay, so that its first answer need not.
 
-        But where slots are shared out, a policy may read numbers when it first does.
+        But where slots are shared out, a policy may read numbers when it first does. Where there
+        is no memory for a session now, its own making says so.
         """
         moves = self.eviction.heads_move or self.eviction.layers_move
         if self.model.device.type == "cuda" and self.eviction.policy.evicts and not moves:
-            graphs = self.loop().graphs
-            assert graphs is not None
-            graphs.prepare()
+            with suppress(torch.OutOfMemoryError):
+                graphs = self.loop().graphs
+                assert graphs is not None
+                graphs.prepare()
 
     def _reused(self) -> Leased | None:
         """The cache and graphs of a session that ended, if there are any that are as good as new.
