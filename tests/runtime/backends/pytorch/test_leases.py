@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -196,6 +197,34 @@ def test_what_is_captured_ahead_is_what_answers_replay(policy, graphs_without_gp
         assert torch.equal(one, other)
     more = {kind for kind in set(ahead.graphs.captured) - prepared if not kind.need_logits}
     assert not more
+
+
+@pytest.mark.parametrize("found", [True, False])
+def test_graphs_are_captured_ahead_where_kernels_were_compiled_before(found, monkeypatch):
+    """Compiling, which takes seconds, is not to be waited for as a model is loaded."""
+    prepared = []
+    monkeypatch.setattr(pytorch, "warm_up", lambda *_, **__: SimpleNamespace(found=found))
+    monkeypatch.setattr(pytorch.Runtime, "_prepare", lambda self: prepared.append(self))
+    runtime = pytorch.Runtime.from_pretrained("pocket", kv_budget_tokens=64, device="cpu")
+    assert prepared == ([runtime] if found else [])
+
+
+@pytest.mark.parametrize(
+    ("policy", "device", "times"),
+    [("keydiff", "cuda", 1), ("keydiff", "cpu", 0), ("adakv", "cuda", 0), ("cake", "cuda", 0),
+     ("full", "cuda", 0)],
+)  # fmt: skip
+def test_which_runtimes_capture_ahead(policy, device, times):
+    asked = []
+
+    def loop():
+        asked.append(policy)
+        raise torch.OutOfMemoryError  # which is left to the first session to say
+
+    model = SimpleNamespace(device=torch.device(device))
+    eviction = small_policy(policy, tiny_model("llama").config)
+    pytorch.Runtime._prepare(SimpleNamespace(model=model, eviction=eviction, loop=loop))
+    assert len(asked) == times
 
 
 def test_without_graphs_every_session_has_a_new_cache():
