@@ -73,15 +73,6 @@ class Decoding:
         self._guide: tuple[Any, Guide] | None = None  # the last one, and what it was made from
         self._texts: TokenTexts | None = None
 
-    @property
-    def together(self) -> bool:
-        """Whether tokens are asked for (`Read`) rather than read, and prompts read by turns."""
-        return self.loop.in_turns
-
-    @together.setter
-    def together(self, value: bool) -> None:
-        self.loop.in_turns = value
-
     def check(self, config: Any, rng: Any, tokens: int, *, emptied: bool = False) -> None:
         """Refuse a prompt that cannot be answered; nothing is changed.
 
@@ -133,7 +124,7 @@ class Decoding:
         """Read `ids` and stream the answer, which joins `written`; fills in figures of `turn`.
 
         The last token drawn is not read; the cache keeps it as `unread`. Gives pieces of text, and
-        if tokens are read `together`, a `BlockRead` after every block of the prompt but the last
+        where others have their turn, a `BlockRead` after every block of the prompt but the last
         and a `Read` for every token.
         """
         engine, loop, cache = self.engine, self.loop, self.loop.cache
@@ -154,7 +145,7 @@ class Decoding:
         for done, logits in loop.blocks(prompt):
             if on_block is not None:
                 on_block(done, len(ids))
-            if self.together and logits is None:
+            if loop.in_turns and logits is None:
                 yield BlockRead(done)
         turn.read_tokens = len(ids)
         # A penalty looks back at this turn only: the history of a conversation has no bound.
@@ -185,7 +176,7 @@ class Decoding:
             else:
                 written.tokens.append(number)
                 # A device reads on while text is made and taken; the first is not to wait for it.
-                ahead = foreseen and loop.lags and not self.together
+                ahead = foreseen and loop.lags and not loop.in_turns
                 if ahead and 1 < turn.completion_tokens < most:
                     begun = _begin(loop, token[:, None])
                 place, text = stream.decoded, stream.put(number)
@@ -211,13 +202,13 @@ class Decoding:
                 break
             if loop.may_be_full:  # all else is checked as the token is read
                 loop.check_room(1, most - turn.completion_tokens)
-            if token is None and not self.together:
+            if token is None and not loop.in_turns:
                 token = engine.token_ids([number])[0]
             if sampler.recipe is None:
                 history = engine.append_token(history, token)
             if begun is not None:
                 logits = begun()
-            elif self.together:
+            elif loop.in_turns:
                 last = turn.completion_tokens + 1 >= most
                 logits = yield Read(number, drawing, ends if foreseen and not last else None)
             else:

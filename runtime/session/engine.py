@@ -140,7 +140,7 @@ class Loop(ABC):
         self.lags = False
         """Whether `read` returns before what it read is computed."""
         self.in_turns = False
-        """Whether others have their turn after each read of a prompt, which is to be short then."""
+        """Whether others have their turn after each read of a prompt, and read its answer."""
 
     @property
     @abstractmethod

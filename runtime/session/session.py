@@ -127,11 +127,11 @@ class Session:
     @property
     def read_together(self) -> bool:
         """Whether answers ask for their tokens to be read (`Read`), rather than reading them."""
-        return self._decoding.together
+        return self.loop.in_turns
 
     @read_together.setter
     def read_together(self, value: bool) -> None:
-        self._decoding.together = value
+        self.loop.in_turns = value
 
     @property
     def on_full(self) -> OnFull:
