@@ -12,7 +12,7 @@ DOCS := .docs
 PAIR := --no-print-directory --jobs 2 $(if $(filter output-sync,$(.FEATURES)),--output-sync=target)
 FOLDERS := runtime policies kernels export android_bench evals serve pocket tests src/kvcap/*.py scripts/reference.py scripts/check-genai-decoders scripts/draw-chat scripts/list-models
 
-.PHONY: setup chat test test-all test-quantised test-lm-eval test-servers check build-check docs docs-build docs-setup format clean
+.PHONY: setup chat test test-ci test-all test-quantised test-lm-eval test-servers check build-check docs docs-build docs-setup format clean
 
 setup: $(VENV)/.ready ## the environment alone
 
@@ -22,14 +22,20 @@ chat: $(VENV)/.ready ## chat with the built-in model under a 256-token cap
 test: $(VENV)/.ready ## every feature once, in some minutes
 	$(BIN)/pytest
 
-test-all: $(VENV)/.ready ## all tests; again on the oldest transformers, with quantised weights, in lm-eval, on Ray
-	$(BIN)/pytest --all --durations=40
+test-ci: $(VENV)/.ready ## the fast tier and a part of the slow one; a part on the oldest transformers, with quantised weights, in lm-eval, on Ray
+	$(BIN)/pytest --ci --durations=40
 	scripts/test-oldest
+	@$(MAKE) $(PAIR) test-quantised test-lm-eval TIER=--ci
+	scripts/test-servers --ci
+
+test-all: $(VENV)/.ready ## all tests, and all of these parts
+	$(BIN)/pytest --all --durations=40
+	scripts/test-oldest --all-of tests/runtime/models tests/runtime/backends/pytorch/test_batch.py
 	@$(MAKE) $(PAIR) test-quantised test-lm-eval
 	scripts/test-servers
 
 test-quantised test-lm-eval test-servers: $(VENV)/.ready
-	scripts/$@
+	scripts/$@ $(TIER)
 
 check: $(VENV)/.ready ## lint, format, types, import rules
 	$(BIN)/ruff check $(FOLDERS)

@@ -1,7 +1,12 @@
-"""Small random models of every supported family, the two tiers of tests, settings all share.
+"""Small random models of every supported family, the three tiers of tests, settings all share.
 
-`pytest` is the fast tier, every feature once; `pytest --all` is everything. A test that takes long
-is marked `slow`, which is left to the latter, or `slow(keep=N)`: N of its parameter sets are not.
+`pytest` is the fast tier, `pytest --ci` runs a part of what takes long too, `pytest --all` is
+everything. A test that takes long is marked `slow`; its keywords say how many of its parameter sets
+each tier runs:
+
+    slow                no set in the fast tier, one in `--ci`
+    slow(keep=3)        three in both
+    slow(ci=0)          none in either: a minute of processes, or a whole loop in an interpreter
 """
 
 from __future__ import annotations
@@ -47,6 +52,8 @@ settings.load_profile("kvcap")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all", action="store_true", help="all tests, not the fast tier alone")
+    parser.addoption("--ci", action="store_true",
+                     help="the fast tier, and a parameter set of what is slow")  # fmt: skip
     parser.addoption("--all-of", action="append", default=[], metavar="PATH",
                      help="all tests of a folder or file, of the rest the fast tier")  # fmt: skip
 
@@ -62,7 +69,7 @@ LONG = ("policies/test_one_file.py", "export/graphs/test_graphs.py", "testing/te
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave to `--all` what the fast tier does not run, unless it was asked for by its name."""
+    """Leave to `--all` what the tier does not run, unless it was asked for by its name."""
     items.sort(key=lambda item: not item.path.as_posix().endswith(LONG))
     if config.getoption("--all"):
         return
@@ -81,7 +88,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for several in sets.values():
         mark = several[0].get_closest_marker("slow")
         assert mark is not None
-        kept = spread(len(several), mark.kwargs.get("keep", 0))
+        keep = mark.kwargs.get("keep", 0)
+        if config.getoption("--ci"):
+            keep = max(keep, mark.kwargs.get("ci", 1))
+        kept = spread(len(several), keep)
         left |= {item for i, item in enumerate(several) if i not in kept}
     config.hook.pytest_deselected(items=[item for item in items if item in left])
     items[:] = [item for item in items if item not in left]
@@ -89,7 +99,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def spread(count: int, keep: int) -> set[int]:
     """The places of `keep` of `count` things, from the first to the last."""
-    return {round(i * (count - 1) / max(1, keep - 1)) for i in range(min(keep, count))}
+    keep = min(keep, count)
+    return {round(i * (count - 1) / max(1, keep - 1)) for i in range(keep)}
 
 
 def pytest_collection_finish() -> None:

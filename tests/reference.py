@@ -45,6 +45,7 @@ class Setting:
     split: Callable[[int, list[list[float]], list[list[bool]]], list[int]] | None = None
     keeps: bool = False  # a single token leaves the division as it is
     trained: int = 0
+    every: int = 1  # single tokens are evicted once so many wait
 
 
 def rotate(
@@ -188,6 +189,9 @@ class ReferenceLayer(CacheLayerMixin):
             or (start[self.index] if start else [self.setting.budget] * 99)[: len(self.heads)]
         )
         full = any(len(x) > n for x, n in zip(self.heads, self.target_length, strict=True))
+        over = max(len(x) - n for x, n in zip(self.heads, self.target_length, strict=False))
+        if length == 1 and over < self.setting.every:
+            return
         kept = self.setting.keeps and length == 1
         if self.setting.split is not None and full and not kept:
             self.target_length = self.setting.split(self.index, scored, pinned)

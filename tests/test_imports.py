@@ -185,7 +185,7 @@ def test_asking_a_kernel_imports_no_triton_and_touches_no_device(asks):
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.slow(ci=0)
 def test_importing_kvcap_makes_its_attention_known():
     for code in (
         "import kvcap; from transformers import AttentionInterface as A; "

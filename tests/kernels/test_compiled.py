@@ -34,7 +34,7 @@ def compiled(*arguments):
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.parametrize("names", [FEW, pytest.param(REST, marks=pytest.mark.slow)], ids=len)
+@pytest.mark.parametrize("names", [FEW, pytest.param(REST, marks=pytest.mark.slow(ci=0))], ids=len)
 def test_the_compiler_accepts_what_policies_launch(names):
     found = compiled(*names)
     assert found["refused"] == {}
@@ -43,7 +43,7 @@ def test_the_compiler_accepts_what_policies_launch(names):
         assert {"attend_quantised", "_cosine_quantised"} <= set(found["kernels"])
 
 
-@pytest.mark.slow
+@pytest.mark.slow(ci=0)
 def test_a_token_over_quantised_slots_keeps_to_its_registers():
     """Of the usual sizes of heads, over few slots and many, in every format."""
     found = compiled("quantised-token")
@@ -51,7 +51,7 @@ def test_a_token_over_quantised_slots_keeps_to_its_registers():
     assert not any(found.values()), found
 
 
-@pytest.mark.slow
+@pytest.mark.slow(ci=0)
 def test_scores_by_a_window_keep_to_the_shared_memory_there_is():
     """Of wide heads, by few queries and by many, on an H100 and an RTX 3090."""
     found = compiled("window")

@@ -57,7 +57,7 @@ def test_a_model_of_a_directory_and_a_policy(tmp_path: Path) -> None:
     assert first["kv_dtype"] == "bfloat16"  # as its files have it
 
 
-@pytest.mark.slow
+@pytest.mark.slow(ci=0)
 def test_exports_of_compact_and_true_positions(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

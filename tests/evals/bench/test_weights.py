@@ -44,7 +44,7 @@ def exports_here(monkeypatch):
     return commands
 
 
-@pytest.mark.slow
+@pytest.mark.slow(ci=0)
 def test_fewer_bits_predict_less_alike(monkeypatch, tmp_path, exports_here):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(weights, "SENTENCES", 400)

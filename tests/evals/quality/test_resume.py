@@ -203,7 +203,7 @@ def test_only_policies_of_the_sweep_are_compared(
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.slow(ci=0)
 def test_processes_measure_what_one_does(
     sweep: Sweep, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

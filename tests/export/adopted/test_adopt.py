@@ -66,7 +66,7 @@ def decoder(decoders, tmp_path):
     return tmp_path / "decoder"
 
 
-@pytest.mark.slow
+@pytest.mark.slow(ci=0)
 @pytest.mark.parametrize(
     ("fault", "says"),
     [("own positions", "takes no notice of position_ids"), ("window of slots", "where slots lie")],

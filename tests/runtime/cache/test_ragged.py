@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 from conftest import tiny_model
+from divisions import Best, Table
 from hypothesis import given
 from hypothesis import strategies as st
 from reference import NAME, STEPS, Setting, run_reference
@@ -20,47 +20,7 @@ from kvcap.policies.base import HeadBudget, LayerBudget
 from kvcap.runtime.backends.pytorch.loop import BlockLoop
 from kvcap.runtime.cache.pool import Segment, SlotPool, resize
 
-TABLE = [[16, 8], [5, 19]]  # slots of two layers' two heads, 12 on average
-
-
-@dataclass(frozen=True)
-class Table(HeadBudget):
-    """Fixed slots."""
-
-    def allot(self, budgets: Sequence[int], kv_heads: int, pinned: int) -> list[list[int]]:
-        return TABLE
-
-
-@dataclass(frozen=True)
-class Best(HeadBudget):
-    """As many slots as a head has among the best of its layer, at least 4."""
-
-    moves = True
-
-    def split(self, scores: Any, pinned: Any, positions: Any, lengths: Any, budget: int) -> Any:
-        found = []
-        for row, pins, held in zip(scores, pinned, lengths.tolist(), strict=True):
-            each = [
-                [x[:n].tolist() for x, n in zip(part, held, strict=True)] for part in (row, pins)
-            ]
-            found.append(best(*each, budget))
-        return torch.tensor(found)
-
-
-def best(scores: list[list[float]], pinned: list[list[bool]], budget: int) -> list[int]:
-    ranked = sorted(((s, k) for k, head in enumerate(scores) for s in head), reverse=True)
-    first = sum(k == 0 for _, k in ranked[: 2 * budget])
-    most = min(2 * budget - 4, len(scores[0]))
-    first = max(min(first, most), 4, 2 * budget - len(scores[1]))
-    return [first, 2 * budget - first]
-
-
-@dataclass(frozen=True)
-class Funnel(LayerBudget):
-    """More slots below."""
-
-    def split(self, budget: int, layers: int, pinned: int) -> list[int]:
-        return [budget + layers - 1 - 2 * i for i in range(layers)]
+SNAPKV = {"window": 4, "kernel": 3, "pool": "avg"}
 
 
 @given(
@@ -106,48 +66,6 @@ def test_moving_boundaries_loses_and_mixes_nothing(rows, block, seed):
             assert torch.equal(segment.values[..., 0], -segment.keys[..., 0])
             assert torch.equal(segment.aux("mass"), segment.keys[..., 0] * 2)
         assert (pool.nbytes, pool.keys.data_ptr()) == (nbytes, pointer)
-
-
-FUNNEL = [[13, 13], [11, 11]]
-SNAPKV = {"window": 4, "kernel": 3, "pool": "avg"}
-CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
-    "keydiff, fixed": ("keydiff", {}, {"head_budget": Table()}, {"start": TABLE}),
-    "keydiff, moving": (
-        "keydiff", {}, {"head_budget": Best()}, {"split": lambda _, s, p: best(s, p, 12)}
-    ),
-    "tova, moving": (
-        "tova", {}, {"head_budget": Best()}, {"split": lambda _, s, p: best(s, p, 12)}
-    ),
-    "h2o, fixed": ("h2o", {"recent": 0.0}, {"head_budget": Table()}, {"start": TABLE}),
-    "snapkv, moving": (
-        "snapkv", SNAPKV, {"head_budget": Best()}, {"split": lambda _, s, p: best(s, p, 12)}
-    ),
-    "snapkv, layers": ("snapkv", SNAPKV, {"layer_budget": Funnel()}, {"start": FUNNEL}),
-    "knorm, layers, moving": (
-        "knorm", {}, {"layer_budget": Funnel(), "head_budget": Best()},
-        {"start": FUNNEL, "split": lambda layer, s, p: best(s, p, FUNNEL[layer][0])},
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.slow(keep=7)
-@pytest.mark.parametrize(("block", "positions"), [(1, "compact"), (6, "compact"), (6, "true")])
-@pytest.mark.parametrize("case", CASES)
-def test_logits_and_kept_sets_against_the_reference(case, block, positions):
-    policy, options, parts, slots = CASES[case]
-    ids = 3 + torch.randperm(50, generator=torch.Generator().manual_seed(1))[None, :25]
-    model = tiny_model("llama")
-    eviction = Eviction(load_policy(policy, **options).policy, **parts)
-    cache = kvcap.BudgetCache(model.config, 12, block, eviction, positions=positions)
-    loop = BlockLoop(model, cache)
-    logits = [loop.read(part) for part in ids.split(block, 1)]
-    logits += [loop.read(part) for part in STEPS]
-    setting = Setting(policy, 12, positions, options, **slots, keeps=block > 1)
-    reference, expected = run_reference(tiny_model("llama", NAME), ids, block, setting)
-    for layer in range(2):
-        kept = [sorted(x.tolist()) for s in cache.layers[layer].segments for x in s.positions[0]]
-        assert kept == reference.kept(layer)
-    torch.testing.assert_close(torch.cat(logits), expected, rtol=1e-4, atol=1e-4)
 
 
 def bytes_of(budget: int, head_budget: HeadBudget | None, positions: str) -> tuple[int, int]:

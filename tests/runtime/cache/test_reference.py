@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from random import Random
 from typing import Any
 
 import pytest
 import torch
 from conftest import tiny_model
+from divisions import FUNNEL, TABLE, Best, Funnel, Table, best
+from families import model_of
 from reference import NAME, STEPS, Setting, rotate, run_reference
+from torch import Tensor
 
 import kvcap
 from kvcap.runtime.backends.pytorch.loop import BlockLoop
@@ -29,6 +34,103 @@ POLICIES: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
+BUDGET = 12
+LAYERS = 2
+WINDOW = 21  # of the model, where positions are 'auto': within a block of most texts
+FAMILIES = ["llama", "qwen3", "phi3", "granite", "starcoder2", "glm"]  # the last rotates neighbours
+DIVISIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # of the cache, of the reference
+    "equal": ({}, {}),
+    "heads": ({"head_budget": Table()}, {"start": TABLE}),
+    "heads that move": (
+        {"head_budget": Best()}, {"split": lambda _, s, p: best(s, p, BUDGET)}
+    ),
+    "layers": ({"layer_budget": Funnel()}, {"start": FUNNEL}),
+    "layers, heads that move": (
+        {"layer_budget": Funnel(), "head_budget": Best()},
+        {"start": FUNNEL, "split": lambda layer, s, p: best(s, p, FUNNEL[layer][0])},
+    ),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A random combination of all that a cache can be asked for."""
+
+    family: str
+    policy: tuple[str, dict[str, Any]]
+    positions: str
+    division: str
+    block: int
+    every: int
+    batch: int
+    ids: Tensor  # [batch, length]
+
+    @classmethod
+    def by(cls, seed: int) -> Drawn:
+        draw = Random(seed)
+        positions, division = draw.choice(["compact", "true", "auto"]), draw.choice([*DIVISIONS])
+        name, options = draw.choice(POLICIES)
+        block, batch = draw.randint(1, 9), draw.choice([1, 1, 2])
+        if division != "equal":  # pins of half the budget do not fit the smallest head
+            options = {key: x for key, x in options.items() if key != "recent"}
+            options |= {"recent": 0.0} if name == "h2o" else {}
+            options |= {"window": 4} if name == "snapkv" else {}
+        length, generator = draw.randint(25, 45), torch.Generator().manual_seed(seed)
+        ids = [3 + torch.randperm(50, generator=generator)[:length] for _ in range(batch)]
+        # No token comes twice in a text, as equal keys would tie.
+        return cls(draw.choice(FAMILIES), (name, options), positions, division, block,
+                   draw.randint(1, min(3, block)), batch, torch.stack(ids))  # fmt: skip
+
+    def model(self, attention: str = "kvcap") -> Any:
+        changes = {"partial_rotary_factor": 0.5} if self.family == "phi3" else {}
+        if self.positions == "auto":
+            changes["max_position_embeddings"] = WINDOW
+        return model_of(self.family, attention, **changes)
+
+    def cached(self) -> tuple[kvcap.BudgetCache, Tensor]:
+        """The cache after the text and some tokens of an answer, and their logits [S, B, V]."""
+        name, options = self.policy
+        policy = kvcap.load_policy(name, **options).policy
+        eviction = kvcap.Eviction(policy, **DIVISIONS[self.division][0])
+        model = self.model()
+        cache = kvcap.BudgetCache(
+            model.config, BUDGET, self.block, eviction,
+            positions=self.positions, evict_every=self.every,
+        )  # fmt: skip
+        loop = BlockLoop(model, cache)
+        steps = [step.expand(self.batch, -1) for step in STEPS]
+        logits = [loop.read(part) for part in (*self.ids.split(self.block, 1), *steps)]
+        return cache, torch.stack(logits)
+
+    def referred(self, row: int) -> tuple[Any, Tensor]:
+        """What the reference keeps of one text of the batch, and its logits [S, V]."""
+        name, options = self.policy
+        setting = Setting(
+            name, BUDGET, self.positions, options, **DIVISIONS[self.division][1],
+            keeps=self.block > 1, trained=WINDOW, every=self.every,
+        )  # fmt: skip
+        return run_reference(self.model(NAME), self.ids[row : row + 1], self.block, setting)
+
+
+def kept(cache: kvcap.BudgetCache, layer: int, row: int = 0) -> list[list[int]]:
+    """The places in the text of what each head of a layer holds, in order."""
+    segments = [s for s in cache.layers[layer].segments if s.row <= row < s.row + s.batch]
+    return [sorted(x.tolist()) for s in segments for x in s.positions[row - s.row]]
+
+
+@pytest.mark.slow(keep=24)
+@pytest.mark.parametrize("seed", range(120))
+def test_random_combinations(seed):
+    """Any settings give the logits of the reference, and keep the tokens that it keeps."""
+    drawn = Drawn.by(seed)
+    cache, logits = drawn.cached()
+    for row in range(drawn.batch):
+        reference, expected = drawn.referred(row)
+        for layer in range(LAYERS):
+            assert kept(cache, layer, row) == reference.kept(layer), drawn
+        torch.testing.assert_close(logits[:, row], expected, rtol=2e-4, atol=2e-4)
+
+
 def run(model: Any, ids: torch.Tensor, block: int, setting: Setting) -> tuple[Any, torch.Tensor]:
     eviction = kvcap.load_policy(setting.policy, **setting.options)
     cache = kvcap.BudgetCache(
@@ -38,25 +140,6 @@ def run(model: Any, ids: torch.Tensor, block: int, setting: Setting) -> tuple[An
     logits = [loop.read(part) for part in ids.split(block, 1)]
     logits += [loop.read(part) for part in STEPS]
     return cache, torch.cat(logits)
-
-
-def kept(cache: kvcap.BudgetCache, layer: int) -> list[list[int]]:
-    store = cache.layers[layer].segments[0]
-    return [sorted(head.tolist()) for head in store.positions[0]]
-
-
-# Single tokens at true positions come at the end of every text, as generation.
-@pytest.mark.slow(keep=6)
-@pytest.mark.parametrize(("block", "positions"), [(1, "compact"), (6, "compact"), (6, "true")])
-@pytest.mark.parametrize(("policy", "options"), POLICIES, ids=str)
-def test_logits_and_kept_sets(policy, options, block, positions):
-    setting = Setting(policy, 12, positions, options)
-    ids = 3 + torch.randperm(50)[None, :25]  # no token twice: equal keys would tie
-    cache, logits = run(tiny_model("llama"), ids, block, setting)
-    reference, expected = run_reference(tiny_model("llama", NAME), ids, block, setting)
-    for layer in range(2):
-        assert kept(cache, layer) == reference.kept(layer)
-    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
 
 
 ROPES = {

@@ -180,7 +180,7 @@ def test_what_cannot_be(model, made, tmp_path, capsys):
     assert not made
 
 
-@pytest.mark.slow
+@pytest.mark.slow(ci=0)
 def test_one_command_answers_and_a_model_without_a_graph_says_why(tmp_path, monkeypatch, capfd):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     given = ["generate", "pocket", "Hello!", "--weights", "int4", "--max-new-tokens", "4"]
