@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from conftest import in_turn, small_policy, tiny_config, tiny_model
@@ -78,6 +79,20 @@ def test_quantised_as_by_the_formula(bits, size):
     assert levels > (200 if bits == 8 and size > 24 else 15)  # all of the range is used
     nothing = {name: part[0, 0, 0] for name, part in parts.items()}
     assert numbers(bits, nothing)[0].eq(0).all()
+
+
+@pytest.mark.parametrize("size", GROUPS)
+@pytest.mark.parametrize("far", [0.0, 1000.0, -60.0])
+def test_scales_reach_from_the_least_number_as_it_is_stored(far, size):
+    """Far from zero float16 moves the least number, and the last step must end at the most."""
+    x = far + torch.randn(7, size)
+    parts = NUMBERS["int4"].quantise(x)
+    for vector, low, scale in zip(x.numpy(), parts["low"], parts["scale"], strict=True):
+        groups = vector.reshape(-1, GROUPS[size])
+        least = groups.min(-1).astype(np.float16)
+        reach = (groups.max(-1) - least.astype(np.float32)) / np.float32(15)
+        assert low.tolist() == least.tolist()
+        assert scale.tolist() == reach.astype(np.float16).tolist()
 
 
 def test_bytes_of_a_slot():
