@@ -22,6 +22,7 @@ import typer
 from kvcap.android_bench.errors import NoNetwork, ServerMissing
 from kvcap.android_bench.plan.presets import PRESETS, narrowed
 from kvcap.export.graphs.formulations import FORMULATIONS
+from kvcap.runtime.errors import how_to_install
 
 if TYPE_CHECKING:
     from kvcap.android_bench.server.landing import Landed
@@ -336,7 +337,7 @@ def _server(name: str) -> Any:
         from kvcap.android_bench.server import serving
     except ImportError as error:
         raise ServerMissing(
-            f"serving needs {error.name}, which is not installed; run: pip install kvcap[android]"
+            f"serving needs {error.name}, which is not installed; {how_to_install('android')}"
         ) from error
     return getattr(serving, name)
 

@@ -27,7 +27,7 @@ from kvcap.runtime.backends.pytorch.loop import BlockLoop
 from kvcap.runtime.backends.pytorch.runtime import Runtime
 from kvcap.runtime.cache.cache import BudgetCache
 from kvcap.runtime.cache.slot_format import KvDtype
-from kvcap.runtime.errors import ChatTemplateMissing, ExtraMissing
+from kvcap.runtime.errors import ChatTemplateMissing, ExtraMissing, how_to_install
 from kvcap.runtime.session import settings
 from kvcap.runtime.session.decoding import TextStream
 from kvcap.runtime.session.messages import render
@@ -57,7 +57,7 @@ def require() -> None:
     """
     if TemplateLM is object:
         raise ExtraMissing(
-            "this needs lm-eval, which is not installed; run: pip install kvcap[lm-eval]"
+            f"this needs lm-eval, which is not installed; {how_to_install('lm-eval')}"
         )
 
 

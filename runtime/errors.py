@@ -178,6 +178,11 @@ class ExtraMissing(KvcapError, ImportError):
     """A package is not installed; the message names the extra that brings it."""
 
 
+def how_to_install(extra: str) -> str:
+    """Return how a user installs one of kvcap's extras, which no package index has."""
+    return f"run in kvcap's checkout: pip install '.[{extra}]'"
+
+
 class PeerFailed(KvcapError, RuntimeError):
     """A program that a benchmark measures cannot be run, or ended; the message has its words."""
 

@@ -25,7 +25,7 @@ from kvcap.runtime.cli.options import (
     grouped,
     option,
 )
-from kvcap.runtime.errors import ExtraMissing
+from kvcap.runtime.errors import ExtraMissing, how_to_install
 from kvcap.runtime.files import as_text
 from kvcap.runtime.models.names import REPOSITORY
 from kvcap.runtime.planning.serving import usual_body
@@ -293,7 +293,7 @@ def opened(
         if (error.name or "").partition(".")[0] == "kvcap":
             raise
         raise ExtraMissing(
-            f"serving needs {error.name}, which is not installed; run: pip install 'kvcap[serve]'"
+            f"serving needs {error.name}, which is not installed; {how_to_install('serve')}"
         ) from error
     usual = usual_body(budget.memory_cap)
     limits = Limits(

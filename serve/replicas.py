@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvcap.runtime.cli.options import Backend, Budget, Output, Running
 from kvcap.runtime.cluster import Share, join
-from kvcap.runtime.errors import ExtraMissing, KvcapError, ReplicaLost
+from kvcap.runtime.errors import ExtraMissing, KvcapError, ReplicaLost, how_to_install
 from kvcap.runtime.session.stats import FinishReason
 from kvcap.runtime.session.tool_calls import Parsed
 from kvcap.runtime.types import BUILT_IN
@@ -454,8 +454,8 @@ def open_replicas(
         from ray.serve.schema import LoggingConfig
     except ImportError as error:
         raise ExtraMissing(
-            f"--engine ray needs Ray Serve 2.56 or newer ({error.name or 'ray'} is missing); run: "
-            "pip install 'kvcap[serve-ray]'"
+            f"--engine ray needs Ray Serve 2.56 or newer ({error.name or 'ray'} is missing); "
+            f"{how_to_install('serve-ray')}"
         ) from error
     logging.getLogger("ray.serve").setLevel(logging.ERROR)
     nodes = join(address) if address else join("local", include_dashboard=False)

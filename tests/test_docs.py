@@ -46,6 +46,14 @@ def test_examples_in_docstrings(name):
     assert module.__doc__, f"{name} must say what it is"
 
 
+def test_nothing_is_installed_from_an_index_that_does_not_have_it():
+    """Neither documents nor errors: kvcap is installed from its checkout."""
+    code = [x for folder in MAY_IMPORT for x in (ROOT / folder).rglob("*.py")]
+    for file in (ROOT / "README.md", *PAGES, *code):
+        found = re.search(r"pip install (-\S+ )*'?kvcap\b", file.read_text())
+        assert found is None, f"{file}: {found[0]}"
+
+
 def test_examples_in_the_readme(capsys):
     blocks = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
     assert len(blocks) == 3

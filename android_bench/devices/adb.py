@@ -23,6 +23,7 @@ from kvcap.android_bench.errors import (
     NoDevice,
     SeveralDevices,
 )
+from kvcap.runtime.errors import how_to_install
 
 QUICK, FILES = 30.0, 900.0  # seconds that a command may take, and a transfer
 END = "kvcap-end:"
@@ -44,7 +45,7 @@ def adb_program() -> str:
         return str(adbutils.adb_path())
     except Exception as error:  # not installed, or its package for this system has no adb
         raise NoAdb(
-            "there is no adb; run: pip install kvcap[android], or install Android's platform tools"
+            f"there is no adb; {how_to_install('android')}, or install Android's platform tools"
         ) from error
 
 

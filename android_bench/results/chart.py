@@ -20,6 +20,7 @@ from kvcap.android_bench.results.source import title
 from kvcap.android_bench.results.table import WORST, label, setting, setting_name, short
 from kvcap.android_bench.safe_text import plain
 from kvcap.export.graphs.formulations import FORMULATIONS
+from kvcap.runtime.errors import how_to_install
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -46,7 +47,7 @@ def draw(results: Sequence[Row], path: Path) -> None:
         from matplotlib import rc_context
         from matplotlib.figure import Figure  # without pyplot: no window, no state
     except ImportError as error:
-        raise ValueError("--plot needs matplotlib; run: pip install kvcap[android]") from error
+        raise ValueError(f"--plot needs matplotlib; {how_to_install('android')}") from error
     shown = [(result, lines) for result in results if (lines := chosen(result))]
     sustained = [(result, row) for result in results for row in timed(result) if row["sustained"]]
     if not shown and not sustained:

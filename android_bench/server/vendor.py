@@ -22,6 +22,7 @@ from typing import Annotated, NamedTuple
 import typer
 
 from kvcap.android_bench.errors import VendorError
+from kvcap.runtime.errors import how_to_install
 
 
 class Package(NamedTuple):
@@ -174,7 +175,7 @@ def _notices(made: Path) -> None:
         if found is None:
             raise VendorError(
                 "the licence of ONNX Runtime comes from its Python package, which is not "
-                "installed; run: pip install kvcap[android]"
+                f"installed; {how_to_install('android')}"
             )
         shutil.copyfile(str(found.locate()), made / name)
 

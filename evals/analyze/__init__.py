@@ -26,7 +26,7 @@ from torch import Tensor
 from kvcap.evals.quality.sweep import options_of
 from kvcap.evals.reports import environment
 from kvcap.evals.texts import Text
-from kvcap.runtime.errors import ExtraMissing
+from kvcap.runtime.errors import ExtraMissing, how_to_install
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -113,7 +113,7 @@ def require_matplotlib() -> None:
         ExtraMissing: matplotlib is not installed.
     """
     if find_spec("matplotlib") is None:
-        raise ExtraMissing("kvcap analyze needs matplotlib; run: pip install kvcap[plot]")
+        raise ExtraMissing(f"kvcap analyze needs matplotlib; {how_to_install('plot')}")
 
 
 def run(

@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from statistics import fmean
 
-from kvcap.runtime.errors import ExtraMissing
+from kvcap.runtime.errors import ExtraMissing, how_to_install
 
 Answers = Sequence[str]
 Metric = Callable[[str, Answers, Sequence[str]], float]
@@ -335,6 +335,6 @@ def load_metric(name: str) -> Metric:
     for package in NEEDS.get(name, ()):
         if find_spec(package) is None:
             raise ExtraMissing(
-                f"the metric {name} needs {package}; run: pip install kvcap[{EXTRAS[package]}]"
+                f"the metric {name} needs {package}; {how_to_install(EXTRAS[package])}"
             )
     return METRICS[name]

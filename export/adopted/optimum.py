@@ -31,7 +31,7 @@ from kvcap.runtime.models.names import resolve
 TASK = "text-generation-with-past"
 WHERE = (
     "give it an environment of its own: python -m venv optimum-env && "
-    "optimum-env/bin/pip install 'kvcap[optimum]'"
+    "optimum-env/bin/pip install '.[optimum]'"
 )
 CLOSE = 1e-3  # of the largest logit
 

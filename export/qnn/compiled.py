@@ -29,7 +29,13 @@ from kvcap.export.graphs.check import SEED, Report, Row
 from kvcap.export.graphs.spec import Spec
 from kvcap.export.graphs.stages import Graph
 from kvcap.runtime.backends.onnxruntime.library import library
-from kvcap.runtime.errors import ExtraMissing, GraphBroken, NotExportable, first_line
+from kvcap.runtime.errors import (
+    ExtraMissing,
+    GraphBroken,
+    NotExportable,
+    first_line,
+    how_to_install,
+)
 
 SCHEMA = "kvcap.qnn/1"
 SUFFIX = ".qnn.onnx"
@@ -107,8 +113,8 @@ def require(spec: Spec | None = None) -> None:
         version("onnxruntime-qnn")
     except PackageNotFoundError as error:
         raise ExtraMissing(
-            "graphs for QNN need onnxruntime-qnn, which is not installed; run: "
-            "pip install kvcap[qnn] (Python 3.11 or newer, on x86-64)"
+            "graphs for QNN need onnxruntime-qnn, which is not installed; "
+            f"{how_to_install('qnn')} (Python 3.11 or newer, on x86-64)"
         ) from error
 
 

@@ -615,8 +615,9 @@ def quiet_libraries() -> None:
         from transformers.utils import logging
     except ImportError as error:
         raise ExtraMissing(
-            f"PyTorch or transformers is not installed ({error}); run: pip install kvcap, or give "
-            "--backend onnxruntime and a directory that kvcap export decoder wrote"
+            f"PyTorch or transformers is not installed ({error}); run in kvcap's checkout: "
+            "pip install ., or give --backend onnxruntime and a directory that kvcap export "
+            "decoder wrote"
         ) from error
 
     downloads = not are_progress_bars_disabled()

@@ -11,7 +11,13 @@ from collections import Counter
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from kvcap.runtime.errors import ExtraMissing, ModelFilesBroken, UnsupportedModel, first_line
+from kvcap.runtime.errors import (
+    ExtraMissing,
+    ModelFilesBroken,
+    UnsupportedModel,
+    first_line,
+    how_to_install,
+)
 from kvcap.runtime.units import format_bytes
 
 MAGIC = b"GGUF"
@@ -63,8 +69,8 @@ def read_gguf(where: str) -> GgufFile:
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if missing:
         raise ExtraMissing(
-            f"{where!r} is a GGUF file, which {' and '.join(missing)} must read; run: "
-            "pip install 'kvcap[gguf]'"
+            f"{where!r} is a GGUF file, which {' and '.join(missing)} must read; "
+            f"{how_to_install('gguf')}"
         )
     from gguf import GGUFReader
 

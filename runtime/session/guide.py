@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcap.runtime.errors import ExtraMissing, SchemaRefused
+from kvcap.runtime.errors import ExtraMissing, SchemaRefused, how_to_install
 
 # A space, or a new line and its indentation: a model that is held to JSON, and has nothing to say,
 # else writes white space without end.
@@ -135,7 +135,7 @@ def library() -> Any:
     except ImportError as error:
         raise ExtraMissing(
             f"answers are held to json_schema and regex by llguidance, which is not installed "
-            f"({error}); run: pip install 'kvcap[json]'"
+            f"({error}); {how_to_install('json')}"
         ) from error
 
 

@@ -673,7 +673,7 @@ def test_missing_packages_are_named(small, tmp_path):
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 1
-    assert "pip install kvcap[android]" in done.stderr
+    assert "pip install '.[android]'" in done.stderr
 
 
 @pytest.mark.parametrize("json_lines", [False, True])

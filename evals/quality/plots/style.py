@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from importlib.util import find_spec
 
+from kvcap.runtime.errors import how_to_install
+
 WIDTH = 8.6  # inches of a picture: letters of 8 points can be read at half the width of a page
 DPI = 160
 SIZES = {"title": 10, "label": 9, "tick": 8}  # points
@@ -22,7 +24,7 @@ def require_matplotlib() -> None:
         ValueError: matplotlib is not installed.
     """
     if find_spec("matplotlib") is None:
-        raise ValueError("--plot needs matplotlib; run: pip install kvcap[plot]")
+        raise ValueError(f"--plot needs matplotlib; {how_to_install('plot')}")
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import Any
 
 from kvcap.evals.quality.workers import Failed, Job, Worker, attempt
 from kvcap.runtime.cluster import Share, join, machines
-from kvcap.runtime.errors import ExtraMissing
+from kvcap.runtime.errors import ExtraMissing, how_to_install
 
 
 def require_ray() -> None:
@@ -18,7 +18,7 @@ def require_ray() -> None:
         ExtraMissing: Ray is not installed.
     """
     if find_spec("ray") is None:
-        raise ExtraMissing("--engine ray needs Ray; run: pip install kvcap[ray]")
+        raise ExtraMissing(f"--engine ray needs Ray; {how_to_install('ray')}")
 
 
 class RayCluster:

@@ -10,7 +10,7 @@ import importlib
 import os
 from types import ModuleType
 
-from kvcap.runtime.errors import ExtraMissing
+from kvcap.runtime.errors import ExtraMissing, how_to_install
 
 os.environ["ORT_DISABLE_TELEMETRY"] = "1"  # too late once onnxruntime is imported
 
@@ -25,7 +25,7 @@ def library(name: str) -> ModuleType:
         return importlib.import_module(name)
     except ImportError as error:
         raise ExtraMissing(
-            f"this needs {name.split('.')[0]}, which is not installed; run: pip install kvcap[onnx]"
+            f"this needs {name.split('.')[0]}, which is not installed; {how_to_install('onnx')}"
         ) from error
 
 

@@ -612,7 +612,7 @@ def test_adb_that_fails(text, error, said, tmp_path, monkeypatch):
 def test_no_adb(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setitem(sys.modules, "adbutils", None)
-    with pytest.raises(NoAdb, match=r"pip install kvcap\[android\]"):
+    with pytest.raises(NoAdb, match=r"pip install '\.\[android\]'"):
         devices.connected()
     script(tmp_path / "adb", "echo 'cannot bind listener' >&2; exit 1")
     with pytest.raises(NoAdb, match="cannot bind"):

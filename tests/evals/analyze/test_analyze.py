@@ -410,4 +410,4 @@ def test_without_matplotlib_it_is_refused_by_name(
 ) -> None:
     monkeypatch.setattr(analyze, "find_spec", lambda _: None)
     assert cli.run(command(folder, "all")) != 0
-    assert "pip install kvcap[plot]" in capsys.readouterr().err
+    assert "pip install '.[plot]'" in capsys.readouterr().err

@@ -151,5 +151,5 @@ def test_pictures_need_budgets_depths_and_matplotlib(monkeypatch: pytest.MonkeyP
     with pytest.raises(ValueError, match="no cells"):
         pareto.figure([])
     monkeypatch.setattr(style, "find_spec", lambda _: None)
-    with pytest.raises(ValueError, match=r"pip install kvcap\[plot\]"):
+    with pytest.raises(ValueError, match=r"pip install '\.\[plot\]'"):
         style.require_matplotlib()

@@ -20,7 +20,7 @@ from kvcap.evals.quality.workers.ray_cluster import RayCluster
 from kvcap.runtime.errors import WorkersLost
 
 pytestmark = pytest.mark.slow
-ray = pytest.importorskip("ray", reason="pip install kvcap[ray]")
+ray = pytest.importorskip("ray", reason="pip install '.[ray]'")
 STORE = {"object_store_memory": 100 << 20}
 WORDS = ["a", "b", "c", "d", "e", "f"]
 

@@ -174,7 +174,7 @@ def test_crews_that_cannot_be_are_refused(crew: Crew, error: type[Exception], ma
 
 def test_ray_is_refused_by_name_where_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvcap.evals.quality.workers.ray_cluster.find_spec", lambda _: None)
-    with pytest.raises(ExtraMissing, match=r"pip install kvcap\[ray\]"):
+    with pytest.raises(ExtraMissing, match=r"pip install '\.\[ray\]'"):
         Crew("ray").check()
 
 

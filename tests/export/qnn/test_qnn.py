@@ -29,7 +29,7 @@ COMMAND = ["export", "scorer", "keydiff", "--kv-heads", "2", "--heads", "6", "--
            "--block", "8", "--budget", "24", "--quick"]  # fmt: skip
 STATIC = ["--static", "32", "--dtype", "fp16"]
 installed = pytest.mark.skipif(
-    not find_spec("onnxruntime_qnn"), reason="needs onnxruntime-qnn: pip install kvcap[qnn]"
+    not find_spec("onnxruntime_qnn"), reason="needs onnxruntime-qnn: pip install '.[qnn]'"
 )
 
 
@@ -74,7 +74,7 @@ def test_what_cannot_be_compiled_is_refused_before_anything_is_written(
 def test_a_missing_package_is_named(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(qnn, "version", missing)
     assert run([*COMMAND, *STATIC, "--qnn", "sm8650", "-o", str(tmp_path / "new")]) == 1
-    assert "pip install kvcap[qnn]" in capsys.readouterr().err
+    assert "pip install '.[qnn]'" in capsys.readouterr().err
     assert not (tmp_path / "new").exists()
     with pytest.raises(ExtraMissing):
         qnn.target_of("v75", spec())
@@ -99,7 +99,7 @@ def test_a_compiled_graph_is_left_unchecked_where_the_package_is_missing(
     assert f"{file.name}  (ONNX Runtime" in told.out
     assert f"{compiled.name}  NOT CHECKED: graphs for QNN need onnxruntime-qnn" in told.out
     assert f"{compiled.name} was not checked" in told.err
-    assert "pip install kvcap[qnn]" in told.err
+    assert "pip install '.[qnn]'" in told.err
 
     damage(file)
     assert run(["export", "verify", str(tmp_path), "--quick", "--json"]) == 1

@@ -188,4 +188,4 @@ def test_the_missing_package_is_named_before_anything_is_loaded(tmp_path, monkey
     with pytest.raises(ExtraMissing, match=r"gguf_that_is_not_there.*kvcap\[gguf\]"):
         load_config(str(path))
     assert run(["chat", str(path)]) == 1
-    assert "kvcap[gguf]" in capsys.readouterr().err
+    assert "'.[gguf]'" in capsys.readouterr().err
