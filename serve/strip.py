@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 from pydantic import BaseModel
-from tokenizers.decoders import DecodeStream
 
 from kvcap.runtime.cache.pinned_slots import merged
+from kvcap.runtime.session.detokenizer import Detokenizer
 from kvcap.runtime.session.session import Session
 from kvcap.runtime.types import KeptTokens, Span
 
@@ -92,14 +92,13 @@ def pieces(tokenizer: Any, ids: Sequence[int]) -> list[str | None]:
 
     Where none is unknown they spell the whole conversation, special tokens too.
     """
-    found, backend = list[str | None](), tokenizer.backend_tokenizer
-    stream = DecodeStream(skip_special_tokens=False)
+    found, text = list[str | None](), Detokenizer(tokenizer, special=True)
     for token in ids:
         if token < 0:
             found.append(None)
-            stream = DecodeStream(skip_special_tokens=False)
+            text = Detokenizer(tokenizer, special=True)
         else:
-            found.append(stream.step(backend, token) or "")
+            found.append(text.put(token))
     return found
 
 

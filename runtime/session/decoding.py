@@ -11,9 +11,8 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from tokenizers.decoders import DecodeStream
-
 from kvcap.runtime.session import settings
+from kvcap.runtime.session.detokenizer import Detokenizer
 from kvcap.runtime.session.engine import Engine, Loop
 from kvcap.runtime.session.guide import Guide
 from kvcap.runtime.session.logprobs import Logprob, Pending, TokenTexts
@@ -249,8 +248,7 @@ class TextStream:
     """
 
     def __init__(self, tokenizer: Any, stop: Sequence[str] = ()) -> None:
-        self._tokenizer = tokenizer.backend_tokenizer
-        self._decoder = DecodeStream(skip_special_tokens=True)
+        self._detokenizer = Detokenizer(tokenizer)
         self._stop = [s for s in stop if s]
         self._held = ""
         self.decoded = 0
@@ -262,7 +260,15 @@ class TextStream:
 
     def put(self, token: int) -> str:
         """The text that is certain after this token, perhaps none."""
-        piece = self._decoder.step(self._tokenizer, token) or ""
+        return self._take(self._detokenizer.put(token))
+
+    def end(self) -> str:
+        """The text that was still held back."""
+        text = "" if self.stopped else self._take(self._detokenizer.end())
+        return text + self._give(len(self._held))
+
+    def _take(self, piece: str) -> str:
+        """What is certain of the text with another piece."""
         self.decoded += len(piece)
         self._held += piece
         found = [(place, stop) for stop in self._stop if (place := self._held.find(stop)) >= 0]
@@ -271,10 +277,6 @@ class TextStream:
             return self._give(place, dropped=True)
         keep = max((_overlap(self._held, stop) for stop in self._stop), default=0)
         return self._give(len(self._held) - keep)
-
-    def end(self) -> str:
-        """The text that was still held back."""
-        return self._give(len(self._held))
 
     def _give(self, count: int, *, dropped: bool = False) -> str:
         """So many letters of what is held back; the others stay so, or are dropped."""

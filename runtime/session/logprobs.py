@@ -6,14 +6,13 @@ schema and the other settings change what is drawn, not what is noted. Knows no 
 
 from __future__ import annotations
 
-import re
 from collections import deque
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from kvcap.runtime.session.detokenizer import LOST, byte_tokens
+
 LEAST = -9999.0  # stands for a probability of 0, of which JSON has no logarithm
-BYTE = re.compile("<0x([0-9A-F]{2})>")
-LOST = "\ufffd"  # what a decoder writes for bytes that are no letter
 
 
 class Logprob(NamedTuple):
@@ -50,7 +49,7 @@ class TokenTexts:
         # Some decoders leave out the space that a text begins with, so a token stands behind one.
         self._before = self._tokenizer.encode("a", add_special_tokens=False).ids[-1:]
         self._start = len(self._decode(self._before))
-        self._letters = _byte_letters()
+        self._bytes, self._letters = byte_tokens(self._tokenizer), _byte_letters()
 
     def noted(self, likely: Sequence[tuple[int, float]]) -> Logprob:
         """The first token, with all others in its place."""
@@ -59,18 +58,18 @@ class TokenTexts:
 
     def _one(self, token: int, logprob: float) -> Logprob:
         text = self._decode([*self._before, token])[self._start :]
-        data = self._bytes(token) if LOST in text else text.encode()
+        data = self._data(token) if LOST in text else text.encode()
         return Logprob(token, text, data, max(logprob, LEAST))
 
     def _decode(self, tokens: list[int]) -> str:
         text: str = self._tokenizer.decode(tokens, skip_special_tokens=False)
         return text
 
-    def _bytes(self, token: int) -> bytes:
+    def _data(self, token: int) -> bytes:
         """The bytes of a token that is a part of a letter."""
+        if token in self._bytes:
+            return self._bytes[token]
         piece = self._tokenizer.id_to_token(token) or ""
-        if found := BYTE.fullmatch(piece):
-            return bytes.fromhex(found[1])
         return bytes(self._letters[x] for x in piece if x in self._letters)
 
 

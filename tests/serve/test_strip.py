@@ -8,13 +8,14 @@ import numpy as np
 import pytest
 import torch
 from conftest import tiny_model
+from made_tokenizers import Wrapped, gemma_like
 from toy_engine import ToyEngine, session_of, tiny
 
 from kvcap.runtime.backends.pytorch.loop import BlockLoop
 from kvcap.runtime.cache.cache import BudgetCache
 from kvcap.runtime.session.session import Session
 from kvcap.runtime.types import KeptTokens
-from kvcap.serve.strip import GROUPS, Strip, grouped, strip_of
+from kvcap.serve.strip import GROUPS, Strip, grouped, pieces, strip_of
 
 LONG = "Seven kinds of mosses survive the cold near Porto – “naïve”, she said. 🐝 " * 4
 
@@ -49,6 +50,14 @@ def sound(session: Any) -> Strip:
         assert group.held == [sum(i in head for head in heads) for i in range(len(ids))]
     assert found.held + found.evicted == len(found.tokens) == len(ids)
     return found
+
+
+def test_bytes_that_are_no_letter():
+    """Also where a letter was begun, and where it is not known what was."""
+    known = gemma_like()
+    ids = [known.token_to_id(f"<0x{byte:02X}>") for byte in b"\xc3\xa9\xe2h\xe2"]
+    found = pieces(Wrapped(known), [*ids[:4], -1, *ids])
+    assert found == ["", "é", "", "\ufffdh", None, "", "é", "", "\ufffdh", ""]
 
 
 def test_every_token_and_who_holds_it(runtime):

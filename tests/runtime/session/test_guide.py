@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from made_tokenizers import Wrapped
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from toy_engine import BACKENDS, ToyEngine, session_of, tiny
 
@@ -103,13 +104,6 @@ def with_bytes() -> Tokenizer:
     found.add_special_tokens([AddedToken(x, special=True) for x in ("<unk>", "<s>", "</s>")])
     found.add_tokens([AddedToken("<tool_call>", normalized=False)])  # a text like any other
     return found
-
-
-class Wrapped:
-    """A tokenizer as sessions have it."""
-
-    def __init__(self, backend: Tokenizer) -> None:
-        self.backend_tokenizer = backend
 
 
 TOKENIZERS = {

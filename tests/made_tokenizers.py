@@ -1,0 +1,98 @@
+"""Small tokenizers of the kinds that models have: of bytes, of letters, of parts of words."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+SPECIAL = ("<unk>", "<s>", "</s>")
+LETTERS = (
+    "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789[]/<|>:,.!?-+*=%@_(){}'\"#é"
+)
+BYTES = tuple(f"<0x{byte:02X}>" for byte in range(256))
+
+
+class Wrapped:
+    """A tokenizer as sessions have it."""
+
+    chat_template: str | None = None
+    special_tokens_map: dict[str, str] = {}  # noqa: RUF012 - nobody adds to it
+
+    def __init__(self, backend: Tokenizer) -> None:
+        self.backend_tokenizer = backend
+
+    def get_chat_template(self) -> str:
+        assert self.chat_template is not None
+        return self.chat_template
+
+
+def gemma_like() -> Tokenizer:
+    """Spaces are letters; a letter that has no token is its bytes."""
+    return _with_bytes(
+        normalizers.Replace(" ", "▁"),
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()],
+    )
+
+
+def llama_like() -> Tokenizer:
+    """As Gemma's, but that a text begins with a space more, which decoding leaves out."""
+    return _with_bytes(
+        normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]),
+        [
+            decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ],
+    )  # fmt: skip
+
+
+def byte_level() -> Tokenizer:
+    """As GPT-2's: every token is some bytes."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    merges = [("Ġ", "a"), ("Ã", "©"), ("â", "Ĥ"), ("a", "b")]
+    names = [*SPECIAL, *alphabet, *("".join(pair) for pair in merges)]
+    found = Tokenizer(models.BPE({name: i for i, name in enumerate(names)}, merges))
+    found.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    found.decoder = decoders.ByteLevel()
+    return _special(found)
+
+
+def word_pieces() -> Tokenizer:
+    """As BERT's: spaces stand between words, and are no tokens."""
+    names = [*SPECIAL, *"abc.", *(f"##{letter}" for letter in "abc")]
+    found = Tokenizer(models.WordPiece({x: i for i, x in enumerate(names)}, unk_token="<unk>"))
+    found.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    found.decoder = decoders.WordPiece()
+    return _special(found)
+
+
+def ends_of_words() -> Tokenizer:
+    """As GPT's: a token says that a word ends with it."""
+    names = [*SPECIAL, *"abc", *(f"{letter}</w>" for letter in "abc")]
+    found = Tokenizer(models.BPE({name: i for i, name in enumerate(names)}, []))
+    found.decoder = decoders.BPEDecoder()
+    return _special(found)
+
+
+MADE: dict[str, Callable[[], Tokenizer]] = {
+    "gemma": gemma_like,
+    "llama": llama_like,
+    "byte-level": byte_level,
+    "word-pieces": word_pieces,
+    "ends-of-words": ends_of_words,
+}
+
+
+def _with_bytes(normalizer: normalizers.Normalizer, decoding: list[decoders.Decoder]) -> Tokenizer:
+    merges = [("▁", "a"), ("▁", "P"), ("▁P", "a"), ("a", "r"), ("▁", "▁")]
+    pairs = ["".join(pair) for pair in merges]
+    vocabulary = {name: i for i, name in enumerate([*SPECIAL, *BYTES, "▁", *LETTERS, *pairs])}
+    model = models.BPE(vocabulary, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True)
+    found = Tokenizer(model)
+    found.normalizer, found.decoder = normalizer, decoders.Sequence(decoding)
+    return _special(found)
+
+
+def _special(found: Tokenizer) -> Tokenizer:
+    found.add_special_tokens([AddedToken(name, special=True) for name in SPECIAL])
+    return found

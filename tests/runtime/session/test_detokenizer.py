@@ -1,0 +1,122 @@
+"""Text from tokens as they come: what the tokenizer decodes, also where bytes are no letters."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+from made_tokenizers import BYTES, MADE, SPECIAL, Wrapped
+from toy_engine import ToyEngine, session_of
+
+from kvcap.runtime.session.decoding import TextStream
+from kvcap.runtime.session.detokenizer import Detokenizer, byte_tokens
+
+KNOWN = {name: make() for name, make in MADE.items()}
+OWN = "@"  # stands for a broken run
+ODD = [BYTES[byte] for byte in (0x0A, 0x41, 0x80, 0x82, 0xA9, 0xAC, 0xC3, 0xE2, 0xF0, 0x9F, 0xFF)]
+
+
+def expected(tokenizer, names: list[str], *, special: bool = False) -> str:
+    """The tokenizer's own decoding, but for runs of bytes that are no text: those as in Python."""
+    ids = [tokenizer.token_to_id(name) for name in names]
+    runs, found, of_bytes = list[bytes](), list[str](), byte_tokens(tokenizer)
+    for name, token in zip(names, ids, strict=True):
+        if token in of_bytes or name == OWN:
+            if found[-1:] != [OWN]:
+                found.append(OWN)
+                runs.append(b"")
+            runs[-1] += of_bytes.get(token, OWN.encode())
+        elif special or name not in SPECIAL:
+            found.append(name)
+    texts = [run.decode("utf-8", "replace") for run in runs]
+    if not any("\ufffd" in text for text in texts):
+        return str(tokenizer.decode(ids, not special))
+    text = tokenizer.decode([tokenizer.token_to_id(x) for x in found], not special)
+    each = iter(texts)
+    return re.sub(OWN, lambda _: next(each), text)
+
+
+def streamed(tokenizer, names: list[str], *, special: bool = False) -> list[str]:
+    text = Detokenizer(Wrapped(tokenizer), special=special)
+    pieces = [text.put(tokenizer.token_to_id(name)) for name in names]
+    return [*pieces, text.end()]
+
+
+def test_broken_bytes_become_a_replacement_letter():
+    """Of `é`, a byte that begins a letter, and `H`: tokenizers' own stream raises here."""
+    for kind in ("gemma", "llama"):
+        pieces = streamed(KNOWN[kind], ["<0xC3>", "<0xA9>", "<0xE2>", "H", "<0xE2>", "<0x82>"])
+        assert pieces == ["", "é", "", "\ufffdH", "", "", "\ufffd"]
+    pieces = streamed(KNOWN["byte-level"], ["Ã©", "â", "H", "âĤ"])
+    assert pieces == ["é", "", "\ufffdH", "", "\ufffd"]
+
+
+@pytest.mark.parametrize("special", [False, True])
+@pytest.mark.parametrize("kind", KNOWN)
+@given(data=st.data())
+def test_pieces_are_the_tokenizers_own_text(kind, special, data):
+    """Of any tokens in any order: letters, broken ones, special tokens."""
+    tokenizer = KNOWN[kind]
+    names = sorted(set(tokenizer.get_vocab()) - {"<0x20>"})  # a space has a token of its own
+    often = [name for name in (*SPECIAL, *ODD, "▁", "▁a", "Ã", "©", "Ġ") if name in names]
+    drawn = data.draw(st.lists(st.sampled_from(names) | st.sampled_from(often), max_size=24))
+    said = "".join(streamed(tokenizer, drawn, special=special))
+    assert said == expected(tokenizer, drawn, special=special)
+
+
+@given(
+    data=st.lists(st.binary(max_size=3) | st.sampled_from([b"a", b" ", "é€🙂".encode()])).map(
+        b"".join
+    )
+)
+@example(data=b"\xc3\xa9\xe2H")
+def test_any_bytes_are_read_as_python_reads_them(data):
+    """By tokenizers of both kinds, and whole letters are given with their last token."""
+    names = [BYTES[byte] if byte > 0x7E else chr(byte) for byte in data]
+    gemma = KNOWN["gemma"]
+    names = [x if x in gemma.get_vocab() else f"<0x{ord(x):02X}>" for x in names]
+    letters = KNOWN["byte-level"]
+    text = data.decode("utf-8", "replace")
+    assert "".join(streamed(gemma, names)) == text
+    level = Detokenizer(Wrapped(letters))
+    pieces = [level.put(token) for token in letters_of(letters, data)]
+    assert "".join([*pieces, level.end()]) == text
+    if "\ufffd" not in text:
+        assert level.end() == streamed(gemma, names)[-1] == ""
+
+
+def letters_of(tokenizer, data: bytes) -> list[int]:
+    """The token of every byte, of a byte-level tokenizer."""
+    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in plain]
+    names = {b: chr(b) for b in plain} | {b: chr(256 + i) for i, b in enumerate(others)}
+    return [tokenizer.token_to_id(names[byte]) for byte in data]
+
+
+def test_an_answer_that_ends_within_a_letter_ends_with_a_replacement_letter():
+    tokenizer = KNOWN["llama"]
+    stream = TextStream(Wrapped(tokenizer), ["never"])
+    assert [stream.put(tokenizer.token_to_id(x)) for x in ("a", "<0xE2>")] == ["a", ""]
+    assert stream.end() == "\ufffd"
+
+
+def test_nothing_follows_a_stop_string():
+    tokenizer = KNOWN["byte-level"]
+    stream = TextStream(Wrapped(tokenizer), ["b"])
+    assert [stream.put(tokenizer.token_to_id(x)) for x in ("a", "b")] == ["a", ""]
+    assert (stream.stopped, stream.end()) == ("b", "")
+
+
+@pytest.mark.parametrize("kind", ["gemma", "llama", "byte-level"])
+def test_a_conversation_goes_on_behind_broken_bytes(kind):
+    """Tokens drawn at random, as of a hot model."""
+    session = session_of(ToyEngine(64, tokenizer=Wrapped(KNOWN[kind])))
+    session.set_generation(max_new_tokens=300, temperature=9.0, seed=1, logprobs=0)
+    text = "".join(session.complete("a"))
+    names = [KNOWN[kind].id_to_token(one.token) for one in session.logprobs]
+    assert len(names) == session.turn.completion_tokens == 300
+    assert text == expected(KNOWN[kind], names)
+    assert "\ufffd" in text
+    assert "".join(session.complete("a"))
