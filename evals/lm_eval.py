@@ -400,7 +400,7 @@ class KvcapLM(TemplateLM):  # type: ignore[misc]
         sampler = self.runtime.sampler(config, self._rng)
         loop = self._empty_loop(len(prompts), history.shape[1] + most)
         ends = settings.end_tokens(config) | {self.eot_token_id}
-        streams = [TextStream(self.tokenizer, until) for _ in prompts]
+        streams = [TextStream(self.tokenizer, until, prompt) for prompt in prompts]
         texts, going = [""] * len(prompts), set(range(len(prompts)))
         logits = loop.prefill(history)
         for step in range(1, most + 1):

@@ -46,6 +46,14 @@ def llama_like() -> Tokenizer:
     )  # fmt: skip
 
 
+def metaspace() -> Tokenizer:
+    """As Llama 2's of today: only the first word of a text begins with a space more."""
+    decoding = [decoders.Metaspace(prepend_scheme="first"), decoders.ByteFallback()]
+    found = _with_bytes(None, [*decoding, decoders.Fuse()])
+    found.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    return found
+
+
 def byte_level() -> Tokenizer:
     """As GPT-2's: every token is some bytes."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -77,13 +85,16 @@ def ends_of_words() -> Tokenizer:
 MADE: dict[str, Callable[[], Tokenizer]] = {
     "gemma": gemma_like,
     "llama": llama_like,
+    "metaspace": metaspace,
     "byte-level": byte_level,
     "word-pieces": word_pieces,
     "ends-of-words": ends_of_words,
 }
 
 
-def _with_bytes(normalizer: normalizers.Normalizer, decoding: list[decoders.Decoder]) -> Tokenizer:
+def _with_bytes(
+    normalizer: normalizers.Normalizer | None, decoding: list[decoders.Decoder]
+) -> Tokenizer:
     merges = [("▁", "a"), ("▁", "P"), ("▁P", "a"), ("a", "r"), ("▁", "▁")]
     pairs = ["".join(pair) for pair in merges]
     vocabulary = {name: i for i, name in enumerate([*SPECIAL, *BYTES, "▁", *LETTERS, *pairs])}

@@ -134,12 +134,13 @@ class Decoding:
             guide.restart()
             ends |= guide.ends
         named = special_tokens(engine.tokenizer, stops)  # text streams leave these out
-        stream, pending = TextStream(engine.tokenizer, stops), Pending(written.logprobs)
         noted = getattr(config, "logprobs", None)
         if noted is not None and self._texts is None:
             self._texts = TokenTexts(engine.tokenizer)
         prompt = engine.token_ids(ids)
         self.read_ids = array("i", [*self.ids_read(cache.seen), *ids])
+        stream = TextStream(engine.tokenizer, stops, self.read_ids)
+        pending = Pending(written.logprobs)
         start = time.perf_counter()
         for done, logits in loop.blocks(prompt):
             if on_block is not None:
@@ -178,10 +179,11 @@ class Decoding:
                 ahead = foreseen and loop.lags and not loop.in_turns
                 if ahead and 1 < turn.completion_tokens < most:
                     begun = _begin(loop, token[:, None])
-                place, text = stream.decoded, stream.put(number)
+                begins, place, text = stream.begins, stream.decoded, stream.put(number)
                 if noted is not None:
                     assert self._texts is not None
-                    one = self._texts.noted(sampler.logprobs(logits, number, noted))
+                    likely = sampler.logprobs(logits, number, noted)
+                    one = self._texts.noted(likely, begins=begins)
                     pending.add(one, place, max(place + 1, stream.decoded))
                     pending.give(stream.given, stopped=stream.stopped is not None)
                 turn.stop_string = stream.stopped
@@ -245,10 +247,17 @@ class TextStream:
     """Turns generated tokens into text piece by piece, and ends before a stop string.
 
     Text that may begin a stop string is held back until it is clear that it does not.
+
+    Args:
+        tokenizer: decodes.
+        stop: the strings.
+        before: tokens that were read before, of which the last say how the text begins.
     """
 
-    def __init__(self, tokenizer: Any, stop: Sequence[str] = ()) -> None:
-        self._detokenizer = Detokenizer(tokenizer)
+    def __init__(
+        self, tokenizer: Any, stop: Sequence[str] = (), before: Sequence[int] = ()
+    ) -> None:
+        self._detokenizer = Detokenizer(tokenizer, before)
         self._stop = [s for s in stop if s]
         self._held = ""
         self.decoded = 0
@@ -257,6 +266,11 @@ class TextStream:
         """Letters that were given out."""
         self.stopped: str | None = None
         """The stop string that was found."""
+
+    @property
+    def begins(self) -> bool:
+        """Whether no text was read or written so far."""
+        return self._detokenizer.begins
 
     def put(self, token: int) -> str:
         """The text that is certain after this token, perhaps none."""

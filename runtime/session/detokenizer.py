@@ -10,7 +10,7 @@ byte-level tokenizers (GPT-2's) and Python decode it. Knows no model.
 from __future__ import annotations
 
 import codecs
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 LOST = "\ufffd"  # what a decoder writes for bytes that are no letter
@@ -24,16 +24,25 @@ class Detokenizer:
 
     Args:
         tokenizer: whose `backend_tokenizer` decodes.
+        before: tokens of the text that it goes on from, perhaps only the last ones; below 0 are
+            unknown ones.
         special: whether special tokens are text, too; else they are left out.
     """
 
-    def __init__(self, tokenizer: Any, *, special: bool = False) -> None:
+    def __init__(
+        self, tokenizer: Any, before: Sequence[int] = (), *, special: bool = False
+    ) -> None:
         self._backend, self._special = tokenizer.backend_tokenizer, special
         self._bytes = byte_tokens(self._backend)
         self._letter = codecs.getincrementaldecoder("utf-8")("replace")
-        self._window = list[int]()  # the last tokens that are text
-        self._text = ""  # of the window
+        self._window = self._last(before)  # the last tokens that are text
+        self._text = self._decode(self._window)
         self._held = 0  # letters at the end of that text which are not given: a U+FFFD, or none
+
+    @property
+    def begins(self) -> bool:
+        """Whether there is no text so far: a decoder may leave out the space that follows."""
+        return not self._window
 
     def put(self, token: int) -> str:
         """Return the text that is certain after this token, perhaps none."""
@@ -54,6 +63,16 @@ class Detokenizer:
         """Return what is left at the end of the text: a U+FFFD for a letter that was not ended."""
         held, self._held = self._held, 0
         return self._letter.decode(b"", final=True) + LOST * held
+
+    def _last(self, tokens: Sequence[int]) -> list[int]:
+        """The last tokens that are text, as many as the next one's text may depend on."""
+        found = list[int]()
+        for token in reversed(tokens):
+            if token < 0 or len(found) == WINDOW:
+                break
+            if not self._is_left_out(token):
+                found.append(token)
+        return found[::-1]
 
     def _is_left_out(self, token: int) -> bool:
         """Whether a token is special, and not to be text."""

@@ -16,6 +16,7 @@ PIECE = 1 << 14  # letters; about 4,000 tokens
 NEAR = 64  # letters on each side of a cut that are tried
 CUT = re.compile(r"(?<=\S) (?=[^\W\d_])")  # the space before a word
 SOUGHT = 1 << 10  # letters in which one is looked for
+BEHIND = "\n", "a", ".", "+"  # of which one shares no token with what follows
 
 
 def encode(backend: Any, text: str, *, special: bool = False) -> list[int]:
@@ -37,6 +38,22 @@ def encode(backend: Any, text: str, *, special: bool = False) -> list[int]:
         begin, end = added.index(0), len(added) - added[::-1].index(0)
         ids = [*first.ids[:begin], *ids, *first.ids[end:]]
     return ids
+
+
+def encode_behind(backend: Any, text: str) -> list[int]:
+    """Token ids of a text that goes on from another.
+
+    Tokenizers such as Llama 2's put a space before any text. Behind a few letters, whose tokens are
+    then left out, there is none.
+    """
+    once = backend.encode("a", add_special_tokens=False).ids
+    if backend.decode([*once, *once]) != "aa":
+        for letters in BEHIND:
+            ids = encode(backend, letters + text)
+            begun = backend.encode(letters, add_special_tokens=False).ids
+            if ids[: len(begun)] == begun:  # else it shares a token with the text
+                return ids[len(begun) :]
+    return encode(backend, text)
 
 
 def cuts(backend: Any, text: str) -> list[int]:

@@ -51,13 +51,21 @@ class TokenTexts:
         self._start = len(self._decode(self._before))
         self._bytes, self._letters = byte_tokens(self._tokenizer), _byte_letters()
 
-    def noted(self, likely: Sequence[tuple[int, float]]) -> Logprob:
-        """The first token, with all others in its place."""
-        one, *top = [self._one(token, logprob) for token, logprob in likely]
+    def noted(self, likely: Sequence[tuple[int, float]], *, begins: bool = False) -> Logprob:
+        """The first token, with all others in its place.
+
+        Args:
+            likely: tokens with their log probabilities.
+            begins: whether a text begins with them, so that none is before.
+        """
+        one, *top = [self._one(token, logprob, begins) for token, logprob in likely]
         return one._replace(top=tuple(top))
 
-    def _one(self, token: int, logprob: float) -> Logprob:
-        text = self._decode([*self._before, token])[self._start :]
+    def _one(self, token: int, logprob: float, begins: bool) -> Logprob:
+        if begins:
+            text = self._decode([token])
+        else:
+            text = self._decode([*self._before, token])[self._start :]
         data = self._data(token) if LOST in text else text.encode()
         return Logprob(token, text, data, max(logprob, LEAST))
 

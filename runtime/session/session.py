@@ -14,7 +14,8 @@ from kvcap.runtime.errors import EmptyPrompt, MemoryCapExceeded, MessagesInvalid
 from kvcap.runtime.interrupts import interrupts_deferred
 from kvcap.runtime.session import settings
 from kvcap.runtime.session.decoding import Decoding, Written
-from kvcap.runtime.session.encoding import encode
+from kvcap.runtime.session.detokenizer import Detokenizer
+from kvcap.runtime.session.encoding import encode, encode_behind
 from kvcap.runtime.session.engine import Engine
 from kvcap.runtime.session.logprobs import Logprob
 from kvcap.runtime.session.messages import (
@@ -171,7 +172,8 @@ class Session:
         text = written.text
         if not written.pieces and self.messages and self.messages[-1]["role"] == "assistant":
             text = self.messages[-1]["content"]  # of a conversation from a file
-        raw: str = tokenizer.backend_tokenizer.decode(written.tokens, skip_special_tokens=False)
+        whole = Detokenizer(tokenizer, written.prompt, special=True)
+        raw = "".join(map(whole.put, written.tokens)) + whole.end()
         stop = self.turn.stop_string if self.turn is not None else None
         if stop is not None:
             raw = raw.partition(stop)[0]
@@ -388,15 +390,18 @@ class Session:
             options.setdefault("do_sample", True)
         self.generation.update(**options)
 
-    def encode(self, text: str, *, special: bool = False) -> list[int]:
-        """Token ids of `text`; `special` lets the tokenizer add its opening token."""
+    def encode(self, text: str, *, special: bool = False, follows: bool = False) -> list[int]:
+        """Token ids of `text`; `special` lets the tokenizer add its opening token.
+
+        A text that `follows` another has no space that some tokenizers begin texts with.
+        """
         tokenizer = self.runtime.tokenizer
         backend = tokenizer.backend_tokenizer
         if backend.truncation or backend.padding or backend.encode_special_tokens:
             # Somebody has asked for these, which transformers takes back with the next call.
             slowly: list[int] = tokenizer(text, add_special_tokens=special)["input_ids"]
             return slowly
-        return encode(backend, text, special=special)
+        return encode_behind(backend, text) if follows else encode(backend, text, special=special)
 
     @property
     def _transcript(self) -> Transcript:
@@ -440,7 +445,8 @@ class Session:
         pinned = before.pinned | frozenset(new if pin else ())
         after = Transcript(messages, system, pinned, pin_system, tools)
         if seen:
-            ids = self._unread + self.encode(render_turn(tokenizer, system, given, tools))
+            turn = render_turn(tokenizer, system, given, tools)
+            ids = self._unread + self.encode(turn, follows=True)
             spans = [(seen, seen + len(ids))] if pin else []
         else:
             check_tools_read(tokenizer, messages, tools)
@@ -449,7 +455,8 @@ class Session:
 
     def _text_prompt(self, text: str) -> Prompt:
         """The prompt of a text that is no message."""
-        ids = self.encode(text, special=not self.cache.seen)
+        follows = bool(self.cache.seen)
+        ids = self.encode(text, special=not follows, follows=follows)
         if not ids:
             raise EmptyPrompt("the prompt is empty; give at least one token of text")
         return self._checked(Prompt(self._unread + ids, None, []))

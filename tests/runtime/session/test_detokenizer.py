@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import example, given
@@ -38,8 +39,11 @@ def expected(tokenizer, names: list[str], *, special: bool = False) -> str:
     return re.sub(OWN, lambda _: next(each), text)
 
 
-def streamed(tokenizer, names: list[str], *, special: bool = False) -> list[str]:
-    text = Detokenizer(Wrapped(tokenizer), special=special)
+def streamed(
+    tokenizer, names: list[str], before: Sequence[str] = (), *, special: bool = False
+) -> list[str]:
+    read = [tokenizer.token_to_id(name) for name in before]
+    text = Detokenizer(Wrapped(tokenizer), read, special=special)
     pieces = [text.put(tokenizer.token_to_id(name)) for name in names]
     return [*pieces, text.end()]
 
@@ -64,6 +68,11 @@ def test_pieces_are_the_tokenizers_own_text(kind, special, data):
     drawn = data.draw(st.lists(st.sampled_from(names) | st.sampled_from(often), max_size=24))
     said = "".join(streamed(tokenizer, drawn, special=special))
     assert said == expected(tokenizer, drawn, special=special)
+    read = [*data.draw(st.lists(st.sampled_from(names), max_size=9)), "a"]
+    read += data.draw(st.lists(st.sampled_from(SPECIAL), max_size=6))
+    said = "".join(streamed(tokenizer, drawn, read, special=special))
+    whole = expected(tokenizer, [*read, *drawn], special=special)
+    assert expected(tokenizer, read, special=special) + said == whole
 
 
 @given(
@@ -120,3 +129,52 @@ def test_a_conversation_goes_on_behind_broken_bytes(kind):
     assert text == expected(KNOWN[kind], names)
     assert "\ufffd" in text
     assert "".join(session.complete("a"))
+
+
+def test_the_first_space_of_an_answer_is_kept():
+    """Also behind special tokens; not where a text begins, or it is not known what is before."""
+    names = ["▁Pa", "r", "▁", "▁a"]
+    for kind in ("llama", "metaspace"):
+        for read in (["▁", "a"], ["▁a", "<s>", "</s>", "<s>", "</s>", "<s>"], ["<0x41>"]):
+            assert streamed(KNOWN[kind], names, read) == [" Pa", "r", " ", " a", ""]
+        for read in ([], ["<s>"]):
+            assert streamed(KNOWN[kind], names, read) == ["Pa", "r", " ", " a", ""]
+    ids = [KNOWN["llama"].token_to_id(name) for name in names]
+    text = Detokenizer(Wrapped(KNOWN["llama"]), [-1, ids[0], -1])
+    assert text.begins
+    assert text.put(ids[0]) == "Pa"
+    assert not text.begins
+
+
+@pytest.mark.parametrize("kind", ["gemma", "llama", "byte-level"])
+def test_prompt_and_answer_are_the_text_of_all_tokens(kind):
+    """Of several texts that follow each other; with the texts of log probabilities."""
+    session = session_of(ToyEngine(200, tokenizer=Wrapped(KNOWN[kind])))
+    session.set_generation(max_new_tokens=99, logprobs=0)
+    asked = [
+        ("The capital:", " Pa+r"), ("  it is", "[a-z]"), ("\nb", "    a = 1"), ("b", "( [a-z]){3}"),
+        (" ", " a"),
+    ]  # fmt: skip
+    written = ""
+    for prompt, regex in asked:
+        session.set_generation(regex=regex)
+        said = "".join(session.complete(prompt))
+        assert re.fullmatch(regex, said)
+        assert "".join(one.text for one in session.logprobs) == said
+        assert b"".join(one.bytes for one in session.logprobs) == said.encode()
+        written += prompt + said
+        assert KNOWN[kind].decode([*session.read_ids, *session._unread]) == written
+    begun = session_of(ToyEngine(64, tokenizer=Wrapped(KNOWN[kind])))
+    begun.set_generation(max_new_tokens=9, logprobs=0, temperature=9.0, seed=3)
+    said = "".join(begun.complete("<s>"))  # which is no text, so that the answer begins it
+    assert "".join(one.text for one in begun.logprobs if one.text not in SPECIAL) == said
+
+
+def test_the_text_before_a_call_is_kept():
+    """Where the answer begins with a space."""
+    session = session_of(ToyEngine(64, tokenizer=Wrapped(KNOWN["llama"])))
+    call = r" Wait\. \[TOOL_CALLS\] \[\{\"name\":\"a\",\"arguments\":\{\}\}\]"
+    session.set_generation(max_new_tokens=99, regex=call)
+    assert "".join(session.complete("Q:")).startswith(" Wait. [")
+    assert session.parsed.content == "Wait."
+    assert [call.name for call in session.parsed.tool_calls] == ["a"]

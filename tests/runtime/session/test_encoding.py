@@ -6,6 +6,9 @@ import random
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from made_tokenizers import LETTERS, MADE
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, trainers
 from tokenizers import pre_tokenizers as splits
 from tokenizers.processors import TemplateProcessing
@@ -15,7 +18,7 @@ from kvcap.pocket.corpus import filler
 from kvcap.runtime.models.files import load_tokenizer
 from kvcap.runtime.models.names import resolve
 from kvcap.runtime.session import encoding
-from kvcap.runtime.session.encoding import cuts, encode
+from kvcap.runtime.session.encoding import cuts, encode, encode_behind
 
 # As in Llama 3 and, but for its digits, in Qwen.
 WORDS = (
@@ -129,3 +132,27 @@ def test_pocket_s_long_texts(special: bool) -> None:
     assert len(cuts(tokenizer.backend_tokenizer, text)) > 3
     expected = tokenizer(text, add_special_tokens=special)["input_ids"]
     assert encode(tokenizer.backend_tokenizer, text, special=special) == expected
+
+
+@pytest.mark.parametrize("kind", MADE)
+@given(data=st.data())
+def test_a_text_behind_another_begins_with_no_space_of_the_tokenizers(kind, data):
+    """Some put one before any text; of the others, nothing changes."""
+    known = MADE[kind]()
+    letters = "abc." if kind in ("word-pieces", "ends-of-words") else LETTERS + "  \n\n☃"
+    before, text = (data.draw(st.text(letters, min_size=1)) for _ in range(2))
+    tokens = encode_behind(known, text)
+    if kind in ("llama", "metaspace"):
+        assert (
+            known.decode([*encode(known, before), *tokens])
+            == before.removeprefix(" " * (kind == "metaspace")) + text
+        )
+    else:
+        assert tokens == encode(known, text)
+
+
+def test_a_long_text_behind_another():
+    known = MADE["llama"]()
+    text = "ab " * 20_000
+    assert encode_behind(known, text) == encode(known, "x" + text)[2:]
+    assert encode_behind(known, "</s> a") == encode(known, "</s> a")
