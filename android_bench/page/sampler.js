@@ -1,6 +1,9 @@
 // Draws the next token by the settings of generation, as `generation.py` of the ONNX Runtime backend
 // does: rules and order are those of transformers. Knows no model.
 
+// A temperature or `top_p` below it leaves the likeliest token alone, as 0 does.
+const LEAST = 1e-20;
+
 /** The first of the largest numbers. */
 export function argmax(numbers) {
   let best = 0;
@@ -51,7 +54,8 @@ export function drawn(logits, said, settings) {
   if (penalty && penalty !== 1) {
     for (const token of new Set(said)) scores[token] *= scores[token] < 0 ? penalty : 1 / penalty;
   }
-  if (!do_sample || temperature === 0) return argmax(scores);
+  const small = (value) => typeof value === "number" && value < LEAST;
+  if (!do_sample || small(temperature) || small(settings.top_p)) return argmax(scores);
   if (temperature && temperature !== 1) scores = scores.map((score) => score / temperature);
   const shares = softmax(narrowed(scores, settings));
   let left = Math.random() * shares.reduce((a, b) => a + b);

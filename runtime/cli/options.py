@@ -461,7 +461,7 @@ class Sampling:
             min=0,
             max=1,
             metavar="X",
-            help="Draw from the likeliest tokens of this much mass.",
+            help="Draw from the likeliest tokens of this much mass; 0 takes the likeliest.",
         ),
     ] = None
     top_k: Annotated[

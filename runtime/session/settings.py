@@ -49,6 +49,10 @@ SHAPES = ("json_schema", "regex")
 """What a whole answer is held to: at most one of them."""
 PENALTIES = ("presence_penalty", "frequency_penalty")
 """What an answer's own tokens lose before the next one is drawn, as OpenAI's API defines it."""
+LEAST = 1e-20
+"""A temperature or `top_p` below it leaves the likeliest token alone, as 0 does."""
+LARGEST = 1e18
+"""Logits that are drawn from, at most: divided by the least temperature they are still numbers."""
 OURS = ("logprobs", *PENALTIES, *SHAPES)
 """Settings that transformers does not have."""
 NAMES = (*NUMBERS, "do_sample", "eos_token_id", "stop_strings", *SHAPES)
@@ -107,6 +111,12 @@ def shapes(config: Any) -> dict[str, Any]:
     """What answers are held to, by the name of the setting; empty where nothing holds them."""
     found = {name: getattr(config, name, None) for name in SHAPES}
     return {name: value for name, value in found.items() if value is not None}
+
+
+def greedy(config: Any) -> bool:
+    """Return whether no other token than the likeliest can be drawn."""
+    given = (config.temperature, config.top_p)
+    return not config.do_sample or any(value is not None and value < LEAST for value in given)
 
 
 def penalties(config: Any) -> tuple[float, float]:

@@ -68,7 +68,7 @@ class Sampler:
 
     def __init__(self, config: Generation, rng: np.random.Generator) -> None:
         self.config, self.rng = config, rng
-        self.greedy = not config.do_sample or config.temperature == 0
+        self.greedy = settings.greedy(config)
 
     @property
     def recipe(self) -> tuple[float, ...] | None:
@@ -140,8 +140,10 @@ class Sampler:
         """
         config = self.config
         tokens: NDArray[np.int64] | None = None
+        scores = np.minimum(scores, np.float32(settings.LARGEST))
         if config.temperature not in (None, 1.0):
-            scores = scores / np.float32(config.temperature)
+            with np.errstate(over="ignore"):  # a graph may write the least number for -inf
+                scores = scores / np.float32(config.temperature)
         if config.top_k and config.top_k < len(scores):
             lowest = np.partition(scores, -config.top_k)[-config.top_k]
             tokens = np.flatnonzero(scores >= lowest)

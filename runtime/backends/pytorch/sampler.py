@@ -79,7 +79,7 @@ class Sampler:
                 "drawn as if they were not set",
                 stacklevel=2,
             )
-        self.greedy = not config.do_sample or config.temperature == 0
+        self.greedy = settings.greedy(config)
         self.generator = generator
         self.repetition, self.warpers = _processors(config, self.greedy)
         self.shortlist = _shortlist(config)
@@ -124,6 +124,7 @@ class Sampler:
 
     def draw(self, scores: Tensor, numbers: Tensor) -> Tensor:
         """Token ids [B] from scores [B, V], which penalties have changed, by random numbers [B]."""
+        scores = scores.clamp(max=settings.LARGEST)
         if self.shortlist is None or self.shortlist >= scores.shape[-1]:
             return drawn(self.warpers(None, scores), numbers)
         some, ids = scores.topk(self.shortlist)

@@ -182,3 +182,46 @@ def test_settings_that_are_not_read_are_named():
         sampling.Sampler(config, torch.Generator())
     (told,) = [str(one.message) for one in caught]
     assert "no_repeat_ngram_size=3, typical_p=0.9; answers are drawn as if" in told
+
+
+INF = float("inf")
+SPREAD = (1.0, 4.0, -INF, 3.0, 2.0, -INF)  # of which token 1 is the likeliest
+EDGES: list[tuple[dict[str, float], tuple[float, ...], set[int]]] = [
+    ({"top_p": 0}, SPREAD, {1}), ({"top_p": 1e-45}, SPREAD, {1}), ({"top_p": 1e-300}, SPREAD, {1}),
+    ({"top_p": 1e-19}, SPREAD, {1}), ({"top_p": 0, "top_k": 3}, SPREAD, {1}),
+    ({"top_p": 0, "min_p": 1.0, "temperature": 2.0}, SPREAD, {1}),
+    ({"temperature": 0}, SPREAD, {1}), ({"temperature": 1e-45}, SPREAD, {1}),
+    ({"temperature": 1e-320}, SPREAD, {1}), ({"temperature": 1e-38, "top_p": 0.9}, SPREAD, {1}),
+    ({"temperature": 1e-19}, SPREAD, {1}), ({"temperature": 1e-19, "min_p": 0.1}, SPREAD, {1}),
+    ({"temperature": 1e30}, SPREAD, {0, 1, 3, 4}), ({"min_p": 1.0}, SPREAD, {1}),
+    ({"min_p": 0.3}, SPREAD, {1, 3}), ({"min_p": 1e-320}, SPREAD, {0, 1, 3, 4}),
+    ({"top_k": 1}, SPREAD, {1}), ({"top_k": 1, "temperature": 9.0}, SPREAD, {1}),
+    ({"top_k": 2, "temperature": 9.0}, SPREAD, {1, 3}), ({"top_k": 9}, SPREAD, {0, 1, 3, 4}),
+    ({}, (0.0, INF, 9.0), {1}), ({"temperature": 0.5, "min_p": 0.9}, (0.0, INF, INF), {1, 2}),
+    ({"temperature": 1e-19}, (-3e38, 3e38, INF, 0.0), {1, 2}), ({"top_k": 1}, (0.0, INF), {1}),
+    ({"min_p": 0.5, "top_p": 0.5}, (0.0, 3e38, 9.0), {1}), ({"temperature": 0}, (0.0, INF), {1}),
+    ({}, (-INF, -3e38, -INF), {1}), ({"temperature": 1e-19}, (-3e38, -9.0), {1}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("tokens", [6, 5000])
+@pytest.mark.parametrize(("config", "logits", "kept"), EDGES)
+def test_settings_at_the_edge_of_what_numbers_hold(config, logits, kept, tokens):
+    """In both backends, and in a vocabulary of which all other tokens are impossible."""
+    row = np.full((1, tokens), -INF, np.float32)
+    row[0, : len(logits)] = logits
+    options = {"do_sample": True, "top_k": 0, **config}
+    history = np.zeros((1, 1), np.int64)
+    torch_one = sampling.Sampler(GenerationConfig(**options), torch.Generator().manual_seed(0))
+    numpy_one = generation.Sampler(generation.Generation(**options), np.random.default_rng(0))
+    ours = {
+        torch_one.next(torch.from_numpy(row), torch.from_numpy(history)).item() for _ in range(60)
+    }
+    theirs = {int(numpy_one.next(row.copy(), history)[0]) for _ in range(60)}
+    assert ours == theirs == kept
+    assert (torch_one.recipe == ()) == (numpy_one.recipe == ())
+    if torch_one.recipe:
+        rows = sampling.draw_each(
+            torch.from_numpy(row).expand(4, -1), dict.fromkeys(range(4), torch_one)
+        )
+        assert set(rows.tolist()) <= kept
