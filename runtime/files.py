@@ -6,6 +6,7 @@ no format but JSON.
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import json
 import os
@@ -133,7 +134,13 @@ def as_text(data: bytes, name: str) -> str:
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise ValueError(f"{name} is not UTF-8 text (at byte {error.start:,})") from error
+        other = (
+            "UTF-16" if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) else "LATIN1"
+        )
+        raise ValueError(
+            f"{name} is not UTF-8 text (at byte {error.start:,}); convert it, as iconv -f {other} "
+            "-t UTF-8 does"
+        ) from error
     if "\0" in text:
         raise ValueError(f"{name} is not text: it holds NUL bytes")
     return text.replace("\r\n", "\n").removesuffix("\n")

@@ -109,6 +109,8 @@ def of_body(error: ValidationError) -> ApiError:
     where = ".".join(str(step) for step in first["loc"])
     if first["type"] == "json_invalid":
         said = first["msg"].removeprefix("Invalid JSON: ")
+        if "escape" in said or "code point" in said:
+            said += "; give UTF-8, and whole letters: no half of a surrogate pair"
         return ApiError(400, f"the body is no JSON: {said}")
     text = first["msg"].removeprefix("Value error, ")
     text = f"is {_shown(first['input'])}: {text[:1].lower()}{text[1:]}"

@@ -32,6 +32,7 @@ from kvcap.runtime.files import read_text
 from kvcap.runtime.interrupts import interrupts_deferred
 from kvcap.runtime.memory.free_memory import free_memory, process_bytes
 from kvcap.runtime.session.decoding import MAX_NEW_TOKENS
+from kvcap.runtime.session.encoding import check_letters
 from kvcap.runtime.session.engine import Engine
 from kvcap.runtime.session.session import Session
 from kvcap.runtime.types import BUILT_IN
@@ -309,6 +310,7 @@ class Chat:
         dim(f"policy {plan.policy}, {kept}{REREAD if messages else ''}")
 
     def _system(self, rest: str) -> None:
+        check_letters(rest)
         if rest:
             self.session.system = None if rest in ('""', "''") else rest
             self.session.cache.reset()

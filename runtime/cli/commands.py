@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import replace
+from io import TextIOWrapper
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Annotated
@@ -73,8 +74,8 @@ def chat_command(
     """Chat with a model in a fixed amount of KV memory.
 
     On a terminal, /help lists the commands, Alt+Enter or a final backslash starts a new line,
-    Ctrl-C stops an answer. Without a terminal every line of stdin is a turn, and stdout has
-    nothing but the answers. A command is a slash and a word; other lines are messages.
+    Ctrl-C stops an answer. Without a terminal every line of stdin, in UTF-8, is a turn, and stdout
+    has nothing but the answers. A command is a slash and a word; other lines are messages.
     """
     from kvcap.runtime.cli.chat import Chat
     from kvcap.runtime.session.messages import render_turn
@@ -92,6 +93,8 @@ def chat_command(
         code = converse(chat)
     else:
         chat.show_resumed()
+        if isinstance(sys.stdin, TextIOWrapper):  # bytes of another code are refused by the line
+            sys.stdin.reconfigure(encoding="utf-8-sig", errors="surrogateescape")
         code = chat.run_script(sys.stdin)
     chat.save()
     raise typer.Exit(code)

@@ -12,6 +12,8 @@ import re
 from itertools import pairwise
 from typing import Any
 
+from kvcap.runtime.errors import MessagesInvalid
+
 PIECE = 1 << 14  # letters; about 4,000 tokens
 NEAR = 64  # letters on each side of a cut that are tried
 CUT = re.compile(r"(?<=\S) (?=[^\W\d_])")  # the space before a word
@@ -54,6 +56,30 @@ def encode_behind(backend: Any, text: str) -> list[int]:
             if ids[: len(begun)] == begun:  # else it shares a token with the text
                 return ids[len(begun) :]
     return encode(backend, text)
+
+
+def check_letters(text: str) -> None:
+    """Refuse a text with halves of letters, or bytes that are no UTF-8, which no tokenizer reads.
+
+    Python has a lone surrogate for each: JSON may hold halves, and arguments and stdin of a command
+    any bytes.
+
+    Raises:
+        MessagesInvalid: naming the first, with the letters around it.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        place = error.start
+        near, code = ascii(text[max(0, place - NEAR) : place + NEAR]), ord(text[place])
+        if 0xDC80 <= code <= 0xDCFF:
+            what = f"the byte 0x{code - 0xDC00:02x}, which is no UTF-8; convert the text to UTF-8"
+            what += ", as iconv -f LATIN1 -t UTF-8 does"
+        else:
+            what = f"half of a letter (the surrogate U+{code:04X}); give whole ones"
+        raise MessagesInvalid(
+            f"the text {near} cannot be read: at letter {place + 1:,} it has {what}"
+        ) from error
 
 
 def cuts(backend: Any, text: str) -> list[int]:

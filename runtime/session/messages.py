@@ -12,6 +12,7 @@ from typing import Any
 
 from kvcap.runtime.errors import ChatTemplateMissing, EmptyPrompt, MessagesInvalid
 from kvcap.runtime.session.chat_template import TemplateFailed, render_template
+from kvcap.runtime.session.encoding import check_letters
 from kvcap.runtime.types import Message, Span, Tool
 
 ROLES = ("system", "user", "assistant", "tool")
@@ -75,6 +76,7 @@ def _checked_message(index: int, given: Any) -> Message:
         raise MessagesInvalid(
             f"the content of message {index} is a {type(content).__name__}; give its text"
         )
+    check_letters(content)
     if role == "system" and index:
         raise MessagesInvalid(
             f"message {index} is of the system; a system prompt can only be the first message"

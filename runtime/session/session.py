@@ -15,7 +15,7 @@ from kvcap.runtime.interrupts import interrupts_deferred
 from kvcap.runtime.session import settings
 from kvcap.runtime.session.decoding import Decoding, Written
 from kvcap.runtime.session.detokenizer import Detokenizer
-from kvcap.runtime.session.encoding import encode, encode_behind
+from kvcap.runtime.session.encoding import check_letters, encode, encode_behind
 from kvcap.runtime.session.engine import Engine
 from kvcap.runtime.session.logprobs import Logprob
 from kvcap.runtime.session.messages import (
@@ -73,6 +73,7 @@ class Session:
         seed: int | None = None,
         generation: Any = None,
     ) -> None:
+        check_letters(system or "")
         self.runtime = runtime
         self.system = system
         self.messages: list[Message] = []
@@ -295,7 +296,8 @@ class Session:
 
         Raises:
             EmptyPrompt: there is nothing to answer.
-            MessagesInvalid: they are no such messages, or other tools than the conversation's.
+            MessagesInvalid: they are no such messages, hold what is no letter, or come with other
+                tools than the conversation's.
             ChatTemplateMissing: the tokenizer cannot chat, or its template does not write tools.
             MemoryCapExceeded: nothing may be evicted and the cap is reached.
             SchemaRefused, ExtraMissing: answers cannot be held to what `set_generation` was given.
@@ -312,7 +314,7 @@ class Session:
 
         Raises:
             EmptyPrompt: it has no token.
-            MessagesInvalid: it is no text.
+            MessagesInvalid: it is no text, or holds what is no letter.
             MemoryCapExceeded, ValueError, UnsupportedModel, SessionBroken: as in `send`.
         """
         if not isinstance(text, str):
@@ -394,7 +396,11 @@ class Session:
         """Token ids of `text`; `special` lets the tokenizer add its opening token.
 
         A text that `follows` another has no space that some tokenizers begin texts with.
+
+        Raises:
+            MessagesInvalid: it holds a lone surrogate, which is no letter.
         """
+        check_letters(text)
         tokenizer = self.runtime.tokenizer
         backend = tokenizer.backend_tokenizer
         if backend.truncation or backend.padding or backend.encode_special_tokens:

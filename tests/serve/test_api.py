@@ -188,6 +188,22 @@ def test_what_is_not_supported_is_refused_by_name(url, talk, body, param):
     assert len(talk.answers) == before
 
 
+@pytest.mark.parametrize("bad", [rb"\ud83d", rb"\ude42 ", b"\xe9", b"\xed\xa0\xbd"])
+def test_what_is_no_letter_is_refused_by_name(url, talk, bad):
+    """Half of a pair, as a program that cuts texts sends it, and bytes that are no UTF-8."""
+    before = len(talk.answers)
+    for path, body in (
+        ("/v1/chat/completions", b'{"messages": [{"role": "user", "content": "a %s"}]}'),
+        ("/v1/completions", b'{"prompt": "%s"}'),
+    ):
+        said = httpx.post(
+            url + path, content=body % bad, headers={"Content-Type": "application/json"}
+        )
+        assert said.status_code == 400, said.text
+        assert "give UTF-8, and whole letters" in said.json()["error"]["message"]
+    assert len(talk.answers) == before
+
+
 def test_values_that_ask_for_nothing_are_taken(url, talk):
     nothing: dict[str, Any] = {
         "n": 1, "frequency_penalty": 0, "presence_penalty": 0.0, "logit_bias": {}, "store": False,

@@ -48,7 +48,7 @@ class _File:
         self.path = path
         try:
             given = read_plain(path, MOST)
-            self.text = given.decode("utf-8")
+            self.text = given.decode("utf-8-sig")
         except (OSError, ValueError) as error:
             raise ValueError(f"perplexity:{path}: no text can be read there ({error})") from error
         if not self.text.strip():

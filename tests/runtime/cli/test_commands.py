@@ -447,6 +447,56 @@ def test_files_that_are_no_prompt(model: str, kvcap: Any, tmp_path: Path) -> Non
     assert kvcap("generate", model, "-f", "-", stdin=b"\xff\xfe")[0] == 2
 
 
+def test_texts_of_another_code_are_refused_wherever_they_are(
+    model: str, kvcap: Any, tmp_path: Path
+) -> None:
+    """Arguments hold a lone surrogate for each byte that is no UTF-8, as Python reads them."""
+    short = ("--max-new-tokens", "2")
+    for given in (
+        ("Hell\udce9",), ("Hell\udce9", "--raw"), ("Hello", "--system-prompt", "Hell\udce9"),
+    ):  # fmt: skip
+        code, out, err = kvcap("generate", "-m", model, *given, *short)
+        assert (code, out, one_line(err)) == (2, "", True)
+        assert "'Hell\\udce9' cannot be read: at letter 5 it has the byte 0xe9, which is no" in err
+        assert "iconv -f LATIN1 -t UTF-8" in err
+    code, out, err = kvcap("generate", "-m", model, *short, stdin=b"Hell\xe9\n")
+    assert (code, out) == (2, "")
+    assert "stdin is not UTF-8 text (at byte 4); convert it, as iconv -f LATIN1" in err
+    (tmp_path / "wide").write_text("Hello", encoding="utf-16")
+    assert "iconv -f UTF-16 -t" in kvcap("generate", "-m", model, "-f", str(tmp_path / "wide"))[2]
+
+
+def test_a_line_of_another_code_is_refused_and_the_chat_goes_on(model: str, kvcap: Any) -> None:
+    lines = b"Hello!\nHell\xe9\n/system \xff\n/system caf\xc3\xa9\n/system\nHi!\n/stats\n"
+    code, out, err = kvcap("chat", model, "--max-new-tokens", "2", "--json", stdin=lines)
+    assert code == 2
+    assert len(out.splitlines()) == 2
+    assert err.count("cannot be read") == 2
+    assert "'Hell\\udce9'" in err
+    assert "\ncaf\u00e9\n" in err
+    assert "2 turns ·" in err
+
+
+def test_a_mark_of_the_byte_order_is_no_letter(model: str, kvcap: Any, tmp_path: Path) -> None:
+    """Windows writes one at the beginning of files and pipes."""
+    mark, short = b"\xef\xbb\xbf", ("--max-new-tokens", "2", "--json")
+    (tmp_path / "marked").write_bytes(mark + b"Hello!\n")
+    tokens = {
+        json.loads(kvcap(*command, *short, stdin=stdin)[1])["usage"]["prompt_tokens"]
+        for command, stdin in [
+            (("generate", "-m", model), b"Hello!\n"),
+            (("generate", "-m", model), mark + b"Hello!\n"),
+            (("generate", "-m", model, "-f", str(tmp_path / "marked")), b""),
+            (("chat", model), mark + b"Hello!\n"),
+            (("chat", model), b"/read %s\n" % str(tmp_path / "marked").encode()),
+        ]
+    }
+    assert len(tokens) == 1
+    code, _, err = kvcap("chat", model, stdin=mark + b"/stats\n")
+    assert code == 0
+    assert "no answer yet" in err
+
+
 def test_models_that_cannot_be(kvcap: Any, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
     code, out, err = kvcap("plan", str(tmp_path))

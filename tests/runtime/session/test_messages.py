@@ -43,6 +43,27 @@ def test_a_history_begins_a_conversation(runtime):
     assert ASKED["content"] == "Who are you?"
 
 
+@pytest.mark.parametrize("text", ["\ud83d", "a" * 99 + "\ude42", "caf\udce9", "\ud83d\ude42"])
+def test_what_is_no_letter_is_refused_and_changes_nothing(runtime, text):
+    """Halves of a pair, as JSON may hold them, and bytes that are no UTF-8."""
+    session = session_of(runtime, "Be kind.")
+    list(session.send("Hello!"))
+    before = session.conversation
+    for ask in (
+        lambda: session.send(text),
+        lambda: session.send([ASKED, ANSWERED, {**ASKED, "content": text}]),
+        lambda: session.complete(text),
+        lambda: session.encode(text),
+        lambda: session_of(runtime).send([{"role": "system", "content": text}, ASKED]),
+        lambda: session_of(runtime, text),
+    ):
+        with pytest.raises(MessagesInvalid, match="cannot be read: at letter") as refused:
+            ask()
+        assert str(refused.value).isascii()  # so that it can be shown
+    assert session.conversation == before
+    assert "".join(session.send("Hello?"))
+
+
 def test_messages_are_added_to_a_conversation(runtime):
     session = session_of(runtime, "Be kind.")
     first = "".join(session.send("Hello!"))
