@@ -11,6 +11,7 @@ from kvcap.runtime.backends.onnxruntime import manifest as manifests
 from kvcap.runtime.backends.onnxruntime.manifest import Manifest
 from kvcap.runtime.backends.onnxruntime.tokenizer import Tokenizer
 from kvcap.runtime.errors import ChatTemplateMissing, NotExportable
+from kvcap.runtime.session.messages import messages_as_taken
 
 PAGE_BYTES = 3 << 30  # of weights and slots: WebAssembly addresses 4 GiB, a run takes some of it
 
@@ -41,7 +42,7 @@ def decoder_for_a_page(folder: Path) -> Manifest:
 
     Raises:
         ModelFilesBroken: its tokenizer cannot be used.
-        ChatTemplateMissing: it has no chat template.
+        ChatTemplateMissing: it has no chat template, or one that takes lists of parts.
         NotExportable: it is too large, or as of `decoder_in`, as are all others.
     """
     found = decoder_in(folder)
@@ -51,9 +52,15 @@ def decoder_for_a_page(folder: Path) -> Manifest:
             f"weights and slots of {str(folder)!r} take {taken / 1e9:.1f} GB, and a page has "
             f"{PAGE_BYTES / 1e9:.1f} GB for them; export it with --dtype int4, or fewer slots"
         )
-    if not Tokenizer(folder, found.listed).chat_template:
+    tokenizer, said = Tokenizer(folder, found.listed), [{"role": "user", "content": "Hello!"}]
+    if not tokenizer.chat_template:
         raise ChatTemplateMissing(
             f"the tokenizer in {str(folder)!r} has no chat template; export a model that was made "
             "for chat"
+        )
+    if messages_as_taken(tokenizer, said) != said:
+        raise ChatTemplateMissing(
+            f"the chat template in {str(folder)!r} takes lists of parts, and the page gives texts; "
+            f"use kvcap chat {folder}"
         )
     return found

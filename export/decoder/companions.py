@@ -10,7 +10,7 @@ from kvcap.runtime.backends.onnxruntime.library import library
 from kvcap.runtime.backends.onnxruntime.tokenizer import Tokenizer
 from kvcap.runtime.errors import UnsupportedModel
 from kvcap.runtime.models.files import load_tokenizer
-from kvcap.runtime.session.messages import render
+from kvcap.runtime.session.messages import messages_as_taken, render
 
 TEXT = "Hello! Zwölf Boxkämpfer, 42 <b>ships</b>\n and 你好."
 
@@ -58,5 +58,6 @@ def check_tokenizer(folder: Path) -> None:
     if not theirs.chat_template:
         return
     text = render(mine, turns)  # within bounds, which transformers has none of
+    turns = messages_as_taken(mine, turns)
     if text != theirs.apply_chat_template(turns, tokenize=False, add_generation_prompt=True):
         raise UnsupportedModel(f"the chat template in {str(folder)!r} needs more than jinja2 gives")

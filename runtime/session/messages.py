@@ -13,6 +13,7 @@ from typing import Any
 from kvcap.runtime.errors import ChatTemplateMissing, EmptyPrompt, MessagesInvalid
 from kvcap.runtime.session.chat_template import TemplateFailed, render_template
 from kvcap.runtime.session.encoding import check_letters
+from kvcap.runtime.session.template_forms import Write, as_taken
 from kvcap.runtime.types import Message, Span, Tool
 
 ROLES = ("system", "user", "assistant", "tool")
@@ -164,27 +165,43 @@ def render(
         prompt: whether the opening of an answer follows.
 
     Raises:
-        ChatTemplateMissing: there is no template, or it fails on these messages.
+        ChatTemplateMissing: there is no template, it fails on these messages, or leaves out what
+            the user says.
     """
+    template, write = _writer(tokenizer, tools, prompt)
+    try:
+        return write(as_taken(template, write, messages))
+    except TemplateFailed as error:
+        raise ChatTemplateMissing(
+            f"this model's chat template fails ({str(error) or type(error).__name__}); use "
+            "`kvcap generate --raw`, or a model whose template works"
+        ) from error
+
+
+def messages_as_taken(tokenizer: Any, messages: Sequence[Message]) -> list[Message]:
+    """Return the messages in the form that the chat template reads; see `template_forms`.
+
+    Raises:
+        ChatTemplateMissing: there is no template, or it leaves out what the user says.
+    """
+    return as_taken(*_writer(tokenizer, (), True), messages)
+
+
+def _writer(tokenizer: Any, tools: Sequence[Tool], prompt: bool) -> tuple[str, Write]:
+    """Return the chat template and what renders messages by it, in the form that they have."""
     if not getattr(tokenizer, "chat_template", None):
         raise ChatTemplateMissing(
             "this tokenizer has no chat template; continue a text with `kvcap generate --raw` (in "
             "Python: session.complete), or use a model that was made for chat"
         )
+    template: str = tokenizer.get_chat_template()
     names = {
-        "messages": list(messages),
         "add_generation_prompt": prompt,
         "tools": list(tools) or None,
         "documents": None,
         **tokenizer.special_tokens_map,
     }
-    try:
-        return render_template(tokenizer.get_chat_template(), names)
-    except (TemplateFailed, ValueError) as error:
-        raise ChatTemplateMissing(
-            f"this model's chat template fails ({str(error) or type(error).__name__}); use "
-            "`kvcap generate --raw`, or a model whose template works"
-        ) from error
+    return template, lambda some: render_template(template, {"messages": list(some), **names})
 
 
 def check_tools_read(tokenizer: Any, messages: Sequence[Message], tools: Sequence[Tool]) -> None:

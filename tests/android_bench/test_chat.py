@@ -225,3 +225,14 @@ def test_a_page_refuses_what_it_cannot_hold_or_say(decoder, tmp_path, change, er
     (copy / "kvcap.json").write_text(json.dumps(facts))
     with pytest.raises(error, match=text):
         decoder_for_a_page(copy)
+
+
+def test_a_template_that_takes_lists_of_parts_is_no_page_s(decoder, tmp_path, monkeypatch):
+    """The page gives texts, of which such a template would write nothing."""
+    walks = "{% for m in messages %}{% for part in m.content %}{{ part.text }}{% endfor %}"
+    monkeypatch.setattr(
+        "kvcap.runtime.backends.onnxruntime.tokenizer.read_plain",
+        lambda *_: f"{walks}{{% endfor %}}".encode(),
+    )
+    with pytest.raises(ChatTemplateMissing, match="takes lists of parts"):
+        decoder_for_a_page(decoder)

@@ -375,6 +375,8 @@ TEMPLATES = {
     "json": "{{ messages | tojson }}{{ messages | tojson(indent=2) }}{{ eos_token }}",
     "generation": "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}"
     "{% endfor %}{% if add_generation_prompt %}>{% endif %}",
+    "parts": "{% for m in messages %}{% for part in m.content %}{{ part.text }}{% endfor %}\n"
+    "{% endfor %}",
 }
 TURNS = [
     {"role": "system", "content": "Be kind."},

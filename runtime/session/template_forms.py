@@ -1,0 +1,97 @@
+"""Finds the form in which a chat template takes messages: contents as texts, or as lists of parts.
+
+Templates of models that also see images (Idefics 3, LLaVA-NeXT, SmolVLM) walk through a list of
+parts, and of a plain text they write nothing. A short conversation with a marker as its text shows
+which form a template reads. Knows no tokenizer: it is handed what renders.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+
+from kvcap.runtime.errors import ChatTemplateMissing
+from kvcap.runtime.session.chat_template import TemplateFailed
+from kvcap.runtime.types import Message
+
+MARKER = "7301946258"  # digits, which no filter of a template changes: upper, trim, tojson
+CALL = {"type": "function", "id": "a1b2c3d4e", "function": {"name": "f", "arguments": {}}}
+
+Write = Callable[[Sequence[Message]], str]
+"""Renders messages; raises `TemplateFailed` where the template does."""
+
+
+def as_taken(template: str, write: Write, messages: Sequence[Message]) -> list[Message]:
+    """Return the messages with each content in the form that the template reads for its role.
+
+    Args:
+        template: in Jinja; what is found out about it is remembered.
+        write: renders messages by it.
+        messages: whose contents are texts.
+
+    Raises:
+        ChatTemplateMissing: it writes a user's text in neither form.
+    """
+    if not _users_parts(template, write):
+        return list(messages)
+    return [
+        {**one, "content": _parts(one["content"])}
+        if _parts_of_role(template, write, one["role"])
+        else one
+        for one in messages
+    ]
+
+
+def _parts(text: str) -> list[dict[str, str]]:
+    return [{"type": "text", "text": text}]
+
+
+@lru_cache(maxsize=16)
+def _found(template: str) -> dict[str, bool]:
+    """Roles whose contents a template takes as parts, or not, as far as that was found out."""
+    return {}
+
+
+def _users_parts(template: str, write: Write) -> bool:
+    """Whether the template reads a user's parts and not his text.
+
+    A template that fails on both is given texts: the real conversation then says why it fails.
+    """
+    found = _found(template)
+    if "user" not in found:
+        text = _marker_in(write, [{"role": "user", "content": MARKER}])
+        parts = not text and _marker_in(write, [{"role": "user", "content": _parts(MARKER)}])
+        if text is None and not parts:
+            return False
+        if not text and not parts:
+            raise ChatTemplateMissing(
+                "this model's chat template leaves out what the user says, given as a text or as "
+                "a list of parts; use `kvcap generate --raw`, or a model whose template works"
+            )
+        found["user"] = bool(parts)
+    return found["user"]
+
+
+def _parts_of_role(template: str, write: Write, role: str) -> bool:
+    """Whether the template that reads a user's parts reads those of another role, too."""
+    found = _found(template)
+    if role not in found:
+        asked: Message = {"role": "user", "content": _parts(".")}
+        called = {"role": "assistant", "content": _parts(""), "tool_calls": [CALL]}
+        before: list[Message] = {"system": [], "tool": [asked, called]}.get(role, [asked])
+        after: list[Message] = [] if role == "tool" else [asked]
+
+        # As a text first: of a list, a template that takes texts writes Python's own form.
+        one: Message = {"role": role, "content": MARKER}
+        if role == "tool":
+            one |= {"tool_call_id": CALL["id"], "name": "f"}
+        found[role] = not _marker_in(write, [*before, one, *after])
+    return found[role]
+
+
+def _marker_in(write: Write, messages: Sequence[Message]) -> bool | None:
+    """Whether what the template writes has the marker; None: it fails."""
+    try:
+        return MARKER in write(messages)
+    except TemplateFailed:
+        return None

@@ -1,0 +1,113 @@
+"""Chat templates that take contents as lists of parts are given these, and none loses a text."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from chat_templates import PARTS, PLAIN, with_template
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from toy_engine import BACKENDS, ToyEngine, held, session_of, tiny
+from transformers import AutoTokenizer
+
+from kvcap import pocket
+from kvcap.runtime.errors import ChatTemplateMissing
+from kvcap.runtime.session import chat_template
+from kvcap.runtime.session.messages import render, render_turn
+
+TEMPLATES = PLAIN | PARTS
+TOKENIZER = AutoTokenizer.from_pretrained(pocket.path())
+SYSTEM = {"role": "system", "content": "Be kind."}
+
+
+def in_parts(name: str, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Messages as somebody writes them for this template by hand."""
+    return [
+        {**m, "content": [{"type": "text", "text": m["content"]}]}
+        if name in PARTS and not (name == "mixed" and m["role"] == "system")
+        else m
+        for m in messages
+    ]
+
+
+def reference(name: str, messages: list[dict[str, Any]]) -> str:
+    found: str = with_template(TOKENIZER, TEMPLATES[name]).apply_chat_template(
+        in_parts(name, messages), tokenize=False, add_generation_prompt=True
+    )
+    return found
+
+
+texts = st.text(min_size=1, max_size=12).filter(lambda x: x.strip())
+
+
+@settings(derandomize=True, deadline=None, max_examples=15)
+@given(
+    st.none() | texts, st.lists(st.tuples(texts, texts), max_size=3), texts,
+    st.sampled_from(sorted(TEMPLATES)),
+)  # fmt: skip
+def test_conversations_are_written_as_transformers_writes_them(system, turns, last, name):
+    """The whole at once; and turn by turn, what follows an answer ends the whole."""
+    tokenizer = with_template(TOKENIZER, TEMPLATES[name])
+    first = [{"role": "system", "content": system}] if system else []
+    said = [
+        {"role": role, "content": text}
+        for turn in turns
+        for role, text in zip(("user", "assistant"), turn, strict=True)
+    ]
+    whole = [*first, *said, {"role": "user", "content": last}]
+    assert render(tokenizer, whole) == reference(name, whole)
+    if turns:
+        tail = render_turn(tokenizer, system, whole[-1:])
+        assert reference(name, whole).endswith(tail)
+        assert last.strip() in tail
+
+
+@pytest.mark.parametrize("name", sorted(TEMPLATES))
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_sessions_read_what_the_user_says(backend, name, tmp_path_factory):
+    runtime: Any = ToyEngine(400)
+    if backend == "torch":
+        runtime = tiny(tmp_path_factory.mktemp("tiny")).with_budget(400)
+    runtime.tokenizer = with_template(runtime.tokenizer, TEMPLATES[name])
+    session = session_of(runtime)
+    asked = {"role": "user", "content": "Who are you?"}
+    list(session.send([SYSTEM, asked]))
+    answer = session.messages[-1]["content"]
+    read = reference(name, [SYSTEM, asked])
+    assert held(session).startswith(read)
+    assert all(text in read for text in ("Be kind.", "Who are you?"))
+    list(session.send("And now?"))
+    (tail,) = [
+        render_turn(runtime.tokenizer, "Be kind.", [{"role": "user", "content": "And now?"}])
+    ]
+    assert "And now?" in tail
+    assert tail in held(session)
+    assert session.messages[1] == {"role": "assistant", "content": answer}
+
+
+@pytest.mark.parametrize(
+    "template", ["{{ bos_token }}Hello", "{% for m in messages %}x{% endfor %}"]
+)
+def test_a_template_that_leaves_out_what_the_user_says_is_refused(template):
+    with pytest.raises(ChatTemplateMissing, match="leaves out what the user says"):
+        render(with_template(TOKENIZER, template), [{"role": "user", "content": "Hi."}])
+
+
+def test_a_form_is_found_out_once(monkeypatch):
+    asked = []
+    plain = chat_template._Renderer.ask
+
+    def ask(self: Any, request: bytes) -> dict[str, str]:
+        asked.append(request)
+        return plain(self, request)
+
+    monkeypatch.setattr(chat_template._Renderer, "ask", ask)
+    for name, first in (("either", 2), ("walked", 3)):
+        tokenizer = with_template(TOKENIZER, TEMPLATES[name] + "{# once #}")
+        counts = []
+        for text in ("Hi.", "Ho."):
+            asked.clear()
+            render(tokenizer, [{"role": "user", "content": text}])
+            counts.append(len(asked))
+        assert counts == [first, 1]
