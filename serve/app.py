@@ -11,8 +11,7 @@ import hmac
 import re
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import dataclass, field
 from time import time
 from typing import Any, TypeVar
 
@@ -41,7 +40,6 @@ from kvcap.serve.errors import ApiError, of_body, respond
 from kvcap.serve.limits import Bodies, Limits
 from kvcap.serve.metrics import Metrics
 from kvcap.serve.streaming import SESSION, ChatForm, Form, TextForm, streamed, whole
-from kvcap.serve.tool_calls import Remembered
 
 OPEN = frozenset({"/health"})  # asks for no key
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]", "::1")
@@ -125,7 +123,6 @@ class Api:
     def __init__(self, conversations: Conversations, settings: Settings) -> None:
         self.conversations, self.settings = conversations, settings
         self.metrics = Metrics(conversations.figures)
-        self.remembered = Remembered()
         self.bodies = Bodies(settings.limits)
         self.model = {"id": settings.model, "object": "model", "created": int(time()),
                       "owned_by": "kvcap"}  # fmt: skip
@@ -150,15 +147,10 @@ class Api:
     async def chat(self, request: Request) -> Response:
         """The answer to a chat."""
         said = await self._said(request, schemas.ChatRequest)
-        owner, tools = owner_of(request), said.offered
-        ask = said.ask(owner, _session_id(request), self.settings.limits, self.settings.defaults)
-        assert ask.messages is not None
-        messages = tuple(self.remembered.restored(owner, one) for one in ask.messages)
-        form = ChatForm(
-            self.settings.model, said.include_usage, said.forced or tools,
-            partial(self.remembered.put, owner), forced=bool(said.forced),
-        )  # fmt: skip
-        ask = replace(ask, messages=messages)
+        ask = said.ask(
+            owner_of(request), _session_id(request), self.settings.limits, self.settings.defaults
+        )
+        form = ChatForm(self.settings.model, said.include_usage, calls=bool(ask.tools))
         return await self._answer(request, ask, form, bool(said.stream))
 
     async def complete(self, request: Request) -> Response:

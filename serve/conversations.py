@@ -205,7 +205,10 @@ def key_of(session: Session, tools: Sequence[Mapping[str, Any]], salt: str) -> s
 
 
 def _known(message: Message) -> dict[str, Any]:
-    return {name: value for name, value in message.items() if value or name in ("role", "content")}
+    found = {name: value for name, value in message.items() if value or name in ("role", "content")}
+    if "tool_calls" in found:  # clients send back the text beside calls with other white space
+        found["content"] = found["content"].strip()
+    return found
 
 
 def _add(total: Any, what: Any) -> None:

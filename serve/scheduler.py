@@ -647,16 +647,17 @@ class Scheduler:
             job.parsed = session.parsed
         cache = session.cache
         seen, held = cache.seen, cache.held
+        reused = job.seen if session.turn is None else turn.reused_tokens
         job.usage = Usage(
-            prompt_tokens=job.seen + turn.prompt_tokens,
-            reused_tokens=job.seen,
+            prompt_tokens=reused + turn.prompt_tokens,
+            reused_tokens=reused,
             completion_tokens=turn.completion_tokens,
             held=held,
             evicted=seen - held,
             cap_bytes=self.runtime.cap_bytes,
         )
         self._counted("prompt_tokens", turn.read_tokens)
-        self._counted("reused_tokens", job.seen)
+        self._counted("reused_tokens", reused)
         self._counted("completion_tokens", turn.completion_tokens)
         self._counted("evicted_tokens", turn.evicted_tokens)
         self._mean_s += 0.1 * (turn.ttft_s + turn.decode_s - self._mean_s)

@@ -12,7 +12,7 @@ import logging
 import secrets
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from itertools import accumulate
 from typing import Any, TypeVar
 
@@ -23,8 +23,7 @@ from starlette.types import Receive, Scope, Send
 
 from kvcap.runtime.session.logprobs import Logprob
 from kvcap.runtime.session.stats import FinishReason
-from kvcap.runtime.session.tool_calls import parsed_text
-from kvcap.runtime.types import Tool
+from kvcap.runtime.session.tool_calls import Parsed
 from kvcap.serve.contract import Piece, Reply, Usage
 from kvcap.serve.errors import ApiError, of_runtime
 from kvcap.serve.metrics import Metrics
@@ -111,25 +110,16 @@ class ChatForm(Form):
     """A chat's answer.
 
     Args:
-        tools: that were offered; calls of them are told apart from text.
-        on_calls: told of calls, of the text that they were found in, and of what it says beside.
-        forced: the answer was held to a call of one of them, in JSON alone.
+        model: the name that the server has for it.
+        include_usage: a stream ends with the usage.
+        calls: tools were offered; calls of them are told apart from text.
     """
 
     prefix, whole_object, part_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
-    def __init__(
-        self,
-        model: str,
-        include_usage: bool,
-        tools: Sequence[Tool],
-        on_calls: Callable[[list[dict[str, Any]], str, str], None],
-        *,
-        forced: bool = False,
-    ) -> None:
+    def __init__(self, model: str, include_usage: bool, *, calls: bool) -> None:
         super().__init__(model, include_usage)
-        self.tools, self.on_calls, self.forced = tools, on_calls, forced
-        self.gate = CallGate() if tools else None
+        self.gate = CallGate() if calls else None
         self.content = ""
         self.calls: list[dict[str, Any]] = []
         self.logprobs: list[dict[str, Any]] = []
@@ -153,13 +143,11 @@ class ChatForm(Form):
         """What was held back, the calls, and why the answer ended."""
         self.content, found = "".join(self.texts), list[dict[str, Any]]()
         if self.gate is not None:
-            parsed = None if self.forced else reply.parsed
-            parsed = parsed or parsed_text(self.content, self.content, self.tools)
+            parsed = reply.parsed or Parsed(self.content)
             if text := self.gate.end(parsed):
                 found.append(_delta({"content": text}))
             if parsed.tool_calls:
                 self.calls = as_calls(parsed)
-                self.on_calls(self.calls, self.content, parsed.content)
                 self.content = parsed.content
                 numbered = [{"index": i, **call} for i, call in enumerate(self.calls)]
                 found.append(_delta({"tool_calls": numbered}))

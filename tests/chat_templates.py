@@ -42,6 +42,46 @@ PARTS = {
     + PROMPT,
 }
 
+OPENING = (
+    "{{ bos_token }}{% if tools %}<|system|>Tools: {% for tool in tools %}{{ tool | tojson }}"
+    "{% endfor %}<|end|>{% endif %}{% set ns = namespace(name='', open=false) %}"
+)
+CALLS = (
+    "{% for call in m.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>"
+    "{% endfor %}"
+)
+TOOLS = {
+    # As Hermes and Qwen: a result is a turn of its own.
+    "own turn": OPENING + "{% for m in messages %}{% if m.role == 'tool' %}<|user|><tool_response>"
+    "{{ m.content }}</tool_response>{% else %}<|{{ m.role }}|>{{ m.content }}"
+    + CALLS
+    + "{% endif %}"
+    "<|end|>{% endfor %}" + PROMPT,
+    # As Mistral: ids have nine letters and digits, and a result says its own.
+    "ids": OPENING + "{% macro nine(id) %}{% if id is not defined or id | length != 9 %}"
+    "{{ raise_exception('ids have 9 letters') }}{% endif %}{{ id }}{% endmacro %}"
+    "{% for m in messages %}{% if m.role == 'tool' %}<|user|>[{{ nine(m.tool_call_id) }}]"
+    "{{ {'content': m.content} | tojson }}<|end|>{% else %}<|{{ m.role }}|>{{ m.content }}"
+    "{% for call in m.tool_calls or [] %}<tool_call>{{ call.function | tojson }}"
+    "[{{ nine(call.id) }}]</tool_call>{% endfor %}<|end|>{% endif %}{% endfor %}" + PROMPT,
+    # As gpt-oss: a result has the name of the call before it, and is JSON.
+    "named": OPENING + "{% for m in messages %}{% if m.role == 'tool' %}{% if not ns.name %}"
+    "{{ raise_exception('a result without a call') }}{% endif %}<|user|>{{ ns.name }}: "
+    "{{ m.content | tojson }}<|end|>{% else %}<|{{ m.role }}|>{{ m.content }}"
+    + CALLS
+    + "{% for call "
+    "in m.tool_calls or [] %}{% set ns.name = call.function.name %}{% endfor %}<|end|>{% endif %}"
+    "{% endfor %}" + PROMPT,
+    # As Gemma 4: calls and their results are one turn, in which the answer goes on.
+    "one turn": OPENING + "{% for m in messages %}{% if m.role != 'tool' %}{% if not (ns.open and "
+    "m.role == 'assistant') %}<|{{ m.role }}|>{% endif %}{{ m.content }}" + CALLS + "{% set at = "
+    "loop.index %}{% set ns.open = false %}{% if m.tool_calls %}{% for r in messages[at:] %}"
+    "{% if r.role != 'tool' %}{% break %}{% endif %}<tool_response>{{ r.content | tojson }}"
+    "</tool_response>{% set ns.open = true %}{% endfor %}{% endif %}{% if not ns.open %}<|end|>"
+    "{% endif %}{% endif %}{% endfor %}{% if add_generation_prompt and not ns.open %}<|assistant|>"
+    "{% endif %}",
+}
+
 
 def with_template(tokenizer: Any, template: Any) -> Any:
     """A copy of a tokenizer that has this template."""

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvcap.runtime.session.tool_calls import Parsed, parsed_text
 from kvcap.serve.contract import Ask, Figures, Piece, Usage
 
 
@@ -20,7 +21,6 @@ class Script:
     early: Exception | None = None  # instead of a first piece
     late: Exception | None = None  # after the last one
     wait_s: float = 0.0  # before each piece
-    parsed: Any = None  # the text and calls of the whole
 
 
 class Answer:
@@ -31,7 +31,7 @@ class Answer:
         self.session_id = ask.session_id or ("made-up" if ask.prompt is None else None)
         self.finish_reason: Any = None
         self.usage: Usage | None = None
-        self.parsed = script.parsed
+        self.parsed: Parsed | None = None
         self.closed = False
         self.given = 0
         self._left = iter(script.pieces)
@@ -51,6 +51,9 @@ class Answer:
         if self.script.late is not None:
             raise self.script.late
         self.finish_reason = self.script.reason
+        if self.ask.tools:
+            text = "".join(x if isinstance(x, str) else x.text for x in self.script.pieces)
+            self.parsed = parsed_text(text, text, self.ask.tools).with_ids(1)
         self.usage = Usage(11, 4, self.given, held=9, evicted=6, cap_bytes=4096)
         raise StopAsyncIteration
 

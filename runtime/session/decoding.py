@@ -49,6 +49,8 @@ class Written:
     tokens: list[int] = field(default_factory=list)  # without one that ended it
     logprobs: list[Logprob] = field(default_factory=list)  # of the tokens of `pieces`, if asked for
     prompt: Sequence[int] = ()  # the last tokens of what it answers
+    place: int = 0  # of the answer among the conversation's messages
+    held: bool = False  # to a JSON schema or a regular expression
 
     @property
     def text(self) -> str:

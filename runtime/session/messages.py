@@ -13,7 +13,7 @@ from typing import Any
 from kvcap.runtime.errors import ChatTemplateMissing, EmptyPrompt, MessagesInvalid
 from kvcap.runtime.session.chat_template import TemplateFailed, render_template
 from kvcap.runtime.session.encoding import check_letters
-from kvcap.runtime.session.template_forms import Write, as_taken
+from kvcap.runtime.session.template_forms import MARKER, Write, as_taken
 from kvcap.runtime.types import Message, Span, Tool
 
 ROLES = ("system", "user", "assistant", "tool")
@@ -215,6 +215,70 @@ def check_tools_read(tokenizer: Any, messages: Sequence[Message], tools: Sequenc
             "this model's chat template does not write tools, so the model would not know of them; "
             "describe them in the message, or use a model that was made to call tools"
         )
+
+
+def turn_has_results(
+    tokenizer: Any,
+    system: str | None,
+    answer: Sequence[Message],
+    messages: Sequence[Message],
+    tools: Sequence[Tool] = (),
+) -> bool:
+    """Return whether `render_turn` writes what tools returned as the whole conversation has it.
+
+    Templates that write a result together with its call (Gemma 4), or look its name up there
+    (gpt-oss), need the call, which the stand-in for an answer lacks.
+
+    Args:
+        tokenizer: that has the template.
+        system: the system prompt.
+        answer: the message before `messages`, if there is one.
+        messages: that follow it.
+        tools: that the model may call.
+    """
+    marked = _marked_results(messages)
+    if marked == list(messages):
+        return True
+    try:
+        tail = render_turn(tokenizer, system, marked, tools)
+        if answer and answer[0].get("tool_calls"):
+            said = [*system_message(system), {"role": "user", "content": "."}, *answer, *marked]
+            if not render(tokenizer, said, tools).endswith(tail):
+                return False
+    except ChatTemplateMissing:
+        return False
+    return all(one["content"] in tail for one in marked if one["role"] == "tool")
+
+
+def check_results_written(
+    tokenizer: Any, messages: Sequence[Message], tools: Sequence[Tool] = ()
+) -> None:
+    """Refuse what a tool returned where the chat template leaves it out.
+
+    Each result is replaced by a marker, so that it does not matter how the template writes it.
+
+    Raises:
+        ChatTemplateMissing: naming the first message that is not written.
+    """
+    marked = _marked_results(messages)
+    if marked == list(messages):
+        return
+    text = render(tokenizer, marked, tools)
+    for index, one in enumerate(marked):
+        if one["role"] == "tool" and one["content"] not in text:
+            raise ChatTemplateMissing(
+                f"this model's chat template leaves out what a tool returned, in message {index}; "
+                "give the assistant's message with its 'tool_calls' before it, or say the result "
+                "in a message of the user"
+            )
+
+
+def _marked_results(messages: Sequence[Message]) -> list[Message]:
+    """Return the messages with a marker of its own in the place of each tool's result."""
+    return [
+        {**one, "content": f"{MARKER}{index:06}"} if one["role"] == "tool" else one
+        for index, one in enumerate(messages)
+    ]
 
 
 def render_turn(

@@ -19,6 +19,7 @@ from kvcap.runtime.session.encoding import check_letters, encode, encode_behind
 from kvcap.runtime.session.engine import Engine
 from kvcap.runtime.session.logprobs import Logprob
 from kvcap.runtime.session.messages import (
+    check_results_written,
     check_tools_read,
     checked_messages,
     checked_tools,
@@ -27,6 +28,7 @@ from kvcap.runtime.session.messages import (
     render_turn,
     system_message,
     system_span,
+    turn_has_results,
 )
 from kvcap.runtime.session.stats import FinishReason, Stats, Turn
 from kvcap.runtime.session.tool_calls import Parsed, parsed_by_template, parsed_text
@@ -54,7 +56,7 @@ class Prompt:
     ids: list[int]
     transcript: Transcript | None  # once it is read; None: a text that is no message
     spans: Sequence[Span]  # to be pinned as well
-    emptied: bool = False  # the cache is reset first, to answer the same message again
+    emptied: bool = False  # the cache is reset first, and the whole conversation read again
     reread: bool = False  # it begins with earlier messages, which are read again
 
 
@@ -167,20 +169,27 @@ class Session:
         """The last answer's text and the tools that it calls, told apart.
 
         By the `response_template` of transformers' tokenizers where they have one, else by the
-        forms of Hermes and Qwen, Llama 3 and Mistral; see `parsed_text`.
+        forms of Hermes and Qwen, Llama 3 and Mistral; see `parsed_text`. An answer that was held to
+        a JSON schema or a regular expression is in no tokenizer's form.
         """
         written, tokenizer = self._written, self.runtime.tokenizer
-        text = written.text
-        if not written.pieces and self.messages and self.messages[-1]["role"] == "assistant":
-            text = self.messages[-1]["content"]  # of a conversation from a file
+        if not written.pieces:
+            last = self.messages[-1] if self.messages else {}
+            if last.get("role") != "assistant":
+                return Parsed("")
+            if last.get("tool_calls"):
+                return Parsed.of_message(last)
+            return parsed_text(last["content"], last["content"], self.tools)
         whole = Detokenizer(tokenizer, written.prompt, special=True)
         raw = "".join(map(whole.put, written.tokens)) + whole.end()
         stop = self.turn.stop_string if self.turn is not None else None
         if stop is not None:
             raw = raw.partition(stop)[0]
         prompt = tokenizer.backend_tokenizer.decode(list(written.prompt), skip_special_tokens=False)
-        found = parsed_by_template(tokenizer, raw, prompt, self.tools)
-        return found or parsed_text(text, raw, self.tools)
+        found = None
+        if not written.held:
+            found = parsed_by_template(tokenizer, raw, prompt, self.tools)
+        return (found or parsed_text(written.text, raw, self.tools)).with_ids(written.place)
 
     @property
     def stats(self) -> Stats:
@@ -292,13 +301,15 @@ class Session:
             pin: all messages that are given.
             tools: that the model may call, as OpenAI's API describes them; with the first message,
                 as templates write them before it. None: those of the conversation so far. What the
-                answer calls is in `parsed`.
+                answer calls is in `parsed`, and its message has it as `tool_calls`. Where the
+                template writes a result together with its call, the conversation is read again.
 
         Raises:
             EmptyPrompt: there is nothing to answer.
             MessagesInvalid: they are no such messages, hold what is no letter, or come with other
                 tools than the conversation's.
-            ChatTemplateMissing: the tokenizer cannot chat, or its template does not write tools.
+            ChatTemplateMissing: the tokenizer cannot chat, or its template does not write tools, or
+                not what they returned.
             MemoryCapExceeded: nothing may be evicted and the cap is reached.
             SchemaRefused, ExtraMissing: answers cannot be held to what `set_generation` was given.
             PinsTooLarge: pinned tokens need more slots than a head has.
@@ -450,14 +461,14 @@ class Session:
         new = range(len(before.messages), len(messages))
         pinned = before.pinned | frozenset(new if pin else ())
         after = Transcript(messages, system, pinned, pin_system, tools)
-        if seen:
+        if seen and turn_has_results(tokenizer, system, before.messages[-1:], given, tools):
             turn = render_turn(tokenizer, system, given, tools)
             ids = self._unread + self.encode(turn, follows=True)
-            spans = [(seen, seen + len(ids))] if pin else []
-        else:
-            check_tools_read(tokenizer, messages, tools)
-            ids, spans = self._encode_all(after)
-        return self._checked(Prompt(ids, after, spans, reread=not seen and bool(before.messages)))
+            return self._checked(Prompt(ids, after, [(seen, seen + len(ids))] if pin else []))
+        check_tools_read(tokenizer, messages, tools)
+        ids, spans = self._encode_all(after)
+        reread = bool(before.messages)
+        return self._checked(Prompt(ids, after, spans, emptied=seen > 0, reread=reread))
 
     def _text_prompt(self, text: str) -> Prompt:
         """The prompt of a text that is no message."""
@@ -486,6 +497,7 @@ class Session:
             return self.encode(render(self.runtime.tokenizer, some, whole.tools))
 
         first = system_message(whole.system)
+        check_results_written(self.runtime.tokenizer, [*first, *whole.messages], whole.tools)
         ids = encode([*first, *whole.messages])
         spans = system_span(encode, whole.system) if whole.pin_system and whole.system else []
         return ids, spans + message_spans(encode, first, whole.messages, whole.pinned, ids)
@@ -531,7 +543,9 @@ class Session:
     def _answer(self, prompt: Prompt) -> Generator[Any, Any, None]:
         """Answer a prompt; however that ends, the conversation can go on."""
         before, settled = self._transcript, False
-        written = Written(prompt=prompt.ids[-PROMPT_SEEN:])
+        place = 0 if prompt.transcript is None else len(prompt.transcript.messages)
+        held = bool(settings.shapes(self.generation))
+        written = Written(prompt=prompt.ids[-PROMPT_SEEN:], place=place, held=held)
         turn = Turn(prompt_tokens=len(prompt.ids))
         start = (0, 0)
 
@@ -552,6 +566,7 @@ class Session:
                         self._transcript = prompt.transcript
                     self.turn, self.notice, self._written = turn, None, written
                     start = self.cache.seen, self.cache.held
+                    turn.reused_tokens = start[0]
                 yield from self._decoding.answer(
                     prompt.ids, self.generation, self.rng, turn, written, self.on_block
                 )
@@ -596,7 +611,9 @@ class Session:
             if before.messages and not cache.seen:
                 notice += f"; {REREAD}"
         else:
-            self.messages.append({"role": "assistant", "content": answer})
+            parsed = self.parsed if self.tools else Parsed(answer)
+            said = parsed if parsed.tool_calls else Parsed(answer)
+            self.messages.append(said.as_message())
             if prompt.reread and not whole:
                 cache.reset()
                 notice = f"stopped while earlier messages were read; {REREAD}"

@@ -16,6 +16,7 @@ class Turn:
 
     prompt_tokens: int = 0
     read_tokens: int = 0  # of the prompt; fewer where reading was cut short
+    reused_tokens: int = 0  # before the prompt, which were read for earlier answers
     completion_tokens: int = 0
     evicted_tokens: int = 0  # while the prompt was read and the answer written
     finish_reason: FinishReason | None = None  # None: it is still being written

@@ -6,16 +6,19 @@ is (`response_template`); the common forms of others are read here. What cannot 
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
+import string
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from kvcap.runtime.types import Tool
+from kvcap.runtime.types import Message, Tool
 
 HERMES, PYTHON, MISTRAL = "<tool_call>", "<|python_tag|>", "[TOOL_CALLS]"
 NAMED = re.compile(r"\s*([\w.-]+)\s*(?:\[CALL_ID\][\w-]*)?(?:\[ARGS\])?\s*(?=\{)")
 DECODER = json.JSONDecoder(strict=False)  # models write line breaks within texts
+ID_LETTERS, ID_LENGTH = string.ascii_letters + string.digits, 9  # Mistral's templates take no other
 
 
 class ToolCall(NamedTuple):
@@ -23,11 +26,13 @@ class ToolCall(NamedTuple):
 
     name: str
     arguments: dict[str, Any]
+    id: str = ""
+    """What the message that has its result gives as `tool_call_id`."""
 
-    def as_message(self, number: str = "") -> dict[str, Any]:
-        """As a message's `tool_calls` have it, `number` as its id."""
+    def as_message(self) -> dict[str, Any]:
+        """Return the call as a message's `tool_calls` have it."""
         function = {"name": self.name, "arguments": self.arguments}
-        return {"type": "function", "function": function} | ({"id": number} if number else {})
+        return {"type": "function", "function": function} | ({"id": self.id} if self.id else {})
 
 
 class Parsed(NamedTuple):
@@ -35,6 +40,44 @@ class Parsed(NamedTuple):
 
     content: str
     tool_calls: tuple[ToolCall, ...] = ()
+
+    def with_ids(self, place: int) -> Parsed:
+        """Return the same with an id for each call, which follows from what is called and where.
+
+        Args:
+            place: of the answer in its conversation, so that no two of its calls have one id.
+        """
+        calls = [
+            call._replace(id=call_id(place, number, call.name, call.arguments))
+            for number, call in enumerate(self.tool_calls)
+        ]
+        return Parsed(self.content, tuple(calls))
+
+    @classmethod
+    def of_message(cls, message: Message) -> Parsed:
+        """Return what `as_message` was made of."""
+        calls = [
+            ToolCall(one["function"]["name"], one["function"]["arguments"], one.get("id", ""))
+            for one in message.get("tool_calls", ())
+        ]
+        return cls(message["content"], tuple(calls))
+
+    def as_message(self) -> Message:
+        """Return the answer as a message, as chat templates and OpenAI's API have it."""
+        found: Message = {"role": "assistant", "content": self.content}
+        if self.tool_calls:
+            found["tool_calls"] = [call.as_message() for call in self.tool_calls]
+        return found
+
+
+def call_id(*of: Any) -> str:
+    """Return the id of a call in the one form that every chat template takes.
+
+    >>> call_id(1, 0, "add", {"a": 1}) == call_id(1, 0, "add", {"a": 1})
+    True
+    """
+    digest = hashlib.blake2b(json.dumps(of, default=str).encode()).digest()
+    return "".join(ID_LETTERS[byte % len(ID_LETTERS)] for byte in digest[:ID_LENGTH])
 
 
 def parsed_by_template(

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import tiny_chat
+from chat_templates import TOOLS, with_template
 from server_chats import NEVER, ask, limits, plain, pocket, said, serve, small, text_of, until, user
 from toy_engine import ToyEngine
 
@@ -93,6 +94,38 @@ def test_whatever_differs_is_read_anew(runtime: Any) -> None:
         assert reply.usage.reused_tokens > 0
 
     serve(Scheduler(runtime, limits(places=8)), chat)
+
+
+@pytest.mark.parametrize("name", ["own turn", "one turn"])
+def test_a_result_goes_on_with_the_answer_that_called(runtime: Any, name: str) -> None:
+    """What is held is gone on with; a template that needs the call has all of it read again."""
+    pytest.importorskip("llguidance")
+    runtime = runtime.with_budget(600)
+    runtime.tokenizer = with_template(runtime.tokenizer, TOOLS[name])
+    tool = {"type": "function", "function": {"name": "add"}}
+    first = user("What is 1 and 1?")
+    call = r'I add\. <tool_call>\{"name": "add", "arguments": \{"a": [12]\}\}</tool_call>'
+
+    async def chat(s: Scheduler) -> None:
+        reply = s.submit(ask(first, tokens=90, tools=(tool,), options={"regex": call}))
+        await text_of(reply)
+        assert reply.parsed is not None
+        answer = reply.parsed.as_message()
+        (one,) = answer["tool_calls"]
+        held = reply.usage.prompt_tokens
+        result = {"role": "tool", "content": "two", "tool_call_id": one["id"]}
+        again = s.submit(ask(first, answer, result, tools=(tool,)))
+        text = await text_of(again)
+        assert again.session_id == reply.session_id
+        assert (again.usage.reused_tokens > 0) == (name == "own turn")
+        assert again.usage.prompt_tokens > held
+        messages = [first, {**answer, "content": "I add. "}, result, said(text), user("Thanks.")]
+        last = s.submit(ask(*messages, tools=(tool,)))
+        await text_of(last)
+        assert last.session_id == reply.session_id
+        assert last.usage.reused_tokens > held
+
+    serve(Scheduler(runtime, limits()), chat)
 
 
 def test_an_answer_asked_for_again_is_read_anew_and_the_same(runtime: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from typing import Any
 
 import jsonschema
@@ -145,12 +146,14 @@ def test_what_an_answer_calls_is_parsed(runtime):
     session.set_generation(regex=regex, max_new_tokens=90)
     text = "".join(session.send("What is 1 and 1?", tools=[ADD]))
     value = int(text.split('"a": ')[1][0])
-    assert session.parsed == Parsed("Well.", (ToolCall("add", {"a": value}),))
-    assert session.messages[-1]["content"] == text
+    parsed = session.parsed
+    assert parsed == Parsed("Well.", (ToolCall("add", {"a": value}),)).with_ids(1)
+    assert re.fullmatch("[A-Za-z0-9]{9}", parsed.tool_calls[0].id)
+    assert session.messages[-1] == parsed.as_message()
     session.set_generation(regex=r'\{"name": "(add|sub)", "parameters": \{"a": 1\}\}')
     bare = "".join(session.send("And now?"))
     known = "add" in bare
-    assert session.parsed == (Parsed("", (CALLED,)) if known else Parsed(bare))
+    assert session.parsed == (Parsed("", (CALLED,)) if known else Parsed(bare)).with_ids(3)
 
 
 def test_tools_are_saved(tmp_path, tmp_path_factory):
@@ -231,7 +234,9 @@ def test_common_forms_are_read_and_others_stay_text(form):
 
 
 def test_a_call_is_a_message_again():
-    assert CALLED.as_message("x1") == {
+    parsed = Parsed("I add.", (CALLED._replace(id="x1"),))
+    assert Parsed.of_message(parsed.as_message()) == parsed
+    assert parsed.as_message()["tool_calls"][0] == {
         "type": "function",
         "id": "x1",
         "function": {"name": "add", "arguments": {"a": 1}},
@@ -268,6 +273,19 @@ def test_the_template_of_a_tokenizer_is_preferred(tmp_path_factory):
     assert parsed_by_template(tokenizer, "Hello!", "", []) == Parsed("Hello!")
 
 
+def test_an_answer_that_must_call_is_in_no_form_of_the_tokenizer(runtime):
+    """It is held to JSON, which the `response_template` of the tokenizer takes for text."""
+    pytest.importorskip("llguidance")
+    runtime.tokenizer.response_template = {"fields": {}}
+    runtime.tokenizer.parse_response = lambda raw, **_: {"content": raw}
+    session = session_of(runtime)
+    now = {"type": "function", "function": {"name": "now"}}
+    session.set_generation(json_schema=schema_of_call([now]), max_new_tokens=90)
+    list(session.send("What is 1 and 1?", tools=[ADD, now]))
+    (call,) = session.parsed.tool_calls
+    assert (call.name, session.messages[-1]["content"]) == ("now", "")
+
+
 def test_an_answer_that_is_held_to_a_call_is_one(runtime):
     """Of a tool whose schema refers to itself, and of one without parameters."""
     pytest.importorskip("llguidance")
@@ -289,7 +307,7 @@ def test_an_answer_that_is_held_to_a_call_is_one(runtime):
             session.clear()
             session.set_generation(do_sample=True, temperature=1.0, seed=seed)
             written = "".join(session.send("Call one."))
-            ((name, arguments),) = parsed_text(written, written, offered).tool_calls
+            ((name, arguments, _),) = parsed_text(written, written, offered).tool_calls
             assert name in [one["function"]["name"] for one in offered]
             if name == "now":
                 assert arguments == {}

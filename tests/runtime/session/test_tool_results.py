@@ -1,0 +1,128 @@
+"""What tools return is read as transformers writes it, whatever the template needs for that."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from chat_templates import TOOLS, with_template
+from toy_engine import BACKENDS, ToyEngine, held, session_of, tiny
+from transformers import AutoTokenizer
+
+import kvcap
+from kvcap import pocket
+from kvcap.runtime.errors import ChatTemplateMissing
+
+TOKENIZER = AutoTokenizer.from_pretrained(pocket.path())
+ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+ASKED = {"role": "user", "content": "What is 1 and 1?"}
+WITHIN_A_TURN = ("own turn", "ids")
+LEFT_OUT = TOOLS["own turn"].replace("{{ m.content }}</tool_response>", "</tool_response>")
+
+
+@pytest.fixture(params=BACKENDS)
+def runtime(request, tmp_path_factory):
+    if request.param == "numpy":
+        return ToyEngine(600)
+    return tiny(tmp_path_factory.mktemp("tiny")).with_budget(600)
+
+
+def reference(template: str, messages: list[dict[str, Any]]) -> str:
+    found: str = with_template(TOKENIZER, template).apply_chat_template(
+        messages, tools=[ADD], tokenize=False, add_generation_prompt=True
+    )
+    return found
+
+
+def called(runtime: Any, template: str) -> Any:
+    """A session whose answer calls the tool."""
+    pytest.importorskip("llguidance")
+    runtime.tokenizer = with_template(runtime.tokenizer, template)
+    session = session_of(runtime)
+    regex = r'I add\. <tool_call>\{"name": "add", "arguments": \{"a": [12]\}\}</tool_call>'
+    session.set_generation(regex=regex, max_new_tokens=90)
+    list(session.send([ASKED], tools=[ADD]))
+    session.set_generation(regex=None, max_new_tokens=6)
+    assert session.messages[-1]["tool_calls"][0]["function"]["name"] == "add"
+    return session
+
+
+def result(session: Any, content: str) -> dict[str, Any]:
+    (call,) = session.parsed.tool_calls
+    return {"role": "tool", "content": content, "tool_call_id": call.id, "name": call.name}
+
+
+@pytest.mark.parametrize("name", TOOLS)
+def test_a_result_is_read_as_transformers_writes_it(runtime, name, tmp_path):
+    """Behind the answer where that is the same, else with the whole conversation."""
+    session = called(runtime, TOOLS[name])
+    before = held(session)
+    list(session.send([result(session, 'two "2"')]))
+    whole = reference(TOOLS[name], session.messages[:-1])
+    assert "two" in whole
+    if name in WITHIN_A_TURN:
+        assert held(session).startswith(before)
+        (tail,) = [whole[whole.index("</tool_call>") + len("</tool_call>") :]]
+        assert tail in held(session)
+    else:
+        assert held(session).startswith(whole)
+    assert (session.turn.reused_tokens > 0) == (name in WITHIN_A_TURN)
+
+    list(session.send("Thank you."))  # what follows needs no call
+    assert session.turn.reused_tokens > 0
+    assert held(session).count("two") == 1
+    session.cache.reset()
+    list(session.regenerate())
+    assert held(session).startswith(reference(TOOLS[name], session.messages[:-1]))
+
+
+@pytest.mark.parametrize("name", TOOLS)
+def test_an_answer_with_a_call_is_saved_and_its_result_read_later(name, tmp_path, tmp_path_factory):
+    runtime = tiny(tmp_path_factory.mktemp("tiny")).with_budget(600)
+    session = called(runtime, TOOLS[name])
+    session.save(tmp_path / "talk")
+    loaded = kvcap.Session.load(runtime, tmp_path / "talk")
+    assert loaded.parsed == session.parsed
+    said = [result(session, "2")]
+    assert "".join(loaded.send(said)) == "".join(session.send(said))
+    assert loaded.messages == session.messages
+
+
+def test_a_result_that_is_not_written_is_refused(runtime):
+    session = called(runtime, LEFT_OUT)
+    said, before = [result(session, "2")], list(session.messages)
+    with pytest.raises(ChatTemplateMissing, match="leaves out what a tool returned, in message 2"):
+        session.send(said)
+    assert session.messages == before
+    with pytest.raises(ChatTemplateMissing, match="leaves out what a tool returned"):
+        session_of(runtime).send([*before, *said], tools=[ADD])
+    list(session.send("Never mind."))
+
+
+@pytest.mark.parametrize("name", ["named", "one turn"])
+def test_a_result_without_its_call_is_refused_where_the_template_needs_that(runtime, name):
+    runtime.tokenizer = with_template(runtime.tokenizer, TOOLS[name])
+    session = session_of(runtime)
+    list(session.send([ASKED], tools=[ADD]))
+    assert "tool_calls" not in session.messages[-1]
+    with pytest.raises(ChatTemplateMissing, match=r"without a call|give the assistant's"):
+        session.send([{"role": "tool", "content": "2", "tool_call_id": "abcdefghi"}])
+    assert len(session.messages) == 2
+
+
+def test_a_stop_before_the_answer_to_a_result_changes_nothing(runtime):
+    """The conversation is read again from its beginning, and takes the result the next time."""
+    session = called(runtime, TOOLS["one turn"])
+    before = list(session.messages)
+    said = [result(session, "two")]
+
+    def stop(done: int, of: int) -> None:
+        raise KeyboardInterrupt
+
+    session.on_block = stop
+    with pytest.raises(KeyboardInterrupt):
+        list(session.send(said))
+    session.on_block = None
+    assert session.messages == before
+    list(session.send(said))
+    assert held(session).startswith(reference(TOOLS["one turn"], session.messages[:-1]))
