@@ -11,11 +11,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from kvcap.runtime.cli.commands import load, planned_serving
+from kvcap.runtime.cli.console import say
 from kvcap.runtime.cli.options import Backend, Budget, Output, Running
 from kvcap.runtime.memory.cap_guard import CapGuard, limit_data
 from kvcap.runtime.memory.free_memory import process_bytes
 from kvcap.runtime.planning.plan import RUNNING, parse_cap
 from kvcap.runtime.planning.serving import ServingPlan
+from kvcap.runtime.session.template_forms import without_default
 from kvcap.runtime.units import parse_bytes
 from kvcap.serve.saved import SavedConversations
 from kvcap.serve.scheduler import Limits, Scheduler
@@ -81,6 +83,9 @@ def open_conversations(
     def made() -> Opened:
         one_each = replace(budget, memory_cap=None)
         runtime: Any = load(model, backend, one_each, running, output)
+        note = without_default(getattr(runtime.tokenizer, "chat_template", None))
+        if note is not None and not output.quiet:
+            say(note)
         found = measured(plan, runtime, places)
         limits = Limits(found.places, found.together, waiting)
         watch = None if cap is None else Watch.of(found, runtime, enforce=budget.enforce)

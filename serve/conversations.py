@@ -173,9 +173,7 @@ class Held:
 
 def salt_of(runtime: Engine) -> str:
     """What conversations of a runtime have in common beside their messages."""
-    get = getattr(runtime.tokenizer, "get_chat_template", None)
-    template = get() if getattr(runtime.tokenizer, "chat_template", None) and get else None
-    return json.dumps([runtime.name, template])
+    return json.dumps([runtime.name, getattr(runtime.tokenizer, "chat_template", None)])
 
 
 def keys_of(ask: Ask, salt: str) -> list[str]:

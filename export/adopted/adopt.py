@@ -37,6 +37,7 @@ from kvcap.policies import Eviction, load_policy
 from kvcap.runtime.backends.onnxruntime.graph import Graph
 from kvcap.runtime.backends.onnxruntime.library import require
 from kvcap.runtime.backends.onnxruntime.manifest import EVICTOR, GROUPED, SCHEMA
+from kvcap.runtime.backends.onnxruntime.tokenizer import NAMED_TEMPLATES
 from kvcap.runtime.errors import ModelNotFound, NotExportable, UnsupportedModel
 from kvcap.runtime.models.config import ModelShape, layer_kinds
 from kvcap.runtime.models.files import check_generation, load_config
@@ -184,6 +185,9 @@ def _finish(target: Path, folder: Path, file: Path, said: dict[str, Any]) -> Non
     """Bring what belongs to the decoder, and write the manifest last."""
     names = files_of(folder, file)
     names += [n for n in COMPANIONS if (folder / n).is_file() or (target / n).is_file()]
+    names += sorted(
+        f"{NAMED_TEMPLATES}/{path.name}" for path in folder.glob(f"{NAMED_TEMPLATES}/*.jinja")
+    )
     for name in names if target != folder else ():
         if (folder / name).is_file():
             link_or_copy(folder / name, target / name)

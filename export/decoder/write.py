@@ -202,7 +202,8 @@ class _Export:
         source.config.save_pretrained(folder)
         source.model.generation_config.save_pretrained(folder)
         if source.tokenizer is not None:
-            source.tokenizer.save_pretrained(folder)
+            one = not isinstance(source.tokenizer.chat_template, dict)
+            source.tokenizer.save_pretrained(folder, save_jinja_files=one)  # no files in folders
             check_tokenizer(folder)
         if self.scales is not None:
             np.save(folder / manifest.SLOT_SCALES, self.scales.numpy())

@@ -13,7 +13,7 @@ from typing import Any
 from kvcap.runtime.errors import ChatTemplateMissing, EmptyPrompt, MessagesInvalid
 from kvcap.runtime.session.chat_template import TemplateFailed, render_template
 from kvcap.runtime.session.encoding import check_letters
-from kvcap.runtime.session.template_forms import MARKER, Write, as_taken
+from kvcap.runtime.session.template_forms import MARKER, Write, as_taken, template_for
 from kvcap.runtime.types import Message, Span, Tool
 
 ROLES = ("system", "user", "assistant", "tool")
@@ -194,7 +194,7 @@ def _writer(tokenizer: Any, tools: Sequence[Tool], prompt: bool) -> tuple[str, W
             "this tokenizer has no chat template; continue a text with `kvcap generate --raw` (in "
             "Python: session.complete), or use a model that was made for chat"
         )
-    template: str = tokenizer.get_chat_template()
+    template = template_for(tokenizer.chat_template, tools=bool(tools))
     names = {
         "add_generation_prompt": prompt,
         "tools": list(tools) or None,
@@ -210,7 +210,8 @@ def check_tools_read(tokenizer: Any, messages: Sequence[Message], tools: Sequenc
     Raises:
         ChatTemplateMissing: the chat template does not write them.
     """
-    if tools and render(tokenizer, messages, tools) == render(tokenizer, messages):
+    marked = [{**tool, "function": {**tool["function"], "name": MARKER}} for tool in tools]
+    if tools and MARKER not in render(tokenizer, messages, marked):
         raise ChatTemplateMissing(
             "this model's chat template does not write tools, so the model would not know of them; "
             "describe them in the message, or use a model that was made to call tools"

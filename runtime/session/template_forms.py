@@ -1,13 +1,14 @@
-"""Finds the form in which a chat template takes messages: contents as texts, or as lists of parts.
+"""Chooses among a tokenizer's chat templates, and finds the form in which one takes messages.
 
-Templates of models that also see images (Idefics 3, LLaVA-NeXT, SmolVLM) walk through a list of
-parts, and of a plain text they write nothing. A short conversation with a marker as its text shows
-which form a template reads. Knows no tokenizer: it is handed what renders.
+A tokenizer may have several by name: `default`, `tool_use` and others. Templates of models that
+also see images (Idefics 3, LLaVA-NeXT, SmolVLM) walk through a list of parts, and of a plain text
+they write nothing. A short conversation with a marker as its text shows which form a template
+reads. Knows no tokenizer: it is handed what renders.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 
 from kvcap.runtime.errors import ChatTemplateMissing
@@ -17,8 +18,53 @@ from kvcap.runtime.types import Message
 MARKER = "7301946258"  # digits, which no filter of a template changes: upper, trim, tojson
 CALL = {"type": "function", "id": "a1b2c3d4e", "function": {"name": "f", "arguments": {}}}
 
+DEFAULT, TOOL_USE = "default", "tool_use"  # as transformers calls them
+
 Write = Callable[[Sequence[Message]], str]
 """Renders messages; raises `TemplateFailed` where the template does."""
+
+
+def template_for(templates: str | Mapping[str, str], *, tools: bool) -> str:
+    """Return the chat template of a tokenizer that transformers takes; an only one is taken always.
+
+    Args:
+        templates: the tokenizer's `chat_template`: one, or several by name.
+        tools: that the model may call are given.
+
+    Raises:
+        ChatTemplateMissing: none is the default.
+    """
+    if isinstance(templates, str):
+        return templates
+    for name in (*([TOOL_USE] if tools else []), DEFAULT):
+        if name in templates:
+            return templates[name]
+    if len(templates) == 1:
+        return next(iter(templates.values()))
+    raise ChatTemplateMissing(
+        f"this tokenizer has the chat templates {', '.join(sorted(templates))}, and none is the "
+        f"{DEFAULT!r}; {_advice(templates)}"
+    )
+
+
+def without_default(templates: str | Mapping[str, str] | None) -> str | None:
+    """Return what to tell of named chat templates of which none is the default; None: nothing."""
+    if templates is None or isinstance(templates, str) or DEFAULT in templates:
+        return None
+    names = sorted(templates)
+    if len(names) == 1:
+        return f"the chat template {names[0]!r} is taken, as this tokenizer has no other"
+    return (
+        f"this tokenizer has the chat templates {', '.join(names)}, and none is the {DEFAULT!r}: "
+        f"{_advice(templates)}"
+    )
+
+
+def _advice(templates: Mapping[str, str]) -> str:
+    advice = "rename one of them in the tokenizer's files"
+    if TOOL_USE in templates:
+        return f"only requests with tools are answered, by {TOOL_USE!r}; give tools, or {advice}"
+    return advice
 
 
 def as_taken(template: str, write: Write, messages: Sequence[Message]) -> list[Message]:

@@ -11,12 +11,15 @@ from typing import Any
 
 import pytest
 import tiny_chat
+from chat_templates import TOOLS
+from server_chats import ask, serve, text_of, user
 from tools import ROOT
+from transformers import AutoTokenizer
 
 from kvcap.cli import run
 from kvcap.runtime.backends.pytorch.runtime import best_device
 from kvcap.runtime.cli.options import Backend, Budget, Output, Running
-from kvcap.runtime.errors import PlanInfeasible
+from kvcap.runtime.errors import ChatTemplateMissing, PlanInfeasible
 from kvcap.runtime.planning.plan import MemoryPlan
 from kvcap.runtime.planning.serving import CAPPED_BODY, TOKENISING, ServingPlan, Shared
 from kvcap.serve.admission import Watch, open_conversations
@@ -106,6 +109,27 @@ def test_rows_are_planned_to_the_byte(folder: str, every: int | None, dtype: str
     assert opened.plan.shared.workspace > 0
     assert (opened.plan.places, opened.plan.together) == (5, 3)
     assert opened.scheduler.limits.places == 5
+
+
+def test_a_server_whose_tokenizer_has_no_default_template_starts_and_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tiny_chat.save(tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = {"tool_use": TOOLS["own turn"], "rag": TOOLS["own turn"]}
+    tokenizer.save_pretrained(folder)
+    (tmp_path / "chat_template.jinja").unlink()
+    budget = Budget(kv_budget_tokens=400, dtype="float32")
+    opened = open_conversations(folder, Backend(), budget, Running(device="cpu"), Output())
+    assert "rag, tool_use, and none is the 'default'" in capsys.readouterr().err
+    tool = {"type": "function", "function": {"name": "add"}}
+
+    async def chat(s: Any) -> None:
+        assert await text_of(s.submit(ask(user("Hello!"), tools=(tool,))))
+        with pytest.raises(ChatTemplateMissing, match="none is the 'default'"):
+            await text_of(s.submit(ask(user("Hello!"))))
+
+    serve(opened.scheduler, chat)
 
 
 def test_nothing_is_loaded_where_not_one_conversation_fits(

@@ -16,6 +16,7 @@ from kvcap.runtime.files import TEMPLATE, VOCABULARY, check_plain, read_json, re
 
 NAMED = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 TOKENIZER, CHAT_TEMPLATE = "tokenizer.json", "chat_template.jinja"
+NAMED_TEMPLATES = "additional_chat_templates"  # a folder of NAME.jinja
 CONFIG, OLD_CONFIG = "tokenizer_config.json", "special_tokens_map.json"
 
 
@@ -44,7 +45,10 @@ class Tokenizer:
             self.backend_tokenizer.no_padding()
             config, older = _json(found(CONFIG)), _json(found(OLD_CONFIG))
             self.special_tokens_map = _special({**older, **config})
-            self.chat_template = _template(found(CHAT_TEMPLATE), config)
+            files = {"default": found(CHAT_TEMPLATE)}
+            for path in sorted(folder.glob(f"{NAMED_TEMPLATES}/*.jinja")):
+                files[path.stem] = found(f"{NAMED_TEMPLATES}/{path.name}")
+            self.chat_template = _templates(files, config)
             if not self("Hello", add_special_tokens=False)["input_ids"]:
                 raise ValueError("its vocabulary has no letters")
         except Exception as error:  # the library's own are plain exceptions
@@ -57,11 +61,6 @@ class Tokenizer:
         """The token ids of `text`, as `input_ids`."""
         encoding = self.backend_tokenizer.encode(text, add_special_tokens=add_special_tokens)
         return {"input_ids": encoding.ids}
-
-    def get_chat_template(self) -> str:
-        """The chat template; there must be one."""
-        assert self.chat_template is not None
-        return self.chat_template
 
 
 def _json(path: Path | None) -> dict[str, Any]:
@@ -81,10 +80,18 @@ def _special(config: dict[str, Any]) -> dict[str, str]:
     return {name: text for name, text in texts.items() if isinstance(text, str)}
 
 
-def _template(path: Path | None, config: dict[str, Any]) -> str | None:
-    if path is not None:
-        return read_plain(path, TEMPLATE).decode()
-    found = config.get("chat_template")
-    if isinstance(found, list):  # several, by name
-        found = {one["name"]: one["template"] for one in found}.get("default")
+def _templates(
+    files: dict[str, Path | None], config: dict[str, Any]
+) -> str | dict[str, str] | None:
+    """Return the chat template, or several by name, of files or else of the config."""
+    texts = {
+        name: read_plain(path, TEMPLATE).decode()
+        for name, path in files.items()
+        if path is not None
+    }
+    found = texts or config.get("chat_template")
+    if isinstance(found, list):
+        found = {one["name"]: one["template"] for one in found}
+    if isinstance(found, dict):
+        return found["default"] if found.keys() == {"default"} else found
     return found if isinstance(found, str) else None

@@ -426,6 +426,24 @@ def test_a_broken_tokenizer_is_named(decoders, tmp_path, text):
         Tokenizer(tmp_path)
 
 
+@pytest.mark.parametrize("files", [True, False])
+@pytest.mark.parametrize(
+    "templates", [{"default": "d", "tool_use": "t"}, {"default": "d"}, {"rag": "r"}, "d"]
+)
+def test_named_templates_are_those_that_transformers_reads(decoders, tmp_path, templates, files):
+    """In files of a folder, and in a list of tokenizer_config.json; and what only is listed."""
+    theirs = AutoTokenizer.from_pretrained(decoders / "model")
+    theirs.chat_template = templates
+    theirs.save_pretrained(tmp_path, save_jinja_files=files)
+    expected = AutoTokenizer.from_pretrained(tmp_path).chat_template
+    only = isinstance(expected, dict) and expected.keys() == {"default"}
+    assert Tokenizer(tmp_path).chat_template == ("d" if only else expected)
+    listed = {"tokenizer.json", "tokenizer_config.json"}
+    assert Tokenizer(tmp_path, listed).chat_template == (
+        None if files else Tokenizer(tmp_path).chat_template
+    )
+
+
 def test_special_tokens_of_older_files(decoders, tmp_path):
     shutil.copy(decoders / "none" / "tokenizer.json", tmp_path)
     (tmp_path / "special_tokens_map.json").write_text(
@@ -437,7 +455,7 @@ def test_special_tokens_of_older_files(decoders, tmp_path):
     )  # fmt: skip
     found = Tokenizer(tmp_path)
     assert found.special_tokens_map == {"bos_token": "<|bos|>", "eos_token": "<|end|>"}
-    assert found.chat_template == "d"
+    assert found.chat_template == {"tools": "t", "default": "d"}
 
 
 SETTINGS = [

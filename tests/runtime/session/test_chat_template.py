@@ -38,9 +38,6 @@ class Plain:
     def __init__(self, template: str) -> None:
         self.chat_template = template
 
-    def get_chat_template(self) -> str:
-        return self.chat_template
-
 
 @posix
 @pytest.mark.parametrize(

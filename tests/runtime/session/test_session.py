@@ -314,9 +314,6 @@ def test_tokenizers_without_a_usable_template(tokenizer):
     class Forgetful:
         chat_template, special_tokens_map = "{{ messages[-1].content }}", {}
 
-        def get_chat_template(self):
-            return self.chat_template
-
     hi = [{"role": "user", "content": "hi"}]
     with pytest.raises(kvcap.KvcapError, match="generate --raw"):
         render(Plain(), hi)

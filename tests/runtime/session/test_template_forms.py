@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from chat_templates import PARTS, PLAIN, with_template
+from chat_templates import PARTS, PLAIN, TOOLS, with_template
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from toy_engine import BACKENDS, ToyEngine, held, session_of, tiny
@@ -15,6 +15,7 @@ from kvcap import pocket
 from kvcap.runtime.errors import ChatTemplateMissing
 from kvcap.runtime.session import chat_template
 from kvcap.runtime.session.messages import render, render_turn
+from kvcap.runtime.session.template_forms import without_default
 
 TEMPLATES = PLAIN | PARTS
 TOKENIZER = AutoTokenizer.from_pretrained(pocket.path())
@@ -111,3 +112,41 @@ def test_a_form_is_found_out_once(monkeypatch):
             render(tokenizer, [{"role": "user", "content": text}])
             counts.append(len(asked))
         assert counts == [first, 1]
+
+
+TOOL: Any = {"type": "function", "function": {"name": "add"}}
+NAMED = {"default": PLAIN["text"], "tool_use": TOOLS["own turn"], "rag": PARTS["walked"]}
+
+
+@pytest.mark.parametrize("tools", [[], [TOOL]])
+@pytest.mark.parametrize(
+    "names", [("default", "tool_use", "rag"), ("default", "rag"), ("default",)]
+)
+def test_a_named_template_is_taken_as_by_transformers(tools, names):
+    tokenizer = with_template(TOKENIZER, {name: NAMED[name] for name in names})
+    said = [{"role": "user", "content": "Hi."}]
+    assert render(tokenizer, said, tools) == tokenizer.apply_chat_template(
+        said, tools=tools or None, tokenize=False, add_generation_prompt=True
+    )
+
+
+def test_of_templates_without_a_default_only_what_is_sure_is_taken():
+    said = [{"role": "user", "content": "Hi."}]
+    tokenizer = with_template(TOKENIZER, {"tool_use": NAMED["tool_use"], "rag": NAMED["rag"]})
+    assert "Tools: " in render(tokenizer, said, [TOOL])
+    with pytest.raises(ChatTemplateMissing, match=r"templates rag, tool_use, and none .*'default'"):
+        render(tokenizer, said)
+    assert "requests with tools are answered" in (without_default(tokenizer.chat_template) or "")
+    alone = with_template(TOKENIZER, {"tool_use": NAMED["tool_use"]})
+    assert render(alone, said) == render(with_template(TOKENIZER, NAMED["tool_use"]), said)
+    assert "'tool_use' is taken" in (without_default(alone.chat_template) or "")
+    assert without_default(NAMED) is without_default(NAMED["rag"]) is without_default(None) is None
+
+
+def test_a_session_with_tools_takes_the_template_for_these(tmp_path_factory):
+    runtime: Any = ToyEngine(400)
+    runtime.tokenizer = with_template(runtime.tokenizer, NAMED)
+    for tools in ([TOOL], []):
+        session = session_of(runtime)
+        list(session.send("Hi.", tools=tools))
+        assert ("Tools: " in held(session)) == bool(tools)
