@@ -5,8 +5,9 @@ when they have changed, and one writes at a time.
 
 A file's name says whose conversation it holds, its id and its messages, each as a digest, so that
 the names are the index: it cannot disagree with the files, whatever ends the server. A file appears
-whole or not at all, and its content is checked when it is read. Nothing that a request says
-becomes part of a path. Knows nothing of HTTP.
+whole or not at all, and its content is checked when it is read. One that cannot be read is set
+aside under a name of its own, for people to look at. Nothing that a request says becomes part of a
+path. Knows nothing of HTTP.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from kvcap.runtime.files import PART, locked, remove_abandoned
 NAME = re.compile(r"([0-9a-f]{16})-([0-9a-f]{16})-([0-9a-f]{32})\.kvcap")
 FACTS = 64 << 10  # bytes of a file beside the cache and what was said
 LOCK, WRITING = ".lock", ".writing"
+ASIDE = ".unreadable"  # behind the name of a file that cannot be read, and its number from 2 on
 TICK_NS = 100_000_000  # two changes of a folder within it can have the same time
 log = logging.getLogger("kvcap.serve")
 
@@ -75,7 +77,7 @@ class SavedConversations:
 
     Args:
         folder: is made, if it is not there; no other server uses it.
-        cap: bytes of all files together, those that are being written too.
+        cap: bytes of all files together, those too that are being written or are set aside.
         shared: other processes use it as well, all of them `shared` and with the same cap.
 
     Raises:
@@ -87,6 +89,7 @@ class SavedConversations:
         self.saved = self.restored = self.dropped = 0
         self._scanned = 0  # the folder's time when its names were read, if that can be trusted
         self._left_out: set[str] = set()  # names of files that could not be taken
+        self._aside = 0  # bytes of files that are set aside
         self._lock = threading.Lock()
         self._files: dict[tuple[str, str], dict[str, Saved]] = {}  # by owner and key, then by id
         try:
@@ -136,7 +139,11 @@ class SavedConversations:
         """Read the names of all files, and the sizes of those that are new."""
         known = {one.name: one for one in self._all()}
         self._files.clear()
+        self._aside = 0
         for entry in os.scandir(self.folder):
+            if f".kvcap{ASIDE}" in entry.name:
+                with contextlib.suppress(FileNotFoundError):
+                    self._aside += entry.stat().st_size
             if not NAME.fullmatch(entry.name) or entry.name in self._left_out:
                 continue
             one = known.get(entry.name)
@@ -218,10 +225,14 @@ class SavedConversations:
         if before is not None:
             self._age(before)
         try:
-            if needed > self.cap:
+            if needed > self.cap - self._aside:
+                also, do = "", "raise it"
+                if self._aside:
+                    also = f", of which files that were set aside take {self._aside:,}"
+                    do = f"raise it, or remove {str(self.folder)!r}/*{ASIDE}*"
                 raise SessionNotSaved(
                     f"a conversation takes up to {needed:,} bytes, and the cap on disk is "
-                    f"{self.cap:,}; raise it"
+                    f"{self.cap:,}{also}; {do}"
                 )
             with self._writing():
                 self._make_room(needed, name, "" if wanted is None else wanted.name)
@@ -244,7 +255,7 @@ class SavedConversations:
     def restore(self, session: Any, saved: Saved) -> bool:
         """Make a session the saved one; False where the file cannot be taken.
 
-        One that is broken is removed, with its name in the log.
+        One that cannot be read is set aside and never removed: what is wrong may be this program.
         """
         path = self.folder / saved.name
         if not path.exists():  # it had to make room
@@ -254,14 +265,16 @@ class SavedConversations:
         try:
             session.restore(path)
         except (SessionFileError, PinsTooLarge) as error:
+            with self._lock:
+                self._drop(saved)
+            self.dropped += 1
             if isinstance(error, SessionFileCorrupt):
-                self._remove(saved)
+                aside = self._put_aside(saved)
+                log.warning("a saved conversation is set aside as %s: %s", aside, error)
             else:  # another model's: for a server of that
                 with self._lock:
-                    self._drop(saved)
                     self._left_out.add(saved.name)
-            self.dropped += 1
-            log.warning("a saved conversation is left out: %s", error)
+                log.warning("a saved conversation is left out: %s", error)
             return False
         saved.used = time.time()
         with contextlib.suppress(OSError):
@@ -270,14 +283,35 @@ class SavedConversations:
         return True
 
     def remove(self, owner: str, id_: str) -> bool:
-        """Remove all files of a conversation; whether there were any."""
+        """Remove all files of a conversation, also those set aside; whether there were any."""
         self._look()
         mine, wanted = digest(owner), tag(id_)
         with self._lock:
             files = [x for x in self._all() if x.name.startswith(f"{mine}-") and x.tag == wanted]
+            aside = list(self.folder.glob(f"{mine}-{wanted}-*.kvcap{ASIDE}*"))
         for one in files:
             self._remove(one)
-        return bool(files)
+        for path in aside:
+            with self._lock, contextlib.suppress(OSError):
+                size = path.stat().st_size
+                path.unlink()
+                self._aside -= size
+        return bool(files or aside)
+
+    def _put_aside(self, saved: Saved) -> Path:
+        """Rename a file that cannot be read, beside the others; returns its new path."""
+        path = target = self.folder / f"{saved.name}{ASIDE}"
+        number = 1
+        while target.exists():
+            number += 1
+            target = path.with_name(f"{path.name}-{number}")
+        with self._lock:
+            try:
+                os.rename(self.folder / saved.name, target)
+                self._aside += saved.nbytes
+            except OSError:  # another process has done so, or nobody can: it is not looked at again
+                self._left_out.add(saved.name)
+        return target
 
     def _age(self, name: str) -> None:
         """Let a file be the first to go."""
@@ -301,7 +335,7 @@ class SavedConversations:
                 found = os.stat(self.folder / one.name)
                 one.nbytes, one.used = found.st_size, found.st_mtime
         files.sort(key=lambda one: (one.name == wanted, one.used))
-        held = sum(one.nbytes for one in files)
+        held = self._aside + sum(one.nbytes for one in files)
         for one in files:
             if held + nbytes <= self.cap:
                 return

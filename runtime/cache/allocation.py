@@ -273,9 +273,16 @@ class LayerStorage:
             self.lent.count = 0
 
     def reset(self) -> None:
-        """Forget everything; the buffers stay."""
+        """Forget everything; the buffers stay.
+
+        All that a session's file holds, slots in use apart, is as in a new cache then.
+        """
         for segment in self.segments:
             segment.held = 0
+        if self.query_window is not None:
+            self.query_window.reset()
+        if self.key_mean is not None:
+            self.key_mean.zero_()
         if self.evicted_store is not None:
             self.evicted_store.reset()
         self.needs_rotation = self.settled = False

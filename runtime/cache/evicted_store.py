@@ -320,6 +320,8 @@ class EvictedStore:
         """Forget everything; the buffers stay."""
         for place in self.evicted:
             place.held = 0
+        self._query.zero_()
+        self._out.zero_()
         self._lse.fill_(float("-inf"))
         self._counts.zero_()
 

@@ -58,6 +58,11 @@ class QueryWindow:
         self.queries.copy_(queries[:, :, queries.shape[2] - size :])
         self.shift.copy_(shift[:, :, shift.shape[2] - size :])
 
+    def reset(self) -> None:
+        """Forget the queries and how far they moved, so that the window is as a new one."""
+        self.queries.zero_()
+        self.shift.zero_()
+
     def last(self, segment: Segment | None, count: int, rotation: Rotation | None) -> Tensor:
         """A segment's newest `count` queries [b, k·G, count, D], at today's positions.
 

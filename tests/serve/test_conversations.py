@@ -16,6 +16,8 @@ import tiny_chat
 from server_chats import ask, limits, said, serve, small, text_of, until, user
 from tools import ROOT
 
+import kvcap
+from kvcap.policies import load_policy
 from kvcap.runtime.errors import SessionNotSaved
 from kvcap.runtime.session.session import Session
 from kvcap.serve.conversations import keys_of
@@ -185,7 +187,30 @@ def test_saved_conversations_survive_kills(
     serve(Scheduler(runtime, limits(), SavedConversations(tmp_path, 64 << 20)), chat)
 
 
-def test_a_broken_file_is_left_out_by_name_and_its_conversation_read_anew(
+def test_a_short_conversation_in_the_place_of_a_long_one_is_saved_and_restored(
+    folder: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The place's observation window is longer than what the second one says."""
+    policy = load_policy("snapkv", window=32)
+    runtime = kvcap.Runtime.from_pretrained(
+        folder, policy, kv_budget_tokens=48, block_size=64, device="cpu"
+    )
+    long, short = user("Seven kinds of mosses survive the cold. " * 12), user("Hi.")
+
+    async def chat(s: Scheduler) -> None:
+        await text_of(s.submit(ask(long, tokens=2)))
+        answer = said(await text_of(s.submit(ask(short, tokens=2))))
+        await text_of(s.submit(ask(long, tokens=2)))  # has the place again
+        reply = s.submit(ask(short, answer, user("And?"), tokens=2))
+        assert await text_of(reply)
+        assert reply.usage.reused_tokens > 0
+        assert (s.figures().restored, s.figures().dropped) == (1, 0), caplog.text
+
+    disk = SavedConversations(tmp_path, 1 << 20)
+    serve(Scheduler(runtime, limits(places=1, together=1), disk), chat)
+
+
+def test_a_broken_file_is_set_aside_by_name_and_its_conversation_read_anew(
     runtime: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     first = user("Seven kinds of mosses survive the cold. " * 4)
@@ -210,9 +235,12 @@ def test_a_broken_file_is_left_out_by_name_and_its_conversation_read_anew(
     disk = SavedConversations(tmp_path, 1 << 20)
     assert len(disk) == 1
     serve(Scheduler(runtime, limits(), disk), chat)
-    assert file.name in caplog.text
+    aside = file.with_name(f"{file.name}.unreadable")
+    assert f"set aside as {aside}" in caplog.text
+    assert aside.read_bytes() == data
     assert file not in list(tmp_path.iterdir())
-    assert sorted(path.suffix for path in tmp_path.iterdir()) == ["", ".kvcap", ".txt"]
+    suffixes = sorted(path.suffix for path in tmp_path.iterdir())
+    assert suffixes == ["", ".kvcap", ".txt", ".unreadable"]
 
 
 def test_a_folder_is_one_server_s_and_can_be_written(runtime: Any, tmp_path: Path) -> None:

@@ -150,3 +150,52 @@ def test_a_server_of_its_own_and_replicas_do_not_share_a_folder(tmp_path: Path) 
     with pytest.raises(SessionNotSaved, match="another server"):
         SavedConversations(tmp_path, 1 << 20)
     replica.close()
+
+
+class Unreadable(Session):
+    """Stands in for one that takes no file."""
+
+    def restore(self, path: Path) -> None:
+        raise SessionFileCorrupt(f"{str(path)!r} cannot be loaded")
+
+
+def set_aside(disk: SavedConversations, number: int) -> str:
+    """Save a file that is not taken afterwards; returns its name."""
+    name = saved(disk, number)
+    found = disk.find("ada", None, [key(number)])
+    assert found is not None
+    assert not disk.restore(Unreadable(), found[0])
+    assert disk.find("ada", None, [key(number)]) is None
+    return name
+
+
+def test_files_that_cannot_be_read_are_kept_and_count(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    disk = SavedConversations(tmp_path, FACTS + 4 * SIZE)
+    name = set_aside(disk, 0)
+    assert set_aside(disk, 0) == name  # saved anew, and broken again
+    aside = [tmp_path / f"{name}.unreadable", tmp_path / f"{name}.unreadable-2"]
+    assert all(str(path) in caplog.text for path in aside)
+    for number in range(1, 6):
+        saved(disk, number)
+    assert len(disk) == 2  # two that are set aside take the rest
+    disk.close()
+    disk = SavedConversations(tmp_path, FACTS + 2 * SIZE)
+    assert disk.save(Session(), "ada", "number 6", key(6), None) is None
+    assert ".unreadable*" in caplog.text
+    assert [path.stat().st_size for path in aside] == [SIZE, SIZE]
+    assert not disk.remove("bob", "number 0")
+    assert disk.remove("ada", "number 0")
+    assert not any(path.exists() for path in aside)
+    assert saved(disk, 6)
+    disk.close()
+
+
+def test_a_file_that_another_process_set_aside_is_left(two: Any, tmp_path: Path) -> None:
+    one, other = two
+    name = saved(one, 0)
+    found, again = (disk.find("ada", None, [key(0)]) for disk in (one, other))
+    assert not one.restore(Unreadable(), found[0])
+    assert not other.restore(Unreadable(), again[0])
+    assert [path.name for path in tmp_path.glob("*.unreadable*")] == [f"{name}.unreadable"]

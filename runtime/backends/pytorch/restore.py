@@ -109,6 +109,16 @@ class SavedLayers:
         found: Tensor = self.file.tensor(f"layers.{index}.{name}")
         return found
 
+    def window(self, index: int) -> tuple[Tensor, Tensor]:
+        """The kept queries of a layer and their shifts; zeros where fewer tokens were read.
+
+        Earlier versions left there what a conversation had that was cleared.
+        """
+        queries, shift = self.tensor(index, "ring.queries"), self.tensor(index, "ring.shift")
+        unread = max(0, shift.shape[2] - self.seen)
+        queries[:, :, :unread], shift[:, :, :unread] = 0, 0
+        return queries, shift
+
     def sliding(self, index: int, name: str) -> Tensor:
         """The keys or values of a native sliding layer."""
         found: Tensor = self.file.tensor(f"sliding.{index}.{name}")
@@ -149,7 +159,8 @@ class SavedLayers:
             length = saved["ring"]
             queries = (1, shape.heads, length, size)
             self._finite(self._take(index, "ring.queries", queries, dtype), index)
-            shift = self._take(index, "ring.shift", (1, shape.kv_heads, length), torch.int32)
+            self._take(index, "ring.shift", (1, shape.kv_heads, length), torch.int32)
+            _, shift = self.window(index)
             newest = torch.tensor(rows[0])[:, None] - length + torch.arange(length)
             self._in_reach(layer, shift, newest.clamp(min=0) + shift, "window")
         if layer.evicted_store is not None and saved["evicted"] is not None:
@@ -323,9 +334,7 @@ class Refill:
         if layer.storage.key_mean is not None:
             layer.storage.key_mean.copy_(self.saved.tensor(index, "mean"))
         if layer.query_window is not None:
-            layer.query_window.fill(
-                *(self.saved.tensor(index, f"ring.{x}") for x in ("queries", "shift"))
-            )
+            layer.query_window.fill(*self.saved.window(index))
         rows = self._split(index, "slots", layer.segments[0].pool, saved["held"])
         for i, s in enumerate(layer.segments):
             mine = rows[s.head : s.head + s.heads]
