@@ -19,6 +19,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 
 from kvcap.runtime.cli import options
 from kvcap.runtime.cli.console import styled
+from kvcap.runtime.types import SlotUse
 
 if TYPE_CHECKING:
     from kvcap.evals.calibrate import Calibration
@@ -801,7 +802,7 @@ def _figures(demo: Demo) -> str:
     stats = demo.session.stats
     return (
         f"{demo.read:,} tokens  {demo.tokens_per_second:,.0f} tok/s  "
-        f"{stats.held_tokens}/{stats.budget_tokens} slots  "
+        f"{stats.slots}  "
         f"{_size(stats.bytes)}/{_size(stats.cap_bytes)}"
     )
 
@@ -814,6 +815,7 @@ def _question_line(q: Question) -> str:
 
 def _summary(report: Report) -> str:
     kv = report.kv
+    slots = SlotUse(kv["held_tokens"], kv["waiting_tokens"], kv["budget_tokens"])
     right = sum(q.right for q in report.questions)
     beside = sum(q.found and not q.right for q in report.questions)
     more = f"; {beside} more say the value of something else" if beside else ""
@@ -821,7 +823,7 @@ def _summary(report: Report) -> str:
         [
             f"recall   {right} of {len(report.questions)} right after "
             f"{report.filler_tokens:,} tokens{more}",
-            f"kv       {kv['held_tokens']} of {kv['budget_tokens']} slots held, "
+            f"kv       {slots}, "
             f"{kv['evicted_tokens']:,} tokens evicted ({kv['policy']}, {report.positions})",
             f"bytes    {_size(kv['bytes'])} held, {_size(kv['cap_bytes'])} cap, "
             f"{_size(kv['peak_bytes'])} peak",

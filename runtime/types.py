@@ -36,6 +36,31 @@ DEFAULT_POSITIONS: Positions = "compact"
 """How positions are kept where nobody says how, if keys can be moved exactly."""
 
 
+class SlotUse(NamedTuple):
+    """The slots of a KV head that are in use, on average over heads and layers.
+
+    In an answer that evicts every few tokens, those above the budget wait for the next eviction, in
+    slots of a block: the cache's bytes stay.
+
+    >>> str(SlotUse.of(259, 256)), str(SlotUse.of(12, 256))
+    ('256 of 256 slots + 3 waiting for the next eviction', '12 of 256 slots')
+    """
+
+    held: int  # at most the budget
+    waiting: int  # above it
+    budget: int
+
+    @classmethod
+    def of(cls, used: int, budget: int) -> SlotUse:
+        """Tell apart what the policy keeps and what waits, of so many slots in use."""
+        return cls(min(used, budget), max(0, used - budget), budget)
+
+    def __str__(self) -> str:
+        """How many are in use, of how many, and why there are more."""
+        waits = f" + {self.waiting:,} waiting for the next eviction" if self.waiting else ""
+        return f"{self.held:,} of {self.budget:,} slots{waits}"
+
+
 class KeptTokens(NamedTuple):
     """Which tokens of a conversation a layer still holds."""
 

@@ -63,7 +63,8 @@ class Usage:
     prompt_tokens: int  # of the whole request: read now, or reused
     reused_tokens: int  # that the conversation had read before, evicted ones too
     completion_tokens: int
-    held: int  # in the cache afterwards, per KV head and layer
+    held: int  # in the cache afterwards, per KV head and layer, at most the budget
+    waiting: int  # above it, until the next eviction
     evicted: int  # read at some time, and no longer held
     cap_bytes: int  # the cap of the conversation's cache
 

@@ -29,6 +29,7 @@ from kvcap.runtime.session.logprobs import Logprob
 from kvcap.runtime.session.session import Session
 from kvcap.runtime.session.stats import FinishReason, Turn
 from kvcap.runtime.session.tool_calls import Parsed
+from kvcap.runtime.types import SlotUse
 from kvcap.serve.contract import Ask, Figures, Piece, Usage
 from kvcap.serve.conversations import (
     Conversation,
@@ -648,11 +649,13 @@ class Scheduler:
         cache = session.cache
         seen, held = cache.seen, cache.held
         reused = job.seen if session.turn is None else turn.reused_tokens
+        slots = SlotUse.of(held, self.runtime.plan.budget_tokens)
         job.usage = Usage(
             prompt_tokens=reused + turn.prompt_tokens,
             reused_tokens=reused,
             completion_tokens=turn.completion_tokens,
-            held=held,
+            held=slots.held,
+            waiting=slots.waiting,
             evicted=seen - held,
             cap_bytes=self.runtime.cap_bytes,
         )

@@ -48,6 +48,7 @@ def usage_of(usage: Usage) -> dict[str, Any]:
         "prompt_tokens_details": {"cached_tokens": usage.reused_tokens},
         "kv": {
             "held": usage.held,
+            "waiting": usage.waiting,
             "evicted": usage.evicted,
             "cap_bytes": usage.cap_bytes,
             "reused": usage.reused_tokens,

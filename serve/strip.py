@@ -50,9 +50,11 @@ class Strip(BaseModel):
     bytes: int
     """Of the slots in use, and of buffers that are always held."""
     held: int
-    """Slots in use per KV head and layer, on average (rounded up)."""
+    """Slots in use per KV head and layer, on average (rounded up), at most the budget."""
+    waiting: int
+    """Slots in use above it, until the next eviction."""
     evicted: int
-    """Tokens less slots."""
+    """Tokens less slots in use."""
     sinks: int
     """First tokens that are never evicted."""
     pinned: list[Span]
@@ -79,6 +81,7 @@ def strip_of(session: Session, session_id: str) -> Strip:
         cap_bytes=figures.cap_bytes,
         bytes=figures.bytes,
         held=figures.held_tokens,
+        waiting=figures.waiting_tokens,
         evicted=figures.evicted_tokens,
         sinks=cache.sinks,
         pinned=merged(spans),

@@ -68,7 +68,7 @@ def test_examples_in_the_readme(capsys):
     for block in blocks[1:]:
         code = block.replace('"Qwen/Qwen3-0.6B"', repr(str(pocket.path())))
         exec(code.replace("budget_tokens=1024", "budget_tokens=64"), names)
-    assert "64 held of 64" in capsys.readouterr().out
+    assert "64 of 64 slots" in capsys.readouterr().out
     assert (names["capped"].cache.held, names["cache"].held) == (64, 64)
 
 
@@ -183,7 +183,7 @@ def test_examples_of_a_page(page, capsys):
         exec(block.replace('"Qwen/Qwen3-0.6B"', repr(str(pocket.path()))), names)
     said = capsys.readouterr().out
     if page == "python.md":
-        assert said.count("64 held of 64") == 2
+        assert said.count("64 of 64 slots") == 2
     assert said
 
 

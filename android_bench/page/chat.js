@@ -35,7 +35,8 @@ function trouble(title, text) {
 
 function showMeter({ slots, budget, seen, used, bytes }) {
   byId("slots").value = Math.min(1, slots / budget);
-  byId("held").replaceChildren(`${number(slots)} slots`, html("small", {}, `budget ${number(budget)}`));
+  const waits = slots > budget ? ` + ${number(slots - budget)} waiting for the next eviction` : "";
+  byId("held").replaceChildren(`${number(Math.min(slots, budget))} slots`, html("small", {}, `of ${number(budget)}${waits}`));
   byId("evicted").replaceChildren(`${number(seen - slots)} evicted`, html("small", {}, `of ${number(seen)} read`));
   byId("bytes").replaceChildren(megabytes(used), html("small", {}, `never over ${megabytes(bytes)}`));
 }

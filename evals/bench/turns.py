@@ -188,9 +188,12 @@ def check(session: Session, nbytes: int) -> None:
     holds = {
         "all layers have read the same tokens": cache.consistent,
         "the cache has the bytes it began with": cache.nbytes == nbytes,
-        "no more slots are in use than the budget": stats.held_tokens <= stats.budget_tokens,
+        "no slots wait but until the next eviction": stats.waiting_tokens
+        < session.runtime.evict_every,
         "bytes in use are within the cap": stats.bytes <= stats.cap_bytes,
-        "kept and evicted are what was seen": stats.held_tokens + stats.evicted_tokens
+        "kept, waiting and evicted are what was seen": stats.held_tokens
+        + stats.waiting_tokens
+        + stats.evicted_tokens
         == stats.seen_tokens,
         "a head holds a token once": all(len(set(head)) == len(head) for head in heads),
         "slots hold tokens that were read": all(0 <= p < cache.seen for h in heads for p in h),

@@ -139,7 +139,7 @@ class Demo:
 
     def _report(self, asked: list[Question], seconds: float) -> Report:
         runtime, stats = self.runtime, self.session.stats
-        names = ("policy", "budget_tokens", "held_tokens", "evicted_tokens")
+        names = ("policy", "budget_tokens", "held_tokens", "waiting_tokens", "evicted_tokens")
         sizes = ("bytes", "cap_bytes", "peak_bytes")
         return Report(
             model=runtime.name,

@@ -38,7 +38,7 @@ from kvcap.runtime.interrupts import interrupts_deferred
 from kvcap.runtime.memory.cap_guard import CapGuard
 from kvcap.runtime.models.config import ModelShape
 from kvcap.runtime.models.rope import has_m_rope
-from kvcap.runtime.types import ATTENTION, KeptTokens, Positions, Span
+from kvcap.runtime.types import ATTENTION, KeptTokens, Positions, SlotUse, Span
 
 if TYPE_CHECKING:
     from kvcap.runtime.cache.state_layer import StateLayer
@@ -162,8 +162,8 @@ class BudgetCache(Cache):  # type: ignore[misc]
             f"capped, {shape.kv_heads} KV heads of {shape.head_size}; policy "
             f"{self.eviction.name!r}, "
             f"{self.counted} positions{layout.slot_format.told}; {self.seen:,} tokens read, "
-            f"{self.held:,} held of "
-            f"{layout.budget_tokens:,}, blocks of {self.block_size:,}; {allocated})"
+            f"{SlotUse.of(self.held, layout.budget_tokens)}, blocks of {self.block_size:,}; "
+            f"{allocated})"
         )
 
     def _layer(self, index: int) -> Any:
@@ -309,7 +309,10 @@ class BudgetCache(Cache):  # type: ignore[misc]
 
     @property
     def held(self) -> int:
-        """Slots in use per KV head and layer, on average (rounded up)."""
+        """Slots in use per KV head and layer, on average (rounded up).
+
+        Until the next eviction they may be more than the budget; see `SlotUse`.
+        """
         heads = [s.batch * s.heads for s in self._segments]
         held = sum(n * s.held for n, s in zip(heads, self._segments, strict=True))
         return -(-held // sum(heads)) if heads else 0

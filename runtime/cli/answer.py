@@ -95,6 +95,7 @@ def as_document(stats: Stats, text: str) -> dict[str, Any]:
             "policy": stats.policy,
             "budget_tokens": stats.budget_tokens,
             "held_tokens": stats.held_tokens,
+            "waiting_tokens": stats.waiting_tokens,
             "evicted_tokens": stats.evicted_tokens,
             "bytes": stats.bytes,
             "cap_bytes": stats.cap_bytes,

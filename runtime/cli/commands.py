@@ -217,7 +217,8 @@ def plan_command(
         server = {} if serving is None else {"serve": serving.as_dict()}
         print(json.dumps({**plan.as_dict(), **uncapped, **available, **file, **server}))
     else:
-        print_plan(model, plan, free, tokens)
+        evicts = backend.exported(model) or budget.eviction().policy.evicts
+        print_plan(model, plan, free, tokens, evicts=evicts)
         if serving is not None:
             print(f"a server: {serving.summary}")
         if stored is not None:

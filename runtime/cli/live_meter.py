@@ -135,7 +135,7 @@ def summary(stats: Stats, *, empty: bool = False, width: int | None = None) -> s
     return fitted(
         [
             f"seen {stats.seen_tokens:,}",
-            f"kept {stats.held_tokens:,}",
+            f"kept {stats.held_tokens:,}{_waiting(stats)}",
             f"evicted {stats.evicted_tokens:,} (+{turn.evicted_tokens:,} now)",
             f"KV {format_bytes(stats.bytes, of=stats.cap_bytes)}",
             _speed(stats),
@@ -147,8 +147,13 @@ def summary(stats: Stats, *, empty: bool = False, width: int | None = None) -> s
 
 
 def _kv(stats: Stats) -> list[str]:
-    slots = f"KV {stats.held_tokens:,}/{stats.budget_tokens:,} slots"
+    slots = f"KV {stats.held_tokens:,}/{stats.budget_tokens:,} slots{_waiting(stats)}"
     return [slots, format_bytes(stats.bytes, of=stats.cap_bytes)]
+
+
+def _waiting(stats: Stats) -> str:
+    """The slots above the budget, which wait for the next eviction."""
+    return f" + {stats.waiting_tokens:,} waiting" if stats.waiting_tokens else ""
 
 
 def _tokens(stats: Stats) -> list[str]:

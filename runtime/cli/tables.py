@@ -12,6 +12,7 @@ from rich.text import Text
 from kvcap.runtime.cli.console import dim
 from kvcap.runtime.memory.free_memory import FreeMemory
 from kvcap.runtime.planning.plan import BLOCK_SIZE, MemoryPlan
+from kvcap.runtime.types import EVICT_EVERY, SlotUse
 from kvcap.runtime.units import format_bytes
 
 if TYPE_CHECKING:  # PyTorch stands behind these, and plans are shown without it too
@@ -175,8 +176,18 @@ def _where(place: str) -> str:
     return {"": "", "device": "", "host": ", on the host"}.get(place, f", in {place}")
 
 
-def print_plan(model: str, plan: MemoryPlan, free: FreeMemory, tokens: int) -> None:
-    """Print the table of `kvcap plan`; `tokens` says for how many to count an uncapped cache."""
+def print_plan(
+    model: str, plan: MemoryPlan, free: FreeMemory, tokens: int, *, evicts: bool = True
+) -> None:
+    """Print the table of `kvcap plan`.
+
+    Args:
+        model: as the user named it.
+        plan: of a run.
+        free: the memory that is free here.
+        tokens: for how many to count an uncapped cache.
+        evicts: whether the policy ever does.
+    """
     table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
     table.add_column("memory")
     table.add_column("size", justify="right")
@@ -210,6 +221,13 @@ def print_plan(model: str, plan: MemoryPlan, free: FreeMemory, tokens: int) -> N
         f"{f', {plan.weights_dtype} weights' if plan.weights_dtype else ''}\n"
     )
     show(table)
+    every = min(EVICT_EVERY, plan.block_size)
+    if evicts and every > 1:
+        most = SlotUse(plan.budget_tokens, every - 1, plan.budget_tokens)
+        print(
+            f"\nin use in an answer on a CPU, at most: {most}, which take slots of a block and no "
+            "more bytes (none with --evict-every 1)"
+        )
     uncapped = plan.uncapped_bytes(tokens)
     print(
         f"\nwithout a cap, keys and values of {tokens:,} tokens would take "

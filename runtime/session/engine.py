@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from kvcap.runtime.errors import MemoryCapExceeded, SessionBroken
 from kvcap.runtime.planning.plan import MemoryPlan
-from kvcap.runtime.types import OnFull
+from kvcap.runtime.types import OnFull, SlotUse
 
 MOST = 1000  # times as many slots as are needed: the largest budget that is tried as advice
 
@@ -269,7 +269,7 @@ class Room(NamedTuple):
             also = f", which holds an answer of {answer:,} tokens too," if answer else ""
             advice = f"raise the budget to {enough:,}{also} or {advice}"
         raise MemoryCapExceeded(
-            f"{why}: {self.held:,} of {self.budget:,} slots are in use and {tokens:,} more "
+            f"{why}: {SlotUse.of(self.held, self.budget)} are in use and {tokens:,} more "
             f"token{'s were' if tokens > 1 else ' was'} to be read; {advice}"
         )
 

@@ -32,7 +32,7 @@ from kvcap.runtime.session.messages import (
 )
 from kvcap.runtime.session.stats import FinishReason, Stats, Turn
 from kvcap.runtime.session.tool_calls import Parsed, parsed_by_template, parsed_text
-from kvcap.runtime.types import Message, OnFull, Span, Tool
+from kvcap.runtime.types import Message, OnFull, SlotUse, Span, Tool
 
 REREAD = "the conversation is read again with the next message"
 PROMPT_SEEN = 256  # tokens of a prompt by which an answer is parsed
@@ -106,7 +106,7 @@ class Session:
         plan, count = self.runtime.plan, len(self.messages)
         return (
             f"<Session of {self.runtime.name or 'a model'}: {count} message{'s' * (count != 1)}, "
-            f"{plan.policy} holds {self.cache.held:,} of {plan.budget_tokens:,} slots>"
+            f"{plan.policy} holds {SlotUse.of(self.cache.held, plan.budget_tokens)}>"
         )
 
     @property
@@ -195,11 +195,13 @@ class Session:
     def stats(self) -> Stats:
         """The figures of the conversation now: tokens, bytes, and the last turn's timing."""
         cache, plan = self.cache, self.runtime.plan
+        slots = SlotUse.of(cache.held, plan.budget_tokens)
         return Stats(
             policy=plan.policy,
             budget_tokens=plan.budget_tokens,
             seen_tokens=cache.seen,
-            held_tokens=cache.held,
+            held_tokens=slots.held,
+            waiting_tokens=slots.waiting,
             evicted_tokens=cache.seen - cache.held,
             bytes=cache.used_bytes,
             cap_bytes=self.runtime.cap_bytes,

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+from kvcap.runtime.types import SlotUse
+
 FinishReason = Literal["stop", "length", "interrupted", "cap", "full", "error"]
 """Why an answer ended. `full`: the budget is used up and `on_full` is 'stop'; `cap`: reading on
 was refused; `error`: another error."""
@@ -42,7 +44,8 @@ class Stats:
     policy: str
     budget_tokens: int
     seen_tokens: int  # read since the cache was last empty
-    held_tokens: int
+    held_tokens: int  # at most the budget
+    waiting_tokens: int  # above it in an answer, until the next eviction
     evicted_tokens: int
     bytes: int  # of the slots in use, and of buffers that are always held
     cap_bytes: int  # of the cache: as asked for, or as planned
@@ -55,9 +58,14 @@ class Stats:
         """All fields, for JSON."""
         return asdict(self)
 
+    @property
+    def slots(self) -> SlotUse:
+        """The slots in use, those that wait for the next eviction told apart."""
+        return SlotUse(self.held_tokens, self.waiting_tokens, self.budget_tokens)
+
     def __repr__(self) -> str:
         return (
-            f"<Stats: {self.policy} holds {self.held_tokens:,} of {self.budget_tokens:,} slots "
+            f"<Stats: {self.policy} holds {self.slots} "
             f"({self.bytes:,} of {self.cap_bytes:,} bytes), {self.seen_tokens:,} tokens seen, "
             f"{self.evicted_tokens:,} evicted>"
         )

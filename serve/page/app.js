@@ -87,9 +87,10 @@ async function refresh() {
 }
 
 function showMemory(found) {
-  const { budget, held, evicted, tokens } = found;
+  const { budget, held, waiting, evicted, tokens } = found;
   fill(held / budget);
-  byId("held").replaceChildren(`${number(held)} slots`, html("small", {}, `of ${number(budget)}`));
+  const waits = waiting ? ` + ${number(waiting)} waiting for the next eviction` : "";
+  byId("held").replaceChildren(`${number(held)} slots`, html("small", {}, `of ${number(budget)}${waits}`));
   byId("evicted").replaceChildren(`${number(evicted)} tokens`, html("small", {}, `of ${number(tokens.length)} read`));
   byId("cap").replaceChildren(bytes(found.cap_bytes), html("small", {}, `${bytes(found.bytes)} in use`));
   strip.show(found);

@@ -84,7 +84,13 @@ def test_a_chat_is_answered_with_its_usage(client, talk):
     assert (choice.message.content, choice.finish_reason) == ("Hello there", "stop")
     assert (answer.usage.prompt_tokens, answer.usage.total_tokens) == (11, 14)
     assert answer.usage.prompt_tokens_details.cached_tokens == 4
-    assert answer.usage.kv == {"held": 9, "evicted": 6, "cap_bytes": 4096, "reused": 4}
+    assert answer.usage.kv == {
+        "held": 9,
+        "waiting": 2,
+        "evicted": 6,
+        "cap_bytes": 4096,
+        "reused": 4,
+    }
     asked = talk.asked
     assert asked.messages == ({"role": "system", "content": "Be brief."}, *HELLO)
     assert asked.session_id == "mine"

@@ -187,6 +187,21 @@ def test_saved_conversations_survive_kills(
     serve(Scheduler(runtime, limits(), SavedConversations(tmp_path, 64 << 20)), chat)
 
 
+def test_a_usage_tells_what_waits_for_the_next_eviction(folder: str) -> None:
+    runtime = kvcap.Runtime.from_pretrained(
+        folder, kv_budget_tokens=48, block_size=16, device="cpu", evict_every=16
+    )
+
+    async def chat(s: Scheduler) -> None:
+        reply = s.submit(ask(user("Seven kinds of mosses survive the cold. " * 9), tokens=6))
+        await text_of(reply)
+        assert (reply.usage.held, reply.usage.waiting) == (48, 5)  # the last token is not read
+        read = reply.usage.prompt_tokens + 5
+        assert reply.usage.evicted == read - 48 - 5
+
+    serve(Scheduler(runtime, limits(places=1, together=1)), chat)
+
+
 def test_a_short_conversation_in_the_place_of_a_long_one_is_saved_and_restored(
     folder: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

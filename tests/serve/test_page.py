@@ -208,6 +208,19 @@ def test_a_conversation_is_deleted_by_its_owner(client):
 
 
 @in_browser
+def test_slots_that_wait_for_the_next_eviction_are_told_apart(page, url, runtime):
+    session = runtime.session()
+    list(session.send(FACT))
+    found = strip_of(session, "").model_copy(update={"held": 128, "waiting": 3})
+    page.route("**/strip", lambda route: route.fulfill(json=found.model_dump()))
+    opened(page, url)
+    say(page, FACT)
+    page.get_by_role("button", name="Memory", exact=True).click()
+    page.locator("#held", has_text="of 128 + 3 waiting for the next eviction").wait_for()
+    assert page.locator("#held").inner_text().startswith("128 slots")
+
+
+@in_browser
 def test_a_conversation_and_what_is_left_of_it(page, url, runtime):
     """The words of a session in Python, and its tokens with the heads that hold them."""
     asked: list[str] = []

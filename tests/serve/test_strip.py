@@ -6,12 +6,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tiny_chat
 import torch
 from conftest import tiny_model
 from made_tokenizers import Wrapped, gemma_like
 from toy_engine import ToyEngine, session_of, tiny
 
 from kvcap.runtime.backends.pytorch.loop import BlockLoop
+from kvcap.runtime.backends.pytorch.runtime import Runtime
 from kvcap.runtime.cache.cache import BudgetCache
 from kvcap.runtime.session.session import Session
 from kvcap.runtime.types import KeptTokens
@@ -48,7 +50,8 @@ def sound(session: Any) -> Strip:
         heads = [head for layer in group.layers for head in rows[layer]]
         assert group.heads == len(heads)
         assert group.held == [sum(i in head for head in heads) for i in range(len(ids))]
-    assert found.held + found.evicted == len(found.tokens) == len(ids)
+    assert found.held + found.waiting + found.evicted == len(found.tokens) == len(ids)
+    assert found.held <= found.budget
     return found
 
 
@@ -71,6 +74,16 @@ def test_every_token_and_who_holds_it(runtime):
     assert Strip.model_validate_json(found.model_dump_json()) == found
     session.clear()
     assert sound(session).tokens == []
+
+
+def test_what_waits_for_the_next_eviction_is_told_apart(tmp_path):
+    runtime = Runtime.from_pretrained(
+        tiny_chat.save(tmp_path), kv_budget_tokens=64, block_size=16, device="cpu", evict_every=16
+    )
+    session = session_of(runtime)
+    list(session.send(LONG))
+    found = sound(session)
+    assert (found.held, found.waiting) == (64, 5)  # of 6 tokens the last is not read
 
 
 def test_pinned_tokens_are_the_message_and_are_held(tmp_path_factory):

@@ -483,8 +483,18 @@ def test_it_says_what_it_is(tokens):
     BlockLoop(MODEL, cache).prefill(tokens(40))
     assert repr(cache) == (
         "BudgetCache(llama, 2 of 2 layers capped, 2 KV heads of 16; policy 'keydiff', compact "
-        f"positions; 40 tokens read, 24 held of 24, blocks of 8; {cache.nbytes:,} bytes)"
+        f"positions; 40 tokens read, 24 of 24 slots, blocks of 8; {cache.nbytes:,} bytes)"
     )
+
+
+def test_it_says_why_more_is_in_use_than_the_budget(tokens):
+    cache = kvcap.BudgetCache(MODEL.config, 24, 8, evict_every=8)
+    loop, ids = BlockLoop(MODEL, cache), tokens(43)
+    loop.prefill(ids[:, :40])
+    for i in range(40, 43):
+        loop.read(ids[:, i : i + 1])
+    assert cache.held == 27
+    assert "24 of 24 slots + 3 waiting for the next eviction, blocks of 8" in repr(cache)
 
 
 def test_an_update_outside_a_model_is_refused():

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from kvcap.runtime.cli import markdown
 from kvcap.runtime.cli.chat import Chat
 from kvcap.runtime.cli.console import complain, dim
-from kvcap.runtime.cli.live_meter import Meter, progress, status, summary
+from kvcap.runtime.cli.live_meter import Meter, kv, progress, status, summary
 from kvcap.runtime.cli.markdown import MarkdownMeter
 from kvcap.runtime.cli.options import Output
 from kvcap.runtime.session.stats import Stats, Turn
@@ -52,6 +52,7 @@ STATS = Stats(
     budget_tokens=123_456,
     seen_tokens=9_876_543,
     held_tokens=123_456,
+    waiting_tokens=0,
     evicted_tokens=9_753_087,
     bytes=2**34,
     cap_bytes=2**34,
@@ -193,6 +194,15 @@ def test_a_wide_line_has_everything() -> None:
     assert status(STATS) == line
     bar = "━" * 12 + "╌" * 12
     assert progress(50, 100, 10.0, STATS).startswith(f"reading {bar} 50/100 · 5 s left · 10 tok/s")
+
+
+def test_slots_above_the_budget_are_said_to_wait() -> None:
+    """Until the next eviction an answer uses more: no figure reads as a broken promise."""
+    between = replace(STATS, waiting_tokens=63)
+    assert status(between).startswith("KV 123,456/123,456 slots + 63 waiting · 16.0/16.0 GiB")
+    assert kv(between).startswith("KV 123,456/123,456 slots + 63 waiting")
+    assert "kept 123,456 + 63 waiting · evicted" in summary(between)
+    assert "123,456 of 123,456 slots + 63 waiting for the next eviction" in repr(between)
 
 
 def test_figures_before_any_answer() -> None:

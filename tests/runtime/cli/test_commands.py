@@ -135,8 +135,8 @@ def test_generate_takes_its_prompt_in_every_way(model: str, kvcap: Any, tmp_path
     assert ways[0][0] == 0
 
 
-@pytest.mark.parametrize(("every", "held"), [((), 16 + 7), (("--evict-every", "1"), 16)])
-def test_generate_json(every: tuple[str, ...], held: int, model: str, kvcap: Any) -> None:
+@pytest.mark.parametrize(("every", "waiting"), [((), 7), (("--evict-every", "1"), 0)])
+def test_generate_json(every: tuple[str, ...], waiting: int, model: str, kvcap: Any) -> None:
     """On a CPU an answer evicts every 64 tokens, or every block, from slots of the same bytes."""
     budget = ("--kv-budget-tokens", "16", "--block-size", "8", "--device", "cpu", *every)
     code, out, _ = kvcap(
@@ -148,8 +148,9 @@ def test_generate_json(every: tuple[str, ...], held: int, model: str, kvcap: Any
     assert document["finish_reason"] == "length"
     assert document["usage"]["completion_tokens"] == 8
     kv, read = document["kv"], document["usage"]["prompt_tokens"] + 7  # the last is not read
-    assert (kv["policy"], kv["budget_tokens"], kv["held_tokens"]) == ("keydiff", 16, held)
-    assert kv["evicted_tokens"] == read - held
+    assert (kv["policy"], kv["budget_tokens"], kv["held_tokens"]) == ("keydiff", 16, 16)
+    assert kv["waiting_tokens"] == waiting  # for the next eviction
+    assert kv["evicted_tokens"] == read - 16 - waiting
     assert kv["bytes"] <= kv["cap_bytes"] == kv["peak_bytes"]
     assert set(document["timing"]) == {"ttft_s", "prefill_tok_s", "decode_tok_s"}
     assert all(value > 0 for value in document["timing"].values())
@@ -335,6 +336,19 @@ def test_plan(model: str, kvcap: Any) -> None:
     assert f"{document['cache_bytes']:,}" in out
     assert "exact" in out
     assert "estimate" in out
+
+
+def test_plan_says_what_waits_for_the_next_eviction(model: str, kvcap: Any) -> None:
+    """Slots above the budget that an answer uses, at most, in no more bytes."""
+
+    def said(*options: str) -> str:
+        code, out, _ = kvcap("plan", model, "--kv-budget-tokens", "32", *options)
+        assert code == 0
+        return out
+
+    assert "32 of 32 slots + 63 waiting for the next eviction" in said()
+    assert "+ 15 waiting for the next eviction" in said("--block-size", "16")
+    assert "waiting" not in said("--policy", "full")
 
 
 def test_plan_says_what_an_uncapped_cache_takes_and_the_least_that_works(

@@ -73,8 +73,12 @@ def test_figures_add_up(directory, every, spare):
         assert stats.turn.completion_tokens == 12
         # The last token of an answer is read with the next turn.
         assert stats.seen_tokens - before == stats.turn.prompt_tokens + 11
-        assert 0 <= stats.held_tokens - min(stats.seen_tokens, 64) <= spare
-        assert stats.evicted_tokens == stats.seen_tokens - stats.held_tokens
+        assert stats.held_tokens == min(stats.seen_tokens, 64)
+        assert 0 <= stats.waiting_tokens <= spare
+        used = stats.held_tokens + stats.waiting_tokens
+        assert stats.evicted_tokens == stats.seen_tokens - used
+        assert str(stats.slots) in repr(stats)
+        assert str(stats.slots) in repr(session)
         assert stats.bytes <= stats.peak_bytes == stats.cap_bytes
     session.clear()
     assert session.stats.seen_tokens == 0

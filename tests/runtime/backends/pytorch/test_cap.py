@@ -236,7 +236,7 @@ def test_its_figures_are_told(model, tokens):
     with kvcap.cap(model, 24, 8) as capped:
         assert "0 tokens read" in repr(capped)
         model(tokens(40))
-        for part in ("LlamaForCausalLM", "40 tokens read", "24 held of 24", "bytes"):
+        for part in ("LlamaForCausalLM", "40 tokens read", "24 of 24 slots", "bytes"):
             assert part in repr(capped)
 
 
