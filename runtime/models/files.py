@@ -39,7 +39,7 @@ from kvcap.runtime.models.gguf import is_gguf, loading, read_gguf, source
 from kvcap.runtime.models.packed import PackedDtype, pack
 from kvcap.runtime.models.quantised import UNPACKED, check_packages, quantisation, unpacking
 from kvcap.runtime.models.rope import rope_of
-from kvcap.runtime.models.weights import download, read_headers, refuse_misfits, weigh
+from kvcap.runtime.models.weights import download, read_headers, refuse_misfits, untie, weigh
 from kvcap.runtime.models.wrappers import NAMES, is_wrapper, text_config
 from kvcap.runtime.types import ATTENTION, NEUTRAL
 
@@ -49,6 +49,8 @@ MOST_LAYERS = 10_000  # a config with more would fill the memory before it could
 
 def load_config(where: str) -> Any:
     """The model's config, checked; of a wrapper, that of its text model.
+
+    Its `tie_word_embeddings` says what transformers makes of the files, if they are here.
 
     Raises:
         ModelNotFound: no such directory or repository, or it holds no config.
@@ -79,11 +81,12 @@ def load_config(where: str) -> Any:
     try:
         if (folder / "custom_generate").exists():  # 4.57 runs it, whatever it is told to trust
             raise ValueError("beside it is code, in custom_generate; remove that folder")
-        return _checked(where, given)
+        config = _checked(where, given)
     except UnsupportedModel:
         raise
     except Exception as error:  # whatever transformers makes of values that it does not expect
         raise _broken(where, "config.json", error) from error
+    return untie(where, config)
 
 
 def _config_in_gguf(where: str) -> Any:
@@ -303,6 +306,7 @@ def load_packed(
         PlanInfeasible: the whole model must be loaded first, and there is no room for it.
     """
     download(where)
+    config = untie(where, config)  # its files may have come by this download
     model = empty_model(where, config, dtype)
     checkpoint = Checkpoint.of(where, model, dtype)
     if checkpoint is None:

@@ -9,14 +9,17 @@ take once loaded. No tensor is read, and nothing in these files can be executed.
 from __future__ import annotations
 
 import contextlib
+import copy
 import re
 from collections import defaultdict
 from collections.abc import Iterable
+from contextlib import ExitStack
 from math import prod
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
+import transformers
 from huggingface_hub import (
     get_safetensors_metadata,
     snapshot_download,
@@ -38,6 +41,7 @@ from kvcap.runtime.types import ATTENTION
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLES = ("pytorch_model*.bin", "*.pt", "*.pth", "*.ckpt")
+COMPARED = 1 << 22  # numbers of two matrices that are compared at once
 FLOATS = ("F64", *(SAFETENSORS[name] for name in NAMES))  # converted to the model's dtype
 NO_PICKLES = (
     "its weights are pickles, which can run code when they are opened; give one with "
@@ -112,6 +116,45 @@ def locations(folder: Path) -> dict[str, Path]:
         ModelFilesBroken: as `read_headers`.
     """
     return {name: folder / file for file in _files(folder) for name in _header(folder / file)}
+
+
+def untie(where: str, config: Any) -> Any:
+    """Return the config without its tie where the files hold an output matrix of their own.
+
+    Since version 5, transformers ties output and input embeddings only if the files hold one of
+    them, or both alike; 4.57 always does as the config says.
+
+    Args:
+        where: a directory, or a repository; of one that is not downloaded the config is kept.
+        config: of the text model.
+    """
+    if transformers.__version__ < "5" or not getattr(config, "tie_word_embeddings", False):
+        return config
+    folder, kind = folder_of(where), AutoModelForCausalLM._model_mapping.get(type(config), None)
+    if folder is None or kind is None:
+        return config
+    try:
+        files = locations(folder)
+    except ModelFilesBroken:  # said where weights are read
+        return config
+    stored, prefix = {text_name(name): name for name in files}, f"{kind.base_model_prefix}."
+    for pair in (getattr(kind, "_tied_weights_keys", None) or {}).items():
+        both = [stored.get(name, stored.get(name.removeprefix(prefix))) for name in pair]
+        if None not in both and not _alike(*((files[name], name) for name in both if name)):
+            config = copy.deepcopy(config)
+            config.tie_word_embeddings = False
+    return config
+
+
+def _alike(one: tuple[Path, str], other: tuple[Path, str]) -> bool:
+    """Whether two tensors of files hold the same numbers, compared piece by piece."""
+    with ExitStack() as stack:
+        opened = [stack.enter_context(safe_open(path, framework="pt")) for path, _ in (one, other)]
+        a, b = (file.get_slice(name) for file, (_, name) in zip(opened, (one, other), strict=True))
+        if a.get_shape() != b.get_shape() or not a.get_shape():
+            return False
+        rows, step = a.get_shape()[0], max(1, COMPARED // max(1, prod(a.get_shape()[1:])))
+        return all(torch.equal(a[i : i + step], b[i : i + step]) for i in range(0, rows, step))
 
 
 def weigh(

@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 import tiny_chat
 import torch
+from conftest import tiny_model
 from families import ALL, ELSEWHERE, OLD, STATES, model_of
 from safetensors.torch import load_file, save_file
 from torch import nn
+from transformers import AutoModelForCausalLM
 
 from kvcap import BudgetCache, MemoryPlan, Runtime, Session
 from kvcap.cli import run
@@ -150,6 +152,29 @@ def test_what_is_tied_is_held_once_and_the_float_weights_are_let_go(kind, tmp_pa
     assert model.dtype == torch.bfloat16
     big = [p for p in model.parameters() if p.dim() > 1 and p.dtype == torch.bfloat16]
     assert all(p.dim() == 3 for p in big), "scales alone"
+
+
+@pytest.mark.parametrize("other", [True, False])
+def test_a_head_of_its_own_is_kept_as_transformers_keeps_it(other, tmp_path):
+    """The config ties it. transformers 5 goes by what the file holds, 4.57 by the config."""
+    tiny_model("llama", tie_word_embeddings=True).save_pretrained(tmp_path)
+    where, file = str(tmp_path), tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    head = tensors["model.embed_tokens.weight"].clone()
+    head[-1, -1] += other  # the last number that is compared
+    save_file({**tensors, "lm_head.weight": head}, file, {"format": "pt"})
+    config = load_config(where)
+    plain = load_model(where, config, torch.float32)
+    true = AutoModelForCausalLM.from_pretrained(where)
+    assert torch.equal(plain.lm_head.weight, true.lm_head.weight)
+    model = load_packed(where, config, torch.float32, "int8")
+    apart = other and not OLD
+    assert (model.lm_head.matrix is not model.get_input_embeddings().matrix) == apart
+    found = model.lm_head.matrix.lookup(torch.arange(len(head)))
+    torch.testing.assert_close(found, true.lm_head.weight, rtol=0, atol=0.01)
+    for held, loaded in (("int8", model), (None, plain)):
+        planned = weigh(config, torch.float32, read_headers(where), held)
+        assert planned.nbytes == held_weights(loaded).nbytes
 
 
 def test_files_that_cannot_be_read_by_name_are_loaded_and_packed(tmp_path, monkeypatch):
