@@ -24,7 +24,7 @@ def save(folder: Path, *, template: bool = True) -> str:
         intermediate_size=32,
         vocab_size=len(tokenizer),
         bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=None,
+        eos_token_id=[],
     )
     torch.manual_seed(0)
     LlamaForCausalLM(config).save_pretrained(folder)

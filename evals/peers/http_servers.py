@@ -172,7 +172,7 @@ def endless(model: str, folder: Path) -> str:
     folder.mkdir()
     for file in Path(model).iterdir():
         if file.name in CONFIGS:
-            said = {**json.loads(file.read_text()), "eos_token_id": None}
+            said = {**json.loads(file.read_text()), "eos_token_id": []}
             (folder / file.name).write_text(json.dumps(said))
         elif file.is_file():
             (folder / file.name).symlink_to(file.resolve())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence, Sized
+from collections.abc import Collection, Iterator, Sequence, Sized
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,7 @@ from kvcap.policies import load_policy
 from kvcap.runtime.backends.pytorch.loop import BlockLoop
 from kvcap.runtime.backends.pytorch.runtime import Runtime
 from kvcap.runtime.cache.cache import BudgetCache
+from kvcap.runtime.session.settings import end_tokens
 
 # What every cache holds, whatever its policy is.
 COMMON = ("keys_values", "slot_positions", "rotation_table", "sliding_layers", "state_layers")
@@ -58,6 +59,7 @@ def measure(
             same GPU.
     """
     model, task = runtime.model, load_task(setting.task)
+    ends = end_tokens(runtime.generation)
     for _, prompt in prompts:
         assert sum(map(len, prompt)) <= setting.length, "a task must keep to the length"
     scores, start = [0.0] * len(prompts), time.perf_counter()
@@ -69,7 +71,7 @@ def measure(
         if not task.MAX_NEW_TOKENS:
             found = losses(model, cache, parts[0]).mean(-1).tolist()
         else:
-            said = answer(model, cache, parts, answer_tokens(setting))
+            said = answer(model, cache, parts, answer_tokens(setting), ends)
             texts = [runtime.tokenizer.decode(row, skip_special_tokens=True) for row in said]
             found = [task.score(prompts[i][0], t) for i, t in zip(places, texts, strict=True)]
         for i, score in zip(places, found, strict=True):
@@ -113,7 +115,13 @@ def _scoring_ms(model: Any, setting: Setting, ids: Tensor) -> dict[str, float] |
     return percentiles(eviction_ms(model, cache, ids.to(model.device)))
 
 
-def answer(model: Any, cache: BudgetCache, parts: Sequence[Tensor], limit: int) -> list[list[int]]:
+def answer(
+    model: Any,
+    cache: BudgetCache,
+    parts: Sequence[Tensor],
+    limit: int,
+    stops: Collection[int],
+) -> list[list[int]]:
     """Greedy answers to prompts, each cut before the token that ends it.
 
     Args:
@@ -122,16 +130,15 @@ def answer(model: Any, cache: BudgetCache, parts: Sequence[Tensor], limit: int) 
         parts: of the prompts [B, T] each. After one is read, the cache is evicted down to its
             budget, as after a block, before the next is.
         limit: tokens of an answer.
+        stops: tokens that end one.
     """
-    config = model.generation_config.eos_token_id
-    ends = torch.tensor([] if config is None else config, device=parts[0].device).flatten()
+    ends = torch.tensor(list(stops), device=parts[0].device)
     loop = BlockLoop(model, cache)
     logits = [loop.prefill(ids) for ids in parts][-1]
     said = [logits.argmax(-1)]  # [B] each
     while len(said) < limit and not _ended(said, ends).all():
         said.append(loop.read(said[-1][:, None]).argmax(-1))
     rows: list[list[int]] = torch.stack(said, dim=1).tolist()
-    stops = set(ends.tolist())
     return [_cut(row, stops) for row in rows]
 
 
@@ -157,5 +164,5 @@ def _ended(said: list[Tensor], ends: Tensor) -> Tensor:
     return torch.isin(torch.stack(said, dim=1), ends).any(-1)
 
 
-def _cut(row: list[int], stops: set[int]) -> list[int]:
+def _cut(row: list[int], stops: Collection[int]) -> list[int]:
     return row[: next((i for i, token in enumerate(row) if token in stops), len(row))]

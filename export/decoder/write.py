@@ -33,6 +33,7 @@ from kvcap.runtime.backends.onnxruntime.library import library, require
 from kvcap.runtime.cache.layout import CacheLayout
 from kvcap.runtime.errors import ManifestError
 from kvcap.runtime.models.checkpoint import empty, fill
+from kvcap.runtime.session.ends import end_ids
 from kvcap.runtime.types import MANIFEST
 
 FEW = "few.onnx"  # the graph of the layers that were traced, while they are checked
@@ -208,6 +209,8 @@ class _Export:
         if self.scales is not None:
             np.save(folder / manifest.SLOT_SCALES, self.scales.numpy())
         said = manifest.describe(source.name, decoder, self.dtype, self.rounding, self.text)
+        ends = end_ids(source.tokenizer, source.model.generation_config, source.config)
+        said["generation"]["eos_token_id"] = ends
         said |= manifest.file_facts(folder)
         entries = {entry["file"]: entry for entry in said["files"]}
         said["opset"], said["evictors"] = OPSET, self.evictors

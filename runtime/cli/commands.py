@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvcap.runtime.cli.console import INFEASIBLE, complain, styled
+from kvcap.runtime.cli.console import INFEASIBLE, complain, styled, visible
 from kvcap.runtime.cli.kept_exports import kept_export
 from kvcap.runtime.cli.options import (
     STDIN,
@@ -51,6 +51,7 @@ from kvcap.runtime.types import BUILT_IN, MANIFEST, POCKET
 if TYPE_CHECKING:  # NumPy, tokenizers and more stand behind these
     from kvcap.runtime.backends.onnxruntime.runtime import PolicyRequest
     from kvcap.runtime.models.packed import PackedDtype
+    from kvcap.runtime.session.ends import End
     from kvcap.runtime.session.engine import Engine
     from kvcap.runtime.session.session import Session
 
@@ -210,15 +211,18 @@ def plan_command(
         raise typer.Exit(INFEASIBLE) from error
     tokens = length or plan.trained_length
     stored = None if backend.exported(model) else _in_gguf(model)
+    ends = planned_ends(model, backend, budget)
     if json_:
         uncapped = {"uncapped_tokens": tokens, "uncapped_bytes": plan.uncapped_bytes(tokens)}
         available = {"free_bytes": free.nbytes, "free_by": free.source}
         file = {} if stored is None else {"file_bytes": stored.nbytes, "file_type": stored.numbers}
         server = {} if serving is None else {"serve": serving.as_dict()}
-        print(json.dumps({**plan.as_dict(), **uncapped, **available, **file, **server}))
+        said = {"end_tokens": [end._asdict() for end in ends]}
+        print(json.dumps({**plan.as_dict(), **said, **uncapped, **available, **file, **server}))
     else:
         evicts = backend.exported(model) or budget.eviction().policy.evicts
         print_plan(model, plan, free, tokens, evicts=evicts)
+        print(visible(f"answers end at {', '.join(map(str, ends)) or 'no token'}"))
         if serving is not None:
             print(f"a server: {serving.summary}")
         if stored is not None:
@@ -428,6 +432,30 @@ def planned(model: str, backend: Backend, budget: Budget) -> MemoryPlan:
         weights=backend.weights,
         **sizes,
     )
+
+
+def planned_ends(model: str, backend: Backend, budget: Budget) -> list[End]:
+    """The tokens that end an answer; of a tokenizer that is not here, none are known.
+
+    Raises:
+        ModelFilesBroken: settings of generation or the tokenizer cannot be used.
+    """
+    from kvcap.runtime.session.ends import ends_of
+
+    if backend.exported(model):
+        from kvcap.runtime.backends.onnxruntime import manifest
+        from kvcap.runtime.backends.onnxruntime.runtime import generation_of
+        from kvcap.runtime.backends.onnxruntime.tokenizer import Tokenizer
+
+        if backend.weights is not None:
+            model = str(kept_export(model, backend.weights, budget, calibrate=backend.calibrate))
+        found = manifest.read(_export_folder(model))
+        return ends_of(Tokenizer(found.folder, found.listed), generation_of(found))
+    from kvcap.runtime.models.files import find_tokenizer, load_config, load_generation
+
+    where = resolve(model)
+    config = load_config(where)
+    return ends_of(find_tokenizer(where), load_generation(where, config), config)
 
 
 def planned_serving(

@@ -6,13 +6,14 @@ Nothing in it is executed: no pickles and no code of its own; templates run in a
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from huggingface_hub import try_to_load_from_cache
 from safetensors import SafetensorError
 from transformers import (
     CONFIG_MAPPING,
@@ -193,6 +194,20 @@ def load_tokenizer(where: str) -> Any:
     return tokenizer
 
 
+def find_tokenizer(where: str) -> Any:
+    """The tokenizer of a model, if its files are here; None where they would be downloaded.
+
+    Raises:
+        ModelFilesBroken: they are broken, or need code of their own.
+    """
+    folder = Path(where)
+    if folder.is_dir():
+        here = any((folder / name).exists() for name in VOCABULARIES)
+    else:
+        here = is_gguf(where) or isinstance(try_to_load_from_cache(where, VOCABULARIES[0]), str)
+    return load_tokenizer(where) if here else None
+
+
 def encode(tokenizer: Any, text: str) -> tuple[list[int], list[int]]:
     """The opening token, if the tokenizer sets one before a text, and the text's tokens."""
     ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -220,6 +235,19 @@ def check_generation(where: str) -> None:
     except Exception as error:  # whatever transformers makes of values that it does not expect
         if not isinstance(error, OSError) or Path(where, "generation_config.json").exists():
             raise _broken(where, "generation_config.json", error) from error
+
+
+def load_generation(where: str, config: Any) -> Any:
+    """The model's settings of generation, as `load_model` gives them to it.
+
+    Raises:
+        ModelFilesBroken: as `check_generation`.
+    """
+    check_generation(where)
+    if not is_gguf(where):
+        with suppress(OSError):  # it has none but its config's
+            return GenerationConfig.from_pretrained(where)
+    return GenerationConfig.from_model_config(config)
 
 
 def load_model(where: str, config: Any, dtype: torch.dtype) -> Any:

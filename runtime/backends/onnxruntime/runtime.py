@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -44,6 +45,7 @@ from kvcap.runtime.planning.plan import (
 )
 from kvcap.runtime.session import chat_template
 from kvcap.runtime.session.batch import Batch
+from kvcap.runtime.session.ends import with_ends
 from kvcap.runtime.session.session import Session
 from kvcap.runtime.types import EVICT_EVERY, PINS
 from kvcap.runtime.units import parse_bytes
@@ -105,10 +107,12 @@ class OrtRuntime:
     sizes: Sizes
     memory_cap: int | None = None
     evict_every: int | None = None
-    generation: Generation = field(init=False)
 
-    def __post_init__(self) -> None:
-        self.generation = Generation.of(self.manifest.facts["generation"])
+    @cached_property
+    def generation(self) -> Generation:
+        """The model's own settings of generation, with all tokens that end an answer."""
+        found: Generation = with_ends(self.tokenizer, generation_of(self.manifest))
+        return found
 
     def __repr__(self) -> str:
         return f"<OrtRuntime of {self.name} on {self.device_label}: {self.plan.summary}>"
@@ -369,6 +373,13 @@ def check_dtype(manifest: Manifest, dtype: str | None) -> None:
             f"this decoder was exported with --dtype {mine}; leave --dtype {dtype} out, or export "
             "it again"
         )
+
+
+def generation_of(manifest: Manifest) -> Generation:
+    """The settings of generation in a manifest; an empty list of ends says that none are known."""
+    found = Generation.of(manifest.facts["generation"])
+    found.eos_token_id = found.eos_token_id or None
+    return found
 
 
 def check_slots(manifest: Manifest, kv_dtype: str | None) -> None:

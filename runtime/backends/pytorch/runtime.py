@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections import deque
 from collections.abc import Callable
@@ -51,6 +52,7 @@ from kvcap.runtime.planning.plan import MemoryPlan, check_tokens, fitting, parse
 from kvcap.runtime.session import chat_template
 from kvcap.runtime.session import file as session_file
 from kvcap.runtime.session.batch import Batch
+from kvcap.runtime.session.ends import with_ends
 from kvcap.runtime.session.file import SessionFile
 from kvcap.runtime.session.session import Session
 from kvcap.runtime.types import EVICT_EVERY, POCKET, Positions
@@ -117,10 +119,11 @@ class Runtime:
         """How many different tokens the model knows."""
         return ModelShape.of(self.model.config.get_text_config(decoder=True)).vocabulary
 
-    @property
+    @cached_property
     def generation(self) -> GenerationConfig:
-        """The model's own settings of generation."""
-        return self.model.generation_config
+        """The model's own settings of generation, with all tokens that end an answer."""
+        found = copy.deepcopy(self.model.generation_config)
+        return with_ends(self.tokenizer, found, self.model.config.get_text_config(decoder=True))
 
     @property
     def cap_bytes(self) -> int:

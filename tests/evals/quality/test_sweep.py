@@ -160,7 +160,7 @@ def test_a_batch_answers_like_single_prompts(folder: Path, tokenizer: Any) -> No
     ids = torch.tensor([prompt_ids(tokenizer, sample) for sample in samples])
 
     def replies(rows: torch.Tensor) -> list[list[int]]:
-        return answer(model, BudgetCache(model.config, 32, 16, "keydiff"), [rows], 6)
+        return answer(model, BudgetCache(model.config, 32, 16, "keydiff"), [rows], 6, [end])
 
     assert replies(ids) == [replies(row[None])[0] for row in ids]
 
@@ -174,7 +174,7 @@ def test_uncapped_answers_are_those_of_generate(tokenizer: Any) -> None:
     expected = stock.generate(ids, attention_mask=whole, max_new_tokens=6, do_sample=False)[0, 96:]
     model = tiny_model("llama", vocab_size=size, eos_token_id=end)
     cache = BudgetCache(model.config, 96 + 6, 16, "full", positions="true")
-    assert answer(model, cache, [ids], 6)[0] == [t for t in expected.tolist() if t != end]
+    assert answer(model, cache, [ids], 6, [end])[0] == [t for t in expected.tolist() if t != end]
 
 
 @pytest.mark.parametrize("template", [None, "{{ messages[0].content | trim }} [/INST]"])
@@ -206,7 +206,7 @@ def test_a_question_that_comes_after_meets_an_evicted_context(policy: str, token
     context, question = ids[:, :70], ids[:, 70:]  # 4 blocks of 16 and 6 tokens; then 16 and 4
 
     def reply(*parts: torch.Tensor) -> list[int]:
-        return answer(model, BudgetCache(model.config, 40, 16, policy), parts, 8)[0]
+        return answer(model, BudgetCache(model.config, 40, 16, policy), parts, 8, [])[0]
 
     cache = BudgetCache(model.config, 40, 16, policy)
     loop = BlockLoop(model, cache)
@@ -280,10 +280,9 @@ def read_singly(model: Any, policy: str, size: int, block: int, ids: torch.Tenso
 def test_a_reply_ends_where_the_model_ends_it(tokenizer: Any) -> None:
     model = tiny_model("llama", vocab_size=len(tokenizer))
     ids = torch.tensor([[5, 6, 7, 8]])
-    said = answer(model, BudgetCache(model.config, 16, 8), [ids], 6)[0]
+    said = answer(model, BudgetCache(model.config, 16, 8), [ids], 6, [])[0]
     assert len(said) == 6
-    model.generation_config.eos_token_id = [said[2], 1]
-    stopped = answer(model, BudgetCache(model.config, 16, 8), [ids], 6)[0]
+    stopped = answer(model, BudgetCache(model.config, 16, 8), [ids], 6, [said[2], 1])[0]
     assert stopped == said[: said.index(said[2])]
 
 

@@ -37,6 +37,7 @@ from kvcap.runtime.errors import (
     SessionFileForeign,
     ShapeError,
 )
+from kvcap.runtime.session.settings import end_tokens
 
 ROOT = Path(__file__).parents[4]
 BLOCK, MOST = 32, 128
@@ -160,6 +161,20 @@ def test_another_policy_would_be_seen(tiny):
     runtime = OrtRuntime.from_directory(tiny / "decoder", PolicyRequest("random"))
     with pytest.raises(AssertionError):
         same_as_torch(runtime, str(tiny / "model"), "keydiff")
+
+
+@pytest.mark.parametrize("ends", [[], [7]])
+def test_an_answer_ends_at_what_the_manifest_does_not_name(copied, ends, capsys):
+    said = json.loads((copied / "kvcap.json").read_text())
+    said["generation"]["eos_token_id"] = ends
+    runtime = OrtRuntime.from_directory(rewritten(copied, said))
+    text = runtime.tokenizer.special_tokens_map["eos_token"]
+    own = runtime.tokenizer.backend_tokenizer.token_to_id(text)
+    assert end_tokens(runtime.session().generation) == {*ends, own}
+    assert run(["plan", str(copied), "--backend", "onnxruntime", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["end_tokens"]
+    assert [end["id"] for end in found] == [*ends, own]
+    assert found[-1]["text"] == text
 
 
 def python(*arguments: str, stdin: str = "", **env: str) -> subprocess.CompletedProcess[str]:

@@ -1,0 +1,117 @@
+"""Finds the tokens that end an answer: by a model's settings, its tokenizer and its chat template.
+
+Files disagree: settings of generation may lack the token by which the template closes a message of
+the assistant, and then no answer would ever stop. Knows no library that runs models.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+from kvcap.runtime.errors import ChatTemplateMissing
+from kvcap.runtime.session.messages import MARK, render
+from kvcap.runtime.types import Message
+
+
+class End(NamedTuple):
+    """A token that ends an answer."""
+
+    id: int
+    text: str | None  # None: there is no tokenizer that has it
+
+    def __str__(self) -> str:
+        return f"token {self.id}" if self.text is None else f"{self.text} ({self.id})"
+
+
+def end_ids(tokenizer: Any, generation: Any = None, config: Any = None) -> list[int]:
+    """Return the ids of all tokens that end an answer, in the order in which they are named.
+
+    They are those of the settings of generation, of the config, of the tokenizer, and the one by
+    which the chat template closes an assistant's message. A config's own must be a special token,
+    since transformers fills in a number where config.json has none.
+
+    Args:
+        tokenizer: with `backend_tokenizer`; None: there is none.
+        generation: settings of generation with an `eos_token_id`; where that is an empty list,
+            the model says that no token ends an answer.
+        config: of the model, likewise.
+    """
+    first = getattr(generation, "eos_token_id", None)
+    if isinstance(first, (list, tuple)) and not first:
+        return []
+    found, others = _listed(first), _listed(getattr(config, "eos_token_id", None))
+    if tokenizer is None:
+        return list(dict.fromkeys(found or others))
+    backend = tokenizer.backend_tokenizer
+    added = backend.get_added_tokens_decoder()
+    found += [token for token in others if token in added and added[token].special]
+    text = tokenizer.special_tokens_map.get("eos_token")
+    own = None if text is None else backend.token_to_id(str(text))
+    return list(dict.fromkeys([*found, *_listed(own), *_listed(closing_token(tokenizer))]))
+
+
+def ends_of(tokenizer: Any, generation: Any = None, config: Any = None) -> list[End]:
+    """Return the tokens of `end_ids`, each with its text."""
+    ids = end_ids(tokenizer, generation, config)
+    text_of = (lambda _: None) if tokenizer is None else tokenizer.backend_tokenizer.id_to_token
+    return [End(token, text_of(token)) for token in ids]
+
+
+def with_ends(tokenizer: Any, generation: Any, config: Any = None) -> Any:
+    """Have settings of generation name all tokens that end an answer, and return the settings."""
+    ids = end_ids(tokenizer, generation, config)
+    generation.eos_token_id = ids[0] if len(ids) == 1 else ids or None
+    return generation
+
+
+def closing_token(tokenizer: Any) -> int | None:
+    """Return the token by which the chat template closes an assistant's message, if one does.
+
+    It is the added token right behind the message's text, spaces left out. Where nothing is written
+    behind the last message of a conversation, what comes between it and the user's next counts:
+    some models close their turn by opening the user's.
+    """
+    if not getattr(tokenizer, "chat_template", None):
+        return None
+    names = tuple(sorted((k, str(v)) for k, v in tokenizer.special_tokens_map.items()))
+    tail = _written_behind(_Written(tokenizer.get_chat_template(), names))
+    backend = tokenizer.backend_tokenizer
+    ids: list[int] = backend.encode(tail, add_special_tokens=False).ids if tail else []
+    token = backend.get_added_tokens_decoder().get(ids[0]) if ids else None
+    return ids[0] if token is not None and tail.startswith(token.content) else None
+
+
+class _Written(NamedTuple):
+    """A chat template with its names, as a tokenizer has it and as a key of what it writes."""
+
+    chat_template: str
+    names: tuple[tuple[str, str], ...]
+
+    @property
+    def special_tokens_map(self) -> dict[str, str]:
+        return dict(self.names)
+
+    def get_chat_template(self) -> str:
+        return self.chat_template
+
+
+@lru_cache(maxsize=16)
+def _written_behind(template: _Written) -> str:
+    """Return what a template writes behind an assistant's text, from the first letter on."""
+    user: Message = {"role": "user", "content": "."}
+    said: list[Message] = [user, {"role": "assistant", "content": MARK}]
+    for messages in (said, [*said, user]):
+        try:
+            tail = render(template, messages, prompt=False).partition(MARK)[2].lstrip()
+        except ChatTemplateMissing:  # it may not write such a conversation; a message is refused
+            continue
+        if tail:
+            return tail
+    return ""
+
+
+def _listed(ids: Any) -> list[int]:
+    if ids is None:
+        return []
+    return [int(token) for token in ids] if isinstance(ids, (list, tuple)) else [int(ids)]
