@@ -7,7 +7,7 @@ block. Knows transformers' models, no text.
 from __future__ import annotations
 
 import inspect
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
 from typing import Any
@@ -115,7 +115,8 @@ class _Call:
 
     cached: bool  # the caller gets the cache
     as_tuple: bool
-    earlier: list[Any] = field(default_factory=list)  # outputs of the blocks before the last
+    seen: int  # tokens read before its last block
+    earlier: list[Any]  # outputs of the blocks before the last
 
 
 class Cap:
@@ -199,12 +200,12 @@ class Cap:
             given["attention_mask"] = self._mask  # of which the wrapper made it, knowing no cache
         cached = given.get("use_cache")
         cached = getattr(self._decoder.config, "use_cache", True) if cached is None else cached
-        call = _Call(bool(cached), given.pop("return_dict", None) is False)
+        as_tuple = given.pop("return_dict", None) is False
         given |= cache_argument(decoder, cache) | {"use_cache": True}
-        call.earlier = list(self._blocks(given, cache))
-        if call.earlier:
+        earlier = list(self._blocks(given, cache))
+        if earlier:
             given.pop("logits_to_keep", None)  # Gemma 4's decoder would shorten the last block
-        self._calls[cache] = call
+        self._calls[cache] = _Call(bool(cached), as_tuple, cache.seen, earlier)
         return (), given
 
     def _after_decoder(self, decoder: nn.Module, _: Any, kwargs: Any, output: Any) -> Any:
@@ -213,6 +214,7 @@ class Cap:
         call = self._calls.pop(cache, None) if isinstance(cache, BudgetCache) else None
         if call is None:
             return None
+        _check_read(cache, call.seen)
         parts = [*call.earlier, output]
         last = torch.cat([part.last_hidden_state for part in parts], dim=1)
         found: dict[str, Any] = {"last_hidden_state": last}
@@ -263,7 +265,10 @@ class Cap:
         every |= cache_argument(self._decoder, cache) | {"use_cache": True}
         while tokens.shape[1] - cache.room >= least:
             block, tokens = tokens[:, : cache.room], tokens[:, cache.room :]
-            yield self._decoder.forward(**every, **{name: block})
+            before = cache.seen
+            output = self._decoder.forward(**every, **{name: block})
+            _check_read(cache, before)
+            yield output
         given.clear()
         given.update(rest | {name: tokens})
 
@@ -281,6 +286,20 @@ class Cap:
                 "them out, the cache keeps count. Packed sequences need a call each"
             )
         BlockLoop(self._model, cache, graphs=False).check_room(length)
+
+
+def _check_read(cache: BudgetCache, before: int) -> None:
+    """Refuse the output of layers that wrote nothing to the cache, and saw no earlier block.
+
+    Raises:
+        UnsupportedModel: as under gradient checkpointing, which takes the cache from each layer.
+    """
+    if cache.seen == before:
+        raise UnsupportedModel(
+            "the model's layers left the capped cache out, as they do in training with gradient "
+            "checkpointing, and a capped cache keeps no gradients: evicted tokens have none. Call "
+            "model.eval(), or remove() the cap to train"
+        )
 
 
 def _named(module: nn.Module, args: Any, kwargs: Any) -> dict[str, Any]:

@@ -263,6 +263,24 @@ def test_what_cannot_be_capped_is_refused(error, message, options, length, model
         model.generate(ids, **given)
 
 
+@pytest.mark.parametrize("length", [6, 40])  # of one block, of several
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+def test_gradient_checkpointing_is_refused(length, family, reentrant, tokens):
+    """It takes the cache from every layer, so that each block would see itself alone."""
+    model, ids = tiny_model(family, "sdpa").train(), tokens(length)
+    newer = getattr(model, "activation_checkpointing_enable", None)
+    (newer or model.gradient_checkpointing_enable)({"use_reentrant": reentrant})
+    with kvcap.cap(model, 24, 8):
+        with pytest.raises(UnsupportedModel, match="gradient checkpointing, and a capped"):
+            model(ids, labels=ids)
+        model.eval()
+        assert model(ids, labels=ids)[CACHE].seen == length
+    model.train()
+    model(ids, labels=ids).loss.backward()
+
+
 def test_other_calls_that_are_refused(model, tokens):
     ids = tokens(40)
     filled = DynamicCache(config=model.config)
