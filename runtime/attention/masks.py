@@ -21,7 +21,10 @@ MaskRequest = Mapping[str, Any]  # what transformers gives to a function that ma
 
 
 class Slots(int):
-    """How many slots a block of a capped layer sees; `check` is shown what mask is asked for."""
+    """How many slots a block of a capped layer sees; `check` is shown what mask is asked for.
+
+    Where transformers' own attention asks for it, `attention` is that one's name.
+    """
 
     check: Callable[[MaskRequest], None] | None
 
@@ -67,7 +70,7 @@ def watch_stock() -> None:
 
     for name, make in dict(ALL_MASK_ATTENTION_FUNCTIONS).items():
         if name != ATTENTION and not hasattr(make, "kvcap_checks"):
-            AttentionMaskInterface.register(name, _checking(make))
+            AttentionMaskInterface.register(name, _checking(make, name))
 
 
 def check(asked: MaskRequest, seen: int) -> None:
@@ -124,13 +127,13 @@ def _check(slots: Slots, asked: MaskRequest) -> None:
         slots.check(asked)
 
 
-def _checking(make: Callable[..., Any]) -> Callable[..., Any]:
-    """`make`, which makes masks, checking first what a capped cache asks for."""
+def _checking(make: Callable[..., Any], attention: str) -> Callable[..., Any]:
+    """`make`, which makes masks for an attention, checking first what a capped cache asks for."""
 
     @wraps(make)
     def checked(*args: Any, **asked: Any) -> Any:
         if isinstance(slots := asked.get("kv_length"), Slots):
-            _check(slots, asked)
+            _check(slots, {**asked, "attention": attention})
         return make(*args, **asked)
 
     checked.kvcap_checks = True  # type: ignore[attr-defined]

@@ -287,7 +287,15 @@ class BudgetCache(Cache):  # type: ignore[misc]
         Raises:
             PaddingUnsupported, PositionMismatch: it hides tokens, or does not reach all.
             CacheMismatch: it is of another number of sequences. Nothing is changed.
+            UnsupportedModel: the cache needs kvcap's attention, and the model has another one.
         """
+        stock = asked.get("attention")
+        if self._attends and stock is not None:
+            raise UnsupportedModel(
+                f"the cache was made for attn_implementation='kvcap', and the model has {stock!r}, "
+                "as after capped.remove(); make a BudgetCache of the model's own config, or call "
+                "model.set_attn_implementation('kvcap')"
+            )
         check(asked, self.seen)
         batch, own = asked.get("batch_size"), self.allocation.batch  # transformers 4.57 gives none
         if batch is not None and own is not None and batch != own:

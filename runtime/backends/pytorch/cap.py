@@ -48,7 +48,8 @@ def cap(
 
     Afterwards `model.generate(...)`, `transformers.pipeline("text-generation", model, ...)` and
     whatever is built on them hold at most `budget_tokens` slots per KV head and layer, and a block.
-    Every call without a cache begins with an empty one; the one it returns goes on. A plain
+    Every call without a cache begins with an empty one; the one it returns goes on. An empty
+    `DynamicCache` that a program passes becomes a capped one, and goes on, too. A plain
     `model(input_ids)` gives the logits of all tokens, read block by block as they would be in a
     chat; with `use_cache=False`, too. Tokens may be padded on the right where nobody reads their
     logits, without a mask; padded prompts, beam search, assisted decoding, other caches and
@@ -125,7 +126,7 @@ class Cap:
     cache: BudgetCache | None = None
     """The cache of the last call, for its figures."""
 
-    def __init__(self, model: Any, make: Any, attention: str) -> None:
+    def __init__(self, model: Any, make: partial[BudgetCache], attention: str) -> None:
         self._model, self._decoder, self._make = model, model.get_decoder(), make
         self._attention = attention
         self._wraps = is_wrapper(model.config)
@@ -235,13 +236,18 @@ class Cap:
         if isinstance(past, BudgetCache):
             if past.context.start is not None:
                 return None
-        elif past is None or (isinstance(past, DynamicCache) and past.get_seq_length() == 0):
+        elif past is None:
             past = self._make()
+        elif type(past) is DynamicCache and past.get_seq_length() == 0:
+            # In place: whoever made it passes it again, and asks it how much was read.
+            past.__class__ = BudgetCache
+            past.__init__(*self._make.args, **self._make.keywords)
         else:
             what = type(past).__name__
             raise UnsupportedModel(
-                f"under kvcap.cap a {what} is not capped, or was filled before; leave "
-                "the cache and cache_implementation out, or pass the cache of a call before"
+                f"under kvcap.cap a {what} is not capped, or was filled before; leave the cache "
+                "and cache_implementation out, or pass the cache of a call before, or an empty "
+                "DynamicCache, which becomes a capped one"
             )
         self.cache = past
         return past

@@ -128,6 +128,89 @@ def test_a_conversation_goes_on_in_the_cache_that_came_back(model, tokens):
         assert cache.seen == 75
 
 
+def said_by(model, ids, own=None, **options):
+    """The logits of a program's own loop over `ids` and four tokens, and the cache it ends with."""
+    logits, cache = [], own
+    for _ in range(5):
+        out = model(ids, **as_cache(cache), **options)
+        logits.append(out.logits[:, -1])
+        ids = logits[-1].argmax(-1, keepdim=True)
+        cache = out[CACHE] if own is None else own
+    return torch.stack(logits), cache
+
+
+OWN = {
+    "none": lambda config: None,
+    "empty": lambda config: DynamicCache(),
+    "of its config": lambda config: DynamicCache(config=config),
+}
+
+
+@pytest.mark.parametrize("make", OWN.values(), ids=OWN)
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+@torch.no_grad()
+def test_a_loop_of_a_programs_own_with_the_cache_it_made(make, family, tokens):
+    """Within the budget it says what it says uncapped; beyond, what the block loop does."""
+    model, ids = tiny_model(family, "sdpa"), tokens(40)
+    uncapped, _ = said_by(model, ids, make(model.config))
+    with kvcap.cap(model, 64, 8):
+        logits, _ = said_by(model, ids, make(model.config))
+    torch.testing.assert_close(logits, uncapped, rtol=1e-4, atol=1e-4)
+    with kvcap.cap(model, 24, 8) as capped:
+        own = make(model.config)
+        logits, cache = said_by(model, ids, own)
+        assert cache is capped.cache
+        assert own is None or own is cache
+        assert (cache.get_seq_length(), cache.held) == (44, 24)
+    assert logits.argmax(-1).flatten().tolist() == answered(tiny_model(family), ids)[:5]
+
+
+@torch.no_grad()
+def test_own_caches_are_conversations_apart(model, tokens):
+    """Two at once, a copy of one, and one that is emptied."""
+    one, other = DynamicCache(), DynamicCache()
+    ids, more = tokens(40), tokens(1, seed=1)
+    with kvcap.cap(model, 24, 8):
+        expected = model(torch.cat((ids, more), dim=1)).logits[:, -1]
+        model(ids, **as_cache(one))
+        model(tokens(30, seed=2), **as_cache(other))
+        twin = copy.deepcopy(one)
+        for cache in (one, twin):
+            logits = model(more, **as_cache(cache)).logits[:, -1]
+            torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+        assert (one.seen, twin.seen, other.seen) == (41, 41, 30)
+        one.reset()
+        torch.testing.assert_close(
+            model(ids, **as_cache(one)).logits, model(ids).logits, rtol=1e-4, atol=1e-4
+        )
+        gone = weakref.ref(other)
+        del other
+        gc.collect()
+        assert gone() is None
+
+
+@pytest.mark.parametrize("given", [{"use_cache": False}, {"cache_implementation": "dynamic"},
+                                   {"own": True}], ids=str)  # fmt: skip
+def test_generate_with_caches_of_transformers(given, model, tokens):
+    ids = tokens(40)
+    given = as_cache(DynamicCache()) if "own" in given else given
+    expected = model.generate(ids, **ones(ids), **OPTIONS, **copy.deepcopy(given))
+    with kvcap.cap(model, 64, 8) as capped:
+        assert torch.equal(model.generate(ids, **ones(ids), **OPTIONS, **given), expected)
+    if CACHE in given:
+        assert given[CACHE].seen == expected.shape[1] - 1
+        assert given[CACHE] is capped.cache
+
+
+def test_a_cache_is_not_read_by_another_attention(model, tokens):
+    """Which counts true positions, whatever the cache counts."""
+    with kvcap.cap(model, 24, 8):
+        cache = model(tokens(40))[CACHE]
+    with pytest.raises(UnsupportedModel, match=r"capped\.remove\(\)"):
+        model(tokens(1), **as_cache(cache))
+    assert (cache.seen, cache.consistent) == (40, True)
+
+
 @pytest.mark.parametrize("use_cache", [True, False])
 def test_a_plain_call_gives_all_logits(use_cache, model, tokens):
     """As a harness asks for likelihoods: block by block, as they are in a chat."""
@@ -263,6 +346,10 @@ def test_what_cannot_be_capped_is_refused(error, message, options, length, model
         model.generate(ids, **given)
 
 
+class Listed(DynamicCache):
+    """A cache that a program derived, which does something of its own."""
+
+
 @pytest.mark.parametrize("length", [6, 40])  # of one block, of several
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])
 @pytest.mark.parametrize("reentrant", [True, False])
@@ -296,6 +383,8 @@ def test_other_calls_that_are_refused(model, tokens):
             model(ids, labels=ids).loss.backward()
         with pytest.raises(UnsupportedModel, match="already under a cap"):
             kvcap.cap(model)
+        with pytest.raises(UnsupportedModel, match="a Listed is not capped"):
+            model(ids, **as_cache(Listed()))
     with kvcap.cap(model, 24, 8, "full") as capped:
         with pytest.raises(MemoryCapExceeded, match="raise the budget to 40"):
             model(ids)
