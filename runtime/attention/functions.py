@@ -465,15 +465,18 @@ def attention_forward(
 
 
 # What models and transformers pass on that changes nothing here: masks say what a sliding window
-# hides, and layers keep count of places.
+# hides, layers keep count of places, `generate` hands on tokenizers, and these hand on their masks.
 HARMLESS = frozenset(
-    ("cache_position", "num_items_in_batch", "output_hidden_states", "return_dict",
-     "sliding_window", "use_cache")
+    ("assistant_tokenizer", "cache_position", "num_items_in_batch", "output_hidden_states",
+     "output_router_logits", "return_dict", "sliding_window", "special_tokens_mask",
+     "token_type_ids", "tokenizer", "use_cache")
 )  # fmt: skip
 WITHOUT = {  # what else would do
-    "output_attentions": "load the model with attn_implementation='eager' to see attention weights",
+    "output_attentions": "its kernels keep no weights, and slots of each head are of other tokens; "
+    "load the model with attn_implementation='eager' and without a cap to see attention weights",
     "dropout": "call model.eval(), or train with attn_implementation='sdpa'",
 }
+PACKED = frozenset(("cu_seq_lens_k", "cu_seq_lens_q", "max_length_k", "max_length_q", "seq_idx"))
 
 
 def _refuse_unknown(further: Mapping[str, Any], dropout: float) -> None:
@@ -485,6 +488,11 @@ def _refuse_unknown(further: Mapping[str, Any], dropout: float) -> None:
         if off:
             continue
         advice = WITHOUT.get(name, f"leave {name} out, or use attn_implementation='sdpa'")
+        if name in PACKED:
+            advice = (
+                "sequences that are packed into one cannot be told apart where each head holds "
+                f"other tokens; give each a call of its own, without {name}"
+            )
         raise UnsupportedModel(f"kvcap's attention does not take {name}; {advice}")
 
 

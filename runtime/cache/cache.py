@@ -18,7 +18,7 @@ from kvcap.runtime.attention.masks import READY_MADE, MaskRequest, check, length
 from kvcap.runtime.cache.allocation import Allocation
 from kvcap.runtime.cache.evicted_store import EvictedStore
 from kvcap.runtime.cache.evictor import evict_together
-from kvcap.runtime.cache.layer import BudgetLayer
+from kvcap.runtime.cache.layer import BudgetLayer, refuse_reordering
 from kvcap.runtime.cache.layer_balance import LayerBalance
 from kvcap.runtime.cache.layout import UNREAD, CacheLayout, usual_positions
 from kvcap.runtime.cache.pinned_slots import check_pins, slots_needed
@@ -671,6 +671,8 @@ class BudgetCache(Cache):  # type: ignore[misc]
         self.pinned_spans[:] = spans
         if self.balance is not None:
             self.balance.floor = slots_needed(self.layout, self.pinned_spans)
+
+    activate_past_recording = refuse_reordering  # with which assisted decoding begins
 
     def prefetch(self, *_: Any, **__: Any) -> None:
         """Refused by name, as `offload`: the buffers stay on the model's device."""

@@ -41,8 +41,10 @@ from kvcap.runtime.types import Span
 def refuse_reordering(*_: Any, **__: Any) -> None:
     """Refuse what reorders or crops a cache."""
     raise UnsupportedModel(
-        "evicted tokens cannot be brought back, so beam search, contrastive search and "
-        "assisted decoding, which reorder or crop the cache, are not supported"
+        "evicted tokens cannot be brought back, so beam search, contrastive search and assisted "
+        "decoding (assistant_model, prompt_lookup_num_tokens, assistant_early_exit), which reorder "
+        "or crop the cache, cannot run under a cap; generate greedily or by sampling, several "
+        "answers by num_return_sequences"
     )
 
 

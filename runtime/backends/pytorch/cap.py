@@ -22,6 +22,7 @@ from kvcap.policies import Eviction, Policy
 from kvcap.runtime.attention.masks import READY_MADE, check
 from kvcap.runtime.backends.pytorch.loop import BlockLoop
 from kvcap.runtime.cache.cache import BudgetCache
+from kvcap.runtime.cache.layer import refuse_reordering
 from kvcap.runtime.cache.slot_format import KvDtype
 from kvcap.runtime.errors import PaddingUnsupported, PositionMismatch, UnsupportedModel
 from kvcap.runtime.models.arguments import CACHE_NAMES, cache_argument, cache_of
@@ -32,6 +33,22 @@ MARK = "kvcap_cap"  # the attribute in which a decoder keeps its `Cap`
 HEAD_ARGUMENTS = ("labels", "logits_to_keep", "return_dict")
 TYPES_OF_TOKENS = ("token_type_ids", "mm_token_type_ids")  # of a wrapper: 0 is text
 TOKEN_ARGUMENTS = ("input_ids", "inputs_embeds", "attention_mask", "position_ids", "cache_position")
+
+
+def _refuse_paging(*_: Any, **__: Any) -> None:
+    """Refuse continuous batching, which holds keys and values in a cache of its own."""
+    raise UnsupportedModel(
+        "generate_batch and cache_implementation='paged' hold keys and values in a cache of pages "
+        "that grows, which kvcap.cap does not cap; call generate, or take kvcap.Runtime.batch for "
+        "many conversations at once"
+    )
+
+
+# What `generate` calls of the model itself, in every version, where it needs more than a cache.
+REFUSED = {
+    "_get_candidate_generator": refuse_reordering,  # assisted decoding, before it reads anything
+    "init_continuous_batching": _refuse_paging,
+}
 
 
 def cap(
@@ -81,6 +98,13 @@ def cap(
     >>> capped.cache.held
     16
     """
+    if not isinstance(model, nn.Module) and isinstance(
+        getattr(model, "model", None), PreTrainedModel
+    ):
+        raise UnsupportedModel(
+            f"kvcap.cap takes a model of transformers, and {type(model).__name__} runs one; cap "
+            "that: kvcap.cap(pipeline.model, ...)"
+        )
     if not isinstance(model, PreTrainedModel):
         raise UnsupportedModel(
             f"kvcap.cap takes a model of transformers, and {type(model).__name__} is none; of a "
@@ -141,6 +165,9 @@ class Cap:
                 model.register_forward_pre_hook(self._before_model, with_kwargs=True)
             )
         setattr(self._decoder, MARK, self)
+        for name, refuse in REFUSED.items():
+            if hasattr(model, name):
+                setattr(model, name, refuse)
         self._generation = getattr(model, "generation_config", None)
         if self._generation is not None:  # some models ask for a cache of their own
             self._implementation = self._generation.cache_implementation
@@ -170,6 +197,8 @@ class Cap:
         for hook in self._hooks:
             hook.remove()
         delattr(self._decoder, MARK)
+        for name in REFUSED.keys() & vars(self._model).keys():
+            delattr(self._model, name)
         self._model.set_attn_implementation(self._attention)
         if self._generation is not None:
             self._generation.cache_implementation = self._implementation
@@ -223,6 +252,9 @@ class Cap:
             found |= cache_argument(decoder, cache)
         if (states := [part.hidden_states for part in parts])[0] is not None:
             found["hidden_states"] = tuple(torch.cat(x, dim=1) for x in zip(*states, strict=True))
+        if (routed := [getattr(part, "router_logits", None) for part in parts])[0] is not None:
+            layers = zip(*routed, strict=True)
+            found["router_logits"] = tuple(_joined(x, len(last)) for x in layers)
         joined = type(output)(**found)
         return joined.to_tuple() if call.as_tuple else joined
 
@@ -306,6 +338,12 @@ def _check_read(cache: BudgetCache, before: int) -> None:
             "checkpointing, and a capped cache keeps no gradients: evicted tokens have none. Call "
             "model.eval(), or remove() the cap to train"
         )
+
+
+def _joined(blocks: tuple[Tensor, ...], batch: int) -> Tensor:
+    """The numbers [B·T, E] or [B, T, E] of each token of several blocks, of all as one block."""
+    whole = torch.cat([block.reshape(batch, -1, block.shape[-1]) for block in blocks], dim=1)
+    return whole.flatten(0, 1) if blocks[0].dim() == 2 else whole
 
 
 def _named(module: nn.Module, args: Any, kwargs: Any) -> dict[str, Any]:

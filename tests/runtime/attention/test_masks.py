@@ -189,7 +189,7 @@ def test_modules_that_are_not_causal():
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"cu_seq_lens_q": torch.tensor([0, 10])}, "leave cu_seq_lens_q out"),
+        ({"cu_seq_lens_q": torch.tensor([0, 10])}, "a call of its own, without cu_seq_lens_q"),
         ({"is_causal": False}, "causal"),
         ({"position_bias": torch.zeros(1)}, "position_bias"),
     ],
@@ -232,7 +232,8 @@ def test_what_changes_nothing_is_taken(tokens):
     model = MODELS["kvcap"]
     out = model(
         tokens(10), **as_cache(cache_for(model)), output_hidden_states=True,
-        num_items_in_batch=torch.tensor(10), output_attentions=False,
+        num_items_in_batch=torch.tensor(10), output_attentions=False, tokenizer=object(),
+        special_tokens_mask=torch.zeros(1, 10), output_router_logits=False,
     )  # fmt: skip
     assert len(out.hidden_states) == 3
 

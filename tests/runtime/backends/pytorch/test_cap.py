@@ -13,8 +13,13 @@ from conftest import CACHE, FAMILIES, as_cache, small_policy, tiny_config, tiny_
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoTokenizer,
     DynamicCache,
     GenerationConfig,
+    LogitsProcessor,
+    MixtralConfig,
+    StoppingCriteria,
+    StoppingCriteriaList,
     pipeline,
 )
 
@@ -27,6 +32,7 @@ from kvcap.runtime.errors import (
     PositionMismatch,
     UnsupportedModel,
 )
+from kvcap.runtime.models.trial import small_copy
 
 OPTIONS = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 2}
 
@@ -110,6 +116,112 @@ def test_a_pipeline(tmp_path):
     with pytest.raises(PaddingUnsupported, match="one at a time"):
         after(prompts, batch_size=2, max_new_tokens=4)
     capped.remove()
+
+
+class Five(LogitsProcessor):
+    """Prefers token 5 in every second place."""
+
+    def __call__(self, ids, scores):
+        return scores.index_fill(1, torch.tensor([5]), 100.0 if ids.shape[1] % 2 else 0.0)
+
+
+class Long(StoppingCriteria):
+    """Stops at 44 tokens."""
+
+    def __call__(self, ids, *_, **__):
+        return torch.full((len(ids),), ids.shape[1] >= 44, dtype=torch.bool)
+
+
+class Streamed:
+    """Takes what is streamed."""
+
+    def put(self, ids):
+        self.ids = ids
+
+    def end(self):
+        self.ended = True
+
+
+def own_sampling(model, input_ids, **options):
+    """A decoding method that a program passes."""
+    return model._sample(input_ids, **options)
+
+
+TAKEN = {
+    "stop_strings": lambda t: {"stop_strings": [t.decode([1749])], "tokenizer": t},
+    "assistant_tokenizer": lambda t: {"tokenizer": t, "assistant_tokenizer": t},
+    "logits_processor": lambda _: {"logits_processor": [Five()]},
+    "stopping_criteria": lambda _: {"stopping_criteria": StoppingCriteriaList([Long()])},
+    "streamer": lambda _: {"streamer": Streamed()},
+    "output_scores": lambda _: {"return_dict_in_generate": True, "output_scores": True,
+                                "output_logits": True, "output_hidden_states": True},
+    "max_time": lambda _: {"max_time": 600.0},
+    "negative_prompt_ids": lambda _: {"negative_prompt_ids": torch.arange(3, 12)[None],
+                                      "guidance_scale": 1.5},
+    "prefix_allowed_tokens_fn": lambda _: {
+        "prefix_allowed_tokens_fn": lambda _, ids: [5, 6, 7 + len(ids) % 3]},
+    "synced_gpus": lambda _: {"synced_gpus": False},
+    "custom_generate": lambda _: {"custom_generate": own_sampling},
+    "num_return_sequences": lambda _: {"do_sample": True, "num_return_sequences": 3},
+    "processors": lambda _: {"repetition_penalty": 1.3, "no_repeat_ngram_size": 3,
+                             "bad_words_ids": [[5]], "min_new_tokens": 3},
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def chat(tmp_path_factory):
+    """A small random model, and its tokenizer."""
+    folder = tmp_path_factory.mktemp("chat")
+    tiny_chat.save(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    return model.eval(), AutoTokenizer.from_pretrained(folder)
+
+
+@pytest.mark.parametrize("name", TAKEN)
+def test_generate_takes_what_transformers_takes(name, chat, tokens):
+    """Within the budget the answer is that of transformers uncapped."""
+    (model, tokenizer), ids = chat, tokens(40)
+    given = {**OPTIONS, "output_router_logits": False} | TAKEN[name](tokenizer)
+
+    def answer(**cache):
+        torch.manual_seed(0)
+        out = model.generate(ids, **ones(ids), **given, **cache)
+        return out if torch.is_tensor(out) else out.sequences
+
+    expected = answer()
+    with kvcap.cap(model, 64, 16, "streaming_llm"):
+        assert torch.equal(answer(), expected)
+    if name == "negative_prompt_ids" or "num_return_sequences" in given:
+        return  # these take a cache of more sequences, or two
+    for attention in ("kvcap", "sdpa"):
+        model.set_attn_implementation(attention)
+        cache = kvcap.BudgetCache(model.config, 64, 40, "streaming_llm")
+        assert torch.equal(answer(**as_cache(cache)), expected)
+        assert cache.seen >= 40
+
+
+def test_a_pipeline_that_stops_at_a_sequence(chat):
+    model, tokenizer = chat
+    pipe = pipeline("text-generation", model, tokenizer=tokenizer)
+    for given in ({"stop_sequence": "e"}, {"stop_strings": ["e"], "tokenizer": tokenizer}):
+        given |= {"max_new_tokens": 8, "do_sample": False}
+        expected = pipe("The door is blue.", **given)
+        with kvcap.cap(model, 64, 16):
+            assert pipe("The door is blue.", **given) == expected
+
+
+@torch.no_grad()
+def test_what_the_experts_of_all_blocks_were_chosen_by(tokens):
+    """Of which the loss of a mixture of experts takes a part."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(small_copy(MixtralConfig, MixtralConfig().to_dict()))
+    model, ids = model.float().eval(), tokens(40, batch=2)
+    given = {"labels": ids, "output_router_logits": True}
+    uncapped = model(ids, **given)
+    with kvcap.cap(model, 64, 8):
+        out = model(ids, **given)
+    for name in ("router_logits", "loss", "aux_loss", "logits"):
+        torch.testing.assert_close(out[name], uncapped[name], rtol=1e-4, atol=1e-4)
 
 
 def test_a_conversation_goes_on_in_the_cache_that_came_back(model, tokens):
@@ -330,8 +442,8 @@ def test_its_figures_are_told(model, tokens):
     ("error", "message", "options"),
     [
         (UnsupportedModel, "beam search", {"num_beams": 2}),
-        # transformers 5.24 refuses a cache that cannot be cropped by itself
-        ((UnsupportedModel, ValueError), "(?i)assisted decoding", {"prompt_lookup_num_tokens": 2}),
+        (UnsupportedModel, "assisted decoding .* cannot run", {"prompt_lookup_num_tokens": 2}),
+        (UnsupportedModel, "num_return_sequences", {"assistant_model": tiny_model("llama")}),
         (UnsupportedModel, "StaticCache is not capped", {"cache_implementation": "static"}),
         (PaddingUnsupported, "has zeros", {"attention_mask": "padded"}),
     ],
@@ -339,11 +451,18 @@ def test_its_figures_are_told(model, tokens):
 @pytest.mark.parametrize("length", [6, 40])  # of one block, of several
 def test_what_cannot_be_capped_is_refused(error, message, options, length, model, tokens):
     ids = tokens(length)
-    given = {**ones(ids), **OPTIONS, **options}
+    given = {**ones(ids), **OPTIONS, "eos_token_id": 2, **options}
     if options.get("attention_mask"):
         given["attention_mask"] = torch.ones_like(ids).index_fill(1, torch.tensor([0, 1]), 0)
     with kvcap.cap(model, 24, 8), pytest.raises(error, match=message):
         model.generate(ids, **given)
+    if "cache_implementation" in given:
+        return  # of which transformers says that a cache was given, too
+    cache = kvcap.BudgetCache(model.config, 24, 40, "streaming_llm")
+    with pytest.raises(error, match=message):
+        model.generate(ids, **given, **as_cache(cache))
+    if "assisted" in message:  # another model may still have it for an assistant
+        assert model.generate(ids, **given).shape[1] == length + 8
 
 
 class Listed(DynamicCache):
@@ -389,6 +508,18 @@ def test_other_calls_that_are_refused(model, tokens):
         with pytest.raises(MemoryCapExceeded, match="raise the budget to 40"):
             model(ids)
         assert capped.cache.seen == 0
+
+
+def test_pages_are_refused_while_there_is_a_cap(model):
+    with kvcap.cap(model, 24, 8), pytest.raises(UnsupportedModel, match=r"kvcap\.Runtime\.batch"):
+        model.generate_batch([[3, 4, 5]])
+    assert "init_continuous_batching" not in vars(model)
+
+
+def test_a_pipeline_in_place_of_its_model_is_refused(chat):
+    pipe = pipeline("text-generation", chat[0], tokenizer=chat[1])
+    with pytest.raises(UnsupportedModel, match=r"kvcap\.cap\(pipeline\.model, "):
+        kvcap.cap(pipe)
 
 
 def test_models_that_are_refused(model):
