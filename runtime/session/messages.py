@@ -6,6 +6,7 @@ that both begin with are those up to its end.
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
@@ -13,7 +14,13 @@ from typing import Any
 from kvcap.runtime.errors import ChatTemplateMissing, EmptyPrompt, MessagesInvalid
 from kvcap.runtime.session.chat_template import TemplateFailed, render_template
 from kvcap.runtime.session.encoding import check_letters
-from kvcap.runtime.session.template_forms import MARKER, Write, as_taken, template_for
+from kvcap.runtime.session.template_forms import (
+    MARKER,
+    Write,
+    as_taken,
+    template_for,
+    with_short_ids,
+)
 from kvcap.runtime.types import Message, Span, Tool
 
 ROLES = ("system", "user", "assistant", "tool")
@@ -169,9 +176,14 @@ def render(
             the user says.
     """
     template, write = _writer(tokenizer, tools, prompt)
+    taken = as_taken(template, write, messages)
     try:
-        return write(as_taken(template, write, messages))
+        return write(taken)
     except TemplateFailed as error:
+        numbered = with_short_ids(taken)
+        if numbered != taken:  # as Mistral's templates refuse the ids of other servers
+            with contextlib.suppress(TemplateFailed):
+                return write(numbered)
         raise ChatTemplateMissing(
             f"this model's chat template fails ({str(error) or type(error).__name__}); use "
             "`kvcap generate --raw`, or a model whose template works"

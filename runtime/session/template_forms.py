@@ -8,11 +8,13 @@ reads. Knows no tokenizer: it is handed what renders.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 
 from kvcap.runtime.errors import ChatTemplateMissing
 from kvcap.runtime.session.chat_template import TemplateFailed
+from kvcap.runtime.session.tool_calls import ID_LENGTH, ID_LETTERS, call_id
 from kvcap.runtime.types import Message
 
 MARKER = "7301946258"  # digits, which no filter of a template changes: upper, trim, tojson
@@ -86,6 +88,33 @@ def as_taken(template: str, write: Write, messages: Sequence[Message]) -> list[M
         else one
         for one in messages
     ]
+
+
+def with_short_ids(messages: Sequence[Message]) -> list[Message]:
+    """Return the messages with ids of calls in the one form that all templates take.
+
+    An id of nine letters and digits stays. Another one is replaced, in the call and in its result
+    alike; a call without an id gets one, and a result without is that of the next call.
+    """
+    found, unanswered = list[Message](), deque[str]()
+    for index, one in enumerate(messages):
+        if one.get("tool_calls"):
+            calls = [
+                {**call, "id": _short(call.get("id") or f"{index}.{number}")}
+                for number, call in enumerate(one["tool_calls"])
+            ]
+            one = {**one, "tool_calls": calls}
+            unanswered = deque(call["id"] for call in calls)
+        elif one["role"] == "tool":
+            own = one.get("tool_call_id")
+            following = unanswered.popleft() if unanswered else f"{index}"
+            one = {**one, "tool_call_id": _short(own or following)}
+        found.append(one)
+    return found
+
+
+def _short(id: str) -> str:
+    return id if len(id) == ID_LENGTH and set(id) <= set(ID_LETTERS) else call_id(id)
 
 
 def _parts(text: str) -> list[dict[str, str]]:

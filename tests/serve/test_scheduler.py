@@ -96,7 +96,7 @@ def test_whatever_differs_is_read_anew(runtime: Any) -> None:
     serve(Scheduler(runtime, limits(places=8)), chat)
 
 
-@pytest.mark.parametrize("name", ["own turn", "one turn"])
+@pytest.mark.parametrize("name", ["own turn", "ids", "one turn"])
 def test_a_result_goes_on_with_the_answer_that_called(runtime: Any, name: str) -> None:
     """What is held is gone on with; a template that needs the call has all of it read again."""
     pytest.importorskip("llguidance")
@@ -117,7 +117,7 @@ def test_a_result_goes_on_with_the_answer_that_called(runtime: Any, name: str) -
         again = s.submit(ask(first, answer, result, tools=(tool,)))
         text = await text_of(again)
         assert again.session_id == reply.session_id
-        assert (again.usage.reused_tokens > 0) == (name == "own turn")
+        assert (again.usage.reused_tokens > 0) == (name != "one turn")
         assert again.usage.prompt_tokens > held
         messages = [first, {**answer, "content": "I add. "}, result, said(text), user("Thanks.")]
         last = s.submit(ask(*messages, tools=(tool,)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from transformers import AutoTokenizer
 import kvcap
 from kvcap import pocket
 from kvcap.runtime.errors import ChatTemplateMissing
+from kvcap.runtime.session.messages import render
 
 TOKENIZER = AutoTokenizer.from_pretrained(pocket.path())
 ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
@@ -126,3 +128,57 @@ def test_a_stop_before_the_answer_to_a_result_changes_nothing(runtime):
     assert session.messages == before
     list(session.send(said))
     assert held(session).startswith(reference(TOOLS["one turn"], session.messages[:-1]))
+
+
+@pytest.mark.parametrize(
+    "ids",
+    [
+        ("call_0123456789abcdef", "call_x"),
+        ("123456789", "call_x"),
+        (None, None),
+        ("a-b-c-d-e-f", "a b"),
+    ],
+)
+def test_ids_of_other_forms_are_replaced_where_the_template_refuses_them(ids, runtime):
+    """In calls and results alike, so that they still belong together."""
+    runtime.tokenizer = with_template(runtime.tokenizer, TOOLS["ids"])
+    session = session_of(runtime)
+    calls = [
+        {"function": {"name": name, "arguments": {}}, "type": "function"}
+        | ({"id": id} if id else {})
+        for name, id in zip("fg", ids, strict=True)
+    ]
+    results = [
+        {"role": "tool", "content": name} | ({"tool_call_id": id} if id else {})
+        for name, id in zip("fg", ids, strict=True)
+    ]
+    answer = {"role": "assistant", "content": "", "tool_calls": calls}
+    list(session.send([ASKED, answer, *results], tools=[ADD]))
+    read = held(session)
+    told = re.findall(r'"(?:name": "|name":")(f|g)".*?\[(.{9})\]</tool_call>', read)
+    came = re.findall(r'<\|user\|>\[([A-Za-z0-9]{9})\]\{"content": "(f|g)"', read)
+    assert told == [(name, id) for id, name in came]
+    assert len(told) == 2
+    assert ids[0] != "123456789" or told[0][1] == ids[0]
+    assert session.messages[1]["tool_calls"][0].get("id") == ids[0]
+
+
+@pytest.mark.parametrize("name", [name for name in TOOLS if name != "ids"])
+def test_ids_that_a_template_takes_stay(name):
+    tokenizer = with_template(
+        TOKENIZER, TOOLS[name].replace("tool_call>", "tool_call>{{ call.id }}")
+    )
+    call = {"id": "call_x", "type": "function", "function": {"name": "add", "arguments": {}}}
+    said = [
+        ASKED,
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "2", "tool_call_id": "call_x"},
+    ]
+    assert render(tokenizer, said, [ADD]) == reference(tokenizer.chat_template, said)
+
+
+def test_a_template_that_fails_with_any_ids_says_why_it_does():
+    tokenizer = with_template(TOKENIZER, TOOLS["named"])
+    said = [ASKED, {"role": "tool", "content": "2", "tool_call_id": "call_x"}]
+    with pytest.raises(ChatTemplateMissing, match="a result without a call"):
+        render(tokenizer, said, [ADD])
